@@ -1,0 +1,52 @@
+# Two words to start with: `make demo` and `make test`. Each does all the set-up it needs; a second call is quick.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/pip --disable-pip-version-check install -q -c constraints.txt
+CORE := $(wildcard zckpt/csrc/* CMakeLists.txt)
+
+.PHONY: demo test check bench fixtures golden clean interop
+
+demo: .make/zckpt
+	$(BIN)/zckpt demo
+
+test: .make/zckpt .make/test interop
+	$(BIN)/python -m pytest -n 2 -q
+
+check: .make/zckpt .make/test
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/lint-imports --config pyproject.toml
+	$(BIN)/mypy
+
+bench: .make/zckpt .make/test interop
+	$(BIN)/python benchmarks/run.py
+
+fixtures: .make/zckpt .make/test interop
+	$(BIN)/python fixtures/generate.py
+
+golden: .make/zckpt .make/test
+	ZCKPT_GOLDEN=rewrite $(BIN)/python -m pytest -q tests/cli
+
+clean:
+	rm -rf $(VENV) .make build
+
+# The package, built from zckpt/csrc; rebuilt when the C++ or the set-up changes.
+.make/zckpt: pyproject.toml constraints.txt $(CORE)
+	@mkdir -p .make
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(PIP) scikit-build-core nanobind cmake ninja
+	$(PIP) --no-build-isolation -e .
+	@touch $@
+
+# What the tests need: torch first and pinned, since others would pull it unpinned.
+.make/test: .make/zckpt
+	$(PIP) 'setuptools<81' torch
+	$(PIP) --no-build-isolation -e '.[test]'
+	@touch $@
+
+# DeepSpeed itself, for the tests against the real thing. A machine where it will not install still runs the others.
+interop: .make/interop
+.make/interop: .make/test
+	DS_ACCELERATOR=cpu $(PIP) --no-build-isolation deepspeed || echo 'deepspeed did not install: its tests will be skipped'
+	@touch $@

@@ -1,0 +1,1 @@
+"""zckpt: consolidated weights out of sharded training checkpoints."""

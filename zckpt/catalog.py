@@ -1,0 +1,232 @@
+"""Catalogs: tensors, and the places their elements live.
+
+A checkpoint on disk, a checkpoint to be written and a live model are all a `Catalog`. Layouts make them, the router
+carries one into another. All values are frozen: select, rename and cast return new catalogs. Constructing one is the
+check: a tensor whose fragments do not cover its shape exactly once does not exist, so a missing rank, a short file or a
+doubled partition is found here, in one place, for every layout.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Literal
+
+from zckpt.dtypes import DType
+from zckpt.errors import CorruptError, IncompleteError, InconsistentError
+from zckpt.fragments import FileStore, Fragment, first_gap
+
+Role = Literal["parameter", "frozen", "buffer"]
+
+MAX_NUMEL = 2**63 - 1
+"""torch counts elements in signed 64-bit numbers: a shape beyond this is no shape."""
+
+
+def numel_of(shape: tuple[int, ...], *, name: str, file: str | None = None) -> int:
+    """Elements in a shape.
+
+    Raises:
+        CorruptError: a dimension is negative, or the product overflows 63 bits.
+    """
+    numel = math.prod(shape)
+    if any(dim < 0 for dim in shape) or numel > MAX_NUMEL:
+        raise CorruptError(
+            f"an impossible shape of tensor {name!r}", file=file, found=str(list(shape)), expected="at most 2^63 elements"
+        )
+    return numel
+
+
+@dataclass(frozen=True, slots=True)
+class Replica:
+    """Another place that must hold the same tensor, perhaps in a narrower dtype: checks read it."""
+
+    dtype: DType
+    fragments: tuple[Fragment, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class TensorEntry:
+    """A tensor and where its elements lie.
+
+    Attributes:
+        name: as in the model's state dict.
+        shape: in elements, row-major.
+        dtype: of the elements in the stores.
+        role: parameter (trainable), frozen (parameter without optimizer state) or buffer.
+        fragments: cover the shape exactly once.
+        replicas: other places that must hold the same numbers.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: DType
+    role: Role
+    fragments: tuple[Fragment, ...]
+    replicas: tuple[Replica, ...] = ()
+
+    def __post_init__(self) -> None:
+        itemsize = self.dtype.itemsize
+        numel = numel_of(self.shape, name=self.name)
+        for fragment in self.fragments:
+            end = fragment.nbytes_end(itemsize)
+            if end > fragment.store.size:
+                raise CorruptError(
+                    f"tensor {self.name!r} reaches beyond the end of its file",
+                    file=str(fragment.store),
+                    found=f"the file ends at byte {fragment.store.size:,}",
+                    expected=f"its index says {end:,}",
+                    remedy="The copy was cut short. Copy that file again.",
+                    byte_offset=fragment.byte_offset,
+                )
+        try:
+            gap = first_gap(self.fragments, numel, itemsize)
+        except InconsistentError as error:
+            error.what = f"{error.what}, of tensor {self.name!r}"
+            raise
+        if gap is not None:
+            raise IncompleteError(
+                f"elements that no file holds, of tensor {self.name!r}",
+                found=f"{gap[0]:,}-{gap[1] - 1:,} of {numel:,} are missing",
+                expected=f"its shape is {list(self.shape)}",
+                remedy="Copy the missing or shortened rank files again, or choose another tag.",
+            )
+
+    @property
+    def numel(self) -> int:
+        """Elements in the tensor; 1 for a scalar."""
+        return math.prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the tensor in its own dtype."""
+        return self.numel * self.dtype.itemsize
+
+
+@dataclass(frozen=True, slots=True)
+class Topology:
+    """How many ranks share the work, per axis: data, tensor, pipeline, expert."""
+
+    dp: int = 1
+    tp: int = 1
+    pp: int = 1
+    ep: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """Where a catalog comes from: what `inspect` tells beside the tensors.
+
+    Attributes:
+        layout: name of the layout that read it ("zero2", "unsharded", ...).
+        path: the directory or file.
+        tag: the save's tag; empty for a single file.
+        framework: ("DeepSpeed", "0.19.8"), or empty strings.
+        zero_stage: 0-3, or None where the word has no meaning.
+        global_steps: optimizer steps at the save, or None when not recorded.
+        optimizer_states: names of per-element optimizer states, e.g. ("exp_avg", "exp_avg_sq").
+        notes: sentences a person should see (a fallback taken, a prefix stripped).
+    """
+
+    layout: str
+    path: str
+    tag: str = ""
+    framework: tuple[str, str] = ("", "")
+    zero_stage: int | None = None
+    global_steps: int | None = None
+    optimizer_states: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Catalog(Mapping[str, TensorEntry]):
+    """Tensors by name, their aliases, and what is known of their origin.
+
+    Attributes:
+        tensors: name -> entry, in the model's order.
+        aliases: dropped name -> kept name, for tied weights; kept names are in `tensors`, dropped ones are not.
+        topology: ranks per axis.
+        source: where it comes from.
+        extras: inert values found beside the tensors (client state, scheduler, configs).
+    """
+
+    tensors: Mapping[str, TensorEntry]
+    source: Source
+    aliases: Mapping[str, str] = field(default_factory=dict[str, str])
+    topology: Topology = Topology()
+    extras: Mapping[str, object] = field(default_factory=dict[str, object])
+
+    def __post_init__(self) -> None:
+        for dropped, kept in self.aliases.items():
+            if kept not in self.tensors or dropped in self.tensors:
+                raise InconsistentError(
+                    f"tied weights {dropped!r} and {kept!r} that do not fit the tensors",
+                    file=self.source.path,
+                    found=f"{kept!r} is {'there' if kept in self.tensors else 'missing'}",
+                    expected=f"{kept!r} should be there and {dropped!r} should not",
+                )
+
+    def __getitem__(self, name: str) -> TensorEntry:
+        return self.tensors[self.aliases.get(name, name)]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.tensors)
+
+    def __len__(self) -> int:
+        return len(self.tensors)
+
+    @property
+    def numel(self) -> int:
+        """Elements in all tensors, tied ones once."""
+        return sum(entry.numel for entry in self.tensors.values())
+
+    def stores(self) -> set[FileStore]:
+        """The files that hold elements."""
+        return {
+            fragment.store
+            for entry in self.tensors.values()
+            for fragment in entry.fragments
+            if isinstance(fragment.store, FileStore)
+        }
+
+    def select(self, keep: Callable[[TensorEntry], bool]) -> Catalog:
+        """Only the tensors that `keep` wants; a tied weight stays when any of its names is wanted.
+
+        When the kept name is unwanted and a dropped one is wanted, the dropped name becomes the kept one.
+        """
+        tensors: dict[str, TensorEntry] = {}
+        aliases: dict[str, str] = {}
+        names: dict[str, list[str]] = {}
+        for dropped, kept in self.aliases.items():
+            names.setdefault(kept, []).append(dropped)
+        for name, entry in self.tensors.items():
+            wanted = [alias for alias in (name, *names.get(name, ())) if keep(replace_name(entry, alias))]
+            if wanted:
+                tensors[wanted[0]] = replace_name(entry, wanted[0])
+                aliases.update({alias: wanted[0] for alias in wanted[1:]})
+        return replace(self, tensors=tensors, aliases=aliases)
+
+    def rename(self, new_name: Callable[[str], str]) -> Catalog:
+        """Every name, alias or not, through `new_name`.
+
+        Raises:
+            InconsistentError: two names become one.
+        """
+        tensors: dict[str, TensorEntry] = {}
+        for name, entry in self.tensors.items():
+            renamed = new_name(name)
+            if renamed in tensors:
+                raise InconsistentError(
+                    f"two tensors that would both be called {renamed!r}",
+                    file=self.source.path,
+                    found=f"one of them is {name!r}",
+                    remedy="Change --rename or --strip-prefix.",
+                )
+            tensors[renamed] = replace_name(entry, renamed)
+        aliases = {new_name(dropped): new_name(kept) for dropped, kept in self.aliases.items()}
+        return replace(self, tensors=tensors, aliases={d: k for d, k in aliases.items() if d != k})
+
+
+def replace_name(entry: TensorEntry, name: str) -> TensorEntry:
+    """The same tensor under another name; nothing is checked twice when the name is its own."""
+    return entry if entry.name == name else replace(entry, name=name)

@@ -1,0 +1,100 @@
+"""One file's bytes: which kind of container it is, and what lies where in it.
+
+For the layouts, which know what a family of files means; nothing here does. Files are known by their first bytes, never
+by their name. Opening one reads its index only, runs none of its code, and touches no tensor.
+"""
+
+from __future__ import annotations
+
+import os
+
+from zckpt.containers import safetensors_file, torch_legacy, torch_zip
+from zckpt.containers.container import Container, Input, open_input
+from zckpt.containers.inert import NumpyArray, Placeholder, brief, enum_value
+from zckpt.containers.skeleton import Skeleton, TensorSpec
+from zckpt.containers.tensor_ref import StorageRef, TensorRef
+from zckpt.errors import CorruptError, IncompleteError, NotACheckpointError, UnsupportedError
+
+__all__ = [
+    "Container",
+    "NumpyArray",
+    "Placeholder",
+    "Skeleton",
+    "StorageRef",
+    "TensorRef",
+    "TensorSpec",
+    "brief",
+    "enum_value",
+    "open_container",
+]
+
+_COMPRESSED = {
+    b"\x1f\x8b": ("gzip", "gunzip"),
+    b"\x28\xb5\x2f\xfd": ("zstd", "unzstd"),
+    b"\xfd7zXZ\0": ("xz", "unxz"),
+    b"BZh": ("bzip2", "bunzip2"),
+}
+
+_OTHERS = {
+    b"\x89HDF": "an HDF5 file (Keras)",
+    b"GGUF": "a GGUF file (llama.cpp)",
+    b"\x93NUMPY": "a numpy array",
+    b"PK\x05\x06": "an empty zip file",
+}
+
+_LFS_POINTER = b"version https://git-lfs.github.com/spec/v1"
+
+
+def open_container(path: str | os.PathLike[str]) -> Container:
+    """What a file holds: an inert object with a `TensorRef` for each tensor.
+
+    Raises:
+        CorruptError: the file is damaged or cut short.
+        IncompleteError: it is a pointer to the real file.
+        NotACheckpointError: it is something else, or cannot be read.
+        UnsafeError: it would run code.
+        UnsupportedError: it is known, but not readable.
+    """
+    with open_input(path) as file:
+        head = file.peek(0, 512)
+        if head.startswith(b"PK\x03\x04"):
+            return torch_zip.read_input(file)
+        if head[8:9] == b"{":
+            return safetensors_file.read_input(file)
+        if head[257:262] == b"ustar":
+            return torch_legacy.read_tar(file)
+        if head.startswith((b"\x80", b"L1195470371")):  # a pickle; protocols 0 and 1 spell the magic number in decimal
+            return torch_legacy.read_stream(file)
+        raise _unknown(file, head)
+
+
+def _unknown(file: Input, head: bytes) -> Exception:
+    """The error for a file that is none of ours."""
+    if not head.strip(b"\0"):
+        found = f"{file.size:,} bytes, and the first are zeros" if file.size else "no bytes at all"
+        remedy = "The copy or the save did not finish. Copy that file again."
+        return CorruptError("an empty file", file=file.path, found=found, remedy=remedy, byte_offset=0)
+    if head.startswith(_LFS_POINTER):
+        return IncompleteError(
+            "a Git LFS pointer instead of the file",
+            file=file.path,
+            found=f"{file.size:,} bytes of text",
+            remedy="Run `git lfs pull` in its repository.",
+        )
+    for magic, (name, tool) in _COMPRESSED.items():
+        if head.startswith(magic):
+            remedy = f"Unpack it with {tool} first."
+            return UnsupportedError(f"a file compressed with {name}", file=file.path, remedy=remedy)
+    found = next((name for magic, name in _OTHERS.items() if head.startswith(magic)), "") or _looks(head)
+    return NotACheckpointError(
+        "a file that is no checkpoint", file=file.path, found=found, expected="torch and safetensors files are read"
+    )
+
+
+def _looks(head: bytes) -> str:
+    if head.lstrip().lower().startswith((b"<!doctype", b"<html")):
+        return "a web page: the download gave an error page instead of the file"
+    start = head[:40]
+    if start.isascii() and all(char.isprintable() or char.isspace() for char in start.decode()):
+        return f"text that begins with {start.decode().strip().partition(chr(10))[0]!r}"
+    return f"bytes {head[:8].hex(' ')} ..."

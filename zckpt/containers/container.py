@@ -1,0 +1,114 @@
+"""One opened file: what every reader of this package takes, and what it gives back.
+
+For the readers. All reads are `pread`s of stated length, so a short file is one error, found in one place.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Literal
+
+from zckpt.errors import CorruptError, NotACheckpointError
+from zckpt.fragments import FileStore
+
+Kind = Literal["torch_zip", "torch_legacy", "torch_tar", "safetensors"]
+
+
+@dataclass(frozen=True, slots=True)
+class Container:
+    """What one file holds.
+
+    Attributes:
+        kind: how its bytes are laid out.
+        store: the file.
+        root: the inert object in it, with a `TensorRef` for each tensor; for safetensors a dict name -> TensorRef.
+        metadata: what the container says beside it, as text.
+    """
+
+    kind: Kind
+    store: FileStore
+    root: object
+    metadata: Mapping[str, str] = field(default_factory=dict[str, str])
+
+
+@dataclass(frozen=True, slots=True)
+class Input:
+    """A file open for reading; `size` and `identity` are those of the open file, whatever its path names later."""
+
+    path: str
+    descriptor: int
+    size: int
+    identity: tuple[int, int, int]
+
+    def read(self, offset: int, nbytes: int, what: str) -> bytes:
+        """Exactly `nbytes` bytes at `offset`; `what` names them in the error.
+
+        Raises:
+            CorruptError: the file ends before.
+        """
+        if offset < 0 or nbytes < 0 or offset + nbytes > self.size:
+            raise self.cut_short(what, offset + nbytes)
+        data = self.peek(offset, nbytes)
+        if len(data) < nbytes:  # it shrank since it was opened
+            raise self.cut_short(what, offset + nbytes)
+        return data
+
+    def peek(self, offset: int, nbytes: int) -> bytes:
+        """At most `nbytes` bytes at `offset`; fewer only at the end of the file."""
+        try:
+            data = os.pread(self.descriptor, nbytes, offset)
+            while len(data) < nbytes and (more := os.pread(self.descriptor, nbytes - len(data), offset + len(data))):
+                data += more
+        except OSError as error:
+            raise CorruptError(
+                "bytes that cannot be read", file=self.path, found=error.strerror or str(error), byte_offset=offset
+            ) from error
+        return data
+
+    def cut_short(self, what: str, needed: int) -> CorruptError:
+        """The error for a file that ends before `needed` bytes."""
+        return CorruptError(
+            f"{what} beyond the end of the file",
+            file=self.path,
+            found=f"the file has {self.size:,} bytes",
+            expected=f"{needed:,} are needed",
+            remedy="The copy was cut short, or the index is damaged. Copy that file again.",
+            byte_offset=self.size,
+        )
+
+    def store(self, byteorder: Literal["little", "big"] = "little") -> FileStore:
+        """The store that stands for this file."""
+        return FileStore(self.path, self.size, self.identity, byteorder)
+
+
+@contextmanager
+def open_input(path: str | os.PathLike[str]) -> Iterator[Input]:
+    """Opens a regular file for reading.
+
+    Raises:
+        NotACheckpointError: it is missing, unreadable, or no file.
+    """
+    name = os.fspath(path)
+    try:
+        descriptor = os.open(name, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # a named pipe must not block
+    except OSError as error:
+        raise _refusal(name, error.strerror or str(error)) from error
+    except ValueError as error:
+        raise _refusal(name, str(error)) from error
+    try:
+        status = os.fstat(descriptor)
+        if stat.S_ISDIR(status.st_mode):
+            raise _refusal(name, "a directory")
+        if not stat.S_ISREG(status.st_mode):
+            raise _refusal(name, "a device, pipe or socket")
+        yield Input(name, descriptor, status.st_size, (status.st_dev, status.st_ino, status.st_mtime_ns))
+    finally:
+        os.close(descriptor)
+
+
+def _refusal(path: str, found: str) -> NotACheckpointError:
+    return NotACheckpointError("nothing that can be read", file=path, found=found, expected="a file is needed")

@@ -1,0 +1,49 @@
+"""Which calls of a pickle are an attack, so that a person is told, although nothing would run anyway.
+
+For the pickle machine. The list need not be complete to be safe: a function that is missing here is not called either,
+it becomes a `Placeholder` like any other. It is complete enough to raise the alarm at what pickle scanners and
+write-ups report. Kept by hand: add what you meet.
+"""
+
+from __future__ import annotations
+
+from zckpt.containers.inert import Placeholder
+
+_MODULES = """
+os posix nt subprocess _posixsubprocess commands popen2 pty runpy code codeop pdb bdb timeit profile cProfile trace
+doctest pydoc inspect importlib imp pkgutil zipimport pip ensurepip setuptools distutils venv ctypes _ctypes cffi
+marshal pickle _pickle cPickle shelve shutil tempfile signal threading _thread multiprocessing asyncio sys gc webbrowser
+socket _socket ftplib smtplib telnetlib requests aiohttp httpx _winapi winreg
+"""
+MODULES = frozenset(_MODULES.split())
+"""Modules that hold no plain data: a pickle that calls anything in them wants something done."""
+
+_HARMLESS = "os.stat_result os.terminal_size signal.Signals socket.AddressFamily socket.SocketKind threading.local"
+HARMLESS = frozenset(_HARMLESS.split())
+"""Plain data in them nevertheless."""
+
+_FUNCTIONS = """
+builtins.eval builtins.exec builtins.execfile builtins.compile builtins.open builtins.__import__ builtins.getattr
+builtins.setattr builtins.delattr builtins.globals builtins.locals builtins.vars builtins.input builtins.breakpoint
+builtins.apply builtins.help io.open io.open_code io.FileIO _io.open _io.FileIO codecs.open linecache.getline
+operator.methodcaller operator.attrgetter _operator.methodcaller _operator.attrgetter types.FunctionType types.CodeType
+urllib.request.urlopen urllib.request.urlretrieve http.client.HTTPConnection http.client.HTTPSConnection
+http.server.HTTPServer logging.config._resolve logging.config.listen uuid._popen platform.popen
+torch.load torch.serialization.load torch.jit.load torch.hub.load torch.hub.download_url_to_file
+torch.utils.cpp_extension.load torch.utils.cpp_extension.load_inline torch.utils.collect_env.run
+torch.fx.graph_module._exec_with_source torch._inductor.codecache.compile_file
+numpy.load numpy.fromfile numpy.memmap numpy.lib.npyio.load numpy.testing.runstring
+numpy.testing._private.utils.runstring numpy.f2py.crackfortran.myeval numpy.f2py.capi_maps.getinit
+joblib.load pandas.read_pickle yaml.load yaml.unsafe_load lib2to3.pgen2.pgen.ParserGenerator
+"""
+FUNCTIONS = frozenset(_FUNCTIONS.split())
+"""Functions of other modules that run code, load pickles, or open files and connections."""
+
+
+def runs_code(function: Placeholder) -> bool:
+    """Whether calling this in earnest would do something."""
+    name = str(function)
+    if function.called or name in HARMLESS:
+        return False
+    owners = function.name.split(".")[:-1]  # protocol 4 walks attributes: 'torch', 'os.system'
+    return name in FUNCTIONS or function.module.split(".")[0] in MODULES or not MODULES.isdisjoint(owners)

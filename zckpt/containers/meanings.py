@@ -1,0 +1,257 @@
+"""What the globals of a pickle mean: which names are dtypes, and which calls make a value.
+
+For the pickle machine. A global is only ever a name here; "calling" it looks up the few functions below, and what is
+not among them stays a `Placeholder`. The functions return plain values and give up, by any of `MISFITS`, on arguments
+that cannot be. None copies more than its arguments, and the machine charges for that (see `pickles`, [Note: bombs]).
+Source: torch/_utils.py, torch/serialization.py (2.13); `__reduce__` of numpy's ndarray and dtype; CPython's
+`_compat_pickle` for the names of Python 2.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import struct
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from zckpt.containers.inert import NumpyArray, Placeholder
+from zckpt.containers.tensor_ref import MAX_DIMS, MAX_NUMBER, StorageRef, TensorRef
+from zckpt.dtypes import BY_STORAGE, BY_TORCH_NAME, I8, I32, U8, DType
+
+MISFITS = (TypeError, ValueError, LookupError, struct.error, OverflowError)
+"""What Python raises where arguments or bytes do not fit."""
+
+_OLD_MODULES = {"__builtin__": "builtins", "copy_reg": "copyreg", "torch.tensor": "torch._tensor"}
+_OLD_NAMES = {"builtins.unicode": "str", "builtins.long": "int", "builtins.xrange": "range"}
+
+
+def global_of(module: str, name: str) -> DType | Placeholder:
+    """What a name stands for, under one spelling for all versions."""
+    module = _OLD_MODULES.get(module, module)
+    name = _OLD_NAMES.get(f"{module}.{name}", name)
+    if module.startswith("numpy._core"):
+        module = "numpy.core" + module[len("numpy._core") :]
+    if module == "torch" and name in BY_TORCH_NAME:
+        return BY_TORCH_NAME[name]
+    return Placeholder(module, name)
+
+
+def storage_dtype(kind: object) -> DType | None:
+    """The element type of a storage class such as `torch.FloatStorage`; None for the untyped one.
+
+    Raises:
+        LookupError: it is no storage class zckpt knows.
+    """
+    if isinstance(kind, Placeholder) and kind.module.split(".")[0] == "torch" and not kind.called:
+        if kind.name in ("UntypedStorage", "_UntypedStorage"):
+            return None
+        return _QUANTIZED.get(kind.name) or BY_STORAGE[kind.name]
+    raise LookupError("a storage of an unknown class")
+
+
+_QUANTIZED = {
+    "QInt8Storage": I8,
+    "QUInt8Storage": U8,
+    "QInt32Storage": I32,
+    "QUInt4x2Storage": U8,
+    "QUInt2x4Storage": U8,
+}
+"""Their bytes; the tensors in them stay placeholders."""
+
+
+def _tensor(storage: object, offset: int, shape: Any, stride: Any, *flags: object) -> TensorRef | None:
+    """`flags`: requires_grad, hooks, metadata; absent in the oldest files."""
+    return _view(storage, offset, shape, stride, None, flags[2:])
+
+
+def _tensor_v3(storage: object, offset: int, shape: Any, stride: Any, *flags: object) -> TensorRef | None:
+    """`flags`: requires_grad, hooks, dtype, metadata."""
+    dtype = flags[2]
+    return _view(storage, offset, shape, stride, dtype, flags[3:]) if isinstance(dtype, DType) else None
+
+
+def _view(
+    storage: object, offset: int, shape: Any, stride: Any, dtype: DType | None, metadata: tuple[object, ...]
+) -> TensorRef | None:
+    """None where the numbers are not in the bytes as they stand: conjugated and negated views, nested pickles."""
+    if not isinstance(storage, StorageRef) or any(metadata):
+        return None
+    if type(shape) not in (tuple, list) or type(stride) not in (tuple, list):
+        raise TypeError(f"a tensor whose shape is a {type(shape).__name__}")
+    return storage.view(offset, tuple(shape), tuple(stride), dtype or storage.dtype or U8)
+
+
+def _plain(make: Callable[..., object], *accepts: type) -> Callable[..., object]:
+    """Only arguments of these types: never a count that would allocate, never a `repr` that would grow."""
+
+    def made(*args: object) -> object:
+        if not all(type(arg) in accepts for arg in args):
+            raise TypeError(f"{make.__name__} of {', '.join(type(arg).__name__ for arg in args)}")
+        return make(*args)
+
+    return made
+
+
+def _number(make: Callable[..., object]) -> Callable[..., object]:
+    def made(*args: object) -> object:
+        if len(args) > 2 or not all(type(a) in (int, float, bool) or (type(a) is str and len(a) < 100) for a in args):
+            raise TypeError(f"{make.__name__} of something that is no number")
+        return make(*args)
+
+    return made
+
+
+def _dict(items: Any = ()) -> dict[object, object]:
+    """Also for OrderedDict (dicts are ordered), Counter and defaultdict."""
+    if type(items) not in (list, tuple, dict):
+        raise TypeError(f"a dict of a {type(items).__name__}")
+    return {plain_key(key): value for key, value in (items.items() if type(items) is dict else items)}
+
+
+def _set(items: Any = ()) -> set[object]:
+    if type(items) not in (list, tuple, set, frozenset):
+        raise TypeError(f"a set of a {type(items).__name__}")
+    return set(map(plain_key, items))
+
+
+def _encode(text: str, encoding: str = "utf-8") -> bytes | None:
+    """How protocol 2 spells bytes: `_codecs.encode("...", "latin1")`."""
+    if type(text) is not str:
+        raise TypeError(f"bytes of a {type(text).__name__}")
+    return text.encode(encoding) if encoding in ("latin1", "latin-1", "utf-8", "ascii") else None
+
+
+def _reconstructor(kind: object, base: object, state: object) -> object:
+    """How protocols 0 and 1 spell an object without `__reduce__`."""
+    if not isinstance(kind, Placeholder):
+        raise TypeError("an object of no class")
+    return Placeholder(kind.module, kind.name, () if state is None else (state,), called=True)
+
+
+def numpy_dtype(value: object) -> str | None:
+    """The numpy type string of a pickled dtype; None for structured and unknown ones."""
+    if not isinstance(value, Placeholder) or str(value) != "numpy.dtype" or not value.args:
+        return None
+    name, state = value.args[0], value.state
+    if type(name) is not str or not _NUMPY_NAME.fullmatch(name):
+        return None
+    if type(state) is not tuple or len(state) < 5:
+        return f"|{name}"  # not built yet, or not by numpy
+    order, subarray, fields = state[1], state[2], state[3]
+    return f"{order}{name}" if order in ("<", ">", "|") and subarray is fields is None else None
+
+
+_NUMPY_NAME = re.compile(r"[biufcSUVmM]\d{1,9}|O8?")
+
+_SCALARS = {"b1": "?", "i1": "b", "i2": "h", "i4": "i", "i8": "q", "u1": "B", "u2": "H", "u4": "I", "u8": "Q"}
+_SCALARS |= {"f2": "e", "f4": "f", "f8": "d"}
+
+
+def _numpy_scalar(dtype: object, data: object = b"") -> object:
+    """A Python number where it is one; other types of numpy keep their bytes."""
+    kind, plain = numpy_dtype(dtype), _as_bytes(data)
+    if kind is None or plain is None:
+        return None
+    if kind[1:] in ("c8", "c16"):
+        return complex(*struct.unpack(_order(kind) + ("2f" if kind[1:] == "c8" else "2d"), plain))
+    if kind[1:] in _SCALARS:
+        number: int | float | bool = struct.unpack(_order(kind) + _SCALARS[kind[1:]], plain)[0]
+        return number
+    return NumpyArray(kind, (), plain)
+
+
+def _order(kind: str) -> str:
+    return ">" if kind[0] == ">" else "<"
+
+
+def _numpy_array(dtype: object, shape: object, data: object, fortran: object) -> NumpyArray:
+    if type(shape) is not tuple or not all(type(dim) is int and 0 <= dim <= MAX_NUMBER for dim in shape):
+        raise ValueError("an array of an impossible shape")
+    kind, plain = numpy_dtype(dtype), _as_bytes(data)
+    if type(data) is list:
+        return NumpyArray("|O", shape, b"", bool(fortran), data)
+    if kind is None or plain is None:  # structured or unknown: its bytes without a meaning
+        return NumpyArray("|V", shape, plain or b"", bool(fortran))
+    itemsize = int(kind[2:] or 8) * (4 if kind[1] == "U" else 1)
+    if len(shape) > MAX_DIMS or math.prod(shape) * itemsize != len(plain):
+        raise ValueError(f"a numpy array of {len(plain):,} bytes whose shape needs another number")
+    return NumpyArray(kind, shape, plain, bool(fortran))
+
+
+def _numpy_empty(kind: object, *_: object) -> NumpyArray | None:
+    """An array that BUILD will fill; its subclasses stay placeholders."""
+    return NumpyArray("|u1", (0,), b"") if str(kind) == "numpy.ndarray" else None
+
+
+def _numpy_frombuffer(data: object, dtype: object, shape: object, order: object) -> NumpyArray:
+    return _numpy_array(dtype, shape, data, order == "F")
+
+
+def fill_array(array: NumpyArray, state: Any) -> None:
+    """What numpy's `ndarray.__setstate__` would do: (version, shape, dtype, column-major, bytes)."""
+    _, shape, dtype, fortran, data = state
+    filled = _numpy_array(dtype, shape, data, fortran)
+    for name in NumpyArray.__slots__:  # in place, for the memo may have handed it out already
+        object.__setattr__(array, name, getattr(filled, name))
+
+
+def _as_bytes(data: object) -> bytes | None:
+    """Python 2 pickled bytes as text; see STRING in `pickles`."""
+    if isinstance(data, str):
+        return data.encode()
+    return bytes(data) if isinstance(data, bytes | bytearray) else None
+
+
+def plain_key(key: object) -> object:
+    """`key`, if hashing it is cheap. Nested tuples can make that take for ever, or overflow the C stack."""
+    pending, seen = [key], 0
+    while pending:
+        item = pending.pop()
+        seen += 1
+        if type(item) is tuple and len(item) <= 100 >= seen:
+            pending.extend(item)
+        elif type(item) not in _KEYS:
+            raise TypeError(f"a {type(item).__name__} as key")
+    return key
+
+
+_list = _plain(list, list, tuple)
+_bytearray = _plain(bytearray, bytes, bytearray, list)
+
+_KEYS = {str, int, float, bool, bytes, complex, type(None), frozenset, range, Placeholder, DType, NumpyArray, TensorRef}
+
+MEANINGS: Mapping[str, Callable[..., object]] = {
+    "torch._utils._rebuild_tensor": _tensor,
+    "torch._utils._rebuild_tensor_v2": _tensor,
+    "torch._utils._rebuild_tensor_v3": _tensor_v3,
+    "torch._utils._rebuild_parameter": lambda data, *_: data,
+    "torch._utils._rebuild_parameter_with_state": lambda data, *_: data,
+    "torch.nn.parameter.Parameter": lambda data=None, *_: data,
+    "torch.nn.parameter.Buffer": lambda data=None, *_: data,
+    "torch.Size": _plain(tuple, list, tuple),
+    "collections.OrderedDict": _dict,
+    "collections.Counter": _dict,
+    "collections.defaultdict": lambda factory=None, items=(): _dict(items),
+    "collections.deque": lambda items=(), maxlen=None: _list(items),
+    "builtins.dict": _dict,
+    "builtins.set": _set,
+    "builtins.frozenset": lambda items=(): frozenset(_set(items)),
+    "builtins.list": _list,
+    "builtins.tuple": _plain(tuple, list, tuple),
+    "builtins.bytes": _plain(bytes, bytes, bytearray, list),
+    "builtins.bytearray": lambda data=b"", encoding="": _bytearray(_encode(data, encoding) if encoding else data),
+    "builtins.str": _plain(str, str),
+    "builtins.int": _number(int),
+    "builtins.float": _number(float),
+    "builtins.bool": _number(bool),
+    "builtins.complex": _number(complex),
+    "builtins.range": _plain(range, int),
+    "builtins.slice": _plain(slice, int, type(None)),
+    "_codecs.encode": _encode,
+    "copyreg._reconstructor": _reconstructor,
+    "numpy.core.multiarray.scalar": _numpy_scalar,
+    "numpy.core.multiarray._reconstruct": _numpy_empty,
+    "numpy.core.numeric._frombuffer": _numpy_frombuffer,
+}
+"""Calls that make a value; a result of None leaves the call a placeholder."""

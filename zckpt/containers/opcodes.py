@@ -1,0 +1,206 @@
+"""What each opcode of a pickle does to the machine.
+
+For `pickles`. The names of pickletools are in the comments where the code does not say them.
+Source: CPython's Lib/pickletools.py (3.13), protocols 0-5.
+"""
+
+from __future__ import annotations
+
+import codecs
+import re
+import struct
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from zckpt.containers.machine import Machine
+from zckpt.containers.meanings import global_of, plain_key
+from zckpt.errors import CorruptError, UnsafeError, UnsupportedError
+
+MAX_INT_BYTES = 1024
+"""Python itself refuses to print whole numbers of more than 4,300 digits; these have 2,466."""
+
+STOP = ord(".")
+
+
+def _unknown(m: Machine) -> None:
+    raise m.refuse(CorruptError, f"an unknown opcode {m.data[m.step]:#04x} of a pickle")
+
+
+def _extension(m: Machine) -> None:
+    raise m.refuse(UnsafeError, "a pickle that asks for code of its writer's extension registry")
+
+
+def _buffer(m: Machine) -> None:
+    raise m.refuse(UnsupportedError, "a pickle whose buffers were kept elsewhere (protocol 5, out of band)")
+
+
+def _protocol(m: Machine) -> None:
+    if m.uint(1) > 5:
+        raise m.refuse(UnsupportedError, "a pickle of a protocol after 5")
+
+
+def _frame(m: Machine) -> None:
+    if m.uint(8) > len(m.data) - m.position:
+        raise EOFError
+
+
+def _whole(text: bytes) -> int:
+    if len(text) > 2 * MAX_INT_BYTES:
+        raise ValueError("a whole number that is too large")
+    return int(text)
+
+
+def _int_line(m: Machine) -> None:
+    text = m.line()  # protocol 0 spells booleans so
+    m.push(text == b"01" if text in (b"00", b"01") else _whole(text))
+
+
+def _long(m: Machine, nbytes: int) -> None:
+    size = m.uint(nbytes)
+    if size > MAX_INT_BYTES:
+        raise ValueError("a whole number that is too large")
+    m.push(int.from_bytes(m.take(size), "little", signed=True))
+
+
+def _text(data: bytes) -> str | bytes:
+    """Strings of Python 2: text where they are text, else bytes."""
+    try:
+        return data.decode()
+    except UnicodeDecodeError:
+        return data
+
+
+_QUOTED = re.compile(rb"""(['"])((?:[^\\]|\\[\\'"abfnrtv]|\\x[0-9a-fA-F]{2})*)\1""", re.DOTALL)
+
+
+def _string_line(m: Machine) -> None:
+    quoted = _QUOTED.fullmatch(m.line().strip())
+    if quoted is None:
+        raise ValueError("a string without its quotes")
+    m.push(_text(codecs.escape_decode(quoted[2])[0]))
+
+
+def _names(m: Machine) -> Any:
+    return global_of(m.line().decode(), m.line().decode())
+
+
+def _stack_global(m: Machine) -> None:
+    module, name = m.pop_many(2)
+    if type(module) is not str or type(name) is not str:
+        raise TypeError("a global whose name is no text")
+    m.push(global_of(module, name))
+
+
+def _reduce(m: Machine) -> None:
+    args = m.stack.pop()
+    m.stack[-1] = m.call(m.stack[-1], args)
+
+
+def _new_object_with_kwargs(m: Machine) -> None:
+    m.push(m.call(*m.pop_many(3)))
+
+
+def _instance(m: Machine) -> None:
+    kind, args = _names(m), tuple(m.pop_to_mark())
+    m.push(m.call(kind, args))
+
+
+def _object(m: Machine) -> None:
+    kind, *args = m.pop_to_mark()
+    m.push(m.call(kind, tuple(args)))
+
+
+def _get(m: Machine, number: int) -> None:
+    m.stack.append(m.memo[number])
+
+
+def _pop(m: Machine) -> None:
+    if m.marks and m.marks[-1] == len(m.stack):
+        m.marks.pop()
+    else:
+        m.stack.pop()
+
+
+def _dict(m: Machine) -> None:
+    items = m.pop_to_mark()
+    m.push({})
+    m.set_items(items)
+
+
+_ACTIONS: Mapping[int | str, Callable[[Machine], object]] = {
+    # control and stack
+    0x80: _protocol,
+    0x95: _frame,
+    "(": lambda m: m.marks.append(len(m.stack)),
+    "0": _pop,
+    "1": lambda m: m.pop_to_mark(),
+    "2": lambda m: m.push(m.stack[-1]),
+    # constants and numbers
+    "N": lambda m: m.push(None),
+    0x88: lambda m: m.push(True),
+    0x89: lambda m: m.push(False),
+    "I": _int_line,
+    "L": lambda m: m.push(_whole(m.line().rstrip(b"L"))),
+    "J": lambda m: m.push(int.from_bytes(m.take(4), "little", signed=True)),
+    "K": lambda m: m.push(m.uint(1)),
+    "M": lambda m: m.push(m.uint(2)),
+    0x8A: lambda m: _long(m, 1),
+    0x8B: lambda m: _long(m, 4),
+    "F": lambda m: m.push(float(m.line()[:MAX_INT_BYTES])),
+    "G": lambda m: m.push(struct.unpack(">d", m.take(8))[0]),
+    # text and bytes
+    "S": _string_line,
+    "T": lambda m: m.push(_text(m.counted(4))),
+    "U": lambda m: m.push(_text(m.counted(1))),
+    "V": lambda m: m.push(m.line().decode("raw-unicode-escape")),
+    "X": lambda m: m.push(m.counted(4).decode("utf-8", "surrogatepass")),
+    0x8C: lambda m: m.push(m.counted(1).decode("utf-8", "surrogatepass")),
+    0x8D: lambda m: m.push(m.counted(8).decode("utf-8", "surrogatepass")),
+    "B": lambda m: m.push(m.counted(4)),
+    "C": lambda m: m.push(m.counted(1)),
+    0x8E: lambda m: m.push(m.counted(8)),
+    0x96: lambda m: m.push(bytearray(m.counted(8))),
+    # tuples, lists, dicts, sets
+    ")": lambda m: m.push(()),
+    "t": lambda m: m.push(tuple(m.pop_to_mark())),
+    0x85: lambda m: m.push(m.pop_many(1)),
+    0x86: lambda m: m.push(m.pop_many(2)),
+    0x87: lambda m: m.push(m.pop_many(3)),
+    "]": lambda m: m.push([]),
+    "l": lambda m: m.push(m.pop_to_mark()),
+    "a": lambda m: m.append([m.stack.pop()]),
+    "e": lambda m: m.append(m.pop_to_mark()),
+    "}": lambda m: m.push({}),
+    "d": _dict,
+    "s": lambda m: m.set_items(list(m.pop_many(2))),
+    "u": lambda m: m.set_items(m.pop_to_mark()),
+    0x8F: lambda m: m.push(set()),
+    0x90: lambda m: m.append(m.pop_to_mark()),
+    0x91: lambda m: m.push(frozenset(map(plain_key, m.pop_to_mark()))),
+    # memo
+    "p": lambda m: m.memoize(_whole(m.line())),
+    "q": lambda m: m.memoize(m.uint(1)),
+    "r": lambda m: m.memoize(m.uint(4)),
+    0x94: lambda m: m.memoize(len(m.memo)),
+    "g": lambda m: _get(m, _whole(m.line())),
+    "h": lambda m: _get(m, m.uint(1)),
+    "j": lambda m: _get(m, m.uint(4)),
+    # names, calls, and what lies outside
+    "c": lambda m: m.push(_names(m)),
+    0x93: _stack_global,
+    "R": _reduce,
+    0x81: _reduce,
+    0x92: _new_object_with_kwargs,
+    "i": _instance,
+    "o": _object,
+    "b": lambda m: m.build(m.stack.pop()),
+    "P": lambda m: m.push(m.persistent_load(m.line().decode())),
+    "Q": lambda m: m.push(m.persistent_load(m.stack.pop())),
+    0x82: _extension,
+    0x83: _extension,
+    0x84: _extension,
+    0x97: _buffer,
+    0x98: _buffer,
+}
+OPCODES = [_ACTIONS.get(code) or _ACTIONS.get(chr(code), _unknown) for code in range(256)]
+"""By number."""

@@ -1,0 +1,153 @@
+"""A pickle machine that runs nothing: the stack program of a pickle, carried out on inert values.
+
+For `torch_zip` and `torch_legacy`. A pickle is a program for a stack machine whose only outside power is to import a
+name and to call it. Here a name stays a name (`meanings.global_of`), a call makes one of a few plain values
+(`meanings.MEANINGS`) or a `Placeholder` that remembers it, and a call of what is known to run code (`danger`) is
+refused.
+
+[Note: bombs]
+A small file must not cost much. Lengths are checked against the bytes that are left before anything is allocated, so an
+object costs at most some tens of bytes per byte of pickle. Objects are shared, never copied, when they are used twice;
+the few calls that do copy draw on a budget of about the pickle's own length. Whole numbers have at most
+`opcodes.MAX_INT_BYTES`, keys are cheap to hash (`meanings.plain_key`), and nothing here recurses. What leaves is nested
+at most `MAX_DEPTH` deep (a value that contains itself excepted), so whoever walks it may recurse.
+
+Source: CPython's Lib/pickle.py and Lib/pickletools.py (3.13), protocols 0-5.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from zckpt.containers.inert import NumpyArray, Placeholder
+from zckpt.containers.machine import Machine, PersistentLoad
+from zckpt.containers.meanings import MISFITS
+from zckpt.containers.opcodes import OPCODES, STOP
+from zckpt.errors import CorruptError
+
+MAX_PICKLE_BYTES = 512 << 20
+"""Readers refuse longer ones. A trillion-parameter model's is some megabytes; tensors are not in it."""
+
+MAX_DEPTH = 400
+"""Python's own limit of recursion is 1,000."""
+
+
+def load_pickle(
+    data: bytes, *, file: str, record: str = "", base: int = 0, persistent_load: PersistentLoad | None = None
+) -> object:
+    """The inert object in a pickle.
+
+    Args:
+        data: the pickle; bytes after its end are ignored.
+        file: named in errors.
+        record: which part of the file it is, for errors.
+        base: byte offset in the file, for errors.
+        persistent_load: answers what lies outside of the pickle, in torch's files the storages.
+
+    Raises:
+        CorruptError: it is damaged.
+        UnsafeError: it would run code.
+        UnsupportedError: it needs what only its writer has.
+    """
+    try:
+        return read_pickle(data, file=file, record=record, base=base, persistent_load=persistent_load)[0]
+    except EOFError as error:
+        raise CorruptError(
+            "a pickle without end",
+            file=file,
+            found=f"{record or 'it'} is over after {len(data):,} bytes",
+            remedy="Copy that file again.",
+            byte_offset=base + len(data),
+        ) from error
+
+
+def read_pickle(
+    data: bytes, *, file: str, record: str = "", base: int = 0, persistent_load: PersistentLoad | None = None
+) -> tuple[object, int]:
+    """The inert object in a pickle, and how many bytes it takes. Otherwise as `load_pickle`.
+
+    Raises:
+        EOFError: `data` ends before the pickle.
+    """
+    machine = Machine(data, file, record, base, persistent_load)
+    try:
+        value = _run(machine)
+        _check_depth(value)
+    except MISFITS as error:
+        reason = f"the stack or memo holds no such item: {error}" if isinstance(error, LookupError) else str(error)
+        raise machine.corrupt(reason) from error
+    return value, machine.position
+
+
+def _run(machine: Machine) -> object:
+    """Carries out one opcode after another. Two thirds of all opcodes in torch's files are the five done right here."""
+    data, end, stack, memo = machine.data, len(machine.data), machine.stack, machine.memo
+    long_put, put, get, small_int, mark = b"rqhK("
+    at = machine.position
+    try:
+        while at < end:
+            opcode = data[at]
+            if opcode == mark:
+                machine.marks.append(len(stack))
+                at += 1
+            elif opcode == small_int and at + 2 <= end:
+                stack.append(data[at + 1])
+                at += 2
+            elif opcode == get and at + 2 <= end:
+                stack.append(memo[data[at + 1]])
+                at += 2
+            elif opcode == put and at + 2 <= end:
+                memo[data[at + 1]] = stack[-1]
+                at += 2
+            elif opcode == long_put and at + 5 <= end:
+                memo[int.from_bytes(data[at + 1 : at + 5], "little")] = stack[-1]
+                at += 5
+            elif opcode == STOP:
+                machine.position = at + 1
+                return stack.pop()
+            else:
+                machine.step, machine.position = at, at + 1
+                OPCODES[opcode](machine)
+                at = machine.position
+    finally:
+        machine.step = at
+    raise EOFError
+
+
+def _check_depth(root: object) -> None:
+    """Refuses what is nested too deep, in one pass without recursion; each object is visited once, by its height."""
+    heights: dict[int, int] = {}
+    path: list[tuple[object, Iterator[object], list[int]]] = []
+    pending: object = (root,)
+    while True:
+        if pending is not None:
+            heights[id(pending)] = 0  # until it is done: what contains itself adds nothing
+            path.append((pending, _children(pending), [0]))
+            pending = None
+        owner, children, height = path[-1]
+        for child in children:
+            if type(child) in _NESTS:
+                if id(child) not in heights:
+                    pending = child
+                    break
+                height[0] = max(height[0], heights[id(child)])
+        if len(path) + height[0] > MAX_DEPTH:
+            raise ValueError(f"its values are nested more than {MAX_DEPTH} deep")
+        if pending is None:
+            path.pop()
+            heights[id(owner)] = height[0] + 1
+            if not path:
+                return
+            path[-1][2][0] = max(path[-1][2][0], height[0] + 1)
+
+
+_NESTS = {list, tuple, dict, set, frozenset, Placeholder, NumpyArray}
+
+
+def _children(value: Any) -> Iterator[object]:
+    if isinstance(value, dict):
+        return iter(value.values())
+    if isinstance(value, Placeholder):
+        return iter((*value.args, value.state, *value.kwargs.values(), *value.items))
+    return iter(value.objects if isinstance(value, NumpyArray) else value)

@@ -1,0 +1,191 @@
+"""The safetensors format: its header in, its header out.
+
+For `open_container`, and for the layouts that write `.safetensors`. A file is 8 bytes (the header's length,
+little-endian), a JSON header `{"name": {"dtype", "shape", "data_offsets": [begin, end]}, .., "__metadata__": {..}}`,
+and the tensors' bytes without holes. The reader is as strict as the reference implementation, so that a file means the
+same to both.
+
+[Note: order of tensors] They are written by size of element, largest first: as the data begins at a multiple of 64
+bytes and every tensor is a multiple of its own element, each then begins at a multiple of its element. Example: F32
+(3,), BF16 (5,), U8 (1,) begin at 0, 12, 22; in another order an F32 could begin at an odd byte.
+
+[Note: tied weights] A tensor is stored once, under its kept name; the metadata says `dropped: kept`, by the convention
+of huggingface_hub and safetensors.torch `save_model`.
+Source: safetensors 0.8.0, src/tensor.rs (`Metadata::validate`, `SafeTensors::read_metadata`).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from zckpt.containers.container import Container, Input, open_input
+from zckpt.containers.emit import contiguous_stride
+from zckpt.containers.skeleton import Skeleton, TensorSpec
+from zckpt.containers.tensor_ref import MAX_DIMS, StorageRef, TensorRef
+from zckpt.dtypes import BY_NAME, IN_SAFETENSORS
+from zckpt.errors import CorruptError, UnsupportedError, UsageError, some
+from zckpt.fragments import FileStore
+
+MAX_HEADER_BYTES = 100_000_000
+ALIGNMENT = 64
+MAX_UNSIGNED = 2**64 - 1
+"""The reference counts in `usize`."""
+
+
+def read(path: str | os.PathLike[str]) -> Container:
+    """The tensors of a safetensors file, in the header's order.
+
+    Raises:
+        CorruptError: the header contradicts itself or the file's size.
+        UnsupportedError: a tensor's dtype is unknown.
+    """
+    with open_input(path) as file:
+        return read_input(file)
+
+
+def read_input(file: Input) -> Container:
+    """As `read`, of an open file."""
+    nbytes = int.from_bytes(file.read(0, 8, "the header's length"), "little")
+    if nbytes > MAX_HEADER_BYTES:
+        raise _corrupt(file, f"a header of {nbytes:,} bytes", f"at most {MAX_HEADER_BYTES:,}")
+    header = _parse(file, file.read(8, nbytes, "the header"))
+    metadata = header.pop("__metadata__", None)
+    if metadata is None:
+        metadata = {}
+    if type(metadata) is not dict or not all(type(value) is str for value in metadata.values()):
+        raise _corrupt(file, "a '__metadata__' that does not map text to text")
+    store, data_at = file.store(), 8 + nbytes
+    tensors = {name: _tensor(file, store, data_at, name, entry) for name, entry in header.items()}
+    end = data_at
+    for name, ref in sorted(tensors.items(), key=lambda item: (item[1].byte_offset, item[1].nbytes)):
+        if ref.byte_offset != end:
+            raise _corrupt(file, f"tensor {name!r} begins at byte {ref.byte_offset:,}", f"the last one ends at {end:,}")
+        end += ref.nbytes
+    if end > file.size:
+        raise file.cut_short("tensors", end)
+    if end < file.size:
+        raise _corrupt(file, f"{file.size:,} bytes", f"its header accounts for {end:,}")
+    return Container("safetensors", store, tensors, metadata)
+
+
+def _parse(file: Input, data: bytes) -> dict[str, Any]:
+    try:
+        header = json.loads(
+            data.decode("utf-8"),
+            object_pairs_hook=_without_doubles,
+            parse_constant=_no_constant,
+            parse_float=_no_constant,
+        )
+    except (ValueError, RecursionError) as error:
+        raise _corrupt(file, f"a header that is not JSON ({str(error)[:200]})") from error
+    if not data.startswith(b"{") or type(header) is not dict:
+        raise _corrupt(file, "a header that is not an object")
+    return header
+
+
+def _without_doubles(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        raise ValueError(f"a name that occurs twice among {some(name for name, _ in pairs)}")
+    return found
+
+
+def _no_constant(text: str) -> object:
+    raise ValueError(f"{text[:20]} where a whole number belongs")
+
+
+def _tensor(file: Input, store: FileStore, data_at: int, name: str, entry: object) -> TensorRef:
+    match entry:
+        case {"dtype": str(dtype_name), "shape": list(shape), "data_offsets": [begin, end]}:
+            numbers = [*shape, begin, end]
+        case _:
+            raise _corrupt(file, f"tensor {name!r} without dtype, shape and data_offsets")
+    if not all(type(number) is int and 0 <= number <= MAX_UNSIGNED for number in numbers):
+        raise _corrupt(file, f"tensor {name!r} with numbers that are no sizes")
+    if dtype_name not in IN_SAFETENSORS:
+        raise UnsupportedError(
+            f"a dtype {dtype_name[:20]!r} that zckpt does not know",
+            file=file.path,
+            found=f"tensor {name!r}",
+            expected=f"{', '.join(sorted(IN_SAFETENSORS))} are known",
+        )
+    dtype = BY_NAME[dtype_name]
+    nbytes = dtype.itemsize
+    for dim in shape:  # as the reference: overflow is an error even where a 0 follows
+        nbytes *= dim
+        if nbytes > MAX_UNSIGNED or len(shape) > MAX_DIMS:
+            raise _corrupt(file, f"tensor {name!r} of an impossible shape, in {len(shape):,} dimensions")
+    if end - begin != nbytes:
+        raise _corrupt(file, f"tensor {name!r} has {end - begin:,} bytes", f"{dtype} {shape[:8]} needs {nbytes:,}")
+    storage = StorageRef(name, dtype, nbytes // dtype.itemsize, "", store, data_at + begin)
+    return storage.view(0, tuple(shape), contiguous_stride(tuple(shape)))
+
+
+def _corrupt(file: Input, found: str, expected: str = "") -> CorruptError:
+    return CorruptError(
+        "a damaged safetensors header",
+        file=file.path,
+        found=found,
+        expected=expected,
+        remedy="Copy that file again.",
+        byte_offset=0,
+    )
+
+
+def skeleton(
+    specs: Sequence[TensorSpec],
+    *,
+    metadata: Mapping[str, str] | None = None,
+    aliases: Mapping[str, str] | None = None,
+) -> Skeleton:
+    """A safetensors file without its elements; see the notes above for the order and tied weights.
+
+    Args:
+        specs: the tensors, in the state dict's order.
+        metadata: text for `__metadata__`, beside `format: pt`.
+        aliases: dropped name -> kept name.
+
+    Raises:
+        UnsupportedError: a dtype or name that the format cannot hold.
+        UsageError: two tensors have the same name, or an alias has no tensor.
+    """
+    names = {spec.name for spec in specs}
+    aliases = aliases or {}
+    if len(names) < len(specs) or any(kept not in names or name in names for name, kept in aliases.items()):
+        raise UsageError("names that are doubled, or aliases of nothing")
+    unfit = [spec.name for spec in specs if spec.dtype.name not in IN_SAFETENSORS or spec.name == "__metadata__"]
+    if unfit:
+        raise UnsupportedError(
+            "tensors that safetensors cannot hold", found=some(unfit), remedy="Cast them, or write .bin instead."
+        )
+    ordered = sorted(specs, key=lambda spec: -spec.dtype.itemsize)
+    header: dict[str, Any] = {"__metadata__": {"format": "pt", **(metadata or {}), **aliases}}
+    relative: dict[str, int] = {}
+    end = 0
+    for spec in ordered:
+        relative[spec.name], end = end, end + spec.nbytes
+        header[spec.name] = {
+            "dtype": spec.dtype.name,
+            "shape": list(spec.shape),
+            "data_offsets": [relative[spec.name], end],
+        }
+    try:
+        text = json.dumps(header, ensure_ascii=False, separators=(",", ":")).encode()
+    except UnicodeEncodeError as error:
+        raise UnsupportedError(
+            "a name that is no Unicode text", found=ascii(error.object[error.start : error.end])
+        ) from error
+    text += b" " * (-(8 + len(text)) % ALIGNMENT)
+    if len(text) > MAX_HEADER_BYTES:
+        raise UnsupportedError(
+            "too many tensors for one safetensors file",
+            found=f"a header of {len(text):,} bytes",
+            expected=f"at most {MAX_HEADER_BYTES:,}",
+            remedy="Write more shards.",
+        )
+    start = 8 + len(text)
+    literal = len(text).to_bytes(8, "little") + text
+    return Skeleton(start + end, ((0, literal),), (), {name: start + offset for name, offset in relative.items()})

@@ -1,0 +1,248 @@
+"""Torch's files from before 1.6: a plain stream of pickles and storages, and the tar archive before that. Read only.
+
+For `open_container`. `torch.save(.., _use_new_zipfile_serialization=False)` still writes the stream.
+
+[Note: how a stream is read]
+1. Three small pickles: a magic number, the protocol 1001, and facts of the machine that wrote it.
+2. The object. It names storages, but does not say where they are.
+3. The storages' keys, in file order. Then, for each, its number of elements in 8 bytes, and its elements.
+Walking 3 costs 8 bytes per storage. The object is read twice: first to learn the storages' sizes, then with their
+places.
+
+Elements are always little-endian: a big-endian machine swapped them on writing, whatever the facts of 1 say.
+Source: torch/serialization.py `_legacy_save`, `_legacy_load` (2.13); torch/csrc/serialization.cpp (byte order).
+"""
+
+from __future__ import annotations
+
+import os
+import struct
+from dataclasses import replace
+
+from zckpt.containers.container import Container, Input, open_input
+from zckpt.containers.inert import brief
+from zckpt.containers.machine import PersistentLoad
+from zckpt.containers.meanings import storage_dtype
+from zckpt.containers.pickles import MAX_PICKLE_BYTES, read_pickle
+from zckpt.containers.tensor_ref import MAX_DIMS, StorageRef
+from zckpt.containers.torch_zip import storage_of
+from zckpt.errors import CorruptError, NotACheckpointError, UnsupportedError
+
+MAGIC_NUMBER = 0x1950A86A20F9469CFC6C
+PROTOCOL_VERSION = 1001
+
+FIRST_WINDOW_BYTES = 1 << 16
+"""A pickle does not say how long it is: this much is read at first, then eight times more, and so on."""
+
+
+def read(path: str | os.PathLike[str]) -> Container:
+    """The object in a stream or tar file.
+
+    Raises:
+        CorruptError: the file is damaged.
+        NotACheckpointError: it is a pickle or tar archive of something else.
+        UnsafeError: its pickle would run code.
+    """
+    with open_input(path) as file:
+        return read_tar(file) if file.peek(257, 5) == b"ustar" else read_stream(file)
+
+
+def read_stream(file: Input) -> Container:
+    """The object in a stream; see [Note: how a stream is read]."""
+    stream = _Stream(file, 0, file.size)
+    if stream.pickle() != MAGIC_NUMBER:
+        raise NotACheckpointError(
+            "a pickle that torch did not save",
+            file=file.path,
+            expected="torch's files begin with its magic number",
+            remedy="If it holds tensors, load it where it was made and save it again with torch.save.",
+        )
+    protocol = stream.pickle()
+    if protocol != PROTOCOL_VERSION:
+        raise UnsupportedError("an unknown version of torch's format", file=file.path, expected=f"{PROTOCOL_VERSION}")
+    stream.pickle()
+    storages = _Storages(file)
+    start = stream.position
+    stream.pickle(storages.load)
+    keys = stream.pickle()
+    for key in keys if isinstance(keys, list) else [keys]:
+        storage = storages.known.get(key) if isinstance(key, str) else None
+        if storage is None or not isinstance(key, str):
+            raise stream.corrupt("a storage that no tensor is of")
+        storages.known[key] = stream.storage(storage)
+        storages.placed.add(key)
+    root = _Stream(file, start, file.size).pickle(storages.load)
+    return Container("torch_legacy", storages.store, root)
+
+
+class _Stream:
+    """Pickles and numbers one after another, up to `end`."""
+
+    def __init__(self, file: Input, position: int, end: int) -> None:
+        self.file = file
+        self.position = position
+        self.end = end
+
+    def pickle(self, persistent_load: PersistentLoad | None = None) -> object:
+        window = FIRST_WINDOW_BYTES
+        while True:
+            data = self.file.peek(self.position, min(window, self.end - self.position))
+            try:
+                value, used = read_pickle(
+                    data, file=self.file.path, base=self.position, persistent_load=persistent_load
+                )
+            except EOFError as error:
+                if len(data) < window:
+                    raise self.file.cut_short("a pickle", self.position + len(data) + 1) from error
+                if window >= MAX_PICKLE_BYTES:
+                    raise UnsupportedError("a pickle that is too large", file=self.file.path) from error
+                window *= 8
+            else:
+                self.position += used
+                return value
+
+    def numbers(self, layout: str) -> tuple[int, ...]:
+        nbytes = struct.calcsize(layout)
+        self.skip(nbytes)
+        return struct.unpack(layout, self.file.read(self.position - nbytes, nbytes, "a number"))
+
+    def skip(self, nbytes: int) -> None:
+        self.position += nbytes
+        if nbytes < 0 or self.position > self.end:
+            raise self.file.cut_short("a storage", self.position)
+
+    def storage(self, storage: StorageRef) -> StorageRef:
+        """`storage`, with its place: here. Goes on behind it."""
+        (numel,) = self.numbers("<q")
+        if numel != storage.numel:
+            raise self.corrupt(f"storage {storage.key!r} has {numel:,} elements here, {storage.numel:,} in the pickle")
+        placed = replace(storage, byte_offset=self.position)
+        self.skip(storage.nbytes)
+        return placed
+
+    def corrupt(self, found: str) -> CorruptError:
+        return CorruptError(
+            "a damaged torch file",
+            file=self.file.path,
+            found=found,
+            remedy="Copy that file again.",
+            byte_offset=self.position,
+        )
+
+
+class _Storages:
+    """Answers persistent ids with storages; `placed` are those whose place is known."""
+
+    def __init__(self, file: Input) -> None:
+        self.store = file.store()
+        self.known: dict[str, StorageRef] = {}
+        self.placed: set[str] = set()
+
+    def load(self, key: object) -> object:
+        if type(key) is tuple and len(key) > 1 and key[0] == "module":
+            return key[1]
+        storage = storage_of(key, self.store)
+        known = self.known.setdefault(storage.key, storage)
+        if self.placed and storage.numel and (storage.key not in self.placed or storage.nbytes > known.nbytes):
+            raise CorruptError(f"a storage {storage.key!r} that the file does not hold", file=self.store.path)
+        storage = replace(storage, byte_offset=known.byte_offset)
+        view = key[5] if type(key) is tuple and len(key) > 5 else None
+        return storage if view is None else self.view(storage, view)
+
+    def view(self, storage: StorageRef, view: object) -> StorageRef:
+        """A part of a storage as a storage of its own, as torch had them before 0.4."""
+        match view:
+            case (str(key), int(offset), int(numel)) if offset >= 0 and numel >= 0 and offset + numel <= storage.numel:
+                itemsize = storage.dtype.itemsize if storage.dtype else 1
+                return replace(storage, key=key, numel=numel, byte_offset=storage.byte_offset + offset * itemsize)
+        raise CorruptError(f"an impossible view of storage {storage.key!r}", file=self.store.path)
+
+
+# -- tar ---------------------------------------------------------------------------------------------------------------
+
+
+def read_tar(file: Input) -> Container:
+    """The object in a tar archive: members `storages`, `tensors` and `pickle`, the last naming tensors by number."""
+    members = _members(file)
+    missing = [name for name in ("storages", "tensors", "pickle") if name not in members]
+    if missing:
+        raise NotACheckpointError(
+            "a tar archive that torch did not save", file=file.path, found=f"no member {missing[0]!r}"
+        )
+    store = file.store()
+    objects: dict[object, object] = {}
+    stream = _Stream(file, *members["storages"])
+    for _ in range(_count(stream)):
+        key, location, kind = _fields(stream, 3)
+        try:
+            storage = StorageRef(str(key), storage_dtype(kind), 0, str(location)[:64], store, 0)
+        except LookupError as error:
+            raise UnsupportedError("a storage of an unknown class", file=file.path, found=brief(kind)) from error
+        (numel,) = stream.numbers("<q")
+        objects[key] = storage = replace(storage, numel=numel, byte_offset=stream.position)
+        stream.skip(storage.nbytes)
+    views = stream.pickle()
+    for view in views if isinstance(views, list | tuple) else ():
+        if not isinstance(view, tuple) or len(view) != 4 or not isinstance(view[0], int | str):
+            raise stream.corrupt("a view without its 4 fields")
+        storage = _storage(objects, view[1], stream)
+        objects[view[0]] = _Storages(file).view(storage, (str(view[0]), *view[2:]))
+    stream = _Stream(file, *members["tensors"])
+    for _ in range(_count(stream)):
+        key, storage_key, _kind = _fields(stream, 3)
+        ndim, _unused = stream.numbers("<2i")
+        if not 0 <= ndim <= MAX_DIMS:
+            raise stream.corrupt(f"a tensor of {ndim:,} dimensions")
+        shape, stride, (offset,) = stream.numbers(f"<{ndim}q"), stream.numbers(f"<{ndim}q"), stream.numbers("<q")
+        objects[key] = _storage(objects, storage_key, stream).view(offset, shape, stride)
+    stream = _Stream(file, *members["pickle"])
+
+    def load(key: object) -> object:
+        if type(key) is tuple and key:
+            return key[0]
+        number = int(key) if isinstance(key, str) and key.isdecimal() and len(key) < 20 else key
+        if not isinstance(number, int) or number not in objects:
+            raise stream.corrupt("a reference to an object that the file does not hold")
+        return objects[number]
+
+    return Container("torch_tar", store, stream.pickle(load))
+
+
+def _members(file: Input) -> dict[str, tuple[int, int]]:
+    """Name -> (start, end) of the members of a tar archive."""
+    members: dict[str, tuple[int, int]] = {}
+    at = 0
+    while len(header := file.peek(at, 512)) == 512 and header.strip(b"\0"):
+        digits = header[124:136].strip(b" \0")
+        if not digits or digits.strip(b"01234567"):
+            raise CorruptError(
+                "a damaged tar archive", file=file.path, found="a size that is no number", byte_offset=at
+            )
+        nbytes = int(digits, 8)
+        name = header[:100].rstrip(b"\0").decode("utf-8", "replace").removeprefix("./")
+        if at + 512 + nbytes > file.size:
+            raise file.cut_short(f"member {name!r}", at + 512 + nbytes)
+        members[name] = (at + 512, at + 512 + nbytes)
+        at += 512 + -(-nbytes // 512) * 512
+    return members
+
+
+def _count(stream: _Stream) -> int:
+    count = stream.pickle()
+    if not isinstance(count, int) or not 0 <= count <= stream.end:
+        raise stream.corrupt("a count that is no whole number")
+    return count
+
+
+def _fields(stream: _Stream, count: int) -> tuple[object, ...]:
+    fields = stream.pickle()
+    if not isinstance(fields, tuple) or len(fields) != count or not isinstance(fields[0], int | str):
+        raise stream.corrupt(f"an entry without its {count} fields")
+    return fields
+
+
+def _storage(objects: dict[object, object], key: object, stream: _Stream) -> StorageRef:
+    storage = objects.get(key) if isinstance(key, int | str) else None
+    if not isinstance(storage, StorageRef):
+        raise stream.corrupt("a reference to a storage that the file does not hold")
+    return storage

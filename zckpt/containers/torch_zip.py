@@ -1,0 +1,218 @@
+"""Torch's zip files, `torch.save` since 1.6: where their tensors lie, and how to lay out one before its tensors exist.
+
+For `open_container`, and for the layouts that write `.bin` and `.pt`. Records of `<prefix>/`: `data.pkl` (the object,
+with a persistent id for each storage), `byteorder`, `data/<key>` (a storage's bytes), `version`. Reading touches the
+zip directory, `data.pkl` and one header per storage. Writing is a `Skeleton`: all bytes but the tensors', with a
+checksum slot wherever a tensor's CRC belongs.
+
+[Note: padding] torch begins each storage at a multiple of 64 bytes, so that it can be mapped into memory, by an extra
+field "FB" in the record's local header. Example: header at 100, name of 12 bytes, no zip64 field. The bytes could begin
+at 100 + 30 + 12 + 4 = 146; the next multiple is 192, so the field has 46 bytes of padding.
+Source: torch/serialization.py `_save`, `_load`; caffe2/serialize/inline_container.cc `getPadding` (2.13).
+"""
+
+from __future__ import annotations
+
+import os
+import struct
+import zlib
+from collections.abc import Mapping, Sequence
+
+from zckpt.containers.container import Container, Input, open_input
+from zckpt.containers.emit import emit_state_dict
+from zckpt.containers.inert import brief
+from zckpt.containers.meanings import storage_dtype
+from zckpt.containers.pickles import MAX_PICKLE_BYTES, load_pickle
+from zckpt.containers.skeleton import Skeleton, TensorSpec
+from zckpt.containers.tensor_ref import MAX_NUMBER, StorageRef
+from zckpt.containers.zip_directory import END, END64, ENTRY, LOCAL_HEADER, LOCATOR, MAX16, MAX32, Directory
+from zckpt.errors import CorruptError, NotACheckpointError, UnsupportedError, UsageError
+from zckpt.fragments import FileStore
+from zckpt.plan import Checksum
+
+ALIGNMENT = 64
+PREFIX = "archive"
+"""What torch itself calls a file whose name it does not know."""
+
+
+def read(path: str | os.PathLike[str]) -> Container:
+    """The object in a torch zip file.
+
+    Raises:
+        CorruptError: the file is damaged.
+        NotACheckpointError: it is a zip file of something else.
+        UnsafeError: its pickle would run code.
+        UnsupportedError: it is compressed, or TorchScript.
+    """
+    with open_input(path) as file:
+        return read_input(file)
+
+
+def read_input(file: Input) -> Container:
+    """As `read`, of an open file."""
+    directory = Directory(file)
+    prefix = next(iter(directory.records), "").partition("/")[0]
+    names = directory.records.keys()
+    if f"{prefix}/constants.pkl" in names:
+        raise UnsupportedError(
+            "a TorchScript program",
+            file=file.path,
+            found="a record 'constants.pkl'",
+            remedy="Load it with torch.jit.load and save its state_dict() with torch.save.",
+        )
+    if f"{prefix}/data.pkl" not in names:
+        raise NotACheckpointError(
+            "a zip file that torch did not save",
+            file=file.path,
+            found=f"records such as {next(iter(names))!r}" if names else "no records",
+            expected="a record 'data.pkl' is needed",
+        )
+    order = directory.read(f"{prefix}/byteorder", 64) if f"{prefix}/byteorder" in names else b"little"
+    if order not in (b"little", b"big"):
+        raise CorruptError("an unknown byte order", file=file.path, found=f"{order!r}", expected="little or big")
+    store = file.store("little" if order == b"little" else "big")
+    pickle = directory.read(f"{prefix}/data.pkl", MAX_PICKLE_BYTES)
+    base = directory.data_offset(f"{prefix}/data.pkl")
+    storages = _Storages(directory, f"{prefix}/data/", store)
+    root = load_pickle(pickle, file=file.path, record="data.pkl", base=base, persistent_load=storages.load)
+    return Container("torch_zip", store, root, {"prefix": prefix})
+
+
+class _Storages:
+    """Answers persistent ids with storages."""
+
+    def __init__(self, directory: Directory, prefix: str, store: FileStore) -> None:
+        self.directory = directory
+        self.prefix = prefix
+        self.store = store
+
+    def load(self, key: object) -> StorageRef:
+        storage = storage_of(key, self.store)
+        name = self.prefix + storage.key
+        record = self.directory.records.get(name)
+        if record is None and storage.numel == 0:
+            return storage
+        byte_offset = self.directory.data_offset(name)
+        if record is None or storage.nbytes > record.nbytes:
+            raise CorruptError(
+                f"a storage that is longer than its record {name!r}",
+                file=self.store.path,
+                found=f"{storage.nbytes:,} bytes",
+                expected=f"the record has {record.nbytes if record else 0:,}",
+                byte_offset=byte_offset,
+            )
+        return StorageRef(storage.key, storage.dtype, storage.numel, storage.location, self.store, byte_offset)
+
+
+def storage_of(key: object, store: FileStore) -> StorageRef:
+    """The storage of a persistent id ("storage", class, key, location, numel, ..), at byte 0 until it is placed.
+
+    Raises:
+        CorruptError: that is no such id.
+        UnsupportedError: a storage class that zckpt does not know.
+    """
+    match key:
+        case ("storage", kind, str(name), location, int(numel), *_) if 0 <= numel <= MAX_NUMBER:
+            try:
+                return StorageRef(name, storage_dtype(kind), numel, str(location)[:64], store, 0)
+            except LookupError as error:
+                raise UnsupportedError("a storage of an unknown class", file=store.path, found=brief(kind)) from error
+    raise CorruptError("a reference to something that is no storage", file=store.path)
+
+
+def records(path: str | os.PathLike[str]) -> list[tuple[str, int, int, int]]:
+    """(name, byte offset, bytes, stored CRC-32) of every record, in file order.
+
+    Raises:
+        CorruptError: the file is damaged.
+        UnsupportedError: a record is compressed.
+    """
+    with open_input(path) as file:
+        directory = Directory(file)
+        return [(r.name, directory.data_offset(r.name), r.nbytes, r.crc) for r in directory.records.values()]
+
+
+def skeleton(specs: Sequence[TensorSpec], *, aliases: Mapping[str, str] | None = None, zip64: bool = False) -> Skeleton:
+    """A torch zip file of a state dict, without its elements.
+
+    Args:
+        specs: the tensors, in the state dict's order.
+        aliases: dropped name -> kept name; both will be in the state dict, with one storage.
+        zip64: write 64-bit figures even where 32 bits would do.
+
+    Raises:
+        UsageError: two tensors have the same name, or an alias has no tensor.
+    """
+    by_name = {spec.name: (spec, str(number)) for number, spec in enumerate(specs)}
+    aliases = aliases or {}
+    if len(by_name) < len(specs) or any(kept not in by_name or name in by_name for name, kept in aliases.items()):
+        raise UsageError("names that are doubled, or aliases of nothing")
+    writer = _Writer(zip64)
+    writer.add("data.pkl", emit_state_dict(by_name | {name: by_name[kept] for name, kept in aliases.items()}))
+    writer.add("byteorder", b"little")
+    offsets = {name: writer.reserve(f"data/{key}", spec.nbytes) for name, (spec, key) in by_name.items()}
+    writer.add("version", b"3\n")
+    return writer.finish(offsets)
+
+
+class _Writer:
+    """Lays records out one after another. `entries` is the directory so far, `slots` where CRCs belong in it."""
+
+    def __init__(self, zip64: bool) -> None:
+        self.zip64 = zip64
+        self.size = 0
+        self.literals: list[tuple[int, bytes]] = []
+        self.entries = bytearray()
+        self.count = 0
+        self.pending: list[tuple[int, int, int, int]] = []
+
+    def add(self, name: str, data: bytes) -> None:
+        """A record whose contents are known."""
+        start = self._header(name, len(data), zlib.crc32(data))
+        self.literals.append((start, data))
+        self.size = start + len(data)
+
+    def reserve(self, name: str, nbytes: int) -> int:
+        """A record whose contents will come; where they begin."""
+        header, entry = self.size, len(self.entries)
+        start = self._header(name, nbytes, 0)
+        self.size = start + nbytes
+        if nbytes:  # the CRC of nothing is 0
+            self.pending.append((start, nbytes, header + 14, entry + 16))
+        return start
+
+    def _header(self, name: str, nbytes: int, crc: int) -> int:
+        offset = self.size
+        encoded = f"{PREFIX}/{name}".encode()
+        wide = self.zip64 or nbytes >= MAX32
+        far = self.zip64 or offset >= MAX32
+        version, shown = (45 if wide or far else 20), MAX32 if wide else nbytes
+        common = (version, 0x0800, 0, 0, 0x21, crc, shown, shown, len(encoded))  # UTF-8 names, stored, 1980-01-01
+        extra = struct.pack("<2H2Q", 1, 16, nbytes, nbytes) if wide else b""
+        unpadded = offset + LOCAL_HEADER.size + len(encoded) + len(extra) + 4
+        padding = -unpadded % ALIGNMENT
+        extra += struct.pack("<2s H", b"FB", padding) + b"Z" * padding
+        self.literals.append((offset, LOCAL_HEADER.pack(b"PK\x03\x04", *common, len(extra)) + encoded + extra))
+        figures = ([nbytes, nbytes] if wide else []) + ([offset] if far else [])
+        extra = struct.pack(f"<2H{len(figures)}Q", 1, 8 * len(figures), *figures) if figures else b""
+        self.entries += ENTRY.pack(
+            b"PK\x01\x02", version, *common, len(extra), 0, 0, 0, 0, MAX32 if far else offset
+        )  # fmt: skip
+        self.entries += encoded + extra
+        self.count += 1
+        return unpadded + padding
+
+    def finish(self, offsets: dict[str, int]) -> Skeleton:
+        """The directory and its end."""
+        start, nbytes, count = self.size, len(self.entries), self.count
+        end = b""
+        if self.zip64 or start >= MAX32 or nbytes >= MAX32 or count >= MAX16:
+            end = END64.pack(b"PK\x06\x06", END64.size - 12, 45, 45, 0, 0, count, count, nbytes, start)
+            end += LOCATOR.pack(b"PK\x06\x07", 0, start + nbytes, 1)
+        shown = [min(count, MAX16), min(count, MAX16), min(nbytes, MAX32), min(start, MAX32)]
+        if self.zip64:
+            shown = [MAX16, MAX16, MAX32, MAX32]
+        end += END.pack(b"PK\x05\x06", 0, 0, *shown, 0)
+        checksums = [Checksum(at, size, (local, start + entry)) for at, size, local, entry in self.pending]
+        literals = (*self.literals, (start, bytes(self.entries) + end))
+        return Skeleton(start + nbytes + len(end), literals, tuple(checksums), offsets)

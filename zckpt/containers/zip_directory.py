@@ -1,0 +1,223 @@
+"""Which records a zip file holds, and where each one's bytes begin.
+
+For `torch_zip`. Our own parser, for three reasons: torch's files are read by offset, not by stream; a file must mean
+one thing, so what two parsers could read differently (overlaps, doubled names, two directories that disagree) is an
+error here; and opening must cost one read of the directory, with local headers read only for records that are wanted.
+
+[Note: how a zip file is read]
+1. The end record, 22 bytes, is the last thing in the file (a comment may follow). It says where the directory is.
+2. If a zip64 locator stands before it, it points to the zip64 end record, with the same figures in 64 bits.
+3. The directory has an entry per record: name, size, CRC, and where its local header is. A figure of 0xFFFFFFFF stands
+in the zip64 extra field instead.
+4. A record's bytes begin after its local header, a name and an extra field. Only the local header knows the length of
+the latter: torch pads with it, so that storages begin on multiples of 64 bytes.
+
+Source: PKWARE APPNOTE 6.3.10, 4.3 and 4.5.3; torch writes it with miniz (caffe2/serialize/inline_container.cc).
+"""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import dataclass
+
+from zckpt.containers.container import Input
+from zckpt.errors import CorruptError, UnsupportedError
+
+LOCAL_HEADER = struct.Struct("<4s5H3L2H")
+ENTRY = struct.Struct("<4s6H3L5H2L")
+END = struct.Struct("<4s4H2LH")
+END64 = struct.Struct("<4sQ2H2L4Q")
+LOCATOR = struct.Struct("<4sLQL")
+
+MAX16, MAX32 = 0xFFFF, 0xFFFFFFFF
+
+MAX_DIRECTORY_BYTES = 256 << 20
+"""Some three million records."""
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """One record, as the directory describes it.
+
+    Attributes:
+        name: in the archive.
+        header_offset: where its local header begins.
+        nbytes: of its contents.
+        crc: CRC-32 of them, as stored; torch can be told to leave it 0.
+        method: 0 when stored as it is.
+        encrypted: whether it is.
+        limit: where whatever follows it begins.
+    """
+
+    name: str
+    header_offset: int
+    nbytes: int
+    crc: int
+    method: int
+    encrypted: bool
+    limit: int
+
+
+class Directory:
+    """The records of one zip file, by name.
+
+    Args:
+        file: open for reading.
+
+    Raises:
+        CorruptError: the directory is missing or contradicts itself.
+    """
+
+    def __init__(self, file: Input) -> None:
+        self.file = file
+        self.records: dict[str, Record] = {}
+        self._offsets: dict[str, int] = {}
+        start, nbytes, count = _find(file)
+        if nbytes > MAX_DIRECTORY_BYTES:
+            raise UnsupportedError("a zip directory that is too large", file=file.path, found=f"{nbytes:,} bytes")
+        entries = self._parse(file.read(start, nbytes, "the zip directory"), start, count)
+        entries.sort(key=lambda entry: entry[1])
+        for entry, limit in zip(entries, [*(entry[1] for entry in entries[1:]), start]):
+            record = Record(*entry, limit)
+            if record.name in self.records:
+                raise self.corrupt(f"two records called {record.name!r}", record.header_offset)
+            if record.header_offset + LOCAL_HEADER.size + len(record.name) + record.nbytes > limit:
+                raise self.corrupt(f"record {record.name!r} overlaps what follows it", record.header_offset)
+            self.records[record.name] = record
+
+    def _parse(self, data: bytes, start: int, count: int) -> list[tuple[str, int, int, int, int, bool]]:
+        entries: list[tuple[str, int, int, int, int, bool]] = []
+        at = 0
+        while at < len(data):
+            try:
+                fields = ENTRY.unpack_from(data, at)
+                signature, _, _, flags, method, _, _, crc, packed, nbytes, name_len, extra_len, comment_len = fields[
+                    :13
+                ]
+                offset = fields[16]
+                name_at = at + ENTRY.size
+                extra_at = name_at + name_len
+                if signature != b"PK\x01\x02" or extra_at + extra_len + comment_len > len(data):
+                    raise ValueError("an entry without its mark, or beyond the end")
+                name = data[name_at:extra_at].decode("utf-8")
+                if MAX32 in (packed, nbytes, offset):
+                    wide = _zip64_field(data[extra_at : extra_at + extra_len])
+                    nbytes = wide.pop(0) if nbytes == MAX32 else nbytes
+                    packed = wide.pop(0) if packed == MAX32 else packed
+                    offset = wide.pop(0) if offset == MAX32 else offset
+                if method == 0 and packed != nbytes:
+                    raise ValueError(f"{name!r} is stored in {packed:,} bytes but has {nbytes:,}")
+            except (struct.error, ValueError, IndexError) as error:
+                raise self.corrupt(f"entry {len(entries):,}: {error}", start + at) from error
+            entries.append((name, offset, nbytes if method == 0 else packed, crc, method, bool(flags & 1)))
+            at = extra_at + extra_len + comment_len
+        if len(entries) != count:
+            raise self.corrupt(f"{len(entries):,} entries where its end says {count:,}", start)
+        return entries
+
+    def data_offset(self, name: str) -> int:
+        """Where the bytes of a record begin.
+
+        Raises:
+            CorruptError: there is no such record, or its local header contradicts the directory.
+            UnsupportedError: it is compressed or encrypted.
+        """
+        known = self._offsets.get(name)
+        if known is not None:
+            return known
+        record = self.records.get(name)
+        if record is None:
+            raise CorruptError(f"no record {name!r}", file=self.file.path, found=f"{len(self.records):,} others")
+        if record.method or record.encrypted:
+            raise UnsupportedError(
+                "a compressed torch file" if record.method else "an encrypted torch file",
+                file=self.file.path,
+                found=f"record {name!r}",
+                remedy="torch never writes such files. Unpack it, and save it again with torch.",
+            )
+        encoded = name.encode()
+        header = self.file.read(record.header_offset, LOCAL_HEADER.size + len(encoded), f"record {name!r}")
+        signature, *_, name_len, extra_len = LOCAL_HEADER.unpack_from(header)
+        start = record.header_offset + LOCAL_HEADER.size + int(name_len) + int(extra_len)
+        if signature != b"PK\x03\x04" or name_len != len(encoded) or header[LOCAL_HEADER.size :] != encoded:
+            raise self.corrupt(f"record {name!r} is not where it says", record.header_offset)
+        if start + record.nbytes > record.limit:
+            raise self.corrupt(f"record {name!r} overlaps what follows it", record.header_offset)
+        self._offsets[name] = start
+        return start
+
+    def read(self, name: str, limit: int) -> bytes:
+        """The contents of a small record.
+
+        Raises:
+            UnsupportedError: it has more than `limit` bytes.
+        """
+        start, nbytes = self.data_offset(name), self.records[name].nbytes
+        if nbytes > limit:
+            raise UnsupportedError(
+                f"a record {name!r} that is too large",
+                file=self.file.path,
+                found=f"{nbytes:,} bytes",
+                expected=f"at most {limit:,}",
+            )
+        return self.file.read(start, nbytes, f"record {name!r}")
+
+    def corrupt(self, found: str, byte_offset: int) -> CorruptError:
+        """The error for a directory that cannot be."""
+        return CorruptError(
+            "a damaged zip directory",
+            file=self.file.path,
+            found=found,
+            remedy="Copy that file again.",
+            byte_offset=byte_offset,
+        )
+
+
+def _find(file: Input) -> tuple[int, int, int]:
+    """Where the directory begins, its bytes, and its entries; see [Note: how a zip file is read]."""
+    tail_at = max(0, file.size - END.size - MAX16 - LOCATOR.size)
+    tail = file.read(tail_at, file.size - tail_at, "the zip directory's end")
+    at = tail.rfind(b"PK\x05\x06")
+    while at >= 0 and (at + END.size > len(tail) or at + END.size + END.unpack_from(tail, at)[7] != len(tail)):
+        at = tail.rfind(b"PK\x05\x06", 0, at)
+    if at < 0:
+        raise CorruptError(
+            "a zip file that was cut short",
+            file=file.path,
+            found=f"it ends after {file.size:,} bytes, without its directory",
+            remedy="The copy or the save did not finish. Copy that file again.",
+            byte_offset=file.size,
+        )
+    _, disk, start_disk, here, count, nbytes, start, _ = END.unpack_from(tail, at)
+    end = tail_at + at
+    if at >= LOCATOR.size and tail.startswith(b"PK\x06\x07", at - LOCATOR.size):
+        _, _, end, _ = LOCATOR.unpack_from(tail, at - LOCATOR.size)
+        signature, _, _, _, disk64, start_disk64, here64, count64, nbytes64, start64 = END64.unpack(
+            file.read(end, END64.size, "the zip64 directory's end")
+        )
+        figures = ((here, here64, MAX16), (count, count64, MAX16), (nbytes, nbytes64, MAX32), (start, start64, MAX32))
+        if signature != b"PK\x06\x06" or not all(short in (wide, limit) for short, wide, limit in figures):
+            raise CorruptError(
+                "a damaged zip directory", file=file.path, found="its two ends contradict each other", byte_offset=end
+            )
+        disk, start_disk, here, count, nbytes, start = disk64, start_disk64, here64, count64, nbytes64, start64
+    if disk or start_disk or here != count or start + nbytes > end:
+        raise CorruptError(
+            "a damaged zip directory",
+            file=file.path,
+            found=f"{count:,} entries in {nbytes:,} bytes at {start:,}",
+            expected=f"the directory's end is at byte {end:,}",
+            byte_offset=end,
+        )
+    return start, nbytes, count
+
+
+def _zip64_field(extra: bytes) -> list[int]:
+    """The 64-bit figures of an entry's zip64 extra field."""
+    at = 0
+    while at + 4 <= len(extra):
+        kind, nbytes = struct.unpack_from("<2H", extra, at)
+        if kind == 1:
+            return list(struct.unpack_from(f"<{min(nbytes, 24) // 8}Q", extra, at + 4))
+        at += 4 + nbytes
+    raise ValueError("64-bit figures are missing")

@@ -1,0 +1,357 @@
+"""Consolidation, the main job: a checkpoint in, whole tensors out.
+
+For the `to-*` commands and `zckpt.convert`. The steps: open, select and rename, lay out, route, check, move, publish.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import json
+import os
+import re
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from zckpt import replicas
+from zckpt.catalog import Catalog, TensorEntry
+from zckpt.checkpoint import Opened, open_catalog, strip_wrappers
+from zckpt.dtypes import BF16, BY_TORCH_NAME, CAST_TARGETS, F16, F32, DType
+from zckpt.errors import CastError, OutputError, UsageError, some
+from zckpt.layouts.huggingface import Destination, Format, Target, lay_out, literal_file
+from zckpt.mover import MoveReport, run
+from zckpt.plan import Plan
+from zckpt.publish import Staging, check_output, check_space
+
+Overflow = Literal["error", "inf", "clamp"]
+
+_DTYPES = {"fp32": F32, "fp16": F16, "bf16": BF16, **{d.name: d for d in CAST_TARGETS}}
+_SUFFIXES: dict[str, Format] = {".safetensors": "safetensors", ".bin": "bin", ".pt": "bin"}
+
+# What makes a directory of weights loadable, where it lies beside the checkpoint. Everything else stays where it is.
+_BESIDE = re.compile(
+    r"generation_config\.json|tokenizer[\w.-]*|special_tokens_map\.json|added_tokens\.json|vocab\.(?:json|txt)|merges\.txt"
+    r"|\w*\.(?:model|tiktoken)|(?:pre|image_|video_|feature_)?processor_config\.json|preprocessor_config\.json"
+    r"|chat_template\.(?:json|jinja)|(?:configuration|modeling|tokenization|processing|image_processing)_\w+\.py"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """What a conversion is to do.
+
+    Attributes:
+        dtype: of floating parameters in the output.
+        format: container; None for what OUT's suffix says, safetensors for a directory.
+        max_shard_size: of a directory's shards.
+        include: globs; only tensors that match one are kept.
+        exclude: globs; tensors that match one are left out.
+        exclude_frozen: leave out parameters that were not trained.
+        strip_prefix: taken off every name that has it.
+        rename: (regular expression, replacement) pairs, applied in order to every name.
+        overflow: what to do with numbers too large for the dtype.
+        threads: of the mover; None for its default.
+        overwrite: replace an existing output.
+        merge: put the files into an existing directory instead of replacing it.
+        beside: allow an output beside the input's tag directories.
+        allow_unknown_layout: convert though the layout cannot be proved.
+    """
+
+    dtype: DType = F32
+    format: Format | None = None
+    max_shard_size: int | str = "5GB"
+    include: Sequence[str] = ()
+    exclude: Sequence[str] = ()
+    exclude_frozen: bool = False
+    strip_prefix: str = ""
+    rename: Sequence[tuple[str, str]] = ()
+    overflow: Overflow = "error"
+    threads: int | None = None
+    overwrite: bool = False
+    merge: bool = False
+    beside: bool = False
+    allow_unknown_layout: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """A conversion that is planned but not begun.
+
+    Attributes:
+        opened: the checkpoint.
+        catalog: the tensors to be written, under their new names.
+        plan: where their bytes go.
+        out: the output's path.
+        single: whether it is one file.
+        copies: (path, name) of small files copied beside the weights.
+        options: what was asked for.
+        notes: sentences a person should see.
+    """
+
+    opened: Opened
+    catalog: Catalog
+    plan: Plan
+    out: str
+    single: bool
+    copies: tuple[tuple[str, str], ...]
+    options: Options
+    notes: tuple[str, ...]
+
+    @property
+    def bytes_written(self) -> int:
+        """Bytes of the whole output."""
+        return self.plan.bytes_written + sum(os.path.getsize(path) for path, _ in self.copies)
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """What a conversion did.
+
+    Attributes:
+        files: (path relative to the output, bytes).
+        tensors: tensors written; tied names count once.
+        numel: elements written.
+        bytes_written: bytes of all files.
+        seconds: wall time, opening included.
+        engine: "native" or "reference".
+        overflows: tensor name -> (elements that became infinite or were clamped, the largest of them).
+        notes: sentences a person should see.
+    """
+
+    files: tuple[tuple[str, int], ...]
+    tensors: int
+    numel: int
+    bytes_written: int
+    seconds: float
+    engine: str
+    overflows: dict[str, tuple[int, float]]
+    notes: tuple[str, ...]
+
+
+def convert(
+    checkpoint: str | os.PathLike[str],
+    out: str | os.PathLike[str],
+    *,
+    dtype: str | DType = "fp32",
+    tag: str | None = None,
+    also: Sequence[str] = (),
+    options: Options | None = None,
+    progress: Callable[[int], None] | None = None,
+) -> Report:
+    """Writes a checkpoint's consolidated weights.
+
+    Args:
+        checkpoint: a checkpoint directory, tag directory, trainer's output directory, or weights.
+        out: a name ending in .bin, .pt or .safetensors for one file; anything else is a directory of shards that
+            `transformers` loads.
+        dtype: "fp32", "fp16" or "bf16".
+        tag: which save, where there are several.
+        also: directories laid over the checkpoint: its parts from other nodes' disks.
+        options: everything else; its dtype is overridden by `dtype`.
+        progress: called with the bytes written so far.
+
+    Raises:
+        ZckptError: one of its kinds says what is wrong; nothing stands under `out` then that did not before.
+
+    Example:
+        zckpt.convert("out/checkpoint-500", "weights/", dtype="bf16")
+    """
+    began = time.perf_counter()
+    chosen = replace(options or Options(), dtype=to_dtype(dtype))
+    prepared = prepare(os.fspath(checkpoint), os.fspath(out), chosen, tag=tag, also=also)
+    report = execute(prepared, progress)
+    return replace(report, seconds=time.perf_counter() - began)
+
+
+def to_dtype(dtype: str | DType) -> DType:
+    """A dtype by any of its names: "bf16", "BF16", "bfloat16", "torch.bfloat16".
+
+    Raises:
+        UsageError: it is none that weights can be cast to.
+    """
+    if isinstance(dtype, DType):
+        return dtype
+    name = str(dtype).removeprefix("torch.")
+    found = _DTYPES.get(name) or BY_TORCH_NAME.get(name)
+    if found not in CAST_TARGETS:
+        raise UsageError("an unknown dtype", found=repr(dtype), expected="fp32, fp16 and bf16 are known")
+    return found
+
+
+def prepare(
+    checkpoint: str, out: str, options: Options, *, tag: str | None = None, also: Sequence[str] = ()
+) -> Prepared:
+    """Everything but the work: opens, selects, lays out, and refuses what cannot succeed. Writes nothing."""
+    opened = open_catalog(checkpoint, tag, also, allow_unknown_layout=options.allow_unknown_layout)
+    target, single = _target(out, options)
+    check_output(
+        out,
+        single=single,
+        overwrite=options.overwrite or options.merge,
+        inputs=opened.place.listing.files.values(),
+        protected=() if options.beside else _protected(opened, checkpoint),
+    )
+    catalog, stripped = strip_wrappers(opened.catalog)
+    catalog = _select(catalog, options)
+    wanted = [(entry, output_dtype(entry, options.dtype)) for entry in catalog.tensors.values()]
+    destination = lay_out(wanted, catalog.aliases, target)
+    if not single:
+        destination = _with_config(destination, opened, options.dtype)
+    pairs = [(catalog.tensors[name], entry) for name, entry in destination.entries.items()]
+    prepared = Prepared(
+        opened=opened,
+        catalog=catalog,
+        plan=Plan(destination.files, pairs),
+        out=out,
+        single=single,
+        copies=() if single else tuple(_beside(opened)),
+        options=options,
+        notes=opened.catalog.source.notes + stripped,
+    )
+    check_space(out, prepared.bytes_written)
+    return prepared
+
+
+def execute(prepared: Prepared, progress: Callable[[int], None] | None = None) -> Report:
+    """Checks, moves and publishes."""
+    began = time.perf_counter()
+    options, notes = prepared.options, list(prepared.notes)
+    if options.allow_unknown_layout:
+        bad = [entry.name for entry, _ in replicas.disagreements(prepared.catalog)]
+        if bad:
+            notes.append(f"{len(bad):,} master weights are not those of the model's own weights: {some(bad)}.")
+    else:
+        replicas.check(prepared.catalog)
+    with Staging(prepared.out, single=prepared.single, merge=options.merge) as staging:
+        moved = run(
+            prepared.plan, staging.directory, threads=options.threads, overflow=options.overflow, progress=progress
+        )
+        overflows = _overflows(moved, prepared)
+        if overflows and options.overflow == "error":
+            raise _overflow_error(overflows, options.dtype)
+        for path, name in prepared.copies:
+            staging.copy(path, name)
+        staging.commit()
+    files = [(file.path, file.size) for file, _ in prepared.plan.files]
+    files += [(name, os.path.getsize(path)) for path, name in prepared.copies]
+    return Report(
+        files=tuple(files),
+        tensors=len(prepared.catalog),
+        numel=prepared.catalog.numel,
+        bytes_written=sum(size for _, size in files),
+        seconds=time.perf_counter() - began,
+        engine=moved.engine,
+        overflows=overflows,
+        notes=tuple(notes),
+    )
+
+
+def output_dtype(entry: TensorEntry, dtype: DType) -> DType:
+    """The dtype a tensor gets: floating parameters take the one asked for, buffers keep theirs.
+
+    Half-precision buffers are lifted when fp32 is asked for. Integers, bools and complex numbers are never touched.
+    """
+    if entry.dtype.kind != "float":
+        return entry.dtype
+    if entry.role == "buffer":
+        return F32 if dtype == F32 and entry.dtype in (F16, BF16) else entry.dtype
+    return dtype
+
+
+def _target(out: str, options: Options) -> tuple[Target, bool]:
+    suffix = os.path.splitext(out.rstrip("/"))[1]
+    single = suffix in _SUFFIXES and not out.endswith("/")
+    format = options.format
+    if single:
+        if format is not None and format != _SUFFIXES[suffix]:
+            raise UsageError(
+                "a format that does not fit OUT's name", found=f"--format {format} and {out!r}",
+                remedy="Leave --format out, or change the name.",
+            )  # fmt: skip
+        return Target(_SUFFIXES[suffix], file=os.path.basename(out)), True
+    return Target(format or "safetensors", max_shard_size=options.max_shard_size), False
+
+
+def _protected(opened: Opened, checkpoint: str) -> list[str]:
+    return [opened.place.home, checkpoint] if os.path.isdir(checkpoint) and opened.place.listing.tag else []
+
+
+def _select(catalog: Catalog, options: Options) -> Catalog:
+    def wanted(entry: TensorEntry) -> bool:
+        if options.exclude_frozen and entry.role == "frozen":
+            return False
+        if options.include and not any(fnmatch.fnmatchcase(entry.name, glob) for glob in options.include):
+            return False
+        return not any(fnmatch.fnmatchcase(entry.name, glob) for glob in options.exclude)
+
+    try:
+        patterns = [(re.compile(pattern), new) for pattern, new in options.rename]
+
+        def renamed(name: str) -> str:
+            name = name.removeprefix(options.strip_prefix)
+            for pattern, new in patterns:
+                name = pattern.sub(new, name)
+            return name
+
+        selected = catalog.select(wanted).rename(renamed)
+    except re.error as error:
+        raise UsageError("a --rename that is no regular expression", found=str(error)) from error
+    if not selected.tensors:
+        raise UsageError(
+            "nothing to convert", file=catalog.source.path, found=f"no tensor is left of {len(catalog):,}",
+            remedy=f"Check --include and --exclude; names look like {some(catalog)}.",
+        )  # fmt: skip
+    if not all(selected.tensors) or any("\0" in name for name in selected.tensors):
+        raise UsageError("a tensor without a name", found="an empty name", remedy="Change --rename or --strip-prefix.")
+    return selected
+
+
+def _with_config(destination: Destination, opened: Opened, dtype: DType) -> Destination:
+    """With `config.json`, in which the dtype is made true."""
+    path = os.path.join(opened.place.home, "config.json")
+    if not os.path.isfile(path):
+        return destination
+    try:
+        with open(path, "rb") as file:
+            config = json.load(file)
+    except (OSError, ValueError) as error:
+        raise OutputError("a config.json that cannot be read", file=path, found=str(error)) from error
+    text = json.dumps(_true_dtype(config, dtype), indent=2, ensure_ascii=False) + "\n"
+    return Destination((*destination.files, literal_file("config.json", text.encode())), destination.entries)
+
+
+def _true_dtype(config: object, dtype: DType, *, top: bool = True) -> object:
+    """`dtype` (transformers 5) or `torch_dtype` (4), in the config and those nested in it."""
+    if not isinstance(config, dict):
+        return config
+    keys = [key for key in ("dtype", "torch_dtype") if isinstance(config.get(key), str)]
+    nested = {
+        key: _true_dtype(value, dtype, top=False)
+        for key, value in config.items()
+        if isinstance(value, dict) and key != "quantization_config"
+    }
+    named = dict.fromkeys(keys or (["dtype"] if top else []), dtype.torch_name)
+    return {**config, **nested, **named}
+
+
+def _beside(opened: Opened) -> list[tuple[str, str]]:
+    home = opened.place.home
+    names = sorted(name for name in os.listdir(home) if _BESIDE.fullmatch(name))
+    return [(os.path.join(home, name), name) for name in names if os.path.isfile(os.path.join(home, name))]
+
+
+def _overflows(moved: MoveReport, prepared: Prepared) -> dict[str, tuple[int, float]]:
+    pairs = prepared.plan.pairs
+    return {pairs[number][1].name: (found.count, found.largest) for number, found in moved.overflows.items()}
+
+
+def _overflow_error(overflows: dict[str, tuple[int, float]], dtype: DType) -> CastError:
+    worst = sorted(overflows, key=lambda name: -overflows[name][1])
+    told = ", ".join(f"{n!r} ({overflows[n][0]:,} elements, largest {overflows[n][1]:,.6g})" for n in worst[:5])
+    more = f" and {len(worst) - 5:,} more" if len(worst) > 5 else ""
+    return CastError(
+        f"{len(worst):,} tensors with numbers too large for {dtype.torch_name}",
+        found=told + more,
+        remedy="Nothing was published. Use to-bf16, or --overflow clamp or --overflow inf if that is what you want.",
+    )

@@ -1,0 +1,89 @@
+"""The one table of element types: sizes, and their names in torch, safetensors and numpy.
+
+For every module that speaks of a dtype. The C++ core numbers them the same way (`csrc/cast.h`).
+Source: torch/storage.py (storage classes), safetensors 0.8.0 `Dtype`, numpy type strings.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+Kind = Literal["float", "int", "bool", "complex"]
+
+
+@dataclass(frozen=True, slots=True)
+class DType:
+    """One element type.
+
+    Attributes:
+        name: safetensors' name, used everywhere in zckpt (C128 and the fnuz floats are ours: safetensors lacks them).
+        torch_name: attribute of the `torch` module.
+        itemsize: bytes of one element.
+        kind: what `torch.is_floating_point` and friends would say.
+        storage: torch's storage class, as pickled in files; empty where torch pickles the dtype itself.
+        numpy: little-endian numpy type string; empty where numpy has none.
+        number: the number of this type in the C++ core.
+        component: bytes that are swapped together in a big-endian file (half the itemsize for complex numbers).
+    """
+
+    name: str
+    torch_name: str
+    itemsize: int
+    kind: Kind
+    storage: str
+    numpy: str
+    number: int
+
+    @property
+    def component(self) -> int:
+        """Bytes of one number: a complex element holds two."""
+        return self.itemsize // 2 if self.kind == "complex" else self.itemsize
+
+    def __str__(self) -> str:
+        return self.name
+
+
+F64 = DType("F64", "float64", 8, "float", "DoubleStorage", "<f8", 0)
+F32 = DType("F32", "float32", 4, "float", "FloatStorage", "<f4", 1)
+F16 = DType("F16", "float16", 2, "float", "HalfStorage", "<f2", 2)
+BF16 = DType("BF16", "bfloat16", 2, "float", "BFloat16Storage", "", 3)
+F8_E4M3 = DType("F8_E4M3", "float8_e4m3fn", 1, "float", "", "", 4)
+F8_E5M2 = DType("F8_E5M2", "float8_e5m2", 1, "float", "", "", 5)
+I64 = DType("I64", "int64", 8, "int", "LongStorage", "<i8", 6)
+I32 = DType("I32", "int32", 4, "int", "IntStorage", "<i4", 7)
+I16 = DType("I16", "int16", 2, "int", "ShortStorage", "<i2", 8)
+I8 = DType("I8", "int8", 1, "int", "CharStorage", "|i1", 9)
+U8 = DType("U8", "uint8", 1, "int", "ByteStorage", "|u1", 10)
+U16 = DType("U16", "uint16", 2, "int", "", "<u2", 11)
+U32 = DType("U32", "uint32", 4, "int", "", "<u4", 12)
+U64 = DType("U64", "uint64", 8, "int", "", "<u8", 13)
+BOOL = DType("BOOL", "bool", 1, "bool", "BoolStorage", "|b1", 14)
+C64 = DType("C64", "complex64", 8, "complex", "ComplexFloatStorage", "<c8", 15)
+C128 = DType("C128", "complex128", 16, "complex", "ComplexDoubleStorage", "<c16", 16)
+F8_E4M3FNUZ = DType("F8_E4M3FNUZ", "float8_e4m3fnuz", 1, "float", "", "", 17)
+F8_E5M2FNUZ = DType("F8_E5M2FNUZ", "float8_e5m2fnuz", 1, "float", "", "", 18)
+
+ALL = (
+    *(F64, F32, F16, BF16, F8_E4M3, F8_E5M2, I64, I32, I16, I8, U8, U16, U32, U64, BOOL, C64, C128),
+    *(F8_E4M3FNUZ, F8_E5M2FNUZ),
+)
+BY_NAME = {dtype.name: dtype for dtype in ALL}
+BY_TORCH_NAME = {dtype.torch_name: dtype for dtype in ALL}
+BY_STORAGE = {dtype.storage: dtype for dtype in ALL if dtype.storage}
+BY_NUMPY = {dtype.numpy: dtype for dtype in ALL if dtype.numpy}
+
+# What safetensors 0.8.0 can hold, of the types above.
+IN_SAFETENSORS = frozenset(BY_NAME) - {"C128", "F8_E4M3FNUZ", "F8_E5M2FNUZ"}
+
+# What a weight can be cast to on the way out. Everything of kind "float" can be cast to these.
+CAST_TARGETS = (F32, F16, BF16)
+
+_WIDENS = {("F16", "F32"), ("BF16", "F32"), ("F8_E4M3", "F16"), ("F8_E5M2", "F16")}
+
+
+def is_lossless(source: DType, target: DType) -> bool:
+    """Whether every number of `source` is also a number of `target`."""
+    if source == target or (source.kind == "float" and source.itemsize == 1 and target in CAST_TARGETS):
+        return True
+    return target == F64 and source.kind == "float" or (source.name, target.name) in _WIDENS

@@ -1,0 +1,165 @@
+"""Everything that can go wrong, as one tree of exceptions.
+
+For every module: facts are raised here as fields (what, file, found, expected, remedy); only the command line's
+error desk turns them into lines for a person or `--json` for a program.
+
+    ZckptError                                     x = raised, the base itself is not
+      x NotACheckpointError (FileNotFoundError)    nothing here that any layout knows
+      x IncompleteError                            files or elements are missing
+      x CorruptError                               bytes contradict themselves; has byte_offset
+      x UnsafeError                                a pickle, path or link asked for something zckpt does not do
+      x UnsupportedError                           understood, not built
+      x InconsistentError                          files are sound but do not belong together
+      x OutputError (OSError)                      cannot write, exists, full, inside the input
+      x CastError                                  a cast would lose numbers
+      x UsageError (ValueError)                    a wrong argument
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Sequence
+from typing import ClassVar
+
+
+class ZckptError(Exception):
+    """Base of all errors zckpt raises on purpose.
+
+    Args:
+        what: what is wrong, in a few words, lower case.
+        file: the file, directory or tensor it was found in.
+        found: what is there.
+        expected: what should be there.
+        remedy: what a person can do now, as whole sentences.
+    """
+
+    code: ClassVar[str] = "error"
+
+    def __init__(
+        self,
+        what: str,
+        *,
+        file: str | os.PathLike[str] | None = None,
+        found: str = "",
+        expected: str = "",
+        remedy: str = "",
+    ) -> None:
+        self.what = what
+        self.file = None if file is None else os.fspath(file)
+        self.found = found
+        self.expected = expected
+        self.remedy = remedy
+        super().__init__(what)
+
+    def __str__(self) -> str:
+        text = self.what if self.file is None else f"{self.what} in {self.file!r}"
+        facts = ", but ".join(fact for fact in (self.found, self.expected) if fact)
+        if facts:
+            text += f": {facts}"
+        text = text.rstrip(".") + "."
+        return f"{text} {self.remedy}" if self.remedy else text
+
+    def as_json(self) -> dict[str, object]:
+        """The fields, for `--json`."""
+        return {
+            "error": self.code,
+            "what": self.what,
+            "file": self.file,
+            "found": self.found,
+            "expected": self.expected,
+            "remedy": self.remedy,
+        }
+
+
+class NotACheckpointError(ZckptError, FileNotFoundError):
+    """Nothing here that any layout knows."""
+
+    code = "not_a_checkpoint"
+
+
+class IncompleteError(ZckptError):
+    """Files or elements are missing."""
+
+    code = "incomplete"
+
+
+class CorruptError(ZckptError):
+    """Bytes contradict themselves.
+
+    Args:
+        byte_offset: where in `file`, in bytes, when it is known.
+    """
+
+    code = "corrupt"
+
+    def __init__(
+        self,
+        what: str,
+        *,
+        file: str | os.PathLike[str] | None = None,
+        found: str = "",
+        expected: str = "",
+        remedy: str = "",
+        byte_offset: int | None = None,
+    ) -> None:
+        super().__init__(what, file=file, found=found, expected=expected, remedy=remedy)
+        self.byte_offset = byte_offset
+
+    def as_json(self) -> dict[str, object]:
+        """The fields, for `--json`."""
+        return {**super().as_json(), "byte_offset": self.byte_offset}
+
+
+class UnsafeError(ZckptError):
+    """A pickle, path or link asked for something zckpt does not do. Nothing was executed."""
+
+    code = "unsafe"
+
+
+class UnsupportedError(ZckptError):
+    """Understood, but not built."""
+
+    code = "unsupported"
+
+
+class InconsistentError(ZckptError):
+    """The files are sound, but do not belong together."""
+
+    code = "inconsistent"
+
+
+class OutputError(ZckptError, OSError):
+    """The output cannot be written."""
+
+    code = "output"
+
+
+class CastError(ZckptError):
+    """A cast would lose numbers."""
+
+    code = "cast"
+
+
+class UsageError(ZckptError, ValueError):
+    """A wrong argument."""
+
+    code = "usage"
+
+
+def some(names: Iterable[object], limit: int = 3) -> str:
+    """At most `limit` quoted examples, then how many more: `'a', 'b', 'c' and 41 more`."""
+    listed = [repr(str(name)) for name in names]
+    text = ", ".join(listed[:limit])
+    more = len(listed) - limit
+    return f"{text} and {more:,} more" if more > 0 else text
+
+
+def ranges(numbers: Sequence[int]) -> str:
+    """Sorted whole numbers as ranges: `0-5, 7`."""
+    runs: list[list[int]] = []
+    for number in sorted(numbers):
+        if runs and number == runs[-1][1] + 1:
+            runs[-1][1] = number
+        else:
+            runs.append([number, number])
+    return ", ".join(str(low) if low == high else f"{low}-{high}" for low, high in runs)

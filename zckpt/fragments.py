@@ -1,0 +1,189 @@
+"""Fragments: pitched runs of a tensor's elements, and the places (stores) they lie in.
+
+For catalogs (who holds what) and the router (what goes where). Pure arithmetic; no file is opened here.
+
+[Note: the geometry of a fragment]
+A tensor's elements are numbered row-major from 0. A fragment is `rows` runs of `count` elements each. Run r covers the
+elements [start + r*pitch, start + r*pitch + count) of the tensor, and lies in the store at
+`byte_offset + r*store_pitch*itemsize`. All figures but `byte_offset` are elements. Example: columns 2-3 of a (3, 8)
+tensor held densely by one rank: start 2, count 2, rows 3, pitch 8, store_pitch 2.
+A ZeRO partition is one run (rows 1). A box of a tensor-parallel or DCP checkpoint is a pitched fragment. One row of a
+transposed tensor of c columns and r rows is c runs of one element: count 1, rows c, pitch 1, store_pitch r.
+"""
+
+from __future__ import annotations
+
+import heapq
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+from zckpt.errors import CorruptError, InconsistentError
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class FileStore:
+    """A file that holds elements.
+
+    Attributes:
+        path: where the file is.
+        size: its size in bytes when it was opened.
+        identity: (st_dev, st_ino, st_mtime_ns) when it was opened; the mover refuses a file that changed since.
+        byteorder: byte order of the numbers in it.
+    """
+
+    path: str
+    size: int
+    identity: tuple[int, int, int] = (0, 0, 0)
+    byteorder: Literal["little", "big"] = "little"
+
+    @classmethod
+    def of(cls, path: str | os.PathLike[str], byteorder: Literal["little", "big"] = "little") -> FileStore:
+        """The store of an existing file."""
+        stat = os.stat(path)
+        return cls(os.fspath(path), stat.st_size, (stat.st_dev, stat.st_ino, stat.st_mtime_ns), byteorder)
+
+    def __str__(self) -> str:
+        return self.path
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class MemoryStore:
+    """Memory that holds elements, in the machine's byte order.
+
+    Attributes:
+        address: of the first byte.
+        size: in bytes.
+        owner: whatever keeps the memory alive.
+    """
+
+    address: int
+    size: int
+    owner: object = None
+    byteorder: Literal["little", "big"] = "little"
+
+    def __str__(self) -> str:
+        return f"memory at {self.address:#x}"
+
+
+Store = FileStore | MemoryStore
+
+
+class Run(NamedTuple):
+    """One contiguous run: elements [start, start + count) of a tensor at `byte_offset` of `store`."""
+
+    start: int
+    count: int
+    byte_offset: int
+    store: Store
+    store_step: int = 1
+    """Elements from one element to the next in the store: 1 is dense, 0 is one element repeated."""
+
+
+@dataclass(frozen=True, slots=True)
+class Fragment:
+    """A pitched run of a tensor's elements in a store; see [Note: the geometry of a fragment]."""
+
+    store: Store
+    byte_offset: int
+    start: int
+    count: int
+    rows: int = 1
+    pitch: int = 0
+    store_pitch: int = 0
+
+    def __post_init__(self) -> None:
+        if self.byte_offset < 0 or self.start < 0 or self.count < 0 or self.rows < 1 or self.store_pitch < 0:
+            raise CorruptError(
+                "a fragment with impossible numbers",
+                file=str(self.store),
+                found=f"start {self.start}, count {self.count}, rows {self.rows}, byte offset {self.byte_offset}",
+            )
+        if self.rows > 1 and self.pitch < self.count:
+            raise CorruptError("a fragment whose rows overlap", file=str(self.store), found=f"pitch {self.pitch}")
+
+    @property
+    def numel(self) -> int:
+        """Elements in all rows."""
+        return self.count * self.rows
+
+    @property
+    def stop(self) -> int:
+        """One past the last element of the tensor that it holds."""
+        return self.start + (self.rows - 1) * self.pitch + self.count
+
+    def nbytes_end(self, itemsize: int) -> int:
+        """One past the last byte of the store that it uses; 0 when it holds nothing."""
+        if self.numel == 0:
+            return 0
+        return self.byte_offset + ((self.rows - 1) * self.store_pitch + self.count) * itemsize
+
+    def runs(self, itemsize: int) -> Iterator[Run]:
+        """Its rows as runs, in tensor order; rows that follow each other in tensor and store are one run."""
+        if self.rows == 1 or self.pitch == self.count == self.store_pitch:
+            yield Run(self.start, self.numel, self.byte_offset, self.store)
+        elif self.count == 1 and self.pitch == 1:
+            yield Run(self.start, self.rows, self.byte_offset, self.store, self.store_pitch)
+        else:
+            step = self.store_pitch * itemsize
+            for row in range(self.rows):
+                yield Run(self.start + row * self.pitch, self.count, self.byte_offset + row * step, self.store)
+
+
+def runs_in_order(fragments: Sequence[Fragment], itemsize: int) -> Iterator[Run]:
+    """The runs of all fragments, by first element. Memory: one run per fragment at a time."""
+    ordered = sorted((f for f in fragments if f.numel), key=lambda f: f.start)
+    if all(f.rows == 1 for f in ordered):  # the common case: nothing to merge
+        return (Run(f.start, f.count, f.byte_offset, f.store) for f in ordered)
+    return heapq.merge(*(f.runs(itemsize) for f in ordered), key=lambda run: run.start)
+
+
+def first_gap(fragments: Sequence[Fragment], numel: int, itemsize: int) -> tuple[int, int] | None:
+    """The first elements that no fragment holds, as (start, stop), or None when all are held exactly once.
+
+    Raises:
+        InconsistentError: two fragments hold the same element, or one reaches beyond the tensor.
+    """
+    if len(fragments) == 1 and fragments[0].rows == 1:  # spares the generator for whole tensors, the commonest case
+        only = fragments[0]
+        if only.start == 0 and only.count == numel:
+            return None
+    covered = 0
+    previous: Run | None = None
+    for run in runs_in_order(fragments, itemsize):
+        if run.start < covered:
+            raise InconsistentError(
+                "elements that two files hold",
+                file=str(run.store),
+                found=f"elements {run.start:,}-{min(run.start + run.count, covered) - 1:,} are also in "
+                f"{str(previous.store if previous else run.store)!r}",
+                expected="each should be held once",
+            )
+        if run.start > covered:
+            return covered, run.start
+        covered = run.start + run.count
+        previous = run
+    if covered > numel:
+        raise InconsistentError(
+            "more elements than the tensor has",
+            file=str(previous.store if previous else ""),
+            found=f"elements up to {covered:,}",
+            expected=f"its shape holds {numel:,}",
+        )
+    return None if covered == numel else (covered, numel)
+
+
+def clip(fragments: Sequence[Fragment], start: int, stop: int, itemsize: int) -> tuple[Fragment, ...]:
+    """What the fragments hold of elements [start, stop), renumbered from 0."""
+    clipped: list[Fragment] = []
+    for run in runs_in_order(fragments, itemsize):
+        low, high = max(run.start, start), min(run.start + run.count, stop)
+        if low >= high:
+            continue
+        byte_offset = run.byte_offset + (low - run.start) * run.store_step * itemsize
+        if run.store_step == 1:
+            clipped.append(Fragment(run.store, byte_offset, low - start, high - low))
+        else:
+            clipped.append(Fragment(run.store, byte_offset, low - start, 1, high - low, 1, run.store_step))
+    return tuple(clipped)

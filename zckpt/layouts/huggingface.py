@@ -1,0 +1,223 @@
+"""Plain weights: one file or a sharded directory, `.safetensors` or torch's `.bin`, as `transformers` names them.
+
+Reads them as input (to inspect or cast), and lays out every consolidated output.
+Source: huggingface_hub 0.36-2.4, serialization/_base.py (sharding, index), _torch.py (dropped names in the metadata);
+transformers 4.57-5.23, utils/__init__.py (file names).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from zckpt.catalog import Catalog, Role, Source, TensorEntry
+from zckpt.containers import Container, TensorRef, safetensors_file, torch_zip
+from zckpt.containers.skeleton import TensorSpec
+from zckpt.dtypes import IN_SAFETENSORS, DType
+from zckpt.errors import CorruptError, IncompleteError, NotACheckpointError, UnsafeError, UnsupportedError, some
+from zckpt.fragments import FileStore, Fragment
+from zckpt.layouts.listing import Listing
+from zckpt.layouts.module_states import flatten, whole
+from zckpt.plan import OutputFile
+
+Format = Literal["safetensors", "bin"]
+
+_PATTERNS: dict[Format, str] = {"safetensors": "model{suffix}.safetensors", "bin": "pytorch_model{suffix}.bin"}
+_NESTED = ("state_dict", "model_state_dict", "module", "model")
+
+
+def match(listing: Listing) -> str | None:
+    """None when this layout reads the files; otherwise why not."""
+    return None if next(_candidates(listing), None) else "no model.safetensors or pytorch_model.bin, nor an index of shards"
+
+
+def _candidates(listing: Listing) -> Iterator[str]:
+    if len(listing.files) == 1:
+        yield next(iter(listing.files))
+    for pattern in _PATTERNS.values():
+        for suffix in ("", ".index.json"):
+            name = pattern.format(suffix="") + suffix
+            if name in listing.files:
+                yield name
+
+
+def read(listing: Listing, *, allow_unknown: bool = False) -> Catalog:
+    """The catalog of plain weights.
+
+    Raises:
+        IncompleteError: shards are missing, or the file holds ZeRO-3 placeholders instead of weights.
+        UnsafeError: the index names files outside its directory.
+    """
+    del allow_unknown
+    name = next(_candidates(listing))
+    names = _shards(listing, name) if name.endswith(".index.json") else [name]
+    tensors: dict[str, TensorEntry] = {}
+    aliases: dict[str, str] = {}
+    notes: list[str] = []
+    for shard in names:
+        container = listing.open(shard)
+        by_place: dict[object, str] = {}
+        for tensor, ref in _state_dict(container, listing.files[shard], notes).items():
+            kept = by_place.setdefault(ref.place, tensor) if ref.numel else tensor
+            if kept == tensor:
+                tensors[tensor] = whole(tensor, ref, _role(ref))
+            else:
+                aliases[tensor] = kept
+        aliases.update({d: k for d, k in container.metadata.items() if k in tensors and d not in tensors and d != "format"})
+    _refuse_placeholders(tensors, listing)
+    source = Source(layout="plain", path=listing.directory, tag=listing.tag, notes=tuple(notes))
+    return Catalog(tensors, source, aliases)
+
+
+def _role(ref: TensorRef) -> Role:
+    return "parameter" if ref.dtype.kind in ("float", "complex") else "buffer"
+
+
+def _shards(listing: Listing, index_name: str) -> list[str]:
+    path = listing.files[index_name]
+    try:
+        with open(path, "rb") as file:
+            shards = sorted(set(json.load(file)["weight_map"].values()))
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise CorruptError("an index that cannot be read", file=path, found=f"{type(error).__name__}: {error}") from error
+    for shard in shards:
+        if not isinstance(shard, str) or os.path.basename(shard) != shard or shard in ("", ".", ".."):
+            raise UnsafeError("an index that names a file outside its directory", file=path, found=f"{shard!r:.80}")
+    missing = [shard for shard in shards if shard not in listing.files]
+    if missing:
+        raise IncompleteError("missing shards", file=listing.directory, found=some(missing), remedy="Copy them again.")
+    return shards
+
+
+def _state_dict(container: Container, file: str, notes: list[str]) -> dict[str, TensorRef]:
+    root = container.root
+    for key in _NESTED:
+        if isinstance(root, Mapping) and isinstance(root.get(key), Mapping) and not _has_tensors(root):
+            root = root[key]
+    if not isinstance(root, Mapping):
+        raise NotACheckpointError("a file that holds no state dict", file=file, found=type(root).__name__)
+    state = flatten(root, notes)
+    if not state:
+        raise NotACheckpointError("a file that holds no tensors", file=file, found=f"{len(root):,} other entries")
+    return state
+
+
+def _has_tensors(root: Mapping[str, object]) -> bool:
+    return any(isinstance(value, TensorRef) for value in root.values())
+
+
+def _refuse_placeholders(tensors: Mapping[str, TensorEntry], listing: Listing) -> None:
+    """ZeRO-3 leaves tensors of shape (0,) in a model's own state dict; no real model is mostly empty."""
+    weights = [e for e in tensors.values() if e.name.endswith((".weight", ".bias"))] or list(tensors.values())
+    empty = [entry.name for entry in weights if entry.shape == (0,)]
+    if 2 * len(empty) > len(weights):
+        raise IncompleteError(
+            "a state dict of ZeRO-3 placeholders, not of weights",
+            file=listing.directory,
+            found=f"{len(empty):,} of {len(weights):,} weights are empty ({some(empty)})",
+            remedy=f"The weights are in the sharded checkpoint: run zckpt on {_hint(listing.directory)}.",
+        )
+
+
+def _hint(path: str) -> str:
+    """Where the real weights probably are."""
+    place = os.path.dirname(os.path.abspath(path)) if os.path.isfile(path) else os.path.abspath(path)
+    for directory in (place, os.path.dirname(place)):
+        if os.path.isfile(os.path.join(directory, "latest")):
+            return f"{directory!r}"
+    return "the folder that holds 'latest' and global_step*"
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """How plain weights are to be written.
+
+    Attributes:
+        format: the container.
+        file: name of the only file; empty for a directory of shards and an index.
+        max_shard_size: for a directory, e.g. "5GB" or a number of bytes.
+    """
+
+    format: Format
+    file: str = ""
+    max_shard_size: int | str = "5GB"
+
+
+@dataclass(frozen=True, slots=True)
+class Destination:
+    """Files to be written, and where in them each tensor goes."""
+
+    files: tuple[tuple[OutputFile, FileStore], ...]
+    entries: Mapping[str, TensorEntry]
+
+
+def lay_out(wanted: Sequence[tuple[TensorEntry, DType]], aliases: Mapping[str, str], target: Target) -> Destination:
+    """Where each tensor goes.
+
+    Args:
+        wanted: tensors with the dtype each is to have.
+        aliases: dropped name -> kept name.
+        target: the form of the output.
+
+    Raises:
+        UnsupportedError: safetensors cannot hold a dtype.
+    """
+    strange = [f"{entry.name} ({dtype})" for entry, dtype in wanted if dtype.name not in IN_SAFETENSORS]
+    if target.format == "safetensors" and strange:
+        raise UnsupportedError(
+            "a dtype that safetensors cannot hold", found=some(strange), remedy="Use --format bin, or an OUT ending in .bin."
+        )
+    specs = {entry.name: TensorSpec(entry.name, dtype, entry.shape) for entry, dtype in wanted}
+    roles = {entry.name: entry.role for entry, _ in wanted}
+    shards = {target.file: list(specs)} if target.file else _split(specs, target)
+    files: list[tuple[OutputFile, FileStore]] = []
+    entries: dict[str, TensorEntry] = {}
+    weight_map: dict[str, str] = {}
+    for shard, names in shards.items():
+        here = set(names)
+        tied = {dropped: kept for dropped, kept in aliases.items() if kept in here}
+        chosen = [specs[name] for name in names]
+        if target.format == "safetensors":
+            skeleton = safetensors_file.skeleton(chosen, metadata={"format": "pt"}, aliases=tied)
+        else:
+            skeleton = torch_zip.skeleton(chosen, aliases=tied)
+            weight_map.update(dict.fromkeys(tied, shard))
+        weight_map.update(dict.fromkeys(names, shard))
+        store = FileStore(shard, skeleton.size)
+        files.append((OutputFile(shard, skeleton.size, skeleton.literals, skeleton.checksums), store))
+        for spec in sorted(chosen, key=lambda spec: skeleton.offsets[spec.name]):
+            fragments = (Fragment(store, skeleton.offsets[spec.name], 0, spec.numel),) if spec.numel else ()
+            entries[spec.name] = TensorEntry(spec.name, spec.shape, spec.dtype, roles[spec.name], fragments)
+    if len(shards) > 1:
+        files.append(_index(specs, weight_map, target.format))
+    return Destination(tuple(files), entries)
+
+
+def _split(specs: Mapping[str, TensorSpec], target: Target) -> dict[str, list[str]]:
+    """Shard file -> tensor names, by the hub's own rule."""
+    from huggingface_hub.serialization import split_state_dict_into_shards_factory
+
+    split = split_state_dict_into_shards_factory(
+        dict(specs),
+        get_storage_size=lambda spec: spec.nbytes,
+        filename_pattern=_PATTERNS[target.format],
+        max_shard_size=target.max_shard_size,
+    )
+    return {name: list(names) for name, names in split.filename_to_tensors.items()}
+
+
+def _index(specs: Mapping[str, TensorSpec], weight_map: Mapping[str, str], format: Format) -> tuple[OutputFile, FileStore]:
+    metadata = {
+        "total_parameters": sum(spec.numel for spec in specs.values()),
+        "total_size": sum(spec.nbytes for spec in specs.values()),
+    }
+    text = json.dumps({"metadata": metadata, "weight_map": dict(sorted(weight_map.items()))}, indent=2) + "\n"
+    return literal_file(_PATTERNS[format].format(suffix="") + ".index.json", text.encode())
+
+
+def literal_file(name: str, data: bytes) -> tuple[OutputFile, FileStore]:
+    """A file whose bytes are all known at planning time."""
+    return OutputFile(name, len(data), ((0, data),) if data else ()), FileStore(name, len(data))

@@ -1,0 +1,127 @@
+"""The files of one save, over one directory or several that are laid over each other.
+
+For every layout: a `Listing` knows names and paths, opens each file at most once, and reads no tensor byte.
+Facts about DeepSpeed's file names: runtime/engine.py `_get_ckpt_name`, `_get_zero_ckpt_name` (0.3.16 - 0.19.8).
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+from zckpt.containers import Container, open_container
+from zckpt.errors import InconsistentError, NotACheckpointError
+
+SHARD_NAME = re.compile(r"(?P<prefix>bf16_|fp16_)?zero_pp_rank_(?P<dp>\d+)_mp_rank_(?P<mp>\d+)_(?P<kind>model|optim)_states\.pt")
+MODEL_NAME = re.compile(r"mp_rank_(?P<mp>\d+)_model_states\.pt")
+LAYER_NAME = re.compile(r"layer_(?P<layer>\d+)-(?:model_\d+-)?model_states\.pt")
+EXPERT_NAME = re.compile(r"(?:layer_-?\d+_expert_\d+_mp_rank_\d+_model_states|expp_rank_\d+_mp_rank_\d+_optim_states)\.pt")
+
+
+def is_deepspeed_file(name: str) -> bool:
+    """Whether a file of this name belongs to a DeepSpeed save."""
+    return any(pattern.fullmatch(name) for pattern in (SHARD_NAME, MODEL_NAME, LAYER_NAME, EXPERT_NAME))
+
+
+def natural(name: str) -> list[tuple[int, int | str]]:
+    """Sort key that orders numbers as numbers: rank 2 before rank 10."""
+    return [(0, int(part)) if part.isdecimal() else (1, part) for part in re.split(r"(\d+)", name) if part]
+
+
+@dataclass(frozen=True, slots=True)
+class Listing:
+    """The files of one save.
+
+    Attributes:
+        directory: the tag directory (or the single file) as a person would name it.
+        tag: the tag; empty for files that have none.
+        files: file name -> path, in natural order.
+    """
+
+    directory: str
+    tag: str
+    files: Mapping[str, str]
+    _opened: dict[str, Container] = field(default_factory=dict[str, Container], repr=False)
+
+    def open(self, name: str) -> Container:
+        """The container of one file; opened once."""
+        if name not in self._opened:
+            self._opened[name] = open_container(self.files[name])
+        return self._opened[name]
+
+    def shards(self, kind: str, mp_rank: int = 0) -> dict[int, str]:
+        """Data-parallel rank -> name of its `model` or `optim` file, by number.
+
+        Raises:
+            InconsistentError: two files claim the same rank (a `bf16_` and a plain one).
+        """
+        by_rank: dict[int, str] = {}
+        for name in self.files:
+            match = SHARD_NAME.fullmatch(name)
+            if match is None or match["kind"] != kind or int(match["mp"]) != mp_rank:
+                continue
+            rank = int(match["dp"])
+            if rank in by_rank:
+                raise InconsistentError(
+                    f"two files that claim the partition of rank {rank}",
+                    file=self.directory,
+                    found=f"{by_rank[rank]!r} and {name!r}",
+                    remedy="One of them is of another save: move it away.",
+                )
+            by_rank[rank] = name
+        return dict(sorted(by_rank.items()))
+
+    def model_parallel_ranks(self) -> list[int]:
+        """The numbers in `mp_rank_XX` of all files, sorted."""
+        matches = (SHARD_NAME.fullmatch(name) or MODEL_NAME.fullmatch(name) for name in self.files)
+        return sorted({int(match["mp"]) for match in matches if match})
+
+    def matching(self, pattern: re.Pattern[str]) -> list[str]:
+        """Names that match a pattern."""
+        return [name for name in self.files if pattern.fullmatch(name)]
+
+
+def list_files(directory: str, tag: str, also: Iterable[str] = ()) -> Listing:
+    """The save in `directory`, with the files of further directories laid over it.
+
+    Raises:
+        InconsistentError: the same file name is in two directories with different contents.
+        NotACheckpointError: a directory cannot be listed.
+    """
+    files: dict[str, str] = {}
+    for root in (directory, *also):
+        for name in _names(root):
+            path = os.path.join(root, name)
+            if name not in files:
+                files[name] = path
+            elif is_deepspeed_file(name) and not _same_content(files[name], path):
+                raise InconsistentError(
+                    f"two different files called {name!r}",
+                    found=f"{files[name]!r} and {path!r} differ",
+                    remedy="One of them is of another save: leave that directory out, or remove the file.",
+                )
+    return Listing(directory, tag, {name: files[name] for name in sorted(files, key=natural)})
+
+
+def _names(directory: str) -> list[str]:
+    try:
+        with os.scandir(directory) as entries:
+            return [entry.name for entry in entries if entry.is_file()]
+    except OSError as error:
+        raise NotACheckpointError(
+            "a directory that cannot be read", file=directory, found=error.strerror or str(error)
+        ) from error
+
+
+def _same_content(a: str, b: str) -> bool:
+    if os.path.samefile(a, b):
+        return True
+    if os.path.getsize(a) != os.path.getsize(b):
+        return False
+    with open(a, "rb") as left, open(b, "rb") as right:
+        while block := left.read(1 << 20):
+            if block != right.read(1 << 20):
+                return False
+    return True

@@ -1,0 +1,204 @@
+"""What a DeepSpeed `*_model_states.pt` file says, as one checked value.
+
+For the ZeRO layouts and the unsharded one. Nothing here knows how masters are partitioned.
+Source: DeepSpeed runtime/engine.py `_common_checkpoint_state`, `_get_zero_param_shapes`, `_get_shared_params` (0.19.8);
+`param_shapes` was one plain dict before 0.3.17; `frozen_*` and `shared_params` came later and may be absent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from zckpt.catalog import Replica, Role, TensorEntry, Topology
+from zckpt.containers import TensorRef
+from zckpt.errors import CorruptError, UnsupportedError
+from zckpt.layouts.listing import EXPERT_NAME, LAYER_NAME, Listing
+
+Shape = tuple[int, ...]
+
+_OURS = frozenset(
+    "module buffer_names optimizer param_shapes frozen_param_shapes shared_params frozen_param_fragments lr_scheduler "
+    "data_sampler random_ltd skipped_steps global_steps global_samples dp_world_size mp_world_size ds_config ds_version "
+    "sparse_tensor_module_names csr_tensor_module_names checkpoint_parallel_dimensions num_experts "
+    "universal_checkpoint_info".split()
+)
+
+
+@dataclass(frozen=True, slots=True)
+class ModelStates:
+    """One model states file.
+
+    Attributes:
+        file: its path.
+        module: name -> tensor, as in the model's state dict; under ZeRO-3 the parameters are empty placeholders.
+        buffer_names: names of buffers; old versions list non-persistent ones too.
+        param_shapes: per optimizer group, name -> shape in flat order; empty without ZeRO.
+        frozen_shapes: name -> shape of parameters that no optimizer owns.
+        frozen_fragments: name -> their values (ZeRO-3: this rank's piece).
+        shared: dropped name -> kept name.
+        root: the whole inert object.
+    """
+
+    file: str
+    module: Mapping[str, TensorRef]
+    buffer_names: frozenset[str]
+    param_shapes: tuple[Mapping[str, Shape], ...]
+    frozen_shapes: Mapping[str, Shape]
+    frozen_fragments: Mapping[str, TensorRef]
+    shared: Mapping[str, str]
+    root: Mapping[str, object]
+    notes: tuple[str, ...] = field(default=())
+
+    @property
+    def version(self) -> str:
+        """DeepSpeed's version, or an empty string where it was not recorded."""
+        return str(self.root.get("ds_version") or "")
+
+    @property
+    def config(self) -> Mapping[str, object]:
+        """The training run's DeepSpeed config, or an empty mapping."""
+        config = self.root.get("ds_config")
+        return config if isinstance(config, Mapping) else {}
+
+    @property
+    def zero_config(self) -> Mapping[str, object]:
+        """Its `zero_optimization` section, or an empty mapping."""
+        zero = self.config.get("zero_optimization")
+        return zero if isinstance(zero, Mapping) else {}
+
+    @property
+    def extras(self) -> dict[str, object]:
+        """The caller's client state: everything that is not DeepSpeed's own."""
+        return {key: value for key, value in self.root.items() if key not in _OURS}
+
+    def number(self, key: str) -> int | None:
+        """A whole number such as `global_steps`, or None where it is absent."""
+        value = self.root.get(key)
+        return value if isinstance(value, int) and not isinstance(value, bool) else None
+
+    def is_zero(self) -> bool:
+        """Whether the optimizer was sharded, so that masters lie in other files."""
+        return self.root.get("param_shapes") is not None
+
+    def topology(self, dp: int) -> Topology:
+        """Ranks per axis as recorded, with what was found for data parallelism."""
+        dims = self.root.get("checkpoint_parallel_dimensions")
+        dims = dims if isinstance(dims, Mapping) else {}
+        degrees = {axis: dims.get(f"{axis}_degree") for axis in ("tp", "pp")}
+        return Topology(dp, **{axis: n for axis, n in degrees.items() if isinstance(n, int) and n > 0})
+
+
+def read_model_states(listing: Listing, name: str) -> ModelStates:
+    """One `*_model_states.pt` file, checked.
+
+    Raises:
+        CorruptError: it is not what its name says.
+        UnsupportedError: DeepSpeed's version is too old to have recorded what is needed.
+    """
+    file = listing.files[name]
+    root = as_mapping(listing.open(name).root, "a model states file", file)
+    if "module" not in root:
+        raise CorruptError(
+            "a file that is not a model states file", file=file, found="no entry 'module'", remedy="Copy it again."
+        )
+    if root["module"] is None:
+        raise UnsupportedError(
+            "a pipeline-parallel checkpoint", file=listing.directory, found="its model file holds no weights of its own",
+            remedy="zckpt does not read layer files yet.",
+        )  # fmt: skip
+    notes: list[str] = []
+    module = flatten(as_mapping(root["module"], "the module's state dict", file), notes)
+    shapes = root.get("param_shapes")
+    groups = shapes if isinstance(shapes, list | tuple) else [] if shapes is None else [shapes]
+    if "buffer_names" not in root:
+        notes.append("This file does not say which tensors are buffers (DeepSpeed before 0.3.16): all are kept.")
+    if shapes is None and "param_shapes" not in root and root.get("optimizer") is None:
+        notes.append("This file does not say how parameters were grouped (DeepSpeed before 0.3.16).")
+    return ModelStates(
+        file=file,
+        module=module,
+        buffer_names=frozenset(str(n) for n in _sequence(root.get("buffer_names"))),
+        param_shapes=tuple(_shapes(group, file) for group in groups),
+        frozen_shapes=_shapes(root.get("frozen_param_shapes") or {}, file),
+        frozen_fragments={
+            str(n): as_tensor(ref, f"frozen parameter {n!r}", file)
+            for n, ref in as_mapping(root.get("frozen_param_fragments") or {}, "frozen_param_fragments", file).items()
+        },
+        shared=_shared(root.get("shared_params"), file),
+        root=root,
+        notes=tuple(notes),
+    )
+
+
+def refuse_other_parallelism(listing: Listing) -> None:
+    """Raises UnsupportedError for tensor-, pipeline- or expert-parallel files, saying which."""
+    ranks = listing.model_parallel_ranks()
+    kinds = {
+        "a pipeline-parallel checkpoint": listing.matching(LAYER_NAME),
+        "a mixture-of-experts checkpoint": listing.matching(EXPERT_NAME),
+        "a model-parallel checkpoint": [f"mp_rank_{rank:02d}" for rank in ranks] if len(ranks) > 1 else [],
+    }
+    for what, names in kinds.items():
+        if names:
+            raise UnsupportedError(
+                what,
+                file=listing.directory,
+                found=f"{names[0]!r}" + (f" and {len(names) - 1:,} more of its kind" if len(names) > 1 else ""),
+                remedy="zckpt reads data-parallel checkpoints (ZeRO stages 0-3) for now.",
+            )
+
+
+def whole(
+    name: str, ref: TensorRef, role: Role, shape: Shape | None = None, replicas: tuple[Replica, ...] = ()
+) -> TensorEntry:
+    """A tensor that lies whole in one file, perhaps recorded under another shape of as many elements."""
+    return TensorEntry(name, ref.shape if shape is None else shape, ref.dtype, role, ref.fragments(), replicas)
+
+
+def flatten(state: Mapping[object, object], notes: list[str], prefix: str = "") -> dict[str, TensorRef]:
+    """A state dict's tensors under dotted names; what is no tensor is left out and said in `notes`."""
+    tensors: dict[str, TensorRef] = {}
+    for key, value in state.items():
+        name = f"{prefix}{key}"
+        if isinstance(value, TensorRef):
+            tensors[name] = value
+        elif isinstance(value, Mapping):
+            tensors.update(flatten(value, notes, name + "."))
+        else:
+            notes.append(f"{name!r} in the state dict is not a tensor ({type(value).__name__}): left out.")
+    return tensors
+
+
+def as_mapping(value: object, what: str, file: str) -> Mapping[str, object]:
+    """`value`, which must be a mapping."""
+    if not isinstance(value, Mapping):
+        raise CorruptError(f"{what} that is not a mapping", file=file, found=type(value).__name__)
+    return value
+
+
+def as_tensor(value: object, what: str, file: str) -> TensorRef:
+    """`value`, which must be a tensor."""
+    if not isinstance(value, TensorRef):
+        raise CorruptError(f"{what} that is not a tensor", file=file, found=type(value).__name__)
+    return value
+
+
+def _sequence(value: object) -> list[object]:
+    return list(value) if isinstance(value, list | tuple | set | frozenset) else []
+
+
+def _shapes(value: object, file: str) -> dict[str, Shape]:
+    shapes: dict[str, Shape] = {}
+    for name, shape in as_mapping(value, "param_shapes", file).items():
+        if not isinstance(shape, tuple | list) or not all(isinstance(dim, int) for dim in shape):
+            raise CorruptError(f"a shape of {name!r} that is not a list of whole numbers", file=file, found=f"{shape!r:.80}")
+        shapes[str(name)] = tuple(shape)
+    return shapes
+
+
+def _shared(value: object, file: str) -> dict[str, str]:
+    """A mapping, or a list of pairs."""
+    if isinstance(value, list | tuple):
+        value = dict(pair for pair in value if isinstance(pair, list | tuple) and len(pair) == 2)
+    return {str(dropped): str(kept) for dropped, kept in as_mapping(value or {}, "shared_params", file).items()}

@@ -1,0 +1,90 @@
+"""How ZeRO cuts flat groups of parameters into partitions: once, for every reader and writer.
+
+[Note: flat groups, partitions, padding]
+ZeRO-1 and -2 lay the parameters of one optimizer group end to end: a *flat group*. `parameter_alignment` (since DeepSpeed
+0.19.8) puts *alignment padding* between parameters, so that each starts on 16 bytes. The group's end is padded to a
+multiple of 2 x world size, and the vector is cut into equal *partitions*, one per rank. On saving, the padding at the end
+is cut off again, so the last ranks may hold less, or nothing; old versions left it on.
+Example: 374 elements, world size 3: padded to 378, partitions of 126; rank 2 saves 122.
+Hence the partition size is the length of rank 0's vector: either rank 0 is full, or it holds the whole group.
+
+ZeRO-3 cuts each parameter by itself: p = ceil(numel / world size) elements per rank, rank D holding
+[D*p, (D+1)*p), the last pieces short or empty and padded to p. A rank's pieces of all parameters lie end to end, cut into
+*sub-groups* at parameter boundaries. Example: 10 elements, world size 4: 3, 3, 3, 1 + 2 padding.
+Source: DeepSpeed 0.19.8, runtime/zero/stage_1_and_2.py (`groups_padding`, `round_robin_bit16_padding`),
+runtime/zero/stage3.py, utils/zero_to_fp32.py (`zero3_partitioned_param_info`).
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
+from itertools import accumulate
+from typing import NamedTuple
+
+
+class Piece(NamedTuple):
+    """Elements [start, start + count) of a parameter, at element `offset` of vector number `index`."""
+
+    index: int
+    offset: int
+    start: int
+    count: int
+
+
+def flat_offsets(numels: Sequence[int], paddings: Sequence[int] | None = None) -> tuple[list[int], int]:
+    """Where each parameter starts in its flat group, and the group's length without end padding.
+
+    Args:
+        numels: elements of each parameter, in flat order.
+        paddings: elements of alignment padding that follow each parameter; None for none.
+    """
+    steps = numels if paddings is None else [n + padding for n, padding in zip(numels, paddings, strict=True)]
+    ends = list(accumulate(steps, initial=0))
+    return ends[:-1], ends[-1]
+
+
+def flat_pieces(offset: int, numel: int, partition_size: int) -> Iterator[Piece]:
+    """The pieces of a parameter that starts at element `offset` of a flat group; `index` is the rank."""
+    done = 0
+    while done < numel:
+        rank, local = divmod(offset + done, partition_size)
+        count = min(numel - done, partition_size - local)
+        yield Piece(rank, local, done, count)
+        done += count
+
+
+def partition_numel(numel: int, world_size: int) -> int:
+    """Elements per rank of a parameter that ZeRO-3 cuts: ceil(numel / world_size), padding included."""
+    return -(-numel // world_size)
+
+
+def partition_of(numel: int, world_size: int, rank: int) -> range:
+    """The elements of a parameter that one rank of ZeRO-3 holds; empty when it holds only padding.
+
+    Raises:
+        ValueError: `rank` is not below `world_size`.
+    """
+    if not 0 <= rank < world_size:
+        raise ValueError(f"rank {rank} of world size {world_size}")
+    size = partition_numel(numel, world_size)
+    return range(min(rank * size, numel), min((rank + 1) * size, numel))
+
+
+class SubGroups:
+    """Finds places in the vectors (sub-groups) that one rank's run of pieces was cut into."""
+
+    def __init__(self, lengths: Sequence[int]) -> None:
+        self.lengths = tuple(lengths)
+        self._starts = list(accumulate(lengths, initial=0))
+        self.total = self._starts[-1]
+
+    def pieces(self, offset: int, count: int) -> Iterator[Piece]:
+        """Where elements [offset, offset + count) of the run lie; `index` is the sub-group. Never beyond `total`."""
+        done = 0
+        while done < count and offset + done < self.total:
+            index = bisect_right(self._starts, offset + done) - 1
+            local = offset + done - self._starts[index]
+            step = min(count - done, self.lengths[index] - local)
+            yield Piece(index, local, done, step)
+            done += step

@@ -1,0 +1,217 @@
+"""DeepSpeed without ZeRO: one model file, with fp32 masters of a half-precision run in its `optimizer`.
+
+For `layouts.detect`. fp32 runs hold everything in `module`. fp16 and bf16 runs keep masters in the optimizer, without
+names: `fp32_groups` (unfused: one tensor per parameter) or `fp32_groups_flat` (fused: one vector per group). Groups follow
+the optimizer's, and within a group parameters stand in the model's order. So masters are a merge of G sequences in
+model order; each guess is proved by `cast(master) == weight` on the ends of the parameter.
+Source: DeepSpeed 0.19.8, runtime/fp16/{fused,unfused}_optimizer.py `state_dict`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from zckpt.catalog import Catalog, Replica, Source, TensorEntry
+from zckpt.containers import TensorRef
+from zckpt.errors import InconsistentError, some
+from zckpt.fragments import Fragment
+from zckpt.layouts.assembly import assemble
+from zckpt.layouts.listing import MODEL_NAME, Listing
+from zckpt.layouts.module_states import ModelStates, as_tensor, read_model_states, refuse_other_parallelism
+from zckpt.layouts.optimizer_states import missing_ranks
+from zckpt.replicas import Reader, first_difference
+
+
+def match(listing: Listing) -> str | None:
+    """None when this layout reads the files; otherwise why not."""
+    if listing.shards("optim") or listing.shards("model"):
+        return "zero_pp_rank_* files, as ZeRO writes"
+    return None if listing.matching(MODEL_NAME) else "no mp_rank_00_model_states.pt"
+
+
+def read(listing: Listing, *, allow_unknown: bool = False) -> Catalog:
+    """The catalog of a save without ZeRO; arguments and errors as in `zero12.read`."""
+    del allow_unknown  # nothing here is laid out by unknown rules
+    refuse_other_parallelism(listing)
+    model = read_model_states(listing, listing.matching(MODEL_NAME)[0])
+    world_size = model.number("dp_world_size") or 1
+    if model.is_zero():
+        raise missing_ranks(listing, "optimizer", [], list(range(world_size)), world_size)
+    groups = _master_groups(model)
+    masters, notes = ({}, ()) if groups is None else _assign(model, groups)
+    half = [name for name, ref in model.module.items() if ref.dtype.name in ("F16", "BF16")]
+    if not masters and half and groups is None:
+        notes = ("This save holds no fp32 master weights: the half-precision module weights are used.",)
+    source = Source(
+        layout="unsharded",
+        path=listing.directory,
+        tag=listing.tag,
+        framework=("DeepSpeed", model.version),
+        zero_stage=0,
+        global_steps=model.number("global_steps"),
+        optimizer_states=_state_names(model),
+        notes=notes,
+    )
+    catalog = assemble(model, masters, source, model.topology(world_size), frozen={})
+    if groups is not None:  # what the optimizer does not own was not trained
+        tensors = {
+            name: replace(entry, role="frozen") if entry.role == "parameter" and name not in masters else entry
+            for name, entry in catalog.tensors.items()
+        }
+        catalog = replace(catalog, tensors=tensors)
+    return catalog
+
+
+@dataclass(frozen=True, slots=True)
+class _Group:
+    """Masters of one group: one tensor per parameter, or one vector for all."""
+
+    tensors: tuple[TensorRef, ...]
+    is_flat: bool
+
+    @property
+    def numel(self) -> int:
+        return sum(ref.numel for ref in self.tensors)
+
+    def at(self, place: int, shape: tuple[int, ...]) -> tuple[Fragment, int] | None:
+        """The master of a parameter of this shape at `place`, and the next place; None when it cannot be there."""
+        numel = math.prod(shape)
+        if self.is_flat:
+            vector = self.tensors[0]
+            if place + numel > vector.numel:
+                return None
+            byte_offset = vector.byte_offset + place * vector.dtype.itemsize
+            return Fragment(vector.store, byte_offset, 0, numel), place + numel
+        if place >= len(self.tensors) or self.tensors[place].shape != shape or not self.tensors[place].is_contiguous:
+            return None
+        return Fragment(self.tensors[place].store, self.tensors[place].byte_offset, 0, numel), place + 1
+
+    @property
+    def end(self) -> int:
+        return self.tensors[0].numel if self.is_flat else len(self.tensors)
+
+
+def _master_groups(model: ModelStates) -> list[_Group] | None:
+    """The masters in the optimizer, or None when it has none."""
+    optimizer = model.root.get("optimizer")
+    if not isinstance(optimizer, Mapping):
+        return None
+    flat, unfused = optimizer.get("fp32_groups_flat"), optimizer.get("fp32_groups")
+    if isinstance(flat, list | tuple):
+        return [_Group((as_tensor(ref, "a flat group", model.file),), True) for ref in flat]
+    if isinstance(unfused, list | tuple):
+        groups = (group if isinstance(group, list | tuple) else [group] for group in unfused)
+        return [_Group(tuple(as_tensor(ref, "a master", model.file) for ref in group), False) for group in groups]
+    return None
+
+
+def _assign(model: ModelStates, groups: Sequence[_Group]) -> tuple[dict[str, TensorEntry], tuple[str, ...]]:
+    """Which parameter each master belongs to.
+
+    Raises:
+        InconsistentError: no assignment, or more than one, agrees with the module's weights.
+    """
+    seen: set[object] = set()
+    candidates: list[tuple[str, TensorRef]] = []
+    for name, ref in model.module.items():
+        if name in model.buffer_names or ref.dtype.kind != "float" or ref.place in seen or not ref.numel:
+            continue
+        seen.add(ref.place)
+        candidates.append((name, ref))
+    with Reader() as reader:
+        solutions = _solutions(reader, candidates, groups, skipping=False)
+        solutions = solutions or _solutions(reader, candidates, groups, skipping=True)
+    if len(solutions) != 1:
+        raise InconsistentError(
+            "master weights without names that cannot be told apart" if solutions else "master weights that fit no parameter",
+            file=model.file,
+            found=f"{len(groups)} groups of {sum(group.numel for group in groups):,} elements",
+            expected=f"{len(candidates):,} parameters such as {some(name for name, _ in candidates)}",
+            remedy="Nothing was written.",
+        )
+    masters: dict[str, TensorEntry] = {}
+    for (name, ref), (group, fragment) in solutions[0].items():
+        dtype = groups[group].tensors[0].dtype
+        replica = Replica(ref.dtype, ref.fragments())
+        masters[name] = TensorEntry(name, ref.shape, dtype, "parameter", (fragment,), (replica,))
+    return masters, ()
+
+
+_Solution = dict[tuple[str, TensorRef], tuple[int, Fragment]]
+
+
+def _solutions(
+    reader: Reader, candidates: Sequence[tuple[str, TensorRef]], groups: Sequence[_Group], *, skipping: bool
+) -> list[_Solution]:
+    """At most two ways to merge the groups into the model's order; `skipping`: some parameters have no master.
+
+    Depth first with its own stack, since models have more parameters than Python has frames. States that led nowhere
+    are remembered, so the work is bounded by parameters x places that are really reached.
+    """
+    if not skipping and sum(ref.numel for _, ref in candidates) != sum(group.numel for group in groups):
+        return []
+    found: list[_Solution] = []
+    start = tuple(0 for _ in groups)
+    chosen: list[tuple[int, Fragment] | None] = []
+    stack: list[Iterator[tuple[tuple[int, Fragment] | None, tuple[int, ...]]]] = []
+    dead: set[tuple[int, ...]] = set()
+    path = [start]
+    hits = [0]
+    ends = tuple(group.end for group in groups)
+
+    def options(index: int, places: tuple[int, ...]) -> Iterator[tuple[tuple[int, Fragment] | None, tuple[int, ...]]]:
+        _, ref = candidates[index]
+        for number, group in enumerate(groups):
+            placed = group.at(places[number], ref.shape)
+            if placed is None:
+                continue
+            master = ((placed[0],), group.tensors[0].dtype)
+            if first_difference(reader, master, (ref.fragments(), ref.dtype)) is None:
+                yield (number, placed[0]), (*places[:number], placed[1], *places[number + 1 :])
+        if skipping:
+            yield None, places
+
+    stack.append(options(0, start) if candidates else iter(()))
+    while stack and len(found) < 2:
+        step = next(stack[-1], None)
+        if step is None:
+            stack.pop()
+            places = path.pop()
+            if not hits.pop():
+                dead.add((len(path), *places))
+            elif hits:
+                hits[-1] += 1
+            if chosen:
+                chosen.pop()
+            continue
+        choice, places = step
+        if (len(path), *places) in dead:
+            continue
+        if len(path) == len(candidates):
+            if places == ends:
+                hits[-1] += 1
+                full = [*chosen, choice]
+                found.append({candidates[i]: c for i, c in enumerate(full) if c is not None})
+            continue
+        chosen.append(choice)
+        path.append(places)
+        hits.append(0)
+        stack.append(options(len(path) - 1, places))
+    return found
+
+
+def _state_names(model: ModelStates) -> tuple[str, ...]:
+    optimizer = model.root.get("optimizer")
+    for key in ("optimizer_state_dict", "state"):
+        if isinstance(optimizer, Mapping) and isinstance(optimizer.get(key), Mapping):
+            optimizer = optimizer[key]
+            if key == "optimizer_state_dict" and "state" in optimizer:
+                optimizer = optimizer["state"]
+    if not isinstance(optimizer, Mapping):
+        return ()
+    states = [state for state in optimizer.values() if isinstance(state, Mapping)]
+    return tuple(
+        dict.fromkeys(str(n) for state in states for n, v in state.items() if isinstance(v, TensorRef) and v.shape)
+    )

@@ -1,0 +1,160 @@
+"""Whether two places hold the same numbers: `cast(master) == weight`, read at both ends of every fragment.
+
+For layouts that must prove a guess, and for conversions before anything is published. A layout that is shifted by even
+one element cannot pass: some fragment's end then holds a neighbour's number. A handful of elements per fragment is read,
+so a checkpoint of any size is checked in a moment. Pure Python: it runs where numpy is not worth its import.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import struct
+from collections.abc import Iterator, Sequence
+from typing import Literal
+
+from zckpt.catalog import Catalog, TensorEntry
+from zckpt.dtypes import BF16, F16, F32, F64, DType
+from zckpt.errors import CorruptError, InconsistentError, some
+from zckpt.fragments import FileStore, Fragment, clip, runs_in_order
+
+_CODES = {F64: "d", F32: "f", F16: "e", BF16: "H"}
+
+WIDTH = 8
+"""Elements compared at each end of a fragment. One would do; a few make a chance agreement of shifted data unlikely."""
+
+
+class Reader:
+    """Reads a few elements from many files; keeps the last files open."""
+
+    _MOST = 64
+
+    def __init__(self) -> None:
+        self._fds: dict[str, int] = {}
+
+    def __enter__(self) -> Reader:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for fd in self._fds.values():
+            os.close(fd)
+        self._fds.clear()
+
+    def numbers(self, fragments: Sequence[Fragment], dtype: DType, start: int, stop: int) -> list[float]:
+        """Elements [start, stop) of the tensor that the fragments make up."""
+        values: list[float] = []
+        for run in runs_in_order(clip(fragments, start, stop, dtype.itemsize), dtype.itemsize):
+            store = run.store
+            if not isinstance(store, FileStore):
+                raise TypeError("replicas are compared on disk")
+            step = run.store_step * dtype.itemsize
+            span = (run.count - 1) * step + dtype.itemsize
+            data = os.pread(self._fd(store.path), span, run.byte_offset)
+            if len(data) < span:
+                raise CorruptError(
+                    "a file that ends too early",
+                    file=store.path,
+                    found=f"{len(data)} bytes at offset {run.byte_offset:,}",
+                    expected=f"{span} bytes",
+                    remedy="The copy was cut short. Copy that file again.",
+                    byte_offset=run.byte_offset,
+                )
+            for index in range(run.count):
+                values.append(_decode(data[index * step : index * step + dtype.itemsize], dtype, store.byteorder))
+        return values
+
+    def _fd(self, path: str) -> int:
+        if path not in self._fds:
+            while len(self._fds) >= self._MOST:
+                os.close(self._fds.pop(next(iter(self._fds))))
+            self._fds[path] = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        return self._fds[path]
+
+
+def _decode(data: bytes, dtype: DType, byteorder: Literal["little", "big"]) -> float:
+    order = "<" if byteorder == "little" else ">"
+    if dtype == BF16:
+        bits: int = struct.unpack(order + "H", data)[0]
+        return _from_bits(bits << 16)
+    value: float = struct.unpack(order + _CODES[dtype], data)[0]
+    return value
+
+
+def _from_bits(bits: int) -> float:
+    value: float = struct.unpack("<f", struct.pack("<I", bits))[0]
+    return value
+
+
+def rounded(value: float, dtype: DType) -> float:
+    """`value` rounded to `dtype`, to nearest even; what is too large becomes infinite."""
+    if not math.isfinite(value) or dtype == F64:
+        return value
+    if dtype == BF16:
+        bits: int = struct.unpack("<I", struct.pack("<f", value))[0]
+        return _from_bits((bits + 0x7FFF + (bits >> 16 & 1)) & 0xFFFF0000)
+    try:
+        result: float = struct.unpack("<" + _CODES[dtype], struct.pack("<" + _CODES[dtype], value))[0]
+    except OverflowError:
+        return math.copysign(math.inf, value)
+    return result
+
+
+def ends(fragments: Sequence[Fragment], itemsize: int) -> Iterator[tuple[int, int]]:
+    """The element ranges at both ends of every run of the fragments."""
+    for run in runs_in_order(fragments, itemsize):
+        stop = run.start + run.count
+        if run.count <= 2 * WIDTH:
+            yield run.start, stop
+        else:
+            yield run.start, run.start + WIDTH
+            yield stop - WIDTH, stop
+
+
+def first_difference(
+    reader: Reader, master: tuple[Sequence[Fragment], DType], copy: tuple[Sequence[Fragment], DType]
+) -> tuple[int, float, float] | None:
+    """The first element seen whose rounded master is not its copy, as (element, master, copy); None when all agree."""
+    (fragments, dtype), (others, narrow) = master, copy
+    if dtype not in _CODES or narrow not in _CODES:
+        return None
+    for start, stop in ends(fragments, dtype.itemsize):
+        values = reader.numbers(fragments, dtype, start, stop)
+        copies = reader.numbers(others, narrow, start, stop)
+        for index, (value, found) in enumerate(zip(values, copies, strict=True)):
+            if rounded(value, narrow) != found and not (math.isnan(value) and math.isnan(found)):
+                return start + index, value, found
+    return None
+
+
+def disagreements(catalog: Catalog) -> Iterator[tuple[TensorEntry, tuple[int, float, float]]]:
+    """Tensors whose replicas do not hold the same numbers, with the first difference seen."""
+    with Reader() as reader:
+        for entry in catalog.tensors.values():
+            for replica in entry.replicas:
+                difference = first_difference(
+                    reader, (entry.fragments, entry.dtype), (replica.fragments, replica.dtype)
+                )
+                if difference is not None:
+                    yield entry, difference
+                    break
+
+
+def check(catalog: Catalog) -> int:
+    """Makes sure that every replica agrees; returns how many tensors had one.
+
+    Raises:
+        InconsistentError: some do not.
+    """
+    bad = list(disagreements(catalog))
+    if bad:
+        entry, (element, value, found) = bad[0]
+        raise InconsistentError(
+            "master weights that are not those of the model's own weights",
+            file=catalog.source.path,
+            found=f"{len(bad):,} tensors differ ({some(e.name for e, _ in bad)}): element {element:,} of {entry.name!r} is "
+            f"{value!r} as a master and {found!r} as a weight",
+            expected="the master rounded to the weight's dtype should be the weight",
+            remedy="Files of different saves are mixed, or the layout is not understood. Nothing was written. "
+            "--allow-unknown-layout converts all the same.",
+        )
+    return sum(bool(entry.replicas) for entry in catalog.tensors.values())
