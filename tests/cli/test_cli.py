@@ -1,0 +1,289 @@
+"""The command line as a person or a script meets it: help, exit status, streams, JSON, and the error desk."""
+
+from __future__ import annotations
+
+import difflib
+import json
+import os
+import signal
+import struct
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from zckpt.cli import _foreign, app
+from zckpt.cli.options import split_rename
+from zckpt.cli.output import Sink, peak_rss_bytes
+from zckpt.errors import UsageError
+
+REPO = Path(__file__).parents[2]
+GOLDEN = REPO / "tests" / "golden"
+COMMANDS = ("inspect", "to-fp32", "to-fp16", "to-bf16", "demo")
+ENVIRONMENT = {"COLUMNS": "120", "NO_COLOR": "1", "TERM": "dumb"}
+
+
+def zckpt(*args: object, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "zckpt", *map(str, args)],
+        cwd=REPO,
+        env={**os.environ, **ENVIRONMENT, **environment},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+
+
+def write_weights(path: Path, **tensors: list[float]) -> Path:
+    header, data = {}, b""
+    for name, values in tensors.items():
+        begin, data = len(data), data + struct.pack(f"<{len(values)}f", *values)
+        header[name] = {"dtype": "F32", "shape": [len(values)], "data_offsets": [begin, len(data)]}
+    text = json.dumps(header).encode()
+    path.write_bytes(len(text).to_bytes(8, "little") + text + data)
+    return path
+
+
+@pytest.fixture
+def weights(tmp_path: Path) -> Path:
+    (tmp_path / "in").mkdir()
+    return write_weights(tmp_path / "in" / "in.safetensors", a=[1.0, 2.5, -3.0], b=[0.1, 1e5])
+
+
+@pytest.fixture(params=["zero1", "zero2", "zero3"])
+def checkpoint(request: pytest.FixtureRequest) -> Path:
+    found = sorted((REPO / "fixtures" / request.param).glob("*/checkpoint"))
+    if not found:
+        pytest.skip(f"no fixtures of {request.param}")
+    return found[0]
+
+
+@pytest.mark.parametrize("command", ["", *COMMANDS])
+def test_help_is_the_golden_one(command: str) -> None:
+    result = CliRunner().invoke(app, [*filter(None, [command]), "--help"], prog_name="zckpt", env=ENVIRONMENT)
+    assert result.exit_code == 0
+    assert "Example: zckpt " in result.output
+    path = GOLDEN / f"help_{command or 'zckpt'}.txt"
+    if os.environ.get("ZCKPT_GOLDEN") == "rewrite":
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(result.output)
+    diff = list(difflib.unified_diff(path.read_text().splitlines(), result.output.splitlines(), "golden", "now"))
+    assert not diff, "\n".join([*diff, "run: make golden"])
+
+
+def test_every_command_has_a_golden_help() -> None:
+    assert {command.name for command in app.registered_commands} == set(COMMANDS)
+
+
+def test_version_and_no_arguments() -> None:
+    assert zckpt("--version").stdout.startswith("zckpt 0.")
+    assert zckpt().returncode == 2
+
+
+@pytest.mark.parametrize("args", [["to-fp32", "only-one"], ["--nonsense"], ["to-fp32", "a", "b", "--threads", "0"]])
+def test_usage_errors_exit_2(args: list[str]) -> None:
+    result = zckpt(*args)
+    assert (result.returncode, result.stdout) == (2, "")
+    assert "Usage:" in result.stderr
+
+
+def test_nothing_heavy_is_imported(weights: Path) -> None:
+    code = (
+        "import atexit, sys\n"
+        "from zckpt.cli import main\n"
+        "heavy = {'torch', 'numpy', 'deepspeed', 'tqdm', 'huggingface_hub'}\n"
+        "atexit.register(lambda: sys.stderr.write(f'HEAVY {sorted(heavy & set(sys.modules))}'))\n"
+        "main()\n"
+    )
+    for args in (["--help"], ["inspect", str(weights)]):
+        result = subprocess.run([sys.executable, "-c", code, *args], capture_output=True, text=True, check=True)
+        assert result.stderr.endswith("HEAVY []"), result.stderr
+
+
+def test_a_conversion_says_one_json_object(weights: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out.safetensors"
+    result = zckpt("to-bf16", weights, out, "--json")
+    assert (result.returncode, result.stderr) == (0, "")
+    facts = json.loads(result.stdout)
+    assert set(facts) == {
+        "out", "dtype", "files", "tensors", "numel", "bytes_written", "seconds", "peak_rss_bytes", "engine",
+        "overflows", "notes",
+    }  # fmt: skip
+    assert facts["files"] == [{"path": "out.safetensors", "bytes": out.stat().st_size}]
+    assert (facts["dtype"], facts["tensors"], facts["numel"]) == ("bf16", 2, 5)
+    assert facts["bytes_written"] == out.stat().st_size
+    assert facts["peak_rss_bytes"] > 1_000_000
+    assert facts["seconds"] > 0
+
+
+@pytest.mark.parametrize("name", ["out.safetensors", "out.bin", "out"])
+def test_a_conversion_speaks_on_stdout_only(weights: Path, tmp_path: Path, name: str) -> None:
+    result = zckpt("to-fp32", weights, tmp_path / name)
+    assert (result.returncode, result.stderr) == (0, "")
+    what, how = result.stdout.splitlines()
+    assert "2 tensors, 5 elements as fp32" in what
+    assert how.startswith("load it with ")
+    assert (tmp_path / name).exists()
+
+
+def test_quiet_says_nothing(weights: Path, tmp_path: Path) -> None:
+    result = zckpt("to-fp32", weights, tmp_path / "out.bin", "--quiet")
+    assert (result.returncode, result.stdout, result.stderr) == (0, "", "")
+
+
+def test_dry_run_writes_nothing(weights: Path, tmp_path: Path) -> None:
+    before = sorted(tmp_path.iterdir())
+    result = zckpt("to-fp32", weights, tmp_path / "out", "--dry-run")
+    assert result.returncode == 0
+    assert "20 bytes read" in result.stdout
+    facts = json.loads(zckpt("to-fp32", weights, tmp_path / "out", "--dry-run", "--json").stdout)
+    assert facts["dry_run"] is True
+    assert facts["moves"] >= 1
+    assert facts["bytes_read"] == 20
+    assert sum(file["bytes"] for file in facts["files"]) == facts["bytes_written"]
+    assert sorted(tmp_path.iterdir()) == before
+
+
+def test_selection_and_renaming(weights: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out.safetensors"
+    options = ["--exclude", "b", "--rename", "^a$=x.a", "--strip-prefix", "y.", "--include", "*", "--json"]
+    assert json.loads(zckpt("to-fp32", weights, out, *options).stdout)["numel"] == 3
+    assert b'"x.a"' in out.read_bytes()
+
+
+def test_overflow_is_an_error_or_a_choice(weights: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out.safetensors"
+    refused = zckpt("to-fp16", weights, out, "--json")
+    assert refused.returncode == 2
+    assert json.loads(refused.stdout)["error"] == "cast"
+    assert refused.stderr.startswith("ERROR ")
+    assert not out.exists()
+    clamped = zckpt("to-fp16", weights, out, "--overflow", "clamp", "--json")
+    assert clamped.returncode == 0
+    assert json.loads(clamped.stdout)["overflows"]["b"]["count"] == 1
+    assert "'b'" in clamped.stderr
+
+
+def test_an_existing_output_needs_overwrite(weights: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out.bin"
+    out.write_bytes(b"mine")
+    refused = zckpt("to-fp32", weights, out)
+    assert (refused.returncode, refused.stdout) == (2, "")
+    assert refused.stderr.startswith("ERROR ")
+    assert out.read_bytes() == b"mine"
+    assert zckpt("to-fp32", weights, out, "--overwrite").returncode == 0
+
+
+def test_inspect_says_yes_on_0_and_no_on_1(weights: Path, tmp_path: Path) -> None:
+    result = zckpt("inspect", weights, "--tensors")
+    assert (result.returncode, result.stderr) == (0, "")
+    assert "export      yes" in result.stdout
+    assert json.loads(zckpt("inspect", weights, "--json").stdout)["exportable"]["ok"] is True
+    broken = tmp_path / "global_step1"
+    broken.mkdir()
+    (broken / "mp_rank_00_model_states.pt").write_bytes(b"")
+    result = zckpt("inspect", broken)
+    assert result.returncode == 1
+    assert "export      no" in result.stdout
+
+
+def test_the_desk_says_one_line(tmp_path: Path) -> None:
+    result = zckpt("inspect", tmp_path / "none", "--json")
+    assert result.returncode == 2
+    assert json.loads(result.stdout)["error"] == "not_a_checkpoint"
+    assert result.stderr.startswith("ERROR no such file")
+    assert result.stderr.count("\n") == 1
+    assert "Traceback" in zckpt("inspect", tmp_path / "none", ZCKPT_DEBUG="1").stderr
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "words"),
+    [
+        (OSError(28, "No space left on device", "/x/y"), "os", "No space left on device in '/x/y'"),
+        (MemoryError(), "memory", "out of memory"),
+        (KeyError("x"), "internal", "a mistake in zckpt itself: KeyError: 'x'"),
+    ],
+)
+def test_the_desk_names_foreign_errors(error: Exception, code: str, words: str) -> None:
+    found, text = _foreign(error)
+    assert found == code
+    assert words in text
+    assert "\n" not in text
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interruption_exits_2(number: signal.Signals, tmp_path: Path) -> None:
+    code = (
+        "import sys, time, zckpt.report, zckpt.cli\n"
+        "def wait(*_):\n    sys.stderr.write('ready\\n'); sys.stderr.flush(); time.sleep(60)\n"
+        "zckpt.report.inspect_checkpoint = wait\n"
+        "zckpt.cli.main()\n"
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-c", code, "inspect", str(tmp_path)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stderr is not None
+    assert process.stderr.readline() == "ready\n"
+    time.sleep(0.1)
+    process.send_signal(number)
+    stdout, stderr = process.communicate(timeout=30)
+    assert (process.returncode, stdout, stderr) == (2, "", "ERROR interrupted: nothing was published\n")
+
+
+def test_a_closed_pipe_is_no_scandal(weights: Path) -> None:
+    command = f"{sys.executable} -m zckpt inspect {weights} --tensors | true"
+    result = subprocess.run(["bash", "-c", command], cwd=REPO, capture_output=True, text=True, check=False)
+    assert result.stderr == ""
+
+
+@pytest.mark.parametrize(
+    ("text", "pair"),
+    [
+        ("a=b", ("a", "b")),
+        ("a=b=c", ("a", "b=c")),
+        (r"a\=b=c", (r"a\=b", "c")),
+        ("^model=", ("^model", "")),
+        ("(?=a)b=c", ("(?=a)b", "c")),
+        ("(?<=a)b=", ("(?<=a)b", "")),
+    ],
+)
+def test_rename_splits_at_its_first_free_equals(text: str, pair: tuple[str, str]) -> None:
+    assert split_rename(text) == pair
+
+
+def test_rename_without_equals_is_a_usage_error(weights: Path) -> None:
+    with pytest.raises(UsageError):
+        split_rename("abc")
+    assert zckpt("to-fp32", weights, "out", "--rename", "abc").returncode == 2
+
+
+def test_no_bar_without_a_terminal() -> None:
+    with Sink().progress(10, "x") as progress:
+        assert progress is None
+    assert peak_rss_bytes() > 0
+
+
+def test_a_checkpoint_is_inspected_and_converted(checkpoint: Path, tmp_path: Path) -> None:
+    inspected = zckpt("inspect", checkpoint, "--json")
+    assert inspected.returncode == 0, inspected.stderr
+    facts = json.loads(inspected.stdout)
+    result = zckpt("to-fp32", checkpoint, tmp_path / "out", "--json")
+    assert result.returncode == 0, result.stderr
+    converted = json.loads(result.stdout)
+    assert converted["numel"] == facts["numel"]
+    assert sum(path.stat().st_size for path in (tmp_path / "out").iterdir()) == converted["bytes_written"]
+
+
+def test_the_demo_proves_itself() -> None:
+    if not list((REPO / "fixtures" / "zero3").glob("*/truth.safetensors")):
+        pytest.skip("no fixtures of zero3")
+    result = zckpt("demo")
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert result.stdout.count("bit for bit") == 3

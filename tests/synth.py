@@ -1,0 +1,150 @@
+"""Checkpoints in DeepSpeed's layout, written by torch.save from tensors: for shapes that no fixture has."""
+
+from __future__ import annotations
+
+import math
+from collections import OrderedDict
+from pathlib import Path
+
+import torch
+
+
+def zero12(
+    directory: Path,
+    groups: list[dict[str, torch.Tensor]],
+    world_size: int,
+    *,
+    stage: int = 2,
+    half: torch.dtype = torch.bfloat16,
+    alignment: int = 1,
+    tag: str = "global_step5",
+    buffers: dict[str, torch.Tensor] | None = None,
+    frozen: dict[str, torch.Tensor] | None = None,
+    shared: dict[str, str] | None = None,
+    cut_padding: bool = True,
+    step: int = 5,
+    **extra: object,
+) -> Path:
+    """ZeRO-1/2 files of fp32 masters; returns `directory`."""
+    buffers, frozen, shared = buffers or {}, frozen or {}, shared or {}
+    save = directory / tag
+    save.mkdir(parents=True, exist_ok=True)
+    (directory / "latest").write_text(tag)
+    module = OrderedDict((n, t.to(half)) for group in groups for n, t in group.items())
+    module.update(frozen)
+    module.update(buffers)
+    for dropped, kept in shared.items():
+        module[dropped] = module[kept]
+    vectors: list[list[torch.Tensor]] = [[] for _ in range(world_size)]
+    all_paddings: list[list[int]] = []
+    for group in groups:
+        parts, paddings, offset = [], [], 0
+        for index, tensor in enumerate(group.values()):
+            offset += tensor.numel()
+            padding = 0 if index == len(group) - 1 else -offset % alignment
+            parts += [tensor.reshape(-1), torch.full((padding,), 7.0)]
+            paddings.append(padding)
+            offset += padding
+        flat = torch.cat(parts) if parts else torch.empty(0)
+        size = math.ceil(offset / (2 * world_size)) * 2
+        padded = torch.cat([flat, torch.full((size * world_size - offset,), 9.0)])
+        for rank in range(world_size):
+            stop = min((rank + 1) * size, offset) if cut_padding else (rank + 1) * size
+            vectors[rank].append(padded[rank * size : max(stop, rank * size)].clone())
+        all_paddings.append(paddings)
+    model = {
+        "module": module,
+        "buffer_names": list(buffers),
+        "optimizer": None,
+        "param_shapes": [OrderedDict((n, t.shape) for n, t in group.items()) for group in groups],
+        "frozen_param_shapes": OrderedDict((n, t.shape) for n, t in frozen.items()),
+        "frozen_param_fragments": OrderedDict(frozen),
+        "shared_params": shared,
+        "dp_world_size": world_size,
+        "mp_world_size": 1,
+        "global_steps": step,
+        "ds_config": {"zero_optimization": {"stage": stage}},
+        "ds_version": "0.19.8",
+        **extra,
+    }
+    torch.save(model, save / "mp_rank_00_model_states.pt")
+    for rank in range(world_size):
+        state = {
+            "zero_stage": stage,
+            "partition_count": [world_size] * len(groups),
+            "single_partition_of_fp32_groups": vectors[rank],
+            "base_optimizer_state": {
+                "state": {g: {"step": step, "exp_avg": torch.zeros_like(v)} for g, v in enumerate(vectors[rank])},
+                "param_groups": [],
+            },
+        }
+        if alignment > 1:
+            state["param_alignment_paddings"] = all_paddings
+        torch.save(
+            {"optimizer_state_dict": state, "ds_config": {}, "ds_version": "0.19.8"},
+            save / f"zero_pp_rank_{rank}_mp_rank_00_optim_states.pt",
+        )
+    return directory
+
+
+def zero3(
+    directory: Path,
+    groups: list[dict[str, torch.Tensor]],
+    world_size: int,
+    *,
+    tag: str = "global_step5",
+    sub_group: int = 10**9,
+    buffers: dict[str, torch.Tensor] | None = None,
+    frozen: dict[str, torch.Tensor] | None = None,
+    shared: dict[str, str] | None = None,
+    step: int = 5,
+) -> Path:
+    """ZeRO-3 files of fp32 masters; returns `directory`."""
+    buffers, frozen, shared = buffers or {}, frozen or {}, shared or {}
+    save = directory / tag
+    save.mkdir(parents=True, exist_ok=True)
+    (directory / "latest").write_text(tag)
+    names = [n for group in groups for n in group] + list(frozen) + list(shared)
+    for rank in range(world_size):
+        runs: list[list[torch.Tensor]] = [[]]
+        for tensor in (t for group in groups for t in group.values()):
+            if runs[-1] and sum(p.numel() for p in runs[-1]) >= sub_group:
+                runs.append([])
+            runs[-1].append(_piece(tensor, world_size, rank))
+        module = OrderedDict((name, torch.empty(0)) for name in names)
+        module.update(buffers)
+        model = {
+            "module": module,
+            "buffer_names": list(buffers),
+            "optimizer": None,
+            "param_shapes": [OrderedDict((n, t.shape) for n, t in group.items()) for group in groups],
+            "frozen_param_shapes": OrderedDict((n, t.shape) for n, t in frozen.items()),
+            "frozen_param_fragments": OrderedDict((n, _piece(t, world_size, rank)) for n, t in frozen.items()),
+            "shared_params": shared,
+            "dp_world_size": world_size,
+            "mp_world_size": 1,
+            "global_steps": step,
+            "ds_config": {"zero_optimization": {"stage": 3}},
+            "ds_version": "0.19.8",
+        }
+        torch.save(model, save / f"zero_pp_rank_{rank}_mp_rank_00_model_states.pt")
+        flat = [torch.cat(run) if run else torch.empty(0) for run in runs]
+        inner = {"state": {i: {"step": step, "exp_avg": torch.zeros_like(v)} for i, v in enumerate(flat)}, "param_groups": []}
+        state = {
+            "zero_stage": 3,
+            "partition_count": world_size,
+            "optimizer_state_dict": inner,
+            "fp32_flat_groups": flat,
+        }
+        torch.save(
+            {"optimizer_state_dict": state, "ds_config": {}, "ds_version": "0.19.8"},
+            save / f"zero_pp_rank_{rank}_mp_rank_00_optim_states.pt",
+        )
+    return directory
+
+
+def _piece(tensor: torch.Tensor, world_size: int, rank: int) -> torch.Tensor:
+    size = math.ceil(tensor.numel() / world_size)
+    padded = torch.full((size * world_size,), 5.0).to(tensor.dtype)
+    padded[: tensor.numel()] = tensor.reshape(-1)
+    return padded[rank * size : (rank + 1) * size].clone()

@@ -1,0 +1,152 @@
+"""DeepSpeed's functions give the truth's bits, and have DeepSpeed's signatures."""
+
+import inspect
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import zckpt
+from zckpt import drop_in
+
+FIXTURES = [
+    how.parent
+    for how in sorted(Path(__file__).parent.parent.joinpath("fixtures").glob("*/*/how.json"))
+    if (how.parent / "truth.safetensors").exists()
+]
+fixtures = pytest.mark.parametrize("fixture", FIXTURES, ids=lambda path: f"{path.parent.name}/{path.name}")
+
+
+def same_bits(a, b):
+    a, b = a.detach().contiguous(), b.detach().contiguous()
+    if a.dtype != b.dtype or a.shape != b.shape:
+        return False
+    return torch.equal(a.reshape(-1).view(torch.uint8), b.reshape(-1).view(torch.uint8)) if a.numel() else True
+
+
+def as_fp32(tensor):
+    return tensor.float() if tensor.dtype in (torch.float16, torch.bfloat16) else tensor
+
+
+def how_of(fixture):
+    return json.loads((fixture / "how.json").read_text())
+
+
+def assert_is_truth(state, fixture, without=()):
+    how = how_of(fixture)
+    truth = {name: as_fp32(tensor) for name, tensor in load_file(fixture / "truth.safetensors").items()}
+    aliases = {d: k for d, k in (how.get("aliases") or {}).items() if k in truth}
+    names = {*truth, *aliases} - set(without)
+    assert set(state) == names
+    for name in names:
+        assert same_bits(state[name], truth[aliases.get(name, name)]), name
+    return aliases
+
+
+@fixtures
+def test_state_dict(fixture):
+    state = zckpt.get_fp32_state_dict_from_zero_checkpoint(fixture / "checkpoint", how_of(fixture).get("tag"))
+    for dropped, kept in assert_is_truth(state, fixture).items():
+        assert state[dropped] is state[kept]
+
+
+@fixtures
+def test_lazy_state_dict(fixture):
+    tag = how_of(fixture).get("tag")
+    lazy = zckpt.get_fp32_state_dict_from_zero_checkpoint(fixture / "checkpoint", tag, lazy_mode=True)
+    state = {name: tensor.contiguous() for name, tensor in lazy.items()}
+    assert_is_truth(state, fixture)
+    for name, tensor in lazy.items():
+        expected = (state[name].shape, state[name].dtype, state[name].numel())
+        assert (tensor.shape, tensor.dtype, tensor.numel()) == expected
+
+
+@fixtures
+def test_without_frozen(fixture):
+    how = how_of(fixture)
+    frozen = [name for name, role in (how.get("roles") or {}).items() if role == "frozen"]
+    frozen += [dropped for dropped, kept in (how.get("aliases") or {}).items() if kept in frozen]
+    state = zckpt.get_fp32_state_dict_from_zero_checkpoint(
+        fixture / "checkpoint", how.get("tag"), exclude_frozen_parameters=True
+    )
+    assert not set(state) & set(frozen)
+
+
+@fixtures
+@pytest.mark.parametrize("safe", [False, True])
+def test_conversion(fixture, safe, tmp_path):
+    out, tag = tmp_path / "out", how_of(fixture).get("tag")
+    for _ in range(2):  # the second time over the first
+        answer = zckpt.convert_zero_checkpoint_to_fp32_state_dict(
+            fixture / "checkpoint", out, max_shard_size=None, safe_serialization=safe, tag=tag
+        )
+        assert answer is None
+    if safe:
+        state = load_file(out / "model.safetensors")
+        aliases = {d: k for d, k in (how_of(fixture).get("aliases") or {}).items() if k in state}
+        state |= {dropped: state[kept] for dropped, kept in aliases.items()}
+    else:
+        state = torch.load(out / "pytorch_model.bin", weights_only=True)
+    assert_is_truth(state, fixture)
+
+
+@pytest.fixture
+def plain(tmp_path):
+    state = {"a": torch.randn(64, 32).bfloat16(), "b": torch.randn(64, 32).half(), "n": torch.arange(5)}
+    home = tmp_path / "in"
+    home.mkdir()
+    save_file(state, home / "model.safetensors")
+    return home, {name: as_fp32(tensor) for name, tensor in state.items()}
+
+
+def test_shards(plain, tmp_path):
+    home, state = plain
+    zckpt.convert_zero_checkpoint_to_fp32_state_dict(home / "model.safetensors", tmp_path / "out", "9KB", True)
+    shards = sorted((tmp_path / "out").glob("*.safetensors"))
+    assert len(shards) == 2
+    assert (tmp_path / "out" / "model.safetensors.index.json").exists()
+    loaded = {name: tensor for shard in shards for name, tensor in load_file(shard).items()}
+    assert all(same_bits(loaded[name], tensor) for name, tensor in state.items())
+
+
+@pytest.mark.parametrize("name", ["all.bin", "all.pt", "all.safetensors"])
+def test_one_file(plain, tmp_path, name):
+    home, state = plain
+    out = tmp_path / "out" / name
+    zckpt.convert_zero_checkpoint_to_fp32_state_dict(home, out, max_shard_size=None, safe_serialization=True)
+    loaded = load_file(out) if name.endswith("safetensors") else torch.load(out, weights_only=True)
+    assert all(same_bits(loaded[name], tensor) for name, tensor in state.items())
+
+
+def test_a_directory_with_the_suffix_of_a_file_stays_one(plain, tmp_path):
+    out = tmp_path / "out" / "all.bin"
+    out.mkdir(parents=True)
+    zckpt.convert_zero_checkpoint_to_fp32_state_dict(plain[0], out)
+    assert (out / "pytorch_model.bin").is_file()
+
+
+def test_loading_gives_the_same_model(plain):
+    home, state = plain
+    model = torch.nn.Module()
+    for name in ("a", "b"):
+        model.register_parameter(name, torch.nn.Parameter(torch.zeros(64, 32)))
+    model.register_buffer("n", torch.zeros(5, dtype=torch.int64))
+    assert zckpt.load_state_dict_from_zero_checkpoint(model, home) is model
+    assert all(same_bits(tensor, state[name]) for name, tensor in model.state_dict().items())
+
+
+def test_errors_are_those_deepspeed_raises(tmp_path):
+    with pytest.raises(FileNotFoundError):
+        zckpt.get_fp32_state_dict_from_zero_checkpoint(tmp_path / "nowhere")
+
+
+@pytest.mark.parametrize("name", [name for name in zckpt.__all__ if "zero_checkpoint" in name])
+def test_signatures(name):
+    theirs = pytest.importorskip("deepspeed.utils.zero_to_fp32", exc_type=ImportError)
+
+    def names_and_defaults(function):
+        return [(p.name, p.default, p.kind) for p in inspect.signature(function).parameters.values()]
+
+    assert names_and_defaults(getattr(drop_in, name)) == names_and_defaults(getattr(theirs, name))

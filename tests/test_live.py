@@ -1,0 +1,248 @@
+"""Loading into live models: whatever their dtypes, strides, ties and devices, they end up with the cast truth."""
+
+import copy
+import json
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from zckpt import live
+from zckpt.checkpoint import open_catalog, strip_wrappers
+from zckpt.errors import InconsistentError, UnsupportedError, UsageError
+
+FIXTURES = [
+    how.parent
+    for how in sorted(Path(__file__).parent.parent.joinpath("fixtures").glob("*/*/how.json"))
+    if (how.parent / "truth.safetensors").exists()
+]
+fixtures = pytest.mark.parametrize("fixture", FIXTURES, ids=lambda path: f"{path.parent.name}/{path.name}")
+FLOATS = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
+
+
+def same_bits(a, b):
+    a, b = a.detach().contiguous(), b.detach().contiguous()
+    if a.dtype != b.dtype or a.shape != b.shape:
+        return False
+    return torch.equal(a.reshape(-1).view(torch.uint8), b.reshape(-1).view(torch.uint8)) if a.numel() else True
+
+
+def blank(tensor, dtype, strided):
+    """A tensor of the same shape with other numbers and, if asked for, elements that are not in row-major order."""
+    dtype = dtype if tensor.is_floating_point() else tensor.dtype
+    if not strided or not tensor.dim():
+        return torch.full(tensor.shape, 1, dtype=dtype)
+    roomy = [2 * dim + 1 for dim in tensor.shape]
+    return torch.full(roomy, 1, dtype=dtype)[tuple(slice(1, None, 2) for _ in roomy)]
+
+
+def model_of(truth, buffers=(), dtype=torch.float32, strided=False):
+    model = torch.nn.Module()
+    for name, tensor in truth.items():
+        *path, leaf = name.split(".")
+        module = model
+        for part in path:
+            if part not in module._modules:
+                module.add_module(part, torch.nn.Module())
+            module = module._modules[part]
+        value = blank(tensor, dtype, strided)
+        if name in buffers or not tensor.is_floating_point():
+            module.register_buffer(leaf, value)
+        else:
+            module.register_parameter(leaf, torch.nn.Parameter(value))
+    return model
+
+
+def assert_loaded(model, truth):
+    for name, tensor in model.state_dict().items():
+        assert same_bits(tensor, truth[name].to(tensor.dtype)), name
+
+
+@pytest.fixture
+def plain(tmp_path):
+    """Loads a state dict that was saved as plain weights."""
+
+    def save(state):
+        save_file(state, tmp_path / "model.safetensors")
+        return open_catalog(str(tmp_path)).catalog
+
+    return save
+
+
+@pytest.fixture
+def state():
+    return {
+        "a.weight": torch.randn(33, 17),
+        "a.bias": torch.randn(33),
+        "conv.weight": torch.randn(4, 3, 5, 2),
+        "scale": torch.tensor(1.5),
+        "empty": torch.zeros(0, 3),
+        "steps": torch.arange(9),
+        "mask": torch.tensor([True, False, True]),
+    }
+
+
+@fixtures
+@pytest.mark.parametrize("strided", [False, True], ids=["dense", "strided"])
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_fixtures(fixture, dtype, strided):
+    how = json.loads((fixture / "how.json").read_text())
+    truth = load_file(fixture / "truth.safetensors")
+    truth |= {dropped: truth[kept] for dropped, kept in (how.get("aliases") or {}).items() if kept in truth}
+    buffers = [name for name, role in (how.get("roles") or {}).items() if role == "buffer"]
+    model = model_of(truth, buffers, dtype, strided)
+    with warnings.catch_warnings():
+        if dtype == torch.float16:
+            warnings.filterwarnings("ignore", "Numbers too large")
+        report = live.load_into(model, open_catalog(str(fixture / "checkpoint"), how.get("tag")).catalog)
+    assert report == live.LoadReport((), ())
+    assert_loaded(model, truth)
+
+
+@pytest.mark.parametrize("path", ["dense", "strided", "device"])
+@pytest.mark.parametrize("source", FLOATS, ids=str)
+@pytest.mark.parametrize("target", FLOATS, ids=str)
+def test_casts(plain, state, monkeypatch, source, target, path):
+    if path == "device":
+        monkeypatch.setattr(live, "is_direct", lambda tensor: False)
+        monkeypatch.setattr(live, "BUFFER_BYTES", 256)
+    state = {name: tensor.to(source) if tensor.is_floating_point() else tensor for name, tensor in state.items()}
+    model = model_of(state, dtype=target, strided=path == "strided")
+    before = {name: tensor.data_ptr() for name, tensor in model.state_dict().items()}
+    assert live.load_into(model, plain(state)) == live.LoadReport((), ())
+    assert_loaded(model, state)
+    assert before == {name: tensor.data_ptr() for name, tensor in model.state_dict().items()}
+
+
+def test_casts_that_only_torch_does(plain):
+    catalog = plain({"a": torch.tensor([1.0, 2.5, 3.0]), "n": torch.tensor([3, 0, 1])})
+    model = torch.nn.Module()
+    model.register_buffer("a", torch.zeros(3, dtype=torch.float8_e4m3fn))
+    model.register_buffer("n", torch.zeros(3, dtype=torch.float32))
+    live.load_into(model, catalog)
+    assert model.a.float().tolist() == [1.0, 2.5, 3.0]
+    assert model.n.tolist() == [3.0, 0.0, 1.0]
+
+
+def test_channels_last_and_transposed(plain):
+    state = {"conv": torch.randn(4, 3, 5, 2), "linear": torch.randn(6, 9)}
+    model = torch.nn.Module()
+    model.register_parameter("conv", torch.nn.Parameter(torch.zeros(4, 3, 5, 2).to(memory_format=torch.channels_last)))
+    model.register_parameter("linear", torch.nn.Parameter(torch.zeros(9, 6).t()))
+    live.load_into(model, plain(state))
+    assert_loaded(model, state)
+    assert model.conv.is_contiguous(memory_format=torch.channels_last)
+
+
+def test_gradients_are_left_alone(plain):
+    model = torch.nn.Linear(3, 2)
+    model(torch.ones(1, 3)).sum().backward()
+    gradient = model.weight.grad.clone()
+    live.load_into(model, plain({"weight": torch.randn(2, 3), "bias": torch.randn(2)}))
+    assert model.weight.requires_grad
+    assert torch.equal(model.weight.grad, gradient)
+
+
+def test_tied_in_the_model(plain):
+    model = torch.nn.Module()
+    model.a, model.b = torch.nn.Linear(3, 2, bias=False), torch.nn.Linear(3, 2, bias=False)
+    model.b.weight = model.a.weight
+    truth = torch.randn(2, 3)
+    assert live.load_into(model, plain({"a.weight": truth})) == live.LoadReport((), ())
+    assert same_bits(model.b.weight, truth)
+
+
+def test_tied_in_the_checkpoint(tmp_path):
+    truth = torch.randn(2, 3)
+    torch.save({"a.weight": truth, "b.weight": truth}, tmp_path / "pytorch_model.bin")
+    catalog = open_catalog(str(tmp_path)).catalog
+    assert len(catalog.aliases) == 1
+    for name in ("a", "b"):
+        model = torch.nn.ModuleDict({name: torch.nn.Linear(3, 2, bias=False)})
+        assert live.load_into(model, catalog) == live.LoadReport((), ())
+        assert same_bits(model[name].weight, truth)
+
+
+@pytest.mark.parametrize("file", ["", "module."])
+@pytest.mark.parametrize("model_has", ["", "module", "_orig_mod"])
+def test_wrappers(plain, file, model_has):
+    truth = torch.randn(2, 3)
+    inner = torch.nn.Linear(3, 2, bias=False)
+    model = torch.nn.ModuleDict({model_has: inner}) if model_has else inner
+    catalog = plain({f"{file}weight": truth})
+    assert live.load_into(model, catalog) == live.LoadReport((), ())
+    assert same_bits(inner.weight, truth)
+    assert list(strip_wrappers(catalog)[0]) == ["weight"]
+
+
+def test_names_without_partner(plain):
+    model = torch.nn.Linear(3, 2)
+    before = model.bias.detach().clone()
+    with pytest.warns(
+        UserWarning, match=r"1 tensors of the model .*'bias'.*4 of the checkpoint .* and 1 more"
+    ) as caught:
+        report = live.load_into(
+            model, plain({"weight": torch.ones(2, 3), **{f"x{n}": torch.ones(1) for n in range(4)}})
+        )
+    assert len(caught) == 1
+    assert report == live.LoadReport(("bias",), ("x0", "x1", "x2", "x3"))
+    assert torch.equal(model.bias, before)
+
+
+def test_buffers_that_are_not_saved_are_not_missing(plain):
+    model = torch.nn.Linear(3, 2, bias=False)
+    model.register_buffer("cache", torch.zeros(4), persistent=False)
+    assert live.load_into(model, plain({"weight": torch.ones(2, 3)})) == live.LoadReport((), ())
+
+
+def test_too_large_numbers_are_told(plain):
+    model = torch.nn.Linear(2, 1, bias=False).half()
+    with pytest.warns(UserWarning, match="infinite, in 1 tensors: 'weight'"):
+        live.load_into(model, plain({"weight": torch.tensor([[1e6, 1.0]])}))
+    assert model.weight.tolist() == [[float("inf"), 1.0]]
+
+
+def test_other_shapes_change_nothing(plain):
+    model = torch.nn.Linear(3, 2)
+    before = copy.deepcopy(model.state_dict())
+    with pytest.raises(InconsistentError, match=r"2 tensors.*'weight' is \[3, 2\].*'bias' is \[3\]"):
+        live.load_into(model, plain({"weight": torch.ones(3, 2), "bias": torch.ones(3)}))
+    assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
+
+
+@pytest.mark.parametrize("marked", [False, True])
+def test_placeholders_of_zero_3(plain, marked):
+    model = torch.nn.Linear(3, 2, bias=False)
+    model.weight.data = torch.empty(0)
+    if marked:
+        model.weight.ds_id, model.weight.ds_shape = 0, torch.Size((2, 3))
+    with pytest.raises(UsageError, match=r"ZeRO-3 placeholders.*deepspeed\.initialize"):
+        live.load_into(model, plain({"weight": torch.ones(2, 3)}))
+
+
+def test_gathered_parameters_of_zero_3(plain):
+    model = torch.nn.Linear(3, 2, bias=False)
+    model.weight.ds_id, model.weight.ds_shape = 0, torch.Size((2, 3))
+    live.load_into(model, plain({"weight": torch.ones(2, 3)}))
+    assert torch.equal(model.weight, torch.ones(2, 3))
+
+
+def test_meta_device(plain):
+    with pytest.raises(UsageError, match="meta device"):
+        live.load_into(torch.nn.Linear(3, 2, bias=False, device="meta"), plain({"weight": torch.ones(2, 3)}))
+
+
+def test_sparse_tensors(plain):
+    model = torch.nn.Module()
+    model.register_buffer("a", torch.eye(3).to_sparse())
+    with pytest.raises(UnsupportedError, match="not plain memory"):
+        live.load_into(model, plain({"a": torch.ones(3, 3)}))
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_cuda(plain, state):
+    model = model_of(state).cuda()
+    live.load_into(model, plain(state))
+    assert_loaded(model.cpu(), state)

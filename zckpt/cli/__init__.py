@@ -1,0 +1,99 @@
+"""The command line: its commands, and the error desk, the only place where errors become lines.
+
+Exit status: 0 done or yes, 1 the answer is no, 2 an error. Nothing heavy is imported before a command needs it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import traceback
+from types import FrameType
+from typing import NoReturn
+
+import typer
+
+from zckpt.cli import convert, demo, look, options
+from zckpt.errors import ZckptError
+
+app = typer.Typer(
+    name="zckpt",
+    help="Turn sharded training checkpoints into whole weights, at the speed of the disk, without running a pickle.",
+    epilog="Example: zckpt to-bf16 out/checkpoint-500 weights/",
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+    add_completion=False,
+    no_args_is_help=True,
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 120},
+)
+look.register(app)
+convert.register(app)
+demo.register(app)
+
+
+class Interrupted(BaseException):
+    """Ctrl-C, or a request to end. Not a KeyboardInterrupt: the command line library would answer that itself."""
+
+
+@app.callback()
+def _top(version: options.Version = False) -> None:
+    pass
+
+
+def main() -> None:
+    """Runs a command; whatever goes wrong leaves as one line and exit status 2."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, _interrupt)
+    for stream in (sys.stdout, sys.stderr):
+        stream.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
+    try:
+        try:
+            app(prog_name="zckpt")
+        finally:
+            sys.stdout.flush()
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the last flush must not fail again
+        sys.exit(2)
+    except (Interrupted, Exception) as error:
+        sys.exit(_report(error))
+
+
+def _interrupt(number: int, frame: FrameType | None) -> NoReturn:
+    raise Interrupted
+
+
+def _report(error: BaseException) -> int:
+    """Tells of an error; returns the exit status."""
+    if os.environ.get("ZCKPT_DEBUG") == "1":
+        traceback.print_exception(error)
+    if isinstance(error, ZckptError):
+        text, facts = str(error), error.as_json()
+    else:
+        code, text = _foreign(error)
+        facts = {"error": code, "what": text, "file": None, "found": "", "expected": "", "remedy": ""}
+    try:
+        sys.stderr.write(f"ERROR {text}\n")
+        if "--json" in sys.argv[1:]:
+            sys.stdout.write(json.dumps(facts) + "\n")
+            sys.stdout.flush()
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return 2
+
+
+def _foreign(error: BaseException) -> tuple[str, str]:
+    """A code and one line for what is not a ZckptError."""
+    if isinstance(error, Interrupted):
+        return "interrupted", "interrupted: nothing was published"
+    if isinstance(error, MemoryError):
+        return "memory", "out of memory: nothing was published. Try fewer --threads."
+    if isinstance(error, OSError):
+        where = "" if error.filename is None else f" in {os.fsdecode(error.filename)!r}"
+        return "os", f"{error.strerror or error}{where}: nothing was published."
+    detail = " ".join(str(error).split())
+    return "internal", (
+        f"a mistake in zckpt itself: {type(error).__name__}: {detail}. "
+        "Run it again with ZCKPT_DEBUG=1 and report what it says."
+    )

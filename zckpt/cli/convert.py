@@ -1,0 +1,151 @@
+"""`zckpt to-fp32`, `to-fp16`, `to-bf16`: one conversion, three names."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import typer
+
+from zckpt.cli import options as o
+from zckpt.cli.output import Sink, peak_rss_bytes
+
+if TYPE_CHECKING:
+    from zckpt.convert import Prepared, Report
+
+_DTYPES = ("fp32", "fp16", "bf16")
+
+
+def register(app: typer.Typer) -> None:
+    """Adds the commands."""
+    for dtype in _DTYPES:
+        _register(app, dtype)
+
+
+def _register(app: typer.Typer, dtype: str) -> None:
+    example = f"Example: zckpt to-{dtype} out/checkpoint-500 weights/"
+
+    @app.command(f"to-{dtype}", help=f"Write a checkpoint's whole weights in {dtype}.", epilog=example)
+    def command(
+        ckpt: o.Checkpoint,
+        out: o.Out,
+        tag: o.Tag = None,
+        kind: o.FormatOption = None,
+        max_shard_size: o.MaxShardSize = "5GB",
+        include: o.Include = None,
+        exclude: o.Exclude = None,
+        exclude_frozen: o.ExcludeFrozen = False,
+        strip_prefix: o.StripPrefix = "",
+        rename: o.Rename = None,
+        overflow: o.OverflowOption = o.Overflow.error,
+        also: o.Also = None,
+        threads: o.Threads = None,
+        dry_run: o.DryRun = False,
+        overwrite: o.Overwrite = False,
+        allow_unknown_layout: o.AllowUnknownLayout = False,
+        as_json: o.Json = False,
+        quiet: o.Quiet = False,
+    ) -> None:
+        from zckpt.convert import Options, prepare, to_dtype
+
+        began = time.perf_counter()
+        chosen = Options(
+            dtype=to_dtype(dtype),
+            format=kind.value if kind else None,
+            max_shard_size=max_shard_size,
+            include=include or (),
+            exclude=exclude or (),
+            exclude_frozen=exclude_frozen,
+            strip_prefix=strip_prefix,
+            rename=[o.split_rename(text) for text in rename or ()],
+            overflow=overflow.value,
+            threads=threads,
+            overwrite=overwrite,
+            allow_unknown_layout=allow_unknown_layout,
+        )
+        sink = Sink(as_json=as_json, quiet=quiet)
+        prepared = prepare(ckpt, out, chosen, tag=tag, also=also or ())
+        if dry_run:
+            _show_plan(sink, prepared, dtype)
+        else:
+            _carry_out(sink, prepared, dtype, began)
+
+
+def _carry_out(sink: Sink, prepared: Prepared, dtype: str, began: float) -> None:
+    from zckpt.convert import execute
+
+    with sink.progress(prepared.plan.bytes_written, f"to {dtype}") as progress:
+        report = execute(prepared, progress)
+    seconds = time.perf_counter() - began
+    sink.notes(report.notes)
+    sink.notes(
+        f"{count:,} elements of {name!r} were too large for {dtype}, the largest {largest:,}"
+        for name, (count, largest) in report.overflows.items()
+    )
+    sink.result(
+        lambda: {
+            "out": prepared.out,
+            "dtype": dtype,
+            "files": [{"path": path, "bytes": nbytes} for path, nbytes in report.files],
+            "tensors": report.tensors,
+            "numel": report.numel,
+            "bytes_written": report.bytes_written,
+            "seconds": seconds,
+            "peak_rss_bytes": peak_rss_bytes(),
+            "engine": report.engine,
+            "overflows": {name: {"count": n, "largest": repr(x)} for name, (n, x) in report.overflows.items()},
+            "notes": list(report.notes),
+        },
+        lambda: _report_lines(prepared, report, dtype, seconds),
+    )
+
+
+def _report_lines(prepared: Prepared, report: Report, dtype: str, seconds: float) -> Iterator[str]:
+    files = "1 file" if len(report.files) == 1 else f"{len(report.files):,} files"
+    speed = report.bytes_written / 1e6 / max(seconds, 1e-9)
+    yield (
+        f"{prepared.out}: {report.tensors:,} tensors, {report.numel:,} elements as {dtype}; "
+        f"{report.bytes_written:,} bytes in {files}, {seconds:.2f} s, {speed:,.0f} MB/s"
+    )
+    yield f"load it with {_loader(prepared.out, [path for path, _ in report.files], prepared.single)}"
+
+
+def _loader(out: str, files: list[str], single: bool) -> str:
+    """How a person loads the output."""
+    if single and out.endswith(".safetensors"):
+        return f"safetensors.torch.load_file({out!r})"
+    if single:
+        return f"torch.load({out!r}, weights_only=True)"
+    hint = "" if "config.json" in files else ", once the model's config.json lies in it"
+    return f"transformers.AutoModelForCausalLM.from_pretrained({out!r}){hint}"
+
+
+def _show_plan(sink: Sink, prepared: Prepared, dtype: str) -> None:
+    plan = prepared.plan
+    files = [(file.path, file.size) for file, _ in plan.files]
+    files += [(name, Path(path).stat().st_size) for path, name in prepared.copies]
+    moves = sum(1 for _ in plan.moves())
+    facts: dict[str, object] = {
+        "dry_run": True,
+        "out": prepared.out,
+        "dtype": dtype,
+        "files": [{"path": path, "bytes": nbytes} for path, nbytes in files],
+        "tensors": len(prepared.catalog),
+        "numel": prepared.catalog.numel,
+        "moves": moves,
+        "bytes_read": plan.bytes_read,
+        "bytes_written": prepared.bytes_written,
+        "notes": list(prepared.notes),
+    }
+
+    def lines() -> Iterator[str]:
+        catalog = prepared.catalog
+        yield f"{prepared.out} would get {len(catalog):,} tensors, {catalog.numel:,} elements as {dtype}"
+        for path, nbytes in files:
+            yield f"  {nbytes:>16,} bytes  {path}"
+        yield f"{moves:,} moves: {plan.bytes_read:,} bytes read, {prepared.bytes_written:,} bytes written"
+
+    sink.notes(prepared.notes)
+    sink.result(lambda: facts, lines)

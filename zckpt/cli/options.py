@@ -1,0 +1,103 @@
+"""The options that commands share: declared once, so that they mean and say the same everywhere."""
+
+from __future__ import annotations
+
+from enum import Enum
+from typing import Annotated
+
+import typer
+
+
+class Format(str, Enum):
+    """Containers that can be written."""
+
+    safetensors = "safetensors"
+    bin = "bin"
+
+
+class Overflow(str, Enum):
+    """What to do with numbers too large for the dtype."""
+
+    error = "error"
+    inf = "inf"
+    clamp = "clamp"
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        from zckpt import __version__
+
+        typer.echo(f"zckpt {__version__}")
+        raise typer.Exit
+
+
+def split_rename(text: str) -> tuple[str, str]:
+    r"""`REGEX=REPL` at its first `=`; one that is escaped (`\=`) or opens a lookaround (`(?=`, `(?<=`) does not count.
+
+    Raises:
+        UsageError: there is none.
+    """
+    import re
+
+    from zckpt.errors import UsageError
+
+    found = re.fullmatch(r"((?:\(\?<?=|\\.|[^\\=])*)=(.*)", text, re.DOTALL)
+    if not found:
+        raise UsageError(
+            "a --rename without '='", found=repr(text), expected="it is REGEX=REPL", remedy="Example: '^model\\.='."
+        )
+    return found[1], found[2]
+
+
+Version = Annotated[bool, typer.Option("--version", help="Print the version.", callback=_print_version, is_eager=True)]
+
+Checkpoint = Annotated[
+    str,
+    typer.Argument(metavar="CKPT", help="Checkpoint, tag or trainer output directory, or weights.", show_default=False),
+]
+Looked = Annotated[
+    str, typer.Argument(metavar="CKPT|FILE", help="Checkpoint directory, or one weights file.", show_default=False)
+]
+Out = Annotated[
+    str,
+    typer.Argument(
+        metavar="OUT",
+        help="One file (.safetensors, .bin, .pt), or else a directory of shards.",
+        show_default=False,
+    ),
+]
+Tag = Annotated[str | None, typer.Option("--tag", metavar="T", help="Which save, where there are several.")]
+Also = Annotated[
+    list[str] | None,
+    typer.Option("--also", metavar="DIR", help="Directory laid over CKPT: its parts from another node. Repeatable."),
+]
+FormatOption = Annotated[
+    Format | None, typer.Option("--format", help="Container of the output; by default what OUT's name says.")
+]
+MaxShardSize = Annotated[str, typer.Option("--max-shard-size", metavar="S", help="Most bytes in one shard.")]
+Include = Annotated[
+    list[str] | None, typer.Option("--include", metavar="GLOB", help="Keep only tensors that match. Repeatable.")
+]
+Exclude = Annotated[
+    list[str] | None, typer.Option("--exclude", metavar="GLOB", help="Leave out tensors that match. Repeatable.")
+]
+ExcludeFrozen = Annotated[bool, typer.Option("--exclude-frozen", help="Leave out parameters that were not trained.")]
+StripPrefix = Annotated[str, typer.Option("--strip-prefix", metavar="P", help="Take P off every name that has it.")]
+Rename = Annotated[
+    list[str] | None,
+    typer.Option("--rename", metavar="REGEX=REPL", help="Replace in every name, in the order given. Repeatable."),
+]
+OverflowOption = Annotated[
+    Overflow, typer.Option("--overflow", help="Numbers too large for the dtype: stop, make infinite, or clamp.")
+]
+Threads = Annotated[
+    int | None, typer.Option("--threads", metavar="N", min=1, help="Threads that move data; by default what fits.")
+]
+DryRun = Annotated[bool, typer.Option("--dry-run", help="Print the plan and write nothing.")]
+Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace OUT when the new one is complete.")]
+AllowUnknownLayout = Annotated[
+    bool, typer.Option("--allow-unknown-layout", help="Convert though the layout cannot be proved.")
+]
+Tensors = Annotated[bool, typer.Option("--tensors", help="List every tensor.")]
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout.")]
+Quiet = Annotated[bool, typer.Option("--quiet", help="Print errors only.")]

@@ -1,0 +1,64 @@
+"""The one sink: results to stdout, everything else to stderr, progress only on a terminal."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+
+
+class Sink:
+    """Where a command's words go.
+
+    Args:
+        as_json: the result is one JSON object instead of lines.
+        quiet: no notes, no progress, and no lines; JSON that was asked for is still printed.
+    """
+
+    def __init__(self, *, as_json: bool = False, quiet: bool = False) -> None:
+        self.as_json = as_json
+        self.quiet = quiet
+
+    def result(self, facts: Callable[[], dict[str, object]], lines: Callable[[], Iterable[str]]) -> None:
+        """Prints the result, in the form that was asked for; only that form is made."""
+        if self.as_json:
+            sys.stdout.write(json.dumps(facts()) + "\n")
+        elif not self.quiet:
+            sys.stdout.writelines(f"{line}\n" for line in lines())
+        sys.stdout.flush()
+
+    def notes(self, notes: Iterable[str]) -> None:
+        """Sentences a person should see."""
+        if not self.quiet:
+            sys.stderr.writelines(f"note: {note}\n" for note in notes)
+
+    @contextmanager
+    def progress(self, total: int, label: str) -> Iterator[Callable[[int], None] | None]:
+        """A bar on stderr, moved by calls with the bytes done so far; None where nobody watches."""
+        if self.quiet or not sys.stderr.isatty():
+            yield None
+            return
+        from tqdm import tqdm
+
+        with tqdm(total=total, desc=label, unit="B", unit_scale=True, leave=False, file=sys.stderr) as bar:
+            yield lambda done: _advance(bar, done)
+
+
+def _advance(bar: object, done: int) -> None:
+    bar.update(done - bar.n)  # type: ignore[attr-defined]
+
+
+def peak_rss_bytes() -> int:
+    """The most memory this process has held, in bytes."""
+    try:
+        with open("/proc/self/status", "rb") as file:
+            for line in file:
+                if line.startswith(b"VmHWM:"):
+                    return int(line.split()[1]) * 1024
+    except OSError:
+        pass
+    import resource
+
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit

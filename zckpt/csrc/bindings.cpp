@@ -1,0 +1,82 @@
+// The module zckpt._core: argument checks and the GIL; no logic.
+#include <nanobind/nanobind.h>
+#include <nanobind/stl/string.h>
+
+#include <cstring>
+#include <stdexcept>
+
+#include "crc32.h"
+#include "io.h"
+#include "mover.h"
+
+namespace nb = nanobind;
+using namespace nb::literals;
+
+namespace {
+
+template <typename T>
+std::vector<T> structs(const nb::bytes& packed) {
+  if (packed.size() % sizeof(T)) throw std::invalid_argument("an array of structs of another size");
+  std::vector<T> out(packed.size() / sizeof(T));
+  if (!out.empty()) std::memcpy(out.data(), packed.c_str(), packed.size());
+  return out;
+}
+
+nb::tuple run(nb::bytes stores, nb::bytes moves, nb::bytes literals, nb::bytes ranges, nb::bytes blob, unsigned threads,
+              uint64_t window, bool clamp, nb::object progress) {
+  const zckpt::Batch batch{structs<zckpt::Store>(stores), structs<zckpt::Move>(moves), structs<zckpt::Literal>(literals),
+                           structs<zckpt::Range>(ranges), blob.c_str()};
+  if (threads < 1 || window < 4096 || window % 4096) throw std::invalid_argument("threads or window");
+  for (const auto& m : batch.moves)
+    if (m.src >= batch.stores.size() || m.dst >= batch.stores.size() || m.src_dtype >= zckpt::kDTypes ||
+        m.dst_dtype >= zckpt::kDTypes || !m.count || !m.rows)
+      throw std::invalid_argument("a move with impossible numbers");
+  for (const auto& l : batch.literals)
+    if (l.dst >= batch.stores.size() || l.at + l.length > blob.size()) throw std::invalid_argument("a literal with impossible numbers");
+  bool interrupted = false;
+  zckpt::Result result;
+  {
+    nb::gil_scoped_release release;
+    result = zckpt::run(batch, {threads, window, clamp}, [&](uint64_t written) {
+      nb::gil_scoped_acquire acquire;
+      if (interrupted) return false;
+      if (PyErr_CheckSignals()) {
+        interrupted = true;
+      } else if (!progress.is_none()) {
+        interrupted = !nb::steal(PyObject_CallFunction(progress.ptr(), "K", static_cast<unsigned long long>(written))).is_valid();
+      }
+      return !interrupted;
+    });
+  }
+  if (interrupted) throw nb::python_error();
+  nb::list crcs;
+  for (const auto& c : result.crcs) crcs.append(nb::make_tuple(c.number, c.crc, c.offset, c.length));
+  nb::list overflows;
+  for (const auto& [tensor, o] : result.overflows) overflows.append(nb::make_tuple(tensor, o.count, o.largest));
+  const auto& f = result.failure;
+  return nb::make_tuple(nb::make_tuple(f.kind, f.error, f.store, f.offset), crcs, overflows);
+}
+
+nb::tuple cast(int from, int to, nb::bytes data, bool clamp) {
+  if (from < 0 || to < 0 || from >= zckpt::kDTypes || to >= zckpt::kDTypes) throw std::invalid_argument("dtype");
+  const size_t n = data.size() / zckpt::kItemSize[from];
+  std::string out(n * zckpt::kItemSize[to], '\0');
+  zckpt::Overflow overflow;
+  if (!zckpt::cast(static_cast<zckpt::DType>(from), static_cast<zckpt::DType>(to), data.c_str(), out.data(), n, clamp, overflow))
+    throw std::invalid_argument("no such cast");
+  return nb::make_tuple(nb::bytes(out.data(), out.size()), overflow.count, overflow.largest);
+}
+
+}  // namespace
+
+NB_MODULE(_core, m) {
+  m.doc() = "The mover's engine; see zckpt/mover.py.";
+  m.def("run", &run, "stores"_a, "moves"_a, "literals"_a, "ranges"_a, "blob"_a, "threads"_a, "window"_a, "clamp"_a,
+        "progress"_a.none());
+  m.def("cast", &cast, "source"_a, "target"_a, "data"_a, "clamp"_a = false, "Casts bytes, for tests.");
+  m.def("crc32", [](nb::bytes data, uint32_t crc) { return zckpt::crc32(crc, data.c_str(), data.size()); }, "data"_a, "crc"_a = 0);
+  m.def("crc32_combine", &zckpt::crc32_combine, "a"_a, "b"_a, "nbytes_b"_a);
+  m.def("inject", &zckpt::inject, "write"_a, "nth"_a, "kind"_a, "Makes the n-th read or write misbehave, for tests.");
+  m.def("use_vector_paths", &zckpt::use_vector_paths, "on"_a);
+  m.def("has_vector_paths", &zckpt::has_vector_paths);
+}

@@ -1,0 +1,116 @@
+// Tables for any machine (slicing by 8); carry-less multiplication where the processor has it, about ten times faster.
+// Source of the folding constants: Gopal et al., "Fast CRC Computation for Generic Polynomials Using PCLMULQDQ" (Intel).
+#include "crc32.h"
+
+#include <array>
+#include <cstring>
+
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
+namespace zckpt {
+namespace {
+
+constexpr uint32_t kPoly = 0xEDB88320u;
+
+constexpr auto kTables = [] {
+  std::array<std::array<uint32_t, 256>, 8> t{};
+  for (uint32_t i = 0; i < 256; ++i) {
+    uint32_t c = i;
+    for (int k = 0; k < 8; ++k) c = (c & 1) ? (c >> 1) ^ kPoly : c >> 1;
+    t[0][i] = c;
+  }
+  for (uint32_t i = 0; i < 256; ++i)
+    for (size_t k = 1; k < 8; ++k) t[k][i] = (t[k - 1][i] >> 8) ^ t[0][t[k - 1][i] & 255];
+  return t;
+}();
+
+// Works on the inverted register, as all inner functions here do.
+uint32_t by_tables(uint32_t c, const uint8_t* p, size_t n) {
+  for (; n >= 8; p += 8, n -= 8) {
+    uint32_t lo, hi;
+    std::memcpy(&lo, p, 4);
+    std::memcpy(&hi, p + 4, 4);
+    lo ^= c;
+    c = kTables[7][lo & 255] ^ kTables[6][(lo >> 8) & 255] ^ kTables[5][(lo >> 16) & 255] ^ kTables[4][lo >> 24] ^
+        kTables[3][hi & 255] ^ kTables[2][(hi >> 8) & 255] ^ kTables[1][(hi >> 16) & 255] ^ kTables[0][hi >> 24];
+  }
+  for (; n; --n) c = (c >> 8) ^ kTables[0][(c ^ *p++) & 255];
+  return c;
+}
+
+#if defined(__x86_64__)
+// `n` is a multiple of 16 and at least 64.
+__attribute__((target("pclmul,sse4.1"))) uint32_t by_folding(uint32_t c, const uint8_t* p, size_t n) {
+  const auto load = [](const uint8_t* q) __attribute__((target("sse4.1"))) {
+    return _mm_loadu_si128(reinterpret_cast<const __m128i*>(q));
+  };
+  const auto fold = [](__m128i x, __m128i k, __m128i y) __attribute__((target("pclmul,sse4.1"))) {
+    return _mm_xor_si128(_mm_xor_si128(_mm_clmulepi64_si128(x, k, 0x00), _mm_clmulepi64_si128(x, k, 0x11)), y);
+  };
+  __m128i x1 = _mm_xor_si128(load(p), _mm_cvtsi32_si128(static_cast<int>(c)));
+  __m128i x2 = load(p + 16), x3 = load(p + 32), x4 = load(p + 48);
+  const __m128i k12 = _mm_set_epi64x(0x01c6e41596, 0x0154442bd4);
+  for (p += 64, n -= 64; n >= 64; p += 64, n -= 64) {
+    x1 = fold(x1, k12, load(p));
+    x2 = fold(x2, k12, load(p + 16));
+    x3 = fold(x3, k12, load(p + 32));
+    x4 = fold(x4, k12, load(p + 48));
+  }
+  const __m128i k34 = _mm_set_epi64x(0x00ccaa009e, 0x01751997d0);
+  x1 = fold(x1, k34, x2);
+  x1 = fold(x1, k34, x3);
+  x1 = fold(x1, k34, x4);
+  for (; n >= 16; p += 16, n -= 16) x1 = fold(x1, k34, load(p));
+  const __m128i low32 = _mm_setr_epi32(~0, 0, ~0, 0);
+  x2 = _mm_clmulepi64_si128(x1, k34, 0x10);
+  x1 = _mm_xor_si128(_mm_srli_si128(x1, 8), x2);
+  x2 = _mm_srli_si128(x1, 4);
+  x1 = _mm_xor_si128(_mm_clmulepi64_si128(_mm_and_si128(x1, low32), _mm_set_epi64x(0, 0x0163cd6124), 0x00), x2);
+  const __m128i poly = _mm_set_epi64x(0x01f7011641, 0x01db710641);
+  x2 = _mm_clmulepi64_si128(_mm_and_si128(x1, low32), poly, 0x10);
+  x2 = _mm_clmulepi64_si128(_mm_and_si128(x2, low32), poly, 0x00);
+  return static_cast<uint32_t>(_mm_extract_epi32(_mm_xor_si128(x1, x2), 1));
+}
+#endif
+
+// a * b modulo the polynomial, both reflected.
+uint32_t multiply(uint32_t a, uint32_t b) {
+  uint32_t product = 0;
+  for (uint32_t bit = 1u << 31; bit; bit >>= 1) {
+    if (a & bit) product ^= b;
+    b = (b & 1) ? (b >> 1) ^ kPoly : b >> 1;
+  }
+  return product;
+}
+
+}  // namespace
+
+uint32_t crc32(uint32_t crc, const void* data, size_t nbytes) {
+  const auto* p = static_cast<const uint8_t*>(data);
+  uint32_t c = ~crc;
+#if defined(__x86_64__)
+  static const bool can_fold = __builtin_cpu_supports("pclmul") && __builtin_cpu_supports("sse4.1");
+  if (can_fold && nbytes >= 64) {
+    const size_t folded = nbytes & ~size_t{15};
+    c = by_folding(c, p, folded);
+    p += folded;
+    nbytes -= folded;
+  }
+#endif
+  return ~by_tables(c, p, nbytes);
+}
+
+uint32_t crc32_combine(uint32_t a, uint32_t b, uint64_t nbytes_b) {
+  uint32_t power = 1u << 30;  // x, squared thrice below: x^8, one byte
+  for (int i = 0; i < 3; ++i) power = multiply(power, power);
+  uint32_t shift = 1u << 31;  // 1
+  for (; nbytes_b; nbytes_b >>= 1) {
+    if (nbytes_b & 1) shift = multiply(shift, power);
+    power = multiply(power, power);
+  }
+  return multiply(shift, a) ^ b;
+}
+
+}  // namespace zckpt

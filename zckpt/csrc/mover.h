@@ -1,0 +1,80 @@
+// A batch of moves: elements from files or memory into files or memory. See the protocol on top of mover.cpp.
+#pragma once
+#include <atomic>
+#include <cstdint>
+#include <functional>
+#include <map>
+#include <string>
+#include <vector>
+
+#include "cast.h"
+
+namespace zckpt {
+
+// Plain structs, packed by zckpt/mover.py with the same field order. Offsets, pitches and steps are bytes.
+struct Store {
+  int64_t fd;         // -1: memory
+  int64_t direct_fd;  // -1: none
+  uint64_t address;
+  uint64_t size;
+};
+static_assert(sizeof(Store) == 32);
+
+struct Move {
+  uint32_t src, dst;
+  uint64_t src_offset, dst_offset, count, rows;
+  int64_t src_pitch, dst_pitch, src_step, dst_step;
+  uint32_t tensor;
+  uint8_t src_dtype, dst_dtype, swap, unused;  // swap: bytes of one number when the source's byte order is foreign, else 0
+};
+static_assert(sizeof(Move) == 80);
+
+struct Literal {
+  uint32_t dst, unused;
+  uint64_t offset, length, at;  // `at`: offset in the blob of all literals
+};
+static_assert(sizeof(Literal) == 32);
+
+struct Range {  // of a file whose CRC is wanted
+  uint32_t dst, number;
+  uint64_t start, length;
+};
+static_assert(sizeof(Range) == 24);
+
+struct PartialCrc {
+  uint32_t number, crc;
+  uint64_t offset, length;
+};
+
+struct Failure {
+  std::string kind;  // "read", "write", "cast"; empty: none
+  int error = 0;     // errno, or kEndOfFile
+  uint32_t store = 0;
+  uint64_t offset = 0;
+};
+
+struct Settings {
+  unsigned threads;
+  uint64_t window;  // bytes of an output file that are gathered and written at once; a multiple of 4096
+  bool clamp;
+};
+
+struct Batch {
+  std::vector<Store> stores;
+  std::vector<Move> moves;
+  std::vector<Literal> literals;
+  std::vector<Range> ranges;
+  const char* blob;
+};
+
+struct Result {
+  Failure failure;
+  std::vector<PartialCrc> crcs;
+  std::map<uint32_t, Overflow> overflows;
+};
+
+// Runs on its own threads; `tick` is called on the caller's thread every 50 ms with the bytes written so far, and
+// stops everything by returning false.
+Result run(const Batch& batch, const Settings& settings, const std::function<bool(uint64_t)>& tick);
+
+}  // namespace zckpt

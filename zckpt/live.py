@@ -1,0 +1,280 @@
+"""Loading: a checkpoint's elements straight into the memory of a model that exists.
+
+For `load_state_dict_from_zero_checkpoint` and whoever has a catalog and a `torch.nn.Module`. The usual way makes a
+state dict first, a second copy of all weights; here a tensor in CPU memory is a `MemoryStore` like any other
+destination, so the mover reads, casts and writes once. Tensors on other devices, and those whose elements are
+scattered, are filled piece by piece through one small buffer.
+"""
+
+from __future__ import annotations
+
+import re
+import warnings
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from zckpt import replicas
+from zckpt.catalog import Catalog, TensorEntry
+from zckpt.checkpoint import strip_wrappers
+from zckpt.dtypes import BY_TORCH_NAME, CAST_TARGETS, DType
+from zckpt.errors import InconsistentError, UnsupportedError, UsageError, some
+from zckpt.fragments import Fragment, MemoryStore, clip
+from zckpt.mover import run
+from zckpt.plan import Plan
+
+BUFFER_BYTES = 16 << 20
+"""Of the one buffer that tensors outside contiguous CPU memory are filled through."""
+
+_ALIGNMENT = 64
+_WRAPPERS = re.compile(r"^(?:_orig_mod\.|module\.|_forward_module\.)+|(?<=\.)_orig_mod\.")
+
+
+@dataclass(frozen=True, slots=True)
+class LoadReport:
+    """What found no partner.
+
+    Attributes:
+        missing: names of the model's tensors that the checkpoint does not hold; they were left as they were.
+        unexpected: names of the checkpoint's tensors that the model does not have.
+    """
+
+    missing: tuple[str, ...]
+    unexpected: tuple[str, ...]
+
+
+def load_into(model: torch.nn.Module, catalog: Catalog) -> LoadReport:
+    """Fills a model's parameters and persistent buffers with a checkpoint's numbers, cast to the dtypes they have.
+
+    The model stays on its device. Tied weights are loaded once; a name that is tied in the checkpoint or in the model
+    serves for all of its names.
+
+    Args:
+        model: the model; its tensors keep their identity, so optimizers that hold them stay valid.
+        catalog: the checkpoint.
+
+    Warns:
+        UserWarning: there are missing or unexpected names, or numbers too large for the model's dtype became infinite.
+
+    Raises:
+        UsageError: the model has no memory to load into: ZeRO-3 placeholders, or tensors on the meta device.
+        InconsistentError: shapes differ, or the checkpoint contradicts itself. The model is unchanged.
+    """
+    catalog, _ = strip_wrappers(catalog)
+    groups = _tensors_of(model)
+    _refuse_wrong_kinds(groups, catalog)
+    pairs: list[tuple[TensorEntry, torch.Tensor]] = []
+    missing: list[str] = []
+    used: set[str] = set()
+    for names, tensor in groups:
+        found = [catalog[known] for name in names if (known := _name_in(catalog, name)) is not None]
+        used.update(entry.name for entry in found)
+        if found:
+            pairs.append((found[-1], tensor))  # the last name wins, as in torch
+        else:
+            missing.extend(names)
+    unexpected = tuple(name for name in catalog if name not in used)
+    _refuse_wrong_shapes(pairs, catalog)
+    replicas.check(catalog)
+    with torch.no_grad():
+        move(pairs)
+    report = LoadReport(tuple(missing), unexpected)
+    _warn_of(report, catalog)
+    return report
+
+
+def move(wanted: Iterable[tuple[TensorEntry, torch.Tensor]]) -> None:
+    """Fills tensors with the elements of entries of the same shapes, cast to the tensors' dtypes.
+
+    Warns:
+        UserWarning: numbers too large for a tensor's dtype became infinite.
+    """
+    direct: list[tuple[TensorEntry, torch.Tensor, DType]] = []
+    pieces: list[tuple[TensorEntry, torch.Tensor, DType]] = []
+    for entry, tensor in wanted:
+        dtype = BY_TORCH_NAME.get(str(tensor.dtype).removeprefix("torch."))
+        if not entry.numel:
+            continue
+        if dtype is None or not _can_move(entry.dtype, dtype):
+            pieces.append((entry, tensor.detach(), entry.dtype))  # torch casts, on the way out of the buffer
+        else:
+            (direct if is_direct(tensor) else pieces).append((entry, tensor.detach(), dtype))
+    too_large: set[str] = set()
+    if direct:
+        placed = [
+            (entry, _placed(entry, dtype, MemoryStore(tensor.data_ptr(), entry.numel * dtype.itemsize, tensor)))
+            for entry, tensor, dtype in sorted(direct, key=lambda item: item[1].data_ptr())
+        ]
+        too_large |= _run(placed)
+    if pieces:
+        too_large |= _through_buffer(pieces)
+    if too_large:
+        warnings.warn(
+            f"Numbers too large for their dtype became infinite, in {len(too_large):,} tensors: "
+            f"{some(sorted(too_large))}.",
+            stacklevel=3,
+        )
+
+
+def is_direct(tensor: torch.Tensor) -> bool:
+    """Whether the mover can write to a tensor's memory as it lies."""
+    return tensor.device.type == "cpu" and tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
+
+
+def _can_move(source: DType, target: DType) -> bool:
+    return source == target or (source.kind == "float" and target in CAST_TARGETS)
+
+
+def _placed(entry: TensorEntry, dtype: DType, store: MemoryStore, byte_offset: int = 0) -> TensorEntry:
+    fragments = (Fragment(store, byte_offset, 0, entry.numel),)
+    return TensorEntry(entry.name, entry.shape, dtype, entry.role, fragments)
+
+
+def _run(pairs: Sequence[tuple[TensorEntry, TensorEntry]]) -> set[str]:
+    """Moves; the names of tensors in which numbers became infinite."""
+    report = run(Plan((), pairs), "", overflow="inf")
+    return {pairs[number][1].name for number in report.overflows}
+
+
+def _through_buffer(wanted: Iterable[tuple[TensorEntry, torch.Tensor, DType]]) -> set[str]:
+    """Fills tensors of any device and strides piece by piece; many small pieces share one run of the mover.
+
+    Args:
+        wanted: entries, their tensors, and the dtypes that the elements have in the buffer.
+    """
+    buffer = torch.empty(BUFFER_BYTES, dtype=torch.uint8)
+    store = MemoryStore(buffer.data_ptr(), BUFFER_BYTES, buffer)
+    too_large: set[str] = set()
+    pairs: list[tuple[TensorEntry, TensorEntry]] = []
+    copies: list[tuple[torch.Tensor, torch.Tensor]] = []
+    used = 0
+
+    def flush() -> None:
+        too_large.update(_run(pairs))
+        for target, part in copies:
+            target.copy_(part)
+        pairs.clear()
+        copies.clear()
+
+    for entry, tensor, dtype in wanted:
+        for start, part in _parts(tensor, BUFFER_BYTES // dtype.itemsize):
+            nbytes = part.numel() * dtype.itemsize
+            if used + nbytes > BUFFER_BYTES:
+                flush()
+                used = 0
+            fragments = clip(entry.fragments, start, start + part.numel(), entry.dtype.itemsize)
+            source = TensorEntry(entry.name, tuple(part.shape), entry.dtype, entry.role, fragments)
+            pairs.append((source, _placed(source, dtype, store, used)))
+            copies.append((part, buffer[used : used + nbytes].view(getattr(torch, dtype.torch_name)).view(part.shape)))
+            used += -(-nbytes // _ALIGNMENT) * _ALIGNMENT
+    flush()
+    return too_large
+
+
+def _parts(tensor: torch.Tensor, most: int, start: int = 0) -> Iterator[tuple[int, torch.Tensor]]:
+    """Views of at most `most` elements that make up the tensor in row-major order, with each one's first element."""
+    if tensor.numel() <= most:
+        yield start, tensor
+        return
+    width = tensor.numel() // tensor.shape[0]
+    rows = most // width
+    if rows == 0:
+        for index in range(tensor.shape[0]):
+            yield from _parts(tensor[index], most, start + index * width)
+        return
+    for low in range(0, tensor.shape[0], rows):
+        yield start + low * width, tensor[low : low + rows]
+
+
+def _tensors_of(model: torch.nn.Module) -> list[tuple[list[str], torch.Tensor]]:
+    """Parameters and persistent buffers with all their names: those that share their memory are one."""
+    groups: dict[object, tuple[list[str], torch.Tensor]] = {}
+    for prefix, module in model.named_modules(remove_duplicate=False):
+        own: dict[str, torch.Tensor | None] = dict(module._parameters)
+        passing = module._non_persistent_buffers_set
+        own |= {name: value for name, value in module._buffers.items() if name not in passing}
+        for name, tensor in own.items():
+            if tensor is not None:
+                groups.setdefault(_place(tensor), ([], tensor))[0].append(f"{prefix}.{name}" if prefix else name)
+    return list(groups.values())
+
+
+def _place(tensor: torch.Tensor) -> object:
+    if not _is_plain(tensor) or tensor.is_meta or not tensor.numel():
+        return id(tensor)
+    return tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
+
+
+def _is_plain(tensor: torch.Tensor) -> bool:
+    return type(tensor.data) is torch.Tensor and tensor.layout is torch.strided
+
+
+def _name_in(catalog: Catalog, name: str) -> str | None:
+    """The checkpoint's name for a model's tensor: its own, or without what wraps the model."""
+    for known in (name, _WRAPPERS.sub("", name)):
+        if known in catalog.tensors or known in catalog.aliases:
+            return known
+    return None
+
+
+def _refuse_wrong_kinds(groups: Sequence[tuple[list[str], torch.Tensor]], catalog: Catalog) -> None:
+    placeholders: list[str] = []
+    meta: list[str] = []
+    strange: list[str] = []
+    for names, tensor in groups:
+        known = _name_in(catalog, names[0])
+        whole = getattr(tensor, "ds_shape", None)
+        if not _is_plain(tensor):
+            strange.append(f"{names[0]} ({type(tensor.data).__name__})")
+        elif tensor.shape == (0,) and (whole is not None or (known is not None and catalog[known].numel)):
+            if whole is None or tuple(whole) != (0,):
+                placeholders.append(names[0])
+        elif whole is not None and tuple(whole) != tuple(tensor.shape):
+            placeholders.append(names[0])
+        elif tensor.is_meta:
+            meta.append(names[0])
+    if placeholders:
+        raise UsageError(
+            "a model of ZeRO-3 placeholders: its weights are spread over the ranks",
+            found=f"{len(placeholders):,} parameters have no elements here ({some(placeholders)})",
+            remedy="Load before deepspeed.initialize and outside zero.Init, or inside "
+            "deepspeed.zero.GatheredParameters(list(model.parameters()), modifier_rank=0).",
+        )
+    if meta:
+        raise UsageError(
+            "a model without memory",
+            found=f"{len(meta):,} tensors are on the meta device ({some(meta)})",
+            remedy="Call model.to_empty(device='cpu') first.",
+        )
+    if strange:
+        raise UnsupportedError(
+            "tensors that are not plain memory",
+            found=some(strange),
+            remedy="Load before the model is sharded or quantized.",
+        )
+
+
+def _refuse_wrong_shapes(pairs: Sequence[tuple[TensorEntry, torch.Tensor]], catalog: Catalog) -> None:
+    bad = [
+        f"{entry.name!r} is {list(entry.shape)} and should be {list(tensor.shape)}"
+        for entry, tensor in pairs
+        if entry.shape != tuple(tensor.shape)
+    ]
+    if bad:
+        raise InconsistentError(
+            f"{len(bad):,} tensors of other shapes than the model's",
+            file=catalog.source.path,
+            found="; ".join(bad),
+            remedy="The model is unchanged. Build it with the configuration that it was trained with.",
+        )
+
+
+def _warn_of(report: LoadReport, catalog: Catalog) -> None:
+    told: list[str] = []
+    if report.missing:
+        told.append(f"{len(report.missing):,} tensors of the model are not in the checkpoint ({some(report.missing)})")
+    if report.unexpected:
+        told.append(f"{len(report.unexpected):,} of the checkpoint are not in the model ({some(report.unexpected)})")
+    if told:
+        warnings.warn(f"{catalog.source.path!r}: {'; '.join(told)}.", stacklevel=3)
