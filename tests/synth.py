@@ -129,7 +129,10 @@ def zero3(
         }
         torch.save(model, save / f"zero_pp_rank_{rank}_mp_rank_00_model_states.pt")
         flat = [torch.cat(run) if run else torch.empty(0) for run in runs]
-        inner = {"state": {i: {"step": step, "exp_avg": torch.zeros_like(v)} for i, v in enumerate(flat)}, "param_groups": []}
+        inner = {
+            "state": {i: {"step": step, "exp_avg": torch.zeros_like(v)} for i, v in enumerate(flat)},
+            "param_groups": [],
+        }
         state = {
             "zero_stage": 3,
             "partition_count": world_size,

@@ -1,19 +1,21 @@
-"""The mover's engine; see zckpt/mover.py."""
+"""The mover's engine, built from zckpt/csrc; see zckpt/mover.py for the structs that the byte strings hold."""
 
+from collections.abc import Callable
 
-
-def run(stores: bytes, moves: bytes, literals: bytes, ranges: bytes, blob: bytes, threads: int, window: int, clamp: bool, progress: object | None) -> tuple: ...
-
-def cast(source: int, target: int, data: bytes, clamp: bool = False) -> tuple:
-    """Casts bytes, for tests."""
-
-def crc32(data: bytes, crc: int = 0) -> int: ...
-
+def run(
+    stores: bytes,
+    moves: bytes,
+    literals: bytes,
+    ranges: bytes,
+    blob: bytes,
+    threads: int,
+    window: int,
+    clamp: bool,
+    progress: Callable[[int], None] | None,
+) -> tuple[tuple[str, int, int, int], list[tuple[int, int, int, int]], list[tuple[int, int, float]]]: ...
+def cast(source: int, target: int, data: bytes, clamp: bool = ...) -> tuple[bytes, int, float]: ...
+def crc32(data: bytes, crc: int = ...) -> int: ...
 def crc32_combine(a: int, b: int, nbytes_b: int) -> int: ...
-
-def inject(write: bool, nth: int, kind: int) -> None:
-    """Makes the n-th read or write misbehave, for tests."""
-
+def inject(write: bool, nth: int, kind: int) -> None: ...
 def use_vector_paths(on: bool) -> None: ...
-
 def has_vector_paths() -> bool: ...

@@ -32,7 +32,10 @@ def numel_of(shape: tuple[int, ...], *, name: str, file: str | None = None) -> i
     numel = math.prod(shape)
     if any(dim < 0 for dim in shape) or numel > MAX_NUMEL:
         raise CorruptError(
-            f"an impossible shape of tensor {name!r}", file=file, found=str(list(shape)), expected="at most 2^63 elements"
+            f"an impossible shape of tensor {name!r}",
+            file=file,
+            found=str(list(shape)),
+            expected="at most 2^63 elements",
         )
     return numel
 
@@ -203,7 +206,7 @@ class Catalog(Mapping[str, TensorEntry]):
             wanted = [alias for alias in (name, *names.get(name, ())) if keep(replace_name(entry, alias))]
             if wanted:
                 tensors[wanted[0]] = replace_name(entry, wanted[0])
-                aliases.update({alias: wanted[0] for alias in wanted[1:]})
+                aliases.update(dict.fromkeys(wanted[1:], wanted[0]))
         return replace(self, tensors=tensors, aliases=aliases)
 
     def rename(self, new_name: Callable[[str], str]) -> Catalog:

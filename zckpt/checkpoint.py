@@ -177,7 +177,9 @@ def read_tensor(entry: TensorEntry, framework: Literal["pt", "np"]) -> Tensor:
 
         if not entry.dtype.numpy:
             raise UsageError(
-                "a dtype that numpy does not have", found=f"{entry.name!r} is {entry.dtype}", remedy="Use framework='pt'."
+                "a dtype that numpy does not have",
+                found=f"{entry.name!r} is {entry.dtype}",
+                remedy="Use framework='pt'.",
             )
         array = numpy.empty(entry.shape, dtype=entry.dtype.numpy)
         read_into(entry, array.ctypes.data, array)

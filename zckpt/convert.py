@@ -189,8 +189,7 @@ def prepare(
         out,
         single=single,
         overwrite=options.overwrite or options.merge,
-        inputs=opened.place.listing.files.values(),
-        protected=() if options.beside else _protected(opened, checkpoint),
+        protected=_protected(opened, checkpoint, beside=options.beside),
     )
     catalog, stripped = strip_wrappers(opened.catalog)
     catalog = _select(catalog, options)
@@ -262,19 +261,28 @@ def output_dtype(entry: TensorEntry, dtype: DType) -> DType:
 def _target(out: str, options: Options) -> tuple[Target, bool]:
     suffix = os.path.splitext(out.rstrip("/"))[1]
     single = suffix in _SUFFIXES and not out.endswith("/")
-    format = options.format
+    wanted = options.format
     if single:
-        if format is not None and format != _SUFFIXES[suffix]:
+        if wanted is not None and wanted != _SUFFIXES[suffix]:
             raise UsageError(
-                "a format that does not fit OUT's name", found=f"--format {format} and {out!r}",
+                "a format that does not fit OUT's name", found=f"--format {wanted} and {out!r}",
                 remedy="Leave --format out, or change the name.",
             )  # fmt: skip
         return Target(_SUFFIXES[suffix], file=os.path.basename(out)), True
-    return Target(format or "safetensors", max_shard_size=options.max_shard_size), False
+    return Target(wanted or "safetensors", max_shard_size=options.max_shard_size), False
 
 
-def _protected(opened: Opened, checkpoint: str) -> list[str]:
-    return [opened.place.home, checkpoint] if os.path.isdir(checkpoint) and opened.place.listing.tag else []
+def _protected(opened: Opened, checkpoint: str, *, beside: bool) -> set[str]:
+    """What the output must leave alone: the shards' directories, and the checkpoint's own unless `beside` is set."""
+    listing = opened.place.listing
+    if os.path.isfile(listing.directory):
+        return {listing.directory}
+    shards = {os.path.dirname(path) for path in listing.files.values()}
+    return (
+        shards
+        if beside or not listing.tag or not os.path.isdir(checkpoint)
+        else {*shards, opened.place.home, checkpoint}
+    )
 
 
 def _select(catalog: Catalog, options: Options) -> Catalog:

@@ -2,7 +2,8 @@
 
 For training scripts that say `from deepspeed.utils.zero_to_fp32 import ...` and want the same result sooner, in less
 memory, without a pickle being run. The answers are DeepSpeed's, with these differences, each on purpose:
- - half-precision buffers come as fp32, where DeepSpeed's answer depends on the ZeRO stage;
+ - frozen half-precision parameters come as fp32 too, where DeepSpeed leaves them as they were saved;
+ - fp64 buffers stay fp64, where DeepSpeed rounds them to fp32;
  - names are the model's own: `_orig_mod.` of torch.compile is stripped;
  - a plain or unsharded checkpoint, and a tag directory itself, are accepted too;
  - names that found no partner in `load_state_dict_from_zero_checkpoint` are told in a warning, not dropped silently.
@@ -134,7 +135,7 @@ def convert_zero_checkpoint_to_fp32_state_dict(
     Args:
         checkpoint_dir: the directory that holds the tags, or any other form of a checkpoint.
         output_dir: directory for the files, which may exist. A name ending in .bin, .pt or .safetensors that is no
-            directory is one file of that format, as in DeepSpeed before 0.16.
+            directory is one file of that format.
         max_shard_size: of a file; None for a single one.
         safe_serialization: write safetensors.
         tag: which save, where there are several; by default the one that `latest` names.

@@ -86,4 +86,4 @@ def is_lossless(source: DType, target: DType) -> bool:
     """Whether every number of `source` is also a number of `target`."""
     if source == target or (source.kind == "float" and source.itemsize == 1 and target in CAST_TARGETS):
         return True
-    return target == F64 and source.kind == "float" or (source.name, target.name) in _WIDENS
+    return (target == F64 and source.kind == "float") or (source.name, target.name) in _WIDENS

@@ -74,7 +74,7 @@ class Run(NamedTuple):
     """One contiguous run: elements [start, start + count) of a tensor at `byte_offset` of `store`."""
 
     start: int
-    count: int
+    count: int  # type: ignore[assignment]  # tuple's method of this name is not needed
     byte_offset: int
     store: Store
     store_step: int = 1

@@ -26,7 +26,7 @@ try:
     from zckpt._core import crc32_combine
     from zckpt._core import run as native_run
 except ImportError:  # pragma: no cover - depends on the build
-    native_run = None
+    native_run = None  # type: ignore[assignment]
 
 _BATCH = 16384
 _MOST_STORES = 512
@@ -164,8 +164,9 @@ def run(
             for output, store in plan.files:
                 files.destinations[id(store)] = _create(root, output)
             for batch in _batches(plan):
-                told = progress and (lambda now, base=written: progress(base + now))
-                done = batch.run(files, chosen, threads or THREADS, window, overflow == "clamp", told, sums)
+                done = batch.run(
+                    files, chosen, threads or THREADS, window, overflow == "clamp", _after(progress, written), sums
+                )
                 for tensor, count, largest in done:
                     old = overflows.get(tensor, Overflow(0, 0.0))
                     overflows[tensor] = Overflow(old.count + count, max(old.largest, largest))
@@ -179,13 +180,20 @@ def run(
     return MoveReport(plan.bytes_read, written, overflows, chosen)
 
 
+def _after(progress: Callable[[int], None] | None, base: int) -> Callable[[int], None] | None:
+    """`progress`, told of `base` bytes more than it is called with."""
+    return None if progress is None else lambda now: progress(base + now)
+
+
 def _raise_file_limit() -> None:
     import resource
 
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = 2 * _MOST_STORES + 256
     if soft != resource.RLIM_INFINITY and soft < wanted and (hard == resource.RLIM_INFINITY or hard > soft):
-        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted if hard == resource.RLIM_INFINITY else min(wanted, hard), hard))
+        resource.setrlimit(
+            resource.RLIMIT_NOFILE, (wanted if hard == resource.RLIM_INFINITY else min(wanted, hard), hard)
+        )
 
 
 def _create(root: str, output: OutputFile) -> tuple[str, int, int]:
@@ -312,7 +320,9 @@ def _pack_move(src: int, dst: int, m: Move) -> bytes:
     a, b = m.src_dtype, m.dst_dtype
     swap = a.component if m.src.byteorder != sys.byteorder and a.component > 1 else 0
     steps = (m.src_pitch, m.dst_pitch, m.src_step * a.itemsize, m.dst_step * b.itemsize)
-    return _MOVE.pack(src, dst, m.src_offset, m.dst_offset, m.count, m.rows, *steps, m.tensor, a.number, b.number, swap, 0)
+    return _MOVE.pack(
+        src, dst, m.src_offset, m.dst_offset, m.count, m.rows, *steps, m.tensor, a.number, b.number, swap, 0
+    )
 
 
 def _batches(plan: Plan) -> Iterator[Batch]:
@@ -355,7 +365,7 @@ def _finish(plan: Plan, files: _Files, sums: dict[int, list[tuple[int, int, int]
     """Fills in the CRCs, and makes every file durable."""
     number = 0
     for output, store in plan.files:
-        path, fd, _ = files.destinations[id(store)]
+        _, fd, _ = files.destinations[id(store)]
         for checksum in output.checksums:
             if engine == "reference":
                 crc = _crc_of_file(fd, checksum.start, checksum.nbytes)
@@ -390,12 +400,11 @@ def _output_failed(error: OSError, root: str, plan: Plan) -> NoReturn:
         free = os.statvfs(root).f_bavail * os.statvfs(root).f_frsize if os.path.isdir(root) else 0
         raise OutputError(
             "a disk that is full (or a quota or size limit reached)", file=os.path.dirname(root) or root,
-            found=f"{os.strerror(error.errno or 0)}; {free:,} bytes are free", expected=f"{plan.bytes_written:,} bytes are needed",
+            found=f"{os.strerror(error.errno or 0)}; {free:,} bytes are free",
+            expected=f"{plan.bytes_written:,} bytes are needed",
             remedy="Nothing was published. Free some room, or choose an OUT on another disk.",
         ) from error  # fmt: skip
     raise OutputError(
         "an output that cannot be written", file=error.filename or root, found=error.strerror or str(error),
         remedy="Nothing was published.",
     ) from error  # fmt: skip
-
-

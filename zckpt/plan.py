@@ -60,7 +60,7 @@ class Move(NamedTuple):
     src_offset: int
     dst: Store
     dst_offset: int
-    count: int
+    count: int  # type: ignore[assignment]  # tuple's method of this name is not needed
     src_dtype: DType
     dst_dtype: DType
     tensor: int
@@ -120,7 +120,11 @@ def _overlaps(source: TensorEntry, destination: TensorEntry, tensor: int) -> Ite
 
 def _fold(a: Move, b: Move) -> Move | None:
     """`a` and the single-row move `b` that follows it as one move, if their strides allow."""
-    if a.src is not b.src or a.dst is not b.dst or (a.count, a.src_step, a.dst_step) != (b.count, b.src_step, b.dst_step):
+    if (
+        a.src is not b.src
+        or a.dst is not b.dst
+        or (a.count, a.src_step, a.dst_step) != (b.count, b.src_step, b.dst_step)
+    ):
         return None
     src_pitch, dst_pitch = (b.src_offset - a.src_offset) // a.rows, (b.dst_offset - a.dst_offset) // a.rows
     if a.rows == 1 and (src_pitch <= 0 or dst_pitch <= 0):

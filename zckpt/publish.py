@@ -22,24 +22,20 @@ from types import TracebackType
 from zckpt.errors import OutputError
 
 
-def check_output(
-    out: str, *, single: bool, overwrite: bool, inputs: Iterable[str], protected: Iterable[str] = ()
-) -> None:
+def check_output(out: str, *, single: bool, overwrite: bool, protected: Iterable[str]) -> None:
     """Refuses an output that must not be written.
 
     Args:
         out: the output's path.
         single: whether it is one file rather than a directory.
         overwrite: whether an existing output may be replaced.
-        inputs: files that are read; the output may not replace them or lie in their directories.
-        protected: further directories that the output may not lie in.
+        protected: files and directories of the input: the output may not be, lie in, or hold one of them.
 
     Raises:
         OutputError: one of these.
     """
     real = os.path.realpath(out)
-    homes = {os.path.realpath(os.path.dirname(path) or ".") for path in inputs}
-    homes |= {os.path.realpath(path) for path in protected}
+    homes = {os.path.realpath(path) for path in protected}
     for home in sorted(homes):
         if _is_within(real, home) or _is_within(home, real):
             raise OutputError(
@@ -59,7 +55,7 @@ def check_output(
             remedy="Nothing was changed. A name ending in .safetensors, .bin or .pt is written as one file, "
             "anything else as a directory.",
         )
-    if single and not overwrite or not single and not overwrite and any(os.scandir(out)):
+    if (single and not overwrite) or (not single and not overwrite and any(os.scandir(out))):
         state = "is there already" if single else "is there already and is not empty"
         raise OutputError(
             "an output that exists",
@@ -70,7 +66,9 @@ def check_output(
     if not single and overwrite:
         for place in (os.getcwd(), os.path.expanduser("~")):
             if _is_within(os.path.realpath(place), real):
-                raise OutputError("an output that would replace a directory in use", file=out, found=f"{place!r} lies in it")
+                raise OutputError(
+                    "an output that would replace a directory in use", file=out, found=f"{place!r} lies in it"
+                )
 
 
 def _is_within(path: str, directory: str) -> bool:

@@ -91,7 +91,14 @@ class Inspection:
                 "tensors": [_tensor_json(entry) for entry in catalog.tensors.values()],
             }
         facts["files"] = [
-            {"rank": rank, "kind": kind, "file": cell.file, "bytes": cell.nbytes, "state": cell.state, "reason": cell.reason}
+            {
+                "rank": rank,
+                "kind": kind,
+                "file": cell.file,
+                "bytes": cell.nbytes,
+                "state": cell.state,
+                "reason": cell.reason,
+            }
             for rank, cells in self.matrix.items()
             for kind, cell in cells.items()
         ]
@@ -143,14 +150,17 @@ def _matrix(listing: Listing, catalog: Catalog | None) -> dict[int, dict[str, Ce
     files = {kind: listing.shards(kind) for kind in ("model", "optim")}
     single = listing.matching(MODEL_NAME)
     columns = [kind for kind, names in files.items() if names]
-    facts = {name: _facts(listing, name) for names in (*files.values(), dict(enumerate(single))) for name in names.values()}
+    facts = {
+        name: _facts(listing, name) for names in (*files.values(), dict(enumerate(single))) for name in names.values()
+    }
     if not columns:
         return {0: {"model": facts[single[0]][0]}} if single else {}
     counts = Counter(count for _, count, _ in facts.values() if count)
     world_size = catalog.topology.dp if catalog else counts.most_common(1)[0][0] if counts else 0
     world_size = max(world_size, 1) if counts or catalog else 1 + max(max(files[kind]) for kind in columns)
     usual = {
-        kind: (Counter(facts[name][2] for name in files[kind].values()).most_common(1)[0][0], world_size) for kind in columns
+        kind: (Counter(facts[name][2] for name in files[kind].values()).most_common(1)[0][0], world_size)
+        for kind in columns
     }
     matrix: dict[int, dict[str, Cell]] = {}
     for rank in sorted(set(range(world_size)).union(*(files[kind] for kind in columns))):
@@ -246,7 +256,7 @@ def describe(inspection: Inspection, *, tensors: bool = False) -> Iterator[str]:
     yield f"  resume      {'yes' if inspection.resumable.ok else 'no'}: {inspection.resumable.reason}"
     if tensors and catalog is not None:
         for entry in catalog.tensors.values():
-            yield f"  {entry.role:<10} {entry.dtype.name:<5} {str(list(entry.shape)):<20} {entry.name}"
+            yield f"  {entry.role:<10} {entry.dtype.name:<5} {list(entry.shape)!s:<20} {entry.name}"
 
 
 def _matrix_lines(matrix: Mapping[int, Mapping[str, Cell]]) -> Iterator[str]:

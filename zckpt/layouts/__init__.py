@@ -5,12 +5,30 @@ A layout is a module with `match(listing)`, which says None or why not, and `rea
 
 from __future__ import annotations
 
+from typing import Protocol
+
 from zckpt.catalog import Catalog
 from zckpt.errors import NotACheckpointError
 from zckpt.layouts import huggingface, unsharded, zero3, zero12
 from zckpt.layouts.listing import Listing
 
-LAYOUTS = {"ZeRO-3": zero3, "ZeRO-1/2": zero12, "DeepSpeed without ZeRO": unsharded, "plain weights": huggingface}
+
+class Layout(Protocol):
+    """What a module of this package offers."""
+
+    def match(self, listing: Listing) -> str | None:
+        """None when it reads these files; otherwise why not."""
+
+    def read(self, listing: Listing, *, allow_unknown: bool = False) -> Catalog:
+        """The catalog of these files."""
+
+
+LAYOUTS: dict[str, Layout] = {
+    "ZeRO-3": zero3,
+    "ZeRO-1/2": zero12,
+    "DeepSpeed without ZeRO": unsharded,
+    "plain weights": huggingface,
+}
 
 
 def read(listing: Listing, *, allow_unknown: bool = False) -> Catalog:

@@ -98,7 +98,9 @@ def _resolve(
 def _check_frozen(model: ModelStates, tensors: Mapping[str, TensorEntry], aliases: Mapping[str, str]) -> None:
     """A parameter with a non-empty recorded shape never comes out empty."""
     recorded = {name: shape for group in (*model.param_shapes, model.frozen_shapes) for name, shape in group.items()}
-    empty = [n for n, s in recorded.items() if n in tensors and tensors[n].shape != s and not tensors[n].numel and 0 not in s]
+    empty = [
+        n for n, s in recorded.items() if n in tensors and tensors[n].shape != s and not tensors[n].numel and 0 not in s
+    ]
     placeholders = [
         name
         for name, entry in tensors.items()

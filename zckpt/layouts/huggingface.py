@@ -31,7 +31,11 @@ _NESTED = ("state_dict", "model_state_dict", "module", "model")
 
 def match(listing: Listing) -> str | None:
     """None when this layout reads the files; otherwise why not."""
-    return None if next(_candidates(listing), None) else "no model.safetensors or pytorch_model.bin, nor an index of shards"
+    return (
+        None
+        if next(_candidates(listing), None)
+        else "no model.safetensors or pytorch_model.bin, nor an index of shards"
+    )
 
 
 def _candidates(listing: Listing) -> Iterator[str]:
@@ -66,7 +70,9 @@ def read(listing: Listing, *, allow_unknown: bool = False) -> Catalog:
                 tensors[tensor] = whole(tensor, ref, _role(ref))
             else:
                 aliases[tensor] = kept
-        aliases.update({d: k for d, k in container.metadata.items() if k in tensors and d not in tensors and d != "format"})
+        aliases.update(
+            {d: k for d, k in container.metadata.items() if k in tensors and d not in tensors and d != "format"}
+        )
     _refuse_placeholders(tensors, listing)
     source = Source(layout="plain", path=listing.directory, tag=listing.tag, notes=tuple(notes))
     return Catalog(tensors, source, aliases)
@@ -82,7 +88,9 @@ def _shards(listing: Listing, index_name: str) -> list[str]:
         with open(path, "rb") as file:
             shards = sorted(set(json.load(file)["weight_map"].values()))
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise CorruptError("an index that cannot be read", file=path, found=f"{type(error).__name__}: {error}") from error
+        raise CorruptError(
+            "an index that cannot be read", file=path, found=f"{type(error).__name__}: {error}"
+        ) from error
     for shard in shards:
         if not isinstance(shard, str) or os.path.basename(shard) != shard or shard in ("", ".", ".."):
             raise UnsafeError("an index that names a file outside its directory", file=path, found=f"{shard!r:.80}")
@@ -168,7 +176,9 @@ def lay_out(wanted: Sequence[tuple[TensorEntry, DType]], aliases: Mapping[str, s
     strange = [f"{entry.name} ({dtype})" for entry, dtype in wanted if dtype.name not in IN_SAFETENSORS]
     if target.format == "safetensors" and strange:
         raise UnsupportedError(
-            "a dtype that safetensors cannot hold", found=some(strange), remedy="Use --format bin, or an OUT ending in .bin."
+            "a dtype that safetensors cannot hold",
+            found=some(strange),
+            remedy="Use --format bin, or an OUT ending in .bin.",
         )
     specs = {entry.name: TensorSpec(entry.name, dtype, entry.shape) for entry, dtype in wanted}
     roles = {entry.name: entry.role for entry, _ in wanted}
@@ -198,7 +208,7 @@ def lay_out(wanted: Sequence[tuple[TensorEntry, DType]], aliases: Mapping[str, s
 
 def _split(specs: Mapping[str, TensorSpec], target: Target) -> dict[str, list[str]]:
     """Shard file -> tensor names, by the hub's own rule."""
-    from huggingface_hub.serialization import split_state_dict_into_shards_factory
+    from huggingface_hub import split_state_dict_into_shards_factory
 
     split = split_state_dict_into_shards_factory(
         dict(specs),
@@ -209,13 +219,15 @@ def _split(specs: Mapping[str, TensorSpec], target: Target) -> dict[str, list[st
     return {name: list(names) for name, names in split.filename_to_tensors.items()}
 
 
-def _index(specs: Mapping[str, TensorSpec], weight_map: Mapping[str, str], format: Format) -> tuple[OutputFile, FileStore]:
+def _index(
+    specs: Mapping[str, TensorSpec], weight_map: Mapping[str, str], container: Format
+) -> tuple[OutputFile, FileStore]:
     metadata = {
         "total_parameters": sum(spec.numel for spec in specs.values()),
         "total_size": sum(spec.nbytes for spec in specs.values()),
     }
     text = json.dumps({"metadata": metadata, "weight_map": dict(sorted(weight_map.items()))}, indent=2) + "\n"
-    return literal_file(_PATTERNS[format].format(suffix="") + ".index.json", text.encode())
+    return literal_file(_PATTERNS[container].format(suffix="") + ".index.json", text.encode())
 
 
 def literal_file(name: str, data: bytes) -> tuple[OutputFile, FileStore]:

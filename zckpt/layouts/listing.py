@@ -14,10 +14,14 @@ from dataclasses import dataclass, field
 from zckpt.containers import Container, open_container
 from zckpt.errors import InconsistentError, NotACheckpointError
 
-SHARD_NAME = re.compile(r"(?P<prefix>bf16_|fp16_)?zero_pp_rank_(?P<dp>\d+)_mp_rank_(?P<mp>\d+)_(?P<kind>model|optim)_states\.pt")
+SHARD_NAME = re.compile(
+    r"(?P<prefix>bf16_|fp16_)?zero_pp_rank_(?P<dp>\d+)_mp_rank_(?P<mp>\d+)_(?P<kind>model|optim)_states\.pt"
+)
 MODEL_NAME = re.compile(r"mp_rank_(?P<mp>\d+)_model_states\.pt")
 LAYER_NAME = re.compile(r"layer_(?P<layer>\d+)-(?:model_\d+-)?model_states\.pt")
-EXPERT_NAME = re.compile(r"(?:layer_-?\d+_expert_\d+_mp_rank_\d+_model_states|expp_rank_\d+_mp_rank_\d+_optim_states)\.pt")
+EXPERT_NAME = re.compile(
+    r"(?:layer_-?\d+_expert_\d+_mp_rank_\d+_model_states|expp_rank_\d+_mp_rank_\d+_optim_states)\.pt"
+)
 
 
 def is_deepspeed_file(name: str) -> bool:

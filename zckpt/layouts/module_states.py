@@ -11,18 +11,19 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from zckpt.catalog import Replica, Role, TensorEntry, Topology
-from zckpt.containers import TensorRef
+from zckpt.containers import Placeholder, TensorRef, brief
 from zckpt.errors import CorruptError, UnsupportedError
 from zckpt.layouts.listing import EXPERT_NAME, LAYER_NAME, Listing
 
 Shape = tuple[int, ...]
 
-_OURS = frozenset(
-    "module buffer_names optimizer param_shapes frozen_param_shapes shared_params frozen_param_fragments lr_scheduler "
-    "data_sampler random_ltd skipped_steps global_steps global_samples dp_world_size mp_world_size ds_config ds_version "
-    "sparse_tensor_module_names csr_tensor_module_names checkpoint_parallel_dimensions num_experts "
-    "universal_checkpoint_info".split()
-)
+_OURS = frozenset((
+    *("module", "buffer_names", "optimizer", "param_shapes", "frozen_param_shapes", "shared_params",),
+    *("frozen_param_fragments", "lr_scheduler", "data_sampler", "random_ltd", "skipped_steps",),
+    *("global_steps", "global_samples", "dp_world_size", "mp_world_size", "ds_config", "ds_version",),
+    *("sparse_tensor_module_names", "csr_tensor_module_names", "checkpoint_parallel_dimensions",),
+    *("num_experts", "universal_checkpoint_info",),
+))  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,15 +157,25 @@ def whole(
     return TensorEntry(name, ref.shape if shape is None else shape, ref.dtype, role, ref.fragments(), replicas)
 
 
-def flatten(state: Mapping[object, object], notes: list[str], prefix: str = "") -> dict[str, TensorRef]:
+_DEEPEST = 64
+"""Dots in a name. State dicts nest a few levels; a dict that holds itself would nest for ever."""
+
+
+def flatten(state: Mapping[str, object], notes: list[str], prefix: str = "") -> dict[str, TensorRef]:
     """A state dict's tensors under dotted names; what is no tensor is left out and said in `notes`."""
     tensors: dict[str, TensorRef] = {}
     for key, value in state.items():
         name = f"{prefix}{key}"
         if isinstance(value, TensorRef):
             tensors[name] = value
-        elif isinstance(value, Mapping):
+        elif isinstance(value, Mapping) and name.count(".") < _DEEPEST:
             tensors.update(flatten(value, notes, name + "."))
+        elif isinstance(value, Placeholder) and "_rebuild" in value.name:
+            raise UnsupportedError(
+                f"a kind of tensor that zckpt does not read, {name!r}",
+                found=str(value),
+                expected="dense, strided tensors are read",
+            )
         else:
             notes.append(f"{name!r} in the state dict is not a tensor ({type(value).__name__}): left out.")
     return tensors
@@ -192,7 +203,9 @@ def _shapes(value: object, file: str) -> dict[str, Shape]:
     shapes: dict[str, Shape] = {}
     for name, shape in as_mapping(value, "param_shapes", file).items():
         if not isinstance(shape, tuple | list) or not all(isinstance(dim, int) for dim in shape):
-            raise CorruptError(f"a shape of {name!r} that is not a list of whole numbers", file=file, found=f"{shape!r:.80}")
+            raise CorruptError(
+                f"a shape of {name!r} that is not a list of whole numbers", file=file, found=brief(shape)
+            )
         shapes[str(name)] = tuple(shape)
     return shapes
 
@@ -200,5 +213,5 @@ def _shapes(value: object, file: str) -> dict[str, Shape]:
 def _shared(value: object, file: str) -> dict[str, str]:
     """A mapping, or a list of pairs."""
     if isinstance(value, list | tuple):
-        value = dict(pair for pair in value if isinstance(pair, list | tuple) and len(pair) == 2)
+        value = {pair[0]: pair[1] for pair in value if isinstance(pair, list | tuple) and len(pair) == 2}
     return {str(dropped): str(kept) for dropped, kept in as_mapping(value or {}, "shared_params", file).items()}

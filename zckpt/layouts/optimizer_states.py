@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from zckpt.containers import TensorRef, enum_value
+from zckpt.containers import TensorRef, brief, enum_value
 from zckpt.errors import CorruptError, IncompleteError, InconsistentError, UnsupportedError, ranges
 from zckpt.layouts.listing import Listing
 from zckpt.layouts.module_states import ModelStates, as_mapping, as_tensor
@@ -99,7 +99,7 @@ def _stage(state: Mapping[str, object], file: str) -> int | None:
     stage = enum_value(state.get("zero_stage"))
     if stage is None or (isinstance(stage, int) and 1 <= stage <= 3):
         return stage
-    raise UnsupportedError("an unknown ZeRO stage", file=file, found=f"{stage!r}", expected="1, 2 and 3 are known")
+    raise UnsupportedError("an unknown ZeRO stage", file=file, found=brief(stage), expected="1, 2 and 3 are known")
 
 
 def _count(value: object) -> int | None:
@@ -111,11 +111,12 @@ def _count(value: object) -> int | None:
 def _paddings(value: object, file: str) -> tuple[tuple[int, ...], ...] | None:
     if value is None:
         return None
-    groups = value if isinstance(value, list | tuple) else [None]
-    for group in groups:
+    groups: list[tuple[int, ...]] = []
+    for group in value if isinstance(value, list | tuple) else [None]:
         if not isinstance(group, list | tuple) or not all(isinstance(n, int) and n >= 0 for n in group):
-            raise CorruptError("alignment paddings that are not whole numbers", file=file, found=f"{group!r:.80}")
-    return tuple(tuple(group) for group in groups)
+            raise CorruptError("alignment paddings that are not whole numbers", file=file, found=brief(group))
+        groups.append(tuple(group))
+    return tuple(groups)
 
 
 def _inner_state(base: object, state: Mapping[str, object]) -> tuple[tuple[str, ...], int | None]:

@@ -26,10 +26,10 @@ from typing import NamedTuple
 class Piece(NamedTuple):
     """Elements [start, start + count) of a parameter, at element `offset` of vector number `index`."""
 
-    index: int
+    index: int  # type: ignore[assignment]  # tuple's method of this name is not needed
     offset: int
     start: int
-    count: int
+    count: int  # type: ignore[assignment]  # tuple's method of this name is not needed
 
 
 def flat_offsets(numels: Sequence[int], paddings: Sequence[int] | None = None) -> tuple[list[int], int]:

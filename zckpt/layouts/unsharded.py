@@ -125,7 +125,9 @@ def _assign(model: ModelStates, groups: Sequence[_Group]) -> tuple[dict[str, Ten
         solutions = solutions or _solutions(reader, candidates, groups, skipping=True)
     if len(solutions) != 1:
         raise InconsistentError(
-            "master weights without names that cannot be told apart" if solutions else "master weights that fit no parameter",
+            "master weights without names that cannot be told apart"
+            if solutions
+            else "master weights that fit no parameter",
             file=model.file,
             found=f"{len(groups)} groups of {sum(group.numel for group in groups):,} elements",
             expected=f"{len(candidates):,} parameters such as {some(name for name, _ in candidates)}",

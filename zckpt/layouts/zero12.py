@@ -14,17 +14,18 @@ from zckpt.catalog import Catalog, Replica, Source, TensorEntry
 from zckpt.containers import TensorRef
 from zckpt.errors import CorruptError, InconsistentError, UnsupportedError
 from zckpt.fragments import Fragment
+from zckpt.layouts.assembly import assemble
 from zckpt.layouts.listing import MODEL_NAME, Listing
 from zckpt.layouts.module_states import ModelStates, Shape, read_model_states, refuse_other_parallelism
 from zckpt.layouts.optimizer_states import OptimizerShard, check_ranks, missing_model_file, read_shards
 from zckpt.layouts.partition import flat_offsets, flat_pieces
-from zckpt.layouts.assembly import assemble
 
-_KNOWN = frozenset(
-    "loss_scaler dynamic_loss_scale overflow clip_grad base_optimizer_state base_optimizer_state_step "
-    "single_partition_of_fp32_groups zero_stage group_paddings groups_padding param_alignment_paddings partition_count "
-    "ds_version param_slice_mappings universal_checkpoint_info ds_config param_shapes".split()
-)
+_KNOWN = frozenset((
+    *("loss_scaler", "dynamic_loss_scale", "overflow", "clip_grad", "base_optimizer_state",),
+    *("base_optimizer_state_step", "single_partition_of_fp32_groups", "zero_stage", "group_paddings",),
+    *("groups_padding", "param_alignment_paddings", "partition_count", "ds_version",),
+    *("param_slice_mappings", "universal_checkpoint_info", "ds_config", "param_shapes",),
+))  # fmt: skip
 
 
 def match(listing: Listing) -> str | None:
@@ -138,7 +139,7 @@ def _group_masters(
             vector = group.vectors[rank]
             fragments.append(Fragment(vector.store, vector.byte_offset + local * dtype.itemsize, start, count))
         weight = model.module.get(name)
-        replicas = ()
+        replicas: tuple[Replica, ...] = ()
         if weight is not None and weight.shape == shape:
             replicas = (Replica(weight.dtype, weight.fragments()),)
         yield name, TensorEntry(name, shape, dtype, "parameter", tuple(fragments), replicas)

@@ -27,10 +27,11 @@ from zckpt.layouts.optimizer_states import (
 )
 from zckpt.layouts.partition import SubGroups, partition_numel, partition_of
 
-_KNOWN = frozenset(
-    "zero_stage loss_scaler dynamic_loss_scale overflow partition_count optimizer_state_dict fp32_flat_groups "
-    "clip_grad ds_version ds_config param_shapes".split()
-)
+_KNOWN = frozenset((
+    *("zero_stage", "loss_scaler", "dynamic_loss_scale", "overflow", "partition_count",),
+    *("optimizer_state_dict", "fp32_flat_groups", "clip_grad", "ds_version", "ds_config",),
+    *("param_shapes",),
+))  # fmt: skip
 
 
 def match(listing: Listing) -> str | None:
