@@ -281,7 +281,7 @@ def _protected(opened: Opened, checkpoint: str, *, beside: bool) -> set[str]:
     return (
         shards
         if beside or not listing.tag or not os.path.isdir(checkpoint)
-        else {*shards, opened.place.home, checkpoint}
+        else {*shards, checkpoint}
     )
 
 
