@@ -278,11 +278,7 @@ def _protected(opened: Opened, checkpoint: str, *, beside: bool) -> set[str]:
     if os.path.isfile(listing.directory):
         return {listing.directory}
     shards = {os.path.dirname(path) for path in listing.files.values()}
-    return (
-        shards
-        if beside or not listing.tag or not os.path.isdir(checkpoint)
-        else {*shards, checkpoint}
-    )
+    return shards if beside or not listing.tag or not os.path.isdir(checkpoint) else {*shards, checkpoint}
 
 
 def _select(catalog: Catalog, options: Options) -> Catalog:
