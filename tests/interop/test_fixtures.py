@@ -80,10 +80,10 @@ def test_one_torch_file(fixture: Path, dtype: str, tmp_path: Path) -> None:
     assert zipfile.ZipFile(tmp_path / "out.bin").testzip() is None
 
 
-@pytest.mark.parametrize("format", ["safetensors", "bin"])
-def test_sharded_directory(fixture: Path, format: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("container", ["safetensors", "bin"])
+def test_sharded_directory(fixture: Path, container: str, tmp_path: Path) -> None:
     wanted, aliases = expected(fixture, "fp32")
-    options = zckpt.Options(format=format, max_shard_size=600)
+    options = zckpt.Options(format=container, max_shard_size=600)
     report = zckpt.convert(fixture / "checkpoint", tmp_path / "out", options=options)
     index = next((tmp_path / "out").glob("*.index.json"), None)
     shards = [path for path, _ in report.files if path.endswith((".safetensors", ".bin"))]
@@ -91,11 +91,11 @@ def test_sharded_directory(fixture: Path, format: str, tmp_path: Path) -> None:
     found: dict[str, torch.Tensor] = {}
     for shard in shards:
         path = tmp_path / "out" / shard
-        found |= load_file(path) if format == "safetensors" else torch.load(path, weights_only=True)
+        found |= load_file(path) if container == "safetensors" else torch.load(path, weights_only=True)
     if index is not None:
         weight_map = json.loads(index.read_text())["weight_map"]
         assert weight_map.keys() == found.keys()
-    if format == "bin":
+    if container == "bin":
         wanted.update({dropped: wanted[kept] for dropped, kept in aliases.items()})
     assert_same(found, wanted)
 
