@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from bits import same_bits
 from safetensors.torch import load_file, save_file
 
 import zckpt
@@ -17,13 +18,6 @@ FIXTURES = [
     if (how.parent / "truth.safetensors").exists()
 ]
 fixtures = pytest.mark.parametrize("fixture", FIXTURES, ids=lambda path: f"{path.parent.name}/{path.name}")
-
-
-def same_bits(a, b):
-    a, b = a.detach().contiguous(), b.detach().contiguous()
-    if a.dtype != b.dtype or a.shape != b.shape:
-        return False
-    return torch.equal(a.reshape(-1).view(torch.uint8), b.reshape(-1).view(torch.uint8)) if a.numel() else True
 
 
 def as_fp32(tensor):

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from bits import same_bits
 from safetensors.torch import load_file, save_file
 
 from zckpt import live
@@ -20,13 +21,6 @@ FIXTURES = [
 ]
 fixtures = pytest.mark.parametrize("fixture", FIXTURES, ids=lambda path: f"{path.parent.name}/{path.name}")
 FLOATS = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
-
-
-def same_bits(a, b):
-    a, b = (x.detach().new_empty(x.shape).copy_(x.detach()) for x in (a, b))
-    if a.dtype != b.dtype or a.shape != b.shape:
-        return False
-    return torch.equal(a.reshape(-1).view(torch.uint8), b.reshape(-1).view(torch.uint8)) if a.numel() else True
 
 
 def blank(tensor, dtype, strided):
