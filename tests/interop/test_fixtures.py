@@ -157,8 +157,11 @@ def test_same_as_deepspeeds_own_script(path: Path) -> None:
 
         try:
             wanted = theirs(str(path / "checkpoint"))
-        except RuntimeError as error:  # it maps files into memory, which torch's older form does not allow
-            assert path.name.startswith("legacy") and "mmap" in str(error)
+        except (RuntimeError, AttributeError) as error:
+            # Where theirs fails and ours does not: it maps torch's older file form into memory, and imports the classes
+            # of the user's client state.
+            failures = {"legacy_w2": "mmap", "client_state_w2": "Settings"}
+            assert failures.get(path.name, "none is expected here") in str(error)
             return
     found = zckpt.get_fp32_state_dict_from_zero_checkpoint(str(path / "checkpoint"))
     how = json.loads((path / "how.json").read_text())
