@@ -147,12 +147,12 @@ def _float8(byte: int, name: str) -> float:
     }[name]  # fmt: skip
     mantissa_bits = 7 - exponent_bits
     exponent, mantissa = (byte & 127) >> mantissa_bits, byte & ((1 << mantissa_bits) - 1)
+    sign = -1.0 if byte & 128 else 1.0
     if name.endswith("FNUZ"):
         if byte == 128:
             return math.nan
     elif name == "F8_E5M2" and exponent == 31:
-        return math.nan if mantissa else math.copysign(math.inf, -1 if byte & 128 else 1)
+        return math.copysign(math.nan if mantissa else math.inf, sign)
     elif name == "F8_E4M3" and byte & 127 == 127:
-        return math.nan
-    value = math.ldexp((1 << mantissa_bits if exponent else 0) + mantissa, (exponent or 1) - bias - mantissa_bits)
-    return -value if byte & 128 else value
+        return math.copysign(math.nan, sign)
+    return sign * math.ldexp((1 << mantissa_bits if exponent else 0) + mantissa, (exponent or 1) - bias - mantissa_bits)

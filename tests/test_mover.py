@@ -1,0 +1,447 @@
+"""Every engine moves the same bytes: reference, native portable and native vector, on any number of threads."""
+
+from __future__ import annotations
+
+import errno
+import itertools
+import os
+import signal
+import struct
+import subprocess
+import sys
+import textwrap
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from zckpt import dtypes
+from zckpt._core import cast as native_cast
+from zckpt._core import crc32, crc32_combine, has_vector_paths, inject, use_vector_paths
+from zckpt.catalog import TensorEntry
+from zckpt.dtypes import BF16, BY_NAME, F16, F32, F64, DType
+from zckpt.errors import CorruptError, InconsistentError, OutputError, UnsupportedError
+from zckpt.fragments import FileStore, Fragment, MemoryStore
+from zckpt.mover import run
+from zckpt.mover_reference import cast as reference_cast
+from zckpt.plan import Checksum, OutputFile, Plan
+
+ENGINES = [("reference", 1, True), ("native", 1, False), ("native", 2, True), ("native", 4, True)]
+
+
+@pytest.fixture(params=ENGINES, ids=lambda p: f"{p[0]}-{p[1]}-{'vector' if p[2] else 'portable'}")
+def engine(request: pytest.FixtureRequest) -> Iterator[dict[str, object]]:
+    name, threads, vector = request.param
+    use_vector_paths(vector)
+    yield {"engine": name, "threads": threads, "window": 4096}
+    use_vector_paths(True)
+
+
+@pytest.fixture(autouse=True)
+def no_faults() -> Iterator[None]:
+    yield
+    inject(False, 0, 0)
+    inject(True, 0, 0)
+
+
+def source_file(path: Path, data: bytes, byteorder: str = "little") -> FileStore:
+    path.write_bytes(data)
+    return FileStore.of(path, byteorder)
+
+
+def whole(name: str, shape: tuple[int, ...], dtype: DType, store: object, offset: int = 0) -> TensorEntry:
+    numel = int(np.prod(shape, dtype=np.int64))
+    return TensorEntry(name, shape, dtype, "parameter", (Fragment(store, offset, 0, numel),) if numel else ())
+
+
+def one_file(size: int, **more: object) -> tuple[OutputFile, FileStore]:
+    return OutputFile("out", size, **more), FileStore("out", size)
+
+
+# ---- routes --------------------------------------------------------------------------------------------------------
+
+
+@settings(max_examples=25, deadline=None)
+@given(data=st.data())
+def test_any_cut_of_any_tensors_comes_out_whole(data: st.DataObject, tmp_path_factory: pytest.TempPathFactory) -> None:
+    draw = data.draw
+    root = tmp_path_factory.mktemp("m")
+    pairs, offset = [], 100
+    sizes = draw(st.lists(st.integers(0, 3000), min_size=1, max_size=6))
+    total = 100 + sum(4 * n for n in sizes) + 37
+    output = OutputFile("out", total, ((0, bytes(range(100))), (total - 37, b"z" * 37)))
+    store = FileStore("out", total)
+    rng = np.random.default_rng(draw(st.integers(0, 1 << 30)))
+    expected = bytes(range(100))
+    world = draw(st.integers(1, 5))
+    for index, numel in enumerate(sizes):
+        values = rng.standard_normal(numel).astype("<f4").tobytes()
+        expected += values
+        cuts = sorted({0, numel, *(int(c) for c in rng.integers(0, numel + 1, world))})
+        fragments = []
+        for number, (low, high) in enumerate(itertools.pairwise(cuts)):
+            path = root / f"s{index}_{number}"
+            big = draw(st.booleans())
+            piece = np.frombuffer(values[4 * low : 4 * high], "<f4")
+            stored = source_file(
+                path, b"pad" + piece.astype(">f4" if big else "<f4").tobytes(), "big" if big else "little"
+            )
+            fragments.append(Fragment(stored, 3, low, high - low))
+        source = TensorEntry(str(index), (numel,), F32, "parameter", tuple(fragments))
+        pairs.append((source, whole(str(index), (numel,), F32, store, offset)))
+        offset += 4 * numel
+    expected += b"z" * 37
+    for name, threads, vector in ENGINES:
+        use_vector_paths(vector)
+        out = root / f"{name}{threads}{vector}"
+        out.mkdir()
+        run(Plan(((output, store),), pairs), str(out), engine=name, threads=threads, window=4096)
+        assert (out / "out").read_bytes() == expected
+    use_vector_paths(True)
+
+
+@pytest.mark.parametrize("dtype", [BF16, F32, F64, BY_NAME["I64"], BY_NAME["C64"], BY_NAME["BOOL"]])
+def test_transposed_and_broadcast_sources(engine: dict[str, object], dtype: DType, tmp_path: Path) -> None:
+    rows, columns = 37, 53
+    data = os.urandom(rows * columns * dtype.itemsize)
+    store = source_file(tmp_path / "s", data)
+    transposed = tuple(Fragment(store, r * dtype.itemsize, r * columns, 1, columns, 1, rows) for r in range(rows))
+    broadcast = (Fragment(store, 5 * dtype.itemsize, 0, 1, rows * columns, 1, 0),)
+    size = 2 * len(data)
+    output, to = one_file(size)
+    pairs = [
+        (TensorEntry("t", (rows, columns), dtype, "parameter", transposed), whole("t", (rows, columns), dtype, to)),
+        (
+            TensorEntry("b", (rows, columns), dtype, "parameter", broadcast),
+            whole("b", (rows, columns), dtype, to, size // 2),
+        ),
+    ]
+    run(Plan(((output, to),), pairs), str(tmp_path), **engine)
+    raw = np.frombuffer(data, f"V{dtype.itemsize}")
+    wanted = raw.reshape(columns, rows).T.tobytes() + raw[5:6].tobytes() * (rows * columns)
+    assert (tmp_path / "out").read_bytes() == wanted
+
+
+def test_boxes_into_pitched_files(engine: dict[str, object], tmp_path: Path) -> None:
+    tensor = np.arange(20 * 64, dtype="<i4").reshape(20, 64)
+    halves = [np.ascontiguousarray(tensor[:, :32]), np.ascontiguousarray(tensor[:, 32:])]
+    stores = [source_file(tmp_path / f"s{i}", half.tobytes()) for i, half in enumerate(halves)]
+    i32 = BY_NAME["I32"]
+    fragments = tuple(Fragment(s, 0, 32 * i, 32, 20, 64, 32) for i, s in enumerate(stores))
+    source = TensorEntry("x", (20, 64), i32, "parameter", fragments)
+    tops = [(OutputFile(f"o{i}", 20 * 16 * 4), FileStore(f"o{i}", 20 * 16 * 4)) for i in range(4)]
+    boxes = tuple(Fragment(store, 0, 16 * i, 16, 20, 64, 16) for i, (_, store) in enumerate(tops))
+    run(Plan(tuple(tops), [(source, TensorEntry("x", (20, 64), i32, "parameter", boxes))]), str(tmp_path), **engine)
+    for i in range(4):
+        assert (tmp_path / f"o{i}").read_bytes() == tensor[:, 16 * i : 16 * i + 16].tobytes()
+
+
+def test_memory_on_both_sides(engine: dict[str, object]) -> None:
+    a = np.arange(5000, dtype=np.float32)
+    b = np.zeros((100, 100), np.float32)
+    source = whole("x", (50, 100), F32, MemoryStore(a.ctypes.data, a.nbytes, a))
+    store = MemoryStore(b.ctypes.data, b.nbytes, b)
+    every_other_row = tuple(Fragment(store, 0, 0, 100, 50, 100, 200) for _ in range(1))
+    run(Plan((), [(source, TensorEntry("x", (50, 100), F32, "parameter", every_other_row))]), "", **engine)
+    assert (b[::2] == a.reshape(50, 100)).all() and not b[1::2].any()
+    c = np.zeros((50, 100, 2), np.float32)
+    strided = (Fragment(MemoryStore(c.ctypes.data, c.nbytes, c), 4, 0, 1, 5000, 1, 2),)
+    run(Plan((), [(source, TensorEntry("x", (50, 100), F32, "parameter", strided))]), "", **engine)
+    assert (c[..., 1].ravel() == a).all() and not c[..., 0].any()
+
+
+def test_checksums_and_direct_writes(engine: dict[str, object], tmp_path: Path) -> None:
+    data = os.urandom((3 << 20) + 4 * 777)
+    store = source_file(tmp_path / "s", data)
+    size = 64 + len(data) + 13
+    output = OutputFile(
+        "out", size, ((0, b"h" * 64), (size - 13, b"t" * 13)), (Checksum(64, len(data), (8, size - 8)),)
+    )
+    to = FileStore("out", size)
+    pair = (whole("x", (len(data) // 4,), F32, store), whole("x", (len(data) // 4,), F32, to, 64))
+    for window in (4096, 1 << 20):
+        directory = tmp_path / str(window)
+        directory.mkdir()
+        report = run(Plan(((output, to),), [pair]), str(directory), **{**engine, "window": window})
+        crc = struct.pack("<I", zlib.crc32(data))
+        wanted = bytearray(b"h" * 64 + data + b"t" * 13)
+        wanted[8:12] = wanted[size - 8 : size - 4] = crc
+        assert (directory / "out").read_bytes() == bytes(wanted)
+        assert report.bytes_read == len(data)
+
+
+def test_files_follow_the_umask(engine: dict[str, object], tmp_path: Path) -> None:
+    old = os.umask(0o027)
+    try:
+        run(Plan((one_file(3, literals=((0, b"abc"),)),), []), str(tmp_path), **engine)
+    finally:
+        os.umask(old)
+    assert (tmp_path / "out").stat().st_mode & 0o777 == 0o640
+
+
+# ---- casts ---------------------------------------------------------------------------------------------------------
+
+TORCH = {F32: torch.float32, F16: torch.float16, BF16: torch.bfloat16, F64: torch.float64}
+ALL_16_BITS = np.arange(65536, dtype="<u2").tobytes()
+
+
+def boundaries() -> bytes:
+    """fp32 numbers around every bf16 and fp16 number and every midpoint between two."""
+    around = np.array([-1, 0, 1], np.int64)
+    bf16 = (np.arange(65536, dtype=np.int64) << 16)[:, None] + np.array([0, 0x8000])
+    half = np.arange(65536, dtype=np.uint16).view(np.float16).astype(np.float32).view(np.uint32).astype(np.int64)
+    half = half[:, None] + np.array([0, 0x800, 0x1000])
+    bits = np.concatenate([(x[..., None] + around).ravel() for x in (bf16, half)])
+    return (bits & 0xFFFFFFFF).astype("<u4").tobytes()
+
+
+def inputs() -> list[tuple[DType, bytes]]:
+    rng = np.random.default_rng(1)
+    random = rng.integers(0, 1 << 32, 1 << 20, dtype=np.uint32).astype("<u4").tobytes()
+    double = np.concatenate([rng.standard_normal(5000) * 10.0**k for k in range(-320, 300, 10)])
+    special = np.array([0.0, -0.0, np.inf, -np.inf, np.nan, 3.5e38, -3.5e38, 65519.99, 65520.0, 5e-324])
+    eights = [(BY_NAME[n], bytes(range(256))) for n in ("F8_E4M3", "F8_E5M2", "F8_E4M3FNUZ", "F8_E5M2FNUZ")]
+    return [
+        (F32, random), (F32, boundaries()), (F16, ALL_16_BITS), (BF16, ALL_16_BITS),
+        (F64, np.concatenate([double, special]).astype("<f8").tobytes()), *eights,
+    ]  # fmt: skip
+
+
+def as_torch(data: bytes, dtype: DType) -> torch.Tensor:
+    return torch.frombuffer(bytearray(data), dtype=getattr(torch, dtype.torch_name))
+
+
+@pytest.mark.parametrize("target", [F32, F16, BF16], ids=str)
+def test_casts_are_torchs_to_the_bit(target: DType) -> None:
+    for source, data in inputs():
+        if source == target:
+            continue
+        use_vector_paths(True)
+        found, count, largest = native_cast(source.number, target.number, data)
+        ours, theirs = as_torch(found, target), as_torch(data, source).to(TORCH[target])
+        nan = theirs.isnan()
+        assert torch.equal(ours.isnan(), nan), source
+        unsigned = torch.int32 if target == F32 else torch.int16
+        assert torch.equal(ours.view(unsigned)[~nan], theirs.view(unsigned)[~nan]), source
+        wide = as_torch(data, source).double()
+        lost = theirs.isinf() & wide.isfinite()
+        assert count == int(lost.sum()), source
+        assert largest == (float(wide[lost].abs().max()) if count else 0.0), source
+
+
+@pytest.mark.parametrize("clamp", [False, True])
+@pytest.mark.parametrize("target", [F32, F16, BF16], ids=str)
+def test_all_paths_give_the_same_bits(target: DType, clamp: bool) -> None:
+    assert has_vector_paths() in (True, False)
+    for source, data in inputs():
+        if source == target:
+            continue
+        data = data[: 1 << 20]
+        use_vector_paths(False)
+        portable = native_cast(source.number, target.number, data, clamp)
+        use_vector_paths(True)
+        assert native_cast(source.number, target.number, data, clamp) == portable, source
+        assert reference_cast(data, source, target, "little", clamp) == portable, source
+        if clamp:
+            out, wide = as_torch(portable[0], target), as_torch(data, source).double()
+            assert not (out.isinf() & wide.isfinite()).any()
+
+
+def test_a_cast_in_a_move_reports_its_overflows(engine: dict[str, object], tmp_path: Path) -> None:
+    values = np.array([1.0, 70000.0, -1e30, np.inf, np.nan, 65504.0] * 1000, "<f4")
+    store = source_file(tmp_path / "s", values.tobytes())
+    output, to = one_file(values.size * 2)
+    pair = (whole("x", (6000,), F32, store), whole("x", (6000,), F16, to))
+    report = run(Plan(((output, to),), [pair]), str(tmp_path), **engine)
+    assert {n: (o.count, o.largest) for n, o in report.overflows.items()} == {0: (2000, float(np.float32(1e30)))}
+    (tmp_path / "out").unlink()
+    run(Plan(((output, to),), [pair]), str(tmp_path), **engine, overflow="clamp")
+    clamped = np.frombuffer((tmp_path / "out").read_bytes(), "<f2")[:6]
+    assert clamped[[1, 2, 3]].tolist() == [65504.0, -65504.0, np.inf]
+
+
+def test_no_cast_of_integers(tmp_path: Path) -> None:
+    store = source_file(tmp_path / "s", bytes(8))
+    output, to = one_file(4)
+    pair = (whole("x", (1,), BY_NAME["I64"], store), whole("x", (1,), F32, to))
+    with pytest.raises(UnsupportedError):
+        run(Plan(((output, to),), [pair]), str(tmp_path))
+    assert not (tmp_path / "out").exists()
+
+
+def test_the_core_numbers_dtypes_alike() -> None:
+    for dtype in dtypes.ALL:
+        if dtype.kind == "float" and dtype != F32:
+            assert len(native_cast(dtype.number, F32.number, bytes(8 * dtype.itemsize))[0]) == 32
+
+
+@given(a=st.binary(max_size=300), b=st.binary(max_size=300))
+def test_crc(a: bytes, b: bytes) -> None:
+    assert crc32(a) == zlib.crc32(a)
+    assert crc32_combine(zlib.crc32(a), zlib.crc32(b), len(b)) == zlib.crc32(a + b)
+
+
+# ---- faults --------------------------------------------------------------------------------------------------------
+
+
+def job(tmp_path: Path) -> tuple[Plan, bytes]:
+    data = os.urandom(64 << 10)
+    store = source_file(tmp_path / "s", data)
+    output, to = one_file(len(data))
+    return Plan(((output, to),), [(whole("x", (16384,), F32, store), whole("x", (16384,), F32, to))]), data
+
+
+@pytest.mark.parametrize("nth", [1, 2, 5, 12])
+@pytest.mark.parametrize("write", [False, True], ids=["read", "write"])
+@pytest.mark.parametrize("kind", [-2, errno.EINTR], ids=["short", "EINTR"])
+def test_short_counts_and_signals_do_no_harm(write: bool, kind: int, nth: int, tmp_path: Path) -> None:
+    plan, data = job(tmp_path)
+    inject(write, nth, kind)
+    run(plan, str(tmp_path), engine="native", window=4096)
+    assert (tmp_path / "out").read_bytes() == data
+
+
+@pytest.mark.parametrize("nth", [1, 2, 5, 12])
+def test_errors_of_the_disk_are_told(nth: int, tmp_path: Path) -> None:
+    plan, _ = job(tmp_path)
+    inject(False, nth, errno.EIO)
+    with pytest.raises(CorruptError) as caught:
+        run(plan, str(tmp_path), engine="native", window=4096)
+    assert caught.value.file == str(tmp_path / "s") and caught.value.byte_offset is not None
+    (tmp_path / "out").unlink()
+    inject(True, nth, errno.ENOSPC)
+    with pytest.raises(OutputError, match="full"):
+        run(plan, str(tmp_path), engine="native", window=4096)
+
+
+def test_a_source_that_shrank(engine: dict[str, object], tmp_path: Path) -> None:
+    plan, data = job(tmp_path)
+    store = plan.pairs[0][0].fragments[0].store
+    before = os.stat(store.path)
+    os.truncate(store.path, len(data) - 100)
+    os.utime(store.path, ns=(before.st_atime_ns, before.st_mtime_ns))
+    with pytest.raises(CorruptError, match="ends too early"):
+        run(plan, str(tmp_path), **engine)
+
+
+def test_a_source_that_changed(engine: dict[str, object], tmp_path: Path) -> None:
+    plan, data = job(tmp_path)
+    (tmp_path / "s").write_bytes(data)
+    os.utime(tmp_path / "s", ns=(1, 1))
+    with pytest.raises(InconsistentError, match="changed"):
+        run(plan, str(tmp_path), **engine)
+
+
+def child(code: str, *arguments: object) -> subprocess.Popen[str]:
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[1]), *sys.path])}
+    command = [sys.executable, "-c", textwrap.dedent(code), *map(str, arguments)]
+    return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+CHILD = """
+    import os, sys
+    from zckpt.catalog import TensorEntry
+    from zckpt.dtypes import F32
+    from zckpt.fragments import FileStore, Fragment
+    from zckpt.mover import run
+    from zckpt.plan import OutputFile, Plan
+    root, megabytes = sys.argv[1], int(sys.argv[2])
+    source = os.path.join(root, "s")
+    with open(source, "wb") as file:
+        file.truncate(megabytes << 20)
+    numel = (megabytes << 20) // 4
+    store, to = FileStore.of(source), FileStore("out", megabytes << 20)
+    entry = lambda s: TensorEntry("x", (numel,), F32, "parameter", (Fragment(s, 0, 0, numel),))
+    plan = Plan(((OutputFile("out", megabytes << 20), to),), [(entry(store), entry(to))])
+"""
+
+
+def test_a_file_size_limit_is_a_full_disk(tmp_path: Path) -> None:
+    code = (
+        CHILD
+        + """
+    import resource
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4 << 20, 4 << 20))
+    try:
+        run(plan, root)
+    except Exception as error:
+        print(type(error).__name__)
+    """
+    )
+    (tmp_path / "s").touch()
+    out, err = child(
+        code.replace("file.truncate(megabytes << 20)", "file.truncate(8 << 20)"), tmp_path, 8
+    ).communicate()
+    assert out.strip() == "OutputError", err
+
+
+def test_ctrl_c_stops_it(tmp_path: Path) -> None:
+    code = (
+        CHILD
+        + """
+    from zckpt._core import inject
+    import threading, signal
+    told = []
+    def progress(n):
+        if not told and n:
+            told.append(n)
+            os.kill(os.getpid(), signal.SIGINT)
+    try:
+        run(plan, root, progress=progress, window=4096, threads=1)
+    except KeyboardInterrupt:
+        print("stopped")
+    """
+    )
+    out, err = child(code, tmp_path, 256).communicate(timeout=60)
+    assert out.strip() == "stopped", err
+    assert signal.SIGINT
+
+
+def test_memory_does_not_grow_with_the_job(tmp_path: Path) -> None:
+    code = (
+        CHILD
+        + """
+    run(plan, root, threads=4)
+    print([line.split()[1] for line in open("/proc/self/status") if line.startswith("VmHWM")][0])
+    """
+    )
+    peaks = []
+    for megabytes in (20, 400):
+        directory = tmp_path / str(megabytes)
+        directory.mkdir()
+        out, err = child(code, directory, megabytes).communicate()
+        peaks.append(int(out or -1))
+        assert peaks[-1] > 0, err
+    assert peaks[1] - peaks[0] < 24 << 10
+    assert peaks[1] < 150 << 10
+
+
+def test_more_sources_than_descriptors(tmp_path: Path) -> None:
+    code = """
+    import os, resource, sys
+    resource.setrlimit(resource.RLIMIT_NOFILE, (700, 700))
+    from zckpt.catalog import TensorEntry
+    from zckpt.dtypes import F32
+    from zckpt.fragments import FileStore, Fragment
+    from zckpt.mover import run
+    from zckpt.plan import OutputFile, Plan
+    root, n = sys.argv[1], 1500
+    stores = []
+    for i in range(n):
+        path = os.path.join(root, f"s{i}")
+        open(path, "wb").write(i.to_bytes(4, "little"))
+        stores.append(FileStore.of(path))
+    source = TensorEntry("x", (n,), F32, "parameter", tuple(Fragment(s, 0, i, 1) for i, s in enumerate(stores)))
+    to = FileStore("out", 4 * n)
+    target = TensorEntry("x", (n,), F32, "parameter", (Fragment(to, 0, 0, n),))
+    run(Plan(((OutputFile("out", 4 * n), to),), [(source, target)]), root)
+    data = open(os.path.join(root, "out"), "rb").read()
+    print(data == b"".join(i.to_bytes(4, "little") for i in range(n)))
+    """
+    out, err = child(code, tmp_path).communicate()
+    assert out.strip() == "True", err
