@@ -55,7 +55,7 @@ def check_output(out: str, *, single: bool, overwrite: bool, protected: Iterable
             remedy="Nothing was changed. A name ending in .safetensors, .bin or .pt is written as one file, "
             "anything else as a directory.",
         )
-    if (single and not overwrite) or (not single and not overwrite and any(os.scandir(out))):
+    if (single and not overwrite) or (not single and not overwrite and os.listdir(out)):
         state = "is there already" if single else "is there already and is not empty"
         raise OutputError(
             "an output that exists",
