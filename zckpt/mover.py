@@ -2,7 +2,7 @@
 
 For every job that moves weights. There are two engines. The native one (`zckpt._core`, C++) works on threads in constant
 memory; the reference one (`mover_reference`, Python) is slow, obviously right, and what the native one is tested against.
-A plan is streamed: at most `_BATCH` moves and `_MOST_STORES` sources are in memory at a time.
+A plan is streamed, batch by batch (`batches`).
 """
 
 from __future__ import annotations
@@ -10,17 +10,17 @@ from __future__ import annotations
 import errno
 import os
 import struct
-import sys
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Literal, NoReturn
 
+from zckpt.batches import MOST_STORES, Batch, batches
 from zckpt.dtypes import CAST_TARGETS
 from zckpt.errors import CorruptError, InconsistentError, OutputError, UnsupportedError, ZckptError
-from zckpt.fragments import FileStore, Store
+from zckpt.fragments import FileStore
 from zckpt.mover_reference import run_batch as reference_batch
-from zckpt.plan import Move, OutputFile, Plan
+from zckpt.plan import OutputFile, Plan
 
 try:
     from zckpt._core import crc32_combine
@@ -28,18 +28,12 @@ try:
 except ImportError:  # pragma: no cover - depends on the build
     native_run = None  # type: ignore[assignment]
 
-_BATCH = 16384
-_MOST_STORES = 512
 WINDOW_BYTES = 4 << 20
 """Bytes of an output file gathered and written at once, per thread. Measured: 1 to 16 MiB differ little on ext4 with
 direct I/O and on tmpfs; 4 MiB keeps memory low and writes large."""
 
 THREADS = min(4, max(2, os.cpu_count() or 1))
 
-_STORE = struct.Struct("=qqQQ")
-_MOVE = struct.Struct("=IIQQQQqqqqIBBBB")
-_LITERAL = struct.Struct("=IIQQQ")
-_RANGE = struct.Struct("=IIQQ")
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
@@ -85,10 +79,27 @@ class _Files:
         self.sources.clear()
         self.destinations.clear()
 
-    def source(self, store: FileStore) -> int:
-        """A descriptor to read from; the file must be the one that was planned with."""
-        if store.path not in self.sources:
-            while len(self.sources) >= _MOST_STORES:
+    def descriptors(self, batch: Batch) -> list[tuple[int, int]]:
+        """A plain and a direct descriptor for each store of a batch; -1 for none."""
+        found: list[tuple[int, int]] = []
+        for store in batch.stores:
+            if not isinstance(store, FileStore):
+                found.append((-1, -1))
+            elif id(store) in self.destinations:
+                found.append(self.destinations[id(store)][1:])
+            else:
+                found.append((self._source(store), -1))
+        return found
+
+    def _source(self, store: FileStore) -> int:
+        """A descriptor to read from; the file must be the one that was planned with.
+
+        The least recently used is closed where there are too many, so never one of the batch in progress.
+        """
+        if store.path in self.sources:
+            self.sources[store.path] = self.sources.pop(store.path)
+        else:
+            while len(self.sources) >= MOST_STORES:
                 os.close(self.sources.pop(next(iter(self.sources))))
             try:
                 self.sources[store.path] = os.open(store.path, os.O_RDONLY | os.O_CLOEXEC)
@@ -163,10 +174,12 @@ def run(
         try:
             for output, store in plan.files:
                 files.destinations[id(store)] = _create(root, output)
-            for batch in _batches(plan):
-                done = batch.run(
-                    files, chosen, threads or THREADS, window, overflow == "clamp", _after(progress, written), sums
-                )
+            for batch in batches(plan):
+                told = _after(progress, written)
+                if chosen == "reference":
+                    done = _run_reference(batch, files, overflow == "clamp", told)
+                else:
+                    done = _run_native(batch, files, threads or THREADS, window, overflow == "clamp", told, sums)
                 for tensor, count, largest in done:
                     old = overflows.get(tensor, Overflow(0, 0.0))
                     overflows[tensor] = Overflow(old.count + count, max(old.largest, largest))
@@ -189,7 +202,7 @@ def _raise_file_limit() -> None:
     import resource
 
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = 2 * _MOST_STORES + 256
+    wanted = 2 * MOST_STORES + 256
     if soft != resource.RLIM_INFINITY and soft < wanted and (hard == resource.RLIM_INFINITY or hard > soft):
         resource.setrlimit(
             resource.RLIMIT_NOFILE, (wanted if hard == resource.RLIM_INFINITY else min(wanted, hard), hard)
@@ -220,82 +233,35 @@ def _is_tmpfs(path: str) -> bool:
     return os.major(os.stat(path).st_dev) == 0 and os.statvfs(path).f_frsize == os.sysconf("SC_PAGE_SIZE")
 
 
-@dataclass(slots=True)
-class Batch:
-    """Some moves and literals, with the stores they name; both engines take the same."""
+def _run_reference(
+    batch: Batch, files: _Files, clamp: bool, progress: Callable[[int], None] | None
+) -> list[tuple[int, int, float]]:
+    """Returns overflows: (pair's number, count, largest)."""
+    done = reference_batch(batch.stores, files.descriptors(batch), batch.moves, batch.literals, clamp)
+    if progress:
+        progress(batch.nbytes)
+    return done
 
-    stores: list[Store] = field(default_factory=list[Store])
-    moves: list[tuple[int, int, Move]] = field(default_factory=list[tuple[int, int, Move]])
-    literals: list[tuple[int, int, bytes]] = field(default_factory=list[tuple[int, int, bytes]])
-    ranges: list[tuple[int, int, int, int]] = field(default_factory=list[tuple[int, int, int, int]])
-    nbytes: int = 0
-    _numbers: dict[int, int] = field(default_factory=dict[int, int])
 
-    def number(self, store: Store) -> int:
-        """The store's number in this batch."""
-        known = self._numbers.get(id(store))
-        if known is None:
-            known = self._numbers[id(store)] = len(self.stores)
-            self.stores.append(store)
-        return known
-
-    def add(self, move: Move) -> None:
-        """One more move."""
-        self.moves.append((self.number(move.src), self.number(move.dst), move))
-        self.nbytes += move.count * move.rows * move.dst_dtype.itemsize
-
-    def run(
-        self,
-        files: _Files,
-        engine: str,
-        threads: int,
-        window: int,
-        clamp: bool,
-        progress: Callable[[int], None] | None,
-        sums: dict[int, list[tuple[int, int, int]]],
-    ) -> list[tuple[int, int, float]]:
-        """Moves the bytes; adds partial CRCs to `sums` (range -> (offset, length, crc)); returns overflows."""
-        descriptors: list[tuple[int, int]] = []
-        for store in self.stores:
-            if not isinstance(store, FileStore):
-                descriptors.append((-1, -1))
-            elif id(store) in files.destinations:
-                descriptors.append(files.destinations[id(store)][1:])
-            else:
-                descriptors.append((files.source(store), -1))
-        if engine == "reference":
-            done = reference_batch(self.stores, descriptors, self.moves, self.literals, clamp)
-            if progress:
-                progress(self.nbytes)
-            return done
-        failure, crcs, overflows = native_run(
-            b"".join(_pack_store(s, fds) for s, fds in zip(self.stores, descriptors, strict=True)),
-            b"".join(_pack_move(*move) for move in self.moves),
-            *self._pack_literals(),
-            threads=threads,
-            window=window,
-            clamp=clamp,
-            progress=progress,
-        )
-        if failure[0]:
-            self._failed(*failure)
-        for number, crc, offset, length in crcs:
-            sums.setdefault(number, []).append((offset, length, crc))
-        return list(overflows)
-
-    def _pack_literals(self) -> tuple[bytes, bytes, bytes]:
-        packed, at = [], 0
-        for number, offset, data in self.literals:
-            packed.append(_LITERAL.pack(number, 0, offset, len(data), at))
-            at += len(data)
-        ranges = b"".join(_RANGE.pack(*numbers) for numbers in sorted(self.ranges, key=lambda r: (r[0], r[2])))
-        return b"".join(packed), ranges, b"".join(data for _, _, data in self.literals)
-
-    def _failed(self, kind: str, number: int, store: int, offset: int) -> NoReturn:
-        where = str(self.stores[store])
-        if kind == "write":
-            raise OSError(number, os.strerror(number), where)
-        raise read_error(where, number, offset)
+def _run_native(
+    batch: Batch,
+    files: _Files,
+    threads: int,
+    window: int,
+    clamp: bool,
+    progress: Callable[[int], None] | None,
+    sums: dict[int, list[tuple[int, int, int]]],
+) -> list[tuple[int, int, float]]:
+    """Adds partial CRCs to `sums` (range -> (offset, length, crc)); returns overflows."""
+    (kind, number, store, offset), crcs, overflows = native_run(
+        *batch.packed(files.descriptors(batch)), threads=threads, window=window, clamp=clamp, progress=progress
+    )
+    if kind:
+        where = str(batch.stores[store])
+        raise OSError(number, os.strerror(number), where) if kind == "write" else read_error(where, number, offset)
+    for number, crc, offset, length in crcs:
+        sums.setdefault(number, []).append((offset, length, crc))
+    return list(overflows)
 
 
 def read_error(path: str, number: int, offset: int) -> ZckptError:
@@ -310,55 +276,6 @@ def read_error(path: str, number: int, offset: int) -> ZckptError:
         "a file that cannot be read", file=path, found=f"{os.strerror(number)} at byte {offset:,}", byte_offset=offset,
         remedy="Check the disk, and copy that file again.",
     )  # fmt: skip
-
-
-def _pack_store(store: Store, fds: tuple[int, int]) -> bytes:
-    return _STORE.pack(*fds, 0 if isinstance(store, FileStore) else store.address, store.size)
-
-
-def _pack_move(src: int, dst: int, m: Move) -> bytes:
-    a, b = m.src_dtype, m.dst_dtype
-    swap = a.component if m.src.byteorder != sys.byteorder and a.component > 1 else 0
-    steps = (m.src_pitch, m.dst_pitch, m.src_step * a.itemsize, m.dst_step * b.itemsize)
-    return _MOVE.pack(
-        src, dst, m.src_offset, m.dst_offset, m.count, m.rows, *steps, m.tensor, a.number, b.number, swap, 0
-    )
-
-
-def _batches(plan: Plan) -> Iterator[Batch]:
-    """The plan in parts of bounded size; each file's literals come with its first moves."""
-    ranges = _ranges(plan)
-    pending = {id(store): (output, store) for output, store in plan.files}
-    by_store: dict[int, list[tuple[int, int, int]]] = {}
-    for number, (store, start, nbytes) in enumerate(ranges):
-        by_store.setdefault(id(store), []).append((number, start, nbytes))
-    batch = Batch()
-
-    def attend(store: Store) -> None:
-        number = batch.number(store)
-        if id(store) in pending:
-            output, _ = pending.pop(id(store))
-            for offset, data in output.literals:
-                batch.literals.append((number, offset, data))
-                batch.nbytes += len(data)
-
-    for move in plan.moves():
-        if id(move.dst) not in batch._numbers:
-            attend(move.dst)
-            number = batch.number(move.dst)
-            batch.ranges += [(number, *numbers) for numbers in by_store.get(id(move.dst), ())]
-        batch.add(move)
-        if len(batch.moves) >= _BATCH or len(batch.stores) >= _MOST_STORES:
-            yield batch
-            batch = Batch()
-    for _, store in list(pending.values()):
-        attend(store)
-    if batch.stores:
-        yield batch
-
-
-def _ranges(plan: Plan) -> list[tuple[FileStore, int, int]]:
-    return [(store, sum_.start, sum_.nbytes) for output, store in plan.files for sum_ in output.checksums]
 
 
 def _finish(plan: Plan, files: _Files, sums: dict[int, list[tuple[int, int, int]]], engine: str) -> None:

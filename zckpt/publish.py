@@ -14,7 +14,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
-import secrets
 import shutil
 from collections.abc import Iterable
 from types import TracebackType
@@ -110,7 +109,7 @@ class Staging:
         self._single = single
         self._merge = merge and not single and os.path.isdir(self.out)
         self._made: list[str] = []
-        self.directory = os.path.join(self.parent, f".{self.name}.zckpt-{os.getpid()}-{secrets.token_hex(4)}")
+        self.directory = os.path.join(self.parent, f".{self.name}.zckpt-{os.getpid()}-{os.urandom(4).hex()}")
 
     def __enter__(self) -> Staging:
         try:

@@ -81,28 +81,49 @@ def read_pickle(
 
 
 def _run(machine: Machine) -> object:
-    """Carries out one opcode after another. Two thirds of all opcodes in torch's files are the five done right here."""
-    data, end, stack, memo = machine.data, len(machine.data), machine.stack, machine.memo
-    long_put, put, get, small_int, mark = b"rqhK("
+    """Carries out one opcode after another. Nine tenths of all opcodes in torch's files are the ten done right here."""
+    data, end, stack, memo, marks = machine.data, len(machine.data), machine.stack, machine.memo, machine.marks
+    long_put, put, get, long_get, small_int, mark, build_tuple, call, one_tuple, text = b"rqhjK(tR\x85X"
     at = machine.position
     try:
         while at < end:
             opcode = data[at]
-            if opcode == mark:
-                machine.marks.append(len(stack))
-                at += 1
-            elif opcode == small_int and at + 2 <= end:
-                stack.append(data[at + 1])
-                at += 2
+            if opcode == long_put and at + 5 <= end:
+                memo[int.from_bytes(data[at + 1 : at + 5], "little")] = stack[-1]
+                at += 5
             elif opcode == get and at + 2 <= end:
                 stack.append(memo[data[at + 1]])
                 at += 2
+            elif opcode == small_int and at + 2 <= end:
+                stack.append(data[at + 1])
+                at += 2
+            elif opcode == one_tuple:
+                stack[-1] = (stack[-1],)
+                at += 1
+            elif opcode == call:
+                machine.step = at
+                args = stack.pop()
+                stack[-1] = machine.call(stack[-1], args)
+                at += 1
+            elif opcode == mark:
+                marks.append(len(stack))
+                at += 1
+            elif opcode == build_tuple:
+                start = marks.pop()
+                stack[start:] = [tuple(stack[start:])]
+                at += 1
+            elif opcode == long_get and at + 5 <= end:
+                stack.append(memo[int.from_bytes(data[at + 1 : at + 5], "little")])
+                at += 5
+            elif opcode == text and at + 5 <= end:
+                start = at + 5
+                at = start + int.from_bytes(data[at + 1 : start], "little")
+                if at > end:
+                    break
+                stack.append(data[start:at].decode("utf-8", "surrogatepass"))
             elif opcode == put and at + 2 <= end:
                 memo[data[at + 1]] = stack[-1]
                 at += 2
-            elif opcode == long_put and at + 5 <= end:
-                memo[int.from_bytes(data[at + 1 : at + 5], "little")] = stack[-1]
-                at += 5
             elif opcode == STOP:
                 machine.position = at + 1
                 return stack.pop()

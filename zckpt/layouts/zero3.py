@@ -46,10 +46,9 @@ def read(listing: Listing, *, allow_unknown: bool = False) -> Catalog:
     if not names:
         raise missing_model_file(listing)
     shards = read_shards(listing, _KNOWN, allow_unknown=allow_unknown)
-    models = {rank: read_model_states(listing, name) for rank, name in names.items()}
-    model = next(iter(models.values()))
+    model = read_model_states(listing, next(iter(names.values())))
     if not shards:
-        world_size = model.number("dp_world_size") or len(models)
+        world_size = model.number("dp_world_size") or len(names)
         raise missing_ranks(listing, "optimizer", [], list(range(world_size)), world_size)
     if not model.param_shapes:
         raise UnsupportedError(
@@ -57,7 +56,9 @@ def read(listing: Listing, *, allow_unknown: bool = False) -> Catalog:
             expected="DeepSpeed 0.3.16 or later, and an optimizer, write them",
         )  # fmt: skip
     world_size = check_ranks(listing, shards, model)
-    _check_models(listing, models, world_size)
+    missing = sorted(set(range(world_size)) - names.keys())
+    if missing:
+        raise missing_ranks(listing, "model", sorted(names), missing, world_size)
     shard_size = _shard_size(model, shards, world_size)
     source = Source(
         layout="zero3",
@@ -69,14 +70,18 @@ def read(listing: Listing, *, allow_unknown: bool = False) -> Catalog:
         optimizer_states=shards[0].state_names,
     )
     masters = dict(_masters(model, shards, shard_size))
+    models = _all_models(listing, names) if model.frozen_shapes else {}
     frozen = dict(_frozen(models, model.frozen_shapes, shard_size))
     return assemble(model, masters, source, model.topology(world_size), frozen)
 
 
-def _check_models(listing: Listing, models: Mapping[int, ModelStates], world_size: int) -> None:
-    missing = sorted(set(range(world_size)) - models.keys())
-    if missing:
-        raise missing_ranks(listing, "model", sorted(models), missing, world_size)
+def _all_models(listing: Listing, names: Mapping[int, str]) -> dict[int, ModelStates]:
+    """Every rank's model file: they hold nothing but each rank's pieces of frozen parameters.
+
+    Raises:
+        InconsistentError: they are of different saves.
+    """
+    models = {rank: read_model_states(listing, name) for rank, name in names.items()}
     steps = {rank: model.number("global_steps") for rank, model in models.items()}
     if len(set(steps.values())) > 1:
         raise InconsistentError(
@@ -85,6 +90,7 @@ def _check_models(listing: Listing, models: Mapping[int, ModelStates], world_siz
             found="; ".join(f"rank {rank} says step {step}" for rank, step in list(steps.items())[:8]),
             remedy="Copy the files of one save again, or choose another tag.",
         )
+    return models
 
 
 def _shard_size(model: ModelStates, shards: Sequence[OptimizerShard], world_size: int) -> int:

@@ -1,0 +1,110 @@
+"""A plan in parts of bounded size, in the form both engines take: a plan of any size never lies in memory whole.
+
+For `mover`.
+"""
+
+from __future__ import annotations
+
+import struct
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+from zckpt.fragments import FileStore, Store
+from zckpt.plan import Move, Plan
+
+_MOST_MOVES = 16384
+MOST_STORES = 512
+"""Each source of a batch is open while it runs."""
+
+_STORE = struct.Struct("=qqQQ")
+_MOVE = struct.Struct("=IIQQQQqqqqIBBBB")
+_LITERAL = struct.Struct("=IIQQQ")
+_RANGE = struct.Struct("=IIQQ")
+
+
+@dataclass(slots=True)
+class Batch:
+    """Some moves and literals, with the stores they name; both engines take the same."""
+
+    stores: list[Store] = field(default_factory=list[Store])
+    moves: list[tuple[int, int, Move]] = field(default_factory=list[tuple[int, int, Move]])
+    literals: list[tuple[int, int, bytes]] = field(default_factory=list[tuple[int, int, bytes]])
+    ranges: list[tuple[int, int, int, int]] = field(default_factory=list[tuple[int, int, int, int]])
+    nbytes: int = 0
+    numbers: dict[int, int] = field(default_factory=dict[int, int])
+
+    def number(self, store: Store) -> int:
+        """The store's number in this batch."""
+        known = self.numbers.get(id(store))
+        if known is None:
+            known = self.numbers[id(store)] = len(self.stores)
+            self.stores.append(store)
+        return known
+
+    def add(self, move: Move) -> None:
+        """One more move."""
+        self.moves.append((self.number(move.src), self.number(move.dst), move))
+        self.nbytes += move.count * move.rows * move.dst_dtype.itemsize
+
+    def packed(self, descriptors: Sequence[tuple[int, int]]) -> tuple[bytes, bytes, bytes, bytes, bytes]:
+        """The structs of `csrc/mover.h`: stores, moves, literals, ranges, and the literals' bytes."""
+        stores = b"".join(_pack_store(store, fds) for store, fds in zip(self.stores, descriptors, strict=True))
+        return stores, b"".join(_pack_move(*move) for move in self.moves), *self._packed_literals()
+
+    def _packed_literals(self) -> tuple[bytes, bytes, bytes]:
+        packed, at = [], 0
+        for number, offset, data in self.literals:
+            packed.append(_LITERAL.pack(number, 0, offset, len(data), at))
+            at += len(data)
+        ranges = b"".join(_RANGE.pack(*numbers) for numbers in sorted(self.ranges, key=lambda r: (r[0], r[2])))
+        return b"".join(packed), ranges, b"".join(data for _, _, data in self.literals)
+
+
+def _pack_store(store: Store, fds: tuple[int, int]) -> bytes:
+    return _STORE.pack(*fds, 0 if isinstance(store, FileStore) else store.address, store.size)
+
+
+def _pack_move(src: int, dst: int, m: Move) -> bytes:
+    a, b = m.src_dtype, m.dst_dtype
+    swap = a.component if m.src.byteorder != sys.byteorder and a.component > 1 else 0
+    steps = (m.src_pitch, m.dst_pitch, m.src_step * a.itemsize, m.dst_step * b.itemsize)
+    return _MOVE.pack(
+        src, dst, m.src_offset, m.dst_offset, m.count, m.rows, *steps, m.tensor, a.number, b.number, swap, 0
+    )
+
+
+def batches(plan: Plan) -> Iterator[Batch]:
+    """The plan in parts of bounded size; each file's literals come with its first moves."""
+    ranges = _ranges(plan)
+    pending = {id(store): (output, store) for output, store in plan.files}
+    by_store: dict[int, list[tuple[int, int, int]]] = {}
+    for number, (store, start, nbytes) in enumerate(ranges):
+        by_store.setdefault(id(store), []).append((number, start, nbytes))
+    batch = Batch()
+
+    def attend(store: Store) -> None:
+        number = batch.number(store)
+        if id(store) in pending:
+            output, _ = pending.pop(id(store))
+            for offset, data in output.literals:
+                batch.literals.append((number, offset, data))
+                batch.nbytes += len(data)
+
+    for move in plan.moves():
+        if id(move.dst) not in batch.numbers:
+            attend(move.dst)
+            number = batch.number(move.dst)
+            batch.ranges += [(number, *numbers) for numbers in by_store.get(id(move.dst), ())]
+        batch.add(move)
+        if len(batch.moves) >= _MOST_MOVES or len(batch.stores) >= MOST_STORES:
+            yield batch
+            batch = Batch()
+    for _, store in list(pending.values()):
+        attend(store)
+    if batch.stores:
+        yield batch
+
+
+def _ranges(plan: Plan) -> list[tuple[FileStore, int, int]]:
+    return [(store, sum_.start, sum_.nbytes) for output, store in plan.files for sum_ in output.checksums]
