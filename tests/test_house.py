@@ -1,0 +1,52 @@
+"""What holds the house together: sizes, errors, and life without the compiled core."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import zckpt
+from zckpt import errors
+
+ROOT = Path(zckpt.__file__).parent
+TESTS = Path(__file__).parent
+FIXTURES = TESTS.parent / "fixtures"
+
+
+def test_no_module_is_longer_than_a_person_can_read() -> None:
+    lengths = {path: len(path.read_text().splitlines()) for path in ROOT.rglob("*.py")}
+    assert {str(path): n for path, n in lengths.items() if n > 400} == {}
+
+
+@pytest.mark.parametrize("kind", errors.ZckptError.__subclasses__())
+def test_every_kind_of_error_is_raised_in_earnest_and_tested(kind: type[errors.ZckptError]) -> None:
+    raised = [p for p in ROOT.rglob("*.py") if f"{kind.__name__}(" in p.read_text() and p.name != "errors.py"]
+    tested = [p for p in TESTS.rglob("test_*.py") if kind.__name__ in p.read_text() and p != Path(__file__)]
+    assert raised and tested
+    assert kind.__name__ in zckpt.__all__ and kind.__name__ in (errors.__doc__ or "")
+
+
+def test_without_the_core_one_line_says_so_and_the_bytes_are_the_same(tmp_path: Path) -> None:
+    code = """
+import sys
+class NoCore:
+    def find_spec(self, name, *_):
+        if name == "zckpt._core":
+            raise ImportError(name)
+sys.meta_path.insert(0, NoCore())
+from zckpt.cli import main
+main()
+"""
+    checkpoint = str(FIXTURES / "zero3" / "bf16_w2" / "checkpoint")
+    done = {}
+    for name, start in {"without": ["-c", code], "with": ["-m", "zckpt"]}.items():
+        out = str(tmp_path / f"{name}.bin")
+        command = [sys.executable, *start, "to-bf16", checkpoint, out]
+        done[name] = subprocess.run(command, capture_output=True, text=True, check=True)
+    told = [line for line in done["without"].stderr.splitlines() if "engine" in line]
+    assert told == ["note: zckpt's C++ engine was not built: the slow Python one is used."]
+    assert "engine" not in done["with"].stderr
+    assert (tmp_path / "without.bin").read_bytes() == (tmp_path / "with.bin").read_bytes()
