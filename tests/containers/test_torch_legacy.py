@@ -155,7 +155,7 @@ def test_storage_views_and_sources_of_old_files(tmp_path, elements):
         (("storage", torch.FloatStorage, "1", "cpu", 6, ("2", 4, 3)), ["1"], "impossible view"),
         (("storage", torch.FloatStorage, "1", "cpu", 6, "x"), ["1"], "impossible view"),
         (("storage", torch.FloatStorage, "1", "cpu", -6, None), ["1"], "no storage"),
-        (("storage", torch.FloatStorage, "1", "cpu", True, None), ["1"], "elements here"),
+        (("storage", torch.FloatStorage, "1", "cpu", True, None), ["1"], "no storage"),
         (("storage", torch.FloatStorage), ["1"], "no storage"),
         (("storage", torch.Tensor, "1", "cpu", 6, None), ["1"], "unknown class"),
     ],

@@ -99,14 +99,15 @@ class Machine:
 
     def call(self, function: object, args: object, kwargs: Mapping[str, object] | None = None) -> object:
         """What calling `function` would give; see the module's docstring."""
-        if not isinstance(function, Placeholder) or type(args) is not tuple or type(kwargs or {}) is not dict:
+        if type(function) is not Placeholder or type(args) is not tuple or (kwargs and type(kwargs) is not dict):
             raise TypeError(f"a {type(function).__name__} is called with a {type(args).__name__}")
         if function.called:  # what a call gave is called in turn
             return Placeholder(function.module, function.name, (function, *args), called=True)
         name = f"{function.module}.{function.name}"
         if meaning := MEANINGS.get(name):
-            self.charge(args)
-            value = meaning(*args, **kwargs or {})
+            if args:
+                self.charge(args)
+            value = meaning(*args, **kwargs) if kwargs else meaning(*args)
             if value is not None:
                 return value
         elif name in _FORWARDS:

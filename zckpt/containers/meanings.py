@@ -43,7 +43,7 @@ def storage_dtype(kind: object) -> DType | None:
     Raises:
         LookupError: it is no storage class zckpt knows.
     """
-    if isinstance(kind, Placeholder) and kind.module.split(".")[0] == "torch" and not kind.called:
+    if isinstance(kind, Placeholder) and (kind.module + ".").startswith("torch.") and not kind.called:
         if kind.name in ("UntypedStorage", "_UntypedStorage"):
             return None
         return _QUANTIZED.get(kind.name) or BY_STORAGE[kind.name]
@@ -93,6 +93,12 @@ def _plain(make: Callable[..., object], *accepts: type) -> Callable[..., object]
     return made
 
 
+def _size(dims: Any = ()) -> tuple[object, ...]:
+    if type(dims) is not tuple and type(dims) is not list:
+        raise TypeError(f"a torch.Size of a {type(dims).__name__}")
+    return tuple(dims)
+
+
 def _number(make: Callable[..., object]) -> Callable[..., object]:
     def made(*args: object) -> object:
         if len(args) > 2 or not all(type(a) in (int, float, bool) or (type(a) is str and len(a) < 100) for a in args):
@@ -104,6 +110,8 @@ def _number(make: Callable[..., object]) -> Callable[..., object]:
 
 def _dict(items: Any = ()) -> dict[object, object]:
     """Also for OrderedDict (dicts are ordered), Counter and defaultdict."""
+    if items == ():  # nearly always: every tensor has an empty one for its hooks
+        return {}
     if type(items) not in (list, tuple, dict):
         raise TypeError(f"a dict of a {type(items).__name__}")
     return {plain_key(key): value for key, value in (items.items() if type(items) is dict else items)}
@@ -229,7 +237,7 @@ MEANINGS: Mapping[str, Callable[..., object]] = {
     "torch._utils._rebuild_parameter_with_state": lambda data, *_: data,
     "torch.nn.parameter.Parameter": lambda data=None, *_: data,
     "torch.nn.parameter.Buffer": lambda data=None, *_: data,
-    "torch.Size": _plain(tuple, list, tuple),
+    "torch.Size": _size,
     "collections.OrderedDict": _dict,
     "collections.Counter": _dict,
     "collections.defaultdict": lambda factory=None, items=(): _dict(items),

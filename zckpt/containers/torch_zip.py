@@ -111,8 +111,9 @@ def storage_of(key: object, store: FileStore) -> StorageRef:
         CorruptError: that is no such id.
         UnsupportedError: a storage class that zckpt does not know.
     """
-    match key:
-        case ("storage", kind, str(name), location, int(numel), *_) if 0 <= numel <= MAX_NUMBER:
+    if type(key) is tuple and len(key) >= 5 and key[0] == "storage" and type(key[2]) is str and type(key[4]) is int:
+        _, kind, name, location, numel = key[:5]
+        if 0 <= numel <= MAX_NUMBER:
             try:
                 return StorageRef(name, storage_dtype(kind), numel, str(location)[:64], store, 0)
             except LookupError as error:
