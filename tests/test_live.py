@@ -185,6 +185,11 @@ def test_names_without_partner(plain):
     assert torch.equal(model.bias, before)
 
 
+def test_a_checkpoint_of_another_model_is_refused(plain):
+    with pytest.raises(InconsistentError, match="nothing of this model"):
+        live.load_into(torch.nn.Linear(3, 2), plain({"transformer.weight": torch.ones(2, 3)}))
+
+
 def test_buffers_that_are_not_saved_are_not_missing(plain):
     model = torch.nn.Linear(3, 2, bias=False)
     model.register_buffer("cache", torch.zeros(4), persistent=False)

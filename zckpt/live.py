@@ -59,7 +59,8 @@ def load_into(model: torch.nn.Module, catalog: Catalog) -> LoadReport:
 
     Raises:
         UsageError: the model has no memory to load into: ZeRO-3 placeholders, or tensors on the meta device.
-        InconsistentError: shapes differ, or the checkpoint contradicts itself. The model is unchanged.
+        InconsistentError: no name is the same, shapes differ, or the checkpoint contradicts itself. The model is
+            unchanged.
     """
     catalog, _ = strip_wrappers(catalog)
     groups = _tensors_of(model)
@@ -74,6 +75,14 @@ def load_into(model: torch.nn.Module, catalog: Catalog) -> LoadReport:
             pairs.append((found[-1], tensor))  # the last name wins, as in torch
         else:
             missing.extend(names)
+    if groups and not pairs:
+        raise InconsistentError(
+            "a checkpoint that has nothing of this model",
+            file=catalog.source.path,
+            found=f"names such as {some(catalog)}",
+            expected=f"the model's are such as {some(missing)}",
+            remedy="The model is unchanged. Load into the module that was trained, without what wraps it.",
+        )
     unexpected = tuple(name for name in catalog if name not in used)
     _refuse_wrong_shapes(pairs, catalog)
     replicas.check(catalog)
