@@ -15,7 +15,7 @@ from zckpt.plan import Move, Plan
 
 _MOST_MOVES = 16384
 MOST_STORES = 512
-"""Each source of a batch is open while it runs."""
+"""Every file of a batch is open while it runs."""
 
 _STORE = struct.Struct("=qqQQ")
 _MOVE = struct.Struct("=IIQQQQqqqqIBBBB")
@@ -91,16 +91,23 @@ def batches(plan: Plan) -> Iterator[Batch]:
                 batch.literals.append((number, offset, data))
                 batch.nbytes += len(data)
 
+    tensor = -1
     for move in plan.moves():
+        # A tensor is not torn apart without need: slices that interleave want to meet in one window.
+        whole = move.tensor != tensor or len(batch.moves) >= 8 * _MOST_MOVES
+        if (whole and len(batch.moves) >= _MOST_MOVES) or len(batch.stores) >= MOST_STORES - 1:
+            yield batch
+            batch = Batch()
+        tensor = move.tensor
         if id(move.dst) not in batch.numbers:
             attend(move.dst)
             number = batch.number(move.dst)
             batch.ranges += [(number, *numbers) for numbers in by_store.get(id(move.dst), ())]
         batch.add(move)
-        if len(batch.moves) >= _MOST_MOVES or len(batch.stores) >= MOST_STORES:
+    for _, store in list(pending.values()):
+        if len(batch.stores) >= MOST_STORES:
             yield batch
             batch = Batch()
-    for _, store in list(pending.values()):
         attend(store)
     if batch.stores:
         yield batch

@@ -64,52 +64,60 @@ class MoveReport:
 
 @dataclass(slots=True)
 class _Files:
-    """The open files of a run: destinations for its whole length, sources while a batch needs them."""
+    """The files of a run: all outputs exist from its start; as many files as a batch may have are open.
 
-    destinations: dict[int, tuple[str, int, int]] = field(default_factory=dict[int, tuple[str, int, int]])
-    sources: dict[str, int] = field(default_factory=dict[str, int])
+    Attributes:
+        outputs: id of a destination's store -> its path.
+        open: path -> (a plain descriptor, a direct one or -1), the least recently used first.
+        seen: the sources that were read.
+    """
+
+    outputs: dict[int, str] = field(default_factory=dict[int, str])
+    open: dict[str, tuple[int, int]] = field(default_factory=dict[str, tuple[int, int]])
     seen: dict[str, FileStore] = field(default_factory=dict[str, FileStore])
 
     def __enter__(self) -> _Files:
         return self
 
     def __exit__(self, *_: object) -> None:
-        for fd in (*self.sources.values(), *(fd for _, *fds in self.destinations.values() for fd in fds if fd >= 0)):
-            os.close(fd)
-        self.sources.clear()
-        self.destinations.clear()
+        while self.open:
+            self._close(next(iter(self.open)))
+
+    def _close(self, path: str) -> None:
+        for descriptor in self.open.pop(path):
+            if descriptor >= 0:
+                os.close(descriptor)
 
     def descriptors(self, batch: Batch) -> list[tuple[int, int]]:
         """A plain and a direct descriptor for each store of a batch; -1 for none."""
-        found: list[tuple[int, int]] = []
-        for store in batch.stores:
-            if not isinstance(store, FileStore):
-                found.append((-1, -1))
-            elif id(store) in self.destinations:
-                found.append(self.destinations[id(store)][1:])
-            else:
-                found.append((self._source(store), -1))
+        return [self.of(store) if isinstance(store, FileStore) else (-1, -1) for store in batch.stores]
+
+    def of(self, store: FileStore) -> tuple[int, int]:
+        """A file's descriptors. The least recently used are closed where too many are open: never one of this batch."""
+        path = self.outputs.get(id(store), store.path)
+        found = self.open.pop(path, None)
+        if found is None:
+            while len(self.open) >= MOST_STORES:
+                self._close(next(iter(self.open)))
+            found = _open_output(path, store.size) if id(store) in self.outputs else (self._open_source(store), -1)
+        self.open[path] = found
         return found
 
-    def _source(self, store: FileStore) -> int:
-        """A descriptor to read from; the file must be the one that was planned with.
-
-        The least recently used is closed where there are too many, so never one of the batch in progress.
-        """
-        if store.path in self.sources:
-            self.sources[store.path] = self.sources.pop(store.path)
-        else:
-            while len(self.sources) >= MOST_STORES:
-                os.close(self.sources.pop(next(iter(self.sources))))
-            try:
-                self.sources[store.path] = os.open(store.path, os.O_RDONLY | os.O_CLOEXEC)
-            except OSError as error:
-                raise CorruptError(
-                    "a file that can no longer be read", file=store.path, found=error.strerror or str(error)
-                ) from error
-            _check_identity(store, os.fstat(self.sources[store.path]))
-            self.seen[store.path] = store
-        return self.sources[store.path]
+    def _open_source(self, store: FileStore) -> int:
+        """A descriptor to read from; the file must be the one that was planned with."""
+        try:
+            descriptor = os.open(store.path, os.O_RDONLY | os.O_CLOEXEC)
+        except OSError as error:
+            raise CorruptError(
+                "a file that can no longer be read", file=store.path, found=error.strerror or str(error)
+            ) from error
+        try:
+            _check_identity(store, os.fstat(descriptor))
+        except BaseException:
+            os.close(descriptor)
+            raise
+        self.seen[store.path] = store
+        return descriptor
 
     def check_sources(self) -> None:
         """Nothing changed while it was read."""
@@ -173,7 +181,7 @@ def run(
     with _Files() as files:
         try:
             for output, store in plan.files:
-                files.destinations[id(store)] = _create(root, output)
+                files.outputs[id(store)] = _create(root, output)
             for batch in batches(plan):
                 told = _after(progress, written)
                 if chosen == "reference":
@@ -209,23 +217,28 @@ def _raise_file_limit() -> None:
         )
 
 
-def _create(root: str, output: OutputFile) -> tuple[str, int, int]:
-    """A new file of full size, with a descriptor for plain writes and, where it is worth it, one for direct ones."""
+def _create(root: str, output: OutputFile) -> str:
+    """Makes a file of full size, and returns its path."""
     path = os.path.join(root, output.path)
     os.makedirs(os.path.dirname(path), exist_ok=True)
     fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
-    direct = -1
     try:
         os.ftruncate(fd, output.size)
-        if output.size >= 1 << 20 and hasattr(os, "O_DIRECT") and not _is_tmpfs(path):
-            try:
-                direct = os.open(path, os.O_WRONLY | os.O_DIRECT | os.O_CLOEXEC)
-            except OSError:
-                direct = -1
-    except BaseException:
+    finally:
         os.close(fd)
-        raise
-    return path, fd, direct
+    return path
+
+
+def _open_output(path: str, size: int) -> tuple[int, int]:
+    """A descriptor for plain writes and, where it is worth it, one for direct ones."""
+    fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+    direct = -1
+    if size >= 1 << 20 and hasattr(os, "O_DIRECT") and not _is_tmpfs(path):
+        try:
+            direct = os.open(path, os.O_WRONLY | os.O_DIRECT | os.O_CLOEXEC)
+        except OSError:
+            direct = -1
+    return fd, direct
 
 
 def _is_tmpfs(path: str) -> bool:
@@ -282,7 +295,7 @@ def _finish(plan: Plan, files: _Files, sums: dict[int, list[tuple[int, int, int]
     """Fills in the CRCs, and makes every file durable."""
     number = 0
     for output, store in plan.files:
-        _, fd, _ = files.destinations[id(store)]
+        fd, _ = files.of(store)
         for checksum in output.checksums:
             if engine == "reference":
                 crc = _crc_of_file(fd, checksum.start, checksum.nbytes)

@@ -1,9 +1,10 @@
 // How a batch is run.
-//  1. Moves into files become pieces: dense runs of the output. Pieces and literals are sorted into windows, a fixed grid
-//     over each output file. Moves into memory become windows of their own.
-//  2. A thread takes the next window, so reads and writes go through the files in order, and gathers all its pieces in one
-//     aligned buffer: the same dtype is read straight into place, anything else goes through a small staging buffer that
-//     stays in the processor's cache.
+//  1. Each output file is cut into windows of a fixed grid; a window knows which moves and literals may touch it. What they
+//     put there is worked out when its turn comes, so a plan of millions of rows takes no memory. Moves into memory become
+//     windows of their own.
+//  2. A thread takes the next window, so reads and writes go through the files in order, and gathers all its elements in one
+//     aligned buffer: the same dtype is read straight into place; a cast, or rows too short to be read one by one, go through
+//     a small staging buffer that stays in the processor's cache.
 //  3. CRCs of element ranges are taken while the buffer is warm; they are partial, and joined by the caller.
 //  4. One positional write: direct I/O when the whole window is there and the file system allows it (no page cache to fill
 //     and flush later), otherwise plain. The unaligned tail of a file always goes the plain way.
@@ -30,14 +31,21 @@ constexpr uint64_t kBlock = 4096;       // what direct I/O wants its offsets, le
 constexpr uint64_t kDenseRow = 4096;    // shorter source rows are gathered from a block instead of being read one by one
 constexpr uint32_t kLiteral = 1u << 31;
 
-struct Piece {  // `count` elements of a move from `first` on, or a literal (count in bytes), at `offset` of the output
+struct Item {  // a move or literal, and the bytes of the output between its first and its last
   uint32_t dst, source;
-  uint64_t offset, first, count;
+  uint64_t begin, end;
 };
 
 struct Window {
-  uint64_t start;     // of the window in its file; for memory, unused
-  size_t first, last;  // of its pieces
+  uint64_t start;      // of the window in its file; for memory, the first element of the move
+  size_t first, last;  // of the items that may touch it; for memory, the number of the move and that of the elements
+  bool memory;
+};
+
+struct Target {  // where element (row, column) of a move goes: base + row * pitch + column * step
+  char* base;
+  int64_t pitch, step;
+  char* at(uint64_t row, uint64_t column) const { return base + static_cast<int64_t>(row) * pitch + static_cast<int64_t>(column) * step; }
 };
 
 struct Free {
@@ -73,7 +81,7 @@ class Run {
  private:
   const Batch& batch_;
   const Settings settings_;
-  std::vector<Piece> pieces_;
+  std::vector<Item> items_;
   std::vector<Window> windows_;
   std::atomic<size_t> next_{0};
   std::atomic<uint64_t> written_{0};
@@ -87,55 +95,41 @@ class Run {
 
   // ---- planning -----------------------------------------------------------------------------------------------------
 
-  void cut(uint32_t dst, uint32_t source, uint64_t offset, uint64_t first, uint64_t count, uint64_t size) {
-    const uint64_t window = settings_.window;
-    while (count) {
-      // An element that straddles a border belongs to the window it starts in: `reach` below makes room for it.
-      const uint64_t border = (offset / window + 1) * window;
-      const uint64_t fits = std::min(count, (border - offset + size - 1) / size);
-      pieces_.push_back({dst, source, offset, first, fits});
-      offset += fits * size;
-      first += fits;
-      count -= fits;
-    }
-  }
-
   void plan() {
     for (uint32_t i = 0; i < batch_.moves.size(); ++i) {
       const Move& m = batch_.moves[i];
-      const uint64_t size = kItemSize[m.dst_dtype], dense = static_cast<uint64_t>(m.dst_step) == size;
+      const uint64_t size = kItemSize[m.dst_dtype];
       if (in_memory(m.dst)) {
-        const uint64_t step = std::max<uint64_t>(settings_.window / size, 1);
-        for (uint64_t first = 0; first < m.count * m.rows; first += step)
-          pieces_.push_back({m.dst, i, 0, first, std::min(step, m.count * m.rows - first)});
-      } else if (dense && (m.rows == 1 || static_cast<uint64_t>(m.dst_pitch) == m.count * size)) {
-        cut(m.dst, i, m.dst_offset, 0, m.count * m.rows, size);
+        const uint64_t step = std::max<uint64_t>(settings_.window / size, 1), numel = m.count * m.rows;
+        for (uint64_t first = 0; first < numel; first += step) windows_.push_back({first, i, std::min(step, numel - first), true});
       } else {
-        for (uint64_t row = 0; row < m.rows; ++row) {
-          const uint64_t offset = m.dst_offset + row * static_cast<uint64_t>(m.dst_pitch);
-          if (dense) {
-            cut(m.dst, i, offset, row * m.count, m.count, size);
-          } else {
-            for (uint64_t k = 0; k < m.count; ++k)
-              cut(m.dst, i, offset + k * static_cast<uint64_t>(m.dst_step), row * m.count + k, 1, size);
-          }
-        }
+        const uint64_t reach = (m.rows - 1) * static_cast<uint64_t>(m.dst_pitch) + (m.count - 1) * static_cast<uint64_t>(m.dst_step) + size;
+        items_.push_back({m.dst, i, m.dst_offset, m.dst_offset + reach});
       }
     }
     for (uint32_t i = 0; i < batch_.literals.size(); ++i) {
       const Literal& l = batch_.literals[i];
-      cut(l.dst, i | kLiteral, l.offset, 0, l.length, 1);
+      if (l.length) items_.push_back({l.dst, i | kLiteral, l.offset, l.offset + l.length});
     }
-    std::stable_sort(pieces_.begin(), pieces_.end(), [](const Piece& a, const Piece& b) {
-      return a.dst != b.dst ? a.dst < b.dst : a.offset < b.offset;
-    });
-    for (size_t i = 0; i < pieces_.size(); ++i) {
-      const uint64_t start = pieces_[i].offset / settings_.window * settings_.window;
-      const bool joins = i && !in_memory(pieces_[i].dst) && pieces_[i].dst == pieces_[i - 1].dst && windows_.back().start == start;
-      if (joins)
-        windows_.back().last = i + 1;
-      else
-        windows_.push_back({start, i, i + 1});
+    std::stable_sort(items_.begin(), items_.end(), [](const Item& a, const Item& b) { return a.dst != b.dst ? a.dst < b.dst : a.begin < b.begin; });
+    for (size_t first = 0, last; first < items_.size(); first = last) {
+      for (last = first; last < items_.size() && items_[last].dst == items_[first].dst;) ++last;
+      cut(first, last);
+    }
+  }
+
+  // The windows of one file. Items are sorted by their begin, and may be long: one reaches into a window when it begins
+  // before the window's end, and it or an earlier one ends after the window's start.
+  void cut(size_t first, size_t last) {
+    uint64_t reach = 0;
+    size_t from = first, to = first;
+    for (uint64_t start = items_[first].begin / settings_.window * settings_.window;; start += settings_.window) {
+      const uint64_t border = start + settings_.window;
+      for (; to < last && items_[to].begin < border; ++to) reach = std::max(reach, items_[to].end);
+      while (from < to && items_[from].end <= start) ++from;
+      if (from < to) windows_.push_back({start, from, to, false});
+      if (to == last && reach <= border) return;
+      if (reach <= border) start = items_[to].begin / settings_.window * settings_.window - settings_.window;  // skips a hole
     }
   }
 
@@ -149,8 +143,8 @@ class Run {
     Buffers buffers{aligned(settings_.window + kBlock), aligned(kStaging)};
     try {
       for (size_t i; !stop_ && (i = next_++) < windows_.size();) {
-        if (in_memory(pieces_[windows_[i].first].dst))
-          into_memory(pieces_[windows_[i].first], buffers);
+        if (windows_[i].memory)
+          into_memory(windows_[i], buffers);
         else
           into_file(windows_[i], buffers);
       }
@@ -168,28 +162,74 @@ class Run {
   }
 
   void into_file(const Window& window, Buffers& buffers) {
-    const uint32_t dst = pieces_[window.first].dst;
+    const uint32_t dst = items_[window.first].dst;
     const Store& store = batch_.stores[dst];
     char* buffer = buffers.window.get();
-    uint64_t begin = pieces_[window.first].offset, end = begin;
+    std::vector<std::pair<uint64_t, uint64_t>> filled;  // byte ranges of the file, as they come
     for (size_t i = window.first; i < window.last; ++i) {
-      const Piece& piece = pieces_[i];
-      if (piece.offset != end) {  // a gap: what came before is written by itself
-        flush(store, dst, window.start, begin, end, buffer);
-        begin = piece.offset;
-      }
-      char* place = buffer + (piece.offset - window.start);
-      if (piece.source & kLiteral) {
-        const Literal& literal = batch_.literals[piece.source & ~kLiteral];
-        std::memcpy(place, batch_.blob + literal.at + piece.first, piece.count);
-        end = piece.offset + piece.count;
+      const Item& item = items_[i];
+      if (item.source & kLiteral) {
+        const Literal& literal = batch_.literals[item.source & ~kLiteral];
+        const uint64_t begin = std::max(item.begin, window.start), end = std::min(item.end, window.start + settings_.window);
+        if (begin >= end) continue;
+        std::memcpy(buffer + (begin - window.start), batch_.blob + literal.at + (begin - literal.offset), end - begin);
+        fill(filled, begin, end);
       } else {
-        const Move& move = batch_.moves[piece.source];
-        gather(move, piece.first, piece.count, place, buffers.staging.get());
-        end = piece.offset + piece.count * kItemSize[move.dst_dtype];
+        fill_from(batch_.moves[item.source], window.start, buffer, buffers.staging.get(), filled);
       }
     }
-    flush(store, dst, window.start, begin, end, buffer);
+    // Rows of several moves may interleave; together they are usually one range.
+    if (!std::is_sorted(filled.begin(), filled.end())) std::sort(filled.begin(), filled.end());
+    for (size_t i = 0; i < filled.size();) {
+      const uint64_t begin = filled[i].first;
+      uint64_t end = filled[i].second;
+      for (++i; i < filled.size() && filled[i].first == end; ++i) end = filled[i].second;
+      flush(store, dst, window.start, begin, end, buffer);
+    }
+  }
+
+  static void fill(std::vector<std::pair<uint64_t, uint64_t>>& filled, uint64_t begin, uint64_t end) {
+    if (!filled.empty() && filled.back().second == begin)
+      filled.back().second = end;
+    else
+      filled.emplace_back(begin, end);
+  }
+
+  // What a move puts into the window that starts at `start`. An element that straddles a border belongs to the window it
+  // starts in: the buffer has room for it.
+  void fill_from(const Move& m, uint64_t start, char* buffer, char* staging, std::vector<std::pair<uint64_t, uint64_t>>& filled) {
+    const uint64_t size = kItemSize[m.dst_dtype], border = start + settings_.window;
+    const auto step = static_cast<uint64_t>(m.dst_step);
+    uint64_t rows = m.rows, count = m.count, pitch = static_cast<uint64_t>(m.dst_pitch);
+    const bool dense = step == size && (rows == 1 || pitch == count * size);
+    if (dense) {  // one long row
+      count *= rows;
+      rows = 1;
+    }
+    const Target target{buffer + (static_cast<int64_t>(m.dst_offset) - static_cast<int64_t>(start)),
+                        dense ? static_cast<int64_t>(m.count * size) : m.dst_pitch, m.dst_step};
+    const auto before = [](uint64_t from, uint64_t to, uint64_t by) { return to <= from ? 0 : (to - from + by - 1) / by; };
+    const uint64_t length = (count - 1) * step + 1;  // of a row, to its last start of an element
+    uint64_t row = rows > 1 && start > m.dst_offset + length ? (start - m.dst_offset - length) / pitch : 0;
+    const uint64_t end = rows > 1 ? std::min(rows, before(m.dst_offset, border, pitch)) : 1;
+    uint64_t first = 0, n = 0;  // elements in a row of the move: rows that follow each other are gathered together
+    for (; row < end; ++row) {
+      const uint64_t offset = m.dst_offset + row * pitch;
+      const uint64_t low = std::min(count, before(offset, start, step)), high = std::min(count, before(offset, border, step));
+      if (low >= high) continue;
+      if (step == size)
+        fill(filled, offset + low * size, offset + high * size);
+      else
+        for (uint64_t i = low; i < high; ++i) fill(filled, offset + i * step, offset + i * step + size);
+      const uint64_t at = row * count + low;
+      if (n && at != first + n) {
+        gather(m, first, n, target, staging);
+        n = 0;
+      }
+      if (!n) first = at;
+      n += high - low;
+    }
+    if (n) gather(m, first, n, target, staging);
   }
 
   void flush(const Store& store, uint32_t dst, uint64_t start, uint64_t begin, uint64_t end, const char* buffer) {
@@ -221,79 +261,84 @@ class Run {
     }
   }
 
-  void into_memory(const Piece& piece, Buffers& buffers) {
-    const Move& m = batch_.moves[piece.source];
-    const auto size = static_cast<int64_t>(kItemSize[m.dst_dtype]);
-    char* base = reinterpret_cast<char*>(batch_.stores[m.dst].address + m.dst_offset);
-    if (m.dst_step == size && (m.rows == 1 || m.dst_pitch == static_cast<int64_t>(m.count) * size)) {
-      gather(m, piece.first, piece.count, base + static_cast<int64_t>(piece.first) * size, buffers.staging.get());
-    } else {
-      gather(m, piece.first, piece.count, buffers.window.get(), buffers.staging.get());
-      for (uint64_t i = 0; i < piece.count; ++i) {
-        const uint64_t e = piece.first + i;
-        std::memcpy(base + static_cast<int64_t>(e / m.count) * m.dst_pitch + static_cast<int64_t>(e % m.count) * m.dst_step,
-                    buffers.window.get() + i * static_cast<uint64_t>(size), static_cast<size_t>(size));
-      }
-    }
-    written_ += piece.count * static_cast<uint64_t>(size);
+  void into_memory(const Window& window, Buffers& buffers) {
+    const Move& m = batch_.moves[window.first];
+    const Target target{reinterpret_cast<char*>(batch_.stores[m.dst].address + m.dst_offset), m.dst_pitch, m.dst_step};
+    gather(m, window.start, window.last, target, buffers.staging.get());
+    written_ += window.last * kItemSize[m.dst_dtype];
   }
 
-  // Elements [first, first + count) of a move, dense and in the destination's dtype, to `out`.
-  void gather(const Move& m, uint64_t first, uint64_t count, char* out, char* staging) {
+  // Elements [first, first + count) of a move, in order of its rows, to their targets.
+  void gather(const Move& m, uint64_t first, uint64_t count, const Target& target, char* staging) {
     const uint64_t size = kItemSize[m.src_dtype], out_size = kItemSize[m.dst_dtype];
-    const bool dense_row = static_cast<uint64_t>(m.src_step) == size;
+    const auto src_step = static_cast<uint64_t>(m.src_step);
+    const bool dense_row = src_step == size;
     const bool dense = dense_row && (m.rows == 1 || static_cast<uint64_t>(m.src_pitch) == m.count * size);
-    while (count && !stop_) {
-      uint64_t n = count;
-      if (dense || (dense_row && m.count * size >= kDenseRow)) {
-        if (!dense) n = std::min(n, m.count - first % m.count);
-        dense_run(m, place(m, first), n, out, staging);
+    const bool dense_target = target.step == static_cast<int64_t>(out_size) && (m.rows == 1 || target.pitch == static_cast<int64_t>(m.count * out_size));
+    const bool as_is = m.src_dtype == m.dst_dtype && !m.swap && dense_row && target.step == static_cast<int64_t>(out_size);
+    while (count) {
+      if (stop_) throw Stop{};
+      const uint64_t column = first % m.count, in_row = std::min(count, m.count - column);
+      uint64_t n;
+      if (as_is && (dense ? dense_target || in_row * size >= kDenseRow : in_row * size >= kDenseRow)) {
+        n = dense && dense_target ? count : in_row;  // straight into place
+        read(m.src, target.at(first / m.count, column), n * size, place(m, first));
       } else {
-        n = scattered_run(m, first, n, out, staging);
+        n = stage(m, first, count, dense, dense_row, staging);
+        scatter(m, first, n, target, staging);
       }
       first += n;
       count -= n;
-      out += n * out_size;
     }
-    if (stop_) throw Stop{};
   }
 
   static uint64_t place(const Move& m, uint64_t e) {
     return m.src_offset + static_cast<uint64_t>(static_cast<int64_t>(e / m.count) * m.src_pitch + static_cast<int64_t>(e % m.count) * m.src_step);
   }
 
-  void dense_run(const Move& m, uint64_t offset, uint64_t count, char* out, char* staging) {
-    const uint64_t size = kItemSize[m.src_dtype], out_size = kItemSize[m.dst_dtype];
-    if (m.src_dtype == m.dst_dtype && !m.swap) {
-      read(m.src, out, count * size, offset);
-      return;
+  // Reads the source from element `first` on, as much as the staging buffer takes; returns how many elements that is.
+  uint64_t stage(const Move& m, uint64_t first, uint64_t count, bool dense, bool dense_row, char* staging) {
+    const uint64_t size = kItemSize[m.src_dtype], base = place(m, first);
+    const uint64_t in_row = m.count - first % m.count;
+    uint64_t n;
+    if (dense) {
+      n = std::min(count, kStaging / size);
+    } else if (dense_row && m.count * size >= kDenseRow) {
+      n = std::min({count, in_row, kStaging / size});
+    } else {  // whole short rows, with what lies between them
+      const auto fits = [&](uint64_t e) { const uint64_t at = place(m, e); return at >= base && at + size <= base + kStaging; };
+      n = std::min(count, in_row);
+      while (n > 1 && !fits(first + n - 1)) n /= 2;
+      if (n == in_row)
+        for (uint64_t row; n < count && (row = std::min(m.count, count - n), fits(first + n) && fits(first + n + row - 1)); n += row) {
+        }
     }
-    for (uint64_t done = 0; done < count;) {
-      if (stop_) throw Stop{};
-      const uint64_t n = std::min(count - done, kStaging / size);
-      read(m.src, staging, n * size, offset + done * size);
-      convert(m, staging, n, out + done * out_size);
-      done += n;
-    }
+    uint64_t last = place(m, first + n - 1);
+    const uint64_t tail = (first + n) % m.count;  // rows may overlap: the one before a partial one may reach further
+    if (tail && tail < n) last = std::max(last, place(m, first + n - tail - 1));
+    read(m.src, staging, last + size - base, base);
+    return n;
   }
 
-  // As many elements as one block of the source holds, at most `count`; returns how many.
-  uint64_t scattered_run(const Move& m, uint64_t first, uint64_t count, char* out, char* staging) {
+  // Carries `n` staged elements to their targets, row by row.
+  void scatter(const Move& m, uint64_t first, uint64_t n, const Target& target, char* staging) {
     const uint64_t size = kItemSize[m.src_dtype], out_size = kItemSize[m.dst_dtype], base = place(m, first);
-    uint64_t n = 1, reach = base + size;
-    while (n < count) {
-      const uint64_t at = place(m, first + n);
-      if (at < base || at + size > base + kStaging) break;
-      reach = std::max(reach, at + size);
-      ++n;
+    const bool rows = static_cast<uint64_t>(m.src_step) == size && target.step == static_cast<int64_t>(out_size);
+    const bool shared = m.rows > 1 && static_cast<uint64_t>(m.src_pitch) < m.count * size;  // must not be swapped in place
+    for (uint64_t done = 0; done < n;) {
+      const uint64_t e = first + done, column = e % m.count, k = std::min(n - done, m.count - column);
+      char* from = staging + (place(m, e) - base);
+      if (rows && !(m.swap && shared)) {
+        convert(m, from, k, target.at(e / m.count, column));
+      } else {
+        char element[16];
+        for (uint64_t i = 0; i < k; ++i) {
+          std::memcpy(element, from + i * static_cast<uint64_t>(m.src_step), size);
+          convert(m, element, 1, target.at(e / m.count, column + i));
+        }
+      }
+      done += k;
     }
-    read(m.src, staging, reach - base, base);
-    char element[16];
-    for (uint64_t i = 0; i < n; ++i) {
-      std::memcpy(element, staging + (place(m, first + i) - base), size);
-      convert(m, element, 1, out + i * out_size);
-    }
-    return n;
   }
 
   void read(uint32_t src, char* to, uint64_t nbytes, uint64_t offset) {
