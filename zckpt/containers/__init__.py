@@ -11,6 +11,7 @@ import os
 from zckpt.containers import safetensors_file, torch_legacy, torch_zip
 from zckpt.containers.container import Container, Input, open_input
 from zckpt.containers.inert import NumpyArray, Placeholder, brief, enum_value
+from zckpt.containers.pickles import load_pickle
 from zckpt.containers.skeleton import Skeleton, TensorSpec
 from zckpt.containers.tensor_ref import StorageRef, TensorRef
 from zckpt.errors import CorruptError, IncompleteError, NotACheckpointError, UnsupportedError
@@ -25,6 +26,7 @@ __all__ = [
     "TensorSpec",
     "brief",
     "enum_value",
+    "load_pickle",
     "open_container",
 ]
 

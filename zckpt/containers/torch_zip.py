@@ -19,7 +19,7 @@ import zlib
 from collections.abc import Mapping, Sequence
 
 from zckpt.containers.container import Container, Input, open_input
-from zckpt.containers.emit import emit_state_dict
+from zckpt.containers.emit import emit
 from zckpt.containers.inert import brief
 from zckpt.containers.meanings import storage_dtype
 from zckpt.containers.pickles import MAX_PICKLE_BYTES, load_pickle
@@ -144,14 +144,26 @@ def skeleton(specs: Sequence[TensorSpec], *, aliases: Mapping[str, str] | None =
     Raises:
         UsageError: two tensors have the same name, or an alias has no tensor.
     """
-    by_name = {spec.name: (spec, str(number)) for number, spec in enumerate(specs)}
+    by_name = {spec.name: spec for spec in specs}
     aliases = aliases or {}
     if len(by_name) < len(specs) or any(kept not in by_name or name in by_name for name, kept in aliases.items()):
         raise UsageError("names that are doubled, or aliases of nothing")
+    return skeleton_of(by_name | {name: by_name[kept] for name, kept in aliases.items()}, specs, zip64=zip64)
+
+
+def skeleton_of(root: object, specs: Sequence[TensorSpec], *, zip64: bool = False) -> Skeleton:
+    """A torch zip file of any inert object, without the elements of its tensors.
+
+    Args:
+        root: what `emit` writes; its tensors are `specs`, and may stand in several places.
+        specs: the tensors, in the order of their records.
+        zip64: write 64-bit figures even where 32 bits would do.
+    """
+    keys = {spec.name: str(number) for number, spec in enumerate(specs)}
     writer = _Writer(zip64)
-    writer.add("data.pkl", emit_state_dict(by_name | {name: by_name[kept] for name, kept in aliases.items()}))
+    writer.add("data.pkl", emit(root, keys))
     writer.add("byteorder", b"little")
-    offsets = {name: writer.reserve(f"data/{key}", spec.nbytes) for name, (spec, key) in by_name.items()}
+    offsets = {spec.name: writer.reserve(f"data/{keys[spec.name]}", spec.nbytes) for spec in specs}
     writer.add("version", b"3\n")
     return writer.finish(offsets)
 
