@@ -190,7 +190,7 @@ def _walked_gap(fragments: Sequence[Fragment], numel: int, itemsize: int) -> tup
 
 
 def clip(fragments: Sequence[Fragment], start: int, stop: int, itemsize: int) -> tuple[Fragment, ...]:
-    """What the fragments hold of elements [start, stop), renumbered from 0."""
+    """What fragments, sorted by their start, hold of elements [start, stop), renumbered from 0."""
     window = Block(start, stop - start, 1, 0, 0, 1)
     return tuple(
         _part(fragment, block.step, overlap, overlap.start - start, itemsize)

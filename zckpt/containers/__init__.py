@@ -26,6 +26,7 @@ __all__ = [
     "TensorSpec",
     "brief",
     "enum_value",
+    "is_torch_zip",
     "load_pickle",
     "open_container",
 ]
@@ -68,6 +69,12 @@ def open_container(path: str | os.PathLike[str]) -> Container:
         if head.startswith((b"\x80", b"L1195470371")):  # a pickle; protocols 0 and 1 spell the magic number in decimal
             return torch_legacy.read_stream(file)
         raise _unknown(file, head)
+
+
+def is_torch_zip(path: str | os.PathLike[str]) -> bool:
+    """Whether a file begins as torch's zip files do."""
+    with open_input(path) as file:
+        return file.peek(0, 4) == b"PK\x03\x04"
 
 
 def _unknown(file: Input, head: bytes) -> Exception:

@@ -14,6 +14,7 @@ Source: torch/serialization.py `_save`, `_load`; caffe2/serialize/inline_contain
 from __future__ import annotations
 
 import os
+import re
 import struct
 import zlib
 from collections.abc import Mapping, Sequence
@@ -76,6 +77,38 @@ def read_input(file: Input) -> Container:
     storages = _Storages(directory, f"{prefix}/data/", store)
     root = load_pickle(pickle, file=file.path, record="data.pkl", base=base, persistent_load=storages.load)
     return Container("torch_zip", store, root, {"prefix": prefix})
+
+
+def peek(path: str | os.PathLike[str], keys: Sequence[str]) -> dict[str, int]:
+    """Whole numbers that stand under these keys in the object of a torch zip file, without reading all of it.
+
+    For files of which nothing else is wanted: a text search, and so a hint, not a fact. A key that is not found, or not
+    followed by a number, is left out. Where a key stands twice, the last one counts: DeepSpeed writes its own after the
+    state dict.
+
+    Raises:
+        ZckptError: as `read`, where the file is damaged or of another kind.
+    """
+    with open_input(path) as file:
+        directory = Directory(file)
+        prefix = next(iter(directory.records), "").partition("/")[0]
+        data = directory.read(f"{prefix}/data.pkl", MAX_PICKLE_BYTES)
+    found: dict[str, int] = {}
+    for key in keys:
+        text = re.escape(key.encode())
+        for match in _numbered(len(key), text).finditer(data):
+            number = match["small"] or match["medium"] or match["large"]
+            found[key] = int.from_bytes(number, "little", signed=match["large"] is not None)
+    return found
+
+
+def _numbered(length: int, text: bytes) -> re.Pattern[bytes]:
+    """A text of this length, its memo entry, and a number of 1, 2 or 4 bytes."""
+    sized = re.escape(length.to_bytes(4, "little"))
+    return re.compile(
+        rb"(?:X" + sized + rb"|\x8c" + re.escape(bytes([length])) + rb")" + text
+        + rb"(?:q.|r....|\x94)?(?:K(?P<small>.)|M(?P<medium>..)|J(?P<large>....))", re.DOTALL
+    )  # fmt: skip
 
 
 class _Storages:

@@ -20,7 +20,9 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from itertools import accumulate
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
+
+Name = TypeVar("Name")
 
 
 class Piece(NamedTuple):
@@ -52,6 +54,20 @@ def flat_pieces(offset: int, numel: int, partition_size: int) -> Iterator[Piece]
         count = min(numel - done, partition_size - local)
         yield Piece(rank, local, done, count)
         done += count
+
+
+def round_robin(count: int, world_size: int) -> list[int]:
+    """The order in which `round_robin_gradients` lays the parameters of a group: 0, world_size, .., 1, world_size + 1, ..
+
+    Source: DeepSpeed 0.19.8, runtime/zero/stage_1_and_2.py `_round_robin_reorder`.
+    """
+    return [number for first in range(world_size) for number in range(first, count, world_size)]
+
+
+def in_original_order(laid: Sequence[Name], world_size: int) -> list[Name]:
+    """Parameters that `round_robin` laid, in the order they had before."""
+    placed = sorted(zip(round_robin(len(laid), world_size), laid, strict=True), key=lambda pair: pair[0])
+    return [name for _, name in placed]
 
 
 def partition_numel(numel: int, world_size: int) -> int:
