@@ -24,6 +24,7 @@ from zckpt.errors import (
     UsageError,
     ZckptError,
 )
+from zckpt.reshard import reshard
 
 if TYPE_CHECKING:
     from zckpt.drop_in import (
@@ -54,6 +55,7 @@ __all__ = [
     "get_fp32_state_dict_from_zero_checkpoint",
     "load_state_dict_from_zero_checkpoint",
     "open_checkpoint",
+    "reshard",
 ]
 
 _NEED_TORCH = frozenset(name for name in __all__ if "zero_checkpoint" in name)

@@ -19,9 +19,10 @@ from zckpt.catalog import Catalog, TensorEntry
 from zckpt.checkpoint import Opened, open_catalog, strip_wrappers
 from zckpt.dtypes import BF16, BY_TORCH_NAME, CAST_TARGETS, F16, F32, DType
 from zckpt.errors import CastError, OutputError, UsageError, some
+from zckpt.fragments import FileStore
 from zckpt.layouts.huggingface import Destination, Format, Target, lay_out, literal_file
 from zckpt.mover import MoveReport, run
-from zckpt.plan import Plan
+from zckpt.plan import OutputFile, Plan
 from zckpt.publish import Staging, check_output, check_space
 
 Overflow = Literal["error", "inf", "clamp"]
@@ -189,7 +190,7 @@ def prepare(
         out,
         single=single,
         overwrite=options.overwrite or options.merge,
-        protected=_protected(opened, checkpoint, beside=options.beside),
+        protected=protected(opened, checkpoint, beside=options.beside),
     )
     catalog, stripped = strip_wrappers(opened.catalog)
     catalog = _select(catalog, options)
@@ -204,7 +205,7 @@ def prepare(
         plan=Plan(destination.files, pairs),
         out=out,
         single=single,
-        copies=() if single else tuple(_beside(opened)),
+        copies=() if single else tuple(companions(opened)),
         options=options,
         notes=opened.catalog.source.notes + stripped,
     )
@@ -226,9 +227,9 @@ def execute(prepared: Prepared, progress: Callable[[int], None] | None = None) -
         moved = run(
             prepared.plan, staging.directory, threads=options.threads, overflow=options.overflow, progress=progress
         )
-        overflows = _overflows(moved, prepared)
+        overflows = overflows_of(moved, prepared.plan)
         if overflows and options.overflow == "error":
-            raise _overflow_error(overflows, options.dtype)
+            raise overflow_error(overflows, options.dtype)
         for path, name in prepared.copies:
             staging.copy(path, name)
         staging.commit()
@@ -272,7 +273,7 @@ def _target(out: str, options: Options) -> tuple[Target, bool]:
     return Target(wanted or "safetensors", max_shard_size=options.max_shard_size), False
 
 
-def _protected(opened: Opened, checkpoint: str, *, beside: bool) -> set[str]:
+def protected(opened: Opened, checkpoint: str, *, beside: bool = False) -> set[str]:
     """What the output must leave alone: the shards' directories, and the checkpoint's own unless `beside` is set."""
     listing = opened.place.listing
     if os.path.isfile(listing.directory):
@@ -312,17 +313,26 @@ def _select(catalog: Catalog, options: Options) -> Catalog:
 
 
 def _with_config(destination: Destination, opened: Opened, dtype: DType) -> Destination:
-    """With `config.json`, in which the dtype is made true."""
+    config = config_file(opened, dtype)
+    return Destination((*destination.files, config), destination.entries) if config else destination
+
+
+def config_file(opened: Opened, dtype: DType) -> tuple[OutputFile, FileStore] | None:
+    """The model's `config.json`, in which the dtype is made true; None where there is none.
+
+    Raises:
+        OutputError: it cannot be read.
+    """
     path = os.path.join(opened.place.home, "config.json")
     if not os.path.isfile(path):
-        return destination
+        return None
     try:
         with open(path, "rb") as file:
             config = json.load(file)
     except (OSError, ValueError) as error:
         raise OutputError("a config.json that cannot be read", file=path, found=str(error)) from error
     text = json.dumps(_true_dtype(config, dtype), indent=2, ensure_ascii=False) + "\n"
-    return Destination((*destination.files, literal_file("config.json", text.encode())), destination.entries)
+    return literal_file("config.json", text.encode())
 
 
 def _true_dtype(config: object, dtype: DType, *, top: bool = True) -> object:
@@ -339,18 +349,20 @@ def _true_dtype(config: object, dtype: DType, *, top: bool = True) -> object:
     return {**config, **nested, **named}
 
 
-def _beside(opened: Opened) -> list[tuple[str, str]]:
+def companions(opened: Opened) -> list[tuple[str, str]]:
+    """(path, name) of what lies beside the checkpoint and belongs to the model: tokenizer, processor, code."""
     home = opened.place.home
     names = sorted(name for name in os.listdir(home) if _BESIDE.fullmatch(name))
     return [(os.path.join(home, name), name) for name in names if os.path.isfile(os.path.join(home, name))]
 
 
-def _overflows(moved: MoveReport, prepared: Prepared) -> dict[str, tuple[int, float]]:
-    pairs = prepared.plan.pairs
-    return {pairs[number][1].name: (found.count, found.largest) for number, found in moved.overflows.items()}
+def overflows_of(moved: MoveReport, plan: Plan) -> dict[str, tuple[int, float]]:
+    """Tensor name -> (elements that became infinite or were clamped, the largest of them)."""
+    return {plan.pairs[number][1].name: (found.count, found.largest) for number, found in moved.overflows.items()}
 
 
-def _overflow_error(overflows: dict[str, tuple[int, float]], dtype: DType) -> CastError:
+def overflow_error(overflows: dict[str, tuple[int, float]], dtype: DType) -> CastError:
+    """The error for numbers that a cast would make infinite."""
     worst = sorted(overflows, key=lambda name: -overflows[name][1])
     told = ", ".join(f"{n!r} ({overflows[n][0]:,} elements, largest {overflows[n][1]:,.6g})" for n in worst[:5])
     more = f" and {len(worst) - 5:,} more" if len(worst) > 5 else ""

@@ -159,16 +159,15 @@ class _Place:
 
     name: str
     shape: Shape
-    group: int
     offset: int
 
 
 def _places(save: Save) -> Iterator[_Place]:
+    """In flat order: `param_shapes` lists them by sub-group, but nothing depends on how."""
     offset = 0
-    for number, group in enumerate(save.model.param_shapes):
-        for name, shape in group.items():
-            yield _Place(name, shape, number, offset)
-            offset += partition_numel(math.prod(shape), save.shard_size)
+    for name, shape in (item for listed in save.model.param_shapes for item in listed.items()):
+        yield _Place(name, shape, offset)
+        offset += partition_numel(math.prod(shape), save.shard_size)
 
 
 def masters(save: Save) -> dict[str, TensorEntry]:
@@ -207,22 +206,30 @@ def training(save: Save) -> Training:
     shards = save.shards[: save.shard_size]
     first = shards[0]
     lengths = [SubGroups([vector.numel for vector in shard.vectors]) for shard in shards]
-    flat_groups: dict[int, int] = {}  # parameter group -> its first sub-group
+    owners = _owners(first)
+    names: list[list[str]] = [[] for _ in range(1 + max(owners.values(), default=0))]
     states: dict[str, dict[str, TensorEntry]] = {}
+    sub_group = 0
     for place in _places(save):
-        piece = next(lengths[0].pieces(place.offset, 1), None)  # nothing, of a parameter without elements
-        sub_group = piece.index if piece else flat_groups.get(place.group, 0)
-        flat_groups.setdefault(place.group, sub_group)
+        sub_group = next((piece.index for piece in lengths[0].pieces(place.offset, 1)), sub_group)
+        names[owners.get(sub_group, 0)].append(place.name)
         states[place.name] = {}
         for state in per_element(first.states[sub_group]):
             dtype = state_vector(first, sub_group, state).dtype
             fragments = tuple(_pieces(place, shards, lengths, state))
             states[place.name][state] = TensorEntry(place.name, place.shape, dtype, "parameter", fragments)
-    groups = tuple(
-        group_of(tuple(names), first, number, flat_groups.get(number, 0))
-        for number, names in enumerate(save.model.param_shapes)
-    )
+    firsts = {owner: number for number, owner in reversed(owners.items())}
+    groups = tuple(group_of(tuple(listed), first, n, firsts.get(n, 0)) for n, listed in enumerate(names))
     return Training(groups, states, scaler_of(first), save.model.rest, precision_of(save.model))
+
+
+def _owners(shard: OptimizerShard) -> dict[int, int]:
+    """Sub-group -> parameter group, as the wrapped optimizer lists them."""
+    listed = [group.get("params") for group in shard.settings]
+    numbers = [owner for owner, params in enumerate(listed) if isinstance(params, list) for _ in params]
+    return (
+        dict(enumerate(numbers)) if len(numbers) == len(shard.vectors) else dict.fromkeys(range(len(shard.vectors)), 0)
+    )
 
 
 def frozen(save: Save) -> dict[str, TensorEntry]:
