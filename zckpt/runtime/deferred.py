@@ -9,7 +9,8 @@ numbers shrink to this rank's rows of dim 0. What the model's code then does to 
   so the random generator moves as it does for the plain model, and the same seed gives the same weights;
 - an op that treats every element alike runs on the rows;
 - anything else runs on the whole parameter, gathered for it: all ranks build the model by the same code, so all take part.
-At no time is more than one parameter whole.
+At no time is more than one parameter whole. To Python code the parameter looks as if it were on the device where its numbers
+are: torch's own initialisations leave meta tensors alone.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map
 
@@ -120,9 +122,11 @@ class Recorder(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self.group = group
         self.dtype = dtype
+        self._home = torch.device("cpu")
         self._rows: dict[int, Rows] = {}
         self._kept: list[nn.Parameter] = []
-        self._alive: list[torch.Tensor] = []
+        self._alive: list[torch.UntypedStorage] = []  # a place in `_rows` must not be given to another tensor
+        self._looks = _Looks(self)
         self._register: Callable[..., None] | None = None
 
     def __enter__(self) -> Recorder:
@@ -132,14 +136,16 @@ class Recorder(TorchDispatchMode):
         @functools.wraps(plain)
         def register_parameter(module: nn.Module, name: str, param: nn.Parameter | None) -> None:
             plain(module, name, param)
-            if type(param) is nn.Parameter and not param.is_meta:
+            if type(param) is nn.Parameter and recorder.rows_of(param) is None and not param.is_meta:
                 recorder.adopt(param)
 
         nn.Module.register_parameter = register_parameter  # type: ignore[method-assign,assignment]
         super().__enter__()  # type: ignore[no-untyped-call]
+        self._looks.__enter__()  # type: ignore[no-untyped-call]
         return self
 
     def __exit__(self, *error: Any) -> None:
+        self._looks.__exit__(*error)  # type: ignore[no-untyped-call]
         super().__exit__(*error)  # type: ignore[no-untyped-call]
         if self._register is not None:
             nn.Module.register_parameter = self._register  # type: ignore[method-assign]
@@ -148,17 +154,29 @@ class Recorder(TorchDispatchMode):
 
     def adopt(self, parameter: nn.Parameter) -> None:
         """Defers a parameter that has numbers."""
-        with torch.utils._python_dispatch._disable_current_modes():
-            defer(parameter, cut(parameter, self.group, self.dtype))
-        self._rows[_place(parameter)] = getattr(parameter, _ATTRIBUTE)
+        with torch.utils._python_dispatch._disable_current_modes(), torch._C.DisableTorchFunction():
+            rows = cut(parameter, self.group, self.dtype)
+            defer(parameter, rows)
+            self._know(parameter, rows)
         self._kept.append(parameter)
+
+    def rows_of(self, value: object) -> Rows | None:
+        """The rows of a deferred parameter or a view of one; None for everything else."""
+        return self._rows.get(_place(value)) if isinstance(value, torch.Tensor) else None
+
+    def _know(self, tensor: torch.Tensor, rows: Rows) -> None:
+        self._alive.append(tensor.untyped_storage())
+        self._rows[_place(tensor)] = rows
+        self._home = rows.values.device
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         """Runs an op where its numbers are."""
         kwargs = dict(kwargs or {})
-        deferred = [t for t in tree_flatten((args, kwargs))[0] if self._is_deferred(t)]
+        deferred = [t for t in tree_flatten((args, kwargs))[0] if self.rows_of(t) is not None]
+        if torch.device(kwargs.get("device") or "cpu").type == "meta":  # a value for a parameter, made where it is
+            kwargs["device"] = self._home
         if not deferred or (func.is_view and not func._schema.is_mutable):
             return func(*args, **kwargs)
         first = deferred[0]
@@ -175,11 +193,11 @@ class Recorder(TorchDispatchMode):
         whole: dict[int, torch.Tensor] = {}
 
         def real(value: Any) -> Any:
-            if not self._is_deferred(value):
+            rows = self.rows_of(value)
+            if rows is None:
                 return value
             place = _place(value)
             if place not in whole:
-                rows = self._rows[place]
                 empty = torch.empty(rows.shape, dtype=rows.values.dtype, device=rows.values.device)
                 whole[place] = rows.join() if reads else empty
             return whole[place].as_strided(value.size(), value.stride(), value.storage_offset())
@@ -190,22 +208,38 @@ class Recorder(TorchDispatchMode):
         for place in {_place(t) for t in deferred}:
             self._rows[place].values = cut(whole[place], self.group).values
         written = kwargs.get("out", args[0] if args else None)
-        return written if self._is_deferred(written) else result
+        return written if self.rows_of(written) is not None else result
 
     def _converted(self, tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
         rows = self._rows[_place(tensor)]
         values = rows.values.to(dtype or rows.values.dtype, copy=True)
         meta = torch.empty(tensor.shape, dtype=values.dtype, device="meta")
-        self._rows[_place(meta)] = Rows(values, rows.shape, rows.group)
-        self._alive.append(meta)  # its place must not be given to another
+        self._know(meta, Rows(values, rows.shape, rows.group))
         return meta
-
-    def _is_deferred(self, value: object) -> bool:
-        return isinstance(value, torch.Tensor) and value.is_meta and _place(value) in self._rows
 
     def _is_all(self, tensor: torch.Tensor) -> bool:
         shape = self._rows[_place(tensor)].shape
         return tensor.shape == shape and tensor.is_contiguous() and not tensor.storage_offset()
+
+
+class _Looks(TorchFunctionMode):
+    """Lets deferred parameters look as if they were where their numbers are."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        super().__init__()
+        self.recorder = recorder
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        if func in _LOOKS:
+            rows = self.recorder.rows_of(args[0])
+            if rows is not None:
+                return func(rows.values)
+        return func(*args, **(kwargs or {}))
+
+
+_LOOKS = tuple(vars(torch._C.TensorBase)[name].__get__ for name in ("is_meta", "device"))
 
 
 def _place(tensor: torch.Tensor) -> int:

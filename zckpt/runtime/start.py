@@ -83,7 +83,7 @@ def initialize(
     groups = _groups(model, model_parameters)
     chosen = {id(p): p for group in groups for p in group["params"]}
     if isinstance(optimizer, Optimizer):
-        chosen = {id(p): p for group in optimizer.param_groups for p in group["params"]}
+        chosen = {id(p): p for group in optimizer.param_groups for p in group["params"] if p.numel()}
     _check_parameters(model, chosen)
     names = {id(p): name for name, p in model.named_parameters()}
     cast_buffers(model, settings)
@@ -92,7 +92,7 @@ def initialize(
     built = None
     if trains:
         held = {one.name: one for one in sharded.held}
-        masters = {key: held[names[key]].make_master() for key, p in chosen.items() if p.requires_grad}
+        masters = {key: held[names[key]].make_master() for key in chosen if held[names[key]].trained}
         built = _optimizer(settings, sharded, optimizer, groups, masters, {k: held[names[k]] for k in masters})
     loader = None
     if training_data is not None:
@@ -159,7 +159,7 @@ def _groups(model: nn.Module, model_parameters: Iterable[Any] | None) -> Groups:
     else:
         groups = [{"params": given}]
     for group in groups:
-        group["params"] = [p for p in group["params"] if p.requires_grad]
+        group["params"] = [p for p in group["params"] if p.requires_grad and p.numel()]
     return [group for group in groups if group["params"]]
 
 
