@@ -93,7 +93,7 @@ def gather_rows(values: torch.Tensor, shape: Iterable[int], group: Any) -> torch
     padded = values.new_zeros((step, *inner))
     padded[: values.shape[0]] = values
     whole = values.new_empty((step * size, *inner))
-    dist.all_gather_into_tensor(whole.view(-1).view(torch.uint8), padded.view(-1).view(torch.uint8), group=group)
+    dist.all_gather_single(whole.view(-1).view(torch.uint8), padded.view(-1).view(torch.uint8), group=group)
     return whole[:length]
 
 
