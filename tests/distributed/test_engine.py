@@ -56,7 +56,7 @@ def test_every_element_is_in_one_part(outcome: Outcome) -> None:
     ranks = outcome("checks.py", 2, "parts_and_wholes")
     for stage, half in (("0", "torch.float32"), ("1", "torch.bfloat16"), ("3", "torch.bfloat16")):
         for parts in zip(*(rank[stage] for rank in ranks), strict=True):
-            name, shape, start, count, replicated, dtype, group, stored, numel, states, scalars, sized = parts[0]
+            name, shape, start, count, replicated, dtype, group, stored, _, states, scalars, _ = parts[0]
             total = 1
             for length in shape:
                 total *= length
@@ -117,8 +117,8 @@ def test_init_follows_rank_0(outcome: Outcome) -> None:
 
 
 def test_init_never_holds_the_model(outcome: Outcome) -> None:
-    """96 MiB of weights: 24 in rows, 4 whole at a time, and what allocators keep."""
-    assert max(outcome("checks.py", 4, "init_keeps_memory_small")) < 64
+    """288 MiB of weights: 72 in rows, 36 whole at a time, and what allocators keep."""
+    assert max(outcome("checks.py", 4, "init_keeps_memory_small")) < 230
 
 
 def test_gathered_parameters(outcome: Outcome) -> None:
@@ -165,7 +165,7 @@ def test_ways_to_accumulate(outcome: Outcome) -> None:
 def test_unused_parameters(outcome: Outcome) -> None:
     for given in outcome("checks.py", 2, "unused_parameters"):
         assert all(given[stage] == [True] * 6 for stage in "0123")  # decay acts on all
-        assert "right.weight" in given["strict"] and "never.bias" in given["strict"]
+        assert "right.weight" in given["strict"] and "never.weight" in given["strict"]
 
 
 @pytest.mark.parametrize("world", [1, 2])
@@ -186,7 +186,7 @@ def test_what_an_engine_says_of_itself(outcome: Outcome) -> None:
     for rank, said in enumerate(ranks):
         assert said == {
             "rank": rank, "world": 2, "local": rank, "device": "cpu", "batch": [8, 2, 2], "steps": [2, 4, 0, 16],
-            "boundaries": [False, True, False, True], "lr": [0.001 / 4], "norm": norm, "scale": 1.0, "stage": 2,
+            "boundaries": [False, True, False, True], "lr": [0.00075], "norm": norm, "scale": 1.0, "stage": 2,
             "mom": [[0.9, 0.999]],
         }  # fmt: skip
 
