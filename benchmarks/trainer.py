@@ -35,7 +35,7 @@ FORMULAS = {
 def main() -> None:
     """Launches the ranks and prints both tables."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--steps", type=int, default=8)
+    parser.add_argument("--steps", type=int, default=6)
     parser.add_argument("--world", type=int, default=4)
     parser.add_argument("--worker", help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -100,7 +100,7 @@ def work(out: str, steps: int) -> None:
     dist.destroy_process_group()
 
 
-def model(width: int = 192, blocks: int = 8) -> Any:
+def model(width: int = 128, blocks: int = 16) -> Any:
     """A small transformer with a language model's head."""
     import torch
     from torch import nn

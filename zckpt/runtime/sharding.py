@@ -93,31 +93,35 @@ def shard(
     deferred = {name: rows for name, p in originals.items() if (rows := rows_held_by(p)) is not None}
     dtypes = {name: _dtype(p, precision) for name, p in originals.items()}
     replicated = {name for name, p in originals.items() if not p.ndim or not p.numel()}
-    units = [*find_units(model, zero.wrap if wrap is None else wrap), model]
-    if precision.compute is None:
-        units, odd = _one_dtype_each(units, names, dtypes, replicated)
+    asked = zero.wrap if wrap is None else wrap
+    single = find_units(model, asked)
+    if len({dtypes[name] for name, p in originals.items() if p.requires_grad and name not in replicated}) > 1:
+        single, odd = _one_dtype_each([*single, model], names, dtypes, replicated)
         replicated |= odd
+        units = [[unit] for unit in single]
+    else:
+        merge = asked is None and world.device.type == "cpu"
+        units = [*(_merged(single, zero.stage) if merge else ([unit] for unit in single)), [model]]
     ignored = {originals[name] for name in replicated}
     exact: dict[str, torch.Tensor] = {}
-    parts = _parts(units)
-    for unit in units:
-        for parameter in parts[id(unit)]:
+    for unit, part in zip(units, _parts(units), strict=True):
+        for parameter in part:
             name = names[id(parameter)]
             first = _prepare(parameter, dtypes[name], name in replicated, precision, world)
             if first is not None:
                 exact[name] = first
-        trained = [dtypes[names[id(p)]] for p in parts[id(unit)] if p.requires_grad and p not in ignored]
+        trained = [dtypes[names[id(p)]] for p in part if p.requires_grad and p not in ignored]
         fully_shard(
-            unit,
+            unit[0] if len(unit) == 1 else unit,
             mesh=mesh,
-            reshard_after_forward=_reshard_after_forward(zero, is_root=unit is model),
+            reshard_after_forward=_reshard_after_forward(zero, is_root=unit[0] is model),
             mp_policy=MixedPrecisionPolicy(
                 trained[0] if trained else precision.compute, precision.reduce, cast_forward_inputs=False
             ),
             offload_policy=offload_policy(zero),
             ignored_params=ignored,
         )
-        for parameter in parts[id(unit)]:
+        for parameter in part:
             if parameter not in ignored:  # an optimizer may still hold it
                 parameter.data = parameter.data.new_empty(0)
     registered = dict(model.named_parameters())
@@ -171,13 +175,27 @@ def _dtype(parameter: nn.Parameter, precision: Precision) -> torch.dtype:
     return precision.compute if precision.compute and parameter.is_floating_point() else parameter.dtype
 
 
-def _parts(units: list[nn.Module]) -> dict[int, list[nn.Parameter]]:
-    """The parameters that each unit adds to those of the units within it."""
+def _merged(units: list[nn.Module], stage: int) -> list[list[nn.Module]]:
+    """Units for a device that cannot compute while it communicates: fewer and larger.
+
+    At stages 0 and 1 parameters and gradients are whole anyway, and one collective for all costs least. At stage 2 the
+    gradients of a unit are whole until they are reduced: a quarter of the model at a time.
+    """
+    if stage < 2:
+        return []
+    forward = units[::-1] if stage == 2 else units
+    step = -(-len(units) // 4) if stage == 2 else 1
+    return [forward[i : i + step] for i in range(0, len(forward), step)]
+
+
+def _parts(units: list[list[nn.Module]]) -> list[list[nn.Parameter]]:
+    """The parameters that each unit adds to those of the units before it."""
     seen: set[int] = set()
-    parts: dict[int, list[nn.Parameter]] = {}
+    parts = []
     for unit in units:
-        parts[id(unit)] = [p for p in unit.parameters() if id(p) not in seen]
-        seen |= {id(p) for p in parts[id(unit)]}
+        part = list({id(p): p for module in unit for p in module.parameters() if id(p) not in seen}.values())
+        seen |= {id(p) for p in part}
+        parts.append(part)
     return parts
 
 
@@ -192,9 +210,10 @@ def _one_dtype_each(
     Returns:
         The units, inner ones first, and the names that are left out.
     """
-    parts, out, odd = _parts(units), [], set()
-    for unit in units:
-        mine = {id(p): p for p in parts[id(unit)] if p.requires_grad and names[id(p)] not in replicated}
+    out: list[nn.Module] = []
+    odd: set[str] = set()
+    for unit, part in zip(units, _parts([[unit] for unit in units]), strict=True):
+        mine = {id(p): p for p in part if p.requires_grad and names[id(p)] not in replicated}
         sizes: Counter[torch.dtype] = Counter()
         for p in mine.values():
             sizes[dtypes[names[id(p)]]] += p.numel()
