@@ -22,6 +22,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from zckpt.errors import UsageError
+from zckpt.runtime.collectives import use_on_gloo
 from zckpt.runtime.config_zero import Zero
 from zckpt.runtime.deferred import Rows, rows_held_by
 from zckpt.runtime.held import Held
@@ -155,6 +156,7 @@ def shard(
                 exact=exact.get(name),
             )
         )
+    use_on_gloo(model, mesh.get_group("shard"))
     model.set_reduce_scatter_unused_params(zero.ignore_unused_parameters)  # type: ignore[operator]
     return Sharded(tuple(held), aliases, mesh)
 
@@ -179,12 +181,12 @@ def _merged(units: list[nn.Module], stage: int) -> list[list[nn.Module]]:
     """Units for a device that cannot compute while it communicates: fewer and larger.
 
     At stages 0 and 1 parameters and gradients are whole anyway, and one collective for all costs least. At stage 2 the
-    gradients of a unit are whole until they are reduced: a quarter of the model at a time.
+    gradients of a unit are whole until they are reduced: a third of the model at a time.
     """
     if stage < 2:
         return []
     forward = units[::-1] if stage == 2 else units
-    step = -(-len(units) // 4) if stage == 2 else 1
+    step = -(-len(units) // 3) if stage == 2 else 1
     return [forward[i : i + step] for i in range(0, len(forward), step)]
 
 
