@@ -183,10 +183,11 @@ def _merged(units: list[nn.Module], stage: int) -> list[list[nn.Module]]:
     At stages 0 and 1 parameters and gradients are whole anyway, and one collective for all costs least. At stage 2 the
     gradients of a unit are whole until they are reduced: a third of the model at a time.
     """
-    if stage < 2:
+    if stage < 2 or not units:
         return []
-    forward = units[::-1] if stage == 2 else units
-    step = -(-len(units) // 3) if stage == 2 else 1
+    if stage == 3:
+        return [[unit] for unit in units]
+    forward, step = units[::-1], -(-len(units) // 3)
     return [forward[i : i + step] for i in range(0, len(forward), step)]
 
 
