@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import itertools
 import sys
 from pathlib import Path
 from typing import Any
 
+import small
 import torch
 from checks import PRECISIONS
 from harness import check, main, world
 from saves import SCHEDULE, grouped
 
-import small
 from zckpt import runtime
 from zckpt.runtime import state as run_state
 

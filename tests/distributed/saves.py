@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import itertools
 import random
+import shutil
 import sys
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +14,13 @@ import numpy
 import small
 import torch
 import torch.distributed as dist
-from checks import BF16, PRECISIONS, config, refusal, start, train
+from checks import ADAMW, BF16, PRECISIONS, config, refusal, start, train
 from harness import check, main, rank, world
 from torch import nn
 
 from zckpt import runtime
-from zckpt.errors import InconsistentError, UnsupportedError, UsageError
+from zckpt.errors import InconsistentError, OutputError, UnsupportedError, UsageError
+from zckpt.runtime import meeting, saving
 from zckpt.runtime import state as run_state
 
 KINDS: dict[str, dict[str, Any]] = {
@@ -37,7 +40,11 @@ def home() -> Path:
 def parts(engine: runtime.Engine) -> dict[str, tuple[torch.Tensor, dict[str, torch.Tensor], dict[str, float]]]:
     """Copies of this rank's parts."""
     return {
-        part.name: (part.weight.clone(), {name: state.clone() for name, state in part.states.items()}, dict(part.scalars))
+        part.name: (
+            part.weight.clone(),
+            {name: state.clone() for name, state in part.states.items()},
+            dict(part.scalars),
+        )
         for part in run_state.capture(engine).parts
     }
 
@@ -228,7 +235,8 @@ def parts_of_a_checkpoint() -> dict[str, bool]:
     rounded.load_checkpoint(where)
     mine = parts(rounded)
     out["rounded"] = all(
-        torch.equal(mine[n][0], saved[n][0].bfloat16().to(saved[n][0].dtype)) and mine[n][1].keys() == saved[n][1].keys()
+        torch.equal(mine[n][0], saved[n][0].bfloat16().to(saved[n][0].dtype))
+        and mine[n][1].keys() == saved[n][1].keys()
         for n in saved
     )
     return out
@@ -250,9 +258,7 @@ def refused_saves() -> dict[str, Any]:
         "client": refusal(save, where, client_state={"x": [Unknown()]}, kind=UnsupportedError),
         "name": refusal(save, where, client_state={"module": 1}, kind=UsageError),
         "tag": refusal(save, where, tag="../x", kind=UsageError),
-        "rank 0": refusal(
-            save, where, client_state={"x": Unknown()} if rank() == 0 else {}, kind=kind
-        ),
+        "rank 0": refusal(save, where, client_state={"x": Unknown()} if rank() == 0 else {}, kind=kind),
     }
     out["left"] = sorted(path.name for path in where.iterdir())
     save(where)
@@ -263,6 +269,126 @@ def refused_saves() -> dict[str, Any]:
     out["optimizer"] = refusal(lion.load_checkpoint, where, kind=InconsistentError)
     out["unchanged"] = same_parts(before, parts(engine))
     return out
+
+
+@check(2)
+def in_the_background() -> dict[str, Any]:
+    """Training goes on while a copy is written; the next save waits, and hears of what went wrong."""
+    where = home() / "background"
+    settings = config(3, scheduler=SCHEDULE, checkpoint={"async_save": True}, **BF16)
+    engine = start(settings)
+    train(engine, 2)
+    engine.save_checkpoint(where)
+    first = parts(engine)
+    train(engine, 2, start=2)
+    engine.save_checkpoint(where)
+    train(engine, 1, start=4)
+    again = start(config(3, scheduler=SCHEDULE, **BF16))
+    engine.wait_for_checkpoint()
+    dist.barrier()
+    again.load_checkpoint(where, tag="global_step2")
+    out: dict[str, Any] = {"copied": same_parts(first, parts(again)), "latest": (where / "latest").read_text()}
+    again.load_checkpoint(where)
+    train(again, 1, start=4)
+    out["went on"] = same_parts(parts(engine), parts(again))
+    write = saving.write
+
+    def broken(*arguments: Any) -> None:
+        if rank() == 1:
+            raise OutputError("a disk that broke", file="x")
+        write(*arguments)
+
+    saving.write = broken
+    try:
+        engine.save_checkpoint(where, tag="bad")
+        out["bad"] = refusal(engine.wait_for_checkpoint, kind=OutputError)
+    finally:
+        saving.write = write
+    engine.save_checkpoint(where, tag="good")
+    engine.wait_for_checkpoint()
+    dist.barrier()
+    out["names"] = sorted(path.name for path in where.iterdir())
+    return out
+
+
+@check(2)
+def some_ranks_only() -> dict[str, Any]:
+    """Who did not come is named, soon; and the run goes on."""
+    where = home() / "some"
+    engine = begin("AdamW", 2, {})
+    train(engine, 1)
+    out: dict[str, Any] = {"within": meeting.ENTRY_S + meeting._EXTRA_S}
+    patient, meeting._EXTRA_S, saving.ENTRY_S = (meeting._EXTRA_S, saving.ENTRY_S), 0.5, 1.0
+    for lonely in (0, 1):
+        if rank() == lonely:
+            out["told"] = refusal(engine.save_checkpoint, where, kind=InconsistentError)
+        dist.barrier()
+        train(engine, 1, start=1 + lonely)
+    meeting._EXTRA_S, saving.ENTRY_S = patient
+    engine.save_checkpoint(where)
+    out["names"] = sorted(path.name for path in where.iterdir())
+    return out
+
+
+@check(2)
+def tags_that_differ() -> dict[str, Any]:
+    """Both are told; rank 0's is taken where that is not an error."""
+    out: dict[str, Any] = {}
+    for what in ("FAIL", "WARN", "IGNORE"):
+        engine = start(config(1, checkpoint={"tag_validation": what}))
+        where = home() / f"tags {what}"
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            if what == "FAIL":
+                out[what] = refusal(engine.save_checkpoint, where, tag=f"of {rank()}", kind=InconsistentError)
+                continue
+            engine.save_checkpoint(where, tag=f"of {rank()}")
+        out[what] = [[str(w.message) for w in told], sorted(path.name for path in where.iterdir())]
+    return out
+
+
+@check(2)
+def last_ones_kept() -> dict[str, Any]:
+    """Older saves are deleted after a good one: by their steps, and never what `latest` names or what is no save."""
+    where = home() / "kept"
+    engine = start(config(2, checkpoint={"keep_last": 2}))
+    where.mkdir(parents=True, exist_ok=True)
+    (where / "global_step0").mkdir(exist_ok=True)
+    (where / "global_step0" / "notes.txt").write_text("mine")
+    dist.barrier()
+    out = []
+    for step, named in enumerate((True, True, False, False, True)):
+        train(engine, 1, start=step)
+        engine.save_checkpoint(where, tag=f"step{9 - step}", save_latest=named)
+        out.append(sorted(path.name for path in where.iterdir() if path.is_dir()))
+        dist.barrier()
+    return {"names": out}
+
+
+@check(2)
+def memory() -> float:
+    """The most memory that a save takes beside the run, in MiB: at stage 2, where nearly every element moves."""
+    model = nn.Sequential(*(nn.Linear(4096, 4096, bias=False) for _ in range(3)))
+    engine = start({"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 2}, "optimizer": ADAMW}, model)
+    loss = engine(torch.ones(1, 4096)).mean()
+    engine.backward(loss)
+    engine.step()
+    del loss
+    Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+    before = _memory("VmRSS")
+    engine.save_checkpoint(home() / "memory")
+    peak = _memory("VmHWM") - before
+    dist.barrier()
+    if rank() == 0:
+        shutil.rmtree(home() / "memory")
+    return peak
+
+
+def _memory(key: str) -> float:
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(key + ":"):
+            return int(line.split()[1]) / 1024
+    raise KeyError(key)
 
 
 if __name__ == "__main__":

@@ -15,6 +15,7 @@ from zckpt.runtime.meeting import Meetings
 
 if TYPE_CHECKING:
     from zckpt.runtime.engine import Engine
+    from zckpt.runtime.saving import Thread
 
 _log = logging.getLogger("zckpt.runtime")
 _numbers = iter(range(1 << 62))
@@ -24,6 +25,7 @@ class Checkpoints:
     """The part of an engine that saves and loads."""
 
     _meetings: Meetings | None = None
+    _saving: Thread | None = None
 
     def save_checkpoint(
         self,
@@ -48,10 +50,23 @@ class Checkpoints:
         """
         from zckpt.runtime.saving import save
 
+        self.wait_for_checkpoint()
         engine = cast("Engine", self)
         name = f"global_step{engine.global_steps}" if tag is None else str(tag)
-        save(engine, self._meet(), os.fspath(save_dir), name, client_state or {}, save_latest)
+        self._saving = save(engine, self._meet(), os.fspath(save_dir), name, client_state or {}, save_latest)
         return True
+
+    def wait_for_checkpoint(self) -> None:
+        """Waits until the last save is done, where saves are made in the background.
+
+        Raises:
+            ZckptError: it failed; what was saved before is as it was.
+        """
+        saving, self._saving = self._saving, None
+        if saving is not None:
+            saving.join()
+            if saving.error is not None:
+                raise saving.error
 
     def load_checkpoint(
         self,
@@ -78,6 +93,7 @@ class Checkpoints:
         """
         from zckpt.runtime.loading import Wishes, load
 
+        self.wait_for_checkpoint()
         path = os.fspath(load_dir)
         if tag is None and not has_saves(path):
             _log.warning("No checkpoint in %r: the run begins anew.", path)

@@ -103,6 +103,18 @@ class Meetings:
             pause_s = min(2 * pause_s, 0.1)
         return missing
 
+    def part(self) -> None:
+        """After the last meeting of a piece of work: rank 0, whose process may hold the store, leaves last."""
+        if self._store is None:
+            return
+        keys = [f"zckpt/{self._name}/{self._place}/left {rank}" for rank in range(1, self.size)]
+        if self.rank:
+            self._store.set(keys[self.rank - 1], "")
+        else:
+            self._missing(keys, _EXTRA_S)
+            for key in keys:
+                self._store.delete_key(key)
+
     def agree(self, what: str, error: BaseException | None, word: Any = None) -> list[Any]:
         """A meeting after work that may have failed: if it did anywhere, it did everywhere.
 

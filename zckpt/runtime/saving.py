@@ -12,64 +12,42 @@ Killed before 3, a save has left nothing but a directory whose name begins with 
 
 from __future__ import annotations
 
-import contextlib
-import ctypes
-import errno
-import logging
 import os
-import shutil
 import socket
+import threading
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from zckpt.errors import InconsistentError, OutputError, UsageError
-from zckpt.fragments import FileStore
+from zckpt.catalog import TensorPart
+from zckpt.dtypes import U8
+from zckpt.errors import InconsistentError, UsageError
+from zckpt.fragments import FileStore, Fragment, MemoryStore, Store
 from zckpt.layouts import unsharded_out
 from zckpt.layouts.torch_files import Pair
 from zckpt.layouts.zero_out import lay_out_by_rank
 from zckpt.mover import run
 from zckpt.plan import OutputFile
-from zckpt.publish import sync
 from zckpt.runtime.description import describe_training, describe_weights, target_of
 from zckpt.runtime.engine import Engine
 from zckpt.runtime.exchange import Exchange, Streamed
 from zckpt.runtime.meeting import ENTRY_S, Meetings
 from zckpt.runtime.offload import home_of
+from zckpt.runtime.publication import Wanted, make_private, publish, remove_private
 from zckpt.runtime.state import RunState, capture
-
-_log = logging.getLogger("zckpt.runtime")
-
-
-@dataclass(frozen=True, slots=True)
-class Wanted:
-    """What a save is to be.
-
-    Attributes:
-        directory: that holds the tags.
-        tag: of this save.
-        temporary: name of the private directory in it.
-        leader: whether this rank makes and renames directories.
-        latest: whether `latest` is to name it.
-        keep_last: tags that stay; None for all.
-    """
-
-    directory: str
-    tag: str
-    temporary: str
-    leader: bool
-    latest: bool
-    keep_last: int | None
 
 
 def save(
     engine: Engine, meetings: Meetings, directory: str, tag: str, client_state: Mapping[str, Any], latest: bool
-) -> None:
+) -> Thread | None:
     """Saves a run; see [Note: the order of a save].
+
+    Returns:
+        Under `async_save`, a thread that does all but the first step, from a copy in host memory.
 
     Raises:
         UsageError: the tag is no name of a directory, or the client state uses names that are taken.
@@ -80,27 +58,59 @@ def save(
     meetings.begin(f"save {engine.micro_steps}")
     wanted = _enter(engine, meetings, directory, tag, latest)
     state = _with_all_generators(capture(engine))
-    private = os.path.join(wanted.directory, wanted.temporary)
+    prepared: Prepared | None = None
+    error: Exception | None = None
     try:
-        error: BaseException | None = None
-        plan: Prepared | None = None
-        try:
-            if wanted.leader:
-                _make(wanted)
-            plan = prepare(engine, state, client_state)
-        except Exception as caught:
-            error = caught
+        if wanted.leader:
+            make_private(wanted)
+        prepared = prepare(engine, state, client_state)
+    except Exception as caught:
+        error = caught
+    try:
         meetings.agree("save_checkpoint", error)
-        assert plan is not None
+        assert prepared is not None
+        if engine.settings.config.checkpoint.async_save:
+            try:
+                prepared = in_memory(prepared)
+            except Exception as caught:
+                error = caught
+            meetings.agree("save_checkpoint", error)
+            thread = Thread(target=_finish, args=(meetings, wanted, prepared), name=f"zckpt save {wanted.tag}")
+            thread.start()
+            return thread
+    except BaseException:
+        remove_private(wanted)
+        raise
+    _finish(meetings, wanted, prepared)
+    return None
+
+
+class Thread(threading.Thread):
+    """A thread that keeps the error it ended with."""
+
+    error: Exception | None = None
+
+    def run(self) -> None:
+        """Its work."""
         try:
-            write(plan, private)
+            super().run()
+        except Exception as error:
+            self.error = error
+
+
+def _finish(meetings: Meetings, wanted: Wanted, prepared: Prepared) -> None:
+    """Writes the files, and gives them their name when all ranks have."""
+    error: Exception | None = None
+    try:
+        try:
+            write(prepared, os.path.join(wanted.directory, wanted.temporary))
         except Exception as caught:
             error = caught
         meetings.agree("save_checkpoint", error)
         publish(meetings, wanted)
     finally:
-        if wanted.leader:
-            shutil.rmtree(private, ignore_errors=True)
+        remove_private(wanted)
+    meetings.part()
 
 
 def _enter(engine: Engine, meetings: Meetings, directory: str, tag: str, latest: bool) -> Wanted:
@@ -139,39 +149,6 @@ def _with_all_generators(state: RunState) -> RunState:
     rngs: list[dict[str, Any] | None] = [None] * state.world_size
     dist.all_gather_object(rngs, state.rng)
     return replace(state, rng={"all": rngs})
-
-
-def _make(wanted: Wanted) -> None:
-    """Makes the private directory, and removes what killed runs of this machine have left."""
-    try:
-        os.makedirs(wanted.directory, exist_ok=True)
-        for name in os.listdir(wanted.directory):
-            _, mark, rest = name.partition(".zckpt-")
-            host, _, pid = rest.rpartition("-")[0].rpartition("-")
-            if (
-                name.startswith(".")
-                and mark
-                and host == socket.gethostname()
-                and pid.isdecimal()
-                and _is_dead(int(pid))
-            ):
-                shutil.rmtree(os.path.join(wanted.directory, name), ignore_errors=True)
-        os.mkdir(os.path.join(wanted.directory, wanted.temporary))
-    except OSError as error:
-        raise OutputError(
-            "a checkpoint that cannot be written", file=wanted.directory, found=error.strerror or str(error),
-            remedy="Nothing was changed. Check the path and its permissions.",
-        ) from error  # fmt: skip
-
-
-def _is_dead(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return True
-    except OSError:
-        return False
-    return False
 
 
 @dataclass(frozen=True, slots=True)
@@ -218,6 +195,45 @@ def _exchange(engine: Engine, state: RunState) -> Exchange:
     return Exchange(state.shard_rank, state.shard_size, group, engine.device, home.type == "cpu")
 
 
+def in_memory(prepared: Prepared) -> Prepared:
+    """The same save from a copy of all its elements in host memory: nobody else is needed to write it."""
+    if prepared.exchange is None:
+        return prepared
+    rank = prepared.exchange.rank
+    buffers = {id(store): torch.empty(store.size, dtype=torch.uint8) for _, store in prepared.files}
+    stores = {key: MemoryStore(buffer.data_ptr(), buffer.numel(), buffer) for key, buffer in buffers.items()}
+    stream = prepared.exchange.stream(prepared.pairs)
+    into = (move if move is None else move._replace(dst=stores[id(move.dst)]) for move in stream)
+    try:
+        if prepared.files:
+            run(Streamed((), prepared.pairs[rank], into), "", overflow="inf")
+    finally:
+        prepared.exchange.drain(stream)
+    pairs = [
+        (TensorPart("", (size,), U8, (Fragment(stores[id(store)], offset, 0, size),)),
+         TensorPart("", (size,), U8, (Fragment(store, offset, 0, size),)))
+        for store, offset, size in _ranges(prepared.pairs[rank])
+    ]  # fmt: skip
+    alone = Exchange(0, 1, None, torch.device("cpu"), True)
+    return Prepared(prepared.files, (pairs,), alone)
+
+
+def _ranges(pairs: Sequence[Pair]) -> Iterator[tuple[Store, int, int]]:
+    """The bytes of files that pairs fill: store, offset, length; what follows each other is one."""
+    last: tuple[Store, int, int] | None = None
+    for _, part in pairs:
+        for fragment in part.fragments:
+            size = fragment.count * part.dtype.itemsize
+            if last is not None and last[0] is fragment.store and last[1] + last[2] == fragment.byte_offset:
+                last = (last[0], last[1], last[2] + size)
+                continue
+            if last is not None:
+                yield last
+            last = (fragment.store, fragment.byte_offset, size)
+    if last is not None:
+        yield last
+
+
 def write(prepared: Prepared, directory: str) -> None:
     """Writes and syncs this rank's files, and sends the others what theirs need.
 
@@ -231,85 +247,4 @@ def write(prepared: Prepared, directory: str) -> None:
         if prepared.files:
             run(Streamed(prepared.files, prepared.pairs[prepared.exchange.rank], stream), directory, overflow="inf")
     finally:
-        with torch.no_grad():
-            prepared.exchange.drain(stream)
-
-
-def publish(meetings: Meetings, wanted: Wanted) -> None:
-    """Gives a written save its name, on every file system, and then lets `latest` name it.
-
-    Raises:
-        OutputError: it cannot be done, here or elsewhere.
-    """
-    error: Exception | None = None
-    if wanted.leader:
-        try:
-            _rename(wanted)
-        except OSError as caught:
-            error = _named(wanted, caught)
-    meetings.agree("save_checkpoint", error)
-    if wanted.leader:
-        try:
-            if wanted.latest:
-                replace_file(os.path.join(wanted.directory, "latest"), wanted.tag.encode())
-        except OSError as caught:
-            error = _named(wanted, caught)
-    meetings.agree("save_checkpoint", error)
-
-
-def _named(wanted: Wanted, error: OSError) -> OutputError:
-    found = OutputError(
-        "a checkpoint that could not be given its name", file=os.path.join(wanted.directory, wanted.tag),
-        found=error.strerror or str(error),
-    )  # fmt: skip
-    found.__cause__ = error
-    return found
-
-
-def _rename(wanted: Wanted) -> None:
-    """The private directory becomes the tag; a tag of that name is replaced in the same instant."""
-    private, final = (os.path.join(wanted.directory, name) for name in (wanted.temporary, wanted.tag))
-    sync(private)
-    try:
-        os.rename(private, final)
-    except OSError as error:
-        if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
-            raise
-        if not _exchange_names(private, final):
-            old = f"{private}.old"
-            os.rename(final, old)
-            os.rename(private, final)
-            os.rename(old, private)
-        sync(wanted.directory)
-        shutil.rmtree(private, ignore_errors=True)
-    sync(wanted.directory)
-
-
-def _exchange_names(a: str, b: str) -> bool:
-    """Swaps two names in one step, where system and file system can.
-
-    Source: renameat2(2), RENAME_EXCHANGE (2), Linux 3.15 and glibc 2.28.
-    """
-    here = -100  # AT_FDCWD
-    with contextlib.suppress(OSError, AttributeError):
-        renameat2 = ctypes.CDLL(None, use_errno=True).renameat2
-        return bool(renameat2(here, os.fsencode(a), here, os.fsencode(b), 2) == 0)
-    return False
-
-
-def replace_file(path: str, data: bytes, mode: int | None = None) -> None:
-    """Puts a small file in the place of another, whole or not at all."""
-    temporary = f"{path}.zckpt-{os.getpid()}-{os.urandom(4).hex()}"
-    try:
-        with open(temporary, "xb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        if mode is not None:
-            os.chmod(temporary, mode)
-        os.replace(temporary, path)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            os.unlink(temporary)
-        raise
-    sync(os.path.dirname(path) or ".")
+        prepared.exchange.drain(stream)
