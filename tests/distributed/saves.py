@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 import random
 import shutil
 import sys
@@ -363,6 +364,25 @@ def last_ones_kept() -> dict[str, Any]:
         out.append(sorted(path.name for path in where.iterdir() if path.is_dir()))
         dist.barrier()
     return {"names": out}
+
+
+@check(2)
+def without_a_shared_disk() -> dict[str, Any]:
+    """Each node has its own directory, `latest` and script; together they are the checkpoint."""
+    before, os.environ["LOCAL_RANK"] = os.environ["LOCAL_RANK"], "0"  # as on two nodes
+    mine = home() / f"node {rank()}"
+    out: dict[str, Any] = {}
+    for stage in (2, 3):
+        engine = start(config(stage, checkpoint={"use_node_local_storage": True}))
+        train(engine, 1)
+        engine.save_checkpoint(mine, tag=f"stage{stage}")
+        found = truth(engine)
+        if rank() == 0:
+            torch.save(found, home() / f"truth of nodes {stage}.pt")
+        out[f"{stage}"] = sorted(str(path.relative_to(mine)) for path in (mine / f"stage{stage}").iterdir())
+    out["names"] = sorted(path.name for path in mine.iterdir())
+    os.environ["LOCAL_RANK"] = before
+    return out
 
 
 @check(2)

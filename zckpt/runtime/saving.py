@@ -126,7 +126,7 @@ def _enter(engine: Engine, meetings: Meetings, directory: str, tag: str, latest:
                 "ranks that disagree on the tag", found=told, expected="one tag",
                 remedy="Nothing was written. Leave out of the tag whatever differs from rank to rank.",
             )  # fmt: skip
-        if checkpoint.tag_validation == "WARN" and engine.global_rank == 0:
+        if checkpoint.tag_validation == "WARN" and (engine.global_rank == 0 or tag != tags[0]):
             warnings.warn(f"Ranks disagree on the tag: {told}. Rank 0's is taken.", stacklevel=4)
     tag = tags[0]
     if tag != os.path.basename(tag) or tag.startswith(".") or not tag or "\0" in tag or "\n" in tag:
