@@ -93,6 +93,11 @@ def batches(plan: Plan) -> Iterator[Batch]:
 
     tensor = -1
     for move in plan.moves():
+        if move is None:
+            if batch.stores:
+                yield batch
+                batch = Batch()
+            continue
         # A tensor is not torn apart without need: slices that interleave want to meet in one window.
         whole = move.tensor != tensor or len(batch.moves) >= 8 * _MOST_MOVES
         if (whole and len(batch.moves) >= _MOST_MOVES) or len(batch.stores) >= MOST_STORES - 1:

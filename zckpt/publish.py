@@ -140,7 +140,7 @@ class Staging:
         target = os.path.join(self.directory, name)
         try:
             shutil.copyfile(path, target)
-            _sync(target)
+            sync(target)
         except OSError as error:
             raise OutputError("a file that cannot be copied", file=path, found=error.strerror or str(error)) from error
 
@@ -151,16 +151,16 @@ class Staging:
             OutputError: the rename failed; the old output, if there was one, is back under its name.
         """
         try:
-            _sync(self.directory)
+            sync(self.directory)
             if self._single:
                 os.replace(os.path.join(self.directory, self.name), self.out)
             elif self._merge:
                 for name in _index_last(os.listdir(self.directory)):
                     os.replace(os.path.join(self.directory, name), os.path.join(self.out, name))
-                _sync(self.out)
+                sync(self.out)
             else:
                 self._replace_directory()
-            _sync(self.parent)
+            sync(self.parent)
         except OSError as error:
             raise OutputError(
                 "an output that could not be given its name", file=self.out, found=error.strerror or str(error)
@@ -187,7 +187,8 @@ def _index_last(names: list[str]) -> list[str]:
     return sorted(names, key=lambda name: (name.endswith(".index.json"), name))
 
 
-def _sync(path: str) -> None:
+def sync(path: str) -> None:
+    """Makes a file, or the names in a directory, durable."""
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         os.fsync(fd)

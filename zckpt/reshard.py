@@ -19,8 +19,9 @@ from zckpt.dtypes import BF16, F16, DType
 from zckpt.errors import UsageError
 from zckpt.layouts.huggingface import literal_file
 from zckpt.layouts.listing import Wishes
+from zckpt.layouts.torch_files import Laid
 from zckpt.layouts.training import Training
-from zckpt.layouts.zero_out import DEFAULT_SUB_GROUP_SIZE, Laid, ZeroTarget, lay_out
+from zckpt.layouts.zero_out import DEFAULT_SUB_GROUP_SIZE, ZeroTarget, lay_out
 from zckpt.mover import run
 from zckpt.plan import Plan
 from zckpt.publish import Staging, check_output, check_space

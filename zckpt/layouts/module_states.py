@@ -22,7 +22,7 @@ _OURS = frozenset((
     *("frozen_param_fragments", "lr_scheduler", "data_sampler", "random_ltd", "skipped_steps",),
     *("global_steps", "global_samples", "dp_world_size", "mp_world_size", "ds_config", "ds_version",),
     *("sparse_tensor_module_names", "csr_tensor_module_names", "checkpoint_parallel_dimensions",),
-    *("num_experts", "universal_checkpoint_info",),
+    *("num_experts", "universal_checkpoint_info", "zckpt",),
 ))  # fmt: skip
 
 
@@ -31,6 +31,9 @@ _OF_WEIGHTS = frozenset((
     *("shared_params", "dp_world_size", "mp_world_size", "checkpoint_parallel_dimensions",),
 ))  # fmt: skip
 """Entries that follow from the weights and their sharding: a writer makes them anew."""
+
+RESERVED = _OURS | _OF_WEIGHTS
+"""Names that a client state may not use."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,6 +30,14 @@ class Inline:
     data: bytes
 
 
+@dataclass(frozen=True, slots=True)
+class Laid:
+    """Files to be written, and the pairs that fill them, file by file."""
+
+    files: tuple[tuple[OutputFile, FileStore], ...]
+    pairs: tuple[Pair, ...]
+
+
 class Filling(NamedTuple):
     """Elements [start, start + count) of `source`, which go to element `at` of a vector."""
 
@@ -80,6 +88,8 @@ class TorchFile:
     def _adopt(self, value: Any, above: set[int]) -> Any:
         if isinstance(value, TensorRef):
             return self.tensor(whole("", value, "buffer"))
+        if isinstance(value, TensorEntry):
+            return self.tensor(value)
         if isinstance(value, Inline):
             spec = self._spec(value.dtype, value.shape)
             self._data[spec.name] = value.data

@@ -7,11 +7,12 @@ catalog's trainable parameters.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 from zckpt.catalog import TensorEntry
-from zckpt.dtypes import DType
+from zckpt.containers import Placeholder
+from zckpt.dtypes import F16, DType
 
 Form = Literal["zero", "bf16"]
 """Who wrote the optimizer files: the ZeRO optimizers, or DeepSpeed's `BF16_Optimizer` (fp32 gradient accumulation)."""
@@ -47,6 +48,7 @@ class Training:
             `ds_config`, client state; inert values.
         precision: dtype of the module's own weights.
         form: who wrote the optimizer files.
+        beside: what a rank's optimizer file holds beside DeepSpeed's own entries; for writing.
     """
 
     groups: tuple[Group, ...]
@@ -55,3 +57,21 @@ class Training:
     model: Mapping[str, object]
     precision: DType
     form: Form = "zero"
+    beside: Mapping[str, object] = field(default_factory=dict[str, object])
+
+
+def new_scaler(precision: DType) -> Placeholder:
+    """DeepSpeed's loss scaler at the start of a run: a dynamic one from 2^16 for fp16, otherwise one that does nothing.
+
+    Source: runtime/fp16/loss_scaler.py (0.19.8).
+    """
+    module = "deepspeed.runtime.fp16.loss_scaler"
+    if precision != F16:
+        state: dict[str, object] = {"cur_scale": 1.0, "dynamic": False}
+        return Placeholder(module, "LossScaler", (), state, called=True, new=True)
+    state = {
+        "cur_scale": 65536.0, "dynamic": True, "cur_iter": 0, "last_overflow_iter": -1, "scale_factor": 2.0,
+        "scale_window": 1000, "min_scale": 1, "delayed_shift": 2, "cur_hysteresis": 2, "consecutive_hysteresis": False,
+        "raise_error_at_min_scale": True, "dtype": F16,
+    }  # fmt: skip
+    return Placeholder(module, "DynamicLossScaler", (), state, called=True, new=True)
