@@ -9,7 +9,7 @@ from typing import Protocol
 
 from zckpt.catalog import Catalog
 from zckpt.errors import NotACheckpointError, UnsupportedError
-from zckpt.layouts import huggingface, model_parallel, unsharded, zero3, zero12
+from zckpt.layouts import huggingface, model_parallel, unsharded, unsharded_training, zero3, zero12
 from zckpt.layouts.listing import Listing
 from zckpt.layouts.training import Training
 
@@ -44,6 +44,7 @@ WITH_TRAINING: dict[str, TrainingLayout] = {
     "model parallel": model_parallel,
     "ZeRO-3": zero3,
     "ZeRO-1/2": zero12,
+    "DeepSpeed without ZeRO": unsharded_training,
 }
 
 

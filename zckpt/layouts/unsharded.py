@@ -74,6 +74,23 @@ def masters(model: ModelStates) -> tuple[dict[str, TensorEntry], tuple[str, ...]
     return {}, (told,) if half else ()
 
 
+def masters_by_group(model: ModelStates) -> list[list[str]]:
+    """The names of the parameters whose masters each group of the optimizer holds, in its order.
+
+    Raises:
+        InconsistentError: they fit no parameters.
+    """
+    groups = _master_groups(model) or []
+    found, _ = _assign(model, groups)
+    named: list[list[str]] = [[] for _ in groups]
+    for name, entry in found.items():
+        at = entry.fragments[0].byte_offset
+        refs = ((number, ref) for number, group in enumerate(groups) for ref in group.tensors)
+        homes = (n for n, ref in refs if ref.byte_offset <= at < ref.byte_offset + ref.numel * ref.dtype.itemsize)
+        named[next(homes)].append(name)
+    return named
+
+
 @dataclass(frozen=True, slots=True)
 class _Group:
     """Masters of one group: one tensor per parameter, or one vector for all."""

@@ -91,7 +91,10 @@ def describe_training(state: RunState, client_state: Mapping[str, Any], clip_gra
         "scaler": dict(state.scaler),
         "data": to_inert(state.data, "the loader's position"),
         "scalars": _odd_scalars(state, parts),
+        "groups": [list(group.names) for group in state.groups],
     }
+    if "all" in state.rng:
+        own["rngs"] = [_rng(rng) for rng in state.rng["all"]]
     model = {
         "lr_scheduler": to_inert(state.scheduler, "the schedule"),
         "data_sampler": None,
@@ -113,11 +116,11 @@ def describe_training(state: RunState, client_state: Mapping[str, Any], clip_gra
             for part in state.parts
             if part.group is not None
         },
-        scaler=_scaler(state) | ({"clip_grad": clip_grad} if state.stage < 3 else {}),
+        scaler=_scaler(state) | ({"clip_grad": clip_grad} if state.stage in (1, 2) else {}),
         model=model,
         precision=_PRECISIONS[state.precision],
         form="bf16" if _is_bf16_optimizer(state) else "zero",
-        beside={OWN: {"rng": _rng(state.rng)}},
+        beside={} if "all" in state.rng else {OWN: {"rng": _rng(state.rng)}},
     )
 
 
@@ -215,6 +218,8 @@ def _scaler(state: RunState) -> dict[str, object]:
     """The loss scaler, in DeepSpeed's own class where its loader needs it: for fp16, and at stage 3."""
     if _is_bf16_optimizer(state):
         return {}
+    if state.stage == 0:
+        return _plain_scaler(state)
     scaler: dict[str, object] = {"dynamic_loss_scale": "cur_iter" in state.scaler, "overflow": False}
     if state.precision != "fp16" and state.stage < 3:
         return scaler
@@ -231,6 +236,22 @@ def _scaler(state: RunState) -> dict[str, object]:
             "consecutive_hysteresis": fp16.get("consecutive_hysteresis", False),
         }
     return {"loss_scaler": Placeholder(made.module, made.name, (), values, called=True, new=True), **scaler}
+
+
+def _plain_scaler(state: RunState) -> dict[str, object]:
+    """The loss scale as the optimizers without ZeRO keep it."""
+    steps = state.counters["global_steps"]
+    if "cur_iter" not in state.scaler:
+        return {"dynamic_loss_scale": False, "cur_scale": state.scaler["cur_scale"], "cur_iter": steps}
+    fp16 = state.config.get("fp16") or {}
+    return {
+        "dynamic_loss_scale": True,
+        "cur_scale": state.scaler["cur_scale"],
+        "cur_iter": state.scaler["cur_iter"],
+        "last_overflow_iter": state.scaler["last_overflow_iter"],
+        "scale_factor": 2.0,
+        "scale_window": fp16.get("loss_scale_window", 1000),
+    }
 
 
 def _rng(rng: Mapping[str, Any]) -> dict[str, Any]:

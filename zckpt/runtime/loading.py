@@ -17,6 +17,7 @@ from zckpt.catalog import Catalog, TensorEntry
 from zckpt.checkpoint import Opened, open_catalog, strip_wrappers
 from zckpt.containers import Placeholder, TensorRef
 from zckpt.errors import InconsistentError, some
+from zckpt.layouts import unsharded_training
 from zckpt.layouts.training import Group, Training
 from zckpt.overlaps import clip
 from zckpt.runtime.description import OWN
@@ -71,20 +72,30 @@ def load(engine: Engine, directory: str, tag: str | None, wishes: Wishes) -> tup
     if wishes.schedule and engine.lr_scheduler is not None and rest.get("lr_scheduler") is not None:
         engine.lr_scheduler.load_state_dict(from_inert(rest["lr_scheduler"]))
     if wishes.counters:
-        _load_rng(engine, opened)
+        _load_rng(engine, opened, own if isinstance(own, Mapping) else {})
     return opened.place.listing.directory, {key: from_inert(value) for key, value in catalog.extras.items()}
 
 
 def _training(engine: Engine, opened: Opened, wishes: Wishes) -> Training | None:
     if not (wishes.optimizer or wishes.schedule or wishes.counters):
         return None
-    training = layouts.read_training(opened.place.listing)
+    if opened.catalog.source.layout == "unsharded":
+        training = unsharded_training.read_training(opened.place.listing, names=_groups(engine))
+    else:
+        training = layouts.read_training(opened.place.listing)
     prefixed, _ = strip_wrappers(opened.catalog)
     if set(prefixed.tensors) == set(opened.catalog.tensors):
         return training
     names = dict(zip(opened.catalog.tensors, prefixed.tensors, strict=True))
     groups = tuple(replace(group, names=tuple(names[name] for name in group.names)) for group in training.groups)
     return replace(training, groups=groups, states={names[name]: value for name, value in training.states.items()})
+
+
+def _groups(engine: Engine) -> list[list[str]]:
+    """The names of the parameters of the run's optimizer."""
+    groups = [] if engine.optimizer is None else engine.optimizer.param_groups
+    names = {id(held.master): held.name for held in engine.sharded.held if held.master is not None}
+    return [[names[id(master)] for master in group["params"]] for group in groups]
 
 
 def _check_model(engine: Engine, catalog: Catalog) -> None:
@@ -261,14 +272,15 @@ def _load_counters(engine: Engine, rest: Mapping[str, Any], own: Mapping[str, An
         engine.loader.load_state_dict(from_inert(dict(data)))
 
 
-def _load_rng(engine: Engine, opened: Opened) -> None:
+def _load_rng(engine: Engine, opened: Opened, own: Mapping[str, Any]) -> None:
     """The random generators of the rank of this number, where there was one in a world of the same size."""
     listing = opened.place.listing
-    shards = listing.shards("optim")
-    if opened.catalog.topology.dp != engine.world_size:
-        return
-    for name in [shards[engine.global_rank]] if engine.global_rank in shards else []:
-        root = _mapping(listing.open(name).root)
+    rngs, shards = own.get("rngs"), listing.shards("optim")
+    rng: Mapping[str, Any] = {}
+    if isinstance(rngs, list) and len(rngs) == engine.world_size:
+        rng = _mapping(rngs[engine.global_rank])
+    elif rngs is None and len(shards) == engine.world_size:
+        root = _mapping(listing.open(shards[engine.global_rank]).root)
         rng = _mapping(_mapping(root.get(OWN)).get("rng"))
-        if rng:
-            set_rng_state(from_inert(dict(rng)))
+    if rng:
+        set_rng_state(from_inert(dict(rng)))

@@ -21,14 +21,16 @@ import shutil
 import socket
 import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from zckpt.errors import InconsistentError, OutputError, UsageError
 from zckpt.fragments import FileStore
-from zckpt.layouts.torch_files import Laid, Pair
+from zckpt.layouts import unsharded_out
+from zckpt.layouts.torch_files import Pair
 from zckpt.layouts.zero_out import lay_out_by_rank
 from zckpt.mover import run
 from zckpt.plan import OutputFile
@@ -77,6 +79,7 @@ def save(
     """
     meetings.begin(f"save {engine.micro_steps}")
     wanted = _enter(engine, meetings, directory, tag, latest)
+    state = _with_all_generators(capture(engine))
     private = os.path.join(wanted.directory, wanted.temporary)
     try:
         error: BaseException | None = None
@@ -84,7 +87,7 @@ def save(
         try:
             if wanted.leader:
                 _make(wanted)
-            plan = prepare(engine, client_state)
+            plan = prepare(engine, state, client_state)
         except Exception as caught:
             error = caught
         meetings.agree("save_checkpoint", error)
@@ -127,6 +130,15 @@ def _enter(engine: Engine, meetings: Meetings, directory: str, tag: str, latest:
         latest=latest,
         keep_last=checkpoint.keep_last,
     )
+
+
+def _with_all_generators(state: RunState) -> RunState:
+    """Where some ranks write no file, rank 0 keeps the random generators of all."""
+    if state.world_size == state.shard_size:
+        return state
+    rngs: list[dict[str, Any] | None] = [None] * state.world_size
+    dist.all_gather_object(rngs, state.rng)
+    return replace(state, rng={"all": rngs})
 
 
 def _make(wanted: Wanted) -> None:
@@ -177,18 +189,25 @@ class Prepared:
     exchange: Exchange | None
 
 
-def prepare(engine: Engine, client_state: Mapping[str, Any]) -> Prepared:
+def prepare(engine: Engine, state: RunState, client_state: Mapping[str, Any]) -> Prepared:
     """Everything but the work. Writes nothing.
 
     Raises:
         ZckptError: as `save`.
     """
-    state = capture(engine)
+    if not state.groups and state.stage:
+        raise UsageError(
+            "a save of a run without an optimizer",
+            remedy="There is nothing to go on from: save_pretrained writes weights.",
+        )
     catalog = describe_weights(engine, state)
     training = describe_training(state, client_state, engine.settings.config.gradient_clipping)
     if state.world_size > state.shard_size and engine.global_rank >= state.shard_size:
         return Prepared((), (), None)  # the first group of ranks writes
-    parts: list[Laid] = list(lay_out_by_rank(catalog, training, target_of(state)))
+    if state.stage == 0:
+        parts = [unsharded_out.lay_out(catalog, training, ".", state.world_size)]
+    else:
+        parts = list(lay_out_by_rank(catalog, training, target_of(state)))
     mine = parts[state.shard_rank]
     return Prepared(mine.files, tuple(part.pairs for part in parts), _exchange(engine, state))
 
