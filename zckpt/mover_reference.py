@@ -9,7 +9,7 @@ import ctypes
 import math
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from zckpt.dtypes import BF16, F16, F32, DType
@@ -27,8 +27,9 @@ def run_batch(
     moves: Sequence[tuple[int, int, Move]],
     literals: Sequence[tuple[int, int, bytes]],
     clamp: bool,
+    spend: Callable[[int], None],
 ) -> list[tuple[int, int, float]]:
-    """Runs a batch; returns (tensor, count, largest) for casts that overflowed.
+    """Runs a batch; returns (tensor, count, largest) for casts that overflowed. `spend` is told of bytes moved.
 
     Raises:
         CorruptError: a source ends too early.
@@ -44,6 +45,7 @@ def run_batch(
                 source, target = move.src_dtype.itemsize, move.dst_dtype.itemsize
                 at = move.src_offset + row * move.src_pitch + first * move.src_step * source
                 data = _read(stores[src], descriptors[src][0], at, count, move.src_step, source)
+                spend(count * (source + target))
                 data, lost, largest = cast(data, move.src_dtype, move.dst_dtype, stores[src].byteorder, clamp)
                 if lost:
                     overflows.append((move.tensor, lost, largest))
