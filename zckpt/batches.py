@@ -6,8 +6,7 @@ For `mover`.
 from __future__ import annotations
 
 import struct
-import sys
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from zckpt.fragments import FileStore, Store
@@ -49,10 +48,10 @@ class Batch:
             self.stores.append(store)
         return known
 
-    def add(self, move: Move) -> None:
-        """One more move."""
+    def add(self, move: Move, nbytes: int) -> None:
+        """One more move, which counts for so many bytes."""
         self.moves.append((self.number(move.src), self.number(move.dst), move))
-        self.nbytes += move.count * move.rows * move.dst_dtype.itemsize
+        self.nbytes += nbytes
 
     def packed(self, descriptors: Sequence[tuple[int, int]]) -> tuple[bytes, bytes, bytes, bytes, bytes]:
         """The structs of `csrc/mover.h`: stores, moves, literals, ranges, and the literals' bytes."""
@@ -74,10 +73,20 @@ def _pack_store(store: Store, fds: tuple[int, int]) -> bytes:
 
 def _pack_move(src: int, dst: int, m: Move) -> bytes:
     a, b = m.src_dtype, m.dst_dtype
-    swap = a.component if m.src.byteorder != sys.byteorder and a.component > 1 else 0
     steps = (m.src_pitch, m.dst_pitch, m.src_step * a.itemsize, m.dst_step * b.itemsize)
     return _MOVE.pack(
-        src, dst, m.src_offset, m.dst_offset, m.count, m.rows, *steps, m.tensor, a.number, b.number, swap, 0
+        src,
+        dst,
+        m.src_offset,
+        m.dst_offset,
+        m.count,
+        m.rows,
+        *steps,
+        m.tensor,
+        a.number,
+        b.number,
+        a.swap(m.src.byteorder),
+        0,
     )
 
 
@@ -112,9 +121,10 @@ def batches(plan: Plan, done: Collection[str] = ()) -> Iterator[Batch]:
             continue
         if place not in batch.numbers:
             attend(move.dst)
-        batch.add(move)
+        nbytes = move.count * move.rows * move.dst_dtype.itemsize
+        batch.add(move, nbytes)
         if place in files:
-            missing[place] -= move.count * move.rows * move.dst_dtype.itemsize
+            missing[place] -= nbytes
             if not missing[place]:
                 batch.finished.append(files.pop(place))
         is_full = len(batch.moves) >= MOST_MOVES or len(batch.stores) >= MOST_STORES
@@ -126,6 +136,11 @@ def batches(plan: Plan, done: Collection[str] = ()) -> Iterator[Batch]:
         batch.finished.append((output, store))
     if batch.stores:
         yield batch
+
+
+def progress_after(progress: Callable[[int], None] | None, base: int) -> Callable[[int], None] | None:
+    """`progress`, told of `base` bytes more than it is called with."""
+    return None if progress is None else lambda now: progress(base + now)
 
 
 def _element_bytes(plan: Plan) -> dict[int, int]:

@@ -16,13 +16,13 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Literal, NoReturn
 
-from zckpt.batches import MOST_STORES, Batch, batches, ranges
+from zckpt.batches import MOST_STORES, Batch, batches, progress_after, ranges
 from zckpt.dtypes import CAST_TARGETS
-from zckpt.errors import OutputError, UnsafeError, UnsupportedError, ZckptError
+from zckpt.errors import OutputError, UnsafeError, UnsupportedError, ZckptError, read_error
 from zckpt.fragments import FileStore
 from zckpt.mover_reference import run_batch as reference_batch
 from zckpt.plan import OutputFile, Plan
-from zckpt.sources import Sources, read_error
+from zckpt.sources import Sources
 from zckpt.sums import Partial, file_checksum, join
 from zckpt.tuning import THREADS, forget, gives_back, pace, window_bytes
 
@@ -169,7 +169,7 @@ def run(
     with _Files(root, outputs, Sources(give_back)) as files:
         try:
             for batch in batches(plan, done):
-                work.do(batch, files, None if progress is None else _after(progress, written))
+                work.do(batch, files, progress_after(progress, written))
                 written += batch.nbytes
                 for output, store in batch.finished:
                     complete.append(work.finish(output, store, files))
@@ -196,11 +196,6 @@ def _refuse(plan: Plan) -> None:
                 "an output file that would lie elsewhere", found=f"{output.path!r:.200}",
                 remedy="Nothing was written. The checkpoint's names were made to do harm, or need --rename.",
             )  # fmt: skip
-
-
-def _after(progress: Callable[[int], None], base: int) -> Callable[[int], None]:
-    """`progress`, told of `base` bytes more than it is called with."""
-    return lambda now: progress(base + now)
 
 
 def _raise_file_limit() -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 
 from zckpt.batches import MOST_STORES
-from zckpt.errors import CorruptError, InconsistentError, ZckptError
+from zckpt.errors import CorruptError, InconsistentError
 from zckpt.fragments import FileStore
 from zckpt.tuning import forget
 
@@ -79,17 +79,3 @@ def _check_identity(store: FileStore, stat: os.stat_result) -> None:
             found="another file or modification time than when it was opened",
             remedy="Something still writes to the checkpoint. Wait until it is done, and start again.",
         )
-
-
-def read_error(path: str, number: int, offset: int) -> ZckptError:
-    """The error for a source that cannot be read at `offset`; a negative `number` means that it ended."""
-    if number < 0:
-        return CorruptError(
-            "a file that ends too early", file=path, found=f"nothing at byte {offset:,} or soon after",
-            expected="its index says there is more", byte_offset=offset,
-            remedy="It was cut short, or shrank while it was read. Copy that file again.",
-        )  # fmt: skip
-    return CorruptError(
-        "a file that cannot be read", file=path, found=f"{os.strerror(number)} at byte {offset:,}", byte_offset=offset,
-        remedy="Check the disk, and copy that file again.",
-    )  # fmt: skip
