@@ -95,6 +95,19 @@ Counts count_any(DType dtype, const void* data, size_t n) {
 
 // ---- two arrays -----------------------------------------------------------------------------------------------------
 
+ZCKPT_VECTOR void widen_bf16(const char* data, size_t n, double* out) {
+  for (size_t i = 0; i < n; ++i) {
+    const uint32_t bits = static_cast<uint32_t>(load<uint16_t>(data, i)) << 16;
+    float x;
+    std::memcpy(&x, &bits, 4);
+    out[i] = x;
+  }
+}
+
+ZCKPT_VECTOR void widen_singles(const char* data, size_t n, double* out) {
+  for (size_t i = 0; i < n; ++i) out[i] = load<float>(data, i);
+}
+
 void widen(DType dtype, const void* p, size_t first, size_t n, double* out) {
   const char* data = static_cast<const char*>(p) + first * kItemSize[dtype];
   const auto whole = [&](auto zero) {
@@ -102,7 +115,8 @@ void widen(DType dtype, const void* p, size_t first, size_t n, double* out) {
   };
   switch (dtype) {
     case F64: std::memcpy(out, data, n * 8); return;
-    case F32: whole(0.0f); return;
+    case F32: widen_singles(data, n, out); return;
+    case BF16: widen_bf16(data, n, out); return;
     case I64: whole(int64_t{}); return;
     case I32: whole(int32_t{}); return;
     case I16: whole(int16_t{}); return;
@@ -116,7 +130,7 @@ void widen(DType dtype, const void* p, size_t first, size_t n, double* out) {
   float singles[kBlockNumbers];
   Overflow unused;
   cast(dtype, F32, data, singles, n, false, unused);
-  for (size_t i = 0; i < n; ++i) out[i] = singles[i];
+  widen_singles(reinterpret_cast<const char*>(singles), n, out);
 }
 
 struct Lanes {
@@ -148,10 +162,26 @@ double sum(const double* lanes) {
   return total;
 }
 
-ZCKPT_VECTOR size_t count_beyond(const double* a, const double* b, size_t n, double atol, double rtol) {
+ZCKPT_VECTOR uint64_t count_beyond(const double* a, const double* b, size_t n, double atol, double rtol) {
   uint64_t beyond = 0;
   for (size_t i = 0; i < n; ++i) beyond += std::fabs(a[i] - b[i]) > atol + rtol * std::fabs(b[i]);
   return beyond;
+}
+
+template <typename U>
+inline uint64_t count_unequal_plain(const char* a, const char* b, size_t n) {
+  uint64_t unequal = 0;
+  for (size_t i = 0; i < n; ++i) unequal += load<U>(a, i) != load<U>(b, i);
+  return unequal;
+}
+
+ZCKPT_VECTOR uint64_t count_unequal16(const char* a, const char* b, size_t n) { return count_unequal_plain<uint16_t>(a, b, n); }
+ZCKPT_VECTOR uint64_t count_unequal32(const char* a, const char* b, size_t n) { return count_unequal_plain<uint32_t>(a, b, n); }
+ZCKPT_VECTOR uint64_t count_unequal64(const char* a, const char* b, size_t n) { return count_unequal_plain<uint64_t>(a, b, n); }
+
+uint64_t count_unequal(size_t size, const void* x, const void* y, size_t n) {
+  const auto *a = static_cast<const char*>(x), *b = static_cast<const char*>(y);
+  return size == 8 ? count_unequal64(a, b, n) : size == 4 ? count_unequal32(a, b, n) : size == 2 ? count_unequal16(a, b, n) : count_unequal_plain<uint8_t>(a, b, n);
 }
 
 // Numbers [first, first + n) of two arrays as doubles, and how to tell whether two of them are the same.
@@ -189,12 +219,27 @@ struct Block {
   }
 };
 
-void find_differences(const Block& block, size_t n, uint64_t start, Tally& tally) {
-  for (size_t i = 0; i < n; ++i)
-    if (!block.same(i)) {
-      ++tally.differ;
-      tally.first = std::min(tally.first, start + i);
-    }
+// How many of a block's numbers are not the same; more than `n` where that must be found out one by one.
+uint64_t count_differences(const Block& block, size_t n, bool finite) {
+  const Relation& relation = block.relation;
+  if (relation.atol >= 0) return finite ? count_beyond(block.a, block.b, n, relation.atol, relation.rtol) : UINT64_MAX;
+  const size_t size = kItemSize[block.a_dtype];
+  if (block.a_dtype == block.b_dtype && !relation.rounded)
+    return count_unequal(size, static_cast<const char*>(block.a_data) + block.first * size, static_cast<const char*>(block.b_data) + block.first * size, n);
+  if (finite && is_float(block.a_dtype) && !relation.rounded) return count_unequal(8, block.a, block.b, n);
+  return UINT64_MAX;
+}
+
+void find_differences(const Block& block, size_t n, bool finite, uint64_t start, Tally& tally) {
+  const uint64_t known = count_differences(block, n, finite);
+  if (known <= n) tally.differ += known;
+  if (known == 0 || (known <= n && tally.first < start)) return;
+  for (size_t i = 0; i < n; ++i) {
+    if (block.same(i)) continue;
+    tally.first = std::min(tally.first, start + i);
+    if (known <= n) return;
+    ++tally.differ;
+  }
 }
 
 void take_lanes(const Lanes& lanes, Tally& tally) {
@@ -270,7 +315,7 @@ bool compare(const Relation& relation, DType a_dtype, const void* a, DType b_dty
       if (!std::memcmp(expected, b_block, m * b_size)) continue;
       widen(b_dtype, expected, 0, m, x);
       widen(b_dtype, b_block, 0, m, y);
-      find_differences({relation, b_dtype, b_dtype, expected, b_block, 0, x, y}, m, start + first, tally);
+      find_differences({relation, b_dtype, b_dtype, expected, b_block, 0, x, y}, m, false, start + first, tally);
       continue;
     }
     const bool identical = a_dtype == b_dtype && !std::memcmp(a_block, b_block, m * a_size);
@@ -294,8 +339,7 @@ bool compare(const Relation& relation, DType a_dtype, const void* a, DType b_dty
       take_lanes(lanes, tally);
     }
     for (size_t i = finite ? whole : 0; i < m; ++i) measure_carefully(x[i], y[i], tally);
-    if (identical || (finite && relation.atol >= 0 && !count_beyond(x, y, m, relation.atol, relation.rtol))) continue;
-    find_differences({relation, a_dtype, b_dtype, a, b, first, x, y}, m, start + first, tally);
+    if (!identical) find_differences({relation, a_dtype, b_dtype, a, b, first, x, y}, m, finite, start + first, tally);
   }
   return true;
 }
