@@ -87,9 +87,11 @@ class Tally:
     def cosine(self) -> float:
         """Cosine similarity of the two arrays: 1 where they are equal, also where both are nothing but zeros.
 
-        NaN where only one of them is nothing but zeros.
+        NaN where only one of them is nothing but zeros, or where squares are too large to be added up.
         """
         if not self.differ or self.square == self.other_square == 0:
             return 1.0
         length = math.sqrt(self.square) * math.sqrt(self.other_square)
-        return max(-1.0, min(1.0, self.dot / length)) if length else math.nan
+        if not length or not math.isfinite(length) or not math.isfinite(self.dot):
+            return math.nan
+        return max(-1.0, min(1.0, self.dot / length))
