@@ -77,6 +77,12 @@ def refused(kind: type[ZckptError], checkpoint: Path, out: Path, **options: Any)
     return caught.value
 
 
+def remove(out: Path) -> None:
+    """An output, and what was written beside it."""
+    out.unlink()
+    out.with_name(f"{out.name}.zckpt.json").unlink()
+
+
 def cli(*arguments: object, **more: Any) -> subprocess.CompletedProcess[str]:
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])}
     command = [sys.executable, "-m", "zckpt", *map(str, arguments)]
@@ -290,7 +296,7 @@ def test_ignored_alignment_padding_would_be_caught(tmp_path: Path, out: Path) ->
     checkpoint = synth.zero12(tmp_path / "ckpt", pair, 8, alignment=8)
     zckpt.convert(checkpoint, out)
     assert torch.equal(load_file(out)["y"], pair[0]["y"])
-    out.unlink()
+    remove(out)
     for rank in range(8):
         name = checkpoint / "global_step5" / OPTIM.format(rank)
         edit(name, lambda root: root["optimizer_state_dict"].pop("param_alignment_paddings"))
@@ -304,7 +310,7 @@ def test_shards_on_several_disks(zero2: Path, out: Path, tmp_path: Path) -> None
     refused(IncompleteError, zero2, out)
     for also in (node, node / "global_step5"):
         zckpt.convert(zero2, out, also=[str(also)], options=Options(overwrite=True))
-    out.unlink()
+    remove(out)
     other = synth.zero12(tmp_path / "other", [{n: t + 1 for n, t in g.items()} for g in groups()], 3)
     error = refused(InconsistentError, zero2, out, also=[str(other)])
     assert "differ" in error.found
@@ -365,7 +371,7 @@ def test_existing_directory(zero2: Path, tmp_path: Path) -> None:
         zckpt.convert(zero2, place)
     (place / "old").touch()
     zckpt.convert(zero2, place, options=Options(overwrite=True))
-    assert sorted(path.name for path in place.iterdir()) == ["model.safetensors"]
+    assert sorted(path.name for path in place.iterdir()) == ["model.safetensors", "zckpt.json"]
     with pytest.raises(OutputError, match="already a directory"):
         (tmp_path / "x.bin").mkdir()
         zckpt.convert(zero2, tmp_path / "x.bin")

@@ -24,6 +24,7 @@ from zckpt.errors import (
     UsageError,
     ZckptError,
 )
+from zckpt.version import __version__
 
 if TYPE_CHECKING:
     from zckpt.drop_in import (
@@ -31,8 +32,6 @@ if TYPE_CHECKING:
         get_fp32_state_dict_from_zero_checkpoint,
         load_state_dict_from_zero_checkpoint,
     )
-
-__version__ = "0.1.0"
 
 __all__ = [
     "CastError",

@@ -140,6 +140,16 @@ class Source:
     optimizer_states: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
 
+    def as_json(self, topology: Topology) -> dict[str, object]:
+        """What an output says of its source; nothing of the machine it lies on."""
+        return {
+            "layout": self.layout,
+            "tag": self.tag,
+            "step": self.global_steps,
+            "framework": " ".join(self.framework).strip(),
+            "topology": {"dp": topology.dp, "tp": topology.tp, "pp": topology.pp, "ep": topology.ep},
+        }
+
 
 @dataclass(frozen=True, slots=True)
 class Catalog(Mapping[str, TensorEntry]):

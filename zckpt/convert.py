@@ -6,11 +6,10 @@ For the `to-*` commands and `zckpt.convert`. The steps: open, select and rename,
 from __future__ import annotations
 
 import fnmatch
-import json
 import os
 import re
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -18,23 +17,23 @@ from zckpt import replicas
 from zckpt.catalog import Catalog, TensorEntry
 from zckpt.checkpoint import Opened, open_catalog, strip_wrappers
 from zckpt.dtypes import BF16, BY_TORCH_NAME, CAST_TARGETS, F16, F32, DType
-from zckpt.errors import CastError, OutputError, UsageError, some
-from zckpt.layouts.huggingface import Destination, Format, Target, lay_out, literal_file
-from zckpt.mover import MoveReport, run
+from zckpt.errors import CastError, UsageError, some
+from zckpt.journal import Finished
+from zckpt.layouts.companions import beside, with_config
+from zckpt.layouts.huggingface import Format, Target, lay_out
+from zckpt.manifest import Manifest
+from zckpt.mover import Written, run
 from zckpt.plan import Plan
+from zckpt.private import is_unfinished
 from zckpt.publish import Staging, check_output, check_space
+from zckpt.resume import fingerprint, overflows_of, still_sound
+from zckpt.tuning import Pace
+from zckpt.version import __version__
 
 Overflow = Literal["error", "inf", "clamp"]
 
 _DTYPES = {"fp32": F32, "fp16": F16, "bf16": BF16, **{d.name: d for d in CAST_TARGETS}}
 _SUFFIXES: dict[str, Format] = {".safetensors": "safetensors", ".bin": "bin", ".pt": "bin"}
-
-# What makes a directory of weights loadable, where it lies beside the checkpoint. Everything else stays where it is.
-_BESIDE = re.compile(
-    r"generation_config\.json|tokenizer[\w.-]*|special_tokens_map\.json|added_tokens\.json|vocab\.(?:json|txt)|merges\.txt"
-    r"|\w*\.(?:model|tiktoken)|(?:pre|image_|video_|feature_)?processor_config\.json|preprocessor_config\.json"
-    r"|chat_template\.(?:json|jinja)|(?:configuration|modeling|tokenization|processing|image_processing)_\w+\.py"
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +51,9 @@ class Options:
         rename: (regular expression, replacement) pairs, applied in order to every name.
         overflow: what to do with numbers too large for the dtype.
         threads: of the mover; None for its default.
+        buffer: bytes that each thread gathers and writes at once; None for the default.
+        keep_cache: whether the page cache keeps what is read; None: unless the job is larger than memory.
+        limit_rate: at most so many bytes a second are read and written, together.
         overwrite: replace an existing output.
         merge: put the files into an existing directory instead of replacing it.
         beside: allow an output beside the input's tag directories.
@@ -68,10 +70,18 @@ class Options:
     rename: Sequence[tuple[str, str]] = ()
     overflow: Overflow = "error"
     threads: int | None = None
+    buffer: int | None = None
+    keep_cache: bool | None = None
+    limit_rate: int | None = None
     overwrite: bool = False
     merge: bool = False
     beside: bool = False
     allow_unknown_layout: bool = False
+
+    @property
+    def pace(self) -> Pace:
+        """How hard to work, as engines are told."""
+        return {"threads": self.threads, "keep_cache": self.keep_cache, "bytes_per_s": self.limit_rate}
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,6 +125,7 @@ class Report:
         bytes_written: bytes of all files.
         seconds: wall time, opening included.
         engine: "native" or "reference".
+        kept: files that an earlier, interrupted run had finished.
         overflows: tensor name -> (elements that became infinite or were clamped, the largest of them).
         notes: sentences a person should see.
     """
@@ -125,6 +136,7 @@ class Report:
     bytes_written: int
     seconds: float
     engine: str
+    kept: int
     overflows: dict[str, tuple[int, float]]
     notes: tuple[str, ...]
 
@@ -188,15 +200,16 @@ def prepare(
     check_output(
         out,
         single=single,
-        overwrite=options.overwrite or options.merge,
+        overwrite=options.overwrite or options.merge or is_unfinished(out),
         protected=_protected(opened, checkpoint, beside=options.beside),
     )
     catalog, stripped = strip_wrappers(opened.catalog)
-    catalog = _select(catalog, options)
+    catalog = select(catalog, options)
     wanted = [(entry, output_dtype(entry, options.dtype)) for entry in catalog.tensors.values()]
     destination = lay_out(wanted, catalog.aliases, target)
     if not single:
-        destination = _with_config(destination, opened, options.dtype)
+        files = with_config(destination.files, opened.place.home, options.dtype)
+        destination = replace(destination, files=files)
     pairs = [(catalog.tensors[name], entry) for name, entry in destination.entries.items()]
     prepared = Prepared(
         opened=opened,
@@ -204,7 +217,7 @@ def prepare(
         plan=Plan(destination.files, pairs),
         out=out,
         single=single,
-        copies=() if single else tuple(_beside(opened)),
+        copies=() if single else tuple(beside(opened.place.home)),
         options=options,
         notes=opened.catalog.source.notes + stripped,
     )
@@ -213,7 +226,7 @@ def prepare(
 
 
 def execute(prepared: Prepared, progress: Callable[[int], None] | None = None) -> Report:
-    """Checks, moves and publishes."""
+    """Checks, moves and publishes; goes on where an interrupted run of the same job ended."""
     began = time.perf_counter()
     options, notes = prepared.options, list(prepared.notes)
     if options.allow_unknown_layout:
@@ -222,27 +235,60 @@ def execute(prepared: Prepared, progress: Callable[[int], None] | None = None) -
             notes.append(f"{len(bad):,} master weights are not those of the model's own weights: {some(bad)}.")
     else:
         replicas.check(prepared.catalog)
-    with Staging(prepared.out, single=prepared.single, merge=options.merge) as staging:
-        moved = run(
-            prepared.plan, staging.directory, threads=options.threads, overflow=options.overflow, progress=progress
-        )
-        overflows = _overflows(moved, prepared)
+    names = [entry.name for _, entry in prepared.plan.pairs]
+    job = fingerprint(prepared.plan, prepared.copies, options.overflow, prepared.single)
+    with Staging(
+        prepared.out, single=prepared.single, job=job, overwrite=options.overwrite, merge=options.merge
+    ) as staging:
+        kept = staging.left if staging.published else still_sound(staging, options.pace, progress)
+        files, engine = dict(kept), "native"
+        if not staging.published:
+            staging.keep(kept)
+
+            def finished(written: Written) -> None:
+                lost = {names[number]: (o.count, o.largest) for number, o in written.overflows.items()}
+                files[written.path] = Finished(written.path, written.nbytes, written.crc32, lost)
+                staging.finished(files[written.path])
+
+            engine = run(
+                prepared.plan, staging.directory, overflow=options.overflow, progress=progress, window=options.buffer,
+                done=kept, finished=finished, **options.pace,
+            ).engine  # fmt: skip
+        overflows = overflows_of(files.values())
         if overflows and options.overflow == "error":
             raise _overflow_error(overflows, options.dtype)
-        for path, name in prepared.copies:
-            staging.copy(path, name)
-        staging.commit()
-    files = [(file.path, file.size) for file, _ in prepared.plan.files]
-    files += [(name, os.path.getsize(path)) for path, name in prepared.copies]
+        if not staging.published:
+            files.update((name, staging.copy(path, name)) for path, name in prepared.copies)
+            staging.commit(_manifest(prepared, files.values()).as_bytes())
+    sizes = [(file.path, file.size) for file, _ in prepared.plan.files]
+    sizes += [(name, os.path.getsize(path)) for path, name in prepared.copies]
     return Report(
-        files=tuple(files),
+        files=tuple(sizes),
         tensors=len(prepared.catalog),
         numel=prepared.catalog.numel,
-        bytes_written=sum(size for _, size in files),
+        bytes_written=sum(size for _, size in sizes),
         seconds=time.perf_counter() - began,
-        engine=moved.engine,
+        engine=engine,
+        kept=len(sizes) if staging.published else len(kept),
         overflows=overflows,
-        notes=tuple(notes),
+        notes=(*notes, *staging.notes),
+    )
+
+
+_WISHES = ("include", "exclude", "exclude_frozen", "strip_prefix", "rename", "overflow")
+_SHORT = {F32: "fp32", F16: "fp16", BF16: "bf16"}
+
+
+def _manifest(prepared: Prepared, files: Iterable[Finished]) -> Manifest:
+    options, usual = prepared.options, Options()
+    return Manifest(
+        version=__version__,
+        source=prepared.catalog.source.as_json(prepared.catalog.topology),
+        dtype=_SHORT[options.dtype],
+        options={name: getattr(options, name) for name in _WISHES if getattr(options, name) != getattr(usual, name)},
+        tensors=len(prepared.catalog),
+        numel=prepared.catalog.numel,
+        files=tuple(files),
     )
 
 
@@ -281,7 +327,13 @@ def _protected(opened: Opened, checkpoint: str, *, beside: bool) -> set[str]:
     return shards if beside or not listing.tag or not os.path.isdir(checkpoint) else {*shards, checkpoint}
 
 
-def _select(catalog: Catalog, options: Options) -> Catalog:
+def select(catalog: Catalog, options: Options) -> Catalog:
+    """The tensors that are wanted, under their new names.
+
+    Raises:
+        UsageError: none is left, or a wish makes no sense. InconsistentError: two would have one name.
+    """
+
     def wanted(entry: TensorEntry) -> bool:
         if options.exclude_frozen and entry.role == "frozen":
             return False
@@ -309,45 +361,6 @@ def _select(catalog: Catalog, options: Options) -> Catalog:
     if not all(selected.tensors) or any("\0" in name for name in selected.tensors):
         raise UsageError("a tensor without a name", found="an empty name", remedy="Change --rename or --strip-prefix.")
     return selected
-
-
-def _with_config(destination: Destination, opened: Opened, dtype: DType) -> Destination:
-    """With `config.json`, in which the dtype is made true."""
-    path = os.path.join(opened.place.home, "config.json")
-    if not os.path.isfile(path):
-        return destination
-    try:
-        with open(path, "rb") as file:
-            config = json.load(file)
-    except (OSError, ValueError) as error:
-        raise OutputError("a config.json that cannot be read", file=path, found=str(error)) from error
-    text = json.dumps(_true_dtype(config, dtype), indent=2, ensure_ascii=False) + "\n"
-    return Destination((*destination.files, literal_file("config.json", text.encode())), destination.entries)
-
-
-def _true_dtype(config: object, dtype: DType, *, top: bool = True) -> object:
-    """`dtype` (transformers 5) or `torch_dtype` (4), in the config and those nested in it."""
-    if not isinstance(config, dict):
-        return config
-    keys = [key for key in ("dtype", "torch_dtype") if isinstance(config.get(key), str)]
-    nested = {
-        key: _true_dtype(value, dtype, top=False)
-        for key, value in config.items()
-        if isinstance(value, dict) and key != "quantization_config"
-    }
-    named = dict.fromkeys(keys or (["dtype"] if top else []), dtype.torch_name)
-    return {**config, **nested, **named}
-
-
-def _beside(opened: Opened) -> list[tuple[str, str]]:
-    home = opened.place.home
-    names = sorted(name for name in os.listdir(home) if _BESIDE.fullmatch(name))
-    return [(os.path.join(home, name), name) for name in names if os.path.isfile(os.path.join(home, name))]
-
-
-def _overflows(moved: MoveReport, prepared: Prepared) -> dict[str, tuple[int, float]]:
-    pairs = prepared.plan.pairs
-    return {pairs[number][1].name: (found.count, found.largest) for number, found in moved.overflows.items()}
 
 
 def _overflow_error(overflows: dict[str, tuple[int, float]], dtype: DType) -> CastError:

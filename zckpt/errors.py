@@ -160,6 +160,11 @@ def read_error(path: str, number: int, offset: int) -> CorruptError:
     )  # fmt: skip
 
 
+def add_note(error: BaseException, text: str) -> None:
+    """One more sentence for whoever reads of the error; `BaseException.add_note` came with Python 3.11."""
+    error.__notes__ = [*getattr(error, "__notes__", ()), text]
+
+
 def some(names: Iterable[object], limit: int = 3) -> str:
     """At most `limit` quoted examples, then how many more: `'a', 'b', 'c' and 41 more`."""
     listed = [repr(str(name)) for name in names]

@@ -9,6 +9,16 @@ import os
 import time
 from collections.abc import Callable
 from functools import lru_cache
+from typing import TypedDict
+
+
+class Pace(TypedDict):
+    """How hard to work, as every engine takes it; None for the default."""
+
+    threads: int | None
+    keep_cache: bool | None
+    bytes_per_s: int | None
+
 
 THREADS = min(4, max(2, os.cpu_count() or 1))
 """More bring nothing on a local disk: two keep it busy, four do where the disk answers slowly."""
