@@ -281,11 +281,12 @@ _SHORT = {F32: "fp32", F16: "fp16", BF16: "bf16"}
 
 def _manifest(prepared: Prepared, files: Iterable[Finished]) -> Manifest:
     options, usual = prepared.options, Options()
+    wishes = {name: getattr(options, name) for name in _WISHES}
     return Manifest(
         version=__version__,
         source=prepared.catalog.source.as_json(prepared.catalog.topology),
         dtype=_SHORT[options.dtype],
-        options={name: getattr(options, name) for name in _WISHES if getattr(options, name) != getattr(usual, name)},
+        options={name: wish for name, wish in wishes.items() if wish and wish != getattr(usual, name)},
         tensors=len(prepared.catalog),
         numel=prepared.catalog.numel,
         files=tuple(files),

@@ -104,5 +104,5 @@ def _lines(path: str) -> Iterator[dict[str, object]]:
                 if not isinstance(line, dict):
                     return
                 yield line
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return

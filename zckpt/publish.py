@@ -212,13 +212,12 @@ class Staging:
         """Begins the work: of what an earlier run left, only `kept` stays."""
         try:
             for root, directories, names in os.walk(self.directory, topdown=False):
-                for name in names:
-                    path = os.path.join(root, name)
-                    if os.path.relpath(path, self.directory) not in kept:
-                        os.unlink(path)
-                for name in directories:
-                    with contextlib.suppress(OSError):  # it holds what is kept
-                        os.rmdir(os.path.join(root, name))
+                for path in (os.path.join(root, name) for name in (*names, *directories)):
+                    if not os.path.isdir(path) or os.path.islink(path):
+                        if os.path.relpath(path, self.directory) not in kept:
+                            os.unlink(path)
+                    elif not os.listdir(path):
+                        os.rmdir(path)
             os.makedirs(self.directory, exist_ok=True)
             self._journal.begin({path: self.left[path] for path in kept})
         except OSError as error:

@@ -49,6 +49,38 @@ def split_rename(text: str) -> tuple[str, str]:
     return found[1], found[2]
 
 
+_UNITS = {
+    "": 1,
+    "K": 10**3,
+    "M": 10**6,
+    "G": 10**9,
+    "T": 10**12,
+    "KI": 1 << 10,
+    "MI": 1 << 20,
+    "GI": 1 << 30,
+    "TI": 1 << 40,
+}
+
+
+def parse_bytes(text: str | None, option: str) -> int | None:
+    """`8MiB`, `500MB`, `1.5G` or a plain number, as bytes; None for None.
+
+    Raises:
+        UsageError: it is no such thing, or nothing.
+    """
+    import re
+
+    from zckpt.errors import UsageError
+
+    if text is None:
+        return None
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?I?)B?(?:/S)?", text.strip().upper())
+    nbytes = int(float(found[1]) * _UNITS[found[2]]) if found and found[2] in _UNITS else 0
+    if nbytes < 1:
+        raise UsageError(f"an {option} that is no number of bytes", found=repr(text), remedy="Examples: 8MiB, 500MB.")
+    return nbytes
+
+
 Version = Annotated[bool, typer.Option("--version", help="Print the version.", callback=_print_version, is_eager=True)]
 
 Checkpoint = Annotated[
@@ -92,6 +124,21 @@ OverflowOption = Annotated[
 ]
 Threads = Annotated[
     int | None, typer.Option("--threads", metavar="N", min=1, help="Threads that move data; by default what fits.")
+]
+Buffer = Annotated[
+    str | None, typer.Option("--buffer", metavar="S", help="Bytes that each thread gathers and writes at once.")
+]
+KeepCache = Annotated[
+    bool | None,
+    typer.Option(
+        "--keep-cache/--no-cache-pollution",
+        help="Whether the page cache keeps what is read; by default unless the job is larger than memory.",
+        show_default=False,
+    ),
+]
+LimitRate = Annotated[
+    str | None,
+    typer.Option("--limit-rate", metavar="S", help="Most bytes a second, read and written together; e.g. 500MB."),
 ]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Print the plan and write nothing.")]
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace OUT when the new one is complete.")]
