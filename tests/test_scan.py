@@ -22,7 +22,7 @@ from zckpt.catalog import TensorEntry
 from zckpt.dtypes import BF16, BY_NAME, F16, F32, F64, DType
 from zckpt.errors import CorruptError, InconsistentError
 from zckpt.fragments import FileStore, Fragment
-from zckpt.scan import SUM_SOURCE, Sum, looks_against, looks_at, looks_at_bytes, scan
+from zckpt.scan import NUMBERS, SUM_SOURCE, Sum, look_at, looks_against, looks_at, looks_at_bytes, scan
 from zckpt.sums import join
 from zckpt.tally import Relation, Tally
 
@@ -212,7 +212,7 @@ def test_checksums_of_what_passes_by(engine: dict[str, object], byteorder: str, 
         TensorEntry(str(i), (n,), F32, "parameter", (Fragment(store, at, 0, n),))
         for i, (at, n) in enumerate([(100, 10), (140, 400_000), (2_100_000, 1000)])
     ]
-    looks = [look for i, entry in enumerate(tensors) for look in looks_at(entry, i, 1 | SUM_SOURCE)]
+    looks = [look_at(entry.fragments[0], F32, i, NUMBERS | SUM_SOURCE) for i, entry in enumerate(tensors)]
     gaps = [(0, 100), (1_600_140, 499_860), (2_104_000, 896_000)]
     looks += [looks_at_bytes(store, start, nbytes) for start, nbytes in gaps]
     report = scan(looks, sums, **engine)

@@ -49,6 +49,14 @@ class Replica:
 
 
 @dataclass(frozen=True, slots=True)
+class Padding:
+    """Elements that belong to no tensor and are zero, where the layout says that they are."""
+
+    dtype: DType
+    fragments: tuple[Fragment, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class TensorEntry:
     """A tensor and where its elements lie.
 
@@ -161,6 +169,7 @@ class Catalog(Mapping[str, TensorEntry]):
         topology: ranks per axis.
         source: where it comes from.
         extras: inert values found beside the tensors (client state, scheduler, configs).
+        padding: elements between and behind the tensors that must be zero.
     """
 
     tensors: Mapping[str, TensorEntry]
@@ -168,6 +177,7 @@ class Catalog(Mapping[str, TensorEntry]):
     aliases: Mapping[str, str] = field(default_factory=dict[str, str])
     topology: Topology = Topology()
     extras: Mapping[str, object] = field(default_factory=dict[str, object])
+    padding: tuple[Padding, ...] = ()
 
     def __post_init__(self) -> None:
         for dropped, kept in self.aliases.items():

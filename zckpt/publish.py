@@ -43,12 +43,10 @@ def check_output(out: str, *, single: bool, overwrite: bool, protected: Iterable
     Raises:
         OutputError: one of these.
     """
-    real = os.path.realpath(out)
-    homes = {os.path.realpath(path) for path in protected}
-    for home in sorted(homes):
-        if _is_within(real, home) or _is_within(home, real):
+    for home in sorted({os.path.realpath(path) for path in protected}):
+        if is_within(out, home) or is_within(home, out):
             raise OutputError(
-                "an output inside the input" if _is_within(real, home) else "an output that would replace the input",
+                "an output inside the input" if is_within(out, home) else "an output that would replace the input",
                 file=out,
                 found=f"the input lies in {home!r}",
                 remedy="Nothing was changed. Choose an OUT elsewhere.",
@@ -68,7 +66,7 @@ def check_output(out: str, *, single: bool, overwrite: bool, protected: Iterable
         refuse_existing(out)
     if not single and overwrite:
         for place in (os.getcwd(), os.path.expanduser("~")):
-            if _is_within(os.path.realpath(place), real):
+            if is_within(place, out):
                 raise OutputError(
                     "an output that would replace a directory in use", file=out, found=f"{place!r} lies in it"
                 )
@@ -90,7 +88,9 @@ def refuse_existing(out: str) -> None:
     )
 
 
-def _is_within(path: str, directory: str) -> bool:
+def is_within(path: str, directory: str) -> bool:
+    """Whether a path, links resolved, is a directory or file, or lies in it."""
+    path, directory = os.path.realpath(path), os.path.realpath(directory)
     return path == directory or path.startswith(directory.rstrip(os.sep) + os.sep)
 
 

@@ -13,10 +13,10 @@ from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
 from zckpt.batches import MOST_MOVES, MOST_STORES, Batch, progress_after
-from zckpt.catalog import TensorEntry
-from zckpt.dtypes import U8
+from zckpt.catalog import Padding, TensorEntry
+from zckpt.dtypes import U8, DType
 from zckpt.errors import UnsupportedError, read_error
-from zckpt.fragments import FileStore, runs_in_order
+from zckpt.fragments import FileStore, Fragment
 from zckpt.plan import Move, route
 from zckpt.scan_reference import scan_batch as reference_batch
 from zckpt.sources import Sources
@@ -72,15 +72,24 @@ class ScanReport:
     bytes_read: int = 0
 
 
-def looks_at(entry: TensorEntry, tensor: int, how: int = NUMBERS) -> Iterator[Look]:
-    """Looks at all elements of a tensor, in order."""
-    for run in runs_in_order(entry.fragments, entry.dtype.itemsize):
-        move = Move(
-            *(run.store, run.byte_offset, run.store, run.byte_offset, run.count, entry.dtype, entry.dtype, tensor),
-            src_step=run.store_step,
-            dst_step=run.store_step,
-        )
-        yield Look(move, run.start, how)
+def looks_at(entry: TensorEntry | Padding, tensor: int) -> Iterator[Look]:
+    """Looks at all elements of a tensor."""
+    for fragment in entry.fragments:
+        if fragment.numel:
+            yield look_at(fragment, entry.dtype, tensor)
+
+
+def look_at(fragment: Fragment, dtype: DType, tensor: int, how: int = NUMBERS) -> Look:
+    """A look at all elements of a fragment."""
+    step = fragment.store_pitch * dtype.itemsize
+    move = Move(
+        *(fragment.store, fragment.byte_offset, fragment.store, fragment.byte_offset, fragment.count, dtype, dtype),
+        tensor=tensor,
+        rows=fragment.rows,
+        src_pitch=step,
+        dst_pitch=step,
+    )
+    return Look(move, fragment.start, how)
 
 
 def looks_against(a: TensorEntry, b: TensorEntry, tensor: int) -> Iterator[Look]:
@@ -166,15 +175,16 @@ class _ScanBatch(Batch):
 
 def _batches(looks: Iterable[Look], sums: Sequence[Sum]) -> Iterator[_ScanBatch]:
     """Looks in parts of bounded size."""
-    by_store: dict[int, list[tuple[int, int, int]]] = {}
+    by_path: dict[str, list[tuple[int, int, int]]] = {}
     for number, wanted in enumerate(sums):
-        by_store.setdefault(id(wanted.store), []).append((number, wanted.start, wanted.nbytes))
+        by_path.setdefault(wanted.store.path, []).append((number, wanted.start, wanted.nbytes))
     batch = _ScanBatch()
     for look in looks:
         for part in _parts(look):
             for store in (part.move.src, part.move.dst):
                 if id(store) not in batch.numbers:
-                    batch.ranges += [(batch.number(store), *numbers) for numbers in by_store.get(id(store), ())]
+                    ranges = by_path.get(str(store), ())
+                    batch.ranges += [(batch.number(store), *numbers) for numbers in ranges]
             batch.add(part.move, _nbytes(part))
             batch.looks.append((part.start, part.how))
             if len(batch.moves) >= MOST_MOVES or len(batch.stores) >= MOST_STORES - 1 or batch.nbytes >= _MOST_BYTES:
@@ -228,6 +238,8 @@ def _run_native(
         bytes_per_s=bytes_per_s,
         progress=progress,
     )
-    if kind:
+    if kind == "read":
         raise read_error(str(batch.stores[store]), number, offset)
+    if kind:
+        raise UnsupportedError("numbers that cannot be compared", file=str(batch.stores[store]))
     return crcs, [(found[0], Tally(*found[1:])) for found in tallies]

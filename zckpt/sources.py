@@ -18,10 +18,12 @@ class Sources:
 
     Args:
         give_back: whether the page cache is to forget a file when it is closed.
+        most: files open at once.
     """
 
-    def __init__(self, give_back: bool = False) -> None:
+    def __init__(self, give_back: bool = False, most: int = MOST_STORES) -> None:
         self._give_back = give_back
+        self._most = most
         self._open: dict[str, int] = {}
         self._seen: dict[str, FileStore] = {}
 
@@ -33,7 +35,7 @@ class Sources:
         if store.path in self._open:
             self._open[store.path] = self._open.pop(store.path)
             return self._open[store.path]
-        while len(self._open) >= MOST_STORES:
+        while len(self._open) >= self._most:
             self._close(next(iter(self._open)))
         try:
             fd = os.open(store.path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)

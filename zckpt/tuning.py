@@ -20,6 +20,8 @@ class Pace(TypedDict):
     bytes_per_s: int | None
 
 
+DEFAULT_PACE: Pace = {"threads": None, "keep_cache": None, "bytes_per_s": None}
+
 THREADS = min(4, max(2, os.cpu_count() or 1))
 """More bring nothing on a local disk: two keep it busy, four do where the disk answers slowly."""
 

@@ -22,7 +22,7 @@ from zckpt.errors import UsageError
 
 REPO = Path(__file__).parents[2]
 GOLDEN = REPO / "tests" / "golden"
-COMMANDS = ("inspect", "to-fp32", "to-fp16", "to-bf16", "demo")
+COMMANDS = ("inspect", "verify", "diff", "to-fp32", "to-fp16", "to-bf16", "demo")
 ENVIRONMENT = {"COLUMNS": "120", "NO_COLOR": "1", "TERM": "dumb"}
 
 

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from enum import Enum
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
+
+if TYPE_CHECKING:
+    from zckpt.tuning import Pace
 
 
 class Format(str, Enum):
@@ -81,6 +84,15 @@ def parse_bytes(text: str | None, option: str) -> int | None:
     return nbytes
 
 
+def pace(threads: int | None, keep_cache: bool | None, limit_rate: str | None) -> Pace:
+    """How hard to work, from the options that say so."""
+    return {
+        "threads": threads,
+        "keep_cache": keep_cache,
+        "bytes_per_s": parse_bytes(limit_rate, "--limit-rate"),
+    }
+
+
 Version = Annotated[bool, typer.Option("--version", help="Print the version.", callback=_print_version, is_eager=True)]
 
 Checkpoint = Annotated[
@@ -90,6 +102,12 @@ Checkpoint = Annotated[
 Looked = Annotated[
     str, typer.Argument(metavar="CKPT|FILE", help="Checkpoint directory, or one weights file.", show_default=False)
 ]
+Converted = Annotated[
+    str | None,
+    typer.Argument(metavar="[CONVERTED]", help="Output that was made from CKPT.", show_default=False),
+]
+SideA = Annotated[str, typer.Argument(metavar="A", help="Checkpoint, or weights.", show_default=False)]
+SideB = Annotated[str, typer.Argument(metavar="B", help="What to compare it with.", show_default=False)]
 Out = Annotated[
     str,
     typer.Argument(
@@ -146,5 +164,15 @@ AllowUnknownLayout = Annotated[
     bool, typer.Option("--allow-unknown-layout", help="Convert though the layout cannot be proved.")
 ]
 Tensors = Annotated[bool, typer.Option("--tensors", help="List every tensor.")]
+AllTensors = Annotated[bool, typer.Option("--tensors", help="List every tensor, also those that are the same.")]
+Deep = Annotated[
+    bool,
+    typer.Option("--deep", help="Read every byte: checksums, masters against their copies, NaN and infinity."),
+]
+Atol = Annotated[
+    float | None,
+    typer.Option("--atol", metavar="X", min=0, help="The same: |a - b| <= X + Y |b|. By default, bit for bit."),
+]
+Rtol = Annotated[float | None, typer.Option("--rtol", metavar="Y", min=0, help="See --atol.")]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout.")]
 Quiet = Annotated[bool, typer.Option("--quiet", help="Print errors only.")]

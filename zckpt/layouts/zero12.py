@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from zckpt.catalog import Catalog, Replica, Source, TensorEntry
+from zckpt.catalog import Catalog, Padding, Replica, Source, TensorEntry
 from zckpt.containers import TensorRef
 from zckpt.errors import CorruptError, InconsistentError, UnsupportedError
 from zckpt.fragments import Fragment
@@ -71,7 +71,8 @@ def read(listing: Listing, *, allow_unknown: bool = False) -> Catalog:
         global_steps=model.number("global_steps"),
         optimizer_states=shards[0].state_names,
     )
-    return assemble(model, masters, source, model.topology(world_size))
+    catalog = assemble(model, masters, source, model.topology(world_size))
+    return replace(catalog, padding=tuple(_padding(model, shards)))
 
 
 def _configured_stage(model: ModelStates) -> int:
@@ -143,6 +144,26 @@ def _group_masters(
         if weight is not None and weight.shape == shape:
             replicas = (Replica(weight.dtype, weight.fragments()),)
         yield name, TensorEntry(name, shape, dtype, "parameter", tuple(fragments), replicas)
+
+
+def _padding(model: ModelStates, shards: list[OptimizerShard]) -> Iterator[Padding]:
+    """Alignment padding between the parameters, and what is left of the padding at the end: DeepSpeed fills both with
+    zeros, which no optimizer step changes.
+    """
+    for number, shapes in enumerate(model.param_shapes):
+        vectors = [shard.vectors[number] for shard in shards]
+        paddings = shards[0].alignment_paddings
+        numels = [math.prod(shape) for shape in shapes.values()]
+        offsets, _ = flat_offsets(numels, None if paddings is None else paddings[number])
+        ends = [*offsets[1:], vectors[0].numel * len(vectors)] if numels else []
+        fragments = [
+            Fragment(vector.store, vector.byte_offset + local * vector.dtype.itemsize, start, min(count, vector.numel - local))
+            for offset, numel, end in zip(offsets, numels, ends, strict=True)
+            for rank, local, start, count in flat_pieces(offset + numel, end - offset - numel, vectors[0].numel)
+            if local < (vector := vectors[rank]).numel
+        ]  # fmt: skip
+        if fragments:
+            yield Padding(vectors[0].dtype, tuple(fragments))
 
 
 def _check_lengths(
