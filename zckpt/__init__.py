@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 from zckpt.checkpoint import Checkpoint, open_checkpoint
 
-# Eager, because a submodule has the same name: whoever imports it later must not replace the function by the module.
+# Eager, because submodules have the same names: whoever imports one later must not replace the function by the module.
 from zckpt.convert import Options, Report, convert
+from zckpt.diff import diff
 from zckpt.errors import (
     CastError,
     CorruptError,
@@ -24,6 +25,7 @@ from zckpt.errors import (
     UsageError,
     ZckptError,
 )
+from zckpt.verify import verify
 from zckpt.version import __version__
 
 if TYPE_CHECKING:
@@ -50,9 +52,11 @@ __all__ = [
     "__version__",
     "convert",
     "convert_zero_checkpoint_to_fp32_state_dict",
+    "diff",
     "get_fp32_state_dict_from_zero_checkpoint",
     "load_state_dict_from_zero_checkpoint",
     "open_checkpoint",
+    "verify",
 ]
 
 _NEED_TORCH = frozenset(name for name in __all__ if "zero_checkpoint" in name)

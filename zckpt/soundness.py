@@ -83,7 +83,7 @@ def examined(
     """
     state = Examined(find(path, tag, also))
     facts = _manifest_of(state, path)
-    _open(state, path, tag, also)
+    unknown = _open(state, path, tag, also)
     _open_files(state, facts)
     for file in state.files if from_disk else ():
         with open(file.store.path, "rb") as data:
@@ -94,10 +94,10 @@ def examined(
             _check_bytes(state, facts, deep, pace, progress)
         else:
             _check_ends(state)
-    except (UnsupportedError, UsageError):
-        raise
     except ZckptError as error:  # a disk that does not give back what it was given
         state.add("bytes", "", [str(error)])
+    if unknown is not None and all(check.ok for check in state.checks if check.name != "tensors"):
+        raise unknown  # nothing is damaged: zckpt cannot tell
     state.notes.extend(of_other_ages(state.origins))
     return state
 
@@ -130,19 +130,19 @@ def _manifest_of(state: Examined, path: str) -> Manifest | None:
     return facts
 
 
-def _open(state: Examined, path: str, tag: str | None, also: Sequence[str]) -> None:
+def _open(state: Examined, path: str, tag: str | None, also: Sequence[str]) -> ZckptError | None:
+    """Reads the catalog. Returns an error that is no finding, unless damage explains it."""
     try:
         opened = open_catalog(path, tag, also)
-    except (UnsupportedError, UsageError):
-        raise
     except ZckptError as error:
         state.add("tensors", "", [str(error)])
-        return
+        return error if isinstance(error, UnsupportedError | UsageError) else None
     state.place = opened.place
     state.catalog, stripped = strip_wrappers(opened.catalog)
     state.notes.extend((*opened.catalog.source.notes, *stripped))
     count = len(state.catalog)
     state.add("tensors", f"{count:,} tensors, {state.catalog.numel:,} elements, each held once")
+    return None
 
 
 def _open_files(state: Examined, facts: Manifest | None) -> None:
