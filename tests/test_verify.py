@@ -249,6 +249,9 @@ def test_what_is_no_answer_is_an_error(tmp_path: Path, checkpoint: Path) -> None
         zckpt.verify(tmp_path / "nothing")
     with pytest.raises(NotACheckpointError):
         zckpt.verify(checkpoint, tmp_path / "nothing")
+    (tmp_path / "poem.txt").write_text("Whose woods these are I think I know.")
+    with pytest.raises(NotACheckpointError):
+        zckpt.verify(tmp_path / "poem.txt")
     shutil.copy(checkpoint / "global_step5" / MODEL, checkpoint / "global_step5" / "layer_00-model_states.pt")
     with pytest.raises(UnsupportedError):
         zckpt.verify(checkpoint)

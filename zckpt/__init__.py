@@ -12,7 +12,7 @@ from zckpt.checkpoint import Checkpoint, open_checkpoint
 
 # Eager, because submodules have the same names: whoever imports one later must not replace the function by the module.
 from zckpt.convert import Options, Report, convert
-from zckpt.diff import diff
+from zckpt.diff import Diff, diff
 from zckpt.errors import (
     CastError,
     CorruptError,
@@ -25,6 +25,7 @@ from zckpt.errors import (
     UsageError,
     ZckptError,
 )
+from zckpt.verification import Verification
 from zckpt.verify import verify
 from zckpt.version import __version__
 
@@ -39,6 +40,7 @@ __all__ = [
     "CastError",
     "Checkpoint",
     "CorruptError",
+    "Diff",
     "IncompleteError",
     "InconsistentError",
     "NotACheckpointError",
@@ -48,6 +50,7 @@ __all__ = [
     "UnsafeError",
     "UnsupportedError",
     "UsageError",
+    "Verification",
     "ZckptError",
     "__version__",
     "convert",

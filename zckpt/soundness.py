@@ -15,7 +15,7 @@ from zckpt import replicas
 from zckpt.catalog import Catalog
 from zckpt.checkpoint import open_catalog, strip_wrappers
 from zckpt.containers import open_container
-from zckpt.errors import UnsupportedError, UsageError, ZckptError, some
+from zckpt.errors import NotACheckpointError, UnsupportedError, UsageError, ZckptError, some
 from zckpt.fragments import FileStore
 from zckpt.integrity import CheckedFile, checked_file, examine, non_finite, numel_of, small_records
 from zckpt.layouts.origins import Origin, contradictions, of_other_ages, origin, save_files
@@ -136,7 +136,8 @@ def _open(state: Examined, path: str, tag: str | None, also: Sequence[str]) -> Z
         opened = open_catalog(path, tag, also)
     except ZckptError as error:
         state.add("tensors", "", [str(error)])
-        return error if isinstance(error, UnsupportedError | UsageError) else None
+        strange = isinstance(error, NotACheckpointError) and not state.place.listing.tag
+        return error if strange or isinstance(error, UnsupportedError | UsageError) else None
     state.place = opened.place
     state.catalog, stripped = strip_wrappers(opened.catalog)
     state.notes.extend((*opened.catalog.source.notes, *stripped))
