@@ -7,6 +7,7 @@ that decides the output's bytes: files of another job are of no use.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 from collections.abc import Iterator, Mapping
@@ -91,8 +92,9 @@ class Journal:
     def close(self) -> None:
         """Closes the file."""
         if self._fd >= 0:
-            os.close(self._fd)
-            self._fd = -1
+            fd, self._fd = self._fd, -1
+            with contextlib.suppress(OSError):  # what was synced is there
+                os.close(fd)
 
 
 def _lines(path: str) -> Iterator[dict[str, object]]:

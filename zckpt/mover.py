@@ -7,6 +7,7 @@ A plan is streamed, batch by batch (`batches`).
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import struct
@@ -100,7 +101,8 @@ class _Files:
         _, *fds = self.destinations.pop(place)
         for fd in fds:
             if fd >= 0:
-                os.close(fd)
+                with contextlib.suppress(OSError):  # what was synced is there
+                    os.close(fd)
 
     def descriptors(self, batch: Batch) -> list[tuple[int, int]]:
         """A plain and a direct descriptor for each store of a batch; -1 for none."""

@@ -89,8 +89,9 @@ class PrivateDirectory:
         if remove:
             self._remove()
         if self._lock >= 0:
-            os.close(self._lock)
-            self._lock = -1
+            lock, self._lock = self._lock, -1
+            with contextlib.suppress(OSError):
+                os.close(lock)
 
     def _remove(self) -> None:
         """The lock goes last, so that nobody takes over half a directory."""

@@ -5,6 +5,7 @@ For `mover` and `scan`.
 
 from __future__ import annotations
 
+import contextlib
 import os
 
 from zckpt.batches import MOST_STORES
@@ -70,7 +71,8 @@ class Sources:
         fd = self._open.pop(path)
         if self._give_back:
             forget(fd)
-        os.close(fd)
+        with contextlib.suppress(OSError):
+            os.close(fd)
 
 
 def _check_identity(store: FileStore, stat: os.stat_result) -> None:
