@@ -11,10 +11,8 @@ import os
 import stat
 from typing import Any
 
+from zckpt import limits
 from zckpt.errors import CorruptError, NotACheckpointError, UnsupportedError, read_error
-
-MAX_MEMORY_BYTES = 192 << 20
-"""Of the objects in a document. A shard's header of 100,000 tensors becomes 90 MB."""
 
 
 def read_json(path: str, most_bytes: int, what: str) -> Any:
@@ -65,8 +63,12 @@ def check_size(data: bytes, path: str, what: str) -> None:
     Raises:
         UnsupportedError: it is one.
     """
-    needed = 3 * len(data) + 48 * data.count(b",") + 72 * data.count(b"[") + 240 * data.count(b"{")
-    if needed > MAX_MEMORY_BYTES:
+    needed = (2 if data.isascii() else 6) * len(data)
+    needed += 48 * data.count(b",") + 72 * data.count(b"[") + 240 * data.count(b"{")
+    if needed > limits.JSON_MEMORY_BYTES:
         raise UnsupportedError(
-            f"{what} that would fill the memory", file=path, found=f"{len(data):,} bytes, {data.count(b','):,} items"
+            f"{what} that would fill the memory",
+            file=path,
+            found=f"{len(data):,} bytes, {data.count(b','):,} items",
+            remedy=limits.REMEDY,
         )
