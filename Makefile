@@ -11,7 +11,7 @@ demo: .make/zckpt
 	$(BIN)/zckpt demo
 
 test: .make/zckpt .make/test interop
-	$(BIN)/python -m pytest -n 2 -q
+	$(BIN)/python -m pytest -n 2 --dist loadgroup -q
 
 check: .make/zckpt .make/test
 	$(BIN)/ruff format --check .

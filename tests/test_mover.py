@@ -14,6 +14,7 @@ import zlib
 from collections.abc import Iterator
 from pathlib import Path
 
+import hypothesis
 import numpy as np
 import pytest
 import torch
@@ -29,6 +30,7 @@ from zckpt.errors import CorruptError, InconsistentError, OutputError, Unsupport
 from zckpt.fragments import FileStore, Fragment, MemoryStore
 from zckpt.mover import run
 from zckpt.mover_reference import cast as reference_cast
+from zckpt.overlaps import embed
 from zckpt.plan import Checksum, OutputFile, Plan
 
 ENGINES = [("reference", 1, True), ("native", 1, False), ("native", 2, True), ("native", 4, True)]
@@ -139,6 +141,56 @@ def test_boxes_into_pitched_files(engine: dict[str, object], tmp_path: Path) -> 
     run(Plan(tuple(tops), [(source, TensorEntry("x", (20, 64), i32, "parameter", boxes))]), str(tmp_path), **engine)
     for i in range(4):
         assert (tmp_path / f"o{i}").read_bytes() == tensor[:, 16 * i : 16 * i + 16].tobytes()
+
+
+@settings(max_examples=40, deadline=None)
+@given(data=st.data())
+def test_rows_of_any_pitch_come_out_right(data: st.DataObject, tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Slices of any dimension into slices of any other, cast or not, through windows that cut rows anywhere."""
+    draw = data.draw
+    shape = tuple(draw(st.lists(st.sampled_from([1, 2, 3, 7, 33, 150, 1100]), min_size=2, max_size=3)))
+    hypothesis.assume(np.prod(shape) < 400_000)
+    source_dtype, target_dtype = draw(st.sampled_from([(F32, F32), (F32, BF16), (BF16, F32), (F64, F64)]))
+    numbers = torch.arange(int(np.prod(shape))).reshape(shape).to(getattr(torch, source_dtype.torch_name))
+    root = tmp_path_factory.mktemp("p")
+
+    def slices(dim: int, parts: int) -> list[tuple[int, int]]:
+        edges = sorted({0, shape[dim], *(shape[dim] * i // parts for i in range(parts))})
+        return list(itertools.pairwise(edges))
+
+    dim, to = (draw(st.integers(0, len(shape) - 1)) for _ in range(2))
+    fragments, targets, outputs, wanted = [], [], [], []
+    big = draw(st.booleans())
+    for low, high in slices(dim, draw(st.integers(1, 4))):
+        held = numbers.narrow(dim, low, high - low).contiguous()
+        stored = held.view(torch.uint8).numpy().reshape(-1, source_dtype.itemsize)
+        path = root / f"s{low}"
+        store = source_file(path, b"#" + (stored[:, ::-1] if big else stored).tobytes(), "big" if big else "little")
+        fragments += embed(
+            (Fragment(store, 1, 0, held.numel()),), held.shape, dim, low, shape[dim], source_dtype.itemsize
+        )
+    for low, high in slices(to, draw(st.integers(1, 4))):
+        part = numbers.narrow(to, low, high - low).contiguous().to(getattr(torch, target_dtype.torch_name))
+        size = 5 + part.numel() * target_dtype.itemsize
+        output, store = OutputFile(f"o{low}", size, ((0, b"head:"),)), FileStore(f"o{low}", size)
+        outputs.append((output, store))
+        wanted.append(b"head:" + part.view(torch.uint8).numpy().tobytes())
+        targets += embed((Fragment(store, 5, 0, part.numel()),), part.shape, to, low, shape[to], target_dtype.itemsize)
+    pairs = [
+        (
+            TensorEntry("x", shape, source_dtype, "parameter", tuple(fragments)),
+            TensorEntry("x", shape, target_dtype, "parameter", tuple(targets)),
+        )
+    ]
+    for name, threads, vector in ENGINES:
+        if name == "reference" and np.prod(shape) > 20_000:
+            continue
+        use_vector_paths(vector)
+        out = root / f"{name}{threads}{vector}"
+        out.mkdir()
+        run(Plan(tuple(outputs), pairs), str(out), engine=name, threads=threads, window=4096)
+        assert [(out / output.path).read_bytes() for output, _ in outputs] == wanted
+    use_vector_paths(True)
 
 
 def test_memory_on_both_sides(engine: dict[str, object]) -> None:
@@ -633,6 +685,33 @@ def test_more_sources_than_descriptors(tmp_path: Path) -> None:
     run(Plan(((OutputFile("out", 4 * n), to),), [(source, target)]), root)
     data = open(os.path.join(root, "out"), "rb").read()
     print(data == b"".join(i.to_bytes(4, "little") for i in order))
+    """
+    out, err = child(code, tmp_path).communicate()
+    assert out.strip() == "True", err
+
+
+def test_more_outputs_than_descriptors(tmp_path: Path) -> None:
+    code = """
+    import os, resource, sys
+    resource.setrlimit(resource.RLIMIT_NOFILE, (700, 700))
+    from zckpt.catalog import TensorEntry
+    from zckpt.dtypes import F32
+    from zckpt.fragments import FileStore, Fragment
+    from zckpt.mover import run
+    from zckpt.plan import Checksum, OutputFile, Plan
+    root, n = sys.argv[1], 1500
+    path = os.path.join(root, "source")
+    open(path, "wb").write(b"".join(i.to_bytes(4, "little") for i in range(n)))
+    files = [
+        (OutputFile(f"o{i}", 9, ((0, b"*"),), (Checksum(1, 4, (5,)),)), FileStore(f"o{i}", 9)) for i in range(n)
+    ]
+    source = TensorEntry("x", (n,), F32, "parameter", (Fragment(FileStore.of(path), 0, 0, n),))
+    target = tuple(Fragment(store, 1, i, 1) for i, (_, store) in enumerate(files))
+    run(Plan(tuple(files), [(source, TensorEntry("x", (n,), F32, "parameter", target))]), root)
+    import zlib
+    wanted = [i.to_bytes(4, "little") for i in range(n)]
+    wanted = [b"*" + w + zlib.crc32(w).to_bytes(4, "little") for w in wanted]
+    print([open(os.path.join(root, f"o{i}"), "rb").read() for i in range(n)] == wanted)
     """
     out, err = child(code, tmp_path).communicate()
     assert out.strip() == "True", err

@@ -25,6 +25,7 @@ from zckpt.errors import (
     UsageError,
     ZckptError,
 )
+from zckpt.reshard import reshard
 from zckpt.verification import Verification
 from zckpt.verify import verify
 from zckpt.version import __version__
@@ -59,6 +60,7 @@ __all__ = [
     "get_fp32_state_dict_from_zero_checkpoint",
     "load_state_dict_from_zero_checkpoint",
     "open_checkpoint",
+    "reshard",
     "verify",
 ]
 

@@ -18,7 +18,7 @@ LEAST_BYTES = 64 << 20
 """A file that is complete ends its batch, and is on record from then on. Smaller ones share a batch, for its threads'
 sake."""
 MOST_STORES = 512
-"""Each source of a batch is open while it runs."""
+"""Every file of a batch is open while it runs."""
 
 _STORE = struct.Struct("=qqQQ")
 _MOVE = struct.Struct("=IIQQQQqqqqIBBBB")
@@ -115,10 +115,18 @@ def batches(plan: Plan, done: Collection[str] = ()) -> Iterator[Batch]:
                 batch.literals.append((number, offset, data))
                 batch.nbytes += len(data)
 
+    tensor = -1
     for move in plan.moves():
         place = id(move.dst)
         if place in skipped:
             continue
+        # A tensor is not torn apart without need: slices that interleave want to meet in one window.
+        whole = move.tensor != tensor or len(batch.moves) >= 8 * MOST_MOVES
+        is_full = len(batch.moves) >= MOST_MOVES or (batch.finished and batch.nbytes >= LEAST_BYTES)
+        if (whole and is_full) or len(batch.stores) >= MOST_STORES - 1:
+            yield batch
+            batch = Batch()
+        tensor = move.tensor
         if place not in batch.numbers:
             attend(move.dst)
         nbytes = move.count * move.rows * move.dst_dtype.itemsize
@@ -127,11 +135,10 @@ def batches(plan: Plan, done: Collection[str] = ()) -> Iterator[Batch]:
             missing[place] -= nbytes
             if not missing[place]:
                 batch.finished.append(files.pop(place))
-        is_full = len(batch.moves) >= MOST_MOVES or len(batch.stores) >= MOST_STORES
-        if is_full or (batch.finished and batch.nbytes >= LEAST_BYTES):
+    for output, store in list(pending.values()):
+        if len(batch.stores) >= MOST_STORES:
             yield batch
             batch = Batch()
-    for output, store in list(pending.values()):
         attend(store)
         batch.finished.append((output, store))
     if batch.stores:

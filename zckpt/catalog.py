@@ -15,7 +15,8 @@ from typing import Literal
 
 from zckpt.dtypes import DType
 from zckpt.errors import CorruptError, IncompleteError, InconsistentError
-from zckpt.fragments import FileStore, Fragment, first_gap
+from zckpt.fragments import FileStore, Fragment
+from zckpt.overlaps import first_gap
 
 Role = Literal["parameter", "frozen", "buffer"]
 
@@ -57,16 +58,49 @@ class Padding:
 
 
 @dataclass(frozen=True, slots=True)
+class TensorPart:
+    """Some of a tensor's elements and where they lie: what one rank holds, or what goes into one file.
+
+    Attributes:
+        name: as in the model's state dict.
+        shape: of the whole tensor, in elements, row-major.
+        dtype: of the elements in the stores.
+        fragments: sorted by their first element; none holds an element that another does.
+        flat: whether every fragment is a single row of elements.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: DType
+    fragments: tuple[Fragment, ...]
+    flat: bool = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        _put_in_order(self)
+
+    @property
+    def numel(self) -> int:
+        """Elements in the whole tensor; 1 for a scalar."""
+        return math.prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the elements held, in their own dtype."""
+        return sum(fragment.numel for fragment in self.fragments) * self.dtype.itemsize
+
+
+@dataclass(frozen=True, slots=True)
 class TensorEntry:
-    """A tensor and where its elements lie.
+    """A tensor and where all its elements lie.
 
     Attributes:
         name: as in the model's state dict.
         shape: in elements, row-major.
         dtype: of the elements in the stores.
         role: parameter (trainable), frozen (parameter without optimizer state) or buffer.
-        fragments: cover the shape exactly once.
+        fragments: cover the shape exactly once; sorted by their first element.
         replicas: other places that must hold the same numbers.
+        flat: whether every fragment is a single row of elements.
     """
 
     name: str
@@ -75,23 +109,13 @@ class TensorEntry:
     role: Role
     fragments: tuple[Fragment, ...]
     replicas: tuple[Replica, ...] = ()
+    flat: bool = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        itemsize = self.dtype.itemsize
-        numel = numel_of(self.shape, name=self.name)
-        for fragment in self.fragments:
-            end = fragment.nbytes_end(itemsize)
-            if end > fragment.store.size:
-                raise CorruptError(
-                    f"tensor {self.name!r} reaches beyond the end of its file",
-                    file=str(fragment.store),
-                    found=f"the file ends at byte {fragment.store.size:,}",
-                    expected=f"its index says {end:,}",
-                    remedy="The copy was cut short. Copy that file again.",
-                    byte_offset=fragment.byte_offset,
-                )
+        _put_in_order(self)
+        numel = self.numel
         try:
-            gap = first_gap(self.fragments, numel, itemsize)
+            gap = first_gap(self.fragments, numel, self.dtype.itemsize)
         except InconsistentError as error:
             error.what = f"{error.what}, of tensor {self.name!r}"
             raise
@@ -112,6 +136,31 @@ class TensorEntry:
     def nbytes(self) -> int:
         """Bytes of the tensor in its own dtype."""
         return self.numel * self.dtype.itemsize
+
+
+def _put_in_order(held: TensorPart | TensorEntry) -> None:
+    """Makes sure that the shape is one and the fragments lie inside their stores; sorts them and sets `flat`."""
+    numel_of(held.shape, name=held.name)
+    itemsize = held.dtype.itemsize
+    flat = in_order = True
+    last = 0
+    for fragment in held.fragments:
+        end = fragment.nbytes_end(itemsize)
+        if end > fragment.store.size:
+            raise CorruptError(
+                f"tensor {held.name!r} reaches beyond the end of its file",
+                file=str(fragment.store),
+                found=f"the file ends at byte {fragment.store.size:,}",
+                expected=f"its index says {end:,}",
+                remedy="The copy was cut short. Copy that file again.",
+                byte_offset=fragment.byte_offset,
+            )
+        flat = flat and fragment.rows == 1
+        in_order = in_order and fragment.start >= last
+        last = fragment.start
+    if not in_order:
+        object.__setattr__(held, "fragments", tuple(sorted(held.fragments, key=lambda fragment: fragment.start)))
+    object.__setattr__(held, "flat", flat)
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,9 +14,10 @@ from typing import TYPE_CHECKING, Any, Literal
 from zckpt import layouts
 from zckpt.catalog import Catalog, TensorEntry
 from zckpt.errors import UsageError
-from zckpt.fragments import Fragment, MemoryStore, clip
+from zckpt.fragments import Fragment, MemoryStore
 from zckpt.layouts.places import Place, find
 from zckpt.mover import run
+from zckpt.overlaps import clip
 from zckpt.plan import Plan
 
 if TYPE_CHECKING:

@@ -9,28 +9,21 @@ import fnmatch
 import os
 import re
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
 
 from zckpt import replicas
 from zckpt.catalog import Catalog, TensorEntry
 from zckpt.checkpoint import Opened, open_catalog, strip_wrappers
+from zckpt.delivery import Order, Overflow, deliver
 from zckpt.dtypes import BF16, BY_TORCH_NAME, CAST_TARGETS, F16, F32, DType
-from zckpt.errors import CastError, UsageError, some
-from zckpt.journal import Finished
-from zckpt.layouts.companions import beside, with_config
+from zckpt.errors import UsageError, some
+from zckpt.layouts.companions import companions, config_file
 from zckpt.layouts.huggingface import Format, Target, lay_out
-from zckpt.manifest import Manifest
-from zckpt.mover import Written, run
 from zckpt.plan import Plan
 from zckpt.private import is_unfinished
-from zckpt.publish import Staging, check_output, check_space
-from zckpt.resume import fingerprint, overflows_of, still_sound
+from zckpt.publish import check_output, check_space
 from zckpt.tuning import Pace
-from zckpt.version import __version__
-
-Overflow = Literal["error", "inf", "clamp"]
 
 _DTYPES = {"fp32": F32, "fp16": F16, "bf16": BF16, **{d.name: d for d in CAST_TARGETS}}
 _SUFFIXES: dict[str, Format] = {".safetensors": "safetensors", ".bin": "bin", ".pt": "bin"}
@@ -201,15 +194,15 @@ def prepare(
         out,
         single=single,
         overwrite=options.overwrite or options.merge or is_unfinished(out),
-        protected=_protected(opened, checkpoint, beside=options.beside),
+        protected=protected(opened, checkpoint, beside=options.beside),
     )
     catalog, stripped = strip_wrappers(opened.catalog)
     catalog = select(catalog, options)
     wanted = [(entry, output_dtype(entry, options.dtype)) for entry in catalog.tensors.values()]
     destination = lay_out(wanted, catalog.aliases, target)
     if not single:
-        files = with_config(destination.files, opened.place.home, options.dtype)
-        destination = replace(destination, files=files)
+        config = config_file(opened.place.home, options.dtype)
+        destination = replace(destination, files=(*destination.files, *([config] if config else [])))
     pairs = [(catalog.tensors[name], entry) for name, entry in destination.entries.items()]
     prepared = Prepared(
         opened=opened,
@@ -217,7 +210,7 @@ def prepare(
         plan=Plan(destination.files, pairs),
         out=out,
         single=single,
-        copies=() if single else tuple(beside(opened.place.home)),
+        copies=() if single else tuple(companions(opened.place.home)),
         options=options,
         notes=opened.catalog.source.notes + stripped,
     )
@@ -230,67 +223,44 @@ def execute(prepared: Prepared, progress: Callable[[int], None] | None = None) -
     began = time.perf_counter()
     options, notes = prepared.options, list(prepared.notes)
     if options.allow_unknown_layout:
-        bad = [entry.name for entry, _ in replicas.disagreements(prepared.catalog)]
+        bad = [entry.name for entry, *_ in replicas.disagreements(prepared.catalog)]
         if bad:
             notes.append(f"{len(bad):,} master weights are not those of the model's own weights: {some(bad)}.")
     else:
         replicas.check(prepared.catalog)
-    names = [entry.name for _, entry in prepared.plan.pairs]
-    job = fingerprint(prepared.plan, prepared.copies, options.overflow, prepared.single)
-    with Staging(
-        prepared.out, single=prepared.single, job=job, overwrite=options.overwrite, merge=options.merge
-    ) as staging:
-        kept = staging.left if staging.published else still_sound(staging, options.pace, progress)
-        files, engine = dict(kept), "native"
-        if not staging.published:
-            staging.keep(kept)
-
-            def finished(written: Written) -> None:
-                lost = {names[number]: (o.count, o.largest) for number, o in written.overflows.items()}
-                files[written.path] = Finished(written.path, written.nbytes, written.crc32, lost)
-                staging.finished(files[written.path])
-
-            engine = run(
-                prepared.plan, staging.directory, overflow=options.overflow, progress=progress, window=options.buffer,
-                done=kept, finished=finished, **options.pace,
-            ).engine  # fmt: skip
-        overflows = overflows_of(files.values())
-        if overflows and options.overflow == "error":
-            raise _overflow_error(overflows, options.dtype)
-        if not staging.published:
-            files.update((name, staging.copy(path, name)) for path, name in prepared.copies)
-            staging.commit(_manifest(prepared, files.values()).as_bytes())
-    sizes = [(file.path, file.size) for file, _ in prepared.plan.files]
-    sizes += [(name, os.path.getsize(path)) for path, name in prepared.copies]
+    usual = Options()
+    wishes = {name: getattr(options, name) for name in _WISHES}
+    done = deliver(
+        Order(
+            plan=prepared.plan,
+            out=prepared.out,
+            catalog=prepared.catalog,
+            dtype=options.dtype,
+            wishes={name: wish for name, wish in wishes.items() if wish and wish != getattr(usual, name)},
+            single=prepared.single,
+            copies=prepared.copies,
+            overflow=options.overflow,
+            overwrite=options.overwrite,
+            merge=options.merge,
+            buffer=options.buffer,
+            pace=options.pace,
+        ),
+        progress,
+    )
     return Report(
-        files=tuple(sizes),
+        files=done.files,
         tensors=len(prepared.catalog),
         numel=prepared.catalog.numel,
-        bytes_written=sum(size for _, size in sizes),
+        bytes_written=done.bytes_written,
         seconds=time.perf_counter() - began,
-        engine=engine,
-        kept=len(sizes) if staging.published else len(kept),
-        overflows=overflows,
-        notes=(*notes, *staging.notes),
+        engine=done.engine,
+        kept=done.kept,
+        overflows=done.overflows,
+        notes=(*notes, *done.notes),
     )
 
 
 _WISHES = ("include", "exclude", "exclude_frozen", "strip_prefix", "rename", "overflow")
-_SHORT = {F32: "fp32", F16: "fp16", BF16: "bf16"}
-
-
-def _manifest(prepared: Prepared, files: Iterable[Finished]) -> Manifest:
-    options, usual = prepared.options, Options()
-    wishes = {name: getattr(options, name) for name in _WISHES}
-    return Manifest(
-        version=__version__,
-        source=prepared.catalog.source.as_json(prepared.catalog.topology),
-        dtype=_SHORT[options.dtype],
-        options={name: wish for name, wish in wishes.items() if wish and wish != getattr(usual, name)},
-        tensors=len(prepared.catalog),
-        numel=prepared.catalog.numel,
-        files=tuple(files),
-    )
 
 
 def output_dtype(entry: TensorEntry, dtype: DType) -> DType:
@@ -319,7 +289,7 @@ def _target(out: str, options: Options) -> tuple[Target, bool]:
     return Target(wanted or "safetensors", max_shard_size=options.max_shard_size), False
 
 
-def _protected(opened: Opened, checkpoint: str, *, beside: bool) -> set[str]:
+def protected(opened: Opened, checkpoint: str, *, beside: bool = False) -> set[str]:
     """What the output must leave alone: the shards' directories, and the checkpoint's own unless `beside` is set."""
     listing = opened.place.listing
     if os.path.isfile(listing.directory):
@@ -362,14 +332,3 @@ def select(catalog: Catalog, options: Options) -> Catalog:
     if not all(selected.tensors) or any("\0" in name for name in selected.tensors):
         raise UsageError("a tensor without a name", found="an empty name", remedy="Change --rename or --strip-prefix.")
     return selected
-
-
-def _overflow_error(overflows: dict[str, tuple[int, float]], dtype: DType) -> CastError:
-    worst = sorted(overflows, key=lambda name: -overflows[name][1])
-    told = ", ".join(f"{n!r} ({overflows[n][0]:,} elements, largest {overflows[n][1]:,.6g})" for n in worst[:5])
-    more = f" and {len(worst) - 5:,} more" if len(worst) > 5 else ""
-    return CastError(
-        f"{len(worst):,} tensors with numbers too large for {dtype.torch_name}",
-        found=told + more,
-        remedy="Nothing was published. Use to-bf16, or --overflow clamp or --overflow inf if that is what you want.",
-    )

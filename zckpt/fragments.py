@@ -19,7 +19,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-from zckpt.errors import CorruptError, InconsistentError
+from zckpt.errors import CorruptError
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -81,6 +81,22 @@ class Run(NamedTuple):
     """Elements from one element to the next in the store: 1 is dense, 0 is one element repeated."""
 
 
+class Block(NamedTuple):
+    """The normal form of a fragment's geometry: a single row, dense or of every `step`-th element, or dense rows."""
+
+    start: int
+    count: int  # type: ignore[assignment]  # tuple's method of this name is not needed
+    rows: int
+    pitch: int
+    store_pitch: int
+    step: int
+
+    @property
+    def stop(self) -> int:
+        """One past the last element of the tensor."""
+        return self.start + (self.rows - 1) * self.pitch + self.count
+
+
 @dataclass(frozen=True, slots=True)
 class Fragment:
     """A pitched run of a tensor's elements in a store; see [Note: the geometry of a fragment]."""
@@ -119,16 +135,22 @@ class Fragment:
             return 0
         return self.byte_offset + ((self.rows - 1) * self.store_pitch + self.count) * itemsize
 
+    def block(self) -> Block:
+        """Its normal form: rows that follow each other in tensor and store are one, and so is a column of elements."""
+        if self.rows == 1:
+            return Block(self.start, self.count, 1, 0, 0, 1)
+        if self.pitch == self.count == self.store_pitch:
+            return Block(self.start, self.count * self.rows, 1, 0, 0, 1)
+        if self.count == 1 and self.pitch == 1:
+            return Block(self.start, self.rows, 1, 0, 0, self.store_pitch)
+        return Block(self.start, self.count, self.rows, self.pitch, self.store_pitch, 1)
+
     def runs(self, itemsize: int) -> Iterator[Run]:
-        """Its rows as runs, in tensor order; rows that follow each other in tensor and store are one run."""
-        if self.rows == 1 or self.pitch == self.count == self.store_pitch:
-            yield Run(self.start, self.numel, self.byte_offset, self.store)
-        elif self.count == 1 and self.pitch == 1:
-            yield Run(self.start, self.rows, self.byte_offset, self.store, self.store_pitch)
-        else:
-            step = self.store_pitch * itemsize
-            for row in range(self.rows):
-                yield Run(self.start + row * self.pitch, self.count, self.byte_offset + row * step, self.store)
+        """The rows of its normal form, in tensor order."""
+        block = self.block()
+        for row in range(block.rows):
+            byte_offset = self.byte_offset + row * block.store_pitch * itemsize
+            yield Run(block.start + row * block.pitch, block.count, byte_offset, self.store, block.step)
 
 
 def runs_in_order(fragments: Sequence[Fragment], itemsize: int) -> Iterator[Run]:
@@ -137,53 +159,3 @@ def runs_in_order(fragments: Sequence[Fragment], itemsize: int) -> Iterator[Run]
     if all(f.rows == 1 for f in ordered):  # the common case: nothing to merge
         return (Run(f.start, f.count, f.byte_offset, f.store) for f in ordered)
     return heapq.merge(*(f.runs(itemsize) for f in ordered), key=lambda run: run.start)
-
-
-def first_gap(fragments: Sequence[Fragment], numel: int, itemsize: int) -> tuple[int, int] | None:
-    """The first elements that no fragment holds, as (start, stop), or None when all are held exactly once.
-
-    Raises:
-        InconsistentError: two fragments hold the same element, or one reaches beyond the tensor.
-    """
-    if len(fragments) == 1 and fragments[0].rows == 1:  # spares the generator for whole tensors, the commonest case
-        only = fragments[0]
-        if only.start == 0 and only.count == numel:
-            return None
-    covered = 0
-    previous: Run | None = None
-    for run in runs_in_order(fragments, itemsize):
-        if run.start < covered:
-            raise InconsistentError(
-                "elements that two files hold",
-                file=str(run.store),
-                found=f"elements {run.start:,}-{min(run.start + run.count, covered) - 1:,} are also in "
-                f"{str(previous.store if previous else run.store)!r}",
-                expected="each should be held once",
-            )
-        if run.start > covered:
-            return covered, run.start
-        covered = run.start + run.count
-        previous = run
-    if covered > numel:
-        raise InconsistentError(
-            "more elements than the tensor has",
-            file=str(previous.store if previous else ""),
-            found=f"elements up to {covered:,}",
-            expected=f"its shape holds {numel:,}",
-        )
-    return None if covered == numel else (covered, numel)
-
-
-def clip(fragments: Sequence[Fragment], start: int, stop: int, itemsize: int) -> tuple[Fragment, ...]:
-    """What the fragments hold of elements [start, stop), renumbered from 0."""
-    clipped: list[Fragment] = []
-    for run in runs_in_order(fragments, itemsize):
-        low, high = max(run.start, start), min(run.start + run.count, stop)
-        if low >= high:
-            continue
-        byte_offset = run.byte_offset + (low - run.start) * run.store_step * itemsize
-        if run.store_step == 1:
-            clipped.append(Fragment(run.store, byte_offset, low - start, high - low))
-        else:
-            clipped.append(Fragment(run.store, byte_offset, low - start, 1, high - low, 1, run.store_step))
-    return tuple(clipped)

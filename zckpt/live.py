@@ -20,8 +20,9 @@ from zckpt.catalog import Catalog, TensorEntry
 from zckpt.checkpoint import strip_wrappers
 from zckpt.dtypes import BY_TORCH_NAME, CAST_TARGETS, DType
 from zckpt.errors import InconsistentError, UnsupportedError, UsageError, some
-from zckpt.fragments import Fragment, MemoryStore, clip
+from zckpt.fragments import Fragment, MemoryStore
 from zckpt.mover import run
+from zckpt.overlaps import clip
 from zckpt.plan import Plan
 
 BUFFER_BYTES = 16 << 20

@@ -7,14 +7,11 @@ A plan is streamed, batch by batch (`batches`).
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import os
-import struct
 import warnings
-from bisect import bisect_left
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Literal, NoReturn
 
 from zckpt.batches import MOST_STORES, Batch, batches, progress_after, ranges
@@ -22,9 +19,9 @@ from zckpt.dtypes import CAST_TARGETS
 from zckpt.errors import OutputError, UnsafeError, UnsupportedError, ZckptError, read_error
 from zckpt.fragments import FileStore
 from zckpt.mover_reference import run_batch as reference_batch
+from zckpt.open_files import OpenFiles
 from zckpt.plan import OutputFile, Plan
-from zckpt.sources import Sources
-from zckpt.sums import Partial, file_checksum, join
+from zckpt.sums import Partial, file_checksums, join
 from zckpt.tuning import THREADS, forget, gives_back, pace, window_bytes
 
 try:
@@ -79,46 +76,6 @@ class MoveReport:
     files: tuple[Written, ...] = ()
 
 
-@dataclass(slots=True)
-class _Files:
-    """The open files of a run: destinations until they are complete, sources while a batch needs them."""
-
-    root: str
-    outputs: Mapping[int, OutputFile]
-    sources: Sources
-    destinations: dict[int, tuple[str, int, int]] = field(default_factory=dict[int, tuple[str, int, int]])
-
-    def __enter__(self) -> _Files:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.sources.close()
-        for place in list(self.destinations):
-            self.close(place)
-
-    def close(self, place: int) -> None:
-        """Closes a destination."""
-        _, *fds = self.destinations.pop(place)
-        for fd in fds:
-            if fd >= 0:
-                with contextlib.suppress(OSError):  # what was synced is there
-                    os.close(fd)
-
-    def descriptors(self, batch: Batch) -> list[tuple[int, int]]:
-        """A plain and a direct descriptor for each store of a batch; -1 for none."""
-        found: list[tuple[int, int]] = []
-        for store in batch.stores:
-            if not isinstance(store, FileStore):
-                found.append((-1, -1))
-            elif id(store) in self.outputs:
-                if id(store) not in self.destinations:
-                    self.destinations[id(store)] = _create(self.root, self.outputs[id(store)])
-                found.append(self.destinations[id(store)][1:])
-            else:
-                found.append((self.sources.descriptor(store), -1))
-        return found
-
-
 def run(
     plan: Plan,
     root: str,
@@ -165,23 +122,27 @@ def run(
     work = _Work(
         plan, chosen, overflow == "clamp", threads or THREADS, window_bytes(window), give_back, bytes_per_s or 0
     )
-    outputs = {id(store): output for output, store in plan.files}
     complete: list[Written] = []
     written = sum(output.size for output, _ in plan.files if output.path in done)
-    with _Files(root, outputs, Sources(give_back)) as files:
+    outputs = {id(store): os.path.join(root, output.path) for output, store in plan.files}
+    with OpenFiles(outputs, give_back=give_back) as files:
         try:
+            for output, store in plan.files:
+                if output.path not in done:
+                    _create(outputs[id(store)], output.size)
             for batch in batches(plan, done):
                 work.do(batch, files, progress_after(progress, written))
                 written += batch.nbytes
                 for output, store in batch.finished:
                     complete.append(work.finish(output, store, files))
+                    files.close(outputs[id(store)])
                     if finished is not None:
                         finished(complete[-1])
         except OSError as error:
             if isinstance(error, ZckptError):
                 raise
             _output_failed(error, root, plan)
-        files.sources.check()
+        files.check_sources()
     return MoveReport(plan.bytes_read, written, work.overflows, chosen, tuple(complete))
 
 
@@ -211,28 +172,14 @@ def _raise_file_limit() -> None:
         )
 
 
-def _create(root: str, output: OutputFile) -> tuple[str, int, int]:
-    """A new file of full size, with a descriptor for plain writes and, where it is worth it, one for direct ones."""
-    path = os.path.join(root, output.path)
+def _create(path: str, size: int) -> None:
+    """A new file of full size."""
     os.makedirs(os.path.dirname(path), exist_ok=True)
     fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
-    direct = -1
     try:
-        os.ftruncate(fd, output.size)
-        if output.size >= 1 << 20 and hasattr(os, "O_DIRECT") and not _is_tmpfs(path):
-            try:
-                direct = os.open(path, os.O_WRONLY | os.O_DIRECT | os.O_CLOEXEC)
-            except OSError:
-                direct = -1
-    except BaseException:
+        os.ftruncate(fd, size)
+    finally:
         os.close(fd)
-        raise
-    return path, fd, direct
-
-
-def _is_tmpfs(path: str) -> bool:
-    """Memory file systems accept direct I/O, but have no disk to save a copy for: their device has no major number."""
-    return os.major(os.stat(path).st_dev) == 0 and os.statvfs(path).f_frsize == os.sysconf("SC_PAGE_SIZE")
 
 
 class _Work:
@@ -258,11 +205,16 @@ class _Work:
                 self.tensors.setdefault(id(fragment.store), set()).add(number)
         self.parts: dict[int, list[Partial]] = {}
 
-    def do(self, batch: Batch, files: _Files, progress: Callable[[int], None] | None) -> None:
+    def do(self, batch: Batch, files: OpenFiles, progress: Callable[[int], None] | None) -> None:
         """Runs a batch."""
         if self.engine == "reference":
             lost = reference_batch(
-                batch.stores, files.descriptors(batch), batch.moves, batch.literals, self.clamp, self.spend
+                batch.stores,
+                [files.of(store) for store in batch.stores],
+                batch.moves,
+                batch.literals,
+                self.clamp,
+                self.spend,
             )
             if progress:
                 progress(batch.nbytes)
@@ -273,10 +225,10 @@ class _Work:
             self.overflows[tensor] = Overflow(old.count + count, max(old.largest, largest))
 
     def _do_native(
-        self, batch: Batch, files: _Files, progress: Callable[[int], None] | None
+        self, batch: Batch, files: OpenFiles, progress: Callable[[int], None] | None
     ) -> list[tuple[int, int, float]]:
         (kind, number, store, offset), crcs, overflows = native_run(
-            *batch.packed(files.descriptors(batch)),
+            *batch.packed([files.of(store) for store in batch.stores]),
             threads=self.threads,
             window=self.window,
             clamp=self.clamp,
@@ -291,30 +243,21 @@ class _Work:
             self.parts.setdefault(number, []).append((offset, length, crc))
         return overflows
 
-    def finish(self, output: OutputFile, store: FileStore, files: _Files) -> Written:
+    def finish(self, output: OutputFile, store: FileStore, files: OpenFiles) -> Written:
         """Fills in the CRCs of a complete file, and makes it durable."""
-        _, fd, _ = files.destinations[id(store)]
-        sums: dict[int, Partial] = {}
+        fd, _ = files.of(store)
+        crcs: dict[int, int] = {}
         for number, start, nbytes in self.ranges.get(id(store), ()):
             parts = self.parts.pop(number, ())
-            crc = _crc_of_file(fd, start, nbytes) if self.engine == "reference" else join(parts, start, nbytes)
-            sums[start] = (start, nbytes, crc)
-        slots: dict[int, bytes] = {}
-        starts = sorted(sums)
-        for checksum in output.checksums:
-            stop = checksum.start + checksum.nbytes
-            within = starts[bisect_left(starts, checksum.start) : bisect_left(starts, stop)]
-            crc = join([sums[start] for start in within], checksum.start, checksum.nbytes)
-            slots.update(dict.fromkeys(checksum.slots, struct.pack("<I", crc)))
+            crcs[start] = _crc_of_file(fd, start, nbytes) if self.engine == "reference" else join(parts, start, nbytes)
+        crc, slots = file_checksums(output, crcs)
         for slot, data in slots.items():
             _write(fd, data, slot)
         os.fsync(fd)
         if self.give_back:
             forget(fd)
-        files.close(id(store))
         here = self.overflows.keys() & self.tensors.get(id(store), set())
-        lost = {number: self.overflows[number] for number in sorted(here)}
-        return Written(output.path, output.size, file_checksum(output, sums, slots), lost)
+        return Written(output.path, output.size, crc, {number: self.overflows[number] for number in sorted(here)})
 
 
 def _crc_of_file(fd: int, start: int, nbytes: int) -> int:

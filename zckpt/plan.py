@@ -1,8 +1,7 @@
 """Plans: what goes where, as a value that can be printed, compared and run.
 
-`route` carries one catalog's tensor into another's. Both sides are runs of elements in order (see `fragments`), so one
-walk along both gives every overlap, whatever the kinds of sharding; consecutive overlaps of equal stride fold into one
-pitched move. Time O(runs), memory O(fragments of one tensor): a plan is never a list of a million moves.
+`route` carries one catalog's tensor into another's: every overlap of their fragments (see `overlaps`) is a pitched move or
+a few. Time O(fragments), whatever the number of rows and elements; a plan is streamed, never a list of a million moves.
 """
 
 from __future__ import annotations
@@ -11,10 +10,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from zckpt.catalog import TensorEntry
+from zckpt.catalog import TensorEntry, TensorPart
 from zckpt.dtypes import DType
 from zckpt.errors import InconsistentError
-from zckpt.fragments import FileStore, Run, Store, runs_in_order
+from zckpt.fragments import FileStore, Store
+from zckpt.overlaps import overlaps, touching
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +53,8 @@ class Move(NamedTuple):
     """Elements from one place to another: `rows` runs of `count` elements. Offsets and pitches are bytes.
 
     Inside a run the source's elements are `src_step` elements apart (1: dense; 0: one element repeated), those of the
-    destination `dst_step`. `tensor` numbers the pair of entries in the plan, for per-tensor statistics.
+    destination `dst_step`. `tensor` numbers the pair of entries in the plan, for per-tensor statistics; `start` numbers the
+    first element in its tensor, and `pitch` the elements from row to row there.
     """
 
     src: Store
@@ -69,10 +70,12 @@ class Move(NamedTuple):
     dst_pitch: int = 0
     src_step: int = 1
     dst_step: int = 1
+    start: int = 0
+    pitch: int = 0
 
 
-def route(source: TensorEntry, destination: TensorEntry, tensor: int = 0) -> Iterator[Move]:
-    """The moves that make `destination` hold what `source` holds, in the destination's order.
+def route(source: TensorEntry | TensorPart, destination: TensorEntry | TensorPart, tensor: int = 0) -> Iterator[Move]:
+    """The moves that make `destination` hold what `source` holds; of parts, what both know of.
 
     Raises:
         InconsistentError: the shapes differ in number of elements.
@@ -83,64 +86,30 @@ def route(source: TensorEntry, destination: TensorEntry, tensor: int = 0) -> Ite
             found=f"shape {list(source.shape)}",
             expected=f"the destination has {list(destination.shape)}",
         )
-    pending: Move | None = None
-    for move in _overlaps(source, destination, tensor):
-        folded = _fold(pending, move) if pending is not None else None
-        if folded is None and pending is not None:
-            yield pending
-        pending = folded or move
-    if pending is not None:
-        yield pending
-
-
-def _overlaps(source: TensorEntry, destination: TensorEntry, tensor: int) -> Iterator[Move]:
     src_size, dst_size = source.dtype.itemsize, destination.dtype.itemsize
-    sources = runs_in_order(source.fragments, src_size)
-    src: Run | None = next(sources, None)
-    for dst in runs_in_order(destination.fragments, dst_size):
-        start, stop = dst.start, dst.start + dst.count
-        while src is not None and start < stop:
-            high = min(src.start + src.count, stop)
-            yield Move(
-                src.store,
-                src.byte_offset + (start - src.start) * src.store_step * src_size,
-                dst.store,
-                dst.byte_offset + (start - dst.start) * dst.store_step * dst_size,
-                high - start,
-                source.dtype,
-                destination.dtype,
-                tensor,
-                src_step=src.store_step,
-                dst_step=dst.store_step,
-            )
-            start = high
-            if high == src.start + src.count:
-                src = next(sources, None)
-
-
-def _fold(a: Move, b: Move) -> Move | None:
-    """`a` and the single-row move `b` that follows it as one move, if their strides allow."""
-    if (
-        a.src is not b.src
-        or a.dst is not b.dst
-        or (a.count, a.src_step, a.dst_step) != (b.count, b.src_step, b.dst_step)
-    ):
-        return None
-    src_pitch, dst_pitch = (b.src_offset - a.src_offset) // a.rows, (b.dst_offset - a.dst_offset) // a.rows
-    if a.rows == 1 and (src_pitch <= 0 or dst_pitch <= 0):
-        return None
-    if a.rows > 1 and (
-        b.src_offset != a.src_offset + a.rows * a.src_pitch or b.dst_offset != a.dst_offset + a.rows * a.dst_pitch
-    ):
-        return None
-    return Move(
-        *(a.src, a.src_offset, a.dst, a.dst_offset, a.count, a.src_dtype, a.dst_dtype, a.tensor),
-        rows=a.rows + 1,
-        src_pitch=src_pitch if a.rows == 1 else a.src_pitch,
-        dst_pitch=dst_pitch if a.rows == 1 else a.dst_pitch,
-        src_step=a.src_step,
-        dst_step=a.dst_step,
-    )
+    for dst in destination.fragments:
+        to = dst.block()
+        for src in touching(source.fragments, dst.start, dst.stop, flat=source.flat):
+            of = src.block()
+            for o in overlaps(of, to):
+                several = o.rows > 1
+                yield Move(
+                    src.store,
+                    src.byte_offset + o.a * src_size,
+                    dst.store,
+                    dst.byte_offset + o.b * dst_size,
+                    o.count,
+                    source.dtype,
+                    destination.dtype,
+                    tensor,
+                    o.rows,
+                    o.a_pitch * src_size if several else 0,
+                    o.b_pitch * dst_size if several else 0,
+                    of.step,
+                    to.step,
+                    o.start,
+                    o.pitch,
+                )
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,7 +122,7 @@ class Plan:
     """
 
     files: tuple[tuple[OutputFile, FileStore], ...]
-    pairs: Sequence[tuple[TensorEntry, TensorEntry]]
+    pairs: Sequence[tuple[TensorEntry | TensorPart, TensorEntry | TensorPart]]
 
     def moves(self) -> Iterator[Move]:
         """The moves, made anew on each call."""
@@ -163,7 +132,7 @@ class Plan:
     @property
     def bytes_read(self) -> int:
         """Bytes that will be read."""
-        return sum(source.nbytes for source, _ in self.pairs)
+        return sum(to.nbytes // to.dtype.itemsize * of.dtype.itemsize for of, to in self.pairs)
 
     @property
     def bytes_written(self) -> int:

@@ -14,9 +14,10 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 from zckpt.catalog import TensorEntry
-from zckpt.fragments import FileStore, clip, runs_in_order
+from zckpt.fragments import runs_in_order
 from zckpt.mover_reference import cast, read_elements
-from zckpt.sources import Sources
+from zckpt.open_files import OpenFiles
+from zckpt.overlaps import clip
 from zckpt.tuning import THREADS, pace
 
 _PART = 1 << 20
@@ -66,32 +67,30 @@ def differences(
 
     def work() -> None:
         nonlocal done
-        sources = Sources(most=64)
         try:
-            while not stop.is_set():
-                with lock:
-                    part = next(parts, None)
-                if part is None:
-                    break
-                number, first, last = part
-                source, output = pairs[number]
-                wide = _bytes(source, first, last, sources)
-                expected, _, _ = cast(wide, source.dtype, output.dtype, sys.byteorder, clamp)
-                actual = _bytes(output, first, last, sources)
-                with lock:
-                    if expected != actual:
-                        count, place = _compared(expected, actual, output.dtype.itemsize)
-                        found.setdefault(number, []).append((first + place, count))
-                    done += len(wide) + len(actual)
-                    spend(len(wide) + len(actual))
-                    if progress:
-                        progress(done)
-            sources.check()
+            with OpenFiles(most=64) as files:
+                while not stop.is_set():
+                    with lock:
+                        part = next(parts, None)
+                    if part is None:
+                        break
+                    number, first, last = part
+                    source, output = pairs[number]
+                    wide = _bytes(source, first, last, files)
+                    expected, _, _ = cast(wide, source.dtype, output.dtype, sys.byteorder, clamp)
+                    actual = _bytes(output, first, last, files)
+                    with lock:
+                        if expected != actual:
+                            count, place = _compared(expected, actual, output.dtype.itemsize)
+                            found.setdefault(number, []).append((first + place, count))
+                        done += len(wide) + len(actual)
+                        spend(len(wide) + len(actual))
+                        if progress:
+                            progress(done)
+                files.check_sources()
         except BaseException:
             stop.set()
             raise
-        finally:
-            sources.close()
 
     count = threads or THREADS
     with ThreadPoolExecutor(count) as pool:
@@ -112,13 +111,12 @@ def _parts(pairs: Sequence[tuple[TensorEntry, TensorEntry]]) -> Iterator[tuple[i
             yield number, start, min(start + _PART, source.numel)
 
 
-def _bytes(entry: TensorEntry, start: int, stop: int, sources: Sources) -> bytes:
+def _bytes(entry: TensorEntry, start: int, stop: int, files: OpenFiles) -> bytes:
     """Elements [start, stop) of a tensor, in the machine's byte order."""
     itemsize, dtype = entry.dtype.itemsize, entry.dtype
     parts: list[bytes] = []
     for run in runs_in_order(clip(entry.fragments, start, stop, itemsize), itemsize):
-        fd = sources.descriptor(run.store) if isinstance(run.store, FileStore) else -1
-        data = read_elements(run.store, fd, run.byte_offset, run.count, run.store_step, itemsize)
+        data = read_elements(run.store, files.of(run.store)[0], run.byte_offset, run.count, run.store_step, itemsize)
         parts.append(cast(data, dtype, dtype, run.store.byteorder, False)[0])
     return b"".join(parts)
 

@@ -16,7 +16,8 @@ from typing import Literal
 from zckpt.catalog import Catalog, TensorEntry
 from zckpt.dtypes import BF16, F16, F32, F64, DType
 from zckpt.errors import CorruptError, InconsistentError, some
-from zckpt.fragments import FileStore, Fragment, clip, runs_in_order
+from zckpt.fragments import FileStore, Fragment, runs_in_order
+from zckpt.overlaps import clip
 
 _CODES = {F64: "d", F32: "f", F16: "e", BF16: "H"}
 

@@ -190,16 +190,19 @@ def _facts(listing: Listing, name: str) -> tuple[Cell, int | None, object]:
     if not nbytes:
         return Cell(name, 0, "empty", "0 bytes"), None, None
     try:
-        root = as_mapping(listing.open(name).root, "a checkpoint file", path)
+        if name.endswith("_optim_states.pt"):
+            return Cell(name, nbytes), _partition_count(listing.open(name).root, path), None
+        numbers = listing.numbers(name, "dp_world_size", "global_steps")
     except ZckptError as error:
         return Cell(name, nbytes, "unreadable", error.what), None, None
-    state = root.get("optimizer_state_dict")
-    if not isinstance(state, Mapping):
-        count = root.get("dp_world_size")
-        return Cell(name, nbytes), count if isinstance(count, int) else None, root.get("global_steps")
-    count = state.get("partition_count")
+    return Cell(name, nbytes), numbers.get("dp_world_size"), numbers.get("global_steps")
+
+
+def _partition_count(root: object, path: str) -> int | None:
+    state = as_mapping(root, "a checkpoint file", path).get("optimizer_state_dict")
+    count = state.get("partition_count") if isinstance(state, Mapping) else None
     count = max((n for n in count if isinstance(n, int)), default=None) if isinstance(count, list | tuple) else count
-    return Cell(name, nbytes), count if isinstance(count, int) else None, None
+    return count if isinstance(count, int) else None
 
 
 def _resumable(

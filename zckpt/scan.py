@@ -17,9 +17,9 @@ from zckpt.catalog import Padding, TensorEntry
 from zckpt.dtypes import U8, DType
 from zckpt.errors import UnsupportedError, read_error
 from zckpt.fragments import FileStore, Fragment
+from zckpt.open_files import OpenFiles
 from zckpt.plan import Move, route
 from zckpt.scan_reference import scan_batch as reference_batch
-from zckpt.sources import Sources
 from zckpt.sums import Partial
 from zckpt.tally import Relation, Tally
 from zckpt.tuning import THREADS, gives_back
@@ -35,17 +35,13 @@ NUMBERS, AGAINST, SUM_SOURCE, SUM_OTHER = 1, 2, 4, 8
 _MOST_BYTES = 8 << 30
 """Of one batch: every part of it has a tally until its end."""
 
-_LOOK = struct.Struct("=QBB6x")
+_LOOK = struct.Struct("=QQBB6x")
 
 
 class Look(NamedTuple):
-    """One move's source, to be looked at; with `AGAINST`, to be compared with its destination.
-
-    `start` numbers its first element in the tensor that `move.tensor` numbers.
-    """
+    """One move's source, to be looked at; with `AGAINST`, to be compared with its destination."""
 
     move: Move
-    start: int
     how: int
 
 
@@ -88,21 +84,20 @@ def look_at(fragment: Fragment, dtype: DType, tensor: int, how: int = NUMBERS) -
         rows=fragment.rows,
         src_pitch=step,
         dst_pitch=step,
+        start=fragment.start,
+        pitch=fragment.pitch,
     )
-    return Look(move, fragment.start, how)
+    return Look(move, how)
 
 
 def looks_against(a: TensorEntry, b: TensorEntry, tensor: int) -> Iterator[Look]:
-    """Comparisons of all elements of two tensors of one shape, in order."""
-    start = 0
-    for move in route(a, b, tensor):
-        yield Look(move, start, NUMBERS | AGAINST)
-        start += move.count * move.rows
+    """Comparisons of all elements of two tensors of one shape."""
+    return (Look(move, NUMBERS | AGAINST) for move in route(a, b, tensor))
 
 
 def looks_at_bytes(store: FileStore, start: int, nbytes: int) -> Look:
     """Reads bytes for their CRC only."""
-    return Look(Move(store, start, store, start, nbytes, U8, U8, 0), 0, SUM_SOURCE)
+    return Look(Move(store, start, store, start, nbytes, U8, U8, 0), SUM_SOURCE)
 
 
 def scan(
@@ -138,13 +133,10 @@ def scan(
     slow = engine == "reference" or native_scan is None
     report = ScanReport()
     give_back = gives_back(keep_cache, total_bytes)
-    sources = Sources(give_back)
-    try:
+    with OpenFiles(give_back=give_back) as files:
         for batch in _batches(looks, sums):
             told = progress_after(progress, report.bytes_read)
-            fds = [
-                (sources.descriptor(store), -1) if isinstance(store, FileStore) else (-1, -1) for store in batch.stores
-            ]
+            fds = [files.of(store) for store in batch.stores]
             if slow:
                 crcs, tallies = reference_batch(
                     batch.stores, fds, batch.moves, batch.looks, batch.ranges, relation or Relation()
@@ -160,9 +152,7 @@ def scan(
             for tensor, tally in tallies:
                 report.tallies[tensor] = report.tallies[tensor] + tally if tensor in report.tallies else tally
             report.bytes_read += batch.nbytes
-        sources.check()
-    finally:
-        sources.close()
+        files.check_sources()
     return report
 
 
@@ -170,7 +160,7 @@ def scan(
 class _ScanBatch(Batch):
     """A batch, with what is to be done to each of its moves."""
 
-    looks: list[tuple[int, int]] = field(default_factory=list[tuple[int, int]])
+    looks: list[int] = field(default_factory=list[int])
 
 
 def _batches(looks: Iterable[Look], sums: Sequence[Sum]) -> Iterator[_ScanBatch]:
@@ -186,7 +176,7 @@ def _batches(looks: Iterable[Look], sums: Sequence[Sum]) -> Iterator[_ScanBatch]
                     ranges = by_path.get(str(store), ())
                     batch.ranges += [(batch.number(store), *numbers) for numbers in ranges]
             batch.add(part.move, _nbytes(part))
-            batch.looks.append((part.start, part.how))
+            batch.looks.append(part.how)
             if len(batch.moves) >= MOST_MOVES or len(batch.stores) >= MOST_STORES - 1 or batch.nbytes >= _MOST_BYTES:
                 yield batch
                 batch = _ScanBatch()
@@ -209,9 +199,12 @@ def _parts(look: Look) -> Iterator[Look]:
     for first in range(0, move.count, most):
         a, b = first * move.src_step * move.src_dtype.itemsize, first * move.dst_step * move.dst_dtype.itemsize
         part = move._replace(
-            src_offset=move.src_offset + a, dst_offset=move.dst_offset + b, count=min(most, move.count - first)
+            src_offset=move.src_offset + a,
+            dst_offset=move.dst_offset + b,
+            count=min(most, move.count - first),
+            start=move.start + first,
         )
-        yield Look(part, look.start + first, look.how)
+        yield Look(part, look.how)
 
 
 def _run_native(
@@ -225,8 +218,8 @@ def _run_native(
 ) -> tuple[list[tuple[int, int, int, int]], list[tuple[int, Tally]]]:
     stores, moves, _, ranges, _ = batch.packed(fds)
     looks = b"".join(
-        _LOOK.pack(start, how, move.dst_dtype.swap(move.dst.byteorder))
-        for (start, how), (_, _, move) in zip(batch.looks, batch.moves, strict=True)
+        _LOOK.pack(move.start, move.pitch, how, move.dst_dtype.swap(move.dst.byteorder))
+        for how, (_, _, move) in zip(batch.looks, batch.moves, strict=True)
     )
     (kind, number, store, offset), crcs, tallies = native_scan(
         *(stores, moves, looks, ranges),

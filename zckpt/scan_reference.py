@@ -26,7 +26,7 @@ def scan_batch(
     stores: Sequence[Store],
     descriptors: Sequence[tuple[int, int]],
     moves: Sequence[tuple[int, int, Move]],
-    looks: Sequence[tuple[int, int]],
+    looks: Sequence[int],
     ranges: Sequence[tuple[int, int, int, int]],
     relation: Relation,
 ) -> tuple[list[tuple[int, int, int, int]], list[tuple[int, Tally]]]:
@@ -40,7 +40,7 @@ def scan_batch(
             if store == number and low < high:
                 crcs.append((range_, zlib.crc32(data[low - offset : high - offset]), low, high - low))
 
-    for (src, dst, move), (start, how) in zip(moves, looks, strict=True):
+    for (src, dst, move), how in zip(moves, looks, strict=True):
         for row in range(move.rows):
             for first in range(0, move.count, _PART):
                 n = min(_PART, move.count - first)
@@ -50,7 +50,7 @@ def scan_batch(
                     take_sums(src, at, a)
                 if not how & (NUMBERS | AGAINST):
                     continue
-                number = start + row * move.count + first
+                number = move.start + row * move.pitch + first
                 b = b""
                 if how & AGAINST:
                     at = move.dst_offset + row * move.dst_pitch + first * move.dst_step * move.dst_dtype.itemsize

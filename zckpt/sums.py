@@ -6,8 +6,11 @@ the length of B, so parts may be done in any order, on any thread.
 
 from __future__ import annotations
 
+import struct
 import zlib
+from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Mapping
+from typing import NamedTuple
 
 from zckpt.plan import OutputFile
 
@@ -63,34 +66,70 @@ def _after_zeros(crc: int, count: int) -> int:
     return crc
 
 
-def element_ranges(output: OutputFile) -> Iterator[tuple[int, int]]:
-    """(start, bytes) of all that is no literal, cut wherever one of the file's checksums begins or ends."""
+class Span(NamedTuple):
+    """Bytes [start, start + nbytes) of an output file; `data` where they are known, None where they are elements."""
+
+    start: int
+    nbytes: int
+    data: bytes | None
+
+
+def spans(output: OutputFile) -> Iterator[Span]:
+    """A file's literals and what lies between them, in order, cut wherever one of its checksums begins or ends."""
     cuts = sorted({edge for c in output.checksums for edge in (c.start, c.start + c.nbytes)})
     at = cut = 0
-    for offset, data in (*sorted(output.literals), (output.size, b"")):
-        while at < offset:
+
+    def pieces(stop: int, literal: bytes | None) -> Iterator[Span]:
+        nonlocal at, cut
+        start = at
+        while at < stop:
             while cut < len(cuts) and cuts[cut] <= at:
                 cut += 1
-            stop = min(offset, cuts[cut]) if cut < len(cuts) else offset
-            yield at, stop - at
-            at = stop
-        at = offset + len(data)
+            end = min(stop, cuts[cut]) if cut < len(cuts) else stop
+            yield Span(at, end - at, None if literal is None else literal[at - start : end - start])
+            at = end
+
+    for offset, data in sorted(output.literals):
+        yield from pieces(offset, None)
+        yield from pieces(offset + len(data), data)
+    yield from pieces(output.size, None)
 
 
-def file_checksum(output: OutputFile, ranges: Mapping[int, Partial], slots: Mapping[int, bytes]) -> int:
-    """The CRC of a whole output file.
+def element_ranges(output: OutputFile) -> Iterator[tuple[int, int]]:
+    """(start, bytes) of all spans of elements: those whose CRCs are taken while they are written."""
+    return ((span.start, span.nbytes) for span in spans(output) if span.data is None)
+
+
+def file_checksums(output: OutputFile, crcs: Mapping[int, int]) -> tuple[int, dict[int, bytes]]:
+    """The CRC of a whole output file, and what must be written into it: byte offset -> the CRC of a range.
 
     Args:
         output: the file.
-        ranges: start -> part, for each of `element_ranges`.
-        slots: byte offset -> bytes that were filled in later, over a literal.
+        crcs: start -> CRC, for each of `element_ranges`.
     """
-    parts = list(ranges.values())
+    parts = {
+        s.start: (s.start, s.nbytes, crcs[s.start] if s.data is None else zlib.crc32(s.data)) for s in spans(output)
+    }
+    starts = sorted(parts)
+    slots: dict[int, bytes] = {}
+    for checksum in output.checksums:
+        stop = checksum.start + checksum.nbytes
+        within = starts[bisect_left(starts, checksum.start) : bisect_left(starts, stop)]
+        crc = join([parts[start] for start in within], checksum.start, checksum.nbytes)
+        slots.update(dict.fromkeys(checksum.slots, struct.pack("<I", crc)))
+    for start, patched in _patched(output, slots):
+        parts[start] = (start, len(patched), zlib.crc32(patched))
+    return join(parts.values(), 0, output.size), slots
+
+
+def _patched(output: OutputFile, slots: Mapping[int, bytes]) -> Iterator[tuple[int, bytes]]:
+    """(start, bytes) of the literal spans that slots lie in, with what these were filled with."""
     pending = sorted(slots.items(), reverse=True)
-    for offset, data in sorted(output.literals):
-        patched = bytearray(data)
-        while pending and pending[-1][0] < offset + len(data):
-            at, filled = pending.pop()
-            patched[at - offset : at - offset + len(filled)] = filled
-        parts.append((offset, len(data), zlib.crc32(patched)))
-    return join(parts, 0, output.size)
+    for span in spans(output):
+        if span.data is None or not pending or pending[-1][0] >= span.start + span.nbytes:
+            continue
+        patched = bytearray(span.data)
+        while pending and pending[-1][0] < span.start + span.nbytes:
+            at, data = pending.pop()
+            patched[at - span.start : at - span.start + len(data)] = data
+        yield span.start, bytes(patched)

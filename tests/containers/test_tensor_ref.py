@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from zckpt.containers.tensor_ref import MAX_FRAGMENTS, StorageRef
 from zckpt.dtypes import BF16, F32, I16, U8
 from zckpt.errors import CorruptError, UnsupportedError
-from zckpt.fragments import FileStore, first_gap
+from zckpt.fragments import FileStore
+from zckpt.overlaps import first_gap
 
 STORAGE = np.arange(97, dtype="<i2")
 

@@ -396,3 +396,21 @@ def test_a_directory_is_parsed_once_for_all_records(save):
         assert directory.data_offset("x/data/0") == directory.data_offset("x/data/0")
         with pytest.raises(CorruptError, match="no record"):
             directory.data_offset("x/data/9")
+
+
+@pytest.mark.parametrize("protocol", [2, 4])
+def test_a_peek_finds_numbers_and_only_those(save, protocol):
+    steps = [0, 5, 300, 70_000]
+    for step in steps:
+        value = {"global_steps": -1, "module": {"global_steps_not": 7}, "dp_world_size": 2**40, "text": "x"}
+        value["nested"] = {"".join(["global", "_steps"]): step}
+        path = save(value, pickle_protocol=protocol)
+        found = torch_zip.peek(path, ["global_steps", "dp_world_size", "text", "absent", "steps"])
+        assert found == {"global_steps": step}
+
+
+def test_a_peek_tells_damage(tmp_path, save):
+    path = Path(save({"global_steps": 3}))
+    path.write_bytes(path.read_bytes()[:-30])
+    with pytest.raises(CorruptError):
+        torch_zip.peek(path, ["global_steps"])

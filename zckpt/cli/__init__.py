@@ -17,7 +17,7 @@ from typing import NoReturn
 
 import typer
 
-from zckpt.cli import convert, demo, look, options
+from zckpt.cli import convert, demo, look, options, reshape
 from zckpt.errors import ZckptError
 
 app = typer.Typer(
@@ -32,6 +32,7 @@ app = typer.Typer(
 )
 look.register(app)
 convert.register(app)
+reshape.register(app)
 demo.register(app)
 
 

@@ -11,6 +11,7 @@ import os
 from zckpt.containers import safetensors_file, torch_legacy, torch_zip
 from zckpt.containers.container import Container, Input, open_input
 from zckpt.containers.inert import NumpyArray, Placeholder, brief, enum_value
+from zckpt.containers.pickles import load_pickle
 from zckpt.containers.skeleton import Skeleton, TensorSpec
 from zckpt.containers.tensor_ref import StorageRef, TensorRef
 from zckpt.errors import CorruptError, IncompleteError, NotACheckpointError, UnsupportedError
@@ -25,6 +26,8 @@ __all__ = [
     "TensorSpec",
     "brief",
     "enum_value",
+    "is_torch_zip",
+    "load_pickle",
     "open_container",
 ]
 
@@ -66,6 +69,12 @@ def open_container(path: str | os.PathLike[str]) -> Container:
         if head.startswith((b"\x80", b"L1195470371")):  # a pickle; protocols 0 and 1 spell the magic number in decimal
             return torch_legacy.read_stream(file)
         raise _unknown(file, head)
+
+
+def is_torch_zip(path: str | os.PathLike[str]) -> bool:
+    """Whether a file begins as torch's zip files do."""
+    with open_input(path) as file:
+        return file.peek(0, 4) == b"PK\x03\x04"
 
 
 def _unknown(file: Input, head: bytes) -> Exception:

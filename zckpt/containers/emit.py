@@ -1,63 +1,177 @@
-"""The pickle of a state dict of dense tensors, for torch to read; the one pickle zckpt writes.
+"""The pickle of an inert object, for torch to read; the one place where zckpt writes pickles.
 
-For `torch_zip`. It is what `torch.save` writes for such a dict, opcode by opcode within protocol 2, but for fewer memo
-entries: so every torch since 1.13 reads it with `weights_only=True`, whose machine knows only those opcodes.
-Source: torch/_weights_only_unpickler.py (1.13 - 2.13), torch/_tensor.py `_reduce_ex_internal`.
+For `torch_zip`. Tensors are `TensorSpec`s, each dense at the start of its storage. What is plain is written with the
+opcodes that `torch.save` uses, within protocol 2, and no function but torch's own for tensors: so every torch since 1.13
+reads it with `weights_only=True`, whose machine knows only those. Objects of other classes (`Placeholder`s) are written
+as their pickle had them; zckpt has never made one.
+Source: torch/_weights_only_unpickler.py (1.13 - 2.13), torch/_tensor.py `_reduce_ex_internal`; CPython's Lib/pickle.py.
 """
 
 from __future__ import annotations
 
 import struct
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
 
+from zckpt.containers.inert import NumpyArray, Pair, Placeholder, brief
 from zckpt.containers.skeleton import TensorSpec
 from zckpt.dtypes import DType
+from zckpt.errors import UnsupportedError
 
 
-def emit_state_dict(tensors: Mapping[str, tuple[TensorSpec, str]]) -> bytes:
-    """The pickle of a dict of tensors, each dense at the start of its storage.
+class Size(tuple[int, ...]):
+    """A shape that is to be a `torch.Size`."""
+
+    __slots__ = ()
+
+
+def emit(root: object, keys: Mapping[str, str]) -> bytes:
+    """The pickle of an inert object.
 
     Args:
-        tensors: name -> (the tensor, the key of its storage); tied names have the same.
+        root: dicts, lists, tuples, sets, text, bytes, numbers, None, `TensorSpec`, `DType`, `Size`, `Placeholder` and
+            `NumpyArray`; nested less deep than Python's recursion goes, and not in itself.
+        keys: tensor name -> key of its storage; tied tensors have the same.
+
+    Raises:
+        UnsupportedError: something else is in it.
     """
-    emitter = _Emitter()
-    for name, (spec, key) in tensors.items():
-        emitter.text(name)
-        emitter.tensor(spec, key)
-    return emitter.finished()
+    emitter = _Emitter(keys)
+    emitter.value(root)
+    return b"".join((b"\x80\x02", *emitter.parts, b"."))
 
 
 class _Emitter:
     """`parts` is the pickle so far; `memo` numbers the pieces that are written once."""
 
-    def __init__(self) -> None:
-        self.parts = [b"\x80\x02}("]
+    def __init__(self, keys: Mapping[str, str]) -> None:
+        self.keys = keys
+        self.parts: list[bytes] = []
         self.memo: dict[bytes, int] = {}
 
-    def finished(self) -> bytes:
-        return b"".join((*self.parts, b"u."))
+    def value(self, value: Any) -> None:
+        kind = type(value)
+        if kind in _PLAIN:
+            self.parts.append(_PLAIN[kind](value))
+        elif kind is dict:
+            self.parts.append(b"}")
+            self.pairs(value.items())
+        elif kind is list:
+            self.parts.append(b"]")
+            self.items(value)
+        elif kind is tuple:
+            self.parts.append(b"(")
+            for item in value:
+                self.value(item)
+            self.parts.append(b"t")
+        elif kind in _CALLS:
+            module, name, arguments = _CALLS[kind]
+            self.call(module, name, *arguments(value))
+        elif kind is TensorSpec:
+            self.tensor(value)
+        elif kind is DType:
+            self.name("torch", value.torch_name)
+        elif kind is Placeholder:
+            self.placeholder(value)
+        elif kind is NumpyArray:
+            self.array(value)
+        else:
+            raise UnsupportedError("a value that cannot be written to a torch file", found=brief(value))
 
-    def text(self, text: str) -> None:
-        self.parts.append(_text(text))
+    def pairs(self, pairs: Iterable[tuple[object, object]]) -> None:
+        self.parts.append(b"(")
+        for key, value in pairs:
+            self.value(key)
+            self.value(value)
+        self.parts.append(b"u")
+
+    def items(self, items: Iterable[object]) -> None:
+        self.parts.append(b"(")
+        for item in items:
+            self.value(item)
+        self.parts.append(b"e")
 
     def shared(self, code: bytes) -> None:
         """Code that pushes one object: the first time itself, later the memo's entry. There are some thirty of them."""
-        if code in self.memo:
-            self.parts.append(b"h%c" % self.memo[code])
-        else:
-            self.memo[code] = len(self.memo)
-            self.parts.append(code + b"q%c" % self.memo[code])
+        number = self.memo.get(code)
+        if number is not None:
+            self.parts.append(b"h%c" % number if number < 256 else b"j" + struct.pack("<I", number))
+            return
+        number = self.memo[code] = len(self.memo)
+        self.parts.append(code + (b"q%c" % number if number < 256 else b"r" + struct.pack("<I", number)))
 
     def name(self, module: str, name: str) -> None:
+        if "\n" in module + name:
+            raise UnsupportedError("a class whose name is no name", found=brief(f"{module}.{name}"))
+        owner, _, member = name.rpartition(".")
+        if owner:  # how protocol 2 spells what is nested in a class
+            self.call("builtins", "getattr", Placeholder(module, owner), member)
+            return
         self.shared(f"c{module}\n{name}\n".encode())
 
-    def tensor(self, spec: TensorSpec, key: str) -> None:
+    def call(self, module: str, name: str, *arguments: object) -> None:
+        self.name(module, name)
+        self.value(arguments)
+        self.parts.append(b"R")
+
+    def placeholder(self, value: Placeholder) -> None:
+        """As its pickle made it: `function(*args)` or `class.__new__(*args)`, its items, its state."""
+        if not value.called:
+            self.name(value.module, value.name)
+            return
+        function, args = Placeholder(value.module, value.name), value.args
+        if args and isinstance(first := args[0], Placeholder) and first.called and str(first) == str(value):
+            function, args = first, args[1:]  # what a call gave was called in turn
+        if value.kwargs:
+            self.call("copyreg", "__newobj_ex__", function, args, value.kwargs)
+        else:
+            self.value(function)
+            self.value(args)
+            self.parts.append(b"\x81" if value.new else b"R")
+        items = [item for item in value.items if type(item) is not Pair]
+        pairs = [item for item in value.items if type(item) is Pair]
+        if items:
+            self.items(items)
+        if pairs:
+            self.pairs(pairs)
+        if value.state is not None:
+            self.value(value.state)
+            self.parts.append(b"b")
+
+    def array(self, value: NumpyArray) -> None:
+        """As numpy itself does: an empty array, and then its state.
+
+        Raises:
+            UnsupportedError: of an array of records, only the bytes are known.
+        """
+        order, kind = value.dtype[:1], value.dtype[1:]
+        letter, size = kind[:1], int(kind[1:] or 0)
+        if letter == "V":
+            raise UnsupportedError("an array of records, which cannot be written", found=value.dtype)
+        fixed = {"U": (4 * size, 4, 8), "S": (size, 1, 0), "O": (-1, -1, 63)}.get(letter, (-1, -1, 0))
+        self.call("numpy.core.multiarray", "_reconstruct", Placeholder("numpy", "ndarray"), (0,), b"b")
+        self.parts.append(b"(")
+        self.value(1)
+        self.value(value.shape)
+        self.call("numpy", "dtype", kind, False, True)
+        self.value(
+            (3, order, None, None, None, *fixed)
+        )  # itemsize, alignment and flags where the type does not fix them
+        self.parts.append(b"b")
+        self.value(value.fortran)
+        self.value(value.objects if letter == "O" else value.data)
+        self.parts.append(b"tb")
+
+    def tensor(self, spec: TensorSpec) -> None:
         """`function(storage, 0, shape, stride, False, OrderedDict()[, dtype])`."""
         dtype = spec.dtype
         self.name("torch._utils", "_rebuild_tensor_v2" if dtype.storage else "_rebuild_tensor_v3")
         self.parts.append(b"(")
-        self.storage(dtype, key, spec.numel)
-        self.parts += [b"K\x00", _tuple(spec.shape), _tuple(contiguous_stride(spec.shape)), b"\x89"]
+        self.storage(dtype, self.keys[spec.name], spec.numel)
+        self.parts.append(b"K\x00")
+        self.value(spec.shape)
+        self.value(contiguous_stride(spec.shape))
+        self.parts.append(b"\x89")
         self.name("collections", "OrderedDict")
         self.parts.append(b")R")
         if not dtype.storage:
@@ -88,16 +202,32 @@ def _text(text: str) -> bytes:
 
 
 def _int(number: int) -> bytes:
-    if number < 1 << 8:
+    if 0 <= number < 1 << 8:
         return b"K%c" % number
-    if number < 1 << 16:
+    if 0 <= number < 1 << 16:
         return b"M" + struct.pack("<H", number)
-    if number < 1 << 31:
+    if -1 << 31 <= number < 1 << 31:
         return b"J" + struct.pack("<i", number)
-    return b"\x8a\x08" + struct.pack("<q", number)
+    packed = number.to_bytes(number.bit_length() // 8 + 1, "little", signed=True)
+    return (b"\x8a%c" % len(packed) if len(packed) < 256 else b"\x8b" + struct.pack("<I", len(packed))) + packed
 
 
-def _tuple(numbers: tuple[int, ...]) -> bytes:
-    if not numbers:
-        return b")"
-    return b"(" + b"".join(map(_int, numbers)) + b"t"
+_PLAIN: Mapping[type, Callable[[Any], bytes]] = {
+    type(None): lambda _: b"N",
+    bool: lambda value: b"\x88" if value else b"\x89",
+    int: _int,
+    float: lambda value: b"G" + struct.pack(">d", value),
+    str: _text,
+}
+
+_CALLS: Mapping[type, tuple[str, str, Callable[[Any], tuple[object, ...]]]] = {
+    Size: ("torch", "Size", lambda value: (tuple(value),)),
+    bytes: ("_codecs", "encode", lambda value: (value.decode("latin1"), "latin1")),
+    bytearray: ("builtins", "bytearray", lambda value: (bytes(value),)),
+    set: ("builtins", "set", lambda value: (sorted(value, key=repr),)),
+    frozenset: ("builtins", "frozenset", lambda value: (sorted(value, key=repr),)),
+    complex: ("builtins", "complex", lambda value: (value.real, value.imag)),
+    range: ("builtins", "range", lambda value: (value.start, value.stop, value.step)),
+    slice: ("builtins", "slice", lambda value: (value.start, value.stop, value.step)),
+}
+"""How protocol 2 spells them: the function, and its arguments. Sets have no order: theirs is made one."""

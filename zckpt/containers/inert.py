@@ -8,6 +8,14 @@ everything else, whatever its class, is a `Placeholder` that remembers how it wa
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import NamedTuple
+
+
+class Pair(NamedTuple):
+    """A key and its value, which were to be set on an object that is no plain dict."""
+
+    key: object
+    value: object
 
 
 @dataclass(slots=True, eq=False, repr=False)
@@ -21,7 +29,8 @@ class Placeholder:
         state: what its `__setstate__` or `__dict__` was to get.
         called: whether this is an instance (a call's result) rather than the class or function itself.
         kwargs: named arguments of the call.
-        items: what was to be appended to it, or (key, value) pairs that were to be set on it.
+        items: what was to be appended to it, and (key, value) `Pair`s that were to be set on it.
+        new: whether the call is of its `__new__` alone, without its `__init__`.
     """
 
     module: str
@@ -31,6 +40,7 @@ class Placeholder:
     called: bool = False
     kwargs: dict[str, object] = field(default_factory=dict[str, object])
     items: list[object] = field(default_factory=list[object])
+    new: bool = False
 
     def __str__(self) -> str:
         return f"{self.module}.{self.name}"

@@ -6,12 +6,13 @@ Source: CPython's Lib/pickle.py (3.13).
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from zckpt import limits
 from zckpt.containers.danger import runs_code
-from zckpt.containers.inert import NumpyArray, Placeholder
+from zckpt.containers.inert import NumpyArray, Pair, Placeholder
 from zckpt.containers.meanings import MEANINGS, fill_array, plain_key
 from zckpt.containers.tensor_ref import TensorRef
 from zckpt.errors import CorruptError, UnsafeError, UnsupportedError, ZckptError
@@ -136,7 +137,8 @@ class Machine:
             if value is not None:
                 return value
         elif name in _FORWARDS:
-            return self.call(*_FORWARDS[name](*args))
+            made = self.call(*_FORWARDS[name](*args))
+            return as_new(made) if name.startswith("copyreg.") else made
         elif name == "builtins.getattr" and (member := _member(*args)):
             return member
         else:
@@ -194,7 +196,7 @@ class Machine:
         if isinstance(target, dict):
             target.update((key if type(key) is str else plain_key(key), value) for key, value in pairs)
         elif isinstance(target, Placeholder):
-            target.items.extend(pairs)
+            target.items.extend(itertools.starmap(Pair, pairs))
         else:
             raise TypeError(f"entries for a {type(target).__name__}")
 
@@ -225,6 +227,13 @@ class Machine:
     def no_persistent_load(self, key: object) -> object:
         """For pickles that lie in no container."""
         raise TypeError("it refers to something outside of it")
+
+
+def as_new(value: object) -> object:
+    """`value`, fresh from a call, as one of `__new__` alone."""
+    if type(value) is Placeholder:
+        value.new = True
+    return value
 
 
 _COPIED = {list, tuple, dict, set, frozenset, str, bytes, bytearray}

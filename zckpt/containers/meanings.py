@@ -134,7 +134,7 @@ def _reconstructor(kind: object, base: object, state: object) -> object:
     """How protocols 0 and 1 spell an object without `__reduce__`."""
     if not isinstance(kind, Placeholder):
         raise TypeError("an object of no class")
-    return Placeholder(kind.module, kind.name, () if state is None else (state,), called=True)
+    return Placeholder(kind.module, kind.name, () if state is None else (state,), called=True, new=True)
 
 
 def numpy_dtype(value: object) -> str | None:

@@ -12,7 +12,7 @@ import struct
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from zckpt.containers.machine import Machine
+from zckpt.containers.machine import Machine, as_new
 from zckpt.containers.meanings import global_of, plain_key
 from zckpt.errors import CorruptError, UnsafeError, UnsupportedError
 
@@ -96,8 +96,13 @@ def _reduce(m: Machine) -> None:
     m.stack[-1] = m.call(m.stack[-1], args)
 
 
+def _new_object(m: Machine) -> None:
+    _reduce(m)
+    as_new(m.stack[-1])
+
+
 def _new_object_with_kwargs(m: Machine) -> None:
-    m.push(m.call(*m.pop_many(3)))
+    m.push(as_new(m.call(*m.pop_many(3))))
 
 
 def _instance(m: Machine) -> None:
@@ -189,7 +194,7 @@ _ACTIONS: Mapping[int | str, Callable[[Machine], object]] = {
     "c": lambda m: m.push(_names(m)),
     0x93: _stack_global,
     "R": _reduce,
-    0x81: _reduce,
+    0x81: _new_object,
     0x92: _new_object_with_kwargs,
     "i": _instance,
     "o": _object,

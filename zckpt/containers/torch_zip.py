@@ -14,13 +14,14 @@ Source: torch/serialization.py `_save`, `_load`; caffe2/serialize/inline_contain
 from __future__ import annotations
 
 import os
+import re
 import struct
 import zlib
 from collections.abc import Mapping, Sequence
 
 from zckpt import limits
 from zckpt.containers.container import Container, Input, open_input
-from zckpt.containers.emit import emit_state_dict
+from zckpt.containers.emit import emit
 from zckpt.containers.inert import brief
 from zckpt.containers.meanings import storage_dtype
 from zckpt.containers.pickles import load_pickle
@@ -78,6 +79,38 @@ def read_input(file: Input) -> Container:
     spent = limits.RECORD_COST * len(directory.records)
     root = load_pickle(pickle, file=file.path, record="data.pkl", base=base, persistent_load=storages.load, spent=spent)
     return Container("torch_zip", store, root, {"prefix": prefix})
+
+
+def peek(path: str | os.PathLike[str], keys: Sequence[str]) -> dict[str, int]:
+    """Whole numbers that stand under these keys in the object of a torch zip file, without reading all of it.
+
+    For files of which nothing else is wanted: a text search, and so a hint, not a fact. A key that is not found, or not
+    followed by a number, is left out. Where a key stands twice, the last one counts: DeepSpeed writes its own after the
+    state dict.
+
+    Raises:
+        ZckptError: as `read`, where the file is damaged or of another kind.
+    """
+    with open_input(path) as file:
+        directory = Directory(file)
+        prefix = next(iter(directory.records), "").partition("/")[0]
+        data = directory.read(f"{prefix}/data.pkl", limits.PICKLE_BYTES)
+    found: dict[str, int] = {}
+    for key in keys:
+        text = re.escape(key.encode())
+        for match in _numbered(len(key), text).finditer(data):
+            number = match["small"] or match["medium"] or match["large"]
+            found[key] = int.from_bytes(number, "little", signed=match["large"] is not None)
+    return found
+
+
+def _numbered(length: int, text: bytes) -> re.Pattern[bytes]:
+    """A text of this length, its memo entry, and a number of 1, 2 or 4 bytes."""
+    sized = re.escape(length.to_bytes(4, "little"))
+    return re.compile(
+        rb"(?:X" + sized + rb"|\x8c" + re.escape(bytes([length])) + rb")" + text
+        + rb"(?:q.|r....|\x94)?(?:K(?P<small>.)|M(?P<medium>..)|J(?P<large>....))", re.DOTALL
+    )  # fmt: skip
 
 
 class _Storages:
@@ -146,14 +179,26 @@ def skeleton(specs: Sequence[TensorSpec], *, aliases: Mapping[str, str] | None =
     Raises:
         UsageError: two tensors have the same name, or an alias has no tensor.
     """
-    by_name = {spec.name: (spec, str(number)) for number, spec in enumerate(specs)}
+    by_name = {spec.name: spec for spec in specs}
     aliases = aliases or {}
     if len(by_name) < len(specs) or any(kept not in by_name or name in by_name for name, kept in aliases.items()):
         raise UsageError("names that are doubled, or aliases of nothing")
+    return skeleton_of(by_name | {name: by_name[kept] for name, kept in aliases.items()}, specs, zip64=zip64)
+
+
+def skeleton_of(root: object, specs: Sequence[TensorSpec], *, zip64: bool = False) -> Skeleton:
+    """A torch zip file of any inert object, without the elements of its tensors.
+
+    Args:
+        root: what `emit` writes; its tensors are `specs`, and may stand in several places.
+        specs: the tensors, in the order of their records.
+        zip64: write 64-bit figures even where 32 bits would do.
+    """
+    keys = {spec.name: str(number) for number, spec in enumerate(specs)}
     writer = _Writer(zip64)
-    writer.add("data.pkl", emit_state_dict(by_name | {name: by_name[kept] for name, kept in aliases.items()}))
+    writer.add("data.pkl", emit(root, keys))
     writer.add("byteorder", b"little")
-    offsets = {name: writer.reserve(f"data/{key}", spec.nbytes) for name, (spec, key) in by_name.items()}
+    offsets = {spec.name: writer.reserve(f"data/{keys[spec.name]}", spec.nbytes) for spec in specs}
     writer.add("version", b"3\n")
     return writer.finish(offsets)
 

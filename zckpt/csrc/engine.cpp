@@ -10,7 +10,7 @@
 namespace zckpt {
 namespace {
 
-constexpr uint64_t kDenseRow = 4096;  // shorter source rows are gathered from a block instead of being read one by one
+constexpr uint64_t kDenseRow = 4096;  // shorter rows are gathered from a block instead of being read one by one
 constexpr uint64_t kBridge = 16384;   // a hole between two runs that is cheaper to read than a second call
 
 }  // namespace
@@ -87,24 +87,27 @@ void Engine::take_crcs(uint32_t store, uint64_t begin, uint64_t end, const char*
   }
 }
 
-void Engine::gather(uint32_t number, uint64_t first, uint64_t count, char* out, char* staging, std::vector<Segment>& segments) {
+void Engine::gather(uint32_t number, uint64_t first, uint64_t count, const Target& target, char* staging, std::vector<Segment>& segments) {
   const Move& m = batch_.moves[number];
   const uint64_t size = kItemSize[m.src_dtype], out_size = kItemSize[m.dst_dtype];
   const bool dense_row = static_cast<uint64_t>(m.src_step) == size;
   const bool dense = dense_row && (m.rows == 1 || static_cast<uint64_t>(m.src_pitch) == m.count * size);
-  while (count && !stop_) {
-    uint64_t n = count;
-    if (dense || (dense_row && m.count * size >= kDenseRow)) {
-      if (!dense) n = std::min(n, m.count - first % m.count);
-      segments.push_back({number, place(m, first), n, out});
+  const bool target_row = target.step == static_cast<int64_t>(out_size);
+  const bool dense_target = target_row && (m.rows == 1 || target.pitch == static_cast<int64_t>(m.count * out_size));
+  while (count) {
+    if (stop_) throw Stop{};
+    const uint64_t column = first % m.count, in_row = std::min(count, m.count - column);
+    uint64_t n;
+    if (target_row && dense_row && ((dense && dense_target) || in_row * size >= kDenseRow)) {
+      n = dense && dense_target ? count : in_row;
+      segments.push_back({number, place(m, first), n, target.at(first / m.count, column)});
     } else {
-      n = scattered_run(m, first, n, out, staging);
+      n = stage(m, first, count, dense, dense_row, staging);
+      scatter(m, first, n, target, staging);
     }
     first += n;
     count -= n;
-    out += n * out_size;
   }
-  if (stop_) throw Stop{};
 }
 
 void Engine::read_segments(std::vector<Segment>& segments, char* staging) {
@@ -152,23 +155,49 @@ void Engine::dense_run(const Move& m, uint64_t offset, uint64_t count, char* out
   }
 }
 
-// As many elements as one block of the source holds, at most `count`; returns how many.
-uint64_t Engine::scattered_run(const Move& m, uint64_t first, uint64_t count, char* out, char* staging) {
-  const uint64_t size = kItemSize[m.src_dtype], out_size = kItemSize[m.dst_dtype], base = place(m, first);
-  uint64_t n = 1, reach = base + size;
-  while (n < count) {
-    const uint64_t at = place(m, first + n);
-    if (at < base || at + size > base + kStaging) break;
-    reach = std::max(reach, at + size);
-    ++n;
+// Reads the source from element `first` on, as much as the staging buffer takes; returns how many elements that is.
+uint64_t Engine::stage(const Move& m, uint64_t first, uint64_t count, bool dense, bool dense_row, char* staging) {
+  const uint64_t size = kItemSize[m.src_dtype], base = place(m, first);
+  const uint64_t in_row = m.count - first % m.count;
+  uint64_t n;
+  if (dense) {
+    n = std::min(count, kStaging / size);
+  } else if (dense_row && m.count * size >= kDenseRow) {
+    n = std::min({count, in_row, kStaging / size});
+  } else {  // whole short rows, with what lies between them
+    const auto fits = [&](uint64_t e) { const uint64_t at = place(m, e); return at >= base && at + size <= base + kStaging; };
+    n = std::min(count, in_row);
+    while (n > 1 && !fits(first + n - 1)) n /= 2;
+    if (n == in_row)
+      for (uint64_t row; n < count && (row = std::min(m.count, count - n), fits(first + n) && fits(first + n + row - 1)); n += row) {
+      }
   }
-  read(m.src, staging, reach - base, base);
-  char element[16];
-  for (uint64_t i = 0; i < n; ++i) {
-    std::memcpy(element, staging + (place(m, first + i) - base), size);
-    convert(m, element, 1, out + i * out_size);
-  }
+  uint64_t last = place(m, first + n - 1);
+  const uint64_t tail = (first + n) % m.count;  // rows may overlap: the one before a partial one may reach further
+  if (tail && tail < n) last = std::max(last, place(m, first + n - tail - 1));
+  read(m.src, staging, last + size - base, base);
   return n;
+}
+
+// Carries `n` staged elements to their targets, row by row.
+void Engine::scatter(const Move& m, uint64_t first, uint64_t n, const Target& target, char* staging) {
+  const uint64_t size = kItemSize[m.src_dtype], out_size = kItemSize[m.dst_dtype], base = place(m, first);
+  const bool rows = static_cast<uint64_t>(m.src_step) == size && target.step == static_cast<int64_t>(out_size);
+  const bool shared = m.rows > 1 && static_cast<uint64_t>(m.src_pitch) < m.count * size;  // must not be swapped in place
+  for (uint64_t done = 0; done < n;) {
+    const uint64_t e = first + done, column = e % m.count, k = std::min(n - done, m.count - column);
+    char* from = staging + (place(m, e) - base);
+    if (rows && !(m.swap && shared)) {
+      convert(m, from, k, target.at(e / m.count, column));
+    } else {
+      char element[16];
+      for (uint64_t i = 0; i < k; ++i) {
+        std::memcpy(element, from + i * static_cast<uint64_t>(m.src_step), size);
+        convert(m, element, 1, target.at(e / m.count, column + i));
+      }
+    }
+    done += k;
+  }
 }
 
 void Engine::convert(const Move& m, char* from, uint64_t count, char* out) {

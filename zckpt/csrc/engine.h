@@ -27,6 +27,18 @@ struct Buffers {  // of one thread
   Bytes window, staging, other;
 };
 
+struct Target {  // where element (row, column) of a move goes: base + row * pitch + column * step
+  char* base;
+  int64_t pitch, step;
+  char* at(uint64_t row, uint64_t column) const { return base + static_cast<int64_t>(row) * pitch + static_cast<int64_t>(column) * step; }
+};
+
+// Where elements of a move go that are wanted side by side, the `first` one at `to`; both in the source's dtype.
+inline Target packed(const Move& m, uint64_t first, char* to) {
+  const int64_t size = kItemSize[m.src_dtype];
+  return {to - static_cast<int64_t>(first) * size, static_cast<int64_t>(m.count) * size, size};
+}
+
 struct Stop {};  // unwinds a thread; the failure is already recorded
 
 class Engine {
@@ -58,9 +70,9 @@ class Engine {
     char* out;
   };
 
-  // Elements [first, first + count) of a move, dense and in the destination's dtype, to `out`. Dense runs are only noted in
-  // `segments`; whatever is scattered is read at once.
-  void gather(uint32_t move, uint64_t first, uint64_t count, char* out, char* staging, std::vector<Segment>& segments);
+  // Elements [first, first + count) of a move, in order of its rows and in the destination's dtype, to their targets. Runs
+  // that are dense on both sides are only noted in `segments`; short rows and scattered elements are carried at once.
+  void gather(uint32_t move, uint64_t first, uint64_t count, const Target& target, char* staging, std::vector<Segment>& segments);
 
   // Reads what was noted, file by file and in the order of each file. Neighbours are read together.
   void read_segments(std::vector<Segment>& segments, char* staging);
@@ -75,7 +87,8 @@ class Engine {
  private:
   void thread();
   void dense_run(const Move& m, uint64_t offset, uint64_t count, char* out, char* staging);
-  uint64_t scattered_run(const Move& m, uint64_t first, uint64_t count, char* out, char* staging);
+  uint64_t stage(const Move& m, uint64_t first, uint64_t count, bool dense, bool dense_row, char* staging);
+  void scatter(const Move& m, uint64_t first, uint64_t n, const Target& target, char* staging);
   void convert(const Move& m, char* from, uint64_t count, char* out);
 
   size_t jobs_ = 0;

@@ -1,10 +1,11 @@
 // How a batch is run.
-//  1. Moves into files become pieces: dense runs of the output. Pieces and literals are sorted into windows, a fixed grid
-//     over each output file. Moves into memory become windows of their own.
-//  2. A thread takes the next window, so reads and writes go through the files in order, and gathers all its pieces in one
+//  1. Each output file is cut into windows of a fixed grid; a window knows which moves and literals may touch it. What they
+//     put there is worked out when its turn comes, so a plan of millions of rows takes no memory. Moves into memory become
+//     windows of their own.
+//  2. A thread takes the next window, so reads and writes go through the files in order, and gathers all its elements in one
 //     aligned buffer. Their sources are read file by file, each in its own order, and neighbours together: a window of many
-//     small parameters cut over many ranks is one read per rank. The same dtype is read straight into place, anything else
-//     goes through a small staging buffer that stays in the processor's cache.
+//     small parameters cut over many ranks is one read per rank. The same dtype is read straight into place; a cast, or rows
+//     too short to be read one by one, go through a small staging buffer that stays in the processor's cache.
 //  3. CRCs of element ranges are taken while the buffer is warm; they are partial, and joined by the caller.
 //  4. One positional write: direct I/O when the whole window is there and the file system allows it (no page cache to fill
 //     and flush later), otherwise plain. The unaligned tail of a file always goes the plain way.
@@ -22,14 +23,17 @@ namespace {
 
 constexpr uint32_t kLiteral = 1u << 31;
 
-struct Piece {  // `count` elements of a move from `first` on, or a literal (count in bytes), at `offset` of the output
+using Ranges = std::vector<std::pair<uint64_t, uint64_t>>;  // [begin, end) of bytes, as they come
+
+struct Item {  // a move or literal, and the bytes of the output between its first and its last
   uint32_t dst, source;
-  uint64_t offset, first, count;
+  uint64_t begin, end;
 };
 
 struct Window {
-  uint64_t start;     // of the window in its file; for memory, unused
-  size_t first, last;  // of its pieces
+  uint64_t start;      // of the window in its file; for memory, the first element of the move
+  size_t first, last;  // of the items that may touch it; for memory, the number of the move and that of the elements
+  bool memory;
 };
 
 class Run : Engine {
@@ -42,60 +46,46 @@ class Run : Engine {
   }
 
  private:
-  std::vector<Piece> pieces_;
+  std::vector<Item> items_;
   std::vector<Window> windows_;
 
   // ---- planning -----------------------------------------------------------------------------------------------------
 
-  void cut(uint32_t dst, uint32_t source, uint64_t offset, uint64_t first, uint64_t count, uint64_t size) {
-    const uint64_t window = settings_.window;
-    while (count) {
-      // An element that straddles a border belongs to the window it starts in: `reach` below makes room for it.
-      const uint64_t border = (offset / window + 1) * window;
-      const uint64_t fits = std::min(count, (border - offset + size - 1) / size);
-      pieces_.push_back({dst, source, offset, first, fits});
-      offset += fits * size;
-      first += fits;
-      count -= fits;
-    }
-  }
-
   void plan() {
     for (uint32_t i = 0; i < batch_.moves.size(); ++i) {
       const Move& m = batch_.moves[i];
-      const uint64_t size = kItemSize[m.dst_dtype], dense = static_cast<uint64_t>(m.dst_step) == size;
+      const uint64_t size = kItemSize[m.dst_dtype];
       if (in_memory(m.dst)) {
-        const uint64_t step = std::max<uint64_t>(settings_.window / size, 1);
-        for (uint64_t first = 0; first < m.count * m.rows; first += step)
-          pieces_.push_back({m.dst, i, 0, first, std::min(step, m.count * m.rows - first)});
-      } else if (dense && (m.rows == 1 || static_cast<uint64_t>(m.dst_pitch) == m.count * size)) {
-        cut(m.dst, i, m.dst_offset, 0, m.count * m.rows, size);
+        const uint64_t step = std::max<uint64_t>(settings_.window / size, 1), numel = m.count * m.rows;
+        for (uint64_t first = 0; first < numel; first += step) windows_.push_back({first, i, std::min(step, numel - first), true});
       } else {
-        for (uint64_t row = 0; row < m.rows; ++row) {
-          const uint64_t offset = m.dst_offset + row * static_cast<uint64_t>(m.dst_pitch);
-          if (dense) {
-            cut(m.dst, i, offset, row * m.count, m.count, size);
-          } else {
-            for (uint64_t k = 0; k < m.count; ++k)
-              cut(m.dst, i, offset + k * static_cast<uint64_t>(m.dst_step), row * m.count + k, 1, size);
-          }
-        }
+        const uint64_t reach = (m.rows - 1) * static_cast<uint64_t>(m.dst_pitch) + (m.count - 1) * static_cast<uint64_t>(m.dst_step) + size;
+        items_.push_back({m.dst, i, m.dst_offset, m.dst_offset + reach});
       }
     }
     for (uint32_t i = 0; i < batch_.literals.size(); ++i) {
       const Literal& l = batch_.literals[i];
-      cut(l.dst, i | kLiteral, l.offset, 0, l.length, 1);
+      if (l.length) items_.push_back({l.dst, i | kLiteral, l.offset, l.offset + l.length});
     }
-    std::stable_sort(pieces_.begin(), pieces_.end(), [](const Piece& a, const Piece& b) {
-      return a.dst != b.dst ? a.dst < b.dst : a.offset < b.offset;
-    });
-    for (size_t i = 0; i < pieces_.size(); ++i) {
-      const uint64_t start = pieces_[i].offset / settings_.window * settings_.window;
-      const bool joins = i && !in_memory(pieces_[i].dst) && pieces_[i].dst == pieces_[i - 1].dst && windows_.back().start == start;
-      if (joins)
-        windows_.back().last = i + 1;
-      else
-        windows_.push_back({start, i, i + 1});
+    std::stable_sort(items_.begin(), items_.end(), [](const Item& a, const Item& b) { return a.dst != b.dst ? a.dst < b.dst : a.begin < b.begin; });
+    for (size_t first = 0, last; first < items_.size(); first = last) {
+      for (last = first; last < items_.size() && items_[last].dst == items_[first].dst;) ++last;
+      cut(first, last);
+    }
+  }
+
+  // The windows of one file. Items are sorted by their begin, and may be long: one reaches into a window when it begins
+  // before the window's end, and it or an earlier one ends after the window's start.
+  void cut(size_t first, size_t last) {
+    uint64_t reach = 0;
+    size_t from = first, to = first;
+    for (uint64_t start = items_[first].begin / settings_.window * settings_.window;; start += settings_.window) {
+      const uint64_t border = start + settings_.window;
+      for (; to < last && items_[to].begin < border; ++to) reach = std::max(reach, items_[to].end);
+      while (from < to && items_[from].end <= start) ++from;
+      if (from < to) windows_.push_back({start, from, to, false});
+      if (to == last && reach <= border) return;
+      if (reach <= border) start = items_[to].begin / settings_.window * settings_.window - settings_.window;  // skips a hole
     }
   }
 
@@ -105,37 +95,83 @@ class Run : Engine {
 
   void work(size_t job, Buffers& buffers) override {
     const Window& window = windows_[job];
-    if (in_memory(pieces_[window.first].dst))
-      into_memory(pieces_[window.first], buffers);
+    if (window.memory)
+      into_memory(window, buffers);
     else
       into_file(window, buffers);
   }
 
   void into_file(const Window& window, Buffers& buffers) {
-    const uint32_t dst = pieces_[window.first].dst;
+    const uint32_t dst = items_[window.first].dst;
     char* buffer = buffers.window.get();
+    Ranges filled;
     std::vector<Segment> segments;
     for (size_t i = window.first; i < window.last; ++i) {
-      const Piece& piece = pieces_[i];
-      char* to = buffer + (piece.offset - window.start);
-      if (piece.source & kLiteral) {
-        const Literal& literal = batch_.literals[piece.source & ~kLiteral];
-        std::memcpy(to, batch_.blob + literal.at + piece.first, piece.count);
+      const Item& item = items_[i];
+      if (item.source & kLiteral) {
+        const Literal& literal = batch_.literals[item.source & ~kLiteral];
+        const uint64_t begin = std::max(item.begin, window.start), end = std::min(item.end, window.start + settings_.window);
+        if (begin >= end) continue;
+        std::memcpy(buffer + (begin - window.start), batch_.blob + literal.at + (begin - literal.offset), end - begin);
+        fill(filled, begin, end);
       } else {
-        gather(piece.source, piece.first, piece.count, to, buffers.staging.get(), segments);
+        fill_from(item.source, window.start, buffer, buffers.staging.get(), segments, filled);
       }
     }
     read_segments(segments, buffers.staging.get());
-    uint64_t begin = pieces_[window.first].offset, end = begin;
-    for (size_t i = window.first; i < window.last; ++i) {
-      const Piece& piece = pieces_[i];
-      if (piece.offset != end) {  // a gap: what came before is written by itself
-        flush(dst, window.start, begin, end, buffer);
-        begin = piece.offset;
-      }
-      end = piece.offset + piece.count * (piece.source & kLiteral ? 1 : kItemSize[batch_.moves[piece.source].dst_dtype]);
+    // Rows of several moves may interleave; together they are usually one range.
+    if (!std::is_sorted(filled.begin(), filled.end())) std::sort(filled.begin(), filled.end());
+    for (size_t i = 0; i < filled.size();) {
+      const uint64_t begin = filled[i].first;
+      uint64_t end = filled[i].second;
+      for (++i; i < filled.size() && filled[i].first == end; ++i) end = filled[i].second;
+      flush(dst, window.start, begin, end, buffer);
     }
-    flush(dst, window.start, begin, end, buffer);
+  }
+
+  static void fill(Ranges& filled, uint64_t begin, uint64_t end) {
+    if (!filled.empty() && filled.back().second == begin)
+      filled.back().second = end;
+    else
+      filled.emplace_back(begin, end);
+  }
+
+  // What a move puts into the window that starts at `start`. An element that straddles a border belongs to the window it
+  // starts in: the buffer has room for it.
+  void fill_from(uint32_t number, uint64_t start, char* buffer, char* staging, std::vector<Segment>& segments, Ranges& filled) {
+    const Move& m = batch_.moves[number];
+    const uint64_t size = kItemSize[m.dst_dtype], border = start + settings_.window;
+    const auto step = static_cast<uint64_t>(m.dst_step);
+    uint64_t rows = m.rows, count = m.count, pitch = static_cast<uint64_t>(m.dst_pitch);
+    const bool dense = step == size && (rows == 1 || pitch == count * size);
+    if (dense) {  // one long row
+      count *= rows;
+      rows = 1;
+    }
+    const Target target{buffer + (static_cast<int64_t>(m.dst_offset) - static_cast<int64_t>(start)),
+                        dense ? static_cast<int64_t>(m.count * size) : m.dst_pitch, m.dst_step};
+    const auto before = [](uint64_t from, uint64_t to, uint64_t by) { return to <= from ? 0 : (to - from + by - 1) / by; };
+    const uint64_t length = (count - 1) * step + 1;  // of a row, to its last start of an element
+    uint64_t row = rows > 1 && start > m.dst_offset + length ? (start - m.dst_offset - length) / pitch : 0;
+    const uint64_t end = rows > 1 ? std::min(rows, before(m.dst_offset, border, pitch)) : 1;
+    uint64_t first = 0, n = 0;  // elements in a row of the move: rows that follow each other are gathered together
+    for (; row < end; ++row) {
+      const uint64_t offset = m.dst_offset + row * pitch;
+      const uint64_t low = std::min(count, before(offset, start, step)), high = std::min(count, before(offset, border, step));
+      if (low >= high) continue;
+      if (step == size)
+        fill(filled, offset + low * size, offset + high * size);
+      else
+        for (uint64_t i = low; i < high; ++i) fill(filled, offset + i * step, offset + i * step + size);
+      const uint64_t at = row * count + low;
+      if (n && at != first + n) {
+        gather(number, first, n, target, staging, segments);
+        n = 0;
+      }
+      if (!n) first = at;
+      n += high - low;
+    }
+    if (n) gather(number, first, n, target, staging, segments);
   }
 
   void flush(uint32_t dst, uint64_t start, uint64_t begin, uint64_t end, const char* buffer) {
@@ -156,21 +192,14 @@ class Run : Engine {
     spend(end - begin);
   }
 
-  void into_memory(const Piece& piece, Buffers& buffers) {
-    const Move& m = batch_.moves[piece.source];
-    const auto size = static_cast<int64_t>(kItemSize[m.dst_dtype]);
-    char* base = reinterpret_cast<char*>(batch_.stores[m.dst].address + m.dst_offset);
-    const bool dense = m.dst_step == size && (m.rows == 1 || m.dst_pitch == static_cast<int64_t>(m.count) * size);
+  void into_memory(const Window& window, Buffers& buffers) {
+    const auto number = static_cast<uint32_t>(window.first);
+    const Move& m = batch_.moves[number];
+    const Target target{reinterpret_cast<char*>(batch_.stores[m.dst].address + m.dst_offset), m.dst_pitch, m.dst_step};
     std::vector<Segment> segments;
-    gather(piece.source, piece.first, piece.count, dense ? base + static_cast<int64_t>(piece.first) * size : buffers.window.get(),
-           buffers.staging.get(), segments);
+    gather(number, window.start, window.last, target, buffers.staging.get(), segments);
     read_segments(segments, buffers.staging.get());
-    for (uint64_t i = 0; i < piece.count && !dense; ++i) {
-      const uint64_t e = piece.first + i;
-      std::memcpy(base + static_cast<int64_t>(e / m.count) * m.dst_pitch + static_cast<int64_t>(e % m.count) * m.dst_step,
-                  buffers.window.get() + i * static_cast<uint64_t>(size), static_cast<size_t>(size));
-    }
-    done_bytes_ += piece.count * static_cast<uint64_t>(size);
+    done_bytes_ += window.last * kItemSize[m.dst_dtype];
   }
 };
 

@@ -40,7 +40,7 @@ class Scan : Engine {
     for (size_t i = 0; i < order.size(); ++i) order[i] = i;
     std::sort(order.begin(), order.end(), [this](size_t a, size_t b) {
       const uint32_t x = first(a).tensor, y = first(b).tensor;
-      return x != y ? x < y : start(a) != start(b) ? start(a) < start(b) : a < b;
+      return x != y ? x < y : parts_[a].look != parts_[b].look ? parts_[a].look < parts_[b].look : parts_[a].first < parts_[b].first;
     });
     Scanned scanned{std::move(result_.failure), std::move(result_.crcs), {}};
     for (const size_t i : order) {
@@ -60,7 +60,6 @@ class Scan : Engine {
 
   const Move& first(size_t part) const { return batch_.moves[parts_[part].look]; }
   const Move& second(size_t part) const { return batch_.moves[looks_.size() + parts_[part].look]; }
-  uint64_t start(size_t part) const { return looks_[parts_[part].look].start + parts_[part].first; }
 
   void plan() {
     for (uint32_t i = 0; i < looks_.size(); ++i) {
@@ -98,7 +97,7 @@ class Scan : Engine {
     if (!parts_[job.first].dense) {
       std::vector<Segment> segments;
       const Part& part = parts_[job.first];
-      gather(part.look, part.first, part.count, window, buffers.staging.get(), segments);
+      gather(part.look, part.first, part.count, packed(first(job.first), part.first, window), buffers.staging.get(), segments);
       read_segments(segments, buffers.staging.get());
       examine(job.first, window, buffers);
       return;
@@ -129,12 +128,18 @@ class Scan : Engine {
     if (look.how & kAgainst) {
       char* other = buffers.other.get();
       std::vector<Segment> segments;
-      gather(static_cast<uint32_t>(looks_.size() + part.look), part.first, part.count, other, buffers.staging.get(), segments);
+      gather(static_cast<uint32_t>(looks_.size() + part.look), part.first, part.count, packed(b, part.first, other), buffers.staging.get(), segments);
       read_segments(segments, buffers.staging.get());
       const uint64_t size = part.count * kItemSize[b.src_dtype], offset = place(b, part.first);
       if (look.how & kSumDst) take_crcs(b.src, offset, offset + size, other);
-      if (!compare(relation_, static_cast<DType>(a.src_dtype), data, static_cast<DType>(b.src_dtype), other, part.count, start(number), tallies_[number]))
-        fail("cast", 0, a.src, a.src_offset);
+      const bool rows = a.rows > 1 && look.pitch != a.count;  // whose elements are not numbered through
+      for (uint64_t done = 0, n; done < part.count; done += n) {
+        const uint64_t e = part.first + done, at = look.start + (rows ? e / a.count * look.pitch + e % a.count : e);
+        n = rows ? std::min(part.count - done, a.count - e % a.count) : part.count;
+        if (!compare(relation_, static_cast<DType>(a.src_dtype), data + done * kItemSize[a.src_dtype], static_cast<DType>(b.src_dtype),
+                     other + done * kItemSize[b.src_dtype], n, at, tallies_[number]))
+          fail("cast", 0, a.src, a.src_offset);
+      }
       nbytes += size;
     } else if (look.how & kNumbers) {
       zckpt::look(static_cast<DType>(a.src_dtype), data, part.count, tallies_[number]);

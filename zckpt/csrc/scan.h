@@ -11,11 +11,11 @@ namespace zckpt {
 
 // Goes with the move of the same number. The move's source is the first array; its destination the second, if any.
 struct Look {
-  uint64_t start;  // number, in its tensor, of its first element
-  uint8_t how;     // of the flags below
+  uint64_t start, pitch;  // number, in its tensor, of its first element; from row to row
+  uint8_t how;            // of the flags below
   uint8_t dst_swap, unused[6];
 };
-static_assert(sizeof(Look) == 16);
+static_assert(sizeof(Look) == 24);
 
 constexpr uint8_t kNumbers = 1;  // look at the first array
 constexpr uint8_t kAgainst = 2;  // compare it with the second

@@ -8,9 +8,10 @@ from __future__ import annotations
 from typing import Protocol
 
 from zckpt.catalog import Catalog
-from zckpt.errors import NotACheckpointError
+from zckpt.errors import NotACheckpointError, UnsupportedError
 from zckpt.layouts import huggingface, unsharded, zero3, zero12
 from zckpt.layouts.listing import Listing
+from zckpt.layouts.training import Training
 
 
 class Layout(Protocol):
@@ -23,6 +24,13 @@ class Layout(Protocol):
         """The catalog of these files."""
 
 
+class TrainingLayout(Layout, Protocol):
+    """A layout whose saves hold what a run needs to go on."""
+
+    def read_training(self, listing: Listing, *, allow_unknown: bool = False) -> Training:
+        """What is there beside the weights."""
+
+
 LAYOUTS: dict[str, Layout] = {
     "ZeRO-3": zero3,
     "ZeRO-1/2": zero12,
@@ -31,17 +39,42 @@ LAYOUTS: dict[str, Layout] = {
 }
 
 
+WITH_TRAINING: dict[str, TrainingLayout] = {"ZeRO-3": zero3, "ZeRO-1/2": zero12}
+
+
 def read(listing: Listing, *, allow_unknown: bool = False) -> Catalog:
     """The catalog of a save, by the first layout that knows its files.
 
     Raises:
         NotACheckpointError: none does; lists each layout's refusal.
     """
+    return LAYOUTS[_detect(listing)].read(listing, allow_unknown=allow_unknown)
+
+
+def read_training(listing: Listing, *, allow_unknown: bool = False) -> Training:
+    """What a run needs beside the weights of a save.
+
+    Raises:
+        UnsupportedError: this kind of save does not hold it, or zckpt does not read it.
+    """
+    name = _detect(listing)
+    if name not in WITH_TRAINING:
+        raise UnsupportedError(
+            "a checkpoint without optimizer states that zckpt could read",
+            file=listing.directory,
+            found=name,
+            expected=f"{', '.join(WITH_TRAINING)} have them",
+        )
+    return WITH_TRAINING[name].read_training(listing, allow_unknown=allow_unknown)
+
+
+def _detect(listing: Listing) -> str:
+    """The first layout that knows the files."""
     refusals: list[str] = []
     for name, layout in LAYOUTS.items():
         refusal = layout.match(listing)
         if refusal is None:
-            return layout.read(listing, allow_unknown=allow_unknown)
+            return name
         refusals.append(f"{name}: {refusal}")
     raise NotACheckpointError(
         "nothing that zckpt can read",

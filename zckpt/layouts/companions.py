@@ -26,16 +26,18 @@ _BESIDE = re.compile(
 )
 
 
-def with_config(
-    files: tuple[tuple[OutputFile, FileStore], ...], home: str, dtype: DType
-) -> tuple[tuple[OutputFile, FileStore], ...]:
-    """`files` and `config.json`, in which the dtype is made true."""
+def config_file(home: str, dtype: DType) -> tuple[OutputFile, FileStore] | None:
+    """The model's `config.json`, in which the dtype is made true; None where there is none.
+
+    Raises:
+        CorruptError: it is no JSON. NotACheckpointError: it cannot be read.
+    """
     path = os.path.join(home, "config.json")
     if not os.path.isfile(path):
-        return files
+        return None
     config = read_json(path, _MOST_BYTES, "a config.json")
     text = json.dumps(_true_dtype(config, dtype), indent=2, ensure_ascii=False) + "\n"
-    return *files, literal_file("config.json", text.encode())
+    return literal_file("config.json", text.encode())
 
 
 def _true_dtype(config: object, dtype: DType, *, top: bool = True) -> object:
@@ -52,7 +54,7 @@ def _true_dtype(config: object, dtype: DType, *, top: bool = True) -> object:
     return {**config, **nested, **named}
 
 
-def beside(home: str) -> list[tuple[str, str]]:
-    """(path, name) of the files that are copied as they are."""
+def companions(home: str) -> list[tuple[str, str]]:
+    """(path, name) of what lies beside the checkpoint and belongs to the model: tokenizer, processor, code."""
     names = sorted(name for name in os.listdir(home) if _BESIDE.fullmatch(name))
     return [(os.path.join(home, name), name) for name in names if os.path.isfile(os.path.join(home, name))]

@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
-from zckpt.containers import Container, open_container
+from zckpt.containers import Container, is_torch_zip, open_container, torch_zip
 from zckpt.errors import InconsistentError, NotACheckpointError
 
 SHARD_NAME = re.compile(
@@ -54,6 +54,14 @@ class Listing:
         if name not in self._opened:
             self._opened[name] = open_container(self.files[name])
         return self._opened[name]
+
+    def numbers(self, name: str, *keys: str) -> dict[str, int]:
+        """Whole numbers that a file says, such as its step; of a file that is not open yet, only if that is cheap."""
+        if name not in self._opened and is_torch_zip(self.files[name]):
+            return torch_zip.peek(self.files[name], keys)
+        root = self.open(name).root
+        values = {key: root.get(key) for key in keys} if isinstance(root, Mapping) else {}
+        return {key: value for key, value in values.items() if type(value) is int}
 
     def shards(self, kind: str, mp_rank: int = 0) -> dict[int, str]:
         """Data-parallel rank -> name of its `model` or `optim` file, by number.

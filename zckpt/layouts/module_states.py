@@ -26,6 +26,13 @@ _OURS = frozenset((
 ))  # fmt: skip
 
 
+_OF_WEIGHTS = frozenset((
+    *("module", "optimizer", "buffer_names", "param_shapes", "frozen_param_shapes", "frozen_param_fragments",),
+    *("shared_params", "dp_world_size", "mp_world_size", "checkpoint_parallel_dimensions",),
+))  # fmt: skip
+"""Entries that follow from the weights and their sharding: a writer makes them anew."""
+
+
 @dataclass(frozen=True, slots=True)
 class ModelStates:
     """One model states file.
@@ -72,6 +79,11 @@ class ModelStates:
     def extras(self) -> dict[str, object]:
         """The caller's client state: everything that is not DeepSpeed's own."""
         return {key: value for key, value in self.root.items() if key not in _OURS}
+
+    @property
+    def rest(self) -> dict[str, object]:
+        """What a resumed run needs of this file beside weights: counters, schedule, config, client state."""
+        return {key: value for key, value in self.root.items() if key not in _OF_WEIGHTS}
 
     def number(self, key: str) -> int | None:
         """A whole number such as `global_steps`, or None where it is absent."""

@@ -13,9 +13,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from zckpt.containers import TensorRef, brief, enum_value
+from zckpt.dtypes import BF16, F16, F32, DType
 from zckpt.errors import CorruptError, IncompleteError, InconsistentError, UnsupportedError, ranges
+from zckpt.fragments import Fragment
 from zckpt.layouts.listing import Listing
 from zckpt.layouts.module_states import ModelStates, as_mapping, as_tensor
+from zckpt.layouts.partition import Piece
+from zckpt.layouts.training import Group
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,8 +33,10 @@ class OptimizerShard:
         partition_count: ranks that share a group, or None where the file does not say.
         vectors: flat fp32 masters, one per group (ZeRO-1/2) or sub-group (ZeRO-3).
         alignment_paddings: per group and parameter, elements that follow it; None for none.
-        state_names: names of per-element optimizer states.
+        states: per flat group, the wrapped optimizer's states by name: vectors like the masters', or single values.
+        settings: the wrapped optimizer's parameter groups (learning rate, ...); empty in the elastic form.
         step: the optimizer's step count, or None where no state has one.
+        root: everything in `optimizer_state_dict`.
     """
 
     file: str
@@ -39,17 +45,31 @@ class OptimizerShard:
     partition_count: int | None
     vectors: tuple[TensorRef, ...]
     alignment_paddings: tuple[tuple[int, ...], ...] | None
-    state_names: tuple[str, ...]
+    states: tuple[Mapping[str, object], ...]
+    settings: tuple[Mapping[str, object], ...]
     step: int | None
+    root: Mapping[str, object]
+
+    @property
+    def state_names(self) -> tuple[str, ...]:
+        """Names of per-element optimizer states of all groups."""
+        return tuple(dict.fromkeys(name for states in self.states for name in per_element(states)))
 
 
-def read_shards(listing: Listing, known: frozenset[str], *, allow_unknown: bool) -> list[OptimizerShard]:
-    """All optimizer files of model-parallel rank 0, by rank.
+def per_element(states: Mapping[str, object]) -> dict[str, TensorRef]:
+    """Those of a group's states that are vectors: the others, such as the step, are one value for the whole group."""
+    return {name: value for name, value in states.items() if isinstance(value, TensorRef) and value.shape}
+
+
+def read_shards(
+    listing: Listing, known: frozenset[str], mp_rank: int = 0, *, allow_unknown: bool
+) -> list[OptimizerShard]:
+    """All optimizer files of one model-parallel rank, by data-parallel rank.
 
     Raises:
         UnsupportedError: a file holds keys outside `known`, which may change the layout, and `allow_unknown` is off.
     """
-    return [_read(listing, rank, name, known, allow_unknown) for rank, name in listing.shards("optim").items()]
+    return [_read(listing, rank, name, known, allow_unknown) for rank, name in listing.shards("optim", mp_rank).items()]
 
 
 def _read(listing: Listing, rank: int, name: str, known: frozenset[str], allow_unknown: bool) -> OptimizerShard:
@@ -82,7 +102,10 @@ def _read(listing: Listing, rank: int, name: str, known: frozenset[str], allow_u
         if not ref.is_contiguous or len(ref.shape) != 1:
             raise CorruptError("a flat group that is not a dense vector", file=file, found=f"shape {list(ref.shape)}")
     base = state.get("base_optimizer_state", state.get("optimizer_state_dict"))
-    names, step = _inner_state(base, state)
+    states, settings = _inner_state(base, len(refs))
+    steps = (
+        _step(place.get("step")) for place in (*states, *settings, {"step": state.get("base_optimizer_state_step")})
+    )
     return OptimizerShard(
         file=file,
         rank=rank,
@@ -90,8 +113,10 @@ def _read(listing: Listing, rank: int, name: str, known: frozenset[str], allow_u
         partition_count=_count(state.get("partition_count")),
         vectors=refs,
         alignment_paddings=_paddings(state.get("param_alignment_paddings"), file),
-        state_names=names,
-        step=step,
+        states=states,
+        settings=settings,
+        step=next((step for step in steps if step is not None), None),
+        root=state,
     )
 
 
@@ -119,25 +144,28 @@ def _paddings(value: object, file: str) -> tuple[tuple[int, ...], ...] | None:
     return tuple(groups)
 
 
-def _inner_state(base: object, state: Mapping[str, object]) -> tuple[tuple[str, ...], int | None]:
-    """Names of per-element states, and the step, of the wrapped torch optimizer.
+def _inner_state(base: object, count: int) -> tuple[tuple[Mapping[str, object], ...], tuple[Mapping[str, object], ...]]:
+    """States per flat group and parameter groups of the wrapped torch optimizer.
 
-    The rigid form is a torch state dict; the elastic one a list of per-group dicts, with the step beside it.
+    The rigid form is a torch state dict, whose states are numbered as the parameter groups list them; the elastic one is
+    a list of states per group.
     """
+    settings: tuple[Mapping[str, object], ...] = ()
+    states: list[object]
     if isinstance(base, Mapping):
-        inner = base.get("state")
-        groups = list(inner.values()) if isinstance(inner, Mapping) else []
-        settings = base.get("param_groups")
-        settings = [g for g in settings if isinstance(g, Mapping)] if isinstance(settings, list) else []
+        inner, groups = base.get("state"), base.get("param_groups")
+        settings = tuple(group for group in groups if isinstance(group, Mapping)) if isinstance(groups, list) else ()
+        numbers = [number for group in settings for number in _list(group.get("params"))]
+        inner = inner if isinstance(inner, Mapping) else {}
+        states = [inner.get(number) for number in numbers] or list(inner.values())
     else:
-        groups = list(base) if isinstance(base, list | tuple) else []
-        settings = [{"step": state.get("base_optimizer_state_step")}]
-    states = [group for group in groups if isinstance(group, Mapping)]
-    names = dict.fromkeys(
-        str(name) for group in states for name, value in group.items() if isinstance(value, TensorRef) and value.shape
-    )
-    steps = (_step(group.get("step")) for group in (*states, *settings))
-    return tuple(names), next((step for step in steps if step is not None), None)
+        states = _list(base)
+    found = [state if isinstance(state, Mapping) else {} for state in states[:count]]
+    return (*found, *({} for _ in range(count - len(found)))), settings
+
+
+def _list(value: object) -> list[object]:
+    return list(value) if isinstance(value, list | tuple) else []
 
 
 def _step(value: object) -> int | None:
@@ -195,6 +223,73 @@ def _check_agreement(listing: Listing, shards: list[OptimizerShard], fact: str, 
         remedy=f"Copy the files of ranks {ranges([r for v, ranks in odd.items() if v != usual for r in ranks])} again, "
         "or choose another tag.",
     )
+
+
+def state_vector(shard: OptimizerShard, number: int, state: str) -> TensorRef:
+    """A per-element optimizer state of one of the shard's flat groups.
+
+    Raises:
+        IncompleteError: it is not there.
+    """
+    found = shard.states[number].get(state)
+    if isinstance(found, TensorRef) and found.is_contiguous and len(found.shape) == 1:
+        return found
+    raise IncompleteError(
+        f"no optimizer state {state!r} of flat group {number}",
+        file=shard.file,
+        found=", ".join(repr(name) for name in shard.states[number]) or "no states at all",
+        expected="other ranks' files have it",
+        remedy="Copy that file again, or choose another tag.",
+    )
+
+
+def group_of(names: tuple[str, ...], shard: OptimizerShard, number: int, flat_group: int) -> Group:
+    """Parameter group `number`, with the single values that one of its flat groups holds."""
+    settings = shard.settings[number] if number < len(shard.settings) else {}
+    vectors = per_element(shard.states[flat_group])
+    return Group(
+        names,
+        {key: value for key, value in settings.items() if key != "params"},
+        {key: value for key, value in shard.states[flat_group].items() if key not in vectors},
+        tuple(vectors),
+    )
+
+
+_SCALER = ("loss_scaler", "dynamic_loss_scale", "overflow", "clip_grad")
+
+
+def scaler_of(shard: OptimizerShard) -> dict[str, object]:
+    """The loss scaler, and what is kept beside it."""
+    return {key: shard.root[key] for key in _SCALER if key in shard.root}
+
+
+def precision_of(model: ModelStates) -> DType:
+    """The dtype of the module's trained weights, placeholders or not; by the config where they are not in the file."""
+    for name in (name for shapes in model.param_shapes for name in shapes):
+        if name in model.module:
+            return model.module[name].dtype
+    for key, dtype in {"bf16": BF16, "bfloat16": BF16, "fp16": F16}.items():
+        section = model.config.get(key)
+        if isinstance(section, Mapping) and section.get("enabled") is True:
+            return dtype
+    return F32
+
+
+def fragment_of(vector: TensorRef, piece: Piece, start: int, file: str) -> Fragment:
+    """A piece of a parameter, whose first element is number `start`, as it lies in a rank's vector.
+
+    Raises:
+        InconsistentError: the vector is shorter than the piece needs.
+    """
+    if piece.offset + piece.count > vector.numel:
+        raise InconsistentError(
+            "an optimizer state that is shorter than its master weights",
+            file=file,
+            found=f"{vector.numel:,} elements",
+            expected=f"at least {piece.offset + piece.count:,}",
+            remedy="A file is of another save, or its layout is unknown. Nothing was written.",
+        )
+    return Fragment(vector.store, vector.byte_offset + piece.offset * vector.dtype.itemsize, start, piece.count)
 
 
 def missing_ranks(

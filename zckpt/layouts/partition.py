@@ -17,10 +17,13 @@ runtime/zero/stage3.py, utils/zero_to_fp32.py (`zero3_partitioned_param_info`).
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from itertools import accumulate
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
+
+Name = TypeVar("Name")
 
 
 class Piece(NamedTuple):
@@ -52,6 +55,64 @@ def flat_pieces(offset: int, numel: int, partition_size: int) -> Iterator[Piece]
         count = min(numel - done, partition_size - local)
         yield Piece(rank, local, done, count)
         done += count
+
+
+def round_robin(count: int, world_size: int) -> list[int]:
+    """The order in which `round_robin_gradients` lays the parameters of a group: 0, world_size, .., 1, world_size + 1, ..
+
+    Source: DeepSpeed 0.19.8, runtime/zero/stage_1_and_2.py `_round_robin_reorder`.
+    """
+    return [number for first in range(world_size) for number in range(first, count, world_size)]
+
+
+def in_order(order: Sequence[int], names: Sequence[Name]) -> list[Name]:
+    """`names` in an order given by their numbers."""
+    return [names[number] for number in order]
+
+
+def in_original_order(laid: Sequence[Name], world_size: int) -> list[Name]:
+    """Parameters that `round_robin` laid, in the order they had before."""
+    placed = sorted(zip(round_robin(len(laid), world_size), laid, strict=True), key=lambda pair: pair[0])
+    return [name for _, name in placed]
+
+
+def alignment_paddings(numels: Sequence[int], itemsize: int) -> list[int]:
+    """Elements that `parameter_alignment` puts after each parameter of a group, so that the next begins on 16 bytes.
+
+    Args:
+        numels: elements of each parameter, in flat order.
+        itemsize: bytes of one element of the module's own weights.
+
+    Source: DeepSpeed 0.19.8, runtime/zero/stage_1_and_2.py (`param_padding`).
+    """
+    unit = 16 // math.gcd(16, itemsize)
+    paddings: list[int] = []
+    at = 0
+    for number, numel in enumerate(numels):
+        paddings.append(0 if number == len(numels) - 1 else -(at + numel) % unit)
+        at += numel + paddings[-1]
+    return paddings
+
+
+def sub_groups(numels: Sequence[int], size: int) -> list[range]:
+    """Which parameters of a group share a sub-group: it is full when its parameters reach `size` elements of a rank.
+
+    Args:
+        numels: elements per rank of each parameter, in flat order.
+        size: `sub_group_size`.
+
+    Source: DeepSpeed 0.19.8, runtime/zero/stage3.py `_create_fp16_sub_groups`.
+    """
+    if size >= sum(numels):
+        return [range(len(numels))]
+    cuts: list[range] = []
+    start = held = 0
+    for number, numel in enumerate(numels):
+        held += numel
+        if held >= size or number == len(numels) - 1:
+            cuts.append(range(start, number + 1))
+            start, held = number + 1, 0
+    return cuts
 
 
 def partition_numel(numel: int, world_size: int) -> int:

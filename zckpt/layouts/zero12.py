@@ -7,18 +7,29 @@ Source: DeepSpeed 0.19.8, runtime/zero/stage_1_and_2.py and runtime/bf16_optimiz
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from zckpt.catalog import Catalog, Padding, Replica, Source, TensorEntry
 from zckpt.containers import TensorRef
 from zckpt.errors import CorruptError, InconsistentError, UnsupportedError
-from zckpt.fragments import Fragment
 from zckpt.layouts.assembly import assemble
 from zckpt.layouts.listing import MODEL_NAME, Listing
 from zckpt.layouts.module_states import ModelStates, Shape, read_model_states, refuse_other_parallelism
-from zckpt.layouts.optimizer_states import OptimizerShard, check_ranks, missing_model_file, read_shards
-from zckpt.layouts.partition import flat_offsets, flat_pieces
+from zckpt.layouts.optimizer_states import (
+    OptimizerShard,
+    check_ranks,
+    fragment_of,
+    group_of,
+    missing_model_file,
+    per_element,
+    precision_of,
+    read_shards,
+    scaler_of,
+    state_vector,
+)
+from zckpt.layouts.partition import flat_offsets, flat_pieces, in_original_order
+from zckpt.layouts.training import Form, Group, Training
 
 _KNOWN = frozenset((
     *("loss_scaler", "dynamic_loss_scale", "overflow", "clip_grad", "base_optimizer_state",),
@@ -35,6 +46,52 @@ def match(listing: Listing) -> str | None:
     return None if listing.shards("optim") else "no *_optim_states.pt"
 
 
+@dataclass(frozen=True, slots=True)
+class Save:
+    """One model-parallel rank's files of a save, read and found to belong together."""
+
+    model: ModelStates
+    shards: list[OptimizerShard]
+    world_size: int
+
+    @property
+    def stage(self) -> int:
+        """1 or 2."""
+        return self.shards[0].stage or _configured_stage(self.model)
+
+    @property
+    def form(self) -> Form:
+        """Whose files they are: the ZeRO optimizers name their stage, the bf16 optimizer does not."""
+        return "zero" if "zero_stage" in self.shards[0].root else "bf16"
+
+
+def load(listing: Listing, mp_rank: int = 0, *, allow_unknown: bool = False) -> Save:
+    """The files of one model-parallel rank; arguments and errors as in `read`."""
+    name = next((n for n in listing.matching(MODEL_NAME) if int(n.split("_")[2]) == mp_rank), None)
+    shards = read_shards(listing, _KNOWN, mp_rank, allow_unknown=allow_unknown)
+    if name is None:
+        raise missing_model_file(listing)
+    model = read_model_states(listing, name)
+    world_size = check_ranks(listing, shards, model)
+    if not model.param_shapes:
+        raise UnsupportedError(
+            "a checkpoint of a DeepSpeed too old to record parameter shapes",
+            file=model.file,
+            found=f"version {model.version or 'not recorded'}, and no 'param_shapes'",
+            expected="0.3.16 or later writes them",
+            remedy="Load it with the DeepSpeed that wrote it and save it with a newer one.",
+        )
+    counts = {len(shard.vectors) for shard in shards}
+    if counts != {len(model.param_shapes)}:
+        raise InconsistentError(
+            "optimizer groups that do not match the model's",
+            file=shards[0].file,
+            found=f"{sorted(counts)} groups of masters",
+            expected=f"{len(model.param_shapes)} in {model.file!r}",
+        )
+    return Save(model, shards, world_size)
+
+
 def read(listing: Listing, *, allow_unknown: bool = False) -> Catalog:
     """The catalog of a ZeRO-1 or ZeRO-2 save.
 
@@ -46,33 +103,24 @@ def read(listing: Listing, *, allow_unknown: bool = False) -> Catalog:
         IncompleteError, InconsistentError, CorruptError, UnsupportedError: see those.
     """
     refuse_other_parallelism(listing)
-    names = listing.matching(MODEL_NAME)
-    shards = read_shards(listing, _KNOWN, allow_unknown=allow_unknown)
-    if not names:
-        raise missing_model_file(listing)
-    model = read_model_states(listing, names[0])
-    world_size = check_ranks(listing, shards, model)
-    if not model.param_shapes:
-        raise UnsupportedError(
-            "a checkpoint of a DeepSpeed too old to record parameter shapes",
-            file=model.file,
-            found=f"version {model.version or 'not recorded'}, and no 'param_shapes'",
-            expected="0.3.16 or later writes them",
-            remedy="Load it with the DeepSpeed that wrote it and save it with a newer one.",
-        )
-    stage = shards[0].stage or _configured_stage(model)
-    masters = dict(_masters(model, shards, world_size))
+    save = load(listing, allow_unknown=allow_unknown)
     source = Source(
-        layout=f"zero{stage}",
+        layout=f"zero{save.stage}",
         path=listing.directory,
         tag=listing.tag,
-        framework=("DeepSpeed", model.version),
-        zero_stage=stage,
-        global_steps=model.number("global_steps"),
-        optimizer_states=shards[0].state_names,
+        framework=("DeepSpeed", save.model.version),
+        zero_stage=save.stage,
+        global_steps=save.model.number("global_steps"),
+        optimizer_states=save.shards[0].state_names,
     )
-    catalog = assemble(model, masters, source, model.topology(world_size))
-    return replace(catalog, padding=tuple(_padding(model, shards)))
+    catalog = assemble(save.model, masters(save), source, save.model.topology(save.world_size))
+    return replace(catalog, padding=tuple(_padding(save)))
+
+
+def read_training(listing: Listing, *, allow_unknown: bool = False) -> Training:
+    """What the run needs beside its weights; arguments and errors as in `read`."""
+    refuse_other_parallelism(listing)
+    return training(load(listing, allow_unknown=allow_unknown))
 
 
 def _configured_stage(model: ModelStates) -> int:
@@ -83,32 +131,66 @@ def _configured_stage(model: ModelStates) -> int:
 
 @dataclass(frozen=True, slots=True)
 class _Group:
-    """One optimizer group: its parameters, and the vector each rank holds of it."""
+    """One optimizer group: where its parameters lie in the vectors that the ranks hold of it."""
 
     number: int
     shapes: Mapping[str, Shape]
-    paddings: tuple[int, ...] | None
-    vectors: tuple[TensorRef, ...]
+    offsets: list[int]
+    size: int
+
+    def entries(self, vectors: Sequence[TensorRef], files: Sequence[str]) -> Iterator[TensorEntry]:
+        """The parameters in vectors cut as the masters are: these themselves, or an optimizer state."""
+        dtype = vectors[0].dtype
+        for (name, shape), offset in zip(self.shapes.items(), self.offsets, strict=True):
+            pieces = flat_pieces(offset, math.prod(shape), self.size)
+            fragments = (fragment_of(vectors[p.index], p, p.start, files[p.index]) for p in pieces)
+            yield TensorEntry(name, shape, dtype, "parameter", tuple(fragments))
 
 
-def _masters(model: ModelStates, shards: list[OptimizerShard], world_size: int) -> Iterator[tuple[str, TensorEntry]]:
-    counts = {len(shard.vectors) for shard in shards}
-    if counts != {len(model.param_shapes)}:
-        raise InconsistentError(
-            "optimizer groups that do not match the model's",
-            file=shards[0].file,
-            found=f"{sorted(counts)} groups of masters",
-            expected=f"{len(model.param_shapes)} in {model.file!r}",
-        )
-    for number, shapes in enumerate(model.param_shapes):
-        paddings = shards[0].alignment_paddings
-        group = _Group(
-            number,
-            shapes,
-            None if paddings is None else _group_paddings(paddings, number, len(shapes), shards[0]),
-            tuple(shard.vectors[number] for shard in shards),
-        )
-        yield from _group_masters(group, model, shards, world_size)
+def _groups(save: Save) -> Iterator[_Group]:
+    for number, shapes in enumerate(save.model.param_shapes):
+        paddings = save.shards[0].alignment_paddings
+        if paddings is not None:
+            paddings = (_group_paddings(paddings, number, len(shapes), save.shards[0]),)
+        offsets, total = flat_offsets([math.prod(shape) for shape in shapes.values()], paddings and paddings[0])
+        _check_lengths(number, len(shapes), total, save)
+        # See the note in `partition`: rank 0's vector is full, or holds all.
+        yield _Group(number, shapes, offsets, save.shards[0].vectors[number].numel)
+
+
+def masters(save: Save) -> dict[str, TensorEntry]:
+    """Trainable parameters by name, with the module's own weights as replicas."""
+    found: dict[str, TensorEntry] = {}
+    files = [shard.file for shard in save.shards]
+    for group in _groups(save):
+        for entry in group.entries([shard.vectors[group.number] for shard in save.shards], files):
+            weight = save.model.module.get(entry.name)
+            if weight is not None and weight.shape == entry.shape:
+                entry = replace(entry, replicas=(Replica(weight.dtype, weight.fragments()),))
+            found[entry.name] = entry
+    return found
+
+
+def training(save: Save) -> Training:
+    """What the run needs beside its weights.
+
+    Raises:
+        IncompleteError: a rank lacks a state that others have.
+    """
+    groups: list[Group] = []
+    states: dict[str, dict[str, TensorEntry]] = {name: {} for shapes in save.model.param_shapes for name in shapes}
+    first = save.shards[0]
+    for group in _groups(save):
+        names = tuple(per_element(first.states[group.number]))
+        for state in names:
+            vectors = [state_vector(shard, group.number, state) for shard in save.shards]
+            for entry in group.entries(vectors, [shard.file for shard in save.shards]):
+                states[entry.name][state] = entry
+        order = tuple(group.shapes)
+        if save.form == "zero" and save.model.zero_config.get("round_robin_gradients"):
+            order = tuple(in_original_order(order, save.world_size))
+        groups.append(group_of(order, first, group.number, group.number))
+    return Training(tuple(groups), states, scaler_of(first), save.model.rest, precision_of(save.model), save.form)
 
 
 def _group_paddings(
@@ -125,70 +207,51 @@ def _group_paddings(
     return paddings[number]
 
 
-def _group_masters(
-    group: _Group, model: ModelStates, shards: list[OptimizerShard], world_size: int
-) -> Iterator[tuple[str, TensorEntry]]:
-    numels = [math.prod(shape) for shape in group.shapes.values()]
-    offsets, total = flat_offsets(numels, group.paddings)
-    lengths = [vector.numel for vector in group.vectors]
-    size = lengths[0]  # see the note in `partition`: rank 0 is full, or holds all
-    _check_lengths(group, lengths, total, world_size, shards)
-    dtype = group.vectors[0].dtype
-    for (name, shape), offset, numel in zip(group.shapes.items(), offsets, numels, strict=True):
-        fragments = []
-        for rank, local, start, count in flat_pieces(offset, numel, size):
-            vector = group.vectors[rank]
-            fragments.append(Fragment(vector.store, vector.byte_offset + local * dtype.itemsize, start, count))
-        weight = model.module.get(name)
-        replicas: tuple[Replica, ...] = ()
-        if weight is not None and weight.shape == shape:
-            replicas = (Replica(weight.dtype, weight.fragments()),)
-        yield name, TensorEntry(name, shape, dtype, "parameter", tuple(fragments), replicas)
-
-
-def _padding(model: ModelStates, shards: list[OptimizerShard]) -> Iterator[Padding]:
+def _padding(save: Save) -> Iterator[Padding]:
     """Alignment padding between the parameters, and what is left of the padding at the end: DeepSpeed fills both with
     zeros, which no optimizer step changes.
     """
-    for number, shapes in enumerate(model.param_shapes):
-        vectors = [shard.vectors[number] for shard in shards]
-        paddings = shards[0].alignment_paddings
+    for number, shapes in enumerate(save.model.param_shapes):
+        vectors = [shard.vectors[number] for shard in save.shards]
+        paddings = save.shards[0].alignment_paddings
         numels = [math.prod(shape) for shape in shapes.values()]
         offsets, _ = flat_offsets(numels, None if paddings is None else paddings[number])
         ends = [*offsets[1:], vectors[0].numel * len(vectors)] if numels else []
         fragments = [
-            Fragment(vector.store, vector.byte_offset + local * vector.dtype.itemsize, start, min(count, vector.numel - local))
+            fragment_of(
+                vectors[p.index], p._replace(count=min(p.count, vectors[p.index].numel - p.offset)), p.start, ""
+            )
             for offset, numel, end in zip(offsets, numels, ends, strict=True)
-            for rank, local, start, count in flat_pieces(offset + numel, end - offset - numel, vectors[0].numel)
-            if local < (vector := vectors[rank]).numel
-        ]  # fmt: skip
+            for p in flat_pieces(offset + numel, end - offset - numel, vectors[0].numel)
+            if p.offset < vectors[p.index].numel
+        ]
         if fragments:
             yield Padding(vectors[0].dtype, tuple(fragments))
 
 
-def _check_lengths(
-    group: _Group, lengths: list[int], total: int, world_size: int, shards: list[OptimizerShard]
-) -> None:
+def _check_lengths(number: int, parameters: int, total: int, save: Save) -> None:
     """Every rank holds its whole partition, or what is left of it without the padding at the end.
 
     Raises:
         InconsistentError: the element counts do not add up.
     """
-    size = lengths[0]
+    vectors = [shard.vectors[number] for shard in save.shards]
+    lengths = [vector.numel for vector in vectors]
+    size, world_size = lengths[0], save.world_size
     padded = size * world_size
     for rank, length in enumerate(lengths):
         real = max(0, min(size, total - rank * size))
         if length not in (real, size) or padded < total or (size != total and padded - total >= 2 * world_size):
             raise InconsistentError(
-                f"element counts of optimizer group {group.number} that do not add up",
-                file=shards[rank].file,
+                f"element counts of optimizer group {number} that do not add up",
+                file=save.shards[rank].file,
                 found=f"{length:,} elements in this rank's partition (rank 0 has {size:,}, all ranks {sum(lengths):,})",
-                expected=f"{real:,} of the {total:,} that its {len(group.shapes):,} parameters need",
+                expected=f"{real:,} of the {total:,} that its {parameters:,} parameters need",
                 remedy="A file is of another save, or its layout is unknown. Nothing was written.",
             )
-        dtypes = {vector.dtype.name for vector in group.vectors}
-        if len(dtypes) != 1:
-            raise InconsistentError(
-                f"master weights of several dtypes in optimizer group {group.number}",
-                file=shards[rank].file, found=", ".join(sorted(dtypes)),
-            )  # fmt: skip
+    dtypes = {vector.dtype.name for vector in vectors}
+    if len(dtypes) != 1:
+        raise InconsistentError(
+            f"master weights of several dtypes in optimizer group {number}",
+            file=save.shards[0].file, found=", ".join(sorted(dtypes)),
+        )  # fmt: skip

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
 from zckpt.catalog import Catalog, Replica, Source, TensorEntry
 from zckpt.containers import TensorRef
@@ -21,11 +22,18 @@ from zckpt.layouts.module_states import ModelStates, Shape, read_model_states, r
 from zckpt.layouts.optimizer_states import (
     OptimizerShard,
     check_ranks,
+    fragment_of,
+    group_of,
     missing_model_file,
     missing_ranks,
+    per_element,
+    precision_of,
     read_shards,
+    scaler_of,
+    state_vector,
 )
 from zckpt.layouts.partition import SubGroups, partition_numel, partition_of
+from zckpt.layouts.training import Training
 
 _KNOWN = frozenset((
     *("zero_stage", "loss_scaler", "dynamic_loss_scale", "overflow", "partition_count",),
@@ -39,13 +47,33 @@ def match(listing: Listing) -> str | None:
     return None if listing.shards("model") else "no zero_pp_rank_*_model_states.pt"
 
 
-def read(listing: Listing, *, allow_unknown: bool = False) -> Catalog:
-    """The catalog of a ZeRO-3 save; arguments and errors as in `zero12.read`."""
-    refuse_other_parallelism(listing)
-    names = listing.shards("model")
+@dataclass(frozen=True, slots=True)
+class Save:
+    """One model-parallel rank's files of a save, read and found to belong together.
+
+    Attributes:
+        listing: all files.
+        names: data-parallel rank -> its model file.
+        model: that of the first rank.
+        shards: optimizer files, by rank.
+        world_size: data-parallel ranks.
+        shard_size: ranks that one parameter is cut over: the world, or fewer under MiCS.
+    """
+
+    listing: Listing
+    names: Mapping[int, str]
+    model: ModelStates
+    shards: list[OptimizerShard]
+    world_size: int
+    shard_size: int
+
+
+def load(listing: Listing, mp_rank: int = 0, *, allow_unknown: bool = False) -> Save:
+    """The files of one model-parallel rank; arguments and errors as in `zero12.read`."""
+    names = listing.shards("model", mp_rank)
     if not names:
         raise missing_model_file(listing)
-    shards = read_shards(listing, _KNOWN, allow_unknown=allow_unknown)
+    shards = read_shards(listing, _KNOWN, mp_rank, allow_unknown=allow_unknown)
     model = read_model_states(listing, next(iter(names.values())))
     if not shards:
         world_size = model.number("dp_world_size") or len(names)
@@ -59,30 +87,39 @@ def read(listing: Listing, *, allow_unknown: bool = False) -> Catalog:
     missing = sorted(set(range(world_size)) - names.keys())
     if missing:
         raise missing_ranks(listing, "model", sorted(names), missing, world_size)
-    shard_size = _shard_size(model, shards, world_size)
+    _check_steps(listing, names)
+    return Save(listing, names, model, shards, world_size, _shard_size(model, shards, world_size))
+
+
+def read(listing: Listing, *, allow_unknown: bool = False) -> Catalog:
+    """The catalog of a ZeRO-3 save; arguments and errors as in `zero12.read`."""
+    refuse_other_parallelism(listing)
+    save = load(listing, allow_unknown=allow_unknown)
     source = Source(
         layout="zero3",
         path=listing.directory,
         tag=listing.tag,
-        framework=("DeepSpeed", model.version),
+        framework=("DeepSpeed", save.model.version),
         zero_stage=3,
-        global_steps=model.number("global_steps"),
-        optimizer_states=shards[0].state_names,
+        global_steps=save.model.number("global_steps"),
+        optimizer_states=save.shards[0].state_names,
     )
-    masters = dict(_masters(model, shards, shard_size))
-    models = _all_models(listing, names) if model.frozen_shapes else {}
-    frozen = dict(_frozen(models, model.frozen_shapes, shard_size))
-    return assemble(model, masters, source, model.topology(world_size), frozen)
+    return assemble(save.model, masters(save), source, save.model.topology(save.world_size), frozen(save))
 
 
-def _all_models(listing: Listing, names: Mapping[int, str]) -> dict[int, ModelStates]:
-    """Every rank's model file: they hold nothing but each rank's pieces of frozen parameters.
+def read_training(listing: Listing, *, allow_unknown: bool = False) -> Training:
+    """What the run needs beside its weights; arguments and errors as in `zero12.read`."""
+    refuse_other_parallelism(listing)
+    return training(load(listing, allow_unknown=allow_unknown))
+
+
+def _check_steps(listing: Listing, names: Mapping[int, str]) -> None:
+    """Every rank's model file is of the same save; most are read for nothing but that.
 
     Raises:
-        InconsistentError: they are of different saves.
+        InconsistentError: they are not.
     """
-    models = {rank: read_model_states(listing, name) for rank, name in names.items()}
-    steps = {rank: model.number("global_steps") for rank, model in models.items()}
+    steps = {rank: listing.numbers(name, "global_steps").get("global_steps") for rank, name in names.items()}
     if len(set(steps.values())) > 1:
         raise InconsistentError(
             "files of different saves",
@@ -90,7 +127,6 @@ def _all_models(listing: Listing, names: Mapping[int, str]) -> dict[int, ModelSt
             found="; ".join(f"rank {rank} says step {step}" for rank, step in list(steps.items())[:8]),
             remedy="Copy the files of one save again, or choose another tag.",
         )
-    return models
 
 
 def _shard_size(model: ModelStates, shards: Sequence[OptimizerShard], world_size: int) -> int:
@@ -117,42 +153,94 @@ def _shard_size(model: ModelStates, shards: Sequence[OptimizerShard], world_size
     )
 
 
-def _masters(
-    model: ModelStates, shards: Sequence[OptimizerShard], shard_size: int
-) -> Iterator[tuple[str, TensorEntry]]:
-    groups = [SubGroups([vector.numel for vector in shard.vectors]) for shard in shards]
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """A parameter's place in every rank's run of pieces."""
+
+    name: str
+    shape: Shape
+    offset: int
+
+
+def _places(save: Save) -> Iterator[_Place]:
+    """In flat order: `param_shapes` lists them by sub-group, but nothing depends on how."""
     offset = 0
-    for name, shape in ((name, shape) for group in model.param_shapes for name, shape in group.items()):
-        numel = math.prod(shape)
+    for name, shape in (item for listed in save.model.param_shapes for item in listed.items()):
+        yield _Place(name, shape, offset)
+        offset += partition_numel(math.prod(shape), save.shard_size)
+
+
+def masters(save: Save) -> dict[str, TensorEntry]:
+    """Trainable parameters by name; under MiCS, what further groups of ranks hold are replicas."""
+    size = save.shard_size
+    lengths = [SubGroups([vector.numel for vector in shard.vectors]) for shard in save.shards]
+    found: dict[str, TensorEntry] = {}
+    for place in _places(save):
         copies = [
-            tuple(_pieces(numel, offset, shards[first : first + shard_size], groups[first : first + shard_size]))
-            for first in range(0, len(shards), shard_size)
+            tuple(_pieces(place, save.shards[first : first + size], lengths[first : first + size]))
+            for first in range(0, len(save.shards), size)
         ]
-        dtype = shards[0].vectors[0].dtype
+        dtype = save.shards[0].vectors[0].dtype
         replicas = tuple(Replica(dtype, copy) for copy in copies[1:])
-        yield name, TensorEntry(name, shape, dtype, "parameter", copies[0], replicas)
-        offset += partition_numel(numel, shard_size)
+        found[place.name] = TensorEntry(place.name, place.shape, dtype, "parameter", copies[0], replicas)
+    return found
 
 
 def _pieces(
-    numel: int, offset: int, shards: Sequence[OptimizerShard], groups: Sequence[SubGroups]
+    place: _Place, shards: Sequence[OptimizerShard], lengths: Sequence[SubGroups], state: str | None = None
 ) -> Iterator[Fragment]:
-    for rank, (shard, group) in enumerate(zip(shards, groups, strict=True)):
-        held = partition_of(numel, len(shards), rank)
-        for piece in group.pieces(offset, len(held)):
-            vector = shard.vectors[piece.index]
-            byte_offset = vector.byte_offset + piece.offset * vector.dtype.itemsize
-            yield Fragment(vector.store, byte_offset, held.start + piece.start, piece.count)
+    """Of the masters, or of a state that is cut as they are."""
+    for rank, (shard, sub_groups) in enumerate(zip(shards, lengths, strict=True)):
+        held = partition_of(math.prod(place.shape), len(shards), rank)
+        for piece in sub_groups.pieces(place.offset, len(held)):
+            vector = shard.vectors[piece.index] if state is None else state_vector(shard, piece.index, state)
+            yield fragment_of(vector, piece, held.start + piece.start, shard.file)
 
 
-def _frozen(
-    models: Mapping[int, ModelStates], shapes: Mapping[str, Shape], shard_size: int
-) -> Iterator[tuple[str, TensorEntry]]:
-    """Frozen parameters: each rank's model file holds its piece, the last ones padded or short.
+def training(save: Save) -> Training:
+    """What the run needs beside its weights.
+
+    Raises:
+        IncompleteError: a rank lacks a state that others have.
+    """
+    shards = save.shards[: save.shard_size]
+    first = shards[0]
+    lengths = [SubGroups([vector.numel for vector in shard.vectors]) for shard in shards]
+    owners = _owners(first)
+    names: list[list[str]] = [[] for _ in range(1 + max(owners.values(), default=0))]
+    states: dict[str, dict[str, TensorEntry]] = {}
+    sub_group = 0
+    for place in _places(save):
+        sub_group = next((piece.index for piece in lengths[0].pieces(place.offset, 1)), sub_group)
+        names[owners.get(sub_group, 0)].append(place.name)
+        states[place.name] = {}
+        for state in per_element(first.states[sub_group]):
+            dtype = state_vector(first, sub_group, state).dtype
+            fragments = tuple(_pieces(place, shards, lengths, state))
+            states[place.name][state] = TensorEntry(place.name, place.shape, dtype, "parameter", fragments)
+    firsts = {owner: number for number, owner in reversed(owners.items())}
+    groups = tuple(group_of(tuple(listed), first, n, firsts.get(n, 0)) for n, listed in enumerate(names))
+    return Training(groups, states, scaler_of(first), save.model.rest, precision_of(save.model))
+
+
+def _owners(shard: OptimizerShard) -> dict[int, int]:
+    """Sub-group -> parameter group, as the wrapped optimizer lists them."""
+    listed = [group.get("params") for group in shard.settings]
+    numbers = [owner for owner, params in enumerate(listed) if isinstance(params, list) for _ in params]
+    return (
+        dict(enumerate(numbers)) if len(numbers) == len(shard.vectors) else dict.fromkeys(range(len(shard.vectors)), 0)
+    )
+
+
+def frozen(save: Save) -> dict[str, TensorEntry]:
+    """Frozen parameters by name: each rank's model file holds its piece, the last ones padded or short.
 
     Raises:
         IncompleteError: a rank does not hold its piece.
     """
+    shapes, shard_size = save.model.frozen_shapes, save.shard_size
+    models = {rank: read_model_states(save.listing, name) for rank, name in save.names.items()} if shapes else {}
+    found: dict[str, TensorEntry] = {}
     for name, shape in shapes.items():
         pieces: list[tuple[TensorRef, range]] = []
         for rank in range(shard_size):
@@ -178,4 +266,5 @@ def _frozen(
                     found=some(dtype.name for dtype in dtypes),
                 )
             fragments = tuple(Fragment(r.store, r.byte_offset, h.start, len(h)) for r, h in pieces if len(h))
-            yield name, TensorEntry(name, shape, dtypes.pop(), "frozen", fragments)
+            found[name] = TensorEntry(name, shape, dtypes.pop(), "frozen", fragments)
+    return found

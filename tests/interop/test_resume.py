@@ -1,0 +1,105 @@
+"""Real DeepSpeed goes on from what zckpt wrote, as if nothing had happened."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from zckpt.reshard import reshard
+
+pytest.importorskip("deepspeed")
+
+WORKER = Path(__file__).with_name("deepspeed_worker.py")
+SIZES = (1, 2, 3, 4)
+STAGES = (1, 2, 3)
+SAVED_AT = 3
+STEPS = 5
+
+
+def launch(world_size: int, jobs: list[dict[str, Any]], path: Path) -> list[list[float]]:
+    """The losses of each job, run one after another by one set of processes."""
+    path.write_text(json.dumps(jobs))
+    environment = {**os.environ, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={world_size}"]
+    done = subprocess.run(
+        [*command, str(WORKER), str(path)], env=environment, capture_output=True, text=True, check=False, timeout=280
+    )
+    told = [line for line in (done.stdout + done.stderr).splitlines() if "rank" in line or "exitcode" in line]
+    assert done.returncode == 0, "\n".join(told[-60:])
+    return json.loads(Path(f"{path}.losses").read_text())
+
+
+def worst(found: list[float], wanted: list[float]) -> float:
+    return max(abs(a - b) / abs(b) for a, b in zip(found, wanted, strict=True))
+
+
+@pytest.fixture(scope="module")
+def straight(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[tuple[int, int], list[float]]]:
+    """Runs that never stopped, of every world size and stage, each with a save on the way."""
+    root = tmp_path_factory.mktemp("straight")
+    losses: dict[tuple[int, int], list[float]] = {}
+    for size in SIZES:
+        jobs = [
+            {"stage": s, "steps": SAVED_AT + STEPS, "save_at": SAVED_AT, "save": f"{root}/{size}.{s}"} for s in STAGES
+        ]
+        for stage, found in zip(STAGES, launch(size, jobs, root / f"{size}.json"), strict=True):
+            losses[size, stage] = found[SAVED_AT:]
+    return root, losses
+
+
+@pytest.mark.xdist_group("resume")
+@pytest.mark.parametrize("size", SIZES)
+def test_every_world_size_and_stage_goes_on_at_every_other(
+    size: int, straight: tuple[Path, dict[tuple[int, int], list[float]]], tmp_path: Path
+) -> None:
+    """Each pair of world sizes, and each pair of stages some four times (all nine times with ZCKPT_TESTS=all)."""
+    root, losses = straight
+    every = os.environ.get("ZCKPT_TESTS") == "all"
+    jobs, wanted = [], []
+    for (home, stage), reference in losses.items():
+        for target in STAGES if every else [1 + (stage + home + size) % 3]:
+            out = tmp_path / f"{home}.{stage}.{target}"
+            reshard(root / f"{home}.{stage}", out, world_size=size, stage=target)
+            jobs.append({"stage": target, "load": str(out), "steps": STEPS, "client": {"seen": SAVED_AT}})
+            wanted.append(reference)
+    for job, found, reference in zip(jobs, launch(size, jobs, tmp_path / "jobs.json"), wanted, strict=True):
+        assert worst(found, reference) < 1e-6, job
+
+
+VARIANTS: list[tuple[dict[str, Any], dict[str, Any], float]] = [
+    ({"stage": 2, "precision": "bf16"}, {"stage": 3, "precision": "bf16"}, 1e-2),
+    ({"stage": 3, "precision": "fp16"}, {"stage": 1, "precision": "fp16"}, 1e-2),
+    ({"stage": 1, "precision": "fp16"}, {"stage": 3, "precision": "fp16"}, 1e-2),
+    ({"stage": 2, "optimizer": "Adagrad"}, {"stage": 1, "optimizer": "Adagrad"}, 1e-6),
+    ({"stage": 3, "optimizer": "SGD"}, {"stage": 2, "optimizer": "SGD"}, 1e-6),
+    (
+        {"stage": 2, "zero": {"round_robin_gradients": True}},
+        {"stage": 2, "zero": {"round_robin_gradients": True}},
+        1e-6,
+    ),
+    ({"stage": 1, "zero": {"parameter_alignment": True}}, {"stage": 2, "zero": {"parameter_alignment": True}}, 1e-6),
+    ({"stage": 3, "zero": {"sub_group_size": 40}}, {"stage": 3, "zero": {"sub_group_size": 40}}, 1e-6),
+]
+
+
+@pytest.mark.xdist_group("resume")
+def test_precisions_optimizers_and_orders_go_on(tmp_path: Path) -> None:
+    jobs = [
+        {**job, "steps": SAVED_AT + STEPS, "save_at": SAVED_AT, "save": f"{tmp_path}/{n}"}
+        for n, (job, _, _) in enumerate(VARIANTS)
+    ]
+    references = launch(2, jobs, tmp_path / "straight.json")
+    resumed = []
+    for number, (_, job, _) in enumerate(VARIANTS):
+        reshard(tmp_path / str(number), tmp_path / f"{number}out", world_size=3, stage=job["stage"])
+        resumed.append({**job, "load": f"{tmp_path}/{number}out", "steps": STEPS})
+    for variant, reference, found in zip(
+        VARIANTS, references, launch(3, resumed, tmp_path / "resumed.json"), strict=True
+    ):
+        assert worst(found, reference[SAVED_AT:]) < variant[2], variant

@@ -1,0 +1,136 @@
+"""`zckpt reshard`: a checkpoint for another machine shape."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from enum import Enum
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from zckpt.cli import options as o
+from zckpt.cli.output import Sink, peak_rss_bytes
+
+if TYPE_CHECKING:
+    from zckpt.convert import Report
+    from zckpt.reshard import Prepared
+
+
+class Precision(str, Enum):
+    """What the module's own weights can be."""
+
+    keep = "keep"
+    fp32 = "fp32"
+    fp16 = "fp16"
+    bf16 = "bf16"
+
+
+OutDirectory = Annotated[
+    str, typer.Argument(metavar="OUT", help="Directory for the new checkpoint.", show_default=False)
+]
+WorldSize = Annotated[
+    int,
+    typer.Option("--world-size", metavar="N", min=1, help="Data-parallel ranks that will resume.", show_default=False),
+]
+Stage = Annotated[
+    int | None, typer.Option("--stage", metavar="1|2|3", min=1, max=3, help="ZeRO stage; by default the one it has.")
+]
+PrecisionOption = Annotated[Precision, typer.Option("--precision", help="Dtype of the module's own weights.")]
+
+
+def register(app: typer.Typer) -> None:
+    """Adds the command."""
+    app.command(
+        "reshard",
+        help="Write a ZeRO checkpoint for another world size, stage or precision; DeepSpeed resumes from it as it is.",
+        epilog="Example: zckpt reshard out/checkpoint-500 resumable/ --world-size 4 --stage 3",
+    )(reshard)
+
+
+def reshard(
+    ckpt: o.Checkpoint,
+    out: OutDirectory,
+    world_size: WorldSize,
+    stage: Stage = None,
+    precision: PrecisionOption = Precision.keep,
+    tag: o.Tag = None,
+    also: o.Also = None,
+    threads: o.Threads = None,
+    keep_cache: o.KeepCache = None,
+    limit_rate: o.LimitRate = None,
+    dry_run: o.DryRun = False,
+    overwrite: o.Overwrite = False,
+    allow_unknown_layout: o.AllowUnknownLayout = False,
+    as_json: o.Json = False,
+    quiet: o.Quiet = False,
+) -> None:
+    """Plans, and unless it is a dry run carries out."""
+    from zckpt.reshard import execute, prepare
+
+    began = time.perf_counter()
+    sink = Sink(as_json=as_json, quiet=quiet)
+    prepared = prepare(
+        *(ckpt, out),
+        world_size=world_size,
+        stage=stage,
+        precision=precision.value,
+        tag=tag,
+        also=also or (),
+        overwrite=overwrite,
+        allow_unknown_layout=allow_unknown_layout,
+    )
+    sink.notes(prepared.notes)
+    if dry_run:
+        sink.result(lambda: {"dry_run": True, **_plan_facts(prepared)}, lambda: _plan_lines(prepared))
+        return
+    with sink.progress(prepared.plan.bytes_written, "reshard") as progress:
+        report = execute(prepared, progress, o.pace(threads, keep_cache, limit_rate))
+    seconds = time.perf_counter() - began
+    sink.result(
+        lambda: {
+            **_plan_facts(prepared),
+            "bytes_written": report.bytes_written,
+            "kept": report.kept,
+            "seconds": seconds,
+            "peak_rss_bytes": peak_rss_bytes(),
+        },
+        lambda: _lines(prepared, report, seconds),
+    )
+
+
+def _plan_facts(prepared: Prepared) -> dict[str, object]:
+    target, catalog = prepared.target, prepared.opened.catalog
+    return {
+        "out": prepared.out,
+        "tag": target.tag,
+        "zero_stage": target.stage,
+        "world_size": target.world_size,
+        "precision": target.precision.torch_name,
+        "files": [{"path": file.path, "bytes": file.size} for file, _ in prepared.plan.files],
+        "tensors": len(catalog),
+        "numel": catalog.numel,
+        "bytes_written": prepared.plan.bytes_written,
+        "notes": list(prepared.notes),
+    }
+
+
+def _what(prepared: Prepared) -> str:
+    target = prepared.target
+    return f"ZeRO-{target.stage}, world size {target.world_size}, {target.precision.torch_name}, tag {target.tag}"
+
+
+def _plan_lines(prepared: Prepared) -> Iterator[str]:
+    yield f"{prepared.out} would get {_what(prepared)}"
+    for file, _ in prepared.plan.files:
+        yield f"  {file.size:>16,} bytes  {file.path}"
+    yield f"{prepared.plan.bytes_read:,} bytes read, {prepared.plan.bytes_written:,} bytes written"
+
+
+def _lines(prepared: Prepared, report: Report, seconds: float) -> Iterator[str]:
+    speed = report.bytes_written / 1e6 / max(seconds, 1e-9)
+    yield (
+        f"{prepared.out}: {_what(prepared)}; {report.bytes_written:,} bytes in {len(report.files):,} files, "
+        f"{seconds:.2f} s, {speed:,.0f} MB/s"
+    )
+    yield f"resume with engine.load_checkpoint({prepared.out!r})"

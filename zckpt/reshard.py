@@ -1,0 +1,200 @@
+"""From one shape to another: a ZeRO checkpoint for another world size, stage or precision, ready to resume from.
+
+For `zckpt reshard`. Masters and optimizer states are moved byte by byte; counters, schedules, settings and client state go
+along. The steps are those of every job: read, lay out, route, move, publish.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from zckpt import layouts, replicas
+from zckpt.catalog import Catalog
+from zckpt.checkpoint import Opened, open_catalog
+from zckpt.convert import Report, protected, to_dtype
+from zckpt.delivery import Order, deliver
+from zckpt.dtypes import BF16, F16, DType
+from zckpt.errors import UsageError
+from zckpt.layouts.companions import companions, config_file
+from zckpt.layouts.huggingface import literal_file
+from zckpt.layouts.training import Training
+from zckpt.layouts.zero_out import DEFAULT_SUB_GROUP_SIZE, Laid, ZeroTarget, lay_out
+from zckpt.plan import Plan
+from zckpt.private import is_unfinished
+from zckpt.publish import check_output, check_space
+from zckpt.tuning import DEFAULT_PACE, Pace
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """A resharding that is planned but not begun.
+
+    Attributes:
+        opened: the checkpoint.
+        training: what it holds beside the weights.
+        target: the form of the new one.
+        plan: where every byte goes.
+        out: the output directory.
+        copies: (path, name) of small files copied beside the tag.
+        overwrite: replace an existing output.
+        notes: sentences a person should see.
+    """
+
+    opened: Opened
+    training: Training
+    target: ZeroTarget
+    plan: Plan
+    out: str
+    copies: tuple[tuple[str, str], ...]
+    overwrite: bool
+    notes: tuple[str, ...]
+
+
+def prepare(
+    checkpoint: str,
+    out: str,
+    *,
+    world_size: int,
+    stage: int | None = None,
+    precision: str | DType = "keep",
+    tag: str | None = None,
+    also: Sequence[str] = (),
+    overwrite: bool = False,
+    allow_unknown_layout: bool = False,
+) -> Prepared:
+    """Everything but the work. Writes nothing.
+
+    Args:
+        checkpoint: any form of a ZeRO checkpoint.
+        out: the directory for the new one: a tag directory, `latest`, and what lies beside the old one.
+        world_size: data-parallel ranks that will resume.
+        stage: 1, 2 or 3; None for the one it has.
+        precision: dtype of the module's own weights, "fp32", "fp16" or "bf16"; "keep" for the one it has.
+        tag: which save, where there are several.
+        also: directories laid over the checkpoint.
+        overwrite: replace an existing output.
+        allow_unknown_layout: go on though an optimizer file holds keys that zckpt does not know.
+
+    Raises:
+        ZckptError: one of its kinds says what is wrong.
+    """
+    if world_size < 1 or stage not in (None, 1, 2, 3):
+        raise UsageError("an impossible target", found=f"world size {world_size}, stage {stage}")
+    opened = open_catalog(checkpoint, tag, also, allow_unknown_layout=allow_unknown_layout)
+    training = layouts.read_training(opened.place.listing, allow_unknown=allow_unknown_layout)
+    check_output(out, single=False, overwrite=overwrite or is_unfinished(out), protected=protected(opened, checkpoint))
+    dtype = training.precision if precision == "keep" else to_dtype(precision)
+    target = target_of(opened.catalog, training, world_size, stage, dtype)
+    training = replace(training, model=_with_config(training.model, target, training.precision))
+    laid = lay_out(opened.catalog, training, target)
+    laid = _finished(laid, opened, target)
+    prepared = Prepared(
+        opened=opened,
+        training=training,
+        target=target,
+        plan=Plan(laid.files, laid.pairs),
+        out=out,
+        copies=tuple(companions(opened.place.home)),
+        overwrite=overwrite,
+        notes=opened.catalog.source.notes,
+    )
+    check_space(out, prepared.plan.bytes_written)
+    return prepared
+
+
+def target_of(catalog: Catalog, training: Training, world_size: int, stage: int | None, precision: DType) -> ZeroTarget:
+    """The save that DeepSpeed's engine would write from the same config at this world size and stage."""
+    config = training.model.get("ds_config")
+    zero = config.get("zero_optimization") if isinstance(config, Mapping) else None
+    zero = zero if isinstance(zero, Mapping) else {}
+    stage = stage or catalog.source.zero_stage or 1
+    size = zero.get("sub_group_size", DEFAULT_SUB_GROUP_SIZE)
+    return ZeroTarget(
+        tag=catalog.source.tag or "global_step0",
+        stage=stage,
+        world_size=world_size,
+        precision=precision,
+        form="bf16" if training.form == "bf16" and stage == 1 and precision == BF16 else "zero",
+        round_robin=zero.get("round_robin_gradients") is True,
+        align=zero.get("parameter_alignment") is True,
+        sub_group_size=int(size) if isinstance(size, int | float) and size >= 1 else DEFAULT_SUB_GROUP_SIZE,
+    )
+
+
+def _with_config(model: Mapping[str, object], target: ZeroTarget, before: DType) -> dict[str, object]:
+    """The config that the files carry, made true."""
+    config = model.get("ds_config")
+    if not isinstance(config, Mapping):
+        return dict(model)
+    zero = config.get("zero_optimization")
+    config = {**config, "zero_optimization": {**(zero if isinstance(zero, Mapping) else {}), "stage": target.stage}}
+    if target.precision != before:
+        for key, dtype in {"bf16": BF16, "fp16": F16}.items():
+            section = config.get(key)
+            kept = section if isinstance(section, Mapping) else {}
+            if kept or target.precision == dtype:
+                config[key] = {**kept, "enabled": target.precision == dtype}
+    return {**model, "ds_config": config}
+
+
+def _finished(laid: Laid, opened: Opened, target: ZeroTarget) -> Laid:
+    """With `latest`, and the model's config made true."""
+    files = [*laid.files, literal_file("latest", target.tag.encode())]
+    config = config_file(opened.place.home, target.precision)
+    return Laid((*files, *([config] if config else [])), laid.pairs)
+
+
+def execute(prepared: Prepared, progress: Callable[[int], None] | None = None, pace: Pace = DEFAULT_PACE) -> Report:
+    """Checks, moves and publishes; goes on where an interrupted run of the same job ended.
+
+    Raises:
+        ZckptError: one of its kinds says what is wrong; nothing stands under the output's name then.
+    """
+    began = time.perf_counter()
+    replicas.check(prepared.opened.catalog)
+    catalog, target = prepared.opened.catalog, prepared.target
+    wishes = {"stage": target.stage, "world_size": target.world_size, "precision": target.precision.torch_name}
+    done = deliver(
+        Order(
+            plan=prepared.plan, out=prepared.out, catalog=catalog, wishes=wishes, copies=prepared.copies,
+            overwrite=prepared.overwrite, pace=pace,
+        ),
+        progress,
+    )  # fmt: skip
+    return Report(
+        files=done.files,
+        tensors=len(catalog),
+        numel=catalog.numel,
+        bytes_written=done.bytes_written,
+        seconds=time.perf_counter() - began,
+        engine=done.engine,
+        kept=done.kept,
+        overflows={},
+        notes=(*prepared.notes, *done.notes),
+    )
+
+
+def reshard(
+    checkpoint: str | os.PathLike[str],
+    out: str | os.PathLike[str],
+    *,
+    world_size: int,
+    stage: int | None = None,
+    precision: str = "keep",
+    tag: str | None = None,
+    overwrite: bool = False,
+) -> Report:
+    """Writes a ZeRO checkpoint for another world size, stage or precision; arguments and errors as in `prepare`.
+
+    Example:
+        zckpt.reshard("out/checkpoint-500", "resumable/", world_size=4, stage=3)
+    """
+    return execute(
+        prepare(
+            *(os.fspath(checkpoint), os.fspath(out)),
+            world_size=world_size, stage=stage, precision=precision, tag=tag, overwrite=overwrite,
+        )
+    )  # fmt: skip
