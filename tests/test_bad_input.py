@@ -326,11 +326,16 @@ def test_placeholders_are_called_what_they_are(zero3: Path, out: Path, suffix: s
 
 
 @pytest.mark.parametrize(
-    "name", ["layer_00-model_states.pt", "layer_0_expert_1_mp_rank_00_model_states.pt", "mp_rank_01_model_states.pt"]
+    ("name", "kind"),
+    [
+        ("layer_00-model_states.pt", CorruptError),
+        ("layer_0_expert_1_mp_rank_00_model_states.pt", UnsupportedError),
+        ("mp_rank_01_model_states.pt", IncompleteError),
+    ],
 )
-def test_other_parallelism_is_named(zero2: Path, out: Path, name: str) -> None:
+def test_files_of_another_parallelism(zero2: Path, out: Path, name: str, kind: type[ZckptError]) -> None:
     shutil.copy(zero2 / "global_step5" / "mp_rank_00_model_states.pt", zero2 / "global_step5" / name)
-    refused(UnsupportedError, zero2, out)
+    refused(kind, zero2, out)
 
 
 def test_a_version_that_is_too_old(zero2: Path, out: Path) -> None:
@@ -431,11 +436,12 @@ def test_interrupted(tmp_path: Path, out: Path, number: int) -> None:
         time.sleep(0.001)
     process.send_signal(number)
     _, err = process.communicate(timeout=30)
-    if process.returncode == 0:  # it was done before the signal came
-        assert [path.name for path in out.parent.iterdir()] == [out.name]
-    else:
+    if process.returncode:  # else it was done before the signal came
         assert process.returncode == 2 and "interrupted" in err.lower()
-        assert list(out.parent.iterdir()) == []
+        left = [path.name for path in out.parent.iterdir()]
+        assert left == ([f".{out.name}.zckpt"] if "the same command goes on" in err else [])
+        subprocess.run(command, env=environment, check=True)
+    assert sorted(path.name for path in out.parent.iterdir()) == [out.name, f"{out.name}.zckpt.json"]
 
 
 def test_fp16_overflow(tmp_path: Path, out: Path) -> None:

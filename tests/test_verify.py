@@ -22,6 +22,7 @@ from safetensors.torch import load_file, save_file
 import zckpt
 from zckpt import Options, plan
 from zckpt import scan as scan_module
+from zckpt.checkpoint import open_catalog
 from zckpt.containers import torch_zip
 from zckpt.errors import NotACheckpointError, UnsupportedError
 from zckpt.fragments import FileStore
@@ -83,6 +84,8 @@ def test_every_byte_is_read_once(path: Path, monkeypatch: pytest.MonkeyPatch) ->
             if how & scan_module.AGAINST:
                 sides.append((move.dst, move.dst_offset, move.dst_dtype, move.dst_pitch, move.dst_step))
             for store, offset, dtype, pitch, step in sides:
+                if not isinstance(store, FileStore):
+                    continue
                 for row in range(move.rows):
                     for i in range(1 if step == 1 else move.count):
                         at = offset + row * pitch + i * step * dtype.itemsize
@@ -93,13 +96,16 @@ def test_every_byte_is_read_once(path: Path, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(scan_module, "_run_native", watched)
     assert zckpt.verify(path / "checkpoint", deep=True).ok
     assert read
+    tensors = open_catalog(str(path / "checkpoint")).catalog.tensors.values()
+    again = sum((len(entry.replicas) - 1) * entry.nbytes for entry in tensors if entry.replicas)
     for file, ranges in read.items():
         covered = np.zeros(os.path.getsize(file), int)
         for start, stop in ranges:
             covered[start:stop] += 1
         assert covered.min() == 1, file
-        # Views of the same bytes are read once each; nothing else is read twice.
-        assert covered.max() == 1 or path.name in ("tied_w2", "packed_w2", "bf16", "bf16_groups", "fp16"), file
+        # Views of the same bytes are read once each, a master once for each copy of it; nothing else is read twice.
+        again -= int((covered - 1).sum())
+        assert again >= 0 or path.name in ("tied_w2", "packed_w2", "bf16", "bf16_groups", "fp16"), file
 
 
 @pytest.mark.parametrize("world", [1, 2, 5])

@@ -20,6 +20,7 @@ from zckpt.dtypes import BF16, BY_TORCH_NAME, CAST_TARGETS, F16, F32, DType
 from zckpt.errors import UsageError, some
 from zckpt.layouts.companions import companions, config_file
 from zckpt.layouts.huggingface import Format, Target, lay_out
+from zckpt.layouts.listing import Wishes
 from zckpt.plan import Plan
 from zckpt.private import is_unfinished
 from zckpt.publish import check_output, check_space
@@ -51,6 +52,7 @@ class Options:
         merge: put the files into an existing directory instead of replacing it.
         beside: allow an output beside the input's tag directories.
         allow_unknown_layout: convert though the layout cannot be proved.
+        wishes: what a person says of a model-parallel checkpoint that does not say it itself.
     """
 
     dtype: DType = F32
@@ -70,6 +72,7 @@ class Options:
     merge: bool = False
     beside: bool = False
     allow_unknown_layout: bool = False
+    wishes: Wishes | None = None
 
     @property
     def pace(self) -> Pace:
@@ -188,7 +191,9 @@ def prepare(
     checkpoint: str, out: str, options: Options, *, tag: str | None = None, also: Sequence[str] = ()
 ) -> Prepared:
     """Everything but the work: opens, selects, lays out, and refuses what cannot succeed. Writes nothing."""
-    opened = open_catalog(checkpoint, tag, also, allow_unknown_layout=options.allow_unknown_layout)
+    opened = open_catalog(
+        checkpoint, tag, also, allow_unknown_layout=options.allow_unknown_layout, wishes=options.wishes
+    )
     target, single = _target(out, options)
     check_output(
         out,
@@ -228,15 +233,13 @@ def execute(prepared: Prepared, progress: Callable[[int], None] | None = None) -
             notes.append(f"{len(bad):,} master weights are not those of the model's own weights: {some(bad)}.")
     else:
         replicas.check(prepared.catalog)
-    usual = Options()
-    wishes = {name: getattr(options, name) for name in _WISHES}
     done = deliver(
         Order(
             plan=prepared.plan,
             out=prepared.out,
             catalog=prepared.catalog,
             dtype=options.dtype,
-            wishes={name: wish for name, wish in wishes.items() if wish and wish != getattr(usual, name)},
+            options=_recorded(options),
             single=prepared.single,
             copies=prepared.copies,
             overflow=options.overflow,
@@ -260,7 +263,15 @@ def execute(prepared: Prepared, progress: Callable[[int], None] | None = None) -
     )
 
 
-_WISHES = ("include", "exclude", "exclude_frozen", "strip_prefix", "rename", "overflow")
+_SELECTION = ("include", "exclude", "exclude_frozen", "strip_prefix", "rename", "overflow")
+
+
+def _recorded(options: Options) -> dict[str, object]:
+    """What the manifest says was asked for: all that changes tensors, and is not as it always is."""
+    usual = Options()
+    asked = {name: getattr(options, name) for name in _SELECTION}
+    recorded = {name: value for name, value in asked.items() if value and value != getattr(usual, name)}
+    return recorded | ({} if options.wishes is None else {"wishes": options.wishes.as_json()})
 
 
 def output_dtype(entry: TensorEntry, dtype: DType) -> DType:

@@ -6,6 +6,7 @@ still what it wrote.
 
 from __future__ import annotations
 
+import ctypes
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -38,7 +39,7 @@ class Order:
         out: the output's path.
         catalog: what it is made from.
         dtype: that floating numbers are cast to; None where they keep theirs.
-        wishes: what was asked for beyond that and changes the output; they stand in the manifest.
+        options: what was asked for beyond that and changes the output; they stand in the manifest.
         single: whether the output is one file.
         copies: (path, name) of small files copied beside.
         overflow: what to do with numbers too large for the dtype.
@@ -52,7 +53,7 @@ class Order:
     out: str
     catalog: Catalog
     dtype: DType | None = None
-    wishes: Mapping[str, object] = field(default_factory=dict[str, object])
+    options: Mapping[str, object] = field(default_factory=dict[str, object])
     single: bool = False
     copies: tuple[tuple[str, str], ...] = ()
     overflow: Overflow = "error"
@@ -131,7 +132,7 @@ def _manifest(order: Order, files: Iterable[Finished]) -> Manifest:
         version=__version__,
         source=order.catalog.source.as_json(order.catalog.topology),
         dtype="" if order.dtype is None else _SHORT[order.dtype.name],
-        options=order.wishes,
+        options=order.options,
         tensors=len(order.catalog),
         numel=order.catalog.numel,
         files=tuple(files),
@@ -182,7 +183,11 @@ _GEOMETRY = ("byte_offset", "start", "count", "rows", "pitch", "store_pitch")
 
 
 def _state(store: Store) -> tuple[object, ...]:
-    """What changes when a file is written again, whatever is done to its modification time."""
+    """What changes when a file is written again, whatever is done to its modification time; of memory, its bytes."""
+    if not isinstance(store, FileStore):
+        from hashlib import sha256
+
+        return (sha256(ctypes.string_at(store.address, store.size)).hexdigest(),)
     stat = os.stat(str(store))
     path = os.path.realpath(str(store))
     return path, store.byteorder, stat.st_size, stat.st_ino, stat.st_mtime_ns, stat.st_ctime_ns

@@ -14,6 +14,7 @@ from zckpt.catalog import Catalog, TensorEntry
 from zckpt.checkpoint import open_catalog, strip_wrappers
 from zckpt.dtypes import DType
 from zckpt.errors import some
+from zckpt.layouts.listing import Wishes
 from zckpt.scan import Look, looks_against, scan
 from zckpt.tally import Relation, Tally
 from zckpt.tuning import DEFAULT_PACE, Pace
@@ -141,6 +142,7 @@ def diff(
     *,
     atol: float | None = None,
     rtol: float | None = None,
+    wishes: Wishes | None = None,
     pace: Pace = DEFAULT_PACE,
     progress: Callable[[int], None] | None = None,
 ) -> Diff:
@@ -154,6 +156,7 @@ def diff(
         b: anything zckpt reads, in any other layout.
         atol: absolute tolerance.
         rtol: relative tolerance.
+        wishes: what a person says of model-parallel checkpoints that do not say it themselves.
         pace: how hard to work.
         progress: called with the bytes read so far.
 
@@ -163,7 +166,7 @@ def diff(
     Example:
         assert zckpt.diff("out/checkpoint-500", "weights/", rtol=2**-8).same
     """
-    (left, told_a), (right, told_b) = _opened(a), _opened(b)
+    (left, told_a), (right, told_b) = _opened(a, wishes), _opened(b, wishes)
     names_a, names_b = [*left, *left.aliases], {*right, *right.aliases}
     pairs: dict[tuple[int, int], tuple[str, TensorEntry, TensorEntry]] = {}
     for name in names_a:
@@ -191,8 +194,8 @@ def diff(
     return Diff(only_a, only_b, tuple(tensors), (*(f"A: {n}" for n in told_a), *(f"B: {n}" for n in told_b)))
 
 
-def _opened(path: str | os.PathLike[str]) -> tuple[Catalog, tuple[str, ...]]:
-    opened = open_catalog(os.fspath(path))
+def _opened(path: str | os.PathLike[str], wishes: Wishes | None) -> tuple[Catalog, tuple[str, ...]]:
+    opened = open_catalog(os.fspath(path), wishes=wishes)
     catalog, stripped = strip_wrappers(opened.catalog)
     return catalog, opened.catalog.source.notes + stripped
 

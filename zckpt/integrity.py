@@ -13,7 +13,7 @@ from array import array
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
-from zckpt.catalog import Catalog, Padding, TensorEntry
+from zckpt.catalog import Catalog, Padding, Replica, TensorEntry
 from zckpt.containers import torch_zip
 from zckpt.containers.container import Container, open_input
 from zckpt.fragments import FileStore, Fragment
@@ -79,7 +79,8 @@ class Findings:
         wrong_records: (file name, record name) of those whose bytes are not what was written.
         wrong_files: names of files whose bytes are not those that the manifest names.
         tensors: for each tensor of the catalog, what was counted; tied ones once.
-        padding: the same for each padding.
+        copies: (tensor, replica, comparison of the two); a master is rounded before.
+        padding: the same as for tensors, for each padding.
     """
 
     bytes_read: int
@@ -87,6 +88,7 @@ class Findings:
     wrong_records: tuple[tuple[str, str], ...]
     wrong_files: tuple[str, ...]
     tensors: dict[str, Tally] = field(default_factory=dict[str, Tally])
+    copies: tuple[tuple[str, Replica, Tally], ...] = ()
     padding: tuple[Tally, ...] = ()
 
 
@@ -129,7 +131,13 @@ def examine(
     entries = tour.entries
     tallies = {e.name: report.tallies.get(i, Tally()) for i, e in enumerate(entries) if isinstance(e, TensorEntry)}
     padding = tuple(report.tallies.get(i, Tally()) for i, e in enumerate(entries) if isinstance(e, Padding))
-    return Findings(report.bytes_read, records, tuple(wrong_records), tuple(wrong_files), tallies, padding)
+    copies = tuple(
+        (e.name, replica, report.tallies.get(tour.number_of(i, copy), Tally()))
+        for i, e in enumerate(entries)
+        if isinstance(e, TensorEntry)
+        for copy, replica in enumerate(e.replicas)
+    )
+    return Findings(report.bytes_read, records, tuple(wrong_records), tuple(wrong_files), tallies, copies, padding)
 
 
 def _parts(file: CheckedFile) -> list[tuple[int, int]]:
@@ -185,11 +193,15 @@ class _Tour:
         for look in self._pair_looks(number, entry):
             move, numel = look.move, look.move.count * look.move.rows
             in_source, in_other = _dense_sides(move)
-            if in_source:
+            if in_source and move.tensor == number:
                 self._claim(move.src, move.src_offset, numel * move.src_dtype.itemsize)
             if in_other:
                 self._claim(move.dst, move.dst_offset, numel * move.dst_dtype.itemsize)
         self._count += 1
+
+    def number_of(self, number: int, copy: int) -> int:
+        """Of the comparison of an entry with one of its copies. That with the first one counts for the entry itself."""
+        return number + copy * len(self.entries)
 
     def _unit(self, fragment: Fragment, number: int, index: int) -> None:
         path = str(fragment.store)
@@ -212,9 +224,9 @@ class _Tour:
 
     def _pair_looks(self, number: int, entry: TensorEntry) -> Iterator[Look]:
         """A tensor against its copy, and once more for each further copy."""
-        for replica in entry.replicas:
+        for index, replica in enumerate(entry.replicas):
             copy = replace(entry, dtype=replica.dtype, fragments=replica.fragments, replicas=())
-            yield from looks_against(replace(entry, replicas=()), copy, number)
+            yield from looks_against(replace(entry, replicas=()), copy, self.number_of(number, index))
 
     def looks(self) -> Iterator[Look]:
         """All looks, file by file, in the order of each file."""
@@ -241,6 +253,7 @@ class _Tour:
         assert isinstance(entry, TensorEntry)
         for look in self._pair_looks(number, entry):
             in_source, in_other = _dense_sides(look.move) if free else (False, False)
+            in_source = in_source and look.move.tensor == number  # further copies read it again
             how = NUMBERS | AGAINST | (SUM_SOURCE if in_source else 0) | (SUM_OTHER if in_other else 0)
             yield look._replace(how=how)
 

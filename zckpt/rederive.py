@@ -76,9 +76,9 @@ def differences(
                         break
                     number, first, last = part
                     source, output = pairs[number]
-                    wide = _bytes(source, first, last, files)
+                    wide = elements(source, first, last, files)
                     expected, _, _ = cast(wide, source.dtype, output.dtype, sys.byteorder, clamp)
-                    actual = _bytes(output, first, last, files)
+                    actual = elements(output, first, last, files)
                     with lock:
                         if expected != actual:
                             count, place = _compared(expected, actual, output.dtype.itemsize)
@@ -111,8 +111,12 @@ def _parts(pairs: Sequence[tuple[TensorEntry, TensorEntry]]) -> Iterator[tuple[i
             yield number, start, min(start + _PART, source.numel)
 
 
-def _bytes(entry: TensorEntry, start: int, stop: int, files: OpenFiles) -> bytes:
-    """Elements [start, stop) of a tensor, in the machine's byte order."""
+def elements(entry: TensorEntry, start: int, stop: int, files: OpenFiles) -> bytes:
+    """Elements [start, stop) of a tensor, in the machine's byte order.
+
+    Raises:
+        CorruptError: a file ends too early, or cannot be read.
+    """
     itemsize, dtype = entry.dtype.itemsize, entry.dtype
     parts: list[bytes] = []
     for run in runs_in_order(clip(entry.fragments, start, stop, itemsize), itemsize):

@@ -12,12 +12,13 @@ from dataclasses import dataclass, field, replace
 
 from zckpt import manifest as manifests
 from zckpt import replicas
-from zckpt.catalog import Catalog
+from zckpt.catalog import Catalog, Replica
 from zckpt.checkpoint import open_catalog, strip_wrappers
 from zckpt.containers import open_container
 from zckpt.errors import NotACheckpointError, UnsupportedError, UsageError, ZckptError, some
 from zckpt.fragments import FileStore
 from zckpt.integrity import CheckedFile, checked_file, examine, non_finite, numel_of, small_records
+from zckpt.layouts.listing import Wishes
 from zckpt.layouts.origins import Origin, contradictions, of_other_ages, origin, save_files
 from zckpt.layouts.places import Place, find
 from zckpt.manifest import Manifest
@@ -61,6 +62,7 @@ def examined(
     path: str,
     tag: str | None = None,
     also: Sequence[str] = (),
+    wishes: Wishes | None = None,
     *,
     deep: bool = False,
     from_disk: bool = False,
@@ -73,6 +75,7 @@ def examined(
         path: of the checkpoint.
         tag: which save.
         also: directories laid over it.
+        wishes: what a person says of a model-parallel checkpoint that does not say it itself.
         deep: read every byte, count NaN and infinity. What has a manifest is always read whole.
         from_disk: see what the disk holds, not what the page cache remembers of it.
         pace: how hard to work.
@@ -83,7 +86,7 @@ def examined(
     """
     state = Examined(find(path, tag, also))
     facts = _manifest_of(state, path)
-    unknown = _open(state, path, tag, also)
+    unknown = _open(state, path, tag, also, wishes)
     _open_files(state, facts)
     for file in state.files if from_disk else ():
         with open(file.store.path, "rb") as data:
@@ -130,10 +133,10 @@ def _manifest_of(state: Examined, path: str) -> Manifest | None:
     return facts
 
 
-def _open(state: Examined, path: str, tag: str | None, also: Sequence[str]) -> ZckptError | None:
+def _open(state: Examined, path: str, tag: str | None, also: Sequence[str], wishes: Wishes | None) -> ZckptError | None:
     """Reads the catalog. Returns an error that is no finding, unless damage explains it."""
     try:
-        opened = open_catalog(path, tag, also)
+        opened = open_catalog(path, tag, also, wishes=wishes)
     except ZckptError as error:
         state.add("tensors", "", [str(error)])
         strange = isinstance(error, NotACheckpointError) and not state.place.listing.tag
@@ -203,17 +206,27 @@ def _check_ends(state: Examined) -> None:
     catalog = state.catalog
     if catalog is None:
         return
-    copies = sum(bool(entry.replicas) for entry in catalog.tensors.values())
-    if copies:
-        bad = [
-            f"{entry.name!r}: element {element:,} is {value!r} as a master and {copy!r} in its copy"
-            for entry, (element, value, copy) in replicas.disagreements(catalog)
-        ]
-        told = f"{copies:,} agree with their half-precision copies, at both ends of every fragment"
-        state.add("masters", told, few(bad, "masters disagree with their half-precision copies"))
+    bad = [
+        (replica, f"{entry.name!r}: element {element:,} is {value!r} and in its copy {copy!r}")
+        for entry, replica, (element, value, copy) in replicas.disagreements(catalog)
+    ]
+    _add_copies(state, catalog, bad, "at both ends of every fragment")
     if catalog.padding:
         findings = examine(replace(catalog, tensors={}, aliases={}), [], DEFAULT_PACE)
         _add_padding(state, catalog, sum(tally.nonzero for tally in findings.padding))
+
+
+def _add_copies(state: Examined, catalog: Catalog, bad: Sequence[tuple[Replica, str]], where: str) -> None:
+    """Whether masters are the model's own weights, and whether ranks agree on what several of them hold."""
+    for name, what, copies in (
+        ("masters", "masters", "their half-precision copies"),
+        ("copies", "tensors", "the copies of other ranks"),
+    ):
+        of_ranks = name == "copies"
+        count = sum(any(bool(r.rank) == of_ranks for r in entry.replicas) for entry in catalog.tensors.values())
+        if count:
+            problems = [told for replica, told in bad if bool(replica.rank) == of_ranks]
+            state.add(name, f"{count:,} agree with {copies}, {where}", few(problems, f"{what} disagree with {copies}"))
 
 
 def _add_padding(state: Examined, catalog: Catalog, nonzero: int) -> None:
@@ -244,15 +257,12 @@ def _check_bytes(
         state.notes.append(f"{some(without)} hold no checksums: damage to their numbers cannot be seen.")
     if catalog is None:
         return
-    compared = {e.name: findings.tensors[e.name] for e in catalog.tensors.values() if e.replicas}
-    if compared:
-        bad = [
-            f"{name!r}: {tally.differ:,} of {tally.count:,} elements, the first is number {tally.first:,}"
-            for name, tally in compared.items()
-            if tally.differ
-        ]
-        told = f"{len(compared):,} agree with their half-precision copies, in every element"
-        state.add("masters", told, few(bad, "masters disagree with their half-precision copies"))
+    bad = [
+        (replica, f"{name!r}: {tally.differ:,} of {tally.count:,} elements, the first is number {tally.first:,}")
+        for name, replica, tally in findings.copies
+        if tally.differ
+    ]
+    _add_copies(state, catalog, bad, "in every element")
     if catalog.padding:
         _add_padding(state, catalog, sum(tally.nonzero for tally in findings.padding))
     if deep:

@@ -16,6 +16,7 @@ from zckpt.catalog import Catalog, TensorEntry
 from zckpt.convert import Options, output_dtype, select, to_dtype
 from zckpt.dtypes import CAST_TARGETS, is_lossless
 from zckpt.errors import UnsupportedError, some
+from zckpt.layouts.listing import Wishes
 from zckpt.manifest import Manifest
 from zckpt.publish import is_within
 from zckpt.rederive import differences
@@ -31,6 +32,7 @@ def verify(
     deep: bool = False,
     tag: str | None = None,
     also: Sequence[str] = (),
+    wishes: Wishes | None = None,
     pace: Pace = DEFAULT_PACE,
     progress: Callable[[int], None] | None = None,
 ) -> Verification:
@@ -43,6 +45,7 @@ def verify(
             An output with a `zckpt.json` is always read whole.
         tag: which save, where there are several.
         also: directories laid over the checkpoint: its parts from other nodes' disks.
+        wishes: what a person says of a model-parallel checkpoint that does not say it itself.
         pace: how hard to work.
         progress: called with the bytes read so far.
 
@@ -52,7 +55,7 @@ def verify(
     Example:
         assert zckpt.verify("out/checkpoint-500", "weights/").ok
     """
-    state = examined(os.fspath(checkpoint), tag, also, deep=deep, pace=pace, progress=progress)
+    state = examined(os.fspath(checkpoint), tag, also, wishes, deep=deep, pace=pace, progress=progress)
     deletable = None
     if converted is not None:
         read = sum(file.store.size for file in state.files) if deep else 0
@@ -114,7 +117,9 @@ def _wanted(catalog: Catalog, facts: Manifest | None) -> tuple[Catalog, list[str
     """The tensors that an output made with the manifest's options holds, and names of those that it does not."""
     if facts is None or not facts.options:
         return catalog, []
-    options: dict[str, Any] = {name: value for name, value in facts.options.items() if name != "overflow"}
+    options: dict[str, Any] = {
+        name: value for name, value in facts.options.items() if name not in ("overflow", "wishes")
+    }
     if "rename" in options:
         options["rename"] = [tuple(pair) for pair in options["rename"]]
     try:

@@ -29,12 +29,19 @@ def register(app: typer.Typer) -> None:
 
 
 def inspect(
-    ckpt: o.Looked, tag: o.Tag = None, also: o.Also = None, tensors: o.Tensors = False, as_json: o.Json = False
+    ckpt: o.Looked,
+    tag: o.Tag = None,
+    also: o.Also = None,
+    tp_rules: o.TpRules = None,
+    tp: o.Tp = None,
+    pp: o.Pp = None,
+    tensors: o.Tensors = False,
+    as_json: o.Json = False,
 ) -> None:
     """Prints an inspection; exit status 1 when the checkpoint cannot be exported."""
     from zckpt.report import describe, inspect_checkpoint
 
-    inspection = inspect_checkpoint(ckpt, tag, also or ())
+    inspection = inspect_checkpoint(ckpt, tag, also or (), o.wishes(tp_rules, tp, pp))
     Sink(as_json=as_json).result(inspection.as_json, lambda: describe(inspection, tensors=tensors))
     if not inspection.exportable.ok:
         raise typer.Exit(1)
@@ -46,6 +53,9 @@ def verify(
     deep: o.Deep = False,
     tag: o.Tag = None,
     also: o.Also = None,
+    tp_rules: o.TpRules = None,
+    tp: o.Tp = None,
+    pp: o.Pp = None,
     threads: o.Threads = None,
     keep_cache: o.KeepCache = None,
     limit_rate: o.LimitRate = None,
@@ -62,6 +72,7 @@ def verify(
             deep=deep,
             tag=tag,
             also=also or (),
+            wishes=o.wishes(tp_rules, tp, pp),
             pace=o.pace(threads, keep_cache, limit_rate),
             progress=progress,
         )
@@ -76,6 +87,9 @@ def diff(
     tensors: o.AllTensors = False,
     atol: o.Atol = None,
     rtol: o.Rtol = None,
+    tp_rules: o.TpRules = None,
+    tp: o.Tp = None,
+    pp: o.Pp = None,
     threads: o.Threads = None,
     keep_cache: o.KeepCache = None,
     limit_rate: o.LimitRate = None,
@@ -86,7 +100,14 @@ def diff(
 
     sink = Sink(as_json=as_json)
     with sink.progress(None, "diff") as progress:
-        found = diff(a, b, atol=atol, rtol=rtol, pace=o.pace(threads, keep_cache, limit_rate), progress=progress)
+        found = diff(
+            *(a, b),
+            atol=atol,
+            rtol=rtol,
+            wishes=o.wishes(tp_rules, tp, pp),
+            pace=o.pace(threads, keep_cache, limit_rate),
+            progress=progress,
+        )
     sink.notes(found.notes)
     sink.result(lambda: found.as_json(tensors=tensors), lambda: found.lines(tensors=tensors))
     if not found.same:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 if TYPE_CHECKING:
+    from zckpt.layouts.listing import Wishes
     from zckpt.tuning import Pace
 
 
@@ -50,6 +51,13 @@ def split_rename(text: str) -> tuple[str, str]:
             "a --rename without '='", found=repr(text), expected="it is REGEX=REPL", remedy="Example: '^model\\.='."
         )
     return found[1], found[2]
+
+
+def wishes(tp_rules: str | None, tp: int | None, pp: int | None) -> Wishes | None:
+    """What was said of a model-parallel checkpoint."""
+    from zckpt.layouts.listing import Wishes
+
+    return Wishes(tp_rules, tp, pp) if tp_rules or tp or pp else None
 
 
 _UNITS = {
@@ -120,6 +128,20 @@ Tag = Annotated[str | None, typer.Option("--tag", metavar="T", help="Which save,
 Also = Annotated[
     list[str] | None,
     typer.Option("--also", metavar="DIR", help="Directory laid over CKPT: its parts from another node. Repeatable."),
+]
+TpRules = Annotated[
+    str | None,
+    typer.Option(
+        "--tp-rules",
+        metavar="RULES",
+        help="How tensor-parallel slices are joined: megatron, megatron-swiglu, neox, bloom, or a JSON file.",
+    ),
+]
+Tp = Annotated[
+    int | None, typer.Option("--tp", metavar="N", min=1, help="Tensor-parallel ranks, where the files do not say.")
+]
+Pp = Annotated[
+    int | None, typer.Option("--pp", metavar="N", min=1, help="Pipeline stages, where the files do not say.")
 ]
 FormatOption = Annotated[
     Format | None, typer.Option("--format", help="Container of the output; by default what OUT's name says.")

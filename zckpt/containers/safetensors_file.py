@@ -53,6 +53,8 @@ def read_input(file: Input) -> Container:
     nbytes = int.from_bytes(file.read(0, 8, "the header's length"), "little")
     if nbytes > MAX_HEADER_BYTES:
         raise _corrupt(file, f"a header of {nbytes:,} bytes", f"at most {MAX_HEADER_BYTES:,}")
+    if 8 + nbytes > file.size:
+        raise file.cut_short("the header", 8 + nbytes)
     if nbytes > limits.HEADER_BYTES:
         raise UnsupportedError(
             "a header that is too large",
