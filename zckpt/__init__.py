@@ -26,6 +26,7 @@ from zckpt.errors import (
     ZckptError,
 )
 from zckpt.reshard import reshard
+from zckpt.universal import to_universal
 from zckpt.verification import Verification
 from zckpt.verify import verify
 from zckpt.version import __version__
@@ -61,6 +62,7 @@ __all__ = [
     "load_state_dict_from_zero_checkpoint",
     "open_checkpoint",
     "reshard",
+    "to_universal",
     "verify",
 ]
 

@@ -22,7 +22,6 @@ from zckpt.layouts.companions import companions, config_file
 from zckpt.layouts.huggingface import Format, Target, lay_out
 from zckpt.layouts.listing import Wishes
 from zckpt.plan import Plan
-from zckpt.private import is_unfinished
 from zckpt.publish import check_output, check_space
 from zckpt.tuning import Pace
 
@@ -198,7 +197,7 @@ def prepare(
     check_output(
         out,
         single=single,
-        overwrite=options.overwrite or options.merge or is_unfinished(out),
+        overwrite=options.overwrite or options.merge,
         protected=protected(opened, checkpoint, beside=options.beside),
     )
     catalog, stripped = strip_wrappers(opened.catalog)

@@ -112,7 +112,7 @@ def deliver(order: Order, progress: Callable[[int], None] | None = None) -> Deli
             ).engine  # fmt: skip
         overflows = _overflows_of(files.values())
         if overflows and order.overflow == "error":
-            raise _overflow_error(overflows, order.dtype)
+            raise _overflow_error(overflows, order.plan)
         if not staging.published:
             files.update((name, staging.copy(path, name)) for path, name in order.copies)
             staging.commit(_manifest(order, files.values()).as_bytes())
@@ -224,12 +224,13 @@ def _overflows_of(files: Iterable[Finished]) -> dict[str, tuple[int, float]]:
     return lost
 
 
-def _overflow_error(overflows: dict[str, tuple[int, float]], dtype: DType | None) -> CastError:
+def _overflow_error(overflows: dict[str, tuple[int, float]], plan: Plan) -> CastError:
+    dtypes = sorted({entry.dtype.torch_name for _, entry in plan.pairs if entry.name in overflows})
     worst = sorted(overflows, key=lambda name: -overflows[name][1])
     told = ", ".join(f"{n!r} ({overflows[n][0]:,} elements, largest {overflows[n][1]:,.6g})" for n in worst[:5])
     more = f" and {len(worst) - 5:,} more" if len(worst) > 5 else ""
     return CastError(
-        f"{len(worst):,} tensors with numbers too large for {dtype.torch_name if dtype else 'their new dtype'}",
+        f"{len(worst):,} tensors with numbers too large for {' and '.join(dtypes)}",
         found=told + more,
         remedy="Nothing was published. Use to-bf16, or --overflow clamp or --overflow inf if that is what you want.",
     )

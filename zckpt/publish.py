@@ -28,7 +28,7 @@ from types import TracebackType
 from zckpt import manifest
 from zckpt.errors import CastError, InconsistentError, OutputError, UnsupportedError, UsageError, add_note
 from zckpt.journal import Finished, Journal
-from zckpt.private import PrivateDirectory, left_bytes
+from zckpt.private import PrivateDirectory, is_unfinished, left_bytes
 
 
 def check_output(out: str, *, single: bool, overwrite: bool, protected: Iterable[str]) -> None:
@@ -37,7 +37,8 @@ def check_output(out: str, *, single: bool, overwrite: bool, protected: Iterable
     Args:
         out: the output's path.
         single: whether it is one file rather than a directory.
-        overwrite: whether an existing output may be replaced.
+        overwrite: whether an existing output may be replaced. One that an interrupted run left unfinished is no reason to
+            refuse: who goes on with it looks again.
         protected: files and directories of the input: the output may not be, lie in, or hold one of them.
 
     Raises:
@@ -62,7 +63,7 @@ def check_output(out: str, *, single: bool, overwrite: bool, protected: Iterable
             remedy="Nothing was changed. A name ending in .safetensors, .bin or .pt is written as one file, "
             "anything else as a directory.",
         )
-    if not overwrite:
+    if not overwrite and not is_unfinished(out):
         refuse_existing(out)
     if not single and overwrite:
         for place in (os.getcwd(), os.path.expanduser("~")):

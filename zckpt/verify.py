@@ -97,6 +97,8 @@ def _compare(state: Examined, converted: str, pace: Pace, progress: Callable[[in
         return False, "something cannot be read"
     place = manifests.find(converted)
     facts = manifests.read(place) if place is not None and output.ok else None
+    if facts is not None and not facts.dtype:  # a checkpoint in another form: nothing was cast or left out
+        facts = None
     wanted, left_out = _wanted(state.catalog, facts)
     problems, pairs, untied = _pairs(wanted, output.catalog, facts)
     clamp = facts is not None and facts.options.get("overflow") == "clamp"

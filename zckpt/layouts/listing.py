@@ -23,6 +23,9 @@ EXPERT_NAME = re.compile(
     r"(?:layer_-?\d+_expert_\d+_mp_rank_\d+_model_states|expp_rank_\d+_mp_rank_\d+_optim_states)\.pt"
 )
 
+UNIVERSAL = "zero"
+"""Directory of a universal checkpoint with the files of each parameter, in directories of the parameters' names."""
+
 
 def is_deepspeed_file(name: str) -> bool:
     """Whether a file of this name belongs to a DeepSpeed save."""
@@ -61,7 +64,7 @@ class Listing:
     Attributes:
         directory: the tag directory (or the single file) as a person would name it.
         tag: the tag; empty for files that have none.
-        files: file name -> path, in natural order.
+        files: file name -> path, in natural order; those of a universal checkpoint's parameters below `zero/`.
         wishes: what a person says of them.
     """
 
@@ -142,7 +145,12 @@ def list_files(directory: str, tag: str, also: Iterable[str] = ()) -> Listing:
 def _names(directory: str) -> list[str]:
     try:
         with os.scandir(directory) as entries:
-            return [entry.name for entry in entries if entry.is_file()]
+            listed = list(entries)
+        names = [entry.name for entry in listed if entry.is_file()]
+        if any(entry.name == UNIVERSAL and entry.is_dir() for entry in listed):
+            for root, _, files in os.walk(os.path.join(directory, UNIVERSAL)):
+                names += [os.path.relpath(os.path.join(root, name), directory).replace(os.sep, "/") for name in files]
+        return names
     except OSError as error:
         raise NotACheckpointError(
             "a directory that cannot be read", file=directory, found=error.strerror or str(error)
