@@ -51,6 +51,11 @@ class Wishes:
     tp: int | None = None
     pp: int | None = None
 
+    def as_json(self) -> dict[str, object]:
+        """Those that were said."""
+        said = {"tp_rules": self.tp_rules, "tp": self.tp, "pp": self.pp}
+        return {name: value for name, value in said.items() if value is not None}
+
 
 @dataclass(frozen=True, slots=True)
 class Listing:

@@ -71,6 +71,10 @@ class ZeroTarget:
     plain: bool = False
     copies: int = 1
 
+    def as_json(self) -> dict[str, object]:
+        """What a manifest says of it."""
+        return {"stage": self.stage, "world_size": self.world_size, "precision": self.precision.torch_name}
+
     def file_of(self, rank: int, kind: str) -> str:
         """A rank's `model` or `optim` file."""
         prefix = "bf16_" if self.precision == BF16 and kind == "optim" else ""
