@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from zckpt.adapters import AdapterReport, to_peft
 from zckpt.checkpoint import Checkpoint, open_checkpoint
 
 # Eager, because a submodule has the same name: whoever imports it later must not replace the function by the module.
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
+    "AdapterReport",
     "CastError",
     "Checkpoint",
     "CorruptError",
@@ -56,6 +58,7 @@ __all__ = [
     "load_state_dict_from_zero_checkpoint",
     "open_checkpoint",
     "reshard",
+    "to_peft",
 ]
 
 _NEED_TORCH = frozenset(name for name in __all__ if "zero_checkpoint" in name)

@@ -72,7 +72,7 @@ def _register(app: typer.Typer, dtype: str) -> None:
         sink = Sink(as_json=as_json, quiet=quiet)
         prepared = prepare(ckpt, out, chosen, tag=tag, also=also or ())
         if dry_run:
-            _show_plan(sink, prepared, dtype)
+            show_plan(sink, prepared, dtype)
         else:
             _carry_out(sink, prepared, dtype, began)
 
@@ -126,7 +126,8 @@ def _loader(out: str, files: list[str], single: bool) -> str:
     return f"transformers.AutoModelForCausalLM.from_pretrained({out!r}){hint}"
 
 
-def _show_plan(sink: Sink, prepared: Prepared, dtype: str) -> None:
+def show_plan(sink: Sink, prepared: Prepared, dtype: str) -> None:
+    """What a conversion would write."""
     plan = prepared.plan
     files = [(file.path, file.size) for file, _ in plan.files]
     files += [(name, Path(path).stat().st_size) for path, name in prepared.copies]

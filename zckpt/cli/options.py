@@ -26,6 +26,14 @@ class Overflow(str, Enum):
     clamp = "clamp"
 
 
+class Dtype(str, Enum):
+    """Dtypes that weights can be cast to."""
+
+    fp32 = "fp32"
+    fp16 = "fp16"
+    bf16 = "bf16"
+
+
 def _print_version(wanted: bool) -> None:
     if wanted:
         from zckpt import __version__
@@ -95,6 +103,7 @@ Tp = Annotated[
 Pp = Annotated[
     int | None, typer.Option("--pp", metavar="N", min=1, help="Pipeline stages, where the files do not say.")
 ]
+DTypeOption = Annotated[Dtype, typer.Option("--dtype", help="Dtype of the output.")]
 FormatOption = Annotated[
     Format | None, typer.Option("--format", help="Container of the output; by default what OUT's name says.")
 ]
