@@ -10,18 +10,20 @@ import json
 import os
 import re
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from zckpt import replicas
 from zckpt.catalog import Catalog, TensorEntry
 from zckpt.checkpoint import Opened, open_catalog, strip_wrappers
 from zckpt.dtypes import BF16, BY_TORCH_NAME, CAST_TARGETS, F16, F32, DType
-from zckpt.errors import CastError, OutputError, UsageError, some
+from zckpt.errors import CastError, UsageError, some
+from zckpt.forms import Form, formed
 from zckpt.fragments import FileStore
 from zckpt.layouts.huggingface import Destination, Format, Target, lay_out, literal_file
 from zckpt.layouts.listing import Wishes
+from zckpt.model_config import read_config, with_dtype
 from zckpt.mover import MoveReport, run
 from zckpt.plan import OutputFile, Plan
 from zckpt.publish import Staging, check_output, check_space
@@ -59,6 +61,7 @@ class Options:
         beside: allow an output beside the input's tag directories.
         allow_unknown_layout: convert though the layout cannot be proved.
         wishes: what a person says of a model-parallel checkpoint that does not say it itself.
+        form: which names and order of rows the tensors are to have.
     """
 
     dtype: DType = F32
@@ -76,6 +79,7 @@ class Options:
     beside: bool = False
     allow_unknown_layout: bool = False
     wishes: Wishes | None = None
+    form: Form = field(default_factory=Form)
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,11 +202,14 @@ def prepare(
         protected=protected(opened, checkpoint, beside=options.beside),
     )
     catalog, stripped = strip_wrappers(opened.catalog)
+    if options.form.to:  # what has no place in the new form can be left out of it
+        catalog = catalog.select(lambda entry: not _matches(entry.name, options.exclude))
+    catalog, config = formed(catalog, opened, options.form)
     catalog = _select(catalog, options)
     wanted = [(entry, output_dtype(entry, options.dtype)) for entry in catalog.tensors.values()]
     destination = lay_out(wanted, catalog.aliases, target)
     if not single:
-        destination = _with_config(destination, opened, options.dtype)
+        destination = _with_config(destination, opened, options.dtype, config)
     pairs = [(catalog.tensors[name], entry) for name, entry in destination.entries.items()]
     prepared = Prepared(
         opened=opened,
@@ -287,13 +294,17 @@ def protected(opened: Opened, checkpoint: str, *, beside: bool = False) -> set[s
     return shards if beside or not listing.tag or not os.path.isdir(checkpoint) else {*shards, checkpoint}
 
 
+def _matches(name: str, globs: Sequence[str]) -> bool:
+    return any(fnmatch.fnmatchcase(name, glob) for glob in globs)
+
+
 def _select(catalog: Catalog, options: Options) -> Catalog:
     def wanted(entry: TensorEntry) -> bool:
         if options.exclude_frozen and entry.role == "frozen":
             return False
-        if options.include and not any(fnmatch.fnmatchcase(entry.name, glob) for glob in options.include):
+        if options.include and not _matches(entry.name, options.include):
             return False
-        return not any(fnmatch.fnmatchcase(entry.name, glob) for glob in options.exclude)
+        return not _matches(entry.name, options.exclude)
 
     try:
         patterns = [(re.compile(pattern), new) for pattern, new in options.rename]
@@ -317,41 +328,33 @@ def _select(catalog: Catalog, options: Options) -> Catalog:
     return selected
 
 
-def _with_config(destination: Destination, opened: Opened, dtype: DType) -> Destination:
-    config = config_file(opened, dtype)
-    return Destination((*destination.files, config), destination.entries) if config else destination
+def _with_config(
+    destination: Destination, opened: Opened, dtype: DType, config: Mapping[str, object] | None
+) -> Destination:
+    file = config_file(opened, dtype, config)
+    return Destination((*destination.files, file), destination.entries) if file else destination
 
 
-def config_file(opened: Opened, dtype: DType) -> tuple[OutputFile, FileStore] | None:
+def config_file(
+    opened: Opened, dtype: DType, config: Mapping[str, object] | None = None
+) -> tuple[OutputFile, FileStore] | None:
     """The model's `config.json`, in which the dtype is made true; None where there is none.
+
+    Args:
+        opened: the checkpoint, beside which it lies.
+        dtype: of the weights.
+        config: what it says; None for what the one beside the checkpoint does.
 
     Raises:
         OutputError: it cannot be read.
     """
     path = os.path.join(opened.place.home, "config.json")
-    if not os.path.isfile(path):
-        return None
-    try:
-        with open(path, "rb") as file:
-            config = json.load(file)
-    except (OSError, ValueError) as error:
-        raise OutputError("a config.json that cannot be read", file=path, found=str(error)) from error
-    text = json.dumps(_true_dtype(config, dtype), indent=2, ensure_ascii=False) + "\n"
+    if config is None:
+        if not os.path.isfile(path):
+            return None
+        config = read_config(path)
+    text = json.dumps(with_dtype(config, dtype), indent=2, ensure_ascii=False) + "\n"
     return literal_file("config.json", text.encode())
-
-
-def _true_dtype(config: object, dtype: DType, *, top: bool = True) -> object:
-    """`dtype` (transformers 5) or `torch_dtype` (4), in the config and those nested in it."""
-    if not isinstance(config, dict):
-        return config
-    keys = [key for key in ("dtype", "torch_dtype") if isinstance(config.get(key), str)]
-    nested = {
-        key: _true_dtype(value, dtype, top=False)
-        for key, value in config.items()
-        if isinstance(value, dict) and key != "quantization_config"
-    }
-    named = dict.fromkeys(keys or (["dtype"] if top else []), dtype.torch_name)
-    return {**config, **nested, **named}
 
 
 def companions(opened: Opened) -> list[tuple[str, str]]:

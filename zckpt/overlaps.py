@@ -153,6 +153,9 @@ def _are_disjoint(fragments: Sequence[Fragment], numel: int) -> bool:
         return False
     if all(block.rows == 1 for block in held):
         return all(a.stop <= b.start for a, b in itertools.pairwise(held))
+    pitch = held[0].pitch
+    if all(block.pitch == pitch for block in held) and held[-1].start + held[-1].count - held[0].start <= pitch:
+        return all(a.start + a.count <= b.start for a, b in itertools.pairwise(held))  # columns of the same rows
     for index, block in enumerate(held):
         for other in held[index + 1 :]:
             if other.start >= block.stop:

@@ -44,6 +44,9 @@ def _register(app: typer.Typer, dtype: str) -> None:
         tp_rules: o.TpRules = None,
         tp: o.Tp = None,
         pp: o.Pp = None,
+        to: o.To = None,
+        config: o.Config = None,
+        layer_names: o.LayerNames = None,
         threads: o.Threads = None,
         dry_run: o.DryRun = False,
         overwrite: o.Overwrite = False,
@@ -52,6 +55,7 @@ def _register(app: typer.Typer, dtype: str) -> None:
         quiet: o.Quiet = False,
     ) -> None:
         from zckpt.convert import Options, prepare, to_dtype
+        from zckpt.forms import Form
 
         began = time.perf_counter()
         chosen = Options(
@@ -68,6 +72,7 @@ def _register(app: typer.Typer, dtype: str) -> None:
             overwrite=overwrite,
             allow_unknown_layout=allow_unknown_layout,
             wishes=o.wishes(tp_rules, tp, pp),
+            form=Form(to, config, layer_names),
         )
         sink = Sink(as_json=as_json, quiet=quiet)
         prepared = prepare(ckpt, out, chosen, tag=tag, also=also or ())
