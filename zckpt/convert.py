@@ -204,12 +204,12 @@ def prepare(
     catalog, stripped = strip_wrappers(opened.catalog)
     if options.form.to:  # what has no place in the new form can be left out of it
         catalog = catalog.select(lambda entry: not _matches(entry.name, options.exclude))
-    catalog, config = formed(catalog, opened, options.form)
-    catalog = _select(catalog, options)
+    form = formed(catalog, opened, options.form, to_directory=not single)
+    catalog = _select(form.catalog, options)
     wanted = [(entry, output_dtype(entry, options.dtype)) for entry in catalog.tensors.values()]
     destination = lay_out(wanted, catalog.aliases, target)
     if not single:
-        destination = _with_config(destination, opened, options.dtype, config)
+        destination = _with_config(destination, opened, options.dtype, form.config)
     pairs = [(catalog.tensors[name], entry) for name, entry in destination.entries.items()]
     prepared = Prepared(
         opened=opened,
@@ -219,7 +219,7 @@ def prepare(
         single=single,
         copies=() if single else tuple(companions(opened)),
         options=options,
-        notes=opened.catalog.source.notes + stripped,
+        notes=opened.catalog.source.notes + stripped + form.notes,
     )
     check_space(out, prepared.bytes_written)
     return prepared

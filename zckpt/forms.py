@@ -1,7 +1,7 @@
 """The form that a model's tensors take in an output: under which names, and in which order of rows.
 
 For `convert`. Layers of a pipeline get names (`--layer-names`); Megatron's and GPT-NeoX's models become models of transformers
-(`--to hf:NAME`).
+(`--to hf:NAME`); what transformers keeps in another form in memory gets that of the hub.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from zckpt.catalog import Catalog
 from zckpt.checkpoint import Opened
 from zckpt.errors import UsageError
+from zckpt.hub_form import in_hub_form
 from zckpt.layouts.architectures import architecture, as_architecture, heads_of, names
 from zckpt.layouts.layer_names import with_layer_names
 from zckpt.model_config import check_config, make_config, origin_of, query_heads, read_config, run_arguments
@@ -32,8 +33,29 @@ class Form:
     layer_names: str | None = None
 
 
-def formed(catalog: Catalog, opened: Opened, form: Form) -> tuple[Catalog, dict[str, object] | None]:
-    """The catalog in the form that is wanted, and the config that it then has, if it is not the checkpoint's own.
+@dataclass(frozen=True, slots=True)
+class Formed:
+    """A catalog in the form that is wanted.
+
+    Attributes:
+        catalog: under its new names.
+        config: the config that it then has; None for the one beside the checkpoint, if there is one.
+        notes: sentences a person should see.
+    """
+
+    catalog: Catalog
+    config: dict[str, object] | None = None
+    notes: tuple[str, ...] = ()
+
+
+def formed(catalog: Catalog, opened: Opened, form: Form, *, to_directory: bool) -> Formed:
+    """The catalog in the form that is wanted.
+
+    Args:
+        catalog: what was read.
+        opened: where.
+        form: what is wanted.
+        to_directory: whether the output is one that `from_pretrained` loads; a single file keeps the model's own names.
 
     Raises:
         UsageError: the wishes contradict each other, or name what there is not.
@@ -46,7 +68,11 @@ def formed(catalog: Catalog, opened: Opened, form: Form) -> tuple[Catalog, dict[
     if form.to is None:
         if form.config:
             raise UsageError("a --config without --to", found=form.config, remedy="Add --to hf:llama, or leave it out.")
-        return catalog, None
+        path = os.path.join(opened.place.home, "config.json")
+        if not to_directory or form.layer_names or not os.path.isfile(path):
+            return Formed(catalog)
+        catalog, notes = in_hub_form(catalog, read_config(path))
+        return Formed(catalog, None, notes)
     kind, _, name = form.to.partition(":")
     if kind != "hf":
         known = ", ".join(f"hf:{n}" for n in names())
@@ -64,9 +90,9 @@ def formed(catalog: Catalog, opened: Opened, form: Form) -> tuple[Catalog, dict[
         vocabulary if isinstance(vocabulary, int) else None,
     )
     if given is None:
-        return catalog, make_config(wanted, catalog, heads, arguments)
+        return Formed(catalog, make_config(wanted, catalog, heads, arguments))
     check_config(given, wanted, catalog)
-    return catalog, given
+    return Formed(catalog, given)
 
 
 def _own_config(opened: Opened, model_type: str) -> dict[str, object] | None:

@@ -255,6 +255,38 @@ def place(fragments: Sequence[Fragment], rows: Block, start: int, pitch: int, it
     return tuple(sorted(placed, key=_start_of))
 
 
+Pass = Sequence[tuple[Block, int, int]]
+"""Rows of one tensor, each with its start and pitch in another; see `place`."""
+
+
+def rearranged(fragments: Sequence[Fragment], rows: Pass, itemsize: int) -> tuple[Fragment, ...]:
+    """All of the rows that make up another tensor, as its fragments."""
+    placed = (part for block, start, pitch in rows for part in place(fragments, block, start, pitch, itemsize))
+    return tuple(sorted(placed, key=_start_of))
+
+
+def strided(offset: int, shape: Sequence[int], strides: Sequence[int]) -> list[tuple[Block, int, int]]:
+    """A strided view of a dense tensor, as rows of it: long runs where there are some, otherwise what lies together there.
+
+    Args:
+        offset: the view's first element in the tensor.
+        shape: of the view, which is itself numbered row-major.
+        strides: elements of the tensor from one index to the next, for each dimension.
+    """
+    own = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
+    if 0 in shape:
+        return []
+    dims = sorted((step, extent, to) for extent, step, to in zip(shape, strides, own, strict=True) if extent > 1)
+    count = 1
+    while dims and dims[0][0] == count == dims[0][2]:
+        count *= dims.pop(0)[1]
+    step, rows, to = dims.pop(0) if dims else (count, 1, count)
+    places = [(offset, 0)]
+    for outer, extent, outer_to in dims:
+        places = [(of + n * outer, at + n * outer_to) for of, at in places for n in range(extent)]
+    return [(Block(of, count, rows, step, step, 1), at, to) for of, at in places]
+
+
 def _single_rows(o: Overlap) -> Iterator[Overlap]:
     for row in range(o.rows):
         yield Overlap(o.start + row * o.pitch, o.count, 1, 0, o.a + row * o.a_pitch, 0, o.b + row * o.b_pitch, 0)

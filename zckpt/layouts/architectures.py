@@ -1,7 +1,7 @@
 """Megatron's and GPT-NeoX's tensors as an architecture of transformers has them: names, and the order of rows.
 
 For `--to hf:NAME`. What is called what, and which tensors are cut, reordered or transposed, is data: one file per architecture
-in `architecture_files`. Nothing is copied: a reordered tensor is the same fragments at other places (`overlaps.place`).
+in `architecture_files`. Nothing is copied: a reordered tensor is the same fragments at other places (`overlaps.rearranged`).
 
 [Note: architecture files] The first entry of "tensors" whose "match" fits a tensor's local name (without the layer it is in)
 is taken. "to" is its name there, or a list of names it is cut into, or null for what is left out; {block} is the number of its
@@ -34,7 +34,7 @@ from typing import Any
 from zckpt.catalog import Catalog, Replica, TensorEntry
 from zckpt.errors import InconsistentError, UnsupportedError, UsageError, some
 from zckpt.fragments import Block, Fragment
-from zckpt.overlaps import clip, place
+from zckpt.overlaps import Pass, clip, rearranged, strided
 
 FILES = os.path.join(os.path.dirname(__file__), "architecture_files")
 
@@ -52,8 +52,6 @@ _PREFIXES = tuple(
 _ATTENTION = re.compile(r"(?:self_)?attention\.")
 
 Shape = tuple[int, ...]
-Pass = Sequence[tuple[Block, int, int]]
-"""Rows of one tensor, each with its start and pitch in another; see `overlaps.place`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -255,19 +253,38 @@ def _carried(
     if wanted == groups:
         yield replace(entry, name=to[0])
         return
-    # By way of the three tensors: what is taken from the groups is laid into the groups that are wanted.
-    new = tuple(width // wanted for width in widths)
+    # First the three tensors, one after another; then their rows in the groups that are wanted.
     width = math.prod(rest)
-    pitch = sum(new) * width
-    parts = [_rows_of(entry, to[0], groups, inside, number) for number in range(3)]
-    passes = [[(Block(0, new[n] * width, wanted, new[n] * width, 0, 1), sum(new[:n]) * width, pitch)] for n in range(3)]
-    laid = [_moved(part, part.shape, pass_) for part, pass_ in zip(parts, passes)]
-    fragments = _sorted(f for _, held, _ in laid for f in held)
-    replicas = tuple(
-        replace(first, fragments=_sorted(f for _, _, every in laid for f in every[number].fragments))
-        for number, first in enumerate(laid[0][2])
+    yield _moved(
+        entry,
+        to[0],
+        entry.shape,
+        _stack(inside, groups, width),
+        _interleave([w // wanted for w in widths], wanted, width),
     )
-    yield TensorEntry(to[0], entry.shape, entry.dtype, entry.role, fragments, replicas)
+
+
+def _stack(inside: Sequence[int], groups: int, width: int) -> Pass:
+    """Groups of rows of several tensors -> these tensors, one after another."""
+    pitch = sum(inside) * width
+    return [
+        (
+            Block(sum(inside[:n]) * width, own * width, groups, pitch, pitch, 1),
+            sum(inside[:n]) * groups * width,
+            own * width,
+        )
+        for n, own in enumerate(inside)
+    ]
+
+
+def _interleave(inside: Sequence[int], groups: int, width: int) -> Pass:
+    """The other way round."""
+    pitch = sum(inside) * width
+    return [
+        (Block(at * groups * width, own * width, groups, own * width, own * width, 1), at * width, pitch)
+        for n, own in enumerate(inside)
+        for at in (sum(inside[:n]),)
+    ]
 
 
 def _groups(places: Mapping[str, Located], heads: Heads, origin: Origin, path: str) -> _Groups:
@@ -306,33 +323,26 @@ def _groups(places: Mapping[str, Located], heads: Heads, origin: Origin, path: s
 def _rows_of(entry: TensorEntry, name: str, groups: int, widths: Sequence[int], number: int) -> TensorEntry:
     """One of the tensors that are stacked, group by group."""
     width = math.prod(entry.shape[1:])
-    pitch = sum(widths) * width
-    rows = Block(sum(widths[:number]) * width, widths[number] * width, groups, pitch, pitch, 1)
-    shape = (widths[number] * groups, *entry.shape[1:])
-    _, fragments, replicas = _moved(entry, shape, [(rows, 0, widths[number] * width)])
-    return TensorEntry(name, shape, entry.dtype, entry.role, fragments, replicas)
+    block, _, pitch = _stack(widths, groups, width)[number]
+    return _moved(entry, name, (widths[number] * groups, *entry.shape[1:]), [(block, 0, pitch)])
 
 
 def _turned(entry: TensorEntry) -> TensorEntry:
-    """The transposed matrix: each row becomes a column."""
+    """The transposed matrix."""
     rows, columns = entry.shape
-    turn = [(Block(row * columns, 1, columns, 1, 1, 1), row, rows) for row in range(rows)]
-    shape, fragments, replicas = _moved(entry, (columns, rows), turn)
-    return TensorEntry(entry.name, shape, entry.dtype, entry.role, fragments, replicas)
+    return _moved(entry, entry.name, (columns, rows), strided(0, (columns, rows), (1, columns)))
 
 
-def _moved(entry: TensorEntry, shape: Shape, rows: Pass) -> tuple[Shape, tuple[Fragment, ...], tuple[Replica, ...]]:
-    """Rows of a tensor at other places, and those of all its replicas."""
+def _moved(entry: TensorEntry, name: str, shape: Shape, *passes: Pass) -> TensorEntry:
+    """A tensor of another's rows, and of those of all its replicas; each pass takes what the one before has made."""
 
     def through(fragments: tuple[Fragment, ...], itemsize: int) -> tuple[Fragment, ...]:
-        return _sorted(f for block, start, pitch in rows for f in place(fragments, block, start, pitch, itemsize))
+        for rows in passes:
+            fragments = rearranged(fragments, rows, itemsize)
+        return fragments
 
     replicas = tuple(replace(r, fragments=through(r.fragments, r.dtype.itemsize)) for r in entry.replicas)
-    return shape, through(entry.fragments, entry.dtype.itemsize), replicas
-
-
-def _sorted(fragments: Iterator[Fragment]) -> tuple[Fragment, ...]:
-    return tuple(sorted(fragments, key=lambda fragment: fragment.start))
+    return TensorEntry(name, shape, entry.dtype, entry.role, through(entry.fragments, entry.dtype.itemsize), replicas)
 
 
 def _cut_rows(entry: TensorEntry, keep: int | None) -> TensorEntry:
