@@ -14,7 +14,6 @@ peft_model.py `save_pretrained` (files and sub-directories); transformers 5.23, 
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import time
@@ -27,14 +26,15 @@ from zckpt.convert import (
     Options,
     Prepared,
     Report,
-    companions,
     execute,
     output_dtype,
     protected,
     to_dtype,
 )
 from zckpt.dtypes import DType
-from zckpt.errors import OutputError, UnsupportedError, UsageError, some
+from zckpt.errors import CorruptError, UnsupportedError, UsageError, some
+from zckpt.jsons import read_json
+from zckpt.layouts.companions import companions
 from zckpt.layouts.huggingface import Destination, Target, lay_out, literal_file
 from zckpt.plan import Plan
 from zckpt.publish import check_output, check_space
@@ -198,9 +198,10 @@ def prepare(
         plan=Plan(destination.files, [(selected[name], entry) for name, entry in destination.entries.items()]),
         out=out,
         single=False,
-        copies=tuple(companions(opened)),
+        copies=tuple(companions(opened.place.home)),
         options=options,
         notes=tuple(notes),
+        recorded={"adapter": adapter},
     )
     check_space(out, conversion.bytes_written)
     return PreparedAdapter(adapter, conversion)
@@ -253,13 +254,9 @@ def _config_path(opened: Opened, adapter: str, *, alone: bool) -> str | None:
 
 
 def _read_config(path: str) -> Mapping[str, object]:
-    try:
-        with open(path, "rb") as file:
-            config = json.load(file)
-    except (OSError, ValueError, RecursionError) as error:
-        raise OutputError(f"an {CONFIG} that cannot be read", file=path, found=str(error)) from error
+    config = read_json(path, 16 << 20, f"an {CONFIG}")
     if not isinstance(config, dict):
-        raise OutputError(f"an {CONFIG} that is not an object", file=path, found=type(config).__name__)
+        raise CorruptError(f"an {CONFIG} that is not an object", file=path, found=type(config).__name__)
     return config
 
 

@@ -1,21 +1,24 @@
 """The form that a model's tensors take in an output: under which names, and in which order of rows.
 
-For `convert`. Layers of a pipeline get names (`--layer-names`); Megatron's and GPT-NeoX's models become models of transformers
-(`--to hf:NAME`); what transformers keeps in another form in memory gets that of the hub.
+For `convert`, and for `verify`, which must look for the same. Layers of a pipeline get names (`--layer-names`); Megatron's
+and GPT-NeoX's models become models of transformers (`--to hf:NAME`); what transformers keeps in another form in memory gets
+that of the hub.
 """
 
 from __future__ import annotations
 
-import os
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
 
 from zckpt.catalog import Catalog
-from zckpt.checkpoint import Opened
 from zckpt.errors import UsageError
 from zckpt.hub_form import in_hub_form
 from zckpt.layouts.architectures import architecture, as_architecture, heads_of, names
-from zckpt.layouts.layer_names import with_layer_names
-from zckpt.model_config import check_config, make_config, origin_of, query_heads, read_config, run_arguments
+from zckpt.layouts.companions import config_of, read_config
+from zckpt.layouts.layer_names import read_layer_names, with_layer_names
+from zckpt.layouts.places import Place
+from zckpt.model_config import check_config, make_config, origin_of, query_heads, run_arguments
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,13 +27,13 @@ class Form:
 
     Attributes:
         to: "hf:gpt-neox", "hf:gpt2" or "hf:llama": the architecture that the tensors are to be in.
-        config: path of the model's `config.json`, where the checkpoint does not say enough to make one.
-        layer_names: path of a file with names for a pipeline's layers.
+        config: the model's config or the path of its `config.json`, where the checkpoint does not say enough to make one.
+        layer_names: names for a pipeline's layers, or the path of a file with them.
     """
 
     to: str | None = None
-    config: str | None = None
-    layer_names: str | None = None
+    config: str | Mapping[str, Any] | None = None
+    layer_names: str | Mapping[str, str] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,19 +44,21 @@ class Formed:
         catalog: under its new names.
         config: the config that it then has; None for the one beside the checkpoint, if there is one.
         notes: sentences a person should see.
+        recorded: what a manifest has to say so that `formed_again` finds the same.
     """
 
     catalog: Catalog
-    config: dict[str, object] | None = None
+    config: Mapping[str, object] | None = None
     notes: tuple[str, ...] = ()
+    recorded: Mapping[str, object] = field(default_factory=dict[str, object])
 
 
-def formed(catalog: Catalog, opened: Opened, form: Form, *, to_directory: bool) -> Formed:
+def formed(catalog: Catalog, place: Place, form: Form, *, to_directory: bool) -> Formed:
     """The catalog in the form that is wanted.
 
     Args:
         catalog: what was read.
-        opened: where.
+        place: where.
         form: what is wanted.
         to_directory: whether the output is one that `from_pretrained` loads; a single file keeps the model's own names.
 
@@ -61,42 +66,48 @@ def formed(catalog: Catalog, opened: Opened, form: Form, *, to_directory: bool) 
         UsageError: the wishes contradict each other, or name what there is not.
         UnsupportedError, InconsistentError: the tensors cannot be brought into the form.
     """
-    if form.layer_names:
+    if form.layer_names is not None:
         if form.to:
             raise UsageError("two ways to name layers", found="--layer-names and --to", remedy="Leave one of them out.")
-        catalog = with_layer_names(catalog, form.layer_names)
-    if form.to is None:
-        if form.config:
-            raise UsageError("a --config without --to", found=form.config, remedy="Add --to hf:llama, or leave it out.")
-        path = os.path.join(opened.place.home, "config.json")
-        if not to_directory or form.layer_names or not os.path.isfile(path):
-            return Formed(catalog)
-        catalog, notes = in_hub_form(catalog, read_config(path))
-        return Formed(catalog, None, notes)
-    kind, _, name = form.to.partition(":")
+        said = form.layer_names
+        prefixes = read_layer_names(said) if isinstance(said, str) else said
+        return Formed(with_layer_names(catalog, prefixes), recorded={"form": {"layer_names": dict(prefixes)}})
+    if form.to is not None:
+        return _converted(catalog, place, form.to, form.config)
+    if form.config is not None:
+        raise UsageError("a --config without --to", found="--config", remedy="Add --to hf:llama, or leave it out.")
+    config = read_config(place.home) if to_directory else None
+    if config is None:
+        return Formed(catalog)
+    found, notes = in_hub_form(catalog, config)
+    return Formed(found, notes=notes, recorded={} if found is catalog else {"form": {"hub": True}})
+
+
+def formed_again(catalog: Catalog, place: Place, recorded: Mapping[str, Any]) -> Catalog:
+    """The catalog in the form that a manifest says an output of it has; errors as in `formed`."""
+    form = Form(recorded.get("to"), recorded.get("config"), recorded.get("layer_names"))
+    return formed(catalog, place, form, to_directory=recorded.get("hub") is True).catalog
+
+
+def _converted(catalog: Catalog, place: Place, to: str, config: str | Mapping[str, Any] | None) -> Formed:
+    """As another architecture."""
+    kind, _, name = to.partition(":")
     if kind != "hf":
-        known = ", ".join(f"hf:{n}" for n in names())
-        raise UsageError("an unknown --to", found=repr(form.to), expected=known)
+        raise UsageError("an unknown --to", found=repr(to), expected=", ".join(f"hf:{n}" for n in names()))
     wanted = architecture(name)
-    given = read_config(form.config) if form.config else _own_config(opened, wanted.config["fixed"]["model_type"])
-    arguments = run_arguments(catalog, opened.place.listing.directory)
+    given = config_of(config) if isinstance(config, str) else config
+    recorded = {"to": to, **({} if given is None else {"config": dict(given)})}
+    if given is None:
+        beside = read_config(place.home)
+        if beside is not None and beside.get("model_type") == wanted.config["fixed"]["model_type"]:
+            given = beside
+    arguments = run_arguments(catalog, place.listing.directory)
     heads = heads_of(catalog, *query_heads(given or {}, arguments, catalog.source.path))
     vocabulary = (given or {}).get("vocab_size")
-    catalog = as_architecture(
-        catalog,
-        wanted,
-        heads,
-        origin_of(catalog, opened.place.listing.wishes.tp_rules or ""),
-        vocabulary if isinstance(vocabulary, int) else None,
-    )
+    origin = origin_of(catalog, place.listing.wishes.tp_rules or "")
+    catalog = as_architecture(catalog, wanted, heads, origin, vocabulary if isinstance(vocabulary, int) else None)
     if given is None:
-        return Formed(catalog, make_config(wanted, catalog, heads, arguments))
-    check_config(given, wanted, catalog)
-    return Formed(catalog, given)
-
-
-def _own_config(opened: Opened, model_type: str) -> dict[str, object] | None:
-    """A config that lies beside the checkpoint already, if it is of this architecture."""
-    path = os.path.join(opened.place.home, "config.json")
-    config = read_config(path) if os.path.isfile(path) else {}
-    return config if config.get("model_type") == model_type else None
+        given = make_config(wanted, catalog, heads, arguments)
+    else:
+        check_config(given, wanted, catalog)
+    return Formed(catalog, given, recorded={"form": recorded})

@@ -13,49 +13,16 @@ megatron/arguments.py; transformers 4, models/megatron_gpt2 (activation function
 
 from __future__ import annotations
 
-import json
 import os
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 from zckpt.catalog import Catalog
 from zckpt.containers import Placeholder
-from zckpt.dtypes import DType
-from zckpt.errors import CorruptError, InconsistentError, OutputError, UnsupportedError, UsageError
+from zckpt.errors import CorruptError, InconsistentError, UnsupportedError, UsageError
 from zckpt.layouts.architectures import Architecture, Heads, Origin
 
 _PLAIN = (str, int, float, bool, type(None))
-
-
-def read_config(path: str) -> dict[str, Any]:
-    """A `config.json`.
-
-    Raises:
-        OutputError: it cannot be read.
-    """
-    try:
-        with open(path, "rb") as file:
-            config = json.load(file)
-    except (OSError, ValueError, RecursionError) as error:
-        raise OutputError("a config.json that cannot be read", file=path, found=str(error)) from error
-    if not isinstance(config, dict):
-        raise OutputError("a config.json that is not an object", file=path, found=type(config).__name__)
-    return config
-
-
-def with_dtype(config: object, dtype: DType, *, top: bool = True) -> object:
-    """`dtype` (transformers 5) or `torch_dtype` (4), in the config and those nested in it."""
-    if not isinstance(config, dict):
-        return config
-    keys = [key for key in ("dtype", "torch_dtype") if isinstance(config.get(key), str)]
-    nested = {
-        key: with_dtype(value, dtype, top=False)
-        for key, value in config.items()
-        if isinstance(value, dict) and key != "quantization_config"
-    }
-    named = dict.fromkeys(keys or (["dtype"] if top else []), dtype.torch_name)
-    return {**config, **nested, **named}
 
 
 def run_arguments(catalog: Catalog, directory: str) -> dict[str, object]:

@@ -13,7 +13,7 @@ import torch
 from bits import same_bits
 
 import zckpt
-from zckpt.errors import CorruptError, InconsistentError, OutputError, UnsupportedError, UsageError
+from zckpt.errors import CorruptError, InconsistentError, UnsupportedError, UsageError
 from zckpt.forms import Form
 from zckpt.layouts.architectures import names
 from zckpt.layouts.listing import Wishes
@@ -227,6 +227,20 @@ def test_the_dtype_asked_for(gpt2_home: tuple[Path, Any], tmp_path: Path) -> Non
         assert same_bits(found.state_dict()[name], tensor.bfloat16()), name
 
 
+@pytest.mark.parametrize("given", [False, True])
+def test_verify_looks_for_the_same(given: bool, gpt2_home: tuple[Path, Any], tmp_path: Path) -> None:
+    home, wanted = gpt2_home
+    (tmp_path / "mine.json").write_text(json.dumps({**wanted.config.to_dict(), "vocab_size": 29}))
+    form = Form("hf:gpt2", config=str(tmp_path / "mine.json") if given else None)
+    zckpt.convert(home, tmp_path / "out", dtype="bf16", options=zckpt.Options(form=form))
+    (tmp_path / "mine.json").unlink()
+    found = zckpt.verify(home, tmp_path / "out")
+    assert found.ok and found.deletable[0], found
+    store = tmp_path / "out" / "model.safetensors"
+    store.write_bytes(store.read_bytes()[:-2] + b"\x01\x02")
+    assert not zckpt.verify(home, tmp_path / "out").ok
+
+
 def refused(kind: type[Exception], home: Path, tmp_path: Path, to: str = "gpt2", **form: Any) -> Any:
     with pytest.raises(kind) as caught:
         zckpt.convert(home, tmp_path / "out", options=zckpt.Options(form=Form(f"hf:{to}", **form)))
@@ -246,7 +260,7 @@ def test_what_does_not_fit_is_named(gpt2_home: tuple[Path, Any], tmp_path: Path)
     path.write_text(json.dumps({**wanted.config.to_dict(), "model_type": "opt"}))
     assert "opt" in refused(InconsistentError, home, tmp_path, config=str(path)).found
     path.write_text("{")
-    refused(OutputError, home, tmp_path, config=str(path))
+    refused(CorruptError, home, tmp_path, config=str(path))
 
 
 def change(home: Path, key: str, value: object) -> None:
@@ -327,6 +341,7 @@ def test_tied_layers_get_names(tmp_path: Path) -> None:
     found = torch.load(tmp_path / "out.bin", weights_only=True)
     assert {"weight", "h.0.up.weight", "h.1.down.bias", "ln.norm.weight"} <= found.keys()
     assert report.tensors == len(found)
+    assert zckpt.verify(home / "checkpoint", tmp_path / "out.bin").ok
 
 
 @pytest.mark.parametrize(

@@ -125,6 +125,7 @@ def test_a_run_of_deepspeed_ends_on_the_hub(home: Path, tmp_path: Path) -> None:
     with torch.no_grad():
         logits = model.eval()(input_ids=stored["input_ids"]).logits.float()
     assert torch.allclose(logits, stored["logits"], atol=2e-2 if half else 1e-5)
+    assert zckpt.verify(home / "checkpoint", tmp_path / "out").ok
 
 
 def test_there_are_fixtures() -> None:

@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 import zckpt
 from zckpt.adapters import found_in, prepare
 from zckpt.convert import Options
-from zckpt.errors import OutputError, UnsupportedError, UsageError
+from zckpt.errors import CorruptError, UnsupportedError, UsageError
 
 peft = pytest.importorskip("peft")
 transformers = pytest.importorskip("transformers")
@@ -258,7 +258,7 @@ def test_a_config_that_cannot_be_read(tmp_path: Path) -> None:
     home = Path(shutil.copytree(HOME["lora_zero2"] / "checkpoint", tmp_path / "checkpoint"))
     for text in ("{", "[]"):
         (home / "adapter_config.json").write_text(text)
-        assert "adapter_config.json" in refused(OutputError, home, tmp_path).file
+        assert "adapter_config.json" in refused(CorruptError, home, tmp_path).file
 
 
 @pytest.mark.parametrize("told", [{"peft_type": "P_TUNING"}, {"peft_type": "ADALORA", "rank_pattern": {"q": 1}}])

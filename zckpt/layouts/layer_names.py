@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Mapping
 
 from zckpt.catalog import Catalog
 from zckpt.errors import UsageError, some
@@ -21,7 +22,7 @@ _LAYER = re.compile(r"(?:sequential\.)?(?P<layer>\d+|tied_modules\.[^.]+)\.(?P<l
 
 
 def read_layer_names(path: str) -> dict[str, str]:
-    """Layer -> what its names begin with.
+    """Layer -> what its names begin with, of the file at `path`.
 
     Raises:
         UsageError: the file cannot be understood.
@@ -54,18 +55,18 @@ def read_layer_names(path: str) -> dict[str, str]:
     return found
 
 
-def with_layer_names(catalog: Catalog, path: str) -> Catalog:
-    """The catalog with its layers' names.
+def with_layer_names(catalog: Catalog, prefixes: Mapping[str, str]) -> Catalog:
+    """The catalog with its layers' names, as `read_layer_names` gives them.
 
     Raises:
-        UsageError: the file lists none of its layers, or cannot be understood.
+        UsageError: none of its layers is among them.
         InconsistentError: two tensors would have the same name.
     """
-    prefixes = read_layer_names(path)
     layers = {match["layer"] for name in (*catalog, *catalog.aliases) if (match := _LAYER.fullmatch(name))}
     if not layers & prefixes.keys():
         raise UsageError(
-            "layer names that fit no layer of this checkpoint", file=path, found=f"layers {some(sorted(prefixes))}",
+            "layer names that fit no layer of this checkpoint", file=catalog.source.path,
+            found=f"layers {some(sorted(prefixes))}",
             expected=f"layers such as {some(sorted(layers))}" if layers else f"names such as {some(catalog)} have none",
         )  # fmt: skip
 

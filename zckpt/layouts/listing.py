@@ -23,6 +23,9 @@ EXPERT_NAME = re.compile(
     r"(?:layer_-?\d+_expert_\d+_mp_rank_\d+_model_states|expp_rank_\d+_mp_rank_\d+_optim_states)\.pt"
 )
 
+UNIVERSAL = "zero"
+"""Directory of a universal checkpoint with the files of each parameter, in directories of the parameters' names."""
+
 
 def is_deepspeed_file(name: str) -> bool:
     """Whether a file of this name belongs to a DeepSpeed save."""
@@ -48,6 +51,11 @@ class Wishes:
     tp: int | None = None
     pp: int | None = None
 
+    def as_json(self) -> dict[str, object]:
+        """Those that were said."""
+        said = {"tp_rules": self.tp_rules, "tp": self.tp, "pp": self.pp}
+        return {name: value for name, value in said.items() if value is not None}
+
 
 @dataclass(frozen=True, slots=True)
 class Listing:
@@ -56,7 +64,7 @@ class Listing:
     Attributes:
         directory: the tag directory (or the single file) as a person would name it.
         tag: the tag; empty for files that have none.
-        files: file name -> path, in natural order.
+        files: file name -> path, in natural order; those of a universal checkpoint's parameters below `zero/`.
         wishes: what a person says of them.
     """
 
@@ -65,6 +73,9 @@ class Listing:
     files: Mapping[str, str]
     wishes: Wishes = Wishes()
     _opened: dict[str, Container] = field(default_factory=dict[str, Container], repr=False)
+    _ranks: dict[tuple[str, int], list[tuple[int, str]]] = field(
+        default_factory=dict[tuple[str, int], "list[tuple[int, str]]"], repr=False
+    )
 
     def open(self, name: str) -> Container:
         """The container of one file; opened once."""
@@ -86,12 +97,12 @@ class Listing:
         Raises:
             InconsistentError: two files claim the same rank (a `bf16_` and a plain one).
         """
+        if not self._ranks:
+            for name in self.files:
+                if match := SHARD_NAME.fullmatch(name):
+                    self._ranks.setdefault((match["kind"], int(match["mp"])), []).append((int(match["dp"]), name))
         by_rank: dict[int, str] = {}
-        for name in self.files:
-            match = SHARD_NAME.fullmatch(name)
-            if match is None or match["kind"] != kind or int(match["mp"]) != mp_rank:
-                continue
-            rank = int(match["dp"])
+        for rank, name in self._ranks.get((kind, mp_rank), ()):
             if rank in by_rank:
                 raise InconsistentError(
                     f"two files that claim the partition of rank {rank}",
@@ -137,7 +148,12 @@ def list_files(directory: str, tag: str, also: Iterable[str] = ()) -> Listing:
 def _names(directory: str) -> list[str]:
     try:
         with os.scandir(directory) as entries:
-            return [entry.name for entry in entries if entry.is_file()]
+            listed = list(entries)
+        names = [entry.name for entry in listed if entry.is_file()]
+        if any(entry.name == UNIVERSAL and entry.is_dir() for entry in listed):
+            for root, _, files in os.walk(os.path.join(directory, UNIVERSAL)):
+                names += [os.path.relpath(os.path.join(root, name), directory).replace(os.sep, "/") for name in files]
+        return names
     except OSError as error:
         raise NotACheckpointError(
             "a directory that cannot be read", file=directory, found=error.strerror or str(error)

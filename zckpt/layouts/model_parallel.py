@@ -25,7 +25,7 @@ from zckpt.layouts.assembly import assemble
 from zckpt.layouts.listing import EXPERT_NAME, LAYER_NAME, MODEL_NAME, Listing
 from zckpt.layouts.module_states import ModelStates, as_mapping, flatten, read_model_states
 from zckpt.layouts.optimizer_states import missing_ranks
-from zckpt.layouts.rules import CheckpointRules, Rules, check_loads, damaged_info, rules_of_file, unknown_rule
+from zckpt.layouts.rules import Rules, check_loads, rules_of_checkpoint, rules_of_file, unknown_rule
 from zckpt.layouts.slices import Joint, join, replicated
 from zckpt.layouts.training import Group, Training
 
@@ -160,9 +160,12 @@ class _Reader:
         """The tensors of a stage's layer files under their global names; of a run without ZeRO, those of all layers."""
         tp_rank = rank % self.topology.tp
         listed = {name for shapes in (*model.param_shapes, model.frozen_shapes) for name in shapes} | model.buffer_names
+        owned = {name.partition(".")[0] for name in listed}
+        has_tied = not listed.isdisjoint(tied.values())
         module: dict[str, TensorRef] = {}
         for (layer, owner), file in self.layers.items():
-            if owner != tp_rank:
+            mine = str(layer) in owned or not model.is_zero()
+            if owner != tp_rank or not (mine or has_tied):
                 continue
             notes: list[str] = []
             root = as_mapping(self.listing.open(file).root, "a layer file", self.listing.files[file])
@@ -173,8 +176,8 @@ class _Reader:
                 )
             for local, ref in tensors.items():
                 own = f"{layer}.{local}"
-                name = own if own in listed else tied.get(local, own) if not _owns(listed, layer) else own
-                if not model.is_zero() or name in listed or _owns(listed, layer):
+                name = own if own in listed or str(layer) in owned else tied.get(local, own)
+                if mine or name in listed:
                     module.setdefault(name, ref)
         return module
 
@@ -183,12 +186,7 @@ class _Reader:
             rules = rules_of_file(self.listing.wishes.tp_rules)
             check_loads(rules, list(self.stages[0][0].catalog))
             return rules
-        info = model.root.get("universal_checkpoint_info")
-        if info is None:
-            return None
-        if not isinstance(info, Mapping):
-            raise damaged_info(model.file)
-        return CheckpointRules(model.file, info)
+        return rules_of_checkpoint(model)
 
     # -- putting it together -----------------------------------------------------------------------------------------
 
@@ -268,6 +266,7 @@ class _Reader:
         """What the run needs beside its weights."""
         groups: list[list[Group]] = []
         states: dict[str, dict[str, TensorEntry]] = {}
+        joined: dict[str, Joint] = {}
         first: Training | None = None
         for stage in self.stages:
             held = [s.training() for s in stage if s.training is not None]
@@ -282,6 +281,8 @@ class _Reader:
                     continue  # a tied parameter: the first stage's states are those of all
                 weights = [s.catalog.tensors[name] for s in stage]
                 joint = self._joint(name, weights)
+                if said := self.rules and self.rules.joint(name, [entry.shape for entry in weights]):
+                    joined[name] = said
                 if joint.total == "sum":  # its parts have the same gradient, and so the same states
                     joint = replace(joint, total="mean")
                 states[name] = {
@@ -290,7 +291,7 @@ class _Reader:
                 }
             groups.append(list(held[0].groups))
         assert first is not None
-        return replace(first, groups=tuple(_merged(groups)), states=states)
+        return replace(first, groups=tuple(_merged(groups)), states=states, joined=joined)
 
 
 def _merged(stages: Sequence[Sequence[Group]]) -> Iterator[Group]:
@@ -321,11 +322,6 @@ def _layers(listing: Listing) -> dict[tuple[int, int], str]:
         assert match is not None
         found[int(match["layer"]), int(match["tp"] or 0)] = name
     return dict(sorted(found.items()))
-
-
-def _owns(listed: set[str] | frozenset[str], layer: int) -> bool:
-    """Whether a stage lists parameters or buffers under this layer's number."""
-    return any(name.startswith(f"{layer}.") for name in listed)
 
 
 _TIED = re.compile(r"tied_modules\.[^.]+\.(?P<local>.+)")

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from zckpt.catalog import Replica, TensorEntry
@@ -124,27 +124,40 @@ def join(name: str, slices: Sequence[TensorEntry], joint: Joint) -> TensorEntry:
             f"slices of tensor {name!r} in several dtypes", found=", ".join(sorted({e.dtype.name for e in slices}))
         )
     itemsize = first.dtype.itemsize
-    shape, keep = joint.shape, joint.keep
     if joint.total:
+        shape = joint.shape
         numel = math.prod(shape)
         store = ComputedStore(numel * itemsize, lambda: total_of(slices, joint.total or "mean"))
         return TensorEntry(name, shape, first.dtype, first.role, (Fragment(store, 0, 0, numel),) if numel else ())
     held = [entry.fragments for entry in slices]
     fragments = _placed(held, joint.pieces, itemsize)
     replicas = [
-        Replica(first.dtype, _placed(held, pieces, itemsize), f"tensor-parallel rank {rank}", True)
+        Replica(first.dtype, _placed(held, pieces, itemsize), _rank(rank), True)
         for rank, pieces in joint.copies.items()
     ]
     weights = [entry.replicas[0] for entry in slices if entry.replicas]
     if len(weights) == len(slices):
-        narrow = weights[0].dtype
-        replicas.append(Replica(narrow, _placed([w.fragments for w in weights], joint.pieces, narrow.itemsize)))
-    if keep is not None and shape and keep < shape[0]:
-        shape = (keep, *shape[1:])
-        numel = math.prod(shape)
-        fragments = clip(fragments, 0, numel, itemsize)
-        replicas = [Replica(r.dtype, clip(r.fragments, 0, numel, r.dtype.itemsize), r.rank, r.whole) for r in replicas]
-    return TensorEntry(name, shape, first.dtype, first.role, fragments, tuple(replicas))
+        narrow, own = weights[0].dtype, [weight.fragments for weight in weights]
+        replicas.append(Replica(narrow, _placed(own, joint.pieces, narrow.itemsize)))
+        replicas += [
+            Replica(narrow, _placed(own, pieces, narrow.itemsize), _rank(rank)) for rank, pieces in joint.copies.items()
+        ]
+    return cut(TensorEntry(name, joint.shape, first.dtype, first.role, fragments, tuple(replicas)), joint.keep)
+
+
+def cut(entry: TensorEntry, keep: int | None) -> TensorEntry:
+    """The first `keep` rows of the first dimension; all of them where there are no more, or it is None."""
+    if keep is None or not entry.shape or keep >= entry.shape[0]:
+        return entry
+    shape = (keep, *entry.shape[1:])
+    numel = math.prod(shape)
+    fragments = clip(entry.fragments, 0, numel, entry.dtype.itemsize)
+    replicas = (replace(r, fragments=clip(r.fragments, 0, numel, r.dtype.itemsize)) for r in entry.replicas)
+    return replace(entry, shape=shape, fragments=fragments, replicas=tuple(replicas))
+
+
+def _rank(rank: int) -> str:
+    return f"tensor-parallel rank {rank}"
 
 
 def _placed(slices: Sequence[tuple[Fragment, ...]], pieces: Sequence[Piece], itemsize: int) -> tuple[Fragment, ...]:

@@ -10,12 +10,12 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from zckpt.catalog import Catalog, Replica, Source, TensorEntry
+from zckpt.catalog import Catalog, Padding, Source, TensorEntry
 from zckpt.containers import TensorRef
 from zckpt.errors import CorruptError, InconsistentError, UnsupportedError
 from zckpt.layouts.assembly import assemble
 from zckpt.layouts.listing import MODEL_NAME, Listing
-from zckpt.layouts.module_states import ModelStates, Shape, read_model_states, refuse_experts
+from zckpt.layouts.module_states import ModelStates, Shape, read_model_states, refuse_experts, with_replica
 from zckpt.layouts.optimizer_states import (
     OptimizerShard,
     check_ranks,
@@ -29,6 +29,7 @@ from zckpt.layouts.optimizer_states import (
     state_vector,
 )
 from zckpt.layouts.partition import flat_offsets, flat_pieces, in_original_order
+from zckpt.layouts.rules import rules_of_checkpoint
 from zckpt.layouts.training import Form, Group, Training
 
 _KNOWN = frozenset((
@@ -113,7 +114,8 @@ def read(listing: Listing, *, allow_unknown: bool = False) -> Catalog:
         global_steps=save.model.number("global_steps"),
         optimizer_states=save.shards[0].state_names,
     )
-    return assemble(save.model, masters(save), source, save.model.topology(save.world_size))
+    catalog = assemble(save.model, masters(save), source, save.model.topology(save.world_size))
+    return replace(catalog, padding=tuple(_padding(save)))
 
 
 def read_training(listing: Listing, *, allow_unknown: bool = False) -> Training:
@@ -163,10 +165,7 @@ def masters(save: Save) -> dict[str, TensorEntry]:
     files = [shard.file for shard in save.shards]
     for group in _groups(save):
         for entry in group.entries([shard.vectors[group.number] for shard in save.shards], files):
-            weight = save.model.module.get(entry.name)
-            if weight is not None and weight.shape == entry.shape:
-                entry = replace(entry, replicas=(Replica(weight.dtype, weight.fragments()),))
-            found[entry.name] = entry
+            found[entry.name] = with_replica(entry, save.model)
     return found
 
 
@@ -177,7 +176,8 @@ def training(save: Save) -> Training:
         IncompleteError: a rank lacks a state that others have.
     """
     groups: list[Group] = []
-    states: dict[str, dict[str, TensorEntry]] = {name: {} for shapes in save.model.param_shapes for name in shapes}
+    shapes = {name: shape for group in save.model.param_shapes for name, shape in group.items()}
+    states: dict[str, dict[str, TensorEntry]] = {name: {} for name in shapes}
     first = save.shards[0]
     for group in _groups(save):
         names = tuple(per_element(first.states[group.number]))
@@ -189,7 +189,17 @@ def training(save: Save) -> Training:
         if save.form == "zero" and save.model.zero_config.get("round_robin_gradients"):
             order = tuple(in_original_order(order, save.world_size))
         groups.append(group_of(order, first, group.number, group.number))
-    return Training(tuple(groups), states, scaler_of(first), save.model.rest, precision_of(save.model), save.form)
+    rules = rules_of_checkpoint(save.model)
+    return Training(
+        groups=tuple(groups),
+        states=states,
+        scaler=scaler_of(first),
+        model=save.model.rest,
+        precision=precision_of(save.model),
+        form=save.form,
+        raw=first.root,
+        joined={name: rules.joint(name, [shape]) for name, shape in shapes.items()} if rules else {},
+    )
 
 
 def _group_paddings(
@@ -204,6 +214,28 @@ def _group_paddings(
             expected=f"{expected} parameters",
         )
     return paddings[number]
+
+
+def _padding(save: Save) -> Iterator[Padding]:
+    """Alignment padding between the parameters, and what is left of the padding at the end: DeepSpeed fills both with
+    zeros, which no optimizer step changes.
+    """
+    for number, shapes in enumerate(save.model.param_shapes):
+        vectors = [shard.vectors[number] for shard in save.shards]
+        paddings = save.shards[0].alignment_paddings
+        numels = [math.prod(shape) for shape in shapes.values()]
+        offsets, _ = flat_offsets(numels, None if paddings is None else paddings[number])
+        ends = [*offsets[1:], vectors[0].numel * len(vectors)] if numels else []
+        fragments = [
+            fragment_of(
+                vectors[p.index], p._replace(count=min(p.count, vectors[p.index].numel - p.offset)), p.start, ""
+            )
+            for offset, numel, end in zip(offsets, numels, ends, strict=True)
+            for p in flat_pieces(offset + numel, end - offset - numel, vectors[0].numel)
+            if p.offset < vectors[p.index].numel
+        ]
+        if fragments:
+            yield Padding(vectors[0].dtype, tuple(fragments))
 
 
 def _check_lengths(number: int, parameters: int, total: int, save: Save) -> None:
