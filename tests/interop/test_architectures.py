@@ -11,6 +11,7 @@ import megatron_writer as writer
 import pytest
 import torch
 from bits import same_bits
+from safetensors.torch import load_file
 
 import zckpt
 from zckpt.errors import CorruptError, InconsistentError, UnsupportedError, UsageError
@@ -311,6 +312,47 @@ def test_a_broken_config_of_neox(tmp_path: Path) -> None:
 
 def test_architectures_are_those_in_the_help() -> None:
     assert names() == ["gpt-neox", "gpt2", "llama"]
+
+
+# -- runs of real DeepSpeed ------------------------------------------------------------------------------------------
+
+HOMES = sorted(
+    path.parent for path in (Path(__file__).parents[2] / "fixtures" / "megatron").glob("*/how_megatron.json")
+)
+ASKED = {"neox": ("gpt-neox", "neox"), "llama": ("llama", "megatron-swiglu")}
+
+
+@pytest.mark.parametrize("home", HOMES, ids=lambda home: home.name)
+def test_runs_of_deepspeed(home: Path, tmp_path: Path) -> None:
+    """Turned back by the writer, which knows nothing of the converter, every slice is the live master of its rank."""
+    how = json.loads((home / "how_megatron.json").read_text())
+    model = converted(home / "checkpoint", tmp_path / "out", *ASKED[how["kind"]])
+    wanted = json.loads((home / "config.json").read_text())
+    for key in ("hidden_size", "intermediate_size", "num_attention_heads", "rope_parameters", "vocab_size"):
+        assert getattr(model.config, key) == wanted[key], key
+    states: Any = writer.neox if how["kind"] == "neox" else writer.megatron
+    native = states(model.state_dict(), model.config)
+    if how["kind"] == "neox":
+        native = {f"{layer}.{name}": tensor for layer, state in native.items() for name, tensor in state.items()}
+    truth = load_file(home / "truth.safetensors")
+    assert {name.split(".", 1)[1] for name in truth} == native.keys()
+    for name, tensor in native.items():
+        slices = [truth[f"{rank}.{name}"] for rank in range(how["tp"])]
+        if how["kind"] == "neox" and name.endswith(("attention.dense.bias", "dense_4h_to_h.bias")):
+            assert same_bits(tensor, slices[0] + slices[1]), name
+            continue
+        for rank, own in enumerate(slices):
+            part = writer.sliced(
+                name, tensor, rank, how["tp"], summed=False, halves=how["kind"] == "llama", stacked=False
+            )
+            assert same_bits(part, own), name
+    with torch.no_grad():
+        assert model(input_ids=torch.arange(6)[None]).logits.isfinite().all()
+    assert zckpt.verify(home / "checkpoint", tmp_path / "out", wishes=Wishes(tp_rules=ASKED[how["kind"]][1])).ok
+
+
+def test_there_are_fixtures() -> None:
+    assert [home.name for home in HOMES] == ["llama_zero2_tp2_dp2", "neox_pp2_tp2_dp2"]
 
 
 # -- names for layers ------------------------------------------------------------------------------------------------
