@@ -3,13 +3,7 @@
 For `zckpt to-peft` and `zckpt.to_peft`. Only the adapter's own elements are read; the base model's may be there, be huge,
 or be missing.
 
-[Note: an adapter's names] In the model's state dict an adapter's tensors are `<module>.lora_A.<adapter>.weight`, or
-`<module>.lora_embedding_A.<adapter>` where the parameter is a bare one; a module that is trained whole is
-`<module>.modules_to_save.<adapter>.<rest>`, beside `original_module`. In `adapter_model.safetensors` the adapter's name is
-left out, and of a module that is trained whole `modules_to_save` too; a DoRA magnitude loses its `.weight`. All begin with
-`base_model.model.`, also those of a model that adapters were injected into without PEFT's own wrapper.
-Source: PEFT 0.21.2, utils/save_and_load.py `get_peft_model_state_dict`, utils/other.py `ModulesToSaveWrapper`;
-peft_model.py `save_pretrained` (files and sub-directories); transformers 5.23, integrations/peft.py (injected adapters).
+Source: PEFT 0.21.2, peft_model.py `save_pretrained` (files and sub-directories).
 """
 
 from __future__ import annotations
@@ -20,7 +14,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 
-from zckpt.catalog import Catalog, TensorEntry, replace_name
+from zckpt.catalog import Catalog, TensorEntry
 from zckpt.checkpoint import Opened, open_catalog, strip_wrappers
 from zckpt.convert import (
     Options,
@@ -34,18 +28,13 @@ from zckpt.convert import (
 from zckpt.dtypes import DType
 from zckpt.errors import CorruptError, UnsupportedError, UsageError, some
 from zckpt.jsons import read_json
+from zckpt.layouts.adapter_names import Found, adapters_in, only_adapter
 from zckpt.layouts.companions import companions
 from zckpt.layouts.huggingface import Destination, Target, lay_out, literal_file
 from zckpt.plan import Plan
 from zckpt.publish import check_output, check_space
 
 WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
-
-_METHODS = "lora|hada|lokr|ia3|oft|boft|hra|miss|c3a|ln_tuning|trainable_tokens|vera_lambda|road|waveft|gralora|delora"
-_TUNED = re.compile(rf"(?P<module>(?:.*?\.)?(?:{_METHODS})_\w+)\.(?P<adapter>[^.]+)(?P<rest>\.[^.]+)?")
-_WHOLE = re.compile(r"(?P<module>.*?)\.modules_to_save\.(?P<adapter>[^.]+)(?P<rest>\..+)")
-_PROMPT = re.compile(r"(?:.*\.)?prompt_encoder\.(?P<adapter>[^.]+)\.(?P<rest>.+)")
-_BASE = "base_model.model."
 
 _BORN_ZERO = re.compile(r".*\.(?:lora_B\.weight|lora_embedding_A)")
 """What a LoRA begins with as zeros, so that it changes nothing; zeros after training mean that nothing was learned."""
@@ -55,40 +44,6 @@ _TYPES = frozenset((
     *("VERA", "ROAD", "WAVEFT", "GRALORA", "DELORA", "PROMPT_TUNING", "PREFIX_TUNING"),
 ))  # fmt: skip
 """Methods whose tensors are saved as they lie in the model; the tests hold each to what PEFT itself writes."""
-
-
-@dataclass(frozen=True, slots=True)
-class Found:
-    """One tensor of an adapter.
-
-    Attributes:
-        adapter: whose it is.
-        saved: its name in `adapter_model.safetensors`.
-    """
-
-    adapter: str
-    saved: str
-
-
-def found_in(name: str) -> Found | None:
-    """What a tensor of the model is to an adapter, if anything; see [Note: an adapter's names]."""
-    if match := _PROMPT.fullmatch(name):
-        return Found(match["adapter"], "prompt_embeddings" if match["rest"] == "embedding.weight" else "")
-    if match := _WHOLE.fullmatch(name):
-        return Found(match["adapter"], _rooted(match["module"] + match["rest"]))
-    match = _TUNED.fullmatch(name)
-    if match is None or (match["rest"] is None and match["adapter"] in ("weight", "bias")):
-        return None
-    if match["module"].endswith("trainable_tokens_original"):
-        return None
-    bare = match["module"].endswith("lora_magnitude_vector")
-    return Found(match["adapter"], _rooted(match["module"] + ("" if bare else match["rest"] or "")))
-
-
-def _rooted(name: str) -> str:
-    """From `base_model.` on, whatever the model was wrapped in."""
-    at = f".{name}".find(".base_model.")
-    return name[at:] if at >= 0 else _BASE + name
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,38 +125,32 @@ def prepare(
     shielded = protected(opened, checkpoint, beside=options.beside)
     check_output(out, single=False, overwrite=options.overwrite, protected=shielded)
     catalog, stripped = strip_wrappers(opened.catalog)
-    found = {name: it for name in (*catalog, *catalog.aliases) if (it := found_in(name))}
+    found = adapters_in(catalog)
     names = sorted({it.adapter for it in found.values()})
     adapter = _chosen(adapter, names, catalog)
     config_path = _config_path(opened, adapter, alone=len(names) == 1)
     config = _read_config(config_path) if config_path else {}
     _check_method(adapter, found, config, catalog.source.path)
-    chosen = {
-        name: it.saved
-        for name, it in found.items()
-        if it.adapter == adapter
-        and not (name in catalog.aliases and it.saved.endswith(".token_adapter.trainable_tokens_delta"))
-    }
-    chosen.update({name: _rooted(name) for name in catalog if name not in found and _is_trained_bias(name, config)})
-    # Tied modules are stored twice, as PEFT stores them (it wants to find both names); the tokens of tied ones are not.
-    selected = {saved: replace_name(catalog[name], saved) for name, saved in chosen.items()}
+    bias = str(config.get("bias") or "none")
+    own, others = only_adapter(catalog, adapter, bias)
+    selected = own.tensors
     wanted = [(entry, output_dtype(entry, options.dtype)) for entry in selected.values()]
     destination = lay_out(wanted, {}, Target("safetensors", file=WEIGHTS))
     if config_path:
         destination = _with_config(destination, config_path)
-    notes = [*opened.catalog.source.notes, *stripped, *_left_out(catalog, found, chosen)]
+    notes = [*opened.catalog.source.notes, *stripped, *_loose(catalog, found, others)]
     if not config_path:
         notes.append(_without_config(adapter, selected))
     conversion = Prepared(
         opened=opened,
-        catalog=replace(catalog, tensors=selected, aliases={}),
+        catalog=own,
         plan=Plan(destination.files, [(selected[name], entry) for name, entry in destination.entries.items()]),
         out=out,
         single=False,
         copies=tuple(companions(opened.place.home)),
         options=options,
         notes=tuple(notes),
-        recorded={"adapter": adapter},
+        recorded={"form": {"adapter": adapter, "bias": bias}},
     )
     check_space(out, conversion.bytes_written)
     return PreparedAdapter(adapter, conversion)
@@ -283,19 +232,11 @@ def _check_method(adapter: str, found: Mapping[str, Found], config: Mapping[str,
         )  # fmt: skip
 
 
-def _is_trained_bias(name: str, config: Mapping[str, object]) -> bool:
-    """Whether PEFT saves this bias of the base model with the adapter."""
-    kind = str(config.get("bias") or "none")
-    if kind.endswith("_only"):
-        return name.endswith(".base_layer.bias")
-    return kind == "all" and name.endswith(".bias")
-
-
-def _left_out(catalog: Catalog, found: Mapping[str, Found], chosen: Mapping[str, str]) -> Iterator[str]:
+def _loose(catalog: Catalog, found: Mapping[str, Found], others: Sequence[str]) -> Iterator[str]:
     """A sentence on parameters that were trained, but belong to no adapter."""
     if not catalog.source.zero_stage:
         return
-    loose = [n for n, entry in catalog.tensors.items() if entry.role == "parameter" and n not in {*found, *chosen}]
+    loose = [name for name in others if name not in found and catalog.tensors[name].role == "parameter"]
     if loose:
         yield f"{len(loose):,} parameters were trained but are of no adapter, and stay out: {some(loose)}."
 

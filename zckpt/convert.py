@@ -5,7 +5,6 @@ For the `to-*` commands and `zckpt.convert`. The steps: open, select and rename,
 
 from __future__ import annotations
 
-import fnmatch
 import os
 import re
 import time
@@ -18,7 +17,7 @@ from zckpt.checkpoint import Opened, open_catalog, strip_wrappers
 from zckpt.delivery import Order, Overflow, deliver
 from zckpt.dtypes import BF16, BY_TORCH_NAME, CAST_TARGETS, F16, F32, DType
 from zckpt.errors import UsageError, some
-from zckpt.forms import Form, formed
+from zckpt.forms import Form, formed, matches
 from zckpt.layouts.companions import companions, config_file
 from zckpt.layouts.huggingface import Format, Target, lay_out
 from zckpt.layouts.listing import Wishes
@@ -206,9 +205,7 @@ def prepare(
         protected=protected(opened, checkpoint, beside=options.beside),
     )
     catalog, stripped = strip_wrappers(opened.catalog)
-    if options.form.to:  # what has no place in the new form can be left out of it
-        catalog = catalog.select(lambda entry: not _matches(entry.name, options.exclude))
-    form = formed(catalog, opened.place, options.form, to_directory=not single)
+    form = formed(catalog, opened.place, options.form, to_directory=not single, exclude=options.exclude)
     catalog = select(form.catalog, options)
     wanted = [(entry, output_dtype(entry, options.dtype)) for entry in catalog.tensors.values()]
     destination = lay_out(wanted, catalog.aliases, target)
@@ -317,10 +314,6 @@ def protected(opened: Opened, checkpoint: str, *, beside: bool = False) -> set[s
     return shards if beside or not listing.tag or not os.path.isdir(checkpoint) else {*shards, checkpoint}
 
 
-def _matches(name: str, globs: Sequence[str]) -> bool:
-    return any(fnmatch.fnmatchcase(name, glob) for glob in globs)
-
-
 def select(catalog: Catalog, options: Options) -> Catalog:
     """The tensors that are wanted, under their new names.
 
@@ -331,9 +324,9 @@ def select(catalog: Catalog, options: Options) -> Catalog:
     def wanted(entry: TensorEntry) -> bool:
         if options.exclude_frozen and entry.role == "frozen":
             return False
-        if options.include and not _matches(entry.name, options.include):
+        if options.include and not matches(entry.name, options.include):
             return False
-        return not _matches(entry.name, options.exclude)
+        return not matches(entry.name, options.exclude)
 
     try:
         patterns = [(re.compile(pattern), new) for pattern, new in options.rename]

@@ -7,13 +7,15 @@ that of the hub.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import fnmatch
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from zckpt.catalog import Catalog
 from zckpt.errors import UsageError
 from zckpt.hub_form import in_hub_form
+from zckpt.layouts.adapter_names import only_adapter
 from zckpt.layouts.architectures import architecture, as_architecture, heads_of, names
 from zckpt.layouts.companions import config_of, read_config
 from zckpt.layouts.layer_names import read_layer_names, with_layer_names
@@ -45,15 +47,22 @@ class Formed:
         config: the config that it then has; None for the one beside the checkpoint, if there is one.
         notes: sentences a person should see.
         recorded: what a manifest has to say so that `formed_again` finds the same.
+        left_out: tensors of the checkpoint that are not in it.
     """
 
     catalog: Catalog
     config: Mapping[str, object] | None = None
     notes: tuple[str, ...] = ()
     recorded: Mapping[str, object] = field(default_factory=dict[str, object])
+    left_out: tuple[str, ...] = ()
 
 
-def formed(catalog: Catalog, place: Place, form: Form, *, to_directory: bool) -> Formed:
+def matches(name: str, globs: Sequence[str]) -> bool:
+    """Whether a name matches one of the globs."""
+    return any(fnmatch.fnmatchcase(name, glob) for glob in globs)
+
+
+def formed(catalog: Catalog, place: Place, form: Form, *, to_directory: bool, exclude: Sequence[str] = ()) -> Formed:
     """The catalog in the form that is wanted.
 
     Args:
@@ -61,6 +70,7 @@ def formed(catalog: Catalog, place: Place, form: Form, *, to_directory: bool) ->
         place: where.
         form: what is wanted.
         to_directory: whether the output is one that `from_pretrained` loads; a single file keeps the model's own names.
+        exclude: globs; what has no place in another architecture can be left out before.
 
     Raises:
         UsageError: the wishes contradict each other, or name what there is not.
@@ -73,7 +83,7 @@ def formed(catalog: Catalog, place: Place, form: Form, *, to_directory: bool) ->
         prefixes = read_layer_names(said) if isinstance(said, str) else said
         return Formed(with_layer_names(catalog, prefixes), recorded={"form": {"layer_names": dict(prefixes)}})
     if form.to is not None:
-        return _converted(catalog, place, form.to, form.config)
+        return _converted(catalog, place, form.to, form.config, exclude)
     if form.config is not None:
         raise UsageError("a --config without --to", found="--config", remedy="Add --to hf:llama, or leave it out.")
     config = read_config(place.home) if to_directory else None
@@ -83,14 +93,21 @@ def formed(catalog: Catalog, place: Place, form: Form, *, to_directory: bool) ->
     return Formed(found, notes=notes, recorded={} if found is catalog else {"form": {"hub": True}})
 
 
-def formed_again(catalog: Catalog, place: Place, recorded: Mapping[str, Any]) -> Catalog:
-    """The catalog in the form that a manifest says an output of it has; errors as in `formed`."""
+def formed_again(catalog: Catalog, place: Place, recorded: Mapping[str, Any], exclude: Sequence[str] = ()) -> Formed:
+    """The form that a manifest says an output of this catalog has; arguments and errors as in `formed`."""
+    if "adapter" in recorded:
+        own, others = only_adapter(catalog, str(recorded["adapter"]), str(recorded.get("bias")))
+        return Formed(own, left_out=others)
     form = Form(recorded.get("to"), recorded.get("config"), recorded.get("layer_names"))
-    return formed(catalog, place, form, to_directory=recorded.get("hub") is True).catalog
+    return formed(catalog, place, form, to_directory=recorded.get("hub") is True, exclude=exclude)
 
 
-def _converted(catalog: Catalog, place: Place, to: str, config: str | Mapping[str, Any] | None) -> Formed:
+def _converted(
+    catalog: Catalog, place: Place, to: str, config: str | Mapping[str, Any] | None, exclude: Sequence[str]
+) -> Formed:
     """As another architecture."""
+    left_out = tuple(name for name in catalog.tensors if matches(name, exclude))
+    catalog = catalog.select(lambda entry: entry.name not in left_out)
     kind, _, name = to.partition(":")
     if kind != "hf":
         raise UsageError("an unknown --to", found=repr(to), expected=", ".join(f"hf:{n}" for n in names()))
@@ -110,4 +127,4 @@ def _converted(catalog: Catalog, place: Place, to: str, config: str | Mapping[st
         given = make_config(wanted, catalog, heads, arguments)
     else:
         check_config(given, wanted, catalog)
-    return Formed(catalog, given, recorded={"form": recorded})
+    return Formed(catalog, given, recorded={"form": recorded}, left_out=left_out)

@@ -153,9 +153,8 @@ def _are_disjoint(fragments: Sequence[Fragment], numel: int) -> bool:
         return False
     if all(block.rows == 1 for block in held):
         return all(a.stop <= b.start for a, b in itertools.pairwise(held))
-    pitch = held[0].pitch
-    if all(block.pitch == pitch for block in held) and held[-1].start + held[-1].count - held[0].start <= pitch:
-        return all(a.start + a.count <= b.start for a, b in itertools.pairwise(held))  # columns of the same rows
+    if _are_other_cells(held):
+        return True
     for index, block in enumerate(held):
         for other in held[index + 1 :]:
             if other.start >= block.stop:
@@ -163,6 +162,17 @@ def _are_disjoint(fragments: Sequence[Fragment], numel: int) -> bool:
             if next(overlaps(block, other), None):
                 return False
     return True
+
+
+def _are_other_cells(blocks: Sequence[Block]) -> bool:
+    """Whether blocks are surely disjoint because they are rectangles of one grid, in other columns or other rows of it."""
+    pitch = max(block.pitch for block in blocks)
+    cells = sorted((block.start % pitch, block.count, block.start // pitch, block.rows) for block in blocks)
+    return (
+        all(block.pitch == pitch or block.rows == 1 for block in blocks)
+        and all(column + count <= pitch for column, count, _, _ in cells)
+        and all(a[0] + a[1] <= b[0] or (a[:2] == b[:2] and a[2] + a[3] <= b[2]) for a, b in itertools.pairwise(cells))
+    )
 
 
 def _walked_gap(fragments: Sequence[Fragment], numel: int, itemsize: int) -> tuple[int, int] | None:
@@ -263,6 +273,21 @@ def rearranged(fragments: Sequence[Fragment], rows: Pass, itemsize: int) -> tupl
     """All of the rows that make up another tensor, as its fragments."""
     placed = (part for block, start, pitch in rows for part in place(fragments, block, start, pitch, itemsize))
     return tuple(sorted(placed, key=_start_of))
+
+
+def transposed(fragments: Sequence[Fragment], rows: int, columns: int, itemsize: int) -> tuple[Fragment, ...]:
+    """The fragments of a matrix of `rows` by `columns`, as those of the transposed one: each row becomes a column."""
+    turned: list[Fragment] = []
+    for run in runs_in_order(fragments, itemsize):
+        done = 0
+        while done < run.count:
+            row, column = divmod(run.start + done, columns)
+            held = min(columns - column, run.count - done)
+            byte_offset = run.byte_offset + done * run.store_step * itemsize
+            several = (held, rows, run.store_step) if held > 1 else (1, 0, 0)
+            turned.append(Fragment(run.store, byte_offset, column * rows + row, 1, *several))
+            done += held
+    return tuple(sorted(turned, key=_start_of))
 
 
 def strided(offset: int, shape: Sequence[int], strides: Sequence[int]) -> list[tuple[Block, int, int]]:

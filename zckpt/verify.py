@@ -129,10 +129,13 @@ def _wanted(catalog: Catalog, place: Place, facts: Manifest | None) -> tuple[Cat
         options["rename"] = [tuple(pair) for pair in options["rename"]]
     try:
         chosen = Options(**options)
+        left_out: tuple[str, ...] = ()
         if isinstance(form, Mapping):
-            catalog = formed_again(catalog, place, form)
+            again = formed_again(catalog, place, form, chosen.exclude)
+            catalog, left_out = again.catalog, again.left_out
         kept = select(catalog, replace(chosen, rename=(), strip_prefix=""))
-        return select(catalog, chosen), sorted(catalog.tensors.keys() - kept.tensors.keys() - kept.aliases.keys())
+        dropped = catalog.tensors.keys() - kept.tensors.keys() - kept.aliases.keys()
+        return select(catalog, chosen), sorted({*left_out, *dropped})
     except (TypeError, ValueError) as error:
         raise UnsupportedError("a manifest whose options zckpt does not know", found=str(error)[:200]) from error
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from bits import same_bits
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 
@@ -18,7 +19,7 @@ from zckpt.catalog import TensorEntry
 from zckpt.checkpoint import read_tensor
 from zckpt.dtypes import F32
 from zckpt.fragments import Fragment, MemoryStore
-from zckpt.overlaps import rearranged, strided
+from zckpt.overlaps import rearranged, strided, transposed
 
 transformers = pytest.importorskip("transformers", minversion="5")
 
@@ -132,6 +133,22 @@ def test_there_are_fixtures() -> None:
     assert len(HOMES) == 2
 
 
+@settings(deadline=None)
+@given(data=st.data(), rows=st.integers(1, 5), columns=st.integers(1, 5))
+def test_a_transposed_matrix_in_any_pieces(data: st.DataObject, rows: int, columns: int) -> None:
+    numel = rows * columns
+    tensor = torch.arange(numel, dtype=torch.float32).reshape(rows, columns)
+    store = MemoryStore(tensor.data_ptr(), numel * 4, tensor)
+    cuts = [0, *sorted(data.draw(st.sets(st.integers(1, numel), max_size=4)) - {numel}), numel]
+    fragments = tuple(Fragment(store, a * 4, a, b - a) for a, b in itertools.pairwise(cuts))
+    turned = transposed(fragments, rows, columns, 4)
+    entry = TensorEntry("x", (columns, rows), F32, "parameter", turned)
+    assert torch.equal(read_tensor(entry, "pt"), tensor.t())
+    again = TensorEntry("x", (rows, columns), F32, "parameter", transposed(turned, columns, rows, 4))
+    assert torch.equal(read_tensor(again, "pt"), tensor)
+
+
+@settings(deadline=None)
 @given(data=st.data(), shape=st.lists(st.integers(1, 4), min_size=1, max_size=4))
 def test_any_view_is_where_torch_puts_it(data: st.DataObject, shape: list[int]) -> None:
     tensor = torch.arange(torch.Size(shape).numel(), dtype=torch.float32).reshape(shape)

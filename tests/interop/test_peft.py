@@ -15,9 +15,10 @@ from bits import same_bits
 from safetensors.torch import load_file, save_file
 
 import zckpt
-from zckpt.adapters import found_in, prepare
+from zckpt.adapters import prepare
 from zckpt.convert import Options
 from zckpt.errors import CorruptError, UnsupportedError, UsageError
+from zckpt.layouts.adapter_names import found_in
 
 peft = pytest.importorskip("peft")
 transformers = pytest.importorskip("transformers")
@@ -123,6 +124,18 @@ def test_the_base_is_not_read(name: str, tmp_path: Path) -> None:
     zckpt.to_peft(home / "checkpoint", tmp_path / "out", adapter="default")
     found = load_file(tmp_path / "out" / "adapter_model.safetensors")
     assert_same(found, load_file(home / "adapter" / "adapter_model.safetensors"))
+
+
+@pytest.mark.parametrize(("home", "adapter"), CASES, ids=id_of)
+def test_verify_knows_an_adapter(home: Path, adapter: str, tmp_path: Path) -> None:
+    zckpt.to_peft(home / "checkpoint", tmp_path / "out", adapter=adapter)
+    found = zckpt.verify(home / "checkpoint", tmp_path / "out")
+    assert found.ok
+    excluded = json.loads((home / "how_peft.json").read_text())["exclude_frozen"]
+    assert found.deletable is not None and found.deletable[0] == excluded, "the base must not be thought safe"
+    path = tmp_path / "out" / "adapter_model.safetensors"
+    path.write_bytes(path.read_bytes()[:-1] + b"\x01")
+    assert not zckpt.verify(home / "checkpoint", tmp_path / "out").ok
 
 
 def tiny() -> Any:

@@ -32,9 +32,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from zckpt.catalog import Catalog, Replica, TensorEntry
+from zckpt.dtypes import DType
 from zckpt.errors import InconsistentError, UnsupportedError, UsageError, some
 from zckpt.fragments import Block, Fragment
-from zckpt.overlaps import Pass, clip, rearranged, strided
+from zckpt.overlaps import Pass, clip, rearranged, transposed
 
 FILES = os.path.join(os.path.dirname(__file__), "architecture_files")
 
@@ -330,7 +331,12 @@ def _rows_of(entry: TensorEntry, name: str, groups: int, widths: Sequence[int], 
 def _turned(entry: TensorEntry) -> TensorEntry:
     """The transposed matrix."""
     rows, columns = entry.shape
-    return _moved(entry, entry.name, (columns, rows), strided(0, (columns, rows), (1, columns)))
+
+    def turned(fragments: tuple[Fragment, ...], dtype: DType) -> tuple[Fragment, ...]:
+        return transposed(fragments, rows, columns, dtype.itemsize)
+
+    replicas = tuple(replace(r, fragments=turned(r.fragments, r.dtype)) for r in entry.replicas)
+    return replace(entry, shape=(columns, rows), fragments=turned(entry.fragments, entry.dtype), replicas=replicas)
 
 
 def _moved(entry: TensorEntry, name: str, shape: Shape, *passes: Pass) -> TensorEntry:
