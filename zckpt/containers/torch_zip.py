@@ -73,7 +73,7 @@ def read_input(file: Input) -> Container:
         raise CorruptError("an unknown byte order", file=file.path, found=f"{order!r}", expected="little or big")
     store = file.store("little" if order == b"little" else "big")
     pickle = directory.read(f"{prefix}/data.pkl", MAX_PICKLE_BYTES)
-    base = directory.data_offset(f"{prefix}/data.pkl")
+    base = file.base + directory.data_offset(f"{prefix}/data.pkl")
     storages = _Storages(directory, f"{prefix}/data/", store)
     root = load_pickle(pickle, file=file.path, record="data.pkl", base=base, persistent_load=storages.load)
     return Container("torch_zip", store, root, {"prefix": prefix})
@@ -134,7 +134,8 @@ class _Storages:
                 expected=f"the record has {record.nbytes if record else 0:,}",
                 byte_offset=byte_offset,
             )
-        return StorageRef(storage.key, storage.dtype, storage.numel, storage.location, self.store, byte_offset)
+        at = self.directory.file.base + byte_offset
+        return StorageRef(storage.key, storage.dtype, storage.numel, storage.location, self.store, at)
 
 
 def storage_of(key: object, store: FileStore) -> StorageRef:

@@ -22,6 +22,14 @@ LAYER_NAME = re.compile(r"layer_(?P<layer>\d+)-(?:model_\d+-)?model_states\.pt")
 EXPERT_NAME = re.compile(
     r"(?:layer_-?\d+_expert_\d+_mp_rank_\d+_model_states|expp_rank_\d+_mp_rank_\d+_optim_states)\.pt"
 )
+DCP_METADATA = re.compile(r"\.metadata|__\d+\.metadata")
+DCP_DATA = re.compile(r"__(?P<rank>\d+)_\d+\.distcp")
+DCP_SAFETENSORS = re.compile(r"shard-(?P<rank>\d{5})-model-\d{5}-of-\d{5}\.safetensors")
+
+
+def is_dcp_file(name: str) -> bool:
+    """Whether a file of this name belongs to a save of torch.distributed.checkpoint."""
+    return any(pattern.fullmatch(name) for pattern in (DCP_METADATA, DCP_DATA, DCP_SAFETENSORS))
 
 
 def is_deepspeed_file(name: str) -> bool:
@@ -42,11 +50,13 @@ class Listing:
         directory: the tag directory (or the single file) as a person would name it.
         tag: the tag; empty for files that have none.
         files: file name -> path, in natural order.
+        key: which state dict is wanted, where a save holds several; empty for the model's.
     """
 
     directory: str
     tag: str
     files: Mapping[str, str]
+    key: str = ""
     _opened: dict[str, Container] = field(default_factory=dict[str, Container], repr=False)
 
     def open(self, name: str) -> Container:
@@ -108,7 +118,7 @@ def list_files(directory: str, tag: str, also: Iterable[str] = ()) -> Listing:
             path = os.path.join(root, name)
             if name not in files:
                 files[name] = path
-            elif is_deepspeed_file(name) and not _same_content(files[name], path):
+            elif (is_deepspeed_file(name) or is_dcp_file(name)) and not _same_content(files[name], path):
                 raise InconsistentError(
                     f"two different files called {name!r}",
                     found=f"{files[name]!r} and {path!r} differ",
