@@ -21,6 +21,7 @@ from zckpt.dtypes import BF16, BY_TORCH_NAME, CAST_TARGETS, F16, F32, DType
 from zckpt.errors import CastError, OutputError, UsageError, some
 from zckpt.fragments import FileStore
 from zckpt.layouts.huggingface import Destination, Format, Target, lay_out, literal_file
+from zckpt.layouts.listing import Wishes
 from zckpt.mover import MoveReport, run
 from zckpt.plan import OutputFile, Plan
 from zckpt.publish import Staging, check_output, check_space
@@ -57,6 +58,7 @@ class Options:
         merge: put the files into an existing directory instead of replacing it.
         beside: allow an output beside the input's tag directories.
         allow_unknown_layout: convert though the layout cannot be proved.
+        wishes: what a person says of a model-parallel checkpoint that does not say it itself.
     """
 
     dtype: DType = F32
@@ -73,6 +75,7 @@ class Options:
     merge: bool = False
     beside: bool = False
     allow_unknown_layout: bool = False
+    wishes: Wishes | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,7 +187,9 @@ def prepare(
     checkpoint: str, out: str, options: Options, *, tag: str | None = None, also: Sequence[str] = ()
 ) -> Prepared:
     """Everything but the work: opens, selects, lays out, and refuses what cannot succeed. Writes nothing."""
-    opened = open_catalog(checkpoint, tag, also, allow_unknown_layout=options.allow_unknown_layout)
+    opened = open_catalog(
+        checkpoint, tag, also, allow_unknown_layout=options.allow_unknown_layout, wishes=options.wishes
+    )
     target, single = _target(out, options)
     check_output(
         out,
@@ -218,7 +223,7 @@ def execute(prepared: Prepared, progress: Callable[[int], None] | None = None) -
     began = time.perf_counter()
     options, notes = prepared.options, list(prepared.notes)
     if options.allow_unknown_layout:
-        bad = [entry.name for entry, _ in replicas.disagreements(prepared.catalog)]
+        bad = [entry.name for entry, *_ in replicas.disagreements(prepared.catalog)]
         if bad:
             notes.append(f"{len(bad):,} master weights are not those of the model's own weights: {some(bad)}.")
     else:

@@ -18,6 +18,7 @@ from zckpt.convert import Report, companions, config_file, overflow_error, overf
 from zckpt.dtypes import BF16, F16, DType
 from zckpt.errors import UsageError
 from zckpt.layouts.huggingface import literal_file
+from zckpt.layouts.listing import Wishes
 from zckpt.layouts.training import Training
 from zckpt.layouts.zero_out import DEFAULT_SUB_GROUP_SIZE, Laid, ZeroTarget, lay_out
 from zckpt.mover import run
@@ -59,6 +60,7 @@ def prepare(
     also: Sequence[str] = (),
     overwrite: bool = False,
     allow_unknown_layout: bool = False,
+    wishes: Wishes | None = None,
 ) -> Prepared:
     """Everything but the work. Writes nothing.
 
@@ -72,13 +74,14 @@ def prepare(
         also: directories laid over the checkpoint.
         overwrite: replace an existing output.
         allow_unknown_layout: go on though an optimizer file holds keys that zckpt does not know.
+        wishes: what a person says of a model-parallel checkpoint that does not say it itself.
 
     Raises:
         ZckptError: one of its kinds says what is wrong.
     """
     if world_size < 1 or stage not in (None, 1, 2, 3):
         raise UsageError("an impossible target", found=f"world size {world_size}, stage {stage}")
-    opened = open_catalog(checkpoint, tag, also, allow_unknown_layout=allow_unknown_layout)
+    opened = open_catalog(checkpoint, tag, also, allow_unknown_layout=allow_unknown_layout, wishes=wishes)
     training = layouts.read_training(opened.place.listing, allow_unknown=allow_unknown_layout)
     check_output(out, single=False, overwrite=overwrite, protected=protected(opened, checkpoint))
     dtype = training.precision if precision == "keep" else to_dtype(precision)

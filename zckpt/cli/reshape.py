@@ -56,6 +56,9 @@ def reshard(
     precision: PrecisionOption = Precision.keep,
     tag: o.Tag = None,
     also: o.Also = None,
+    tp_rules: o.TpRules = None,
+    tp: o.Tp = None,
+    pp: o.Pp = None,
     threads: o.Threads = None,
     dry_run: o.DryRun = False,
     overwrite: o.Overwrite = False,
@@ -77,6 +80,7 @@ def reshard(
         also=also or (),
         overwrite=overwrite,
         allow_unknown_layout=allow_unknown_layout,
+        wishes=o.wishes(tp_rules, tp, pp),
     )
     sink.notes(prepared.notes)
     if dry_run:

@@ -9,7 +9,7 @@ from typing import Protocol
 
 from zckpt.catalog import Catalog
 from zckpt.errors import NotACheckpointError, UnsupportedError, UsageError
-from zckpt.layouts import dcp, huggingface, unsharded, zero3, zero12
+from zckpt.layouts import dcp, huggingface, model_parallel, unsharded, zero3, zero12
 from zckpt.layouts.listing import Listing
 from zckpt.layouts.training import Training
 
@@ -32,6 +32,7 @@ class TrainingLayout(Layout, Protocol):
 
 
 LAYOUTS: dict[str, Layout] = {
+    "model parallel": model_parallel,
     "ZeRO-3": zero3,
     "ZeRO-1/2": zero12,
     "DeepSpeed without ZeRO": unsharded,
@@ -41,6 +42,7 @@ LAYOUTS: dict[str, Layout] = {
 
 
 WITH_TRAINING: dict[str, TrainingLayout] = {
+    "model parallel": model_parallel,
     "ZeRO-3": zero3,
     "ZeRO-1/2": zero12,
     "torch.distributed.checkpoint": dcp,
@@ -55,10 +57,11 @@ def read(listing: Listing, *, allow_unknown: bool = False) -> Catalog:
         UsageError: a key is asked for of a layout that has no keys.
     """
     name = _detect(listing)
-    if listing.key and LAYOUTS[name] is not dcp:
+    if listing.wishes.key and LAYOUTS[name] is not dcp:
         raise UsageError(
-            "a key of a checkpoint that has none", file=listing.directory, found=f"{name}, --key {listing.key}"
-        )
+            "a key of a checkpoint that has none", file=listing.directory, found=f"{name}, --key {listing.wishes.key}",
+            remedy="Leave --key out: only saves of torch.distributed.checkpoint hold several state dicts.",
+        )  # fmt: skip
     return LAYOUTS[name].read(listing, allow_unknown=allow_unknown)
 
 

@@ -59,7 +59,7 @@ class Save:
 def load(listing: Listing) -> Save:
     """The files of a save; errors as in `read`."""
     metadata = read_metadata(listing)
-    model = model_of(metadata, listing.key)
+    model = model_of(metadata, listing.wishes.key)
     flat = [name for name in model.items if _FLAT.search(name)]
     if flat:
         raise UnsupportedError(

@@ -18,7 +18,7 @@ SHARD_NAME = re.compile(
     r"(?P<prefix>bf16_|fp16_)?zero_pp_rank_(?P<dp>\d+)_mp_rank_(?P<mp>\d+)_(?P<kind>model|optim)_states\.pt"
 )
 MODEL_NAME = re.compile(r"mp_rank_(?P<mp>\d+)_model_states\.pt")
-LAYER_NAME = re.compile(r"layer_(?P<layer>\d+)-(?:model_\d+-)?model_states\.pt")
+LAYER_NAME = re.compile(r"layer_(?P<layer>\d+)-(?:model_(?P<tp>\d+)-)?model_states\.pt")
 EXPERT_NAME = re.compile(
     r"(?:layer_-?\d+_expert_\d+_mp_rank_\d+_model_states|expp_rank_\d+_mp_rank_\d+_optim_states)\.pt"
 )
@@ -43,6 +43,23 @@ def natural(name: str) -> list[tuple[int, int | str]]:
 
 
 @dataclass(frozen=True, slots=True)
+class Wishes:
+    """What a person says of files that do not say it themselves.
+
+    Attributes:
+        tp_rules: name or path of rules by which tensor-parallel slices are joined.
+        tp: tensor-parallel ranks.
+        pp: pipeline stages.
+        key: which state dict is wanted, where a save of torch.distributed.checkpoint holds several.
+    """
+
+    tp_rules: str | None = None
+    tp: int | None = None
+    pp: int | None = None
+    key: str = ""
+
+
+@dataclass(frozen=True, slots=True)
 class Listing:
     """The files of one save.
 
@@ -50,13 +67,13 @@ class Listing:
         directory: the tag directory (or the single file) as a person would name it.
         tag: the tag; empty for files that have none.
         files: file name -> path, in natural order.
-        key: which state dict is wanted, where a save holds several; empty for the model's.
+        wishes: what a person says of them.
     """
 
     directory: str
     tag: str
     files: Mapping[str, str]
-    key: str = ""
+    wishes: Wishes = Wishes()
     _opened: dict[str, Container] = field(default_factory=dict[str, Container], repr=False)
 
     def open(self, name: str) -> Container:

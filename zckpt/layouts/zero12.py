@@ -15,7 +15,7 @@ from zckpt.containers import TensorRef
 from zckpt.errors import CorruptError, InconsistentError, UnsupportedError
 from zckpt.layouts.assembly import assemble
 from zckpt.layouts.listing import MODEL_NAME, Listing
-from zckpt.layouts.module_states import ModelStates, Shape, read_model_states, refuse_other_parallelism
+from zckpt.layouts.module_states import ModelStates, Shape, read_model_states, refuse_experts
 from zckpt.layouts.optimizer_states import (
     OptimizerShard,
     check_ranks,
@@ -65,13 +65,13 @@ class Save:
         return "zero" if "zero_stage" in self.shards[0].root else "bf16"
 
 
-def load(listing: Listing, mp_rank: int = 0, *, allow_unknown: bool = False) -> Save:
-    """The files of one model-parallel rank; arguments and errors as in `read`."""
+def load(listing: Listing, mp_rank: int = 0, *, allow_unknown: bool = False, model: ModelStates | None = None) -> Save:
+    """The files of one model-parallel rank, whose model file may have been read; otherwise as `read`."""
     name = next((n for n in listing.matching(MODEL_NAME) if int(n.split("_")[2]) == mp_rank), None)
     shards = read_shards(listing, _KNOWN, mp_rank, allow_unknown=allow_unknown)
     if name is None:
         raise missing_model_file(listing)
-    model = read_model_states(listing, name)
+    model = model or read_model_states(listing, name)
     world_size = check_ranks(listing, shards, model)
     if not model.param_shapes:
         raise UnsupportedError(
@@ -102,7 +102,7 @@ def read(listing: Listing, *, allow_unknown: bool = False) -> Catalog:
     Raises:
         IncompleteError, InconsistentError, CorruptError, UnsupportedError: see those.
     """
-    refuse_other_parallelism(listing)
+    refuse_experts(listing)
     save = load(listing, allow_unknown=allow_unknown)
     source = Source(
         layout=f"zero{save.stage}",
@@ -118,7 +118,7 @@ def read(listing: Listing, *, allow_unknown: bool = False) -> Catalog:
 
 def read_training(listing: Listing, *, allow_unknown: bool = False) -> Training:
     """What the run needs beside its weights; arguments and errors as in `read`."""
-    refuse_other_parallelism(listing)
+    refuse_experts(listing)
     return training(load(listing, allow_unknown=allow_unknown))
 
 
