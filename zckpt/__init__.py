@@ -25,6 +25,7 @@ from zckpt.errors import (
     ZckptError,
 )
 from zckpt.reshard import reshard
+from zckpt.to_dcp import to_dcp
 
 if TYPE_CHECKING:
     from zckpt.drop_in import (
@@ -56,6 +57,7 @@ __all__ = [
     "load_state_dict_from_zero_checkpoint",
     "open_checkpoint",
     "reshard",
+    "to_dcp",
 ]
 
 _NEED_TORCH = frozenset(name for name in __all__ if "zero_checkpoint" in name)

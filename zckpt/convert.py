@@ -10,7 +10,8 @@ import json
 import os
 import re
 import time
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -44,7 +45,7 @@ class Options:
     """What a conversion is to do.
 
     Attributes:
-        dtype: of floating parameters in the output.
+        dtype: of floating parameters in the output; None keeps each as it is.
         format: container; None for what OUT's suffix says, safetensors for a directory.
         max_shard_size: of a directory's shards.
         include: globs; only tensors that match one are kept.
@@ -61,7 +62,7 @@ class Options:
         wishes: what a person says of a model-parallel checkpoint that does not say it itself.
     """
 
-    dtype: DType = F32
+    dtype: DType | None = F32
     format: Format | None = None
     max_shard_size: int | str = "5GB"
     include: Sequence[str] = ()
@@ -198,11 +199,11 @@ def prepare(
         protected=protected(opened, checkpoint, beside=options.beside),
     )
     catalog, stripped = strip_wrappers(opened.catalog)
-    catalog = _select(catalog, options)
+    catalog = select(catalog, options)
     wanted = [(entry, output_dtype(entry, options.dtype)) for entry in catalog.tensors.values()]
     destination = lay_out(wanted, catalog.aliases, target)
     if not single:
-        destination = _with_config(destination, opened, options.dtype)
+        destination = _with_config(destination, opened, options.dtype or usual_dtype(destination.entries.values()))
     pairs = [(catalog.tensors[name], entry) for name, entry in destination.entries.items()]
     prepared = Prepared(
         opened=opened,
@@ -252,12 +253,12 @@ def execute(prepared: Prepared, progress: Callable[[int], None] | None = None) -
     )
 
 
-def output_dtype(entry: TensorEntry, dtype: DType) -> DType:
-    """The dtype a tensor gets: floating parameters take the one asked for, buffers keep theirs.
+def output_dtype(entry: TensorEntry, dtype: DType | None) -> DType:
+    """The dtype a tensor gets: floating parameters take the one asked for, if one is; buffers keep theirs.
 
     Half-precision buffers are lifted when fp32 is asked for. Integers, bools and complex numbers are never touched.
     """
-    if entry.dtype.kind != "float":
+    if entry.dtype.kind != "float" or dtype is None:
         return entry.dtype
     if entry.role == "buffer":
         return F32 if dtype == F32 and entry.dtype in (F16, BF16) else entry.dtype
@@ -287,7 +288,13 @@ def protected(opened: Opened, checkpoint: str, *, beside: bool = False) -> set[s
     return shards if beside or not listing.tag or not os.path.isdir(checkpoint) else {*shards, checkpoint}
 
 
-def _select(catalog: Catalog, options: Options) -> Catalog:
+def select(catalog: Catalog, options: Options) -> Catalog:
+    """The tensors that are wanted, under their new names.
+
+    Raises:
+        UsageError: none is left, or a wish makes no sense. InconsistentError: two would have one name.
+    """
+
     def wanted(entry: TensorEntry) -> bool:
         if options.exclude_frozen and entry.role == "frozen":
             return False
@@ -361,18 +368,27 @@ def companions(opened: Opened) -> list[tuple[str, str]]:
     return [(os.path.join(home, name), name) for name in names if os.path.isfile(os.path.join(home, name))]
 
 
+def usual_dtype(entries: Iterable[TensorEntry]) -> DType:
+    """The dtype that most floating elements have."""
+    numels: Counter[DType] = Counter()
+    for entry in entries:
+        if entry.dtype.kind == "float":
+            numels[entry.dtype] += entry.numel
+    return numels.most_common(1)[0][0] if numels else F32
+
+
 def overflows_of(moved: MoveReport, plan: Plan) -> dict[str, tuple[int, float]]:
     """Tensor name -> (elements that became infinite or were clamped, the largest of them)."""
     return {plan.pairs[number][1].name: (found.count, found.largest) for number, found in moved.overflows.items()}
 
 
-def overflow_error(overflows: dict[str, tuple[int, float]], dtype: DType) -> CastError:
+def overflow_error(overflows: dict[str, tuple[int, float]], dtype: DType | None) -> CastError:
     """The error for numbers that a cast would make infinite."""
     worst = sorted(overflows, key=lambda name: -overflows[name][1])
     told = ", ".join(f"{n!r} ({overflows[n][0]:,} elements, largest {overflows[n][1]:,.6g})" for n in worst[:5])
     more = f" and {len(worst) - 5:,} more" if len(worst) > 5 else ""
     return CastError(
-        f"{len(worst):,} tensors with numbers too large for {dtype.torch_name}",
+        f"{len(worst):,} tensors with numbers too large for {dtype.torch_name if dtype else 'their dtype'}",
         found=told + more,
         remedy="Nothing was published. Use to-bf16, or --overflow clamp or --overflow inf if that is what you want.",
     )

@@ -26,9 +26,6 @@ class Precision(str, Enum):
     bf16 = "bf16"
 
 
-OutDirectory = Annotated[
-    str, typer.Argument(metavar="OUT", help="Directory for the new checkpoint.", show_default=False)
-]
 WorldSize = Annotated[
     int,
     typer.Option("--world-size", metavar="N", min=1, help="Data-parallel ranks that will resume.", show_default=False),
@@ -50,7 +47,7 @@ def register(app: typer.Typer) -> None:
 
 def reshard(
     ckpt: o.Checkpoint,
-    out: OutDirectory,
+    out: o.OutDirectory,
     world_size: WorldSize,
     stage: Stage = None,
     precision: PrecisionOption = Precision.keep,
@@ -59,6 +56,7 @@ def reshard(
     tp_rules: o.TpRules = None,
     tp: o.Tp = None,
     pp: o.Pp = None,
+    key: o.Key = None,
     threads: o.Threads = None,
     dry_run: o.DryRun = False,
     overwrite: o.Overwrite = False,
@@ -80,7 +78,7 @@ def reshard(
         also=also or (),
         overwrite=overwrite,
         allow_unknown_layout=allow_unknown_layout,
-        wishes=o.wishes(tp_rules, tp, pp),
+        wishes=o.wishes(tp_rules, tp, pp, key),
     )
     sink.notes(prepared.notes)
     if dry_run:
