@@ -7,6 +7,7 @@ another save.
 
 from __future__ import annotations
 
+import math
 import os
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -17,7 +18,7 @@ from zckpt.checkpoint import open_catalog, strip_wrappers
 from zckpt.convert import output_dtype
 from zckpt.dtypes import CAST_TARGETS
 from zckpt.errors import ZckptError, ranges
-from zckpt.layouts.listing import EXPERT_NAME, LAYER_NAME, MODEL_NAME, Listing, Wishes
+from zckpt.layouts.listing import DCP_DATA, EXPERT_NAME, LAYER_NAME, MODEL_NAME, Listing, Wishes
 from zckpt.layouts.module_states import as_mapping
 from zckpt.layouts.places import Place, find
 
@@ -156,7 +157,7 @@ def _matrix(listing: Listing, catalog: Catalog | None) -> dict[int, dict[str, Ce
         name: _facts(listing, name) for names in (*files.values(), dict(enumerate(single))) for name in names.values()
     }
     if not columns:
-        return {0: {"model": facts[single[0]][0]}} if single else {}
+        return {0: {"model": facts[single[0]][0]}} if single else _data_files(listing)
     counts = Counter(count for _, count, _ in facts.values() if count)
     world_size = catalog.topology.dp if catalog else counts.most_common(1)[0][0] if counts else 0
     world_size = max(world_size, 1) if counts or catalog else 1 + max(max(files[kind]) for kind in columns)
@@ -183,6 +184,16 @@ def _matrix(listing: Listing, catalog: Catalog | None) -> dict[int, dict[str, Ce
     if single:
         matrix[0] = {"model": facts[single[0]][0], **matrix.get(0, {})}
     return matrix
+
+
+def _data_files(listing: Listing) -> dict[int, dict[str, Cell]]:
+    """What each rank wrote of a save of torch.distributed.checkpoint."""
+    matrix: dict[int, dict[str, Cell]] = {}
+    for name in listing.matching(DCP_DATA):
+        rank, nbytes = int(name.split("_")[2]), os.path.getsize(listing.files[name])
+        cells = matrix.setdefault(rank, {})
+        cells[f"data {len(cells)}"] = Cell(name, nbytes, *(("ok",) if nbytes else ("empty", "0 bytes")))
+    return dict(sorted(matrix.items()))
 
 
 def _facts(listing: Listing, name: str) -> tuple[Cell, int | None, object]:
@@ -212,8 +223,10 @@ def _resumable(
 ) -> Verdict:
     if catalog is None:
         return Verdict(False, f"it cannot be read whole: {exportable.reason}")
+    if catalog.source.layout == "dcp" and catalog.source.optimizer_states:
+        return Verdict(True, "by torch.distributed.checkpoint.load, on any number of ranks")
     if catalog.source.zero_stage is None:
-        return Verdict(False, "plain weights hold no optimizer states")
+        return Verdict(False, "weights alone: there are no optimizer states")
     bad = [rank for rank, cells in matrix.items() if any(cell.state != "ok" for cell in cells.values())]
     if bad:
         return Verdict(False, f"files of ranks {ranges(bad)} are missing or of another save")
@@ -262,6 +275,31 @@ def describe(inspection: Inspection, *, tensors: bool = False) -> Iterator[str]:
     if tensors and catalog is not None:
         for entry in catalog.tensors.values():
             yield f"  {entry.role:<10} {entry.dtype.name:<5} {list(entry.shape)!s:<20} {entry.name}"
+            if len(entry.fragments) > 1:
+                yield from (f"      {file}  {part}" for file, part in slices_of(entry))
+
+
+def slices_of(entry: TensorEntry) -> Iterator[tuple[str, str]]:
+    """(file, what of the tensor it holds) of each fragment: a box such as "[0:4, 2:5]" where it is one."""
+    for fragment in entry.fragments:
+        first, stop = fragment.start, fragment.stop
+        low, high = _indexes(first, entry.shape), _indexes(stop - 1, entry.shape)
+        if math.prod(b - a + 1 for a, b in zip(low, high)) == fragment.numel and all(a <= b for a, b in zip(low, high)):
+            part = f"[{', '.join(f'{a}:{b + 1}' for a, b in zip(low, high))}]"
+        elif fragment.numel == stop - first:
+            part = f"elements {first:,}-{stop - 1:,}"
+        else:
+            part = f"{fragment.numel:,} of the elements {first:,}-{stop - 1:,}"
+        yield os.path.basename(str(fragment.store)), part
+
+
+def _indexes(number: int, shape: Sequence[int]) -> list[int]:
+    """Of an element, by its number."""
+    indexes: list[int] = []
+    for extent in reversed(shape):
+        number, index = divmod(number, extent)
+        indexes.append(index)
+    return indexes[::-1]
 
 
 def _matrix_lines(matrix: Mapping[int, Mapping[str, Cell]]) -> Iterator[str]:

@@ -33,6 +33,7 @@ from zckpt.dtypes import F32, DType
 from zckpt.errors import InconsistentError, UsageError
 from zckpt.layouts.dcp_metadata import Path
 from zckpt.layouts.dcp_out import Save
+from zckpt.layouts.dcp_state import dotted
 from zckpt.layouts.module_states import whole
 from zckpt.layouts.optimizer_states import number_in
 from zckpt.layouts.training import Group, Training
@@ -140,11 +141,13 @@ def _add_optimizer(
     """The optimizer in the form of `get_optimizer_state_dict`: parameter -> state, and a list of groups.
 
     Raises:
-        UsageError: it would be under the model's key, or the weights are not all there under their own names.
+        UsageError: it would be among the weights, or the weights are not all there under their own names.
         UnsupportedError: the checkpoint has no optimizer that zckpt reads.
     """
-    if key == model_key[: len(key)] or model_key == key[: len(model_key)]:
-        raise UsageError("two keys of which one is in the other", found=f"{model_key} and {key}")
+    if model_key and (key == model_key[: len(key)] or model_key == key[: len(model_key)]):
+        raise UsageError(
+            "two keys of which one is in the other", found=f"--under {dotted(model_key)}, --optimizer {dotted(key)}"
+        )
     if catalog.tensors.keys() != stripped.tensors.keys():
         raise UsageError(
             "an optimizer of other weights than those that are written",
@@ -155,6 +158,8 @@ def _add_optimizer(
     names = dict(zip(opened.catalog.tensors, stripped.tensors, strict=True))
     for group in training.groups:
         _add_states(save, key, group, training, names)
+    if not key or any(name.startswith(f"{dotted(key)}.") for name in catalog if not model_key):
+        raise UsageError("an optimizer among the weights", found=f"--optimizer {dotted(key)!r}")
     for number, group in enumerate(training.groups):
         for setting, value in group.settings.items():
             if setting != "params":

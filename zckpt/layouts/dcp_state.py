@@ -147,7 +147,8 @@ def model_of(metadata: Metadata, key: str = "") -> Model:
 
 
 def _section(path: Path) -> str:
-    return dotted(path[:1]) if len(path) > 1 else "the top"
+    """The key that a tensor is under; empty for one on top."""
+    return dotted(path[:1]) if len(path) > 1 else ""
 
 
 def _choose(paths: Mapping[str, Path], tensors: Mapping[str, TensorItem]) -> tuple[Path, bool]:
@@ -179,6 +180,7 @@ def _notes(section: Path, left: Sequence[str], several: bool) -> Iterator[str]:
     if several:
         yield "No key says which state dict is the model: all are taken, under their full names. --key takes one of them."
     for name, count in Counter(left).items():
-        hint = "" if name == "the top" else f"; --key {name} takes that instead"
         what = "1 tensor" if count == 1 else f"{count:,} tensors"
-        yield f"Left out: {what} under {name!r}{hint}."
+        yield f"Left out: {what} " + (
+            "under no key." if not name else f"under {name!r}; --key {name} takes that instead."
+        )
