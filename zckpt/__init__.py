@@ -26,6 +26,7 @@ from zckpt.errors import (
 )
 from zckpt.reshard import reshard
 from zckpt.to_dcp import to_dcp
+from zckpt.universal import to_universal
 
 if TYPE_CHECKING:
     from zckpt.drop_in import (
@@ -58,6 +59,7 @@ __all__ = [
     "open_checkpoint",
     "reshard",
     "to_dcp",
+    "to_universal",
 ]
 
 _NEED_TORCH = frozenset(name for name in __all__ if "zero_checkpoint" in name)

@@ -32,6 +32,10 @@ def is_dcp_file(name: str) -> bool:
     return any(pattern.fullmatch(name) for pattern in (DCP_METADATA, DCP_DATA, DCP_SAFETENSORS))
 
 
+UNIVERSAL = "zero"
+"""Directory of a universal checkpoint with the files of each parameter, in directories of the parameters' names."""
+
+
 def is_deepspeed_file(name: str) -> bool:
     """Whether a file of this name belongs to a DeepSpeed save."""
     return any(pattern.fullmatch(name) for pattern in (SHARD_NAME, MODEL_NAME, LAYER_NAME, EXPERT_NAME))
@@ -66,7 +70,7 @@ class Listing:
     Attributes:
         directory: the tag directory (or the single file) as a person would name it.
         tag: the tag; empty for files that have none.
-        files: file name -> path, in natural order.
+        files: file name -> path, in natural order; those of a universal checkpoint's parameters below `zero/`.
         wishes: what a person says of them.
     """
 
@@ -147,7 +151,12 @@ def list_files(directory: str, tag: str, also: Iterable[str] = ()) -> Listing:
 def _names(directory: str) -> list[str]:
     try:
         with os.scandir(directory) as entries:
-            return [entry.name for entry in entries if entry.is_file()]
+            listed = list(entries)
+        names = [entry.name for entry in listed if entry.is_file()]
+        if any(entry.name == UNIVERSAL and entry.is_dir() for entry in listed):
+            for root, _, files in os.walk(os.path.join(directory, UNIVERSAL)):
+                names += [os.path.relpath(os.path.join(root, name), directory).replace(os.sep, "/") for name in files]
+        return names
     except OSError as error:
         raise NotACheckpointError(
             "a directory that cannot be read", file=directory, found=error.strerror or str(error)

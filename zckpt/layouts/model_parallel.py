@@ -25,7 +25,7 @@ from zckpt.layouts.assembly import assemble
 from zckpt.layouts.listing import EXPERT_NAME, LAYER_NAME, MODEL_NAME, Listing
 from zckpt.layouts.module_states import ModelStates, as_mapping, flatten, read_model_states
 from zckpt.layouts.optimizer_states import missing_ranks
-from zckpt.layouts.rules import CheckpointRules, Rules, check_loads, damaged_info, rules_of_file, unknown_rule
+from zckpt.layouts.rules import Rules, check_loads, rules_of_checkpoint, rules_of_file, unknown_rule
 from zckpt.layouts.slices import Joint, join, replicated
 from zckpt.layouts.training import Group, Training
 
@@ -183,12 +183,7 @@ class _Reader:
             rules = rules_of_file(self.listing.wishes.tp_rules)
             check_loads(rules, list(self.stages[0][0].catalog))
             return rules
-        info = model.root.get("universal_checkpoint_info")
-        if info is None:
-            return None
-        if not isinstance(info, Mapping):
-            raise damaged_info(model.file)
-        return CheckpointRules(model.file, info)
+        return rules_of_checkpoint(model)
 
     # -- putting it together -----------------------------------------------------------------------------------------
 
@@ -268,6 +263,7 @@ class _Reader:
         """What the run needs beside its weights."""
         groups: list[list[Group]] = []
         states: dict[str, dict[str, TensorEntry]] = {}
+        joined: dict[str, Joint] = {}
         first: Training | None = None
         for stage in self.stages:
             held = [s.training() for s in stage if s.training is not None]
@@ -282,6 +278,8 @@ class _Reader:
                     continue  # a tied parameter: the first stage's states are those of all
                 weights = [s.catalog.tensors[name] for s in stage]
                 joint = self._joint(name, weights)
+                if said := self.rules and self.rules.joint(name, [entry.shape for entry in weights]):
+                    joined[name] = said
                 if joint.total == "sum":  # its parts have the same gradient, and so the same states
                     joint = replace(joint, total="mean")
                 states[name] = {
@@ -290,7 +288,7 @@ class _Reader:
                 }
             groups.append(list(held[0].groups))
         assert first is not None
-        return replace(first, groups=tuple(_merged(groups)), states=states)
+        return replace(first, groups=tuple(_merged(groups)), states=states, joined=joined)
 
 
 def _merged(stages: Sequence[Sequence[Group]]) -> Iterator[Group]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from zckpt.catalog import Replica, Role, TensorEntry, Topology
 from zckpt.containers import Placeholder, TensorRef, brief
@@ -165,6 +165,14 @@ def whole(
 ) -> TensorEntry:
     """A tensor that lies whole in one file, perhaps recorded under another shape of as many elements."""
     return TensorEntry(name, ref.shape if shape is None else shape, ref.dtype, role, ref.fragments(), replicas)
+
+
+def with_replica(entry: TensorEntry, model: ModelStates) -> TensorEntry:
+    """A master with the module's own weight as a replica, where the model file holds it."""
+    weight = model.module.get(entry.name)
+    if weight is None or weight.shape != entry.shape:
+        return entry
+    return replace(entry, replicas=(Replica(weight.dtype, weight.fragments()),))
 
 
 _DEEPEST = 64

@@ -22,7 +22,7 @@ from typing import Any, Protocol
 from zckpt.containers import Placeholder
 from zckpt.errors import CorruptError, InconsistentError, UnsupportedError, UsageError, some
 from zckpt.fragments import Block
-from zckpt.layouts.module_states import Shape
+from zckpt.layouts.module_states import ModelStates, Shape
 from zckpt.layouts.slices import Joint, Piece, concatenated, parts, replicated, totalled
 
 BUILT_IN = os.path.join(os.path.dirname(__file__), "rule_files")
@@ -120,7 +120,7 @@ class CheckpointRules:
     file: str
     info: Mapping[str, object]
 
-    def joint(self, name: str, shapes: Sequence[Shape]) -> Joint | None:
+    def joint(self, name: str, shapes: Sequence[Shape]) -> Joint:
         """As `Rules`: what no category names is laid end to end in dimension 0, as DeepSpeed does.
 
         Raises:
@@ -183,6 +183,7 @@ class CheckpointRules:
             if sizes < 1 or extent % sizes:
                 raise ValueError(f"{extent} rows in {sizes} sub-parameters")
             sizes = (extent // sizes,) * sizes
+            view = (*view[:dim], sizes, *view[dim + 1 :])
         widths = self._mapping("sub_param_shard_widths").get(pattern)
         if widths is None:
             widths = [[size // len(shapes)] * len(shapes) for size in sizes]
@@ -190,8 +191,7 @@ class CheckpointRules:
             raise ValueError(f"sub-parameters of {sizes} rows, cut into {widths}")
         views = _viewed(shapes, view, dim, widths)
         joint = parts(views, dim, widths)
-        normal = tuple(_as_tuple(sizes if at == dim else extent) for at, extent in enumerate(view))
-        state = {"patterns": list(entry["patterns"]), "shape": normal, "partition_dim": dim}  # type: ignore[call-overload]
+        state = {"patterns": entry["patterns"], "shape": view, "partition_dim": dim}
         shape = Placeholder("deepspeed.checkpoint.universal_checkpoint", "SubparamShape", (), state, True, new=True)
         words: dict[str, object] = {"sub_param_shape": shape}
         return replace(joint, words=words)
@@ -208,10 +208,6 @@ class CheckpointRules:
             raise TypeError("an affine map without parameters")
         entry = next((value for pattern, value in maps.items() if re.match(pattern, name)), None)
         return None if entry is None else _joint_of_map(entry, shapes)
-
-
-def _as_tuple(value: object) -> object:
-    return tuple(value) if isinstance(value, list) else value
 
 
 def _halves(shapes: Sequence[Shape]) -> list[list[int]]:
@@ -298,6 +294,16 @@ def _blocks(rank: int, piece: Mapping[str, Any]) -> list[Piece]:
     return [Piece(rank, Block(of, count, rows, of_pitch, of_pitch, 1), to, to_pitch) for to, of in places]
 
 
+def rules_of_checkpoint(model: ModelStates) -> CheckpointRules | None:
+    """The universal-checkpoint information of a model file; None where it has none."""
+    info = model.root.get("universal_checkpoint_info")
+    if info is None:
+        return None
+    if not isinstance(info, Mapping):
+        raise CorruptError("universal-checkpoint information that is not a mapping", file=model.file)
+    return CheckpointRules(model.file, info)
+
+
 def check_loads(rules: FileRules, names: Sequence[str]) -> None:
     """A rule file whose rules fit nothing is the wrong one.
 
@@ -318,8 +324,3 @@ def unknown_rule(name: str, shapes: Sequence[Shape], file: str) -> UnsupportedEr
         found=f"shapes {some(list(shape) for shape in shapes)} on {len(shapes)} tensor-parallel ranks",
         remedy="Give rules: --tp-rules megatron, neox, or a JSON file.",
     )
-
-
-def damaged_info(file: str) -> CorruptError:
-    """The error for universal-checkpoint information that is none."""
-    return CorruptError("universal-checkpoint information that is not a mapping", file=file)

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from zckpt.catalog import Replica, TensorEntry
@@ -124,8 +124,8 @@ def join(name: str, slices: Sequence[TensorEntry], joint: Joint) -> TensorEntry:
             f"slices of tensor {name!r} in several dtypes", found=", ".join(sorted({e.dtype.name for e in slices}))
         )
     itemsize = first.dtype.itemsize
-    shape, keep = joint.shape, joint.keep
     if joint.total:
+        shape = joint.shape
         numel = math.prod(shape)
         store = ComputedStore(numel * itemsize, lambda: total_of(slices, joint.total or "mean"))
         return TensorEntry(name, shape, first.dtype, first.role, (Fragment(store, 0, 0, numel),) if numel else ())
@@ -139,12 +139,18 @@ def join(name: str, slices: Sequence[TensorEntry], joint: Joint) -> TensorEntry:
     if len(weights) == len(slices):
         narrow = weights[0].dtype
         replicas.append(Replica(narrow, _placed([w.fragments for w in weights], joint.pieces, narrow.itemsize)))
-    if keep is not None and shape and keep < shape[0]:
-        shape = (keep, *shape[1:])
-        numel = math.prod(shape)
-        fragments = clip(fragments, 0, numel, itemsize)
-        replicas = [Replica(r.dtype, clip(r.fragments, 0, numel, r.dtype.itemsize), r.rank, r.whole) for r in replicas]
-    return TensorEntry(name, shape, first.dtype, first.role, fragments, tuple(replicas))
+    return cut(TensorEntry(name, joint.shape, first.dtype, first.role, fragments, tuple(replicas)), joint.keep)
+
+
+def cut(entry: TensorEntry, keep: int | None) -> TensorEntry:
+    """The first `keep` rows of the first dimension; all of them where there are no more, or it is None."""
+    if keep is None or not entry.shape or keep >= entry.shape[0]:
+        return entry
+    shape = (keep, *entry.shape[1:])
+    numel = math.prod(shape)
+    fragments = clip(entry.fragments, 0, numel, entry.dtype.itemsize)
+    replicas = (replace(r, fragments=clip(r.fragments, 0, numel, r.dtype.itemsize)) for r in entry.replicas)
+    return replace(entry, shape=shape, fragments=fragments, replicas=tuple(replicas))
 
 
 def _placed(slices: Sequence[tuple[Fragment, ...]], pieces: Sequence[Piece], itemsize: int) -> tuple[Fragment, ...]:

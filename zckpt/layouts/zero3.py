@@ -220,7 +220,14 @@ def training(save: Save) -> Training:
             states[place.name][state] = TensorEntry(place.name, place.shape, dtype, "parameter", fragments)
     firsts = {owner: number for number, owner in reversed(owners.items())}
     groups = tuple(group_of(tuple(listed), first, n, firsts.get(n, 0)) for n, listed in enumerate(names))
-    return Training(groups, states, scaler_of(first), save.model.rest, precision_of(save.model))
+    return Training(
+        groups=groups,
+        states=states,
+        scaler=scaler_of(first),
+        model=save.model.rest,
+        precision=precision_of(save.model),
+        raw=first.root,
+    )
 
 
 def _owners(shard: OptimizerShard) -> dict[int, int]:
