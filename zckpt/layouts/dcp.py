@@ -95,7 +95,7 @@ def read(listing: Listing, *, allow_unknown: bool = False) -> Catalog:
     del allow_unknown  # nothing here is laid out by unknown rules
     save = load(listing)
     trained, notes = _trained(save)
-    roles = {name: _role(name, item, trained) for name, item in save.model.items.items()}
+    roles = _roles(save.model.items, trained)
     kept, aliases = _ties(save.model.items)
     tensors = save.items.tensors(kept, roles)
     ranks = {rank for rank in map(rank_of, listing.files) if rank is not None}
@@ -125,11 +125,23 @@ def _trained(save: Save) -> tuple[set[str], tuple[str, ...]]:
         return set(), (f"The optimizer's states are not read: {error.what}.",)
 
 
-def _role(name: str, item: TensorItem, trained: set[str]) -> Role:
-    """What no optimizer owns was not trained. A buffer of floats looks like a weight."""
-    if item.dtype.kind not in ("float", "complex"):
-        return "buffer"
-    return "frozen" if trained and name not in trained else "parameter"
+def _roles(items: Mapping[str, TensorItem], trained: set[str]) -> dict[str, Role]:
+    """What the tensors are: parameters that an optimizer owns, those that none does, and buffers.
+
+    A save does not say which tensors are buffers. Numbers that are not floating are; so are floating ones that nobody
+    trained, where they are whole and the trained ones are cut: FSDP cuts parameters, frozen or not, and no buffers.
+    """
+    cut = [name for name in trained if name in items and len(items[name].chunks) > 1]
+    whole = [name for name in trained if name in items and len(items[name].chunks) == 1 and items[name].size[:1] > (1,)]
+    roles: dict[str, Role] = {}
+    for name, item in items.items():
+        if item.dtype.kind not in ("float", "complex"):
+            roles[name] = "buffer"
+        elif not trained or name in trained:
+            roles[name] = "parameter"
+        else:
+            roles[name] = "buffer" if cut and not whole and len(item.chunks) == 1 else "frozen"
+    return roles
 
 
 def _ties(items: Mapping[str, TensorItem]) -> tuple[dict[str, TensorItem], dict[str, str]]:
