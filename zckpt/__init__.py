@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 from zckpt.checkpoint import Checkpoint, open_checkpoint
 
-# Eager, because a submodule has the same name: whoever imports it later must not replace the function by the module.
+# Eager, because submodules have the same names: whoever imports one later must not replace the function by the module.
 from zckpt.convert import Options, Report, convert
+from zckpt.diff import Diff, diff
 from zckpt.errors import (
     CastError,
     CorruptError,
@@ -27,6 +28,9 @@ from zckpt.errors import (
 from zckpt.reshard import reshard
 from zckpt.to_dcp import to_dcp
 from zckpt.universal import to_universal
+from zckpt.verification import Verification
+from zckpt.verify import verify
+from zckpt.version import __version__
 
 if TYPE_CHECKING:
     from zckpt.drop_in import (
@@ -35,12 +39,11 @@ if TYPE_CHECKING:
         load_state_dict_from_zero_checkpoint,
     )
 
-__version__ = "0.1.0"
-
 __all__ = [
     "CastError",
     "Checkpoint",
     "CorruptError",
+    "Diff",
     "IncompleteError",
     "InconsistentError",
     "NotACheckpointError",
@@ -50,16 +53,19 @@ __all__ = [
     "UnsafeError",
     "UnsupportedError",
     "UsageError",
+    "Verification",
     "ZckptError",
     "__version__",
     "convert",
     "convert_zero_checkpoint_to_fp32_state_dict",
+    "diff",
     "get_fp32_state_dict_from_zero_checkpoint",
     "load_state_dict_from_zero_checkpoint",
     "open_checkpoint",
     "reshard",
     "to_dcp",
     "to_universal",
+    "verify",
 ]
 
 _NEED_TORCH = frozenset(name for name in __all__ if "zero_checkpoint" in name)

@@ -6,38 +6,28 @@ For the `to-*` commands and `zckpt.convert`. The steps: open, select and rename,
 from __future__ import annotations
 
 import fnmatch
-import json
 import os
 import re
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
 
 from zckpt import replicas
 from zckpt.catalog import Catalog, TensorEntry
 from zckpt.checkpoint import Opened, open_catalog, strip_wrappers
+from zckpt.delivery import Order, Overflow, deliver
 from zckpt.dtypes import BF16, BY_TORCH_NAME, CAST_TARGETS, F16, F32, DType
-from zckpt.errors import CastError, OutputError, UsageError, some
-from zckpt.fragments import FileStore
-from zckpt.layouts.huggingface import Destination, Format, Target, lay_out, literal_file
+from zckpt.errors import UsageError, some
+from zckpt.layouts.companions import companions, config_file
+from zckpt.layouts.huggingface import Format, Target, lay_out
 from zckpt.layouts.listing import Wishes
-from zckpt.mover import MoveReport, run
-from zckpt.plan import OutputFile, Plan
-from zckpt.publish import Staging, check_output, check_space
-
-Overflow = Literal["error", "inf", "clamp"]
+from zckpt.plan import Plan
+from zckpt.publish import check_output, check_space
+from zckpt.tuning import Pace
 
 _DTYPES = {"fp32": F32, "fp16": F16, "bf16": BF16, **{d.name: d for d in CAST_TARGETS}}
 _SUFFIXES: dict[str, Format] = {".safetensors": "safetensors", ".bin": "bin", ".pt": "bin"}
-
-# What makes a directory of weights loadable, where it lies beside the checkpoint. Everything else stays where it is.
-_BESIDE = re.compile(
-    r"generation_config\.json|tokenizer[\w.-]*|special_tokens_map\.json|added_tokens\.json|vocab\.(?:json|txt)|merges\.txt"
-    r"|\w*\.(?:model|tiktoken)|(?:pre|image_|video_|feature_)?processor_config\.json|preprocessor_config\.json"
-    r"|chat_template\.(?:json|jinja)|(?:configuration|modeling|tokenization|processing|image_processing)_\w+\.py"
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +45,9 @@ class Options:
         rename: (regular expression, replacement) pairs, applied in order to every name.
         overflow: what to do with numbers too large for the dtype.
         threads: of the mover; None for its default.
+        buffer: bytes that each thread gathers and writes at once; None for the default.
+        keep_cache: whether the page cache keeps what is read; None: unless the job is larger than memory.
+        limit_rate: at most so many bytes a second are read and written, together.
         overwrite: replace an existing output.
         merge: put the files into an existing directory instead of replacing it.
         beside: allow an output beside the input's tag directories.
@@ -72,11 +65,19 @@ class Options:
     rename: Sequence[tuple[str, str]] = ()
     overflow: Overflow = "error"
     threads: int | None = None
+    buffer: int | None = None
+    keep_cache: bool | None = None
+    limit_rate: int | None = None
     overwrite: bool = False
     merge: bool = False
     beside: bool = False
     allow_unknown_layout: bool = False
     wishes: Wishes | None = None
+
+    @property
+    def pace(self) -> Pace:
+        """How hard to work, as engines are told."""
+        return {"threads": self.threads, "keep_cache": self.keep_cache, "bytes_per_s": self.limit_rate}
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,6 +121,7 @@ class Report:
         bytes_written: bytes of all files.
         seconds: wall time, opening included.
         engine: "native" or "reference".
+        kept: files that an earlier, interrupted run had finished.
         overflows: tensor name -> (elements that became infinite or were clamped, the largest of them).
         notes: sentences a person should see.
     """
@@ -130,6 +132,7 @@ class Report:
     bytes_written: int
     seconds: float
     engine: str
+    kept: int
     overflows: dict[str, tuple[int, float]]
     notes: tuple[str, ...]
 
@@ -203,7 +206,8 @@ def prepare(
     wanted = [(entry, output_dtype(entry, options.dtype)) for entry in catalog.tensors.values()]
     destination = lay_out(wanted, catalog.aliases, target)
     if not single:
-        destination = _with_config(destination, opened, options.dtype or usual_dtype(destination.entries.values()))
+        config = config_file(opened.place.home, options.dtype or usual_dtype(destination.entries.values()))
+        destination = replace(destination, files=(*destination.files, *([config] if config else [])))
     pairs = [(catalog.tensors[name], entry) for name, entry in destination.entries.items()]
     prepared = Prepared(
         opened=opened,
@@ -211,7 +215,7 @@ def prepare(
         plan=Plan(destination.files, pairs),
         out=out,
         single=single,
-        copies=() if single else tuple(companions(opened)),
+        copies=() if single else tuple(companions(opened.place.home)),
         options=options,
         notes=opened.catalog.source.notes + stripped,
     )
@@ -220,7 +224,7 @@ def prepare(
 
 
 def execute(prepared: Prepared, progress: Callable[[int], None] | None = None) -> Report:
-    """Checks, moves and publishes."""
+    """Checks, moves and publishes; goes on where an interrupted run of the same job ended."""
     began = time.perf_counter()
     options, notes = prepared.options, list(prepared.notes)
     if options.allow_unknown_layout:
@@ -229,28 +233,45 @@ def execute(prepared: Prepared, progress: Callable[[int], None] | None = None) -
             notes.append(f"{len(bad):,} master weights are not those of the model's own weights: {some(bad)}.")
     else:
         replicas.check(prepared.catalog)
-    with Staging(prepared.out, single=prepared.single, merge=options.merge) as staging:
-        moved = run(
-            prepared.plan, staging.directory, threads=options.threads, overflow=options.overflow, progress=progress
-        )
-        overflows = overflows_of(moved, prepared.plan)
-        if overflows and options.overflow == "error":
-            raise overflow_error(overflows, options.dtype)
-        for path, name in prepared.copies:
-            staging.copy(path, name)
-        staging.commit()
-    files = [(file.path, file.size) for file, _ in prepared.plan.files]
-    files += [(name, os.path.getsize(path)) for path, name in prepared.copies]
+    done = deliver(
+        Order(
+            plan=prepared.plan,
+            out=prepared.out,
+            catalog=prepared.catalog,
+            dtype=options.dtype,
+            options=_recorded(options),
+            single=prepared.single,
+            copies=prepared.copies,
+            overflow=options.overflow,
+            overwrite=options.overwrite,
+            merge=options.merge,
+            buffer=options.buffer,
+            pace=options.pace,
+        ),
+        progress,
+    )
     return Report(
-        files=tuple(files),
+        files=done.files,
         tensors=len(prepared.catalog),
         numel=prepared.catalog.numel,
-        bytes_written=sum(size for _, size in files),
+        bytes_written=done.bytes_written,
         seconds=time.perf_counter() - began,
-        engine=moved.engine,
-        overflows=overflows,
-        notes=tuple(notes),
+        engine=done.engine,
+        kept=done.kept,
+        overflows=done.overflows,
+        notes=(*notes, *done.notes),
     )
+
+
+_SELECTION = ("include", "exclude", "exclude_frozen", "strip_prefix", "rename", "overflow")
+
+
+def _recorded(options: Options) -> dict[str, object]:
+    """What the manifest says was asked for: all that changes tensors, and is not as it always is."""
+    usual = Options()
+    asked = {name: getattr(options, name) for name in _SELECTION}
+    recorded = {name: value for name, value in asked.items() if value and value != getattr(usual, name)}
+    return recorded | ({} if options.wishes is None else {"wishes": options.wishes.as_json()})
 
 
 def output_dtype(entry: TensorEntry, dtype: DType | None) -> DType:
@@ -324,50 +345,6 @@ def select(catalog: Catalog, options: Options) -> Catalog:
     return selected
 
 
-def _with_config(destination: Destination, opened: Opened, dtype: DType) -> Destination:
-    config = config_file(opened, dtype)
-    return Destination((*destination.files, config), destination.entries) if config else destination
-
-
-def config_file(opened: Opened, dtype: DType) -> tuple[OutputFile, FileStore] | None:
-    """The model's `config.json`, in which the dtype is made true; None where there is none.
-
-    Raises:
-        OutputError: it cannot be read.
-    """
-    path = os.path.join(opened.place.home, "config.json")
-    if not os.path.isfile(path):
-        return None
-    try:
-        with open(path, "rb") as file:
-            config = json.load(file)
-    except (OSError, ValueError) as error:
-        raise OutputError("a config.json that cannot be read", file=path, found=str(error)) from error
-    text = json.dumps(_true_dtype(config, dtype), indent=2, ensure_ascii=False) + "\n"
-    return literal_file("config.json", text.encode())
-
-
-def _true_dtype(config: object, dtype: DType, *, top: bool = True) -> object:
-    """`dtype` (transformers 5) or `torch_dtype` (4), in the config and those nested in it."""
-    if not isinstance(config, dict):
-        return config
-    keys = [key for key in ("dtype", "torch_dtype") if isinstance(config.get(key), str)]
-    nested = {
-        key: _true_dtype(value, dtype, top=False)
-        for key, value in config.items()
-        if isinstance(value, dict) and key != "quantization_config"
-    }
-    named = dict.fromkeys(keys or (["dtype"] if top else []), dtype.torch_name)
-    return {**config, **nested, **named}
-
-
-def companions(opened: Opened) -> list[tuple[str, str]]:
-    """(path, name) of what lies beside the checkpoint and belongs to the model: tokenizer, processor, code."""
-    home = opened.place.home
-    names = sorted(name for name in os.listdir(home) if _BESIDE.fullmatch(name))
-    return [(os.path.join(home, name), name) for name in names if os.path.isfile(os.path.join(home, name))]
-
-
 def usual_dtype(entries: Iterable[TensorEntry]) -> DType:
     """The dtype that most floating elements have."""
     numels: Counter[DType] = Counter()
@@ -375,20 +352,3 @@ def usual_dtype(entries: Iterable[TensorEntry]) -> DType:
         if entry.dtype.kind == "float":
             numels[entry.dtype] += entry.numel
     return numels.most_common(1)[0][0] if numels else F32
-
-
-def overflows_of(moved: MoveReport, plan: Plan) -> dict[str, tuple[int, float]]:
-    """Tensor name -> (elements that became infinite or were clamped, the largest of them)."""
-    return {plan.pairs[number][1].name: (found.count, found.largest) for number, found in moved.overflows.items()}
-
-
-def overflow_error(overflows: dict[str, tuple[int, float]], dtype: DType | None) -> CastError:
-    """The error for numbers that a cast would make infinite."""
-    worst = sorted(overflows, key=lambda name: -overflows[name][1])
-    told = ", ".join(f"{n!r} ({overflows[n][0]:,} elements, largest {overflows[n][1]:,.6g})" for n in worst[:5])
-    more = f" and {len(worst) - 5:,} more" if len(worst) > 5 else ""
-    return CastError(
-        f"{len(worst):,} tensors with numbers too large for {dtype.torch_name if dtype else 'their dtype'}",
-        found=told + more,
-        remedy="Nothing was published. Use to-bf16, or --overflow clamp or --overflow inf if that is what you want.",
-    )

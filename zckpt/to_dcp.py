@@ -20,8 +20,6 @@ from zckpt.convert import (
     Options,
     Prepared,
     Report,
-    companions,
-    config_file,
     execute,
     output_dtype,
     protected,
@@ -31,6 +29,7 @@ from zckpt.convert import (
 )
 from zckpt.dtypes import F32, DType
 from zckpt.errors import InconsistentError, UsageError
+from zckpt.layouts.companions import companions, config_file
 from zckpt.layouts.dcp_metadata import Path
 from zckpt.layouts.dcp_out import Save
 from zckpt.layouts.dcp_state import dotted
@@ -112,7 +111,7 @@ def prepare(
     if optimizer is not None:
         _add_optimizer(save, _path(optimizer), key, opened, stripped, catalog, options)
     files, pairs = save.finish()
-    if (config := config_file(opened, options.dtype or usual_dtype(catalog.tensors.values()))) is not None:
+    if (config := config_file(opened.place.home, options.dtype or usual_dtype(catalog.tensors.values()))) is not None:
         files.append(config)
     prepared = Prepared(
         opened=opened,
@@ -120,7 +119,7 @@ def prepare(
         plan=Plan(tuple(files), pairs),
         out=out,
         single=False,
-        copies=tuple(companions(opened)),
+        copies=tuple(companions(opened.place.home)),
         options=options,
         notes=opened.catalog.source.notes + notes,
     )

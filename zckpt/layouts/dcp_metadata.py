@@ -21,10 +21,10 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from zckpt import limits
 from zckpt.catalog import numel_of
 from zckpt.containers import Placeholder, TensorRef, brief, load_pickle
 from zckpt.containers.container import open_input
-from zckpt.containers.pickles import MAX_PICKLE_BYTES
 from zckpt.containers.tensor_ref import MAX_DIMS, MAX_NUMBER
 from zckpt.dtypes import DType
 from zckpt.errors import CorruptError, IncompleteError, InconsistentError, UnsafeError, UnsupportedError, ranges, some
@@ -130,6 +130,10 @@ def missing_metadata(listing: Listing) -> IncompleteError:
     )
 
 
+_ROOM_BYTES = 4 << 20
+"""Of metadata, that may take what any pickle may."""
+
+
 class _Pickled:
     """One metadata pickle, checked; `metadata` is the result."""
 
@@ -137,12 +141,17 @@ class _Pickled:
         self.listing = listing
         self.file = listing.files[name]
         with open_input(self.file) as source:
-            if source.size > MAX_PICKLE_BYTES:
-                raise UnsupportedError("metadata that are too large", file=self.file, found=f"{source.size:,} bytes")
+            if source.size > limits.METADATA_BYTES:
+                raise UnsupportedError(
+                    "metadata that are too large",
+                    file=self.file,
+                    found=f"{source.size:,} bytes",
+                    remedy=limits.REMEDY,
+                )
             data = source.read(0, source.size, "the metadata")
         if not data:
             raise CorruptError("empty metadata", file=self.file, remedy="The save did not finish. Use an older one.")
-        root = load_pickle(data, file=self.file)
+        root = load_pickle(data, file=self.file, room=1 + len(data) // _ROOM_BYTES)
         if not isinstance(root, Placeholder) or root.name != "Metadata" or not isinstance(root.state, Mapping):
             raise self.corrupt("a file that is not torch's checkpoint metadata", brief(root))
         self.state = root.state

@@ -1,0 +1,60 @@
+"""The small files that make a directory of weights loadable: the config, tokenizer and processor files, and model code.
+
+For `convert`. They lie beside the checkpoint's tag directories, where a trainer put them.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+
+from zckpt.dtypes import DType
+from zckpt.fragments import FileStore
+from zckpt.jsons import read_json
+from zckpt.layouts.huggingface import literal_file
+from zckpt.plan import OutputFile
+
+_MOST_BYTES = 16 << 20
+"""Of a config."""
+
+# What makes a directory of weights loadable, where it lies beside the checkpoint. Everything else stays where it is.
+_BESIDE = re.compile(
+    r"generation_config\.json|tokenizer[\w.-]*|special_tokens_map\.json|added_tokens\.json|vocab\.(?:json|txt)|merges\.txt"
+    r"|\w*\.(?:model|tiktoken)|(?:pre|image_|video_|feature_)?processor_config\.json|preprocessor_config\.json"
+    r"|chat_template\.(?:json|jinja)|(?:configuration|modeling|tokenization|processing|image_processing)_\w+\.py"
+)
+
+
+def config_file(home: str, dtype: DType) -> tuple[OutputFile, FileStore] | None:
+    """The model's `config.json`, in which the dtype is made true; None where there is none.
+
+    Raises:
+        CorruptError: it is no JSON. NotACheckpointError: it cannot be read.
+    """
+    path = os.path.join(home, "config.json")
+    if not os.path.isfile(path):
+        return None
+    config = read_json(path, _MOST_BYTES, "a config.json")
+    text = json.dumps(_true_dtype(config, dtype), indent=2, ensure_ascii=False) + "\n"
+    return literal_file("config.json", text.encode())
+
+
+def _true_dtype(config: object, dtype: DType, *, top: bool = True) -> object:
+    """`dtype` (transformers 5) or `torch_dtype` (4), in the config and those nested in it."""
+    if not isinstance(config, dict):
+        return config
+    keys = [key for key in ("dtype", "torch_dtype") if isinstance(config.get(key), str)]
+    nested = {
+        key: _true_dtype(value, dtype, top=False)
+        for key, value in config.items()
+        if isinstance(value, dict) and key != "quantization_config"
+    }
+    named = dict.fromkeys(keys or (["dtype"] if top else []), dtype.torch_name)
+    return {**config, **nested, **named}
+
+
+def companions(home: str) -> list[tuple[str, str]]:
+    """(path, name) of what lies beside the checkpoint and belongs to the model: tokenizer, processor, code."""
+    names = sorted(name for name in os.listdir(home) if _BESIDE.fullmatch(name))
+    return [(os.path.join(home, name), name) for name in names if os.path.isfile(os.path.join(home, name))]
