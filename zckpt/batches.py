@@ -117,6 +117,11 @@ def batches(plan: Plan, done: Collection[str] = ()) -> Iterator[Batch]:
 
     tensor = -1
     for move in plan.moves():
+        if move is None:
+            if batch.stores:
+                yield batch
+                batch = Batch()
+            continue
         place = id(move.dst)
         if place in skipped:
             continue

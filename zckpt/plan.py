@@ -124,8 +124,8 @@ class Plan:
     files: tuple[tuple[OutputFile, FileStore], ...]
     pairs: Sequence[tuple[TensorEntry | TensorPart, TensorEntry | TensorPart]]
 
-    def moves(self) -> Iterator[Move]:
-        """The moves, made anew on each call."""
+    def moves(self) -> Iterator[Move | None]:
+        """The moves, made anew on each call. None: what came before is to be done before the next one is asked for."""
         for number, (source, destination) in enumerate(self.pairs):
             yield from route(source, destination, number)
 

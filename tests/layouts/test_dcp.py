@@ -154,14 +154,14 @@ def test_inspect() -> None:
     text = "\n".join(describe(inspection, tensors=True))
     assert "torch.distributed.checkpoint 1.0.0, step 2" in text and "exp_avg, exp_avg_sq" in text
     assert inspection.resumable.ok
-    assert list(inspection.matrix) == [0, 1, 2, 3]
+    assert list(inspection.grid[0]) == [0, 1, 2, 3]
     lines = text.splitlines()
     at = next(n for n, line in enumerate(lines) if line.endswith(" head.weight"))
-    assert [line.split() for line in lines[at + 1 : at + 5]] == [
-        ["__0_0.distcp", "[0:4,", "0:2]"],
-        ["__1_0.distcp", "[0:4,", "2:4]"],
-        ["__2_0.distcp", "[4:7,", "0:2]"],
-        ["__3_0.distcp", "[4:7,", "2:4]"],
+    assert [line.split(" from ")[0].strip() for line in lines[at + 1 : at + 5]] == [
+        "[0:4, 0:2]: __0_0.distcp",
+        "[0:4, 2:4]: __1_0.distcp",
+        "[4:7, 0:2]: __2_0.distcp",
+        "[4:7, 2:4]: __3_0.distcp",
     ]
 
 

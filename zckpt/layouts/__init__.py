@@ -9,7 +9,17 @@ from typing import Protocol
 
 from zckpt.catalog import Catalog
 from zckpt.errors import NotACheckpointError, UnsupportedError, UsageError
-from zckpt.layouts import dcp, huggingface, model_parallel, universal, unsharded, zero3, zero12
+from zckpt.layouts import (
+    dcp,
+    huggingface,
+    model_parallel,
+    moe,
+    universal,
+    unsharded,
+    unsharded_training,
+    zero3,
+    zero12,
+)
 from zckpt.layouts.listing import Listing
 from zckpt.layouts.training import Training
 
@@ -33,6 +43,7 @@ class TrainingLayout(Layout, Protocol):
 
 LAYOUTS: dict[str, Layout] = {
     "universal": universal,
+    "mixture of experts": moe,
     "model parallel": model_parallel,
     "ZeRO-3": zero3,
     "ZeRO-1/2": zero12,
@@ -44,9 +55,11 @@ LAYOUTS: dict[str, Layout] = {
 
 WITH_TRAINING: dict[str, TrainingLayout] = {
     "universal": universal,
+    "mixture of experts": moe,
     "model parallel": model_parallel,
     "ZeRO-3": zero3,
     "ZeRO-1/2": zero12,
+    "DeepSpeed without ZeRO": unsharded_training,
     "torch.distributed.checkpoint": dcp,
 }
 

@@ -98,6 +98,16 @@ def find(path: str, tag: str | None = None, also: Sequence[str] = ()) -> Place:
     )
 
 
+def has_saves(path: str) -> bool:
+    """Whether there is anything at all that `find` could look into: false for a directory that a run is yet to fill."""
+    if not os.path.isdir(path):
+        return os.path.exists(path)
+    names = [name for name in os.listdir(path) if not name.startswith(".")]
+    return "latest" in names or any(
+        _is_of_save(name) or _PLAIN.fullmatch(name) or os.path.isdir(os.path.join(path, name)) for name in names
+    )
+
+
 def _entries(directory: str) -> list[str]:
     try:
         return sorted(os.listdir(directory), key=natural)
@@ -113,6 +123,8 @@ def _tags(path: str, names: Sequence[str], also: Sequence[str]) -> tuple[str, ..
     for root, entries in ((path, names), *((root, _entries(root)) for root in also)):
         for name in entries:
             inner = os.path.join(root, name)
+            if name.startswith("."):  # a save that never came to its end
+                continue
             if os.path.isdir(inner) and os.access(inner, os.R_OK) and any(map(_is_of_save, os.listdir(inner))):
                 found.add(name)
     return tuple(sorted(found, key=natural))
