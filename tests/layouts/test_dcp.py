@@ -165,6 +165,43 @@ def test_inspect() -> None:
     ]
 
 
+# -- whether they are intact ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_intact(name: str) -> None:
+    for deep in (False, True):
+        assert zckpt.verify(FIXTURES / name / "checkpoint", deep=deep).ok
+
+
+@pytest.mark.parametrize("deep", [False, True])
+def test_every_record_of_every_item_is_checked(deep: bool, save: Path) -> None:
+    (path,) = save.glob("*.distcp")
+    data = bytearray(path.read_bytes())
+    for what in (b"FloatStorage", torch.arange(24.0).numpy().tobytes(), b"little"):
+        at = data.index(what)
+        data[at] ^= 4
+        path.write_bytes(data)
+        found = zckpt.verify(save, deep=deep)
+        assert not found.ok, what
+        data[at] ^= 4
+    path.write_bytes(data)
+    assert zckpt.verify(save, deep=deep).ok
+    path.unlink()
+    assert not zckpt.verify(save, deep=deep).ok
+
+
+def test_an_output_is_verified(tmp_path: Path) -> None:
+    source = FIXTURES.parent / "zero3" / "tied_w2" / "checkpoint"
+    zckpt.to_dcp(source, tmp_path / "out")
+    found = zckpt.verify(source, tmp_path / "out")
+    assert found.ok and found.deletable is not None
+    data = bytearray((tmp_path / "out" / "__0_0.distcp").read_bytes())
+    data[900] ^= 1
+    (tmp_path / "out" / "__0_0.distcp").write_bytes(data)
+    assert not zckpt.verify(tmp_path / "out").ok
+
+
 # -- what can be wrong with them -----------------------------------------------------------------------------------
 
 

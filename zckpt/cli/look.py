@@ -59,6 +59,7 @@ def verify(
     tp_rules: o.TpRules = None,
     tp: o.Tp = None,
     pp: o.Pp = None,
+    key: o.Key = None,
     threads: o.Threads = None,
     keep_cache: o.KeepCache = None,
     limit_rate: o.LimitRate = None,
@@ -75,7 +76,7 @@ def verify(
             deep=deep,
             tag=tag,
             also=also or (),
-            wishes=o.wishes(tp_rules, tp, pp),
+            wishes=o.wishes(tp_rules, tp, pp, key),
             pace=o.pace(threads, keep_cache, limit_rate),
             progress=progress,
         )

@@ -165,8 +165,13 @@ def records(path: str | os.PathLike[str]) -> list[tuple[str, int, int, int]]:
         UnsupportedError: a record is compressed.
     """
     with open_input(path) as file:
-        directory = Directory(file)
-        return [(r.name, directory.data_offset(r.name), r.nbytes, r.crc) for r in directory.records.values()]
+        return records_in(file)
+
+
+def records_in(file: Input) -> list[tuple[str, int, int, int]]:
+    """As `records`, of an open file or a part of one; offsets are those in the file."""
+    directory = Directory(file)
+    return [(r.name, file.base + directory.data_offset(r.name), r.nbytes, r.crc) for r in directory.records.values()]
 
 
 def skeleton(specs: Sequence[TensorSpec], *, aliases: Mapping[str, str] | None = None, zip64: bool = False) -> Skeleton:

@@ -11,13 +11,15 @@ import math
 import os
 import re
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from zckpt.catalog import Catalog, Role, Source, Topology
+from zckpt.containers import torch_zip
+from zckpt.containers.container import open_input
 from zckpt.dtypes import F32
-from zckpt.errors import InconsistentError, UnsupportedError, ranges, some
-from zckpt.layouts.dcp_items import Items
+from zckpt.errors import InconsistentError, UnsupportedError, ZckptError, ranges, some
+from zckpt.layouts.dcp_items import Items, stored_in
 from zckpt.layouts.dcp_metadata import Metadata, TensorItem, rank_of, read_metadata
 from zckpt.layouts.dcp_optimizer import States
 from zckpt.layouts.dcp_state import Model, model_of, optimizers_of
@@ -195,6 +197,28 @@ def read_training(listing: Listing, *, allow_unknown: bool = False) -> Training:
         _rest(save),
         precisions.most_common(1)[0][0] if precisions else F32,
     )
+
+
+def records(listing: Listing) -> Iterator[tuple[str, list[tuple[str, int, int, int]] | ZckptError]]:
+    """(path of a data file, its torch files' records with their checksums, or what is wrong with it), of a whole save.
+
+    A record is (name, byte offset, bytes, stored CRC-32); none where the writer was told to store none.
+
+    Raises:
+        ZckptError: what the save says of itself cannot be read.
+    """
+    for name, places in stored_in(read_metadata(listing)).items():
+        path = listing.files.get(name) or os.path.join(listing.directory, name)
+        found: list[tuple[str, int, int, int]] = []
+        try:
+            with open_input(path) as file:
+                for place, item in places.items():
+                    part = file.part(place.offset, place.length, f"item {item!r}")
+                    found += [(f"{item}: {record[0]}", *record[1:]) for record in torch_zip.records_in(part)]
+        except ZckptError as error:
+            yield path, error
+            continue
+        yield path, found
 
 
 _SMALL_BYTES = 1 << 16

@@ -19,7 +19,7 @@ from zckpt.containers.tensor_ref import MAX_FRAGMENTS
 from zckpt.containers.torch_zip import read_input
 from zckpt.errors import CorruptError, IncompleteError, InconsistentError, UnsupportedError, ranges, some
 from zckpt.fragments import Fragment
-from zckpt.layouts.dcp_metadata import BytesItem, Chunk, Place, TensorItem, rank_of
+from zckpt.layouts.dcp_metadata import BytesItem, Chunk, Metadata, Place, TensorItem, rank_of
 from zckpt.layouts.listing import Listing
 from zckpt.overlaps import embed, tile
 
@@ -29,6 +29,18 @@ def _places(item: TensorItem | BytesItem) -> list[Place]:
     if isinstance(item, BytesItem):
         return [] if item.place is None else [item.place]
     return [chunk.place for chunk in item.chunks if isinstance(chunk.place, Place) and chunk.numel]
+
+
+def stored_in(metadata: Metadata) -> dict[str, dict[Place, str]]:
+    """Data file -> each torch file in it, in their order, and the first item that lies there."""
+    found: dict[Place, str] = {}
+    for item in metadata.items.values():
+        for place in _places(item):
+            found.setdefault(place, item.name)
+    files: dict[str, dict[Place, str]] = {}
+    for place in sorted(found):
+        files.setdefault(place.file, {})[place] = found[place]
+    return files
 
 
 MAX_CUT_DIMS = 12
