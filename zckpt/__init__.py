@@ -27,6 +27,7 @@ from zckpt.errors import (
     ZckptError,
 )
 from zckpt.reshard import reshard
+from zckpt.to_dcp import to_dcp
 from zckpt.universal import to_universal
 from zckpt.verification import Verification
 from zckpt.verify import verify
@@ -64,6 +65,7 @@ __all__ = [
     "load_state_dict_from_zero_checkpoint",
     "open_checkpoint",
     "reshard",
+    "to_dcp",
     "to_peft",
     "to_universal",
     "verify",
