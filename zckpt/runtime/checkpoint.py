@@ -26,6 +26,7 @@ class Checkpoints:
 
     _meetings: Meetings | None = None
     _saving: Thread | None = None
+    known_to_saves: object = None
 
     def save_checkpoint(
         self,

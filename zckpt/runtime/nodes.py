@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Any
@@ -27,8 +27,9 @@ from zckpt.layouts.listing import is_deepspeed_file
 from zckpt.layouts.module_states import RESERVED
 from zckpt.layouts.torch_files import Pair
 from zckpt.mover import run
+from zckpt.runtime.description import part_of_rank
 from zckpt.runtime.engine import Engine
-from zckpt.runtime.exchange import Exchange, RankStore, Streamed, part_of_rank
+from zckpt.runtime.exchange import Exchange, RankStore, Streamed
 from zckpt.runtime.held import Held
 
 _SMALL_BYTES = 1 << 16
@@ -72,9 +73,10 @@ class Nodes:
             else torch.empty(tensor.shape, dtype=tensor.dtype)
             for *_, tensor in wanted
         ]
-        pairs = tuple(tuple(self._pairs(wanted, host, r)) for r in range(engine.world_size))
-        exchange = Exchange(rank, engine.world_size, None, engine.device, direct=True)
-        stream = exchange.stream(pairs)
+        pairs = [list(self._pairs(wanted, host, r)) for r in range(engine.world_size)]
+        places: dict[Hashable, torch.Tensor] = dict(enumerate(host))
+        exchange = Exchange(rank, engine.world_size, None, engine.device, True, places.__getitem__)
+        stream = exchange.stream(pairs[rank], exchange.sends(pairs))
         try:
             run(Streamed((), pairs[rank], stream), "", overflow="inf")
         finally:
@@ -85,12 +87,15 @@ class Nodes:
 
     def _pairs(self, wanted: Sequence[Want], host: Sequence[torch.Tensor], rank: int) -> Iterator[Pair]:
         """What a rank wants, of files as it sees them and of other ranks."""
-        for (entry, held, _), tensor in zip(wanted, host, strict=True):
-            start, count = (0, entry.numel) if held is None else part_of_rank(self.engine.sharded, held, rank)
+        size = self.engine.sharded.mesh["shard"].size()
+        for number, ((entry, held, _), tensor) in enumerate(zip(wanted, host, strict=True)):
+            start, count = 0, entry.numel
+            if held is not None and not held.replicated and size > 1:
+                start, count = part_of_rank(held.shape, size, rank % size)
             if count:
                 fragments = tuple(self._as_seen_by(fragment, rank) for fragment in entry.fragments)
                 dtype = BY_TORCH_NAME[str(tensor.dtype).removeprefix("torch.")]
-                store = RankStore(entry.name, count * dtype.itemsize, rank=rank, get=_same(tensor))
+                store = RankStore(entry.name, count * dtype.itemsize, rank=rank, key=number)
                 target = TensorPart(entry.name, entry.shape, dtype, (Fragment(store, 0, start, count),))
                 yield replace(entry, fragments=fragments, replicas=()), target
 
@@ -102,10 +107,6 @@ class Nodes:
             return fragment
         remote = RankStore(store.path, store.size, store.identity, store.byteorder, self.owners[name], file=True)
         return replace(fragment, store=remote)
-
-
-def _same(tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
-    return lambda: tensor
 
 
 def spread(engine: Engine, directory: str, tag: str | None) -> Nodes | None:
