@@ -61,7 +61,9 @@ def test_generators_data_and_parts(outcome: Outcome) -> None:
     for given in outcome("saves.py", 2, "random_generators_and_data"):
         assert given == {"0": True, "2": True, "3": True}
     for given in outcome("saves.py", 2, "parts_of_a_checkpoint"):
-        assert given == dict.fromkeys(("module", "bare", "schedule", "rounded"), True)
+        assert given == dict.fromkeys(
+            ("module", "bare", "schedule", "rounded", "trained 2", "trained 3", "left out 2", "left out 3"), True
+        )
 
 
 @pytest.mark.xdist_group("saves")

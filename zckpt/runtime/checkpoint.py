@@ -34,6 +34,7 @@ class Checkpoints:
         tag: object = None,
         client_state: Mapping[str, Any] | None = None,
         save_latest: bool = True,
+        exclude_frozen_parameters: bool = False,
     ) -> bool:
         """Saves everything that the run needs to go on, in the files that DeepSpeed would write. Every rank calls it.
 
@@ -42,6 +43,7 @@ class Checkpoints:
             tag: name of this save; `global_step<N>` where not given.
             client_state: whatever the caller wants to find again: dicts, lists, numbers, text, tensors.
             save_latest: let `latest` name this save.
+            exclude_frozen_parameters: leave out parameters that are not trained; a load leaves them as they are.
 
         Returns:
             True.
@@ -49,12 +51,13 @@ class Checkpoints:
         Raises:
             ZckptError: one of its kinds says what is wrong; what was saved before is as it was.
         """
-        from zckpt.runtime.saving import save
+        from zckpt.runtime.saving import Wishes, save
 
         self.wait_for_checkpoint()
         engine = cast("Engine", self)
         name = f"global_step{engine.global_steps}" if tag is None else str(tag)
-        self._saving = save(engine, self._meet(), os.fspath(save_dir), name, client_state or {}, save_latest)
+        wishes = Wishes(os.fspath(save_dir), name, save_latest, exclude_frozen_parameters)
+        self._saving = save(engine, self._meet(), wishes, client_state or {})
         return True
 
     def wait_for_checkpoint(self) -> None:
@@ -76,6 +79,8 @@ class Checkpoints:
         load_optimizer_states: bool = True,
         load_lr_scheduler_states: bool = True,
         load_module_only: bool = False,
+        *,
+        load_module_strict: bool = True,
     ) -> tuple[str | None, dict[str, Any] | None]:
         """Goes on from a checkpoint: of this trainer or of DeepSpeed, of any stage and world size. Every rank calls it.
 
@@ -85,6 +90,7 @@ class Checkpoints:
             load_optimizer_states: take up the optimizer's states, its settings and the loss scale.
             load_lr_scheduler_states: take up the schedule.
             load_module_only: nothing but weights.
+            load_module_strict: refuse a checkpoint that lacks tensors of the model; otherwise these stay as they are.
 
         Returns:
             The directory of the save and the client state; (None, None) where `load_dir` holds no save at all.
@@ -103,6 +109,7 @@ class Checkpoints:
             optimizer=load_optimizer_states and not load_module_only,
             schedule=load_lr_scheduler_states and not load_module_only,
             counters=not load_module_only,
+            strict=load_module_strict,
         )
         return load(cast("Engine", self), path, None if tag is None else str(tag), wishes)
 

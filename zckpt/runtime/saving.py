@@ -41,9 +41,24 @@ from zckpt.runtime.publication import Wanted, make_private, publish, remove_priv
 from zckpt.runtime.state import RunState, capture
 
 
-def save(
-    engine: Engine, meetings: Meetings, directory: str, tag: str, client_state: Mapping[str, Any], latest: bool
-) -> Thread | None:
+@dataclass(frozen=True, slots=True)
+class Wishes:
+    """What the caller asks for.
+
+    Attributes:
+        directory: that holds the tags.
+        tag: of this save.
+        latest: whether `latest` is to name it.
+        only_trained: leave out parameters that are not trained.
+    """
+
+    directory: str
+    tag: str
+    latest: bool = True
+    only_trained: bool = False
+
+
+def save(engine: Engine, meetings: Meetings, wishes: Wishes, client_state: Mapping[str, Any]) -> Thread | None:
     """Saves a run; see [Note: the order of a save].
 
     Returns:
@@ -56,8 +71,10 @@ def save(
         OutputError: a file cannot be written, here or elsewhere; what was there before is as it was.
     """
     meetings.begin(f"save {engine.micro_steps}")
-    wanted = _enter(engine, meetings, directory, tag, latest)
+    wanted = _enter(engine, meetings, wishes)
     state = _with_all_generators(capture(engine))
+    if wishes.only_trained:
+        state = _only_trained(state)
     prepared: Prepared | None = None
     error: Exception | None = None
     try:
@@ -113,11 +130,11 @@ def _finish(meetings: Meetings, wanted: Wanted, prepared: Prepared) -> None:
     meetings.part()
 
 
-def _enter(engine: Engine, meetings: Meetings, directory: str, tag: str, latest: bool) -> Wanted:
+def _enter(engine: Engine, meetings: Meetings, wishes: Wishes) -> Wanted:
     """Meets the others, and agrees on the tag and on a name for the private directory."""
     checkpoint = engine.settings.config.checkpoint
     token = f"{socket.gethostname()}-{os.getpid()}-{os.urandom(4).hex()}"
-    said = meetings.meet("save_checkpoint", [tag, token], within_s=ENTRY_S)
+    said = meetings.meet("save_checkpoint", [wishes.tag, token], within_s=ENTRY_S)
     tags = list(dict.fromkeys(one[0] for one in said))
     if len(tags) > 1:
         told = "; ".join(f"{t!r} on ranks {', '.join(str(r) for r, s in enumerate(said) if s[0] == t)}" for t in tags)
@@ -126,20 +143,26 @@ def _enter(engine: Engine, meetings: Meetings, directory: str, tag: str, latest:
                 "ranks that disagree on the tag", found=told, expected="one tag",
                 remedy="Nothing was written. Leave out of the tag whatever differs from rank to rank.",
             )  # fmt: skip
-        if checkpoint.tag_validation == "WARN" and (engine.global_rank == 0 or tag != tags[0]):
+        if checkpoint.tag_validation == "WARN" and (engine.global_rank == 0 or wishes.tag != tags[0]):
             warnings.warn(f"Ranks disagree on the tag: {told}. Rank 0's is taken.", stacklevel=4)
     tag = tags[0]
     if tag != os.path.basename(tag) or tag.startswith(".") or not tag or "\0" in tag or "\n" in tag:
         raise UsageError("a tag that is no name of a directory", found=repr(tag))
     local = checkpoint.use_node_local_storage
     return Wanted(
-        directory=os.path.abspath(directory),
+        directory=os.path.abspath(wishes.directory),
         tag=tag,
         temporary=f".{tag}.zckpt-{said[0][1]}",
         leader=(engine.local_rank if local else engine.global_rank) == 0,
-        latest=latest,
+        latest=wishes.latest,
         keep_last=checkpoint.keep_last,
     )
+
+
+def _only_trained(state: RunState) -> RunState:
+    parts = tuple(part for part in state.parts if part.trained)
+    names = {part.name for part in parts}
+    return replace(state, parts=parts, aliases={d: kept for d, kept in state.aliases.items() if kept in names})
 
 
 def _with_all_generators(state: RunState) -> RunState:
