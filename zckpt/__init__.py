@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from zckpt.adapters import AdapterReport, to_peft
 from zckpt.checkpoint import Checkpoint, open_checkpoint
 
 # Eager, because submodules have the same names: whoever imports one later must not replace the function by the module.
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
     )
 
 __all__ = [
+    "AdapterReport",
     "CastError",
     "Checkpoint",
     "CorruptError",
@@ -62,6 +64,7 @@ __all__ = [
     "load_state_dict_from_zero_checkpoint",
     "open_checkpoint",
     "reshard",
+    "to_peft",
     "to_universal",
     "verify",
 ]

@@ -27,6 +27,14 @@ class Overflow(str, Enum):
     clamp = "clamp"
 
 
+class Dtype(str, Enum):
+    """Dtypes that weights can be cast to."""
+
+    fp32 = "fp32"
+    fp16 = "fp16"
+    bf16 = "bf16"
+
+
 def _print_version(wanted: bool) -> None:
     if wanted:
         from zckpt import __version__
@@ -143,6 +151,22 @@ Tp = Annotated[
 Pp = Annotated[
     int | None, typer.Option("--pp", metavar="N", min=1, help="Pipeline stages, where the files do not say.")
 ]
+To = Annotated[
+    str | None,
+    typer.Option(
+        "--to", metavar="hf:NAME", help="Turn Megatron's or GPT-NeoX's model into hf:gpt-neox, hf:gpt2 or hf:llama."
+    ),
+]
+Config = Annotated[
+    str | None,
+    typer.Option(
+        "--config", metavar="FILE", help="The model's config.json for --to, where the run does not say it all."
+    ),
+]
+LayerNames = Annotated[
+    str | None, typer.Option("--layer-names", metavar="FILE", help="JSON file with names for a pipeline's layers.")
+]
+DTypeOption = Annotated[Dtype, typer.Option("--dtype", help="Dtype of the output.")]
 FormatOption = Annotated[
     Format | None, typer.Option("--format", help="Container of the output; by default what OUT's name says.")
 ]

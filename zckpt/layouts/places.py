@@ -18,7 +18,7 @@ from zckpt.errors import IncompleteError, NotACheckpointError, UnsafeError, Usag
 from zckpt.layouts.listing import UNIVERSAL, Listing, is_deepspeed_file, list_files, natural
 
 _TRAINER = re.compile(r"checkpoint-\d+")
-_PLAIN = re.compile(r"(?:model|pytorch_model)(?:\.safetensors|\.bin)(?:\.index\.json)?")
+_PLAIN = re.compile(r"(?:model|pytorch_model|adapter_model)(?:\.safetensors|\.bin)(?:\.index\.json)?")
 
 
 @dataclass(frozen=True, slots=True)
