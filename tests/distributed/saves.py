@@ -203,6 +203,9 @@ def tags_and_latest() -> dict[str, Any]:
     engine.save_checkpoint(where, tag="one")
     again.load_checkpoint(where, tag="one")
     out["one anew"] = same_parts(parts(engine), parts(again)) and again.global_steps == 3
+    out["blind"] = refusal(again.load_checkpoint, where / "nowhere" if rank() else where, kind=InconsistentError)
+    (where / "logs").mkdir(exist_ok=True)
+    out["only logs"] = again.load_checkpoint(where / "logs")
     dist.barrier()
     out["names"] = sorted(path.name for path in where.iterdir())
     return out

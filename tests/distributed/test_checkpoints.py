@@ -69,9 +69,10 @@ def test_generators_data_and_parts(outcome: Outcome) -> None:
 @pytest.mark.xdist_group("saves")
 def test_tags(outcome: Outcome) -> None:
     for given in outcome("saves.py", 2, "tags_and_latest"):
+        assert "ranks 1 see no save" in given.pop("blind")
         assert given == {
             "nothing": [None, None], "latest": "one", "one": True, "two": True, "one anew": True,
-            "names": ["latest", "one", "two", "zero_to_fp32.py"],
+            "names": ["latest", "logs", "one", "two", "zero_to_fp32.py"], "only logs": [None, None],
         }  # fmt: skip
     for rank, given in enumerate(outcome("saves.py", 2, "tags_that_differ")):
         assert "'of 0' on ranks 0; 'of 1' on ranks 1" in given["FAIL"]

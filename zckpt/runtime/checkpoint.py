@@ -10,8 +10,9 @@ import os
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, cast
 
-from zckpt.layouts.places import has_saves
-from zckpt.runtime.meeting import Meetings
+from zckpt.errors import InconsistentError, ranges
+from zckpt.layouts.places import has_saves, latest_of
+from zckpt.runtime.meeting import LOAD_S, Meetings
 
 if TYPE_CHECKING:
     from zckpt.runtime.engine import Engine
@@ -102,7 +103,8 @@ class Checkpoints:
 
         self.wait_for_checkpoint()
         path = os.fspath(load_dir)
-        if tag is None and not has_saves(path):
+        chosen = self._agree_on_save(path, None if tag is None else str(tag))
+        if chosen is None:
             _log.warning("No checkpoint in %r: the run begins anew.", path)
             return None, None
         wishes = Wishes(
@@ -111,7 +113,33 @@ class Checkpoints:
             counters=not load_module_only,
             strict=load_module_strict,
         )
-        return load(cast("Engine", self), path, None if tag is None else str(tag), wishes)
+        return load(cast("Engine", self), path, chosen or None, wishes)
+
+    def _agree_on_save(self, path: str, tag: str | None) -> str | None:
+        """The tag that every rank will load; empty where `path` alone says which; None where no rank sees a save.
+
+        Raises:
+            InconsistentError: some ranks see a save and others do not, or they were told different tags.
+        """
+        engine = cast("Engine", self)
+        meetings = self._meet()
+        meetings.begin(f"load {engine.micro_steps}")
+        latest = latest_of(path)
+        said = meetings.meet("load_checkpoint", [tag, has_saves(path) or tag is not None, latest], within_s=LOAD_S)
+        tags = list(dict.fromkeys(one[0] for one in said))
+        blind = [rank for rank, one in enumerate(said) if not one[1]]
+        if len(tags) > 1:
+            raise InconsistentError("ranks that disagree on the tag", found=", ".join(map(repr, tags)))
+        if len(blind) == len(said):
+            return None
+        if engine.settings.config.checkpoint.use_node_local_storage:
+            return tag or ""
+        if blind:
+            raise InconsistentError(
+                "a checkpoint that not every rank sees", file=path, found=f"ranks {ranges(blind)} see no save there",
+                remedy="Nothing was changed. Where nodes share no disk, say checkpoint.use_node_local_storage: true.",
+            )  # fmt: skip
+        return tag or said[0][2] or ""
 
     def _meet(self) -> Meetings:
         if self._meetings is None:

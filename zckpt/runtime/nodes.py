@@ -25,6 +25,7 @@ from zckpt.errors import IncompleteError, InconsistentError
 from zckpt.fragments import FileStore, Fragment
 from zckpt.layouts.listing import is_deepspeed_file
 from zckpt.layouts.module_states import RESERVED
+from zckpt.layouts.places import latest_of
 from zckpt.layouts.torch_files import Pair
 from zckpt.mover import run
 from zckpt.runtime.description import part_of_rank
@@ -119,7 +120,7 @@ def spread(engine: Engine, directory: str, tag: str | None) -> Nodes | None:
     if engine.world_size == 1:
         return None
     tags: list[Any] = [None] * engine.world_size
-    dist.all_gather_object(tags, _latest(directory) if tag is None else tag)
+    dist.all_gather_object(tags, latest_of(directory) if tag is None else tag)
     known = {one for one in tags if one is not None}
     if len(known) > 1:
         raise InconsistentError("nodes whose 'latest' differ", file=directory, found=", ".join(sorted(known)))
@@ -152,14 +153,6 @@ def spread(engine: Engine, directory: str, tag: str | None) -> Nodes | None:
                 for offset, data in parts:
                     os.pwrite(file.fileno(), data, offset)
     return Nodes(engine, home, tag, owners, visible)
-
-
-def _latest(directory: str) -> str | None:
-    try:
-        with open(os.path.join(directory, "latest"), encoding="utf-8") as file:
-            return file.read(4096).strip()
-    except OSError:
-        return None
 
 
 def _index(path: str) -> tuple[int, list[tuple[int, bytes]]]:
