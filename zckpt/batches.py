@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import struct
 import sys
+from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
@@ -75,42 +76,52 @@ def _pack_move(src: int, dst: int, m: Move) -> bytes:
 
 
 def batches(plan: Plan) -> Iterator[Batch]:
-    """The plan in parts of bounded size; each file's literals come with its first moves."""
-    ranges = _ranges(plan)
-    pending = {id(store): (output, store) for output, store in plan.files}
+    """The plan in parts of bounded size; a file's literals come in order among its moves."""
+    literals = {id(store): deque(sorted(output.literals)) for output, store in plan.files}
     by_store: dict[int, list[tuple[int, int, int]]] = {}
-    for number, (store, start, nbytes) in enumerate(ranges):
+    for number, (store, start, nbytes) in enumerate(_ranges(plan)):
         by_store.setdefault(id(store), []).append((number, start, nbytes))
     batch = Batch()
 
-    def attend(store: Store) -> None:
-        number = batch.number(store)
-        if id(store) in pending:
-            output, _ = pending.pop(id(store))
-            for offset, data in output.literals:
-                batch.literals.append((number, offset, data))
-                batch.nbytes += len(data)
+    def attend(store: Store, stop: int) -> None:
+        """The file takes part in the batch, with its literals before byte `stop`."""
+        if id(store) not in batch.numbers:
+            batch.ranges += [(batch.number(store), *numbers) for numbers in by_store.get(id(store), ())]
+        pending = literals.get(id(store))
+        while pending and pending[0][0] < stop:
+            offset, data = pending.popleft()
+            batch.literals.append((batch.number(store), offset, data))
+            batch.nbytes += len(data)
 
-    tensor = -1
+    last: Store | None = None
+    reach = 0
     for move in plan.moves():
-        # A tensor is not torn apart without need: slices that interleave want to meet in one window.
-        whole = move.tensor != tensor or len(batch.moves) >= 8 * _MOST_MOVES
+        if last is not None and last is not move.dst:
+            attend(last, last.size)
+        # Nothing is torn apart without need: slices that interleave want to meet in one window.
+        whole = last is not move.dst or move.dst_offset >= reach or len(batch.moves) >= 8 * _MOST_MOVES
         if (whole and len(batch.moves) >= _MOST_MOVES) or len(batch.stores) >= MOST_STORES - 1:
             yield batch
             batch = Batch()
-        tensor = move.tensor
-        if id(move.dst) not in batch.numbers:
-            attend(move.dst)
-            number = batch.number(move.dst)
-            batch.ranges += [(number, *numbers) for numbers in by_store.get(id(move.dst), ())]
+        reach = max(_end(move), 0 if last is not move.dst else reach)
+        last = move.dst
+        attend(last, move.dst_offset)
         batch.add(move)
-    for _, store in list(pending.values()):
+    for _, store in plan.files:
+        if not literals[id(store)]:
+            continue
         if len(batch.stores) >= MOST_STORES:
             yield batch
             batch = Batch()
-        attend(store)
+        attend(store, store.size)
     if batch.stores:
         yield batch
+
+
+def _end(move: Move) -> int:
+    """One past the last byte of the destination that a move writes."""
+    size = move.dst_dtype.itemsize
+    return move.dst_offset + (move.rows - 1) * move.dst_pitch + (move.count - 1) * move.dst_step * size + size
 
 
 def _ranges(plan: Plan) -> list[tuple[FileStore, int, int]]:

@@ -7,11 +7,13 @@ A plan is streamed, batch by batch (`batches`).
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import struct
+import tempfile
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Literal, NoReturn
 
@@ -34,6 +36,9 @@ direct I/O and on tmpfs; 4 MiB keeps memory low and writes large."""
 
 THREADS = min(4, max(2, os.cpu_count() or 1))
 
+Sink = Callable[[memoryview], object]
+"""Is called with the bytes of an output file in the file's order; the view is valid during the call only."""
+
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
@@ -54,12 +59,27 @@ class MoveReport:
         bytes_written: bytes written, literals included.
         overflows: number of the pair in the plan -> what its cast lost.
         engine: "native" or "reference".
+        checksums: CRC-32 of each `Checksum` of the plan's files, in order.
     """
 
     bytes_read: int
     bytes_written: int
     overflows: dict[int, Overflow]
     engine: str
+    checksums: tuple[int, ...] = ()
+
+
+@dataclass(slots=True)
+class _Ordered:
+    """A sink, and how much of its file it has been handed. What comes out of order is left for later."""
+
+    sink: Sink
+    at: int = 0
+
+    def __call__(self, view: memoryview, offset: int) -> None:
+        if offset == self.at:
+            self.sink(view)
+            self.at += len(view)
 
 
 @dataclass(slots=True)
@@ -70,11 +90,13 @@ class _Files:
         outputs: id of a destination's store -> its path.
         open: path -> (a plain descriptor, a direct one or -1), the least recently used first.
         seen: the sources that were read.
+        sinks: id of a destination's store -> what its bytes are handed to.
     """
 
     outputs: dict[int, str] = field(default_factory=dict[int, str])
     open: dict[str, tuple[int, int]] = field(default_factory=dict[str, tuple[int, int]])
     seen: dict[str, FileStore] = field(default_factory=dict[str, FileStore])
+    sinks: dict[int, _Ordered] = field(default_factory=dict[int, _Ordered])
 
     def __enter__(self) -> _Files:
         return self
@@ -148,6 +170,8 @@ def run(
     engine: Literal["auto", "native", "reference"] = "auto",
     progress: Callable[[int], None] | None = None,
     window: int = WINDOW_BYTES,
+    sinks: Mapping[str, Sink] | None = None,
+    streamed: bool = False,
 ) -> MoveReport:
     """Writes every file of a plan under `root`, and fills every memory destination.
 
@@ -160,10 +184,14 @@ def run(
         engine: "auto" takes the native one where it was built.
         progress: called with the bytes written so far, about every 50 ms.
         window: bytes written at once; a multiple of 4,096.
+        sinks: path of an output file -> what is handed its bytes in order, to hash them or to send them elsewhere. Only
+            for files without checksums, whose first bytes are known before the last.
+        streamed: write nothing under `root`: the files exist for their sinks and checksums only.
 
     Raises:
         CorruptError: a source ends too early. InconsistentError: it changed meanwhile.
-        OutputError: a file cannot be written. UnsupportedError: there is no such cast.
+        OutputError: a file cannot be written. UnsupportedError: there is no such cast, or a streamed file's bytes do
+            not come in order.
     """
     if engine == "native" and native_run is None:
         raise UnsupportedError("an engine that was not built", found="zckpt._core is missing")
@@ -174,14 +202,23 @@ def run(
         a, b = source.dtype, destination.dtype
         if a != b and not (a.kind == "float" and b in CAST_TARGETS):
             raise UnsupportedError(f"a cast of tensor {source.name!r}", found=f"{a} to {b}")
+    sinks = sinks or {}
+    if any(output.checksums and output.path in sinks for output, _ in plan.files):
+        raise ValueError("a file with checksums is not known in order")
     _raise_file_limit()
     overflows: dict[int, Overflow] = {}
     sums: dict[int, list[tuple[int, int, int]]] = {}
     written = 0
-    with _Files() as files:
+    with contextlib.ExitStack() as stack:
+        files = stack.enter_context(_Files())
+        if streamed and chosen == "reference":  # it does not write in order
+            root = stack.enter_context(tempfile.TemporaryDirectory())
         try:
             for output, store in plan.files:
-                files.outputs[id(store)] = _create(root, output)
+                nowhere = streamed and chosen == "native"
+                files.outputs[id(store)] = os.devnull if nowhere else _create(root, output)
+                if output.path in sinks:
+                    files.sinks[id(store)] = _Ordered(sinks[output.path])
             for batch in batches(plan):
                 told = _after(progress, written)
                 if chosen == "reference":
@@ -192,13 +229,13 @@ def run(
                     old = overflows.get(tensor, Overflow(0, 0.0))
                     overflows[tensor] = Overflow(old.count + count, max(old.largest, largest))
                 written += batch.nbytes
-            _finish(plan, files, sums, chosen)
+            checksums = _finish(plan, files, sums, chosen, durable=not streamed)
         except OSError as error:
             if isinstance(error, ZckptError):
                 raise
             _output_failed(error, root, plan)
         files.check_sources()
-    return MoveReport(plan.bytes_read, written, overflows, chosen)
+    return MoveReport(plan.bytes_read, written, overflows, chosen, checksums)
 
 
 def _after(progress: Callable[[int], None] | None, base: int) -> Callable[[int], None] | None:
@@ -233,7 +270,7 @@ def _open_output(path: str, size: int) -> tuple[int, int]:
     """A descriptor for plain writes and, where it is worth it, one for direct ones."""
     fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
     direct = -1
-    if size >= 1 << 20 and hasattr(os, "O_DIRECT") and not _is_tmpfs(path):
+    if size >= 1 << 20 and hasattr(os, "O_DIRECT") and path != os.devnull and not _is_tmpfs(path):
         try:
             direct = os.open(path, os.O_WRONLY | os.O_DIRECT | os.O_CLOEXEC)
         except OSError:
@@ -266,8 +303,9 @@ def _run_native(
     sums: dict[int, list[tuple[int, int, int]]],
 ) -> list[tuple[int, int, float]]:
     """Adds partial CRCs to `sums` (range -> (offset, length, crc)); returns overflows."""
+    sinks = [files.sinks.get(id(store)) for store in batch.stores] if files.sinks else []
     (kind, number, store, offset), crcs, overflows = native_run(
-        *batch.packed(files.descriptors(batch)), threads=threads, window=window, clamp=clamp, progress=progress
+        *batch.packed(files.descriptors(batch)), threads=threads, window=window, clamp=clamp, progress=progress, sinks=sinks
     )
     if kind:
         where = str(batch.stores[store])
@@ -291,22 +329,41 @@ def read_error(path: str, number: int, offset: int) -> ZckptError:
     )  # fmt: skip
 
 
-def _finish(plan: Plan, files: _Files, sums: dict[int, list[tuple[int, int, int]]], engine: str) -> None:
-    """Fills in the CRCs, and makes every file durable."""
-    number = 0
+def _finish(
+    plan: Plan, files: _Files, sums: dict[int, list[tuple[int, int, int]]], engine: str, *, durable: bool
+) -> tuple[int, ...]:
+    """Fills in the CRCs and returns them; hands sinks what did not come in order; makes every file durable."""
+    found: list[int] = []
     for output, store in plan.files:
         fd, _ = files.of(store)
+        ordered = files.sinks.get(id(store))
+        if ordered is not None:
+            _hand_over_rest(ordered, fd, output)
         for checksum in output.checksums:
             if engine == "reference":
                 crc = _crc_of_file(fd, checksum.start, checksum.nbytes)
             else:
                 crc = 0
-                for _, length, part in sorted(sums.get(number, ())):
+                for _, length, part in sorted(sums.get(len(found), ())):
                     crc = crc32_combine(crc, part, length)
             for slot in checksum.slots:
                 _write(fd, struct.pack("<I", crc), slot)
-            number += 1
-        os.fsync(fd)
+            found.append(crc)
+        if durable:
+            os.fsync(fd)
+    return tuple(found)
+
+
+def _hand_over_rest(ordered: _Ordered, fd: int, output: OutputFile) -> None:
+    """Hands a sink what it has not had: all of the file from the reference engine, seldom anything from the other."""
+    while ordered.at < output.size:
+        data = os.pread(fd, min(output.size - ordered.at, 1 << 20), ordered.at)
+        if not data:
+            raise UnsupportedError(
+                "a file that cannot be sent while it is made", file=output.path,
+                found="its tensors are slices of too many files", remedy="Convert to a local directory, and copy that.",
+            )  # fmt: skip
+        ordered(memoryview(data), ordered.at)
 
 
 def _crc_of_file(fd: int, start: int, nbytes: int) -> int:

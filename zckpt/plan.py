@@ -107,6 +107,10 @@ def route(source: TensorEntry | TensorPart, destination: TensorEntry | TensorPar
                 )
 
 
+Pair = tuple[TensorEntry | TensorPart, TensorEntry | TensorPart]
+"""Where a tensor's elements come from, and where they go."""
+
+
 @dataclass(frozen=True, slots=True)
 class Plan:
     """Everything a conversion does to bytes.
@@ -117,12 +121,21 @@ class Plan:
     """
 
     files: tuple[tuple[OutputFile, FileStore], ...]
-    pairs: Sequence[tuple[TensorEntry | TensorPart, TensorEntry | TensorPart]]
+    pairs: Sequence[Pair]
 
     def moves(self) -> Iterator[Move]:
         """The moves, made anew on each call."""
         for number, (source, destination) in enumerate(self.pairs):
             yield from route(source, destination, number)
+
+    def by_file(self) -> Iterator[Plan]:
+        """One plan for each file, in order: for whoever makes them one at a time. No tensor may lie in two files."""
+        pairs: dict[int, list[Pair]] = {id(store): [] for _, store in self.files}
+        for source, destination in self.pairs:
+            for number in {id(fragment.store) for fragment in destination.fragments}:
+                pairs[number].append((source, destination))
+        for output, store in self.files:
+            yield Plan(((output, store),), pairs[id(store)])
 
     @property
     def bytes_read(self) -> int:

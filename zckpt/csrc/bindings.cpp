@@ -3,6 +3,7 @@
 #include <nanobind/stl/string.h>
 
 #include <cstring>
+#include <optional>
 #include <stdexcept>
 
 #include "crc32.h"
@@ -23,7 +24,7 @@ std::vector<T> structs(const nb::bytes& packed) {
 }
 
 nb::tuple run(nb::bytes stores, nb::bytes moves, nb::bytes literals, nb::bytes ranges, nb::bytes blob, unsigned threads,
-              uint64_t window, bool clamp, nb::object progress) {
+              uint64_t window, bool clamp, nb::object progress, nb::list sinks) {
   const zckpt::Batch batch{structs<zckpt::Store>(stores), structs<zckpt::Move>(moves), structs<zckpt::Literal>(literals),
                            structs<zckpt::Range>(ranges), blob.c_str()};
   if (threads < 1 || window < 4096 || window % 4096) throw std::invalid_argument("threads or window");
@@ -33,11 +34,15 @@ nb::tuple run(nb::bytes stores, nb::bytes moves, nb::bytes literals, nb::bytes r
       throw std::invalid_argument("a move with impossible numbers");
   for (const auto& l : batch.literals)
     if (l.dst >= batch.stores.size() || l.at + l.length > blob.size()) throw std::invalid_argument("a literal with impossible numbers");
+  if (sinks.size() && sinks.size() != batch.stores.size()) throw std::invalid_argument("a sink or None for each store");
+  std::vector<bool> ordered;
+  for (nb::handle sink : sinks) ordered.push_back(!sink.is_none());
   bool interrupted = false;
+  std::optional<nb::python_error> refused;
   zckpt::Result result;
   {
     nb::gil_scoped_release release;
-    result = zckpt::run(batch, {threads, window, clamp}, [&](uint64_t written) {
+    const auto tick = [&](uint64_t written) {
       nb::gil_scoped_acquire acquire;
       if (interrupted) return false;
       if (PyErr_CheckSignals()) {
@@ -46,9 +51,20 @@ nb::tuple run(nb::bytes stores, nb::bytes moves, nb::bytes literals, nb::bytes r
         interrupted = !nb::steal(PyObject_CallFunction(progress.ptr(), "K", static_cast<unsigned long long>(written))).is_valid();
       }
       return !interrupted;
-    });
+    };
+    const auto sink = [&](uint32_t store, uint64_t offset, const char* data, uint64_t length) {
+      nb::gil_scoped_acquire acquire;
+      const auto view = nb::steal(PyMemoryView_FromMemory(const_cast<char*>(data), static_cast<Py_ssize_t>(length), PyBUF_READ));
+      const auto at = nb::int_(offset);
+      const bool taken = nb::steal(PyObject_CallFunctionObjArgs(nb::handle(sinks[store]).ptr(), view.ptr(), at.ptr(), nullptr)).is_valid();
+      if (!taken) refused.emplace();
+      nb::object(view.attr("release")());  // the buffer is reused: whoever kept the view gets an error, not other bytes
+      return taken;
+    };
+    result = zckpt::run(batch, {threads, window, clamp, ordered}, tick, sink);
   }
   if (interrupted) throw nb::python_error();
+  if (refused) throw std::move(*refused);
   nb::list crcs;
   for (const auto& c : result.crcs) crcs.append(nb::make_tuple(c.number, c.crc, c.offset, c.length));
   nb::list overflows;
@@ -72,7 +88,7 @@ nb::tuple cast(int from, int to, nb::bytes data, bool clamp) {
 NB_MODULE(_core, m) {
   m.doc() = "The mover's engine; see zckpt/mover.py.";
   m.def("run", &run, "stores"_a, "moves"_a, "literals"_a, "ranges"_a, "blob"_a, "threads"_a, "window"_a, "clamp"_a,
-        "progress"_a.none());
+        "progress"_a.none(), "sinks"_a);
   m.def("cast", &cast, "source"_a, "target"_a, "data"_a, "clamp"_a = false, "Casts bytes, for tests.");
   m.def("crc32", [](nb::bytes data, uint32_t crc) { return zckpt::crc32(crc, data.c_str(), data.size()); }, "data"_a, "crc"_a = 0);
   m.def("crc32_combine", &zckpt::crc32_combine, "a"_a, "b"_a, "nbytes_b"_a);

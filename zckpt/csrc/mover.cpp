@@ -8,6 +8,8 @@
 //  3. CRCs of element ranges are taken while the buffer is warm; they are partial, and joined by the caller.
 //  4. One positional write: direct I/O when the whole window is there and the file system allows it (no page cache to fill
 //     and flush later), otherwise plain. The unaligned tail of a file always goes the plain way.
+//  5. A file that a sink wants (to hash it, or to send it elsewhere) is handed over window by window: whoever holds window k
+//     waits for the holder of k - 1. Windows are taken in order, so the one whose turn it is never waits.
 // Memory: threads x (window + staging), whatever the size of the model. Results do not depend on the number of threads.
 #include "mover.h"
 
@@ -58,7 +60,7 @@ struct Stop {};  // unwinds a thread; the failure is already recorded
 
 class Run {
  public:
-  Run(const Batch& batch, const Settings& settings) : batch_(batch), settings_(settings) { plan(); }
+  Run(const Batch& batch, const Settings& settings, const Sink& sink) : batch_(batch), settings_(settings), sink_(sink) { plan(); }
 
   Result go(const std::function<bool(uint64_t)>& tick) {
     const auto threads = static_cast<unsigned>(std::min<size_t>(settings_.threads, std::max<size_t>(windows_.size(), 1)));
@@ -69,8 +71,9 @@ class Run {
       std::unique_lock lock(mutex_);
       while (!done_.wait_for(lock, std::chrono::milliseconds(50), [this] { return running_ == 0; })) {
         lock.unlock();
-        if (!tick(written_)) stop_ = true;
+        const bool on = tick(written_);
         lock.lock();
+        if (!on) stop();
       }
     }
     for (auto& thread : pool) thread.join();
@@ -81,6 +84,9 @@ class Run {
  private:
   const Batch& batch_;
   const Settings settings_;
+  const Sink& sink_;
+  std::vector<size_t> turns_;  // store -> the window that is next to be handed to its sink
+  std::condition_variable passed_;
   std::vector<Item> items_;
   std::vector<Window> windows_;
   std::atomic<size_t> next_{0};
@@ -92,6 +98,12 @@ class Run {
   Result result_;
 
   bool in_memory(uint32_t store) const { return batch_.stores[store].fd < 0; }
+  bool ordered(uint32_t store) const { return !settings_.ordered.empty() && settings_.ordered[store]; }
+
+  void stop() {  // with the lock held, so that nobody who is about to wait misses it
+    stop_ = true;
+    passed_.notify_all();
+  }
 
   // ---- planning -----------------------------------------------------------------------------------------------------
 
@@ -116,6 +128,9 @@ class Run {
       for (last = first; last < items_.size() && items_[last].dst == items_[first].dst;) ++last;
       cut(first, last);
     }
+    turns_.resize(batch_.stores.size());
+    for (size_t i = windows_.size(); i--;)
+      if (!windows_[i].memory) turns_[items_[windows_[i].first].dst] = i;
   }
 
   // The windows of one file. Items are sorted by their begin, and may be long: one reaches into a window when it begins
@@ -157,7 +172,7 @@ class Run {
   [[noreturn]] void fail(const char* kind, int error, uint32_t store, uint64_t offset) {
     std::lock_guard lock(mutex_);
     if (result_.failure.kind.empty()) result_.failure = {kind, error, store, offset};
-    stop_ = true;
+    stop();
     throw Stop{};
   }
 
@@ -180,12 +195,29 @@ class Run {
     }
     // Rows of several moves may interleave; together they are usually one range.
     if (!std::is_sorted(filled.begin(), filled.end())) std::sort(filled.begin(), filled.end());
-    for (size_t i = 0; i < filled.size();) {
+    size_t ranges = 0;
+    for (size_t i = 0; i < filled.size(); ++ranges) {
       const uint64_t begin = filled[i].first;
       uint64_t end = filled[i].second;
       for (++i; i < filled.size() && filled[i].first == end; ++i) end = filled[i].second;
       flush(store, dst, window.start, begin, end, buffer);
+      filled[ranges] = {begin, end};
     }
+    filled.resize(ranges);
+    if (ordered(dst)) hand_over(window, dst, filled, buffer);
+  }
+
+  void hand_over(const Window& window, uint32_t dst, const std::vector<std::pair<uint64_t, uint64_t>>& filled, const char* buffer) {
+    {
+      std::unique_lock lock(mutex_);
+      passed_.wait(lock, [&] { return stop_ || &windows_[turns_[dst]] == &window; });
+      if (stop_) throw Stop{};
+    }
+    for (const auto& [begin, end] : filled)
+      if (!sink_(dst, begin, buffer + (begin - window.start), end - begin)) fail("sink", 0, dst, begin);
+    std::lock_guard lock(mutex_);
+    ++turns_[dst];
+    passed_.notify_all();
   }
 
   static void fill(std::vector<std::pair<uint64_t, uint64_t>>& filled, uint64_t begin, uint64_t end) {
@@ -368,8 +400,8 @@ class Run {
 
 }  // namespace
 
-Result run(const Batch& batch, const Settings& settings, const std::function<bool(uint64_t)>& tick) {
-  return Run(batch, settings).go(tick);
+Result run(const Batch& batch, const Settings& settings, const std::function<bool(uint64_t)>& tick, const Sink& sink) {
+  return Run(batch, settings, sink).go(tick);
 }
 
 }  // namespace zckpt
