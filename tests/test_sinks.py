@@ -100,7 +100,7 @@ def test_what_a_sink_raises_ends_the_run(engine: dict[str, object], tmp_path: Pa
 
     def sink(view: memoryview) -> None:
         calls.append(len(view))
-        if len(calls) == 2 or len(calls) == 1 and engine["engine"] == "reference":
+        if len(calls) == 2 or (len(calls) == 1 and engine["engine"] == "reference"):
             raise LookupError("enough")
 
     with pytest.raises(LookupError, match="enough"):

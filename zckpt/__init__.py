@@ -13,12 +13,14 @@ from zckpt.checkpoint import Checkpoint, open_checkpoint
 # Eager, because a submodule has the same name: whoever imports it later must not replace the function by the module.
 from zckpt.convert import Options, Report, convert
 from zckpt.errors import (
+    AccessError,
     CastError,
     CorruptError,
     IncompleteError,
     InconsistentError,
     NotACheckpointError,
     OutputError,
+    RemoteError,
     UnsafeError,
     UnsupportedError,
     UsageError,
@@ -32,10 +34,12 @@ if TYPE_CHECKING:
         get_fp32_state_dict_from_zero_checkpoint,
         load_state_dict_from_zero_checkpoint,
     )
+    from zckpt.hub import push_to_hub
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "AccessError",
     "CastError",
     "Checkpoint",
     "CorruptError",
@@ -44,6 +48,7 @@ __all__ = [
     "NotACheckpointError",
     "Options",
     "OutputError",
+    "RemoteError",
     "Report",
     "UnsafeError",
     "UnsupportedError",
@@ -55,6 +60,7 @@ __all__ = [
     "get_fp32_state_dict_from_zero_checkpoint",
     "load_state_dict_from_zero_checkpoint",
     "open_checkpoint",
+    "push_to_hub",
     "reshard",
 ]
 
@@ -66,6 +72,10 @@ def __getattr__(name: str) -> Any:
         from zckpt import drop_in
 
         return getattr(drop_in, name)
+    if name == "push_to_hub":
+        from zckpt.hub import push_to_hub
+
+        return push_to_hub
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

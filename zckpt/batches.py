@@ -9,14 +9,20 @@ import struct
 import sys
 from collections import deque
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
-from zckpt.fragments import FileStore, Store
-from zckpt.plan import Move, Plan
+from zckpt import files
+from zckpt.fragments import FileStore, Fragment, Store
+from zckpt.plan import Move, Plan, route
 
 _MOST_MOVES = 16384
 MOST_STORES = 512
 """Every file of a batch is open while it runs."""
+
+MOST_REMOTE_BYTES = 32 << 20
+"""Bytes of sources on other machines that a batch names: they lie in memory while it runs."""
+
+_SLAB_BYTES = 8 << 20
 
 _STORE = struct.Struct("=qqQQ")
 _MOVE = struct.Struct("=IIQQQQqqqqIBBBB")
@@ -33,6 +39,7 @@ class Batch:
     literals: list[tuple[int, int, bytes]] = field(default_factory=list[tuple[int, int, bytes]])
     ranges: list[tuple[int, int, int, int]] = field(default_factory=list[tuple[int, int, int, int]])
     nbytes: int = 0
+    remote_bytes: int = 0
     numbers: dict[int, int] = field(default_factory=dict[int, int])
 
     def number(self, store: Store) -> int:
@@ -47,6 +54,8 @@ class Batch:
         """One more move."""
         self.moves.append((self.number(move.src), self.number(move.dst), move))
         self.nbytes += move.count * move.rows * move.dst_dtype.itemsize
+        if is_remote(move.src):
+            self.remote_bytes += span_bytes(move)
 
     def packed(self, descriptors: Sequence[tuple[int, int]]) -> tuple[bytes, bytes, bytes, bytes, bytes]:
         """The structs of `csrc/mover.h`: stores, moves, literals, ranges, and the literals' bytes."""
@@ -60,6 +69,40 @@ class Batch:
             at += len(data)
         ranges = b"".join(_RANGE.pack(*numbers) for numbers in sorted(self.ranges, key=lambda r: (r[0], r[2])))
         return b"".join(packed), ranges, b"".join(data for _, _, data in self.literals)
+
+
+def is_remote(store: Store) -> bool:
+    """Whether a source lies on another machine."""
+    return isinstance(store, FileStore) and files.is_remote(store.path)
+
+
+def span_bytes(move: Move) -> int:
+    """Bytes of the source from a move's first element to its last."""
+    size = move.src_dtype.itemsize
+    return (move.rows - 1) * move.src_pitch + (move.count - 1) * move.src_step * size + size
+
+
+def _moves(plan: Plan) -> Iterator[Move]:
+    """The plan's moves; a tensor that lies on other machines is carried slab by slab of the destination."""
+    for number, (source, destination) in enumerate(plan.pairs):
+        if any(is_remote(fragment.store) for fragment in source.fragments):
+            most = max(1, _SLAB_BYTES // source.dtype.itemsize)
+            slabs = tuple(s for f in destination.fragments for s in _slabs(f, most, destination.dtype.itemsize))
+            destination = replace(destination, fragments=slabs)
+        yield from route(source, destination, number)
+
+
+def _slabs(fragment: Fragment, most: int, itemsize: int) -> Iterator[Fragment]:
+    """A fragment in parts of at most `most` elements, or of one row where a row has more."""
+    if fragment.rows == 1:
+        for first in range(0, fragment.count, most):
+            at, count = fragment.byte_offset + first * itemsize, min(most, fragment.count - first)
+            yield replace(fragment, byte_offset=at, start=fragment.start + first, count=count)
+        return
+    rows = max(1, most // fragment.count)
+    for row in range(0, fragment.rows, rows):
+        at, start = fragment.byte_offset + row * fragment.store_pitch * itemsize, fragment.start + row * fragment.pitch
+        yield replace(fragment, byte_offset=at, start=start, rows=min(rows, fragment.rows - row))
 
 
 def _pack_store(store: Store, fds: tuple[int, int]) -> bytes:
@@ -95,12 +138,13 @@ def batches(plan: Plan) -> Iterator[Batch]:
 
     last: Store | None = None
     reach = 0
-    for move in plan.moves():
+    for move in _moves(plan):
         if last is not None and last is not move.dst:
             attend(last, last.size)
         # Nothing is torn apart without need: slices that interleave want to meet in one window.
         whole = last is not move.dst or move.dst_offset >= reach or len(batch.moves) >= 8 * _MOST_MOVES
-        if (whole and len(batch.moves) >= _MOST_MOVES) or len(batch.stores) >= MOST_STORES - 1:
+        full = len(batch.moves) >= _MOST_MOVES or batch.remote_bytes >= MOST_REMOTE_BYTES
+        if (whole and full) or len(batch.stores) >= MOST_STORES - 1:
             yield batch
             batch = Batch()
         reach = max(_end(move), 0 if last is not move.dst else reach)

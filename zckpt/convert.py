@@ -6,23 +6,23 @@ For the `to-*` commands and `zckpt.convert`. The steps: open, select and rename,
 from __future__ import annotations
 
 import fnmatch
-import json
 import os
 import re
 import time
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from zckpt import replicas
+from zckpt import files, replicas, streaming
+from zckpt.beside import companions, with_config
 from zckpt.catalog import Catalog, TensorEntry
 from zckpt.checkpoint import Opened, open_catalog, strip_wrappers
 from zckpt.dtypes import BF16, BY_TORCH_NAME, CAST_TARGETS, F16, F32, DType
-from zckpt.errors import CastError, OutputError, UsageError, some
-from zckpt.fragments import FileStore
-from zckpt.layouts.huggingface import Destination, Format, Target, lay_out, literal_file
+from zckpt.errors import CastError, UsageError, some
+from zckpt.layouts.huggingface import Format, Target, lay_out
 from zckpt.mover import MoveReport, run
-from zckpt.plan import OutputFile, Plan
+from zckpt.plan import Plan
 from zckpt.publish import Staging, check_output, check_space
 
 Overflow = Literal["error", "inf", "clamp"]
@@ -30,20 +30,13 @@ Overflow = Literal["error", "inf", "clamp"]
 _DTYPES = {"fp32": F32, "fp16": F16, "bf16": BF16, **{d.name: d for d in CAST_TARGETS}}
 _SUFFIXES: dict[str, Format] = {".safetensors": "safetensors", ".bin": "bin", ".pt": "bin"}
 
-# What makes a directory of weights loadable, where it lies beside the checkpoint. Everything else stays where it is.
-_BESIDE = re.compile(
-    r"generation_config\.json|tokenizer[\w.-]*|special_tokens_map\.json|added_tokens\.json|vocab\.(?:json|txt)|merges\.txt"
-    r"|\w*\.(?:model|tiktoken)|(?:pre|image_|video_|feature_)?processor_config\.json|preprocessor_config\.json"
-    r"|chat_template\.(?:json|jinja)|(?:configuration|modeling|tokenization|processing|image_processing)_\w+\.py"
-)
-
 
 @dataclass(frozen=True, slots=True)
 class Options:
     """What a conversion is to do.
 
     Attributes:
-        dtype: of floating parameters in the output.
+        dtype: of floating parameters in the output; None keeps each as it is.
         format: container; None for what OUT's suffix says, safetensors for a directory.
         max_shard_size: of a directory's shards.
         include: globs; only tensors that match one are kept.
@@ -59,7 +52,7 @@ class Options:
         allow_unknown_layout: convert though the layout cannot be proved.
     """
 
-    dtype: DType = F32
+    dtype: DType | None = F32
     format: Format | None = None
     max_shard_size: int | str = "5GB"
     include: Sequence[str] = ()
@@ -83,7 +76,7 @@ class Prepared:
         opened: the checkpoint.
         catalog: the tensors to be written, under their new names.
         plan: where their bytes go.
-        out: the output's path.
+        out: the output's path or address; empty when the caller takes the files of the plan one by one.
         single: whether it is one file.
         copies: (path, name) of small files copied beside the weights.
         options: what was asked for.
@@ -102,7 +95,7 @@ class Prepared:
     @property
     def bytes_written(self) -> int:
         """Bytes of the whole output."""
-        return self.plan.bytes_written + sum(os.path.getsize(path) for path, _ in self.copies)
+        return self.plan.bytes_written + sum(files.size(path) for path, _ in self.copies)
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,7 +138,8 @@ def convert(
     Args:
         checkpoint: a checkpoint directory, tag directory, trainer's output directory, or weights.
         out: a name ending in .bin, .pt or .safetensors for one file; anything else is a directory of shards that
-            `transformers` loads.
+            `transformers` loads. Either may be an address that fsspec reaches (`s3://bucket/weights`); for `hf://`
+            there is `zckpt.push_to_hub`.
         dtype: "fp32", "fp16" or "bf16".
         tag: which save, where there are several.
         also: directories laid over the checkpoint: its parts from other nodes' disks.
@@ -181,23 +175,35 @@ def to_dtype(dtype: str | DType) -> DType:
 
 
 def prepare(
-    checkpoint: str, out: str, options: Options, *, tag: str | None = None, also: Sequence[str] = ()
+    checkpoint: str,
+    out: str,
+    options: Options,
+    *,
+    tag: str | None = None,
+    also: Sequence[str] = (),
+    opened: Opened | None = None,
 ) -> Prepared:
-    """Everything but the work: opens, selects, lays out, and refuses what cannot succeed. Writes nothing."""
-    opened = open_catalog(checkpoint, tag, also, allow_unknown_layout=options.allow_unknown_layout)
+    """Everything but the work: opens, selects, lays out, and refuses what cannot succeed. Writes nothing.
+
+    Args:
+        checkpoint: as for `convert`.
+        out: as for `convert`; empty for a directory whose files the caller makes and takes one by one.
+        options: what is to be done.
+        tag: as for `convert`.
+        also: as for `convert`.
+        opened: the checkpoint, where it is open already.
+    """
+    out = files.local(out)
+    if opened is None:
+        opened = open_catalog(checkpoint, tag, also, allow_unknown_layout=options.allow_unknown_layout)
     target, single = _target(out, options)
-    check_output(
-        out,
-        single=single,
-        overwrite=options.overwrite or options.merge,
-        protected=protected(opened, checkpoint, beside=options.beside),
-    )
+    _check_output(out, single, options, protected(opened, checkpoint, beside=options.beside))
     catalog, stripped = strip_wrappers(opened.catalog)
     catalog = _select(catalog, options)
     wanted = [(entry, output_dtype(entry, options.dtype)) for entry in catalog.tensors.values()]
     destination = lay_out(wanted, catalog.aliases, target)
     if not single:
-        destination = _with_config(destination, opened, options.dtype)
+        destination = with_config(destination, opened, options.dtype or _usual_dtype(destination.entries.values()))
     pairs = [(catalog.tensors[name], entry) for name, entry in destination.entries.items()]
     prepared = Prepared(
         opened=opened,
@@ -209,50 +215,89 @@ def prepare(
         options=options,
         notes=opened.catalog.source.notes + stripped,
     )
-    check_space(out, prepared.bytes_written)
+    if out and not files.is_remote(out):
+        check_space(out, prepared.bytes_written)
     return prepared
+
+
+def _check_output(out: str, single: bool, options: Options, inputs: set[str]) -> None:
+    if files.is_remote(out):
+        if out.startswith("hf://"):
+            raise UsageError("a hub's page as OUT", file=out, remedy="Use zckpt.push_to_hub(checkpoint, repo_id).")
+        streaming.check_output(out, single=single, overwrite=options.overwrite or options.merge)
+    elif out:
+        overwrite = options.overwrite or options.merge
+        check_output(out, single=single, overwrite=overwrite, protected=inputs)
 
 
 def execute(prepared: Prepared, progress: Callable[[int], None] | None = None) -> Report:
     """Checks, moves and publishes."""
     began = time.perf_counter()
-    options, notes = prepared.options, list(prepared.notes)
-    if options.allow_unknown_layout:
-        bad = [entry.name for entry, _ in replicas.disagreements(prepared.catalog)]
-        if bad:
-            notes.append(f"{len(bad):,} master weights are not those of the model's own weights: {some(bad)}.")
+    options, notes = prepared.options, [*prepared.notes, *check(prepared)]
+    overflows: dict[str, tuple[int, float]] = {}
+
+    def judge(moved: MoveReport, plan: Plan) -> None:
+        overflows.update(judge_overflows(moved, plan, options))
+
+    if files.is_remote(prepared.out):
+        outlet = streaming.Outlet(prepared.out, single=prepared.single, overwrite=options.overwrite)
+        engine = outlet.write(prepared.plan, prepared.copies, judge, options.threads, options.overflow, progress)
     else:
-        replicas.check(prepared.catalog)
-    with Staging(prepared.out, single=prepared.single, merge=options.merge) as staging:
-        moved = run(
-            prepared.plan, staging.directory, threads=options.threads, overflow=options.overflow, progress=progress
-        )
-        overflows = overflows_of(moved, prepared.plan)
-        if overflows and options.overflow == "error":
-            raise overflow_error(overflows, options.dtype)
-        for path, name in prepared.copies:
-            staging.copy(path, name)
-        staging.commit()
-    files = [(file.path, file.size) for file, _ in prepared.plan.files]
-    files += [(name, os.path.getsize(path)) for path, name in prepared.copies]
+        with Staging(prepared.out, single=prepared.single, merge=options.merge) as staging:
+            moved = run(
+                prepared.plan, staging.directory, threads=options.threads, overflow=options.overflow, progress=progress
+            )
+            engine = moved.engine
+            judge(moved, prepared.plan)
+            for path, name in prepared.copies:
+                staging.copy(path, name)
+            staging.commit()
+    written = [(file.path, file.size) for file, _ in prepared.plan.files]
+    written += [(name, files.size(path)) for path, name in prepared.copies]
     return Report(
-        files=tuple(files),
+        files=tuple(written),
         tensors=len(prepared.catalog),
         numel=prepared.catalog.numel,
-        bytes_written=sum(size for _, size in files),
+        bytes_written=sum(size for _, size in written),
         seconds=time.perf_counter() - began,
-        engine=moved.engine,
+        engine=engine,
         overflows=overflows,
         notes=tuple(notes),
     )
 
 
-def output_dtype(entry: TensorEntry, dtype: DType) -> DType:
-    """The dtype a tensor gets: floating parameters take the one asked for, buffers keep theirs.
+def check(prepared: Prepared) -> tuple[str, ...]:
+    """Makes sure that the checkpoint does not contradict itself; returns what a person should see.
+
+    Raises:
+        InconsistentError: it does, and `allow_unknown_layout` is not set.
+    """
+    if not prepared.options.allow_unknown_layout:
+        replicas.check(prepared.catalog)
+        return ()
+    bad = [entry.name for entry, _ in replicas.disagreements(prepared.catalog)]
+    told = f"{len(bad):,} master weights are not those of the model's own weights: {some(bad)}."
+    return (told,) if bad else ()
+
+
+def judge_overflows(moved: MoveReport, plan: Plan, options: Options) -> dict[str, tuple[int, float]]:
+    """As `overflows_of`.
+
+    Raises:
+        CastError: there are some, and that is an error.
+    """
+    found = overflows_of(moved, plan)
+    if found and options.overflow == "error":
+        raise overflow_error(found, options.dtype)
+    return found
+
+
+def output_dtype(entry: TensorEntry, dtype: DType | None) -> DType:
+    """The dtype a tensor gets: floating parameters take the one asked for, if one is; buffers keep theirs.
 
     Half-precision buffers are lifted when fp32 is asked for. Integers, bools and complex numbers are never touched.
     """
-    if entry.dtype.kind != "float":
+    if entry.dtype.kind != "float" or dtype is None:
         return entry.dtype
     if entry.role == "buffer":
         return F32 if dtype == F32 and entry.dtype in (F16, BF16) else entry.dtype
@@ -276,6 +321,8 @@ def _target(out: str, options: Options) -> tuple[Target, bool]:
 def protected(opened: Opened, checkpoint: str, *, beside: bool = False) -> set[str]:
     """What the output must leave alone: the shards' directories, and the checkpoint's own unless `beside` is set."""
     listing = opened.place.listing
+    if files.is_remote(listing.directory):
+        return set()
     if os.path.isfile(listing.directory):
         return {listing.directory}
     shards = {os.path.dirname(path) for path in listing.files.values()}
@@ -312,48 +359,13 @@ def _select(catalog: Catalog, options: Options) -> Catalog:
     return selected
 
 
-def _with_config(destination: Destination, opened: Opened, dtype: DType) -> Destination:
-    config = config_file(opened, dtype)
-    return Destination((*destination.files, config), destination.entries) if config else destination
-
-
-def config_file(opened: Opened, dtype: DType) -> tuple[OutputFile, FileStore] | None:
-    """The model's `config.json`, in which the dtype is made true; None where there is none.
-
-    Raises:
-        OutputError: it cannot be read.
-    """
-    path = os.path.join(opened.place.home, "config.json")
-    if not os.path.isfile(path):
-        return None
-    try:
-        with open(path, "rb") as file:
-            config = json.load(file)
-    except (OSError, ValueError) as error:
-        raise OutputError("a config.json that cannot be read", file=path, found=str(error)) from error
-    text = json.dumps(_true_dtype(config, dtype), indent=2, ensure_ascii=False) + "\n"
-    return literal_file("config.json", text.encode())
-
-
-def _true_dtype(config: object, dtype: DType, *, top: bool = True) -> object:
-    """`dtype` (transformers 5) or `torch_dtype` (4), in the config and those nested in it."""
-    if not isinstance(config, dict):
-        return config
-    keys = [key for key in ("dtype", "torch_dtype") if isinstance(config.get(key), str)]
-    nested = {
-        key: _true_dtype(value, dtype, top=False)
-        for key, value in config.items()
-        if isinstance(value, dict) and key != "quantization_config"
-    }
-    named = dict.fromkeys(keys or (["dtype"] if top else []), dtype.torch_name)
-    return {**config, **nested, **named}
-
-
-def companions(opened: Opened) -> list[tuple[str, str]]:
-    """(path, name) of what lies beside the checkpoint and belongs to the model: tokenizer, processor, code."""
-    home = opened.place.home
-    names = sorted(name for name in os.listdir(home) if _BESIDE.fullmatch(name))
-    return [(os.path.join(home, name), name) for name in names if os.path.isfile(os.path.join(home, name))]
+def _usual_dtype(entries: Iterable[TensorEntry]) -> DType:
+    """The dtype that most floating elements have."""
+    numels: Counter[DType] = Counter()
+    for entry in entries:
+        if entry.dtype.kind == "float":
+            numels[entry.dtype] += entry.numel
+    return numels.most_common(1)[0][0] if numels else F32
 
 
 def overflows_of(moved: MoveReport, plan: Plan) -> dict[str, tuple[int, float]]:
@@ -361,13 +373,13 @@ def overflows_of(moved: MoveReport, plan: Plan) -> dict[str, tuple[int, float]]:
     return {plan.pairs[number][1].name: (found.count, found.largest) for number, found in moved.overflows.items()}
 
 
-def overflow_error(overflows: dict[str, tuple[int, float]], dtype: DType) -> CastError:
+def overflow_error(overflows: dict[str, tuple[int, float]], dtype: DType | None) -> CastError:
     """The error for numbers that a cast would make infinite."""
     worst = sorted(overflows, key=lambda name: -overflows[name][1])
     told = ", ".join(f"{n!r} ({overflows[n][0]:,} elements, largest {overflows[n][1]:,.6g})" for n in worst[:5])
     more = f" and {len(worst) - 5:,} more" if len(worst) > 5 else ""
     return CastError(
-        f"{len(worst):,} tensors with numbers too large for {dtype.torch_name}",
+        f"{len(worst):,} tensors with numbers too large for {dtype.torch_name if dtype else 'their dtype'}",
         found=told + more,
         remedy="Nothing was published. Use to-bf16, or --overflow clamp or --overflow inf if that is what you want.",
     )

@@ -20,9 +20,11 @@ from typing import Literal, NoReturn
 from zckpt.batches import MOST_STORES, Batch, batches
 from zckpt.dtypes import CAST_TARGETS
 from zckpt.errors import CorruptError, InconsistentError, OutputError, UnsupportedError, ZckptError
+from zckpt.fetching import localized
 from zckpt.fragments import FileStore
 from zckpt.mover_reference import run_batch as reference_batch
 from zckpt.plan import OutputFile, Plan
+from zckpt.sinks import Ordered, Sink
 
 try:
     from zckpt._core import crc32_combine
@@ -35,9 +37,6 @@ WINDOW_BYTES = 4 << 20
 direct I/O and on tmpfs; 4 MiB keeps memory low and writes large."""
 
 THREADS = min(4, max(2, os.cpu_count() or 1))
-
-Sink = Callable[[memoryview], object]
-"""Is called with the bytes of an output file in the file's order; the view is valid during the call only."""
 
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
@@ -70,19 +69,6 @@ class MoveReport:
 
 
 @dataclass(slots=True)
-class _Ordered:
-    """A sink, and how much of its file it has been handed. What comes out of order is left for later."""
-
-    sink: Sink
-    at: int = 0
-
-    def __call__(self, view: memoryview, offset: int) -> None:
-        if offset == self.at:
-            self.sink(view)
-            self.at += len(view)
-
-
-@dataclass(slots=True)
 class _Files:
     """The files of a run: all outputs exist from its start; as many files as a batch may have are open.
 
@@ -96,7 +82,7 @@ class _Files:
     outputs: dict[int, str] = field(default_factory=dict[int, str])
     open: dict[str, tuple[int, int]] = field(default_factory=dict[str, tuple[int, int]])
     seen: dict[str, FileStore] = field(default_factory=dict[str, FileStore])
-    sinks: dict[int, _Ordered] = field(default_factory=dict[int, _Ordered])
+    sinks: dict[int, Ordered] = field(default_factory=dict[int, Ordered])
 
     def __enter__(self) -> _Files:
         return self
@@ -218,8 +204,8 @@ def run(
                 nowhere = streamed and chosen == "native"
                 files.outputs[id(store)] = os.devnull if nowhere else _create(root, output)
                 if output.path in sinks:
-                    files.sinks[id(store)] = _Ordered(sinks[output.path])
-            for batch in batches(plan):
+                    files.sinks[id(store)] = Ordered(sinks[output.path])
+            for batch in localized(batches(plan)):
                 told = _after(progress, written)
                 if chosen == "reference":
                     done = _run_reference(batch, files, overflow == "clamp", told)
@@ -303,10 +289,10 @@ def _run_native(
     sums: dict[int, list[tuple[int, int, int]]],
 ) -> list[tuple[int, int, float]]:
     """Adds partial CRCs to `sums` (range -> (offset, length, crc)); returns overflows."""
-    sinks = [files.sinks.get(id(store)) for store in batch.stores] if files.sinks else []
     (kind, number, store, offset), crcs, overflows = native_run(
-        *batch.packed(files.descriptors(batch)), threads=threads, window=window, clamp=clamp, progress=progress, sinks=sinks
-    )
+        *batch.packed(files.descriptors(batch)), threads=threads, window=window, clamp=clamp, progress=progress,
+        sinks=[files.sinks.get(id(store)) for store in batch.stores] if files.sinks else [],
+    )  # fmt: skip
     if kind:
         where = str(batch.stores[store])
         raise OSError(number, os.strerror(number), where) if kind == "write" else read_error(where, number, offset)
@@ -338,7 +324,7 @@ def _finish(
         fd, _ = files.of(store)
         ordered = files.sinks.get(id(store))
         if ordered is not None:
-            _hand_over_rest(ordered, fd, output)
+            ordered.finish(fd, output)
         for checksum in output.checksums:
             if engine == "reference":
                 crc = _crc_of_file(fd, checksum.start, checksum.nbytes)
@@ -352,18 +338,6 @@ def _finish(
         if durable:
             os.fsync(fd)
     return tuple(found)
-
-
-def _hand_over_rest(ordered: _Ordered, fd: int, output: OutputFile) -> None:
-    """Hands a sink what it has not had: all of the file from the reference engine, seldom anything from the other."""
-    while ordered.at < output.size:
-        data = os.pread(fd, min(output.size - ordered.at, 1 << 20), ordered.at)
-        if not data:
-            raise UnsupportedError(
-                "a file that cannot be sent while it is made", file=output.path,
-                found="its tensors are slices of too many files", remedy="Convert to a local directory, and copy that.",
-            )  # fmt: skip
-        ordered(memoryview(data), ordered.at)
 
 
 def _crc_of_file(fd: int, start: int, nbytes: int) -> int:

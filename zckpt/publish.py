@@ -18,7 +18,8 @@ import shutil
 from collections.abc import Iterable
 from types import TracebackType
 
-from zckpt.errors import OutputError
+from zckpt import files
+from zckpt.errors import OutputError, UnsupportedError
 
 
 def check_output(out: str, *, single: bool, overwrite: bool, protected: Iterable[str]) -> None:
@@ -33,6 +34,8 @@ def check_output(out: str, *, single: bool, overwrite: bool, protected: Iterable
     Raises:
         OutputError: one of these.
     """
+    if files.is_remote(out):
+        raise UnsupportedError("an output behind an address", file=out, remedy="Choose an OUT on this machine.")
     real = os.path.realpath(out)
     homes = {os.path.realpath(path) for path in protected}
     for home in sorted(homes):
@@ -139,7 +142,11 @@ class Staging:
         """Copies a small file that belongs to the output, and syncs it."""
         target = os.path.join(self.directory, name)
         try:
-            shutil.copyfile(path, target)
+            if files.is_remote(path):
+                with open(target, "wb") as file:
+                    file.write(files.read(path))
+            else:
+                shutil.copyfile(path, target)
             _sync(target)
         except OSError as error:
             raise OutputError("a file that cannot be copied", file=path, found=error.strerror or str(error)) from error
@@ -155,7 +162,7 @@ class Staging:
             if self._single:
                 os.replace(os.path.join(self.directory, self.name), self.out)
             elif self._merge:
-                for name in _index_last(os.listdir(self.directory)):
+                for name in index_last(os.listdir(self.directory)):
                     os.replace(os.path.join(self.directory, name), os.path.join(self.out, name))
                 _sync(self.out)
             else:
@@ -182,7 +189,7 @@ class Staging:
             shutil.rmtree(old, ignore_errors=True)
 
 
-def _index_last(names: list[str]) -> list[str]:
+def index_last(names: Iterable[str]) -> list[str]:
     """Shards first, the index that names them last: a reader never follows an index to a missing shard."""
     return sorted(names, key=lambda name: (name.endswith(".index.json"), name))
 

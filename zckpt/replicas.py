@@ -13,10 +13,11 @@ import struct
 from collections.abc import Iterator, Sequence
 from typing import Literal
 
+from zckpt import files, remote
 from zckpt.catalog import Catalog, TensorEntry
 from zckpt.dtypes import BF16, F16, F32, F64, DType
 from zckpt.errors import CorruptError, InconsistentError, some
-from zckpt.fragments import FileStore, Fragment, runs_in_order
+from zckpt.fragments import FileStore, Fragment, Run, runs_in_order
 from zckpt.overlaps import clip
 
 _CODES = {F64: "d", F32: "f", F16: "e", BF16: "H"}
@@ -24,14 +25,18 @@ _CODES = {F64: "d", F32: "f", F16: "e", BF16: "H"}
 WIDTH = 8
 """Elements compared at each end of a fragment. One would do; a few make a chance agreement of shifted data unlikely."""
 
+_AHEAD = 64
+"""Tensors whose numbers are fetched at once where they lie on another machine."""
+
 
 class Reader:
-    """Reads a few elements from many files; keeps the last files open."""
+    """Reads a few elements from many files; keeps the last files open, and what was fetched ahead from elsewhere."""
 
     _MOST = 64
 
     def __init__(self) -> None:
         self._fds: dict[str, int] = {}
+        self._ahead: dict[remote.Range, bytes] = {}
 
     def __enter__(self) -> Reader:
         return self
@@ -44,13 +49,9 @@ class Reader:
     def numbers(self, fragments: Sequence[Fragment], dtype: DType, start: int, stop: int) -> list[float]:
         """Elements [start, stop) of the tensor that the fragments make up."""
         values: list[float] = []
-        for run in runs_in_order(clip(fragments, start, stop, dtype.itemsize), dtype.itemsize):
-            store = run.store
-            if not isinstance(store, FileStore):
-                raise TypeError("replicas are compared on disk")
+        for run, store, span in _runs(fragments, dtype, start, stop):
             step = run.store_step * dtype.itemsize
-            span = (run.count - 1) * step + dtype.itemsize
-            data = os.pread(self._fd(store.path), span, run.byte_offset)
+            data = self._read(store.path, span, run.byte_offset)
             if len(data) < span:
                 raise CorruptError(
                     "a file that ends too early",
@@ -64,12 +65,41 @@ class Reader:
                 values.append(_decode(data[index * step : index * step + dtype.itemsize], dtype, store.byteorder))
         return values
 
+    def fetch_ahead(self, entries: Sequence[TensorEntry]) -> None:
+        """Fetches what comparing these entries will read from other machines, in few requests."""
+        wanted = [
+            remote.Range(store.path, run.byte_offset, run.byte_offset + span)
+            for entry in entries
+            if any(files.is_remote(str(fragment.store)) for fragment in entry.fragments)
+            for replica in entry.replicas
+            for start, stop in ends(entry.fragments, entry.dtype.itemsize)
+            for fragments, dtype in ((entry.fragments, entry.dtype), (replica.fragments, replica.dtype))
+            for run, store, span in _runs(fragments, dtype, start, stop)
+            if files.is_remote(store.path)
+        ]
+        blocks = remote.fetch(wanted) if wanted else ()
+        self._ahead = {r: block[r.start - at : r.stop - at] for r, (block, at) in zip(wanted, blocks, strict=True)}
+
+    def _read(self, path: str, nbytes: int, offset: int) -> bytes:
+        if not files.is_remote(path):
+            return os.pread(self._fd(path), nbytes, offset)
+        known = self._ahead.get(remote.Range(path, offset, offset + nbytes))
+        return files.read(path, nbytes, offset) if known is None else known
+
     def _fd(self, path: str) -> int:
         if path not in self._fds:
             while len(self._fds) >= self._MOST:
                 os.close(self._fds.pop(next(iter(self._fds))))
             self._fds[path] = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         return self._fds[path]
+
+
+def _runs(fragments: Sequence[Fragment], dtype: DType, start: int, stop: int) -> Iterator[tuple[Run, FileStore, int]]:
+    """The runs that hold elements [start, stop), the file of each, and the bytes from its first to its last element."""
+    for run in runs_in_order(clip(fragments, start, stop, dtype.itemsize), dtype.itemsize):
+        if not isinstance(run.store, FileStore):
+            raise TypeError("replicas are compared on disk")
+        yield run, run.store, ((run.count - 1) * run.store_step + 1) * dtype.itemsize
 
 
 def _decode(data: bytes, dtype: DType, byteorder: Literal["little", "big"]) -> float:
@@ -129,8 +159,11 @@ def first_difference(
 
 def disagreements(catalog: Catalog) -> Iterator[tuple[TensorEntry, tuple[int, float, float]]]:
     """Tensors whose replicas do not hold the same numbers, with the first difference seen."""
+    entries = [entry for entry in catalog.tensors.values() if entry.replicas]
     with Reader() as reader:
-        for entry in catalog.tensors.values():
+        for number, entry in enumerate(entries):
+            if number % _AHEAD == 0:
+                reader.fetch_ahead(entries[number : number + _AHEAD])
             for replica in entry.replicas:
                 difference = first_difference(
                     reader, (entry.fragments, entry.dtype), (replica.fragments, replica.dtype)

@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from zckpt import files
 from zckpt.catalog import Catalog, TensorEntry
 from zckpt.checkpoint import open_catalog, strip_wrappers
 from zckpt.convert import output_dtype
@@ -186,7 +187,7 @@ def _matrix(listing: Listing, catalog: Catalog | None) -> dict[int, dict[str, Ce
 def _facts(listing: Listing, name: str) -> tuple[Cell, int | None, object]:
     """A file's cell, the world size it names, and the step it names."""
     path = listing.files[name]
-    nbytes = os.path.getsize(path)
+    nbytes = files.size(path)
     if not nbytes:
         return Cell(name, 0, "empty", "0 bytes"), None, None
     try:
@@ -219,7 +220,7 @@ def _resumable(
         return Verdict(True, f"at world size {catalog.topology.dp}; the optimizer keeps no state per element")
     size = "any data-parallel world size" if catalog.source.zero_stage == 0 else f"world size {catalog.topology.dp}"
     latest = os.path.join(place.home, "latest")
-    pointer = "" if os.path.exists(latest) else " (there is no 'latest': name the tag when loading)"
+    pointer = "" if files.is_file(latest) else " (there is no 'latest': name the tag when loading)"
     return Verdict(True, f"at {size}{pointer}")
 
 

@@ -12,11 +12,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from zckpt import layouts, replicas
+from zckpt.beside import companions, config_file
 from zckpt.catalog import Catalog
 from zckpt.checkpoint import Opened, open_catalog
-from zckpt.convert import Report, companions, config_file, overflow_error, overflows_of, protected, to_dtype
+from zckpt.convert import Report, overflow_error, overflows_of, protected, to_dtype
 from zckpt.dtypes import BF16, F16, DType
 from zckpt.errors import UsageError
+from zckpt.files import size as file_size
 from zckpt.layouts.huggingface import literal_file
 from zckpt.layouts.training import Training
 from zckpt.layouts.zero_out import DEFAULT_SUB_GROUP_SIZE, Laid, ZeroTarget, lay_out
@@ -158,7 +160,7 @@ def execute(prepared: Prepared, progress: Callable[[int], None] | None = None, t
             staging.copy(path, name)
         staging.commit()
     files = [(file.path, file.size) for file, _ in prepared.plan.files]
-    files += [(name, os.path.getsize(path)) for path, name in prepared.copies]
+    files += [(name, file_size(path)) for path, name in prepared.copies]
     catalog = prepared.opened.catalog
     return Report(
         files=tuple(files),

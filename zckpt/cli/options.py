@@ -15,6 +15,14 @@ class Format(str, Enum):
     bin = "bin"
 
 
+class Dtype(str, Enum):
+    """Dtypes that weights can be given."""
+
+    fp32 = "fp32"
+    fp16 = "fp16"
+    bf16 = "bf16"
+
+
 class Overflow(str, Enum):
     """What to do with numbers too large for the dtype."""
 
@@ -58,11 +66,14 @@ Checkpoint = Annotated[
 Looked = Annotated[
     str, typer.Argument(metavar="CKPT|FILE", help="Checkpoint directory, or one weights file.", show_default=False)
 ]
+Source = Annotated[
+    str, typer.Argument(metavar="SOURCE", help="Checkpoint, trainer output directory, or weights.", show_default=False)
+]
 Out = Annotated[
     str,
     typer.Argument(
         metavar="OUT",
-        help="One file (.safetensors, .bin, .pt), or else a directory of shards.",
+        help="One file (.safetensors, .bin, .pt), or else a directory of shards. Or an address: s3://..., hf://OWNER/NAME.",
         show_default=False,
     ),
 ]
@@ -73,6 +84,10 @@ Also = Annotated[
 ]
 FormatOption = Annotated[
     Format | None, typer.Option("--format", help="Container of the output; by default what OUT's name says.")
+]
+DtypeOption = Annotated[
+    Dtype | None,
+    typer.Option("--dtype", help="Of the weights; by default what config.json says, or plain weights' own."),
 ]
 MaxShardSize = Annotated[str, typer.Option("--max-shard-size", metavar="S", help="Most bytes in one shard.")]
 Include = Annotated[

@@ -6,12 +6,12 @@ Source: DeepSpeed runtime/engine.py `_save_zero_checkpoint`; `state_dict` of the
 
 from __future__ import annotations
 
-import os
 import struct
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from zckpt import files
 from zckpt.containers import TensorRef, brief, enum_value
 from zckpt.dtypes import BF16, F16, F32, DType
 from zckpt.errors import CorruptError, IncompleteError, InconsistentError, UnsupportedError, ranges
@@ -170,8 +170,7 @@ def _list(value: object) -> list[object]:
 
 def _step(value: object) -> int | None:
     if isinstance(value, TensorRef) and value.numel == 1 and value.dtype.name in ("F32", "I64"):
-        with open(value.store.path, "rb") as file:
-            number = os.pread(file.fileno(), value.dtype.itemsize, value.byte_offset)
+        number = files.read(value.store.path, value.dtype.itemsize, value.byte_offset)
         if len(number) < value.dtype.itemsize:
             return None
         order = "<" if value.store.byteorder == "little" else ">"
