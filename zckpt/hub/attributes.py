@@ -35,7 +35,7 @@ def _pattern(path: str) -> str:
     """All weights at once; any other file by its own path."""
     if path.endswith(".safetensors"):
         return "*.safetensors"
-    return "".join(f"[{c}]" if c in "*?[ " else c for c in path)
+    return "".join(f"[{c}]" if c in "*?[" else "?" if c.isspace() else c for c in path)
 
 
 def _is_large(text: str, path: str) -> bool:

@@ -2,27 +2,21 @@
 
 For `transfer` and `checks`. Works with huggingface_hub 0.36, 1.x and 2.x: what differs is found by looking, not by version.
 Sources: huggingface_hub 0.36.2, 1.8.0 and 2.4.0, hf_api.py, _commit_api.py, lfs.py.
-
-[Note: operations] A `CommitOperationAdd` normally hashes its file when it is made. Ours are made of nothing and then told
-hash, size and mode, as the library itself does after an upload: so a file is never read for its hash alone, and one that is
-at the hub already needs no file at all.
-
-[Note: transfers] Where the hub and this machine both speak Xet, the library's own way is taken: it is given the file's path.
-Otherwise it is given an open file, which every version sends by plain HTTP.
 """
 
 from __future__ import annotations
 
 import contextlib
 import inspect
-import io
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import version
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from zckpt.errors import AccessError, RemoteError, UsageError
+from zckpt.hub.operations import Sent, Watched
 from zckpt.hub.patience import Passing, answer, patiently, status
 
 if TYPE_CHECKING:
@@ -203,13 +197,12 @@ class Hub:
 
     def speaks_xet(self, repo_id: str, sha256: str, size: int) -> bool:
         """Whether both sides speak Xet; asked once for a repository."""
+        from huggingface_hub import constants
+
         if repo_id not in self._xet:
-            try:
-                from huggingface_hub.utils import is_xet_available
-            except ImportError:
-                return False
+            here = find_spec("hf_xet") is not None and not getattr(constants, "HF_HUB_DISABLE_XET", False)
             asked = ["basic", "multipart", "xet"]
-            self._xet[repo_id] = is_xet_available() and (
+            self._xet[repo_id] = here and (
                 self.do("the choice of a transfer", lambda: self._batch(repo_id, [(sha256, size)], asked))[1] == "xet"
             )
         return self._xet[repo_id]
@@ -237,7 +230,7 @@ class Hub:
             tries += 1
             plain = not xet or tries > 2
             with contextlib.ExitStack() as stack:
-                content = stack.enter_context(_Watched(path, watch)) if plain else path
+                content = stack.enter_context(Watched(path, watch)) if plain else path
                 operation = file.operation(content, uploaded=False)
                 try:
                     self.api.preupload_lfs_files(repo_id, [operation], revision=revision, create_pr=create_pr)
@@ -309,37 +302,6 @@ class Moved(RemoteError):
     code = "moved"
 
 
-@dataclass(frozen=True, slots=True)
-class Sent:
-    """A large file that is, or will be, at the hub.
-
-    Attributes:
-        path: in the repository.
-        size: in bytes.
-        sha256: of its bytes.
-        old: SHA-256 of the file of this path that the commit replaces; empty for none.
-    """
-
-    path: str
-    size: int
-    sha256: str
-    old: str = ""
-
-    def operation(self, content: Any = b"", *, uploaded: bool = True) -> CommitOperationAdd:
-        """What the library commits; see [Note: operations]."""
-        from huggingface_hub import CommitOperationAdd
-        from huggingface_hub.lfs import UploadInfo
-
-        operation = CommitOperationAdd(path_in_repo=self.path, path_or_fileobj=b"")
-        operation.path_or_fileobj = content
-        operation.upload_info = UploadInfo(sha256=bytes.fromhex(self.sha256), size=self.size, sample=b"")
-        operation._upload_mode = "lfs"
-        operation._should_ignore = False
-        operation._remote_oid = self.old or None
-        operation._is_uploaded = uploaded
-        return operation
-
-
 def _passing(error: RuntimeError, *, xet: bool) -> Passing | None:
     """What the next try may not have: an upload link that expired is made anew, and what Xet fails at goes the plain way."""
     response = answer(error)
@@ -347,27 +309,6 @@ def _passing(error: RuntimeError, *, xet: bool) -> Passing | None:
         return Passing(f"Xet: {error}") if xet else None
     expired = response.status_code in _EXPIRED and response.request.method == "PUT"
     return Passing("an upload link expired") if expired else None
-
-
-def in_memory(content: bytes | str) -> io.BytesIO:
-    """A small file as an open one; see [Note: transfers]."""
-    if isinstance(content, bytes):
-        return io.BytesIO(content)
-    with open(content, "rb") as file:
-        return io.BytesIO(file.read())
-
-
-class _Watched(io.BufferedReader):
-    """A file on its way out: whoever watches knows how far it is, and can end it."""
-
-    def __init__(self, path: str, watch: Callable[[int], None]) -> None:
-        super().__init__(io.FileIO(path), 1 << 20)
-        self._watch = watch
-
-    def read(self, nbytes: int | None = -1) -> bytes:
-        data = super().read(nbytes)
-        self._watch(self.tell())
-        return data
 
 
 @contextlib.contextmanager

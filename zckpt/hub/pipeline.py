@@ -14,7 +14,8 @@ from collections.abc import Mapping, Sequence
 
 from zckpt.hub.cargo import Made, Progress, Shard
 from zckpt.hub.checks import Target
-from zckpt.hub.client import Hub, Page, Sent
+from zckpt.hub.client import Hub, Page
+from zckpt.hub.operations import Sent
 from zckpt.hub.scratch import Scratch
 
 _MOST_SENDERS = 5

@@ -15,7 +15,8 @@ from zckpt.hub import attributes, checks, scratch
 from zckpt.hub.card import card
 from zckpt.hub.cargo import Cargo, Progress, SmallFile
 from zckpt.hub.checks import Target
-from zckpt.hub.client import Committed, Hub, Moved, Page, Sent, in_memory, quietly
+from zckpt.hub.client import Committed, Hub, Moved, Page, quietly
+from zckpt.hub.operations import Sent, in_memory
 from zckpt.hub.pipeline import Pipeline
 from zckpt.hub.readback import differences, git_hash, read_back
 from zckpt.publish import check_space
