@@ -121,7 +121,7 @@ class HubServer:
         page: entries in one page of a tree.
         tick_bytes: received between two ticks.
         xet: address of a Xet store that clients are sent to; empty for none.
-        keep: False throws large files away once they are hashed.
+        keep: False throws large files away once they are hashed, but for how they begin.
     """
 
     def __init__(self, root: Path) -> None:
@@ -451,7 +451,7 @@ class Handler(BaseHTTPRequestHandler):
                     self.hub.sent[sha] = self.hub.sent.get(sha, 0) + len(data)
                 nbytes += len(data)
                 (etag if part else whole).update(data)
-                if self.hub.keep:
+                if self.hub.keep or nbytes < 1 << 20:
                     file.write(data)
         if not part and (whole.hexdigest() != sha or nbytes != size):
             raise Answer(400, b"<Error><Code>XAmzContentSHA256Mismatch</Code></Error>")

@@ -77,12 +77,14 @@ class _Files:
         open: path -> (a plain descriptor, a direct one or -1), the least recently used first.
         seen: the sources that were read.
         sinks: id of a destination's store -> what its bytes are handed to.
+        durable: whether outputs are to outlive a crash.
     """
 
     outputs: dict[int, str] = field(default_factory=dict[int, str])
     open: dict[str, tuple[int, int]] = field(default_factory=dict[str, tuple[int, int]])
     seen: dict[str, FileStore] = field(default_factory=dict[str, FileStore])
     sinks: dict[int, Ordered] = field(default_factory=dict[int, Ordered])
+    durable: bool = True
 
     def __enter__(self) -> _Files:
         return self
@@ -107,7 +109,11 @@ class _Files:
         if found is None:
             while len(self.open) >= MOST_STORES:
                 self._close(next(iter(self.open)))
-            found = _open_output(path, store.size) if id(store) in self.outputs else (self._open_source(store), -1)
+            found = (
+                _open_output(path, store.size if self.durable else 0)
+                if id(store) in self.outputs
+                else (self._open_source(store), -1)
+            )
         self.open[path] = found
         return found
 
@@ -158,6 +164,7 @@ def run(
     window: int = WINDOW_BYTES,
     sinks: Mapping[str, Sink] | None = None,
     streamed: bool = False,
+    durable: bool = True,
 ) -> MoveReport:
     """Writes every file of a plan under `root`, and fills every memory destination.
 
@@ -173,6 +180,7 @@ def run(
         sinks: path of an output file -> what is handed its bytes in order, to hash them or to send them elsewhere. Only
             for files without checksums, whose first bytes are known before the last.
         streamed: write nothing under `root`: the files exist for their sinks and checksums only.
+        durable: False leaves the files to the page cache: they will be read at once, and need not outlive a crash.
 
     Raises:
         CorruptError: a source ends too early. InconsistentError: it changed meanwhile.
@@ -196,7 +204,8 @@ def run(
     sums: dict[int, list[tuple[int, int, int]]] = {}
     written = 0
     with contextlib.ExitStack() as stack:
-        files = stack.enter_context(_Files())
+        durable = durable and not streamed
+        files = stack.enter_context(_Files(durable=durable))
         if streamed and chosen == "reference":  # it does not write in order
             root = stack.enter_context(tempfile.TemporaryDirectory())
         try:
@@ -215,7 +224,7 @@ def run(
                     old = overflows.get(tensor, Overflow(0, 0.0))
                     overflows[tensor] = Overflow(old.count + count, max(old.largest, largest))
                 written += batch.nbytes
-            checksums = _finish(plan, files, sums, chosen, durable=not streamed)
+            checksums = _finish(plan, files, sums, chosen, durable=durable)
         except OSError as error:
             if isinstance(error, ZckptError):
                 raise
@@ -253,10 +262,10 @@ def _create(root: str, output: OutputFile) -> str:
 
 
 def _open_output(path: str, size: int) -> tuple[int, int]:
-    """A descriptor for plain writes and, where it is worth it, one for direct ones."""
+    """A descriptor for plain writes and, where the size makes it worth it, one for direct ones."""
     fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
     direct = -1
-    if size >= 1 << 20 and hasattr(os, "O_DIRECT") and path != os.devnull and not _is_tmpfs(path):
+    if size >= 1 << 20 and hasattr(os, "O_DIRECT") and not _is_tmpfs(path):
         try:
             direct = os.open(path, os.O_WRONLY | os.O_DIRECT | os.O_CLOEXEC)
         except OSError:

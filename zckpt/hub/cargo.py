@@ -63,7 +63,7 @@ class Shard(Protocol):
         """Is the same only for the same bytes: what an interrupted push knows its finished shards by."""
 
     def make(self, directory: str, progress: Progress) -> Made:
-        """Makes the file in `directory`, whole and synced."""
+        """Makes the file in `directory`, whole."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,7 +121,7 @@ class PlannedShard:
         hashed = hashlib.sha256()
         moved = run(
             self.plan, directory, threads=self.options.threads, overflow=self.options.overflow, progress=progress,
-            sinks={self.name: hashed.update},
+            sinks={self.name: hashed.update}, durable=False,
         )  # fmt: skip
         judge_overflows(moved, self.plan, self.options)
         return Made(os.path.join(directory, self.name), hashed.hexdigest(), scratch=True)

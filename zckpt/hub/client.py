@@ -313,8 +313,13 @@ def _passing(error: RuntimeError, *, xet: bool) -> Passing | None:
 
 @contextlib.contextmanager
 def quietly() -> Iterator[None]:
-    """Keeps the library's own bars and warnings, which show signed addresses, off the terminal."""
+    """Keeps the library's own bars and warnings, which show signed addresses, off the terminal.
+
+    Its bars are made on several threads at once, and tqdm then loses a lock that was not there before.
+    """
     from huggingface_hub import utils
+
+    utils.tqdm.get_lock()
 
     logger = logging.getLogger("huggingface_hub")
     level, bars = logger.level, utils.are_progress_bars_disabled()

@@ -6,6 +6,7 @@ one commit at the end, which names every file by its hash.
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -129,15 +130,11 @@ def execute(ready: Ready, progress: Progress = None) -> PushReport:
         check_space(room.path, min(ready.room, sum(shard.scratch_bytes for shard in shards)))
         page = _made_ready(ready)
         pipeline = Pipeline(shards, hub, target, page, room, ready.room, progress)
-        sent = pipeline.run()
-        try:
-            committed, wanted, notes = _commit(ready, page, sent)
-        except RemoteError as error:
-            if _GONE not in str(error) or not pipeline.skipped:
-                raise
+        found = _committed_if_there(ready, page, pipeline.run(), pipeline)
+        if found is None:
             hub.tell("The hub has lost a file that it had: what it has not is sent again.")
-            room.known.clear()
-            committed, wanted, notes = _commit(ready, page, pipeline.again())
+            found = _commit(ready, page, pipeline.again())
+        committed, wanted, notes = found
         headers = {target.place(shard.name): shard.header for shard in shards}
         files = read_back(hub, target.repo_id, committed.oid, wanted, headers)
         room.finish()
@@ -165,6 +162,18 @@ def _made_ready(ready: Ready) -> Page:
     return hub.page(target.repo_id, target.revision)
 
 
+def _committed_if_there(
+    ready: Ready, page: Page, sent: Sequence[Sent], pipeline: Pipeline
+) -> tuple[Committed, Wanted, list[str]] | None:
+    """As `_commit`; None where the hub does not have a file that was not sent, because it seemed to have it."""
+    try:
+        return _commit(ready, page, sent)
+    except RemoteError as error:
+        if _GONE not in str(error) or not pipeline.skipped:
+            raise
+        return None
+
+
 def _commit(ready: Ready, page: Page, sent: Sequence[Sent]) -> tuple[Committed, Wanted, list[str]]:
     """The one commit, tried once more where the revision moved; with what it must hold, and what to tell of it."""
     from huggingface_hub import CommitOperationAdd, CommitOperationDelete
@@ -187,7 +196,8 @@ def _commit(ready: Ready, page: Page, sent: Sequence[Sent]) -> tuple[Committed, 
     def made_already() -> Committed | None:
         if not target.create_pr:
             now = hub.page(target.repo_id, target.revision)
-            return Committed(now.head) if now.head != page.head and not differences(now.files, wanted) else None
+            there = not differences(now.files, wanted) and not any(path in now.files for path in ready.removed)
+            return Committed(now.head) if there else None
         for number, title in hub.pull_requests(target.repo_id).items():
             now = hub.page(target.repo_id, f"refs/pr/{number}")
             if number not in pulls and title == target.message and not differences(now.files, wanted):
@@ -206,9 +216,8 @@ def _commit(ready: Ready, page: Page, sent: Sequence[Sent]) -> tuple[Committed, 
 
         return hub.commit(target, operations, page.head, made_already)
 
-    try:
+    with contextlib.suppress(Moved):
         return committed(page), wanted, []
-    except Moved:
-        hub.tell(f"{target.repo_id}@{target.revision} moved meanwhile: the commit is tried once more on top of that.")
-        note = f"Somebody else committed to {target.revision} during the push; this commit is on top of theirs."
-        return committed(hub.page(target.repo_id, target.revision)), wanted, [note]
+    hub.tell(f"{target.repo_id}@{target.revision} moved meanwhile: the commit is tried once more on top of that.")
+    note = f"Somebody else committed to {target.revision} during the push; this commit is on top of theirs."
+    return committed(hub.page(target.repo_id, target.revision)), wanted, [note]
