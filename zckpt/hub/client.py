@@ -9,10 +9,10 @@ from __future__ import annotations
 import contextlib
 import inspect
 import logging
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import version
-from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from zckpt.errors import AccessError, RemoteError, UsageError
@@ -87,6 +87,7 @@ class Hub:
             endpoint=self.endpoint, token=self.token or False, library_name="zckpt", library_version=version("zckpt")
         )
         self._xet: dict[str, bool] = {}
+        self._asking = threading.Lock()
 
     def do(self, what: str, call: Callable[[], T]) -> T:
         """Calls patiently; errors become zckpt's."""
@@ -197,15 +198,16 @@ class Hub:
 
     def speaks_xet(self, repo_id: str, sha256: str, size: int) -> bool:
         """Whether both sides speak Xet; asked once for a repository."""
-        from huggingface_hub import constants
+        from huggingface_hub.utils._runtime import is_xet_available
 
-        if repo_id not in self._xet:
-            here = find_spec("hf_xet") is not None and not getattr(constants, "HF_HUB_DISABLE_XET", False)
-            asked = ["basic", "multipart", "xet"]
-            self._xet[repo_id] = here and (
-                self.do("the choice of a transfer", lambda: self._batch(repo_id, [(sha256, size)], asked))[1] == "xet"
-            )
-        return self._xet[repo_id]
+        with self._asking:  # the library, too, may look for Xet on one thread only: while it does, others find none
+            if repo_id not in self._xet:
+                asked = ["basic", "multipart", "xet"]
+                self._xet[repo_id] = is_xet_available() and (
+                    self.do("the choice of a transfer", lambda: self._batch(repo_id, [(sha256, size)], asked))[1]
+                    == "xet"
+                )
+            return self._xet[repo_id]
 
     def send(
         self, repo_id: str, revision: str, file: Sent, path: str, watch: Callable[[int], None], *, create_pr: bool
