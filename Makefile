@@ -26,7 +26,7 @@ fixtures: .make/zckpt .make/test interop
 	$(BIN)/python fixtures/generate.py
 
 golden: .make/zckpt .make/test
-	ZCKPT_GOLDEN=rewrite $(BIN)/python -m pytest -q tests/cli
+	ZCKPT_GOLDEN=rewrite $(BIN)/python -m pytest -q tests/cli tests/runtime/test_config_page.py
 
 clean:
 	rm -rf $(VENV) .make build

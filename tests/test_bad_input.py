@@ -320,11 +320,16 @@ def test_placeholders_are_called_what_they_are(zero3: Path, out: Path, suffix: s
 
 
 @pytest.mark.parametrize(
-    "name", ["layer_00-model_states.pt", "layer_0_expert_1_mp_rank_00_model_states.pt", "mp_rank_01_model_states.pt"]
+    ("name", "kind"),
+    [
+        ("layer_00-model_states.pt", CorruptError),
+        ("layer_0_expert_1_mp_rank_00_model_states.pt", UnsupportedError),
+        ("mp_rank_01_model_states.pt", IncompleteError),
+    ],
 )
-def test_other_parallelism_is_named(zero2: Path, out: Path, name: str) -> None:
+def test_files_of_another_parallelism(zero2: Path, out: Path, name: str, kind: type[ZckptError]) -> None:
     shutil.copy(zero2 / "global_step5" / "mp_rank_00_model_states.pt", zero2 / "global_step5" / name)
-    refused(UnsupportedError, zero2, out)
+    refused(kind, zero2, out)
 
 
 def test_a_version_that_is_too_old(zero2: Path, out: Path) -> None:

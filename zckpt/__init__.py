@@ -27,6 +27,7 @@ from zckpt.errors import (
     ZckptError,
 )
 from zckpt.reshard import reshard
+from zckpt.universal import to_universal
 
 if TYPE_CHECKING:
     from zckpt.drop_in import (
@@ -62,6 +63,7 @@ __all__ = [
     "open_checkpoint",
     "push_to_hub",
     "reshard",
+    "to_universal",
 ]
 
 _NEED_TORCH = frozenset(name for name in __all__ if "zero_checkpoint" in name)

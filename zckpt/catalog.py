@@ -43,10 +43,19 @@ def numel_of(shape: tuple[int, ...], *, name: str, file: str | None = None) -> i
 
 @dataclass(frozen=True, slots=True)
 class Replica:
-    """Another place that must hold the same tensor, perhaps in a narrower dtype: checks read it."""
+    """Another place that must hold the same tensor, perhaps in a narrower dtype: checks read it.
+
+    Attributes:
+        dtype: of its elements.
+        fragments: cover the tensor's shape.
+        rank: who holds it, for errors; empty for the module's own weight.
+        whole: whether a check of both ends of each fragment is not enough: every element is compared.
+    """
 
     dtype: DType
     fragments: tuple[Fragment, ...]
+    rank: str = ""
+    whole: bool = False
 
 
 @dataclass(frozen=True, slots=True)

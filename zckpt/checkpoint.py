@@ -15,6 +15,7 @@ from zckpt import layouts
 from zckpt.catalog import Catalog, TensorEntry
 from zckpt.errors import UsageError
 from zckpt.fragments import Fragment, MemoryStore
+from zckpt.layouts.listing import Wishes
 from zckpt.layouts.places import Place, find
 from zckpt.mover import run
 from zckpt.overlaps import clip
@@ -36,7 +37,12 @@ class Opened:
 
 
 def open_catalog(
-    path: str, tag: str | None = None, also: Sequence[str] = (), *, allow_unknown_layout: bool = False
+    path: str,
+    tag: str | None = None,
+    also: Sequence[str] = (),
+    *,
+    allow_unknown_layout: bool = False,
+    wishes: Wishes | None = None,
 ) -> Opened:
     """Finds the save, chooses the layout and reads the catalog.
 
@@ -45,11 +51,14 @@ def open_catalog(
         tag: which save, where there are several.
         also: directories laid over it: parts of the same checkpoint from other nodes' disks.
         allow_unknown_layout: go on though optimizer files hold keys that zckpt does not know.
+        wishes: what a person says of a model-parallel checkpoint that does not say it itself.
 
     Raises:
         ZckptError: one of its kinds says what is wrong.
     """
     place = find(path, tag, also)
+    if wishes is not None:
+        place = replace(place, listing=replace(place.listing, wishes=wishes))
     catalog = layouts.read(place.listing, allow_unknown=allow_unknown_layout)
     return Opened(replace(catalog, source=replace(catalog.source, notes=place.notes + catalog.source.notes)), place)
 

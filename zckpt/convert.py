@@ -21,6 +21,7 @@ from zckpt.checkpoint import Opened, open_catalog, strip_wrappers
 from zckpt.dtypes import BF16, BY_TORCH_NAME, CAST_TARGETS, F16, F32, DType
 from zckpt.errors import CastError, UsageError, some
 from zckpt.layouts.huggingface import Format, Target, lay_out
+from zckpt.layouts.listing import Wishes
 from zckpt.mover import MoveReport, run
 from zckpt.plan import Plan
 from zckpt.publish import Staging, check_output, check_space
@@ -50,6 +51,7 @@ class Options:
         merge: put the files into an existing directory instead of replacing it.
         beside: allow an output beside the input's tag directories.
         allow_unknown_layout: convert though the layout cannot be proved.
+        wishes: what a person says of a model-parallel checkpoint that does not say it itself.
     """
 
     dtype: DType | None = F32
@@ -66,6 +68,7 @@ class Options:
     merge: bool = False
     beside: bool = False
     allow_unknown_layout: bool = False
+    wishes: Wishes | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,7 +198,9 @@ def prepare(
     """
     out = files.local(out)
     if opened is None:
-        opened = open_catalog(checkpoint, tag, also, allow_unknown_layout=options.allow_unknown_layout)
+        opened = open_catalog(
+            checkpoint, tag, also, allow_unknown_layout=options.allow_unknown_layout, wishes=options.wishes
+        )
     target, single = _target(out, options)
     _check_output(out, single, options, protected(opened, checkpoint, beside=options.beside))
     catalog, stripped = strip_wrappers(opened.catalog)
@@ -275,7 +280,7 @@ def check(prepared: Prepared) -> tuple[str, ...]:
     if not prepared.options.allow_unknown_layout:
         replicas.check(prepared.catalog)
         return ()
-    bad = [entry.name for entry, _ in replicas.disagreements(prepared.catalog)]
+    bad = [entry.name for entry, *_ in replicas.disagreements(prepared.catalog)]
     told = f"{len(bad):,} master weights are not those of the model's own weights: {some(bad)}."
     return (told,) if bad else ()
 

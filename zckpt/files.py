@@ -47,12 +47,18 @@ def names(directory: str) -> list[str]:
     return sorted(remote.entries(directory)) if is_remote(directory) else os.listdir(directory)
 
 
-def file_names(directory: str) -> list[str]:
-    """Names of the files in a directory. Raises OSError."""
+def file_names(directory: str, below: str = "") -> list[str]:
+    """Names of the files in a directory, and `below/...` of all those under that directory in it. Raises OSError."""
     if is_remote(directory):
-        return sorted(name for name, kind in remote.entries(directory).items() if kind == "file")
+        kinds = remote.entries(directory)
+        names = sorted(name for name, kind in kinds.items() if kind == "file")
+        inner = remote.walk(f"{directory}/{below}") if kinds.get(below) == "directory" else []
+        return names + [f"{below}/{name}" for name in inner]
     with os.scandir(directory) as entries:
-        return [entry.name for entry in entries if entry.is_file()]
+        names = [entry.name for entry in entries if entry.is_file()]
+    for root, _, found in os.walk(os.path.join(directory, below)) if below else ():
+        names += [os.path.relpath(os.path.join(root, name), directory).replace(os.sep, "/") for name in found]
+    return names
 
 
 def absolute(path: str) -> str:

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import heapq
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
@@ -67,7 +67,36 @@ class MemoryStore:
         return f"memory at {self.address:#x}"
 
 
-Store = FileStore | MemoryStore
+class ComputedStore:
+    """Memory whose elements are computed when they are first asked for, such as the mean of several ranks' copies.
+
+    Args:
+        size: in bytes.
+        compute: gives an object with a buffer of that many bytes, in the machine's byte order.
+    """
+
+    byteorder: Literal["little", "big"] = "little"
+
+    def __init__(self, size: int, compute: Callable[[], bytearray]) -> None:
+        self.size = size
+        self._compute = compute
+        self._memory: MemoryStore | None = None
+
+    @property
+    def address(self) -> int:
+        """Of the first byte; computes what is not there yet."""
+        if self._memory is None:
+            import ctypes
+
+            data = self._compute()
+            self._memory = MemoryStore(ctypes.addressof(ctypes.c_char.from_buffer(data)), len(data), data)
+        return self._memory.address
+
+    def __str__(self) -> str:
+        return "computed elements"
+
+
+Store = FileStore | MemoryStore | ComputedStore
 
 
 class Run(NamedTuple):

@@ -222,22 +222,34 @@ def embed(
         extent: of the whole in that dimension.
         itemsize: bytes of one element.
     """
-    inner = math.prod(shape[dim + 1 :])
-    row, pitch = shape[dim] * inner, extent * inner
-    if not row:
+    inner, outer = math.prod(shape[dim + 1 :]), math.prod(shape[:dim])
+    row = shape[dim] * inner
+    return place(fragments, Block(0, row, outer, row, row, 1), offset * inner, extent * inner, itemsize)
+
+
+def place(fragments: Sequence[Fragment], rows: Block, start: int, pitch: int, itemsize: int) -> tuple[Fragment, ...]:
+    """Some rows of one tensor, as fragments of another.
+
+    Args:
+        fragments: of the tensor that the rows are cut from.
+        rows: the elements that are wanted: `rows` rows of `count`, `pitch` apart from `start` on.
+        start: number of the first of them in the other tensor.
+        pitch: elements from row to row there.
+        itemsize: bytes of one element.
+    """
+    if not rows.count or not rows.rows:
         return ()
-    embedded: list[Fragment] = []
+    placed: list[Fragment] = []
     for fragment in fragments:
         block = fragment.block()
-        rows = Block(0, row, -(-block.stop // row), row, row, 1)  # the slice's own
         for overlap in overlaps(rows, block):
             for o in [overlap] if block.step == 1 else _single_rows(overlap):
-                first, column = divmod(o.start, row)
-                part = _part(fragment, block.step, o, first * pitch + offset * inner + column, itemsize)
-                if o.rows > 1 and o.pitch >= row:  # one per row of the slice; otherwise all lie within one
-                    part = replace(part, pitch=o.pitch // row * pitch)
-                embedded.append(part)
-    return tuple(sorted(embedded, key=_start_of))
+                row, column = divmod(o.start - rows.start, rows.pitch) if rows.rows > 1 else (0, o.start - rows.start)
+                part = _part(fragment, block.step, o, start + row * pitch + column, itemsize)
+                if o.rows > 1 and rows.rows > 1 and o.pitch >= rows.pitch:  # one per row; otherwise all lie within one
+                    part = replace(part, pitch=o.pitch // rows.pitch * pitch)
+                placed.append(part)
+    return tuple(sorted(placed, key=_start_of))
 
 
 def _single_rows(o: Overlap) -> Iterator[Overlap]:

@@ -131,6 +131,15 @@ def entries(address: str) -> dict[str, str]:
     return {name: kind for name, kind in names.items() if name}
 
 
+def walk(address: str) -> list[str]:
+    """Paths of all files under a directory, as seen from there."""
+    fs, path = filesystem(address)
+    with told(address):
+        found = fs.find(path)
+    above = path.strip("/") + "/"
+    return sorted(str(name).lstrip("/").removeprefix(above) for name in found)
+
+
 def status(address: str) -> Status:
     """A file's size and identity, asked for anew."""
     fs, path = filesystem(address)

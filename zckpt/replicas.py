@@ -10,11 +10,11 @@ from __future__ import annotations
 import math
 import os
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Literal
 
 from zckpt import files, remote
-from zckpt.catalog import Catalog, TensorEntry
+from zckpt.catalog import Catalog, Replica, TensorEntry
 from zckpt.dtypes import BF16, F16, F32, F64, DType
 from zckpt.errors import CorruptError, InconsistentError, some
 from zckpt.fragments import FileStore, Fragment, Run, runs_in_order
@@ -72,7 +72,8 @@ class Reader:
             for entry in entries
             if any(files.is_remote(str(fragment.store)) for fragment in entry.fragments)
             for replica in entry.replicas
-            for start, stop in ends(entry.fragments, entry.dtype.itemsize)
+            if not replica.whole or entry.numel <= _PART
+            for start, stop in _seen(entry, replica)
             for fragments, dtype in ((entry.fragments, entry.dtype), (replica.fragments, replica.dtype))
             for run, store, span in _runs(fragments, dtype, start, stop)
             if files.is_remote(store.path)
@@ -131,24 +132,47 @@ def rounded(value: float, dtype: DType) -> float:
 
 
 def ends(fragments: Sequence[Fragment], itemsize: int) -> Iterator[tuple[int, int]]:
-    """The element ranges at both ends of every run of the fragments."""
-    for run in runs_in_order(fragments, itemsize):
-        stop = run.start + run.count
-        if run.count <= 2 * WIDTH:
-            yield run.start, stop
+    """The element ranges at both ends of every fragment; of one of many rows, those of its first and last row."""
+    for fragment in fragments:
+        if not fragment.numel:
+            continue
+        block = fragment.block()
+        first, last = block.start, block.start + (block.rows - 1) * block.pitch
+        if first == last and block.count <= 2 * WIDTH:
+            yield first, first + block.count
         else:
-            yield run.start, run.start + WIDTH
-            yield stop - WIDTH, stop
+            yield first, first + min(WIDTH, block.count)
+            yield last + block.count - min(WIDTH, block.count), last + block.count
+
+
+_PART = 1 << 16
+
+
+def _parts(numel: int) -> Iterator[tuple[int, int]]:
+    """Element ranges that make up a tensor."""
+    for start in range(0, numel, _PART):
+        yield start, min(start + _PART, numel)
+
+
+def _seen(entry: TensorEntry, replica: Replica) -> Iterator[tuple[int, int]]:
+    """Element ranges at which a replica is compared."""
+    return _parts(entry.numel) if replica.whole else ends(entry.fragments, entry.dtype.itemsize)
 
 
 def first_difference(
-    reader: Reader, master: tuple[Sequence[Fragment], DType], copy: tuple[Sequence[Fragment], DType]
+    reader: Reader,
+    master: tuple[Sequence[Fragment], DType],
+    copy: tuple[Sequence[Fragment], DType],
+    ranges: Iterable[tuple[int, int]] | None = None,
 ) -> tuple[int, float, float] | None:
-    """The first element seen whose rounded master is not its copy, as (element, master, copy); None when all agree."""
+    """The first element seen whose rounded master is not its copy, as (element, master, copy); None when all agree.
+
+    `ranges` are the elements to look at; by default both ends of every fragment.
+    """
     (fragments, dtype), (others, narrow) = master, copy
     if dtype not in _CODES or narrow not in _CODES:
         return None
-    for start, stop in ends(fragments, dtype.itemsize):
+    for start, stop in ends(fragments, dtype.itemsize) if ranges is None else ranges:
         values = reader.numbers(fragments, dtype, start, stop)
         copies = reader.numbers(others, narrow, start, stop)
         for index, (value, found) in enumerate(zip(values, copies, strict=True)):
@@ -157,8 +181,8 @@ def first_difference(
     return None
 
 
-def disagreements(catalog: Catalog) -> Iterator[tuple[TensorEntry, tuple[int, float, float]]]:
-    """Tensors whose replicas do not hold the same numbers, with the first difference seen."""
+def disagreements(catalog: Catalog) -> Iterator[tuple[TensorEntry, Replica, tuple[int, float, float]]]:
+    """Tensors whose replicas do not hold the same numbers, with the first such replica and difference seen."""
     entries = [entry for entry in catalog.tensors.values() if entry.replicas]
     with Reader() as reader:
         for number, entry in enumerate(entries):
@@ -166,10 +190,13 @@ def disagreements(catalog: Catalog) -> Iterator[tuple[TensorEntry, tuple[int, fl
                 reader.fetch_ahead(entries[number : number + _AHEAD])
             for replica in entry.replicas:
                 difference = first_difference(
-                    reader, (entry.fragments, entry.dtype), (replica.fragments, replica.dtype)
+                    reader,
+                    (entry.fragments, entry.dtype),
+                    (replica.fragments, replica.dtype),
+                    _seen(entry, replica),
                 )
                 if difference is not None:
-                    yield entry, difference
+                    yield entry, replica, difference
                     break
 
 
@@ -181,14 +208,29 @@ def check(catalog: Catalog) -> int:
     """
     bad = list(disagreements(catalog))
     if bad:
-        entry, (element, value, found) = bad[0]
-        raise InconsistentError(
-            "master weights that are not those of the model's own weights",
-            file=catalog.source.path,
-            found=f"{len(bad):,} tensors differ ({some(e.name for e, _ in bad)}): element {element:,} of {entry.name!r} is "
-            f"{value!r} as a master and {found!r} as a weight",
-            expected="the master rounded to the weight's dtype should be the weight",
-            remedy="Files of different saves are mixed, or the layout is not understood. Nothing was written. "
-            "--allow-unknown-layout converts all the same.",
-        )
+        raise _disagreement(catalog.source.path, [e.name for e, *_ in bad], *bad[0])
     return sum(bool(entry.replicas) for entry in catalog.tensors.values())
+
+
+def _disagreement(
+    path: str, names: list[str], entry: TensorEntry, replica: Replica, difference: tuple[int, float, float]
+) -> InconsistentError:
+    element, value, found = difference
+    told = f"{len(names):,} tensors differ ({some(names)}): element {element:,} of {entry.name!r} is {value!r} "
+    if replica.rank:
+        return InconsistentError(
+            f"tensors that {replica.rank} holds otherwise than the first",
+            file=path,
+            found=f"{told} in one copy and {found!r} in the other",
+            expected="they are copies of each other",
+            remedy="Files of different saves are mixed, or the copies drifted apart in training. Nothing was written. "
+            "A rule can average them: --tp-rules.",
+        )
+    return InconsistentError(
+        "master weights that are not those of the model's own weights",
+        file=path,
+        found=f"{told} as a master and {found!r} as a weight",
+        expected="the master rounded to the weight's dtype should be the weight",
+        remedy="Files of different saves are mixed, or the layout is not understood. Nothing was written. "
+        "--allow-unknown-layout converts all the same.",
+    )

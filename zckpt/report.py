@@ -18,7 +18,7 @@ from zckpt.checkpoint import open_catalog, strip_wrappers
 from zckpt.convert import output_dtype
 from zckpt.dtypes import CAST_TARGETS
 from zckpt.errors import ZckptError, ranges
-from zckpt.layouts.listing import EXPERT_NAME, LAYER_NAME, MODEL_NAME, Listing
+from zckpt.layouts.listing import EXPERT_NAME, LAYER_NAME, MODEL_NAME, Listing, Wishes
 from zckpt.layouts.module_states import as_mapping
 from zckpt.layouts.places import Place, find
 
@@ -125,7 +125,9 @@ def output_bytes(catalog: Catalog) -> dict[str, int]:
     }
 
 
-def inspect_checkpoint(path: str, tag: str | None = None, also: Sequence[str] = ()) -> Inspection:
+def inspect_checkpoint(
+    path: str, tag: str | None = None, also: Sequence[str] = (), wishes: Wishes | None = None
+) -> Inspection:
     """Looks at a checkpoint or a weights file; reads indexes only.
 
     Raises:
@@ -135,7 +137,7 @@ def inspect_checkpoint(path: str, tag: str | None = None, also: Sequence[str] = 
     catalog: Catalog | None = None
     notes: tuple[str, ...] = place.notes
     try:
-        opened = open_catalog(path, tag, also)
+        opened = open_catalog(path, tag, also, wishes=wishes)
     except ZckptError as error:
         exportable = Verdict(False, str(error))
     else:

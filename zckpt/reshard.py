@@ -1,7 +1,7 @@
 """From one shape to another: a ZeRO checkpoint for another world size, stage or precision, ready to resume from.
 
-For `zckpt reshard`. Masters and optimizer states are moved byte by byte; counters, schedules, settings and client state go
-along. The steps are those of every job: read, lay out, route, move, publish.
+For `zckpt reshard`, and in part for `to-universal`. Masters and optimizer states are moved byte by byte; counters,
+schedules, settings and client state go along. The steps are those of every job: read, lay out, route, move, publish.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Generic, Protocol, TypeVar
 
 from zckpt import layouts, replicas
 from zckpt.beside import companions, config_file
@@ -20,20 +21,37 @@ from zckpt.dtypes import BF16, F16, DType
 from zckpt.errors import UsageError
 from zckpt.files import size as file_size
 from zckpt.layouts.huggingface import literal_file
+from zckpt.layouts.listing import Wishes
+from zckpt.layouts.torch_files import Laid
 from zckpt.layouts.training import Training
-from zckpt.layouts.zero_out import DEFAULT_SUB_GROUP_SIZE, Laid, ZeroTarget, lay_out
+from zckpt.layouts.zero_out import DEFAULT_SUB_GROUP_SIZE, ZeroTarget, lay_out
 from zckpt.mover import run
 from zckpt.plan import Plan
 from zckpt.publish import Staging, check_output, check_space
 
 
+class Target(Protocol):
+    """What every form of checkpoint says of itself."""
+
+    @property
+    def tag(self) -> str:
+        """Its tag directory."""
+
+    @property
+    def precision(self) -> DType:
+        """The module's own weights."""
+
+
+T = TypeVar("T", bound=Target)
+T_co = TypeVar("T_co", bound=Target, covariant=True)
+
+
 @dataclass(frozen=True, slots=True)
-class Prepared:
-    """A resharding that is planned but not begun.
+class Prepared(Generic[T_co]):
+    """A checkpoint in another form that is planned but not begun.
 
     Attributes:
         opened: the checkpoint.
-        training: what it holds beside the weights.
         target: the form of the new one.
         plan: where every byte goes.
         out: the output directory.
@@ -42,8 +60,7 @@ class Prepared:
     """
 
     opened: Opened
-    training: Training
-    target: ZeroTarget
+    target: T_co
     plan: Plan
     out: str
     copies: tuple[tuple[str, str], ...]
@@ -61,7 +78,8 @@ def prepare(
     also: Sequence[str] = (),
     overwrite: bool = False,
     allow_unknown_layout: bool = False,
-) -> Prepared:
+    wishes: Wishes | None = None,
+) -> Prepared[ZeroTarget]:
     """Everything but the work. Writes nothing.
 
     Args:
@@ -74,31 +92,34 @@ def prepare(
         also: directories laid over the checkpoint.
         overwrite: replace an existing output.
         allow_unknown_layout: go on though an optimizer file holds keys that zckpt does not know.
+        wishes: what a person says of a model-parallel checkpoint that does not say it itself.
 
     Raises:
         ZckptError: one of its kinds says what is wrong.
     """
     if world_size < 1 or stage not in (None, 1, 2, 3):
         raise UsageError("an impossible target", found=f"world size {world_size}, stage {stage}")
-    opened = open_catalog(checkpoint, tag, also, allow_unknown_layout=allow_unknown_layout)
+    opened = open_catalog(checkpoint, tag, also, allow_unknown_layout=allow_unknown_layout, wishes=wishes)
     training = layouts.read_training(opened.place.listing, allow_unknown=allow_unknown_layout)
     check_output(out, single=False, overwrite=overwrite, protected=protected(opened, checkpoint))
     dtype = training.precision if precision == "keep" else to_dtype(precision)
     target = target_of(opened.catalog, training, world_size, stage, dtype)
     training = replace(training, model=_with_config(training.model, target, training.precision))
     laid = lay_out(opened.catalog, training, target)
-    laid = _finished(laid, opened, target)
-    prepared = Prepared(
-        opened=opened,
-        training=training,
-        target=target,
-        plan=Plan(laid.files, laid.pairs),
-        out=out,
-        copies=tuple(companions(opened)),
-        notes=opened.catalog.source.notes,
-    )
-    check_space(out, prepared.plan.bytes_written)
-    return prepared
+    return planned(opened, target, laid, out, "latest")
+
+
+def planned(opened: Opened, target: T, laid: Laid, out: str, pointer: str) -> Prepared[T]:
+    """The files of a save, with the file that names its tag and the model's config made true.
+
+    Raises:
+        OutputError: there is no room for them.
+    """
+    config = config_file(opened, target.precision)
+    files = (*laid.files, literal_file(pointer, target.tag.encode()), *([config] if config else []))
+    plan = Plan(files, laid.pairs)
+    check_space(out, plan.bytes_written)
+    return Prepared(opened, target, plan, out, tuple(companions(opened)), opened.catalog.source.notes)
 
 
 def target_of(catalog: Catalog, training: Training, world_size: int, stage: int | None, precision: DType) -> ZeroTarget:
@@ -136,14 +157,7 @@ def _with_config(model: Mapping[str, object], target: ZeroTarget, before: DType)
     return {**model, "ds_config": config}
 
 
-def _finished(laid: Laid, opened: Opened, target: ZeroTarget) -> Laid:
-    """With `latest`, and the model's config made true."""
-    files = [*laid.files, literal_file("latest", target.tag.encode())]
-    config = config_file(opened, target.precision)
-    return Laid((*files, *([config] if config else [])), laid.pairs)
-
-
-def execute(prepared: Prepared, progress: Callable[[int], None] | None = None, threads: int | None = None) -> Report:
+def execute(prepared: Prepared[T], progress: Callable[[int], None] | None = None, threads: int | None = None) -> Report:
     """Checks, moves and publishes.
 
     Raises:

@@ -3,8 +3,8 @@
     torchrun .. deepspeed_worker.py JOBS.json
 
 JOBS is a list of objects: `stage`; `load` (a checkpoint directory, or nothing), `steps`, `save` (or nothing) after how many of
-them, `precision`, `universal`. Rank 0 writes `JOBS.json.losses`: a list of losses per job. The global batch is the same at every
-world size.
+them, `precision`, `universal`, `groups` (1 for a single group of parameters). Rank 0 writes `JOBS.json.losses`: a list of losses
+per job. The global batch is the same at every world size.
 """
 
 from __future__ import annotations
@@ -87,14 +87,15 @@ def run(job: dict[str, Any]) -> list[float]:
     torch.manual_seed(0)
     model = Model()
     groups = groups_of(model)
-    if job.get("optimizer") == "Adagrad":  # DeepSpeed makes that one anew, with a single group
+    if job.get("optimizer") == "Adagrad" or job.get("groups") == 1:  # DeepSpeed makes Adagrad anew, with a single group
         groups = [{"params": [p for group in groups for p in group["params"]]}]
     optimizer = getattr(torch.optim, job.get("optimizer", "AdamW"))(groups, lr=0.01)
     engine, _, _, _ = deepspeed.initialize(model=model, optimizer=optimizer, config=config_of(job))
     if job.get("load"):
         with torch.no_grad():  # what was loaded must not be what was there
             for parameter in model.parameters():
-                parameter.data.mul_(0.5)
+                if parameter.requires_grad or not job.get("universal"):  # which DeepSpeed leaves as they are, then
+                    parameter.data.mul_(0.5)
         path, state = engine.load_checkpoint(job["load"], tag=job.get("tag"))
         assert path is not None, job
         assert job.get("client") is None or state.get("client") == job["client"], state

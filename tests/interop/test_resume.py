@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from zckpt.reshard import reshard
+from zckpt.universal import to_universal
 
 pytest.importorskip("deepspeed")
 
@@ -103,3 +104,27 @@ def test_precisions_optimizers_and_orders_go_on(tmp_path: Path) -> None:
         VARIANTS, references, launch(3, resumed, tmp_path / "resumed.json"), strict=True
     ):
         assert worst(found, reference[SAVED_AT:]) < variant[2], variant
+
+
+@pytest.mark.xdist_group("resume")
+@pytest.mark.parametrize(("home", "size"), [(2, 3), (3, 1), (1, 2)])
+def test_universal_checkpoints_go_on_at_every_world_size(home: int, size: int, tmp_path: Path) -> None:
+    """At every stage; of stage 3 with one group of parameters, since DeepSpeed gives all groups the first one's settings."""
+    forms: list[dict[str, Any]] = [
+        {"stage": 1},
+        {"stage": 2},
+        {"stage": 3, "groups": 1},
+        {"stage": 2, "precision": "bf16"},
+        {"stage": 1, "precision": "fp16"},
+    ]
+    straight = [
+        {**form, "steps": SAVED_AT + STEPS, "save_at": SAVED_AT, "save": f"{tmp_path}/{n}"}
+        for n, form in enumerate(forms)
+    ]
+    references = launch(home, straight, tmp_path / "straight.json")
+    resumed = []
+    for number, form in enumerate(forms):
+        to_universal(tmp_path / str(number), tmp_path / f"{number}out")
+        resumed.append({**form, "load": f"{tmp_path}/{number}out", "steps": STEPS, "universal": True})
+    for form, found, reference in zip(forms, launch(size, resumed, tmp_path / "jobs.json"), references, strict=True):
+        assert worst(found, reference[SAVED_AT:]) < (1e-2 if "precision" in form else 1e-6), form

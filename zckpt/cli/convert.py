@@ -41,6 +41,9 @@ def _register(app: typer.Typer, dtype: str) -> None:
         rename: o.Rename = None,
         overflow: o.OverflowOption = o.Overflow.error,
         also: o.Also = None,
+        tp_rules: o.TpRules = None,
+        tp: o.Tp = None,
+        pp: o.Pp = None,
         threads: o.Threads = None,
         dry_run: o.DryRun = False,
         overwrite: o.Overwrite = False,
@@ -64,6 +67,7 @@ def _register(app: typer.Typer, dtype: str) -> None:
             threads=threads,
             overwrite=overwrite,
             allow_unknown_layout=allow_unknown_layout,
+            wishes=o.wishes(tp_rules, tp, pp),
         )
         sink = Sink(as_json=as_json, quiet=quiet)
         if out.startswith("hf://"):

@@ -18,12 +18,19 @@ def register(app: typer.Typer) -> None:
 
 
 def inspect(
-    ckpt: o.Looked, tag: o.Tag = None, also: o.Also = None, tensors: o.Tensors = False, as_json: o.Json = False
+    ckpt: o.Looked,
+    tag: o.Tag = None,
+    also: o.Also = None,
+    tp_rules: o.TpRules = None,
+    tp: o.Tp = None,
+    pp: o.Pp = None,
+    tensors: o.Tensors = False,
+    as_json: o.Json = False,
 ) -> None:
     """Prints an inspection; exit status 1 when the checkpoint cannot be exported."""
     from zckpt.report import describe, inspect_checkpoint
 
-    inspection = inspect_checkpoint(ckpt, tag, also or ())
+    inspection = inspect_checkpoint(ckpt, tag, also or (), o.wishes(tp_rules, tp, pp))
     Sink(as_json=as_json).result(inspection.as_json, lambda: describe(inspection, tensors=tensors))
     if not inspection.exportable.ok:
         raise typer.Exit(1)

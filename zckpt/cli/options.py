@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from enum import Enum
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
+
+if TYPE_CHECKING:
+    from zckpt.layouts.listing import Wishes
 
 
 class Format(str, Enum):
@@ -57,6 +60,13 @@ def split_rename(text: str) -> tuple[str, str]:
     return found[1], found[2]
 
 
+def wishes(tp_rules: str | None, tp: int | None, pp: int | None) -> Wishes | None:
+    """What was said of a model-parallel checkpoint."""
+    from zckpt.layouts.listing import Wishes
+
+    return Wishes(tp_rules, tp, pp) if tp_rules or tp or pp else None
+
+
 Version = Annotated[bool, typer.Option("--version", help="Print the version.", callback=_print_version, is_eager=True)]
 
 Checkpoint = Annotated[
@@ -81,6 +91,20 @@ Tag = Annotated[str | None, typer.Option("--tag", metavar="T", help="Which save,
 Also = Annotated[
     list[str] | None,
     typer.Option("--also", metavar="DIR", help="Directory laid over CKPT: its parts from another node. Repeatable."),
+]
+TpRules = Annotated[
+    str | None,
+    typer.Option(
+        "--tp-rules",
+        metavar="RULES",
+        help="How tensor-parallel slices are joined: megatron, megatron-swiglu, neox, bloom, or a JSON file.",
+    ),
+]
+Tp = Annotated[
+    int | None, typer.Option("--tp", metavar="N", min=1, help="Tensor-parallel ranks, where the files do not say.")
+]
+Pp = Annotated[
+    int | None, typer.Option("--pp", metavar="N", min=1, help="Pipeline stages, where the files do not say.")
 ]
 FormatOption = Annotated[
     Format | None, typer.Option("--format", help="Container of the output; by default what OUT's name says.")

@@ -1,9 +1,9 @@
-"""`zckpt reshard`: a checkpoint for another machine shape."""
+"""`zckpt reshard` and `zckpt to-universal`: a checkpoint for another machine shape, and one for all of them."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from enum import Enum
 from typing import TYPE_CHECKING, Annotated
 
@@ -14,7 +14,7 @@ from zckpt.cli.output import Sink, peak_rss_bytes
 
 if TYPE_CHECKING:
     from zckpt.convert import Report
-    from zckpt.reshard import Prepared
+    from zckpt.reshard import Prepared, Target
 
 
 class Precision(str, Enum):
@@ -46,6 +46,11 @@ def register(app: typer.Typer) -> None:
         help="Write a ZeRO checkpoint for another world size, stage or precision; DeepSpeed resumes from it as it is.",
         epilog="Example: zckpt reshard out/checkpoint-500 resumable/ --world-size 4 --stage 3",
     )(reshard)
+    app.command(
+        "to-universal",
+        help="Write a universal checkpoint, which DeepSpeed resumes from at any world size and tensor or pipeline split.",
+        epilog="Example: zckpt to-universal out/checkpoint-500 universal/",
+    )(to_universal)
 
 
 def reshard(
@@ -56,6 +61,9 @@ def reshard(
     precision: PrecisionOption = Precision.keep,
     tag: o.Tag = None,
     also: o.Also = None,
+    tp_rules: o.TpRules = None,
+    tp: o.Tp = None,
+    pp: o.Pp = None,
     threads: o.Threads = None,
     dry_run: o.DryRun = False,
     overwrite: o.Overwrite = False,
@@ -64,7 +72,7 @@ def reshard(
     quiet: o.Quiet = False,
 ) -> None:
     """Plans, and unless it is a dry run carries out."""
-    from zckpt.reshard import execute, prepare
+    from zckpt.reshard import prepare
 
     began = time.perf_counter()
     sink = Sink(as_json=as_json, quiet=quiet)
@@ -77,32 +85,83 @@ def reshard(
         also=also or (),
         overwrite=overwrite,
         allow_unknown_layout=allow_unknown_layout,
+        wishes=o.wishes(tp_rules, tp, pp),
     )
+    what = f"ZeRO-{prepared.target.stage}, world size {world_size}, {prepared.target.precision.torch_name}"
+    facts = {"zero_stage": prepared.target.stage, "world_size": world_size}
+    _carry_out(prepared, what, facts, began, sink, threads=threads, dry_run=dry_run)
+
+
+def to_universal(
+    ckpt: o.Checkpoint,
+    out: OutDirectory,
+    tag: o.Tag = None,
+    also: o.Also = None,
+    tp_rules: o.TpRules = None,
+    tp: o.Tp = None,
+    pp: o.Pp = None,
+    threads: o.Threads = None,
+    dry_run: o.DryRun = False,
+    overwrite: o.Overwrite = False,
+    allow_unknown_layout: o.AllowUnknownLayout = False,
+    as_json: o.Json = False,
+    quiet: o.Quiet = False,
+) -> None:
+    """Plans, and unless it is a dry run carries out."""
+    from zckpt.universal import prepare
+
+    began = time.perf_counter()
+    sink = Sink(as_json=as_json, quiet=quiet)
+    prepared = prepare(
+        *(ckpt, out),
+        tag=tag,
+        also=also or (),
+        overwrite=overwrite,
+        allow_unknown_layout=allow_unknown_layout,
+        wishes=o.wishes(tp_rules, tp, pp),
+    )
+    what = f"universal checkpoint of {len(prepared.opened.catalog):,} tensors"
+    _carry_out(prepared, what, {}, began, sink, threads=threads, dry_run=dry_run)
+
+
+def _carry_out(
+    prepared: Prepared[Target],
+    what: str,
+    facts: Mapping[str, object],
+    began: float,
+    sink: Sink,
+    *,
+    threads: int | None,
+    dry_run: bool,
+) -> None:
+    from zckpt.reshard import execute
+
     sink.notes(prepared.notes)
+    what += f", tag {prepared.target.tag}"
     if dry_run:
-        sink.result(lambda: {"dry_run": True, **_plan_facts(prepared)}, lambda: _plan_lines(prepared))
+        told = {"dry_run": True, **_plan_facts(prepared), **facts}
+        sink.result(lambda: told, lambda: _plan_lines(prepared, what))
         return
-    with sink.progress(prepared.plan.bytes_written, "reshard") as progress:
+    with sink.progress(prepared.plan.bytes_written, "write") as progress:
         report = execute(prepared, progress, threads)
     seconds = time.perf_counter() - began
     sink.result(
         lambda: {
             **_plan_facts(prepared),
+            **facts,
             "bytes_written": report.bytes_written,
             "seconds": seconds,
             "peak_rss_bytes": peak_rss_bytes(),
         },
-        lambda: _lines(prepared, report, seconds),
+        lambda: _lines(prepared, what, report, seconds),
     )
 
 
-def _plan_facts(prepared: Prepared) -> dict[str, object]:
+def _plan_facts(prepared: Prepared[Target]) -> dict[str, object]:
     target, catalog = prepared.target, prepared.opened.catalog
     return {
         "out": prepared.out,
         "tag": target.tag,
-        "zero_stage": target.stage,
-        "world_size": target.world_size,
         "precision": target.precision.torch_name,
         "files": [{"path": file.path, "bytes": file.size} for file, _ in prepared.plan.files],
         "tensors": len(catalog),
@@ -112,22 +171,17 @@ def _plan_facts(prepared: Prepared) -> dict[str, object]:
     }
 
 
-def _what(prepared: Prepared) -> str:
-    target = prepared.target
-    return f"ZeRO-{target.stage}, world size {target.world_size}, {target.precision.torch_name}, tag {target.tag}"
-
-
-def _plan_lines(prepared: Prepared) -> Iterator[str]:
-    yield f"{prepared.out} would get {_what(prepared)}"
+def _plan_lines(prepared: Prepared[Target], what: str) -> Iterator[str]:
+    yield f"{prepared.out} would get {what}"
     for file, _ in prepared.plan.files:
         yield f"  {file.size:>16,} bytes  {file.path}"
     yield f"{prepared.plan.bytes_read:,} bytes read, {prepared.plan.bytes_written:,} bytes written"
 
 
-def _lines(prepared: Prepared, report: Report, seconds: float) -> Iterator[str]:
+def _lines(prepared: Prepared[Target], what: str, report: Report, seconds: float) -> Iterator[str]:
     speed = report.bytes_written / 1e6 / max(seconds, 1e-9)
     yield (
-        f"{prepared.out}: {_what(prepared)}; {report.bytes_written:,} bytes in {len(report.files):,} files, "
+        f"{prepared.out}: {what}; {report.bytes_written:,} bytes in {len(report.files):,} files, "
         f"{seconds:.2f} s, {speed:,.0f} MB/s"
     )
     yield f"resume with engine.load_checkpoint({prepared.out!r})"

@@ -148,9 +148,9 @@ class TensorRef:
         return self.numel == 0 or not folded or (len(folded) == 1 and folded[0][1] == 1)
 
     @property
-    def place(self) -> tuple[str, int, tuple[int, ...], tuple[int, ...]]:
-        """Two names with the same place in one file are literally the same tensor."""
-        return self.storage_key, self.storage_offset, self.shape, self.stride
+    def place(self) -> tuple[object, ...]:
+        """Two names with the same place are literally the same tensor."""
+        return self.store.path, self.storage_key, self.storage_offset, self.dtype, self.shape, self.stride
 
     def fragments(self) -> tuple[Fragment, ...]:
         """Its elements as pitched runs, in order; see [Note: the geometry of a fragment].

@@ -9,7 +9,7 @@ from typing import Protocol
 
 from zckpt.catalog import Catalog
 from zckpt.errors import NotACheckpointError, UnsupportedError
-from zckpt.layouts import huggingface, unsharded, zero3, zero12
+from zckpt.layouts import huggingface, model_parallel, universal, unsharded, zero3, zero12
 from zckpt.layouts.listing import Listing
 from zckpt.layouts.training import Training
 
@@ -32,6 +32,8 @@ class TrainingLayout(Layout, Protocol):
 
 
 LAYOUTS: dict[str, Layout] = {
+    "universal": universal,
+    "model parallel": model_parallel,
     "ZeRO-3": zero3,
     "ZeRO-1/2": zero12,
     "DeepSpeed without ZeRO": unsharded,
@@ -39,7 +41,12 @@ LAYOUTS: dict[str, Layout] = {
 }
 
 
-WITH_TRAINING: dict[str, TrainingLayout] = {"ZeRO-3": zero3, "ZeRO-1/2": zero12}
+WITH_TRAINING: dict[str, TrainingLayout] = {
+    "universal": universal,
+    "model parallel": model_parallel,
+    "ZeRO-3": zero3,
+    "ZeRO-1/2": zero12,
+}
 
 
 def read(listing: Listing, *, allow_unknown: bool = False) -> Catalog:

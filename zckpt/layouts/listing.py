@@ -19,10 +19,13 @@ SHARD_NAME = re.compile(
     r"(?P<prefix>bf16_|fp16_)?zero_pp_rank_(?P<dp>\d+)_mp_rank_(?P<mp>\d+)_(?P<kind>model|optim)_states\.pt"
 )
 MODEL_NAME = re.compile(r"mp_rank_(?P<mp>\d+)_model_states\.pt")
-LAYER_NAME = re.compile(r"layer_(?P<layer>\d+)-(?:model_\d+-)?model_states\.pt")
+LAYER_NAME = re.compile(r"layer_(?P<layer>\d+)-(?:model_(?P<tp>\d+)-)?model_states\.pt")
 EXPERT_NAME = re.compile(
     r"(?:layer_-?\d+_expert_\d+_mp_rank_\d+_model_states|expp_rank_\d+_mp_rank_\d+_optim_states)\.pt"
 )
+
+UNIVERSAL = "zero"
+"""Directory of a universal checkpoint with the files of each parameter, in directories of the parameters' names."""
 
 
 def is_deepspeed_file(name: str) -> bool:
@@ -36,18 +39,35 @@ def natural(name: str) -> list[tuple[int, int | str]]:
 
 
 @dataclass(frozen=True, slots=True)
+class Wishes:
+    """What a person says of files that do not say it themselves.
+
+    Attributes:
+        tp_rules: name or path of rules by which tensor-parallel slices are joined.
+        tp: tensor-parallel ranks.
+        pp: pipeline stages.
+    """
+
+    tp_rules: str | None = None
+    tp: int | None = None
+    pp: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class Listing:
     """The files of one save.
 
     Attributes:
         directory: the tag directory (or the single file) as a person would name it.
         tag: the tag; empty for files that have none.
-        files: file name -> path, in natural order.
+        files: file name -> path, in natural order; those of a universal checkpoint's parameters below `zero/`.
+        wishes: what a person says of them.
     """
 
     directory: str
     tag: str
     files: Mapping[str, str]
+    wishes: Wishes = Wishes()
     _opened: dict[str, Container] = field(default_factory=dict[str, Container], repr=False)
 
     def open(self, name: str) -> Container:
@@ -120,7 +140,7 @@ def list_files(directory: str, tag: str, also: Iterable[str] = ()) -> Listing:
 
 def _names(directory: str) -> list[str]:
     try:
-        return fs.file_names(directory)
+        return fs.file_names(directory, below=UNIVERSAL)
     except ZckptError:
         raise
     except OSError as error:

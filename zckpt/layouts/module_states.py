@@ -8,12 +8,12 @@ Source: DeepSpeed runtime/engine.py `_common_checkpoint_state`, `_get_zero_param
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from zckpt.catalog import Replica, Role, TensorEntry, Topology
 from zckpt.containers import Placeholder, TensorRef, brief
 from zckpt.errors import CorruptError, UnsupportedError
-from zckpt.layouts.listing import EXPERT_NAME, LAYER_NAME, Listing
+from zckpt.layouts.listing import EXPERT_NAME, Listing
 
 Shape = tuple[int, ...]
 
@@ -102,8 +102,13 @@ class ModelStates:
         return Topology(dp, **{axis: n for axis, n in degrees.items() if isinstance(n, int) and n > 0})
 
 
-def read_model_states(listing: Listing, name: str) -> ModelStates:
+def read_model_states(listing: Listing, name: str, *, module: Mapping[str, TensorRef] | None = None) -> ModelStates:
     """One `*_model_states.pt` file, checked.
+
+    Args:
+        listing: all files.
+        name: of this one.
+        module: the weights, where they lie in other files (a pipeline's layer files).
 
     Raises:
         CorruptError: it is not what its name says.
@@ -115,13 +120,9 @@ def read_model_states(listing: Listing, name: str) -> ModelStates:
         raise CorruptError(
             "a file that is not a model states file", file=file, found="no entry 'module'", remedy="Copy it again."
         )
-    if root["module"] is None:
-        raise UnsupportedError(
-            "a pipeline-parallel checkpoint", file=listing.directory, found="its model file holds no weights of its own",
-            remedy="zckpt does not read layer files yet.",
-        )  # fmt: skip
     notes: list[str] = []
-    module = flatten(as_mapping(root["module"], "the module's state dict", file), notes)
+    if module is None:
+        module = flatten(as_mapping(root["module"], "the module's state dict", file), notes)
     shapes = root.get("param_shapes")
     groups = shapes if isinstance(shapes, list | tuple) else [] if shapes is None else [shapes]
     if "buffer_names" not in root:
@@ -130,7 +131,7 @@ def read_model_states(listing: Listing, name: str) -> ModelStates:
         notes.append("This file does not say how parameters were grouped (DeepSpeed before 0.3.16).")
     return ModelStates(
         file=file,
-        module=module,
+        module=dict(module),
         buffer_names=frozenset(str(n) for n in _sequence(root.get("buffer_names"))),
         param_shapes=tuple(_shapes(group, file) for group in groups),
         frozen_shapes=_shapes(root.get("frozen_param_shapes") or {}, file),
@@ -144,22 +145,15 @@ def read_model_states(listing: Listing, name: str) -> ModelStates:
     )
 
 
-def refuse_other_parallelism(listing: Listing) -> None:
-    """Raises UnsupportedError for tensor-, pipeline- or expert-parallel files, saying which."""
-    ranks = listing.model_parallel_ranks()
-    kinds = {
-        "a pipeline-parallel checkpoint": listing.matching(LAYER_NAME),
-        "a mixture-of-experts checkpoint": listing.matching(EXPERT_NAME),
-        "a model-parallel checkpoint": [f"mp_rank_{rank:02d}" for rank in ranks] if len(ranks) > 1 else [],
-    }
-    for what, names in kinds.items():
-        if names:
-            raise UnsupportedError(
-                what,
-                file=listing.directory,
-                found=f"{names[0]!r}" + (f" and {len(names) - 1:,} more of its kind" if len(names) > 1 else ""),
-                remedy="zckpt reads data-parallel checkpoints (ZeRO stages 0-3) for now.",
-            )
+def refuse_experts(listing: Listing) -> None:
+    """Raises UnsupportedError for the files of a mixture of experts."""
+    names = listing.matching(EXPERT_NAME)
+    if names:
+        raise UnsupportedError(
+            "a mixture-of-experts checkpoint", file=listing.directory,
+            found=f"{names[0]!r}" + (f" and {len(names) - 1:,} more of its kind" if len(names) > 1 else ""),
+            remedy="zckpt does not read expert files yet.",
+        )  # fmt: skip
 
 
 def whole(
@@ -167,6 +161,14 @@ def whole(
 ) -> TensorEntry:
     """A tensor that lies whole in one file, perhaps recorded under another shape of as many elements."""
     return TensorEntry(name, ref.shape if shape is None else shape, ref.dtype, role, ref.fragments(), replicas)
+
+
+def with_replica(entry: TensorEntry, model: ModelStates) -> TensorEntry:
+    """A master with the module's own weight as a replica, where the model file holds it."""
+    weight = model.module.get(entry.name)
+    if weight is None or weight.shape != entry.shape:
+        return entry
+    return replace(entry, replicas=(Replica(weight.dtype, weight.fragments()),))
 
 
 _DEEPEST = 64

@@ -155,16 +155,17 @@ def _inner_state(base: object, count: int) -> tuple[tuple[Mapping[str, object], 
     if isinstance(base, Mapping):
         inner, groups = base.get("state"), base.get("param_groups")
         settings = tuple(group for group in groups if isinstance(group, Mapping)) if isinstance(groups, list) else ()
-        numbers = [number for group in settings for number in _list(group.get("params"))]
+        numbers = [number for group in settings for number in as_list(group.get("params"))]
         inner = inner if isinstance(inner, Mapping) else {}
         states = [inner.get(number) for number in numbers] or list(inner.values())
     else:
-        states = _list(base)
+        states = as_list(base)
     found = [state if isinstance(state, Mapping) else {} for state in states[:count]]
     return (*found, *({} for _ in range(count - len(found)))), settings
 
 
-def _list(value: object) -> list[object]:
+def as_list(value: object) -> list[object]:
+    """A list or tuple, or nothing."""
     return list(value) if isinstance(value, list | tuple) else []
 
 
@@ -254,12 +255,13 @@ def group_of(names: tuple[str, ...], shard: OptimizerShard, number: int, flat_gr
     )
 
 
-_SCALER = ("loss_scaler", "dynamic_loss_scale", "overflow", "clip_grad")
+SCALER = ("loss_scaler", "dynamic_loss_scale", "overflow", "clip_grad")
+"""Entries of an optimizer file that are the loss scaler and what is kept beside it."""
 
 
 def scaler_of(shard: OptimizerShard) -> dict[str, object]:
     """The loss scaler, and what is kept beside it."""
-    return {key: shard.root[key] for key in _SCALER if key in shard.root}
+    return {key: shard.root[key] for key in SCALER if key in shard.root}
 
 
 def precision_of(model: ModelStates) -> DType:

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 from zckpt import files, remote
 from zckpt.errors import IncompleteError, NotACheckpointError, UnsafeError, UsageError, ZckptError, some
-from zckpt.layouts.listing import Listing, is_deepspeed_file, list_files, natural
+from zckpt.layouts.listing import UNIVERSAL, Listing, is_deepspeed_file, list_files, natural
 
 _TRAINER = re.compile(r"checkpoint-\d+")
 _PLAIN = re.compile(r"(?:model|pytorch_model)(?:\.safetensors|\.bin)(?:\.index\.json)?")
@@ -70,16 +70,16 @@ def find(path: str, tag: str | None = None, also: Sequence[str] = ()) -> Place:
         if not files.is_dir(root):
             raise NotACheckpointError("no such directory", file=root, remedy="--also takes a directory.")
     names = _entries(path)
-    if any(is_deepspeed_file(name) for name in names):
+    if any(is_deepspeed_file(name) for name in names) or UNIVERSAL in names:
         return _tag_directory(path, tag, also)
     tags = _tags(path, names, also)
-    if tag is not None or "latest" in names or tags:
+    if tag is not None or _pointer(names) or tags:
         return _in_home(path, tag, tags, also, names)
     trainers = [name for name in names if _TRAINER.fullmatch(name) and files.is_dir(os.path.join(path, name))]
     for newest in sorted(trainers, key=natural, reverse=True):
         inner = os.path.join(path, newest)
         inner_names = _entries(inner)
-        if "latest" in inner_names or _tags(inner, inner_names, ()):
+        if _pointer(inner_names) or _tags(inner, inner_names, ()):
             place = find(inner, tag, also)
             note = f"{path!r} holds {len(trainers)} trainer checkpoints: the newest, {newest!r}, is taken."
             return Place(place.listing, place.home, place.tags, (note, *place.notes))
@@ -133,8 +133,8 @@ def _in_home(path: str, tag: str | None, tags: tuple[str, ...], also: Sequence[s
     notes: tuple[str, ...] = ()
     origin = "--tag"
     if tag is None:
-        if "latest" in names:
-            tag, origin = _latest(os.path.join(path, "latest")), "'latest'"
+        if pointer := _pointer(names):
+            tag, origin = _latest(os.path.join(path, pointer)), repr(pointer)
         elif len(tags) == 1:
             tag = tags[0]
             notes = (f"There is no 'latest' in {path!r}: its only tag, {tag!r}, is taken.",)
@@ -156,6 +156,11 @@ def _in_home(path: str, tag: str | None, tags: tuple[str, ...], also: Sequence[s
             )  # fmt: skip
         directory = roots.pop(0)
     return Place(list_files(directory, tag, roots), path, tags, notes)
+
+
+def _pointer(names: Sequence[str]) -> str | None:
+    """The file that names the newest tag: `latest`, or that of universal checkpoints where there is no other."""
+    return next((pointer for pointer in ("latest", "latest_universal") if pointer in names), None)
 
 
 def _overlay(root: str, tag: str) -> str:

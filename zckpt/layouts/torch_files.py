@@ -30,6 +30,14 @@ class Inline:
     data: bytes
 
 
+@dataclass(frozen=True, slots=True)
+class Laid:
+    """Files to be written, and the pairs that fill them, file by file."""
+
+    files: tuple[tuple[OutputFile, FileStore], ...]
+    pairs: tuple[Pair, ...]
+
+
 class Filling(NamedTuple):
     """Elements [start, start + count) of `source`, which go to element `at` of a vector."""
 

@@ -7,11 +7,12 @@ catalog's trainable parameters.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 from zckpt.catalog import TensorEntry
 from zckpt.dtypes import DType
+from zckpt.layouts.slices import Joint
 
 Form = Literal["zero", "bf16"]
 """Who wrote the optimizer files: the ZeRO optimizers, or DeepSpeed's `BF16_Optimizer` (fp32 gradient accumulation)."""
@@ -47,6 +48,9 @@ class Training:
             `ds_config`, client state; inert values.
         precision: dtype of the module's own weights.
         form: who wrote the optimizer files.
+        raw: all that the first rank's optimizer file says, inert: what a universal checkpoint keeps of it.
+        joined: parameter -> how its slices make up the whole, where the checkpoint has rules for that; a parameter that
+            is not there is whole on every rank, or laid end to end in dimension 0.
     """
 
     groups: tuple[Group, ...]
@@ -55,3 +59,5 @@ class Training:
     model: Mapping[str, object]
     precision: DType
     form: Form = "zero"
+    raw: Mapping[str, object] = field(default_factory=dict[str, object])
+    joined: Mapping[str, Joint] = field(default_factory=dict[str, Joint])

@@ -19,7 +19,7 @@ from zckpt.errors import InconsistentError, some
 from zckpt.fragments import Fragment
 from zckpt.layouts.assembly import assemble
 from zckpt.layouts.listing import MODEL_NAME, Listing
-from zckpt.layouts.module_states import ModelStates, as_tensor, read_model_states, refuse_other_parallelism
+from zckpt.layouts.module_states import ModelStates, as_tensor, read_model_states, refuse_experts
 from zckpt.layouts.optimizer_states import missing_ranks
 from zckpt.replicas import Reader, first_difference
 
@@ -34,16 +34,12 @@ def match(listing: Listing) -> str | None:
 def read(listing: Listing, *, allow_unknown: bool = False) -> Catalog:
     """The catalog of a save without ZeRO; arguments and errors as in `zero12.read`."""
     del allow_unknown  # nothing here is laid out by unknown rules
-    refuse_other_parallelism(listing)
+    refuse_experts(listing)
     model = read_model_states(listing, listing.matching(MODEL_NAME)[0])
     world_size = model.number("dp_world_size") or 1
     if model.is_zero():
         raise missing_ranks(listing, "optimizer", [], list(range(world_size)), world_size)
-    groups = _master_groups(model)
-    masters, notes = ({}, ()) if groups is None else _assign(model, groups)
-    half = [name for name, ref in model.module.items() if ref.dtype.name in ("F16", "BF16")]
-    if not masters and half and groups is None:
-        notes = ("This save holds no fp32 master weights: the half-precision module weights are used.",)
+    found, notes = masters(model)
     source = Source(
         layout="unsharded",
         path=listing.directory,
@@ -54,14 +50,28 @@ def read(listing: Listing, *, allow_unknown: bool = False) -> Catalog:
         optimizer_states=_state_names(model),
         notes=notes,
     )
-    catalog = assemble(model, masters, source, model.topology(world_size), frozen={})
-    if groups is not None:  # what the optimizer does not own was not trained
+    catalog = assemble(model, found, source, model.topology(world_size), frozen={})
+    if found:  # what the optimizer does not own was not trained
         tensors = {
-            name: replace(entry, role="frozen") if entry.role == "parameter" and name not in masters else entry
+            name: replace(entry, role="frozen") if entry.role == "parameter" and name not in found else entry
             for name, entry in catalog.tensors.items()
         }
         catalog = replace(catalog, tensors=tensors)
     return catalog
+
+
+def masters(model: ModelStates) -> tuple[dict[str, TensorEntry], tuple[str, ...]]:
+    """fp32 masters by name, as far as the optimizer keeps any, and what a person should know of them.
+
+    Raises:
+        InconsistentError: they fit no parameters.
+    """
+    groups = _master_groups(model)
+    if groups is not None:
+        return _assign(model, groups)
+    half = any(ref.dtype.name in ("F16", "BF16") for ref in model.module.values())
+    told = "This save holds no fp32 master weights: the half-precision module weights are used."
+    return {}, (told,) if half else ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,12 +143,12 @@ def _assign(model: ModelStates, groups: Sequence[_Group]) -> tuple[dict[str, Ten
             expected=f"{len(candidates):,} parameters such as {some(name for name, _ in candidates)}",
             remedy="Nothing was written.",
         )
-    masters: dict[str, TensorEntry] = {}
+    found: dict[str, TensorEntry] = {}
     for (name, ref), (group, fragment) in solutions[0].items():
         dtype = groups[group].tensors[0].dtype
         replica = Replica(ref.dtype, ref.fragments())
-        masters[name] = TensorEntry(name, ref.shape, dtype, "parameter", (fragment,), (replica,))
-    return masters, ()
+        found[name] = TensorEntry(name, ref.shape, dtype, "parameter", (fragment,), (replica,))
+    return found, ()
 
 
 _Solution = dict[tuple[str, TensorRef], tuple[int, Fragment]]

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
-from zckpt.catalog import Catalog, Replica, Source, TensorEntry
+from zckpt.catalog import Catalog, Source, TensorEntry
 from zckpt.containers import TensorRef
 from zckpt.errors import CorruptError, InconsistentError, UnsupportedError
 from zckpt.layouts.assembly import assemble
 from zckpt.layouts.listing import MODEL_NAME, Listing
-from zckpt.layouts.module_states import ModelStates, Shape, read_model_states, refuse_other_parallelism
+from zckpt.layouts.module_states import ModelStates, Shape, read_model_states, refuse_experts, with_replica
 from zckpt.layouts.optimizer_states import (
     OptimizerShard,
     check_ranks,
@@ -29,6 +29,7 @@ from zckpt.layouts.optimizer_states import (
     state_vector,
 )
 from zckpt.layouts.partition import flat_offsets, flat_pieces, in_original_order
+from zckpt.layouts.rules import rules_of_checkpoint
 from zckpt.layouts.training import Form, Group, Training
 
 _KNOWN = frozenset((
@@ -65,13 +66,13 @@ class Save:
         return "zero" if "zero_stage" in self.shards[0].root else "bf16"
 
 
-def load(listing: Listing, mp_rank: int = 0, *, allow_unknown: bool = False) -> Save:
-    """The files of one model-parallel rank; arguments and errors as in `read`."""
+def load(listing: Listing, mp_rank: int = 0, *, allow_unknown: bool = False, model: ModelStates | None = None) -> Save:
+    """The files of one model-parallel rank, whose model file may have been read; otherwise as `read`."""
     name = next((n for n in listing.matching(MODEL_NAME) if int(n.split("_")[2]) == mp_rank), None)
     shards = read_shards(listing, _KNOWN, mp_rank, allow_unknown=allow_unknown)
     if name is None:
         raise missing_model_file(listing)
-    model = read_model_states(listing, name)
+    model = model or read_model_states(listing, name)
     world_size = check_ranks(listing, shards, model)
     if not model.param_shapes:
         raise UnsupportedError(
@@ -102,7 +103,7 @@ def read(listing: Listing, *, allow_unknown: bool = False) -> Catalog:
     Raises:
         IncompleteError, InconsistentError, CorruptError, UnsupportedError: see those.
     """
-    refuse_other_parallelism(listing)
+    refuse_experts(listing)
     save = load(listing, allow_unknown=allow_unknown)
     source = Source(
         layout=f"zero{save.stage}",
@@ -118,7 +119,7 @@ def read(listing: Listing, *, allow_unknown: bool = False) -> Catalog:
 
 def read_training(listing: Listing, *, allow_unknown: bool = False) -> Training:
     """What the run needs beside its weights; arguments and errors as in `read`."""
-    refuse_other_parallelism(listing)
+    refuse_experts(listing)
     return training(load(listing, allow_unknown=allow_unknown))
 
 
@@ -163,10 +164,7 @@ def masters(save: Save) -> dict[str, TensorEntry]:
     files = [shard.file for shard in save.shards]
     for group in _groups(save):
         for entry in group.entries([shard.vectors[group.number] for shard in save.shards], files):
-            weight = save.model.module.get(entry.name)
-            if weight is not None and weight.shape == entry.shape:
-                entry = replace(entry, replicas=(Replica(weight.dtype, weight.fragments()),))
-            found[entry.name] = entry
+            found[entry.name] = with_replica(entry, save.model)
     return found
 
 
@@ -177,7 +175,8 @@ def training(save: Save) -> Training:
         IncompleteError: a rank lacks a state that others have.
     """
     groups: list[Group] = []
-    states: dict[str, dict[str, TensorEntry]] = {name: {} for shapes in save.model.param_shapes for name in shapes}
+    shapes = {name: shape for group in save.model.param_shapes for name, shape in group.items()}
+    states: dict[str, dict[str, TensorEntry]] = {name: {} for name in shapes}
     first = save.shards[0]
     for group in _groups(save):
         names = tuple(per_element(first.states[group.number]))
@@ -189,7 +188,17 @@ def training(save: Save) -> Training:
         if save.form == "zero" and save.model.zero_config.get("round_robin_gradients"):
             order = tuple(in_original_order(order, save.world_size))
         groups.append(group_of(order, first, group.number, group.number))
-    return Training(tuple(groups), states, scaler_of(first), save.model.rest, precision_of(save.model), save.form)
+    rules = rules_of_checkpoint(save.model)
+    return Training(
+        groups=tuple(groups),
+        states=states,
+        scaler=scaler_of(first),
+        model=save.model.rest,
+        precision=precision_of(save.model),
+        form=save.form,
+        raw=first.root,
+        joined={name: rules.joint(name, [shape]) for name, shape in shapes.items()} if rules else {},
+    )
 
 
 def _group_paddings(

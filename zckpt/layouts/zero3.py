@@ -18,7 +18,7 @@ from zckpt.errors import IncompleteError, InconsistentError, UnsupportedError, s
 from zckpt.fragments import Fragment
 from zckpt.layouts.assembly import assemble
 from zckpt.layouts.listing import Listing
-from zckpt.layouts.module_states import ModelStates, Shape, read_model_states, refuse_other_parallelism
+from zckpt.layouts.module_states import ModelStates, Shape, read_model_states, refuse_experts
 from zckpt.layouts.optimizer_states import (
     OptimizerShard,
     check_ranks,
@@ -93,7 +93,7 @@ def load(listing: Listing, mp_rank: int = 0, *, allow_unknown: bool = False) -> 
 
 def read(listing: Listing, *, allow_unknown: bool = False) -> Catalog:
     """The catalog of a ZeRO-3 save; arguments and errors as in `zero12.read`."""
-    refuse_other_parallelism(listing)
+    refuse_experts(listing)
     save = load(listing, allow_unknown=allow_unknown)
     source = Source(
         layout="zero3",
@@ -109,7 +109,7 @@ def read(listing: Listing, *, allow_unknown: bool = False) -> Catalog:
 
 def read_training(listing: Listing, *, allow_unknown: bool = False) -> Training:
     """What the run needs beside its weights; arguments and errors as in `zero12.read`."""
-    refuse_other_parallelism(listing)
+    refuse_experts(listing)
     return training(load(listing, allow_unknown=allow_unknown))
 
 
@@ -220,7 +220,14 @@ def training(save: Save) -> Training:
             states[place.name][state] = TensorEntry(place.name, place.shape, dtype, "parameter", fragments)
     firsts = {owner: number for number, owner in reversed(owners.items())}
     groups = tuple(group_of(tuple(listed), first, n, firsts.get(n, 0)) for n, listed in enumerate(names))
-    return Training(groups, states, scaler_of(first), save.model.rest, precision_of(save.model))
+    return Training(
+        groups=groups,
+        states=states,
+        scaler=scaler_of(first),
+        model=save.model.rest,
+        precision=precision_of(save.model),
+        raw=first.root,
+    )
 
 
 def _owners(shard: OptimizerShard) -> dict[int, int]:

@@ -35,7 +35,7 @@ from zckpt.layouts.partition import (
     round_robin,
     sub_groups,
 )
-from zckpt.layouts.torch_files import Filling, Pair, TorchFile
+from zckpt.layouts.torch_files import Filling, Laid, Pair, TorchFile
 from zckpt.layouts.training import Form, Group, Training
 from zckpt.plan import OutputFile
 
@@ -73,14 +73,6 @@ class ZeroTarget:
         """A rank's `model` or `optim` file."""
         prefix = "bf16_" if self.precision == BF16 and kind == "optim" else ""
         return f"{self.tag}/{prefix}zero_pp_rank_{rank}_mp_rank_00_{kind}_states.pt"
-
-
-@dataclass(frozen=True, slots=True)
-class Laid:
-    """Files to be written, and the pairs that fill them, file by file."""
-
-    files: tuple[tuple[OutputFile, FileStore], ...]
-    pairs: tuple[Pair, ...]
 
 
 def lay_out(catalog: Catalog, training: Training, target: ZeroTarget) -> Laid:

@@ -1,0 +1,70 @@
+"""The same training by real DeepSpeed and by this engine, side by side in one process group."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import sys
+import warnings
+from pathlib import Path
+from typing import Any
+
+import small
+import torch
+import torch.distributed as dist
+
+from zckpt import runtime
+
+
+def losses(initialize: Any, stage: int, accumulation: int, extra: dict[str, Any]) -> list[float]:
+    model = small.make(odd=False)
+    config = {
+        "train_batch_size": small.GLOBAL_BATCH,
+        "gradient_accumulation_steps": accumulation,
+        "zero_optimization": {"stage": stage},
+        "optimizer": {"type": "AdamW", "params": {"lr": 3e-3, "weight_decay": 0.1, "torch_adam": True}},
+        "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 10}},
+        "gradient_clipping": 0.3,
+        "zero_allow_untested_optimizer": True,
+        **extra,
+    }
+    trained = [p for p in model.parameters() if p.requires_grad]
+    engine, *_ = initialize(model=model, model_parameters=trained, config=config)
+    out = []
+    for micros in small.batches(20, dist.get_rank(), dist.get_world_size(), accumulation):
+        total = torch.zeros(())
+        for tokens in micros:
+            loss = engine(tokens)
+            engine.backward(loss)
+            engine.step()
+            total += loss.detach() / accumulation
+        dist.all_reduce(total)
+        out.append(total.item() / dist.get_world_size())
+    return out
+
+
+def main() -> None:
+    """Losses by stage and accumulation: theirs and ours."""
+    warnings.simplefilter("ignore")
+    import deepspeed
+
+    ds_torch = importlib.import_module("deepspeed.comm.torch")  # as an attribute it may be torch itself
+    ds_torch.build_shm_op = lambda *args, **kwargs: None  # its all-reduce aborts on some sizes
+    deepspeed.init_distributed("gloo")
+    results = {}
+    for stage in range(4):
+        for accumulation in (1, 2):
+            for kind, extra in {
+                "AdamW": {},
+                "SGD": {"optimizer": {"type": "SGD", "params": {"lr": 0.1, "momentum": 0.9}}},
+            }.items():
+                theirs = losses(deepspeed.initialize, stage, accumulation, extra)
+                ours = losses(runtime.initialize, stage, accumulation, extra)
+                results[f"{kind} {stage} {accumulation}"] = {"value": [theirs, ours]}
+    out = Path(sys.argv[1])
+    (out / f"rank_{dist.get_rank()}.json").write_text(json.dumps(results))
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,98 @@
+"""Universal checkpoints are those that DeepSpeed's own converter writes, and DeepSpeed goes on from them."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from bits import same_bits
+
+from zckpt.universal import to_universal
+
+pytest.importorskip("deepspeed")
+
+FIXTURES = Path(__file__).parents[2] / "fixtures"
+WORKER = Path(__file__).with_name("universal_worker.py")
+
+CANNOT = {
+    "zero1/elastic_w2": "AttributeError",  # expects a torch state dict of the optimizer
+    "zero2/adagrad_w2": "KeyError",  # expects Adam's states
+    "zero2/sgd_w2": "KeyError",
+    "zero2/scalar_w2": "RuntimeError",  # cannot concatenate scalars
+    "zero2/client_state_w2": "AttributeError",  # runs the pickle, whose class is elsewhere
+}
+"""What DeepSpeed's converter fails on."""
+
+WRONG = {"zero2/round_robin_w2", "zero3/mics_w4"}
+"""What it converts wrongly: its addresses ignore the other order; it cuts over all ranks."""
+
+
+def jobs() -> dict[str, tuple[Path, str]]:
+    found = {}
+    for how in sorted(FIXTURES.glob("*/*/how.json")):
+        home = how.parent / "checkpoint"
+        if json.loads(how.read_text()).get("stage") and (home / "latest").exists():
+            found[f"{how.parent.parent.name}/{how.parent.name}"] = home, (home / "latest").read_text().strip()
+    return found
+
+
+@pytest.fixture(scope="module")
+def theirs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Every fixture as DeepSpeed converts it."""
+    root = tmp_path_factory.mktemp("theirs")
+    listed = [[str(home / tag), f"{root}/{name}/{tag}_universal"] for name, (home, tag) in jobs().items()]
+    path = root / "jobs.json"
+    path.write_text(json.dumps(listed))
+    environment = {**os.environ, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, str(WORKER), str(path)], env=environment, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    told = dict(zip(jobs(), json.loads(Path(f"{path}.done").read_text()), strict=True))
+    assert {name: why.split(":")[0] for name, why in told.items() if why} == CANNOT
+    return root
+
+
+def assert_same(a: Any, b: Any, where: str) -> None:
+    """Two objects out of torch files, value for value, types too."""
+    assert type(a) is type(b), where
+    if isinstance(a, torch.Tensor):
+        assert a.dtype == b.dtype and a.shape == b.shape and same_bits(a, b), where
+    elif isinstance(a, dict):
+        assert list(a) == list(b) or a.keys() == b.keys(), (where, a.keys(), b.keys())
+        for key in a:
+            assert_same(a[key], b[key], f"{where}/{key}")
+    elif isinstance(a, list | tuple):
+        assert len(a) == len(b), where
+        for number, (one, two) in enumerate(zip(a, b, strict=True)):
+            assert_same(one, two, f"{where}/{number}")
+    elif hasattr(a, "__dict__") and not isinstance(a, type):
+        assert_same(dict(vars(a)), dict(vars(b)), where)
+    else:
+        assert a == b or (a != a and b != b), (where, a, b)
+
+
+@pytest.mark.parametrize("name", [name for name in jobs() if name not in CANNOT])
+def test_the_files_are_those_of_deepspeed(name: str, theirs: Path, tmp_path: Path) -> None:
+    home, _ = jobs()[name]
+    to_universal(home, tmp_path / "out")
+    if name in WRONG:
+        return  # what is in these is shown by reading them back
+    assert (tmp_path / "out/latest_universal").read_text() == (theirs / name / "latest_universal").read_text()
+    ours = {p.relative_to(tmp_path / "out") for p in (tmp_path / "out").rglob("*") if p.is_file()}
+    wanted = {p.relative_to(theirs / name) for p in (theirs / name).rglob("*") if p.is_file()}
+    assert {p for p in ours if p.suffix == ".pt"} == {p for p in wanted if p.suffix == ".pt"}
+    for path in sorted(wanted):
+        if path.suffix != ".pt":
+            continue
+        one, two = tmp_path / "out" / path, theirs / name / path
+        if path.name.endswith("model_states.pt"):
+            assert one.read_bytes() == two.read_bytes()
+        else:
+            assert_same(torch.load(one, weights_only=False), torch.load(two, weights_only=False), str(path))

@@ -1,0 +1,351 @@
+"""Checkpoints of models that are split over ranks: tensor parallel, pipeline parallel, and ZeRO of any stage under both.
+
+For `layouts.detect`. Each model-parallel rank's files are read as a save of their own, of slices under the names they have
+there (`zero12`, `zero3`, `unsharded`); the slices of one pipeline stage are joined (`slices`, `rules`), and the stages are
+put one after another. A parameter that several stages hold is tied: its copies must agree, and one is kept.
+
+[Note: names in a pipeline] Layer files hold local names (`up.weight`). The model file of a stage lists its parameters under
+global ones: `<layer>.<local name>`, or `tied_modules.<key>.<local name>` for a layer whose weight is used twice; a layer
+file whose names are in no list under its own number is that of a tied module.
+Source: DeepSpeed 0.19.8, runtime/pipe/module.py `save_state_dict`, `ckpt_layer_path`; runtime/engine.py `_get_ckpt_name`
+(model-parallel ranks count stages first, tensor ranks within a stage).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from zckpt.catalog import Catalog, Replica, Source, TensorEntry, Topology
+from zckpt.containers import TensorRef
+from zckpt.errors import CorruptError, IncompleteError, InconsistentError, UsageError
+from zckpt.layouts import unsharded, zero3, zero12
+from zckpt.layouts.assembly import assemble
+from zckpt.layouts.listing import EXPERT_NAME, LAYER_NAME, MODEL_NAME, Listing
+from zckpt.layouts.module_states import ModelStates, as_mapping, flatten, read_model_states
+from zckpt.layouts.optimizer_states import missing_ranks
+from zckpt.layouts.rules import Rules, check_loads, rules_of_checkpoint, rules_of_file, unknown_rule
+from zckpt.layouts.slices import Joint, join, replicated
+from zckpt.layouts.training import Group, Training
+
+
+def match(listing: Listing) -> str | None:
+    """None when this layout reads the files; otherwise why not."""
+    if listing.matching(EXPERT_NAME):
+        return "expert files, of a mixture of experts"
+    if listing.matching(LAYER_NAME) or len(listing.model_parallel_ranks()) > 1:
+        return None
+    first = next(iter((*listing.matching(MODEL_NAME), *listing.shards("model").values())), None)
+    if first is not None and listing.numbers(first, "mp_world_size").get("mp_world_size", 1) > 1:
+        return None  # the others are missing
+    return "files of one model-parallel rank only"
+
+
+def read(listing: Listing, *, allow_unknown: bool = False) -> Catalog:
+    """The catalog of a model-parallel save; arguments as in `zero12.read`.
+
+    Raises:
+        IncompleteError: slices or stages are missing.
+        InconsistentError: slices are of different saves, or do not fit their rules; tied copies differ.
+        UnsupportedError: no rule says how a tensor's slices are joined.
+        UsageError: the wrong rules were given.
+    """
+    return _Reader(listing, allow_unknown).catalog()
+
+
+def read_training(listing: Listing, *, allow_unknown: bool = False) -> Training:
+    """What the run needs beside its weights, of whole parameters; arguments and errors as in `read`."""
+    return _Reader(listing, allow_unknown).training()
+
+
+@dataclass(frozen=True, slots=True)
+class _Slice:
+    """What one model-parallel rank holds: a catalog of slices, and how to read what goes with them."""
+
+    catalog: Catalog
+    model: ModelStates
+    training: Callable[[], Training] | None
+
+
+class _Reader:
+    """One save. `stages[pp][tp]` are the ranks' slices."""
+
+    def __init__(self, listing: Listing, allow_unknown: bool) -> None:
+        self.listing = listing
+        self.allow_unknown = allow_unknown
+        self.layers = _layers(listing)
+        ranks = listing.model_parallel_ranks()
+        models = {rank: self._model(rank) for rank in ranks}
+        self.topology = self._topology(models)
+        tp, pp = self.topology.tp, self.topology.pp
+        missing = sorted(set(range(tp * pp)) - set(ranks))
+        if missing:
+            raise IncompleteError(
+                "missing model-parallel ranks",
+                file=listing.directory,
+                found=f"files of mp_rank {', '.join(f'{rank:02d}' for rank in ranks)}",
+                expected=f"{pp} pipeline stages of {tp} tensor-parallel ranks",
+                remedy=f"Copy the files of mp_rank {', '.join(f'{rank:02d}' for rank in missing)} from the nodes that wrote "
+                "them (--also DIR lays further directories over this one).",
+            )
+        tied = _tied_names(models.values())
+        slices = [self._slice(rank, models[rank], tied) for rank in range(tp * pp)]
+        _check_steps(listing, slices)
+        self.stages = [slices[stage * tp : (stage + 1) * tp] for stage in range(pp)]
+        self.rules = self._rules(models[0])
+
+    # -- what is there -----------------------------------------------------------------------------------------------
+
+    def _model(self, rank: int) -> ModelStates:
+        """A rank's model file; of ZeRO-3, any of its data-parallel ranks'. A pipeline's has no weights."""
+        names = [n for n in self.listing.matching(MODEL_NAME) if int(n.split("_")[2]) == rank]
+        names += self.listing.shards("model", rank).values()
+        if not names:
+            raise IncompleteError(
+                f"no model states file of mp_rank {rank:02d}",
+                file=self.listing.directory,
+                remedy="Copy it from the node that wrote it (--also DIR lays further directories over this one).",
+            )
+        return read_model_states(self.listing, names[0], module={} if self.layers else None)
+
+    def _topology(self, models: Mapping[int, ModelStates]) -> Topology:
+        """Ranks per axis: what the user said, what the files say, or what their number allows."""
+        first = models[min(models)]
+        recorded = first.topology(first.number("dp_world_size") or 1)
+        wished = self.listing.wishes
+        total = max(len(models), first.number("mp_world_size") or 1)
+        if wished.tp or wished.pp:
+            tp = wished.tp or total // (wished.pp or 1)
+            pp = wished.pp or total // tp
+        elif recorded.tp * recorded.pp > 1:
+            tp, pp = recorded.tp, recorded.pp
+        elif self.layers:
+            tp = len({tp_rank for _, tp_rank in self.layers})
+            pp = total // tp
+        else:
+            tp, pp = total, 1
+        if tp * pp != total and tp * pp < len(models):
+            raise UsageError(
+                "a topology that is not that of the files", file=self.listing.directory,
+                found=f"{len(models)} model-parallel ranks", expected=f"{pp} pipeline stages of {tp} tensor-parallel ranks",
+                remedy="Say --tp and --pp as the run had them.",
+            )  # fmt: skip
+        return Topology(recorded.dp, tp, pp)
+
+    def _slice(self, rank: int, model: ModelStates, tied: Mapping[str, str]) -> _Slice:
+        module = self._stage_module(rank, model, tied) if self.layers else None
+        if module is not None:
+            model = replace(model, module=module)
+        if not self.listing.shards("optim", rank):
+            if model.is_zero():
+                size = model.number("dp_world_size") or 1
+                raise missing_ranks(self.listing, f"mp_rank_{rank:02d} optimizer", [], list(range(size)), size)
+            masters, _ = unsharded.masters(model)
+            training = None
+            catalog = assemble(model, masters, Source("", self.listing.directory), self.topology, frozen={})
+        elif self.listing.shards("model", rank):
+            save = zero3.load(self.listing, rank, allow_unknown=self.allow_unknown)
+            catalog = assemble(
+                save.model, zero3.masters(save), Source("", self.listing.directory), self.topology, zero3.frozen(save)
+            )
+            return _Slice(catalog, save.model, lambda: zero3.training(save))
+        else:
+            flat = zero12.load(self.listing, rank, allow_unknown=self.allow_unknown, model=model)
+            catalog = assemble(model, zero12.masters(flat), Source("", self.listing.directory), self.topology)
+            training = lambda: zero12.training(flat)  # noqa: E731
+        return _Slice(catalog, model, training)
+
+    def _stage_module(self, rank: int, model: ModelStates, tied: Mapping[str, str]) -> dict[str, TensorRef]:
+        """The tensors of a stage's layer files under their global names; of a run without ZeRO, those of all layers."""
+        tp_rank = rank % self.topology.tp
+        listed = {name for shapes in (*model.param_shapes, model.frozen_shapes) for name in shapes} | model.buffer_names
+        module: dict[str, TensorRef] = {}
+        for (layer, owner), file in self.layers.items():
+            if owner != tp_rank:
+                continue
+            notes: list[str] = []
+            root = as_mapping(self.listing.open(file).root, "a layer file", self.listing.files[file])
+            tensors = flatten(root, notes)
+            if notes:
+                raise CorruptError(
+                    "a layer file that holds more than tensors", file=self.listing.files[file], found=notes[0]
+                )
+            for local, ref in tensors.items():
+                own = f"{layer}.{local}"
+                name = own if own in listed else tied.get(local, own) if not _owns(listed, layer) else own
+                if not model.is_zero() or name in listed or _owns(listed, layer):
+                    module.setdefault(name, ref)
+        return module
+
+    def _rules(self, model: ModelStates) -> Rules | None:
+        if self.listing.wishes.tp_rules:
+            rules = rules_of_file(self.listing.wishes.tp_rules)
+            check_loads(rules, list(self.stages[0][0].catalog))
+            return rules
+        return rules_of_checkpoint(model)
+
+    # -- putting it together -----------------------------------------------------------------------------------------
+
+    def _joint(self, name: str, slices: Sequence[TensorEntry]) -> Joint:
+        shapes = [entry.shape for entry in slices]
+        if len(slices) == 1 or (slices[0].role == "buffer" and len(set(shapes)) == 1):
+            return replicated(shapes)
+        joint = self.rules.joint(name, shapes) if self.rules else None
+        if joint is None:
+            raise unknown_rule(name, shapes, self.listing.directory)
+        return joint
+
+    def _stage_tensors(self, stage: Sequence[_Slice]) -> Iterator[TensorEntry]:
+        """The whole tensors of one pipeline stage."""
+        names = dict.fromkeys(name for held in stage for name in held.catalog.tensors)
+        for name in names:
+            yield self._whole(name, [held.catalog.tensors.get(name) for held in stage])
+
+    def _whole(self, name: str, slices: Sequence[TensorEntry | None]) -> TensorEntry:
+        held = [entry for entry in slices if entry is not None]
+        if len(held) < len(slices):
+            raise IncompleteError(
+                f"a tensor that not all tensor-parallel ranks hold, {name!r}",
+                file=self.listing.directory,
+                found=f"slices of ranks {', '.join(str(n) for n, entry in enumerate(slices) if entry is not None)}",
+                expected=f"{len(slices)} slices",
+            )
+        return join(name, held, self._joint(name, held))
+
+    def catalog(self) -> Catalog:
+        """The whole model."""
+        tensors: dict[str, TensorEntry] = {}
+        aliases: dict[str, str] = {}
+        for number, stage in enumerate(self.stages):
+            for entry in self._stage_tensors(stage):
+                first = tensors.get(entry.name)
+                tensors[entry.name] = entry if first is None else _tied(first, entry, number)
+            aliases |= stage[0].catalog.aliases
+        model = self.stages[0][0].model
+        stage_of_zero = self._zero_stage()
+        dp = self._data_parallel()
+        source = Source(
+            layout=f"zero{stage_of_zero}" if stage_of_zero else "unsharded",
+            path=self.listing.directory,
+            tag=self.listing.tag,
+            framework=("DeepSpeed", model.version),
+            zero_stage=stage_of_zero,
+            global_steps=model.number("global_steps"),
+            optimizer_states=tuple(self._state_names()),
+            notes=(*self._notes(), *model.notes),
+        )
+        kept = {dropped: kept for dropped, kept in aliases.items() if kept in tensors and dropped not in tensors}
+        return Catalog(tensors, source, kept, replace(self.topology, dp=dp), model.extras)
+
+    def _zero_stage(self) -> int:
+        ranks = self.listing.shards("optim", 0)
+        if not ranks:
+            return 0
+        if self.listing.shards("model", 0):
+            return 3
+        return zero12.load(self.listing, 0, allow_unknown=self.allow_unknown, model=self.stages[0][0].model).stage
+
+    def _data_parallel(self) -> int:
+        return len(self.listing.shards("optim", 0)) or self.topology.dp
+
+    def _state_names(self) -> Iterator[str]:
+        if (training := self.stages[0][0].training) is not None:
+            yield from dict.fromkeys(state for group in training().groups for state in group.states)
+
+    def _notes(self) -> Iterator[str]:
+        if self.listing.wishes.tp_rules:
+            yield f"Slices were joined by the rules of {self.listing.wishes.tp_rules!r}."
+        if self.layers and self.topology.pp > 1:
+            yield "Names are those of the pipeline: <layer>.<name>, and tied_modules.<key>.<name> for tied layers."
+
+    def training(self) -> Training:
+        """What the run needs beside its weights."""
+        groups: list[list[Group]] = []
+        states: dict[str, dict[str, TensorEntry]] = {}
+        joined: dict[str, Joint] = {}
+        first: Training | None = None
+        for stage in self.stages:
+            held = [s.training() for s in stage if s.training is not None]
+            if len(held) < len(stage):
+                raise IncompleteError(
+                    "no optimizer files", file=self.listing.directory, found="a run without ZeRO",
+                    expected="zero_pp_rank_*_optim_states.pt",
+                )  # fmt: skip
+            first = first or held[0]
+            for name, by_state in held[0].states.items():
+                if name in states:
+                    continue  # a tied parameter: the first stage's states are those of all
+                weights = [s.catalog.tensors[name] for s in stage]
+                joint = self._joint(name, weights)
+                if said := self.rules and self.rules.joint(name, [entry.shape for entry in weights]):
+                    joined[name] = said
+                if joint.total == "sum":  # its parts have the same gradient, and so the same states
+                    joint = replace(joint, total="mean")
+                states[name] = {
+                    state: join(name, [replace(h.states[name][state], replicas=()) for h in held], joint)
+                    for state in by_state
+                }
+            groups.append(list(held[0].groups))
+        assert first is not None
+        return replace(first, groups=tuple(_merged(groups)), states=states, joined=joined)
+
+
+def _merged(stages: Sequence[Sequence[Group]]) -> Iterator[Group]:
+    """The groups of all pipeline stages: those of the same number are one."""
+    for number in range(max(len(groups) for groups in stages)):
+        same = [groups[number] for groups in stages if number < len(groups)]
+        names = dict.fromkeys(name for group in same for name in group.names)
+        full = next((group for group in same if group.states), same[0])
+        yield replace(full, names=tuple(names))
+
+
+def _tied(first: TensorEntry, other: TensorEntry, stage: int) -> TensorEntry:
+    """A tensor that a further stage holds too: it must be the same there."""
+    if (first.shape, first.dtype) != (other.shape, other.dtype):
+        raise InconsistentError(
+            f"a tensor that two pipeline stages hold differently, {first.name!r}",
+            found=f"{first.dtype} {list(first.shape)} and {other.dtype} {list(other.shape)}",
+        )
+    copy = Replica(other.dtype, other.fragments, f"pipeline stage {stage}", True)
+    return replace(first, replicas=(*first.replicas, copy))
+
+
+def _layers(listing: Listing) -> dict[tuple[int, int], str]:
+    """(layer, tensor-parallel rank) -> its file, in order."""
+    found: dict[tuple[int, int], str] = {}
+    for name in listing.matching(LAYER_NAME):
+        match = LAYER_NAME.fullmatch(name)
+        assert match is not None
+        found[int(match["layer"]), int(match["tp"] or 0)] = name
+    return dict(sorted(found.items()))
+
+
+def _owns(listed: set[str] | frozenset[str], layer: int) -> bool:
+    """Whether a stage lists parameters or buffers under this layer's number."""
+    return any(name.startswith(f"{layer}.") for name in listed)
+
+
+_TIED = re.compile(r"tied_modules\.[^.]+\.(?P<local>.+)")
+
+
+def _tied_names(models: Iterable[ModelStates]) -> dict[str, str]:
+    """Local name -> global name of parameters of tied modules."""
+    found: dict[str, str] = {}
+    for model in models:
+        for name in (name for shapes in (*model.param_shapes, model.frozen_shapes) for name in shapes):
+            if match := _TIED.fullmatch(name):
+                found.setdefault(match["local"], name)
+    return found
+
+
+def _check_steps(listing: Listing, slices: Sequence[_Slice]) -> None:
+    """All model files are of one save."""
+    steps = {rank: held.model.number("global_steps") for rank, held in enumerate(slices)}
+    if len(set(steps.values())) > 1:
+        raise InconsistentError(
+            "files of different saves",
+            file=listing.directory,
+            found="; ".join(f"mp_rank {rank:02d} says step {step}" for rank, step in list(steps.items())[:8]),
+            remedy="Copy the files of one save again, or choose another tag.",
+        )

@@ -1,0 +1,150 @@
+"""How a universal checkpoint is laid out: the files that DeepSpeed's `ds_to_universal` writes, value for value.
+
+For `zckpt to-universal`. What is in them, and in which form: [Note: two forms] in `universal`.
+Source: DeepSpeed 0.19.8, checkpoint/ds_to_universal.py.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+
+from zckpt.catalog import Catalog, TensorEntry
+from zckpt.dtypes import F32, U8, DType
+from zckpt.errors import UnsafeError, UnsupportedError
+from zckpt.fragments import FileStore, Fragment
+from zckpt.layouts.listing import LAYER_NAME, MODEL_NAME, SHARD_NAME, Listing
+from zckpt.layouts.slices import Joint, cut
+from zckpt.layouts.torch_files import Laid, Pair, TorchFile
+from zckpt.layouts.totals import as_float
+from zckpt.layouts.training import Training
+from zckpt.layouts.universal import HOME, MASTER, STATE
+from zckpt.plan import OutputFile
+
+
+@dataclass(frozen=True, slots=True)
+class UniversalTarget:
+    """The save to be written.
+
+    Attributes:
+        tag: its directory.
+        precision: dtype of the module's own weights, which are copied as they are.
+    """
+
+    tag: str
+    precision: DType
+
+
+def lay_out(catalog: Catalog, training: Training, listing: Listing, target: UniversalTarget) -> Laid:
+    """The files of a universal checkpoint, as DeepSpeed's own converter writes them, without `latest_universal`.
+
+    Args:
+        catalog: the weights, under the names they have in training.
+        training: all else.
+        listing: the source's files, of which the model files are copied.
+        target: where it goes.
+
+    Raises:
+        UnsafeError: a parameter's name is no path below `zero/`.
+        UnsupportedError: a parameter's name is too long for a directory.
+    """
+    files: list[tuple[OutputFile, FileStore]] = []
+    pairs: list[Pair] = []
+
+    def add(made: tuple[tuple[OutputFile, FileStore], list[Pair]]) -> None:
+        files.append(made[0])
+        pairs.extend(made[1])
+
+    stage_3 = catalog.source.zero_stage == 3
+    bare = stage_3 and not training.joined
+    for group in training.groups:
+        for name in group.names:
+            home = f"{target.tag}/{HOME}{_directory(name, catalog.source.path)}"
+            joint = training.joined.get(name, _END_TO_END)
+            for state, entry in {MASTER: catalog.tensors[name], **training.states[name]}.items():
+                add(_tensor_file(f"{home}/{state}.pt", entry, None if bare else joint))
+            if "step" in group.scalars and not stage_3:
+                file = TorchFile(f"{home}/step.pt")
+                add(file.finish(file.adopt(group.scalars["step"])))
+    if not stage_3 and not listing.matching(LAYER_NAME):  # a pipeline's are in its layer files
+        for name, entry in _others(catalog):
+            home = f"{target.tag}/{HOME}{_directory(name, catalog.source.path)}"
+            add(_tensor_file(f"{home}/{MASTER}.pt", as_float(entry), _AS_IT_IS, F32))
+    file = TorchFile(f"{target.tag}/{STATE}")
+    add(file.finish(file.adopt(_left(training, stage_3))))
+    for name, path in listing.files.items():
+        if MODEL_NAME.fullmatch(name) or ((m := SHARD_NAME.fullmatch(name)) and m["kind"] == "model"):
+            add(_copy(path, f"{target.tag}/{name}"))
+    return Laid(tuple(files), tuple(pairs))
+
+
+_AS_IT_IS = Joint((), ())
+_END_TO_END = Joint((), (), words={"cat_dim": 0})
+"""What DeepSpeed's converter says of a parameter that no rule names, on one rank too."""
+
+
+def _directory(name: str, path: str) -> str:
+    """A parameter's name as a path, which DeepSpeed looks for as it is."""
+    parts = name.split("/")
+    if "\0" in name or any(part in ("", ".", "..") for part in parts):
+        raise UnsafeError(
+            "a parameter whose name is no path", file=path, found=f"{name!r:.200}",
+            remedy="A universal checkpoint has a directory of each parameter's name. Nothing was written.",
+        )  # fmt: skip
+    if any(len(os.fsencode(part)) > _LONGEST for part in parts):
+        raise UnsupportedError(
+            "a parameter whose name is too long for a directory", file=path, found=f"{name!r:.100}",
+            expected=f"at most {_LONGEST} bytes",
+        )  # fmt: skip
+    return name
+
+
+_LONGEST = 255
+"""Bytes of a file name, on every file system that people train on."""
+
+
+def _tensor_file(
+    path: str, entry: TensorEntry, joint: Joint | None, dtype: DType | None = None
+) -> tuple[tuple[OutputFile, FileStore], list[Pair]]:
+    """One tensor in a file: with words on how it was joined, or, where there are none, bare and flat."""
+    file = TorchFile(path)
+    if joint is None:
+        return file.finish(file.tensor(replace(entry, shape=(entry.numel,), replicas=()), dtype))
+    return file.finish({**file.adopt(joint.words), "param": file.tensor(cut(entry, joint.keep), dtype)})
+
+
+def _others(catalog: Catalog) -> Iterator[tuple[str, TensorEntry]]:
+    """What the optimizer does not own, tied names too, as the module holds it."""
+    for name, entry in catalog.tensors.items():
+        if entry.role != "parameter":
+            yield name, entry
+    for dropped, kept in catalog.aliases.items():
+        entry = catalog.tensors[kept]
+        for replica in entry.replicas[:1]:
+            entry = replace(entry, dtype=replica.dtype, fragments=replica.fragments, replicas=())
+        yield dropped, entry
+
+
+_SHARDED = ("base_optimizer_state", "param_slice_mappings", "single_partition_of_fp32_groups")
+
+
+def _left(training: Training, stage_3: bool) -> dict[str, object]:
+    """What is left of one rank's optimizer file when its partitions are gone; of stage 3, where they stay, all."""
+    raw = training.raw
+    inner = raw.get("optimizer_state_dict" if stage_3 else "base_optimizer_state")
+    groups = inner.get("param_groups") if isinstance(inner, Mapping) else None
+    if groups is None:
+        groups = [{**group.settings, "params": [number]} for number, group in enumerate(training.groups)]
+    return {**{key: value for key, value in raw.items() if stage_3 or key not in _SHARDED}, "param_groups": groups}
+
+
+def _copy(path: str, name: str) -> tuple[tuple[OutputFile, FileStore], list[Pair]]:
+    """A file as it is, byte for byte."""
+    source = FileStore.of(path)
+    store = FileStore(name, source.size)
+    of, to = (
+        TensorEntry(name, (source.size,), U8, "buffer", (Fragment(where, 0, 0, source.size),) if source.size else ())
+        for where in (source, store)
+    )
+    return (OutputFile(name, source.size), store), [(of, to)]

@@ -1,0 +1,17 @@
+"""The bundled trainer: DeepSpeed's config and calls on PyTorch's own sharding.
+
+    engine, optimizer, loader, lr_scheduler = zckpt.runtime.initialize(model=model, config="ds_config.json")
+    for batch in data:
+        loss = engine(batch)
+        engine.backward(loss)
+        engine.step()
+
+A script written for `deepspeed.initialize` ports by changing the import. docs/config.md says what each key of the config does.
+"""
+
+from zckpt.runtime import zero
+from zckpt.runtime.config import read_config
+from zckpt.runtime.engine import Engine
+from zckpt.runtime.start import initialize
+
+__all__ = ["Engine", "initialize", "read_config", "zero"]

@@ -1,0 +1,80 @@
+"""What a key of the config is: used, accepted without use, or refused.
+
+For the models in `config_zero` and `config_sections`; `config` reads by them and `config_page` prints them. One line of a
+model is one key of DeepSpeed's JSON, and holds everything that is known about it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, get_args
+
+from pydantic import BaseModel, ConfigDict, Field
+from pydantic.fields import FieldInfo
+
+
+class Section(BaseModel):
+    """One JSON object of the config. `config` has looked for unknown keys before pydantic sees the values."""
+
+    model_config = ConfigDict(extra="forbid", populate_by_name=True, frozen=True, protected_namespaces=())
+
+
+def used(default: Any, about: str, **constraints: Any) -> Any:
+    """A key that this engine acts on."""
+    return Field(default, description=about, **constraints)
+
+
+def own(default: Any, about: str, **constraints: Any) -> Any:
+    """A key that DeepSpeed does not have."""
+    return Field(default, description=about, json_schema_extra={"kind": "own"}, **constraints)
+
+
+def unused(default: Any, why: str, **constraints: Any) -> Any:
+    """A key that is accepted and changes nothing; `why` is told once."""
+    return Field(default, description=why, json_schema_extra={"kind": "unused"}, **constraints)
+
+
+def refused(default: Any, why: str, **constraints: Any) -> Any:
+    """A key that would change the training in a way this engine does not know: only values that switch it off pass."""
+    return Field(default, description=why, json_schema_extra={"kind": "refused"}, **constraints)
+
+
+def foreign(why: str, keys: str, kind: str = "unused") -> Any:
+    """A section of DeepSpeed's whose keys are known by name only; below them nothing is looked at."""
+    return Field(None, description=why, json_schema_extra={"kind": kind, "keys": list(keys.split())})
+
+
+def kind_of(field: FieldInfo) -> str:
+    """`used`, `own`, `unused` or `refused`."""
+    extra = field.json_schema_extra
+    return str(extra.get("kind", "used")) if isinstance(extra, dict) else "used"
+
+
+def keys_of(field: FieldInfo) -> list[str] | None:
+    """The known names inside a foreign section; None where anything goes or there is nothing inside."""
+    extra = field.json_schema_extra
+    keys = extra.get("keys") if isinstance(extra, dict) else None
+    return [str(key) for key in keys] if isinstance(keys, list) else None
+
+
+def section_of(field: FieldInfo) -> type[Section] | None:
+    """The model of a key that is itself an object."""
+    for kind in (field.annotation, *get_args(field.annotation)):
+        if isinstance(kind, type) and issubclass(kind, Section):
+            return kind
+    return None
+
+
+def named(section: type[Section]) -> Iterator[tuple[str, FieldInfo]]:
+    """Every accepted name of a section with its field: the name itself and its alias."""
+    for name, field in section.model_fields.items():
+        yield field.alias or name, field
+        if field.alias and field.alias != name:
+            yield name, field
+
+
+def is_off(value: object) -> bool:
+    """Whether a value leaves a refused feature switched off."""
+    if isinstance(value, dict):
+        return value.get("enabled") is False or all(is_off(inner) for inner in value.values())
+    return value is None or value is False or value == 0

@@ -1,0 +1,90 @@
+"""A loader for `training_data` that knows where it is.
+
+For `initialize(..., training_data=...)`. Every rank gets its own samples, shuffled anew each epoch; epoch and batch are all
+the state, so a resumed run goes on with the next batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset
+
+from zckpt.runtime.world import World
+
+
+class Loader:
+    """Micro batches of this rank; one `for` loop over it is one epoch, or what is left of it.
+
+    Args:
+        dataset: with length and items, or iterable; an iterable one has to give each rank its own samples.
+        batch_size: samples per micro batch.
+        world: all ranks.
+        collate_fn: makes a batch of samples; torch's own where not given.
+        drop_last: leave out what fills no whole batch.
+
+    Attributes:
+        epoch: the epoch that the next batch belongs to.
+        batch: its number in the epoch.
+    """
+
+    def __init__(
+        self,
+        dataset: Dataset[Any],
+        batch_size: int,
+        world: World,
+        *,
+        collate_fn: Callable[[list[Any]], Any] | None = None,
+        drop_last: bool = False,
+    ) -> None:
+        self.epoch = self.batch = 0
+        self._batch_size = batch_size
+        sampler = None
+        if not isinstance(dataset, IterableDataset):
+            sampler = _FromThere(dataset, num_replicas=world.size, rank=world.rank, drop_last=drop_last)
+        self._sampler = sampler
+        self._loader: DataLoader[Any] = DataLoader(
+            dataset,
+            batch_size=batch_size,
+            sampler=sampler,
+            collate_fn=collate_fn,
+            drop_last=drop_last,
+            pin_memory=world.device.type == "cuda",
+        )
+
+    def __len__(self) -> int:
+        samples = len(self._sampler.whole()) if self._sampler is not None else len(self._loader.dataset)  # type: ignore[arg-type]
+        return samples // self._batch_size if self._loader.drop_last else -(-samples // self._batch_size)
+
+    def __iter__(self) -> Iterator[Any]:
+        skip = self.batch
+        if self._sampler is not None:
+            self._sampler.set_epoch(self.epoch)
+            self._sampler.skip = skip * self._batch_size
+            skip = 0
+        for number, batch in enumerate(self._loader):
+            if number >= skip:
+                self.batch += 1
+                yield batch
+        self.epoch, self.batch = self.epoch + 1, 0
+
+    def state_dict(self) -> dict[str, int]:
+        """Where it is."""
+        return {"epoch": self.epoch, "batch": self.batch}
+
+    def load_state_dict(self, state_dict: Mapping[str, int]) -> None:
+        """Goes on from there."""
+        self.epoch, self.batch = state_dict["epoch"], state_dict["batch"]
+
+
+class _FromThere(DistributedSampler[Any]):
+    """A rank's share of an epoch without its first samples."""
+
+    skip = 0
+
+    def whole(self) -> list[int]:
+        return list(super().__iter__())
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self.whole()[self.skip :])

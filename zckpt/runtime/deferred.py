@@ -1,0 +1,260 @@
+"""Building a model that no rank could hold: parameters keep this rank's rows only, from the moment they are made.
+
+For `zero.Init` and `sharding`.
+[Note: deferred parameters]
+While `Recorder` is active, a parameter that a module registers becomes a tensor of its shape on the meta device, and its
+numbers shrink to this rank's rows of dim 0. What the model's code then does to the parameter is seen op by op:
+- an op that only looks at the shape, or makes a view, runs on the meta tensor;
+- an op that overwrites the whole parameter (all random fills are of this kind) runs on whole memory, made for it and dropped,
+  so the random generator moves as it does for the plain model, and the same seed gives the same weights;
+- an op that treats every element alike runs on the rows;
+- anything else runs on the whole parameter, gathered for it: all ranks build the model by the same code, so all take part.
+At no time is more than one parameter whole. To Python code the parameter looks as if it were on the device where its numbers
+are: torch's own initialisations leave meta tensors alone.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten, tree_map
+
+from zckpt.runtime.world import rows_of
+
+_ATTRIBUTE = "_zckpt_rows"
+_FILLS = frozenset(("fill_", "zero_"))
+
+
+@dataclass(slots=True, eq=False)
+class Rows:
+    """This rank's rows of a parameter that exists nowhere whole.
+
+    Attributes:
+        values: shape (rows, ...); a parameter without dims or elements is whole on every rank.
+        shape: of the whole parameter.
+        group: the ranks that share it, in the order of their rows.
+    """
+
+    values: torch.Tensor
+    shape: torch.Size
+    group: Any
+
+    @property
+    def size(self) -> int:
+        """How many ranks share it."""
+        return dist.get_world_size(self.group)
+
+    @property
+    def whole(self) -> bool:
+        """Whether every rank has all of it."""
+        return self.size == 1 or not self.shape or not self.shape.numel()
+
+    def join(self) -> torch.Tensor:
+        """The whole tensor, in new memory. All ranks of the group take part."""
+        return self.values.clone() if self.whole else gather_rows(self.values, self.shape, self.group)
+
+
+def cut(tensor: torch.Tensor, group: Any, dtype: torch.dtype | None = None) -> Rows:
+    """This rank's rows of a whole tensor, in memory of their own.
+
+    Args:
+        tensor: the whole, on every rank.
+        group: the ranks that share it.
+        dtype: to keep floating-point numbers in; their own where not given.
+    """
+    tensor = part = tensor.detach()
+    size = dist.get_world_size(group)
+    if size > 1 and tensor.ndim and tensor.numel():
+        rows = rows_of(tensor.shape[0], size, dist.get_rank(group))
+        part = tensor[rows.start : rows.stop]
+    dtype = dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
+    return Rows(part.to(dtype, copy=True).contiguous(), tensor.shape, group)
+
+
+def gather_rows(values: torch.Tensor, shape: Iterable[int], group: Any) -> torch.Tensor:
+    """A tensor out of every rank's rows of dim 0.
+
+    Args:
+        values: this rank's rows, shape (rows, ...).
+        shape: of the whole.
+        group: the ranks that share it, in the order of their rows.
+    """
+    length, *inner = shape
+    size = dist.get_world_size(group)
+    step = -(-length // size)
+    padded = values.new_zeros((step, *inner))
+    padded[: values.shape[0]] = values
+    whole = values.new_empty((step * size, *inner))
+    dist.all_gather_single(whole.view(-1).view(torch.uint8), padded.view(-1).view(torch.uint8), group=group)
+    return whole[:length]
+
+
+def rows_held_by(parameter: nn.Parameter) -> Rows | None:
+    """The rows of a deferred parameter; None for any other."""
+    rows = getattr(parameter, _ATTRIBUTE, None)
+    return rows if isinstance(rows, Rows) else None
+
+
+def defer(parameter: nn.Parameter, rows: Rows) -> None:
+    """Turns a parameter object into a deferred one, for everybody who holds it."""
+    meta = torch.empty(rows.shape, dtype=rows.values.dtype, device="meta")
+    torch.utils.swap_tensors(parameter, nn.Parameter(meta, requires_grad=parameter.requires_grad))
+    setattr(parameter, _ATTRIBUTE, rows)
+
+
+class Recorder(TorchDispatchMode):
+    """Follows what happens to deferred parameters; see [Note: deferred parameters].
+
+    Args:
+        group: the ranks that share each parameter.
+        dtype: of floating-point parameters, where they should have another than the model gives them.
+    """
+
+    def __init__(self, group: Any, dtype: torch.dtype | None = None) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.group = group
+        self.dtype = dtype
+        self._home = torch.device("cpu")
+        self._rows: dict[int, Rows] = {}
+        self._kept: list[nn.Parameter] = []
+        self._alive: list[torch.UntypedStorage] = []  # a place in `_rows` must not be given to another tensor
+        self._looks = _Looks(self)
+        self._register: Callable[..., None] | None = None
+
+    def __enter__(self) -> Recorder:
+        self._register = plain = nn.Module.register_parameter
+        recorder = self
+
+        @functools.wraps(plain)
+        def register_parameter(module: nn.Module, name: str, param: nn.Parameter | None) -> None:
+            plain(module, name, param)
+            if type(param) is nn.Parameter and recorder.rows_of(param) is None and not param.is_meta:
+                recorder.adopt(param)
+
+        nn.Module.register_parameter = register_parameter  # type: ignore[method-assign,assignment]
+        super().__enter__()  # type: ignore[no-untyped-call]
+        self._looks.__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._looks.__exit__(*error)  # type: ignore[no-untyped-call]
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
+        if self._register is not None:
+            nn.Module.register_parameter = self._register  # type: ignore[method-assign]
+        for parameter in self._kept:  # its data may have been exchanged since it was adopted
+            setattr(parameter, _ATTRIBUTE, self._rows[_place(parameter)])
+
+    def adopt(self, parameter: nn.Parameter) -> None:
+        """Defers a parameter that has numbers."""
+        with torch.utils._python_dispatch._disable_current_modes(), torch._C.DisableTorchFunction():
+            rows = cut(parameter, self.group, self.dtype)
+            defer(parameter, rows)
+            self._know(parameter, rows)
+        self._kept.append(parameter)
+
+    def rows_of(self, value: object) -> Rows | None:
+        """The rows of a deferred parameter or a view of one; None for everything else."""
+        return self._rows.get(_place(value)) if isinstance(value, torch.Tensor) else None
+
+    def _know(self, tensor: torch.Tensor, rows: Rows) -> None:
+        self._alive.append(tensor.untyped_storage())
+        self._rows[_place(tensor)] = rows
+        self._home = rows.values.device
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """Runs an op where its numbers are."""
+        kwargs = dict(kwargs or {})
+        deferred = [t for t in tree_flatten((args, kwargs))[0] if self.rows_of(t) is not None]
+        if torch.device(kwargs.get("device") or "cpu").type == "meta":  # a value for a parameter, made where it is
+            kwargs["device"] = self._home
+        if not deferred or (func.is_view and not func._schema.is_mutable):
+            return func(*args, **kwargs)
+        first = deferred[0]
+        alone = len(deferred) == 1 and func._schema.is_mutable and args and args[0] is first and self._is_all(first)
+        if alone and _alike(func, args[1:], kwargs):
+            func(self._rows[_place(first)].values, *args[1:], **kwargs)
+            return first
+        if func.overloadpacket.__name__ == "_to_copy" and not args[1:] and "device" not in kwargs:
+            return self._converted(first, kwargs.get("dtype"))
+        overwrites = alone and (
+            torch.Tag.nondeterministic_seeded in func.tags or func.overloadpacket.__name__ in ("copy_", *_FILLS)
+        )
+        reads = not overwrites and not _only_shape(func)
+        whole: dict[int, torch.Tensor] = {}
+
+        def real(value: Any) -> Any:
+            rows = self.rows_of(value)
+            if rows is None:
+                return value
+            place = _place(value)
+            if place not in whole:
+                empty = torch.empty(rows.shape, dtype=rows.values.dtype, device=rows.values.device)
+                whole[place] = rows.join() if reads else empty
+            return whole[place].as_strided(value.size(), value.stride(), value.storage_offset())
+
+        result = func(*tree_map(real, args), **tree_map(real, kwargs))
+        if not func._schema.is_mutable:
+            return result
+        for place in {_place(t) for t in deferred}:
+            self._rows[place].values = cut(whole[place], self.group).values
+        written = kwargs.get("out", args[0] if args else None)
+        return written if self.rows_of(written) is not None else result
+
+    def _converted(self, tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
+        rows = self._rows[_place(tensor)]
+        values = rows.values.to(dtype or rows.values.dtype, copy=True)
+        meta = torch.empty(tensor.shape, dtype=values.dtype, device="meta")
+        self._know(meta, Rows(values, rows.shape, rows.group))
+        return meta
+
+    def _is_all(self, tensor: torch.Tensor) -> bool:
+        shape = self._rows[_place(tensor)].shape
+        return tensor.shape == shape and tensor.is_contiguous() and not tensor.storage_offset()
+
+
+class _Looks(TorchFunctionMode):
+    """Lets deferred parameters look as if they were where their numbers are."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        super().__init__()
+        self.recorder = recorder
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        if func in _LOOKS:
+            rows = self.recorder.rows_of(args[0])
+            if rows is not None:
+                return func(rows.values)
+        return func(*args, **(kwargs or {}))
+
+
+_LOOKS = tuple(vars(torch._C.TensorBase)[name].__get__ for name in ("is_meta", "device"))
+
+
+def _place(tensor: torch.Tensor) -> int:
+    """What all views of a tensor have in common."""
+    return int(tensor.untyped_storage()._cdata)
+
+
+def _alike(func: Any, rest: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+    """Whether an in-place op does the same to every element, whatever its neighbours are."""
+    pointwise = torch.Tag.pointwise in func.tags or func.overloadpacket.__name__ in _FILLS
+    others = tree_flatten((rest, dict(kwargs)))[0]
+    scalar = all(not isinstance(other, torch.Tensor) or not other.ndim for other in others)
+    return pointwise and scalar and torch.Tag.nondeterministic_seeded not in func.tags
+
+
+def _only_shape(func: Any) -> bool:
+    name = func.overloadpacket.__name__
+    return bool(name.startswith("new_") or name.endswith("_like"))

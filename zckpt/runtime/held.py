@@ -1,0 +1,101 @@
+"""What this rank holds of one parameter.
+
+For `sharding`, which makes them, and everybody who needs weights, masters or gradients.
+[Note: held parameters]
+*weight* is the parameter as it is registered in the module between steps: a DTensor whose local part is this rank's rows of
+dim 0, or, where `fully_shard` cannot cut (scalars, parameters without elements), the whole tensor on every rank: *replicated*.
+*master* is what the optimizer updates: this rank's part as a plain fp32 tensor. For a sharded weight it is the same memory;
+a replicated weight in half precision has a master of its own. Frozen parameters have none.
+Rows of dim 0 are a run of elements, so a part is (start, count) of the row-major tensor.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+_ATTRIBUTE = "_zckpt_held"
+
+
+@dataclass(slots=True, eq=False)
+class Held:
+    """What this rank holds of one parameter; see [Note: held parameters].
+
+    Attributes:
+        name: as `named_parameters` gives it; of tied ones the first.
+        shape: of the whole parameter.
+        start: this rank's first element, row-major.
+        count: this rank's elements.
+        replicated: every rank holds all of it, outside of `fully_shard`.
+        dtype: that the parameter is computed with.
+        weight: as registered in the module.
+        holders: the modules that it is registered in, and its names there.
+        exact: the first numbers of a replicated parameter, before they were rounded to `dtype`.
+        master: None for a parameter that no optimizer updates.
+    """
+
+    name: str
+    shape: torch.Size
+    start: int
+    count: int
+    replicated: bool
+    dtype: torch.dtype
+    weight: nn.Parameter
+    holders: tuple[tuple[nn.Module, str], ...]
+    exact: torch.Tensor | None = None
+    master: nn.Parameter | None = None
+
+    def __post_init__(self) -> None:
+        setattr(self.weight, _ATTRIBUTE, self)
+
+    @property
+    def trained(self) -> bool:
+        """Whether it has gradients."""
+        return self.weight.requires_grad
+
+    @torch.no_grad()
+    def local(self) -> torch.Tensor:
+        """This rank's part of the weight, of the weight's own memory."""
+        return self.weight.to_local() if isinstance(self.weight, DTensor) else self.weight.data
+
+    @torch.no_grad()
+    def make_master(self) -> nn.Parameter:
+        """Creates the master for an optimizer: of the weight's own memory where that is fp32."""
+        local = self.local() if self.exact is None else self.exact
+        self.exact = None
+        self.master = nn.Parameter(local if local.dtype == torch.float32 else local.float())
+        return self.master
+
+    @torch.no_grad()
+    def bind(self) -> None:
+        """Makes the master the weight's memory again, should something have replaced the weight's."""
+        local = self.local()
+        if self.master is not None and not self.replicated and self.master.data_ptr() != local.data_ptr():
+            self.master.data = local
+
+    @torch.no_grad()
+    def take_gradient(self) -> None:
+        """Moves the gradient that a backward left to the master, or drops it where there is none."""
+        grad, self.weight.grad = self.weight.grad, None
+        if self.master is None or grad is None:
+            return
+        local = grad.to_local() if isinstance(grad, DTensor) else grad.to(torch.float32)
+        if self.replicated and self.master.grad is not None:
+            self.master.grad += local
+        else:
+            self.master.grad = local
+
+    @torch.no_grad()
+    def give_back(self) -> None:
+        """Rounds a replicated master into its weight; a sharded one is the weight."""
+        if self.master is not None and self.replicated and self.master.data_ptr() != self.weight.data_ptr():
+            self.weight.copy_(self.master)
+
+
+def held_of(parameter: torch.Tensor) -> Held | None:
+    """What is held of a parameter that was sharded here; None for any other."""
+    held = getattr(parameter, _ATTRIBUTE, None)
+    return held if isinstance(held, Held) else None

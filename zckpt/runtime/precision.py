@@ -1,0 +1,107 @@
+"""The loss scale of fp16: fixed, or as large as the gradients allow.
+
+For `engine`. A step whose gradients overflow is skipped on every rank; each overflow uses up one of `hysteresis` chances,
+and the last one halves the scale. `loss_scale_window` steps without overflow double it and give the chances back.
+Source: DeepSpeed 0.19.8, runtime/fp16/loss_scaler.py. tests/runtime/test_precision.py runs both side by side.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from zckpt.errors import CastError
+from zckpt.runtime.config_sections import FP16
+
+
+class LossScaler:
+    """The scale that losses are multiplied with before backward.
+
+    Attributes:
+        cur_scale: the scale of the next backward.
+        dynamic: whether it moves.
+    """
+
+    def __init__(self, scale: float = 1.0) -> None:
+        self.cur_scale = scale
+        self.dynamic = False
+
+    def update(self, overflow: bool) -> str | None:
+        """Takes note of a step. Returns what became of the scale after an overflow, as part of a sentence."""
+        return "the loss scale is fixed" if overflow and self.cur_scale != 1.0 else None
+
+    def state(self) -> dict[str, float | int | bool]:
+        """Everything that a resumed run needs."""
+        return {"cur_scale": self.cur_scale}
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """Takes up what `state` gave; names that are not given keep their values."""
+        for name in self.state():
+            setattr(self, name, state.get(name, getattr(self, name)))
+
+
+class DynamicLossScaler(LossScaler):
+    """A scale that follows the gradients."""
+
+    def __init__(self, config: FP16) -> None:
+        super().__init__(2.0**config.initial_scale_power)
+        self.dynamic = True
+        self.window = config.loss_scale_window
+        self.min_scale = float(config.min_loss_scale)
+        self.hysteresis = config.hysteresis
+        self.consecutive_hysteresis = config.consecutive_hysteresis
+        self.cur_hysteresis = config.hysteresis
+        self.cur_iter = 0
+        self.last_overflow_iter = -1
+
+    def update(self, overflow: bool) -> str | None:
+        """Moves the scale after a step. Returns what became of it after an overflow.
+
+        Raises:
+            CastError: an overflow at the smallest scale.
+        """
+        told = None
+        if overflow:
+            told = self._overflowed()
+        else:
+            self._went_well()
+        self.cur_iter += 1
+        return told
+
+    def _overflowed(self) -> str:
+        self.last_overflow_iter = self.cur_iter
+        if self.cur_hysteresis > 1 and self.hysteresis > 1:
+            self.cur_hysteresis -= 1
+            return f"the loss scale stays {self.cur_scale:g}, hysteresis falls to {self.cur_hysteresis}"
+        if self.cur_scale == self.min_scale:
+            raise CastError(
+                "gradients that overflow fp16 at the smallest loss scale",
+                found=f"loss scale {self.cur_scale:g} is fp16.min_loss_scale",
+                remedy="Look at the loss and the learning rate of the last steps, or train in bf16.",
+            )
+        before, self.cur_scale = self.cur_scale, max(self.cur_scale / 2, self.min_scale)
+        return f"the loss scale falls from {before:g} to {self.cur_scale:g}"
+
+    def _went_well(self) -> None:
+        if self.consecutive_hysteresis:
+            self.cur_hysteresis = self.hysteresis
+        stable = self.cur_iter - self.last_overflow_iter - 1
+        if stable > 0 and stable % self.window == 0:
+            self.cur_hysteresis = self.hysteresis
+            self.cur_scale *= 2
+
+    def state(self) -> dict[str, float | int | bool]:
+        """Everything that a resumed run needs."""
+        return {
+            "cur_scale": self.cur_scale,
+            "cur_iter": self.cur_iter,
+            "last_overflow_iter": self.last_overflow_iter,
+            "cur_hysteresis": self.cur_hysteresis,
+        }
+
+
+def loss_scaler(config: FP16) -> LossScaler:
+    """The scaler that the section `fp16` asks for; one of scale 1 where fp16 is off."""
+    if not config.enabled:
+        return LossScaler()
+    return LossScaler(config.loss_scale) if config.loss_scale else DynamicLossScaler(config)

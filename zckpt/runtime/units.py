@@ -1,0 +1,113 @@
+"""Which modules are gathered as one unit.
+
+For `sharding`. A unit's parameters are gathered in one collective before its forward and dropped after it, so the units of a
+transformer are its blocks. What lies outside of every unit belongs to the model as a whole.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+
+from torch import nn
+
+from zckpt.errors import UsageError, some
+
+Wrap = str | type[nn.Module] | nn.Module | Callable[[nn.Module], bool]
+
+_log = logging.getLogger(__name__)
+
+
+def find_units(model: nn.Module, wrap: Wrap | Iterable[Wrap] | None = None) -> list[nn.Module]:
+    """The units of a model, inner ones first.
+
+    Without `wrap`, these are the modules that the model itself says must not be split (`_no_split_modules`, as transformers
+    has them), or else the outermost ones that a `ModuleList` or `Sequential` repeats. A module that shares a parameter with
+    the rest of the model is no unit: both would hold the parameter.
+
+    Args:
+        model: the model.
+        wrap: class names, classes, modules of the model, functions that say whether a module is a unit; one or several.
+
+    Raises:
+        UsageError: `wrap` names nothing in the model.
+    """
+    if wrap is None:
+        found = list(_outermost(model, _by_names(_unsplit(model)))) or list(_outermost(model, _repeated(model)))
+    else:
+        several = [wrap] if isinstance(wrap, str | type | nn.Module) or callable(wrap) else list(wrap)
+        found = [module for module in model.modules() if module is not model and _wanted(module, several)]
+        if not found:
+            raise UsageError(
+                "units that the model does not have",
+                found=some(getattr(w, "__name__", w) for w in several),
+                expected=f"a class among {some(sorted({type(m).__name__ for m in model.modules()}), 20)}",
+            )
+    shared = _owners(model)
+    units = []
+    for unit in reversed(found):  # children come after their parents
+        inside = {id(module) for module in unit.modules()}
+        if any(owner not in inside for p in unit.parameters() for owner in shared[id(p)]):
+            _log.info("%s shares parameters with other modules and is not a unit of its own", type(unit).__name__)
+        elif any(True for _ in unit.parameters()):
+            units.append(unit)
+    return units
+
+
+def _owners(model: nn.Module) -> dict[int, set[int]]:
+    owners: dict[int, set[int]] = {}
+    for module in model.modules():
+        for parameter in module._parameters.values():
+            if parameter is not None:
+                owners.setdefault(id(parameter), set()).add(id(module))
+    return owners
+
+
+def _wanted(module: nn.Module, wrap: Sequence[Wrap]) -> bool:
+    for want in wrap:
+        if isinstance(want, str):
+            hit = type(module).__name__ == want
+        elif isinstance(want, type):
+            hit = isinstance(module, want)
+        elif isinstance(want, nn.Module):
+            hit = module is want
+        else:
+            hit = want(module)
+        if hit:
+            return True
+    return False
+
+
+def _unsplit(model: nn.Module) -> set[str]:
+    return {name for module in model.modules() for name in getattr(module, "_no_split_modules", None) or ()}
+
+
+def _by_names(names: set[str]) -> Callable[[nn.Module], bool]:
+    return lambda module: type(module).__name__ in names
+
+
+def _repeated(model: nn.Module) -> Callable[[nn.Module], bool]:
+    """Children of lists and sequences whose class occurs there more than once."""
+    repeated: set[int] = set()
+    for module in model.modules():
+        if isinstance(module, nn.ModuleList | nn.Sequential):
+            counts = Counter(type(child) for child in module)
+            repeated |= {id(child) for child in module if counts[type(child)] > 1}
+    return lambda module: id(module) in repeated and not isinstance(module, nn.ModuleList | nn.ModuleDict)
+
+
+def _outermost(model: nn.Module, is_unit: Callable[[nn.Module], bool]) -> Iterator[nn.Module]:
+    seen: set[int] = set()
+
+    def walk(module: nn.Module) -> Iterator[nn.Module]:
+        for child in module.children():
+            if id(child) in seen:
+                continue
+            seen.add(id(child))
+            if is_unit(child):
+                yield child
+            else:
+                yield from walk(child)
+
+    yield from walk(model)

@@ -1,0 +1,78 @@
+"""Who takes part: ranks, device, process groups.
+
+For `engine` and `zero`. torchrun's variables are followed, or a group that exists already; without either, one process
+trains alone.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from zckpt.errors import UsageError
+from zckpt.runtime.config_zero import Zero
+
+
+@dataclass(frozen=True, slots=True)
+class World:
+    """All ranks, and this one."""
+
+    rank: int
+    size: int
+    local_rank: int
+    device: torch.device
+
+
+def join_world() -> World:
+    """The world of this process; the default process group is made where there is none."""
+    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+    if not dist.is_initialized():
+        backend = "nccl" if torch.cuda.is_available() else "gloo"
+        if "RANK" in os.environ:
+            dist.init_process_group(backend)
+        else:
+            dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1)
+    on_gpu = torch.cuda.is_available() and "nccl" in dist.get_backend()
+    device = torch.device("cuda", local_rank) if on_gpu else torch.device("cpu")
+    if on_gpu:
+        torch.cuda.set_device(device)
+    return World(dist.get_rank(), dist.get_world_size(), local_rank, device)
+
+
+def mesh_of(zero: Zero, world: World) -> DeviceMesh:
+    """The ranks as (replicate, shard): parameters are cut over the last dim and repeated over the first.
+
+    Stage 0 shards over one rank. MiCS shards over groups of neighbours.
+
+    Raises:
+        UsageError: a group size that does not divide the world.
+    """
+    size = 1 if zero.stage == 0 else world.size
+    for name, value in (
+        ("mics_shard_size", zero.mics_shard_size),
+        ("zero_hpz_partition_size", zero.zero_hpz_partition_size),
+    ):
+        if value > 0 and world.size % value:
+            raise UsageError(
+                f"a {name} that does not divide the world size", found=f"{value}", expected=f"a divisor of {world.size}"
+            )
+    if zero.mics_shard_size > 0:
+        size = zero.mics_shard_size
+    if size == world.size:
+        return init_device_mesh(world.device.type, (size,), mesh_dim_names=("shard",))
+    shape = (world.size // size, size)
+    return init_device_mesh(world.device.type, shape, mesh_dim_names=("replicate", "shard"))
+
+
+def rows_of(length: int, size: int, rank: int) -> range:
+    """The rows of dim 0 that one of `size` ranks holds: ceil(length / size) each, the last ones fewer or none.
+
+    Source: torch 2.13, `fully_shard` cuts with `torch.chunk`.
+    """
+    step = -(-length // size)
+    return range(min(rank * step, length), min((rank + 1) * step, length))
