@@ -12,6 +12,7 @@ import argparse
 import json
 import os
 import platform
+import resource
 import shutil
 import statistics
 import subprocess
@@ -27,6 +28,12 @@ ZCKPT = [sys.executable, "-m", "zckpt"]
 
 def timed(command: list[str]) -> tuple[float, int]:
     """Wall seconds and peak memory (KiB) of a command, measured from outside."""
+    seconds, usage = watched(command)
+    return seconds, usage.ru_maxrss
+
+
+def watched(command: list[str]) -> tuple[float, resource.struct_rusage]:
+    """Wall seconds of a command, and what else the system knows of it."""
     began = time.perf_counter()
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, cwd=ROOT, env=environment)
@@ -35,7 +42,7 @@ def timed(command: list[str]) -> tuple[float, int]:
     _, status, usage = os.wait4(process.pid, 0)
     if status:
         raise SystemExit(f"{command}: {errors.decode()[-500:]}")
-    return time.perf_counter() - began, usage.ru_maxrss
+    return time.perf_counter() - began, usage
 
 
 def write(dest: Path, stage: int, layers: int) -> Path:

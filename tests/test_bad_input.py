@@ -34,6 +34,7 @@ from zckpt.errors import (
     UsageError,
     ZckptError,
 )
+from zckpt.private import is_unfinished
 from zckpt.publish import check_space
 
 OPTIM = "zero_pp_rank_{}_mp_rank_00_optim_states.pt"
@@ -75,6 +76,12 @@ def refused(kind: type[ZckptError], checkpoint: Path, out: Path, **options: Any)
     assert type(caught.value) is kind
     assert list(out.parent.iterdir()) == []
     return caught.value
+
+
+def remove(out: Path) -> None:
+    """An output, and what was written beside it."""
+    out.unlink()
+    out.with_name(f"{out.name}.zckpt.json").unlink()
 
 
 def cli(*arguments: object, **more: Any) -> subprocess.CompletedProcess[str]:
@@ -290,7 +297,7 @@ def test_ignored_alignment_padding_would_be_caught(tmp_path: Path, out: Path) ->
     checkpoint = synth.zero12(tmp_path / "ckpt", pair, 8, alignment=8)
     zckpt.convert(checkpoint, out)
     assert torch.equal(load_file(out)["y"], pair[0]["y"])
-    out.unlink()
+    remove(out)
     for rank in range(8):
         name = checkpoint / "global_step5" / OPTIM.format(rank)
         edit(name, lambda root: root["optimizer_state_dict"].pop("param_alignment_paddings"))
@@ -304,7 +311,7 @@ def test_shards_on_several_disks(zero2: Path, out: Path, tmp_path: Path) -> None
     refused(IncompleteError, zero2, out)
     for also in (node, node / "global_step5"):
         zckpt.convert(zero2, out, also=[str(also)], options=Options(overwrite=True))
-    out.unlink()
+    remove(out)
     other = synth.zero12(tmp_path / "other", [{n: t + 1 for n, t in g.items()} for g in groups()], 3)
     error = refused(InconsistentError, zero2, out, also=[str(other)])
     assert "differ" in error.found
@@ -370,7 +377,7 @@ def test_existing_directory(zero2: Path, tmp_path: Path) -> None:
         zckpt.convert(zero2, place)
     (place / "old").touch()
     zckpt.convert(zero2, place, options=Options(overwrite=True))
-    assert sorted(path.name for path in place.iterdir()) == ["model.safetensors"]
+    assert sorted(path.name for path in place.iterdir()) == ["model.safetensors", "zckpt.json"]
     with pytest.raises(OutputError, match="already a directory"):
         (tmp_path / "x.bin").mkdir()
         zckpt.convert(zero2, tmp_path / "x.bin")
@@ -430,11 +437,12 @@ def test_interrupted(tmp_path: Path, out: Path, number: int) -> None:
         time.sleep(0.001)
     process.send_signal(number)
     _, err = process.communicate(timeout=30)
-    if process.returncode == 0:  # it was done before the signal came
-        assert [path.name for path in out.parent.iterdir()] == [out.name]
-    else:
+    if process.returncode:  # else it was done before the signal came
         assert process.returncode == 2 and "interrupted" in err.lower()
-        assert list(out.parent.iterdir()) == []
+        assert {path.name for path in out.parent.iterdir()} <= {f".{out.name}.zckpt"}
+        assert is_unfinished(str(out)) == ("the same command goes on" in err)
+        subprocess.run(command, env=environment, check=True)
+    assert sorted(path.name for path in out.parent.iterdir()) == [out.name, f"{out.name}.zckpt.json"]
 
 
 def test_fp16_overflow(tmp_path: Path, out: Path) -> None:

@@ -22,8 +22,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from zckpt import dtypes
+from zckpt._core import calls, crc32, crc32_combine, has_vector_paths, inject, use_vector_paths
 from zckpt._core import cast as native_cast
-from zckpt._core import crc32, crc32_combine, has_vector_paths, inject, use_vector_paths
 from zckpt.catalog import TensorEntry
 from zckpt.dtypes import BF16, BY_NAME, F16, F32, F64, DType
 from zckpt.errors import CorruptError, InconsistentError, OutputError, UnsupportedError
@@ -234,6 +234,195 @@ def test_files_follow_the_umask(engine: dict[str, object], tmp_path: Path) -> No
     finally:
         os.umask(old)
     assert (tmp_path / "out").stat().st_mode & 0o777 == 0o640
+
+
+@settings(max_examples=30, deadline=None)
+@given(data=st.data())
+def test_every_file_comes_with_its_checksum(data: st.DataObject, tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Literals, elements, slots over literals, and holes that nothing is written to."""
+    draw = data.draw
+    root = tmp_path_factory.mktemp("c")
+    rng = np.random.default_rng(draw(st.integers(0, 1 << 30)))
+    files, pairs = [], []
+    for number in range(draw(st.integers(1, 4))):
+        path, offset, literals, checksums = f"f{number}", 0, [], []
+        store = FileStore(path, 1 << 20)
+        for index in range(draw(st.integers(0, 5))):
+            literal = rng.bytes(int(rng.integers(8, 40)))
+            literals.append((offset, literal))
+            slot = offset + 2
+            offset += len(literal)
+            numel = draw(st.sampled_from([0, 1, 7, 3000]))
+            stored = source_file(root / f"s{number}_{index}", rng.bytes(4 * numel))
+            source = whole(f"{number}.{index}", (numel,), F32, stored)
+            pairs.append((source, whole(source.name, (numel,), F32, store, offset)))
+            if draw(st.booleans()):
+                checksums.append(Checksum(offset, 4 * numel, (slot,)))
+            offset += 4 * numel + draw(st.sampled_from([0, 0, 5, 10_000]))
+        files.append((OutputFile(path, offset, tuple(literals), tuple(checksums)), store))
+    for name, threads, vector in ENGINES:
+        use_vector_paths(vector)
+        out = root / f"{name}{threads}{vector}"
+        out.mkdir()
+        told = []
+        report = run(
+            Plan(tuple(files), pairs), str(out), engine=name, threads=threads, window=4096, finished=told.append
+        )
+        assert sorted(told, key=lambda f: f.path) == sorted(report.files, key=lambda f: f.path)
+        assert {f.path for f in told} == {output.path for output, _ in files}
+        for file in told:
+            written = (out / file.path).read_bytes()
+            assert (file.nbytes, file.crc32) == (len(written), zlib.crc32(written))
+        assert {f.name: f.read_bytes() for f in out.iterdir()} == {
+            f.name: f.read_bytes() for f in (root / "reference1True").iterdir()
+        }
+    use_vector_paths(True)
+
+
+def test_crcs_in_python() -> None:
+    """What stands in for the C++ where that was not built."""
+    import importlib
+    import sys as python
+
+    from zckpt import sums
+
+    core = python.modules["zckpt._core"]
+    python.modules["zckpt._core"] = None  # type: ignore[assignment]
+    try:
+        importlib.reload(sums)
+        for a, b in ((b"", b""), (b"a", b""), (b"", b"b"), (b"hello ", b"world" * 1000)):
+            assert sums.crc32_combine(zlib.crc32(a), zlib.crc32(b), len(b)) == zlib.crc32(a + b)
+    finally:
+        python.modules["zckpt._core"] = core
+        importlib.reload(sums)
+    assert sums.crc32_combine is crc32_combine
+
+
+def test_files_that_are_done_are_left_alone(engine: dict[str, object], tmp_path: Path) -> None:
+    data = os.urandom(8000)
+    source = whole("x", (2000,), F32, source_file(tmp_path / "s", data))
+    stores = [FileStore(f"o{i}", 4000) for i in range(2)]
+    halves = tuple(Fragment(store, 0, 1000 * i, 1000) for i, store in enumerate(stores))
+    plan = Plan(
+        tuple((OutputFile(store.path, 4000), store) for store in stores),
+        [(source, TensorEntry("x", (2000,), F32, "parameter", halves))],
+    )
+    (tmp_path / "o0").write_bytes(b"as it was")
+    report = run(plan, str(tmp_path), **engine, done={"o0"})
+    assert (tmp_path / "o0").read_bytes() == b"as it was"
+    assert (tmp_path / "o1").read_bytes() == data[4000:]
+    assert [file.path for file in report.files] == ["o1"]
+
+
+def test_files_are_told_of_as_soon_as_they_are_complete(
+    engine: dict[str, object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from zckpt import batches
+
+    monkeypatch.setattr(batches, "LEAST_BYTES", 0)
+    source = source_file(tmp_path / "s", os.urandom(12_000))
+    files, pairs = [], []
+    for i in range(3):
+        store = FileStore(f"o{i}", 4000)
+        files.append((OutputFile(store.path, 4000), store))
+        pairs.append((whole(str(i), (1000,), F32, source, 4000 * i), whole(str(i), (1000,), F32, store)))
+    seen = []
+    run(
+        Plan(tuple(files), pairs),
+        str(tmp_path),
+        **engine,
+        finished=lambda file: seen.append((file.path, sorted(p.name for p in tmp_path.glob("o*")))),
+    )
+    assert seen == [("o0", ["o0"]), ("o1", ["o0", "o1"]), ("o2", ["o0", "o1", "o2"])]
+
+
+def test_a_window_of_many_small_pieces_is_one_read_per_file(tmp_path: Path) -> None:
+    """ZeRO-3 with many ranks: small parameters lie in pieces, one after another, in every rank's file."""
+    ranks, parameters, piece = 16, 400, 8
+    stores = []
+    for rank in range(ranks):
+        values = np.arange(parameters * piece, dtype="<f4") + rank * 1e5
+        stores.append(source_file(tmp_path / f"r{rank}", b"head" + values.tobytes()))
+    to = FileStore("out", 4 * parameters * piece * ranks)
+    pairs = []
+    for number in range(parameters):
+        fragments = tuple(
+            Fragment(store, 4 + 4 * number * piece, rank * piece, piece) for rank, store in enumerate(stores)
+        )
+        source = TensorEntry(str(number), (ranks * piece,), F32, "parameter", fragments)
+        pairs.append((source, whole(str(number), (ranks * piece,), F32, to, 4 * number * piece * ranks)))
+    for target in (F32, BF16):
+        to = FileStore("out", target.itemsize * parameters * piece * ranks)
+        cast_pairs = [
+            (source, whole(source.name, source.shape, target, to, target.itemsize * i * piece * ranks))
+            for i, (source, _) in enumerate(pairs)
+        ]
+        (tmp_path / "out").unlink(missing_ok=True)
+        inject(False, 0, 0)
+        run(Plan(((OutputFile("out", to.size), to),), cast_pairs), str(tmp_path), engine="native")
+        assert calls(False) == ranks
+    wanted = np.stack(
+        [np.arange(parameters * piece, dtype="<f4").reshape(parameters, piece) + r * 1e5 for r in range(ranks)], 1
+    )
+    assert (tmp_path / "out").read_bytes() == torch.tensor(wanted).bfloat16().view(torch.int16).numpy().tobytes()
+
+
+def test_a_limit_of_the_rate(engine: dict[str, object], tmp_path: Path) -> None:
+    import time
+
+    plan, data = job(tmp_path)
+    began = time.monotonic()
+    run(plan, str(tmp_path), **engine, bytes_per_s=len(data) * 8)
+    assert time.monotonic() - began >= 0.2  # 128 KiB read and written at 512 KiB/s, less what the last windows may owe
+    assert (tmp_path / "out").read_bytes() == data
+
+
+def resident(path: Path) -> int:
+    """Pages of a file that the page cache holds."""
+    import ctypes
+    import mmap
+
+    size = path.stat().st_size
+    pages = -(-size // mmap.PAGESIZE)
+    vector = (ctypes.c_ubyte * pages)()
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.mmap.restype = ctypes.c_void_p
+    libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
+    with open(path, "rb") as file:
+        address = libc.mmap(None, size, mmap.PROT_READ, mmap.MAP_SHARED, file.fileno(), 0)
+    libc.mincore(ctypes.c_void_p(address), ctypes.c_size_t(size), vector)
+    libc.munmap(ctypes.c_void_p(address), ctypes.c_size_t(size))
+    return sum(v & 1 for v in vector)
+
+
+def test_the_page_cache_is_given_back(tmp_path: Path) -> None:
+    data = os.urandom(8 << 20)
+    source = source_file(tmp_path / "s", data)
+    with open(tmp_path / "s", "rb") as file:
+        os.fsync(file.fileno())
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+    if resident(tmp_path / "s"):
+        pytest.skip("this file system lives in the page cache")
+    for keep, most in ((False, 0), (True, None)):
+        to = FileStore("out", len(data))
+        plan = Plan(
+            ((OutputFile("out", len(data)), to),),
+            [(whole("x", (len(data) // 4,), F32, source), whole("x", (len(data) // 4,), F32, to))],
+        )
+        run(plan, str(tmp_path), keep_cache=keep)
+        assert (tmp_path / "out").read_bytes() == data
+        (tmp_path / "out").unlink()
+        held = resident(tmp_path / "s")
+        assert held == most if most is not None else held == len(data) // 4096
+
+
+def test_the_page_cache_is_given_back_by_default_above_the_size_of_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    from zckpt import tuning
+
+    physical = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    assert 0 < tuning.memory_bytes() <= physical
+    assert tuning.gives_back(None, physical + 1) and not tuning.gives_back(None, 1000)
+    assert tuning.gives_back(False, 1) and not tuning.gives_back(True, 1 << 60)
 
 
 # ---- casts ---------------------------------------------------------------------------------------------------------

@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 from zckpt.checkpoint import Checkpoint, open_checkpoint
 
-# Eager, because a submodule has the same name: whoever imports it later must not replace the function by the module.
+# Eager, because submodules have the same names: whoever imports one later must not replace the function by the module.
 from zckpt.convert import Options, Report, convert
+from zckpt.diff import Diff, diff
 from zckpt.errors import (
     AccessError,
     CastError,
@@ -28,6 +29,9 @@ from zckpt.errors import (
 )
 from zckpt.reshard import reshard
 from zckpt.universal import to_universal
+from zckpt.verification import Verification
+from zckpt.verify import verify
+from zckpt.version import __version__
 
 if TYPE_CHECKING:
     from zckpt.drop_in import (
@@ -37,13 +41,12 @@ if TYPE_CHECKING:
     )
     from zckpt.hub import push_to_hub
 
-__version__ = "0.1.0"
-
 __all__ = [
     "AccessError",
     "CastError",
     "Checkpoint",
     "CorruptError",
+    "Diff",
     "IncompleteError",
     "InconsistentError",
     "NotACheckpointError",
@@ -54,16 +57,19 @@ __all__ = [
     "UnsafeError",
     "UnsupportedError",
     "UsageError",
+    "Verification",
     "ZckptError",
     "__version__",
     "convert",
     "convert_zero_checkpoint_to_fp32_state_dict",
+    "diff",
     "get_fp32_state_dict_from_zero_checkpoint",
     "load_state_dict_from_zero_checkpoint",
     "open_checkpoint",
     "push_to_hub",
     "reshard",
     "to_universal",
+    "verify",
 ]
 
 _NEED_TORCH = frozenset(name for name in __all__ if "zero_checkpoint" in name)

@@ -6,19 +6,21 @@ For `mover`.
 from __future__ import annotations
 
 import struct
-import sys
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from zckpt import files
 from zckpt.fragments import FileStore, Fragment, Store
-from zckpt.plan import Move, Plan, route
+from zckpt.plan import Move, OutputFile, Plan, route
+from zckpt.sums import element_ranges
 
-_MOST_MOVES = 16384
+MOST_MOVES = 16384
+LEAST_BYTES = 64 << 20
+"""A file that is complete ends its batch, and is on record from then on. Smaller ones share a batch, for its threads'
+sake."""
 MOST_STORES = 512
 """Every file of a batch is open while it runs."""
-
 MOST_REMOTE_BYTES = 32 << 20
 """Bytes of sources on other machines that a batch names: they lie in memory while it runs."""
 
@@ -32,7 +34,9 @@ _RANGE = struct.Struct("=IIQQ")
 
 @dataclass(slots=True)
 class Batch:
-    """Some moves and literals, with the stores they name; both engines take the same."""
+    """Some moves and literals, with the stores they name; both engines take the same. `finished` are the files that are
+    complete after it.
+    """
 
     stores: list[Store] = field(default_factory=list[Store])
     moves: list[tuple[int, int, Move]] = field(default_factory=list[tuple[int, int, Move]])
@@ -41,6 +45,7 @@ class Batch:
     nbytes: int = 0
     remote_bytes: int = 0
     numbers: dict[int, int] = field(default_factory=dict[int, int])
+    finished: list[tuple[OutputFile, FileStore]] = field(default_factory=list[tuple[OutputFile, FileStore]])
 
     def number(self, store: Store) -> int:
         """The store's number in this batch."""
@@ -50,10 +55,10 @@ class Batch:
             self.stores.append(store)
         return known
 
-    def add(self, move: Move) -> None:
-        """One more move."""
+    def add(self, move: Move, nbytes: int) -> None:
+        """One more move, which counts for so many bytes."""
         self.moves.append((self.number(move.src), self.number(move.dst), move))
-        self.nbytes += move.count * move.rows * move.dst_dtype.itemsize
+        self.nbytes += nbytes
         if is_remote(move.src):
             self.remote_bytes += span_bytes(move)
 
@@ -111,53 +116,84 @@ def _pack_store(store: Store, fds: tuple[int, int]) -> bytes:
 
 def _pack_move(src: int, dst: int, m: Move) -> bytes:
     a, b = m.src_dtype, m.dst_dtype
-    swap = a.component if m.src.byteorder != sys.byteorder and a.component > 1 else 0
     steps = (m.src_pitch, m.dst_pitch, m.src_step * a.itemsize, m.dst_step * b.itemsize)
     return _MOVE.pack(
-        src, dst, m.src_offset, m.dst_offset, m.count, m.rows, *steps, m.tensor, a.number, b.number, swap, 0
+        src,
+        dst,
+        m.src_offset,
+        m.dst_offset,
+        m.count,
+        m.rows,
+        *steps,
+        m.tensor,
+        a.number,
+        b.number,
+        a.swap(m.src.byteorder),
+        0,
     )
 
 
-def batches(plan: Plan) -> Iterator[Batch]:
-    """The plan in parts of bounded size; a file's literals come in order among its moves."""
-    literals = {id(store): deque(sorted(output.literals)) for output, store in plan.files}
+def batches(plan: Plan, done: Collection[str] = ()) -> Iterator[Batch]:
+    """The plan in parts of bounded size; a file's literals come in order among its moves.
+
+    Args:
+        plan: what goes where.
+        done: paths of files that are there already: nothing goes into them.
+    """
+    unfinished = {id(store): (output, store) for output, store in plan.files if output.path not in done}
+    skipped = {id(store) for output, store in plan.files if output.path in done}
+    literals = {place: deque(sorted(output.literals)) for place, (output, _) in unfinished.items()}
+    missing = _element_bytes(plan)
     by_store: dict[int, list[tuple[int, int, int]]] = {}
-    for number, (store, start, nbytes) in enumerate(_ranges(plan)):
+    for number, (store, start, nbytes) in enumerate(ranges(plan)):
         by_store.setdefault(id(store), []).append((number, start, nbytes))
     batch = Batch()
 
     def attend(store: Store, stop: int) -> None:
         """The file takes part in the batch, with its literals before byte `stop`."""
-        if id(store) not in batch.numbers:
-            batch.ranges += [(batch.number(store), *numbers) for numbers in by_store.get(id(store), ())]
+        number = batch.numbers.get(id(store))
+        if number is None:
+            number = batch.number(store)
+            batch.ranges += [(number, *numbers) for numbers in by_store.get(id(store), ())]
         pending = literals.get(id(store))
         while pending and pending[0][0] < stop:
             offset, data = pending.popleft()
-            batch.literals.append((batch.number(store), offset, data))
+            batch.literals.append((number, offset, data))
             batch.nbytes += len(data)
 
+    tensor, reach = -1, 0
     last: Store | None = None
-    reach = 0
     for move in _moves(plan):
-        if last is not None and last is not move.dst:
-            attend(last, last.size)
+        place = id(move.dst)
+        if place in skipped:
+            continue
         # Nothing is torn apart without need: slices that interleave want to meet in one window.
-        whole = last is not move.dst or move.dst_offset >= reach or len(batch.moves) >= 8 * _MOST_MOVES
-        full = len(batch.moves) >= _MOST_MOVES or batch.remote_bytes >= MOST_REMOTE_BYTES
-        if (whole and full) or len(batch.stores) >= MOST_STORES - 1:
+        apart = move.tensor != tensor or (move.dst is last and move.dst_offset >= reach)
+        whole = apart or len(batch.moves) >= 8 * MOST_MOVES
+        is_full = (
+            len(batch.moves) >= MOST_MOVES
+            or batch.remote_bytes >= MOST_REMOTE_BYTES
+            or (batch.finished and batch.nbytes >= LEAST_BYTES)
+        )
+        if (whole and is_full) or len(batch.stores) >= MOST_STORES - 1:
             yield batch
             batch = Batch()
-        reach = max(_end(move), 0 if last is not move.dst else reach)
-        last = move.dst
-        attend(last, move.dst_offset)
-        batch.add(move)
-    for _, store in plan.files:
-        if not literals[id(store)]:
-            continue
+        reach = max(_end(move), reach if move.dst is last else 0)
+        tensor, last = move.tensor, move.dst
+        attend(move.dst, move.dst_offset)
+        nbytes = move.count * move.rows * move.dst_dtype.itemsize
+        batch.add(move, nbytes)
+        if place in unfinished:
+            missing[place] -= nbytes
+            if not missing[place]:
+                attend(move.dst, move.dst.size)
+                batch.finished.append(unfinished.pop(place))
+    for output, store in unfinished.values():
         if len(batch.stores) >= MOST_STORES:
             yield batch
             batch = Batch()
         attend(store, store.size)
+        batch.finished.append((output, store))
     if batch.stores:
         yield batch
 
@@ -168,5 +204,21 @@ def _end(move: Move) -> int:
     return move.dst_offset + (move.rows - 1) * move.dst_pitch + (move.count - 1) * move.dst_step * size + size
 
 
-def _ranges(plan: Plan) -> list[tuple[FileStore, int, int]]:
-    return [(store, sum_.start, sum_.nbytes) for output, store in plan.files for sum_ in output.checksums]
+def progress_after(progress: Callable[[int], None] | None, base: int) -> Callable[[int], None] | None:
+    """`progress`, told of `base` bytes more than it is called with."""
+    return None if progress is None else lambda now: progress(base + now)
+
+
+def _element_bytes(plan: Plan) -> dict[int, int]:
+    """Store -> bytes of elements that will go into it."""
+    totals = {id(store): 0 for _, store in plan.files}
+    for _, entry in plan.pairs:
+        for fragment in entry.fragments:
+            if id(fragment.store) in totals:
+                totals[id(fragment.store)] += fragment.numel * entry.dtype.itemsize
+    return totals
+
+
+def ranges(plan: Plan) -> list[tuple[FileStore, int, int]]:
+    """(store, start, bytes) of every run of elements whose CRC is taken, by number."""
+    return [(store, *run) for output, store in plan.files for run in element_ranges(output)]

@@ -59,6 +59,14 @@ class Replica:
 
 
 @dataclass(frozen=True, slots=True)
+class Padding:
+    """Elements that belong to no tensor and are zero, where the layout says that they are."""
+
+    dtype: DType
+    fragments: tuple[Fragment, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class TensorPart:
     """Some of a tensor's elements and where they lie: what one rank holds, or what goes into one file.
 
@@ -198,6 +206,16 @@ class Source:
     optimizer_states: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
 
+    def as_json(self, topology: Topology) -> dict[str, object]:
+        """What an output says of its source; nothing of the machine it lies on."""
+        return {
+            "layout": self.layout,
+            "tag": self.tag,
+            "step": self.global_steps,
+            "framework": " ".join(self.framework).strip(),
+            "topology": {"dp": topology.dp, "tp": topology.tp, "pp": topology.pp, "ep": topology.ep},
+        }
+
 
 @dataclass(frozen=True, slots=True)
 class Catalog(Mapping[str, TensorEntry]):
@@ -209,6 +227,7 @@ class Catalog(Mapping[str, TensorEntry]):
         topology: ranks per axis.
         source: where it comes from.
         extras: inert values found beside the tensors (client state, scheduler, configs).
+        padding: elements between and behind the tensors that must be zero.
     """
 
     tensors: Mapping[str, TensorEntry]
@@ -216,6 +235,7 @@ class Catalog(Mapping[str, TensorEntry]):
     aliases: Mapping[str, str] = field(default_factory=dict[str, str])
     topology: Topology = Topology()
     extras: Mapping[str, object] = field(default_factory=dict[str, object])
+    padding: tuple[Padding, ...] = ()
 
     def __post_init__(self) -> None:
         for dropped, kept in self.aliases.items():

@@ -12,21 +12,19 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
 
 from zckpt import files, replicas, streaming
-from zckpt.beside import companions, with_config
 from zckpt.catalog import Catalog, TensorEntry
 from zckpt.checkpoint import Opened, open_catalog, strip_wrappers
+from zckpt.delivery import Order, Overflow, deliver
 from zckpt.dtypes import BF16, BY_TORCH_NAME, CAST_TARGETS, F16, F32, DType
-from zckpt.errors import CastError, UsageError, some
+from zckpt.errors import UsageError, some
+from zckpt.layouts.companions import companions, config_file
 from zckpt.layouts.huggingface import Format, Target, lay_out
 from zckpt.layouts.listing import Wishes
-from zckpt.mover import MoveReport, run
 from zckpt.plan import Plan
-from zckpt.publish import Staging, check_output, check_space
-
-Overflow = Literal["error", "inf", "clamp"]
+from zckpt.publish import check_output, check_space
+from zckpt.tuning import Pace
 
 _DTYPES = {"fp32": F32, "fp16": F16, "bf16": BF16, **{d.name: d for d in CAST_TARGETS}}
 _SUFFIXES: dict[str, Format] = {".safetensors": "safetensors", ".bin": "bin", ".pt": "bin"}
@@ -47,6 +45,9 @@ class Options:
         rename: (regular expression, replacement) pairs, applied in order to every name.
         overflow: what to do with numbers too large for the dtype.
         threads: of the mover; None for its default.
+        buffer: bytes that each thread gathers and writes at once; None for the default.
+        keep_cache: whether the page cache keeps what is read; None: unless the job is larger than memory.
+        limit_rate: at most so many bytes a second are read and written, together.
         overwrite: replace an existing output.
         merge: put the files into an existing directory instead of replacing it.
         beside: allow an output beside the input's tag directories.
@@ -64,11 +65,19 @@ class Options:
     rename: Sequence[tuple[str, str]] = ()
     overflow: Overflow = "error"
     threads: int | None = None
+    buffer: int | None = None
+    keep_cache: bool | None = None
+    limit_rate: int | None = None
     overwrite: bool = False
     merge: bool = False
     beside: bool = False
     allow_unknown_layout: bool = False
     wishes: Wishes | None = None
+
+    @property
+    def pace(self) -> Pace:
+        """How hard to work, as engines are told."""
+        return {"threads": self.threads, "keep_cache": self.keep_cache, "bytes_per_s": self.limit_rate}
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,6 +121,7 @@ class Report:
         bytes_written: bytes of all files.
         seconds: wall time, opening included.
         engine: "native" or "reference".
+        kept: files that an earlier, interrupted run had finished.
         overflows: tensor name -> (elements that became infinite or were clamped, the largest of them).
         notes: sentences a person should see.
     """
@@ -122,6 +132,7 @@ class Report:
     bytes_written: int
     seconds: float
     engine: str
+    kept: int
     overflows: dict[str, tuple[int, float]]
     notes: tuple[str, ...]
 
@@ -204,11 +215,12 @@ def prepare(
     target, single = _target(out, options)
     _check_output(out, single, options, protected(opened, checkpoint, beside=options.beside))
     catalog, stripped = strip_wrappers(opened.catalog)
-    catalog = _select(catalog, options)
+    catalog = select(catalog, options)
     wanted = [(entry, output_dtype(entry, options.dtype)) for entry in catalog.tensors.values()]
     destination = lay_out(wanted, catalog.aliases, target)
     if not single:
-        destination = with_config(destination, opened, options.dtype or _usual_dtype(destination.entries.values()))
+        config = config_file(opened.place.home, options.dtype or _usual_dtype(destination.entries.values()))
+        destination = replace(destination, files=(*destination.files, *([config] if config else [])))
     pairs = [(catalog.tensors[name], entry) for name, entry in destination.entries.items()]
     prepared = Prepared(
         opened=opened,
@@ -216,7 +228,7 @@ def prepare(
         plan=Plan(destination.files, pairs),
         out=out,
         single=single,
-        copies=() if single else tuple(companions(opened)),
+        copies=() if single else tuple(companions(opened.place.home)),
         options=options,
         notes=opened.catalog.source.notes + stripped,
     )
@@ -236,38 +248,36 @@ def _check_output(out: str, single: bool, options: Options, inputs: set[str]) ->
 
 
 def execute(prepared: Prepared, progress: Callable[[int], None] | None = None) -> Report:
-    """Checks, moves and publishes."""
+    """Checks, moves and publishes; goes on where an interrupted run of the same job ended."""
     began = time.perf_counter()
     options, notes = prepared.options, [*prepared.notes, *check(prepared)]
-    overflows: dict[str, tuple[int, float]] = {}
-
-    def judge(moved: MoveReport, plan: Plan) -> None:
-        overflows.update(judge_overflows(moved, plan, options))
-
-    if files.is_remote(prepared.out):
-        outlet = streaming.Outlet(prepared.out, single=prepared.single, overwrite=options.overwrite)
-        engine = outlet.write(prepared.plan, prepared.copies, judge, options.threads, options.overflow, progress)
-    else:
-        with Staging(prepared.out, single=prepared.single, merge=options.merge) as staging:
-            moved = run(
-                prepared.plan, staging.directory, threads=options.threads, overflow=options.overflow, progress=progress
-            )
-            engine = moved.engine
-            judge(moved, prepared.plan)
-            for path, name in prepared.copies:
-                staging.copy(path, name)
-            staging.commit()
-    written = [(file.path, file.size) for file, _ in prepared.plan.files]
-    written += [(name, files.size(path)) for path, name in prepared.copies]
+    done = (streaming.send if files.is_remote(prepared.out) else deliver)(
+        Order(
+            plan=prepared.plan,
+            out=prepared.out,
+            catalog=prepared.catalog,
+            dtype=options.dtype,
+            options=_recorded(options),
+            single=prepared.single,
+            copies=prepared.copies,
+            overflow=options.overflow,
+            overwrite=options.overwrite,
+            merge=options.merge,
+            buffer=options.buffer,
+            pace=options.pace,
+        ),
+        progress,
+    )
     return Report(
-        files=tuple(written),
+        files=done.files,
         tensors=len(prepared.catalog),
         numel=prepared.catalog.numel,
-        bytes_written=sum(size for _, size in written),
+        bytes_written=done.bytes_written,
         seconds=time.perf_counter() - began,
-        engine=engine,
-        overflows=overflows,
-        notes=tuple(notes),
+        engine=done.engine,
+        kept=done.kept,
+        overflows=done.overflows,
+        notes=(*notes, *done.notes),
     )
 
 
@@ -285,16 +295,15 @@ def check(prepared: Prepared) -> tuple[str, ...]:
     return (told,) if bad else ()
 
 
-def judge_overflows(moved: MoveReport, plan: Plan, options: Options) -> dict[str, tuple[int, float]]:
-    """As `overflows_of`.
+_SELECTION = ("include", "exclude", "exclude_frozen", "strip_prefix", "rename", "overflow")
 
-    Raises:
-        CastError: there are some, and that is an error.
-    """
-    found = overflows_of(moved, plan)
-    if found and options.overflow == "error":
-        raise overflow_error(found, options.dtype)
-    return found
+
+def _recorded(options: Options) -> dict[str, object]:
+    """What the manifest says was asked for: all that changes tensors, and is not as it always is."""
+    usual = Options()
+    asked = {name: getattr(options, name) for name in _SELECTION}
+    recorded = {name: value for name, value in asked.items() if value and value != getattr(usual, name)}
+    return recorded | ({} if options.wishes is None else {"wishes": options.wishes.as_json()})
 
 
 def output_dtype(entry: TensorEntry, dtype: DType | None) -> DType:
@@ -334,7 +343,13 @@ def protected(opened: Opened, checkpoint: str, *, beside: bool = False) -> set[s
     return shards if beside or not listing.tag or not os.path.isdir(checkpoint) else {*shards, checkpoint}
 
 
-def _select(catalog: Catalog, options: Options) -> Catalog:
+def select(catalog: Catalog, options: Options) -> Catalog:
+    """The tensors that are wanted, under their new names.
+
+    Raises:
+        UsageError: none is left, or a wish makes no sense. InconsistentError: two would have one name.
+    """
+
     def wanted(entry: TensorEntry) -> bool:
         if options.exclude_frozen and entry.role == "frozen":
             return False
@@ -371,20 +386,3 @@ def _usual_dtype(entries: Iterable[TensorEntry]) -> DType:
         if entry.dtype.kind == "float":
             numels[entry.dtype] += entry.numel
     return numels.most_common(1)[0][0] if numels else F32
-
-
-def overflows_of(moved: MoveReport, plan: Plan) -> dict[str, tuple[int, float]]:
-    """Tensor name -> (elements that became infinite or were clamped, the largest of them)."""
-    return {plan.pairs[number][1].name: (found.count, found.largest) for number, found in moved.overflows.items()}
-
-
-def overflow_error(overflows: dict[str, tuple[int, float]], dtype: DType | None) -> CastError:
-    """The error for numbers that a cast would make infinite."""
-    worst = sorted(overflows, key=lambda name: -overflows[name][1])
-    told = ", ".join(f"{n!r} ({overflows[n][0]:,} elements, largest {overflows[n][1]:,.6g})" for n in worst[:5])
-    more = f" and {len(worst) - 5:,} more" if len(worst) > 5 else ""
-    return CastError(
-        f"{len(worst):,} tensors with numbers too large for {dtype.torch_name if dtype else 'their dtype'}",
-        found=told + more,
-        remedy="Nothing was published. Use to-bf16, or --overflow clamp or --overflow inf if that is what you want.",
-    )

@@ -6,6 +6,7 @@ Source: torch/storage.py (storage classes), safetensors 0.8.0 `Dtype`, numpy typ
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass
 from typing import Literal
 
@@ -39,6 +40,10 @@ class DType:
     def component(self) -> int:
         """Bytes of one number: a complex element holds two."""
         return self.itemsize // 2 if self.kind == "complex" else self.itemsize
+
+    def swap(self, byteorder: str) -> int:
+        """Bytes of the numbers that must be swapped when they come from such a file; 0 where there is nothing to do."""
+        return self.component if byteorder != sys.byteorder and self.component > 1 else 0
 
     def __str__(self) -> str:
         return self.name

@@ -161,6 +161,25 @@ class UsageError(ZckptError, ValueError):
     code = "usage"
 
 
+def read_error(path: str, number: int, offset: int) -> CorruptError:
+    """The error for a source that cannot be read at `offset`; a negative `number` (no errno) means that it ended."""
+    if number < 0:
+        return CorruptError(
+            "a file that ends too early", file=path, found=f"nothing at byte {offset:,} or soon after",
+            expected="its index says there is more", byte_offset=offset,
+            remedy="It was cut short, or shrank while it was read. Copy that file again.",
+        )  # fmt: skip
+    return CorruptError(
+        "a file that cannot be read", file=path, found=f"{os.strerror(number)} at byte {offset:,}", byte_offset=offset,
+        remedy="Check the disk, and copy that file again.",
+    )  # fmt: skip
+
+
+def add_note(error: BaseException, text: str) -> None:
+    """One more sentence for whoever reads of the error; `BaseException.add_note` came with Python 3.11."""
+    error.__notes__ = [*getattr(error, "__notes__", ()), text]
+
+
 def some(names: Iterable[object], limit: int = 3) -> str:
     """At most `limit` quoted examples, then how many more: `'a', 'b', 'c' and 41 more`."""
     listed = [repr(str(name)) for name in names]

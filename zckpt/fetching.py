@@ -61,7 +61,7 @@ def _localized(batch: Batch) -> Batch:
         return batch
     fetched = iter(remote.fetch(wanted))
     memory: dict[tuple[int, str], Store] = {}
-    near = Batch()
+    near = Batch(finished=batch.finished)
     for number, offset, data in batch.literals:
         near.literals.append((near.number(batch.stores[number]), offset, data))
         near.nbytes += len(data)
@@ -71,7 +71,7 @@ def _localized(batch: Batch) -> Batch:
             block, begin = next(fetched)
             store = memory.setdefault((id(block), move.src.byteorder), _memory(block, move.src))
             move = move._replace(src=store, src_offset=move.src_offset - begin)
-        near.add(move)
+        near.add(move, move.count * move.rows * move.dst_dtype.itemsize)
     return near
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Iterator
 
 from zckpt import remote
 from zckpt.errors import UsageError
@@ -86,6 +87,25 @@ def read(path: str, nbytes: int | None = None, offset: int = 0) -> bytes:
     with open(path, "rb") as file:
         file.seek(offset)
         return file.read(-1 if nbytes is None else nbytes)
+
+
+def blocks(path: str) -> Iterator[bytes]:
+    """A file's bytes in order, in pieces. Raises OSError."""
+    if is_remote(path):
+        yield read(path)
+        return
+    with open(path, "rb") as file:
+        while block := file.read(1 << 20):
+            yield block
+
+
+def state(path: str) -> tuple[int, ...]:
+    """What changes when a file is written again, whatever is done to its modification time. Raises OSError."""
+    if is_remote(path):
+        found = remote.status(path)
+        return found.size, *found.identity
+    stat = os.stat(path)
+    return stat.st_size, stat.st_ino, stat.st_mtime_ns, stat.st_ctime_ns
 
 
 def same_content(a: str, b: str) -> bool:

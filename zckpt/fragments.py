@@ -17,6 +17,7 @@ import heapq
 import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from threading import Lock
 from typing import Literal, NamedTuple
 
 from zckpt.errors import CorruptError
@@ -81,16 +82,18 @@ class ComputedStore:
         self.size = size
         self._compute = compute
         self._memory: MemoryStore | None = None
+        self._lock = Lock()
 
     @property
     def address(self) -> int:
         """Of the first byte; computes what is not there yet."""
-        if self._memory is None:
-            import ctypes
+        with self._lock:
+            if self._memory is None:
+                import ctypes
 
-            data = self._compute()
-            self._memory = MemoryStore(ctypes.addressof(ctypes.c_char.from_buffer(data)), len(data), data)
-        return self._memory.address
+                data = self._compute()
+                self._memory = MemoryStore(ctypes.addressof(ctypes.c_char.from_buffer(data)), len(data), data)
+            return self._memory.address
 
     def __str__(self) -> str:
         return "computed elements"

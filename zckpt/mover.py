@@ -10,33 +10,28 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
-import struct
 import tempfile
 import warnings
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
 from typing import Literal, NoReturn
 
-from zckpt.batches import MOST_STORES, Batch, batches
+from zckpt.batches import MOST_STORES, Batch, batches, progress_after, ranges
 from zckpt.dtypes import CAST_TARGETS
-from zckpt.errors import CorruptError, InconsistentError, OutputError, UnsupportedError, ZckptError
+from zckpt.errors import OutputError, UnsafeError, UnsupportedError, ZckptError, read_error
 from zckpt.fetching import localized
 from zckpt.fragments import FileStore
 from zckpt.mover_reference import run_batch as reference_batch
+from zckpt.open_files import OpenFiles
 from zckpt.plan import OutputFile, Plan
 from zckpt.sinks import Ordered, Sink
+from zckpt.sums import Partial, file_checksums, join
+from zckpt.tuning import THREADS, forget, gives_back, pace, window_bytes
 
 try:
-    from zckpt._core import crc32_combine
     from zckpt._core import run as native_run
 except ImportError:  # pragma: no cover - depends on the build
     native_run = None  # type: ignore[assignment]
-
-WINDOW_BYTES = 4 << 20
-"""Bytes of an output file gathered and written at once, per thread. Measured: 1 to 16 MiB differ little on ext4 with
-direct I/O and on tmpfs; 4 MiB keeps memory low and writes large."""
-
-THREADS = min(4, max(2, os.cpu_count() or 1))
 
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
@@ -50,6 +45,25 @@ class Overflow:
 
 
 @dataclass(frozen=True, slots=True)
+class Written:
+    """A file that is complete and, unless it was streamed or need not be, durable.
+
+    Attributes:
+        path: as in the plan.
+        nbytes: its size.
+        crc32: of the whole file, taken while it was written.
+        overflows: number of the pair in the plan -> what its cast lost, for the tensors in this file.
+        slots: byte offset -> what was filled in there, of the checksums that the plan wants in the file.
+    """
+
+    path: str
+    nbytes: int
+    crc32: int
+    overflows: Mapping[int, Overflow]
+    slots: Mapping[int, bytes]
+
+
+@dataclass(frozen=True, slots=True)
 class MoveReport:
     """What a run did.
 
@@ -58,99 +72,14 @@ class MoveReport:
         bytes_written: bytes written, literals included.
         overflows: number of the pair in the plan -> what its cast lost.
         engine: "native" or "reference".
-        checksums: CRC-32 of each `Checksum` of the plan's files, in order.
+        files: what was written, in the order in which it was complete.
     """
 
     bytes_read: int
     bytes_written: int
     overflows: dict[int, Overflow]
     engine: str
-    checksums: tuple[int, ...] = ()
-
-
-@dataclass(slots=True)
-class _Files:
-    """The files of a run: all outputs exist from its start; as many files as a batch may have are open.
-
-    Attributes:
-        outputs: id of a destination's store -> its path.
-        open: path -> (a plain descriptor, a direct one or -1), the least recently used first.
-        seen: the sources that were read.
-        sinks: id of a destination's store -> what its bytes are handed to.
-        durable: whether outputs are to outlive a crash.
-    """
-
-    outputs: dict[int, str] = field(default_factory=dict[int, str])
-    open: dict[str, tuple[int, int]] = field(default_factory=dict[str, tuple[int, int]])
-    seen: dict[str, FileStore] = field(default_factory=dict[str, FileStore])
-    sinks: dict[int, Ordered] = field(default_factory=dict[int, Ordered])
-    durable: bool = True
-
-    def __enter__(self) -> _Files:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        while self.open:
-            self._close(next(iter(self.open)))
-
-    def _close(self, path: str) -> None:
-        for descriptor in self.open.pop(path):
-            if descriptor >= 0:
-                os.close(descriptor)
-
-    def descriptors(self, batch: Batch) -> list[tuple[int, int]]:
-        """A plain and a direct descriptor for each store of a batch; -1 for none."""
-        return [self.of(store) if isinstance(store, FileStore) else (-1, -1) for store in batch.stores]
-
-    def of(self, store: FileStore) -> tuple[int, int]:
-        """A file's descriptors. The least recently used are closed where too many are open: never one of this batch."""
-        path = self.outputs.get(id(store), store.path)
-        found = self.open.pop(path, None)
-        if found is None:
-            while len(self.open) >= MOST_STORES:
-                self._close(next(iter(self.open)))
-            found = (
-                _open_output(path, store.size if self.durable else 0)
-                if id(store) in self.outputs
-                else (self._open_source(store), -1)
-            )
-        self.open[path] = found
-        return found
-
-    def _open_source(self, store: FileStore) -> int:
-        """A descriptor to read from; the file must be the one that was planned with."""
-        try:
-            descriptor = os.open(store.path, os.O_RDONLY | os.O_CLOEXEC)
-        except OSError as error:
-            raise CorruptError(
-                "a file that can no longer be read", file=store.path, found=error.strerror or str(error)
-            ) from error
-        try:
-            _check_identity(store, os.fstat(descriptor))
-        except BaseException:
-            os.close(descriptor)
-            raise
-        self.seen[store.path] = store
-        return descriptor
-
-    def check_sources(self) -> None:
-        """Nothing changed while it was read."""
-        for path, store in self.seen.items():
-            try:
-                stat = os.stat(path)
-            except OSError as error:
-                raise CorruptError("a file that vanished while it was read", file=path, found=str(error)) from error
-            _check_identity(store, stat)
-
-
-def _check_identity(store: FileStore, stat: os.stat_result) -> None:
-    if store.identity != (0, 0, 0) and (stat.st_dev, stat.st_ino, stat.st_mtime_ns) != store.identity:
-        raise InconsistentError(
-            "a file that changed while it was read",
-            file=store.path,
-            found="another file or modification time than when it was opened",
-            remedy="Something still writes to the checkpoint. Wait until it is done, and start again.",
-        )
+    files: tuple[Written, ...] = ()
 
 
 def run(
@@ -161,7 +90,11 @@ def run(
     overflow: Literal["error", "inf", "clamp"] = "error",
     engine: Literal["auto", "native", "reference"] = "auto",
     progress: Callable[[int], None] | None = None,
-    window: int = WINDOW_BYTES,
+    window: int | None = None,
+    keep_cache: bool | None = None,
+    bytes_per_s: int | None = None,
+    done: Collection[str] = (),
+    finished: Callable[[Written], None] | None = None,
     sinks: Mapping[str, Sink] | None = None,
     streamed: bool = False,
     durable: bool = True,
@@ -176,7 +109,11 @@ def run(
             infinite; both are reported. Whether they are an error is the caller's to say.
         engine: "auto" takes the native one where it was built.
         progress: called with the bytes written so far, about every 50 ms.
-        window: bytes written at once; a multiple of 4,096.
+        window: bytes written at once, per thread.
+        keep_cache: whether the page cache keeps what is read; None: unless the job is larger than memory.
+        bytes_per_s: at most so many are read and written, together.
+        done: paths of files that are there already: they are left alone.
+        finished: called with each file as soon as it is complete and durable.
         sinks: path of an output file -> what is handed its bytes in order, to hash them or to send them elsewhere. Only
             for files without checksums, whose first bytes are known before the last.
         streamed: write nothing under `root`: the files exist for their sinks and checksums only.
@@ -186,56 +123,67 @@ def run(
         CorruptError: a source ends too early. InconsistentError: it changed meanwhile.
         OutputError: a file cannot be written. UnsupportedError: there is no such cast, or a streamed file's bytes do
             not come in order.
+        UnsafeError: a file of the plan would lie outside `root`.
     """
     if engine == "native" and native_run is None:
         raise UnsupportedError("an engine that was not built", found="zckpt._core is missing")
     chosen = "reference" if engine == "reference" or native_run is None else "native"
     if engine == "auto" and chosen == "reference":
         warnings.warn("zckpt's C++ engine was not built: the slow Python one is used.", RuntimeWarning, stacklevel=2)
-    for source, destination in plan.pairs:
-        a, b = source.dtype, destination.dtype
-        if a != b and not (a.kind == "float" and b in CAST_TARGETS):
-            raise UnsupportedError(f"a cast of tensor {source.name!r}", found=f"{a} to {b}")
     sinks = sinks or {}
-    if any(output.checksums and output.path in sinks for output, _ in plan.files):
-        raise ValueError("a file with checksums is not known in order")
+    _refuse(plan, sinks)
     _raise_file_limit()
-    overflows: dict[int, Overflow] = {}
-    sums: dict[int, list[tuple[int, int, int]]] = {}
-    written = 0
+    give_back = gives_back(keep_cache, plan.bytes_read + plan.bytes_written)
+    work = _Work(
+        plan, chosen, overflow == "clamp", threads or THREADS, window_bytes(window), give_back, bytes_per_s or 0
+    )
+    work.sinks = {id(store): Ordered(sinks[output.path]) for output, store in plan.files if output.path in sinks}
+    work.durable = durable and not streamed
+    complete: list[Written] = []
+    written = sum(output.size for output, _ in plan.files if output.path in done)
+    nowhere = streamed and chosen == "native"
     with contextlib.ExitStack() as stack:
-        durable = durable and not streamed
-        files = stack.enter_context(_Files(durable=durable))
-        if streamed and chosen == "reference":  # it does not write in order
+        if streamed and not nowhere:  # the reference engine does not write in order
             root = stack.enter_context(tempfile.TemporaryDirectory())
+        outputs = {
+            id(store): os.devnull if nowhere else os.path.join(root, output.path) for output, store in plan.files
+        }
+        files = stack.enter_context(OpenFiles(outputs, give_back=give_back, direct=work.durable))
         try:
             for output, store in plan.files:
-                nowhere = streamed and chosen == "native"
-                files.outputs[id(store)] = os.devnull if nowhere else _create(root, output)
-                if output.path in sinks:
-                    files.sinks[id(store)] = Ordered(sinks[output.path])
-            for batch in localized(batches(plan)):
-                told = _after(progress, written)
-                if chosen == "reference":
-                    done = _run_reference(batch, files, overflow == "clamp", told)
-                else:
-                    done = _run_native(batch, files, threads or THREADS, window, overflow == "clamp", told, sums)
-                for tensor, count, largest in done:
-                    old = overflows.get(tensor, Overflow(0, 0.0))
-                    overflows[tensor] = Overflow(old.count + count, max(old.largest, largest))
+                if output.path not in done and not nowhere:
+                    _create(outputs[id(store)], output.size)
+            for batch in localized(batches(plan, done)):
+                work.do(batch, files, progress_after(progress, written))
                 written += batch.nbytes
-            checksums = _finish(plan, files, sums, chosen, durable=durable)
+                for output, store in batch.finished:
+                    complete.append(work.finish(output, store, files))
+                    files.close(outputs[id(store)])
+                    if finished is not None:
+                        finished(complete[-1])
         except OSError as error:
             if isinstance(error, ZckptError):
                 raise
             _output_failed(error, root, plan)
         files.check_sources()
-    return MoveReport(plan.bytes_read, written, overflows, chosen, checksums)
+    return MoveReport(plan.bytes_read, written, work.overflows, chosen, tuple(complete))
 
 
-def _after(progress: Callable[[int], None] | None, base: int) -> Callable[[int], None] | None:
-    """`progress`, told of `base` bytes more than it is called with."""
-    return None if progress is None else lambda now: progress(base + now)
+def _refuse(plan: Plan, sinks: Mapping[str, Sink]) -> None:
+    """Raises for casts that there are not, for paths that lead elsewhere, and for sinks of what is not known in order."""
+    if any(output.checksums and output.path in sinks for output, _ in plan.files):
+        raise ValueError("a file with checksums is not known in order")
+    for source, destination in plan.pairs:
+        a, b = source.dtype, destination.dtype
+        if a != b and not (a.kind == "float" and b in CAST_TARGETS):
+            raise UnsupportedError(f"a cast of tensor {source.name!r}", found=f"{a} to {b}")
+    for output, _ in plan.files:
+        parts = output.path.split("/")
+        if any(part in ("", ".", "..") for part in parts) or "\0" in output.path:
+            raise UnsafeError(
+                "an output file that would lie elsewhere", found=f"{output.path!r:.200}",
+                remedy="Nothing was written. The checkpoint's names were made to do harm, or need --rename.",
+            )  # fmt: skip
 
 
 def _raise_file_limit() -> None:
@@ -249,104 +197,100 @@ def _raise_file_limit() -> None:
         )
 
 
-def _create(root: str, output: OutputFile) -> str:
-    """Makes a file of full size, and returns its path."""
-    path = os.path.join(root, output.path)
+def _create(path: str, size: int) -> None:
+    """A new file of full size."""
     os.makedirs(os.path.dirname(path), exist_ok=True)
     fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
     try:
-        os.ftruncate(fd, output.size)
+        os.ftruncate(fd, size)
     finally:
         os.close(fd)
-    return path
 
 
-def _open_output(path: str, size: int) -> tuple[int, int]:
-    """A descriptor for plain writes and, where the size makes it worth it, one for direct ones."""
-    fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
-    direct = -1
-    if size >= 1 << 20 and hasattr(os, "O_DIRECT") and not _is_tmpfs(path):
-        try:
-            direct = os.open(path, os.O_WRONLY | os.O_DIRECT | os.O_CLOEXEC)
-        except OSError:
-            direct = -1
-    return fd, direct
+class _Work:
+    """Batches, done by one engine; and what is known of the files so far: CRCs of their parts, and overflows."""
 
+    def __init__(
+        self, plan: Plan, engine: str, clamp: bool, threads: int, window: int, give_back: bool, bytes_per_s: int
+    ) -> None:
+        self.engine = engine
+        self.clamp = clamp
+        self.threads = threads
+        self.window = window
+        self.give_back = give_back
+        self.bytes_per_s = bytes_per_s
+        self.spend = pace(bytes_per_s)
+        self.overflows: dict[int, Overflow] = {}
+        self.ranges: dict[int, list[tuple[int, int, int]]] = {}
+        for number, (store, start, nbytes) in enumerate(ranges(plan)):
+            self.ranges.setdefault(id(store), []).append((number, start, nbytes))
+        self.tensors: dict[int, set[int]] = {}
+        for number, (_, entry) in enumerate(plan.pairs):
+            for fragment in entry.fragments:
+                self.tensors.setdefault(id(fragment.store), set()).add(number)
+        self.parts: dict[int, list[Partial]] = {}
+        self.sinks: dict[int, Ordered] = {}
+        self.durable = True
 
-def _is_tmpfs(path: str) -> bool:
-    """Memory file systems accept direct I/O, but have no disk to save a copy for: their device has no major number."""
-    return os.major(os.stat(path).st_dev) == 0 and os.statvfs(path).f_frsize == os.sysconf("SC_PAGE_SIZE")
+    def do(self, batch: Batch, files: OpenFiles, progress: Callable[[int], None] | None) -> None:
+        """Runs a batch."""
+        if self.engine == "reference":
+            lost = reference_batch(
+                batch.stores,
+                [files.of(store) for store in batch.stores],
+                batch.moves,
+                batch.literals,
+                self.clamp,
+                self.spend,
+            )
+            if progress:
+                progress(batch.nbytes)
+        else:
+            lost = self._do_native(batch, files, progress)
+        for tensor, count, largest in lost:
+            old = self.overflows.get(tensor, Overflow(0, 0.0))
+            self.overflows[tensor] = Overflow(old.count + count, max(old.largest, largest))
 
+    def _do_native(
+        self, batch: Batch, files: OpenFiles, progress: Callable[[int], None] | None
+    ) -> list[tuple[int, int, float]]:
+        (kind, number, store, offset), crcs, overflows = native_run(
+            *batch.packed([files.of(store) for store in batch.stores]),
+            threads=self.threads,
+            window=self.window,
+            clamp=self.clamp,
+            give_back=self.give_back,
+            bytes_per_s=self.bytes_per_s,
+            progress=progress,
+            sinks=[self.sinks.get(id(store)) for store in batch.stores] if self.sinks else [],
+        )
+        if kind:
+            where = str(batch.stores[store])
+            raise OSError(number, os.strerror(number), where) if kind == "write" else read_error(where, number, offset)
+        for number, crc, offset, length in crcs:
+            self.parts.setdefault(number, []).append((offset, length, crc))
+        return overflows
 
-def _run_reference(
-    batch: Batch, files: _Files, clamp: bool, progress: Callable[[int], None] | None
-) -> list[tuple[int, int, float]]:
-    """Returns overflows: (pair's number, count, largest)."""
-    done = reference_batch(batch.stores, files.descriptors(batch), batch.moves, batch.literals, clamp)
-    if progress:
-        progress(batch.nbytes)
-    return done
-
-
-def _run_native(
-    batch: Batch,
-    files: _Files,
-    threads: int,
-    window: int,
-    clamp: bool,
-    progress: Callable[[int], None] | None,
-    sums: dict[int, list[tuple[int, int, int]]],
-) -> list[tuple[int, int, float]]:
-    """Adds partial CRCs to `sums` (range -> (offset, length, crc)); returns overflows."""
-    (kind, number, store, offset), crcs, overflows = native_run(
-        *batch.packed(files.descriptors(batch)), threads=threads, window=window, clamp=clamp, progress=progress,
-        sinks=[files.sinks.get(id(store)) for store in batch.stores] if files.sinks else [],
-    )  # fmt: skip
-    if kind:
-        where = str(batch.stores[store])
-        raise OSError(number, os.strerror(number), where) if kind == "write" else read_error(where, number, offset)
-    for number, crc, offset, length in crcs:
-        sums.setdefault(number, []).append((offset, length, crc))
-    return list(overflows)
-
-
-def read_error(path: str, number: int, offset: int) -> ZckptError:
-    """The error for a source that cannot be read at `offset`; a negative `number` means that it ended."""
-    if number < 0:
-        return CorruptError(
-            "a file that ends too early", file=path, found=f"nothing at byte {offset:,} or soon after",
-            expected="its index says there is more", byte_offset=offset,
-            remedy="It was cut short, or shrank while it was read. Copy that file again.",
-        )  # fmt: skip
-    return CorruptError(
-        "a file that cannot be read", file=path, found=f"{os.strerror(number)} at byte {offset:,}", byte_offset=offset,
-        remedy="Check the disk, and copy that file again.",
-    )  # fmt: skip
-
-
-def _finish(
-    plan: Plan, files: _Files, sums: dict[int, list[tuple[int, int, int]]], engine: str, *, durable: bool
-) -> tuple[int, ...]:
-    """Fills in the CRCs and returns them; hands sinks what did not come in order; makes every file durable."""
-    found: list[int] = []
-    for output, store in plan.files:
+    def finish(self, output: OutputFile, store: FileStore, files: OpenFiles) -> Written:
+        """Fills in the CRCs of a complete file, hands its sink what did not come in order, and makes it durable."""
         fd, _ = files.of(store)
-        ordered = files.sinks.get(id(store))
-        if ordered is not None:
-            ordered.finish(fd, output)
-        for checksum in output.checksums:
-            if engine == "reference":
-                crc = _crc_of_file(fd, checksum.start, checksum.nbytes)
-            else:
-                crc = 0
-                for _, length, part in sorted(sums.get(len(found), ())):
-                    crc = crc32_combine(crc, part, length)
-            for slot in checksum.slots:
-                _write(fd, struct.pack("<I", crc), slot)
-            found.append(crc)
-        if durable:
+        if id(store) in self.sinks:
+            self.sinks[id(store)].finish(fd, output)
+        crcs: dict[int, int] = {}
+        for number, start, nbytes in self.ranges.get(id(store), ()):
+            parts = self.parts.pop(number, ())
+            crcs[start] = _crc_of_file(fd, start, nbytes) if self.engine == "reference" else join(parts, start, nbytes)
+        crc, slots = file_checksums(output, crcs)
+        for slot, data in slots.items():
+            _write(fd, data, slot)
+        if self.durable:
             os.fsync(fd)
-    return tuple(found)
+        if self.give_back:
+            forget(fd)
+        here = self.overflows.keys() & self.tensors.get(id(store), set())
+        return Written(
+            output.path, output.size, crc, {number: self.overflows[number] for number in sorted(here)}, slots
+        )
 
 
 def _crc_of_file(fd: int, start: int, nbytes: int) -> int:

@@ -9,11 +9,11 @@ import ctypes
 import math
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from zckpt.dtypes import BF16, F16, F32, DType
-from zckpt.errors import CorruptError
+from zckpt.errors import read_error
 from zckpt.fragments import FileStore, Store
 from zckpt.plan import Move
 
@@ -27,8 +27,9 @@ def run_batch(
     moves: Sequence[tuple[int, int, Move]],
     literals: Sequence[tuple[int, int, bytes]],
     clamp: bool,
+    spend: Callable[[int], None],
 ) -> list[tuple[int, int, float]]:
-    """Runs a batch; returns (tensor, count, largest) for casts that overflowed.
+    """Runs a batch; returns (tensor, count, largest) for casts that overflowed. `spend` is told of bytes moved.
 
     Raises:
         CorruptError: a source ends too early.
@@ -43,7 +44,8 @@ def run_batch(
                 count = min(_PART, move.count - first)
                 source, target = move.src_dtype.itemsize, move.dst_dtype.itemsize
                 at = move.src_offset + row * move.src_pitch + first * move.src_step * source
-                data = _read(stores[src], descriptors[src][0], at, count, move.src_step, source)
+                data = read_elements(stores[src], descriptors[src][0], at, count, move.src_step, source)
+                spend(count * (source + target))
                 data, lost, largest = cast(data, move.src_dtype, move.dst_dtype, stores[src].byteorder, clamp)
                 if lost:
                     overflows.append((move.tensor, lost, largest))
@@ -57,21 +59,25 @@ def run_batch(
     return overflows
 
 
-def _read(store: Store, fd: int, offset: int, count: int, step: int, itemsize: int) -> bytes:
+def read_elements(store: Store, fd: int, offset: int, count: int, step: int, itemsize: int) -> bytes:
+    """Elements `step` elements apart, as they lie there.
+
+    Raises:
+        CorruptError: the file ends too early, or cannot be read.
+    """
     if step != 1:
-        return b"".join(_read(store, fd, offset + i * step * itemsize, 1, 1, itemsize) for i in range(count))
+        return b"".join(read_elements(store, fd, offset + i * step * itemsize, 1, 1, itemsize) for i in range(count))
     nbytes = count * itemsize
     if not isinstance(store, FileStore):
         return ctypes.string_at(store.address + offset, nbytes)
     parts: list[bytes] = []
     while nbytes:
-        part = os.pread(fd, nbytes, offset)
+        try:
+            part = os.pread(fd, nbytes, offset)
+        except OSError as error:
+            raise read_error(store.path, error.errno or 0, offset) from error
         if not part:
-            raise CorruptError(
-                "a file that ends too early", file=store.path, found=f"nothing at byte {offset:,}",
-                expected="its index says there is more", byte_offset=offset,
-                remedy="It was cut short, or shrank while it was read. Copy that file again.",
-            )  # fmt: skip
+            raise read_error(store.path, -1, offset)
         parts.append(part)
         offset, nbytes = offset + len(part), nbytes - len(part)
     return b"".join(parts)
@@ -95,7 +101,7 @@ def cast(data: bytes, source: DType, target: DType, byteorder: str, clamp: bool)
     if source == target:
         return data, 0, 0.0
     with np.errstate(all="ignore"):
-        wide = _widen(data, source)
+        wide = widen(data, source)
         single = wide.astype(np.float32)
         result: Any
         if target == F32:
@@ -123,8 +129,8 @@ def cast(data: bytes, source: DType, target: DType, byteorder: str, clamp: bool)
     return result.tobytes(), count, largest
 
 
-def _widen(data: bytes, source: DType) -> Any:
-    """Elements as float32, or as float64 where they are."""
+def widen(data: bytes, source: DType) -> Any:
+    """Elements as float32, or in their own dtype where numpy has it and it is not half precision."""
     import numpy as np
 
     if source == BF16:

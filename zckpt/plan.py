@@ -53,7 +53,8 @@ class Move(NamedTuple):
     """Elements from one place to another: `rows` runs of `count` elements. Offsets and pitches are bytes.
 
     Inside a run the source's elements are `src_step` elements apart (1: dense; 0: one element repeated), those of the
-    destination `dst_step`. `tensor` numbers the pair of entries in the plan, for per-tensor statistics.
+    destination `dst_step`. `tensor` numbers the pair of entries in the plan, for per-tensor statistics; `start` numbers the
+    first element in its tensor, and `pitch` the elements from row to row there.
     """
 
     src: Store
@@ -69,6 +70,8 @@ class Move(NamedTuple):
     dst_pitch: int = 0
     src_step: int = 1
     dst_step: int = 1
+    start: int = 0
+    pitch: int = 0
 
 
 def route(source: TensorEntry | TensorPart, destination: TensorEntry | TensorPart, tensor: int = 0) -> Iterator[Move]:
@@ -104,6 +107,8 @@ def route(source: TensorEntry | TensorPart, destination: TensorEntry | TensorPar
                     o.b_pitch * dst_size if several else 0,
                     of.step,
                     to.step,
+                    o.start,
+                    o.pitch,
                 )
 
 

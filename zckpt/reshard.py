@@ -13,21 +13,21 @@ from dataclasses import dataclass, replace
 from typing import Generic, Protocol, TypeVar
 
 from zckpt import layouts, replicas
-from zckpt.beside import companions, config_file
 from zckpt.catalog import Catalog
 from zckpt.checkpoint import Opened, open_catalog
-from zckpt.convert import Report, overflow_error, overflows_of, protected, to_dtype
+from zckpt.convert import Report, protected, to_dtype
+from zckpt.delivery import Order, deliver
 from zckpt.dtypes import BF16, F16, DType
 from zckpt.errors import UsageError
-from zckpt.files import size as file_size
+from zckpt.layouts.companions import companions, config_file
 from zckpt.layouts.huggingface import literal_file
 from zckpt.layouts.listing import Wishes
 from zckpt.layouts.torch_files import Laid
 from zckpt.layouts.training import Training
 from zckpt.layouts.zero_out import DEFAULT_SUB_GROUP_SIZE, ZeroTarget, lay_out
-from zckpt.mover import run
 from zckpt.plan import Plan
-from zckpt.publish import Staging, check_output, check_space
+from zckpt.publish import check_output, check_space
+from zckpt.tuning import DEFAULT_PACE, Pace
 
 
 class Target(Protocol):
@@ -40,6 +40,9 @@ class Target(Protocol):
     @property
     def precision(self) -> DType:
         """The module's own weights."""
+
+    def as_json(self) -> dict[str, object]:
+        """What a manifest says of it."""
 
 
 T = TypeVar("T", bound=Target)
@@ -56,6 +59,7 @@ class Prepared(Generic[T_co]):
         plan: where every byte goes.
         out: the output directory.
         copies: (path, name) of small files copied beside the tag.
+        overwrite: replace an existing output.
         notes: sentences a person should see.
     """
 
@@ -64,6 +68,7 @@ class Prepared(Generic[T_co]):
     plan: Plan
     out: str
     copies: tuple[tuple[str, str], ...]
+    overwrite: bool
     notes: tuple[str, ...]
 
 
@@ -106,20 +111,21 @@ def prepare(
     target = target_of(opened.catalog, training, world_size, stage, dtype)
     training = replace(training, model=_with_config(training.model, target, training.precision))
     laid = lay_out(opened.catalog, training, target)
-    return planned(opened, target, laid, out, "latest")
+    return planned(opened, target, laid, out, "latest", overwrite=overwrite)
 
 
-def planned(opened: Opened, target: T, laid: Laid, out: str, pointer: str) -> Prepared[T]:
+def planned(opened: Opened, target: T, laid: Laid, out: str, pointer: str, *, overwrite: bool) -> Prepared[T]:
     """The files of a save, with the file that names its tag and the model's config made true.
 
     Raises:
         OutputError: there is no room for them.
     """
-    config = config_file(opened, target.precision)
+    home = opened.place.home
+    config = config_file(home, target.precision)
     files = (*laid.files, literal_file(pointer, target.tag.encode()), *([config] if config else []))
     plan = Plan(files, laid.pairs)
     check_space(out, plan.bytes_written)
-    return Prepared(opened, target, plan, out, tuple(companions(opened)), opened.catalog.source.notes)
+    return Prepared(opened, target, plan, out, tuple(companions(home)), overwrite, opened.catalog.source.notes)
 
 
 def target_of(catalog: Catalog, training: Training, world_size: int, stage: int | None, precision: DType) -> ZeroTarget:
@@ -157,34 +163,32 @@ def _with_config(model: Mapping[str, object], target: ZeroTarget, before: DType)
     return {**model, "ds_config": config}
 
 
-def execute(prepared: Prepared[T], progress: Callable[[int], None] | None = None, threads: int | None = None) -> Report:
-    """Checks, moves and publishes.
+def execute(prepared: Prepared[T], progress: Callable[[int], None] | None = None, pace: Pace = DEFAULT_PACE) -> Report:
+    """Checks, moves and publishes; goes on where an interrupted run of the same job ended.
 
     Raises:
         ZckptError: one of its kinds says what is wrong; nothing stands under the output's name then.
     """
     began = time.perf_counter()
     replicas.check(prepared.opened.catalog)
-    with Staging(prepared.out, single=False) as staging:
-        moved = run(prepared.plan, staging.directory, threads=threads, progress=progress)
-        overflows = overflows_of(moved, prepared.plan)
-        if overflows:
-            raise overflow_error(overflows, prepared.target.precision)
-        for path, name in prepared.copies:
-            staging.copy(path, name)
-        staging.commit()
-    files = [(file.path, file.size) for file, _ in prepared.plan.files]
-    files += [(name, file_size(path)) for path, name in prepared.copies]
     catalog = prepared.opened.catalog
+    done = deliver(
+        Order(
+            plan=prepared.plan, out=prepared.out, catalog=catalog, options=prepared.target.as_json(), copies=prepared.copies,
+            overwrite=prepared.overwrite, pace=pace,
+        ),
+        progress,
+    )  # fmt: skip
     return Report(
-        files=tuple(files),
+        files=done.files,
         tensors=len(catalog),
         numel=catalog.numel,
-        bytes_written=sum(size for _, size in files),
+        bytes_written=done.bytes_written,
         seconds=time.perf_counter() - began,
-        engine=moved.engine,
+        engine=done.engine,
+        kept=done.kept,
         overflows={},
-        notes=prepared.notes,
+        notes=(*prepared.notes, *done.notes),
     )
 
 

@@ -1,22 +1,26 @@
 """Outputs on other machines: each file is sent while it is made, in order, by multi-part upload; no copy on this disk.
 
 For conversions whose OUT is an address (`s3://bucket/weights`). A store has no rename, so: shards first, each there whole
-or not at all; the index that names them last; and whatever happens before that, the files made until then are removed.
-A `.bin` file has its checksums before its numbers, so its numbers are read twice: once for the checksums, once to send them.
+or not at all; the index that names them after these, the manifest last; and whatever happens before that, the files made
+until then are removed. A `.bin` file has its checksums before its numbers, so its numbers are read twice: once for the
+checksums, once to send them.
 """
 
 from __future__ import annotations
 
-import struct
-from collections.abc import Callable, Sequence
+import zlib
+from collections.abc import Callable
 from dataclasses import replace
-from typing import Literal
 
-from zckpt import files, remote
+from zckpt import files, manifest, remote
+from zckpt.batches import progress_after
+from zckpt.delivery import Delivered, Order, as_finished, manifest_of, overflows_of
 from zckpt.errors import OutputError, redact
-from zckpt.mover import MoveReport, run
+from zckpt.journal import Finished
+from zckpt.mover import run
 from zckpt.plan import OutputFile, Plan
 from zckpt.publish import index_last
+from zckpt.tuning import Pace
 
 
 def check_output(out: str, *, single: bool, overwrite: bool) -> None:
@@ -34,83 +38,74 @@ def check_output(out: str, *, single: bool, overwrite: bool) -> None:
         )  # fmt: skip
 
 
-class Outlet:
-    """An output behind an address.
+def send(order: Order, progress: Callable[[int], None] | None = None) -> Delivered:
+    """As `delivery.deliver`, to an address.
 
     Args:
-        out: the address.
-        single: whether it is one file.
-        overwrite: whether files of an older output are removed when the new one is complete.
+        order: what is to be delivered.
+        progress: called with the bytes sent so far.
+
+    Raises:
+        RemoteError: the store failed. What was sent is removed again.
     """
-
-    def __init__(self, out: str, *, single: bool, overwrite: bool) -> None:
-        self.out = out.rstrip("/")
-        self._single = single
-        self._old = set(files.file_names(out)) if overwrite and not single and files.is_dir(out) else set()
-
-    def write(
-        self,
-        plan: Plan,
-        copies: Sequence[tuple[str, str]],
-        judge: Callable[[MoveReport, Plan], None],
-        threads: int | None,
-        overflow: Literal["error", "inf", "clamp"],
-        progress: Callable[[int], None] | None,
-    ) -> str:
-        """Sends every file of a plan, and copies of small files; returns the engine's name.
-
-        Args:
-            plan: what goes where.
-            copies: (path, name) of small files.
-            judge: is told of each file's run before the file is complete, and raises where it should not be.
-            threads: of the mover.
-            overflow: as for `mover.run`.
-            progress: called with the bytes sent so far.
-
-        Raises:
-            RemoteError: the store failed. What was sent is removed again.
-        """
-        parts = {part.files[0][0].path: part for part in plan.by_file()}
-        sent: list[str] = []
-        done, engine = 0, "native"
-        try:
-            for path, name in copies:
-                sent.append(self._address(name))
-                with remote.Upload(sent[-1], files.size(path)) as upload:
-                    upload.write(files.read(path))
-            for name in index_last(parts):
-                part = _with_checksums(parts[name], threads)
-                sent.append(self._address(name))
-                with remote.Upload(sent[-1], part.bytes_written) as upload:
-                    told = _after(progress, done)
-                    sinks = {name: upload.write}
-                    moved = run(part, "", threads=threads, overflow=overflow, progress=told, sinks=sinks, streamed=True)
-                    judge(moved, part)
-                done, engine = done + part.bytes_written, moved.engine
-        except BaseException:
-            remote.remove(sent[:-1])
-            raise
-        remote.remove([self._address(name) for name in self._old - parts.keys() - {name for _, name in copies}])
-        return engine
-
-    def _address(self, name: str) -> str:
-        return self.out if self._single else f"{self.out}/{name}"
+    out, parts = order.out.rstrip("/"), {part.files[0][0].path: part for part in order.plan.by_file()}
+    facts = manifest.path_for(out, single=order.single)
+    addresses = {name: out if order.single else f"{out}/{name}" for name in (*(n for _, n in order.copies), *parts)}
+    old: set[str] = set()
+    if order.overwrite and not order.single and files.is_dir(out):
+        old = {f"{out}/{name}" for name in files.file_names(out)} - {*addresses.values(), facts}
+    made: list[Finished] = []
+    engine = "native"
+    try:
+        for path, name in order.copies:
+            made.append(_copied(path, name, addresses[name]))
+        done = 0
+        for name in index_last(parts):
+            file, engine = _made(order, parts[name], addresses[name], progress_after(progress, done))
+            made.append(file)
+            done += file.nbytes
+        overflows = overflows_of(made, order.plan, order.overflow)
+        text = manifest_of(order, made).as_bytes()
+        with remote.Upload(facts, len(text)) as upload:
+            upload.write(text)
+    except BaseException:
+        remote.remove([addresses[file.path] for file in made])
+        raise
+    remote.remove(sorted(old))
+    sizes = {file.path: file.nbytes for file in made}
+    listed = tuple((name, sizes[name]) for name in (*parts, *(name for _, name in order.copies)))
+    return Delivered(listed, engine, 0, overflows, ())
 
 
-def _after(progress: Callable[[int], None] | None, base: int) -> Callable[[int], None] | None:
-    return None if progress is None else lambda now: progress(base + now)
+def _copied(path: str, name: str, address: str) -> Finished:
+    data = files.read(path)
+    with remote.Upload(address, len(data)) as upload:
+        upload.write(data)
+    return Finished(name, len(data), zlib.crc32(data))
 
 
-def _with_checksums(plan: Plan, threads: int | None) -> Plan:
+def _made(order: Order, plan: Plan, address: str, progress: Callable[[int], None] | None) -> tuple[Finished, str]:
+    """One file; complete there only if no cast of it is an error."""
+    plan = _with_checksums(plan, order.pace)
+    names = [entry.name for _, entry in plan.pairs]
+    with remote.Upload(address, plan.bytes_written) as upload:
+        moved = run(
+            plan, "", overflow=order.overflow, progress=progress, window=order.buffer, streamed=True,
+            sinks={plan.files[0][0].path: upload.write}, **order.pace,
+        )  # fmt: skip
+        file = as_finished(moved.files[0], names)
+        overflows_of([file], plan, order.overflow)
+    return file, moved.engine
+
+
+def _with_checksums(plan: Plan, pace: Pace) -> Plan:
     """The plan of a file whose checksums are in its literals already, found by a first pass that writes nothing."""
     ((output, store),) = plan.files
     if not output.checksums:
         return plan
-    found = run(plan, "", threads=threads, streamed=True).checksums
     literals = [(offset, bytearray(data)) for offset, data in output.literals]
-    for checksum, crc in zip(output.checksums, found, strict=True):
-        for slot in checksum.slots:
-            at, data = next((at, data) for at, data in literals if at <= slot < at + len(data))
-            data[slot - at : slot - at + 4] = struct.pack("<I", crc)
+    for slot, crc in run(plan, "", streamed=True, **pace).files[0].slots.items():
+        at, data = next((at, data) for at, data in literals if at <= slot < at + len(data))
+        data[slot - at : slot - at + len(crc)] = crc
     known: OutputFile = replace(output, literals=tuple((at, bytes(data)) for at, data in literals), checksums=())
     return Plan(((known, store),), plan.pairs)

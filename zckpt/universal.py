@@ -52,7 +52,7 @@ def prepare(
     check_output(out, single=False, overwrite=overwrite, protected=protected(opened, checkpoint))
     target = UniversalTarget(f"{opened.catalog.source.tag or 'global_step0'}_universal", training.precision)
     laid = lay_out(opened.catalog, training, opened.place.listing, target)
-    return planned(opened, target, laid, out, POINTER)
+    return planned(opened, target, laid, out, POINTER, overwrite=overwrite)
 
 
 def to_universal(

@@ -16,7 +16,7 @@ import pytest
 from typer.testing import CliRunner
 
 from zckpt.cli import _foreign, app
-from zckpt.cli.options import split_rename
+from zckpt.cli.options import parse_bytes, split_rename
 from zckpt.cli.output import Sink, peak_rss_bytes
 from zckpt.errors import UsageError
 
@@ -112,7 +112,7 @@ def test_a_conversion_says_one_json_object(weights: Path, tmp_path: Path) -> Non
     facts = json.loads(result.stdout)
     assert set(facts) == {
         "out", "dtype", "files", "tensors", "numel", "bytes_written", "seconds", "peak_rss_bytes", "engine",
-        "overflows", "notes",
+        "kept", "overflows", "notes",
     }  # fmt: skip
     assert facts["files"] == [{"path": "out.safetensors", "bytes": out.stat().st_size}]
     assert (facts["dtype"], facts["tensors"], facts["numel"]) == ("bf16", 2, 5)
@@ -190,6 +190,53 @@ def test_inspect_says_yes_on_0_and_no_on_1(weights: Path, tmp_path: Path) -> Non
     result = zckpt("inspect", broken)
     assert result.returncode == 1
     assert "export      no" in result.stdout
+
+
+def test_verify_says_yes_on_0_and_no_on_1(weights: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out.safetensors"
+    zckpt("to-fp32", weights, out)
+    result = zckpt("verify", weights, out)
+    assert (result.returncode, result.stderr) == (0, "")
+    assert result.stdout.splitlines()[-1] == "The shards may be deleted: every weight is in the output, bit for bit."
+    assert json.loads(zckpt("verify", out, "--deep", "--json").stdout)["ok"] is True
+    with open(out, "r+b") as file:
+        file.seek(-1, os.SEEK_END)
+        file.write(b"!")
+    result = zckpt("verify", weights, out, "--limit-rate", "1GB", "--threads", "1")
+    assert result.returncode == 1
+    assert result.stdout.splitlines()[-1] == "Do not delete the shards: there are 2 problems."
+    assert json.loads(zckpt("verify", out, "--json").stdout)["ok"] is False
+    assert zckpt("verify", tmp_path / "none").returncode == 2
+
+
+def test_diff_says_same_on_0_and_different_on_1(weights: Path, tmp_path: Path) -> None:
+    half = tmp_path / "half.safetensors"
+    zckpt("to-bf16", weights, half)
+    assert zckpt("diff", weights, weights).stdout == "the same: 2 tensors\n"
+    result = zckpt("diff", weights, half)
+    assert (result.returncode, result.stderr) == (1, "")
+    assert result.stdout.splitlines()[-1] == "different: 2 of 2 tensors that both have"
+    assert zckpt("diff", weights, half, "--rtol", "0.01").returncode == 0
+    facts = json.loads(zckpt("diff", weights, half, "--json", "--tensors").stdout)
+    assert facts["same"] is False and [t["name"] for t in facts["tensors"]] == ["a", "b"]
+    assert zckpt("diff", weights, tmp_path / "none").returncode == 2
+    assert zckpt("diff", weights, half, "--atol", "-1").returncode == 2
+
+
+@pytest.mark.parametrize(
+    ("text", "nbytes"),
+    [("8MiB", 8 << 20), ("500MB", 5 * 10**8), ("1.5G", 15 * 10**8), ("4096", 4096), ("2 kB", 2000), ("1GB/s", 10**9)],
+)
+def test_sizes(text: str, nbytes: int) -> None:
+    assert parse_bytes(text, "--buffer") == nbytes
+    assert parse_bytes(None, "--buffer") is None
+
+
+@pytest.mark.parametrize("text", ["", "x", "-1", "0", "1.5.5M", "MB", "nan"])
+def test_what_is_no_size(text: str, weights: Path, tmp_path: Path) -> None:
+    with pytest.raises(UsageError):
+        parse_bytes(text, "--buffer")
+    assert zckpt("to-fp32", weights, tmp_path / "out", f"--buffer={text}").returncode == 2
 
 
 def test_the_desk_says_one_line(tmp_path: Path) -> None:
@@ -279,7 +326,8 @@ def test_a_checkpoint_is_inspected_and_converted(checkpoint: Path, tmp_path: Pat
     assert result.returncode == 0, result.stderr
     converted = json.loads(result.stdout)
     assert converted["numel"] == facts["numel"]
-    assert sum(path.stat().st_size for path in (tmp_path / "out").iterdir()) == converted["bytes_written"]
+    sizes = {path.name: path.stat().st_size for path in (tmp_path / "out").iterdir()}
+    assert sizes.pop("zckpt.json") and sum(sizes.values()) == converted["bytes_written"]
 
 
 def test_the_demo_proves_itself() -> None:

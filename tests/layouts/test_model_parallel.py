@@ -19,13 +19,16 @@ from safetensors.torch import load_file
 from zckpt import replicas
 from zckpt.catalog import Catalog, TensorEntry
 from zckpt.checkpoint import open_catalog, read_tensor
-from zckpt.convert import Options, convert
+from zckpt.convert import Options, convert, prepare
+from zckpt.delivery import fingerprint
+from zckpt.diff import diff
 from zckpt.dtypes import F32
 from zckpt.errors import IncompleteError, InconsistentError, UnsupportedError, UsageError, ZckptError
 from zckpt.fragments import Fragment, MemoryStore
 from zckpt.layouts import rules, slices
 from zckpt.layouts.listing import Wishes
 from zckpt.reshard import reshard
+from zckpt.verify import verify
 
 FIXTURES = Path(__file__).parents[2] / "fixtures"
 
@@ -281,3 +284,39 @@ def test_down_to_plain_data_parallelism(name: str, tmp_path: Path) -> None:
     assert (after.topology.tp, after.topology.pp, after.topology.dp) == (1, 1, 3)
     for key, entry in before.tensors.items():
         assert same_bits(read_tensor(entry, "pt"), read_tensor(after[key], "pt"))
+
+
+# ---- verify, diff, and going on ----------------------------------------------------------------------------------------
+
+
+def test_verify_knows_rules_and_computed_tensors(plain: Path, rule_file: Path, tmp_path: Path) -> None:
+    wishes, out = Wishes(tp_rules=str(rule_file)), tmp_path / "out"
+    convert(plain, out, dtype="bf16", options=Options(wishes=wishes))
+    assert json.loads((out / "zckpt.json").read_text())["options"] == {"wishes": {"tp_rules": str(rule_file)}}
+    found = verify(plain, out, deep=True, wishes=wishes)
+    assert found.ok and found.deletable is not None and found.deletable[0]
+    assert diff(plain, out, wishes=wishes, rtol=2**-8).same
+    with pytest.raises(UnsupportedError, match="no rule says"):
+        verify(plain, out)
+
+
+def test_another_mean_is_another_job(plain: Path, rule_file: Path) -> None:
+    """Computed elements stand for no file: an interrupted conversion is gone on with only if they are the same."""
+    jobs = set()
+    for how in ("mean", "sum", "mean"):
+        rule_file.write_text(json.dumps(RULES).replace("mean", how))
+        prepared = prepare(str(plain), str(plain.parent / "out"), Options(wishes=Wishes(tp_rules=str(rule_file))))
+        jobs.add(fingerprint(prepared.plan, ()))
+    assert len(jobs) == 2
+
+
+@pytest.mark.parametrize("deep", [False, True])
+def test_ranks_that_drifted_apart_are_told_of(plain: Path, rule_file: Path, deep: bool) -> None:
+    path = plain / "global_step2" / "mp_rank_01_model_states.pt"
+    held = torch.load(path, weights_only=False)
+    held["module"]["norm.weight"][3] += 1
+    torch.save(held, path)
+    checks = verify(plain, deep=deep, wishes=Wishes(tp_rules=str(rule_file))).checks
+    problems = [problem for check in checks for problem in check.problems]
+    assert len(problems) == 1 and "'norm.weight'" in problems[0] and "element" in problems[0]
+    assert [check.name for check in checks if check.problems] == ["copies"]

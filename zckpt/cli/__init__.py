@@ -80,8 +80,12 @@ def _report(error: BaseException) -> int:
     else:
         code, text = _foreign(error)
         facts = {"error": code, "what": text, "file": None, "found": "", "expected": "", "remedy": ""}
+    notes = list(getattr(error, "__notes__", ()))
+    if notes:
+        facts["notes"] = notes
     try:
         sys.stderr.write(_masked(f"ERROR {text}\n"))
+        sys.stderr.writelines(_masked(f"note: {note}\n") for note in notes)
         if "--json" in sys.argv[1:]:
             sys.stdout.write(_masked(json.dumps(facts) + "\n"))
             sys.stdout.flush()

@@ -45,6 +45,9 @@ def _register(app: typer.Typer, dtype: str) -> None:
         tp: o.Tp = None,
         pp: o.Pp = None,
         threads: o.Threads = None,
+        buffer: o.Buffer = None,
+        keep_cache: o.KeepCache = None,
+        limit_rate: o.LimitRate = None,
         dry_run: o.DryRun = False,
         overwrite: o.Overwrite = False,
         allow_unknown_layout: o.AllowUnknownLayout = False,
@@ -65,6 +68,9 @@ def _register(app: typer.Typer, dtype: str) -> None:
             rename=[o.split_rename(text) for text in rename or ()],
             overflow=overflow.value,
             threads=threads,
+            buffer=o.parse_bytes(buffer, "--buffer"),
+            keep_cache=keep_cache,
+            limit_rate=o.parse_bytes(limit_rate, "--limit-rate"),
             overwrite=overwrite,
             allow_unknown_layout=allow_unknown_layout,
             wishes=o.wishes(tp_rules, tp, pp),
@@ -102,6 +108,7 @@ def _carry_out(sink: Sink, prepared: Prepared, dtype: str, began: float) -> None
             "seconds": seconds,
             "peak_rss_bytes": peak_rss_bytes(),
             "engine": report.engine,
+            "kept": report.kept,
             "overflows": {name: {"count": n, "largest": repr(x)} for name, (n, x) in report.overflows.items()},
             "notes": list(report.notes),
         },
@@ -111,6 +118,8 @@ def _carry_out(sink: Sink, prepared: Prepared, dtype: str, began: float) -> None
 
 def _report_lines(prepared: Prepared, report: Report, dtype: str, seconds: float) -> Iterator[str]:
     files = "1 file" if len(report.files) == 1 else f"{len(report.files):,} files"
+    if report.kept:
+        files += f", {report.kept:,} of them finished by an earlier run and still sound"
     speed = report.bytes_written / 1e6 / max(seconds, 1e-9)
     yield (
         f"{prepared.out}: {report.tensors:,} tensors, {report.numel:,} elements as {dtype}; "

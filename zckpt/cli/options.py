@@ -9,6 +9,7 @@ import typer
 
 if TYPE_CHECKING:
     from zckpt.layouts.listing import Wishes
+    from zckpt.tuning import Pace
 
 
 class Format(str, Enum):
@@ -67,6 +68,47 @@ def wishes(tp_rules: str | None, tp: int | None, pp: int | None) -> Wishes | Non
     return Wishes(tp_rules, tp, pp) if tp_rules or tp or pp else None
 
 
+_UNITS = {
+    "": 1,
+    "K": 10**3,
+    "M": 10**6,
+    "G": 10**9,
+    "T": 10**12,
+    "KI": 1 << 10,
+    "MI": 1 << 20,
+    "GI": 1 << 30,
+    "TI": 1 << 40,
+}
+
+
+def parse_bytes(text: str | None, option: str) -> int | None:
+    """`8MiB`, `500MB`, `1.5G` or a plain number, as bytes; None for None.
+
+    Raises:
+        UsageError: it is no such thing, or nothing.
+    """
+    import re
+
+    from zckpt.errors import UsageError
+
+    if text is None:
+        return None
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?I?)B?(?:/S)?", text.strip().upper())
+    nbytes = int(float(found[1]) * _UNITS[found[2]]) if found and found[2] in _UNITS else 0
+    if nbytes < 1:
+        raise UsageError(f"an {option} that is no number of bytes", found=repr(text), remedy="Examples: 8MiB, 500MB.")
+    return nbytes
+
+
+def pace(threads: int | None, keep_cache: bool | None, limit_rate: str | None) -> Pace:
+    """How hard to work, from the options that say so."""
+    return {
+        "threads": threads,
+        "keep_cache": keep_cache,
+        "bytes_per_s": parse_bytes(limit_rate, "--limit-rate"),
+    }
+
+
 Version = Annotated[bool, typer.Option("--version", help="Print the version.", callback=_print_version, is_eager=True)]
 
 Checkpoint = Annotated[
@@ -79,6 +121,12 @@ Looked = Annotated[
 Source = Annotated[
     str, typer.Argument(metavar="SOURCE", help="Checkpoint, trainer output directory, or weights.", show_default=False)
 ]
+Converted = Annotated[
+    str | None,
+    typer.Argument(metavar="[CONVERTED]", help="Output that was made from CKPT.", show_default=False),
+]
+SideA = Annotated[str, typer.Argument(metavar="A", help="Checkpoint, or weights.", show_default=False)]
+SideB = Annotated[str, typer.Argument(metavar="B", help="What to compare it with.", show_default=False)]
 Out = Annotated[
     str,
     typer.Argument(
@@ -132,11 +180,36 @@ OverflowOption = Annotated[
 Threads = Annotated[
     int | None, typer.Option("--threads", metavar="N", min=1, help="Threads that move data; by default what fits.")
 ]
+Buffer = Annotated[
+    str | None, typer.Option("--buffer", metavar="S", help="Bytes that each thread gathers and writes at once.")
+]
+KeepCache = Annotated[
+    bool | None,
+    typer.Option(
+        "--keep-cache/--no-cache-pollution",
+        help="Whether the page cache keeps what is read; by default unless the job is larger than memory.",
+        show_default=False,
+    ),
+]
+LimitRate = Annotated[
+    str | None,
+    typer.Option("--limit-rate", metavar="S", help="Most bytes a second, read and written together; e.g. 500MB."),
+]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Print the plan and write nothing.")]
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace OUT when the new one is complete.")]
 AllowUnknownLayout = Annotated[
     bool, typer.Option("--allow-unknown-layout", help="Convert though the layout cannot be proved.")
 ]
 Tensors = Annotated[bool, typer.Option("--tensors", help="List every tensor.")]
+AllTensors = Annotated[bool, typer.Option("--tensors", help="List every tensor, also those that are the same.")]
+Deep = Annotated[
+    bool,
+    typer.Option("--deep", help="Read every byte: checksums, masters against their copies, NaN and infinity."),
+]
+Atol = Annotated[
+    float | None,
+    typer.Option("--atol", metavar="X", min=0, help="The same: |a - b| <= X + Y |b|. By default, bit for bit."),
+]
+Rtol = Annotated[float | None, typer.Option("--rtol", metavar="Y", min=0, help="See --atol.")]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout.")]
 Quiet = Annotated[bool, typer.Option("--quiet", help="Print errors only.")]

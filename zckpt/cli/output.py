@@ -34,8 +34,11 @@ class Sink:
             sys.stderr.writelines(f"note: {note}\n" for note in notes)
 
     @contextmanager
-    def progress(self, total: int, label: str) -> Iterator[Callable[[int], None] | None]:
-        """A bar on stderr, moved by calls with the bytes done so far; None where nobody watches."""
+    def progress(self, total: int | None, label: str) -> Iterator[Callable[[int], None] | None]:
+        """A bar on stderr, moved by calls with the bytes done so far; None where nobody watches.
+
+        `total` is None where nobody knows yet how much there is to do.
+        """
         if self.quiet or not sys.stderr.isatty():
             yield None
             return

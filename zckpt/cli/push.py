@@ -83,6 +83,9 @@ def push(
     exclude_frozen: o.ExcludeFrozen = False,
     overflow: o.OverflowOption = o.Overflow.error,
     also: o.Also = None,
+    tp_rules: o.TpRules = None,
+    tp: o.Tp = None,
+    pp: o.Pp = None,
     threads: o.Threads = None,
     token: Token = None,
     endpoint: Endpoint = None,
@@ -100,7 +103,7 @@ def push(
 
     chosen = Options(
         max_shard_size=max_shard_size, include=include or (), exclude=exclude or (), exclude_frozen=exclude_frozen,
-        overflow=overflow.value, threads=threads,
+        overflow=overflow.value, threads=threads, wishes=o.wishes(tp_rules, tp, pp),
     )  # fmt: skip
     target = Target(
         repo_id, revision, path_in_repo, private, create_pr, message or MESSAGE, yes, token, endpoint, scratch,

@@ -15,6 +15,7 @@ from zckpt.cli.output import Sink, peak_rss_bytes
 if TYPE_CHECKING:
     from zckpt.convert import Report
     from zckpt.reshard import Prepared, Target
+    from zckpt.tuning import Pace
 
 
 class Precision(str, Enum):
@@ -65,6 +66,8 @@ def reshard(
     tp: o.Tp = None,
     pp: o.Pp = None,
     threads: o.Threads = None,
+    keep_cache: o.KeepCache = None,
+    limit_rate: o.LimitRate = None,
     dry_run: o.DryRun = False,
     overwrite: o.Overwrite = False,
     allow_unknown_layout: o.AllowUnknownLayout = False,
@@ -89,7 +92,7 @@ def reshard(
     )
     what = f"ZeRO-{prepared.target.stage}, world size {world_size}, {prepared.target.precision.torch_name}"
     facts = {"zero_stage": prepared.target.stage, "world_size": world_size}
-    _carry_out(prepared, what, facts, began, sink, threads=threads, dry_run=dry_run)
+    _carry_out(prepared, what, facts, began, sink, o.pace(threads, keep_cache, limit_rate), dry_run=dry_run)
 
 
 def to_universal(
@@ -101,6 +104,8 @@ def to_universal(
     tp: o.Tp = None,
     pp: o.Pp = None,
     threads: o.Threads = None,
+    keep_cache: o.KeepCache = None,
+    limit_rate: o.LimitRate = None,
     dry_run: o.DryRun = False,
     overwrite: o.Overwrite = False,
     allow_unknown_layout: o.AllowUnknownLayout = False,
@@ -121,7 +126,7 @@ def to_universal(
         wishes=o.wishes(tp_rules, tp, pp),
     )
     what = f"universal checkpoint of {len(prepared.opened.catalog):,} tensors"
-    _carry_out(prepared, what, {}, began, sink, threads=threads, dry_run=dry_run)
+    _carry_out(prepared, what, {}, began, sink, o.pace(threads, keep_cache, limit_rate), dry_run=dry_run)
 
 
 def _carry_out(
@@ -130,8 +135,8 @@ def _carry_out(
     facts: Mapping[str, object],
     began: float,
     sink: Sink,
+    pace: Pace,
     *,
-    threads: int | None,
     dry_run: bool,
 ) -> None:
     from zckpt.reshard import execute
@@ -143,13 +148,14 @@ def _carry_out(
         sink.result(lambda: told, lambda: _plan_lines(prepared, what))
         return
     with sink.progress(prepared.plan.bytes_written, "write") as progress:
-        report = execute(prepared, progress, threads)
+        report = execute(prepared, progress, pace)
     seconds = time.perf_counter() - began
     sink.result(
         lambda: {
             **_plan_facts(prepared),
             **facts,
             "bytes_written": report.bytes_written,
+            "kept": report.kept,
             "seconds": seconds,
             "peak_rss_bytes": peak_rss_bytes(),
         },

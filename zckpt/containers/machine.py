@@ -10,13 +10,17 @@ import itertools
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from zckpt import limits
 from zckpt.containers.danger import runs_code
 from zckpt.containers.inert import NumpyArray, Pair, Placeholder
 from zckpt.containers.meanings import MEANINGS, fill_array, plain_key
 from zckpt.containers.tensor_ref import TensorRef
-from zckpt.errors import CorruptError, UnsafeError, ZckptError
+from zckpt.errors import CorruptError, UnsafeError, UnsupportedError, ZckptError
 
 PersistentLoad = Callable[[object], object]
+
+_MEMO_COST, _STACK_COST = 90, 16
+"""Bytes of an entry: of the memo with its number; of the stack, which grows by copying."""
 
 
 class Machine:
@@ -30,6 +34,7 @@ class Machine:
         stack: all items; those above a mark belong to the object in progress.
         marks: heights of the stack.
         memo: objects that are used again.
+        made: bytes of objects made by what has no fixed cost.
     """
 
     def __init__(self, data: bytes, file: str, record: str, base: int, persistent_load: PersistentLoad | None) -> None:
@@ -44,6 +49,7 @@ class Machine:
         self.stack: list[Any] = []
         self.marks: list[int] = []
         self.memo: dict[int, Any] = {}
+        self.made = 0
 
     # -- bytes -------------------------------------------------------------------------------------------------------
 
@@ -86,6 +92,7 @@ class Machine:
         mark = self.marks.pop()
         items = self.stack[mark:]
         del self.stack[mark:]
+        self.made += 8 * len(items)
         return items
 
     def pop_many(self, count: int) -> tuple[Any, ...]:
@@ -95,6 +102,24 @@ class Machine:
         items = tuple(self.stack[-count:])
         del self.stack[-count:]
         return items
+
+    # -- cost --------------------------------------------------------------------------------------------------------
+
+    def check_cost(self, made: int, steps: int) -> None:
+        """Refuses a pickle that has made too much; see [Note: bombs].
+
+        Args:
+            made: bytes of objects, but for those that are counted here.
+            steps: through the slower opcodes.
+
+        Raises:
+            UnsupportedError: it has.
+        """
+        needed = made + self.made + _MEMO_COST * len(self.memo) + _STACK_COST * len(self.stack)
+        if needed > limits.PICKLE_MEMORY_BYTES:
+            raise self.refuse(UnsupportedError, f"a pickle that would fill the memory ({needed:,} bytes so far)")
+        if steps > limits.PICKLE_STEPS:
+            raise self.refuse(UnsupportedError, f"a pickle that takes too long ({steps:,} steps so far)")
 
     # -- objects -----------------------------------------------------------------------------------------------------
 
@@ -197,7 +222,7 @@ class Machine:
 
     def refuse(self, kind: type[ZckptError], what: str) -> ZckptError:
         """An error at the opcode in progress."""
-        return kind(what, file=self.file, found=self.where())
+        return kind(what, file=self.file, found=self.where(), remedy=limits.REMEDY if kind is UnsupportedError else "")
 
     def no_persistent_load(self, key: object) -> object:
         """For pickles that lie in no container."""

@@ -207,5 +207,14 @@ _ACTIONS: Mapping[int | str, Callable[[Machine], object]] = {
     0x97: _buffer,
     0x98: _buffer,
 }
+COSTS = [0] * 256
+"""Bytes that an opcode makes, at most, beside what it takes from the pickle and what `Machine` charges itself."""
+for _codes, _cost in {
+    "JMIL\x8a\x8bFG": 40, "STUVX\x8c\x8d": 64, "BC\x8e\x96": 64, "t\x85\x86\x87": 128, "]l": 160, "a": 16, "}d": 340, "s": 100,
+    "\x8f\x91": 320, "c\x93": 480, "R\x81": 420, "\x92io": 480, "b": 100, "PQ": 360,
+}.items():  # fmt: skip
+    for _code in _codes:
+        COSTS[ord(_code)] = _cost
+
 OPCODES = [_ACTIONS.get(code) or _ACTIONS.get(chr(code), _unknown) for code in range(256)]
 """By number."""

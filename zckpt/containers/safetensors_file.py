@@ -21,6 +21,7 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from zckpt import limits
 from zckpt.containers.container import Container, Input, open_input
 from zckpt.containers.emit import contiguous_stride
 from zckpt.containers.skeleton import Skeleton, TensorSpec
@@ -28,6 +29,7 @@ from zckpt.containers.tensor_ref import MAX_DIMS, StorageRef, TensorRef
 from zckpt.dtypes import BY_NAME, IN_SAFETENSORS
 from zckpt.errors import CorruptError, UnsupportedError, UsageError, some
 from zckpt.fragments import FileStore
+from zckpt.jsons import check_size
 
 MAX_HEADER_BYTES = 100_000_000
 ALIGNMENT = 64
@@ -51,6 +53,16 @@ def read_input(file: Input) -> Container:
     nbytes = int.from_bytes(file.read(0, 8, "the header's length"), "little")
     if nbytes > MAX_HEADER_BYTES:
         raise _corrupt(file, f"a header of {nbytes:,} bytes", f"at most {MAX_HEADER_BYTES:,}")
+    if 8 + nbytes > file.size:
+        raise file.cut_short("the header", 8 + nbytes)
+    if nbytes > limits.HEADER_BYTES:
+        raise UnsupportedError(
+            "a header that is too large",
+            file=file.path,
+            found=f"{nbytes:,} bytes",
+            expected=f"at most {limits.HEADER_BYTES:,}",
+            remedy=limits.REMEDY,
+        )
     header = _parse(file, file.read(8, nbytes, "the header"))
     metadata = header.pop("__metadata__", None)
     if metadata is None:
@@ -72,6 +84,7 @@ def read_input(file: Input) -> Container:
 
 
 def _parse(file: Input, data: bytes) -> dict[str, Any]:
+    check_size(data, file.path, "a header")
     try:
         header = json.loads(
             data.decode("utf-8"),

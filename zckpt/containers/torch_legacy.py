@@ -19,11 +19,12 @@ import os
 import struct
 from dataclasses import replace
 
+from zckpt import limits
 from zckpt.containers.container import Container, Input, open_input
 from zckpt.containers.inert import brief
 from zckpt.containers.machine import PersistentLoad
 from zckpt.containers.meanings import storage_dtype
-from zckpt.containers.pickles import MAX_PICKLE_BYTES, read_pickle
+from zckpt.containers.pickles import read_pickle
 from zckpt.containers.tensor_ref import MAX_DIMS, StorageRef
 from zckpt.containers.torch_zip import storage_of
 from zckpt.errors import CorruptError, NotACheckpointError, UnsupportedError
@@ -86,6 +87,7 @@ class _Stream:
     def pickle(self, persistent_load: PersistentLoad | None = None) -> object:
         window = FIRST_WINDOW_BYTES
         while True:
+            window = min(window, limits.PICKLE_BYTES)
             data = self.file.peek(self.position, min(window, self.end - self.position))
             try:
                 value, used = read_pickle(
@@ -94,8 +96,10 @@ class _Stream:
             except EOFError as error:
                 if len(data) < window:
                     raise self.file.cut_short("a pickle", self.position + len(data) + 1) from error
-                if window >= MAX_PICKLE_BYTES:
-                    raise UnsupportedError("a pickle that is too large", file=self.file.path) from error
+                if window >= limits.PICKLE_BYTES:
+                    raise UnsupportedError(
+                        "a pickle that is too large", file=self.file.path, remedy=limits.REMEDY
+                    ) from error
                 window *= 8
             else:
                 self.position += used
@@ -220,6 +224,8 @@ def _members(file: Input) -> dict[str, tuple[int, int]]:
             )
         nbytes = int(digits, 8)
         name = header[:100].rstrip(b"\0").decode("utf-8", "replace").removeprefix("./")
+        if len(members) > limits.TAR_MEMBERS:
+            raise NotACheckpointError("a tar archive that torch did not save", file=file.path, found="many members")
         if at + 512 + nbytes > file.size:
             raise file.cut_short(f"member {name!r}", at + 512 + nbytes)
         members[name] = (at + 512, at + 512 + nbytes)

@@ -19,11 +19,12 @@ import struct
 import zlib
 from collections.abc import Mapping, Sequence
 
+from zckpt import limits
 from zckpt.containers.container import Container, Input, open_input
 from zckpt.containers.emit import emit
 from zckpt.containers.inert import brief
 from zckpt.containers.meanings import storage_dtype
-from zckpt.containers.pickles import MAX_PICKLE_BYTES, load_pickle
+from zckpt.containers.pickles import load_pickle
 from zckpt.containers.skeleton import Skeleton, TensorSpec
 from zckpt.containers.tensor_ref import MAX_NUMBER, StorageRef
 from zckpt.containers.zip_directory import END, END64, ENTRY, LOCAL_HEADER, LOCATOR, MAX16, MAX32, Directory
@@ -72,10 +73,11 @@ def read_input(file: Input) -> Container:
     if order not in (b"little", b"big"):
         raise CorruptError("an unknown byte order", file=file.path, found=f"{order!r}", expected="little or big")
     store = file.store("little" if order == b"little" else "big")
-    pickle = directory.read(f"{prefix}/data.pkl", MAX_PICKLE_BYTES)
+    pickle = directory.read(f"{prefix}/data.pkl", limits.PICKLE_BYTES)
     base = directory.data_offset(f"{prefix}/data.pkl")
     storages = _Storages(directory, f"{prefix}/data/", store)
-    root = load_pickle(pickle, file=file.path, record="data.pkl", base=base, persistent_load=storages.load)
+    spent = limits.RECORD_COST * len(directory.records)
+    root = load_pickle(pickle, file=file.path, record="data.pkl", base=base, persistent_load=storages.load, spent=spent)
     return Container("torch_zip", store, root, {"prefix": prefix})
 
 
@@ -92,7 +94,7 @@ def peek(path: str | os.PathLike[str], keys: Sequence[str]) -> dict[str, int]:
     with open_input(path) as file:
         directory = Directory(file)
         prefix = next(iter(directory.records), "").partition("/")[0]
-        data = directory.read(f"{prefix}/data.pkl", MAX_PICKLE_BYTES)
+        data = directory.read(f"{prefix}/data.pkl", limits.PICKLE_BYTES)
     found: dict[str, int] = {}
     for key in keys:
         text = re.escape(key.encode())

@@ -20,6 +20,7 @@ from __future__ import annotations
 import struct
 from dataclasses import dataclass
 
+from zckpt import limits
 from zckpt.containers.container import Input
 from zckpt.errors import CorruptError, UnsupportedError
 
@@ -30,9 +31,6 @@ END64 = struct.Struct("<4sQ2H2L4Q")
 LOCATOR = struct.Struct("<4sLQL")
 
 MAX16, MAX32 = 0xFFFF, 0xFFFFFFFF
-
-MAX_DIRECTORY_BYTES = 256 << 20
-"""Some three million records."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,8 +71,13 @@ class Directory:
         self.records: dict[str, Record] = {}
         self._offsets: dict[str, int] = {}
         start, nbytes, count = _find(file)
-        if nbytes > MAX_DIRECTORY_BYTES:
-            raise UnsupportedError("a zip directory that is too large", file=file.path, found=f"{nbytes:,} bytes")
+        if nbytes > limits.DIRECTORY_BYTES or count * limits.RECORD_COST > limits.PICKLE_MEMORY_BYTES:
+            raise UnsupportedError(
+                "a zip directory that is too large",
+                file=file.path,
+                found=f"{count:,} records, {nbytes:,} bytes",
+                remedy=limits.REMEDY,
+            )
         entries = self._parse(file.read(start, nbytes, "the zip directory"), start, count)
         entries.sort(key=lambda entry: entry[1])
         for entry, limit in zip(entries, [*(entry[1] for entry in entries[1:]), start]):
@@ -159,6 +162,7 @@ class Directory:
                 file=self.file.path,
                 found=f"{nbytes:,} bytes",
                 expected=f"at most {limit:,}",
+                remedy=limits.REMEDY,
             )
         return self.file.read(start, nbytes, f"record {name!r}")
 

@@ -3,12 +3,14 @@
 #include <nanobind/stl/string.h>
 
 #include <cstring>
+#include <functional>
 #include <optional>
 #include <stdexcept>
 
 #include "crc32.h"
 #include "io.h"
 #include "mover.h"
+#include "scan.h"
 
 namespace nb = nanobind;
 using namespace nb::literals;
@@ -23,54 +25,100 @@ std::vector<T> structs(const nb::bytes& packed) {
   return out;
 }
 
-nb::tuple run(nb::bytes stores, nb::bytes moves, nb::bytes literals, nb::bytes ranges, nb::bytes blob, unsigned threads,
-              uint64_t window, bool clamp, nb::object progress, nb::list sinks) {
-  const zckpt::Batch batch{structs<zckpt::Store>(stores), structs<zckpt::Move>(moves), structs<zckpt::Literal>(literals),
-                           structs<zckpt::Range>(ranges), blob.c_str()};
+// Calls `progress` on the caller's thread, and remembers what it, or a signal, threw.
+class Ticker {
+ public:
+  explicit Ticker(nb::object progress) : progress_(std::move(progress)) {}
+
+  bool operator()(uint64_t done) {
+    nb::gil_scoped_acquire acquire;
+    if (interrupted_) return false;
+    if (PyErr_CheckSignals()) {
+      interrupted_ = true;
+    } else if (!progress_.is_none()) {
+      interrupted_ = !nb::steal(PyObject_CallFunction(progress_.ptr(), "K", static_cast<unsigned long long>(done))).is_valid();
+    }
+    return !interrupted_;
+  }
+
+  void rethrow() const {
+    if (interrupted_) throw nb::python_error();
+  }
+
+ private:
+  nb::object progress_;
+  bool interrupted_ = false;
+};
+
+void check(const zckpt::Batch& batch, unsigned threads, uint64_t window) {
   if (threads < 1 || window < 4096 || window % 4096) throw std::invalid_argument("threads or window");
   for (const auto& m : batch.moves)
     if (m.src >= batch.stores.size() || m.dst >= batch.stores.size() || m.src_dtype >= zckpt::kDTypes ||
         m.dst_dtype >= zckpt::kDTypes || !m.count || !m.rows)
       throw std::invalid_argument("a move with impossible numbers");
+}
+
+nb::tuple as_tuple(const zckpt::Failure& f) { return nb::make_tuple(f.kind, f.error, f.store, f.offset); }
+
+nb::list as_list(const std::vector<zckpt::PartialCrc>& crcs) {
+  nb::list list;
+  for (const auto& c : crcs) list.append(nb::make_tuple(c.number, c.crc, c.offset, c.length));
+  return list;
+}
+
+nb::tuple run(nb::bytes stores, nb::bytes moves, nb::bytes literals, nb::bytes ranges, nb::bytes blob, unsigned threads,
+              uint64_t window, bool clamp, bool give_back, uint64_t bytes_per_s, nb::object progress, nb::list sinks) {
+  const zckpt::Batch batch{structs<zckpt::Store>(stores), structs<zckpt::Move>(moves), structs<zckpt::Literal>(literals),
+                           structs<zckpt::Range>(ranges), blob.c_str()};
+  check(batch, threads, window);
   for (const auto& l : batch.literals)
     if (l.dst >= batch.stores.size() || l.at + l.length > blob.size()) throw std::invalid_argument("a literal with impossible numbers");
   if (sinks.size() && sinks.size() != batch.stores.size()) throw std::invalid_argument("a sink or None for each store");
   std::vector<bool> ordered;
   for (nb::handle sink : sinks) ordered.push_back(!sink.is_none());
-  bool interrupted = false;
+  Ticker ticker(std::move(progress));
   std::optional<nb::python_error> refused;
+  const auto sink = [&](uint32_t store, uint64_t offset, const char* data, uint64_t length) {
+    nb::gil_scoped_acquire acquire;
+    const auto view = nb::steal(PyMemoryView_FromMemory(const_cast<char*>(data), static_cast<Py_ssize_t>(length), PyBUF_READ));
+    const auto at = nb::int_(offset);
+    const bool taken = nb::steal(PyObject_CallFunctionObjArgs(nb::handle(sinks[store]).ptr(), view.ptr(), at.ptr(), nullptr)).is_valid();
+    if (!taken) refused.emplace();
+    nb::object(view.attr("release")());  // the buffer is reused: whoever kept the view gets an error, not other bytes
+    return taken;
+  };
   zckpt::Result result;
   {
     nb::gil_scoped_release release;
-    const auto tick = [&](uint64_t written) {
-      nb::gil_scoped_acquire acquire;
-      if (interrupted) return false;
-      if (PyErr_CheckSignals()) {
-        interrupted = true;
-      } else if (!progress.is_none()) {
-        interrupted = !nb::steal(PyObject_CallFunction(progress.ptr(), "K", static_cast<unsigned long long>(written))).is_valid();
-      }
-      return !interrupted;
-    };
-    const auto sink = [&](uint32_t store, uint64_t offset, const char* data, uint64_t length) {
-      nb::gil_scoped_acquire acquire;
-      const auto view = nb::steal(PyMemoryView_FromMemory(const_cast<char*>(data), static_cast<Py_ssize_t>(length), PyBUF_READ));
-      const auto at = nb::int_(offset);
-      const bool taken = nb::steal(PyObject_CallFunctionObjArgs(nb::handle(sinks[store]).ptr(), view.ptr(), at.ptr(), nullptr)).is_valid();
-      if (!taken) refused.emplace();
-      nb::object(view.attr("release")());  // the buffer is reused: whoever kept the view gets an error, not other bytes
-      return taken;
-    };
-    result = zckpt::run(batch, {threads, window, clamp, ordered}, tick, sink);
+    result = zckpt::run(batch, {threads, window, clamp, give_back, bytes_per_s, ordered}, std::ref(ticker), sink);
   }
-  if (interrupted) throw nb::python_error();
+  ticker.rethrow();
   if (refused) throw std::move(*refused);
-  nb::list crcs;
-  for (const auto& c : result.crcs) crcs.append(nb::make_tuple(c.number, c.crc, c.offset, c.length));
   nb::list overflows;
   for (const auto& [tensor, o] : result.overflows) overflows.append(nb::make_tuple(tensor, o.count, o.largest));
-  const auto& f = result.failure;
-  return nb::make_tuple(nb::make_tuple(f.kind, f.error, f.store, f.offset), crcs, overflows);
+  return nb::make_tuple(as_tuple(result.failure), as_list(result.crcs), overflows);
+}
+
+nb::tuple scan(nb::bytes stores, nb::bytes moves, nb::bytes looks, nb::bytes ranges, bool rounded, double atol, double rtol,
+               unsigned threads, bool give_back, uint64_t bytes_per_s, nb::object progress) {
+  const zckpt::Batch batch{structs<zckpt::Store>(stores), structs<zckpt::Move>(moves), {}, structs<zckpt::Range>(ranges), nullptr};
+  const auto how = structs<zckpt::Look>(looks);
+  check(batch, threads, 4096);
+  if (how.size() != batch.moves.size()) throw std::invalid_argument("a look for each move");
+  Ticker ticker(std::move(progress));
+  zckpt::Scanned scanned;
+  {
+    nb::gil_scoped_release release;
+    scanned = zckpt::scan(batch, how, {rounded, atol, rtol}, {threads, 4096, false, give_back, bytes_per_s}, std::ref(ticker));
+  }
+  ticker.rethrow();
+  nb::list tallies;
+  for (const auto& [tensor, t] : scanned.tallies) {
+    const nb::object first = t.differ ? nb::cast(t.first) : nb::none();
+    tallies.append(nb::make_tuple(tensor, t.count, t.nan, t.inf, t.nonzero, t.other_nan, t.other_inf, t.differ, first, t.max_abs, t.max_rel,
+                                  t.dot, t.square, t.other_square));
+  }
+  return nb::make_tuple(as_tuple(scanned.failure), as_list(scanned.crcs), tallies);
 }
 
 nb::tuple cast(int from, int to, nb::bytes data, bool clamp) {
@@ -88,11 +136,16 @@ nb::tuple cast(int from, int to, nb::bytes data, bool clamp) {
 NB_MODULE(_core, m) {
   m.doc() = "The mover's engine; see zckpt/mover.py.";
   m.def("run", &run, "stores"_a, "moves"_a, "literals"_a, "ranges"_a, "blob"_a, "threads"_a, "window"_a, "clamp"_a,
-        "progress"_a.none(), "sinks"_a);
+        "give_back"_a, "bytes_per_s"_a, "progress"_a.none(), "sinks"_a);
+  m.def("scan", &scan, "stores"_a, "moves"_a, "looks"_a, "ranges"_a, "rounded"_a, "atol"_a, "rtol"_a, "threads"_a, "give_back"_a,
+        "bytes_per_s"_a, "progress"_a.none());
   m.def("cast", &cast, "source"_a, "target"_a, "data"_a, "clamp"_a = false, "Casts bytes, for tests.");
   m.def("crc32", [](nb::bytes data, uint32_t crc) { return zckpt::crc32(crc, data.c_str(), data.size()); }, "data"_a, "crc"_a = 0);
   m.def("crc32_combine", &zckpt::crc32_combine, "a"_a, "b"_a, "nbytes_b"_a);
   m.def("inject", &zckpt::inject, "write"_a, "nth"_a, "kind"_a, "Makes the n-th read or write misbehave, for tests.");
+  m.def("calls", &zckpt::calls, "write"_a, "Reads or writes since `inject`, for tests.");
+  m.def("forget", &zckpt::forget, "fd"_a, "offset"_a = 0, "nbytes"_a = 0);
+  m.def("exchange", [](const std::string& a, const std::string& b) { return zckpt::exchange(a.c_str(), b.c_str()); }, "a"_a, "b"_a);
   m.def("use_vector_paths", &zckpt::use_vector_paths, "on"_a);
   m.def("has_vector_paths", &zckpt::has_vector_paths);
 }

@@ -1,21 +1,21 @@
 #include "io.h"
 
+#include <fcntl.h>
+#include <sys/syscall.h>
 #include <unistd.h>
 
 #include <atomic>
 #include <cerrno>
+#include <csignal>
 
 namespace zckpt {
 namespace {
 
 struct Fault {
-  std::atomic<long> countdown{0};  // 0: off
+  std::atomic<long> calls{0}, nth{0};  // nth 0: off
   std::atomic<int> kind{0};
   // The kind of misbehaviour for this call, or 0.
-  int next() {
-    if (countdown.load(std::memory_order_relaxed) == 0) return 0;
-    return countdown.fetch_sub(1) == 1 ? kind.load() : 0;
-  }
+  int next() { return calls.fetch_add(1, std::memory_order_relaxed) + 1 == nth.load(std::memory_order_relaxed) ? kind.load() : 0; }
 };
 Fault faults[2];
 
@@ -26,6 +26,7 @@ int whole(Fault& fault, size_t nbytes, Call call) {
     size_t want = nbytes - done;
     const int bad = fault.next();
     if (bad == EINTR) continue;
+    if (bad == kKill) ::raise(SIGKILL);
     if (bad > 0) return bad;
     if (bad == kShort && want > 1) want /= 2;
     const ssize_t n = call(done, want);
@@ -51,9 +52,30 @@ int write_all(int fd, const void* from, size_t nbytes, uint64_t offset) {
   });
 }
 
+void forget(int fd, uint64_t offset, uint64_t nbytes) {
+#if defined(POSIX_FADV_DONTNEED)
+  ::posix_fadvise(fd, static_cast<off_t>(offset), static_cast<off_t>(nbytes), POSIX_FADV_DONTNEED);
+#else
+  (void)fd, (void)offset, (void)nbytes;
+#endif
+}
+
+int exchange(const char* a, const char* b) {
+#if defined(SYS_renameat2)
+  constexpr unsigned kExchange = 2;  // RENAME_EXCHANGE, which older headers lack
+  return ::syscall(SYS_renameat2, AT_FDCWD, a, AT_FDCWD, b, kExchange) ? errno : 0;
+#else
+  (void)a, (void)b;
+  return ENOSYS;
+#endif
+}
+
 void inject(bool write, long nth, int kind) {
   faults[write].kind = kind;
-  faults[write].countdown = nth;
+  faults[write].calls = 0;
+  faults[write].nth = nth;
 }
+
+long calls(bool write) { return faults[write].calls; }
 
 }  // namespace zckpt

@@ -10,8 +10,16 @@ constexpr int kEndOfFile = -1;
 int read_all(int fd, void* to, size_t nbytes, uint64_t offset);
 int write_all(int fd, const void* from, size_t nbytes, uint64_t offset);
 
-// For tests: the n-th call (from 1) of read or write misbehaves. `kind` is an errno, or kShort for a short count.
-constexpr int kShort = -2;
+// Lets the page cache forget whole pages of these bytes; `nbytes` of 0 means to the end of the file.
+void forget(int fd, uint64_t offset, uint64_t nbytes);
+
+// Two paths change names, at once and for all to see. 0, or an errno (ENOSYS, EINVAL: not here).
+int exchange(const char* a, const char* b);
+
+// For tests: the n-th call (from 1) of read or write misbehaves. `kind` is an errno, kShort for a short count, or
+// kKill, which ends the process as SIGKILL would.
+constexpr int kShort = -2, kKill = -3;
 void inject(bool write, long nth, int kind);
+long calls(bool write);  // since the last `inject`
 
 }  // namespace zckpt

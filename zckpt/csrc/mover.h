@@ -36,7 +36,7 @@ struct Literal {
 static_assert(sizeof(Literal) == 32);
 
 struct Range {  // of a file whose CRC is wanted
-  uint32_t dst, number;
+  uint32_t store, number;
   uint64_t start, length;
 };
 static_assert(sizeof(Range) == 24);
@@ -57,7 +57,9 @@ struct Settings {
   unsigned threads;
   uint64_t window;  // bytes of an output file that are gathered and written at once; a multiple of 4096
   bool clamp;
-  std::vector<bool> ordered;  // stores whose bytes `sink` is handed
+  bool give_back;        // what was read leaves the page cache
+  uint64_t bytes_per_s;  // at most so many are read and written, together; 0: no limit
+  std::vector<bool> ordered = {};  // stores whose bytes `sink` is handed
 };
 
 // Is handed an output file's bytes in the order of the file, while they are warm, on one thread after the other; stops

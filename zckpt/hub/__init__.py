@@ -11,7 +11,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from zckpt import files
-from zckpt.beside import read_config
 from zckpt.checkpoint import Opened, open_catalog
 from zckpt.convert import Options, Prepared, check, to_dtype
 from zckpt.convert import prepare as plan_conversion
@@ -19,6 +18,7 @@ from zckpt.dtypes import BY_TORCH_NAME, CAST_TARGETS, F32, DType
 from zckpt.hub.cargo import Cargo, Made, PlannedShard, Shard, SmallFile, cargo_of, shards_of
 from zckpt.hub.checks import MESSAGE, Target
 from zckpt.hub.transfer import PushReport, Ready, execute, prepare
+from zckpt.layouts.companions import read_config
 
 __all__ = [
     "MESSAGE",
@@ -114,7 +114,9 @@ def load(
 ) -> Prepared:
     """The conversion that a push would do, planned."""
     options = options or Options()
-    opened = open_catalog(files.local(source), tag, also, allow_unknown_layout=options.allow_unknown_layout)
+    opened = open_catalog(
+        files.local(source), tag, also, allow_unknown_layout=options.allow_unknown_layout, wishes=options.wishes
+    )
     chosen = _usual_dtype(opened) if dtype is None else to_dtype(dtype)
     return plan_conversion(source, "", replace(options, dtype=chosen, format="safetensors"), opened=opened)
 
@@ -123,6 +125,6 @@ def _usual_dtype(opened: Opened) -> DType | None:
     """Plain weights keep theirs; a sharded checkpoint's masters take the dtype of its config.json."""
     if opened.catalog.source.layout == "plain":
         return None
-    named = read_config(opened)
+    named = read_config(opened.place.home)
     dtype = BY_TORCH_NAME.get(str(named.get("dtype") or named.get("torch_dtype")))
     return dtype if dtype in CAST_TARGETS else F32

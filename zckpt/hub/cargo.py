@@ -15,7 +15,8 @@ from typing import Protocol
 
 from zckpt import files
 from zckpt.catalog import Catalog
-from zckpt.convert import Options, Prepared, judge_overflows, output_dtype
+from zckpt.convert import Options, Prepared, output_dtype
+from zckpt.delivery import as_finished, fingerprint, overflows_of
 from zckpt.fragments import FileStore
 from zckpt.hub import privacy
 from zckpt.mover import run
@@ -100,17 +101,8 @@ class PlannedShard:
 
     @property
     def identity(self) -> str:
-        """From the header, the sources' places and times, and what is done to numbers that are too large.
-
-        What lies in memory is never the same again.
-        """
-        known = hashlib.sha256(self.header + self.options.overflow.encode())
-        for source, _ in self.plan.pairs:
-            for fragment in source.fragments:
-                store = fragment.store
-                place = (store.path, store.size, store.identity) if isinstance(store, FileStore) else _THIS_PROCESS
-                known.update(repr((place, fragment.byte_offset, fragment.start, source.dtype.name)).encode())
-        return known.hexdigest()
+        """From the plan, the state of its sources, and what is done to numbers that are too large."""
+        return fingerprint(self.plan, (), self.options.overflow)
 
     def make(self, directory: str, progress: Progress) -> Made:
         """Makes the file in `directory`.
@@ -119,11 +111,12 @@ class PlannedShard:
             CastError: numbers were too large for the dtype.
         """
         hashed = hashlib.sha256()
+        names = [entry.name for _, entry in self.plan.pairs]
         moved = run(
-            self.plan, directory, threads=self.options.threads, overflow=self.options.overflow, progress=progress,
-            sinks={self.name: hashed.update}, durable=False,
+            self.plan, directory, overflow=self.options.overflow, progress=progress, window=self.options.buffer,
+            sinks={self.name: hashed.update}, durable=False, **self.options.pace,
         )  # fmt: skip
-        judge_overflows(moved, self.plan, self.options)
+        overflows_of([as_finished(file, names) for file in moved.files], self.plan, self.options.overflow)
         return Made(os.path.join(directory, self.name), hashed.hexdigest(), scratch=True)
 
 
@@ -226,7 +219,6 @@ def shards_of(plan: Plan, options: Options) -> list[PlannedShard]:
 
 INDEX = "model.safetensors.index.json"
 _KEPT_IN_MEMORY = 1 << 20
-_THIS_PROCESS = os.urandom(16)
 
 
 def cargo_of(prepared: Prepared) -> Cargo:

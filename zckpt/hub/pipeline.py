@@ -79,7 +79,8 @@ class Pipeline:
         Raises:
             ZckptError: a shard could not be made or sent. No shard is left in the scratch directory.
         """
-        known = [(s, sha256) for s in self._shards if (sha256 := self._scratch.known.get(s.identity))]
+        journal = self._scratch.known
+        known = [(s, sha256) for s in self._shards if (sha256 := journal.get(s.identity))] if journal else []
         present = self._hub.present(self._target.repo_id, [(sha256, s.nbytes) for s, sha256 in known]) if known else ()
         return self._run(self._shards, {shard.name: sha256 for shard, sha256 in known if sha256 in present})
 

@@ -52,6 +52,11 @@ class Wishes:
     tp: int | None = None
     pp: int | None = None
 
+    def as_json(self) -> dict[str, object]:
+        """Those that were said."""
+        said = {"tp_rules": self.tp_rules, "tp": self.tp, "pp": self.pp}
+        return {name: value for name, value in said.items() if value is not None}
+
 
 @dataclass(frozen=True, slots=True)
 class Listing:
@@ -69,6 +74,9 @@ class Listing:
     files: Mapping[str, str]
     wishes: Wishes = Wishes()
     _opened: dict[str, Container] = field(default_factory=dict[str, Container], repr=False)
+    _ranks: dict[tuple[str, int], list[tuple[int, str]]] = field(
+        default_factory=dict[tuple[str, int], "list[tuple[int, str]]"], repr=False
+    )
 
     def open(self, name: str) -> Container:
         """The container of one file; opened once."""
@@ -90,12 +98,12 @@ class Listing:
         Raises:
             InconsistentError: two files claim the same rank (a `bf16_` and a plain one).
         """
+        if not self._ranks:
+            for name in self.files:
+                if match := SHARD_NAME.fullmatch(name):
+                    self._ranks.setdefault((match["kind"], int(match["mp"])), []).append((int(match["dp"]), name))
         by_rank: dict[int, str] = {}
-        for name in self.files:
-            match = SHARD_NAME.fullmatch(name)
-            if match is None or match["kind"] != kind or int(match["mp"]) != mp_rank:
-                continue
-            rank = int(match["dp"])
+        for rank, name in self._ranks.get((kind, mp_rank), ()):
             if rank in by_rank:
                 raise InconsistentError(
                     f"two files that claim the partition of rank {rank}",

@@ -160,9 +160,12 @@ class _Reader:
         """The tensors of a stage's layer files under their global names; of a run without ZeRO, those of all layers."""
         tp_rank = rank % self.topology.tp
         listed = {name for shapes in (*model.param_shapes, model.frozen_shapes) for name in shapes} | model.buffer_names
+        owned = {name.partition(".")[0] for name in listed}
+        has_tied = not listed.isdisjoint(tied.values())
         module: dict[str, TensorRef] = {}
         for (layer, owner), file in self.layers.items():
-            if owner != tp_rank:
+            mine = str(layer) in owned or not model.is_zero()
+            if owner != tp_rank or not (mine or has_tied):
                 continue
             notes: list[str] = []
             root = as_mapping(self.listing.open(file).root, "a layer file", self.listing.files[file])
@@ -173,8 +176,8 @@ class _Reader:
                 )
             for local, ref in tensors.items():
                 own = f"{layer}.{local}"
-                name = own if own in listed else tied.get(local, own) if not _owns(listed, layer) else own
-                if not model.is_zero() or name in listed or _owns(listed, layer):
+                name = own if own in listed or str(layer) in owned else tied.get(local, own)
+                if mine or name in listed:
                     module.setdefault(name, ref)
         return module
 
@@ -319,11 +322,6 @@ def _layers(listing: Listing) -> dict[tuple[int, int], str]:
         assert match is not None
         found[int(match["layer"]), int(match["tp"] or 0)] = name
     return dict(sorted(found.items()))
-
-
-def _owns(listed: set[str] | frozenset[str], layer: int) -> bool:
-    """Whether a stage lists parameters or buffers under this layer's number."""
-    return any(name.startswith(f"{layer}.") for name in listed)
 
 
 _TIED = re.compile(r"tied_modules\.[^.]+\.(?P<local>.+)")

@@ -132,13 +132,16 @@ def join(name: str, slices: Sequence[TensorEntry], joint: Joint) -> TensorEntry:
     held = [entry.fragments for entry in slices]
     fragments = _placed(held, joint.pieces, itemsize)
     replicas = [
-        Replica(first.dtype, _placed(held, pieces, itemsize), f"tensor-parallel rank {rank}", True)
+        Replica(first.dtype, _placed(held, pieces, itemsize), _rank(rank), True)
         for rank, pieces in joint.copies.items()
     ]
     weights = [entry.replicas[0] for entry in slices if entry.replicas]
     if len(weights) == len(slices):
-        narrow = weights[0].dtype
-        replicas.append(Replica(narrow, _placed([w.fragments for w in weights], joint.pieces, narrow.itemsize)))
+        narrow, own = weights[0].dtype, [weight.fragments for weight in weights]
+        replicas.append(Replica(narrow, _placed(own, joint.pieces, narrow.itemsize)))
+        replicas += [
+            Replica(narrow, _placed(own, pieces, narrow.itemsize), _rank(rank)) for rank, pieces in joint.copies.items()
+        ]
     return cut(TensorEntry(name, joint.shape, first.dtype, first.role, fragments, tuple(replicas)), joint.keep)
 
 
@@ -151,6 +154,10 @@ def cut(entry: TensorEntry, keep: int | None) -> TensorEntry:
     fragments = clip(entry.fragments, 0, numel, entry.dtype.itemsize)
     replicas = (replace(r, fragments=clip(r.fragments, 0, numel, r.dtype.itemsize)) for r in entry.replicas)
     return replace(entry, shape=shape, fragments=fragments, replicas=tuple(replicas))
+
+
+def _rank(rank: int) -> str:
+    return f"tensor-parallel rank {rank}"
 
 
 def _placed(slices: Sequence[tuple[Fragment, ...]], pieces: Sequence[Piece], itemsize: int) -> tuple[Fragment, ...]:

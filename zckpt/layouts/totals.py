@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Any, Literal
 from zckpt.catalog import TensorEntry
 from zckpt.dtypes import F32
 from zckpt.errors import UnsupportedError
-from zckpt.fragments import ComputedStore, Fragment, MemoryStore
-from zckpt.mover import run
-from zckpt.plan import Plan
+from zckpt.fragments import ComputedStore, Fragment
+from zckpt.open_files import OpenFiles
+from zckpt.rederive import elements
 
 if TYPE_CHECKING:
     import numpy
@@ -61,8 +61,7 @@ def _array_of(entry: TensorEntry) -> numpy.ndarray[Any, Any]:
     """The elements of a tensor, in memory."""
     import numpy
 
-    array = numpy.empty(entry.numel, entry.dtype.numpy)
-    store = MemoryStore(array.ctypes.data, array.nbytes, array)
-    held = replace(entry, fragments=(Fragment(store, 0, 0, entry.numel),) if entry.numel else (), replicas=())
-    run(Plan((), [(entry, held)]), "")
-    return array
+    with OpenFiles() as files:
+        data = elements(entry, 0, entry.numel, files)
+        files.check_sources()
+    return numpy.frombuffer(data, entry.dtype.numpy)

@@ -35,6 +35,10 @@ class UniversalTarget:
     tag: str
     precision: DType
 
+    def as_json(self) -> dict[str, object]:
+        """What a manifest says of it."""
+        return {"precision": self.precision.torch_name}
+
 
 def lay_out(catalog: Catalog, training: Training, listing: Listing, target: UniversalTarget) -> Laid:
     """The files of a universal checkpoint, as DeepSpeed's own converter writes them, without `latest_universal`.

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from zckpt.catalog import Catalog, Source, TensorEntry
+from zckpt.catalog import Catalog, Padding, Source, TensorEntry
 from zckpt.containers import TensorRef
 from zckpt.errors import CorruptError, InconsistentError, UnsupportedError
 from zckpt.layouts.assembly import assemble
@@ -114,7 +114,8 @@ def read(listing: Listing, *, allow_unknown: bool = False) -> Catalog:
         global_steps=save.model.number("global_steps"),
         optimizer_states=save.shards[0].state_names,
     )
-    return assemble(save.model, masters(save), source, save.model.topology(save.world_size))
+    catalog = assemble(save.model, masters(save), source, save.model.topology(save.world_size))
+    return replace(catalog, padding=tuple(_padding(save)))
 
 
 def read_training(listing: Listing, *, allow_unknown: bool = False) -> Training:
@@ -213,6 +214,28 @@ def _group_paddings(
             expected=f"{expected} parameters",
         )
     return paddings[number]
+
+
+def _padding(save: Save) -> Iterator[Padding]:
+    """Alignment padding between the parameters, and what is left of the padding at the end: DeepSpeed fills both with
+    zeros, which no optimizer step changes.
+    """
+    for number, shapes in enumerate(save.model.param_shapes):
+        vectors = [shard.vectors[number] for shard in save.shards]
+        paddings = save.shards[0].alignment_paddings
+        numels = [math.prod(shape) for shape in shapes.values()]
+        offsets, _ = flat_offsets(numels, None if paddings is None else paddings[number])
+        ends = [*offsets[1:], vectors[0].numel * len(vectors)] if numels else []
+        fragments = [
+            fragment_of(
+                vectors[p.index], p._replace(count=min(p.count, vectors[p.index].numel - p.offset)), p.start, ""
+            )
+            for offset, numel, end in zip(offsets, numels, ends, strict=True)
+            for p in flat_pieces(offset + numel, end - offset - numel, vectors[0].numel)
+            if p.offset < vectors[p.index].numel
+        ]
+        if fragments:
+            yield Padding(vectors[0].dtype, tuple(fragments))
 
 
 def _check_lengths(number: int, parameters: int, total: int, save: Save) -> None:

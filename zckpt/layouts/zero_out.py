@@ -69,6 +69,10 @@ class ZeroTarget:
     sub_group_size: int = DEFAULT_SUB_GROUP_SIZE
     plain: bool = False
 
+    def as_json(self) -> dict[str, object]:
+        """What a manifest says of it."""
+        return {"stage": self.stage, "world_size": self.world_size, "precision": self.precision.torch_name}
+
     def file_of(self, rank: int, kind: str) -> str:
         """A rank's `model` or `optim` file."""
         prefix = "bf16_" if self.precision == BF16 and kind == "optim" else ""

@@ -1,6 +1,6 @@
-"""What lies beside a checkpoint and goes along with its weights: configuration, tokenizer, processor.
+"""The small files that make a directory of weights loadable: the config, tokenizer and processor files, and model code.
 
-For `convert` and `hub`: it makes a directory of weights one that `transformers` loads. Only files of known names go along.
+For `convert`, `reshard` and `hub`. They lie beside the checkpoint's tag directories, where a trainer put them.
 """
 
 from __future__ import annotations
@@ -10,51 +10,46 @@ import os
 import re
 
 from zckpt import files
-from zckpt.checkpoint import Opened
 from zckpt.dtypes import DType
-from zckpt.errors import OutputError, ZckptError
+from zckpt.errors import CorruptError
 from zckpt.fragments import FileStore
-from zckpt.layouts.huggingface import Destination, literal_file
+from zckpt.jsons import read_json
+from zckpt.layouts.huggingface import literal_file
 from zckpt.plan import OutputFile
 
-_NAMES = re.compile(
+_MOST_BYTES = 16 << 20
+"""Of a config."""
+
+# What makes a directory of weights loadable, where it lies beside the checkpoint. Everything else stays where it is.
+_BESIDE = re.compile(
     r"generation_config\.json|tokenizer[\w.-]*|special_tokens_map\.json|added_tokens\.json|vocab\.(?:json|txt)|merges\.txt"
     r"|\w*\.(?:model|tiktoken)|(?:pre|image_|video_|feature_)?processor_config\.json|preprocessor_config\.json"
     r"|chat_template\.(?:json|jinja)|(?:configuration|modeling|tokenization|processing|image_processing)_\w+\.py"
 )
 
 
-def read_config(opened: Opened) -> dict[str, object]:
-    """The model's configuration, from `config.json` beside the checkpoint; empty where there is none.
+def read_config(home: str) -> dict[str, object]:
+    """The model's `config.json`; empty where there is none.
 
     Raises:
-        OutputError: it cannot be read.
+        CorruptError: it is no JSON, or no object. NotACheckpointError: it cannot be read.
     """
-    path = os.path.join(opened.place.home, "config.json")
+    path = os.path.join(home, "config.json")
     if not files.is_file(path):
         return {}
-    try:
-        config = json.loads(files.read(path))
-    except ZckptError:
-        raise
-    except (OSError, ValueError) as error:
-        raise OutputError("a config.json that cannot be read", file=path, found=str(error)) from error
-    return config if isinstance(config, dict) else {}
+    config = read_json(path, _MOST_BYTES, "a config.json")
+    if not isinstance(config, dict):
+        raise CorruptError("a config.json that is no object", file=path, found=type(config).__name__)
+    return config
 
 
-def with_config(destination: Destination, opened: Opened, dtype: DType) -> Destination:
-    """With `config.json`, in which the dtype is made true."""
-    config = config_file(opened, dtype)
-    return Destination((*destination.files, config), destination.entries) if config else destination
-
-
-def config_file(opened: Opened, dtype: DType) -> tuple[OutputFile, FileStore] | None:
+def config_file(home: str, dtype: DType) -> tuple[OutputFile, FileStore] | None:
     """The model's `config.json`, in which the dtype is made true; None where there is none.
 
     Raises:
-        OutputError: it cannot be read.
+        As `read_config`.
     """
-    config = read_config(opened)
+    config = read_config(home)
     if not config:
         return None
     text = json.dumps(_true_dtype(config, dtype), indent=2, ensure_ascii=False) + "\n"
@@ -75,7 +70,6 @@ def _true_dtype(config: object, dtype: DType, *, top: bool = True) -> object:
     return {**config, **nested, **named}
 
 
-def companions(opened: Opened) -> list[tuple[str, str]]:
+def companions(home: str) -> list[tuple[str, str]]:
     """(path, name) of what lies beside the checkpoint and belongs to the model: tokenizer, processor, code."""
-    home = opened.place.home
-    return [(os.path.join(home, name), name) for name in sorted(files.file_names(home)) if _NAMES.fullmatch(name)]
+    return [(os.path.join(home, name), name) for name in sorted(files.file_names(home)) if _BESIDE.fullmatch(name)]

@@ -1,0 +1,225 @@
+#include "engine.h"
+
+#include <algorithm>
+#include <cstring>
+#include <thread>
+
+#include "crc32.h"
+#include "io.h"
+
+namespace zckpt {
+namespace {
+
+constexpr uint64_t kDenseRow = 4096;  // shorter rows are gathered from a block instead of being read one by one
+constexpr uint64_t kBridge = 16384;   // a hole between two runs that is cheaper to read than a second call
+
+}  // namespace
+
+Engine::Engine(const Batch& batch, const Settings& settings) : batch_(batch), settings_(settings) {}
+
+void Engine::work_through(size_t count, const std::function<bool(uint64_t)>& tick) {
+  jobs_ = count;
+  const auto threads = static_cast<unsigned>(std::min<size_t>(settings_.threads, std::max<size_t>(count, 1)));
+  std::vector<std::thread> pool;
+  running_ = threads;
+  for (unsigned i = 0; i < threads; ++i) pool.emplace_back([this] { thread(); });
+  {
+    std::unique_lock lock(mutex_);
+    while (!idle_.wait_for(lock, std::chrono::milliseconds(50), [this] { return running_ == 0; })) {
+      lock.unlock();
+      const bool on = tick(done_bytes_);
+      lock.lock();
+      if (!on) stop();
+    }
+  }
+  for (auto& thread : pool) thread.join();
+  tick(done_bytes_);
+}
+
+void Engine::thread() {
+  Buffers own = buffers();
+  try {
+    for (size_t i; !stop_ && (i = next_++) < jobs_;) work(i, own);
+  } catch (const Stop&) {
+  }
+  std::lock_guard lock(mutex_);
+  if (--running_ == 0) idle_.notify_all();
+}
+
+void Engine::fail(const char* kind, int error, uint32_t store, uint64_t offset) {
+  std::lock_guard lock(mutex_);
+  if (result_.failure.kind.empty()) result_.failure = {kind, error, store, offset};
+  stop();
+  throw Stop{};
+}
+
+void Engine::stop() {
+  stop_ = true;
+  passed_.notify_all();
+}
+
+void Engine::spend(uint64_t nbytes) {
+  if (!settings_.bytes_per_s) return;
+  const double due = static_cast<double>(spent_ += nbytes) / static_cast<double>(settings_.bytes_per_s);
+  const auto until = began_ + std::chrono::duration_cast<std::chrono::steady_clock::duration>(std::chrono::duration<double>(due));
+  for (auto now = std::chrono::steady_clock::now(); now < until; now = std::chrono::steady_clock::now()) {
+    if (stop_) throw Stop{};
+    std::this_thread::sleep_for(std::min<std::chrono::steady_clock::duration>(until - now, std::chrono::milliseconds(50)));
+  }
+}
+
+void Engine::read(uint32_t src, char* to, uint64_t nbytes, uint64_t offset) {
+  const Store& store = batch_.stores[src];
+  if (store.fd < 0) {
+    std::memcpy(to, reinterpret_cast<const char*>(store.address + offset), nbytes);
+    return;
+  }
+  const auto fd = static_cast<int>(store.fd);
+  if (const int error = read_all(fd, to, nbytes, offset)) fail("read", error, src, offset);
+  if (settings_.give_back) forget(fd, offset, nbytes);
+  spend(nbytes);
+}
+
+void Engine::take_crcs(uint32_t store, uint64_t begin, uint64_t end, const char* data) {
+  const auto before = [](const Range& r, const std::pair<uint32_t, uint64_t>& key) {
+    return r.store != key.first ? r.store < key.first : r.start + r.length <= key.second;
+  };
+  auto range = std::lower_bound(batch_.ranges.begin(), batch_.ranges.end(), std::pair(store, begin), before);
+  for (; range != batch_.ranges.end() && range->store == store && range->start < end; ++range) {
+    const uint64_t low = std::max(begin, range->start), high = std::min(end, range->start + range->length);
+    const PartialCrc partial{range->number, crc32(0, data + (low - begin), high - low), low, high - low};
+    std::lock_guard lock(mutex_);
+    result_.crcs.push_back(partial);
+  }
+}
+
+void Engine::gather(uint32_t number, uint64_t first, uint64_t count, const Target& target, char* staging, std::vector<Segment>& segments) {
+  const Move& m = batch_.moves[number];
+  const uint64_t size = kItemSize[m.src_dtype], out_size = kItemSize[m.dst_dtype];
+  const bool dense_row = static_cast<uint64_t>(m.src_step) == size;
+  const bool dense = dense_row && (m.rows == 1 || static_cast<uint64_t>(m.src_pitch) == m.count * size);
+  const bool target_row = target.step == static_cast<int64_t>(out_size);
+  const bool dense_target = target_row && (m.rows == 1 || target.pitch == static_cast<int64_t>(m.count * out_size));
+  while (count) {
+    if (stop_) throw Stop{};
+    const uint64_t column = first % m.count, in_row = std::min(count, m.count - column);
+    uint64_t n;
+    if (target_row && dense_row && ((dense && dense_target) || in_row * size >= kDenseRow)) {
+      n = dense && dense_target ? count : in_row;
+      segments.push_back({number, place(m, first), n, target.at(first / m.count, column)});
+    } else {
+      n = stage(m, first, count, dense, dense_row, staging);
+      scatter(m, first, n, target, staging);
+    }
+    first += n;
+    count -= n;
+  }
+}
+
+void Engine::read_segments(std::vector<Segment>& segments, char* staging) {
+  const auto move = [&](const Segment& s) -> const Move& { return batch_.moves[s.move]; };
+  const auto end_of = [&](const Segment& s) { return s.offset + s.count * kItemSize[move(s).src_dtype]; };
+  const auto earlier = [&](const Segment& a, const Segment& b) {
+    return move(a).src != move(b).src ? move(a).src < move(b).src : a.offset < b.offset;
+  };
+  if (!std::is_sorted(segments.begin(), segments.end(), earlier)) std::stable_sort(segments.begin(), segments.end(), earlier);
+  for (size_t i = 0, next; i < segments.size(); i = next) {
+    const Segment& first = segments[i];
+    const Move& m = move(first);
+    const uint64_t begin = first.offset;
+    uint64_t end = end_of(first);
+    for (next = i + 1; next < segments.size(); ++next) {
+      const Segment& s = segments[next];
+      // Bytes are swapped in place: then no two may share them.
+      if (move(s).src != m.src || s.offset > end + kBridge || (s.offset < end && (m.swap || move(s).swap))) break;
+      const uint64_t reach = std::max(end, end_of(s));
+      if (reach - begin > kStaging || in_memory(m.src)) break;
+      end = reach;
+    }
+    if (next == i + 1) {
+      dense_run(m, begin, first.count, first.out, staging);
+      continue;
+    }
+    read(m.src, staging, end - begin, begin);
+    for (size_t k = i; k < next; ++k) convert(move(segments[k]), staging + (segments[k].offset - begin), segments[k].count, segments[k].out);
+  }
+  segments.clear();
+}
+
+void Engine::dense_run(const Move& m, uint64_t offset, uint64_t count, char* out, char* staging) {
+  const uint64_t size = kItemSize[m.src_dtype], out_size = kItemSize[m.dst_dtype];
+  if (m.src_dtype == m.dst_dtype && !m.swap) {
+    read(m.src, out, count * size, offset);
+    return;
+  }
+  for (uint64_t done = 0; done < count;) {
+    if (stop_) throw Stop{};
+    const uint64_t n = std::min(count - done, kStaging / size);
+    read(m.src, staging, n * size, offset + done * size);
+    convert(m, staging, n, out + done * out_size);
+    done += n;
+  }
+}
+
+// Reads the source from element `first` on, as much as the staging buffer takes; returns how many elements that is.
+uint64_t Engine::stage(const Move& m, uint64_t first, uint64_t count, bool dense, bool dense_row, char* staging) {
+  const uint64_t size = kItemSize[m.src_dtype], base = place(m, first);
+  const uint64_t in_row = m.count - first % m.count;
+  uint64_t n;
+  if (dense) {
+    n = std::min(count, kStaging / size);
+  } else if (dense_row && m.count * size >= kDenseRow) {
+    n = std::min({count, in_row, kStaging / size});
+  } else {  // whole short rows, with what lies between them
+    const auto fits = [&](uint64_t e) { const uint64_t at = place(m, e); return at >= base && at + size <= base + kStaging; };
+    n = std::min(count, in_row);
+    while (n > 1 && !fits(first + n - 1)) n /= 2;
+    if (n == in_row)
+      for (uint64_t row; n < count && (row = std::min(m.count, count - n), fits(first + n) && fits(first + n + row - 1)); n += row) {
+      }
+  }
+  uint64_t last = place(m, first + n - 1);
+  const uint64_t tail = (first + n) % m.count;  // rows may overlap: the one before a partial one may reach further
+  if (tail && tail < n) last = std::max(last, place(m, first + n - tail - 1));
+  read(m.src, staging, last + size - base, base);
+  return n;
+}
+
+// Carries `n` staged elements to their targets, row by row.
+void Engine::scatter(const Move& m, uint64_t first, uint64_t n, const Target& target, char* staging) {
+  const uint64_t size = kItemSize[m.src_dtype], out_size = kItemSize[m.dst_dtype], base = place(m, first);
+  const bool rows = static_cast<uint64_t>(m.src_step) == size && target.step == static_cast<int64_t>(out_size);
+  const bool shared = m.rows > 1 && static_cast<uint64_t>(m.src_pitch) < m.count * size;  // must not be swapped in place
+  for (uint64_t done = 0; done < n;) {
+    const uint64_t e = first + done, column = e % m.count, k = std::min(n - done, m.count - column);
+    char* from = staging + (place(m, e) - base);
+    if (rows && !(m.swap && shared)) {
+      convert(m, from, k, target.at(e / m.count, column));
+    } else {
+      char element[16];
+      for (uint64_t i = 0; i < k; ++i) {
+        std::memcpy(element, from + i * static_cast<uint64_t>(m.src_step), size);
+        convert(m, element, 1, target.at(e / m.count, column + i));
+      }
+    }
+    done += k;
+  }
+}
+
+void Engine::convert(const Move& m, char* from, uint64_t count, char* out) {
+  if (m.swap) swap_bytes(from, count * kItemSize[m.src_dtype] / m.swap, m.swap);
+  if (m.src_dtype == m.dst_dtype) {
+    std::memcpy(out, from, count * kItemSize[m.src_dtype]);
+    return;
+  }
+  Overflow overflow;
+  if (!cast(static_cast<DType>(m.src_dtype), static_cast<DType>(m.dst_dtype), from, out, count, settings_.clamp, overflow))
+    fail("cast", 0, m.src, m.src_offset);
+  if (!overflow.count) return;
+  std::lock_guard lock(mutex_);
+  Overflow& total = result_.overflows[m.tensor];
+  total.count += overflow.count;
+  total.largest = std::max(total.largest, overflow.largest);
+}
+
+}  // namespace zckpt

@@ -1,0 +1,109 @@
+// What moving and scanning share: threads that can be stopped, reads in the order of the files, casts, and CRCs of what
+// passes by.
+#pragma once
+#include <atomic>
+#include <chrono>
+#include <condition_variable>
+#include <cstdlib>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <vector>
+
+#include "mover.h"
+
+namespace zckpt {
+
+constexpr uint64_t kStaging = 1 << 20;  // fits a second-level cache, and is large enough for a disk's read-ahead
+constexpr uint64_t kBlock = 4096;       // what direct I/O wants its offsets, lengths and buffers to be multiples of
+
+struct Free {
+  void operator()(void* p) const { std::free(p); }
+};
+using Bytes = std::unique_ptr<char, Free>;
+inline Bytes aligned(uint64_t nbytes) { return Bytes(static_cast<char*>(std::aligned_alloc(kBlock, nbytes))); }
+
+struct Buffers {  // of one thread
+  Bytes window, staging, other;
+};
+
+struct Target {  // where element (row, column) of a move goes: base + row * pitch + column * step
+  char* base;
+  int64_t pitch, step;
+  char* at(uint64_t row, uint64_t column) const { return base + static_cast<int64_t>(row) * pitch + static_cast<int64_t>(column) * step; }
+};
+
+// Where elements of a move go that are wanted side by side, the `first` one at `to`; both in the source's dtype.
+inline Target packed(const Move& m, uint64_t first, char* to) {
+  const int64_t size = kItemSize[m.src_dtype];
+  return {to - static_cast<int64_t>(first) * size, static_cast<int64_t>(m.count) * size, size};
+}
+
+struct Stop {};  // unwinds a thread; the failure is already recorded
+
+class Engine {
+ protected:
+  Engine(const Batch& batch, const Settings& settings);
+  virtual ~Engine() = default;
+
+  // Does jobs 0 .. count - 1, each on one of the threads, in this order; `tick` as in `run`.
+  void work_through(size_t count, const std::function<bool(uint64_t)>& tick);
+  virtual Buffers buffers() const = 0;
+  virtual void work(size_t job, Buffers& buffers) = 0;
+
+  bool in_memory(uint32_t store) const { return batch_.stores[store].fd < 0; }
+  [[noreturn]] void fail(const char* kind, int error, uint32_t store, uint64_t offset);
+
+  // Counts bytes that were read or written, and waits where that was faster than it may be.
+  void spend(uint64_t nbytes);
+
+  // A whole read of a source.
+  void read(uint32_t src, char* to, uint64_t nbytes, uint64_t offset);
+
+  // The partial CRCs of bytes [begin, end) of a store, in every range that is wanted.
+  void take_crcs(uint32_t store, uint64_t begin, uint64_t end, const char* data);
+
+  // Some elements of a move that lie in one dense run at `offset` of the source and go to `out`.
+  struct Segment {
+    uint32_t move;
+    uint64_t offset, count;
+    char* out;
+  };
+
+  // Elements [first, first + count) of a move, in order of its rows and in the destination's dtype, to their targets. Runs
+  // that are dense on both sides are only noted in `segments`; short rows and scattered elements are carried at once.
+  void gather(uint32_t move, uint64_t first, uint64_t count, const Target& target, char* staging, std::vector<Segment>& segments);
+
+  // Reads what was noted, file by file and in the order of each file. Neighbours are read together.
+  void read_segments(std::vector<Segment>& segments, char* staging);
+
+  const Batch& batch_;
+  const Settings settings_;
+  std::atomic<uint64_t> done_bytes_{0};
+  std::atomic<bool> stop_{false};
+  std::mutex mutex_;
+  std::condition_variable passed_;  // for threads that wait for one another
+  Result result_;
+
+ private:
+  void thread();
+  void stop();  // with the lock held, so that nobody who is about to wait misses it
+  void dense_run(const Move& m, uint64_t offset, uint64_t count, char* out, char* staging);
+  uint64_t stage(const Move& m, uint64_t first, uint64_t count, bool dense, bool dense_row, char* staging);
+  void scatter(const Move& m, uint64_t first, uint64_t n, const Target& target, char* staging);
+  void convert(const Move& m, char* from, uint64_t count, char* out);
+
+  size_t jobs_ = 0;
+  std::atomic<size_t> next_{0};
+  std::condition_variable idle_;
+  unsigned running_ = 0;
+  std::atomic<uint64_t> spent_{0};
+  std::chrono::steady_clock::time_point began_ = std::chrono::steady_clock::now();
+};
+
+// Where element `e` of a move, counted row after row, begins in its source.
+inline uint64_t place(const Move& m, uint64_t e) {
+  return m.src_offset + static_cast<uint64_t>(static_cast<int64_t>(e / m.count) * m.src_pitch + static_cast<int64_t>(e % m.count) * m.src_step);
+}
+
+}  // namespace zckpt

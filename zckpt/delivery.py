@@ -1,0 +1,246 @@
+"""Carries a plan out and delivers what it makes, whole, with its manifest; goes on where an interrupted run ended.
+
+For every job that writes files. An interrupted run is gone on with when it was the same job, and only with files that are
+still what it wrote.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+from zckpt import files
+from zckpt.batches import progress_after
+from zckpt.catalog import Catalog
+from zckpt.dtypes import DType
+from zckpt.errors import CastError, CorruptError
+from zckpt.fragments import FileStore, Store
+from zckpt.journal import Finished
+from zckpt.manifest import Manifest
+from zckpt.mover import Written, run
+from zckpt.plan import Plan
+from zckpt.publish import Staging
+from zckpt.scan import Sum, looks_at_bytes, scan
+from zckpt.sums import join
+from zckpt.tuning import DEFAULT_PACE, Pace
+from zckpt.version import __version__
+
+Overflow = Literal["error", "inf", "clamp"]
+
+
+@dataclass(frozen=True, slots=True)
+class Order:
+    """What is to be delivered.
+
+    Attributes:
+        plan: where every byte goes.
+        out: the output's path.
+        catalog: what it is made from.
+        dtype: that floating numbers are cast to; None where they keep theirs.
+        options: what was asked for beyond that and changes the output; they stand in the manifest.
+        single: whether the output is one file.
+        copies: (path, name) of small files copied beside.
+        overflow: what to do with numbers too large for the dtype.
+        overwrite: replace an existing output.
+        merge: put the files into an existing directory instead of replacing it.
+        buffer: bytes that each thread gathers and writes at once; None for the default.
+        pace: how hard to work.
+    """
+
+    plan: Plan
+    out: str
+    catalog: Catalog
+    dtype: DType | None = None
+    options: Mapping[str, object] = field(default_factory=dict[str, object])
+    single: bool = False
+    copies: tuple[tuple[str, str], ...] = ()
+    overflow: Overflow = "error"
+    overwrite: bool = False
+    merge: bool = False
+    buffer: int | None = None
+    pace: Pace = field(default_factory=lambda: DEFAULT_PACE)
+
+
+@dataclass(frozen=True, slots=True)
+class Delivered:
+    """What was delivered.
+
+    Attributes:
+        files: (path relative to the output, bytes), the manifest left out.
+        engine: "native" or "reference".
+        kept: how many of them an earlier run had finished.
+        overflows: tensor name -> (elements that became infinite or were clamped, the largest of them).
+        notes: sentences a person should see.
+    """
+
+    files: tuple[tuple[str, int], ...]
+    engine: str
+    kept: int
+    overflows: dict[str, tuple[int, float]]
+    notes: tuple[str, ...]
+
+    @property
+    def bytes_written(self) -> int:
+        """Bytes of all files."""
+        return sum(nbytes for _, nbytes in self.files)
+
+
+def deliver(order: Order, progress: Callable[[int], None] | None = None) -> Delivered:
+    """Moves, publishes, and goes on with what is left of an interrupted run of the same job.
+
+    Raises:
+        ZckptError: one of its kinds says what is wrong; nothing stands under the output's name then that did not before.
+    """
+    names = [entry.name for _, entry in order.plan.pairs]
+    job = fingerprint(order.plan, order.copies, order.overflow, order.single)
+    with Staging(order.out, single=order.single, job=job, overwrite=order.overwrite, merge=order.merge) as staging:
+        kept = staging.left if staging.published else still_sound(staging, order.pace, progress)
+        made, engine = dict(kept), "native"
+        if not staging.published:
+            staging.keep(kept)
+
+            def finished(written: Written) -> None:
+                made[written.path] = as_finished(written, names)
+                staging.finished(made[written.path])
+
+            engine = run(
+                order.plan, staging.directory, overflow=order.overflow, progress=progress, window=order.buffer,
+                done=kept, finished=finished, **order.pace,
+            ).engine  # fmt: skip
+        overflows = overflows_of(made.values(), order.plan, order.overflow)
+        if not staging.published:
+            made.update((name, staging.copy(path, name)) for path, name in order.copies)
+            staging.commit(manifest_of(order, made.values()).as_bytes())
+    sizes = [(file.path, file.size) for file, _ in order.plan.files]
+    sizes += [(name, files.size(path)) for path, name in order.copies]
+    return Delivered(
+        files=tuple(sizes),
+        engine=engine,
+        kept=len(sizes) if staging.published else len(kept),
+        overflows=overflows,
+        notes=staging.notes,
+    )
+
+
+def as_finished(written: Written, names: Sequence[str]) -> Finished:
+    """What goes on record of a file; `names` are those of the plan's tensors."""
+    lost = {names[number]: (found.count, found.largest) for number, found in written.overflows.items()}
+    return Finished(written.path, written.nbytes, written.crc32, lost)
+
+
+def manifest_of(order: Order, made: Iterable[Finished]) -> Manifest:
+    """The manifest that goes with an order's files."""
+    return Manifest(
+        version=__version__,
+        source=order.catalog.source.as_json(order.catalog.topology),
+        dtype="" if order.dtype is None else _SHORT[order.dtype.name],
+        options=order.options,
+        tensors=len(order.catalog),
+        numel=order.catalog.numel,
+        files=tuple(made),
+    )
+
+
+_SHORT = {"F32": "fp32", "F16": "fp16", "BF16": "bf16"}
+
+
+def fingerprint(plan: Plan, copies: Sequence[tuple[str, str]], *options: object) -> str:
+    """What changes whenever the output's bytes could: the plan, the state of its sources, and the options.
+
+    Args:
+        plan: what goes where.
+        copies: (path, name) of small files copied beside.
+        options: whatever else changes bytes.
+    """
+    from hashlib import sha256
+
+    digest = sha256()
+
+    def say(*facts: object) -> None:
+        digest.update(repr(facts).encode("utf-8", "surrogatepass"))
+
+    say(__version__, *options)
+    for output, _ in plan.files:
+        say(output.path, output.size, output.checksums)
+        for offset, data in output.literals:
+            say(offset, len(data))
+            digest.update(data)
+    numbers: dict[int, int] = {}
+    for source, destination in plan.pairs:
+        say(source.name, source.dtype.name, destination.dtype.name)
+        for entry in (source, destination):
+            for fragment in entry.fragments:
+                store = fragment.store
+                if id(store) not in numbers:
+                    numbers[id(store)] = len(numbers)
+                    say(_state(store) if entry is source else str(store))
+                say(numbers[id(store)], *(getattr(fragment, name) for name in _GEOMETRY))
+    for path, name in copies:
+        say(name, *files.state(path))
+    return digest.hexdigest()
+
+
+_GEOMETRY = ("byte_offset", "start", "count", "rows", "pitch", "store_pitch")
+
+
+def _state(store: Store) -> tuple[object, ...]:
+    """What changes when a file is written again, whatever is done to its modification time; of memory, its bytes."""
+    if not isinstance(store, FileStore):
+        from hashlib import sha256
+
+        return (sha256(ctypes.string_at(store.address, store.size)).hexdigest(),)
+    path = str(store)
+    place = path if files.is_remote(path) else os.path.realpath(path)
+    return place, store.byteorder, *files.state(path)
+
+
+def still_sound(staging: Staging, pace: Pace, progress: Callable[[int], None] | None = None) -> dict[str, Finished]:
+    """What an earlier run finished and is still what it wrote: every byte of it is read again."""
+    sound: dict[str, Finished] = {}
+    read = 0
+    for path, file in staging.left.items():
+        store = FileStore.of(os.path.join(staging.directory, path))
+        try:
+            report = scan(
+                [looks_at_bytes(store, 0, store.size)] if store.size else [],
+                [Sum(store, 0, store.size)],
+                progress=progress_after(progress, read),
+                **pace,
+            )
+        except CorruptError:
+            continue
+        if join(report.sums.get(0, ()), 0, store.size) == file.crc32:
+            sound[path] = file
+            read += store.size
+    return sound
+
+
+def overflows_of(made: Iterable[Finished], plan: Plan, overflow: Overflow) -> dict[str, tuple[int, float]]:
+    """Tensor name -> (elements whose cast overflowed, the largest of them), over all files.
+
+    Raises:
+        CastError: there are some, and `overflow` says that this is an error.
+    """
+    lost: dict[str, tuple[int, float]] = {}
+    for file in made:
+        for name, (count, largest) in file.overflows.items():
+            before = lost.get(name, (0, 0.0))
+            lost[name] = (max(before[0], count), max(before[1], largest))
+    if lost and overflow == "error":
+        raise _overflow_error(lost, plan)
+    return lost
+
+
+def _overflow_error(overflows: dict[str, tuple[int, float]], plan: Plan) -> CastError:
+    dtypes = sorted({entry.dtype.torch_name for _, entry in plan.pairs if entry.name in overflows})
+    worst = sorted(overflows, key=lambda name: -overflows[name][1])
+    told = ", ".join(f"{n!r} ({overflows[n][0]:,} elements, largest {overflows[n][1]:,.6g})" for n in worst[:5])
+    more = f" and {len(worst) - 5:,} more" if len(worst) > 5 else ""
+    return CastError(
+        f"{len(worst):,} tensors with numbers too large for {' and '.join(dtypes)}",
+        found=told + more,
+        remedy="Nothing was published. Use to-bf16, or --overflow clamp or --overflow inf if that is what you want.",
+    )

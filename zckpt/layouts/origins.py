@@ -1,0 +1,105 @@
+"""Whether the files of a save belong together, as far as they say where they come from.
+
+For `verify`, over any layout that DeepSpeed writes: the readers refuse what would make the tensors wrong, this tells of
+everything that disagrees. A file says the step, the world size and DeepSpeed's version; its modification time says when it
+was written, or copied.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from zckpt.containers import Container
+from zckpt.errors import some
+from zckpt.layouts.listing import Listing, is_deepspeed_file
+
+APART_S = 600
+"""Ranks write at the same time; files ten minutes older or younger than the rest were not written with them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """What one file says.
+
+    Attributes:
+        file: its name.
+        step: optimizer steps, or None.
+        world_size: data-parallel ranks, or None.
+        version: DeepSpeed's, or None.
+        written_s: modification time, in seconds.
+    """
+
+    file: str
+    step: int | None
+    world_size: int | None
+    version: str | None
+    written_s: float
+
+
+def origin(listing: Listing, name: str, container: Container) -> Origin:
+    """What a file of a save says."""
+    root = container.root if isinstance(container.root, Mapping) else {}
+    inner = root.get("optimizer_state_dict")
+    state = inner if isinstance(inner, Mapping) else {}
+    version = root.get("ds_version") or state.get("ds_version")
+    return Origin(
+        name,
+        _whole(root.get("global_steps")),
+        _whole(root.get("dp_world_size")),
+        version if isinstance(version, str) else None,
+        os.path.getmtime(listing.files[name]),
+    )
+
+
+def _whole(value: object) -> int | None:
+    return value if type(value) is int else None
+
+
+def save_files(listing: Listing) -> list[str]:
+    """Names of the files that belong to the save, by DeepSpeed's rules."""
+    return [name for name in listing.files if is_deepspeed_file(name)]
+
+
+def contradictions(origins: Sequence[Origin]) -> Iterator[str]:
+    """Sentences on what the files do not agree on."""
+    facts: dict[str, list[int | None] | list[str | None]] = {
+        "step": [origin.step for origin in origins],
+        "world size": [origin.world_size for origin in origins],
+        "DeepSpeed version": [origin.version for origin in origins],
+    }
+    for fact, values in facts.items():
+        counts = Counter(value for value in values if value is not None)
+        if len(counts) < 2:
+            continue
+        usual = counts.most_common(1)[0][0]
+        odd = [o.file for o, value in zip(origins, values, strict=True) if value not in (None, usual)]
+        others = ", ".join(str(value) for value in counts if value != usual)
+        yield f"most files say {fact} {usual}, but {some(odd)} say {others}"
+
+
+def of_other_ages(origins: Sequence[Origin]) -> Iterator[str]:
+    """Sentences on files that were written long before or after the others."""
+    if len(origins) < 2:
+        return
+    times = sorted(origin.written_s for origin in origins)
+    middle = times[len(times) // 2]
+    for names, word in (
+        ([o.file for o in origins if o.written_s < middle - APART_S], "older"),
+        ([o.file for o in origins if o.written_s > middle + APART_S], "younger"),
+    ):
+        if names:
+            by = max(abs(o.written_s - middle) for o in origins if o.file in set(names))
+            yield (
+                f"{some(names)} {'is' if len(names) == 1 else 'are'} up to {_span(by)} {word} than the rest: "
+                "copied apart from it, or of another save"
+            )
+
+
+def _span(seconds: float) -> str:
+    for unit, size in (("days", 86400), ("hours", 3600)):
+        if seconds >= 2 * size:
+            return f"{seconds / size:.0f} {unit}"
+    return f"{seconds / 60:.0f} minutes"

@@ -1,0 +1,112 @@
+"""`zckpt.json`: what an output was made from, and the size and checksum of each of its files.
+
+For `convert`, which writes one beside every output, and `verify`, which checks an output against it. It lies in a directory
+of weights as `zckpt.json`, beside a single file as `model.bin.zckpt.json`. Its bytes follow from the input and the options
+alone: no times, no paths of the machine, nothing that depends on threads. The checksums are CRC-32s, taken while the files
+were written: they find what disks and copies do to files, not what an enemy does.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from zckpt.errors import CorruptError, IncompleteError, UnsafeError
+from zckpt.journal import Finished
+from zckpt.jsons import read_json
+
+NAME = "zckpt.json"
+
+_MOST_BYTES = 64 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Manifest:
+    """The facts of an output.
+
+    Attributes:
+        version: of zckpt.
+        source: what it was made from: layout, tag, step, framework and its version, ranks per axis.
+        dtype: that floating parameters were given, e.g. "bf16".
+        options: what was asked for beyond that and changes the tensors: selection, names, overflow.
+        tensors: how many; tied names count once.
+        numel: elements in them.
+        files: all files of the output but the manifest itself.
+    """
+
+    version: str
+    source: Mapping[str, object]
+    dtype: str
+    options: Mapping[str, object]
+    tensors: int
+    numel: int
+    files: tuple[Finished, ...]
+
+    def as_bytes(self) -> bytes:
+        """The file's contents."""
+        facts = {
+            "zckpt": self.version,
+            "source": dict(self.source),
+            "dtype": self.dtype,
+            "options": dict(self.options),
+            "tensors": self.tensors,
+            "numel": self.numel,
+            "files": [
+                {"path": file.path, "bytes": file.nbytes, "crc32": f"{file.crc32:08x}"}
+                for file in sorted(self.files, key=lambda file: file.path)
+            ],
+        }
+        return (json.dumps(facts, indent=2, ensure_ascii=False) + "\n").encode("utf-8", "surrogatepass")
+
+
+def path_for(out: str, *, single: bool) -> str:
+    """Where the manifest of an output lies."""
+    return f"{out.rstrip(os.sep)}.{NAME}" if single else os.path.join(out, NAME)
+
+
+def find(path: str) -> str | None:
+    """The manifest that goes with a directory or file, if there is one."""
+    place = path_for(path, single=not os.path.isdir(path))
+    return place if os.path.isfile(place) else None
+
+
+def read(path: str) -> Manifest:
+    """A manifest, checked.
+
+    Raises:
+        CorruptError: it is none.
+        UnsafeError: it names files outside its directory.
+    """
+    match read_json(path, _MOST_BYTES, "a manifest"):
+        case {
+            "zckpt": str(version),
+            "source": dict(source),
+            "dtype": str(dtype),
+            "options": dict(options),
+            "tensors": int(tensors),
+            "numel": int(numel),
+            "files": list(entries),
+        }:
+            files = tuple(_file(entry, path) for entry in entries)
+        case _:
+            raise CorruptError("a manifest that zckpt did not write", file=path, found="other entries than it has")
+    if not files:
+        raise IncompleteError("a manifest that names no files", file=path)
+    return Manifest(version, source, dtype, options, tensors, numel, files)
+
+
+def _file(entry: object, manifest: str) -> Finished:
+    match entry:
+        case {"path": str(path), "bytes": int(nbytes), "crc32": str(crc)} if nbytes >= 0 and len(crc) == 8:
+            parts = path.split("/")
+            if os.path.isabs(path) or "\0" in path or any(part in ("", ".", "..") for part in parts):
+                raise UnsafeError(
+                    "a manifest that names a file outside its directory", file=manifest, found=f"{path!r:.80}"
+                )
+            try:
+                return Finished(path, nbytes, int(crc, 16))
+            except ValueError:
+                pass
+    raise CorruptError("a manifest that zckpt did not write", file=manifest, found="an entry that is no file")

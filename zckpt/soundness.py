@@ -1,0 +1,274 @@
+"""Is a checkpoint complete and intact?
+
+For `verify`. What can be told is told, all of it: a damaged file does not hide another one. Problems are findings, not
+errors; an error means that the question itself could not be answered.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+
+from zckpt import manifest as manifests
+from zckpt import replicas
+from zckpt.catalog import Catalog, Replica
+from zckpt.checkpoint import open_catalog, strip_wrappers
+from zckpt.containers import open_container
+from zckpt.errors import NotACheckpointError, UnsupportedError, UsageError, ZckptError, some
+from zckpt.fragments import FileStore
+from zckpt.integrity import CheckedFile, checked_file, examine, non_finite, numel_of, small_records
+from zckpt.layouts.listing import Wishes
+from zckpt.layouts.origins import Origin, contradictions, of_other_ages, origin, save_files
+from zckpt.layouts.places import Place, find
+from zckpt.manifest import Manifest
+from zckpt.tuning import DEFAULT_PACE, Pace, forget
+from zckpt.verification import Check, few
+
+
+@dataclass(slots=True)
+class Examined:
+    """What is found out of a checkpoint or output, check by check.
+
+    Attributes:
+        place: where it is.
+        catalog: its tensors, under the model's own names; None when they cannot be told.
+        files: those of the save that can be opened.
+        origins: what they say of their save.
+        checks: the questions and answers so far.
+        notes: sentences a person should see.
+        numbers: tensor -> (NaNs, infinities), where there are any; None where they were not counted.
+    """
+
+    place: Place
+    catalog: Catalog | None = None
+    files: list[CheckedFile] = field(default_factory=list[CheckedFile])
+    origins: list[Origin] = field(default_factory=list[Origin])
+    checks: list[Check] = field(default_factory=list[Check])
+    notes: list[str] = field(default_factory=list[str])
+    numbers: dict[str, tuple[int, int]] | None = None
+
+    @property
+    def ok(self) -> bool:
+        """Whether nothing is wrong so far."""
+        return all(check.ok for check in self.checks)
+
+    def add(self, name: str, told: str, problems: Sequence[str] = ()) -> None:
+        """One more check."""
+        self.checks.append(Check(name, told, tuple(problems)))
+
+
+def examined(
+    path: str,
+    tag: str | None = None,
+    also: Sequence[str] = (),
+    wishes: Wishes | None = None,
+    *,
+    deep: bool = False,
+    from_disk: bool = False,
+    pace: Pace = DEFAULT_PACE,
+    progress: Callable[[int], None] | None = None,
+) -> Examined:
+    """Everything that one checkpoint or output tells of itself.
+
+    Args:
+        path: of the checkpoint.
+        tag: which save.
+        also: directories laid over it.
+        wishes: what a person says of a model-parallel checkpoint that does not say it itself.
+        deep: read every byte, count NaN and infinity. What has a manifest is always read whole.
+        from_disk: see what the disk holds, not what the page cache remembers of it.
+        pace: how hard to work.
+        progress: called with the bytes read so far.
+
+    Raises:
+        NotACheckpointError: there is nothing to look at. UnsupportedError: zckpt cannot read it.
+    """
+    state = Examined(find(path, tag, also))
+    facts = _manifest_of(state, path)
+    unknown = _open(state, path, tag, also, wishes)
+    _open_files(state, facts)
+    for file in state.files if from_disk else ():
+        with open(file.store.path, "rb") as data:
+            forget(data.fileno())
+    _check_save(state)
+    try:
+        if deep or facts is not None:
+            _check_bytes(state, facts, deep, pace, progress)
+        else:
+            _check_ends(state)
+    except ZckptError as error:  # a disk that does not give back what it was given
+        state.add("bytes", "", [str(error)])
+    if unknown is not None and all(check.ok for check in state.checks if check.name != "tensors"):
+        raise unknown  # nothing is damaged: zckpt cannot tell
+    state.notes.extend(of_other_ages(state.origins))
+    return state
+
+
+def _manifest_of(state: Examined, path: str) -> Manifest | None:
+    """The manifest, after making sure that the files it names are there, of the right size."""
+    listing = state.place.listing
+    place = manifests.find(path) if not listing.tag else None
+    if place is None:
+        return None
+    try:
+        facts = manifests.read(place)
+    except ZckptError as error:
+        state.add("manifest", "", [str(error)])
+        return None
+    home = os.path.dirname(place)
+    problems: list[str] = []
+    for file in facts.files:
+        where = os.path.join(home, file.path)
+        if not os.path.isfile(where):
+            problems.append(f"{file.path!r} is missing")
+        elif os.path.getsize(where) != file.nbytes:
+            problems.append(f"{file.path!r} has {os.path.getsize(where):,} bytes, not {file.nbytes:,}")
+    named = {file.path for file in facts.files} | {os.path.basename(place)}
+    if os.path.isdir(path) and (strangers := sorted(set(os.listdir(path)) - named)):
+        state.notes.append(f"{some(strangers)} {'is' if len(strangers) == 1 else 'are'} not in the manifest.")
+    made = f"made by zckpt {facts.version} from {facts.source.get('layout')} {facts.source.get('tag') or ''}".rstrip()
+    count = "its file is" if len(facts.files) == 1 else f"all {len(facts.files):,} files are"
+    state.add("manifest", f"{count} there, of the right size; {made}", problems)
+    return facts
+
+
+def _open(state: Examined, path: str, tag: str | None, also: Sequence[str], wishes: Wishes | None) -> ZckptError | None:
+    """Reads the catalog. Returns an error that is no finding, unless damage explains it."""
+    try:
+        opened = open_catalog(path, tag, also, wishes=wishes)
+    except ZckptError as error:
+        state.add("tensors", "", [str(error)])
+        strange = isinstance(error, NotACheckpointError) and not state.place.listing.tag
+        return error if strange or isinstance(error, UnsupportedError | UsageError) else None
+    state.place = opened.place
+    state.catalog, stripped = strip_wrappers(opened.catalog)
+    state.notes.extend((*opened.catalog.source.notes, *stripped))
+    count = len(state.catalog)
+    state.add("tensors", f"{count:,} tensors, {state.catalog.numel:,} elements, each held once")
+    return None
+
+
+def _open_files(state: Examined, facts: Manifest | None) -> None:
+    """Opens every file of the save: those of the layout, those that hold elements, and those that a manifest names."""
+    listing = state.place.listing
+    paths = {listing.files[name]: name for name in save_files(listing)}
+    for store in state.catalog.stores() if state.catalog is not None else ():
+        paths.setdefault(store.path, "")
+    known = {file.path: file for file in facts.files} if facts is not None else {}
+    home = listing.directory if os.path.isdir(listing.directory) else os.path.dirname(listing.directory)
+    problems: list[str] = []
+    for path, name in paths.items():
+        known_as = known.pop(os.path.relpath(path, home), None)
+        try:
+            container = listing.open(name) if name else open_container(path)
+            state.files.append(checked_file(container, known_as.crc32 if known_as else None))
+        except ZckptError as error:
+            problems.append(str(error))
+            continue
+        if name:
+            state.origins.append(origin(listing, name, container))
+    for path, file in known.items():  # config and tokenizer files: bytes without tensors
+        where = os.path.join(home, path)
+        if os.path.isfile(where):
+            state.files.append(CheckedFile(FileStore.of(where), (), file.crc32))
+    told = "1 file opens" if len(paths) == 1 else f"all {len(paths):,} open"
+    if not problems or state.catalog is not None:
+        state.add("files", told, problems)
+    else:  # the catalog told of the first of them
+        first = state.checks[-1].problems[0]
+        state.add("files", told, [problem for problem in problems if problem != first])
+
+
+def _check_save(state: Examined) -> None:
+    if state.origins:
+        steps = [f"step {o.step:,}" for o in state.origins if o.step is not None]
+        versions = [f"DeepSpeed {o.version}" for o in state.origins if o.version is not None]
+        count = len(state.origins)
+        told = ", ".join([f"{count:,} file{'s' * (count > 1)} of one save", *steps[:1], *versions[:1]])
+        state.add("save", told, list(contradictions(state.origins)))
+
+
+def _check_ends(state: Examined) -> None:
+    """The quick look: both ends of every fragment, all padding, and the small records of every zip file."""
+    count, problems = 0, []
+    for file in state.files:
+        try:
+            right, wrong = small_records(file)
+        except ZckptError as error:
+            problems.append(str(error))
+            continue
+        count += right
+        problems += [f"record {name!r} of {file.name!r} has not the bytes that were written" for name in wrong]
+    if count or problems:
+        told = f"{count:,} indexes and small records are right (--deep reads every byte)"
+        state.add("checksums", told, problems)
+    catalog = state.catalog
+    if catalog is None:
+        return
+    bad = [
+        (replica, f"{entry.name!r}: element {element:,} is {value!r} and in its copy {copy!r}")
+        for entry, replica, (element, value, copy) in replicas.disagreements(catalog)
+    ]
+    _add_copies(state, catalog, bad, "at both ends of every fragment")
+    if catalog.padding:
+        findings = examine(replace(catalog, tensors={}, aliases={}), [], DEFAULT_PACE)
+        _add_padding(state, catalog, sum(tally.nonzero for tally in findings.padding))
+
+
+def _add_copies(state: Examined, catalog: Catalog, bad: Sequence[tuple[Replica, str]], where: str) -> None:
+    """Whether masters are the model's own weights, and whether ranks agree on what several of them hold."""
+    for name, what, copies in (
+        ("masters", "masters", "their half-precision copies"),
+        ("copies", "tensors", "the copies of other ranks"),
+    ):
+        of_ranks = name == "copies"
+        count = sum(any(bool(r.rank) == of_ranks for r in entry.replicas) for entry in catalog.tensors.values())
+        if count:
+            problems = [told for replica, told in bad if bool(replica.rank) == of_ranks]
+            state.add(name, f"{count:,} agree with {copies}, {where}", few(problems, f"{what} disagree with {copies}"))
+
+
+def _add_padding(state: Examined, catalog: Catalog, nonzero: int) -> None:
+    count = numel_of(catalog.padding)
+    problems = [f"{nonzero:,} of {count:,} elements are not zero"] if nonzero else []
+    state.add("padding", f"{count:,} elements, all zero", problems)
+
+
+def _check_bytes(
+    state: Examined, facts: Manifest | None, deep: bool, pace: Pace, progress: Callable[[int], None] | None
+) -> None:
+    """Reads everything once."""
+    catalog = state.catalog
+    findings = examine(catalog, state.files, pace, progress)
+    problems = [f"record {r!r} of {f!r} has not the bytes that were written" for f, r in findings.wrong_records]
+    problems = few(problems, "records have not the bytes that were written")
+    problems += [f"{name!r} has not the bytes that the manifest names" for name in findings.wrong_files]
+    sums = [f"{findings.records:,} records"] if findings.records else []
+    if facts is not None:
+        count = sum(file.crc32 is not None for file in state.files)
+        sums.append(f"{count:,} file{'s' * (count > 1)} of the manifest")
+    told = f"{findings.bytes_read:,} bytes read; " + (
+        f"checksums of {' and '.join(sums)} are right" if sums else "there are no checksums to compare"
+    )
+    state.add("bytes", told, problems)
+    without = [f.name for f in state.files if not f.records and f.crc32 is None and f.name.endswith((".pt", ".bin"))]
+    if without:
+        state.notes.append(f"{some(without)} hold no checksums: damage to their numbers cannot be seen.")
+    if catalog is None:
+        return
+    bad = [
+        (replica, f"{name!r}: {tally.differ:,} of {tally.count:,} elements, the first is number {tally.first:,}")
+        for name, replica, tally in findings.copies
+        if tally.differ
+    ]
+    _add_copies(state, catalog, bad, "in every element")
+    if catalog.padding:
+        _add_padding(state, catalog, sum(tally.nonzero for tally in findings.padding))
+    if deep:
+        state.numbers = non_finite(findings.tensors)
+        trained = [name for name in state.numbers if catalog.tensors[name].role != "buffer"]
+        nan, inf = (sum(state.numbers[name][i] for name in trained) for i in (0, 1))
+        told = "no parameter holds NaN or infinity"
+        problems = [f"{nan:,} NaN and {inf:,} infinite in {len(trained):,} parameters"] if trained else []
+        state.add("numbers", told, problems)

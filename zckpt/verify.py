@@ -1,0 +1,185 @@
+"""Is an output exactly what its checkpoint says, and may the shards be deleted?
+
+For `zckpt verify`. Whether either of the two is intact is the business of `soundness`.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+from zckpt import manifest as manifests
+from zckpt.batches import progress_after
+from zckpt.catalog import Catalog, TensorEntry
+from zckpt.convert import Options, output_dtype, select, to_dtype
+from zckpt.dtypes import CAST_TARGETS, is_lossless
+from zckpt.errors import UnsupportedError, some
+from zckpt.layouts.listing import Wishes
+from zckpt.manifest import Manifest
+from zckpt.publish import is_within
+from zckpt.rederive import differences
+from zckpt.soundness import Examined, examined
+from zckpt.tuning import DEFAULT_PACE, Pace
+from zckpt.verification import Verification, few
+
+
+def verify(
+    checkpoint: str | os.PathLike[str],
+    converted: str | os.PathLike[str] | None = None,
+    *,
+    deep: bool = False,
+    tag: str | None = None,
+    also: Sequence[str] = (),
+    wishes: Wishes | None = None,
+    pace: Pace = DEFAULT_PACE,
+    progress: Callable[[int], None] | None = None,
+) -> Verification:
+    """Looks whether a checkpoint, or an output with its `zckpt.json`, is complete and intact.
+
+    Args:
+        checkpoint: a checkpoint, or plain weights.
+        converted: an output that was made from it: every tensor of it is derived from the shards once more.
+        deep: read every byte of the checkpoint: checksums, masters against their half-precision copies, NaN and infinity.
+            An output with a `zckpt.json` is always read whole.
+        tag: which save, where there are several.
+        also: directories laid over the checkpoint: its parts from other nodes' disks.
+        wishes: what a person says of a model-parallel checkpoint that does not say it itself.
+        pace: how hard to work.
+        progress: called with the bytes read so far.
+
+    Raises:
+        NotACheckpointError: there is nothing to look at. UnsupportedError: zckpt cannot read it.
+
+    Example:
+        assert zckpt.verify("out/checkpoint-500", "weights/").ok
+    """
+    state = examined(os.fspath(checkpoint), tag, also, wishes, deep=deep, pace=pace, progress=progress)
+    deletable = None
+    if converted is not None:
+        read = sum(file.store.size for file in state.files) if deep else 0
+        deletable = _compare(state, os.fspath(converted), pace, progress_after(progress, read))
+    return Verification(
+        path=state.place.listing.directory,
+        about=_about(state.catalog),
+        deep=deep,
+        checks=tuple(state.checks),
+        numbers=state.numbers,
+        deletable=deletable,
+        notes=tuple(state.notes),
+    )
+
+
+def _about(catalog: Catalog | None) -> str:
+    if catalog is None:
+        return "cannot be read whole"
+    source, topology = catalog.source, catalog.topology
+    words = [source.layout]
+    if source.framework[0]:
+        words.append(f"written by {' '.join(source.framework).strip()}")
+    if source.global_steps is not None:
+        words.append(f"step {source.global_steps:,}")
+    if source.zero_stage is not None:
+        words.append(f"world size {topology.dp}")
+    return ", ".join(words)
+
+
+def _compare(state: Examined, converted: str, pace: Pace, progress: Callable[[int], None] | None) -> tuple[bool, str]:
+    """Adds checks on the output; says whether the shards may be deleted, and why."""
+    output = examined(converted, from_disk=True, pace=pace, progress=progress)
+    read = sum(file.store.size for file in output.files)
+    problems = [problem for check in output.checks for problem in check.problems]
+    state.add("output", f"{converted}: intact", problems)
+    state.notes += output.notes
+    if state.catalog is None or output.catalog is None:
+        state.add("equal", "", ["what cannot be read cannot be compared"])
+        return False, "something cannot be read"
+    place = manifests.find(converted)
+    facts = manifests.read(place) if place is not None and output.ok else None
+    if facts is not None and not facts.dtype:  # a checkpoint in another form: nothing was cast or left out
+        facts = None
+    wanted, left_out = _wanted(state.catalog, facts)
+    problems, pairs, untied = _pairs(wanted, output.catalog, facts)
+    clamp = facts is not None and facts.options.get("overflow") == "clamp"
+    told = progress_after(progress, read)
+    bad = differences(pairs, clamp=clamp, threads=pace["threads"], bytes_per_s=pace["bytes_per_s"], progress=told)
+    problems += few(
+        [f"{d.name!r}: {d.count:,} elements are others, the first is number {d.first:,}" for d in bad],
+        "tensors are not what the checkpoint says",
+    )
+    rounded = sorted({str(b.dtype) for a, b in pairs if not is_lossless(a.dtype, b.dtype)})
+    state.add("equal", f"{len(pairs):,} tensors are what the checkpoint says{_exactly(rounded)}", problems)
+    if untied:
+        state.notes.append(f"{some(untied)} {'is' if len(untied) == 1 else 'are'} not in it, but tied to what is.")
+    return _deletable(state, output, left_out, rounded)
+
+
+def _wanted(catalog: Catalog, facts: Manifest | None) -> tuple[Catalog, list[str]]:
+    """The tensors that an output made with the manifest's options holds, and names of those that it does not."""
+    if facts is None or not facts.options:
+        return catalog, []
+    options: dict[str, Any] = {
+        name: value for name, value in facts.options.items() if name not in ("overflow", "wishes")
+    }
+    if "rename" in options:
+        options["rename"] = [tuple(pair) for pair in options["rename"]]
+    try:
+        chosen = Options(**options)
+        kept = select(catalog, replace(chosen, rename=(), strip_prefix=""))
+        return select(catalog, chosen), sorted(catalog.tensors.keys() - kept.tensors.keys() - kept.aliases.keys())
+    except (TypeError, ValueError) as error:
+        raise UnsupportedError("a manifest whose options zckpt does not know", found=str(error)[:200]) from error
+
+
+def _pairs(
+    wanted: Catalog, output: Catalog, facts: Manifest | None
+) -> tuple[list[str], list[tuple[TensorEntry, TensorEntry]], list[str]]:
+    """What is wrong without looking at a number; what is to be compared; tied names that the output lacks."""
+    names, there = {*wanted, *wanted.aliases}, {*output, *output.aliases}
+    dtype = to_dtype(facts.dtype) if facts is not None else None
+    problems: list[str] = []
+    untied = sorted(name for name in wanted.aliases if name not in there and wanted.aliases[name] in there)
+    missing = sorted(names - there - set(untied))
+    if missing:
+        problems.append(f"{len(missing):,} tensors of the checkpoint are not in it: {some(missing)}")
+    if there - names:
+        problems.append(
+            f"{len(there - names):,} tensors in it are not of the checkpoint: {some(sorted(there - names))}"
+        )
+    pairs: dict[tuple[int, int], tuple[TensorEntry, TensorEntry]] = {}
+    for name in (name for name in names if name in there):
+        a, b = wanted[name], output[name]
+        castable = a.dtype == b.dtype or (a.dtype.kind == "float" and b.dtype in CAST_TARGETS)
+        if a.shape != b.shape:
+            problems.append(f"{name!r} has shape {list(b.shape)}, in the checkpoint {list(a.shape)}")
+        elif not castable or (dtype is not None and b.dtype != output_dtype(a, dtype)):
+            problems.append(f"{name!r} is {b.dtype}, in the checkpoint {a.dtype}")
+        else:
+            pairs[id(a), id(b)] = a, b
+    return problems, list(pairs.values()), untied
+
+
+def _deletable(state: Examined, output: Examined, left_out: list[str], rounded: list[str]) -> tuple[bool, str]:
+    """Whether nothing of the weights is lost with the shards, and what else is."""
+    shards = state.place.listing.directory
+    homes = [shards] if os.path.isfile(shards) else {os.path.dirname(f.store.path) for f in state.files}
+    inside = [f.name for f in output.files if any(is_within(f.store.path, home) for home in homes)]
+    wrong = sum(len(check.problems) for check in state.checks)
+    if wrong:
+        return False, f"there {'is 1 problem' if wrong == 1 else f'are {wrong:,} problems'}"
+    if inside:
+        return False, f"{some(inside)} of the output lies among them"
+    if left_out:
+        return False, f"{len(left_out):,} tensors of the checkpoint were left out of the output: {some(left_out)}"
+    states = state.catalog.source.optimizer_states if state.catalog is not None else ()
+    only = ["the numbers in full precision"] * bool(rounded) + [f"the optimizer states ({', '.join(states)})"] * bool(
+        states
+    )
+    return True, f"every weight is in the output{_exactly(rounded)}" + (
+        f"; {' and '.join(only)} are only in the shards" if only else ""
+    )
+
+
+def _exactly(rounded: list[str]) -> str:
+    return f", rounded to {' and '.join(rounded)}" if rounded else ", bit for bit"
