@@ -8,11 +8,10 @@ from __future__ import annotations
 import struct
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
-from zckpt import files
-from zckpt.fragments import FileStore, Fragment, Store
-from zckpt.plan import Move, OutputFile, Plan, route
+from zckpt.fragments import FileStore, Store
+from zckpt.plan import Move, OutputFile, Plan, is_remote
 from zckpt.sums import element_ranges
 
 MOST_MOVES = 16384
@@ -23,8 +22,6 @@ MOST_STORES = 512
 """Every file of a batch is open while it runs."""
 MOST_REMOTE_BYTES = 32 << 20
 """Bytes of sources on other machines that a batch names: they lie in memory while it runs."""
-
-_SLAB_BYTES = 8 << 20
 
 _STORE = struct.Struct("=qqQQ")
 _MOVE = struct.Struct("=IIQQQQqqqqIBBBB")
@@ -76,38 +73,10 @@ class Batch:
         return b"".join(packed), ranges, b"".join(data for _, _, data in self.literals)
 
 
-def is_remote(store: Store) -> bool:
-    """Whether a source lies on another machine."""
-    return isinstance(store, FileStore) and files.is_remote(store.path)
-
-
 def span_bytes(move: Move) -> int:
     """Bytes of the source from a move's first element to its last."""
     size = move.src_dtype.itemsize
     return (move.rows - 1) * move.src_pitch + (move.count - 1) * move.src_step * size + size
-
-
-def _moves(plan: Plan) -> Iterator[Move]:
-    """The plan's moves; a tensor that lies on other machines is carried slab by slab of the destination."""
-    for number, (source, destination) in enumerate(plan.pairs):
-        if any(is_remote(fragment.store) for fragment in source.fragments):
-            most = max(1, _SLAB_BYTES // source.dtype.itemsize)
-            slabs = tuple(s for f in destination.fragments for s in _slabs(f, most, destination.dtype.itemsize))
-            destination = replace(destination, fragments=slabs)
-        yield from route(source, destination, number)
-
-
-def _slabs(fragment: Fragment, most: int, itemsize: int) -> Iterator[Fragment]:
-    """A fragment in parts of at most `most` elements, or of one row where a row has more."""
-    if fragment.rows == 1:
-        for first in range(0, fragment.count, most):
-            at, count = fragment.byte_offset + first * itemsize, min(most, fragment.count - first)
-            yield replace(fragment, byte_offset=at, start=fragment.start + first, count=count)
-        return
-    rows = max(1, most // fragment.count)
-    for row in range(0, fragment.rows, rows):
-        at, start = fragment.byte_offset + row * fragment.store_pitch * itemsize, fragment.start + row * fragment.pitch
-        yield replace(fragment, byte_offset=at, start=start, rows=min(rows, fragment.rows - row))
 
 
 def _pack_store(store: Store, fds: tuple[int, int]) -> bytes:
@@ -163,7 +132,12 @@ def batches(plan: Plan, done: Collection[str] = ()) -> Iterator[Batch]:
 
     tensor, reach = -1, 0
     last: Store | None = None
-    for move in _moves(plan):
+    for move in plan.moves():
+        if move is None:
+            if batch.stores:
+                yield batch
+                batch = Batch()
+            continue
         place = id(move.dst)
         if place in skipped:
             continue

@@ -174,12 +174,21 @@ def _put_in_order(held: TensorPart | TensorEntry) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Topology:
-    """How many ranks share the work, per axis: data, tensor, pipeline, expert."""
+    """How many ranks share the work, per axis: data, tensor, pipeline, expert.
+
+    Attributes:
+        dp: data-parallel ranks.
+        tp: tensor-parallel ranks.
+        pp: pipeline stages.
+        ep: expert-parallel ranks, of those of data.
+        experts: layer of experts -> expert-parallel rank -> its experts, and the data-parallel ranks that hold them.
+    """
 
     dp: int = 1
     tp: int = 1
     pp: int = 1
     ep: int = 1
+    experts: tuple[tuple[tuple[tuple[int, ...], tuple[int, ...]], ...], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,8 +12,10 @@ Source: deepspeed/utils/zero_to_fp32.py (0.19.8).
 
 from __future__ import annotations
 
+import argparse
 import os
-from collections.abc import Mapping
+import sys
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Literal, TypeVar, overload
 
 import torch
@@ -23,6 +25,7 @@ from zckpt.catalog import Catalog, TensorEntry
 from zckpt.checkpoint import open_catalog, strip_wrappers
 from zckpt.convert import Options, convert, output_dtype
 from zckpt.dtypes import F32, DType
+from zckpt.errors import ZckptError
 
 if TYPE_CHECKING:
     Path = str | os.PathLike[str]
@@ -180,6 +183,30 @@ def load_state_dict_from_zero_checkpoint(model: Model, checkpoint_dir: Path, tag
     """
     live.load_into(model, open_catalog(os.fspath(checkpoint_dir), tag).catalog)
     return model
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """DeepSpeed's script: `zero_to_fp32.py CHECKPOINT_DIR OUTPUT_DIR`, with its options. Returns the exit status."""
+    parser = argparse.ArgumentParser(
+        prog="zero_to_fp32.py", description="Writes the whole fp32 weights of a sharded checkpoint."
+    )
+    parser.add_argument("checkpoint_dir", help="the directory that holds 'latest'")
+    parser.add_argument("output_dir", help="a directory for shards, or a file ending in .bin, .pt or .safetensors")
+    parser.add_argument("--max_shard_size", default="5GB", help="of a shard; 5GB where not given")
+    parser.add_argument("--safe_serialization", action="store_true", help="write safetensors instead of pickles")
+    parser.add_argument("-t", "--tag", help="which save; the one that 'latest' names where not given")
+    parser.add_argument("--exclude_frozen_parameters", action="store_true", help="leave out what was not trained")
+    parser.add_argument("-d", "--debug", action="store_true", help="show the traceback of an error")
+    given = vars(parser.parse_args(arguments))
+    debug = given.pop("debug")
+    try:
+        convert_zero_checkpoint_to_fp32_state_dict(**given)
+    except ZckptError as error:
+        if debug:
+            raise
+        sys.stderr.write(f"ERROR {error}\n")
+        return 2
+    return 0
 
 
 def _open(checkpoint_dir: Path, tag: str | None) -> Catalog:

@@ -11,9 +11,10 @@ from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 
 from zckpt import remote
-from zckpt.batches import Batch, is_remote, span_bytes
+from zckpt.batches import Batch, span_bytes
 from zckpt.errors import InconsistentError, redact
 from zckpt.fragments import FileStore, MemoryStore, Store
+from zckpt.plan import is_remote
 
 
 def localized(batches: Iterable[Batch]) -> Iterator[Batch]:

@@ -275,7 +275,7 @@ class Staging:
                 file.write(facts)
                 file.flush()
                 os.fsync(file.fileno())
-            _sync(self.directory)
+            sync(self.directory)
             self._journal.completed(zlib.crc32(facts))
             if self._single:
                 os.replace(os.path.join(self.directory, name), os.path.join(self.parent, name))
@@ -283,10 +283,10 @@ class Staging:
             elif self._merge:
                 for name in index_last(os.listdir(self.directory)):
                     os.replace(os.path.join(self.directory, name), os.path.join(self.out, name))
-                _sync(self.out)
+                sync(self.out)
             else:
                 self._replace_directory()
-            _sync(self.parent)
+            sync(self.parent)
         except OSError as error:
             raise OutputError(
                 "an output that could not be given its name", file=self.out, found=error.strerror or str(error)
@@ -328,7 +328,8 @@ def index_last(names: Iterable[str]) -> list[str]:
     return sorted(names, key=lambda name: (name.endswith(".index.json"), name))
 
 
-def _sync(path: str) -> None:
+def sync(path: str) -> None:
+    """Makes a file, or the names in a directory, durable."""
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         os.fsync(fd)

@@ -1,16 +1,15 @@
 """What a checkpoint is: a value first, text second. `zckpt inspect` prints it.
 
 Two verdicts come with reasons: can it be exported (consolidated), and can training resume from it, at which world size.
-A checkpoint that cannot be read is reported too: the matrix of ranks and files shows what is missing, extra or of
-another save.
+A checkpoint that cannot be read is reported too: the `grid` of ranks and files shows what is missing.
 """
 
 from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 from zckpt import files
 from zckpt.catalog import Catalog, TensorEntry
@@ -18,28 +17,21 @@ from zckpt.checkpoint import open_catalog, strip_wrappers
 from zckpt.convert import output_dtype
 from zckpt.dtypes import CAST_TARGETS
 from zckpt.errors import ZckptError, ranges
-from zckpt.layouts.listing import EXPERT_NAME, LAYER_NAME, MODEL_NAME, Listing, Wishes
-from zckpt.layouts.module_states import as_mapping
+from zckpt.grid import (
+    Grid,
+    bad_ranks,
+    expert_lines,
+    experts_as_json,
+    files_as_json,
+    grid_lines,
+    grid_of,
+    slice_lines,
+    slices_as_json,
+)
+from zckpt.layouts.listing import EXPERT_NAME, EXPERT_OPTIMIZER_NAME, LAYER_NAME, Wishes
 from zckpt.layouts.places import Place, find
 
 _SHORT = {"F32": "fp32", "F16": "fp16", "BF16": "bf16"}
-
-
-@dataclass(frozen=True, slots=True)
-class Cell:
-    """One file of one rank.
-
-    Attributes:
-        file: its name; empty when it is missing.
-        nbytes: its size.
-        state: "ok", "missing", "empty", "unreadable", "extra" or "other save".
-        reason: why, in a few words.
-    """
-
-    file: str
-    nbytes: int = 0
-    state: str = "ok"
-    reason: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +49,7 @@ class Inspection:
     Attributes:
         place: what was looked at.
         catalog: its tensors, or None when they cannot be told.
-        matrix: data-parallel rank -> kind of file ("model", "optim") -> its state.
+        grid: model-parallel rank -> data-parallel rank -> kind of file ("model", "optim") -> its state.
         exportable: whether consolidated weights can be made.
         resumable: whether training can resume, and at which world size.
         notes: sentences a person should see.
@@ -65,13 +57,13 @@ class Inspection:
 
     place: Place
     catalog: Catalog | None
-    matrix: Mapping[int, Mapping[str, Cell]]
+    grid: Grid
     exportable: Verdict
     resumable: Verdict
     notes: tuple[str, ...]
 
-    def as_json(self) -> dict[str, object]:
-        """One object for programs."""
+    def as_json(self, *, slices: bool = False) -> dict[str, object]:
+        """One object for programs; `slices` says for each tensor where its elements lie."""
         listing, catalog = self.place.listing, self.catalog
         facts: dict[str, object] = {"path": listing.directory, "tag": listing.tag, "tags": list(self.place.tags)}
         if catalog is not None:
@@ -81,6 +73,7 @@ class Inspection:
                 "zero_stage": source.zero_stage,
                 "framework": {"name": source.framework[0], "version": source.framework[1]},
                 "topology": {"dp": topology.dp, "tp": topology.tp, "pp": topology.pp, "ep": topology.ep},
+                "experts": experts_as_json(topology),
                 "parameters": sum(entry.role != "buffer" for entry in catalog.tensors.values()),
                 "numel": catalog.numel,
                 "trainable_numel": _numel(catalog, "parameter"),
@@ -89,20 +82,9 @@ class Inspection:
                 "aliases": dict(catalog.aliases),
                 "optimizer": list(source.optimizer_states),
                 "steps": source.global_steps,
-                "tensors": [_tensor_json(entry) for entry in catalog.tensors.values()],
+                "tensors": [_tensor_json(entry, slices) for entry in catalog.tensors.values()],
             }
-        facts["files"] = [
-            {
-                "rank": rank,
-                "kind": kind,
-                "file": cell.file,
-                "bytes": cell.nbytes,
-                "state": cell.state,
-                "reason": cell.reason,
-            }
-            for rank, cells in self.matrix.items()
-            for kind, cell in cells.items()
-        ]
+        facts["files"] = files_as_json(listing, self.grid, catalog.topology if catalog else None)
         for name, verdict in (("exportable", self.exportable), ("resumable", self.resumable)):
             facts[name] = {"ok": verdict.ok, "reason": verdict.reason}
         facts["notes"] = list(self.notes)
@@ -113,8 +95,14 @@ def _numel(catalog: Catalog, role: str) -> int:
     return sum(entry.numel for entry in catalog.tensors.values() if entry.role == role)
 
 
-def _tensor_json(entry: TensorEntry) -> dict[str, object]:
-    return {"name": entry.name, "shape": list(entry.shape), "dtype": entry.dtype.name, "role": entry.role}
+def _tensor_json(entry: TensorEntry, slices: bool) -> dict[str, object]:
+    facts: dict[str, object] = {
+        "name": entry.name,
+        "shape": list(entry.shape),
+        "dtype": entry.dtype.name,
+        "role": entry.role,
+    }
+    return {**facts, "slices": slices_as_json(entry)} if slices else facts
 
 
 def output_bytes(catalog: Catalog) -> dict[str, int]:
@@ -145,78 +133,16 @@ def inspect_checkpoint(
         catalog, stripped = strip_wrappers(opened.catalog)
         notes = opened.catalog.source.notes + stripped
         exportable = Verdict(True, f"all elements of {len(catalog):,} tensors are there")
-    matrix = _matrix(place.listing, catalog)
-    return Inspection(place, catalog, matrix, exportable, _resumable(place, catalog, matrix, exportable), notes)
+    grid = grid_of(place.listing, catalog)
+    return Inspection(place, catalog, grid, exportable, _resumable(place, catalog, grid, exportable), notes)
 
 
-def _matrix(listing: Listing, catalog: Catalog | None) -> dict[int, dict[str, Cell]]:
-    files = {kind: listing.shards(kind) for kind in ("model", "optim")}
-    single = listing.matching(MODEL_NAME)
-    columns = [kind for kind, names in files.items() if names]
-    facts = {
-        name: _facts(listing, name) for names in (*files.values(), dict(enumerate(single))) for name in names.values()
-    }
-    if not columns:
-        return {0: {"model": facts[single[0]][0]}} if single else {}
-    counts = Counter(count for _, count, _ in facts.values() if count)
-    world_size = catalog.topology.dp if catalog else counts.most_common(1)[0][0] if counts else 0
-    world_size = max(world_size, 1) if counts or catalog else 1 + max(max(files[kind]) for kind in columns)
-    usual = {
-        kind: (Counter(facts[name][2] for name in files[kind].values()).most_common(1)[0][0], world_size)
-        for kind in columns
-    }
-    matrix: dict[int, dict[str, Cell]] = {}
-    for rank in sorted(set(range(world_size)).union(*(files[kind] for kind in columns))):
-        row: dict[str, Cell] = {}
-        for kind in columns:
-            name = files[kind].get(rank)
-            if name is None:
-                if rank < world_size:
-                    row[kind] = Cell("", state="missing")
-                continue
-            cell, count, step = facts[name]
-            if cell.state == "ok" and rank >= world_size:
-                cell = replace(cell, state="extra", reason=f"the save had world size {world_size}")
-            elif cell.state == "ok" and (step != usual[kind][0] or (count is not None and count > world_size)):
-                cell = replace(cell, state="other save", reason=f"step {step}, world size {count or 'not said'}")
-            row[kind] = cell
-        matrix[rank] = row
-    if single:
-        matrix[0] = {"model": facts[single[0]][0], **matrix.get(0, {})}
-    return matrix
-
-
-def _facts(listing: Listing, name: str) -> tuple[Cell, int | None, object]:
-    """A file's cell, the world size it names, and the step it names."""
-    path = listing.files[name]
-    nbytes = files.size(path)
-    if not nbytes:
-        return Cell(name, 0, "empty", "0 bytes"), None, None
-    try:
-        if name.endswith("_optim_states.pt"):
-            return Cell(name, nbytes), _partition_count(listing.open(name).root, path), None
-        numbers = listing.numbers(name, "dp_world_size", "global_steps")
-    except ZckptError as error:
-        return Cell(name, nbytes, "unreadable", error.what), None, None
-    return Cell(name, nbytes), numbers.get("dp_world_size"), numbers.get("global_steps")
-
-
-def _partition_count(root: object, path: str) -> int | None:
-    state = as_mapping(root, "a checkpoint file", path).get("optimizer_state_dict")
-    count = state.get("partition_count") if isinstance(state, Mapping) else None
-    count = max((n for n in count if isinstance(n, int)), default=None) if isinstance(count, list | tuple) else count
-    return count if isinstance(count, int) else None
-
-
-def _resumable(
-    place: Place, catalog: Catalog | None, matrix: Mapping[int, Mapping[str, Cell]], exportable: Verdict
-) -> Verdict:
+def _resumable(place: Place, catalog: Catalog | None, grid: Grid, exportable: Verdict) -> Verdict:
     if catalog is None:
         return Verdict(False, f"it cannot be read whole: {exportable.reason}")
     if catalog.source.zero_stage is None:
         return Verdict(False, "plain weights hold no optimizer states")
-    bad = [rank for rank, cells in matrix.items() if any(cell.state != "ok" for cell in cells.values())]
-    if bad:
+    if bad := bad_ranks(grid):
         return Verdict(False, f"files of ranks {ranges(bad)} are missing or of another save")
     if not catalog.source.optimizer_states:
         return Verdict(True, f"at world size {catalog.topology.dp}; the optimizer keeps no state per element")
@@ -252,8 +178,11 @@ def describe(inspection: Inspection, *, tensors: bool = False) -> Iterator[str]:
             yield f"  optimizer   {', '.join(source.optimizer_states)}"
     elif place.tags:
         yield f"  tags        {', '.join(place.tags)}"
-    yield from _matrix_lines(inspection.matrix)
-    strange = [n for n in place.listing.files if LAYER_NAME.fullmatch(n) or EXPERT_NAME.fullmatch(n)]
+    yield from grid_lines(inspection.grid, catalog.topology if catalog else None)
+    if catalog is not None:
+        yield from expert_lines(catalog.topology)
+    others = (LAYER_NAME, EXPERT_NAME, EXPERT_OPTIMIZER_NAME)
+    strange = [name for pattern in others for name in place.listing.matching(pattern)]
     if strange:
         yield f"  other files {', '.join(strange[:3])}{f' and {len(strange) - 3:,} more' if len(strange) > 3 else ''}"
     for note in inspection.notes:
@@ -263,18 +192,4 @@ def describe(inspection: Inspection, *, tensors: bool = False) -> Iterator[str]:
     if tensors and catalog is not None:
         for entry in catalog.tensors.values():
             yield f"  {entry.role:<10} {entry.dtype.name:<5} {list(entry.shape)!s:<20} {entry.name}"
-
-
-def _matrix_lines(matrix: Mapping[int, Mapping[str, Cell]]) -> Iterator[str]:
-    """One line per run of ranks in the same state."""
-    rows: list[tuple[list[int], tuple[tuple[str, str, str], ...], int]] = []
-    for rank, cells in matrix.items():
-        key = tuple((kind, cell.state, cell.reason) for kind, cell in cells.items())
-        nbytes = sum(cell.nbytes for cell in cells.values())
-        if rows and rows[-1][1] == key:
-            rows[-1] = ([*rows[-1][0], rank], key, rows[-1][2] + nbytes)
-        else:
-            rows.append(([rank], key, nbytes))
-    for numbers, key, nbytes in rows:
-        states = ", ".join(f"{kind} {state}{f' ({reason})' if reason else ''}" for kind, state, reason in key)
-        yield f"  rank {ranges(numbers):<6} {states}; {nbytes:,} bytes"
+            yield from slice_lines(entry)

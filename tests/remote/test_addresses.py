@@ -15,7 +15,7 @@ import torch
 from s3_server import S3Server
 
 import zckpt
-from zckpt import batches, files, remote
+from zckpt import batches, files, plan, remote
 from zckpt.cli import app
 from zckpt.convert import Options, execute, prepare
 from zckpt.errors import (
@@ -30,7 +30,16 @@ from zckpt.errors import (
 from zckpt.report import inspect_checkpoint
 
 FIXTURES = Path(__file__).parents[2] / "fixtures"
-SOME = ["zero3/bf16_w2", "zero2/tied_w2", "zero2/groups_w3", "zero0/bf16_groups", "bf16_optimizer/w2", "zero3/hpz_w4"]
+SOME = [
+    "zero3/bf16_w2",
+    "zero2/tied_w2",
+    "zero0/bf16_groups",
+    "bf16_optimizer/w2",
+    "zero3/hpz_w4",
+    "tensor/zero2_tp2_dp2",
+    "pipeline/zero1_pp2_tp2_dp2",
+    "moe/zero2_w2",
+]
 SMALL = "zero3/bf16_w2"
 
 
@@ -102,6 +111,13 @@ def test_a_checkpoint_behind_an_address(root: str, name: str, out: str, tmp_path
     assert local_tree(tmp_path / "ours") == local_tree(tmp_path / "theirs")
 
 
+def test_a_universal_checkpoint_behind_an_address(root: str, tmp_path: Path) -> None:
+    zckpt.to_universal(FIXTURES / SMALL / "checkpoint", tmp_path / "universal")
+    zckpt.convert(tmp_path / "universal", tmp_path / "want.safetensors")
+    zckpt.convert(put(tmp_path / "universal", f"{root}/u"), tmp_path / "out.safetensors")
+    assert (tmp_path / "out.safetensors").read_bytes() == (tmp_path / "want.safetensors").read_bytes()
+
+
 def test_lazily_too(root: str) -> None:
     checkpoint = FIXTURES / SMALL / "checkpoint"
     address = put(checkpoint, f"{root}/ckpt")
@@ -145,7 +161,7 @@ def test_only_what_is_needed_is_fetched(s3: S3Server, tmp_path: Path, monkeypatc
 @pytest.mark.parametrize("most", [1 << 20, 1 << 10])
 def test_in_parts_of_any_size(root: str, most: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(batches, "MOST_REMOTE_BYTES", most)
-    monkeypatch.setattr(batches, "_SLAB_BYTES", most // 3)
+    monkeypatch.setattr(plan, "SLAB_BYTES", most // 3)
     monkeypatch.setattr(remote, "GAP_BYTES", 100)
     synth.zero3(tmp_path / "ckpt", model(9_100), 3, sub_group=9_100)
     address = put(tmp_path / "ckpt", f"{root}/ckpt")

@@ -42,7 +42,9 @@ def inspect(
     from zckpt.report import describe, inspect_checkpoint
 
     inspection = inspect_checkpoint(ckpt, tag, also or (), o.wishes(tp_rules, tp, pp))
-    Sink(as_json=as_json).result(inspection.as_json, lambda: describe(inspection, tensors=tensors))
+    Sink(as_json=as_json).result(
+        lambda: inspection.as_json(slices=tensors), lambda: describe(inspection, tensors=tensors)
+    )
     if not inspection.exportable.ok:
         raise typer.Exit(1)
 

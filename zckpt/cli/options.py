@@ -200,7 +200,7 @@ Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace OUT when t
 AllowUnknownLayout = Annotated[
     bool, typer.Option("--allow-unknown-layout", help="Convert though the layout cannot be proved.")
 ]
-Tensors = Annotated[bool, typer.Option("--tensors", help="List every tensor.")]
+Tensors = Annotated[bool, typer.Option("--tensors", help="List every tensor and the slices it is made of.")]
 AllTensors = Annotated[bool, typer.Option("--tensors", help="List every tensor, also those that are the same.")]
 Deep = Annotated[
     bool,

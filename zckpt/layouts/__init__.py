@@ -9,7 +9,7 @@ from typing import Protocol
 
 from zckpt.catalog import Catalog
 from zckpt.errors import NotACheckpointError, UnsupportedError
-from zckpt.layouts import huggingface, model_parallel, universal, unsharded, zero3, zero12
+from zckpt.layouts import huggingface, model_parallel, moe, universal, unsharded, unsharded_training, zero3, zero12
 from zckpt.layouts.listing import Listing
 from zckpt.layouts.training import Training
 
@@ -33,6 +33,7 @@ class TrainingLayout(Layout, Protocol):
 
 LAYOUTS: dict[str, Layout] = {
     "universal": universal,
+    "mixture of experts": moe,
     "model parallel": model_parallel,
     "ZeRO-3": zero3,
     "ZeRO-1/2": zero12,
@@ -43,9 +44,11 @@ LAYOUTS: dict[str, Layout] = {
 
 WITH_TRAINING: dict[str, TrainingLayout] = {
     "universal": universal,
+    "mixture of experts": moe,
     "model parallel": model_parallel,
     "ZeRO-3": zero3,
     "ZeRO-1/2": zero12,
+    "DeepSpeed without ZeRO": unsharded_training,
 }
 
 

@@ -20,9 +20,9 @@ SHARD_NAME = re.compile(
 )
 MODEL_NAME = re.compile(r"mp_rank_(?P<mp>\d+)_model_states\.pt")
 LAYER_NAME = re.compile(r"layer_(?P<layer>\d+)-(?:model_(?P<tp>\d+)-)?model_states\.pt")
-EXPERT_NAME = re.compile(
-    r"(?:layer_-?\d+_expert_\d+_mp_rank_\d+_model_states|expp_rank_\d+_mp_rank_\d+_optim_states)\.pt"
-)
+EXPERT_NAME = re.compile(r"layer_(?P<layer>\d+)_expert_(?P<expert>\d+)_mp_rank_(?P<mp>\d+)_model_states\.pt")
+EXPERT_OPTIMIZER_NAME = re.compile(r"expp_rank_(?P<ep>\d+)_mp_rank_(?P<mp>\d+)_optim_states\.pt")
+_DEEPSPEED = (SHARD_NAME, MODEL_NAME, LAYER_NAME, EXPERT_NAME, EXPERT_OPTIMIZER_NAME)
 
 UNIVERSAL = "zero"
 """Directory of a universal checkpoint with the files of each parameter, in directories of the parameters' names."""
@@ -30,7 +30,7 @@ UNIVERSAL = "zero"
 
 def is_deepspeed_file(name: str) -> bool:
     """Whether a file of this name belongs to a DeepSpeed save."""
-    return any(pattern.fullmatch(name) for pattern in (SHARD_NAME, MODEL_NAME, LAYER_NAME, EXPERT_NAME))
+    return any(pattern.fullmatch(name) for pattern in _DEEPSPEED)
 
 
 def natural(name: str) -> list[tuple[int, int | str]]:

@@ -22,7 +22,7 @@ from zckpt.containers import TensorRef
 from zckpt.errors import CorruptError, IncompleteError, InconsistentError, UsageError
 from zckpt.layouts import unsharded, zero3, zero12
 from zckpt.layouts.assembly import assemble
-from zckpt.layouts.listing import EXPERT_NAME, LAYER_NAME, MODEL_NAME, Listing
+from zckpt.layouts.listing import LAYER_NAME, MODEL_NAME, Listing
 from zckpt.layouts.module_states import ModelStates, as_mapping, flatten, read_model_states
 from zckpt.layouts.optimizer_states import missing_ranks
 from zckpt.layouts.rules import Rules, check_loads, rules_of_checkpoint, rules_of_file, unknown_rule
@@ -32,8 +32,6 @@ from zckpt.layouts.training import Group, Training
 
 def match(listing: Listing) -> str | None:
     """None when this layout reads the files; otherwise why not."""
-    if listing.matching(EXPERT_NAME):
-        return "expert files, of a mixture of experts"
     if listing.matching(LAYER_NAME) or len(listing.model_parallel_ranks()) > 1:
         return None
     first = next(iter((*listing.matching(MODEL_NAME), *listing.shards("model").values())), None)

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from zckpt.catalog import Replica, Role, TensorEntry, Topology
 from zckpt.containers import Placeholder, TensorRef, brief
 from zckpt.errors import CorruptError, UnsupportedError
-from zckpt.layouts.listing import EXPERT_NAME, Listing
+from zckpt.layouts.listing import Listing
 
 Shape = tuple[int, ...]
 
@@ -22,7 +22,7 @@ _OURS = frozenset((
     *("frozen_param_fragments", "lr_scheduler", "data_sampler", "random_ltd", "skipped_steps",),
     *("global_steps", "global_samples", "dp_world_size", "mp_world_size", "ds_config", "ds_version",),
     *("sparse_tensor_module_names", "csr_tensor_module_names", "checkpoint_parallel_dimensions",),
-    *("num_experts", "universal_checkpoint_info",),
+    *("num_experts", "ds_autoep_layers", "folding", "universal_checkpoint_info", "zckpt",),
 ))  # fmt: skip
 
 
@@ -31,6 +31,9 @@ _OF_WEIGHTS = frozenset((
     *("shared_params", "dp_world_size", "mp_world_size", "checkpoint_parallel_dimensions",),
 ))  # fmt: skip
 """Entries that follow from the weights and their sharding: a writer makes them anew."""
+
+RESERVED = _OURS | _OF_WEIGHTS
+"""Names that a client state may not use."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,8 +101,8 @@ class ModelStates:
         """Ranks per axis as recorded, with what was found for data parallelism."""
         dims = self.root.get("checkpoint_parallel_dimensions")
         dims = dims if isinstance(dims, Mapping) else {}
-        degrees = {axis: dims.get(f"{axis}_degree") for axis in ("tp", "pp")}
-        return Topology(dp, **{axis: n for axis, n in degrees.items() if isinstance(n, int) and n > 0})
+        tp, pp = (n if isinstance(n, int) and n > 0 else 1 for n in (dims.get("tp_degree"), dims.get("pp_degree")))
+        return Topology(dp, tp, pp)
 
 
 def read_model_states(listing: Listing, name: str, *, module: Mapping[str, TensorRef] | None = None) -> ModelStates:
@@ -143,17 +146,6 @@ def read_model_states(listing: Listing, name: str, *, module: Mapping[str, Tenso
         root=root,
         notes=tuple(notes),
     )
-
-
-def refuse_experts(listing: Listing) -> None:
-    """Raises UnsupportedError for the files of a mixture of experts."""
-    names = listing.matching(EXPERT_NAME)
-    if names:
-        raise UnsupportedError(
-            "a mixture-of-experts checkpoint", file=listing.directory,
-            found=f"{names[0]!r}" + (f" and {len(names) - 1:,} more of its kind" if len(names) > 1 else ""),
-            remedy="zckpt does not read expert files yet.",
-        )  # fmt: skip
 
 
 def whole(

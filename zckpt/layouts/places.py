@@ -94,6 +94,16 @@ def find(path: str, tag: str | None = None, also: Sequence[str] = ()) -> Place:
     )
 
 
+def has_saves(path: str) -> bool:
+    """Whether there is anything at all that `find` could look into: false for a directory that a run is yet to fill."""
+    if not os.path.isdir(path):
+        return os.path.exists(path)
+    names = [name for name in os.listdir(path) if not name.startswith(".")]
+    return "latest" in names or any(
+        is_deepspeed_file(name) or _PLAIN.fullmatch(name) or os.path.isdir(os.path.join(path, name)) for name in names
+    )
+
+
 def _entries(directory: str) -> list[str]:
     try:
         return sorted(files.names(directory), key=natural)
@@ -111,6 +121,8 @@ def _tags(path: str, names: Sequence[str], also: Sequence[str]) -> tuple[str, ..
     for root, entries in ((path, names), *((root, _entries(root)) for root in also)):
         for name in entries:
             inner = os.path.join(root, name)
+            if name.startswith("."):  # a save that never came to its end
+                continue
             if files.is_dir(inner) and files.is_readable(inner) and any(map(is_deepspeed_file, files.names(inner))):
                 found.add(name)
     return tuple(sorted(found, key=natural))

@@ -88,6 +88,8 @@ class TorchFile:
     def _adopt(self, value: Any, above: set[int]) -> Any:
         if isinstance(value, TensorRef):
             return self.tensor(whole("", value, "buffer"))
+        if isinstance(value, TensorEntry):
+            return self.tensor(value)
         if isinstance(value, Inline):
             spec = self._spec(value.dtype, value.shape)
             self._data[spec.name] = value.data

@@ -11,7 +11,8 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from zckpt.catalog import TensorEntry
-from zckpt.dtypes import DType
+from zckpt.containers import Placeholder
+from zckpt.dtypes import F16, DType
 from zckpt.layouts.slices import Joint
 
 Form = Literal["zero", "bf16"]
@@ -51,6 +52,7 @@ class Training:
         raw: all that the first rank's optimizer file says, inert: what a universal checkpoint keeps of it.
         joined: parameter -> how its slices make up the whole, where the checkpoint has rules for that; a parameter that
             is not there is whole on every rank, or laid end to end in dimension 0.
+        beside: what a rank's optimizer file holds beside DeepSpeed's own entries; for writing.
     """
 
     groups: tuple[Group, ...]
@@ -61,3 +63,21 @@ class Training:
     form: Form = "zero"
     raw: Mapping[str, object] = field(default_factory=dict[str, object])
     joined: Mapping[str, Joint] = field(default_factory=dict[str, Joint])
+    beside: Mapping[str, object] = field(default_factory=dict[str, object])
+
+
+def new_scaler(precision: DType) -> Placeholder:
+    """DeepSpeed's loss scaler at the start of a run: a dynamic one from 2^16 for fp16, otherwise one that does nothing.
+
+    Source: runtime/fp16/loss_scaler.py (0.19.8).
+    """
+    module = "deepspeed.runtime.fp16.loss_scaler"
+    if precision != F16:
+        state: dict[str, object] = {"cur_scale": 1.0, "dynamic": False}
+        return Placeholder(module, "LossScaler", (), state, called=True, new=True)
+    state = {
+        "cur_scale": 65536.0, "dynamic": True, "cur_iter": 0, "last_overflow_iter": -1, "scale_factor": 2.0,
+        "scale_window": 1000, "min_scale": 1, "delayed_shift": 2, "cur_hysteresis": 2, "consecutive_hysteresis": False,
+        "raise_error_at_min_scale": True, "dtype": F16,
+    }  # fmt: skip
+    return Placeholder(module, "DynamicLossScaler", (), state, called=True, new=True)

@@ -51,8 +51,15 @@ def lay_out(catalog: Catalog, training: Training, listing: Listing, target: Univ
 
     Raises:
         UnsafeError: a parameter's name is no path below `zero/`.
-        UnsupportedError: a parameter's name is too long for a directory.
+        UnsupportedError: a parameter's name is too long for a directory; a mixture of experts, which DeepSpeed loads
+            from no universal checkpoint.
     """
+    if catalog.topology.experts:
+        raise UnsupportedError(
+            "a universal checkpoint of a mixture of experts", file=catalog.source.path,
+            found=f"{len(catalog.topology.experts)} layers of experts", expected="dense models have universal checkpoints",
+            remedy="Convert its weights (to-fp32), or reshard it: experts become ordinary parameters.",
+        )  # fmt: skip
     files: list[tuple[OutputFile, FileStore]] = []
     pairs: list[Pair] = []
 

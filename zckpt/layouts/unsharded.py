@@ -19,7 +19,7 @@ from zckpt.errors import InconsistentError, some
 from zckpt.fragments import Fragment
 from zckpt.layouts.assembly import assemble
 from zckpt.layouts.listing import MODEL_NAME, Listing
-from zckpt.layouts.module_states import ModelStates, as_tensor, read_model_states, refuse_experts
+from zckpt.layouts.module_states import ModelStates, as_tensor, read_model_states, whole
 from zckpt.layouts.optimizer_states import missing_ranks
 from zckpt.replicas import Reader, first_difference
 
@@ -34,7 +34,6 @@ def match(listing: Listing) -> str | None:
 def read(listing: Listing, *, allow_unknown: bool = False) -> Catalog:
     """The catalog of a save without ZeRO; arguments and errors as in `zero12.read`."""
     del allow_unknown  # nothing here is laid out by unknown rules
-    refuse_experts(listing)
     model = read_model_states(listing, listing.matching(MODEL_NAME)[0])
     world_size = model.number("dp_world_size") or 1
     if model.is_zero():
@@ -47,17 +46,20 @@ def read(listing: Listing, *, allow_unknown: bool = False) -> Catalog:
         framework=("DeepSpeed", model.version),
         zero_stage=0,
         global_steps=model.number("global_steps"),
-        optimizer_states=_state_names(model),
+        optimizer_states=state_names(model.root.get("optimizer")),
         notes=notes,
     )
     catalog = assemble(model, found, source, model.topology(world_size), frozen={})
-    if found:  # what the optimizer does not own was not trained
-        tensors = {
-            name: replace(entry, role="frozen") if entry.role == "parameter" and name not in found else entry
-            for name, entry in catalog.tensors.items()
-        }
-        catalog = replace(catalog, tensors=tensors)
-    return catalog
+    return frozen_without_master(catalog, found) if found else catalog
+
+
+def frozen_without_master(catalog: Catalog, masters: Mapping[str, TensorEntry]) -> Catalog:
+    """The catalog of a run that keeps masters: what the optimizer does not own was not trained."""
+    tensors = {
+        name: replace(entry, role="frozen") if entry.role == "parameter" and name not in masters else entry
+        for name, entry in catalog.tensors.items()
+    }
+    return replace(catalog, tensors=tensors)
 
 
 def masters(model: ModelStates) -> tuple[dict[str, TensorEntry], tuple[str, ...]]:
@@ -66,16 +68,33 @@ def masters(model: ModelStates) -> tuple[dict[str, TensorEntry], tuple[str, ...]
     Raises:
         InconsistentError: they fit no parameters.
     """
-    groups = _master_groups(model)
+    groups = master_groups(model.root.get("optimizer"), model.file)
     if groups is not None:
-        return _assign(model, groups)
+        return assign(candidates(model), groups, model.file), ()
     half = any(ref.dtype.name in ("F16", "BF16") for ref in model.module.values())
     told = "This save holds no fp32 master weights: the half-precision module weights are used."
     return {}, (told,) if half else ()
 
 
+def masters_by_group(model: ModelStates) -> list[list[str]]:
+    """The names of the parameters whose masters each group of the optimizer holds, in its order.
+
+    Raises:
+        InconsistentError: they fit no parameters.
+    """
+    groups = master_groups(model.root.get("optimizer"), model.file) or []
+    found = assign(candidates(model), groups, model.file)
+    named: list[list[str]] = [[] for _ in groups]
+    for name, entry in found.items():
+        at = entry.fragments[0].byte_offset
+        refs = ((number, ref) for number, group in enumerate(groups) for ref in group.tensors)
+        homes = (n for n, ref in refs if ref.byte_offset <= at < ref.byte_offset + ref.numel * ref.dtype.itemsize)
+        named[next(homes)].append(name)
+    return named
+
+
 @dataclass(frozen=True, slots=True)
-class _Group:
+class Masters:
     """Masters of one group: one tensor per parameter, or one vector for all."""
 
     tensors: tuple[TensorRef, ...]
@@ -83,6 +102,7 @@ class _Group:
 
     @property
     def numel(self) -> int:
+        """Elements of all masters."""
         return sum(ref.numel for ref in self.tensors)
 
     def at(self, place: int, shape: tuple[int, ...]) -> tuple[Fragment, int] | None:
@@ -100,69 +120,74 @@ class _Group:
 
     @property
     def end(self) -> int:
+        """The place after the last master."""
         return self.tensors[0].numel if self.is_flat else len(self.tensors)
 
 
-def _master_groups(model: ModelStates) -> list[_Group] | None:
-    """The masters in the optimizer, or None when it has none."""
-    optimizer = model.root.get("optimizer")
+def master_groups(optimizer: object, file: str) -> list[Masters] | None:
+    """The masters in an optimizer's state, or None when it has none."""
     if not isinstance(optimizer, Mapping):
         return None
     flat, unfused = optimizer.get("fp32_groups_flat"), optimizer.get("fp32_groups")
     if isinstance(flat, list | tuple):
-        return [_Group((as_tensor(ref, "a flat group", model.file),), True) for ref in flat]
+        return [Masters((as_tensor(ref, "a flat group", file),), True) for ref in flat]
     if isinstance(unfused, list | tuple):
         groups = (group if isinstance(group, list | tuple) else [group] for group in unfused)
-        return [_Group(tuple(as_tensor(ref, "a master", model.file) for ref in group), False) for group in groups]
+        return [Masters(tuple(as_tensor(ref, "a master", file) for ref in group), False) for group in groups]
     return None
 
 
-def _assign(model: ModelStates, groups: Sequence[_Group]) -> tuple[dict[str, TensorEntry], tuple[str, ...]]:
-    """Which parameter each master belongs to.
-
-    Raises:
-        InconsistentError: no assignment, or more than one, agrees with the module's weights.
-    """
+def candidates(model: ModelStates) -> list[TensorEntry]:
+    """The weights that may have a master, in the model's order."""
     seen: set[object] = set()
-    candidates: list[tuple[str, TensorRef]] = []
+    found: list[TensorEntry] = []
     for name, ref in model.module.items():
         if name in model.buffer_names or ref.dtype.kind != "float" or ref.place in seen or not ref.numel:
             continue
         seen.add(ref.place)
-        candidates.append((name, ref))
+        found.append(whole(name, ref, "parameter"))
+    return found
+
+
+def assign(weights: Sequence[TensorEntry], groups: Sequence[Masters], file: str) -> dict[str, TensorEntry]:
+    """The masters by name: which weight each of them belongs to.
+
+    Raises:
+        InconsistentError: no assignment, or more than one, agrees with the weights.
+    """
     with Reader() as reader:
-        solutions = _solutions(reader, candidates, groups, skipping=False)
-        solutions = solutions or _solutions(reader, candidates, groups, skipping=True)
+        solutions = _solutions(reader, weights, groups, skipping=False)
+        solutions = solutions or _solutions(reader, weights, groups, skipping=True)
     if len(solutions) != 1:
         raise InconsistentError(
             "master weights without names that cannot be told apart"
             if solutions
             else "master weights that fit no parameter",
-            file=model.file,
+            file=file,
             found=f"{len(groups)} groups of {sum(group.numel for group in groups):,} elements",
-            expected=f"{len(candidates):,} parameters such as {some(name for name, _ in candidates)}",
+            expected=f"{len(weights):,} parameters such as {some(weight.name for weight in weights)}",
             remedy="Nothing was written.",
         )
     found: dict[str, TensorEntry] = {}
-    for (name, ref), (group, fragment) in solutions[0].items():
-        dtype = groups[group].tensors[0].dtype
-        replica = Replica(ref.dtype, ref.fragments())
-        found[name] = TensorEntry(name, ref.shape, dtype, "parameter", (fragment,), (replica,))
-    return found, ()
+    for at, (group, fragment) in solutions[0].items():
+        weight, dtype = weights[at], groups[group].tensors[0].dtype
+        replica = Replica(weight.dtype, weight.fragments)
+        found[weight.name] = TensorEntry(weight.name, weight.shape, dtype, "parameter", (fragment,), (replica,))
+    return found
 
 
-_Solution = dict[tuple[str, TensorRef], tuple[int, Fragment]]
+_Solution = dict[int, tuple[int, Fragment]]
 
 
 def _solutions(
-    reader: Reader, candidates: Sequence[tuple[str, TensorRef]], groups: Sequence[_Group], *, skipping: bool
+    reader: Reader, weights: Sequence[TensorEntry], groups: Sequence[Masters], *, skipping: bool
 ) -> list[_Solution]:
     """At most two ways to merge the groups into the model's order; `skipping`: some parameters have no master.
 
     Depth first with its own stack, since models have more parameters than Python has frames. States that led nowhere
     are remembered, so the work is bounded by parameters x places that are really reached.
     """
-    if not skipping and sum(ref.numel for _, ref in candidates) != sum(group.numel for group in groups):
+    if not skipping and sum(weight.numel for weight in weights) != sum(group.numel for group in groups):
         return []
     found: list[_Solution] = []
     start = tuple(0 for _ in groups)
@@ -174,18 +199,18 @@ def _solutions(
     ends = tuple(group.end for group in groups)
 
     def options(index: int, places: tuple[int, ...]) -> Iterator[tuple[tuple[int, Fragment] | None, tuple[int, ...]]]:
-        _, ref = candidates[index]
+        weight = weights[index]
         for number, group in enumerate(groups):
-            placed = group.at(places[number], ref.shape)
+            placed = group.at(places[number], weight.shape)
             if placed is None:
                 continue
             master = ((placed[0],), group.tensors[0].dtype)
-            if first_difference(reader, master, (ref.fragments(), ref.dtype)) is None:
+            if first_difference(reader, master, (weight.fragments, weight.dtype)) is None:
                 yield (number, placed[0]), (*places[:number], placed[1], *places[number + 1 :])
         if skipping:
             yield None, places
 
-    stack.append(options(0, start) if candidates else iter(()))
+    stack.append(options(0, start) if weights else iter(()))
     while stack and len(found) < 2:
         step = next(stack[-1], None)
         if step is None:
@@ -201,11 +226,11 @@ def _solutions(
         choice, places = step
         if (len(path), *places) in dead:
             continue
-        if len(path) == len(candidates):
+        if len(path) == len(weights):
             if places == ends:
                 hits[-1] += 1
                 full = [*chosen, choice]
-                found.append({candidates[i]: c for i, c in enumerate(full) if c is not None})
+                found.append({at: c for at, c in enumerate(full) if c is not None})
             continue
         chosen.append(choice)
         path.append(places)
@@ -214,13 +239,11 @@ def _solutions(
     return found
 
 
-def _state_names(model: ModelStates) -> tuple[str, ...]:
-    optimizer = model.root.get("optimizer")
+def state_names(optimizer: object) -> tuple[str, ...]:
+    """Names of the per-element states in an optimizer's state."""
     for key in ("optimizer_state_dict", "state"):
-        if isinstance(optimizer, Mapping) and isinstance(optimizer.get(key), Mapping):
-            optimizer = optimizer[key]
-            if key == "optimizer_state_dict" and "state" in optimizer:
-                optimizer = optimizer["state"]
+        inner = optimizer.get(key) if isinstance(optimizer, Mapping) else None
+        optimizer = inner if isinstance(inner, Mapping) else optimizer
     if not isinstance(optimizer, Mapping):
         return ()
     states = [state for state in optimizer.values() if isinstance(state, Mapping)]

@@ -15,7 +15,7 @@ from zckpt.containers import TensorRef
 from zckpt.errors import CorruptError, InconsistentError, UnsupportedError
 from zckpt.layouts.assembly import assemble
 from zckpt.layouts.listing import MODEL_NAME, Listing
-from zckpt.layouts.module_states import ModelStates, Shape, read_model_states, refuse_experts, with_replica
+from zckpt.layouts.module_states import ModelStates, Shape, read_model_states, with_replica
 from zckpt.layouts.optimizer_states import (
     OptimizerShard,
     check_ranks,
@@ -103,7 +103,6 @@ def read(listing: Listing, *, allow_unknown: bool = False) -> Catalog:
     Raises:
         IncompleteError, InconsistentError, CorruptError, UnsupportedError: see those.
     """
-    refuse_experts(listing)
     save = load(listing, allow_unknown=allow_unknown)
     source = Source(
         layout=f"zero{save.stage}",
@@ -120,8 +119,12 @@ def read(listing: Listing, *, allow_unknown: bool = False) -> Catalog:
 
 def read_training(listing: Listing, *, allow_unknown: bool = False) -> Training:
     """What the run needs beside its weights; arguments and errors as in `read`."""
-    refuse_experts(listing)
-    return training(load(listing, allow_unknown=allow_unknown))
+    save = load(listing, allow_unknown=allow_unknown)
+    rules = rules_of_checkpoint(save.model)
+    if rules is None:
+        return training(save)
+    shapes = {name: shape for group in save.model.param_shapes for name, shape in group.items()}
+    return replace(training(save), joined={name: rules.joint(name, [shape]) for name, shape in shapes.items()})
 
 
 def _configured_stage(model: ModelStates) -> int:
@@ -176,8 +179,7 @@ def training(save: Save) -> Training:
         IncompleteError: a rank lacks a state that others have.
     """
     groups: list[Group] = []
-    shapes = {name: shape for group in save.model.param_shapes for name, shape in group.items()}
-    states: dict[str, dict[str, TensorEntry]] = {name: {} for name in shapes}
+    states: dict[str, dict[str, TensorEntry]] = {name: {} for shapes in save.model.param_shapes for name in shapes}
     first = save.shards[0]
     for group in _groups(save):
         names = tuple(per_element(first.states[group.number]))
@@ -189,7 +191,6 @@ def training(save: Save) -> Training:
         if save.form == "zero" and save.model.zero_config.get("round_robin_gradients"):
             order = tuple(in_original_order(order, save.world_size))
         groups.append(group_of(order, first, group.number, group.number))
-    rules = rules_of_checkpoint(save.model)
     return Training(
         groups=tuple(groups),
         states=states,
@@ -198,7 +199,6 @@ def training(save: Save) -> Training:
         precision=precision_of(save.model),
         form=save.form,
         raw=first.root,
-        joined={name: rules.joint(name, [shape]) for name, shape in shapes.items()} if rules else {},
     )
 
 

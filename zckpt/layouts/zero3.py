@@ -18,7 +18,7 @@ from zckpt.errors import IncompleteError, InconsistentError, UnsupportedError, s
 from zckpt.fragments import Fragment
 from zckpt.layouts.assembly import assemble
 from zckpt.layouts.listing import Listing
-from zckpt.layouts.module_states import ModelStates, Shape, read_model_states, refuse_experts
+from zckpt.layouts.module_states import ModelStates, Shape, read_model_states
 from zckpt.layouts.optimizer_states import (
     OptimizerShard,
     check_ranks,
@@ -38,7 +38,7 @@ from zckpt.layouts.training import Training
 _KNOWN = frozenset((
     *("zero_stage", "loss_scaler", "dynamic_loss_scale", "overflow", "partition_count",),
     *("optimizer_state_dict", "fp32_flat_groups", "clip_grad", "ds_version", "ds_config",),
-    *("param_shapes",),
+    *("param_shapes", "ds_zero_partition_groups",),
 ))  # fmt: skip
 
 
@@ -93,7 +93,6 @@ def load(listing: Listing, mp_rank: int = 0, *, allow_unknown: bool = False) -> 
 
 def read(listing: Listing, *, allow_unknown: bool = False) -> Catalog:
     """The catalog of a ZeRO-3 save; arguments and errors as in `zero12.read`."""
-    refuse_experts(listing)
     save = load(listing, allow_unknown=allow_unknown)
     source = Source(
         layout="zero3",
@@ -109,7 +108,6 @@ def read(listing: Listing, *, allow_unknown: bool = False) -> Catalog:
 
 def read_training(listing: Listing, *, allow_unknown: bool = False) -> Training:
     """What the run needs beside its weights; arguments and errors as in `zero12.read`."""
-    refuse_experts(listing)
     return training(load(listing, allow_unknown=allow_unknown))
 
 
@@ -132,9 +130,22 @@ def _check_steps(listing: Listing, names: Mapping[int, str]) -> None:
 def _shard_size(model: ModelStates, shards: Sequence[OptimizerShard], world_size: int) -> int:
     """Ranks that one parameter is cut over: the world, or fewer under MiCS. The lengths of the vectors prove it.
 
+    A save of experts has parts that are cut over fewer ranks, as it records: `check_lengths` proves those.
+
     Raises:
         InconsistentError: no way of cutting gives the lengths that the files have.
     """
+    if shards[0].root.get("ds_zero_partition_groups"):
+        return world_size
+    return _proved_size(model, shards, world_size)
+
+
+def check_lengths(save: Save) -> None:
+    """Every rank of a part of a save holds what it should; errors as in `load`."""
+    _proved_size(save.model, save.shards, save.world_size)
+
+
+def _proved_size(model: ModelStates, shards: Sequence[OptimizerShard], world_size: int) -> int:
     numels = [math.prod(shape) for group in model.param_shapes for shape in group.values()]
     held = {shard.rank: sum(vector.numel for vector in shard.vectors) for shard in shards}
     mics = model.zero_config.get("mics_shard_size")
@@ -143,11 +154,11 @@ def _shard_size(model: ModelStates, shards: Sequence[OptimizerShard], world_size
         if set(held.values()) == {sum(partition_numel(numel, size) for numel in numels)}:
             return size
     wanted = sum(partition_numel(numel, world_size) for numel in numels)
-    rank = next((rank for rank, count in held.items() if count != wanted), 0)
+    odd = next((shard for shard in shards if held[shard.rank] != wanted), shards[0])
     raise InconsistentError(
         "element counts that do not add up",
-        file=shards[rank].file,
-        found=f"{held[rank]:,} elements of masters",
+        file=odd.file,
+        found=f"{held[odd.rank]:,} elements of masters",
         expected=f"{len(numels):,} parameters cut over {world_size} ranks need {wanted:,} on each",
         remedy="A file is of another save, or its layout is unknown. Nothing was written.",
     )
@@ -206,19 +217,19 @@ def training(save: Save) -> Training:
     shards = save.shards[: save.shard_size]
     first = shards[0]
     lengths = [SubGroups([vector.numel for vector in shard.vectors]) for shard in shards]
-    owners = _owners(first)
-    names: list[list[str]] = [[] for _ in range(1 + max(owners.values(), default=0))]
+    owned = owners(first)
+    names: list[list[str]] = [[] for _ in range(1 + max(owned.values(), default=0))]
     states: dict[str, dict[str, TensorEntry]] = {}
     sub_group = 0
     for place in _places(save):
         sub_group = next((piece.index for piece in lengths[0].pieces(place.offset, 1)), sub_group)
-        names[owners.get(sub_group, 0)].append(place.name)
+        names[owned.get(sub_group, 0)].append(place.name)
         states[place.name] = {}
         for state in per_element(first.states[sub_group]):
             dtype = state_vector(first, sub_group, state).dtype
             fragments = tuple(_pieces(place, shards, lengths, state))
             states[place.name][state] = TensorEntry(place.name, place.shape, dtype, "parameter", fragments)
-    firsts = {owner: number for number, owner in reversed(owners.items())}
+    firsts = {owner: number for number, owner in reversed(owned.items())}
     groups = tuple(group_of(tuple(listed), first, n, firsts.get(n, 0)) for n, listed in enumerate(names))
     return Training(
         groups=groups,
@@ -230,7 +241,7 @@ def training(save: Save) -> Training:
     )
 
 
-def _owners(shard: OptimizerShard) -> dict[int, int]:
+def owners(shard: OptimizerShard) -> dict[int, int]:
     """Sub-group -> parameter group, as the wrapped optimizer lists them."""
     listed = [group.get("params") for group in shard.settings]
     numbers = [owner for owner, params in enumerate(listed) if isinstance(params, list) for _ in params]

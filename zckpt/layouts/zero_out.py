@@ -36,7 +36,7 @@ from zckpt.layouts.partition import (
     sub_groups,
 )
 from zckpt.layouts.torch_files import Filling, Laid, Pair, TorchFile
-from zckpt.layouts.training import Form, Group, Training
+from zckpt.layouts.training import Form, Group, Training, new_scaler
 from zckpt.plan import OutputFile
 
 DEFAULT_SUB_GROUP_SIZE = 1_000_000_000
@@ -57,6 +57,7 @@ class ZeroTarget:
         align: pad between parameters as `parameter_alignment` does; stages 1 and 2.
         sub_group_size: elements of a rank from which on a sub-group is full; stage 3.
         plain: leave out what only DeepSpeed's converters need, for the sake of files without foreign classes.
+        copies: groups of ranks that hold the same, of which one writes (MiCS).
     """
 
     tag: str
@@ -68,6 +69,7 @@ class ZeroTarget:
     align: bool = False
     sub_group_size: int = DEFAULT_SUB_GROUP_SIZE
     plain: bool = False
+    copies: int = 1
 
     def as_json(self) -> dict[str, object]:
         """What a manifest says of it."""
@@ -80,7 +82,15 @@ class ZeroTarget:
 
 
 def lay_out(catalog: Catalog, training: Training, target: ZeroTarget) -> Laid:
-    """The files of a save, without `latest`.
+    """The files of a save, without `latest`; arguments and errors as in `lay_out_by_rank`."""
+    parts = list(lay_out_by_rank(catalog, training, target))
+    return Laid(
+        tuple(file for part in parts for file in part.files), tuple(pair for part in parts for pair in part.pairs)
+    )
+
+
+def lay_out_by_rank(catalog: Catalog, training: Training, target: ZeroTarget) -> Iterator[Laid]:
+    """The files of a save, those of each rank by themselves.
 
     Args:
         catalog: the weights, under the model's own names; trainable parameters are the masters.
@@ -100,12 +110,9 @@ def lay_out(catalog: Catalog, training: Training, target: ZeroTarget) -> Laid:
             found=some(set(owned) ^ set(trained)),
         )
     writer = _Stage3(catalog, training, target) if target.stage == 3 else _Stage12(catalog, training, target)
-    files: list[tuple[OutputFile, FileStore]] = []
-    pairs: list[Pair] = []
-    for file, filled in writer.files():
-        files.append(file)
-        pairs += filled
-    return Laid(tuple(files), tuple(pairs))
+    for rank in range(target.world_size):
+        made = list(writer.files(rank))
+        yield Laid(tuple(file for file, _ in made), tuple(pair for _, filled in made for pair in filled))
 
 
 class _Writer:
@@ -144,7 +151,7 @@ class _Writer:
             "shared_params": dict(self.catalog.aliases) if rank == 0 else {},
             "frozen_param_fragments": None if stage_1 else dict(frozen),
             **file.adopt(self.training.model),
-            "dp_world_size": world_size,
+            "dp_world_size": world_size * self.target.copies,
             "mp_world_size": 1,
             "checkpoint_parallel_dimensions": {"pp_degree": 1, "tp_degree": 1},
         }
@@ -153,7 +160,9 @@ class _Writer:
         """The object of an optimizer file."""
         config = file.adopt(self.training.model.get("ds_config"))
         version = self.training.model.get("ds_version")
-        return {"optimizer_state_dict": dict(state), "ds_config": config, "ds_version": version}
+        root: dict[str, object] = {"optimizer_state_dict": dict(state), "ds_config": config, "ds_version": version}
+        beside: dict[str, object] = file.adopt(self.training.beside)
+        return root | beside
 
     def settings(self, file: TorchFile, group: Group, numbers: list[int]) -> object:
         """A parameter group of the wrapped optimizer."""
@@ -204,33 +213,16 @@ class _Writer:
         return kept
 
 
-def new_scaler(precision: DType) -> Placeholder:
-    """DeepSpeed's loss scaler at the start of a run: a dynamic one from 2^16 for fp16, otherwise one that does nothing.
-
-    Source: runtime/fp16/loss_scaler.py (0.19.8).
-    """
-    module = "deepspeed.runtime.fp16.loss_scaler"
-    if precision != F16:
-        state: dict[str, object] = {"cur_scale": 1.0, "dynamic": False}
-        return Placeholder(module, "LossScaler", (), state, called=True, new=True)
-    state = {
-        "cur_scale": 65536.0, "dynamic": True, "cur_iter": 0, "last_overflow_iter": -1, "scale_factor": 2.0,
-        "scale_window": 1000, "min_scale": 1, "delayed_shift": 2, "cur_hysteresis": 2, "consecutive_hysteresis": False,
-        "raise_error_at_min_scale": True, "dtype": F16,
-    }  # fmt: skip
-    return Placeholder(module, "DynamicLossScaler", (), state, called=True, new=True)
-
-
 class _Stage12(_Writer):
     """One model file; flat groups cut into partitions."""
 
     def _order(self, names: Sequence[str]) -> Sequence[str]:
         return in_order(round_robin(len(names), self.target.world_size), names) if self.target.round_robin else names
 
-    def files(self) -> Iterator[tuple[tuple[OutputFile, FileStore], list[Pair]]]:
-        yield self.model_file()
-        for rank in range(self.target.world_size):
-            yield self.optim_file(rank)
+    def files(self, rank: int) -> Iterator[tuple[tuple[OutputFile, FileStore], list[Pair]]]:
+        if rank == 0:
+            yield self.model_file()
+        yield self.optim_file(rank)
 
     def model_file(self) -> tuple[tuple[OutputFile, FileStore], list[Pair]]:
         file = TorchFile(f"{self.target.tag}/mp_rank_00_model_states.pt")
@@ -306,10 +298,9 @@ class _Stage3(_Writer):
         held = [[partition_numel(math.prod(s), size) for s in shapes.values()] for shapes in self.shapes]
         self.cuts = [sub_groups(numels, target.sub_group_size) for numels in held]
 
-    def files(self) -> Iterator[tuple[tuple[OutputFile, FileStore], list[Pair]]]:
-        for rank in range(self.target.world_size):
-            yield self.model_file(rank)
-            yield self.optim_file(rank)
+    def files(self, rank: int) -> Iterator[tuple[tuple[OutputFile, FileStore], list[Pair]]]:
+        yield self.model_file(rank)
+        yield self.optim_file(rank)
 
     def listed(self) -> list[Sequence[str]]:
         return [in_order(cut, group.names) for group, cuts in zip(self.groups, self.cuts, strict=True) for cut in cuts]

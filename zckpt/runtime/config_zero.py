@@ -69,8 +69,10 @@ class Zero(Section):
     cpu_offload_param: bool | None = used(None, "old name: true is `offload_param: {device: cpu}`")
     cpu_offload_use_pin_memory: bool | None = used(None, "old name: `pin_memory` of the two above")
     elastic_checkpoint: bool = unused(False, "checkpoints are written in the rigid form and read in both")
-    round_robin_gradients: bool = unused(False, "each rank reduces its own rows; checkpoints are in plain order")
-    parameter_alignment: bool = unused(False, "checkpoints are written without padding between parameters")
+    round_robin_gradients: bool = used(
+        False, "checkpoints lay parameters in this order; each rank reduces its own rows either way"
+    )
+    parameter_alignment: bool = used(False, "checkpoints have this padding between parameters")
     contiguous_gradients: bool = unused(True, _BUCKETS)
     reduce_scatter: bool = unused(True, "gradients are always reduce-scattered from stage 1 on")
     reduce_bucket_size: int = unused(int(5e8), _BUCKETS)

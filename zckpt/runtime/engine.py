@@ -21,6 +21,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer
 
 from zckpt.errors import UsageError, some
+from zckpt.runtime.checkpoint import Checkpoints
 from zckpt.runtime.config import Batch, Settings
 from zckpt.runtime.data import Loader
 from zckpt.runtime.optim import Lamb
@@ -31,7 +32,7 @@ from zckpt.runtime.world import World
 _log = logging.getLogger("zckpt.runtime")
 
 
-class Engine(nn.Module):
+class Engine(Checkpoints, nn.Module):
     """A model that trains sharded.
 
     Attributes:
@@ -171,7 +172,7 @@ class Engine(nn.Module):
             inputs, kwargs = _to_half(inputs), _to_half(kwargs)
         result = self.module(*inputs, **kwargs)
         if not torch.is_grad_enabled():
-            self._reshard()
+            self.reshard()
         return result
 
     def backward(self, loss: torch.Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> torch.Tensor:
@@ -225,7 +226,7 @@ class Engine(nn.Module):
 
     def _update(self, lr_kwargs: dict[str, Any]) -> None:
         assert self.optimizer is not None
-        self._reshard()
+        self.reshard()
         grads = self._gradients()
         scale = self.cur_scale
         norm = self._global_norm(grads)
@@ -341,7 +342,8 @@ class Engine(nn.Module):
         if self.settings.zero.stage < 3:
             root.set_reshard_after_backward(last)
 
-    def _reshard(self) -> None:
+    def reshard(self) -> None:
+        """Frees what was gathered of the parameters; between steps nothing is."""
         for module in self.module.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()

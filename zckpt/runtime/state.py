@@ -137,7 +137,7 @@ def capture(engine: Engine) -> RunState:
             for group in groups
         ),
         aliases=dict(engine.sharded.aliases),
-        buffers=_buffers(engine),
+        buffers=buffers_of(engine),
         optimizer=None if engine.optimizer is None else type(engine.optimizer).__name__,
         counters={name: getattr(engine, name) for name in _COUNTERS},
         scaler=engine.scaler.state(),
@@ -175,7 +175,8 @@ def _part(engine: Engine, held: Held, number: Mapping[int, int]) -> Part:
     )
 
 
-def _buffers(engine: Engine) -> dict[str, torch.Tensor]:
+def buffers_of(engine: Engine) -> dict[str, torch.Tensor]:
+    """The persistent buffers of the model, by name."""
     buffers: dict[str, torch.Tensor] = {}
     for prefix, module in engine.module.named_modules():
         for name, buffer in module._buffers.items():
@@ -206,7 +207,7 @@ def restore(engine: Engine, state: RunState) -> None:
         raise InconsistentError("parts of parameters that this rank does not hold", found=some(wrong))
     for part in state.parts:
         put_part(engine, held[part.name], part.weight, part.states, part.scalars)
-    buffers = _buffers(engine)
+    buffers = buffers_of(engine)
     for name, value in state.buffers.items():
         buffers[name].copy_(value)
     if engine.optimizer is not None:
@@ -281,4 +282,7 @@ def set_rng_state(state: Mapping[str, Any]) -> None:
     if "numpy" in state:
         import numpy
 
-        numpy.random.set_state(state["numpy"])
+        inner = dict(state["numpy"]["state"])
+        if "key" in inner:
+            inner["key"] = numpy.asarray(inner["key"], dtype=numpy.uint32)
+        numpy.random.set_state({**state["numpy"], "state": inner})

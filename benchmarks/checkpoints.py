@@ -1,0 +1,213 @@
+"""Checkpoints of the trainer on CPU: seconds to save and to load, side by side with DeepSpeed and with `cp` of the same bytes.
+
+    python benchmarks/checkpoints.py [--width N] [--world N] [--rounds N] [--dir DIR]
+
+Both engines hold the same model and states in the same processes and take turns; medians, of the slowest rank. zckpt's saves are
+synced; DeepSpeed's are not, so it is measured as it is and with its files synced afterwards, and `cp` is followed by a sync.
+Before a load, and before `cp`, the files are dropped from the page cache.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import os
+import platform
+import shutil
+import statistics
+import subprocess
+import sys
+import time
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+CASES = ((1, "bf16"), (2, "fp32"), (2, "bf16"), (3, "bf16"))
+
+
+def main() -> None:
+    """Launches the ranks and prints the table."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--width", type=int, default=1536)
+    parser.add_argument("--world", type=int, default=2)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--dir", default=os.environ.get("TMPDIR", "/tmp"))
+    parser.add_argument("--worker", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.worker:
+        work(Path(options.worker), options.width, options.rounds)
+        return
+    home = Path(options.dir) / f"zckpt-checkpoints-{os.getpid()}"
+    home.mkdir()
+    try:
+        launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={options.world}"]
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": ""}
+        arguments = ["--worker", str(home), "--width", str(options.width), "--rounds", str(options.rounds)]
+        command = [*launcher, __file__, *arguments]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+        if done.returncode:
+            sys.exit(done.stdout + done.stderr)
+        show(json.loads((home / "found.json").read_text()), options.world)
+    finally:
+        shutil.rmtree(home, ignore_errors=True)
+
+
+def show(found: dict[str, Any], world: int) -> None:
+    print(
+        f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores, {world} ranks, {found['versions']}, "
+        f"{found['numel']:,} parameters\n"
+    )
+    print(
+        "| stage | | MB | zckpt, s | DeepSpeed | and sync | cp and sync | MB/s of zckpt | to DeepSpeed, synced | to cp |"
+    )
+    print("|---|---|---|---|---|---|---|---|---|---|")
+    for name, case in found["cases"].items():
+        for what in ("save", "load"):
+            ours, theirs, synced, cp = (case[what].get(key) for key in ("zckpt", "deepspeed", "synced", "cp"))
+            rival = synced or theirs
+            print(
+                f"| {name} | {what} | {case['bytes'] / 1e6:,.0f} | {ours:.2f} | {theirs:.2f} | "
+                f"{f'{synced:.2f}' if synced else ''} | {cp:.2f} | {case['bytes'] / ours / 1e6:,.0f} | "
+                f"**{ours / rival:.2f}** | **{ours / cp:.2f}** |"
+            )
+    print(f"\nMemory beside the run while saving, the most of any rank: {found['memory']:.0f} MiB")
+
+
+def work(home: Path, width: int, rounds: int) -> None:
+    """One rank."""
+    warnings.simplefilter("ignore")
+    import deepspeed
+    import torch
+    import torch.distributed as dist
+
+    from zckpt import runtime
+
+    ds_torch = importlib.import_module("deepspeed.comm.torch")  # as an attribute it may be torch itself
+    ds_torch.build_shm_op = lambda *args, **kwargs: None  # its all-reduce aborts on some sizes
+    deepspeed.init_distributed("gloo")
+    rank = dist.get_rank()
+    found: dict[str, Any] = {"cases": {}, "memory": 0.0}
+    found["versions"] = f"torch {torch.__version__}, DeepSpeed {deepspeed.__version__}"
+
+    def timed(job: Callable[[], Any]) -> float:
+        dist.barrier()
+        begin = time.perf_counter()
+        job()
+        took = torch.tensor(time.perf_counter() - begin)
+        dist.all_reduce(took, op=dist.ReduceOp.MAX)
+        return float(took)
+
+    def on_rank_0(job: Callable[[], None]) -> Callable[[], None]:
+        return job if rank == 0 else lambda: None
+
+    for stage, precision in CASES:
+        engines = {"zckpt": make(runtime.initialize, stage, precision, width)}
+        engines["deepspeed"] = make(deepspeed.initialize, stage, precision, width)
+        found["numel"] = sum(held.shape.numel() for held in engines["zckpt"].sharded.held)
+        times: dict[str, dict[str, list[float]]] = {"save": {}, "load": {}}
+        for number in range(rounds + 1):
+            for name, engine in engines.items():
+                where = home / f"{name}{number}"
+                before = memory("VmRSS", fresh=True)
+                took = timed(lambda engine=engine, where=where: engine.save_checkpoint(str(where), tag="t"))
+                if name == "zckpt":
+                    found["memory"] = max(found["memory"], most(memory("VmHWM") - before))
+                times["save"].setdefault(name, []).append(took)
+                if name == "deepspeed":
+                    times["save"].setdefault("synced", []).append(
+                        took + timed(on_rank_0(lambda where=where: sync(where)))
+                    )
+            place = home / f"zckpt{number}"
+            timed(on_rank_0(lambda: forget(home)))
+            copied = timed(on_rank_0(lambda place=place: copy(place, home / "copy")))
+            for what in times.values():
+                what.setdefault("cp", []).append(copied)
+            for name, engine in engines.items():
+                timed(on_rank_0(lambda: forget(home)))
+                where = home / f"{name}{number}"
+                times["load"].setdefault(name, []).append(
+                    timed(lambda engine=engine, where=where: engine.load_checkpoint(str(where), tag="t"))
+                )
+            if rank == 0:
+                nbytes = sum(path.stat().st_size for path in (place / "t").iterdir())
+                for path in home.iterdir():
+                    shutil.rmtree(path)
+            dist.barrier()
+        case = {what: {key: statistics.median(t[1:]) for key, t in kinds.items()} for what, kinds in times.items()}
+        if rank == 0:
+            found["cases"][f"{stage} {precision}"] = {**case, "bytes": nbytes}
+        engines["deepspeed"].destroy()
+        del engines
+    if rank == 0:
+        (home / "found.json").write_text(json.dumps(found))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def make(initialize: Any, stage: int, precision: str, width: int) -> Any:
+    """An engine after one step."""
+    import torch
+    from torch import nn
+
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(width, width) for _ in range(16)))
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "zero_optimization": {"stage": stage},
+        "bf16": {"enabled": precision == "bf16"},
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}},
+    }
+    engine = initialize(model=model, model_parameters=list(model.parameters()), config=config)[0]
+    dtype = torch.bfloat16 if precision == "bf16" else torch.float32
+    engine.backward(engine(torch.ones(1, width, dtype=dtype)).float().mean())
+    engine.step()
+    return engine
+
+
+def memory(key: str, *, fresh: bool = False) -> float:
+    """A figure of this process in MiB; `fresh` lets its peak begin anew."""
+    if fresh:
+        Path("/proc/self/clear_refs").write_text("5")
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) / 1024 for line in lines if line.startswith(key + ":"))
+
+
+def most(value: float) -> float:
+    import torch
+    import torch.distributed as dist
+
+    found = torch.tensor(value)
+    dist.all_reduce(found, op=dist.ReduceOp.MAX)
+    return float(found)
+
+
+def files(directory: Path) -> list[Path]:
+    return [path for path in directory.rglob("*") if path.is_file()]
+
+
+def sync(directory: Path) -> None:
+    for path in files(directory):
+        fd = os.open(path, os.O_RDONLY)
+        os.fsync(fd)
+        os.close(fd)
+
+
+def forget(directory: Path) -> None:
+    """Drops files from the page cache."""
+    sync(directory)
+    for path in files(directory):
+        fd = os.open(path, os.O_RDONLY)
+        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+        os.close(fd)
+
+
+def copy(source: Path, target: Path) -> None:
+    shutil.rmtree(target, ignore_errors=True)
+    subprocess.run(["cp", "-r", str(source), str(target)], check=True)
+    sync(target)
+
+
+if __name__ == "__main__":
+    main()

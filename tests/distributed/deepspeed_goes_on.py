@@ -1,0 +1,120 @@
+"""Real DeepSpeed goes on from what this trainer saved, and this trainer from what real DeepSpeed saved."""
+
+from __future__ import annotations
+
+import importlib
+import itertools
+import json
+import sys
+import warnings
+from pathlib import Path
+from typing import Any
+
+import small
+import torch
+import torch.distributed as dist
+from checks import PRECISIONS
+from saves import SCHEDULE, grouped
+
+from zckpt import runtime
+
+VARIANTS: list[tuple[int, str, dict[str, Any], dict[str, Any]]] = [
+    *((stage, name, {}, {}) for stage, name in itertools.product(range(4), PRECISIONS)),
+    (2, "fp32", {"round_robin_gradients": True}, {}),
+    (2, "bf16", {"parameter_alignment": True}, {}),
+    (3, "bf16", {"sub_group_size": 40}, {}),
+    (1, "bf16", {}, {"data_types": {"grad_accum_dtype": "fp32"}}),
+]
+
+
+def begin(initialize: Any, stage: int, name: str, zero: dict[str, Any], more: dict[str, Any], seed: int = 0) -> Any:
+    config = {
+        "train_batch_size": small.GLOBAL_BATCH,
+        "gradient_accumulation_steps": 1,
+        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0, **zero},
+        "scheduler": SCHEDULE,
+        "gradient_clipping": 0.7,
+        "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,
+        **PRECISIONS[name],
+        **more,
+    }
+    model = small.make(seed, odd=False)
+    optimizer = torch.optim.AdamW(grouped(model), lr=1e-2)
+    return initialize(model=model, optimizer=optimizer, config=config)[0]
+
+
+def train(engine: Any, start: int, steps: int) -> list[float]:
+    out = []
+    for [tokens] in small.batches(steps, dist.get_rank(), dist.get_world_size(), 1, start):
+        loss = engine(tokens)
+        engine.backward(loss)
+        engine.step()
+        total = loss.detach().float().clone()
+        dist.all_reduce(total)
+        out.append(total.item() / dist.get_world_size())
+    return out
+
+
+def scale_of(engine: Any) -> float:
+    """The loss scale, of whichever engine and optimizer."""
+    if isinstance(engine, runtime.Engine):
+        return engine.cur_scale
+    optimizer = engine.optimizer
+    return float((getattr(optimizer, "loss_scale_config", None) or optimizer.loss_scaler).cur_scale)
+
+
+def both_ways(home: Path, number: int) -> dict[str, Any]:
+    """Losses after a save: of the run that saved, and of the run that loaded it.
+
+    `ours`: this trainer saved, DeepSpeed loaded; `theirs`: the other way; `round`: DeepSpeed saved, this trainer loaded and
+    saved again, DeepSpeed loaded that: to the last bit where it was.
+    """
+    import deepspeed
+
+    variant = VARIANTS[number]
+    out: dict[str, Any] = {}
+    for name, saver, loader in (("ours", runtime, deepspeed), ("theirs", deepspeed, runtime)):
+        engine = begin(saver.initialize, *variant)
+        train(engine, 0, 4)
+        where = str(home / f"{name}{number}")
+        engine.save_checkpoint(where, client_state={"seen": {"it": [4]}})
+        wanted = train(engine, 4, 5)
+        other = begin(loader.initialize, *variant, seed=1)
+        out[name] = gone_on(other, where, variant) | {"wanted": wanted, "rates": engine.get_lr()}
+    between = begin(runtime.initialize, *variant, seed=2)
+    between.load_checkpoint(str(home / f"theirs{number}"))
+    between.save_checkpoint(str(home / f"round{number}"), client_state={"seen": {"it": [4]}})
+    last = begin(deepspeed.initialize, *variant, seed=3)
+    out["round"] = gone_on(last, str(home / f"round{number}"), variant) | {
+        key: out["theirs"][key] for key in ("wanted", "rates")
+    }
+    return out
+
+
+def gone_on(engine: Any, where: str, variant: Any) -> dict[str, Any]:
+    """What an engine makes of a checkpoint."""
+    path, client = engine.load_checkpoint(where)
+    fine = path is not None and client["seen"] == {"it": [4]} and engine.global_steps == 4
+    scale = scale_of(engine) if variant[1] == "fp16" else 256.0
+    return {"fine": bool(fine), "scale": scale, "found": train(engine, 4, 5), "lr": engine.get_lr()}
+
+
+def main() -> None:
+    """All variants."""
+    warnings.simplefilter("ignore")
+    import deepspeed
+
+    ds_torch = importlib.import_module("deepspeed.comm.torch")  # as an attribute it may be torch itself
+    ds_torch.build_shm_op = lambda *args, **kwargs: None  # its all-reduce aborts on some sizes
+    deepspeed.init_distributed("gloo")
+    out = Path(sys.argv[1])
+    results: dict[str, Any] = {"home": {"value": str(out)}}
+    for number, (stage, name, zero, more) in enumerate(VARIANTS):
+        results[" ".join(map(str, (stage, name, *zero, *more)))] = {"value": both_ways(out, number)}
+    (out / f"rank_{dist.get_rank()}.json").write_text(json.dumps(results))
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

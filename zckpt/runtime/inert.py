@@ -1,0 +1,103 @@
+"""Values of a run as a checkpoint holds them, and back: nothing that needs a class of anybody's to be read.
+
+For saving and loading: client states, schedules, settings of parameter groups, random generators.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from zckpt.catalog import TensorEntry
+from zckpt.checkpoint import read_tensor
+from zckpt.containers import NumpyArray, TensorRef
+from zckpt.containers.emit import Size
+from zckpt.dtypes import BY_TORCH_NAME, DType
+from zckpt.errors import UnsupportedError
+from zckpt.fragments import Fragment, MemoryStore
+from zckpt.layouts.module_states import whole
+
+_PLAIN = (type(None), bool, int, float, str, bytes)
+_BASES: tuple[type, ...] = (bool, int, float, str, bytes, bytearray, complex)
+
+
+def to_inert(value: Any, where: str) -> Any:
+    """A value as `emit` writes it; tensors become entries of their own memory.
+
+    Args:
+        value: dicts, lists, tuples, sets, text, numbers, tensors, numpy arrays and scalars, dtypes, devices, sizes, and
+            subclasses of these, which become the plain kind.
+        where: its name, for errors.
+
+    Raises:
+        UnsupportedError: an object of another class is in it.
+    """
+    kind = type(value)
+    if kind in _PLAIN:
+        return value
+    if isinstance(value, torch.Tensor):
+        return entry_of(value, where)
+    if isinstance(value, torch.Size):
+        return Size(value)
+    if isinstance(value, torch.dtype):
+        return BY_TORCH_NAME[str(value).removeprefix("torch.")]
+    if isinstance(value, torch.device):
+        return str(value)
+    if isinstance(value, Mapping):
+        return {to_inert(key, f"a key of {where}"): to_inert(item, f"{where}[{key!r}]") for key, item in value.items()}
+    for sequence in (list, tuple, set, frozenset):
+        if isinstance(value, sequence):
+            items = [to_inert(item, f"{where}[{number}]") for number, item in enumerate(value)]
+            return sequence(items)
+    for base in _BASES:
+        if isinstance(value, base):
+            return base(value)
+    if kind.__module__ == "numpy" and hasattr(value, "dtype"):
+        if not value.shape and value.dtype.kind in "biufc":
+            return value.item()
+        if value.dtype.kind in "biufcSU":
+            array = value.astype(value.dtype.newbyteorder("<"), order="C", copy=False)
+            return NumpyArray(array.dtype.str, array.shape, array.tobytes())
+    if isinstance(value, range | slice):
+        return value
+    raise UnsupportedError(
+        "a value that a checkpoint cannot hold",
+        found=f"{where} is a {kind.__module__}.{kind.__qualname__}",
+        expected="dicts, lists, numbers, text, tensors and arrays",
+        remedy="Save its state_dict() or its fields instead.",
+    )
+
+
+def entry_of(tensor: torch.Tensor, name: str, *, shape: tuple[int, ...] | None = None) -> TensorEntry:
+    """A tensor as an entry of its own memory, or of a copy of it where that is no dense memory of the host.
+
+    Raises:
+        UnsupportedError: it is sparse, quantized or of a dtype that no checkpoint holds.
+    """
+    dtype = BY_TORCH_NAME.get(str(tensor.dtype).removeprefix("torch."))
+    if dtype is None or tensor.layout is not torch.strided or tensor.is_meta:
+        raise UnsupportedError("a tensor that a checkpoint cannot hold", found=f"{name} is {tensor.dtype}")
+    host = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
+    store = MemoryStore(host.data_ptr(), host.numel() * host.element_size(), host)
+    shape = tuple(host.shape) if shape is None else shape
+    return TensorEntry(name, shape, dtype, "buffer", (Fragment(store, 0, 0, host.numel()),))
+
+
+def from_inert(value: Any) -> Any:
+    """What `to_inert` was given, read from a file; objects of foreign classes stay inert."""
+    if isinstance(value, TensorRef):
+        return read_tensor(whole("", value, "buffer"), "pt")
+    if isinstance(value, DType):
+        return getattr(torch, value.torch_name)
+    if isinstance(value, dict):
+        return {from_inert(key): from_inert(item) for key, item in value.items()}
+    if type(value) in (list, tuple, set, frozenset):
+        return type(value)(from_inert(item) for item in value)
+    if isinstance(value, NumpyArray) and value.dtype[1:2] in "biufcSU":
+        import numpy
+
+        array = numpy.frombuffer(value.data, value.dtype).reshape(value.shape, order="F" if value.fortran else "C")
+        return array.copy() if value.shape else array[()]
+    return value

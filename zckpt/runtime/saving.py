@@ -1,0 +1,250 @@
+"""Saving a run: every rank writes its own files under a temporary name, and a save appears whole or not at all.
+
+For `Engine.save_checkpoint`.
+[Note: the order of a save]
+1. All ranks meet; one per file system (the *leader*) makes a private directory beside the tags. Everything that can be
+refused is refused now.
+2. Every rank writes and syncs its files there.
+3. When all have, leaders sync the directory and give it the tag's name, in one step even where the tag exists.
+4. When all have, `latest` is replaced, by a rename; then older tags are pruned.
+Killed before 3, a save has left nothing but a directory whose name begins with a dot; before 4, `latest` names the save before.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from zckpt.catalog import TensorPart
+from zckpt.dtypes import U8
+from zckpt.errors import InconsistentError, UsageError
+from zckpt.fragments import FileStore, Fragment, MemoryStore, Store
+from zckpt.layouts import unsharded_out
+from zckpt.layouts.torch_files import Pair
+from zckpt.layouts.zero_out import lay_out_by_rank
+from zckpt.mover import run
+from zckpt.plan import OutputFile
+from zckpt.runtime.description import describe_training, describe_weights, target_of
+from zckpt.runtime.engine import Engine
+from zckpt.runtime.exchange import Exchange, Streamed
+from zckpt.runtime.meeting import ENTRY_S, Meetings
+from zckpt.runtime.offload import home_of
+from zckpt.runtime.publication import Wanted, make_private, publish, remove_private
+from zckpt.runtime.state import RunState, capture
+
+
+def save(
+    engine: Engine, meetings: Meetings, directory: str, tag: str, client_state: Mapping[str, Any], latest: bool
+) -> Thread | None:
+    """Saves a run; see [Note: the order of a save].
+
+    Returns:
+        Under `async_save`, a thread that does all but the first step, from a copy in host memory.
+
+    Raises:
+        UsageError: the tag is no name of a directory, or the client state uses names that are taken.
+        UnsupportedError: something in the client state cannot be written.
+        InconsistentError: some ranks did not come, or want another tag.
+        OutputError: a file cannot be written, here or elsewhere; what was there before is as it was.
+    """
+    meetings.begin(f"save {engine.micro_steps}")
+    wanted = _enter(engine, meetings, directory, tag, latest)
+    state = _with_all_generators(capture(engine))
+    prepared: Prepared | None = None
+    error: Exception | None = None
+    try:
+        if wanted.leader:
+            make_private(wanted)
+        prepared = prepare(engine, state, client_state)
+    except Exception as caught:
+        error = caught
+    try:
+        meetings.agree("save_checkpoint", error)
+        assert prepared is not None
+        if engine.settings.config.checkpoint.async_save:
+            try:
+                prepared = in_memory(prepared)
+            except Exception as caught:
+                error = caught
+            meetings.agree("save_checkpoint", error)
+            thread = Thread(target=_finish, args=(meetings, wanted, prepared), name=f"zckpt save {wanted.tag}")
+            thread.start()
+            return thread
+    except BaseException:
+        remove_private(wanted)
+        raise
+    _finish(meetings, wanted, prepared)
+    return None
+
+
+class Thread(threading.Thread):
+    """A thread that keeps the error it ended with."""
+
+    error: Exception | None = None
+
+    def run(self) -> None:
+        """Its work."""
+        try:
+            super().run()
+        except Exception as error:
+            self.error = error
+
+
+def _finish(meetings: Meetings, wanted: Wanted, prepared: Prepared) -> None:
+    """Writes the files, and gives them their name when all ranks have."""
+    error: Exception | None = None
+    try:
+        try:
+            write(prepared, os.path.join(wanted.directory, wanted.temporary))
+        except Exception as caught:
+            error = caught
+        meetings.agree("save_checkpoint", error)
+        publish(meetings, wanted)
+    finally:
+        remove_private(wanted)
+    meetings.part()
+
+
+def _enter(engine: Engine, meetings: Meetings, directory: str, tag: str, latest: bool) -> Wanted:
+    """Meets the others, and agrees on the tag and on a name for the private directory."""
+    checkpoint = engine.settings.config.checkpoint
+    token = f"{socket.gethostname()}-{os.getpid()}-{os.urandom(4).hex()}"
+    said = meetings.meet("save_checkpoint", [tag, token], within_s=ENTRY_S)
+    tags = list(dict.fromkeys(one[0] for one in said))
+    if len(tags) > 1:
+        told = "; ".join(f"{t!r} on ranks {', '.join(str(r) for r, s in enumerate(said) if s[0] == t)}" for t in tags)
+        if checkpoint.tag_validation == "FAIL":
+            raise InconsistentError(
+                "ranks that disagree on the tag", found=told, expected="one tag",
+                remedy="Nothing was written. Leave out of the tag whatever differs from rank to rank.",
+            )  # fmt: skip
+        if checkpoint.tag_validation == "WARN" and (engine.global_rank == 0 or tag != tags[0]):
+            warnings.warn(f"Ranks disagree on the tag: {told}. Rank 0's is taken.", stacklevel=4)
+    tag = tags[0]
+    if tag != os.path.basename(tag) or tag.startswith(".") or not tag or "\0" in tag or "\n" in tag:
+        raise UsageError("a tag that is no name of a directory", found=repr(tag))
+    local = checkpoint.use_node_local_storage
+    return Wanted(
+        directory=os.path.abspath(directory),
+        tag=tag,
+        temporary=f".{tag}.zckpt-{said[0][1]}",
+        leader=(engine.local_rank if local else engine.global_rank) == 0,
+        latest=latest,
+        keep_last=checkpoint.keep_last,
+    )
+
+
+def _with_all_generators(state: RunState) -> RunState:
+    """Where some ranks write no file, rank 0 keeps the random generators of all."""
+    if state.world_size == state.shard_size:
+        return state
+    rngs: list[dict[str, Any] | None] = [None] * state.world_size
+    dist.all_gather_object(rngs, state.rng)
+    return replace(state, rng={"all": rngs})
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """A save that is planned but not begun.
+
+    Attributes:
+        files: of this rank.
+        pairs: what fills the files of each rank of the group.
+        exchange: how elements come to them; None on a rank that writes nothing.
+    """
+
+    files: tuple[tuple[OutputFile, FileStore], ...]
+    pairs: tuple[Sequence[Pair], ...]
+    exchange: Exchange | None
+
+
+def prepare(engine: Engine, state: RunState, client_state: Mapping[str, Any]) -> Prepared:
+    """Everything but the work. Writes nothing.
+
+    Raises:
+        ZckptError: as `save`.
+    """
+    if not state.groups and state.stage:
+        raise UsageError(
+            "a save of a run without an optimizer",
+            remedy="There is nothing to go on from: save_pretrained writes weights.",
+        )
+    catalog = describe_weights(engine, state)
+    training = describe_training(state, client_state, engine.settings.config.gradient_clipping)
+    if state.world_size > state.shard_size and engine.global_rank >= state.shard_size:
+        return Prepared((), (), None)  # the first group of ranks writes
+    if state.stage == 0:
+        parts = [unsharded_out.lay_out(catalog, training, ".", state.world_size)]
+    else:
+        parts = list(lay_out_by_rank(catalog, training, target_of(state)))
+    mine = parts[state.shard_rank]
+    return Prepared(mine.files, tuple(part.pairs for part in parts), _exchange(engine, state))
+
+
+def _exchange(engine: Engine, state: RunState) -> Exchange:
+    home = home_of(engine.settings.zero, engine.device)
+    group = engine.sharded.shard_group if state.shard_size > 1 else None
+    return Exchange(state.shard_rank, state.shard_size, group, engine.device, home.type == "cpu")
+
+
+def in_memory(prepared: Prepared) -> Prepared:
+    """The same save from a copy of all its elements in host memory: nobody else is needed to write it."""
+    if prepared.exchange is None:
+        return prepared
+    rank = prepared.exchange.rank
+    buffers = {id(store): torch.empty(store.size, dtype=torch.uint8) for _, store in prepared.files}
+    stores = {key: MemoryStore(buffer.data_ptr(), buffer.numel(), buffer) for key, buffer in buffers.items()}
+    stream = prepared.exchange.stream(prepared.pairs)
+    into = (move if move is None else move._replace(dst=stores[id(move.dst)]) for move in stream)
+    try:
+        if prepared.files:
+            run(Streamed((), prepared.pairs[rank], into), "", overflow="inf")
+    finally:
+        prepared.exchange.drain(stream)
+    pairs = [
+        (TensorPart("", (size,), U8, (Fragment(stores[id(store)], offset, 0, size),)),
+         TensorPart("", (size,), U8, (Fragment(store, offset, 0, size),)))
+        for store, offset, size in _ranges(prepared.pairs[rank])
+    ]  # fmt: skip
+    alone = Exchange(0, 1, None, torch.device("cpu"), True)
+    return Prepared(prepared.files, (pairs,), alone)
+
+
+def _ranges(pairs: Sequence[Pair]) -> Iterator[tuple[Store, int, int]]:
+    """The bytes of files that pairs fill: store, offset, length; what follows each other is one."""
+    last: tuple[Store, int, int] | None = None
+    for _, part in pairs:
+        for fragment in part.fragments:
+            size = fragment.count * part.dtype.itemsize
+            if last is not None and last[0] is fragment.store and last[1] + last[2] == fragment.byte_offset:
+                last = (last[0], last[1], last[2] + size)
+                continue
+            if last is not None:
+                yield last
+            last = (fragment.store, fragment.byte_offset, size)
+    if last is not None:
+        yield last
+
+
+def write(prepared: Prepared, directory: str) -> None:
+    """Writes and syncs this rank's files, and sends the others what theirs need.
+
+    Raises:
+        OutputError: a file cannot be written. The exchange was carried to its end.
+    """
+    if prepared.exchange is None:
+        return
+    stream = prepared.exchange.stream(prepared.pairs)
+    try:
+        if prepared.files:
+            run(Streamed(prepared.files, prepared.pairs[prepared.exchange.rank], stream), directory, overflow="inf")
+    finally:
+        prepared.exchange.drain(stream)
