@@ -11,7 +11,6 @@ import hashlib
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, NamedTuple
 
@@ -49,8 +48,7 @@ class Range(NamedTuple):
     stop: int
 
 
-@dataclass(frozen=True, slots=True)
-class Status:
+class Status(NamedTuple):
     """A file's size, and what changes when it is written anew, in the form of `FileStore.identity`."""
 
     size: int

@@ -25,6 +25,7 @@ from zckpt.errors import (
     NotACheckpointError,
     OutputError,
     RemoteError,
+    UnsupportedError,
     UsageError,
 )
 from zckpt.report import inspect_checkpoint
@@ -116,6 +117,23 @@ def test_a_universal_checkpoint_behind_an_address(root: str, tmp_path: Path) -> 
     zckpt.convert(tmp_path / "universal", tmp_path / "want.safetensors")
     zckpt.convert(put(tmp_path / "universal", f"{root}/u"), tmp_path / "out.safetensors")
     assert (tmp_path / "out.safetensors").read_bytes() == (tmp_path / "want.safetensors").read_bytes()
+
+
+def test_other_jobs(root: str, tmp_path: Path) -> None:
+    checkpoint = FIXTURES / SMALL / "checkpoint"
+    address = put(checkpoint, f"{root}/ckpt")
+    for source, name in ((checkpoint, "want"), (address, "out")):
+        zckpt.reshard(source, tmp_path / name / "resharded", world_size=3)
+        zckpt.to_universal(source, tmp_path / name / "universal")
+    assert local_tree(tmp_path / "want") == local_tree(tmp_path / "out")
+    for refused in (
+        lambda: zckpt.reshard(checkpoint, f"{root}/r", world_size=3),
+        lambda: zckpt.verify(address),
+        lambda: zckpt.verify(checkpoint, address),
+        lambda: zckpt.diff(checkpoint, address),
+    ):
+        with pytest.raises(UnsupportedError, match="behind an address"):
+            refused()
 
 
 def test_lazily_too(root: str) -> None:
