@@ -98,7 +98,6 @@ def push(
     if endpoint:
         os.environ["HF_ENDPOINT"] = endpoint  # before huggingface_hub is loaded: all of it must know
     from zckpt.convert import Options
-    from zckpt.files import to_bytes
     from zckpt.hub import MESSAGE, Target, load
 
     chosen = Options(
@@ -107,7 +106,7 @@ def push(
     )  # fmt: skip
     target = Target(
         repo_id, revision, path_in_repo, private, create_pr, message or MESSAGE, yes, token, endpoint, scratch,
-        None if max_scratch is None else to_bytes(max_scratch), not no_card, license_id, base_model,
+        o.parse_bytes(max_scratch, "--max-scratch"), not no_card, license_id, base_model,
     )  # fmt: skip
     prepared = load(source, dtype.value if dtype else None, chosen, tag=tag, also=also or ())
     carry_out(prepared, target, Sink(as_json=as_json, quiet=quiet), dry_run=dry_run)
