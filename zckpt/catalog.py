@@ -181,7 +181,8 @@ class Topology:
         tp: tensor-parallel ranks.
         pp: pipeline stages.
         ep: expert-parallel ranks, of those of data.
-        experts: layer of experts -> expert-parallel rank -> its experts, and the data-parallel ranks that hold them.
+        experts: layer of experts -> expert-parallel rank -> its experts, and the ranks that hold them: of data, or of
+            data x tensor where experts are spread over both.
     """
 
     dp: int = 1

@@ -5,7 +5,7 @@ another save.
 
 [Note: the grid] A row is a model-parallel rank (`mp_rank_XX`: a pipeline stage and a tensor rank), a column a run of
 data-parallel ranks whose files are in the same state. Experts lie across the columns: lines of their own say which
-data-parallel ranks hold which.
+ranks hold which.
 """
 
 from __future__ import annotations
@@ -156,7 +156,7 @@ def _states(cells: Mapping[str, Cell]) -> list[str]:
 
 
 def expert_lines(topology: Topology) -> Iterator[str]:
-    """Which data-parallel ranks hold which experts, a line per run of layers that are spread alike."""
+    """Which ranks hold which experts, a line per run of layers that are spread alike."""
     layers: list[list[int]] = []
     for number, spread in enumerate(topology.experts):
         if layers and topology.experts[layers[-1][0]] == spread:
@@ -165,7 +165,7 @@ def expert_lines(topology: Topology) -> Iterator[str]:
             layers.append([number])
     for run in layers:
         spread = topology.experts[run[0]]
-        told = "; ".join(f"{ranges(experts)} on data {ranges(ranks)}" for experts, ranks in spread[:8])
+        told = "; ".join(f"{ranges(experts)} on rank {ranges(ranks)}" for experts, ranks in spread[:8])
         more = f"; and on {len(spread) - 8} more" if len(spread) > 8 else ""
         yield f"  {'experts':<11} layer {ranges(run)}: {told}{more}"
 
@@ -196,7 +196,7 @@ def files_as_json(listing: Listing, grid: Grid, topology: Topology | None) -> li
 def experts_as_json(topology: Topology) -> list[dict[str, object]]:
     """One object per layer of experts."""
     return [
-        {"layer": number, "ranks": [{"experts": list(experts), "data": list(ranks)} for experts, ranks in spread]}
+        {"layer": number, "spread": [{"experts": list(experts), "ranks": list(ranks)} for experts, ranks in spread]}
         for number, spread in enumerate(topology.experts)
     ]
 

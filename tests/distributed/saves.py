@@ -375,11 +375,21 @@ def without_a_shared_disk() -> dict[str, Any]:
     for stage in (2, 3):
         engine = start(config(stage, checkpoint={"use_node_local_storage": True}))
         train(engine, 1)
-        engine.save_checkpoint(mine, tag=f"stage{stage}")
+        engine.save_checkpoint(mine, tag=f"stage{stage}", client_state={"big": torch.arange(20000)})
         found = truth(engine)
         if rank() == 0:
             torch.save(found, home() / f"truth of nodes {stage}.pt")
         out[f"{stage}"] = sorted(str(path.relative_to(mine)) for path in (mine / f"stage{stage}").iterdir())
+        for target in (stage, 1):
+            again = start(config(target, checkpoint={"use_node_local_storage": True}), small.make(seed=1))
+            path, client = again.load_checkpoint(mine)
+            fine = path == str(mine / f"stage{stage}") and client["big"].shape == (20000,) and again.global_steps == 1
+            mine_now = run_state.capture(again).parts
+            out[f"{stage} into {target}"] = fine and all(
+                torch.equal(tensor.reshape(-1), found[part.name][key].view(-1)[part.start : part.start + part.count])
+                for part in mine_now
+                for key, tensor in {"": part.weight, **part.states}.items()
+            )
     out["names"] = sorted(path.name for path in mine.iterdir())
     os.environ["LOCAL_RANK"] = before
     return out

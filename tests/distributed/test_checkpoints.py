@@ -127,6 +127,7 @@ def test_nodes_without_a_shared_disk(outcome: Outcome) -> None:
         assert given["2"] == [
             f"stage2/{name}" for name in (["mp_rank_00_model_states.pt"] if rank == 0 else []) + [optim]
         ]
+        assert all(given[name] is True for name in ("2 into 2", "2 into 1", "3 into 3", "3 into 1"))
         assert given["3"] == [f"stage3/zero_pp_rank_{rank}_mp_rank_00_{kind}_states.pt" for kind in ("model", "optim")]
     for stage in (2, 3):
         opened = open_catalog(str(home / "node 0"), f"stage{stage}", [str(home / "node 1")])

@@ -165,7 +165,15 @@ def test_into_deepspeeds_own_layer() -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["moe/zero2_pyramid_w4", "moe/bf16_optimizer_w4", "autoep/zero2_w4", "autoep/zero3_w4"]
+    "name",
+    [
+        "moe/tensor_w4",
+        "moe/tensor_sliced_w4",
+        "moe/zero2_pyramid_w4",
+        "moe/bf16_optimizer_w4",
+        "autoep/zero2_w4",
+        "autoep/zero3_w4",
+    ],
 )
 def test_down_to_plain_data_parallelism(name: str, tmp_path: Path) -> None:
     source = FIXTURES / name / "checkpoint"
@@ -201,6 +209,27 @@ def test_a_missing_expert_is_named(tmp_path: Path) -> None:
     error = refused(IncompleteError, checkpoint, tmp_path)
     assert error.what == "missing experts of layer 0"
     assert "layer_0_expert_2_mp_rank_00_model_states.pt" in error.expected and "--also" in error.remedy
+
+
+@pytest.mark.parametrize(
+    ("name", "file"),
+    [
+        ("tensor_sliced_w4", "layer_1_expert_1_mp_rank_01_model_states.pt"),
+        ("tensor_w4", "layer_0_expert_3_mp_rank_01_model_states.pt"),
+    ],
+)
+def test_a_missing_slice_of_an_expert(name: str, file: str, tmp_path: Path) -> None:
+    checkpoint = copied(f"moe/{name}", tmp_path)
+    one(checkpoint, file).unlink()
+    assert "layer" in refused(IncompleteError, checkpoint, tmp_path).what
+
+
+def test_experts_under_pipeline_parallelism_are_refused(tmp_path: Path) -> None:
+    checkpoint = copied("pipeline/zero1_pp2_dp2", tmp_path)
+    source = FIXTURES / "moe" / "zero1_w4" / "checkpoint" / "global_step2"
+    for path in source.glob("layer_*_expert_*"):
+        shutil.copy(path, next(checkpoint.glob("global_step*")))
+    assert "pipeline" in refused(UnsupportedError, checkpoint, tmp_path).what
 
 
 @pytest.mark.parametrize("name", ["moe/zero1_w4", "moe/zero0_w2", "autoep/zero2_w4"])
@@ -390,12 +419,12 @@ def lines_of(name: str, *, tensors: bool = False) -> list[str]:
 def test_the_grid_of_experts() -> None:
     lines = [line.split(None, 1)[1] for line in lines_of("moe/zero2_pyramid_w4") if line.startswith("  experts")]
     assert lines == [
-        "layer 0: 0 on data 0, 2; 1 on data 1, 3",
-        "layer 1: 0 on data 0; 1 on data 1; 2 on data 2; 3 on data 3",
-        "layer 2: 0-2 on data 0-3",
+        "layer 0: 0 on rank 0, 2; 1 on rank 1, 3",
+        "layer 1: 0 on rank 0; 1 on rank 1; 2 on rank 2; 3 on rank 3",
+        "layer 2: 0-2 on rank 0-3",
     ]
     first = next(line for line in lines_of("moe/data_first_w4") if line.startswith("  experts"))
-    assert first.endswith("layer 0: 0-1 on data 0-1; 2-3 on data 2-3")
+    assert first.endswith("layer 0: 0-1 on rank 0-1; 2-3 on rank 2-3")
 
 
 def test_the_grid_of_a_split_model(tmp_path: Path) -> None:
@@ -418,7 +447,7 @@ def test_the_grid_as_json(tmp_path: Path) -> None:
     facts = json.loads(subprocess.run(command, check=True, capture_output=True).stdout)
     assert facts["topology"] == {"dp": 4, "tp": 1, "pp": 1, "ep": 2}
     assert facts["experts"][0] == {
-        "layer": 0, "ranks": [{"experts": [0, 1], "data": [0, 2]}, {"experts": [2, 3], "data": [1, 3]}]
+        "layer": 0, "spread": [{"experts": [0, 1], "ranks": [0, 2]}, {"experts": [2, 3], "ranks": [1, 3]}]
     }  # fmt: skip
     assert {file["file"] for file in facts["files"]} == {path.name for path in checkpoint.glob("*/*")}
     expert = next(file for file in facts["files"] if file["file"].startswith("layer_0_expert_3"))

@@ -13,7 +13,7 @@ runtime/zero/stage_1_and_2.py `_configure_moe_settings`, runtime/zero/stage3.py 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from zckpt.catalog import TensorEntry
@@ -88,6 +88,30 @@ def parts_of(save: Save, model: ModelStates, layers: Layers, *, data_first: bool
                 yield Part(zero12.Save(own, shards, len(ranks)), tuple(numbers), rank)
 
 
+def told_apart(save: zero12.Save, layers: Layers) -> tuple[zero12.Save, zero12.Save]:
+    """A save without its experts, and one of nothing else; the experts' weights are in their own files."""
+    listed = save.model.param_shapes
+    orders = [_order(shard, listed) for shard in save.shards]
+
+    def those(experts: bool) -> zero12.Save:
+        def own(names: Iterable[str]) -> list[str]:
+            return [name for name in names if (layers.owner(name) is not None) == experts]
+
+        numbers = [number for number, shapes in enumerate(listed) if bool(own(shapes)) or not (shapes or experts)]
+        model = replace(
+            save.model,
+            module={name: save.model.module[name] for name in own(save.model.module)},
+            param_shapes=tuple(listed[number] for number in numbers),
+            frozen_shapes={name: save.model.frozen_shapes[name] for name in own(save.model.frozen_shapes)},
+            buffer_names=frozenset(own(save.model.buffer_names)),
+            shared={name: save.model.shared[name] for name in own(save.model.shared)},
+        )
+        shards = [_pick(shard, [order[n] for n in numbers]) for shard, order in zip(save.shards, orders, strict=True)]
+        return zero12.Save(model, shards, save.world_size)
+
+    return those(False), those(True)
+
+
 def _owner(number: int, shapes: Mapping[str, Shape], layers: Layers, save: Save) -> int | None:
     """Expert-parallel ranks that a group's experts are spread over; None for a group without experts."""
     found = {name: layers.owner(name) for name in shapes}
@@ -121,7 +145,10 @@ def _order(shard: OptimizerShard, listed: Sequence[Mapping[str, Shape]]) -> list
 
 def _pick(shard: OptimizerShard, groups: Sequence[int]) -> OptimizerShard:
     """A rank's file with some of its groups (ZeRO-3: sub-groups, and the parameter groups that have any of them)."""
-    paddings = shard.alignment_paddings
+    paddings, mappings = shard.alignment_paddings, shard.root.get("param_slice_mappings")
+    root = shard.root
+    if isinstance(mappings, list) and len(mappings) == len(shard.vectors):
+        root = {**root, "param_slice_mappings": [mappings[number] for number in groups]}
     settings = [shard.settings[number] for number in groups if len(shard.settings) == len(shard.vectors)]
     if not settings:
         numbers = iter(range(len(shard.vectors)))
@@ -136,6 +163,7 @@ def _pick(shard: OptimizerShard, groups: Sequence[int]) -> OptimizerShard:
         alignment_paddings=None if paddings is None else tuple(paddings[n] for n in groups if n < len(paddings)),
         states=tuple(shard.states[number] for number in groups),
         settings=tuple(settings),
+        root=root,
     )
 
 

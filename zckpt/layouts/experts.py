@@ -197,8 +197,13 @@ class Layers:
         return Layers(spread)
 
 
-def read_layers(listing: Listing, model: ModelStates, mp_rank: int = 0) -> Layers:
+def read_layers(listing: Listing, model: ModelStates, mp_rank: int | None = None) -> Layers:
     """All layers of experts, whose ranks are known only where AutoEP recorded them.
+
+    Args:
+        listing: all files.
+        model: any model file.
+        mp_rank: whose files of experts; None where each expert has one file, of whatever rank.
 
     Raises:
         IncompleteError: an expert's file is missing.
@@ -232,13 +237,13 @@ def _is_one(counts: Sequence[int], number: int, expert: int) -> bool:
     return 0 <= number < len(counts) and expert < counts[number]
 
 
-def _files(listing: Listing, mp_rank: int) -> dict[tuple[int, int], str]:
+def _files(listing: Listing, mp_rank: int | None) -> dict[tuple[int, int], str]:
     """(layer, expert) -> its file."""
     found: dict[tuple[int, int], str] = {}
     for name in listing.matching(EXPERT_NAME):
         match = EXPERT_NAME.fullmatch(name)
         assert match is not None
-        if int(match["mp"]) != mp_rank:
+        if mp_rank is not None and int(match["mp"]) != mp_rank:
             continue
         key = int(match["layer"]), int(match["expert"])
         if key in found:
@@ -271,7 +276,7 @@ def _layer(
     experts: int,
     recorded: Mapping[str, object] | None,
     files: Mapping[tuple[int, int], str],
-    mp_rank: int,
+    mp_rank: int | None,
 ) -> Layer:
     """One layer: its experts' files, which must all be there and be alike."""
     held: tuple[tuple[int, ...], ...] = ()
@@ -281,7 +286,7 @@ def _layer(
             return Layer(number, str(recorded["expert_key_prefix"]), experts, held, {}, True)
     missing = [expert for expert in range(experts) if (number, expert) not in files]
     if missing:
-        names = [f"layer_{number}_expert_{expert}_mp_rank_{mp_rank:02d}_model_states.pt" for expert in missing[:3]]
+        names = [f"layer_{number}_expert_{expert}_mp_rank_{mp_rank or 0:02d}_model_states.pt" for expert in missing[:3]]
         raise IncompleteError(
             f"missing experts of layer {number}",
             file=listing.directory,

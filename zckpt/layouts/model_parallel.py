@@ -49,16 +49,16 @@ def read(listing: Listing, *, allow_unknown: bool = False) -> Catalog:
         UnsupportedError: no rule says how a tensor's slices are joined.
         UsageError: the wrong rules were given.
     """
-    return _Reader(listing, allow_unknown).catalog()
+    return Reader(listing, allow_unknown).catalog()
 
 
 def read_training(listing: Listing, *, allow_unknown: bool = False) -> Training:
     """What the run needs beside its weights, of whole parameters; arguments and errors as in `read`."""
-    return _Reader(listing, allow_unknown).training()
+    return Reader(listing, allow_unknown).training()
 
 
 @dataclass(frozen=True, slots=True)
-class _Slice:
+class Slice:
     """What one model-parallel rank holds: a catalog of slices, and how to read what goes with them."""
 
     catalog: Catalog
@@ -66,7 +66,7 @@ class _Slice:
     training: Callable[[], Training] | None
 
 
-class _Reader:
+class Reader:
     """One save. `stages[pp][tp]` are the ranks' slices."""
 
     def __init__(self, listing: Listing, allow_unknown: bool) -> None:
@@ -88,7 +88,7 @@ class _Reader:
                 "them (--also DIR lays further directories over this one).",
             )
         tied = _tied_names(models.values())
-        slices = [self._slice(rank, models[rank], tied) for rank in range(tp * pp)]
+        slices = [self.slice_of(rank, models[rank], tied) for rank in range(tp * pp)]
         _check_steps(listing, slices)
         self.stages = [slices[stage * tp : (stage + 1) * tp] for stage in range(pp)]
         self.rules = self._rules(models[0])
@@ -131,7 +131,8 @@ class _Reader:
             )  # fmt: skip
         return Topology(recorded.dp, tp, pp)
 
-    def _slice(self, rank: int, model: ModelStates, tied: Mapping[str, str]) -> _Slice:
+    def slice_of(self, rank: int, model: ModelStates, tied: Mapping[str, str]) -> Slice:
+        """What one model-parallel rank holds. Whoever knows more of its files says it here."""
         module = self._stage_module(rank, model, tied) if self.layers else None
         if module is not None:
             model = replace(model, module=module)
@@ -147,12 +148,12 @@ class _Reader:
             catalog = assemble(
                 save.model, zero3.masters(save), Source("", self.listing.directory), self.topology, zero3.frozen(save)
             )
-            return _Slice(catalog, save.model, lambda: zero3.training(save))
+            return Slice(catalog, save.model, lambda: zero3.training(save))
         else:
             flat = zero12.load(self.listing, rank, allow_unknown=self.allow_unknown, model=model)
             catalog = assemble(model, zero12.masters(flat), Source("", self.listing.directory), self.topology)
             training = lambda: zero12.training(flat)  # noqa: E731
-        return _Slice(catalog, model, training)
+        return Slice(catalog, model, training)
 
     def _stage_module(self, rank: int, model: ModelStates, tied: Mapping[str, str]) -> dict[str, TensorRef]:
         """The tensors of a stage's layer files under their global names; of a run without ZeRO, those of all layers."""
@@ -197,7 +198,7 @@ class _Reader:
             raise unknown_rule(name, shapes, self.listing.directory)
         return joint
 
-    def _stage_tensors(self, stage: Sequence[_Slice]) -> Iterator[TensorEntry]:
+    def _stage_tensors(self, stage: Sequence[Slice]) -> Iterator[TensorEntry]:
         """The whole tensors of one pipeline stage."""
         names = dict.fromkeys(name for held in stage for name in held.catalog.tensors)
         for name in names:
@@ -215,7 +216,7 @@ class _Reader:
         return join(name, held, self._joint(name, held))
 
     def catalog(self) -> Catalog:
-        """The whole model."""
+        """The whole model; errors as in `read`."""
         tensors: dict[str, TensorEntry] = {}
         aliases: dict[str, str] = {}
         for number, stage in enumerate(self.stages):
@@ -261,7 +262,7 @@ class _Reader:
             yield "Names are those of the pipeline: <layer>.<name>, and tied_modules.<key>.<name> for tied layers."
 
     def training(self) -> Training:
-        """What the run needs beside its weights."""
+        """What the run needs beside its weights; errors as in `read`."""
         groups: list[list[Group]] = []
         states: dict[str, dict[str, TensorEntry]] = {}
         joined: dict[str, Joint] = {}
@@ -335,7 +336,7 @@ def _tied_names(models: Iterable[ModelStates]) -> dict[str, str]:
     return found
 
 
-def _check_steps(listing: Listing, slices: Sequence[_Slice]) -> None:
+def _check_steps(listing: Listing, slices: Sequence[Slice]) -> None:
     """All model files are of one save."""
     steps = {rank: held.model.number("global_steps") for rank, held in enumerate(slices)}
     if len(set(steps.values())) > 1:

@@ -124,12 +124,12 @@ def describe_training(state: RunState, client_state: Mapping[str, Any], clip_gra
     )
 
 
-def target_of(state: RunState) -> ZeroTarget:
-    """The save that DeepSpeed's engine would write from the same config."""
+def target_of(state: RunState, place: str) -> ZeroTarget:
+    """The save that DeepSpeed's engine would write from the same config, in a directory of this name."""
     zero = state.config.get("zero_optimization")
     zero = zero if isinstance(zero, Mapping) else {}
     return ZeroTarget(
-        tag=".",
+        tag=place,
         stage=state.stage,
         world_size=state.shard_size,
         precision=_PRECISIONS[state.precision],

@@ -20,9 +20,13 @@ import torch
 import torch.distributed as dist
 
 from zckpt.dtypes import BY_TORCH_NAME
+from zckpt.errors import CorruptError
 from zckpt.fragments import FileStore, MemoryStore, Store
 from zckpt.layouts.torch_files import Pair
 from zckpt.plan import Move, Plan, route
+from zckpt.runtime.held import Held
+from zckpt.runtime.sharding import Sharded
+from zckpt.runtime.world import rows_of
 
 BUDGET_BYTES = 160 << 20
 """Of all buffers of the rounds together; the mover and the indexes of the files take the rest of 256 MiB."""
@@ -41,10 +45,12 @@ class RankStore(FileStore):
     Attributes:
         rank: of the group that exchanges; EVERY where all hold the same.
         get: gives the elements on the rank that holds them, as a dense vector.
+        file: the elements lie in the file `path` of that rank instead.
     """
 
     rank: int = EVERY
     get: Callable[[], torch.Tensor] = torch.Tensor
+    file: bool = False
 
 
 class Piece(NamedTuple):
@@ -155,7 +161,7 @@ class Exchange:
         outgoing = torch.empty(sum(lengths), dtype=torch.uint8, device=self.device)
         at = 0
         for piece in (piece for pieces in sent for piece in pieces):
-            outgoing[at : at + piece.nbytes].copy_(_elements(piece).view(torch.uint8))
+            outgoing[at : at + piece.nbytes].copy_(_bytes_of(piece))
             at += piece.nbytes
         if self.size == 1 or not self._is_any_staged(pieces_by_rank):
             return _Coming(pieces_by_rank[self.rank], outgoing, outgoing, sizes, None)
@@ -177,6 +183,9 @@ class Exchange:
         places = [received.data_ptr() + sum(coming.sizes[:rank]) for rank in range(self.size)]
         for piece in coming.pieces:
             move, store = piece.move, piece.move.src
+            if isinstance(move.dst, RankStore):
+                kept.append(target := move.dst.get())
+                move = move._replace(dst=MEMORY, dst_offset=target.data_ptr() + move.dst_offset)
             if not isinstance(store, RankStore):
                 yield move
                 continue
@@ -203,12 +212,28 @@ class _Coming(NamedTuple):
     work: Any
 
 
-def _elements(piece: Piece) -> torch.Tensor:
-    """The elements of a piece, in the dtype that they travel in."""
+def part_of_rank(sharded: Sharded, held: Held, rank: int) -> tuple[int, int]:
+    """The elements of a parameter that a rank of the world holds: the first, and how many."""
+    size = sharded.mesh["shard"].size()
+    if held.replicated or size == 1:
+        return 0, held.shape.numel()
+    rows, width = rows_of(held.shape[0], size, rank % size), held.shape.numel() // held.shape[0]
+    return rows.start * width, len(rows) * width
+
+
+def _bytes_of(piece: Piece) -> torch.Tensor:
+    """The elements of a piece as they travel."""
     store, dtype = piece.move.src, piece.move.src_dtype
     assert isinstance(store, RankStore)
+    if store.file:
+        data = bytearray(piece.nbytes)
+        with open(store.path, "rb", buffering=0) as file:
+            file.seek(piece.move.src_offset + piece.first * dtype.itemsize)
+            if file.readinto(data) != len(data):
+                raise CorruptError("a file that ends too early", file=store.path, remedy="It was cut short.")
+        return torch.frombuffer(data, dtype=torch.uint8)
     first = piece.move.src_offset // dtype.itemsize + piece.first
-    return store.get()[first : first + piece.count].to(getattr(torch, dtype.torch_name))
+    return store.get()[first : first + piece.count].to(getattr(torch, dtype.torch_name)).view(torch.uint8)
 
 
 @dataclass(frozen=True, slots=True)

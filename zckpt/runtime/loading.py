@@ -6,7 +6,8 @@ For `Engine.load_checkpoint`. A rank reads the indexes of all files, and of thei
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+import os
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -24,6 +25,7 @@ from zckpt.runtime.description import OWN
 from zckpt.runtime.engine import Engine
 from zckpt.runtime.held import Held
 from zckpt.runtime.inert import from_inert
+from zckpt.runtime.nodes import Want, spread
 from zckpt.runtime.state import buffers_of, put_part, set_rng_state
 
 
@@ -52,7 +54,23 @@ def load(engine: Engine, directory: str, tag: str | None, wishes: Wishes) -> tup
         InconsistentError: it is of another model, or of another optimizer. Nothing was changed.
         ZckptError: another kind says what is wrong with it.
     """
-    opened = open_catalog(directory, tag)
+    nodes = spread(engine, directory, tag) if engine.settings.config.checkpoint.use_node_local_storage else None
+    if nodes is None:
+        return _load(engine, open_catalog(directory, tag), wishes, _fill)
+    with nodes:
+        _, client_state = _load(engine, open_catalog(nodes.directory, nodes.tag), wishes, nodes.fill)
+        return os.path.join(directory, nodes.tag), client_state
+
+
+Fill = Callable[[Sequence[Want]], None]
+
+
+def _fill(wanted: Sequence[Want]) -> None:
+    """Fills tensors from files that this rank sees."""
+    live.move([(entry if held is None else _part(entry, held), tensor) for entry, held, tensor in wanted])
+
+
+def _load(engine: Engine, opened: Opened, wishes: Wishes, fill: Fill) -> tuple[str, dict[str, Any]]:
     catalog, _ = strip_wrappers(opened.catalog)
     _check_model(engine, catalog)
     training = _training(engine, opened, wishes)
@@ -60,9 +78,9 @@ def load(engine: Engine, directory: str, tag: str | None, wishes: Wishes) -> tup
         _check_states(engine, training)
     engine.reshard()
     with torch.no_grad():
-        _load_weights(engine, catalog)
+        _load_weights(engine, catalog, fill)
         if training is not None and wishes.optimizer:
-            _load_optimizer(engine, training)
+            _load_optimizer(engine, training, fill)
         if training is not None and not engine.settings.zero.load_from_fp32_weights:
             _round_masters(engine, training)
     rest = training.model if training is not None else {}
@@ -168,14 +186,14 @@ def _part(entry: TensorEntry, held: Held) -> TensorEntry:
     return TensorEntry(entry.name, (held.count,), entry.dtype, entry.role, fragments)
 
 
-def _load_weights(engine: Engine, catalog: Catalog) -> None:
-    wanted: list[tuple[TensorEntry, torch.Tensor]] = []
+def _load_weights(engine: Engine, catalog: Catalog, fill: Fill) -> None:
+    wanted: list[Want] = []
     for held in engine.sharded.held:
         held.bind()
         target = held.local() if held.master is None else held.master.data
-        wanted.append((_part(catalog[held.name], held), target.view(-1)))
-    wanted += [(catalog[name], buffer) for name, buffer in buffers_of(engine).items()]
-    live.move(wanted)
+        wanted.append((catalog[held.name], held, target.view(-1)))
+    wanted += [(catalog[name], None, buffer) for name, buffer in buffers_of(engine).items()]
+    fill(wanted)
     for held in engine.sharded.held:
         held.give_back()
 
@@ -189,14 +207,14 @@ def _round_masters(engine: Engine, training: Training) -> None:
             held.give_back()
 
 
-def _load_optimizer(engine: Engine, training: Training) -> None:
+def _load_optimizer(engine: Engine, training: Training, fill: Fill) -> None:
     """States, settings and loss scale."""
     if engine.optimizer is None:
         return
     owner = {name: group for group in training.groups for name in group.names}
     by_master = {id(held.master): held for held in engine.sharded.held if held.master is not None}
     odd = _mapping(_mapping(training.model.get(OWN)).get("scalars"))
-    wanted: list[tuple[TensorEntry, torch.Tensor]] = []
+    wanted: list[Want] = []
     for group in engine.optimizer.param_groups:
         members = [by_master[id(master)] for master in group["params"]]
         theirs = next((owner[held.name] for held in members if held.name in owner), None)
@@ -216,9 +234,9 @@ def _load_optimizer(engine: Engine, training: Training) -> None:
             own = engine.optimizer.state[held.master]
             for name, entry in states.items():
                 own[name] = torch.empty_like(held.master, memory_format=torch.contiguous_format)
-                wanted.append((_part(entry, held), own[name].view(-1)))
+                wanted.append((entry, held, own[name].view(-1)))
             put_part(engine, held, scalars=scalars)
-    live.move(wanted)
+    fill(wanted)
     engine.scaler.load_state(_scaler(training))
 
 

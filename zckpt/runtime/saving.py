@@ -63,7 +63,7 @@ def save(
     try:
         if wanted.leader:
             make_private(wanted)
-        prepared = prepare(engine, state, client_state)
+        prepared = prepare(engine, state, client_state, wanted.temporary)
     except Exception as caught:
         error = caught
     try:
@@ -103,7 +103,7 @@ def _finish(meetings: Meetings, wanted: Wanted, prepared: Prepared) -> None:
     error: Exception | None = None
     try:
         try:
-            write(prepared, os.path.join(wanted.directory, wanted.temporary))
+            write(prepared, wanted.directory)
         except Exception as caught:
             error = caught
         meetings.agree("save_checkpoint", error)
@@ -166,8 +166,8 @@ class Prepared:
     exchange: Exchange | None
 
 
-def prepare(engine: Engine, state: RunState, client_state: Mapping[str, Any]) -> Prepared:
-    """Everything but the work. Writes nothing.
+def prepare(engine: Engine, state: RunState, client_state: Mapping[str, Any], place: str) -> Prepared:
+    """Everything but the work, for files in a directory of the name `place`. Writes nothing.
 
     Raises:
         ZckptError: as `save`.
@@ -182,9 +182,9 @@ def prepare(engine: Engine, state: RunState, client_state: Mapping[str, Any]) ->
     if state.world_size > state.shard_size and engine.global_rank >= state.shard_size:
         return Prepared((), (), None)  # the first group of ranks writes
     if state.stage == 0:
-        parts = [unsharded_out.lay_out(catalog, training, ".", state.world_size)]
+        parts = [unsharded_out.lay_out(catalog, training, place, state.world_size)]
     else:
-        parts = list(lay_out_by_rank(catalog, training, target_of(state)))
+        parts = list(lay_out_by_rank(catalog, training, target_of(state, place)))
     mine = parts[state.shard_rank]
     return Prepared(mine.files, tuple(part.pairs for part in parts), _exchange(engine, state))
 

@@ -1,0 +1,344 @@
+"""A mixture of experts, put together from what its ranks hold: masters, stacks of experts, names among all.
+
+For `moe`. Layers and their files: `experts`; what each data-parallel group of ranks holds under ZeRO: `expert_groups`.
+Experts' files hold module weights: they name and shape the experts, and prove the masters.
+Source: DeepSpeed 0.19.8, runtime/engine.py `_save_moe_checkpoint`, module_inject/auto_ep_layer.py.
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+
+from zckpt.catalog import Catalog, Replica, Role, Source, TensorEntry
+from zckpt.containers import TensorRef
+from zckpt.errors import IncompleteError, InconsistentError, UnsupportedError
+from zckpt.layouts import unsharded, zero3, zero12
+from zckpt.layouts.assembly import assemble
+from zckpt.layouts.expert_groups import Save, parts_of
+from zckpt.layouts.experts import Layer, Layers, sharers
+from zckpt.layouts.listing import EXPERT_OPTIMIZER_NAME, MODEL_NAME, Listing
+from zckpt.layouts.module_states import ModelStates, Shape, as_mapping, read_model_states
+from zckpt.layouts.optimizer_states import missing_model_file, missing_ranks
+from zckpt.layouts.slices import join
+from zckpt.layouts.training import Group, Training
+
+
+class Reader:
+    """What a set of data-parallel ranks holds: of a model that is not split, everything."""
+
+    def __init__(
+        self, listing: Listing, save: Save | None, model: ModelStates, layers: Layers, mp_rank: int = 0
+    ) -> None:
+        self.listing = listing
+        self.save = save
+        self.mp_rank = mp_rank
+        self.world_size = save.world_size if save else model.number("dp_world_size") or 1
+        self.data_first = model.config.get("use_data_before_expert_parallelism") is True
+        self.optimizers = {} if save else self._optimizers()
+        spread = _spread_of(layers, self.optimizers.get(0))
+        listed = (name for shapes in (*model.param_shapes, model.frozen_shapes) for name in shapes)
+        self.layers = layers.spread((*listed, *model.buffer_names), lambda layer: spread.get(layer.experts, 1))
+        self.model = _everywhere(model, self.layers)
+        self.parts = list(parts_of(save, self.model, self.layers, data_first=self.data_first)) if save else []
+
+    # -- without ZeRO: each expert-parallel rank has an optimizer's state of its own ----------------------------------
+
+    def _optimizers(self) -> dict[int, object]:
+        """Rank in the widest expert-parallel group -> its optimizer's state."""
+        found: dict[int, object] = {}
+        for name in self.listing.matching(EXPERT_OPTIMIZER_NAME):
+            match = EXPERT_OPTIMIZER_NAME.fullmatch(name)
+            assert match is not None
+            if int(match["mp"]) != self.mp_rank:
+                continue
+            root = as_mapping(self.listing.open(name).root, "an experts' optimizer file", self.listing.files[name])
+            found[int(match["ep"])] = root.get("optimizer")
+        return found
+
+    def _unsharded_masters(self) -> dict[str, TensorEntry]:
+        """Masters of a half-precision run: those of each rank are of what it holds.
+
+        Raises:
+            IncompleteError: a rank's file is missing.
+        """
+        found: dict[str, TensorEntry] = {}
+        slices: dict[str, dict[int, TensorEntry]] = {}
+        if not any(unsharded.master_groups(state, self.model.file) for state in self.optimizers.values()):
+            return found
+        for rank in range(self.layers.ep):
+            name = f"expp_rank_{rank}_mp_rank_{self.mp_rank:02d}_optim_states.pt"
+            if rank not in self.optimizers:
+                raise IncompleteError(
+                    "a missing optimizer file of experts", file=self.listing.directory,
+                    found=f"those of {len(self.optimizers)} expert-parallel ranks", expected=f"{name!r} is missing",
+                    remedy="Copy it from the node that wrote it (--also DIR lays further directories over this one).",
+                )  # fmt: skip
+            file = self.listing.files[name]
+            groups = unsharded.master_groups(self.optimizers[rank], file) or []
+            for own, entry in unsharded.assign(self._held(rank), groups, file).items():
+                owner = self.layers.owner(own)
+                if owner is not None and owner[0].stacked:
+                    slices.setdefault(own, {}).setdefault(self._rank_in(owner[0], rank), entry)
+                elif own in found:
+                    copy = Replica(entry.dtype, entry.fragments, f"expert-parallel rank {rank}", True)
+                    found[own] = replace(found[own], replicas=(*found[own].replicas, copy))
+                else:
+                    found[own] = entry
+        return found | self._stacked(slices)
+
+    def _held(self, rank: int) -> list[TensorEntry]:
+        """The weights of one expert-parallel rank, in its optimizer's order: AutoEP's new routers come last."""
+        module = {
+            name: ref
+            for name, ref in self.model.module.items()
+            if name not in self.model.shared
+            and ((owner := self.layers.owner(name)) is None or owner[1] in owner[0].held[self._rank_in(owner[0], rank)])
+        }
+        weights = unsharded.candidates(replace(self.model, module=module))
+        routers = tuple(f"{layer.home}.router." for layer in self.layers.all if layer.stacked)
+        weights.sort(key=lambda weight: weight.name.startswith(routers))
+        for layer in self.layers.all:
+            weights += layer.stacks("parameter", self._rank_in(layer, rank)).values()
+        return weights
+
+    def _rank_in(self, layer: Layer, widest: int) -> int:
+        """Expert-parallel rank, in a layer's group, of the writer that has number `widest` in the widest one."""
+        return widest * layer.ep // self.layers.ep if self.data_first else widest % layer.ep
+
+    # -- putting it together -----------------------------------------------------------------------------------------
+
+    def _masters(self) -> dict[str, TensorEntry]:
+        """Trainable parameters by name."""
+        if self.save is None:
+            return self._unsharded_masters()
+        found: dict[str, TensorEntry] = {}
+        slices: dict[str, dict[int, TensorEntry]] = {}
+        for part in self.parts:
+            for name, entry in part.masters().items():
+                if part.rank is not None and self._is_stacked(name):
+                    slices.setdefault(name, {})[part.rank] = entry
+                else:
+                    found[name] = entry
+        return found | self._stacked(slices)
+
+    def _is_stacked(self, name: str) -> bool:
+        owner = self.layers.owner(name)
+        return owner is not None and owner[0].stacked
+
+    def _stacked(self, slices: Mapping[str, Mapping[int, TensorEntry]]) -> dict[str, TensorEntry]:
+        """Stacked weights, or states of them, from what each expert-parallel rank holds."""
+        found: dict[str, TensorEntry] = {}
+        for name, held in slices.items():
+            owner = self.layers.owner(name)
+            assert owner is not None
+            entries = [replace(held[rank], replicas=()) for rank in range(owner[0].ep)]
+            try:
+                joint = owner[0].joint([entry.shape for entry in entries])
+            except ValueError as error:
+                raise InconsistentError(
+                    f"stacked experts that do not fit layer {owner[0].number}", file=self.model.file, found=str(error)
+                ) from error
+            found[name] = join(name, entries, joint)
+        return found
+
+    def catalog(self) -> Catalog:
+        """The whole model."""
+        masters = self._masters()
+        trained = dict(masters)
+        copies = {kept: self.model.module[dropped] for dropped, kept in self.model.shared.items() if kept in masters}
+        weights = {name: Replica(ref.dtype, ref.fragments()) for name, ref in copies.items() if ref.numel}
+        for name, weight in self._stacks("frozen" if masters else "parameter").items():
+            if name in masters:
+                weights[name] = Replica(weight.dtype, weight.fragments)
+            else:
+                masters[name] = weight
+        for name, copy in weights.items():
+            masters[name] = replace(masters[name], replicas=(*masters[name].replicas, copy))
+        source = Source(
+            layout=f"zero{self._stage}" if self._stage else "unsharded",
+            path=self.listing.directory,
+            tag=self.listing.tag,
+            framework=("DeepSpeed", self.model.version),
+            zero_stage=self._stage,
+            global_steps=self.model.number("global_steps"),
+            optimizer_states=self._state_names(),
+        )
+        topology = replace(
+            self.model.topology(self.world_size),
+            ep=self.layers.ep,
+            experts=tuple(tuple(self._spread(layer)) for layer in self.layers.all),
+        )
+        if self.save is None:
+            catalog = assemble(self.model, masters, source, topology, frozen={})
+            return unsharded.frozen_without_master(catalog, trained) if trained else catalog
+        frozen = zero3.frozen(replace(self.save, model=self.model)) if isinstance(self.save, zero3.Save) else None
+        return assemble(self.model, masters, source, topology, frozen)
+
+    @property
+    def _stage(self) -> int:
+        return 3 if isinstance(self.save, zero3.Save) else self.save.stage if self.save else 0
+
+    def _state_names(self) -> tuple[str, ...]:
+        return self.save.shards[0].state_names if self.save else unsharded.state_names(self.optimizers.get(0))
+
+    def _stacks(self, role: Role) -> dict[str, TensorEntry]:
+        return {name: entry for layer in self.layers.all for name, entry in layer.stacks(role).items()}
+
+    def _spread(self, layer: Layer) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
+        """The experts of each expert-parallel rank, and the data-parallel ranks that hold them."""
+        for rank, held in enumerate(layer.held):
+            yield held, tuple(sharers(layer.ep, rank, self.world_size, data_first=self.data_first))
+
+    def training(self) -> Training:
+        """What the run needs beside its weights."""
+        if self.save is None:
+            raise UnsupportedError(
+                "experts without ZeRO", file=self.listing.directory, found="an optimizer's state per expert-parallel rank",
+                expected="optimizer states of ZeRO are read",
+            )  # fmt: skip
+        held = [(part, part.training()) for part in self.parts]
+        states: dict[str, Mapping[str, TensorEntry]] = {}
+        slices: dict[str, dict[str, dict[int, TensorEntry]]] = {}
+        groups: dict[int, Group] = {}
+        for part, training in held:
+            for name, by_state in training.states.items():
+                if part.rank is None or not self._is_stacked(name):
+                    states[name] = by_state
+                    continue
+                for state, entry in by_state.items():
+                    slices.setdefault(state, {}).setdefault(name, {})[part.rank] = entry
+            for number, group in zip(part.groups, training.groups, strict=True):
+                first = groups.setdefault(number, group)
+                groups[number] = replace(first, names=tuple(dict.fromkeys((*first.names, *group.names))))
+        for state, by_name in slices.items():
+            for name, entry in self._stacked(by_name).items():
+                states[name] = {**states.get(name, {}), state: entry}
+        first_part = held[0][1]
+        return replace(
+            first_part,
+            groups=tuple(_plain(groups[n]) for n in sorted(groups)),
+            states=states,
+            model={key: value for key, value in first_part.model.items() if key not in _OF_EXPERTS},
+        )
+
+
+def load(listing: Listing, allow_unknown: bool, mp_rank: int = 0) -> Save | None:
+    """One model-parallel rank's files as a ZeRO save, whose groups are not yet told apart; None without ZeRO."""
+    if listing.shards("model", mp_rank):
+        return zero3.load(listing, mp_rank, allow_unknown=allow_unknown)
+    model = read_model_states(listing, model_name(listing, mp_rank))
+    if not model.is_zero():
+        return None
+    if not listing.shards("optim", mp_rank):
+        world_size = model.number("dp_world_size") or 1
+        raise missing_ranks(listing, "optimizer", [], list(range(world_size)), world_size)
+    return zero12.load(listing, mp_rank, allow_unknown=allow_unknown, model=model)
+
+
+def model_name(listing: Listing, mp_rank: int = 0) -> str:
+    """The model file of a model-parallel rank."""
+    name = next((name for name in listing.matching(MODEL_NAME) if int(name.split("_")[2]) == mp_rank), None)
+    if name is None:
+        raise missing_model_file(listing)
+    return name
+
+
+_OF_EXPERTS = frozenset(("num_experts", "ds_autoep_layers", "folding", "universal_checkpoint_info"))
+"""What a model file says of experts: where they are ordinary parameters, it would mislead."""
+
+
+def _plain(group: Group) -> Group:
+    """A group that says nothing of experts either."""
+    return replace(group, settings={key: value for key, value in group.settings.items() if key != "moe"})
+
+
+def _everywhere(model: ModelStates, layers: Layers) -> ModelStates:
+    """The first rank's model file, with all experts under the names they have among all, after what else their layer has."""
+    homes = {layer.home: layer for layer in layers.all}
+    last = {home: name for name in model.module for home in _modules(name) if home in homes}
+    after: dict[str, dict[str, TensorRef]] = {}
+    for home, layer in homes.items():
+        after.setdefault(last.get(home, ""), {}).update(layer.module())
+    module: dict[str, TensorRef] = {}
+    for name, ref in model.module.items():
+        module[name] = ref
+        module |= after.get(name, {})
+    module |= after.get("", {})
+
+    def named(shapes: Mapping[str, Shape], *, stacked: bool) -> dict[str, Shape]:
+        owners = {name: layers.owner(name) for name in shapes}
+        return {
+            own: (owner[0].experts, *shapes[name][1:]) if owner and owner[0].stacked else shapes[name]
+            for name, owner in owners.items()
+            for own in layers.names_everywhere(name)
+            if stacked or not (owner and owner[0].stacked)
+        }
+
+    shared = dict(_second_routers(model, layers))
+    for dropped, kept in model.shared.items():
+        shared |= dict(zip(layers.names_everywhere(dropped), itertools.cycle(layers.names_everywhere(kept))))
+    return replace(
+        model,
+        module=module,
+        buffer_names=frozenset(own for name in model.buffer_names for own in layers.names_everywhere(name)),
+        param_shapes=tuple(named(group, stacked=True) for group in model.param_shapes),
+        frozen_shapes=named(model.frozen_shapes, stacked=False),
+        frozen_fragments={n: ref for n, ref in model.frozen_fragments.items() if layers.owner(n) is None},
+        shared=shared,
+    )
+
+
+def _modules(name: str) -> Iterator[str]:
+    """The modules that a parameter is in, from the outermost."""
+    return itertools.accumulate(name.split(".")[:-1], "{}.{}".format)
+
+
+def _second_routers(model: ModelStates, layers: Layers) -> Iterator[tuple[str, str]]:
+    """AutoEP keeps a layer's router under the name it had before too, and does not record that they are one."""
+    homes = {layer.home for layer in layers.all if layer.stacked}
+    for name, ref in model.module.items():
+        for home in homes.intersection(_modules(name)):
+            child, _, rest = name.removeprefix(f"{home}.").partition(".")
+            kept = model.module.get(f"{home}.router.{rest}")
+            if kept is None or child in ("router", "experts", "shared_experts"):
+                continue
+            if (kept.shape, kept.dtype) == (ref.shape, ref.dtype):
+                yield name, f"{home}.router.{rest}"
+
+
+_GROUP = re.compile(r"ep_size_(\d+)")
+
+
+def _spread_of(layers: Layers, optimizer: object) -> dict[int, int]:
+    """Experts in a layer -> ranks they are spread over, by an optimizer's groups: `ep_size_2` is of two ranks.
+
+    Where groups of several sizes are there, layers with the same number of experts are taken to be spread alike, so
+    that the groups have as many elements as their layers on one rank.
+    """
+    state = optimizer
+    if isinstance(state, Mapping) and isinstance(state.get("optimizer_state_dict"), Mapping):
+        state = state["optimizer_state_dict"]
+    groups = state.get("param_groups") if isinstance(state, Mapping) else None
+    listed = [group for group in groups if isinstance(group, Mapping)] if isinstance(groups, list) else []
+    sizes = [_GROUP.fullmatch(str(group.get("name"))) for group in listed]
+    counts = sorted({layer.experts for layer in layers.all if not layer.held})
+    known = sorted({int(size[1]) for size in sizes if size}, reverse=True)
+    choices = [[ep for ep in known if ep and count % ep == 0] or [1] for count in counts]
+    masters = unsharded.master_groups(optimizer, "") or []
+    for chosen in itertools.islice(itertools.product(*choices), 10_000):
+        spread = dict(zip(counts, chosen, strict=True))
+        wanted = dict.fromkeys(known, 0)
+        for layer in layers.all:
+            ep = layer.ep or spread[layer.experts]
+            numel = sum(ref.numel for refs in layer.weights.values() for ref in refs.values())
+            wanted[ep] = wanted.get(ep, 0) + numel // ep
+        own = dict.fromkeys(known, 0)
+        for size, group in zip(sizes, masters):
+            if size:
+                own[int(size[1])] += group.numel
+        if not masters or own == wanted:
+            return spread
+    return dict(zip(counts, (choice[0] for choice in choices), strict=True))

@@ -1,0 +1,200 @@
+"""A checkpoint that lies on several nodes' disks, each holding the files of its own ranks: read as if it lay on one.
+
+For `loading`, under `use_node_local_storage`. Every rank gets the indexes of the files that it cannot see, and puts them into
+sparse files of the same names and sizes in a directory of its own: all that reads a checkpoint reads these. Elements are not
+in them. They come from a rank that sees the file, by the exchange that saving uses.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from types import TracebackType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from zckpt.catalog import TensorEntry, TensorPart
+from zckpt.containers import Placeholder, TensorRef, open_container
+from zckpt.dtypes import BY_TORCH_NAME
+from zckpt.errors import IncompleteError, InconsistentError
+from zckpt.fragments import FileStore, Fragment
+from zckpt.layouts.listing import is_deepspeed_file
+from zckpt.layouts.module_states import RESERVED
+from zckpt.layouts.torch_files import Pair
+from zckpt.mover import run
+from zckpt.runtime.engine import Engine
+from zckpt.runtime.exchange import Exchange, RankStore, Streamed, part_of_rank
+from zckpt.runtime.held import Held
+
+_SMALL_BYTES = 1 << 16
+"""Tensors up to here go with the index: step counters, random generators."""
+
+Want = tuple[TensorEntry, Held | None, torch.Tensor]
+"""An entry, the parameter whose part of it is wanted (None: all of it), and where that goes: a dense vector."""
+
+
+@dataclass(slots=True)
+class Nodes:
+    """Use as a context manager: the sparse files go when it ends.
+
+    Attributes:
+        directory: that holds the tag, with all files in it.
+        tag: the save.
+        owners: file name -> the first rank that sees it.
+        visible: by rank, the names of the files that it sees.
+    """
+
+    engine: Engine
+    directory: str
+    tag: str
+    owners: Mapping[str, int]
+    visible: Sequence[frozenset[str]]
+
+    def __enter__(self) -> Nodes:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        shutil.rmtree(self.directory, ignore_errors=True)
+
+    def fill(self, wanted: Sequence[Want]) -> None:
+        """Fills tensors; every rank calls it, with the same entries in the same order."""
+        engine, rank = self.engine, self.engine.global_rank
+        host = [
+            tensor
+            if tensor.device.type == "cpu" and tensor.is_contiguous()
+            else torch.empty(tensor.shape, dtype=tensor.dtype)
+            for *_, tensor in wanted
+        ]
+        pairs = tuple(tuple(self._pairs(wanted, host, r)) for r in range(engine.world_size))
+        exchange = Exchange(rank, engine.world_size, None, engine.device, direct=True)
+        stream = exchange.stream(pairs)
+        try:
+            run(Streamed((), pairs[rank], stream), "", overflow="inf")
+        finally:
+            exchange.drain(stream)
+        for (*_, tensor), copy in zip(wanted, host, strict=True):
+            if copy is not tensor:
+                tensor.copy_(copy)
+
+    def _pairs(self, wanted: Sequence[Want], host: Sequence[torch.Tensor], rank: int) -> Iterator[Pair]:
+        """What a rank wants, of files as it sees them and of other ranks."""
+        for (entry, held, _), tensor in zip(wanted, host, strict=True):
+            start, count = (0, entry.numel) if held is None else part_of_rank(self.engine.sharded, held, rank)
+            if count:
+                fragments = tuple(self._as_seen_by(fragment, rank) for fragment in entry.fragments)
+                dtype = BY_TORCH_NAME[str(tensor.dtype).removeprefix("torch.")]
+                store = RankStore(entry.name, count * dtype.itemsize, rank=rank, get=_same(tensor))
+                target = TensorPart(entry.name, entry.shape, dtype, (Fragment(store, 0, start, count),))
+                yield replace(entry, fragments=fragments, replicas=()), target
+
+    def _as_seen_by(self, fragment: Fragment, rank: int) -> Fragment:
+        store = fragment.store
+        assert isinstance(store, FileStore)
+        name = os.path.basename(store.path)
+        if name in self.visible[rank]:
+            return fragment
+        remote = RankStore(store.path, store.size, store.identity, store.byteorder, self.owners[name], file=True)
+        return replace(fragment, store=remote)
+
+
+def _same(tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
+    return lambda: tensor
+
+
+def spread(engine: Engine, directory: str, tag: str | None) -> Nodes | None:
+    """The save, where no rank sees all of it; None where every rank sees the same files.
+
+    Raises:
+        InconsistentError: `latest` says different things on different nodes.
+        IncompleteError: no rank sees any file.
+    """
+    if engine.world_size == 1:
+        return None
+    tags: list[Any] = [None] * engine.world_size
+    dist.all_gather_object(tags, _latest(directory) if tag is None else tag)
+    known = {one for one in tags if one is not None}
+    if len(known) > 1:
+        raise InconsistentError("nodes whose 'latest' differ", file=directory, found=", ".join(sorted(known)))
+    if not known:
+        raise IncompleteError("no 'latest' on any node", file=directory, remedy="Give a tag.")
+    [tag] = known
+    place = os.path.join(directory, tag)
+    names = [name for name in os.listdir(place) if is_deepspeed_file(name)] if os.path.isdir(place) else []
+    seen: list[Any] = [None] * engine.world_size
+    dist.all_gather_object(seen, names)
+    visible = [frozenset(one) for one in seen]
+    if len(set(visible)) == 1:
+        return None
+    owners = {
+        name: next(rank for rank, one in enumerate(visible) if name in one) for name in frozenset().union(*visible)
+    }
+    mine = {name: _index(os.path.join(place, name)) for name, owner in owners.items() if owner == engine.global_rank}
+    everybody: list[Any] = [None] * engine.world_size
+    dist.all_gather_object(everybody, mine)
+    home = tempfile.mkdtemp(prefix="zckpt-nodes-")
+    os.mkdir(os.path.join(home, tag))
+    for index in everybody:
+        for name, (size, parts) in index.items():
+            path = os.path.join(home, tag, name)
+            if name in visible[engine.global_rank]:
+                os.symlink(os.path.abspath(os.path.join(place, name)), path)
+                continue
+            with open(path, "xb") as file:
+                file.truncate(size)
+                for offset, data in parts:
+                    os.pwrite(file.fileno(), data, offset)
+    return Nodes(engine, home, tag, owners, visible)
+
+
+def _latest(directory: str) -> str | None:
+    try:
+        with open(os.path.join(directory, "latest"), encoding="utf-8") as file:
+            return file.read(4096).strip()
+    except OSError:
+        return None
+
+
+def _index(path: str) -> tuple[int, list[tuple[int, bytes]]]:
+    """A file's size, and all its bytes but those of large tensors of weights and states."""
+    root = open_container(path).root
+    size = os.path.getsize(path)
+    free = {key: value for key, value in root.items() if key not in RESERVED} if isinstance(root, dict) else {}
+    needed = {ref.storage_byte_offset for ref in _refs(free)}
+    skipped = sorted(
+        {
+            (ref.storage_byte_offset, ref.storage_nbytes)
+            for ref in _refs(root)
+            if ref.storage_nbytes > _SMALL_BYTES and ref.storage_byte_offset not in needed
+        }
+    )
+    parts: list[tuple[int, bytes]] = []
+    at = 0
+    with open(path, "rb") as file:
+        for offset, nbytes in (*skipped, (size, 0)):
+            if offset > at:
+                file.seek(at)
+                parts.append((at, file.read(offset - at)))
+            at = offset + nbytes
+    return size, parts
+
+
+def _refs(value: object) -> Iterator[TensorRef]:
+    """All tensors in an inert value."""
+    todo: list[object] = [value]
+    while todo:
+        item = todo.pop()
+        if isinstance(item, TensorRef):
+            yield item
+        elif isinstance(item, Mapping):
+            todo += item.values()
+        elif isinstance(item, list | tuple | set | frozenset):
+            todo += item
+        elif isinstance(item, Placeholder):
+            todo += [item.args, item.state, item.kwargs, item.items]
