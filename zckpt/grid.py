@@ -18,6 +18,7 @@ from dataclasses import dataclass, replace
 
 from zckpt.catalog import Catalog, TensorEntry, Topology
 from zckpt.errors import ZckptError, ranges
+from zckpt.files import size
 from zckpt.fragments import FileStore, Fragment
 from zckpt.layouts.listing import DCP_DATA, EXPERT_NAME, EXPERT_OPTIMIZER_NAME, LAYER_NAME, MODEL_NAME, Listing
 from zckpt.layouts.module_states import as_mapping
@@ -108,7 +109,7 @@ def _rows(listing: Listing, catalog: Catalog | None, mp_rank: int) -> dict[int, 
 def _facts(listing: Listing, name: str) -> tuple[Cell, int | None, object]:
     """A file's cell, the world size it names, and the step it names."""
     path = listing.files[name]
-    nbytes = os.path.getsize(path)
+    nbytes = size(path)
     if not nbytes:
         return Cell(name, 0, "empty", "0 bytes"), None, None
     try:
@@ -197,7 +198,7 @@ def files_as_json(listing: Listing, grid: Grid, topology: Topology | None) -> li
         for name in listing.matching(pattern):
             match = pattern.fullmatch(name)
             numbers = match.groupdict() if match else {}
-            nbytes = os.path.getsize(listing.files[name])
+            nbytes = size(listing.files[name])
             place = {axis: int(number) for axis, number in numbers.items() if number is not None}
             if "mp" in place:
                 place["mp_rank"] = place.pop("mp")

@@ -7,8 +7,10 @@ A plan is streamed, batch by batch (`batches`).
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
+import tempfile
 import warnings
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
@@ -17,10 +19,12 @@ from typing import Literal, NoReturn
 from zckpt.batches import MOST_STORES, Batch, batches, progress_after, ranges
 from zckpt.dtypes import CAST_TARGETS
 from zckpt.errors import OutputError, UnsafeError, UnsupportedError, ZckptError, read_error
+from zckpt.fetching import localized
 from zckpt.fragments import FileStore
 from zckpt.mover_reference import run_batch as reference_batch
 from zckpt.open_files import OpenFiles
 from zckpt.plan import OutputFile, Plan
+from zckpt.sinks import Ordered, Sink
 from zckpt.sums import Partial, file_checksums, join
 from zckpt.tuning import THREADS, forget, gives_back, pace, window_bytes
 
@@ -42,19 +46,21 @@ class Overflow:
 
 @dataclass(frozen=True, slots=True)
 class Written:
-    """A file that is complete and durable.
+    """A file that is complete and, unless it was streamed or need not be, durable.
 
     Attributes:
         path: as in the plan.
         nbytes: its size.
         crc32: of the whole file, taken while it was written.
         overflows: number of the pair in the plan -> what its cast lost, for the tensors in this file.
+        slots: byte offset -> what was filled in there, of the checksums that the plan wants in the file.
     """
 
     path: str
     nbytes: int
     crc32: int
     overflows: Mapping[int, Overflow]
+    slots: Mapping[int, bytes]
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +95,9 @@ def run(
     bytes_per_s: int | None = None,
     done: Collection[str] = (),
     finished: Callable[[Written], None] | None = None,
+    sinks: Mapping[str, Sink] | None = None,
+    streamed: bool = False,
+    durable: bool = True,
 ) -> MoveReport:
     """Writes every file of a plan under `root`, and fills every memory destination.
 
@@ -105,10 +114,15 @@ def run(
         bytes_per_s: at most so many are read and written, together.
         done: paths of files that are there already: they are left alone.
         finished: called with each file as soon as it is complete and durable.
+        sinks: path of an output file -> what is handed its bytes in order, to hash them or to send them elsewhere. Only
+            for files without checksums, whose first bytes are known before the last.
+        streamed: write nothing under `root`: the files exist for their sinks and checksums only.
+        durable: False leaves the files to the page cache: they will be read at once, and need not outlive a crash.
 
     Raises:
         CorruptError: a source ends too early. InconsistentError: it changed meanwhile.
-        OutputError: a file cannot be written. UnsupportedError: there is no such cast.
+        OutputError: a file cannot be written. UnsupportedError: there is no such cast, or a streamed file's bytes do
+            not come in order.
         UnsafeError: a file of the plan would lie outside `root`.
     """
     if engine == "native" and native_run is None:
@@ -116,21 +130,30 @@ def run(
     chosen = "reference" if engine == "reference" or native_run is None else "native"
     if engine == "auto" and chosen == "reference":
         warnings.warn("zckpt's C++ engine was not built: the slow Python one is used.", RuntimeWarning, stacklevel=2)
-    _refuse(plan)
+    sinks = sinks or {}
+    _refuse(plan, sinks)
     _raise_file_limit()
     give_back = gives_back(keep_cache, plan.bytes_read + plan.bytes_written)
     work = _Work(
         plan, chosen, overflow == "clamp", threads or THREADS, window_bytes(window), give_back, bytes_per_s or 0
     )
+    work.sinks = {id(store): Ordered(sinks[output.path]) for output, store in plan.files if output.path in sinks}
+    work.durable = durable and not streamed
     complete: list[Written] = []
     written = sum(output.size for output, _ in plan.files if output.path in done)
-    outputs = {id(store): os.path.join(root, output.path) for output, store in plan.files}
-    with OpenFiles(outputs, give_back=give_back) as files:
+    nowhere = streamed and chosen == "native"
+    with contextlib.ExitStack() as stack:
+        if streamed and not nowhere:  # the reference engine does not write in order
+            root = stack.enter_context(tempfile.TemporaryDirectory())
+        outputs = {
+            id(store): os.devnull if nowhere else os.path.join(root, output.path) for output, store in plan.files
+        }
+        files = stack.enter_context(OpenFiles(outputs, give_back=give_back, direct=work.durable))
         try:
             for output, store in plan.files:
-                if output.path not in done:
+                if output.path not in done and not nowhere:
                     _create(outputs[id(store)], output.size)
-            for batch in batches(plan, done):
+            for batch in localized(batches(plan, done)):
                 work.do(batch, files, progress_after(progress, written))
                 written += batch.nbytes
                 for output, store in batch.finished:
@@ -146,8 +169,10 @@ def run(
     return MoveReport(plan.bytes_read, written, work.overflows, chosen, tuple(complete))
 
 
-def _refuse(plan: Plan) -> None:
-    """Raises for casts that there are not, and for paths that lead elsewhere."""
+def _refuse(plan: Plan, sinks: Mapping[str, Sink]) -> None:
+    """Raises for casts that there are not, for paths that lead elsewhere, and for sinks of what is not known in order."""
+    if any(output.checksums and output.path in sinks for output, _ in plan.files):
+        raise ValueError("a file with checksums is not known in order")
     for source, destination in plan.pairs:
         a, b = source.dtype, destination.dtype
         if a != b and not (a.kind == "float" and b in CAST_TARGETS):
@@ -204,6 +229,8 @@ class _Work:
             for fragment in entry.fragments:
                 self.tensors.setdefault(id(fragment.store), set()).add(number)
         self.parts: dict[int, list[Partial]] = {}
+        self.sinks: dict[int, Ordered] = {}
+        self.durable = True
 
     def do(self, batch: Batch, files: OpenFiles, progress: Callable[[int], None] | None) -> None:
         """Runs a batch."""
@@ -235,6 +262,7 @@ class _Work:
             give_back=self.give_back,
             bytes_per_s=self.bytes_per_s,
             progress=progress,
+            sinks=[self.sinks.get(id(store)) for store in batch.stores] if self.sinks else [],
         )
         if kind:
             where = str(batch.stores[store])
@@ -244,8 +272,10 @@ class _Work:
         return overflows
 
     def finish(self, output: OutputFile, store: FileStore, files: OpenFiles) -> Written:
-        """Fills in the CRCs of a complete file, and makes it durable."""
+        """Fills in the CRCs of a complete file, hands its sink what did not come in order, and makes it durable."""
         fd, _ = files.of(store)
+        if id(store) in self.sinks:
+            self.sinks[id(store)].finish(fd, output)
         crcs: dict[int, int] = {}
         for number, start, nbytes in self.ranges.get(id(store), ()):
             parts = self.parts.pop(number, ())
@@ -253,11 +283,14 @@ class _Work:
         crc, slots = file_checksums(output, crcs)
         for slot, data in slots.items():
             _write(fd, data, slot)
-        os.fsync(fd)
+        if self.durable:
+            os.fsync(fd)
         if self.give_back:
             forget(fd)
         here = self.overflows.keys() & self.tensors.get(id(store), set())
-        return Written(output.path, output.size, crc, {number: self.overflows[number] for number in sorted(here)})
+        return Written(
+            output.path, output.size, crc, {number: self.overflows[number] for number in sorted(here)}, slots
+        )
 
 
 def _crc_of_file(fd: int, start: int, nbytes: int) -> int:

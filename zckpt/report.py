@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from zckpt import files
 from zckpt.catalog import Catalog, TensorEntry
 from zckpt.checkpoint import open_catalog, strip_wrappers
 from zckpt.convert import output_dtype
@@ -149,7 +150,7 @@ def _resumable(place: Place, catalog: Catalog | None, grid: Grid, exportable: Ve
         return Verdict(True, f"at world size {catalog.topology.dp}; the optimizer keeps no state per element")
     size = "any data-parallel world size" if catalog.source.zero_stage == 0 else f"world size {catalog.topology.dp}"
     latest = os.path.join(place.home, "latest")
-    pointer = "" if os.path.exists(latest) else " (there is no 'latest': name the tag when loading)"
+    pointer = "" if files.is_file(latest) else " (there is no 'latest': name the tag when loading)"
     return Verdict(True, f"at {size}{pointer}")
 
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import typer
 
 from zckpt.cli import options as o
+from zckpt.cli import push
 from zckpt.cli.output import Sink, peak_rss_bytes
 
 if TYPE_CHECKING:
@@ -87,6 +87,9 @@ def _register(app: typer.Typer, dtype: str) -> None:
             form=Form(to, config, layer_names),
         )
         sink = Sink(as_json=as_json, quiet=quiet)
+        if out.startswith("hf://"):
+            push.to_page(ckpt, out, chosen, sink, tag=tag, also=also or [], dry_run=dry_run)
+            return
         prepared = prepare(ckpt, out, chosen, tag=tag, also=also or ())
         if dry_run:
             show_plan(sink, prepared, dtype)
@@ -202,9 +205,11 @@ def _loader(out: str, files: list[str], single: bool) -> str:
 
 def show_plan(sink: Sink, prepared: Prepared, dtype: str) -> None:
     """What a conversion would write."""
+    from zckpt.files import size
+
     plan = prepared.plan
     files = [(file.path, file.size) for file, _ in plan.files]
-    files += [(name, Path(path).stat().st_size) for path, name in prepared.copies]
+    files += [(name, size(path)) for path, name in prepared.copies]
     moves = sum(1 for _ in plan.moves())
     facts: dict[str, object] = {
         "dry_run": True,

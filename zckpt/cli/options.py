@@ -68,33 +68,21 @@ def wishes(tp_rules: str | None, tp: int | None, pp: int | None, key: str | None
     return Wishes(tp_rules, tp, pp, key or "") if tp_rules or tp or pp or key else None
 
 
-_UNITS = {
-    "": 1,
-    "K": 10**3,
-    "M": 10**6,
-    "G": 10**9,
-    "T": 10**12,
-    "KI": 1 << 10,
-    "MI": 1 << 20,
-    "GI": 1 << 30,
-    "TI": 1 << 40,
-}
-
-
 def parse_bytes(text: str | None, option: str) -> int | None:
     """`8MiB`, `500MB`, `1.5G` or a plain number, as bytes; None for None.
 
     Raises:
         UsageError: it is no such thing, or nothing.
     """
-    import re
-
     from zckpt.errors import UsageError
+    from zckpt.files import to_bytes
 
     if text is None:
         return None
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?I?)B?(?:/S)?", text.strip().upper())
-    nbytes = int(float(found[1]) * _UNITS[found[2]]) if found and found[2] in _UNITS else 0
+    try:
+        nbytes = to_bytes(text.strip().upper().removesuffix("/S"))
+    except UsageError:
+        nbytes = 0
     if nbytes < 1:
         raise UsageError(f"an {option} that is no number of bytes", found=repr(text), remedy="Examples: 8MiB, 500MB.")
     return nbytes
@@ -118,6 +106,9 @@ Checkpoint = Annotated[
 Looked = Annotated[
     str, typer.Argument(metavar="CKPT|FILE", help="Checkpoint directory, or one weights file.", show_default=False)
 ]
+Source = Annotated[
+    str, typer.Argument(metavar="SOURCE", help="Checkpoint, trainer output directory, or weights.", show_default=False)
+]
 Converted = Annotated[
     str | None,
     typer.Argument(metavar="[CONVERTED]", help="Output that was made from CKPT.", show_default=False),
@@ -128,7 +119,7 @@ Out = Annotated[
     str,
     typer.Argument(
         metavar="OUT",
-        help="One file (.safetensors, .bin, .pt), or else a directory of shards.",
+        help="One file (.safetensors, .bin, .pt), or else a directory of shards. Or an address: s3://..., hf://OWNER/NAME.",
         show_default=False,
     ),
 ]
@@ -184,6 +175,10 @@ Under = Annotated[
 OptimizerKey = Annotated[
     str | None,
     typer.Option("--optimizer", metavar="KEY", help="Write the optimizer's states too, under this key."),
+]
+CastOrConfig = Annotated[
+    Dtype | None,
+    typer.Option("--dtype", help="Of the weights; by default what config.json says, or plain weights' own."),
 ]
 MaxShardSize = Annotated[str, typer.Option("--max-shard-size", metavar="S", help="Most bytes in one shard.")]
 Include = Annotated[

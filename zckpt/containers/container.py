@@ -1,6 +1,6 @@
 """One opened file: what every reader of this package takes, and what it gives back.
 
-For the readers. All reads are `pread`s of stated length, so a short file is one error, found in one place.
+For the readers. All reads are of stated length at a stated place, so a short file is one error, found in one place.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
+from zckpt import files, remote
 from zckpt.errors import CorruptError, NotACheckpointError
 from zckpt.fragments import FileStore
 
@@ -117,6 +118,17 @@ class Input:
         return self.stores[byteorder]
 
 
+@dataclass(frozen=True, slots=True)
+class RemoteInput(Input):
+    """The same behind an address: read by byte ranges."""
+
+    reader: remote.Reader = field(kw_only=True)
+
+    def peek(self, offset: int, nbytes: int) -> bytes:
+        """At most `nbytes` bytes at `offset`; fewer only at the end of the file."""
+        return self.reader.read(offset, nbytes)
+
+
 @contextmanager
 def open_input(path: str | os.PathLike[str]) -> Iterator[Input]:
     """Opens a regular file for reading.
@@ -125,6 +137,10 @@ def open_input(path: str | os.PathLike[str]) -> Iterator[Input]:
         NotACheckpointError: it is missing, unreadable, or no file.
     """
     name = os.fspath(path)
+    if files.is_remote(name):
+        status = remote.status(name)
+        yield RemoteInput(name, -1, status.size, status.identity, reader=remote.Reader(name, status.size))
+        return
     try:
         descriptor = os.open(name, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # a named pipe must not block
     except OSError as error:
@@ -132,13 +148,13 @@ def open_input(path: str | os.PathLike[str]) -> Iterator[Input]:
     except ValueError as error:
         raise _refusal(name, str(error)) from error
     try:
-        status = os.fstat(descriptor)
-        if stat.S_ISDIR(status.st_mode):
+        found = os.fstat(descriptor)
+        if stat.S_ISDIR(found.st_mode):
             raise _refusal(name, "a directory")
-        if not stat.S_ISREG(status.st_mode):
+        if not stat.S_ISREG(found.st_mode):
             raise _refusal(name, "a device, pipe or socket")
-        identity = (status.st_dev, status.st_ino, status.st_mtime_ns)
-        yield Input(name, descriptor, status.st_size, identity, file_size=status.st_size)
+        identity = (found.st_dev, found.st_ino, found.st_mtime_ns)
+        yield Input(name, descriptor, found.st_size, identity, file_size=found.st_size)
     finally:
         os.close(descriptor)
 

@@ -6,12 +6,12 @@ Source: DeepSpeed runtime/engine.py `_save_zero_checkpoint`; `state_dict` of the
 
 from __future__ import annotations
 
-import os
 import struct
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from zckpt import files
 from zckpt.containers import TensorRef, brief, enum_value
 from zckpt.dtypes import BF16, F16, F32, DType
 from zckpt.errors import CorruptError, IncompleteError, InconsistentError, UnsupportedError, ranges
@@ -185,8 +185,7 @@ def number_in(ref: TensorRef) -> int | float | bytes:
     Raises:
         CorruptError: the file ends before it.
     """
-    with open(ref.store.path, "rb") as file:
-        data = os.pread(file.fileno(), ref.dtype.itemsize, ref.byte_offset)
+    data = files.read(ref.store.path, ref.dtype.itemsize, ref.byte_offset)
     if len(data) < ref.dtype.itemsize:
         raise CorruptError("a file that ends too early", file=ref.store.path, found=f"no byte at {ref.byte_offset:,}")
     order = "<" if ref.store.byteorder == "little" else ">"

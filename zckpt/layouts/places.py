@@ -15,7 +15,8 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from zckpt.errors import IncompleteError, NotACheckpointError, UnsafeError, UsageError, some
+from zckpt import files, remote
+from zckpt.errors import IncompleteError, NotACheckpointError, UnsafeError, UsageError, ZckptError, some
 from zckpt.layouts.listing import UNIVERSAL, Listing, is_dcp_file, is_deepspeed_file, list_files, natural
 
 _TRAINER = re.compile(r"checkpoint-\d+")
@@ -53,19 +54,22 @@ def find(path: str, tag: str | None = None, also: Sequence[str] = ()) -> Place:
         IncompleteError: `latest` is missing and there are several tags, or it names a tag that is not there.
         UnsafeError: `latest` or `tag` points outside the directory.
     """
-    if os.path.isfile(path):
+    path = files.local(path)
+    if files.is_remote(path):
+        path = path.rstrip("/")
+        remote.refresh(path)
+    if files.is_file(path):
         name = os.path.basename(path)
         if not is_deepspeed_file(name) and (name.endswith(".safetensors") or not _is_dcp(name)):
-            home = os.path.dirname(os.path.abspath(path))
-            return Place(Listing(path, "", {name: path}), home)
-        path = os.path.dirname(os.path.abspath(path))
-    if not os.path.isdir(path):
+            return Place(Listing(path, "", {name: path}), files.parent(path))
+        path = files.parent(path)
+    if not files.is_dir(path):
         raise NotACheckpointError(
             "no such file or directory", file=path,
             remedy="Give the directory that holds 'latest', a tag directory such as global_step500, or a weights file.",
         )  # fmt: skip
     for root in also:
-        if not os.path.isdir(root):
+        if not files.is_dir(root):
             raise NotACheckpointError("no such directory", file=root, remedy="--also takes a directory.")
     names = _entries(path)
     if any(is_deepspeed_file(name) for name in names) or UNIVERSAL in names:
@@ -78,7 +82,7 @@ def find(path: str, tag: str | None = None, also: Sequence[str] = ()) -> Place:
     tags = _tags(path, names, also)
     if tag is not None or _pointer(names) or tags:
         return _in_home(path, tag, tags, also, names)
-    trainers = [name for name in names if _TRAINER.fullmatch(name) and os.path.isdir(os.path.join(path, name))]
+    trainers = [name for name in names if _TRAINER.fullmatch(name) and files.is_dir(os.path.join(path, name))]
     for newest in sorted(trainers, key=natural, reverse=True):
         inner = os.path.join(path, newest)
         inner_names = _entries(inner)
@@ -117,7 +121,9 @@ def latest_of(path: str) -> str | None:
 
 def _entries(directory: str) -> list[str]:
     try:
-        return sorted(os.listdir(directory), key=natural)
+        return sorted(files.names(directory), key=natural)
+    except ZckptError:
+        raise
     except OSError as error:
         raise NotACheckpointError(
             "a directory that cannot be read", file=directory, found=error.strerror or str(error)
@@ -132,7 +138,7 @@ def _tags(path: str, names: Sequence[str], also: Sequence[str]) -> tuple[str, ..
             inner = os.path.join(root, name)
             if name.startswith("."):  # a save that never came to its end
                 continue
-            if os.path.isdir(inner) and os.access(inner, os.R_OK) and any(map(_is_of_save, os.listdir(inner))):
+            if files.is_dir(inner) and files.is_readable(inner) and any(map(_is_of_save, files.names(inner))):
                 found.add(name)
     return tuple(sorted(found, key=natural))
 
@@ -147,14 +153,14 @@ def _is_of_save(name: str) -> bool:
 
 def _dcp_directory(path: str, tag: str | None, also: Sequence[str]) -> Place:
     """A save of torch.distributed.checkpoint; the model's config lies in it or beside it."""
-    real = os.path.abspath(path)
+    real = files.absolute(path)
     if tag is not None and tag != os.path.basename(real):
         raise UsageError(
             "a tag that is not in the checkpoint", file=path, found=f"--tag {tag}",
             remedy="This directory is itself a save: leave --tag out, or give its parent.",
         )  # fmt: skip
-    parent = os.path.dirname(real)
-    has_config = [place for place in (path, parent) if os.path.isfile(os.path.join(place, "config.json"))]
+    places = (path, files.parent(real))
+    has_config = [place for place in places if files.is_file(os.path.join(place, "config.json"))]
     return Place(list_files(path, "", also), has_config[0] if has_config else path)
 
 
@@ -168,15 +174,15 @@ def _accelerate(path: str, name: str, models: Sequence[str], also: Sequence[str]
 
 
 def _tag_directory(path: str, tag: str | None, also: Sequence[str]) -> Place:
-    real = os.path.abspath(path)
-    name, home = os.path.basename(real), os.path.dirname(real)
+    real = files.absolute(path)
+    name, home = os.path.basename(real), files.parent(real)
     if tag is not None and tag != name:
         raise UsageError(
             "a tag that is not in the checkpoint", file=path, found=f"--tag {tag}",
             remedy="This directory is itself a tag directory: leave --tag out, or give its parent.",
         )  # fmt: skip
     roots = [_overlay(root, name) for root in also]
-    siblings = _tags(home, _entries(home), ()) if os.access(home, os.R_OK) else (name,)
+    siblings = _tags(home, _entries(home), ()) if files.is_readable(home) else (name,)
     return Place(list_files(path, name, roots), home, siblings)
 
 
@@ -200,8 +206,8 @@ def _in_home(path: str, tag: str | None, tags: tuple[str, ...], also: Sequence[s
     _check_tag(tag, path, origin)
     directory = os.path.join(path, tag)
     roots = [_overlay(root, tag) for root in also]
-    if not os.path.isdir(directory):
-        roots = [root for root in roots if os.path.isdir(root)]
+    if not files.is_dir(directory):
+        roots = [root for root in roots if files.is_dir(root)]
         if not roots:
             raise IncompleteError(
                 f"no save of the tag that {origin} names", file=path, found=f"{tag!r} is not there",
@@ -228,13 +234,14 @@ def _pointer(names: Sequence[str]) -> str | None:
 def _overlay(root: str, tag: str) -> str:
     """A further root may be the checkpoint's directory on another disk, or its tag directory."""
     inner = os.path.join(root, tag)
-    return inner if os.path.isdir(inner) else root
+    return inner if files.is_dir(inner) else root
 
 
 def _latest(path: str) -> str:
     try:
-        with open(path, "rb") as file:
-            text = file.read(4096).decode().strip()
+        text = files.read(path, 4096).decode().strip()
+    except ZckptError:
+        raise
     except (OSError, UnicodeDecodeError) as error:
         raise NotACheckpointError("a 'latest' that cannot be read", file=path, found=str(error)) from error
     if not text:
