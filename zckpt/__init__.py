@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from zckpt.adapters import AdapterReport, to_peft
 from zckpt.checkpoint import Checkpoint, open_checkpoint
 
 # Eager, because submodules have the same names: whoever imports one later must not replace the function by the module.
@@ -40,6 +41,7 @@ if TYPE_CHECKING:
     )
 
 __all__ = [
+    "AdapterReport",
     "CastError",
     "Checkpoint",
     "CorruptError",
@@ -64,6 +66,7 @@ __all__ = [
     "open_checkpoint",
     "reshard",
     "to_dcp",
+    "to_peft",
     "to_universal",
     "verify",
 ]

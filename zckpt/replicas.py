@@ -7,6 +7,7 @@ so a checkpoint of any size is checked in a moment. Pure Python: it runs where n
 
 from __future__ import annotations
 
+import ctypes
 import math
 import os
 import struct
@@ -16,7 +17,7 @@ from typing import Literal
 from zckpt.catalog import Catalog, Replica, TensorEntry
 from zckpt.dtypes import BF16, F16, F32, F64, DType
 from zckpt.errors import CorruptError, InconsistentError, some
-from zckpt.fragments import FileStore, Fragment, runs_in_order
+from zckpt.fragments import FileStore, Fragment, Store, runs_in_order
 from zckpt.overlaps import clip
 
 _CODES = {F64: "d", F32: "f", F16: "e", BF16: "H"}
@@ -46,23 +47,26 @@ class Reader:
         values: list[float] = []
         for run in runs_in_order(clip(fragments, start, stop, dtype.itemsize), dtype.itemsize):
             store = run.store
-            if not isinstance(store, FileStore):
-                raise TypeError("replicas are compared on disk")
             step = run.store_step * dtype.itemsize
-            span = (run.count - 1) * step + dtype.itemsize
-            data = os.pread(self._fd(store.path), span, run.byte_offset)
-            if len(data) < span:
-                raise CorruptError(
-                    "a file that ends too early",
-                    file=store.path,
-                    found=f"{len(data)} bytes at offset {run.byte_offset:,}",
-                    expected=f"{span} bytes",
-                    remedy="The copy was cut short. Copy that file again.",
-                    byte_offset=run.byte_offset,
-                )
+            data = self._bytes(store, run.byte_offset, (run.count - 1) * step + dtype.itemsize)
             for index in range(run.count):
                 values.append(_decode(data[index * step : index * step + dtype.itemsize], dtype, store.byteorder))
         return values
+
+    def _bytes(self, store: Store, offset: int, span: int) -> bytes:
+        if not isinstance(store, FileStore):
+            return ctypes.string_at(store.address + offset, span)
+        data = os.pread(self._fd(store.path), span, offset)
+        if len(data) < span:
+            raise CorruptError(
+                "a file that ends too early",
+                file=store.path,
+                found=f"{len(data)} bytes at offset {offset:,}",
+                expected=f"{span} bytes",
+                remedy="The copy was cut short. Copy that file again.",
+                byte_offset=offset,
+            )
+        return data
 
     def _fd(self, path: str) -> int:
         if path not in self._fds:

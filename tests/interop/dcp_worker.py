@@ -3,7 +3,8 @@
     torchrun .. dcp_worker.py JOBS.json
 
 Each job has `checkpoint`, `shape` ("fsdp"; at two ranks "tensor"; "accelerate" where that library loads it), `tensors`
-(name -> [shape, dtype, role]), `tied` (dropped -> kept name), and `groups` where the optimizer is loaded too. Rank 0 writes <number>.pt beside the jobs.
+(name -> [shape, dtype, role]), `tied` (dropped -> kept name), and `groups` where the optimizer is loaded too.
+Rank 0 writes <number>.pt beside the jobs.
 """
 
 from __future__ import annotations

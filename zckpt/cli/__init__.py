@@ -17,7 +17,7 @@ from typing import NoReturn
 
 import typer
 
-from zckpt.cli import convert, demo, look, options, reshape
+from zckpt.cli import convert, demo, look, options, peft, reshape
 from zckpt.errors import ZckptError
 
 app = typer.Typer(
@@ -33,6 +33,7 @@ app = typer.Typer(
 look.register(app)
 convert.register(app)
 reshape.register(app)
+peft.register(app)
 demo.register(app)
 
 

@@ -50,6 +50,9 @@ def _register(app: typer.Typer, dtype: str) -> None:
         tp: o.Tp = None,
         pp: o.Pp = None,
         key: o.Key = None,
+        to: o.To = None,
+        config: o.Config = None,
+        layer_names: o.LayerNames = None,
         threads: o.Threads = None,
         buffer: o.Buffer = None,
         keep_cache: o.KeepCache = None,
@@ -61,6 +64,7 @@ def _register(app: typer.Typer, dtype: str) -> None:
         quiet: o.Quiet = False,
     ) -> None:
         from zckpt.convert import Options, prepare, to_dtype
+        from zckpt.forms import Form
 
         began = time.perf_counter()
         chosen = Options(
@@ -80,11 +84,12 @@ def _register(app: typer.Typer, dtype: str) -> None:
             overwrite=overwrite,
             allow_unknown_layout=allow_unknown_layout,
             wishes=o.wishes(tp_rules, tp, pp, key),
+            form=Form(to, config, layer_names),
         )
         sink = Sink(as_json=as_json, quiet=quiet)
         prepared = prepare(ckpt, out, chosen, tag=tag, also=also or ())
         if dry_run:
-            _show_plan(sink, prepared, dtype)
+            show_plan(sink, prepared, dtype)
         else:
             _carry_out(sink, prepared, dtype, began)
 
@@ -92,7 +97,7 @@ def _register(app: typer.Typer, dtype: str) -> None:
 def to_dcp(
     ckpt: o.Checkpoint,
     out: o.OutDirectory,
-    dtype: o.DtypeOption = None,
+    dtype: o.DTypeAsSaved = None,
     under: o.Under = "model",
     optimizer: o.OptimizerKey = None,
     tag: o.Tag = None,
@@ -136,7 +141,7 @@ def to_dcp(
     prepared = prepare(ckpt, out, chosen, under=under, optimizer=optimizer, tag=tag, also=also or ())
     name = dtype.value if dtype else "saved"
     if dry_run:
-        _show_plan(sink, prepared, name)
+        show_plan(sink, prepared, name)
     else:
         _carry_out(sink, prepared, name, began)
 
@@ -195,7 +200,8 @@ def _loader(out: str, files: list[str], single: bool) -> str:
     return f"transformers.AutoModelForCausalLM.from_pretrained({out!r}){hint}"
 
 
-def _show_plan(sink: Sink, prepared: Prepared, dtype: str) -> None:
+def show_plan(sink: Sink, prepared: Prepared, dtype: str) -> None:
+    """What a conversion would write."""
     plan = prepared.plan
     files = [(file.path, file.size) for file, _ in plan.files]
     files += [(name, Path(path).stat().st_size) for path, name in prepared.copies]

@@ -19,20 +19,20 @@ class Format(str, Enum):
     bin = "bin"
 
 
-class Dtype(str, Enum):
-    """Dtypes that weights can be given."""
-
-    fp32 = "fp32"
-    fp16 = "fp16"
-    bf16 = "bf16"
-
-
 class Overflow(str, Enum):
     """What to do with numbers too large for the dtype."""
 
     error = "error"
     inf = "inf"
     clamp = "clamp"
+
+
+class Dtype(str, Enum):
+    """Dtypes that weights can be cast to."""
+
+    fp32 = "fp32"
+    fp16 = "fp16"
+    bf16 = "bf16"
 
 
 def _print_version(wanted: bool) -> None:
@@ -155,10 +155,26 @@ Key = Annotated[
     str | None,
     typer.Option("--key", metavar="KEY", help="Which state dict of a torch.distributed.checkpoint save, such as ema."),
 ]
+To = Annotated[
+    str | None,
+    typer.Option(
+        "--to", metavar="hf:NAME", help="Turn Megatron's or GPT-NeoX's model into hf:gpt-neox, hf:gpt2 or hf:llama."
+    ),
+]
+Config = Annotated[
+    str | None,
+    typer.Option(
+        "--config", metavar="FILE", help="The model's config.json for --to, where the run does not say it all."
+    ),
+]
+LayerNames = Annotated[
+    str | None, typer.Option("--layer-names", metavar="FILE", help="JSON file with names for a pipeline's layers.")
+]
+DTypeOption = Annotated[Dtype, typer.Option("--dtype", help="Dtype of the output.")]
 FormatOption = Annotated[
     Format | None, typer.Option("--format", help="Container of the output; by default what OUT's name says.")
 ]
-DtypeOption = Annotated[Dtype | None, typer.Option("--dtype", help="Of the weights; by default as they were saved.")]
+DTypeAsSaved = Annotated[Dtype | None, typer.Option("--dtype", help="Of the weights; by default as they were saved.")]
 OutDirectory = Annotated[
     str, typer.Argument(metavar="OUT", help="Directory for the new checkpoint.", show_default=False)
 ]

@@ -8,8 +8,10 @@ from __future__ import annotations
 import json
 import os
 import re
+from collections.abc import Mapping
 
 from zckpt.dtypes import DType
+from zckpt.errors import CorruptError
 from zckpt.fragments import FileStore
 from zckpt.jsons import read_json
 from zckpt.layouts.huggingface import literal_file
@@ -26,18 +28,43 @@ _BESIDE = re.compile(
 )
 
 
-def config_file(home: str, dtype: DType) -> tuple[OutputFile, FileStore] | None:
+def config_file(
+    home: str, dtype: DType, config: Mapping[str, object] | None = None
+) -> tuple[OutputFile, FileStore] | None:
     """The model's `config.json`, in which the dtype is made true; None where there is none.
+
+    Args:
+        home: where it lies.
+        dtype: of the weights.
+        config: what it says; None for what the file does.
 
     Raises:
         CorruptError: it is no JSON. NotACheckpointError: it cannot be read.
     """
-    path = os.path.join(home, "config.json")
-    if not os.path.isfile(path):
-        return None
-    config = read_json(path, _MOST_BYTES, "a config.json")
+    if config is None:
+        config = read_config(home)
+        if config is None:
+            return None
     text = json.dumps(_true_dtype(config, dtype), indent=2, ensure_ascii=False) + "\n"
     return literal_file("config.json", text.encode())
+
+
+def read_config(home: str) -> dict[str, object] | None:
+    """The `config.json` in a directory; None where there is none.
+
+    Raises:
+        CorruptError: it is no JSON object. NotACheckpointError: it cannot be read.
+    """
+    path = os.path.join(home, "config.json")
+    return config_of(path) if os.path.isfile(path) else None
+
+
+def config_of(path: str) -> dict[str, object]:
+    """The config in a file; errors as in `read_config`."""
+    config = read_json(path, _MOST_BYTES, "a config.json")
+    if not isinstance(config, dict):
+        raise CorruptError("a config.json that is not an object", file=path, found=type(config).__name__)
+    return config
 
 
 def _true_dtype(config: object, dtype: DType, *, top: bool = True) -> object:

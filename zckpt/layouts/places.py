@@ -20,7 +20,7 @@ from zckpt.layouts.listing import UNIVERSAL, Listing, is_dcp_file, is_deepspeed_
 
 _TRAINER = re.compile(r"checkpoint-\d+")
 _ACCELERATE = re.compile(r"pytorch_model_fsdp_\d+")
-_PLAIN = re.compile(r"(?:model|pytorch_model)(?:\.safetensors|\.bin)(?:\.index\.json)?")
+_PLAIN = re.compile(r"(?:model|pytorch_model|adapter_model)(?:\.safetensors|\.bin)(?:\.index\.json)?")
 
 
 @dataclass(frozen=True, slots=True)
