@@ -6,6 +6,7 @@ For users of the library: every public name, and nothing that needs torch until 
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from zckpt.adapters import AdapterReport, to_peft
@@ -79,6 +80,8 @@ def __getattr__(name: str) -> Any:
         from zckpt import drop_in
 
         return getattr(drop_in, name)
+    if name in ("live", "runtime"):  # packages that need torch: `zckpt.live.save_pretrained` needs no import of its own
+        return import_module(f"zckpt.{name}")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

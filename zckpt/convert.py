@@ -211,8 +211,8 @@ def prepare(
     wanted = [(entry, output_dtype(entry, options.dtype)) for entry in catalog.tensors.values()]
     destination = lay_out(wanted, catalog.aliases, target)
     if not single:
-        dtype = options.dtype or usual_dtype(destination.entries.values())
-        config = config_file(opened.place.home, dtype, form.config)
+        usual = options.dtype or usual_dtype(destination.entries.values())
+        config = config_file(opened.place.home, usual, form.config)
         destination = replace(destination, files=(*destination.files, *([config] if config else [])))
     pairs = [(catalog.tensors[name], entry) for name, entry in destination.entries.items()]
     prepared = Prepared(

@@ -19,20 +19,20 @@ class Format(str, Enum):
     bin = "bin"
 
 
+class Dtype(str, Enum):
+    """Dtypes that weights can be given."""
+
+    fp32 = "fp32"
+    fp16 = "fp16"
+    bf16 = "bf16"
+
+
 class Overflow(str, Enum):
     """What to do with numbers too large for the dtype."""
 
     error = "error"
     inf = "inf"
     clamp = "clamp"
-
-
-class Dtype(str, Enum):
-    """Dtypes that weights can be cast to."""
-
-    fp32 = "fp32"
-    fp16 = "fp16"
-    bf16 = "bf16"
 
 
 def _print_version(wanted: bool) -> None:
@@ -151,10 +151,6 @@ Tp = Annotated[
 Pp = Annotated[
     int | None, typer.Option("--pp", metavar="N", min=1, help="Pipeline stages, where the files do not say.")
 ]
-Key = Annotated[
-    str | None,
-    typer.Option("--key", metavar="KEY", help="Which state dict of a torch.distributed.checkpoint save, such as ema."),
-]
 To = Annotated[
     str | None,
     typer.Option(
@@ -170,11 +166,15 @@ Config = Annotated[
 LayerNames = Annotated[
     str | None, typer.Option("--layer-names", metavar="FILE", help="JSON file with names for a pipeline's layers.")
 ]
-DTypeOption = Annotated[Dtype, typer.Option("--dtype", help="Dtype of the output.")]
+CastTo = Annotated[Dtype, typer.Option("--dtype", help="Dtype of the output.")]
+Key = Annotated[
+    str | None,
+    typer.Option("--key", metavar="KEY", help="Which state dict of a torch.distributed.checkpoint save, such as ema."),
+]
 FormatOption = Annotated[
     Format | None, typer.Option("--format", help="Container of the output; by default what OUT's name says.")
 ]
-DTypeAsSaved = Annotated[Dtype | None, typer.Option("--dtype", help="Of the weights; by default as they were saved.")]
+CastOrKeep = Annotated[Dtype | None, typer.Option("--dtype", help="Of the weights; by default as they were saved.")]
 OutDirectory = Annotated[
     str, typer.Argument(metavar="OUT", help="Directory for the new checkpoint.", show_default=False)
 ]

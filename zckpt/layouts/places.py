@@ -99,13 +99,20 @@ def find(path: str, tag: str | None = None, also: Sequence[str] = ()) -> Place:
 
 
 def has_saves(path: str) -> bool:
-    """Whether there is anything at all that `find` could look into: false for a directory that a run is yet to fill."""
+    """Whether there is anything that `find` would look into: false for a directory that a run is yet to fill."""
     if not os.path.isdir(path):
         return os.path.exists(path)
-    names = [name for name in os.listdir(path) if not name.startswith(".")]
-    return "latest" in names or any(
-        _is_of_save(name) or _PLAIN.fullmatch(name) or os.path.isdir(os.path.join(path, name)) for name in names
-    )
+    names = _entries(path)
+    if any(_is_of_save(name) or _PLAIN.fullmatch(name) for name in names) or UNIVERSAL in names:
+        return True
+    inner = (os.path.join(path, name) for name in names if _TRAINER.fullmatch(name))
+    return bool(_pointer(names) or _tags(path, names, ())) or any(map(has_saves, inner))
+
+
+def latest_of(path: str) -> str | None:
+    """What `latest` in a directory says; None where there is none."""
+    place = os.path.join(path, "latest")
+    return _latest(place) if os.path.isfile(place) else None
 
 
 def _entries(directory: str) -> list[str]:
