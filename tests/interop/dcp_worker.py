@@ -2,8 +2,9 @@
 
     torchrun .. dcp_worker.py JOBS.json
 
-Each job has `checkpoint`, `shape` ("fsdp" or, at two ranks, "tensor"), `tensors` (name -> [shape, dtype, role]), `tied`
-(dropped -> kept name), and `groups` where the optimizer is loaded too. Rank 0 writes <number>.pt beside the jobs.
+Each job has `checkpoint`, `shape` ("fsdp"; at two ranks "tensor"; "accelerate" where that library loads it), `tensors`
+(name -> [shape, dtype, role]), `tied` (dropped -> kept name), and `groups` where the optimizer is loaded too.
+Rank 0 writes <number>.pt beside the jobs.
 """
 
 from __future__ import annotations
@@ -63,6 +64,13 @@ def owner_of(root: torch.nn.Module, name: str) -> tuple[torch.nn.Module, str]:
 def run(job: dict[str, Any]) -> dict[str, Any]:
     """What was loaded, whole."""
     model = model_of(job)
+    if job["shape"] == "accelerate":
+        from accelerate import Accelerator, FullyShardedDataParallelPlugin
+        from accelerate.utils.fsdp_utils import load_fsdp_model
+
+        plugin = FullyShardedDataParallelPlugin(fsdp_version=2, state_dict_type="SHARDED_STATE_DICT")
+        load_fsdp_model(plugin, Accelerator(cpu=True), fully_shard(model), str(Path(job["checkpoint"]).parent))
+        return {"model": get_model_state_dict(model, options=WHOLE)}
     if job["shape"] == "fsdp":
         fully_shard(model)
     else:  # the other dimension than the one in which the files are cut

@@ -156,6 +156,9 @@ def jobs_of(tmp_path: Path, world_size: int) -> list[tuple[Path, dict[str, Any]]
             job["groups"] = [[names[n] for n in group.names] for group in training.groups]
         job["partial"] = optimizer and path.parent.name != "dcp"
         made.append((path, job))
+        if path.parent.name == "transformers":
+            to_dcp(path / "checkpoint", out / "pytorch_model_fsdp_0")
+            made.append((path, {**job, "shape": "accelerate", "checkpoint": str(out / "pytorch_model_fsdp_0")}))
         if name == "zero3/groups_w3" and world_size > 1:
             made.append((path, {**job, "shape": "tensor"}))
     return made

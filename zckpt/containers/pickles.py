@@ -102,12 +102,13 @@ def read_pickle(
 
 
 def _run(machine: Machine) -> object:
-    """Carries out one opcode after another. Nine tenths of all opcodes in torch's files are the ten done right here.
+    """Carries out one opcode after another. Nine tenths of all opcodes in torch's files are the twelve done right here.
 
     Every `_STRIDE` bytes the cost so far is looked at: what was made here, elsewhere, and what memo and stack hold.
     """
     data, end, stack, memo, marks = machine.data, len(machine.data), machine.stack, machine.memo, machine.marks
     long_put, put, get, long_get, small_int, mark, build_tuple, call, one_tuple, text = b"rqhjK(tR\x85X"
+    memoize, pair = b"\x94\x86"  # of protocol 4, which torch's checkpoint metadata are in
     at = machine.position
     made = steps = 0
     check_at = at + _STRIDE
@@ -156,6 +157,14 @@ def _run(machine: Machine) -> object:
             elif opcode == put and at + 2 <= end:
                 memo[data[at + 1]] = stack[-1]
                 at += 2
+            elif opcode == memoize:
+                memo[len(memo)] = stack[-1]
+                at += 1
+            elif opcode == pair:
+                second = stack.pop()
+                stack[-1] = (stack[-1], second)
+                made += TUPLE_COST
+                at += 1
             elif opcode == STOP:
                 machine.position = at + 1
                 return stack.pop()
