@@ -23,7 +23,7 @@ from zckpt.layouts.training import Training
 from zckpt.reshard import reshard
 
 FIXTURES = Path(__file__).parent.parent / "fixtures"
-SHARDED = sorted(p.parent for p in FIXTURES.glob("*/*/how.json") if json.loads(p.read_text())["stage"])
+SHARDED = sorted(p.parent for p in FIXTURES.glob("*/*/how.json") if json.loads(p.read_text()).get("stage"))
 NAMES = [f"{p.parent.name}/{p.name}" for p in SHARDED]
 
 
