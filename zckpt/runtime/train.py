@@ -147,6 +147,7 @@ def train(job: Job, watch: Callable[[Step], None] = lambda step: None) -> Outcom
                 saved = engine.global_steps
         if saved != engine.global_steps:
             engine.save_checkpoint(job.out)
+        engine.wait_for_checkpoint()
     if job.save_pretrained and not stopped:
         engine.save_16bit_model(job.save_pretrained)
         if world.rank == 0 and found.tokenizer is not None:
