@@ -6,6 +6,7 @@ For users of the library: every public name, and nothing that needs torch until 
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from zckpt.adapters import AdapterReport, to_peft
@@ -27,6 +28,7 @@ from zckpt.errors import (
     ZckptError,
 )
 from zckpt.reshard import reshard
+from zckpt.to_dcp import to_dcp
 from zckpt.universal import to_universal
 from zckpt.verification import Verification
 from zckpt.verify import verify
@@ -64,6 +66,7 @@ __all__ = [
     "load_state_dict_from_zero_checkpoint",
     "open_checkpoint",
     "reshard",
+    "to_dcp",
     "to_peft",
     "to_universal",
     "verify",
@@ -77,6 +80,8 @@ def __getattr__(name: str) -> Any:
         from zckpt import drop_in
 
         return getattr(drop_in, name)
+    if name in ("live", "runtime"):  # packages that need torch: `zckpt.live.save_pretrained` needs no import of its own
+        return import_module(f"zckpt.{name}")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

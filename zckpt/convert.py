@@ -8,7 +8,8 @@ from __future__ import annotations
 import os
 import re
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from zckpt import replicas
@@ -34,7 +35,7 @@ class Options:
     """What a conversion is to do.
 
     Attributes:
-        dtype: of floating parameters in the output.
+        dtype: of floating parameters in the output; None keeps each as it is.
         format: container; None for what OUT's suffix says, safetensors for a directory.
         max_shard_size: of a directory's shards.
         include: globs; only tensors that match one are kept.
@@ -55,7 +56,7 @@ class Options:
         form: which names and order of rows the tensors are to have.
     """
 
-    dtype: DType = F32
+    dtype: DType | None = F32
     format: Format | None = None
     max_shard_size: int | str = "5GB"
     include: Sequence[str] = ()
@@ -210,7 +211,8 @@ def prepare(
     wanted = [(entry, output_dtype(entry, options.dtype)) for entry in catalog.tensors.values()]
     destination = lay_out(wanted, catalog.aliases, target)
     if not single:
-        config = config_file(opened.place.home, options.dtype, form.config)
+        usual = options.dtype or usual_dtype(destination.entries.values())
+        config = config_file(opened.place.home, usual, form.config)
         destination = replace(destination, files=(*destination.files, *([config] if config else [])))
     pairs = [(catalog.tensors[name], entry) for name, entry in destination.entries.items()]
     prepared = Prepared(
@@ -279,12 +281,12 @@ def _recorded(options: Options) -> dict[str, object]:
     return recorded | ({} if options.wishes is None else {"wishes": options.wishes.as_json()})
 
 
-def output_dtype(entry: TensorEntry, dtype: DType) -> DType:
-    """The dtype a tensor gets: floating parameters take the one asked for, buffers keep theirs.
+def output_dtype(entry: TensorEntry, dtype: DType | None) -> DType:
+    """The dtype a tensor gets: floating parameters take the one asked for, if one is; buffers keep theirs.
 
     Half-precision buffers are lifted when fp32 is asked for. Integers, bools and complex numbers are never touched.
     """
-    if entry.dtype.kind != "float":
+    if entry.dtype.kind != "float" or dtype is None:
         return entry.dtype
     if entry.role == "buffer":
         return F32 if dtype == F32 and entry.dtype in (F16, BF16) else entry.dtype
@@ -348,3 +350,12 @@ def select(catalog: Catalog, options: Options) -> Catalog:
     if not all(selected.tensors) or any("\0" in name for name in selected.tensors):
         raise UsageError("a tensor without a name", found="an empty name", remedy="Change --rename or --strip-prefix.")
     return selected
+
+
+def usual_dtype(entries: Iterable[TensorEntry]) -> DType:
+    """The dtype that most floating elements have."""
+    numels: Counter[DType] = Counter()
+    for entry in entries:
+        if entry.dtype.kind == "float":
+            numels[entry.dtype] += entry.numel
+    return numels.most_common(1)[0][0] if numels else F32

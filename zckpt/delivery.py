@@ -112,7 +112,7 @@ def deliver(order: Order, progress: Callable[[int], None] | None = None) -> Deli
             ).engine  # fmt: skip
         overflows = _overflows_of(files.values())
         if overflows and order.overflow == "error":
-            raise _overflow_error(overflows, order.plan)
+            raise overflow_error(overflows, (e.dtype for _, e in order.plan.pairs if e.name in overflows))
         if not staging.published:
             files.update((name, staging.copy(path, name)) for path, name in order.copies)
             staging.commit(_manifest(order, files.values()).as_bytes())
@@ -224,13 +224,14 @@ def _overflows_of(files: Iterable[Finished]) -> dict[str, tuple[int, float]]:
     return lost
 
 
-def _overflow_error(overflows: dict[str, tuple[int, float]], plan: Plan) -> CastError:
-    dtypes = sorted({entry.dtype.torch_name for _, entry in plan.pairs if entry.name in overflows})
+def overflow_error(overflows: Mapping[str, tuple[int, float]], dtypes: Iterable[DType]) -> CastError:
+    """The error for numbers that a cast to these dtypes would make infinite."""
+    targets = sorted({dtype.torch_name for dtype in dtypes})
     worst = sorted(overflows, key=lambda name: -overflows[name][1])
     told = ", ".join(f"{n!r} ({overflows[n][0]:,} elements, largest {overflows[n][1]:,.6g})" for n in worst[:5])
     more = f" and {len(worst) - 5:,} more" if len(worst) > 5 else ""
     return CastError(
-        f"{len(worst):,} tensors with numbers too large for {' and '.join(dtypes)}",
+        f"{len(worst):,} tensors with numbers too large for {' and '.join(targets)}",
         found=told + more,
         remedy="Nothing was published. Use to-bf16, or --overflow clamp or --overflow inf if that is what you want.",
     )

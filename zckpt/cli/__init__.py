@@ -17,7 +17,7 @@ from typing import NoReturn
 
 import typer
 
-from zckpt.cli import convert, demo, look, options, peft, reshape
+from zckpt.cli import convert, demo, look, options, peft, reshape, train
 from zckpt.errors import ZckptError
 
 app = typer.Typer(
@@ -34,6 +34,7 @@ look.register(app)
 convert.register(app)
 reshape.register(app)
 peft.register(app)
+train.register(app)
 demo.register(app)
 
 

@@ -19,20 +19,20 @@ class Format(str, Enum):
     bin = "bin"
 
 
+class Dtype(str, Enum):
+    """Dtypes that weights can be given."""
+
+    fp32 = "fp32"
+    fp16 = "fp16"
+    bf16 = "bf16"
+
+
 class Overflow(str, Enum):
     """What to do with numbers too large for the dtype."""
 
     error = "error"
     inf = "inf"
     clamp = "clamp"
-
-
-class Dtype(str, Enum):
-    """Dtypes that weights can be cast to."""
-
-    fp32 = "fp32"
-    fp16 = "fp16"
-    bf16 = "bf16"
 
 
 def _print_version(wanted: bool) -> None:
@@ -61,11 +61,11 @@ def split_rename(text: str) -> tuple[str, str]:
     return found[1], found[2]
 
 
-def wishes(tp_rules: str | None, tp: int | None, pp: int | None) -> Wishes | None:
-    """What was said of a model-parallel checkpoint."""
+def wishes(tp_rules: str | None, tp: int | None, pp: int | None, key: str | None = None) -> Wishes | None:
+    """What was said of a checkpoint that does not say it itself."""
     from zckpt.layouts.listing import Wishes
 
-    return Wishes(tp_rules, tp, pp) if tp_rules or tp or pp else None
+    return Wishes(tp_rules, tp, pp, key or "") if tp_rules or tp or pp or key else None
 
 
 _UNITS = {
@@ -166,9 +166,24 @@ Config = Annotated[
 LayerNames = Annotated[
     str | None, typer.Option("--layer-names", metavar="FILE", help="JSON file with names for a pipeline's layers.")
 ]
-DTypeOption = Annotated[Dtype, typer.Option("--dtype", help="Dtype of the output.")]
+CastTo = Annotated[Dtype, typer.Option("--dtype", help="Dtype of the output.")]
+Key = Annotated[
+    str | None,
+    typer.Option("--key", metavar="KEY", help="Which state dict of a torch.distributed.checkpoint save, such as ema."),
+]
 FormatOption = Annotated[
     Format | None, typer.Option("--format", help="Container of the output; by default what OUT's name says.")
+]
+CastOrKeep = Annotated[Dtype | None, typer.Option("--dtype", help="Of the weights; by default as they were saved.")]
+OutDirectory = Annotated[
+    str, typer.Argument(metavar="OUT", help="Directory for the new checkpoint.", show_default=False)
+]
+Under = Annotated[
+    str, typer.Option("--under", metavar="KEY", help="The state dict's key for the weights; '' puts them on top.")
+]
+OptimizerKey = Annotated[
+    str | None,
+    typer.Option("--optimizer", metavar="KEY", help="Write the optimizer's states too, under this key."),
 ]
 MaxShardSize = Annotated[str, typer.Option("--max-shard-size", metavar="S", help="Most bytes in one shard.")]
 Include = Annotated[

@@ -45,7 +45,7 @@ def config_file(
         config = read_config(home)
         if config is None:
             return None
-    text = json.dumps(_true_dtype(config, dtype), indent=2, ensure_ascii=False) + "\n"
+    text = json.dumps(true_dtype(config, dtype), indent=2, ensure_ascii=False) + "\n"
     return literal_file("config.json", text.encode())
 
 
@@ -67,13 +67,13 @@ def config_of(path: str) -> dict[str, object]:
     return config
 
 
-def _true_dtype(config: object, dtype: DType, *, top: bool = True) -> object:
-    """`dtype` (transformers 5) or `torch_dtype` (4), in the config and those nested in it."""
+def true_dtype(config: object, dtype: DType, *, top: bool = True) -> object:
+    """A model's config with `dtype` (transformers 5) or `torch_dtype` (4) made true, in those nested in it too."""
     if not isinstance(config, dict):
         return config
     keys = [key for key in ("dtype", "torch_dtype") if isinstance(config.get(key), str)]
     nested = {
-        key: _true_dtype(value, dtype, top=False)
+        key: true_dtype(value, dtype, top=False)
         for key, value in config.items()
         if isinstance(value, dict) and key != "quantization_config"
     }
