@@ -320,18 +320,24 @@ def test_files_are_told_of_as_soon_as_they_are_complete(
     from zckpt import batches
 
     monkeypatch.setattr(batches, "LEAST_BYTES", 0)
-    source = source_file(tmp_path / "s", os.urandom(12_000))
+    data = os.urandom(12_000)
+    source = source_file(tmp_path / "s", data)
     files, pairs = [], []
     for i in range(3):
         store = FileStore(f"o{i}", 4000)
         files.append((OutputFile(store.path, 4000), store))
         pairs.append((whole(str(i), (1000,), F32, source, 4000 * i), whole(str(i), (1000,), F32, store)))
+    wanted = {f"o{i}": data[4000 * i : 4000 * (i + 1)] for i in range(3)}
     seen = []
+
+    def is_whole(name: str) -> bool:
+        return (tmp_path / name).read_bytes() == wanted[name]
+
     run(
         Plan(tuple(files), pairs),
         str(tmp_path),
         **engine,
-        finished=lambda file: seen.append((file.path, sorted(p.name for p in tmp_path.glob("o*")))),
+        finished=lambda file: seen.append((file.path, [name for name in wanted if is_whole(name)])),
     )
     assert seen == [("o0", ["o0"]), ("o1", ["o0", "o1"]), ("o2", ["o0", "o1", "o2"])]
 

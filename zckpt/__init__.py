@@ -6,8 +6,10 @@ For users of the library: every public name, and nothing that needs torch until 
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from zckpt.adapters import AdapterReport, to_peft
 from zckpt.checkpoint import Checkpoint, open_checkpoint
 
 # Eager, because submodules have the same names: whoever imports one later must not replace the function by the module.
@@ -28,6 +30,7 @@ from zckpt.errors import (
     ZckptError,
 )
 from zckpt.reshard import reshard
+from zckpt.to_dcp import to_dcp
 from zckpt.universal import to_universal
 from zckpt.verification import Verification
 from zckpt.verify import verify
@@ -43,6 +46,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "AccessError",
+    "AdapterReport",
     "CastError",
     "Checkpoint",
     "CorruptError",
@@ -68,6 +72,8 @@ __all__ = [
     "open_checkpoint",
     "push_to_hub",
     "reshard",
+    "to_dcp",
+    "to_peft",
     "to_universal",
     "verify",
 ]
@@ -84,6 +90,8 @@ def __getattr__(name: str) -> Any:
         from zckpt.hub import push_to_hub
 
         return push_to_hub
+    if name in ("live", "runtime"):  # packages that need torch: `zckpt.live.save_pretrained` needs no import of its own
+        return import_module(f"zckpt.{name}")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

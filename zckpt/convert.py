@@ -5,13 +5,12 @@ For the `to-*` commands and `zckpt.convert`. The steps: open, select and rename,
 
 from __future__ import annotations
 
-import fnmatch
 import os
 import re
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 from zckpt import files, replicas, streaming
 from zckpt.catalog import Catalog, TensorEntry
@@ -19,6 +18,7 @@ from zckpt.checkpoint import Opened, open_catalog, strip_wrappers
 from zckpt.delivery import Order, Overflow, deliver
 from zckpt.dtypes import BF16, BY_TORCH_NAME, CAST_TARGETS, F16, F32, DType
 from zckpt.errors import UsageError, some
+from zckpt.forms import Form, formed, matches
 from zckpt.layouts.companions import companions, config_file
 from zckpt.layouts.huggingface import Format, Target, lay_out
 from zckpt.layouts.listing import Wishes
@@ -53,6 +53,7 @@ class Options:
         beside: allow an output beside the input's tag directories.
         allow_unknown_layout: convert though the layout cannot be proved.
         wishes: what a person says of a model-parallel checkpoint that does not say it itself.
+        form: which names and order of rows the tensors are to have.
     """
 
     dtype: DType | None = F32
@@ -73,6 +74,7 @@ class Options:
     beside: bool = False
     allow_unknown_layout: bool = False
     wishes: Wishes | None = None
+    form: Form = field(default_factory=Form)
 
     @property
     def pace(self) -> Pace:
@@ -93,6 +95,7 @@ class Prepared:
         copies: (path, name) of small files copied beside the weights.
         options: what was asked for.
         notes: sentences a person should see.
+        recorded: what the manifest says of it beyond the options.
     """
 
     opened: Opened
@@ -103,6 +106,7 @@ class Prepared:
     copies: tuple[tuple[str, str], ...]
     options: Options
     notes: tuple[str, ...]
+    recorded: Mapping[str, object] = field(default_factory=dict[str, object])
 
     @property
     def bytes_written(self) -> int:
@@ -215,11 +219,13 @@ def prepare(
     target, single = _target(out, options)
     _check_output(out, single, options, protected(opened, checkpoint, beside=options.beside))
     catalog, stripped = strip_wrappers(opened.catalog)
-    catalog = select(catalog, options)
+    form = formed(catalog, opened.place, options.form, to_directory=not single, exclude=options.exclude)
+    catalog = select(form.catalog, options)
     wanted = [(entry, output_dtype(entry, options.dtype)) for entry in catalog.tensors.values()]
     destination = lay_out(wanted, catalog.aliases, target)
     if not single:
-        config = config_file(opened.place.home, options.dtype or _usual_dtype(destination.entries.values()))
+        usual = options.dtype or usual_dtype(destination.entries.values())
+        config = config_file(opened.place.home, usual, form.config)
         destination = replace(destination, files=(*destination.files, *([config] if config else [])))
     pairs = [(catalog.tensors[name], entry) for name, entry in destination.entries.items()]
     prepared = Prepared(
@@ -230,7 +236,8 @@ def prepare(
         single=single,
         copies=() if single else tuple(companions(opened.place.home)),
         options=options,
-        notes=opened.catalog.source.notes + stripped,
+        notes=opened.catalog.source.notes + stripped + form.notes,
+        recorded=form.recorded,
     )
     if out and not files.is_remote(out):
         check_space(out, prepared.bytes_written)
@@ -257,7 +264,7 @@ def execute(prepared: Prepared, progress: Callable[[int], None] | None = None) -
             out=prepared.out,
             catalog=prepared.catalog,
             dtype=options.dtype,
-            options=_recorded(options),
+            options={**_recorded(options), **prepared.recorded},
             single=prepared.single,
             copies=prepared.copies,
             overflow=options.overflow,
@@ -353,9 +360,9 @@ def select(catalog: Catalog, options: Options) -> Catalog:
     def wanted(entry: TensorEntry) -> bool:
         if options.exclude_frozen and entry.role == "frozen":
             return False
-        if options.include and not any(fnmatch.fnmatchcase(entry.name, glob) for glob in options.include):
+        if options.include and not matches(entry.name, options.include):
             return False
-        return not any(fnmatch.fnmatchcase(entry.name, glob) for glob in options.exclude)
+        return not matches(entry.name, options.exclude)
 
     try:
         patterns = [(re.compile(pattern), new) for pattern, new in options.rename]
@@ -379,7 +386,7 @@ def select(catalog: Catalog, options: Options) -> Catalog:
     return selected
 
 
-def _usual_dtype(entries: Iterable[TensorEntry]) -> DType:
+def usual_dtype(entries: Iterable[TensorEntry]) -> DType:
     """The dtype that most floating elements have."""
     numels: Counter[DType] = Counter()
     for entry in entries:

@@ -230,17 +230,18 @@ def overflows_of(made: Iterable[Finished], plan: Plan, overflow: Overflow) -> di
             before = lost.get(name, (0, 0.0))
             lost[name] = (max(before[0], count), max(before[1], largest))
     if lost and overflow == "error":
-        raise _overflow_error(lost, plan)
+        raise overflow_error(lost, (entry.dtype for _, entry in plan.pairs if entry.name in lost))
     return lost
 
 
-def _overflow_error(overflows: dict[str, tuple[int, float]], plan: Plan) -> CastError:
-    dtypes = sorted({entry.dtype.torch_name for _, entry in plan.pairs if entry.name in overflows})
+def overflow_error(overflows: Mapping[str, tuple[int, float]], dtypes: Iterable[DType]) -> CastError:
+    """The error for numbers that a cast to these dtypes would make infinite."""
+    targets = sorted({dtype.torch_name for dtype in dtypes})
     worst = sorted(overflows, key=lambda name: -overflows[name][1])
     told = ", ".join(f"{n!r} ({overflows[n][0]:,} elements, largest {overflows[n][1]:,.6g})" for n in worst[:5])
     more = f" and {len(worst) - 5:,} more" if len(worst) > 5 else ""
     return CastError(
-        f"{len(worst):,} tensors with numbers too large for {' and '.join(dtypes)}",
+        f"{len(worst):,} tensors with numbers too large for {' and '.join(targets)}",
         found=told + more,
         remedy="Nothing was published. Use to-bf16, or --overflow clamp or --overflow inf if that is what you want.",
     )

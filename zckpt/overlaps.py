@@ -18,7 +18,7 @@ from __future__ import annotations
 import itertools
 import math
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -131,7 +131,8 @@ def first_gap(fragments: Sequence[Fragment], numel: int, itemsize: int) -> tuple
     """
     if _follow_each_other(fragments, numel):
         return None
-    if sum(fragment.numel for fragment in fragments) == numel and _are_disjoint(fragments, numel):
+    held = sorted((fragment.block() for fragment in fragments if fragment.numel), key=lambda block: block.start)
+    if sum(fragment.numel for fragment in fragments) == numel and (_tile(held, numel) or _are_disjoint(held, numel)):
         return None
     return _walked_gap(fragments, numel, itemsize)
 
@@ -146,13 +147,49 @@ def _follow_each_other(fragments: Sequence[Fragment], numel: int) -> bool:
     return covered == numel
 
 
-def _are_disjoint(fragments: Sequence[Fragment], numel: int) -> bool:
-    """Whether no element is held twice, and none lies beyond `numel`."""
-    held = sorted((fragment.block() for fragment in fragments if fragment.numel), key=lambda block: block.start)
+def tile(boxes: Iterable[Sequence[tuple[int, int]]], whole: Sequence[int]) -> bool:
+    """Whether boxes, which hold as many elements as the whole has, cover it exactly once.
+
+    Each box, and the whole, has 2^n corners. Where boxes meet without gap or overlap, an even number of corners meets at
+    every point but the whole's own corners. The converse holds too: corners, counted modulo 2, are the mixed difference of
+    how often each element is covered, so they determine it modulo 2: every element of the whole is covered an odd number
+    of times, and by their number of elements, once. The cost is one pass.
+
+    Args:
+        boxes: (start, stop) per dimension.
+        whole: extents.
+    """
+    corners: set[tuple[int, ...]] = set()
+    for box in boxes:
+        corners.symmetric_difference_update(itertools.product(*box))
+    return corners == set(itertools.product(*((0, extent) for extent in whole)))
+
+
+def _tile(held: Sequence[Block], numel: int) -> bool:
+    """Whether they are rectangles in rows of one pitch, and cover the tensor; False where they are something else."""
+    pitch = max((block.pitch for block in held), default=0)
+    if not pitch or numel % pitch:
+        return False
+    boxes: list[tuple[tuple[int, int], tuple[int, int]]] = []
+    for block in held:
+        row, column = divmod(block.start, pitch)
+        if block.rows == 1 and not column and not block.count % pitch:
+            boxes.append(((row, row + block.count // pitch), (0, pitch)))
+        elif block.pitch in (0, pitch) and column + block.count <= pitch:
+            boxes.append(((row, row + block.rows), (column, column + block.count)))
+        else:
+            return False
+    return tile(boxes, (numel // pitch, pitch))
+
+
+def _are_disjoint(held: Sequence[Block], numel: int) -> bool:
+    """Whether no element is held twice, and none lies beyond `numel`; blocks are sorted by their start."""
     if any(block.stop > numel for block in held):
         return False
     if all(block.rows == 1 for block in held):
         return all(a.stop <= b.start for a, b in itertools.pairwise(held))
+    if _are_other_cells(held):
+        return True
     for index, block in enumerate(held):
         for other in held[index + 1 :]:
             if other.start >= block.stop:
@@ -160,6 +197,17 @@ def _are_disjoint(fragments: Sequence[Fragment], numel: int) -> bool:
             if next(overlaps(block, other), None):
                 return False
     return True
+
+
+def _are_other_cells(blocks: Sequence[Block]) -> bool:
+    """Whether blocks are surely disjoint because they are rectangles of one grid, in other columns or other rows of it."""
+    pitch = max(block.pitch for block in blocks)
+    cells = sorted((block.start % pitch, block.count, block.start // pitch, block.rows) for block in blocks)
+    return (
+        all(block.pitch == pitch or block.rows == 1 for block in blocks)
+        and all(column + count <= pitch for column, count, _, _ in cells)
+        and all(a[0] + a[1] <= b[0] or (a[:2] == b[:2] and a[2] + a[3] <= b[2]) for a, b in itertools.pairwise(cells))
+    )
 
 
 def _walked_gap(fragments: Sequence[Fragment], numel: int, itemsize: int) -> tuple[int, int] | None:
@@ -250,6 +298,53 @@ def place(fragments: Sequence[Fragment], rows: Block, start: int, pitch: int, it
                     part = replace(part, pitch=o.pitch // rows.pitch * pitch)
                 placed.append(part)
     return tuple(sorted(placed, key=_start_of))
+
+
+Pass = Sequence[tuple[Block, int, int]]
+"""Rows of one tensor, each with its start and pitch in another; see `place`."""
+
+
+def rearranged(fragments: Sequence[Fragment], rows: Pass, itemsize: int) -> tuple[Fragment, ...]:
+    """All of the rows that make up another tensor, as its fragments."""
+    placed = (part for block, start, pitch in rows for part in place(fragments, block, start, pitch, itemsize))
+    return tuple(sorted(placed, key=_start_of))
+
+
+def transposed(fragments: Sequence[Fragment], rows: int, columns: int, itemsize: int) -> tuple[Fragment, ...]:
+    """The fragments of a matrix of `rows` by `columns`, as those of the transposed one: each row becomes a column."""
+    turned: list[Fragment] = []
+    for run in runs_in_order(fragments, itemsize):
+        done = 0
+        while done < run.count:
+            row, column = divmod(run.start + done, columns)
+            held = min(columns - column, run.count - done)
+            byte_offset = run.byte_offset + done * run.store_step * itemsize
+            several = (held, rows, run.store_step) if held > 1 else (1, 0, 0)
+            turned.append(Fragment(run.store, byte_offset, column * rows + row, 1, *several))
+            done += held
+    return tuple(sorted(turned, key=_start_of))
+
+
+def strided(offset: int, shape: Sequence[int], strides: Sequence[int]) -> list[tuple[Block, int, int]]:
+    """A strided view of a dense tensor, as rows of it: long runs where there are some, otherwise what lies together there.
+
+    Args:
+        offset: the view's first element in the tensor.
+        shape: of the view, which is itself numbered row-major.
+        strides: elements of the tensor from one index to the next, for each dimension.
+    """
+    own = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
+    if 0 in shape:
+        return []
+    dims = sorted((step, extent, to) for extent, step, to in zip(shape, strides, own, strict=True) if extent > 1)
+    count = 1
+    while dims and dims[0][0] == count == dims[0][2]:
+        count *= dims.pop(0)[1]
+    step, rows, to = dims.pop(0) if dims else (count, 1, count)
+    places = [(offset, 0)]
+    for outer, extent, outer_to in dims:
+        places = [(of + n * outer, at + n * outer_to) for of, at in places for n in range(extent)]
+    return [(Block(of, count, rows, step, step, 1), at, to) for of, at in places]
 
 
 def _single_rows(o: Overlap) -> Iterator[Overlap]:

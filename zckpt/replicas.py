@@ -7,6 +7,7 @@ so a checkpoint of any size is checked in a moment. Pure Python: it runs where n
 
 from __future__ import annotations
 
+import ctypes
 import math
 import os
 import struct
@@ -17,7 +18,7 @@ from zckpt import files, remote
 from zckpt.catalog import Catalog, Replica, TensorEntry
 from zckpt.dtypes import BF16, F16, F32, F64, DType
 from zckpt.errors import CorruptError, InconsistentError, some
-from zckpt.fragments import FileStore, Fragment, Run, runs_in_order
+from zckpt.fragments import FileStore, Fragment, Run, Store, runs_in_order
 from zckpt.overlaps import clip
 
 _CODES = {F64: "d", F32: "f", F16: "e", BF16: "H"}
@@ -51,16 +52,7 @@ class Reader:
         values: list[float] = []
         for run, store, span in _runs(fragments, dtype, start, stop):
             step = run.store_step * dtype.itemsize
-            data = self._read(store.path, span, run.byte_offset)
-            if len(data) < span:
-                raise CorruptError(
-                    "a file that ends too early",
-                    file=store.path,
-                    found=f"{len(data)} bytes at offset {run.byte_offset:,}",
-                    expected=f"{span} bytes",
-                    remedy="The copy was cut short. Copy that file again.",
-                    byte_offset=run.byte_offset,
-                )
+            data = self._bytes(store, run.byte_offset, span)
             for index in range(run.count):
                 values.append(_decode(data[index * step : index * step + dtype.itemsize], dtype, store.byteorder))
         return values
@@ -68,7 +60,7 @@ class Reader:
     def fetch_ahead(self, entries: Sequence[TensorEntry]) -> None:
         """Fetches what comparing these entries will read from other machines, in few requests."""
         wanted = [
-            remote.Range(store.path, run.byte_offset, run.byte_offset + span)
+            remote.Range(str(store), run.byte_offset, run.byte_offset + span)
             for entry in entries
             if any(files.is_remote(str(fragment.store)) for fragment in entry.fragments)
             for replica in entry.replicas
@@ -76,10 +68,25 @@ class Reader:
             for start, stop in _seen(entry, replica)
             for fragments, dtype in ((entry.fragments, entry.dtype), (replica.fragments, replica.dtype))
             for run, store, span in _runs(fragments, dtype, start, stop)
-            if files.is_remote(store.path)
+            if files.is_remote(str(store))
         ]
         blocks = remote.fetch(wanted) if wanted else ()
         self._ahead = {r: block[r.start - at : r.stop - at] for r, (block, at) in zip(wanted, blocks, strict=True)}
+
+    def _bytes(self, store: Store, offset: int, span: int) -> bytes:
+        if not isinstance(store, FileStore):
+            return ctypes.string_at(store.address + offset, span)
+        data = self._read(store.path, span, offset)
+        if len(data) < span:
+            raise CorruptError(
+                "a file that ends too early",
+                file=store.path,
+                found=f"{len(data)} bytes at offset {offset:,}",
+                expected=f"{span} bytes",
+                remedy="The copy was cut short. Copy that file again.",
+                byte_offset=offset,
+            )
+        return data
 
     def _read(self, path: str, nbytes: int, offset: int) -> bytes:
         if not files.is_remote(path):
@@ -95,11 +102,9 @@ class Reader:
         return self._fds[path]
 
 
-def _runs(fragments: Sequence[Fragment], dtype: DType, start: int, stop: int) -> Iterator[tuple[Run, FileStore, int]]:
-    """The runs that hold elements [start, stop), the file of each, and the bytes from its first to its last element."""
+def _runs(fragments: Sequence[Fragment], dtype: DType, start: int, stop: int) -> Iterator[tuple[Run, Store, int]]:
+    """The runs that hold elements [start, stop), the store of each, and the bytes from its first to its last element."""
     for run in runs_in_order(clip(fragments, start, stop, dtype.itemsize), dtype.itemsize):
-        if not isinstance(run.store, FileStore):
-            raise TypeError("replicas are compared on disk")
         yield run, run.store, ((run.count - 1) * run.store_step + 1) * dtype.itemsize
 
 

@@ -140,8 +140,10 @@ def inspect_checkpoint(
 def _resumable(place: Place, catalog: Catalog | None, grid: Grid, exportable: Verdict) -> Verdict:
     if catalog is None:
         return Verdict(False, f"it cannot be read whole: {exportable.reason}")
+    if catalog.source.layout == "dcp" and catalog.source.optimizer_states:
+        return Verdict(True, "by torch.distributed.checkpoint.load, on any number of ranks")
     if catalog.source.zero_stage is None:
-        return Verdict(False, "plain weights hold no optimizer states")
+        return Verdict(False, "weights alone: there are no optimizer states")
     if bad := bad_ranks(grid):
         return Verdict(False, f"files of ranks {ranges(bad)} are missing or of another save")
     if not catalog.source.optimizer_states:

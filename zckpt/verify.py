@@ -6,7 +6,7 @@ For `zckpt verify`. Whether either of the two is intact is the business of `soun
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -17,7 +17,9 @@ from zckpt.catalog import Catalog, TensorEntry
 from zckpt.convert import Options, output_dtype, select, to_dtype
 from zckpt.dtypes import CAST_TARGETS, is_lossless
 from zckpt.errors import UnsupportedError, redact, some
+from zckpt.forms import formed_again
 from zckpt.layouts.listing import Wishes
+from zckpt.layouts.places import Place
 from zckpt.manifest import Manifest
 from zckpt.publish import is_within
 from zckpt.rederive import differences
@@ -105,7 +107,7 @@ def _compare(state: Examined, converted: str, pace: Pace, progress: Callable[[in
     facts = manifests.read(place) if place is not None and output.ok else None
     if facts is not None and not facts.dtype:  # a checkpoint in another form: nothing was cast or left out
         facts = None
-    wanted, left_out = _wanted(state.catalog, facts)
+    wanted, left_out = _wanted(state.catalog, state.place, facts)
     problems, pairs, untied = _pairs(wanted, output.catalog, facts)
     clamp = facts is not None and facts.options.get("overflow") == "clamp"
     told = progress_after(progress, read)
@@ -121,19 +123,25 @@ def _compare(state: Examined, converted: str, pace: Pace, progress: Callable[[in
     return _deletable(state, output, left_out, rounded)
 
 
-def _wanted(catalog: Catalog, facts: Manifest | None) -> tuple[Catalog, list[str]]:
+def _wanted(catalog: Catalog, place: Place, facts: Manifest | None) -> tuple[Catalog, list[str]]:
     """The tensors that an output made with the manifest's options holds, and names of those that it does not."""
     if facts is None or not facts.options:
         return catalog, []
     options: dict[str, Any] = {
-        name: value for name, value in facts.options.items() if name not in ("overflow", "wishes")
+        name: value for name, value in facts.options.items() if name not in ("overflow", "wishes", "form")
     }
+    form = facts.options.get("form")
     if "rename" in options:
         options["rename"] = [tuple(pair) for pair in options["rename"]]
     try:
         chosen = Options(**options)
+        left_out: tuple[str, ...] = ()
+        if isinstance(form, Mapping):
+            again = formed_again(catalog, place, form, chosen.exclude)
+            catalog, left_out = again.catalog, again.left_out
         kept = select(catalog, replace(chosen, rename=(), strip_prefix=""))
-        return select(catalog, chosen), sorted(catalog.tensors.keys() - kept.tensors.keys() - kept.aliases.keys())
+        dropped = catalog.tensors.keys() - kept.tensors.keys() - kept.aliases.keys()
+        return select(catalog, chosen), sorted({*left_out, *dropped})
     except (TypeError, ValueError) as error:
         raise UnsupportedError("a manifest whose options zckpt does not know", found=str(error)[:200]) from error
 

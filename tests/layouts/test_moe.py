@@ -168,6 +168,7 @@ def test_into_deepspeeds_own_layer() -> None:
     "name",
     [
         "moe/tensor_w4",
+        "autoep/folded_w4",
         "moe/tensor_sliced_w4",
         "moe/zero2_pyramid_w4",
         "moe/bf16_optimizer_w4",
@@ -304,10 +305,20 @@ def test_ranks_whose_masters_disagree(tmp_path: Path) -> None:
     assert "embed.weight" in error.found and "expert-parallel rank 1" in str(error)
 
 
-def test_a_missing_optimizer_file_without_zero(tmp_path: Path) -> None:
+@pytest.mark.parametrize("missing", ["expp_rank_1_*", "expp_rank_?_*"])
+def test_missing_optimizer_files_without_zero(missing: str, tmp_path: Path) -> None:
     checkpoint = copied("moe/zero0_bf16_w4", tmp_path)
-    one(checkpoint, "expp_rank_1_*").unlink()
-    assert "expp_rank_1_mp_rank_00_optim_states.pt" in refused(IncompleteError, checkpoint, tmp_path).expected
+    for path in checkpoint.glob(f"*/{missing}"):
+        path.unlink()
+    expected = refused(IncompleteError, checkpoint, tmp_path).expected
+    assert f"expp_rank_{int('1' in missing)}_mp_rank_00_optim_states.pt" in expected
+
+
+def test_a_half_precision_run_without_masters_is_told(tmp_path: Path) -> None:
+    checkpoint = copied("moe/zero0_bf16_w4", tmp_path)
+    for path in (one(checkpoint, "mp_rank_00*"), *checkpoint.glob("*/expp_rank_*")):
+        edit(path, lambda root: root.update(optimizer=None))
+    assert any("no fp32 master weights" in note for note in opened(checkpoint).source.notes)
 
 
 @pytest.mark.parametrize("name", ["moe/data_first_w4", "autoep/zero3_w4"])
@@ -490,7 +501,7 @@ def test_slices_in_words() -> None:
 # -- AutoTP ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["zero1_tp2_dp2", "zero2_tp2_dp2", "fused_tp2"])
+@pytest.mark.parametrize("name", ["zero1_tp2_dp2", "zero2_tp2_dp2", "zero3_tp2_dp2", "fused_tp2"])
 def test_autotp_down_to_plain_data_parallelism(name: str, tmp_path: Path) -> None:
     reshard(FIXTURES / "autotp" / name / "checkpoint", tmp_path / "out", world_size=3, stage=3)
     catalog, truth = opened(tmp_path / "out"), load_file(FIXTURES / "autotp" / name / "truth.safetensors")

@@ -18,7 +18,7 @@ from typing import NoReturn
 
 import typer
 
-from zckpt.cli import convert, demo, look, options, push, reshape
+from zckpt.cli import convert, demo, look, options, peft, push, reshape, train
 from zckpt.errors import ZckptError, redact
 
 app = typer.Typer(
@@ -35,6 +35,8 @@ look.register(app)
 convert.register(app)
 reshape.register(app)
 push.register(app)
+peft.register(app)
+train.register(app)
 demo.register(app)
 
 

@@ -61,11 +61,11 @@ def split_rename(text: str) -> tuple[str, str]:
     return found[1], found[2]
 
 
-def wishes(tp_rules: str | None, tp: int | None, pp: int | None) -> Wishes | None:
-    """What was said of a model-parallel checkpoint."""
+def wishes(tp_rules: str | None, tp: int | None, pp: int | None, key: str | None = None) -> Wishes | None:
+    """What was said of a checkpoint that does not say it itself."""
     from zckpt.layouts.listing import Wishes
 
-    return Wishes(tp_rules, tp, pp) if tp_rules or tp or pp else None
+    return Wishes(tp_rules, tp, pp, key or "") if tp_rules or tp or pp or key else None
 
 
 def parse_bytes(text: str | None, option: str) -> int | None:
@@ -142,12 +142,43 @@ Tp = Annotated[
 Pp = Annotated[
     int | None, typer.Option("--pp", metavar="N", min=1, help="Pipeline stages, where the files do not say.")
 ]
+To = Annotated[
+    str | None,
+    typer.Option(
+        "--to", metavar="hf:NAME", help="Turn Megatron's or GPT-NeoX's model into hf:gpt-neox, hf:gpt2 or hf:llama."
+    ),
+]
+Config = Annotated[
+    str | None,
+    typer.Option(
+        "--config", metavar="FILE", help="The model's config.json for --to, where the run does not say it all."
+    ),
+]
+LayerNames = Annotated[
+    str | None, typer.Option("--layer-names", metavar="FILE", help="JSON file with names for a pipeline's layers.")
+]
+CastTo = Annotated[Dtype, typer.Option("--dtype", help="Dtype of the output.")]
+Key = Annotated[
+    str | None,
+    typer.Option("--key", metavar="KEY", help="Which state dict of a torch.distributed.checkpoint save, such as ema."),
+]
 FormatOption = Annotated[
     Format | None, typer.Option("--format", help="Container of the output; by default what OUT's name says.")
 ]
 DtypeOption = Annotated[
     Dtype | None,
     typer.Option("--dtype", help="Of the weights; by default what config.json says, or plain weights' own."),
+]
+CastOrKeep = Annotated[Dtype | None, typer.Option("--dtype", help="Of the weights; by default as they were saved.")]
+OutDirectory = Annotated[
+    str, typer.Argument(metavar="OUT", help="Directory for the new checkpoint.", show_default=False)
+]
+Under = Annotated[
+    str, typer.Option("--under", metavar="KEY", help="The state dict's key for the weights; '' puts them on top.")
+]
+OptimizerKey = Annotated[
+    str | None,
+    typer.Option("--optimizer", metavar="KEY", help="Write the optimizer's states too, under this key."),
 ]
 MaxShardSize = Annotated[str, typer.Option("--max-shard-size", metavar="S", help="Most bytes in one shard.")]
 Include = Annotated[

@@ -42,6 +42,7 @@ def load_pickle(
     base: int = 0,
     persistent_load: PersistentLoad | None = None,
     spent: int = 0,
+    room: int = 1,
 ) -> object:
     """The inert object in a pickle.
 
@@ -52,6 +53,7 @@ def load_pickle(
         base: byte offset in the file, for errors.
         persistent_load: answers what lies outside of the pickle, in torch's files the storages.
         spent: memory that the reader of the file has already used for it.
+        room: how many times the limits of one file's pickle it may take, where it describes many files.
 
     Raises:
         CorruptError: it is damaged.
@@ -59,7 +61,9 @@ def load_pickle(
         UnsupportedError: it needs what only its writer has, or too much memory.
     """
     try:
-        return read_pickle(data, file=file, record=record, base=base, persistent_load=persistent_load, spent=spent)[0]
+        return read_pickle(
+            data, file=file, record=record, base=base, persistent_load=persistent_load, spent=spent, room=room
+        )[0]
     except EOFError as error:
         raise CorruptError(
             "a pickle without end",
@@ -78,6 +82,7 @@ def read_pickle(
     base: int = 0,
     persistent_load: PersistentLoad | None = None,
     spent: int = 0,
+    room: int = 1,
 ) -> tuple[object, int]:
     """The inert object in a pickle, and how many bytes it takes. Otherwise as `load_pickle`.
 
@@ -85,7 +90,7 @@ def read_pickle(
         EOFError: `data` ends before the pickle.
     """
     machine = Machine(data, file, record, base, persistent_load)
-    machine.made = spent
+    machine.made, machine.room = spent, room
     try:
         value = _run(machine)
         machine.memo.clear()

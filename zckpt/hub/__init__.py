@@ -125,6 +125,6 @@ def _usual_dtype(opened: Opened) -> DType | None:
     """Plain weights keep theirs; a sharded checkpoint's masters take the dtype of its config.json."""
     if opened.catalog.source.layout == "plain":
         return None
-    named = read_config(opened.place.home)
+    named = read_config(opened.place.home) or {}
     dtype = BY_TORCH_NAME.get(str(named.get("dtype") or named.get("torch_dtype")))
     return dtype if dtype in CAST_TARGETS else F32

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import re
+from collections.abc import Mapping
 
 from zckpt import files
 from zckpt.dtypes import DType
@@ -28,41 +29,52 @@ _BESIDE = re.compile(
 )
 
 
-def read_config(home: str) -> dict[str, object]:
-    """The model's `config.json`; empty where there is none.
-
-    Raises:
-        CorruptError: it is no JSON, or no object. NotACheckpointError: it cannot be read.
-    """
-    path = os.path.join(home, "config.json")
-    if not files.is_file(path):
-        return {}
-    config = read_json(path, _MOST_BYTES, "a config.json")
-    if not isinstance(config, dict):
-        raise CorruptError("a config.json that is no object", file=path, found=type(config).__name__)
-    return config
-
-
-def config_file(home: str, dtype: DType) -> tuple[OutputFile, FileStore] | None:
+def config_file(
+    home: str, dtype: DType, config: Mapping[str, object] | None = None
+) -> tuple[OutputFile, FileStore] | None:
     """The model's `config.json`, in which the dtype is made true; None where there is none.
+
+    Args:
+        home: where it lies.
+        dtype: of the weights.
+        config: what it says; None for what the file does.
 
     Raises:
         As `read_config`.
     """
-    config = read_config(home)
-    if not config:
-        return None
-    text = json.dumps(_true_dtype(config, dtype), indent=2, ensure_ascii=False) + "\n"
+    if config is None:
+        config = read_config(home)
+        if config is None:
+            return None
+    text = json.dumps(true_dtype(config, dtype), indent=2, ensure_ascii=False) + "\n"
     return literal_file("config.json", text.encode())
 
 
-def _true_dtype(config: object, dtype: DType, *, top: bool = True) -> object:
-    """`dtype` (transformers 5) or `torch_dtype` (4), in the config and those nested in it."""
+def read_config(home: str) -> dict[str, object] | None:
+    """The `config.json` in a directory; None where there is none.
+
+    Raises:
+        CorruptError: it is no JSON object. NotACheckpointError: it cannot be read.
+    """
+    path = os.path.join(home, "config.json")
+    return config_of(path) if files.is_file(path) else None
+
+
+def config_of(path: str) -> dict[str, object]:
+    """The config in a file; errors as in `read_config`."""
+    config = read_json(path, _MOST_BYTES, "a config.json")
+    if not isinstance(config, dict):
+        raise CorruptError("a config.json that is not an object", file=path, found=type(config).__name__)
+    return config
+
+
+def true_dtype(config: object, dtype: DType, *, top: bool = True) -> object:
+    """A model's config with `dtype` (transformers 5) or `torch_dtype` (4) made true, in those nested in it too."""
     if not isinstance(config, dict):
         return config
     keys = [key for key in ("dtype", "torch_dtype") if isinstance(config.get(key), str)]
     nested = {
-        key: _true_dtype(value, dtype, top=False)
+        key: true_dtype(value, dtype, top=False)
         for key, value in config.items()
         if isinstance(value, dict) and key != "quantization_config"
     }

@@ -27,6 +27,7 @@ from zckpt.plan import OutputFile
 Format = Literal["safetensors", "bin"]
 
 _PATTERNS: dict[Format, str] = {"safetensors": "model{suffix}.safetensors", "bin": "pytorch_model{suffix}.bin"}
+_ADAPTERS = ("adapter_model.safetensors", "adapter_model.bin")
 _NESTED = ("state_dict", "model_state_dict", "module", "model")
 
 
@@ -47,6 +48,7 @@ def _candidates(listing: Listing) -> Iterator[str]:
             name = pattern.format(suffix="") + suffix
             if name in listing.files:
                 yield name
+    yield from (name for name in _ADAPTERS if name in listing.files)
 
 
 def read(listing: Listing, *, allow_unknown: bool = False) -> Catalog:

@@ -23,9 +23,17 @@ LAYER_NAME = re.compile(r"layer_(?P<layer>\d+)-(?:model_(?P<tp>\d+)-)?model_stat
 EXPERT_NAME = re.compile(r"layer_(?P<layer>\d+)_expert_(?P<expert>\d+)_mp_rank_(?P<mp>\d+)_model_states\.pt")
 EXPERT_OPTIMIZER_NAME = re.compile(r"expp_rank_(?P<ep>\d+)_mp_rank_(?P<mp>\d+)_optim_states\.pt")
 _DEEPSPEED = (SHARD_NAME, MODEL_NAME, LAYER_NAME, EXPERT_NAME, EXPERT_OPTIMIZER_NAME)
+DCP_METADATA = re.compile(r"\.metadata|__\d+\.metadata")
+DCP_DATA = re.compile(r"__(?P<rank>\d+)_\d+\.distcp")
+DCP_SAFETENSORS = re.compile(r"shard-(?P<rank>\d{5})-model-\d{5}-of-\d{5}\.safetensors")
 
 UNIVERSAL = "zero"
 """Directory of a universal checkpoint with the files of each parameter, in directories of the parameters' names."""
+
+
+def is_dcp_file(name: str) -> bool:
+    """Whether a file of this name belongs to a save of torch.distributed.checkpoint."""
+    return any(pattern.fullmatch(name) for pattern in (DCP_METADATA, DCP_DATA, DCP_SAFETENSORS))
 
 
 def is_deepspeed_file(name: str) -> bool:
@@ -46,15 +54,17 @@ class Wishes:
         tp_rules: name or path of rules by which tensor-parallel slices are joined.
         tp: tensor-parallel ranks.
         pp: pipeline stages.
+        key: which state dict is wanted, where a save of torch.distributed.checkpoint holds several.
     """
 
     tp_rules: str | None = None
     tp: int | None = None
     pp: int | None = None
+    key: str = ""
 
     def as_json(self) -> dict[str, object]:
         """Those that were said."""
-        said = {"tp_rules": self.tp_rules, "tp": self.tp, "pp": self.pp}
+        said = {"tp_rules": self.tp_rules, "tp": self.tp, "pp": self.pp, "key": self.key or None}
         return {name: value for name, value in said.items() if value is not None}
 
 
@@ -137,7 +147,7 @@ def list_files(directory: str, tag: str, also: Iterable[str] = ()) -> Listing:
             path = os.path.join(root, name)
             if name not in files:
                 files[name] = path
-            elif is_deepspeed_file(name) and not fs.same_content(files[name], path):
+            elif (is_deepspeed_file(name) or is_dcp_file(name)) and not fs.same_content(files[name], path):
                 raise InconsistentError(
                     f"two different files called {name!r}",
                     found=f"{files[name]!r} and {path!r} differ",

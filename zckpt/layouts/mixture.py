@@ -66,7 +66,8 @@ class Reader:
         """
         found: dict[str, TensorEntry] = {}
         slices: dict[str, dict[int, TensorEntry]] = {}
-        if not any(unsharded.master_groups(state, self.model.file) for state in self.optimizers.values()):
+        states = (self.model.root.get("optimizer"), *self.optimizers.values())
+        if all(unsharded.master_groups(state, self.model.file) is None for state in states):
             return found
         for rank in range(self.layers.ep):
             name = f"expp_rank_{rank}_mp_rank_{self.mp_rank:02d}_optim_states.pt"
@@ -165,6 +166,7 @@ class Reader:
             zero_stage=self._stage,
             global_steps=self.model.number("global_steps"),
             optimizer_states=self._state_names(),
+            notes=() if trained else unsharded.without_masters(self.model),
         )
         topology = replace(
             self.model.topology(self.world_size),
@@ -277,7 +279,7 @@ def _everywhere(model: ModelStates, layers: Layers) -> ModelStates:
             if stacked or not (owner and owner[0].stacked)
         }
 
-    shared = dict(_second_routers(model, layers))
+    shared = dict(second_routers(model, layers))
     for dropped, kept in model.shared.items():
         shared |= dict(zip(layers.names_everywhere(dropped), itertools.cycle(layers.names_everywhere(kept))))
     return replace(
@@ -296,7 +298,7 @@ def _modules(name: str) -> Iterator[str]:
     return itertools.accumulate(name.split(".")[:-1], "{}.{}".format)
 
 
-def _second_routers(model: ModelStates, layers: Layers) -> Iterator[tuple[str, str]]:
+def second_routers(model: ModelStates, layers: Layers) -> Iterator[tuple[str, str]]:
     """AutoEP keeps a layer's router under the name it had before too, and does not record that they are one."""
     homes = {layer.home for layer in layers.all if layer.stacked}
     for name, ref in model.module.items():

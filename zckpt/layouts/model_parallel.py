@@ -90,6 +90,8 @@ class Reader:
         tied = _tied_names(models.values())
         slices = [self.slice_of(rank, models[rank], tied) for rank in range(tp * pp)]
         _check_steps(listing, slices)
+        if not tied:
+            self._check_layers(models.values())
         self.stages = [slices[stage * tp : (stage + 1) * tp] for stage in range(pp)]
         self.rules = self._rules(models[0])
 
@@ -158,27 +160,41 @@ class Reader:
     def _stage_module(self, rank: int, model: ModelStates, tied: Mapping[str, str]) -> dict[str, TensorRef]:
         """The tensors of a stage's layer files under their global names; of a run without ZeRO, those of all layers."""
         tp_rank = rank % self.topology.tp
-        listed = {name for shapes in (*model.param_shapes, model.frozen_shapes) for name in shapes} | model.buffer_names
-        owned = {name.partition(".")[0] for name in listed}
+        listed = {*_parameters(model), *model.buffer_names}
+        owned = _layers_of(listed)
         has_tied = not listed.isdisjoint(tied.values())
         module: dict[str, TensorRef] = {}
         for (layer, owner), file in self.layers.items():
             mine = str(layer) in owned or not model.is_zero()
             if owner != tp_rank or not (mine or has_tied):
                 continue
-            notes: list[str] = []
-            root = as_mapping(self.listing.open(file).root, "a layer file", self.listing.files[file])
-            tensors = flatten(root, notes)
-            if notes:
-                raise CorruptError(
-                    "a layer file that holds more than tensors", file=self.listing.files[file], found=notes[0]
-                )
-            for local, ref in tensors.items():
+            for local, ref in self._layer_tensors(file).items():
                 own = f"{layer}.{local}"
                 name = own if own in listed or str(layer) in owned else tied.get(local, own)
                 if mine or name in listed:
                     module.setdefault(name, ref)
         return module
+
+    def _layer_tensors(self, file: str) -> dict[str, TensorRef]:
+        notes: list[str] = []
+        root = as_mapping(self.listing.open(file).root, "a layer file", self.listing.files[file])
+        tensors = flatten(root, notes)
+        if notes:
+            raise CorruptError(
+                "a layer file that holds more than tensors", file=self.listing.files[file], found=notes[0]
+            )
+        return tensors
+
+    def _check_layers(self, models: Iterable[ModelStates]) -> None:
+        """Layers that no stage lists hold nothing: an activation has a file too."""
+        models = list(models)
+        owned = {layer for model in models for layer in _layers_of({*_parameters(model), *model.buffer_names})}
+        for (layer, _), file in self.layers.items():
+            if all(model.is_zero() for model in models) and str(layer) not in owned and self._layer_tensors(file):
+                raise InconsistentError(
+                    "a layer file that no stage knows", file=self.listing.files[file],
+                    remedy="It is of another save, or of another run. Move it away.",
+                )  # fmt: skip
 
     def _rules(self, model: ModelStates) -> Rules | None:
         if self.listing.wishes.tp_rules:
@@ -323,6 +339,16 @@ def _layers(listing: Listing) -> dict[tuple[int, int], str]:
     return dict(sorted(found.items()))
 
 
+def _parameters(model: ModelStates) -> Iterator[str]:
+    """Names that a rank lists, of trainable and frozen ones."""
+    return (name for shapes in (*model.param_shapes, model.frozen_shapes) for name in shapes)
+
+
+def _layers_of(names: Iterable[str]) -> set[str]:
+    """Numbers of the layers that global names begin with."""
+    return {name.partition(".")[0] for name in names}
+
+
 _TIED = re.compile(r"tied_modules\.[^.]+\.(?P<local>.+)")
 
 
@@ -330,7 +356,7 @@ def _tied_names(models: Iterable[ModelStates]) -> dict[str, str]:
     """Local name -> global name of parameters of tied modules."""
     found: dict[str, str] = {}
     for model in models:
-        for name in (name for shapes in (*model.param_shapes, model.frozen_shapes) for name in shapes):
+        for name in _parameters(model):
             if match := _TIED.fullmatch(name):
                 found.setdefault(match["local"], name)
     return found

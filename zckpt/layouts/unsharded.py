@@ -71,9 +71,13 @@ def masters(model: ModelStates) -> tuple[dict[str, TensorEntry], tuple[str, ...]
     groups = master_groups(model.root.get("optimizer"), model.file)
     if groups is not None:
         return assign(candidates(model), groups, model.file), ()
+    return {}, without_masters(model)
+
+
+def without_masters(model: ModelStates) -> tuple[str, ...]:
+    """What a person should know of a save that keeps no masters."""
     half = any(ref.dtype.name in ("F16", "BF16") for ref in model.module.values())
-    told = "This save holds no fp32 master weights: the half-precision module weights are used."
-    return {}, (told,) if half else ()
+    return ("This save holds no fp32 master weights: the half-precision module weights are used.",) if half else ()
 
 
 def masters_by_group(model: ModelStates) -> list[list[str]]:
