@@ -89,7 +89,14 @@ class Input:
         for start, known in self.ahead:
             if start <= offset and offset + nbytes <= start + len(known):
                 return known[offset - start : offset - start + nbytes]
-        at = self.base + offset
+        return self.fetch(self.base + offset, nbytes)
+
+    def fetch(self, at: int, nbytes: int) -> bytes:
+        """At most `nbytes` bytes at `at` of the whole file.
+
+        Raises:
+            CorruptError: they cannot be read.
+        """
         try:
             data = os.pread(self.descriptor, nbytes, at)
             while len(data) < nbytes and (more := os.pread(self.descriptor, nbytes - len(data), at + len(data))):
@@ -124,9 +131,9 @@ class RemoteInput(Input):
 
     reader: remote.Reader = field(kw_only=True)
 
-    def peek(self, offset: int, nbytes: int) -> bytes:
-        """At most `nbytes` bytes at `offset`; fewer only at the end of the file."""
-        return self.reader.read(offset, nbytes)
+    def fetch(self, at: int, nbytes: int) -> bytes:
+        """At most `nbytes` bytes at `at` of the whole file."""
+        return self.reader.read(at, nbytes)
 
 
 @contextmanager
@@ -139,7 +146,8 @@ def open_input(path: str | os.PathLike[str]) -> Iterator[Input]:
     name = os.fspath(path)
     if files.is_remote(name):
         status = remote.status(name)
-        yield RemoteInput(name, -1, status.size, status.identity, reader=remote.Reader(name, status.size))
+        reader = remote.Reader(name, status.size)
+        yield RemoteInput(name, -1, status.size, status.identity, file_size=status.size, reader=reader)
         return
     try:
         descriptor = os.open(name, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # a named pipe must not block

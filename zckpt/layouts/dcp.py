@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
+from zckpt import files as fs
 from zckpt.catalog import Catalog, Role, Source, Topology
 from zckpt.containers import torch_zip
 from zckpt.containers.container import open_input
@@ -81,10 +82,10 @@ def load(listing: Listing) -> Save:
 
 def _beside(listing: Listing) -> Listing | None:
     """The optimizer's own directory, as accelerate makes it."""
-    home, name = os.path.split(os.path.abspath(listing.directory))
+    home, name = os.path.split(fs.absolute(listing.directory))
     found = _ACCELERATE.fullmatch(name)
     path = os.path.join(home, f"optimizer{found[1]}") if found else ""
-    return list_files(path, "") if os.path.isfile(os.path.join(path, ".metadata")) else None
+    return list_files(path, "") if fs.is_file(os.path.join(path, ".metadata")) else None
 
 
 def read(listing: Listing, *, allow_unknown: bool = False) -> Catalog:

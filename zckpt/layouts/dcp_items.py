@@ -12,6 +12,7 @@ import math
 import os
 from collections.abc import Iterable, Mapping, Sequence
 
+from zckpt import files as fs
 from zckpt.catalog import Role, TensorEntry
 from zckpt.containers import Placeholder, TensorRef, brief
 from zckpt.containers.container import open_input
@@ -101,7 +102,7 @@ class Items:
         return self.listing.files.get(file) or os.path.join(self.listing.directory, file)
 
     def _check_there(self, files: set[str]) -> None:
-        missing = sorted(file for file in files if not os.path.isfile(self._path(file)))
+        missing = sorted(file for file in files if not fs.is_file(self._path(file)))
         if missing:
             lost = sorted({rank for rank in map(rank_of, missing) if rank is not None})
             there = [file for file in self.listing.files if file.endswith(".distcp")]

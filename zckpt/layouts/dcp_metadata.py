@@ -15,12 +15,12 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from zckpt import files as fs
 from zckpt import limits
 from zckpt.catalog import numel_of
 from zckpt.containers import Placeholder, TensorRef, brief, load_pickle
@@ -115,7 +115,7 @@ def missing_metadata(listing: Listing) -> IncompleteError:
     """The error for data files alone: nobody can tell which tensor is where in them."""
     data = listing.matching(DCP_DATA)
     ranks = sorted({int(name.split("_")[2]) for name in data})
-    nbytes = sum(os.path.getsize(listing.files[name]) for name in data)
+    nbytes = sum(fs.size(listing.files[name]) for name in data)
     found = f"{len(data):,} data files of ranks {ranges(ranks)}, {nbytes:,} bytes, such as {some(data, 1)}"
     begun = [name for name in listing.files if name.endswith(".metadata.tmp")]
     if begun:

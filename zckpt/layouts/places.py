@@ -76,7 +76,7 @@ def find(path: str, tag: str | None = None, also: Sequence[str] = ()) -> Place:
         return _tag_directory(path, tag, also)
     if any(map(_is_dcp, names)) or any(_is_dcp(name) for root in also for name in _entries(root)):
         return _dcp_directory(path, tag, also)
-    models = [name for name in names if _ACCELERATE.fullmatch(name) and os.path.isdir(os.path.join(path, name))]
+    models = [name for name in names if _ACCELERATE.fullmatch(name) and files.is_dir(os.path.join(path, name))]
     if models and tag in (None, *models):
         return _accelerate(path, tag or models[0], models, also)
     tags = _tags(path, names, also)
@@ -221,7 +221,7 @@ def _in_home(path: str, tag: str | None, tags: tuple[str, ...], also: Sequence[s
 def _are_steps(path: str, tags: Sequence[str]) -> bool:
     """Whether saves of torch.distributed.checkpoint are numbered (`step-100`): they have no `latest`."""
     inner = [os.path.join(path, tag) for tag in tags]
-    if not all(os.path.isdir(place) and any(map(_is_dcp, os.listdir(place))) for place in inner):
+    if not all(files.is_dir(place) and any(map(_is_dcp, files.names(place))) for place in inner):
         return False
     return len({re.sub(r"\d+", "#", tag) for tag in tags}) == 1
 
