@@ -142,8 +142,9 @@ def place_of(mp_rank: int, topology: Topology | None) -> dict[str, int]:
 
 def grid_lines(grid: Grid, topology: Topology | None) -> Iterator[str]:
     """The grid for a person; of a model that is not split, a line per run of ranks in the same state."""
-    if len(grid) == 1:
-        yield from _rank_lines(next(iter(grid.values())))
+    if len(grid) < 2:
+        for rows in grid.values():
+            yield from _rank_lines(rows)
         return
     runs: list[list[int]] = []
     for rank in sorted({rank for rows in grid.values() for rank in rows}):
@@ -237,7 +238,9 @@ def _part(fragment: Fragment, shape: Sequence[int]) -> str:
     if len(shape) > 1 and min(extents) > 0 and math.prod(extents) == fragment.numel:
         return f"[{', '.join(f'{first}:{last + 1}' for first, last in zip(low, high, strict=True))}]"
     block = fragment.block()
-    what = f"elements {block.start:,}-{block.start + block.count - 1:,}"
+    what = (
+        f"elements {block.start:,}-{block.start + block.count - 1:,}" if block.count > 1 else f"element {block.start:,}"
+    )
     return what + (f", and {block.rows - 1:,} times again {block.pitch:,} further" if block.rows > 1 else "")
 
 

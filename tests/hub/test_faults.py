@@ -185,7 +185,7 @@ def test_a_page_that_is_not_what_was_sent(checkpoint: Path, server: HubServer, s
 
     server.fault("GET", "/tree/", skip=1, call=swap)
     process = shell("push", checkpoint, "alice/m")
-    err = process.communicate(timeout=60)[1]
+    err = process.communicate(timeout=240)[1]
     assert process.returncode == 2
     assert "'config.json' has 2 bytes" in err and "'tokenizer_config.json' is not there" in err
 
@@ -237,7 +237,7 @@ def test_no_secret_is_ever_told(
     server.fault(method, path, times=50, status=status, body=body)
     given = ["--token", TOKEN] if debug == "1" else [f"--token={TOKEN}"]
     process = shell("push", checkpoint, "alice/m", "--json", *given, HF_TOKEN=None, ZCKPT_DEBUG=debug)
-    out, err = process.communicate(timeout=60)
+    out, err = process.communicate(timeout=240)
     assert process.returncode == 2 and "ERROR" in err and "Traceback" * int(debug) in err
     for secret in (TOKEN, "X-Amz-Signature="):
         assert secret not in out and secret not in err

@@ -55,7 +55,7 @@ def test_from_pretrained(
     tokenizer_beside(home)
     half = json.loads((home / "config.json").read_text())["dtype"] == "bfloat16"
     pushed = shell("push", home, "alice/model", "--revision", revision, "--max-shard-size", shard)
-    assert pushed.wait(60) == 0, pushed.communicate()[1]
+    assert pushed.wait(240) == 0, pushed.communicate()[1]
     assert server.repos["alice/model"].private
     out = tmp_path / "logits.safetensors"
     command = [sys.executable, "-W", "ignore", "-c", LOAD, "alice/model", revision, str(FIXTURES / name), str(out)]

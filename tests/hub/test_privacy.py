@@ -195,5 +195,5 @@ def test_large_small_files(checkpoint: Path, server: HubServer, push: Pusher, sh
     assert blob.size > 10_000_000 and blob.sha256
     assert server.files("alice/m")["tokenizer.json"] == (checkpoint / "tokenizer.json").read_bytes()
     assert b"tokenizer.json filter=lfs" in server.files("alice/m")[".gitattributes"]
-    assert shell("push", checkpoint, "alice/again", "--max-shard-size", SHARD_BYTES).wait(60) == 0
+    assert shell("push", checkpoint, "alice/again", "--max-shard-size", SHARD_BYTES).wait(240) == 0
     assert server.files("alice/again")["tokenizer.json"] == server.files("alice/m")["tokenizer.json"]

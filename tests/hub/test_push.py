@@ -302,7 +302,7 @@ def test_on_a_disk_with_room_for_two_shards(checkpoint: Path, server: HubServer,
         pytest.skip("only root may mount a file system")
     try:
         done = shell("push", checkpoint, "alice/m", "--scratch", disk, "--max-shard-size", SHARD_BYTES)
-        err = done.communicate(timeout=60)[1]
+        err = done.communicate(timeout=240)[1]
         assert done.returncode == 0, err
         assert len([n for n in server.files("alice/m") if n.endswith(".safetensors")]) == 3
     finally:
@@ -341,11 +341,11 @@ def test_sizes(text: str, nbytes: int) -> None:
 def test_a_dry_run_prints_exactly_what_goes_up(checkpoint: Path, server: HubServer, shell: Shell) -> None:
     server.create("alice/m", files={"pytorch_model.bin": b"old"})
     options = ["push", checkpoint, "alice/m", "--max-shard-size", SHARD_BYTES, "--yes", "--license", "mit", "--json"]
-    out, err = shell(*options, "--dry-run").communicate(timeout=60)
+    out, err = shell(*options, "--dry-run").communicate(timeout=240)
     facts = json.loads(out)
     assert all(method == "GET" for method, _, _, _ in server.log), err
     done = shell(*options)
-    report = json.loads(done.communicate(timeout=60)[0])
+    report = json.loads(done.communicate(timeout=240)[0])
     assert done.returncode == 0
     page = server.files("alice/m")
     del page[".gitattributes"]
@@ -361,7 +361,7 @@ def test_a_dry_run_prints_exactly_what_goes_up(checkpoint: Path, server: HubServ
 
 def test_a_dry_run_needs_no_token(checkpoint: Path, shell: Shell, server: HubServer) -> None:
     process = shell("push", checkpoint, "alice/m", "--dry-run", HF_TOKEN=None)
-    out, err = process.communicate(timeout=60)
+    out, err = process.communicate(timeout=240)
     assert (process.returncode, server.log) == (0, [])
     assert "alice/m@main (new, private) would get" in out and "the hub was not asked" in err
 
@@ -373,12 +373,12 @@ def test_what_it_says(checkpoint: Path, server: HubServer, shell: Shell) -> None
     assert out.splitlines()[-1] == f"{server.url}/alice/m" and err == ""
     assert "README.md" not in server.files("alice/m")
     process = shell("push", checkpoint, "m")
-    assert "not empty" in process.communicate(timeout=60)[1] and process.returncode == 2
+    assert "not empty" in process.communicate(timeout=240)[1] and process.returncode == 2
 
 
 def test_an_endpoint_of_ones_own(checkpoint: Path, server: HubServer, shell: Shell) -> None:
     process = shell("push", checkpoint, "alice/m", "--endpoint", server.url, HF_ENDPOINT="http://127.0.0.1:9")
-    assert process.communicate(timeout=60)[0].splitlines()[-1] == f"{server.url}/alice/m"
+    assert process.communicate(timeout=240)[0].splitlines()[-1] == f"{server.url}/alice/m"
 
 
 def test_to_commands_take_a_page(checkpoint: Path, server: HubServer, shell: Shell, tmp_path: Path) -> None:
@@ -388,13 +388,13 @@ def test_to_commands_take_a_page(checkpoint: Path, server: HubServer, shell: She
         ("hf://alice/a@v2/half/", "alice/a", "v2", "half/"),
     ]:
         process = shell("to-fp16", checkpoint, out)
-        assert process.wait(60) == 0, process.communicate()[1]
+        assert process.wait(240) == 0, process.communicate()[1]
         page = server.files(repo, revision)
         assert all(page[f"{top}{name}"] == data for name, data in local_files(tmp_path / "want").items())
     refused = [
         shell("to-fp16", checkpoint, out) for out in ("hf://alice/a/x.bin", "hf://datasets/alice/a", "hf://alice/a")
     ]
-    errors = [process.communicate(timeout=60)[1] for process in refused]
+    errors = [process.communicate(timeout=240)[1] for process in refused]
     assert [process.returncode for process in refused] == [2, 2, 2]
     assert "shards are safetensors" in errors[0] and "no model's" in errors[1] and "not empty" in errors[2]
     with pytest.raises(UsageError, match="push_to_hub"):
@@ -407,13 +407,13 @@ def test_a_checkpoint_at_the_hub(server: HubServer, shell: Shell, tmp_path: Path
     server.create("alice/run", private=True, files={f"ckpt/{name}": data for name, data in local_files(source).items()})
     zckpt.convert(source, tmp_path / "want.safetensors", dtype="bf16")
     process = shell("to-bf16", "hf://alice/run/ckpt", tmp_path / "out.safetensors")
-    assert process.wait(60) == 0, process.communicate()[1]
+    assert process.wait(240) == 0, process.communicate()[1]
     assert (tmp_path / "out.safetensors").read_bytes() == (tmp_path / "want.safetensors").read_bytes()
     gets = [
         (method, path, status) for method, path, _, status in server.log if path.endswith(".pt") and method == "GET"
     ]
     assert gets and all(status == 206 for _, _, status in gets)
-    assert shell("push", "hf://alice/run/ckpt", "alice/page", "--dtype", "bf16").wait(60) == 0
+    assert shell("push", "hf://alice/run/ckpt", "alice/page", "--dtype", "bf16").wait(240) == 0
     assert server.files("alice/page")["model.safetensors"] == (tmp_path / "want.safetensors").read_bytes()
 
 

@@ -492,6 +492,12 @@ def test_slices_are_where_the_numbers_lie(name: str) -> None:
     assert read >= 9
 
 
+def test_plain_weights_have_no_grid() -> None:
+    lines = list(describe(inspect_checkpoint(str(FIXTURES / "moe" / "zero1_w4" / "truth.safetensors")), tensors=True))
+    assert not any("grid" in line or "rank" in line for line in lines)
+    assert any(line.startswith("    element 0: truth.safetensors from byte ") for line in lines)
+
+
 def test_slices_in_words() -> None:
     lines = lines_of("tensor/zero1_tp2_dp2", tensors=True)
     at = next(number for number, line in enumerate(lines) if line.endswith(" down.weight"))

@@ -40,6 +40,7 @@ SOME = [
     "tensor/zero2_tp2_dp2",
     "pipeline/zero1_pp2_tp2_dp2",
     "moe/zero2_w2",
+    "dcp/fsdp2_tp_w4",
 ]
 SMALL = "zero3/bf16_w2"
 

@@ -86,6 +86,7 @@ def push(
     tp_rules: o.TpRules = None,
     tp: o.Tp = None,
     pp: o.Pp = None,
+    key: o.Key = None,
     threads: o.Threads = None,
     token: Token = None,
     endpoint: Endpoint = None,
@@ -102,7 +103,7 @@ def push(
 
     chosen = Options(
         max_shard_size=max_shard_size, include=include or (), exclude=exclude or (), exclude_frozen=exclude_frozen,
-        overflow=overflow.value, threads=threads, wishes=o.wishes(tp_rules, tp, pp),
+        overflow=overflow.value, threads=threads, wishes=o.wishes(tp_rules, tp, pp, key),
     )  # fmt: skip
     target = Target(
         repo_id, revision, path_in_repo, private, create_pr, message or MESSAGE, yes, token, endpoint, scratch,

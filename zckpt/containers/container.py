@@ -89,14 +89,9 @@ class Input:
         for start, known in self.ahead:
             if start <= offset and offset + nbytes <= start + len(known):
                 return known[offset - start : offset - start + nbytes]
-        return self.fetch(self.base + offset, nbytes)
+        return self._bytes(self.base + offset, nbytes)
 
-    def fetch(self, at: int, nbytes: int) -> bytes:
-        """At most `nbytes` bytes at `at` of the whole file.
-
-        Raises:
-            CorruptError: they cannot be read.
-        """
+    def _bytes(self, at: int, nbytes: int) -> bytes:
         try:
             data = os.pread(self.descriptor, nbytes, at)
             while len(data) < nbytes and (more := os.pread(self.descriptor, nbytes - len(data), at + len(data))):
@@ -131,8 +126,7 @@ class RemoteInput(Input):
 
     reader: remote.Reader = field(kw_only=True)
 
-    def fetch(self, at: int, nbytes: int) -> bytes:
-        """At most `nbytes` bytes at `at` of the whole file."""
+    def _bytes(self, at: int, nbytes: int) -> bytes:
         return self.reader.read(at, nbytes)
 
 
@@ -146,8 +140,9 @@ def open_input(path: str | os.PathLike[str]) -> Iterator[Input]:
     name = os.fspath(path)
     if files.is_remote(name):
         status = remote.status(name)
-        reader = remote.Reader(name, status.size)
-        yield RemoteInput(name, -1, status.size, status.identity, file_size=status.size, reader=reader)
+        yield RemoteInput(
+            name, -1, status.size, status.identity, file_size=status.size, reader=remote.Reader(name, status.size)
+        )
         return
     try:
         descriptor = os.open(name, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # a named pipe must not block

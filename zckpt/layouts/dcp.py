@@ -85,7 +85,7 @@ def _beside(listing: Listing) -> Listing | None:
     home, name = os.path.split(fs.absolute(listing.directory))
     found = _ACCELERATE.fullmatch(name)
     path = os.path.join(home, f"optimizer{found[1]}") if found else ""
-    return list_files(path, "") if fs.is_file(os.path.join(path, ".metadata")) else None
+    return list_files(path, "") if path and fs.is_file(os.path.join(path, ".metadata")) else None
 
 
 def read(listing: Listing, *, allow_unknown: bool = False) -> Catalog:
