@@ -90,16 +90,17 @@ def _pack_move(src: int, dst: int, m: Move) -> bytes:
     )
 
 
-def batches(plan: Plan, done: Collection[str] = ()) -> Iterator[Batch]:
+def batches(plan: Plan, done: Collection[str] = (), *, literals: bool = True) -> Iterator[Batch]:
     """The plan in parts of bounded size; each file's literals come with its first moves.
 
     Args:
         plan: what goes where.
         done: paths of files that are there already: nothing goes into them.
+        literals: whether they are to be written.
     """
     pending = {id(store): (output, store) for output, store in plan.files if output.path not in done}
     skipped = {id(store) for output, store in plan.files if output.path in done}
-    missing = _element_bytes(plan)
+    missing = element_bytes(plan)
     by_store: dict[int, list[tuple[int, int, int]]] = {}
     for number, (store, start, nbytes) in enumerate(ranges(plan)):
         by_store.setdefault(id(store), []).append((number, start, nbytes))
@@ -111,7 +112,7 @@ def batches(plan: Plan, done: Collection[str] = ()) -> Iterator[Batch]:
         batch.ranges += [(number, *numbers) for numbers in by_store.get(id(store), ())]
         if id(store) in pending:
             output, _ = pending.pop(id(store))
-            for offset, data in output.literals:
+            for offset, data in output.literals if literals else ():
                 batch.literals.append((number, offset, data))
                 batch.nbytes += len(data)
 
@@ -155,7 +156,7 @@ def progress_after(progress: Callable[[int], None] | None, base: int) -> Callabl
     return None if progress is None else lambda now: progress(base + now)
 
 
-def _element_bytes(plan: Plan) -> dict[int, int]:
+def element_bytes(plan: Plan) -> dict[int, int]:
     """Store -> bytes of elements that will go into it."""
     totals = {id(store): 0 for _, store in plan.files}
     for _, entry in plan.pairs:

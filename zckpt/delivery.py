@@ -8,14 +8,16 @@ from __future__ import annotations
 
 import ctypes
 import os
+import shlex
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Literal
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal
 
 from zckpt.batches import progress_after
 from zckpt.catalog import Catalog
 from zckpt.dtypes import DType
-from zckpt.errors import CastError, CorruptError
+from zckpt.errors import CastError, CorruptError, InconsistentError, UsageError
 from zckpt.fragments import FileStore, Store
 from zckpt.journal import Finished
 from zckpt.manifest import Manifest
@@ -23,7 +25,9 @@ from zckpt.mover import Written, run
 from zckpt.plan import Plan
 from zckpt.publish import Staging
 from zckpt.scan import Sum, looks_at_bytes, scan
+from zckpt.shares import follow, lead
 from zckpt.sums import join
+from zckpt.together import Team, team
 from zckpt.tuning import DEFAULT_PACE, Pace
 from zckpt.version import __version__
 
@@ -93,9 +97,21 @@ def deliver(order: Order, progress: Callable[[int], None] | None = None) -> Deli
     Raises:
         ZckptError: one of its kinds says what is wrong; nothing stands under the output's name then that did not before.
     """
+    with team(order.out) as those:
+        if those.size > 1:
+            _agree(those, order)
+        if those.rank == 0:
+            return _lead(those, order, progress)
+        follow(those, order.plan, overflow=order.overflow, window=order.buffer, pace=order.pace)
+        return _delivered_elsewhere(those.meet()[0])
+
+
+def _lead(those: Team, order: Order, progress: Callable[[int], None] | None) -> Delivered:
+    """The work of one process alone, or of the one that leads others."""
     names = [entry.name for _, entry in order.plan.pairs]
     job = fingerprint(order.plan, order.copies, order.overflow, order.single)
     with Staging(order.out, single=order.single, job=job, overwrite=order.overwrite, merge=order.merge) as staging:
+        those.sweep(order.out)
         kept = staging.left if staging.published else still_sound(staging, order.pace, progress)
         files, engine = dict(kept), "native"
         if not staging.published:
@@ -106,10 +122,18 @@ def deliver(order: Order, progress: Callable[[int], None] | None = None) -> Deli
                 files[written.path] = Finished(written.path, written.nbytes, written.crc32, lost)
                 staging.finished(files[written.path])
 
-            engine = run(
-                order.plan, staging.directory, overflow=order.overflow, progress=progress, window=order.buffer,
-                done=kept, finished=finished, **order.pace,
-            ).engine  # fmt: skip
+            if those.size > 1:
+                engine = lead(
+                    those, order.plan, staging.directory, done=kept, finished=finished, overflow=order.overflow,
+                    progress=progress, window=order.buffer, pace=order.pace,
+                )  # fmt: skip
+            else:
+                engine = run(
+                    order.plan, staging.directory, overflow=order.overflow, progress=progress, window=order.buffer,
+                    done=kept, finished=finished, **order.pace,
+                ).engine  # fmt: skip
+        else:
+            those.meet()
         overflows = _overflows_of(files.values())
         if overflows and order.overflow == "error":
             raise _overflow_error(overflows, order.plan)
@@ -118,13 +142,49 @@ def deliver(order: Order, progress: Callable[[int], None] | None = None) -> Deli
             staging.commit(_manifest(order, files.values()).as_bytes())
     sizes = [(file.path, file.size) for file, _ in order.plan.files]
     sizes += [(name, os.path.getsize(path)) for path, name in order.copies]
-    return Delivered(
+    delivered = Delivered(
         files=tuple(sizes),
         engine=engine,
         kept=len(sizes) if staging.published else len(kept),
         overflows=overflows,
         notes=staging.notes,
     )
+    those.meet(asdict(delivered))
+    return delivered
+
+
+def _delivered_elsewhere(told: Any) -> Delivered:
+    """What process 0 says was delivered."""
+    overflows = {name: (int(count), float(largest)) for name, (count, largest) in told["overflows"].items()}
+    files = tuple((path, nbytes) for path, nbytes in told["files"])
+    return Delivered(files, told["engine"], told["kept"], overflows, ())
+
+
+def _agree(those: Team, order: Order) -> None:
+    """Makes sure that all processes are about to do the same.
+
+    Raises:
+        UsageError: they were asked for other things. InconsistentError: they see other files.
+    """
+    wishes = (order.overflow, order.single, order.overwrite, order.merge, order.dtype and order.dtype.name)
+    job = fingerprint(order.plan, order.copies, *wishes, sorted(map(repr, order.options.items())), state=_seen)
+    here = {"job": job, "out": os.path.realpath(order.out), "asked": sys.argv[1:], "host": os.uname().nodename}
+    said = those.meet(here)
+    for rank, other in enumerate(said):
+        if (other["job"], other["out"]) == (said[0]["job"], said[0]["out"]):
+            continue
+        if other["asked"] != said[0]["asked"]:
+            raise UsageError(
+                "processes that were asked for different things",
+                found=f"process {rank}: {shlex.join(other['asked'])}; process 0: {shlex.join(said[0]['asked'])}",
+                remedy="Nothing was changed. Start all of them with the same arguments.",
+            )
+        raise InconsistentError(
+            "processes that see different files",
+            found=f"process {rank} on {other['host']} does not see what process 0 on {said[0]['host']} sees",
+            expected="the same paths, sizes and modification times, and one output",
+            remedy="Nothing was changed. Put the checkpoint and OUT on a file system that all machines share.",
+        )
 
 
 def _manifest(order: Order, files: Iterable[Finished]) -> Manifest:
@@ -142,13 +202,19 @@ def _manifest(order: Order, files: Iterable[Finished]) -> Manifest:
 _SHORT = {"F32": "fp32", "F16": "fp16", "BF16": "bf16"}
 
 
-def fingerprint(plan: Plan, copies: Sequence[tuple[str, str]], *options: object) -> str:
+def fingerprint(
+    plan: Plan,
+    copies: Sequence[tuple[str, str]],
+    *options: object,
+    state: Callable[[Store], tuple[object, ...]] | None = None,
+) -> str:
     """What changes whenever the output's bytes could: the plan, the state of its sources, and the options.
 
     Args:
         plan: what goes where.
         copies: (path, name) of small files copied beside.
         options: whatever else changes bytes.
+        state: what to say of a source; by default, all that changes when it is written again.
     """
     from hashlib import sha256
 
@@ -171,7 +237,7 @@ def fingerprint(plan: Plan, copies: Sequence[tuple[str, str]], *options: object)
                 store = fragment.store
                 if id(store) not in numbers:
                     numbers[id(store)] = len(numbers)
-                    say(_state(store) if entry is source else str(store))
+                    say((state or _state)(store) if entry is source else str(store))
                 say(numbers[id(store)], *(getattr(fragment, name) for name in _GEOMETRY))
     for path, name in copies:
         stat = os.stat(path)
@@ -191,6 +257,11 @@ def _state(store: Store) -> tuple[object, ...]:
     stat = os.stat(str(store))
     path = os.path.realpath(str(store))
     return path, store.byteorder, stat.st_size, stat.st_ino, stat.st_mtime_ns, stat.st_ctime_ns
+
+
+def _seen(store: Store) -> tuple[object, ...]:
+    """Of a source's state, what machines that share a file system see alike."""
+    return (str(store), store.size, store.identity[2] if isinstance(store, FileStore) else 0)
 
 
 def still_sound(staging: Staging, pace: Pace, progress: Callable[[int], None] | None = None) -> dict[str, Finished]:

@@ -17,6 +17,7 @@ from typing import NoReturn
 
 import typer
 
+from zckpt import together
 from zckpt.cli import convert, demo, look, options, peft, reshape
 from zckpt.errors import ZckptError
 
@@ -48,6 +49,7 @@ def _top(version: options.Version = False) -> None:
 
 def main() -> None:
     """Runs a command; whatever goes wrong leaves as one line and exit status 2."""
+    together.allow()
     gc.disable()  # a plan is millions of objects in no cycle: looking for one takes a tenth of the time
     warnings.formatwarning = lambda message, *_, **__: f"note: {message}\n"
     for number in (signal.SIGINT, signal.SIGTERM):

@@ -7,6 +7,8 @@ import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 
+from zckpt.together import here
+
 
 class Sink:
     """Where a command's words go.
@@ -17,8 +19,9 @@ class Sink:
     """
 
     def __init__(self, *, as_json: bool = False, quiet: bool = False) -> None:
-        self.as_json = as_json
-        self.quiet = quiet
+        helps = here().rank > 0  # of several processes, one speaks
+        self.as_json = as_json and not helps
+        self.quiet = quiet or helps
 
     def result(self, facts: Callable[[], dict[str, object]], lines: Callable[[], Iterable[str]]) -> None:
         """Prints the result, in the form that was asked for; only that form is made."""
