@@ -118,7 +118,7 @@ class DirectoryBoard:
     def open(self) -> None:
         """Makes the directory, instead of one that an earlier run left."""
         os.makedirs(os.path.dirname(self.path), exist_ok=True)
-        if os.path.isdir(self.path) and not os.path.islink(self.path):
+        if self._is_ours():
             shutil.rmtree(self.path)
         os.mkdir(self.path, 0o700)
 

@@ -7,7 +7,7 @@ work as the others'. Process 0 makes the files, and completes each as soon as al
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 
 from zckpt.batches import element_bytes
 from zckpt.catalog import TensorPart
@@ -36,20 +36,20 @@ def part_of(plan: Plan, index: int, count: int, done: Collection[str] = ()) -> P
         A plan of the files in which the part has elements. Its pairs have the numbers of those of the whole.
     """
     order = {id(store): n for n, (output, store) in enumerate(plan.files) if output.path not in done}
+    itemsizes = [to.dtype.itemsize for _, to in plan.pairs]
     costs = [source.dtype.itemsize + to.dtype.itemsize for source, to in plan.pairs]
     places = sorted(
         ((order[id(fragment.store)], fragment.byte_offset, number, fragment) for number, fragment in _fragments(plan)
          if id(fragment.store) in order),
         key=lambda place: place[:3],
     )  # fmt: skip
-    total = sum(fragment.numel * costs[number] for _, _, number, fragment in places)
-    low, high = total * index // count, total * (index + 1) // count
+    work = [fragment.numel * costs[number] for _, _, number, fragment in places]
+    total = sum(work)
+    borders = [_border(places, work, costs, itemsizes, total * number // count) for number in (index, index + 1)]
     mine: dict[int, list[Fragment]] = {}
-    at = 0
-    for _, _, number, fragment in places:
-        cost, itemsize = costs[number], plan.pairs[number][1].dtype.itemsize
-        first, last = (_cut(fragment, itemsize, (border - at) // cost) for border in (low, high))
-        at += fragment.numel * cost
+    for file, _, number, fragment in places:
+        itemsize = itemsizes[number]
+        first, last = (_elements_before(fragment, file, itemsize, border) for border in borders)
         if first < last:
             mine.setdefault(number, []).append(_between(fragment, itemsize, first, last))
     stores = {id(fragment.store) for fragments in mine.values() for fragment in fragments}
@@ -62,19 +62,36 @@ def part_of(plan: Plan, index: int, count: int, done: Collection[str] = ()) -> P
     )
 
 
+_Place = tuple[int, int, int, Fragment]
+"""Number of the file, byte offset in it, number of the pair, and what lies there."""
+
+
 def _fragments(plan: Plan) -> Iterator[tuple[int, Fragment]]:
     return ((number, f) for number, (_, to) in enumerate(plan.pairs) for f in to.fragments if f.numel)
 
 
-def _cut(fragment: Fragment, itemsize: int, element: int) -> int:
-    """The element before which a fragment is cut, near the one asked for: rows that lie apart stay together."""
-    if not 0 < element < fragment.numel:
-        return min(max(element, 0), fragment.numel)
+def _border(
+    places: Sequence[_Place], work: Sequence[int], costs: Sequence[int], itemsizes: Sequence[int], before: int
+) -> tuple[int, int]:
+    """The file and the byte in it that parts meet at when so much work is to be done before."""
+    for (file, byte_offset, number, fragment), nearby in zip(places, work, strict=True):
+        if before < nearby:
+            block = fragment.block()
+            inside = before * itemsizes[number] // costs[number] if block.rows == 1 and block.step == 1 else 0
+            return file, (byte_offset + inside) // GRAIN * GRAIN
+        before -= nearby
+    return places[-1][0] + 1 if places else 0, 0
+
+
+def _elements_before(fragment: Fragment, file: int, itemsize: int, border: tuple[int, int]) -> int:
+    """How many of a fragment's elements lie before a border: all or none of those in rows that lie apart."""
+    if file != border[0]:
+        return fragment.numel if file < border[0] else 0
     block = fragment.block()
+    distance = border[1] - fragment.byte_offset
     if block.rows > 1 or block.step != 1:
-        return 0
-    border = (fragment.byte_offset + element * itemsize) // GRAIN * GRAIN
-    return max(0, -((fragment.byte_offset - border) // itemsize))
+        return fragment.numel if distance > 0 else 0
+    return min(max(0, -(-distance // itemsize)), fragment.numel)
 
 
 def _between(fragment: Fragment, itemsize: int, first: int, last: int) -> Fragment:

@@ -182,9 +182,15 @@ class Team:
             welcome: dict[str, Any] = {"session": word, "words": {str(r): w for r, w in came.items()}, "absent": absent}
             board.put("welcome", json.dumps(welcome).encode())
             if absent:
+                for pause_s in _pauses(time.monotonic() + LEAVE_S):
+                    if all(board.get(f"farewell/{rank}") is not None for rank in came):
+                        break
+                    time.sleep(pause_s)
                 board.close()
         else:
             welcome = self._welcomed(board, word, until + LEAVE_S)
+            if welcome["absent"]:
+                board.put(f"farewell/{self.rank}", b"")
         if welcome["absent"]:
             raise OutputError(
                 "a job that not every process came to",
