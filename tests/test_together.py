@@ -173,6 +173,7 @@ def test_overflows_of_all_are_added(tmp_path: Path, quick_path: Path) -> None:
         {"size": 3, "arguments": arguments}, {"size": 3, "arguments": [*arguments, "--overflow", "clamp"]}
     )
     assert refused["codes"] == [2, 2, 2] and "too large" in refused["err"][0] and "process 0" in refused["err"][2]
+    assert json.loads(refused["out"][0])["error"] == "cast" and not any(refused["out"][1:])
     assert clamped["codes"] == [0, 0, 0]
     assert json.loads(clamped["out"][0])["overflows"]["w"]["count"] == 3
 

@@ -110,9 +110,10 @@ def _lead(those: Team, order: Order, progress: Callable[[int], None] | None) -> 
     """The work of one process alone, or of the one that leads others."""
     names = [entry.name for _, entry in order.plan.pairs]
     job = fingerprint(order.plan, order.copies, order.overflow, order.single)
+    watch = progress if those.size == 1 else those.watched(None)
     with Staging(order.out, single=order.single, job=job, overwrite=order.overwrite, merge=order.merge) as staging:
         those.sweep(order.out)
-        kept = staging.left if staging.published else still_sound(staging, order.pace, progress)
+        kept = staging.left if staging.published else still_sound(staging, order.pace, watch)
         files, engine = dict(kept), "native"
         if not staging.published:
             staging.keep(kept)

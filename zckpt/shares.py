@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 
-from zckpt.batches import element_bytes
+from zckpt.batches import element_bytes, progress_after
 from zckpt.catalog import TensorPart
 from zckpt.engines import Overflow
 from zckpt.fragments import Fragment
@@ -185,11 +185,13 @@ def lead(
         files.take(0, piece)
         listen()
 
+    kept = sum(output.size for output, _ in plan.files if output.path in done)
+    watch = team.watched(progress_after(progress, kept))
     team.meet({"root": root, "done": list(done)})
-    engine = _move(team, plan, root, done, moved, overflow, progress, window, pace)
+    engine = _move(team, plan, root, done, moved, overflow, watch, window, pace)
     while files.missing:
         listen()
-        team.look()
+        watch(0)
         time.sleep(0.02)
     team.meet()  # every process has found its sources as they were
     return engine
@@ -205,7 +207,7 @@ def follow(team: Team, plan: Plan, *, overflow: str, window: int | None, pace: P
         lost = {number: (one.count, one.largest) for number, one in piece.overflows.items()}
         team.post((piece.path, piece.nbytes, piece.crcs, lost))
 
-    _move(team, plan, begun["root"], begun["done"], moved, overflow, None, window, pace)
+    _move(team, plan, begun["root"], begun["done"], moved, overflow, team.watched(None), window, pace)
     team.meet()
 
 
@@ -216,7 +218,7 @@ def _move(
     done: Collection[str],
     moved: Callable[[Piece], None],
     overflow: str,
-    progress: Callable[[int], None] | None,
+    watch: Callable[[int], None],
     window: int | None,
     pace: Pace,
 ) -> str:
@@ -226,7 +228,7 @@ def _move(
         root,
         moved=moved,
         overflow="clamp" if overflow == "clamp" else "inf",
-        progress=team.watched(progress),
+        progress=watch,
         window=window,
         threads=pace["threads"],
         keep_cache=not gives_back(pace["keep_cache"], plan.bytes_read + plan.bytes_written),

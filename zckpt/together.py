@@ -103,6 +103,14 @@ def here() -> Seat:
     return seat(os.environ if _asked else {})
 
 
+def speaks() -> bool:
+    """Whether results are this process's to print: of several, process 0's."""
+    try:
+        return here().rank == 0
+    except UsageError:
+        return True
+
+
 def team(out: str) -> Team:
     """Those who write an output, to be used as a context manager.
 
@@ -276,10 +284,13 @@ class Team:
         return False
 
     def watched(self, progress: Callable[[int], None] | None) -> Callable[[int], None]:
-        """`progress`, told of what all processes have moved; on the way, it looks who is alive."""
+        """`progress`, told of what all processes have moved; on the way, it looks who is alive.
+
+        It is called with this process's bytes so far, or with 0 just to have it look.
+        """
 
         def moved(nbytes: int) -> None:
-            self._moved[self.rank] = nbytes
+            self._moved[self.rank] = max(nbytes, self._moved[self.rank])
             self.look()
             if progress is not None:
                 progress(sum(self._moved))

@@ -87,7 +87,7 @@ def _report(error: BaseException) -> int:
     try:
         sys.stderr.write(f"ERROR {text}\n")
         sys.stderr.writelines(f"note: {note}\n" for note in notes)
-        if "--json" in sys.argv[1:]:
+        if "--json" in sys.argv[1:] and together.speaks():
             sys.stdout.write(json.dumps(facts) + "\n")
             sys.stdout.flush()
     except BrokenPipeError:

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 
-from zckpt.together import here
+from zckpt.together import speaks
 
 
 class Sink:
@@ -19,9 +19,8 @@ class Sink:
     """
 
     def __init__(self, *, as_json: bool = False, quiet: bool = False) -> None:
-        helps = here().rank > 0  # of several processes, one speaks
-        self.as_json = as_json and not helps
-        self.quiet = quiet or helps
+        self.as_json = as_json and speaks()
+        self.quiet = quiet or not speaks()
 
     def result(self, facts: Callable[[], dict[str, object]], lines: Callable[[], Iterable[str]]) -> None:
         """Prints the result, in the form that was asked for; only that form is made."""
