@@ -7,7 +7,7 @@ CORE := $(wildcard zckpt/csrc/* CMakeLists.txt)
 
 .PHONY: demo test check bench fixtures golden clean interop
 
-demo: .make/zckpt
+demo: .make/zckpt .make/train
 	$(BIN)/zckpt demo
 
 test: .make/zckpt .make/test interop
@@ -37,6 +37,11 @@ clean:
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(PIP) scikit-build-core nanobind cmake ninja
 	$(PIP) --no-build-isolation -e .
+	@touch $@
+
+# What the trainer needs, and the demo shows. Where it will not install, the demo converts a stored checkpoint.
+.make/train: .make/zckpt
+	$(PIP) torch 'pydantic>=2' || echo 'torch did not install: the trainer will not be shown'
 	@touch $@
 
 # What the tests need: torch first and pinned, since others would pull it unpinned.

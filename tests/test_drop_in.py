@@ -20,8 +20,9 @@ FIXTURES = [
 fixtures = pytest.mark.parametrize("fixture", FIXTURES, ids=lambda path: f"{path.parent.name}/{path.name}")
 
 
-def as_fp32(tensor):
-    return tensor.float() if tensor.dtype in (torch.float16, torch.bfloat16) else tensor
+def as_fp32(tensor, role="buffer"):
+    lifted = tensor.is_floating_point() if role != "buffer" else tensor.dtype in (torch.float16, torch.bfloat16)
+    return tensor.float() if lifted else tensor
 
 
 def how_of(fixture):
@@ -30,7 +31,9 @@ def how_of(fixture):
 
 def assert_is_truth(state, fixture, without=()):
     how = how_of(fixture)
-    truth = {name: as_fp32(tensor) for name, tensor in load_file(fixture / "truth.safetensors").items()}
+    truth = {
+        name: as_fp32(tensor, how["roles"][name]) for name, tensor in load_file(fixture / "truth.safetensors").items()
+    }
     aliases = {d: k for d, k in (how.get("aliases") or {}).items() if k in truth}
     names = {*truth, *aliases} - set(without)
     assert set(state) == names

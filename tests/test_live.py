@@ -100,8 +100,8 @@ def test_fixtures(fixture, dtype, strided):
 @pytest.mark.parametrize("target", FLOATS, ids=str)
 def test_casts(plain, state, monkeypatch, source, target, path):
     if path == "device":
-        monkeypatch.setattr(live, "is_direct", lambda tensor: False)
-        monkeypatch.setattr(live, "BUFFER_BYTES", 256)
+        monkeypatch.setattr(live.loading, "is_direct", lambda tensor: False)
+        monkeypatch.setattr(live.loading, "BUFFER_BYTES", 256)
     state = {name: tensor.to(source) if tensor.is_floating_point() else tensor for name, tensor in state.items()}
     model = model_of(state, dtype=target, strided=path == "strided")
     before = {name: tensor.data_ptr() for name, tensor in model.state_dict().items()}

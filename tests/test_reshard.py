@@ -23,7 +23,7 @@ from zckpt.layouts.training import Training
 from zckpt.reshard import reshard
 
 FIXTURES = Path(__file__).parent.parent / "fixtures"
-SHARDED = sorted(p.parent for p in FIXTURES.glob("*/*/how.json") if json.loads(p.read_text())["stage"])
+SHARDED = sorted(p.parent for p in FIXTURES.glob("*/*/how.json") if json.loads(p.read_text()).get("stage"))
 NAMES = [f"{p.parent.name}/{p.name}" for p in SHARDED]
 
 
@@ -154,12 +154,26 @@ def test_precision_is_changed_where_it_is_said(tmp_path: Path) -> None:
     assert all(same_bits(module[n], read_tensor(e, "pt")) for n, e in again.catalog.tensors.items())
 
 
+@pytest.mark.parametrize("name", ["fp32", "fp16", "bf16", "bf16_groups"])
+def test_a_save_without_zero_becomes_one_with(name: str, tmp_path: Path) -> None:
+    source = opened(FIXTURES / "zero0" / name / "checkpoint")
+    for stage in (2, 3):
+        out = tmp_path / str(stage)
+        reshard(FIXTURES / "zero0" / name / "checkpoint", out, world_size=2, stage=stage)
+        there = opened(out)
+        assert there[0].catalog.source.zero_stage == stage and there[1].states
+        assert_same_run(source, there)
+
+
 def test_what_goes_wrong_is_said_and_writes_nothing(tmp_path: Path) -> None:
     source, out = FIXTURES / "zero2" / "bf16_w2" / "checkpoint", tmp_path / "out"
     with pytest.raises(UsageError, match="impossible target"):
         reshard(source, out, world_size=0)
+    plain_weights = tmp_path / "plain"
+    plain_weights.mkdir()
+    torch.save({"weight": torch.ones(2)}, plain_weights / "pytorch_model.bin")
     with pytest.raises(UnsupportedError, match="without optimizer states"):
-        reshard(FIXTURES / "zero0" / "fp32" / "checkpoint", out, world_size=1)
+        reshard(plain_weights, out, world_size=1)
     with pytest.raises(OutputError, match="inside the input"):
         reshard(source, source / "x", world_size=1)
     broken = tmp_path / "broken"

@@ -25,7 +25,8 @@ from zckpt.convert import Options, prepare
 from zckpt.errors import InconsistentError, OutputError, UsageError
 from zckpt.forms import Form
 from zckpt.layouts.listing import Wishes
-from zckpt.mover import Piece, begin, move, run, seal
+from zckpt.mover import run
+from zckpt.pieces import Piece, begin, move, seal
 from zckpt.reshard import prepare as prepare_reshard
 from zckpt.shares import GRAIN, part_of
 from zckpt.together import Team, seat
@@ -96,7 +97,7 @@ def test_parts_make_the_whole(
     for output, _ in plan.files:
         here = [piece.crcs for piece in pieces if piece.path == output.path]
         parts = None if None in here else [part for crcs in here if crcs for part in crcs]
-        crcs[output.path] = seal(plan, output, str(quick_path / "many"), parts)
+        crcs[output.path], _ = seal(plan, output, str(quick_path / "many"), parts)
     assert crcs == {written.path: written.crc32 for written in wanted.files}
     assert contents(quick_path / "many") == contents(quick_path / "one")
     assert sum(sizes) == plan.bytes_read + sum(entry.nbytes for _, entry in plan.pairs)

@@ -6,6 +6,7 @@ For users of the library: every public name, and nothing that needs torch until 
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from zckpt.adapters import AdapterReport, to_peft
@@ -15,18 +16,21 @@ from zckpt.checkpoint import Checkpoint, open_checkpoint
 from zckpt.convert import Options, Report, convert
 from zckpt.diff import Diff, diff
 from zckpt.errors import (
+    AccessError,
     CastError,
     CorruptError,
     IncompleteError,
     InconsistentError,
     NotACheckpointError,
     OutputError,
+    RemoteError,
     UnsafeError,
     UnsupportedError,
     UsageError,
     ZckptError,
 )
 from zckpt.reshard import reshard
+from zckpt.to_dcp import to_dcp
 from zckpt.universal import to_universal
 from zckpt.verification import Verification
 from zckpt.verify import verify
@@ -38,8 +42,10 @@ if TYPE_CHECKING:
         get_fp32_state_dict_from_zero_checkpoint,
         load_state_dict_from_zero_checkpoint,
     )
+    from zckpt.hub import push_to_hub
 
 __all__ = [
+    "AccessError",
     "AdapterReport",
     "CastError",
     "Checkpoint",
@@ -50,6 +56,7 @@ __all__ = [
     "NotACheckpointError",
     "Options",
     "OutputError",
+    "RemoteError",
     "Report",
     "UnsafeError",
     "UnsupportedError",
@@ -63,7 +70,9 @@ __all__ = [
     "get_fp32_state_dict_from_zero_checkpoint",
     "load_state_dict_from_zero_checkpoint",
     "open_checkpoint",
+    "push_to_hub",
     "reshard",
+    "to_dcp",
     "to_peft",
     "to_universal",
     "verify",
@@ -77,6 +86,12 @@ def __getattr__(name: str) -> Any:
         from zckpt import drop_in
 
         return getattr(drop_in, name)
+    if name == "push_to_hub":
+        from zckpt.hub import push_to_hub
+
+        return push_to_hub
+    if name in ("live", "runtime"):  # packages that need torch: `zckpt.live.save_pretrained` needs no import of its own
+        return import_module(f"zckpt.{name}")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

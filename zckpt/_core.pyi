@@ -14,6 +14,7 @@ def run(
     give_back: bool,
     bytes_per_s: int,
     progress: Callable[[int], None] | None,
+    sinks: list[Callable[[memoryview, int], object] | None],
 ) -> tuple[tuple[str, int, int, int], list[tuple[int, int, int, int]], list[tuple[int, int, float]]]: ...
 def scan(
     stores: bytes,

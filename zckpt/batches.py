@@ -6,11 +6,12 @@ For `mover`.
 from __future__ import annotations
 
 import struct
+from collections import deque
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from zckpt.fragments import FileStore, Store
-from zckpt.plan import Move, OutputFile, Plan
+from zckpt.plan import Move, OutputFile, Plan, is_remote
 from zckpt.sums import element_ranges
 
 MOST_MOVES = 16384
@@ -19,6 +20,8 @@ LEAST_BYTES = 64 << 20
 sake."""
 MOST_STORES = 512
 """Every file of a batch is open while it runs."""
+MOST_REMOTE_BYTES = 32 << 20
+"""Bytes of sources on other machines that a batch names: they lie in memory while it runs."""
 
 _STORE = struct.Struct("=qqQQ")
 _MOVE = struct.Struct("=IIQQQQqqqqIBBBB")
@@ -37,6 +40,7 @@ class Batch:
     literals: list[tuple[int, int, bytes]] = field(default_factory=list[tuple[int, int, bytes]])
     ranges: list[tuple[int, int, int, int]] = field(default_factory=list[tuple[int, int, int, int]])
     nbytes: int = 0
+    remote_bytes: int = 0
     numbers: dict[int, int] = field(default_factory=dict[int, int])
     finished: list[tuple[OutputFile, FileStore]] = field(default_factory=list[tuple[OutputFile, FileStore]])
 
@@ -52,6 +56,8 @@ class Batch:
         """One more move, which counts for so many bytes."""
         self.moves.append((self.number(move.src), self.number(move.dst), move))
         self.nbytes += nbytes
+        if is_remote(move.src):
+            self.remote_bytes += span_bytes(move)
 
     def packed(self, descriptors: Sequence[tuple[int, int]]) -> tuple[bytes, bytes, bytes, bytes, bytes]:
         """The structs of `csrc/mover.h`: stores, moves, literals, ranges, and the literals' bytes."""
@@ -65,6 +71,12 @@ class Batch:
             at += len(data)
         ranges = b"".join(_RANGE.pack(*numbers) for numbers in sorted(self.ranges, key=lambda r: (r[0], r[2])))
         return b"".join(packed), ranges, b"".join(data for _, _, data in self.literals)
+
+
+def span_bytes(move: Move) -> int:
+    """Bytes of the source from a move's first element to its last."""
+    size = move.src_dtype.itemsize
+    return (move.rows - 1) * move.src_pitch + (move.count - 1) * move.src_step * size + size
 
 
 def _pack_store(store: Store, fds: tuple[int, int]) -> bytes:
@@ -90,33 +102,37 @@ def _pack_move(src: int, dst: int, m: Move) -> bytes:
     )
 
 
-def batches(plan: Plan, done: Collection[str] = (), *, literals: bool = True) -> Iterator[Batch]:
-    """The plan in parts of bounded size; each file's literals come with its first moves.
+def batches(plan: Plan, done: Collection[str] = (), *, bare: bool = False) -> Iterator[Batch]:
+    """The plan in parts of bounded size; a file's literals come in order among its moves.
 
     Args:
         plan: what goes where.
         done: paths of files that are there already: nothing goes into them.
-        literals: whether they are to be written.
+        bare: leave out the literals.
     """
-    pending = {id(store): (output, store) for output, store in plan.files if output.path not in done}
+    unfinished = {id(store): (output, store) for output, store in plan.files if output.path not in done}
     skipped = {id(store) for output, store in plan.files if output.path in done}
+    literals = {place: deque(() if bare else sorted(output.literals)) for place, (output, _) in unfinished.items()}
     missing = element_bytes(plan)
     by_store: dict[int, list[tuple[int, int, int]]] = {}
     for number, (store, start, nbytes) in enumerate(ranges(plan)):
         by_store.setdefault(id(store), []).append((number, start, nbytes))
-    files = dict(pending)
     batch = Batch()
 
-    def attend(store: Store) -> None:
-        number = batch.number(store)
-        batch.ranges += [(number, *numbers) for numbers in by_store.get(id(store), ())]
-        if id(store) in pending:
-            output, _ = pending.pop(id(store))
-            for offset, data in output.literals if literals else ():
-                batch.literals.append((number, offset, data))
-                batch.nbytes += len(data)
+    def attend(store: Store, stop: int) -> None:
+        """The file takes part in the batch, with its literals before byte `stop`."""
+        number = batch.numbers.get(id(store))
+        if number is None:
+            number = batch.number(store)
+            batch.ranges += [(number, *numbers) for numbers in by_store.get(id(store), ())]
+        pending = literals.get(id(store))
+        while pending and pending[0][0] < stop:
+            offset, data = pending.popleft()
+            batch.literals.append((number, offset, data))
+            batch.nbytes += len(data)
 
-    tensor = -1
+    tensor, reach = -1, 0
+    last: Store | None = None
     for move in plan.moves():
         if move is None:
             if batch.stores:
@@ -126,29 +142,41 @@ def batches(plan: Plan, done: Collection[str] = (), *, literals: bool = True) ->
         place = id(move.dst)
         if place in skipped:
             continue
-        # A tensor is not torn apart without need: slices that interleave want to meet in one window.
-        whole = move.tensor != tensor or len(batch.moves) >= 8 * MOST_MOVES
-        is_full = len(batch.moves) >= MOST_MOVES or (batch.finished and batch.nbytes >= LEAST_BYTES)
+        # Nothing is torn apart without need: slices that interleave want to meet in one window.
+        apart = move.tensor != tensor or (move.dst is last and move.dst_offset >= reach)
+        whole = apart or len(batch.moves) >= 8 * MOST_MOVES
+        is_full = (
+            len(batch.moves) >= MOST_MOVES
+            or batch.remote_bytes >= MOST_REMOTE_BYTES
+            or (batch.finished and batch.nbytes >= LEAST_BYTES)
+        )
         if (whole and is_full) or len(batch.stores) >= MOST_STORES - 1:
             yield batch
             batch = Batch()
-        tensor = move.tensor
-        if place not in batch.numbers:
-            attend(move.dst)
+        reach = max(_end(move), reach if move.dst is last else 0)
+        tensor, last = move.tensor, move.dst
+        attend(move.dst, move.dst_offset)
         nbytes = move.count * move.rows * move.dst_dtype.itemsize
         batch.add(move, nbytes)
-        if place in files:
+        if place in unfinished:
             missing[place] -= nbytes
             if not missing[place]:
-                batch.finished.append(files.pop(place))
-    for output, store in list(pending.values()):
+                attend(move.dst, move.dst.size)
+                batch.finished.append(unfinished.pop(place))
+    for output, store in unfinished.values():
         if len(batch.stores) >= MOST_STORES:
             yield batch
             batch = Batch()
-        attend(store)
+        attend(store, store.size)
         batch.finished.append((output, store))
     if batch.stores:
         yield batch
+
+
+def _end(move: Move) -> int:
+    """One past the last byte of the destination that a move writes."""
+    size = move.dst_dtype.itemsize
+    return move.dst_offset + (move.rows - 1) * move.dst_pitch + (move.count - 1) * move.dst_step * size + size
 
 
 def progress_after(progress: Callable[[int], None] | None, base: int) -> Callable[[int], None] | None:

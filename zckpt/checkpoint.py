@@ -6,16 +6,16 @@ For every job, and for users of `zckpt.open_checkpoint`. Opening reads indexes o
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from zckpt import layouts
 from zckpt.catalog import Catalog, TensorEntry
-from zckpt.errors import UsageError
+from zckpt.errors import UsageError, some
 from zckpt.fragments import Fragment, MemoryStore
 from zckpt.layouts.listing import Wishes
+from zckpt.layouts.module_states import WRAPPERS
 from zckpt.layouts.places import Place, find
 from zckpt.mover import run
 from zckpt.overlaps import clip
@@ -63,19 +63,17 @@ def open_catalog(
     return Opened(replace(catalog, source=replace(catalog.source, notes=place.notes + catalog.source.notes)), place)
 
 
-_WRAPPERS = re.compile(r"(?:^|(?<=\.))_orig_mod\.")
-
-
 def strip_wrappers(catalog: Catalog) -> tuple[Catalog, tuple[str, ...]]:
-    """Names without `_orig_mod.` (torch.compile), and without `module.` or `_forward_module.` where all have it.
+    """Names without what torch's wrappers put in, and without `module.` or `_forward_module.` where all have it.
 
     Returns:
         The catalog under the model's own names, and sentences that say what was stripped.
     """
     notes: list[str] = []
-    if any(_WRAPPERS.search(name) for name in (*catalog, *catalog.aliases)):
-        catalog = catalog.rename(lambda name: _WRAPPERS.sub("", name))
-        notes.append("'_orig_mod.' (torch.compile) was stripped from the names.")
+    wrapped = {found for name in (*catalog, *catalog.aliases) for found in WRAPPERS.findall(name)}
+    if wrapped:
+        catalog = catalog.rename(lambda name: WRAPPERS.sub("", name))
+        notes.append(f"{some(sorted(wrapped))} of torch's wrappers was stripped from the names.")
     for prefix in ("_forward_module.", "module."):
         names = [*catalog, *catalog.aliases]
         if names and all(name.startswith(prefix) for name in names):
@@ -164,7 +162,7 @@ class Slice:
         part = self._rows(low, high)
         if isinstance(first, int):
             return part[(0, *indexes[1:])]
-        if first.step is None or first.step == 1:
+        if not rows or first.step in (None, 1):
             return part[(slice(None), *indexes[1:])]
         return part[(slice(rows[0] - low, None, rows.step), *indexes[1:])]
 

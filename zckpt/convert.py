@@ -8,10 +8,11 @@ from __future__ import annotations
 import os
 import re
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from zckpt import replicas
+from zckpt import files, replicas, streaming
 from zckpt.catalog import Catalog, TensorEntry
 from zckpt.checkpoint import Opened, open_catalog, strip_wrappers
 from zckpt.delivery import Order, Overflow, deliver
@@ -34,7 +35,7 @@ class Options:
     """What a conversion is to do.
 
     Attributes:
-        dtype: of floating parameters in the output.
+        dtype: of floating parameters in the output; None keeps each as it is.
         format: container; None for what OUT's suffix says, safetensors for a directory.
         max_shard_size: of a directory's shards.
         include: globs; only tensors that match one are kept.
@@ -55,7 +56,7 @@ class Options:
         form: which names and order of rows the tensors are to have.
     """
 
-    dtype: DType = F32
+    dtype: DType | None = F32
     format: Format | None = None
     max_shard_size: int | str = "5GB"
     include: Sequence[str] = ()
@@ -89,7 +90,7 @@ class Prepared:
         opened: the checkpoint.
         catalog: the tensors to be written, under their new names.
         plan: where their bytes go.
-        out: the output's path.
+        out: the output's path or address; empty when the caller takes the files of the plan one by one.
         single: whether it is one file.
         copies: (path, name) of small files copied beside the weights.
         options: what was asked for.
@@ -110,7 +111,7 @@ class Prepared:
     @property
     def bytes_written(self) -> int:
         """Bytes of the whole output."""
-        return self.plan.bytes_written + sum(os.path.getsize(path) for path, _ in self.copies)
+        return self.plan.bytes_written + sum(files.size(path) for path, _ in self.copies)
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,7 +156,8 @@ def convert(
     Args:
         checkpoint: a checkpoint directory, tag directory, trainer's output directory, or weights.
         out: a name ending in .bin, .pt or .safetensors for one file; anything else is a directory of shards that
-            `transformers` loads.
+            `transformers` loads. Either may be an address that fsspec reaches (`s3://bucket/weights`); for `hf://`
+            there is `zckpt.push_to_hub`.
         dtype: "fp32", "fp16" or "bf16".
         tag: which save, where there are several.
         also: directories laid over the checkpoint: its parts from other nodes' disks.
@@ -191,26 +193,39 @@ def to_dtype(dtype: str | DType) -> DType:
 
 
 def prepare(
-    checkpoint: str, out: str, options: Options, *, tag: str | None = None, also: Sequence[str] = ()
+    checkpoint: str,
+    out: str,
+    options: Options,
+    *,
+    tag: str | None = None,
+    also: Sequence[str] = (),
+    opened: Opened | None = None,
 ) -> Prepared:
-    """Everything but the work: opens, selects, lays out, and refuses what cannot succeed. Writes nothing."""
-    opened = open_catalog(
-        checkpoint, tag, also, allow_unknown_layout=options.allow_unknown_layout, wishes=options.wishes
-    )
+    """Everything but the work: opens, selects, lays out, and refuses what cannot succeed. Writes nothing.
+
+    Args:
+        checkpoint: as for `convert`.
+        out: as for `convert`; empty for a directory whose files the caller makes and takes one by one.
+        options: what is to be done.
+        tag: as for `convert`.
+        also: as for `convert`.
+        opened: the checkpoint, where it is open already.
+    """
+    out = files.local(out)
+    if opened is None:
+        opened = open_catalog(
+            checkpoint, tag, also, allow_unknown_layout=options.allow_unknown_layout, wishes=options.wishes
+        )
     target, single = _target(out, options)
-    check_output(
-        out,
-        single=single,
-        overwrite=options.overwrite or options.merge,
-        protected=protected(opened, checkpoint, beside=options.beside),
-    )
+    _check_output(out, single, options, protected(opened, checkpoint, beside=options.beside))
     catalog, stripped = strip_wrappers(opened.catalog)
     form = formed(catalog, opened.place, options.form, to_directory=not single, exclude=options.exclude)
     catalog = select(form.catalog, options)
     wanted = [(entry, output_dtype(entry, options.dtype)) for entry in catalog.tensors.values()]
     destination = lay_out(wanted, catalog.aliases, target)
     if not single:
-        config = config_file(opened.place.home, options.dtype, form.config)
+        usual = options.dtype or usual_dtype(destination.entries.values())
+        config = config_file(opened.place.home, usual, form.config)
         destination = replace(destination, files=(*destination.files, *([config] if config else [])))
     pairs = [(catalog.tensors[name], entry) for name, entry in destination.entries.items()]
     prepared = Prepared(
@@ -224,21 +239,26 @@ def prepare(
         notes=opened.catalog.source.notes + stripped + form.notes,
         recorded=form.recorded,
     )
-    check_space(out, prepared.bytes_written)
+    if out and not files.is_remote(out):
+        check_space(out, prepared.bytes_written)
     return prepared
+
+
+def _check_output(out: str, single: bool, options: Options, inputs: set[str]) -> None:
+    if files.is_remote(out):
+        if out.startswith("hf://"):
+            raise UsageError("a hub's page as OUT", file=out, remedy="Use zckpt.push_to_hub(checkpoint, repo_id).")
+        streaming.check_output(out, single=single, overwrite=options.overwrite or options.merge)
+    elif out:
+        overwrite = options.overwrite or options.merge
+        check_output(out, single=single, overwrite=overwrite, protected=inputs)
 
 
 def execute(prepared: Prepared, progress: Callable[[int], None] | None = None) -> Report:
     """Checks, moves and publishes; goes on where an interrupted run of the same job ended."""
     began = time.perf_counter()
-    options, notes = prepared.options, list(prepared.notes)
-    if options.allow_unknown_layout:
-        bad = [entry.name for entry, *_ in replicas.disagreements(prepared.catalog)]
-        if bad:
-            notes.append(f"{len(bad):,} master weights are not those of the model's own weights: {some(bad)}.")
-    else:
-        replicas.check(prepared.catalog)
-    done = deliver(
+    options, notes = prepared.options, [*prepared.notes, *check(prepared)]
+    done = (streaming.send if files.is_remote(prepared.out) else deliver)(
         Order(
             plan=prepared.plan,
             out=prepared.out,
@@ -268,6 +288,20 @@ def execute(prepared: Prepared, progress: Callable[[int], None] | None = None) -
     )
 
 
+def check(prepared: Prepared) -> tuple[str, ...]:
+    """Makes sure that the checkpoint does not contradict itself; returns what a person should see.
+
+    Raises:
+        InconsistentError: it does, and `allow_unknown_layout` is not set.
+    """
+    if not prepared.options.allow_unknown_layout:
+        replicas.check(prepared.catalog)
+        return ()
+    bad = [entry.name for entry, *_ in replicas.disagreements(prepared.catalog)]
+    told = f"{len(bad):,} master weights are not those of the model's own weights: {some(bad)}."
+    return (told,) if bad else ()
+
+
 _SELECTION = ("include", "exclude", "exclude_frozen", "strip_prefix", "rename", "overflow")
 
 
@@ -279,12 +313,12 @@ def _recorded(options: Options) -> dict[str, object]:
     return recorded | ({} if options.wishes is None else {"wishes": options.wishes.as_json()})
 
 
-def output_dtype(entry: TensorEntry, dtype: DType) -> DType:
-    """The dtype a tensor gets: floating parameters take the one asked for, buffers keep theirs.
+def output_dtype(entry: TensorEntry, dtype: DType | None) -> DType:
+    """The dtype a tensor gets: floating parameters take the one asked for, if one is; buffers keep theirs.
 
     Half-precision buffers are lifted when fp32 is asked for. Integers, bools and complex numbers are never touched.
     """
-    if entry.dtype.kind != "float":
+    if entry.dtype.kind != "float" or dtype is None:
         return entry.dtype
     if entry.role == "buffer":
         return F32 if dtype == F32 and entry.dtype in (F16, BF16) else entry.dtype
@@ -308,6 +342,8 @@ def _target(out: str, options: Options) -> tuple[Target, bool]:
 def protected(opened: Opened, checkpoint: str, *, beside: bool = False) -> set[str]:
     """What the output must leave alone: the shards' directories, and the checkpoint's own unless `beside` is set."""
     listing = opened.place.listing
+    if files.is_remote(listing.directory):
+        return set()
     if os.path.isfile(listing.directory):
         return {listing.directory}
     shards = {os.path.dirname(path) for path in listing.files.values()}
@@ -348,3 +384,12 @@ def select(catalog: Catalog, options: Options) -> Catalog:
     if not all(selected.tensors) or any("\0" in name for name in selected.tensors):
         raise UsageError("a tensor without a name", found="an empty name", remedy="Change --rename or --strip-prefix.")
     return selected
+
+
+def usual_dtype(entries: Iterable[TensorEntry]) -> DType:
+    """The dtype that most floating elements have."""
+    numels: Counter[DType] = Counter()
+    for entry in entries:
+        if entry.dtype.kind == "float":
+            numels[entry.dtype] += entry.numel
+    return numels.most_common(1)[0][0] if numels else F32

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
+from zckpt import files
 from zckpt.batches import progress_after
 from zckpt.catalog import Catalog
 from zckpt.dtypes import DType
@@ -114,14 +115,13 @@ def _lead(those: Team, order: Order, progress: Callable[[int], None] | None) -> 
     with Staging(order.out, single=order.single, job=job, overwrite=order.overwrite, merge=order.merge) as staging:
         those.sweep(order.out)
         kept = staging.left if staging.published else still_sound(staging, order.pace, watch)
-        files, engine = dict(kept), "native"
+        made, engine = dict(kept), "native"
         if not staging.published:
             staging.keep(kept)
 
             def finished(written: Written) -> None:
-                lost = {names[number]: (o.count, o.largest) for number, o in written.overflows.items()}
-                files[written.path] = Finished(written.path, written.nbytes, written.crc32, lost)
-                staging.finished(files[written.path])
+                made[written.path] = as_finished(written, names)
+                staging.finished(made[written.path])
 
             if those.size > 1:
                 engine = lead(
@@ -135,14 +135,12 @@ def _lead(those: Team, order: Order, progress: Callable[[int], None] | None) -> 
                 ).engine  # fmt: skip
         else:
             those.meet()
-        overflows = _overflows_of(files.values())
-        if overflows and order.overflow == "error":
-            raise _overflow_error(overflows, order.plan)
+        overflows = overflows_of(made.values(), order.plan, order.overflow)
         if not staging.published:
-            files.update((name, staging.copy(path, name)) for path, name in order.copies)
-            staging.commit(_manifest(order, files.values()).as_bytes())
+            made.update((name, staging.copy(path, name)) for path, name in order.copies)
+            staging.commit(manifest_of(order, made.values()).as_bytes())
     sizes = [(file.path, file.size) for file, _ in order.plan.files]
-    sizes += [(name, os.path.getsize(path)) for path, name in order.copies]
+    sizes += [(name, files.size(path)) for path, name in order.copies]
     delivered = Delivered(
         files=tuple(sizes),
         engine=engine,
@@ -188,7 +186,14 @@ def _agree(those: Team, order: Order) -> None:
         )
 
 
-def _manifest(order: Order, files: Iterable[Finished]) -> Manifest:
+def as_finished(written: Written, names: Sequence[str]) -> Finished:
+    """What goes on record of a file; `names` are those of the plan's tensors."""
+    lost = {names[number]: (found.count, found.largest) for number, found in written.overflows.items()}
+    return Finished(written.path, written.nbytes, written.crc32, lost)
+
+
+def manifest_of(order: Order, made: Iterable[Finished]) -> Manifest:
+    """The manifest that goes with an order's files."""
     return Manifest(
         version=__version__,
         source=order.catalog.source.as_json(order.catalog.topology),
@@ -196,7 +201,7 @@ def _manifest(order: Order, files: Iterable[Finished]) -> Manifest:
         options=order.options,
         tensors=len(order.catalog),
         numel=order.catalog.numel,
-        files=tuple(files),
+        files=tuple(made),
     )
 
 
@@ -241,8 +246,7 @@ def fingerprint(
                     say((state or _state)(store) if entry is source else str(store))
                 say(numbers[id(store)], *(getattr(fragment, name) for name in _GEOMETRY))
     for path, name in copies:
-        stat = os.stat(path)
-        say(name, stat.st_size, stat.st_mtime_ns)
+        say(name, *files.state(path))
     return digest.hexdigest()
 
 
@@ -255,9 +259,9 @@ def _state(store: Store) -> tuple[object, ...]:
         from hashlib import sha256
 
         return (sha256(ctypes.string_at(store.address, store.size)).hexdigest(),)
-    stat = os.stat(str(store))
-    path = os.path.realpath(str(store))
-    return path, store.byteorder, stat.st_size, stat.st_ino, stat.st_mtime_ns, stat.st_ctime_ns
+    path = str(store)
+    place = path if files.is_remote(path) else os.path.realpath(path)
+    return place, store.byteorder, *files.state(path)
 
 
 def _seen(store: Store) -> tuple[object, ...]:
@@ -286,23 +290,30 @@ def still_sound(staging: Staging, pace: Pace, progress: Callable[[int], None] | 
     return sound
 
 
-def _overflows_of(files: Iterable[Finished]) -> dict[str, tuple[int, float]]:
-    """Tensor name -> (elements whose cast overflowed, the largest of them), over all files."""
+def overflows_of(made: Iterable[Finished], plan: Plan, overflow: Overflow) -> dict[str, tuple[int, float]]:
+    """Tensor name -> (elements whose cast overflowed, the largest of them), over all files.
+
+    Raises:
+        CastError: there are some, and `overflow` says that this is an error.
+    """
     lost: dict[str, tuple[int, float]] = {}
-    for file in files:
+    for file in made:
         for name, (count, largest) in file.overflows.items():
             before = lost.get(name, (0, 0.0))
             lost[name] = (max(before[0], count), max(before[1], largest))
+    if lost and overflow == "error":
+        raise overflow_error(lost, (entry.dtype for _, entry in plan.pairs if entry.name in lost))
     return lost
 
 
-def _overflow_error(overflows: dict[str, tuple[int, float]], plan: Plan) -> CastError:
-    dtypes = sorted({entry.dtype.torch_name for _, entry in plan.pairs if entry.name in overflows})
+def overflow_error(overflows: Mapping[str, tuple[int, float]], dtypes: Iterable[DType]) -> CastError:
+    """The error for numbers that a cast to these dtypes would make infinite."""
+    targets = sorted({dtype.torch_name for dtype in dtypes})
     worst = sorted(overflows, key=lambda name: -overflows[name][1])
     told = ", ".join(f"{n!r} ({overflows[n][0]:,} elements, largest {overflows[n][1]:,.6g})" for n in worst[:5])
     more = f" and {len(worst) - 5:,} more" if len(worst) > 5 else ""
     return CastError(
-        f"{len(worst):,} tensors with numbers too large for {' and '.join(dtypes)}",
+        f"{len(worst):,} tensors with numbers too large for {' and '.join(targets)}",
         found=told + more,
         remedy="Nothing was published. Use to-bf16, or --overflow clamp or --overflow inf if that is what you want.",
     )

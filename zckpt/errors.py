@@ -11,6 +11,8 @@ error desk turns them into lines for a person or `--json` for a program.
       x UnsupportedError                           understood, not built
       x InconsistentError                          files are sound but do not belong together
       x OutputError (OSError)                      cannot write, exists, full, inside the input
+      x AccessError (PermissionError)              no token or key, or one that may not do this
+      x RemoteError (ConnectionError)              a server failed, or answered what it should not
       x CastError                                  a cast would lose numbers
       x UsageError (ValueError)                    a wrong argument
 """
@@ -18,6 +20,7 @@ error desk turns them into lines for a person or `--json` for a program.
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterable, Sequence
 from typing import ClassVar
 
@@ -134,6 +137,18 @@ class OutputError(ZckptError, OSError):
     code = "output"
 
 
+class AccessError(ZckptError, PermissionError):
+    """No token or key for a hub or store, or one that may not do this."""
+
+    code = "access"
+
+
+class RemoteError(ZckptError, ConnectionError):
+    """A server failed for good, or answered what it should not."""
+
+    code = "remote"
+
+
 class CastError(ZckptError):
     """A cast would lose numbers."""
 
@@ -182,3 +197,21 @@ def ranges(numbers: Sequence[int]) -> str:
         else:
             runs.append([number, number])
     return ", ".join(str(low) if low == high else f"{low}-{high}" for low, high in runs)
+
+
+_SECRETS = (
+    (re.compile(r"\b(?:hf|api_org)_\w{6,}"), "hf_..."),
+    (re.compile(r"(?i)\b(bearer\s+)\S+"), r"\1..."),
+    (re.compile(r"(\w://)[^/\s@]+@"), r"\1"),
+    (re.compile(r"(https?://[^\s?'\"<>]+)\?[^\s'\"<>]+"), r"\1?..."),
+    (re.compile(r"(?i)([?&](?:X-Amz-[\w-]+|Signature|token|sig)=)[^&\s]+"), r"\1..."),
+)
+
+
+def redact(text: str, *secrets: str) -> str:
+    """A text without secrets that are known, and without what looks like one: tokens, passwords, signed addresses."""
+    for secret in filter(None, secrets):
+        text = text.replace(secret, "...")
+    for pattern, instead in _SECRETS:
+        text = pattern.sub(instead, text)
+    return text

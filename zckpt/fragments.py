@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from threading import Lock
 from typing import Literal, NamedTuple
 
+from zckpt import files, remote
 from zckpt.errors import CorruptError
 
 
@@ -42,8 +43,11 @@ class FileStore:
     @classmethod
     def of(cls, path: str | os.PathLike[str], byteorder: Literal["little", "big"] = "little") -> FileStore:
         """The store of an existing file."""
-        stat = os.stat(path)
-        return cls(os.fspath(path), stat.st_size, (stat.st_dev, stat.st_ino, stat.st_mtime_ns), byteorder)
+        name = os.fspath(path)
+        if files.is_remote(name):
+            return cls(name, *remote.status(name), byteorder)
+        stat = os.stat(name)
+        return cls(name, stat.st_size, (stat.st_dev, stat.st_ino, stat.st_mtime_ns), byteorder)
 
     def __str__(self) -> str:
         return self.path

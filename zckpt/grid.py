@@ -10,15 +10,17 @@ ranks hold which.
 
 from __future__ import annotations
 
+import math
 import os
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from zckpt.catalog import Catalog, TensorEntry, Topology
 from zckpt.errors import ZckptError, ranges
+from zckpt.files import size
 from zckpt.fragments import FileStore, Fragment
-from zckpt.layouts.listing import EXPERT_NAME, EXPERT_OPTIMIZER_NAME, LAYER_NAME, MODEL_NAME, Listing
+from zckpt.layouts.listing import DCP_DATA, EXPERT_NAME, EXPERT_OPTIMIZER_NAME, LAYER_NAME, MODEL_NAME, Listing
 from zckpt.layouts.module_states import as_mapping
 
 Rows = Mapping[int, Mapping[str, "Cell"]]
@@ -48,10 +50,23 @@ Grid = Mapping[int, Rows]
 
 def grid_of(listing: Listing, catalog: Catalog | None) -> dict[int, Rows]:
     """All files of ranks, by model-parallel rank; nothing for what is no checkpoint."""
+    if data := listing.matching(DCP_DATA):
+        return {0: _data_files(listing, data)}
     ranks = set(listing.model_parallel_ranks())
     if catalog is not None and ranks:
         ranks |= set(range(catalog.topology.tp * catalog.topology.pp))
     return {rank: _rows(listing, catalog, rank) for rank in sorted(ranks)}
+
+
+def _data_files(listing: Listing, names: list[str]) -> Rows:
+    """What each rank wrote of a save of torch.distributed.checkpoint."""
+    rows: dict[int, dict[str, Cell]] = {}
+    for name in names:
+        rank, number = name.removeprefix("__").removesuffix(".distcp").split("_")
+        nbytes = os.path.getsize(listing.files[name])
+        cell = Cell(name, nbytes) if nbytes else Cell(name, 0, "empty", "0 bytes")
+        rows.setdefault(int(rank), {})[f"data {number}"] = cell
+    return dict(sorted(rows.items()))
 
 
 def _rows(listing: Listing, catalog: Catalog | None, mp_rank: int) -> dict[int, dict[str, Cell]]:
@@ -94,7 +109,7 @@ def _rows(listing: Listing, catalog: Catalog | None, mp_rank: int) -> dict[int, 
 def _facts(listing: Listing, name: str) -> tuple[Cell, int | None, object]:
     """A file's cell, the world size it names, and the step it names."""
     path = listing.files[name]
-    nbytes = os.path.getsize(path)
+    nbytes = size(path)
     if not nbytes:
         return Cell(name, 0, "empty", "0 bytes"), None, None
     try:
@@ -183,7 +198,7 @@ def files_as_json(listing: Listing, grid: Grid, topology: Topology | None) -> li
         for name in listing.matching(pattern):
             match = pattern.fullmatch(name)
             numbers = match.groupdict() if match else {}
-            nbytes = os.path.getsize(listing.files[name])
+            nbytes = size(listing.files[name])
             place = {axis: int(number) for axis, number in numbers.items() if number is not None}
             if "mp" in place:
                 place["mp_rank"] = place.pop("mp")
@@ -212,11 +227,27 @@ def slices_as_json(entry: TensorEntry) -> list[dict[str, object]]:
 def slice_lines(entry: TensorEntry) -> Iterator[str]:
     """The same for a person."""
     for fragment in entry.fragments:
-        block = fragment.block()
-        what = f"elements {block.start:,}-{block.start + block.count - 1:,}"
-        if block.rows > 1:
-            what += f", and {block.rows - 1:,} times again {block.pitch:,} further"
-        yield f"    {what}: {_file(fragment)} from byte {fragment.byte_offset:,}"
+        yield f"    {_part(fragment, entry.shape)}: {_file(fragment)} from byte {fragment.byte_offset:,}"
+
+
+def _part(fragment: Fragment, shape: Sequence[int]) -> str:
+    """What of a tensor a fragment holds: a box of several dimensions such as `[0:4, 2:5]`, or runs of elements."""
+    low, high = _indexes(fragment.start, shape), _indexes(fragment.stop - 1, shape)
+    extents = [last - first + 1 for first, last in zip(low, high, strict=True)]
+    if len(shape) > 1 and min(extents) > 0 and math.prod(extents) == fragment.numel:
+        return f"[{', '.join(f'{first}:{last + 1}' for first, last in zip(low, high, strict=True))}]"
+    block = fragment.block()
+    what = f"elements {block.start:,}-{block.start + block.count - 1:,}"
+    return what + (f", and {block.rows - 1:,} times again {block.pitch:,} further" if block.rows > 1 else "")
+
+
+def _indexes(number: int, shape: Sequence[int]) -> list[int]:
+    """Of an element, by its number."""
+    indexes: list[int] = []
+    for extent in reversed(shape):
+        number, index = divmod(number, extent)
+        indexes.append(index)
+    return indexes[::-1]
 
 
 def _file(fragment: Fragment) -> str:

@@ -79,7 +79,8 @@ def _reverted(catalog: Catalog, config: Mapping[str, Any]) -> Catalog | None:
     from transformers.core_model_loading import revert_weight_conversion
 
     model_class = getattr(transformers, config["architectures"][0], None)
-    if model_class is None:
+    layers = config.get("num_hidden_layers")
+    if model_class is None or (isinstance(layers, int) and layers > len(catalog.tensors)):
         return None
     with torch.device("meta"):
         model = model_class(model_class.config_class.from_dict(dict(config)))

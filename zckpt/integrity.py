@@ -48,12 +48,17 @@ class CheckedFile:
 
 def checked_file(container: Container, crc32: int | None = None) -> CheckedFile:
     """A file that was opened, with the checksums it holds."""
-    records: tuple[tuple[str, int, int, int], ...] = ()
-    if container.kind == "torch_zip":
-        records = tuple(torch_zip.records(container.store.path))
-        if not any(crc for *_, nbytes, crc in records if nbytes):
-            records = ()  # torch.serialization.set_crc32_options(False)
-    return CheckedFile(container.store, records, crc32)
+    records = torch_zip.records(container.store.path) if container.kind == "torch_zip" else ()
+    return checked_parts(container.store, records, crc32)
+
+
+def checked_parts(
+    store: FileStore, records: Sequence[tuple[str, int, int, int]], crc32: int | None = None
+) -> CheckedFile:
+    """A file with these records of zip files in it."""
+    if not any(crc for *_, nbytes, crc in records if nbytes):
+        records = ()  # torch.serialization.set_crc32_options(False)
+    return CheckedFile(store, tuple(records), crc32)
 
 
 def small_records(file: CheckedFile) -> tuple[int, list[str]]:

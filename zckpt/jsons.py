@@ -11,7 +11,7 @@ import os
 import stat
 from typing import Any
 
-from zckpt import limits
+from zckpt import files, limits
 from zckpt.errors import CorruptError, NotACheckpointError, UnsupportedError, read_error
 
 
@@ -27,6 +27,22 @@ def read_json(path: str, most_bytes: int, what: str) -> Any:
         NotACheckpointError: it cannot be opened, or is no file. CorruptError: it is no JSON.
         UnsupportedError: it is too large.
     """
+    data = _remote(path, most_bytes, what) if files.is_remote(path) else _local(path, most_bytes, what)
+    check_size(data, path, what)
+    try:
+        return json.loads(data)
+    except (ValueError, RecursionError) as error:
+        raise CorruptError(f"{what} that is not JSON", file=path, found=f"{str(error)[:200]}") from error
+
+
+def _remote(path: str, most_bytes: int, what: str) -> bytes:
+    nbytes = files.size(path)
+    if nbytes > most_bytes:
+        raise _too_large(path, nbytes, most_bytes, what)
+    return files.read(path, nbytes)
+
+
+def _local(path: str, most_bytes: int, what: str) -> bytes:
     try:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     except OSError as error:
@@ -36,25 +52,20 @@ def read_json(path: str, most_bytes: int, what: str) -> Any:
         if not stat.S_ISREG(status.st_mode):
             raise NotACheckpointError(f"{what} that is no file", file=path)
         if status.st_size > most_bytes:
-            raise UnsupportedError(
-                f"{what} that is too large",
-                file=path,
-                found=f"{status.st_size:,} bytes",
-                expected=f"at most {most_bytes:,}",
-            )
+            raise _too_large(path, status.st_size, most_bytes, what)
         with os.fdopen(fd, "rb", closefd=False) as file:
-            data = file.read(most_bytes + 1)
+            return file.read(most_bytes + 1)
     except OSError as error:
         if isinstance(error, NotACheckpointError):
             raise
         raise read_error(path, error.errno or 0, 0) from error
     finally:
         os.close(fd)
-    check_size(data, path, what)
-    try:
-        return json.loads(data)
-    except (ValueError, RecursionError) as error:
-        raise CorruptError(f"{what} that is not JSON", file=path, found=f"{str(error)[:200]}") from error
+
+
+def _too_large(path: str, nbytes: int, most_bytes: int, what: str) -> UnsupportedError:
+    found, expected = f"{nbytes:,} bytes", f"at most {most_bytes:,}"
+    return UnsupportedError(f"{what} that is too large", file=path, found=found, expected=expected)
 
 
 def check_size(data: bytes, path: str, what: str) -> None:

@@ -15,6 +15,10 @@ REMEDY = "No file of weights is known to need that. If you trust its origin, set
 PICKLE_BYTES = _LIFTED * (32 << 20)
 """Of a pickle. One of a hundred thousand tensors has 16 MB; their numbers are not in it."""
 
+METADATA_BYTES = _LIFTED * (512 << 20)
+"""Of the pickle that describes a save of torch.distributed.checkpoint: three million chunks, of all ranks. A chunk takes 170
+bytes of it and 4 kB of memory, so its limits grow with its size, beyond what is said above."""
+
 PICKLE_MEMORY_BYTES = _LIFTED * (192 << 20)
 """Of the objects that a pickle makes. A tensor needs about 2 kB."""
 

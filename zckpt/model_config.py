@@ -6,7 +6,7 @@ For `forms`. What a config says comes from the tensors' own shapes, from the arg
 [Note: configs in architecture files] "fixed" entries are as they stand; "sizes" are a dimension of a tensor; "layers" and
 "heads" name what counts blocks and heads; "present" asks whether a tensor is there; "head" is the tensor whose absence means
 tied embeddings; "args" lists arguments by which a run may say it, and what the program takes when it does not; "refused"
-lists arguments with the values that they must not have, and why.
+lists arguments with the values that they must not have, and why; "required" those that they must have where they are said.
 Source: GPT-NeoX, megatron/checkpointing.py `save_ds_checkpoint`, megatron/neox_arguments; Megatron-DeepSpeed,
 megatron/arguments.py; transformers 4, models/megatron_gpt2 (activation functions).
 """
@@ -18,11 +18,14 @@ import re
 from collections.abc import Mapping, Sequence
 
 from zckpt.catalog import Catalog
-from zckpt.containers import Placeholder
-from zckpt.errors import CorruptError, InconsistentError, UnsupportedError, UsageError
+from zckpt.containers import Placeholder, enum_value
+from zckpt.errors import CorruptError, IncompleteError, InconsistentError, UnsupportedError, UsageError, some
 from zckpt.layouts.architectures import Architecture, Heads, Origin
 
 _PLAIN = (str, int, float, bool, type(None))
+
+_MOST_BYTES = 1 << 20
+"""Of one of GPT-NeoX's config files; theirs have a few thousand."""
 
 
 def run_arguments(catalog: Catalog, directory: str) -> dict[str, object]:
@@ -39,16 +42,17 @@ def run_arguments(catalog: Catalog, directory: str) -> dict[str, object]:
         import yaml
 
         for name in sorted(os.listdir(configs)):
-            if not name.endswith((".yml", ".yaml", ".json")):
-                continue
             path = os.path.join(configs, name)
+            if not name.endswith((".yml", ".yaml", ".json")) or not os.path.isfile(path):
+                continue
             try:
                 with open(path, "rb") as file:
-                    found = yaml.safe_load(file)
+                    found = yaml.safe_load(file.read(_MOST_BYTES))
             except (OSError, ValueError, yaml.YAMLError, RecursionError) as error:
                 raise CorruptError("a config file that cannot be read", file=path, found=str(error)) from error
             arguments = {**(found if isinstance(found, dict) else {}), **arguments}
-    return {str(name).replace("-", "_"): value for name, value in arguments.items() if isinstance(value, _PLAIN)}
+    plain = {str(name).replace("-", "_"): enum_value(value) for name, value in arguments.items()}
+    return {name: value for name, value in plain.items() if isinstance(value, _PLAIN)}
 
 
 def origin_of(catalog: Catalog, rules: str) -> Origin:
@@ -94,17 +98,22 @@ def make_config(
         for name, (values, why) in data["refused"].items()
         if arguments.get(name) in values
     ]
+    refused += [
+        f"{name} {arguments[name]} (not {' or '.join(map(str, values))})"
+        for name, values in data["required"].items()
+        if arguments.get(name) not in (None, *values)
+    ]
     if refused:
         raise UnsupportedError(
             f"a model that {data['fixed']['architectures'][0]} is not", file=catalog.source.path,
             found=", ".join(refused), remedy="If it is one all the same, give its config.json with --config.",
         )  # fmt: skip
-    config: dict[str, object] = dict(data["fixed"])
-    config.update({key: catalog[name].shape[dim] for key, (name, dim) in data["sizes"].items() if name in catalog})
-    config[data["layers"]] = blocks_of(catalog)
+    config: dict[str, object] = {**data["fixed"], **_sizes(wanted, catalog)}
     config.update({key: getattr(heads, part) for key, part in data["heads"].items()})
     config.update({key: name in catalog for key, name in data["present"].items()})
     config["tie_word_embeddings"] = data["head"] not in catalog
+    if arguments.get("norm") == "rmsnorm":  # GPT-NeoX has an epsilon for each kind of norm
+        arguments = {name: value for name, value in arguments.items() if name != "layernorm_epsilon"}
     for key, (names, default) in data["args"].items():
         config[key] = next((arguments[name] for name in names if arguments.get(name) is not None), default)
     if "activation" in data and arguments:
@@ -112,9 +121,23 @@ def make_config(
     return config
 
 
-def blocks_of(catalog: Catalog) -> int:
-    """How many transformer blocks there are."""
-    return len({match[1] for name in catalog if (match := re.search(r"\.(\d+)\.", name))})
+def _sizes(wanted: Architecture, catalog: Catalog) -> dict[str, int]:
+    """What a config says of sizes, as the tensors have them.
+
+    Raises:
+        IncompleteError: one of them is not there.
+    """
+    sizes = wanted.config["sizes"]
+    missing = [name for name, _ in sizes.values() if name not in catalog]
+    if missing:
+        raise IncompleteError(
+            f"tensors that {wanted.config['fixed']['architectures'][0]} cannot do without", file=catalog.source.path,
+            found=f"no {some(missing)}", remedy="They lie in files of other layers or stages: copy these too.",
+        )  # fmt: skip
+    blocks = {match[1] for name in catalog if (match := re.search(r"\.(\d+)\.", name))}
+    return {key: catalog[name].shape[dim] for key, (name, dim) in sizes.items()} | {
+        wanted.config["layers"]: len(blocks)
+    }
 
 
 def check_config(config: Mapping[str, object], wanted: Architecture, catalog: Catalog) -> None:
@@ -129,8 +152,7 @@ def check_config(config: Mapping[str, object], wanted: Architecture, catalog: Ca
             "a config of another architecture", found=f"model_type {config.get('model_type')!r}",
             expected=repr(data["fixed"]["model_type"]), file=catalog.source.path,
         )  # fmt: skip
-    found = {key: catalog[name].shape[dim] for key, (name, dim) in data["sizes"].items() if name in catalog}
-    found[data["layers"]] = blocks_of(catalog)
+    found = _sizes(wanted, catalog)
     wrong = [
         f"{key} is {config[key]}, and {size:,} in the tensors"
         for key, size in found.items()

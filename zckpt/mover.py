@@ -7,58 +7,60 @@ A plan is streamed, batch by batch (`batches`).
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
-from bisect import bisect_left
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+import tempfile
+import warnings
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Literal, NoReturn
 
-from zckpt.batches import MOST_STORES, batches, element_bytes, progress_after
+from zckpt.batches import MOST_STORES, Batch, batches, progress_after, ranges
 from zckpt.dtypes import CAST_TARGETS
-from zckpt.engines import Overflow, Work, choose, crc_of_file, sealed, write
-from zckpt.errors import OutputError, UnsafeError, UnsupportedError, ZckptError
+from zckpt.errors import OutputError, UnsafeError, UnsupportedError, ZckptError, read_error
+from zckpt.fetching import localized
+from zckpt.fragments import FileStore
+from zckpt.mover_reference import run_batch as reference_batch
 from zckpt.open_files import OpenFiles
 from zckpt.plan import OutputFile, Plan
-from zckpt.sums import Partial, element_ranges, join
-from zckpt.tuning import gives_back
+from zckpt.sinks import Ordered, Sink
+from zckpt.sums import Partial, file_checksums, join
+from zckpt.tuning import THREADS, forget, gives_back, pace, window_bytes
+
+try:
+    from zckpt._core import run as native_run
+except ImportError:  # pragma: no cover - depends on the build
+    native_run = None  # type: ignore[assignment]
 
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 @dataclass(frozen=True, slots=True)
+class Overflow:
+    """Finite numbers of one tensor that became infinite in the cast (or were clamped), and the largest of them."""
+
+    count: int
+    largest: float
+
+
+@dataclass(frozen=True, slots=True)
 class Written:
-    """A file that is complete and durable.
+    """A file that is complete and, unless it was streamed or need not be, durable.
 
     Attributes:
         path: as in the plan.
         nbytes: its size.
         crc32: of the whole file, taken while it was written.
         overflows: number of the pair in the plan -> what its cast lost, for the tensors in this file.
+        slots: byte offset -> what was filled in there, of the checksums that the plan wants in the file.
     """
 
     path: str
     nbytes: int
     crc32: int
     overflows: Mapping[int, Overflow]
-
-
-@dataclass(frozen=True, slots=True)
-class Piece:
-    """What one of several processes put into a file; it is durable.
-
-    Attributes:
-        path: of the file, as in the plan.
-        nbytes: bytes of elements.
-        crcs: of its parts; None where the engine takes none while it writes.
-        overflows: number of the pair in the plan -> what this process's casts have lost of it so far.
-    """
-
-    path: str
-    nbytes: int
-    crcs: tuple[Partial, ...] | None
-    overflows: Mapping[int, Overflow]
+    slots: Mapping[int, bytes]
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +95,9 @@ def run(
     bytes_per_s: int | None = None,
     done: Collection[str] = (),
     finished: Callable[[Written], None] | None = None,
+    sinks: Mapping[str, Sink] | None = None,
+    streamed: bool = False,
+    durable: bool = True,
 ) -> MoveReport:
     """Writes every file of a plan under `root`, and fills every memory destination.
 
@@ -109,143 +114,75 @@ def run(
         bytes_per_s: at most so many are read and written, together.
         done: paths of files that are there already: they are left alone.
         finished: called with each file as soon as it is complete and durable.
+        sinks: path of an output file -> what is handed its bytes in order, to hash them or to send them elsewhere. Only
+            for files without checksums, whose first bytes are known before the last.
+        streamed: write nothing under `root`: the files exist for their sinks and checksums only.
+        durable: False leaves the files to the page cache: they will be read at once, and need not outlive a crash.
 
     Raises:
         CorruptError: a source ends too early. InconsistentError: it changed meanwhile.
-        OutputError: a file cannot be written. UnsupportedError: there is no such cast.
+        OutputError: a file cannot be written. UnsupportedError: there is no such cast, or a streamed file's bytes do
+            not come in order.
         UnsafeError: a file of the plan would lie outside `root`.
     """
     chosen = choose(engine)
-    _refuse(plan)
+    sinks = sinks or {}
+    refuse(plan, sinks)
+    raise_file_limit()
     give_back = gives_back(keep_cache, plan.bytes_read + plan.bytes_written)
-    work = Work(plan, chosen, overflow == "clamp", threads, window, give_back, bytes_per_s)
+    work = Work(
+        plan, chosen, overflow == "clamp", threads or THREADS, window_bytes(window), give_back, bytes_per_s or 0
+    )
+    work.sinks = {id(store): Ordered(sinks[output.path]) for output, store in plan.files if output.path in sinks}
+    work.durable = durable and not streamed
     complete: list[Written] = []
     written = sum(output.size for output, _ in plan.files if output.path in done)
-    with _opened(plan, root, give_back) as (files, outputs):
-        for output, store in plan.files:
-            if output.path not in done:
-                _create(outputs[id(store)], output.size)
-        for batch in batches(plan, done):
-            work.do(batch, files, progress_after(progress, written))
-            written += batch.nbytes
-            for output, store in batch.finished:
-                crc = work.finish(output, store, files)
-                complete.append(Written(output.path, output.size, crc, work.lost(store)))
-                files.close(outputs[id(store)])
-                if finished is not None:
-                    finished(complete[-1])
-    return MoveReport(plan.bytes_read, written, work.overflows, chosen, tuple(complete))
-
-
-def begin(plan: Plan, root: str, done: Collection[str] = ()) -> None:
-    """For several processes: makes the files, at full size and with their literals; arguments and errors as in `run`."""
-    _refuse(plan)
-    with _opened(plan, root, False) as (files, outputs):
-        for output, store in plan.files:
-            if output.path not in done:
-                _create(outputs[id(store)], output.size)
-                fd, _ = files.of(store)
-                for offset, data in output.literals:
-                    write(fd, data, offset)
-                files.close(outputs[id(store)])
-
-
-def move(
-    part: Plan,
-    root: str,
-    *,
-    moved: Callable[[Piece], None],
-    overflow: Literal["error", "inf", "clamp"] = "error",
-    engine: Literal["auto", "native", "reference"] = "auto",
-    progress: Callable[[int], None] | None = None,
-    window: int | None = None,
-    threads: int | None = None,
-    keep_cache: bool | None = None,
-    bytes_per_s: int | None = None,
-) -> str:
-    """For several processes: moves one's part of a plan into files that `begin` made. Literals and CRC slots are left alone.
-
-    Args:
-        part: only files that it moves something into are in it.
-        root: where they are.
-        moved: called with each file's piece as soon as it is durable.
-        overflow: as in `run`, like all that follow.
-        engine: which.
-        progress: told of bytes.
-        window: bytes written at once.
-        threads: of the engine.
-        keep_cache: whether it keeps what is read.
-        bytes_per_s: at most.
-
-    Returns:
-        The engine, "native" or "reference".
-
-    Raises:
-        ZckptError: as in `run`.
-    """
-    chosen = choose(engine)
-    give_back = gives_back(keep_cache, part.bytes_read + part.bytes_written)
-    work = Work(part, chosen, overflow == "clamp", threads, window, give_back, bytes_per_s)
-    nbytes, written = element_bytes(part), 0
-    with _opened(part, root, give_back) as (files, outputs):
-        for batch in batches(part, literals=False):
-            work.do(batch, files, progress_after(progress, written))
-            written += batch.nbytes
-            for output, store in batch.finished:
-                os.fsync(files.of(store)[0])
-                moved(Piece(output.path, nbytes[id(store)], work.taken(store), work.lost(store)))
-                files.close(outputs[id(store)])
-    return chosen
-
-
-def seal(plan: Plan, output: OutputFile, root: str, crcs: Iterable[Partial] | None) -> int:
-    """For several processes: fills in the CRCs of a file that all have moved their parts into, and makes it durable.
-
-    Args:
-        plan: the whole.
-        output: the file.
-        root: where it is.
-        crcs: of all its pieces; None to read it again.
-
-    Returns:
-        The CRC of the whole file.
-    """
-    parts = None if crcs is None else sorted(crcs)
-    path = os.path.join(root, output.path)
-    try:
-        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+    nowhere = streamed and chosen == "native"
+    with contextlib.ExitStack() as stack:
+        if streamed and not nowhere:  # the reference engine does not write in order
+            root = stack.enter_context(tempfile.TemporaryDirectory())
+        outputs = {
+            id(store): os.devnull if nowhere else os.path.join(root, output.path) for output, store in plan.files
+        }
+        files = stack.enter_context(OpenFiles(outputs, give_back=give_back, direct=work.durable))
         try:
-            found: dict[int, int] = {}
-            for start, nbytes in element_ranges(output):
-                if parts is None:
-                    found[start] = crc_of_file(fd, start, nbytes)
-                else:
-                    here = parts[bisect_left(parts, (start,)) : bisect_left(parts, (start + nbytes,))]
-                    found[start] = join(here, start, nbytes)
-            return sealed(fd, output, found)
-        finally:
-            os.close(fd)
-    except OSError as error:
-        _output_failed(error, root, plan)
-
-
-@contextmanager
-def _opened(plan: Plan, root: str, give_back: bool) -> Iterator[tuple[OpenFiles, dict[int, str]]]:
-    """The files of a run, and the outputs' paths by store. Trouble with an output is told of; at the end, sources are checked."""
-    _raise_file_limit()
-    outputs = {id(store): os.path.join(root, output.path) for output, store in plan.files}
-    with OpenFiles(outputs, give_back=give_back) as files:
-        try:
-            yield files, outputs
+            for output, store in plan.files:
+                if output.path not in done and not nowhere:
+                    create(outputs[id(store)], output.size)
+            for batch in localized(batches(plan, done)):
+                work.do(batch, files, progress_after(progress, written))
+                written += batch.nbytes
+                for output, store in batch.finished:
+                    complete.append(work.finish(output, store, files))
+                    files.close(outputs[id(store)])
+                    if finished is not None:
+                        finished(complete[-1])
         except OSError as error:
             if isinstance(error, ZckptError):
                 raise
-            _output_failed(error, root, plan)
+            output_failed(error, root, plan)
         files.check_sources()
+    return MoveReport(plan.bytes_read, written, work.overflows, chosen, tuple(complete))
 
 
-def _refuse(plan: Plan) -> None:
-    """Raises for casts that there are not, and for paths that lead elsewhere."""
+def choose(engine: Literal["auto", "native", "reference"]) -> str:
+    """Which engine works, "native" or "reference"; a person is told of the slow one.
+
+    Raises:
+        UnsupportedError: the one that is wanted was not built.
+    """
+    if engine == "native" and native_run is None:
+        raise UnsupportedError("an engine that was not built", found="zckpt._core is missing")
+    chosen = "reference" if engine == "reference" or native_run is None else "native"
+    if engine == "auto" and chosen == "reference":
+        warnings.warn("zckpt's C++ engine was not built: the slow Python one is used.", RuntimeWarning, stacklevel=3)
+    return chosen
+
+
+def refuse(plan: Plan, sinks: Mapping[str, Sink]) -> None:
+    """Raises for casts that there are not, for paths that lead elsewhere, and for sinks of what is not known in order."""
+    if any(output.checksums and output.path in sinks for output, _ in plan.files):
+        raise ValueError("a file with checksums is not known in order")
     for source, destination in plan.pairs:
         a, b = source.dtype, destination.dtype
         if a != b and not (a.kind == "float" and b in CAST_TARGETS):
@@ -259,7 +196,8 @@ def _refuse(plan: Plan) -> None:
             )  # fmt: skip
 
 
-def _raise_file_limit() -> None:
+def raise_file_limit() -> None:
+    """Lets this process open as many files as a batch may name."""
     import resource
 
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -270,7 +208,7 @@ def _raise_file_limit() -> None:
         )
 
 
-def _create(path: str, size: int) -> None:
+def create(path: str, size: int) -> None:
     """A new file of full size."""
     os.makedirs(os.path.dirname(path), exist_ok=True)
     fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
@@ -280,7 +218,114 @@ def _create(path: str, size: int) -> None:
         os.close(fd)
 
 
-def _output_failed(error: OSError, root: str, plan: Plan) -> NoReturn:
+class Work:
+    """Batches, done by one engine; and what is known of the files so far: CRCs of their parts, and overflows."""
+
+    def __init__(
+        self, plan: Plan, engine: str, clamp: bool, threads: int, window: int, give_back: bool, bytes_per_s: int
+    ) -> None:
+        self.engine = engine
+        self.clamp = clamp
+        self.threads = threads
+        self.window = window
+        self.give_back = give_back
+        self.bytes_per_s = bytes_per_s
+        self.spend = pace(bytes_per_s)
+        self.overflows: dict[int, Overflow] = {}
+        self.ranges: dict[int, list[tuple[int, int, int]]] = {}
+        for number, (store, start, nbytes) in enumerate(ranges(plan)):
+            self.ranges.setdefault(id(store), []).append((number, start, nbytes))
+        self.tensors: dict[int, set[int]] = {}
+        for number, (_, entry) in enumerate(plan.pairs):
+            for fragment in entry.fragments:
+                self.tensors.setdefault(id(fragment.store), set()).add(number)
+        self.parts: dict[int, list[Partial]] = {}
+        self.sinks: dict[int, Ordered] = {}
+        self.durable = True
+
+    def do(self, batch: Batch, files: OpenFiles, progress: Callable[[int], None] | None) -> None:
+        """Runs a batch."""
+        if self.engine == "reference":
+            lost = reference_batch(
+                batch.stores,
+                [files.of(store) for store in batch.stores],
+                batch.moves,
+                batch.literals,
+                self.clamp,
+                self.spend,
+            )
+            if progress:
+                progress(batch.nbytes)
+        else:
+            lost = self._do_native(batch, files, progress)
+        for tensor, count, largest in lost:
+            old = self.overflows.get(tensor, Overflow(0, 0.0))
+            self.overflows[tensor] = Overflow(old.count + count, max(old.largest, largest))
+
+    def _do_native(
+        self, batch: Batch, files: OpenFiles, progress: Callable[[int], None] | None
+    ) -> list[tuple[int, int, float]]:
+        (kind, number, store, offset), crcs, overflows = native_run(
+            *batch.packed([files.of(store) for store in batch.stores]),
+            threads=self.threads,
+            window=self.window,
+            clamp=self.clamp,
+            give_back=self.give_back,
+            bytes_per_s=self.bytes_per_s,
+            progress=progress,
+            sinks=[self.sinks.get(id(store)) for store in batch.stores] if self.sinks else [],
+        )
+        if kind:
+            where = str(batch.stores[store])
+            raise OSError(number, os.strerror(number), where) if kind == "write" else read_error(where, number, offset)
+        for number, crc, offset, length in crcs:
+            self.parts.setdefault(number, []).append((offset, length, crc))
+        return overflows
+
+    def finish(self, output: OutputFile, store: FileStore, files: OpenFiles) -> Written:
+        """Fills in the CRCs of a complete file, hands its sink what did not come in order, and makes it durable."""
+        fd, _ = files.of(store)
+        if id(store) in self.sinks:
+            self.sinks[id(store)].finish(fd, output)
+        crcs: dict[int, int] = {}
+        for number, start, nbytes in self.ranges.get(id(store), ()):
+            parts = self.parts.pop(number, ())
+            crcs[start] = crc_of_file(fd, start, nbytes) if self.engine == "reference" else join(parts, start, nbytes)
+        crc, slots = file_checksums(output, crcs)
+        for slot, data in slots.items():
+            write(fd, data, slot)
+        if self.durable:
+            os.fsync(fd)
+        if self.give_back:
+            forget(fd)
+        return Written(output.path, output.size, crc, self.lost(store), slots)
+
+    def lost(self, store: FileStore) -> dict[int, Overflow]:
+        """What casts have lost so far of the tensors in a file."""
+        here = self.overflows.keys() & self.tensors.get(id(store), set())
+        return {number: self.overflows[number] for number in sorted(here)}
+
+
+def crc_of_file(fd: int, start: int, nbytes: int) -> int:
+    """The CRC of bytes of a file, read again."""
+    import zlib
+
+    crc, stop = 0, start + nbytes
+    while start < stop and (data := os.pread(fd, min(stop - start, 1 << 20), start)):
+        crc = zlib.crc32(data, crc)
+        start += len(data)
+    return crc
+
+
+def write(fd: int, data: bytes, offset: int) -> None:
+    """Writes all of it."""
+    while data:
+        done = os.pwrite(fd, data, offset)
+        data, offset = data[done:], offset + done
+
+
+def output_failed(error: OSError, root: str, plan: Plan) -> NoReturn:
+    """Says what is wrong with an output."""
     if error.errno in _FULL:
         free = os.statvfs(root).f_bavail * os.statvfs(root).f_frsize if os.path.isdir(root) else 0
         raise OutputError(

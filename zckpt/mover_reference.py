@@ -12,10 +12,11 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from zckpt import remote
 from zckpt.dtypes import BF16, F16, F32, DType
 from zckpt.errors import read_error
 from zckpt.fragments import FileStore, Store
-from zckpt.plan import Move
+from zckpt.plan import Move, is_remote
 
 _PART = 1 << 20
 """Elements handled at once: memory stays bounded."""
@@ -60,11 +61,15 @@ def run_batch(
 
 
 def read_elements(store: Store, fd: int, offset: int, count: int, step: int, itemsize: int) -> bytes:
-    """Elements `step` elements apart, as they lie there.
+    """Elements `step` elements apart, as they lie there; `fd` is for files of this machine.
 
     Raises:
         CorruptError: the file ends too early, or cannot be read.
     """
+    if is_remote(store):
+        size, pitch = count * itemsize, step * itemsize
+        data = remote.read_whole(str(store), offset, (count - 1) * pitch + itemsize)
+        return data[:size] if step == 1 else b"".join(data[i * pitch : i * pitch + itemsize] for i in range(count))
     if step != 1:
         return b"".join(read_elements(store, fd, offset + i * step * itemsize, 1, 1, itemsize) for i in range(count))
     nbytes = count * itemsize

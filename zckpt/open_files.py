@@ -9,8 +9,9 @@ import contextlib
 import os
 from collections.abc import Mapping
 
+from zckpt import files
 from zckpt.batches import MOST_STORES
-from zckpt.errors import CorruptError, InconsistentError
+from zckpt.errors import CorruptError, InconsistentError, UnsupportedError, redact
 from zckpt.fragments import FileStore, Store
 from zckpt.tuning import forget
 
@@ -21,14 +22,21 @@ class OpenFiles:
     Args:
         outputs: id of a destination's store -> its path; everything else is a source.
         give_back: whether the page cache is to forget a source when it is closed.
+        direct: whether outputs may go past the page cache.
         most: files open at once.
     """
 
     def __init__(
-        self, outputs: Mapping[int, str] | None = None, *, give_back: bool = False, most: int = MOST_STORES
+        self,
+        outputs: Mapping[int, str] | None = None,
+        *,
+        give_back: bool = False,
+        direct: bool = True,
+        most: int = MOST_STORES,
     ) -> None:
         self._outputs = outputs or {}
         self._give_back = give_back
+        self._direct = direct
         self._most = most
         self._open: dict[str, tuple[int, int]] = {}
         self._seen: dict[str, FileStore] = {}
@@ -49,11 +57,18 @@ class OpenFiles:
         if found is None:
             while len(self._open) >= self._most:
                 self.close(next(iter(self._open)))
-            found = _open_output(path, store.size) if id(store) in self._outputs else (self._open_source(store), -1)
+            if id(store) in self._outputs:
+                found = _open_output(path, store.size if self._direct else 0)
+            else:
+                found = self._open_source(store), -1
         self._open[path] = found
         return found
 
     def _open_source(self, store: FileStore) -> int:
+        if files.is_remote(store.path):
+            raise UnsupportedError(
+                "a file behind an address", file=redact(store.path), remedy="Copy it to this machine first."
+            )
         try:
             fd = os.open(store.path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
         except OSError as error:

@@ -18,7 +18,7 @@ from __future__ import annotations
 import itertools
 import math
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -131,7 +131,8 @@ def first_gap(fragments: Sequence[Fragment], numel: int, itemsize: int) -> tuple
     """
     if _follow_each_other(fragments, numel):
         return None
-    if sum(fragment.numel for fragment in fragments) == numel and _are_disjoint(fragments, numel):
+    held = sorted((fragment.block() for fragment in fragments if fragment.numel), key=lambda block: block.start)
+    if sum(fragment.numel for fragment in fragments) == numel and (_tile(held, numel) or _are_disjoint(held, numel)):
         return None
     return _walked_gap(fragments, numel, itemsize)
 
@@ -146,9 +147,43 @@ def _follow_each_other(fragments: Sequence[Fragment], numel: int) -> bool:
     return covered == numel
 
 
-def _are_disjoint(fragments: Sequence[Fragment], numel: int) -> bool:
-    """Whether no element is held twice, and none lies beyond `numel`."""
-    held = sorted((fragment.block() for fragment in fragments if fragment.numel), key=lambda block: block.start)
+def tile(boxes: Iterable[Sequence[tuple[int, int]]], whole: Sequence[int]) -> bool:
+    """Whether boxes, which hold as many elements as the whole has, cover it exactly once.
+
+    Each box, and the whole, has 2^n corners. Where boxes meet without gap or overlap, an even number of corners meets at
+    every point but the whole's own corners. The converse holds too: corners, counted modulo 2, are the mixed difference of
+    how often each element is covered, so they determine it modulo 2: every element of the whole is covered an odd number
+    of times, and by their number of elements, once. The cost is one pass.
+
+    Args:
+        boxes: (start, stop) per dimension.
+        whole: extents.
+    """
+    corners: set[tuple[int, ...]] = set()
+    for box in boxes:
+        corners.symmetric_difference_update(itertools.product(*box))
+    return corners == set(itertools.product(*((0, extent) for extent in whole)))
+
+
+def _tile(held: Sequence[Block], numel: int) -> bool:
+    """Whether they are rectangles in rows of one pitch, and cover the tensor; False where they are something else."""
+    pitch = max((block.pitch for block in held), default=0)
+    if not pitch or numel % pitch:
+        return False
+    boxes: list[tuple[tuple[int, int], tuple[int, int]]] = []
+    for block in held:
+        row, column = divmod(block.start, pitch)
+        if block.rows == 1 and not column and not block.count % pitch:
+            boxes.append(((row, row + block.count // pitch), (0, pitch)))
+        elif block.pitch in (0, pitch) and column + block.count <= pitch:
+            boxes.append(((row, row + block.rows), (column, column + block.count)))
+        else:
+            return False
+    return tile(boxes, (numel // pitch, pitch))
+
+
+def _are_disjoint(held: Sequence[Block], numel: int) -> bool:
+    """Whether no element is held twice, and none lies beyond `numel`; blocks are sorted by their start."""
     if any(block.stop > numel for block in held):
         return False
     if all(block.rows == 1 for block in held):

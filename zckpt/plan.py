@@ -7,14 +7,18 @@ a few. Time O(fragments), whatever the number of rows and elements; a plan is st
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
+from zckpt import files
 from zckpt.catalog import TensorEntry, TensorPart
 from zckpt.dtypes import DType
 from zckpt.errors import InconsistentError
-from zckpt.fragments import FileStore, Store
+from zckpt.fragments import FileStore, Fragment, Store
 from zckpt.overlaps import overlaps, touching
+
+SLAB_BYTES = 8 << 20
+"""Of a source on another machine, in one move: what a batch names of such sources lies in memory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,6 +116,36 @@ def route(source: TensorEntry | TensorPart, destination: TensorEntry | TensorPar
                 )
 
 
+Pair = tuple[TensorEntry | TensorPart, TensorEntry | TensorPart]
+"""Where a tensor's elements come from, and where they go."""
+
+
+def is_remote(store: Store) -> bool:
+    """Whether a source lies on another machine."""
+    return isinstance(store, FileStore) and files.is_remote(store.path)
+
+
+def _in_slabs(source: TensorEntry | TensorPart, to: TensorEntry | TensorPart) -> TensorEntry | TensorPart:
+    """The destination of a tensor; in parts that fit in memory, where the source lies on other machines."""
+    if not any(is_remote(fragment.store) for fragment in source.fragments):
+        return to
+    most = max(1, SLAB_BYTES // source.dtype.itemsize)
+    return replace(to, fragments=tuple(s for f in to.fragments for s in _slabs(f, most, to.dtype.itemsize)))
+
+
+def _slabs(fragment: Fragment, most: int, itemsize: int) -> Iterator[Fragment]:
+    """A fragment in parts of at most `most` elements, or of one row where a row has more."""
+    if fragment.rows == 1:
+        for first in range(0, fragment.count, most):
+            at, count = fragment.byte_offset + first * itemsize, min(most, fragment.count - first)
+            yield replace(fragment, byte_offset=at, start=fragment.start + first, count=count)
+        return
+    rows = max(1, most // fragment.count)
+    for row in range(0, fragment.rows, rows):
+        at, start = fragment.byte_offset + row * fragment.store_pitch * itemsize, fragment.start + row * fragment.pitch
+        yield replace(fragment, byte_offset=at, start=start, rows=min(rows, fragment.rows - row))
+
+
 @dataclass(frozen=True, slots=True)
 class Plan:
     """Everything a conversion does to bytes.
@@ -122,12 +156,21 @@ class Plan:
     """
 
     files: tuple[tuple[OutputFile, FileStore], ...]
-    pairs: Sequence[tuple[TensorEntry | TensorPart, TensorEntry | TensorPart]]
+    pairs: Sequence[Pair]
 
     def moves(self) -> Iterator[Move | None]:
         """The moves, made anew on each call. None: what came before is to be done before the next one is asked for."""
         for number, (source, destination) in enumerate(self.pairs):
-            yield from route(source, destination, number)
+            yield from route(source, _in_slabs(source, destination), number)
+
+    def by_file(self) -> Iterator[Plan]:
+        """One plan for each file, in order: for whoever makes them one at a time. No tensor may lie in two files."""
+        pairs: dict[int, list[Pair]] = {id(store): [] for _, store in self.files}
+        for source, destination in self.pairs:
+            for number in {id(fragment.store) for fragment in destination.fragments}:
+                pairs[number].append((source, destination))
+        for output, store in self.files:
+            yield Plan(((output, store),), pairs[id(store)])
 
     @property
     def bytes_read(self) -> int:

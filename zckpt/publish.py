@@ -25,7 +25,7 @@ from collections.abc import Collection, Iterable
 from stat import S_ISREG
 from types import TracebackType
 
-from zckpt import manifest
+from zckpt import files, manifest
 from zckpt.errors import CastError, InconsistentError, OutputError, UnsupportedError, UsageError, add_note
 from zckpt.journal import Finished, Journal
 from zckpt.private import PrivateDirectory, is_unfinished, left_bytes
@@ -44,6 +44,8 @@ def check_output(out: str, *, single: bool, overwrite: bool, protected: Iterable
     Raises:
         OutputError: one of these.
     """
+    if files.is_remote(out):
+        raise UnsupportedError("an output behind an address", file=out, remedy="Choose an OUT on this machine.")
     for home in sorted({os.path.realpath(path) for path in protected}):
         if is_within(out, home) or is_within(home, out):
             raise OutputError(
@@ -248,8 +250,8 @@ class Staging:
         crc, nbytes = 0, 0
         target = os.path.join(self.directory, name)
         try:
-            with open(path, "rb") as source, open(target, "wb") as copy:
-                while block := source.read(1 << 20):
+            with open(target, "wb") as copy:
+                for block in files.blocks(path):
                     crc, nbytes = zlib.crc32(block, crc), nbytes + len(block)
                     copy.write(block)
                 copy.flush()
@@ -279,7 +281,7 @@ class Staging:
                 os.replace(os.path.join(self.directory, name), os.path.join(self.parent, name))
                 os.replace(os.path.join(self.directory, self.name), self.out)
             elif self._merge:
-                for name in _index_last(os.listdir(self.directory)):
+                for name in index_last(os.listdir(self.directory)):
                     os.replace(os.path.join(self.directory, name), os.path.join(self.out, name))
                 sync(self.out)
             else:
@@ -321,7 +323,7 @@ def _exchange(a: str, b: str) -> bool:
     return not exchange(a, b)
 
 
-def _index_last(names: list[str]) -> list[str]:
+def index_last(names: Iterable[str]) -> list[str]:
     """Shards first, the index that names them last: a reader never follows an index to a missing shard."""
     return sorted(names, key=lambda name: (name.endswith(".index.json"), name))
 

@@ -18,6 +18,7 @@ from zckpt.fragments import runs_in_order
 from zckpt.mover_reference import cast, read_elements
 from zckpt.open_files import OpenFiles
 from zckpt.overlaps import clip
+from zckpt.plan import is_remote
 from zckpt.tuning import THREADS, pace
 
 _PART = 1 << 20
@@ -120,7 +121,8 @@ def elements(entry: TensorEntry, start: int, stop: int, files: OpenFiles) -> byt
     itemsize, dtype = entry.dtype.itemsize, entry.dtype
     parts: list[bytes] = []
     for run in runs_in_order(clip(entry.fragments, start, stop, itemsize), itemsize):
-        data = read_elements(run.store, files.of(run.store)[0], run.byte_offset, run.count, run.store_step, itemsize)
+        fd = -1 if is_remote(run.store) else files.of(run.store)[0]
+        data = read_elements(run.store, fd, run.byte_offset, run.count, run.store_step, itemsize)
         parts.append(cast(data, dtype, dtype, run.store.byteorder, False)[0])
     return b"".join(parts)
 

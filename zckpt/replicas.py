@@ -14,10 +14,11 @@ import struct
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Literal
 
+from zckpt import files, remote
 from zckpt.catalog import Catalog, Replica, TensorEntry
 from zckpt.dtypes import BF16, F16, F32, F64, DType
 from zckpt.errors import CorruptError, InconsistentError, some
-from zckpt.fragments import FileStore, Fragment, Store, runs_in_order
+from zckpt.fragments import FileStore, Fragment, Run, Store, runs_in_order
 from zckpt.overlaps import clip
 
 _CODES = {F64: "d", F32: "f", F16: "e", BF16: "H"}
@@ -25,14 +26,18 @@ _CODES = {F64: "d", F32: "f", F16: "e", BF16: "H"}
 WIDTH = 8
 """Elements compared at each end of a fragment. One would do; a few make a chance agreement of shifted data unlikely."""
 
+_AHEAD = 64
+"""Tensors whose numbers are fetched at once where they lie on another machine."""
+
 
 class Reader:
-    """Reads a few elements from many files; keeps the last files open."""
+    """Reads a few elements from many files; keeps the last files open, and what was fetched ahead from elsewhere."""
 
     _MOST = 64
 
     def __init__(self) -> None:
         self._fds: dict[str, int] = {}
+        self._ahead: dict[remote.Range, bytes] = {}
 
     def __enter__(self) -> Reader:
         return self
@@ -45,28 +50,49 @@ class Reader:
     def numbers(self, fragments: Sequence[Fragment], dtype: DType, start: int, stop: int) -> list[float]:
         """Elements [start, stop) of the tensor that the fragments make up."""
         values: list[float] = []
-        for run in runs_in_order(clip(fragments, start, stop, dtype.itemsize), dtype.itemsize):
-            store = run.store
+        for run, span in _runs(fragments, dtype, start, stop):
             step = run.store_step * dtype.itemsize
-            data = self._bytes(store, run.byte_offset, (run.count - 1) * step + dtype.itemsize)
+            data = self._bytes(run.store, span, run.byte_offset)
             for index in range(run.count):
-                values.append(_decode(data[index * step : index * step + dtype.itemsize], dtype, store.byteorder))
+                values.append(_decode(data[index * step : index * step + dtype.itemsize], dtype, run.store.byteorder))
         return values
 
-    def _bytes(self, store: Store, offset: int, span: int) -> bytes:
+    def _bytes(self, store: Store, nbytes: int, offset: int) -> bytes:
         if not isinstance(store, FileStore):
-            return ctypes.string_at(store.address + offset, span)
-        data = os.pread(self._fd(store.path), span, offset)
-        if len(data) < span:
+            return ctypes.string_at(store.address + offset, nbytes)
+        data = self._read(store.path, nbytes, offset)
+        if len(data) < nbytes:
             raise CorruptError(
                 "a file that ends too early",
                 file=store.path,
                 found=f"{len(data)} bytes at offset {offset:,}",
-                expected=f"{span} bytes",
+                expected=f"{nbytes} bytes",
                 remedy="The copy was cut short. Copy that file again.",
                 byte_offset=offset,
             )
         return data
+
+    def fetch_ahead(self, entries: Sequence[TensorEntry]) -> None:
+        """Fetches what comparing these entries will read from other machines, in few requests."""
+        wanted = [
+            remote.Range(str(run.store), run.byte_offset, run.byte_offset + span)
+            for entry in entries
+            if any(files.is_remote(str(fragment.store)) for fragment in entry.fragments)
+            for replica in entry.replicas
+            if not replica.whole or entry.numel <= _PART
+            for start, stop in _seen(entry, replica)
+            for fragments, dtype in ((entry.fragments, entry.dtype), (replica.fragments, replica.dtype))
+            for run, span in _runs(fragments, dtype, start, stop)
+            if isinstance(run.store, FileStore) and files.is_remote(run.store.path)
+        ]
+        blocks = remote.fetch(wanted) if wanted else ()
+        self._ahead = {r: block[r.start - at : r.stop - at] for r, (block, at) in zip(wanted, blocks, strict=True)}
+
+    def _read(self, path: str, nbytes: int, offset: int) -> bytes:
+        if not files.is_remote(path):
+            return os.pread(self._fd(path), nbytes, offset)
+        known = self._ahead.get(remote.Range(path, offset, offset + nbytes))
+        return files.read(path, nbytes, offset) if known is None else known
 
     def _fd(self, path: str) -> int:
         if path not in self._fds:
@@ -74,6 +100,12 @@ class Reader:
                 os.close(self._fds.pop(next(iter(self._fds))))
             self._fds[path] = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         return self._fds[path]
+
+
+def _runs(fragments: Sequence[Fragment], dtype: DType, start: int, stop: int) -> Iterator[tuple[Run, int]]:
+    """The runs that hold elements [start, stop), and the bytes of each from its first to its last element."""
+    for run in runs_in_order(clip(fragments, start, stop, dtype.itemsize), dtype.itemsize):
+        yield run, ((run.count - 1) * run.store_step + 1) * dtype.itemsize
 
 
 def _decode(data: bytes, dtype: DType, byteorder: Literal["little", "big"]) -> float:
@@ -127,6 +159,11 @@ def _parts(numel: int) -> Iterator[tuple[int, int]]:
         yield start, min(start + _PART, numel)
 
 
+def _seen(entry: TensorEntry, replica: Replica) -> Iterator[tuple[int, int]]:
+    """Element ranges at which a replica is compared."""
+    return _parts(entry.numel) if replica.whole else ends(entry.fragments, entry.dtype.itemsize)
+
+
 def first_difference(
     reader: Reader,
     master: tuple[Sequence[Fragment], DType],
@@ -151,14 +188,17 @@ def first_difference(
 
 def disagreements(catalog: Catalog) -> Iterator[tuple[TensorEntry, Replica, tuple[int, float, float]]]:
     """Tensors whose replicas do not hold the same numbers, with the first such replica and difference seen."""
+    entries = [entry for entry in catalog.tensors.values() if entry.replicas]
     with Reader() as reader:
-        for entry in catalog.tensors.values():
+        for number, entry in enumerate(entries):
+            if number % _AHEAD == 0:
+                reader.fetch_ahead(entries[number : number + _AHEAD])
             for replica in entry.replicas:
                 difference = first_difference(
                     reader,
                     (entry.fragments, entry.dtype),
                     (replica.fragments, replica.dtype),
-                    _parts(entry.numel) if replica.whole else None,
+                    _seen(entry, replica),
                 )
                 if difference is not None:
                     yield entry, replica, difference

@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from zckpt import files
 from zckpt.catalog import Catalog, TensorEntry
 from zckpt.checkpoint import open_catalog, strip_wrappers
 from zckpt.convert import output_dtype
@@ -139,15 +140,17 @@ def inspect_checkpoint(
 def _resumable(place: Place, catalog: Catalog | None, grid: Grid, exportable: Verdict) -> Verdict:
     if catalog is None:
         return Verdict(False, f"it cannot be read whole: {exportable.reason}")
+    if catalog.source.layout == "dcp" and catalog.source.optimizer_states:
+        return Verdict(True, "by torch.distributed.checkpoint.load, on any number of ranks")
     if catalog.source.zero_stage is None:
-        return Verdict(False, "plain weights hold no optimizer states")
+        return Verdict(False, "weights alone: there are no optimizer states")
     if bad := bad_ranks(grid):
         return Verdict(False, f"files of ranks {ranges(bad)} are missing or of another save")
     if not catalog.source.optimizer_states:
         return Verdict(True, f"at world size {catalog.topology.dp}; the optimizer keeps no state per element")
     size = "any data-parallel world size" if catalog.source.zero_stage == 0 else f"world size {catalog.topology.dp}"
     latest = os.path.join(place.home, "latest")
-    pointer = "" if os.path.exists(latest) else " (there is no 'latest': name the tag when loading)"
+    pointer = "" if files.is_file(latest) else " (there is no 'latest': name the tag when loading)"
     return Verdict(True, f"at {size}{pointer}")
 
 

@@ -11,9 +11,9 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 
 from zckpt.batches import element_bytes, progress_after
 from zckpt.catalog import TensorPart
-from zckpt.engines import Overflow
 from zckpt.fragments import Fragment
-from zckpt.mover import Piece, Written, begin, move, seal
+from zckpt.mover import Overflow, Written
+from zckpt.pieces import Piece, begin, move, seal
 from zckpt.plan import OutputFile, Plan
 from zckpt.sums import Partial
 from zckpt.together import Team
@@ -134,10 +134,10 @@ class _Files:
 
     def _complete(self, path: str) -> None:
         output, crcs = self._outputs[path], self._crcs.pop(path)
-        crc = seal(self._plan, output, self._root, crcs)
+        crc, slots = seal(self._plan, output, self._root, crcs)
         del self.missing[path]
         lost = {number: _sum(self._lost[number].values()) for number in self._tensors[path] & self._lost.keys()}
-        self._finished(Written(path, output.size, crc, lost))
+        self._finished(Written(path, output.size, crc, lost, slots))
 
 
 def _sum(lost: Iterable[Overflow]) -> Overflow:

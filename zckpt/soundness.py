@@ -7,7 +7,7 @@ errors; an error means that the question itself could not be answered.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from zckpt import manifest as manifests
@@ -17,8 +17,9 @@ from zckpt.checkpoint import open_catalog, strip_wrappers
 from zckpt.containers import open_container
 from zckpt.errors import NotACheckpointError, UnsupportedError, UsageError, ZckptError, some
 from zckpt.fragments import FileStore
-from zckpt.integrity import CheckedFile, checked_file, examine, non_finite, numel_of, small_records
-from zckpt.layouts.listing import Wishes
+from zckpt.integrity import CheckedFile, checked_file, checked_parts, examine, non_finite, numel_of, small_records
+from zckpt.layouts import dcp
+from zckpt.layouts.listing import DCP_METADATA, Listing, Wishes
 from zckpt.layouts.origins import Origin, contradictions, of_other_ages, origin, save_files
 from zckpt.layouts.places import Place, find
 from zckpt.manifest import Manifest
@@ -158,7 +159,17 @@ def _open_files(state: Examined, facts: Manifest | None) -> None:
     known = {file.path: file for file in facts.files} if facts is not None else {}
     home = listing.directory if os.path.isdir(listing.directory) else os.path.dirname(listing.directory)
     problems: list[str] = []
+    for path, found in _items_of(listing):
+        paths[path] = ""
+        known_as = known.pop(os.path.relpath(path, home), None)
+        if isinstance(found, ZckptError):
+            problems.append(str(found))
+        else:
+            state.files.append(checked_parts(FileStore.of(path), found, known_as.crc32 if known_as else None))
+    opened = {file.store.path for file in state.files}
     for path, name in paths.items():
+        if path in opened or path.endswith(".distcp"):
+            continue
         known_as = known.pop(os.path.relpath(path, home), None)
         try:
             container = listing.open(name) if name else open_container(path)
@@ -178,6 +189,15 @@ def _open_files(state: Examined, facts: Manifest | None) -> None:
     else:  # the catalog told of the first of them
         first = state.checks[-1].problems[0]
         state.add("files", told, [problem for problem in problems if problem != first])
+
+
+def _items_of(listing: Listing) -> Iterator[tuple[str, list[tuple[str, int, int, int]] | ZckptError]]:
+    """The data files of a save of torch.distributed.checkpoint, which are no containers but full of them."""
+    if listing.matching(DCP_METADATA):
+        try:
+            yield from dcp.records(listing)
+        except ZckptError:  # the catalog told of it
+            return
 
 
 def _check_save(state: Examined) -> None:

@@ -10,12 +10,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from zckpt import files
 from zckpt import manifest as manifests
 from zckpt.batches import progress_after
 from zckpt.catalog import Catalog, TensorEntry
 from zckpt.convert import Options, output_dtype, select, to_dtype
 from zckpt.dtypes import CAST_TARGETS, is_lossless
-from zckpt.errors import UnsupportedError, some
+from zckpt.errors import UnsupportedError, redact, some
 from zckpt.forms import formed_again
 from zckpt.layouts.listing import Wishes
 from zckpt.layouts.places import Place
@@ -57,6 +58,11 @@ def verify(
     Example:
         assert zckpt.verify("out/checkpoint-500", "weights/").ok
     """
+    for path in (os.fspath(path) for path in (checkpoint, converted) if path is not None):
+        if files.is_remote(path):
+            raise UnsupportedError(
+                "a checkpoint behind an address", file=redact(path), remedy="Copy it to this machine first."
+            )
     state = examined(os.fspath(checkpoint), tag, also, wishes, deep=deep, pace=pace, progress=progress)
     deletable = None
     if converted is not None:

@@ -20,6 +20,7 @@ from harness import check, main, rank, world
 from torch import nn
 
 from zckpt import runtime
+from zckpt.checkpoint import open_catalog
 from zckpt.errors import InconsistentError, OutputError, UnsupportedError, UsageError
 from zckpt.runtime import meeting, saving
 from zckpt.runtime import state as run_state
@@ -202,6 +203,9 @@ def tags_and_latest() -> dict[str, Any]:
     engine.save_checkpoint(where, tag="one")
     again.load_checkpoint(where, tag="one")
     out["one anew"] = same_parts(parts(engine), parts(again)) and again.global_steps == 3
+    out["blind"] = refusal(again.load_checkpoint, where / "nowhere" if rank() else where, kind=InconsistentError)
+    (where / "logs").mkdir(exist_ok=True)
+    out["only logs"] = again.load_checkpoint(where / "logs")
     dist.barrier()
     out["names"] = sorted(path.name for path in where.iterdir())
     return out
@@ -232,6 +236,20 @@ def parts_of_a_checkpoint() -> dict[str, bool]:
     start_at = unscheduled.lr_scheduler.last_batch_iteration
     unscheduled.load_checkpoint(where, load_lr_scheduler_states=False)
     out["schedule"] = unscheduled.lr_scheduler.last_batch_iteration == start_at != before
+    for stage in (2, 3):
+        trained = begin("AdamW", stage, BF16)
+        train(trained, 1)
+        trained.save_checkpoint(where / f"trained {stage}", exclude_frozen_parameters=True)
+        fresh = begin("AdamW", stage, BF16)
+        weights_before = parts(fresh)["frozen.weight"][0]
+        fresh.load_checkpoint(where / f"trained {stage}")
+        now = parts(fresh)
+        out[f"trained {stage}"] = same_parts(
+            {n: p for n, p in now.items() if "frozen" not in n and "nothing" not in n},
+            {n: p for n, p in parts(trained).items() if "frozen" not in n and "nothing" not in n},
+        ) and torch.equal(now["frozen.weight"][0], weights_before)
+        held = [name for name in open_catalog(str(where / f"trained {stage}")).catalog if name.startswith("frozen")]
+        out[f"left out {stage}"] = not held
     rounded = begin("AdamW", 2, BF16, load_from_fp32_weights=False)
     rounded.load_checkpoint(where)
     mine = parts(rounded)

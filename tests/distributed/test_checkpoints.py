@@ -61,15 +61,18 @@ def test_generators_data_and_parts(outcome: Outcome) -> None:
     for given in outcome("saves.py", 2, "random_generators_and_data"):
         assert given == {"0": True, "2": True, "3": True}
     for given in outcome("saves.py", 2, "parts_of_a_checkpoint"):
-        assert given == dict.fromkeys(("module", "bare", "schedule", "rounded"), True)
+        assert given == dict.fromkeys(
+            ("module", "bare", "schedule", "rounded", "trained 2", "trained 3", "left out 2", "left out 3"), True
+        )
 
 
 @pytest.mark.xdist_group("saves")
 def test_tags(outcome: Outcome) -> None:
     for given in outcome("saves.py", 2, "tags_and_latest"):
+        assert "ranks 1 see no save" in given.pop("blind")
         assert given == {
             "nothing": [None, None], "latest": "one", "one": True, "two": True, "one anew": True,
-            "names": ["latest", "one", "two", "zero_to_fp32.py"],
+            "names": ["latest", "logs", "one", "two", "zero_to_fp32.py"], "only logs": [None, None],
         }  # fmt: skip
     for rank, given in enumerate(outcome("saves.py", 2, "tags_that_differ")):
         assert "'of 0' on ranks 0; 'of 1' on ranks 1" in given["FAIL"]
@@ -174,7 +177,10 @@ def test_deepspeeds_script_converts_to_the_same_bytes(outcome: Outcome, tmp_path
     for save in (save for save in SAVES if save[0] != "0"):
         home = home_of(outcome, 2) / save
         wanted, found = theirs(str(home)), get_fp32_state_dict_from_zero_checkpoint(home)
-        assert wanted.keys() == found.keys()
+        without = (
+            {name for name in found if name.startswith("frozen") or "nothing" in name} if save[0] == "1" else set()
+        )
+        assert wanted.keys() == found.keys() - without  # DeepSpeed's saves of stage 1 do not say what is frozen
         for name, tensor in wanted.items():
             frozen = name.startswith("frozen") or "nothing" in name  # which DeepSpeed leaves in half precision
             assert same_bits(tensor.float() if frozen else tensor, found[name]), name
@@ -256,7 +262,8 @@ def expected(where: str, needless: set[str]) -> bool:
 
 def differences(a: Any, b: Any, where: str = "") -> Iterator[str]:
     if isinstance(a, TensorRef) and isinstance(b, TensorRef):
-        if (a.dtype, a.shape) != (b.dtype, b.shape) or bytes_of(a) != bytes_of(b):
+        same = (a.dtype, a.shape) == (b.dtype, b.shape)
+        if not same or (bytes_of(a) != bytes_of(b) and not ("fp32_flat_groups" in where and differ_in_padding(a, b))):
             yield where
     elif isinstance(a, dict) and isinstance(b, dict):
         for key in {**a, **b}:
@@ -275,6 +282,16 @@ def differences(a: Any, b: Any, where: str = "") -> Iterator[str]:
         yield from differences(a.state, b.state, where)
     elif a != b:
         yield where
+
+
+def differ_in_padding(a: TensorRef, b: TensorRef) -> bool:
+    """Whether `b` has zeros wherever they differ, and that only at the ends of the parts: DeepSpeed leaves there what was."""
+    x, y = (torch.frombuffer(bytearray(bytes_of(ref)), dtype=torch.float32) for ref in (a, b))
+    return bool((y[x.view(torch.int32) != y.view(torch.int32)] == 0).all()) and int((x != y).sum()) <= PADDING
+
+
+PADDING = 12
+"""At two ranks, one element for each parameter of an odd number of elements."""
 
 
 def bytes_of(ref: TensorRef) -> bytes:

@@ -14,7 +14,7 @@ from bits import same_bits
 from safetensors.torch import load_file
 
 import zckpt
-from zckpt.errors import CorruptError, InconsistentError, UnsupportedError, UsageError
+from zckpt.errors import CorruptError, IncompleteError, InconsistentError, UnsupportedError, UsageError
 from zckpt.forms import Form
 from zckpt.layouts.architectures import names
 from zckpt.layouts.listing import Wishes
@@ -62,7 +62,8 @@ NEOX_YML = """
 # hyphens and comments, as in GPT-NeoX's own files
 {"pipe-parallel-size": 1, "num-layers": 3, "hidden-size": 16, "num-attention-heads": 4,
  "max-position-embeddings": 16, "rotary-pct": 0.5, "rotary-emb-base": 5000, "pos-emb": "rotary",
- "gpt-j-residual": RESIDUAL, "norm": "NORM", "rms-norm-epsilon": 1.0e-5, "no-weight-tying": true, # and so on
+ "gpt-j-residual": RESIDUAL, "norm": "NORM", "rms-norm-epsilon": RMS, "layernorm-epsilon": LAYER,
+ "no-weight-tying": true, # and so on
 }
 """
 
@@ -70,7 +71,9 @@ NEOX_YML = """
 def neox_args(home: Path, *, residual: bool = True, norm: str = "layernorm") -> None:
     configs = home / "global_step3" / "configs"
     configs.mkdir()
-    (configs / "model.yml").write_text(NEOX_YML.replace("RESIDUAL", str(residual).lower()).replace("NORM", norm))
+    own, other = ("RMS", "LAYER") if norm == "rmsnorm" else ("LAYER", "RMS")
+    text = NEOX_YML.replace("RESIDUAL", str(residual).lower()).replace("NORM", norm)
+    (configs / "model.yml").write_text(text.replace(own, "1.0e-5").replace(other, "0.5"))
 
 
 NEOX_CLIENT = {"args": {"num_layers": 3, "hidden_size": 16, "num_attention_heads": 4, "max_position_embeddings": 16}}
@@ -125,7 +128,7 @@ def test_neox_llama(tp: int, key: int, tmp_path: Path) -> None:
     home = writer.save(tmp_path / "in", layers, NEOX_CLIENT, tp)
     neox_args(home, residual=False, norm="rmsnorm")
     path = home / "global_step3" / "configs" / "model.yml"
-    path.write_text(path.read_text().replace("5000", "10000"))
+    path.write_text(path.read_text().replace("5000", "10000").replace("0.5", "1.0"))
     assert_same(converted(home, tmp_path / "out", "llama", "neox"), wanted)
 
 
@@ -145,7 +148,7 @@ def test_newer_neox_llama(tp: int, key: int, tmp_path: Path) -> None:
     home = writer.save(tmp_path / "in", layers, NEOX_CLIENT, tp, halves=True, stacked=key == 2)
     neox_args(home, residual=False, norm="rmsnorm")
     path = home / "global_step3" / "configs" / "model.yml"
-    path.write_text(path.read_text().replace("5000", "10000"))
+    path.write_text(path.read_text().replace("5000", "10000").replace("0.5", "1.0"))
     assert_same(converted(home, tmp_path / "out", "llama", "neox"), wanted)
     if tp == 2:
         rules = json.loads((Path(zckpt.__file__).parent / "layouts" / "rule_files" / "neox.json").read_text())
@@ -276,6 +279,10 @@ def test_nothing_is_guessed(gpt2_home: tuple[Path, Any], tmp_path: Path) -> None
     args = writer.megatron_client(gpt2().config, swiglu=True)["args"]
     change(home, "args", args)
     assert "swiglu True (a gated MLP)" in refused(UnsupportedError, home, tmp_path).found
+    args = writer.megatron_client(gpt2().config, normalization="RMSNorm", apply_layernorm_1p=True)["args"]
+    change(home, "args", args)
+    found = refused(UnsupportedError, home, tmp_path).found
+    assert "counted from one" in found and "RMSNorm (not layernorm or LayerNorm)" in found
     change(home, "args", {})
     assert "--config" in refused(UsageError, home, tmp_path).remedy
     change(home, "checkpoint_version", ...)
@@ -289,6 +296,14 @@ def test_a_block_that_lacks_a_tensor(gpt2_home: tuple[Path, Any], tmp_path: Path
     del module["language_model.encoder.layers.1.mlp.dense_4h_to_h.bias"]
     change(home, "module", module)
     assert "block 1 lacks 'transformer.h.mlp.c_proj.bias'" in refused(InconsistentError, home, tmp_path).found
+
+
+def test_a_model_without_embeddings(tmp_path: Path) -> None:
+    wanted = gpt2()
+    layers = writer.as_pipeline(writer.megatron(wanted.state_dict(), wanted.config))
+    del layers[1]
+    home = writer.save(tmp_path / "in", layers, writer.megatron_client(wanted.config))
+    assert "transformer.wte.weight" in refused(IncompleteError, home, tmp_path).found
 
 
 def test_what_has_no_place_can_be_left_out(gpt2_home: tuple[Path, Any], tmp_path: Path) -> None:

@@ -12,24 +12,26 @@ from typing import Any
 import pytest
 
 from zckpt.reshard import reshard
+from zckpt.to_dcp import to_dcp
 from zckpt.universal import to_universal
 
 pytest.importorskip("deepspeed")
 
 WORKER = Path(__file__).with_name("deepspeed_worker.py")
+FSDP_WORKER = Path(__file__).with_name("fsdp_worker.py")
 SIZES = (1, 2, 3, 4)
 STAGES = (1, 2, 3)
 SAVED_AT = 3
 STEPS = 5
 
 
-def launch(world_size: int, jobs: list[dict[str, Any]], path: Path) -> list[list[float]]:
+def launch(world_size: int, jobs: list[dict[str, Any]], path: Path, worker: Path = WORKER) -> list[list[float]]:
     """The losses of each job, run one after another by one set of processes."""
     path.write_text(json.dumps(jobs))
     environment = {**os.environ, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={world_size}"]
     done = subprocess.run(
-        [*command, str(WORKER), str(path)], env=environment, capture_output=True, text=True, check=False, timeout=280
+        [*command, str(worker), str(path)], env=environment, capture_output=True, text=True, check=False, timeout=280
     )
     told = [line for line in (done.stdout + done.stderr).splitlines() if "rank" in line or "exitcode" in line]
     assert done.returncode == 0, "\n".join(told[-60:])
@@ -128,3 +130,29 @@ def test_universal_checkpoints_go_on_at_every_world_size(home: int, size: int, t
         resumed.append({**form, "load": f"{tmp_path}/{number}out", "steps": STEPS, "universal": True})
     for form, found, reference in zip(forms, launch(size, resumed, tmp_path / "jobs.json"), references, strict=True):
         assert worst(found, reference[SAVED_AT:]) < (1e-2 if "precision" in form else 1e-6), form
+
+
+@pytest.mark.xdist_group("resume")
+def test_a_zero_run_goes_on_under_fsdp_and_back(tmp_path: Path) -> None:
+    """ZeRO of each stage to fully_shard, of two ranks to one and two; and a run of fully_shard to ZeRO of each stage."""
+    straight = [
+        {"stage": stage, "steps": SAVED_AT + STEPS, "save_at": SAVED_AT, "save": f"{tmp_path}/zero{stage}"}
+        for stage in STAGES
+    ]
+    references = launch(2, straight, tmp_path / "straight.json")
+    jobs = []
+    for stage in STAGES:
+        to_dcp(tmp_path / f"zero{stage}", tmp_path / f"fsdp{stage}", optimizer="optim")
+        jobs.append({"load": f"{tmp_path}/fsdp{stage}", "at": SAVED_AT, "steps": STEPS})
+    jobs.append({"steps": SAVED_AT + STEPS, "save_at": SAVED_AT, "save": f"{tmp_path}/fsdp"})
+    *resumed, reference = launch(2, jobs, tmp_path / "on2.json", FSDP_WORKER)
+    resumed += launch(1, jobs[:1], tmp_path / "on1.json", FSDP_WORKER)
+    for found, wanted in zip(resumed, [*references, references[0]], strict=True):
+        assert worst(found, wanted[SAVED_AT:]) < 1e-6
+    assert worst(reference, references[0]) < 1e-6
+    jobs = []
+    for stage in STAGES:
+        reshard(tmp_path / "fsdp", tmp_path / f"back{stage}", world_size=3, stage=stage)
+        jobs.append({"stage": stage, "load": f"{tmp_path}/back{stage}", "steps": STEPS})
+    for found in launch(3, jobs, tmp_path / "back.json"):
+        assert worst(found, reference[SAVED_AT:]) < 1e-6

@@ -495,7 +495,7 @@ def test_slices_are_where_the_numbers_lie(name: str) -> None:
 def test_slices_in_words() -> None:
     lines = lines_of("tensor/zero1_tp2_dp2", tensors=True)
     at = next(number for number, line in enumerate(lines) if line.endswith(" down.weight"))
-    assert "times again 10 further: bf16_zero_pp_rank_" in lines[at + 1]
+    assert "[0:3, 0:5]: bf16_zero_pp_rank_" in lines[at + 1]
 
 
 # -- AutoTP ----------------------------------------------------------------------------------------------------------

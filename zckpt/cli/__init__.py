@@ -6,6 +6,7 @@ Exit status: 0 done or yes, 1 the answer is no, 2 an error. Nothing heavy is imp
 from __future__ import annotations
 
 import gc
+import itertools
 import json
 import os
 import signal
@@ -18,8 +19,8 @@ from typing import NoReturn
 import typer
 
 from zckpt import together
-from zckpt.cli import convert, demo, look, options, peft, reshape
-from zckpt.errors import ZckptError
+from zckpt.cli import convert, demo, look, options, peft, push, reshape, train
+from zckpt.errors import ZckptError, redact
 
 app = typer.Typer(
     name="zckpt",
@@ -35,6 +36,8 @@ look.register(app)
 convert.register(app)
 reshape.register(app)
 peft.register(app)
+push.register(app)
+train.register(app)
 demo.register(app)
 
 
@@ -43,13 +46,14 @@ class Interrupted(BaseException):
 
 
 @app.callback()
-def _top(version: options.Version = False) -> None:
-    pass
+def _top(context: typer.Context, version: options.Version = False) -> None:
+    command = context.invoked_subcommand or ""
+    if command.startswith("to-") or command == "reshard":  # what torchrun or srun starts many times is one job
+        together.allow()
 
 
 def main() -> None:
     """Runs a command; whatever goes wrong leaves as one line and exit status 2."""
-    together.allow()
     gc.disable()  # a plan is millions of objects in no cycle: looking for one takes a tenth of the time
     warnings.formatwarning = lambda message, *_, **__: f"note: {message}\n"
     for number in (signal.SIGINT, signal.SIGTERM):
@@ -75,7 +79,7 @@ def _interrupt(number: int, frame: FrameType | None) -> NoReturn:
 def _report(error: BaseException) -> int:
     """Tells of an error; returns the exit status."""
     if os.environ.get("ZCKPT_DEBUG") == "1":
-        traceback.print_exception(error)
+        sys.stderr.write(_masked("".join(traceback.format_exception(error))))
     if isinstance(error, ZckptError):
         text, facts = str(error), error.as_json()
     else:
@@ -85,14 +89,22 @@ def _report(error: BaseException) -> int:
     if notes:
         facts["notes"] = notes
     try:
-        sys.stderr.write(f"ERROR {text}\n")
-        sys.stderr.writelines(f"note: {note}\n" for note in notes)
+        sys.stderr.write(_masked(f"ERROR {text}\n"))
+        sys.stderr.writelines(_masked(f"note: {note}\n") for note in notes)
         if "--json" in sys.argv[1:] and together.speaks():
-            sys.stdout.write(json.dumps(facts) + "\n")
+            sys.stdout.write(_masked(json.dumps(facts) + "\n"))
             sys.stdout.flush()
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return 2
+
+
+def _masked(text: str) -> str:
+    """A text without secrets: those that were given, and those that look like one."""
+    given = [after for before, after in itertools.pairwise(sys.argv) if before == "--token"]
+    given += [argument.partition("=")[2] for argument in sys.argv if argument.startswith("--token=")]
+    given += [os.environ.get(name, "") for name in ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "AWS_SECRET_ACCESS_KEY")]
+    return redact(text, *given)
 
 
 def _foreign(error: BaseException) -> tuple[str, str]:

@@ -1,15 +1,15 @@
-"""`zckpt to-fp32`, `to-fp16`, `to-bf16`: one conversion, three names."""
+"""`zckpt to-fp32`, `to-fp16`, `to-bf16`: one conversion, three names; and `to-dcp`, the same into shards again."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import typer
 
 from zckpt.cli import options as o
+from zckpt.cli import push
 from zckpt.cli.output import Sink, peak_rss_bytes
 
 if TYPE_CHECKING:
@@ -22,6 +22,11 @@ def register(app: typer.Typer) -> None:
     """Adds the commands."""
     for dtype in _DTYPES:
         _register(app, dtype)
+    app.command(
+        "to-dcp",
+        help="Write weights of any layout as a torch.distributed.checkpoint directory, which FSDP loads on any number of ranks.",
+        epilog="Example: zckpt to-dcp out/checkpoint-500 fsdp/ --optimizer optim",
+    )(to_dcp)
 
 
 def _register(app: typer.Typer, dtype: str) -> None:
@@ -47,6 +52,7 @@ def _register(app: typer.Typer, dtype: str) -> None:
         to: o.To = None,
         config: o.Config = None,
         layer_names: o.LayerNames = None,
+        key: o.Key = None,
         threads: o.Threads = None,
         buffer: o.Buffer = None,
         keep_cache: o.KeepCache = None,
@@ -77,15 +83,70 @@ def _register(app: typer.Typer, dtype: str) -> None:
             limit_rate=o.parse_bytes(limit_rate, "--limit-rate"),
             overwrite=overwrite,
             allow_unknown_layout=allow_unknown_layout,
-            wishes=o.wishes(tp_rules, tp, pp),
+            wishes=o.wishes(tp_rules, tp, pp, key),
             form=Form(to, config, layer_names),
         )
         sink = Sink(as_json=as_json, quiet=quiet)
+        if out.startswith("hf://"):
+            push.to_page(ckpt, out, chosen, sink, tag=tag, also=also or [], dry_run=dry_run)
+            return
         prepared = prepare(ckpt, out, chosen, tag=tag, also=also or ())
         if dry_run:
             show_plan(sink, prepared, dtype)
         else:
             _carry_out(sink, prepared, dtype, began)
+
+
+def to_dcp(
+    ckpt: o.Checkpoint,
+    out: o.OutDirectory,
+    dtype: o.CastOrKeep = None,
+    under: o.Under = "model",
+    optimizer: o.OptimizerKey = None,
+    tag: o.Tag = None,
+    include: o.Include = None,
+    exclude: o.Exclude = None,
+    exclude_frozen: o.ExcludeFrozen = False,
+    strip_prefix: o.StripPrefix = "",
+    rename: o.Rename = None,
+    overflow: o.OverflowOption = o.Overflow.error,
+    also: o.Also = None,
+    tp_rules: o.TpRules = None,
+    tp: o.Tp = None,
+    pp: o.Pp = None,
+    key: o.Key = None,
+    threads: o.Threads = None,
+    dry_run: o.DryRun = False,
+    overwrite: o.Overwrite = False,
+    allow_unknown_layout: o.AllowUnknownLayout = False,
+    as_json: o.Json = False,
+    quiet: o.Quiet = False,
+) -> None:
+    """Writes the directory, or prints the plan."""
+    from zckpt.convert import Options, to_dtype
+    from zckpt.to_dcp import prepare
+
+    began = time.perf_counter()
+    chosen = Options(
+        dtype=to_dtype(dtype.value) if dtype else None,
+        include=include or (),
+        exclude=exclude or (),
+        exclude_frozen=exclude_frozen,
+        strip_prefix=strip_prefix,
+        rename=[o.split_rename(text) for text in rename or ()],
+        overflow=overflow.value,
+        threads=threads,
+        overwrite=overwrite,
+        allow_unknown_layout=allow_unknown_layout,
+        wishes=o.wishes(tp_rules, tp, pp, key),
+    )
+    sink = Sink(as_json=as_json, quiet=quiet)
+    prepared = prepare(ckpt, out, chosen, under=under, optimizer=optimizer, tag=tag, also=also or ())
+    name = dtype.value if dtype else "saved"
+    if dry_run:
+        show_plan(sink, prepared, name)
+    else:
+        _carry_out(sink, prepared, name, began)
 
 
 def _carry_out(sink: Sink, prepared: Prepared, dtype: str, began: float) -> None:
@@ -136,15 +197,19 @@ def _loader(out: str, files: list[str], single: bool) -> str:
         return f"safetensors.torch.load_file({out!r})"
     if single:
         return f"torch.load({out!r}, weights_only=True)"
+    if ".metadata" in files:
+        return f"torch.distributed.checkpoint.load(state_dict, checkpoint_id={out!r})"
     hint = "" if "config.json" in files else ", once the model's config.json lies in it"
     return f"transformers.AutoModelForCausalLM.from_pretrained({out!r}){hint}"
 
 
 def show_plan(sink: Sink, prepared: Prepared, dtype: str) -> None:
     """What a conversion would write."""
+    from zckpt.files import size
+
     plan = prepared.plan
     files = [(file.path, file.size) for file, _ in plan.files]
-    files += [(name, Path(path).stat().st_size) for path, name in prepared.copies]
+    files += [(name, size(path)) for path, name in prepared.copies]
     moves = sum(1 for _ in plan.moves())
     facts: dict[str, object] = {
         "dry_run": True,

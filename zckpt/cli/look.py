@@ -35,13 +35,14 @@ def inspect(
     tp_rules: o.TpRules = None,
     tp: o.Tp = None,
     pp: o.Pp = None,
+    key: o.Key = None,
     tensors: o.Tensors = False,
     as_json: o.Json = False,
 ) -> None:
     """Prints an inspection; exit status 1 when the checkpoint cannot be exported."""
     from zckpt.report import describe, inspect_checkpoint
 
-    inspection = inspect_checkpoint(ckpt, tag, also or (), o.wishes(tp_rules, tp, pp))
+    inspection = inspect_checkpoint(ckpt, tag, also or (), o.wishes(tp_rules, tp, pp, key))
     Sink(as_json=as_json).result(
         lambda: inspection.as_json(slices=tensors), lambda: describe(inspection, tensors=tensors)
     )
@@ -58,6 +59,7 @@ def verify(
     tp_rules: o.TpRules = None,
     tp: o.Tp = None,
     pp: o.Pp = None,
+    key: o.Key = None,
     threads: o.Threads = None,
     keep_cache: o.KeepCache = None,
     limit_rate: o.LimitRate = None,
@@ -74,7 +76,7 @@ def verify(
             deep=deep,
             tag=tag,
             also=also or (),
-            wishes=o.wishes(tp_rules, tp, pp),
+            wishes=o.wishes(tp_rules, tp, pp, key),
             pace=o.pace(threads, keep_cache, limit_rate),
             progress=progress,
         )

@@ -19,20 +19,20 @@ class Format(str, Enum):
     bin = "bin"
 
 
+class Dtype(str, Enum):
+    """Dtypes that weights can be given."""
+
+    fp32 = "fp32"
+    fp16 = "fp16"
+    bf16 = "bf16"
+
+
 class Overflow(str, Enum):
     """What to do with numbers too large for the dtype."""
 
     error = "error"
     inf = "inf"
     clamp = "clamp"
-
-
-class Dtype(str, Enum):
-    """Dtypes that weights can be cast to."""
-
-    fp32 = "fp32"
-    fp16 = "fp16"
-    bf16 = "bf16"
 
 
 def _print_version(wanted: bool) -> None:
@@ -61,24 +61,11 @@ def split_rename(text: str) -> tuple[str, str]:
     return found[1], found[2]
 
 
-def wishes(tp_rules: str | None, tp: int | None, pp: int | None) -> Wishes | None:
-    """What was said of a model-parallel checkpoint."""
+def wishes(tp_rules: str | None, tp: int | None, pp: int | None, key: str | None = None) -> Wishes | None:
+    """What was said of a checkpoint that does not say it itself."""
     from zckpt.layouts.listing import Wishes
 
-    return Wishes(tp_rules, tp, pp) if tp_rules or tp or pp else None
-
-
-_UNITS = {
-    "": 1,
-    "K": 10**3,
-    "M": 10**6,
-    "G": 10**9,
-    "T": 10**12,
-    "KI": 1 << 10,
-    "MI": 1 << 20,
-    "GI": 1 << 30,
-    "TI": 1 << 40,
-}
+    return Wishes(tp_rules, tp, pp, key or "") if tp_rules or tp or pp or key else None
 
 
 def parse_bytes(text: str | None, option: str) -> int | None:
@@ -87,14 +74,15 @@ def parse_bytes(text: str | None, option: str) -> int | None:
     Raises:
         UsageError: it is no such thing, or nothing.
     """
-    import re
-
     from zckpt.errors import UsageError
+    from zckpt.files import to_bytes
 
     if text is None:
         return None
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?I?)B?(?:/S)?", text.strip().upper())
-    nbytes = int(float(found[1]) * _UNITS[found[2]]) if found and found[2] in _UNITS else 0
+    try:
+        nbytes = to_bytes(text.strip().upper().removesuffix("/S"))
+    except UsageError:
+        nbytes = 0
     if nbytes < 1:
         raise UsageError(f"an {option} that is no number of bytes", found=repr(text), remedy="Examples: 8MiB, 500MB.")
     return nbytes
@@ -118,6 +106,9 @@ Checkpoint = Annotated[
 Looked = Annotated[
     str, typer.Argument(metavar="CKPT|FILE", help="Checkpoint directory, or one weights file.", show_default=False)
 ]
+Source = Annotated[
+    str, typer.Argument(metavar="SOURCE", help="Checkpoint, trainer output directory, or weights.", show_default=False)
+]
 Converted = Annotated[
     str | None,
     typer.Argument(metavar="[CONVERTED]", help="Output that was made from CKPT.", show_default=False),
@@ -128,7 +119,7 @@ Out = Annotated[
     str,
     typer.Argument(
         metavar="OUT",
-        help="One file (.safetensors, .bin, .pt), or else a directory of shards.",
+        help="One file (.safetensors, .bin, .pt), or else a directory of shards. Or an address: s3://..., hf://OWNER/NAME.",
         show_default=False,
     ),
 ]
@@ -166,9 +157,28 @@ Config = Annotated[
 LayerNames = Annotated[
     str | None, typer.Option("--layer-names", metavar="FILE", help="JSON file with names for a pipeline's layers.")
 ]
-DTypeOption = Annotated[Dtype, typer.Option("--dtype", help="Dtype of the output.")]
+CastTo = Annotated[Dtype, typer.Option("--dtype", help="Dtype of the output.")]
+Key = Annotated[
+    str | None,
+    typer.Option("--key", metavar="KEY", help="Which state dict of a torch.distributed.checkpoint save, such as ema."),
+]
 FormatOption = Annotated[
     Format | None, typer.Option("--format", help="Container of the output; by default what OUT's name says.")
+]
+CastOrKeep = Annotated[Dtype | None, typer.Option("--dtype", help="Of the weights; by default as they were saved.")]
+OutDirectory = Annotated[
+    str, typer.Argument(metavar="OUT", help="Directory for the new checkpoint.", show_default=False)
+]
+Under = Annotated[
+    str, typer.Option("--under", metavar="KEY", help="The state dict's key for the weights; '' puts them on top.")
+]
+OptimizerKey = Annotated[
+    str | None,
+    typer.Option("--optimizer", metavar="KEY", help="Write the optimizer's states too, under this key."),
+]
+CastOrConfig = Annotated[
+    Dtype | None,
+    typer.Option("--dtype", help="Of the weights; by default what config.json says, or plain weights' own."),
 ]
 MaxShardSize = Annotated[str, typer.Option("--max-shard-size", metavar="S", help="Most bytes in one shard.")]
 Include = Annotated[

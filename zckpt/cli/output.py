@@ -49,6 +49,22 @@ class Sink:
         with tqdm(total=total, desc=label, unit="B", unit_scale=True, leave=False, file=sys.stderr) as bar:
             yield lambda done: _advance(bar, done)
 
+    @contextmanager
+    def steps(self, total: int) -> Iterator[Callable[[int, dict[str, str]], None]]:
+        """A bar on stderr of steps; called with the steps done so far and facts to show. Nothing where nobody watches."""
+        if self.quiet or not sys.stderr.isatty():
+            yield lambda done, facts: None
+            return
+        from tqdm import tqdm
+
+        with tqdm(total=total, desc="training", unit="step", leave=True, file=sys.stderr, dynamic_ncols=True) as bar:
+
+            def show(done: int, facts: dict[str, str]) -> None:
+                bar.set_postfix(facts, refresh=False)
+                _advance(bar, done)
+
+            yield show
+
 
 def _advance(bar: object, done: int) -> None:
     bar.update(done - bar.n)  # type: ignore[attr-defined]

@@ -32,7 +32,7 @@ def to_peft(
     ckpt: o.Checkpoint,
     out: OutDirectory,
     adapter: Adapter = None,
-    dtype: o.DTypeOption = o.Dtype.fp32,
+    dtype: o.CastTo = o.Dtype.fp32,
     tag: o.Tag = None,
     also: o.Also = None,
     tp_rules: o.TpRules = None,

@@ -27,9 +27,6 @@ class Precision(str, Enum):
     bf16 = "bf16"
 
 
-OutDirectory = Annotated[
-    str, typer.Argument(metavar="OUT", help="Directory for the new checkpoint.", show_default=False)
-]
 WorldSize = Annotated[
     int,
     typer.Option("--world-size", metavar="N", min=1, help="Data-parallel ranks that will resume.", show_default=False),
@@ -56,7 +53,7 @@ def register(app: typer.Typer) -> None:
 
 def reshard(
     ckpt: o.Checkpoint,
-    out: OutDirectory,
+    out: o.OutDirectory,
     world_size: WorldSize,
     stage: Stage = None,
     precision: PrecisionOption = Precision.keep,
@@ -65,6 +62,7 @@ def reshard(
     tp_rules: o.TpRules = None,
     tp: o.Tp = None,
     pp: o.Pp = None,
+    key: o.Key = None,
     threads: o.Threads = None,
     keep_cache: o.KeepCache = None,
     limit_rate: o.LimitRate = None,
@@ -88,7 +86,7 @@ def reshard(
         also=also or (),
         overwrite=overwrite,
         allow_unknown_layout=allow_unknown_layout,
-        wishes=o.wishes(tp_rules, tp, pp),
+        wishes=o.wishes(tp_rules, tp, pp, key),
     )
     what = f"ZeRO-{prepared.target.stage}, world size {world_size}, {prepared.target.precision.torch_name}"
     facts = {"zero_stage": prepared.target.stage, "world_size": world_size}
@@ -97,12 +95,13 @@ def reshard(
 
 def to_universal(
     ckpt: o.Checkpoint,
-    out: OutDirectory,
+    out: o.OutDirectory,
     tag: o.Tag = None,
     also: o.Also = None,
     tp_rules: o.TpRules = None,
     tp: o.Tp = None,
     pp: o.Pp = None,
+    key: o.Key = None,
     threads: o.Threads = None,
     keep_cache: o.KeepCache = None,
     limit_rate: o.LimitRate = None,
@@ -123,7 +122,7 @@ def to_universal(
         also=also or (),
         overwrite=overwrite,
         allow_unknown_layout=allow_unknown_layout,
-        wishes=o.wishes(tp_rules, tp, pp),
+        wishes=o.wishes(tp_rules, tp, pp, key),
     )
     what = f"universal checkpoint of {len(prepared.opened.catalog):,} tensors"
     _carry_out(prepared, what, {}, began, sink, o.pace(threads, keep_cache, limit_rate), dry_run=dry_run)

@@ -1,6 +1,6 @@
 """One opened file: what every reader of this package takes, and what it gives back.
 
-For the readers. All reads are `pread`s of stated length, so a short file is one error, found in one place.
+For the readers. All reads are of stated length at a stated place, so a short file is one error, found in one place.
 """
 
 from __future__ import annotations
@@ -9,11 +9,15 @@ import os
 import stat
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
+from zckpt import files, remote
 from zckpt.errors import CorruptError, NotACheckpointError
 from zckpt.fragments import FileStore
+
+_HEAD_BYTES, _TAIL_BYTES = 2048, 1024
+"""Of a small torch file, these hold all but the tensor: its headers, its pickle and its directory."""
 
 Kind = Literal["torch_zip", "torch_legacy", "torch_tar", "safetensors"]
 
@@ -37,12 +41,34 @@ class Container:
 
 @dataclass(frozen=True, slots=True)
 class Input:
-    """A file open for reading; `size` and `identity` are those of the open file, whatever its path names later."""
+    """A file open for reading, or a part of one that is read as if it were a file.
+
+    `file_size` and `identity` are those of the open file, whatever its path names later. All offsets that readers ask for
+    begin at `base`, and `size` bytes are there.
+    """
 
     path: str
     descriptor: int
     size: int
     identity: tuple[int, int, int]
+    base: int = 0
+    file_size: int = 0
+    stores: dict[str, FileStore] = field(default_factory=dict[str, FileStore], repr=False)
+    ahead: tuple[tuple[int, bytes], ...] = field(default=(), repr=False)
+    """(offset, bytes) of what was read beforehand."""
+
+    def part(self, offset: int, nbytes: int, what: str) -> Input:
+        """`nbytes` bytes at `offset`, as if they were a file; its ends are read at once.
+
+        Raises:
+            CorruptError: the file ends before.
+        """
+        if offset < 0 or nbytes < 0 or offset + nbytes > self.size:
+            raise self.cut_short(what, offset + nbytes)
+        head = self.peek(offset, min(nbytes, _HEAD_BYTES))
+        tail_at = max(len(head), nbytes - _TAIL_BYTES)
+        ahead = ((0, head), (tail_at, self.peek(offset + tail_at, nbytes - tail_at)))
+        return replace(self, size=nbytes, base=self.base + offset, ahead=ahead)
 
     def read(self, offset: int, nbytes: int, what: str) -> bytes:
         """Exactly `nbytes` bytes at `offset`; `what` names them in the error.
@@ -59,13 +85,18 @@ class Input:
 
     def peek(self, offset: int, nbytes: int) -> bytes:
         """At most `nbytes` bytes at `offset`; fewer only at the end of the file."""
+        nbytes = min(nbytes, max(0, self.size - offset))
+        for start, known in self.ahead:
+            if start <= offset and offset + nbytes <= start + len(known):
+                return known[offset - start : offset - start + nbytes]
+        at = self.base + offset
         try:
-            data = os.pread(self.descriptor, nbytes, offset)
-            while len(data) < nbytes and (more := os.pread(self.descriptor, nbytes - len(data), offset + len(data))):
+            data = os.pread(self.descriptor, nbytes, at)
+            while len(data) < nbytes and (more := os.pread(self.descriptor, nbytes - len(data), at + len(data))):
                 data += more
         except OSError as error:
             raise CorruptError(
-                "bytes that cannot be read", file=self.path, found=error.strerror or str(error), byte_offset=offset
+                "bytes that cannot be read", file=self.path, found=error.strerror or str(error), byte_offset=at
             ) from error
         return data
 
@@ -74,15 +105,28 @@ class Input:
         return CorruptError(
             f"{what} beyond the end of the file",
             file=self.path,
-            found=f"the file has {self.size:,} bytes",
-            expected=f"{needed:,} are needed",
+            found=f"the file has {self.file_size:,} bytes",
+            expected=f"{self.base + needed:,} are needed",
             remedy="The copy was cut short, or the index is damaged. Copy that file again.",
-            byte_offset=self.size,
+            byte_offset=self.base + self.size,
         )
 
     def store(self, byteorder: Literal["little", "big"] = "little") -> FileStore:
-        """The store that stands for this file."""
-        return FileStore(self.path, self.size, self.identity, byteorder)
+        """The store that stands for this file, the same one for all its parts."""
+        if byteorder not in self.stores:
+            self.stores[byteorder] = FileStore(self.path, self.file_size, self.identity, byteorder)
+        return self.stores[byteorder]
+
+
+@dataclass(frozen=True, slots=True)
+class RemoteInput(Input):
+    """The same behind an address: read by byte ranges."""
+
+    reader: remote.Reader = field(kw_only=True)
+
+    def peek(self, offset: int, nbytes: int) -> bytes:
+        """At most `nbytes` bytes at `offset`; fewer only at the end of the file."""
+        return self.reader.read(offset, nbytes)
 
 
 @contextmanager
@@ -93,6 +137,10 @@ def open_input(path: str | os.PathLike[str]) -> Iterator[Input]:
         NotACheckpointError: it is missing, unreadable, or no file.
     """
     name = os.fspath(path)
+    if files.is_remote(name):
+        status = remote.status(name)
+        yield RemoteInput(name, -1, status.size, status.identity, reader=remote.Reader(name, status.size))
+        return
     try:
         descriptor = os.open(name, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # a named pipe must not block
     except OSError as error:
@@ -100,12 +148,13 @@ def open_input(path: str | os.PathLike[str]) -> Iterator[Input]:
     except ValueError as error:
         raise _refusal(name, str(error)) from error
     try:
-        status = os.fstat(descriptor)
-        if stat.S_ISDIR(status.st_mode):
+        found = os.fstat(descriptor)
+        if stat.S_ISDIR(found.st_mode):
             raise _refusal(name, "a directory")
-        if not stat.S_ISREG(status.st_mode):
+        if not stat.S_ISREG(found.st_mode):
             raise _refusal(name, "a device, pipe or socket")
-        yield Input(name, descriptor, status.st_size, (status.st_dev, status.st_ino, status.st_mtime_ns))
+        identity = (found.st_dev, found.st_ino, found.st_mtime_ns)
+        yield Input(name, descriptor, found.st_size, identity, file_size=found.st_size)
     finally:
         os.close(descriptor)
 

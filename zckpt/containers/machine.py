@@ -35,6 +35,7 @@ class Machine:
         marks: heights of the stack.
         memo: objects that are used again.
         made: bytes of objects made by what has no fixed cost.
+        room: how many times the limits it may take.
     """
 
     def __init__(self, data: bytes, file: str, record: str, base: int, persistent_load: PersistentLoad | None) -> None:
@@ -50,6 +51,7 @@ class Machine:
         self.marks: list[int] = []
         self.memo: dict[int, Any] = {}
         self.made = 0
+        self.room = 1
 
     # -- bytes -------------------------------------------------------------------------------------------------------
 
@@ -116,9 +118,9 @@ class Machine:
             UnsupportedError: it has.
         """
         needed = made + self.made + _MEMO_COST * len(self.memo) + _STACK_COST * len(self.stack)
-        if needed > limits.PICKLE_MEMORY_BYTES:
+        if needed > self.room * limits.PICKLE_MEMORY_BYTES:
             raise self.refuse(UnsupportedError, f"a pickle that would fill the memory ({needed:,} bytes so far)")
-        if steps > limits.PICKLE_STEPS:
+        if steps > self.room * limits.PICKLE_STEPS:
             raise self.refuse(UnsupportedError, f"a pickle that takes too long ({steps:,} steps so far)")
 
     # -- objects -----------------------------------------------------------------------------------------------------

@@ -42,6 +42,7 @@ def load_pickle(
     base: int = 0,
     persistent_load: PersistentLoad | None = None,
     spent: int = 0,
+    room: int = 1,
 ) -> object:
     """The inert object in a pickle.
 
@@ -52,6 +53,7 @@ def load_pickle(
         base: byte offset in the file, for errors.
         persistent_load: answers what lies outside of the pickle, in torch's files the storages.
         spent: memory that the reader of the file has already used for it.
+        room: how many times the limits of one file's pickle it may take, where it describes many files.
 
     Raises:
         CorruptError: it is damaged.
@@ -59,7 +61,9 @@ def load_pickle(
         UnsupportedError: it needs what only its writer has, or too much memory.
     """
     try:
-        return read_pickle(data, file=file, record=record, base=base, persistent_load=persistent_load, spent=spent)[0]
+        return read_pickle(
+            data, file=file, record=record, base=base, persistent_load=persistent_load, spent=spent, room=room
+        )[0]
     except EOFError as error:
         raise CorruptError(
             "a pickle without end",
@@ -78,6 +82,7 @@ def read_pickle(
     base: int = 0,
     persistent_load: PersistentLoad | None = None,
     spent: int = 0,
+    room: int = 1,
 ) -> tuple[object, int]:
     """The inert object in a pickle, and how many bytes it takes. Otherwise as `load_pickle`.
 
@@ -85,7 +90,7 @@ def read_pickle(
         EOFError: `data` ends before the pickle.
     """
     machine = Machine(data, file, record, base, persistent_load)
-    machine.made = spent
+    machine.made, machine.room = spent, room
     try:
         value = _run(machine)
         machine.memo.clear()
@@ -97,12 +102,13 @@ def read_pickle(
 
 
 def _run(machine: Machine) -> object:
-    """Carries out one opcode after another. Nine tenths of all opcodes in torch's files are the ten done right here.
+    """Carries out one opcode after another. Nine tenths of all opcodes in torch's files are the twelve done right here.
 
     Every `_STRIDE` bytes the cost so far is looked at: what was made here, elsewhere, and what memo and stack hold.
     """
     data, end, stack, memo, marks = machine.data, len(machine.data), machine.stack, machine.memo, machine.marks
     long_put, put, get, long_get, small_int, mark, build_tuple, call, one_tuple, text = b"rqhjK(tR\x85X"
+    memoize, pair = b"\x94\x86"  # of protocol 4, which torch's checkpoint metadata are in
     at = machine.position
     made = steps = 0
     check_at = at + _STRIDE
@@ -151,6 +157,14 @@ def _run(machine: Machine) -> object:
             elif opcode == put and at + 2 <= end:
                 memo[data[at + 1]] = stack[-1]
                 at += 2
+            elif opcode == memoize:
+                memo[len(memo)] = stack[-1]
+                at += 1
+            elif opcode == pair:
+                second = stack.pop()
+                stack[-1] = (stack[-1], second)
+                made += TUPLE_COST
+                at += 1
             elif opcode == STOP:
                 machine.position = at + 1
                 return stack.pop()

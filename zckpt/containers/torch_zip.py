@@ -74,7 +74,7 @@ def read_input(file: Input) -> Container:
         raise CorruptError("an unknown byte order", file=file.path, found=f"{order!r}", expected="little or big")
     store = file.store("little" if order == b"little" else "big")
     pickle = directory.read(f"{prefix}/data.pkl", limits.PICKLE_BYTES)
-    base = directory.data_offset(f"{prefix}/data.pkl")
+    base = file.base + directory.data_offset(f"{prefix}/data.pkl")
     storages = _Storages(directory, f"{prefix}/data/", store)
     spent = limits.RECORD_COST * len(directory.records)
     root = load_pickle(pickle, file=file.path, record="data.pkl", base=base, persistent_load=storages.load, spent=spent)
@@ -136,7 +136,8 @@ class _Storages:
                 expected=f"the record has {record.nbytes if record else 0:,}",
                 byte_offset=byte_offset,
             )
-        return StorageRef(storage.key, storage.dtype, storage.numel, storage.location, self.store, byte_offset)
+        at = self.directory.file.base + byte_offset
+        return StorageRef(storage.key, storage.dtype, storage.numel, storage.location, self.store, at)
 
 
 def storage_of(key: object, store: FileStore) -> StorageRef:
@@ -164,8 +165,13 @@ def records(path: str | os.PathLike[str]) -> list[tuple[str, int, int, int]]:
         UnsupportedError: a record is compressed.
     """
     with open_input(path) as file:
-        directory = Directory(file)
-        return [(r.name, directory.data_offset(r.name), r.nbytes, r.crc) for r in directory.records.values()]
+        return records_in(file)
+
+
+def records_in(file: Input) -> list[tuple[str, int, int, int]]:
+    """As `records`, of an open file or a part of one; offsets are those in the file."""
+    directory = Directory(file)
+    return [(r.name, file.base + directory.data_offset(r.name), r.nbytes, r.crc) for r in directory.records.values()]
 
 
 def skeleton(specs: Sequence[TensorSpec], *, aliases: Mapping[str, str] | None = None, zip64: bool = False) -> Skeleton:

@@ -173,24 +173,27 @@ class Directory:
             file=self.file.path,
             found=found,
             remedy="Copy that file again.",
-            byte_offset=byte_offset,
+            byte_offset=self.file.base + byte_offset,
         )
 
 
 def _find(file: Input) -> tuple[int, int, int]:
     """Where the directory begins, its bytes, and its entries; see [Note: how a zip file is read]."""
-    tail_at = max(0, file.size - END.size - MAX16 - LOCATOR.size)
-    tail = file.read(tail_at, file.size - tail_at, "the zip directory's end")
-    at = tail.rfind(b"PK\x05\x06")
-    while at >= 0 and (at + END.size > len(tail) or at + END.size + END.unpack_from(tail, at)[7] != len(tail)):
-        at = tail.rfind(b"PK\x05\x06", 0, at)
-    if at < 0:
+    for comment in (0, MAX16):  # torch writes none, and then 64 KiB need not be read for it
+        tail_at = max(0, file.size - END.size - comment - LOCATOR.size)
+        tail = file.read(tail_at, file.size - tail_at, "the zip directory's end")
+        at = tail.rfind(b"PK\x05\x06")
+        while at >= 0 and (at + END.size > len(tail) or at + END.size + END.unpack_from(tail, at)[7] != len(tail)):
+            at = tail.rfind(b"PK\x05\x06", 0, at)
+        if at >= LOCATOR.size or (at >= 0 and not tail_at):
+            break
+    else:
         raise CorruptError(
             "a zip file that was cut short",
             file=file.path,
             found=f"it ends after {file.size:,} bytes, without its directory",
             remedy="The copy or the save did not finish. Copy that file again.",
-            byte_offset=file.size,
+            byte_offset=file.base + file.size,
         )
     _, disk, start_disk, here, count, nbytes, start, _ = END.unpack_from(tail, at)
     end = tail_at + at
@@ -202,7 +205,10 @@ def _find(file: Input) -> tuple[int, int, int]:
         figures = ((here, here64, MAX16), (count, count64, MAX16), (nbytes, nbytes64, MAX32), (start, start64, MAX32))
         if signature != b"PK\x06\x06" or not all(short in (wide, limit) for short, wide, limit in figures):
             raise CorruptError(
-                "a damaged zip directory", file=file.path, found="its two ends contradict each other", byte_offset=end
+                "a damaged zip directory",
+                file=file.path,
+                found="its two ends contradict each other",
+                byte_offset=file.base + end,
             )
         disk, start_disk, here, count, nbytes, start = disk64, start_disk64, here64, count64, nbytes64, start64
     if disk or start_disk or here != count or start + nbytes > end:
@@ -211,7 +217,7 @@ def _find(file: Input) -> tuple[int, int, int]:
             file=file.path,
             found=f"{count:,} entries in {nbytes:,} bytes at {start:,}",
             expected=f"the directory's end is at byte {end:,}",
-            byte_offset=end,
+            byte_offset=file.base + end,
         )
     return start, nbytes, count
 

@@ -4,6 +4,7 @@
 
 #include <cstring>
 #include <functional>
+#include <optional>
 #include <stdexcept>
 
 #include "crc32.h"
@@ -66,19 +67,33 @@ nb::list as_list(const std::vector<zckpt::PartialCrc>& crcs) {
 }
 
 nb::tuple run(nb::bytes stores, nb::bytes moves, nb::bytes literals, nb::bytes ranges, nb::bytes blob, unsigned threads,
-              uint64_t window, bool clamp, bool give_back, uint64_t bytes_per_s, nb::object progress) {
+              uint64_t window, bool clamp, bool give_back, uint64_t bytes_per_s, nb::object progress, nb::list sinks) {
   const zckpt::Batch batch{structs<zckpt::Store>(stores), structs<zckpt::Move>(moves), structs<zckpt::Literal>(literals),
                            structs<zckpt::Range>(ranges), blob.c_str()};
   check(batch, threads, window);
   for (const auto& l : batch.literals)
     if (l.dst >= batch.stores.size() || l.at + l.length > blob.size()) throw std::invalid_argument("a literal with impossible numbers");
+  if (sinks.size() && sinks.size() != batch.stores.size()) throw std::invalid_argument("a sink or None for each store");
+  std::vector<bool> ordered;
+  for (nb::handle sink : sinks) ordered.push_back(!sink.is_none());
   Ticker ticker(std::move(progress));
+  std::optional<nb::python_error> refused;
+  const auto sink = [&](uint32_t store, uint64_t offset, const char* data, uint64_t length) {
+    nb::gil_scoped_acquire acquire;
+    const auto view = nb::steal(PyMemoryView_FromMemory(const_cast<char*>(data), static_cast<Py_ssize_t>(length), PyBUF_READ));
+    const auto at = nb::int_(offset);
+    const bool taken = nb::steal(PyObject_CallFunctionObjArgs(nb::handle(sinks[store]).ptr(), view.ptr(), at.ptr(), nullptr)).is_valid();
+    if (!taken) refused.emplace();
+    nb::object(view.attr("release")());  // the buffer is reused: whoever kept the view gets an error, not other bytes
+    return taken;
+  };
   zckpt::Result result;
   {
     nb::gil_scoped_release release;
-    result = zckpt::run(batch, {threads, window, clamp, give_back, bytes_per_s}, std::ref(ticker));
+    result = zckpt::run(batch, {threads, window, clamp, give_back, bytes_per_s, ordered}, std::ref(ticker), sink);
   }
   ticker.rethrow();
+  if (refused) throw std::move(*refused);
   nb::list overflows;
   for (const auto& [tensor, o] : result.overflows) overflows.append(nb::make_tuple(tensor, o.count, o.largest));
   return nb::make_tuple(as_tuple(result.failure), as_list(result.crcs), overflows);
@@ -121,7 +136,7 @@ nb::tuple cast(int from, int to, nb::bytes data, bool clamp) {
 NB_MODULE(_core, m) {
   m.doc() = "The mover's engine; see zckpt/mover.py.";
   m.def("run", &run, "stores"_a, "moves"_a, "literals"_a, "ranges"_a, "blob"_a, "threads"_a, "window"_a, "clamp"_a,
-        "give_back"_a, "bytes_per_s"_a, "progress"_a.none());
+        "give_back"_a, "bytes_per_s"_a, "progress"_a.none(), "sinks"_a);
   m.def("scan", &scan, "stores"_a, "moves"_a, "looks"_a, "ranges"_a, "rounded"_a, "atol"_a, "rtol"_a, "threads"_a, "give_back"_a,
         "bytes_per_s"_a, "progress"_a.none());
   m.def("cast", &cast, "source"_a, "target"_a, "data"_a, "clamp"_a = false, "Casts bytes, for tests.");

@@ -27,8 +27,9 @@ void Engine::work_through(size_t count, const std::function<bool(uint64_t)>& tic
     std::unique_lock lock(mutex_);
     while (!idle_.wait_for(lock, std::chrono::milliseconds(50), [this] { return running_ == 0; })) {
       lock.unlock();
-      if (!tick(done_bytes_)) stop_ = true;
+      const bool on = tick(done_bytes_);
       lock.lock();
+      if (!on) stop();
     }
   }
   for (auto& thread : pool) thread.join();
@@ -48,8 +49,13 @@ void Engine::thread() {
 void Engine::fail(const char* kind, int error, uint32_t store, uint64_t offset) {
   std::lock_guard lock(mutex_);
   if (result_.failure.kind.empty()) result_.failure = {kind, error, store, offset};
-  stop_ = true;
+  stop();
   throw Stop{};
+}
+
+void Engine::stop() {
+  stop_ = true;
+  passed_.notify_all();
 }
 
 void Engine::spend(uint64_t nbytes) {

@@ -82,10 +82,12 @@ class Engine {
   std::atomic<uint64_t> done_bytes_{0};
   std::atomic<bool> stop_{false};
   std::mutex mutex_;
+  std::condition_variable passed_;  // for threads that wait for one another
   Result result_;
 
  private:
   void thread();
+  void stop();  // with the lock held, so that nobody who is about to wait misses it
   void dense_run(const Move& m, uint64_t offset, uint64_t count, char* out, char* staging);
   uint64_t stage(const Move& m, uint64_t first, uint64_t count, bool dense, bool dense_row, char* staging);
   void scatter(const Move& m, uint64_t first, uint64_t n, const Target& target, char* staging);

@@ -9,6 +9,8 @@
 //  3. CRCs of element ranges are taken while the buffer is warm; they are partial, and joined by the caller.
 //  4. One positional write: direct I/O when the whole window is there and the file system allows it (no page cache to fill
 //     and flush later), otherwise plain. The unaligned tail of a file always goes the plain way.
+//  5. A file that a sink wants (to hash it, or to send it elsewhere) is handed over window by window: whoever holds window k
+//     waits for the holder of k - 1. Windows are taken in order, so the one whose turn it is never waits.
 // Memory: threads x (window + staging), whatever the size of the model. Results do not depend on the number of threads.
 #include "mover.h"
 
@@ -38,7 +40,7 @@ struct Window {
 
 class Run : Engine {
  public:
-  Run(const Batch& batch, const Settings& settings) : Engine(batch, settings) { plan(); }
+  Run(const Batch& batch, const Settings& settings, const Sink& sink) : Engine(batch, settings), sink_(sink) { plan(); }
 
   Result go(const std::function<bool(uint64_t)>& tick) {
     work_through(windows_.size(), tick);
@@ -46,8 +48,12 @@ class Run : Engine {
   }
 
  private:
+  const Sink& sink_;
   std::vector<Item> items_;
   std::vector<Window> windows_;
+  std::vector<size_t> turns_;  // store -> the window that is next to be handed to its sink
+
+  bool ordered(uint32_t store) const { return !settings_.ordered.empty() && settings_.ordered[store]; }
 
   // ---- planning -----------------------------------------------------------------------------------------------------
 
@@ -72,6 +78,9 @@ class Run : Engine {
       for (last = first; last < items_.size() && items_[last].dst == items_[first].dst;) ++last;
       cut(first, last);
     }
+    turns_.resize(batch_.stores.size());
+    for (size_t i = windows_.size(); i--;)
+      if (!windows_[i].memory) turns_[items_[windows_[i].first].dst] = i;
   }
 
   // The windows of one file. Items are sorted by their begin, and may be long: one reaches into a window when it begins
@@ -121,12 +130,29 @@ class Run : Engine {
     read_segments(segments, buffers.staging.get());
     // Rows of several moves may interleave; together they are usually one range.
     if (!std::is_sorted(filled.begin(), filled.end())) std::sort(filled.begin(), filled.end());
-    for (size_t i = 0; i < filled.size();) {
+    size_t ranges = 0;
+    for (size_t i = 0; i < filled.size(); ++ranges) {
       const uint64_t begin = filled[i].first;
       uint64_t end = filled[i].second;
       for (++i; i < filled.size() && filled[i].first == end; ++i) end = filled[i].second;
       flush(dst, window.start, begin, end, buffer);
+      filled[ranges] = {begin, end};
     }
+    filled.resize(ranges);
+    if (ordered(dst)) hand_over(window, dst, filled, buffer);
+  }
+
+  void hand_over(const Window& window, uint32_t dst, const Ranges& filled, const char* buffer) {
+    {
+      std::unique_lock lock(mutex_);
+      passed_.wait(lock, [&] { return stop_ || &windows_[turns_[dst]] == &window; });
+      if (stop_) throw Stop{};
+    }
+    for (const auto& [begin, end] : filled)
+      if (!sink_(dst, begin, buffer + (begin - window.start), end - begin)) fail("sink", 0, dst, begin);
+    std::lock_guard lock(mutex_);
+    ++turns_[dst];
+    passed_.notify_all();
   }
 
   static void fill(Ranges& filled, uint64_t begin, uint64_t end) {
@@ -205,8 +231,8 @@ class Run : Engine {
 
 }  // namespace
 
-Result run(const Batch& batch, const Settings& settings, const std::function<bool(uint64_t)>& tick) {
-  return Run(batch, settings).go(tick);
+Result run(const Batch& batch, const Settings& settings, const std::function<bool(uint64_t)>& tick, const Sink& sink) {
+  return Run(batch, settings, sink).go(tick);
 }
 
 }  // namespace zckpt

@@ -47,7 +47,7 @@ struct PartialCrc {
 };
 
 struct Failure {
-  std::string kind;  // "read", "write", "cast"; empty: none
+  std::string kind;  // "read", "write", "cast", "sink"; empty: none
   int error = 0;     // errno, or kEndOfFile
   uint32_t store = 0;
   uint64_t offset = 0;
@@ -59,7 +59,12 @@ struct Settings {
   bool clamp;
   bool give_back;        // what was read leaves the page cache
   uint64_t bytes_per_s;  // at most so many are read and written, together; 0: no limit
+  std::vector<bool> ordered = {};  // stores whose bytes `sink` is handed
 };
+
+// Is handed an output file's bytes in the order of the file, while they are warm, on one thread after the other; stops
+// everything by returning false.
+using Sink = std::function<bool(uint32_t store, uint64_t offset, const char* data, uint64_t length)>;
 
 struct Batch {
   std::vector<Store> stores;
@@ -77,6 +82,6 @@ struct Result {
 
 // Runs on its own threads; `tick` is called on the caller's thread every 50 ms with the bytes written so far, and
 // stops everything by returning false.
-Result run(const Batch& batch, const Settings& settings, const std::function<bool(uint64_t)>& tick);
+Result run(const Batch& batch, const Settings& settings, const std::function<bool(uint64_t)>& tick, const Sink& sink);
 
 }  // namespace zckpt

@@ -8,8 +8,18 @@ from __future__ import annotations
 from typing import Protocol
 
 from zckpt.catalog import Catalog
-from zckpt.errors import NotACheckpointError, UnsupportedError
-from zckpt.layouts import huggingface, model_parallel, moe, universal, unsharded, unsharded_training, zero3, zero12
+from zckpt.errors import NotACheckpointError, UnsupportedError, UsageError
+from zckpt.layouts import (
+    dcp,
+    huggingface,
+    model_parallel,
+    moe,
+    universal,
+    unsharded,
+    unsharded_training,
+    zero3,
+    zero12,
+)
 from zckpt.layouts.listing import Listing
 from zckpt.layouts.training import Training
 
@@ -38,6 +48,7 @@ LAYOUTS: dict[str, Layout] = {
     "ZeRO-3": zero3,
     "ZeRO-1/2": zero12,
     "DeepSpeed without ZeRO": unsharded,
+    "torch.distributed.checkpoint": dcp,
     "plain weights": huggingface,
 }
 
@@ -49,6 +60,7 @@ WITH_TRAINING: dict[str, TrainingLayout] = {
     "ZeRO-3": zero3,
     "ZeRO-1/2": zero12,
     "DeepSpeed without ZeRO": unsharded_training,
+    "torch.distributed.checkpoint": dcp,
 }
 
 
@@ -57,8 +69,15 @@ def read(listing: Listing, *, allow_unknown: bool = False) -> Catalog:
 
     Raises:
         NotACheckpointError: none does; lists each layout's refusal.
+        UsageError: a key is asked for of a layout that has no keys.
     """
-    return LAYOUTS[_detect(listing)].read(listing, allow_unknown=allow_unknown)
+    name = _detect(listing)
+    if listing.wishes.key and LAYOUTS[name] is not dcp:
+        raise UsageError(
+            "a key of a checkpoint that has none", file=listing.directory, found=f"{name}, --key {listing.wishes.key}",
+            remedy="Leave --key out: only saves of torch.distributed.checkpoint hold several state dicts.",
+        )  # fmt: skip
+    return LAYOUTS[name].read(listing, allow_unknown=allow_unknown)
 
 
 def read_training(listing: Listing, *, allow_unknown: bool = False) -> Training:

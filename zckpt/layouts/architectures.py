@@ -145,8 +145,8 @@ def heads_of(catalog: Catalog, query: int, size: int | None) -> Heads:
     """
     for name, place_ in located(catalog).items():
         if re.fullmatch(r"(?:self_)?attention\.query_key_value\.weight", place_.local):
-            rows, width = catalog.tensors[name].shape
-            size = size or (width // query if query else 0)
+            rows, *rest_of_shape = catalog.tensors[name].shape or (0,)
+            size = size or math.prod(rest_of_shape) // query
             key, rest = divmod(rows - query * size, 2 * size) if size else (0, 1)
             if not rest and 0 < key <= query and query % key == 0:
                 return Heads(query, key, size)

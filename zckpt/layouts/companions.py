@@ -1,6 +1,6 @@
 """The small files that make a directory of weights loadable: the config, tokenizer and processor files, and model code.
 
-For `convert`. They lie beside the checkpoint's tag directories, where a trainer put them.
+For `convert`, `reshard` and `hub`. They lie beside the checkpoint's tag directories, where a trainer put them.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import os
 import re
 from collections.abc import Mapping
 
+from zckpt import files
 from zckpt.dtypes import DType
 from zckpt.errors import CorruptError
 from zckpt.fragments import FileStore
@@ -39,13 +40,13 @@ def config_file(
         config: what it says; None for what the file does.
 
     Raises:
-        CorruptError: it is no JSON. NotACheckpointError: it cannot be read.
+        As `read_config`.
     """
     if config is None:
         config = read_config(home)
         if config is None:
             return None
-    text = json.dumps(_true_dtype(config, dtype), indent=2, ensure_ascii=False) + "\n"
+    text = json.dumps(true_dtype(config, dtype), indent=2, ensure_ascii=False) + "\n"
     return literal_file("config.json", text.encode())
 
 
@@ -56,7 +57,7 @@ def read_config(home: str) -> dict[str, object] | None:
         CorruptError: it is no JSON object. NotACheckpointError: it cannot be read.
     """
     path = os.path.join(home, "config.json")
-    return config_of(path) if os.path.isfile(path) else None
+    return config_of(path) if files.is_file(path) else None
 
 
 def config_of(path: str) -> dict[str, object]:
@@ -67,13 +68,13 @@ def config_of(path: str) -> dict[str, object]:
     return config
 
 
-def _true_dtype(config: object, dtype: DType, *, top: bool = True) -> object:
-    """`dtype` (transformers 5) or `torch_dtype` (4), in the config and those nested in it."""
+def true_dtype(config: object, dtype: DType, *, top: bool = True) -> object:
+    """A model's config with `dtype` (transformers 5) or `torch_dtype` (4) made true, in those nested in it too."""
     if not isinstance(config, dict):
         return config
     keys = [key for key in ("dtype", "torch_dtype") if isinstance(config.get(key), str)]
     nested = {
-        key: _true_dtype(value, dtype, top=False)
+        key: true_dtype(value, dtype, top=False)
         for key, value in config.items()
         if isinstance(value, dict) and key != "quantization_config"
     }
@@ -83,5 +84,4 @@ def _true_dtype(config: object, dtype: DType, *, top: bool = True) -> object:
 
 def companions(home: str) -> list[tuple[str, str]]:
     """(path, name) of what lies beside the checkpoint and belongs to the model: tokenizer, processor, code."""
-    names = sorted(name for name in os.listdir(home) if _BESIDE.fullmatch(name))
-    return [(os.path.join(home, name), name) for name in names if os.path.isfile(os.path.join(home, name))]
+    return [(os.path.join(home, name), name) for name in sorted(files.file_names(home)) if _BESIDE.fullmatch(name)]

@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from zckpt import files
 from zckpt.catalog import Catalog, Role, Source, TensorEntry
 from zckpt.containers import Container, TensorRef, safetensors_file, torch_zip
 from zckpt.containers.skeleton import TensorSpec
@@ -87,8 +88,7 @@ def _role(ref: TensorRef) -> Role:
 def _shards(listing: Listing, index_name: str) -> list[str]:
     path = listing.files[index_name]
     try:
-        with open(path, "rb") as file:
-            shards = sorted(set(json.load(file)["weight_map"].values()))
+        shards = sorted(set(json.loads(files.read(path))["weight_map"].values()))
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CorruptError(
             "an index that cannot be read", file=path, found=f"{type(error).__name__}: {error}"
@@ -216,7 +216,7 @@ def _split(specs: Mapping[str, TensorSpec], target: Target) -> dict[str, list[st
         dict(specs),
         get_storage_size=lambda spec: spec.nbytes,
         filename_pattern=_PATTERNS[target.format],
-        max_shard_size=target.max_shard_size,
+        max_shard_size=files.to_bytes(target.max_shard_size),
     )
     return {name: list(names) for name, names in split.filename_to_tensors.items()}
 

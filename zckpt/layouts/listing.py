@@ -11,8 +11,9 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
+from zckpt import files as fs
 from zckpt.containers import Container, is_torch_zip, open_container, torch_zip
-from zckpt.errors import InconsistentError, NotACheckpointError
+from zckpt.errors import InconsistentError, NotACheckpointError, ZckptError
 
 SHARD_NAME = re.compile(
     r"(?P<prefix>bf16_|fp16_)?zero_pp_rank_(?P<dp>\d+)_mp_rank_(?P<mp>\d+)_(?P<kind>model|optim)_states\.pt"
@@ -22,9 +23,17 @@ LAYER_NAME = re.compile(r"layer_(?P<layer>\d+)-(?:model_(?P<tp>\d+)-)?model_stat
 EXPERT_NAME = re.compile(r"layer_(?P<layer>\d+)_expert_(?P<expert>\d+)_mp_rank_(?P<mp>\d+)_model_states\.pt")
 EXPERT_OPTIMIZER_NAME = re.compile(r"expp_rank_(?P<ep>\d+)_mp_rank_(?P<mp>\d+)_optim_states\.pt")
 _DEEPSPEED = (SHARD_NAME, MODEL_NAME, LAYER_NAME, EXPERT_NAME, EXPERT_OPTIMIZER_NAME)
+DCP_METADATA = re.compile(r"\.metadata|__\d+\.metadata")
+DCP_DATA = re.compile(r"__(?P<rank>\d+)_\d+\.distcp")
+DCP_SAFETENSORS = re.compile(r"shard-(?P<rank>\d{5})-model-\d{5}-of-\d{5}\.safetensors")
 
 UNIVERSAL = "zero"
 """Directory of a universal checkpoint with the files of each parameter, in directories of the parameters' names."""
+
+
+def is_dcp_file(name: str) -> bool:
+    """Whether a file of this name belongs to a save of torch.distributed.checkpoint."""
+    return any(pattern.fullmatch(name) for pattern in (DCP_METADATA, DCP_DATA, DCP_SAFETENSORS))
 
 
 def is_deepspeed_file(name: str) -> bool:
@@ -45,15 +54,17 @@ class Wishes:
         tp_rules: name or path of rules by which tensor-parallel slices are joined.
         tp: tensor-parallel ranks.
         pp: pipeline stages.
+        key: which state dict is wanted, where a save of torch.distributed.checkpoint holds several.
     """
 
     tp_rules: str | None = None
     tp: int | None = None
     pp: int | None = None
+    key: str = ""
 
     def as_json(self) -> dict[str, object]:
         """Those that were said."""
-        said = {"tp_rules": self.tp_rules, "tp": self.tp, "pp": self.pp}
+        said = {"tp_rules": self.tp_rules, "tp": self.tp, "pp": self.pp, "key": self.key or None}
         return {name: value for name, value in said.items() if value is not None}
 
 
@@ -136,7 +147,7 @@ def list_files(directory: str, tag: str, also: Iterable[str] = ()) -> Listing:
             path = os.path.join(root, name)
             if name not in files:
                 files[name] = path
-            elif is_deepspeed_file(name) and not _same_content(files[name], path):
+            elif (is_deepspeed_file(name) or is_dcp_file(name)) and not fs.same_content(files[name], path):
                 raise InconsistentError(
                     f"two different files called {name!r}",
                     found=f"{files[name]!r} and {path!r} differ",
@@ -147,26 +158,10 @@ def list_files(directory: str, tag: str, also: Iterable[str] = ()) -> Listing:
 
 def _names(directory: str) -> list[str]:
     try:
-        with os.scandir(directory) as entries:
-            listed = list(entries)
-        names = [entry.name for entry in listed if entry.is_file()]
-        if any(entry.name == UNIVERSAL and entry.is_dir() for entry in listed):
-            for root, _, files in os.walk(os.path.join(directory, UNIVERSAL)):
-                names += [os.path.relpath(os.path.join(root, name), directory).replace(os.sep, "/") for name in files]
-        return names
+        return fs.file_names(directory, below=UNIVERSAL)
+    except ZckptError:
+        raise
     except OSError as error:
         raise NotACheckpointError(
             "a directory that cannot be read", file=directory, found=error.strerror or str(error)
         ) from error
-
-
-def _same_content(a: str, b: str) -> bool:
-    if os.path.samefile(a, b):
-        return True
-    if os.path.getsize(a) != os.path.getsize(b):
-        return False
-    with open(a, "rb") as left, open(b, "rb") as right:
-        while block := left.read(1 << 20):
-            if block != right.read(1 << 20):
-                return False
-    return True

@@ -275,7 +275,10 @@ class Reader:
         if self.listing.wishes.tp_rules:
             yield f"Slices were joined by the rules of {self.listing.wishes.tp_rules!r}."
         if self.layers and self.topology.pp > 1:
-            yield "Names are those of the pipeline: <layer>.<name>, and tied_modules.<key>.<name> for tied layers."
+            yield (
+                "Names are those of the pipeline: <layer>.<name>, and tied_modules.<key>.<name> for tied layers; "
+                "--layer-names or --to give others."
+            )
 
     def training(self) -> Training:
         """What the run needs beside its weights; errors as in `read`."""

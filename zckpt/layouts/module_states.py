@@ -7,6 +7,7 @@ Source: DeepSpeed runtime/engine.py `_common_checkpoint_state`, `_get_zero_param
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
@@ -16,6 +17,9 @@ from zckpt.errors import CorruptError, UnsupportedError
 from zckpt.layouts.listing import Listing
 
 Shape = tuple[int, ...]
+
+WRAPPERS = re.compile(r"(?:^|(?<=\.))(?:_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\.")
+"""What torch.compile, FSDP and activation checkpointing put into names."""
 
 _OURS = frozenset((
     *("module", "buffer_names", "optimizer", "param_shapes", "frozen_param_shapes", "shared_params",),

@@ -6,12 +6,12 @@ Source: DeepSpeed runtime/engine.py `_save_zero_checkpoint`; `state_dict` of the
 
 from __future__ import annotations
 
-import os
 import struct
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from zckpt import files
 from zckpt.containers import TensorRef, brief, enum_value
 from zckpt.dtypes import BF16, F16, F32, DType
 from zckpt.errors import CorruptError, IncompleteError, InconsistentError, UnsupportedError, ranges
@@ -104,7 +104,7 @@ def _read(listing: Listing, rank: int, name: str, known: frozenset[str], allow_u
     base = state.get("base_optimizer_state", state.get("optimizer_state_dict"))
     states, settings = _inner_state(base, len(refs))
     steps = (
-        _step(place.get("step")) for place in (*states, *settings, {"step": state.get("base_optimizer_state_step")})
+        step_of(place.get("step")) for place in (*states, *settings, {"step": state.get("base_optimizer_state_step")})
     )
     return OptimizerShard(
         file=file,
@@ -169,15 +169,29 @@ def as_list(value: object) -> list[object]:
     return list(value) if isinstance(value, list | tuple) else []
 
 
-def _step(value: object) -> int | None:
-    if isinstance(value, TensorRef) and value.numel == 1 and value.dtype.name in ("F32", "I64"):
-        with open(value.store.path, "rb") as file:
-            number = os.pread(file.fileno(), value.dtype.itemsize, value.byte_offset)
-        if len(number) < value.dtype.itemsize:
-            return None
-        order = "<" if value.store.byteorder == "little" else ">"
-        value = struct.unpack(order + ("f" if value.dtype.name == "F32" else "q"), number)[0]
+def step_of(value: object) -> int | None:
+    """A step counter as a whole number, whether it is a number or a tensor of one element; None for anything else."""
+    if isinstance(value, TensorRef):
+        value = number_in(value) if value.numel == 1 else None
     return int(value) if isinstance(value, int | float) and abs(value) < 2**53 else None
+
+
+_CODES = {"F64": "d", "F32": "f", "I64": "q", "I32": "i"}
+
+
+def number_in(ref: TensorRef) -> int | float | bytes:
+    """The number in a tensor of one element; its bytes where it is of an unusual dtype.
+
+    Raises:
+        CorruptError: the file ends before it.
+    """
+    data = files.read(ref.store.path, ref.dtype.itemsize, ref.byte_offset)
+    if len(data) < ref.dtype.itemsize:
+        raise CorruptError("a file that ends too early", file=ref.store.path, found=f"no byte at {ref.byte_offset:,}")
+    order = "<" if ref.store.byteorder == "little" else ">"
+    code = _CODES.get(ref.dtype.name)
+    number: int | float | bytes = struct.unpack(order + code, data)[0] if code else data
+    return number
 
 
 def check_ranks(listing: Listing, shards: list[OptimizerShard], model: ModelStates) -> int:

@@ -1,8 +1,9 @@
 """From the path a person gives to the files of one save: `latest`, tags, trainers' folders, shards on several disks.
 
 For `checkpoint`. A path may be: the directory with `latest`; a tag directory itself; a trainer's output directory with
-`checkpoint-500/` in it; an Accelerate `pytorch_model/` or Lightning `*.ckpt/checkpoint/` folder; one rank's file; or plain
-weights, as a file or a directory.
+`checkpoint-500/` in it; an Accelerate `pytorch_model/` or Lightning `*.ckpt/checkpoint/` folder; one rank's file; a save
+of torch.distributed.checkpoint, a directory of such (`step-100/`), or accelerate's with `pytorch_model_fsdp_0/` in it; or
+plain weights, as a file or a directory.
 Source: DeepSpeed runtime/engine.py `load_checkpoint` (`latest`); transformers trainer_utils.py `get_last_checkpoint`;
 accelerate accelerator.py `save_state`; Lightning strategies/deepspeed.py `save_checkpoint` (tag "checkpoint").
 """
@@ -14,10 +15,12 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from zckpt.errors import IncompleteError, NotACheckpointError, UnsafeError, UsageError, some
-from zckpt.layouts.listing import UNIVERSAL, Listing, is_deepspeed_file, list_files, natural
+from zckpt import files, remote
+from zckpt.errors import IncompleteError, NotACheckpointError, UnsafeError, UsageError, ZckptError, some
+from zckpt.layouts.listing import UNIVERSAL, Listing, is_dcp_file, is_deepspeed_file, list_files, natural
 
 _TRAINER = re.compile(r"checkpoint-\d+")
+_ACCELERATE = re.compile(r"pytorch_model_fsdp_\d+")
 _PLAIN = re.compile(r"(?:model|pytorch_model|adapter_model)(?:\.safetensors|\.bin)(?:\.index\.json)?")
 
 
@@ -51,27 +54,35 @@ def find(path: str, tag: str | None = None, also: Sequence[str] = ()) -> Place:
         IncompleteError: `latest` is missing and there are several tags, or it names a tag that is not there.
         UnsafeError: `latest` or `tag` points outside the directory.
     """
-    if os.path.isfile(path):
+    path = files.local(path)
+    if files.is_remote(path):
+        path = path.rstrip("/")
+        remote.refresh(path)
+    if files.is_file(path):
         name = os.path.basename(path)
-        if not is_deepspeed_file(name):
-            home = os.path.dirname(os.path.abspath(path))
-            return Place(Listing(path, "", {name: path}), home)
-        path = os.path.dirname(os.path.abspath(path))
-    if not os.path.isdir(path):
+        if not is_deepspeed_file(name) and (name.endswith(".safetensors") or not _is_dcp(name)):
+            return Place(Listing(path, "", {name: path}), files.parent(path))
+        path = files.parent(path)
+    if not files.is_dir(path):
         raise NotACheckpointError(
             "no such file or directory", file=path,
             remedy="Give the directory that holds 'latest', a tag directory such as global_step500, or a weights file.",
         )  # fmt: skip
     for root in also:
-        if not os.path.isdir(root):
+        if not files.is_dir(root):
             raise NotACheckpointError("no such directory", file=root, remedy="--also takes a directory.")
     names = _entries(path)
     if any(is_deepspeed_file(name) for name in names) or UNIVERSAL in names:
         return _tag_directory(path, tag, also)
+    if any(map(_is_dcp, names)) or any(_is_dcp(name) for root in also for name in _entries(root)):
+        return _dcp_directory(path, tag, also)
+    models = [name for name in names if _ACCELERATE.fullmatch(name) and os.path.isdir(os.path.join(path, name))]
+    if models and tag in (None, *models):
+        return _accelerate(path, tag or models[0], models, also)
     tags = _tags(path, names, also)
     if tag is not None or _pointer(names) or tags:
         return _in_home(path, tag, tags, also, names)
-    trainers = [name for name in names if _TRAINER.fullmatch(name) and os.path.isdir(os.path.join(path, name))]
+    trainers = [name for name in names if _TRAINER.fullmatch(name) and files.is_dir(os.path.join(path, name))]
     for newest in sorted(trainers, key=natural, reverse=True):
         inner = os.path.join(path, newest)
         inner_names = _entries(inner)
@@ -85,24 +96,34 @@ def find(path: str, tag: str | None = None, also: Sequence[str] = ()) -> Place:
         "no checkpoint",
         file=path,
         found=f"{len(names):,} entries" + (f" such as {some(names)}" if names else ""),
-        expected="'latest', a tag directory with *_states.pt files, checkpoint-N folders, or weights files are looked for",
+        expected="'latest', a tag directory with *_states.pt or *.distcp files, checkpoint-N folders, or weights files are "
+        "looked for",
         remedy="Files moved out of their global_step* directory must go back into it.",
     )
 
 
 def has_saves(path: str) -> bool:
-    """Whether there is anything at all that `find` could look into: false for a directory that a run is yet to fill."""
+    """Whether there is anything that `find` would look into: false for a directory that a run is yet to fill."""
     if not os.path.isdir(path):
         return os.path.exists(path)
-    names = [name for name in os.listdir(path) if not name.startswith(".")]
-    return "latest" in names or any(
-        is_deepspeed_file(name) or _PLAIN.fullmatch(name) or os.path.isdir(os.path.join(path, name)) for name in names
-    )
+    names = _entries(path)
+    if any(_is_of_save(name) or _PLAIN.fullmatch(name) for name in names) or UNIVERSAL in names:
+        return True
+    inner = (os.path.join(path, name) for name in names if _TRAINER.fullmatch(name))
+    return bool(_pointer(names) or _tags(path, names, ())) or any(map(has_saves, inner))
+
+
+def latest_of(path: str) -> str | None:
+    """What `latest` in a directory says; None where there is none."""
+    place = os.path.join(path, "latest")
+    return _latest(place) if os.path.isfile(place) else None
 
 
 def _entries(directory: str) -> list[str]:
     try:
-        return sorted(os.listdir(directory), key=natural)
+        return sorted(files.names(directory), key=natural)
+    except ZckptError:
+        raise
     except OSError as error:
         raise NotACheckpointError(
             "a directory that cannot be read", file=directory, found=error.strerror or str(error)
@@ -110,28 +131,58 @@ def _entries(directory: str) -> list[str]:
 
 
 def _tags(path: str, names: Sequence[str], also: Sequence[str]) -> tuple[str, ...]:
-    """Names of directories that hold DeepSpeed files, here or in the directories laid over this one."""
+    """Names of directories that hold a save's files, here or in the directories laid over this one."""
     found: set[str] = set()
     for root, entries in ((path, names), *((root, _entries(root)) for root in also)):
         for name in entries:
             inner = os.path.join(root, name)
             if name.startswith("."):  # a save that never came to its end
                 continue
-            if os.path.isdir(inner) and os.access(inner, os.R_OK) and any(map(is_deepspeed_file, os.listdir(inner))):
+            if files.is_dir(inner) and files.is_readable(inner) and any(map(_is_of_save, files.names(inner))):
                 found.add(name)
     return tuple(sorted(found, key=natural))
 
 
+def _is_dcp(name: str) -> bool:
+    return is_dcp_file(name) or name.endswith(".distcp")
+
+
+def _is_of_save(name: str) -> bool:
+    return is_deepspeed_file(name) or _is_dcp(name)
+
+
+def _dcp_directory(path: str, tag: str | None, also: Sequence[str]) -> Place:
+    """A save of torch.distributed.checkpoint; the model's config lies in it or beside it."""
+    real = files.absolute(path)
+    if tag is not None and tag != os.path.basename(real):
+        raise UsageError(
+            "a tag that is not in the checkpoint", file=path, found=f"--tag {tag}",
+            remedy="This directory is itself a save: leave --tag out, or give its parent.",
+        )  # fmt: skip
+    places = (path, files.parent(real))
+    has_config = [place for place in places if files.is_file(os.path.join(place, "config.json"))]
+    return Place(list_files(path, "", also), has_config[0] if has_config else path)
+
+
+def _accelerate(path: str, name: str, models: Sequence[str], also: Sequence[str]) -> Place:
+    """What accelerate's `save_state` leaves of an FSDP run: models and optimizers in directories of their own."""
+    roots = [_overlay(root, name) for root in also]
+    notes = (
+        () if len(models) == 1 else (f"{path!r} holds {len(models)} models: {name!r} is taken; --tag takes another.",)
+    )
+    return Place(list_files(os.path.join(path, name), "", roots), path, tuple(models), notes)
+
+
 def _tag_directory(path: str, tag: str | None, also: Sequence[str]) -> Place:
-    real = os.path.abspath(path)
-    name, home = os.path.basename(real), os.path.dirname(real)
+    real = files.absolute(path)
+    name, home = os.path.basename(real), files.parent(real)
     if tag is not None and tag != name:
         raise UsageError(
             "a tag that is not in the checkpoint", file=path, found=f"--tag {tag}",
             remedy="This directory is itself a tag directory: leave --tag out, or give its parent.",
         )  # fmt: skip
     roots = [_overlay(root, name) for root in also]
-    siblings = _tags(home, _entries(home), ()) if os.access(home, os.R_OK) else (name,)
+    siblings = _tags(home, _entries(home), ()) if files.is_readable(home) else (name,)
     return Place(list_files(path, name, roots), home, siblings)
 
 
@@ -144,6 +195,9 @@ def _in_home(path: str, tag: str | None, tags: tuple[str, ...], also: Sequence[s
         elif len(tags) == 1:
             tag = tags[0]
             notes = (f"There is no 'latest' in {path!r}: its only tag, {tag!r}, is taken.",)
+        elif _are_steps(path, tags):
+            tag = tags[-1]
+            notes = (f"{path!r} holds {len(tags)} saves: the last, {tag!r}, is taken; --tag takes another.",)
         else:
             raise IncompleteError(
                 "no 'latest'", file=path, found=f"{len(tags)} tags ({', '.join(tags)})",
@@ -152,8 +206,8 @@ def _in_home(path: str, tag: str | None, tags: tuple[str, ...], also: Sequence[s
     _check_tag(tag, path, origin)
     directory = os.path.join(path, tag)
     roots = [_overlay(root, tag) for root in also]
-    if not os.path.isdir(directory):
-        roots = [root for root in roots if os.path.isdir(root)]
+    if not files.is_dir(directory):
+        roots = [root for root in roots if files.is_dir(root)]
         if not roots:
             raise IncompleteError(
                 f"no save of the tag that {origin} names", file=path, found=f"{tag!r} is not there",
@@ -164,6 +218,14 @@ def _in_home(path: str, tag: str | None, tags: tuple[str, ...], also: Sequence[s
     return Place(list_files(directory, tag, roots), path, tags, notes)
 
 
+def _are_steps(path: str, tags: Sequence[str]) -> bool:
+    """Whether saves of torch.distributed.checkpoint are numbered (`step-100`): they have no `latest`."""
+    inner = [os.path.join(path, tag) for tag in tags]
+    if not all(os.path.isdir(place) and any(map(_is_dcp, os.listdir(place))) for place in inner):
+        return False
+    return len({re.sub(r"\d+", "#", tag) for tag in tags}) == 1
+
+
 def _pointer(names: Sequence[str]) -> str | None:
     """The file that names the newest tag: `latest`, or that of universal checkpoints where there is no other."""
     return next((pointer for pointer in ("latest", "latest_universal") if pointer in names), None)
@@ -172,13 +234,14 @@ def _pointer(names: Sequence[str]) -> str | None:
 def _overlay(root: str, tag: str) -> str:
     """A further root may be the checkpoint's directory on another disk, or its tag directory."""
     inner = os.path.join(root, tag)
-    return inner if os.path.isdir(inner) else root
+    return inner if files.is_dir(inner) else root
 
 
 def _latest(path: str) -> str:
     try:
-        with open(path, "rb") as file:
-            text = file.read(4096).decode().strip()
+        text = files.read(path, 4096).decode().strip()
+    except ZckptError:
+        raise
     except (OSError, UnicodeDecodeError) as error:
         raise NotACheckpointError("a 'latest' that cannot be read", file=path, found=str(error)) from error
     if not text:

@@ -137,6 +137,8 @@ class CheckpointRules:
         )
         if reason is not None:
             raise UnsupportedError(f"a tensor that cannot be joined, {name!r}", file=self.file, found=str(reason))
+        if len(shapes) == 1 and self._ranks() > 1:  # it was joined since: what it says is of the run before
+            return replicated(shapes)
         try:
             joint = self._affine(name, shapes) or self._by_category(name, shapes)
         except (ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
@@ -149,6 +151,21 @@ class CheckpointRules:
         if isinstance(vocabulary, int) and self._names("vocabulary_parameter_patterns", name):
             joint = replace(joint, keep=vocabulary, words={**joint.words, "vocab_tensor": True})
         return joint
+
+    def _ranks(self) -> int:
+        """Tensor-parallel ranks that it speaks of; 0 where it names none."""
+        maps = self._mapping("affine_map").get("params")
+        entries = list(maps.values()) if isinstance(maps, Mapping) else []
+        counts = [
+            len(entry["ranks"])
+            for entry in entries
+            if isinstance(entry, Mapping) and isinstance(entry.get("ranks"), Mapping)
+        ]
+        for widths in self._mapping("sub_param_shard_widths").values():
+            counts += (
+                [len(part) for part in widths if isinstance(part, list | tuple)] if isinstance(widths, list) else []
+            )
+        return max(counts, default=0)
 
     def _mapping(self, key: str) -> Mapping[str, object]:
         value = self.info.get(key)

@@ -82,15 +82,7 @@ class ZeroTarget:
 
 
 def lay_out(catalog: Catalog, training: Training, target: ZeroTarget) -> Laid:
-    """The files of a save, without `latest`; arguments and errors as in `lay_out_by_rank`."""
-    parts = list(lay_out_by_rank(catalog, training, target))
-    return Laid(
-        tuple(file for part in parts for file in part.files), tuple(pair for part in parts for pair in part.pairs)
-    )
-
-
-def lay_out_by_rank(catalog: Catalog, training: Training, target: ZeroTarget) -> Iterator[Laid]:
-    """The files of a save, those of each rank by themselves.
+    """The files of a save, without `latest`.
 
     Args:
         catalog: the weights, under the model's own names; trainable parameters are the masters.
@@ -101,6 +93,27 @@ def lay_out_by_rank(catalog: Catalog, training: Training, target: ZeroTarget) ->
         InconsistentError: the groups and the trainable parameters are not the same.
         UnsupportedError: something in the client state cannot be written.
     """
+    writer = _writer(catalog, training, target)
+    parts = [_files(writer, rank) for rank in range(target.world_size)]
+    return Laid(
+        tuple(file for part in parts for file in part.files), tuple(pair for part in parts for pair in part.pairs)
+    )
+
+
+def lay_out_rank(catalog: Catalog, training: Training, target: ZeroTarget, rank: int) -> Laid:
+    """The files of one rank of a save; otherwise as `lay_out`."""
+    return _files(_writer(catalog, training, target), rank)
+
+
+def sketch(catalog: Catalog, training: Training, target: ZeroTarget) -> Iterator[Sequence[Pair]]:
+    """What goes into the files of each rank, in their order, but not where in them; otherwise as `lay_out`."""
+    writer = _writer(catalog, training, target)
+    writer.sketch = True
+    for rank in range(target.world_size):
+        yield _files(writer, rank).pairs
+
+
+def _writer(catalog: Catalog, training: Training, target: ZeroTarget) -> _Stage12 | _Stage3:
     owned = [name for group in training.groups for name in group.names]
     trained = [name for name, entry in catalog.tensors.items() if entry.role == "parameter"]
     if sorted(owned) != sorted(trained):
@@ -109,14 +122,18 @@ def lay_out_by_rank(catalog: Catalog, training: Training, target: ZeroTarget) ->
             file=catalog.source.path,
             found=some(set(owned) ^ set(trained)),
         )
-    writer = _Stage3(catalog, training, target) if target.stage == 3 else _Stage12(catalog, training, target)
-    for rank in range(target.world_size):
-        made = list(writer.files(rank))
-        yield Laid(tuple(file for file, _ in made), tuple(pair for _, filled in made for pair in filled))
+    return _Stage3(catalog, training, target) if target.stage == 3 else _Stage12(catalog, training, target)
+
+
+def _files(writer: _Stage12 | _Stage3, rank: int) -> Laid:
+    made = list(writer.files(rank))
+    return Laid(tuple(file for file, _ in made), tuple(pair for _, filled in made for pair in filled))
 
 
 class _Writer:
     """What the stages share: the model file, and what surrounds the vectors in the optimizer files."""
+
+    sketch = False
 
     def __init__(self, catalog: Catalog, training: Training, target: ZeroTarget) -> None:
         self.catalog = catalog
@@ -129,6 +146,10 @@ class _Writer:
 
     def _order(self, names: Sequence[str]) -> Sequence[str]:
         return names
+
+    def file(self, path: str) -> TorchFile:
+        """A file in the making."""
+        return TorchFile(path, sketch=self.sketch)
 
     def listed(self) -> list[Sequence[str]]:
         """The parameters as `param_shapes` lists them: those of a flat vector together."""
@@ -225,14 +246,14 @@ class _Stage12(_Writer):
         yield self.optim_file(rank)
 
     def model_file(self) -> tuple[tuple[OutputFile, FileStore], list[Pair]]:
-        file = TorchFile(f"{self.target.tag}/mp_rank_00_model_states.pt")
+        file = self.file(f"{self.target.tag}/mp_rank_00_model_states.pt")
         module = {name: self.weight(file, entry) for name, entry in self.catalog.tensors.items()}
         module |= {dropped: module[kept] for dropped, kept in self.catalog.aliases.items()}
         return file.finish(self.model_root(file, 0, module, {name: module[name] for name in self.frozen}))
 
     def optim_file(self, rank: int) -> tuple[tuple[OutputFile, FileStore], list[Pair]]:
         target = self.target
-        file = TorchFile(target.file_of(rank, "optim"))
+        file = self.file(target.file_of(rank, "optim"))
         states: dict[int, object] = {}
         masters, end_paddings, paddings, mappings = [], [], [], []
         for number, group in enumerate(self.groups):
@@ -311,7 +332,7 @@ class _Stage3(_Writer):
 
     def model_file(self, rank: int) -> tuple[tuple[OutputFile, FileStore], list[Pair]]:
         target = self.target
-        file = TorchFile(target.file_of(rank, "model"))
+        file = self.file(target.file_of(rank, "model"))
         module: dict[str, object] = {}
         fragments: dict[str, object] = {}
         empty: dict[DType, TensorSpec] = {}  # the placeholders
@@ -329,7 +350,7 @@ class _Stage3(_Writer):
 
     def optim_file(self, rank: int) -> tuple[tuple[OutputFile, FileStore], list[Pair]]:
         target = self.target
-        file = TorchFile(target.file_of(rank, "optim"))
+        file = self.file(target.file_of(rank, "optim"))
         masters: list[TensorSpec] = []
         states: dict[int, object] = {}
         groups: list[object] = []

@@ -10,8 +10,9 @@ import os
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, cast
 
-from zckpt.layouts.places import has_saves
-from zckpt.runtime.meeting import Meetings
+from zckpt.errors import InconsistentError, ranges
+from zckpt.layouts.places import has_saves, latest_of
+from zckpt.runtime.meeting import LOAD_S, Meetings
 
 if TYPE_CHECKING:
     from zckpt.runtime.engine import Engine
@@ -26,6 +27,7 @@ class Checkpoints:
 
     _meetings: Meetings | None = None
     _saving: Thread | None = None
+    known_to_saves: object = None
 
     def save_checkpoint(
         self,
@@ -33,6 +35,7 @@ class Checkpoints:
         tag: object = None,
         client_state: Mapping[str, Any] | None = None,
         save_latest: bool = True,
+        exclude_frozen_parameters: bool = False,
     ) -> bool:
         """Saves everything that the run needs to go on, in the files that DeepSpeed would write. Every rank calls it.
 
@@ -41,6 +44,7 @@ class Checkpoints:
             tag: name of this save; `global_step<N>` where not given.
             client_state: whatever the caller wants to find again: dicts, lists, numbers, text, tensors.
             save_latest: let `latest` name this save.
+            exclude_frozen_parameters: leave out parameters that are not trained; a load leaves them as they are.
 
         Returns:
             True.
@@ -48,12 +52,13 @@ class Checkpoints:
         Raises:
             ZckptError: one of its kinds says what is wrong; what was saved before is as it was.
         """
-        from zckpt.runtime.saving import save
+        from zckpt.runtime.saving import Wishes, save
 
         self.wait_for_checkpoint()
         engine = cast("Engine", self)
         name = f"global_step{engine.global_steps}" if tag is None else str(tag)
-        self._saving = save(engine, self._meet(), os.fspath(save_dir), name, client_state or {}, save_latest)
+        wishes = Wishes(os.fspath(save_dir), name, save_latest, exclude_frozen_parameters)
+        self._saving = save(engine, self._meet(), wishes, client_state or {})
         return True
 
     def wait_for_checkpoint(self) -> None:
@@ -75,6 +80,8 @@ class Checkpoints:
         load_optimizer_states: bool = True,
         load_lr_scheduler_states: bool = True,
         load_module_only: bool = False,
+        *,
+        load_module_strict: bool = True,
     ) -> tuple[str | None, dict[str, Any] | None]:
         """Goes on from a checkpoint: of this trainer or of DeepSpeed, of any stage and world size. Every rank calls it.
 
@@ -84,6 +91,7 @@ class Checkpoints:
             load_optimizer_states: take up the optimizer's states, its settings and the loss scale.
             load_lr_scheduler_states: take up the schedule.
             load_module_only: nothing but weights.
+            load_module_strict: refuse a checkpoint that lacks tensors of the model; otherwise these stay as they are.
 
         Returns:
             The directory of the save and the client state; (None, None) where `load_dir` holds no save at all.
@@ -95,15 +103,43 @@ class Checkpoints:
 
         self.wait_for_checkpoint()
         path = os.fspath(load_dir)
-        if tag is None and not has_saves(path):
+        chosen = self._agree_on_save(path, None if tag is None else str(tag))
+        if chosen is None:
             _log.warning("No checkpoint in %r: the run begins anew.", path)
             return None, None
         wishes = Wishes(
             optimizer=load_optimizer_states and not load_module_only,
             schedule=load_lr_scheduler_states and not load_module_only,
             counters=not load_module_only,
+            strict=load_module_strict,
         )
-        return load(cast("Engine", self), path, None if tag is None else str(tag), wishes)
+        return load(cast("Engine", self), path, chosen or None, wishes)
+
+    def _agree_on_save(self, path: str, tag: str | None) -> str | None:
+        """The tag that every rank will load; empty where `path` alone says which; None where no rank sees a save.
+
+        Raises:
+            InconsistentError: some ranks see a save and others do not, or they were told different tags.
+        """
+        engine = cast("Engine", self)
+        meetings = self._meet()
+        meetings.begin(f"load {engine.micro_steps}")
+        latest = latest_of(path)
+        said = meetings.meet("load_checkpoint", [tag, has_saves(path) or tag is not None, latest], within_s=LOAD_S)
+        tags = list(dict.fromkeys(one[0] for one in said))
+        blind = [rank for rank, one in enumerate(said) if not one[1]]
+        if len(tags) > 1:
+            raise InconsistentError("ranks that disagree on the tag", found=", ".join(map(repr, tags)))
+        if len(blind) == len(said):
+            return None
+        if engine.settings.config.checkpoint.use_node_local_storage:
+            return tag or ""
+        if blind:
+            raise InconsistentError(
+                "a checkpoint that not every rank sees", file=path, found=f"ranks {ranges(blind)} see no save there",
+                remedy="Nothing was changed. Where nodes share no disk, say checkpoint.use_node_local_storage: true.",
+            )  # fmt: skip
+        return tag or said[0][2] or ""
 
     def _meet(self) -> Meetings:
         if self._meetings is None:

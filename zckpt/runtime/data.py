@@ -23,6 +23,7 @@ class Loader:
         world: all ranks.
         collate_fn: makes a batch of samples; torch's own where not given.
         drop_last: leave out what fills no whole batch.
+        seed: of the order of samples.
 
     Attributes:
         epoch: the epoch that the next batch belongs to.
@@ -37,12 +38,13 @@ class Loader:
         *,
         collate_fn: Callable[[list[Any]], Any] | None = None,
         drop_last: bool = False,
+        seed: int = 0,
     ) -> None:
         self.epoch = self.batch = 0
         self._batch_size = batch_size
         sampler = None
         if not isinstance(dataset, IterableDataset):
-            sampler = _FromThere(dataset, num_replicas=world.size, rank=world.rank, drop_last=drop_last)
+            sampler = _FromThere(dataset, num_replicas=world.size, rank=world.rank, seed=seed, drop_last=drop_last)
         self._sampler = sampler
         self._loader: DataLoader[Any] = DataLoader(
             dataset,

@@ -6,8 +6,10 @@ description but for what is its own: its random generators and, under stage 3, i
 
 from __future__ import annotations
 
+import math
 import struct
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -41,30 +43,74 @@ def dtype_of(dtype: torch.dtype) -> DType:
     return BY_TORCH_NAME[str(dtype).removeprefix("torch.")]
 
 
-def describe_weights(engine: Engine, state: RunState) -> Catalog:
-    """The weights, in the order of the model's state dict: masters as parameters, their module weights as replicas."""
-    found: dict[str, TensorEntry] = {}
+@dataclass(frozen=True, slots=True)
+class Described:
+    """What all ranks hold, which changes from save to save only in its numbers.
+
+    Attributes:
+        weights: in the order of the model's state dict: masters as parameters, their module weights as replicas.
+        states: of the optimizer: parameter -> state -> its elements.
+    """
+
+    weights: Catalog
+    states: Mapping[str, Mapping[str, TensorEntry]]
+
+
+def signature(state: RunState) -> Hashable:
+    """What a description depends on."""
+    parts = tuple(
+        (
+            part.name,
+            part.shape,
+            part.group,
+            part.weight.dtype,
+            part.dtype,
+            *((n, t.dtype) for n, t in part.states.items()),
+        )
+        for part in state.parts
+    )
+    buffers = tuple((name, tuple(buffer.shape), buffer.dtype) for name, buffer in state.buffers.items())
+    groups = tuple(group.names for group in state.groups)
+    return state.stage, state.precision, state.shard_size, parts, buffers, groups
+
+
+def tensors_of(state: RunState) -> dict[Hashable, torch.Tensor]:
+    """What this rank holds, as vectors, by the keys of a description."""
+    found: dict[Hashable, torch.Tensor] = {}
     for part in state.parts:
-        dtype = dtype_of(part.dtype)
+        found[part.name, ""] = part.weight.detach().reshape(-1)
+        found |= {(part.name, name): tensor.detach().reshape(-1) for name, tensor in part.states.items()}
+    return found | {(name, "buffer"): buffer.detach().reshape(-1) for name, buffer in state.buffers.items()}
+
+
+def describe(engine: Engine, state: RunState) -> Described:
+    """What all ranks hold."""
+    found: dict[str, TensorEntry] = {}
+    states: dict[str, dict[str, TensorEntry]] = {}
+    for part in state.parts:
         if part.group is None:
-            weight = part.weight
-            found[part.name] = _entry(part, state, dtype_of(weight.dtype), "frozen", _same(weight))
+            found[part.name] = _entry(part, state, dtype_of(part.weight.dtype), "frozen")
             continue
+        dtype = dtype_of(part.dtype)
         module = F32 if dtype == F64 else dtype
-        fragments = _fragments(part, state, module, _same(part.weight))
-        replicas = (Replica(module, fragments),)
-        found[part.name] = _entry(part, state, F32, "parameter", _same(part.weight), replicas)
+        replicas = (Replica(module, _fragments(part, state, module)),)
+        found[part.name] = _entry(part, state, F32, "parameter", replicas=replicas)
+        states[part.name] = {
+            name: _entry(part, state, dtype_of(tensor.dtype), "parameter", name) for name, tensor in part.states.items()
+        }
     for name, buffer in state.buffers.items():
         dtype = dtype_of(buffer.dtype)
-        store = RankStore(name, buffer.numel() * dtype.itemsize, rank=EVERY, get=_same(buffer))
+        store = RankStore(name, buffer.numel() * dtype.itemsize, rank=EVERY, key=(name, "buffer"))
         fragments = (Fragment(store, 0, 0, buffer.numel()),)
         found[name] = TensorEntry(name, tuple(buffer.shape), dtype, "buffer", fragments)
     order = [name for name in _state_dict_names(engine) if name in found]
-    return Catalog({name: found[name] for name in order}, Source("live", "the run"), state.aliases)
+    return Described(Catalog({name: found[name] for name in order}, Source("live", "the run"), state.aliases), states)
 
 
-def describe_training(state: RunState, client_state: Mapping[str, Any], clip_grad: float) -> Training:
-    """All else.
+def describe_training(
+    state: RunState, described: Described, client_state: Mapping[str, Any], clip_grad: float
+) -> Training:
+    """All that is beside the weights.
 
     Raises:
         UsageError: the client state uses a name that is taken.
@@ -109,13 +155,7 @@ def describe_training(state: RunState, client_state: Mapping[str, Any], clip_gra
     }
     return Training(
         groups=tuple(groups),
-        states={
-            part.name: {
-                name: _entry(part, state, dtype_of(t.dtype), "parameter", _same(t)) for name, t in part.states.items()
-            }
-            for part in state.parts
-            if part.group is not None
-        },
+        states=described.states,
         scaler=_scaler(state) | ({"clip_grad": clip_grad} if state.stage in (1, 2) else {}),
         model=model,
         precision=_PRECISIONS[state.precision],
@@ -151,41 +191,35 @@ def _is_bf16_optimizer(state: RunState) -> bool:
     return state.precision == "bf16" and state.stage == 1 and fp32 and not offloads
 
 
-def _same(tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
-    return lambda: tensor.detach().view(-1) if tensor.is_contiguous() else tensor.detach().reshape(-1)
-
-
 def _entry(
-    part: Part,
-    state: RunState,
-    dtype: DType,
-    role: Role,
-    get: Callable[[], torch.Tensor],
-    replicas: tuple[Replica, ...] = (),
+    part: Part, state: RunState, dtype: DType, role: Role, kind: str = "", replicas: tuple[Replica, ...] = ()
 ) -> TensorEntry:
-    return TensorEntry(part.name, part.shape, dtype, role, _fragments(part, state, dtype, get), replicas)
+    return TensorEntry(part.name, part.shape, dtype, role, _fragments(part, state, dtype, kind), replicas)
 
 
-def _fragments(part: Part, state: RunState, dtype: DType, get: Callable[[], torch.Tensor]) -> tuple[Fragment, ...]:
+def _fragments(part: Part, state: RunState, dtype: DType, kind: str = "") -> tuple[Fragment, ...]:
     """Which rank holds which elements."""
+    key = (part.name, kind)
     return tuple(
-        Fragment(RankStore(part.name, count * dtype.itemsize, rank=rank, get=get), 0, start, count)
+        Fragment(RankStore(part.name, count * dtype.itemsize, rank=rank, key=key), 0, start, count)
         for rank, start, count in _holders(part, state)
     )
 
 
 def _holders(part: Part, state: RunState) -> Iterator[tuple[int, int, int]]:
-    numel = 1
-    for dim in part.shape:
-        numel *= dim
     if part.replicated or state.shard_size == 1:
-        yield EVERY, 0, numel
+        yield EVERY, 0, math.prod(part.shape)
         return
-    width = numel // part.shape[0]
     for rank in range(state.shard_size):
-        rows = rows_of(part.shape[0], state.shard_size, rank)
-        if len(rows):
-            yield rank, rows.start * width, len(rows) * width
+        start, count = part_of_rank(part.shape, state.shard_size, rank)
+        if count:
+            yield rank, start, count
+
+
+def part_of_rank(shape: Sequence[int], size: int, rank: int) -> tuple[int, int]:
+    """The elements of a parameter that one of `size` ranks holds: the first, and how many."""
+    rows, width = rows_of(shape[0], size, rank), math.prod(shape[1:])
+    return rows.start * width, len(rows) * width
 
 
 def _state_dict_names(engine: Engine) -> Iterator[str]:

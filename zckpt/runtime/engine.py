@@ -21,6 +21,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer
 
 from zckpt.errors import UsageError, some
+from zckpt.live import save_pretrained
 from zckpt.runtime.checkpoint import Checkpoints
 from zckpt.runtime.config import Batch, Settings
 from zckpt.runtime.data import Loader
@@ -216,6 +217,21 @@ class Engine(Checkpoints, nn.Module):
         finally:
             self._stepping = False
         self.micro_steps += 1
+
+    def save_16bit_model(self, save_dir: str, save_filename: str = "", exclude_frozen_parameters: bool = False) -> bool:
+        """Writes the whole weights in the dtype of the computation, between two steps; every rank calls it.
+
+        Args:
+            save_dir: a directory that `from_pretrained` loads then; see `zckpt.live.save_pretrained`.
+            save_filename: the only weights file, as in `pytorch_model.bin`; safetensors in shards where not given.
+            exclude_frozen_parameters: leave out parameters that are not trained.
+
+        Returns:
+            True: all ranks wrote, whatever the stage.
+        """
+        dtype = self.settings.config.precision
+        save_pretrained(self, save_dir, dtype, exclude_frozen=exclude_frozen_parameters, file=save_filename)
+        return True
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forgets all gradients."""

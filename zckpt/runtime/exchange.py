@@ -1,19 +1,19 @@
-"""From the ranks that hold elements to the ranks that write them: in rounds of bounded size, and on into the mover.
+"""From the ranks that hold elements to the ranks that want them: in rounds of bounded size, and on into the mover.
 
-For saving. Every rank knows what every rank holds and what every file wants, so nobody asks: each computes the same rounds.
+For saving, and for loading from several nodes' disks. Every rank knows what every rank holds and what every rank wants, so
+nobody asks: each computes the same rounds.
 [Note: rounds]
-A rank's files are filled in the order of their bytes. What comes from the rank's own host memory goes straight from there;
-everything else is *staged*: it comes over the process group into a buffer. A round is a run of the file's fillings of which
-at most `limit` bytes are staged. In round k everybody sends to everybody what their k-th rounds need, all in one
-all-to-all, and the mover takes over while round k + 1 is on its way. Two buffers for receiving and two for sending, of
-`limit` bytes per rank at most, are all the memory that it takes.
+What a rank wants is taken in the order of its files' bytes. What comes from the rank's own host memory goes straight from
+there; everything else is *staged*: it comes over the process group into a buffer. A round is a run of what is wanted of which
+at most `limit` bytes are staged. In round k everybody sends to everybody what their k-th rounds need, all in one all-to-all, and
+the mover takes over while round k + 1 is on its way. Two buffers for receiving and two for sending, of `limit` bytes per rank
+at most, are all the memory that it takes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import zip_longest
 from typing import Any, NamedTuple
 
 import torch
@@ -24,9 +24,6 @@ from zckpt.errors import CorruptError
 from zckpt.fragments import FileStore, MemoryStore, Store
 from zckpt.layouts.torch_files import Pair
 from zckpt.plan import Move, Plan, route
-from zckpt.runtime.held import Held
-from zckpt.runtime.sharding import Sharded
-from zckpt.runtime.world import rows_of
 
 BUDGET_BYTES = 160 << 20
 """Of all buffers of the rounds together; the mover and the indexes of the files take the rest of 256 MiB."""
@@ -44,12 +41,12 @@ class RankStore(FileStore):
 
     Attributes:
         rank: of the group that exchanges; EVERY where all hold the same.
-        get: gives the elements on the rank that holds them, as a dense vector.
+        key: by which the rank finds its tensor, a vector of elements.
         file: the elements lie in the file `path` of that rank instead.
     """
 
     rank: int = EVERY
-    get: Callable[[], torch.Tensor] = torch.Tensor
+    key: Hashable = None
     file: bool = False
 
 
@@ -67,15 +64,29 @@ class Piece(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
+class Sends:
+    """What this rank sends, round by round.
+
+    Attributes:
+        pieces: receiver -> pieces, in the receiver's order.
+        busy: whether anything is staged by anybody: otherwise nobody calls the collective.
+    """
+
+    pieces: Sequence[dict[int, list[Piece]]]
+    busy: Sequence[bool]
+
+
+@dataclass(frozen=True, slots=True)
 class Exchange:
     """Who takes part, and how.
 
     Attributes:
         rank: of this process in the group.
         size: of the group.
-        group: of processes; None for a group of one.
+        group: of processes; None for all.
         device: of the group's communication.
         direct: whether what a rank holds is host memory that the mover can read.
+        tensors: by the key of a `RankStore`, what this rank holds.
     """
 
     rank: int
@@ -83,6 +94,7 @@ class Exchange:
     group: Any
     device: torch.device
     direct: bool
+    tensors: Callable[[Hashable], torch.Tensor]
 
     @property
     def limit(self) -> int:
@@ -96,7 +108,7 @@ class Exchange:
         return not self.direct or store.rank not in (rank, EVERY)
 
     def rounds_of(self, pairs: Sequence[Pair], rank: int) -> Iterator[list[Piece]]:
-        """The rounds of a rank's files; see [Note: rounds]."""
+        """The rounds of what a rank wants; see [Note: rounds]."""
         pieces: list[Piece] = []
         left = self.limit
         for number, (source, destination) in enumerate(pairs):
@@ -117,22 +129,30 @@ class Exchange:
         if pieces:
             yield pieces
 
-    def holder(self, piece: Piece, rank: int) -> int:
-        """Who sends a staged piece to a rank."""
-        store = piece.move.src
-        assert isinstance(store, RankStore)
-        return rank if store.rank == EVERY else store.rank
+    def sends(self, pairs_by_rank: Iterable[Sequence[Pair]]) -> Sends:
+        """What this rank sends, given what every rank of the group wants."""
+        rounds: list[dict[int, list[Piece]]] = []
+        busy: list[bool] = []
+        for rank, pairs in enumerate(pairs_by_rank):
+            for number, pieces in enumerate(self.rounds_of(pairs, rank)):
+                if number == len(rounds):
+                    rounds.append({})
+                    busy.append(False)
+                staged = [piece for piece in pieces if self.is_staged(piece.move.src, rank)]
+                busy[number] |= bool(staged)
+                mine = [piece for piece in staged if self._holder(piece, rank) == self.rank]
+                if mine:
+                    rounds[number][rank] = mine
+        return Sends(rounds, busy)
 
-    def stream(self, pairs_by_rank: Sequence[Sequence[Pair]]) -> Iterator[Move | None]:
-        """The moves that fill this rank's files, each round's after its elements have come.
-
-        Args:
-            pairs_by_rank: what fills the files of each rank of the group.
-        """
-        rounds = zip_longest(*(self.rounds_of(pairs, r) for r, pairs in enumerate(pairs_by_rank)), fillvalue=())
-        coming = self._start(next(rounds, None))
+    def stream(self, pairs: Sequence[Pair], sends: Sends) -> Iterator[Move | None]:
+        """The moves that give this rank what it wants, each round's after its elements have come."""
+        own = self.rounds_of(pairs, self.rank)
+        coming = self._start(0, next(own, ()), sends)
+        number = 0
         while coming is not None:
-            after = self._start(next(rounds, None))
+            number += 1
+            after = self._start(number, next(own, ()), sends)
             yield from self._finish(coming)
             coming = after
 
@@ -141,38 +161,35 @@ class Exchange:
         for _ in stream:
             pass
 
-    def _start(self, pieces_by_rank: Sequence[Sequence[Piece]] | None) -> _Coming | None:
-        """Sends what others need in a round, and begins to receive."""
-        if pieces_by_rank is None:
+    def _holder(self, piece: Piece, rank: int) -> int:
+        """Who sends a staged piece to a rank."""
+        store = piece.move.src
+        assert isinstance(store, RankStore)
+        return rank if store.rank == EVERY else store.rank
+
+    def _start(self, number: int, pieces: Sequence[Piece], sends: Sends) -> _Coming | None:
+        """Sends what others need in a round, and begins to receive; None after the last one."""
+        if not pieces and number >= len(sends.pieces):
             return None
         sizes = [0] * self.size  # bytes that each rank sends here
-        for piece in pieces_by_rank[self.rank]:
+        for piece in pieces:
             if self.is_staged(piece.move.src, self.rank):
-                sizes[self.holder(piece, self.rank)] += piece.nbytes
-        sent = [
-            [
-                piece
-                for piece in pieces
-                if self.is_staged(piece.move.src, rank) and self.holder(piece, rank) == self.rank
-            ]
-            for rank, pieces in enumerate(pieces_by_rank)
-        ]
-        lengths = [sum(piece.nbytes for piece in pieces) for pieces in sent]
+                sizes[self._holder(piece, self.rank)] += piece.nbytes
+        if number >= len(sends.busy) or not sends.busy[number]:
+            nothing = torch.empty(0, dtype=torch.uint8)
+            return _Coming(pieces, nothing, nothing, sizes, None)
+        sent = [sends.pieces[number].get(rank, []) for rank in range(self.size)]
+        lengths = [sum(piece.nbytes for piece in one) for one in sent]
         outgoing = torch.empty(sum(lengths), dtype=torch.uint8, device=self.device)
         at = 0
-        for piece in (piece for pieces in sent for piece in pieces):
-            outgoing[at : at + piece.nbytes].copy_(_bytes_of(piece))
+        for piece in (piece for one in sent for piece in one):
+            outgoing[at : at + piece.nbytes].copy_(self._bytes_of(piece))
             at += piece.nbytes
-        if self.size == 1 or not self._is_any_staged(pieces_by_rank):
-            return _Coming(pieces_by_rank[self.rank], outgoing, outgoing, sizes, None)
+        if self.size == 1:
+            return _Coming(pieces, outgoing, outgoing, sizes, None)
         incoming = torch.empty(sum(sizes), dtype=torch.uint8, device=self.device)
         work = dist.all_to_all_single(incoming, outgoing, sizes, lengths, group=self.group, async_op=True)
-        return _Coming(pieces_by_rank[self.rank], incoming, outgoing, sizes, work)
-
-    def _is_any_staged(self, pieces_by_rank: Sequence[Sequence[Piece]]) -> bool:
-        return any(
-            self.is_staged(piece.move.src, rank) for rank, pieces in enumerate(pieces_by_rank) for piece in pieces
-        )
+        return _Coming(pieces, incoming, outgoing, sizes, work)
 
     def _finish(self, coming: _Coming) -> Iterator[Move | None]:
         """The moves of a round; its buffers live until they are carried out."""
@@ -184,22 +201,37 @@ class Exchange:
         for piece in coming.pieces:
             move, store = piece.move, piece.move.src
             if isinstance(move.dst, RankStore):
-                kept.append(target := move.dst.get())
+                kept.append(target := self.tensors(move.dst.key))
                 move = move._replace(dst=MEMORY, dst_offset=target.data_ptr() + move.dst_offset)
             if not isinstance(store, RankStore):
                 yield move
                 continue
             dtype = move.src_dtype
             if self.is_staged(store, self.rank):
-                holder = self.holder(piece, self.rank)
+                holder = self._holder(piece, self.rank)
                 address, places[holder] = places[holder], places[holder] + piece.nbytes
             else:  # the mover casts what is held in another dtype
-                kept.append(elements := store.get())
+                kept.append(elements := self.tensors(store.key))
                 address = elements[move.src_offset // dtype.itemsize + piece.first :].data_ptr()
                 dtype = BY_TORCH_NAME[str(elements.dtype).removeprefix("torch.")]
             to = move.dst_offset + piece.first * move.dst_dtype.itemsize
             yield move._replace(src=MEMORY, src_offset=address, dst_offset=to, count=piece.count, src_dtype=dtype)
         yield None
+
+    def _bytes_of(self, piece: Piece) -> torch.Tensor:
+        """The elements of a piece as they travel."""
+        store, dtype = piece.move.src, piece.move.src_dtype
+        assert isinstance(store, RankStore)
+        if store.file:
+            data = bytearray(piece.nbytes)
+            with open(store.path, "rb", buffering=0) as file:
+                file.seek(piece.move.src_offset + piece.first * dtype.itemsize)
+                if file.readinto(data) != len(data):
+                    raise CorruptError("a file that ends too early", file=store.path, remedy="It was cut short.")
+            return torch.frombuffer(data, dtype=torch.uint8)
+        first = piece.move.src_offset // dtype.itemsize + piece.first
+        elements = self.tensors(store.key)[first : first + piece.count]
+        return elements.to(getattr(torch, dtype.torch_name)).view(torch.uint8)
 
 
 class _Coming(NamedTuple):
@@ -210,30 +242,6 @@ class _Coming(NamedTuple):
     outgoing: torch.Tensor
     sizes: Sequence[int]
     work: Any
-
-
-def part_of_rank(sharded: Sharded, held: Held, rank: int) -> tuple[int, int]:
-    """The elements of a parameter that a rank of the world holds: the first, and how many."""
-    size = sharded.mesh["shard"].size()
-    if held.replicated or size == 1:
-        return 0, held.shape.numel()
-    rows, width = rows_of(held.shape[0], size, rank % size), held.shape.numel() // held.shape[0]
-    return rows.start * width, len(rows) * width
-
-
-def _bytes_of(piece: Piece) -> torch.Tensor:
-    """The elements of a piece as they travel."""
-    store, dtype = piece.move.src, piece.move.src_dtype
-    assert isinstance(store, RankStore)
-    if store.file:
-        data = bytearray(piece.nbytes)
-        with open(store.path, "rb", buffering=0) as file:
-            file.seek(piece.move.src_offset + piece.first * dtype.itemsize)
-            if file.readinto(data) != len(data):
-                raise CorruptError("a file that ends too early", file=store.path, remedy="It was cut short.")
-        return torch.frombuffer(data, dtype=torch.uint8)
-    first = piece.move.src_offset // dtype.itemsize + piece.first
-    return store.get()[first : first + piece.count].to(getattr(torch, dtype.torch_name)).view(torch.uint8)
 
 
 @dataclass(frozen=True, slots=True)

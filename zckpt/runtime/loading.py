@@ -5,6 +5,7 @@ For `Engine.load_checkpoint`. A rank reads the indexes of all files, and of thei
 
 from __future__ import annotations
 
+import logging
 import math
 import os
 from collections.abc import Callable, Mapping, Sequence
@@ -28,6 +29,8 @@ from zckpt.runtime.inert import from_inert
 from zckpt.runtime.nodes import Want, spread
 from zckpt.runtime.state import buffers_of, put_part, set_rng_state
 
+_log = logging.getLogger("zckpt.runtime")
+
 
 @dataclass(frozen=True, slots=True)
 class Wishes:
@@ -37,11 +40,13 @@ class Wishes:
         optimizer: its states, settings and the loss scale.
         schedule: that of the learning rate.
         counters: steps, samples, random generators and the position of the data.
+        strict: every tensor of the model must be there.
     """
 
     optimizer: bool
     schedule: bool
     counters: bool
+    strict: bool = True
 
 
 def load(engine: Engine, directory: str, tag: str | None, wishes: Wishes) -> tuple[str, dict[str, Any]]:
@@ -72,7 +77,7 @@ def _fill(wanted: Sequence[Want]) -> None:
 
 def _load(engine: Engine, opened: Opened, wishes: Wishes, fill: Fill) -> tuple[str, dict[str, Any]]:
     catalog, _ = strip_wrappers(opened.catalog)
-    _check_model(engine, catalog)
+    _check_model(engine, catalog, wishes.strict)
     training = _training(engine, opened, wishes)
     if training is not None:
         _check_states(engine, training)
@@ -116,20 +121,25 @@ def _groups(engine: Engine) -> list[list[str]]:
     return [[names[id(master)] for master in group["params"]] for group in groups]
 
 
-def _check_model(engine: Engine, catalog: Catalog) -> None:
-    """Every tensor of the model is there, in its shape.
+def _check_model(engine: Engine, catalog: Catalog, strict: bool) -> None:
+    """Every tensor of the model is there, in its shape; frozen ones may be missing together.
 
     Raises:
         InconsistentError: one is not.
     """
     shapes = {held.name: tuple(held.shape) for held in engine.sharded.held}
     shapes |= {name: tuple(buffer.shape) for name, buffer in buffers_of(engine).items()}
-    missing = [name for name in shapes if name not in catalog.tensors and name not in catalog.aliases]
-    if missing:
+    frozen = {held.name for held in engine.sharded.held if not held.trained}
+    missing = [name for name in shapes if not _has(catalog, name)]
+    without_frozen = frozen == set(missing)
+    if len(missing) == len(shapes) or (missing and strict and not without_frozen):
         raise InconsistentError(
             "a checkpoint of another model", file=catalog.source.path, found=f"it has no {some(missing)}",
             expected=f"its names are such as {some(catalog)}", remedy="Nothing was changed.",
         )  # fmt: skip
+    if missing and engine.global_rank == 0:
+        _log.warning("%r has no %s: they stay as they are.", catalog.source.path, some(missing))
+    shapes = {name: shape for name, shape in shapes.items() if name not in missing}
     wrong = [
         f"{name!r} is {list(catalog[name].shape)} and should be {list(shape)}"
         for name, shape in shapes.items()
@@ -140,6 +150,10 @@ def _check_model(engine: Engine, catalog: Catalog) -> None:
             "a checkpoint of a model of other shapes", file=catalog.source.path, found=some(wrong),
             remedy="Nothing was changed.",
         )  # fmt: skip
+
+
+def _has(catalog: Catalog, name: str) -> bool:
+    return name in catalog.tensors or name in catalog.aliases
 
 
 def _check_states(engine: Engine, training: Training) -> None:
@@ -189,10 +203,12 @@ def _part(entry: TensorEntry, held: Held) -> TensorEntry:
 def _load_weights(engine: Engine, catalog: Catalog, fill: Fill) -> None:
     wanted: list[Want] = []
     for held in engine.sharded.held:
+        if not _has(catalog, held.name):
+            continue
         held.bind()
         target = held.local() if held.master is None else held.master.data
         wanted.append((catalog[held.name], held, target.view(-1)))
-    wanted += [(catalog[name], None, buffer) for name, buffer in buffers_of(engine).items()]
+    wanted += [(catalog[name], None, buffer) for name, buffer in buffers_of(engine).items() if _has(catalog, name)]
     fill(wanted)
     for held in engine.sharded.held:
         held.give_back()

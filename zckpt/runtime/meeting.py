@@ -19,6 +19,9 @@ from zckpt.errors import InconsistentError, OutputError, ranges
 ENTRY_S = 45.0
 """How long a meeting waits for ranks that should come at the same moment."""
 
+LOAD_S = 600.0
+"""How long it waits for ranks that are still building their model."""
+
 WORK_S = 1800.0
 """How long it waits for ranks that have work to do first: as long as torch's own collectives."""
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Any
@@ -25,10 +25,12 @@ from zckpt.errors import IncompleteError, InconsistentError
 from zckpt.fragments import FileStore, Fragment
 from zckpt.layouts.listing import is_deepspeed_file
 from zckpt.layouts.module_states import RESERVED
+from zckpt.layouts.places import latest_of
 from zckpt.layouts.torch_files import Pair
 from zckpt.mover import run
+from zckpt.runtime.description import part_of_rank
 from zckpt.runtime.engine import Engine
-from zckpt.runtime.exchange import Exchange, RankStore, Streamed, part_of_rank
+from zckpt.runtime.exchange import Exchange, RankStore, Streamed
 from zckpt.runtime.held import Held
 
 _SMALL_BYTES = 1 << 16
@@ -72,9 +74,10 @@ class Nodes:
             else torch.empty(tensor.shape, dtype=tensor.dtype)
             for *_, tensor in wanted
         ]
-        pairs = tuple(tuple(self._pairs(wanted, host, r)) for r in range(engine.world_size))
-        exchange = Exchange(rank, engine.world_size, None, engine.device, direct=True)
-        stream = exchange.stream(pairs)
+        pairs = [list(self._pairs(wanted, host, r)) for r in range(engine.world_size)]
+        places: dict[Hashable, torch.Tensor] = dict(enumerate(host))
+        exchange = Exchange(rank, engine.world_size, None, engine.device, True, places.__getitem__)
+        stream = exchange.stream(pairs[rank], exchange.sends(pairs))
         try:
             run(Streamed((), pairs[rank], stream), "", overflow="inf")
         finally:
@@ -85,12 +88,15 @@ class Nodes:
 
     def _pairs(self, wanted: Sequence[Want], host: Sequence[torch.Tensor], rank: int) -> Iterator[Pair]:
         """What a rank wants, of files as it sees them and of other ranks."""
-        for (entry, held, _), tensor in zip(wanted, host, strict=True):
-            start, count = (0, entry.numel) if held is None else part_of_rank(self.engine.sharded, held, rank)
+        size = self.engine.sharded.mesh["shard"].size()
+        for number, ((entry, held, _), tensor) in enumerate(zip(wanted, host, strict=True)):
+            start, count = 0, entry.numel
+            if held is not None and not held.replicated and size > 1:
+                start, count = part_of_rank(held.shape, size, rank % size)
             if count:
                 fragments = tuple(self._as_seen_by(fragment, rank) for fragment in entry.fragments)
                 dtype = BY_TORCH_NAME[str(tensor.dtype).removeprefix("torch.")]
-                store = RankStore(entry.name, count * dtype.itemsize, rank=rank, get=_same(tensor))
+                store = RankStore(entry.name, count * dtype.itemsize, rank=rank, key=number)
                 target = TensorPart(entry.name, entry.shape, dtype, (Fragment(store, 0, start, count),))
                 yield replace(entry, fragments=fragments, replicas=()), target
 
@@ -104,10 +110,6 @@ class Nodes:
         return replace(fragment, store=remote)
 
 
-def _same(tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
-    return lambda: tensor
-
-
 def spread(engine: Engine, directory: str, tag: str | None) -> Nodes | None:
     """The save, where no rank sees all of it; None where every rank sees the same files.
 
@@ -118,7 +120,7 @@ def spread(engine: Engine, directory: str, tag: str | None) -> Nodes | None:
     if engine.world_size == 1:
         return None
     tags: list[Any] = [None] * engine.world_size
-    dist.all_gather_object(tags, _latest(directory) if tag is None else tag)
+    dist.all_gather_object(tags, latest_of(directory) if tag is None else tag)
     known = {one for one in tags if one is not None}
     if len(known) > 1:
         raise InconsistentError("nodes whose 'latest' differ", file=directory, found=", ".join(sorted(known)))
@@ -151,14 +153,6 @@ def spread(engine: Engine, directory: str, tag: str | None) -> Nodes | None:
                 for offset, data in parts:
                     os.pwrite(file.fileno(), data, offset)
     return Nodes(engine, home, tag, owners, visible)
-
-
-def _latest(directory: str) -> str | None:
-    try:
-        with open(os.path.join(directory, "latest"), encoding="utf-8") as file:
-            return file.read(4096).strip()
-    except OSError:
-        return None
 
 
 def _index(path: str) -> tuple[int, list[tuple[int, bytes]]]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import errno
+import logging
 import os
 import shutil
 import socket
@@ -17,6 +18,8 @@ from zckpt.errors import OutputError, ZckptError
 from zckpt.layouts.listing import MODEL_NAME, SHARD_NAME, is_deepspeed_file, list_files, natural
 from zckpt.publish import sync
 from zckpt.runtime.meeting import Meetings
+
+_log = logging.getLogger("zckpt.runtime")
 
 _STUB = """#!/usr/bin/env python
 \"\"\"Whole fp32 weights out of this checkpoint, with the arguments of DeepSpeed's script of this name.
@@ -115,8 +118,7 @@ def publish(meetings: Meetings, wanted: Wanted) -> None:
             replace_file(os.path.join(wanted.directory, "zero_to_fp32.py"), _STUB.encode(), 0o755)
             if wanted.latest:
                 replace_file(os.path.join(wanted.directory, "latest"), wanted.tag.encode())
-            if wanted.keep_last is not None:
-                _prune(wanted.directory, wanted.tag, wanted.keep_last)
+            _prune(wanted)
         except OSError as caught:
             error = _named(wanted, caught)
     meetings.agree("save_checkpoint", error)
@@ -183,7 +185,16 @@ def replace_file(path: str, data: bytes, mode: int | None = None) -> None:
     sync(os.path.dirname(path) or ".")
 
 
-def _prune(directory: str, tag: str, keep: int) -> None:
+def _prune(wanted: Wanted) -> None:
+    """Deletes older saves. The new one is good whatever becomes of them."""
+    if wanted.keep_last is not None:
+        try:
+            _keep(wanted.directory, wanted.tag, wanted.keep_last)
+        except OSError as error:
+            _log.warning("Older saves in %r could not be deleted: %s", wanted.directory, error)
+
+
+def _keep(directory: str, tag: str, keep: int) -> None:
     """Deletes the oldest saves, by their steps, until `keep` are left; never this one, nor that which `latest` names."""
     kept = {tag}
     with contextlib.suppress(OSError), open(os.path.join(directory, "latest"), encoding="utf-8") as file:

@@ -16,7 +16,7 @@ import os
 import socket
 import threading
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -29,21 +29,36 @@ from zckpt.errors import InconsistentError, UsageError
 from zckpt.fragments import FileStore, Fragment, MemoryStore, Store
 from zckpt.layouts import unsharded_out
 from zckpt.layouts.torch_files import Pair
-from zckpt.layouts.zero_out import lay_out_by_rank
+from zckpt.layouts.zero_out import lay_out_rank, sketch
 from zckpt.mover import run
 from zckpt.plan import OutputFile
-from zckpt.runtime.description import describe_training, describe_weights, target_of
+from zckpt.runtime.description import Described, describe, describe_training, signature, target_of, tensors_of
 from zckpt.runtime.engine import Engine
-from zckpt.runtime.exchange import Exchange, Streamed
+from zckpt.runtime.exchange import Exchange, Sends, Streamed
 from zckpt.runtime.meeting import ENTRY_S, Meetings
 from zckpt.runtime.offload import home_of
 from zckpt.runtime.publication import Wanted, make_private, publish, remove_private
 from zckpt.runtime.state import RunState, capture
 
 
-def save(
-    engine: Engine, meetings: Meetings, directory: str, tag: str, client_state: Mapping[str, Any], latest: bool
-) -> Thread | None:
+@dataclass(frozen=True, slots=True)
+class Wishes:
+    """What the caller asks for.
+
+    Attributes:
+        directory: that holds the tags.
+        tag: of this save.
+        latest: whether `latest` is to name it.
+        only_trained: leave out parameters that are not trained.
+    """
+
+    directory: str
+    tag: str
+    latest: bool = True
+    only_trained: bool = False
+
+
+def save(engine: Engine, meetings: Meetings, wishes: Wishes, client_state: Mapping[str, Any]) -> Thread | None:
     """Saves a run; see [Note: the order of a save].
 
     Returns:
@@ -56,8 +71,10 @@ def save(
         OutputError: a file cannot be written, here or elsewhere; what was there before is as it was.
     """
     meetings.begin(f"save {engine.micro_steps}")
-    wanted = _enter(engine, meetings, directory, tag, latest)
+    wanted = _enter(engine, meetings, wishes)
     state = _with_all_generators(capture(engine))
+    if wishes.only_trained:
+        state = _only_trained(state)
     prepared: Prepared | None = None
     error: Exception | None = None
     try:
@@ -113,11 +130,11 @@ def _finish(meetings: Meetings, wanted: Wanted, prepared: Prepared) -> None:
     meetings.part()
 
 
-def _enter(engine: Engine, meetings: Meetings, directory: str, tag: str, latest: bool) -> Wanted:
+def _enter(engine: Engine, meetings: Meetings, wishes: Wishes) -> Wanted:
     """Meets the others, and agrees on the tag and on a name for the private directory."""
     checkpoint = engine.settings.config.checkpoint
     token = f"{socket.gethostname()}-{os.getpid()}-{os.urandom(4).hex()}"
-    said = meetings.meet("save_checkpoint", [tag, token], within_s=ENTRY_S)
+    said = meetings.meet("save_checkpoint", [wishes.tag, token], within_s=ENTRY_S)
     tags = list(dict.fromkeys(one[0] for one in said))
     if len(tags) > 1:
         told = "; ".join(f"{t!r} on ranks {', '.join(str(r) for r, s in enumerate(said) if s[0] == t)}" for t in tags)
@@ -126,20 +143,26 @@ def _enter(engine: Engine, meetings: Meetings, directory: str, tag: str, latest:
                 "ranks that disagree on the tag", found=told, expected="one tag",
                 remedy="Nothing was written. Leave out of the tag whatever differs from rank to rank.",
             )  # fmt: skip
-        if checkpoint.tag_validation == "WARN" and (engine.global_rank == 0 or tag != tags[0]):
+        if checkpoint.tag_validation == "WARN" and (engine.global_rank == 0 or wishes.tag != tags[0]):
             warnings.warn(f"Ranks disagree on the tag: {told}. Rank 0's is taken.", stacklevel=4)
     tag = tags[0]
     if tag != os.path.basename(tag) or tag.startswith(".") or not tag or "\0" in tag or "\n" in tag:
         raise UsageError("a tag that is no name of a directory", found=repr(tag))
     local = checkpoint.use_node_local_storage
     return Wanted(
-        directory=os.path.abspath(directory),
+        directory=os.path.abspath(wishes.directory),
         tag=tag,
         temporary=f".{tag}.zckpt-{said[0][1]}",
         leader=(engine.local_rank if local else engine.global_rank) == 0,
-        latest=latest,
+        latest=wishes.latest,
         keep_last=checkpoint.keep_last,
     )
+
+
+def _only_trained(state: RunState) -> RunState:
+    parts = tuple(part for part in state.parts if part.trained)
+    names = {part.name for part in parts}
+    return replace(state, parts=parts, aliases={d: kept for d, kept in state.aliases.items() if kept in names})
 
 
 def _with_all_generators(state: RunState) -> RunState:
@@ -152,18 +175,35 @@ def _with_all_generators(state: RunState) -> RunState:
 
 
 @dataclass(frozen=True, slots=True)
+class Known:
+    """What saves of a run have in common, as long as its tensors have the same names, shapes and dtypes.
+
+    Attributes:
+        signature: of these.
+        described: what all ranks hold.
+        sends: what this rank sends to others; None on a rank that takes no part.
+    """
+
+    signature: Hashable
+    described: Described
+    sends: Sends | None
+
+
+@dataclass(frozen=True, slots=True)
 class Prepared:
     """A save that is planned but not begun.
 
     Attributes:
         files: of this rank.
-        pairs: what fills the files of each rank of the group.
-        exchange: how elements come to them; None on a rank that writes nothing.
+        pairs: what fills them.
+        exchange: how elements come to them.
+        sends: what others need; None on a rank that takes no part.
     """
 
     files: tuple[tuple[OutputFile, FileStore], ...]
-    pairs: tuple[Sequence[Pair], ...]
-    exchange: Exchange | None
+    pairs: Sequence[Pair]
+    exchange: Exchange
+    sends: Sends | None
 
 
 def prepare(engine: Engine, state: RunState, client_state: Mapping[str, Any], place: str) -> Prepared:
@@ -177,45 +217,56 @@ def prepare(engine: Engine, state: RunState, client_state: Mapping[str, Any], pl
             "a save of a run without an optimizer",
             remedy="There is nothing to go on from: save_pretrained writes weights.",
         )
-    catalog = describe_weights(engine, state)
-    training = describe_training(state, client_state, engine.settings.config.gradient_clipping)
-    if state.world_size > state.shard_size and engine.global_rank >= state.shard_size:
-        return Prepared((), (), None)  # the first group of ranks writes
+    takes_part = state.world_size == state.shard_size or engine.global_rank < state.shard_size
+    known, now = engine.known_to_saves, signature(state)
+    described = known.described if isinstance(known, Known) and known.signature == now else describe(engine, state)
+    training = describe_training(state, described, client_state, engine.settings.config.gradient_clipping)
+    exchange = _exchange(engine, state)
+    if not isinstance(known, Known) or known.signature != now:
+        sends = None
+        if takes_part and state.stage == 0:
+            sends = exchange.sends([unsharded_out.lay_out(described.weights, training, place, state.world_size).pairs])
+        elif takes_part:
+            sends = exchange.sends(sketch(described.weights, training, target_of(state, place)))
+        engine.known_to_saves = known = Known(now, described, sends)
+    if not takes_part:
+        return Prepared((), (), exchange, None)  # the first group of ranks writes
     if state.stage == 0:
-        parts = [unsharded_out.lay_out(catalog, training, place, state.world_size)]
+        laid = unsharded_out.lay_out(described.weights, training, place, state.world_size)
     else:
-        parts = list(lay_out_by_rank(catalog, training, target_of(state, place)))
-    mine = parts[state.shard_rank]
-    return Prepared(mine.files, tuple(part.pairs for part in parts), _exchange(engine, state))
+        laid = lay_out_rank(described.weights, training, target_of(state, place), state.shard_rank)
+    return Prepared(laid.files, laid.pairs, exchange, known.sends)
 
 
 def _exchange(engine: Engine, state: RunState) -> Exchange:
     home = home_of(engine.settings.zero, engine.device)
     group = engine.sharded.shard_group if state.shard_size > 1 else None
-    return Exchange(state.shard_rank, state.shard_size, group, engine.device, home.type == "cpu")
+    tensors = tensors_of(state)
+    direct = home.type == "cpu"
+    return Exchange(state.shard_rank, state.shard_size, group, engine.device, direct, lambda key: tensors[key])
 
 
 def in_memory(prepared: Prepared) -> Prepared:
     """The same save from a copy of all its elements in host memory: nobody else is needed to write it."""
-    if prepared.exchange is None:
+    if prepared.sends is None:
         return prepared
-    rank = prepared.exchange.rank
     buffers = {id(store): torch.empty(store.size, dtype=torch.uint8) for _, store in prepared.files}
     stores = {key: MemoryStore(buffer.data_ptr(), buffer.numel(), buffer) for key, buffer in buffers.items()}
-    stream = prepared.exchange.stream(prepared.pairs)
+    stream = prepared.exchange.stream(prepared.pairs, prepared.sends)
     into = (move if move is None else move._replace(dst=stores[id(move.dst)]) for move in stream)
     try:
-        if prepared.files:
-            run(Streamed((), prepared.pairs[rank], into), "", overflow="inf")
+        run(Streamed((), prepared.pairs, into), "", overflow="inf")
     finally:
         prepared.exchange.drain(stream)
     pairs = [
-        (TensorPart("", (size,), U8, (Fragment(stores[id(store)], offset, 0, size),)),
-         TensorPart("", (size,), U8, (Fragment(store, offset, 0, size),)))
-        for store, offset, size in _ranges(prepared.pairs[rank])
-    ]  # fmt: skip
-    alone = Exchange(0, 1, None, torch.device("cpu"), True)
-    return Prepared(prepared.files, (pairs,), alone)
+        (
+            TensorPart("", (size,), U8, (Fragment(stores[id(store)], offset, 0, size),)),
+            TensorPart("", (size,), U8, (Fragment(store, offset, 0, size),)),
+        )
+        for store, offset, size in _ranges(prepared.pairs)
+    ]
+    alone = Exchange(0, 1, None, torch.device("cpu"), True, prepared.exchange.tensors)
+    return Prepared(prepared.files, pairs, alone, Sends((), ()))
 
 
 def _ranges(pairs: Sequence[Pair]) -> Iterator[tuple[Store, int, int]]:
@@ -240,11 +291,10 @@ def write(prepared: Prepared, directory: str) -> None:
     Raises:
         OutputError: a file cannot be written. The exchange was carried to its end.
     """
-    if prepared.exchange is None:
+    if prepared.sends is None:
         return
-    stream = prepared.exchange.stream(prepared.pairs)
+    stream = prepared.exchange.stream(prepared.pairs, prepared.sends)
     try:
-        if prepared.files:
-            run(Streamed(prepared.files, prepared.pairs[prepared.exchange.rank], stream), directory, overflow="inf")
+        run(Streamed(prepared.files, prepared.pairs, stream), directory, overflow="inf")
     finally:
         prepared.exchange.drain(stream)

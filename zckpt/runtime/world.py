@@ -38,7 +38,8 @@ def join_world() -> World:
         else:
             dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1)
     on_gpu = torch.cuda.is_available() and "nccl" in dist.get_backend()
-    device = torch.device("cuda", local_rank) if on_gpu else torch.device("cpu")
+    index = local_rank % max(1, torch.cuda.device_count())  # a scheduler may show each process its own GPU only
+    device = torch.device("cuda", index) if on_gpu else torch.device("cpu")
     if on_gpu:
         torch.cuda.set_device(device)
     return World(dist.get_rank(), dist.get_world_size(), local_rank, device)

@@ -11,18 +11,20 @@ from __future__ import annotations
 import re
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
+from torch.distributed.tensor import DTensor
 
 from zckpt import replicas
 from zckpt.catalog import Catalog, TensorEntry
 from zckpt.checkpoint import strip_wrappers
 from zckpt.dtypes import BY_TORCH_NAME, CAST_TARGETS, DType
 from zckpt.errors import InconsistentError, UnsupportedError, UsageError, some
-from zckpt.fragments import Fragment, MemoryStore
+from zckpt.fragments import Block, Fragment, MemoryStore
+from zckpt.live.slices import local_part, master_of, put_in_slices
 from zckpt.mover import run
-from zckpt.overlaps import clip
+from zckpt.overlaps import clip, place
 from zckpt.plan import Plan
 
 BUFFER_BYTES = 16 << 20
@@ -48,8 +50,8 @@ class LoadReport:
 def load_into(model: torch.nn.Module, catalog: Catalog) -> LoadReport:
     """Fills a model's parameters and persistent buffers with a checkpoint's numbers, cast to the dtypes they have.
 
-    The model stays on its device. Tied weights are loaded once; a name that is tied in the checkpoint or in the model
-    serves for all of its names.
+    The model stays on its device, and sharded if it is: each rank fills its part, and waits for no other. Tied weights
+    are loaded once; a name that is tied in the checkpoint or in the model serves for all of its names.
 
     Args:
         model: the model; its tensors keep their identity, so optimizers that hold them stay valid.
@@ -64,7 +66,8 @@ def load_into(model: torch.nn.Module, catalog: Catalog) -> LoadReport:
             unchanged.
     """
     catalog, _ = strip_wrappers(catalog)
-    groups = _tensors_of(model)
+    put_in_slices(model)
+    groups = tensors_of(model)
     _refuse_wrong_kinds(groups, catalog)
     pairs: list[tuple[TensorEntry, torch.Tensor]] = []
     missing: list[str] = []
@@ -88,10 +91,28 @@ def load_into(model: torch.nn.Module, catalog: Catalog) -> LoadReport:
     _refuse_wrong_shapes(pairs, catalog)
     replicas.check(catalog)
     with torch.no_grad():
-        move(pairs)
+        move([here for entry, tensor in pairs for here in _here(entry, tensor)])
     report = LoadReport(tuple(missing), unexpected)
     _warn_of(report, catalog)
     return report
+
+
+def _here(entry: TensorEntry, tensor: torch.Tensor) -> list[tuple[TensorEntry, torch.Tensor]]:
+    """What of a tensor is to be filled in this process: all of it, its part, and its master where that is another."""
+    if isinstance(tensor, DTensor):
+        local, fragments = local_part(entry.name, tensor)
+        parts = [_cut_out(entry, fragment, local.element_size()) for fragment in fragments]
+        return (
+            [(replace(entry, shape=tuple(local.shape), fragments=sum(parts, ()), replicas=()), local)] if parts else []
+        )
+    master = master_of(tensor)
+    return [(entry, tensor)] if master is None else [(entry, tensor), (entry, master)]
+
+
+def _cut_out(entry: TensorEntry, of: Fragment, itemsize: int) -> tuple[Fragment, ...]:
+    """The elements that a fragment of memory wants, numbered as they lie there."""
+    rows = Block(of.start, of.count, of.rows, of.pitch, of.pitch, 1)
+    return place(entry.fragments, rows, of.byte_offset // itemsize, of.store_pitch, entry.dtype.itemsize)
 
 
 def move(wanted: Iterable[tuple[TensorEntry, torch.Tensor]]) -> None:
@@ -197,8 +218,8 @@ def _parts(tensor: torch.Tensor, most: int, start: int = 0) -> Iterator[tuple[in
         yield start + low * width, tensor[low : low + rows]
 
 
-def _tensors_of(model: torch.nn.Module) -> list[tuple[list[str], torch.Tensor]]:
-    """Parameters and persistent buffers with all their names: those that share their memory are one."""
+def tensors_of(model: torch.nn.Module) -> list[tuple[list[str], torch.Tensor]]:
+    """Parameters and persistent buffers with all their names, in the state dict's order: who shares memory is one."""
     groups: dict[object, tuple[list[str], torch.Tensor]] = {}
     for prefix, module in model.named_modules(remove_duplicate=False):
         own: dict[str, torch.Tensor | None] = dict(module._parameters)
@@ -211,12 +232,13 @@ def _tensors_of(model: torch.nn.Module) -> list[tuple[list[str], torch.Tensor]]:
 
 
 def _place(tensor: torch.Tensor) -> object:
-    if not _is_plain(tensor) or tensor.is_meta or not tensor.numel():
+    if not is_plain(tensor) or tensor.is_meta or not tensor.numel():
         return id(tensor)
     return tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
 
 
-def _is_plain(tensor: torch.Tensor) -> bool:
+def is_plain(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is strided memory and nothing else."""
     return type(tensor.data) is torch.Tensor and tensor.layout is torch.strided
 
 
@@ -235,7 +257,9 @@ def _refuse_wrong_kinds(groups: Sequence[tuple[list[str], torch.Tensor]], catalo
     for names, tensor in groups:
         known = _name_in(catalog, names[0])
         whole = getattr(tensor, "ds_shape", None)
-        if not _is_plain(tensor):
+        if isinstance(tensor, DTensor):
+            continue
+        if not is_plain(tensor):
             strange.append(f"{names[0]} ({type(tensor.data).__name__})")
         elif tensor.shape == (0,) and (whole is not None or (known is not None and catalog[known].numel)):
             if whole is None or tuple(whole) != (0,):
@@ -261,7 +285,7 @@ def _refuse_wrong_kinds(groups: Sequence[tuple[list[str], torch.Tensor]], catalo
         raise UnsupportedError(
             "tensors that are not plain memory",
             found=some(strange),
-            remedy="Load before the model is sharded or quantized.",
+            remedy="Load before the model is quantized.",
         )
 
 

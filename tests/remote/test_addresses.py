@@ -1,0 +1,377 @@
+"""Checkpoints read from, and weights written to, a real S3 server and fsspec's memory: the same bytes as on the disk."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import fsspec
+import pytest
+import synth
+import torch
+from s3_server import S3Server
+
+import zckpt
+from zckpt import batches, files, plan, remote
+from zckpt.cli import app
+from zckpt.convert import Options, execute, prepare
+from zckpt.errors import (
+    AccessError,
+    CastError,
+    InconsistentError,
+    NotACheckpointError,
+    OutputError,
+    RemoteError,
+    UnsupportedError,
+    UsageError,
+)
+from zckpt.report import inspect_checkpoint
+
+FIXTURES = Path(__file__).parents[2] / "fixtures"
+SOME = [
+    "zero3/bf16_w2",
+    "zero2/tied_w2",
+    "zero0/bf16_groups",
+    "bf16_optimizer/w2",
+    "zero3/hpz_w4",
+    "tensor/zero2_tp2_dp2",
+    "pipeline/zero1_pp2_tp2_dp2",
+    "moe/zero2_w2",
+]
+SMALL = "zero3/bf16_w2"
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[S3Server]:
+    with S3Server() as running:
+        yield running
+
+
+@pytest.fixture(autouse=True)
+def s3(server: S3Server, monkeypatch: pytest.MonkeyPatch) -> Iterator[S3Server]:
+    for name, value in {
+        "AWS_ENDPOINT_URL": server.url, "AWS_ACCESS_KEY_ID": "k", "AWS_SECRET_ACCESS_KEY": "s",
+        "AWS_DEFAULT_REGION": "us-east-1", "AWS_CONFIG_FILE": "/nonexistent", "AWS_EC2_METADATA_DISABLED": "true",
+    }.items():  # fmt: skip
+        monkeypatch.setenv(name, value)
+    fs = fsspec.filesystem("s3")
+    fs.invalidate_cache()
+    if fs.exists("bkt"):
+        fs.rm("bkt", recursive=True)
+    fs.mkdir("bkt")
+    yield server
+    server.failing = lambda method, path, query: False
+    memory = fsspec.filesystem("memory")
+    if memory.exists("/m"):
+        memory.rm("/m", recursive=True)
+
+
+@pytest.fixture(params=["s3://bkt", "memory://m"])
+def root(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
+def put(source: Path, address: str) -> str:
+    fs, path = fsspec.core.url_to_fs(address)
+    for file in source.rglob("*"):
+        if file.is_file():
+            fs.pipe_file(f"{path}/{file.relative_to(source)}", file.read_bytes())
+    return address
+
+
+def tree(place: str | Path) -> dict[str, bytes]:
+    """Name -> bytes of all files there; of a single file, under the name ''."""
+    fs, path = fsspec.core.url_to_fs(str(place))
+    fs.invalidate_cache()
+    return {name[len(path) :].strip("/"): fs.cat_file(name) for name in fs.find(path)}
+
+
+def local_tree(place: Path) -> dict[str, bytes]:
+    return {str(f.relative_to(place)): f.read_bytes() for f in place.rglob("*") if f.is_file()}
+
+
+def model(numel: int = 900_000) -> list[dict[str, torch.Tensor]]:
+    generator = torch.Generator().manual_seed(0)
+    return [{f"layer{i}.weight": torch.randn(7, numel // 7, generator=generator) for i in range(3)}]
+
+
+# ---- reading ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", SOME)
+@pytest.mark.parametrize("out", ["one.safetensors", "one.bin", "directory"])
+def test_a_checkpoint_behind_an_address(root: str, name: str, out: str, tmp_path: Path) -> None:
+    checkpoint = FIXTURES / name / "checkpoint"
+    address = put(checkpoint, f"{root}/ckpt")
+    ours, theirs = tmp_path / "ours" / out, tmp_path / "theirs" / out
+    report = zckpt.convert(address, ours, dtype="bf16")
+    assert report.tensors == zckpt.convert(checkpoint, theirs, dtype="bf16").tensors
+    assert local_tree(tmp_path / "ours") == local_tree(tmp_path / "theirs")
+
+
+def test_a_universal_checkpoint_behind_an_address(root: str, tmp_path: Path) -> None:
+    zckpt.to_universal(FIXTURES / SMALL / "checkpoint", tmp_path / "universal")
+    zckpt.convert(tmp_path / "universal", tmp_path / "want.safetensors")
+    zckpt.convert(put(tmp_path / "universal", f"{root}/u"), tmp_path / "out.safetensors")
+    assert (tmp_path / "out.safetensors").read_bytes() == (tmp_path / "want.safetensors").read_bytes()
+
+
+def test_other_jobs(root: str, tmp_path: Path) -> None:
+    checkpoint = FIXTURES / SMALL / "checkpoint"
+    address = put(checkpoint, f"{root}/ckpt")
+    for source, name in ((checkpoint, "want"), (address, "out")):
+        zckpt.reshard(source, tmp_path / name / "resharded", world_size=3)
+        zckpt.to_universal(source, tmp_path / name / "universal")
+    assert local_tree(tmp_path / "want") == local_tree(tmp_path / "out")
+    for refused in (
+        lambda: zckpt.reshard(checkpoint, f"{root}/r", world_size=3),
+        lambda: zckpt.verify(address),
+        lambda: zckpt.verify(checkpoint, address),
+        lambda: zckpt.diff(checkpoint, address),
+    ):
+        with pytest.raises(UnsupportedError, match="behind an address"):
+            refused()
+
+
+def test_lazily_too(root: str) -> None:
+    checkpoint = FIXTURES / SMALL / "checkpoint"
+    address = put(checkpoint, f"{root}/ckpt")
+    with zckpt.open_checkpoint(address) as ours, zckpt.open_checkpoint(str(checkpoint)) as theirs:
+        assert list(ours) == list(theirs)
+        assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+def test_a_trainers_directory_and_a_tag_and_plain_weights(root: str, tmp_path: Path) -> None:
+    checkpoint = FIXTURES / "transformers/gpt2_zero3/checkpoint"
+    put(checkpoint, f"{root}/out/checkpoint-2")
+    put(FIXTURES / SMALL / "checkpoint", f"{root}/out/checkpoint-1")
+    zckpt.convert(checkpoint, tmp_path / "want", dtype="fp16")
+    want = local_tree(tmp_path / "want")
+    assert "config.json" in want and "generation_config.json" in want
+    for name, address in {"trainer": f"{root}/out", "tag": f"{root}/out/checkpoint-2/global_step2/"}.items():
+        zckpt.convert(address, tmp_path / name, dtype="fp16")
+        assert local_tree(tmp_path / name) == want
+    plain = put(tmp_path / "want", f"{root}/plain")
+    zckpt.convert(plain, tmp_path / "again", dtype="fp16")
+    again = local_tree(tmp_path / "again")
+    assert again.pop("zckpt.json") != want.pop("zckpt.json")  # it says what was converted
+    assert again == want
+
+
+def test_only_what_is_needed_is_fetched(s3: S3Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    synth.zero12(tmp_path / "ckpt", model(), 4)
+    address = put(tmp_path / "ckpt", "s3://bkt/ckpt")
+    total = sum(map(len, local_tree(tmp_path / "ckpt").values()))
+    needed = 3 * 900_000 * 4
+    s3.requests.clear()
+    s3.sent = 0
+    zckpt.convert(address, tmp_path / "out.safetensors", dtype="bf16")
+    assert needed <= s3.sent < needed + 2_000_000 < total / 2
+    assert all(range_ for method, path, query, range_ in s3.requests if method == "GET" and path.endswith(".pt"))
+    s3.sent = 0
+    assert inspect_checkpoint(address).exportable.ok
+    assert s3.sent < 1_500_000
+
+
+@pytest.mark.parametrize("most", [1 << 20, 1 << 10])
+def test_in_parts_of_any_size(root: str, most: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(batches, "MOST_REMOTE_BYTES", most)
+    monkeypatch.setattr(plan, "SLAB_BYTES", most // 3)
+    monkeypatch.setattr(remote, "GAP_BYTES", 100)
+    synth.zero3(tmp_path / "ckpt", model(9_100), 3, sub_group=9_100)
+    address = put(tmp_path / "ckpt", f"{root}/ckpt")
+    zckpt.convert(tmp_path / "ckpt", tmp_path / "want.bin")
+    zckpt.convert(address, tmp_path / "out.bin")
+    assert (tmp_path / "out.bin").read_bytes() == (tmp_path / "want.bin").read_bytes()
+    zckpt.convert(address, f"{root}/out.bin")
+    assert tree(f"{root}/out.bin")[""] == (tmp_path / "want.bin").read_bytes()
+
+
+def test_a_source_that_changes_meanwhile(tmp_path: Path) -> None:
+    address = put(FIXTURES / SMALL / "checkpoint", "s3://bkt/ckpt")
+    prepared = prepare(address, str(tmp_path / "out.bin"), Options())
+    fs = fsspec.filesystem("s3")
+    name = next(name for name in fs.find("bkt/ckpt") if name.endswith("rank_1_mp_rank_00_optim_states.pt"))
+    data = bytearray(fs.cat_file(name))
+    data[-1] ^= 1
+    fs.pipe_file(name, bytes(data))
+    with pytest.raises(InconsistentError, match="changed while it was read"):
+        execute(prepared)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_near_ranges_are_one_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    fsspec.filesystem("memory").pipe_file("/m/f", bytes(range(256)) * 4096)
+    asked: list[tuple[int, int]] = []
+    one = remote._one
+    monkeypatch.setattr(remote, "_one", lambda fs, p, a, b: (asked.append((a, b)), one(fs, p, a, b))[1])
+    gap = remote.GAP_BYTES
+    wanted = [
+        remote.Range("memory://m/f", a, b) for a, b in [(500_000, 500_010), (0, 10), (10 + gap, 20 + gap), (5, 30)]
+    ]
+    for (block, at), r in zip(remote.fetch(wanted), wanted, strict=True):
+        assert block[r.start - at : r.stop - at] == bytes(n % 256 for n in range(r.start, r.stop))
+    assert sorted(asked) == [(0, 20 + gap), (500_000, 500_010)]
+
+
+def test_a_reader_is_exact_at_every_place() -> None:
+    data = os.urandom(300_000)
+    fsspec.filesystem("memory").pipe_file("/m/f", data)
+    reader = remote.Reader("memory://m/f", len(data))
+    for offset, nbytes in [(299_990, 100), (0, 8), (8, 70_000), (65_535, 2), (140_000, 160_000), (300_000, 5), (7, 0)]:
+        assert reader.read(offset, nbytes) == data[offset : offset + nbytes]
+
+
+# ---- writing ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("out", ["one.safetensors", "one.bin", "directory"])
+def test_an_output_behind_an_address(root: str, out: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(remote, "PART_BYTES", 5 << 20)
+    synth.zero3(tmp_path / "ckpt", model(1_400_000), 2)
+    (tmp_path / "ckpt" / "tokenizer.json").write_text("{}")
+    (tmp_path / "ckpt" / "config.json").write_text('{"model_type": "x"}')
+    options = Options(max_shard_size="13MB")
+    told: list[int] = []
+    want = zckpt.convert(tmp_path / "ckpt", tmp_path / "want" / out, options=options)
+    report = zckpt.convert(tmp_path / "ckpt", f"{root}/w/{out}", options=options, progress=told.append)
+    assert tree(f"{root}/w") == local_tree(tmp_path / "want")
+    assert sorted(report.files) == sorted(want.files) and report.bytes_written == want.bytes_written
+    assert told == sorted(told) and told[-1] <= report.bytes_written
+
+
+def test_large_files_go_up_in_parts(s3: S3Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(remote, "PART_BYTES", 5 << 20)
+    synth.zero3(tmp_path / "ckpt", model(1_400_000), 2)
+    s3.requests.clear()
+    zckpt.convert(tmp_path / "ckpt", "s3://bkt/out.safetensors")
+    assert len([query for method, _, query, _ in s3.requests if method == "PUT" and "partNumber" in query]) == 3
+
+
+def test_from_address_to_address(root: str, tmp_path: Path) -> None:
+    checkpoint = FIXTURES / SMALL / "checkpoint"
+    zckpt.convert(checkpoint, tmp_path / "want")
+    zckpt.convert(put(checkpoint, f"{root}/ckpt"), f"{root}/out")
+    assert tree(f"{root}/out") == local_tree(tmp_path / "want")
+
+
+def test_an_output_that_is_there(root: str, tmp_path: Path) -> None:
+    checkpoint = FIXTURES / SMALL / "checkpoint"
+    put(checkpoint, f"{root}/out")
+    before = tree(f"{root}/out")
+    with pytest.raises(OutputError, match="is there already"):
+        zckpt.convert(checkpoint, f"{root}/out")
+    assert tree(f"{root}/out") == before
+    zckpt.convert(checkpoint, f"{root}/one.bin")
+    with pytest.raises(OutputError, match="is there already"):
+        zckpt.convert(checkpoint, f"{root}/one.bin", dtype="bf16")
+    zckpt.convert(checkpoint, f"{root}/one.bin", dtype="bf16", options=Options(overwrite=True))
+    zckpt.convert(checkpoint, tmp_path / "want.bin", dtype="bf16")
+    assert tree(f"{root}/one.bin")[""] == (tmp_path / "want.bin").read_bytes()
+
+
+def test_overwriting_leaves_nothing_old(root: str, tmp_path: Path) -> None:
+    synth.zero3(tmp_path / "ckpt", model(9_100), 2)
+    zckpt.convert(tmp_path / "ckpt", f"{root}/out", options=Options(max_shard_size=40_000))
+    assert len(tree(f"{root}/out")) == 5
+    zckpt.convert(tmp_path / "ckpt", f"{root}/out", options=Options(overwrite=True))
+    zckpt.convert(tmp_path / "ckpt", tmp_path / "want")
+    assert tree(f"{root}/out") == local_tree(tmp_path / "want")
+
+
+def test_a_store_that_fails_keeps_nothing(s3: S3Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(remote, "PART_BYTES", 5 << 20)
+    monkeypatch.setattr("s3fs.core.S3FileSystem.retries", 1)
+    synth.zero3(tmp_path / "ckpt", model(1_400_000), 2)
+    options = Options(max_shard_size="6MB")
+    s3.failing = lambda method, path, query: method == "PUT" and "model-00003" in path and "partNumber" in query
+    with pytest.raises(RemoteError, match="model-00003"):
+        zckpt.convert(tmp_path / "ckpt", "s3://bkt/out", options=options)
+    assert tree("s3://bkt/out") == {}
+    assert not fsspec.filesystem("s3").list_multipart_uploads("bkt")
+
+
+def test_an_overflow_keeps_nothing(root: str, tmp_path: Path) -> None:
+    synth.zero3(tmp_path / "ckpt", [{"a": torch.ones(10), "b": torch.full((10,), 1e6)}], 2)
+    with pytest.raises(CastError, match="too large for float16"):
+        zckpt.convert(tmp_path / "ckpt", f"{root}/out", dtype="fp16", options=Options(max_shard_size=20))
+    assert tree(f"{root}/out") == {}
+    told = zckpt.convert(tmp_path / "ckpt", f"{root}/out", dtype="fp16", options=Options(overflow="inf"))
+    assert told.overflows == {"b": (10, 1e6)}
+
+
+# ---- addresses -------------------------------------------------------------------------------------------------------
+
+
+def test_file_addresses_are_local_paths(tmp_path: Path) -> None:
+    checkpoint = FIXTURES / SMALL / "checkpoint"
+    code = (
+        "import sys, zckpt\n"
+        "zckpt.convert(sys.argv[1], sys.argv[2]); zckpt.convert('file://' + sys.argv[1], 'file://' + sys.argv[3])\n"
+        "print(sorted({'fsspec', 's3fs'} & set(sys.modules)))"
+    )
+    out, again = tmp_path / "out.bin", tmp_path / "again.bin"
+    command = [sys.executable, "-c", code, str(checkpoint), str(out), str(again)]
+    assert subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip() == "[]"
+    assert out.read_bytes() == again.read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("address", "kind", "words"),
+    [
+        ("s3://bkt/nothing", NotACheckpointError, "no such file"),
+        ("s3://no-such-bucket/x", NotACheckpointError, "no such file"),
+        ("memory://nothing", NotACheckpointError, "no such file"),
+        ("gs://b/x", UsageError, "gcsfs"),
+        ("qqq://b/x", UsageError, "unknown kind"),
+    ],
+)
+def test_addresses_of_nothing(address: str, kind: type[Exception], words: str, tmp_path: Path) -> None:
+    with pytest.raises(kind, match=words):
+        zckpt.convert(address, tmp_path / "out.bin")
+
+
+def test_without_credentials(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    put(FIXTURES / SMALL / "checkpoint", "s3://bkt/ckpt")
+    monkeypatch.delenv("AWS_ACCESS_KEY_ID")
+    monkeypatch.delenv("AWS_SECRET_ACCESS_KEY")
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", "/nonexistent")
+    fsspec.filesystem("s3").clear_instance_cache()
+    with pytest.raises(AccessError, match="Credentials"):
+        zckpt.convert("s3://bkt/ckpt", tmp_path / "out.bin")
+    fsspec.filesystem("s3").clear_instance_cache()
+
+
+@pytest.mark.parametrize(
+    ("path", "above"),
+    [
+        ("s3://bkt/a/c", "s3://bkt/a"),
+        ("s3://bkt/a/", "s3://bkt"),
+        ("s3://bkt", "s3://bkt"),
+        ("/x/y", "/x"),
+        ("hf://u/r/d", "hf://u/r"),
+    ],
+)
+def test_parents(path: str, above: str) -> None:
+    assert files.parent(path) == above
+
+
+def test_the_command_line(root: str, tmp_path: Path) -> None:
+    from typer.testing import CliRunner
+
+    put(FIXTURES / SMALL / "checkpoint", f"{root}/ckpt")
+
+    def run(*args: str) -> str:
+        if root.startswith("memory"):  # only this process sees it
+            return CliRunner().invoke(app, [*args]).output
+        command = [sys.executable, "-m", "zckpt", *args]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+    assert "zero3" in run("inspect", f"{root}/ckpt")
+    assert "would get" in run("to-bf16", f"{root}/ckpt", f"{root}/out", "--dry-run")
+    assert tree(f"{root}/out") == {}
+    assert "load it with" in run("to-bf16", f"{root}/ckpt", f"{root}/out")
+    assert set(tree(f"{root}/out")) >= {"model.safetensors"}

@@ -1,0 +1,148 @@
+"""What is handed to a sink is the file, byte for byte and in order, on both engines and on any number of threads."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from zckpt import batches
+from zckpt.catalog import TensorEntry
+from zckpt.dtypes import BF16, F32
+from zckpt.fragments import FileStore, Fragment
+from zckpt.mover import run
+from zckpt.plan import Checksum, OutputFile, Plan
+
+ENGINES = [("reference", 1), ("native", 1), ("native", 2), ("native", 7)]
+NUMEL = 70_001
+
+
+@pytest.fixture(params=ENGINES, ids=lambda p: f"{p[0]}-{p[1]}")
+def engine(request: pytest.FixtureRequest) -> dict[str, object]:
+    return {"engine": request.param[0], "threads": request.param[1], "window": 4096}
+
+
+def plan_of(root: Path, names: tuple[str, ...] = ("a", "b"), checksums: tuple[Checksum, ...] = ()) -> Plan:
+    """Two tensors a file, the first in interleaved halves, between literals at both ends and in the middle."""
+    values = np.random.default_rng(0).standard_normal(2 * NUMEL).astype("<f4")
+    (root / "s").write_bytes(values.tobytes())
+    source = FileStore.of(root / "s")
+    files, pairs = [], []
+    for name in names:
+        first, second, end = 40, 40 + 2 * NUMEL + 10, 50 + 4 * NUMEL
+        literals = ((end, b"end"), (0, b"x" * 40), (first + 2 * NUMEL, b"m" * 10))
+        store = FileStore(name, end + 3)
+        files.append((OutputFile(name, end + 3, literals, checksums), store))
+        odd = tuple(Fragment(source, 4 * k, k, 1, (NUMEL + 1 - k) // 2, 2, 2) for k in (0, 1))
+        for label, fragments, offset in (
+            ("odd", odd, first),
+            ("whole", (Fragment(source, 4 * NUMEL, 0, NUMEL),), second),
+        ):
+            pairs.append(
+                (
+                    TensorEntry(label, (NUMEL,), F32, "parameter", fragments),
+                    TensorEntry(label, (NUMEL,), BF16, "parameter", (Fragment(store, offset, 0, NUMEL),)),
+                )
+            )
+    return Plan(tuple(files), pairs)
+
+
+def test_a_sink_is_handed_the_file(engine: dict[str, object], tmp_path: Path) -> None:
+    (tmp_path / "out").mkdir()
+    hashes = {name: hashlib.sha256() for name in "ab"}
+    run(plan_of(tmp_path), str(tmp_path / "out"), sinks={n: h.update for n, h in hashes.items()}, **engine)
+    for name, digest in hashes.items():
+        data = (tmp_path / "out" / name).read_bytes()
+        assert data[:40] == b"x" * 40 and data.endswith(b"end")
+        assert digest.hexdigest() == hashlib.sha256(data).hexdigest()
+
+
+def test_in_batches_of_any_size(engine: dict[str, object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(batches, "MOST_MOVES", 1)
+    (tmp_path / "out").mkdir()
+    taken = bytearray()
+    run(plan_of(tmp_path, ("a",)), str(tmp_path / "out"), sinks={"a": taken.extend}, **engine)
+    assert (tmp_path / "out" / "a").read_bytes() == taken
+
+
+def test_streamed_files_are_nowhere_but_in_their_sinks(engine: dict[str, object], tmp_path: Path) -> None:
+    (tmp_path / "out").mkdir()
+    plan = plan_of(tmp_path)
+    run(plan, str(tmp_path / "out"), **engine)
+    taken = {name: bytearray() for name in "ab"}
+    before = sorted(tmp_path.rglob("*"))
+    report = run(plan, "/nonexistent", sinks={n: t.extend for n, t in taken.items()}, streamed=True, **engine)
+    assert sorted(tmp_path.rglob("*")) == before
+    assert report.bytes_written == sum(map(len, taken.values()))
+    assert all((tmp_path / "out" / name).read_bytes() == data for name, data in taken.items())
+
+
+def test_checksums_are_told(engine: dict[str, object], tmp_path: Path) -> None:
+    import zlib
+
+    (tmp_path / "out").mkdir()
+    covered = (Checksum(40, 2 * NUMEL, (1,)), Checksum(50 + 2 * NUMEL, 2 * NUMEL, (5, 9)))
+    plan = plan_of(tmp_path, ("a",), covered)
+    (told,) = run(plan, "", streamed=True, **engine).files
+    assert (told,) == run(plan, str(tmp_path / "out"), **engine).files
+    data = (tmp_path / "out" / "a").read_bytes()
+    assert told.slots.keys() == {1, 5, 9} and told.crc32 == zlib.crc32(data)
+    for c in covered:
+        crc = zlib.crc32(data[c.start : c.start + c.nbytes]).to_bytes(4, "little")
+        assert {told.slots[slot] for slot in c.slots} == {crc} == {data[slot : slot + 4] for slot in c.slots}
+    with pytest.raises(ValueError, match="not known in order"):
+        run(plan, "", streamed=True, sinks={"a": len}, **engine)
+
+
+def test_what_a_sink_raises_ends_the_run(engine: dict[str, object], tmp_path: Path) -> None:
+    calls = []
+
+    def sink(view: memoryview) -> None:
+        calls.append(len(view))
+        if len(calls) == 2 or (len(calls) == 1 and engine["engine"] == "reference"):
+            raise LookupError("enough")
+
+    with pytest.raises(LookupError, match="enough"):
+        run(plan_of(tmp_path), "", sinks={"a": sink}, streamed=True, **engine)
+    assert len(calls) <= 2
+
+
+def test_a_view_that_was_kept_is_dead(tmp_path: Path) -> None:
+    kept: list[memoryview] = []
+    run(plan_of(tmp_path), "", sinks={"a": kept.append}, streamed=True, engine="native")
+    with pytest.raises(ValueError, match="released"):
+        kept[0][0]
+
+
+def test_a_run_that_is_stopped_leaves_nobody_waiting(tmp_path: Path) -> None:
+    held, entered = threading.Event(), threading.Event()
+
+    def sink(view: memoryview) -> None:
+        entered.set()
+        held.wait(30)
+
+    def progress(written: int) -> None:
+        if entered.is_set():
+            held.set()
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        run(plan_of(tmp_path), "", sinks={"a": sink}, streamed=True, threads=4, window=4096, progress=progress)
+
+
+def test_by_file(tmp_path: Path) -> None:
+    plan = plan_of(tmp_path)
+    (tmp_path / "whole").mkdir()
+    (tmp_path / "parts").mkdir()
+    run(plan, str(tmp_path / "whole"))
+    parts = list(plan.by_file())
+    assert [len(part.pairs) for part in parts] == [2, 2]
+    assert sum(part.bytes_written for part in parts) == plan.bytes_written
+    for part in parts:
+        run(part, str(tmp_path / "parts"))
+    for name in os.listdir(tmp_path / "whole"):
+        assert (tmp_path / "whole" / name).read_bytes() == (tmp_path / "parts" / name).read_bytes()

@@ -1,0 +1,81 @@
+"""Sources on other machines, for the mover: the byte ranges of a batch are fetched, and its moves then read memory.
+
+A batch names a bounded number of such bytes (`batches.MOST_REMOTE_BYTES`). While the engine works on one, the next is
+fetched, so memory is two of them, whatever the checkpoint. Local sources pass as they are.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+
+from zckpt import remote
+from zckpt.batches import Batch, span_bytes
+from zckpt.errors import InconsistentError, redact
+from zckpt.fragments import FileStore, MemoryStore, Store
+from zckpt.plan import is_remote
+
+
+def localized(batches: Iterable[Batch]) -> Iterator[Batch]:
+    """The same batches, in order, with sources in reach of the engines.
+
+    Raises:
+        RemoteError: a source could not be fetched.
+        InconsistentError: a source changed since the checkpoint was opened; known when all is moved.
+    """
+    seen: dict[str, FileStore] = {}
+    pool: ThreadPoolExecutor | None = None
+    ahead: Future[Batch] | None = None
+    try:
+        for batch in batches:
+            sources = {store.path: store for store in batch.stores if isinstance(store, FileStore) and is_remote(store)}
+            if not sources and ahead is None:
+                yield batch
+                continue
+            seen |= sources
+            pool = pool or ThreadPoolExecutor(1)
+            ahead, ready = pool.submit(_localized, batch), ahead
+            if ready is not None:
+                yield ready.result()
+        if ahead is not None:
+            yield ahead.result()
+    finally:
+        if pool is not None:
+            pool.shutdown(cancel_futures=True)
+    for path, store in seen.items():
+        if remote.status(path).identity != store.identity:
+            raise InconsistentError(
+                "a file that changed while it was read", file=redact(path),
+                found="another size, version or time than when it was opened",
+                remedy="Something still writes to the checkpoint. Wait until it is done, and start again.",
+            )  # fmt: skip
+
+
+def _localized(batch: Batch) -> Batch:
+    wanted = [
+        remote.Range(move.src.path, move.src_offset, move.src_offset + span_bytes(move))
+        for _, _, move in batch.moves
+        if isinstance(move.src, FileStore) and is_remote(move.src)
+    ]
+    if not wanted:
+        return batch
+    fetched = iter(remote.fetch(wanted))
+    memory: dict[tuple[int, str], Store] = {}
+    near = Batch(finished=batch.finished)
+    for number, offset, data in batch.literals:
+        near.literals.append((near.number(batch.stores[number]), offset, data))
+        near.nbytes += len(data)
+    near.ranges = [(near.number(batch.stores[number]), *rest) for number, *rest in batch.ranges]  # type: ignore[misc]
+    for _, _, move in batch.moves:
+        if is_remote(move.src):
+            block, begin = next(fetched)
+            store = memory.setdefault((id(block), move.src.byteorder), _memory(block, move.src))
+            move = move._replace(src=store, src_offset=move.src_offset - begin)
+        near.add(move, move.count * move.rows * move.dst_dtype.itemsize)
+    return near
+
+
+def _memory(block: bytes, source: Store) -> MemoryStore:
+    address = ctypes.cast(ctypes.c_char_p(block), ctypes.c_void_p).value or 0
+    return MemoryStore(address, len(block), block, source.byteorder)

@@ -1,0 +1,130 @@
+"""Where a path lies: on this machine, or behind an address (`s3://bucket/run`, `hf://user/model`) that fsspec reaches.
+
+For every module that lists, measures or reads input files. A local path goes straight to `os`, and nothing of fsspec is
+imported; `file://` is a local path. Bytes of tensors do not pass here: the mover reads local files itself, and `fetching`
+brings it the ranges of the others.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator
+
+from zckpt import remote
+from zckpt.errors import UsageError
+
+_ADDRESS = re.compile(r"[A-Za-z][A-Za-z0-9+.:-]*://")
+
+
+def is_remote(path: str) -> bool:
+    """Whether a path is an address that fsspec has to reach."""
+    return "://" in path and bool(_ADDRESS.match(path))
+
+
+def local(path: str | os.PathLike[str]) -> str:
+    """The path itself, or the local one that a `file://` address means."""
+    name = os.fspath(path)
+    return name[len("file://") :] if name.startswith("file://") else name
+
+
+def is_file(path: str) -> bool:
+    """As `os.path.isfile`."""
+    return remote.kind(path) == "file" if is_remote(path) else os.path.isfile(path)
+
+
+def is_dir(path: str) -> bool:
+    """As `os.path.isdir`."""
+    return remote.kind(path) == "directory" if is_remote(path) else os.path.isdir(path)
+
+
+def is_readable(path: str) -> bool:
+    """Whether a directory may be listed; of an address nobody knows before it is tried."""
+    return is_remote(path) or os.access(path, os.R_OK)
+
+
+def names(directory: str) -> list[str]:
+    """Names of everything in a directory. Raises OSError."""
+    return sorted(remote.entries(directory)) if is_remote(directory) else os.listdir(directory)
+
+
+def file_names(directory: str, below: str = "") -> list[str]:
+    """Names of the files in a directory, and `below/...` of all those under that directory in it. Raises OSError."""
+    if is_remote(directory):
+        kinds = remote.entries(directory)
+        names = sorted(name for name, kind in kinds.items() if kind == "file")
+        inner = remote.walk(f"{directory}/{below}") if kinds.get(below) == "directory" else []
+        return names + [f"{below}/{name}" for name in inner]
+    with os.scandir(directory) as entries:
+        names = [entry.name for entry in entries if entry.is_file()]
+    for root, _, found in os.walk(os.path.join(directory, below)) if below else ():
+        names += [os.path.relpath(os.path.join(root, name), directory).replace(os.sep, "/") for name in found]
+    return names
+
+
+def absolute(path: str) -> str:
+    """As `os.path.abspath`; an address is absolute already."""
+    return path.rstrip("/") if is_remote(path) else os.path.abspath(path)
+
+
+def parent(path: str) -> str:
+    """The directory that a file or directory lies in; the top of an address is its own."""
+    above, _, name = absolute(path).rpartition("/")
+    if is_remote(path):
+        return above if name and is_remote(above + "/") and not above.endswith("/") else absolute(path)
+    return os.path.dirname(os.path.abspath(path))
+
+
+def size(path: str) -> int:
+    """As `os.path.getsize`."""
+    return remote.status(path).size if is_remote(path) else os.path.getsize(path)
+
+
+def read(path: str, nbytes: int | None = None, offset: int = 0) -> bytes:
+    """`nbytes` bytes from `offset` on, fewer at the end of the file; all by default. Raises OSError."""
+    if is_remote(path):
+        return remote.read(path, offset, size(path) if nbytes is None else nbytes)
+    with open(path, "rb") as file:
+        file.seek(offset)
+        return file.read(-1 if nbytes is None else nbytes)
+
+
+def blocks(path: str) -> Iterator[bytes]:
+    """A file's bytes in order, in pieces. Raises OSError."""
+    if is_remote(path):
+        yield read(path)
+        return
+    with open(path, "rb") as file:
+        while block := file.read(1 << 20):
+            yield block
+
+
+def state(path: str) -> tuple[int, ...]:
+    """What changes when a file is written again, whatever is done to its modification time. Raises OSError."""
+    if is_remote(path):
+        found = remote.status(path)
+        return found.size, *found.identity
+    stat = os.stat(path)
+    return stat.st_size, stat.st_ino, stat.st_mtime_ns, stat.st_ctime_ns
+
+
+def same_content(a: str, b: str) -> bool:
+    """Whether two files hold the same bytes."""
+    if a == b or (not is_remote(a) and not is_remote(b) and os.path.samefile(a, b)):
+        return True
+    nbytes, block = size(a), 1 << 20
+    if nbytes != size(b):
+        return False
+    return all(read(a, block, start) == read(b, block, start) for start in range(0, nbytes, block))
+
+
+def to_bytes(size: int | str) -> int:
+    """A size such as "12GB" (decimal, as the hub counts) or "8GiB", in bytes.
+
+    Raises:
+        UsageError: it is none.
+    """
+    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?)(i?)B?\s*", str(size), re.IGNORECASE)
+    if not found:
+        raise UsageError("a size that is none", found=repr(size), expected="it is a number of bytes, or like 12GB")
+    return int(float(found[1]) * (1024 if found[3] else 1000) ** " KMGT".index(found[2].upper() or " "))

@@ -1,0 +1,130 @@
+"""Pushing weights to a hub: from a sharded checkpoint to a model page, without a second copy on the disk.
+
+For `zckpt push` and `zckpt.push_to_hub`. Whoever has tensors elsewhere builds a `Cargo` of their own (`shards_of` takes any
+plan) and hands it to `prepare` and `execute`: that is all a live engine needs.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from zckpt import files
+from zckpt.checkpoint import Opened, open_catalog
+from zckpt.convert import Options, Prepared, check, to_dtype
+from zckpt.convert import prepare as plan_conversion
+from zckpt.dtypes import BY_TORCH_NAME, CAST_TARGETS, F32, DType
+from zckpt.hub.cargo import Cargo, Made, PlannedShard, Shard, SmallFile, cargo_of, shards_of
+from zckpt.hub.checks import MESSAGE, Target
+from zckpt.hub.transfer import PushReport, Ready, execute, prepare
+from zckpt.layouts.companions import read_config
+
+__all__ = [
+    "MESSAGE",
+    "Cargo",
+    "Made",
+    "PlannedShard",
+    "PushReport",
+    "Ready",
+    "Shard",
+    "SmallFile",
+    "Target",
+    "cargo_of",
+    "execute",
+    "load",
+    "prepare",
+    "push_to_hub",
+    "shards_of",
+]
+
+
+def push_to_hub(
+    source: str | os.PathLike[str],
+    repo_id: str,
+    *,
+    dtype: str | DType | None = None,
+    tag: str | None = None,
+    also: Sequence[str] = (),
+    options: Options | None = None,
+    revision: str = "main",
+    private: bool | None = None,
+    create_pr: bool = False,
+    message: str = MESSAGE,
+    path_in_repo: str = "",
+    scratch: str | None = None,
+    max_scratch: int | None = None,
+    card: bool = True,
+    license: str | None = None,  # noqa: A002  # the hub's own word
+    base_model: str | None = None,
+    token: str | None = None,
+    endpoint: str | None = None,
+    yes: bool = False,
+    progress: Callable[[int], None] | None = None,
+    tell: Callable[[str], None] = lambda text: None,
+) -> PushReport:
+    """Makes a model page of a checkpoint: shards are made one at a time, sent, and forgotten; one commit at the end.
+
+    Args:
+        source: a checkpoint in any form that `convert` reads, or a directory of weights.
+        repo_id: "owner/name", or a name of one's own.
+        dtype: "fp32", "fp16" or "bf16"; None for what config.json says, and for plain weights' own.
+        tag: which save, where there are several.
+        also: directories laid over the checkpoint: its parts from other nodes' disks.
+        options: what is converted and how; its dtype is overridden.
+        revision: branch; made where it is not there.
+        private: visibility of a repository that is made; None for private.
+        create_pr: open a pull request instead of committing to the branch.
+        message: of the commit.
+        path_in_repo: directory in the repository.
+        scratch: directory for shards on their way; None for one beside the hub's cache.
+        max_scratch: most bytes of shards there at a time; None for two of the largest.
+        card: write a model card where the source has no README.md.
+        license: for the card, e.g. "apache-2.0".
+        base_model: for the card, e.g. "meta-llama/Llama-3.2-1B".
+        token: None for the one that is logged in, or in HF_TOKEN.
+        endpoint: address of the hub; None for HF_ENDPOINT, or huggingface.co.
+        yes: go on where the repository holds files.
+        progress: called with the bytes that are through.
+        tell: called with sentences, on whatever takes long.
+
+    Raises:
+        ZckptError: one of its kinds says what is wrong; nothing is published then, and the same call goes on from there.
+
+    Example:
+        zckpt.push_to_hub("out/checkpoint-500", "me/my-model", dtype="bf16", license="apache-2.0")
+    """
+    target = Target(
+        repo_id, revision, path_in_repo, private, create_pr, message, yes, token, endpoint, scratch, max_scratch, card,
+        license, base_model,
+    )  # fmt: skip
+    prepared = load(os.fspath(source), dtype, options, tag=tag, also=also)
+    ready = prepare(cargo_of(prepared), target, tell)
+    check(prepared)
+    return execute(ready, progress)
+
+
+def load(
+    source: str,
+    dtype: str | DType | None = None,
+    options: Options | None = None,
+    *,
+    tag: str | None = None,
+    also: Sequence[str] = (),
+) -> Prepared:
+    """The conversion that a push would do, planned."""
+    options = options or Options()
+    opened = open_catalog(
+        files.local(source), tag, also, allow_unknown_layout=options.allow_unknown_layout, wishes=options.wishes
+    )
+    chosen = _usual_dtype(opened) if dtype is None else to_dtype(dtype)
+    return plan_conversion(source, "", replace(options, dtype=chosen, format="safetensors"), opened=opened)
+
+
+def _usual_dtype(opened: Opened) -> DType | None:
+    """Plain weights keep theirs; a sharded checkpoint's masters take the dtype of its config.json."""
+    if opened.catalog.source.layout == "plain":
+        return None
+    named = read_config(opened.place.home) or {}
+    dtype = BY_TORCH_NAME.get(str(named.get("dtype") or named.get("torch_dtype")))
+    return dtype if dtype in CAST_TARGETS else F32

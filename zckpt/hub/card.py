@@ -1,0 +1,113 @@
+"""The model card: what a page tells a person who never saw the run.
+
+For `transfer`. Made with huggingface_hub's own classes, from facts of the checkpoint only; no path, no user, no date.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from importlib.metadata import version
+
+from zckpt.hub.cargo import Cargo
+
+
+def card(cargo: Cargo, repo_id: str, license_id: str | None, base_model: str | None) -> bytes:
+    """README.md of a page.
+
+    Args:
+        cargo: what goes up.
+        repo_id: where to.
+        license_id: the hub's identifier, e.g. "apache-2.0".
+        base_model: the model this one was trained from, e.g. "meta-llama/Llama-3.2-1B".
+    """
+    from huggingface_hub import ModelCard, ModelCardData
+
+    data = ModelCardData(
+        license=license_id, base_model=base_model, library_name="transformers" if cargo.config else "safetensors",
+        tags=list(_tags(cargo)), model_name=None,
+    )  # fmt: skip
+    text = "\n".join(_lines(cargo, repo_id, base_model))
+    return str(ModelCard(f"---\n{data.to_yaml()}\n---\n\n{text}\n", ignore_metadata_errors=False)).encode()
+
+
+def _tags(cargo: Cargo) -> Iterator[str]:
+    if isinstance(cargo.config.get("model_type"), str):
+        yield str(cargo.config["model_type"])
+    framework = cargo.catalog.source.framework[0]
+    if framework:
+        yield framework.lower()
+    yield "zckpt"
+
+
+def _lines(cargo: Cargo, repo_id: str, base_model: str | None) -> Iterator[str]:
+    catalog, source = cargo.catalog, cargo.catalog.source
+    kind = _architecture(cargo)
+    yield f"# {repo_id.rpartition('/')[2]}"
+    yield ""
+    origin = f", trained from [{base_model}](https://huggingface.co/{base_model})" if base_model else ""
+    known = kind if kind not in ("", "AutoModel") else str(cargo.config.get("model_type") or "Weights")
+    yield f"{known} of {catalog.numel:,} parameters{f' in {cargo.dtype}' if cargo.dtype else ''}{origin}."
+    yield ""
+    yield "## Load it"
+    yield ""
+    yield from _snippet(repo_id, kind)
+    yield ""
+    yield "## Files"
+    yield ""
+    yield "| file | bytes |"
+    yield "|---|---:|"
+    for shard in cargo.shards:
+        yield f"| `{shard.name}` | {shard.nbytes:,} |"
+    total = sum(shard.nbytes for shard in cargo.shards)
+    yield f"| {len(catalog):,} tensors, {catalog.numel:,} elements | {total:,} |"
+    if catalog.aliases:
+        yield ""
+        yield f"Tied weights are stored once, under the name they are tied to ({len(catalog.aliases):,} names)."
+    yield ""
+    yield "## Where it comes from"
+    yield ""
+    yield f"- checkpoint: {' '.join(_checkpoint(cargo))}"
+    if source.global_steps is not None:
+        yield f"- training step: {source.global_steps:,}"
+    what = (
+        f"floating parameters as {cargo.dtype}, rounded to nearest even"
+        if cargo.dtype
+        else "every tensor in its own dtype"
+    )
+    yield f"- conversion: [zckpt](https://pypi.org/project/zckpt/) {version('zckpt')}; {what}"
+
+
+def _checkpoint(cargo: Cargo) -> Iterator[str]:
+    source, world = cargo.catalog.source, cargo.catalog.topology.dp
+    if source.layout == "plain":
+        yield "plain weights"
+        return
+    yield " ".join(source.framework).strip() or "sharded"
+    if source.zero_stage is not None:
+        yield f"ZeRO stage {source.zero_stage},"
+    yield f"{world} data-parallel rank{'s' * (world != 1)}"
+    if source.tag:
+        yield f"(`{source.tag}`)"
+
+
+def _architecture(cargo: Cargo) -> str:
+    """The class of `transformers` that loads it, or what finds that; empty where there is no configuration."""
+    named = cargo.config.get("architectures")
+    if isinstance(named, list) and named and str(named[0]).isidentifier():
+        return str(named[0])
+    return "AutoModel" if "model_type" in cargo.config else ""
+
+
+def _snippet(repo_id: str, kind: str) -> Iterator[str]:
+    yield "```python"
+    if kind:
+        yield f"from transformers import {kind}"
+        yield ""
+        yield f'model = {kind}.from_pretrained("{repo_id}", dtype="auto")'
+    else:
+        yield "from huggingface_hub import snapshot_download"
+        yield "from safetensors.torch import load_file"
+        yield ""
+        yield f'directory = snapshot_download("{repo_id}")'
+        yield 'weights = load_file(f"{directory}/model.safetensors")'
+    yield "```"

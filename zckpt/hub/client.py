@@ -1,0 +1,353 @@
+"""The hub, as pushing needs it: who am I, what is there, send a file, commit, read back. Through the real huggingface_hub.
+
+For `transfer` and `checks`. Works with huggingface_hub 0.36, 1.x and 2.x: what differs is found by looking, not by version.
+Sources: huggingface_hub 0.36.2, 1.8.0 and 2.4.0, hf_api.py, _commit_api.py, lfs.py.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import logging
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from importlib.metadata import version
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from zckpt.errors import AccessError, RemoteError, UsageError
+from zckpt.hub.operations import Sent, Watched
+from zckpt.hub.patience import Passing, answer, patiently, status
+
+if TYPE_CHECKING:
+    from huggingface_hub import CommitOperationAdd
+
+    from zckpt.hub.checks import Target
+
+T = TypeVar("T")
+
+_EXPIRED = (401, 403, 404, 410)
+
+
+@dataclass(frozen=True, slots=True)
+class RemoteFile:
+    """A file of a repository.
+
+    Attributes:
+        size: in bytes.
+        oid: SHA-256 for large files, git's SHA-1 for others.
+    """
+
+    size: int
+    oid: str
+
+
+@dataclass(frozen=True, slots=True)
+class Page:
+    """What a repository holds at one revision.
+
+    Attributes:
+        exists: whether the repository is there.
+        head: the revision's commit; empty where the repository or revision is not there.
+        private: whether only its owners see it.
+        files: path -> file.
+    """
+
+    exists: bool
+    head: str = ""
+    private: bool | None = None
+    files: Mapping[str, RemoteFile] = field(default_factory=dict[str, RemoteFile])
+
+
+@dataclass(frozen=True, slots=True)
+class Committed:
+    """A commit that was made."""
+
+    oid: str
+    pull_request: str = ""
+
+
+class Hub:
+    """One hub, under one token.
+
+    Args:
+        token: an access token; None for the one that is logged in, or in HF_TOKEN.
+        endpoint: address of the hub; None for HF_ENDPOINT, or huggingface.co.
+        tell: is told, in a sentence, of what takes long.
+    """
+
+    def __init__(self, token: str | None, endpoint: str | None, tell: Callable[[str], None]) -> None:
+        import huggingface_hub
+        from huggingface_hub import constants
+
+        self.token: str = token or huggingface_hub.get_token() or ""
+        self.endpoint = (endpoint or constants.ENDPOINT).rstrip("/")
+        self.tell = tell
+        self.api = huggingface_hub.HfApi(
+            endpoint=self.endpoint, token=self.token or False, library_name="zckpt", library_version=version("zckpt")
+        )
+        self._xet: dict[str, bool] = {}
+        self._asking = threading.Lock()
+
+    def do(self, what: str, call: Callable[[], T]) -> T:
+        """Calls patiently; errors become zckpt's."""
+        return patiently(call, what, self.tell, self.token)
+
+    # ---- looking -----------------------------------------------------------------------------------------------------
+
+    def who(self) -> dict[str, Any]:
+        """The token's owner, organizations and rights, as the hub tells them.
+
+        Raises:
+            AccessError: there is no token, or the hub does not know it.
+        """
+        if not self.token:
+            raise AccessError(
+                "no token for the hub", found="none was given, and nobody is logged in",
+                remedy="Run `hf auth login`, set HF_TOKEN, or pass --token.",
+            )  # fmt: skip
+        return dict(self.do("the question whose token this is", lambda: self.api.whoami(token=self.token)))
+
+    def may_write(self, repo_id: str) -> bool | None:
+        """Whether the hub says that the token may write to an existing repository; None where it cannot be asked."""
+        if "write" not in inspect.signature(self.api.auth_check).parameters:
+            return None
+        try:
+            self.do(f"a look at {repo_id}", lambda: self.api.auth_check(repo_id, write=True))
+        except AccessError:
+            return False
+        return True
+
+    def page(self, repo_id: str, revision: str) -> Page:
+        """What is there now."""
+        from huggingface_hub.utils import RepositoryNotFoundError, RevisionNotFoundError
+
+        def look(at: str | None) -> Any:
+            try:
+                return self.api.repo_info(repo_id, revision=at)
+            except RevisionNotFoundError:
+                return "no revision"
+            except RepositoryNotFoundError:
+                return None
+
+        found = self.do(f"a look at {repo_id}", lambda: look(revision))
+        if found is None:
+            return Page(exists=False)
+        if found == "no revision":
+            found = self.do(f"a look at {repo_id}", lambda: look(None))
+            return Page(exists=True, private=getattr(found, "private", None))
+        return Page(True, str(found.sha), found.private, self.tree(repo_id, str(found.sha)))
+
+    def tree(self, repo_id: str, revision: str) -> dict[str, RemoteFile]:
+        """Path -> file, of everything at a revision."""
+        from huggingface_hub.hf_api import RepoFile
+
+        listed = self.do(
+            f"a look at {repo_id}", lambda: list(self.api.list_repo_tree(repo_id, recursive=True, revision=revision))
+        )
+        files = [entry for entry in listed if isinstance(entry, RepoFile)]
+        return {f.path: RemoteFile(f.size, f.lfs.sha256 if f.lfs else str(f.blob_id)) for f in files}
+
+    def read(self, repo_id: str, path: str, revision: str, nbytes: int | None = None) -> bytes:
+        """A file's bytes, or its first `nbytes` by a range request."""
+        from huggingface_hub import hf_hub_url
+        from huggingface_hub.utils import build_hf_headers, get_session, hf_raise_for_status
+
+        url = hf_hub_url(repo_id, path, revision=revision, endpoint=self.endpoint)
+        headers = {**build_hf_headers(token=self.token), "Accept-Encoding": "identity"}
+        if nbytes is not None:
+            headers["Range"] = f"bytes=0-{nbytes - 1}"
+
+        def get() -> bytes:
+            response = get_session().get(url, headers=headers)
+            hf_raise_for_status(response)
+            return bytes(response.content)
+
+        return self.do(f"reading {path} back", get)
+
+    # ---- sending -----------------------------------------------------------------------------------------------------
+
+    def make(self, repo_id: str, *, private: bool) -> None:
+        """Makes an empty repository where there is none."""
+        self.do(f"making {repo_id}", lambda: self.api.create_repo(repo_id, private=private, exist_ok=True))
+
+    def branch(self, repo_id: str, revision: str) -> None:
+        """Makes a branch of main where there is none."""
+        self.do(
+            f"making the branch {revision}", lambda: self.api.create_branch(repo_id, branch=revision, exist_ok=True)
+        )
+
+    def _batch(self, repo_id: str, blobs: Sequence[tuple[str, int]], transfers: list[str]) -> tuple[list[Any], str]:
+        from huggingface_hub.lfs import UploadInfo, post_lfs_batch_info
+
+        infos = [UploadInfo(sha256=bytes.fromhex(sha256), size=size, sample=b"") for sha256, size in blobs]
+        told = post_lfs_batch_info(
+            upload_infos=infos, token=self.token, repo_type="model", repo_id=repo_id, endpoint=self.endpoint,
+            transfers=transfers,
+        )  # fmt: skip
+        return list(told[0]), str(told[2]) if len(told) > 2 else ""
+
+    def present(self, repo_id: str, blobs: Sequence[tuple[str, int]]) -> set[str]:
+        """Which large files, as (SHA-256, size), the repository's store has already: those it asks nobody to send."""
+        found: set[str] = set()
+        for start in range(0, len(blobs), 256):
+            part = blobs[start : start + 256]
+            objects, _ = self.do("a look for sent files", lambda: self._batch(repo_id, part, ["basic", "multipart"]))  # noqa: B023
+            found |= {str(entry["oid"]) for entry in objects if not entry.get("actions")}
+        return found
+
+    def speaks_xet(self, repo_id: str, sha256: str, size: int) -> bool:
+        """Whether both sides speak Xet; asked once for a repository."""
+        from huggingface_hub.utils._runtime import is_xet_available
+
+        with self._asking:  # the library, too, may look for Xet on one thread only: while it does, others find none
+            if repo_id not in self._xet:
+                asked = ["basic", "multipart", "xet"]
+                self._xet[repo_id] = is_xet_available() and (
+                    self.do("the choice of a transfer", lambda: self._batch(repo_id, [(sha256, size)], asked))[1]
+                    == "xet"
+                )
+            return self._xet[repo_id]
+
+    def send(
+        self, repo_id: str, revision: str, file: Sent, path: str, watch: Callable[[int], None], *, create_pr: bool
+    ) -> None:
+        """Sends one large file; does nothing where the hub has it.
+
+        Args:
+            repo_id: the repository.
+            revision: the branch.
+            file: its place there, size and hash.
+            path: where its bytes are.
+            watch: is told how far the file is read, and may end it by raising.
+            create_pr: whether it is for a pull request.
+
+        Raises:
+            CorruptError: the hub got other bytes than were announced.
+        """
+        xet, tries = self.speaks_xet(repo_id, file.sha256, file.size), 0
+
+        def attempt() -> None:
+            nonlocal tries
+            tries += 1
+            plain = not xet or tries > 2
+            with contextlib.ExitStack() as stack:
+                content = stack.enter_context(Watched(path, watch)) if plain else path
+                operation = file.operation(content, uploaded=False)
+                try:
+                    self.api.preupload_lfs_files(repo_id, [operation], revision=revision, create_pr=create_pr)
+                except RuntimeError as error:
+                    passing = _passing(error, xet=not plain)
+                    if passing is None:
+                        raise
+                    raise passing from error
+
+        self.do(f"sending {file.path}", attempt)
+
+    def sort(self, repo_id: str, revision: str, operations: list[CommitOperationAdd], *, create_pr: bool) -> set[str]:
+        """Sends those of some small files that the hub treats as large; returns the paths of these."""
+        self.do(
+            "sending the small files",
+            lambda: self.api.preupload_lfs_files(
+                repo_id, operations, revision=revision, create_pr=create_pr, free_memory=False
+            ),
+        )
+        return {op.path_in_repo for op in operations if getattr(op, "_upload_mode", None) == "lfs"}
+
+    def commit(
+        self,
+        target: Target,
+        operations: Callable[[], Sequence[Any]],
+        parent: str,
+        made_already: Callable[[], Committed | None],
+    ) -> Committed:
+        """One commit of everything.
+
+        Args:
+            target: where to.
+            operations: makes them anew for each try: a commit uses them up.
+            parent: the commit it must follow.
+            made_already: finds the commit where an answer was lost on its way.
+
+        Raises:
+            Moved: the revision is no longer at `parent`.
+        """
+
+        def attempt() -> Committed:
+            try:
+                info = self.api.create_commit(
+                    target.repo_id, list(operations()), commit_message=target.message, revision=target.revision,
+                    parent_commit=parent or None, create_pr=target.create_pr,
+                )  # fmt: skip
+            except Exception as error:
+                code = status(error)
+                if (code in (0, 409, 412) or code >= 500) and (found := made_already()) is not None:
+                    return found
+                if code in (409, 412):
+                    raise Moved(
+                        "a revision that moved meanwhile", file=f"{target.repo_id}@{target.revision}"
+                    ) from error
+                raise
+            return Committed(str(info.oid), str(info.pr_url or ""))
+
+        return self.do("the commit", attempt)
+
+    def pull_requests(self, repo_id: str) -> dict[int, str]:
+        """Number -> title, of a repository's pull requests."""
+        found = self.do("a look at the pull requests", lambda: list(self.api.get_repo_discussions(repo_id)))
+        return {int(d.num): str(d.title) for d in found if d.is_pull_request}
+
+
+class Moved(RemoteError):
+    """The revision is not where it was when the push began."""
+
+    code = "moved"
+
+
+def _passing(error: RuntimeError, *, xet: bool) -> Passing | None:
+    """What the next try may not have: an upload link that expired is made anew, and what Xet fails at goes the plain way."""
+    response = answer(error)
+    if response is None:
+        return Passing(f"Xet: {error}") if xet else None
+    expired = response.status_code in _EXPIRED and response.request.method == "PUT"
+    return Passing("an upload link expired") if expired else None
+
+
+@contextlib.contextmanager
+def quietly() -> Iterator[None]:
+    """Keeps the library's own bars and warnings, which show signed addresses, off the terminal.
+
+    Its bars are made on several threads at once, and tqdm then loses a lock that was not there before.
+    """
+    from huggingface_hub import utils
+
+    utils.tqdm.get_lock()
+
+    logger = logging.getLogger("huggingface_hub")
+    level, bars = logger.level, utils.are_progress_bars_disabled()
+    logger.setLevel(logging.CRITICAL)
+    if not bars:
+        utils.disable_progress_bars()
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
+        if not bars:
+            utils.enable_progress_bars()
+
+
+def valid_name(repo_id: str) -> str:
+    """The name itself.
+
+    Raises:
+        UsageError: it is no name of a repository.
+    """
+    from huggingface_hub.utils import validate_repo_id
+
+    try:
+        validate_repo_id(repo_id)
+        if repo_id.count("/") > 1:
+            raise ValueError("it is NAME or OWNER/NAME")
+    except ValueError as error:
+        raise UsageError("a name that no repository can have", file=repo_id, found=str(error)) from error
+    return repo_id

@@ -1,0 +1,136 @@
+"""Which failures of a hub pass by themselves, how long to wait, and what to tell of those that do not.
+
+For `client`. huggingface_hub's errors differ from version to version (requests, httpx, its own), so they are known by what
+they carry: an answer with a status, or none. No token and no signed address leaves this module in a message.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
+
+from zckpt.errors import AccessError, CorruptError, RemoteError, ZckptError, redact
+
+T = TypeVar("T")
+
+DELAYS_S = (1, 2, 4, 8, 16, 32, 64)
+"""Between tries, where the server does not say."""
+
+MOST_S = 900
+"""Longest delay of a server's own that is waited for."""
+
+_PASSING = (408, 425, 429, 500, 502, 503, 504)
+_TRANSPORT = {"TransportError", "ConnectionError", "Timeout", "TimeoutError", "ChunkedEncodingError"}
+_CLOSED = "client has been closed"
+
+
+class Passing(ConnectionError):
+    """A failure that the next try may not have."""
+
+
+def chain(error: BaseException) -> Iterator[BaseException]:
+    """An error and what it was raised from."""
+    seen: set[int] = set()
+    current: BaseException | None = error
+    while current is not None and id(current) not in seen:
+        seen.add(id(current))
+        yield current
+        current = current.__cause__ or current.__context__
+
+
+def answer(error: BaseException) -> Any:
+    """The server's answer that an error is about, or None."""
+    for cause in chain(error):
+        response = getattr(cause, "response", None)
+        if getattr(response, "status_code", None) is not None:
+            return response
+    return None
+
+
+def status(error: BaseException) -> int:
+    """The status of the answer that an error is about; 0 for none."""
+    response = answer(error)
+    return 0 if response is None else int(response.status_code)
+
+
+def delay(error: BaseException, attempt: int) -> float | None:
+    """Seconds to wait before the next try; None for an error that will not pass."""
+    if isinstance(error, ZckptError):
+        return None
+    usual = float(DELAYS_S[min(attempt, len(DELAYS_S) - 1)])
+    if isinstance(error, Passing):
+        return usual
+    code = status(error)
+    if code in _PASSING:
+        own = _own_delay(answer(error).headers)
+        return usual if own is None else own if own <= MOST_S else None
+    if code:
+        return None
+    kinds = {kind.__name__ for cause in chain(error) for kind in type(cause).__mro__}
+    return usual if kinds & _TRANSPORT or _CLOSED in str(error) else None
+
+
+def _own_delay(headers: Any) -> float | None:
+    """What `Retry-After`, or the hub's `ratelimit: "api";r=0;t=55`, says."""
+    lower = {str(name).lower(): str(value) for name, value in headers.items()}
+    after = lower.get("retry-after", "").strip()
+    if after.isdecimal():
+        return float(after)
+    limit = re.search(r";\s*r\s*=\s*0\s*;\s*t\s*=\s*(\d+)", lower.get("ratelimit", ""))
+    return float(limit[1]) if limit else None
+
+
+def patiently(call: Callable[[], T], what: str, tell: Callable[[str], None], token: str = "") -> T:
+    """Calls until it succeeds, or fails for good.
+
+    Args:
+        call: is made anew for each try.
+        what: it does, for messages: "the commit".
+        tell: is told of each wait.
+        token: must not be in any message.
+
+    Raises:
+        AccessError: the hub does not let this token do it. CorruptError: it refused the bytes. RemoteError: anything else.
+    """
+    attempt = 0
+    while True:
+        try:
+            return call()
+        except Exception as error:
+            wait = delay(error, attempt)
+            if wait is None or attempt >= len(DELAYS_S):
+                raise failure(error, what, token) from error
+            tell(f"{what}: {_short(error, token)}; trying again in {wait:g} s.")
+            time.sleep(wait)
+            attempt += 1
+
+
+def failure(error: Exception, what: str, token: str = "") -> ZckptError:
+    """The error to raise for one that will not pass."""
+    if isinstance(error, ZckptError):
+        return error
+    code, said = status(error), _short(error, token)
+    remedy = "Nothing was published. The same command goes on from here."
+    if code in (401, 403):
+        return AccessError(f"the hub does not allow {what}", found=said, remedy="Check the token and what it may do.")
+    if any(isinstance(cause, RuntimeError) for cause in chain(error)) and 400 <= code < 500 and code not in _PASSING:
+        return CorruptError(
+            "bytes that the hub refused", found=f"{what}: {said}", expected="it should have the hash that was announced",
+            remedy="Nothing was published. Check the disk and memory of this machine, and start again.",
+        )  # fmt: skip
+    return RemoteError(f"the hub failed at {what}", found=said, remedy=remedy)
+
+
+def _short(error: BaseException, token: str) -> str:
+    """One line of what a server or connection said."""
+    response = answer(error)
+    if response is None:
+        error = list(chain(error))[-1]
+    words = " ".join(redact(str(error), token).split())
+    if response is not None:
+        own = getattr(error, "server_message", None)
+        words = " ".join(redact(str(own), token).split()) if own else words
+        return f"status {response.status_code} ({words[:300]})" if words else f"status {response.status_code}"
+    return f"{type(error).__name__}: {words}"[:300]

@@ -1,0 +1,110 @@
+"""The scratch directory of a push: shards on their way, and a journal of those whose bytes are known.
+
+For `transfer`. A directory of its own for each page, under a lock; its files go as soon as they are sent. The journal is one line
+a shard, written and synced when the shard is made, before any of it is sent: an interrupted push knows the hash of all it
+made, asks the hub which of them it has, and makes only the others.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from zckpt.errors import OutputError, UsageError
+
+_JOURNAL, _LOCK = "journal.jsonl", "lock"
+
+
+@dataclass(frozen=True, slots=True)
+class Scratch:
+    """One push's directory.
+
+    Attributes:
+        path: of the directory.
+        known: identity of a shard -> SHA-256 of its bytes.
+    """
+
+    path: str
+    known: dict[str, str]
+
+    def remember(self, identity: str, name: str, sha256: str) -> None:
+        """Notes a shard's hash, so that it survives whatever comes."""
+        line = json.dumps({"name": name, "sha256": sha256, "identity": identity})
+        with open(os.path.join(self.path, _JOURNAL), "a", encoding="utf-8") as file:
+            file.write(f"\n{line}\n")  # a first newline ends a line that was cut short
+            file.flush()
+            os.fsync(file.fileno())
+        self.known[identity] = sha256
+
+    def clear(self) -> None:
+        """Removes whatever shards are there, whole or not."""
+        for name in os.listdir(self.path):
+            if name not in (_JOURNAL, _LOCK):
+                with contextlib.suppress(FileNotFoundError):
+                    os.unlink(os.path.join(self.path, name))
+
+    def finish(self) -> None:
+        """Removes everything: the push is done."""
+        shutil.rmtree(self.path, ignore_errors=True)
+
+
+def default_directory() -> str:
+    """Where pushes work unless told otherwise: beside the hub's cache, which is on a disk made for models."""
+    from huggingface_hub import constants
+
+    return os.path.join(constants.HF_HOME, "zckpt")
+
+
+@contextlib.contextmanager
+def opened(directory: str, *page: object) -> Iterator[Scratch]:
+    """The scratch directory for a page, for this process alone.
+
+    Args:
+        directory: where scratch directories lie.
+        page: what tells one page from another: endpoint, repository, revision, path.
+
+    Raises:
+        UsageError: another push to the same page is running.
+        OutputError: the directory cannot be made.
+    """
+    path = os.path.join(directory, "push-" + hashlib.sha256(repr(page).encode()).hexdigest()[:16])
+    try:
+        os.makedirs(path, exist_ok=True)
+        lock = os.open(os.path.join(path, _LOCK), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    except OSError as error:
+        raise OutputError(
+            "a scratch directory that cannot be made", file=path, found=error.strerror or str(error)
+        ) from error
+    try:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            raise UsageError(
+                "two pushes to the same page",
+                file=path,
+                found="another one is running",
+                remedy="Wait until it is done.",
+            ) from error
+        scratch = Scratch(path, _read(os.path.join(path, _JOURNAL)))
+        scratch.clear()  # of a push that was killed
+        yield scratch
+    finally:
+        os.close(lock)
+
+
+def _read(path: str) -> dict[str, str]:
+    """The journal; a last line that was cut short counts for nothing."""
+    known: dict[str, str] = {}
+    with contextlib.suppress(FileNotFoundError), open(path, encoding="utf-8", errors="replace") as file:
+        for line in file:
+            with contextlib.suppress(ValueError, KeyError, TypeError):
+                entry = json.loads(line)
+                if len(bytes.fromhex(entry["sha256"])) == 32:
+                    known[str(entry["identity"])] = str(entry["sha256"])
+    return known

@@ -1,0 +1,223 @@
+"""From cargo to a page: check, make and send shard by shard, one commit, read back.
+
+For `zckpt push`, and for a live engine that has shards of its own. Nothing but an empty repository is to be seen until the
+one commit at the end, which names every file by its hash.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+from zckpt.errors import RemoteError, UsageError, some
+from zckpt.hub import attributes, checks, scratch
+from zckpt.hub.card import card
+from zckpt.hub.cargo import Cargo, Progress, SmallFile
+from zckpt.hub.checks import Target
+from zckpt.hub.client import Committed, Hub, Moved, Page, quietly
+from zckpt.hub.operations import Sent, in_memory
+from zckpt.hub.pipeline import Pipeline
+from zckpt.hub.readback import differences, git_hash, read_back
+from zckpt.publish import check_space
+
+MOST_FILE_BYTES = 50_000_000_000
+"""Of one file at the hub. Source: its documentation on repository limits."""
+
+_ATTRIBUTES = ".gitattributes"
+_GONE = "pointed to a file that does not exist"
+"""What the hub says of a commit with a large file that it does not have."""
+
+Wanted = dict[str, tuple[int, frozenset[str]]]
+
+
+@dataclass(frozen=True, slots=True)
+class PushReport:
+    """What a push did.
+
+    Attributes:
+        url: the page's address.
+        commit: its last commit.
+        pull_request: address of the pull request; empty for none.
+        files: (path, bytes, SHA-256 or git's SHA-1) as the hub holds them, compared with what was sent.
+        bytes_sent: of shards that went up now; those that were known to be there are not counted.
+        bytes_made: of shards that were made now.
+        seconds: wall time.
+        notes: sentences a person should see.
+    """
+
+    url: str
+    commit: str
+    pull_request: str
+    files: tuple[tuple[str, int, str], ...]
+    bytes_sent: int
+    bytes_made: int
+    seconds: float
+    notes: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Ready:
+    """A push that is checked but not begun.
+
+    Attributes:
+        cargo: what goes up, the card among it.
+        target: where to, under its full name.
+        hub: the hub.
+        page: what is there.
+        removed: files there that would be mistaken for the new weights, and go.
+        room: bytes of shards that may lie in the scratch directory.
+    """
+
+    cargo: Cargo
+    target: Target
+    hub: Hub
+    page: Page
+    removed: tuple[str, ...]
+    room: int
+
+
+def prepare(
+    cargo: Cargo, target: Target, tell: Callable[[str], None] = lambda text: None, *, ask: bool = True
+) -> Ready:
+    """Checks everything that can be checked before any work; writes nothing, here or there.
+
+    Args:
+        cargo: what goes up.
+        target: where to.
+        tell: is told, in sentences, of what takes long.
+        ask: False asks the hub nothing where there is no token: for showing what would be done.
+
+    Raises:
+        AccessError: no token, or one that may not write there. UsageError: the name, or the room, will not do.
+        OutputError: the repository holds files, and `yes` is not set.
+    """
+    largest = max((shard.scratch_bytes for shard in cargo.shards), default=0)
+    room = 2 * largest if target.max_scratch is None else target.max_scratch
+    if room < largest:
+        raise UsageError(
+            "too little scratch room", found=f"{room:,} bytes", expected=f"the largest shard has {largest:,}",
+            remedy="Raise --max-scratch, or make shards smaller with --max-shard-size.",
+        )  # fmt: skip
+    too_large = [shard.name for shard in cargo.shards if shard.nbytes > MOST_FILE_BYTES]
+    if too_large:
+        raise UsageError(
+            "shards larger than the hub takes", found=some(too_large), expected=f"at most {MOST_FILE_BYTES:,} bytes",
+            remedy="Make them smaller with --max-shard-size.",
+        )  # fmt: skip
+    hub = Hub(target.token, target.endpoint, tell)
+    with quietly():
+        target, page = checks.check(hub, target, ask=ask)
+    if target.card and not any(file.name == "README.md" for file in cargo.small):
+        text = card(cargo, target.repo_id, target.license, target.base_model)
+        written = SmallFile("README.md", len(text), text, "", "the model card, written by zckpt")
+        cargo = replace(cargo, small=(*cargo.small, written))
+    names = [shard.name for shard in cargo.shards] + [file.name for file in cargo.small]
+    return Ready(cargo, target, hub, page, checks.mistakable(page, names, target), room)
+
+
+def execute(ready: Ready, progress: Progress = None) -> PushReport:
+    """Does what was prepared.
+
+    Raises:
+        ZckptError: one of its kinds says what is wrong; nothing is published then, and the same call goes on from there.
+    """
+    began = time.perf_counter()
+    target, hub, shards = ready.target, ready.hub, ready.cargo.shards
+    place = (hub.endpoint, target.repo_id, target.revision, target.path_in_repo)
+    with quietly(), scratch.opened(target.scratch or scratch.default_directory(), *place) as room:
+        check_space(room.path, min(ready.room, sum(shard.scratch_bytes for shard in shards)))
+        page = _made_ready(ready)
+        pipeline = Pipeline(shards, hub, target, page, room, ready.room, progress)
+        found = _committed_if_there(ready, page, pipeline.run(), pipeline)
+        if found is None:
+            hub.tell("The hub has lost a file that it had: what it has not is sent again.")
+            found = _commit(ready, page, pipeline.again())
+        committed, wanted, notes = found
+        headers = {target.place(shard.name): shard.header for shard in shards}
+        files = read_back(hub, target.repo_id, committed.oid, wanted, headers)
+        room.finish()
+    return PushReport(
+        url=f"{hub.endpoint}/{target.repo_id}" + ("" if target.revision == "main" else f"/tree/{target.revision}"),
+        commit=committed.oid,
+        pull_request=committed.pull_request,
+        files=files,
+        bytes_sent=pipeline.sent,
+        bytes_made=pipeline.made,
+        seconds=time.perf_counter() - began,
+        notes=(*ready.cargo.notes, *notes),
+    )
+
+
+def _made_ready(ready: Ready) -> Page:
+    """Makes the repository and branch where there are none; what is there then."""
+    target, hub, page = ready.target, ready.hub, ready.page
+    if page.head:
+        return page
+    if not page.exists:
+        hub.make(target.repo_id, private=target.private is not False)
+    if target.revision != "main":
+        hub.branch(target.repo_id, target.revision)
+    return hub.page(target.repo_id, target.revision)
+
+
+def _committed_if_there(
+    ready: Ready, page: Page, sent: Sequence[Sent], pipeline: Pipeline
+) -> tuple[Committed, Wanted, list[str]] | None:
+    """As `_commit`; None where the hub does not have a file that was not sent, because it seemed to have it."""
+    try:
+        return _commit(ready, page, sent)
+    except RemoteError as error:
+        if _GONE not in str(error) or not pipeline.skipped:
+            raise
+        return None
+
+
+def _commit(ready: Ready, page: Page, sent: Sequence[Sent]) -> tuple[Committed, Wanted, list[str]]:
+    """The one commit, tried once more where the revision moved; with what it must hold, and what to tell of it."""
+    from huggingface_hub import CommitOperationAdd, CommitOperationDelete
+
+    target, hub, small = ready.target, ready.hub, ready.cargo.small
+    contents = {target.place(file.name): file.content() for file in small}
+    plain = not hub.speaks_xet(target.repo_id, sent[0].sha256, sent[0].size)
+    wanted: Wanted = {file.path: (file.size, frozenset({file.sha256})) for file in sent}
+    wanted |= {
+        target.place(file.name): (file.nbytes, frozenset({file.sha256(), git_hash(file.read())})) for file in small
+    }
+
+    def adding() -> list[CommitOperationAdd]:
+        given = {path: in_memory(content) if plain else content for path, content in contents.items()}
+        return [CommitOperationAdd(path_in_repo=path, path_or_fileobj=content) for path, content in given.items()]
+
+    large = hub.sort(target.repo_id, target.revision, adding(), create_pr=target.create_pr)
+    pulls = set(hub.pull_requests(target.repo_id)) if target.create_pr else set[int]()
+
+    def made_already() -> Committed | None:
+        if not target.create_pr:
+            now = hub.page(target.repo_id, target.revision)
+            there = not differences(now.files, wanted) and not any(path in now.files for path in ready.removed)
+            return Committed(now.head) if there else None
+        for number, title in hub.pull_requests(target.repo_id).items():
+            now = hub.page(target.repo_id, f"refs/pr/{number}")
+            if number not in pulls and title == target.message and not differences(now.files, wanted):
+                return Committed(now.head, f"{hub.endpoint}/{target.repo_id}/discussions/{number}")
+        return None
+
+    def committed(page: Page) -> Committed:
+        old = hub.read(target.repo_id, _ATTRIBUTES, page.head) if _ATTRIBUTES in page.files else b""
+        marked = attributes.with_large(old, [*large, *(file.path for file in sent)])
+        if marked is not None:
+            contents[_ATTRIBUTES] = marked
+
+        def operations() -> list[object]:
+            removed = [CommitOperationDelete(path_in_repo=path) for path in ready.removed if path in page.files]
+            return [*adding(), *(file.operation() for file in sent), *removed]
+
+        return hub.commit(target, operations, page.head, made_already)
+
+    with contextlib.suppress(Moved):
+        return committed(page), wanted, []
+    hub.tell(f"{target.repo_id}@{target.revision} moved meanwhile: the commit is tried once more on top of that.")
+    note = f"Somebody else committed to {target.revision} during the push; this commit is on top of theirs."
+    return committed(hub.page(target.repo_id, target.revision)), wanted, [note]

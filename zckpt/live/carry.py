@@ -1,0 +1,215 @@
+"""Elements from this rank's memory to where they belong: cast, chunk by chunk, into files, a state dict, or to rank 0.
+
+For `export`. The mover casts; chunks of many small tensors are cast together.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import zlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Protocol
+
+import torch
+
+from zckpt.catalog import TensorEntry
+from zckpt.errors import OutputError
+from zckpt.fragments import Fragment, MemoryStore
+from zckpt.live.parts import Held
+from zckpt.live.ranks import Ranks, attempt
+from zckpt.live.shares import CHUNK_BYTES, Chunk, Job, chunks
+from zckpt.mover import run
+from zckpt.plan import Plan
+from zckpt.sums import Partial
+
+Lost = dict[str, tuple[int, float]]
+"""Tensor name -> (numbers that became infinite or were clamped, the largest of them)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Brought:
+    """What is known of the bytes that a rank wrote.
+
+    Attributes:
+        lost: what casts did.
+        sums: by file, the CRCs of parts; None for a file that gets many small pieces: it is read again.
+    """
+
+    lost: Lost = field(default_factory=dict[str, tuple[int, float]])
+    sums: dict[int, list[Partial] | None] = field(default_factory=dict[int, "list[Partial] | None"])
+
+
+class Sink(Protocol):
+    """Where chunks end up."""
+
+    def put(self, chunk: Chunk, data: torch.Tensor) -> None:
+        """Takes a chunk's bytes."""
+
+
+class Memory:
+    """Tensors of a state dict."""
+
+    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
+        self._bytes = [tensor.reshape(-1).view(torch.uint8) for tensor in tensors]
+
+    def put(self, chunk: Chunk, data: torch.Tensor) -> None:
+        """Copies them into place."""
+        at = 0
+        for offset, nbytes in chunk.runs:
+            self._bytes[chunk.job.target.place][offset : offset + nbytes] = data[at : at + nbytes]
+            at += nbytes
+
+
+class Files:
+    """Files that exist in full size; they are synced when all is written.
+
+    Attributes:
+        sums: as in `Brought`.
+    """
+
+    def __init__(self, paths: Sequence[str]) -> None:
+        self.sums: dict[int, list[Partial] | None] = {}
+        self._paths = paths
+        self._open: dict[int, int] = {}
+
+    def __enter__(self) -> Files:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for descriptor in self._open.values():
+            os.close(descriptor)
+
+    def put(self, chunk: Chunk, data: torch.Tensor) -> None:
+        """Writes them at their places."""
+        place = chunk.job.target.place
+        with self._failing(place):
+            if place not in self._open:
+                self._open[place] = os.open(self._paths[place], os.O_WRONLY | os.O_CLOEXEC)
+            view = memoryview(data.numpy())  # type: ignore[arg-type]
+            self._sum(chunk, view)
+            for offset, nbytes in chunk.runs:
+                while nbytes:
+                    done = os.pwrite(self._open[place], view[:nbytes], offset)
+                    view, offset, nbytes = view[done:], offset + done, nbytes - done
+
+    def _sum(self, chunk: Chunk, view: memoryview) -> None:
+        parts = self.sums.setdefault(chunk.job.target.place, [])
+        if len(chunk.runs) > 1:
+            self.sums[chunk.job.target.place] = None
+        elif parts is not None:
+            [(offset, nbytes)] = chunk.runs
+            parts.append((offset, nbytes, zlib.crc32(view)))
+
+    def sync(self) -> None:
+        """Makes what was written durable, and seen by other nodes."""
+        for place, descriptor in self._open.items():
+            with self._failing(place):
+                os.fsync(descriptor)
+
+    @contextlib.contextmanager
+    def _failing(self, place: int) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise OutputError(
+                "an output that cannot be written", file=self._paths[place], found=error.strerror or str(error),
+                remedy="Nothing was published.",
+            ) from error  # fmt: skip
+
+
+def bring(
+    world: Ranks,
+    held: Held,
+    mine: Sequence[Job],
+    sink: Sink | None,
+    senders: Sequence[tuple[int, Sequence[Job]]],
+    *,
+    clamp: bool = False,
+) -> Brought | Exception:
+    """Brings this rank's chunks to the sink, or to rank 0 where there is none; rank 0 also those of the senders.
+
+    Returns:
+        What was written; or what went wrong: others are not left waiting.
+    """
+    lost: Lost = {}
+    source = _carried(held, mine, clamp, lost)
+    if sink is None:
+        return _send(world, mine, source) or Brought(lost)
+    failed = attempt(lambda: _put_all(sink, source))
+    for rank, share in senders:
+        for job in share:
+            for chunk in chunks(job):
+                data = world.receive(chunk.nbytes, rank)
+                if failed is None:
+                    failed = attempt(lambda chunk=chunk, data=data: sink.put(chunk, data))  # type: ignore[misc]
+    if failed is None and isinstance(sink, Files):
+        failed = attempt(sink.sync)
+    return failed or Brought(lost, sink.sums if isinstance(sink, Files) else {})
+
+
+def _put_all(sink: Sink, source: Iterator[tuple[Chunk, torch.Tensor]]) -> None:
+    for chunk, data in source:
+        sink.put(chunk, data)
+
+
+def _send(world: Ranks, mine: Sequence[Job], source: Iterator[tuple[Chunk, torch.Tensor]]) -> Exception | None:
+    """Every chunk that rank 0 waits for; zeros after an error."""
+    failed: Exception | None = None
+    for job in mine:
+        for chunk in chunks(job):
+            data = attempt(lambda: next(source)[1]) if failed is None else failed
+            if isinstance(data, Exception):
+                failed, data = data, torch.zeros(chunk.nbytes, dtype=torch.uint8)
+            world.send(data)
+    return failed
+
+
+def _carried(held: Held, share: Sequence[Job], clamp: bool, lost: Lost) -> Iterator[tuple[Chunk, torch.Tensor]]:
+    """The bytes of every chunk, cast, in order; valid until the next is asked for."""
+    buffer = torch.empty(CHUNK_BYTES, dtype=torch.uint8)
+    waiting: list[tuple[Chunk, torch.Tensor, int]] = []
+    used = 0
+
+    def cast() -> Iterator[tuple[Chunk, torch.Tensor]]:
+        nonlocal used
+        pairs = [_pair(chunk, part, buffer, at) for chunk, part, at in waiting]
+        moved = run(Plan((), pairs), "", overflow="clamp" if clamp else "inf") if pairs else None
+        for number, found in (moved.overflows if moved else {}).items():
+            count, largest = lost.get(pairs[number][0].name, (0, 0.0))
+            lost[pairs[number][0].name] = (count + found.count, max(largest, found.largest))
+        for chunk, _, at in waiting:
+            yield chunk, buffer[at : at + chunk.nbytes]
+        waiting.clear()
+        used = 0
+
+    name, local = "", torch.empty(0)
+    for job in share:
+        if job.name != name:
+            name, local = job.name, held.read[job.name]().detach().reshape(-1)
+        for chunk in chunks(job):
+            part = local[chunk.first : chunk.first + chunk.count].cpu().resolve_conj().resolve_neg()
+            if job.source == job.target.dtype:
+                yield from cast()
+                yield chunk, part.view(torch.uint8)
+                continue
+            if used + chunk.nbytes > CHUNK_BYTES:
+                yield from cast()
+            waiting.append((chunk, part, used))
+            used += -(-chunk.nbytes // 64) * 64
+    yield from cast()
+
+
+def _pair(chunk: Chunk, part: torch.Tensor, buffer: torch.Tensor, at: int) -> tuple[TensorEntry, TensorEntry]:
+    job = chunk.job
+    of = MemoryStore(part.data_ptr(), part.numel() * part.element_size(), part)
+    to = MemoryStore(buffer.data_ptr(), buffer.numel(), buffer)
+    shape = (chunk.count,)
+    return (
+        TensorEntry(job.name, shape, job.source, "parameter", (Fragment(of, 0, 0, chunk.count),)),
+        TensorEntry(job.name, shape, job.target.dtype, "parameter", (Fragment(to, at, 0, chunk.count),)),
+    )

@@ -1,0 +1,349 @@
+"""Weights out of a model that trains: whole, without ever being gathered.
+
+For training scripts, on every rank at once. `save_pretrained` writes the directory that `transformers` loads: rank 0 lays it
+out, makes the files and writes what holds no weights; every rank writes the bytes it owns at their places in the shared files,
+casting on the way. `consolidate` gives rank 0 the state dict. A rank needs `shares.CHUNK_BYTES` beside the model's own memory.
+
+[Note: the protocol] 1. Ranks offer what they hold (`parts`); rank 0 decides who brings what (`shares`), checks the output and
+makes its files. 2. Each rank is told its share, and says whether it sees the files. 3. Those that do write; the others send
+their chunks to rank 0. All sync. 4. Rank 0 publishes, and all learn how it went. An error anywhere is raised everywhere, and
+nothing is published.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import warnings
+import zlib
+from bisect import bisect_left
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from zckpt.catalog import TensorEntry
+from zckpt.convert import output_dtype, to_dtype
+from zckpt.delivery import Overflow, overflow_error
+from zckpt.dtypes import BF16, F16, F32, DType
+from zckpt.errors import UsageError
+from zckpt.fragments import FileStore
+from zckpt.journal import Finished
+from zckpt.layouts import huggingface
+from zckpt.layouts.companions import true_dtype
+from zckpt.live.carry import Brought, Files, Lost, Memory, bring
+from zckpt.live.parts import Held, held_by, unwrap
+from zckpt.live.ranks import Ranks, attempt, first_error
+from zckpt.live.shares import Job, Target, Tensor, jobs, settle
+from zckpt.manifest import Manifest
+from zckpt.mover import run
+from zckpt.plan import OutputFile, Plan
+from zckpt.publish import Staging, check_output, check_space
+from zckpt.sums import Partial, element_ranges, file_checksums, join
+from zckpt.version import __version__
+
+_WEIGHTS = re.compile(r"(model|pytorch_model)(-\d{5}-of-\d{5})?\.(safetensors|bin)(\.index\.json)?")
+
+
+def consolidate(
+    engine_or_model: nn.Module, dtype: str | DType | torch.dtype | None = None, *, exclude_frozen: bool = False
+) -> dict[str, torch.Tensor]:
+    """The whole state dict, on rank 0. Every rank calls it.
+
+    Args:
+        engine_or_model: as for `save_pretrained`.
+        dtype: of floating parameters; None keeps each as it is trained: masters are fp32.
+        exclude_frozen: leave out parameters that are not trained.
+
+    Returns:
+        On rank 0, tensors by name in CPU memory; tied names have the same object. Elsewhere nothing.
+
+    Raises:
+        CastError: numbers too large for `dtype`.
+        ZckptError: another kind says what is wrong; every rank raises it.
+    """
+    world = Ranks()
+    wanted = None if dtype is None else to_dtype(_name(dtype))
+    given = attempt(lambda: held_by(engine_or_model))
+    said = world.gather(given if isinstance(given, Exception) else given.offers)
+    state: dict[str, torch.Tensor] = {}
+
+    def plan() -> list[list[Job]]:
+        tensors = _chosen(settle(first_error(said)), exclude_frozen)
+        for name, tensor in tensors.items():
+            torch_name = _dtype_of(tensor.entry, wanted).torch_name
+            state[name] = torch.empty(tensor.entry.shape, dtype=getattr(torch, torch_name))
+        places = {n: Target(i, 0, _dtype_of(t.entry, wanted)) for i, (n, t) in enumerate(tensors.items())}
+        return jobs(tensors, places, world.size)
+
+    shares = attempt(plan) if world.rank == 0 else []
+    mine = world.scatter(shares)
+    assert isinstance(given, Held)
+    sink = Memory(list(state.values())) if world.rank == 0 else None
+    senders = [] if isinstance(shares, Exception) else list(enumerate(shares))[1:]
+    brought = bring(world, given, mine, sink, senders)
+    _end(world, brought, lambda sums: None, "error", wanted)
+    state.update((dropped, state[kept]) for dropped, kept in given.aliases.items() if kept in state)
+    return state
+
+
+def save_pretrained(
+    engine_or_model: nn.Module,
+    out_dir: str | os.PathLike[str],
+    dtype: str | DType | torch.dtype | None = None,
+    max_shard_size: int | str = "5GB",
+    *,
+    exclude_frozen: bool = False,
+    overflow: Overflow = "error",
+    file: str = "",
+) -> None:
+    """Writes a directory that `from_pretrained` loads. Every rank calls it, between two steps; nothing is gathered.
+
+    Args:
+        engine_or_model: a model, plain or under `fully_shard`; zckpt's engine; or DeepSpeed's, of stages 1 to 3. Trained
+            parameters are their fp32 masters.
+        out_dir: made where it is not there; in one that is, weights of an earlier save are replaced, other files stay.
+        dtype: of floating parameters ("bf16", torch.bfloat16, ..); None keeps each as it is trained.
+        max_shard_size: of a weights file.
+        exclude_frozen: leave out parameters that are not trained.
+        overflow: what to do with numbers too large for `dtype`: "error", "inf" or "clamp".
+        file: the name of the only weights file; one ending in .bin or .pt is torch's format.
+
+    Warns:
+        UserWarning: some ranks do not see `out_dir`, and send what they hold to rank 0.
+
+    Raises:
+        CastError: numbers too large for `dtype`.
+        OutputError: the directory cannot be written.
+        ZckptError: another kind says what is wrong. Every rank raises it, and nothing was published.
+    """
+    if os.path.basename(file) != file:
+        raise UsageError("a weights file outside of its directory", found=repr(file))
+    world = Ranks()
+    wanted = None if dtype is None else to_dtype(_name(dtype))
+    container: huggingface.Format = "bin" if file.endswith((".bin", ".pt")) else "safetensors"
+    target = huggingface.Target(container, file=file, max_shard_size=max_shard_size)
+    with contextlib.ExitStack() as stack:
+        given = attempt(lambda: held_by(engine_or_model))
+        said = world.gather(given if isinstance(given, Exception) else given.offers)
+        work: _Work | None = None
+
+        def plan() -> list[_Share]:
+            nonlocal work
+            aliases = given.aliases if isinstance(given, Held) else {}
+            tensors = _chosen(settle(first_error(said)), exclude_frozen)
+            small = small_files(engine_or_model, wanted or _usual(tensors))
+            work = _planned(tensors, aliases, os.fspath(out_dir), wanted, target, small, world.size)
+            stack.enter_context(work.staging)
+            work.staging.keep(())
+            run(Plan(work.files, ()), work.staging.directory)
+            paths = [os.path.join(work.staging.directory, output.path) for output, _ in work.files]
+            return [_Share(paths, share) for share in work.shares]
+
+        share = world.scatter(attempt(plan) if world.rank == 0 else [])
+        assert isinstance(given, Held)
+        sees = world.rank == 0 or all(os.path.exists(path) for path in share.paths)
+        far = [rank for rank, seen in enumerate(first_error(world.gather(sees))) if not seen]
+        if far:
+            warnings.warn(
+                f"{len(far):,} of {world.size:,} ranks do not see {os.fspath(out_dir)!r}: their weights go through rank 0, "
+                "parameter by parameter. A shared file system is faster.",
+                stacklevel=2,
+            )
+        senders = [(rank, work.shares[rank]) for rank in far] if work else []
+        sink = stack.enter_context(Files(share.paths)) if sees else None
+        brought = bring(world, given, share.jobs, sink, senders, clamp=overflow == "clamp")
+        _end(world, brought, lambda sums: _publish(work, sums) if work else None, overflow, wanted)
+
+
+def _name(dtype: str | DType | torch.dtype) -> str | DType:
+    return str(dtype) if isinstance(dtype, torch.dtype) else dtype
+
+
+def _chosen(tensors: Mapping[str, Tensor], exclude_frozen: bool) -> dict[str, Tensor]:
+    chosen = {n: t for n, t in tensors.items() if not (exclude_frozen and t.entry.role == "frozen")}
+    if not chosen:
+        raise UsageError("a model without weights", found="no parameter and no buffer")
+    return chosen
+
+
+def _dtype_of(entry: TensorEntry, wanted: DType | None) -> DType:
+    return entry.dtype if wanted is None else output_dtype(entry, wanted)
+
+
+def _usual(tensors: Mapping[str, Tensor]) -> DType:
+    """The dtype that most parameters have."""
+    sizes: dict[DType, int] = {}
+    for tensor in tensors.values():
+        if tensor.entry.dtype.kind == "float" and tensor.entry.role != "buffer":
+            sizes[tensor.entry.dtype] = sizes.get(tensor.entry.dtype, 0) + tensor.entry.numel
+    return max(sizes, key=lambda dtype: sizes[dtype], default=F32)
+
+
+@dataclass(frozen=True, slots=True)
+class _Share:
+    """What a rank is told: all files, and the jobs that are its own."""
+
+    paths: list[str]
+    jobs: list[Job]
+
+
+@dataclass(frozen=True, slots=True)
+class _Work:
+    """What rank 0 knows: the files, the private directory they are made in, and everybody's jobs."""
+
+    files: tuple[tuple[OutputFile, FileStore], ...]
+    staging: Staging
+    shares: list[list[Job]]
+    dtype: DType | None
+    tensors: int
+    numel: int
+
+
+def _planned(
+    tensors: Mapping[str, Tensor],
+    aliases: Mapping[str, str],
+    out: str,
+    wanted: DType | None,
+    target: huggingface.Target,
+    small: Mapping[str, str],
+    size: int,
+) -> _Work:
+    aliases = {dropped: kept for dropped, kept in aliases.items() if kept in tensors}
+    entries = [(t.entry, _dtype_of(t.entry, wanted)) for t in tensors.values()]
+    laid = huggingface.lay_out(entries, aliases, target)
+    files = (*laid.files, *(huggingface.literal_file(name, text.encode()) for name, text in small.items()))
+    if os.path.lexists(out) and not os.path.isdir(out):
+        check_output(out, single=False, overwrite=False, protected=())
+    check_space(out, sum(output.size for output, _ in files))
+    number = {id(store): index for index, (_, store) in enumerate(files)}
+    places = {
+        name: Target(number[id(fragment.store)], fragment.byte_offset, entry.dtype)
+        for name, entry in laid.entries.items()
+        for fragment in entry.fragments
+    }
+    numel = sum(tensor.entry.numel for tensor in tensors.values())
+    staging = Staging(out, single=False, merge=True)
+    return _Work(files, staging, jobs(tensors, places, size), wanted, len(tensors), numel)
+
+
+def small_files(model: nn.Module, dtype: str | DType) -> dict[str, str]:
+    """What makes a directory of weights loadable: `config.json`, in which the dtype is made true, and `generation_config.json`.
+
+    Args:
+        model: one with a config as transformers' have it; others give nothing.
+        dtype: of the weights.
+
+    Returns:
+        File name -> text.
+    """
+    files: dict[str, str] = {}
+    model = unwrap(model)
+    config: Any = getattr(model, "config", None)
+    if hasattr(config, "to_json_string") and hasattr(config, "to_dict"):
+        facts = json.loads(config.to_json_string())
+        if not facts.get("architectures"):
+            kinds = [kind.__name__ for kind in type(model).__mro__ if not kind.__name__.startswith("FSDP")]
+            facts["architectures"] = kinds[:1]
+        files["config.json"] = json.dumps(true_dtype(facts, to_dtype(dtype)), indent=2, ensure_ascii=False) + "\n"
+    generation: Any = getattr(model, "generation_config", None)
+    if hasattr(generation, "to_json_string"):
+        files["generation_config.json"] = generation.to_json_string()
+    return files
+
+
+Sums = dict[int, "list[Partial] | None"]
+
+
+def _end(
+    world: Ranks,
+    outcome: Brought | Exception,
+    publish: Callable[[Sums], None],
+    overflow: Overflow,
+    dtype: DType | None,
+) -> None:
+    """All ranks learn whether all is well; rank 0 publishes then, with the CRCs that all took."""
+    outcomes = world.gather(outcome)
+
+    def conclude() -> list[None]:
+        lost: Lost = {}
+        sums: Sums = {}
+        for one in first_error(outcomes):
+            for name, (count, largest) in one.lost.items():
+                before = lost.get(name, (0, 0.0))
+                lost[name] = (before[0] + count, max(before[1], largest))
+            for place, parts in one.sums.items():
+                known = sums.setdefault(place, [])
+                sums[place] = None if parts is None or known is None else known + parts
+        if lost and overflow == "error" and dtype is not None:
+            error = overflow_error(lost, [dtype])
+            error.remedy = "Nothing was published. Choose bf16, or pass overflow='clamp' or overflow='inf'."
+            raise error
+        publish(sums)
+        return [None] * world.size
+
+    world.scatter(attempt(conclude) if world.rank == 0 else [])
+
+
+_SHORT = {F32: "fp32", F16: "fp16", BF16: "bf16"}
+
+
+def _publish(work: _Work, sums: Sums) -> None:
+    """Fills in checksums, gives the files their names, and removes weights that an earlier save left beside them."""
+    finished = []
+    for number, (output, _) in enumerate(work.files):
+        path = os.path.join(work.staging.directory, output.path)
+        parts = sums.get(number, [])
+        if parts is not None:
+            parts = sorted(parts)
+        crcs = {
+            start: _crc_of(path, start, nbytes) if parts is None else join(_within(parts, start, nbytes), start, nbytes)
+            for start, nbytes in element_ranges(output)
+        }
+        crc, slots = file_checksums(output, crcs)
+        if slots:
+            _patch(path, slots)
+        finished.append(Finished(output.path, output.size, crc))
+    manifest = Manifest(
+        version=__version__,
+        source={"layout": "live"},
+        dtype=_SHORT.get(work.dtype, "") if work.dtype else "",
+        options={},
+        tensors=work.tensors,
+        numel=work.numel,
+        files=tuple(finished),
+    )
+    work.staging.commit(manifest.as_bytes())
+    new = {output.path for output, _ in work.files}
+    kinds = {found[3] for name in new if (found := _WEIGHTS.fullmatch(name))}
+    for name in os.listdir(work.staging.out):
+        old = _WEIGHTS.fullmatch(name)
+        if old and old[3] in kinds and name not in new:
+            os.unlink(os.path.join(work.staging.out, name))
+
+
+def _within(parts: list[Partial], start: int, nbytes: int) -> list[Partial]:
+    return parts[bisect_left(parts, (start,)) : bisect_left(parts, (start + nbytes,))]
+
+
+def _crc_of(path: str, start: int, nbytes: int) -> int:
+    """Of a range that ranks filled with many small pieces: it is read once more."""
+    crc = 0
+    with open(path, "rb") as file:
+        file.seek(start)
+        while nbytes and (data := file.read(min(nbytes, 1 << 20))):
+            nbytes, crc = nbytes - len(data), zlib.crc32(data, crc)
+    return crc
+
+
+def _patch(path: str, slots: Mapping[int, bytes]) -> None:
+    with open(path, "r+b") as file:
+        for offset, data in slots.items():
+            file.seek(offset)
+            file.write(data)
+        file.flush()
+        os.fsync(file.fileno())

@@ -1,0 +1,228 @@
+"""What this process holds of a live model: names, shapes, and which elements of every tensor lie in its memory.
+
+For `export`. A plain module, one under `fully_shard` (DTensors of any mesh, cut along any dimensions), one that zckpt's trainer
+sharded, and one that DeepSpeed trains at stage 1, 2 or 3: its fp32 masters, not the half-precision copies it computes with.
+
+[Note: offers] Every rank offers what it has of each tensor; several may offer the same elements. Whose are taken is decided by
+one rank for all (`shares`): replicas that sharding keeps equal are written by whoever has least to do, copies that nothing keeps
+equal (buffers, plain parameters) come from the lowest rank.
+Source: torch 2.13, distributed/tensor/_utils.py; DeepSpeed 0.19.8, utils/tensor_fragment.py (`_hp_mapping`: stages 1 and 2,
+and the bf16 optimizer) and runtime/zero/stage3.py (`ds_tensor`, `get_local_fp32_param`); checked by tests/interop.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from zckpt.catalog import Role, TensorPart
+from zckpt.dtypes import BY_TORCH_NAME, DType
+from zckpt.errors import UnsupportedError, UsageError, some
+from zckpt.fragments import Fragment, MemoryStore
+from zckpt.live.loading import is_plain, tensors_of
+from zckpt.live.slices import local_part, master_of, put_in_slices
+
+_WRAPPERS = re.compile(r"(?:^|(?<=\.))(?:_orig_mod|_checkpoint_wrapped_module)\.")
+
+
+@dataclass(frozen=True, slots=True)
+class Offer:
+    """Elements of a tensor that a rank has; travels from rank to rank.
+
+    Attributes:
+        part: which elements, and where in the rank's own dense memory of them; the store stands for that memory.
+        role: parameter, frozen or buffer.
+        equal: every rank that offers the same elements is known to have the same numbers.
+    """
+
+    part: TensorPart
+    role: Role
+    equal: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """A model as this process holds it.
+
+    Attributes:
+        offers: in the model's order, tied weights once.
+        read: name -> gives the elements offered, in memory of any device.
+        aliases: dropped name -> kept name.
+    """
+
+    offers: tuple[Offer, ...]
+    read: dict[str, Callable[[], torch.Tensor]]
+    aliases: dict[str, str]
+
+
+def unwrap(model: nn.Module) -> nn.Module:
+    """The model inside engines, DDP and torch.compile."""
+    while True:
+        inner = getattr(model, "_orig_mod", None)
+        if not isinstance(inner, nn.Module):
+            children = dict(model.named_children())
+            own = any(t is not None for t in (*model._parameters.values(), *model._buffers.values()))
+            if own or list(children) != ["module"]:
+                return model
+            inner = children["module"]
+        model = inner
+
+
+def held_by(model: nn.Module) -> Held:
+    """What this process has of a model, between two steps. Copies nothing, and calls no other rank.
+
+    Raises:
+        UnsupportedError: a tensor is cut in a way that is not known.
+        UsageError: the model has no memory.
+    """
+    _refuse_parallel(model)
+    engine, model = model, unwrap(model)
+    places = _flat_places(engine, model)
+    for module in model.modules():
+        if type(module).__name__ == "FullyShardedDataParallel":
+            raise UnsupportedError(
+                "a model under FullyShardedDataParallel (FSDP1)",
+                remedy="Shard it with torch.distributed.fsdp.fully_shard, or save it with torch.distributed.checkpoint.",
+            )
+    put_in_slices(model)
+    offers: list[Offer] = []
+    read: dict[str, Callable[[], torch.Tensor]] = {}
+    aliases: dict[str, str] = {}
+    for names, tensor in tensors_of(model):
+        kept, *dropped = (_WRAPPERS.sub("", name) for name in names)
+        aliases.update((name, kept) for name in dropped if name != kept)
+        role: Role = "buffer"
+        if isinstance(tensor, nn.Parameter):
+            role = "parameter" if tensor.requires_grad else "frozen"
+        shape, dtype, fragments, equal, read[kept] = _elements(kept, tensor, places)
+        offers.append(Offer(TensorPart(kept, shape, _dtype(kept, dtype), fragments), role, equal))
+    return Held(tuple(offers), read, aliases)
+
+
+Found = tuple[tuple[int, ...], torch.dtype, tuple[Fragment, ...], bool, Callable[[], torch.Tensor]]
+
+
+def _elements(name: str, tensor: torch.Tensor, places: Places) -> Found:
+    """Shape, dtype, fragments (maybe none), whether equal on all ranks, and how to read them."""
+    master = master_of(tensor)
+    if isinstance(tensor, DTensor):
+        return _of_dtensor(name, tensor)
+    if hasattr(tensor, "ds_id"):
+        return _of_stage_3(name, tensor)
+    if hasattr(tensor, "_hp_mapping"):
+        return _of_stage_1_and_2(tensor, places)
+    whole = tensor.data if master is None else master
+    if not is_plain(whole):
+        raise UnsupportedError(
+            f"tensor {name!r} that is not plain memory", found=f"a {type(whole).__name__}, {whole.layout}"
+        )
+    if whole.is_meta:
+        raise UsageError(
+            "a model without memory", found=f"{name!r} is on the meta device", remedy="Give it weights first."
+        )
+    return tuple(whole.shape), whole.dtype, _dense(whole, 0, whole.numel()), False, lambda: whole
+
+
+def _of_dtensor(name: str, tensor: DTensor) -> Found:
+    local, fragments = local_part(name, tensor)
+    return tuple(tensor.shape), local.dtype, fragments, True, lambda: local
+
+
+def _of_stage_3(name: str, parameter: Any) -> Found:
+    """DeepSpeed stage 3: the flat parameter in as many parts as ranks share it, the last ones padded."""
+    shape, numel = tuple(parameter.ds_shape), int(parameter.ds_numel)
+    engine = getattr(parameter, "_z3_optimizer", None)
+    step = int(parameter.ds_tensor.ds_numel)
+    start = dist.get_rank(parameter.ds_process_group) * step
+    count = max(0, min(step, numel - start))
+
+    def read() -> torch.Tensor:
+        if parameter.requires_grad and engine is not None:
+            part = engine.get_local_fp32_param(parameter)
+        else:
+            part = parameter.ds_tensor
+        if part is None or part.numel() < count:
+            raise UnsupportedError(
+                f"tensor {name!r} whose part is not in memory", remedy="Weights on NVMe cannot be taken live."
+            )
+        held: torch.Tensor = part.detach().reshape(-1)[:count]
+        return held
+
+    dtype = parameter.ds_tensor.dtype
+    if parameter.requires_grad and engine is not None:
+        dtype = getattr(engine, "master_weights_and_grads_dtype", torch.float32)
+    store = MemoryStore(0, count * dtype.itemsize)
+    return shape, dtype, (Fragment(store, 0, start, count),) if count else (), True, read
+
+
+def _of_stage_1_and_2(parameter: Any, places: Places) -> Found:
+    """DeepSpeed stages 1 and 2: the run of elements that lies in this rank's partition of the flat group."""
+    shape, mapping = tuple(parameter.shape), parameter._hp_mapping
+    start, part = 0, parameter.detach().view(-1)[:0]
+    if id(parameter) in places:
+        start, part = places[id(parameter)]
+    elif mapping is not None:
+        start, part = int(mapping.lp_fragment_address.start), mapping.hp_fragment.detach()
+    return shape, part.dtype, _dense(part, start, part.numel()), True, lambda: part
+
+
+Places = dict[int, tuple[int, torch.Tensor]]
+
+
+def _flat_places(engine: Any, model: nn.Module) -> Places:
+    """Id of a parameter -> its first element in this rank's partition, and these elements; of stages 1 and 2.
+
+    `_hp_mapping` says the same, but is wrong under `round_robin_gradients`: it takes the group's order for the flat one.
+    """
+    several: list[Any] = [
+        getattr(engine, "optimizer", None),
+        *(getattr(p, "_zero_optimizer", None) for p in model.parameters()),
+    ]
+    places: Places = {}
+    for optimizer in {id(one): one for one in several if hasattr(one, "round_robin_bit16_groups")}.values():
+        for number, group in enumerate(optimizer.round_robin_bit16_groups):
+            part = optimizer.single_partition_of_fp32_groups[number].detach()
+            low = dist.get_rank(optimizer.real_dp_process_group[number]) * part.numel()
+            steps = accumulate((p.numel() for p in group), initial=0)
+            offsets = getattr(optimizer, "round_robin_bit16_offsets", None)
+            for parameter, offset in zip(group, steps if offsets is None else offsets[number]):
+                first, last = max(low, offset), min(low + part.numel(), offset + parameter.numel())
+                places[id(parameter)] = (max(0, first - offset), part[first - low : max(first, last) - low])
+    return places
+
+
+def _dense(local: torch.Tensor, start: int, count: int) -> tuple[Fragment, ...]:
+    return (Fragment(MemoryStore(0, count * local.element_size()), 0, start, count),) if count else ()
+
+
+def _dtype(name: str, dtype: torch.dtype) -> DType:
+    known = BY_TORCH_NAME.get(str(dtype).removeprefix("torch."))
+    if known is None:
+        raise UnsupportedError(f"tensor {name!r} of a dtype that zckpt does not know", found=str(dtype))
+    return known
+
+
+def _refuse_parallel(engine: Any) -> None:
+    """DeepSpeed's tensor, pipeline and expert parallelism: ranks hold different tensors under the same names."""
+    stage = getattr(engine, "zero_optimization_stage", None)
+    if stage is None or not type(engine).__module__.startswith("deepspeed"):
+        return
+    what = ""
+    if getattr(engine, "mp_world_size", 1) > 1 or type(engine).__name__ == "PipelineEngine":
+        what = "tensor or pipeline parallelism"
+    experts = [name for name, p in engine.module.named_parameters() if getattr(p, "allreduce", True) is False]
+    if experts:
+        what = f"experts that ranks share ({some(experts)})"
+    if what:
+        raise UnsupportedError(
+            f"live weights of a DeepSpeed engine with {what}",
+            remedy="Call engine.save_checkpoint, and convert the checkpoint: zckpt to-bf16.",
+        )

@@ -1,0 +1,78 @@
+"""What ranks say to each other while they save together; a process alone says it to itself.
+
+For `export`. Whatever fails on one rank is raised on every rank, at the next point where all meet: nobody waits for a rank that
+has given up.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+Value = TypeVar("Value")
+
+
+def attempt(function: Callable[[], Value]) -> Value | Exception:
+    """What a function gives, or the error it ends with."""
+    try:
+        return function()
+    except Exception as error:
+        return error
+
+
+class Ranks:
+    """All ranks of the default process group; one, where there is none.
+
+    Attributes:
+        rank: this process.
+        size: all processes.
+    """
+
+    def __init__(self) -> None:
+        together = dist.is_available() and dist.is_initialized()
+        self.rank = dist.get_rank() if together else 0
+        self.size = dist.get_world_size() if together else 1
+        gpu = together and "nccl" in str(dist.get_backend()) and "gloo" not in str(dist.get_backend())
+        self._device = torch.device("cuda", torch.cuda.current_device()) if gpu else torch.device("cpu")
+
+    def gather(self, value: Value | Exception) -> list[Value | Exception]:
+        """On rank 0 what each rank gives; elsewhere nothing."""
+        if self.size == 1:
+            return [value]
+        out: list[Any] | None = [None] * self.size if self.rank == 0 else None
+        dist.gather_object(value, out)
+        return out or []
+
+    def scatter(self, values: Sequence[Value] | Exception) -> Value:
+        """On each rank its value of those that rank 0 gives; or rank 0's error, raised on all."""
+        told: list[Any] = [values] * self.size if isinstance(values, Exception) else list(values)
+        mine: list[Any] = told[:1] if self.size == 1 else [None]
+        if self.size > 1:
+            dist.scatter_object_list(mine, told if self.rank == 0 else None)
+        if isinstance(mine[0], Exception):
+            raise mine[0]
+        found: Value = mine[0]
+        return found
+
+    def send(self, data: torch.Tensor) -> None:
+        """Bytes for rank 0."""
+        dist.send(data.to(self._device), 0)
+
+    def receive(self, nbytes: int, rank: int) -> torch.Tensor:
+        """Bytes from a rank, in memory of the CPU."""
+        data = torch.empty(nbytes, dtype=torch.uint8, device=self._device)
+        dist.recv(data, rank)
+        return data.cpu()
+
+
+def first_error(values: Sequence[Value | Exception]) -> list[Value]:
+    """The values; or raises what went wrong first, by rank."""
+    found: list[Value] = []
+    for value in values:
+        if isinstance(value, Exception):
+            raise value
+        found.append(value)
+    return found

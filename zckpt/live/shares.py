@@ -1,0 +1,157 @@
+"""Who brings which elements where: rank 0 decides it once, from what all ranks offer, and each rank gets its share.
+
+For `export`. Making the `TensorEntry` of every tensor is the check that the ranks together hold each element.
+[Note: chunks] A job is a fragment of this rank's memory of one tensor; it is carried in chunks of at most `CHUNK_BYTES`, each a
+run of that memory. Whoever knows the job knows its chunks, so a rank that receives them needs no headers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from zckpt.catalog import Role, TensorEntry
+from zckpt.dtypes import DType
+from zckpt.errors import IncompleteError, InconsistentError
+from zckpt.fragments import Fragment
+from zckpt.live.parts import Offer
+
+CHUNK_BYTES = 16 << 20
+"""Of memory that a rank needs beside the model's own; measured: larger ones are no faster."""
+
+Key = tuple[int, int, int, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Tensor:
+    """A tensor as all ranks together hold it.
+
+    Attributes:
+        entry: all its elements; stores stand for the ranks' memories.
+        owners: (rank, fragment) of those that make up `entry`.
+    """
+
+    entry: TensorEntry
+    owners: tuple[tuple[int, Fragment], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """Where a tensor goes: the number of a file or of a tensor in memory, its first byte there, and its dtype."""
+
+    place: int
+    byte_offset: int
+    dtype: DType
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """Elements that a rank brings: a fragment of its memory of tensor `name`, in dtype `source`."""
+
+    name: str
+    source: DType
+    fragment: Fragment
+    target: Target
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """Part of a job: `count` elements from `first` on of the rank's memory, and the (byte offset, bytes) they fill."""
+
+    job: Job
+    first: int
+    count: int
+    runs: tuple[tuple[int, int], ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes in the target's dtype."""
+        return self.count * self.job.target.dtype.itemsize
+
+
+def settle(offered: Sequence[Sequence[Offer]]) -> dict[str, Tensor]:
+    """Who brings what, by tensor, in the order of the first rank that knows it.
+
+    Args:
+        offered: by rank.
+
+    Raises:
+        IncompleteError: some elements are nowhere. InconsistentError: ranks hold different models.
+    """
+    names: dict[str, None] = {}
+    by_rank = [{offer.part.name: offer for offer in offers} for offers in offered]
+    for offers in by_rank:
+        names.update(dict.fromkeys(offers))
+    busy = [0] * len(by_rank)
+    return {
+        name: _settled({rank: offers[name] for rank, offers in enumerate(by_rank) if name in offers}, busy)
+        for name in names
+    }
+
+
+def _settled(offers: Mapping[int, Offer], busy: list[int]) -> Tensor:
+    known = next(iter(offers.values()))
+    holders = {rank: offer for rank, offer in offers.items() if offer.part.fragments}
+    first = next(iter(holders.values()), known)
+    name, shape, dtype, role = first.part.name, first.part.shape, first.part.dtype, known.role
+    wrong = [r for r, o in offers.items() if o.part.shape != shape or (r in holders and o.part.dtype != dtype)]
+    if wrong:
+        other = offers[wrong[0]].part
+        raise InconsistentError(
+            f"ranks with different models: tensor {name!r}",
+            found=f"{other.dtype} {list(other.shape)} on rank {wrong[0]}",
+            expected=f"{dtype} {list(shape)}",
+        )
+    candidates: dict[Key, list[int]] = {}
+    where: dict[tuple[int, Key], Fragment] = {}
+    for rank, offer in holders.items():
+        for fragment in offer.part.fragments:
+            key = (fragment.start, fragment.count, fragment.rows, fragment.pitch)
+            candidates.setdefault(key, []).append(rank)
+            where[rank, key] = fragment
+    owners: list[tuple[int, Fragment]] = []
+    for key, ranks in candidates.items():
+        equal = all(holders[rank].equal for rank in ranks)
+        chosen = min(ranks, key=lambda rank: busy[rank]) if equal else ranks[0]
+        fragment = where[chosen, key]
+        busy[chosen] += fragment.numel * dtype.itemsize
+        owners.append((chosen, fragment))
+    return Tensor(_entry(name, shape, dtype, role, [fragment for _, fragment in owners]), tuple(owners))
+
+
+def _entry(name: str, shape: tuple[int, ...], dtype: DType, role: Role, fragments: list[Fragment]) -> TensorEntry:
+    try:
+        return TensorEntry(name, shape, dtype, role, tuple(fragments))
+    except IncompleteError as error:
+        raise IncompleteError(
+            f"elements that no rank holds, of tensor {name!r}",
+            found=error.found,
+            expected=error.expected,
+            remedy="Every rank has to take part, with the model that it trains.",
+        ) from error
+
+
+def jobs(tensors: Mapping[str, Tensor], targets: Mapping[str, Target], size: int) -> list[list[Job]]:
+    """What each of `size` ranks brings, in the order of the targets."""
+    shares: list[list[Job]] = [[] for _ in range(size)]
+    for name, target in targets.items():
+        for rank, fragment in tensors[name].owners:
+            shares[rank].append(Job(name, tensors[name].entry.dtype, fragment, target))
+    return shares
+
+
+def chunks(job: Job) -> Iterator[Chunk]:
+    """A job in parts, in the order of the rank's memory; see [Note: chunks]."""
+    fragment, source = job.fragment, job.source.itemsize
+    most = max(1, CHUNK_BYTES // max(source, job.target.dtype.itemsize))
+    if fragment.rows > 1 and fragment.count == fragment.pitch == fragment.store_pitch:
+        fragment = replace(fragment, count=fragment.numel, rows=1, pitch=0, store_pitch=0)
+    together = max(1, most // max(1, fragment.count)) if fragment.store_pitch == fragment.count else 1
+    for row in range(0, fragment.rows, together):
+        rows = range(row, min(row + together, fragment.rows))
+        for column in range(0, fragment.count, most):
+            count = min(most, fragment.count - column)
+            first = fragment.byte_offset // source + row * fragment.store_pitch + column
+            size, at = job.target.dtype.itemsize, fragment.start + column
+            runs = tuple((job.target.byte_offset + (at + r * fragment.pitch) * size, count * size) for r in rows)
+            yield Chunk(job, first, count * len(rows), runs)

@@ -1,0 +1,63 @@
+"""Which elements of a tensor that ranks share lie in this process.
+
+For `loading` and `parts`: a DTensor, cut along any dimensions of its mesh, as fragments of the whole.
+Source: torch 2.13, distributed/tensor/_utils.py; `fully_shard` leaves a DTensor where a parameter was.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torch.distributed.tensor.placement_types import _StridedShard
+
+from zckpt.errors import UnsupportedError
+from zckpt.fragments import Fragment, MemoryStore
+from zckpt.overlaps import embed
+
+_HELD = "_zckpt_held"  # what the trainer of `runtime` leaves on a parameter
+
+
+def local_part(name: str, tensor: DTensor) -> tuple[torch.Tensor, tuple[Fragment, ...]]:
+    """This process's part of a tensor, and which elements of the whole it has; the store stands for its dense memory.
+
+    Raises:
+        UnsupportedError: it is not known which.
+    """
+    mesh = tensor.device_mesh
+    local: torch.Tensor = tensor.detach().to_local()  # type: ignore[attr-defined]
+    if mesh.get_coordinate() is None or not local.numel():
+        return local, ()
+    if any(not (p.is_replicate() or isinstance(p, Shard | _StridedShard)) for p in tensor.placements):
+        raise UnsupportedError(f"tensor {name!r} of a placement that is not known", found=str(tensor.placements))
+    extent, offsets = compute_local_shape_and_global_offset(tensor.shape, mesh, tensor.placements)
+    if tuple(extent) != tuple(local.shape):
+        raise UnsupportedError(
+            f"tensor {name!r} whose part has another shape than its placement says",
+            found=str(list(local.shape)),
+            expected=f"{list(extent)}, by {tensor.placements}",
+        )
+    size, current = local.element_size(), list(extent)
+    fragments: tuple[Fragment, ...] = (Fragment(MemoryStore(0, local.numel() * size), 0, 0, local.numel()),)
+    for dim, (length, offset) in enumerate(zip(tensor.shape, offsets)):
+        if current[dim] != length:
+            fragments = embed(fragments, current, dim, offset, length, size)
+            current[dim] = length
+    return local, fragments
+
+
+def put_in_slices(model: nn.Module) -> None:
+    """Between steps, `fully_shard` may still hold parameters whole: afterwards the modules hold this process's parts."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+
+
+def master_of(parameter: torch.Tensor) -> torch.Tensor | None:
+    """The fp32 master that the trainer keeps of a whole parameter beside it; None where the parameter is its own."""
+    master: torch.Tensor | None = getattr(getattr(parameter, _HELD, None), "master", None)
+    if master is None or isinstance(parameter, DTensor) or master.data_ptr() == parameter.data_ptr():
+        return None
+    return master.data

@@ -1,0 +1,95 @@
+"""How the processes of a run come about: torchrun's are taken as they are, a SLURM step's are told who they are, and `--nproc`
+starts some on this machine.
+
+For `zckpt train`.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import sys
+import uuid
+from collections.abc import MutableMapping, Sequence
+from pathlib import Path
+from types import FrameType
+
+from zckpt.errors import UsageError
+
+_PORT = 29500
+
+
+def is_worker(environment: MutableMapping[str, str]) -> bool:
+    """Whether this process is one of several already; a task of a SLURM step learns its rank on the way.
+
+    `srun` starts one process per task: rank, size and node are SLURM's variables, and the first node is where ranks meet.
+    Source: srun(1), "output environment variables".
+    """
+    if "RANK" in environment:
+        return True
+    size = environment.get("SLURM_STEP_NUM_TASKS", "1")
+    if "SLURM_PROCID" not in environment or int(size) < 2:
+        return False
+    nodes = environment.get("SLURM_STEP_NODELIST") or environment.get("SLURM_NODELIST") or "localhost"
+    environment.setdefault("MASTER_ADDR", first_host(nodes))
+    environment.setdefault("MASTER_PORT", str(_PORT + int(environment.get("SLURM_JOB_ID", "0")) % 1000))
+    environment["RANK"], environment["WORLD_SIZE"] = environment["SLURM_PROCID"], size
+    environment["LOCAL_RANK"] = environment.get("SLURM_LOCALID", "0")
+    return True
+
+
+def first_host(nodes: str) -> str:
+    """The first of SLURM's list of nodes: "a100-[07-09,12],b1" gives "a100-07"."""
+    found = re.match(r"([^\[,]+)(?:\[([^\],-]+)[^\]]*\])?([^,]*)", nodes)
+    return nodes if found is None else found[1] + (found[2] or "") + (found[3] or "")
+
+
+def launch(arguments: Sequence[str], processes: int) -> int:
+    """Starts `python -m zckpt` with some arguments on this machine so many times, as torchrun does, and waits.
+
+    SIGTERM and SIGINT are handed on to all, who end as they see fit.
+
+    Returns:
+        0 where all did what they should, otherwise 2; they have said themselves what is wrong.
+
+    Raises:
+        UsageError: there are fewer GPUs.
+    """
+    import torch
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+    if torch.cuda.is_available() and torch.cuda.device_count() < processes:
+        raise UsageError(
+            "more processes than GPUs", found=f"--nproc {processes}, {torch.cuda.device_count()} GPUs",
+            remedy="Each process takes one. CUDA_VISIBLE_DEVICES= trains on the CPU.",
+        )  # fmt: skip
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // processes)))
+    os.environ.setdefault("TORCHELASTIC_LOG_LEVEL", "CRITICAL")
+    before = {number: signal.signal(number, _hand_on) for number in (signal.SIGTERM, signal.SIGINT)}
+    config = LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=processes,
+        run_id=uuid.uuid4().hex,
+        rdzv_backend="c10d",
+        rdzv_endpoint="localhost:0",
+        max_restarts=0,
+        signals_to_handle="SIGHUP,SIGQUIT",
+    )
+    try:
+        elastic_launch(config, sys.executable)("-m", "zckpt", *arguments)
+    except ChildFailedError:
+        return 2
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    return 0
+
+
+def _hand_on(number: int, frame: FrameType | None) -> None:
+    del frame
+    for task in Path("/proc/self/task").iterdir():
+        for child in task.joinpath("children").read_text().split():
+            os.kill(int(child), signal.SIGTERM)

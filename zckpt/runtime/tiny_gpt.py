@@ -1,0 +1,144 @@
+"""A small language model over bytes: GPT-2, in plain torch, under the names that `transformers` gives its parameters.
+
+For `zckpt train --model tiny-gpt`: to try things without a model at hand. What it is exported to, `from_pretrained` loads.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+Output = dict[str, torch.Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class TinyConfig:
+    """Its sizes, and what `transformers` wants to know of it."""
+
+    vocab_size: int = 256
+    n_positions: int = 128
+    n_embd: int = 128
+    n_layer: int = 4
+    n_head: int = 4
+
+    def to_dict(self) -> dict[str, Any]:
+        """As `config.json` has it."""
+        fixed: dict[str, Any] = {
+            "architectures": ["GPT2LMHeadModel"],
+            "model_type": "gpt2",
+            "tie_word_embeddings": True,
+        }
+        drop = dict.fromkeys(("attn_pdrop", "embd_pdrop", "resid_pdrop"), 0.0)
+        ends = {"bos_token_id": None, "eos_token_id": None}
+        return {**fixed, **asdict(self), "activation_function": "gelu_new", **drop, **ends}
+
+    def to_json_string(self) -> str:
+        """The text of `config.json`."""
+        return json.dumps(self.to_dict(), indent=2) + "\n"
+
+
+class Projection(nn.Module):
+    """A linear layer whose weight has shape (inputs, outputs)."""
+
+    def __init__(self, inputs: int, outputs: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(inputs, outputs).normal_(std=0.02))
+        self.bias = nn.Parameter(torch.zeros(outputs))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Shape (.., inputs) to (.., outputs)."""
+        return x @ self.weight + self.bias
+
+
+class Attention(nn.Module):
+    """Every position looks at those before it."""
+
+    def __init__(self, config: TinyConfig) -> None:
+        super().__init__()
+        self.heads = config.n_head
+        self.c_attn = Projection(config.n_embd, 3 * config.n_embd)
+        self.c_proj = Projection(config.n_embd, config.n_embd)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Shape (batch, positions, width), and back."""
+        parts = self.c_attn(x).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
+        mixed = functional.scaled_dot_product_attention(parts[0], parts[1], parts[2], is_causal=True)
+        out: torch.Tensor = self.c_proj(mixed.transpose(1, 2).flatten(-2))
+        return out
+
+
+class Perceptron(nn.Module):
+    """Wide, bent, narrow."""
+
+    def __init__(self, config: TinyConfig) -> None:
+        super().__init__()
+        self.c_fc = Projection(config.n_embd, 4 * config.n_embd)
+        self.c_proj = Projection(4 * config.n_embd, config.n_embd)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Shape (.., width), and back."""
+        out: torch.Tensor = self.c_proj(functional.gelu(self.c_fc(x), approximate="tanh"))
+        return out
+
+
+class Block(nn.Module):
+    """One layer."""
+
+    def __init__(self, config: TinyConfig) -> None:
+        super().__init__()
+        self.ln_1 = nn.LayerNorm(config.n_embd)
+        self.attn = Attention(config)
+        self.ln_2 = nn.LayerNorm(config.n_embd)
+        self.mlp = Perceptron(config)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Shape (batch, positions, width), and back."""
+        x = x + self.attn(self.ln_1(x))
+        out: torch.Tensor = x + self.mlp(self.ln_2(x))
+        return out
+
+
+class Transformer(nn.Module):
+    """All but the head."""
+
+    def __init__(self, config: TinyConfig) -> None:
+        super().__init__()
+        self.wte = nn.Embedding(config.vocab_size, config.n_embd)
+        self.wpe = nn.Embedding(config.n_positions, config.n_embd)
+        self.h = nn.ModuleList(Block(config) for _ in range(config.n_layer))
+        self.ln_f = nn.LayerNorm(config.n_embd)
+        with torch.no_grad():
+            self.wte.weight.normal_(std=0.02)
+            self.wpe.weight.normal_(std=0.02)
+
+    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+        """Shape (batch, positions) to (batch, positions, width)."""
+        x = self.wte(input_ids) + self.wpe(torch.arange(input_ids.shape[1], device=input_ids.device))
+        for block in self.h:
+            x = block(x)
+        out: torch.Tensor = self.ln_f(x)
+        return out
+
+
+class TinyGPT(nn.Module):
+    """The model; `lm_head` is tied to the embedding."""
+
+    def __init__(self, config: TinyConfig | None = None) -> None:
+        super().__init__()
+        self.config = config or TinyConfig()
+        self.transformer = Transformer(self.config)
+        self.lm_head = nn.Linear(self.config.n_embd, self.config.vocab_size, bias=False)
+        self.lm_head.weight = self.transformer.wte.weight
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor | None = None) -> Output:
+        """Logits, shape (batch, positions, vocabulary); with labels, the mean loss of each next byte too."""
+        logits = self.lm_head(self.transformer(input_ids))
+        if labels is None:
+            return {"logits": logits}
+        wide = logits[:, :-1].float().flatten(0, 1)
+        return {"loss": functional.cross_entropy(wide, labels[:, 1:].flatten()), "logits": logits}
