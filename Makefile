@@ -5,7 +5,9 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/pip --disable-pip-version-check install -q -c constraints.txt
 CORE := $(wildcard zckpt/csrc/* CMakeLists.txt)
 
-.PHONY: demo test check bench fixtures golden clean interop
+FUZZ_EXAMPLES ?= 3000
+
+.PHONY: demo test fuzz check bench fixtures golden clean interop
 
 demo: .make/zckpt .make/train
 	$(BIN)/zckpt demo
@@ -24,6 +26,10 @@ bench: .make/zckpt .make/test interop
 
 fixtures: .make/zckpt .make/test interop
 	$(BIN)/python fixtures/generate.py
+
+# Damages files of every kind in new ways each time: about FUZZ_EXAMPLES x 10 of them.
+fuzz: .make/zckpt .make/test
+	ZCKPT_FUZZ=$(FUZZ_EXAMPLES) $(BIN)/python -m pytest -q -n 2 tests/hostile/test_fuzz.py
 
 golden: .make/zckpt .make/test
 	ZCKPT_GOLDEN=rewrite $(BIN)/python -m pytest -q tests/cli tests/runtime/test_config_page.py

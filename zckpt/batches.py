@@ -102,17 +102,18 @@ def _pack_move(src: int, dst: int, m: Move) -> bytes:
     )
 
 
-def batches(plan: Plan, done: Collection[str] = ()) -> Iterator[Batch]:
+def batches(plan: Plan, done: Collection[str] = (), *, bare: bool = False) -> Iterator[Batch]:
     """The plan in parts of bounded size; a file's literals come in order among its moves.
 
     Args:
         plan: what goes where.
         done: paths of files that are there already: nothing goes into them.
+        bare: leave out the literals.
     """
     unfinished = {id(store): (output, store) for output, store in plan.files if output.path not in done}
     skipped = {id(store) for output, store in plan.files if output.path in done}
-    literals = {place: deque(sorted(output.literals)) for place, (output, _) in unfinished.items()}
-    missing = _element_bytes(plan)
+    literals = {place: deque(() if bare else sorted(output.literals)) for place, (output, _) in unfinished.items()}
+    missing = element_bytes(plan)
     by_store: dict[int, list[tuple[int, int, int]]] = {}
     for number, (store, start, nbytes) in enumerate(ranges(plan)):
         by_store.setdefault(id(store), []).append((number, start, nbytes))
@@ -183,7 +184,7 @@ def progress_after(progress: Callable[[int], None] | None, base: int) -> Callabl
     return None if progress is None else lambda now: progress(base + now)
 
 
-def _element_bytes(plan: Plan) -> dict[int, int]:
+def element_bytes(plan: Plan) -> dict[int, int]:
     """Store -> bytes of elements that will go into it."""
     totals = {id(store): 0 for _, store in plan.files}
     for _, entry in plan.pairs:

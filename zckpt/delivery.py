@@ -8,15 +8,17 @@ from __future__ import annotations
 
 import ctypes
 import os
+import shlex
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Literal
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal
 
 from zckpt import files
 from zckpt.batches import progress_after
 from zckpt.catalog import Catalog
 from zckpt.dtypes import DType
-from zckpt.errors import CastError, CorruptError
+from zckpt.errors import CastError, CorruptError, InconsistentError, UsageError
 from zckpt.fragments import FileStore, Store
 from zckpt.journal import Finished
 from zckpt.manifest import Manifest
@@ -24,7 +26,9 @@ from zckpt.mover import Written, run
 from zckpt.plan import Plan
 from zckpt.publish import Staging
 from zckpt.scan import Sum, looks_at_bytes, scan
+from zckpt.shares import follow, lead
 from zckpt.sums import join
+from zckpt.together import Team, team
 from zckpt.tuning import DEFAULT_PACE, Pace
 from zckpt.version import __version__
 
@@ -94,10 +98,23 @@ def deliver(order: Order, progress: Callable[[int], None] | None = None) -> Deli
     Raises:
         ZckptError: one of its kinds says what is wrong; nothing stands under the output's name then that did not before.
     """
+    with team(order.out) as those:
+        if those.size > 1:
+            _agree(those, order)
+        if those.rank == 0:
+            return _lead(those, order, progress)
+        follow(those, order.plan, overflow=order.overflow, window=order.buffer, pace=order.pace)
+        return _delivered_elsewhere(those.meet()[0])
+
+
+def _lead(those: Team, order: Order, progress: Callable[[int], None] | None) -> Delivered:
+    """The work of one process alone, or of the one that leads others."""
     names = [entry.name for _, entry in order.plan.pairs]
     job = fingerprint(order.plan, order.copies, order.overflow, order.single)
+    watch = progress if those.size == 1 else those.watched(None)
     with Staging(order.out, single=order.single, job=job, overwrite=order.overwrite, merge=order.merge) as staging:
-        kept = staging.left if staging.published else still_sound(staging, order.pace, progress)
+        those.sweep(order.out)
+        kept = staging.left if staging.published else still_sound(staging, order.pace, watch)
         made, engine = dict(kept), "native"
         if not staging.published:
             staging.keep(kept)
@@ -106,23 +123,67 @@ def deliver(order: Order, progress: Callable[[int], None] | None = None) -> Deli
                 made[written.path] = as_finished(written, names)
                 staging.finished(made[written.path])
 
-            engine = run(
-                order.plan, staging.directory, overflow=order.overflow, progress=progress, window=order.buffer,
-                done=kept, finished=finished, **order.pace,
-            ).engine  # fmt: skip
+            if those.size > 1:
+                engine = lead(
+                    those, order.plan, staging.directory, done=kept, finished=finished, overflow=order.overflow,
+                    progress=progress, window=order.buffer, pace=order.pace,
+                )  # fmt: skip
+            else:
+                engine = run(
+                    order.plan, staging.directory, overflow=order.overflow, progress=progress, window=order.buffer,
+                    done=kept, finished=finished, **order.pace,
+                ).engine  # fmt: skip
+        else:
+            those.meet()
         overflows = overflows_of(made.values(), order.plan, order.overflow)
         if not staging.published:
             made.update((name, staging.copy(path, name)) for path, name in order.copies)
             staging.commit(manifest_of(order, made.values()).as_bytes())
     sizes = [(file.path, file.size) for file, _ in order.plan.files]
     sizes += [(name, files.size(path)) for path, name in order.copies]
-    return Delivered(
+    delivered = Delivered(
         files=tuple(sizes),
         engine=engine,
         kept=len(sizes) if staging.published else len(kept),
         overflows=overflows,
         notes=staging.notes,
     )
+    those.meet(asdict(delivered))
+    return delivered
+
+
+def _delivered_elsewhere(told: Any) -> Delivered:
+    """What process 0 says was delivered."""
+    overflows = {name: (int(count), float(largest)) for name, (count, largest) in told["overflows"].items()}
+    files = tuple((path, nbytes) for path, nbytes in told["files"])
+    return Delivered(files, told["engine"], told["kept"], overflows, ())
+
+
+def _agree(those: Team, order: Order) -> None:
+    """Makes sure that all processes are about to do the same.
+
+    Raises:
+        UsageError: they were asked for other things. InconsistentError: they see other files.
+    """
+    wishes = (order.overflow, order.single, order.overwrite, order.merge, order.dtype and order.dtype.name)
+    job = fingerprint(order.plan, order.copies, *wishes, sorted(map(repr, order.options.items())), state=_seen)
+    here = {"job": job, "out": os.path.realpath(order.out), "asked": sys.argv[1:], "host": os.uname().nodename}
+    said = those.meet(here)
+    for rank, other in enumerate(said):
+        if (other["job"], other["out"]) == (said[0]["job"], said[0]["out"]):
+            continue
+        if other["asked"] != said[0]["asked"]:
+            raise UsageError(
+                "processes that were asked for different things",
+                found=f"process {rank}: {shlex.join(other['asked'])}; process 0: {shlex.join(said[0]['asked'])}",
+                remedy="Nothing was changed. Start all of them with the same arguments.",
+            )
+        raise InconsistentError(
+            "processes that see different files",
+            found=f"process {rank} on {other['host']} does not see what process 0 on {said[0]['host']} sees",
+            expected="the same paths, sizes and modification times, and one output",
+            remedy="Nothing was changed. Put the checkpoint and OUT on a file system that all machines share.",
+        )
 
 
 def as_finished(written: Written, names: Sequence[str]) -> Finished:
@@ -147,13 +208,19 @@ def manifest_of(order: Order, made: Iterable[Finished]) -> Manifest:
 _SHORT = {"F32": "fp32", "F16": "fp16", "BF16": "bf16"}
 
 
-def fingerprint(plan: Plan, copies: Sequence[tuple[str, str]], *options: object) -> str:
+def fingerprint(
+    plan: Plan,
+    copies: Sequence[tuple[str, str]],
+    *options: object,
+    state: Callable[[Store], tuple[object, ...]] | None = None,
+) -> str:
     """What changes whenever the output's bytes could: the plan, the state of its sources, and the options.
 
     Args:
         plan: what goes where.
         copies: (path, name) of small files copied beside.
         options: whatever else changes bytes.
+        state: what to say of a source; by default, all that changes when it is written again.
     """
     from hashlib import sha256
 
@@ -176,7 +243,7 @@ def fingerprint(plan: Plan, copies: Sequence[tuple[str, str]], *options: object)
                 store = fragment.store
                 if id(store) not in numbers:
                     numbers[id(store)] = len(numbers)
-                    say(_state(store) if entry is source else str(store))
+                    say((state or _state)(store) if entry is source else str(store))
                 say(numbers[id(store)], *(getattr(fragment, name) for name in _GEOMETRY))
     for path, name in copies:
         say(name, *files.state(path))
@@ -195,6 +262,11 @@ def _state(store: Store) -> tuple[object, ...]:
     path = str(store)
     place = path if files.is_remote(path) else os.path.realpath(path)
     return place, store.byteorder, *files.state(path)
+
+
+def _seen(store: Store) -> tuple[object, ...]:
+    """Of a source's state, what machines that share a file system see alike."""
+    return (str(store), store.size, store.identity[2] if isinstance(store, FileStore) else 0)
 
 
 def still_sound(staging: Staging, pace: Pace, progress: Callable[[int], None] | None = None) -> dict[str, Finished]:

@@ -63,7 +63,7 @@ def _data_files(listing: Listing, names: list[str]) -> Rows:
     rows: dict[int, dict[str, Cell]] = {}
     for name in names:
         rank, number = name.removeprefix("__").removesuffix(".distcp").split("_")
-        nbytes = os.path.getsize(listing.files[name])
+        nbytes = size(listing.files[name])
         cell = Cell(name, nbytes) if nbytes else Cell(name, 0, "empty", "0 bytes")
         rows.setdefault(int(rank), {})[f"data {number}"] = cell
     return dict(sorted(rows.items()))

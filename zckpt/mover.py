@@ -125,16 +125,12 @@ def run(
             not come in order.
         UnsafeError: a file of the plan would lie outside `root`.
     """
-    if engine == "native" and native_run is None:
-        raise UnsupportedError("an engine that was not built", found="zckpt._core is missing")
-    chosen = "reference" if engine == "reference" or native_run is None else "native"
-    if engine == "auto" and chosen == "reference":
-        warnings.warn("zckpt's C++ engine was not built: the slow Python one is used.", RuntimeWarning, stacklevel=2)
+    chosen = choose(engine)
     sinks = sinks or {}
-    _refuse(plan, sinks)
-    _raise_file_limit()
+    refuse(plan, sinks)
+    raise_file_limit()
     give_back = gives_back(keep_cache, plan.bytes_read + plan.bytes_written)
-    work = _Work(
+    work = Work(
         plan, chosen, overflow == "clamp", threads or THREADS, window_bytes(window), give_back, bytes_per_s or 0
     )
     work.sinks = {id(store): Ordered(sinks[output.path]) for output, store in plan.files if output.path in sinks}
@@ -152,7 +148,7 @@ def run(
         try:
             for output, store in plan.files:
                 if output.path not in done and not nowhere:
-                    _create(outputs[id(store)], output.size)
+                    create(outputs[id(store)], output.size)
             for batch in localized(batches(plan, done)):
                 work.do(batch, files, progress_after(progress, written))
                 written += batch.nbytes
@@ -164,12 +160,26 @@ def run(
         except OSError as error:
             if isinstance(error, ZckptError):
                 raise
-            _output_failed(error, root, plan)
+            output_failed(error, root, plan)
         files.check_sources()
     return MoveReport(plan.bytes_read, written, work.overflows, chosen, tuple(complete))
 
 
-def _refuse(plan: Plan, sinks: Mapping[str, Sink]) -> None:
+def choose(engine: Literal["auto", "native", "reference"]) -> str:
+    """Which engine works, "native" or "reference"; a person is told of the slow one.
+
+    Raises:
+        UnsupportedError: the one that is wanted was not built.
+    """
+    if engine == "native" and native_run is None:
+        raise UnsupportedError("an engine that was not built", found="zckpt._core is missing")
+    chosen = "reference" if engine == "reference" or native_run is None else "native"
+    if engine == "auto" and chosen == "reference":
+        warnings.warn("zckpt's C++ engine was not built: the slow Python one is used.", RuntimeWarning, stacklevel=3)
+    return chosen
+
+
+def refuse(plan: Plan, sinks: Mapping[str, Sink]) -> None:
     """Raises for casts that there are not, for paths that lead elsewhere, and for sinks of what is not known in order."""
     if any(output.checksums and output.path in sinks for output, _ in plan.files):
         raise ValueError("a file with checksums is not known in order")
@@ -186,7 +196,8 @@ def _refuse(plan: Plan, sinks: Mapping[str, Sink]) -> None:
             )  # fmt: skip
 
 
-def _raise_file_limit() -> None:
+def raise_file_limit() -> None:
+    """Lets this process open as many files as a batch may name."""
     import resource
 
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -197,7 +208,7 @@ def _raise_file_limit() -> None:
         )
 
 
-def _create(path: str, size: int) -> None:
+def create(path: str, size: int) -> None:
     """A new file of full size."""
     os.makedirs(os.path.dirname(path), exist_ok=True)
     fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
@@ -207,7 +218,7 @@ def _create(path: str, size: int) -> None:
         os.close(fd)
 
 
-class _Work:
+class Work:
     """Batches, done by one engine; and what is known of the files so far: CRCs of their parts, and overflows."""
 
     def __init__(
@@ -279,21 +290,24 @@ class _Work:
         crcs: dict[int, int] = {}
         for number, start, nbytes in self.ranges.get(id(store), ()):
             parts = self.parts.pop(number, ())
-            crcs[start] = _crc_of_file(fd, start, nbytes) if self.engine == "reference" else join(parts, start, nbytes)
+            crcs[start] = crc_of_file(fd, start, nbytes) if self.engine == "reference" else join(parts, start, nbytes)
         crc, slots = file_checksums(output, crcs)
         for slot, data in slots.items():
-            _write(fd, data, slot)
+            write(fd, data, slot)
         if self.durable:
             os.fsync(fd)
         if self.give_back:
             forget(fd)
+        return Written(output.path, output.size, crc, self.lost(store), slots)
+
+    def lost(self, store: FileStore) -> dict[int, Overflow]:
+        """What casts have lost so far of the tensors in a file."""
         here = self.overflows.keys() & self.tensors.get(id(store), set())
-        return Written(
-            output.path, output.size, crc, {number: self.overflows[number] for number in sorted(here)}, slots
-        )
+        return {number: self.overflows[number] for number in sorted(here)}
 
 
-def _crc_of_file(fd: int, start: int, nbytes: int) -> int:
+def crc_of_file(fd: int, start: int, nbytes: int) -> int:
+    """The CRC of bytes of a file, read again."""
     import zlib
 
     crc, stop = 0, start + nbytes
@@ -303,13 +317,15 @@ def _crc_of_file(fd: int, start: int, nbytes: int) -> int:
     return crc
 
 
-def _write(fd: int, data: bytes, offset: int) -> None:
+def write(fd: int, data: bytes, offset: int) -> None:
+    """Writes all of it."""
     while data:
         done = os.pwrite(fd, data, offset)
         data, offset = data[done:], offset + done
 
 
-def _output_failed(error: OSError, root: str, plan: Plan) -> NoReturn:
+def output_failed(error: OSError, root: str, plan: Plan) -> NoReturn:
+    """Says what is wrong with an output."""
     if error.errno in _FULL:
         free = os.statvfs(root).f_bavail * os.statvfs(root).f_frsize if os.path.isdir(root) else 0
         raise OutputError(

@@ -131,6 +131,20 @@ def directory_for(out: str) -> str:
     return os.path.join(parent, f".{name}.zckpt")
 
 
+def board_for(out: str, job: str) -> str:
+    """Where several processes that write an output leave each other notes."""
+    return f"{directory_for(out)}-together-{job}"
+
+
+def remove_boards(out: str, but: str = "") -> None:
+    """Removes what earlier runs of several processes left; for who holds the output's lock."""
+    parent, name = os.path.split(board_for(out, ""))
+    for entry in os.listdir(parent):
+        path = os.path.join(parent, entry)
+        if entry.startswith(name) and path != but and not os.path.islink(path):
+            shutil.rmtree(path, ignore_errors=True)
+
+
 def is_unfinished(out: str) -> bool:
     """Whether an earlier run left work on this output."""
     return os.path.isfile(os.path.join(directory_for(out), "journal"))

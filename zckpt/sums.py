@@ -56,6 +56,18 @@ def join(parts: Iterable[Partial], start: int, nbytes: int) -> int:
     return _after_zeros(crc, start + nbytes - at)
 
 
+def joined(parts: Iterable[Partial]) -> list[Partial]:
+    """Parts with those joined that follow each other."""
+    result: list[Partial] = []
+    for start, nbytes, crc in sorted(parts):
+        if result and result[-1][0] + result[-1][1] == start:
+            before, length, left = result[-1]
+            result[-1] = (before, length + nbytes, crc32_combine(left, crc, nbytes))
+        else:
+            result.append((start, nbytes, crc))
+    return result
+
+
 def _after_zeros(crc: int, count: int) -> int:
     unit, length = zlib.crc32(b"\0"), 1
     while count:

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 from bits import same_bits
+from hub_server import TOKEN, HubServer
 from safetensors.torch import load_file
 
 from zckpt.checkpoint import Checkpoint, open_catalog, open_checkpoint
@@ -297,3 +298,17 @@ PADDING = 12
 def bytes_of(ref: TensorRef) -> bytes:
     with open(ref.store.path, "rb") as file:
         return os.pread(file.fileno(), math.prod(ref.shape) * ref.dtype.itemsize, ref.byte_offset)
+
+
+def test_a_run_is_pushed(launched: Callable[[str, int], Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with HubServer(tmp_path / "hub") as server:
+        monkeypatch.setenv("HUB_URL", server.url)
+        monkeypatch.setenv("HUB_TOKEN", TOKEN)
+        monkeypatch.setenv("HF_HUB_DISABLE_XET", "1")
+        first, second = (one["value"] for one in launched("pushes.py", 2)["pushed"])
+        assert first["report"] == f"{server.url}/alice/m" and second["report"] is None
+        assert first["left"] == [] and "bob" in first["failed"] and "ranks 0" in second["failed"]
+        page = server.files("alice/m")
+    weights = {name: data for name, data in page.items() if name.endswith(".safetensors")}
+    wanted = Path(first["want"])
+    assert weights and weights == {path.name: path.read_bytes() for path in wanted.glob("*.safetensors")}

@@ -165,6 +165,19 @@ def test_inspect() -> None:
     ]
 
 
+def places_of(path: str) -> dict[str, list[tuple[int, ...]]]:
+    catalog = open_catalog(path).catalog
+    return {n: [(f.byte_offset, f.start, f.count, f.rows) for f in e.fragments] for n, e in catalog.tensors.items()}
+
+
+@pytest.mark.parametrize("name", ["fsdp2_tp_w4", "accelerate_fsdp2_w2", "fsdp2_flat_w4", "huggingface_w2"])
+def test_behind_an_address(name: str) -> None:
+    memory = pytest.importorskip("fsspec").filesystem("memory")
+    here = f"{FIXTURES / name / 'checkpoint'}"
+    memory.put(here, f"/dcp/{name}", recursive=True)
+    assert places_of(f"memory://dcp/{name}") == places_of(here)
+
+
 # -- whether they are intact ---------------------------------------------------------------------------------------
 
 

@@ -18,6 +18,7 @@ from typing import NoReturn
 
 import typer
 
+from zckpt import together
 from zckpt.cli import convert, demo, look, options, peft, push, reshape, train
 from zckpt.errors import ZckptError, redact
 
@@ -45,8 +46,10 @@ class Interrupted(BaseException):
 
 
 @app.callback()
-def _top(version: options.Version = False) -> None:
-    pass
+def _top(context: typer.Context, version: options.Version = False) -> None:
+    command = context.invoked_subcommand or ""
+    if command.startswith("to-") or command == "reshard":  # what torchrun or srun starts many times is one job
+        together.allow()
 
 
 def main() -> None:
@@ -88,7 +91,7 @@ def _report(error: BaseException) -> int:
     try:
         sys.stderr.write(_masked(f"ERROR {text}\n"))
         sys.stderr.writelines(_masked(f"note: {note}\n") for note in notes)
-        if "--json" in sys.argv[1:]:
+        if "--json" in sys.argv[1:] and together.speaks():
             sys.stdout.write(_masked(json.dumps(facts) + "\n"))
             sys.stdout.flush()
     except BrokenPipeError:

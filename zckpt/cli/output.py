@@ -7,6 +7,8 @@ import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 
+from zckpt.together import speaks
+
 
 class Sink:
     """Where a command's words go.
@@ -17,8 +19,8 @@ class Sink:
     """
 
     def __init__(self, *, as_json: bool = False, quiet: bool = False) -> None:
-        self.as_json = as_json
-        self.quiet = quiet
+        self.as_json = as_json and speaks()
+        self.quiet = quiet or not speaks()
 
     def result(self, facts: Callable[[], dict[str, object]], lines: Callable[[], Iterable[str]]) -> None:
         """Prints the result, in the form that was asked for; only that form is made."""

@@ -7,14 +7,17 @@ from __future__ import annotations
 
 import logging
 import os
+import shutil
+import tempfile
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, cast
 
 from zckpt.errors import InconsistentError, ranges
 from zckpt.layouts.places import has_saves, latest_of
-from zckpt.runtime.meeting import LOAD_S, Meetings
+from zckpt.runtime.meeting import ENTRY_S, LOAD_S, Meetings
 
 if TYPE_CHECKING:
+    from zckpt.hub import PushReport
     from zckpt.runtime.engine import Engine
     from zckpt.runtime.saving import Thread
 
@@ -114,6 +117,50 @@ class Checkpoints:
             strict=load_module_strict,
         )
         return load(cast("Engine", self), path, chosen or None, wishes)
+
+    def push_to_hub(
+        self, repo_id: str, dtype: str | None = None, *, scratch: str | None = None, **options: Any
+    ) -> PushReport | None:
+        """Makes a model page of the run as it is now, between two steps. Every rank calls it.
+
+        Args:
+            repo_id: "owner/name", or a name of one's own.
+            dtype: "fp32", "fp16" or "bf16"; that of the computation where not given.
+            scratch: directory, best one that all ranks share, in which the weights lie until they are sent.
+            options: of `zckpt.push_to_hub`: `private`, `revision`, `create_pr`, `message`, `token`, `license`, ...
+
+        Returns:
+            On rank 0 what was sent, elsewhere None.
+
+        Raises:
+            ZckptError: one of its kinds says what is wrong; nothing is published then.
+        """
+        from zckpt.hub import push_to_hub
+        from zckpt.live import save_pretrained
+
+        engine, meetings = cast("Engine", self), self._meet()
+        meetings.begin(f"push {engine.micro_steps}")
+        place = None
+        if engine.global_rank == 0:
+            if scratch is not None:
+                os.makedirs(scratch, exist_ok=True)
+            place = tempfile.mkdtemp(prefix="zckpt-push-", dir=scratch)
+        try:
+            home = meetings.meet("push_to_hub", place, within_s=ENTRY_S)[0]
+            save_pretrained(engine, home, dtype or engine.settings.config.precision)
+            report: PushReport | None = None
+            error: Exception | None = None
+            if engine.global_rank == 0:
+                try:
+                    report = push_to_hub(home, repo_id, scratch=scratch, **options)
+                except Exception as caught:
+                    error = caught
+            meetings.agree("push_to_hub", error)
+            meetings.part()
+            return report
+        finally:
+            if place is not None:
+                shutil.rmtree(place, ignore_errors=True)
 
     def _agree_on_save(self, path: str, tag: str | None) -> str | None:
         """The tag that every rank will load; empty where `path` alone says which; None where no rank sees a save.

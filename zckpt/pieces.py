@@ -1,0 +1,165 @@
+"""The mover's work in pieces, where several processes write the same files: one makes them, each moves its part, one seals.
+
+For `shares`. Everything else is as in `mover`.
+"""
+
+from __future__ import annotations
+
+import os
+from bisect import bisect_left
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Literal
+
+from zckpt.batches import batches, element_bytes, progress_after
+from zckpt.errors import ZckptError
+from zckpt.fetching import localized
+from zckpt.mover import Overflow, Work, choose, crc_of_file, create, output_failed, raise_file_limit, refuse, write
+from zckpt.open_files import OpenFiles
+from zckpt.plan import OutputFile, Plan
+from zckpt.sums import Partial, element_ranges, file_checksums, join, joined
+from zckpt.tuning import THREADS, gives_back, window_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """What one process put into a file; it is durable.
+
+    Attributes:
+        path: of the file, as in the plan.
+        nbytes: bytes of elements.
+        crcs: of its parts; None where the engine takes none while it writes.
+        overflows: number of the pair in the plan -> what this process's casts have lost of it so far.
+    """
+
+    path: str
+    nbytes: int
+    crcs: tuple[Partial, ...] | None
+    overflows: Mapping[int, Overflow]
+
+
+def begin(plan: Plan, root: str, done: Collection[str] = ()) -> None:
+    """Makes the files, at full size and with their literals.
+
+    Args:
+        plan: the whole.
+        root: an existing private directory.
+        done: paths of files that are there already.
+
+    Raises:
+        ZckptError: as in `mover.run`.
+    """
+    refuse(plan, {})
+    with _opened(plan, root, give_back=False) as (files, outputs):
+        for output, store in plan.files:
+            if output.path not in done:
+                create(outputs[id(store)], output.size)
+                fd, _ = files.of(store)
+                for offset, data in output.literals:
+                    write(fd, data, offset)
+                files.close(outputs[id(store)])
+
+
+def move(
+    part: Plan,
+    root: str,
+    *,
+    moved: Callable[[Piece], None],
+    overflow: Literal["error", "inf", "clamp"] = "error",
+    engine: Literal["auto", "native", "reference"] = "auto",
+    progress: Callable[[int], None] | None = None,
+    window: int | None = None,
+    threads: int | None = None,
+    keep_cache: bool | None = None,
+    bytes_per_s: int | None = None,
+) -> str:
+    """Moves one process's part into files that `begin` made. Literals and CRC slots are left alone.
+
+    Args:
+        part: only files that it moves something into are in it.
+        root: where they are.
+        moved: called with each file's piece as soon as it is durable.
+        overflow: as in `mover.run`, like all that follow.
+        engine: which.
+        progress: told of bytes.
+        window: bytes written at once.
+        threads: of the engine.
+        keep_cache: whether it keeps what is read.
+        bytes_per_s: at most.
+
+    Returns:
+        The engine, "native" or "reference".
+
+    Raises:
+        ZckptError: as in `mover.run`.
+    """
+    chosen = choose(engine)
+    give_back = gives_back(keep_cache, part.bytes_read + part.bytes_written)
+    clamp, rate = overflow == "clamp", bytes_per_s or 0
+    work = Work(part, chosen, clamp, threads or THREADS, window_bytes(window), give_back, rate)
+    nbytes, written = element_bytes(part), 0
+    with _opened(part, root, give_back=give_back) as (files, outputs):
+        for batch in localized(batches(part, bare=True)):
+            work.do(batch, files, progress_after(progress, written))
+            written += batch.nbytes
+            for output, store in batch.finished:
+                os.fsync(files.of(store)[0])
+                numbers = (number for number, _, _ in work.ranges.get(id(store), ()))
+                crcs = tuple(crc for number in numbers for crc in joined(work.parts.pop(number, ())))
+                taken = None if chosen == "reference" else crcs
+                moved(Piece(output.path, nbytes[id(store)], taken, work.lost(store)))
+                files.close(outputs[id(store)])
+    return chosen
+
+
+def seal(plan: Plan, output: OutputFile, root: str, crcs: Iterable[Partial] | None) -> tuple[int, dict[int, bytes]]:
+    """Fills in the CRCs of a file that all have moved their parts into, and makes it durable.
+
+    Args:
+        plan: the whole.
+        output: the file.
+        root: where it is.
+        crcs: of all its pieces; None to read it again.
+
+    Returns:
+        The CRC of the whole file, and by byte offset what was filled in.
+
+    Raises:
+        OutputError: it cannot be written.
+    """
+    parts = None if crcs is None else sorted(crcs)
+    try:
+        fd = os.open(os.path.join(root, output.path), os.O_RDWR | os.O_CLOEXEC)
+        try:
+            found: dict[int, int] = {}
+            for start, nbytes in element_ranges(output):
+                if parts is None:
+                    found[start] = crc_of_file(fd, start, nbytes)
+                else:
+                    here = parts[bisect_left(parts, (start,)) : bisect_left(parts, (start + nbytes,))]
+                    found[start] = join(here, start, nbytes)
+            crc, slots = file_checksums(output, found)
+            for slot, data in slots.items():
+                write(fd, data, slot)
+            os.fsync(fd)
+            return crc, slots
+        finally:
+            os.close(fd)
+    except OSError as error:
+        output_failed(error, root, plan)
+
+
+@contextmanager
+def _opened(plan: Plan, root: str, *, give_back: bool) -> Iterator[tuple[OpenFiles, dict[int, str]]]:
+    """The files, and the outputs' paths by store. Trouble with an output is told of; at the end, sources are checked."""
+    raise_file_limit()
+    outputs = {id(store): os.path.join(root, output.path) for output, store in plan.files}
+    with OpenFiles(outputs, give_back=give_back) as files:
+        try:
+            yield files, outputs
+        except OSError as error:
+            if isinstance(error, ZckptError):
+                raise
+            output_failed(error, root, plan)
+        files.check_sources()
