@@ -53,8 +53,8 @@ def main() -> None:
     table = "\n".join(
         [
             f"{platform.machine()}, {os.cpu_count()} cores, Linux {platform.release()}; GPT-2 shape, {options.layers} layers of "
-            f"1,600 with AdamW's moments, world size 8; medians of {options.rounds} rounds, in turn with the rival; load average before: "
-            f"{os.getloadavg()[0]:.1f}.",
+            f"1,600 with AdamW's moments, world size 8; medians of {options.rounds} rounds, in turn with the "
+            f"rival; load average before: {os.getloadavg()[0]:.1f}.",
             "",
             "| what | zckpt, s | rival | rival, s | ratio | peak memory of zckpt, of the rival |",
             "|---|---|---|---|---|---|",
