@@ -20,7 +20,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from run import ROOT, ZCKPT, remove, timed, write
+from run import ROOT, ZCKPT, remove, watched, write
 
 TOKEN = "hf_aliceWrites0123456789"
 UPLOAD = (
@@ -65,6 +65,7 @@ def measured(work: Path, options: argparse.Namespace) -> list[str]:
         "HF_HUB_DISABLE_XET": "1", "HF_HUB_DISABLE_PROGRESS_BARS": "1",
     }  # fmt: skip
     seconds: dict[str, list[float]] = {"convert": [], "upload": [], "push": []}
+    busy: dict[str, list[float]] = {name: [] for name in seconds}
     peaks: dict[str, int] = {}
     out = work / "weights"
     try:
@@ -81,9 +82,10 @@ def measured(work: Path, options: argparse.Namespace) -> list[str]:
                 if name == "upload":
                     subprocess.run(["sh", "-c", "cat $0/* > /dev/null", str(out)], check=True)
                 subprocess.run(["sync"], check=True)
-                took, peak = timed(command)
+                took, usage = watched(command)
                 seconds[name].append(took)
-                peaks[name] = max(peak, peaks.get(name, 0))
+                busy[name].append(usage.ru_utime + usage.ru_stime)
+                peaks[name] = max(usage.ru_maxrss, peaks.get(name, 0))
             nbytes = sum(file.stat().st_size for file in out.iterdir())
             remove(out)
     finally:
@@ -92,19 +94,22 @@ def measured(work: Path, options: argparse.Namespace) -> list[str]:
         shutil.rmtree(checkpoint)
     convert, upload, push = (statistics.median(seconds[name]) for name in ("convert", "upload", "push"))
     slower = max(convert, upload)
+    cpu = {name: f"{statistics.median(taken):.2f}" for name, taken in busy.items()}
     return [
         f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores, Linux {platform.release()}, Python "
         f"{platform.python_version()}; GPT-2 shape, {options.layers} layers of 1,600, {nbytes / 1e9:.2f} GB in bf16 from "
         f"ZeRO-3 shards of world size 8, shards of {options.shard}; hub on loopback; medians of {options.rounds} rounds; "
         f"{time.strftime('%Y-%m')}.",
         "",
-        "| what | s | push, ratio | peak memory |",
-        "|---|---|---|---|",
-        f"| `zckpt push` | {push:.2f} | | {peaks['push'] / 1024:.0f} MiB |",
-        f"| `zckpt to-bf16` alone | {convert:.2f} | {push / convert:.2f} | {peaks['convert'] / 1024:.0f} MiB |",
-        f"| `upload_folder` alone, of what that wrote | {upload:.2f} | {push / upload:.2f} | {peaks['upload'] / 1024:.0f} MiB |",
-        f"| the slower of the two | {slower:.2f} | **{push / slower:.2f}** | |",
-        f"| one after the other | {convert + upload:.2f} | **{push / (convert + upload):.2f}** | |",
+        "| what | s | push, ratio | processor, s | peak memory |",
+        "|---|---|---|---|---|",
+        f"| `zckpt push` | {push:.2f} | | {cpu['push']} | {peaks['push'] / 1024:.0f} MiB |",
+        f"| `zckpt to-bf16` alone | {convert:.2f} | {push / convert:.2f} | {cpu['convert']} | "
+        f"{peaks['convert'] / 1024:.0f} MiB |",
+        f"| `upload_folder` alone, of what that wrote | {upload:.2f} | {push / upload:.2f} | {cpu['upload']} | "
+        f"{peaks['upload'] / 1024:.0f} MiB |",
+        f"| the slower of the two | {slower:.2f} | **{push / slower:.2f}** | | |",
+        f"| one after the other | {convert + upload:.2f} | **{push / (convert + upload):.2f}** | | |",
     ]
 
 
