@@ -125,6 +125,7 @@ def test_srun_without_torch(zero2: Path, quick_path: Path) -> None:
         ("to-bf16", [str(FIXTURES / "transformers/llama_zero3/checkpoint")], "one.bin"),
         ("reshard", [str(FIXTURES / "zero2/bf16_w2/checkpoint"), "--world-size", "3", "--stage", "3"], "resharded"),
         ("to-universal", [str(FIXTURES / "zero3/bf16_w2/checkpoint")], "universal"),
+        ("to-dcp", [str(FIXTURES / "zero2/bf16_w2/checkpoint")], "dcp"),
         ("to-peft", [str(FIXTURES / "peft/lora_zero3/checkpoint")], "adapter"),
     ]
     trials, outs = [], []
