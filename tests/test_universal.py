@@ -17,8 +17,10 @@ from zckpt.reshard import reshard
 from zckpt.universal import to_universal
 
 FIXTURES = Path(__file__).parent.parent / "fixtures"
+FAMILIES = {"tensor", "pipeline", "megatron"}, {"moe", "autoep"}
+"""Of fixtures: slices, which are whole in a universal checkpoint; and experts, which have none yet."""
 DATA_PARALLEL = [
-    (path, name) for path, name in zip(SHARDED, NAMES, strict=True) if name.split("/")[0] not in ("tensor", "pipeline")
+    (path, name) for path, name in zip(SHARDED, NAMES, strict=True) if name.split("/")[0] not in set.union(*FAMILIES)
 ]
 
 
@@ -29,6 +31,13 @@ def test_nothing_of_the_run_is_lost(path: Path, tmp_path: Path) -> None:
     assert there[0].catalog.source.layout == "universal"
     assert there[0].catalog.source.zero_stage == source[0].catalog.source.zero_stage
     assert_same_run(source, there)
+
+
+@pytest.mark.parametrize("name", ["moe/zero2_w2", "autoep/zero3_w4"])
+def test_experts_are_refused(name: str, tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedError, match="mixture of experts"):
+        to_universal(FIXTURES / name / "checkpoint", tmp_path / "universal")
+    assert not (tmp_path / "universal").exists()
 
 
 @pytest.mark.parametrize("name", ["tensor/zero1_tp2_dp2", "tensor/zero3_tp2_dp2", "pipeline/zero1_pp2_tp2_dp2"])

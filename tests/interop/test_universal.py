@@ -29,14 +29,16 @@ CANNOT = {
 }
 """What DeepSpeed's converter fails on."""
 
-WRONG = {"zero2/round_robin_w2", "zero3/mics_w4"}
-"""What it converts wrongly: its addresses ignore the other order; it cuts over all ranks."""
+WRONG = {"zero2/round_robin_w2", "zero3/mics_w4", "autotp/zero2_tp2_dp2"}
+"""What it converts wrongly: its addresses ignore the other order; it cuts over all ranks; a tied name gets one rank's slice."""
 
 
 def jobs() -> dict[str, tuple[Path, str]]:
     found = {}
     for how in sorted(FIXTURES.glob("*/*/how.json")):
         home = how.parent / "checkpoint"
+        if how.parent.parent.name in ("moe", "autoep"):
+            continue  # zckpt has no universal form of experts yet
         if json.loads(how.read_text()).get("stage") and (home / "latest").exists():
             found[f"{how.parent.parent.name}/{how.parent.name}"] = home, (home / "latest").read_text().strip()
     return found
