@@ -32,7 +32,7 @@ from zckpt.layouts.adapter_names import Found, adapters_in, only_adapter
 from zckpt.layouts.companions import companions
 from zckpt.layouts.huggingface import Destination, Target, lay_out, literal_file
 from zckpt.plan import Plan
-from zckpt.publish import check_output, check_space
+from zckpt.publish import check_output
 
 WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
 
@@ -152,7 +152,6 @@ def prepare(
         notes=tuple(notes),
         recorded={"form": {"adapter": adapter, "bias": bias}},
     )
-    check_space(out, conversion.bytes_written)
     return PreparedAdapter(adapter, conversion)
 
 

@@ -23,7 +23,7 @@ from zckpt.layouts.companions import companions, config_file
 from zckpt.layouts.huggingface import Format, Target, lay_out
 from zckpt.layouts.listing import Wishes
 from zckpt.plan import Plan
-from zckpt.publish import check_output, check_space
+from zckpt.publish import check_output
 from zckpt.tuning import Pace
 
 _DTYPES = {"fp32": F32, "fp16": F16, "bf16": BF16, **{d.name: d for d in CAST_TARGETS}}
@@ -228,7 +228,7 @@ def prepare(
         config = config_file(opened.place.home, usual, form.config)
         destination = replace(destination, files=(*destination.files, *([config] if config else [])))
     pairs = [(catalog.tensors[name], entry) for name, entry in destination.entries.items()]
-    prepared = Prepared(
+    return Prepared(
         opened=opened,
         catalog=catalog,
         plan=Plan(destination.files, pairs),
@@ -239,9 +239,6 @@ def prepare(
         notes=opened.catalog.source.notes + stripped + form.notes,
         recorded=form.recorded,
     )
-    if out and not files.is_remote(out):
-        check_space(out, prepared.bytes_written)
-    return prepared
 
 
 def _check_output(out: str, single: bool, options: Options, inputs: set[str]) -> None:

@@ -24,7 +24,7 @@ from zckpt.journal import Finished
 from zckpt.manifest import Manifest
 from zckpt.mover import Written, run
 from zckpt.plan import Plan
-from zckpt.publish import Staging
+from zckpt.publish import Staging, check_space
 from zckpt.scan import Sum, looks_at_bytes, scan
 from zckpt.shares import follow, lead
 from zckpt.sums import join
@@ -67,6 +67,11 @@ class Order:
     buffer: int | None = None
     pace: Pace = field(default_factory=lambda: DEFAULT_PACE)
 
+    @property
+    def bytes_written(self) -> int:
+        """Bytes of all files, the manifest left out."""
+        return self.plan.bytes_written + sum(files.size(path) for path, _ in self.copies)
+
 
 @dataclass(frozen=True, slots=True)
 class Delivered:
@@ -98,6 +103,7 @@ def deliver(order: Order, progress: Callable[[int], None] | None = None) -> Deli
     Raises:
         ZckptError: one of its kinds says what is wrong; nothing stands under the output's name then that did not before.
     """
+    check_space(order.out, order.bytes_written)
     with team(order.out) as those:
         if those.size > 1:
             _agree(those, order)

@@ -26,7 +26,7 @@ from zckpt.layouts.torch_files import Laid
 from zckpt.layouts.training import Training
 from zckpt.layouts.zero_out import DEFAULT_SUB_GROUP_SIZE, ZeroTarget, lay_out
 from zckpt.plan import Plan
-from zckpt.publish import check_output, check_space
+from zckpt.publish import check_output
 from zckpt.tuning import DEFAULT_PACE, Pace
 
 
@@ -115,16 +115,11 @@ def prepare(
 
 
 def planned(opened: Opened, target: T, laid: Laid, out: str, pointer: str, *, overwrite: bool) -> Prepared[T]:
-    """The files of a save, with the file that names its tag and the model's config made true.
-
-    Raises:
-        OutputError: there is no room for them.
-    """
+    """The files of a save, with the file that names its tag and the model's config made true."""
     home = opened.place.home
     config = config_file(home, target.precision)
     files = (*laid.files, literal_file(pointer, target.tag.encode()), *([config] if config else []))
     plan = Plan(files, laid.pairs)
-    check_space(out, plan.bytes_written)
     return Prepared(opened, target, plan, out, tuple(companions(home)), overwrite, opened.catalog.source.notes)
 
 

@@ -37,7 +37,7 @@ from zckpt.layouts.module_states import whole
 from zckpt.layouts.optimizer_states import number_in
 from zckpt.layouts.training import Group, Training
 from zckpt.plan import Plan
-from zckpt.publish import check_output, check_space
+from zckpt.publish import check_output
 
 MODEL_KEY = "model"
 """What torch's own examples and accelerate call it."""
@@ -123,7 +123,6 @@ def prepare(
         options=options,
         notes=opened.catalog.source.notes + notes,
     )
-    check_space(out, prepared.bytes_written)
     return prepared
 
 

@@ -328,3 +328,11 @@ def test_a_checkpoint_is_inspected_and_converted(checkpoint: Path, tmp_path: Pat
     assert converted["numel"] == facts["numel"]
     sizes = {path.name: path.stat().st_size for path in (tmp_path / "out").iterdir()}
     assert sizes.pop("zckpt.json") and sum(sizes.values()) == converted["bytes_written"]
+
+
+def test_a_dry_run_tells_of_a_full_disk_but_goes_on(tmp_path: Path) -> None:
+    from zckpt.cli.output import lack_of_space
+
+    assert lack_of_space(str(tmp_path / "out"), 1) == []
+    (told,) = lack_of_space(str(tmp_path / "out"), 1 << 62)
+    assert "too little free disk" in told

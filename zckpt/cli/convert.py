@@ -10,7 +10,7 @@ import typer
 
 from zckpt.cli import options as o
 from zckpt.cli import push
-from zckpt.cli.output import Sink, peak_rss_bytes
+from zckpt.cli.output import Sink, lack_of_space, peak_rss_bytes
 
 if TYPE_CHECKING:
     from zckpt.convert import Prepared, Report
@@ -232,4 +232,5 @@ def show_plan(sink: Sink, prepared: Prepared, dtype: str) -> None:
         yield f"{moves:,} moves: {plan.bytes_read:,} bytes read, {prepared.bytes_written:,} bytes written"
 
     sink.notes(prepared.notes)
+    sink.notes(lack_of_space(prepared.out, prepared.bytes_written))
     sink.result(lambda: facts, lines)

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 
+from zckpt.errors import OutputError
 from zckpt.together import speaks
 
 
@@ -68,6 +69,19 @@ class Sink:
 
 def _advance(bar: object, done: int) -> None:
     bar.update(done - bar.n)  # type: ignore[attr-defined]
+
+
+def lack_of_space(out: str, needed_bytes: int) -> list[str]:
+    """What a dry run says of a disk that is too full; nothing otherwise."""
+    from zckpt.files import is_remote
+    from zckpt.publish import check_space
+
+    if not is_remote(out):
+        try:
+            check_space(out, needed_bytes)
+        except OutputError as error:
+            return [str(error)]
+    return []
 
 
 def peak_rss_bytes() -> int:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from zckpt.cli import options as o
-from zckpt.cli.output import Sink, peak_rss_bytes
+from zckpt.cli.output import Sink, lack_of_space, peak_rss_bytes
 
 if TYPE_CHECKING:
     from zckpt.convert import Report
@@ -143,6 +143,7 @@ def _carry_out(
     sink.notes(prepared.notes)
     what += f", tag {prepared.target.tag}"
     if dry_run:
+        sink.notes(lack_of_space(prepared.out, prepared.plan.bytes_written))
         told = {"dry_run": True, **_plan_facts(prepared), **facts}
         sink.result(lambda: told, lambda: _plan_lines(prepared, what))
         return
