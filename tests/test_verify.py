@@ -289,6 +289,24 @@ def test_any_damage_to_an_output_shows_in_its_manifest(checkpoint: Path, tmp_pat
     assert zckpt.verify(out).ok
 
 
+@pytest.mark.parametrize("stage", [1, 3, "universal"])
+def test_damage_to_a_checkpoint_of_ours_shows_in_its_manifest(tmp_path: Path, stage: int | str) -> None:
+    source, out = FIXTURES[0].parents[1] / "zero2" / "groups_w3" / "checkpoint", tmp_path / "out"
+    if stage == "universal":
+        zckpt.to_universal(source, out)
+    else:
+        zckpt.reshard(source, out, world_size=2, stage=int(stage))
+    found = zckpt.verify(out)
+    assert not wrong(found) and "all " in check_of(found, "manifest").told
+    path = max(out.rglob("*model_states.pt"), key=lambda p: p.stat().st_size)
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+    assert wrong(zckpt.verify(out))
+    path.unlink()
+    assert f"{path.name!r} is missing" in wrong(zckpt.verify(out))["manifest"][0].replace(f"{path.parent.name}/", "")
+
+
 def test_files_that_the_manifest_does_not_know(checkpoint: Path, tmp_path: Path) -> None:
     zckpt.convert(checkpoint, tmp_path / "out")
     (tmp_path / "out" / "README.md").write_text("mine")

@@ -108,8 +108,8 @@ def examined(
 
 def _manifest_of(state: Examined, path: str) -> Manifest | None:
     """The manifest, after making sure that the files it names are there, of the right size."""
-    listing = state.place.listing
-    place = manifests.find(path) if not listing.tag else None
+    tag = state.place.listing.tag
+    place = manifests.find(state.place.home if tag else path)
     if place is None:
         return None
     try:
@@ -117,6 +117,8 @@ def _manifest_of(state: Examined, path: str) -> Manifest | None:
     except ZckptError as error:
         state.add("manifest", "", [str(error)])
         return None
+    if tag and not any(file.path.startswith(f"{tag}/") for file in facts.files):
+        return None  # what else lies beside the tags has a manifest
     home = os.path.dirname(place)
     problems: list[str] = []
     for file in facts.files:
@@ -125,8 +127,8 @@ def _manifest_of(state: Examined, path: str) -> Manifest | None:
             problems.append(f"{file.path!r} is missing")
         elif os.path.getsize(where) != file.nbytes:
             problems.append(f"{file.path!r} has {os.path.getsize(where):,} bytes, not {file.nbytes:,}")
-    named = {file.path for file in facts.files} | {os.path.basename(place)}
-    if os.path.isdir(path) and (strangers := sorted(set(os.listdir(path)) - named)):
+    named = {file.path.partition("/")[0] for file in facts.files} | {os.path.basename(place)}
+    if os.path.isdir(path) and (strangers := sorted(set(os.listdir(home)) - named)):
         state.notes.append(f"{some(strangers)} {'is' if len(strangers) == 1 else 'are'} not in the manifest.")
     made = f"made by zckpt {facts.version} from {facts.source.get('layout')} {facts.source.get('tag') or ''}".rstrip()
     count = "its file is" if len(facts.files) == 1 else f"all {len(facts.files):,} files are"
@@ -158,6 +160,8 @@ def _open_files(state: Examined, facts: Manifest | None) -> None:
         paths.setdefault(store.path, "")
     known = {file.path: file for file in facts.files} if facts is not None else {}
     home = listing.directory if os.path.isdir(listing.directory) else os.path.dirname(listing.directory)
+    if listing.tag and facts is not None:
+        home = state.place.home
     problems: list[str] = []
     for path, found in _items_of(listing):
         paths[path] = ""
