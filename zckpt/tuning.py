@@ -1,6 +1,6 @@
-"""How hard to work: threads, buffers, the page cache, and a limit to it all. The defaults and what they were measured by.
+"""How hard to work: threads, buffers, the page cache, and a limit to it all.
 
-For everything that reads or writes whole checkpoints. Figures: docs/tuning.md, made by benchmarks/tuning.py.
+For everything that reads or writes whole checkpoints. `benchmarks/tuning.py` measures what the defaults are compared with.
 """
 
 from __future__ import annotations
