@@ -103,9 +103,10 @@ def test_every_byte_is_read_once(path: Path, monkeypatch: pytest.MonkeyPatch) ->
         for start, stop in ranges:
             covered[start:stop] += 1
         assert covered.min() == 1, file
-        # Views of the same bytes are read once each, a master once for each copy of it; nothing else is read twice.
+        # Views of the same bytes are read once each, a master once for each copy of it, what lies transposed once in the
+        # order of the file too; nothing else is read twice.
         again -= int((covered - 1).sum())
-        assert again >= 0 or path.name in ("tied_w2", "packed_w2", "bf16", "bf16_groups", "fp16"), file
+        assert again >= 0 or path.name in ("tied_w2", "packed_w2", "bf16", "bf16_groups", "fp16", "boxes_w4"), file
 
 
 @pytest.mark.parametrize("world", [1, 2, 5])
