@@ -16,7 +16,7 @@ from zckpt import files, replicas, streaming
 from zckpt.catalog import Catalog, TensorEntry
 from zckpt.checkpoint import Opened, open_catalog, strip_wrappers
 from zckpt.delivery import Order, Overflow, deliver
-from zckpt.dtypes import BF16, BY_TORCH_NAME, CAST_TARGETS, F16, F32, DType
+from zckpt.dtypes import BF16, BY_TORCH_NAME, CAST_TARGETS, F16, F32, SHORT_NAMES, DType
 from zckpt.errors import UsageError, some
 from zckpt.forms import Form, formed, matches
 from zckpt.layouts.companions import companions, config_file
@@ -26,7 +26,7 @@ from zckpt.plan import Plan
 from zckpt.publish import check_output
 from zckpt.tuning import Pace
 
-_DTYPES = {"fp32": F32, "fp16": F16, "bf16": BF16, **{d.name: d for d in CAST_TARGETS}}
+_DTYPES = {name: dtype for dtype in CAST_TARGETS for name in (SHORT_NAMES[dtype], dtype.name)}
 _SUFFIXES: dict[str, Format] = {".safetensors": "safetensors", ".bin": "bin", ".pt": "bin"}
 
 

@@ -17,7 +17,7 @@ from typing import Any, Literal
 from zckpt import files
 from zckpt.batches import progress_after
 from zckpt.catalog import Catalog
-from zckpt.dtypes import DType
+from zckpt.dtypes import SHORT_NAMES, DType
 from zckpt.errors import CastError, CorruptError, InconsistentError, UsageError
 from zckpt.fragments import FileStore, Store
 from zckpt.journal import Finished
@@ -203,15 +203,12 @@ def manifest_of(order: Order, made: Iterable[Finished]) -> Manifest:
     return Manifest(
         version=__version__,
         source=order.catalog.source.as_json(order.catalog.topology),
-        dtype="" if order.dtype is None else _SHORT[order.dtype.name],
+        dtype="" if order.dtype is None else SHORT_NAMES[order.dtype],
         options=order.options,
         tensors=len(order.catalog),
         numel=order.catalog.numel,
         files=tuple(made),
     )
-
-
-_SHORT = {"F32": "fp32", "F16": "fp16", "BF16": "bf16"}
 
 
 def fingerprint(

@@ -83,6 +83,8 @@ IN_SAFETENSORS = frozenset(BY_NAME) - {"C128", "F8_E4M3FNUZ", "F8_E5M2FNUZ"}
 
 # What a weight can be cast to on the way out. Everything of kind "float" can be cast to these.
 CAST_TARGETS = (F32, F16, BF16)
+SHORT_NAMES = {F32: "fp32", F16: "fp16", BF16: "bf16"}
+"""What people call them, on the command line and in `zckpt.json`."""
 
 _WIDENS = {("F16", "F32"), ("BF16", "F32"), ("F8_E4M3", "F16"), ("F8_E5M2", "F16")}
 

@@ -15,7 +15,7 @@ from zckpt import files
 from zckpt.catalog import Catalog, TensorEntry
 from zckpt.checkpoint import open_catalog, strip_wrappers
 from zckpt.convert import output_dtype
-from zckpt.dtypes import CAST_TARGETS
+from zckpt.dtypes import CAST_TARGETS, SHORT_NAMES
 from zckpt.errors import ZckptError, ranges
 from zckpt.grid import (
     Grid,
@@ -30,8 +30,6 @@ from zckpt.grid import (
 )
 from zckpt.layouts.listing import EXPERT_NAME, EXPERT_OPTIMIZER_NAME, LAYER_NAME, Wishes
 from zckpt.layouts.places import Place, find
-
-_SHORT = {"F32": "fp32", "F16": "fp16", "BF16": "bf16"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +106,7 @@ def _tensor_json(entry: TensorEntry, slices: bool) -> dict[str, object]:
 def output_bytes(catalog: Catalog) -> dict[str, int]:
     """Bytes of all tensors, tied ones once, per output dtype."""
     return {
-        _SHORT[dtype.name]: sum(e.numel * output_dtype(e, dtype).itemsize for e in catalog.tensors.values())
+        SHORT_NAMES[dtype]: sum(e.numel * output_dtype(e, dtype).itemsize for e in catalog.tensors.values())
         for dtype in CAST_TARGETS
     }
 

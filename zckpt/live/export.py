@@ -29,7 +29,7 @@ from torch import nn
 from zckpt.catalog import TensorEntry
 from zckpt.convert import output_dtype, to_dtype
 from zckpt.delivery import Overflow, overflow_error
-from zckpt.dtypes import BF16, F16, F32, DType
+from zckpt.dtypes import F32, SHORT_NAMES, DType
 from zckpt.errors import UsageError
 from zckpt.fragments import FileStore
 from zckpt.journal import Finished
@@ -289,9 +289,6 @@ def _end(
     world.scatter(attempt(conclude) if world.rank == 0 else [])
 
 
-_SHORT = {F32: "fp32", F16: "fp16", BF16: "bf16"}
-
-
 def _publish(work: _Work, sums: Sums) -> None:
     """Fills in checksums, gives the files their names, and removes weights that an earlier save left beside them."""
     finished = []
@@ -311,7 +308,7 @@ def _publish(work: _Work, sums: Sums) -> None:
     manifest = Manifest(
         version=__version__,
         source={"layout": "live"},
-        dtype=_SHORT.get(work.dtype, "") if work.dtype else "",
+        dtype=SHORT_NAMES.get(work.dtype, "") if work.dtype else "",
         options={},
         tensors=work.tensors,
         numel=work.numel,
