@@ -25,7 +25,7 @@ bench: .make/zckpt .make/test interop
 	$(BIN)/python benchmarks/run.py
 
 fixtures: .make/zckpt .make/test interop
-	$(BIN)/python fixtures/generate.py
+	for script in fixtures/generate*.py; do $(BIN)/python $$script || exit 1; done
 
 # Damages files of every kind in new ways each time: about FUZZ_EXAMPLES x 10 of them.
 fuzz: .make/zckpt .make/test
