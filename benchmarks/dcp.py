@@ -1,28 +1,23 @@
-"""Saves of torch.distributed.checkpoint, to and fro, side by side with torch's own `format_utils`.
+"""Saves of torch.distributed.checkpoint, to and fro, beside torch's own `format_utils` and accelerate's merge.
 
-    python benchmarks/dcp.py [--layers 12] [--rounds 3] [--work DIR]
-
-Two ranks write a model of GPT-2's shape, sharded as `fully_shard` does, once alone and once with the states of AdamW. Then
-each conversion runs in turn with torch's: zckpt's output is durable, torch's is not; torch's holds the optimizer too.
+Two ranks write a model of GPT-2's shape, sharded as `fully_shard` does, once alone and once with the states of AdamW. What zckpt
+writes is durable, the others' is not. Of a save with optimizer states torch's script writes all, and zckpt the weights.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
-import platform
 import shutil
-import statistics
 import subprocess
 import sys
 import warnings
 from pathlib import Path
 
-ROOT = Path(__file__).parents[1]
-sys.path.insert(0, str(ROOT / "benchmarks"))
-from run import ZCKPT, remove, timed  # noqa: E402
+from measure import PYTHON, ZCKPT, Job, Row, in_turn
 
-THEIRS = [sys.executable, "-W", "ignore", "-m", "torch.distributed.checkpoint.format_utils"]
+TORCH = [*PYTHON, "-m", "torch.distributed.checkpoint.format_utils"]
+MERGE = [*PYTHON, "-m", "accelerate.commands.accelerate_cli", "merge-weights"]
 WIDTH, WORDS = 768, 32_000
 
 
@@ -64,65 +59,37 @@ def write(work: Path, layers: int) -> None:
     dist.destroy_process_group()
 
 
-def in_turn(ours: list[str], theirs: list[str], outputs: list[Path], rounds: int) -> tuple[float, float, int, int]:
-    """Median seconds and largest peak memory (KiB) of both."""
-    seconds: tuple[list[float], list[float]] = ([], [])
-    peaks = [0, 0]
-    for _ in range(rounds):
-        for which, command in enumerate((ours, theirs)):
-            for path in outputs:
-                remove(path)
-            subprocess.run(["sync"], check=True)
-            took, peak = timed(command)
-            seconds[which].append(took)
-            peaks[which] = max(peaks[which], peak)
-    return statistics.median(seconds[0]), statistics.median(seconds[1]), peaks[0], peaks[1]
-
-
-def main() -> None:
-    """Runs it all and prints the table."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--layers", type=int, default=12)
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--work", type=Path, default=ROOT / "benchmarks" / "work")
-    parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
-    options = parser.parse_args()
-    work = options.work.absolute() / "dcp"
-    if options.worker:
-        write(work, options.layers)
-        return
-    remove(work)
-    work.mkdir(parents=True)
+def measure(work: Path, layers: int, rounds: int) -> list[Row]:
+    """To one file, and from one."""
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", __file__]
-    arguments = ["--worker", "--layers", str(options.layers), "--work", str(options.work)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    subprocess.run([*launcher, *arguments], check=True, env=environment, stderr=subprocess.DEVNULL)
-    mine, other = work / "ours.bin", work / "theirs.pt"
-    rows: list[tuple[str, float, float, int, int]] = []
+    subprocess.run([*launcher, str(work), str(layers)], check=True, env=environment, stderr=subprocess.DEVNULL)
+    mine, single, other, merged = work / "ours.bin", work / "ours.safetensors", work / "theirs.pt", work / "merged"
+    rows = []
     for name, what in (("weights", "weights alone"), ("run", "weights, of a save with AdamW's states")):
-        ours = [*ZCKPT, "to-fp32", str(work / name), str(mine), "--quiet"]
-        theirs = [*THEIRS, "dcp_to_torch", str(work / name), str(other)]
-        rows.append((f"to one file, {what}", *in_turn(ours, theirs, [mine, other], options.rounds)))
-    subprocess.run([*ZCKPT, "to-fp32", str(work / "weights"), str(mine), "--quiet"], check=True, cwd=ROOT)
+        ours = Job([*ZCKPT, "to-fp32", str(work / name), str(mine), "--quiet"], (mine,))
+        theirs = Job([*TORCH, "dcp_to_torch", str(work / name), str(other)], (other,), (other,))
+        taken = in_turn({"ours": ours, "theirs": theirs}, rounds)
+        rows.append(Row(f"{what}, to one .bin", taken["ours"], "`dcp_to_torch`", taken["theirs"], "not durable"))
+    ours = Job([*ZCKPT, "to-fp32", str(work / "weights"), str(single), "--quiet"], (single,), (single,))
+    theirs = Job([*MERGE, str(work / "weights"), str(merged)], (merged,), (merged,))
+    taken = in_turn({"ours": ours, "theirs": theirs}, rounds)
+    what = "weights alone, to one .safetensors"
+    rows.append(Row(what, taken["ours"], "`accelerate merge-weights`", taken["theirs"], "not durable"))
     written = [work / "to", work / "from"]
-    ours = [*ZCKPT, "to-dcp", str(mine), str(written[0]), "--quiet"]
-    theirs = [*THEIRS, "torch_to_dcp", str(mine), str(written[1])]
-    rows.append(("from one file", *in_turn(ours, theirs, written, options.rounds)))
-    nbytes = mine.stat().st_size
-    saved = sum(path.stat().st_size for path in (work / "run").iterdir())
-    shutil.rmtree(work)
-
-    import torch
-
-    machine = (
-        f"{platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}, torch {torch.__version__}"
-    )
-    print(f"{machine}; weights of {nbytes / 1e6:,.0f} MB, with AdamW's states {saved / 1e6:,.0f} MB, by 2 ranks;")
-    print(f"medians of {options.rounds} rounds in turn.\n")
-    print("| what | zckpt, s | torch, s | ratio | peak of zckpt | peak of torch |\n|---|---|---|---|---|---|")
-    for what, a, b, peak, their_peak in rows:
-        print(f"| {what} | {a:.2f} | {b:.2f} | **{a / b:.2f}** | {peak >> 10:,} MiB | {their_peak >> 10:,} MiB |")
+    ours = Job([*ZCKPT, "to-dcp", str(mine), str(written[0]), "--quiet"], (written[0],), (written[0],))
+    theirs = Job([*TORCH, "torch_to_dcp", str(mine), str(written[1])], (written[1],), (written[1],))
+    taken = in_turn({"ours": ours, "theirs": theirs}, rounds)
+    rows.append(Row("one .bin to a DCP directory", taken["ours"], "`torch_to_dcp`", taken["theirs"], "not durable"))
+    for path in (work / "weights", work / "run"):
+        shutil.rmtree(path)
+    mine.unlink()
+    return rows
 
 
 if __name__ == "__main__":
-    main()
+    parser = argparse.ArgumentParser(description="One rank that writes what is measured.")
+    parser.add_argument("work", type=Path)
+    parser.add_argument("layers", type=int)
+    options = parser.parse_args()
+    write(options.work, options.layers)

@@ -21,7 +21,7 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from run import ROOT, ZCKPT, watched
+from measure import ROOT, ZCKPT, watched
 
 from zckpt.containers import TensorSpec, torch_zip
 from zckpt.containers.emit import Size
@@ -242,7 +242,7 @@ def main() -> None:
                 apart("write", kind, home, layers, width, world_size)
                 subprocess.run(["sync"], check=True)
                 out = f"{work}/out"
-                seconds, usage = watched([*ZCKPT, "to-bf16", str(home.parent), out, "--dry-run", "--json"])
+                seconds, usage, _ = watched([*ZCKPT, "to-bf16", str(home.parent), out, "--dry-run", "--json"])
                 files = len(os.listdir(home))
                 numel = numel_of(_named(layers_of(layers, width)))
                 tensors = 12 * layers + 3

@@ -39,8 +39,13 @@ def shapes(
 
 def numbers(start: int, count: int) -> torch.Tensor:
     """`count` numbers of an endless repeated random row, from `start` on."""
-    first = start % BLOCK.numel()
-    return BLOCK.repeat(-(-(first + count) // BLOCK.numel()))[first : first + count]
+    made, filled = torch.empty(count), 0
+    while filled < count:
+        first = (start + filled) % BLOCK.numel()
+        piece = BLOCK[first : first + count - filled]
+        made[filled : filled + piece.numel()] = piece
+        filled += piece.numel()
+    return made
 
 
 def write(
@@ -73,7 +78,7 @@ def write(
         size = math.ceil(total / (2 * world_size)) * 2
     for rank in range(world_size):
         if stage < 3:
-            vector = numbers(rank * size, min(size, total - rank * size)).clone()
+            vector = numbers(rank * size, min(size, total - rank * size))
             state: dict[str, object] = {"single_partition_of_fp32_groups": [vector], "partition_count": [world_size]}
             if moments:
                 state |= {
@@ -82,7 +87,7 @@ def write(
                 }
         else:
             pieces = [math.ceil(numel / world_size) for numel in numels.values()]
-            vector = numbers(rank, sum(pieces)).clone()
+            vector = numbers(rank, sum(pieces))
             state = {"fp32_flat_groups": [vector], "partition_count": world_size}
             if moments:
                 state["optimizer_state_dict"] = _adam(vector)

@@ -1,19 +1,11 @@
-"""What threads, buffers and the page cache make of a conversion: the defaults beside their neighbours.
-
-python benchmarks/tuning.py [--layers 12] [--rounds 3] [--work DIR]
-"""
+"""What threads, buffers and the page cache make of a conversion: the defaults beside their neighbours."""
 
 from __future__ import annotations
 
-import argparse
-import os
-import platform
-import statistics
-import subprocess
-import tempfile
+import shutil
 from pathlib import Path
 
-from run import ROOT, ZCKPT, remove, timed, write
+from measure import ZCKPT, Job, Row, in_turn, write
 
 SETTINGS: dict[str, list[str]] = {
     "the defaults": [],
@@ -28,37 +20,14 @@ SETTINGS: dict[str, list[str]] = {
 }
 
 
-def main() -> None:
-    """Each setting in turn, round after round."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--layers", type=int, default=12)
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--work", type=Path, default=ROOT / "benchmarks" / "work")
-    parser.add_argument("--results", type=Path, default=ROOT / "benchmarks" / "results_tuning.md")
-    options = parser.parse_args()
-    options.work.mkdir(parents=True, exist_ok=True)
-    rows: dict[str, list[tuple[float, int]]] = {name: [] for name in SETTINGS}
-    with tempfile.TemporaryDirectory(dir=options.work) as work:
-        checkpoint, out = write(Path(work) / "ckpt", 3, options.layers), Path(work) / "out"
-        for _ in range(options.rounds):
-            for name, setting in SETTINGS.items():
-                subprocess.run(["sync"], check=True)
-                rows[name].append(timed([*ZCKPT, "to-fp32", str(checkpoint), str(out), *setting]))
-                remove(out)
-    lines = [
-        f"{platform.machine()}, {os.cpu_count()} cores, Linux {platform.release()}; GPT-2 shape, {options.layers} layers "
-        f"of 1,600, ZeRO-3, world size 8, `to-fp32`; medians of {options.rounds} rounds.",
-        "",
-        "| setting | seconds | peak memory |",
-        "|---|---|---|",
-        *(
-            f"| {name} | {statistics.median(s for s, _ in found):.2f} | {max(peak for _, peak in found) / 1024:.0f} MiB |"
-            for name, found in rows.items()
-        ),
-    ]
-    print("\n".join(lines))
-    options.results.write_text("\n".join(lines) + "\n")
-
-
-if __name__ == "__main__":
-    main()
+def measure(work: Path, layers: int, rounds: int) -> list[Row]:
+    """Each setting in turn, of `to-fp32` of a ZeRO-3 checkpoint that lies on the disk, and not in memory."""
+    checkpoint, out = write(work / "ckpt", 3, "--layers", str(layers)), work / "out"
+    jobs = {
+        name: Job([*ZCKPT, "to-fp32", str(checkpoint), str(out), "--quiet", *setting], (out,), (out,), cools=checkpoint)
+        for name, setting in SETTINGS.items()
+    }
+    taken = in_turn(jobs, rounds)
+    shutil.rmtree(checkpoint)
+    first, *others = SETTINGS
+    return [Row(first, taken[first]), *(Row(first, taken[first], name, taken[name]) for name in others)]

@@ -1,0 +1,163 @@
+"""What every benchmark here does: commands in turn, round after round, watched from outside."""
+
+from __future__ import annotations
+
+import os
+import platform
+import resource
+import shutil
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+WORK = ROOT / "benchmarks" / "work"
+ZCKPT = [sys.executable, "-m", "zckpt"]
+PYTHON = [sys.executable, "-W", "ignore"]
+
+
+@dataclass
+class Taken:
+    """What a command took, round by round.
+
+    Attributes:
+        seconds: of wall time.
+        busy: of processor time, of the command and its children.
+        peak: the most resident memory of any one process of it, in KiB.
+    """
+
+    seconds: list[float] = field(default_factory=list)
+    busy: list[float] = field(default_factory=list)
+    peak: int = 0
+
+    @property
+    def median(self) -> float:
+        """Of the wall seconds."""
+        return statistics.median(self.seconds)
+
+
+@dataclass
+class Row:
+    """One comparison: a line of a table.
+
+    Attributes:
+        what: was done.
+        ours: what zckpt took.
+        rival: who did the same; empty for nobody.
+        theirs: what that took.
+        note: what makes the two less than alike.
+        numel: parameters of the model, where the table is of models that grow.
+    """
+
+    what: str
+    ours: Taken
+    rival: str = ""
+    theirs: Taken | None = None
+    note: str = ""
+    numel: int = 0
+
+
+@dataclass(frozen=True)
+class Job:
+    """A command to time.
+
+    Attributes:
+        command: it.
+        clears: what is removed before each round of it.
+        drops: what is removed after.
+        tells: it prints its own seconds, as its last line: what it took to get that far is not counted.
+        warms: a directory whose files are read before, so that no disk slows the first reader.
+        cools: a directory whose files are put out of the page cache before, so that each round reads the disk.
+    """
+
+    command: list[str]
+    clears: tuple[Path, ...] = ()
+    drops: tuple[Path, ...] = ()
+    tells: bool = False
+    warms: Path | None = None
+    cools: Path | None = None
+
+
+def in_turn(jobs: Mapping[str, Job], rounds: int) -> dict[str, Taken]:
+    """Runs every job once in each round, in this order, on a disk with nothing left to write."""
+    taken = {name: Taken() for name in jobs}
+    for _ in range(rounds):
+        for name, job in jobs.items():
+            for path in job.clears:
+                remove(path)
+            if job.warms:
+                subprocess.run(["sh", "-c", "find $0 -type f -exec cat {} + > /dev/null", str(job.warms)], check=True)
+            subprocess.run(["sync"], check=True)
+            if job.cools:
+                cool(job.cools)
+            seconds, usage, printed = watched(job.command)
+            took = taken[name]
+            took.seconds.append(float(printed.split()[-1]) if job.tells else seconds)
+            took.busy.append(usage.ru_utime + usage.ru_stime)
+            took.peak = max(took.peak, usage.ru_maxrss)
+            for path in job.drops:
+                remove(path)
+    return taken
+
+
+def cool(directory: Path) -> None:
+    """Puts the files of a directory out of the page cache, as far as the system does what it is asked."""
+    for path in directory.rglob("*"):
+        if path.is_file():
+            with path.open("rb") as file:
+                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def copying(source: Path, copy: Path, *, durable: bool = True) -> Job:
+    """`cp` of what stands at `source` then, and `sync` of the copy."""
+    script = "cp -r $0 $1" + (" && sync $(find $1)" if durable else "")
+    return Job(["sh", "-c", script, str(source), str(copy)], clears=(copy,), drops=(copy,))
+
+
+def watched(command: list[str]) -> tuple[float, resource.struct_rusage, str]:
+    """Wall seconds of a command, what the system knows of it, and what it printed."""
+    began = time.perf_counter()
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
+    process = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, cwd=ROOT, env=environment, text=True
+    )
+    assert process.stdout is not None
+    printed = process.stdout.read()
+    _, status, usage = os.wait4(process.pid, 0)
+    if status:
+        raise SystemExit(f"{command}: {printed[-800:]}")
+    return time.perf_counter() - began, usage, printed
+
+
+def write(dest: Path, stage: int, *arguments: str) -> Path:
+    """A checkpoint, by a process of its own: a child's peak memory starts from its parent's, so this one stays small."""
+    script = [sys.executable, str(ROOT / "benchmarks" / "synth.py"), str(dest), "--stage", str(stage), *arguments]
+    subprocess.run(script, check=True, env={**os.environ, "DS_ACCELERATOR": "cpu"})
+    return dest
+
+
+def remove(path: Path) -> None:
+    """Whatever is there."""
+    shutil.rmtree(path, ignore_errors=True)
+    path.unlink(missing_ok=True)
+
+
+def machine() -> str:
+    """This one, in words."""
+    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30
+    model = next((line.split(":")[1].strip() for line in _lines("/proc/cpuinfo") if line.startswith("model name")), "")
+    return (
+        f"{model or platform.machine()}, {os.cpu_count()} cores, {memory:.0f} GiB of memory, Linux "
+        f"{platform.release().split('-')[0]}, Python {platform.python_version()}"
+    )
+
+
+def _lines(path: str) -> list[str]:
+    try:
+        return Path(path).read_text().splitlines()
+    except OSError:
+        return []

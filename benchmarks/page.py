@@ -1,0 +1,121 @@
+"""The page of all results, `docs/benchmarks.md`, and its chart, from `benchmarks/results.json`."""
+
+from __future__ import annotations
+
+import statistics
+from pathlib import Path
+from typing import Any
+
+TITLES = {
+    "consolidation": ("Plain weights from ZeRO shards", "World size 8. `cp` copies what zckpt wrote just before."),
+    "loading": (
+        "Into a live model",
+        "The seconds of the call alone: imports and the making of the model are not counted.",
+    ),
+    "reshaping": (
+        "Other shapes of checkpoint",
+        "With AdamW's moments, world size 8: four to seven times the bytes of the weights are written.",
+    ),
+    "checking": (
+        "Verify and diff",
+        "Beside `cat` and `cmp`, which read the same bytes and look at none, or at nothing but equality.",
+    ),
+    "push": (
+        "To the hub",
+        "bf16 from ZeRO-3 shards, to the tests' hub on loopback, which hashes all it gets, on the same cores. Converting and "
+        "sending overlap; `upload_folder` is given what was converted before.",
+    ),
+    "dcp": ("torch.distributed.checkpoint", "A save of two ranks, sharded as `fully_shard` does."),
+    "tuning": (
+        "Threads, buffers, page cache",
+        "`to-fp32` of ZeRO-3 whose files lie on the disk: the defaults beside their neighbours.",
+    ),
+    "growth": ("As the model grows", "![Time and memory against model size](benchmarks.svg)\n\nZeRO-3, world size 8."),
+}
+HEAD = """# Benchmarks
+
+`make bench` measures all of this and writes this page: every command in turn with its rival, round after round, on one
+machine, in one run. A cell gives the median of the rounds and, where they differ, the least and the most. A ratio is that of
+the medians: below 1, zckpt took less. Memory is the most that any one process of a command held, seen from outside. What
+zckpt writes is synced before it gets its name, and checksummed while it is written; so `cp` is followed by `sync`, and where
+a rival does neither, the table says so. Trainer: [steps and memory](../benchmarks/results_trainer.md), [saves and
+loads](../benchmarks/results_checkpoints.md). Planning for a trillion parameters:
+[results_giants.md](../benchmarks/results_giants.md).
+"""
+
+
+def write(results: dict[str, Any], path: Path) -> None:
+    """The page and, beside it, the chart."""
+    parts = [HEAD]
+    for name, (title, about) in TITLES.items():
+        if name in results:
+            found = results[name]
+            model = "" if name in ("dcp", "growth") else f" GPT-2 shape, {found['layers']} layers of 1,600."
+            told = f"{found['machine']}; {found['rounds']} rounds; {found['when']}.{model}"
+            parts.append(f"## {title}\n\n{about} {told}\n\n{table(found)}\n")
+    path.write_text("\n".join(parts))
+    if results.get("growth", {}).get("rows"):
+        chart(results["growth"]["rows"], path.with_suffix(".svg"))
+
+
+def table(found: dict[str, Any]) -> str:
+    """One section's rows."""
+    rows = found["rows"]
+    growing = any(row["numel"] for row in rows)
+    head = ["what", "zckpt, s", "rival", "its s", "ratio", "zckpt, MiB", "rival, MiB"]
+    lines = [["parameters", *head] if growing else head]
+    lines.append(["---"] * len(lines[0]))
+    for row in rows:
+        ours, theirs = row["ours"], row["theirs"]
+        rival = row["rival"] + (f" ({row['note']})" if row["note"] else "")
+        line = [row["what"], _seconds(ours), rival, "", "", _memory(ours), ""]
+        if theirs:
+            ratio = statistics.median(ours["seconds"]) / statistics.median(theirs["seconds"])
+            line[3], line[4], line[6] = _seconds(theirs), f"**{ratio:.2f}**", _memory(theirs)
+        lines.append([f"{row['numel'] / 1e9:.2f} B", *line] if growing else line)
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def _seconds(taken: dict[str, Any]) -> str:
+    low, middle, high = min(taken["seconds"]), statistics.median(taken["seconds"]), max(taken["seconds"])
+    spread = f" ({low:.2f}-{high:.2f})" if f"{low:.2f}" != f"{high:.2f}" else ""
+    return f"{middle:.2f}{spread}"
+
+
+def _memory(taken: dict[str, Any]) -> str:
+    return f"{taken['peak'] / 1024:,.0f}"
+
+
+def chart(rows: list[dict[str, Any]], path: Path) -> None:
+    """Time and memory against model size, both on logarithmic axes."""
+    import matplotlib as mpl
+
+    mpl.use("svg")
+    mpl.rcParams["svg.hashsalt"] = "zckpt"
+    import matplotlib.pyplot as plt
+
+    lines: dict[str, list[tuple[float, float, float]]] = {}
+    for row in rows:
+        for label, taken in ((f"zckpt {row['what']}", row["ours"]), (_rival(row), row["theirs"])):
+            point = (row["numel"], statistics.median(taken["seconds"]), taken["peak"] / 1024)
+            if point not in lines.setdefault(label, []):
+                lines[label].append(point)
+    figure, (left, right) = plt.subplots(1, 2, figsize=(10, 4))
+    for label, points in lines.items():
+        sizes, seconds, memory = zip(*points, strict=True)
+        style = {"marker": "o", "linestyle": "-" if label.startswith("zckpt") else "--", "label": label}
+        left.plot(sizes, seconds, **style)
+        if "cp" not in label:
+            right.plot(sizes, memory, **style)
+    for axes, what in ((left, "seconds"), (right, "peak memory, MiB")):
+        axes.set(xscale="log", yscale="log", xlabel="parameters", ylabel=what)
+        axes.grid(visible=True, which="both", alpha=0.2)
+        axes.legend(fontsize=8)
+    figure.tight_layout()
+    figure.savefig(path, metadata={"Date": None})
+    plt.close(figure)
+
+
+def _rival(row: dict[str, Any]) -> str:
+    name: str = row["rival"].replace("`", "")
+    return name if "zero_to" in name else f"cp and sync of the {row['what'][3:]} bytes"
