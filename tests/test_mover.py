@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import itertools
 import os
-import signal
 import struct
 import subprocess
 import sys
@@ -631,22 +630,18 @@ def test_ctrl_c_stops_it(tmp_path: Path) -> None:
     code = (
         CHILD
         + """
-    from zckpt._core import inject
-    import threading, signal
-    told = []
+    import signal
     def progress(n):
-        if not told and n:
-            told.append(n)
+        if n:
             os.kill(os.getpid(), signal.SIGINT)
     try:
-        run(plan, root, progress=progress, window=4096, threads=1)
+        run(plan, root, progress=progress, window=4096, threads=1, bytes_per_s=4 << 20)
     except KeyboardInterrupt:
         print("stopped")
     """
     )
     out, err = child(code, tmp_path, 256).communicate(timeout=60)
     assert out.strip() == "stopped", err
-    assert signal.SIGINT
 
 
 def test_memory_does_not_grow_with_the_job(tmp_path: Path) -> None:
