@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from collections import OrderedDict
 from pathlib import Path
 from typing import Any
 
@@ -33,12 +34,20 @@ WRONG = {"zero2/round_robin_w2", "zero3/mics_w4", "autotp/zero2_tp2_dp2"}
 """What it converts wrongly: its addresses ignore the other order; it cuts over all ranks; a tied name gets one rank's slice."""
 
 
+EXPERTS = {
+    path.parent.as_posix()[len(FIXTURES.as_posix()) + 1 :]
+    for path in FIXTURES.glob("moe/*/how.json")
+    if path.parent.name != "zero1_ep1_w2"
+} | {"autoep/folded_w4"}
+"""Which neither has a universal form for: experts that ranks hold under the same names, and those under AutoTP."""
+
+
 def jobs() -> dict[str, tuple[Path, str]]:
     found = {}
     for how in sorted(FIXTURES.glob("*/*/how.json")):
         home = how.parent / "checkpoint"
-        if how.parent.parent.name in ("moe", "autoep"):
-            continue  # zckpt has no universal form of experts yet
+        if f"{how.parent.parent.name}/{how.parent.name}" in EXPERTS:
+            continue
         if json.loads(how.read_text()).get("stage") and (home / "latest").exists():
             found[f"{how.parent.parent.name}/{how.parent.name}"] = home, (home / "latest").read_text().strip()
     return found
@@ -63,7 +72,7 @@ def theirs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def assert_same(a: Any, b: Any, where: str) -> None:
     """Two objects out of torch files, value for value, types too."""
-    assert type(a) is type(b), where
+    assert type(a) is type(b) or (type(a), type(b)) == (dict, OrderedDict), where
     if isinstance(a, torch.Tensor):
         assert a.dtype == b.dtype and a.shape == b.shape and same_bits(a, b), where
     elif isinstance(a, dict):
@@ -89,12 +98,13 @@ def test_the_files_are_those_of_deepspeed(name: str, theirs: Path, tmp_path: Pat
     assert (tmp_path / "out/latest_universal").read_text() == (theirs / name / "latest_universal").read_text()
     ours = {p.relative_to(tmp_path / "out") for p in (tmp_path / "out").rglob("*") if p.is_file()}
     wanted = {p.relative_to(theirs / name) for p in (theirs / name).rglob("*") if p.is_file()}
-    assert {p for p in ours if p.suffix == ".pt"} == {p for p in wanted if p.suffix == ".pt"}
+    beyond = {p for p in ours if p.suffix == ".pt"} ^ {p for p in wanted if p.suffix == ".pt"}
+    assert all(name == "moe/zero1_ep1_w2" and p.parent.name.endswith(".gain") for p in beyond & ours) and beyond <= ours
     for path in sorted(wanted):
         if path.suffix != ".pt":
             continue
         one, two = tmp_path / "out" / path, theirs / name / path
-        if path.name.endswith("model_states.pt"):
+        if path.name.endswith("model_states.pt") and not name.startswith("autoep/"):
             assert one.read_bytes() == two.read_bytes()
         else:
             assert_same(torch.load(one, weights_only=False), torch.load(two, weights_only=False), str(path))

@@ -24,6 +24,7 @@ from zckpt.catalog import Role, TensorEntry
 from zckpt.containers import TensorRef, brief
 from zckpt.errors import CorruptError, IncompleteError, InconsistentError, UnsupportedError, ranges, some
 from zckpt.fragments import Block
+from zckpt.layouts.expert_records import records
 from zckpt.layouts.listing import EXPERT_NAME, Listing
 from zckpt.layouts.module_states import ModelStates, Shape, as_mapping, flatten
 from zckpt.layouts.slices import Joint, Piece
@@ -197,6 +198,11 @@ class Layers:
         return Layers(spread)
 
 
+def is_own(name: str) -> bool:
+    """Whether a parameter or buffer is of one of DeepSpeed's own experts."""
+    return _OWN.fullmatch(name) is not None
+
+
 def read_layers(listing: Listing, model: ModelStates, mp_rank: int | None = None) -> Layers:
     """All layers of experts, whose ranks are known only where AutoEP recorded them.
 
@@ -218,7 +224,7 @@ def read_layers(listing: Listing, model: ModelStates, mp_rank: int | None = None
             file=model.file, found=f"num_experts {brief(counts)}", expected="DeepSpeed 0.6 or later lists them per layer",
             remedy="Load it with the DeepSpeed that wrote it and save it with a newer one.",
         )  # fmt: skip
-    recorded = _recorded(model)
+    recorded = records(model)
     files = _files(listing, mp_rank)
     strange = [name for (number, expert), name in files.items() if not _is_one(counts, number, expert)]
     if strange:
@@ -252,21 +258,6 @@ def _files(listing: Listing, mp_rank: int | None) -> dict[tuple[int, int], str]:
                 found=f"{found[key]!r} and {name!r}", remedy="One of them is of another save: move it away.",
             )  # fmt: skip
         found[key] = name
-    return found
-
-
-def _recorded(model: ModelStates) -> dict[int, Mapping[str, object]]:
-    """What AutoEP recorded, by the layer's number."""
-    listed = model.root.get("ds_autoep_layers")
-    if listed is None:
-        return {}
-    found: dict[int, Mapping[str, object]] = {}
-    for entry in listed if isinstance(listed, list | tuple) else [listed]:
-        entry = as_mapping(entry, "AutoEP's record of a layer", model.file)
-        number, prefix = entry.get("moe_layer_id"), entry.get("expert_key_prefix")
-        if not isinstance(number, int) or not isinstance(prefix, str):
-            raise CorruptError("AutoEP's record of a layer without number or name", file=model.file, found=brief(entry))
-        found[number] = entry
     return found
 
 

@@ -18,11 +18,13 @@ from zckpt.errors import IncompleteError, InconsistentError, UnsupportedError
 from zckpt.layouts import unsharded, zero3, zero12
 from zckpt.layouts.assembly import assemble
 from zckpt.layouts.expert_groups import Save, parts_of
+from zckpt.layouts.expert_records import modules, second_routers, without_experts
 from zckpt.layouts.experts import Layer, Layers, sharers
 from zckpt.layouts.listing import EXPERT_OPTIMIZER_NAME, MODEL_NAME, Listing
 from zckpt.layouts.module_states import ModelStates, Shape, as_mapping, read_model_states
 from zckpt.layouts.optimizer_states import missing_model_file, missing_ranks
-from zckpt.layouts.slices import join
+from zckpt.layouts.rules import rules_of_checkpoint
+from zckpt.layouts.slices import Joint, join
 from zckpt.layouts.training import Group, Training
 
 
@@ -219,12 +221,21 @@ class Reader:
             for name, entry in self._stacked(by_name).items():
                 states[name] = {**states.get(name, {}), state: entry}
         first_part = held[0][1]
-        return replace(
-            first_part,
-            groups=tuple(_plain(groups[n]) for n in sorted(groups)),
-            states=states,
-            model={key: value for key, value in first_part.model.items() if key not in _OF_EXPERTS},
-        )
+        numbers = sorted(groups)
+        whole = replace(first_part, groups=tuple(groups[n] for n in numbers), states=states, joined=self._joined())
+        return without_experts(whole)
+
+    def _joined(self) -> dict[str, Joint]:
+        """What a universal checkpoint says of each parameter: by the checkpoint's own rules, and of stacks."""
+        rules = rules_of_checkpoint(self.model) if self._stage < 3 else None
+        found: dict[str, Joint] = {}
+        for name, shape in ((name, shape) for group in self.model.param_shapes for name, shape in group.items()):
+            if (owner := self.layers.owner(name)) is not None and owner[0].stacked:
+                words = {"cat_dim": 0, "is_expert_param": True, "ep_num_experts": owner[0].experts}
+                found[name] = Joint(shape, (), words=words)
+            elif rules is not None:
+                found[name] = rules.joint(name, [shape])
+        return found
 
 
 def load(listing: Listing, allow_unknown: bool, mp_rank: int = 0) -> Save | None:
@@ -248,19 +259,10 @@ def model_name(listing: Listing, mp_rank: int = 0) -> str:
     return name
 
 
-_OF_EXPERTS = frozenset(("num_experts", "ds_autoep_layers", "folding", "universal_checkpoint_info"))
-"""What a model file says of experts: where they are ordinary parameters, it would mislead."""
-
-
-def _plain(group: Group) -> Group:
-    """A group that says nothing of experts either."""
-    return replace(group, settings={key: value for key, value in group.settings.items() if key != "moe"})
-
-
 def _everywhere(model: ModelStates, layers: Layers) -> ModelStates:
     """The first rank's model file, with all experts under the names they have among all, after what else their layer has."""
     homes = {layer.home: layer for layer in layers.all}
-    last = {home: name for name in model.module for home in _modules(name) if home in homes}
+    last = {home: name for name in model.module for home in modules(name) if home in homes}
     after: dict[str, dict[str, TensorRef]] = {}
     for home, layer in homes.items():
         after.setdefault(last.get(home, ""), {}).update(layer.module())
@@ -279,7 +281,7 @@ def _everywhere(model: ModelStates, layers: Layers) -> ModelStates:
             if stacked or not (owner and owner[0].stacked)
         }
 
-    shared = dict(second_routers(model, layers))
+    shared = dict(second_routers(model))
     for dropped, kept in model.shared.items():
         shared |= dict(zip(layers.names_everywhere(dropped), itertools.cycle(layers.names_everywhere(kept))))
     return replace(
@@ -291,24 +293,6 @@ def _everywhere(model: ModelStates, layers: Layers) -> ModelStates:
         frozen_fragments={n: ref for n, ref in model.frozen_fragments.items() if layers.owner(n) is None},
         shared=shared,
     )
-
-
-def _modules(name: str) -> Iterator[str]:
-    """The modules that a parameter is in, from the outermost."""
-    return itertools.accumulate(name.split(".")[:-1], "{}.{}".format)
-
-
-def second_routers(model: ModelStates, layers: Layers) -> Iterator[tuple[str, str]]:
-    """AutoEP keeps a layer's router under the name it had before too, and does not record that they are one."""
-    homes = {layer.home for layer in layers.all if layer.stacked}
-    for name, ref in model.module.items():
-        for home in homes.intersection(_modules(name)):
-            child, _, rest = name.removeprefix(f"{home}.").partition(".")
-            kept = model.module.get(f"{home}.router.{rest}")
-            if kept is None or child in ("router", "experts", "shared_experts"):
-                continue
-            if (kept.shape, kept.dtype) == (ref.shape, ref.dtype):
-                yield name, f"{home}.router.{rest}"
 
 
 _GROUP = re.compile(r"ep_size_(\d+)")

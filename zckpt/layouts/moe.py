@@ -19,9 +19,10 @@ from zckpt.errors import UnsupportedError
 from zckpt.layouts import model_parallel, unsharded, zero12
 from zckpt.layouts.assembly import assemble
 from zckpt.layouts.expert_groups import Save, told_apart
+from zckpt.layouts.expert_records import second_routers
 from zckpt.layouts.experts import Layers, read_layers
 from zckpt.layouts.listing import EXPERT_NAME, EXPERT_OPTIMIZER_NAME, LAYER_NAME, MODEL_NAME, Listing
-from zckpt.layouts.mixture import Reader, load, model_name, second_routers
+from zckpt.layouts.mixture import Reader, load, model_name
 from zckpt.layouts.model_parallel import Slice
 from zckpt.layouts.module_states import ModelStates, read_model_states
 from zckpt.layouts.training import Training
@@ -92,10 +93,10 @@ class Split(model_parallel.Reader):
                     "masters of experts that are spread over tensor-parallel ranks, without ZeRO", file=model.file,
                     expected="fp32 runs, and ZeRO-1 and -2, are read",
                 )  # fmt: skip
-            return super().slice_of(rank, replace(model, shared=dict(second_routers(model, self.spread))), tied)
+            return super().slice_of(rank, replace(model, shared=dict(second_routers(model))), tied)
         self.saves[rank] = save
         dense, _ = told_apart(save, self.spread)
-        shared = {**dense.model.shared, **dict(second_routers(dense.model, self.spread))}
+        shared = {**dense.model.shared, **dict(second_routers(dense.model))}
         dense = replace(dense, model=replace(dense.model, shared=shared))
         catalog = assemble(dense.model, zero12.masters(dense), Source("", self.listing.directory), self.topology)
         return Slice(catalog, save.model, lambda: zero12.training(dense))

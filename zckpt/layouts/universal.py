@@ -7,7 +7,12 @@ frozen parameters lie.
 [Note: two forms] From stages 1 and 2, and wherever slices of tensor-parallel ranks were joined, a file is a dict: `param`,
 and how it was joined (`cat_dim`, ..). From stage 3 it is a bare vector: its shape is in the model files' `param_shapes`.
 `step.pt`, of stages 1 and 2, is a bare number.
-Source: DeepSpeed 0.19.8, checkpoint/ds_to_universal.py, checkpoint/universal_checkpoint.py,
+
+[Note: universal experts] DeepSpeed has a form for AutoEP's stacks, without tensor parallelism: whole, `is_expert_param` in the
+file, of which the engine takes a rank's rows. Its own experts are files of their own under the number that an expert has *on
+its rank*: so there is one only where every rank has all experts. Over several ranks its converter fails or mixes experts, and
+its engine would give all ranks the same ones.
+Source: DeepSpeed 0.19.8, checkpoint/ds_to_universal.py, checkpoint/universal_checkpoint.py, checkpoint/autoep_universal.py,
 runtime/base_optimizer.py `load_hp_checkpoint_state_from_checkpoint_dir`.
 """
 
@@ -15,13 +20,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from zckpt.catalog import Catalog, Source, TensorEntry, Topology
 from zckpt.containers import TensorRef, enum_value
 from zckpt.errors import CorruptError, IncompleteError, InconsistentError
 from zckpt.fragments import Fragment
 from zckpt.layouts.assembly import assemble
+from zckpt.layouts.expert_records import second_routers, without_experts
 from zckpt.layouts.listing import MODEL_NAME, SHARD_NAME, UNIVERSAL, Listing
 from zckpt.layouts.module_states import ModelStates, Shape, as_mapping, read_model_states, whole, with_replica
 from zckpt.layouts.optimizer_states import SCALER, as_list, precision_of
@@ -126,7 +132,8 @@ def _models(listing: Listing) -> Iterator[ModelStates]:
             seen.add(int(found["mp"]))
             root = listing.open(name).root
             elsewhere = isinstance(root, Mapping) and root.get("module") is None  # a pipeline's: in layer files
-            yield read_model_states(listing, name, module={} if elsewhere else None)
+            model = read_model_states(listing, name, module={} if elsewhere else None)
+            yield replace(model, shared={**model.shared, **dict(second_routers(model))})
 
 
 def read(listing: Listing, *, allow_unknown: bool = False) -> Catalog:
@@ -152,7 +159,19 @@ def read(listing: Listing, *, allow_unknown: bool = False) -> Catalog:
     frozen = {
         name: entry for name, shape in model.frozen_shapes.items() if (entry := _frozen(listing, model, name, shape))
     }
-    return assemble(model, masters, source, Topology(), frozen)
+    return assemble(model, masters, source, Topology(), {**dict(_elsewhere(save)), **frozen})
+
+
+def _elsewhere(save: _Save) -> Iterator[tuple[str, TensorEntry]]:
+    """What the model file lacks, since it lay in files of experts: in fp32, as all is that no optimizer owns."""
+    model = save.models[0]
+    known = {*save.shapes, *model.module, *model.shared}
+    for name, files in save.parameters.items():
+        if name not in known and MASTER in files:
+            root = save.listing.open(files[MASTER]).root
+            ref = root.get("param") if isinstance(root, Mapping) else root
+            if isinstance(ref, TensorRef):
+                yield name, whole(name, ref, "frozen" if name in model.frozen_shapes else "buffer")
 
 
 def _frozen(listing: Listing, model: ModelStates, name: str, shape: Shape) -> TensorEntry | None:
@@ -199,7 +218,7 @@ def read_training(listing: Listing, *, allow_unknown: bool = False) -> Training:
         )
         for names, own in zip(_names_by_group(save, settings), settings, strict=False)
     )
-    return Training(
+    training = Training(
         groups=groups,
         states=states,
         scaler={key: save.left[key] for key in SCALER if key in save.left},
@@ -208,6 +227,7 @@ def read_training(listing: Listing, *, allow_unknown: bool = False) -> Training:
         form="zero" if "zero_stage" in save.left else "bf16",
         raw=save.left,
     )
+    return without_experts(training) if model.root.get("num_experts") else training
 
 
 def _names_by_group(save: _Save, settings: Sequence[Mapping[str, object]]) -> list[list[str]]:

@@ -14,6 +14,7 @@ from zckpt.catalog import Catalog, TensorEntry
 from zckpt.dtypes import F32, U8, DType
 from zckpt.errors import UnsafeError, UnsupportedError
 from zckpt.fragments import FileStore, Fragment
+from zckpt.layouts.experts import is_own
 from zckpt.layouts.listing import LAYER_NAME, MODEL_NAME, SHARD_NAME, Listing
 from zckpt.layouts.slices import Joint, cut
 from zckpt.layouts.torch_files import Laid, Pair, TorchFile
@@ -51,15 +52,9 @@ def lay_out(catalog: Catalog, training: Training, listing: Listing, target: Univ
 
     Raises:
         UnsafeError: a parameter's name is no path below `zero/`.
-        UnsupportedError: a parameter's name is too long for a directory; a mixture of experts, which DeepSpeed loads
-            from no universal checkpoint.
+        UnsupportedError: a parameter's name is too long for a directory; experts that DeepSpeed has no universal form for.
     """
-    if catalog.topology.experts:
-        raise UnsupportedError(
-            "a universal checkpoint of a mixture of experts", file=catalog.source.path,
-            found=f"{len(catalog.topology.experts)} layers of experts", expected="dense models have universal checkpoints",
-            remedy="Convert its weights (to-fp32), or reshard it: experts become ordinary parameters.",
-        )  # fmt: skip
+    _check_experts(catalog)
     files: list[tuple[OutputFile, FileStore]] = []
     pairs: list[Pair] = []
 
@@ -68,13 +63,13 @@ def lay_out(catalog: Catalog, training: Training, listing: Listing, target: Univ
         pairs.extend(made[1])
 
     stage_3 = catalog.source.zero_stage == 3
-    bare = stage_3 and not training.joined
+    default = None if stage_3 and catalog.topology.tp * catalog.topology.pp == 1 else _END_TO_END
     for group in training.groups:
         for name in group.names:
             home = f"{target.tag}/{HOME}{_directory(name, catalog.source.path)}"
-            joint = training.joined.get(name, _END_TO_END)
+            joint = training.joined.get(name, default)
             for state, entry in {MASTER: catalog.tensors[name], **training.states[name]}.items():
-                add(_tensor_file(f"{home}/{state}.pt", entry, None if bare else joint))
+                add(_tensor_file(f"{home}/{state}.pt", entry, joint))
             if "step" in group.scalars and not stage_3:
                 file = TorchFile(f"{home}/step.pt")
                 add(file.finish(file.adopt(group.scalars["step"])))
@@ -86,8 +81,24 @@ def lay_out(catalog: Catalog, training: Training, listing: Listing, target: Univ
     add(file.finish(file.adopt(_left(training, stage_3))))
     for name, path in listing.files.items():
         if MODEL_NAME.fullmatch(name) or ((m := SHARD_NAME.fullmatch(name)) and m["kind"] == "model"):
-            add(_copy(path, f"{target.tag}/{name}"))
+            add(
+                _model_file(listing, name, f"{target.tag}/{name}", r".*" if stage_3 else "")
+                or _copy(path, f"{target.tag}/{name}")
+            )
     return Laid(tuple(files), tuple(pairs))
+
+
+def _check_experts(catalog: Catalog) -> None:
+    """Refuses what DeepSpeed's engine could not load; see [Note: universal experts] in `universal`."""
+    topology = catalog.topology
+    own = sum(is_own(name) for name in catalog.tensors)
+    if topology.experts and (topology.tp * topology.pp > 1 or (own and topology.ep > 1)):
+        raise UnsupportedError(
+            "experts that have no universal form in DeepSpeed", file=catalog.source.path,
+            found=f"tensors of DeepSpeed's own experts over {topology.ep} ranks" if own else "AutoEP under AutoTP",
+            expected="AutoEP without tensor parallelism, or all experts on every rank",
+            remedy="zckpt reshard: experts become ordinary parameters; or convert the weights alone (to-fp32).",
+        )  # fmt: skip
 
 
 _AS_IT_IS = Joint((), ())
@@ -148,6 +159,21 @@ def _left(training: Training, stage_3: bool) -> dict[str, object]:
     if groups is None:
         groups = [{**group.settings, "params": [number]} for number, group in enumerate(training.groups)]
     return {**{key: value for key, value in raw.items() if stage_3 or key not in _SHARDED}, "param_groups": groups}
+
+
+def _model_file(
+    listing: Listing, name: str, path: str, before: str
+) -> tuple[tuple[OutputFile, FileStore], list[Pair]] | None:
+    """A model file of a run with AutoEP, whose record is where the engine looks for it; None for another run's."""
+    root = listing.open(name).root
+    record = root.get("ds_autoep_layers") if isinstance(root, Mapping) else None
+    if not isinstance(root, Mapping) or record is None:
+        return None
+    info = root.get("universal_checkpoint_info")
+    said = {"expert_parameter_patterns": [before + r"\.experts\.w[123]$"], "ds_autoep_layers": record}
+    info = {**(info if isinstance(info, Mapping) else {}), **said}
+    file = TorchFile(path)
+    return file.finish(file.adopt({**root, "universal_checkpoint_info": info}))
 
 
 def _copy(path: str, name: str) -> tuple[tuple[OutputFile, FileStore], list[Pair]]:
