@@ -38,7 +38,7 @@ EXPERTS = {
     path.parent.as_posix()[len(FIXTURES.as_posix()) + 1 :]
     for path in FIXTURES.glob("moe/*/how.json")
     if path.parent.name != "zero1_ep1_w2"
-} | {"autoep/folded_w4"}
+} | {"autoep/folded_w4", "autoep/folded_zero3_w4"}
 """Which neither has a universal form for: experts that ranks hold under the same names, and those under AutoTP."""
 
 

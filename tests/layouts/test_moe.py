@@ -225,7 +225,7 @@ def test_a_missing_slice_of_an_expert(name: str, file: str, tmp_path: Path) -> N
     assert "layer" in refused(IncompleteError, checkpoint, tmp_path).what
 
 
-def test_experts_under_pipeline_parallelism_are_refused(tmp_path: Path) -> None:
+def test_experts_in_a_pipeline_that_has_layer_files_are_refused(tmp_path: Path) -> None:
     checkpoint = copied("pipeline/zero1_pp2_dp2", tmp_path)
     source = FIXTURES / "moe" / "zero1_w4" / "checkpoint" / "global_step2"
     for path in source.glob("layer_*_expert_*"):

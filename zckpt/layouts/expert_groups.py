@@ -88,12 +88,12 @@ def parts_of(save: Save, model: ModelStates, layers: Layers, *, data_first: bool
                 yield Part(zero12.Save(own, shards, len(ranks)), tuple(numbers), rank)
 
 
-def told_apart(save: zero12.Save, layers: Layers) -> tuple[zero12.Save, zero12.Save]:
+def told_apart(save: Save, layers: Layers) -> tuple[Save, Save]:
     """A save without its experts, and one of nothing else; the experts' weights are in their own files."""
     listed = save.model.param_shapes
     orders = [_order(shard, listed) for shard in save.shards]
 
-    def those(experts: bool) -> zero12.Save:
+    def those(experts: bool) -> Save:
         def own(names: Iterable[str]) -> list[str]:
             return [name for name in names if (layers.owner(name) is not None) == experts]
 
@@ -107,7 +107,7 @@ def told_apart(save: zero12.Save, layers: Layers) -> tuple[zero12.Save, zero12.S
             shared={name: save.model.shared[name] for name in own(save.model.shared)},
         )
         shards = [_pick(shard, [order[n] for n in numbers]) for shard, order in zip(save.shards, orders, strict=True)]
-        return zero12.Save(model, shards, save.world_size)
+        return replace(save, model=model, shards=shards)
 
     return those(False), those(True)
 
@@ -146,7 +146,12 @@ def _order(shard: OptimizerShard, listed: Sequence[Mapping[str, Shape]]) -> list
 def _pick(shard: OptimizerShard, groups: Sequence[int]) -> OptimizerShard:
     """A rank's file with some of its groups (ZeRO-3: sub-groups, and the parameter groups that have any of them)."""
     paddings, mappings = shard.alignment_paddings, shard.root.get("param_slice_mappings")
+    recorded = shard.root.get("ds_zero_partition_groups")
     root = shard.root
+    if isinstance(recorded, list):
+        entries = {entry.get("sub_group"): entry for entry in recorded if isinstance(entry, Mapping)}
+        own = [{**entries[old], "sub_group": new} for new, old in enumerate(groups) if old in entries]
+        root = {**root, "ds_zero_partition_groups": own}
     if isinstance(mappings, list) and len(mappings) == len(shard.vectors):
         root = {**root, "param_slice_mappings": [mappings[number] for number in groups]}
     settings = [shard.settings[number] for number in groups if len(shard.settings) == len(shard.vectors)]

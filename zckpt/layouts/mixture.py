@@ -222,8 +222,15 @@ class Reader:
                 states[name] = {**states.get(name, {}), state: entry}
         first_part = held[0][1]
         numbers = sorted(groups)
-        whole = replace(first_part, groups=tuple(groups[n] for n in numbers), states=states, joined=self._joined())
-        return without_experts(whole)
+        return without_experts(
+            replace(
+                first_part,
+                groups=tuple(groups[n] for n in numbers),
+                states=states,
+                raw=self.save.shards[0].root,
+                joined=self._joined(),
+            )
+        )
 
     def _joined(self) -> dict[str, Joint]:
         """What a universal checkpoint says of each parameter: by the checkpoint's own rules, and of stacks."""
@@ -252,8 +259,9 @@ def load(listing: Listing, allow_unknown: bool, mp_rank: int = 0) -> Save | None
 
 
 def model_name(listing: Listing, mp_rank: int = 0) -> str:
-    """The model file of a model-parallel rank."""
-    name = next((name for name in listing.matching(MODEL_NAME) if int(name.split("_")[2]) == mp_rank), None)
+    """The model file of a model-parallel rank; of ZeRO-3, the first data-parallel rank's."""
+    names = (name for name in listing.matching(MODEL_NAME) if int(name.split("_")[2]) == mp_rank)
+    name = next(iter((*names, *listing.shards("model", mp_rank).values())), None)
     if name is None:
         raise missing_model_file(listing)
     return name
