@@ -2,7 +2,8 @@
 
 For `publish`. A journal is a text file of JSON lines: first the job, then each finished file as soon as it is durable, at
 last that all is complete. A crash can only cut its last line short, which is then ignored. The job is a fingerprint of all
-that decides the output's bytes: files of another job are of no use.
+that decides the output's bytes: files of another job are of no use. Lines about files are left to the file system to write in its
+own time: what a machine's crash takes of them is done again.
 """
 
 from __future__ import annotations
@@ -71,6 +72,7 @@ class Journal:
         self._write({"job": self.job})
         for file in kept.values():
             self.add(file)
+        os.fsync(self._fd)
         os.rename(fresh, self.path)
 
     def add(self, file: Finished) -> None:
@@ -82,12 +84,12 @@ class Journal:
     def completed(self, mark: int) -> None:
         """Records that everything is complete, and is about to get its name."""
         self._write({"complete": mark})
+        os.fsync(self._fd)
 
     def _write(self, line: dict[str, object]) -> None:
         data = json.dumps(line).encode() + b"\n"
         while data:
             data = data[os.write(self._fd, data) :]
-        os.fsync(self._fd)
 
     def close(self) -> None:
         """Closes the file."""

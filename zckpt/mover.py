@@ -16,7 +16,7 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Literal, NoReturn
 
-from zckpt.batches import MOST_STORES, Batch, batches, progress_after, ranges
+from zckpt.batches import MOST_STORES, Batch, batches, ranges
 from zckpt.dtypes import CAST_TARGETS
 from zckpt.errors import OutputError, UnsafeError, UnsupportedError, ZckptError, read_error
 from zckpt.fetching import localized
@@ -26,6 +26,7 @@ from zckpt.open_files import OpenFiles
 from zckpt.plan import OutputFile, Plan
 from zckpt.sinks import Ordered, Sink
 from zckpt.sums import Partial, file_checksums, join
+from zckpt.syncing import Syncing
 from zckpt.tuning import THREADS, forget, gives_back, pace, window_bytes
 
 try:
@@ -145,18 +146,34 @@ def run(
             id(store): os.devnull if nowhere else os.path.join(root, output.path) for output, store in plan.files
         }
         files = stack.enter_context(OpenFiles(outputs, give_back=give_back, direct=work.durable))
+
+        def done_with(file: Written) -> None:
+            complete.append(file)
+            if finished is not None:
+                finished(file)
+
         try:
             for output, store in plan.files:
                 if output.path not in done and not nowhere:
                     create(outputs[id(store)], output.size)
-            for batch in localized(batches(plan, done)):
-                work.do(batch, files, progress_after(progress, written))
-                written += batch.nbytes
-                for output, store in batch.finished:
-                    complete.append(work.finish(output, store, files))
-                    files.close(outputs[id(store)])
-                    if finished is not None:
-                        finished(complete[-1])
+            with Syncing(done_with, give_back=give_back) as syncing:
+
+                def tick(now: int) -> None:
+                    syncing.settle(wait=False)
+                    if progress is not None:
+                        progress(written + now)
+
+                for batch in localized(batches(plan, done)):
+                    work.do(batch, files, tick)
+                    written += batch.nbytes
+                    syncing.settle()
+                    for output, store in batch.finished:
+                        file = work.finish(output, store, files)
+                        if work.durable:
+                            syncing.add(file, files.of(store)[0])
+                        else:
+                            done_with(file)
+                        files.close(outputs[id(store)])
         except OSError as error:
             if isinstance(error, ZckptError):
                 raise
@@ -283,7 +300,7 @@ class Work:
         return overflows
 
     def finish(self, output: OutputFile, store: FileStore, files: OpenFiles) -> Written:
-        """Fills in the CRCs of a complete file, hands its sink what did not come in order, and makes it durable."""
+        """Fills in the CRCs of a complete file, and hands its sink what did not come in order."""
         fd, _ = files.of(store)
         if id(store) in self.sinks:
             self.sinks[id(store)].finish(fd, output)
@@ -294,9 +311,7 @@ class Work:
         crc, slots = file_checksums(output, crcs)
         for slot, data in slots.items():
             write(fd, data, slot)
-        if self.durable:
-            os.fsync(fd)
-        if self.give_back:
+        if self.give_back and not self.durable:
             forget(fd)
         return Written(output.path, output.size, crc, self.lost(store), slots)
 
