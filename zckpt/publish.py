@@ -7,7 +7,8 @@ For every job that writes. The protocol:
  3. The mover writes files into `files/` there, syncs each when it is complete, and only then is it recorded in the journal.
     Files that an earlier run of the same job recorded are kept when their bytes still have the recorded checksum;
     everything else that lies there is removed.
- 4. Sync the directories, record that all is complete, rename `files/` (or its one file) to the output's name, sync the parent directory.
+ 4. Sync the directories, record that all is complete, rename `files/` (or its one file) to the output's name, sync the
+    parent directory.
     An existing directory changes places with the new one in one step, where the file system can do that.
  5. Remove the private directory. A run that was killed after 4 is recognised by the next one, which only does this.
 Where a run fails, the private directory stays if a finished file lies in it and the same command could go on with it;
