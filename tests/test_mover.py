@@ -29,7 +29,7 @@ from zckpt.errors import CorruptError, InconsistentError, OutputError, Unsupport
 from zckpt.fragments import FileStore, Fragment, MemoryStore
 from zckpt.mover import run
 from zckpt.mover_reference import cast as reference_cast
-from zckpt.overlaps import embed
+from zckpt.overlaps import embed, transposed
 from zckpt.plan import Checksum, OutputFile, Plan
 
 ENGINES = [("reference", 1, True), ("native", 1, False), ("native", 2, True), ("native", 4, True)]
@@ -126,6 +126,44 @@ def test_transposed_and_broadcast_sources(engine: dict[str, object], dtype: DTyp
     raw = np.frombuffer(data, f"V{dtype.itemsize}")
     wanted = raw.reshape(columns, rows).T.tobytes() + raw[5:6].tobytes() * (rows * columns)
     assert (tmp_path / "out").read_bytes() == wanted
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(data=st.data())
+def test_transposed_matrices_by_tiles(
+    threads: int, data: st.DataObject, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """Rows of any length, cut anywhere, in windows that end within a column; what a cast loses is counted once."""
+    root = tmp_path_factory.mktemp("t")
+    rows, columns = data.draw(st.integers(1, 400)), data.draw(st.integers(1, 400))
+    lead, hole = data.draw(st.integers(0, 9)), data.draw(st.sampled_from([0, 0, 3, 2000]))
+    target, order = data.draw(st.sampled_from([F32, F16, BF16])), data.draw(st.sampled_from(["little", "big"]))
+    numbers = np.random.default_rng(rows * columns).normal(0, 60_000, (rows, columns)).astype(np.float32)
+    cuts = sorted({0, rows * columns, *data.draw(st.lists(st.integers(0, rows * columns), max_size=3))})
+    held = np.zeros((rows, columns + hole), np.float32)
+    held[:, :columns] = numbers
+    if hole:  # rows that lie apart
+        pieces = [(held.ravel(), [(r * columns, columns, r * (columns + hole)) for r in range(rows)])]
+    else:
+        pieces = [(numbers.ravel()[a:b], [(a, b - a, 0)]) for a, b in itertools.pairwise(cuts)]
+    fragments: list[Fragment] = []
+    for number, (values, parts) in enumerate(pieces):
+        bits = values.astype("<f4" if order == "little" else ">f4").tobytes()
+        store = source_file(root / f"s{number}", bytes(lead) + bits, order)
+        fragments += [Fragment(store, lead + 4 * at, start, count) for start, count, at in parts]
+    turned = transposed(fragments, rows, columns, 4)
+    size = rows * columns * target.itemsize
+    file, to = one_file(size + 10)
+    plan = Plan(
+        ((file, to),),
+        [(TensorEntry("t", (columns, rows), F32, "parameter", turned), whole("t", (columns, rows), target, to, 10))],
+    )
+    report = run(plan, str(root), threads=threads, window=4096, engine="native")
+    wanted, lost, _ = reference_cast(np.ascontiguousarray(numbers.T).tobytes(), F32, target, "little", False)
+    assert (root / file.path).read_bytes()[10:] == wanted
+    assert (report.overflows[0].count if report.overflows else 0) == lost
+    assert sum(1 for _ in plan.moves()) <= 3 * len(pieces) + 2 + hole * rows
 
 
 def test_boxes_into_pitched_files(engine: dict[str, object], tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ import shlex
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from operator import attrgetter
 from typing import Any, Literal
 
 from zckpt import files
@@ -242,18 +243,20 @@ def fingerprint(
     for source, destination in plan.pairs:
         say(source.name, source.dtype.name, destination.dtype.name)
         for entry in (source, destination):
+            places: list[tuple[object, ...]] = []
             for fragment in entry.fragments:
                 store = fragment.store
                 if id(store) not in numbers:
                     numbers[id(store)] = len(numbers)
                     say((state or _state)(store) if entry is source else str(store))
-                say(numbers[id(store)], *(getattr(fragment, name) for name in _GEOMETRY))
+                places.append((numbers[id(store)], _GEOMETRY(fragment)))
+            say(places)
     for path, name in copies:
         say(name, *files.state(path))
     return digest.hexdigest()
 
 
-_GEOMETRY = ("byte_offset", "start", "count", "rows", "pitch", "store_pitch")
+_GEOMETRY = attrgetter("byte_offset", "start", "count", "rows", "pitch", "store_pitch")
 
 
 def _state(store: Store) -> tuple[object, ...]:

@@ -1,7 +1,8 @@
 """Plans: what goes where, as a value that can be printed, compared and run.
 
 `route` carries one catalog's tensor into another's: every overlap of their fragments (see `overlaps`) is a pitched move or
-a few. Time O(fragments), whatever the number of rows and elements; a plan is streamed, never a list of a million moves.
+a few; the columns of a transposed matrix, each a fragment, are one move together. Time O(fragments), whatever the number of
+rows and elements; a plan is streamed, never a list of a million moves.
 """
 
 from __future__ import annotations
@@ -116,6 +117,50 @@ def route(source: TensorEntry | TensorPart, destination: TensorEntry | TensorPar
                 )
 
 
+def _turned(source: TensorEntry | TensorPart, to: TensorEntry | TensorPart, tensor: int) -> Iterator[Move]:
+    """As `route`, of a transposed matrix: rows of the source that become neighbouring columns are one move.
+
+    Such a move's rows are those of the source; the elements of each lie apart in the destination.
+    """
+    (into,), of = to.fragments, source.fragments
+    first = 0
+    while first < len(of):
+        one, last = of[first], first + 1
+        pitch = of[last].byte_offset - one.byte_offset if last < len(of) else 0
+        while last < len(of) and _follows(one, of[last], last - first, pitch):
+            last += 1
+        at = into.byte_offset + (one.start - into.start) * to.dtype.itemsize
+        several = (last - first, pitch, to.dtype.itemsize) if last - first > 1 else (1, 0, 0)
+        step = one.pitch if one.rows > 1 else 1
+        yield Move(
+            *(one.store, one.byte_offset, into.store, at, one.rows, source.dtype, to.dtype, tensor, *several),
+            *(one.store_pitch if one.rows > 1 else 1, step, one.start),
+        )
+        first = last
+
+
+def _follows(one: Fragment, other: Fragment, distance: int, pitch: int) -> bool:
+    """Whether a column of a transposed matrix is the one so many after `one`."""
+    return (
+        other.start == one.start + distance
+        and other.byte_offset == one.byte_offset + distance * pitch
+        and (other.rows, other.pitch, other.store_pitch) == (one.rows, one.pitch, one.store_pitch)
+        and other.store is one.store
+    )
+
+
+def _is_turned(source: TensorEntry | TensorPart, to: TensorEntry | TensorPart) -> bool:
+    """Whether a tensor's fragments are all columns, which go into a dense tensor."""
+    return (
+        len(source.fragments) > 1
+        and len(to.fragments) == 1
+        and to.fragments[0].rows == 1
+        and to.fragments[0].numel == to.numel == source.numel
+        and all(f.count == 1 for f in source.fragments)
+        and not any(is_remote(f.store) for f in source.fragments[:1])
+    )
+
+
 Pair = tuple[TensorEntry | TensorPart, TensorEntry | TensorPart]
 """Where a tensor's elements come from, and where they go."""
 
@@ -161,7 +206,10 @@ class Plan:
     def moves(self) -> Iterator[Move | None]:
         """The moves, made anew on each call. None: what came before is to be done before the next one is asked for."""
         for number, (source, destination) in enumerate(self.pairs):
-            yield from route(source, _in_slabs(source, destination), number)
+            if _is_turned(source, destination):
+                yield from _turned(source, destination, number)
+            else:
+                yield from route(source, _in_slabs(source, destination), number)
 
     def by_file(self) -> Iterator[Plan]:
         """One plan for each file, in order: for whoever makes them one at a time. No tensor may lie in two files."""

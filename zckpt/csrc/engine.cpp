@@ -1,6 +1,7 @@
 #include "engine.h"
 
 #include <algorithm>
+#include <array>
 #include <cstring>
 #include <thread>
 
@@ -12,6 +13,14 @@ namespace {
 
 constexpr uint64_t kDenseRow = 4096;  // shorter rows are gathered from a block instead of being read one by one
 constexpr uint64_t kBridge = 16384;   // a hole between two runs that is cheaper to read than a second call
+constexpr uint64_t kTile = 64;        // rows and columns that are turned at once: two such tiles fit a first-level cache
+
+// Column after column of a tile whose rows are `pitch` apart.
+template <typename T>
+void turn(const char* tile, uint64_t pitch, uint64_t columns, const uint64_t (*rows)[2], char* out, int64_t step) {
+  for (uint64_t c = 0; c < columns; ++c, out += step)
+    for (uint64_t r = rows[c][0]; r < rows[c][1]; ++r) std::memcpy(out + r * sizeof(T), tile + r * pitch + c * sizeof(T), sizeof(T));
+}
 
 }  // namespace
 
@@ -68,7 +77,7 @@ void Engine::spend(uint64_t nbytes) {
   }
 }
 
-void Engine::read(uint32_t src, char* to, uint64_t nbytes, uint64_t offset) {
+void Engine::read(uint32_t src, char* to, uint64_t nbytes, uint64_t offset, bool again) {
   const Store& store = batch_.stores[src];
   if (store.fd < 0) {
     std::memcpy(to, reinterpret_cast<const char*>(store.address + offset), nbytes);
@@ -76,7 +85,7 @@ void Engine::read(uint32_t src, char* to, uint64_t nbytes, uint64_t offset) {
   }
   const auto fd = static_cast<int>(store.fd);
   if (const int error = read_all(fd, to, nbytes, offset)) fail("read", error, src, offset);
-  if (settings_.give_back) forget(fd, offset, nbytes);
+  if (settings_.give_back && !again) forget(fd, offset, nbytes);
   spend(nbytes);
 }
 
@@ -113,6 +122,52 @@ void Engine::gather(uint32_t number, uint64_t first, uint64_t count, const Targe
     }
     first += n;
     count -= n;
+  }
+}
+
+void Engine::gather_across(uint32_t number, const Across& part, const Target& target, char* staging) {
+  const Move& m = batch_.moves[number];
+  const uint64_t size = kItemSize[m.src_dtype], out_size = kItemSize[m.dst_dtype], pitch = static_cast<uint64_t>(m.src_pitch);
+  const bool single = part.first + 1 == part.last;
+  const uint64_t begin = single ? part.low : 0, end = single ? part.high : m.rows;
+  alignas(64) char tile[kTile * kTile * 16];
+  uint64_t rows[kTile][2];
+  const uint64_t most = kStaging / kTile / size;  // columns, so that a tile's rows are there at once
+  for (uint64_t column = part.first; column < part.last; column += most) {
+    const uint64_t columns = std::min(most, part.last - column), strip = columns * size;
+    const bool bridged = m.src_pitch >= static_cast<int64_t>(strip) && pitch - strip <= kBridge / 4 && pitch <= kStaging / kTile;
+    const uint64_t staged = bridged ? pitch : strip, held = (kStaging - strip) / staged + 1;
+    for (uint64_t row = begin; row < end; row += held) {
+      if (stop_) throw Stop{};
+      const uint64_t n = std::min(held, end - row), from = place(m, row * m.count + column);
+      if (bridged) {
+        read(m.src, staging, (n - 1) * pitch + strip, from, true);
+      } else {
+        for (uint64_t r = 0; r < n; ++r) read(m.src, staging + r * strip, strip, place(m, (row + r) * m.count + column), true);
+      }
+      for (uint64_t r = 0; r < n; r += kTile)
+        for (uint64_t c = 0; c < columns; c += kTile) {
+          const uint64_t height = std::min(kTile, n - r), width = std::min(kTile, columns - c);
+          for (uint64_t i = 0; i < height; ++i) {  // each element once, though neighbours may be of another window
+            const uint64_t at = row + r + i, low = column + c == part.first && at < part.low;
+            const uint64_t high = width - (column + c + width == part.last && at >= part.high);
+            if (low < high) convert(m, staging + (r + i) * staged + (c + low) * size, high - low, tile + (i * width + low) * out_size);
+          }
+          for (uint64_t i = 0; i < width; ++i) {
+            const uint64_t low = column + c + i == part.first ? part.low : 0, high = column + c + i + 1 == part.last ? part.high : m.rows;
+            rows[i][0] = low > row + r ? std::min(low - row - r, height) : 0;
+            rows[i][1] = high > row + r ? std::min(high - row - r, height) : 0;
+          }
+          char* out = target.at(row + r, column + c);
+          switch (out_size) {
+            case 1: turn<uint8_t>(tile, width, width, rows, out, target.step); break;
+            case 2: turn<uint16_t>(tile, width * 2, width, rows, out, target.step); break;
+            case 4: turn<uint32_t>(tile, width * 4, width, rows, out, target.step); break;
+            case 8: turn<uint64_t>(tile, width * 8, width, rows, out, target.step); break;
+            default: turn<std::array<uint64_t, 2>>(tile, width * 16, width, rows, out, target.step);
+          }
+        }
+    }
   }
 }
 

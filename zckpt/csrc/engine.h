@@ -57,8 +57,8 @@ class Engine {
   // Counts bytes that were read or written, and waits where that was faster than it may be.
   void spend(uint64_t nbytes);
 
-  // A whole read of a source.
-  void read(uint32_t src, char* to, uint64_t nbytes, uint64_t offset);
+  // A whole read of a source; `again`: what was read will be wanted once more.
+  void read(uint32_t src, char* to, uint64_t nbytes, uint64_t offset, bool again = false);
 
   // The partial CRCs of bytes [begin, end) of a store, in every range that is wanted.
   void take_crcs(uint32_t store, uint64_t begin, uint64_t end, const char* data);
@@ -73,6 +73,14 @@ class Engine {
   // Elements [first, first + count) of a move, in order of its rows and in the destination's dtype, to their targets. Runs
   // that are dense on both sides are only noted in `segments`; short rows and scattered elements are carried at once.
   void gather(uint32_t move, uint64_t first, uint64_t count, const Target& target, char* staging, std::vector<Segment>& segments);
+
+  // Columns [first, last) of a move's rows: of the first one the rows from `low` on, of the last one those before `high`.
+  struct Across {
+    uint64_t first, last, low, high;
+  };
+
+  // Carries them to their targets, where each column lies together: by tiles that fit the cache, whose rows are read in order.
+  void gather_across(uint32_t move, const Across& part, const Target& target, char* staging);
 
   // Reads what was noted, file by file and in the order of each file. Neighbours are read together.
   void read_segments(std::vector<Segment>& segments, char* staging);

@@ -6,6 +6,8 @@
 //     aligned buffer. Their sources are read file by file, each in its own order, and neighbours together: a window of many
 //     small parameters cut over many ranks is one read per rank. The same dtype is read straight into place; a cast, or rows
 //     too short to be read one by one, go through a small staging buffer that stays in the processor's cache.
+//     A matrix that is transposed is turned in tiles that fit the cache: its rows are read in their order, in strips as wide as
+//     the window has columns.
 //  3. CRCs of element ranges are taken while the buffer is warm; they are partial, and joined by the caller.
 //  4. One positional write: direct I/O when the whole window is there and the file system allows it (no page cache to fill
 //     and flush later), otherwise plain. The unaligned tail of a file always goes the plain way.
@@ -169,6 +171,8 @@ class Run : Engine {
     const uint64_t size = kItemSize[m.dst_dtype], border = start + settings_.window;
     const auto step = static_cast<uint64_t>(m.dst_step);
     uint64_t rows = m.rows, count = m.count, pitch = static_cast<uint64_t>(m.dst_pitch);
+    if (rows > 1 && step != size && pitch == size && step >= rows * size && static_cast<uint64_t>(m.src_step) == kItemSize[m.src_dtype])
+      return fill_across(number, start, buffer, staging, filled);
     const bool dense = step == size && (rows == 1 || pitch == count * size);
     if (dense) {  // one long row
       count *= rows;
@@ -198,6 +202,25 @@ class Run : Engine {
       n += high - low;
     }
     if (n) gather(number, first, n, target, staging, segments);
+  }
+
+  // The same of a move whose rows become columns: what was a column lies together here.
+  void fill_across(uint32_t number, uint64_t start, char* buffer, char* staging, Ranges& filled) {
+    const Move& m = batch_.moves[number];
+    const uint64_t size = kItemSize[m.dst_dtype], border = start + settings_.window, step = static_cast<uint64_t>(m.dst_step);
+    const auto before = [](uint64_t from, uint64_t to, uint64_t by) { return to <= from ? 0 : (to - from + by - 1) / by; };
+    const uint64_t tail = (m.rows - 1) * size;  // from the first to the last element of a column
+    Across part{start > m.dst_offset + tail ? before(m.dst_offset + tail, start, step) : 0, std::min(m.count, before(m.dst_offset, border, step)), 0, 0};
+    if (part.first >= part.last) return;
+    const auto bound = [&](uint64_t column, uint64_t at) { return std::min(m.rows, before(m.dst_offset + column * step, at, size)); };
+    part.low = bound(part.first, start), part.high = bound(part.last - 1, border);
+    for (uint64_t column = part.first; column < part.last; ++column) {
+      const uint64_t low = column == part.first ? part.low : 0, high = column + 1 == part.last ? part.high : m.rows;
+      const uint64_t offset = m.dst_offset + column * step;
+      if (low < high) fill(filled, offset + low * size, offset + high * size);
+    }
+    const Target target{buffer + (static_cast<int64_t>(m.dst_offset) - static_cast<int64_t>(start)), m.dst_pitch, m.dst_step};
+    gather_across(number, part, target, staging);
   }
 
   void flush(uint32_t dst, uint64_t start, uint64_t begin, uint64_t end, const char* buffer) {
