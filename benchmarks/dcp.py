@@ -63,7 +63,9 @@ def measure(work: Path, layers: int, rounds: int) -> list[Row]:
     """To one file, and from one; of a quarter of the layers, since the rivals take long."""
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", __file__]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    subprocess.run([*launcher, str(work), str(max(layers // 4, 1))], check=True, env=environment, stderr=subprocess.DEVNULL)
+    subprocess.run(
+        [*launcher, str(work), str(max(layers // 4, 1))], check=True, env=environment, stderr=subprocess.DEVNULL
+    )
     mine, single, other, merged = work / "ours.bin", work / "ours.safetensors", work / "theirs.pt", work / "merged"
     rows = []
     for name, what in (("weights", "weights alone"), ("run", "weights, of a save with AdamW's states")):
