@@ -10,7 +10,7 @@ import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Generic, Protocol, TypeVar
+from typing import Generic, Protocol, TypedDict, TypeVar, Unpack
 
 from zckpt import layouts, replicas
 from zckpt.catalog import Catalog
@@ -72,6 +72,39 @@ class Prepared(Generic[T_co]):
     notes: tuple[str, ...]
 
 
+class How(TypedDict, total=False):
+    """What can be said of any such job.
+
+    Attributes:
+        tag: which save, where there are several.
+        also: directories laid over the checkpoint.
+        overwrite: replace an existing output.
+        allow_unknown_layout: go on though an optimizer file holds keys that zckpt does not know.
+        wishes: what a person says of a model-parallel checkpoint that does not say it itself.
+    """
+
+    tag: str | None
+    also: Sequence[str]
+    overwrite: bool
+    allow_unknown_layout: bool
+    wishes: Wishes | None
+
+
+def opened_run(checkpoint: str, out: str, **how: Unpack[How]) -> tuple[Opened, Training]:
+    """A checkpoint with all that a run needs to go on, once it is clear that `out` may be written.
+
+    Raises:
+        ZckptError: one of its kinds says what is wrong.
+    """
+    unknown = how.get("allow_unknown_layout", False)
+    opened = open_catalog(
+        checkpoint, how.get("tag"), how.get("also", ()), allow_unknown_layout=unknown, wishes=how.get("wishes")
+    )
+    training = layouts.read_training(opened.place.listing, allow_unknown=unknown)
+    check_output(out, single=False, overwrite=how.get("overwrite", False), protected=protected(opened, checkpoint))
+    return opened, training
+
+
 def prepare(
     checkpoint: str,
     out: str,
@@ -79,11 +112,7 @@ def prepare(
     world_size: int,
     stage: int | None = None,
     precision: str | DType = "keep",
-    tag: str | None = None,
-    also: Sequence[str] = (),
-    overwrite: bool = False,
-    allow_unknown_layout: bool = False,
-    wishes: Wishes | None = None,
+    **how: Unpack[How],
 ) -> Prepared[ZeroTarget]:
     """Everything but the work. Writes nothing.
 
@@ -93,25 +122,19 @@ def prepare(
         world_size: data-parallel ranks that will resume.
         stage: 1, 2 or 3; None for the one it has.
         precision: dtype of the module's own weights, "fp32", "fp16" or "bf16"; "keep" for the one it has.
-        tag: which save, where there are several.
-        also: directories laid over the checkpoint.
-        overwrite: replace an existing output.
-        allow_unknown_layout: go on though an optimizer file holds keys that zckpt does not know.
-        wishes: what a person says of a model-parallel checkpoint that does not say it itself.
+        how: see `How`.
 
     Raises:
         ZckptError: one of its kinds says what is wrong.
     """
     if world_size < 1 or stage not in (None, 1, 2, 3):
         raise UsageError("an impossible target", found=f"world size {world_size}, stage {stage}")
-    opened = open_catalog(checkpoint, tag, also, allow_unknown_layout=allow_unknown_layout, wishes=wishes)
-    training = layouts.read_training(opened.place.listing, allow_unknown=allow_unknown_layout)
-    check_output(out, single=False, overwrite=overwrite, protected=protected(opened, checkpoint))
+    opened, training = opened_run(checkpoint, out, **how)
     dtype = training.precision if precision == "keep" else to_dtype(precision)
     target = target_of(opened.catalog, training, world_size, stage, dtype)
     training = replace(training, model=_with_config(training.model, target, training.precision))
     laid = lay_out(opened.catalog, training, target)
-    return planned(opened, target, laid, out, "latest", overwrite=overwrite)
+    return planned(opened, target, laid, out, "latest", overwrite=how.get("overwrite", False))
 
 
 def planned(opened: Opened, target: T, laid: Laid, out: str, pointer: str, *, overwrite: bool) -> Prepared[T]:
