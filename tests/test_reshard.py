@@ -17,6 +17,7 @@ from bits import same_bits
 from zckpt import layouts
 from zckpt.checkpoint import Opened, open_catalog, read_tensor
 from zckpt.containers import Placeholder
+from zckpt.dtypes import BF16
 from zckpt.errors import CastError, InconsistentError, OutputError, UnsupportedError, UsageError
 from zckpt.layouts.module_states import whole
 from zckpt.layouts.training import Training
@@ -152,6 +153,26 @@ def test_precision_is_changed_where_it_is_said(tmp_path: Path) -> None:
     assert training.precision.name == "F32"
     module = torch.load(tmp_path / "again" / "global_step2" / "mp_rank_00_model_states.pt", weights_only=True)["module"]
     assert all(same_bits(module[n], read_tensor(e, "pt")) for n, e in again.catalog.tensors.items())
+
+
+@pytest.mark.parametrize("name", ["autotp/zero1_tp2_dp2", "autotp/zero3_tp2_dp2"])
+@pytest.mark.parametrize("stage", [2, 3])
+def test_weights_that_other_ranks_hold_too_keep_their_dtype(name: str, stage: int, tmp_path: Path) -> None:
+    """Masters have copies: the model's own, and those of other ranks, in fp32."""
+    _, before = opened(FIXTURES / name / "checkpoint")
+    reshard(FIXTURES / name / "checkpoint", tmp_path / "out", world_size=2, stage=stage)
+    _, after = opened(tmp_path / "out")
+    assert after.precision == before.precision == BF16
+    path = next((tmp_path / "out").glob("*/*_model_states.pt"))
+    found = torch.load(path, weights_only=False)
+    trained = {n for names in found["param_shapes"] for n in names}
+    assert {tensor.dtype for n, tensor in found["module"].items() if n in trained} == {torch.bfloat16}
+
+
+def test_a_parameter_group_of_nothing(tmp_path: Path) -> None:
+    for stage in (2, 3):
+        reshard(FIXTURES / "dcp/fsdp1_w2/checkpoint", tmp_path / str(stage), world_size=2, stage=stage)
+        assert [len(group.names) for group in opened(tmp_path / str(stage))[1].groups] == [9]
 
 
 @pytest.mark.parametrize("name", ["fp32", "fp16", "bf16", "bf16_groups"])

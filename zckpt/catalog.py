@@ -146,6 +146,11 @@ class TensorEntry:
         """Bytes of the tensor in its own dtype."""
         return self.numel * self.dtype.itemsize
 
+    @property
+    def own_copy(self) -> Replica | None:
+        """What the module itself holds beside a master; not what other ranks do."""
+        return next((replica for replica in self.replicas if not replica.rank), None)
+
 
 def _put_in_order(held: TensorPart | TensorEntry) -> None:
     """Makes sure that the shape is one and the fragments lie inside their stores; sorts them and sets `flat`."""

@@ -135,7 +135,7 @@ def join(name: str, slices: Sequence[TensorEntry], joint: Joint) -> TensorEntry:
         Replica(first.dtype, _placed(held, pieces, itemsize), _rank(rank), True)
         for rank, pieces in joint.copies.items()
     ]
-    weights = [entry.replicas[0] for entry in slices if entry.replicas]
+    weights = [copy for entry in slices if (copy := entry.own_copy) is not None]
     if len(weights) == len(slices):
         narrow, own = weights[0].dtype, [weight.fragments for weight in weights]
         replicas.append(Replica(narrow, _placed(own, joint.pieces, narrow.itemsize)))

@@ -143,8 +143,8 @@ def _others(catalog: Catalog) -> Iterator[tuple[str, TensorEntry]]:
             yield name, entry
     for dropped, kept in catalog.aliases.items():
         entry = catalog.tensors[kept]
-        for replica in entry.replicas[:1]:
-            entry = replace(entry, dtype=replica.dtype, fragments=replica.fragments, replicas=())
+        if (copy := entry.own_copy) is not None:
+            entry = replace(entry, dtype=copy.dtype, fragments=copy.fragments, replicas=())
         yield dropped, entry
 
 

@@ -192,7 +192,7 @@ def masters(save: Save) -> dict[str, TensorEntry]:
             for first in range(0, len(save.shards), size)
         ]
         dtype = save.shards[0].vectors[0].dtype
-        replicas = tuple(Replica(dtype, copy) for copy in copies[1:])
+        replicas = tuple(Replica(dtype, copy, f"MiCS group {number}") for number, copy in enumerate(copies[1:], 1))
         found[place.name] = TensorEntry(place.name, place.shape, dtype, "parameter", copies[0], replicas)
     return found
 

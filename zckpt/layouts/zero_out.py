@@ -140,7 +140,8 @@ class _Writer:
         self.training = training
         self.target = target
         order = self._order
-        self.groups = [replace(group, names=tuple(order(group.names))) for group in training.groups]
+        owned = [group for group in training.groups if group.names]  # a group of nothing has no vector
+        self.groups = [replace(group, names=tuple(order(group.names))) for group in owned]
         self.shapes = [{name: catalog.tensors[name].shape for name in group.names} for group in self.groups]
         self.frozen = {n: entry for n, entry in catalog.tensors.items() if entry.role == "frozen"}
 
@@ -210,16 +211,15 @@ class _Writer:
             return entry.dtype
         if self.target.precision != self.training.precision:
             return self.target.precision
-        if entry.replicas:
-            return entry.replicas[0].dtype
+        if (copy := entry.own_copy) is not None:
+            return copy.dtype
         return entry.dtype if entry.role == "frozen" else self.target.precision
 
     def weight(self, file: TorchFile, entry: TensorEntry) -> TensorSpec:
         """A parameter or buffer as the module holds it: as it was saved, or rounded from the master."""
-        dtype = self.module_dtype(entry)
-        for replica in entry.replicas:
-            if replica.dtype == dtype:
-                return file.tensor(replace(entry, dtype=dtype, fragments=replica.fragments, replicas=()))
+        dtype, copy = self.module_dtype(entry), entry.own_copy
+        if copy is not None and copy.dtype == dtype:
+            return file.tensor(replace(entry, dtype=dtype, fragments=copy.fragments, replicas=()))
         return file.tensor(entry, dtype)
 
     def scaler(self) -> dict[str, object]:
