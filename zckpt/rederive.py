@@ -7,6 +7,7 @@ fast path is therefore found here, not repeated.
 
 from __future__ import annotations
 
+import os
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -30,14 +31,16 @@ class Difference:
     """What is not as it should be in one tensor of the output.
 
     Attributes:
-        name: of the tensor, in the output.
+        number: of the pair.
         count: elements whose bytes are others.
         first: the first of them.
+        file: name of the file of the output that holds it.
     """
 
-    name: str
+    number: int
     count: int
     first: int
+    file: str
 
 
 def differences(
@@ -101,8 +104,9 @@ def differences(
         finally:
             stop.set()  # an interruption comes to this thread alone
     return [
-        Difference(pairs[number][1].name, sum(count for _, count in places), min(places)[0])
+        Difference(number, sum(count for _, count in places), first, _file_of(pairs[number][1], first))
         for number, places in sorted(found.items())
+        for first in [min(places)[0]]
     ]
 
 
@@ -110,6 +114,11 @@ def _parts(pairs: Sequence[tuple[TensorEntry, TensorEntry]]) -> Iterator[tuple[i
     for number, (source, _) in enumerate(pairs):
         for start in range(0, source.numel, _PART):
             yield number, start, min(start + _PART, source.numel)
+
+
+def _file_of(entry: TensorEntry, element: int) -> str:
+    (fragment,) = clip(entry.fragments, element, element + 1, entry.dtype.itemsize)
+    return os.path.basename(str(fragment.store))
 
 
 def elements(entry: TensorEntry, start: int, stop: int, files: OpenFiles) -> bytes:

@@ -17,7 +17,16 @@ from zckpt.checkpoint import open_catalog, strip_wrappers
 from zckpt.containers import open_container
 from zckpt.errors import NotACheckpointError, UnsupportedError, UsageError, ZckptError, some
 from zckpt.fragments import FileStore
-from zckpt.integrity import CheckedFile, checked_file, checked_parts, examine, non_finite, numel_of, small_records
+from zckpt.integrity import (
+    CheckedFile,
+    Findings,
+    checked_file,
+    checked_parts,
+    examine,
+    non_finite,
+    numel_of,
+    small_records,
+)
 from zckpt.layouts import dcp
 from zckpt.layouts.listing import DCP_METADATA, Listing, Wishes
 from zckpt.layouts.origins import Origin, contradictions, of_other_ages, origin, save_files
@@ -39,6 +48,8 @@ class Examined:
         checks: the questions and answers so far.
         notes: sentences a person should see.
         numbers: tensor -> (NaNs, infinities), where there are any; None where they were not counted.
+        names: as the files have them -> the model's own.
+        whole: whether every byte was read.
     """
 
     place: Place
@@ -48,6 +59,8 @@ class Examined:
     checks: list[Check] = field(default_factory=list[Check])
     notes: list[str] = field(default_factory=list[str])
     numbers: dict[str, tuple[int, int]] | None = None
+    names: dict[str, str] = field(default_factory=dict[str, str])
+    whole: bool = False
 
     @property
     def ok(self) -> bool:
@@ -146,6 +159,7 @@ def _open(state: Examined, path: str, tag: str | None, also: Sequence[str], wish
         return error if strange or isinstance(error, UnsupportedError | UsageError) else None
     state.place = opened.place
     state.catalog, stripped = strip_wrappers(opened.catalog)
+    state.names = dict(zip(opened.catalog.tensors, state.catalog.tensors, strict=True))
     state.notes.extend((*opened.catalog.source.notes, *stripped))
     count = len(state.catalog)
     state.add("tensors", f"{count:,} tensors, {state.catalog.numel:,} elements, each held once")
@@ -240,17 +254,38 @@ def _check_ends(state: Examined) -> None:
         _add_padding(state, catalog, sum(tally.nonzero for tally in findings.padding))
 
 
+_COPIES = {"masters": ("masters", "their half-precision copies"), "copies": ("tensors", "the copies of other ranks")}
+
+
 def _add_copies(state: Examined, catalog: Catalog, bad: Sequence[tuple[Replica, str]], where: str) -> None:
     """Whether masters are the model's own weights, and whether ranks agree on what several of them hold."""
-    for name, what, copies in (
-        ("masters", "masters", "their half-precision copies"),
-        ("copies", "tensors", "the copies of other ranks"),
-    ):
+    for name, (what, copies) in _COPIES.items():
         of_ranks = name == "copies"
         count = sum(any(bool(r.rank) == of_ranks for r in entry.replicas) for entry in catalog.tensors.values())
         if count:
             problems = [told for replica, told in bad if bool(replica.rank) == of_ranks]
             state.add(name, f"{count:,} agree with {copies}, {where}", few(problems, f"{what} disagree with {copies}"))
+
+
+def _add_whole_copies(state: Examined, catalog: Catalog, findings: Findings) -> None:
+    state.whole = True
+    bad = [
+        (replica, f"{name!r}: {tally.differ:,} of {tally.count:,} elements, the first is number {tally.first:,}")
+        for name, replica, tally in findings.copies
+        if tally.differ
+    ]
+    _add_copies(state, catalog, bad, "in every element")
+
+
+def check_copies(state: Examined, pace: Pace, progress: Callable[[int], None] | None = None) -> int:
+    """Compares every element of what is there several times, if only ends were compared so far. Returns the bytes read."""
+    if state.whole or state.catalog is None:
+        return 0
+    catalog = replace(state.catalog.select(lambda entry: bool(entry.replicas)), padding=())
+    findings = examine(catalog, [], pace, progress)
+    state.checks = [check for check in state.checks if check.name not in _COPIES]
+    _add_whole_copies(state, catalog, findings)
+    return findings.bytes_read
 
 
 def _add_padding(state: Examined, catalog: Catalog, nonzero: int) -> None:
@@ -281,12 +316,7 @@ def _check_bytes(
         state.notes.append(f"{some(without)} hold no checksums: damage to their numbers cannot be seen.")
     if catalog is None:
         return
-    bad = [
-        (replica, f"{name!r}: {tally.differ:,} of {tally.count:,} elements, the first is number {tally.first:,}")
-        for name, replica, tally in findings.copies
-        if tally.differ
-    ]
-    _add_copies(state, catalog, bad, "in every element")
+    _add_whole_copies(state, catalog, findings)
     if catalog.padding:
         _add_padding(state, catalog, sum(tally.nonzero for tally in findings.padding))
     if deep:

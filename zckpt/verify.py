@@ -6,7 +6,7 @@ For `zckpt verify`. Whether either of the two is intact is the business of `soun
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -23,7 +23,8 @@ from zckpt.layouts.places import Place
 from zckpt.manifest import Manifest
 from zckpt.publish import is_within
 from zckpt.rederive import differences
-from zckpt.soundness import Examined, examined
+from zckpt.resumable import Comparison, Pair, compare_runs
+from zckpt.soundness import Examined, check_copies, examined
 from zckpt.tuning import DEFAULT_PACE, Pace
 from zckpt.verification import Verification, few
 
@@ -109,18 +110,43 @@ def _compare(state: Examined, converted: str, pace: Pace, progress: Callable[[in
         facts = None
     wanted, left_out = _wanted(state.catalog, state.place, facts)
     problems, pairs, untied = _pairs(wanted, output.catalog, facts)
+    run = compare_runs(state, output)
+    if run.held:  # the model's own weights are to be there too, or to be the rounded masters
+        read += check_copies(state, pace, progress_after(progress, read))
+        read += check_copies(output, pace, progress_after(progress, read))
+        run.pairs += _half_precision(pairs)
     clamp = facts is not None and facts.options.get("overflow") == "clamp"
     told = progress_after(progress, read)
-    bad = differences(pairs, clamp=clamp, threads=pace["threads"], bytes_per_s=pace["bytes_per_s"], progress=told)
-    problems += few(
-        [f"{d.name!r}: {d.count:,} elements are others, the first is number {d.first:,}" for d in bad],
-        "tensors are not what the checkpoint says",
-    )
+    both = [*pairs, *((a, b) for _, a, b in run.pairs)]
+    bad = differences(both, clamp=clamp, threads=pace["threads"], bytes_per_s=pace["bytes_per_s"], progress=told)
+    names = [*(repr(b.name) for _, b in pairs), *(what for what, _, _ in run.pairs)]
+    others = [
+        f"{names[d.number]}: {d.count:,} elements are others, the first is number {d.first:,} (in {d.file!r})"
+        for d in bad
+    ]
+    weights = sum(d.number < len(pairs) for d in bad)
+    problems += few(others[:weights], "tensors are not what the checkpoint says")
     rounded = sorted({str(b.dtype) for a, b in pairs if not is_lossless(a.dtype, b.dtype)})
     state.add("equal", f"{len(pairs):,} tensors are what the checkpoint says{_exactly(rounded)}", problems)
+    if run.held or run.problems:
+        run.problems += few(others[weights:], "parts of the run are not what the checkpoint says")
+        state.add(
+            "run", f"{_listed(run.held)} are what the checkpoint says, bit for bit", few(run.problems, "differences")
+        )
     if untied:
         state.notes.append(f"{some(untied)} {'is' if len(untied) == 1 else 'are'} not in it, but tied to what is.")
-    return _deletable(state, output, left_out, rounded)
+    return _deletable(state, output, left_out, rounded, run)
+
+
+def _half_precision(pairs: Sequence[tuple[TensorEntry, TensorEntry]]) -> Iterator[Pair]:
+    """The model's own weights, of parameters whose masters are compared, where both sides hold them in one dtype."""
+    for a, b in pairs:
+        for own, other in ((x, y) for x in a.replicas for y in b.replicas):
+            if own.dtype == other.dtype and not (own.rank or other.rank):
+                of, to = (
+                    replace(e, dtype=r.dtype, fragments=r.fragments, replicas=()) for e, r in ((a, own), (b, other))
+                )
+                yield f"the model's own weight {b.name!r}", of, to
 
 
 def _wanted(catalog: Catalog, place: Place, facts: Manifest | None) -> tuple[Catalog, list[str]]:
@@ -174,8 +200,10 @@ def _pairs(
     return problems, list(pairs.values()), untied
 
 
-def _deletable(state: Examined, output: Examined, left_out: list[str], rounded: list[str]) -> tuple[bool, str]:
-    """Whether nothing of the weights is lost with the shards, and what else is."""
+def _deletable(
+    state: Examined, output: Examined, left_out: list[str], rounded: list[str], run: Comparison
+) -> tuple[bool, str]:
+    """Whether nothing of the weights is lost with the shards, and what else is there and what is not."""
     shards = state.place.listing.directory
     homes = [shards] if os.path.isfile(shards) else {os.path.dirname(f.store.path) for f in state.files}
     inside = [f.name for f in output.files if any(is_within(f.store.path, home) for home in homes)]
@@ -186,13 +214,14 @@ def _deletable(state: Examined, output: Examined, left_out: list[str], rounded: 
         return False, f"{some(inside)} of the output lies among them"
     if left_out:
         return False, f"{len(left_out):,} tensors of the checkpoint were left out of the output: {some(left_out)}"
-    states = state.catalog.source.optimizer_states if state.catalog is not None else ()
-    only = ["the numbers in full precision"] * bool(rounded) + [f"the optimizer states ({', '.join(states)})"] * bool(
-        states
-    )
-    return True, f"every weight is in the output{_exactly(rounded)}" + (
-        f"; {' and '.join(only)} are only in the shards" if only else ""
-    )
+    only = ["the numbers in full precision"] * bool(rounded) + run.only
+    held = f"; so {'are' if only else 'is all else that a run needs to go on:'} {_listed(run.held)}" if run.held else ""
+    lost = f"; only in the shards: {_listed(only)}" if only else ""
+    return True, f"every weight is in the output{_exactly(rounded)}{held}{lost}"
+
+
+def _listed(words: Sequence[str]) -> str:
+    return " and ".join([", ".join(words[:-1]), words[-1]] if len(words) > 1 else words)
 
 
 def _exactly(rounded: list[str]) -> str:

@@ -21,7 +21,7 @@ from zckpt.containers.container import open_input
 from zckpt.dtypes import F32
 from zckpt.errors import InconsistentError, UnsupportedError, ZckptError, ranges, some
 from zckpt.layouts.dcp_items import Items, stored_in
-from zckpt.layouts.dcp_metadata import Metadata, TensorItem, rank_of, read_metadata
+from zckpt.layouts.dcp_metadata import BytesItem, Metadata, TensorItem, rank_of, read_metadata
 from zckpt.layouts.dcp_optimizer import States
 from zckpt.layouts.dcp_state import Model, model_of, optimizers_of
 from zckpt.layouts.listing import DCP_DATA, DCP_METADATA, DCP_SAFETENSORS, Listing, list_files
@@ -225,17 +225,21 @@ def records(listing: Listing) -> Iterator[tuple[str, list[tuple[str, int, int, i
 _SMALL_BYTES = 1 << 16
 
 
+def _others(save: Save) -> dict[str, TensorItem | BytesItem]:
+    owned = {item.name for o in optimizers_of(save.metadata).values() for _, item in (*o.states, *o.settings)}
+    owned |= {item.name for item in save.model.items.values()}
+    return {name: item for name, item in save.metadata.items.items() if name not in owned}
+
+
 def _rest(save: Save) -> dict[str, object]:
     """Everything that is neither weights nor optimizer: counters, schedules, a trainer's state, as it was nested.
 
     DeepSpeed's loader wants its own counters, and a version, in every save.
     """
-    owned = {item.name for o in optimizers_of(save.metadata).values() for _, item in (*o.states, *o.settings)}
-    owned |= {item.name for item in save.model.items.values()}
     steps = _steps(save)
     rest: dict[str, object] = {}
-    for name, item in save.metadata.items.items():
-        if name in owned or (isinstance(item, TensorItem) and _is_large(item)):
+    for item in _others(save).values():
+        if isinstance(item, TensorItem) and _is_large(item):
             continue
         inner = rest
         for key in item.path[:-1]:
@@ -244,6 +248,12 @@ def _rest(save: Save) -> dict[str, object]:
         inner[str(item.path[-1])] = save.items.value(item)
     counters = {"global_steps": steps or 0, "skipped_steps": 0, "ds_version": _DEEPSPEED}
     return {**rest, **counters}
+
+
+def left_out(listing: Listing) -> list[str]:
+    """Names of tensors that are neither the model's nor the optimizer's, and too large to be a part of `read_training`."""
+    save = load(listing)
+    return [name for name, item in _others(save).items() if isinstance(item, TensorItem) and _is_large(item)]
 
 
 def _is_large(item: TensorItem) -> bool:

@@ -30,7 +30,7 @@ from zckpt.layouts.assembly import assemble
 from zckpt.layouts.expert_records import second_routers, without_experts
 from zckpt.layouts.listing import MODEL_NAME, SHARD_NAME, UNIVERSAL, Listing
 from zckpt.layouts.module_states import ModelStates, Shape, as_mapping, read_model_states, whole, with_replica
-from zckpt.layouts.optimizer_states import SCALER, as_list, precision_of
+from zckpt.layouts.optimizer_states import SCALER, as_list, precision_of, step_of
 from zckpt.layouts.partition import in_original_order
 from zckpt.layouts.training import Group, Training
 
@@ -235,7 +235,7 @@ def _names_by_group(save: _Save, settings: Sequence[Mapping[str, object]]) -> li
     shapes = [model.param_shapes for model in save.models]
     if save.stage == 3:
         owners = [owner for owner, group in enumerate(settings) for _ in as_list(group.get("params"))]
-        names: list[list[str]] = [[] for _ in settings]
+        names: list[list[str]] = [[] for _ in settings] or [[]]
         for number, group in enumerate(shapes[0]):
             names[owners[number] if number < len(owners) else 0] += group
         return names
@@ -249,10 +249,21 @@ def _names_by_group(save: _Save, settings: Sequence[Mapping[str, object]]) -> li
 
 
 def _scalars(save: _Save, names: Sequence[str]) -> dict[str, object]:
-    """The step: in a file of its own, or in what is left of the optimizer file."""
-    for name in names:
-        if (file := save.parameters.get(name, {}).get(_STEP)) is not None:
-            return {_STEP: save.listing.open(file).root}
+    """The step: in a file of each parameter's own, or in what is left of the optimizer file.
+
+    Raises:
+        InconsistentError: parameters of one group have taken different numbers of steps.
+    """
+    files = [file for name in names if (file := save.parameters.get(name, {}).get(_STEP)) is not None]
+    steps = {file: save.listing.open(file).root for file in files}
+    for file, step in steps.items():
+        if step_of(step) != step_of(steps[files[0]]):
+            raise InconsistentError(
+                "a step count that is not that of the other parameters", file=save.listing.files[file],
+                found=str(step_of(step)), expected=f"{files[0]!r} says {step_of(steps[files[0]])}",
+            )  # fmt: skip
+    if steps:
+        return {_STEP: steps[files[0]]}
     inner = save.left.get("optimizer_state_dict")
     states = inner.get("state") if isinstance(inner, Mapping) else None
     first = next(iter(states.values()), None) if isinstance(states, Mapping) else None

@@ -1,0 +1,291 @@
+"""Whether a run can go on from an output as it can from its checkpoint: states, step counts, settings, client state.
+
+For `verify`. Weights are not looked at here. What can be told from the indexes is told; elements are handed on in pairs, to
+be derived from the shards once more and compared as bytes.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+
+from zckpt import layouts
+from zckpt.catalog import TensorEntry
+from zckpt.containers import NumpyArray, Placeholder, TensorRef, brief
+from zckpt.dtypes import U8
+from zckpt.errors import ZckptError, some
+from zckpt.fragments import FileStore, Fragment
+from zckpt.layouts import dcp, zero3
+from zckpt.layouts.listing import MODEL_NAME, SHARD_NAME, Listing
+from zckpt.layouts.module_states import read_model_states, whole
+from zckpt.layouts.optimizer_states import OptimizerShard, number_in, per_element, read_shards, scaler_of
+from zckpt.layouts.training import Group, Training
+from zckpt.rederive import differences
+from zckpt.soundness import Examined
+
+Pair = tuple[str, TensorEntry, TensorEntry]
+"""What it is, in words; in the checkpoint; in the output."""
+
+
+@dataclass(slots=True)
+class Comparison:
+    """What an output has of a run, beside its weights.
+
+    Attributes:
+        held: what is in the output, in words; empty where it holds weights alone.
+        only: what is only in the shards, in words.
+        problems: what is wrong, without looking at the elements of tensors.
+        pairs: tensors of both sides that must be equal.
+    """
+
+    held: list[str] = field(default_factory=list[str])
+    only: list[str] = field(default_factory=list[str])
+    problems: list[str] = field(default_factory=list[str])
+    pairs: list[Pair] = field(default_factory=list[Pair])
+
+    def same(self, a: object, b: object, where: str) -> None:
+        """Two inert values must be equal; tensors in them are handed on."""
+        self.problems += unlike(a, b, where, self.pairs)
+
+
+_BESIDE_STATES = ("step counts", "settings")
+_OF_MODEL = ("schedules", "counters", "client state")
+
+
+def compare_runs(source: Examined, output: Examined) -> Comparison:
+    """What a run needs to go on, in the checkpoint and in the output; both have a catalog."""
+    assert source.catalog is not None and output.catalog is not None
+    found = Comparison()
+    there = _training(output)
+    told = output.catalog.source
+    if isinstance(there, ZckptError):
+        if told.zero_stage or told.optimizer_states:
+            found.problems.append(str(there))
+        states = source.catalog.source.optimizer_states
+        found.only += [f"the optimizer states ({', '.join(states)})"] * bool(states)
+        found.only += [*_BESIDE_STATES, *_OF_MODEL] * bool(states or source.catalog.source.zero_stage)
+        return found
+    here = _training(source)
+    if isinstance(here, ZckptError):
+        found.only.append(f"whatever else a run needs to go on, which zckpt does not read ({here.what})")
+        return found
+    names = [side.names for side in (source, output)]
+    _compare_states(found, here, there, *names)
+    _compare_groups(found, here, there, *names)
+    _compare_scalers(found, here, there)
+    if told.layout == "dcp":
+        found.only += _OF_MODEL
+    else:
+        _compare_model(found, here, there)
+    if told.layout == "universal":
+        _compare_copies(found, source.place.listing, output.place.listing)
+    else:
+        odd = list(_odd_files(source, here))
+        found.only += [f"what not all ranks say ({some(odd)})"] * bool(odd)
+        found.problems += _odd_files(output, there)
+    if source.catalog.source.layout == "dcp" and (left := dcp.left_out(source.place.listing)):
+        found.only.append(f"tensors of other state dicts ({some(left)})")
+    if beside := _beside(source.place.listing):
+        found.only.append(f"what lies beside DeepSpeed's own entries in the optimizer files ({some(beside)})")
+    return found
+
+
+def _training(side: Examined) -> Training | ZckptError:
+    try:
+        return layouts.read_training(side.place.listing)
+    except ZckptError as error:
+        return error
+
+
+def _compare_states(
+    found: Comparison, here: Training, there: Training, names: Mapping[str, str], others: Mapping[str, str]
+) -> None:
+    """Every state that an element has: masters are among the weights."""
+    held = {others.get(name, name): dict(states) for name, states in there.states.items()}
+    missing: list[str] = []
+    for name, states in here.states.items():
+        own = names.get(name, name)
+        for state, entry in states.items():
+            what = f"{state} of {own!r}"
+            other = held.get(own, {}).pop(state, None)
+            if other is None:
+                missing.append(what)
+            elif (entry.shape, entry.dtype) != (other.shape, other.dtype):
+                found.problems.append(
+                    f"{what} is {other.dtype} {list(other.shape)}, in the checkpoint {entry.dtype} {list(entry.shape)}"
+                )
+            else:
+                found.pairs.append((what, entry, other))
+    strange = [f"{state} of {name!r}" for name, states in held.items() for state in states]
+    if missing:
+        found.problems.append(f"{len(missing):,} optimizer states of the checkpoint are not in it: {some(missing)}")
+    if strange:
+        found.problems.append(f"{len(strange):,} optimizer states in it are not of the checkpoint: {some(strange)}")
+    kinds = dict.fromkeys(state for states in here.states.values() for state in states)
+    found.held += [f"the optimizer states ({', '.join(kinds)})"] * bool(kinds)
+
+
+def _compare_groups(
+    found: Comparison, here: Training, there: Training, names: Mapping[str, str], others: Mapping[str, str]
+) -> None:
+    """Parameter groups: who is in them, their settings, and states that are one value for all of them."""
+    found.held += _BESIDE_STATES
+    own, other = ([group for group in run.groups if group.names] for run in (here, there))
+    if len(own) != len(other):
+        found.problems.append(f"{len(other)} parameter groups, in the checkpoint {len(own)}")
+        return
+    for number, (a, b) in enumerate(zip(own, other, strict=True)):
+        if [names.get(name, name) for name in a.names] != [others.get(name, name) for name in b.names]:
+            found.problems.append(f"parameter group {number} has other parameters, or in another order")
+        found.problems += _unlike_group(number, a, b.scalars, b.settings, found.pairs)
+
+
+def _unlike_group(
+    number: int, group: Group, scalars: Mapping[str, object], settings: Mapping[str, object], pairs: list[Pair]
+) -> Iterator[str]:
+    where = f"of parameter group {number}"
+    yield from unlike(_numbers(group.scalars), _numbers(scalars), f"a single state {where}", pairs)
+    own, other = ({key: value for key, value in held.items() if key != "params"} for held in (group.settings, settings))
+    yield from unlike(own, other, f"a setting {where}", pairs)
+
+
+def _numbers(values: Mapping[str, object]) -> dict[str, object]:
+    """Single values as numbers, in whatever form and dtype they were saved."""
+    return {n: number_in(v) if isinstance(v, TensorRef) and v.numel == 1 else v for n, v in values.items()}
+
+
+def _compare_scalers(found: Comparison, here: Training, there: Training) -> None:
+    """The loss scaler, which begins anew in another precision and is no part of torch's own checkpoints."""
+    if here.precision != there.precision or not there.scaler:
+        found.only += ["the loss scaler"] * bool(here.scaler)
+        return
+    kept = {key: there.scaler[key] for key in here.scaler if key in there.scaler}
+    found.same(dict(here.scaler), kept, "the loss scaler")
+    found.held += ["the loss scaler"] * bool(here.scaler)
+
+
+def _compare_model(found: Comparison, here: Training, there: Training) -> None:
+    """Counters, schedules, config and client state."""
+    other_precision = here.precision != there.precision
+    own, other = (_neutral(run.model, other_precision) for run in (here, there))
+    found.same(own, {key: other[key] for key in own if key in other}, "the model file")
+    found.held += _OF_MODEL
+
+
+def _neutral(model: Mapping[str, object], other_precision: bool) -> dict[str, object]:
+    """A model file's entries, with nothing in the config of what another shape or precision changes there."""
+    config = model.get("ds_config")
+    if not isinstance(config, Mapping):
+        return dict(model)
+    zero = config.get("zero_optimization")
+    zero = {key: value for key, value in zero.items() if key != "stage"} if isinstance(zero, Mapping) else {}
+    left_out = ("fp16", "bf16") if other_precision else ()
+    kept = {key: value for key, value in config.items() if key not in left_out}
+    return {**model, "ds_config": {**kept, "zero_optimization": zero}}
+
+
+def _compare_copies(found: Comparison, source: Listing, output: Listing) -> None:
+    """A universal checkpoint has the model files as they were, byte for byte."""
+    for name in _model_files(source):
+        if name not in output.files:
+            found.problems.append(f"{name!r} is not in it")
+            continue
+        a, b = (FileStore.of(listing.files[name]) for listing in (source, output))
+        if a.size != b.size:
+            found.problems.append(f"{name!r} has {b.size:,} bytes, in the checkpoint {a.size:,}")
+            continue
+        own, other = (TensorEntry(name, (a.size,), U8, "buffer", (Fragment(store, 0, 0, a.size),)) for store in (a, b))
+        found.pairs.append((f"the copy of {name!r}", own, other))
+
+
+def _model_files(listing: Listing) -> list[str]:
+    shards = [name for name in listing.matching(SHARD_NAME) if name.endswith("_model_states.pt")]
+    return [*listing.matching(MODEL_NAME), *shards]
+
+
+def _odd_files(side: Examined, training: Training) -> Iterator[str]:
+    """What files say of the run, where it is not what the first one says: a reader takes that one's word for it."""
+    assert side.catalog is not None
+    listing = side.place.listing
+    odd: dict[str, list[str]] = {}
+    pairs: list[Pair] = []
+    names: list[str] = []
+    for name in _model_files(listing):
+        rest = read_model_states(listing, name, module={}).rest
+        rest = {key: rest[key] for key in training.model if key in rest}
+        for what in unlike(dict(training.model), rest, "the model file", pairs):
+            odd.setdefault(what, []).append(name)
+        names += [name] * (len(pairs) - len(names))
+    for bad in differences([(a, b) for _, a, b in pairs]):
+        odd.setdefault(f"{pairs[bad.number][0]} has another tensor", []).append(names[bad.number])
+    if not side.catalog.topology.experts and len(listing.model_parallel_ranks()) == 1:  # others' groups may differ
+        for shard in read_shards(listing, frozenset(), allow_unknown=True):
+            for what in _unlike_shard(shard, training):
+                odd.setdefault(what, []).append(os.path.basename(shard.file))
+    for what, files in odd.items():
+        yield f"{what} (in {some(files)})"
+
+
+def _unlike_shard(shard: OptimizerShard, training: Training) -> Iterator[str]:
+    for flat, number in zero3.owners(shard).items():
+        group = training.groups[number]
+        vectors = per_element(shard.states[flat])
+        scalars = {name: value for name, value in shard.states[flat].items() if name not in vectors}
+        settings = shard.settings[number] if number < len(shard.settings) else group.settings
+        yield from _unlike_group(number, group, scalars, settings, [])
+    yield from unlike(dict(training.scaler), scaler_of(shard), "the loss scaler", [])
+
+
+_OPTIMIZER_FILE = frozenset(("optimizer_state_dict", "ds_config", "ds_version", "param_shapes", "folding"))
+
+
+def _beside(listing: Listing) -> list[str]:
+    """Entries of optimizer files that no writer of another shape could carry along: random states of the ranks."""
+    shards = (name for name in listing.matching(SHARD_NAME) if name.endswith("_optim_states.pt"))
+    roots = (listing.open(name).root for name in shards)
+    return sorted({str(key) for root in roots if isinstance(root, Mapping) for key in root.keys() - _OPTIMIZER_FILE})
+
+
+def unlike(a: object, b: object, where: str, pairs: list[Pair]) -> Iterator[str]:
+    """Places at which two inert values are not equal, as sentences. Tensors are added to `pairs` to be compared.
+
+    Args:
+        a: of the checkpoint.
+        b: of the output.
+        where: what they are, for the sentences.
+        pairs: gets the tensors.
+    """
+    left = [(a, b, where)]
+    seen: set[tuple[int, int]] = set()
+    while left:  # as deep as values may be nested, or in each other
+        x, y, at = left.pop()
+        if (id(x), id(y)) in seen:
+            continue
+        seen.add((id(x), id(y)))
+        match x, y:
+            case TensorRef(), TensorRef() if (x.shape, x.dtype) == (y.shape, y.dtype):
+                if x.place != y.place:
+                    pairs.append((at, whole(at, x, "buffer"), whole(at, y, "buffer")))
+            case Placeholder(), Placeholder() if str(x) == str(y):
+                left += [(getattr(x, part), getattr(y, part), at) for part in ("args", "state", "kwargs", "items")]
+            case NumpyArray(), NumpyArray() if (x.dtype, x.shape, x.data, x.fortran) == (
+                *(y.dtype, y.shape, y.data, y.fortran),
+            ):
+                left.append((x.objects, y.objects, at))
+            case Mapping(), Mapping():
+                left += [(value, y[key], f"{at}: {key!r:.80}") for key, value in x.items() if key in y]
+                if missing := [key for key in x if key not in y]:
+                    yield f"{at} has no {some(missing)}"
+                if strange := [key for key in y if key not in x]:
+                    yield f"{at} has {some(strange)}, which the checkpoint has not"
+            case list() | tuple(), list() | tuple() if len(x) == len(y):
+                left += [(p, q, at) for p, q in zip(x, y, strict=True)]
+            case _ if _is_leaf(x) and _is_leaf(y) and (x == y or (x != x and y != y)):
+                pass
+            case _:
+                yield f"{at} is {brief(y)}, in the checkpoint {brief(x)}"
+
+
+def _is_leaf(value: object) -> bool:
+    return not isinstance(value, TensorRef | Placeholder | NumpyArray | Mapping | list | tuple)
