@@ -194,6 +194,39 @@ def test_padding_that_is_not_zero(tmp_path: Path, deep: bool) -> None:
         assert "are not zero" in wrong(zckpt.verify(checkpoint, deep=deep))["padding"][0]
 
 
+@pytest.mark.parametrize("deep", [False, True])
+@pytest.mark.parametrize(
+    ("name", "file"),
+    [
+        ("zero2/groups_w3", OPTIM.format(2)),
+        ("bf16_optimizer/groups_w3", OPTIM.format(2)),
+        ("tensor/zero2_tp2_dp2", "zero_pp_rank_1_mp_rank_01_optim_states.pt"),
+        ("pipeline/zero1_pp2_tp2_dp2", "zero_pp_rank_1_mp_rank_02_optim_states.pt"),
+        ("moe/zero2_w2", OPTIM.format(1)),
+    ],
+)
+def test_padding_of_real_checkpoints(name: str, file: str, deep: bool, tmp_path: Path) -> None:
+    """The last rank's moments are as long as the others'."""
+    home = shutil.copytree(FIXTURES[0].parents[1] / name / "checkpoint", tmp_path / "ckpt")
+    padded = []
+
+    def harm(root: Any) -> None:
+        inner = root["optimizer_state_dict"]
+        for number, padding in enumerate(inner["group_paddings"]):
+            if padding:
+                inner["base_optimizer_state"]["state"][number]["exp_avg_sq"][-1] = 1e-30
+                padded.append(number)
+
+    (path,) = home.glob(f"*/*{file}")
+    edit(path, harm)
+    found = wrong(zckpt.verify(home, deep=deep))
+    assert padded and found.keys() == {"padding"}
+    assert len(found["padding"]) == len(padded)
+    assert all(
+        "1 of " in problem and f"elements in {path.name!r} are not zero" in problem for problem in found["padding"]
+    )
+
+
 def test_numbers_that_are_none_are_counted(tmp_path: Path) -> None:
     tensors = groups()
     tensors[0]["a.weight"][3, 4:6] = math.nan

@@ -32,6 +32,7 @@ from zckpt.layouts.listing import DCP_METADATA, Listing, Wishes
 from zckpt.layouts.origins import Origin, contradictions, of_other_ages, origin, save_files
 from zckpt.layouts.places import Place, find
 from zckpt.manifest import Manifest
+from zckpt.tally import Tally
 from zckpt.tuning import DEFAULT_PACE, Pace, forget
 from zckpt.verification import Check, few
 
@@ -251,7 +252,7 @@ def _check_ends(state: Examined) -> None:
     _add_copies(state, catalog, bad, "at both ends of every fragment")
     if catalog.padding:
         findings = examine(replace(catalog, tensors={}, aliases={}), [], DEFAULT_PACE)
-        _add_padding(state, catalog, sum(tally.nonzero for tally in findings.padding))
+        _add_padding(state, catalog, findings.padding)
 
 
 _COPIES = {"masters": ("masters", "their half-precision copies"), "copies": ("tensors", "the copies of other ranks")}
@@ -288,10 +289,18 @@ def check_copies(state: Examined, pace: Pace, progress: Callable[[int], None] | 
     return findings.bytes_read
 
 
-def _add_padding(state: Examined, catalog: Catalog, nonzero: int) -> None:
-    count = numel_of(catalog.padding)
-    problems = [f"{nonzero:,} of {count:,} elements are not zero"] if nonzero else []
-    state.add("padding", f"{count:,} elements, all zero", problems)
+def _add_padding(state: Examined, catalog: Catalog, found: Sequence[Tally]) -> None:
+    """Whether padding is zero, where the layout says that it is."""
+    problems = [
+        f"{tally.nonzero:,} of {tally.count:,} elements in {os.path.basename(str(pad.fragments[0].store))!r} are not zero"
+        for pad, tally in zip(catalog.padding, found, strict=True)
+        if tally.nonzero
+    ]
+    state.add(
+        "padding",
+        f"{numel_of(catalog.padding):,} elements, all zero",
+        few(problems, "vectors whose padding is not zero"),
+    )
 
 
 def _check_bytes(
@@ -318,7 +327,7 @@ def _check_bytes(
         return
     _add_whole_copies(state, catalog, findings)
     if catalog.padding:
-        _add_padding(state, catalog, sum(tally.nonzero for tally in findings.padding))
+        _add_padding(state, catalog, findings.padding)
     if deep:
         state.numbers = non_finite(findings.tensors)
         trained = [name for name in state.numbers if catalog.tensors[name].role != "buffer"]

@@ -179,7 +179,9 @@ class Reader:
             catalog = assemble(self.model, masters, source, topology, frozen={})
             return unsharded.frozen_without_master(catalog, trained) if trained else catalog
         frozen = zero3.frozen(replace(self.save, model=self.model)) if isinstance(self.save, zero3.Save) else None
-        return assemble(self.model, masters, source, topology, frozen)
+        saves = [part.save for part in self.parts]
+        padding = tuple(pad for save in saves if isinstance(save, zero12.Save) for pad in zero12.padding(save))
+        return replace(assemble(self.model, masters, source, topology, frozen), padding=padding)
 
     @property
     def _stage(self) -> int:

@@ -154,6 +154,7 @@ class Reader:
         else:
             flat = zero12.load(self.listing, rank, allow_unknown=self.allow_unknown, model=model)
             catalog = assemble(model, zero12.masters(flat), Source("", self.listing.directory), self.topology)
+            catalog = replace(catalog, padding=tuple(zero12.padding(flat)))
             training = lambda: zero12.training(flat)  # noqa: E731
         return Slice(catalog, model, training)
 
@@ -254,7 +255,8 @@ class Reader:
             notes=(*self._notes(), *model.notes),
         )
         kept = {dropped: kept for dropped, kept in aliases.items() if kept in tensors and dropped not in tensors}
-        return Catalog(tensors, source, kept, replace(self.topology, dp=dp), model.extras)
+        padding = tuple(pad for stage in self.stages for held in stage for pad in held.catalog.padding)
+        return Catalog(tensors, source, kept, replace(self.topology, dp=dp), model.extras, padding)
 
     def _zero_stage(self) -> int:
         ranks = self.listing.shards("optim", 0)

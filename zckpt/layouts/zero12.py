@@ -28,7 +28,7 @@ from zckpt.layouts.optimizer_states import (
     scaler_of,
     state_vector,
 )
-from zckpt.layouts.partition import flat_offsets, flat_pieces, in_original_order
+from zckpt.layouts.partition import Piece, flat_offsets, flat_pieces, in_original_order
 from zckpt.layouts.rules import rules_of_checkpoint
 from zckpt.layouts.training import Form, Group, Training
 
@@ -114,7 +114,7 @@ def read(listing: Listing, *, allow_unknown: bool = False) -> Catalog:
         optimizer_states=save.shards[0].state_names,
     )
     catalog = assemble(save.model, masters(save), source, save.model.topology(save.world_size))
-    return replace(catalog, padding=tuple(_padding(save)))
+    return replace(catalog, padding=tuple(padding(save)))
 
 
 def read_training(listing: Listing, *, allow_unknown: bool = False) -> Training:
@@ -216,26 +216,33 @@ def _group_paddings(
     return paddings[number]
 
 
-def _padding(save: Save) -> Iterator[Padding]:
-    """Alignment padding between the parameters, and what is left of the padding at the end: DeepSpeed fills both with
-    zeros, which no optimizer step changes.
+_ADAM = ("exp_avg", "exp_avg_sq")
+
+
+def padding(save: Save) -> Iterator[Padding]:
+    """Alignment padding between the parameters, and what is left of the padding at the end, vector by vector.
+
+    DeepSpeed fills it with zeros, in masters and gradients; so no step changes them, nor the moments of Adam and its kin.
     """
     for number, shapes in enumerate(save.model.param_shapes):
-        vectors = [shard.vectors[number] for shard in save.shards]
+        size, world_size = save.shards[0].vectors[number].numel, len(save.shards)
         paddings = save.shards[0].alignment_paddings
         numels = [math.prod(shape) for shape in shapes.values()]
         offsets, _ = flat_offsets(numels, None if paddings is None else paddings[number])
-        ends = [*offsets[1:], vectors[0].numel * len(vectors)] if numels else []
-        fragments = [
-            fragment_of(
-                vectors[p.index], p._replace(count=min(p.count, vectors[p.index].numel - p.offset)), p.start, ""
-            )
-            for offset, numel, end in zip(offsets, numels, ends, strict=True)
-            for p in flat_pieces(offset + numel, end - offset - numel, vectors[0].numel)
-            if p.offset < vectors[p.index].numel
-        ]
-        if fragments:
-            yield Padding(vectors[0].dtype, tuple(fragments))
+        ends = [*offsets[1:], size * world_size] if numels else []
+        gaps: dict[int, list[Piece]] = {}
+        for offset, numel, end in zip(offsets, numels, ends, strict=True):
+            for piece in flat_pieces(offset + numel, end - offset - numel, size):
+                gaps.setdefault(piece.index, []).append(piece)
+        for rank, pieces in gaps.items():
+            held = save.shards[rank].states[number]
+            for vector in (save.shards[rank].vectors[number], *(held.get(name) for name in _ADAM)):
+                if not isinstance(vector, TensorRef) or not vector.is_contiguous or len(vector.shape) != 1:
+                    continue
+                short = (p._replace(count=min(p.count, vector.numel - p.offset)) for p in pieces)
+                fragments = tuple(fragment_of(vector, p, p.start, "") for p in short if p.count > 0)
+                if fragments:
+                    yield Padding(vector.dtype, fragments)
 
 
 def _check_lengths(number: int, parameters: int, total: int, save: Save) -> None:
