@@ -224,25 +224,21 @@ def padding(save: Save) -> Iterator[Padding]:
 
     DeepSpeed fills it with zeros, in masters and gradients; so no step changes them, nor the moments of Adam and its kin.
     """
-    for number, shapes in enumerate(save.model.param_shapes):
-        size, world_size = save.shards[0].vectors[number].numel, len(save.shards)
-        paddings = save.shards[0].alignment_paddings
-        numels = [math.prod(shape) for shape in shapes.values()]
-        offsets, _ = flat_offsets(numels, None if paddings is None else paddings[number])
-        ends = [*offsets[1:], size * world_size] if numels else []
-        gaps: dict[int, list[Piece]] = {}
-        for offset, numel, end in zip(offsets, numels, ends, strict=True):
-            for piece in flat_pieces(offset + numel, end - offset - numel, size):
-                gaps.setdefault(piece.index, []).append(piece)
-        for rank, pieces in gaps.items():
-            held = save.shards[rank].states[number]
-            for vector in (save.shards[rank].vectors[number], *(held.get(name) for name in _ADAM)):
-                if not isinstance(vector, TensorRef) or not vector.is_contiguous or len(vector.shape) != 1:
-                    continue
-                short = (p._replace(count=min(p.count, vector.numel - p.offset)) for p in pieces)
-                fragments = tuple(fragment_of(vector, p, p.start, "") for p in short if p.count > 0)
-                if fragments:
-                    yield Padding(vector.dtype, fragments)
+    for group in _groups(save):
+        held: list[list[Piece]] = [[] for _ in save.shards]
+        for shape, offset in zip(group.shapes.values(), group.offsets, strict=True):
+            for piece in flat_pieces(offset, math.prod(shape), group.size):
+                held[piece.index].append(piece)
+        for shard, pieces in zip(save.shards, held, strict=True):
+            states = shard.states[group.number]
+            for vector in (shard.vectors[group.number], *(states.get(name) for name in _ADAM)):
+                if isinstance(vector, TensorRef) and vector.is_contiguous and len(vector.shape) == 1:
+                    stops = [0, *(piece.offset + piece.count for piece in pieces)]
+                    starts = [*(piece.offset for piece in pieces), vector.numel]
+                    gaps = (Piece(0, stop, stop, start - stop) for stop, start in zip(stops, starts, strict=True))
+                    fragments = tuple(fragment_of(vector, gap, gap.start, shard.file) for gap in gaps if gap.count > 0)
+                    if fragments:
+                        yield Padding(vector.dtype, fragments)
 
 
 def _check_lengths(number: int, parameters: int, total: int, save: Save) -> None:
