@@ -6,7 +6,7 @@ import pytest
 from torch import nn
 
 from zckpt.errors import UsageError
-from zckpt.runtime.units import find_units
+from zckpt.runtime.units import find_units, merged
 
 
 class Block(nn.Module):
@@ -66,3 +66,10 @@ def test_a_block_that_shares_a_parameter_is_no_unit() -> None:
 def test_a_wrong_name() -> None:
     with pytest.raises(UsageError, match=r"'Blok'.*'Block'"):
         find_units(Model(), "Blok")
+
+
+@pytest.mark.parametrize(("bucket", "expected"), [(1, [[2], [1], [0]]), (12, [[1, 2]]), (18, [[0, 1, 2]]), (22, [])])
+def test_units_that_fill_a_bucket_are_one(bucket: int, expected: list[list[int]]) -> None:
+    model = nn.Sequential(*(nn.Linear(2, 2) for _ in range(3)), nn.Linear(1, 2))
+    units = list(model)[:3][::-1]  # 6 parameters each, 4 outside of them
+    assert merged(units, model, bucket) == [[model[i] for i in group] for group in expected]

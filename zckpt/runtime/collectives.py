@@ -1,7 +1,7 @@
-"""Reduce-scatter over gloo, faster than gloo's own.
+"""Gathering and reducing over gloo, faster than gloo's own: every rank talks to every other at once.
 
-For `sharding`, on CPUs. gloo reduces everything everywhere and keeps a part; here every rank sends each other rank its part
-once and adds up what it gets, in the order of ranks, half precision in fp32. Measured in benchmarks/results_trainer.md.
+For `sharding`, on CPUs. gloo gathers in a ring, of as many rounds as there are ranks, each as slow as the slowest; and it
+reduces everything everywhere to keep a part. Measured in benchmarks/results_trainer.md.
 """
 
 from __future__ import annotations
@@ -14,13 +14,38 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
+_TAG = 0x7A63
+"""Of messages that gather, so that those of a script, in the same group, are none of them."""
 
-class ExchangeAndAdd:
-    """What `FSDPModule.set_custom_reduce_scatter` takes."""
 
+class _Buffers:
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """A buffer for one of the two ends."""
         return torch.empty(*size, dtype=dtype, device=device)
+
+
+class SendToAll(_Buffers):
+    """What `FSDPModule.set_custom_all_gather` takes: every rank sends its part to each other rank, right into its place."""
+
+    def __call__(
+        self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: Any, async_op: bool = False
+    ) -> None:
+        """Fills `output_tensor` with the `input_tensor` of all ranks, by rank."""
+        rank, size = group.rank(), group.size()
+        parts = output_tensor.chunk(size) if output_tensor.numel() else ()
+        if parts and parts[rank].data_ptr() != input_tensor.data_ptr():
+            parts[rank].copy_(input_tensor)
+        others = [(rank + step) % size for step in range(1, size)] if parts else []
+        works = [dist.irecv(parts[other], group=group, group_src=other, tag=_TAG) for other in reversed(others)]
+        works += [dist.isend(input_tensor, group=group, group_dst=other, tag=_TAG) for other in others]
+        for work in works:
+            work.wait()  # type: ignore[union-attr]
+
+
+class ExchangeAndAdd(_Buffers):
+    """What `FSDPModule.set_custom_reduce_scatter` takes: every rank sends each other rank its part once, and adds up what
+    it gets, in the order of ranks, half precision in fp32.
+    """
 
     def __call__(
         self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: Any, op: Any, async_op: bool = False
@@ -34,8 +59,9 @@ class ExchangeAndAdd:
 
 
 def use_on_gloo(model: nn.Module, group: Any) -> None:
-    """Lets every unit of a model reduce so, where its ranks talk over gloo."""
+    """Lets every unit of a model gather and reduce so, where its ranks talk over gloo."""
     if group.size() > 1 and "nccl" not in dist.get_backend(group):
         for module in model.modules():
             if isinstance(module, FSDPModule):
+                module.set_custom_all_gather(SendToAll())  # type: ignore[arg-type]
                 module.set_custom_reduce_scatter(ExchangeAndAdd())  # type: ignore[arg-type]

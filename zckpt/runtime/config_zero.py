@@ -75,7 +75,10 @@ class Zero(Section):
     parameter_alignment: bool = used(False, "checkpoints have this padding between parameters")
     contiguous_gradients: bool = unused(True, _BUCKETS)
     reduce_scatter: bool = unused(True, "gradients are always reduce-scattered from stage 1 on")
-    reduce_bucket_size: int = unused(int(5e8), _BUCKETS)
+    reduce_bucket_size: int = used(
+        int(5e8),
+        "stage 2 on CPUs: parameters whose gradients are whole until one collective reduces them; elsewhere a unit's",
+    )
     use_multi_rank_bucket_allreduce: bool = unused(True, _BUCKETS)
     allgather_partitions: bool = unused(True, _BUCKETS)
     allgather_bucket_size: int = unused(int(5e8), _BUCKETS)

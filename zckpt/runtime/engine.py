@@ -313,8 +313,8 @@ class Engine(Checkpoints, nn.Module):
         if not self.settings.zero.compute_grad_norm and not self._checks_overflow():
             return None
         held = [held.master for held in self._masters if held.master is not None]
-        norms = torch.stack([norm.square() for norm in torch._foreach_norm(list(grads))]) if grads else torch.zeros(1)
-        return float(self._sum_over_shards(norms[None], held).sum().sqrt())
+        squares = torch.stack(torch._foreach_norm(list(grads))).square() if grads else torch.zeros(1)
+        return float(self._sum_over_shards(squares[None], held).sum().sqrt())
 
     def _sum_over_shards(self, sums: torch.Tensor, masters: Sequence[torch.Tensor]) -> torch.Tensor:
         """Sums over the ranks that hold rows of the same parameters; a replicated one counts once.
@@ -325,9 +325,9 @@ class Engine(Checkpoints, nn.Module):
         """
         if self.sharded.mesh["shard"].size() == 1:
             return sums
-        replicated = {id(held.master) for held in self._replicated}
-        once = torch.tensor([id(master) in replicated for master in masters], device=sums.device)
-        if self.sharded.mesh.get_local_rank("shard"):
+        if self._replicated and self.sharded.mesh.get_local_rank("shard"):
+            replicated = {id(held.master) for held in self._replicated}
+            once = torch.tensor([id(master) in replicated for master in masters], device=sums.device)
             sums = sums.masked_fill(once, 0.0)
         total = sums.to(self.device)
         dist.all_reduce(total, group=self.sharded.shard_group)

@@ -56,10 +56,9 @@ class Held:
         """Whether it has gradients."""
         return self.weight.requires_grad
 
-    @torch.no_grad()
     def local(self) -> torch.Tensor:
         """This rank's part of the weight, of the weight's own memory."""
-        return self.weight.to_local() if isinstance(self.weight, DTensor) else self.weight.data
+        return self.weight._local_tensor if isinstance(self.weight, DTensor) else self.weight.data
 
     @torch.no_grad()
     def make_master(self) -> nn.Parameter:
@@ -69,12 +68,12 @@ class Held:
         self.master = nn.Parameter(local if local.dtype == torch.float32 else local.float())
         return self.master
 
-    @torch.no_grad()
     def bind(self) -> None:
         """Makes the master the weight's memory again, should something have replaced the weight's."""
-        local = self.local()
-        if self.master is not None and not self.replicated and self.master.data_ptr() != local.data_ptr():
-            self.master.data = local
+        if self.master is not None and not self.replicated:
+            local = self.local()
+            if self.master.data_ptr() != local.data_ptr():
+                self.master.data = local
 
     @torch.no_grad()
     def take_gradient(self) -> None:
@@ -82,7 +81,7 @@ class Held:
         grad, self.weight.grad = self.weight.grad, None
         if self.master is None or grad is None:
             return
-        local = grad.to_local() if isinstance(grad, DTensor) else grad.to(torch.float32)
+        local = grad._local_tensor if isinstance(grad, DTensor) else grad.to(torch.float32)
         if self.replicated and self.master.grad is not None:
             self.master.grad += local
         else:

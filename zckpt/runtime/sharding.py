@@ -27,7 +27,7 @@ from zckpt.runtime.config_zero import Zero
 from zckpt.runtime.deferred import Rows, rows_held_by
 from zckpt.runtime.held import Held
 from zckpt.runtime.offload import home_of, offload_policy
-from zckpt.runtime.units import Wrap, find_units
+from zckpt.runtime.units import Wrap, find_units, merged, parts_of
 from zckpt.runtime.world import World, rows_of
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
@@ -102,10 +102,11 @@ def shard(
         units = [[unit] for unit in single]
     else:
         merge = asked is None and world.device.type == "cpu"
-        units = [*(_merged(single, zero.stage) if merge else ([unit] for unit in single)), [model]]
+        bucket = _bucket(model, zero) if merge else 0
+        units = [*(merged(single, model, bucket) if bucket else ([unit] for unit in single)), [model]]
     ignored = {originals[name] for name in replicated}
     exact: dict[str, torch.Tensor] = {}
-    for unit, part in zip(units, _parts(units), strict=True):
+    for unit, part in zip(units, parts_of(units), strict=True):
         for parameter in part:
             name = names[id(parameter)]
             first = _prepare(parameter, dtypes[name], name in replicated, precision, world)
@@ -177,29 +178,14 @@ def _dtype(parameter: nn.Parameter, precision: Precision) -> torch.dtype:
     return precision.compute if precision.compute and parameter.is_floating_point() else parameter.dtype
 
 
-def _merged(units: list[nn.Module], stage: int) -> list[list[nn.Module]]:
-    """Units for a device that cannot compute while it communicates: fewer and larger.
+def _bucket(model: nn.Module, zero: Zero) -> int:
+    """Parameters of a collective on a device that cannot compute while it communicates; 0 for those of one unit.
 
     At stages 0 and 1 parameters and gradients are whole anyway, and one collective for all costs least. At stage 2 the
-    gradients of a unit are whole until they are reduced: a third of the model at a time.
+    gradients of a collective are whole until it reduces them.
     """
-    if stage < 2 or not units:
-        return []
-    if stage == 3:
-        return [[unit] for unit in units]
-    forward, step = units[::-1], -(-len(units) // 3)
-    return [forward[i : i + step] for i in range(0, len(forward), step)]
-
-
-def _parts(units: list[list[nn.Module]]) -> list[list[nn.Parameter]]:
-    """The parameters that each unit adds to those of the units before it."""
-    seen: set[int] = set()
-    parts = []
-    for unit in units:
-        part = list({id(p): p for module in unit for p in module.parameters() if id(p) not in seen}.values())
-        seen |= {id(p) for p in part}
-        parts.append(part)
-    return parts
+    everything = sum(parameter.numel() for parameter in model.parameters())
+    return {2: zero.reduce_bucket_size, 3: 0}.get(zero.stage, everything)
 
 
 def _one_dtype_each(
@@ -215,7 +201,7 @@ def _one_dtype_each(
     """
     out: list[nn.Module] = []
     odd: set[str] = set()
-    for unit, part in zip(units, _parts([[unit] for unit in units]), strict=True):
+    for unit, part in zip(units, parts_of([[unit] for unit in units]), strict=True):
         mine = {id(p): p for p in part if p.requires_grad and names[id(p)] not in replicated}
         sizes: Counter[torch.dtype] = Counter()
         for p in mine.values():

@@ -111,3 +111,37 @@ def _outermost(model: nn.Module, is_unit: Callable[[nn.Module], bool]) -> Iterat
                 yield from walk(child)
 
     yield from walk(model)
+
+
+def merged(units: list[nn.Module], model: nn.Module, bucket: int) -> list[list[nn.Module]]:
+    """Several units in one, where fewer and larger collectives cost less.
+
+    Args:
+        units: of `find_units`, so that the backward comes to them in this order.
+        model: that they are units of; what fits in the last bucket together with the model's own parameters is left to it.
+        bucket: parameters that one of the results may have, if a single unit does not have more.
+
+    Returns:
+        Units in the order of the backward, each as its modules in the order of the forward.
+    """
+    groups: list[list[nn.Module]] = [[]]
+    room = bucket
+    for unit, part in zip([*units, model], parts_of([[unit] for unit in [*units, model]]), strict=True):
+        numel = sum(p.numel() for p in part)
+        if numel > room:
+            groups.append([])
+            room = bucket
+        groups[-1].append(unit)
+        room -= numel
+    return [group[::-1] for group in groups if group and model not in group]
+
+
+def parts_of(units: list[list[nn.Module]]) -> list[list[nn.Parameter]]:
+    """The parameters that each unit adds to those of the units before it."""
+    seen: set[int] = set()
+    parts = []
+    for unit in units:
+        part = list({id(p): p for module in unit for p in module.parameters() if id(p) not in seen}.values())
+        seen |= {id(p) for p in part}
+        parts.append(part)
+    return parts
