@@ -58,10 +58,33 @@ class ExchangeAndAdd(_Buffers):
             output_tensor /= group.size()
 
 
+class InPlace:
+    """The same of a rank that shares its parameters with nobody: what it would copy is where it is to be."""
+
+    _last: torch.Tensor | None = None
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """A buffer for the one end, and then the same for the other."""
+        buffer, self._last = self._last, None
+        if buffer is None or buffer.shape != torch.Size(size) or buffer.dtype != dtype:
+            buffer = self._last = torch.empty(*size, dtype=dtype, device=device)
+        return buffer
+
+    def __call__(
+        self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: Any, op: Any, async_op: bool = False
+    ) -> None:
+        """Nothing: there is one part, and nobody to add."""
+        output_tensor.copy_(input_tensor)
+
+
 def use_on_gloo(model: nn.Module, group: Any) -> None:
     """Lets every unit of a model gather and reduce so, where its ranks talk over gloo."""
-    if group.size() > 1 and "nccl" not in dist.get_backend(group):
-        for module in model.modules():
-            if isinstance(module, FSDPModule):
-                module.set_custom_all_gather(SendToAll())  # type: ignore[arg-type]
-                module.set_custom_reduce_scatter(ExchangeAndAdd())  # type: ignore[arg-type]
+    if "nccl" in dist.get_backend(group):
+        return
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            if group.size() == 1:
+                module.set_custom_reduce_scatter(InPlace())  # type: ignore[arg-type]
+                continue
+            module.set_custom_all_gather(SendToAll())  # type: ignore[arg-type]
+            module.set_custom_reduce_scatter(ExchangeAndAdd())  # type: ignore[arg-type]
