@@ -23,7 +23,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 import zckpt
 from zckpt import live
 from zckpt.errors import CastError, InconsistentError, OutputError, UnsupportedError, UsageError
-from zckpt.live import export, shares
+from zckpt.live import export, meeting, ranks, shares
 
 CHECKS.clear()  # those of `checks`
 
@@ -340,6 +340,34 @@ def failures() -> dict[str, Any]:
         except OutputError as error:
             refused_by = str(error)
         out["a file"] = refused_by
+    return out
+
+
+@check(2)
+def some_ranks_only() -> dict[str, Any]:
+    """Who did not come is named, soon, whatever the call; and the same call works when all come."""
+    engine = start(config(2))
+    out: dict[str, Any] = {"within": ranks.ENTRY_S + meeting._EXTRA_S}
+    meeting._EXTRA_S, ranks.ENTRY_S = 0.3, 0.7
+    with Shared() as home:
+        calls: dict[str, Any] = {
+            "save_pretrained": lambda: live.save_pretrained(engine, home / "out"),
+            "consolidate": lambda: live.consolidate(engine),
+            "save_pretrained of save_16bit_model": lambda: engine.save_16bit_model(home / "out"),
+        }
+        for lonely in (0, 1):
+            for name, call in calls.items():
+                if rank() == lonely:
+                    try:
+                        call()
+                    except InconsistentError as error:
+                        out[name] = str(error)
+                dist.barrier()
+        out["left"] = sorted(os.listdir(home))
+        ranks.ENTRY_S = 30.0
+        state = live.consolidate(engine)
+        live.save_pretrained(engine, home / "out")
+        out["saved"] = rank() == 1 or equal(load(home / "out"), state)
     return out
 
 

@@ -22,7 +22,8 @@ from torch import nn
 from zckpt import runtime
 from zckpt.checkpoint import open_catalog
 from zckpt.errors import InconsistentError, OutputError, UnsupportedError, UsageError
-from zckpt.runtime import meeting, saving
+from zckpt.live import meeting
+from zckpt.runtime import saving
 from zckpt.runtime import state as run_state
 
 KINDS: dict[str, dict[str, Any]] = {

@@ -74,6 +74,16 @@ def test_failures_are_everybodys(outcome: Outcome) -> None:
             assert text in message and left == []
 
 
+def test_ranks_that_do_not_come_are_named(outcome: Outcome) -> None:
+    for rank, given in enumerate(outcome("live_checks.py", 2, "some_ranks_only")):
+        assert given.pop("within") < 60 and given.pop("saved") is True and given.pop("left") == []
+        assert len(given) == 3
+        for name, told in given.items():
+            assert (
+                told.startswith(f"{name.split()[0]} that not every rank") and f"ranks {1 - rank} did not come" in told
+            )
+
+
 def test_a_save_replaces_the_one_before(outcome: Outcome) -> None:
     [given, other] = outcome("live_checks.py", 2, "directories")
     for size, shards in (("400", 5), ("5GB", 1), ("900", 3)):

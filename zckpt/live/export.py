@@ -64,9 +64,10 @@ def consolidate(
 
     Raises:
         CastError: numbers too large for `dtype`.
+        InconsistentError: some ranks did not call it within a minute; it names them.
         ZckptError: another kind says what is wrong; every rank raises it.
     """
-    world = Ranks()
+    world = Ranks("consolidate")
     wanted = None if dtype is None else to_dtype(_name(dtype))
     given = attempt(lambda: held_by(engine_or_model))
     said = world.gather(given if isinstance(given, Exception) else given.offers)
@@ -118,12 +119,13 @@ def save_pretrained(
 
     Raises:
         CastError: numbers too large for `dtype`.
+        InconsistentError: some ranks did not call it within a minute; it names them.
         OutputError: the directory cannot be written.
         ZckptError: another kind says what is wrong. Every rank raises it, and nothing was published.
     """
     if os.path.basename(file) != file:
         raise UsageError("a weights file outside of its directory", found=repr(file))
-    world = Ranks()
+    world = Ranks("save_pretrained")
     wanted = None if dtype is None else to_dtype(_name(dtype))
     container: huggingface.Format = "bin" if file.endswith((".bin", ".pt")) else "safetensors"
     target = huggingface.Target(container, file=file, max_shard_size=max_shard_size)

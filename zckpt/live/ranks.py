@@ -1,16 +1,18 @@
 """What ranks say to each other while they save together; a process alone says it to itself.
 
-For `export`. Whatever fails on one rank is raised on every rank, at the next point where all meet: nobody waits for a rank that
-has given up.
+For `export`. They begin by meeting, so that a rank that does not come has a name (`meeting`). Whatever fails on one rank after
+that is raised on every rank, at the next point where all meet: nobody waits for a rank that has given up.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 import torch.distributed as dist
+
+from zckpt.live.meeting import ENTRY_S, Meetings
 
 Value = TypeVar("Value")
 
@@ -24,19 +26,38 @@ def attempt(function: Callable[[], Value]) -> Value | Exception:
 
 
 class Ranks:
-    """All ranks of the default process group; one, where there is none.
+    """All ranks of the default process group; one, where there is none. Making it waits for all of them.
+
+    Args:
+        what: they are about to do, for errors.
+
+    Raises:
+        InconsistentError: some ranks did not come; it names them.
 
     Attributes:
         rank: this process.
         size: all processes.
     """
 
-    def __init__(self) -> None:
+    _meetings: ClassVar[tuple[Any, Meetings] | None] = None
+    _groups: ClassVar[int] = 0
+
+    def __init__(self, what: str) -> None:
         together = dist.is_available() and dist.is_initialized()
         self.rank = dist.get_rank() if together else 0
         self.size = dist.get_world_size() if together else 1
         gpu = together and "nccl" in str(dist.get_backend()) and "gloo" not in str(dist.get_backend())
         self._device = torch.device("cuda", torch.cuda.current_device()) if gpu else torch.device("cpu")
+        if self.size > 1:
+            self._meet(what)
+
+    def _meet(self, what: str) -> None:
+        """With a series of meetings for each default process group that this process has been in."""
+        known, group = Ranks._meetings, dist.group.WORLD
+        if known is None or known[0] is not group:
+            Ranks._groups += 1
+            Ranks._meetings = known = group, Meetings(f"live {Ranks._groups}", self.rank, self.size)
+        known[1].meet(what, within_s=ENTRY_S)
 
     def gather(self, value: Value | Exception) -> list[Value | Exception]:
         """On rank 0 what each rank gives; elsewhere nothing."""

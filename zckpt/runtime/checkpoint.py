@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from zckpt.errors import InconsistentError, ranges
 from zckpt.layouts.places import has_saves, latest_of
-from zckpt.runtime.meeting import ENTRY_S, LOAD_S, Meetings
+from zckpt.live.meeting import ENTRY_S, LOAD_S, Meetings
 
 if TYPE_CHECKING:
     from zckpt.hub import PushReport

@@ -16,8 +16,8 @@ from dataclasses import dataclass
 
 from zckpt.errors import OutputError, ZckptError
 from zckpt.layouts.listing import MODEL_NAME, SHARD_NAME, is_deepspeed_file, list_files, natural
+from zckpt.live.meeting import Meetings
 from zckpt.publish import sync
-from zckpt.runtime.meeting import Meetings
 
 _log = logging.getLogger("zckpt.runtime")
 

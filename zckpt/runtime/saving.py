@@ -30,12 +30,12 @@ from zckpt.fragments import FileStore, Fragment, MemoryStore, Store
 from zckpt.layouts import unsharded_out
 from zckpt.layouts.torch_files import Pair
 from zckpt.layouts.zero_out import lay_out_rank, sketch
+from zckpt.live.meeting import ENTRY_S, Meetings
 from zckpt.mover import run
 from zckpt.plan import OutputFile
 from zckpt.runtime.description import Described, describe, describe_training, signature, target_of, tensors_of
 from zckpt.runtime.engine import Engine
 from zckpt.runtime.exchange import Exchange, Sends, Streamed
-from zckpt.runtime.meeting import ENTRY_S, Meetings
 from zckpt.runtime.offload import home_of
 from zckpt.runtime.publication import Wanted, make_private, publish, remove_private
 from zckpt.runtime.state import RunState, capture

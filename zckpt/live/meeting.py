@@ -1,8 +1,10 @@
 """Where the ranks of a run meet: everybody says a word and hears everybody's, or learns who is absent.
 
-For saving and loading. It goes through the store that the process group was made with, not through a collective: a
-collective that some ranks never enter hangs until a watchdog ends the run, half an hour later and without a name.
-Rank 0 collects the words and posts the minutes; so a meeting costs each other rank two requests.
+For saving and loading, here and in `runtime`. It goes through the store that the process group was made with, not through a
+collective: a collective that some ranks never enter hangs until a watchdog ends the run, half an hour later and without a name.
+Rank 0 collects the words and posts the minutes; so a meeting costs each other rank two requests. A meeting that some did not
+come to is held again, under the same number, when all call it; minutes that a rank has read, or that call it absent, are of
+the first time.
 """
 
 from __future__ import annotations
@@ -42,6 +44,7 @@ class Meetings:
         self.rank, self.size = rank, size
         self._name, self._place, self._number = name, "", 0
         self._old: list[str] = []
+        self._read = b""
         store: Any = distributed_c10d._get_default_store() if size > 1 else None
         self._store = None if store is None else store.clone()  # other threads have their own connection
 
@@ -67,21 +70,20 @@ class Meetings:
         if self._store is None:
             return [word]
         prefix = f"zckpt/{self._name}/{self._place}/{self._number}"
-        self._number += 1
         minutes, keys = f"{prefix}/minutes", [f"{prefix}/{rank}" for rank in range(self.size)]
         self._store.set(keys[self.rank], json.dumps(word))
         if self.rank == 0:
             absent = self._missing(keys, within_s)
             words = [] if absent else [json.loads(self._store.get(key)) for key in keys]
-            self._store.set(minutes, json.dumps([absent, words]))
+            self._store.set(minutes, json.dumps([absent, words, time.time()]))
             for key in (*self._old, *keys):
                 self._store.delete_key(key)
-            self._old = [minutes]  # by the next meeting all will have read it
-        elif self._missing([minutes], within_s + _EXTRA_S):
-            absent, words = [rank for rank, key in enumerate(keys) if not self._store.check([key])], []
-            self._store.delete_key(keys[self.rank])
+            self._old = [] if absent else [minutes]  # by the next meeting all will have read it
         else:
-            absent, words = json.loads(self._store.get(minutes))
+            absent, words = self._minutes(minutes, within_s + _EXTRA_S)
+            if not words:
+                absent = absent or [rank for rank, key in enumerate(keys) if not self._store.check([key])]
+                self._store.delete_key(keys[self.rank])
         if not words:
             raise InconsistentError(
                 f"{what} that not every rank takes part in",
@@ -89,7 +91,23 @@ class Meetings:
                 expected=f"all {self.size} ranks call it, at the same step",
                 remedy="Call it outside of any `if rank == 0`. Nothing was changed, and the run may go on.",
             )
-        return list(words)
+        self._number += 1
+        return words
+
+    def _minutes(self, key: str, within_s: float) -> tuple[list[int], list[Any]]:
+        """Who was absent, and the words, as rank 0 posts them; nothing where it does not in time."""
+        assert self._store is not None
+        until = time.monotonic() + within_s
+        while not self._missing([key], until - time.monotonic()):
+            posted = self._store.get(key)
+            absent, words, _ = json.loads(posted)
+            if posted != self._read and self.rank not in absent:
+                self._read = posted
+                return absent, words
+            if time.monotonic() > until:
+                break
+            time.sleep(0.1)
+        return [], []
 
     def _missing(self, keys: Sequence[str], within_s: float) -> list[int]:
         """The numbers of the keys that do not appear in time.
