@@ -4,8 +4,8 @@
 
 Memory: bytes of parameters, gradients and optimizer states that a rank holds, the largest at any moment of a step, counted on
 the tensors themselves. The paper's formula (mixed precision Adam, P parameters, N ranks): stage 0: 16 P, 1: 4 P + 12 P / N,
-2: 2 P + 14 P / N, 3: 16 P / N. Stage 2 reduces a third of the model at a time here (`reduce_bucket_size`): in a model this
-small DeepSpeed's default, half a billion parameters, is all of it.
+2: 2 P + 14 P / N, 3: 16 P / N. Stage 2 reduces the model in three parts here (`reduce_bucket_size`): DeepSpeed's
+default, half a billion parameters, is all of so small a model.
 Time: both engines train the same model on the same data in the same processes, turn by turn; medians of a step, of rank 0,
 and processor time of all ranks, which other work on the machine disturbs less.
 """
@@ -87,19 +87,19 @@ def work(out: str, steps: int) -> None:
     found: dict[str, Any] = {"memory": {}, "time": {}}
     found["versions"] = f"torch {torch.__version__}, DeepSpeed {deepspeed.__version__}"
     found["numel"] = sum(p.numel() for p in model().parameters())
+    bucket = found["numel"] * 2 // 5
     for stage in range(4):
-        found["memory"][stage] = memory(runtime.initialize, stage, found["numel"] // 3)
+        found["memory"][stage] = memory(runtime.initialize, stage, bucket)
     load = os.getloadavg()[0]
-    third = found["numel"] // 3
-    for stage, title, bucket in (
+    for stage, title, asked in (
         (0, "0", None),
         (1, "1", None),
         (2, "2", None),
-        (2, "2, in thirds", third),
+        (2, "2, in three parts", bucket),
         (3, "3", None),
     ):
         for precision in ("fp32", "bf16"):
-            engines = [make(module.initialize, stage, precision, bucket) for module in (runtime, deepspeed)]
+            engines = [make(module.initialize, stage, precision, asked) for module in (runtime, deepspeed)]
             found["time"][f"{title}:{precision}"] = race(engines, steps)
     found["load"] = load, os.getloadavg()[0]
     if dist.get_rank() == 0:
