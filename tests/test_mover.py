@@ -30,7 +30,9 @@ from zckpt.fragments import FileStore, Fragment, MemoryStore
 from zckpt.mover import run
 from zckpt.mover_reference import cast as reference_cast
 from zckpt.overlaps import embed, transposed
+from zckpt.pieces import begin, move
 from zckpt.plan import Checksum, OutputFile, Plan
+from zckpt.shares import part_of
 
 ENGINES = [("reference", 1, True), ("native", 1, False), ("native", 2, True), ("native", 4, True)]
 
@@ -164,6 +166,10 @@ def test_transposed_matrices_by_tiles(
     assert (root / file.path).read_bytes()[10:] == wanted
     assert (report.overflows[0].count if report.overflows else 0) == lost
     assert sum(1 for _ in plan.moves()) <= 3 * len(pieces) + 2 + hole * rows
+    begin(plan, str(root / "shared"))  # and by several processes, each of which has a part of the file
+    for rank in range(3):
+        move(part_of(plan, rank, 3), str(root / "shared"), moved=lambda piece: None, window=4096, threads=threads)
+    assert (root / "shared" / file.path).read_bytes()[10:] == wanted
 
 
 def test_boxes_into_pitched_files(engine: dict[str, object], tmp_path: Path) -> None:

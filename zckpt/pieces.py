@@ -19,6 +19,7 @@ from zckpt.mover import Overflow, Work, choose, crc_of_file, create, output_fail
 from zckpt.open_files import OpenFiles
 from zckpt.plan import OutputFile, Plan
 from zckpt.sums import Partial, element_ranges, file_checksums, join, joined
+from zckpt.syncing import Syncing
 from zckpt.tuning import THREADS, gives_back, window_bytes
 
 
@@ -99,16 +100,16 @@ def move(
     clamp, rate = overflow == "clamp", bytes_per_s or 0
     work = Work(part, chosen, clamp, threads or THREADS, window_bytes(window), give_back, rate)
     nbytes, written = element_bytes(part), 0
-    with _opened(part, root, give_back=give_back) as (files, outputs):
+    with _opened(part, root, give_back=give_back) as (files, outputs), Syncing(moved) as syncing:
         for batch in localized(batches(part, bare=True)):
             work.do(batch, files, progress_after(progress, written))
             written += batch.nbytes
+            syncing.settle(wait=False)
             for output, store in batch.finished:
-                os.fsync(files.of(store)[0])
                 numbers = (number for number, _, _ in work.ranges.get(id(store), ()))
                 crcs = tuple(crc for number in numbers for crc in joined(work.parts.pop(number, ())))
                 taken = None if chosen == "reference" else crcs
-                moved(Piece(output.path, nbytes[id(store)], taken, work.lost(store)))
+                syncing.add(Piece(output.path, nbytes[id(store)], taken, work.lost(store)), files.of(store)[0])
                 files.close(outputs[id(store)])
     return chosen
 

@@ -117,47 +117,73 @@ def route(source: TensorEntry | TensorPart, destination: TensorEntry | TensorPar
                 )
 
 
+class _Column(NamedTuple):
+    """Elements of one row of a source that are a column of the destination: from `first` on, `step` apart there."""
+
+    store: Store
+    byte_offset: int
+    first: int
+    numel: int
+    step: int
+    store_step: int
+
+
+def _columns(fragments: Sequence[Fragment], start: int, stop: int, itemsize: int) -> Iterator[_Column]:
+    """What fragments, each a column, hold of elements [start, stop)."""
+    for f in fragments:
+        step, store_step = (f.pitch, f.store_pitch) if f.rows > 1 else (1, 1)
+        low, high = max(0, -((f.start - start) // step)), min(f.rows, -((f.start - stop) // step))
+        if low < high:
+            byte_offset = f.byte_offset + low * store_step * itemsize
+            yield _Column(f.store, byte_offset, f.start + low * step, high - low, step, store_step)
+
+
 def _turned(source: TensorEntry | TensorPart, to: TensorEntry | TensorPart, tensor: int) -> Iterator[Move]:
     """As `route`, of a transposed matrix: rows of the source that become neighbouring columns are one move.
 
     Such a move's rows are those of the source; the elements of each lie apart in the destination.
     """
-    (into,), of = to.fragments, source.fragments
-    first = 0
-    while first < len(of):
-        one, last = of[first], first + 1
-        pitch = of[last].byte_offset - one.byte_offset if last < len(of) else 0
-        while last < len(of) and _follows(one, of[last], last - first, pitch):
-            last += 1
-        at = into.byte_offset + (one.start - into.start) * to.dtype.itemsize
-        several = (last - first, pitch, to.dtype.itemsize) if last - first > 1 else (1, 0, 0)
-        step = one.pitch if one.rows > 1 else 1
-        yield Move(
-            *(one.store, one.byte_offset, into.store, at, one.rows, source.dtype, to.dtype, tensor, *several),
-            *(one.store_pitch if one.rows > 1 else 1, step, one.start),
+    (into,), size = to.fragments, to.dtype.itemsize
+    held: list[_Column] = []
+
+    def move() -> Move:
+        one, pitch = held[0], held[1].byte_offset - held[0].byte_offset if len(held) > 1 else 0
+        at = into.byte_offset + (one.first - into.start) * size
+        return Move(
+            *(one.store, one.byte_offset, into.store, at, one.numel, source.dtype, to.dtype, tensor),
+            *(len(held), pitch, size if pitch else 0, one.store_step, one.step, one.first),
         )
-        first = last
+
+    for column in _columns(source.fragments, into.start, into.stop, source.dtype.itemsize):
+        if held and not _follows(held, column):
+            yield move()
+            held = []
+        held.append(column)
+    if held:
+        yield move()
 
 
-def _follows(one: Fragment, other: Fragment, distance: int, pitch: int) -> bool:
-    """Whether a column of a transposed matrix is the one so many after `one`."""
+def _follows(held: Sequence[_Column], column: _Column) -> bool:
+    """Whether a column is the next one beside those held, from a row as far from the last one's as that from its own."""
+    last = held[-1]
     return (
-        other.start == one.start + distance
-        and other.byte_offset == one.byte_offset + distance * pitch
-        and (other.rows, other.pitch, other.store_pitch) == (one.rows, one.pitch, one.store_pitch)
-        and other.store is one.store
+        column.first == last.first + 1
+        and column.store is last.store
+        and (len(held) == 1 or column.byte_offset - last.byte_offset == held[1].byte_offset - held[0].byte_offset)
+        and column[3:] == last[3:]
+        and column.byte_offset != last.byte_offset
     )
 
 
 def _is_turned(source: TensorEntry | TensorPart, to: TensorEntry | TensorPart) -> bool:
-    """Whether a tensor's fragments are all columns, which go into a dense tensor."""
+    """Whether a tensor's fragments are all columns, which go into a dense run."""
     return (
-        len(source.fragments) > 1
+        source.numel == to.numel
+        and len(source.fragments) > 1
         and len(to.fragments) == 1
         and to.fragments[0].rows == 1
-        and to.fragments[0].numel == to.numel == source.numel
         and all(f.count == 1 for f in source.fragments)
-        and not any(is_remote(f.store) for f in source.fragments[:1])
+        and not any(is_remote(f.store) for f in source.fragments)
     )
 
 
