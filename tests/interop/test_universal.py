@@ -108,3 +108,24 @@ def test_the_files_are_those_of_deepspeed(name: str, theirs: Path, tmp_path: Pat
             assert one.read_bytes() == two.read_bytes()
         else:
             assert_same(torch.load(one, weights_only=False), torch.load(two, weights_only=False), str(path))
+
+
+@pytest.mark.xdist_group("resume")
+def test_the_engine_loads_experts_at_other_world_sizes(tmp_path: Path) -> None:
+    """Every master of every rank is the truth's, to the bit, and a step can be taken."""
+    names = ["autoep/zero2_w4", "autoep/zero3_w4", "moe/zero1_ep1_w2"]
+    for number, name in enumerate(names):
+        to_universal(FIXTURES / name / "checkpoint", tmp_path / str(number))
+    jobs = [{"fixture": name, "load": str(tmp_path / str(number))} for number, name in enumerate(names)]
+    path = tmp_path / "jobs.json"
+    path.write_text(json.dumps(jobs))
+    environment = {**os.environ, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "PYTHONHASHSEED": "0"}
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+    worker = str(WORKER.with_name("experts_worker.py"))
+    done = subprocess.run(
+        [*command, worker, str(path)], env=environment, capture_output=True, text=True, check=False, timeout=280
+    )
+    assert done.returncode == 0, "\n".join(line for line in done.stderr.splitlines() if "rank" in line)[-3000:]
+    for told in json.loads(Path(f"{path}.told").read_text()):
+        assert [differ for differ, _ in told] == [[], [], []]
+        assert all(compared > 20 for _, compared in told)
