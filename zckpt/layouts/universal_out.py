@@ -78,13 +78,10 @@ def lay_out(catalog: Catalog, training: Training, listing: Listing, target: Univ
             home = f"{target.tag}/{HOME}{_directory(name, catalog.source.path)}"
             add(_tensor_file(f"{home}/{MASTER}.pt", as_float(entry), _AS_IT_IS, F32))
     file = TorchFile(f"{target.tag}/{STATE}")
-    add(file.finish(file.adopt(_left(training, stage_3))))
+    add(file.finish(file.adopt(_left(training, stage_3, catalog.topology.dp))))
     for name, path in listing.files.items():
         if MODEL_NAME.fullmatch(name) or ((m := SHARD_NAME.fullmatch(name)) and m["kind"] == "model"):
-            add(
-                _model_file(listing, name, f"{target.tag}/{name}", r".*" if stage_3 else "")
-                or _copy(path, f"{target.tag}/{name}")
-            )
+            add(_model_file(listing, name, f"{target.tag}/{name}", stage_3) or _copy(path, f"{target.tag}/{name}"))
     return Laid(tuple(files), tuple(pairs))
 
 
@@ -151,29 +148,44 @@ def _others(catalog: Catalog) -> Iterator[tuple[str, TensorEntry]]:
 _SHARDED = ("base_optimizer_state", "param_slice_mappings", "single_partition_of_fp32_groups")
 
 
-def _left(training: Training, stage_3: bool) -> dict[str, object]:
-    """What is left of one rank's optimizer file when its partitions are gone; of stage 3, where they stay, all."""
+def _left(training: Training, stage_3: bool, ranks: int) -> dict[str, object]:
+    """What is left of one rank's optimizer file when its partitions are gone; of stage 3, where they stay, all.
+
+    DeepSpeed's converter says of each group, of experts too, that all data-parallel ranks share it, without padding.
+    """
     raw = training.raw
     inner = raw.get("optimizer_state_dict" if stage_3 else "base_optimizer_state")
     groups = inner.get("param_groups") if isinstance(inner, Mapping) else None
     if groups is None:
         groups = [{**group.settings, "params": [number]} for number, group in enumerate(training.groups)]
-    return {**{key: value for key, value in raw.items() if stage_3 or key not in _SHARDED}, "param_groups": groups}
+    kept = {key: value for key, value in raw.items() if stage_3 or key not in _SHARDED}
+    for key, value in {"partition_count": ranks, "group_paddings": 0}.items():
+        if not stage_3 and isinstance(listed := kept.get(key), list) and listed:
+            kept[key] = [value] * len(listed)
+    return {**kept, "param_groups": groups}
 
 
 def _model_file(
-    listing: Listing, name: str, path: str, before: str
+    listing: Listing, name: str, path: str, stage_3: bool
 ) -> tuple[tuple[OutputFile, FileStore], list[Pair]] | None:
     """A model file of a run with AutoEP, whose record is where the engine looks for it; None for another run's."""
     root = listing.open(name).root
     record = root.get("ds_autoep_layers") if isinstance(root, Mapping) else None
-    if not isinstance(root, Mapping) or record is None:
+    if not isinstance(root, Mapping) or not isinstance(record, list):
         return None
+    if not stage_3:  # of which the converter keeps less
+        record = [
+            {key: entry[key] for key in _OF_LAYER if key in entry} for entry in record if isinstance(entry, Mapping)
+        ]
+    pattern = r".*\.experts\.w[123]$" if stage_3 else r"\.experts\.w[123]$"
     info = root.get("universal_checkpoint_info")
-    said = {"expert_parameter_patterns": [before + r"\.experts\.w[123]$"], "ds_autoep_layers": record}
+    said = {"expert_parameter_patterns": [pattern], "ds_autoep_layers": record}
     info = {**(info if isinstance(info, Mapping) else {}), **said}
     file = TorchFile(path)
     return file.finish(file.adopt({**root, "universal_checkpoint_info": info}))
+
+
+_OF_LAYER = ("moe_layer_id", "module_path", "expert_key_prefix", "num_experts", "num_local_experts", "ep_size")
 
 
 def _copy(path: str, name: str) -> tuple[tuple[OutputFile, FileStore], list[Pair]]:
