@@ -372,6 +372,25 @@ def some_ranks_only() -> dict[str, Any]:
 
 
 @check(2)
+def inference() -> dict[str, Any]:
+    """Stage 3 without an optimizer: a checkpoint is refused with the call that works, and that call works."""
+    out: dict[str, Any] = {}
+    for precision, dtype in (({}, torch.float32), (BF16, torch.bfloat16)):
+        settings = {key: value for key, value in config(3, **precision).items() if key != "optimizer"}
+        engine = start(settings)
+        with Shared() as home:
+            try:
+                engine.save_checkpoint(home / "run")
+            except UsageError as error:
+                out[f"{dtype} told"] = str(error)
+            engine.save_16bit_model(home / "weights")
+            dist.barrier()
+            out[f"{dtype} weights"] = equal(load(home / "weights"), cast(small.make(), dtype))
+            out[f"{dtype} left"] = sorted(os.listdir(home / "run"))
+    return out
+
+
+@check(2)
 def directories() -> dict[str, Any]:
     """A second save replaces the first, whatever its shards; other files stay. One file of torch's format is CRC-true."""
     import zipfile

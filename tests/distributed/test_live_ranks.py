@@ -84,6 +84,13 @@ def test_ranks_that_do_not_come_are_named(outcome: Outcome) -> None:
             )
 
 
+def test_an_engine_without_an_optimizer(outcome: Outcome) -> None:
+    for given in outcome("live_checks.py", 2, "inference"):
+        for dtype in ("torch.float32", "torch.bfloat16"):
+            assert "save_16bit_model" in given[f"{dtype} told"] and given[f"{dtype} left"] == []
+            assert given[f"{dtype} weights"] is True
+
+
 def test_a_save_replaces_the_one_before(outcome: Outcome) -> None:
     [given, other] = outcome("live_checks.py", 2, "directories")
     for size, shards in (("400", 5), ("5GB", 1), ("900", 3)):

@@ -215,7 +215,7 @@ def prepare(engine: Engine, state: RunState, client_state: Mapping[str, Any], pl
     if not state.groups and state.stage:
         raise UsageError(
             "a save of a run without an optimizer",
-            remedy="There is nothing to go on from: save_pretrained writes weights.",
+            remedy="There is nothing to go on from. engine.save_16bit_model(dir) writes the weights, sharded as they are.",
         )
     takes_part = state.world_size == state.shard_size or engine.global_rank < state.shard_size
     known, now = engine.known_to_saves, signature(state)
