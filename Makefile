@@ -47,7 +47,7 @@ clean:
 
 # What the trainer needs, and the demo shows. Where it will not install, the demo converts a stored checkpoint.
 .make/train: .make/zckpt
-	$(PIP) torch 'pydantic>=2' || echo 'torch did not install: the trainer will not be shown'
+	$(PIP) torch 'pydantic>=2' 'matplotlib>=3.7' || echo 'the trainer'"'"'s needs did not install: it will not be shown'
 	@touch $@
 
 # What the tests need: torch first and pinned, since others would pull it unpinned.

@@ -72,7 +72,7 @@ class Metrics:
         try:
             from matplotlib.figure import Figure
         except ImportError:
-            return f"No {PICTURE}: it is drawn by matplotlib. pip install 'zckpt[plot]'"
+            return f"No {PICTURE}: it is drawn by matplotlib. pip install 'zckpt[train]'"
         figure = Figure(figsize=(8, 4.5), layout="constrained")
         axes: Any = figure.subplots()
         axes.plot(*zip(*self.losses, strict=True), linewidth=1)
