@@ -1,10 +1,13 @@
-"""Checkpoints of the trainer on CPU: seconds to save and to load, side by side with DeepSpeed and with `cp` of the same bytes.
+"""Checkpoints and live weights on CPU: seconds to save and to load, side by side with DeepSpeed and with `cp` of the same bytes.
 
     python benchmarks/checkpoints.py [--width N] [--world N] [--rounds N] [--dir DIR]
 
 Both engines hold the same model and states in the same processes and take turns; medians, of the slowest rank. zckpt's saves are
 synced; DeepSpeed's are not, so it is measured as it is and with its files synced afterwards, and `cp` is followed by a sync.
-Before a load, and before `cp`, the files are dropped from the page cache.
+Before a load, and before its `cp`, the files are dropped from the page cache.
+Live weights: `save_16bit_model` of both, which at stage 3 DeepSpeed gathers; and of a model under plain `fully_shard`
+`zckpt.live.save_pretrained` beside torch's own full state dict, saved by rank 0. Their `cp` has its source in the page cache, as
+a live save has in memory.
 """
 
 from __future__ import annotations
@@ -72,6 +75,12 @@ def show(found: dict[str, Any], world: int) -> None:
                 f"{f'{synced:.2f}' if synced else ''} | {cp:.2f} | {case['bytes'] / ours / 1e6:,.0f} | "
                 f"**{ours / rival:.2f}** | **{ours / cp:.2f}** |"
             )
+    print("\n| live weights | MB | zckpt, s | the other | and sync | cp and sync | to the other, synced | to cp |")
+    print("|---|---|---|---|---|---|---|---|")
+    for name, case in found["live"].items():
+        ours, theirs, synced, cp = (case[key] for key in ("zckpt", "other", "synced", "cp"))
+        cells = f"{ours:.2f} | {theirs:.2f} | {synced:.2f} | {cp:.2f} | **{ours / synced:.2f}** | **{ours / cp:.2f}**"
+        print(f"| {name} | {case['bytes'] / 1e6:,.0f} | {cells} |")
     print(f"\nMemory beside the run while saving, the most of any rank: {found['memory']:.0f} MiB")
 
 
@@ -88,19 +97,8 @@ def work(home: Path, width: int, rounds: int) -> None:
     ds_torch.build_shm_op = lambda *args, **kwargs: None  # its all-reduce aborts on some sizes
     deepspeed.init_distributed("gloo")
     rank = dist.get_rank()
-    found: dict[str, Any] = {"cases": {}, "memory": 0.0}
+    found: dict[str, Any] = {"cases": {}, "live": {}, "memory": 0.0}
     found["versions"] = f"torch {torch.__version__}, DeepSpeed {deepspeed.__version__}"
-
-    def timed(job: Callable[[], Any]) -> float:
-        dist.barrier()
-        begin = time.perf_counter()
-        job()
-        took = torch.tensor(time.perf_counter() - begin)
-        dist.all_reduce(took, op=dist.ReduceOp.MAX)
-        return float(took)
-
-    def on_rank_0(job: Callable[[], None]) -> Callable[[], None]:
-        return job if rank == 0 else lambda: None
 
     for stage, precision in CASES:
         engines = {"zckpt": make(runtime.initialize, stage, precision, width)}
@@ -138,12 +136,80 @@ def work(home: Path, width: int, rounds: int) -> None:
         case = {what: {key: statistics.median(t[1:]) for key, t in kinds.items()} for what, kinds in times.items()}
         if rank == 0:
             found["cases"][f"{stage} {precision}"] = {**case, "bytes": nbytes}
+        found["live"][f"{stage} {precision}"] = race(
+            home,
+            lambda where, engine=engines["zckpt"]: engine.save_16bit_model(where),
+            lambda where, engine=engines["deepspeed"]: engine.save_16bit_model(where),
+            rounds,
+        )
         engines["deepspeed"].destroy()
         del engines
+    found["live"]["`fully_shard`, fp32 to bf16"] = plain(home, width, rounds)
+    found["live"]["`fully_shard`, a larger one"] = plain(home, 8 * width // 3, rounds)
     if rank == 0:
         (home / "found.json").write_text(json.dumps(found))
     dist.barrier()
     dist.destroy_process_group()
+
+
+def timed(job: Callable[[], Any]) -> float:
+    """Seconds of the slowest rank."""
+    import torch
+    import torch.distributed as dist
+
+    dist.barrier()
+    begin = time.perf_counter()
+    job()
+    took = torch.tensor(time.perf_counter() - begin)
+    dist.all_reduce(took, op=dist.ReduceOp.MAX)
+    return float(took)
+
+
+def on_rank_0(job: Callable[[], None]) -> Callable[[], None]:
+    import torch.distributed as dist
+
+    return job if dist.get_rank() == 0 else lambda: None
+
+
+def race(home: Path, ours: Callable[[str], Any], other: Callable[[str], Any], rounds: int) -> dict[str, float]:
+    """Seconds to write whole weights into a directory: medians of two writers, of one of them synced, and of `cp`."""
+    import torch.distributed as dist
+
+    times: dict[str, list[float]] = {"zckpt": [], "other": [], "synced": [], "cp": []}
+    nbytes = 0
+    for _ in range(rounds + 1):
+        times["zckpt"].append(timed(lambda: ours(str(home / "ours"))))
+        times["cp"].append(timed(on_rank_0(lambda: copy(home / "ours", home / "copy"))))
+        times["other"].append(timed(lambda: other(str(home / "other"))))
+        times["synced"].append(times["other"][-1] + timed(on_rank_0(lambda: sync(home / "other"))))
+        if dist.get_rank() == 0:
+            nbytes = sum(path.stat().st_size for path in files(home / "ours"))
+            for path in home.iterdir():
+                shutil.rmtree(path)
+        dist.barrier()
+    return {**{name: statistics.median(seconds[1:]) for name, seconds in times.items()}, "bytes": nbytes}
+
+
+def plain(home: Path, width: int, rounds: int) -> dict[str, float]:
+    """A model under `fully_shard`, without any engine."""
+    import torch
+    import torch.distributed as dist
+    from torch import nn
+    from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+    from torch.distributed.fsdp import fully_shard
+
+    from zckpt import live
+
+    model = nn.Sequential(*(fully_shard(nn.Linear(width, width)) for _ in range(16)))
+    fully_shard(model)
+
+    def gathered(where: str) -> None:
+        state = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
+        if dist.get_rank() == 0:
+            Path(where).mkdir()
+            torch.save({name: tensor.bfloat16() for name, tensor in state.items()}, f"{where}/pytorch_model.bin")
+
+    return race(home, lambda where: live.save_pretrained(model, where, "bf16"), gathered, rounds)
 
 
 def make(initialize: Any, stage: int, precision: str, width: int) -> Any:
@@ -155,7 +221,7 @@ def make(initialize: Any, stage: int, precision: str, width: int) -> Any:
     model = nn.Sequential(*(nn.Linear(width, width) for _ in range(16)))
     config = {
         "train_micro_batch_size_per_gpu": 1,
-        "zero_optimization": {"stage": stage},
+        "zero_optimization": {"stage": stage, "stage3_gather_16bit_weights_on_model_save": True},
         "bf16": {"enabled": precision == "bf16"},
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}},
     }

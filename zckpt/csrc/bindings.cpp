@@ -17,6 +17,18 @@ using namespace nb::literals;
 
 namespace {
 
+// Of anything that lies in one piece of memory.
+uint32_t crc32_of(nb::handle data, uint32_t crc) {
+  Py_buffer view;
+  if (PyObject_GetBuffer(data.ptr(), &view, PyBUF_SIMPLE)) throw nb::python_error();
+  {
+    nb::gil_scoped_release release;
+    crc = zckpt::crc32(crc, view.buf, static_cast<size_t>(view.len));
+  }
+  PyBuffer_Release(&view);
+  return crc;
+}
+
 template <typename T>
 std::vector<T> structs(const nb::bytes& packed) {
   if (packed.size() % sizeof(T)) throw std::invalid_argument("an array of structs of another size");
@@ -140,7 +152,7 @@ NB_MODULE(_core, m) {
   m.def("scan", &scan, "stores"_a, "moves"_a, "looks"_a, "ranges"_a, "rounded"_a, "atol"_a, "rtol"_a, "threads"_a, "give_back"_a,
         "bytes_per_s"_a, "progress"_a.none());
   m.def("cast", &cast, "source"_a, "target"_a, "data"_a, "clamp"_a = false, "Casts bytes, for tests.");
-  m.def("crc32", [](nb::bytes data, uint32_t crc) { return zckpt::crc32(crc, data.c_str(), data.size()); }, "data"_a, "crc"_a = 0);
+  m.def("crc32", &crc32_of, "data"_a, "crc"_a = 0);
   m.def("crc32_combine", &zckpt::crc32_combine, "a"_a, "b"_a, "nbytes_b"_a);
   m.def("inject", &zckpt::inject, "write"_a, "nth"_a, "kind"_a, "Makes the n-th read or write misbehave, for tests.");
   m.def("calls", &zckpt::calls, "write"_a, "Reads or writes since `inject`, for tests.");

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
@@ -23,7 +22,10 @@ from zckpt.live.ranks import Ranks, attempt
 from zckpt.live.shares import CHUNK_BYTES, Chunk, Job, chunks
 from zckpt.mover import run
 from zckpt.plan import Plan
-from zckpt.sums import Partial
+from zckpt.sums import Partial, crc32
+from zckpt.tuning import forget
+
+_LARGE = 1 << 20
 
 Lost = dict[str, tuple[int, float]]
 """Tensor name -> (numbers that became infinite or were clamped, the largest of them)."""
@@ -96,6 +98,8 @@ class Files:
                 while nbytes:
                     done = os.pwrite(self._open[place], view[:nbytes], offset)
                     view, offset, nbytes = view[done:], offset + done, nbytes - done
+            if len(chunk.runs) == 1 and chunk.nbytes >= _LARGE:  # its way to the disk begins while the next is cast
+                forget(self._open[place], *chunk.runs[0])
 
     def _sum(self, chunk: Chunk, view: memoryview) -> None:
         parts = self.sums.setdefault(chunk.job.target.place, [])
@@ -103,7 +107,7 @@ class Files:
             self.sums[chunk.job.target.place] = None
         elif parts is not None:
             [(offset, nbytes)] = chunk.runs
-            parts.append((offset, nbytes, zlib.crc32(view)))
+            parts.append((offset, nbytes, crc32(view)))
 
     def sync(self) -> None:
         """Makes what was written durable, and seen by other nodes."""
