@@ -15,14 +15,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from zckpt import dtypes
-from zckpt import scan as scan_module
+from zckpt import dtypes, looks
 from zckpt._core import calls, inject
 from zckpt.catalog import TensorEntry
 from zckpt.dtypes import BF16, BY_NAME, F16, F32, F64, DType
 from zckpt.errors import CorruptError, InconsistentError
 from zckpt.fragments import FileStore, Fragment
-from zckpt.scan import NUMBERS, SUM_SOURCE, Sum, look_at, looks_against, looks_at, looks_at_bytes, scan
+from zckpt.looks import NUMBERS, SUM_SOURCE, Sum, look_at, looks_against, looks_at, looks_at_bytes
+from zckpt.scan import scan
 from zckpt.sums import join
 from zckpt.tally import Relation, Tally
 
@@ -236,7 +236,7 @@ def test_small_neighbours_are_one_read(tmp_path: Path) -> None:
 def test_large_looks_are_cut_for_their_batches(
     engine: dict[str, object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(scan_module, "_MOST_BYTES", 4000)
+    monkeypatch.setattr(looks, "_MOST_BYTES", 4000)
     x = np.random.default_rng(0).standard_normal(5000).astype("<f4")
     y = x.copy()
     y[4321] = 9

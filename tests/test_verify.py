@@ -26,6 +26,7 @@ from zckpt.checkpoint import open_catalog
 from zckpt.containers import torch_zip
 from zckpt.errors import NotACheckpointError
 from zckpt.fragments import FileStore
+from zckpt.looks import AGAINST, Sum, looks_at_bytes
 from zckpt.verification import Verification
 
 FIXTURES = sorted(path.parent for path in (Path(__file__).parents[1] / "fixtures").glob("*/*/how.json"))
@@ -81,7 +82,7 @@ def test_every_byte_is_read_once(path: Path, monkeypatch: pytest.MonkeyPatch) ->
     def watched(batch: Any, *more: Any) -> Any:
         for how, (_, _, move) in zip(batch.looks, batch.moves, strict=True):
             sides = [(move.src, move.src_offset, move.src_dtype, move.src_pitch, move.src_step)]
-            if how & scan_module.AGAINST:
+            if how & AGAINST:
                 sides.append((move.dst, move.dst_offset, move.dst_dtype, move.dst_pitch, move.dst_step))
             for store, offset, dtype, pitch, step in sides:
                 if not isinstance(store, FileStore):
@@ -534,5 +535,5 @@ def test_stores_with_one_path_are_one_file(tmp_path: Path) -> None:
     path = tmp_path / "f"
     path.write_bytes(bytes(range(100)))
     a, b = FileStore.of(path), FileStore.of(path)
-    report = scan_module.scan([scan_module.looks_at_bytes(a, 0, 100)], [scan_module.Sum(b, 0, 100)])
+    report = scan_module.scan([looks_at_bytes(a, 0, 100)], [Sum(b, 0, 100)])
     assert report.sums[0]

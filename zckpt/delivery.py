@@ -22,11 +22,12 @@ from zckpt.dtypes import SHORT_NAMES, DType
 from zckpt.errors import CastError, CorruptError, InconsistentError, UsageError
 from zckpt.fragments import FileStore, Store
 from zckpt.journal import Finished
+from zckpt.looks import Sum, looks_at_bytes
 from zckpt.manifest import Manifest
 from zckpt.mover import Written, run
 from zckpt.plan import Plan
 from zckpt.publish import Staging, check_space
-from zckpt.scan import Sum, looks_at_bytes, scan
+from zckpt.scan import scan
 from zckpt.shares import follow, lead
 from zckpt.sums import join
 from zckpt.together import Team, team

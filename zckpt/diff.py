@@ -15,7 +15,8 @@ from zckpt.checkpoint import open_catalog, strip_wrappers
 from zckpt.dtypes import DType
 from zckpt.errors import some
 from zckpt.layouts.listing import Wishes
-from zckpt.scan import Look, looks_against, scan
+from zckpt.looks import Look, looks_against
+from zckpt.scan import scan
 from zckpt.tally import Relation, Tally
 from zckpt.tuning import DEFAULT_PACE, Pace
 

@@ -1,4 +1,4 @@
-"""Sources on other machines, for the mover: the byte ranges of a batch are fetched, and its moves then read memory.
+"""Sources on other machines, for mover and scan: the byte ranges of a batch are fetched, and its moves then read memory.
 
 A batch names a bounded number of such bytes (`batches.MOST_REMOTE_BYTES`). While the engine works on one, the next is
 fetched, so memory is two of them, whatever the checkpoint. Local sources pass as they are.
@@ -7,8 +7,9 @@ fetched, so memory is two of them, whatever the checkpoint. Local sources pass a
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from typing import TypeVar
 
 from zckpt import remote
 from zckpt.batches import Batch, span_bytes
@@ -16,9 +17,15 @@ from zckpt.errors import InconsistentError, redact
 from zckpt.fragments import FileStore, MemoryStore, Store
 from zckpt.plan import is_remote
 
+AnyBatch = TypeVar("AnyBatch", bound=Batch)
 
-def localized(batches: Iterable[Batch]) -> Iterator[Batch]:
+
+def localized(batches: Iterable[AnyBatch], near: Callable[[AnyBatch], AnyBatch]) -> Iterator[AnyBatch]:
     """The same batches, in order, with sources in reach of the engines.
+
+    Args:
+        batches: of moves or looks.
+        near: gives a batch whose sources lie in memory.
 
     Raises:
         RemoteError: a source could not be fetched.
@@ -26,7 +33,7 @@ def localized(batches: Iterable[Batch]) -> Iterator[Batch]:
     """
     seen: dict[str, FileStore] = {}
     pool: ThreadPoolExecutor | None = None
-    ahead: Future[Batch] | None = None
+    ahead: Future[AnyBatch] | None = None
     try:
         for batch in batches:
             sources = {store.path: store for store in batch.stores if isinstance(store, FileStore) and is_remote(store)}
@@ -35,7 +42,7 @@ def localized(batches: Iterable[Batch]) -> Iterator[Batch]:
                 continue
             seen |= sources
             pool = pool or ThreadPoolExecutor(1)
-            ahead, ready = pool.submit(_localized, batch), ahead
+            ahead, ready = pool.submit(near, batch), ahead
             if ready is not None:
                 yield ready.result()
         if ahead is not None:
@@ -43,16 +50,26 @@ def localized(batches: Iterable[Batch]) -> Iterator[Batch]:
     finally:
         if pool is not None:
             pool.shutdown(cancel_futures=True)
-    for path, store in seen.items():
-        if remote.status(path).identity != store.identity:
+    check_unchanged(seen.values())
+
+
+def check_unchanged(stores: Iterable[FileStore]) -> None:
+    """Makes sure that files on other machines are what they were when the checkpoint was opened.
+
+    Raises:
+        InconsistentError: one is not.
+    """
+    for store in stores:
+        if remote.status(store.path).identity != store.identity:
             raise InconsistentError(
-                "a file that changed while it was read", file=redact(path),
+                "a file that changed while it was read", file=redact(store.path),
                 found="another size, version or time than when it was opened",
                 remedy="Something still writes to the checkpoint. Wait until it is done, and start again.",
             )  # fmt: skip
 
 
-def _localized(batch: Batch) -> Batch:
+def moved_near(batch: Batch) -> Batch:
+    """A batch of moves whose sources lie in memory; errors as for `remote.fetch`."""
     wanted = [
         remote.Range(move.src.path, move.src_offset, move.src_offset + span_bytes(move))
         for _, _, move in batch.moves
@@ -70,12 +87,13 @@ def _localized(batch: Batch) -> Batch:
     for _, _, move in batch.moves:
         if is_remote(move.src):
             block, begin = next(fetched)
-            store = memory.setdefault((id(block), move.src.byteorder), _memory(block, move.src))
+            store = memory.setdefault((id(block), move.src.byteorder), in_memory(block, move.src))
             move = move._replace(src=store, src_offset=move.src_offset - begin)
         near.add(move, move.count * move.rows * move.dst_dtype.itemsize)
     return near
 
 
-def _memory(block: bytes, source: Store) -> MemoryStore:
+def in_memory(block: bytes, source: Store) -> MemoryStore:
+    """Bytes that were fetched, as a store of the same byte order."""
     address = ctypes.cast(ctypes.c_char_p(block), ctypes.c_void_p).value or 0
     return MemoryStore(address, len(block), block, source.byteorder)

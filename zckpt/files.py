@@ -75,6 +75,13 @@ def parent(path: str) -> str:
     return os.path.dirname(os.path.abspath(path))
 
 
+def relative(path: str, directory: str) -> str:
+    """A path in a directory, as seen from there."""
+    if is_remote(path):
+        return path.removeprefix(directory.rstrip("/") + "/")
+    return os.path.relpath(path, directory)
+
+
 def size(path: str) -> int:
     """As `os.path.getsize`."""
     return remote.status(path).size if is_remote(path) else os.path.getsize(path)

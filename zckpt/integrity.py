@@ -17,8 +17,9 @@ from zckpt.catalog import Catalog, Padding, Replica, TensorEntry
 from zckpt.containers import torch_zip
 from zckpt.containers.container import Container, open_input
 from zckpt.fragments import FileStore, Fragment
+from zckpt.looks import AGAINST, NUMBERS, SUM_OTHER, SUM_SOURCE, Look, Sum, look_at, looks_against, looks_at_bytes
 from zckpt.plan import Move
-from zckpt.scan import AGAINST, NUMBERS, SUM_OTHER, SUM_SOURCE, Look, Sum, look_at, looks_against, looks_at_bytes, scan
+from zckpt.scan import scan
 from zckpt.sums import join
 from zckpt.tally import Relation, Tally
 from zckpt.tuning import Pace

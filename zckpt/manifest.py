@@ -13,6 +13,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from zckpt import files
 from zckpt.errors import CorruptError, IncompleteError, UnsafeError
 from zckpt.journal import Finished
 from zckpt.jsons import read_json
@@ -68,8 +69,8 @@ def path_for(out: str, *, single: bool) -> str:
 
 def find(path: str) -> str | None:
     """The manifest that goes with a directory or file, if there is one."""
-    place = path_for(path, single=not os.path.isdir(path))
-    return place if os.path.isfile(place) else None
+    place = path_for(path, single=not files.is_dir(path))
+    return place if files.is_file(place) else None
 
 
 def read(path: str) -> Manifest:
@@ -89,12 +90,12 @@ def read(path: str) -> Manifest:
             "numel": int(numel),
             "files": list(entries),
         }:
-            files = tuple(_file(entry, path) for entry in entries)
+            listed = tuple(_file(entry, path) for entry in entries)
         case _:
             raise CorruptError("a manifest that zckpt did not write", file=path, found="other entries than it has")
-    if not files:
+    if not listed:
         raise IncompleteError("a manifest that names no files", file=path)
-    return Manifest(version, source, dtype, options, tensors, numel, files)
+    return Manifest(version, source, dtype, options, tensors, numel, listed)
 
 
 def _file(entry: object, manifest: str) -> Finished:

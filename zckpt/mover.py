@@ -19,7 +19,7 @@ from typing import Literal, NoReturn
 from zckpt.batches import MOST_STORES, Batch, batches, ranges
 from zckpt.dtypes import CAST_TARGETS
 from zckpt.errors import OutputError, UnsafeError, UnsupportedError, ZckptError, read_error
-from zckpt.fetching import localized
+from zckpt.fetching import localized, moved_near
 from zckpt.fragments import FileStore
 from zckpt.mover_reference import run_batch as reference_batch
 from zckpt.open_files import OpenFiles
@@ -163,7 +163,7 @@ def run(
                     if progress is not None:
                         progress(written + now)
 
-                for batch in localized(batches(plan, done)):
+                for batch in localized(batches(plan, done), moved_near):
                     work.do(batch, files, tick)
                     written += batch.nbytes
                     syncing.settle()

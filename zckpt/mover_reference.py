@@ -12,11 +12,10 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from zckpt import remote
 from zckpt.dtypes import BF16, F16, F32, DType
 from zckpt.errors import read_error
 from zckpt.fragments import FileStore, Store
-from zckpt.plan import Move, is_remote
+from zckpt.plan import Move
 
 _PART = 1 << 20
 """Elements handled at once: memory stays bounded."""
@@ -66,10 +65,6 @@ def read_elements(store: Store, fd: int, offset: int, count: int, step: int, ite
     Raises:
         CorruptError: the file ends too early, or cannot be read.
     """
-    if is_remote(store):
-        size, pitch = count * itemsize, step * itemsize
-        data = remote.read_whole(str(store), offset, (count - 1) * pitch + itemsize)
-        return data[:size] if step == 1 else b"".join(data[i * pitch : i * pitch + itemsize] for i in range(count))
     if step != 1:
         return b"".join(read_elements(store, fd, offset + i * step * itemsize, 1, 1, itemsize) for i in range(count))
     nbytes = count * itemsize

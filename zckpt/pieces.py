@@ -14,7 +14,7 @@ from typing import Literal
 
 from zckpt.batches import batches, element_bytes, progress_after
 from zckpt.errors import ZckptError
-from zckpt.fetching import localized
+from zckpt.fetching import localized, moved_near
 from zckpt.mover import Overflow, Work, choose, crc_of_file, create, output_failed, raise_file_limit, refuse, write
 from zckpt.open_files import OpenFiles
 from zckpt.plan import OutputFile, Plan
@@ -101,7 +101,7 @@ def move(
     work = Work(part, chosen, clamp, threads or THREADS, window_bytes(window), give_back, rate)
     nbytes, written = element_bytes(part), 0
     with _opened(part, root, give_back=give_back) as (files, outputs), Syncing(moved) as syncing:
-        for batch in localized(batches(part, bare=True)):
+        for batch in localized(batches(part, bare=True), moved_near):
             work.do(batch, files, progress_after(progress, written))
             written += batch.nbytes
             syncing.settle(wait=False)

@@ -94,7 +94,7 @@ def refuse_existing(out: str) -> None:
 
 def is_within(path: str, directory: str) -> bool:
     """Whether a path, links resolved, is a directory or file, or lies in it."""
-    path, directory = os.path.realpath(path), os.path.realpath(directory)
+    path, directory = (place if files.is_remote(place) else os.path.realpath(place) for place in (path, directory))
     return path == directory or path.startswith(directory.rstrip(os.sep) + os.sep)
 
 

@@ -10,12 +10,14 @@ from __future__ import annotations
 import os
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
+from zckpt import remote
 from zckpt.catalog import TensorEntry
-from zckpt.fragments import runs_in_order
+from zckpt.fetching import check_unchanged, in_memory
+from zckpt.fragments import FileStore, Run, runs_in_order
 from zckpt.mover_reference import cast, read_elements
 from zckpt.open_files import OpenFiles
 from zckpt.overlaps import clip
@@ -103,6 +105,8 @@ def differences(
                 worker.result()
         finally:
             stop.set()  # an interruption comes to this thread alone
+    stores = (f.store for pair in pairs for entry in pair for f in entry.fragments if is_remote(f.store))
+    check_unchanged({store.path: store for store in stores if isinstance(store, FileStore)}.values())
     return [
         Difference(number, sum(count for _, count in places), first, _file_of(pairs[number][1], first))
         for number, places in sorted(found.items())
@@ -128,12 +132,30 @@ def elements(entry: TensorEntry, start: int, stop: int, files: OpenFiles) -> byt
         CorruptError: a file ends too early, or cannot be read.
     """
     itemsize, dtype = entry.dtype.itemsize, entry.dtype
+    runs: Iterable[Run] = runs_in_order(clip(entry.fragments, start, stop, itemsize), itemsize)
+    if any(is_remote(fragment.store) for fragment in entry.fragments):
+        runs = _fetched(list(runs), itemsize)
     parts: list[bytes] = []
-    for run in runs_in_order(clip(entry.fragments, start, stop, itemsize), itemsize):
-        fd = -1 if is_remote(run.store) else files.of(run.store)[0]
-        data = read_elements(run.store, fd, run.byte_offset, run.count, run.store_step, itemsize)
+    for run in runs:
+        data = read_elements(run.store, files.of(run.store)[0], run.byte_offset, run.count, run.store_step, itemsize)
         parts.append(cast(data, dtype, dtype, run.store.byteorder, False)[0])
     return b"".join(parts)
+
+
+def _fetched(runs: Sequence[Run], itemsize: int) -> Iterator[Run]:
+    """The same runs, of memory where they are of files on other machines: near ones come in one request."""
+    far = [run for run in runs if is_remote(run.store)]
+    spans = (remote.Range(str(r.store), r.byte_offset, r.byte_offset + _span(r, itemsize)) for r in far)
+    blocks = iter(remote.fetch(list(spans)))
+    for run in runs:
+        if is_remote(run.store):
+            block, begin = next(blocks)
+            run = run._replace(store=in_memory(block, run.store), byte_offset=run.byte_offset - begin)
+        yield run
+
+
+def _span(run: Run, itemsize: int) -> int:
+    return ((run.count - 1) * run.store_step + 1) * itemsize
 
 
 def _compared(expected: bytes, actual: bytes, itemsize: int) -> tuple[int, int]:

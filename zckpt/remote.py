@@ -154,16 +154,6 @@ def read(address: str, offset: int, nbytes: int) -> bytes:
     return _patiently(address, lambda: _one(fs, path, offset, offset + nbytes)) if nbytes > 0 else b""
 
 
-def read_whole(address: str, offset: int, nbytes: int) -> bytes:
-    """As `read`, but not a byte less.
-
-    Raises:
-        RemoteError: as for `fetch`.
-    """
-    block, at = fetch([Range(address, offset, offset + nbytes)])[0]
-    return block[offset - at :][:nbytes]
-
-
 def fetch(ranges: Sequence[Range]) -> list[tuple[bytes, int]]:
     """Ranges of one or many files, near ones in one request, several requests at a time.
 

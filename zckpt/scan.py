@@ -8,17 +8,15 @@ for moving: the native one (`zckpt._core`), at the speed of the disk, and a slow
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple
+from typing import Literal
 
-from zckpt.batches import MOST_MOVES, MOST_STORES, Batch, progress_after
-from zckpt.catalog import Padding, TensorEntry
-from zckpt.dtypes import U8, DType
+from zckpt.batches import progress_after
 from zckpt.errors import UnsupportedError, read_error
-from zckpt.fragments import FileStore, Fragment
+from zckpt.fetching import localized
+from zckpt.looks import Look, ScanBatch, Sum, look_batches, near
 from zckpt.open_files import OpenFiles
-from zckpt.plan import Move, route
 from zckpt.scan_reference import scan_batch as reference_batch
 from zckpt.sums import Partial
 from zckpt.tally import Relation, Tally
@@ -29,28 +27,7 @@ try:
 except ImportError:  # pragma: no cover - depends on the build
     native_scan = None  # type: ignore[assignment]
 
-NUMBERS, AGAINST, SUM_SOURCE, SUM_OTHER = 1, 2, 4, 8
-"""What a look is for; the flags of `csrc/scan.h`."""
-
-_MOST_BYTES = 8 << 30
-"""Of one batch: every part of it has a tally until its end."""
-
 _LOOK = struct.Struct("=QQBB6x")
-
-
-class Look(NamedTuple):
-    """One move's source, to be looked at; with `AGAINST`, to be compared with its destination."""
-
-    move: Move
-    how: int
-
-
-class Sum(NamedTuple):
-    """Bytes of a file whose CRC-32 is wanted."""
-
-    store: FileStore
-    start: int
-    nbytes: int
 
 
 @dataclass(slots=True)
@@ -66,38 +43,6 @@ class ScanReport:
     tallies: dict[int, Tally] = field(default_factory=dict[int, Tally])
     sums: dict[int, list[Partial]] = field(default_factory=dict[int, list[Partial]])
     bytes_read: int = 0
-
-
-def looks_at(entry: TensorEntry | Padding, tensor: int) -> Iterator[Look]:
-    """Looks at all elements of a tensor."""
-    for fragment in entry.fragments:
-        if fragment.numel:
-            yield look_at(fragment, entry.dtype, tensor)
-
-
-def look_at(fragment: Fragment, dtype: DType, tensor: int, how: int = NUMBERS) -> Look:
-    """A look at all elements of a fragment."""
-    step = fragment.store_pitch * dtype.itemsize
-    move = Move(
-        *(fragment.store, fragment.byte_offset, fragment.store, fragment.byte_offset, fragment.count, dtype, dtype),
-        tensor=tensor,
-        rows=fragment.rows,
-        src_pitch=step,
-        dst_pitch=step,
-        start=fragment.start,
-        pitch=fragment.pitch,
-    )
-    return Look(move, how)
-
-
-def looks_against(a: TensorEntry, b: TensorEntry, tensor: int) -> Iterator[Look]:
-    """Comparisons of all elements of two tensors of one shape."""
-    return (Look(move, NUMBERS | AGAINST) for move in route(a, b, tensor))
-
-
-def looks_at_bytes(store: FileStore, start: int, nbytes: int) -> Look:
-    """Reads bytes for their CRC only."""
-    return Look(Move(store, start, store, start, nbytes, U8, U8, 0), SUM_SOURCE)
 
 
 def scan(
@@ -134,7 +79,7 @@ def scan(
     report = ScanReport()
     give_back = gives_back(keep_cache, total_bytes)
     with OpenFiles(give_back=give_back) as files:
-        for batch in _batches(looks, sums):
+        for batch in localized(look_batches(looks, sums), near):
             told = progress_after(progress, report.bytes_read)
             fds = [files.of(store) for store in batch.stores]
             if slow:
@@ -148,7 +93,8 @@ def scan(
                     batch, fds, relation or Relation(), threads or THREADS, give_back, bytes_per_s or 0, told
                 )
             for number, crc, offset, length in crcs:
-                report.sums.setdefault(number, []).append((offset, length, crc))
+                of, begin = batch.places[number] if batch.places else (number, 0)
+                report.sums.setdefault(of, []).append((begin + offset, length, crc))
             for tensor, tally in tallies:
                 report.tallies[tensor] = report.tallies[tensor] + tally if tensor in report.tallies else tally
             report.bytes_read += batch.nbytes
@@ -156,59 +102,8 @@ def scan(
     return report
 
 
-@dataclass(slots=True)
-class _ScanBatch(Batch):
-    """A batch, with what is to be done to each of its moves."""
-
-    looks: list[int] = field(default_factory=list[int])
-
-
-def _batches(looks: Iterable[Look], sums: Sequence[Sum]) -> Iterator[_ScanBatch]:
-    """Looks in parts of bounded size."""
-    by_path: dict[str, list[tuple[int, int, int]]] = {}
-    for number, wanted in enumerate(sums):
-        by_path.setdefault(wanted.store.path, []).append((number, wanted.start, wanted.nbytes))
-    batch = _ScanBatch()
-    for look in looks:
-        for part in _parts(look):
-            for store in (part.move.src, part.move.dst):
-                if id(store) not in batch.numbers:
-                    ranges = by_path.get(str(store), ())
-                    batch.ranges += [(batch.number(store), *numbers) for numbers in ranges]
-            batch.add(part.move, _nbytes(part))
-            batch.looks.append(part.how)
-            if len(batch.moves) >= MOST_MOVES or len(batch.stores) >= MOST_STORES - 1 or batch.nbytes >= _MOST_BYTES:
-                yield batch
-                batch = _ScanBatch()
-    if batch.moves:
-        yield batch
-
-
-def _nbytes(look: Look) -> int:
-    numel = look.move.count * look.move.rows
-    return numel * look.move.src_dtype.itemsize + (numel * look.move.dst_dtype.itemsize if look.how & AGAINST else 0)
-
-
-def _parts(look: Look) -> Iterator[Look]:
-    """A look, cut where it alone would be too large for a batch; only those of one row ever are."""
-    move = look.move
-    most = _MOST_BYTES // max(move.src_dtype.itemsize, move.dst_dtype.itemsize)
-    if move.rows > 1 or move.count <= most:
-        yield look
-        return
-    for first in range(0, move.count, most):
-        a, b = first * move.src_step * move.src_dtype.itemsize, first * move.dst_step * move.dst_dtype.itemsize
-        part = move._replace(
-            src_offset=move.src_offset + a,
-            dst_offset=move.dst_offset + b,
-            count=min(most, move.count - first),
-            start=move.start + first,
-        )
-        yield Look(part, look.how)
-
-
 def _run_native(
-    batch: _ScanBatch,
+    batch: ScanBatch,
     fds: Sequence[tuple[int, int]],
     relation: Relation,
     threads: int,

@@ -10,6 +10,7 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
+from zckpt import files as fs
 from zckpt import manifest as manifests
 from zckpt import replicas
 from zckpt.catalog import Catalog, Replica
@@ -103,7 +104,7 @@ def examined(
     facts = _manifest_of(state, path)
     unknown = _open(state, path, tag, also, wishes)
     _open_files(state, facts)
-    for file in state.files if from_disk else ():
+    for file in state.files if from_disk and not fs.is_remote(path) else ():
         with open(file.store.path, "rb") as data:
             forget(data.fileno())
     _check_save(state)
@@ -137,12 +138,12 @@ def _manifest_of(state: Examined, path: str) -> Manifest | None:
     problems: list[str] = []
     for file in facts.files:
         where = os.path.join(home, file.path)
-        if not os.path.isfile(where):
+        if not fs.is_file(where):
             problems.append(f"{file.path!r} is missing")
-        elif os.path.getsize(where) != file.nbytes:
-            problems.append(f"{file.path!r} has {os.path.getsize(where):,} bytes, not {file.nbytes:,}")
+        elif (size := fs.size(where)) != file.nbytes:
+            problems.append(f"{file.path!r} has {size:,} bytes, not {file.nbytes:,}")
     named = {file.path.partition("/")[0] for file in facts.files} | {os.path.basename(place)}
-    if os.path.isdir(path) and (strangers := sorted(set(os.listdir(home)) - named)):
+    if fs.is_dir(path) and (strangers := sorted(set(fs.names(home)) - named)):
         state.notes.append(f"{some(strangers)} {'is' if len(strangers) == 1 else 'are'} not in the manifest.")
     made = f"made by zckpt {facts.version} from {facts.source.get('layout')} {facts.source.get('tag') or ''}".rstrip()
     count = "its file is" if len(facts.files) == 1 else f"all {len(facts.files):,} files are"
@@ -174,13 +175,13 @@ def _open_files(state: Examined, facts: Manifest | None) -> None:
     for store in state.catalog.stores() if state.catalog is not None else ():
         paths.setdefault(store.path, "")
     known = {file.path: file for file in facts.files} if facts is not None else {}
-    home = listing.directory if os.path.isdir(listing.directory) else os.path.dirname(listing.directory)
+    home = listing.directory if fs.is_dir(listing.directory) else os.path.dirname(listing.directory)
     if listing.tag and facts is not None:
         home = state.place.home
     problems: list[str] = []
     for path, found in _items_of(listing):
         paths[path] = ""
-        known_as = known.pop(os.path.relpath(path, home), None)
+        known_as = known.pop(fs.relative(path, home), None)
         if isinstance(found, ZckptError):
             problems.append(str(found))
         else:
@@ -189,7 +190,7 @@ def _open_files(state: Examined, facts: Manifest | None) -> None:
     for path, name in paths.items():
         if path in opened or path.endswith(".distcp"):
             continue
-        known_as = known.pop(os.path.relpath(path, home), None)
+        known_as = known.pop(fs.relative(path, home), None)
         try:
             container = listing.open(name) if name else open_container(path)
             state.files.append(checked_file(container, known_as.crc32 if known_as else None))
@@ -200,7 +201,7 @@ def _open_files(state: Examined, facts: Manifest | None) -> None:
             state.origins.append(origin(listing, name, container))
     for path, file in known.items():  # config and tokenizer files: bytes without tensors
         where = os.path.join(home, path)
-        if os.path.isfile(where):
+        if fs.is_file(where):
             state.files.append(CheckedFile(FileStore.of(where), (), file.crc32))
     told = "1 file opens" if len(paths) == 1 else f"all {len(paths):,} open"
     if not problems or state.catalog is not None:

@@ -59,18 +59,13 @@ def verify(
     Example:
         assert zckpt.verify("out/checkpoint-500", "weights/").ok
     """
-    for path in (os.fspath(path) for path in (checkpoint, converted) if path is not None):
-        if files.is_remote(path):
-            raise UnsupportedError(
-                "a checkpoint behind an address", file=redact(path), remedy="Copy it to this machine first."
-            )
-    state = examined(os.fspath(checkpoint), tag, also, wishes, deep=deep, pace=pace, progress=progress)
+    state = examined(files.local(checkpoint), tag, also, wishes, deep=deep, pace=pace, progress=progress)
     deletable = None
     if converted is not None:
         read = sum(file.store.size for file in state.files) if deep else 0
-        deletable = _compare(state, os.fspath(converted), pace, progress_after(progress, read))
+        deletable = _compare(state, files.local(converted), pace, progress_after(progress, read))
     return Verification(
-        path=state.place.listing.directory,
+        path=redact(state.place.listing.directory),
         about=_about(state.catalog),
         deep=deep,
         checks=tuple(state.checks),
@@ -99,7 +94,7 @@ def _compare(state: Examined, converted: str, pace: Pace, progress: Callable[[in
     output = examined(converted, from_disk=True, pace=pace, progress=progress)
     read = sum(file.store.size for file in output.files)
     problems = [problem for check in output.checks for problem in check.problems]
-    state.add("output", f"{converted}: intact", problems)
+    state.add("output", f"{redact(converted)}: intact", problems)
     state.notes += output.notes
     if state.catalog is None or output.catalog is None:
         state.add("equal", "", ["what cannot be read cannot be compared"])
@@ -205,7 +200,7 @@ def _deletable(
 ) -> tuple[bool, str]:
     """Whether nothing of the weights is lost with the shards, and what else is there and what is not."""
     shards = state.place.listing.directory
-    homes = [shards] if os.path.isfile(shards) else {os.path.dirname(f.store.path) for f in state.files}
+    homes = [shards] if files.is_file(shards) else {os.path.dirname(f.store.path) for f in state.files}
     inside = [f.name for f in output.files if any(is_within(f.store.path, home) for home in homes)]
     wrong = sum(len(check.problems) for check in state.checks)
     if wrong:

@@ -73,9 +73,8 @@ def read(listing: Listing, *, allow_unknown: bool = False) -> Catalog:
                 tensors[tensor] = whole(tensor, ref, _role(ref))
             else:
                 aliases[tensor] = kept
-        aliases.update(
-            {d: k for d, k in container.metadata.items() if k in tensors and d not in tensors and d != "format"}
-        )
+        said = container.metadata if container.kind == "safetensors" else {}
+        aliases.update({d: k for d, k in said.items() if k in tensors and d not in tensors and d != "format"})
     _refuse_placeholders(tensors, listing)
     source = Source(layout="plain", path=listing.directory, tag=listing.tag, notes=tuple(notes))
     return Catalog(tensors, source, aliases)

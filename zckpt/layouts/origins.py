@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+from zckpt import files
 from zckpt.containers import Container
 from zckpt.errors import some
 from zckpt.layouts.listing import Listing, is_deepspeed_file
@@ -29,14 +30,14 @@ class Origin:
         step: optimizer steps, or None.
         world_size: data-parallel ranks, or None.
         version: DeepSpeed's, or None.
-        written_s: modification time, in seconds.
+        written_s: modification time, in seconds; None behind an address, where it is that of the upload.
     """
 
     file: str
     step: int | None
     world_size: int | None
     version: str | None
-    written_s: float
+    written_s: float | None
 
 
 def origin(listing: Listing, name: str, container: Container) -> Origin:
@@ -50,7 +51,7 @@ def origin(listing: Listing, name: str, container: Container) -> Origin:
         _whole(root.get("global_steps")),
         _whole(root.get("dp_world_size")),
         version if isinstance(version, str) else None,
-        os.path.getmtime(listing.files[name]),
+        None if files.is_remote(listing.files[name]) else os.path.getmtime(listing.files[name]),
     )
 
 
@@ -82,16 +83,16 @@ def contradictions(origins: Sequence[Origin]) -> Iterator[str]:
 
 def of_other_ages(origins: Sequence[Origin]) -> Iterator[str]:
     """Sentences on files that were written long before or after the others."""
-    if len(origins) < 2:
+    written = {origin.file: origin.written_s for origin in origins if origin.written_s is not None}
+    if len(written) < 2:
         return
-    times = sorted(origin.written_s for origin in origins)
-    middle = times[len(times) // 2]
+    middle = sorted(written.values())[len(written) // 2]
     for names, word in (
-        ([o.file for o in origins if o.written_s < middle - APART_S], "older"),
-        ([o.file for o in origins if o.written_s > middle + APART_S], "younger"),
+        ([name for name, at in written.items() if at < middle - APART_S], "older"),
+        ([name for name, at in written.items() if at > middle + APART_S], "younger"),
     ):
         if names:
-            by = max(abs(o.written_s - middle) for o in origins if o.file in set(names))
+            by = max(abs(written[name] - middle) for name in names)
             yield (
                 f"{some(names)} {'is' if len(names) == 1 else 'are'} up to {_span(by)} {word} than the rest: "
                 "copied apart from it, or of another save"

@@ -1,0 +1,39 @@
+"""A real S3 server for the tests here, empty before each, and fsspec's memory, empty after each."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import fsspec
+import pytest
+from s3_server import S3Server
+
+
+@pytest.fixture(scope="package")
+def server() -> Iterator[S3Server]:
+    with S3Server() as running:
+        yield running
+
+
+@pytest.fixture(autouse=True)
+def s3(server: S3Server, monkeypatch: pytest.MonkeyPatch) -> Iterator[S3Server]:
+    for name, value in {
+        "AWS_ENDPOINT_URL": server.url, "AWS_ACCESS_KEY_ID": "k", "AWS_SECRET_ACCESS_KEY": "s",
+        "AWS_DEFAULT_REGION": "us-east-1", "AWS_CONFIG_FILE": "/nonexistent", "AWS_EC2_METADATA_DISABLED": "true",
+    }.items():  # fmt: skip
+        monkeypatch.setenv(name, value)
+    fs = fsspec.filesystem("s3")
+    fs.invalidate_cache()
+    if fs.exists("bkt"):
+        fs.rm("bkt", recursive=True)
+    fs.mkdir("bkt")
+    yield server
+    server.failing = lambda method, path, query: False
+    memory = fsspec.filesystem("memory")
+    if memory.exists("/m"):
+        memory.rm("/m", recursive=True)
+
+
+@pytest.fixture(params=["s3://bkt", "memory://m"])
+def root(request: pytest.FixtureRequest) -> str:
+    return request.param
