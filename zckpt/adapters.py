@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 
+from zckpt import files
 from zckpt.catalog import Catalog, TensorEntry
 from zckpt.checkpoint import Opened, open_catalog, strip_wrappers
 from zckpt.convert import (
@@ -198,7 +199,7 @@ def _config_path(opened: Opened, adapter: str, *, alone: bool) -> str | None:
     places = [os.path.join(home, adapter, CONFIG) for home in homes if os.path.basename(adapter) == adapter]
     if alone or adapter == "default":
         places += [os.path.join(home, CONFIG) for home in homes]
-    return next((path for path in places if os.path.isfile(path)), None)
+    return next((path for path in places if files.is_file(path)), None)
 
 
 def _read_config(path: str) -> Mapping[str, object]:
@@ -209,8 +210,7 @@ def _read_config(path: str) -> Mapping[str, object]:
 
 
 def _with_config(destination: Destination, path: str) -> Destination:
-    with open(path, "rb") as file:
-        return Destination((*destination.files, literal_file(CONFIG, file.read())), destination.entries)
+    return Destination((*destination.files, literal_file(CONFIG, files.read(path))), destination.entries)
 
 
 def _check_method(adapter: str, found: Mapping[str, Found], config: Mapping[str, object], path: str) -> None:

@@ -17,9 +17,18 @@ import os
 import re
 from collections.abc import Mapping, Sequence
 
+from zckpt import files
 from zckpt.catalog import Catalog
 from zckpt.containers import Placeholder, enum_value
-from zckpt.errors import CorruptError, IncompleteError, InconsistentError, UnsupportedError, UsageError, some
+from zckpt.errors import (
+    CorruptError,
+    IncompleteError,
+    InconsistentError,
+    UnsupportedError,
+    UsageError,
+    ZckptError,
+    some,
+)
 from zckpt.layouts.architectures import Architecture, Heads, Origin
 
 _PLAIN = (str, int, float, bool, type(None))
@@ -38,16 +47,17 @@ def run_arguments(catalog: Catalog, directory: str) -> dict[str, object]:
     state = kept.state if isinstance(kept, Placeholder) else kept
     arguments = dict(state) if isinstance(state, Mapping) else {}
     configs = os.path.join(directory, "configs")
-    if os.path.isdir(configs):
+    if files.is_dir(configs):
         import yaml
 
-        for name in sorted(os.listdir(configs)):
+        for name in sorted(files.names(configs)):
             path = os.path.join(configs, name)
-            if not name.endswith((".yml", ".yaml", ".json")) or not os.path.isfile(path):
+            if not name.endswith((".yml", ".yaml", ".json")) or not files.is_file(path):
                 continue
             try:
-                with open(path, "rb") as file:
-                    found = yaml.safe_load(file.read(_MOST_BYTES))
+                found = yaml.safe_load(files.read(path, _MOST_BYTES))
+            except ZckptError:
+                raise
             except (OSError, ValueError, yaml.YAMLError, RecursionError) as error:
                 raise CorruptError("a config file that cannot be read", file=path, found=str(error)) from error
             arguments = {**(found if isinstance(found, dict) else {}), **arguments}

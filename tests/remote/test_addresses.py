@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -16,11 +17,13 @@ from s3_server import S3Server
 
 import zckpt
 from zckpt import batches, files, plan, remote
+from zckpt.adapters import to_peft
 from zckpt.cli import app
 from zckpt.convert import Options, execute, prepare
 from zckpt.errors import (
     AccessError,
     CastError,
+    IncompleteError,
     InconsistentError,
     NotACheckpointError,
     OutputError,
@@ -28,7 +31,10 @@ from zckpt.errors import (
     UnsupportedError,
     UsageError,
 )
+from zckpt.forms import Form
+from zckpt.layouts.listing import Wishes
 from zckpt.report import inspect_checkpoint
+from zckpt.to_dcp import to_dcp
 
 SOME = [
     "zero3/bf16_w2",
@@ -55,6 +61,84 @@ def test_a_checkpoint_behind_an_address(root: str, name: str, out: str, tmp_path
     report = zckpt.convert(address, ours, dtype="bf16")
     assert report.tensors == zckpt.convert(checkpoint, theirs, dtype="bf16").tensors
     assert local_tree(tmp_path / "ours") == local_tree(tmp_path / "theirs")
+
+
+JOBS = {
+    "weights": lambda source, out: zckpt.convert(source, out / "out.safetensors"),
+    "reshard": lambda source, out: zckpt.reshard(source, out / "out", world_size=3, stage=3),
+    "to-universal": lambda source, out: zckpt.to_universal(source, out / "out"),
+    "to-dcp": lambda source, out: to_dcp(source, out / "out", optimizer="optim"),
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "refused"),
+    [
+        ("tensor/zero3_tp2_dp2", ""),
+        ("autotp/zero1_tp2_dp2", ""),
+        ("pipeline/bf16_pp2_dp2", ""),
+        ("moe/tensor_w4", ""),
+        ("autoep/zero3_w4", ""),
+        ("dcp/accelerate_fsdp2_w2", ""),
+        ("dcp/boxes_w4", "without optimizer states"),
+    ],
+)
+def test_split_models_behind_an_address(name: str, refused: str, tmp_path: Path) -> None:
+    checkpoint = FIXTURES / name / "checkpoint"
+    address = put(checkpoint, "memory://m/ckpt")
+    for job, run in JOBS.items():
+        told: list[str] = []
+        for source, place in ((checkpoint, "here"), (address, "there")):
+            (tmp_path / place).mkdir(exist_ok=True)
+            try:
+                run(source, tmp_path / place)
+            except UnsupportedError as error:
+                told.append(error.what)
+        assert len(set(told)) <= 1 and len(told) in (0, 2), job
+        assert not told or (refused and refused in told[0]) or "mixture of experts" in told[0], job
+        assert local_tree(tmp_path / "here") == local_tree(tmp_path / "there"), job
+        for place in ("here", "there"):
+            shutil.rmtree(tmp_path / place)
+
+
+@pytest.mark.parametrize(
+    ("name", "to", "rules"),
+    [("llama_zero2_tp2_dp2", "llama", "megatron-swiglu"), ("neox_pp2_tp2_dp2", "gpt-neox", "neox")],
+)
+def test_megatrons_names_and_slices(name: str, to: str, rules: str, tmp_path: Path) -> None:
+    checkpoint = FIXTURES / "megatron" / name / "checkpoint"
+    address = put(checkpoint, "memory://m/ckpt")
+    options = Options(form=Form(f"hf:{to}"), wishes=Wishes(tp_rules=rules))
+    for source, out in ((checkpoint, "want"), (address, "out")):
+        zckpt.convert(source, tmp_path / out, dtype="bf16", options=options)
+    assert local_tree(tmp_path / "want") == local_tree(tmp_path / "out")
+    found = zckpt.verify(address, tmp_path / "out", wishes=options.wishes)
+    assert found.ok, list(found.lines())
+
+
+@pytest.mark.parametrize("adapter", ["default", "other"])
+def test_adapters(adapter: str, tmp_path: Path) -> None:
+    checkpoint = FIXTURES / "peft/several_zero3/checkpoint"
+    address = put(checkpoint, "memory://m/ckpt")
+    for source, out in ((checkpoint, "want"), (address, "out")):
+        to_peft(source, tmp_path / out, adapter=adapter)
+    assert local_tree(tmp_path / "want") == local_tree(tmp_path / "out")
+    assert zckpt.verify(address, tmp_path / "out").ok
+
+
+def test_shards_at_several_addresses(root: str, tmp_path: Path) -> None:
+    checkpoint = FIXTURES / "zero3/groups_w3/checkpoint"
+    (home,) = checkpoint.glob("global_step*")
+    put(checkpoint / "latest", f"{root}/0/latest")
+    for file in home.iterdir():
+        put(file, f"{root}/{int('rank_2' in file.name)}/{home.name}/{file.name}")
+    with pytest.raises(IncompleteError, match="missing rank files"):
+        zckpt.convert(f"{root}/0", tmp_path / "out.bin")
+    prepared = prepare(f"{root}/0", str(tmp_path / "out.bin"), Options(), also=[f"{root}/1"])
+    execute(prepared)
+    zckpt.convert(checkpoint, tmp_path / "want.bin")
+    assert (tmp_path / "out.bin").read_bytes() == (tmp_path / "want.bin").read_bytes()
+    assert zckpt.verify(f"{root}/0", tmp_path / "out.bin", also=[f"{root}/1"]).ok
 
 
 def test_a_universal_checkpoint_behind_an_address(root: str, tmp_path: Path) -> None:
