@@ -201,6 +201,16 @@ def test_what_each_rank_has_for_itself(tmp_path: Path) -> None:
     assert told(zckpt.verify(checkpoint, tmp_path / "universal")).startswith(f"True: {ALL}")
 
 
+def test_what_others_put_among_the_shards(tmp_path: Path) -> None:
+    checkpoint = synth.zero12(tmp_path / "ckpt", [{"a": torch.randn(70, 50)}], 2)
+    (checkpoint / "global_step5/random_states_0.pkl").write_bytes(b"mine")
+    zckpt.convert(checkpoint, tmp_path / "out.bin")
+    zckpt.reshard(checkpoint, tmp_path / "out", world_size=3)
+    for name in ("out", "out.bin"):
+        words = told(zckpt.verify(checkpoint, tmp_path / name))
+        assert "only in the shards: files that are not DeepSpeed's ('random_states_0.pkl')" in words
+
+
 def test_half_precision_weights_are_the_rounded_masters(tmp_path: Path) -> None:
     """In the middle of a fragment, where the quick look at the checkpoint does not see it."""
     checkpoint = synth.zero12(tmp_path / "ckpt", [{"a": torch.randn(70, 50)}], 2)

@@ -17,7 +17,7 @@ from zckpt.dtypes import U8
 from zckpt.errors import ZckptError, some
 from zckpt.fragments import FileStore, Fragment
 from zckpt.layouts import dcp, zero3
-from zckpt.layouts.listing import MODEL_NAME, SHARD_NAME, Listing
+from zckpt.layouts.listing import DCP_METADATA, MODEL_NAME, SHARD_NAME, UNIVERSAL, Listing, is_deepspeed_file
 from zckpt.layouts.module_states import read_model_states, whole
 from zckpt.layouts.optimizer_states import OptimizerShard, number_in, per_element, read_shards, scaler_of
 from zckpt.layouts.training import Group, Training
@@ -57,6 +57,8 @@ def compare_runs(source: Examined, output: Examined) -> Comparison:
     """What a run needs to go on, in the checkpoint and in the output; both have a catalog."""
     assert source.catalog is not None and output.catalog is not None
     found = Comparison()
+    if strangers := _strangers(source.place.listing, output.place.listing):
+        found.only.append(f"files that are not DeepSpeed's ({some(strangers)})")
     there = _training(output)
     told = output.catalog.source
     if isinstance(there, ZckptError):
@@ -89,6 +91,13 @@ def compare_runs(source: Examined, output: Examined) -> Comparison:
     if beside := _beside(source.place.listing):
         found.only.append(f"what lies beside DeepSpeed's own entries in the optimizer files ({some(beside)})")
     return found
+
+
+def _strangers(source: Listing, output: Listing) -> list[str]:
+    """What else somebody put among the files of a tag."""
+    if not source.tag or source.matching(DCP_METADATA):
+        return []
+    return [n for n in source.files if not (is_deepspeed_file(n) or n.startswith(f"{UNIVERSAL}/") or n in output.files)]
 
 
 def _training(side: Examined) -> Training | ZckptError:
@@ -229,6 +238,9 @@ def _odd_files(side: Examined, training: Training) -> Iterator[str]:
 
 def _unlike_shard(shard: OptimizerShard, training: Training) -> Iterator[str]:
     for flat, number in zero3.owners(shard).items():
+        if number >= len(training.groups):
+            yield f"there is a parameter group {number}"
+            continue
         group = training.groups[number]
         vectors = per_element(shard.states[flat])
         scalars = {name: value for name, value in shard.states[flat].items() if name not in vectors}

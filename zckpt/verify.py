@@ -43,8 +43,9 @@ def verify(
     """Looks whether a checkpoint, or an output with its `zckpt.json`, is complete and intact.
 
     Args:
-        checkpoint: a checkpoint, or plain weights.
-        converted: an output that was made from it: every tensor of it is derived from the shards once more.
+        checkpoint: a checkpoint, or plain weights; here or behind an address.
+        converted: an output that was made from it: every tensor of it is derived from the shards once more, and of a
+            checkpoint in another form the optimizer states too.
         deep: read every byte of the checkpoint: checksums, masters against their half-precision copies, NaN and infinity.
             An output with a `zckpt.json` is always read whole.
         tag: which save, where there are several.
@@ -124,10 +125,8 @@ def _compare(state: Examined, converted: str, pace: Pace, progress: Callable[[in
     rounded = sorted({str(b.dtype) for a, b in pairs if not is_lossless(a.dtype, b.dtype)})
     state.add("equal", f"{len(pairs):,} tensors are what the checkpoint says{_exactly(rounded)}", problems)
     if run.held or run.problems:
-        run.problems += few(others[weights:], "parts of the run are not what the checkpoint says")
-        state.add(
-            "run", f"{_listed(run.held)} are what the checkpoint says, bit for bit", few(run.problems, "differences")
-        )
+        problems = few([*run.problems, *others[weights:]], "parts of the run are not what the checkpoint says")
+        state.add("run", f"{_listed(run.held)} are what the checkpoint says, bit for bit", problems)
     if untied:
         state.notes.append(f"{some(untied)} {'is' if len(untied) == 1 else 'are'} not in it, but tied to what is.")
     return _deletable(state, output, left_out, rounded, run)
@@ -136,12 +135,13 @@ def _compare(state: Examined, converted: str, pace: Pace, progress: Callable[[in
 def _half_precision(pairs: Sequence[tuple[TensorEntry, TensorEntry]]) -> Iterator[Pair]:
     """The model's own weights, of parameters whose masters are compared, where both sides hold them in one dtype."""
     for a, b in pairs:
-        for own, other in ((x, y) for x in a.replicas for y in b.replicas):
-            if own.dtype == other.dtype and not (own.rank or other.rank):
-                of, to = (
-                    replace(e, dtype=r.dtype, fragments=r.fragments, replicas=()) for e, r in ((a, own), (b, other))
-                )
-                yield f"the model's own weight {b.name!r}", of, to
+        own, other = a.own_copy, b.own_copy
+        if own is not None and other is not None and own.dtype == other.dtype:
+            of, to = (
+                replace(entry, dtype=copy.dtype, fragments=copy.fragments, replicas=())
+                for entry, copy in ((a, own), (b, other))
+            )
+            yield f"the model's own weight {b.name!r}", of, to
 
 
 def _wanted(catalog: Catalog, place: Place, facts: Manifest | None) -> tuple[Catalog, list[str]]:

@@ -413,7 +413,9 @@ def test_a_checkpoint_at_the_hub(server: HubServer, shell: Shell, tmp_path: Path
         (method, path, status) for method, path, _, status in server.log if path.endswith(".pt") and method == "GET"
     ]
     assert gets and all(status == 206 for _, _, status in gets)
+    assert shell("verify", "hf://alice/run/ckpt", tmp_path / "out.safetensors").wait(240) == 0
     assert shell("push", "hf://alice/run/ckpt", "alice/page", "--dtype", "bf16").wait(240) == 0
+    assert shell("diff", "hf://alice/page", tmp_path / "out.safetensors").wait(240) == 0
     assert server.files("alice/page")["model.safetensors"] == (tmp_path / "want.safetensors").read_bytes()
 
 
