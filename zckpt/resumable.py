@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from zckpt import layouts
 from zckpt.catalog import TensorEntry
@@ -16,10 +16,11 @@ from zckpt.containers import NumpyArray, Placeholder, TensorRef, brief
 from zckpt.dtypes import U8
 from zckpt.errors import ZckptError, some
 from zckpt.fragments import FileStore, Fragment
-from zckpt.layouts import dcp, zero3
+from zckpt.layouts import dcp, universal, zero3
 from zckpt.layouts.listing import DCP_METADATA, MODEL_NAME, SHARD_NAME, UNIVERSAL, Listing, is_deepspeed_file
-from zckpt.layouts.module_states import read_model_states, whole
+from zckpt.layouts.module_states import WRAPPERS, read_model_states, whole
 from zckpt.layouts.optimizer_states import OptimizerShard, number_in, per_element, read_shards, scaler_of
+from zckpt.layouts.totals import as_float
 from zckpt.layouts.training import Group, Training
 from zckpt.rederive import differences
 from zckpt.soundness import Examined
@@ -82,6 +83,7 @@ def compare_runs(source: Examined, output: Examined) -> Comparison:
         _compare_model(found, here, there)
     if told.layout == "universal":
         _compare_copies(found, source.place.listing, output.place.listing)
+        _compare_beside(found, source, output.place.listing)
     else:
         odd = list(_odd_files(source, here))
         found.only += [f"what not all ranks say ({some(odd)})"] * bool(odd)
@@ -206,6 +208,22 @@ def _compare_copies(found: Comparison, source: Listing, output: Listing) -> None
             continue
         own, other = (TensorEntry(name, (a.size,), U8, "buffer", (Fragment(store, 0, 0, a.size),)) for store in (a, b))
         found.pairs.append((f"the copy of {name!r}", own, other))
+
+
+def _compare_beside(found: Comparison, source: Examined, output: Listing) -> None:
+    """What is not trained has files of its own in a universal checkpoint, as floats; of tied names, the module's own."""
+    assert source.catalog is not None
+    for raw, ref in universal.beside(output).items():
+        name = source.names.get(raw, WRAPPERS.sub("", raw))
+        entry = source.catalog.tensors.get(source.catalog.aliases.get(name, name))
+        if entry is not None and entry.numel == ref.numel:
+            if (copy := entry.own_copy) is not None:
+                entry = replace(entry, dtype=copy.dtype, fragments=copy.fragments)
+            found.pairs.append(
+                (f"{name!r} in a file of its own", as_float(entry), whole(name, ref, "buffer", entry.shape))
+            )
+        else:
+            found.problems.append(f"{name!r} in a file of its own is of another shape, or not of the checkpoint")
 
 
 def _model_files(listing: Listing) -> list[str]:

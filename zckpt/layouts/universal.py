@@ -124,6 +124,26 @@ def _load(listing: Listing) -> _Save:
     return _Save(listing, parameters, models, left)
 
 
+def beside(listing: Listing) -> dict[str, TensorRef]:
+    """What is not trained, and tied names, in files of their own: not what is read, but what DeepSpeed might.
+
+    Raises:
+        CorruptError: a file is not what its name says.
+    """
+    save = _load(listing)
+    found: dict[str, TensorRef] = {}
+    for name, states in save.parameters.items():
+        if name not in save.shapes and MASTER in states:
+            root = listing.open(states[MASTER]).root
+            ref = root.get("param") if isinstance(root, Mapping) else root
+            if not isinstance(ref, TensorRef):
+                raise CorruptError(
+                    "a file of a universal checkpoint that holds no tensor", file=listing.files[states[MASTER]]
+                )
+            found[name] = ref
+    return found
+
+
 def _models(listing: Listing) -> Iterator[ModelStates]:
     seen: set[int] = set()
     for name in listing.files:
