@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import random
+import shutil
 from collections.abc import Callable
+from functools import reduce
+from operator import getitem
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +18,7 @@ from test_verify import edit, wrong
 import zckpt
 from zckpt import layouts, plan
 from zckpt.checkpoint import open_catalog
+from zckpt.errors import InconsistentError
 from zckpt.overlaps import clip
 from zckpt.to_dcp import to_dcp
 from zckpt.verification import Verification
@@ -199,6 +203,36 @@ def test_what_each_rank_has_for_itself(tmp_path: Path) -> None:
     assert found.ok and "only in the shards: what not all ranks say" in told(found) and "'rng'" in told(found)
     zckpt.to_universal(checkpoint, tmp_path / "universal")
     assert told(zckpt.verify(checkpoint, tmp_path / "universal")).startswith(f"True: {ALL}")
+
+
+def test_moments_that_ranks_hold_differently(tmp_path: Path) -> None:
+    checkpoint = shutil.copytree(FIXTURES / "tensor/zero2_tp2_dp2/checkpoint", tmp_path / "ckpt")
+    zckpt.reshard(checkpoint, tmp_path / "out", world_size=2)
+    torch.serialization.set_crc32_options(False)  # what finds it is not the checksum
+    try:
+        for path in checkpoint.rglob("*.pt"):
+            edit(path, lambda root: None)
+    finally:
+        torch.serialization.set_crc32_options(True)
+    held = layouts.read_training(open_catalog(str(checkpoint)).place.listing).states
+    name, copy = next((name, copy) for name, states in held.items() for copy in states["exp_avg"].replicas)
+    with open(str(copy.fragments[0].store), "r+b") as file:
+        file.seek(copy.fragments[0].byte_offset)
+        file.write(b"1234")
+    found = zckpt.verify(checkpoint, tmp_path / "out")
+    assert found.ok and told(found).endswith(
+        "; only in the shards: optimizer states that ranks hold differently "
+        f"({f'exp_avg of {name!r} on tensor-parallel rank 1'!r})"
+    )
+
+
+def test_moments_that_only_one_rank_has(tmp_path: Path) -> None:
+    checkpoint = shutil.copytree(FIXTURES / "tensor/zero2_tp2_dp2/checkpoint", tmp_path / "ckpt")
+    states = "optimizer_state_dict", "base_optimizer_state", "state"
+    for path in checkpoint.glob("*/*mp_rank_01_optim*"):
+        edit(path, lambda root: [held.pop("exp_avg") for held in reduce(getitem, states, root).values()])
+    with pytest.raises(InconsistentError, match="no optimizer state 'exp_avg' of parameter"):
+        zckpt.reshard(checkpoint, tmp_path / "out", world_size=2)
 
 
 def test_what_others_put_among_the_shards(tmp_path: Path) -> None:

@@ -75,6 +75,8 @@ def compare_runs(source: Examined, output: Examined) -> Comparison:
         return found
     names = [side.names for side in (source, output)]
     _compare_states(found, here, there, *names)
+    if drifted := _odd_copies(here):
+        found.only.append(f"optimizer states that ranks hold differently ({some(drifted)})")
     _compare_groups(found, here, there, *names)
     _compare_scalers(found, here, there)
     if told.layout == "dcp":
@@ -135,6 +137,17 @@ def _compare_states(
         found.problems.append(f"{len(strange):,} optimizer states in it are not of the checkpoint: {some(strange)}")
     kinds = dict.fromkeys(state for states in here.states.values() for state in states)
     found.held += [f"the optimizer states ({', '.join(kinds)})"] * bool(kinds)
+
+
+def _odd_copies(training: Training) -> list[str]:
+    """States that several ranks hold, and not alike: those of the first are taken."""
+    copies = [
+        (f"{state} of {name!r} on {copy.rank}", replace(entry, replicas=()), replace(entry, fragments=copy.fragments))
+        for name, states in training.states.items()
+        for state, entry in states.items()
+        for copy in entry.replicas
+    ]
+    return [copies[bad.number][0] for bad in differences([(a, b) for _, a, b in copies])]
 
 
 def _compare_groups(

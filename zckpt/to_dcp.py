@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 from zckpt import layouts
-from zckpt.catalog import Catalog, TensorEntry
+from zckpt.catalog import Catalog
 from zckpt.checkpoint import Opened, open_catalog, strip_wrappers
 from zckpt.containers import TensorRef
 from zckpt.convert import (
@@ -170,7 +170,7 @@ def _add_states(save: Save, key: Path, group: Group, training: Training, names: 
     known: dict[str, Path] = {}
     for name in group.names:
         for state in group.states:
-            entry = _state_of(training, name, state)
+            entry = training.state(name, state)
             save.tensor((*key, "state", names[name], state), entry, entry.dtype)
         for state, value in group.scalars.items():
             path = (*key, "state", names[name], state)
@@ -182,13 +182,6 @@ def _add_states(save: Save, key: Path, group: Group, training: Training, names: 
                 save.number(path, F32, struct.pack("<f", _number(value)))
             else:
                 _add_value(save, path, value)
-
-
-def _state_of(training: Training, name: str, state: str) -> TensorEntry:
-    try:
-        return training.states[name][state]
-    except KeyError as error:
-        raise InconsistentError(f"no optimizer state {state!r} of parameter {name!r}") from error
 
 
 def _number(value: object) -> float:

@@ -306,7 +306,7 @@ class Reader:
                 if joint.total == "sum":  # its parts have the same gradient, and so the same states
                     joint = replace(joint, total="mean")
                 states[name] = {
-                    state: join(name, [replace(h.states[name][state], replicas=()) for h in held], joint)
+                    state: join(name, [replace(h.state(name, state), replicas=()) for h in held], joint)
                     for state in by_state
                 }
             groups.append(list(held[0].groups))

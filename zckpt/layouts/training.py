@@ -13,6 +13,7 @@ from typing import Literal
 from zckpt.catalog import TensorEntry
 from zckpt.containers import Placeholder
 from zckpt.dtypes import F16, DType
+from zckpt.errors import InconsistentError
 from zckpt.layouts.slices import Joint
 
 Form = Literal["zero", "bf16"]
@@ -64,6 +65,17 @@ class Training:
     raw: Mapping[str, object] = field(default_factory=dict[str, object])
     joined: Mapping[str, Joint] = field(default_factory=dict[str, Joint])
     beside: Mapping[str, object] = field(default_factory=dict[str, object])
+
+    def state(self, name: str, state: str) -> TensorEntry:
+        """One state of a parameter.
+
+        Raises:
+            InconsistentError: it has none of that name, though others have.
+        """
+        found = self.states.get(name, {}).get(state)
+        if found is None:
+            raise InconsistentError(f"no optimizer state {state!r} of parameter {name!r}")
+        return found
 
 
 def new_scaler(precision: DType) -> Placeholder:

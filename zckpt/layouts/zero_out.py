@@ -194,12 +194,7 @@ class _Writer:
         """A parameter's masters, or one of its states."""
         if state is None:
             return self.catalog.tensors[name]
-        try:
-            return self.training.states[name][state]
-        except KeyError as error:
-            raise InconsistentError(
-                f"no optimizer state {state!r} of parameter {name!r}", file=self.catalog.source.path
-            ) from error
+        return self.training.state(name, state)
 
     def dtype_of(self, group: Group, state: str | None) -> DType:
         """Of the vector of a group's masters, or of one of its states."""
