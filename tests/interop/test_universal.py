@@ -132,8 +132,8 @@ def test_the_engine_loads_experts_at_other_world_sizes(tmp_path: Path) -> None:
         assert all(compared > 20 for _, compared in told)
 
 
-NOT_WHOLE = {*WRONG, "pipeline/bf16_pp2_dp2", "pipeline/zero1_pp2_dp2"}
-"""Also what loses frozen parameters and buffers, which lie in a pipeline's layer files."""
+NOT_WHOLE = {*WRONG, "pipeline/bf16_pp2_dp2", "pipeline/zero1_pp2_dp2", "pipeline/zero1_pp3_dp2", "moe/zero1_ep1_w2"}
+"""Also what loses frozen parameters and buffers: they lie in a pipeline's layer files, and in the experts' own."""
 
 
 @pytest.mark.parametrize("name", [name for name in jobs() if name not in CANNOT])
