@@ -129,7 +129,7 @@ def first_gap(fragments: Sequence[Fragment], numel: int, itemsize: int) -> tuple
     Raises:
         InconsistentError: two fragments hold the same element, or one reaches beyond the tensor.
     """
-    if _follow_each_other(fragments, numel):
+    if _follow_each_other(fragments, numel) or _are_columns(fragments, numel):
         return None
     held = sorted((fragment.block() for fragment in fragments if fragment.numel), key=lambda block: block.start)
     if sum(fragment.numel for fragment in fragments) == numel and (_tile(held, numel) or _are_disjoint(held, numel)):
@@ -145,6 +145,15 @@ def _follow_each_other(fragments: Sequence[Fragment], numel: int) -> bool:
             return False
         covered += fragment.count
     return covered == numel
+
+
+def _are_columns(fragments: Sequence[Fragment], numel: int) -> bool:
+    """Whether they are all columns of a matrix, from the first to the last: those of a transposed one."""
+    columns = len(fragments)
+    return columns > 1 and all(
+        f.start == column and f.count == 1 and f.pitch == columns and f.rows * columns == numel
+        for column, f in enumerate(fragments)
+    )
 
 
 def tile(boxes: Iterable[Sequence[tuple[int, int]]], whole: Sequence[int]) -> bool:
