@@ -105,6 +105,7 @@ def test_auto() -> None:
     assert settings.config.scheduler.params == {"warmup_num_steps": 7} and settings.config.precision == "bf16"
     zero = settings.zero
     assert (zero.reduce_bucket_size, zero.prefetch_bucket_size, zero.param_persistence_threshold) == (100, 90, 100)
+    assert read_config(raw, auto=values).zero.reduce_bucket_size == 500_000_000
     assert "stage3_max_live_parameters" not in settings.raw["zero_optimization"]
     assert batch_of(settings, 4) == Batch(24, 3, 2)
 

@@ -216,7 +216,7 @@ def _computed(hidden_size: int | None) -> Json:
 
 
 def _fill_auto(raw: Json, file: str, values: Json) -> None:
-    """Puts values in place of "auto". What arithmetic gives, or nothing reads, may stay without."""
+    """Puts values in place of "auto". What arithmetic gives, a width would give, or nothing reads, may stay without."""
     missing = []
     for path in [path for path, value in _flat(raw).items() if value == "auto" and path not in _OWN_AUTO]:
         *outer, last = path.split(".")
@@ -225,7 +225,7 @@ def _fill_auto(raw: Json, file: str, values: Json) -> None:
             place = place[key]
         if path in values:
             place[last] = values[path]
-        elif path in _BATCH or _has_no_use(path):
+        elif path in _BATCH or path in _computed(0) or _has_no_use(path):
             del place[last]
         else:
             missing.append(path)

@@ -34,7 +34,7 @@ from the models that read it (`make golden`), so it cannot be out of date.
 An unknown key, at any depth, is an error that names the nearest right one; `initialize(..., allow_unknown=True)` leaves it out
 instead. `"auto"` takes its value from `initialize(..., auto={"optimizer.params.lr": 1e-4, ...})`. Of the batch sizes, two give
 the third, and "auto" means: from the other two. Keys that are only accepted need no value, and the three that transformers
-computes from a model's width get it so. Any other "auto" without a value is an error that names it.
+computes from a model's width get it so, or their defaults. Any other "auto" without a value is an error that names it.
 """
 
 _WORDS = {"used": "**used**", "own": "**zckpt's own**", "unused": "*accepted*", "refused": "*refused*"}

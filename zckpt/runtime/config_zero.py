@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from zckpt.runtime.config_fields import Section, foreign, own, refused, unused, used
 
-_BUCKETS = "torch's engine makes one collective per unit"
+_BUCKETS = "torch's engine makes one collective per unit; on CPUs see `reduce_bucket_size`"
 _COORDINATOR = "torch's engine gathers unit by unit, one ahead"
 _NVME = "for device nvme"
 _QUANTIZED = "ZeRO++ quantization is not built"
@@ -77,7 +77,7 @@ class Zero(Section):
     reduce_scatter: bool = unused(True, "gradients are always reduce-scattered from stage 1 on")
     reduce_bucket_size: int = used(
         int(5e8),
-        "stage 2 on CPUs: parameters whose gradients are whole until one collective reduces them; elsewhere a unit's",
+        "stage 2 on CPUs: parameters per collective, whose gradients are whole until then; on GPUs a unit's",
     )
     use_multi_rank_bucket_allreduce: bool = unused(True, _BUCKETS)
     allgather_partitions: bool = unused(True, _BUCKETS)
