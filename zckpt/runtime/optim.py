@@ -162,7 +162,7 @@ class Lamb(Optimizer):
     def _ratios(
         self, params: list[torch.Tensor], updates: Sequence[torch.Tensor], group: Mapping[str, Any]
     ) -> torch.Tensor:
-        squares = [torch.stack([n.square() for n in torch._foreach_norm(list(ts))]) for ts in (params, updates)]
+        squares = [torch.stack(torch._foreach_norm(list(ts))).square() for ts in (params, updates)]
         weights, steps = self.sum_over_shards(torch.stack(squares), params).sqrt()
         ratios = (weights / steps).clamp(group["min_coeff"], group["max_coeff"])
         return torch.where((weights != 0) & (steps != 0), ratios, torch.ones_like(ratios))
