@@ -32,6 +32,7 @@ FORMS: dict[str, tuple[str, Callable[[Path, Path], object]]] = {
     "2 to 1": ("tensor/zero2_tp2_dp2", lambda a, b: zckpt.reshard(a, b, world_size=2, stage=1)),
     "universal": ("zero2/groups_w3", zckpt.to_universal),
     "universal of 3": ("zero3/sub_groups_w2", zckpt.to_universal),
+    "universal of 0": ("zero0/bf16_groups", zckpt.to_universal),
     "dcp": ("zero3/sub_groups_w2", lambda a, b: to_dcp(a, b, optimizer="optim")),
 }
 
@@ -53,6 +54,14 @@ def made_as(form: str, out: Path) -> tuple[Path, Path]:
 def told(found: Verification) -> str:
     assert found.deletable is not None
     return f"{found.deletable[0]}: {found.deletable[1]}"
+
+
+def test_a_run_of_fsdp_is_whole_in_a_universal_checkpoint(tmp_path: Path) -> None:
+    checkpoint = FIXTURES / "dcp" / "fsdp1_w2" / "checkpoint"
+    zckpt.to_universal(checkpoint, tmp_path / "out")
+    assert told(zckpt.verify(checkpoint, tmp_path / "out")).startswith(
+        f"True: {ALL}the optimizer states (exp_avg, exp_avg_sq)"
+    )
 
 
 def test_every_byte_of_a_moment_counts(made: tuple[Path, Path]) -> None:

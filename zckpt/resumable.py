@@ -82,7 +82,8 @@ def compare_runs(source: Examined, output: Examined) -> Comparison:
     else:
         _compare_model(found, here, there)
     if told.layout == "universal":
-        _compare_copies(found, source.place.listing, output.place.listing)
+        if source.catalog.source.zero_stage:  # of a run without ZeRO the file is made
+            _compare_copies(found, source.place.listing, output.place.listing)
         _compare_beside(found, source, output.place.listing)
     else:
         odd = list(_odd_files(source, here))

@@ -113,6 +113,7 @@ def test_precisions_optimizers_and_orders_go_on(tmp_path: Path) -> None:
 def test_universal_checkpoints_go_on_at_every_world_size(home: int, size: int, tmp_path: Path) -> None:
     """At every stage; of stage 3 with one group of parameters, since DeepSpeed gives all groups the first one's settings."""
     forms: list[dict[str, Any]] = [
+        {"stage": 0, "then": 2, "precision": "bf16"},
         {"stage": 1},
         {"stage": 2},
         {"stage": 3, "groups": 1},
@@ -127,7 +128,8 @@ def test_universal_checkpoints_go_on_at_every_world_size(home: int, size: int, t
     resumed = []
     for number, form in enumerate(forms):
         to_universal(tmp_path / str(number), tmp_path / f"{number}out")
-        resumed.append({**form, "load": f"{tmp_path}/{number}out", "steps": STEPS, "universal": True})
+        stage = form.get("then", form["stage"])
+        resumed.append({**form, "stage": stage, "load": f"{tmp_path}/{number}out", "steps": STEPS, "universal": True})
     for form, found, reference in zip(forms, launch(size, resumed, tmp_path / "jobs.json"), references, strict=True):
         assert worst(found, reference[SAVED_AT:]) < (1e-2 if "precision" in form else 1e-6), form
 

@@ -21,6 +21,7 @@ from zckpt.layouts.torch_files import Laid, Pair, TorchFile
 from zckpt.layouts.totals import as_float
 from zckpt.layouts.training import Training
 from zckpt.layouts.universal import HOME, MASTER, STATE
+from zckpt.layouts.zero_out import ZeroTarget, lay_out_model
 from zckpt.plan import OutputFile
 
 
@@ -79,6 +80,9 @@ def lay_out(catalog: Catalog, training: Training, listing: Listing, target: Univ
             add(_tensor_file(f"{home}/{MASTER}.pt", as_float(entry), _AS_IT_IS, F32))
     file = TorchFile(f"{target.tag}/{STATE}")
     add(file.finish(file.adopt(_left(training, stage_3, catalog.topology.dp))))
+    if not catalog.source.zero_stage:  # of a run without ZeRO there are none that say whose parameters are whose
+        laid = lay_out_model(catalog, training, ZeroTarget(target.tag, 1, 1, target.precision))
+        return Laid((*files, *laid.files), (*pairs, *laid.pairs))
     for name, path in listing.files.items():
         if MODEL_NAME.fullmatch(name) or ((m := SHARD_NAME.fullmatch(name)) and m["kind"] == "model"):
             add(_model_file(listing, name, f"{target.tag}/{name}", stage_3) or _copy(path, f"{target.tag}/{name}"))
@@ -157,11 +161,13 @@ def _left(training: Training, stage_3: bool, ranks: int) -> dict[str, object]:
     inner = raw.get("optimizer_state_dict" if stage_3 else "base_optimizer_state")
     groups = inner.get("param_groups") if isinstance(inner, Mapping) else None
     if groups is None:
-        groups = [{**group.settings, "params": [number]} for number, group in enumerate(training.groups)]
+        groups = [{**group.settings, "params": [number]} for number, group in enumerate(training.groups) if group.names]
     kept = {key: value for key, value in raw.items() if stage_3 or key not in _SHARDED}
     for key, value in {"partition_count": ranks, "group_paddings": 0}.items():
         if not stage_3 and isinstance(listed := kept.get(key), list) and listed:
             kept[key] = [value] * len(listed)
+    if not raw:  # a run without ZeRO
+        kept = {"zero_stage": 1, "ds_version": training.model.get("ds_version"), **training.scaler}
     return {**kept, "param_groups": groups}
 
 

@@ -113,6 +113,12 @@ def sketch(catalog: Catalog, training: Training, target: ZeroTarget) -> Iterator
         yield _files(writer, rank).pairs
 
 
+def lay_out_model(catalog: Catalog, training: Training, target: ZeroTarget) -> Laid:
+    """The model file alone, of stages 1 and 2; otherwise as `lay_out`."""
+    file, pairs = _Stage12(catalog, training, target).model_file()
+    return Laid((file,), tuple(pairs))
+
+
 def _writer(catalog: Catalog, training: Training, target: ZeroTarget) -> _Stage12 | _Stage3:
     owned = [name for group in training.groups for name in group.names]
     trained = [name for name, entry in catalog.tensors.items() if entry.role == "parameter"]
