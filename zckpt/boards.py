@@ -119,7 +119,9 @@ class DirectoryBoard:
         """Makes the directory, instead of one that an earlier run left."""
         os.makedirs(os.path.dirname(self.path), exist_ok=True)
         if self._is_ours():
-            shutil.rmtree(self.path)
+            old = f"{self.path}-{os.urandom(4).hex()}"  # under its own name others may still be putting notes into it
+            os.rename(self.path, old)
+            shutil.rmtree(old)
         os.mkdir(self.path, 0o700)
 
     def put(self, key: str, note: bytes) -> bool:
