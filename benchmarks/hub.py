@@ -1,7 +1,8 @@
 """What pushing costs, beside converting alone, uploading alone, and one after the other.
 
-The hub is the tests' own (tests/hub_server.py) in a process of its own on this machine: it takes every byte over loopback, hashes
-what it gets, compares, and throws it away. `upload_folder` sends what `to-bf16` wrote, read once before so that no disk slows it.
+The hub is the tests' own (tests/hub_server.py) in a process of its own on this machine: it takes every byte over loopback and
+throws it away; it does not check hashes here, since a real hub does so elsewhere. `upload_folder` sends what `to-bf16` wrote,
+read once before so that no disk slows it.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ UPLOAD = (
 SERVE = (
     "import sys, threading; sys.path.insert(0, 'tests'); from pathlib import Path; from hub_server import HubServer\n"
     "with HubServer(Path(sys.argv[1])) as hub:\n"
-    "    hub.keep, hub.part_bytes = False, 512 << 20\n"
+    "    hub.keep, hub.checks, hub.part_bytes, hub.tick_bytes = False, False, 512 << 20, 1 << 60\n"
     "    print(hub.url, flush=True)\n"
     "    threading.Event().wait()\n"
 )

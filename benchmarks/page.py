@@ -22,7 +22,7 @@ TITLES = {
     ),
     "push": (
         "To the hub",
-        "bf16 from ZeRO-3 shards, to the tests' hub on loopback, which hashes all it gets, on the same cores. Converting and "
+        "bf16 from ZeRO-3 shards, to the tests' hub on loopback, which takes every byte on the same cores. Converting and "
         "sending overlap; `upload_folder` is given what was converted before.",
     ),
     "dcp": ("torch.distributed.checkpoint", "A save of two ranks, sharded as `fully_shard` does."),
@@ -101,9 +101,10 @@ def chart(rows: list[dict[str, Any]], path: Path) -> None:
             if point not in lines.setdefault(label, []):
                 lines[label].append(point)
     figure, (left, right) = plt.subplots(1, 2, figsize=(10, 4))
-    for label, points in lines.items():
+    for number, (label, points) in enumerate(lines.items()):
         sizes, seconds, memory = zip(*points, strict=True)
-        style = {"marker": "o", "linestyle": "-" if label.startswith("zckpt") else "--", "label": label}
+        line = "-" if label.startswith("zckpt") else "--"
+        style = {"marker": "o", "linestyle": line, "label": label, "color": f"C{number}"}
         left.plot(sizes, seconds, **style)
         if "cp" not in label:
             right.plot(sizes, memory, **style)

@@ -122,6 +122,7 @@ class HubServer:
         tick_bytes: received between two ticks.
         xet: address of a Xet store that clients are sent to; empty for none.
         keep: False throws large files away once they are hashed, but for how they begin.
+        checks: False takes large files for what they are said to be: another machine's work is not to be measured on this one.
     """
 
     def __init__(self, root: Path) -> None:
@@ -135,6 +136,7 @@ class HubServer:
         self.faults: list[Fault] = []
         self.links: dict[str, tuple[str, int, str, int]] = {}
         self.part_bytes, self.page, self.xet, self.keep = 1 << 40, 1000, "", True
+        self.checks = True
         self.tick_bytes = 64 << 10
         self.attributes = ATTRIBUTES
         self.ticks, self.kill_at, self.victim = 0, -1, 0
@@ -450,10 +452,11 @@ class Handler(BaseHTTPRequestHandler):
                 with self.hub.lock:
                     self.hub.sent[sha] = self.hub.sent.get(sha, 0) + len(data)
                 nbytes += len(data)
-                (etag if part else whole).update(data)
+                if self.hub.checks:
+                    (etag if part else whole).update(data)
                 if self.hub.keep or nbytes < 1 << 20:
                     file.write(data)
-        if not part and (whole.hexdigest() != sha or nbytes != size):
+        if not part and (nbytes != size or (self.hub.checks and whole.hexdigest() != sha)):
             raise Answer(400, b"<Error><Code>XAmzContentSHA256Mismatch</Code></Error>")
         private.rename(target)
         if not part:

@@ -64,11 +64,18 @@ class Watched(io.BufferedReader):
     """A file on its way out: whoever watches knows how far it is, and can end it."""
 
     def __init__(self, path: str, watch: Callable[[int], None]) -> None:
-        super().__init__(io.FileIO(path), 1 << 20)
+        super().__init__(io.FileIO(path), _TOLD_EVERY)
         self._watch = watch
+        self._untold = 0
 
     def read(self, nbytes: int | None = -1) -> bytes:
-        """As any file's; then tells how far it is."""
+        """As any file's; now and then tells how far it is."""
         data = super().read(nbytes)
-        self._watch(self.tell())
+        self._untold += len(data)
+        if self._untold >= _TOLD_EVERY or not data:
+            self._untold = 0
+            self._watch(self.tell())
         return data
+
+
+_TOLD_EVERY = 1 << 20
