@@ -124,6 +124,8 @@ def main() -> None:
     losses = [run(job) for job in jobs]
     if dist.get_rank() == 0:
         Path(sys.argv[1] + ".losses").write_text(json.dumps(losses))
+    dist.barrier()
+    dist.destroy_process_group()  # gloo aborts a rank whose peer has ended before it
 
 
 if __name__ == "__main__":

@@ -79,6 +79,8 @@ def main() -> None:
     dist.all_gather_object(everyone, told)
     if dist.get_rank() == 0:
         Path(sys.argv[1] + ".told").write_text(json.dumps(everyone))
+    dist.barrier()
+    dist.destroy_process_group()  # gloo aborts a rank whose peer has ended before it
 
 
 if __name__ == "__main__":

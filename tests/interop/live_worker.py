@@ -71,6 +71,8 @@ def main() -> None:
     deepspeed.init_distributed("gloo")
     for job in json.loads(Path(sys.argv[1]).read_text()):
         run(job)
+    dist.barrier()
+    dist.destroy_process_group()  # gloo aborts a rank whose peer has ended before it
 
 
 if __name__ == "__main__":
