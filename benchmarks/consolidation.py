@@ -6,7 +6,7 @@ import shutil
 import tempfile
 from pathlib import Path
 
-from measure import PYTHON, ZCKPT, Job, Row, Taken, copying, in_turn, write
+from measure import PYTHON, ZCKPT, Job, Row, Taken, copying, in_turn, remove, write
 
 DEEPSPEED = (
     "import sys; from deepspeed.utils.zero_to_fp32 import convert_zero_checkpoint_to_fp32_state_dict as f;"
@@ -62,6 +62,5 @@ def _on(place: Path, prefix: str, checkpoint: Path, rounds: int, *, durable: boo
             of_fp32 = taken["cp"]
         elif command == "to-bf16":
             rows.append(Row(prefix + what, taken["ours"], f"{cp} of the fp32 weights", of_fp32))
-        shutil.rmtree(out, ignore_errors=True)
-        out.unlink(missing_ok=True)
+        remove(out)
     return rows

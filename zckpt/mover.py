@@ -12,7 +12,7 @@ import errno
 import os
 import tempfile
 import warnings
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Literal, NoReturn
 
@@ -145,41 +145,52 @@ def run(
         outputs = {
             id(store): os.devnull if nowhere else os.path.join(root, output.path) for output, store in plan.files
         }
-        files = stack.enter_context(OpenFiles(outputs, give_back=give_back, direct=work.durable))
+        files = stack.enter_context(opened(plan, root, outputs, give_back=give_back, direct=work.durable))
 
         def done_with(file: Written) -> None:
             complete.append(file)
             if finished is not None:
                 finished(file)
 
+        for output, store in plan.files:
+            if output.path not in done and not nowhere:
+                create(outputs[id(store)], output.size)
+        with Syncing(done_with, give_back=give_back) as syncing:
+
+            def tick(now: int) -> None:
+                syncing.settle(wait=False)
+                if progress is not None:
+                    progress(written + now)
+
+            for batch in localized(batches(plan, done), moved_near):
+                work.do(batch, files, tick)
+                written += batch.nbytes
+                syncing.settle()
+                for output, store in batch.finished:
+                    file = work.finish(output, store, files)
+                    if work.durable:
+                        syncing.add(file, files.of(store)[0])
+                    else:
+                        done_with(file)
+                    files.close(outputs[id(store)])
+    return MoveReport(plan.bytes_read, written, work.overflows, chosen, tuple(complete))
+
+
+@contextlib.contextmanager
+def opened(
+    plan: Plan, root: str, outputs: Mapping[int, str], *, give_back: bool, direct: bool = True
+) -> Iterator[OpenFiles]:
+    """The files of a plan, of which `outputs` says by store where they are. Trouble with one is told of as what it is; at
+    the end, sources must be what they were.
+    """
+    with OpenFiles(outputs, give_back=give_back, direct=direct) as files:
         try:
-            for output, store in plan.files:
-                if output.path not in done and not nowhere:
-                    create(outputs[id(store)], output.size)
-            with Syncing(done_with, give_back=give_back) as syncing:
-
-                def tick(now: int) -> None:
-                    syncing.settle(wait=False)
-                    if progress is not None:
-                        progress(written + now)
-
-                for batch in localized(batches(plan, done), moved_near):
-                    work.do(batch, files, tick)
-                    written += batch.nbytes
-                    syncing.settle()
-                    for output, store in batch.finished:
-                        file = work.finish(output, store, files)
-                        if work.durable:
-                            syncing.add(file, files.of(store)[0])
-                        else:
-                            done_with(file)
-                        files.close(outputs[id(store)])
+            yield files
         except OSError as error:
             if isinstance(error, ZckptError):
                 raise
             output_failed(error, root, plan)
         files.check_sources()
-    return MoveReport(plan.bytes_read, written, work.overflows, chosen, tuple(complete))
 
 
 def choose(engine: Literal["auto", "native", "reference"]) -> str:

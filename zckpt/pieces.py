@@ -13,9 +13,19 @@ from dataclasses import dataclass
 from typing import Literal
 
 from zckpt.batches import batches, element_bytes, progress_after
-from zckpt.errors import ZckptError
 from zckpt.fetching import localized, moved_near
-from zckpt.mover import Overflow, Work, choose, crc_of_file, create, output_failed, raise_file_limit, refuse, write
+from zckpt.mover import (
+    Overflow,
+    Work,
+    choose,
+    crc_of_file,
+    create,
+    opened,
+    output_failed,
+    raise_file_limit,
+    refuse,
+    write,
+)
 from zckpt.open_files import OpenFiles
 from zckpt.plan import OutputFile, Plan
 from zckpt.sums import Partial, element_ranges, file_checksums, join, joined
@@ -153,14 +163,8 @@ def seal(plan: Plan, output: OutputFile, root: str, crcs: Iterable[Partial] | No
 
 @contextmanager
 def _opened(plan: Plan, root: str, *, give_back: bool) -> Iterator[tuple[OpenFiles, dict[int, str]]]:
-    """The files, and the outputs' paths by store. Trouble with an output is told of; at the end, sources are checked."""
+    """As `mover.opened`, with the outputs' paths by store."""
     raise_file_limit()
     outputs = {id(store): os.path.join(root, output.path) for output, store in plan.files}
-    with OpenFiles(outputs, give_back=give_back) as files:
-        try:
-            yield files, outputs
-        except OSError as error:
-            if isinstance(error, ZckptError):
-                raise
-            output_failed(error, root, plan)
-        files.check_sources()
+    with opened(plan, root, outputs, give_back=give_back) as files:
+        yield files, outputs

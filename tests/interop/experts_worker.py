@@ -6,15 +6,14 @@ Rank 0 writes `JOBS.json.told`: for each the names of the masters that are not t
 
 from __future__ import annotations
 
-import importlib
 import json
-import os
 import sys
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from gloo_ranks import gloo_ranks
 from safetensors.torch import load_file
 
 FIXTURES = Path(__file__).parents[2] / "fixtures"
@@ -68,22 +67,16 @@ def run(job: dict[str, str]) -> tuple[list[str], int]:
 
 def main() -> None:
     """All jobs, one after another."""
-    import deepspeed
-    from deepspeed.module_inject.auto_ep import AutoEP
+    with gloo_ranks():
+        from deepspeed.module_inject.auto_ep import AutoEP
 
-    importlib.import_module("deepspeed.comm.torch").build_shm_op = lambda *args, **kwargs: None
-    AutoEP._retarget_transformers_output_recorders = lambda *args: None  # it would need an older transformers
-    deepspeed.init_distributed("gloo")
-    told = [run(job) for job in json.loads(Path(sys.argv[1]).read_text())]
-    everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, told)
-    if dist.get_rank() == 0:
-        Path(sys.argv[1] + ".told").write_text(json.dumps(everyone))
-    dist.barrier()
-    dist.destroy_process_group()  # gloo aborts a rank whose peer has ended before it
+        AutoEP._retarget_transformers_output_recorders = lambda *args: None  # it would need an older transformers
+        told = [run(job) for job in json.loads(Path(sys.argv[1]).read_text())]
+        everyone: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(everyone, told)
+        if dist.get_rank() == 0:
+            Path(sys.argv[1] + ".told").write_text(json.dumps(everyone))
 
 
 if __name__ == "__main__":
-    os.environ.setdefault("DS_ACCELERATOR", "cpu")
-    torch.set_num_threads(1)
     main()

@@ -8,15 +8,14 @@ live weights to `save`/fp32 and `save`/bf16, the consolidated ones to `save`/sta
 
 from __future__ import annotations
 
-import importlib
 import json
-import os
 import sys
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from gloo_ranks import gloo_ranks
 
 sys.path.insert(0, str(Path(__file__).parent))
 from deepspeed_worker import Model, batch_of, config_of, groups_of
@@ -64,18 +63,10 @@ def run(job: dict[str, Any]) -> None:
 
 def main() -> None:
     """All jobs, one after another."""
-    import deepspeed
-
-    backend = importlib.import_module("deepspeed.comm.torch")
-    backend.build_shm_op = lambda *args, **kwargs: None  # its all-reduce aborts on some sizes
-    deepspeed.init_distributed("gloo")
-    for job in json.loads(Path(sys.argv[1]).read_text()):
-        run(job)
-    dist.barrier()
-    dist.destroy_process_group()  # gloo aborts a rank whose peer has ended before it
+    with gloo_ranks():
+        for job in json.loads(Path(sys.argv[1]).read_text()):
+            run(job)
 
 
 if __name__ == "__main__":
-    os.environ.setdefault("DS_ACCELERATOR", "cpu")
-    torch.set_num_threads(1)
     main()
