@@ -286,9 +286,12 @@ class Handler(BaseHTTPRequestHandler):
         return json.loads(b"".join(self.body()) or b"{}")
 
     def _reply(self, answer: Answer) -> None:
-        if self.left or self.chunked:
-            self.close_connection = True  # the rest of the body is not waited for
+        if not self.chunked and self.left <= 1 << 16:  # else the client may never see the answer
+            self.rfile.read(self.left)
+            self.left = 0
         self.send_response(answer.status)
+        if self.left or self.chunked:  # the rest of the body is not waited for
+            self.send_header("Connection", "close")
         for name, value in answer.headers.items():
             self.send_header(name, value)
         if answer.body and "Content-Type" not in answer.headers:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from hub_server import SHARD_BYTES, TOKEN, HubServer
 
 from zckpt.convert import Options
 from zckpt.hub import PushReport, push_to_hub
+from zckpt.hub.pipeline import SENDER
 
 Pusher = Callable[..., PushReport]
 Shell = Callable[..., "subprocess.Popen[str]"]
@@ -22,8 +24,13 @@ Shell = Callable[..., "subprocess.Popen[str]"]
 
 @pytest.fixture
 def server(tmp_path: Path) -> Iterator[HubServer]:
+    """Goes when the last of the test's senders has: a push that failed does not wait for them."""
     with HubServer(tmp_path / "hub") as running:
         yield running
+        for thread in threading.enumerate():
+            if thread.name == SENDER:
+                thread.join(60)
+                assert not thread.is_alive()
 
 
 @pytest.fixture

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import hashlib
 import subprocess
+import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from hub_server import TOKEN, Blob, HubServer
@@ -12,6 +15,9 @@ from hub_server import TOKEN, Blob, HubServer
 import zckpt
 from zckpt.errors import AccessError, CorruptError, RemoteError
 from zckpt.hub import PushReport, patience
+from zckpt.hub.client import Hub
+from zckpt.hub.operations import Sent
+from zckpt.hub.pipeline import Stopped
 
 Pusher = Callable[..., PushReport]
 Shell = Callable[..., "subprocess.Popen[str]"]
@@ -19,9 +25,10 @@ Shell = Callable[..., "subprocess.Popen[str]"]
 
 @pytest.fixture(autouse=True)
 def no_long_waits(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """Our own waits are counted, not waited for; the library's own are."""
+    """Our own waits are counted; neither they nor the library's are waited for."""
     waited: list[float] = []
-    monkeypatch.setattr(patience.time, "sleep", lambda seconds: waited.append(seconds))
+    monkeypatch.setattr(time, "sleep", lambda _: None)
+    monkeypatch.setattr(patience, "time", SimpleNamespace(sleep=waited.append))
     return waited
 
 
@@ -67,7 +74,7 @@ def test_the_servers_own_delay(checkpoint: Path, server: HubServer, push: Pusher
     server.fault("POST", "/commit/", times=2, status=429, headers={"Retry_After": "37"})
     server.fault("POST", "/commit/", status=429, headers={"ratelimit": '"api";r=0;t=55'})
     push(checkpoint, tell=told.append)
-    assert no_long_waits[-3:] == [37.0, 37.0, 55.0]
+    assert [seconds for seconds in no_long_waits if seconds in (37, 55)] == [37, 37, 55]
     assert any("trying again in 37 s" in text for text in told)
 
 
@@ -214,6 +221,25 @@ def test_nobody_there(checkpoint: Path, server: HubServer, shell: Shell, monkeyp
 
     with pytest.raises(RemoteError, match="the hub failed at"):
         push_to_hub(checkpoint, "alice/m", endpoint="http://127.0.0.1:9", token=TOKEN)
+
+
+def test_a_sender_whose_push_ended_waits_for_nothing(
+    checkpoint: Path, server: HubServer, no_long_waits: list[float]
+) -> None:
+    ended: list[bool] = []
+
+    def watch(_: int) -> None:
+        if ended:
+            raise Stopped
+
+    hub = Hub(TOKEN, server.url, lambda _: None)
+    file = checkpoint / "config.json"
+    sent = Sent("a.safetensors", file.stat().st_size, hashlib.sha256(file.read_bytes()).hexdigest(), "")
+    hub.api.create_repo("alice/m")
+    server.fault("POST", "objects/batch", times=1000, status=500, call=lambda: ended.append(True))
+    with pytest.raises(Stopped):
+        hub.send("alice/m", "main", sent, str(file), watch, create_pr=False)
+    assert no_long_waits == []
 
 
 def test_rights_that_are_lost_meanwhile(checkpoint: Path, server: HubServer, push: Pusher) -> None:

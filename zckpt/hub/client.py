@@ -89,9 +89,9 @@ class Hub:
         self._xet: dict[str, bool] = {}
         self._asking = threading.Lock()
 
-    def do(self, what: str, call: Callable[[], T]) -> T:
-        """Calls patiently; errors become zckpt's."""
-        return patiently(call, what, self.tell, self.token)
+    def do(self, what: str, call: Callable[[], T], tell: Callable[[str], None] | None = None) -> T:
+        """Calls patiently; errors become zckpt's. `tell` is told of waits instead of `self.tell`."""
+        return patiently(call, what, tell or self.tell, self.token)
 
     # ---- looking -----------------------------------------------------------------------------------------------------
 
@@ -196,17 +196,17 @@ class Hub:
             found |= {str(entry["oid"]) for entry in objects if not entry.get("actions")}
         return found
 
-    def speaks_xet(self, repo_id: str, sha256: str, size: int) -> bool:
+    def speaks_xet(self, repo_id: str, sha256: str, size: int, tell: Callable[[str], None] | None = None) -> bool:
         """Whether both sides speak Xet; asked once for a repository."""
         from huggingface_hub.utils._runtime import is_xet_available
 
         with self._asking:  # the library, too, may look for Xet on one thread only: while it does, others find none
             if repo_id not in self._xet:
-                asked = ["basic", "multipart", "xet"]
-                self._xet[repo_id] = is_xet_available() and (
-                    self.do("the choice of a transfer", lambda: self._batch(repo_id, [(sha256, size)], asked))[1]
-                    == "xet"
-                )
+
+                def ask() -> str:
+                    return self._batch(repo_id, [(sha256, size)], ["basic", "multipart", "xet"])[1]
+
+                self._xet[repo_id] = is_xet_available() and self.do("the choice of a transfer", ask, tell) == "xet"
             return self._xet[repo_id]
 
     def send(
@@ -225,10 +225,16 @@ class Hub:
         Raises:
             CorruptError: the hub got other bytes than were announced.
         """
-        xet, tries = self.speaks_xet(repo_id, file.sha256, file.size), 0
+
+        def tell(text: str) -> None:
+            watch(0)  # nobody waits, nor reads it, after the end
+            self.tell(text)
+
+        xet, tries = self.speaks_xet(repo_id, file.sha256, file.size, tell), 0
 
         def attempt() -> None:
             nonlocal tries
+            watch(0)
             tries += 1
             plain = not xet or tries > 2
             with contextlib.ExitStack() as stack:
@@ -242,7 +248,7 @@ class Hub:
                         raise
                     raise passing from error
 
-        self.do(f"sending {file.path}", attempt)
+        self.do(f"sending {file.path}", attempt, tell)
 
     def sort(self, repo_id: str, revision: str, operations: list[CommitOperationAdd], *, create_pr: bool) -> set[str]:
         """Sends those of some small files that the hub treats as large; returns the paths of these."""

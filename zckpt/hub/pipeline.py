@@ -18,11 +18,14 @@ from zckpt.hub.client import Hub, Page
 from zckpt.hub.operations import Sent
 from zckpt.hub.scratch import Scratch
 
+SENDER = "zckpt-sender"
+"""Name of the threads that send."""
+
 _MOST_SENDERS = 5
 
 
-class Stopped(Exception):
-    """Ends a sender whose push has ended."""
+class Stopped(BaseException):
+    """Ends a sender whose push has ended; no failure, so nobody tries again."""
 
 
 class Pipeline:
@@ -89,7 +92,7 @@ class Pipeline:
         largest = max((shard.scratch_bytes for shard in shards), default=0)
         senders = max(1, min(_MOST_SENDERS, self._room // largest if largest else _MOST_SENDERS, len(shards)))
         for _ in range(senders):
-            threading.Thread(target=self._send_all, daemon=True).start()
+            threading.Thread(target=self._send_all, name=SENDER, daemon=True).start()
         try:
             for shard in shards:
                 self._check()
