@@ -1,14 +1,20 @@
 """`zckpt to-universal` beside DeepSpeed's `ds_to_universal`, and `zckpt reshard` beside `cp` of what it writes.
 
-The checkpoint has AdamW's moments. What zckpt writes is durable; DeepSpeed's converter is not made to sync.
+The checkpoint has AdamW's moments. What zckpt writes is durable; DeepSpeed's converter is not made to sync. Both read and write
+as many bytes as a disk can hardly bear: `cp` of the output says how soon anybody could be done, and a smaller model in
+memory what is left where no disk counts.
 """
 
 from __future__ import annotations
 
 import shutil
+import tempfile
 from pathlib import Path
 
-from measure import PYTHON, ZCKPT, Job, Row, copying, in_turn, write
+from measure import PYTHON, ZCKPT, Job, Row, copying, in_turn, remove, write
+
+IN_MEMORY = 8
+"""Layers of the model whose checkpoint, universal form and DeepSpeed's temporary files fit in memory together."""
 
 
 def measure(work: Path, layers: int, rounds: int) -> list[Row]:
@@ -16,29 +22,41 @@ def measure(work: Path, layers: int, rounds: int) -> list[Row]:
     rows = []
     for stage in (2, 3):
         checkpoint = write(work / "ckpt", stage, "--layers", str(layers), "--moments")
-        out, theirs = work / "out", work / "theirs"
-        jobs = {
-            "ours": Job([*ZCKPT, "to-universal", str(checkpoint), str(out), "--quiet"], (out,), (out,)),
-            "theirs": Job(
-                [
-                    *PYTHON, "-m", "deepspeed.checkpoint.ds_to_universal", "--inject_missing_state", "--no_strict",
-                    "--input_folder", str(checkpoint / "global_step100"),
-                    "--output_folder", str(theirs / "global_step100_universal"),
-                ],
-                (theirs,),
-                (theirs,),
-            ),
-        }  # fmt: skip
-        taken = in_turn(jobs, rounds)
-        note = "not durable; memory per process, of several"
-        rows.append(Row(f"ZeRO-{stage} to-universal", taken["ours"], "`ds_to_universal`", taken["theirs"], note))
-        jobs = {
-            "ours": Job([*ZCKPT, "reshard", str(checkpoint), str(out), "--world-size", "5", "--quiet"], (out,)),
-            "cp": copying(out, work / "copy"),
-        }
-        taken = in_turn(jobs, rounds)
-        what = f"ZeRO-{stage} reshard, 8 ranks to 5"
-        rows.append(Row(what, taken["ours"], "`cp` and `sync` of the same bytes", taken["cp"]))
-        shutil.rmtree(out)
+        rows += _to_universal(f"ZeRO-{stage} to-universal", checkpoint, work, rounds, on_disk=True)
+        rows.append(_reshard(f"ZeRO-{stage} reshard, 8 ranks to 5", checkpoint, work / "out", rounds))
         shutil.rmtree(checkpoint)
+        with tempfile.TemporaryDirectory(dir="/dev/shm") as memory:
+            few = min(layers, IN_MEMORY)
+            checkpoint = write(Path(memory) / "ckpt", stage, "--layers", str(few), "--moments")
+            what = f"ZeRO-{stage} in memory, {few} layers, to-universal"
+            rows += _to_universal(what, checkpoint, Path(memory), rounds, on_disk=False)
     return rows
+
+
+def _to_universal(what: str, checkpoint: Path, place: Path, rounds: int, *, on_disk: bool) -> list[Row]:
+    out, theirs = place / "out", place / "theirs"
+    script = [
+        *PYTHON, "-m", "deepspeed.checkpoint.ds_to_universal", "--inject_missing_state", "--no_strict",
+        "--input_folder", str(checkpoint / "global_step100"),
+        "--output_folder", str(theirs / "global_step100_universal"),
+    ]  # fmt: skip
+    jobs = {"ours": Job([*ZCKPT, "to-universal", str(checkpoint), str(out), "--quiet"], (out,))}
+    if on_disk:
+        jobs["cp"] = copying(out, place / "copy", durable=False)
+    jobs["theirs"] = Job(script, (out, theirs), (theirs,))
+    taken = in_turn(jobs, rounds)
+    note = "not durable; memory per process, of several" if on_disk else "memory per process, of several"
+    rows = [Row(what, taken["ours"], "`ds_to_universal`", taken["theirs"], note)]
+    if on_disk:
+        rows.append(Row(what, taken["ours"], "`cp` of the same bytes", taken["cp"], "not durable"))
+    return rows
+
+
+def _reshard(what: str, checkpoint: Path, out: Path, rounds: int) -> Row:
+    jobs = {
+        "ours": Job([*ZCKPT, "reshard", str(checkpoint), str(out), "--world-size", "5", "--quiet"], (out,)),
+        "cp": copying(out, out.with_name("copy")),
+    }
+    taken = in_turn(jobs, rounds)
+    remove(out)
+    return Row(what, taken["ours"], "`cp` and `sync` of the same bytes", taken["cp"])
