@@ -29,15 +29,18 @@ from zckpt.layouts.training import Group, Training
 
 
 class Reader:
-    """What a set of data-parallel ranks holds: of a model that is not split, everything."""
+    """What a set of data-parallel ranks holds: of a model that is not split, everything.
+
+    `mp_ranks` are the model-parallel ranks whose data-parallel ranks these are.
+    """
 
     def __init__(
-        self, listing: Listing, save: Save | None, model: ModelStates, layers: Layers, mp_rank: int = 0
+        self, listing: Listing, save: Save | None, model: ModelStates, layers: Layers, mp_ranks: range = range(1)
     ) -> None:
         self.listing = listing
         self.save = save
-        self.mp_rank = mp_rank
-        self.world_size = save.world_size if save else model.number("dp_world_size") or 1
+        self.mp_rank = mp_ranks[0]
+        self.world_size = save.world_size if save else (model.number("dp_world_size") or 1) * len(mp_ranks)
         self.data_first = model.config.get("use_data_before_expert_parallelism") is True
         self.optimizers = {} if save else self._optimizers()
         spread = _spread_of(layers, self.optimizers.get(0))

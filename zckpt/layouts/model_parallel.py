@@ -98,7 +98,7 @@ class Reader:
     # -- what is there -----------------------------------------------------------------------------------------------
 
     def _model(self, rank: int) -> ModelStates:
-        """A rank's model file; of ZeRO-3, any of its data-parallel ranks'. A pipeline's has no weights."""
+        """A rank's model file; of ZeRO-3, any of its data-parallel ranks'. A pipeline's has weights if it has experts."""
         names = [n for n in self.listing.matching(MODEL_NAME) if int(n.split("_")[2]) == rank]
         names += self.listing.shards("model", rank).values()
         if not names:
@@ -107,7 +107,9 @@ class Reader:
                 file=self.listing.directory,
                 remedy="Copy it from the node that wrote it (--also DIR lays further directories over this one).",
             )
-        return read_model_states(self.listing, names[0], module={} if self.layers else None)
+        root = self.listing.open(names[0]).root
+        elsewhere = self.layers and not (isinstance(root, Mapping) and isinstance(root.get("module"), Mapping))
+        return read_model_states(self.listing, names[0], module={} if elsewhere else None)
 
     def _topology(self, models: Mapping[int, ModelStates]) -> Topology:
         """Ranks per axis: what the user said, what the files say, or what their number allows."""
@@ -135,9 +137,8 @@ class Reader:
 
     def slice_of(self, rank: int, model: ModelStates, tied: Mapping[str, str]) -> Slice:
         """What one model-parallel rank holds. Whoever knows more of its files says it here."""
-        module = self._stage_module(rank, model, tied) if self.layers else None
-        if module is not None:
-            model = replace(model, module=module)
+        if self.layers and not model.module:
+            model = replace(model, module=self._stage_module(rank, model, tied))
         if not self.listing.shards("optim", rank):
             if model.is_zero():
                 size = model.number("dp_world_size") or 1
@@ -311,16 +312,34 @@ class Reader:
                 }
             groups.append(list(held[0].groups))
         assert first is not None
-        return replace(first, groups=tuple(_merged(groups)), states=states, joined=joined)
+        return replace(first, groups=merged(groups), states=states, joined=joined)
 
 
-def _merged(stages: Sequence[Sequence[Group]]) -> Iterator[Group]:
-    """The groups of all pipeline stages: those of the same number are one."""
-    for number in range(max(len(groups) for groups in stages)):
-        same = [groups[number] for groups in stages if number < len(groups)]
-        names = dict.fromkeys(name for group in same for name in group.names)
-        full = next((group for group in same if group.states), same[0])
-        yield replace(full, names=tuple(names))
+def merged(stages: Iterable[Iterable[Group]]) -> tuple[Group, ...]:
+    """The groups of all pipeline stages: those of the same number are one, if they have the same settings.
+
+    A tied parameter is in the group that its first stage has it in.
+    """
+    numbered: dict[int, list[Group]] = {}
+    owned: set[str] = set()
+    for groups in stages:
+        before = frozenset(owned)
+        for number, group in enumerate(groups):
+            owned.update(group.names)
+            names = tuple(name for name in group.names if name not in before)
+            same = numbered.setdefault(number, [])
+            at = next((at for at, other in enumerate(same) if _settings(other) == _settings(group)), None)
+            if at is not None:
+                full = same[at] if same[at].states else group
+                same[at] = replace(full, names=(*same[at].names, *names))
+            elif names or not group.names:
+                same.append(replace(group, names=names))
+    return tuple(group for _, same in sorted(numbered.items()) for group in same)
+
+
+def _settings(group: Group) -> dict[str, object]:
+    """What can be compared of a group's settings."""
+    return {key: value for key, value in group.settings.items() if not isinstance(value, TensorRef)}
 
 
 def _tied(first: TensorEntry, other: TensorEntry, stage: int) -> TensorEntry:
