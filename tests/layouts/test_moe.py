@@ -172,6 +172,8 @@ def test_into_deepspeeds_own_layer() -> None:
         "moe/tensor_sliced_w4",
         "moe/pipeline_pp2_tp2",
         "moe/pipeline_some",
+        "moe/pipeline_bf16_pp2_dp2",
+        "moe/tensor_unwritten",
         "moe/zero2_pyramid_w4",
         "moe/bf16_optimizer_w4",
         "autoep/zero2_w4",
@@ -237,6 +239,43 @@ def test_a_missing_slice_of_an_expert(name: str, file: str, tmp_path: Path) -> N
     checkpoint = copied(f"moe/{name}", tmp_path)
     one(checkpoint, file).unlink()
     assert "layer" in refused(IncompleteError, checkpoint, tmp_path).what
+
+
+@pytest.mark.parametrize("name", ["moe/tensor_w4", "moe/tensor_sliced_w4", "moe/pipeline_pp2_tp2"])
+def test_missing_tensor_parallel_ranks(name: str, tmp_path: Path) -> None:
+    """All files of one, or its model file where DeepSpeed did write one."""
+    checkpoint = copied(name, tmp_path)
+    one(checkpoint, "mp_rank_01_model_states.pt").unlink()
+    assert "no model states file of mp_rank 01" in refused(IncompleteError, checkpoint, tmp_path).what
+    for path in checkpoint.glob("*/*_mp_rank_01_*"):
+        path.unlink()
+    assert "01" in refused(IncompleteError, checkpoint, tmp_path).remedy
+
+
+def test_a_model_file_that_deepspeed_does_not_write() -> None:
+    inspection = inspect_checkpoint(str(FIXTURES / "moe/tensor_unwritten/checkpoint"))
+    assert inspection.exportable.ok and not inspection.resumable.ok
+    (row,) = (line for line in describe(inspection) if "mp_rank_01  " in line)
+    assert row.endswith("model missing, optim")
+    assert any("'mp_rank_01_model_states.pt'" in note for note in inspection.notes)
+
+
+@pytest.mark.parametrize("change", ["size", "name", "frozen"])
+def test_a_model_file_that_was_not_written_and_cannot_be_told(change: str, tmp_path: Path) -> None:
+    checkpoint = copied("moe/tensor_unwritten", tmp_path)
+
+    def edited(root: Any) -> None:
+        shapes = root["param_shapes"][0]
+        if change == "size":
+            shapes["split.up.weight"] = torch.Size([5, 6])
+        elif change == "name":
+            shapes["split.other.weight"] = shapes.pop("split.up.weight")
+        else:
+            root["module"]["split.frozen"] = torch.ones(3)
+
+    edit(one(checkpoint, "mp_rank_00_model*"), edited)
+    found = refused(IncompleteError, checkpoint, tmp_path).what
+    assert "split.frozen" in found if change == "frozen" else "mp_rank 01" in found
 
 
 def test_experts_left_over_in_a_pipeline_without_any(tmp_path: Path) -> None:

@@ -17,11 +17,11 @@ from zckpt.containers import TensorRef
 from zckpt.errors import IncompleteError, InconsistentError, UnsupportedError
 from zckpt.layouts import unsharded, zero3, zero12
 from zckpt.layouts.assembly import assemble
-from zckpt.layouts.expert_groups import Save, parts_of
+from zckpt.layouts.expert_groups import Save, parts_of, with_shapes
 from zckpt.layouts.expert_records import modules, second_routers, without_experts
 from zckpt.layouts.experts import Layer, Layers, sharers
 from zckpt.layouts.listing import EXPERT_OPTIMIZER_NAME, MODEL_NAME, Listing
-from zckpt.layouts.module_states import ModelStates, Shape, as_mapping, read_model_states
+from zckpt.layouts.module_states import ModelStates, Shape, as_mapping
 from zckpt.layouts.optimizer_states import missing_model_file, missing_ranks
 from zckpt.layouts.rules import rules_of_checkpoint
 from zckpt.layouts.slices import Joint, join
@@ -250,16 +250,18 @@ class Reader:
         return found
 
 
-def load(listing: Listing, allow_unknown: bool, mp_rank: int = 0) -> Save | None:
+def load(listing: Listing, allow_unknown: bool, model: ModelStates, layers: Layers, mp_rank: int = 0) -> Save | None:
     """One model-parallel rank's files as a ZeRO save, whose groups are not yet told apart; None without ZeRO."""
     if listing.shards("model", mp_rank):
         return zero3.load(listing, mp_rank, allow_unknown=allow_unknown)
-    model = read_model_states(listing, model_name(listing, mp_rank))
-    if not model.is_zero():
-        return None
-    if not listing.shards("optim", mp_rank):
+    optimizers = listing.shards("optim", mp_rank).values()
+    if not optimizers:
+        if not model.is_zero():
+            return None
         world_size = model.number("dp_world_size") or 1
         raise missing_ranks(listing, "optimizer", [], list(range(world_size)), world_size)
+    if not model.is_zero():
+        model = with_shapes(model, [listing.open(name).root for name in optimizers], layers)
     return zero12.load(listing, mp_rank, allow_unknown=allow_unknown, model=model)
 
 

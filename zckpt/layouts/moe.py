@@ -10,22 +10,30 @@ that share experts are counted in these numbers.
 [Note: experts in a pipeline] A stage is a mixture of its own: its model file holds its weights (there are no layer files), its
 layers of experts are counted from 0, and "all ranks" above are those of the stage. A stage without experts is an ordinary one,
 with layer files.
+
+[Note: model files that DeepSpeed does not write] Whole experts on fewer ranks than there are tensor-parallel ones: those that
+only hold copies of experts leave the save before they write their `mp_rank_XX_model_states.pt`. Under ZeRO their masters are
+there. Shapes are those of the tensor-parallel rank before, if the optimizer files name the same parameters of the same sizes;
+buffers are its own; frozen slices are lost.
 Source: DeepSpeed 0.19.8, utils/groups.py `_create_expert_and_data_parallel`, `_create_expert_data_and_model_parallel`;
-runtime/engine.py `save_checkpoint`.
+runtime/engine.py `save_checkpoint`, `_save_moe_checkpoint`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+import re
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 
 from zckpt.catalog import Catalog, Source, Topology
+from zckpt.containers import Placeholder
 from zckpt.errors import InconsistentError, UnsupportedError, some
 from zckpt.layouts import model_parallel, unsharded, zero3, zero12
 from zckpt.layouts.assembly import assemble
 from zckpt.layouts.expert_groups import Save, told_apart
 from zckpt.layouts.expert_records import second_routers, without_experts
-from zckpt.layouts.experts import Layers, read_layers
+from zckpt.layouts.experts import Layers, is_own, read_layers
 from zckpt.layouts.listing import EXPERT_NAME, EXPERT_OPTIMIZER_NAME, MODEL_NAME, Listing
 from zckpt.layouts.mixture import Reader, load, model_name
 from zckpt.layouts.model_parallel import Slice
@@ -65,10 +73,12 @@ def read_training(listing: Listing, *, allow_unknown: bool = False) -> Training:
 
 def _open(listing: Listing, allow_unknown: bool) -> Reader | Split:
     """Of a model that is split over tensor-parallel ranks, experts may be too, or are spread over all ranks."""
-    if len(listing.model_parallel_ranks()) < 2:
-        save = load(listing, allow_unknown)
-        model = save.model if save else read_model_states(listing, model_name(listing))
-        return Reader(listing, save, model, read_layers(listing, model))
+    ranks = len(listing.model_parallel_ranks())
+    if ranks < 2 and listing.numbers(model_name(listing), "mp_world_size").get("mp_world_size", 1) < 2:
+        model = read_model_states(listing, model_name(listing))
+        layers = read_layers(listing, model)
+        save = load(listing, allow_unknown, model, layers)
+        return Reader(listing, save, save.model if save else model, layers)
     return Split(listing, allow_unknown)
 
 
@@ -79,6 +89,7 @@ class Split(model_parallel.Reader):
         self.held: dict[int, Reader] = {}
         self.saves: dict[int, Save] = {}
         self.spread: dict[int, Layers] = {}
+        self.unwritten: list[str] = []
         super().__init__(listing, allow_unknown)
         self.whole = {ranks[0]: self._of_all(ranks) for ranks in self._stages() if ranks[0] in self.spread}
 
@@ -86,6 +97,28 @@ class Split(model_parallel.Reader):
         """The model-parallel ranks of each pipeline stage."""
         tp = self.topology.tp
         return [range(first, first + tp) for first in range(0, tp * self.topology.pp, tp)]
+
+    def _model(self, rank: int) -> ModelStates:
+        """A rank's model file, or what can be known of it; see [Note: model files that DeepSpeed does not write]."""
+        written = [int(name.split("_")[2]) for name in self.listing.matching(MODEL_NAME)]
+        shards = self.listing.shards("optim", rank).values()
+        before = max((other for other in written if other < rank), default=None)
+        if rank in written or before is None or not shards or _expert_files(self.listing, range(rank, rank + 1)):
+            return super()._model(rank)
+        model = super()._model(before)
+        if not _counts(model.root) or _sizes(model) != _held_sizes(self.listing.open(name).root for name in shards):
+            return super()._model(rank)
+        self.unwritten.append(f"mp_rank_{rank:02d}_model_states.pt")
+        buffers = {name: ref for name, ref in model.module.items() if name in model.buffer_names}
+        return replace(model, module=buffers, frozen_shapes={}, frozen_fragments={})
+
+    def _notes(self) -> Iterator[str]:
+        yield from super()._notes()
+        if self.unwritten:
+            yield (
+                f"DeepSpeed does not write {some(self.unwritten)} where experts lie on fewer ranks than there are "
+                "tensor-parallel ones, and cannot load such a save: masters are read, and no copy of their slices proves them."
+            )
 
     def slice_of(self, rank: int, model: ModelStates, tied: Mapping[str, str]) -> Slice:
         """Of a rank: all its slices, or those that are not experts'."""
@@ -95,11 +128,11 @@ class Split(model_parallel.Reader):
             return super().slice_of(rank, model, tied)
         if rank == stage[0] and len(stage) > 1 and not _are_sliced(self.listing, stage):
             self.spread[rank] = read_layers(self.listing, model, stage)
-        spread = self.spread.get(stage[0])
-        save = load(self.listing, self.allow_unknown, rank)
+        own, spread = range(rank, rank + 1), self.spread.get(stage[0])
+        layers = spread or read_layers(self.listing, model, own)
+        save = load(self.listing, self.allow_unknown, model, layers, rank)
         if spread is None:
-            layers = read_layers(self.listing, model, range(rank, rank + 1))
-            reader = self.held[rank] = Reader(self.listing, save, model, layers, range(rank, rank + 1))
+            reader = self.held[rank] = Reader(self.listing, save, save.model if save else model, layers, own)
             return Slice(reader.catalog(), reader.model, reader.training if save else None)
         if save is None:
             if unsharded.master_groups(model.root.get("optimizer"), model.file) is not None:
@@ -123,8 +156,7 @@ class Split(model_parallel.Reader):
 
     def _check_none(self, rank: int) -> None:
         """A stage without experts has no files of any."""
-        matches = [EXPERT_NAME.fullmatch(name) for name in self.listing.files]
-        if strange := [match[0] for match in matches if match and int(match["mp"]) == rank]:
+        if strange := [match[0] for match in _expert_files(self.listing, range(rank, rank + 1))]:
             raise InconsistentError(
                 "files of experts that the model does not have", file=self.listing.directory, found=some(strange),
                 expected=f"mp_rank {rank:02d} is of a pipeline stage without experts",
@@ -179,8 +211,34 @@ class Split(model_parallel.Reader):
         return replace(without_experts(training), groups=groups, states=states)
 
 
+def _expert_files(listing: Listing, ranks: range) -> list[re.Match[str]]:
+    """The names of experts' files of some model-parallel ranks."""
+    matches = (EXPERT_NAME.fullmatch(name) for name in listing.files)
+    return [match for match in matches if match and int(match["mp"]) in ranks]
+
+
 def _are_sliced(listing: Listing, ranks: range) -> bool:
     """Whether any expert has a file of more than one of a stage's tensor-parallel ranks."""
-    matches = [EXPERT_NAME.fullmatch(name) for name in listing.files]
-    held = [(int(m["layer"]), int(m["expert"])) for m in matches if m and int(m["mp"]) in ranks]
+    held = [(int(match["layer"]), int(match["expert"])) for match in _expert_files(listing, ranks)]
     return len(set(held)) < len(held)
+
+
+def _sizes(model: ModelStates) -> dict[str, int]:
+    """Elements of each trainable parameter that is not of an expert, as a model file lists them."""
+    sizes = {name: math.prod(shape) for group in model.param_shapes for name, shape in group.items()}
+    return {name: numel for name, numel in sizes.items() if numel and not is_own(name)}
+
+
+def _held_sizes(optimizers: Iterable[object]) -> dict[str, int]:
+    """The same as a rank's optimizer files hold them."""
+    sizes: dict[str, int] = {}
+    for root in optimizers:
+        state = root.get("optimizer_state_dict") if isinstance(root, Mapping) else None
+        mappings = state.get("param_slice_mappings") if isinstance(state, Mapping) else None
+        for mapping in mappings if isinstance(mappings, list) else ():
+            for name, address in mapping.items() if isinstance(mapping, Mapping) else ():
+                place = address.state if isinstance(address, Placeholder) else None
+                numel = place.get("numel") if isinstance(place, Mapping) else None
+                if not is_own(str(name)):
+                    sizes[str(name)] = sizes.get(str(name), 0) + (numel if isinstance(numel, int) else 0)
+    return sizes

@@ -207,7 +207,10 @@ def check_ranks(listing: Listing, shards: list[OptimizerShard], model: ModelStat
         "the step": [shard.step for shard in shards],
     }.items():
         _check_agreement(listing, shards, fact, values)
-    recorded = shards[0].partition_count or model.number("dp_world_size") or len(shards)
+    said = [shards[0].partition_count, model.number("dp_world_size")]
+    if model.root.get("num_experts"):  # these may be cut over more ranks than all else: tensor-parallel ones too
+        said.reverse()
+    recorded = next((number for number in said if number), len(shards))
     ranks = {shard.rank for shard in shards}
     missing = sorted(set(range(recorded)) - ranks)
     if missing:
