@@ -13,18 +13,21 @@ Source: DeepSpeed 0.19.8, runtime/pipe/module.py `save_state_dict`, `ckpt_layer_
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from zckpt.catalog import Catalog, Replica, Source, TensorEntry, Topology
 from zckpt.containers import TensorRef
-from zckpt.errors import CorruptError, IncompleteError, InconsistentError, UsageError
+from zckpt.errors import CorruptError, IncompleteError, InconsistentError, UnsupportedError, UsageError
 from zckpt.layouts import unsharded, zero3, zero12
+from zckpt.layouts.agreement import same_settings
 from zckpt.layouts.assembly import assemble
 from zckpt.layouts.listing import LAYER_NAME, MODEL_NAME, Listing
 from zckpt.layouts.module_states import ModelStates, as_mapping, flatten, read_model_states
-from zckpt.layouts.optimizer_states import missing_ranks
+from zckpt.layouts.optimizer_states import OptimizerShard, missing_ranks
+from zckpt.layouts.origins import check_alike
 from zckpt.layouts.rules import Rules, check_loads, rules_of_checkpoint, rules_of_file, unknown_rule
 from zckpt.layouts.slices import Joint, join, replicated
 from zckpt.layouts.training import Group, Training
@@ -59,11 +62,19 @@ def read_training(listing: Listing, *, allow_unknown: bool = False) -> Training:
 
 @dataclass(frozen=True, slots=True)
 class Slice:
-    """What one model-parallel rank holds: a catalog of slices, and how to read what goes with them."""
+    """What one model-parallel rank holds.
+
+    Attributes:
+        catalog: of slices.
+        model: the model file.
+        training: how to read what goes with them; None without ZeRO.
+        shard: the first of its optimizer files, under ZeRO.
+    """
 
     catalog: Catalog
     model: ModelStates
     training: Callable[[], Training] | None
+    shard: OptimizerShard | None = None
 
 
 class Reader:
@@ -138,6 +149,7 @@ class Reader:
         module = self._stage_module(rank, model, tied) if self.layers else None
         if module is not None:
             model = replace(model, module=module)
+        shard: OptimizerShard | None = None
         if not self.listing.shards("optim", rank):
             if model.is_zero():
                 size = model.number("dp_world_size") or 1
@@ -150,13 +162,14 @@ class Reader:
             catalog = assemble(
                 save.model, zero3.masters(save), Source("", self.listing.directory), self.topology, zero3.frozen(save)
             )
-            return Slice(catalog, save.model, lambda: zero3.training(save))
+            return Slice(catalog, save.model, lambda: zero3.training(save), save.shards[0])
         else:
             flat = zero12.load(self.listing, rank, allow_unknown=self.allow_unknown, model=model)
             catalog = assemble(model, zero12.masters(flat), Source("", self.listing.directory), self.topology)
             catalog = replace(catalog, padding=tuple(zero12.padding(flat)))
+            shard = flat.shards[0]
             training = lambda: zero12.training(flat)  # noqa: E731
-        return Slice(catalog, model, training)
+        return Slice(catalog, model, training, shard)
 
     def _stage_module(self, rank: int, model: ModelStates, tied: Mapping[str, str]) -> dict[str, TensorRef]:
         """The tensors of a stage's layer files under their global names; of a run without ZeRO, those of all layers."""
@@ -315,9 +328,20 @@ class Reader:
 
 
 def _merged(stages: Sequence[Sequence[Group]]) -> Iterator[Group]:
-    """The groups of all pipeline stages: those of the same number are one."""
+    """The groups of all pipeline stages: those of the same number are one.
+
+    Raises:
+        UnsupportedError: they are not told the same.
+    """
     for number in range(max(len(groups) for groups in stages)):
         same = [groups[number] for groups in stages if number < len(groups)]
+        if any(group.settings and not same_settings(same[0].settings, group.settings) for group in same):
+            raise UnsupportedError(
+                f"pipeline stages whose parameter groups are not alike, number {number}",
+                found="its settings, such as the weight decay, are others in another stage",
+                expected="the same groups in the same order, which may be fewer at the end",
+                remedy="Weights alone can be converted: zckpt to-fp32, to-bf16.",
+            )
         names = dict.fromkeys(name for group in same for name in group.names)
         full = next((group for group in same if group.states), same[0])
         yield replace(full, names=tuple(names))
@@ -368,12 +392,8 @@ def _tied_names(models: Iterable[ModelStates]) -> dict[str, str]:
 
 
 def _check_steps(listing: Listing, slices: Sequence[Slice]) -> None:
-    """All model files are of one save."""
-    steps = {rank: held.model.number("global_steps") for rank, held in enumerate(slices)}
-    if len(set(steps.values())) > 1:
-        raise InconsistentError(
-            "files of different saves",
-            file=listing.directory,
-            found="; ".join(f"mp_rank {rank:02d} says step {step}" for rank, step in list(steps.items())[:8]),
-            remedy="Copy the files of one save again, or choose another tag.",
-        )
+    """All model files are of one save, and all optimizer files: those of a single rank were compared with each other."""
+    models = (held.model for held in slices)
+    check_alike(listing, "the step", {os.path.basename(model.file): model.number("global_steps") for model in models})
+    shards = [held.shard for held in slices if held.shard is not None]
+    check_alike(listing, "the step", {shard.name: shard.step for shard in shards if shard.step is not None})

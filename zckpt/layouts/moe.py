@@ -94,7 +94,8 @@ class Split(model_parallel.Reader):
         if self.spread is None:
             layers = read_layers(self.listing, model, rank)
             reader = self.held[rank] = Reader(self.listing, save, model, layers, rank)
-            return Slice(reader.catalog(), reader.model, reader.training if save else None)
+            shard = save.shards[0] if save else None
+            return Slice(reader.catalog(), reader.model, reader.training if save else None, shard)
         if save is None:
             if unsharded.master_groups(model.root.get("optimizer"), model.file) is not None:
                 raise UnsupportedError(
@@ -110,9 +111,9 @@ class Split(model_parallel.Reader):
         if isinstance(dense, zero3.Save):
             zero3.check_lengths(dense)
             catalog = assemble(dense.model, zero3.masters(dense), source, self.topology, zero3.frozen(dense))
-            return Slice(catalog, save.model, lambda: zero3.training(dense))
+            return Slice(catalog, save.model, lambda: zero3.training(dense), dense.shards[0])
         catalog = assemble(dense.model, zero12.masters(dense), source, self.topology)
-        return Slice(catalog, save.model, lambda: zero12.training(dense))
+        return Slice(catalog, save.model, lambda: zero12.training(dense), dense.shards[0])
 
     def _of_all(self, layers: Layers, model: ModelStates) -> Reader:
         """What all ranks hold of experts, as a mixture of nothing else."""
