@@ -72,7 +72,7 @@ def contradictions(origins: Sequence[Origin]) -> Iterator[str]:
     facts: dict[str, dict[str, int | str | None]] = {
         "the step": {origin.file: origin.step for origin in origins},
         "the world size": {origin.file: origin.world_size for origin in origins},
-        "DeepSpeed's version": {origin.file: origin.version for origin in origins},
+        "the DeepSpeed version": {origin.file: origin.version for origin in origins},
     }
     for fact, said in facts.items():
         if words := disagreement(fact, {file: value for file, value in said.items() if value is not None}):
