@@ -13,6 +13,7 @@ Source: DeepSpeed 0.19.8, runtime/pipe/module.py `save_state_dict`, `ckpt_layer_
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -21,10 +22,12 @@ from zckpt.catalog import Catalog, Replica, Source, TensorEntry, Topology
 from zckpt.containers import TensorRef
 from zckpt.errors import CorruptError, IncompleteError, InconsistentError, UsageError
 from zckpt.layouts import unsharded, zero3, zero12
+from zckpt.layouts.agreement import merged
 from zckpt.layouts.assembly import assemble
 from zckpt.layouts.listing import LAYER_NAME, MODEL_NAME, Listing
 from zckpt.layouts.module_states import ModelStates, as_mapping, flatten, read_model_states
-from zckpt.layouts.optimizer_states import missing_ranks
+from zckpt.layouts.optimizer_states import OptimizerShard, missing_ranks
+from zckpt.layouts.origins import check_alike
 from zckpt.layouts.rules import Rules, check_loads, rules_of_checkpoint, rules_of_file, unknown_rule
 from zckpt.layouts.slices import Joint, join, replicated
 from zckpt.layouts.training import Group, Training
@@ -59,11 +62,19 @@ def read_training(listing: Listing, *, allow_unknown: bool = False) -> Training:
 
 @dataclass(frozen=True, slots=True)
 class Slice:
-    """What one model-parallel rank holds: a catalog of slices, and how to read what goes with them."""
+    """What one model-parallel rank holds.
+
+    Attributes:
+        catalog: of slices.
+        model: the model file.
+        training: how to read what goes with them; None without ZeRO.
+        shard: the first of its optimizer files, under ZeRO.
+    """
 
     catalog: Catalog
     model: ModelStates
     training: Callable[[], Training] | None
+    shard: OptimizerShard | None = None
 
 
 class Reader:
@@ -139,6 +150,7 @@ class Reader:
         """What one model-parallel rank holds. Whoever knows more of its files says it here."""
         if self.layers and not model.module:
             model = replace(model, module=self._stage_module(rank, model, tied))
+        shard: OptimizerShard | None = None
         if not self.listing.shards("optim", rank):
             if model.is_zero():
                 size = model.number("dp_world_size") or 1
@@ -151,13 +163,14 @@ class Reader:
             catalog = assemble(
                 save.model, zero3.masters(save), Source("", self.listing.directory), self.topology, zero3.frozen(save)
             )
-            return Slice(catalog, save.model, lambda: zero3.training(save))
+            return Slice(catalog, save.model, lambda: zero3.training(save), save.shards[0])
         else:
             flat = zero12.load(self.listing, rank, allow_unknown=self.allow_unknown, model=model)
             catalog = assemble(model, zero12.masters(flat), Source("", self.listing.directory), self.topology)
             catalog = replace(catalog, padding=tuple(zero12.padding(flat)))
+            shard = flat.shards[0]
             training = lambda: zero12.training(flat)  # noqa: E731
-        return Slice(catalog, model, training)
+        return Slice(catalog, model, training, shard)
 
     def _stage_module(self, rank: int, model: ModelStates, tied: Mapping[str, str]) -> dict[str, TensorRef]:
         """The tensors of a stage's layer files under their global names; of a run without ZeRO, those of all layers."""
@@ -315,33 +328,6 @@ class Reader:
         return replace(first, groups=merged(groups), states=states, joined=joined)
 
 
-def merged(stages: Iterable[Iterable[Group]]) -> tuple[Group, ...]:
-    """The groups of all pipeline stages: those of the same number are one, if they have the same settings.
-
-    A tied parameter is in the group that its first stage has it in.
-    """
-    numbered: dict[int, list[Group]] = {}
-    owned: set[str] = set()
-    for groups in stages:
-        before = frozenset(owned)
-        for number, group in enumerate(groups):
-            owned.update(group.names)
-            names = tuple(name for name in group.names if name not in before)
-            same = numbered.setdefault(number, [])
-            at = next((at for at, other in enumerate(same) if _settings(other) == _settings(group)), None)
-            if at is not None:
-                full = same[at] if same[at].states else group
-                same[at] = replace(full, names=(*same[at].names, *names))
-            elif names or not group.names:
-                same.append(replace(group, names=names))
-    return tuple(group for _, same in sorted(numbered.items()) for group in same)
-
-
-def _settings(group: Group) -> dict[str, object]:
-    """What can be compared of a group's settings."""
-    return {key: value for key, value in group.settings.items() if not isinstance(value, TensorRef)}
-
-
 def _tied(first: TensorEntry, other: TensorEntry, stage: int) -> TensorEntry:
     """A tensor that a further stage holds too: it must be the same there."""
     if (first.shape, first.dtype) != (other.shape, other.dtype):
@@ -387,12 +373,8 @@ def _tied_names(models: Iterable[ModelStates]) -> dict[str, str]:
 
 
 def _check_steps(listing: Listing, slices: Sequence[Slice]) -> None:
-    """All model files are of one save."""
-    steps = {rank: held.model.number("global_steps") for rank, held in enumerate(slices)}
-    if len(set(steps.values())) > 1:
-        raise InconsistentError(
-            "files of different saves",
-            file=listing.directory,
-            found="; ".join(f"mp_rank {rank:02d} says step {step}" for rank, step in list(steps.items())[:8]),
-            remedy="Copy the files of one save again, or choose another tag.",
-        )
+    """All model files are of one save, and all optimizer files: those of a single rank were compared with each other."""
+    models = (held.model for held in slices)
+    check_alike(listing, "the step", {os.path.basename(model.file): model.number("global_steps") for model in models})
+    shards = [held.shard for held in slices if held.shard is not None]
+    check_alike(listing, "the step", {shard.name: shard.step for shard in shards if shard.step is not None})

@@ -30,6 +30,7 @@ from zckpt.catalog import Catalog, Source, Topology
 from zckpt.containers import Placeholder
 from zckpt.errors import InconsistentError, UnsupportedError, some
 from zckpt.layouts import model_parallel, unsharded, zero3, zero12
+from zckpt.layouts.agreement import merged
 from zckpt.layouts.assembly import assemble
 from zckpt.layouts.expert_groups import Save, told_apart
 from zckpt.layouts.expert_records import second_routers, without_experts
@@ -133,7 +134,8 @@ class Split(model_parallel.Reader):
         save = load(self.listing, self.allow_unknown, model, layers, rank)
         if spread is None:
             reader = self.held[rank] = Reader(self.listing, save, save.model if save else model, layers, own)
-            return Slice(reader.catalog(), reader.model, reader.training if save else None)
+            shard = save.shards[0] if save else None
+            return Slice(reader.catalog(), reader.model, reader.training if save else None, shard)
         if save is None:
             if unsharded.master_groups(model.root.get("optimizer"), model.file) is not None:
                 raise UnsupportedError(
@@ -149,10 +151,10 @@ class Split(model_parallel.Reader):
         if isinstance(dense, zero3.Save):
             zero3.check_lengths(dense)
             catalog = assemble(dense.model, zero3.masters(dense), source, self.topology, zero3.frozen(dense))
-            return Slice(catalog, save.model, lambda: zero3.training(dense))
+            return Slice(catalog, save.model, lambda: zero3.training(dense), dense.shards[0])
         catalog = assemble(dense.model, zero12.masters(dense), source, self.topology)
         catalog = replace(catalog, padding=tuple(zero12.padding(dense)))
-        return Slice(catalog, save.model, lambda: zero12.training(dense))
+        return Slice(catalog, save.model, lambda: zero12.training(dense), dense.shards[0])
 
     def _check_none(self, rank: int) -> None:
         """A stage without experts has no files of any."""
@@ -207,7 +209,7 @@ class Split(model_parallel.Reader):
         states = dict(training.states)
         for own in experts:
             states |= own.states
-        groups = (*training.groups, *model_parallel.merged([own.groups for own in experts]))
+        groups = (*training.groups, *merged([own.groups for own in experts]))
         return replace(without_experts(training), groups=groups, states=states)
 
 
