@@ -213,7 +213,7 @@ def test_a_record_shorter_than_its_tensor(zero2: Path, out: Path) -> None:
 def test_a_rank_of_another_world_size(zero2: Path, out: Path, tmp_path: Path) -> None:
     other = synth.zero12(tmp_path / "other", groups(), 4)
     shutil.copy(other / "global_step5" / OPTIM.format(1), zero2 / "global_step5")
-    assert "ranks 1 say 4" in refused(InconsistentError, zero2, out).found
+    assert f"{OPTIM.format(1)!r} says 4" in refused(InconsistentError, zero2, out).found
 
 
 def test_a_rank_left_over_from_a_larger_run(zero2: Path, out: Path) -> None:
@@ -224,7 +224,8 @@ def test_a_rank_left_over_from_a_larger_run(zero2: Path, out: Path) -> None:
 def test_a_rank_of_another_step(zero3: Path, out: Path, tmp_path: Path) -> None:
     other = synth.zero3(tmp_path / "other", groups(), 3, step=9)
     shutil.copy(other / "global_step5" / OPTIM.format(2), zero3 / "global_step5")
-    assert "ranks 2 say 9" in refused(InconsistentError, zero3, out).found
+    error = refused(InconsistentError, zero3, out)
+    assert f"{OPTIM.format(2)!r} says 9" in error.found and f"Copy {OPTIM.format(2)!r} again" in error.remedy
 
 
 def test_two_files_that_claim_one_partition(zero2: Path, out: Path) -> None:

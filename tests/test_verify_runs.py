@@ -113,7 +113,7 @@ def rate_up(root: Any) -> None:
     ("kind", "harm", "words"),
     [
         ("optim", step_up, "the step"),
-        ("optim", rate_up, "a setting of parameter group 0: 'lr' is"),
+        ("optim", rate_up, "parameter group 0: 'lr' is 0.2, in"),
         (
             "optim",
             lambda root: root["optimizer_state_dict"].update(overflow=True),
@@ -142,7 +142,7 @@ def test_what_one_rank_says_otherwise(kind: str, harm: Callable[[Any], object], 
     edit(path, harm)
     problems = str(wrong(zckpt.verify(source, tmp_path / "out")))
     assert words in problems
-    assert path.name in problems or "ranks 1" in problems
+    assert path.name in problems
 
 
 def test_a_step_of_one_parameter(tmp_path: Path) -> None:

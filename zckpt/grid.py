@@ -103,6 +103,8 @@ def _rows(listing: Listing, catalog: Catalog | None, mp_rank: int) -> dict[int, 
         matrix[rank] = row
     if single:
         matrix[0] = {"model": facts[single[0]][0], **matrix.get(0, {})}
+    elif not files["model"]:
+        matrix[0] = {"model": Cell("", state="missing"), **matrix.get(0, {})}
     return matrix
 
 
@@ -124,7 +126,8 @@ def _facts(listing: Listing, name: str) -> tuple[Cell, int | None, object]:
 def _partition_count(root: object, path: str) -> int | None:
     state = as_mapping(root, "a checkpoint file", path).get("optimizer_state_dict")
     count = state.get("partition_count") if isinstance(state, Mapping) else None
-    count = max((n for n in count if isinstance(n, int)), default=None) if isinstance(count, list | tuple) else count
+    if isinstance(count, list | tuple):  # groups of experts, which come last, have others
+        count = next(iter(count), None)
     return count if isinstance(count, int) else None
 
 

@@ -6,18 +6,18 @@ be derived from the shards once more and compared as bytes.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
 from zckpt import layouts
 from zckpt.catalog import TensorEntry
-from zckpt.containers import NumpyArray, Placeholder, TensorRef, brief
+from zckpt.containers import TensorRef
 from zckpt.errors import ZckptError, some
-from zckpt.layouts import dcp, universal, zero3
+from zckpt.layouts import dcp, universal
+from zckpt.layouts.agreement import disagreements, unlike
 from zckpt.layouts.listing import DCP_METADATA, MODEL_NAME, SHARD_NAME, UNIVERSAL, Listing, is_deepspeed_file
 from zckpt.layouts.module_states import WRAPPERS, as_mapping, read_model_states, whole
-from zckpt.layouts.optimizer_states import OptimizerShard, number_in, per_element, read_shards, scaler_of
+from zckpt.layouts.optimizer_states import number_in
 from zckpt.layouts.totals import as_float
 from zckpt.layouts.training import Group, Training
 from zckpt.rederive import differences
@@ -256,25 +256,10 @@ def _odd_files(side: Examined, training: Training) -> Iterator[str]:
         names += [name] * (len(pairs) - len(names))
     for bad in differences([(a, b) for _, a, b in pairs]):
         odd.setdefault(f"{pairs[bad.number][0]} has another tensor", []).append(names[bad.number])
-    if not side.catalog.topology.experts and len(listing.model_parallel_ranks()) == 1:  # others' groups may differ
-        for shard in read_shards(listing, frozenset(), allow_unknown=True):
-            for what in _unlike_shard(shard, training):
-                odd.setdefault(what, []).append(os.path.basename(shard.file))
+    for other in disagreements(listing):
+        odd.setdefault(other.told, []).append(other.file)
     for what, files in odd.items():
         yield f"{what} (in {some(files)})"
-
-
-def _unlike_shard(shard: OptimizerShard, training: Training) -> Iterator[str]:
-    for flat, number in zero3.owners(shard).items():
-        if number >= len(training.groups):
-            yield f"there is a parameter group {number}"
-            continue
-        group = training.groups[number]
-        vectors = per_element(shard.states[flat])
-        scalars = {name: value for name, value in shard.states[flat].items() if name not in vectors}
-        settings = shard.settings[number] if number < len(shard.settings) else group.settings
-        yield from _unlike_group(number, group, scalars, settings, [])
-    yield from unlike(dict(training.scaler), scaler_of(shard), "the loss scaler", [])
 
 
 _OPTIMIZER_FILE = frozenset(("optimizer_state_dict", "ds_config", "ds_version", "param_shapes", "folding"))
@@ -285,47 +270,3 @@ def _beside(listing: Listing) -> list[str]:
     shards = (name for name in listing.matching(SHARD_NAME) if name.endswith("_optim_states.pt"))
     roots = (listing.open(name).root for name in shards)
     return sorted({str(key) for root in roots if isinstance(root, Mapping) for key in root.keys() - _OPTIMIZER_FILE})
-
-
-def unlike(a: object, b: object, where: str, pairs: list[Pair]) -> Iterator[str]:
-    """Places at which two inert values are not equal, as sentences. Tensors are added to `pairs` to be compared.
-
-    Args:
-        a: of the checkpoint.
-        b: of the output.
-        where: what they are, for the sentences.
-        pairs: gets the tensors.
-    """
-    left = [(a, b, where)]
-    seen: set[tuple[int, int]] = set()
-    while left:  # as deep as values may be nested, or in each other
-        x, y, at = left.pop()
-        if (id(x), id(y)) in seen:
-            continue
-        seen.add((id(x), id(y)))
-        match x, y:
-            case TensorRef(), TensorRef() if (x.shape, x.dtype) == (y.shape, y.dtype):
-                if x.place != y.place:
-                    pairs.append((at, whole(at, x, "buffer"), whole(at, y, "buffer")))
-            case Placeholder(), Placeholder() if str(x) == str(y):
-                left += [(getattr(x, part), getattr(y, part), at) for part in ("args", "state", "kwargs", "items")]
-            case NumpyArray(), NumpyArray() if (x.dtype, x.shape, x.data, x.fortran) == (
-                *(y.dtype, y.shape, y.data, y.fortran),
-            ):
-                left.append((x.objects, y.objects, at))
-            case Mapping(), Mapping():
-                left += [(value, y[key], f"{at}: {key!r:.80}") for key, value in x.items() if key in y]
-                if missing := [key for key in x if key not in y]:
-                    yield f"{at} has no {some(missing)}"
-                if strange := [key for key in y if key not in x]:
-                    yield f"{at} has {some(strange)}, which the checkpoint has not"
-            case list() | tuple(), list() | tuple() if len(x) == len(y):
-                left += [(p, q, at) for p, q in zip(x, y, strict=True)]
-            case _ if _is_leaf(x) and _is_leaf(y) and (x == y or (x != x and y != y)):
-                pass
-            case _:
-                yield f"{at} is {brief(y)}, in the checkpoint {brief(x)}"
-
-
-def _is_leaf(value: object) -> bool:
-    return not isinstance(value, TensorRef | Placeholder | NumpyArray | Mapping | list | tuple)

@@ -29,6 +29,7 @@ from zckpt.integrity import (
     small_records,
 )
 from zckpt.layouts import dcp
+from zckpt.layouts.agreement import disagreements, files_of_optimizers
 from zckpt.layouts.listing import DCP_METADATA, Listing, Wishes
 from zckpt.layouts.origins import Origin, contradictions, of_other_ages, origin, save_files
 from zckpt.layouts.places import Place, find
@@ -227,6 +228,21 @@ def _check_save(state: Examined) -> None:
         count = len(state.origins)
         told = ", ".join([f"{count:,} file{'s' * (count > 1)} of one save", *steps[:1], *versions[:1]])
         state.add("save", told, list(contradictions(state.origins)))
+    if state.catalog is not None:  # else it is told why
+        _check_optimizers(state)
+
+
+def _check_optimizers(state: Examined) -> None:
+    """Whether a run could go on from what all ranks say of their optimizers."""
+    listing = state.place.listing
+    try:
+        count = len(files_of_optimizers(listing))
+        bad = [str(bad) for bad in disagreements(listing) if bad.binding]
+    except ZckptError as error:
+        count, bad = 2, [str(error)]
+    if count > 1:
+        told = f"{count:,} optimizer files agree on step counts, settings and loss scale"
+        state.add("optimizer", told, few(bad, "places at which optimizer files disagree"))
 
 
 def _check_ends(state: Examined) -> None:

@@ -231,7 +231,7 @@ def test_a_missing_rank_of_one_slice(tensor: Path, tmp_path: Path) -> None:
 
 def test_slices_of_different_steps(tensor: Path, tmp_path: Path) -> None:
     edit(next(tensor.glob("*/mp_rank_01*")), lambda root: root.update(global_steps=9))
-    assert "mp_rank 01 says step 9" in refused(InconsistentError, tensor, tmp_path).found
+    assert "'mp_rank_01_model_states.pt' says 9" in refused(InconsistentError, tensor, tmp_path).found
 
 
 def test_replicated_slices_that_disagree(tensor: Path, tmp_path: Path) -> None:

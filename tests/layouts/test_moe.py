@@ -96,13 +96,12 @@ def test_every_master_is_proved_by_a_weight() -> None:
 
 
 def test_ranks_that_list_their_groups_in_another_order(tmp_path: Path) -> None:
-    """As they do, since DeepSpeed walks a set of strings, when nobody fixed the hash seed."""
+    """As they do, since DeepSpeed walks a set of strings for each group that it splits, when nobody fixed the hash seed."""
     checkpoint = copied("moe/zero2_pyramid_w4", tmp_path)
 
     def turn_round(root: Any) -> None:
         state = root["optimizer_state_dict"]
-        count = len(state["partition_count"])
-        order = [0, 1, *reversed(range(2, count))]
+        order = [0, 1, *reversed(range(2, 5)), *reversed(range(5, 8))]
         lists = ("single_partition_of_fp32_groups", "param_slice_mappings", "param_alignment_paddings")
         for key in (*lists, "group_paddings", "partition_count"):
             state[key] = [state[key][number] for number in order]
@@ -170,6 +169,10 @@ def test_into_deepspeeds_own_layer() -> None:
         "moe/tensor_w4",
         "autoep/folded_w4",
         "moe/tensor_sliced_w4",
+        "moe/pipeline_pp2_tp2",
+        "moe/pipeline_some",
+        "moe/pipeline_bf16_pp2_dp2",
+        "moe/tensor_unwritten",
         "moe/zero2_pyramid_w4",
         "moe/bf16_optimizer_w4",
         "autoep/zero2_w4",
@@ -188,6 +191,16 @@ def test_down_to_plain_data_parallelism(name: str, tmp_path: Path) -> None:
         assert same_bits(read_tensor(entry, "pt"), read_tensor(after[key], "pt"))
         for state, held in old.states.get(key, {}).items():
             assert same_bits(read_tensor(held, "pt"), read_tensor(new.states[key][state], "pt"))
+
+
+def test_groups_of_stages_that_are_not_alike_stay_apart() -> None:
+    """A stage without experts has others: its second group has no weight decay, that of experts has."""
+    place = open_catalog(str(FIXTURES / "moe/pipeline_some/checkpoint")).place
+    groups = layouts.read_training(place.listing).groups
+    assert [(group.settings["name"], group.settings["weight_decay"]) for group in groups] == [
+        ("all", 0.1), ("decay", 0.1), ("ep_size_1", 0.1), ("plain", 0.0)
+    ]  # fmt: skip
+    assert groups[3].names == ("3.up.bias", "3.down.bias", "4.up.bias", "4.down.bias")
 
 
 @pytest.mark.parametrize("world_size", [2, 4, 12])
@@ -217,6 +230,8 @@ def test_a_missing_expert_is_named(tmp_path: Path) -> None:
     [
         ("tensor_sliced_w4", "layer_1_expert_1_mp_rank_01_model_states.pt"),
         ("tensor_w4", "layer_0_expert_3_mp_rank_01_model_states.pt"),
+        ("pipeline_pp2_tp2", "layer_0_expert_2_mp_rank_03_model_states.pt"),
+        ("pipeline_some", "layer_0_expert_2_mp_rank_01_model_states.pt"),
     ],
 )
 def test_a_missing_slice_of_an_expert(name: str, file: str, tmp_path: Path) -> None:
@@ -225,15 +240,53 @@ def test_a_missing_slice_of_an_expert(name: str, file: str, tmp_path: Path) -> N
     assert "layer" in refused(IncompleteError, checkpoint, tmp_path).what
 
 
-def test_experts_in_a_pipeline_that_has_layer_files_are_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["moe/tensor_w4", "moe/tensor_sliced_w4", "moe/pipeline_pp2_tp2"])
+def test_missing_tensor_parallel_ranks(name: str, tmp_path: Path) -> None:
+    """All files of one, or its model file where DeepSpeed did write one."""
+    checkpoint = copied(name, tmp_path)
+    one(checkpoint, "mp_rank_01_model_states.pt").unlink()
+    assert "no model states file of mp_rank 01" in refused(IncompleteError, checkpoint, tmp_path).what
+    for path in checkpoint.glob("*/*_mp_rank_01_*"):
+        path.unlink()
+    assert "01" in refused(IncompleteError, checkpoint, tmp_path).remedy
+
+
+def test_a_model_file_that_deepspeed_does_not_write() -> None:
+    inspection = inspect_checkpoint(str(FIXTURES / "moe/tensor_unwritten/checkpoint"))
+    assert inspection.exportable.ok and not inspection.resumable.ok
+    (row,) = (line for line in describe(inspection) if "mp_rank_01  " in line)
+    assert row.endswith("model missing, optim")
+    assert any("'mp_rank_01_model_states.pt'" in note for note in inspection.notes)
+
+
+@pytest.mark.parametrize("change", ["size", "name", "frozen"])
+def test_a_model_file_that_was_not_written_and_cannot_be_told(change: str, tmp_path: Path) -> None:
+    checkpoint = copied("moe/tensor_unwritten", tmp_path)
+
+    def edited(root: Any) -> None:
+        shapes = root["param_shapes"][0]
+        if change == "size":
+            shapes["split.up.weight"] = torch.Size([5, 6])
+        elif change == "name":
+            shapes["split.other.weight"] = shapes.pop("split.up.weight")
+        else:
+            root["module"]["split.frozen"] = torch.ones(3)
+
+    edit(one(checkpoint, "mp_rank_00_model*"), edited)
+    found = refused(IncompleteError, checkpoint, tmp_path).what
+    assert "split.frozen" in found if change == "frozen" else "mp_rank 01" in found
+
+
+def test_experts_left_over_in_a_pipeline_without_any(tmp_path: Path) -> None:
     checkpoint = copied("pipeline/zero1_pp2_dp2", tmp_path)
     source = FIXTURES / "moe" / "zero1_w4" / "checkpoint" / "global_step2"
     for path in source.glob("layer_*_expert_*"):
         shutil.copy(path, next(checkpoint.glob("global_step*")))
-    assert "pipeline" in refused(UnsupportedError, checkpoint, tmp_path).what
+    error = refused(InconsistentError, checkpoint, tmp_path)
+    assert "layer_0_expert_0" in error.found and "without experts" in error.expected
 
 
-@pytest.mark.parametrize("name", ["moe/zero1_w4", "moe/zero0_w2", "autoep/zero2_w4"])
+@pytest.mark.parametrize("name", ["moe/zero1_w4", "moe/zero0_w2", "moe/pipeline_some", "autoep/zero2_w4"])
 def test_all_experts_missing(name: str, tmp_path: Path) -> None:
     checkpoint = copied(name, tmp_path)
     for path in checkpoint.glob("*/*exp*"):
@@ -436,6 +489,8 @@ def test_the_grid_of_experts() -> None:
     ]
     first = next(line for line in lines_of("moe/data_first_w4") if line.startswith("  experts"))
     assert first.endswith("layer 0: 0-1 on rank 0-1; 2-3 on rank 2-3")
+    lines = [line.split(None, 1)[1] for line in lines_of("moe/pipeline_pp2_tp2") if line.startswith("  experts")]
+    assert lines == ["layer 0-1: 0-1 on rank 0; 2-3 on rank 1"]
 
 
 def test_the_grid_of_a_split_model(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ from typing import Protocol
 from zckpt.catalog import Catalog
 from zckpt.errors import NotACheckpointError, UnsupportedError, UsageError
 from zckpt.layouts import (
+    agreement,
     dcp,
     huggingface,
     model_parallel,
@@ -85,6 +86,7 @@ def read_training(listing: Listing, *, allow_unknown: bool = False) -> Training:
 
     Raises:
         UnsupportedError: this kind of save does not hold it, or zckpt does not read it.
+        InconsistentError: its files are not of one run.
     """
     name = _detect(listing)
     if name not in WITH_TRAINING:
@@ -94,6 +96,7 @@ def read_training(listing: Listing, *, allow_unknown: bool = False) -> Training:
             found=name,
             expected=f"{', '.join(WITH_TRAINING)} have them",
         )
+    agreement.check(listing)
     return WITH_TRAINING[name].read_training(listing, allow_unknown=allow_unknown)
 
 

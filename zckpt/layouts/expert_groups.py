@@ -13,11 +13,12 @@ runtime/zero/stage_1_and_2.py `_configure_moe_settings`, runtime/zero/stage3.py 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from zckpt.catalog import TensorEntry
-from zckpt.errors import InconsistentError, UnsupportedError, ranges, some
+from zckpt.errors import IncompleteError, InconsistentError, UnsupportedError, ranges, some
 from zckpt.layouts import zero3, zero12
 from zckpt.layouts.experts import Layers, sharers
 from zckpt.layouts.module_states import ModelStates, Shape
@@ -110,6 +111,53 @@ def told_apart(save: Save, layers: Layers) -> tuple[Save, Save]:
         return replace(save, model=model, shards=shards)
 
     return those(False), those(True)
+
+
+def with_shapes(model: ModelStates, optimizers: Sequence[object], layers: Layers) -> ModelStates:
+    """A model file with the shapes that DeepSpeed left out: of a run of its bf16 optimizer whose config has no ZeRO.
+
+    The optimizer files name what each rank's part of a group holds, in order, and the weights have the shapes. Groups are
+    told by their names, since ranks may list them in different orders.
+
+    Args:
+        model: the model file.
+        optimizers: what each data-parallel rank's optimizer file holds.
+        layers: of experts; which ranks hold them need not be known.
+
+    Raises:
+        IncompleteError: a parameter has no weight.
+    """
+    groups: dict[tuple[str, int], dict[str, Shape]] = {}
+    for root in optimizers:
+        state = root.get("optimizer_state_dict") if isinstance(root, Mapping) else None
+        base = state.get("base_optimizer_state") if isinstance(state, Mapping) else None
+        settings = base.get("param_groups") if isinstance(base, Mapping) else None
+        mappings = state.get("param_slice_mappings") if isinstance(state, Mapping) else None
+        if not isinstance(settings, list) or not isinstance(mappings, list):
+            return model  # and it will be said that there are no shapes
+        counts: Counter[str] = Counter()
+        for group, mapping in zip(settings, mappings):
+            label = str(group.get("name")) if isinstance(group, Mapping) else ""
+            shapes = groups.setdefault((label, counts[label]), {})
+            counts[label] += 1
+            for name in mapping if isinstance(mapping, Mapping) else ():
+                shapes.setdefault(str(name), _shape(str(name), model, layers))
+    places = {model.module[name].place: name for shapes in groups.values() for name in shapes if name in model.module}
+    shared = {name: places[ref.place] for name, ref in model.module.items() if places.get(ref.place, name) != name}
+    shapes_of_all = tuple(groups.values())
+    return replace(model, param_shapes=shapes_of_all, shared=shared, root={**model.root, "param_shapes": shapes_of_all})
+
+
+def _shape(name: str, model: ModelStates, layers: Layers) -> Shape:
+    """The shape of a parameter's weight on one rank."""
+    ref, stack = model.module.get(name), tuple[int, ...]()
+    if (owner := layers.owner(name)) is not None and owner[0].weights:
+        ref, stack = owner[0].weights[0].get(owner[2]), (len(owner[0].held[0]),) if owner[0].stacked else ()
+    if ref is None:
+        raise IncompleteError(
+            "a parameter without a weight", file=model.file, found=f"masters of {name!r} in the optimizer files"
+        )
+    return (*stack, *ref.shape)
 
 
 def _owner(number: int, shapes: Mapping[str, Shape], layers: Layers, save: Save) -> int | None:

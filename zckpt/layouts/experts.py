@@ -203,13 +203,13 @@ def is_own(name: str) -> bool:
     return _OWN.fullmatch(name) is not None
 
 
-def read_layers(listing: Listing, model: ModelStates, mp_rank: int | None = None) -> Layers:
+def read_layers(listing: Listing, model: ModelStates, mp_ranks: range | None = None) -> Layers:
     """All layers of experts, whose ranks are known only where AutoEP recorded them.
 
     Args:
         listing: all files.
-        model: any model file.
-        mp_rank: whose files of experts; None where each expert has one file, of whatever rank.
+        model: any model file of these ranks.
+        mp_ranks: whose files of experts, each expert's being of one of them; None for all files.
 
     Raises:
         IncompleteError: an expert's file is missing.
@@ -225,7 +225,7 @@ def read_layers(listing: Listing, model: ModelStates, mp_rank: int | None = None
             remedy="Load it with the DeepSpeed that wrote it and save it with a newer one.",
         )  # fmt: skip
     recorded = records(model)
-    files = _files(listing, mp_rank)
+    files = _files(listing, mp_ranks)
     strange = [name for (number, expert), name in files.items() if not _is_one(counts, number, expert)]
     if strange:
         raise InconsistentError(
@@ -235,7 +235,8 @@ def read_layers(listing: Listing, model: ModelStates, mp_rank: int | None = None
             expected=f"layers of experts 0-{len(counts) - 1}, of {some(counts)} experts",
             remedy="They are left over from another save: move them away.",
         )
-    layers = [_layer(listing, n, count, recorded.get(n), files, mp_rank) for n, count in enumerate(counts)]
+    first = mp_ranks[0] if mp_ranks else 0
+    layers = [_layer(listing, n, count, recorded.get(n), files, first) for n, count in enumerate(counts)]
     return Layers(layers)
 
 
@@ -243,13 +244,13 @@ def _is_one(counts: Sequence[int], number: int, expert: int) -> bool:
     return 0 <= number < len(counts) and expert < counts[number]
 
 
-def _files(listing: Listing, mp_rank: int | None) -> dict[tuple[int, int], str]:
+def _files(listing: Listing, mp_ranks: range | None) -> dict[tuple[int, int], str]:
     """(layer, expert) -> its file."""
     found: dict[tuple[int, int], str] = {}
     for name in listing.matching(EXPERT_NAME):
         match = EXPERT_NAME.fullmatch(name)
         assert match is not None
-        if mp_rank is not None and int(match["mp"]) != mp_rank:
+        if mp_ranks is not None and int(match["mp"]) not in mp_ranks:
             continue
         key = int(match["layer"]), int(match["expert"])
         if key in found:
@@ -267,7 +268,7 @@ def _layer(
     experts: int,
     recorded: Mapping[str, object] | None,
     files: Mapping[tuple[int, int], str],
-    mp_rank: int | None,
+    mp_rank: int,
 ) -> Layer:
     """One layer: its experts' files, which must all be there and be alike."""
     held: tuple[tuple[int, ...], ...] = ()
@@ -277,7 +278,7 @@ def _layer(
             return Layer(number, str(recorded["expert_key_prefix"]), experts, held, {}, True)
     missing = [expert for expert in range(experts) if (number, expert) not in files]
     if missing:
-        names = [f"layer_{number}_expert_{expert}_mp_rank_{mp_rank or 0:02d}_model_states.pt" for expert in missing[:3]]
+        names = [f"layer_{number}_expert_{expert}_mp_rank_{mp_rank:02d}_model_states.pt" for expert in missing[:3]]
         raise IncompleteError(
             f"missing experts of layer {number}",
             file=listing.directory,

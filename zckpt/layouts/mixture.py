@@ -8,6 +8,7 @@ Source: DeepSpeed 0.19.8, runtime/engine.py `_save_moe_checkpoint`, module_injec
 from __future__ import annotations
 
 import itertools
+import os
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
@@ -16,30 +17,35 @@ from zckpt.catalog import Catalog, Replica, Role, Source, TensorEntry
 from zckpt.containers import TensorRef
 from zckpt.errors import IncompleteError, InconsistentError, UnsupportedError
 from zckpt.layouts import unsharded, zero3, zero12
+from zckpt.layouts.agreement import steps_of
 from zckpt.layouts.assembly import assemble
-from zckpt.layouts.expert_groups import Save, parts_of
+from zckpt.layouts.expert_groups import Save, parts_of, with_shapes
 from zckpt.layouts.expert_records import modules, second_routers, without_experts
 from zckpt.layouts.experts import Layer, Layers, sharers
 from zckpt.layouts.listing import EXPERT_OPTIMIZER_NAME, MODEL_NAME, Listing
-from zckpt.layouts.module_states import ModelStates, Shape, as_mapping, read_model_states
+from zckpt.layouts.module_states import ModelStates, Shape, as_mapping
 from zckpt.layouts.optimizer_states import missing_model_file, missing_ranks
+from zckpt.layouts.origins import check_alike
 from zckpt.layouts.rules import rules_of_checkpoint
 from zckpt.layouts.slices import Joint, join
 from zckpt.layouts.training import Group, Training
 
 
 class Reader:
-    """What a set of data-parallel ranks holds: of a model that is not split, everything."""
+    """What a set of data-parallel ranks holds: of a model that is not split, everything.
+
+    `mp_ranks` are the model-parallel ranks whose data-parallel ranks these are.
+    """
 
     def __init__(
-        self, listing: Listing, save: Save | None, model: ModelStates, layers: Layers, mp_rank: int = 0
+        self, listing: Listing, save: Save | None, model: ModelStates, layers: Layers, mp_ranks: range = range(1)
     ) -> None:
         self.listing = listing
         self.save = save
-        self.mp_rank = mp_rank
-        self.world_size = save.world_size if save else model.number("dp_world_size") or 1
+        self.mp_rank = mp_ranks[0]
+        self.world_size = save.world_size if save else (model.number("dp_world_size") or 1) * len(mp_ranks)
         self.data_first = model.config.get("use_data_before_expert_parallelism") is True
-        self.optimizers = {} if save else self._optimizers()
+        self.optimizers = {} if save else self._optimizers(model)
         spread = _spread_of(layers, self.optimizers.get(0))
         listed = (name for shapes in (*model.param_shapes, model.frozen_shapes) for name in shapes)
         self.layers = layers.spread((*listed, *model.buffer_names), lambda layer: spread.get(layer.experts, 1))
@@ -48,9 +54,10 @@ class Reader:
 
     # -- without ZeRO: each expert-parallel rank has an optimizer's state of its own ----------------------------------
 
-    def _optimizers(self) -> dict[int, object]:
-        """Rank in the widest expert-parallel group -> its optimizer's state."""
+    def _optimizers(self, model: ModelStates) -> dict[int, object]:
+        """Rank in the widest expert-parallel group -> its optimizer's state; all have taken as many steps."""
         found: dict[int, object] = {}
+        steps = {os.path.basename(model.file): steps_of(model.root.get("optimizer"))}
         for name in self.listing.matching(EXPERT_OPTIMIZER_NAME):
             match = EXPERT_OPTIMIZER_NAME.fullmatch(name)
             assert match is not None
@@ -58,6 +65,8 @@ class Reader:
                 continue
             root = as_mapping(self.listing.open(name).root, "an experts' optimizer file", self.listing.files[name])
             found[int(match["ep"])] = root.get("optimizer")
+            steps[name] = steps_of(root.get("optimizer"))
+        check_alike(self.listing, "the step", {name: step for name, step in steps.items() if step is not None})
         return found
 
     def _unsharded_masters(self) -> dict[str, TensorEntry]:
@@ -247,16 +256,18 @@ class Reader:
         return found
 
 
-def load(listing: Listing, allow_unknown: bool, mp_rank: int = 0) -> Save | None:
+def load(listing: Listing, allow_unknown: bool, model: ModelStates, layers: Layers, mp_rank: int = 0) -> Save | None:
     """One model-parallel rank's files as a ZeRO save, whose groups are not yet told apart; None without ZeRO."""
     if listing.shards("model", mp_rank):
         return zero3.load(listing, mp_rank, allow_unknown=allow_unknown)
-    model = read_model_states(listing, model_name(listing, mp_rank))
-    if not model.is_zero():
-        return None
-    if not listing.shards("optim", mp_rank):
+    optimizers = listing.shards("optim", mp_rank).values()
+    if not optimizers:
+        if not model.is_zero():
+            return None
         world_size = model.number("dp_world_size") or 1
         raise missing_ranks(listing, "optimizer", [], list(range(world_size)), world_size)
+    if not model.is_zero():
+        model = with_shapes(model, [listing.open(name).root for name in optimizers], layers)
     return zero12.load(listing, mp_rank, allow_unknown=allow_unknown, model=model)
 
 

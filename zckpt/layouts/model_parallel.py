@@ -13,6 +13,7 @@ Source: DeepSpeed 0.19.8, runtime/pipe/module.py `save_state_dict`, `ckpt_layer_
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -21,10 +22,12 @@ from zckpt.catalog import Catalog, Replica, Source, TensorEntry, Topology
 from zckpt.containers import TensorRef
 from zckpt.errors import CorruptError, IncompleteError, InconsistentError, UsageError
 from zckpt.layouts import unsharded, zero3, zero12
+from zckpt.layouts.agreement import merged
 from zckpt.layouts.assembly import assemble
 from zckpt.layouts.listing import LAYER_NAME, MODEL_NAME, Listing
 from zckpt.layouts.module_states import ModelStates, as_mapping, flatten, read_model_states
-from zckpt.layouts.optimizer_states import missing_ranks
+from zckpt.layouts.optimizer_states import OptimizerShard, missing_ranks
+from zckpt.layouts.origins import check_alike
 from zckpt.layouts.rules import Rules, check_loads, rules_of_checkpoint, rules_of_file, unknown_rule
 from zckpt.layouts.slices import Joint, join, replicated
 from zckpt.layouts.training import Group, Training
@@ -59,11 +62,19 @@ def read_training(listing: Listing, *, allow_unknown: bool = False) -> Training:
 
 @dataclass(frozen=True, slots=True)
 class Slice:
-    """What one model-parallel rank holds: a catalog of slices, and how to read what goes with them."""
+    """What one model-parallel rank holds.
+
+    Attributes:
+        catalog: of slices.
+        model: the model file.
+        training: how to read what goes with them; None without ZeRO.
+        shard: the first of its optimizer files, under ZeRO.
+    """
 
     catalog: Catalog
     model: ModelStates
     training: Callable[[], Training] | None
+    shard: OptimizerShard | None = None
 
 
 class Reader:
@@ -98,7 +109,7 @@ class Reader:
     # -- what is there -----------------------------------------------------------------------------------------------
 
     def _model(self, rank: int) -> ModelStates:
-        """A rank's model file; of ZeRO-3, any of its data-parallel ranks'. A pipeline's has no weights."""
+        """A rank's model file; of ZeRO-3, any of its data-parallel ranks'. A pipeline's has weights if it has experts."""
         names = [n for n in self.listing.matching(MODEL_NAME) if int(n.split("_")[2]) == rank]
         names += self.listing.shards("model", rank).values()
         if not names:
@@ -107,7 +118,9 @@ class Reader:
                 file=self.listing.directory,
                 remedy="Copy it from the node that wrote it (--also DIR lays further directories over this one).",
             )
-        return read_model_states(self.listing, names[0], module={} if self.layers else None)
+        root = self.listing.open(names[0]).root
+        elsewhere = self.layers and not (isinstance(root, Mapping) and isinstance(root.get("module"), Mapping))
+        return read_model_states(self.listing, names[0], module={} if elsewhere else None)
 
     def _topology(self, models: Mapping[int, ModelStates]) -> Topology:
         """Ranks per axis: what the user said, what the files say, or what their number allows."""
@@ -135,9 +148,9 @@ class Reader:
 
     def slice_of(self, rank: int, model: ModelStates, tied: Mapping[str, str]) -> Slice:
         """What one model-parallel rank holds. Whoever knows more of its files says it here."""
-        module = self._stage_module(rank, model, tied) if self.layers else None
-        if module is not None:
-            model = replace(model, module=module)
+        if self.layers and not model.module:
+            model = replace(model, module=self._stage_module(rank, model, tied))
+        shard: OptimizerShard | None = None
         if not self.listing.shards("optim", rank):
             if model.is_zero():
                 size = model.number("dp_world_size") or 1
@@ -150,13 +163,14 @@ class Reader:
             catalog = assemble(
                 save.model, zero3.masters(save), Source("", self.listing.directory), self.topology, zero3.frozen(save)
             )
-            return Slice(catalog, save.model, lambda: zero3.training(save))
+            return Slice(catalog, save.model, lambda: zero3.training(save), save.shards[0])
         else:
             flat = zero12.load(self.listing, rank, allow_unknown=self.allow_unknown, model=model)
             catalog = assemble(model, zero12.masters(flat), Source("", self.listing.directory), self.topology)
             catalog = replace(catalog, padding=tuple(zero12.padding(flat)))
+            shard = flat.shards[0]
             training = lambda: zero12.training(flat)  # noqa: E731
-        return Slice(catalog, model, training)
+        return Slice(catalog, model, training, shard)
 
     def _stage_module(self, rank: int, model: ModelStates, tied: Mapping[str, str]) -> dict[str, TensorRef]:
         """The tensors of a stage's layer files under their global names; of a run without ZeRO, those of all layers."""
@@ -311,16 +325,7 @@ class Reader:
                 }
             groups.append(list(held[0].groups))
         assert first is not None
-        return replace(first, groups=tuple(_merged(groups)), states=states, joined=joined)
-
-
-def _merged(stages: Sequence[Sequence[Group]]) -> Iterator[Group]:
-    """The groups of all pipeline stages: those of the same number are one."""
-    for number in range(max(len(groups) for groups in stages)):
-        same = [groups[number] for groups in stages if number < len(groups)]
-        names = dict.fromkeys(name for group in same for name in group.names)
-        full = next((group for group in same if group.states), same[0])
-        yield replace(full, names=tuple(names))
+        return replace(first, groups=merged(groups), states=states, joined=joined)
 
 
 def _tied(first: TensorEntry, other: TensorEntry, stage: int) -> TensorEntry:
@@ -368,12 +373,8 @@ def _tied_names(models: Iterable[ModelStates]) -> dict[str, str]:
 
 
 def _check_steps(listing: Listing, slices: Sequence[Slice]) -> None:
-    """All model files are of one save."""
-    steps = {rank: held.model.number("global_steps") for rank, held in enumerate(slices)}
-    if len(set(steps.values())) > 1:
-        raise InconsistentError(
-            "files of different saves",
-            file=listing.directory,
-            found="; ".join(f"mp_rank {rank:02d} says step {step}" for rank, step in list(steps.items())[:8]),
-            remedy="Copy the files of one save again, or choose another tag.",
-        )
+    """All model files are of one save, and all optimizer files: those of a single rank were compared with each other."""
+    models = (held.model for held in slices)
+    check_alike(listing, "the step", {os.path.basename(model.file): model.number("global_steps") for model in models})
+    shards = [held.shard for held in slices if held.shard is not None]
+    check_alike(listing, "the step", {shard.name: shard.step for shard in shards if shard.step is not None})

@@ -7,24 +7,35 @@ tensor-parallel rank has files of all experts, which is a mixture of its own, of
 all ranks: rank D x tp + T is data-parallel rank D of tensor-parallel rank T, each expert has one file, and the groups of ranks
 that share experts are counted in these numbers.
 
-[Note: experts in a pipeline] A stage is a mixture of its own: its model file holds its weights (there are no layer files), and
-its layers of experts are counted from 0.
-Source: DeepSpeed 0.19.8, utils/groups.py `_create_expert_and_data_parallel`, `_create_expert_data_and_model_parallel`.
+[Note: experts in a pipeline] A stage is a mixture of its own: its model file holds its weights (there are no layer files), its
+layers of experts are counted from 0, and "all ranks" above are those of the stage. A stage without experts is an ordinary one,
+with layer files.
+
+[Note: model files that DeepSpeed does not write] Whole experts on fewer ranks than there are tensor-parallel ones: those that
+only hold copies of experts leave the save before they write their `mp_rank_XX_model_states.pt`. Under ZeRO their masters are
+there. Shapes are those of the tensor-parallel rank before, if the optimizer files name the same parameters of the same sizes;
+buffers are its own; frozen slices are lost.
+Source: DeepSpeed 0.19.8, utils/groups.py `_create_expert_and_data_parallel`, `_create_expert_data_and_model_parallel`;
+runtime/engine.py `save_checkpoint`, `_save_moe_checkpoint`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+import re
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 
-from zckpt.catalog import Catalog, Source
-from zckpt.errors import UnsupportedError
+from zckpt.catalog import Catalog, Source, Topology
+from zckpt.containers import Placeholder
+from zckpt.errors import InconsistentError, UnsupportedError, some
 from zckpt.layouts import model_parallel, unsharded, zero3, zero12
+from zckpt.layouts.agreement import merged
 from zckpt.layouts.assembly import assemble
 from zckpt.layouts.expert_groups import Save, told_apart
-from zckpt.layouts.expert_records import second_routers
-from zckpt.layouts.experts import Layers, read_layers
-from zckpt.layouts.listing import EXPERT_NAME, EXPERT_OPTIMIZER_NAME, LAYER_NAME, MODEL_NAME, Listing
+from zckpt.layouts.expert_records import second_routers, without_experts
+from zckpt.layouts.experts import Layers, is_own, read_layers
+from zckpt.layouts.listing import EXPERT_NAME, EXPERT_OPTIMIZER_NAME, MODEL_NAME, Listing
 from zckpt.layouts.mixture import Reader, load, model_name
 from zckpt.layouts.model_parallel import Slice
 from zckpt.layouts.module_states import ModelStates, read_model_states
@@ -35,10 +46,14 @@ def match(listing: Listing) -> str | None:
     """None when this layout reads the files; otherwise why not."""
     if listing.matching(EXPERT_NAME) or listing.matching(EXPERT_OPTIMIZER_NAME):
         return None
-    first = next(iter((*listing.matching(MODEL_NAME), *listing.shards("model").values())), None)
-    root = listing.open(first).root if first is not None else None
+    names = (*listing.matching(MODEL_NAME), *listing.shards("model").values())
+    return None if any(_counts(listing.open(name).root) for name in names) else "no experts"  # if so, files are missing
+
+
+def _counts(root: object) -> bool:
+    """Whether a model file says that there are experts; of a pipeline, in its own stage."""
     counts = root.get("num_experts") if isinstance(root, Mapping) else None
-    return None if isinstance(counts, list) and counts else "no experts"  # if there are, their files are missing
+    return isinstance(counts, list) and bool(counts)
 
 
 def read(listing: Listing, *, allow_unknown: bool = False) -> Catalog:
@@ -47,7 +62,7 @@ def read(listing: Listing, *, allow_unknown: bool = False) -> Catalog:
     Raises:
         IncompleteError: an expert's file, or a rank's, is missing.
         InconsistentError: files are of different saves, or experts are left over from another.
-        UnsupportedError: experts in a pipeline that are spread over tensor-parallel ranks.
+        UnsupportedError: masters of a kind that zckpt does not know.
     """
     return _open(listing, allow_unknown).catalog()
 
@@ -59,10 +74,12 @@ def read_training(listing: Listing, *, allow_unknown: bool = False) -> Training:
 
 def _open(listing: Listing, allow_unknown: bool) -> Reader | Split:
     """Of a model that is split over tensor-parallel ranks, experts may be too, or are spread over all ranks."""
-    if len(listing.model_parallel_ranks()) < 2:
-        save = load(listing, allow_unknown)
-        model = save.model if save else read_model_states(listing, model_name(listing))
-        return Reader(listing, save, model, read_layers(listing, model))
+    ranks = len(listing.model_parallel_ranks())
+    if ranks < 2 and listing.numbers(model_name(listing), "mp_world_size").get("mp_world_size", 1) < 2:
+        model = read_model_states(listing, model_name(listing))
+        layers = read_layers(listing, model)
+        save = load(listing, allow_unknown, model, layers)
+        return Reader(listing, save, save.model if save else model, layers)
     return Split(listing, allow_unknown)
 
 
@@ -72,29 +89,53 @@ class Split(model_parallel.Reader):
     def __init__(self, listing: Listing, allow_unknown: bool) -> None:
         self.held: dict[int, Reader] = {}
         self.saves: dict[int, Save] = {}
-        ranks = listing.model_parallel_ranks()
-        elsewhere = bool(listing.matching(LAYER_NAME))
-        first = read_model_states(listing, model_name(listing, ranks[0]), module={} if elsewhere else None)
-        tp, pp = _degrees(listing, first, len(ranks))
-        whole = tp > 1 and not _are_sliced(listing, tp)
-        if elsewhere or (whole and pp > 1):
-            raise UnsupportedError(
-                "experts in a pipeline, in some of its stages only or spread over tensor-parallel ranks too",
-                file=listing.directory, found=f"{pp} stages of {tp} tensor-parallel ranks",
-                expected="pipelines with experts in all stages, spread over data-parallel ranks, are read",
-                remedy="Load it with the DeepSpeed that wrote it, and save each rank's module.",
-            )  # fmt: skip
-        self.spread = read_layers(listing, first) if whole else None
+        self.spread: dict[int, Layers] = {}
+        self.unwritten: list[str] = []
         super().__init__(listing, allow_unknown)
-        self.whole = self._of_all(self.spread, first) if self.spread else None
+        self.whole = {ranks[0]: self._of_all(ranks) for ranks in self._stages() if ranks[0] in self.spread}
+
+    def _stages(self) -> list[range]:
+        """The model-parallel ranks of each pipeline stage."""
+        tp = self.topology.tp
+        return [range(first, first + tp) for first in range(0, tp * self.topology.pp, tp)]
+
+    def _model(self, rank: int) -> ModelStates:
+        """A rank's model file, or what can be known of it; see [Note: model files that DeepSpeed does not write]."""
+        written = [int(name.split("_")[2]) for name in self.listing.matching(MODEL_NAME)]
+        shards = self.listing.shards("optim", rank).values()
+        before = max((other for other in written if other < rank), default=None)
+        if rank in written or before is None or not shards or _expert_files(self.listing, range(rank, rank + 1)):
+            return super()._model(rank)
+        model = super()._model(before)
+        if not _counts(model.root) or _sizes(model) != _held_sizes(self.listing.open(name).root for name in shards):
+            return super()._model(rank)
+        self.unwritten.append(f"mp_rank_{rank:02d}_model_states.pt")
+        buffers = {name: ref for name, ref in model.module.items() if name in model.buffer_names}
+        return replace(model, module=buffers, frozen_shapes={}, frozen_fragments={})
+
+    def _notes(self) -> Iterator[str]:
+        yield from super()._notes()
+        if self.unwritten:
+            yield (
+                f"DeepSpeed does not write {some(self.unwritten)} where experts lie on fewer ranks than there are "
+                "tensor-parallel ones, and cannot load such a save: masters are read, and no copy of their slices proves them."
+            )
 
     def slice_of(self, rank: int, model: ModelStates, tied: Mapping[str, str]) -> Slice:
         """Of a rank: all its slices, or those that are not experts'."""
-        save = load(self.listing, self.allow_unknown, rank)
-        if self.spread is None:
-            layers = read_layers(self.listing, model, rank)
-            reader = self.held[rank] = Reader(self.listing, save, model, layers, rank)
-            return Slice(reader.catalog(), reader.model, reader.training if save else None)
+        stage = self._stages()[rank // self.topology.tp]
+        if self.topology.pp > 1 and not _counts(model.root):
+            self._check_none(rank)
+            return super().slice_of(rank, model, tied)
+        if rank == stage[0] and len(stage) > 1 and not _are_sliced(self.listing, stage):
+            self.spread[rank] = read_layers(self.listing, model, stage)
+        own, spread = range(rank, rank + 1), self.spread.get(stage[0])
+        layers = spread or read_layers(self.listing, model, own)
+        save = load(self.listing, self.allow_unknown, model, layers, rank)
+        if spread is None:
+            reader = self.held[rank] = Reader(self.listing, save, save.model if save else model, layers, own)
+            shard = save.shards[0] if save else None
+            return Slice(reader.catalog(), reader.model, reader.training if save else None, shard)
         if save is None:
             if unsharded.master_groups(model.root.get("optimizer"), model.file) is not None:
                 raise UnsupportedError(
@@ -103,79 +144,103 @@ class Split(model_parallel.Reader):
                 )  # fmt: skip
             return super().slice_of(rank, replace(model, shared=dict(second_routers(model))), tied)
         self.saves[rank] = save
-        dense, _ = told_apart(save, self.spread)
+        dense, _ = told_apart(save, spread)
         shared = {**dense.model.shared, **dict(second_routers(dense.model))}
         dense = replace(dense, model=replace(dense.model, shared=shared))
         source = Source("", self.listing.directory)
         if isinstance(dense, zero3.Save):
             zero3.check_lengths(dense)
             catalog = assemble(dense.model, zero3.masters(dense), source, self.topology, zero3.frozen(dense))
-            return Slice(catalog, save.model, lambda: zero3.training(dense))
+            return Slice(catalog, save.model, lambda: zero3.training(dense), dense.shards[0])
         catalog = assemble(dense.model, zero12.masters(dense), source, self.topology)
-        return Slice(catalog, save.model, lambda: zero12.training(dense))
+        catalog = replace(catalog, padding=tuple(zero12.padding(dense)))
+        return Slice(catalog, save.model, lambda: zero12.training(dense), dense.shards[0])
 
-    def _of_all(self, layers: Layers, model: ModelStates) -> Reader:
-        """What all ranks hold of experts, as a mixture of nothing else."""
-        save: Save | None = None
-        if self.saves:
-            apart = [told_apart(self.saves[rank], layers)[1] for rank in sorted(self.saves)]
-            shards = [shard for same in zip(*(save.shards for save in apart), strict=True) for shard in same]
-            save = replace(apart[0], shards=shards, world_size=len(shards))
-            if isinstance(save, zero3.Save):
-                names = [
-                    name
-                    for same in zip(*(list(own.names.values()) for own in apart if isinstance(own, zero3.Save)))
-                    for name in same
-                ]
-                save = replace(save, names=dict(enumerate(names)), shard_size=len(shards))
-            model = save.model
-        else:
+    def _check_none(self, rank: int) -> None:
+        """A stage without experts has no files of any."""
+        if strange := [match[0] for match in _expert_files(self.listing, range(rank, rank + 1))]:
+            raise InconsistentError(
+                "files of experts that the model does not have", file=self.listing.directory, found=some(strange),
+                expected=f"mp_rank {rank:02d} is of a pipeline stage without experts",
+                remedy="They are left over from another save: move them away.",
+            )  # fmt: skip
+
+    def _of_all(self, ranks: range) -> Reader:
+        """What all ranks of a stage hold of experts, as a mixture of nothing else."""
+        layers, saves = self.spread[ranks[0]], [self.saves[rank] for rank in ranks if rank in self.saves]
+        if not saves:
+            model = read_model_states(self.listing, model_name(self.listing, ranks[0]))
             own = {name: ref for name, ref in model.module.items() if layers.owner(name) is not None}
-            model = replace(model, module=own)
-        return Reader(self.listing, save, model, layers)
+            return Reader(self.listing, None, replace(model, module=own), layers, ranks)
+        apart = [told_apart(save, layers)[1] for save in saves]
+        shards = [shard for same in zip(*(save.shards for save in apart), strict=True) for shard in same]
+        save = replace(apart[0], shards=shards, world_size=len(shards))
+        if isinstance(save, zero3.Save):
+            names = [
+                name
+                for same in zip(*(list(own.names.values()) for own in apart if isinstance(own, zero3.Save)))
+                for name in same
+            ]
+            save = replace(save, names=dict(enumerate(names)), shard_size=len(shards))
+        return Reader(self.listing, save, save.model, layers, ranks)
 
     def catalog(self) -> Catalog:
         """The whole model; errors as in `read`."""
         catalog = super().catalog()
-        if self.whole is None:
-            stages = [self.held[rank].catalog().topology for rank in range(0, len(self.held), self.topology.tp)]
-            experts = tuple(layer for stage in stages for layer in stage.experts)
-            ep = max(stage.ep for stage in stages)
-            return replace(catalog, topology=replace(catalog.topology, ep=ep, experts=experts))
-        whole = self.whole.catalog()
-        topology = replace(catalog.topology, ep=whole.topology.ep, experts=whole.topology.experts)
-        return replace(
-            catalog,
-            tensors={**catalog.tensors, **whole.tensors},
-            aliases={**catalog.aliases, **whole.aliases},
-            topology=topology,
-        )
+        tensors, aliases, padding = dict(catalog.tensors), dict(catalog.aliases), list(catalog.padding)
+        stages: list[Topology] = []
+        for ranks in self._stages():
+            if whole := self.whole.get(ranks[0]):
+                experts = whole.catalog()
+                tensors |= experts.tensors
+                aliases |= experts.aliases
+                padding += experts.padding
+                stages.append(experts.topology)
+            elif held := self.held.get(ranks[0]):
+                stages.append(held.catalog().topology)
+        layers = tuple(layer for stage in stages for layer in stage.experts)
+        topology = replace(catalog.topology, ep=max(stage.ep for stage in stages), experts=layers)
+        return replace(catalog, tensors=tensors, aliases=aliases, topology=topology, padding=tuple(padding))
 
     def training(self) -> Training:
         """What the run needs beside its weights; errors as in `read`."""
         training = super().training()
-        if self.whole is None:
-            return training
-        experts = self.whole.training()
-        return replace(
-            experts,
-            groups=(*training.groups, *experts.groups),
-            states={**training.states, **experts.states},
-            joined=training.joined,
-        )
+        experts = [whole.training() for whole in self.whole.values()]
+        states = dict(training.states)
+        for own in experts:
+            states |= own.states
+        groups = (*training.groups, *merged([own.groups for own in experts]))
+        return replace(without_experts(training), groups=groups, states=states)
 
 
-def _degrees(listing: Listing, model: ModelStates, ranks: int) -> tuple[int, int]:
-    """Tensor-parallel ranks and pipeline stages: what a person said, what the files say, or all are of one stage."""
-    wished, recorded = listing.wishes, model.topology(1)
-    if wished.tp or wished.pp:
-        tp = wished.tp or ranks // (wished.pp or 1) or 1
-        return tp, wished.pp or ranks // tp
-    return (recorded.tp, recorded.pp) if recorded.tp * recorded.pp > 1 else (ranks, 1)
+def _expert_files(listing: Listing, ranks: range) -> list[re.Match[str]]:
+    """The names of experts' files of some model-parallel ranks."""
+    matches = (EXPERT_NAME.fullmatch(name) for name in listing.files)
+    return [match for match in matches if match and int(match["mp"]) in ranks]
 
 
-def _are_sliced(listing: Listing, tp: int) -> bool:
+def _are_sliced(listing: Listing, ranks: range) -> bool:
     """Whether any expert has a file of more than one of a stage's tensor-parallel ranks."""
-    matches = [EXPERT_NAME.fullmatch(name) for name in listing.files]
-    experts = [(int(match["mp"]) // tp, int(match["layer"]), int(match["expert"])) for match in matches if match]
-    return len(set(experts)) < len(experts)
+    held = [(int(match["layer"]), int(match["expert"])) for match in _expert_files(listing, ranks)]
+    return len(set(held)) < len(held)
+
+
+def _sizes(model: ModelStates) -> dict[str, int]:
+    """Elements of each trainable parameter that is not of an expert, as a model file lists them."""
+    sizes = {name: math.prod(shape) for group in model.param_shapes for name, shape in group.items()}
+    return {name: numel for name, numel in sizes.items() if numel and not is_own(name)}
+
+
+def _held_sizes(optimizers: Iterable[object]) -> dict[str, int]:
+    """The same as a rank's optimizer files hold them."""
+    sizes: dict[str, int] = {}
+    for root in optimizers:
+        state = root.get("optimizer_state_dict") if isinstance(root, Mapping) else None
+        mappings = state.get("param_slice_mappings") if isinstance(state, Mapping) else None
+        for mapping in mappings if isinstance(mappings, list) else ():
+            for name, address in mapping.items() if isinstance(mapping, Mapping) else ():
+                place = address.state if isinstance(address, Placeholder) else None
+                numel = place.get("numel") if isinstance(place, Mapping) else None
+                if not is_own(str(name)):
+                    sizes[str(name)] = sizes.get(str(name), 0) + (numel if isinstance(numel, int) else 0)
+    return sizes

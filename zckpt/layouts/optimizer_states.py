@@ -6,8 +6,8 @@ Source: DeepSpeed runtime/engine.py `_save_zero_checkpoint`; `state_dict` of the
 
 from __future__ import annotations
 
+import os
 import struct
-from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -18,6 +18,7 @@ from zckpt.errors import CorruptError, IncompleteError, InconsistentError, Unsup
 from zckpt.fragments import Fragment
 from zckpt.layouts.listing import Listing
 from zckpt.layouts.module_states import ModelStates, as_mapping, as_tensor
+from zckpt.layouts.origins import check_alike
 from zckpt.layouts.partition import Piece
 from zckpt.layouts.training import Group
 
@@ -49,6 +50,11 @@ class OptimizerShard:
     settings: tuple[Mapping[str, object], ...]
     step: int | None
     root: Mapping[str, object]
+
+    @property
+    def name(self) -> str:
+        """Its name, for a person."""
+        return os.path.basename(self.file)
 
     @property
     def state_names(self) -> tuple[str, ...]:
@@ -157,7 +163,7 @@ def _inner_state(base: object, count: int) -> tuple[tuple[Mapping[str, object], 
         settings = tuple(group for group in groups if isinstance(group, Mapping)) if isinstance(groups, list) else ()
         numbers = [number for group in settings for number in as_list(group.get("params"))]
         inner = inner if isinstance(inner, Mapping) else {}
-        states = [inner.get(number) for number in numbers] or list(inner.values())
+        states = [inner.get(n) if isinstance(n, int) else None for n in numbers] or list(inner.values())
     else:
         states = as_list(base)
     found = [state if isinstance(state, Mapping) else {} for state in states[:count]]
@@ -201,13 +207,13 @@ def check_ranks(listing: Listing, shards: list[OptimizerShard], model: ModelStat
         IncompleteError: rank files are missing.
         InconsistentError: files of another world size, stage or step are among them.
     """
-    for fact, values in {
-        "the world size": [shard.partition_count for shard in shards],
-        "the ZeRO stage": [shard.stage for shard in shards],
-        "the step": [shard.step for shard in shards],
-    }.items():
-        _check_agreement(listing, shards, fact, values)
-    recorded = shards[0].partition_count or model.number("dp_world_size") or len(shards)
+    check_alike(listing, "the world size", {shard.name: shard.partition_count for shard in shards})
+    check_alike(listing, "the ZeRO stage", {shard.name: shard.stage for shard in shards})
+    check_alike(listing, "the step", {shard.name: shard.step for shard in shards})
+    said = [shards[0].partition_count, model.number("dp_world_size")]
+    if model.root.get("num_experts"):  # these may be cut over more ranks than all else: tensor-parallel ones too
+        said.reverse()
+    recorded = next((number for number in said if number), len(shards))
     ranks = {shard.rank for shard in shards}
     missing = sorted(set(range(recorded)) - ranks)
     if missing:
@@ -222,22 +228,6 @@ def check_ranks(listing: Listing, shards: list[OptimizerShard], model: ModelStat
             remedy="They are left over from an earlier save with more ranks: move them away.",
         )
     return recorded
-
-
-def _check_agreement(listing: Listing, shards: list[OptimizerShard], fact: str, values: list[int | None]) -> None:
-    counts = Counter(values)
-    if len(counts) == 1:
-        return
-    usual = counts.most_common(1)[0][0]
-    odd = {value: [s.rank for s, v in zip(shards, values, strict=True) if v == value] for value in counts}
-    told = "; ".join(f"ranks {ranges(ranks)} say {'nothing' if v is None else v}" for v, ranks in odd.items())
-    raise InconsistentError(
-        "files of different saves",
-        file=listing.directory,
-        found=f"they do not agree on {fact}: {told}",
-        remedy=f"Copy the files of ranks {ranges([r for v, ranks in odd.items() if v != usual for r in ranks])} again, "
-        "or choose another tag.",
-    )
 
 
 def state_vector(shard: OptimizerShard, number: int, state: str) -> TensorRef:

@@ -1,8 +1,8 @@
 """Whether the files of a save belong together, as far as they say where they come from.
 
-For `verify`, over any layout that DeepSpeed writes: the readers refuse what would make the tensors wrong, this tells of
-everything that disagrees. A file says the step, the world size and DeepSpeed's version; its modification time says when it
-was written, or copied.
+For the readers, which refuse what would make the tensors wrong, and for `verify`, which tells of everything that disagrees,
+over any layout that DeepSpeed writes. A file says the step, the world size and DeepSpeed's version; its modification time
+says when it was written, or copied.
 """
 
 from __future__ import annotations
@@ -14,11 +14,14 @@ from dataclasses import dataclass
 
 from zckpt import files
 from zckpt.containers import Container
-from zckpt.errors import some
+from zckpt.errors import InconsistentError, some
 from zckpt.layouts.listing import Listing, is_deepspeed_file
 
 APART_S = 600
 """Ranks write at the same time; files ten minutes older or younger than the rest were not written with them."""
+
+_MOST = 4
+"""Different values that a sentence names."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,19 +69,49 @@ def save_files(listing: Listing) -> list[str]:
 
 def contradictions(origins: Sequence[Origin]) -> Iterator[str]:
     """Sentences on what the files do not agree on."""
-    facts: dict[str, list[int | None] | list[str | None]] = {
-        "step": [origin.step for origin in origins],
-        "world size": [origin.world_size for origin in origins],
-        "DeepSpeed version": [origin.version for origin in origins],
+    facts: dict[str, dict[str, int | str | None]] = {
+        "the step": {origin.file: origin.step for origin in origins},
+        "the world size": {origin.file: origin.world_size for origin in origins},
+        "the DeepSpeed version": {origin.file: origin.version for origin in origins},
     }
-    for fact, values in facts.items():
-        counts = Counter(value for value in values if value is not None)
-        if len(counts) < 2:
-            continue
-        usual = counts.most_common(1)[0][0]
-        odd = [o.file for o, value in zip(origins, values, strict=True) if value not in (None, usual)]
-        others = ", ".join(str(value) for value in counts if value != usual)
-        yield f"most files say {fact} {usual}, but {some(odd)} say {others}"
+    for fact, said in facts.items():
+        if words := disagreement(fact, {file: value for file, value in said.items() if value is not None}):
+            yield words
+
+
+def disagreement(fact: str, said: Mapping[str, int | str | None]) -> str:
+    """What files do not agree on, and who says what, the usual first; empty where they agree.
+
+    Args:
+        fact: in words.
+        said: file -> what it says; None for nothing.
+    """
+    counts = Counter(said.values())
+    if len(counts) < 2:
+        return ""
+    files = {value: [file for file, own in said.items() if own == value] for value, _ in counts.most_common(_MOST)}
+    told = (
+        f"{some(names)} say{'s' * (len(names) == 1)} {'nothing' if value is None else value}"
+        for value, names in files.items()
+    )
+    return f"they do not agree on {fact}: {'; '.join(told)}"
+
+
+def check_alike(listing: Listing, fact: str, said: Mapping[str, int | str | None]) -> None:
+    """Makes sure that files say the same; arguments as in `disagreement`.
+
+    Raises:
+        InconsistentError: they do not.
+    """
+    if words := disagreement(fact, said):
+        usual, count = Counter(said.values()).most_common(1)[0]
+        odd = some(file for file, value in said.items() if value != usual)
+        raise InconsistentError(
+            "files of different saves",
+            file=listing.directory,
+            found=words,
+            remedy=f"Copy {odd if 2 * count > len(said) else 'the files of one save'} again, or choose another tag.",
+        )
 
 
 def of_other_ages(origins: Sequence[Origin]) -> Iterator[str]:

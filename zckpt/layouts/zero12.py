@@ -70,9 +70,10 @@ def load(listing: Listing, mp_rank: int = 0, *, allow_unknown: bool = False, mod
     """The files of one model-parallel rank, whose model file may have been read; otherwise as `read`."""
     name = next((n for n in listing.matching(MODEL_NAME) if int(n.split("_")[2]) == mp_rank), None)
     shards = read_shards(listing, _KNOWN, mp_rank, allow_unknown=allow_unknown)
-    if name is None:
-        raise missing_model_file(listing)
-    model = model or read_model_states(listing, name)
+    if model is None:
+        if name is None:
+            raise missing_model_file(listing)
+        model = read_model_states(listing, name)
     world_size = check_ranks(listing, shards, model)
     if not model.param_shapes:
         raise UnsupportedError(

@@ -32,6 +32,7 @@ from zckpt.layouts.optimizer_states import (
     scaler_of,
     state_vector,
 )
+from zckpt.layouts.origins import check_alike
 from zckpt.layouts.partition import SubGroups, partition_numel, partition_of
 from zckpt.layouts.training import Training
 
@@ -117,14 +118,8 @@ def _check_steps(listing: Listing, names: Mapping[int, str]) -> None:
     Raises:
         InconsistentError: they are not.
     """
-    steps = {rank: listing.numbers(name, "global_steps").get("global_steps") for rank, name in names.items()}
-    if len(set(steps.values())) > 1:
-        raise InconsistentError(
-            "files of different saves",
-            file=listing.directory,
-            found="; ".join(f"rank {rank} says step {step}" for rank, step in list(steps.items())[:8]),
-            remedy="Copy the files of one save again, or choose another tag.",
-        )
+    key = "global_steps"
+    check_alike(listing, "the step", {name: listing.numbers(name, key).get(key) for name in names.values()})
 
 
 def _shard_size(model: ModelStates, shards: Sequence[OptimizerShard], world_size: int) -> int:
