@@ -141,6 +141,7 @@ class Split(model_parallel.Reader):
                 raise UnsupportedError(
                     "masters of experts that are spread over tensor-parallel ranks, without ZeRO", file=model.file,
                     expected="fp32 runs, and ZeRO of any stage, are read",
+                    remedy="Load it with the DeepSpeed that wrote it, and save each rank's module.",
                 )  # fmt: skip
             return super().slice_of(rank, replace(model, shared=dict(second_routers(model))), tied)
         self.saves[rank] = save
