@@ -60,6 +60,9 @@ def in_memory(content: bytes | str) -> io.BytesIO:
         return io.BytesIO(file.read())
 
 
+_TOLD_EVERY = 1 << 20
+
+
 class Watched(io.BufferedReader):
     """A file on its way out: whoever watches knows how far it is, and can end it."""
 
@@ -76,6 +79,3 @@ class Watched(io.BufferedReader):
             self._untold = 0
             self._watch(self.tell())
         return data
-
-
-_TOLD_EVERY = 1 << 20

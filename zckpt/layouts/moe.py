@@ -87,7 +87,7 @@ class Split(model_parallel.Reader):
     """A model that is split over tensor-parallel ranks; see [Note: experts under tensor parallelism]."""
 
     def __init__(self, listing: Listing, allow_unknown: bool) -> None:
-        self.held: dict[int, Reader] = {}
+        self.held: dict[int, Topology] = {}
         self.saves: dict[int, Save] = {}
         self.spread: dict[int, Layers] = {}
         self.unwritten: list[str] = []
@@ -133,9 +133,10 @@ class Split(model_parallel.Reader):
         layers = spread or read_layers(self.listing, model, own)
         save = load(self.listing, self.allow_unknown, model, layers, rank)
         if spread is None:
-            reader = self.held[rank] = Reader(self.listing, save, save.model if save else model, layers, own)
-            shard = save.shards[0] if save else None
-            return Slice(reader.catalog(), reader.model, reader.training if save else None, shard)
+            reader = Reader(self.listing, save, save.model if save else model, layers, own)
+            catalog, shard = reader.catalog(), save.shards[0] if save else None
+            self.held[rank] = catalog.topology
+            return Slice(catalog, reader.model, reader.training if save else None, shard)
         if save is None:
             if unsharded.master_groups(model.root.get("optimizer"), model.file) is not None:
                 raise UnsupportedError(
@@ -198,7 +199,7 @@ class Split(model_parallel.Reader):
                 padding += experts.padding
                 stages.append(experts.topology)
             elif held := self.held.get(ranks[0]):
-                stages.append(held.catalog().topology)
+                stages.append(held)
         layers = tuple(layer for stage in stages for layer in stage.experts)
         topology = replace(catalog.topology, ep=max(stage.ep for stage in stages), experts=layers)
         return replace(catalog, tensors=tensors, aliases=aliases, topology=topology, padding=tuple(padding))
