@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import threading
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -13,6 +14,7 @@ import pytest
 from zckpt import batches
 from zckpt.catalog import TensorEntry
 from zckpt.dtypes import BF16, F32
+from zckpt.errors import OutputError
 from zckpt.fragments import FileStore, Fragment
 from zckpt.mover import run
 from zckpt.plan import Checksum, OutputFile, Plan
@@ -67,6 +69,42 @@ def test_in_batches_of_any_size(engine: dict[str, object], tmp_path: Path, monke
     taken = bytearray()
     run(plan_of(tmp_path, ("a",)), str(tmp_path / "out"), sinks={"a": taken.extend}, **engine)
     assert (tmp_path / "out" / "a").read_bytes() == taken
+
+
+def test_files_in_passing_are_written_over_what_lies_there(engine: dict[str, object], tmp_path: Path) -> None:
+    plan, out = plan_of(tmp_path), tmp_path / "out"
+    out.mkdir()
+    run(plan, str(out), **engine)
+    wanted = {name: (out / name).read_bytes() for name in "ab"}
+    (out / "a").write_bytes(b"old" * len(wanted["a"]))
+    (out / "b").write_bytes(b"old")
+    inode, hashes = (out / "a").stat().st_ino, {name: hashlib.sha256() for name in "ab"}
+    report = run(plan, str(out), sinks={n: h.update for n, h in hashes.items()}, passing=True, **engine)
+    assert {name: (out / name).read_bytes() for name in "ab"} == wanted and (out / "a").stat().st_ino == inode
+    assert {name: h.digest() for name, h in hashes.items()} == {
+        n: hashlib.sha256(d).digest() for n, d in wanted.items()
+    }
+    assert report.files == () and report.bytes_written == sum(map(len, wanted.values()))
+
+
+def test_files_in_passing_never_follow_a_link(engine: dict[str, object], tmp_path: Path) -> None:
+    (tmp_path / "out").mkdir()
+    (tmp_path / "elsewhere").write_text("mine")
+    (tmp_path / "out" / "a").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(OutputError):
+        run(plan_of(tmp_path), str(tmp_path / "out"), passing=True, **engine)
+    assert (tmp_path / "elsewhere").read_text() == "mine"
+
+
+def test_files_in_passing_keep_nothing_of_what_was_there(tmp_path: Path) -> None:
+    """Every byte of them is in the plan, and known in order."""
+    plan = plan_of(tmp_path, ("a",))
+    ((output, store),) = plan.files
+    short = replace(output, literals=output.literals[1:])
+    with pytest.raises(ValueError, match="what was there"):
+        run(Plan(((short, store),), plan.pairs), str(tmp_path), passing=True)
+    with pytest.raises(ValueError, match="in order"):
+        run(plan_of(tmp_path, ("a",), (Checksum(40, 8, (0,)),)), str(tmp_path), passing=True)
 
 
 def test_streamed_files_are_nowhere_but_in_their_sinks(engine: dict[str, object], tmp_path: Path) -> None:

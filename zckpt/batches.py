@@ -102,20 +102,21 @@ def _pack_move(src: int, dst: int, m: Move) -> bytes:
     )
 
 
-def batches(plan: Plan, done: Collection[str] = (), *, bare: bool = False) -> Iterator[Batch]:
+def batches(plan: Plan, done: Collection[str] = (), *, bare: bool = False, summed: bool = True) -> Iterator[Batch]:
     """The plan in parts of bounded size; a file's literals come in order among its moves.
 
     Args:
         plan: what goes where.
         done: paths of files that are there already: nothing goes into them.
         bare: leave out the literals.
+        summed: take the CRCs of runs of elements.
     """
     unfinished = {id(store): (output, store) for output, store in plan.files if output.path not in done}
     skipped = {id(store) for output, store in plan.files if output.path in done}
     literals = {place: deque(() if bare else sorted(output.literals)) for place, (output, _) in unfinished.items()}
     missing = element_bytes(plan)
     by_store: dict[int, list[tuple[int, int, int]]] = {}
-    for number, (store, start, nbytes) in enumerate(ranges(plan)):
+    for number, (store, start, nbytes) in enumerate(ranges(plan) if summed else ()):
         by_store.setdefault(id(store), []).append((number, start, nbytes))
     batch = Batch()
 

@@ -24,6 +24,7 @@ from zckpt.fragments import FileStore, Store
 from zckpt.journal import Finished
 from zckpt.looks import Sum, looks_at_bytes
 from zckpt.manifest import Manifest
+from zckpt.mover import Overflow as Overflowed
 from zckpt.mover import Written, run
 from zckpt.plan import Plan
 from zckpt.publish import Staging, check_space
@@ -143,7 +144,7 @@ def _lead(those: Team, order: Order, progress: Callable[[int], None] | None) -> 
                 ).engine  # fmt: skip
         else:
             those.meet()
-        overflows = overflows_of(made.values(), order.plan, order.overflow)
+        overflows = overflows_of((file.overflows for file in made.values()), order.plan, order.overflow)
         if not staging.published:
             made.update((name, staging.copy(path, name)) for path, name in order.copies)
             staging.commit(manifest_of(order, made.values()).as_bytes())
@@ -196,8 +197,12 @@ def _agree(those: Team, order: Order) -> None:
 
 def as_finished(written: Written, names: Sequence[str]) -> Finished:
     """What goes on record of a file; `names` are those of the plan's tensors."""
-    lost = {names[number]: (found.count, found.largest) for number, found in written.overflows.items()}
-    return Finished(written.path, written.nbytes, written.crc32, lost)
+    return Finished(written.path, written.nbytes, written.crc32, named(written.overflows, names))
+
+
+def named(overflows: Mapping[int, Overflowed], names: Sequence[str]) -> dict[str, tuple[int, float]]:
+    """Tensor name -> (elements whose cast overflowed, the largest of them); `names` are those of the plan's tensors."""
+    return {names[number]: (found.count, found.largest) for number, found in overflows.items()}
 
 
 def manifest_of(order: Order, made: Iterable[Finished]) -> Manifest:
@@ -297,15 +302,17 @@ def still_sound(staging: Staging, pace: Pace, progress: Callable[[int], None] | 
     return sound
 
 
-def overflows_of(made: Iterable[Finished], plan: Plan, overflow: Overflow) -> dict[str, tuple[int, float]]:
-    """Tensor name -> (elements whose cast overflowed, the largest of them), over all files.
+def overflows_of(
+    made: Iterable[Mapping[str, tuple[int, float]]], plan: Plan, overflow: Overflow
+) -> dict[str, tuple[int, float]]:
+    """Tensor name -> (elements whose cast overflowed, the largest of them), over all files, from those of each.
 
     Raises:
         CastError: there are some, and `overflow` says that this is an error.
     """
     lost: dict[str, tuple[int, float]] = {}
     for file in made:
-        for name, (count, largest) in file.overflows.items():
+        for name, (count, largest) in file.items():
             before = lost.get(name, (0, 0.0))
             lost[name] = (max(before[0], count), max(before[1], largest))
     if lost and overflow == "error":

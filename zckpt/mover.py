@@ -16,7 +16,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Literal, NoReturn
 
-from zckpt.batches import MOST_STORES, Batch, batches, ranges
+from zckpt.batches import MOST_STORES, Batch, batches, element_bytes, ranges
 from zckpt.dtypes import CAST_TARGETS
 from zckpt.errors import OutputError, UnsafeError, UnsupportedError, ZckptError, read_error
 from zckpt.fetching import localized, moved_near
@@ -27,7 +27,7 @@ from zckpt.plan import OutputFile, Plan
 from zckpt.sinks import Ordered, Sink
 from zckpt.sums import Partial, file_checksums, join
 from zckpt.syncing import Syncing
-from zckpt.tuning import THREADS, forget, gives_back, pace, window_bytes
+from zckpt.tuning import THREADS, gives_back, pace, window_bytes
 
 try:
     from zckpt._core import run as native_run
@@ -98,7 +98,7 @@ def run(
     finished: Callable[[Written], None] | None = None,
     sinks: Mapping[str, Sink] | None = None,
     streamed: bool = False,
-    durable: bool = True,
+    passing: bool = False,
 ) -> MoveReport:
     """Writes every file of a plan under `root`, and fills every memory destination.
 
@@ -118,7 +118,8 @@ def run(
         sinks: path of an output file -> what is handed its bytes in order, to hash them or to send them elsewhere. Only
             for files without checksums, whose first bytes are known before the last.
         streamed: write nothing under `root`: the files exist for their sinks and checksums only.
-        durable: False leaves the files to the page cache: they will be read at once, and need not outlive a crash.
+        passing: the files are on their way elsewhere, and need not outlive a crash: they are left to the page cache, a file
+            that is there is written over where it lies, and none is reported.
 
     Raises:
         CorruptError: a source ends too early. InconsistentError: it changed meanwhile.
@@ -128,14 +129,13 @@ def run(
     """
     chosen = choose(engine)
     sinks = sinks or {}
-    refuse(plan, sinks)
+    refuse(plan, sinks, passing=passing)
     raise_file_limit()
     give_back = gives_back(keep_cache, plan.bytes_read + plan.bytes_written)
     work = Work(
         plan, chosen, overflow == "clamp", threads or THREADS, window_bytes(window), give_back, bytes_per_s or 0
     )
     work.sinks = {id(store): Ordered(sinks[output.path]) for output, store in plan.files if output.path in sinks}
-    work.durable = durable and not streamed
     complete: list[Written] = []
     written = sum(output.size for output, _ in plan.files if output.path in done)
     nowhere = streamed and chosen == "native"
@@ -145,7 +145,9 @@ def run(
         outputs = {
             id(store): os.devnull if nowhere else os.path.join(root, output.path) for output, store in plan.files
         }
-        files = stack.enter_context(opened(plan, root, outputs, give_back=give_back, direct=work.durable))
+        files = stack.enter_context(
+            opened(plan, root, outputs, give_back=give_back, direct=not passing and not streamed)
+        )
 
         def done_with(file: Written) -> None:
             complete.append(file)
@@ -154,7 +156,7 @@ def run(
 
         for output, store in plan.files:
             if output.path not in done and not nowhere:
-                create(outputs[id(store)], output.size)
+                create(outputs[id(store)], output.size, anew=not passing)
         with Syncing(done_with, give_back=give_back) as syncing:
 
             def tick(now: int) -> None:
@@ -162,16 +164,17 @@ def run(
                 if progress is not None:
                     progress(written + now)
 
-            for batch in localized(batches(plan, done), moved_near):
+            for batch in localized(batches(plan, done, summed=not passing), moved_near):
                 work.do(batch, files, tick)
                 written += batch.nbytes
                 syncing.settle()
                 for output, store in batch.finished:
-                    file = work.finish(output, store, files)
-                    if work.durable:
-                        syncing.add(file, files.of(store)[0])
+                    if passing:
+                        work.hand_over(output, store, files)
+                    elif streamed:
+                        done_with(work.finish(output, store, files))
                     else:
-                        done_with(file)
+                        syncing.add(work.finish(output, store, files), files.of(store)[0])
                     files.close(outputs[id(store)])
     return MoveReport(plan.bytes_read, written, work.overflows, chosen, tuple(complete))
 
@@ -207,10 +210,17 @@ def choose(engine: Literal["auto", "native", "reference"]) -> str:
     return chosen
 
 
-def refuse(plan: Plan, sinks: Mapping[str, Sink]) -> None:
-    """Raises for casts that there are not, for paths that lead elsewhere, and for sinks of what is not known in order."""
-    if any(output.checksums and output.path in sinks for output, _ in plan.files):
+def refuse(plan: Plan, sinks: Mapping[str, Sink], *, passing: bool = False) -> None:
+    """Raises for casts that there are not, for paths that lead elsewhere, for sinks of what is not known in order, and for
+    files in passing of which not every byte is written.
+    """
+    if any(output.checksums and (passing or output.path in sinks) for output, _ in plan.files):
         raise ValueError("a file with checksums is not known in order")
+    if passing:
+        filled = element_bytes(plan)
+        for output, store in plan.files:
+            if filled[id(store)] + sum(len(data) for _, data in output.literals) != output.size:
+                raise ValueError(f"{output.path} would keep bytes of what was there before")
     for source, destination in plan.pairs:
         a, b = source.dtype, destination.dtype
         if a != b and not (a.kind == "float" and b in CAST_TARGETS):
@@ -236,10 +246,10 @@ def raise_file_limit() -> None:
         )
 
 
-def create(path: str, size: int) -> None:
-    """A new file of full size."""
+def create(path: str, size: int, *, anew: bool = True) -> None:
+    """A file of full size; one that is there is an error, or keeps its pages and what they hold."""
     os.makedirs(os.path.dirname(path), exist_ok=True)
-    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+    fd = os.open(path, os.O_RDWR | os.O_CREAT | (os.O_EXCL if anew else os.O_NOFOLLOW) | os.O_CLOEXEC, 0o666)
     try:
         os.ftruncate(fd, size)
     finally:
@@ -269,7 +279,6 @@ class Work:
                 self.tensors.setdefault(id(fragment.store), set()).add(number)
         self.parts: dict[int, list[Partial]] = {}
         self.sinks: dict[int, Ordered] = {}
-        self.durable = True
 
     def do(self, batch: Batch, files: OpenFiles, progress: Callable[[int], None] | None) -> None:
         """Runs a batch."""
@@ -312,9 +321,8 @@ class Work:
 
     def finish(self, output: OutputFile, store: FileStore, files: OpenFiles) -> Written:
         """Fills in the CRCs of a complete file, and hands its sink what did not come in order."""
+        self.hand_over(output, store, files)
         fd, _ = files.of(store)
-        if id(store) in self.sinks:
-            self.sinks[id(store)].finish(fd, output)
         crcs: dict[int, int] = {}
         for number, start, nbytes in self.ranges.get(id(store), ()):
             parts = self.parts.pop(number, ())
@@ -322,9 +330,12 @@ class Work:
         crc, slots = file_checksums(output, crcs)
         for slot, data in slots.items():
             write(fd, data, slot)
-        if self.give_back and not self.durable:
-            forget(fd)
         return Written(output.path, output.size, crc, self.lost(store), slots)
+
+    def hand_over(self, output: OutputFile, store: FileStore, files: OpenFiles) -> None:
+        """Hands the sink of a complete file what did not come in order."""
+        if id(store) in self.sinks:
+            self.sinks[id(store)].finish(files.of(store)[0], output)
 
     def lost(self, store: FileStore) -> dict[int, Overflow]:
         """What casts have lost so far of the tensors in a file."""

@@ -64,7 +64,7 @@ def send(order: Order, progress: Callable[[int], None] | None = None) -> Deliver
             file, engine = _made(order, parts[name], addresses[name], progress_after(progress, done))
             made.append(file)
             done += file.nbytes
-        overflows = overflows_of(made, order.plan, order.overflow)
+        overflows = overflows_of((file.overflows for file in made), order.plan, order.overflow)
         text = manifest_of(order, made).as_bytes()
         with remote.Upload(facts, len(text)) as upload:
             upload.write(text)
@@ -94,7 +94,7 @@ def _made(order: Order, plan: Plan, address: str, progress: Callable[[int], None
             sinks={plan.files[0][0].path: upload.write}, **order.pace,
         )  # fmt: skip
         file = as_finished(moved.files[0], names)
-        overflows_of([file], plan, order.overflow)
+        overflows_of([file.overflows], plan, order.overflow)
     return file, moved.engine
 
 

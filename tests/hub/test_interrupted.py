@@ -185,6 +185,21 @@ def test_a_journal_that_was_cut_short(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
+def test_of_shards_that_are_through_one_is_kept_for_the_next(tmp_path: Path) -> None:
+    with scratch.opened(str(tmp_path), "x") as room:
+        place = Path(room.path)
+        for name in "ab":
+            (place / name).write_text(name)
+            room.put_away(str(place / name))
+        assert [file.read_text() for file in place.iterdir() if file.name not in ("journal.jsonl", "lock")] == ["a"]
+        room.lay_out("c")
+        room.lay_out("d")
+        assert (place / "c").read_text() == "a" and not (place / "d").exists()
+        room.put_away(str(place / "c"))
+        room.clear()
+        assert {file.name for file in place.iterdir()} <= {"journal.jsonl", "lock"}
+
+
 def test_a_token_of_ones_own_is_not_kept(checkpoint: Path, server: HubServer, push: Pusher, tmp_path: Path) -> None:
     server.fault("POST", "/commit/", times=100, status=400)
     with pytest.raises(zckpt.ZckptError):

@@ -16,7 +16,7 @@ from typing import Protocol
 from zckpt import files
 from zckpt.catalog import Catalog
 from zckpt.convert import Options, Prepared, output_dtype
-from zckpt.delivery import as_finished, fingerprint, overflows_of
+from zckpt.delivery import fingerprint, named, overflows_of
 from zckpt.fragments import FileStore
 from zckpt.hub import privacy
 from zckpt.mover import run
@@ -114,9 +114,9 @@ class PlannedShard:
         names = [entry.name for _, entry in self.plan.pairs]
         moved = run(
             self.plan, directory, overflow=self.options.overflow, progress=progress, window=self.options.buffer,
-            sinks={self.name: hashed.update}, durable=False, **self.options.pace,
+            sinks={self.name: hashed.update}, passing=True, **self.options.pace,
         )  # fmt: skip
-        overflows_of([as_finished(file, names) for file in moved.files], self.plan, self.options.overflow)
+        overflows_of([named(moved.overflows, names)], self.plan, self.options.overflow)
         return Made(os.path.join(directory, self.name), hashed.hexdigest(), scratch=True)
 
 

@@ -67,7 +67,7 @@ class Watched(io.BufferedReader):
     """A file on its way out: whoever watches knows how far it is, and can end it."""
 
     def __init__(self, path: str, watch: Callable[[int], None]) -> None:
-        super().__init__(io.FileIO(path), _TOLD_EVERY)
+        super().__init__(io.FileIO(path))
         self._watch = watch
         self._untold = 0
 

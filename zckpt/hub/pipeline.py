@@ -7,7 +7,6 @@ sent on others. One is made only when the scratch directory has room for it, and
 from __future__ import annotations
 
 import contextlib
-import os
 import queue
 import threading
 from collections.abc import Mapping, Sequence
@@ -101,6 +100,7 @@ class Pipeline:
                     self._arrived(shard, present[shard.name])
                     continue
                 self._wait_for_room(shard.scratch_bytes)
+                self._scratch.lay_out(shard.name)
                 made = shard.make(self._scratch.path, self._tell)
                 self.made += shard.nbytes
                 self._scratch.remember(shard.identity, shard.name, made.sha256)
@@ -162,7 +162,7 @@ class Pipeline:
         )
         if made.scratch:
             with contextlib.suppress(FileNotFoundError):
-                os.unlink(made.path)
+                self._scratch.put_away(made.path)
         with self._changed:
             self._used -= shard.scratch_bytes
             self._on_the_way[shard.name] = shard.nbytes

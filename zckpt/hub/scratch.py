@@ -1,6 +1,6 @@
 """The scratch directory of a push: shards on their way, and a journal of those whose bytes are known.
 
-For `transfer`. A directory of its own for each page, under a lock; its files go as soon as they are sent. The journal is one line
+For `transfer`. A directory of its own for each page, under a lock; what was sent makes room at once. The journal is one line
 a shard, written and synced when the shard is made, before any of it is sent: an interrupted push knows the hash of all it
 made, asks the hub which of them it has, and makes only the others.
 """
@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 from zckpt.errors import OutputError, UsageError
 
-_JOURNAL, _LOCK = "journal.jsonl", "lock"
+_JOURNAL, _LOCK, _SPARE = "journal.jsonl", "lock", "spare"
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +32,17 @@ class Scratch:
 
     path: str
     known: dict[str, str]
+
+    def lay_out(self, name: str) -> None:
+        """Gives the file of a shard that is through to the next one: pages that are written over cost half of new ones."""
+        with contextlib.suppress(FileNotFoundError):
+            os.rename(os.path.join(self.path, _SPARE), os.path.join(self.path, name))
+
+    def put_away(self, path: str) -> None:
+        """A shard is through. One such file is kept for the next; a second one goes."""
+        with contextlib.suppress(OSError):  # renaming onto a file would have ext4 write it out first
+            os.link(path, os.path.join(self.path, _SPARE))
+        os.unlink(path)
 
     def remember(self, identity: str, name: str, sha256: str) -> None:
         """Notes a shard's hash, so that it survives whatever comes."""
