@@ -48,11 +48,9 @@ def measure(work: Path, layers: int, rounds: int, shard: str = "500MB") -> list[
     try:
         for number in range(rounds):
             jobs = {
-                "convert": Job(convert, clears=(out,), touches=2 << 30),
-                "upload": Job([*upload, f"alice/upload{number}"], warms=out, touches=2 << 30),
-                "push": Job(
-                    [*push, f"alice/push{number}", "--scratch", str(scratch)], clears=(scratch,), touches=2 << 30
-                ),
+                "convert": Job(convert, clears=(out,), touches=True),
+                "upload": Job([*upload, f"alice/upload{number}"], warms=out, touches=True),
+                "push": Job([*push, f"alice/push{number}", "--scratch", str(scratch)], clears=(scratch,), touches=True),
             }
             for name, once in in_turn(jobs, 1).items():
                 taken[name].seconds += once.seconds

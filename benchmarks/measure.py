@@ -72,8 +72,8 @@ class Job:
         tells: it prints its own seconds, as its last line: what it took to get that far is not counted.
         warms: a directory whose files are read before, so that no disk slows the first reader.
         cools: a directory whose files are put out of the page cache before, so that each round reads the disk.
-        touches: bytes of free memory that are written to before: a virtual machine's host takes back what lies idle, and a
-            first touch then costs ten times a second one.
+        touches: half of the free memory is written to before: a virtual machine's host takes back what lies idle, and a first
+            touch then costs several times a second one.
     """
 
     command: list[str]
@@ -82,7 +82,7 @@ class Job:
     tells: bool = False
     warms: Path | None = None
     cools: Path | None = None
-    touches: int = 0
+    touches: bool = False
 
 
 def in_turn(jobs: Mapping[str, Job], rounds: int) -> dict[str, Taken]:
@@ -98,7 +98,8 @@ def in_turn(jobs: Mapping[str, Job], rounds: int) -> dict[str, Taken]:
             if job.cools:
                 cool(job.cools)
             if job.touches:
-                subprocess.run([*PYTHON, "-c", f"b'1' * {job.touches}"], check=True)
+                free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+                subprocess.run([*PYTHON, "-c", f"b'1' * {free // 2}"], check=True)
             seconds, usage, printed = watched(job.command)
             took = taken[name]
             took.seconds.append(float(printed.split()[-1]) if job.tells else seconds)
