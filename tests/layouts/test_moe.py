@@ -358,6 +358,51 @@ def test_ranks_whose_masters_disagree(tmp_path: Path) -> None:
     assert "embed.weight" in error.found and "expert-parallel rank 1" in str(error)
 
 
+def test_slices_whose_masters_disagree(tmp_path: Path) -> None:
+    """Of experts over tensor-parallel ranks: those of the same one have the same slice beside them."""
+    checkpoint = copied("moe/tensor_zero0_wide_w4", tmp_path)
+    model = torch.load(one(checkpoint, "mp_rank_01_model*"), weights_only=False)
+    shape = model["module"]["split.up.weight"].shape
+
+    def change(root: Any) -> None:
+        masters = [m for group in root["optimizer"]["fp32_groups"] for m in group if m.shape == shape]
+        masters[0].view(torch.int32).bitwise_xor_(1)  # less than the half-precision weights show
+
+    edit(one(checkpoint, "expp_rank_3_mp_rank_01*"), change)
+    error = refused(InconsistentError, checkpoint, tmp_path)
+    assert "split.up.weight" in str(error) and "expert-parallel rank 3" in str(error)
+
+
+@pytest.mark.parametrize("name", ["moe/tensor_zero0_w4", "moe/tensor_zero0_wide_w4"])
+def test_masters_of_experts_over_slices_without_zero(name: str, tmp_path: Path) -> None:
+    """Which file has them: none is missing, none is there twice, and all are of one step."""
+    checkpoint = copied(name, tmp_path)
+    catalog = opened(checkpoint)
+    assert all(
+        entry.replicas and entry.dtype.name == "F32" for entry in catalog.tensors.values() if entry.role == "parameter"
+    )
+    path = one(checkpoint, "expp_rank_1_mp_rank_01*")
+    other = path.with_name(path.name.replace("mp_rank_01", "mp_rank_00"))
+    shutil.copy(path, other)
+    error = refused(InconsistentError, checkpoint, tmp_path)
+    assert other.name in str(error) and path.name in str(error)
+    path.unlink()
+    assert "fit no parameter" in refused(InconsistentError, checkpoint, tmp_path).what
+    other.unlink()
+    assert path.name in refused(IncompleteError, checkpoint, tmp_path).expected
+
+
+def test_steps_of_experts_over_slices_without_zero(tmp_path: Path) -> None:
+    checkpoint = copied("moe/tensor_zero0_w4", tmp_path)
+
+    def later(root: Any) -> None:
+        for state in root["optimizer"]["optimizer_state_dict"]["state"].values():
+            state["step"] += 1
+
+    edit(one(checkpoint, "expp_rank_1_mp_rank_01*"), later)
+    assert "the step" in str(refused(InconsistentError, checkpoint, tmp_path))
+
+
 @pytest.mark.parametrize("missing", ["expp_rank_1_*", "expp_rank_?_*"])
 def test_missing_optimizer_files_without_zero(missing: str, tmp_path: Path) -> None:
     checkpoint = copied("moe/zero0_bf16_w4", tmp_path)

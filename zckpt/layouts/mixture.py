@@ -8,24 +8,21 @@ Source: DeepSpeed 0.19.8, runtime/engine.py `_save_moe_checkpoint`, module_injec
 from __future__ import annotations
 
 import itertools
-import os
-import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from zckpt.catalog import Catalog, Replica, Role, Source, TensorEntry
 from zckpt.containers import TensorRef
-from zckpt.errors import IncompleteError, InconsistentError, UnsupportedError
+from zckpt.errors import InconsistentError, UnsupportedError
 from zckpt.layouts import unsharded, zero3, zero12
-from zckpt.layouts.agreement import steps_of
 from zckpt.layouts.assembly import assemble
 from zckpt.layouts.expert_groups import Save, parts_of, with_shapes
+from zckpt.layouts.expert_optimizers import Optimizers, spread_of
 from zckpt.layouts.expert_records import modules, second_routers, without_experts
 from zckpt.layouts.experts import Layer, Layers, sharers
-from zckpt.layouts.listing import EXPERT_OPTIMIZER_NAME, MODEL_NAME, Listing
-from zckpt.layouts.module_states import ModelStates, Shape, as_mapping
+from zckpt.layouts.listing import MODEL_NAME, Listing
+from zckpt.layouts.module_states import ModelStates, Shape
 from zckpt.layouts.optimizer_states import missing_model_file, missing_ranks
-from zckpt.layouts.origins import check_alike
 from zckpt.layouts.rules import rules_of_checkpoint
 from zckpt.layouts.slices import Joint, join
 from zckpt.layouts.training import Group, Training
@@ -34,87 +31,36 @@ from zckpt.layouts.training import Group, Training
 class Reader:
     """What a set of data-parallel ranks holds: of a model that is not split, everything.
 
-    `mp_ranks` are the model-parallel ranks whose data-parallel ranks these are.
+    Args:
+        listing: the files.
+        save: what of them is ZeRO's, if any.
+        model: the first model file.
+        layers: of experts.
+        mp_ranks: the model-parallel ranks whose data-parallel ranks these are.
+        slices: without ZeRO, the model files of all of these; the first one alone where they are not told.
     """
 
     def __init__(
-        self, listing: Listing, save: Save | None, model: ModelStates, layers: Layers, mp_ranks: range = range(1)
+        self,
+        listing: Listing,
+        save: Save | None,
+        model: ModelStates,
+        layers: Layers,
+        mp_ranks: range = range(1),
+        slices: Sequence[ModelStates] = (),
     ) -> None:
         self.listing = listing
         self.save = save
-        self.mp_rank = mp_ranks[0]
         self.world_size = save.world_size if save else (model.number("dp_world_size") or 1) * len(mp_ranks)
         self.data_first = model.config.get("use_data_before_expert_parallelism") is True
-        self.optimizers = {} if save else self._optimizers(model)
-        spread = _spread_of(layers, self.optimizers.get(0))
+        self.optimizers = None if save else Optimizers(listing, dict(zip(mp_ranks, slices or [model])))
+        self.first_state = self.optimizers.states.get(0) if self.optimizers else None
+        spread = spread_of(layers, self.first_state)
         listed = (name for shapes in (*model.param_shapes, model.frozen_shapes) for name in shapes)
         self.layers = layers.spread((*listed, *model.buffer_names), lambda layer: spread.get(layer.experts, 1))
         self.model = _everywhere(model, self.layers)
         self.parts = list(parts_of(save, self.model, self.layers, data_first=self.data_first)) if save else []
-
-    # -- without ZeRO: each expert-parallel rank has an optimizer's state of its own ----------------------------------
-
-    def _optimizers(self, model: ModelStates) -> dict[int, object]:
-        """Rank in the widest expert-parallel group -> its optimizer's state; all have taken as many steps."""
-        found: dict[int, object] = {}
-        steps = {os.path.basename(model.file): steps_of(model.root.get("optimizer"))}
-        for name in self.listing.matching(EXPERT_OPTIMIZER_NAME):
-            match = EXPERT_OPTIMIZER_NAME.fullmatch(name)
-            assert match is not None
-            if int(match["mp"]) != self.mp_rank:
-                continue
-            root = as_mapping(self.listing.open(name).root, "an experts' optimizer file", self.listing.files[name])
-            found[int(match["ep"])] = root.get("optimizer")
-            steps[name] = steps_of(root.get("optimizer"))
-        check_alike(self.listing, "the step", {name: step for name, step in steps.items() if step is not None})
-        return found
-
-    def _unsharded_masters(self) -> dict[str, TensorEntry]:
-        """Masters of a half-precision run: those of each rank are of what it holds.
-
-        Raises:
-            IncompleteError: a rank's file is missing.
-        """
-        found: dict[str, TensorEntry] = {}
-        slices: dict[str, dict[int, TensorEntry]] = {}
-        states = (self.model.root.get("optimizer"), *self.optimizers.values())
-        if all(unsharded.master_groups(state, self.model.file) is None for state in states):
-            return found
-        for rank in range(self.layers.ep):
-            name = f"expp_rank_{rank}_mp_rank_{self.mp_rank:02d}_optim_states.pt"
-            if rank not in self.optimizers:
-                raise IncompleteError(
-                    "a missing optimizer file of experts", file=self.listing.directory,
-                    found=f"those of {len(self.optimizers)} expert-parallel ranks", expected=f"{name!r} is missing",
-                    remedy="Copy it from the node that wrote it (--also DIR lays further directories over this one).",
-                )  # fmt: skip
-            file = self.listing.files[name]
-            groups = unsharded.master_groups(self.optimizers[rank], file) or []
-            for own, entry in unsharded.assign(self._held(rank), groups, file).items():
-                owner = self.layers.owner(own)
-                if owner is not None and owner[0].stacked:
-                    slices.setdefault(own, {}).setdefault(self._rank_in(owner[0], rank), entry)
-                elif own in found:
-                    copy = Replica(entry.dtype, entry.fragments, f"expert-parallel rank {rank}", True)
-                    found[own] = replace(found[own], replicas=(*found[own].replicas, copy))
-                else:
-                    found[own] = entry
-        return found | self._stacked(slices)
-
-    def _held(self, rank: int) -> list[TensorEntry]:
-        """The weights of one expert-parallel rank, in its optimizer's order: AutoEP's new routers come last."""
-        module = {
-            name: ref
-            for name, ref in self.model.module.items()
-            if name not in self.model.shared
-            and ((owner := self.layers.owner(name)) is None or owner[1] in owner[0].held[self._rank_in(owner[0], rank)])
-        }
-        weights = unsharded.candidates(replace(self.model, module=module))
-        routers = tuple(f"{layer.home}.router." for layer in self.layers.all if layer.stacked)
-        weights.sort(key=lambda weight: weight.name.startswith(routers))
-        for layer in self.layers.all:
-            weights += layer.stacks("parameter", self._rank_in(layer, rank)).values()
-        return weights
+        self.unsharded = self.optimizers.masters(self.model, self.layers, self._rank_in) if self.optimizers else None
 
     def _rank_in(self, layer: Layer, widest: int) -> int:
         """Expert-parallel rank, in a layer's group, of the writer that has number `widest` in the widest one."""
@@ -124,8 +70,9 @@ class Reader:
 
     def _masters(self) -> dict[str, TensorEntry]:
         """Trainable parameters by name."""
-        if self.save is None:
-            return self._unsharded_masters()
+        if self.unsharded is not None:
+            dense = next(iter(self.unsharded.dense.values()), {})
+            return dense | self.unsharded.experts | self._stacked(self.unsharded.stacks)
         found: dict[str, TensorEntry] = {}
         slices: dict[str, dict[int, TensorEntry]] = {}
         for part in self.parts:
@@ -197,7 +144,7 @@ class Reader:
         return 3 if isinstance(self.save, zero3.Save) else self.save.stage if self.save else 0
 
     def _state_names(self) -> tuple[str, ...]:
-        return self.save.shards[0].state_names if self.save else unsharded.state_names(self.optimizers.get(0))
+        return self.save.shards[0].state_names if self.save else unsharded.state_names(self.first_state)
 
     def _stacks(self, role: Role) -> dict[str, TensorEntry]:
         return {name: entry for layer in self.layers.all for name, entry in layer.stacks(role).items()}
@@ -314,38 +261,3 @@ def _everywhere(model: ModelStates, layers: Layers) -> ModelStates:
         frozen_fragments={n: ref for n, ref in model.frozen_fragments.items() if layers.owner(n) is None},
         shared=shared,
     )
-
-
-_GROUP = re.compile(r"ep_size_(\d+)")
-
-
-def _spread_of(layers: Layers, optimizer: object) -> dict[int, int]:
-    """Experts in a layer -> ranks they are spread over, by an optimizer's groups: `ep_size_2` is of two ranks.
-
-    Where groups of several sizes are there, layers with the same number of experts are taken to be spread alike, so
-    that the groups have as many elements as their layers on one rank.
-    """
-    state = optimizer
-    if isinstance(state, Mapping) and isinstance(state.get("optimizer_state_dict"), Mapping):
-        state = state["optimizer_state_dict"]
-    groups = state.get("param_groups") if isinstance(state, Mapping) else None
-    listed = [group for group in groups if isinstance(group, Mapping)] if isinstance(groups, list) else []
-    sizes = [_GROUP.fullmatch(str(group.get("name"))) for group in listed]
-    counts = sorted({layer.experts for layer in layers.all if not layer.held})
-    known = sorted({int(size[1]) for size in sizes if size}, reverse=True)
-    choices = [[ep for ep in known if ep and count % ep == 0] or [1] for count in counts]
-    masters = unsharded.master_groups(optimizer, "") or []
-    for chosen in itertools.islice(itertools.product(*choices), 10_000):
-        spread = dict(zip(counts, chosen, strict=True))
-        wanted = dict.fromkeys(known, 0)
-        for layer in layers.all:
-            ep = layer.ep or spread[layer.experts]
-            numel = sum(ref.numel for refs in layer.weights.values() for ref in refs.values())
-            wanted[ep] = wanted.get(ep, 0) + numel // ep
-        own = dict.fromkeys(known, 0)
-        for size, group in zip(sizes, masters):
-            if size:
-                own[int(size[1])] += group.numel
-        if not masters or own == wanted:
-            return spread
-    return dict(zip(counts, (choice[0] for choice in choices), strict=True))

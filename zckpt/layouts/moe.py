@@ -28,7 +28,7 @@ from dataclasses import replace
 
 from zckpt.catalog import Catalog, Source, Topology
 from zckpt.containers import Placeholder
-from zckpt.errors import InconsistentError, UnsupportedError, some
+from zckpt.errors import InconsistentError, some
 from zckpt.layouts import model_parallel, unsharded, zero3, zero12
 from zckpt.layouts.agreement import merged
 from zckpt.layouts.assembly import assemble
@@ -91,8 +91,11 @@ class Split(model_parallel.Reader):
         self.saves: dict[int, Save] = {}
         self.spread: dict[int, Layers] = {}
         self.unwritten: list[str] = []
+        self.whole: dict[int, Reader] = {}
         super().__init__(listing, allow_unknown)
-        self.whole = {ranks[0]: self._of_all(ranks) for ranks in self._stages() if ranks[0] in self.spread}
+        for ranks in self._stages():
+            if ranks[0] in self.spread.keys() - self.whole.keys():
+                self.whole[ranks[0]] = self._of_all(ranks)
 
     def _stages(self) -> list[range]:
         """The model-parallel ranks of each pipeline stage."""
@@ -138,13 +141,15 @@ class Split(model_parallel.Reader):
             self.held[rank] = catalog.topology
             return Slice(catalog, reader.model, reader.training if save else None, shard)
         if save is None:
-            if unsharded.master_groups(model.root.get("optimizer"), model.file) is not None:
-                raise UnsupportedError(
-                    "masters of experts that are spread over tensor-parallel ranks, without ZeRO", file=model.file,
-                    expected="fp32 runs, and ZeRO of any stage, are read",
-                    remedy="Load it with the DeepSpeed that wrote it, and save each rank's module.",
-                )  # fmt: skip
-            return super().slice_of(rank, replace(model, shared=dict(second_routers(model))), tied)
+            model = replace(model, shared=dict(second_routers(model)))
+            if rank == stage[0]:
+                self.whole[rank] = self._of_all(stage)
+            whole = self.whole[stage[0]]
+            masters = whole.unsharded.dense.get(rank) if whole.unsharded else None
+            if not masters:
+                return super().slice_of(rank, model, tied)
+            catalog = assemble(model, masters, Source("", self.listing.directory), self.topology, frozen={})
+            return Slice(unsharded.frozen_without_master(catalog, masters), model, None)
         self.saves[rank] = save
         dense, _ = told_apart(save, spread)
         shared = {**dense.model.shared, **dict(second_routers(dense.model))}
@@ -168,12 +173,11 @@ class Split(model_parallel.Reader):
             )  # fmt: skip
 
     def _of_all(self, ranks: range) -> Reader:
-        """What all ranks of a stage hold of experts, as a mixture of nothing else."""
+        """What all ranks of a stage hold of experts, as a mixture of nothing else; without ZeRO, beside the first's slices."""
         layers, saves = self.spread[ranks[0]], [self.saves[rank] for rank in ranks if rank in self.saves]
         if not saves:
-            model = read_model_states(self.listing, model_name(self.listing, ranks[0]))
-            own = {name: ref for name, ref in model.module.items() if layers.owner(name) is not None}
-            return Reader(self.listing, None, replace(model, module=own), layers, ranks)
+            models = [self._model(rank) for rank in ranks]
+            return Reader(self.listing, None, models[0], layers, ranks, models)
         apart = [told_apart(save, layers)[1] for save in saves]
         shards = [shard for same in zip(*(save.shards for save in apart), strict=True) for shard in same]
         save = replace(apart[0], shards=shards, world_size=len(shards))
@@ -194,8 +198,8 @@ class Split(model_parallel.Reader):
         for ranks in self._stages():
             if whole := self.whole.get(ranks[0]):
                 experts = whole.catalog()
-                tensors |= experts.tensors
-                aliases |= experts.aliases
+                tensors |= {name: own for name, own in experts.tensors.items() if whole.layers.owner(name) is not None}
+                aliases |= {name: own for name, own in experts.aliases.items() if whole.layers.owner(name) is not None}
                 padding += experts.padding
                 stages.append(experts.topology)
             elif held := self.held.get(ranks[0]):

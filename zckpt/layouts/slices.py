@@ -135,6 +135,16 @@ def join(name: str, slices: Sequence[TensorEntry], joint: Joint) -> TensorEntry:
         Replica(first.dtype, _placed(held, pieces, itemsize), _rank(rank), True)
         for rank, pieces in joint.copies.items()
     ]
+    copies = [[copy for copy in entry.replicas if copy.rank and copy.dtype == entry.dtype] for entry in slices]
+    for number in range(max(map(len, copies))):  # the slices' own: where one has fewer, it stands for itself
+        several = [own[number] if number < len(own) else None for own in copies]
+        other = [copy.fragments if copy else entry.fragments for entry, copy in zip(slices, several, strict=True)]
+        rank = " and ".join(dict.fromkeys(copy.rank for copy in several if copy))
+        is_whole = any(copy.whole for copy in several if copy)
+        replicas += [
+            Replica(first.dtype, _placed(other, pieces, itemsize), rank, is_whole)
+            for pieces in (joint.pieces, *joint.copies.values())
+        ]
     weights = [copy for entry in slices if (copy := entry.own_copy) is not None]
     if len(weights) == len(slices):
         narrow, own = weights[0].dtype, [weight.fragments for weight in weights]
