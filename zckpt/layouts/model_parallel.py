@@ -21,7 +21,7 @@ from dataclasses import dataclass, replace
 from zckpt.catalog import Catalog, Replica, Source, TensorEntry, Topology
 from zckpt.containers import TensorRef
 from zckpt.errors import CorruptError, IncompleteError, InconsistentError, UsageError
-from zckpt.layouts import unsharded, zero3, zero12
+from zckpt.layouts import unsharded, unsharded_training, zero3, zero12
 from zckpt.layouts.agreement import merged
 from zckpt.layouts.assembly import assemble
 from zckpt.layouts.listing import LAYER_NAME, MODEL_NAME, Listing
@@ -156,7 +156,7 @@ class Reader:
                 size = model.number("dp_world_size") or 1
                 raise missing_ranks(self.listing, f"mp_rank_{rank:02d} optimizer", [], list(range(size)), size)
             masters, _ = unsharded.masters(model)
-            training = None
+            training = lambda: unsharded_training.training_of(model)  # noqa: E731
             catalog = assemble(model, masters, Source("", self.listing.directory), self.topology, frozen={})
         elif self.listing.shards("model", rank):
             save = zero3.load(self.listing, rank, allow_unknown=self.allow_unknown)
@@ -284,8 +284,11 @@ class Reader:
         return len(self.listing.shards("optim", 0)) or self.topology.dp
 
     def _state_names(self) -> Iterator[str]:
-        if (training := self.stages[0][0].training) is not None:
-            yield from dict.fromkeys(state for group in training().groups for state in group.states)
+        first = self.stages[0][0]
+        if first.shard is None or first.training is None:
+            yield from unsharded.state_names(first.model.root.get("optimizer"))
+        else:
+            yield from dict.fromkeys(state for group in first.training().groups for state in group.states)
 
     def _notes(self) -> Iterator[str]:
         if self.listing.wishes.tp_rules:

@@ -48,7 +48,11 @@ def read_training(listing: Listing, *, allow_unknown: bool = False, names: Names
         InconsistentError: nobody knows which parameters the states belong to.
     """
     del allow_unknown
-    model = read_model_states(listing, listing.matching(MODEL_NAME)[0])
+    return training_of(read_model_states(listing, listing.matching(MODEL_NAME)[0]), names)
+
+
+def training_of(model: ModelStates, names: Names | None = None) -> Training:
+    """The same from a model file; arguments and errors as in `read_training`."""
     optimizer = model.root.get("optimizer")
     inner = optimizer.get("optimizer_state_dict", optimizer) if isinstance(optimizer, Mapping) else None
     if not isinstance(optimizer, Mapping) or not isinstance(inner, Mapping) or "param_groups" not in inner:
