@@ -10,13 +10,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
+from zckpt import layouts
+from zckpt.checkpoint import open_catalog, read_tensor
 from zckpt.reshard import reshard
 from zckpt.to_dcp import to_dcp
 from zckpt.universal import to_universal
 
 pytest.importorskip("deepspeed")
 
+FIXTURES = Path(__file__).parents[2] / "fixtures"
 WORKER = Path(__file__).with_name("deepspeed_worker.py")
 FSDP_WORKER = Path(__file__).with_name("fsdp_worker.py")
 SIZES = (1, 2, 3, 4)
@@ -28,6 +33,12 @@ STEPS = 5
 def launch(world_size: int, jobs: list[dict[str, Any]], path: Path, worker: Path = WORKER) -> list[list[float]]:
     """The losses of each job, run one after another by one set of processes."""
     path.write_text(json.dumps(jobs))
+    run_ranks(world_size, path, worker)
+    return json.loads(Path(f"{path}.losses").read_text())
+
+
+def run_ranks(world_size: int, path: Path, worker: Path) -> None:
+    """Runs jobs in a set of processes."""
     environment = {**os.environ, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={world_size}"]
     done = subprocess.run(
@@ -35,7 +46,6 @@ def launch(world_size: int, jobs: list[dict[str, Any]], path: Path, worker: Path
     )
     told = [line for line in (done.stdout + done.stderr).splitlines() if "rank" in line or "exitcode" in line]
     assert done.returncode == 0, "\n".join(told[-60:])
-    return json.loads(Path(f"{path}.losses").read_text())
 
 
 def worst(found: list[float], wanted: list[float]) -> float:
@@ -158,3 +168,54 @@ def test_a_zero_run_goes_on_under_fsdp_and_back(tmp_path: Path) -> None:
         jobs.append({"stage": stage, "load": f"{tmp_path}/back{stage}", "steps": STEPS})
     for found in launch(3, jobs, tmp_path / "back.json"):
         assert worst(found, reference[SAVED_AT:]) < 1e-6
+
+
+SHAPES = [
+    ("tensor/zero0_tp2", 2),
+    ("tensor/zero1_tp2_dp2", 3),
+    ("pipeline/zero1_pp2_tp2_dp2", 1),
+    ("moe/tensor_w4", 2),
+    ("moe/tensor_unwritten", 1),
+    ("moe/zero2_pyramid_w4", 3),
+    ("moe/bf16_optimizer_w4", 1),
+    ("moe/pipeline_pp2_tp2", 2),
+    ("moe/pipeline_some", 3),
+    ("moe/pipeline_bf16_pp2_dp2", 2),
+    ("autoep/zero2_w4", 2),
+    ("autoep/zero3_w4", 3),
+]
+"""Fixtures of other shapes, and the stage they come down to."""
+
+
+@pytest.mark.xdist_group("resume")
+def test_other_shapes_load_as_plain_data_parallelism(tmp_path: Path) -> None:
+    """Masters and states of each are the source's, to the bit; experts are parameters like all others. A step can be taken."""
+    jobs = []
+    for name, stage in SHAPES:
+        source, own = FIXTURES / name / "checkpoint", tmp_path / name.replace("/", "-")
+        reshard(source, own, world_size=2, stage=stage)
+        opened = open_catalog(str(source))
+        training = layouts.read_training(opened.place.listing)
+        held = {f"{entry.role}/{key}": read_tensor(entry, "pt") for key, entry in opened.catalog.tensors.items()}
+        for key, states in training.states.items():
+            held |= {f"{state}/{key}": read_tensor(entry, "pt") for state, entry in states.items()}
+        save_file({key: tensor.contiguous() for key, tensor in held.items()}, f"{own}.safetensors")
+        half = (
+            torch.load(next(own.glob("*/*model_states.pt")), weights_only=False)["ds_config"].get("bf16") or {}
+        ).get("enabled")
+        jobs.append(
+            {
+                "load": str(own),
+                "stage": stage,
+                "state": f"{own}.safetensors",
+                "aliases": dict(opened.catalog.aliases),
+                "precision": "bf16" if half else "fp32",
+                "groups": [list(group.names) for group in training.groups],
+            }
+        )
+    path = tmp_path / "jobs.json"
+    path.write_text(json.dumps(jobs))
+    run_ranks(2, path, WORKER.with_name("states_worker.py"))
+    for told in json.loads(Path(f"{path}.told").read_text()):
+        assert [differ for differ, _ in told] == [[] for _ in SHAPES]
+        assert all(compared > 20 for _, compared in told)
