@@ -276,7 +276,9 @@ def test_a_topology_that_cannot_be(tensor: Path, tmp_path: Path) -> None:
     refused(UsageError, tensor, tmp_path, tp=1, pp=1)
 
 
-@pytest.mark.parametrize("name", ["tensor/zero1_tp2_dp2", "tensor/zero3_tp2_dp2", "pipeline/zero1_pp2_tp2_dp2"])
+@pytest.mark.parametrize(
+    "name", ["tensor/zero0_tp2", "tensor/zero1_tp2_dp2", "tensor/zero3_tp2_dp2", "pipeline/zero1_pp2_tp2_dp2"]
+)
 def test_down_to_plain_data_parallelism(name: str, tmp_path: Path) -> None:
     source = FIXTURES / name / "checkpoint"
     reshard(source, tmp_path / "out", world_size=3, stage=2)

@@ -193,6 +193,43 @@ def test_down_to_plain_data_parallelism(name: str, tmp_path: Path) -> None:
             assert same_bits(read_tensor(held, "pt"), read_tensor(new.states[key][state], "pt"))
 
 
+@pytest.mark.parametrize(
+    ("name", "same"),
+    [
+        ("moe/zero0_w2", "moe/zero2_w2"),
+        ("moe/zero0_bf16_w4", "moe/zero1_w4"),
+        ("moe/zero0_pyramid_w4", "moe/zero2_pyramid_w4"),
+        ("moe/tensor_zero0_w4", "moe/tensor_w4"),
+    ],
+)
+def test_states_without_zero_are_those_of_the_same_run_under_zero(name: str, same: str, tmp_path: Path) -> None:
+    """DeepSpeed scales gradients of experts otherwise there; but of all states of a shape, each is most like its own."""
+    listings = [open_catalog(str(FIXTURES / path / "checkpoint")).place.listing for path in (name, same)]
+    own, other = (layouts.read_training(listing) for listing in listings)
+    assert {n for group in own.groups for n in group.names} == own.states.keys() == other.states.keys()
+    found, wanted = (
+        {key: read_tensor(states["exp_avg"], "pt").flatten() for key, states in training.states.items()}
+        for training in (own, other)
+    )
+    for key, state in found.items():
+        alike = {k: torch.cosine_similarity(state, of, 0) for k, of in wanted.items() if of.shape == state.shape}
+        assert max(alike, key=lambda k: float(alike[k])) == key
+
+
+@pytest.mark.parametrize(
+    "name", ["moe/zero0_w2", "moe/zero0_pyramid_w4", "moe/tensor_zero0_w4", "moe/tensor_zero0_wide_w4"]
+)
+def test_resharded_without_zero(name: str, tmp_path: Path) -> None:
+    source = FIXTURES / name / "checkpoint"
+    reshard(source, tmp_path / "out", world_size=3, stage=3)
+    before, after = opened(source), opened(tmp_path / "out")
+    old, new = (layouts.read_training(open_catalog(str(path)).place.listing) for path in (source, tmp_path / "out"))
+    for key, entry in before.tensors.items():
+        assert same_bits(read_tensor(entry, "pt"), read_tensor(after[key], "pt"))
+        for state, held in old.states.get(key, {}).items():
+            assert same_bits(read_tensor(held, "pt"), read_tensor(new.states[key][state], "pt"))
+
+
 def test_groups_of_stages_that_are_not_alike_stay_apart() -> None:
     """A stage without experts has others: its second group has no weight decay, that of experts has."""
     place = open_catalog(str(FIXTURES / "moe/pipeline_some/checkpoint")).place

@@ -10,18 +10,21 @@ from __future__ import annotations
 import itertools
 import os
 import re
-from collections.abc import Callable, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
 from zckpt.catalog import Replica, TensorEntry
 from zckpt.containers import TensorRef
-from zckpt.errors import IncompleteError, InconsistentError
+from zckpt.errors import IncompleteError, InconsistentError, UnsupportedError
 from zckpt.layouts import unsharded
 from zckpt.layouts.agreement import steps_of
 from zckpt.layouts.experts import Layer, Layers
 from zckpt.layouts.listing import EXPERT_OPTIMIZER_NAME, Listing
 from zckpt.layouts.module_states import ModelStates, as_mapping
 from zckpt.layouts.origins import check_alike
+from zckpt.layouts.training import Training
+from zckpt.layouts.unsharded_training import training_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +100,7 @@ class Optimizers:
         for rank in range(layers.ep if self.keep_masters else 0):
             home, file = self._file_of(rank)
             groups = unsharded.master_groups(self.states[rank], file) or []
-            held = _held(replace(model, module=self._seen_from(home, model, layers)), layers, rank, rank_in)
+            held = _weights(self._held(rank, home, model, layers, rank_in), layers, rank, rank_in)
             dense = found.dense.setdefault(home, {})
             for name, entry in unsharded.assign(held, groups, file).items():
                 owner = layers.owner(name)
@@ -124,26 +127,74 @@ class Optimizers:
             )  # fmt: skip
         return self._files[rank]
 
-    def _seen_from(self, home: int, model: ModelStates, layers: Layers) -> dict[str, TensorRef]:
-        """The weights of a model file, with slices that one model-parallel rank holds."""
-        own = self._models[home].module
-        return {n: own.get(n, ref) if layers.owner(n) is None else ref for n, ref in model.module.items()}
+    def trainings(
+        self, model: ModelStates, layers: Layers, rank_in: Callable[[Layer, int], int]
+    ) -> Iterator[tuple[int, Training]]:
+        """Of each expert-parallel rank: the model-parallel rank of its slices, and what a run of it needs beside its weights.
+
+        Arguments as in `masters`; all have their groups in the first one's order.
+
+        Raises:
+            IncompleteError: a rank's file is missing. InconsistentError: nobody knows whose the states are.
+            UnsupportedError: experts are stacked.
+        """
+        if any(layer.stacked for layer in layers.all):
+            raise UnsupportedError(
+                "stacked experts without ZeRO", file=model.file, found="AutoEP's, in an optimizer per expert-parallel rank",
+                expected="AutoEP's optimizer states under ZeRO, and those of DeepSpeed's own layer, are read",
+            )  # fmt: skip
+        order: dict[tuple[str, int], int] = {}
+        for rank in range(layers.ep):
+            home, _ = self._file_of(rank)
+            held = self._held(rank, home, model, layers, rank_in)
+            root = {**model.root, "optimizer": self.states[rank]}
+            training = training_of(replace(held, root=root), _names(self.states[rank], held, layers))
+            counts: Counter[str] = Counter()
+            places: list[int] = []
+            for group in training.groups:
+                name = str(group.settings.get("name"))
+                places.append(order.setdefault((name, counts[name]), len(order)))
+                counts[name] += 1
+            groups = (group for _, group in sorted(zip(places, training.groups, strict=True), key=lambda item: item[0]))
+            yield home, replace(training, groups=tuple(groups))
+
+    def _held(
+        self, rank: int, home: int, model: ModelStates, layers: Layers, rank_in: Callable[[Layer, int], int]
+    ) -> ModelStates:
+        """The model file with what one expert-parallel rank holds, under the names that experts have among all."""
+        own, module = self._models[home].module, dict[str, TensorRef]()
+        for name, ref in model.module.items():
+            owner = layers.owner(name)
+            if name not in model.shared and (owner is None or owner[1] in owner[0].held[rank_in(owner[0], rank)]):
+                module[name] = own.get(name, ref) if owner is None else ref
+        return replace(model, module=module)
 
 
-def _held(model: ModelStates, layers: Layers, rank: int, rank_in: Callable[[Layer, int], int]) -> list[TensorEntry]:
-    """The weights of one expert-parallel rank, in its optimizer's order: AutoEP's new routers come last."""
-    module = {
-        name: ref
-        for name, ref in model.module.items()
-        if name not in model.shared
-        and ((owner := layers.owner(name)) is None or owner[1] in owner[0].held[rank_in(owner[0], rank)])
-    }
-    weights = unsharded.candidates(replace(model, module=module))
+def _weights(held: ModelStates, layers: Layers, rank: int, rank_in: Callable[[Layer, int], int]) -> list[TensorEntry]:
+    """What may have a master, in the order of a rank's optimizer: AutoEP's new routers come last."""
+    weights = unsharded.candidates(held)
     routers = tuple(f"{layer.home}.router." for layer in layers.all if layer.stacked)
     weights.sort(key=lambda weight: weight.name.startswith(routers))
     for layer in layers.all:
         weights += layer.stacks("parameter", rank_in(layer, rank)).values()
     return weights
+
+
+def _names(optimizer: object, held: ModelStates, layers: Layers) -> list[list[str]] | None:
+    """The parameters of each group, where groups of experts have names and the rest is one group; None otherwise."""
+    sizes = [_GROUP.fullmatch(str(group.get("name"))) for group in _groups(optimizer)]
+    spread = {weight.name: layers.owner(weight.name) for weight in unsharded.candidates(held)}
+    kinds = [int(size[1]) if size else None for size in sizes]
+    if len(set(kinds)) < len(kinds):
+        return None
+    return [[name for name, owner in spread.items() if (owner[0].ep if owner else None) == kind] for kind in kinds]
+
+
+def _groups(optimizer: object) -> list[Mapping[str, object]]:
+    """The parameter groups of an optimizer's state, DeepSpeed's around it or not."""
+    inner = optimizer.get("optimizer_state_dict", optimizer) if isinstance(optimizer, Mapping) else None
+    groups = inner.get("param_groups") if isinstance(inner, Mapping) else None
+    return [group for group in groups if isinstance(group, Mapping)] if isinstance(groups, list) else []
 
 
 _GROUP = re.compile(r"ep_size_(\d+)")
@@ -155,12 +206,7 @@ def spread_of(layers: Layers, optimizer: object) -> dict[int, int]:
     Where groups of several sizes are there, layers with the same number of experts are taken to be spread alike, so
     that the groups have as many elements as their layers on one rank.
     """
-    state = optimizer
-    if isinstance(state, Mapping) and isinstance(state.get("optimizer_state_dict"), Mapping):
-        state = state["optimizer_state_dict"]
-    groups = state.get("param_groups") if isinstance(state, Mapping) else None
-    listed = [group for group in groups if isinstance(group, Mapping)] if isinstance(groups, list) else []
-    sizes = [_GROUP.fullmatch(str(group.get("name"))) for group in listed]
+    sizes = [_GROUP.fullmatch(str(group.get("name"))) for group in _groups(optimizer)]
     counts = sorted({layer.experts for layer in layers.all if not layer.held})
     known = sorted({int(size[1]) for size in sizes if size}, reverse=True)
     choices = [[ep for ep in known if ep and count % ep == 0] or [1] for count in counts]

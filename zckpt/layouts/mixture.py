@@ -13,8 +13,9 @@ from dataclasses import replace
 
 from zckpt.catalog import Catalog, Replica, Role, Source, TensorEntry
 from zckpt.containers import TensorRef
-from zckpt.errors import InconsistentError, UnsupportedError
+from zckpt.errors import InconsistentError
 from zckpt.layouts import unsharded, zero3, zero12
+from zckpt.layouts.agreement import merged
 from zckpt.layouts.assembly import assemble
 from zckpt.layouts.expert_groups import Save, parts_of, with_shapes
 from zckpt.layouts.expert_optimizers import Optimizers, spread_of
@@ -51,6 +52,7 @@ class Reader:
     ) -> None:
         self.listing = listing
         self.save = save
+        self.mp_ranks = mp_ranks
         self.world_size = save.world_size if save else (model.number("dp_world_size") or 1) * len(mp_ranks)
         self.data_first = model.config.get("use_data_before_expert_parallelism") is True
         self.optimizers = None if save else Optimizers(listing, dict(zip(mp_ranks, slices or [model])))
@@ -155,12 +157,9 @@ class Reader:
             yield held, tuple(sharers(layer.ep, rank, self.world_size, data_first=self.data_first))
 
     def training(self) -> Training:
-        """What the run needs beside its weights."""
+        """What the run needs beside its weights; of slices, the first model-parallel rank's."""
         if self.save is None:
-            raise UnsupportedError(
-                "experts without ZeRO", file=self.listing.directory, found="an optimizer's state per expert-parallel rank",
-                expected="optimizer states of ZeRO are read",
-            )  # fmt: skip
+            return self.training_of(self.mp_ranks[0])
         held = [(part, part.training()) for part in self.parts]
         states: dict[str, Mapping[str, TensorEntry]] = {}
         slices: dict[str, dict[str, dict[int, TensorEntry]]] = {}
@@ -189,6 +188,15 @@ class Reader:
                 joined=self._joined(),
             )
         )
+
+    def training_of(self, mp_rank: int) -> Training:
+        """Without ZeRO: what the run of one of the model-parallel ranks needs beside its weights, with all experts."""
+        assert self.optimizers is not None
+        held = list(self.optimizers.trainings(self.model, self.layers, self._rank_in))
+        first = next(training for home, training in held if home == mp_rank)
+        states = {name: own for _, training in held for name, own in training.states.items()}
+        groups = merged([training.groups for _, training in held])
+        return without_experts(replace(first, groups=groups, states={**states, **first.states}, joined=self._joined()))
 
     def _joined(self) -> dict[str, Joint]:
         """What a universal checkpoint says of each parameter: by the checkpoint's own rules, and of stacks."""

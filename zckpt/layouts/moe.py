@@ -149,7 +149,11 @@ class Split(model_parallel.Reader):
             if not masters:
                 return super().slice_of(rank, model, tied)
             catalog = assemble(model, masters, Source("", self.listing.directory), self.topology, frozen={})
-            return Slice(unsharded.frozen_without_master(catalog, masters), model, None)
+            return Slice(
+                unsharded.frozen_without_master(catalog, masters),
+                model,
+                lambda: _those(whole.training_of(rank), whole.layers, experts=False),
+            )
         self.saves[rank] = save
         dense, _ = told_apart(save, spread)
         shared = {**dense.model.shared, **dict(second_routers(dense.model))}
@@ -211,12 +215,24 @@ class Split(model_parallel.Reader):
     def training(self) -> Training:
         """What the run needs beside its weights; errors as in `read`."""
         training = super().training()
-        experts = [whole.training() for whole in self.whole.values()]
+        experts = [_those(whole.training(), whole.layers, experts=True) for whole in self.whole.values()]
         states = dict(training.states)
         for own in experts:
             states |= own.states
         groups = (*training.groups, *merged([own.groups for own in experts]))
         return replace(without_experts(training), groups=groups, states=states)
+
+
+def _those(training: Training, layers: Layers, *, experts: bool) -> Training:
+    """What a run needs of experts alone, or of all else alone."""
+
+    def own(names: Iterable[str]) -> tuple[str, ...]:
+        return tuple(name for name in names if (layers.owner(name) is not None) == experts)
+
+    groups = [replace(group, names=names) for group in training.groups if (names := own(group.names))]
+    return replace(
+        training, groups=tuple(groups), states={name: training.states[name] for name in own(training.states)}
+    )
 
 
 def _expert_files(listing: Listing, ranks: range) -> list[re.Match[str]]:
