@@ -3,7 +3,8 @@
 //     put there is worked out when its turn comes, so a plan of millions of rows takes no memory. Moves into memory become
 //     windows of their own.
 //  2. A thread takes the next window, so reads and writes go through the files in order, and gathers all its elements in one
-//     aligned buffer. Their sources are read file by file, each in its own order, and neighbours together: a window of many
+//     aligned buffer. (Without direct I/O as many files take turns as there are threads: the kernel lets one at a time write to a
+//     file.) Their sources are read file by file, each in its own order, and neighbours together: a window of many
 //     small parameters cut over many ranks is one read per rank. The same dtype is read straight into place; a cast, or rows
 //     too short to be read one by one, go through a small staging buffer that stays in the processor's cache.
 //     A matrix that is transposed is turned in tiles that fit the cache: its rows are read in their order, in strips as wide as
@@ -38,6 +39,7 @@ struct Window {
   uint64_t start;      // of the window in its file; for memory, the first element of the move
   size_t first, last;  // of the items that may touch it; for memory, the number of the move and that of the elements
   bool memory;
+  size_t turn;  // among the windows of its file
 };
 
 class Run : Engine {
@@ -53,7 +55,7 @@ class Run : Engine {
   const Sink& sink_;
   std::vector<Item> items_;
   std::vector<Window> windows_;
-  std::vector<size_t> turns_;  // store -> the window that is next to be handed to its sink
+  std::vector<size_t> turns_;  // store -> the turn of the window that is next to be handed to its sink
 
   bool ordered(uint32_t store) const { return !settings_.ordered.empty() && settings_.ordered[store]; }
 
@@ -65,7 +67,7 @@ class Run : Engine {
       const uint64_t size = kItemSize[m.dst_dtype];
       if (in_memory(m.dst)) {
         const uint64_t step = std::max<uint64_t>(settings_.window / size, 1), numel = m.count * m.rows;
-        for (uint64_t first = 0; first < numel; first += step) windows_.push_back({first, i, std::min(step, numel - first), true});
+        for (uint64_t first = 0; first < numel; first += step) windows_.push_back({first, i, std::min(step, numel - first), true, 0});
       } else {
         const uint64_t reach = (m.rows - 1) * static_cast<uint64_t>(m.dst_pitch) + (m.count - 1) * static_cast<uint64_t>(m.dst_step) + size;
         items_.push_back({m.dst, i, m.dst_offset, m.dst_offset + reach});
@@ -81,20 +83,45 @@ class Run : Engine {
       cut(first, last);
     }
     turns_.resize(batch_.stores.size());
-    for (size_t i = windows_.size(); i--;)
-      if (!windows_[i].memory) turns_[items_[windows_[i].first].dst] = i;
+    take_turns();
   }
+
+  // Deals the windows of files that are written without direct I/O, of as many as there are threads: one that is done makes room
+  // for the next.
+  void take_turns() {
+    std::vector<Window> dealt;
+    dealt.reserve(windows_.size());
+    std::vector<std::pair<size_t, size_t>> open;  // [next, end) of the windows of a file
+    size_t next = 0;
+    for (; next < windows_.size() && windows_[next].memory; ++next) dealt.push_back(windows_[next]);
+    for (size_t at = 0; next < windows_.size() || !open.empty();) {
+      while (next < windows_.size() && open.size() < (batch_.stores[dst_of(windows_[next])].direct_fd < 0 ? settings_.threads : 1)) {
+        const size_t first = next;
+        while (next < windows_.size() && dst_of(windows_[next]) == dst_of(windows_[first])) ++next;
+        open.emplace_back(first, next);
+      }
+      at %= open.size();
+      dealt.push_back(windows_[open[at].first++]);
+      if (open[at].first == open[at].second)
+        open.erase(open.begin() + static_cast<std::ptrdiff_t>(at));
+      else
+        ++at;
+    }
+    windows_ = std::move(dealt);
+  }
+
+  uint32_t dst_of(const Window& window) const { return items_[window.first].dst; }
 
   // The windows of one file. Items are sorted by their begin, and may be long: one reaches into a window when it begins
   // before the window's end, and it or an earlier one ends after the window's start.
   void cut(size_t first, size_t last) {
     uint64_t reach = 0;
-    size_t from = first, to = first;
+    size_t from = first, to = first, turn = 0;
     for (uint64_t start = items_[first].begin / settings_.window * settings_.window;; start += settings_.window) {
       const uint64_t border = start + settings_.window;
       for (; to < last && items_[to].begin < border; ++to) reach = std::max(reach, items_[to].end);
       while (from < to && items_[from].end <= start) ++from;
-      if (from < to) windows_.push_back({start, from, to, false});
+      if (from < to) windows_.push_back({start, from, to, false, turn++});
       if (to == last && reach <= border) return;
       if (reach <= border) start = items_[to].begin / settings_.window * settings_.window - settings_.window;  // skips a hole
     }
@@ -113,7 +140,7 @@ class Run : Engine {
   }
 
   void into_file(const Window& window, Buffers& buffers) {
-    const uint32_t dst = items_[window.first].dst;
+    const uint32_t dst = dst_of(window);
     char* buffer = buffers.window.get();
     Ranges filled;
     std::vector<Segment> segments;
@@ -147,7 +174,7 @@ class Run : Engine {
   void hand_over(const Window& window, uint32_t dst, const Ranges& filled, const char* buffer) {
     {
       std::unique_lock lock(mutex_);
-      passed_.wait(lock, [&] { return stop_ || &windows_[turns_[dst]] == &window; });
+      passed_.wait(lock, [&] { return stop_ || turns_[dst] == window.turn; });
       if (stop_) throw Stop{};
     }
     for (const auto& [begin, end] : filled)
