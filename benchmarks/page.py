@@ -16,6 +16,11 @@ TITLES = {
         "Other shapes of checkpoint",
         "With AdamW's moments, world size 8: four to seven times the bytes of the weights are written.",
     ),
+    "reshaping in memory": (
+        "Other shapes of checkpoint, in memory",
+        "A smaller GPT-2 shape (layers of 1,600), source and output in a memory file system, free memory touched before each "
+        "command: what is left where no disk counts.",
+    ),
     "checking": (
         "Verify and diff",
         "Beside `cat` and `cmp`, which read the same bytes and look at none, or at nothing but equality.",
@@ -52,7 +57,11 @@ def write(results: dict[str, Any], path: Path) -> None:
     for name, (title, about) in TITLES.items():
         if name in results:
             found = results[name]
-            model = "" if name in ("dcp", "growth") else f" GPT-2 shape, {found['layers']} layers of 1,600."
+            model = (
+                ""
+                if name in ("dcp", "growth", "reshaping in memory")
+                else f" GPT-2 shape, {found['layers']} layers of 1,600."
+            )
             told = f"{found['machine']}; {found['rounds']} rounds; {found['when']}.{model}"
             parts.append(f"## {title}\n\n{about} {told}\n\n{table(found)}\n")
     path.write_text("\n".join(parts))

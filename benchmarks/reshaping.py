@@ -2,13 +2,14 @@
 
 The checkpoint has AdamW's moments. What zckpt writes is durable; DeepSpeed's converter is not made to sync. Both read and write
 as many bytes as a disk can hardly bear: `cp` of the output says how soon anybody could be done, and a smaller model in
-memory what is left where no disk counts.
+memory (a section of its own) what is left where no disk counts.
 """
 
 from __future__ import annotations
 
 import shutil
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 
 from measure import PYTHON, ZCKPT, Job, Row, copying, in_turn, remove, write
@@ -22,34 +23,41 @@ def measure(work: Path, layers: int, rounds: int) -> list[Row]:
     rows = []
     for stage in (2, 3):
         checkpoint = write(work / "ckpt", stage, "--layers", str(layers), "--moments")
-        rows += _to_universal(f"ZeRO-{stage} to-universal", checkpoint, work, rounds, on_disk=True)
+        rows += _to_universal(f"ZeRO-{stage} to-universal", checkpoint, work, rounds)
         rows.append(_reshard(f"ZeRO-{stage} reshard, 8 ranks to 5", checkpoint, work / "out", rounds))
         shutil.rmtree(checkpoint)
-        with tempfile.TemporaryDirectory(dir="/dev/shm") as memory:
-            few = min(layers, IN_MEMORY)
-            checkpoint = write(Path(memory) / "ckpt", stage, "--layers", str(few), "--moments")
-            what = f"ZeRO-{stage} in memory, {few} layers, to-universal"
-            rows += _to_universal(what, checkpoint, Path(memory), rounds, on_disk=False)
     return rows
 
 
-def _to_universal(what: str, checkpoint: Path, place: Path, rounds: int, *, on_disk: bool) -> list[Row]:
+def in_memory(_: Path, layers: int, rounds: int) -> list[Row]:
+    """`to-universal` at both stages, where no disk counts."""
+    rows, few = [], min(layers, IN_MEMORY)
+    for stage in (2, 3):
+        with tempfile.TemporaryDirectory(dir="/dev/shm") as memory:
+            checkpoint = write(Path(memory) / "ckpt", stage, "--layers", str(few), "--moments")
+            what = f"ZeRO-{stage} to-universal, {few} layers"
+            rows += _to_universal(what, checkpoint, Path(memory), rounds, touches=True)
+    return rows
+
+
+def _to_universal(what: str, checkpoint: Path, place: Path, rounds: int, *, touches: bool = False) -> list[Row]:
     out, theirs = place / "out", place / "theirs"
     script = [
         *PYTHON, "-m", "deepspeed.checkpoint.ds_to_universal", "--inject_missing_state", "--no_strict",
         "--input_folder", str(checkpoint / "global_step100"),
         "--output_folder", str(theirs / "global_step100_universal"),
     ]  # fmt: skip
-    jobs = {"ours": Job([*ZCKPT, "to-universal", str(checkpoint), str(out), "--quiet"], (out,))}
-    if on_disk:
-        jobs["cp"] = copying(out, place / "copy", durable=False)
-    jobs["theirs"] = Job(script, (out, theirs), (theirs,))
+    jobs = {
+        "ours": Job([*ZCKPT, "to-universal", str(checkpoint), str(out), "--quiet"], (out,), touches=touches),
+        "cp": replace(copying(out, place / "copy", durable=False), touches=touches),
+        "theirs": Job(script, (out, theirs), (theirs,), touches=touches),
+    }
     taken = in_turn(jobs, rounds)
-    note = "not durable; memory per process, of several" if on_disk else "memory per process, of several"
-    rows = [Row(what, taken["ours"], "`ds_to_universal`", taken["theirs"], note)]
-    if on_disk:
-        rows.append(Row(what, taken["ours"], "`cp` of the same bytes", taken["cp"], "not durable"))
-    return rows
+    note = "memory per process, of several" if touches else "not durable; memory per process, of several"
+    return [
+        Row(what, taken["ours"], "`ds_to_universal`", taken["theirs"], note),
+        Row(what, taken["ours"], "`cp` of the same bytes", taken["cp"], "" if touches else "not durable"),
+    ]
 
 
 def _reshard(what: str, checkpoint: Path, out: Path, rounds: int) -> Row:

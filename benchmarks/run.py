@@ -32,6 +32,7 @@ SECTIONS = {
     "consolidation": consolidation.measure,
     "loading": loading.measure,
     "reshaping": reshaping.measure,
+    "reshaping in memory": reshaping.in_memory,
     "checking": checking.measure,
     "push": hub.measure,
     "dcp": dcp.measure,
