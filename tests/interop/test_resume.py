@@ -178,6 +178,7 @@ SHAPES = [
     ("moe/zero0_pyramid_w4", 1),
     ("moe/tensor_w4", 2),
     ("moe/tensor_zero0_wide_w4", 2),
+    ("moe/tensor_sliced_zero0_w4", 1),
     ("moe/tensor_unwritten", 1),
     ("moe/zero2_pyramid_w4", 3),
     ("moe/bf16_optimizer_w4", 1),

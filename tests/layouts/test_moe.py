@@ -200,10 +200,13 @@ def test_down_to_plain_data_parallelism(name: str, tmp_path: Path) -> None:
         ("moe/zero0_bf16_w4", "moe/zero1_w4"),
         ("moe/zero0_pyramid_w4", "moe/zero2_pyramid_w4"),
         ("moe/tensor_zero0_w4", "moe/tensor_w4"),
+        ("moe/tensor_sliced_zero0_w4", "moe/tensor_sliced_w4"),
     ],
 )
 def test_states_without_zero_are_those_of_the_same_run_under_zero(name: str, same: str, tmp_path: Path) -> None:
-    """DeepSpeed scales gradients of experts otherwise there; but of all states of a shape, each is most like its own."""
+    """DeepSpeed scales gradients of experts otherwise there; but of all states of a shape, each is most like its own;
+    those of a few numbers may be like another's by chance.
+    """
     listings = [open_catalog(str(FIXTURES / path / "checkpoint")).place.listing for path in (name, same)]
     own, other = (layouts.read_training(listing) for listing in listings)
     assert {n for group in own.groups for n in group.names} == own.states.keys() == other.states.keys()
@@ -213,11 +216,18 @@ def test_states_without_zero_are_those_of_the_same_run_under_zero(name: str, sam
     )
     for key, state in found.items():
         alike = {k: torch.cosine_similarity(state, of, 0) for k, of in wanted.items() if of.shape == state.shape}
-        assert max(alike, key=lambda k: float(alike[k])) == key
+        assert alike[key] > 0.7 and (max(alike, key=lambda k: float(alike[k])) == key or len(state) < 10), key
 
 
 @pytest.mark.parametrize(
-    "name", ["moe/zero0_w2", "moe/zero0_pyramid_w4", "moe/tensor_zero0_w4", "moe/tensor_zero0_wide_w4"]
+    "name",
+    [
+        "moe/zero0_w2",
+        "moe/zero0_pyramid_w4",
+        "moe/tensor_zero0_w4",
+        "moe/tensor_zero0_wide_w4",
+        "moe/tensor_sliced_zero0_w4",
+    ],
 )
 def test_resharded_without_zero(name: str, tmp_path: Path) -> None:
     source = FIXTURES / name / "checkpoint"

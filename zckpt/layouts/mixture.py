@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import cached_property
 
 from zckpt.catalog import Catalog, Replica, Role, Source, TensorEntry
 from zckpt.containers import TensorRef
@@ -191,12 +192,15 @@ class Reader:
 
     def training_of(self, mp_rank: int) -> Training:
         """Without ZeRO: what the run of one of the model-parallel ranks needs beside its weights, with all experts."""
-        assert self.optimizers is not None
-        held = list(self.optimizers.trainings(self.model, self.layers, self._rank_in))
-        first = next(training for home, training in held if home == mp_rank)
-        states = {name: own for _, training in held for name, own in training.states.items()}
-        groups = merged([training.groups for _, training in held])
+        first = next(training for home, training in self._trainings if home == mp_rank)
+        states = {name: own for _, training in self._trainings for name, own in training.states.items()}
+        groups = merged([training.groups for _, training in self._trainings])
         return without_experts(replace(first, groups=groups, states={**states, **first.states}, joined=self._joined()))
+
+    @cached_property
+    def _trainings(self) -> list[tuple[int, Training]]:
+        assert self.optimizers is not None
+        return list(self.optimizers.trainings(self.model, self.layers, self._rank_in))
 
     def _joined(self) -> dict[str, Joint]:
         """What a universal checkpoint says of each parameter: by the checkpoint's own rules, and of stacks."""

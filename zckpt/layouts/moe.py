@@ -139,7 +139,7 @@ class Split(model_parallel.Reader):
             reader = Reader(self.listing, save, save.model if save else model, layers, own)
             catalog, shard = reader.catalog(), save.shards[0] if save else None
             self.held[rank] = catalog.topology
-            return Slice(catalog, reader.model, reader.training if save else None, shard)
+            return Slice(catalog, reader.model, reader.training, shard)
         if save is None:
             model = replace(model, shared=dict(second_routers(model)))
             if rank == stage[0]:
