@@ -30,7 +30,7 @@ TITLES = {
         "bf16 from ZeRO-3 shards, to the tests' hub on loopback, which takes every byte off the wire and looks at none. "
         "Converting and sending overlap; `upload_folder` is given what was converted before, from the page cache. Free "
         "memory is touched before each command: on a virtual machine whose host had taken it back, the scratch files' pages "
-        "cost push 0.2 s more, a ratio of 1.17.",
+        "cost push some tenths of a second more.",
     ),
     "dcp": ("torch.distributed.checkpoint", "A save of two ranks, sharded as `fully_shard` does."),
     "tuning": (

@@ -6,14 +6,12 @@ Rank 0 writes `JOBS.json.told`: for each the names of the masters that are not t
 
 from __future__ import annotations
 
-import json
 import sys
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
-from gloo_ranks import gloo_ranks
+from gloo_ranks import gloo_ranks, tell
 from safetensors.torch import load_file
 
 FIXTURES = Path(__file__).parents[2] / "fixtures"
@@ -71,11 +69,7 @@ def main() -> None:
         from deepspeed.module_inject.auto_ep import AutoEP
 
         AutoEP._retarget_transformers_output_recorders = lambda *args: None  # it would need an older transformers
-        told = [run(job) for job in json.loads(Path(sys.argv[1]).read_text())]
-        everyone: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(everyone, told)
-        if dist.get_rank() == 0:
-            Path(sys.argv[1] + ".told").write_text(json.dumps(everyone))
+        tell(run)
 
 
 if __name__ == "__main__":

@@ -8,14 +8,10 @@ tensor). The model is a bag of parameters of these names: what an engine loads d
 
 from __future__ import annotations
 
-import json
-import sys
-from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
-from gloo_ranks import gloo_ranks
+from gloo_ranks import gloo_ranks, tell
 from safetensors.torch import load_file
 
 
@@ -99,11 +95,7 @@ def run(job: dict[str, Any]) -> tuple[list[str], int]:
 def main() -> None:
     """All jobs, one after another."""
     with gloo_ranks():
-        told = [run(job) for job in json.loads(Path(sys.argv[1]).read_text())]
-        everyone: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(everyone, told)
-        if dist.get_rank() == 0:
-            Path(sys.argv[1] + ".told").write_text(json.dumps(everyone))
+        tell(run)
 
 
 if __name__ == "__main__":

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import filecmp
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from ranks import run_ranks
 
 import zckpt
 
@@ -41,11 +39,7 @@ def saved(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     home = tmp_path_factory.mktemp(f"live{request.param}")
     jobs = [{**job, "save": str(home / words(job))} for job in (JOBS if request.param == 2 else JOBS[-2:])]
     (home / "jobs.json").write_text(json.dumps(jobs))
-    environment = {**os.environ, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={request.param}"]
-    command = [*launcher, str(WORKER), str(home / "jobs.json")]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=280)
-    assert done.returncode == 0, done.stderr[-4000:]
+    run_ranks(request.param, home / "jobs.json", WORKER)
     return home
 
 

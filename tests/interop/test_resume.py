@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
+from ranks import run_ranks
 from safetensors.torch import save_file
 
 from zckpt import layouts
 from zckpt.checkpoint import open_catalog, read_tensor
+from zckpt.dtypes import BF16
 from zckpt.reshard import reshard
 from zckpt.to_dcp import to_dcp
 from zckpt.universal import to_universal
@@ -35,17 +34,6 @@ def launch(world_size: int, jobs: list[dict[str, Any]], path: Path, worker: Path
     path.write_text(json.dumps(jobs))
     run_ranks(world_size, path, worker)
     return json.loads(Path(f"{path}.losses").read_text())
-
-
-def run_ranks(world_size: int, path: Path, worker: Path) -> None:
-    """Runs jobs in a set of processes."""
-    environment = {**os.environ, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={world_size}"]
-    done = subprocess.run(
-        [*command, str(worker), str(path)], env=environment, capture_output=True, text=True, check=False, timeout=280
-    )
-    told = [line for line in (done.stdout + done.stderr).splitlines() if "rank" in line or "exitcode" in line]
-    assert done.returncode == 0, "\n".join(told[-60:])
 
 
 def worst(found: list[float], wanted: list[float]) -> float:
@@ -204,16 +192,13 @@ def test_other_shapes_load_as_plain_data_parallelism(tmp_path: Path) -> None:
         for key, states in training.states.items():
             held |= {f"{state}/{key}": read_tensor(entry, "pt") for state, entry in states.items()}
         save_file({key: tensor.contiguous() for key, tensor in held.items()}, f"{own}.safetensors")
-        half = (
-            torch.load(next(own.glob("*/*model_states.pt")), weights_only=False)["ds_config"].get("bf16") or {}
-        ).get("enabled")
         jobs.append(
             {
                 "load": str(own),
                 "stage": stage,
                 "state": f"{own}.safetensors",
                 "aliases": dict(opened.catalog.aliases),
-                "precision": "bf16" if half else "fp32",
+                "precision": "bf16" if training.precision == BF16 else "fp32",
                 "groups": [list(group.names) for group in training.groups],
             }
         )

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from bits import same_bits
+from ranks import run_ranks
 
 import zckpt
 from zckpt.universal import to_universal
@@ -120,13 +121,7 @@ def test_the_engine_loads_experts_at_other_world_sizes(tmp_path: Path) -> None:
     jobs = [{"fixture": name, "load": str(tmp_path / str(number))} for number, name in enumerate(names)]
     path = tmp_path / "jobs.json"
     path.write_text(json.dumps(jobs))
-    environment = {**os.environ, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "PYTHONHASHSEED": "0"}
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
-    worker = str(WORKER.with_name("experts_worker.py"))
-    done = subprocess.run(
-        [*command, worker, str(path)], env=environment, capture_output=True, text=True, check=False, timeout=280
-    )
-    assert done.returncode == 0, "\n".join(line for line in done.stderr.splitlines() if "rank" in line)[-3000:]
+    run_ranks(2, path, WORKER.with_name("experts_worker.py"), PYTHONHASHSEED="0")
     for told in json.loads(Path(f"{path}.told").read_text()):
         assert [differ for differ, _ in told] == [[], [], []]
         assert all(compared > 20 for _, compared in told)

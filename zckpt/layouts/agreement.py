@@ -139,7 +139,7 @@ def _alike(a: Group, b: Group) -> bool:
 
 def steps_of(optimizer: object) -> int | None:
     """The steps that a torch optimizer's state dict has taken, DeepSpeed's around it or not; None where it does not say."""
-    steps = [step for _, states in _groups(optimizer) for step in _steps(states)]
+    steps = [step for _, states in parameter_groups(optimizer) for step in _steps(states)]
     return max(steps, default=None)
 
 
@@ -176,7 +176,7 @@ def _said(name: str, rank: str, outer: Mapping[str, object]) -> _Said:
     groups: dict[str, Mapping[str, object]] = {}
     own: dict[str, Mapping[str, object]] = {"the loss scaler": {k: outer[k] for k in (_OF_LAST_STEP,) if k in outer}}
     seen: Counter[str] = Counter()
-    for number, (settings, states) in enumerate(_groups(outer)):
+    for number, (settings, states) in enumerate(parameter_groups(outer)):
         topic = f"parameter group {number}"
         if isinstance(called := settings.get("name"), str):
             seen[called] += 1
@@ -193,7 +193,7 @@ def _said(name: str, rank: str, outer: Mapping[str, object]) -> _Said:
     return _Said(name, rank, scaler, groups, own)
 
 
-def _groups(optimizer: object) -> list[tuple[Mapping[str, object], list[Mapping[str, object]]]]:
+def parameter_groups(optimizer: object) -> list[tuple[Mapping[str, object], list[Mapping[str, object]]]]:
     """Settings and states of each parameter group; those of the elastic form have no settings."""
     inner = optimizer
     for key in ("base_optimizer_state", "optimizer_state_dict"):

@@ -14,8 +14,9 @@ runtime/zero/stage_1_and_2.py `_configure_moe_settings`, runtime/zero/stage3.py 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 from zckpt.catalog import TensorEntry
 from zckpt.errors import IncompleteError, InconsistentError, UnsupportedError, ranges, some
@@ -95,9 +96,7 @@ def told_apart(save: Save, layers: Layers) -> tuple[Save, Save]:
     orders = [_order(shard, listed) for shard in save.shards]
 
     def those(experts: bool) -> Save:
-        def own(names: Iterable[str]) -> list[str]:
-            return [name for name in names if (layers.owner(name) is not None) == experts]
-
+        own = partial(layers.those, experts=experts)
         numbers = [number for number, shapes in enumerate(listed) if bool(own(shapes)) or not (shapes or experts)]
         model = replace(
             save.model,

@@ -18,7 +18,7 @@ from zckpt.catalog import Replica, TensorEntry
 from zckpt.containers import TensorRef
 from zckpt.errors import IncompleteError, InconsistentError, UnsupportedError
 from zckpt.layouts import unsharded
-from zckpt.layouts.agreement import steps_of
+from zckpt.layouts.agreement import parameter_groups, steps_of
 from zckpt.layouts.experts import Layer, Layers
 from zckpt.layouts.listing import EXPERT_OPTIMIZER_NAME, Listing
 from zckpt.layouts.module_states import ModelStates, as_mapping
@@ -182,19 +182,12 @@ def _weights(held: ModelStates, layers: Layers, rank: int, rank_in: Callable[[La
 
 def _names(optimizer: object, held: ModelStates, layers: Layers) -> list[list[str]] | None:
     """The parameters of each group, where groups of experts have names and the rest is one group; None otherwise."""
-    sizes = [_GROUP.fullmatch(str(group.get("name"))) for group in _groups(optimizer)]
+    sizes = [_GROUP.fullmatch(str(settings.get("name"))) for settings, _ in parameter_groups(optimizer)]
     spread = {weight.name: layers.owner(weight.name) for weight in unsharded.candidates(held)}
     kinds = [int(size[1]) if size else None for size in sizes]
     if len(set(kinds)) < len(kinds):
         return None
     return [[name for name, owner in spread.items() if (owner[0].ep if owner else None) == kind] for kind in kinds]
-
-
-def _groups(optimizer: object) -> list[Mapping[str, object]]:
-    """The parameter groups of an optimizer's state, DeepSpeed's around it or not."""
-    inner = optimizer.get("optimizer_state_dict", optimizer) if isinstance(optimizer, Mapping) else None
-    groups = inner.get("param_groups") if isinstance(inner, Mapping) else None
-    return [group for group in groups if isinstance(group, Mapping)] if isinstance(groups, list) else []
 
 
 _GROUP = re.compile(r"ep_size_(\d+)")
@@ -206,7 +199,7 @@ def spread_of(layers: Layers, optimizer: object) -> dict[int, int]:
     Where groups of several sizes are there, layers with the same number of experts are taken to be spread alike, so
     that the groups have as many elements as their layers on one rank.
     """
-    sizes = [_GROUP.fullmatch(str(group.get("name"))) for group in _groups(optimizer)]
+    sizes = [_GROUP.fullmatch(str(settings.get("name"))) for settings, _ in parameter_groups(optimizer)]
     counts = sorted({layer.experts for layer in layers.all if not layer.held})
     known = sorted({int(size[1]) for size in sizes if size}, reverse=True)
     choices = [[ep for ep in known if ep and count % ep == 0] or [1] for count in counts]

@@ -143,6 +143,10 @@ class Layers:
         layer = self._by_prefix.get(prefix)
         return (layer, 0, local) if layer is not None and layer.stacked else None
 
+    def those(self, names: Iterable[str], *, experts: bool) -> list[str]:
+        """Those of some names that are experts', or all others."""
+        return [name for name in names if (self.owner(name) is not None) == experts]
+
     def name_on(self, rank: int, name: str) -> str:
         """The name that a parameter which an expert-parallel rank calls `name` has among all experts.
 

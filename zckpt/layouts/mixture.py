@@ -19,7 +19,7 @@ from zckpt.layouts import unsharded, zero3, zero12
 from zckpt.layouts.agreement import merged
 from zckpt.layouts.assembly import assemble
 from zckpt.layouts.expert_groups import Save, parts_of, with_shapes
-from zckpt.layouts.expert_optimizers import Optimizers, spread_of
+from zckpt.layouts.expert_optimizers import Masters, Optimizers, spread_of
 from zckpt.layouts.expert_records import modules, second_routers, without_experts
 from zckpt.layouts.experts import Layer, Layers, sharers
 from zckpt.layouts.listing import MODEL_NAME, Listing
@@ -63,7 +63,11 @@ class Reader:
         self.layers = layers.spread((*listed, *model.buffer_names), lambda layer: spread.get(layer.experts, 1))
         self.model = _everywhere(model, self.layers)
         self.parts = list(parts_of(save, self.model, self.layers, data_first=self.data_first)) if save else []
-        self.unsharded = self.optimizers.masters(self.model, self.layers, self._rank_in) if self.optimizers else None
+
+    @cached_property
+    def unsharded(self) -> Masters | None:
+        """Masters of a half-precision run without ZeRO."""
+        return self.optimizers.masters(self.model, self.layers, self._rank_in) if self.optimizers else None
 
     def _rank_in(self, layer: Layer, widest: int) -> int:
         """Expert-parallel rank, in a layer's group, of the writer that has number `widest` in the widest one."""

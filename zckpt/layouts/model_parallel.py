@@ -67,13 +67,13 @@ class Slice:
     Attributes:
         catalog: of slices.
         model: the model file.
-        training: how to read what goes with them; None without ZeRO.
+        training: how to read what goes with them.
         shard: the first of its optimizer files, under ZeRO.
     """
 
     catalog: Catalog
     model: ModelStates
-    training: Callable[[], Training] | None
+    training: Callable[[], Training]
     shard: OptimizerShard | None = None
 
 
@@ -285,7 +285,7 @@ class Reader:
 
     def _state_names(self) -> Iterator[str]:
         first = self.stages[0][0]
-        if first.shard is None or first.training is None:
+        if first.shard is None:
             yield from unsharded.state_names(first.model.root.get("optimizer"))
         else:
             yield from dict.fromkeys(state for group in first.training().groups for state in group.states)
@@ -306,12 +306,7 @@ class Reader:
         joined: dict[str, Joint] = {}
         first: Training | None = None
         for stage in self.stages:
-            held = [s.training() for s in stage if s.training is not None]
-            if len(held) < len(stage):
-                raise IncompleteError(
-                    "no optimizer files", file=self.listing.directory, found="a run without ZeRO",
-                    expected="zero_pp_rank_*_optim_states.pt",
-                )  # fmt: skip
+            held = [s.training() for s in stage]
             first = first or held[0]
             for name, by_state in held[0].states.items():
                 if name in states:

@@ -202,8 +202,8 @@ class Split(model_parallel.Reader):
         for ranks in self._stages():
             if whole := self.whole.get(ranks[0]):
                 experts = whole.catalog()
-                tensors |= {name: own for name, own in experts.tensors.items() if whole.layers.owner(name) is not None}
-                aliases |= {name: own for name, own in experts.aliases.items() if whole.layers.owner(name) is not None}
+                tensors |= {name: experts.tensors[name] for name in whole.layers.those(experts.tensors, experts=True)}
+                aliases |= {name: experts.aliases[name] for name in whole.layers.those(experts.aliases, experts=True)}
                 padding += experts.padding
                 stages.append(experts.topology)
             elif held := self.held.get(ranks[0]):
@@ -225,14 +225,10 @@ class Split(model_parallel.Reader):
 
 def _those(training: Training, layers: Layers, *, experts: bool) -> Training:
     """What a run needs of experts alone, or of all else alone."""
-
-    def own(names: Iterable[str]) -> tuple[str, ...]:
-        return tuple(name for name in names if (layers.owner(name) is not None) == experts)
-
-    groups = [replace(group, names=names) for group in training.groups if (names := own(group.names))]
-    return replace(
-        training, groups=tuple(groups), states={name: training.states[name] for name in own(training.states)}
-    )
+    named = ((group, tuple(layers.those(group.names, experts=experts))) for group in training.groups)
+    groups = tuple(replace(group, names=names) for group, names in named if names)
+    states = {name: training.states[name] for name in layers.those(training.states, experts=experts)}
+    return replace(training, groups=groups, states=states)
 
 
 def _expert_files(listing: Listing, ranks: range) -> list[re.Match[str]]:
