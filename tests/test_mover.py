@@ -26,6 +26,7 @@ from zckpt._core import cast as native_cast
 from zckpt.catalog import TensorEntry
 from zckpt.dtypes import BF16, BY_NAME, F16, F32, F64, DType
 from zckpt.errors import CorruptError, InconsistentError, OutputError, UnsupportedError
+from zckpt.files import file_store
 from zckpt.fragments import FileStore, Fragment, MemoryStore
 from zckpt.mover import run
 from zckpt.mover_reference import cast as reference_cast
@@ -54,7 +55,7 @@ def no_faults() -> Iterator[None]:
 
 def source_file(path: Path, data: bytes, byteorder: str = "little") -> FileStore:
     path.write_bytes(data)
-    return FileStore.of(path, byteorder)
+    return file_store(path, byteorder)
 
 
 def whole(name: str, shape: tuple[int, ...], dtype: DType, store: object, offset: int = 0) -> TensorEntry:
@@ -639,6 +640,7 @@ CHILD = """
     import os, sys
     from zckpt.catalog import TensorEntry
     from zckpt.dtypes import F32
+    from zckpt.files import file_store
     from zckpt.fragments import FileStore, Fragment
     from zckpt.mover import run
     from zckpt.plan import OutputFile, Plan
@@ -647,7 +649,7 @@ CHILD = """
     with open(source, "wb") as file:
         file.truncate(megabytes << 20)
     numel = (megabytes << 20) // 4
-    store, to = FileStore.of(source), FileStore("out", megabytes << 20)
+    store, to = file_store(source), FileStore("out", megabytes << 20)
     entry = lambda s: TensorEntry("x", (numel,), F32, "parameter", (Fragment(s, 0, 0, numel),))
     plan = Plan(((OutputFile("out", megabytes << 20), to),), [(entry(store), entry(to))])
 """
@@ -716,6 +718,7 @@ def test_more_sources_than_descriptors(tmp_path: Path) -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (700, 700))
     from zckpt.catalog import TensorEntry
     from zckpt.dtypes import F32
+    from zckpt.files import file_store
     from zckpt.fragments import FileStore, Fragment
     from zckpt.mover import run
     from zckpt.plan import OutputFile, Plan
@@ -724,7 +727,7 @@ def test_more_sources_than_descriptors(tmp_path: Path) -> None:
     for i in range(n - 1):
         path = os.path.join(root, f"s{i}")
         open(path, "wb").write(i.to_bytes(4, "little"))
-        stores.append(FileStore.of(path))
+        stores.append(file_store(path))
     order = [*range(511), 0, *range(511, n - 1)]  # the second batch begins with a source of the first one's
     stores = [stores[i] for i in order]
     source = TensorEntry("x", (n,), F32, "parameter", tuple(Fragment(s, 0, i, 1) for i, s in enumerate(stores)))
@@ -744,6 +747,7 @@ def test_more_outputs_than_descriptors(tmp_path: Path) -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (700, 700))
     from zckpt.catalog import TensorEntry
     from zckpt.dtypes import F32
+    from zckpt.files import file_store
     from zckpt.fragments import FileStore, Fragment
     from zckpt.mover import run
     from zckpt.plan import Checksum, OutputFile, Plan
@@ -753,7 +757,7 @@ def test_more_outputs_than_descriptors(tmp_path: Path) -> None:
     files = [
         (OutputFile(f"o{i}", 9, ((0, b"*"),), (Checksum(1, 4, (5,)),)), FileStore(f"o{i}", 9)) for i in range(n)
     ]
-    source = TensorEntry("x", (n,), F32, "parameter", (Fragment(FileStore.of(path), 0, 0, n),))
+    source = TensorEntry("x", (n,), F32, "parameter", (Fragment(file_store(path), 0, 0, n),))
     target = tuple(Fragment(store, 1, i, 1) for i, (_, store) in enumerate(files))
     run(Plan(tuple(files), [(source, TensorEntry("x", (n,), F32, "parameter", target))]), root)
     import zlib

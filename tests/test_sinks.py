@@ -15,6 +15,7 @@ from zckpt import batches
 from zckpt.catalog import TensorEntry
 from zckpt.dtypes import BF16, F32
 from zckpt.errors import OutputError
+from zckpt.files import file_store
 from zckpt.fragments import FileStore, Fragment
 from zckpt.mover import run
 from zckpt.plan import Checksum, OutputFile, Plan
@@ -32,7 +33,7 @@ def plan_of(root: Path, names: tuple[str, ...] = ("a", "b"), checksums: tuple[Ch
     """Two tensors a file, the first in interleaved halves, between literals at both ends and in the middle."""
     values = np.random.default_rng(0).standard_normal(2 * NUMEL).astype("<f4")
     (root / "s").write_bytes(values.tobytes())
-    source = FileStore.of(root / "s")
+    source = file_store(root / "s")
     files, pairs = [], []
     for name in names:
         first, second, end = 40, 40 + 2 * NUMEL + 10, 50 + 4 * NUMEL

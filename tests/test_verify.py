@@ -25,6 +25,7 @@ from zckpt import scan as scan_module
 from zckpt.checkpoint import open_catalog
 from zckpt.containers import torch_zip
 from zckpt.errors import NotACheckpointError
+from zckpt.files import file_store
 from zckpt.fragments import FileStore
 from zckpt.looks import AGAINST, Sum, looks_at_bytes
 from zckpt.verification import Verification
@@ -534,6 +535,6 @@ def test_json_is_what_it_says(checkpoint: Path, tmp_path: Path) -> None:
 def test_stores_with_one_path_are_one_file(tmp_path: Path) -> None:
     path = tmp_path / "f"
     path.write_bytes(bytes(range(100)))
-    a, b = FileStore.of(path), FileStore.of(path)
+    a, b = file_store(path), file_store(path)
     report = scan_module.scan([looks_at_bytes(a, 0, 100)], [Sum(b, 0, 100)])
     assert report.sums[0]

@@ -11,15 +11,14 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from zckpt.fragments import FileStore, Store
-from zckpt.plan import Move, OutputFile, Plan, is_remote
+from zckpt.open_files import MOST_STORES
+from zckpt.plan import Move, OutputFile, Plan
 from zckpt.sums import element_ranges
 
 MOST_MOVES = 16384
 LEAST_BYTES = 64 << 20
 """A file that is complete ends its batch, and is on record from then on. Smaller ones share a batch, for its threads'
 sake."""
-MOST_STORES = 512
-"""Every file of a batch is open while it runs."""
 MOST_REMOTE_BYTES = 32 << 20
 """Bytes of sources on other machines that a batch names: they lie in memory while it runs."""
 
@@ -56,7 +55,7 @@ class Batch:
         """One more move, which counts for so many bytes."""
         self.moves.append((self.number(move.src), self.number(move.dst), move))
         self.nbytes += nbytes
-        if is_remote(move.src):
+        if move.src.is_remote:
             self.remote_bytes += span_bytes(move)
 
     def packed(self, descriptors: Sequence[tuple[int, int]]) -> tuple[bytes, bytes, bytes, bytes, bytes]:

@@ -286,7 +286,7 @@ def still_sound(staging: Staging, pace: Pace, progress: Callable[[int], None] | 
     sound: dict[str, Finished] = {}
     read = 0
     for path, file in staging.left.items():
-        store = FileStore.of(os.path.join(staging.directory, path))
+        store = files.file_store(os.path.join(staging.directory, path))
         try:
             report = scan(
                 [looks_at_bytes(store, 0, store.size)] if store.size else [],

@@ -15,7 +15,6 @@ from zckpt import remote
 from zckpt.batches import Batch, span_bytes
 from zckpt.errors import InconsistentError, redact
 from zckpt.fragments import FileStore, MemoryStore, Store
-from zckpt.plan import is_remote
 
 AnyBatch = TypeVar("AnyBatch", bound=Batch)
 
@@ -36,7 +35,7 @@ def localized(batches: Iterable[AnyBatch], near: Callable[[AnyBatch], AnyBatch])
     ahead: Future[AnyBatch] | None = None
     try:
         for batch in batches:
-            sources = {store.path: store for store in batch.stores if isinstance(store, FileStore) and is_remote(store)}
+            sources = {store.path: store for store in batch.stores if isinstance(store, FileStore) and store.is_remote}
             if not sources and ahead is None:
                 yield batch
                 continue
@@ -73,7 +72,7 @@ def moved_near(batch: Batch) -> Batch:
     wanted = [
         remote.Range(move.src.path, move.src_offset, move.src_offset + span_bytes(move))
         for _, _, move in batch.moves
-        if isinstance(move.src, FileStore) and is_remote(move.src)
+        if isinstance(move.src, FileStore) and move.src.is_remote
     ]
     if not wanted:
         return batch
@@ -85,7 +84,7 @@ def moved_near(batch: Batch) -> Batch:
         near.nbytes += len(data)
     near.ranges = [(near.number(batch.stores[number]), *rest) for number, *rest in batch.ranges]  # type: ignore[misc]
     for _, _, move in batch.moves:
-        if is_remote(move.src):
+        if move.src.is_remote:
             block, begin = next(fetched)
             store = memory.setdefault((id(block), move.src.byteorder), in_memory(block, move.src))
             move = move._replace(src=store, src_offset=move.src_offset - begin)

@@ -10,9 +10,11 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterator
+from typing import Literal
 
 from zckpt import remote
 from zckpt.errors import UsageError
+from zckpt.fragments import FileStore
 
 _ADDRESS = re.compile(r"[A-Za-z][A-Za-z0-9+.:-]*://")
 
@@ -113,6 +115,15 @@ def state(path: str) -> tuple[int, ...]:
         return found.size, *found.identity
     stat = os.stat(path)
     return stat.st_size, stat.st_ino, stat.st_mtime_ns, stat.st_ctime_ns
+
+
+def file_store(path: str | os.PathLike[str], byteorder: Literal["little", "big"] = "little") -> FileStore:
+    """An existing file, as a place where elements lie. Raises OSError."""
+    name = os.fspath(path)
+    if is_remote(name):
+        return FileStore(name, *remote.status(name), byteorder, is_remote=True)
+    stat = os.stat(name)
+    return FileStore(name, stat.st_size, (stat.st_dev, stat.st_ino, stat.st_mtime_ns), byteorder)
 
 
 def same_content(a: str, b: str) -> bool:

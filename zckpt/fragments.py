@@ -14,13 +14,11 @@ transposed tensor of c columns and r rows is c runs of one element: count 1, row
 from __future__ import annotations
 
 import heapq
-import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from threading import Lock
-from typing import Literal, NamedTuple
+from typing import ClassVar, Literal, NamedTuple
 
-from zckpt import files, remote
 from zckpt.errors import CorruptError
 
 
@@ -33,21 +31,14 @@ class FileStore:
         size: its size in bytes when it was opened.
         identity: (st_dev, st_ino, st_mtime_ns) when it was opened; the mover refuses a file that changed since.
         byteorder: byte order of the numbers in it.
+        is_remote: whether it lies behind an address.
     """
 
     path: str
     size: int
     identity: tuple[int, int, int] = (0, 0, 0)
     byteorder: Literal["little", "big"] = "little"
-
-    @classmethod
-    def of(cls, path: str | os.PathLike[str], byteorder: Literal["little", "big"] = "little") -> FileStore:
-        """The store of an existing file."""
-        name = os.fspath(path)
-        if files.is_remote(name):
-            return cls(name, *remote.status(name), byteorder)
-        stat = os.stat(name)
-        return cls(name, stat.st_size, (stat.st_dev, stat.st_ino, stat.st_mtime_ns), byteorder)
+    is_remote: bool = False
 
     def __str__(self) -> str:
         return self.path
@@ -67,6 +58,7 @@ class MemoryStore:
     size: int
     owner: object = None
     byteorder: Literal["little", "big"] = "little"
+    is_remote: ClassVar[bool] = False
 
     def __str__(self) -> str:
         return f"memory at {self.address:#x}"
@@ -81,6 +73,7 @@ class ComputedStore:
     """
 
     byteorder: Literal["little", "big"] = "little"
+    is_remote = False
 
     def __init__(self, size: int, compute: Callable[[], bytearray]) -> None:
         self.size = size

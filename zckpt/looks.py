@@ -11,12 +11,13 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from zckpt import remote
-from zckpt.batches import MOST_MOVES, MOST_REMOTE_BYTES, MOST_STORES, Batch
+from zckpt.batches import MOST_MOVES, MOST_REMOTE_BYTES, Batch
 from zckpt.catalog import Padding, TensorEntry
 from zckpt.dtypes import U8, DType
 from zckpt.fetching import in_memory
 from zckpt.fragments import FileStore, Fragment, Store
-from zckpt.plan import SLAB_BYTES, Move, is_remote, route
+from zckpt.open_files import MOST_STORES
+from zckpt.plan import SLAB_BYTES, Move, route
 
 NUMBERS, AGAINST, SUM_SOURCE, SUM_OTHER = 1, 2, 4, 8
 """What a look is for; the flags of `csrc/scan.h`."""
@@ -132,7 +133,7 @@ def _far(look: Look) -> Iterator[tuple[str, int, int]]:
     if look.how & AGAINST:
         sides.append((move.dst, move.dst_offset, move.dst_pitch, move.dst_step, move.dst_dtype))
     for store, offset, pitch, step, dtype in sides:
-        if is_remote(store):
+        if store.is_remote:
             yield str(store), offset, offset + (move.rows - 1) * pitch + ((move.count - 1) * step + 1) * dtype.itemsize
 
 
@@ -190,7 +191,7 @@ def near(batch: ScanBatch) -> ScanBatch:
     def taken(store: Store) -> tuple[Store, int]:
         """Where the bytes of a file are now, and the byte of the file at which that begins."""
         held, begin = store, 0
-        if is_remote(store):
+        if store.is_remote:
             block, begin = next(fetched)
             key = id(block), store.byteorder
             held = memory.get(key) or memory.setdefault(key, in_memory(block, store))

@@ -16,13 +16,13 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Literal, NoReturn
 
-from zckpt.batches import MOST_STORES, Batch, batches, element_bytes, ranges
+from zckpt.batches import Batch, batches, element_bytes, ranges
 from zckpt.dtypes import CAST_TARGETS
 from zckpt.errors import OutputError, UnsafeError, UnsupportedError, ZckptError, read_error
 from zckpt.fetching import localized, moved_near
 from zckpt.fragments import FileStore
 from zckpt.mover_reference import run_batch as reference_batch
-from zckpt.open_files import OpenFiles
+from zckpt.open_files import MOST_STORES, OpenFiles
 from zckpt.plan import OutputFile, Plan
 from zckpt.sinks import Ordered, Sink
 from zckpt.sums import Partial, file_checksums, join

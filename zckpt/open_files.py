@@ -9,11 +9,11 @@ import contextlib
 import os
 from collections.abc import Mapping
 
-from zckpt import files
-from zckpt.batches import MOST_STORES
 from zckpt.errors import CorruptError, InconsistentError, UnsupportedError, redact
 from zckpt.fragments import FileStore, Store
-from zckpt.tuning import forget
+
+MOST_STORES = 512
+"""Files that one batch may name: all of them are open while it runs."""
 
 
 class OpenFiles:
@@ -65,7 +65,7 @@ class OpenFiles:
         return found
 
     def _open_source(self, store: FileStore) -> int:
-        if files.is_remote(store.path):
+        if store.is_remote:
             raise UnsupportedError(
                 "a file behind an address", file=redact(store.path), remedy="Copy it to this machine first."
             )
@@ -104,6 +104,12 @@ class OpenFiles:
                     forget(fd)
                 with contextlib.suppress(OSError):  # what was synced is there
                     os.close(fd)
+
+
+def forget(fd: int, offset: int = 0, nbytes: int = 0) -> None:
+    """Lets the page cache forget a file's clean pages, all or those of a range; dirty ones begin their way to the disk."""
+    if hasattr(os, "posix_fadvise"):
+        os.posix_fadvise(fd, offset, nbytes, os.POSIX_FADV_DONTNEED)
 
 
 def _open_output(path: str, size: int) -> tuple[int, int]:

@@ -11,7 +11,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from zckpt import files
 from zckpt.catalog import TensorEntry, TensorPart
 from zckpt.dtypes import DType
 from zckpt.errors import InconsistentError
@@ -183,7 +182,7 @@ def _is_turned(source: TensorEntry | TensorPart, to: TensorEntry | TensorPart) -
         and len(to.fragments) == 1
         and to.fragments[0].rows == 1
         and all(f.count == 1 for f in source.fragments)
-        and not any(is_remote(f.store) for f in source.fragments)
+        and not any(f.store.is_remote for f in source.fragments)
     )
 
 
@@ -191,14 +190,9 @@ Pair = tuple[TensorEntry | TensorPart, TensorEntry | TensorPart]
 """Where a tensor's elements come from, and where they go."""
 
 
-def is_remote(store: Store) -> bool:
-    """Whether a source lies on another machine."""
-    return isinstance(store, FileStore) and files.is_remote(store.path)
-
-
 def _in_slabs(source: TensorEntry | TensorPart, to: TensorEntry | TensorPart) -> TensorEntry | TensorPart:
     """The destination of a tensor; in parts that fit in memory, where the source lies on other machines."""
-    if not any(is_remote(fragment.store) for fragment in source.fragments):
+    if not any(fragment.store.is_remote for fragment in source.fragments):
         return to
     most = max(1, SLAB_BYTES // source.dtype.itemsize)
     return replace(to, fragments=tuple(s for f in to.fragments for s in _slabs(f, most, to.dtype.itemsize)))

@@ -21,7 +21,6 @@ from zckpt.fragments import FileStore, Run, runs_in_order
 from zckpt.mover_reference import cast, read_elements
 from zckpt.open_files import OpenFiles
 from zckpt.overlaps import clip
-from zckpt.plan import is_remote
 from zckpt.tuning import THREADS, pace
 
 _PART = 1 << 20
@@ -105,7 +104,7 @@ def differences(
                 worker.result()
         finally:
             stop.set()  # an interruption comes to this thread alone
-    stores = (f.store for pair in pairs for entry in pair for f in entry.fragments if is_remote(f.store))
+    stores = (f.store for pair in pairs for entry in pair for f in entry.fragments if f.store.is_remote)
     check_unchanged({store.path: store for store in stores if isinstance(store, FileStore)}.values())
     return [
         Difference(number, sum(count for _, count in places), first, _file_of(pairs[number][1], first))
@@ -133,7 +132,7 @@ def elements(entry: TensorEntry, start: int, stop: int, files: OpenFiles) -> byt
     """
     itemsize, dtype = entry.dtype.itemsize, entry.dtype
     runs: Iterable[Run] = runs_in_order(clip(entry.fragments, start, stop, itemsize), itemsize)
-    if any(is_remote(fragment.store) for fragment in entry.fragments):
+    if any(fragment.store.is_remote for fragment in entry.fragments):
         runs = _fetched(list(runs), itemsize)
     parts: list[bytes] = []
     for run in runs:
@@ -144,11 +143,11 @@ def elements(entry: TensorEntry, start: int, stop: int, files: OpenFiles) -> byt
 
 def _fetched(runs: Sequence[Run], itemsize: int) -> Iterator[Run]:
     """The same runs, of memory where they are of files on other machines: near ones come in one request."""
-    far = [run for run in runs if is_remote(run.store)]
+    far = [run for run in runs if run.store.is_remote]
     spans = (remote.Range(str(r.store), r.byte_offset, r.byte_offset + _span(r, itemsize)) for r in far)
     blocks = iter(remote.fetch(list(spans)))
     for run in runs:
-        if is_remote(run.store):
+        if run.store.is_remote:
             block, begin = next(blocks)
             run = run._replace(store=in_memory(block, run.store), byte_offset=run.byte_offset - begin)
         yield run

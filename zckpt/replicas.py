@@ -77,13 +77,13 @@ class Reader:
         wanted = [
             remote.Range(str(run.store), run.byte_offset, run.byte_offset + span)
             for entry in entries
-            if any(files.is_remote(str(fragment.store)) for fragment in entry.fragments)
+            if any(fragment.store.is_remote for fragment in entry.fragments)
             for replica in entry.replicas
             if not replica.whole or entry.numel <= _PART
             for start, stop in _seen(entry, replica)
             for fragments, dtype in ((entry.fragments, entry.dtype), (replica.fragments, replica.dtype))
             for run, span in _runs(fragments, dtype, start, stop)
-            if isinstance(run.store, FileStore) and files.is_remote(run.store.path)
+            if isinstance(run.store, FileStore) and run.store.is_remote
         ]
         blocks = remote.fetch(wanted) if wanted else ()
         self._ahead = {r: block[r.start - at : r.stop - at] for r, (block, at) in zip(wanted, blocks, strict=True)}

@@ -17,7 +17,6 @@ from zckpt.catalog import Catalog, Replica
 from zckpt.checkpoint import open_catalog, strip_wrappers
 from zckpt.containers import open_container
 from zckpt.errors import NotACheckpointError, UnsupportedError, UsageError, ZckptError, some
-from zckpt.fragments import FileStore
 from zckpt.integrity import (
     CheckedFile,
     Findings,
@@ -34,8 +33,9 @@ from zckpt.layouts.listing import DCP_METADATA, Listing, Wishes
 from zckpt.layouts.origins import Origin, contradictions, of_other_ages, origin, save_files
 from zckpt.layouts.places import Place, find
 from zckpt.manifest import Manifest
+from zckpt.open_files import forget
 from zckpt.tally import Tally
-from zckpt.tuning import DEFAULT_PACE, Pace, forget
+from zckpt.tuning import DEFAULT_PACE, Pace
 from zckpt.verification import Check, few
 
 
@@ -186,7 +186,7 @@ def _open_files(state: Examined, facts: Manifest | None) -> None:
         if isinstance(found, ZckptError):
             problems.append(str(found))
         else:
-            state.files.append(checked_parts(FileStore.of(path), found, known_as.crc32 if known_as else None))
+            state.files.append(checked_parts(fs.file_store(path), found, known_as.crc32 if known_as else None))
     opened = {file.store.path for file in state.files}
     for path, name in paths.items():
         if path in opened or path.endswith(".distcp"):
@@ -203,7 +203,7 @@ def _open_files(state: Examined, facts: Manifest | None) -> None:
     for path, file in known.items():  # config and tokenizer files: bytes without tensors
         where = os.path.join(home, path)
         if fs.is_file(where):
-            state.files.append(CheckedFile(FileStore.of(where), (), file.crc32))
+            state.files.append(CheckedFile(fs.file_store(where), (), file.crc32))
     told = "1 file opens" if len(paths) == 1 else f"all {len(paths):,} open"
     if not problems or state.catalog is not None:
         state.add("files", told, problems)

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import TYPE_CHECKING, Generic, TypeVar
 
-from zckpt.tuning import forget
+from zckpt.open_files import forget
 
 if TYPE_CHECKING:
     from concurrent.futures import Future, ThreadPoolExecutor

@@ -62,12 +62,6 @@ def memory_bytes() -> int:
     return min(found)
 
 
-def forget(fd: int, offset: int = 0, nbytes: int = 0) -> None:
-    """Lets the page cache forget a file's clean pages, all or those of a range; dirty ones begin their way to the disk."""
-    if hasattr(os, "posix_fadvise"):
-        os.posix_fadvise(fd, offset, nbytes, os.POSIX_FADV_DONTNEED)
-
-
 def pace(bytes_per_s: int | None) -> Callable[[int], None]:
     """What the Python engines call with bytes that they read or wrote: it waits where that was faster than allowed."""
     began, spent = time.monotonic(), 0

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from zckpt.containers.tensor_ref import MAX_FRAGMENTS, StorageRef
 from zckpt.dtypes import BF16, F32, I16, U8
 from zckpt.errors import CorruptError, UnsupportedError
-from zckpt.fragments import FileStore
+from zckpt.files import file_store
 from zckpt.overlaps import first_gap
 
 STORAGE = np.arange(97, dtype="<i2")
@@ -20,7 +20,7 @@ STORAGE = np.arange(97, dtype="<i2")
 def storage(tmp_path_factory):
     path = tmp_path_factory.mktemp("views") / "storage"
     path.write_bytes(b"head" + STORAGE.tobytes())
-    return StorageRef("0", I16, len(STORAGE), "cpu", FileStore.of(path), 4)
+    return StorageRef("0", I16, len(STORAGE), "cpu", file_store(path), 4)
 
 
 @st.composite

@@ -10,7 +10,7 @@ import stat
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Literal
+from typing import ClassVar, Literal
 
 from zckpt import files, remote
 from zckpt.errors import CorruptError, NotACheckpointError
@@ -56,6 +56,7 @@ class Input:
     stores: dict[str, FileStore] = field(default_factory=dict[str, FileStore], repr=False)
     ahead: tuple[tuple[int, bytes], ...] = field(default=(), repr=False)
     """(offset, bytes) of what was read beforehand."""
+    is_remote: ClassVar[bool] = False
 
     def part(self, offset: int, nbytes: int, what: str) -> Input:
         """`nbytes` bytes at `offset`, as if they were a file; its ends are read at once.
@@ -116,7 +117,7 @@ class Input:
     def store(self, byteorder: Literal["little", "big"] = "little") -> FileStore:
         """The store that stands for this file, the same one for all its parts."""
         if byteorder not in self.stores:
-            self.stores[byteorder] = FileStore(self.path, self.file_size, self.identity, byteorder)
+            self.stores[byteorder] = FileStore(self.path, self.file_size, self.identity, byteorder, self.is_remote)
         return self.stores[byteorder]
 
 
@@ -124,6 +125,7 @@ class Input:
 class RemoteInput(Input):
     """The same behind an address: read by byte ranges."""
 
+    is_remote: ClassVar[bool] = True
     reader: remote.Reader = field(kw_only=True)
 
     def _bytes(self, at: int, nbytes: int) -> bytes:

@@ -17,7 +17,6 @@ from zckpt import files
 from zckpt.catalog import Catalog
 from zckpt.convert import Options, Prepared, output_dtype
 from zckpt.delivery import fingerprint, named, overflows_of
-from zckpt.fragments import FileStore
 from zckpt.hub import privacy
 from zckpt.mover import run
 from zckpt.plan import Plan
@@ -142,7 +141,7 @@ class ReadyShard:
     @property
     def identity(self) -> str:
         """From the file's place and time."""
-        return repr(FileStore.of(self.path).identity) + str(self.nbytes) + self.path
+        return repr(files.file_store(self.path).identity) + str(self.nbytes) + self.path
 
     def make(self, directory: str, progress: Progress) -> Made:
         """Hashes it."""

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from zckpt.catalog import Catalog, TensorEntry
 from zckpt.dtypes import F32, U8, DType
 from zckpt.errors import UnsafeError, UnsupportedError
+from zckpt.files import file_store
 from zckpt.fragments import FileStore, Fragment
 from zckpt.layouts.experts import is_own
 from zckpt.layouts.listing import LAYER_NAME, MODEL_NAME, SHARD_NAME, Listing
@@ -196,7 +197,7 @@ _OF_LAYER = ("moe_layer_id", "module_path", "expert_key_prefix", "num_experts", 
 
 def _copy(path: str, name: str) -> tuple[tuple[OutputFile, FileStore], list[Pair]]:
     """A file as it is, byte for byte."""
-    source = FileStore.of(path)
+    source = file_store(path)
     store = FileStore(name, source.size)
     of, to = (
         TensorEntry(name, (source.size,), U8, "buffer", (Fragment(where, 0, 0, source.size),) if source.size else ())

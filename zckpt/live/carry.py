@@ -21,9 +21,9 @@ from zckpt.live.parts import Held
 from zckpt.live.ranks import Ranks, attempt
 from zckpt.live.shares import CHUNK_BYTES, Chunk, Job, chunks
 from zckpt.mover import run
+from zckpt.open_files import forget
 from zckpt.plan import Plan
 from zckpt.sums import Partial, crc32
-from zckpt.tuning import forget
 
 _LARGE = 1 << 20
 

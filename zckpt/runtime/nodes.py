@@ -106,7 +106,7 @@ class Nodes:
         name = os.path.basename(store.path)
         if name in self.visible[rank]:
             return fragment
-        remote = RankStore(store.path, store.size, store.identity, store.byteorder, self.owners[name], file=True)
+        remote = RankStore(store.path, store.size, store.identity, store.byteorder, rank=self.owners[name], file=True)
         return replace(fragment, store=remote)
 
 
