@@ -9,6 +9,7 @@ import pytest
 import torch
 from bits import same_bits
 from safetensors.torch import load_file, save_file
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 from zckpt import live
 from zckpt.checkpoint import open_catalog, strip_wrappers
@@ -169,6 +170,50 @@ def test_wrappers(plain, file, model_has):
     assert live.load_into(model, catalog) == live.LoadReport((), ())
     assert same_bits(inner.weight, truth)
     assert list(strip_wrappers(catalog)[0]) == ["weight"]
+
+
+class WithModule(torch.nn.Module):
+    """A model of which a real child is called `module`, beside a tensor whose name is the child's without it."""
+
+    def __init__(self):
+        super().__init__()
+        self.module, self.weight = torch.nn.Linear(3, 3, bias=False), torch.nn.Parameter(torch.zeros(3, 3))
+
+
+@pytest.mark.parametrize("file", ["", "module.", "_orig_mod.", "_forward_module.module."])
+@pytest.mark.parametrize("model_has", ["", "module", "_orig_mod", "_checkpoint_wrapped_module"])
+@pytest.mark.parametrize("whole", [True, False])
+def test_a_child_that_is_really_called_module(plain, file, model_has, whole):
+    truth = {"module.weight": torch.randn(3, 3)} | ({"weight": torch.randn(3, 3)} if whole else {})
+    inner = WithModule()
+    model = torch.nn.ModuleDict({model_has: inner}) if model_has else inner
+    if not whole and ("module" in file or model_has == "module"):
+        return  # nothing tells then whose `module.` it is
+    catalog = plain({f"{file}{name}": tensor for name, tensor in truth.items()})
+    if whole:
+        assert live.load_into(model, catalog) == live.LoadReport((), ())
+    else:
+        with pytest.warns(UserWarning, match="1 tensors of the model are not in"):
+            live.load_into(model, catalog)
+    assert same_bits(inner.module.weight, truth["module.weight"])
+    assert same_bits(inner.weight, truth.get("weight", torch.zeros(3, 3)))
+
+
+@pytest.mark.filterwarnings("ignore")  # torch.compile warns of itself
+def test_blocks_that_are_wrapped(plain):
+    def stack():
+        return torch.nn.ModuleDict({"blocks": torch.nn.ModuleList(torch.nn.Linear(3, 3) for _ in range(3))})
+
+    truth = stack()
+    names = {"blocks.0.": "blocks.0._orig_mod.", "blocks.1.": "blocks.1._checkpoint_wrapped_module._orig_mod."}
+    catalog = plain({names.get(n[:9], n[:9]) + n[9:]: value for n, value in truth.state_dict().items()})
+    model = stack()
+    model.blocks[0] = checkpoint_wrapper(model.blocks[0])
+    model.blocks[2] = torch.compile(checkpoint_wrapper(model.blocks[2]))
+    assert live.load_into(model, catalog) == live.LoadReport((), ())
+    found = live.consolidate(model)
+    assert found.keys() == truth.state_dict().keys()
+    assert all(same_bits(found[name], value) for name, value in truth.state_dict().items())
 
 
 def test_names_without_partner(plain):

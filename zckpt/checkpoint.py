@@ -6,8 +6,9 @@ For every job, and for users of `zckpt.open_checkpoint`. Opening reads indexes o
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import product
 from typing import TYPE_CHECKING, Any, Literal
 
 from zckpt import layouts
@@ -80,6 +81,42 @@ def strip_wrappers(catalog: Catalog) -> tuple[Catalog, tuple[str, ...]]:
             catalog = catalog.rename(lambda name, prefix=prefix: name.removeprefix(prefix))  # type: ignore[misc]
             notes.append(f"The leading {prefix!r} was stripped from the names.")
     return catalog, tuple(notes)
+
+
+_PREFIXES = ("module.", "_forward_module.")
+"""What DDP, DeepSpeed's engine and Lightning put before every name."""
+
+
+def as_named_by(names: Iterable[str], catalog: Catalog) -> tuple[Catalog, dict[str, str]]:
+    """The catalog under a model's own names, whatever wraps the model now and whatever wrapped it when it was saved.
+
+    Both sides' names are compared as they are, without what torch's wrappers put in, and without prefixes that all names
+    of a side have. The comparison that finds most of the model's names counts, and of equals the one that strips least. So
+    a model whose child is really called `module` is found under its own names.
+
+    Args:
+        names: of the model's tensors, the tied ones too.
+        catalog: the checkpoint.
+
+    Returns:
+        The catalog, and for each name of the checkpoint what it is called now.
+    """
+    ours, theirs = list(names), [*catalog, *catalog.aliases]
+    pairs = product(_forms(ours), _forms(theirs))
+    mine, stripped = max(pairs, key=lambda pair: len({*pair[0]} & {*pair[1]}))
+    own = dict(zip(mine, ours, strict=True))
+    called = {before: own.get(name, name) for before, name in zip(theirs, stripped, strict=True)}
+    return catalog.rename(called.__getitem__), called
+
+
+def _forms(names: list[str]) -> list[list[str]]:
+    """Names with less and less of what wrappers may have put into them; two names never become one."""
+    bare = [WRAPPERS.sub("", name) for name in names]
+    forms = [names, bare]
+    while prefix := next((p for p in _PREFIXES if bare and all(name.startswith(p) for name in bare)), ""):
+        bare = [name.removeprefix(prefix) for name in bare]
+        forms.append(bare)
+    return [form for form in forms if len({*form}) == len(names)]
 
 
 class Checkpoint(Mapping[str, "Tensor"]):

@@ -8,7 +8,6 @@ scattered, are filled piece by piece through one small buffer.
 
 from __future__ import annotations
 
-import re
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -18,7 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from zckpt import replicas
 from zckpt.catalog import Catalog, TensorEntry
-from zckpt.checkpoint import strip_wrappers
+from zckpt.checkpoint import as_named_by
 from zckpt.dtypes import BY_TORCH_NAME, CAST_TARGETS, DType
 from zckpt.errors import InconsistentError, UnsupportedError, UsageError, some
 from zckpt.fragments import Block, Fragment, MemoryStore
@@ -31,7 +30,6 @@ BUFFER_BYTES = 16 << 20
 """Of the one buffer that tensors outside contiguous CPU memory are filled through."""
 
 _ALIGNMENT = 64
-_WRAPPERS = re.compile(r"^(?:_orig_mod\.|module\.|_forward_module\.)+|(?<=\.)_orig_mod\.")
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,15 +63,15 @@ def load_into(model: torch.nn.Module, catalog: Catalog) -> LoadReport:
         InconsistentError: no name is the same, shapes differ, or the checkpoint contradicts itself. The model is
             unchanged.
     """
-    catalog, _ = strip_wrappers(catalog)
     put_in_slices(model)
     groups = tensors_of(model)
+    catalog, _ = as_named_by((name for names, _ in groups for name in names), catalog)
     _refuse_wrong_kinds(groups, catalog)
     pairs: list[tuple[TensorEntry, torch.Tensor]] = []
     missing: list[str] = []
     used: set[str] = set()
     for names, tensor in groups:
-        found = [catalog[known] for name in names if (known := _name_in(catalog, name)) is not None]
+        found = [catalog[name] for name in names if _has(catalog, name)]
         used.update(entry.name for entry in found)
         if found:
             pairs.append((found[-1], tensor))  # the last name wins, as in torch
@@ -242,12 +240,8 @@ def is_plain(tensor: torch.Tensor) -> bool:
     return type(tensor.data) is torch.Tensor and tensor.layout is torch.strided
 
 
-def _name_in(catalog: Catalog, name: str) -> str | None:
-    """The checkpoint's name for a model's tensor: its own, or without what wraps the model."""
-    for known in (name, _WRAPPERS.sub("", name)):
-        if known in catalog.tensors or known in catalog.aliases:
-            return known
-    return None
+def _has(catalog: Catalog, name: str) -> bool:
+    return name in catalog.tensors or name in catalog.aliases
 
 
 def _refuse_wrong_kinds(groups: Sequence[tuple[list[str], torch.Tensor]], catalog: Catalog) -> None:
@@ -255,13 +249,12 @@ def _refuse_wrong_kinds(groups: Sequence[tuple[list[str], torch.Tensor]], catalo
     meta: list[str] = []
     strange: list[str] = []
     for names, tensor in groups:
-        known = _name_in(catalog, names[0])
         whole = getattr(tensor, "ds_shape", None)
         if isinstance(tensor, DTensor):
             continue
         if not is_plain(tensor):
             strange.append(f"{names[0]} ({type(tensor.data).__name__})")
-        elif tensor.shape == (0,) and (whole is not None or (known is not None and catalog[known].numel)):
+        elif tensor.shape == (0,) and (whole is not None or (_has(catalog, names[0]) and catalog[names[0]].numel)):
             if whole is None or tuple(whole) != (0,):
                 placeholders.append(names[0])
         elif whole is not None and tuple(whole) != tuple(tensor.shape):

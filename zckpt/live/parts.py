@@ -12,7 +12,6 @@ and the bf16 optimizer) and runtime/zero/stage3.py (`ds_tensor`, `get_local_fp32
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import accumulate
@@ -27,10 +26,9 @@ from zckpt.catalog import Role, TensorPart
 from zckpt.dtypes import BY_TORCH_NAME, DType
 from zckpt.errors import UnsupportedError, UsageError, some
 from zckpt.fragments import Fragment, MemoryStore
+from zckpt.layouts.module_states import WRAPPERS
 from zckpt.live.loading import is_plain, tensors_of
 from zckpt.live.slices import local_part, master_of, put_in_slices
-
-_WRAPPERS = re.compile(r"(?:^|(?<=\.))(?:_orig_mod|_checkpoint_wrapped_module)\.")
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +95,7 @@ def held_by(model: nn.Module) -> Held:
     read: dict[str, Callable[[], torch.Tensor]] = {}
     aliases: dict[str, str] = {}
     for names, tensor in tensors_of(model):
-        kept, *dropped = (_WRAPPERS.sub("", name) for name in names)
+        kept, *dropped = (WRAPPERS.sub("", name) for name in names)
         aliases.update((name, kept) for name in dropped if name != kept)
         role: Role = "buffer"
         if isinstance(tensor, nn.Parameter):

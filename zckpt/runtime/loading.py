@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import math
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,7 +16,7 @@ import torch
 
 from zckpt import layouts, live
 from zckpt.catalog import Catalog, TensorEntry
-from zckpt.checkpoint import Opened, open_catalog, strip_wrappers
+from zckpt.checkpoint import Opened, as_named_by, open_catalog
 from zckpt.containers import Placeholder, TensorRef
 from zckpt.errors import InconsistentError, some
 from zckpt.layouts import unsharded_training
@@ -76,9 +76,9 @@ def _fill(wanted: Sequence[Want]) -> None:
 
 
 def _load(engine: Engine, opened: Opened, wishes: Wishes, fill: Fill) -> tuple[str, dict[str, Any]]:
-    catalog, _ = strip_wrappers(opened.catalog)
+    catalog, called = as_named_by(_names(engine), opened.catalog)
     _check_model(engine, catalog, wishes.strict)
-    training = _training(engine, opened, wishes)
+    training = _training(engine, opened, wishes, called)
     if training is not None:
         _check_states(engine, training)
     engine.reshard()
@@ -99,19 +99,40 @@ def _load(engine: Engine, opened: Opened, wishes: Wishes, fill: Fill) -> tuple[s
     return opened.place.listing.directory, {key: from_inert(value) for key, value in catalog.extras.items()}
 
 
-def _training(engine: Engine, opened: Opened, wishes: Wishes) -> Training | None:
+def _names(engine: Engine) -> list[str]:
+    """The names of all tensors of the model, the tied ones too."""
+    return [*(held.name for held in engine.sharded.held), *engine.sharded.aliases, *buffers_of(engine)]
+
+
+def _training(engine: Engine, opened: Opened, wishes: Wishes, called: Mapping[str, str]) -> Training | None:
+    """What the checkpoint holds beside the weights, under the model's names.
+
+    Args:
+        engine: the run.
+        opened: the checkpoint.
+        wishes: what is wanted.
+        called: for each name of the checkpoint, what the model calls it.
+    """
     if not (wishes.optimizer or wishes.schedule or wishes.counters):
         return None
     if opened.catalog.source.layout == "unsharded":
-        training = unsharded_training.read_training(opened.place.listing, names=_groups(engine))
+        theirs = {ours: name for name, ours in called.items()}
+        groups = [[theirs.get(name, name) for name in group] for group in _groups(engine)]
+        training = unsharded_training.read_training(opened.place.listing, names=groups)
     else:
         training = layouts.read_training(opened.place.listing)
-    prefixed, _ = strip_wrappers(opened.catalog)
-    if set(prefixed.tensors) == set(opened.catalog.tensors):
-        return training
-    names = dict(zip(opened.catalog.tensors, prefixed.tensors, strict=True))
-    groups = tuple(replace(group, names=tuple(names[name] for name in group.names)) for group in training.groups)
-    return replace(training, groups=groups, states={names[name]: value for name, value in training.states.items()})
+    own = _mapping(training.model.get(OWN))
+    odd = {called.get(name, name): value for name, value in _mapping(own.get("scalars")).items()}
+    return replace(
+        training,
+        model={**training.model, OWN: {**own, "scalars": odd}},
+        groups=tuple(replace(group, names=_renamed(group.names, called)) for group in training.groups),
+        states={called.get(name, name): value for name, value in training.states.items()},
+    )
+
+
+def _renamed(names: Iterable[str], called: Mapping[str, str]) -> tuple[str, ...]:
+    return tuple(called.get(name, name) for name in names)
 
 
 def _groups(engine: Engine) -> list[list[str]]:
