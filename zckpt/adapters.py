@@ -120,6 +120,7 @@ def prepare(
     also: Sequence[str] = (),
 ) -> PreparedAdapter:
     """Everything but the work; of `options`, what has to do with reading, dtype and output counts. Writes nothing."""
+    out = files.local(out)
     opened = open_catalog(
         checkpoint, tag, also, allow_unknown_layout=options.allow_unknown_layout, wishes=options.wishes
     )

@@ -23,7 +23,7 @@ from zckpt.layouts.companions import companions, config_file
 from zckpt.layouts.huggingface import Format, Target, lay_out
 from zckpt.layouts.listing import Wishes
 from zckpt.plan import Plan
-from zckpt.publish import check_output
+from zckpt.publish import check_output, keep_apart
 from zckpt.tuning import Pace
 
 _DTYPES = {name: dtype for dtype in CAST_TARGETS for name in (SHORT_NAMES[dtype], dtype.name)}
@@ -245,6 +245,7 @@ def _check_output(out: str, single: bool, options: Options, inputs: set[str]) ->
     if files.is_remote(out):
         if out.startswith("hf://"):
             raise UsageError("a hub's page as OUT", file=out, remedy="Use zckpt.push_to_hub(checkpoint, repo_id).")
+        keep_apart(out, inputs)
         streaming.check_output(out, single=single, overwrite=options.overwrite or options.merge)
     elif out:
         overwrite = options.overwrite or options.merge
@@ -339,12 +340,11 @@ def _target(out: str, options: Options) -> tuple[Target, bool]:
 def protected(opened: Opened, checkpoint: str, *, beside: bool = False) -> set[str]:
     """What the output must leave alone: the shards' directories, and the checkpoint's own unless `beside` is set."""
     listing = opened.place.listing
-    if files.is_remote(listing.directory):
-        return set()
-    if os.path.isfile(listing.directory):
+    if listing.directory in listing.files.values():  # one file
         return {listing.directory}
-    shards = {os.path.dirname(path) for path in listing.files.values()}
-    return shards if beside or not listing.tag or not os.path.isdir(checkpoint) else {*shards, checkpoint}
+    shards = {files.parent(path) for path in listing.files.values()}
+    home = files.local(checkpoint)
+    return shards if beside or not listing.tag or not files.is_dir(home) else {*shards, home}
 
 
 def select(catalog: Catalog, options: Options) -> Catalog:

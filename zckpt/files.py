@@ -17,6 +17,12 @@ from zckpt.errors import UsageError
 from zckpt.fragments import FileStore
 
 _ADDRESS = re.compile(r"[A-Za-z][A-Za-z0-9+.:-]*://")
+_LOCAL = re.compile(r"(?:file|local)://", re.IGNORECASE)
+_CACHES = re.compile(r"(?:(?:simplecache|filecache|blockcache|cached)::)+", re.IGNORECASE)
+_SAME = {"s3a": "s3", "s3n": "s3", "gcs": "gs", "az": "abfs", "abfss": "abfs", "adl": "abfs", "ssh": "sftp"}
+"""Kinds of addresses that mean the same store as another kind."""
+
+_WITHOUT_HOST = ("memory", "hf")
 
 
 def is_remote(path: str) -> bool:
@@ -27,7 +33,8 @@ def is_remote(path: str) -> bool:
 def local(path: str | os.PathLike[str]) -> str:
     """The path itself, or the local one that a `file://` address means."""
     name = os.fspath(path)
-    return name[len("file://") :] if name.startswith("file://") else name
+    found = _LOCAL.match(name)
+    return name[found.end() :] if found else name
 
 
 def is_file(path: str) -> bool:
@@ -75,6 +82,39 @@ def parent(path: str) -> str:
     if is_remote(path):
         return above if name and is_remote(above + "/") and not above.endswith("/") else absolute(path)
     return os.path.dirname(os.path.abspath(path))
+
+
+def is_within(path: str, directory: str) -> bool:
+    """Whether a path is a directory or file, or lies in it, however the two are spelled.
+
+    Local paths are compared with their links resolved. Of addresses, the kind (`s3` and `s3a`), the host, and slashes are
+    made the same. A store may keep `..` as it is or resolve it, so that either reading counts.
+    """
+    return any(
+        inner == outer or inner.startswith(outer.rstrip("/") + "/")
+        for inner, outer in zip(_spellings(path), _spellings(directory), strict=True)
+    )
+
+
+def _spellings(path: str) -> tuple[str, str]:
+    """A path as one string of its kind: first with `..` as a name like others, then with `..` resolved."""
+    path = local(path)
+    if not is_remote(path):
+        return (os.path.realpath(path),) * 2
+    kind, _, rest = path[found.end() if (found := _CACHES.match(path)) else 0 :].partition("://")
+    kind = _SAME.get(kind.lower(), kind.lower())
+    host, *parts = rest.split("/")
+    if kind in _WITHOUT_HOST:
+        host, parts = "", [host, *parts]
+    host = host.rpartition("@")[2].lower() if kind != "abfs" else host.partition("@")[0]
+    names = [part for part in parts if part not in ("", ".")]
+    resolved: list[str] = []
+    for name in names:
+        if name != "..":
+            resolved.append(name)
+        elif resolved:
+            resolved.pop()
+    return "/".join([f"{kind}:", host, *names]), "/".join([f"{kind}:", host, *resolved])
 
 
 def relative(path: str, directory: str) -> str:

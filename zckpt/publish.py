@@ -27,7 +27,7 @@ from stat import S_ISREG
 from types import TracebackType
 
 from zckpt import files, manifest
-from zckpt.errors import CastError, InconsistentError, OutputError, UnsupportedError, UsageError, add_note
+from zckpt.errors import CastError, InconsistentError, OutputError, UnsupportedError, UsageError, add_note, redact
 from zckpt.journal import Finished, Journal
 from zckpt.private import PrivateDirectory, is_unfinished, left_bytes
 
@@ -47,14 +47,7 @@ def check_output(out: str, *, single: bool, overwrite: bool, protected: Iterable
     """
     if files.is_remote(out):
         raise UnsupportedError("an output behind an address", file=out, remedy="Choose an OUT on this machine.")
-    for home in sorted({os.path.realpath(path) for path in protected}):
-        if is_within(out, home) or is_within(home, out):
-            raise OutputError(
-                "an output inside the input" if is_within(out, home) else "an output that would replace the input",
-                file=out,
-                found=f"the input lies in {home!r}",
-                remedy="Nothing was changed. Choose an OUT elsewhere.",
-            )
+    keep_apart(out, protected)
     if not os.path.lexists(out):
         return
     if os.path.isdir(out) == single:
@@ -70,10 +63,26 @@ def check_output(out: str, *, single: bool, overwrite: bool, protected: Iterable
         refuse_existing(out)
     if not single and overwrite:
         for place in (os.getcwd(), os.path.expanduser("~")):
-            if is_within(place, out):
+            if files.is_within(place, out):
                 raise OutputError(
                     "an output that would replace a directory in use", file=out, found=f"{place!r} lies in it"
                 )
+
+
+def keep_apart(out: str, protected: Iterable[str]) -> None:
+    """Refuses an output that would touch the input: one that is, lies in, or holds one of its files or directories.
+
+    Raises:
+        OutputError: it is such an output.
+    """
+    for home in sorted(set(protected)):
+        inside = files.is_within(out, home)
+        if inside or files.is_within(home, out):
+            raise OutputError(
+                "an output inside the input" if inside else "an output that would replace the input",
+                file=redact(out), found=f"the input lies in {redact(home)!r}",
+                remedy="Nothing was changed. Choose an OUT elsewhere.",
+            )  # fmt: skip
 
 
 def refuse_existing(out: str) -> None:
@@ -90,12 +99,6 @@ def refuse_existing(out: str) -> None:
         found="is there already and is not empty" if os.path.isdir(out) else "is there already",
         remedy="Nothing was changed. Choose another OUT, or pass --overwrite to replace it when the new one is complete.",
     )
-
-
-def is_within(path: str, directory: str) -> bool:
-    """Whether a path, links resolved, is a directory or file, or lies in it."""
-    path, directory = (place if files.is_remote(place) else os.path.realpath(place) for place in (path, directory))
-    return path == directory or path.startswith(directory.rstrip(os.sep) + os.sep)
 
 
 def check_space(out: str, needed_bytes: int) -> None:

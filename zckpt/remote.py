@@ -26,6 +26,9 @@ _MOST_PARTS = 9_000
 _THREADS = 8
 _TRIES = 4
 _BLOCK = 64 << 10
+_MOST_BLOCKS = 64
+"""That a `Reader` keeps."""
+
 _NAMING = (
     "ETag",
     "etag",
@@ -237,16 +240,17 @@ class Reader:
         first, last = offset // _BLOCK, (stop - 1) // _BLOCK
         if last - first > 16:
             return fetch([Range(self._address, offset, stop)])[0][0]
-        missing = [number for number in range(first, last + 1) if number not in self._blocks]
+        wanted = range(first, last + 1)
+        missing = [number for number in wanted if number not in self._blocks]
         if missing:
             low = missing[0] * _BLOCK
             data, _ = fetch([Range(self._address, low, min((missing[-1] + 1) * _BLOCK, self._nbytes))])[0]
-            if len(self._blocks) > 64:
-                self._blocks.clear()
+            if len(self._blocks) > _MOST_BLOCKS:
+                self._blocks = {number: self._blocks[number] for number in wanted if number in self._blocks}
             for number in range(missing[0], missing[-1] + 1):
                 self._blocks[number] = data[number * _BLOCK - low : (number + 1) * _BLOCK - low]
         start = first * _BLOCK
-        whole = b"".join(self._blocks.get(number, b"") for number in range(first, last + 1))
+        whole = b"".join(self._blocks[number] for number in wanted)
         return whole[offset - start : stop - start]
 
 

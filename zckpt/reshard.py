@@ -19,6 +19,7 @@ from zckpt.convert import Report, protected, to_dtype
 from zckpt.delivery import Order, deliver
 from zckpt.dtypes import BF16, F16, DType
 from zckpt.errors import UsageError
+from zckpt.files import local
 from zckpt.layouts.companions import companions, config_file
 from zckpt.layouts.huggingface import literal_file
 from zckpt.layouts.listing import Wishes
@@ -129,6 +130,7 @@ def prepare(
     """
     if world_size < 1 or stage not in (None, 1, 2, 3):
         raise UsageError("an impossible target", found=f"world size {world_size}, stage {stage}")
+    out = local(out)
     opened, training = opened_run(checkpoint, out, **how)
     dtype = training.precision if precision == "keep" else to_dtype(precision)
     target = target_of(opened.catalog, training, world_size, stage, dtype)

@@ -29,6 +29,7 @@ from zckpt.convert import (
 )
 from zckpt.dtypes import F32, DType
 from zckpt.errors import InconsistentError, UsageError
+from zckpt.files import local
 from zckpt.layouts.companions import companions, config_file
 from zckpt.layouts.dcp_metadata import Path
 from zckpt.layouts.dcp_out import Save
@@ -95,6 +96,7 @@ def prepare(
     max_file_bytes: int = 5 * 10**9,
 ) -> Prepared:
     """Everything but the work; arguments as for `to_dcp`. Writes nothing."""
+    out = local(out)
     opened = open_catalog(
         checkpoint, tag, also, allow_unknown_layout=options.allow_unknown_layout, wishes=options.wishes
     )

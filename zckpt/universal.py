@@ -11,6 +11,7 @@ from typing import Unpack
 
 from zckpt.convert import Report
 from zckpt.errors import UsageError
+from zckpt.files import local
 from zckpt.layouts.universal_out import UniversalTarget, lay_out
 from zckpt.reshard import How, Prepared, execute, opened_run, planned
 
@@ -28,6 +29,7 @@ def prepare(checkpoint: str, out: str, **how: Unpack[How]) -> Prepared[Universal
     Raises:
         ZckptError: one of its kinds says what is wrong.
     """
+    out = local(out)
     opened, training = opened_run(checkpoint, out, **how)
     if opened.catalog.source.layout == "universal":
         raise UsageError("a checkpoint that is universal already", file=checkpoint)

@@ -21,7 +21,6 @@ from zckpt.forms import formed_again
 from zckpt.layouts.listing import Wishes
 from zckpt.layouts.places import Place
 from zckpt.manifest import Manifest
-from zckpt.publish import is_within
 from zckpt.rederive import differences
 from zckpt.resumable import Comparison, Pair, compare_runs
 from zckpt.soundness import Examined, check_copies, examined
@@ -201,7 +200,7 @@ def _deletable(
     """Whether nothing of the weights is lost with the shards, and what else is there and what is not."""
     shards = state.place.listing.directory
     homes = [shards] if files.is_file(shards) else {os.path.dirname(f.store.path) for f in state.files}
-    inside = [f.name for f in output.files if any(is_within(f.store.path, home) for home in homes)]
+    inside = [f.name for f in output.files if any(files.is_within(f.store.path, home) for home in homes)]
     wrong = sum(len(check.problems) for check in state.checks)
     if wrong:
         return False, f"there {'is 1 problem' if wrong == 1 else f'are {wrong:,} problems'}"

@@ -248,6 +248,15 @@ def test_a_reader_is_exact_at_every_place() -> None:
         assert reader.read(offset, nbytes) == data[offset : offset + nbytes]
 
 
+def test_a_reader_keeps_the_blocks_that_a_request_still_needs() -> None:
+    data = os.urandom(72 << 16)
+    fsspec.filesystem("memory").pipe_file("/m/f", data)
+    reader = remote.Reader("memory://m/f", len(data))
+    for block in range(65):
+        assert reader.read(block << 16, 1) == data[block << 16 : (block << 16) + 1]
+    assert reader.read(64 << 16, 2 << 16) == data[64 << 16 : 66 << 16]  # one block is known, one is not
+
+
 # ---- writing ---------------------------------------------------------------------------------------------------------
 
 
@@ -324,6 +333,75 @@ def test_an_overflow_keeps_nothing(root: str, tmp_path: Path) -> None:
     assert tree(f"{root}/out") == {}
     told = zckpt.convert(tmp_path / "ckpt", f"{root}/out", dtype="fp16", options=Options(overflow="inf"))
     assert told.overflows == {"b": (10, 1e6)}
+
+
+@pytest.mark.parametrize(
+    ("source", "out"),
+    [
+        ("memory://m/ck", "memory://m/ck"),
+        ("memory://m/ck", "memory:///m/ck/"),
+        ("memory://m/ck", "MEMORY://m//ck/global_step2"),
+        ("memory://m/ck/", "memory://m/ck/global_step2/"),
+        ("memory://m/ck/global_step2", "memory://m/ck/global_step2/weights"),
+        ("memory://m/ck", "memory://m/x/../ck"),
+        ("memory://m/ck", "memory://m"),
+        ("memory://m/ck", "memory://m/ck/one.bin"),
+        ("s3://bkt/ck", "s3://bkt/ck/"),
+        ("s3://bkt/ck", "s3a://bkt/ck/global_step2"),
+        ("s3a://bkt/ck", "s3://bkt/./ck/global_step2"),
+        ("s3://bkt/ck", "s3://bkt/ck/../out"),  # to S3 a name like others
+    ],
+)
+def test_no_output_touches_its_input(source: str, out: str) -> None:
+    put(FIXTURES / SMALL / "checkpoint", source)
+    before = tree(source)
+    with pytest.raises(OutputError, match="the input lies in"):
+        zckpt.convert(source, out, options=Options(overwrite=True))
+    assert tree(source) == before and before
+
+
+@pytest.mark.parametrize("out", ["{}/global_step2", "file://{}/global_step2/", "FILE://{}/x/..", "local://{}"])
+def test_no_local_output_touches_its_input_by_another_spelling(out: str, tmp_path: Path) -> None:
+    shutil.copytree(FIXTURES / SMALL / "checkpoint", tmp_path / "ck")
+    before = local_tree(tmp_path)
+    jobs = [
+        lambda: zckpt.convert(f"file://{tmp_path}/ck", place, options=Options(overwrite=True)),
+        lambda: zckpt.reshard(f"file://{tmp_path}/ck", place, world_size=3, overwrite=True),
+        lambda: zckpt.to_universal(f"File://{tmp_path}/ck", place, overwrite=True),
+        lambda: to_dcp(f"file://{tmp_path}/ck", place, options=Options(overwrite=True)),
+    ]
+    place = out.format(tmp_path / "ck")
+    for job in jobs:
+        with pytest.raises(OutputError, match="the input lies in"):
+            job()
+    assert local_tree(tmp_path) == before
+
+
+def test_an_output_among_the_shards_is_found_however_it_is_spelled(tmp_path: Path) -> None:
+    there = put(FIXTURES / SMALL / "checkpoint", "memory://m/ck")
+    zckpt.convert(there, tmp_path / "one.bin")
+    for path in tmp_path.iterdir():
+        put(path, f"memory://m/ck/global_step2/{path.name}")
+    found = zckpt.verify(there, "memory:///m/ck/global_step2/one.bin")
+    assert found.deletable == (False, "'one.bin' of the output lies among them")
+
+
+@pytest.mark.parametrize(
+    ("path", "directory", "inside"),
+    [
+        ("s3://bkt/a", "s3://bkt/a", True),
+        ("s3://bkt/ab", "s3://bkt/a", False),
+        ("s3://other/a", "s3://bkt/a", False),
+        ("gcs://bkt/a/b", "gs://bkt/a/", True),
+        ("sftp://me@Host/a/b", "ssh://host/a", True),
+        ("abfs://c@account.dfs.core.windows.net/a", "az://c/a", True),
+        ("simplecache::s3://bkt/a", "s3://bkt", True),
+        ("memory://a", "/a", False),
+        ("file:///a/b", "/a", True),
+    ],
+)
+def test_what_lies_within_what(path: str, directory: str, inside: bool) -> None:
+    assert files.is_within(path, directory) == inside
 
 
 # ---- addresses -------------------------------------------------------------------------------------------------------
