@@ -75,7 +75,9 @@ def test_every_element_is_in_one_part(outcome: Outcome) -> None:
             f"{stage} run"
         ]
         assert aliases == {"head.weight": "embed.weight"} and buffers == ["seen", "shift"] and optimizer == "AdamW"
-        assert counters == {"global_steps": 2, "global_samples": 16, "micro_steps": 2, "skipped_steps": 0}
+        assert counters == {
+            "global_steps": 2, "global_samples": 16, "micro_steps": 2, "pending_micro_steps": 0, "skipped_steps": 0
+        }  # fmt: skip
         assert (str(number), precision) == (stage, "fp32" if stage == "0" else "bf16")
         assert (shard_rank, shard_size) == ((0, 1) if stage == "0" else (1, 2))
         assert names == [[part[0] for part in ranks[0][stage] if part[6] == 0]]

@@ -1,16 +1,20 @@
 """A loader for `training_data` that knows where it is.
 
 For `initialize(..., training_data=...)`. Every rank gets its own samples, shuffled anew each epoch; epoch and batch are all
-the state, so a resumed run goes on with the next batch.
+the state, so a resumed run goes on with the next batch. torch's loader draws a seed whenever it is iterated: it gets a
+generator of its own for that, so that the global one is at the same place in a run that was resumed inside an epoch.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from itertools import islice
 from typing import Any
 
+import torch
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset
 
+from zckpt.runtime.generators import rng_state, set_rng_state
 from zckpt.runtime.world import World
 
 
@@ -41,7 +45,8 @@ class Loader:
         seed: int = 0,
     ) -> None:
         self.epoch = self.batch = 0
-        self._batch_size = batch_size
+        self._batch_size, self._seed = batch_size, seed
+        self._generator = torch.Generator()
         sampler = None
         if not isinstance(dataset, IterableDataset):
             sampler = _FromThere(dataset, num_replicas=world.size, rank=world.rank, seed=seed, drop_last=drop_last)
@@ -53,6 +58,7 @@ class Loader:
             collate_fn=collate_fn,
             drop_last=drop_last,
             pin_memory=world.device.type == "cuda",
+            generator=self._generator,
         )
 
     def __len__(self) -> int:
@@ -61,14 +67,20 @@ class Loader:
 
     def __iter__(self) -> Iterator[Any]:
         skip = self.batch
+        self._generator.manual_seed(self._seed + self.epoch)
         if self._sampler is not None:
             self._sampler.set_epoch(self.epoch)
             self._sampler.skip = skip * self._batch_size
             skip = 0
-        for number, batch in enumerate(self._loader):
-            if number >= skip:
-                self.batch += 1
-                yield batch
+        before = rng_state() if skip else None
+        batches = iter(self._loader)
+        if before is not None:  # samples that were used before: what they draw from the generators was drawn then
+            for _ in islice(batches, skip):
+                pass
+            set_rng_state(before)
+        for batch in batches:
+            self.batch += 1
+            yield batch
         self.epoch, self.batch = self.epoch + 1, 0
 
     def state_dict(self) -> dict[str, int]:

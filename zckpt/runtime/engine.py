@@ -25,6 +25,7 @@ from zckpt.live import save_pretrained
 from zckpt.runtime.checkpoint import Checkpoints
 from zckpt.runtime.config import Batch, Settings
 from zckpt.runtime.data import Loader
+from zckpt.runtime.gradients import forget
 from zckpt.runtime.optim import Lamb
 from zckpt.runtime.precision import loss_scaler
 from zckpt.runtime.sharding import Sharded
@@ -49,6 +50,7 @@ class Engine(Checkpoints, nn.Module):
         global_steps: optimizer steps, the skipped ones too.
         global_samples: samples of these steps.
         micro_steps: calls of `step`.
+        pending_micro_steps: those since the last optimizer step.
         skipped_steps: steps whose gradients overflowed.
     """
 
@@ -69,7 +71,8 @@ class Engine(Checkpoints, nn.Module):
         self.lr_scheduler: Any = None
         self.scaler = loss_scaler(settings.config.fp16)
         self.device = world.device
-        self.global_steps = self.global_samples = self.micro_steps = self.skipped_steps = 0
+        self.global_steps = self.global_samples = self.skipped_steps = 0
+        self.micro_steps = self.pending_micro_steps = 0
         self._norm: float | None = None
         self._applied = False
         self._boundary: bool | None = None
@@ -212,11 +215,13 @@ class Engine(Checkpoints, nn.Module):
         self._need_optimizer("step")
         self._applied, self._stepping = False, True
         try:
-            if self.is_gradient_accumulation_boundary():
+            last = self.is_gradient_accumulation_boundary()
+            if last:
                 self._update(lr_kwargs or {})
         finally:
             self._stepping = False
         self.micro_steps += 1
+        self.pending_micro_steps = 0 if last else self.pending_micro_steps + 1
 
     def save_16bit_model(self, save_dir: str, save_filename: str = "", exclude_frozen_parameters: bool = False) -> bool:
         """Writes the whole weights in the dtype of the computation, between two steps; every rank calls it.
@@ -234,11 +239,8 @@ class Engine(Checkpoints, nn.Module):
         return True
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forgets all gradients."""
-        for held in self.sharded.held:
-            held.weight.grad = None
-            if held.master is not None:
-                held.master.grad = None
+        """Forgets all gradients, those of the micro batches since the last step too."""
+        forget(self.module, self.sharded.held)
 
     def _update(self, lr_kwargs: dict[str, Any]) -> None:
         assert self.optimizer is not None

@@ -24,10 +24,11 @@ from zckpt.layouts.training import Group, Training
 from zckpt.overlaps import clip
 from zckpt.runtime.description import OWN
 from zckpt.runtime.engine import Engine
+from zckpt.runtime.generators import set_rng_state
 from zckpt.runtime.held import Held
 from zckpt.runtime.inert import from_inert
 from zckpt.runtime.nodes import Want, spread
-from zckpt.runtime.state import buffers_of, put_part, set_rng_state
+from zckpt.runtime.state import buffers_of, put_part
 
 _log = logging.getLogger("zckpt.runtime")
 
@@ -82,6 +83,7 @@ def _load(engine: Engine, opened: Opened, wishes: Wishes, fill: Fill) -> tuple[s
     if training is not None:
         _check_states(engine, training)
     engine.reshard()
+    engine.zero_grad()
     with torch.no_grad():
         _load_weights(engine, catalog, fill)
         if training is not None and wishes.optimizer:

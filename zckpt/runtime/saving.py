@@ -166,8 +166,8 @@ def _only_trained(state: RunState) -> RunState:
 
 
 def _with_all_generators(state: RunState) -> RunState:
-    """Where some ranks write no file, rank 0 keeps the random generators of all."""
-    if state.world_size == state.shard_size:
+    """Where not every rank writes an optimizer file, rank 0 keeps the random generators of all."""
+    if state.stage and state.world_size == state.shard_size:
         return state
     rngs: list[dict[str, Any] | None] = [None] * state.world_size
     dist.all_gather_object(rngs, state.rng)

@@ -10,8 +10,6 @@ A replicated part is the same on every rank, so are the parts of ranks with the 
 
 from __future__ import annotations
 
-import random
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -20,6 +18,7 @@ import torch
 
 from zckpt.errors import InconsistentError, some
 from zckpt.runtime.engine import Engine
+from zckpt.runtime.generators import rng_state, set_rng_state
 from zckpt.runtime.held import Held
 
 
@@ -83,7 +82,7 @@ class RunState:
         aliases: names of tied parameters, with the name that is kept.
         buffers: persistent buffers by name, whole.
         optimizer: class name; None for inference.
-        counters: `global_steps`, `global_samples`, `micro_steps`, `skipped_steps`.
+        counters: `global_steps`, `global_samples`, `micro_steps`, `pending_micro_steps`, `skipped_steps`.
         scaler: state of the loss scale.
         scheduler: state of the schedule, where there is one.
         data: position of the loader, where there is one.
@@ -111,7 +110,7 @@ class RunState:
 
 
 _ONE_NUMBER = frozenset(("step", "eta", "mu", "mu_product"))
-_COUNTERS = ("global_steps", "global_samples", "micro_steps", "skipped_steps")
+_COUNTERS = ("global_steps", "global_samples", "micro_steps", "pending_micro_steps", "skipped_steps")
 
 
 @torch.no_grad()
@@ -258,31 +257,3 @@ def put_part(
             own[name] = torch.full_like(like, number) if like is not None else torch.tensor(number, device=device)
         else:
             own[name] = type(like)(number)
-
-
-def rng_state() -> dict[str, Any]:
-    """The states of this process's random generators, copied."""
-    state: dict[str, Any] = {"python": random.getstate(), "torch": torch.get_rng_state()}
-    if torch.cuda.is_available() and torch.cuda.is_initialized():
-        state["cuda"] = torch.cuda.get_rng_state()
-    if "numpy" in sys.modules:
-        state["numpy"] = sys.modules["numpy"].random.get_state(legacy=False)
-    return state
-
-
-def set_rng_state(state: Mapping[str, Any]) -> None:
-    """Takes up what `rng_state` gave, as far as it goes."""
-    if "python" in state:
-        version, words, gauss = state["python"]
-        random.setstate((version, tuple(words), gauss))
-    if "torch" in state:
-        torch.set_rng_state(state["torch"])
-    if "cuda" in state and torch.cuda.is_available():
-        torch.cuda.set_rng_state(state["cuda"])
-    if "numpy" in state:
-        import numpy
-
-        inner = dict(state["numpy"]["state"])
-        if "key" in inner:
-            inner["key"] = numpy.asarray(inner["key"], dtype=numpy.uint32)
-        numpy.random.set_state({**state["numpy"], "state": inner})

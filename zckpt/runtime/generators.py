@@ -1,0 +1,41 @@
+"""The random generators of a process: Python's, torch's, numpy's where it is in use.
+
+For `state`, which saves and restores them, and for `data`.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+
+def rng_state() -> dict[str, Any]:
+    """The states of this process's random generators, copied."""
+    state: dict[str, Any] = {"python": random.getstate(), "torch": torch.get_rng_state()}
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        state["cuda"] = torch.cuda.get_rng_state()
+    if "numpy" in sys.modules:
+        state["numpy"] = sys.modules["numpy"].random.get_state(legacy=False)
+    return state
+
+
+def set_rng_state(state: Mapping[str, Any]) -> None:
+    """Takes up what `rng_state` gave, as far as it goes."""
+    if "python" in state:
+        version, words, gauss = state["python"]
+        random.setstate((version, tuple(words), gauss))
+    if "torch" in state:
+        torch.set_rng_state(state["torch"])
+    if "cuda" in state and torch.cuda.is_available():
+        torch.cuda.set_rng_state(state["cuda"])
+    if "numpy" in state:
+        import numpy
+
+        inner = dict(state["numpy"]["state"])
+        if "key" in inner:
+            inner["key"] = numpy.asarray(inner["key"], dtype=numpy.uint32)
+        numpy.random.set_state({**state["numpy"], "state": inner})

@@ -1,0 +1,124 @@
+"""Gradients of micro batches, wherever they lie until the step that uses them: to be forgotten, saved and put back.
+
+For `engine`, and for saving and loading.
+[Note: gradients between micro batches]
+*rows*: this rank's rows, on the weight; stages 2 and 3 reduce after every micro batch, and every stage after the last one.
+*whole*: of this rank alone, on the parameter as the computation sees it or beside it in the dtype of reductions; stages 0 and 1
+before the last micro batch. *masters*: of replicated parameters, on the master. *units*: this rank's rows of all parameters of a
+unit, reduced among the ranks that share it but not yet over the groups of ranks (MiCS).
+Source: torch 2.13, distributed/fsdp/_fully_shard/_fsdp_param_group.py `post_backward`, _fsdp_param.py; checked by
+tests/runtime/test_gradients.py and tests/distributed/test_matrix.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+from zckpt.runtime.held import Held
+
+Gradients = dict[str, dict[str, torch.Tensor]]
+"""Kind -> name of a parameter, or number of a unit -> gradient; see [Note: gradients between micro batches]."""
+
+
+@torch.no_grad()
+def forget(model: nn.Module, held: Sequence[Held]) -> None:
+    """Drops all gradients of a model."""
+    for one in held:
+        one.weight.grad = None
+        if one.master is not None:
+            one.master.grad = None
+    for unit in _units(model):
+        unit._partial_reduce_output = None
+        for parameter in unit.fsdp_params:
+            parameter.unsharded_accumulated_grad = None
+            if (unsharded := getattr(parameter, "_unsharded_param", None)) is not None:
+                unsharded.grad = None
+
+
+@torch.no_grad()
+def taken(model: nn.Module, held: Sequence[Held]) -> Gradients:
+    """All gradients of a model as they lie, nothing copied; kinds that there are none of are not there."""
+    found: Gradients = {"rows": {}, "whole": {}, "masters": {}, "units": {}}
+    for one in held:
+        if (grad := one.weight.grad) is not None:
+            found["rows"][one.name] = grad._local_tensor if isinstance(grad, DTensor) else grad
+        if one.master is not None and one.master.grad is not None:
+            found["masters"][one.name] = one.master.grad
+    names = _names(held)
+    for number, unit in enumerate(_units(model)):
+        if unit._partial_reduce_output is not None:
+            found["units"][str(number)] = unit._partial_reduce_output
+        for parameter in unit.fsdp_params:
+            grad = parameter.unsharded_accumulated_grad
+            fresh = getattr(getattr(parameter, "_unsharded_param", None), "grad", None)
+            if grad is None or fresh is None:
+                grad = fresh if grad is None else grad
+            else:
+                grad = grad + fresh
+            if grad is not None:
+                found["whole"][names[_place(parameter)]] = grad
+    return {kind: grads for kind, grads in found.items() if grads}
+
+
+def fits(model: nn.Module, held: Sequence[Held], gradients: Mapping[str, Mapping[str, torch.Tensor]]) -> bool:
+    """Whether these are gradients of this model, cut as it is cut here."""
+    by_name = {one.name: one for one in held}
+    shapes: dict[str, dict[str, tuple[int, ...]]] = {
+        "rows": {name: tuple(one.local().shape) for name, one in by_name.items()},
+        "whole": {name: tuple(one.shape) for name, one in by_name.items()},
+        "masters": {name: tuple(one.master.shape) for name, one in by_name.items() if one.master is not None},
+    }
+    count = sum(1 for _ in _units(model))
+    return all(number.isdecimal() and int(number) < count for number in gradients.get("units", ())) and all(
+        shapes[kind].get(name) == tuple(grad.shape) for kind in shapes for name, grad in gradients.get(kind, {}).items()
+    )
+
+
+@torch.no_grad()
+def put(model: nn.Module, held: Sequence[Held], gradients: Mapping[str, Mapping[str, torch.Tensor]]) -> None:
+    """Puts back what `taken` gave, of a model without gradients. The tensors are kept."""
+    names = _names(held)
+    rows, whole, masters, units = (gradients.get(kind, {}) for kind in ("rows", "whole", "masters", "units"))
+    for number, unit in enumerate(_units(model)):
+        if (partial := units.get(str(number))) is not None:
+            unit._partial_reduce_output = partial.to(unit.device)
+        for parameter in unit.fsdp_params:
+            if (grad := whole.get(names[_place(parameter)])) is not None:
+                parameter.unsharded_accumulated_grad = grad.to(unit.device)
+    for one in held:
+        if (grad := rows.get(one.name)) is not None:
+            weight, local = one.weight, one.local()
+            grad = grad.to(local.device)
+            if isinstance(weight, DTensor):
+                mesh, placements = weight.device_mesh, weight.placements
+                shape, stride = weight.shape, weight.stride()
+                grad = DTensor.from_local(grad, mesh, placements, run_check=False, shape=shape, stride=stride)
+            weight.grad = grad
+        if one.master is not None and (grad := masters.get(one.name)) is not None:
+            one.master.grad = grad.to(one.master.device)
+
+
+def _units(model: nn.Module) -> Iterator[Any]:
+    """What `fully_shard` keeps of each unit: modules that share one have the same."""
+    seen: set[int] = set()
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            for unit in module._get_fsdp_state()._fsdp_param_groups:
+                if id(unit) not in seen:
+                    seen.add(id(unit))
+                    yield unit
+
+
+def _place(parameter: Any) -> tuple[int, str]:
+    return id(parameter._module_info.module), parameter._module_info.param_name
+
+
+def _names(held: Sequence[Held]) -> dict[tuple[int, str], str]:
+    """By the places where they are registered, the names of parameters."""
+    return {(id(module), name): one.name for one in held for module, name in one.holders}
