@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import os
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
+import torch.distributed as dist
 from checks import BF16, config, refusal, start, train
 from harness import check, main, rank
 
+from zckpt import hub
 from zckpt.errors import ZckptError
+from zckpt.runtime import saving
 
 
 @check(2)
@@ -29,6 +33,39 @@ def pushed() -> dict[str, Any]:
         "failed": failed,
         "left": left,
         "want": str(home / "want"),
+    }
+
+
+@check(2)
+def pushed_while_saving() -> dict[str, Any]:
+    """A save goes on in the background while the run is pushed: both end, and neither hears the other's words."""
+    home = Path(sys.argv[1])
+    engine = start(config(2, checkpoint={"async_save": True}, **BF16))
+    train(engine, 1)
+    given = {"token": os.environ["HUB_TOKEN"], "endpoint": os.environ["HUB_URL"], "scratch": str(home / "scratch")}
+    write, push, mark = saving.write, hub.push_to_hub, home / "pushing"
+
+    def in_the_midst(*arguments: Any) -> None:
+        while not mark.exists():
+            time.sleep(0.01)
+        write(*arguments)
+
+    def slowly(*arguments: Any, **named: Any) -> Any:
+        mark.touch()
+        time.sleep(1.0)
+        return push(*arguments, **named)
+
+    saving.write, hub.push_to_hub = in_the_midst, slowly
+    engine.save_checkpoint(home / "run")
+    report = engine.push_to_hub("alice/while", **given)
+    engine.wait_for_checkpoint()
+    hub.push_to_hub = push
+    saving.write = write
+    dist.barrier()
+    return {
+        "report": None if report is None else report.url,
+        "latest": (home / "run" / "latest").read_text(),
+        "again": engine.load_checkpoint(home / "run")[0] is not None,
     }
 
 

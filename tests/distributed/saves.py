@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 import os
 import random
 import shutil
 import sys
+import time
 import warnings
 from pathlib import Path
 from typing import Any
@@ -23,7 +25,7 @@ from zckpt import runtime
 from zckpt.checkpoint import open_catalog
 from zckpt.errors import InconsistentError, OutputError, UnsupportedError, UsageError
 from zckpt.live import meeting
-from zckpt.runtime import saving
+from zckpt.runtime import exchange, saving
 from zckpt.runtime import state as run_state
 
 KINDS: dict[str, dict[str, Any]] = {
@@ -202,6 +204,11 @@ def tags_and_latest() -> dict[str, Any]:
     out["two"] = same_parts(parts(engine), parts(again)) and again.global_steps == 2
     train(engine, 1, start=2)
     engine.save_checkpoint(where, tag="one")
+    long = "x" * 240
+    engine.save_checkpoint(where / "long", tag=long)
+    engine.save_checkpoint(where / "long", tag=long)
+    path, _ = again.load_checkpoint(where / "long")
+    out["long"] = path == str(where / "long" / long)
     again.load_checkpoint(where, tag="one")
     out["one anew"] = same_parts(parts(engine), parts(again)) and again.global_steps == 3
     out["blind"] = refusal(again.load_checkpoint, where / "nowhere" if rank() else where, kind=InconsistentError)
@@ -280,6 +287,10 @@ def refused_saves() -> dict[str, Any]:
         "tag": refusal(save, where, tag="../x", kind=UsageError),
         "rank 0": refusal(save, where, client_state={"x": Unknown()} if rank() == 0 else {}, kind=kind),
     }
+    if rank() == 0:
+        (where / "a file").touch()
+    dist.barrier()
+    out["taken"] = refusal(save, where, tag="a file", kind=OutputError)
     out["left"] = sorted(path.name for path in where.iterdir())
     save(where)
     before = parts(engine)
@@ -411,6 +422,40 @@ def without_a_shared_disk() -> dict[str, Any]:
             )
     out["names"] = sorted(path.name for path in mine.iterdir())
     os.environ["LOCAL_RANK"] = before
+    return out
+
+
+@check(2)
+def a_rank_that_fails_alone() -> dict[str, Any]:
+    """Rank 1 runs out of memory between two rounds of a save: both hear of it within seconds, and the next save is good."""
+    where = home() / "alone"
+    model = nn.Sequential(*(nn.Linear(500, 500, bias=False) for _ in range(4)))
+    settings = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 2}, "optimizer": ADAMW, **BF16}
+    budget, exchange.BUDGET_BYTES = exchange.BUDGET_BYTES, 1 << 20  # several rounds
+    whole = exchange.Exchange.bytes_of
+
+    def too_much(self: exchange.Exchange, piece: exchange.Piece) -> torch.Tensor:
+        torch.empty(1 << 50, dtype=torch.uint8)
+        return whole(self, piece)
+
+    out: dict[str, Any] = {}
+    for kind in ("foreground", "background"):
+        engine = start(settings | {"checkpoint": {"async_save": kind == "background"}}, copy.deepcopy(model))
+        for tag in ("first", "second", "third"):
+            began = time.monotonic()
+            if tag == "second" and rank() == 1:
+                exchange.Exchange.bytes_of = too_much
+            try:
+                engine.save_checkpoint(where / kind, tag=tag)
+                engine.wait_for_checkpoint()
+                assert tag != "second", "nothing was refused"
+            except (OutputError, RuntimeError) as error:
+                out[kind] = [str(error), time.monotonic() - began]
+            finally:
+                exchange.Exchange.bytes_of = whole
+        dist.barrier()
+        out[f"{kind} left"] = sorted(path.name for path in (where / kind).iterdir())
+    exchange.BUDGET_BYTES = budget
     return out
 
 

@@ -72,8 +72,8 @@ def test_tags(outcome: Outcome) -> None:
     for given in outcome("saves.py", 2, "tags_and_latest"):
         assert "ranks 1 see no save" in given.pop("blind")
         assert given == {
-            "nothing": [None, None], "latest": "one", "one": True, "two": True, "one anew": True,
-            "names": ["latest", "logs", "one", "two", "zero_to_fp32.py"], "only logs": [None, None],
+            "nothing": [None, None], "latest": "one", "one": True, "two": True, "one anew": True, "long": True,
+            "names": ["latest", "logs", "long", "one", "two", "zero_to_fp32.py"], "only logs": [None, None],
         }  # fmt: skip
     for rank, given in enumerate(outcome("saves.py", 2, "tags_that_differ")):
         assert "'of 0' on ranks 0; 'of 1' on ranks 1" in given["FAIL"]
@@ -86,7 +86,12 @@ def test_tags(outcome: Outcome) -> None:
 def test_what_cannot_be_saved_or_loaded(outcome: Outcome) -> None:
     for rank, given in enumerate(outcome("saves.py", 2, "refused_saves")):
         assert "client_state['x'][0] is a __main__.Unknown" in given["client"] and "'module'" in given["name"]
-        assert "'../x'" in given["tag"] and given["left"] == [] and given["unchanged"]
+        assert (
+            "'../x'" in given["tag"]
+            and given["left"] == ["a file"]
+            and "'a file'" in given["taken"]
+            and given["unchanged"]
+        )
         assert "client_state['x']" in given["rank 0"] and ("ranks 0" in given["rank 0"]) == (rank == 1)
         assert "another model" in given["model"] and "Lion" in given["optimizer"] and "exp_avg_sq" in given["optimizer"]
 
@@ -113,6 +118,15 @@ def test_older_saves_are_deleted(outcome: Outcome) -> None:
             ["global_step0", "step9"], ["global_step0", "step8", "step9"], ["global_step0", "step7", "step8"],
             ["global_step0", "step6", "step7", "step8"], ["global_step0", "step5", "step6"],
         ]  # fmt: skip
+
+
+@pytest.mark.xdist_group("saves")
+def test_a_rank_that_fails_alone_is_named_soon(outcome: Outcome) -> None:
+    for rank, given in enumerate(outcome("saves.py", 2, "a_rank_that_fails_alone")):
+        for kind in ("foreground", "background"):
+            told, seconds = given[kind]
+            assert "can't allocate memory" in told and ("ranks 1" in told) == (rank == 0) and seconds < 20
+            assert given[f"{kind} left"] == ["first", "latest", "third", "zero_to_fp32.py"]
 
 
 @pytest.mark.xdist_group("saves")
@@ -309,6 +323,9 @@ def test_a_run_is_pushed(launched: Callable[[str, int], Any], tmp_path: Path, mo
         assert first["report"] == f"{server.url}/alice/m" and second["report"] is None
         assert first["left"] == [] and "bob" in first["failed"] and "ranks 0" in second["failed"]
         page = server.files("alice/m")
+        meanwhile = [one["value"] for one in launched("pushes.py", 2)["pushed_while_saving"]]
+        assert [one.pop("report") for one in meanwhile] == [f"{server.url}/alice/while", None]
+        assert meanwhile == [{"latest": "global_step1", "again": True}] * 2
     weights = {name: data for name, data in page.items() if name.endswith(".safetensors")}
     wanted = Path(first["want"])
     assert weights and weights == {path.name: path.read_bytes() for path in wanted.glob("*.safetensors")}

@@ -220,3 +220,14 @@ def test_old_forms() -> None:
     old = read_config(SMALLEST | {"zero_optimization": {"stage": 3, "cpu_offload": True, "cpu_offload_param": True}})
     assert old.zero.offloads_optimizer and old.zero.offloads_param
     assert read_config(SMALLEST | {"communication_data_type": "FP32"}).config.communication_data_type == "fp32"
+
+
+def test_numbers_that_are_written_as_text() -> None:
+    """YAML reads 1e-3 as text; keys of sections have always taken it, and arguments of optimizers and schedules do too."""
+    text = {"type": "AdamW", "params": {"lr": "1e-3", "betas": ["0.8", ".99"], "eps": "1E-8", "weight_decay": "0"}}
+    config = read_config({**SMALLEST, "gradient_clipping": "1e-1", "optimizer": text}).config
+    assert config.gradient_clipping == 0.1
+    assert config.optimizer.params == {"lr": 1e-3, "betas": [0.8, 0.99], "eps": 1e-8, "weight_decay": 0}
+    schedule = {"type": "WarmupLR", "params": {"warmup_num_steps": "10", "warmup_type": "linear"}}
+    config = read_config({**SMALLEST, "scheduler": schedule}).config
+    assert config.scheduler.params == {"warmup_num_steps": 10, "warmup_type": "linear"}

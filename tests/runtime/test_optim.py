@@ -109,3 +109,10 @@ def test_what_is_refused() -> None:
     with pytest.raises(UsageError, match="LBFGS"):
         check_elementwise(torch.optim.LBFGS(parameters()), allowed=False)
     check_elementwise(torch.optim.LBFGS(parameters()), allowed=True)
+
+
+@pytest.mark.parametrize(("kind", "params"), [("AdamW", {"lr": "fast"}), ("SGD", {"lr": -1.0}), ("Lion", {"lr": None})])
+def test_arguments_of_a_kind_that_the_optimizer_does_not_take(kind: str, params: dict[str, object]) -> None:
+    groups = [{"params": [torch.nn.Parameter(torch.ones(2))]}]
+    with pytest.raises(UsageError, match=f"optimizer.params.*{next(iter(params.values()))}"):
+        build_optimizer(kind, params, groups, torch.device("cpu"))

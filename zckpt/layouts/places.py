@@ -113,6 +113,13 @@ def has_saves(path: str) -> bool:
     return bool(_pointer(names) or _tags(path, names, ())) or any(map(has_saves, inner))
 
 
+def is_taken(name: str) -> bool:
+    """Whether an entry of this name means something to `find`, so that no tag may have it."""
+    fixed = ("latest", "latest_universal", UNIVERSAL)
+    known = (_ACCELERATE, _PLAIN)
+    return name.casefold() in fixed or _is_of_save(name) or any(pattern.fullmatch(name) for pattern in known)
+
+
 def latest_of(path: str) -> str | None:
     """What `latest` in a directory says; None where there is none."""
     place = os.path.join(path, "latest")

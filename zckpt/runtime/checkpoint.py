@@ -28,8 +28,9 @@ _numbers = iter(range(1 << 62))
 class Checkpoints:
     """The part of an engine that saves and loads."""
 
-    _meetings: Meetings | None = None
+    _series: dict[str, Meetings] | None = None
     _saving: Thread | None = None
+    _engine_number = -1
     known_to_saves: object = None
 
     def save_checkpoint(
@@ -61,7 +62,7 @@ class Checkpoints:
         engine = cast("Engine", self)
         name = f"global_step{engine.global_steps}" if tag is None else str(tag)
         wishes = Wishes(os.fspath(save_dir), name, save_latest, exclude_frozen_parameters)
-        self._saving = save(engine, self._meet(), wishes, client_state or {})
+        self._saving = save(engine, self._meetings("save"), wishes, client_state or {})
         return True
 
     def wait_for_checkpoint(self) -> None:
@@ -138,8 +139,8 @@ class Checkpoints:
         from zckpt.hub import push_to_hub
         from zckpt.live import save_pretrained
 
-        engine, meetings = cast("Engine", self), self._meet()
-        meetings.begin(f"push {engine.micro_steps}")
+        engine, meetings = cast("Engine", self), self._meetings("push")
+        meetings.begin(f"{engine.micro_steps}")
         place = None
         if engine.global_rank == 0:
             if scratch is not None:
@@ -169,8 +170,8 @@ class Checkpoints:
             InconsistentError: some ranks see a save and others do not, or they were told different tags.
         """
         engine = cast("Engine", self)
-        meetings = self._meet()
-        meetings.begin(f"load {engine.micro_steps}")
+        meetings = self._meetings("load")
+        meetings.begin(f"{engine.micro_steps}")
         latest = latest_of(path)
         said = meetings.meet("load_checkpoint", [tag, has_saves(path) or tag is not None, latest], within_s=LOAD_S)
         tags = list(dict.fromkeys(one[0] for one in said))
@@ -188,8 +189,15 @@ class Checkpoints:
             )  # fmt: skip
         return tag or said[0][2] or ""
 
-    def _meet(self) -> Meetings:
-        if self._meetings is None:
+    def _meetings(self, kind: str) -> Meetings:
+        """The meetings of one kind of work.
+
+        Each kind has a series of its own: a save in the background meets while the run pushes or loads.
+        """
+        if self._series is None:
+            self._series, self._engine_number = {}, next(_numbers)
+        if kind not in self._series:
             engine = cast("Engine", self)
-            self._meetings = Meetings(f"engine {next(_numbers)}", engine.global_rank, engine.world_size)
-        return self._meetings
+            name = f"engine {self._engine_number} {kind}"
+            self._series[kind] = Meetings(name, engine.global_rank, engine.world_size)
+        return self._series[kind]

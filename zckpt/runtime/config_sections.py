@@ -8,9 +8,11 @@ section; keys that only older versions know are among the refused. A test compar
 
 from __future__ import annotations
 
-from typing import Any, Literal
+import re
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
 
-from pydantic import field_validator
+from pydantic import AfterValidator, field_validator
 
 from zckpt.runtime.config_fields import Section, foreign, own, refused, unused, used
 from zckpt.runtime.config_zero import Zero
@@ -67,11 +69,27 @@ class DataTypes(Section):
     )
 
 
+def _numbers(value: Any) -> Any:
+    """Arguments with the numbers that are written as text: YAML reads 1e-3 so, and every other key takes it too."""
+    if isinstance(value, Mapping):
+        return {key: _numbers(inner) for key, inner in value.items()}
+    if isinstance(value, list):
+        return [_numbers(inner) for inner in value]
+    if isinstance(value, str) and _NUMBER.fullmatch(value.strip()):
+        return int(value) if value.strip().lstrip("+-").isdecimal() else float(value)
+    return value
+
+
+_NUMBER = re.compile(r"[+-]?(\d+(\.\d*)?|\.\d+)([eE][+-]?\d+)?", re.ASCII)
+
+Arguments = Annotated[dict[str, Any], AfterValidator(_numbers)]
+
+
 class Optimizer(Section):
     """The optimizer that the engine builds."""
 
     type: str | None = used(None, "Adam, AdamW, Adagrad, Lion, SGD, Lamb, or a class of torch.optim")
-    params: dict[str, Any] = used({}, "its arguments: see below")
+    params: Arguments = used({}, "its arguments: see below")
     legacy_fusion: bool = unused(False, "torch's fused kernels are used wherever torch has them")
 
 
@@ -81,7 +99,7 @@ class Scheduler(Section):
     type: str | None = used(
         None, "WarmupLR, WarmupDecayLR, WarmupCosineLR, OneCycle, LRRangeTest, or a class of torch.optim.lr_scheduler"
     )
-    params: dict[str, Any] = used({}, "its arguments: see below")
+    params: Arguments = used({}, "its arguments: see below")
 
 
 class Checkpoint(Section):

@@ -8,19 +8,24 @@ there; everything else is *staged*: it comes over the process group into a buffe
 at most `limit` bytes are staged. In round k everybody sends to everybody what their k-th rounds need, all in one all-to-all, and
 the mover takes over while round k + 1 is on its way. Two buffers for receiving and two for sending, of `limit` bytes per rank
 at most, are all the memory that it takes.
+[Note: failures] A rank that leaves in the middle of the rounds would leave the others waiting for ever. So the buffers are
+allocated before the first round (`Exchange.rounds`), and ranks agree that all have theirs; a rank that fails after that carries
+on with the remaining rounds, whatever is in its buffers (`Rounds.__exit__`), and raises its error when they are over. Ranks
+agree once more after the rounds, and throw away what they received if anyone failed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from types import TracebackType
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
 from zckpt.dtypes import BY_TORCH_NAME
-from zckpt.errors import CorruptError
+from zckpt.errors import CorruptError, OutputError, add_note
 from zckpt.fragments import FileStore, MemoryStore, Store
 from zckpt.layouts.torch_files import Pair
 from zckpt.plan import Move, Plan, route
@@ -65,15 +70,22 @@ class Piece(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Sends:
-    """What this rank sends, round by round.
+    """What this rank sends and receives, round by round.
 
     Attributes:
         pieces: receiver -> pieces, in the receiver's order.
+        coming: sender -> staged bytes that come from it.
         busy: whether anything is staged by anybody: otherwise nobody calls the collective.
     """
 
-    pieces: Sequence[dict[int, list[Piece]]]
-    busy: Sequence[bool]
+    pieces: Sequence[Mapping[int, Sequence[Piece]]] = ()
+    coming: Sequence[Mapping[int, int]] = ()
+    busy: Sequence[bool] = ()
+
+    def most_bytes(self) -> tuple[int, int]:
+        """The most bytes that one round receives, and the most that one sends."""
+        sent = (sum(piece.nbytes for one in round_.values() for piece in one) for round_ in self.pieces)
+        return max((sum(round_.values()) for round_ in self.coming), default=0), max(sent, default=0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,95 +142,42 @@ class Exchange:
             yield pieces
 
     def sends(self, pairs_by_rank: Iterable[Sequence[Pair]]) -> Sends:
-        """What this rank sends, given what every rank of the group wants."""
+        """What this rank sends and receives, given what every rank of the group wants."""
         rounds: list[dict[int, list[Piece]]] = []
+        coming: list[dict[int, int]] = []
         busy: list[bool] = []
         for rank, pairs in enumerate(pairs_by_rank):
             for number, pieces in enumerate(self.rounds_of(pairs, rank)):
                 if number == len(rounds):
                     rounds.append({})
+                    coming.append({})
                     busy.append(False)
                 staged = [piece for piece in pieces if self.is_staged(piece.move.src, rank)]
                 busy[number] |= bool(staged)
-                mine = [piece for piece in staged if self._holder(piece, rank) == self.rank]
+                mine = [piece for piece in staged if self.holder(piece, rank) == self.rank]
                 if mine:
                     rounds[number][rank] = mine
-        return Sends(rounds, busy)
+                if rank == self.rank:
+                    for piece in staged:
+                        holder = self.holder(piece, rank)
+                        coming[number][holder] = coming[number].get(holder, 0) + piece.nbytes
+        return Sends(rounds, coming, busy)
 
-    def stream(self, pairs: Sequence[Pair], sends: Sends) -> Iterator[Move | None]:
-        """The moves that give this rank what it wants, each round's after its elements have come."""
-        own = self.rounds_of(pairs, self.rank)
-        coming = self._start(0, next(own, ()), sends)
-        number = 0
-        while coming is not None:
-            number += 1
-            after = self._start(number, next(own, ()), sends)
-            yield from self._finish(coming)
-            coming = after
+    def rounds(self, pairs: Sequence[Pair], sends: Sends) -> Rounds:
+        """The rounds that give this rank what it wants and others what they want of it, with the buffers for them.
 
-    def drain(self, stream: Iterator[Move | None]) -> None:
-        """Goes on exchanging after this rank has failed, so that the others do not wait for it for ever."""
-        for _ in stream:
-            pass
+        Raises:
+            OutputError: there is no memory for the buffers.
+        """
+        return Rounds(self, pairs, sends)
 
-    def _holder(self, piece: Piece, rank: int) -> int:
+    def holder(self, piece: Piece, rank: int) -> int:
         """Who sends a staged piece to a rank."""
         store = piece.move.src
         assert isinstance(store, RankStore)
         return rank if store.rank == EVERY else store.rank
 
-    def _start(self, number: int, pieces: Sequence[Piece], sends: Sends) -> _Coming | None:
-        """Sends what others need in a round, and begins to receive; None after the last one."""
-        if not pieces and number >= len(sends.pieces):
-            return None
-        sizes = [0] * self.size  # bytes that each rank sends here
-        for piece in pieces:
-            if self.is_staged(piece.move.src, self.rank):
-                sizes[self._holder(piece, self.rank)] += piece.nbytes
-        if number >= len(sends.busy) or not sends.busy[number]:
-            nothing = torch.empty(0, dtype=torch.uint8)
-            return _Coming(pieces, nothing, nothing, sizes, None)
-        sent = [sends.pieces[number].get(rank, []) for rank in range(self.size)]
-        lengths = [sum(piece.nbytes for piece in one) for one in sent]
-        outgoing = torch.empty(sum(lengths), dtype=torch.uint8, device=self.device)
-        at = 0
-        for piece in (piece for one in sent for piece in one):
-            outgoing[at : at + piece.nbytes].copy_(self._bytes_of(piece))
-            at += piece.nbytes
-        if self.size == 1:
-            return _Coming(pieces, outgoing, outgoing, sizes, None)
-        incoming = torch.empty(sum(sizes), dtype=torch.uint8, device=self.device)
-        work = dist.all_to_all_single(incoming, outgoing, sizes, lengths, group=self.group, async_op=True)
-        return _Coming(pieces, incoming, outgoing, sizes, work)
-
-    def _finish(self, coming: _Coming) -> Iterator[Move | None]:
-        """The moves of a round; its buffers live until they are carried out."""
-        if coming.work is not None:
-            coming.work.wait()
-        received = coming.incoming.cpu()
-        kept: list[torch.Tensor] = []
-        places = [received.data_ptr() + sum(coming.sizes[:rank]) for rank in range(self.size)]
-        for piece in coming.pieces:
-            move, store = piece.move, piece.move.src
-            if isinstance(move.dst, RankStore):
-                kept.append(target := self.tensors(move.dst.key))
-                move = move._replace(dst=MEMORY, dst_offset=target.data_ptr() + move.dst_offset)
-            if not isinstance(store, RankStore):
-                yield move
-                continue
-            dtype = move.src_dtype
-            if self.is_staged(store, self.rank):
-                holder = self._holder(piece, self.rank)
-                address, places[holder] = places[holder], places[holder] + piece.nbytes
-            else:  # the mover casts what is held in another dtype
-                kept.append(elements := self.tensors(store.key))
-                address = elements[move.src_offset // dtype.itemsize + piece.first :].data_ptr()
-                dtype = BY_TORCH_NAME[str(elements.dtype).removeprefix("torch.")]
-            to = move.dst_offset + piece.first * move.dst_dtype.itemsize
-            yield move._replace(src=MEMORY, src_offset=address, dst_offset=to, count=piece.count, src_dtype=dtype)
-        yield None
-
-    def _bytes_of(self, piece: Piece) -> torch.Tensor:
+    def bytes_of(self, piece: Piece) -> torch.Tensor:
         """The elements of a piece as they travel."""
         store, dtype = piece.move.src, piece.move.src_dtype
         assert isinstance(store, RankStore)
@@ -234,14 +193,128 @@ class Exchange:
         return elements.to(getattr(torch, dtype.torch_name)).view(torch.uint8)
 
 
-class _Coming(NamedTuple):
-    """A round on its way."""
+class Rounds:
+    """The rounds of one rank, as moves for the mover. Use as a context manager; see [Note: failures].
+
+    Iterating gives each round's moves after its elements have come, then None: by the next request they are carried out.
+    """
+
+    def __init__(self, exchange: Exchange, pairs: Sequence[Pair], sends: Sends) -> None:
+        self._exchange, self._sends = exchange, sends
+        self._own = exchange.rounds_of(pairs, exchange.rank)
+        self._number = 0  # of the next round
+        self._under_way: list[_Coming] = []
+        received, sent = sends.most_bytes()
+        try:
+            self._incoming = [torch.empty(received, dtype=torch.uint8, device=exchange.device) for _ in range(2)]
+            self._outgoing = [torch.empty(sent, dtype=torch.uint8, device=exchange.device) for _ in range(2)]
+        except RuntimeError as error:
+            raise OutputError(
+                "no memory for the exchange between ranks", found=str(error).splitlines()[0],
+                expected=f"{2 * (received + sent):,} bytes on {exchange.device}",
+                remedy="Free memory on this rank, or use more ranks.",
+            ) from error  # fmt: skip
+
+    def __iter__(self) -> Iterator[Move | None]:
+        coming = self._start()
+        while coming is not None:
+            after = self._start()
+            yield from self._moves(coming)
+            coming = after
+
+    def __enter__(self) -> Rounds:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if not isinstance(error, Exception):
+            return
+        try:
+            for coming in self._under_way:
+                coming.wait()
+            while self._number < len(self._sends.busy):
+                self._call(()).wait()
+        except RuntimeError as lost:
+            add_note(error, f"The exchange between ranks was broken off: {str(lost).splitlines()[0]}")
+
+    def _start(self) -> _Coming | None:
+        """Sends what others need in the next round, and begins to receive; None after the last one."""
+        pieces = next(self._own, None)
+        if pieces is None and self._number >= len(self._sends.busy):
+            return None
+        if self._number < len(self._sends.busy) and self._sends.busy[self._number]:
+            at, outgoing = 0, self._outgoing[self._number % 2]
+            for piece in self._sent():
+                outgoing[at : at + piece.nbytes].copy_(self._exchange.bytes_of(piece))
+                at += piece.nbytes
+        return self._call(pieces or ())
+
+    def _sent(self) -> Iterator[Piece]:
+        """What this rank sends in the next round, by receiver."""
+        pieces = self._sends.pieces[self._number]
+        return (piece for rank in range(self._exchange.size) for piece in pieces.get(rank, ()))
+
+    def _call(self, pieces: Sequence[Piece]) -> _Coming:
+        """The collective of the next round, whatever is in the buffers; in a round in which nothing is staged there is none."""
+        number, exchange, sends = self._number, self._exchange, self._sends
+        self._number += 1
+        if number >= len(sends.busy) or not sends.busy[number]:
+            return _Coming(pieces, (), torch.empty(0, dtype=torch.uint8), None)
+        ranks = range(exchange.size)
+        sizes = [sends.coming[number].get(rank, 0) for rank in ranks]
+        lengths = [sum(piece.nbytes for piece in sends.pieces[number].get(rank, ())) for rank in ranks]
+        incoming = self._incoming[number % 2][: sum(sizes)]
+        outgoing = self._outgoing[number % 2][: sum(lengths)]
+        if exchange.size == 1:
+            return _Coming(pieces, sizes, outgoing, None)
+        work = dist.all_to_all_single(incoming, outgoing, sizes, lengths, group=exchange.group, async_op=True)
+        coming = _Coming(pieces, sizes, incoming, work)
+        self._under_way.append(coming)
+        return coming
+
+    def _moves(self, coming: _Coming) -> Iterator[Move | None]:
+        """The moves of a round; its buffers are not written to before they are carried out."""
+        coming.wait()
+        if coming in self._under_way:
+            self._under_way.remove(coming)
+        exchange, received = self._exchange, coming.incoming.cpu()
+        kept: list[torch.Tensor] = []
+        places = [received.data_ptr() + sum(coming.sizes[:rank]) for rank in range(len(coming.sizes))]
+        for piece in coming.pieces:
+            move, store = piece.move, piece.move.src
+            if isinstance(move.dst, RankStore):
+                kept.append(target := exchange.tensors(move.dst.key))
+                move = move._replace(dst=MEMORY, dst_offset=target.data_ptr() + move.dst_offset)
+            if not isinstance(store, RankStore):
+                yield move
+                continue
+            dtype = move.src_dtype
+            if exchange.is_staged(store, exchange.rank):
+                holder = exchange.holder(piece, exchange.rank)
+                address, places[holder] = places[holder], places[holder] + piece.nbytes
+            else:  # the mover casts what is held in another dtype
+                kept.append(elements := exchange.tensors(store.key))
+                address = elements[move.src_offset // dtype.itemsize + piece.first :].data_ptr()
+                dtype = BY_TORCH_NAME[str(elements.dtype).removeprefix("torch.")]
+            to = move.dst_offset + piece.first * move.dst_dtype.itemsize
+            yield move._replace(src=MEMORY, src_offset=address, dst_offset=to, count=piece.count, src_dtype=dtype)
+        yield None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Coming:
+    """A round on its way: bytes from each rank, and where they come to."""
 
     pieces: Sequence[Piece]
-    incoming: torch.Tensor
-    outgoing: torch.Tensor
     sizes: Sequence[int]
+    incoming: torch.Tensor
     work: Any
+
+    def wait(self) -> None:
+        """Waits until its elements have come, and those that this rank sends have gone."""
+        if self.work is not None:
+            self.work.wait()
 
 
 @dataclass(frozen=True, slots=True)
@@ -252,8 +325,8 @@ class Streamed(Plan):
         source: of its moves; it can be read once.
     """
 
-    source: Iterator[Move | None]
+    source: Iterable[Move | None]
 
     def moves(self) -> Iterator[Move | None]:
         """The moves, this once."""
-        return self.source
+        return iter(self.source)

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from zckpt.catalog import TensorEntry, TensorPart
 from zckpt.containers import Placeholder, TensorRef, open_container
 from zckpt.dtypes import BY_TORCH_NAME
-from zckpt.errors import IncompleteError, InconsistentError
+from zckpt.errors import IncompleteError, InconsistentError, OutputError
 from zckpt.fragments import FileStore, Fragment
 from zckpt.layouts.listing import is_deepspeed_file
 from zckpt.layouts.module_states import RESERVED
@@ -30,7 +30,7 @@ from zckpt.layouts.torch_files import Pair
 from zckpt.mover import run
 from zckpt.runtime.description import part_of_rank
 from zckpt.runtime.engine import Engine
-from zckpt.runtime.exchange import Exchange, RankStore, Streamed
+from zckpt.runtime.exchange import Exchange, RankStore, Rounds, Streamed
 from zckpt.runtime.held import Held
 
 _SMALL_BYTES = 1 << 16
@@ -68,20 +68,25 @@ class Nodes:
     def fill(self, wanted: Sequence[Want]) -> None:
         """Fills tensors; every rank calls it, with the same entries in the same order."""
         engine, rank = self.engine, self.engine.global_rank
-        host = [
-            tensor
-            if tensor.device.type == "cpu" and tensor.is_contiguous()
-            else torch.empty(tensor.shape, dtype=tensor.dtype)
-            for *_, tensor in wanted
-        ]
-        pairs = [list(self._pairs(wanted, host, r)) for r in range(engine.world_size)]
-        places: dict[Hashable, torch.Tensor] = dict(enumerate(host))
-        exchange = Exchange(rank, engine.world_size, None, engine.device, True, places.__getitem__)
-        stream = exchange.stream(pairs[rank], exchange.sends(pairs))
+        rounds: Rounds | None = None
+        error: Exception | None = None
         try:
-            run(Streamed((), pairs[rank], stream), "", overflow="inf")
-        finally:
-            exchange.drain(stream)
+            host = [
+                tensor
+                if tensor.device.type == "cpu" and tensor.is_contiguous()
+                else torch.empty(tensor.shape, dtype=tensor.dtype)
+                for *_, tensor in wanted
+            ]
+            pairs = [list(self._pairs(wanted, host, r)) for r in range(engine.world_size)]
+            places: dict[Hashable, torch.Tensor] = dict(enumerate(host))
+            exchange = Exchange(rank, engine.world_size, None, engine.device, True, places.__getitem__)
+            rounds = exchange.rounds(pairs[rank], exchange.sends(pairs))
+        except Exception as caught:
+            error = caught
+        _agree(engine.world_size, error)
+        assert rounds is not None
+        with rounds:
+            run(Streamed((), pairs[rank], rounds), "", overflow="inf")
         for (*_, tensor), copy in zip(wanted, host, strict=True):
             if copy is not tensor:
                 tensor.copy_(copy)
@@ -108,6 +113,22 @@ class Nodes:
             return fragment
         remote = RankStore(store.path, store.size, store.identity, store.byteorder, rank=self.owners[name], file=True)
         return replace(fragment, store=remote)
+
+
+def _agree(size: int, error: Exception | None) -> None:
+    """Raises an error of any rank on all of them.
+
+    Raises:
+        Exception: this rank's own.
+        OutputError: another rank's.
+    """
+    said: list[Any] = [None] * size
+    dist.all_gather_object(said, None if error is None else f"{error}")
+    if error is not None:
+        raise error
+    for rank, text in enumerate(said):
+        if text is not None:
+            raise OutputError("a load that failed on another rank", found=f"rank {rank}: {text}")
 
 
 def spread(engine: Engine, directory: str, tag: str | None) -> Nodes | None:

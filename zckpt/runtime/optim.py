@@ -190,7 +190,7 @@ def build_optimizer(kind: str, params: Mapping[str, Any], groups: Groups, device
         device: where the master weights are.
 
     Raises:
-        UsageError: no such optimizer, or an argument that it does not have.
+        UsageError: no such optimizer, or an argument that it does not have or does not take.
         UnsupportedError: one of DeepSpeed's that is not built.
     """
     kwargs: dict[str, Any] = {
@@ -210,7 +210,15 @@ def build_optimizer(kind: str, params: Mapping[str, Any], groups: Groups, device
         )
     if "fused" in accepted and kwargs.get("fused") is None and not kwargs.get("foreach"):
         kwargs["fused"] = device.type == "cpu" or (device.type == "cuda" and cls is not torch.optim.Adagrad)
-    built: Optimizer = cls(groups, **kwargs)
+    try:
+        if not isinstance(kwargs.get("lr", 0.0), int | float):
+            raise TypeError(f"lr is {kwargs['lr']!r}")
+        built: Optimizer = cls(groups, **kwargs)
+    except (TypeError, ValueError) as error:
+        raise UsageError(
+            f"arguments that {kind} refuses", found=f"optimizer.params {dict(params)}: {error}",
+            remedy="Correct the value; its groups may have values of their own, in model_parameters.",
+        ) from error  # fmt: skip
     return built
 
 

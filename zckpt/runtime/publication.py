@@ -18,6 +18,7 @@ from zckpt.errors import OutputError, ZckptError
 from zckpt.layouts.listing import MODEL_NAME, SHARD_NAME, is_deepspeed_file, list_files, natural
 from zckpt.live.meeting import Meetings
 from zckpt.publish import sync
+from zckpt.runtime.tags import LATEST, SCRIPT, check_places
 
 _log = logging.getLogger("zckpt.runtime")
 
@@ -65,6 +66,7 @@ def make_private(wanted: Wanted) -> None:
     """Makes the private directory, and removes what killed runs of this machine have left."""
     try:
         os.makedirs(wanted.directory, exist_ok=True)
+        check_places(wanted.directory, wanted.tag)
         for name in os.listdir(wanted.directory):
             _, mark, rest = name.partition(".zckpt-")
             host, _, pid = rest.rpartition("-")[0].rpartition("-")
@@ -77,6 +79,8 @@ def make_private(wanted: Wanted) -> None:
             ):
                 shutil.rmtree(os.path.join(wanted.directory, name), ignore_errors=True)
         os.mkdir(os.path.join(wanted.directory, wanted.temporary))
+    except OutputError:
+        raise
     except OSError as error:
         raise OutputError(
             "a checkpoint that cannot be written", file=wanted.directory, found=error.strerror or str(error),
@@ -115,9 +119,9 @@ def publish(meetings: Meetings, wanted: Wanted) -> None:
     meetings.agree("save_checkpoint", error)
     if wanted.leader:
         try:
-            replace_file(os.path.join(wanted.directory, "zero_to_fp32.py"), _STUB.encode(), 0o755)
+            replace_file(os.path.join(wanted.directory, SCRIPT), _STUB.encode(), 0o755)
             if wanted.latest:
-                replace_file(os.path.join(wanted.directory, "latest"), wanted.tag.encode())
+                replace_file(os.path.join(wanted.directory, LATEST), wanted.tag.encode())
             _prune(wanted)
         except OSError as caught:
             error = _named(wanted, caught)
@@ -197,12 +201,12 @@ def _prune(wanted: Wanted) -> None:
 def _keep(directory: str, tag: str, keep: int) -> None:
     """Deletes the oldest saves, by their steps, until `keep` are left; never this one, nor that which `latest` names."""
     kept = {tag}
-    with contextlib.suppress(OSError), open(os.path.join(directory, "latest"), encoding="utf-8") as file:
+    with contextlib.suppress(OSError), open(os.path.join(directory, LATEST), encoding="utf-8") as file:
         kept.add(file.read().strip())
     saves = [(_steps(os.path.join(directory, name)), natural(name), name) for name in _saves(directory)]
     for _, _, name in sorted(saves)[: max(0, len(saves) - keep)]:
         if name not in kept:
-            doomed = os.path.join(directory, f".{name}.zckpt-{socket.gethostname()}-{os.getpid()}-pruned")
+            doomed = os.path.join(directory, f".zckpt-{socket.gethostname()}-{os.getpid()}-{os.urandom(4).hex()}")
             os.rename(os.path.join(directory, name), doomed)  # half a save never stands under its tag
             shutil.rmtree(doomed, ignore_errors=True)
 

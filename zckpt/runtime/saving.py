@@ -35,10 +35,11 @@ from zckpt.mover import run
 from zckpt.plan import OutputFile
 from zckpt.runtime.description import Described, describe, describe_training, signature, target_of, tensors_of
 from zckpt.runtime.engine import Engine
-from zckpt.runtime.exchange import Exchange, Sends, Streamed
+from zckpt.runtime.exchange import Exchange, Rounds, Sends, Streamed
 from zckpt.runtime.offload import home_of
 from zckpt.runtime.publication import Wanted, make_private, publish, remove_private
 from zckpt.runtime.state import RunState, capture
+from zckpt.runtime.tags import check_tag
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +71,7 @@ def save(engine: Engine, meetings: Meetings, wishes: Wishes, client_state: Mappi
         InconsistentError: some ranks did not come, or want another tag.
         OutputError: a file cannot be written, here or elsewhere; what was there before is as it was.
     """
-    meetings.begin(f"save {engine.micro_steps}")
+    meetings.begin(f"{engine.micro_steps}")
     wanted = _enter(engine, meetings, wishes)
     state = _with_all_generators(capture(engine))
     if wishes.only_trained:
@@ -146,13 +147,12 @@ def _enter(engine: Engine, meetings: Meetings, wishes: Wishes) -> Wanted:
         if checkpoint.tag_validation == "WARN" and (engine.global_rank == 0 or wishes.tag != tags[0]):
             warnings.warn(f"Ranks disagree on the tag: {told}. Rank 0's is taken.", stacklevel=4)
     tag = tags[0]
-    if tag != os.path.basename(tag) or tag.startswith(".") or not tag or "\0" in tag or "\n" in tag:
-        raise UsageError("a tag that is no name of a directory", found=repr(tag))
+    check_tag(tag)
     local = checkpoint.use_node_local_storage
     return Wanted(
         directory=os.path.abspath(wishes.directory),
         tag=tag,
-        temporary=f".{tag}.zckpt-{said[0][1]}",
+        temporary=f".zckpt-{said[0][1]}",
         leader=(engine.local_rank if local else engine.global_rank) == 0,
         latest=wishes.latest,
         keep_last=checkpoint.keep_last,
@@ -196,14 +196,12 @@ class Prepared:
     Attributes:
         files: of this rank.
         pairs: what fills them.
-        exchange: how elements come to them.
-        sends: what others need; None on a rank that takes no part.
+        rounds: how elements come to them, and to others from here; None on a rank that takes no part.
     """
 
     files: tuple[tuple[OutputFile, FileStore], ...]
     pairs: Sequence[Pair]
-    exchange: Exchange
-    sends: Sends | None
+    rounds: Rounds | None
 
 
 def prepare(engine: Engine, state: RunState, client_state: Mapping[str, Any], place: str) -> Prepared:
@@ -230,12 +228,13 @@ def prepare(engine: Engine, state: RunState, client_state: Mapping[str, Any], pl
             sends = exchange.sends(sketch(described.weights, training, target_of(state, place)))
         engine.known_to_saves = known = Known(now, described, sends)
     if not takes_part:
-        return Prepared((), (), exchange, None)  # the first group of ranks writes
+        return Prepared((), (), None)  # the first group of ranks writes
     if state.stage == 0:
         laid = unsharded_out.lay_out(described.weights, training, place, state.world_size)
     else:
         laid = lay_out_rank(described.weights, training, target_of(state, place), state.shard_rank)
-    return Prepared(laid.files, laid.pairs, exchange, known.sends)
+    assert known.sends is not None
+    return Prepared(laid.files, laid.pairs, exchange.rounds(laid.pairs, known.sends))
 
 
 def _exchange(engine: Engine, state: RunState) -> Exchange:
@@ -248,16 +247,13 @@ def _exchange(engine: Engine, state: RunState) -> Exchange:
 
 def in_memory(prepared: Prepared) -> Prepared:
     """The same save from a copy of all its elements in host memory: nobody else is needed to write it."""
-    if prepared.sends is None:
+    if prepared.rounds is None:
         return prepared
-    buffers = {id(store): torch.empty(store.size, dtype=torch.uint8) for _, store in prepared.files}
-    stores = {key: MemoryStore(buffer.data_ptr(), buffer.numel(), buffer) for key, buffer in buffers.items()}
-    stream = prepared.exchange.stream(prepared.pairs, prepared.sends)
-    into = (move if move is None else move._replace(dst=stores[id(move.dst)]) for move in stream)
-    try:
+    with prepared.rounds as rounds:
+        buffers = {id(store): torch.empty(store.size, dtype=torch.uint8) for _, store in prepared.files}
+        stores = {key: MemoryStore(buffer.data_ptr(), buffer.numel(), buffer) for key, buffer in buffers.items()}
+        into = (move if move is None else move._replace(dst=stores[id(move.dst)]) for move in rounds)
         run(Streamed((), prepared.pairs, into), "", overflow="inf")
-    finally:
-        prepared.exchange.drain(stream)
     pairs = [
         (
             TensorPart("", (size,), U8, (Fragment(stores[id(store)], offset, 0, size),)),
@@ -265,8 +261,9 @@ def in_memory(prepared: Prepared) -> Prepared:
         )
         for store, offset, size in _ranges(prepared.pairs)
     ]
-    alone = Exchange(0, 1, None, torch.device("cpu"), True, prepared.exchange.tensors)
-    return Prepared(prepared.files, pairs, alone, Sends((), ()))
+    held: dict[Hashable, torch.Tensor] = {}
+    alone = Exchange(0, 1, None, torch.device("cpu"), True, held.__getitem__)
+    return Prepared(prepared.files, pairs, alone.rounds(pairs, Sends()))
 
 
 def _ranges(pairs: Sequence[Pair]) -> Iterator[tuple[Store, int, int]]:
@@ -291,10 +288,7 @@ def write(prepared: Prepared, directory: str) -> None:
     Raises:
         OutputError: a file cannot be written. The exchange was carried to its end.
     """
-    if prepared.sends is None:
+    if prepared.rounds is None:
         return
-    stream = prepared.exchange.stream(prepared.pairs, prepared.sends)
-    try:
-        run(Streamed(prepared.files, prepared.pairs, stream), directory, overflow="inf")
-    finally:
-        prepared.exchange.drain(stream)
+    with prepared.rounds as rounds:
+        run(Streamed(prepared.files, prepared.pairs, rounds), directory, overflow="inf")

@@ -352,4 +352,10 @@ def build_schedule(kind: str, params: Mapping[str, Any], optimizer: Optimizer) -
             found=f"scheduler.params: {error}",
             expected=some(accepted, 20),
         ) from error
-    return known[kind](optimizer, **params)
+    try:
+        return known[kind](optimizer, **params)
+    except (TypeError, ValueError) as error:
+        raise UsageError(
+            f"arguments that {kind} refuses", found=f"scheduler.params {dict(params)}: {error}",
+            remedy="Correct the value.",
+        ) from error  # fmt: skip
