@@ -15,7 +15,7 @@ demo: .make/zckpt .make/train
 test: .make/zckpt .make/test interop
 	$(BIN)/python -m pytest -n 2 --dist loadgroup -q
 
-check: .make/zckpt .make/test
+check: .make/zckpt .make/test .make/strict/built
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/lint-imports --config pyproject.toml
@@ -43,6 +43,13 @@ clean:
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(PIP) scikit-build-core nanobind cmake ninja
 	$(PIP) --no-build-isolation -e .
+	@$(BIN)/python -c 'import zckpt._core' || echo 'zckpt: the C++ engine was not built: the slow Python one will be used. What failed: pip install -v .'
+	@touch $@
+
+# The engine once more, every warning an error; `pip install` builds it without, for a newer compiler has newer warnings.
+.make/strict/built: .make/zckpt
+	$(BIN)/cmake -S . -B .make/strict -G Ninja -DCMAKE_BUILD_TYPE=Release -DZCKPT_STRICT=ON -DPython_EXECUTABLE=$(CURDIR)/$(BIN)/python > .make/strict.log
+	$(BIN)/cmake --build .make/strict
 	@touch $@
 
 # What the trainer needs, and the demo shows. Where it will not install, the demo converts a stored checkpoint.

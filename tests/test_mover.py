@@ -512,7 +512,7 @@ def as_torch(data: bytes, dtype: DType) -> torch.Tensor:
 @pytest.mark.parametrize("target", [F32, F16, BF16], ids=str)
 def test_casts_are_torchs_to_the_bit(target: DType) -> None:
     for source, data in inputs():
-        if source == target:
+        if source == target or (source == F64 and target != F32):  # torch rounds doubles twice: see test_casts.py
             continue
         use_vector_paths(True)
         found, count, largest = native_cast(source.number, target.number, data)

@@ -58,6 +58,7 @@ __all__ = [
     "OutputError",
     "RemoteError",
     "Report",
+    "ResourceError",
     "UnsafeError",
     "UnsupportedError",
     "UsageError",

@@ -24,7 +24,7 @@ from zckpt.layouts.huggingface import Format, Target, lay_out
 from zckpt.layouts.listing import Wishes
 from zckpt.plan import Plan
 from zckpt.publish import check_output, keep_apart
-from zckpt.tuning import Pace
+from zckpt.tuning import Pace, thread_count, window_bytes
 
 _DTYPES = {name: dtype for dtype in CAST_TARGETS for name in (SHORT_NAMES[dtype], dtype.name)}
 _SUFFIXES: dict[str, Format] = {".safetensors": "safetensors", ".bin": "bin", ".pt": "bin"}
@@ -75,6 +75,10 @@ class Options:
     allow_unknown_layout: bool = False
     wishes: Wishes | None = None
     form: Form = field(default_factory=Form)
+
+    def __post_init__(self) -> None:
+        thread_count(self.threads)
+        window_bytes(self.buffer)
 
     @property
     def pace(self) -> Pace:

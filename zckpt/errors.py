@@ -14,6 +14,7 @@ error desk turns them into lines for a person or `--json` for a program.
       x AccessError (PermissionError)              no token or key, or one that may not do this
       x RemoteError (ConnectionError)              a server failed, or answered what it should not
       x CastError                                  a cast would lose numbers
+      x ResourceError                              the machine has too little memory, or no more threads
       x UsageError (ValueError)                    a wrong argument
 """
 
@@ -153,6 +154,12 @@ class CastError(ZckptError):
     """A cast would lose numbers."""
 
     code = "cast"
+
+
+class ResourceError(ZckptError):
+    """The machine has too little memory for a job, or starts no more threads."""
+
+    code = "resources"
 
 
 class UsageError(ZckptError, ValueError):

@@ -24,10 +24,10 @@ from zckpt.fragments import FileStore
 from zckpt.mover_reference import run_batch as reference_batch
 from zckpt.open_files import MOST_STORES, OpenFiles
 from zckpt.plan import OutputFile, Plan
-from zckpt.sinks import Ordered, Sink
+from zckpt.sinks import Ordered, Sink, kept
 from zckpt.sums import Partial, file_checksums, join
 from zckpt.syncing import Syncing
-from zckpt.tuning import THREADS, gives_back, pace, window_bytes
+from zckpt.tuning import engine_error, gives_back, pace, thread_count, window_bytes
 
 try:
     from zckpt._core import run as native_run
@@ -123,18 +123,19 @@ def run(
 
     Raises:
         CorruptError: a source ends too early. InconsistentError: it changed meanwhile.
+        ResourceError: there is too little memory, or no thread starts.
+        UsageError: so many threads, or so large a buffer, cannot be; or a sink keeps what it is handed.
         OutputError: a file cannot be written. UnsupportedError: there is no such cast, or a streamed file's bytes do
             not come in order.
         UnsafeError: a file of the plan would lie outside `root`.
     """
     chosen = choose(engine)
     sinks = sinks or {}
+    count, window = thread_count(threads), window_bytes(window)
     refuse(plan, sinks, passing=passing)
     raise_file_limit()
     give_back = gives_back(keep_cache, plan.bytes_read + plan.bytes_written)
-    work = Work(
-        plan, chosen, overflow == "clamp", threads or THREADS, window_bytes(window), give_back, bytes_per_s or 0
-    )
+    work = Work(plan, chosen, overflow == "clamp", count, window, give_back, bytes_per_s or 0)
     work.sinks = {id(store): Ordered(sinks[output.path]) for output, store in plan.files if output.path in sinks}
     complete: list[Written] = []
     written = sum(output.size for output, _ in plan.files if output.path in done)
@@ -302,7 +303,7 @@ class Work:
     def _do_native(
         self, batch: Batch, files: OpenFiles, progress: Callable[[int], None] | None
     ) -> list[tuple[int, int, float]]:
-        (kind, number, store, offset), crcs, overflows = native_run(
+        (kind, number, store, offset, text), crcs, overflows = native_run(
             *batch.packed([files.of(store) for store in batch.stores]),
             threads=self.threads,
             window=self.window,
@@ -314,7 +315,11 @@ class Work:
         )
         if kind:
             where = str(batch.stores[store])
-            raise OSError(number, os.strerror(number), where) if kind == "write" else read_error(where, number, offset)
+            if kind == "write":
+                raise OSError(number, os.strerror(number), where)
+            if kind == "kept":
+                raise kept(where)
+            raise read_error(where, number, offset) if kind == "read" else engine_error(kind, text)
         for number, crc, offset, length in crcs:
             self.parts.setdefault(number, []).append((offset, length, crc))
         return overflows

@@ -12,7 +12,7 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from zckpt.dtypes import BF16, F16, F32, DType
+from zckpt.dtypes import BF16, F16, F32, F64, DType
 from zckpt.errors import read_error
 from zckpt.fragments import FileStore, Store
 from zckpt.plan import Move
@@ -93,7 +93,9 @@ def _write(store: Store, fd: int, data: bytes, offset: int) -> None:
 
 
 def cast(data: bytes, source: DType, target: DType, byteorder: str, clamp: bool) -> tuple[bytes, int, float]:
-    """Elements in another dtype, to nearest even: (bytes, finite numbers that became infinite, the largest of them)."""
+    """Elements in another dtype, rounded once and to nearest even: (bytes, finite numbers that became infinite, the
+    largest of them). No setting of the processor changes it.
+    """
     import numpy as np
 
     if byteorder != sys.byteorder and source.component > 1:
@@ -102,31 +104,53 @@ def cast(data: bytes, source: DType, target: DType, byteorder: str, clamp: bool)
         return data, 0, 0.0
     with np.errstate(all="ignore"):
         wide = widen(data, source)
-        single = wide.astype(np.float32)
-        result: Any
-        if target == F32:
-            result, infinite = single, np.isinf(single)
-        elif target == F16:
-            result = single.astype(np.float16)
-            infinite = np.isinf(result)
-            nan = np.isnan(single)
-            payload = single.view(np.uint32)[nan]
-            quiet = (payload >> 16 & 0x8000) | 0x7E00 | (payload >> 13 & 0x3FF)
-            result.view(np.uint16)[nan] = quiet.astype(np.uint16)
-        else:
-            bits = single.view(np.uint32)
-            result = ((bits.astype(np.uint64) + 0x7FFF + (bits >> 16 & 1)) >> 16).astype(np.uint16)
-            infinite = (result & 0x7FFF) == 0x7F80
-            result[np.isnan(single)] = 0x7FC0
-        lost = infinite & np.isfinite(wide)
+        size = target.itemsize
+        bits = wide.view(np.uint64 if wide.dtype.itemsize == 8 else np.uint32)
+        result = bits if bits.dtype.itemsize == size else _narrowed(bits, target)
+        if target == BF16:
+            result[np.isnan(wide)] = 0x7FC0
+        sign = 1 << (8 * size - 1)
+        infinity = _ones(8 * size - 1) - _ones(_MANTISSA[target])
+        lost = ((result & (sign - 1)) == infinity) & np.isfinite(wide)
         count = int(lost.sum())
         largest = float(np.abs(wide[lost]).max()) if count else 0.0
         if count and clamp:
-            most = {F32: 0x7F7FFFFF, F16: 0x7BFF, BF16: 0x7F7F}[target]
-            unsigned = result.view(np.uint32 if target == F32 else np.uint16)
-            sign = np.array(0x80000000 if target == F32 else 0x8000, unsigned.dtype)
-            unsigned[lost] = (unsigned[lost] & sign) | np.array(most, unsigned.dtype)
-    return result.tobytes(), count, largest
+            result[lost] = (result[lost] & sign) | (infinity - 1)
+    return result.astype(f"u{size}").tobytes(), count, largest
+
+
+_MANTISSA = {F64: 52, F32: 23, F16: 10, BF16: 7}
+"""Bits of it that are stored."""
+
+
+def _ones(count: int) -> int:
+    return (1 << count) - 1
+
+
+def _narrowed(bits: Any, target: DType) -> Any:
+    """The bits of binary floats, of 4 or 8 bytes, in a narrower form: in whole numbers, so that nothing is rounded twice."""
+    import numpy as np
+
+    kept, dropped = _MANTISSA[target], _MANTISSA[F64 if bits.dtype.itemsize == 8 else F32]
+    width, size = 8 * bits.dtype.itemsize, 8 * target.itemsize
+    bits = bits.astype(np.uint64)
+    magnitude = (bits & _ones(width - 1)).astype(np.int64)
+    exponent, fraction = magnitude >> dropped, magnitude & _ones(dropped)
+    mantissa = np.where(exponent > 0, fraction | 1 << dropped, fraction)
+    # The number is mantissa * 2 ** (power - dropped), and the last bit that stays is worth 2 ** (unit - kept).
+    power = np.maximum(exponent, 1) - _ones(width - 2 - dropped)
+    unit = np.maximum(power, 1 - _ones(size - 2 - kept))
+    away = np.minimum(dropped - kept + unit - power, dropped + 2)  # bits that go; so many are less than half of a unit
+    rest, half = mantissa & ((1 << away) - 1), 1 << (away - 1)
+    whole = mantissa >> away
+    whole += (rest > half) | ((rest == half) & (whole & 1 > 0))
+    # A mantissa that became 2 ** (kept + 1) carries into the exponent by itself.
+    infinity = _ones(size - 1) - _ones(kept)
+    result = np.minimum(whole + ((unit - 1 + _ones(size - 2 - kept)) << kept), infinity)
+    payload = fraction >> (dropped - kept)
+    special = exponent == _ones(width - 1 - dropped)
+    result = np.where(special, np.where(fraction > 0, infinity | 1 << (kept - 1) | payload, infinity), result)
+    return (result.astype(np.uint64) | (bits >> (width - 1)) << (size - 1)).astype(f"u{target.itemsize}")
 
 
 def widen(data: bytes, source: DType) -> Any:

@@ -15,6 +15,14 @@ from zckpt.fragments import FileStore, Store
 MOST_STORES = 512
 """Files that one batch may name: all of them are open while it runs."""
 
+try:
+    from zckpt._core import is_in_memory
+except ImportError:  # pragma: no cover - depends on the build; the Python engine has no use for direct I/O
+
+    def is_in_memory(fd: int) -> bool:
+        """Whether it has no disk to save a copy for."""
+        return True
+
 
 class OpenFiles:
     """Descriptors by store. The least recently used are closed where there are too many: never one of a batch in progress.
@@ -115,15 +123,11 @@ def forget(fd: int, offset: int = 0, nbytes: int = 0) -> None:
 def _open_output(path: str, size: int) -> tuple[int, int]:
     fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
     direct = -1
-    if size >= 1 << 20 and hasattr(os, "O_DIRECT") and not _is_tmpfs(path):
+    # Memory file systems accept direct I/O, but have no disk to save a copy for.
+    if size >= 1 << 20 and hasattr(os, "O_DIRECT") and not is_in_memory(fd):
         with contextlib.suppress(OSError):
             direct = os.open(path, os.O_WRONLY | os.O_DIRECT | os.O_CLOEXEC)
     return fd, direct
-
-
-def _is_tmpfs(path: str) -> bool:
-    """Memory file systems accept direct I/O, but have no disk to save a copy for: their device has no major number."""
-    return os.major(os.stat(path).st_dev) == 0 and os.statvfs(path).f_frsize == os.sysconf("SC_PAGE_SIZE")
 
 
 def _check_identity(store: FileStore, stat: os.stat_result) -> None:

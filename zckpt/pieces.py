@@ -30,7 +30,7 @@ from zckpt.open_files import OpenFiles
 from zckpt.plan import OutputFile, Plan
 from zckpt.sums import Partial, element_ranges, file_checksums, join, joined
 from zckpt.syncing import Syncing
-from zckpt.tuning import THREADS, gives_back, window_bytes
+from zckpt.tuning import gives_back, thread_count, window_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +108,7 @@ def move(
     chosen = choose(engine)
     give_back = gives_back(keep_cache, part.bytes_read + part.bytes_written)
     clamp, rate = overflow == "clamp", bytes_per_s or 0
-    work = Work(part, chosen, clamp, threads or THREADS, window_bytes(window), give_back, rate)
+    work = Work(part, chosen, clamp, thread_count(threads), window_bytes(window), give_back, rate)
     nbytes, written = element_bytes(part), 0
     with _opened(part, root, give_back=give_back) as (files, outputs), Syncing(moved) as syncing:
         for batch in localized(batches(part, bare=True), moved_near):

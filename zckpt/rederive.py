@@ -21,7 +21,7 @@ from zckpt.fragments import FileStore, Run, runs_in_order
 from zckpt.mover_reference import cast, read_elements
 from zckpt.open_files import OpenFiles
 from zckpt.overlaps import clip
-from zckpt.tuning import THREADS, pace
+from zckpt.tuning import pace, thread_count
 
 _PART = 1 << 20
 """Elements compared at once."""
@@ -97,7 +97,7 @@ def differences(
             stop.set()
             raise
 
-    count = threads or THREADS
+    count = thread_count(threads)
     with ThreadPoolExecutor(count) as pool:
         try:
             for worker in [pool.submit(work) for _ in range(count)]:

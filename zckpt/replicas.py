@@ -23,6 +23,9 @@ from zckpt.overlaps import clip
 
 _CODES = {F64: "d", F32: "f", F16: "e", BF16: "H"}
 
+_FORMS = {F32: (24, -149, 128), F16: (11, -24, 16), BF16: (8, -133, 128)}
+"""Digits of a mantissa; the smallest number, and the first that is too large, as powers of two."""
+
 WIDTH = 8
 """Elements compared at each end of a fragment. One would do; a few make a chance agreement of shifted data unlikely."""
 
@@ -123,17 +126,15 @@ def _from_bits(bits: int) -> float:
 
 
 def rounded(value: float, dtype: DType) -> float:
-    """`value` rounded to `dtype`, to nearest even; what is too large becomes infinite."""
+    """`value` rounded to `dtype`, once and to nearest even; what is too large becomes infinite."""
     if not math.isfinite(value) or dtype == F64:
         return value
-    if dtype == BF16:
-        bits: int = struct.unpack("<I", struct.pack("<f", value))[0]
-        return _from_bits((bits + 0x7FFF + (bits >> 16 & 1)) & 0xFFFF0000)
-    try:
-        result: float = struct.unpack("<" + _CODES[dtype], struct.pack("<" + _CODES[dtype], value))[0]
-    except OverflowError:
+    digits, least, most = _FORMS[dtype]
+    last = max(math.frexp(value)[1] - digits, least)
+    whole = round(math.ldexp(value, -last))  # of the last digit that stays
+    if abs(whole) >= math.ldexp(1.0, most - last):
         return math.copysign(math.inf, value)
-    return result
+    return math.copysign(math.ldexp(whole, last), value)
 
 
 def ends(fragments: Sequence[Fragment], itemsize: int) -> Iterator[tuple[int, int]]:

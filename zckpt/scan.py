@@ -8,6 +8,7 @@ for moving: the native one (`zckpt._core`), at the speed of the disk, and a slow
 from __future__ import annotations
 
 import struct
+import warnings
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
@@ -20,7 +21,7 @@ from zckpt.open_files import OpenFiles
 from zckpt.scan_reference import scan_batch as reference_batch
 from zckpt.sums import Partial
 from zckpt.tally import Relation, Tally
-from zckpt.tuning import THREADS, gives_back
+from zckpt.tuning import engine_error, gives_back, thread_count
 
 try:
     from zckpt._core import scan as native_scan
@@ -72,10 +73,14 @@ def scan(
 
     Raises:
         CorruptError: a file ends too early, or cannot be read. InconsistentError: it changed meanwhile.
+        ResourceError: there is too little memory, or no thread starts. UsageError: so many threads cannot be.
     """
     if engine == "native" and native_scan is None:
         raise UnsupportedError("an engine that was not built", found="zckpt._core is missing")
     slow = engine == "reference" or native_scan is None
+    if engine == "auto" and slow:
+        warnings.warn("zckpt's C++ engine was not built: the slow Python one is used.", RuntimeWarning, stacklevel=2)
+    count = thread_count(threads)
     report = ScanReport()
     give_back = gives_back(keep_cache, total_bytes)
     with OpenFiles(give_back=give_back) as files:
@@ -90,7 +95,7 @@ def scan(
                     told(batch.nbytes)
             else:
                 crcs, tallies = _run_native(
-                    batch, fds, relation or Relation(), threads or THREADS, give_back, bytes_per_s or 0, told
+                    batch, fds, relation or Relation(), count, give_back, bytes_per_s or 0, told
                 )
             for number, crc, offset, length in crcs:
                 of, begin = batch.places[number] if batch.places else (number, 0)
@@ -116,7 +121,7 @@ def _run_native(
         _LOOK.pack(move.start, move.pitch, how, move.dst_dtype.swap(move.dst.byteorder))
         for how, (_, _, move) in zip(batch.looks, batch.moves, strict=True)
     )
-    (kind, number, store, offset), crcs, tallies = native_scan(
+    (kind, number, store, offset, text), crcs, tallies = native_scan(
         *(stores, moves, looks, ranges),
         rounded=relation.rounded,
         atol=relation.atol or 0.0 if relation.is_tolerant else -1.0,
@@ -128,6 +133,8 @@ def _run_native(
     )
     if kind == "read":
         raise read_error(str(batch.stores[store]), number, offset)
+    if kind and kind != "cast":
+        raise engine_error(kind, text)
     if kind:
         raise UnsupportedError("numbers that cannot be compared", file=str(batch.stores[store]))
     return crcs, [(found[0], Tally(*found[1:])) for found in tallies]

@@ -10,11 +10,12 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from zckpt.errors import UnsupportedError
+from zckpt.errors import UnsupportedError, UsageError
 from zckpt.plan import OutputFile
 
 Sink = Callable[[memoryview], object]
-"""Is called with the next bytes of a file; the view is valid during the call only."""
+"""Is called with the next bytes of a file; the view is valid during the call only. The buffer behind it is used again: a slice
+or an array of it that is kept is an error of the job, and keeps the bytes that it had."""
 
 
 @dataclass(slots=True)
@@ -35,12 +36,27 @@ class Ordered:
 
         Raises:
             UnsupportedError: there is no file to read it from.
+            UsageError: the sink keeps what it was handed.
         """
         while self.at < output.size:
-            data = os.pread(fd, min(output.size - self.at, 1 << 20), self.at)
+            data = bytearray(os.pread(fd, min(output.size - self.at, 1 << 20), self.at))
             if not data:
                 raise UnsupportedError(
                     "a file that cannot be sent while it is made", file=output.path,
                     found="its tensors are slices of too many files", remedy="Convert to a local directory, and copy that.",
                 )  # fmt: skip
-            self(memoryview(data), self.at)
+            view = memoryview(data)
+            self(view, self.at)
+            try:
+                view.release()
+                data.clear()  # refused while anything looks into it
+            except BufferError as error:
+                raise kept(output.path) from error
+
+
+def kept(path: str) -> UsageError:
+    """The error for a sink that still looks into what it was handed when its call is over."""
+    return UsageError(
+        "a sink that keeps what it is handed", file=path, found="a slice or an array of the view",
+        expected="the view is valid during the call only", remedy="Copy the bytes: bytes(view).",
+    )  # fmt: skip

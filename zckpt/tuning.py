@@ -11,6 +11,8 @@ from collections.abc import Callable
 from functools import lru_cache
 from typing import TypedDict
 
+from zckpt.errors import ResourceError, UsageError
+
 
 class Pace(TypedDict):
     """How hard to work, as every engine takes it; None for the default."""
@@ -28,12 +30,55 @@ THREADS = min(4, max(2, os.cpu_count() or 1))
 WINDOW_BYTES = 4 << 20
 """Bytes of an output file that are gathered and written at once, per thread."""
 
+MOST_THREADS = 256
+
+MOST_WINDOW_BYTES = 1 << 30
+
 _BLOCK = 4096
 
 
+def thread_count(wanted: int | None) -> int:
+    """How many threads: what was wanted, or the default.
+
+    Raises:
+        UsageError: fewer than one, or more than `MOST_THREADS`.
+    """
+    if wanted is None:
+        return THREADS
+    if not 1 <= wanted <= MOST_THREADS:
+        raise UsageError("an impossible number of threads", found=f"{wanted:,}", expected=f"1 to {MOST_THREADS}")
+    return wanted
+
+
 def window_bytes(wanted: int | None) -> int:
-    """A buffer's size: what was wanted, as direct I/O needs it."""
-    return WINDOW_BYTES if wanted is None else max(_BLOCK, wanted // _BLOCK * _BLOCK)
+    """A buffer's size in bytes: what was wanted, as direct I/O needs it, or the default.
+
+    Raises:
+        UsageError: nothing, or more than `MOST_WINDOW_BYTES`.
+    """
+    if wanted is None:
+        return WINDOW_BYTES
+    if not 1 <= wanted <= MOST_WINDOW_BYTES:
+        raise UsageError(
+            "an impossible size of a buffer", found=f"{wanted:,} bytes", expected=f"1 to {MOST_WINDOW_BYTES:,}",
+            remedy="Each thread has one. More than 64 MiB brings nothing.",
+        )  # fmt: skip
+    return max(_BLOCK, wanted // _BLOCK * _BLOCK)
+
+
+def engine_error(kind: str, text: str) -> ResourceError:
+    """The error for an engine that could not go on; `kind` is "memory", "threads", or what nobody foresaw."""
+    if kind == "memory":
+        return ResourceError(
+            "too little memory", found="the buffers of the threads that move data do not fit",
+            remedy="Nothing was published. Use a smaller --buffer, or fewer --threads.",
+        )  # fmt: skip
+    if kind == "threads":
+        return ResourceError(
+            "no thread could be started", found=text,
+            remedy="Nothing was published. Raise the limits of this user or container (ulimit -u, ulimit -v).",
+        )  # fmt: skip
+    return ResourceError("an error in the engine", found=text, remedy="Nothing was published. Please report it.")
 
 
 def gives_back(keep_cache: bool | None, nbytes: int) -> bool:

@@ -90,6 +90,9 @@ def parse_bytes(text: str | None, option: str) -> int | None:
 
 def pace(threads: int | None, keep_cache: bool | None, limit_rate: str | None) -> Pace:
     """How hard to work, from the options that say so."""
+    from zckpt.tuning import thread_count
+
+    thread_count(threads)
     return {
         "threads": threads,
         "keep_cache": keep_cache,

@@ -8,9 +8,12 @@
 #include <stdexcept>
 
 #include "crc32.h"
+#include "floats.h"
 #include "io.h"
+#include "lent.h"
 #include "mover.h"
 #include "scan.h"
+#include "simd.h"
 
 namespace nb = nanobind;
 using namespace nb::literals;
@@ -63,14 +66,14 @@ class Ticker {
 };
 
 void check(const zckpt::Batch& batch, unsigned threads, uint64_t window) {
-  if (threads < 1 || window < 4096 || window % 4096) throw std::invalid_argument("threads or window");
+  if (threads < 1 || threads > 1 << 16 || window < 4096 || window > 1ull << 40 || window % 4096) throw std::invalid_argument("threads or window");
   for (const auto& m : batch.moves)
     if (m.src >= batch.stores.size() || m.dst >= batch.stores.size() || m.src_dtype >= zckpt::kDTypes ||
         m.dst_dtype >= zckpt::kDTypes || !m.count || !m.rows)
       throw std::invalid_argument("a move with impossible numbers");
 }
 
-nb::tuple as_tuple(const zckpt::Failure& f) { return nb::make_tuple(f.kind, f.error, f.store, f.offset); }
+nb::tuple as_tuple(const zckpt::Failure& f) { return nb::make_tuple(f.kind, f.error, f.store, f.offset, f.text); }
 
 nb::list as_list(const std::vector<zckpt::PartialCrc>& crcs) {
   nb::list list;
@@ -89,15 +92,16 @@ nb::tuple run(nb::bytes stores, nb::bytes moves, nb::bytes literals, nb::bytes r
   std::vector<bool> ordered;
   for (nb::handle sink : sinks) ordered.push_back(!sink.is_none());
   Ticker ticker(std::move(progress));
-  std::optional<nb::python_error> refused;
-  const auto sink = [&](uint32_t store, uint64_t offset, const char* data, uint64_t length) {
+  std::optional<nb::python_error> refused;  // by a sink; the first of them
+  const auto sink = [&](uint32_t store, uint64_t offset, zckpt::Bytes& buffer, uint64_t from, uint64_t length) {
     nb::gil_scoped_acquire acquire;
-    const auto view = nb::steal(PyMemoryView_FromMemory(const_cast<char*>(data), static_cast<Py_ssize_t>(length), PyBUF_READ));
-    const auto at = nb::int_(offset);
-    const bool taken = nb::steal(PyObject_CallFunctionObjArgs(nb::handle(sinks[store]).ptr(), view.ptr(), at.ptr(), nullptr)).is_valid();
-    if (!taken) refused.emplace();
-    nb::object(view.attr("release")());  // the buffer is reused: whoever kept the view gets an error, not other bytes
-    return taken;
+    try {
+      zckpt::lend(sinks[store], buffer, from, length, offset);
+    } catch (nb::python_error& error) {
+      if (!refused) refused.emplace(std::move(error));
+      return zckpt::Handed::kRefused;
+    }
+    return buffer ? zckpt::Handed::kTaken : zckpt::Handed::kKept;
   };
   zckpt::Result result;
   {
@@ -137,6 +141,7 @@ nb::tuple cast(int from, int to, nb::bytes data, bool clamp) {
   if (from < 0 || to < 0 || from >= zckpt::kDTypes || to >= zckpt::kDTypes) throw std::invalid_argument("dtype");
   const size_t n = data.size() / zckpt::kItemSize[from];
   std::string out(n * zckpt::kItemSize[to], '\0');
+  const zckpt::PlainFloats floats;
   zckpt::Overflow overflow;
   if (!zckpt::cast(static_cast<zckpt::DType>(from), static_cast<zckpt::DType>(to), data.c_str(), out.data(), n, clamp, overflow))
     throw std::invalid_argument("no such cast");
@@ -147,6 +152,7 @@ nb::tuple cast(int from, int to, nb::bytes data, bool clamp) {
 
 NB_MODULE(_core, m) {
   m.doc() = "The mover's engine; see zckpt/mover.py.";
+  nb::class_<zckpt::Lent>(m, "Lent", nb::type_slots(zckpt::lent_slots));
   m.def("run", &run, "stores"_a, "moves"_a, "literals"_a, "ranges"_a, "blob"_a, "threads"_a, "window"_a, "clamp"_a,
         "give_back"_a, "bytes_per_s"_a, "progress"_a.none(), "sinks"_a);
   m.def("scan", &scan, "stores"_a, "moves"_a, "looks"_a, "ranges"_a, "rounded"_a, "atol"_a, "rtol"_a, "threads"_a, "give_back"_a,
@@ -158,6 +164,7 @@ NB_MODULE(_core, m) {
   m.def("calls", &zckpt::calls, "write"_a, "Reads or writes since `inject`, for tests.");
   m.def("forget", &zckpt::forget, "fd"_a, "offset"_a = 0, "nbytes"_a = 0);
   m.def("exchange", [](const std::string& a, const std::string& b) { return zckpt::exchange(a.c_str(), b.c_str()); }, "a"_a, "b"_a);
-  m.def("use_vector_paths", &zckpt::use_vector_paths, "on"_a);
-  m.def("has_vector_paths", &zckpt::has_vector_paths);
+  m.def("is_in_memory", &zckpt::is_in_memory, "fd"_a);
+  m.def("use_vector_paths", [](bool on) { zckpt::vector_paths = on; }, "on"_a);
+  m.def("has_vector_paths", [] { return zckpt::has(zckpt::Unit::kHalves); });
 }

@@ -1,10 +1,11 @@
 #include "cast.h"
 
 #include <array>
-#include <atomic>
 #include <cmath>
 #include <cstring>
 #include <limits>
+
+#include "simd.h"
 
 namespace zckpt {
 namespace {
@@ -27,25 +28,41 @@ float half_to_float(uint16_t h) {
   return from_bits(bits_of(std::ldexp(static_cast<float>(mantissa), -24)) | sign);
 }
 
-uint16_t float_to_half(float x) {
-  const uint32_t b = bits_of(x), a = b & 0x7FFFFFFF;
-  const auto sign = static_cast<uint16_t>((b >> 16) & 0x8000);
-  if (a > 0x7F800000) return static_cast<uint16_t>(sign | 0x7E00 | ((a >> 13) & 0x3FF));
-  if (a >= 0x477FF000) return sign | 0x7C00;  // 65520 and beyond rounds to infinity
-  if (a < 0x38800000) {                        // subnormal: adding 0.5 aligns the last kept bit, the FPU rounds
-    const float magic = from_bits(bits_of(0.5f));
-    return static_cast<uint16_t>(sign | (bits_of(from_bits(a) + magic) - bits_of(magic)));
+// The bits of a binary float (of `kFrom` mantissa bits, exponents with `kFromBias`) in a narrower form, to nearest even. NaN
+// becomes quiet and keeps the bits of its payload that there is room for.
+template <typename To, int kFrom, int kFromBias, int kTo, int kToBias, typename From>
+To narrowed(From bits) {
+  constexpr int kSign = 8 * sizeof(From) - 1, kShift = kFrom - kTo, kRebias = kFromBias - kToBias;
+  constexpr From kOne = 1, kInfinity = From{2 * kFromBias + 1} << kFrom, kTarget = From{2 * kToBias + 1} << kTo;
+  const From a = bits & ((kOne << kSign) - 1);
+  const auto sign = static_cast<To>((bits >> kSign) << (8 * sizeof(To) - 1));
+  if (a > kInfinity) return static_cast<To>(sign | kTarget | (kOne << (kTo - 1)) | ((a >> kShift) & ((kOne << kTo) - 1)));
+  if (a >= From{kRebias + 1} << kFrom) {
+    const From x = a - (From{kRebias} << kFrom), y = (x + (kOne << (kShift - 1)) - 1 + ((x >> kShift) & 1)) >> kShift;
+    return static_cast<To>(sign | (y < kTarget ? y : kTarget));
   }
-  return static_cast<uint16_t>(sign | ((a - 0x38000000 + 0xFFF + ((a >> 13) & 1)) >> 13));
+  // Subnormal there: a mantissa in units of the smallest number.
+  const int exponent = static_cast<int>(a >> kFrom), right = kShift + kRebias + 1 - (exponent ? exponent : 1);
+  if (right > kFrom + 1) return sign;  // less than half of it
+  const From mantissa = (a & ((kOne << kFrom) - 1)) | (exponent ? kOne << kFrom : 0), y = mantissa >> right;
+  const From rest = mantissa & ((kOne << right) - 1), half = kOne << (right - 1);
+  return static_cast<To>(sign | (y + (rest > half || (rest == half && (y & 1)))));
 }
+
+uint64_t bits_of(double x) {
+  uint64_t b;
+  std::memcpy(&b, &x, 8);
+  return b;
+}
+
+uint16_t to_half(float x) { return narrowed<uint16_t, 23, 127, 10, 15>(bits_of(x)); }
+uint16_t to_half(double x) { return narrowed<uint16_t, 52, 1023, 10, 15>(bits_of(x)); }
+uint16_t to_bf16(float x) { return std::isnan(x) ? 0x7FC0 : narrowed<uint16_t, 23, 127, 7, 127>(bits_of(x)); }
+uint16_t to_bf16(double x) { return std::isnan(x) ? 0x7FC0 : narrowed<uint16_t, 52, 1023, 7, 127>(bits_of(x)); }
+float to_single(float x) { return x; }
+float to_single(double x) { return from_bits(narrowed<uint32_t, 52, 1023, 23, 127>(bits_of(x))); }
 
 float bf16_to_float(uint16_t h) { return from_bits(static_cast<uint32_t>(h) << 16); }
-
-uint16_t float_to_bf16(float x) {
-  const uint32_t b = bits_of(x);
-  if ((b & 0x7FFFFFFF) > 0x7F800000) return 0x7FC0;
-  return static_cast<uint16_t>((b + 0x7FFF + ((b >> 16) & 1)) >> 16);
-}
 
 using Table = std::array<float, 256>;
 Table float8_table(int exponent_bits, int bias, bool fnuz) {
@@ -70,8 +87,6 @@ Table float8_table(int exponent_bits, int bias, bool fnuz) {
 struct FromF64 { static double load(const void* p, size_t i) { double x; std::memcpy(&x, static_cast<const char*>(p) + 8 * i, 8); return x; } };
 uint16_t load16(const void* p, size_t i) { uint16_t h; std::memcpy(&h, static_cast<const char*>(p) + 2 * i, 2); return h; }
 
-std::atomic<bool> vector_on{true};
-
 template <typename Load>
 void cast_all(Load load, DType to, void* dst, size_t n, bool clamp, Overflow& overflow) {
   const auto note = [&](double x, bool became_infinite) {
@@ -82,13 +97,12 @@ void cast_all(Load load, DType to, void* dst, size_t n, bool clamp, Overflow& ov
   };
   char* out = static_cast<char*>(dst);
   for (size_t i = 0; i < n; ++i) {
-    const auto x = load(i);  // double only for F64 sources, so that no NaN payload passes through a second conversion
-    const float f = static_cast<float>(x);
+    const auto x = load(i);  // a double for F64, so that it is rounded once
     if (to == F32) {
-      const float y = note(x, std::isinf(f)) ? std::copysign(std::numeric_limits<float>::max(), f) : f;
+      const float f = to_single(x), y = note(x, std::isinf(f)) ? std::copysign(std::numeric_limits<float>::max(), f) : f;
       std::memcpy(out + 4 * i, &y, 4);
     } else {
-      uint16_t h = to == F16 ? float_to_half(f) : float_to_bf16(f);
+      uint16_t h = to == F16 ? to_half(x) : to_bf16(x);
       const uint16_t inf = to == F16 ? 0x7C00 : 0x7F80;
       if (note(x, (h & 0x7FFF) == inf)) h = static_cast<uint16_t>((h & 0x8000) | (inf - 1));
       std::memcpy(out + 2 * i, &h, 2);
@@ -97,17 +111,6 @@ void cast_all(Load load, DType to, void* dst, size_t n, bool clamp, Overflow& ov
 }
 
 }  // namespace
-
-bool has_vector_paths() {
-#if defined(__x86_64__)
-  static const bool has = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("f16c");
-  return has && vector_on;
-#else
-  return false;
-#endif
-}
-
-void use_vector_paths(bool on) { vector_on = on; }
 
 bool cast(DType from, DType to, const void* src, void* dst, size_t n, bool clamp, Overflow& overflow) {
   static const Table e4m3 = float8_table(4, 7, false), e5m2 = float8_table(5, 15, false);
@@ -129,8 +132,8 @@ bool cast(DType from, DType to, const void* src, void* dst, size_t n, bool clamp
     }
     return true;
   };
-#if defined(__x86_64__)
-  if (has_vector_paths()) {
+#if defined(ZCKPT_X86)
+  if (has(Unit::kHalves)) {
     size_t done = 0;
     const auto vector = [&](auto run) {
       while (done < n) {

@@ -1,12 +1,13 @@
-// Compiled with -mavx2 -mf16c on x86-64; called only where the processor has both.
+// Eight or sixteen elements at a time; called only where the processor has AVX2 and F16C.
 #include "cast.h"
+#include "simd.h"
 
-#if defined(__x86_64__)
-#include <immintrin.h>
+#if defined(ZCKPT_X86)
+#define ZCKPT_HALVES ZCKPT_FOR("avx2,f16c")
 
 namespace zckpt {
 
-size_t f32_to_f16_avx2(const float* src, uint16_t* dst, size_t n) {
+ZCKPT_HALVES size_t f32_to_f16_avx2(const float* src, uint16_t* dst, size_t n) {
   const __m256 absolute = _mm256_castsi256_ps(_mm256_set1_epi32(0x7FFFFFFF));
   const __m256 infinity = _mm256_castsi256_ps(_mm256_set1_epi32(0x7F800000)), limit = _mm256_set1_ps(65520.0f);
   size_t i = 0;
@@ -19,11 +20,11 @@ size_t f32_to_f16_avx2(const float* src, uint16_t* dst, size_t n) {
   return i;
 }
 
-size_t f32_to_bf16_avx2(const float* src, uint16_t* dst, size_t n) {
+ZCKPT_HALVES size_t f32_to_bf16_avx2(const float* src, uint16_t* dst, size_t n) {
   const __m256i absolute = _mm256_set1_epi32(0x7FFFFFFF), infinity = _mm256_set1_epi32(0x7F800000);
   const __m256i limit = _mm256_set1_epi32(0x7F7F7FFF), half = _mm256_set1_epi32(0x7FFF), one = _mm256_set1_epi32(1);
   const __m256i nan = _mm256_set1_epi32(0x7FC0);
-  const auto rounded = [&](__m256i x, __m256i a) {
+  const auto rounded = [&](__m256i x, __m256i a) ZCKPT_HALVES {
     const __m256i odd = _mm256_and_si256(_mm256_srli_epi32(x, 16), one);
     const __m256i y = _mm256_srli_epi32(_mm256_add_epi32(x, _mm256_add_epi32(half, odd)), 16);
     return _mm256_blendv_epi8(y, nan, _mm256_cmpgt_epi32(a, infinity));
@@ -42,7 +43,7 @@ size_t f32_to_bf16_avx2(const float* src, uint16_t* dst, size_t n) {
   return i;
 }
 
-size_t f16_to_f32_avx2(const uint16_t* src, float* dst, size_t n) {
+ZCKPT_HALVES size_t f16_to_f32_avx2(const uint16_t* src, float* dst, size_t n) {
   size_t i = 0;
   for (; i + 8 <= n; i += 8)
     _mm256_storeu_ps(dst + i, _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(src + i))));

@@ -5,9 +5,7 @@
 #include <array>
 #include <cstring>
 
-#if defined(__x86_64__)
-#include <immintrin.h>
-#endif
+#include "simd.h"
 
 namespace zckpt {
 namespace {
@@ -40,13 +38,13 @@ uint32_t by_tables(uint32_t c, const uint8_t* p, size_t n) {
   return c;
 }
 
-#if defined(__x86_64__)
+#if defined(ZCKPT_X86)
 // `n` is a multiple of 16 and at least 64.
-__attribute__((target("pclmul,sse4.1"))) uint32_t by_folding(uint32_t c, const uint8_t* p, size_t n) {
-  const auto load = [](const uint8_t* q) __attribute__((target("sse4.1"))) {
+ZCKPT_FOR("pclmul,sse4.1") uint32_t by_folding(uint32_t c, const uint8_t* p, size_t n) {
+  const auto load = [](const uint8_t* q) ZCKPT_FOR("sse4.1") {
     return _mm_loadu_si128(reinterpret_cast<const __m128i*>(q));
   };
-  const auto fold = [](__m128i x, __m128i k, __m128i y) __attribute__((target("pclmul,sse4.1"))) {
+  const auto fold = [](__m128i x, __m128i k, __m128i y) ZCKPT_FOR("pclmul,sse4.1") {
     return _mm_xor_si128(_mm_xor_si128(_mm_clmulepi64_si128(x, k, 0x00), _mm_clmulepi64_si128(x, k, 0x11)), y);
   };
   __m128i x1 = _mm_xor_si128(load(p), _mm_cvtsi32_si128(static_cast<int>(c)));
@@ -90,9 +88,8 @@ uint32_t multiply(uint32_t a, uint32_t b) {
 uint32_t crc32(uint32_t crc, const void* data, size_t nbytes) {
   const auto* p = static_cast<const uint8_t*>(data);
   uint32_t c = ~crc;
-#if defined(__x86_64__)
-  static const bool can_fold = __builtin_cpu_supports("pclmul") && __builtin_cpu_supports("sse4.1");
-  if (can_fold && nbytes >= 64) {
+#if defined(ZCKPT_X86)
+  if (nbytes >= 64 && has(Unit::kFolding)) {
     const size_t folded = nbytes & ~size_t{15};
     c = by_folding(c, p, folded);
     p += folded;

@@ -2,10 +2,16 @@
 
 #include <algorithm>
 #include <array>
+#include <cstdio>
 #include <cstring>
+#include <system_error>
 #include <thread>
+#if defined(__GLIBCXX__)
+#include <cxxabi.h>
+#endif
 
 #include "crc32.h"
+#include "floats.h"
 #include "io.h"
 
 namespace zckpt {
@@ -29,10 +35,31 @@ Engine::Engine(const Batch& batch, const Settings& settings) : batch_(batch), se
 void Engine::work_through(size_t count, const std::function<bool(uint64_t)>& tick) {
   jobs_ = count;
   const auto threads = static_cast<unsigned>(std::min<size_t>(settings_.threads, std::max<size_t>(count, 1)));
-  std::vector<std::thread> pool;
-  running_ = threads;
-  for (unsigned i = 0; i < threads; ++i) pool.emplace_back([this] { thread(); });
+  struct Pool : std::vector<std::thread> {
+    Engine& engine;
+    explicit Pool(Engine& e) : engine(e) {}
+    ~Pool() {  // also where `tick` throws
+      {
+        std::lock_guard lock(engine.mutex_);
+        if (engine.running_) engine.stop();
+      }
+      for (auto& thread : *this) thread.join();
+    }
+  };
   {
+    Pool pool(*this);
+    pool.reserve(threads);
+    for (unsigned i = 0; i < threads; ++i) {
+      std::unique_lock lock(mutex_);  // whoever has started waits for it to be counted
+      try {
+        pool.emplace_back([this] { thread(); });
+        ++running_;
+      } catch (const std::system_error& error) {
+        lock.unlock();
+        if (pool.empty()) end("threads", error.what());
+        break;
+      }
+    }
     std::unique_lock lock(mutex_);
     while (!idle_.wait_for(lock, std::chrono::milliseconds(50), [this] { return running_ == 0; })) {
       lock.unlock();
@@ -41,23 +68,42 @@ void Engine::work_through(size_t count, const std::function<bool(uint64_t)>& tic
       if (!on) stop();
     }
   }
-  for (auto& thread : pool) thread.join();
   tick(done_bytes_);
 }
 
 void Engine::thread() {
-  Buffers own = buffers();
+  const PlainFloats floats;
   try {
+    Buffers own = buffers();
     for (size_t i; !stop_ && (i = next_++) < jobs_;) work(i, own);
   } catch (const Stop&) {
+#if defined(__GLIBCXX__)
+  } catch (const abi::__forced_unwind&) {  // the interpreter is ending, and this thread with it
+    throw;
+#endif
+  } catch (const std::bad_alloc&) {
+    end("memory", "");
+  } catch (const std::exception& error) {
+    end("engine", error.what());
+  } catch (...) {
+    end("engine", "an unknown exception");
   }
   std::lock_guard lock(mutex_);
   if (--running_ == 0) idle_.notify_all();
 }
 
+void Engine::end(const char* kind, const char* text) noexcept {
+  std::lock_guard lock(mutex_);
+  if (!*result_.failure.kind) {
+    result_.failure.kind = kind;
+    std::snprintf(result_.failure.text, sizeof result_.failure.text, "%s", text);
+  }
+  stop();
+}
+
 void Engine::fail(const char* kind, int error, uint32_t store, uint64_t offset) {
   std::lock_guard lock(mutex_);
-  if (result_.failure.kind.empty()) result_.failure = {kind, error, store, offset};
+  if (!*result_.failure.kind) result_.failure = {kind, error, store, offset, ""};
   stop();
   throw Stop{};
 }

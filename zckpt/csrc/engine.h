@@ -8,8 +8,8 @@
 #include <condition_variable>
 #include <cstdlib>
 #include <functional>
-#include <memory>
 #include <mutex>
+#include <new>
 #include <vector>
 
 #include "mover.h"
@@ -19,15 +19,13 @@ namespace zckpt {
 constexpr uint64_t kStaging = 1 << 20;  // fits a second-level cache, and is large enough for a disk's read-ahead
 constexpr uint64_t kBlock = 4096;       // what direct I/O wants its offsets, lengths and buffers to be multiples of
 
-struct Free {
-  void operator()(void* p) const { std::free(p); }
-};
-using Bytes = std::unique_ptr<char, Free>;
-// Huge pages, where there are any: each write is then one request to the disk, not one for every few pages.
+// Huge pages, where there are any: each write is then one request to the disk, not one for every few pages. Throws
+// std::bad_alloc where there is not so much memory.
 inline Bytes aligned(uint64_t nbytes) {
   constexpr uint64_t kHuge = 2 << 20;
   const uint64_t unit = nbytes < kHuge ? kBlock : kHuge;
   Bytes bytes(static_cast<char*>(std::aligned_alloc(unit, (nbytes + unit - 1) / unit * unit)));
+  if (!bytes) throw std::bad_alloc();
 #if defined(MADV_HUGEPAGE)
   if (unit == kHuge) ::madvise(bytes.get(), nbytes, MADV_HUGEPAGE);
 #endif
@@ -57,7 +55,8 @@ class Engine {
   Engine(const Batch& batch, const Settings& settings);
   virtual ~Engine() = default;
 
-  // Does jobs 0 .. count - 1, each on one of the threads, in this order; `tick` as in `run`.
+  // Does jobs 0 .. count - 1, each on one of the threads, in this order; `tick` as in `run`. Where some of the threads
+  // cannot start, the others do it all. Nothing that goes wrong on a thread ends the process: it is the result's failure.
   void work_through(size_t count, const std::function<bool(uint64_t)>& tick);
   virtual Buffers buffers() const = 0;
   virtual void work(size_t job, Buffers& buffers) = 0;
@@ -106,6 +105,7 @@ class Engine {
 
  private:
   void thread();
+  void end(const char* kind, const char* text) noexcept;
   void stop();  // with the lock held, so that nobody who is about to wait misses it
   void dense_run(const Move& m, uint64_t offset, uint64_t count, char* out, char* staging);
   uint64_t stage(const Move& m, uint64_t first, uint64_t count, bool dense, bool dense_row, char* staging);

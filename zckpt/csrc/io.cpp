@@ -1,8 +1,14 @@
 #include "io.h"
 
 #include <fcntl.h>
-#include <sys/syscall.h>
 #include <unistd.h>
+
+#if defined(__linux__)
+#include <sys/syscall.h>
+#include <sys/vfs.h>
+#elif defined(__APPLE__)
+#include <cstdio>
+#endif
 
 #include <atomic>
 #include <cerrno>
@@ -61,12 +67,27 @@ void forget(int fd, uint64_t offset, uint64_t nbytes) {
 }
 
 int exchange(const char* a, const char* b) {
-#if defined(SYS_renameat2)
+#if defined(__APPLE__)
+  return ::renamex_np(a, b, RENAME_SWAP) ? errno : 0;
+#elif defined(SYS_renameat2)
   constexpr unsigned kExchange = 2;  // RENAME_EXCHANGE, which older headers lack
   return ::syscall(SYS_renameat2, AT_FDCWD, a, AT_FDCWD, b, kExchange) ? errno : 0;
 #else
   (void)a, (void)b;
   return ENOSYS;
+#endif
+}
+
+bool is_in_memory(int fd) {
+#if defined(__linux__)
+  constexpr unsigned long kTmpfs = 0x01021994, kRamfs = 0x858458F6;  // of linux/magic.h
+  struct statfs system;
+  if (::fstatfs(fd, &system)) return false;
+  const auto type = static_cast<unsigned long>(system.f_type) & 0xFFFFFFFF;
+  return type == kTmpfs || type == kRamfs;
+#else
+  (void)fd;
+  return false;
 #endif
 }
 

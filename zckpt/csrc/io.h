@@ -16,6 +16,9 @@ void forget(int fd, uint64_t offset, uint64_t nbytes);
 // Two paths change names, at once and for all to see. 0, or an errno (ENOSYS, EINVAL: not here).
 int exchange(const char* a, const char* b);
 
+// Whether a file lies on a file system that is memory and has no disk (tmpfs, ramfs).
+bool is_in_memory(int fd);
+
 // For tests: the n-th call (from 1) of read or write misbehaves. `kind` is an errno, kShort for a short count, or
 // kKill, which ends the process as SIGKILL would.
 constexpr int kShort = -2, kKill = -3;

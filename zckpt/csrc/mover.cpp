@@ -11,13 +11,15 @@
 //     the window has columns.
 //  3. CRCs of element ranges are taken while the buffer is warm; they are partial, and joined by the caller.
 //  4. One positional write: direct I/O when the whole window is there and the file system allows it (no page cache to fill
-//     and flush later), otherwise plain. The unaligned tail of a file always goes the plain way.
+//     and flush later), otherwise plain. The unaligned tail of a file always goes the plain way, and so does the rest of a file
+//     once a direct write of it was refused as such (FUSE, disks of larger blocks).
 //  5. A file that a sink wants (to hash it, or to send it elsewhere) is handed over window by window: whoever holds window k
 //     waits for the holder of k - 1. Windows are taken in order, so the one whose turn it is never waits.
 // Memory: threads x (window + staging), whatever the size of the model. Results do not depend on the number of threads.
 #include "mover.h"
 
 #include <algorithm>
+#include <cerrno>
 #include <cstring>
 
 #include "engine.h"
@@ -44,7 +46,10 @@ struct Window {
 
 class Run : Engine {
  public:
-  Run(const Batch& batch, const Settings& settings, const Sink& sink) : Engine(batch, settings), sink_(sink) { plan(); }
+  Run(const Batch& batch, const Settings& settings, const Sink& sink)
+      : Engine(batch, settings), sink_(sink), plain_(batch.stores.size()) {
+    plan();
+  }
 
   Result go(const std::function<bool(uint64_t)>& tick) {
     work_through(windows_.size(), tick);
@@ -55,7 +60,8 @@ class Run : Engine {
   const Sink& sink_;
   std::vector<Item> items_;
   std::vector<Window> windows_;
-  std::vector<size_t> turns_;  // store -> the turn of the window that is next to be handed to its sink
+  std::vector<std::atomic<bool>> plain_;  // stores that refused a direct write
+  std::vector<size_t> turns_;             // store -> the turn of the window that is next to be handed to its sink
 
   bool ordered(uint32_t store) const { return !settings_.ordered.empty() && settings_.ordered[store]; }
 
@@ -168,17 +174,19 @@ class Run : Engine {
       filled[ranges] = {begin, end};
     }
     filled.resize(ranges);
-    if (ordered(dst)) hand_over(window, dst, filled, buffer);
+    if (ordered(dst)) hand_over(window, dst, filled, buffers.window);
   }
 
-  void hand_over(const Window& window, uint32_t dst, const Ranges& filled, const char* buffer) {
+  void hand_over(const Window& window, uint32_t dst, const Ranges& filled, Bytes& buffer) {
     {
       std::unique_lock lock(mutex_);
       passed_.wait(lock, [&] { return stop_ || turns_[dst] == window.turn; });
       if (stop_) throw Stop{};
     }
-    for (const auto& [begin, end] : filled)
-      if (!sink_(dst, begin, buffer + (begin - window.start), end - begin)) fail("sink", 0, dst, begin);
+    for (const auto& [begin, end] : filled) {
+      const Handed handed = sink_(dst, begin, buffer, begin - window.start, end - begin);
+      if (handed != Handed::kTaken) fail(handed == Handed::kKept ? "kept" : "sink", 0, dst, begin);
+    }
     std::lock_guard lock(mutex_);
     ++turns_[dst];
     passed_.notify_all();
@@ -255,12 +263,15 @@ class Run : Engine {
     const Store& store = batch_.stores[dst];
     take_crcs(dst, begin, end, buffer + (begin - start));
     uint64_t done = begin;
-    if (store.direct_fd >= 0 && begin == start) {
+    if (store.direct_fd >= 0 && begin == start && !plain_[dst]) {
       const uint64_t whole = (end - begin) / kBlock * kBlock;
-      if (whole) {
-        if (const int error = write_all(static_cast<int>(store.direct_fd), buffer, whole, begin)) fail("write", error, dst, begin);
+      const int error = whole ? write_all(static_cast<int>(store.direct_fd), buffer, whole, begin) : 0;
+      if (error == EINVAL)
+        plain_[dst] = true;
+      else if (error)
+        fail("write", error, dst, begin);
+      else
         done += whole;
-      }
     }
     if (done < end)
       if (const int error = write_all(static_cast<int>(store.fd), buffer + (done - start), end - done, done)) fail("write", error, dst, done);

@@ -2,9 +2,10 @@
 #pragma once
 #include <atomic>
 #include <cstdint>
+#include <cstdlib>
 #include <functional>
 #include <map>
-#include <string>
+#include <memory>
 #include <vector>
 
 #include "cast.h"
@@ -47,11 +48,17 @@ struct PartialCrc {
 };
 
 struct Failure {
-  std::string kind;  // "read", "write", "cast", "sink"; empty: none
-  int error = 0;     // errno, or kEndOfFile
+  const char* kind = "";  // "read", "write", "cast", "sink", "kept", "memory", "threads", "engine"; empty: none
+  int error = 0;          // of a read or write: errno, or kEndOfFile
   uint32_t store = 0;
   uint64_t offset = 0;
+  char text[160] = "";  // of threads that cannot start, and of what nobody foresaw; here, since there may be no memory left
 };
+
+struct Free {
+  void operator()(void* p) const { std::free(p); }
+};
+using Bytes = std::unique_ptr<char, Free>;
 
 struct Settings {
   unsigned threads;
@@ -62,9 +69,11 @@ struct Settings {
   std::vector<bool> ordered = {};  // stores whose bytes `sink` is handed
 };
 
-// Is handed an output file's bytes in the order of the file, while they are warm, on one thread after the other; stops
-// everything by returning false.
-using Sink = std::function<bool(uint32_t store, uint64_t offset, const char* data, uint64_t length)>;
+// Is handed an output file's bytes in the order of the file, while they are warm, on one thread after the other. They lie
+// `from` bytes into `buffer`, which is used again afterwards; whoever still looks into it must own it from then on: then the
+// sink takes it, and says so. Everything but kTaken stops everything.
+enum class Handed { kTaken, kRefused, kKept };
+using Sink = std::function<Handed(uint32_t store, uint64_t offset, Bytes& buffer, uint64_t from, uint64_t length)>;
 
 struct Batch {
   std::vector<Store> stores;

@@ -10,6 +10,7 @@
 #include <algorithm>
 
 #include "engine.h"
+#include "floats.h"
 
 namespace zckpt {
 namespace {
@@ -42,6 +43,7 @@ class Scan : Engine {
       const uint32_t x = first(a).tensor, y = first(b).tensor;
       return x != y ? x < y : parts_[a].look != parts_[b].look ? parts_[a].look < parts_[b].look : parts_[a].first < parts_[b].first;
     });
+    const PlainFloats floats;  // of the caller
     Scanned scanned{std::move(result_.failure), std::move(result_.crcs), {}};
     for (const size_t i : order) {
       if (!tallies_[i].count) continue;

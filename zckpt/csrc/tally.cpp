@@ -9,11 +9,7 @@
 #include <cstring>
 #include <limits>
 
-#if defined(__x86_64__) && defined(__linux__) && defined(__GLIBC__)
-#define ZCKPT_VECTOR __attribute__((target_clones("avx2", "default")))
-#else
-#define ZCKPT_VECTOR
-#endif
+#include "simd.h"
 
 namespace zckpt {
 namespace {

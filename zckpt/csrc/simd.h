@@ -1,0 +1,36 @@
+// Vector instructions: which ones this processor has. A function that uses them is compiled for them by itself
+// (ZCKPT_FOR), so that everything around it runs on any processor, and is called only where `has` says so.
+#pragma once
+#include <atomic>
+
+#if defined(__x86_64__)
+#include <immintrin.h>
+#define ZCKPT_X86 1
+#define ZCKPT_FOR(features) __attribute__((target(features)))
+#endif
+
+// For loops that the compiler makes vector code of: it makes two versions, and the loader chooses.
+#if defined(__x86_64__) && defined(__linux__) && defined(__GLIBC__) && !defined(ZCKPT_SANITIZED)
+#define ZCKPT_VECTOR __attribute__((target_clones("avx2", "default")))
+#else
+#define ZCKPT_VECTOR
+#endif
+
+namespace zckpt {
+
+enum class Unit { kHalves, kFolding };  // AVX2 with F16C; carry-less multiplication
+
+inline std::atomic<bool> vector_paths{true};  // tests switch them off
+
+inline bool has(Unit unit) {
+#if defined(ZCKPT_X86)
+  static const bool halves = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("f16c");
+  static const bool folding = __builtin_cpu_supports("pclmul") && __builtin_cpu_supports("sse4.1");
+  return vector_paths && (unit == Unit::kHalves ? halves : folding);
+#else
+  (void)unit;
+  return false;
+#endif
+}
+
+}  // namespace zckpt
