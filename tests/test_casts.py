@@ -17,6 +17,7 @@ from zckpt._core import cast as native_cast
 from zckpt._core import use_vector_paths
 from zckpt.catalog import TensorEntry
 from zckpt.dtypes import BF16, F16, F32, F64, DType
+from zckpt.files import file_store
 from zckpt.fragments import FileStore, Fragment
 from zckpt.looks import looks_against
 from zckpt.mover import run
@@ -146,7 +147,7 @@ def test_moves_round_alike(engine: str, pair: tuple[DType, DType], host: None, t
     source, target = pair
     data = NUMBERS[source]
     (tmp_path / "s").write_bytes(data.tobytes())
-    store, to = FileStore.of(tmp_path / "s"), FileStore("out", len(data) * target.itemsize)
+    store, to = file_store(tmp_path / "s"), FileStore("out", len(data) * target.itemsize)
     entries = [
         TensorEntry("x", (len(data),), dtype, "parameter", (Fragment(place, 0, 0, len(data)),))
         for place, dtype in ((store, source), (to, target))
@@ -162,7 +163,7 @@ def test_scans_measure_alike(host: None, tmp_path: Path) -> None:
     (tmp_path / "a").write_bytes(a.tobytes())
     (tmp_path / "b").write_bytes(np.roll(a, 1).tobytes())
     entries = [
-        TensorEntry(name, (len(a),), F32, "parameter", (Fragment(FileStore.of(tmp_path / name), 0, 0, len(a)),))
+        TensorEntry(name, (len(a),), F32, "parameter", (Fragment(file_store(tmp_path / name), 0, 0, len(a)),))
         for name in ("a", "b")
     ]
     found = scan(looks_against(entries[0], entries[1], 0), relation=Relation(atol=0.0, rtol=0.5), engine="native")

@@ -21,6 +21,7 @@ from zckpt import Options, tuning
 from zckpt.catalog import TensorEntry
 from zckpt.dtypes import F32
 from zckpt.errors import UsageError
+from zckpt.files import file_store
 from zckpt.fragments import FileStore, Fragment
 from zckpt.mover import run
 from zckpt.plan import OutputFile, Plan
@@ -49,7 +50,7 @@ def small_plan(root: Path) -> Plan:
     source = root / "source"
     if not source.exists():
         source.write_bytes(np.arange(NUMEL, dtype="<f4").tobytes())
-    store, to = FileStore.of(source), FileStore("out", 4 * NUMEL)
+    store, to = file_store(source), FileStore("out", 4 * NUMEL)
     entries = [TensorEntry("x", (NUMEL,), F32, "parameter", (Fragment(place, 0, 0, NUMEL),)) for place in (store, to)]
     return Plan(((OutputFile("out", 4 * NUMEL), to),), [(entries[0], entries[1])])
 
@@ -103,7 +104,7 @@ def test_the_threads_that_start_do_the_work_of_all(tmp_path: Path) -> None:
 def test_a_scan_without_threads_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "s").write_bytes(bytes(1 << 16))
     work = (
-        "from zckpt.looks import looks_at_bytes; store = test_engine.FileStore.of(sys.argv[1] + '/s');"
+        "from zckpt.looks import looks_at_bytes; store = test_engine.file_store(sys.argv[1] + '/s');"
         "test_engine.scan([looks_at_bytes(store, 0, 1 << 16)], engine='native')"
     )
     told = child(tmp_path, work, lambda: stacks(64 * GIB, 32 * GIB))
