@@ -141,6 +141,59 @@ def test_no_flipped_bit_in_a_record_is_missed(checkpoint: Path, seed: int) -> No
         assert f"record {name!r} of {path.name!r}" in str(wrong(found)["bytes"])
 
 
+def flip(path: Path, record: str, at: int) -> None:
+    """One bit of a record of a zip file."""
+    offset = next(offset for name, offset, *_ in torch_zip.records(path) if name.endswith(record))
+    with open(path, "r+b") as file:
+        file.seek(offset + at)
+        byte = file.read(1)[0]
+        file.seek(-1, os.SEEK_CUR)
+        file.write(bytes([byte ^ 1]))
+
+
+def record_of(path: Path, nbytes: int) -> str:
+    """The name of the first record of this many bytes."""
+    return next(name for name, _, size, _ in torch_zip.records(path) if size == nbytes)
+
+
+@pytest.mark.parametrize("of", ["a master", "a weight of the model", "an optimizer state"])
+@pytest.mark.parametrize("made", ["weights", "run"])
+def test_nothing_is_deleted_on_the_word_of_damaged_bytes(tmp_path: Path, of: str, made: str) -> None:
+    """The bit was flipped before the output was made, so the output agrees with it."""
+    checkpoint = synth.zero12(tmp_path / "ckpt", [{"a.weight": torch.randn(300, 257)}], 1)
+    save = checkpoint / "global_step5"
+    numel = 300 * 257
+    if of == "a weight of the model":
+        flip(save / MODEL, record_of(save / MODEL, 2 * numel), 77)
+    else:  # both are as long: masters come first
+        names = [name for name, _, size, _ in torch_zip.records(save / OPTIM.format(0)) if size == 4 * numel]
+        flip(save / OPTIM.format(0), names[of == "an optimizer state"], 4 * 777)
+    if made == "weights":
+        zckpt.convert(checkpoint, tmp_path / "out")
+    else:
+        zckpt.reshard(checkpoint, tmp_path / "out", world_size=2)
+    found = zckpt.verify(checkpoint, tmp_path / "out")
+    assert found.deletable is not None
+    if of == "an optimizer state" and made == "weights":  # only in the shards: nobody says anything of it
+        assert found.ok and found.deletable[0] and "exp_avg" in found.deletable[1]
+    else:
+        assert not found.deletable[0]
+        assert "has not the bytes that were written" in str(wrong(found)["bytes"])
+
+
+def test_what_was_not_read_is_told(tmp_path: Path) -> None:
+    checkpoint = synth.zero12(tmp_path / "ckpt", [{"a.weight": torch.randn(300, 257)}], 1)
+    found = zckpt.verify(checkpoint)
+    assert found.unread_bytes > 0 and f"{found.unread_bytes:,} bytes" in "\n".join(found.lines())
+    assert any("--deep" in line for line in found.lines())
+    zckpt.convert(checkpoint, tmp_path / "out")
+    compared = zckpt.verify(checkpoint, tmp_path / "out")
+    assert compared.deletable is not None and compared.deletable[0]
+    assert 0 < compared.unread_bytes < found.unread_bytes  # the optimizer states
+    deep = zckpt.verify(checkpoint, deep=True)
+    assert deep.unread_bytes == 0 and not any("--deep" in line for line in deep.lines())
+
+
 def test_every_damaged_file_is_told(checkpoint: Path) -> None:
     for rank in (0, 2):
         path = checkpoint / "global_step5" / OPTIM.format(rank)

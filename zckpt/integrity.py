@@ -10,11 +10,12 @@ from __future__ import annotations
 import os
 import zlib
 from array import array
-from collections.abc import Callable, Iterator, Sequence
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from zckpt.catalog import Catalog, Padding, Replica, TensorEntry
-from zckpt.containers import torch_zip
+from zckpt.containers import TensorRef, torch_zip
 from zckpt.containers.container import Container, open_input
 from zckpt.fragments import FileStore, Fragment
 from zckpt.looks import AGAINST, NUMBERS, SUM_OTHER, SUM_SOURCE, Look, Sum, look_at, looks_against, looks_at_bytes
@@ -35,22 +36,36 @@ class CheckedFile:
         store: the file.
         records: (name, byte offset, bytes, CRC-32) of a zip file's records; empty where it has no checksums.
         crc32: of the whole file, as a manifest has it.
+        index_bytes: of what is no elements, where it has no records.
+        whole: whether all its bytes are wanted; otherwise those of its records.
     """
 
     store: FileStore
     records: tuple[tuple[str, int, int, int], ...] = ()
     crc32: int | None = None
+    index_bytes: int = 0
+    whole: bool = True
 
     @property
     def name(self) -> str:
         """Of the file."""
         return os.path.basename(self.store.path)
 
+    @property
+    def large_bytes(self) -> int:
+        """Bytes that `small_records` does not read."""
+        if not self.records:
+            return self.store.size - self.index_bytes
+        return sum(nbytes for name, _, nbytes, _ in self.records if not _is_small(name, nbytes))
+
 
 def checked_file(container: Container, crc32: int | None = None) -> CheckedFile:
     """A file that was opened, with the checksums it holds."""
-    records = torch_zip.records(container.store.path) if container.kind == "torch_zip" else ()
-    return checked_parts(container.store, records, crc32)
+    if container.kind == "torch_zip":
+        return checked_parts(container.store, torch_zip.records(container.store.path), crc32)
+    refs = container.root.values() if container.kind == "safetensors" and isinstance(container.root, Mapping) else ()
+    elements = sum(ref.nbytes for ref in refs if isinstance(ref, TensorRef))
+    return CheckedFile(container.store, (), crc32, container.store.size - elements if refs else 0)
 
 
 def checked_parts(
@@ -62,17 +77,50 @@ def checked_parts(
     return CheckedFile(store, tuple(records), crc32)
 
 
+def holding(files: Sequence[CheckedFile], entries: Iterable[TensorEntry]) -> tuple[list[CheckedFile], int]:
+    """The files with only those of their records that hold elements of these tensors or of their copies.
+
+    Returns:
+        The files that have checksums of such elements, all of them whole where elements are computed from others; and the
+        bytes of such elements without checksums.
+    """
+    starts = {file.store.path: sorted(offset for _, offset, _, _ in file.records) for file in files}
+    found: dict[str, set[int]] = {file.store.path: set() for file in files}
+    without = 0
+    for entry in entries:
+        for fragments, dtype in ((entry.fragments, entry.dtype), *((r.fragments, r.dtype) for r in entry.replicas)):
+            for fragment in fragments:
+                if not isinstance(fragment.store, FileStore):
+                    return list(files), 0
+                if own := starts.get(fragment.store.path):
+                    first = max(0, bisect_right(own, fragment.byte_offset) - 1)
+                    last = bisect_left(own, fragment.nbytes_end(dtype.itemsize))
+                    found[fragment.store.path].update(own[first:last])
+                else:
+                    without += fragment.numel * dtype.itemsize
+    held = [
+        replace(file, records=tuple(record for record in file.records if record[1] in offsets), whole=False)
+        for file in files
+        if (offsets := found[file.store.path])
+    ]
+    return held, without
+
+
 def small_records(file: CheckedFile) -> tuple[int, list[str]]:
     """Checks a zip file's pickle and whatever else of it is small: how many records, and names of those that are wrong."""
     wrong: list[str] = []
     count = 0
     with open_input(file.store.path) as data:
         for name, offset, nbytes, crc in file.records:
-            if nbytes <= _SMALL_BYTES or name.endswith("/data.pkl"):
+            if _is_small(name, nbytes):
                 count += 1
                 if zlib.crc32(data.read(offset, nbytes, f"record {name!r}")) != crc:
                     wrong.append(name)
     return count, wrong
+
+
+def _is_small(record: str, nbytes: int) -> bool:
+    return nbytes <= _SMALL_BYTES or record.endswith("/data.pkl")
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +152,7 @@ def examine(
     pace: Pace,
     progress: Callable[[int], None] | None = None,
 ) -> Findings:
-    """Reads every byte of the files, and of the tensors in the catalog.
+    """Reads every byte that is wanted of the files, and of the tensors in the catalog.
 
     Args:
         catalog: whose numbers are counted and compared with their replicas; None for checksums alone.
@@ -117,8 +165,8 @@ def examine(
     """
     parts = [_parts(file) for file in files]
     sums = [Sum(file.store, *part) for file, own in zip(files, parts, strict=True) for part in own]
-    tour = _Tour(catalog, [file.store for file in files])
-    total = sum(file.store.size for file in files)
+    tour = _Tour(catalog, {file.store: own for file, own in zip(files, parts, strict=True)})
+    total = sum(nbytes for own in parts for _, nbytes in own)
     report = scan(tour.looks(), sums, relation=Relation(rounded=True), total_bytes=total, progress=progress, **pace)
     number, records = 0, 0
     wrong_records: list[tuple[str, str]] = []
@@ -147,32 +195,43 @@ def examine(
 
 
 def _parts(file: CheckedFile) -> list[tuple[int, int]]:
-    """(start, bytes): the records of a file, and what lies between them."""
+    """(start, bytes) of what is wanted of a file: its records and, of a whole one, what lies between them."""
     parts: list[tuple[int, int]] = []
     at = 0
     for _, offset, nbytes, _ in sorted(file.records, key=lambda record: record[1]):
-        if offset > at:
+        if offset > at and file.whole:
             parts.append((at, offset - at))
         if nbytes:
             parts.append((offset, nbytes))
         at = offset + nbytes
-    if at < file.store.size:
+    if at < file.store.size and file.whole:
         parts.append((at, file.store.size - at))
     return parts
 
 
+def _runs(parts: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
+    """(start, stop) of parts of a file in order, with those joined that follow each other."""
+    runs: list[tuple[int, int]] = []
+    for start, nbytes in parts:
+        if runs and runs[-1][1] == start:
+            runs[-1] = (runs[-1][0], start + nbytes)
+        else:
+            runs.append((start, start + nbytes))
+    return runs
+
+
 class _Tour:
-    """Looks at tensors and at the rest of their files, file by file; made so that each byte is read once.
+    """Looks at tensors and at the rest of what is wanted of files, file by file; made so that each byte is read once.
 
     What is looked at for its numbers counts for the checksums at the same time, if it is one dense run and nothing else
     reads it (tied weights and views may lie on the same bytes). Everything that is left is read for its checksum alone.
     Places are kept as plain numbers: there are millions in a large checkpoint.
     """
 
-    def __init__(self, catalog: Catalog | None, stores: Sequence[FileStore]) -> None:
+    def __init__(self, catalog: Catalog | None, wanted: Mapping[FileStore, Sequence[tuple[int, int]]]) -> None:
         tensors = list(catalog.tensors.values()) if catalog is not None else []
         self.entries: list[TensorEntry | Padding] = [*tensors, *(catalog.padding if catalog is not None else ())]
-        self._stores = {store.path: store for store in stores}
+        self._wanted = {store.path: (store, _runs(parts)) for store, parts in wanted.items()}
         self._units: dict[str, array[int]] = {}  # path -> (byte offset, entry, fragment) of what begins there
         self._claims: dict[str, array[int]] = {}  # path -> (byte offset, end, unit) of dense runs
         self._count = 0
@@ -236,7 +295,7 @@ class _Tour:
 
     def looks(self) -> Iterator[Look]:
         """All looks, file by file, in the order of each file."""
-        for path in sorted(self._stores.keys() | self._units.keys()):
+        for path in sorted(self._wanted.keys() | self._units.keys()):
             rest = self._unclaimed(path)
             gap = next(rest, None)
             for offset, number, index, unit in _rows(self._units.get(path, array("q")), 4):
@@ -264,19 +323,31 @@ class _Tour:
             yield look._replace(how=how)
 
     def _unclaimed(self, path: str) -> Iterator[Look]:
-        """What no look at numbers counts for."""
-        store = self._stores.get(path)
-        if store is None:
+        """What is wanted of a file, where no look at numbers counts for it."""
+        if path not in self._wanted:
             return
+        store, runs = self._wanted[path]
+        first = 0
+        for low, high in self._gaps(path, store.size):
+            while first < len(runs) and runs[first][1] <= low:
+                first += 1
+            number = first
+            while number < len(runs) and runs[number][0] < high:
+                start, stop = runs[number]
+                yield looks_at_bytes(store, max(start, low), min(stop, high) - max(start, low))
+                number += 1
+
+    def _gaps(self, path: str, size: int) -> Iterator[tuple[int, int]]:
+        """The bytes of a file that no claim counts for."""
         at = 0
         for start, stop, unit in _rows(self._claims.get(path, array("q")), 3):
             if unit in self._shared:
                 continue
             if start > at:
-                yield looks_at_bytes(store, at, start - at)
+                yield at, start
             at = max(at, stop)
-        if at < store.size:
-            yield looks_at_bytes(store, at, store.size - at)
+        if at < size:
+            yield at, size
 
 
 _ALL = -1

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from zckpt import files as fs
 from zckpt import manifest as manifests
 from zckpt import replicas
-from zckpt.catalog import Catalog, Replica
+from zckpt.catalog import Catalog, Replica, TensorEntry
 from zckpt.checkpoint import open_catalog, strip_wrappers
 from zckpt.containers import open_container
 from zckpt.errors import NotACheckpointError, UnsupportedError, UsageError, ZckptError, some
@@ -23,6 +23,7 @@ from zckpt.integrity import (
     checked_file,
     checked_parts,
     examine,
+    holding,
     non_finite,
     numel_of,
     small_records,
@@ -53,6 +54,7 @@ class Examined:
         numbers: tensor -> (NaNs, infinities), where there are any; None where they were not counted.
         names: as the files have them -> the model's own.
         whole: whether every byte was read.
+        unread_bytes: of elements that no check has read.
     """
 
     place: Place
@@ -64,6 +66,7 @@ class Examined:
     numbers: dict[str, tuple[int, int]] | None = None
     names: dict[str, str] = field(default_factory=dict[str, str])
     whole: bool = False
+    unread_bytes: int = 0
 
     @property
     def ok(self) -> bool:
@@ -82,7 +85,7 @@ def examined(
     wishes: Wishes | None = None,
     *,
     deep: bool = False,
-    from_disk: bool = False,
+    whole: bool = False,
     pace: Pace = DEFAULT_PACE,
     progress: Callable[[int], None] | None = None,
 ) -> Examined:
@@ -93,8 +96,9 @@ def examined(
         tag: which save.
         also: directories laid over it.
         wishes: what a person says of a model-parallel checkpoint that does not say it itself.
-        deep: read every byte, count NaN and infinity. What has a manifest is always read whole.
-        from_disk: see what the disk holds, not what the page cache remembers of it.
+        deep: read every byte, count NaN and infinity.
+        whole: read every byte, from the disk and not from what the page cache remembers of it. What has a manifest is
+            always read whole.
         pace: how hard to work.
         progress: called with the bytes read so far.
 
@@ -105,12 +109,12 @@ def examined(
     facts = _manifest_of(state, path)
     unknown = _open(state, path, tag, also, wishes)
     _open_files(state, facts)
-    for file in state.files if from_disk and not fs.is_remote(path) else ():
+    for file in state.files if whole and not fs.is_remote(path) else ():
         with open(file.store.path, "rb") as data:
             forget(data.fileno())
     _check_save(state)
     try:
-        if deep or facts is not None:
+        if deep or whole or facts is not None:
             _check_bytes(state, facts, deep, pace, progress)
         else:
             _check_ends(state)
@@ -247,6 +251,7 @@ def _check_optimizers(state: Examined) -> None:
 
 def _check_ends(state: Examined) -> None:
     """The quick look: both ends of every fragment, all padding, and the small records of every zip file."""
+    state.unread_bytes = sum(file.large_bytes for file in state.files)
     count, problems = 0, []
     for file in state.files:
         try:
@@ -257,7 +262,7 @@ def _check_ends(state: Examined) -> None:
         count += right
         problems += [f"record {name!r} of {file.name!r} has not the bytes that were written" for name in wrong]
     if count or problems:
-        told = f"{count:,} indexes and small records are right (--deep reads every byte)"
+        told = f"{count:,} indexes and small records are right"
         state.add("checksums", told, problems)
     catalog = state.catalog
     if catalog is None:
@@ -286,7 +291,6 @@ def _add_copies(state: Examined, catalog: Catalog, bad: Sequence[tuple[Replica, 
 
 
 def _add_whole_copies(state: Examined, catalog: Catalog, findings: Findings) -> None:
-    state.whole = True
     bad = [
         (replica, f"{name!r}: {tally.differ:,} of {tally.count:,} elements, the first is number {tally.first:,}")
         for name, replica, tally in findings.copies
@@ -295,14 +299,28 @@ def _add_whole_copies(state: Examined, catalog: Catalog, findings: Findings) -> 
     _add_copies(state, catalog, bad, "in every element")
 
 
-def check_copies(state: Examined, pace: Pace, progress: Callable[[int], None] | None = None) -> int:
-    """Compares every element of what is there several times, if only ends were compared so far. Returns the bytes read."""
+def check_compared(
+    state: Examined, further: Sequence[TensorEntry], pace: Pace, progress: Callable[[int], None] | None = None
+) -> int:
+    """Checks the bytes that an output was compared with, where only ends were looked at so far. Returns the bytes read.
+
+    These are the elements of the catalog and of `further` tensors: each record that holds some of them is what was written,
+    and every element is what its copies are.
+    """
     if state.whole or state.catalog is None:
         return 0
-    catalog = replace(state.catalog.select(lambda entry: bool(entry.replicas)), padding=())
-    findings = examine(catalog, [], pace, progress)
+    entries = [*state.catalog.tensors.values(), *further]
+    held, without = holding(state.files, entries)
+    copied = replace(state.catalog.select(lambda entry: bool(entry.replicas)), padding=())
     state.checks = [check for check in state.checks if check.name not in _COPIES]
-    _add_whole_copies(state, catalog, findings)
+    try:
+        findings = examine(copied, held, pace, progress)
+    except ZckptError as error:
+        state.add("bytes", "", [str(error)])
+        return 0
+    _add_sums(state, findings, "bytes that the output was compared with")
+    _add_whole_copies(state, copied, findings)
+    state.unread_bytes = max(0, state.unread_bytes - without - sum(file.large_bytes for file in held))
     return findings.bytes_read
 
 
@@ -320,26 +338,35 @@ def _add_padding(state: Examined, catalog: Catalog, found: Sequence[Tally]) -> N
     )
 
 
+def _add_sums(state: Examined, findings: Findings, what: str, further: Sequence[str] = ()) -> None:
+    """Whether bytes are those that were written, as far as there are checksums.
+
+    Args:
+        state: gets the check.
+        findings: of reading them.
+        what: was read, in words.
+        further: what else has checksums, in words.
+    """
+    problems = [f"record {r!r} of {f!r} has not the bytes that were written" for f, r in findings.wrong_records]
+    problems = few(problems, "records have not the bytes that were written")
+    problems += [f"{name!r} has not the bytes that the manifest names" for name in findings.wrong_files]
+    sums = [*[f"{findings.records:,} records"] * bool(findings.records), *further]
+    told = f"checksums of {' and '.join(sums)} are right" if sums else "there are no checksums to compare"
+    state.add("bytes", f"{findings.bytes_read:,} {what}; {told}", problems)
+    if without := [f.name for f in state.files if not f.records and f.crc32 is None]:
+        one = "holds no checksums: whether its" if len(without) == 1 else "hold no checksums: whether their"
+        state.notes.append(f"{some(without)} {one} bytes are those that were written cannot be seen.")
+
+
 def _check_bytes(
     state: Examined, facts: Manifest | None, deep: bool, pace: Pace, progress: Callable[[int], None] | None
 ) -> None:
     """Reads everything once."""
     catalog = state.catalog
     findings = examine(catalog, state.files, pace, progress)
-    problems = [f"record {r!r} of {f!r} has not the bytes that were written" for f, r in findings.wrong_records]
-    problems = few(problems, "records have not the bytes that were written")
-    problems += [f"{name!r} has not the bytes that the manifest names" for name in findings.wrong_files]
-    sums = [f"{findings.records:,} records"] if findings.records else []
-    if facts is not None:
-        count = sum(file.crc32 is not None for file in state.files)
-        sums.append(f"{count:,} file{'s' * (count > 1)} of the manifest")
-    told = f"{findings.bytes_read:,} bytes read; " + (
-        f"checksums of {' and '.join(sums)} are right" if sums else "there are no checksums to compare"
-    )
-    state.add("bytes", told, problems)
-    without = [f.name for f in state.files if not f.records and f.crc32 is None and f.name.endswith((".pt", ".bin"))]
-    if without:
-        state.notes.append(f"{some(without)} hold no checksums: damage to their numbers cannot be seen.")
+    state.whole = True
+    count = 0 if facts is None else sum(file.crc32 is not None for file in state.files)
+    _add_sums(state, findings, "bytes read", [f"{count:,} file{'s' * (count > 1)} of the manifest"] * bool(facts))
     if catalog is None:
         return
     _add_whole_copies(state, catalog, findings)

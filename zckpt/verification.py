@@ -41,6 +41,7 @@ class Verification:
         numbers: tensor -> (NaNs, infinities), where there are any; None where they were not counted.
         deletable: whether the shards may be deleted, and why; None where nothing was compared with them.
         notes: sentences a person should see, that make nothing wrong.
+        unread_bytes: of the files' elements, that no check has read; 0 with `deep`.
     """
 
     path: str
@@ -50,6 +51,7 @@ class Verification:
     numbers: Mapping[str, tuple[int, int]] | None = None
     deletable: tuple[bool, str] | None = None
     notes: tuple[str, ...] = ()
+    unread_bytes: int = 0
 
     @property
     def ok(self) -> bool:
@@ -67,6 +69,7 @@ class Verification:
             "checks": [{"name": c.name, "ok": c.ok, "told": c.told, "problems": list(c.problems)} for c in self.checks],
             "numbers": counted,
             "deletable": None if self.deletable is None else {"ok": self.deletable[0], "reason": self.deletable[1]},
+            "unread_bytes": self.unread_bytes,
             "notes": list(self.notes),
         }
 
@@ -79,8 +82,11 @@ class Verification:
         for name, (nan, inf) in (self.numbers or {}).items():
             yield f"  {'':<11} {name}: {nan:,} NaN, {inf:,} infinite"
         yield from (f"  {'note':<11} {note}" for note in self.notes)
+        if self.unread_bytes:
+            yield f"  {'not read':<11} {self.unread_bytes:,} bytes of elements; --deep reads every byte"
         wrong = sum(len(check.problems) for check in self.checks)
-        yield f"  {'intact':<11} {'yes' if self.ok else f'no: {wrong:,} problem' + 's' * (wrong > 1)}"
+        yes = "yes, as far as it was read" if self.unread_bytes else "yes"
+        yield f"  {'intact':<11} {yes if self.ok else f'no: {wrong:,} problem' + 's' * (wrong > 1)}"
         if self.deletable is not None:
             may, reason = self.deletable
             yield f"{'The shards may be deleted' if may else 'Do not delete the shards'}: {reason}."

@@ -23,7 +23,7 @@ from zckpt.layouts.places import Place
 from zckpt.manifest import Manifest
 from zckpt.rederive import differences
 from zckpt.resumable import Comparison, Pair, compare_runs
-from zckpt.soundness import Examined, check_copies, examined
+from zckpt.soundness import Examined, check_compared, examined
 from zckpt.tuning import DEFAULT_PACE, Pace
 from zckpt.verification import Verification, few
 
@@ -46,7 +46,8 @@ def verify(
         converted: an output that was made from it: every tensor of it is derived from the shards once more, and of a
             checkpoint in another form the optimizer states too.
         deep: read every byte of the checkpoint: checksums, masters against their half-precision copies, NaN and infinity.
-            An output with a `zckpt.json` is always read whole.
+            Without it, and with `converted`, the bytes are read that the output was made of. What has a `zckpt.json` is
+            always read whole, and so is `converted`.
         tag: which save, where there are several.
         also: directories laid over the checkpoint: its parts from other nodes' disks.
         wishes: what a person says of a model-parallel checkpoint that does not say it itself.
@@ -72,6 +73,7 @@ def verify(
         numbers=state.numbers,
         deletable=deletable,
         notes=tuple(state.notes),
+        unread_bytes=state.unread_bytes,
     )
 
 
@@ -91,7 +93,7 @@ def _about(catalog: Catalog | None) -> str:
 
 def _compare(state: Examined, converted: str, pace: Pace, progress: Callable[[int], None] | None) -> tuple[bool, str]:
     """Adds checks on the output; says whether the shards may be deleted, and why."""
-    output = examined(converted, from_disk=True, pace=pace, progress=progress)
+    output = examined(converted, whole=True, pace=pace, progress=progress)
     read = sum(file.store.size for file in output.files)
     problems = [problem for check in output.checks for problem in check.problems]
     state.add("output", f"{redact(converted)}: intact", problems)
@@ -106,9 +108,8 @@ def _compare(state: Examined, converted: str, pace: Pace, progress: Callable[[in
     wanted, left_out = _wanted(state.catalog, state.place, facts)
     problems, pairs, untied = _pairs(wanted, output.catalog, facts)
     run = compare_runs(state, output)
+    read += check_compared(state, [entry for _, entry, _ in run.pairs], pace, progress_after(progress, read))
     if run.held:  # the model's own weights are to be there too, or to be the rounded masters
-        read += check_copies(state, pace, progress_after(progress, read))
-        read += check_copies(output, pace, progress_after(progress, read))
         run.pairs += _half_precision(pairs)
     clamp = facts is not None and facts.options.get("overflow") == "clamp"
     told = progress_after(progress, read)
