@@ -36,6 +36,7 @@ from zckpt.errors import (
 )
 from zckpt.private import is_unfinished
 from zckpt.publish import check_space
+from zckpt.report import inspect_checkpoint
 
 OPTIM = "zero_pp_rank_{}_mp_rank_00_optim_states.pt"
 MODEL3 = "zero_pp_rank_{}_mp_rank_00_model_states.pt"
@@ -325,6 +326,35 @@ def test_placeholders_are_called_what_they_are(zero3: Path, out: Path, suffix: s
     save_file(state, path) if suffix == ".safetensors" else torch.save(state, path)
     error = refused(IncompleteError, path, out)
     assert "placeholders" in error.what and str(zero3) in error.remedy
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "pytorch_model.bin", "adapter_model.safetensors"])
+def test_one_placeholder_among_full_tensors_is_named(zero3: Path, out: Path, name: str, tmp_path: Path) -> None:
+    """GPT-2's file of a ZeRO-3 run: matrices are placeholders, biases and norms were small enough to be whole."""
+    home = tmp_path / "plain"
+    home.mkdir()
+    state = {f"h.{i}.ln.weight": torch.ones(8) for i in range(9)} | {"h.0.attn.weight": torch.empty(0)}
+    save_file(state, home / name) if name.endswith(".safetensors") else torch.save(state, home / name)
+    error = refused(IncompleteError, home, out)
+    assert "placeholders" in error.what and "'h.0.attn.weight'" in error.found and "1 of 10" in error.found
+    inspected = inspect_checkpoint(str(home))
+    assert not inspected.exportable.ok and "'h.0.attn.weight'" in inspected.exportable.reason
+    (tensors,) = (check for check in zckpt.verify(home).checks if check.name == "tensors")
+    assert "'h.0.attn.weight'" in tensors.problems[0]
+    zckpt.convert(home, out, options=Options(allow_unknown_layout=True))  # the remedy, where the model is like that
+    assert load_file(out)["h.0.attn.weight"].shape == (0,)
+    remove(out)
+
+
+@pytest.mark.parametrize("suffix", [".safetensors", ".bin", ""])
+def test_parameters_that_have_no_elements(tmp_path: Path, suffix: str) -> None:
+    """The shape is recorded, so an empty tensor is no placeholder: neither here nor in what is made of it."""
+    state = {"a": torch.ones(3), "none": torch.empty(0), "rows": torch.empty(0, 4)}
+    checkpoint, out = synth.zero3(tmp_path / "ckpt", [state], 2), tmp_path / f"out{suffix}"
+    zckpt.convert(checkpoint, out)
+    assert zckpt.verify(checkpoint, out).ok and zckpt.verify(out).ok
+    if not suffix:
+        assert zckpt.open_checkpoint(out / "model.safetensors")["none"].shape == (0,)
 
 
 @pytest.mark.parametrize(

@@ -126,6 +126,19 @@ def test_shards_that_no_hub_takes(
     assert server.log == []
 
 
+def test_placeholders_among_weights(server: HubServer, push: Pusher, tmp_path: Path) -> None:
+    import torch
+    from safetensors.torch import save_file
+
+    (tmp_path / "w").mkdir()
+    save_file(
+        {"norm": torch.ones(9), "bias": torch.ones(9), "matrix": torch.empty(0)}, tmp_path / "w/model.safetensors"
+    )
+    with pytest.raises(ZckptError, match=r"placeholders.*'matrix'"):
+        push(tmp_path / "w")
+    assert server.log == []
+
+
 def test_a_source_that_contradicts_itself(checkpoint: Path, server: HubServer, push: Pusher, tmp_path: Path) -> None:
     import torch
     from synth import zero12

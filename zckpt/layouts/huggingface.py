@@ -14,11 +14,20 @@ from dataclasses import dataclass
 from typing import Literal
 
 from zckpt import files
+from zckpt import manifest as manifests
 from zckpt.catalog import Catalog, Role, Source, TensorEntry
 from zckpt.containers import Container, TensorRef, safetensors_file, torch_zip
 from zckpt.containers.skeleton import TensorSpec
 from zckpt.dtypes import IN_SAFETENSORS, DType
-from zckpt.errors import CorruptError, IncompleteError, NotACheckpointError, UnsafeError, UnsupportedError, some
+from zckpt.errors import (
+    CorruptError,
+    IncompleteError,
+    NotACheckpointError,
+    UnsafeError,
+    UnsupportedError,
+    ZckptError,
+    some,
+)
 from zckpt.fragments import FileStore, Fragment
 from zckpt.layouts.listing import Listing
 from zckpt.layouts.module_states import flatten, whole
@@ -55,10 +64,9 @@ def read(listing: Listing, *, allow_unknown: bool = False) -> Catalog:
     """The catalog of plain weights.
 
     Raises:
-        IncompleteError: shards are missing, or the file holds ZeRO-3 placeholders instead of weights.
+        IncompleteError: shards are missing, or parameters have no elements (ZeRO-3 placeholders) and `allow_unknown` is off.
         UnsafeError: the index names files outside its directory.
     """
-    del allow_unknown
     name = next(_candidates(listing))
     names = _shards(listing, name) if name.endswith(".index.json") else [name]
     tensors: dict[str, TensorEntry] = {}
@@ -75,7 +83,8 @@ def read(listing: Listing, *, allow_unknown: bool = False) -> Catalog:
                 aliases[tensor] = kept
         said = container.metadata if container.kind == "safetensors" else {}
         aliases.update({d: k for d, k in said.items() if k in tensors and d not in tensors and d != "format"})
-    _refuse_placeholders(tensors, listing)
+    if not allow_unknown:
+        _refuse_placeholders(tensors, listing)
     source = Source(layout="plain", path=listing.directory, tag=listing.tag, notes=tuple(notes))
     return Catalog(tensors, source, aliases)
 
@@ -119,16 +128,27 @@ def _has_tensors(root: Mapping[str, object]) -> bool:
 
 
 def _refuse_placeholders(tensors: Mapping[str, TensorEntry], listing: Listing) -> None:
-    """ZeRO-3 leaves tensors of shape (0,) in a model's own state dict; no real model is mostly empty."""
-    weights = [e for e in tensors.values() if e.name.endswith((".weight", ".bias"))] or list(tensors.values())
-    empty = [entry.name for entry in weights if entry.shape == (0,)]
-    if 2 * len(empty) > len(weights):
+    """ZeRO-3 leaves tensors of shape (0,) in a model's own state dict; plain weights do not record another shape."""
+    empty = [entry.name for entry in tensors.values() if entry.shape == (0,) and entry.role == "parameter"]
+    if empty and not _is_of_recorded_shapes(listing.directory):
         raise IncompleteError(
-            "a state dict of ZeRO-3 placeholders, not of weights",
+            "ZeRO-3 placeholders instead of weights",
             file=listing.directory,
-            found=f"{len(empty):,} of {len(weights):,} weights are empty ({some(empty)})",
-            remedy=f"The weights are in the sharded checkpoint: run zckpt on {_hint(listing.directory)}.",
+            found=f"{len(empty):,} of {len(tensors):,} tensors have no elements ({some(empty)})",
+            remedy=f"The weights are in the sharded checkpoint: run zckpt on {_hint(listing.directory)}. "
+            "If the model's own tensors have no elements, convert with --allow-unknown-layout.",
         )
+
+
+def _is_of_recorded_shapes(path: str) -> bool:
+    """Whether zckpt made these weights from a checkpoint that records shapes, as their `zckpt.json` says."""
+    place = manifests.find(path) or manifests.find(os.path.dirname(path))
+    if place is None:
+        return False
+    try:
+        return manifests.read(place).source.get("layout") not in (None, "plain")
+    except ZckptError:
+        return False
 
 
 def _hint(path: str) -> str:
