@@ -20,7 +20,16 @@ from zckpt.catalog import Catalog, TensorEntry, Topology
 from zckpt.errors import ZckptError, ranges
 from zckpt.files import size
 from zckpt.fragments import FileStore, Fragment
-from zckpt.layouts.listing import DCP_DATA, EXPERT_NAME, EXPERT_OPTIMIZER_NAME, LAYER_NAME, MODEL_NAME, Listing
+from zckpt.layouts import universal
+from zckpt.layouts.listing import (
+    DCP_DATA,
+    EXPERT_NAME,
+    EXPERT_OPTIMIZER_NAME,
+    LAYER_NAME,
+    MODEL_NAME,
+    SHARD_NAME,
+    Listing,
+)
 from zckpt.layouts.module_states import as_mapping
 
 Rows = Mapping[int, Mapping[str, "Cell"]]
@@ -52,6 +61,8 @@ def grid_of(listing: Listing, catalog: Catalog | None) -> dict[int, Rows]:
     """All files of ranks, by model-parallel rank; nothing for what is no checkpoint."""
     if data := listing.matching(DCP_DATA):
         return {0: _data_files(listing, data)}
+    if universal.match(listing) is None:
+        return _copies(listing)
     ranks = set(listing.model_parallel_ranks())
     if catalog is not None and ranks:
         ranks |= set(range(catalog.topology.tp * catalog.topology.pp))
@@ -67,6 +78,18 @@ def _data_files(listing: Listing, names: list[str]) -> Rows:
         cell = Cell(name, nbytes) if nbytes else Cell(name, 0, "empty", "0 bytes")
         rows.setdefault(int(rank), {})[f"data {number}"] = cell
     return dict(sorted(rows.items()))
+
+
+def _copies(listing: Listing) -> dict[int, Rows]:
+    """The model files of a universal checkpoint: copies of those of the run that it was made of, whatever its shape was."""
+    grid: dict[int, dict[int, dict[str, Cell]]] = {}
+    for pattern in (MODEL_NAME, SHARD_NAME):
+        for name in listing.matching(pattern):
+            numbers = (match := pattern.fullmatch(name)) and match.groupdict()
+            if numbers:
+                rows = grid.setdefault(int(numbers["mp"]), {})
+                rows[int(numbers.get("dp", 0))] = {"model": _facts(listing, name)[0]}
+    return {rank: dict(sorted(rows.items())) for rank, rows in sorted(grid.items())}
 
 
 def _rows(listing: Listing, catalog: Catalog | None, mp_rank: int) -> dict[int, dict[str, Cell]]:

@@ -28,7 +28,8 @@ from zckpt.grid import (
     slice_lines,
     slices_as_json,
 )
-from zckpt.layouts.listing import EXPERT_NAME, EXPERT_OPTIMIZER_NAME, LAYER_NAME, Wishes
+from zckpt.layouts import agreement, dcp, huggingface
+from zckpt.layouts.listing import EXPERT_NAME, EXPERT_OPTIMIZER_NAME, LAYER_NAME, UNIVERSAL_POINTER, Wishes
 from zckpt.layouts.places import Place, find
 
 
@@ -141,15 +142,35 @@ def _resumable(place: Place, catalog: Catalog | None, grid: Grid, exportable: Ve
     if catalog.source.layout == "dcp" and catalog.source.optimizer_states:
         return Verdict(True, "by torch.distributed.checkpoint.load, on any number of ranks")
     if catalog.source.zero_stage is None:
-        return Verdict(False, "weights alone: there are no optimizer states")
+        layout = dcp if catalog.source.layout == "dcp" else huggingface
+        if unread := layout.unread_states(place.listing):
+            return Verdict(False, f"zckpt does not read the optimizer states that are there: {unread}")
+        return Verdict(False, "weights alone: no optimizer states are in them or beside them")
     if bad := bad_ranks(grid):
-        return Verdict(False, f"files of ranks {ranges(bad)} are missing or of another save")
+        return Verdict(False, f"files of ranks {ranges(bad)} are missing, damaged or of another save")
+    try:
+        contradictions = agreement.contradictions(place.listing)
+    except ZckptError as error:
+        return Verdict(False, str(error))
+    if contradictions:
+        more = f" ({len(contradictions) - 1:,} more such places)" if len(contradictions) > 1 else ""
+        return Verdict(False, f"optimizer files disagree: {contradictions[0]}{more}")
+    if catalog.source.layout == "universal":
+        return Verdict(True, _resumable_universal(place, catalog))
     if not catalog.source.optimizer_states:
         return Verdict(True, f"at world size {catalog.topology.dp}; the optimizer keeps no state per element")
     size = "any data-parallel world size" if catalog.source.zero_stage == 0 else f"world size {catalog.topology.dp}"
     latest = os.path.join(place.home, "latest")
     pointer = "" if files.is_file(latest) else " (there is no 'latest': name the tag when loading)"
     return Verdict(True, f"at {size}{pointer}")
+
+
+def _resumable_universal(place: Place, catalog: Catalog) -> str:
+    """How a run goes on from a universal checkpoint."""
+    stages = "ZeRO stage 3" if catalog.source.zero_stage == 3 else "ZeRO stages 1 and 2"
+    pointer = os.path.join(place.home, UNIVERSAL_POINTER)
+    how = "" if files.is_file(pointer) else f"; there is no {UNIVERSAL_POINTER!r}: name the tag when loading"
+    return f"at any world size, with {stages} (DeepSpeed: checkpoint.load_universal{how})"
 
 
 def describe(inspection: Inspection, *, tensors: bool = False) -> Iterator[str]:
@@ -165,7 +186,8 @@ def describe(inspection: Inspection, *, tensors: bool = False) -> Iterator[str]:
             yield f"  tag         {place.listing.tag}" + (
                 f"  (tags here: {', '.join(place.tags)})" if len(place.tags) > 1 else ""
             )
-        yield f"  topology    data {topology.dp}, tensor {topology.tp}, pipeline {topology.pp}, expert {topology.ep}"
+        axes = f"data {topology.dp}, tensor {topology.tp}, pipeline {topology.pp}, expert {topology.ep}"
+        yield f"  topology    {'any: every parameter lies whole' if source.layout == 'universal' else axes}"
         roles = Counter(entry.role for entry in catalog.tensors.values())
         trained, frozen = _numel(catalog, "parameter"), _numel(catalog, "frozen")
         yield f"  tensors     {len(catalog):,}: {roles['parameter']:,} trainable ({trained:,} elements), " + (
@@ -178,7 +200,8 @@ def describe(inspection: Inspection, *, tensors: bool = False) -> Iterator[str]:
             yield f"  optimizer   {', '.join(source.optimizer_states)}"
     elif place.tags:
         yield f"  tags        {', '.join(place.tags)}"
-    yield from grid_lines(inspection.grid, catalog.topology if catalog else None)
+    cut = catalog if catalog is not None and catalog.source.layout != "universal" else None
+    yield from grid_lines(inspection.grid, cut.topology if cut else None)
     if catalog is not None:
         yield from expert_lines(catalog.topology)
     others = (LAYER_NAME, EXPERT_NAME, EXPERT_OPTIMIZER_NAME)

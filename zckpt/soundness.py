@@ -28,8 +28,7 @@ from zckpt.integrity import (
     numel_of,
     small_records,
 )
-from zckpt.layouts import dcp
-from zckpt.layouts.agreement import disagreements, files_of_optimizers
+from zckpt.layouts import agreement, dcp
 from zckpt.layouts.listing import DCP_METADATA, Listing, Wishes
 from zckpt.layouts.origins import Origin, contradictions, of_other_ages, origin, save_files
 from zckpt.layouts.places import Place, find
@@ -240,8 +239,8 @@ def _check_optimizers(state: Examined) -> None:
     """Whether a run could go on from what all ranks say of their optimizers."""
     listing = state.place.listing
     try:
-        count = len(files_of_optimizers(listing))
-        bad = [str(bad) for bad in disagreements(listing) if bad.binding]
+        count = len(agreement.files_of_optimizers(listing))
+        bad = [str(bad) for bad in agreement.contradictions(listing)]
     except ZckptError as error:
         count, bad = 2, [str(error)]
     if count > 1:

@@ -12,10 +12,9 @@ from typing import Unpack
 from zckpt.convert import Report
 from zckpt.errors import UsageError
 from zckpt.files import local
+from zckpt.layouts.listing import UNIVERSAL_POINTER
 from zckpt.layouts.universal_out import UniversalTarget, lay_out
 from zckpt.reshard import How, Prepared, execute, opened_run, planned
-
-POINTER = "latest_universal"
 
 
 def prepare(checkpoint: str, out: str, **how: Unpack[How]) -> Prepared[UniversalTarget]:
@@ -35,7 +34,7 @@ def prepare(checkpoint: str, out: str, **how: Unpack[How]) -> Prepared[Universal
         raise UsageError("a checkpoint that is universal already", file=checkpoint)
     target = UniversalTarget(f"{opened.catalog.source.tag or 'global_step0'}_universal", training.precision)
     laid = lay_out(opened.catalog, training, opened.place.listing, target)
-    return planned(opened, target, laid, out, POINTER, overwrite=how.get("overwrite", False))
+    return planned(opened, target, laid, out, UNIVERSAL_POINTER, overwrite=how.get("overwrite", False))
 
 
 def to_universal(

@@ -16,6 +16,7 @@ from bits import same_bits
 from ranks import run_ranks
 
 import zckpt
+from zckpt.report import inspect_checkpoint
 from zckpt.universal import to_universal
 
 pytest.importorskip("deepspeed")
@@ -95,6 +96,9 @@ def assert_same(a: Any, b: Any, where: str) -> None:
 def test_the_files_are_those_of_deepspeed(name: str, theirs: Path, tmp_path: Path) -> None:
     home, _ = jobs()[name]
     to_universal(home, tmp_path / "out")
+    for made in (tmp_path / "out", theirs / name):
+        verdict = inspect_checkpoint(str(made)).resumable
+        assert verdict.ok and verdict.reason.startswith("at any world size")
     if name in WRONG:
         return  # what is in these is shown by reading them back
     assert (tmp_path / "out/latest_universal").read_text() == (theirs / name / "latest_universal").read_text()

@@ -91,14 +91,18 @@ def disagreements(listing: Listing) -> Iterator[Disagreement]:
         yield from _unlike(first.own, said.own, first, said, False)
 
 
+def contradictions(listing: Listing) -> list[Disagreement]:
+    """The disagreements that must not be; errors as in `disagreements`."""
+    return [bad for bad in disagreements(listing) if bad.binding]
+
+
 def check(listing: Listing) -> None:
     """Makes sure that a run can go on from a save's optimizer files as it stopped.
 
     Raises:
         InconsistentError: they do not agree on a step, a setting or the loss scaler.
     """
-    found = [bad for bad in disagreements(listing) if bad.binding]
-    if found:
+    if found := contradictions(listing):
         more = f" ({len(found) - 1:,} more such places)" if len(found) > 1 else ""
         raise InconsistentError(
             "optimizer files of different saves",

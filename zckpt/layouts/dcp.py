@@ -128,6 +128,12 @@ def _trained(save: Save) -> tuple[set[str], tuple[str, ...]]:
         return set(), (f"The optimizer's states are not read: {error.what}.",)
 
 
+def unread_states(listing: Listing) -> str:
+    """Why optimizer states of a save are not read, in words; empty where there are none, or they are read."""
+    _, notes = _trained(load(listing))
+    return notes[0].rstrip(".") if notes else ""
+
+
 def _roles(items: Mapping[str, TensorItem], trained: set[str]) -> dict[str, Role]:
     """What the tensors are: parameters that an optimizer owns, those that none does, and buffers.
 

@@ -29,6 +29,7 @@ from zckpt.errors import (
     some,
 )
 from zckpt.fragments import FileStore, Fragment
+from zckpt.layouts import rank_parts
 from zckpt.layouts.listing import Listing
 from zckpt.layouts.module_states import flatten, whole
 from zckpt.plan import OutputFile
@@ -64,7 +65,8 @@ def read(listing: Listing, *, allow_unknown: bool = False) -> Catalog:
     """The catalog of plain weights.
 
     Raises:
-        IncompleteError: shards are missing, or parameters have no elements (ZeRO-3 placeholders) and `allow_unknown` is off.
+        IncompleteError: shards are missing; or, where `allow_unknown` is off, parameters have no elements (ZeRO-3
+            placeholders), or a file holds one rank's part of a model.
         UnsafeError: the index names files outside its directory.
     """
     name = next(_candidates(listing))
@@ -75,6 +77,8 @@ def read(listing: Listing, *, allow_unknown: bool = False) -> Catalog:
     for shard in names:
         container = listing.open(shard)
         by_place: dict[object, str] = {}
+        if not allow_unknown:
+            _refuse_part(container, listing.files[shard], named=listing.directory == listing.files[shard])
         for tensor, ref in _state_dict(container, listing.files[shard], notes).items():
             kept = by_place.setdefault(ref.place, tensor) if ref.numel else tensor
             if kept == tensor:
@@ -121,6 +125,42 @@ def _state_dict(container: Container, file: str, notes: list[str]) -> dict[str, 
     if not state:
         raise NotACheckpointError("a file that holds no tensors", file=file, found=f"{len(root):,} other entries")
     return state
+
+
+def _refuse_part(container: Container, file: str, *, named: bool) -> None:
+    """One rank's part of a model is no model, whatever is in it; `named`: it is what a person gave as the checkpoint."""
+    root = container.root
+    if not isinstance(root, Mapping):
+        return
+    inside = rank_parts.by_contents(root)
+    if found := inside or (rank_parts.by_name(os.path.basename(file), root) if named else ""):
+        raise IncompleteError(
+            "one rank's part of a model, not a whole model",
+            file=file,
+            found=found,
+            remedy="Save the whole model on one rank (a full state dict), or all parts with torch.distributed.checkpoint, "
+            "whose directories zckpt reads."
+            if inside
+            else "Give the directory of a checkpoint that zckpt reads. If this file holds the whole model, rename it, or "
+            "convert with --allow-unknown-layout.",
+        )
+
+
+def unread_states(listing: Listing) -> str:
+    """Optimizer states that lie in plain weights or beside them, and are not read, in words; empty where none are seen."""
+    found = [
+        f"the entry {key!r} of {name!r}"
+        for name, container in listing.opened()
+        if container.kind != "safetensors" and isinstance(container.root, Mapping)
+        for key in map(str, container.root)
+        if "optim" in key.lower()
+    ]
+    directory = files.parent(listing.directory) if files.is_file(listing.directory) else listing.directory
+    try:
+        found += [f"the file {name!r}" for name in sorted(files.names(directory)) if "optim" in name.lower()]
+    except (ZckptError, OSError):  # a directory that may not be listed
+        pass
+    return f"{', '.join(found[:3])}{f' and {len(found) - 3:,} more' if len(found) > 3 else ''}"
 
 
 def _has_tensors(root: Mapping[str, object]) -> bool:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from zckpt import files as fs
@@ -29,6 +29,9 @@ DCP_SAFETENSORS = re.compile(r"shard-(?P<rank>\d{5})-model-\d{5}-of-\d{5}\.safet
 
 UNIVERSAL = "zero"
 """Directory of a universal checkpoint with the files of each parameter, in directories of the parameters' names."""
+
+UNIVERSAL_POINTER = "latest_universal"
+"""The file that names the tag of the newest universal checkpoint, as `latest` does of others."""
 
 
 def is_dcp_file(name: str) -> bool:
@@ -93,6 +96,10 @@ class Listing:
         if name not in self._opened:
             self._opened[name] = open_container(self.files[name])
         return self._opened[name]
+
+    def opened(self) -> Iterator[tuple[str, Container]]:
+        """The files that are open already, by name."""
+        return iter(self._opened.items())
 
     def numbers(self, name: str, *keys: str) -> dict[str, int]:
         """Whole numbers that a file says, such as its step; of a file that is not open yet, only if that is cheap."""

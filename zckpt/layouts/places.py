@@ -17,7 +17,15 @@ from dataclasses import dataclass
 
 from zckpt import files, remote
 from zckpt.errors import IncompleteError, NotACheckpointError, UnsafeError, UsageError, ZckptError, some
-from zckpt.layouts.listing import UNIVERSAL, Listing, is_dcp_file, is_deepspeed_file, list_files, natural
+from zckpt.layouts.listing import (
+    UNIVERSAL,
+    UNIVERSAL_POINTER,
+    Listing,
+    is_dcp_file,
+    is_deepspeed_file,
+    list_files,
+    natural,
+)
 
 _TRAINER = re.compile(r"checkpoint-\d+")
 _ACCELERATE = re.compile(r"pytorch_model_fsdp_\d+")
@@ -235,7 +243,7 @@ def _are_steps(path: str, tags: Sequence[str]) -> bool:
 
 def _pointer(names: Sequence[str]) -> str | None:
     """The file that names the newest tag: `latest`, or that of universal checkpoints where there is no other."""
-    return next((pointer for pointer in ("latest", "latest_universal") if pointer in names), None)
+    return next((pointer for pointer in ("latest", UNIVERSAL_POINTER) if pointer in names), None)
 
 
 def _overlay(root: str, tag: str) -> str:
