@@ -21,6 +21,7 @@ from safetensors.torch import load_file
 from zckpt.checkpoint import Checkpoint, open_catalog, open_checkpoint
 from zckpt.containers import Placeholder, TensorRef, open_container
 from zckpt.drop_in import get_fp32_state_dict_from_zero_checkpoint
+from zckpt.verify import verify
 
 Outcome = Callable[..., list[Any]]
 HERE = Path(__file__).parent
@@ -223,6 +224,26 @@ def test_a_killed_save_leaves_a_checkpoint(tmp_path: Path) -> None:
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=280)
     assert done.returncode == 0, done.stderr[-4000:]
     assert json.loads(done.stdout)["killed"] == 50
+
+
+def test_a_process_ends_when_its_save_is_done(tmp_path: Path) -> None:
+    """By its last line, by an exception, without its process group; and a save that fails is told."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    command = [sys.executable, str(HERE / "ends.py"), str(tmp_path)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=120)
+    assert done.returncode == 0, done.stderr[-4000:]
+    said = {path.name: path.read_text() for path in tmp_path.iterdir() if path.is_file()}
+    statuses = json.loads(done.stdout)
+    assert statuses["well"] == statuses["destroyed"] == [0, 0] and statuses["exception"] == [1, 0], said
+    assert all(code for how in ("failed", "failed and exception") for code in statuses[how])
+    for how in ("well", "exception", "destroyed"):
+        assert verify(tmp_path / how, deep=True).ok
+        assert sorted(path.name for path in (tmp_path / how).iterdir()) == ["global_step0", "latest", "zero_to_fp32.py"]
+    for how in ("failed", "failed and exception"):
+        assert all("a disk that broke" in said[f"{how}.{rank}"] for rank in (0, 1)) and not list(
+            (tmp_path / how).iterdir()
+        )
+    assert "the script is wrong" in said["exception.0"] and "the script is wrong" in said["failed and exception.0"]
 
 
 GOING_ON = [

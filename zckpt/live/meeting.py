@@ -9,12 +9,13 @@ the first time.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import time
 from collections.abc import Sequence
 from typing import Any
 
-from torch.distributed import distributed_c10d
+from torch.distributed import DistError, distributed_c10d
 
 from zckpt.errors import InconsistentError, OutputError, ranges
 
@@ -53,6 +54,10 @@ class Meetings:
         if place != self._place:
             self._place, self._number = place, 0
 
+    def server(self) -> object:
+        """Whoever has it keeps the store that ranks meet in, even when the process group is destroyed meanwhile."""
+        return None if self._store is None else distributed_c10d._get_default_store()
+
     def meet(self, what: str, word: Any = None, *, within_s: float = WORK_S) -> list[Any]:
         """Waits for all.
 
@@ -66,9 +71,20 @@ class Meetings:
 
         Raises:
             InconsistentError: some ranks did not come; it names them.
+            OutputError: the store is gone.
         """
         if self._store is None:
             return [word]
+        try:
+            return self._meet(what, word, within_s)
+        except DistError as error:
+            raise OutputError(
+                f"{what} that lost touch with the other ranks", found=str(error).splitlines()[0],
+                remedy="The process that their store lay in has ended, which is rank 0's or torchrun's.",
+            ) from error  # fmt: skip
+
+    def _meet(self, what: str, word: Any, within_s: float) -> list[Any]:
+        assert self._store is not None
         prefix = f"zckpt/{self._name}/{self._place}/{self._number}"
         minutes, keys = f"{prefix}/minutes", [f"{prefix}/{rank}" for rank in range(self.size)]
         self._store.set(keys[self.rank], json.dumps(word))
@@ -129,12 +145,13 @@ class Meetings:
         if self._store is None:
             return
         keys = [f"zckpt/{self._name}/{self._place}/left {rank}" for rank in range(1, self.size)]
-        if self.rank:
-            self._store.set(keys[self.rank - 1], "")
-        else:
-            self._missing(keys, _EXTRA_S)
-            for key in keys:
-                self._store.delete_key(key)
+        with contextlib.suppress(DistError):
+            if self.rank:
+                self._store.set(keys[self.rank - 1], "")
+            else:
+                self._missing(keys, _EXTRA_S)
+                for key in keys:
+                    self._store.delete_key(key)
 
     def agree(self, what: str, error: BaseException | None, word: Any = None) -> list[Any]:
         """A meeting after work that may have failed: if it did anywhere, it did everywhere.

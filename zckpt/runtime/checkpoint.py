@@ -18,8 +18,8 @@ from zckpt.live.meeting import ENTRY_S, LOAD_S, Meetings
 
 if TYPE_CHECKING:
     from zckpt.hub import PushReport
+    from zckpt.runtime.background import Saving
     from zckpt.runtime.engine import Engine
-    from zckpt.runtime.saving import Thread
 
 _log = logging.getLogger("zckpt.runtime")
 _numbers = iter(range(1 << 62))
@@ -29,7 +29,7 @@ class Checkpoints:
     """The part of an engine that saves and loads."""
 
     _series: dict[str, Meetings] | None = None
-    _saving: Thread | None = None
+    _saving: Saving | None = None
     _engine_number = -1
     known_to_saves: object = None
 
@@ -73,9 +73,7 @@ class Checkpoints:
         """
         saving, self._saving = self._saving, None
         if saving is not None:
-            saving.join()
-            if saving.error is not None:
-                raise saving.error
+            saving.result()
 
     def load_checkpoint(
         self,

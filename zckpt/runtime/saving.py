@@ -14,10 +14,10 @@ from __future__ import annotations
 
 import os
 import socket
-import threading
 import warnings
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -33,6 +33,7 @@ from zckpt.layouts.zero_out import lay_out_rank, sketch
 from zckpt.live.meeting import ENTRY_S, Meetings
 from zckpt.mover import run
 from zckpt.plan import OutputFile
+from zckpt.runtime.background import Saving
 from zckpt.runtime.description import Described, describe, describe_training, signature, target_of, tensors_of
 from zckpt.runtime.engine import Engine
 from zckpt.runtime.exchange import Exchange, Rounds, Sends, Streamed
@@ -59,11 +60,11 @@ class Wishes:
     only_trained: bool = False
 
 
-def save(engine: Engine, meetings: Meetings, wishes: Wishes, client_state: Mapping[str, Any]) -> Thread | None:
+def save(engine: Engine, meetings: Meetings, wishes: Wishes, client_state: Mapping[str, Any]) -> Saving | None:
     """Saves a run; see [Note: the order of a save].
 
     Returns:
-        Under `async_save`, a thread that does all but the first step, from a copy in host memory.
+        Under `async_save`, the thread that does all but the first step, from a copy in host memory.
 
     Raises:
         UsageError: the tag is no name of a directory, or the client state uses names that are taken.
@@ -93,27 +94,13 @@ def save(engine: Engine, meetings: Meetings, wishes: Wishes, client_state: Mappi
             except Exception as caught:
                 error = caught
             meetings.agree("save_checkpoint", error)
-            thread = Thread(target=_finish, args=(meetings, wanted, prepared), name=f"zckpt save {wanted.tag}")
-            thread.start()
-            return thread
+            what = f"save {wanted.tag!r} in {wanted.directory!r}"
+            return Saving(what, partial(_finish, meetings, wanted, prepared), meetings.server())
     except BaseException:
         remove_private(wanted)
         raise
     _finish(meetings, wanted, prepared)
     return None
-
-
-class Thread(threading.Thread):
-    """A thread that keeps the error it ended with."""
-
-    error: Exception | None = None
-
-    def run(self) -> None:
-        """Its work."""
-        try:
-            super().run()
-        except Exception as error:
-            self.error = error
 
 
 def _finish(meetings: Meetings, wanted: Wanted, prepared: Prepared) -> None:
@@ -128,7 +115,7 @@ def _finish(meetings: Meetings, wanted: Wanted, prepared: Prepared) -> None:
         publish(meetings, wanted)
     finally:
         remove_private(wanted)
-    meetings.part()
+        meetings.part()
 
 
 def _enter(engine: Engine, meetings: Meetings, wishes: Wishes) -> Wanted:

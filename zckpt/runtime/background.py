@@ -1,0 +1,101 @@
+"""Saves that go on while the script trains: nobody's error is lost, and the process waits for them when it ends.
+
+For `saving`.
+[Note: the end of a process] When its script has ended, well or not, Python first calls what `threading._register_atexit` was
+given, the last first, and then refuses new work to every pool of threads; writing needs such pools. So `_wait` is registered
+there, after `concurrent.futures` has registered its own. What `atexit` calls would come too late.
+Source: CPython 3.10 to 3.14, Lib/threading.py `_shutdown`, Lib/concurrent/futures/thread.py, Python/pylifecycle.c
+`Py_FinalizeEx` (an error of the last flush of standard output makes the exit status 120).
+"""
+
+from __future__ import annotations
+
+import concurrent.futures.thread  # noqa: F401  # registers first; see [Note: the end of a process]
+import logging
+import sys
+import threading
+from collections.abc import Callable
+from typing import Any
+
+_log = logging.getLogger("zckpt.runtime")
+_under_way: set[Saving] = set()
+
+
+class Saving(threading.Thread):
+    """A save in the background. It begins when it is made.
+
+    Args:
+        what: is saved, for messages.
+        work: saves it.
+        keep: must live as long as the work: the store that ranks meet in may have its server in this process.
+    """
+
+    def __init__(self, what: str, work: Callable[[], None], keep: object) -> None:
+        super().__init__(name=f"zckpt {what}")
+        self.what = what
+        self._work: Callable[[], None] | None = work
+        self._keep = keep
+        self._error: Exception | None = None
+        _under_way.add(self)
+        self.start()
+
+    def run(self) -> None:
+        """Saves, and says at once if it fails."""
+        try:
+            assert self._work is not None
+            self._work()
+            _under_way.discard(self)
+        except Exception as error:
+            self._error = error
+            _log.error("The %s has failed: %s", self.what, error)
+        finally:
+            self._work = self._keep = None  # the copy in memory is freed
+
+    def result(self) -> None:
+        """Waits until it is done.
+
+        Raises:
+            Exception: that it failed with.
+        """
+        self.join()
+        _under_way.discard(self)
+        if self._error is not None:
+            raise self._error
+
+    def end(self) -> bool:
+        """Waits until it is done, as the process ends: whether it went well."""
+        if self.is_alive():
+            _log.info("The process ends when the %s is done.", self.what)
+        try:
+            self.result()
+        except Exception as error:
+            if sys.stderr is not None:
+                sys.stderr.write(f"zckpt: the {self.what} has failed, and nobody asked: {error}\n")
+            return False
+        return True
+
+
+def _wait() -> None:
+    """Waits for saves that nobody waited for; if one failed, the process does not end with the status 0."""
+    ended_well = [saving.end() for saving in tuple(_under_way)]
+    if not all(ended_well) and sys.stdout is not None:
+        sys.stdout = _Unflushed(sys.stdout)
+
+
+class _Unflushed:
+    """Standard output whose last flush fails; see [Note: the end of a process]."""
+
+    def __init__(self, stream: Any) -> None:
+        self._stream = stream
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def flush(self) -> None:
+        """As the stream's own, but at the very end it fails."""
+        self._stream.flush()
+        if sys.is_finalizing():
+            raise RuntimeError("a save has failed")
+
+
+threading._register_atexit(_wait)  # type: ignore[attr-defined]
