@@ -23,7 +23,7 @@ from torch import nn
 
 from zckpt import runtime
 from zckpt.checkpoint import open_catalog
-from zckpt.errors import InconsistentError, OutputError, UnsupportedError, UsageError
+from zckpt.errors import InconsistentError, OutputError, UnsupportedError, UsageError, ZckptError
 from zckpt.live import meeting
 from zckpt.runtime import exchange, saving
 from zckpt.runtime import state as run_state
@@ -299,6 +299,51 @@ def refused_saves() -> dict[str, Any]:
     lion = begin("Lion", 2, {})
     out["optimizer"] = refusal(lion.load_checkpoint, where, kind=InconsistentError)
     out["unchanged"] = same_parts(before, parts(engine))
+    return out
+
+
+class Broken:
+    """A schedule that can be saved, and on rank 1 not be loaded."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.broken = rank() == 1
+
+    def step(self) -> None:
+        pass
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"x": 1}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        if self.broken:
+            raise KeyError("y")
+
+
+@check(2)
+def loads_that_fail_on_one_rank() -> dict[str, Any]:
+    """They fail on both; before anything is changed, or both say that the run's state is undefined."""
+    where = home() / "loads that fail"
+    out: dict[str, Any] = {}
+    for stage in (0, 2, 3):
+        engine = start(config(stage), lr_scheduler=lambda optimizer: Broken(optimizer))
+        train(engine, 1)
+        engine.save_checkpoint(where / f"{stage}", "one")
+        saved = parts(engine)
+        train(engine, 1, start=1)
+        before, drawn = parts(engine), torch.get_rng_state()
+        seen = where / f"{stage}"
+        if rank() == 1:  # this rank sees a file that ends too early
+            seen = where / f"cut {stage}"
+            shutil.copytree(where / f"{stage}", seen)
+            cut = max((seen / "one").iterdir())
+            cut.write_bytes(cut.read_bytes()[:-1000])
+        told = refusal(engine.load_checkpoint, seen, kind=ZckptError)
+        unchanged = same_parts(before, parts(engine)) and torch.equal(drawn, torch.get_rng_state())
+        out[f"cut {stage}"] = [told, unchanged and (engine.global_steps, engine.micro_steps) == (2, 2)]
+        told = refusal(engine.load_checkpoint, where / f"{stage}", kind=ZckptError)
+        engine.lr_scheduler.broken = False
+        engine.load_checkpoint(where / f"{stage}")
+        out[f"schedule {stage}"] = [told, same_parts(saved, parts(engine)) and engine.global_steps == 1]
     return out
 
 

@@ -98,6 +98,18 @@ def test_what_cannot_be_saved_or_loaded(outcome: Outcome) -> None:
 
 
 @pytest.mark.xdist_group("saves")
+def test_a_load_that_fails_on_one_rank_fails_on_all(outcome: Outcome) -> None:
+    for rank, given in enumerate(outcome("saves.py", 2, "loads_that_fail_on_one_rank")):
+        assert len(given) == 6
+        for name, (told, fine) in given.items():
+            assert fine is True and ("ranks 1: " in told) == (rank == 0), (name, told)
+            if name.startswith("cut"):
+                assert rank == 1 or told.endswith("Nothing was changed.")
+            else:
+                assert "KeyError: 'y'" in told and told.endswith("load a checkpoint again before you go on.")
+
+
+@pytest.mark.xdist_group("saves")
 def test_saves_in_the_background(outcome: Outcome) -> None:
     for rank, given in enumerate(outcome("saves.py", 2, "in_the_background")):
         assert given["copied"] is given["went on"] is True and given["latest"] == "global_step4"

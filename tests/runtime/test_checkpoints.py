@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import logging
 import random
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -17,6 +18,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from torch.utils.data import Dataset, IterableDataset
 
 from zckpt import runtime
+from zckpt.errors import InconsistentError
 
 
 @pytest.fixture(autouse=True)
@@ -45,6 +47,7 @@ class Net(nn.Module):
         self.head = nn.Linear(4, 1)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x.to(self.head.weight.dtype)
         for block in self.blocks:
             x = torch.tanh(block(x))
         return self.head(x).square().mean()
@@ -142,6 +145,11 @@ class Items(Dataset[torch.Tensor]):
         return number + torch.rand(())
 
 
+class Samples(Items):
+    def __getitem__(self, number: int) -> torch.Tensor:
+        return torch.full((4,), number / 7)
+
+
 class Stream(IterableDataset[torch.Tensor]):
     def __iter__(self) -> Iterator[torch.Tensor]:
         for number in range(12):
@@ -197,6 +205,80 @@ def test_a_load_forgets_gradients(stage: int, tmp_path: Path) -> None:
     engine.step()
     engine.load_checkpoint(tmp_path)
     assert train(engine, 4, 2) == wanted
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("stage", range(4))
+def test_a_save_between_micro_batches(
+    stage: int, precision: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The gradients so far are saved: a run of the same shape goes on to the last bit."""
+    settings = config(stage, accumulation=3, bf16={"enabled": precision == "bf16"})
+    engine = start(Net(), settings)
+    train(engine, 5)
+    with caplog.at_level(logging.WARNING, "zckpt.runtime"):
+        engine.save_checkpoint(tmp_path)
+    assert "after 2 of the 3 micro batches" in caplog.text
+    wanted = train(engine, 5, 5)
+    again = start(Net(), settings)
+    train(again, 4, 11)
+    again.load_checkpoint(tmp_path)
+    assert (again.micro_steps, again.pending_micro_steps) == (5, 2)
+    assert train(again, 5, 5) == wanted
+    assert all(torch.equal(a, b) for a, b in zip(whole(engine).values(), whole(again).values(), strict=True))
+
+
+@pytest.mark.parametrize("other", [{"stage": 3}, {"stage": 2, "accumulation": 6}, {"stage": 2, "file": "gone"}])
+def test_a_save_between_micro_batches_elsewhere(
+    other: dict[str, Any], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """In another shape the step begins anew, with a whole batch and the samples that it began with."""
+    engine, _, loader, _ = runtime.initialize(model=Net(), config=config(2, accumulation=3), training_data=Samples())
+    batches = iter(loader)
+    for _ in range(3):
+        engine.backward(engine(next(batches)))
+        engine.step()
+    step = whole(engine)
+    seen = [next(batches) for _ in range(2)]
+    for batch in seen:
+        engine.backward(engine(batch))
+        engine.step()
+    engine.save_checkpoint(tmp_path)
+    if other.pop("file", None):
+        (tmp_path / "global_step1" / "zckpt_rank_0_states.pt").unlink()
+    settings = config(**{"accumulation": 3, **other})
+    again, _, rest, _ = runtime.initialize(model=Net(), config=settings, training_data=Samples())
+    with caplog.at_level(logging.WARNING, "zckpt.runtime"):
+        again.load_checkpoint(tmp_path)
+    assert "the step begins anew, with a whole batch" in caplog.text
+    assert again.micro_steps == settings["gradient_accumulation_steps"] and again.pending_micro_steps == 0
+    assert all(torch.equal(a, b) for a, b in zip(step.values(), whole(again).values(), strict=True))
+    assert torch.equal(next(iter(rest)), seen[0])
+
+
+def test_a_save_after_a_step_has_no_file_of_a_rank(tmp_path: Path) -> None:
+    engine = start(Net(), config(2, accumulation=2))
+    train(engine, 2)
+    engine.save_checkpoint(tmp_path, "whole")
+    train(engine, 1, 2)
+    engine.save_checkpoint(tmp_path, "part")
+    names = {"mp_rank_00_model_states.pt", "zero_pp_rank_0_mp_rank_00_optim_states.pt"}
+    assert {path.name for path in (tmp_path / "whole").iterdir()} == names
+    assert {path.name for path in (tmp_path / "part").iterdir()} == {*names, "zckpt_rank_0_states.pt"}
+
+
+def test_gradients_of_another_save_are_refused(tmp_path: Path) -> None:
+    engine = start(Net(), config(2, accumulation=2))
+    for steps, tag in ((3, "a"), (2, "b")):
+        train(engine, steps)
+        engine.save_checkpoint(tmp_path, tag)
+    (tmp_path / "a" / "zckpt_rank_0_states.pt").replace(tmp_path / "b" / "zckpt_rank_0_states.pt")
+    before = whole(engine)
+    with pytest.raises(
+        InconsistentError, match=r"'global_steps': 1.*but .'global_steps': 2.*Copy the files of one save\."
+    ):
+        engine.load_checkpoint(tmp_path)
+    assert all(torch.equal(a, b) for a, b in zip(before.values(), whole(engine).values(), strict=True))
 
 
 def whole(engine: runtime.Engine) -> dict[str, torch.Tensor]:

@@ -23,6 +23,7 @@ LAYER_NAME = re.compile(r"layer_(?P<layer>\d+)-(?:model_(?P<tp>\d+)-)?model_stat
 EXPERT_NAME = re.compile(r"layer_(?P<layer>\d+)_expert_(?P<expert>\d+)_mp_rank_(?P<mp>\d+)_model_states\.pt")
 EXPERT_OPTIMIZER_NAME = re.compile(r"expp_rank_(?P<ep>\d+)_mp_rank_(?P<mp>\d+)_optim_states\.pt")
 _DEEPSPEED = (SHARD_NAME, MODEL_NAME, LAYER_NAME, EXPERT_NAME, EXPERT_OPTIMIZER_NAME)
+_RANK_FILE = re.compile(r"zckpt_rank_\d+_states\.pt")
 DCP_METADATA = re.compile(r"\.metadata|__\d+\.metadata")
 DCP_DATA = re.compile(r"__(?P<rank>\d+)_\d+\.distcp")
 DCP_SAFETENSORS = re.compile(r"shard-(?P<rank>\d{5})-model-\d{5}-of-\d{5}\.safetensors")
@@ -42,6 +43,16 @@ def is_dcp_file(name: str) -> bool:
 def is_deepspeed_file(name: str) -> bool:
     """Whether a file of this name belongs to a DeepSpeed save."""
     return any(pattern.fullmatch(name) for pattern in _DEEPSPEED)
+
+
+def rank_file(rank: int) -> str:
+    """Where the trainer keeps what one rank alone has, beside the files of a DeepSpeed save."""
+    return f"zckpt_rank_{rank}_states.pt"
+
+
+def is_rank_file(name: str) -> bool:
+    """Whether a file of this name is one of `rank_file`."""
+    return _RANK_FILE.fullmatch(name) is not None
 
 
 def natural(name: str) -> list[tuple[int, int | str]]:

@@ -32,6 +32,9 @@ _EXTRA_S = 10.0
 """How much longer the others wait than rank 0, which says who is absent."""
 
 
+_UNCHANGED = "Nothing was published; what was there before is as it was."
+
+
 class Meetings:
     """A series of meetings, the same on every rank.
 
@@ -153,8 +156,17 @@ class Meetings:
                 for key in keys:
                     self._store.delete_key(key)
 
-    def agree(self, what: str, error: BaseException | None, word: Any = None) -> list[Any]:
+    def agree(self, what: str, error: BaseException | None, word: Any = None, *, state: str = _UNCHANGED) -> list[Any]:
         """A meeting after work that may have failed: if it did anywhere, it did everywhere.
+
+        Args:
+            what: everybody has done, for errors.
+            error: that this rank's work ended with.
+            word: what this rank says otherwise.
+            state: what a failure leaves behind, and what to do then, as sentences.
+
+        Returns:
+            The words, by rank.
 
         Raises:
             BaseException: this rank's own error.
@@ -168,6 +180,6 @@ class Meetings:
             raise OutputError(
                 f"{what} that failed on another rank",
                 found=f"ranks {ranges(failed)}: {said[failed[0]]['error']}",
-                remedy="Nothing was published; what was there before is as it was.",
+                remedy=state,
             )
         return [one["word"] for one in said]

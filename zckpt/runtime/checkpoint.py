@@ -99,9 +99,10 @@ class Checkpoints:
             The directory of the save and the client state; (None, None) where `load_dir` holds no save at all.
 
         Raises:
-            ZckptError: one of its kinds says what is wrong.
+            ZckptError: one of its kinds says what is wrong, here or on another rank, and whether anything was changed.
         """
-        from zckpt.runtime.loading import Wishes, load
+        from zckpt.runtime.loading import load
+        from zckpt.runtime.saved_run import Wishes
 
         self.wait_for_checkpoint()
         path = os.fspath(load_dir)
@@ -115,7 +116,7 @@ class Checkpoints:
             counters=not load_module_only,
             strict=load_module_strict,
         )
-        return load(cast("Engine", self), path, chosen or None, wishes)
+        return load(cast("Engine", self), self._meet(), path, chosen or None, wishes)
 
     def push_to_hub(
         self, repo_id: str, dtype: str | None = None, *, scratch: str | None = None, **options: Any

@@ -134,6 +134,8 @@ def describe_training(
         "version": 1,
         "optimizer": state.optimizer,
         "micro_steps": state.counters["micro_steps"],
+        "pending_micro_steps": state.counters["pending_micro_steps"],
+        "buffers_differ": bool(state.differing),
         "scaler": dict(state.scaler),
         "data": to_inert(state.data, "the loader's position"),
         "scalars": _odd_scalars(state, parts),

@@ -7,7 +7,7 @@ For `engine`, and for saving and loading.
 before the last micro batch. *masters*: of replicated parameters, on the master. *units*: this rank's rows of all parameters of a
 unit, reduced among the ranks that share it but not yet over the groups of ranks (MiCS).
 Source: torch 2.13, distributed/fsdp/_fully_shard/_fsdp_param_group.py `post_backward`, _fsdp_param.py; checked by
-tests/runtime/test_gradients.py and tests/distributed/test_matrix.py.
+tests/runtime/test_checkpoints.py and tests/distributed/test_matrix.py.
 """
 
 from __future__ import annotations

@@ -10,10 +10,10 @@ from __future__ import annotations
 import os
 import shutil
 import tempfile
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import TracebackType
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -27,6 +27,7 @@ from zckpt.layouts.listing import is_deepspeed_file
 from zckpt.layouts.module_states import RESERVED
 from zckpt.layouts.places import latest_of
 from zckpt.layouts.torch_files import Pair
+from zckpt.live.ranks import attempt, first_error
 from zckpt.mover import run
 from zckpt.runtime.description import part_of_rank
 from zckpt.runtime.engine import Engine
@@ -35,6 +36,8 @@ from zckpt.runtime.held import Held
 
 _SMALL_BYTES = 1 << 16
 """Tensors up to here go with the index: step counters, random generators."""
+
+Value = TypeVar("Value")
 
 Want = tuple[TensorEntry, Held | None, torch.Tensor]
 """An entry, the parameter whose part of it is wanted (None: all of it), and where that goes: a dense vector."""
@@ -135,13 +138,13 @@ def spread(engine: Engine, directory: str, tag: str | None) -> Nodes | None:
     """The save, where no rank sees all of it; None where every rank sees the same files.
 
     Raises:
+        ZckptError: some rank cannot read its files; every rank raises it.
         InconsistentError: `latest` says different things on different nodes.
         IncompleteError: no rank sees any file.
     """
     if engine.world_size == 1:
         return None
-    tags: list[Any] = [None] * engine.world_size
-    dist.all_gather_object(tags, latest_of(directory) if tag is None else tag)
+    tags = _told(engine, lambda: latest_of(directory) if tag is None else tag)
     known = {one for one in tags if one is not None}
     if len(known) > 1:
         raise InconsistentError("nodes whose 'latest' differ", file=directory, found=", ".join(sorted(known)))
@@ -149,18 +152,14 @@ def spread(engine: Engine, directory: str, tag: str | None) -> Nodes | None:
         raise IncompleteError("no 'latest' on any node", file=directory, remedy="Give a tag.")
     [tag] = known
     place = os.path.join(directory, tag)
-    names = [name for name in os.listdir(place) if is_deepspeed_file(name)] if os.path.isdir(place) else []
-    seen: list[Any] = [None] * engine.world_size
-    dist.all_gather_object(seen, names)
-    visible = [frozenset(one) for one in seen]
+    visible = [frozenset(names) for names in _told(engine, lambda: _names(place))]
     if len(set(visible)) == 1:
         return None
     owners = {
         name: next(rank for rank, one in enumerate(visible) if name in one) for name in frozenset().union(*visible)
     }
-    mine = {name: _index(os.path.join(place, name)) for name, owner in owners.items() if owner == engine.global_rank}
-    everybody: list[Any] = [None] * engine.world_size
-    dist.all_gather_object(everybody, mine)
+    mine = [name for name, owner in owners.items() if owner == engine.global_rank]
+    everybody = _told(engine, lambda: {name: _index(os.path.join(place, name)) for name in mine})
     home = tempfile.mkdtemp(prefix="zckpt-nodes-")
     os.mkdir(os.path.join(home, tag))
     for index in everybody:
@@ -174,6 +173,18 @@ def spread(engine: Engine, directory: str, tag: str | None) -> Nodes | None:
                 for offset, data in parts:
                     os.pwrite(file.fileno(), data, offset)
     return Nodes(engine, home, tag, owners, visible)
+
+
+def _told(engine: Engine, make: Callable[[], Value]) -> list[Value]:
+    """What `make` gives on every rank; an error of one is raised on all."""
+    said: list[Any] = [None] * engine.world_size
+    dist.all_gather_object(said, attempt(make))
+    return first_error(said)
+
+
+def _names(place: str) -> list[str]:
+    """The files of a save that this rank sees."""
+    return [name for name in os.listdir(place) if is_deepspeed_file(name)] if os.path.isdir(place) else []
 
 
 def _index(path: str) -> tuple[int, list[tuple[int, bytes]]]:

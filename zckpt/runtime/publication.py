@@ -15,7 +15,7 @@ import socket
 from dataclasses import dataclass
 
 from zckpt.errors import OutputError, ZckptError
-from zckpt.layouts.listing import MODEL_NAME, SHARD_NAME, is_deepspeed_file, list_files, natural
+from zckpt.layouts.listing import MODEL_NAME, SHARD_NAME, is_deepspeed_file, is_rank_file, list_files, natural
 from zckpt.live.meeting import Meetings
 from zckpt.publish import sync
 from zckpt.runtime.tags import LATEST, SCRIPT, check_places
@@ -218,7 +218,7 @@ def _saves(directory: str) -> list[str]:
         path = os.path.join(directory, name)
         if not name.startswith(".") and os.path.isdir(path) and not os.path.islink(path):
             names = os.listdir(path)
-            if names and all(is_deepspeed_file(inner) for inner in names):
+            if names and all(is_deepspeed_file(inner) or is_rank_file(inner) for inner in names):
                 found.append(name)
     return found
 

@@ -12,6 +12,7 @@ Killed before 3, a save has left nothing but a directory whose name begins with 
 
 from __future__ import annotations
 
+import logging
 import os
 import socket
 import warnings
@@ -28,19 +29,23 @@ from zckpt.dtypes import U8
 from zckpt.errors import InconsistentError, UsageError
 from zckpt.fragments import FileStore, Fragment, MemoryStore, Store
 from zckpt.layouts import unsharded_out
-from zckpt.layouts.torch_files import Pair
+from zckpt.layouts.torch_files import Laid, Pair
 from zckpt.layouts.zero_out import lay_out_rank, sketch
 from zckpt.live.meeting import ENTRY_S, Meetings
 from zckpt.mover import run
 from zckpt.plan import OutputFile
+from zckpt.runtime import rank_states
 from zckpt.runtime.background import Saving
 from zckpt.runtime.description import Described, describe, describe_training, signature, target_of, tensors_of
 from zckpt.runtime.engine import Engine
 from zckpt.runtime.exchange import Exchange, Rounds, Sends, Streamed
 from zckpt.runtime.offload import home_of
 from zckpt.runtime.publication import Wanted, make_private, publish, remove_private
+from zckpt.runtime.rank_states import digest_of
 from zckpt.runtime.state import RunState, capture
 from zckpt.runtime.tags import check_tag
+
+_log = logging.getLogger("zckpt.runtime")
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,18 +79,27 @@ def save(engine: Engine, meetings: Meetings, wishes: Wishes, client_state: Mappi
     """
     meetings.begin(f"{engine.micro_steps}")
     wanted = _enter(engine, meetings, wishes)
-    state = _with_all_generators(capture(engine))
-    if wishes.only_trained:
-        state = _only_trained(state)
+    state, digest = None, ""
     prepared: Prepared | None = None
     error: Exception | None = None
     try:
-        if wanted.leader:
-            make_private(wanted)
-        prepared = prepare(engine, state, client_state, wanted.temporary)
-    except Exception as caught:
-        error = caught
-    try:
+        try:
+            state = capture(engine)
+            digest = digest_of(state.buffers)
+            if wanted.leader:
+                make_private(wanted)
+        except Exception as caught:
+            error = caught
+        digests = meetings.agree("save_checkpoint", error, digest)
+        assert state is not None
+        state = _with_all_generators(replace(state, differing=_others_than_first(digests)))
+        try:
+            _tell_of_gradients(state)
+            prepared = prepare(
+                engine, _only_trained(state) if wishes.only_trained else state, client_state, wanted.temporary
+            )
+        except Exception as caught:
+            error = caught
         meetings.agree("save_checkpoint", error)
         assert prepared is not None
         if engine.settings.config.checkpoint.async_save:
@@ -152,6 +166,25 @@ def _only_trained(state: RunState) -> RunState:
     return replace(state, parts=parts, aliases={d: kept for d, kept in state.aliases.items() if kept in names})
 
 
+def _others_than_first(words: Sequence[str]) -> frozenset[int]:
+    return frozenset(rank for rank, word in enumerate(words) if word != words[0])
+
+
+def _tell_of_gradients(state: RunState) -> None:
+    """A save between micro batches is complete, but may be much larger."""
+    pending = state.counters["pending_micro_steps"]
+    if pending and state.rank == 0:
+        grads = [grad for kind in state.gradients.values() for grad in kind.values()]
+        _log.warning(
+            "A save after %d of the %d micro batches of a step: each rank's gradients so far are saved too, "
+            "%s bytes of rank 0. Only a run of the same stage, precision, accumulation and number of ranks can "
+            "take them up; others begin the step anew. Save after a whole step to avoid both.",
+            pending,
+            state.accumulation,
+            f"{sum(grad.numel() * grad.element_size() for grad in grads):,}",
+        )
+
+
 def _with_all_generators(state: RunState) -> RunState:
     """Where not every rank writes an optimizer file, rank 0 keeps the random generators of all."""
     if state.stage and state.world_size == state.shard_size:
@@ -214,14 +247,28 @@ def prepare(engine: Engine, state: RunState, client_state: Mapping[str, Any], pl
         elif takes_part:
             sends = exchange.sends(sketch(described.weights, training, target_of(state, place)))
         engine.known_to_saves = known = Known(now, described, sends)
-    if not takes_part:
-        return Prepared((), (), None)  # the first group of ranks writes
+    own = rank_states.lay_out(state, place)
+    if not takes_part:  # the first group of ranks writes
+        return Prepared((), (), None) if own is None else _prepared([own], _alone(), Sends())
     if state.stage == 0:
         laid = unsharded_out.lay_out(described.weights, training, place, state.world_size)
     else:
         laid = lay_out_rank(described.weights, training, target_of(state, place), state.shard_rank)
     assert known.sends is not None
-    return Prepared(laid.files, laid.pairs, exchange.rounds(laid.pairs, known.sends))
+    return _prepared([laid] if own is None else [laid, own], exchange, known.sends)
+
+
+def _prepared(several: Sequence[Laid], exchange: Exchange, sends: Sends) -> Prepared:
+    """All files of a rank, one after the other."""
+    files = tuple(file for laid in several for file in laid.files)
+    pairs = tuple(pair for laid in several for pair in laid.pairs)
+    return Prepared(files, pairs, exchange.rounds(pairs, sends))
+
+
+def _alone() -> Exchange:
+    """An exchange of which this rank is the only one, and holds nothing that is not in its pairs."""
+    held: dict[Hashable, torch.Tensor] = {}
+    return Exchange(0, 1, None, torch.device("cpu"), True, held.__getitem__)
 
 
 def _exchange(engine: Engine, state: RunState) -> Exchange:
@@ -248,9 +295,7 @@ def in_memory(prepared: Prepared) -> Prepared:
         )
         for store, offset, size in _ranges(prepared.pairs)
     ]
-    held: dict[Hashable, torch.Tensor] = {}
-    alone = Exchange(0, 1, None, torch.device("cpu"), True, held.__getitem__)
-    return Prepared(prepared.files, pairs, alone.rounds(pairs, Sends()))
+    return Prepared(prepared.files, pairs, _alone().rounds(pairs, Sends()))
 
 
 def _ranges(pairs: Sequence[Pair]) -> Iterator[tuple[Store, int, int]]:

@@ -19,6 +19,7 @@ import torch
 from zckpt.errors import InconsistentError, some
 from zckpt.runtime.engine import Engine
 from zckpt.runtime.generators import rng_state, set_rng_state
+from zckpt.runtime.gradients import Gradients, taken
 from zckpt.runtime.held import Held
 
 
@@ -68,7 +69,7 @@ class Group:
 
 @dataclass(frozen=True, slots=True)
 class RunState:
-    """A run between two steps.
+    """A run between two micro batches.
 
     Attributes:
         stage: ZeRO stage.
@@ -88,6 +89,9 @@ class RunState:
         data: position of the loader, where there is one.
         rng: states of the random generators of this rank: `python`, `torch`, `cuda`, `numpy` where it is in use.
         config: the JSON, with every "auto" filled in.
+        accumulation: micro batches per step.
+        gradients: of the micro batches since the last step; see `gradients.taken`.
+        differing: the ranks whose buffers are others than rank 0's; nobody knows when the state is captured.
     """
 
     stage: int
@@ -107,6 +111,9 @@ class RunState:
     data: dict[str, Any] | None
     rng: dict[str, Any]
     config: dict[str, Any]
+    accumulation: int
+    gradients: Gradients
+    differing: frozenset[int] = frozenset()
 
 
 _ONE_NUMBER = frozenset(("step", "eta", "mu", "mu_product"))
@@ -115,7 +122,7 @@ _COUNTERS = ("global_steps", "global_samples", "micro_steps", "pending_micro_ste
 
 @torch.no_grad()
 def capture(engine: Engine) -> RunState:
-    """The state of a run, between two steps. No collective is called; every rank sees its own parts."""
+    """The state of a run, between two micro batches. No collective is called; every rank sees its own parts."""
     groups = [] if engine.optimizer is None else engine.optimizer.param_groups
     number = {id(master): index for index, group in enumerate(groups) for master in group["params"]}
     names = {id(held.master): held.name for held in engine.sharded.held if held.master is not None}
@@ -144,6 +151,8 @@ def capture(engine: Engine) -> RunState:
         data=None if engine.loader is None else engine.loader.state_dict(),
         rng=rng_state(),
         config=dict(engine.settings.raw),
+        accumulation=engine.gradient_accumulation_steps(),
+        gradients=taken(engine.module, engine.sharded.held),
     )
 
 
