@@ -156,13 +156,22 @@ class Meetings:
                 for key in keys:
                     self._store.delete_key(key)
 
-    def agree(self, what: str, error: BaseException | None, word: Any = None, *, state: str = _UNCHANGED) -> list[Any]:
+    def agree(
+        self,
+        what: str,
+        error: BaseException | None,
+        word: Any = None,
+        *,
+        within_s: float = WORK_S,
+        state: str = _UNCHANGED,
+    ) -> list[Any]:
         """A meeting after work that may have failed: if it did anywhere, it did everywhere.
 
         Args:
             what: everybody has done, for errors.
             error: that this rank's work ended with.
             word: what this rank says otherwise.
+            within_s: as for `meet`.
             state: what a failure leaves behind, and what to do then, as sentences.
 
         Returns:
@@ -172,7 +181,7 @@ class Meetings:
             BaseException: this rank's own error.
             OutputError: another rank's.
         """
-        said = self.meet(what, {"error": None if error is None else f"{error}", "word": word})
+        said = self.meet(what, {"error": None if error is None else f"{error}", "word": word}, within_s=within_s)
         if error is not None:
             raise error
         failed = [rank for rank, one in enumerate(said) if one["error"] is not None]

@@ -116,7 +116,7 @@ class Checkpoints:
             counters=not load_module_only,
             strict=load_module_strict,
         )
-        return load(cast("Engine", self), self._meet(), path, chosen or None, wishes)
+        return load(cast("Engine", self), self._meetings("load"), path, chosen or None, wishes)
 
     def push_to_hub(
         self, repo_id: str, dtype: str | None = None, *, scratch: str | None = None, **options: Any
@@ -171,8 +171,13 @@ class Checkpoints:
         engine = cast("Engine", self)
         meetings = self._meetings("load")
         meetings.begin(f"{engine.micro_steps}")
-        latest = latest_of(path)
-        said = meetings.meet("load_checkpoint", [tag, has_saves(path) or tag is not None, latest], within_s=LOAD_S)
+        word: list[Any] = []
+        error: Exception | None = None
+        try:
+            word = [tag, has_saves(path) or tag is not None, latest_of(path)]
+        except Exception as caught:
+            error = caught
+        said = meetings.agree("load_checkpoint", error, word, within_s=LOAD_S, state="Nothing was changed.")
         tags = list(dict.fromkeys(one[0] for one in said))
         blind = [rank for rank, one in enumerate(said) if not one[1]]
         if len(tags) > 1:
