@@ -194,9 +194,9 @@ def _carried(held: Held, share: Sequence[Job], clamp: bool, lost: Lost) -> Itera
     name, local = "", torch.empty(0)
     for job in share:
         if job.name != name:
-            name, local = job.name, held.read[job.name]().detach().reshape(-1)
+            name, local = job.name, held.read[job.name]().detach()
         for chunk in chunks(job):
-            part = local[chunk.first : chunk.first + chunk.count].cpu().resolve_conj().resolve_neg()
+            part = elements(local, chunk.first, chunk.count).cpu().resolve_conj().resolve_neg()
             if job.source == job.target.dtype:
                 yield from cast()
                 yield chunk, part.view(torch.uint8)
@@ -206,6 +206,32 @@ def _carried(held: Held, share: Sequence[Job], clamp: bool, lost: Lost) -> Itera
             waiting.append((chunk, part, used))
             used += -(-chunk.nbytes // 64) * 64
     yield from cast()
+
+
+def elements(tensor: torch.Tensor, first: int, count: int) -> torch.Tensor:
+    """A run of a tensor's elements in row-major order, as a vector: a view where its memory is dense, else a copy of the run."""
+    if tensor.is_contiguous():
+        return tensor.view(-1)[first : first + count]
+    out = torch.empty(count, dtype=tensor.dtype, device=tensor.device)
+    _fill(out, tensor, first)
+    return out
+
+
+def _fill(out: torch.Tensor, tensor: torch.Tensor, first: int) -> None:
+    """Copies a run from `first` on: the end of a row of dim 0, whole rows, the beginning of a row."""
+    if tensor.dim() == 1:
+        out.copy_(tensor[first : first + out.numel()])
+        return
+    width = tensor[0].numel()
+    while out.numel():
+        row, column = divmod(first, width)
+        rows = out.numel() // width if not column else 0
+        taken = rows * width if rows else min(out.numel(), width - column)
+        if rows:
+            out[:taken].view(rows, *tensor.shape[1:]).copy_(tensor[row : row + rows])
+        else:
+            _fill(out[:taken], tensor[row], column)
+        out, first = out[taken:], first + taken
 
 
 def _pair(chunk: Chunk, part: torch.Tensor, buffer: torch.Tensor, at: int) -> tuple[TensorEntry, TensorEntry]:
