@@ -34,8 +34,8 @@ from zckpt.errors import (
     UsageError,
     ZckptError,
 )
-from zckpt.private import is_unfinished
-from zckpt.publish import check_space
+from zckpt.output.checks import check_space
+from zckpt.output.work_directory import is_unfinished
 from zckpt.report import inspect_checkpoint
 
 OPTIM = "zero_pp_rank_{}_mp_rank_00_optim_states.pt"
@@ -405,10 +405,9 @@ def test_existing_directory(zero2: Path, tmp_path: Path) -> None:
     place.mkdir()
     zckpt.convert(zero2, place)  # empty: nothing to lose
     with pytest.raises(OutputError, match="not empty"):
-        zckpt.convert(zero2, place)
-    (place / "old").touch()
-    zckpt.convert(zero2, place, options=Options(overwrite=True))
-    assert sorted(path.name for path in place.iterdir()) == ["model.safetensors", "zckpt.json"]
+        zckpt.convert(zero2, place, dtype="bf16")
+    zckpt.convert(zero2, place, dtype="bf16", options=Options(overwrite=True, format="bin"))
+    assert sorted(path.name for path in place.iterdir()) == ["pytorch_model.bin", "zckpt.json"]
     with pytest.raises(OutputError, match="already a directory"):
         (tmp_path / "x.bin").mkdir()
         zckpt.convert(zero2, tmp_path / "x.bin")

@@ -13,9 +13,10 @@ import synth
 import torch
 
 import zckpt
-from zckpt import Options, manifest
+from zckpt import Options
 from zckpt.errors import CorruptError, IncompleteError, UnsafeError, UnsupportedError
-from zckpt.journal import Finished
+from zckpt.output import manifest
+from zckpt.output.journal import Finished
 
 FIXTURES = Path(__file__).parents[1] / "fixtures"
 

@@ -224,5 +224,7 @@ def test_the_command(tmp_path: Path) -> None:
     assert {f["path"]: f["bytes"] for f in done["files"]} == {
         str(p.relative_to(out)): p.stat().st_size for p in out.rglob("*") if p.is_file() and p.name != "zckpt.json"
     }
-    again = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert again.returncode == 2 and "exists" in again.stderr
+    again = json.loads(subprocess.run(command, capture_output=True, check=True).stdout)
+    assert again["already_done"] and again["bytes_written"] == 0
+    other = subprocess.run([*command, "--stage", "2"], capture_output=True, text=True, check=False)
+    assert other.returncode == 2 and "exists" in other.stderr

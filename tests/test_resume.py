@@ -11,20 +11,24 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import synth
 import torch
+from outputs import earlier_output
 
 import zckpt
-from zckpt import Options, batches, private, publish
+from zckpt import Options, batches
 from zckpt._core import inject
 from zckpt.errors import CastError, InconsistentError, OutputError, UnsafeError
 from zckpt.fragments import FileStore
-from zckpt.journal import Finished, Journal
 from zckpt.mover import run
+from zckpt.output import commit, journal, processes
+from zckpt.output.journal import Finished, Journal, Seal
+from zckpt.output.work_directory import WorkDirectory
 from zckpt.plan import OutputFile, Plan
 
 OPTIONS = Options(max_shard_size=200_000, threads=2)
@@ -327,7 +331,7 @@ def test_a_lock_whose_directory_went_away(tmp_path: Path, monkeypatch: pytest.Mo
             os.rmdir(tmp_path / ".out.zckpt")
 
     monkeypatch.setattr(fcntl, "flock", flock)
-    directory = private.PrivateDirectory(str(tmp_path / "out"))
+    directory = WorkDirectory(str(tmp_path / "out"))
     directory.take()
     assert stolen and (tmp_path / ".out.zckpt" / "lock").exists() and not directory.was_there
     directory.release(remove=True)
@@ -343,21 +347,25 @@ def test_a_file_system_without_locks(
         raise OSError(errno.ENOLCK, "No locks available")
 
     monkeypatch.setattr(fcntl, "flock", flock)
-    node = os.uname().nodename
-    dead = out.parent / f".out.zckpt-{node}-{2**22 + 1}-00000000"
-    alive = out.parent / f".out.zckpt-{node}-{os.getpid()}-00000000"
-    for directory in (dead, alive):
+    here = processes.this_process()
+    dead, reused, elsewhere, alive = (
+        out.parent / f".out.zckpt-{process}-00000000"
+        for process in (
+            replace(here, number=2**22 + 1), replace(here, started="1"), replace(here, space="1", number=2**22 + 1), here
+        )
+    )  # fmt: skip
+    for directory in (dead, reused, elsewhere, alive):
         directory.mkdir()
         (directory / "files").mkdir()
     report = convert(checkpoint, out)
     assert any("no locks" in note for note in report.notes)
     assert contents(out) == wanted
-    assert sorted(out.parent.iterdir()) == [alive, out]
+    assert sorted(out.parent.iterdir()) == sorted([alive, elsewhere, out])
     shutil.rmtree(out)
     inject(True, 6, errno.ENOSPC)
     with pytest.raises(OutputError):
         convert(checkpoint, out)
-    assert list(out.parent.iterdir()) == [alive]
+    assert sorted(out.parent.iterdir()) == sorted([alive, elsewhere])
 
 
 @pytest.mark.parametrize("kind", ["link", "file"])
@@ -393,9 +401,8 @@ def test_a_directory_is_replaced(
     can_exchange: bool, checkpoint: Path, out: Path, wanted: dict[str, bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not can_exchange:
-        monkeypatch.setattr(publish, "_exchange", lambda a, b: False)
-    out.mkdir()
-    (out / "old").write_bytes(b"old")
+        monkeypatch.setattr(commit, "exchange", lambda a, b: False)
+    earlier_output(out, {"old": b"old"})
     convert(checkpoint, out, overwrite=True)
     assert contents(out) == wanted
     assert list(out.parent.iterdir()) == [out]
@@ -404,9 +411,8 @@ def test_a_directory_is_replaced(
 def test_a_rename_that_fails_leaves_the_old_output(
     checkpoint: Path, out: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    out.mkdir()
-    (out / "old").write_bytes(b"old")
-    monkeypatch.setattr(publish, "_exchange", lambda a, b: False)
+    old = earlier_output(out, {"old": b"old"})
+    monkeypatch.setattr(commit, "exchange", lambda a, b: False)
     real = os.rename
 
     def rename(a: str, b: str) -> None:
@@ -417,7 +423,7 @@ def test_a_rename_that_fails_leaves_the_old_output(
     monkeypatch.setattr(os, "rename", rename)
     with pytest.raises(OutputError, match="could not be given its name"):
         convert(checkpoint, out, overwrite=True)
-    assert contents(out) == {"old": b"old"}
+    assert contents(out) == old
 
 
 @pytest.mark.parametrize("path", ["../x", "/tmp/zckpt-x", "a/../../x", "", "a//b", "a\0b", "./a"])
@@ -431,12 +437,17 @@ def test_no_plan_writes_elsewhere(path: str, tmp_path: Path) -> None:
 
 def test_journal_round_trip(tmp_path: Path) -> None:
     path = str(tmp_path / "journal")
-    journal = Journal(path, "job")
-    journal.begin({})
+    writing = Journal(path, "job")
+    writing.begin({})
     file = Finished("a/b", 10, 20, {"w": (3, 1e30)})
-    journal.add(file)
-    journal.completed(7)
-    journal.close()
-    again = Journal(path, "job")
-    assert again.finished == {"a/b": file} and again.complete == 7
-    assert Journal(path, "another").finished == {}
+    writing.add(file)
+    writing.close()
+    seal = Seal("order", False, 3, 0, (("a", 5),), ("a", "b"), ("c",), (("a/b", 10, 20),))
+    journal.write_seal(path, seal)
+    assert journal.read(path) == journal.Record("job", {"a/b": file}, seal)
+    assert Journal(path, "another").finished == {} and journal.read(path).job == "job"
+    with open(path, "ab") as torn:
+        torn.write(b'{"end": "do')
+    assert journal.read(path).seal == seal
+    journal.end_seal(path, "done")
+    assert journal.read(path).seal is None and Journal(path, "job").done and not Journal(path, "another").done

@@ -32,8 +32,8 @@ from zckpt.jsons import read_json
 from zckpt.layouts.adapter_names import Found, adapters_in, only_adapter
 from zckpt.layouts.companions import companions
 from zckpt.layouts.huggingface import Destination, Target, lay_out, literal_file
+from zckpt.output.checks import check_output
 from zckpt.plan import Plan
-from zckpt.publish import check_output
 
 WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
 

@@ -22,8 +22,8 @@ from zckpt.forms import Form, formed, matches
 from zckpt.layouts.companions import companions, config_file
 from zckpt.layouts.huggingface import Format, Target, lay_out
 from zckpt.layouts.listing import Wishes
+from zckpt.output.checks import check_output, keep_apart
 from zckpt.plan import Plan
-from zckpt.publish import check_output, keep_apart
 from zckpt.tuning import Pace, thread_count, window_bytes
 
 _DTYPES = {name: dtype for dtype in CAST_TARGETS for name in (SHORT_NAMES[dtype], dtype.name)}
@@ -132,6 +132,7 @@ class Report:
         kept: files that an earlier, interrupted run had finished.
         overflows: tensor name -> (elements that became infinite or were clamped, the largest of them).
         notes: sentences a person should see.
+        already_done: whether this very conversion had made the output before, so that nothing was written.
     """
 
     files: tuple[tuple[str, int], ...]
@@ -143,6 +144,7 @@ class Report:
     kept: int
     overflows: dict[str, tuple[int, float]]
     notes: tuple[str, ...]
+    already_done: bool
 
 
 def convert(
@@ -253,7 +255,7 @@ def _check_output(out: str, single: bool, options: Options, inputs: set[str]) ->
         streaming.check_output(out, single=single, overwrite=options.overwrite or options.merge)
     elif out:
         overwrite = options.overwrite or options.merge
-        check_output(out, single=single, overwrite=overwrite, protected=inputs)
+        check_output(out, single=single, overwrite=overwrite, protected=inputs, merge=options.merge)
 
 
 def execute(prepared: Prepared, progress: Callable[[int], None] | None = None) -> Report:
@@ -287,6 +289,7 @@ def execute(prepared: Prepared, progress: Callable[[int], None] | None = None) -
         kept=done.kept,
         overflows=done.overflows,
         notes=(*notes, *done.notes),
+        already_done=done.already_done,
     )
 
 

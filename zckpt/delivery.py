@@ -21,13 +21,14 @@ from zckpt.catalog import Catalog
 from zckpt.dtypes import SHORT_NAMES, DType
 from zckpt.errors import CastError, CorruptError, InconsistentError, UsageError
 from zckpt.fragments import FileStore, Store
-from zckpt.journal import Finished
 from zckpt.looks import Sum, looks_at_bytes
-from zckpt.manifest import Manifest
 from zckpt.mover import Overflow as Overflowed
 from zckpt.mover import Written, run
+from zckpt.output.checks import check_space
+from zckpt.output.journal import Finished
+from zckpt.output.manifest import Manifest
+from zckpt.output.staging import Staging, is_there
 from zckpt.plan import Plan
-from zckpt.publish import Staging, check_space
 from zckpt.scan import scan
 from zckpt.shares import follow, lead
 from zckpt.sums import join
@@ -75,6 +76,11 @@ class Order:
         """Bytes of all files, the manifest left out."""
         return self.plan.bytes_written + sum(files.size(path) for path, _ in self.copies)
 
+    @property
+    def names(self) -> set[str]:
+        """The names of all files, the manifest left out."""
+        return {output.path for output, _ in self.plan.files} | {name for _, name in self.copies}
+
 
 @dataclass(frozen=True, slots=True)
 class Delivered:
@@ -86,6 +92,7 @@ class Delivered:
         kept: how many of them an earlier run had finished.
         overflows: tensor name -> (elements that became infinite or were clamped, the largest of them).
         notes: sentences a person should see.
+        already_done: whether this very job had made the output before, so that nothing was written.
     """
 
     files: tuple[tuple[str, int], ...]
@@ -93,11 +100,12 @@ class Delivered:
     kept: int
     overflows: dict[str, tuple[int, float]]
     notes: tuple[str, ...]
+    already_done: bool = False
 
     @property
     def bytes_written(self) -> int:
-        """Bytes of all files."""
-        return sum(nbytes for _, nbytes in self.files)
+        """Bytes of all files; none where it was already done."""
+        return 0 if self.already_done else sum(nbytes for _, nbytes in self.files)
 
 
 def deliver(order: Order, progress: Callable[[int], None] | None = None) -> Delivered:
@@ -121,9 +129,16 @@ def _lead(those: Team, order: Order, progress: Callable[[int], None] | None) -> 
     names = [entry.name for _, entry in order.plan.pairs]
     job = fingerprint(order.plan, order.copies, order.overflow, order.single)
     watch = progress if those.size == 1 else those.watched(None)
-    with Staging(order.out, single=order.single, job=job, overwrite=order.overwrite, merge=order.merge) as staging:
+    with Staging(
+        order.out, single=order.single, names=order.names, job=job, overwrite=order.overwrite, merge=order.merge
+    ) as staging:
         those.sweep(order.out)
-        kept = staging.left if staging.published else still_sound(staging, order.pace, watch)
+        if staging.published:
+            kept = still_sound(staging.home, staging.left, order.pace, watch)
+            if damaged := staging.left.keys() - kept.keys():
+                staging.make_again(sorted(damaged))
+        if not staging.published:
+            kept = still_sound(staging.directory, staging.left, order.pace, watch)
         made, engine = dict(kept), "native"
         if not staging.published:
             staging.keep(kept)
@@ -147,7 +162,7 @@ def _lead(those: Team, order: Order, progress: Callable[[int], None] | None) -> 
         overflows = overflows_of((file.overflows for file in made.values()), order.plan, order.overflow)
         if not staging.published:
             made.update((name, staging.copy(path, name)) for path, name in order.copies)
-            staging.commit(manifest_of(order, made.values()).as_bytes())
+            staging.commit(manifest_of(order, made.values()))
     sizes = [(file.path, file.size) for file, _ in order.plan.files]
     sizes += [(name, files.size(path)) for path, name in order.copies]
     delivered = Delivered(
@@ -156,6 +171,7 @@ def _lead(those: Team, order: Order, progress: Callable[[int], None] | None) -> 
         kept=len(sizes) if staging.published else len(kept),
         overflows=overflows,
         notes=staging.notes,
+        already_done=staging.published,
     )
     those.meet(asdict(delivered))
     return delivered
@@ -165,7 +181,7 @@ def _delivered_elsewhere(told: Any) -> Delivered:
     """What process 0 says was delivered."""
     overflows = {name: (int(count), float(largest)) for name, (count, largest) in told["overflows"].items()}
     files = tuple((path, nbytes) for path, nbytes in told["files"])
-    return Delivered(files, told["engine"], told["kept"], overflows, ())
+    return Delivered(files, told["engine"], told["kept"], overflows, (), told["already_done"])
 
 
 def _agree(those: Team, order: Order) -> None:
@@ -281,12 +297,16 @@ def _seen(store: Store) -> tuple[object, ...]:
     return (str(store), store.size, store.identity[2] if isinstance(store, FileStore) else 0)
 
 
-def still_sound(staging: Staging, pace: Pace, progress: Callable[[int], None] | None = None) -> dict[str, Finished]:
+def still_sound(
+    directory: str, left: Mapping[str, Finished], pace: Pace, progress: Callable[[int], None] | None = None
+) -> dict[str, Finished]:
     """What an earlier run finished and is still what it wrote: every byte of it is read again."""
     sound: dict[str, Finished] = {}
     read = 0
-    for path, file in staging.left.items():
-        store = files.file_store(os.path.join(staging.directory, path))
+    for path, file in left.items():
+        if not is_there(directory, file):
+            continue
+        store = files.file_store(os.path.join(directory, path))
         try:
             report = scan(
                 [looks_at_bytes(store, 0, store.size)] if store.size else [],

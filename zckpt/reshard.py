@@ -26,8 +26,8 @@ from zckpt.layouts.listing import Wishes
 from zckpt.layouts.torch_files import Laid
 from zckpt.layouts.training import Training
 from zckpt.layouts.zero_out import DEFAULT_SUB_GROUP_SIZE, ZeroTarget, lay_out
+from zckpt.output.checks import check_output
 from zckpt.plan import Plan
-from zckpt.publish import check_output
 from zckpt.tuning import DEFAULT_PACE, Pace
 
 
@@ -209,6 +209,7 @@ def execute(prepared: Prepared[T], progress: Callable[[int], None] | None = None
         kept=done.kept,
         overflows={},
         notes=(*prepared.notes, *done.notes),
+        already_done=done.already_done,
     )
 
 

@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from zckpt import files as fs
-from zckpt import manifest as manifests
 from zckpt import replicas
 from zckpt.catalog import Catalog, Replica, TensorEntry
 from zckpt.checkpoint import open_catalog, strip_wrappers
@@ -32,8 +31,9 @@ from zckpt.layouts import agreement, dcp
 from zckpt.layouts.listing import DCP_METADATA, Listing, Wishes
 from zckpt.layouts.origins import Origin, contradictions, of_other_ages, origin, save_files
 from zckpt.layouts.places import Place, find
-from zckpt.manifest import Manifest
 from zckpt.open_files import forget
+from zckpt.output import manifest as manifests
+from zckpt.output.manifest import Manifest
 from zckpt.tally import Tally
 from zckpt.tuning import DEFAULT_PACE, Pace
 from zckpt.verification import Check, few

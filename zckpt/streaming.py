@@ -12,14 +12,15 @@ import zlib
 from collections.abc import Callable
 from dataclasses import replace
 
-from zckpt import files, manifest, remote
+from zckpt import files, remote
 from zckpt.batches import progress_after
 from zckpt.delivery import Delivered, Order, as_finished, manifest_of, overflows_of
 from zckpt.errors import OutputError, redact
-from zckpt.journal import Finished
 from zckpt.mover import run
+from zckpt.output import manifest
+from zckpt.output.commit import in_order
+from zckpt.output.journal import Finished
 from zckpt.plan import OutputFile, Plan
-from zckpt.publish import index_last
 from zckpt.tuning import Pace
 
 
@@ -60,7 +61,7 @@ def send(order: Order, progress: Callable[[int], None] | None = None) -> Deliver
         for path, name in order.copies:
             made.append(_copied(path, name, addresses[name]))
         done = 0
-        for name in index_last(parts):
+        for name in in_order(parts):
             file, engine = _made(order, parts[name], addresses[name], progress_after(progress, done))
             made.append(file)
             done += file.nbytes

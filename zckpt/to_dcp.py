@@ -37,8 +37,8 @@ from zckpt.layouts.dcp_state import dotted
 from zckpt.layouts.module_states import whole
 from zckpt.layouts.optimizer_states import number_in
 from zckpt.layouts.training import Group, Training
+from zckpt.output.checks import check_output
 from zckpt.plan import Plan
-from zckpt.publish import check_output
 
 MODEL_KEY = "model"
 """What torch's own examples and accelerate call it."""

@@ -24,7 +24,7 @@ from typing import Any, Literal
 
 from zckpt.boards import Board, DirectoryBoard, StoreBoard
 from zckpt.errors import OutputError, UsageError, ZckptError, add_note, ranges
-from zckpt.private import board_for, remove_boards
+from zckpt.output.places import board_for, remove_boards
 
 JOIN_S = 600.0
 """How long the processes wait for each other at the start: they read the checkpoint's indexes before they meet."""

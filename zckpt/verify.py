@@ -11,7 +11,6 @@ from dataclasses import replace
 from typing import Any
 
 from zckpt import files
-from zckpt import manifest as manifests
 from zckpt.batches import progress_after
 from zckpt.catalog import Catalog, TensorEntry
 from zckpt.convert import Options, output_dtype, select, to_dtype
@@ -20,7 +19,8 @@ from zckpt.errors import UnsupportedError, redact, some
 from zckpt.forms import formed_again
 from zckpt.layouts.listing import Wishes
 from zckpt.layouts.places import Place
-from zckpt.manifest import Manifest
+from zckpt.output import manifest as manifests
+from zckpt.output.manifest import Manifest
 from zckpt.rederive import differences
 from zckpt.resumable import Comparison, Pair, compare_runs
 from zckpt.soundness import Examined, check_compared, examined

@@ -109,7 +109,7 @@ def test_a_conversion_says_one_json_object(weights: Path, tmp_path: Path) -> Non
     facts = json.loads(result.stdout)
     assert set(facts) == {
         "out", "dtype", "files", "tensors", "numel", "bytes_written", "seconds", "peak_rss_bytes", "engine",
-        "kept", "overflows", "notes",
+        "kept", "already_done", "overflows", "notes",
     }  # fmt: skip
     assert facts["files"] == [{"path": "out.safetensors", "bytes": out.stat().st_size}]
     assert (facts["dtype"], facts["tensors"], facts["numel"]) == ("bf16", 2, 5)

@@ -10,7 +10,7 @@ import typer
 
 from zckpt.cli import options as o
 from zckpt.cli import push
-from zckpt.cli.output import Sink, lack_of_space, peak_rss_bytes
+from zckpt.cli.output import Sink, already_done, lack_of_space, peak_rss_bytes
 
 if TYPE_CHECKING:
     from zckpt.convert import Prepared, Report
@@ -172,6 +172,7 @@ def _carry_out(sink: Sink, prepared: Prepared, dtype: str, began: float) -> None
             "peak_rss_bytes": peak_rss_bytes(),
             "engine": report.engine,
             "kept": report.kept,
+            "already_done": report.already_done,
             "overflows": {name: {"count": n, "largest": repr(x)} for name, (n, x) in report.overflows.items()},
             "notes": list(report.notes),
         },
@@ -184,10 +185,13 @@ def _report_lines(prepared: Prepared, report: Report, dtype: str, seconds: float
     if report.kept:
         files += f", {report.kept:,} of them finished by an earlier run and still sound"
     speed = report.bytes_written / 1e6 / max(seconds, 1e-9)
-    yield (
-        f"{prepared.out}: {report.tensors:,} tensors, {report.numel:,} elements as {dtype}; "
-        f"{report.bytes_written:,} bytes in {files}, {seconds:.2f} s, {speed:,.0f} MB/s"
-    )
+    if report.already_done:
+        yield already_done(prepared.out)
+    else:
+        yield (
+            f"{prepared.out}: {report.tensors:,} tensors, {report.numel:,} elements as {dtype}; "
+            f"{report.bytes_written:,} bytes in {files}, {seconds:.2f} s, {speed:,.0f} MB/s"
+        )
     yield f"load it with {_loader(prepared.out, [path for path, _ in report.files], prepared.single)}"
 
 

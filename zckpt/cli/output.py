@@ -74,7 +74,7 @@ def _advance(bar: object, done: int) -> None:
 def lack_of_space(out: str, needed_bytes: int) -> list[str]:
     """What a dry run says of a disk that is too full; nothing otherwise."""
     from zckpt.files import is_remote
-    from zckpt.publish import check_space
+    from zckpt.output.checks import check_space
 
     if not is_remote(out):
         try:
@@ -82,6 +82,11 @@ def lack_of_space(out: str, needed_bytes: int) -> list[str]:
         except OutputError as error:
             return [str(error)]
     return []
+
+
+def already_done(out: str) -> str:
+    """What a command says that finds its own work done."""
+    return f"{out}: already done by this very command; every file matches its checksum, and nothing was written"
 
 
 def peak_rss_bytes() -> int:

@@ -10,7 +10,7 @@ import typer
 
 from zckpt.cli import options as o
 from zckpt.cli.convert import show_plan
-from zckpt.cli.output import Sink, peak_rss_bytes
+from zckpt.cli.output import Sink, already_done, peak_rss_bytes
 
 if TYPE_CHECKING:
     from zckpt.adapters import AdapterReport
@@ -77,6 +77,7 @@ def to_peft(
             "tensors": report.tensors,
             "numel": report.numel,
             "bytes_written": report.bytes_written,
+            "already_done": report.already_done,
             "seconds": seconds,
             "peak_rss_bytes": peak_rss_bytes(),
             "untrained": list(report.untrained),
@@ -88,8 +89,11 @@ def to_peft(
 
 
 def _lines(out: str, report: AdapterReport, dtype: str, seconds: float) -> Iterator[str]:
-    yield (
-        f"{out}: adapter {report.adapter!r}, {report.tensors:,} tensors, {report.numel:,} elements as {dtype}; "
-        f"{report.bytes_written:,} bytes, {seconds:.2f} s"
-    )
+    if report.already_done:
+        yield already_done(out)
+    else:
+        yield (
+            f"{out}: adapter {report.adapter!r}, {report.tensors:,} tensors, {report.numel:,} elements as {dtype}; "
+            f"{report.bytes_written:,} bytes, {seconds:.2f} s"
+        )
     yield f"load it with PeftModel.from_pretrained(base, {out!r})"

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from zckpt.cli import options as o
-from zckpt.cli.output import Sink, lack_of_space, peak_rss_bytes
+from zckpt.cli.output import Sink, already_done, lack_of_space, peak_rss_bytes
 
 if TYPE_CHECKING:
     from zckpt.convert import Report
@@ -156,6 +156,7 @@ def _carry_out(
             **facts,
             "bytes_written": report.bytes_written,
             "kept": report.kept,
+            "already_done": report.already_done,
             "seconds": seconds,
             "peak_rss_bytes": peak_rss_bytes(),
         },
@@ -186,8 +187,11 @@ def _plan_lines(prepared: Prepared[Target], what: str) -> Iterator[str]:
 
 def _lines(prepared: Prepared[Target], what: str, report: Report, seconds: float) -> Iterator[str]:
     speed = report.bytes_written / 1e6 / max(seconds, 1e-9)
-    yield (
-        f"{prepared.out}: {what}; {report.bytes_written:,} bytes in {len(report.files):,} files, "
-        f"{seconds:.2f} s, {speed:,.0f} MB/s"
-    )
+    if report.already_done:
+        yield already_done(prepared.out)
+    else:
+        yield (
+            f"{prepared.out}: {what}; {report.bytes_written:,} bytes in {len(report.files):,} files, "
+            f"{seconds:.2f} s, {speed:,.0f} MB/s"
+        )
     yield f"resume with engine.load_checkpoint({prepared.out!r})"

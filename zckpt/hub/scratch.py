@@ -8,7 +8,6 @@ made, asks the hub which of them it has, and makes only the others.
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import hashlib
 import json
 import os
@@ -17,6 +16,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from zckpt.errors import OutputError, UsageError
+from zckpt.output import locks
+from zckpt.output.durable import make_directories
 
 _JOURNAL, _LOCK, _SPARE = "journal.jsonl", "lock", "spare"
 
@@ -85,28 +86,34 @@ def opened(directory: str, *page: object) -> Iterator[Scratch]:
         OutputError: the directory cannot be made.
     """
     path = os.path.join(directory, "push-" + hashlib.sha256(repr(page).encode()).hexdigest()[:16])
+    lock = _locked(path)
     try:
-        os.makedirs(path, exist_ok=True)
-        lock = os.open(os.path.join(path, _LOCK), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    except OSError as error:
-        raise OutputError(
-            "a scratch directory that cannot be made", file=path, found=error.strerror or str(error)
-        ) from error
-    try:
+        scratch = Scratch(path, _read(os.path.join(path, _JOURNAL)))
+        scratch.clear()  # of a push that was killed
+        yield scratch
+    finally:
+        os.close(lock)
+
+
+def _locked(path: str) -> int:
+    """The lock of a directory, which is made where there is none; a push that has just ended may remove it at any moment."""
+    while True:
         try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
+            make_directories(path)
+            return locks.take(os.path.join(path, _LOCK))
+        except FileNotFoundError:
+            continue
+        except locks.HeldError as error:
             raise UsageError(
                 "two pushes to the same page",
                 file=path,
                 found="another one is running",
                 remedy="Wait until it is done.",
             ) from error
-        scratch = Scratch(path, _read(os.path.join(path, _JOURNAL)))
-        scratch.clear()  # of a push that was killed
-        yield scratch
-    finally:
-        os.close(lock)
+        except OSError as error:
+            raise OutputError(
+                "a scratch directory that cannot be made", file=path, found=error.strerror or str(error)
+            ) from error
 
 
 def _read(path: str) -> dict[str, str]:

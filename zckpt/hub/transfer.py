@@ -20,7 +20,7 @@ from zckpt.hub.client import Committed, Hub, Moved, Page, quietly
 from zckpt.hub.operations import Sent, in_memory
 from zckpt.hub.pipeline import Pipeline
 from zckpt.hub.readback import differences, git_hash, read_back
-from zckpt.publish import check_space
+from zckpt.output.checks import check_free
 
 MOST_FILE_BYTES = 50_000_000_000
 """Of one file at the hub. Source: its documentation on repository limits."""
@@ -127,7 +127,7 @@ def execute(ready: Ready, progress: Progress = None) -> PushReport:
     target, hub, shards = ready.target, ready.hub, ready.cargo.shards
     place = (hub.endpoint, target.repo_id, target.revision, target.path_in_repo)
     with quietly(), scratch.opened(target.scratch or scratch.default_directory(), *place) as room:
-        check_space(room.path, min(ready.room, sum(shard.scratch_bytes for shard in shards)))
+        check_free(room.path, min(ready.room, sum(shard.scratch_bytes for shard in shards)), room.path)
         page = _made_ready(ready)
         pipeline = Pipeline(shards, hub, target, page, room, ready.room, progress)
         found = _committed_if_there(ready, page, pipeline.run(), pipeline)

@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from typing import Literal
 
 from zckpt import files
-from zckpt import manifest as manifests
 from zckpt.catalog import Catalog, Role, Source, TensorEntry
 from zckpt.containers import Container, TensorRef, safetensors_file, torch_zip
 from zckpt.containers.skeleton import TensorSpec
@@ -32,6 +31,7 @@ from zckpt.fragments import FileStore, Fragment
 from zckpt.layouts import rank_parts
 from zckpt.layouts.listing import Listing
 from zckpt.layouts.module_states import flatten, whole
+from zckpt.output import manifest as manifests
 from zckpt.plan import OutputFile
 
 Format = Literal["safetensors", "bin"]

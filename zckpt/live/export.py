@@ -32,17 +32,18 @@ from zckpt.delivery import Overflow, overflow_error
 from zckpt.dtypes import F32, SHORT_NAMES, DType
 from zckpt.errors import UsageError
 from zckpt.fragments import FileStore
-from zckpt.journal import Finished
 from zckpt.layouts import huggingface
 from zckpt.layouts.companions import true_dtype
 from zckpt.live.carry import Brought, Files, Lost, Memory, bring
 from zckpt.live.parts import Held, held_by, unwrap
 from zckpt.live.ranks import Ranks, attempt, first_error
 from zckpt.live.shares import Job, Target, Tensor, jobs, settle
-from zckpt.manifest import Manifest
 from zckpt.mover import run
+from zckpt.output.checks import check_output, check_space
+from zckpt.output.journal import Finished
+from zckpt.output.manifest import Manifest
+from zckpt.output.staging import Staging
 from zckpt.plan import OutputFile, Plan
-from zckpt.publish import Staging, check_output, check_space
 from zckpt.sums import Partial, element_ranges, file_checksums, join
 from zckpt.version import __version__
 
@@ -229,7 +230,12 @@ def _planned(
         for fragment in entry.fragments
     }
     numel = sum(tensor.entry.numel for tensor in tensors.values())
-    staging = Staging(out, single=False, merge=True)
+    names = {output.path for output, _ in files}
+    kinds = {found[3] for name in names if (found := _WEIGHTS.fullmatch(name))}
+    staging = Staging(
+        out, single=False, names=names, merge=True,
+        replaced=lambda name: bool((old := _WEIGHTS.fullmatch(name)) and old[3] in kinds),
+    )  # fmt: skip
     return _Work(files, staging, jobs(tensors, places, size), wanted, len(tensors), numel)
 
 
@@ -292,7 +298,7 @@ def _end(
 
 
 def _publish(work: _Work, sums: Sums) -> None:
-    """Fills in checksums, gives the files their names, and removes weights that an earlier save left beside them."""
+    """Fills in checksums, and gives the files their names in place of an earlier save's weights."""
     finished = []
     for number, (output, _) in enumerate(work.files):
         path = os.path.join(work.staging.directory, output.path)
@@ -316,13 +322,9 @@ def _publish(work: _Work, sums: Sums) -> None:
         numel=work.numel,
         files=tuple(finished),
     )
-    work.staging.commit(manifest.as_bytes())
-    new = {output.path for output, _ in work.files}
-    kinds = {found[3] for name in new if (found := _WEIGHTS.fullmatch(name))}
-    for name in os.listdir(work.staging.out):
-        old = _WEIGHTS.fullmatch(name)
-        if old and old[3] in kinds and name not in new:
-            os.unlink(os.path.join(work.staging.out, name))
+    work.staging.commit(manifest)
+    for note in work.staging.notes:
+        warnings.warn(note, stacklevel=2)
 
 
 def _within(parts: list[Partial], start: int, nbytes: int) -> list[Partial]:

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from zckpt.errors import OutputError, ZckptError
 from zckpt.layouts.listing import MODEL_NAME, SHARD_NAME, is_deepspeed_file, is_rank_file, list_files, natural
 from zckpt.live.meeting import Meetings
-from zckpt.publish import sync
+from zckpt.output.durable import sync
 from zckpt.runtime.tags import LATEST, SCRIPT, check_places
 
 _log = logging.getLogger("zckpt.runtime")

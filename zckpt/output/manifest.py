@@ -4,10 +4,14 @@ For `convert`, which writes one beside every output, and `verify`, which checks 
 of weights as `zckpt.json`, beside a single file as `model.bin.zckpt.json`. Its bytes follow from the input and the options
 alone: no times, no paths of the machine, nothing that depends on threads. The checksums are CRC-32s, taken while the files
 were written: they find what disks and copies do to files, not what an enemy does.
+
+Which job made an output, paths and times of its sources included, is an attribute of the file (`user.zckpt.job`) and not in it:
+it means something only on the machine that it was made on. File systems that have no such attributes go without.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 from collections.abc import Mapping
@@ -15,12 +19,13 @@ from dataclasses import dataclass
 
 from zckpt import files
 from zckpt.errors import CorruptError, IncompleteError, UnsafeError
-from zckpt.journal import Finished
 from zckpt.jsons import read_json
+from zckpt.output.journal import Finished
 
 NAME = "zckpt.json"
 
 _MOST_BYTES = 64 << 20
+_JOB = "user.zckpt.job"
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +70,24 @@ class Manifest:
 def path_for(out: str, *, single: bool) -> str:
     """Where the manifest of an output lies."""
     return f"{out.rstrip(os.sep)}.{NAME}" if single else os.path.join(out, NAME)
+
+
+def write(path: str, contents: bytes, job: str) -> None:
+    """Writes a manifest, durably, and marks it with the fingerprint of the job, if there is one."""
+    with open(path, "wb") as file:
+        file.write(contents)
+        file.flush()
+        if job:
+            with contextlib.suppress(OSError, AttributeError):
+                os.setxattr(file.fileno(), _JOB, job.encode())
+        os.fsync(file.fileno())
+
+
+def job_of(path: str) -> str:
+    """The fingerprint of the job that wrote a manifest; "" where that is not known."""
+    with contextlib.suppress(OSError, AttributeError):
+        return os.getxattr(path, _JOB, follow_symlinks=False).decode(errors="replace")
+    return ""
 
 
 def find(path: str) -> str | None:

@@ -1,0 +1,323 @@
+"""A sealed output gets its name; what it replaced is deleted. Each step may be the last one that a process does.
+
+[Note: what is still to be done] A staged directory that still has its inode number in the work directory has not changed
+places. A staged file that is still there has not been moved; an old file that still has its inode number under the output's
+name has not been moved away. So every step can be told from those that were done, and doing them again does no harm.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+from collections.abc import Iterable
+
+from zckpt.errors import OutputError
+from zckpt.output import journal, manifest
+from zckpt.output.durable import exchange, sync, sync_tree
+from zckpt.output.journal import Record, Seal
+from zckpt.output.work_directory import WorkDirectory
+
+
+def inode(path: str) -> int:
+    """The inode number of what has a name, links not followed; 0 where nothing has it."""
+    try:
+        return os.lstat(path).st_ino
+    except (FileNotFoundError, NotADirectoryError):
+        return 0
+
+
+def is_index(path: str) -> bool:
+    """Whether readers begin at this file: without it they find nothing of what it names."""
+    name = os.path.basename(path)
+    return name.endswith(".index.json") or name in (".metadata", "latest", "latest_universal")
+
+
+def in_order(paths: Iterable[str]) -> list[str]:
+    """Data first, then the indexes that name them, the manifest last: a reader never follows an index to a missing file."""
+    return sorted(paths, key=lambda path: (is_manifest(path), is_index(path), path))
+
+
+def is_manifest(path: str) -> bool:
+    """Whether this is an output's manifest."""
+    return path == manifest.NAME or path.endswith(f".{manifest.NAME}")
+
+
+def seal_of(
+    work: WorkDirectory,
+    out: str,
+    *,
+    single: bool,
+    swap: bool,
+    deleted: Iterable[str],
+    files: Iterable[journal.Finished],
+) -> Seal:
+    """What a commit is to do: worked out before it begins, from what lies in the work directory and under the name.
+
+    Args:
+        work: the files are staged there.
+        out: the output's path.
+        single: whether it is one file, with its manifest.
+        swap: whether the whole directory changes places; else files are moved one by one.
+        deleted: files of the old output that go, relative to its directory.
+        files: those of the new output, but for its manifest.
+    """
+    deleted = tuple(sorted(deleted))
+    facts = tuple((file.path, file.nbytes, file.crc32) for file in files)
+    staged, old = inode(work.files), inode(out)
+    if single:
+        name = os.path.basename(manifest.path_for(out, single=True))
+        there = inode(manifest.path_for(out, single=True))
+        leave = ((name, there),) if there else ()
+        return Seal("order", True, staged, old, leave, (os.path.basename(out), name), (name,), facts)
+    if swap:
+        return Seal("swap", False, staged, old, deleted=deleted, files=facts)
+    leaving = _units(out, set(deleted))
+    moves = tuple((path, inode(os.path.join(out, path))) for path in reversed(in_order(leaving)))
+    entering = in_order(_entering(work.files, out, set(leaving)))
+    return Seal("order", False, staged, old, moves, tuple(entering), deleted, facts)
+
+
+def _units(out: str, deleted: set[str], below: str = "") -> list[str]:
+    """The fewest names that stand for these files: a directory that holds nothing else is one."""
+    units: list[str] = []
+    above = {path[:at] for path in deleted for at, letter in enumerate(path) if letter == "/"}
+    for entry in os.listdir(os.path.join(out, below)):
+        path = os.path.join(below, entry)
+        if path in deleted:
+            units.append(path)
+        elif path in above:
+            inner = os.path.join(out, path)
+            held = {
+                os.path.relpath(os.path.join(r, n), out) for r, ds, ns in os.walk(inner) for n in (*ns, *_ends(r, ds))
+            }
+            units += [path] if held <= deleted else _units(out, deleted, path)
+    return units
+
+
+def _ends(root: str, directories: list[str]) -> list[str]:
+    """Directories that count as files: links, and those that are empty."""
+    return [name for name in directories if os.path.islink(p := os.path.join(root, name)) or not os.listdir(p)]
+
+
+def _entering(staged: str, out: str, leaving: set[str], below: str = "") -> list[str]:
+    """What is to be moved: directories as wholes, where the output has none of that name, or has none any more."""
+    found: list[str] = []
+    for entry in os.listdir(os.path.join(staged, below)):
+        path = os.path.join(below, entry)
+        if os.path.isdir(os.path.join(staged, path)) and path not in leaving and os.path.isdir(os.path.join(out, path)):
+            found += _entering(staged, out, leaving, path)
+        else:
+            found.append(path)
+    return found
+
+
+class Commit:
+    """What a seal says, step by step.
+
+    Args:
+        work: the work directory, which is this process's.
+        out: the output's path.
+        seal: what is to be done.
+    """
+
+    def __init__(self, work: WorkDirectory, out: str, seal: Seal) -> None:
+        self._work = work
+        self._out = out
+        self._seal = seal
+        self._root = os.path.dirname(out) if seal.single else out
+
+    def is_whole(self) -> bool:
+        """Whether the files that wait for their names have the sizes that were sealed."""
+        staged, seal = self._work.files, self._seal
+        if not any(inode(os.path.join(staged, path)) for path in (seal.enter if seal.how == "order" else ("",))):
+            return True
+        if seal.how == "swap" and inode(staged) != seal.staged:
+            return True
+        homes = (staged, self._root) if seal.how == "order" else (staged,)
+        return all(
+            any(os.path.isfile(place := os.path.join(home, path)) and os.path.getsize(place) == size for home in homes)
+            for path, size, _ in seal.files
+        )
+
+    def carry_out(self) -> None:
+        """Does what is left to do; the output has its name then, durably.
+
+        Raises:
+            OutputError: somebody has put other files there since.
+            OSError: a step failed.
+        """
+        if self._seal.how == "swap":
+            try:
+                self._swap()
+            except OSError as error:
+                if error.errno not in (errno.EXDEV, errno.EBUSY) or inode(self._work.aside):
+                    raise
+                self._seal = self._without_swapping()
+                self._move()
+        else:
+            self._move()
+        sync(os.path.dirname(self._out))
+
+    def _swap(self) -> None:
+        staged, out, aside = self._work.files, self._out, self._work.aside
+        there = inode(staged)
+        if there != self._seal.staged:
+            if there not in (0, self._seal.old):
+                raise self._changed(staged)
+            return
+        if inode(out) not in (0, self._seal.old) and os.listdir(out):
+            raise self._changed(out)
+        try:
+            os.rename(staged, out)
+        except OSError as error:
+            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+                raise
+            if not exchange(staged, out):
+                os.rename(out, aside)
+                os.rename(staged, out)
+
+    def _without_swapping(self) -> Seal:
+        """The same, file by file: for directories that cannot be renamed though nothing is mounted there (overlayfs)."""
+        work, seal = self._work, self._seal
+        for root, _, names in os.walk(work.files):
+            for name in names:
+                path = os.path.join(root, name)
+                if inode(path) == inode(os.path.join(self._out, os.path.relpath(path, work.files))):
+                    os.unlink(path)
+        plain = seal_of(work, self._out, single=False, swap=False, deleted=seal.deleted, files=())
+        plain = Seal("order", False, plain.staged, plain.old, plain.leave, plain.enter, plain.deleted, seal.files)
+        journal.write_seal(work.journal, plain)
+        return plain
+
+    def _move(self) -> None:
+        staged, aside = self._work.files, self._work.aside
+        waiting = [path for path in self._seal.enter if inode(os.path.join(staged, path))]
+        if not waiting:
+            return
+        for path, number in self._seal.leave:
+            here, there = os.path.join(self._root, path), os.path.join(aside, path)
+            if inode(here) == number and not inode(there):
+                os.makedirs(os.path.dirname(there), exist_ok=True)
+                os.rename(here, there)
+        if self._seal.leave:
+            sync_tree(aside)
+            sync(self._work.path)
+            self._sync_above(path for path, _ in self._seal.leave)
+        for last in (False, True):
+            moved = [path for path in waiting if (is_index(path) or is_manifest(path)) == last]
+            for path in moved:
+                here = os.path.join(self._root, path)
+                if inode(here) not in (0, self._seal.old if self._seal.single else 0):
+                    raise self._changed(here)
+                os.rename(os.path.join(staged, path), here)
+            self._sync_above(moved)
+
+    def _sync_above(self, paths: Iterable[str]) -> None:
+        for directory in sorted({os.path.dirname(os.path.join(self._root, path)) for path in paths}):
+            if os.path.isdir(directory):
+                sync(directory)
+
+    def _changed(self, path: str) -> OutputError:
+        return OutputError(
+            "an output that somebody else has changed while it was being replaced", file=path,
+            found="another file or directory than was there before",
+            remedy=f"The new output is complete in {self._work.path!r}. Move away what is in its place, and run the "
+            "same command again.",
+        )  # fmt: skip
+
+    def undo(self) -> bool:
+        """Puts back what was moved; whether all is as it was before. Where it is not, the seal must stay."""
+        staged, aside, seal = self._work.files, self._work.aside, self._seal
+        try:
+            if seal.how == "swap":
+                if inode(staged) != seal.staged:
+                    return False
+                if inode(aside):
+                    os.rename(aside, self._out)
+            else:
+                if seal.single and not inode(os.path.join(staged, seal.enter[0])):
+                    return False
+                for path in reversed(seal.enter):
+                    if not inode(os.path.join(staged, path)):
+                        os.rename(os.path.join(self._root, path), os.path.join(staged, path))
+                for path, number in reversed(seal.leave):
+                    if inode(os.path.join(aside, path)) == number:
+                        os.rename(os.path.join(aside, path), os.path.join(self._root, path))
+                _remove_empty(aside)
+            journal.end_seal(self._work.journal, "withdrawn")
+        except OSError:
+            return False
+        return True
+
+    def clean(self) -> None:
+        """Deletes what was replaced, once the new output has its name."""
+        for displaced in (self._work.aside, self._work.files):
+            if inode(displaced):
+                self._discard(displaced, "")
+        if self._seal.how == "swap" and os.path.isdir(self._out):
+            sync(self._out)
+        journal.end_seal(self._work.journal, "done")
+
+    def _discard(self, displaced: str, below: str) -> None:
+        """Deletes what the seal names, and further names of files that stay; puts anything else into the new output."""
+        deleted = set(self._seal.deleted)
+        above = {path[:at] for path in deleted for at, letter in enumerate(path) if letter == "/"}
+        inside = os.path.join(displaced, below)
+        for entry in os.listdir(inside):
+            path = os.path.join(below, entry)
+            old, new = os.path.join(displaced, path), os.path.join(self._root, path)
+            if os.path.isdir(old) and not os.path.islink(old):
+                if path in above or inode(new):
+                    self._discard(displaced, path)
+                else:
+                    self._keep(old, new)
+            elif path in deleted or inode(old) == inode(new):
+                os.unlink(old)
+            else:
+                self._keep(old, new)
+        os.rmdir(inside)
+
+    def _keep(self, old: str, new: str) -> None:
+        """Somebody made this after the new directory was filled: it is not zckpt's to delete."""
+        os.makedirs(os.path.dirname(new), exist_ok=True)
+        os.rename(old, new)
+
+
+def _remove_empty(directory: str) -> None:
+    for root, _, _ in os.walk(directory, topdown=False):
+        with contextlib.suppress(OSError):
+            os.rmdir(root)
+
+
+def recover(work: WorkDirectory, out: str) -> Record:
+    """Brings to an end what a run had sealed that was killed.
+
+    Args:
+        work: a work directory that is this process's.
+        out: the output's path.
+
+    Returns:
+        What its journal said.
+
+    Raises:
+        OutputError: it cannot be done; nothing is lost.
+    """
+    record = journal.read(work.journal)
+    if record.seal is not None:
+        commit = Commit(work, out, record.seal)
+        try:
+            if not commit.is_whole() and commit.undo():  # a machine's crash took what a disk said it had
+                return journal.read(work.journal)
+            commit.carry_out()
+            commit.clean()
+        except OutputError:
+            raise
+        except OSError as error:
+            raise OutputError(
+                "an output that an earlier run had complete, and that could not be given its name",
+                file=out, found=error.strerror or str(error),
+                remedy=f"Nothing is lost: the new files, and what they replace, are in {work.path!r} and {out!r}. "
+                "Remove the cause, and run the same command again.",
+            ) from error  # fmt: skip
+    return record

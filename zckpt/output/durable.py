@@ -1,0 +1,68 @@
+"""Names that last: directories and small files that are durable when these functions return, and the exchange of two names."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+
+
+def sync(path: str) -> None:
+    """Makes a file, or the names in a directory, durable."""
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def sync_tree(directory: str) -> None:
+    """Makes the names in a directory and in all below it durable; the files themselves are so already."""
+    for root, _, _ in os.walk(directory, topdown=False):
+        sync(root)
+
+
+def make_directories(path: str) -> list[str]:
+    """Makes a directory and those that it lies in, and makes each new name durable.
+
+    Returns:
+        The directories that were missing, the innermost first.
+    """
+    missing: list[str] = []
+    while not os.path.isdir(path):
+        missing.append(path)
+        path = os.path.dirname(path)
+    for made in reversed(missing):
+        with contextlib.suppress(FileExistsError):
+            os.mkdir(made)
+        sync(os.path.dirname(made))
+    return missing
+
+
+def exchange(a: str, b: str) -> bool:
+    """Two names change places, for all to see at once; False where that cannot be done."""
+    try:
+        from zckpt import _core
+    except ImportError:  # pragma: no cover - depends on the build
+        return False
+    return not _core.exchange(a, b)
+
+
+def replace_file(path: str, data: bytes, mode: int | None = None) -> None:
+    """Puts a small file in the place of another, whole or not at all; one that has these bytes already stays."""
+    with contextlib.suppress(OSError), open(path, "rb") as old:
+        if old.read() == data:
+            return
+    fresh = f"{path}.zckpt-{os.getpid()}-{os.urandom(4).hex()}"
+    try:
+        with open(fresh, "xb") as file:
+            file.write(data)
+            file.flush()
+            if mode is not None:
+                os.fchmod(file.fileno(), mode)
+            os.fsync(file.fileno())
+        os.replace(fresh, path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            os.unlink(fresh)
+        raise
+    sync(os.path.dirname(path) or ".")

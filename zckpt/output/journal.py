@@ -1,0 +1,202 @@
+"""What a run has done so far, so that the next one need not do it again; and what it was about to replace.
+
+A journal is a text file of JSON lines: first the job, then each finished file as soon as it is durable, then the seal. A
+crash can only cut its last line short, which is then ignored. The job is a fingerprint of all that decides the output's bytes:
+files of another job are of no use; its seal is, since what it says must be brought to an end by whoever comes next. Lines
+about files are left to the file system to write in its own time: what a machine's crash takes of them is done again. A seal
+is durable before anything gets or loses a name.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """A file that is complete.
+
+    Attributes:
+        path: relative to the output.
+        nbytes: its size.
+        crc32: of the whole file.
+        overflows: tensor name -> (elements whose cast overflowed, the largest of them), of tensors in this file.
+    """
+
+    path: str
+    nbytes: int
+    crc32: int
+    overflows: Mapping[str, tuple[int, float]] = field(default_factory=dict[str, tuple[int, float]])
+
+
+@dataclass(frozen=True, slots=True)
+class Seal:
+    """A complete output, and what its commit does.
+
+    Paths are relative to the output's directory; for a single file, to the directory that the file lies in. Inode numbers
+    tell what was there from what somebody else has put there since; 0 is nothing.
+
+    Attributes:
+        how: "swap": the staged directory and the output's change places. "order": files are moved one by one.
+        single: whether the output is one file.
+        staged: inode of the staged directory.
+        old: inode of what has the output's name.
+        leave: for "order": (path, inode) of what is moved into the work directory first.
+        enter: for "order": what is moved out of it then.
+        deleted: files of the old output, which go in the end.
+        files: those of the new output, but for its manifest: (path, bytes, CRC-32).
+    """
+
+    how: Literal["swap", "order"]
+    single: bool
+    staged: int
+    old: int
+    leave: tuple[tuple[str, int], ...] = ()
+    enter: tuple[str, ...] = ()
+    deleted: tuple[str, ...] = ()
+    files: tuple[tuple[str, int, int], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """What a journal says.
+
+    Attributes:
+        job: whose it is; None where there is no journal.
+        finished: by path, what is recorded as complete.
+        seal: what is to be brought to an end; None where nothing is.
+        done: whether a sealed output of this job got its name.
+    """
+
+    job: str | None = None
+    finished: dict[str, Finished] = field(default_factory=dict[str, Finished])
+    seal: Seal | None = None
+    done: bool = False
+
+
+def read(path: str) -> Record:
+    """A journal; an empty record where there is none, or no whole first line."""
+    lines = _lines(path)
+    match next(lines, None):
+        case {"job": str(job)}:
+            pass
+        case _:
+            return Record()
+    finished: dict[str, Finished] = {}
+    seal: Seal | None = None
+    done = False
+    for line in lines:
+        match line:
+            case {"path": str(name), "bytes": int(nbytes), "crc32": int(crc), "overflows": dict(overflows)}:
+                lost = {str(tensor): (int(n), float(x)) for tensor, (n, x) in overflows.items()}
+                finished[name] = Finished(name, nbytes, crc, lost)
+            case {"seal": dict(facts)}:
+                seal, done = _seal(facts), False
+            case {"end": str(end)}:
+                seal, done = None, end == "done"
+            case _:
+                pass
+    return Record(job, finished, seal, done)
+
+
+def _seal(facts: Mapping[str, Any]) -> Seal:
+    return Seal(
+        how="swap" if facts["how"] == "swap" else "order",
+        single=bool(facts["single"]),
+        staged=int(facts["staged"]),
+        old=int(facts["old"]),
+        leave=tuple((str(path), int(inode)) for path, inode in facts["leave"]),
+        enter=tuple(map(str, facts["enter"])),
+        deleted=tuple(map(str, facts["deleted"])),
+        files=tuple((str(path), int(nbytes), int(crc)) for path, nbytes, crc in facts["files"]),
+    )
+
+
+class Journal:
+    """The journal of one job, to be written.
+
+    Args:
+        path: of the file.
+        job: fingerprint; what stands in the file for another job is forgotten.
+
+    Attributes:
+        finished: by path, what is recorded as complete.
+        done: whether the output of this job got its name.
+    """
+
+    def __init__(self, path: str, job: str) -> None:
+        self.path = path
+        self.job = job
+        record = read(path)
+        self.finished: dict[str, Finished] = record.finished if record.job == job else {}
+        self.done = record.done and record.job == job
+        self._fd = -1
+
+    def begin(self, kept: Mapping[str, Finished]) -> None:
+        """Writes the journal anew, with what is kept of an earlier run."""
+        self.finished = {}
+        self.done = False
+        fresh = f"{self.path}.new"
+        self._fd = os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        _write(self._fd, {"job": self.job})
+        for file in kept.values():
+            self.add(file)
+        os.fsync(self._fd)
+        os.rename(fresh, self.path)
+
+    def add(self, file: Finished) -> None:
+        """Records a file that is complete and durable."""
+        overflows = {name: list(lost) for name, lost in file.overflows.items()}
+        _write(self._fd, {"path": file.path, "bytes": file.nbytes, "crc32": file.crc32, "overflows": overflows})
+        self.finished[file.path] = file
+
+    def close(self) -> None:
+        """Closes the file."""
+        if self._fd >= 0:
+            fd, self._fd = self._fd, -1
+            with contextlib.suppress(OSError):  # what was synced is there
+                os.close(fd)
+
+
+def write_seal(path: str, seal: Seal) -> None:
+    """Adds a seal to a journal; it is durable then."""
+    _append(path, {"seal": asdict(seal)})
+
+
+def end_seal(path: str, end: Literal["done", "withdrawn"]) -> None:
+    """Says that what a seal says is done, or that nothing of it is."""
+    _append(path, {"end": end})
+
+
+def _append(path: str, line: Mapping[str, object]) -> None:
+    fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW)
+    try:
+        os.write(fd, b"\n")  # ends a line that was cut short
+        _write(fd, line)
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def _write(fd: int, line: Mapping[str, object]) -> None:
+    data = json.dumps(line).encode() + b"\n"
+    while data:
+        data = data[os.write(fd, data) :]
+
+
+def _lines(path: str) -> Iterator[dict[str, object]]:
+    """The whole lines of the file; none where there is no such file."""
+    try:
+        with open(path, "rb") as file:
+            for text in file:
+                with contextlib.suppress(ValueError, RecursionError):
+                    line = json.loads(text) if text.endswith(b"\n") else None
+                    if isinstance(line, dict):
+                        yield line
+    except OSError:
+        return

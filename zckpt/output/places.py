@@ -1,0 +1,84 @@
+"""Where an output lies, and where work on it lies until it is complete."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+
+WORK = ".zckpt"
+"""The work directory's name where it lies in the output."""
+
+_USUAL = re.compile(rf"{re.escape(WORK)}(-.*)?|lost\+found")
+"""Names in a mount point that are nobody's data."""
+
+
+def resolved(out: str) -> str:
+    """The output's absolute path; where OUT is a symbolic link, what it points to."""
+    path = os.path.abspath(out)
+    return os.path.realpath(path) if os.path.islink(path) else path
+
+
+def is_mount(path: str) -> bool:
+    """Whether something is mounted there, a bind mount of the same file system too."""
+    if os.path.ismount(path):
+        return True
+    wanted = os.fsencode(os.path.realpath(path))
+    try:
+        with open("/proc/self/mountinfo", "rb") as file:
+            points = (line.split()[4] for line in file)
+            return any(_unescaped(point) == wanted for point in points)
+    except (OSError, IndexError):
+        return False
+
+
+def _unescaped(point: bytes) -> bytes:
+    return re.sub(rb"\\([0-7]{3})", lambda found: bytes([int(found[1], 8)]), point)
+
+
+def keeps_its_name(out: str) -> bool:
+    """Whether OUT is a directory that cannot change places with another: a mount point, or in a directory that is not ours."""
+    out = resolved(out)
+    return os.path.isdir(out) and (is_mount(out) or not os.access(os.path.dirname(out), os.W_OK | os.X_OK))
+
+
+def directory_for(out: str) -> str:
+    """Where work on an output lies until it is complete: on the same file system, so that files need only be renamed."""
+    return inside(out) if keeps_its_name(out) else beside(out)
+
+
+def beside(out: str) -> str:
+    """The work directory beside an output."""
+    parent, name = os.path.split(resolved(out))
+    return os.path.join(parent, f".{name}{WORK}")
+
+
+def inside(out: str) -> str:
+    """The work directory in an output that keeps its name."""
+    return os.path.join(resolved(out), WORK)
+
+
+def entries(directory: str) -> list[str]:
+    """The names in an output's directory, but for those that every mount point may have, and for zckpt's own work."""
+    return sorted(name for name in os.listdir(directory) if not _USUAL.fullmatch(name))
+
+
+def free_bytes(path: str) -> int:
+    """Free room on the file system of a path, or of the nearest directory above it that is there."""
+    while not os.path.isdir(path):
+        path = os.path.dirname(path)
+    return shutil.disk_usage(path).free
+
+
+def board_for(out: str, job: str) -> str:
+    """Where several processes that write an output leave each other notes."""
+    return f"{directory_for(out)}-together-{job}"
+
+
+def remove_boards(out: str, but: str = "") -> None:
+    """Removes what earlier runs of several processes left; for who holds the output's lock."""
+    parent, name = os.path.split(board_for(out, ""))
+    for entry in os.listdir(parent):
+        path = os.path.join(parent, entry)
+        if entry.startswith(name) and path != but and not os.path.islink(path):
+            shutil.rmtree(path, ignore_errors=True)
