@@ -20,6 +20,7 @@ from zckpt.errors import (
     NotACheckpointError,
     OutputError,
     RemoteError,
+    ResourceError,
     UnsafeError,
     UnsupportedError,
     UsageError,

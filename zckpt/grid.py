@@ -16,6 +16,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from zckpt import limits
 from zckpt.catalog import Catalog, TensorEntry, Topology
 from zckpt.errors import ZckptError, ranges
 from zckpt.files import size
@@ -104,6 +105,7 @@ def _rows(listing: Listing, catalog: Catalog | None, mp_rank: int) -> dict[int, 
     counts = Counter(count for _, count, _ in facts.values() if count)
     world_size = catalog.topology.dp if catalog else counts.most_common(1)[0][0] if counts else 0
     world_size = max(world_size, 1) if counts or catalog else 1 + max(max(files[kind]) for kind in columns)
+    world_size = min(world_size, limits.RANKS)
     usual = {
         kind: (Counter(facts[name][2] for name in files[kind].values()).most_common(1)[0][0], world_size)
         for kind in columns

@@ -8,6 +8,9 @@ import os
 import pickle
 import random
 import struct
+import subprocess
+import sys
+import time
 import tracemalloc
 import zlib
 
@@ -22,6 +25,7 @@ from zckpt.errors import CorruptError, NotACheckpointError, UnsafeError, Unsuppo
 from zckpt.fragments import FileStore
 
 MAX_PEAK_BYTES = 64 << 20
+MAX_SECONDS = 10
 ATTACKS = {}
 
 
@@ -348,11 +352,50 @@ def shape_of_a_range():
     return torch_file(tensor(shape=count), bytes(16))
 
 
-@attack(CorruptError)
+@attack(UnsupportedError)
 def copies_of_a_large_list():
     """Each six bytes would copy 100,000 items."""
     copies = b"h\x01h\x00\x85R" * 10_000
     return torch_file(b"]q\x00(" + b"N" * 100_000 + b"ecbuiltins\nlist\nq\x01(" + copies + b"t.")
+
+
+@attack(UnsupportedError)
+def calls_of_a_hundred_thousand_arguments():
+    """Each six bytes would go through them all, and keep a copy."""
+    calls = b"h\x02h\x00R" * 20_000
+    return torch_file(b"(" + b"N" * 100_000 + b"tq\x000ca\nB\nq\x01)Rq\x020(" + calls + b"t.")
+
+
+@attack(CorruptError)
+def a_name_that_every_call_looks_at():
+    return torch_file(b"ca\n" + b"B" * 1_000_000 + b"\nq\x00(" + b"h\x00)R" * 200_000 + b"t.")
+
+
+@attack(CorruptError)
+def names_that_grow():
+    """getattr(getattr(a.B, long), long): each would hold all letters of those before."""
+    name = text("m" * 300_000) + b"q\x01"
+    return torch_file(b"cbuiltins\ngetattr\nq\x00" + name + b"ca\nB\n" + b"q\x020h\x00(h\x02h\x01tR" * 500 + b".")
+
+
+@attack(CorruptError)
+def keys_that_are_equal_and_long():
+    """Each five bytes would compare a million letters."""
+    keys = text("k" * 1_000_000) + b"q\x000" + text("k" * 1_000_000) + b"q\x010"
+    return torch_file(keys + b"}h\x00Ns" + b"h\x01Ns" * 200_000 + b".")
+
+
+@attack(CorruptError)
+def keys_that_are_equal_sets():
+    items = b"".join(b"M" + struct.pack("<H", n) for n in range(60_000))
+    keys = (b"(" + items + b"\x91q\x000") + (b"(" + items + b"\x91q\x010")
+    return torch_file(keys + b"}h\x00Ns" + b"h\x01Ns" * 100_000 + b".")
+
+
+@attack(CorruptError)
+def calls_that_are_only_passed_on():
+    """copyreg.__newobj__(copyreg.__newobj__, ...): Python's own stack would not do."""
+    return torch_file(b"ccopyreg\n__newobj__\nq\x00(" + b"h\x00" * 5000 + b"tR.")
 
 
 @attack(CorruptError)
@@ -619,6 +662,7 @@ def test_each_attack_is_refused(tmp_path, name):
         else:
             file.write(data)
     del data
+    began = time.process_time()
     tracemalloc.start()
     try:
         with pytest.raises(errors) as caught:
@@ -628,6 +672,55 @@ def test_each_attack_is_refused(tmp_path, name):
         tracemalloc.stop()
     assert caught.value.file == path and 0 < len(str(caught.value)) < 1000
     assert peak < MAX_PEAK_BYTES
+    assert time.process_time() - began < MAX_SECONDS
+
+
+def test_calls_cost_something(tmp_path):
+    """30 MiB of calls, of which each costs little and is kept by nobody: 1.4 GiB and two minutes, once."""
+    code = (
+        "import resource, sys; from zckpt.containers import open_container; from zckpt.errors import UnsupportedError\n"
+        "try: open_container(sys.argv[1])\n"
+        "except UnsupportedError as error: print(error.what)\n"
+        "used = resource.getrusage(resource.RUSAGE_SELF)\n"
+        "print(used.ru_maxrss >> 10, int(used.ru_utime))"
+    )
+    (tmp_path / "x.pt").write_bytes(torch_file(b"ca\nB\nq\x00)q\x01(" + b"h\x00h\x01R" * 6_000_000 + b"l."))
+    done = subprocess.run([sys.executable, "-c", code, tmp_path / "x.pt"], capture_output=True, text=True, check=True)
+    told, used = done.stdout.splitlines()
+    mebibytes, seconds = map(int, used.split())
+    assert told.startswith("a pickle that takes too much") and mebibytes < 700 and seconds < 20
+
+
+def test_many_tensors_are_no_bomb(tmp_path):
+    """As torch writes them: 100,000 in one file, with their shapes once more."""
+    import torch
+
+    state = {f"model.layers.{n // 64}.mlp.experts.{n % 64}.down_proj.weight": torch.empty(2, 2) for n in range(100_000)}
+    shapes = [{name: tensor.shape for name, tensor in state.items()}]
+    torch.save({"module": state, "param_shapes": shapes}, tmp_path / "x.pt")
+    assert len(open_container(tmp_path / "x.pt").root["module"]) == 100_000
+
+
+@pytest.mark.parametrize("field", ["partition_count", "dp_world_size"])
+@pytest.mark.parametrize("count", [10**8, 10**18])
+def test_counts_of_ranks_are_not_counted_up_to(field, count, tmp_path):
+    import synth
+    import torch
+
+    from zckpt import convert
+
+    root = synth.zero12(tmp_path / "ckpt", [{"a": torch.arange(6.0)}], 2)
+    for path in (root / "global_step5").glob("*.pt"):
+        held = torch.load(path, weights_only=False)
+        if field == "dp_world_size" and "module" in held:
+            held[field] = count
+        if "optimizer_state_dict" in held:
+            held["optimizer_state_dict"]["partition_count"] = [count] if field == "partition_count" else None
+        torch.save(held, path)
+    began = time.process_time()
+    with pytest.raises(UnsupportedError, match="number of ranks"):
+        convert(root, tmp_path / "out")
+    assert time.process_time() - began < MAX_SECONDS
 
 
 def test_shared_structure_stays_cheap(tmp_path):
@@ -639,6 +732,15 @@ def test_shared_structure_stays_cheap(tmp_path):
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert root[0] is root[1] and peak < 1 << 20
+
+
+def test_a_location_that_is_no_text_is_not_described(tmp_path):
+    """The device that a storage was saved from, as 2^60 characters."""
+    storage = text("storage") + b"ctorch\nFloatStorage\n" + text("0") + b"N" + b"2\x86" * 60 + b"K\x04"
+    made = b"ctorch._utils\n_rebuild_tensor_v2\n((" + storage + b"tQK\x00K\x04\x85K\x01\x85\x89)tR."
+    path = tmp_path / "x.pt"
+    path.write_bytes(torch_file(made, bytes(16)))
+    assert open_container(path).root.shape == (4,)
 
 
 def test_random_programs(tmp_path):

@@ -75,6 +75,11 @@ def enum_value(value: object) -> object:
     return value
 
 
+def brief_text(value: object) -> str:
+    """The beginning of a text; nothing of what is none, whose description may be endless."""
+    return value[:64] if type(value) is str else ""
+
+
 def brief(value: object) -> str:
     """A short description of any object of a file. Unlike `repr`, its cost does not grow with the object."""
     if isinstance(value, str | bytes):

@@ -13,14 +13,19 @@ from typing import Any
 from zckpt import limits
 from zckpt.containers.danger import runs_code
 from zckpt.containers.inert import NumpyArray, Pair, Placeholder
-from zckpt.containers.meanings import MEANINGS, fill_array, plain_key
+from zckpt.containers.meanings import MEANINGS, MOST_NAME, fill_array, plain_key
 from zckpt.containers.tensor_ref import TensorRef
 from zckpt.errors import CorruptError, UnsafeError, UnsupportedError, ZckptError
 
 PersistentLoad = Callable[[object], object]
 
-_MEMO_COST, _STACK_COST = 90, 16
-"""Bytes of an entry: of the memo with its number; of the stack, which grows by copying."""
+STEP = 8
+"""What a step costs, whatever it does: as much as eight bytes."""
+
+ARGUMENT_COST, ITEM_COST, ENTRY_COST, PLACEHOLDER_COST = 16, 32, 104, 256
+"""Of an argument of a call; of an item of one, which the call may copy; of an entry of a dict or set, which grow by doubling;
+of what a call makes that has no meaning here.
+"""
 
 
 class Machine:
@@ -34,11 +39,20 @@ class Machine:
         stack: all items; those above a mark belong to the object in progress.
         marks: heights of the stack.
         memo: objects that are used again.
-        made: bytes of objects made by what has no fixed cost.
-        room: how many times the limits it may take.
+        cost: what has been spent so far; see `charge`.
+        most: what may be.
     """
 
-    def __init__(self, data: bytes, file: str, record: str, base: int, persistent_load: PersistentLoad | None) -> None:
+    def __init__(
+        self,
+        data: bytes,
+        file: str,
+        record: str,
+        base: int,
+        persistent_load: PersistentLoad | None,
+        spent: int = 0,
+        most: int | None = None,
+    ) -> None:
         self.data = data
         self.end = len(data)
         self.position = self.step = 0
@@ -46,12 +60,12 @@ class Machine:
         self.record = record
         self.base = base
         self.persistent_load = persistent_load or self.no_persistent_load
-        self.budget = len(data) + (1 << 16)
         self.stack: list[Any] = []
         self.marks: list[int] = []
         self.memo: dict[int, Any] = {}
-        self.made = 0
-        self.room = 1
+        self.cost = spent
+        share = spent + limits.PICKLE_COST_FREE + limits.PICKLE_COST_PER_BYTE * len(data)
+        self.most = min(share, limits.PICKLE_COST) if most is None else most
 
     # -- bytes -------------------------------------------------------------------------------------------------------
 
@@ -73,7 +87,9 @@ class Machine:
 
     def counted(self, nbytes: int) -> bytes:
         """Bytes after their number, which is stored in `nbytes`."""
-        return self.take(self.uint(nbytes))
+        data = self.take(self.uint(nbytes))
+        self.charge(4 * len(data))  # a text may take four bytes for each
+        return data
 
     def line(self) -> bytes:
         """The next line, without its end."""
@@ -81,6 +97,7 @@ class Machine:
         if end < 0:
             raise EOFError
         start, self.position = self.position, end + 1
+        self.charge(4 * (end - start))
         return self.data[start:end]
 
     # -- stack -------------------------------------------------------------------------------------------------------
@@ -94,7 +111,7 @@ class Machine:
         mark = self.marks.pop()
         items = self.stack[mark:]
         del self.stack[mark:]
-        self.made += 8 * len(items)
+        self.charge(8 * len(items))
         return items
 
     def pop_many(self, count: int) -> tuple[Any, ...]:
@@ -107,53 +124,45 @@ class Machine:
 
     # -- cost --------------------------------------------------------------------------------------------------------
 
-    def check_cost(self, made: int, steps: int) -> None:
-        """Refuses a pickle that has made too much; see [Note: bombs].
-
-        Args:
-            made: bytes of objects, but for those that are counted here.
-            steps: through the slower opcodes.
+    def charge(self, cost: int) -> None:
+        """Adds to the cost: bytes of objects about to be made, or steps times `STEP`. See [Note: bombs] in `pickles`.
 
         Raises:
-            UnsupportedError: it has.
+            UnsupportedError: it is too much.
         """
-        needed = made + self.made + _MEMO_COST * len(self.memo) + _STACK_COST * len(self.stack)
-        if needed > self.room * limits.PICKLE_MEMORY_BYTES:
-            raise self.refuse(UnsupportedError, f"a pickle that would fill the memory ({needed:,} bytes so far)")
-        if steps > self.room * limits.PICKLE_STEPS:
-            raise self.refuse(UnsupportedError, f"a pickle that takes too long ({steps:,} steps so far)")
+        self.cost += cost
+        if self.cost > self.most:
+            raise self.refuse(UnsupportedError, f"a pickle that takes too much memory or time ({self.cost:,} so far)")
 
     # -- objects -----------------------------------------------------------------------------------------------------
 
-    def call(self, function: object, args: object, kwargs: Mapping[str, object] | None = None) -> object:
+    def call(
+        self, function: object, args: object, kwargs: Mapping[str, object] | None = None, forwards: int = 0
+    ) -> object:
         """What calling `function` would give; see the module's docstring."""
         if type(function) is not Placeholder or type(args) is not tuple or (kwargs and type(kwargs) is not dict):
             raise TypeError(f"a {type(function).__name__} is called with a {type(args).__name__}")
+        self.charge(sum(map(_size, args), ARGUMENT_COST * len(args)) + ENTRY_COST * len(kwargs or ()))
         if function.called:  # what a call gave is called in turn
+            self.charge(PLACEHOLDER_COST)
             return Placeholder(function.module, function.name, (function, *args), called=True)
         name = f"{function.module}.{function.name}"
         if meaning := MEANINGS.get(name):
-            if args:
-                self.charge(args)
             value = meaning(*args, **kwargs) if kwargs else meaning(*args)
             if value is not None:
                 return value
         elif name in _FORWARDS:
-            made = self.call(*_FORWARDS[name](*args))
+            if forwards > _MOST_FORWARDS:
+                raise TypeError("a call that is only passed on")
+            passed, arguments, named = _FORWARDS[name](*args)
+            made = self.call(passed, arguments, named, forwards + 1)
             return as_new(made) if name.startswith("copyreg.") else made
         elif name == "builtins.getattr" and (member := _member(*args)):
             return member
         else:
             self.check_safe(function, (*args, *(kwargs or {}).values()))
+        self.charge(PLACEHOLDER_COST)
         return Placeholder(function.module, function.name, args, called=True, kwargs=dict(kwargs or {}))
-
-    def charge(self, values: tuple[object, ...]) -> None:
-        """Takes from the budget what copying these would cost; see [Note: bombs]."""
-        for value in values:
-            if type(value) in _COPIED:
-                self.budget -= len(value)  # type: ignore[arg-type]
-        if self.budget < 0:
-            raise ValueError("it makes far larger objects than it has bytes")
 
     def check_safe(self, function: Placeholder, args: tuple[object, ...]) -> None:
         """Refuses a call that would run code, of `function` or through it."""
@@ -174,7 +183,7 @@ class Machine:
         if isinstance(target, Placeholder):
             target.state = state
         elif isinstance(target, NumpyArray):
-            self.charge(state if type(state) is tuple else ())
+            self.charge(sum(map(_size, state)) if type(state) is tuple else 0)
             fill_array(target, state)
         elif not isinstance(
             target, dict | list | set | TensorRef
@@ -185,6 +194,7 @@ class Machine:
         """Adds items to the topmost list or set."""
         target = self.stack[-1]
         if isinstance(target, set):
+            self.charge(ENTRY_COST * len(items))
             target.update(map(plain_key, items))
         elif isinstance(target, list | Placeholder):
             (target if isinstance(target, list) else target.items).extend(items)
@@ -194,9 +204,10 @@ class Machine:
     def set_items(self, items: list[Any]) -> None:
         """Sets keys and values, in turn, in the topmost dict."""
         target = self.stack[-1]
+        self.charge(ENTRY_COST // 2 * len(items))
         pairs = zip(items[::2], items[1::2], strict=True)
         if isinstance(target, dict):
-            target.update((key if type(key) is str else plain_key(key), value) for key, value in pairs)
+            target.update((plain_key(key), value) for key, value in pairs)
         elif isinstance(target, Placeholder):
             target.items.extend(itertools.starmap(Pair, pairs))
         else:
@@ -238,14 +249,26 @@ def as_new(value: object) -> object:
     return value
 
 
-_COPIED = {list, tuple, dict, set, frozenset, str, bytes, bytearray}
+def _size(value: object) -> int:
+    """What copying an argument would cost."""
+    kind = type(value)
+    if kind in _TEXTS:
+        return len(value)  # type: ignore[arg-type]
+    return ITEM_COST * len(value) if kind in _COPIED else 0  # type: ignore[arg-type]
+
+
+_TEXTS = {str, bytes, bytearray}
+_COPIED = {list, tuple, dict, set, frozenset}
 
 _FORWARDS: Mapping[str, Callable[..., tuple[Any, ...]]] = {
-    "torch._tensor._rebuild_from_type_v2": lambda function, kind, args, state: (function, args),
-    "copyreg.__newobj__": lambda kind, *args: (kind, args),
+    "torch._tensor._rebuild_from_type_v2": lambda function, kind, args, state: (function, args, None),
+    "copyreg.__newobj__": lambda kind, *args: (kind, args, None),
     "copyreg.__newobj_ex__": lambda kind, args, kwargs: (kind, args, kwargs),
 }
 """Calls that only pass on a call; the attributes that Python code hung on a tensor are dropped."""
+
+_MOST_FORWARDS = 8
+"""Such calls of one another."""
 
 
 def _member(owner: object = None, name: object = None, *_: object) -> Placeholder | None:
@@ -255,6 +278,8 @@ def _member(owner: object = None, name: object = None, *_: object) -> Placeholde
     """
     if not isinstance(owner, Placeholder) or type(name) is not str or (name.startswith("_") and name != "__new__"):
         return None
+    if len(owner.module) + len(owner.name) + len(name) > MOST_NAME:
+        raise ValueError("a name that is too long")
     member = Placeholder(owner.module, f"{owner.name}.{name}")
     if runs_code(owner) or runs_code(member):
         return None

@@ -2,7 +2,7 @@
 
 For the pickle machine. A global is only ever a name here; "calling" it looks up the few functions below, and what is
 not among them stays a `Placeholder`. The functions return plain values and give up, by any of `MISFITS`, on arguments
-that cannot be. None copies more than its arguments, and the machine charges for that (see `pickles`, [Note: bombs]).
+that cannot be. None copies more than its arguments, and the machine has charged for that (see `pickles`, [Note: bombs]).
 Source: torch/_utils.py, torch/serialization.py (2.13); `__reduce__` of numpy's ndarray and dtype; CPython's
 `_compat_pickle` for the names of Python 2.
 """
@@ -26,8 +26,14 @@ _OLD_MODULES = {"__builtin__": "builtins", "copy_reg": "copyreg", "torch.tensor"
 _OLD_NAMES = {"builtins.unicode": "str", "builtins.long": "int", "builtins.xrange": "range"}
 
 
+MOST_NAME = 1024
+"""Letters of a global, its module included: each call looks at them."""
+
+
 def global_of(module: str, name: str) -> DType | Placeholder:
     """What a name stands for, under one spelling for all versions."""
+    if len(module) + len(name) > MOST_NAME:
+        raise ValueError("a name that is too long")
     module = _OLD_MODULES.get(module, module)
     name = _OLD_NAMES.get(f"{module}.{name}", name)
     if module.startswith("numpy._core"):
@@ -212,22 +218,29 @@ def _as_bytes(data: object) -> bytes | None:
 
 
 def plain_key(key: object) -> object:
-    """`key`, if hashing it is cheap. Nested tuples can make that take for ever, or overflow the C stack."""
-    pending, seen = [key], 0
+    """`key`, if to hash and to compare it is cheap. Nested tuples can make that take for ever, or overflow the C stack."""
+    if type(key) in _ATOMS:
+        return key
+    seen = letters = 0
+    pending: list[Any] = [key]
     while pending:
         item = pending.pop()
         seen += 1
-        if type(item) is tuple and len(item) <= 100 >= seen:
+        if type(item) in (tuple, frozenset) and len(item) + seen <= _MOST_PARTS:
             pending.extend(item)
-        elif type(item) not in _KEYS:
-            raise TypeError(f"a {type(item).__name__} as key")
+        elif type(item) in (str, bytes) and letters + len(item) <= _MOST_LETTERS:
+            letters += len(item)
+        elif type(item) not in _ATOMS:
+            raise TypeError(f"a {type(item).__name__} as key, or a key of too many parts")
     return key
 
 
 _list = _plain(list, list, tuple)
 _bytearray = _plain(bytearray, bytes, bytearray, list)
 
-_KEYS = {str, int, float, bool, bytes, complex, type(None), frozenset, range, Placeholder, DType, NumpyArray, TensorRef}
+_ATOMS = {int, float, bool, complex, type(None), range, Placeholder, DType, NumpyArray, TensorRef}
+_MOST_PARTS, _MOST_LETTERS = 100, 1 << 16
+"""Of a key."""
 
 MEANINGS: Mapping[str, Callable[..., object]] = {
     "torch._utils._rebuild_tensor": _tensor,

@@ -12,7 +12,7 @@ import struct
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from zckpt.containers.machine import Machine, as_new
+from zckpt.containers.machine import STEP, Machine, as_new
 from zckpt.containers.meanings import global_of, plain_key
 from zckpt.errors import CorruptError, UnsafeError, UnsupportedError
 
@@ -207,14 +207,15 @@ _ACTIONS: Mapping[int | str, Callable[[Machine], object]] = {
     0x97: _buffer,
     0x98: _buffer,
 }
-COSTS = [0] * 256
-"""Bytes that an opcode makes, at most, beside what it takes from the pickle and what `Machine` charges itself."""
+COSTS = [STEP] * 256
+"""What an opcode costs: a step, and the bytes that it makes at most with a place on the stack or in the memo, beside what
+`Machine` charges for items, texts and what calls make."""
 for _codes, _cost in {
-    "JMIL\x8a\x8bFG": 40, "STUVX\x8c\x8d": 64, "BC\x8e\x96": 64, "t\x85\x86\x87": 128, "]l": 160, "a": 16, "}d": 340, "s": 100,
-    "\x8f\x91": 320, "c\x93": 480, "R\x81": 420, "\x92io": 480, "b": 100, "PQ": 360,
+    "hgj21N\x88\x89K": 8, "MJIL\x8a\x8bFG": 48, "STUVX\x8c\x8d": 72, "BC\x8e\x96": 72, "qrp\x94": 80,
+    ")t\x85\x86\x87": 72, "]l": 112, "a": 16, "}d": 240, "\x8f\x91": 240, "c\x93": 400, "R\x81\x92io": 128, "b": 16, "PQ": 200,
 }.items():  # fmt: skip
     for _code in _codes:
-        COSTS[ord(_code)] = _cost
+        COSTS[ord(_code)] += _cost
 
 OPCODES = [_ACTIONS.get(code) or _ACTIONS.get(chr(code), _unknown) for code in range(256)]
 """By number."""

@@ -7,13 +7,13 @@ refused.
 
 [Note: bombs]
 A small file must not cost much. Lengths are checked against the bytes that are left before anything is allocated. Objects
-are shared, never copied, when they are used twice; the few calls that do copy draw on a budget of about the pickle's own
-length. Whole numbers have at most `opcodes.MAX_INT_BYTES`, keys are cheap to hash (`meanings.plain_key`), and nothing here
-recurses. What leaves is nested at most `MAX_DEPTH` deep (a value that contains itself excepted), so whoever walks it may
-recurse.
-Still, one byte of pickle can be a set of 216 bytes. So every opcode that makes an object is charged for it, and a pickle
-that has made `limits.PICKLE_MEMORY_BYTES` of them is refused, as is one that goes through the slower opcodes more than
-`limits.PICKLE_STEPS` times. That is room for a hundred thousand tensors in one file.
+are shared, never copied, when they are used twice. Whole numbers have at most `opcodes.MAX_INT_BYTES`, names `meanings.MOST_NAME`
+letters, keys are cheap to hash and to compare (`meanings.plain_key`), and nothing here recurses. What leaves is nested at most
+`MAX_DEPTH` deep (a value that contains itself excepted), so whoever walks it may recurse.
+Still, one byte of pickle can be a set of 216 bytes, or a call that goes through a million arguments. So there is one count of
+what a pickle has cost, in bytes of memory, with a few for the time of each step: every opcode adds what `opcodes.COSTS` says, and
+what copies or goes through items adds to it for each (`Machine.charge`), before it does. A pickle may cost
+`limits.PICKLE_COST`, and no more than a multiple of its length. That is room for 150,000 tensors in one file.
 
 Source: CPython's Lib/pickle.py and Lib/pickletools.py (3.13), protocols 0-5.
 """
@@ -21,11 +21,10 @@ Source: CPython's Lib/pickle.py and Lib/pickletools.py (3.13), protocols 0-5.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from sys import getrefcount
 from typing import Any
 
 from zckpt.containers.inert import NumpyArray, Placeholder
-from zckpt.containers.machine import Machine, PersistentLoad
+from zckpt.containers.machine import ENTRY_COST, Machine, PersistentLoad
 from zckpt.containers.meanings import MISFITS
 from zckpt.containers.opcodes import COSTS, OPCODES, STOP
 from zckpt.errors import CorruptError
@@ -42,7 +41,7 @@ def load_pickle(
     base: int = 0,
     persistent_load: PersistentLoad | None = None,
     spent: int = 0,
-    room: int = 1,
+    most: int | None = None,
 ) -> object:
     """The inert object in a pickle.
 
@@ -53,7 +52,7 @@ def load_pickle(
         base: byte offset in the file, for errors.
         persistent_load: answers what lies outside of the pickle, in torch's files the storages.
         spent: memory that the reader of the file has already used for it.
-        room: how many times the limits of one file's pickle it may take, where it describes many files.
+        most: what it may cost; None for what any may.
 
     Raises:
         CorruptError: it is damaged.
@@ -62,7 +61,7 @@ def load_pickle(
     """
     try:
         return read_pickle(
-            data, file=file, record=record, base=base, persistent_load=persistent_load, spent=spent, room=room
+            data, file=file, record=record, base=base, persistent_load=persistent_load, spent=spent, most=most
         )[0]
     except EOFError as error:
         raise CorruptError(
@@ -82,19 +81,18 @@ def read_pickle(
     base: int = 0,
     persistent_load: PersistentLoad | None = None,
     spent: int = 0,
-    room: int = 1,
+    most: int | None = None,
 ) -> tuple[object, int]:
     """The inert object in a pickle, and how many bytes it takes. Otherwise as `load_pickle`.
 
     Raises:
         EOFError: `data` ends before the pickle.
     """
-    machine = Machine(data, file, record, base, persistent_load)
-    machine.made, machine.room = spent, room
+    machine = Machine(data, file, record, base, persistent_load, spent, most)
     try:
         value = _run(machine)
         machine.memo.clear()
-        _check_depth(value)
+        _check_depth(machine, value)
     except MISFITS as error:
         reason = f"the stack or memo holds no such item: {error}" if isinstance(error, LookupError) else str(error)
         raise machine.corrupt(reason) from error
@@ -104,20 +102,22 @@ def read_pickle(
 def _run(machine: Machine) -> object:
     """Carries out one opcode after another. Nine tenths of all opcodes in torch's files are the twelve done right here.
 
-    Every `_STRIDE` bytes the cost so far is looked at: what was made here, elsewhere, and what memo and stack hold.
+    The cost is added up here, and handed to the machine every `_STRIDE` bytes.
     """
     data, end, stack, memo, marks = machine.data, len(machine.data), machine.stack, machine.memo, machine.marks
     long_put, put, get, long_get, small_int, mark, build_tuple, call, one_tuple, text = b"rqhjK(tR\x85X"
     memoize, pair = b"\x94\x86"  # of protocol 4, which torch's checkpoint metadata are in
     at = machine.position
-    made = steps = 0
+    cost = 0
     check_at = at + _STRIDE
     try:
         while at < end:
-            if at >= check_at:
-                machine.check_cost(made, steps)
-                check_at = at + _STRIDE
             opcode = data[at]
+            cost += COSTS[opcode]
+            if at >= check_at:
+                machine.step = at
+                machine.charge(cost)
+                cost, check_at = 0, at + _STRIDE
             if opcode == long_put and at + 5 <= end:
                 memo[int.from_bytes(data[at + 1 : at + 5], "little")] = stack[-1]
                 at += 5
@@ -129,7 +129,6 @@ def _run(machine: Machine) -> object:
                 at += 2
             elif opcode == one_tuple:
                 stack[-1] = (stack[-1],)
-                made += TUPLE_COST
                 at += 1
             elif opcode == call:
                 machine.step = at
@@ -141,7 +140,7 @@ def _run(machine: Machine) -> object:
                 at += 1
             elif opcode == build_tuple:
                 start = marks.pop()
-                made += TUPLE_COST + 8 * (len(stack) - start)
+                cost += 8 * (len(stack) - start)
                 stack[start:] = [tuple(stack[start:])]
                 at += 1
             elif opcode == long_get and at + 5 <= end:
@@ -152,8 +151,9 @@ def _run(machine: Machine) -> object:
                 at = start + int.from_bytes(data[at + 1 : start], "little")
                 if at > end:
                     break
-                made += 60 + at - start
-                stack.append(data[start:at].decode("utf-8", "surrogatepass"))
+                value = data[start:at].decode("utf-8", "surrogatepass")
+                cost += at - start if value.isascii() else 4 * (at - start)
+                stack.append(value)
             elif opcode == put and at + 2 <= end:
                 memo[data[at + 1]] = stack[-1]
                 at += 2
@@ -163,7 +163,6 @@ def _run(machine: Machine) -> object:
             elif opcode == pair:
                 second = stack.pop()
                 stack[-1] = (stack[-1], second)
-                made += TUPLE_COST
                 at += 1
             elif opcode == STOP:
                 machine.position = at + 1
@@ -171,31 +170,24 @@ def _run(machine: Machine) -> object:
             else:
                 machine.step, machine.position = at, at + 1
                 OPCODES[opcode](machine)
-                made += COSTS[opcode]
-                steps += 1
                 at = machine.position
     finally:
         machine.step = at
     raise EOFError
 
 
-_STRIDE = 1 << 16
-"""Bytes of pickle between two looks at its cost: at most 16 MB are made in them."""
-
-TUPLE_COST = 128
-"""Of a tuple, and of what the check of its depth may remember of it."""
+_STRIDE = 1 << 12
+"""Bytes of pickle between two looks at its cost: at most 2 MB are made in them, beside texts."""
 
 
-def _check_depth(root: object) -> None:
-    """Refuses what is nested too deep, in one pass without recursion; each object is visited once, by its height.
-
-    Only what several objects hold is remembered: millions of lists in a list would each cost a hundred bytes more.
-    """
+def _check_depth(machine: Machine, root: object) -> None:
+    """Refuses what is nested too deep, in one pass without recursion; each object is visited once, by its height."""
     heights: dict[int, int] = {}
     path: list[tuple[object, Iterator[object], list[int]]] = []
     pending: object = (root,)
     while True:
         if pending is not None:
+            machine.charge(ENTRY_COST)
             heights[id(pending)] = 0  # until it is done: what contains itself adds nothing
             path.append((pending, _children(pending), [0]))
             pending = None
@@ -206,22 +198,15 @@ def _check_depth(root: object) -> None:
                     pending = child
                     break
                 height[0] = max(height[0], heights[id(child)])
-        child = None
         if len(path) + height[0] > MAX_DEPTH:
             raise ValueError(f"its values are nested more than {MAX_DEPTH} deep")
         if pending is None:
             path.pop()
-            if getrefcount(owner) > _ONE_HOLDER:
-                heights[id(owner)] = height[0] + 1
-            else:
-                del heights[id(owner)]
+            heights[id(owner)] = height[0] + 1
             if not path:
                 return
             path[-1][2][0] = max(path[-1][2][0], height[0] + 1)
 
-
-_ONE_HOLDER = 3
-"""References to an object that one other holds: that one, a variable here, and the call's own."""
 
 _NESTS = {list, tuple, dict, set, frozenset, Placeholder, NumpyArray}
 

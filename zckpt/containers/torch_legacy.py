@@ -21,7 +21,7 @@ from dataclasses import replace
 
 from zckpt import limits
 from zckpt.containers.container import Container, Input, open_input
-from zckpt.containers.inert import brief
+from zckpt.containers.inert import brief, brief_text
 from zckpt.containers.machine import PersistentLoad
 from zckpt.containers.meanings import storage_dtype
 from zckpt.containers.pickles import read_pickle
@@ -179,7 +179,7 @@ def read_tar(file: Input) -> Container:
     for _ in range(_count(stream)):
         key, location, kind = _fields(stream, 3)
         try:
-            storage = StorageRef(str(key), storage_dtype(kind), 0, str(location)[:64], store, 0)
+            storage = StorageRef(str(key), storage_dtype(kind), 0, brief_text(location), store, 0)
         except LookupError as error:
             raise UnsupportedError("a storage of an unknown class", file=file.path, found=brief(kind)) from error
         (numel,) = stream.numbers("<q")

@@ -22,7 +22,7 @@ from collections.abc import Mapping, Sequence
 from zckpt import limits
 from zckpt.containers.container import Container, Input, open_input
 from zckpt.containers.emit import emit
-from zckpt.containers.inert import brief
+from zckpt.containers.inert import brief, brief_text
 from zckpt.containers.meanings import storage_dtype
 from zckpt.containers.pickles import load_pickle
 from zckpt.containers.skeleton import Skeleton, TensorSpec
@@ -151,7 +151,7 @@ def storage_of(key: object, store: FileStore) -> StorageRef:
         _, kind, name, location, numel = key[:5]
         if 0 <= numel <= MAX_NUMBER:
             try:
-                return StorageRef(name, storage_dtype(kind), numel, str(location)[:64], store, 0)
+                return StorageRef(name, storage_dtype(kind), numel, brief_text(location), store, 0)
             except LookupError as error:
                 raise UnsupportedError("a storage of an unknown class", file=store.path, found=brief(kind)) from error
     raise CorruptError("a reference to something that is no storage", file=store.path)

@@ -71,7 +71,7 @@ class Directory:
         self.records: dict[str, Record] = {}
         self._offsets: dict[str, int] = {}
         start, nbytes, count = _find(file)
-        if nbytes > limits.DIRECTORY_BYTES or count * limits.RECORD_COST > limits.PICKLE_MEMORY_BYTES:
+        if nbytes > limits.DIRECTORY_BYTES or count * limits.RECORD_COST > limits.PICKLE_COST:
             raise UnsupportedError(
                 "a zip directory that is too large",
                 file=file.path,

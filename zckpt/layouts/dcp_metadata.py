@@ -130,10 +130,6 @@ def missing_metadata(listing: Listing) -> IncompleteError:
     )
 
 
-_ROOM_BYTES = 4 << 20
-"""Of metadata, that may take what any pickle may."""
-
-
 class _Pickled:
     """One metadata pickle, checked; `metadata` is the result."""
 
@@ -151,7 +147,8 @@ class _Pickled:
             data = source.read(0, source.size, "the metadata")
         if not data:
             raise CorruptError("empty metadata", file=self.file, remedy="The save did not finish. Use an older one.")
-        root = load_pickle(data, file=self.file, room=1 + len(data) // _ROOM_BYTES)
+        most = max(limits.PICKLE_COST, limits.METADATA_COST_PER_BYTE * len(data))
+        root = load_pickle(data, file=self.file, most=most)
         if not isinstance(root, Placeholder) or root.name != "Metadata" or not isinstance(root.state, Mapping):
             raise self.corrupt("a file that is not torch's checkpoint metadata", brief(root))
         self.state = root.state

@@ -54,7 +54,7 @@ class Reader:
         self.listing = listing
         self.save = save
         self.mp_ranks = mp_ranks
-        self.world_size = save.world_size if save else (model.number("dp_world_size") or 1) * len(mp_ranks)
+        self.world_size = save.world_size if save else (model.ranks("dp_world_size") or 1) * len(mp_ranks)
         self.data_first = model.config.get("use_data_before_expert_parallelism") is True
         self.optimizers = None if save else Optimizers(listing, dict(zip(mp_ranks, slices or [model])))
         self.first_state = self.optimizers.states.get(0) if self.optimizers else None
@@ -227,7 +227,7 @@ def load(listing: Listing, allow_unknown: bool, model: ModelStates, layers: Laye
     if not optimizers:
         if not model.is_zero():
             return None
-        world_size = model.number("dp_world_size") or 1
+        world_size = model.ranks("dp_world_size") or 1
         raise missing_ranks(listing, "optimizer", [], list(range(world_size)), world_size)
     if not model.is_zero():
         model = with_shapes(model, [listing.open(name).root for name in optimizers], layers)

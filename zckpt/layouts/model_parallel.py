@@ -125,9 +125,9 @@ class Reader:
     def _topology(self, models: Mapping[int, ModelStates]) -> Topology:
         """Ranks per axis: what the user said, what the files say, or what their number allows."""
         first = models[min(models)]
-        recorded = first.topology(first.number("dp_world_size") or 1)
+        recorded = first.topology(first.ranks("dp_world_size") or 1)
         wished = self.listing.wishes
-        total = max(len(models), first.number("mp_world_size") or 1)
+        total = max(len(models), first.ranks("mp_world_size") or 1)
         if wished.tp or wished.pp:
             tp = wished.tp or total // (wished.pp or 1)
             pp = wished.pp or total // tp
@@ -153,7 +153,7 @@ class Reader:
         shard: OptimizerShard | None = None
         if not self.listing.shards("optim", rank):
             if model.is_zero():
-                size = model.number("dp_world_size") or 1
+                size = model.ranks("dp_world_size") or 1
                 raise missing_ranks(self.listing, f"mp_rank_{rank:02d} optimizer", [], list(range(size)), size)
             masters, _ = unsharded.masters(model)
             training = lambda: unsharded_training.training_of(model)  # noqa: E731

@@ -11,6 +11,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
+from zckpt import limits
 from zckpt.catalog import Replica, Role, TensorEntry, Topology
 from zckpt.containers import Placeholder, TensorRef, brief
 from zckpt.errors import CorruptError, UnsupportedError
@@ -97,6 +98,14 @@ class ModelStates:
         value = self.root.get(key)
         return value if isinstance(value, int) and not isinstance(value, bool) else None
 
+    def ranks(self, key: str) -> int | None:
+        """As `number`, of what counts ranks.
+
+        Raises:
+            UnsupportedError: there cannot be so many.
+        """
+        return rank_count(self.number(key), key, self.file)
+
     def is_zero(self) -> bool:
         """Whether the optimizer was sharded, so that masters lie in other files."""
         return self.root.get("param_shapes") is not None
@@ -106,7 +115,22 @@ class ModelStates:
         dims = self.root.get("checkpoint_parallel_dimensions")
         dims = dims if isinstance(dims, Mapping) else {}
         tp, pp = (n if isinstance(n, int) and n > 0 else 1 for n in (dims.get("tp_degree"), dims.get("pp_degree")))
+        rank_count(tp * pp, "tp_degree x pp_degree", self.file)
         return Topology(dp, tp, pp)
+
+
+def rank_count(count: int | None, what: str, file: str) -> int | None:
+    """A number of ranks that a file says, so that it can be counted up to.
+
+    Raises:
+        UnsupportedError: there cannot be so many.
+    """
+    if count is not None and count > limits.RANKS:
+        raise UnsupportedError(
+            "an impossible number of ranks", file=file, found=f"{what} is {count:,}", expected=f"at most {limits.RANKS:,}",
+            remedy=limits.REMEDY,
+        )  # fmt: skip
+    return count
 
 
 def read_model_states(listing: Listing, name: str, *, module: Mapping[str, TensorRef] | None = None) -> ModelStates:

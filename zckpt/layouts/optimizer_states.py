@@ -17,7 +17,7 @@ from zckpt.dtypes import BF16, F16, F32, DType
 from zckpt.errors import CorruptError, IncompleteError, InconsistentError, UnsupportedError, ranges
 from zckpt.fragments import Fragment
 from zckpt.layouts.listing import Listing
-from zckpt.layouts.module_states import ModelStates, as_mapping, as_tensor
+from zckpt.layouts.module_states import ModelStates, as_mapping, as_tensor, rank_count
 from zckpt.layouts.origins import check_alike
 from zckpt.layouts.partition import Piece
 from zckpt.layouts.training import Group
@@ -116,7 +116,7 @@ def _read(listing: Listing, rank: int, name: str, known: frozenset[str], allow_u
         file=file,
         rank=rank,
         stage=_stage(state, file),
-        partition_count=_count(state.get("partition_count")),
+        partition_count=rank_count(_count(state.get("partition_count")), "partition_count", file),
         vectors=refs,
         alignment_paddings=_paddings(state.get("param_alignment_paddings"), file),
         states=states,
@@ -210,7 +210,7 @@ def check_ranks(listing: Listing, shards: list[OptimizerShard], model: ModelStat
     check_alike(listing, "the world size", {shard.name: shard.partition_count for shard in shards})
     check_alike(listing, "the ZeRO stage", {shard.name: shard.stage for shard in shards})
     check_alike(listing, "the step", {shard.name: shard.step for shard in shards})
-    said = [shards[0].partition_count, model.number("dp_world_size")]
+    said = [shards[0].partition_count, model.ranks("dp_world_size")]
     if model.root.get("num_experts"):  # these may be cut over more ranks than all else: tensor-parallel ones too
         said.reverse()
     recorded = next((number for number in said if number), len(shards))

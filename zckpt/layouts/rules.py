@@ -20,6 +20,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from zckpt.containers import Placeholder
+from zckpt.containers.tensor_ref import MAX_FRAGMENTS
 from zckpt.errors import CorruptError, InconsistentError, UnsupportedError, UsageError, some
 from zckpt.fragments import Block
 from zckpt.layouts.module_states import ModelStates, Shape
@@ -197,7 +198,7 @@ class CheckpointRules:
         sizes = view[dim]
         if isinstance(sizes, int):  # before version 0.4: how many equal ones there are
             extent = sum(shape[dim] for shape in shapes)
-            if sizes < 1 or extent % sizes:
+            if sizes < 1 or extent % sizes or sizes > MAX_FRAGMENTS:
                 raise ValueError(f"{extent} rows in {sizes} sub-parameters")
             sizes = (extent // sizes,) * sizes
             view = (*view[:dim], sizes, *view[dim + 1 :])
@@ -305,6 +306,8 @@ def _blocks(rank: int, piece: Mapping[str, Any]) -> list[Piece]:
     while dims and (dims[-1][0] == 1 or (dims[-1][1] == count and dims[-1][2] == count)):
         count *= dims.pop()[0]
     rows, to_pitch, of_pitch = dims.pop() if dims else (1, count, count)
+    if math.prod(extent for extent, _, _ in dims) > MAX_FRAGMENTS:
+        raise ValueError(f"a slice of millions of pieces, of shape {piece['shape']}")
     places = [(int(source), int(dest))]
     for extent, to_step, of_step in dims:
         places = [(to + n * to_step, of + n * of_step) for to, of in places for n in range(extent)]

@@ -264,7 +264,7 @@ def _names_by_group(save: _Save, settings: Sequence[Mapping[str, object]]) -> li
     listed = [list(dict.fromkeys(name for group in groups for name in group)) for groups in by_number]
     model = save.models[0]
     if "zero_stage" in save.left and model.zero_config.get("round_robin_gradients"):
-        return [list(in_original_order(names, model.number("dp_world_size") or 1)) for names in listed]
+        return [list(in_original_order(names, model.ranks("dp_world_size") or 1)) for names in listed]
     return listed
 
 

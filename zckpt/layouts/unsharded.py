@@ -35,7 +35,7 @@ def read(listing: Listing, *, allow_unknown: bool = False) -> Catalog:
     """The catalog of a save without ZeRO; arguments and errors as in `zero12.read`."""
     del allow_unknown  # nothing here is laid out by unknown rules
     model = read_model_states(listing, listing.matching(MODEL_NAME)[0])
-    world_size = model.number("dp_world_size") or 1
+    world_size = model.ranks("dp_world_size") or 1
     if model.is_zero():
         raise missing_ranks(listing, "optimizer", [], list(range(world_size)), world_size)
     found, notes = masters(model)

@@ -77,7 +77,7 @@ def load(listing: Listing, mp_rank: int = 0, *, allow_unknown: bool = False) -> 
     shards = read_shards(listing, _KNOWN, mp_rank, allow_unknown=allow_unknown)
     model = read_model_states(listing, next(iter(names.values())))
     if not shards:
-        world_size = model.number("dp_world_size") or len(names)
+        world_size = model.ranks("dp_world_size") or len(names)
         raise missing_ranks(listing, "optimizer", [], list(range(world_size)), world_size)
     if not model.param_shapes:
         raise UnsupportedError(
