@@ -3,16 +3,18 @@
 A checkpoint on disk, a checkpoint to be written and a live model are all a `Catalog`. Layouts make them, the router
 carries one into another. All values are frozen: select, rename and cast return new catalogs. Constructing one is the
 check: a tensor whose fragments do not cover its shape exactly once does not exist, so a missing rank, a short file or a
-doubled partition is found here, in one place, for every layout.
+doubled partition is found here, in one place, for every layout. Nor does a catalog in which two tensors read the same bytes
+(see `claims`), so a reader that looks for them in the wrong places is found here too.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
+from zckpt.claims import Claims, Held, Span
 from zckpt.dtypes import DType
 from zckpt.errors import CorruptError, IncompleteError, InconsistentError
 from zckpt.fragments import FileStore, Fragment
@@ -60,10 +62,19 @@ class Replica:
 
 @dataclass(frozen=True, slots=True)
 class Padding:
-    """Elements that belong to no tensor and are zero, where the layout says that they are."""
+    """Elements that belong to no tensor, where the layout says that there are such.
+
+    Attributes:
+        dtype: of its elements.
+        fragments: their places; numbers of elements mean nothing here.
+        why: they are there, for a person.
+        zero: whether the layout says that they are zero.
+    """
 
     dtype: DType
     fragments: tuple[Fragment, ...]
+    why: str = "alignment"
+    zero: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,6 +163,19 @@ class TensorEntry:
         return next((replica for replica in self.replicas if not replica.rank), None)
 
 
+def held_by(tensors: Iterable[tuple[str, TensorEntry]]) -> Iterator[Held]:
+    """What tensors and their replicas read."""
+    for name, entry in tensors:
+        yield Held(name, 0, entry.dtype.itemsize, entry.fragments)
+        for number, replica in enumerate(entry.replicas, 1):
+            yield Held(name, number, replica.dtype.itemsize, replica.fragments)
+
+
+def held_as_padding(padding: Iterable[Padding]) -> Iterator[Held]:
+    """What belongs to no tensor."""
+    return (Held(f"padding ({pad.why})", 0, pad.dtype.itemsize, pad.fragments) for pad in padding)
+
+
 def _put_in_order(held: TensorPart | TensorEntry) -> None:
     """Makes sure that the shape is one and the fragments lie inside their stores; sorts them and sets `flat`."""
     numel_of(held.shape, name=held.name)
@@ -159,7 +183,11 @@ def _put_in_order(held: TensorPart | TensorEntry) -> None:
     flat = in_order = True
     last = 0
     for fragment in held.fragments:
-        end = fragment.nbytes_end(itemsize)
+        if fragment.rows == 1:
+            end = fragment.byte_offset + fragment.count * itemsize if fragment.count else 0
+        else:
+            end = fragment.nbytes_end(itemsize)
+            flat = False
         if end > fragment.store.size:
             raise CorruptError(
                 f"tensor {held.name!r} reaches beyond the end of its file",
@@ -169,9 +197,9 @@ def _put_in_order(held: TensorPart | TensorEntry) -> None:
                 remedy="The copy was cut short. Copy that file again.",
                 byte_offset=fragment.byte_offset,
             )
-        flat = flat and fragment.rows == 1
-        in_order = in_order and fragment.start >= last
-        last = fragment.start
+        start = fragment.start
+        in_order = in_order and start >= last
+        last = start
     if not in_order:
         object.__setattr__(held, "fragments", tuple(sorted(held.fragments, key=lambda fragment: fragment.start)))
     object.__setattr__(held, "flat", flat)
@@ -242,7 +270,9 @@ class Catalog(Mapping[str, TensorEntry]):
         topology: ranks per axis.
         source: where it comes from.
         extras: inert values found beside the tensors (client state, scheduler, configs).
-        padding: elements between and behind the tensors that must be zero.
+        padding: elements between and behind the tensors that belong to none.
+        views: bytes that a file's own index gives to several tensors: views of one storage.
+        claims: what all tensors and the padding read; made anew when these are others.
     """
 
     tensors: Mapping[str, TensorEntry]
@@ -251,8 +281,15 @@ class Catalog(Mapping[str, TensorEntry]):
     topology: Topology = Topology()
     extras: Mapping[str, object] = field(default_factory=dict[str, object])
     padding: tuple[Padding, ...] = ()
+    views: tuple[Span, ...] = ()
+    claims: Claims = field(default_factory=Claims, repr=False, compare=False)
 
     def __post_init__(self) -> None:
+        """Checks it.
+
+        Raises:
+            InconsistentError: two tensors read the same bytes, or tied names do not fit the tensors.
+        """
         for dropped, kept in self.aliases.items():
             if kept not in self.tensors or dropped in self.tensors:
                 raise InconsistentError(
@@ -261,6 +298,9 @@ class Catalog(Mapping[str, TensorEntry]):
                     found=f"{kept!r} is {'there' if kept in self.tensors else 'missing'}",
                     expected=f"{kept!r} should be there and {dropped!r} should not",
                 )
+        held = [*held_by(self.tensors.items()), *held_as_padding(self.padding)]
+        if not self.claims.include(held):
+            object.__setattr__(self, "claims", Claims(held, self.views))
 
     def __getitem__(self, name: str) -> TensorEntry:
         return self.tensors[self.aliases.get(name, name)]
@@ -275,6 +315,11 @@ class Catalog(Mapping[str, TensorEntry]):
     def numel(self) -> int:
         """Elements in all tensors, tied ones once."""
         return sum(entry.numel for entry in self.tensors.values())
+
+    @property
+    def zeros(self) -> tuple[Padding, ...]:
+        """Padding that the layout says is zero."""
+        return tuple(pad for pad in self.padding if pad.zero)
 
     def stores(self) -> set[FileStore]:
         """The files that hold elements."""

@@ -70,13 +70,20 @@ class ComputedStore:
     Args:
         size: in bytes.
         compute: gives an object with a buffer of that many bytes, in the machine's byte order.
+        sources: (fragments, bytes of an element) of the tensors that it is computed of.
     """
 
     byteorder: Literal["little", "big"] = "little"
     is_remote = False
 
-    def __init__(self, size: int, compute: Callable[[], bytearray]) -> None:
+    def __init__(
+        self,
+        size: int,
+        compute: Callable[[], bytearray],
+        sources: Sequence[tuple[Sequence[Fragment], int]],
+    ) -> None:
         self.size = size
+        self.sources = sources
         self._compute = compute
         self._memory: MemoryStore | None = None
         self._lock = Lock()

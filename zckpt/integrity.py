@@ -134,7 +134,7 @@ class Findings:
         wrong_files: names of files whose bytes are not those that the manifest names.
         tensors: for each tensor of the catalog, what was counted; tied ones once.
         copies: (tensor, replica, comparison of the two); a master is rounded before.
-        padding: the same as for tensors, for each padding.
+        padding: the same as for tensors, for each padding that must be zero.
     """
 
     bytes_read: int
@@ -230,7 +230,7 @@ class _Tour:
 
     def __init__(self, catalog: Catalog | None, wanted: Mapping[FileStore, Sequence[tuple[int, int]]]) -> None:
         tensors = list(catalog.tensors.values()) if catalog is not None else []
-        self.entries: list[TensorEntry | Padding] = [*tensors, *(catalog.padding if catalog is not None else ())]
+        self.entries: list[TensorEntry | Padding] = [*tensors, *(catalog.zeros if catalog is not None else ())]
         self._wanted = {store.path: (store, _runs(parts)) for store, parts in wanted.items()}
         self._units: dict[str, array[int]] = {}  # path -> (byte offset, entry, fragment) of what begins there
         self._claims: dict[str, array[int]] = {}  # path -> (byte offset, end, unit) of dense runs

@@ -197,7 +197,7 @@ def _are_disjoint(held: Sequence[Block], numel: int) -> bool:
         return False
     if all(block.rows == 1 for block in held):
         return all(a.stop <= b.start for a, b in itertools.pairwise(held))
-    if _are_other_cells(held):
+    if are_other_cells(held):
         return True
     for index, block in enumerate(held):
         for other in held[index + 1 :]:
@@ -208,7 +208,7 @@ def _are_disjoint(held: Sequence[Block], numel: int) -> bool:
     return True
 
 
-def _are_other_cells(blocks: Sequence[Block]) -> bool:
+def are_other_cells(blocks: Sequence[Block]) -> bool:
     """Whether blocks are surely disjoint because they are rectangles of one grid, in other columns or other rows of it."""
     pitch = max(block.pitch for block in blocks)
     cells = sorted((block.start % pitch, block.count, block.start // pitch, block.rows) for block in blocks)

@@ -271,7 +271,7 @@ def _check_ends(state: Examined) -> None:
         for entry, replica, (element, value, copy) in replicas.disagreements(catalog)
     ]
     _add_copies(state, catalog, bad, "at both ends of every fragment")
-    if catalog.padding:
+    if catalog.zeros:
         findings = examine(replace(catalog, tensors={}, aliases={}), [], DEFAULT_PACE)
         _add_padding(state, catalog, findings.padding)
 
@@ -327,12 +327,12 @@ def _add_padding(state: Examined, catalog: Catalog, found: Sequence[Tally]) -> N
     """Whether padding is zero, where the layout says that it is."""
     problems = [
         f"{tally.nonzero:,} of {tally.count:,} elements in {os.path.basename(str(pad.fragments[0].store))!r} are not zero"
-        for pad, tally in zip(catalog.padding, found, strict=True)
+        for pad, tally in zip(catalog.zeros, found, strict=True)
         if tally.nonzero
     ]
     state.add(
         "padding",
-        f"{numel_of(catalog.padding):,} elements, all zero",
+        f"{numel_of(catalog.zeros):,} elements, all zero",
         few(problems, "vectors whose padding is not zero"),
     )
 
@@ -369,7 +369,7 @@ def _check_bytes(
     if catalog is None:
         return
     _add_whole_copies(state, catalog, findings)
-    if catalog.padding:
+    if catalog.zeros:
         _add_padding(state, catalog, findings.padding)
     if deep:
         state.numbers = non_finite(findings.tensors)

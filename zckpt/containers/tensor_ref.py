@@ -152,6 +152,22 @@ class TensorRef:
         """Two names with the same place are literally the same tensor."""
         return self.store.path, self.storage_key, self.storage_offset, self.dtype, self.shape, self.stride
 
+    @property
+    def byte_stop(self) -> int:
+        """One past its last byte in the file; where it begins when it has no elements."""
+        last = sum((dim - 1) * step for dim, step in zip(self.shape, self.stride))
+        return self.byte_offset + (last + 1) * self.dtype.itemsize if self.numel else self.byte_offset
+
+    @property
+    def repeats(self) -> bool:
+        """Whether elements of it may lie in the same place, as those of an expanded tensor do."""
+        reach = 0
+        for dim, step in sorted(zip(self.shape, self.stride), key=lambda pair: pair[1]):
+            if dim > 1 and step <= reach:
+                return True
+            reach += (dim - 1) * step
+        return False
+
     def fragments(self) -> tuple[Fragment, ...]:
         """Its elements as pitched runs, in order; see [Note: the geometry of a fragment].
 

@@ -18,6 +18,7 @@ from zckpt.layouts import (
     universal,
     unsharded,
     unsharded_training,
+    usage,
     zero3,
     zero12,
 )
@@ -70,6 +71,7 @@ def read(listing: Listing, *, allow_unknown: bool = False) -> Catalog:
 
     Raises:
         NotACheckpointError: none does; lists each layout's refusal.
+        InconsistentError: elements of master weights are used by no tensor, or by two.
         UsageError: a key is asked for of a layout that has no keys.
     """
     name = _detect(listing)
@@ -78,7 +80,10 @@ def read(listing: Listing, *, allow_unknown: bool = False) -> Catalog:
             "a key of a checkpoint that has none", file=listing.directory, found=f"{name}, --key {listing.wishes.key}",
             remedy="Leave --key out: only saves of torch.distributed.checkpoint hold several state dicts.",
         )  # fmt: skip
-    return LAYOUTS[name].read(listing, allow_unknown=allow_unknown)
+    catalog = LAYOUTS[name].read(listing, allow_unknown=allow_unknown)
+    usage.check_masters(listing, catalog.claims)
+    catalog.claims.forget()
+    return catalog
 
 
 def read_training(listing: Listing, *, allow_unknown: bool = False) -> Training:
@@ -97,7 +102,10 @@ def read_training(listing: Listing, *, allow_unknown: bool = False) -> Training:
             expected=f"{', '.join(WITH_TRAINING)} have them",
         )
     agreement.check(listing)
-    return WITH_TRAINING[name].read_training(listing, allow_unknown=allow_unknown)
+    training = WITH_TRAINING[name].read_training(listing, allow_unknown=allow_unknown)
+    usage.check_states(listing, training.claims)
+    training.claims.forget()
+    return training
 
 
 def _detect(listing: Listing) -> str:

@@ -8,13 +8,13 @@ parameter; a buffer; or a parameter that no optimizer owns (kept as it lies in t
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
-from zckpt.catalog import Catalog, Role, Source, TensorEntry, Topology
+from zckpt.catalog import Catalog, Padding, Role, Source, TensorEntry, Topology
 from zckpt.containers import TensorRef
 from zckpt.errors import IncompleteError, some
-from zckpt.layouts.module_states import ModelStates, whole
+from zckpt.layouts.module_states import ModelStates, views_of, whole
 
 
 def assemble(
@@ -23,6 +23,7 @@ def assemble(
     source: Source,
     topology: Topology,
     frozen: Mapping[str, TensorEntry] | None = None,
+    padding: Iterable[Padding] = (),
 ) -> Catalog:
     """The catalog of one save.
 
@@ -32,6 +33,7 @@ def assemble(
         source: where it all comes from; notes are added.
         topology: ranks per axis.
         frozen: name -> frozen parameter, where they do not lie whole in the model file.
+        padding: what of the optimizer files belongs to no parameter.
 
     Raises:
         IncompleteError: a parameter's recorded shape is not empty, but nothing holds its elements.
@@ -58,8 +60,15 @@ def assemble(
     tensors.update(owned)  # names that the state dict lacks: it was saved without frozen parameters, say
     aliases = _resolve(aliases, model.module, tensors)
     _check_frozen(model, tensors, aliases)
-    catalog = Catalog(tensors, source, aliases, topology, model.extras)
-    return replace(catalog, source=replace(source, notes=source.notes + model.notes))
+    return Catalog(
+        tensors,
+        replace(source, notes=source.notes + model.notes),
+        aliases,
+        topology,
+        model.extras,
+        tuple(padding),
+        tuple(views_of((*model.module.values(), *model.frozen_fragments.values()))),
+    )
 
 
 def _whole_frozen(model: ModelStates) -> dict[str, TensorEntry]:

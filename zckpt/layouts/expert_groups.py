@@ -18,7 +18,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
-from zckpt.catalog import TensorEntry
+from zckpt.catalog import Padding, TensorEntry
 from zckpt.errors import IncompleteError, InconsistentError, UnsupportedError, ranges, some
 from zckpt.layouts import zero3, zero12
 from zckpt.layouts.experts import Layers, sharers
@@ -46,6 +46,10 @@ class Part:
     def masters(self) -> dict[str, TensorEntry]:
         """Trainable parameters by name; stacked experts are those of this rank."""
         return zero3.masters(self.save) if isinstance(self.save, zero3.Save) else zero12.masters(self.save)
+
+    def padding(self) -> Iterator[Padding]:
+        """What of the masters belongs to no parameter."""
+        return zero3.padding(self.save) if isinstance(self.save, zero3.Save) else zero12.padding(self.save)
 
     def training(self) -> Training:
         """Optimizer states and groups, alike."""

@@ -15,6 +15,7 @@ from typing import Literal
 
 from zckpt import files
 from zckpt.catalog import Catalog, Role, Source, TensorEntry
+from zckpt.claims import Span
 from zckpt.containers import Container, TensorRef, safetensors_file, torch_zip
 from zckpt.containers.skeleton import TensorSpec
 from zckpt.dtypes import IN_SAFETENSORS, DType
@@ -30,7 +31,7 @@ from zckpt.errors import (
 from zckpt.fragments import FileStore, Fragment
 from zckpt.layouts import rank_parts
 from zckpt.layouts.listing import Listing
-from zckpt.layouts.module_states import flatten, whole
+from zckpt.layouts.module_states import flatten, views_of, whole
 from zckpt.output import manifest as manifests
 from zckpt.plan import OutputFile
 
@@ -74,12 +75,15 @@ def read(listing: Listing, *, allow_unknown: bool = False) -> Catalog:
     tensors: dict[str, TensorEntry] = {}
     aliases: dict[str, str] = {}
     notes: list[str] = []
+    views: list[Span] = []
     for shard in names:
         container = listing.open(shard)
         by_place: dict[object, str] = {}
         if not allow_unknown:
             _refuse_part(container, listing.files[shard], named=listing.directory == listing.files[shard])
-        for tensor, ref in _state_dict(container, listing.files[shard], notes).items():
+        state = _state_dict(container, listing.files[shard], notes)
+        views += views_of(state.values())
+        for tensor, ref in state.items():
             kept = by_place.setdefault(ref.place, tensor) if ref.numel else tensor
             if kept == tensor:
                 tensors[tensor] = whole(tensor, ref, _role(ref))
@@ -90,7 +94,7 @@ def read(listing: Listing, *, allow_unknown: bool = False) -> Catalog:
     if not allow_unknown:
         _refuse_placeholders(tensors, listing)
     source = Source(layout="plain", path=listing.directory, tag=listing.tag, notes=tuple(notes))
-    return Catalog(tensors, source, aliases)
+    return Catalog(tensors, source, aliases, views=tuple(views))
 
 
 def _role(ref: TensorRef) -> Role:

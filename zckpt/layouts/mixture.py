@@ -142,9 +142,8 @@ class Reader:
             catalog = assemble(self.model, masters, source, topology, frozen={})
             return unsharded.frozen_without_master(catalog, trained) if trained else catalog
         frozen = zero3.frozen(replace(self.save, model=self.model)) if isinstance(self.save, zero3.Save) else None
-        saves = [part.save for part in self.parts]
-        padding = tuple(pad for save in saves if isinstance(save, zero12.Save) for pad in zero12.padding(save))
-        return replace(assemble(self.model, masters, source, topology, frozen), padding=padding)
+        padding = (pad for part in self.parts for pad in part.padding())
+        return assemble(self.model, masters, source, topology, frozen, padding)
 
     @property
     def _stage(self) -> int:
@@ -191,6 +190,7 @@ class Reader:
                 states=states,
                 raw=self.save.shards[0].root,
                 joined=self._joined(),
+                padding=tuple(pad for _, training in held for pad in training.padding),
             )
         )
 

@@ -18,7 +18,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from zckpt.catalog import Catalog, Replica, Source, TensorEntry, Topology
+from zckpt.catalog import Catalog, Padding, Replica, Source, TensorEntry, Topology
 from zckpt.containers import TensorRef
 from zckpt.errors import CorruptError, IncompleteError, InconsistentError, UsageError
 from zckpt.layouts import unsharded, unsharded_training, zero3, zero12
@@ -29,7 +29,7 @@ from zckpt.layouts.module_states import ModelStates, as_mapping, flatten, read_m
 from zckpt.layouts.optimizer_states import OptimizerShard, missing_ranks
 from zckpt.layouts.origins import check_alike
 from zckpt.layouts.rules import Rules, check_loads, rules_of_checkpoint, rules_of_file, unknown_rule
-from zckpt.layouts.slices import Joint, join, replicated
+from zckpt.layouts.slices import Joint, cut_off, join, replicated
 from zckpt.layouts.training import Group, Training
 
 
@@ -160,14 +160,15 @@ class Reader:
             catalog = assemble(model, masters, Source("", self.listing.directory), self.topology, frozen={})
         elif self.listing.shards("model", rank):
             save = zero3.load(self.listing, rank, allow_unknown=self.allow_unknown)
+            source = Source("", self.listing.directory)
             catalog = assemble(
-                save.model, zero3.masters(save), Source("", self.listing.directory), self.topology, zero3.frozen(save)
+                save.model, zero3.masters(save), source, self.topology, zero3.frozen(save), zero3.padding(save)
             )
             return Slice(catalog, save.model, lambda: zero3.training(save), save.shards[0])
         else:
             flat = zero12.load(self.listing, rank, allow_unknown=self.allow_unknown, model=model)
-            catalog = assemble(model, zero12.masters(flat), Source("", self.listing.directory), self.topology)
-            catalog = replace(catalog, padding=tuple(zero12.padding(flat)))
+            source = Source("", self.listing.directory)
+            catalog = assemble(model, zero12.masters(flat), source, self.topology, padding=zero12.padding(flat))
             shard = flat.shards[0]
             training = lambda: zero12.training(flat)  # noqa: E731
         return Slice(catalog, model, training, shard)
@@ -229,13 +230,13 @@ class Reader:
             raise unknown_rule(name, shapes, self.listing.directory)
         return joint
 
-    def _stage_tensors(self, stage: Sequence[Slice]) -> Iterator[TensorEntry]:
-        """The whole tensors of one pipeline stage."""
+    def _stage_tensors(self, stage: Sequence[Slice], padding: list[Padding]) -> Iterator[TensorEntry]:
+        """The whole tensors of one pipeline stage; what slices hold beyond them goes into `padding`."""
         names = dict.fromkeys(name for held in stage for name in held.catalog.tensors)
         for name in names:
-            yield self._whole(name, [held.catalog.tensors.get(name) for held in stage])
+            yield self._whole(name, [held.catalog.tensors.get(name) for held in stage], padding)
 
-    def _whole(self, name: str, slices: Sequence[TensorEntry | None]) -> TensorEntry:
+    def _whole(self, name: str, slices: Sequence[TensorEntry | None], padding: list[Padding]) -> TensorEntry:
         held = [entry for entry in slices if entry is not None]
         if len(held) < len(slices):
             raise IncompleteError(
@@ -244,14 +245,17 @@ class Reader:
                 found=f"slices of ranks {', '.join(str(n) for n, entry in enumerate(slices) if entry is not None)}",
                 expected=f"{len(slices)} slices",
             )
-        return join(name, held, self._joint(name, held))
+        joint = self._joint(name, held)
+        padding += cut_off(name, held, joint)
+        return join(name, held, joint)
 
     def catalog(self) -> Catalog:
         """The whole model; errors as in `read`."""
         tensors: dict[str, TensorEntry] = {}
         aliases: dict[str, str] = {}
+        padding = [pad for stage in self.stages for held in stage for pad in held.catalog.padding]
         for number, stage in enumerate(self.stages):
-            for entry in self._stage_tensors(stage):
+            for entry in self._stage_tensors(stage, padding):
                 first = tensors.get(entry.name)
                 tensors[entry.name] = entry if first is None else _tied(first, entry, number)
             aliases |= stage[0].catalog.aliases
@@ -269,8 +273,8 @@ class Reader:
             notes=(*self._notes(), *model.notes),
         )
         kept = {dropped: kept for dropped, kept in aliases.items() if kept in tensors and dropped not in tensors}
-        padding = tuple(pad for stage in self.stages for held in stage for pad in held.catalog.padding)
-        return Catalog(tensors, source, kept, replace(self.topology, dp=dp), model.extras, padding)
+        views = tuple(view for stage in self.stages for held in stage for view in held.catalog.views)
+        return Catalog(tensors, source, kept, replace(self.topology, dp=dp), model.extras, tuple(padding), views)
 
     def _zero_stage(self) -> int:
         ranks = self.listing.shards("optim", 0)
@@ -305,25 +309,33 @@ class Reader:
         states: dict[str, dict[str, TensorEntry]] = {}
         joined: dict[str, Joint] = {}
         first: Training | None = None
+        padding: list[Padding] = []
         for stage in self.stages:
             held = [s.training() for s in stage]
+            padding += (pad for h in held for pad in h.padding)
             first = first or held[0]
             for name, by_state in held[0].states.items():
                 if name in states:
-                    continue  # a tied parameter: the first stage's states are those of all
+                    padding += _not_read(name, held)
+                    continue
                 weights = [s.catalog.tensors[name] for s in stage]
                 joint = self._joint(name, weights)
                 if said := self.rules and self.rules.joint(name, [entry.shape for entry in weights]):
                     joined[name] = said
                 if joint.total == "sum":  # its parts have the same gradient, and so the same states
                     joint = replace(joint, total="mean")
-                states[name] = {
-                    state: join(name, [replace(h.state(name, state), replicas=()) for h in held], joint)
-                    for state in by_state
-                }
+                parts = {state: [replace(h.state(name, state), replicas=()) for h in held] for state in by_state}
+                states[name] = {state: join(name, entries, joint) for state, entries in parts.items()}
+                padding += (pad for entries in parts.values() for pad in cut_off(name, entries, joint))
             groups.append(list(held[0].groups))
         assert first is not None
-        return replace(first, groups=merged(groups), states=states, joined=joined)
+        return replace(first, groups=merged(groups), states=states, joined=joined, padding=tuple(padding))
+
+
+def _not_read(name: str, held: Sequence[Training]) -> Iterator[Padding]:
+    """The states of a tied parameter on a further stage: the first stage's are those of all."""
+    entries = (entry for training in held for entry in training.states[name].values())
+    return (Padding(e.dtype, e.fragments, "the same states on another stage", zero=False) for e in entries)
 
 
 def _tied(first: TensorEntry, other: TensorEntry, stage: int) -> TensorEntry:
@@ -333,8 +345,13 @@ def _tied(first: TensorEntry, other: TensorEntry, stage: int) -> TensorEntry:
             f"a tensor that two pipeline stages hold differently, {first.name!r}",
             found=f"{first.dtype} {list(first.shape)} and {other.dtype} {list(other.shape)}",
         )
-    copy = Replica(other.dtype, other.fragments, f"pipeline stage {stage}", True)
-    return replace(first, replicas=(*first.replicas, copy))
+    copies = [Replica(other.dtype, other.fragments, f"pipeline stage {stage}", True)]
+    copies += [
+        replace(copy, rank=f"pipeline stage {stage}, {copy.rank}")
+        for copy in other.replicas
+        if copy.rank and copy.whole
+    ]
+    return replace(first, replicas=(*first.replicas, *copies))
 
 
 def _layers(listing: Listing) -> dict[tuple[int, int], str]:

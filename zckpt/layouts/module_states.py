@@ -8,11 +8,12 @@ Source: DeepSpeed runtime/engine.py `_common_checkpoint_state`, `_get_zero_param
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
 from zckpt import limits
 from zckpt.catalog import Replica, Role, TensorEntry, Topology
+from zckpt.claims import Span
 from zckpt.containers import Placeholder, TensorRef, brief
 from zckpt.errors import CorruptError, UnsupportedError
 from zckpt.layouts.listing import Listing
@@ -181,6 +182,29 @@ def whole(
 ) -> TensorEntry:
     """A tensor that lies whole in one file, perhaps recorded under another shape of as many elements."""
     return TensorEntry(name, ref.shape if shape is None else shape, ref.dtype, role, ref.fragments(), replicas)
+
+
+def views_of(refs: Iterable[TensorRef]) -> Iterator[Span]:
+    """Bytes of storages that several of these tensors are views of, or one more than once: so says the file itself.
+
+    Tensors that are views of one storage side by side share nothing. Those in the same place are tied, and are not views.
+    """
+    storages: dict[tuple[str, int], dict[object, TensorRef]] = {}
+    for ref in refs:
+        if ref.numel:
+            storages.setdefault((ref.store.path, ref.storage_byte_offset), {})[ref.place] = ref
+    for held in storages.values():
+        first: TensorRef | None = None
+        stop, count = 0, 0
+        for ref in sorted(held.values(), key=lambda ref: ref.byte_offset):
+            if first is None or ref.byte_offset >= stop:
+                if first is not None and count > 1:
+                    yield Span(first.store, first.byte_offset, stop)
+                first, stop, count = ref, ref.byte_stop, 0
+            stop = max(stop, ref.byte_stop)
+            count += 2 if ref.repeats else 1
+        if first is not None and count > 1:
+            yield Span(first.store, first.byte_offset, stop)
 
 
 def with_replica(entry: TensorEntry, model: ModelStates) -> TensorEntry:

@@ -161,10 +161,11 @@ class Split(model_parallel.Reader):
         source = Source("", self.listing.directory)
         if isinstance(dense, zero3.Save):
             zero3.check_lengths(dense)
-            catalog = assemble(dense.model, zero3.masters(dense), source, self.topology, zero3.frozen(dense))
+            catalog = assemble(
+                dense.model, zero3.masters(dense), source, self.topology, zero3.frozen(dense), zero3.padding(dense)
+            )
             return Slice(catalog, save.model, lambda: zero3.training(dense), dense.shards[0])
-        catalog = assemble(dense.model, zero12.masters(dense), source, self.topology)
-        catalog = replace(catalog, padding=tuple(zero12.padding(dense)))
+        catalog = assemble(dense.model, zero12.masters(dense), source, self.topology, padding=zero12.padding(dense))
         return Slice(catalog, save.model, lambda: zero12.training(dense), dense.shards[0])
 
     def _check_none(self, rank: int) -> None:
@@ -198,6 +199,7 @@ class Split(model_parallel.Reader):
         """The whole model; errors as in `read`."""
         catalog = super().catalog()
         tensors, aliases, padding = dict(catalog.tensors), dict(catalog.aliases), list(catalog.padding)
+        views = list(catalog.views)
         stages: list[Topology] = []
         for ranks in self._stages():
             if whole := self.whole.get(ranks[0]):
@@ -205,22 +207,26 @@ class Split(model_parallel.Reader):
                 tensors |= {name: experts.tensors[name] for name in whole.layers.those(experts.tensors, experts=True)}
                 aliases |= {name: experts.aliases[name] for name in whole.layers.those(experts.aliases, experts=True)}
                 padding += experts.padding
+                views += experts.views
                 stages.append(experts.topology)
             elif held := self.held.get(ranks[0]):
                 stages.append(held)
         layers = tuple(layer for stage in stages for layer in stage.experts)
         topology = replace(catalog.topology, ep=max(stage.ep for stage in stages), experts=layers)
-        return replace(catalog, tensors=tensors, aliases=aliases, topology=topology, padding=tuple(padding))
+        return replace(
+            catalog, tensors=tensors, aliases=aliases, topology=topology, padding=tuple(padding), views=tuple(views)
+        )
 
     def training(self) -> Training:
         """What the run needs beside its weights; errors as in `read`."""
         training = super().training()
         experts = [_those(whole.training(), whole.layers, experts=True) for whole in self.whole.values()]
-        states = dict(training.states)
+        states, padding = dict(training.states), list(training.padding)
         for own in experts:
             states |= own.states
+            padding += own.padding
         groups = (*training.groups, *merged([own.groups for own in experts]))
-        return replace(without_experts(training), groups=groups, states=states)
+        return replace(without_experts(training), groups=groups, states=states, padding=tuple(padding))
 
 
 def _those(training: Training, layers: Layers, *, experts: bool) -> Training:

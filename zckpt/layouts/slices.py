@@ -14,15 +14,15 @@ Source: DeepSpeed 0.19.8, checkpoint/ds_to_universal.py `merge_tp_slices`, check
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
-from zckpt.catalog import Replica, TensorEntry
+from zckpt.catalog import Padding, Replica, TensorEntry
 from zckpt.errors import InconsistentError
 from zckpt.fragments import Block, ComputedStore, Fragment
 from zckpt.layouts.module_states import Shape
-from zckpt.layouts.totals import total_of
+from zckpt.layouts.totals import sources_of, total_of
 from zckpt.overlaps import clip, place
 
 Total = Literal["mean", "sum"]
@@ -127,7 +127,7 @@ def join(name: str, slices: Sequence[TensorEntry], joint: Joint) -> TensorEntry:
     if joint.total:
         shape = joint.shape
         numel = math.prod(shape)
-        store = ComputedStore(numel * itemsize, lambda: total_of(slices, joint.total or "mean"))
+        store = ComputedStore(numel * itemsize, lambda: total_of(slices, joint.total or "mean"), sources_of(slices))
         return TensorEntry(name, shape, first.dtype, first.role, (Fragment(store, 0, 0, numel),) if numel else ())
     held = [entry.fragments for entry in slices]
     fragments = _placed(held, joint.pieces, itemsize)
@@ -164,6 +164,22 @@ def cut(entry: TensorEntry, keep: int | None) -> TensorEntry:
     fragments = clip(entry.fragments, 0, numel, entry.dtype.itemsize)
     replicas = (replace(r, fragments=clip(r.fragments, 0, numel, r.dtype.itemsize)) for r in entry.replicas)
     return replace(entry, shape=shape, fragments=fragments, replicas=tuple(replicas))
+
+
+def cut_off(name: str, slices: Sequence[TensorEntry], joint: Joint) -> Iterator[Padding]:
+    """What slices hold beyond the rows that are real: of the whole, and of copies of it."""
+    if joint.keep is None or joint.total:
+        return
+    entry = join(name, slices, replace(joint, keep=None))
+    kept = math.prod((min(joint.keep, entry.shape[0]), *entry.shape[1:]))
+    seen: set[Fragment] = set()
+    places: list[TensorEntry | Replica] = [entry, *(copy for copy in entry.replicas if copy.rank)]
+    for held in places:
+        beyond = clip(held.fragments, kept, entry.numel, held.dtype.itemsize)
+        fragments = tuple(fragment for fragment in beyond if fragment not in seen)
+        seen.update(fragments)
+        if fragments:
+            yield Padding(held.dtype, fragments, "rows of a vocabulary beyond the real ones", zero=False)
 
 
 def _rank(rank: int) -> str:

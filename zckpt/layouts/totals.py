@@ -52,9 +52,16 @@ def as_float(entry: TensorEntry) -> TensorEntry:
         return replace(entry, replicas=())
     if entry.dtype.kind == "complex":
         raise UnsupportedError("complex numbers as floats", found=repr(entry.name))
-    store = ComputedStore(entry.numel * 4, lambda: bytearray(_array_of(entry).astype("<f4").tobytes()))
+    store = ComputedStore(
+        entry.numel * 4, lambda: bytearray(_array_of(entry).astype("<f4").tobytes()), sources_of([entry])
+    )
     fragments = (Fragment(store, 0, 0, entry.numel),) if entry.numel else ()
     return TensorEntry(entry.name, entry.shape, F32, entry.role, fragments)
+
+
+def sources_of(entries: Sequence[TensorEntry]) -> list[tuple[Sequence[Fragment], int]]:
+    """What is read to compute something of these tensors."""
+    return [(entry.fragments, entry.dtype.itemsize) for entry in entries]
 
 
 def _array_of(entry: TensorEntry) -> numpy.ndarray[Any, Any]:

@@ -10,7 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-from zckpt.catalog import TensorEntry
+from zckpt.catalog import Padding, TensorEntry, held_as_padding, held_by
+from zckpt.claims import Claims
 from zckpt.containers import Placeholder
 from zckpt.dtypes import F16, DType
 from zckpt.errors import InconsistentError
@@ -54,6 +55,8 @@ class Training:
         joined: parameter -> how its slices make up the whole, where the checkpoint has rules for that; a parameter that
             is not there is whole on every rank, or laid end to end in dimension 0.
         beside: what a rank's optimizer file holds beside DeepSpeed's own entries; for writing.
+        padding: what of the states belongs to no parameter, or is what others hold too.
+        claims: what all states and the padding read; made anew when these are others.
     """
 
     groups: tuple[Group, ...]
@@ -65,6 +68,19 @@ class Training:
     raw: Mapping[str, object] = field(default_factory=dict[str, object])
     joined: Mapping[str, Joint] = field(default_factory=dict[str, Joint])
     beside: Mapping[str, object] = field(default_factory=dict[str, object])
+    padding: tuple[Padding, ...] = ()
+    claims: Claims = field(default_factory=Claims, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        """Checks that no two states are the same bytes.
+
+        Raises:
+            InconsistentError: two are.
+        """
+        named = ((f"{state} of {name}", entry) for name, own in self.states.items() for state, entry in own.items())
+        held = [*held_by(named), *held_as_padding(self.padding)]
+        if not self.claims.include(held):
+            object.__setattr__(self, "claims", Claims(held))
 
     def state(self, name: str, state: str) -> TensorEntry:
         """One state of a parameter.

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from zckpt.catalog import Catalog, Padding, Source, TensorEntry
 from zckpt.containers import TensorRef
 from zckpt.errors import CorruptError, InconsistentError, UnsupportedError
+from zckpt.fragments import Fragment
 from zckpt.layouts.assembly import assemble
 from zckpt.layouts.listing import MODEL_NAME, Listing
 from zckpt.layouts.module_states import ModelStates, Shape, read_model_states, with_replica
@@ -114,8 +115,8 @@ def read(listing: Listing, *, allow_unknown: bool = False) -> Catalog:
         global_steps=save.model.number("global_steps"),
         optimizer_states=save.shards[0].state_names,
     )
-    catalog = assemble(save.model, masters(save), source, save.model.topology(save.world_size))
-    return replace(catalog, padding=tuple(padding(save)))
+    topology = save.model.topology(save.world_size)
+    return assemble(save.model, masters(save), source, topology, padding=padding(save))
 
 
 def read_training(listing: Listing, *, allow_unknown: bool = False) -> Training:
@@ -141,7 +142,33 @@ class _Group:
     number: int
     shapes: Mapping[str, Shape]
     offsets: list[int]
+    total: int
     size: int
+
+    def alignment(self) -> Iterator[Piece]:
+        """What lies between the parameters."""
+        stops = (offset + math.prod(shape) for shape, offset in zip(self.shapes.values(), self.offsets, strict=True))
+        for stop, start in zip(stops, [*self.offsets, self.total][1:], strict=True):
+            yield from flat_pieces(stop, start - stop, self.size)
+
+    def end(self, vectors: Sequence[TensorRef], files: Sequence[str]) -> Iterator[Piece]:
+        """What fills up the group, so that all ranks share it evenly: states still have it where masters do not.
+
+        Raises:
+            InconsistentError: it is more than that needs.
+        """
+        real = [max(0, min(self.size, self.total - rank * self.size)) for rank in range(len(vectors))]
+        left = [max(0, vector.numel - own) for vector, own in zip(vectors, real, strict=True)]
+        if sum(left) >= 2 * len(vectors):
+            raise InconsistentError(
+                f"padding of optimizer group {self.number} that is too long",
+                file=files[max(range(len(left)), key=left.__getitem__)],
+                found=f"{sum(left):,} elements behind the last parameter",
+                expected=f"fewer than {2 * len(vectors)} make {len(vectors)} equal parts of even length",
+                remedy="A file is of another save, or its layout is unknown. Nothing was written.",
+            )
+        for rank, (own, count) in enumerate(zip(real, left, strict=True)):
+            yield Piece(rank, own, 0, count)
 
     def entries(self, vectors: Sequence[TensorRef], files: Sequence[str]) -> Iterator[TensorEntry]:
         """The parameters in vectors cut as the masters are: these themselves, or an optimizer state."""
@@ -160,7 +187,7 @@ def _groups(save: Save) -> Iterator[_Group]:
         offsets, total = flat_offsets([math.prod(shape) for shape in shapes.values()], paddings and paddings[0])
         _check_lengths(number, len(shapes), total, save)
         # See the note in `partition`: rank 0's vector is full, or holds all.
-        yield _Group(number, shapes, offsets, save.shards[0].vectors[number].numel)
+        yield _Group(number, shapes, offsets, total, save.shards[0].vectors[number].numel)
 
 
 def masters(save: Save) -> dict[str, TensorEntry]:
@@ -180,6 +207,7 @@ def training(save: Save) -> Training:
         IncompleteError: a rank lacks a state that others have.
     """
     groups: list[Group] = []
+    padding: list[Padding] = []
     states: dict[str, dict[str, TensorEntry]] = {name: {} for shapes in save.model.param_shapes for name in shapes}
     first = save.shards[0]
     for group in _groups(save):
@@ -188,6 +216,7 @@ def training(save: Save) -> Training:
             vectors = [state_vector(shard, group.number, state) for shard in save.shards]
             for entry in group.entries(vectors, [shard.file for shard in save.shards]):
                 states[entry.name][state] = entry
+            padding += _padding(group, save.shards, state)
         order = tuple(group.shapes)
         if save.form == "zero" and save.model.zero_config.get("round_robin_gradients"):
             order = tuple(in_original_order(order, save.world_size))
@@ -200,6 +229,7 @@ def training(save: Save) -> Training:
         precision=precision_of(save.model),
         form=save.form,
         raw=first.root,
+        padding=tuple(padding),
     )
 
 
@@ -221,25 +251,34 @@ _ADAM = ("exp_avg", "exp_avg_sq")
 
 
 def padding(save: Save) -> Iterator[Padding]:
-    """Alignment padding between the parameters, and what is left of the padding at the end, vector by vector.
+    """What belongs to no parameter, of the masters and of Adam's moments, vector by vector; all of it is zero.
 
     DeepSpeed fills it with zeros, in masters and gradients; so no step changes them, nor the moments of Adam and its kin.
     """
     for group in _groups(save):
-        held: list[list[Piece]] = [[] for _ in save.shards]
-        for shape, offset in zip(group.shapes.values(), group.offsets, strict=True):
-            for piece in flat_pieces(offset, math.prod(shape), group.size):
-                held[piece.index].append(piece)
-        for shard, pieces in zip(save.shards, held, strict=True):
-            states = shard.states[group.number]
-            for vector in (shard.vectors[group.number], *(states.get(name) for name in _ADAM)):
-                if isinstance(vector, TensorRef) and vector.is_contiguous and len(vector.shape) == 1:
-                    stops = [0, *(piece.offset + piece.count for piece in pieces)]
-                    starts = [*(piece.offset for piece in pieces), vector.numel]
-                    gaps = (Piece(0, stop, stop, start - stop) for stop, start in zip(stops, starts, strict=True))
-                    fragments = tuple(fragment_of(vector, gap, gap.start, shard.file) for gap in gaps if gap.count > 0)
-                    if fragments:
-                        yield Padding(vector.dtype, fragments)
+        yield from _padding(group, save.shards, None)
+        for name in _ADAM:
+            if all(name in per_element(shard.states[group.number]) for shard in save.shards):
+                yield from _padding(group, save.shards, name)
+
+
+def _padding(group: _Group, shards: Sequence[OptimizerShard], state: str | None) -> Iterator[Padding]:
+    """Of the masters or of a state that is cut as they are, vector by vector: as the group was laid out, whatever is read."""
+    number = group.number
+    vectors = [shard.vectors[number] if state is None else state_vector(shard, number, state) for shard in shards]
+    files = [shard.file for shard in shards]
+    places = {
+        "alignment of parameters": group.alignment(),
+        "the end of a group that ranks share evenly": group.end(vectors, files),
+    }
+    for why, pieces in places.items():
+        held: dict[int, list[Fragment]] = {}
+        for piece in pieces:
+            if piece.count:
+                vector = vectors[piece.index]
+                held.setdefault(piece.index, []).append(fragment_of(vector, piece, piece.offset, files[piece.index]))
+        for rank, fragments in held.items():
+            yield Padding(vectors[rank].dtype, tuple(fragments), why, zero=state is None or state in _ADAM)
 
 
 def _check_lengths(number: int, parameters: int, total: int, save: Save) -> None:

@@ -12,7 +12,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from zckpt.catalog import Catalog, Replica, Source, TensorEntry
+from zckpt.catalog import Catalog, Padding, Replica, Source, TensorEntry
 from zckpt.containers import TensorRef
 from zckpt.errors import IncompleteError, InconsistentError, UnsupportedError, some
 from zckpt.fragments import Fragment
@@ -104,7 +104,8 @@ def read(listing: Listing, *, allow_unknown: bool = False) -> Catalog:
         global_steps=save.model.number("global_steps"),
         optimizer_states=save.shards[0].state_names,
     )
-    return assemble(save.model, masters(save), source, save.model.topology(save.world_size), frozen(save))
+    topology = save.model.topology(save.world_size)
+    return assemble(save.model, masters(save), source, topology, frozen(save), padding(save))
 
 
 def read_training(listing: Listing, *, allow_unknown: bool = False) -> Training:
@@ -199,8 +200,45 @@ def _pieces(
     for rank, (shard, sub_groups) in enumerate(zip(shards, lengths, strict=True)):
         held = partition_of(math.prod(place.shape), len(shards), rank)
         for piece in sub_groups.pieces(place.offset, len(held)):
-            vector = shard.vectors[piece.index] if state is None else state_vector(shard, piece.index, state)
-            yield fragment_of(vector, piece, held.start + piece.start, shard.file)
+            yield fragment_of(_vector(shard, piece.index, state), piece, held.start + piece.start, shard.file)
+
+
+def padding(save: Save) -> Iterator[Padding]:
+    """What no parameter has of the masters: the ends of the last pieces of each parameter. It is whatever the memory held."""
+    lengths = [SubGroups([vector.numel for vector in shard.vectors]) for shard in save.shards]
+    for place in _places(save):
+        for first in range(0, len(save.shards), save.shard_size):
+            group = slice(first, first + save.shard_size)
+            yield from _padding(place, save.shards[group], lengths[group])
+
+
+def _padding(
+    place: _Place, shards: Sequence[OptimizerShard], lengths: Sequence[SubGroups], state: str | None = None
+) -> Iterator[Padding]:
+    """As `_pieces`: what fills up the last pieces of a parameter."""
+    numel = math.prod(place.shape)
+    size = partition_numel(numel, len(shards))
+    fragments: list[Fragment] = []
+    for rank in range(numel // size if size else 0, len(shards) if size else 0):
+        real = len(partition_of(numel, len(shards), rank))
+        for piece in lengths[rank].pieces(place.offset + real, size - real):
+            vector = _vector(shards[rank], piece.index, state)
+            fragments.append(fragment_of(vector, piece, piece.start, shards[rank].file))
+    if fragments:
+        yield Padding(
+            vector.dtype, tuple(fragments), "the last pieces of parameters that ranks share evenly", zero=False
+        )
+
+
+def _copies(save: Save) -> Iterator[Padding]:
+    """The states that further groups of ranks have, which are not read: their masters were compared."""
+    for shard in save.shards[save.shard_size :]:
+        for vector in (ref for states in shard.states for ref in per_element(states).values()):
+            yield Padding(vector.dtype, vector.fragments(), "the same states in another MiCS group", zero=False)
+
+
+def _vector(shard: OptimizerShard, number: int, state: str | None) -> TensorRef:
+    return shard.vectors[number] if state is None else state_vector(shard, number, state)
 
 
 def training(save: Save) -> Training:
@@ -215,6 +253,7 @@ def training(save: Save) -> Training:
     owned = owners(first)
     names: list[list[str]] = [[] for _ in range(1 + max(owned.values(), default=0))]
     states: dict[str, dict[str, TensorEntry]] = {}
+    padding: list[Padding] = []
     sub_group = 0
     for place in _places(save):
         sub_group = next((piece.index for piece in lengths[0].pieces(place.offset, 1)), sub_group)
@@ -224,6 +263,8 @@ def training(save: Save) -> Training:
             dtype = state_vector(first, sub_group, state).dtype
             fragments = tuple(_pieces(place, shards, lengths, state))
             states[place.name][state] = TensorEntry(place.name, place.shape, dtype, "parameter", fragments)
+            padding += _padding(place, shards, lengths, state)
+    padding += _copies(save)
     firsts = {owner: number for number, owner in reversed(owned.items())}
     groups = tuple(group_of(tuple(listed), first, n, firsts.get(n, 0)) for n, listed in enumerate(names))
     return Training(
@@ -233,6 +274,7 @@ def training(save: Save) -> Training:
         model=save.model.rest,
         precision=precision_of(save.model),
         raw=first.root,
+        padding=tuple(padding),
     )
 
 
