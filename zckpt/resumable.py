@@ -21,6 +21,7 @@ from zckpt.layouts.optimizer_states import number_in
 from zckpt.layouts.totals import as_float
 from zckpt.layouts.training import Group, Training
 from zckpt.rederive import differences
+from zckpt.reread import misplaced_states
 from zckpt.soundness import Examined
 
 Pair = tuple[str, TensorEntry, TensorEntry]
@@ -71,6 +72,8 @@ def compare_runs(source: Examined, output: Examined) -> Comparison:
     if isinstance(here, ZckptError):
         found.only.append(f"whatever else a run needs to go on, which zckpt does not read ({here.what})")
         return found
+    for side, training in ((source, here), (output, there)):
+        found.problems += misplaced_states(side.place.listing, training)[1]
     names = [side.names for side in (source, output)]
     _compare_states(found, here, there, *names)
     if drifted := _odd_copies(here):
