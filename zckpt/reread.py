@@ -1,10 +1,13 @@
 """Where the elements of each trained parameter lie in a ZeRO save, found a second time.
 
-For `verify`. Nothing here is what reads a save: no layout, no partition arithmetic, no catalog, only the keys of the files and
-the way in which DeepSpeed's own `zero_to_fp32.py` goes about it: of stages 1 and 2, the vectors of all ranks laid end to end
-are the group, in which parameters follow each other; of stage 3, each rank's vectors laid end to end hold its piece of every
-parameter. A reader that takes neighbours of one shape, or ranks, for each other is found here, though its output is whole.
-Of saves with experts, parameters are named otherwise on every rank: these are not looked at here.
+For `verify`; where files name their tensors, `reread_named` does it. Nothing here is what reads a save: no layout, no partition
+arithmetic, no catalog, only the keys of the files and the way in which DeepSpeed's own `zero_to_fp32.py` goes about it. Of
+stages 1 and 2, the vectors of all ranks laid end to end are the group, in which parameters follow each other; of stage 3, each
+rank's vectors laid end to end hold its piece of every parameter. A reader that takes neighbours of one shape, or ranks, for
+each other is found here, though its output is whole.
+
+Experts have other names on every rank. Those of stage 3 are stacks: each rank's model file says which experts it has, and each
+sub-group which ranks share it. Those of stages 1 and 2 have half-precision weights in files of their own, which prove them.
 Source: DeepSpeed 0.19.8, utils/zero_to_fp32.py.
 """
 
@@ -21,6 +24,7 @@ from zckpt.containers import TensorRef
 from zckpt.fragments import ComputedStore, Fragment
 from zckpt.layouts.listing import Listing
 from zckpt.layouts.training import Training
+from zckpt.reread_named import misplaced_named_states, misplaced_tensors
 
 _FILE = re.compile(r"(?:bf16_)?(?:zero_pp_rank_(?P<dp>\d+)_)?mp_rank_(?P<mp>\d+)_(?P<kind>model|optim)_states\.pt")
 _FLAT = ("single_partition_of_fp32_groups", "fp32_flat_groups")
@@ -40,7 +44,7 @@ Parts = dict[str, list[Part]]
 
 
 def found_again(listing: Listing) -> dict[int, Parts]:
-    """Model-parallel rank -> its parameters; nothing for a save that is not ZeRO's, or has experts."""
+    """Model-parallel rank -> its parameters; nothing for a save that is not ZeRO's, or has experts that are no stacks."""
     models: dict[int, str] = {}
     ranks: dict[int, dict[int, str]] = {}
     is_stage_3 = False
@@ -55,11 +59,14 @@ def found_again(listing: Listing) -> dict[int, Parts]:
     for mp, names in sorted(ranks.items()):
         root = _mapping(listing.open(models[mp]).root) if mp in models else {}
         shapes = root.get("param_shapes")
-        if root.get("num_experts") or not shapes:
+        if not shapes or (root.get("num_experts") and not (is_stage_3 and len(ranks) == 1)):
             return {}
         groups = shapes if isinstance(shapes, list | tuple) else [shapes]
         numels = [{str(n): _numel(s) for n, s in _mapping(group).items()} for group in groups]
         states = [_mapping(_mapping(listing.open(names[d]).root).get("optimizer_state_dict")) for d in sorted(names)]
+        if root.get("num_experts"):
+            roots = [_mapping(listing.open(name).root) for name in _models_of(listing)]
+            return {mp: _stacks([dict(_mapping(group)) for group in groups], states, roots)}
         config = _mapping(_mapping(root.get("ds_config")).get("zero_optimization"))
         found[mp] = _stage_3(numels, states, config) if is_stage_3 else _stage_12(numels, states)
     return found
@@ -97,6 +104,51 @@ def _stage_3(
         found[name] = [part for rank, own in enumerate(real) for part in _cut(lines[rank], at, at + own)]
         at += piece
     return found
+
+
+def _models_of(listing: Listing) -> list[str]:
+    """Each data-parallel rank's model file."""
+    matches = [
+        match for match in map(_FILE.fullmatch, listing.files) if match and match["kind"] == "model" and match["dp"]
+    ]
+    return [match[0] for match in sorted(matches, key=lambda match: int(match["dp"]))]
+
+
+def _stacks(
+    groups: Sequence[Mapping[str, object]],
+    ranks: Sequence[Mapping[str, object]],
+    models: Sequence[Mapping[str, object]],
+) -> Parts:
+    """Of a save with experts of stage 3: each team of ranks shares a sub-group; of stacks, it has some of the experts."""
+    found: Parts = {}
+    for number, shapes in enumerate(groups):
+        teams: dict[tuple[int, ...], None] = {}
+        for rank in ranks:
+            listed = rank.get("ds_zero_partition_groups")
+            entries = [_mapping(e) for e in listed] if isinstance(listed, list | tuple) else []
+            own = next((e.get("partition_ranks") for e in entries if e.get("sub_group") == number), None)
+            teams[tuple(own) if isinstance(own, list | tuple) else tuple(range(len(ranks)))] = None
+        at: dict[tuple[int, ...], int] = dict.fromkeys(teams, 0)
+        for name, shape in shapes.items():
+            numel = _numel(shape)
+            found[name] = []
+            for team in sorted(teams, key=lambda team: _first_expert(models[team[0]], name)):
+                piece = -(-numel // len(team))
+                for place, member in enumerate(team):
+                    real = min(piece, max(0, numel - place * piece))
+                    found[name] += _cut([_vectors(ranks[member])[number]], at[team], at[team] + real)
+                at[team] += piece
+    return found
+
+
+def _first_expert(model: Mapping[str, object], name: str) -> int:
+    """The first expert that a rank has of the layer that a stack is of."""
+    listed = model.get("ds_autoep_layers")
+    layers = [_mapping(layer) for layer in listed] if isinstance(listed, list | tuple) else []
+    firsts = (
+        layer.get("global_expert_start") for layer in layers if name.startswith(f"{layer.get('expert_key_prefix')}.")
+    )
+    return next((first for first in firsts if isinstance(first, int)), 0)
 
 
 Line = Sequence[tuple[TensorRef, Mapping[str, TensorRef]]]
@@ -143,16 +195,20 @@ Run = tuple[str, int, int]
 """Path, first byte, one past the last."""
 
 
-def misplaced_masters(listing: Listing, catalog: Catalog) -> tuple[int, list[str]]:
-    """How many masters were looked for, and those that the catalog reads elsewhere; it has the names that the files have."""
+def misplaced(listing: Listing, catalog: Catalog) -> tuple[int, list[str]]:
+    """How many tensors were looked for, and those that the catalog reads elsewhere; it has the names that the files have."""
     entries = {name: {"": entry} for name, entry in catalog.tensors.items() if entry.role == "parameter"}
     entries |= {dropped: entries[kept] for dropped, kept in catalog.aliases.items() if kept in entries}
-    return _misplaced(found_again(listing), entries)
+    count, bad = _misplaced(found_again(listing), entries)
+    named, elsewhere = misplaced_tensors(listing, catalog)
+    return count + named, [*bad, *elsewhere]
 
 
 def misplaced_states(listing: Listing, training: Training) -> tuple[int, list[str]]:
     """The same of the optimizer's states."""
-    return _misplaced(found_again(listing), training.states)
+    count, bad = _misplaced(found_again(listing), training.states)
+    named, elsewhere = misplaced_named_states(listing, training)
+    return count + named, [*bad, *elsewhere]
 
 
 def _misplaced(found: Mapping[int, Parts], entries: Mapping[str, Mapping[str, TensorEntry]]) -> tuple[int, list[str]]:

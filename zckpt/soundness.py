@@ -34,7 +34,7 @@ from zckpt.layouts.places import Place, find
 from zckpt.open_files import forget
 from zckpt.output import manifest as manifests
 from zckpt.output.manifest import Manifest
-from zckpt.reread import misplaced_masters
+from zckpt.reread import misplaced
 from zckpt.tally import Tally
 from zckpt.tuning import DEFAULT_PACE, Pace
 from zckpt.verification import Check, few
@@ -170,10 +170,10 @@ def _open(state: Examined, path: str, tag: str | None, also: Sequence[str], wish
     state.notes.extend((*opened.catalog.source.notes, *stripped))
     count = len(state.catalog)
     state.add("tensors", f"{count:,} tensors, {state.catalog.numel:,} elements, each held once")
-    found, elsewhere = misplaced_masters(opened.place.listing, opened.catalog)
+    found, elsewhere = misplaced(opened.place.listing, opened.catalog)
     if found:
-        told = f"{found:,} masters lie where a second reader, written after zero_to_fp32, finds them"
-        state.add("places", told, few(elsewhere, "masters are not read where the files have them"))
+        told = f"{found:,} tensors lie where a second reader, which shares no code with the first, finds them"
+        state.add("places", told, few(elsewhere, "tensors are not read where the files have them"))
     return None
 
 

@@ -322,3 +322,13 @@ def test_ranks_that_drifted_apart_are_told_of(plain: Path, rule_file: Path, deep
     problems = [problem for check in checks for problem in check.problems]
     assert len(problems) == 1 and "'norm.weight'" in problems[0] and "element" in problems[0]
     assert [check.name for check in checks if check.problems] == ["copies"]
+
+
+def test_every_copy_of_a_tied_weight_is_compared() -> None:
+    """Two stages of two slices hold it: that of the second stage's second rank is looked at too."""
+    fixture = Path(__file__).parents[2] / "fixtures" / "pipeline" / "zero1_pp2_tp2_dp2" / "checkpoint"
+    catalog = open_catalog(str(fixture)).catalog
+    (tied,) = (entry for name, entry in catalog.items() if name.startswith("tied_modules."))
+    held = (*tied.fragments, *(fragment for copy in tied.replicas for fragment in copy.fragments))
+    files = {Path(str(fragment.store)).name for fragment in held}
+    assert {name.partition("mp_rank_")[2][:2] for name in files if "optim" in name} == {"00", "01", "02", "03"}

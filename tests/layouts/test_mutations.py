@@ -1,0 +1,654 @@
+"""Readers that look in the wrong places: every planted fault is refused, or `verify --deep` does not believe the output.
+
+The faults are planted in the arithmetic of each family's reader, in this process; then a real checkpoint is converted (or
+resharded, for optimizer states) and verified by the very same faulty readers. What must not happen is a conversion that ends
+well and a `verify` that says "may be deleted", of an output that is wrong.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.torch import load_file
+
+import zckpt
+from zckpt.containers import TensorRef
+from zckpt.convert import Options
+from zckpt.fragments import Fragment
+from zckpt.layouts import (
+    dcp_items,
+    expert_groups,
+    experts,
+    model_parallel,
+    module_states,
+    optimizer_states,
+    partition,
+    slices,
+    universal,
+    unsharded,
+    unsharded_training,
+    zero3,
+    zero12,
+)
+from zckpt.layouts.listing import Listing
+
+FIXTURES = Path(__file__).parents[2] / "fixtures"
+Wrapper = Callable[..., Callable[..., Any]]
+
+
+class Planter:
+    """Puts a faulty function in place of a right one, wherever a reader uses it, and counts how often it is asked."""
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self.patch = patch
+        self.calls = 0
+
+    def counted(self, faulty: Callable[..., Any]) -> Callable[..., Any]:
+        def asked(*args: Any, **kwargs: Any) -> Any:
+            self.calls += 1
+            return faulty(*args, **kwargs)
+
+        return asked
+
+    def function(self, right: Callable[..., Any], wrong: Wrapper) -> None:
+        faulty = self.counted(wrong(right))
+        for name, module in list(sys.modules.items()):
+            if name.startswith("zckpt.layouts"):
+                for key, value in list(vars(module).items()):
+                    if value is right:
+                        self.patch.setattr(module, key, faulty)
+
+    def method(self, owner: type, name: str, wrong: Wrapper) -> None:
+        self.patch.setattr(owner, name, self.counted(wrong(getattr(owner, name))))
+
+
+Plant = Callable[[Planter], None]
+
+
+# ---- faults in flat groups (ZeRO-1, ZeRO-2, the bf16 optimizer; under tensor and pipeline parallelism too) ----------------
+
+
+def never_advances(p: Planter) -> None:
+    p.function(partition.flat_offsets, lambda right: lambda n, pad=None: ([0] * len(n), right(n, pad)[1]))
+
+
+def off_by_one(p: Planter) -> None:
+    """All but the first parameter begin an element late, and the last one ends where the next begins."""
+
+    def wrong(right: Callable[..., Any]) -> Callable[..., Any]:
+        def faulty(numels: Any, paddings: Any = None) -> Any:
+            offsets, total = right(numels, paddings)
+            return [offset + bool(number) for number, offset in enumerate(offsets)], total
+
+        return faulty
+
+    p.function(partition.flat_offsets, wrong)
+
+
+def swapped_in_group(p: Planter) -> None:
+    """Two parameters of as many elements change places."""
+
+    def wrong(right: Callable[..., Any]) -> Callable[..., Any]:
+        def faulty(numels: Any, paddings: Any = None) -> Any:
+            offsets, total = right(numels, paddings)
+            if len(set(numels)) < len(numels):
+                swap(offsets, list(numels))
+            return offsets, total
+
+        return faulty
+
+    p.function(partition.flat_offsets, wrong)
+
+
+def padding_not_skipped(p: Planter) -> None:
+    p.function(partition.flat_offsets, lambda right: lambda n, pad=None: right(n, None))
+
+
+def aligned_to_the_wrong_multiple(p: Planter) -> None:
+    p.function(
+        partition.flat_offsets,
+        lambda right: lambda n, pad=None: right(n, partition.alignment_paddings(list(n), 1)),
+    )
+
+
+def wrong_partition_size(p: Planter) -> None:
+    p.function(partition.flat_pieces, lambda right: lambda offset, numel, size: right(offset, numel, max(2, size - 2)))
+
+
+def ranks_swapped(p: Planter) -> None:
+    """The vectors of the last two ranks whose vectors are of one length change places, with their states."""
+
+    def wrong(right: Callable[..., Any]) -> Callable[..., Any]:
+        def faulty(*args: Any, **kwargs: Any) -> Any:
+            shards = right(*args, **kwargs)
+            lengths = [[vector.numel for vector in shard.vectors] for shard in shards]
+            order = list(shards)
+            try:
+                swap(order, lengths)
+            except LookupError:
+                order[:2] = order[1::-1]
+            return [replace(shard, rank=at) for at, shard in enumerate(order)]
+
+        return faulty
+
+    p.function(optimizer_states.read_shards, wrong)
+
+
+def swap(values: list[Any], keys: list[Any]) -> None:
+    """Exchanges the first two values that have equal keys."""
+    for at, key in enumerate(keys):
+        for other in range(at + 1, len(keys)):
+            if keys[other] == key and key:
+                values[at], values[other] = values[other], values[at]
+                return
+    raise LookupError("nothing alike to be exchanged")
+
+
+FLAT: dict[str, Plant] = {
+    "offset never advances": never_advances,
+    "offset off by one": off_by_one,
+    "equal parameters swapped": swapped_in_group,
+    "partition size": wrong_partition_size,
+    "ranks swapped": ranks_swapped,
+}
+PADDED: dict[str, Plant] = {
+    "padding not skipped": padding_not_skipped,
+    "aligned to the wrong multiple": aligned_to_the_wrong_multiple,
+}
+
+
+# ---- faults in ZeRO-3 ------------------------------------------------------------------------------------------------
+
+
+def places_3(change: Callable[[list[Any]], Any]) -> Plant:
+    def plant(p: Planter) -> None:
+        p.function(zero3._places, lambda right: lambda save: change(list(right(save))))
+
+    return plant
+
+
+def swapped_3(places: list[Any]) -> list[Any]:
+    offsets = [place.offset for place in places]
+    swap(offsets, [place.shape for place in places])
+    return [replace(place, offset=offset) for place, offset in zip(places, offsets, strict=True)]
+
+
+def floor_3(p: Planter) -> None:
+    p.function(partition.partition_numel, lambda right: lambda numel, size: numel // size or 1)
+
+
+def even_3(p: Planter) -> None:
+    p.function(partition.partition_numel, lambda right: lambda numel, size: -(-right(numel, size) // 2) * 2)
+
+
+def pieces_reversed(p: Planter) -> None:
+    p.function(partition.partition_of, lambda right: lambda numel, size, rank: right(numel, size, size - 1 - rank))
+
+
+def sub_groups_restart(p: Planter) -> None:
+    def wrong(right: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda self, offset, count: (piece._replace(offset=0) for piece in right(self, offset, count))
+
+    p.method(partition.SubGroups, "pieces", wrong)
+
+
+STAGE_3: dict[str, Plant] = {
+    "offset never advances": places_3(lambda places: [replace(place, offset=0) for place in places]),
+    "offset off by one": places_3(lambda places: [replace(q, offset=q.offset + bool(n)) for n, q in enumerate(places)]),
+    "equal parameters swapped": places_3(swapped_3),
+    "pieces rounded down": floor_3,
+    "pieces aligned to the wrong multiple": even_3,
+    "pieces in reverse": pieces_reversed,
+    "every piece from the start of its sub-group": sub_groups_restart,
+    "ranks swapped": ranks_swapped,
+}
+
+
+# ---- faults in optimizer states alone: masters are read as they should be ------------------------------------------------
+
+
+def states(change: Callable[[Mapping[str, Any]], Any]) -> Plant:
+    """What a reader says of states, changed."""
+
+    def wrong(right: Callable[..., Any]) -> Callable[..., Any]:
+        def faulty(*args: Any, **kwargs: Any) -> Any:
+            training = right(*args, **kwargs)
+            return replace(training, states=change(training.states))
+
+        return faulty
+
+    def plant(p: Planter) -> None:
+        for right in (zero12.training, zero3.training, unsharded_training.training_of):
+            p.function(right, wrong)
+
+    return plant
+
+
+def states_swapped(found: Mapping[str, Any]) -> Any:
+    names = [name for name in found if found[name]]
+    order = list(names)
+    swap(order, [next(iter(found[name].values())).shape for name in names])
+    return {
+        name: {s: replace(entry, name=name) for s, entry in found[other].items()}
+        for name, other in zip(names, order, strict=True)
+    }
+
+
+def states_of_the_first(found: Mapping[str, Any]) -> Any:
+    """Parameters of one shape all have the states of the first of them."""
+    first: dict[Any, Any] = {}
+    return {name: first.setdefault(next(iter(own.values())).shape, own) if own else own for name, own in found.items()}
+
+
+def moments_exchanged(found: Mapping[str, Any]) -> Any:
+    return {name: dict(zip(own, reversed(list(own.values())), strict=True)) for name, own in found.items()}
+
+
+def state_vectors_of_the_first(p: Planter) -> None:
+    p.function(optimizer_states.state_vector, lambda right: lambda shard, number, state: right(shard, 0, state))
+
+
+STATES: dict[str, Plant] = {
+    "states of equal parameters swapped": states(states_swapped),
+    "states of the first parameter": states(states_of_the_first),
+    "exp_avg and exp_avg_sq exchanged": states(moments_exchanged),
+}
+
+
+# ---- faults in saves without ZeRO ------------------------------------------------------------------------------------
+
+
+def master_at(change: Callable[[unsharded.Masters, int], int]) -> Plant:
+    def plant(p: Planter) -> None:
+        def wrong(right: Callable[..., Any]) -> Callable[..., Any]:
+            def faulty(self: unsharded.Masters, place: int, shape: tuple[int, ...]) -> Any:
+                found = right(self, change(self, place), shape)
+                return found and (found[0], right(self, place, shape)[1] if right(self, place, shape) else place)
+
+            return faulty
+
+        p.method(unsharded.Masters, "at", wrong)
+
+    return plant
+
+
+def weights_swapped(p: Planter) -> None:
+    def wrong(right: Callable[..., Any]) -> Callable[..., Any]:
+        def faulty(model: Any) -> Any:
+            found = right(model)
+            swap(found, [entry.shape for entry in found])
+            return found
+
+        return faulty
+
+    p.function(unsharded.candidates, wrong)
+
+
+def cut_never_advances(p: Planter) -> None:
+    def wrong(right: Callable[..., Any]) -> Callable[..., Any]:
+        def faulty(model: Any, names: Any, shapes: Any, state: Any, per_element: Any) -> Any:
+            for name, shape in zip(names, shapes, strict=True):
+                yield from right(model, [name], [shape], state, per_element)
+
+        return faulty
+
+    p.function(unsharded_training._cut, wrong)
+
+
+UNSHARDED: dict[str, Plant] = {
+    "offset never advances": master_at(lambda self, place: 0),
+    "offset off by one": master_at(lambda self, place: place + bool(place)),
+    "equal parameters swapped": weights_swapped,
+}
+
+
+# ---- faults in slices, stages and experts ----------------------------------------------------------------------------
+
+
+def joints(change: Callable[[slices.Joint], slices.Joint]) -> Plant:
+    """What rules say of split tensors, changed: those whose pieces are of several ranks."""
+
+    def wrong(right: Callable[..., Any]) -> Callable[..., Any]:
+        def faulty(*args: Any, **kwargs: Any) -> Any:
+            joint = right(*args, **kwargs)
+            return change(joint) if len({piece.rank for piece in joint.pieces}) > 1 else joint
+
+        return faulty
+
+    return lambda p: p.function(model_parallel.Reader._joint, wrong) or p.method(model_parallel.Reader, "_joint", wrong)
+
+
+def pieces(change: Callable[[slices.Piece], slices.Piece]) -> Callable[[slices.Joint], slices.Joint]:
+    return lambda joint: replace(joint, pieces=tuple(map(change, joint.pieces)))
+
+
+def ranks_of(joint: slices.Joint) -> slices.Joint:
+    most = max(piece.rank for piece in joint.pieces)
+    return pieces(lambda piece: replace(piece, rank=most - piece.rank))(joint)
+
+
+SLICES: dict[str, Plant] = {
+    "slices swapped": joints(ranks_of),
+    "all from the first slice": joints(pieces(lambda piece: replace(piece, rank=0))),
+    "slices never advance": joints(pieces(lambda piece: replace(piece, start=0))),
+    "slices off by one": joints(pieces(lambda piece: replace(piece, start=piece.start + bool(piece.start)))),
+    "pitch": joints(pieces(lambda piece: replace(piece, pitch=piece.pitch + 1))),
+}
+
+
+def layers_swapped(p: Planter) -> None:
+    """Tensors of one shape in a stage's layer files change their names."""
+
+    def wrong(right: Callable[..., Any]) -> Callable[..., Any]:
+        def faulty(self: Any, *args: Any) -> Any:
+            module = right(self, *args)
+            names = list(module)
+            refs = [module[name] for name in names]
+            swap(refs, [ref.shape if ref.numel > 1 else None for ref in refs])
+            return dict(zip(names, refs, strict=True))
+
+        return faulty
+
+    p.method(model_parallel.Reader, "_stage_module", wrong)
+
+
+def expert_ranks_swapped(p: Planter) -> None:
+    def wrong(right: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda ep, rank, world_size, *, data_first: right(ep, ep - 1 - rank, world_size, data_first=data_first)
+
+    p.function(experts.sharers, wrong)
+
+
+def experts_swapped(p: Planter) -> None:
+    """Which experts a rank holds, in reverse."""
+    p.method(
+        experts.Layer,
+        "spread",
+        lambda right: lambda self, ep: replace(right(self, ep), held=right(self, ep).held[::-1]),
+    )
+
+
+def placement_reversed(p: Planter) -> None:
+    p.function(experts._placement, lambda right: lambda *args: right(*args)[::-1])
+
+
+def stack_never_advances(p: Planter) -> None:
+    def wrong(right: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda self, shapes: pieces(lambda piece: replace(piece, rows=piece.rows._replace(start=0)))(
+            right(self, shapes)
+        )
+
+    p.method(experts.Layer, "joint", wrong)
+
+
+def stack_swapped(p: Planter) -> None:
+    def wrong(right: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda self, shapes: ranks_of(right(self, shapes))
+
+    p.method(experts.Layer, "joint", wrong)
+
+
+def expert_groups_not_told_apart(p: Planter) -> None:
+    """Groups are taken to stand in one order in all files, and the first is read for all."""
+    p.function(expert_groups._pick, lambda right: lambda shard, groups: right(shard, [groups[0]] * len(groups)))
+
+
+EXPERTS: dict[str, Plant] = {
+    "expert ranks swapped": expert_ranks_swapped,
+    "experts swapped": experts_swapped,
+    "one group for all": expert_groups_not_told_apart,
+}
+STACKS: dict[str, Plant] = {
+    "placement reversed": placement_reversed,
+    "stacks never advance": stack_never_advances,
+    "stacks swapped": stack_swapped,
+}
+
+
+# ---- faults where files name their tensors -----------------------------------------------------------------------------
+
+
+def named(change: Callable[[dict[str, TensorRef]], dict[str, TensorRef]]) -> Plant:
+    """What a file says of its tensors, changed."""
+    return lambda p: p.function(module_states.flatten, lambda right: lambda *args: change(right(*args)))
+
+
+def refs_swapped(found: dict[str, TensorRef]) -> dict[str, TensorRef]:
+    names = [name for name, ref in found.items() if ref.numel > 1]
+    refs = [found[name] for name in names]
+    try:
+        swap(refs, [(ref.shape, ref.dtype) for ref in refs])
+    except LookupError:
+        return found
+    return {**found, **dict(zip(names, refs, strict=True))}
+
+
+def moved(elements: int) -> Plant:
+    """Tensors are read some elements late, where their storage has room."""
+
+    def wrong(right: Callable[..., Any]) -> Callable[..., Any]:
+        def faulty(self: TensorRef) -> Any:
+            return tuple(later(self, fragment, elements) for fragment in right(self))
+
+        return faulty
+
+    return lambda p: p.method(TensorRef, "fragments", wrong)
+
+
+def later(ref: TensorRef, fragment: Fragment, elements: int) -> Fragment:
+    at = fragment.byte_offset + elements * ref.dtype.itemsize
+    fits = replace(fragment, byte_offset=at).nbytes_end(ref.dtype.itemsize) <= ref.store.size
+    return replace(fragment, byte_offset=at) if fits else fragment
+
+
+NAMED: dict[str, Plant] = {
+    "equal tensors swapped": named(refs_swapped),
+    "offset off by one": moved(1),
+}
+
+
+def universal_swapped(p: Planter) -> None:
+    """Directories of parameters of one shape change places."""
+
+    def wrong(right: Callable[..., Any]) -> Callable[..., Any]:
+        def faulty(listing: Listing) -> Any:
+            save = right(listing)
+            names = [name for name in save.parameters if name in save.shapes]
+            found = [save.parameters[name] for name in names]
+            swap(found, [save.shapes[name] for name in names])
+            return replace(save, parameters=save.parameters | dict(zip(names, found, strict=True)))
+
+        return faulty
+
+    p.function(universal._load, wrong)
+
+
+def universal_moments(p: Planter) -> None:
+    other = {"exp_avg": "exp_avg_sq", "exp_avg_sq": "exp_avg"}
+    p.method(
+        universal._Save,
+        "entry",
+        lambda right: lambda self, name, state, shape: right(self, name, other.get(state, state), shape),
+    )
+
+
+def chunks(change: Callable[[list[Any]], list[Any]]) -> Plant:
+    """The chunks of a tensor, changed before they are made into one."""
+
+    def wrong(right: Callable[..., Any]) -> Callable[..., Any]:
+        def faulty(self: Any, name: str, item: Any, role: Any) -> Any:
+            return right(self, name, replace(item, chunks=tuple(change(list(item.chunks)))), role)
+
+        return faulty
+
+    return lambda p: p.method(dcp_items.Items, "_tensor", wrong)
+
+
+def chunks_swapped(found: list[Any]) -> list[Any]:
+    held = [chunk.place for chunk in found]
+    try:
+        swap(held, [chunk.sizes if chunk.numel else None for chunk in found])
+    except LookupError:
+        return found
+    return [chunk._replace(place=place) for chunk, place in zip(found, held, strict=True)]
+
+
+def chunks_of_the_first(found: list[Any]) -> list[Any]:
+    first: dict[Any, Any] = {}
+    return [chunk._replace(place=first.setdefault(chunk.sizes, chunk.place)) for chunk in found]
+
+
+def chunks_never_advance(found: list[Any]) -> list[Any]:
+    return [chunk._replace(offsets=tuple(0 for _ in chunk.offsets)) for chunk in found]
+
+
+def items_swapped(p: Planter) -> None:
+    """Tensors of one shape and one cut change places."""
+
+    def wrong(right: Callable[..., Any]) -> Callable[..., Any]:
+        def faulty(self: Any, items: Any, roles: Any) -> Any:
+            names = list(items)
+            held = [items[name].chunks for name in names]
+            swap(held, [(items[n].size, items[n].dtype, tuple(c[:2] for c in items[n].chunks)) for n in names])
+            return right(self, {n: replace(items[n], chunks=c) for n, c in zip(names, held, strict=True)}, roles)
+
+        return faulty
+
+    p.method(dcp_items.Items, "tensors", wrong)
+
+
+CHUNKS: dict[str, Plant] = {
+    "chunks swapped": chunks(chunks_swapped),
+    "chunks of the first rank": chunks(chunks_of_the_first),
+    "chunks never advance": chunks(chunks_never_advance),
+    "equal tensors swapped": items_swapped,
+    "offset off by one": moved(1),
+}
+
+
+# ---- the table -------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Case:
+    """A fault in the reader of a family; `run`: the states are what is looked at, in a resharded output."""
+
+    family: str
+    fixture: str
+    fault: str
+    plant: Plant
+    run: bool = False
+
+    def __str__(self) -> str:
+        return f"{self.family}: {self.fault}" + (" (run)" if self.run else "")
+
+
+def cases() -> Iterator[Case]:
+    for family, fixture in {
+        "zero1": "zero1/bf16_w3", "zero2": "zero2/fp16_w2", "bf16 optimizer": "bf16_optimizer/w2",
+        "tensor-parallel zero1": "tensor/zero1_tp2_dp2", "pipeline zero1": "pipeline/zero1_pp2_dp2", "moe": "moe/zero2_w2",
+        "autoep zero2": "autoep/zero2_w4",
+    }.items():  # fmt: skip
+        for fault, plant in FLAT.items():
+            yield Case(family, fixture, fault, plant)
+    for fault, plant in PADDED.items():
+        yield Case("zero2 with alignment", "zero2/aligned_w2", fault, plant)
+    for family, fixture in {
+        "zero3": "zero3/groups_w3", "zero3 in sub-groups": "zero3/sub_groups_w2", "zero3 MiCS": "zero3/mics_w4",
+        "tensor-parallel zero3": "tensor/zero3_tp2_dp2", "autoep zero3": "autoep/zero3_w4",
+    }.items():  # fmt: skip
+        for fault, plant in STAGE_3.items():
+            even = family == "autoep zero3" and "piece" in fault and "reverse" not in fault  # nothing is rounded there
+            if not even and ("sub-group" not in fault or "sub-groups" in family):
+                yield Case(family, fixture, fault, plant)
+    for family, fixture in {
+        "zero1": "zero1/bf16_w3", "zero2": "zero2/groups_w3", "bf16 optimizer": "bf16_optimizer/groups_w3",
+        "zero3": "zero3/sub_groups_w2", "zero0": "zero0/bf16", "tensor-parallel": "tensor/zero1_tp2_dp2",
+        "pipeline": "pipeline/zero1_pp2_dp2", "moe": "moe/zero2_w2",
+    }.items():  # fmt: skip
+        for fault, plant in STATES.items():
+            yield Case(family, fixture, fault, plant, run=True)
+    for family, fixture in {"zero2": "zero2/groups_w3", "zero3": "zero3/sub_groups_w2"}.items():
+        yield Case(family, fixture, "state vectors of the first group", state_vectors_of_the_first, run=True)
+    for family, fixture in {"zero0": "zero0/bf16", "zero0 fused": "zero0/fp16"}.items():
+        for fault, plant in UNSHARDED.items():
+            yield Case(family, fixture, fault, plant)
+    for family, fixture in {
+        "tensor-parallel zero0": "tensor/zero0_tp2", "tensor-parallel zero1": "tensor/zero1_tp2_dp2",
+        "tensor-parallel zero3": "tensor/zero3_tp2_dp2", "autotp fused": "autotp/fused_tp2",
+    }.items():  # fmt: skip
+        for fault, plant in SLICES.items():
+            yield Case(family, fixture, fault, plant)
+    for family, fixture in {"pipeline zero1": "pipeline/zero1_pp2_dp2", "pipeline zero0": "pipeline/zero0_pp2"}.items():
+        yield Case(family, fixture, "equal tensors swapped", layers_swapped)
+    for family, fixture in {"moe": "moe/zero2_pyramid_w4"}.items():
+        for fault, plant in EXPERTS.items():
+            yield Case(family, fixture, fault, plant)
+    for family, fixture in {"autoep zero2": "autoep/zero2_w4", "autoep zero3": "autoep/zero3_w4"}.items():
+        for fault, plant in STACKS.items():
+            yield Case(family, fixture, fault, plant)
+    for family, fixture in {"plain weights": "plain", "zero0 fp32": "zero0/fp32"}.items():
+        for fault, plant in NAMED.items():
+            yield Case(family, fixture, fault, plant)
+    yield Case("universal", "universal", "equal tensors swapped", universal_swapped)
+    yield Case("universal", "universal", "offset off by one", moved(1))
+    yield Case("universal", "universal", "exp_avg and exp_avg_sq exchanged", universal_moments, run=True)
+    for family, fixture in {"dcp": "dcp/fsdp2_tp_w4", "dcp of boxes": "dcp/boxes_w4"}.items():
+        for fault, plant in CHUNKS.items():
+            yield Case(family, fixture, fault, plant)
+
+
+CASES = list(cases())
+
+
+@pytest.fixture(scope="session")
+def made(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Checkpoints that no fixture has: a sharded directory of plain weights, and a universal checkpoint."""
+    work = tmp_path_factory.mktemp("made")
+    source = FIXTURES / "zero2/groups_w3/checkpoint"
+    zckpt.convert(source, work / "plain", options=Options(max_shard_size=400))
+    zckpt.to_universal(source, work / "universal")
+    return {"plain": work / "plain", "universal": work / "universal"}
+
+
+def output(case: Case, checkpoint: Path, out: Path) -> Path:
+    if case.run:
+        zckpt.reshard(checkpoint, out, world_size=1)
+    else:
+        out = out.with_suffix(".safetensors")
+        zckpt.convert(checkpoint, out)
+    return out
+
+
+def is_equal(a: Path, b: Path) -> bool:
+    if a.is_dir():
+        files = sorted(path.relative_to(a) for path in a.rglob("*.pt"))
+        return all((a / file).read_bytes() == (b / file).read_bytes() for file in files)
+    ours, theirs = load_file(a), load_file(b)
+    return ours.keys() == theirs.keys() and all(ours[name].equal(theirs[name]) for name in ours)
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_a_planted_fault_is_caught(
+    case: Case, made: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checkpoint = made.get(case.fixture) or FIXTURES / case.fixture / "checkpoint"
+    right = output(case, checkpoint, tmp_path / "right")
+    assert zckpt.verify(checkpoint, right, deep=True).deletable[0]  # type: ignore[index]
+    planter = Planter(monkeypatch)
+    case.plant(planter)
+    try:
+        wrong = output(case, checkpoint, tmp_path / "wrong")
+    except Exception:
+        assert planter.calls
+        return  # refused, whatever with: nothing was written
+    assert planter.calls
+    verification = zckpt.verify(checkpoint, wrong, deep=True)
+    if is_equal(right, wrong):
+        pytest.fail("this fault changes nothing: it proves nothing")
+    assert not verification.deletable[0], "a wrong output was believed"  # type: ignore[index]
