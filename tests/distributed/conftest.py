@@ -14,6 +14,7 @@ import pytest
 from filelock import FileLock
 
 HERE = Path(__file__).parent
+sys.path.insert(0, str(HERE))  # for what the scripts and the tests share
 Results = dict[str, list[Any]]
 
 ENVIRONMENT = {

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import logging
 import random
+import struct
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.utils.data import Dataset, IterableDataset
 
-from zckpt import runtime
+from zckpt import runtime, verify
 from zckpt.errors import InconsistentError
 
 
@@ -265,6 +266,21 @@ def test_a_save_after_a_step_has_no_file_of_a_rank(tmp_path: Path) -> None:
     names = {"mp_rank_00_model_states.pt", "zero_pp_rank_0_mp_rank_00_optim_states.pt"}
     assert {path.name for path in (tmp_path / "whole").iterdir()} == names
     assert {path.name for path in (tmp_path / "part").iterdir()} == {*names, "zckpt_rank_0_states.pt"}
+
+
+def test_verify_reads_the_file_of_a_rank(tmp_path: Path) -> None:
+    engine = start(Net(), config(2, accumulation=2))
+    train(engine, 3)
+    engine.save_checkpoint(tmp_path)
+    assert verify(tmp_path, deep=True).ok
+    file = tmp_path / "global_step1" / "zckpt_rank_0_states.pt"
+    [gradient] = torch.load(file, weights_only=True)["gradients"]["rows"]["head.bias"].tolist()
+    assert gradient
+    data = bytearray(file.read_bytes())
+    data[data.index(struct.pack("<f", gradient))] ^= 1
+    file.write_bytes(data)
+    problems = [problem for check in verify(tmp_path, deep=True).checks for problem in check.problems]
+    assert len(problems) == 1 and "zckpt_rank_0_states.pt" in problems[0]
 
 
 def test_gradients_of_another_save_are_refused(tmp_path: Path) -> None:

@@ -84,7 +84,10 @@ def load(
         meetings.agree("load_checkpoint", error, state=_UNDEFINED)
     _go_on(engine, saved, goes_on=goes_on)
     if lost and engine.global_rank == 0:
-        _log.warning("Buffers of ranks differed in %r, saved by other ranks: all take rank 0's.", directory)
+        _log.warning(
+            "Buffers differed from rank to rank in %r, and not each rank's are at hand: such ranks take rank 0's.",
+            directory,
+        )
     found = saved.directory if nodes is None else os.path.join(directory, nodes.tag)
     return found, saved.client_state
 

@@ -65,8 +65,8 @@ def lay_out(state: RunState, place: str) -> Laid | None:
         return None
     root: dict[str, Any] = {
         "zckpt": {"version": 1, "moment": {key: state.counters[key] for key in MOMENT}, "shape": _shape(state)},
-        "rank": state.rank,
-        "world_size": state.world_size,
+        "global_steps": state.counters["global_steps"],
+        "dp_world_size": state.world_size,
     }
     if has_buffers:
         root["buffers"] = to_inert(state.buffers, "buffers")
@@ -115,7 +115,7 @@ def read(
             expected=f"{dict(moment)} in the other files",
             remedy="Copy the files of one save.",
         )
-    if root.get("world_size") != engine.world_size:
+    if root.get("dp_world_size") != engine.world_size:
         return None
     found: dict[str, dict[str, Any]] | None = None
     if "gradients" in root:

@@ -145,7 +145,7 @@ def read(engine: Engine, opened: Opened, wishes: Wishes, seen: Listing) -> Saved
         directory=opened.place.listing.directory,
         catalog=catalog,
         buffers=buffers,
-        buffers_lost=own.get("buffers_differ") is True and not buffers and engine.global_rank > 0,
+        buffers_lost=_lost(engine, own, buffers),
         precision=None if training is None else getattr(torch, training.precision.torch_name),
         groups=groups,
         scaler=_scaler(training) if training is not None and wishes.optimizer else None,
@@ -290,6 +290,13 @@ def _own_buffers(
         if isinstance(ref, TensorRef) and has(catalog, name) and tuple(ref.shape) == tuple(catalog[name].shape):
             found[name] = whole(name, ref, "buffer")
     return found
+
+
+def _lost(engine: Engine, own: Mapping[str, Any], buffers: Mapping[str, object]) -> bool:
+    """Whether ranks had buffers of their own, and this one's are not at hand."""
+    ranks = own.get("differing_buffers") or []
+    same_world = own.get("world_size") == engine.world_size
+    return engine.global_rank in ranks and not buffers if same_world else bool(ranks)
 
 
 def _saved_groups(engine: Engine, training: Training) -> Iterable[tuple[int, SavedGroup]]:
