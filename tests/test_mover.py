@@ -28,7 +28,7 @@ from zckpt.dtypes import BF16, BY_NAME, F16, F32, F64, DType
 from zckpt.errors import CorruptError, InconsistentError, OutputError, UnsupportedError
 from zckpt.files import file_store
 from zckpt.fragments import FileStore, Fragment, MemoryStore
-from zckpt.mover import run
+from zckpt.mover import output_failed, run
 from zckpt.mover_reference import cast as reference_cast
 from zckpt.overlaps import embed, transposed
 from zckpt.pieces import begin, move
@@ -655,7 +655,7 @@ CHILD = """
 """
 
 
-def test_a_file_size_limit_is_a_full_disk(tmp_path: Path) -> None:
+def test_a_limit_on_the_size_of_files_is_named(tmp_path: Path) -> None:
     code = (
         CHILD
         + """
@@ -664,14 +664,28 @@ def test_a_file_size_limit_is_a_full_disk(tmp_path: Path) -> None:
     try:
         run(plan, root)
     except Exception as error:
-        print(type(error).__name__)
+        print(type(error).__name__, error.what, error.found, error.expected, error.remedy, sep="|")
     """
     )
     (tmp_path / "s").touch()
     out, err = child(
         code.replace("file.truncate(megabytes << 20)", "file.truncate(8 << 20)"), tmp_path, 8
     ).communicate()
-    assert out.strip() == "OutputError", err
+    kind, what, found, expected, remedy = out.strip().split("|")
+    assert (kind, what) == ("OutputError", "a limit on the size of a file"), err
+    assert "may write 4,194,304 bytes to a file (ulimit -f)" in found and "free" not in found
+    assert "8,388,608 bytes" in expected and "ulimit -f" in remedy
+
+
+@pytest.mark.parametrize(
+    ("number", "what"),
+    [(errno.ENOSPC, "full"), (errno.EDQUOT, "quota"), (errno.EFBIG, "limit"), (errno.EIO, "cannot be")],
+)
+def test_what_is_wrong_with_an_output(number: int, what: str, tmp_path: Path) -> None:
+    with pytest.raises(OutputError) as error:
+        output_failed(OSError(number, os.strerror(number)), str(tmp_path), Plan((), ()))
+    assert what in error.value.what and os.strerror(number) in error.value.found
+    assert ("bytes are free" in error.value.found) == (number == errno.ENOSPC)
 
 
 def test_ctrl_c_stops_it(tmp_path: Path) -> None:

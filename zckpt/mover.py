@@ -34,8 +34,6 @@ try:
 except ImportError:  # pragma: no cover - depends on the build
     native_run = None  # type: ignore[assignment]
 
-_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-
 
 @dataclass(frozen=True, slots=True)
 class Overflow:
@@ -368,15 +366,31 @@ def write(fd: int, data: bytes, offset: int) -> None:
 
 def output_failed(error: OSError, root: str, plan: Plan) -> NoReturn:
     """Says what is wrong with an output."""
-    if error.errno in _FULL:
-        free = os.statvfs(root).f_bavail * os.statvfs(root).f_frsize if os.path.isdir(root) else 0
-        raise OutputError(
-            "a disk that is full (or a quota or size limit reached)", file=os.path.dirname(root) or root,
-            found=f"{os.strerror(error.errno or 0)}; {free:,} bytes are free",
-            expected=f"{plan.bytes_written:,} bytes are needed",
-            remedy="Nothing was published. Free some room, or choose an OUT on another disk.",
-        ) from error  # fmt: skip
+    import resource
+
+    what, remedy = "a disk that is full", "Free some room, or choose an OUT on another disk."
+    found, expected = os.strerror(error.errno or 0), f"{plan.bytes_written:,} bytes are needed"
+    match error.errno:
+        case errno.ENOSPC:
+            state = os.statvfs(root) if os.path.isdir(root) else None
+            free = "no more files fit on it" if state and state.f_files and not state.f_favail else ""
+            found += f"; {free or f'{state.f_bavail * state.f_frsize if state else 0:,} bytes are free'}"
+        case errno.EDQUOT:
+            what, remedy = "a disk quota that is used up", "Have it raised, or choose an OUT on another disk."
+        case errno.EFBIG:
+            largest = max((output.size for output, _ in plan.files), default=0)
+            limit, _ = resource.getrlimit(resource.RLIMIT_FSIZE)
+            mine = limit != resource.RLIM_INFINITY and limit < largest
+            what = "a limit on the size of a file"
+            found += f"; this process may write {limit:,} bytes to a file (ulimit -f)" if mine else ""
+            expected = f"the largest file has {largest:,} bytes"
+            remedy = "Raise the limit (ulimit -f), or write smaller files (--max-shard-size)."
+        case _:
+            raise OutputError(
+                "an output that cannot be written", file=error.filename or root, found=error.strerror or str(error),
+                remedy="Nothing was published.",
+            ) from error  # fmt: skip
     raise OutputError(
-        "an output that cannot be written", file=error.filename or root, found=error.strerror or str(error),
-        remedy="Nothing was published.",
+        what, file=os.path.dirname(root) or root, found=found, expected=expected,
+        remedy=f"Nothing was published. {remedy}",
     ) from error  # fmt: skip
