@@ -88,13 +88,38 @@ def test_nothing_private_goes_up(checkpoint: Path, server: HubServer, push: Push
         ),
         ("README.md", r"on C:\Users\bob\weights it was", "on weights it was"),
         ("README.md", "file:///Users/bob/a.bin", "a.bin"),
-        ("README.md", "and/or 1/2, a/data/b, ./data/x, /dataset, /etc/fstab", None),
+        (
+            "README.md",
+            "and/or 1/2, a/data/b, ./data/x, /dataset, <br/>, </a></b>, 5 tok/s/GPU, https://x.org/a/b?c=/d/e",
+            None,
+        ),
+        ("README.md", "#!/usr/bin/env python\n[a](docs/b/c) ![d](e/f.png) [g](https://h.co/i/j) {x}/y/z", None),
+        (
+            "README.md",
+            "on /lustre/users/bob, `/gpfs/p/q.bin`, **/fsx/x** and (/p/scratch/run7/): /a/b. <b>/c/d</b>, at:/e/f",
+            "on bob, `q.bin`, **x** and (run7): b. <b>d</b>, at:f",
+        ),
+        (
+            "modeling.py",
+            "W = '/work/team/w.pt'\nD = \"/etc/fstab\"\nf = open(file='/a b/c d')",
+            "W = 'w.pt'\nD = \"fstab\"\nf = open(file='/a b/c d')",
+        ),
         (
             "config.json",
             '{"a": {"cache_dir": "~/x", "n": 1}, "l": [{"vocab_file": "/a/b"}]}',
             {"a": {"n": 1}, "l": [{}]},
         ),
-        ("config.json", '{"path": "relative/x", "token": "/"}', None),
+        ("config.json", '{"path": "relative/x", "token": "/", "eos": "</s>", "template": "Q:\\nA:\\n/no_think"}', None),
+        (
+            "config.json",
+            '{"resume_from": "/lustre/users/x/ckpt", "run": "/p/scratch", "n": 1e-05, "log": "at\\n/fsx/x/y", "/a/b/c": 1}',
+            {"n": 1e-05, "log": "at\ny", "c": 1},
+        ),
+        (
+            "model.safetensors.index.json",
+            '{"weight_map": {"/model/layers/0": "model-00001-of-00002.safetensors"}}',
+            None,
+        ),
         ("vocab.json", '{"/home/bob/x": 1}', None),
         ("tokenizer.model", "/home/bob/x", None),
         ("chat_template.jinja", "{{ x }} / {{ y }}", None),
@@ -114,6 +139,19 @@ def test_ones_own_home_and_checkpoint(monkeypatch: pytest.MonkeyPatch, tmp_path:
     source = str(tmp_path / "exp" / "run7")
     data, _ = cleaned("README.md", f"from {source}/tag with /nfs/people/carol/x".encode(), source)
     assert data == b"from run7/tag with ~/x"
+
+
+@pytest.mark.parametrize("own", ["/model", "/data/model"])
+def test_the_checkpoints_own_path_is_cut_as_whole_components(own: str) -> None:
+    """/model is no part of huggingface.co/models, nor of /models."""
+    text = f"huggingface.co/models, /models, {own}2, {own}: {own}/tag and {own}."
+    data, _ = cleaned("README.md", text.encode(), own)
+    assert (
+        data.decode()
+        == f"huggingface.co/models, /models, {own if own == '/model' else 'model'}2, model: model/tag and model."
+    )
+    text = "huggingface.co/models and https://model/model stay"
+    assert cleaned("README.md", text.encode(), own) == (text.encode(), [])
 
 
 SECRETS = {

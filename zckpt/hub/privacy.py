@@ -1,8 +1,9 @@
 """What small files say about the machine they come from, taken out before they leave it.
 
 For `cargo`. Only files of known names go up at all; in those, two kinds of things are looked for: paths of this machine, with
-the names of its users in them, and access tokens. A path in a JSON setting whose name says that it is one is dropped; in any
-other text a path into somebody's home is cut down to its last part. A token stops the push: it belongs in no file.
+the names of its users in them, and access tokens. A path is absolute, with two components or more, or it is the checkpoint's
+own, or the home directory. A JSON setting whose whole value is such a path is left out, and so is one whose name says that it
+is a path and whose value is absolute or of a home; elsewhere a path is cut down to its last component. A token stops the push.
 """
 
 from __future__ import annotations
@@ -10,13 +11,16 @@ from __future__ import annotations
 import json
 import os
 import re
+from collections.abc import Callable
 
 from zckpt.errors import UnsafeError
 
-_HOMES = re.compile(
-    r"(?<![\w/.:~-])(?:file://)?(?:/(?:home|Users|root|mnt|data|scratch|workspace)\b|[A-Za-z]:\\+Users\b)"
-    r"[^\s\"'`<>|,;:()\[\]{}]*"
+_COMPONENT = r"[\w.@%+=~#$-]*\w[\w.@%+=~#$-]*"
+_PATH = re.compile(
+    # what is before: no address, relative path, closing tag or interpreter line (#!)
+    rf"(?<![\w/.~<)\]}}!-])(?:file://)?(?:/{_COMPONENT}(?:/+{_COMPONENT})+/*|[A-Za-z]:\\+Users\b[^\s\"'`<>|,;:()\[\]{{}}]*)"
 )
+_ADDRESS_OR_PATH = re.compile(rf"(?!file:)\b[A-Za-z][\w+.-]{{0,20}}://[^\s\"'`<>|,;()\[\]{{}}]+|{_PATH.pattern}")
 _ABSOLUTE = re.compile(r"(?:/|~/|~$|[A-Za-z]:[\\/]|file://|\\\\)")
 _SETTING = re.compile(r".*(?:path|file|dir|directory|name_or_path|checkpoint|folder)")
 _TOKENS = {
@@ -60,46 +64,64 @@ def cleaned(name: str, data: bytes, source: str) -> tuple[bytes, list[str]]:
             )  # fmt: skip
     if not is_cleaned(name):
         return data, []
+    shorten = _shortener(source)
     dropped: list[str] = []
+    short = shorten(text)
     if name.endswith(".json"):
         try:
             value = json.loads(text)
         except ValueError:
-            value = None
-        clean = _without_paths(value, dropped)
-        if dropped:
-            text = json.dumps(clean, indent=2, ensure_ascii=False) + "\n"
-    shortened = text
-    own = {source, os.path.abspath(source), os.path.realpath(source), os.path.expanduser("~")}
-    for place in sorted((place.rstrip("/") for place in own), key=len, reverse=True):
-        if os.path.isabs(place):
-            shortened = shortened.replace(place, os.path.basename(place) if place in source else "~")
-    shortened = _HOMES.sub(lambda match: _last(match[0]), shortened)
-    notes = (
-        [f"{name}: {', '.join(sorted(set(dropped)))} named a path of this machine, and was left out."]
-        if dropped
-        else []
-    )
-    if shortened != text:
+            pass
+        else:
+            clean = _clean(value, shorten, dropped, keys=not name.endswith(".index.json"))
+            short = text if clean == value else json.dumps(clean, indent=2, ensure_ascii=False) + "\n"
+    notes = []
+    if dropped:
+        notes.append(f"{name}: {', '.join(sorted(set(dropped)))} named a path of this machine, and was left out.")
+    if short != text:
         notes.append(f"{name}: paths of this machine were cut down to their last part.")
-    return shortened.encode() if notes else data, notes
+    return short.encode() if short != text else data, notes
 
 
-def _without_paths(value: object, dropped: list[str]) -> object:
-    """Without settings that are said to be paths and are absolute ones."""
-    if isinstance(value, dict):
-        kept = {}
-        for key, inner in value.items():
-            if isinstance(inner, str) and _SETTING.fullmatch(str(key)) and _ABSOLUTE.match(inner):
-                dropped.append(str(key))
-            else:
-                kept[key] = _without_paths(inner, dropped)
-        return kept
-    return [_without_paths(inner, dropped) for inner in value] if isinstance(value, list) else value
+def _shortener(source: str) -> Callable[[str], str]:
+    """What cuts paths in a text: the checkpoint's own and the home directory as whole components, then all others."""
+    home = os.path.expanduser("~")
+    instead = {home.rstrip("/"): "~"}
+    instead |= {path.rstrip("/"): os.path.basename(path.rstrip("/")) for path in _spellings(source)}
+    own = sorted((path for path in instead if os.path.isabs(path)), key=len, reverse=True)
+    either = "|".join(map(re.escape, own)) or r"(?!)"
+    pattern = re.compile(rf"(?<![\w/.~<-])(?:file://)?({either})(?![\w@%+=~#$-]|\.\w)")
+
+    def shorten(text: str) -> str:
+        text = pattern.sub(lambda match: instead[match[1]], text)
+        return _ADDRESS_OR_PATH.sub(lambda found: _last(found[0]) if _PATH.fullmatch(found[0]) else found[0], text)
+
+    return shorten
+
+
+def _spellings(path: str) -> set[str]:
+    return {path, os.path.abspath(path), os.path.realpath(path)}
+
+
+def _clean(value: object, shorten: Callable[[str], str], dropped: list[str], *, keys: bool) -> object:
+    """A JSON value without settings that are paths, and with all other paths in it shortened; in keys if `keys` is set."""
+    if isinstance(value, str):
+        return shorten(value)
+    if isinstance(value, list):
+        return [_clean(inner, shorten, dropped, keys=keys) for inner in value]
+    if not isinstance(value, dict):
+        return value
+    kept: dict[str, object] = {}
+    for key, inner in value.items():
+        if isinstance(inner, str) and (_PATH.fullmatch(inner) or (_SETTING.fullmatch(key) and _ABSOLUTE.match(inner))):
+            dropped.append(key)
+        else:
+            kept[shorten(key) if keys else key] = _clean(inner, shorten, dropped, keys=keys)
+    return kept
 
 
 def _last(path: str) -> str:
-    return re.split(r"[\\/]+", path.rstrip("\\/"))[-1] if re.search(r"[\\/]", path.rstrip("\\/")[1:]) else path
+    return re.split(r"[\\/]+", path.rstrip("\\/"))[-1]
 
 
 def _line(text: str, pattern: re.Pattern[str]) -> int:
