@@ -34,6 +34,7 @@ from zckpt.errors import (
     UsageError,
     ZckptError,
 )
+from zckpt.forms import Form
 from zckpt.output.checks import check_space
 from zckpt.output.work_directory import is_unfinished
 from zckpt.report import inspect_checkpoint
@@ -357,6 +358,25 @@ def test_parameters_that_have_no_elements(tmp_path: Path, suffix: str) -> None:
         assert zckpt.open_checkpoint(out / "model.safetensors")["none"].shape == (0,)
 
 
+def test_latest_means_the_tag_that_it_names(zero2: Path, out: Path) -> None:
+    zckpt.convert(zero2 / "latest", out)
+    assert zckpt.verify(zero2 / "latest", out).ok
+    remove(out)
+    (zero2 / "latest").write_text("global_step9")
+    assert "'global_step9' is not there" in refused(IncompleteError, zero2 / "latest", out).found
+    (zero2 / "latest_universal").write_text("global_step5")
+    assert zckpt.verify(zero2 / "latest_universal").ok
+
+
+def test_an_architecture_that_there_is_not(out: Path, tmp_path: Path) -> None:
+    """It is told before the checkpoint is looked at: a tensor-parallel one would ask for rules first."""
+    for to in ("hf:mistral", "mistral", "hf:"):
+        with pytest.raises(UsageError) as caught:
+            zckpt.convert(tmp_path / "nothing", out, options=Options(form=Form(to)))
+        error = caught.value
+        assert error.found == repr(to) and "hf:llama" in error.expected
+
+
 @pytest.mark.parametrize(
     ("name", "kind"),
     [
@@ -370,9 +390,23 @@ def test_files_of_another_parallelism(zero2: Path, out: Path, name: str, kind: t
     refused(kind, zero2, out)
 
 
-def test_a_version_that_is_too_old(zero2: Path, out: Path) -> None:
-    edit(zero2 / "global_step5" / "mp_rank_00_model_states.pt", lambda root: root.pop("param_shapes"))
+@pytest.mark.parametrize("version", ["0.3.15", "0.2.1+cpu", None])
+def test_a_version_that_is_too_old(zero2: Path, out: Path, version: str | None) -> None:
+    def harm(root: Any) -> None:
+        root.pop("param_shapes")
+        root["ds_version"] = version
+
+    edit(zero2 / "global_step5" / "mp_rank_00_model_states.pt", harm)
     assert "too old" in refused(UnsupportedError, zero2, out).what
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_a_version_that_is_not_too_old(tmp_path: Path, out: Path, stage: int) -> None:
+    checkpoint = (synth.zero12 if stage == 2 else synth.zero3)(tmp_path / "c", groups(), 2)
+    for path in checkpoint.glob("*/*model_states.pt"):
+        edit(path, lambda root: root.pop("param_shapes"))
+    error = refused(UnsupportedError, checkpoint, out)
+    assert "old" not in str(error) and "0.19.8" in error.found and "optimizer" in error.remedy
 
 
 def test_shapes_before_0_3_17(tmp_path: Path, out: Path) -> None:

@@ -87,6 +87,18 @@ def test_an_index_outside(tmp_path):
         zckpt.open_checkpoint(tmp_path).get_slice("a")[7]
 
 
+def test_a_name_that_is_not_there(tmp_path):
+    save_file({"model.a.weight": torch.ones(2), "model.b.weight": torch.ones(2)}, tmp_path / "w.safetensors")
+    checkpoint = zckpt.open_checkpoint(tmp_path / "w.safetensors")
+    for ask in (checkpoint.__getitem__, checkpoint.get_tensor, checkpoint.get_slice):
+        with pytest.raises(KeyError) as error:
+            ask("model.a.wieght")
+        assert isinstance(error.value, zckpt.UsageError)
+        assert "'model.a.wieght'" in str(error.value) and "'model.a.weight'" in str(error.value)
+        assert "w.safetensors" in str(error.value)
+    assert checkpoint.get("c") is None and "c" not in checkpoint
+
+
 def test_importing_zckpt_imports_nothing_heavy():
     code = (
         "import sys, zckpt; print([m for m in ('torch', 'numpy', 'typer', 'tqdm', 'safetensors') if m in sys.modules])"

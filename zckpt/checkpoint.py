@@ -5,6 +5,8 @@ For every job, and for users of `zckpt.open_checkpoint`. Opening reads indexes o
 
 from __future__ import annotations
 
+import difflib
+import itertools
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -13,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from zckpt import layouts
 from zckpt.catalog import Catalog, TensorEntry
-from zckpt.errors import UsageError, some
+from zckpt.errors import NoTensorError, UsageError, some
 from zckpt.fragments import Fragment, MemoryStore
 from zckpt.layouts.listing import Wishes
 from zckpt.layouts.module_states import WRAPPERS
@@ -27,6 +29,10 @@ if TYPE_CHECKING:
     import torch
 
     Tensor = torch.Tensor | numpy.ndarray[Any, Any]
+
+
+_COMPARED_NAMES = 10_000
+"""Names of which the nearest to a wrong one are looked for; it takes a tenth of a second."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,7 +158,23 @@ class Checkpoint(Mapping[str, "Tensor"]):
         return name in self.catalog.tensors or name in self.catalog.aliases
 
     def __getitem__(self, name: str) -> Tensor:
-        return read_tensor(self.catalog[name], self._framework)
+        return read_tensor(self._entry(name), self._framework)
+
+    def _entry(self, name: str) -> TensorEntry:
+        """A tensor by its name.
+
+        Raises:
+            NoTensorError: there is none, which is a KeyError too.
+        """
+        if name in self:
+            return self.catalog[name]
+        near = difflib.get_close_matches(str(name), list(itertools.islice(self, _COMPARED_NAMES)), 3)
+        raise NoTensorError(
+            "no tensor of that name",
+            file=self.catalog.source.path,
+            found=f"no {name!r} among {len(self):,} names",
+            expected=f"such as {some(near or itertools.islice(self, 3))}" if len(self) else "",
+        )
 
     def get_tensor(self, name: str) -> Tensor:
         """The same as `checkpoint[name]`, under the name safetensors gives it."""
@@ -160,7 +182,7 @@ class Checkpoint(Mapping[str, "Tensor"]):
 
     def get_slice(self, name: str) -> Slice:
         """A tensor of which only the rows asked for are read, as in safetensors' `safe_open`."""
-        return Slice(self.catalog[name], self._framework)
+        return Slice(self._entry(name), self._framework)
 
     def metadata(self) -> dict[str, str]:
         """Where the checkpoint comes from."""

@@ -15,7 +15,7 @@ error desk turns them into lines for a person or `--json` for a program.
       x RemoteError (ConnectionError)              a server failed, or answered what it should not
       x CastError                                  a cast would lose numbers
       x ResourceError                              the machine has too little memory, or no more threads
-      x UsageError (ValueError)                    a wrong argument
+      x UsageError (ValueError)                    a wrong argument; NoTensorError (KeyError): a name that is not there
 """
 
 from __future__ import annotations
@@ -166,6 +166,10 @@ class UsageError(ZckptError, ValueError):
     """A wrong argument."""
 
     code = "usage"
+
+
+class NoTensorError(UsageError, KeyError):
+    """A name that a checkpoint's mapping does not have."""
 
 
 def read_error(path: str, number: int, offset: int) -> CorruptError:

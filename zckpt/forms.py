@@ -37,6 +37,11 @@ class Form:
     config: str | Mapping[str, Any] | None = None
     layer_names: str | Mapping[str, str] | None = None
 
+    def __post_init__(self) -> None:
+        """Raises UsageError for an architecture that there is not, before a checkpoint is looked at."""
+        if self.to is not None and self.to not in (known := [f"hf:{name}" for name in names()]):
+            raise UsageError("an unknown --to", found=repr(self.to), expected=f"{', '.join(known)} are known")
+
 
 @dataclass(frozen=True, slots=True)
 class Formed:
@@ -108,10 +113,7 @@ def _converted(
     """As another architecture."""
     left_out = tuple(name for name in catalog.tensors if matches(name, exclude))
     catalog = catalog.select(lambda entry: entry.name not in left_out)
-    kind, _, name = to.partition(":")
-    if kind != "hf":
-        raise UsageError("an unknown --to", found=repr(to), expected=", ".join(f"hf:{n}" for n in names()))
-    wanted = architecture(name)
+    wanted = architecture(to.removeprefix("hf:"))
     given = config_of(config) if isinstance(config, str) else config
     recorded = {"to": to, **({} if given is None else {"config": dict(given)})}
     if given is None:

@@ -44,6 +44,19 @@ def test_each_says_what_it_is(tmp_path, name):
     assert words in str(caught.value) and caught.value.file == str(path)
 
 
+@pytest.mark.parametrize("nbytes", [0x0680, 0x0A80, 0x0280, 0x0300])
+@pytest.mark.parametrize("first", [b"\0", b"}", b"\x80"])
+def test_a_damaged_header_is_no_pickle(tmp_path, nbytes, first):
+    """The lowest byte of its length is a pickle's first one."""
+    path = tmp_path / "model.safetensors"
+    header = b"{" + b" " * (nbytes - 2) + b"}"
+    path.write_bytes(nbytes.to_bytes(8, "little") + header)
+    assert open_container(path).kind == "safetensors"
+    path.write_bytes(nbytes.to_bytes(8, "little") + first + header[1:])
+    with pytest.raises(CorruptError, match="safetensors header"):
+        open_container(path)
+
+
 def test_what_is_no_file(tmp_path):
     for path, words in [(tmp_path, "directory"), (tmp_path / "missing", "No such file"), ("a\0b", "null byte")]:
         with pytest.raises(NotACheckpointError, match=words):

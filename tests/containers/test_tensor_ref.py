@@ -103,6 +103,21 @@ def test_impossible_views_do_not_exist(storage, offset, shape, stride):
     assert caught.value.file == storage.store.path and str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("offset", "shape", "stride", "found"),
+    [
+        (-3, (2,), (1,), "offset -3"),
+        (0, (4, -2), (2, 1), "size -2"),
+        (0, (2,), (-1,), "stride -1"),
+        (0, ("2",), (1,), "size '2'"),
+    ],
+)
+def test_what_is_impossible_of_a_view_is_named(storage, offset, shape, stride, found):
+    with pytest.raises(CorruptError) as error:
+        storage.view(offset, shape, stride)
+    assert error.value.found == found and "from 0" in error.value.expected
+
+
 def test_a_view_may_have_another_dtype(storage):
     ref = storage.view(1, (2,), (1,), F32)
     assert (ref.byte_offset, ref.nbytes, ref.storage_nbytes) == (8, 8, 194)

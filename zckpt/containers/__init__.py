@@ -1,7 +1,7 @@
 """One file's bytes: which kind of container it is, and what lies where in it.
 
-For the layouts, which know what a family of files means; nothing here does. Files are known by their first bytes, never
-by their name. Opening one reads its index only, runs none of its code, and touches no tensor.
+For the layouts, which know what a family of files means; nothing here does. Files are known by their first bytes, and
+by their name only where these are damaged. Opening one reads its index only, runs none of its code, and touches no tensor.
 """
 
 from __future__ import annotations
@@ -66,9 +66,18 @@ def open_container(path: str | os.PathLike[str]) -> Container:
             return safetensors_file.read_input(file)
         if head[257:262] == b"ustar":
             return torch_legacy.read_tar(file)
+        if _has_header(file, head):
+            return safetensors_file.read_input(file)
         if head.startswith((b"\x80", b"L1195470371")):  # a pickle; protocols 0 and 1 spell the magic number in decimal
             return torch_legacy.read_stream(file)
         raise _unknown(file, head)
+
+
+def _has_header(file: Input, head: bytes) -> bool:
+    """Whether a file of safetensors' name begins as one whose header is damaged: with a length that a header may have."""
+    if not file.path.endswith(".safetensors") or len(head) < 9 or head.startswith(tuple(_COMPRESSED)):
+        return False
+    return 0 < int.from_bytes(head[:8], "little") <= safetensors_file.MAX_HEADER_BYTES
 
 
 def is_torch_zip(path: str | os.PathLike[str]) -> bool:

@@ -12,6 +12,7 @@ import itertools
 import math
 from dataclasses import dataclass
 
+from zckpt.containers.inert import brief
 from zckpt.dtypes import DType
 from zckpt.errors import CorruptError, UnsupportedError
 from zckpt.fragments import FileStore, Fragment
@@ -59,9 +60,11 @@ class StorageRef:
         Raises:
             CorruptError: no such tensor can be.
         """
-        numbers = (storage_offset, *shape, *stride)
-        if len(shape) != len(stride) or len(shape) > MAX_DIMS or not all(map(_is_count, numbers)):
+        if len(shape) != len(stride) or len(shape) > MAX_DIMS:
             raise self._bad_view("an impossible view", f"{len(shape)} dimensions, {len(stride)} strides")
+        for what, numbers in (("offset", (storage_offset,)), ("size", shape), ("stride", stride)):
+            if (bad := next((number for number in numbers if not _is_count(number)), None)) is not None:
+                raise self._bad_view("an impossible view", f"{what} {brief(bad)}", "whole numbers from 0 to 2^63 - 1")
         dtype = dtype or self.dtype
         if dtype is None:
             raise self._bad_view("a tensor without dtype", "an untyped storage")
@@ -77,8 +80,8 @@ class StorageRef:
             storage_byte_offset=self.byte_offset,
         )
 
-    def _bad_view(self, what: str, found: str) -> CorruptError:
-        return CorruptError(f"{what} of storage {self.key!r}", file=self.store.path, found=found)
+    def _bad_view(self, what: str, found: str, expected: str = "") -> CorruptError:
+        return CorruptError(f"{what} of storage {self.key!r}", file=self.store.path, found=found, expected=expected)
 
 
 def _is_count(number: object) -> bool:

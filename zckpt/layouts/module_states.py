@@ -177,6 +177,24 @@ def read_model_states(listing: Listing, name: str, *, module: Mapping[str, Tenso
     )
 
 
+def without_shapes(model: ModelStates) -> UnsupportedError:
+    """The error for a model file of a ZeRO run that records no parameter shapes."""
+    numbers = re.match(r"(\d+)\.(\d+)\.(\d+)", model.version)
+    if numbers and tuple(map(int, numbers.groups())) >= (0, 3, 16):
+        return UnsupportedError(
+            "a model file of a ZeRO run without parameter shapes", file=model.file,
+            found=f"no 'param_shapes', written by DeepSpeed {model.version}",
+            expected=f"{model.version} writes them where the engine has an optimizer",
+            remedy="Save it from an engine with an optimizer; or the entry was taken out: copy the file as it was written.",
+        )  # fmt: skip
+    return UnsupportedError(
+        "a checkpoint of a DeepSpeed too old to record parameter shapes", file=model.file,
+        found=f"version {model.version or 'not recorded'}, and no 'param_shapes'",
+        expected="0.3.16 or later writes them",
+        remedy="Load it with the DeepSpeed that wrote it and save it with a newer one.",
+    )  # fmt: skip
+
+
 def whole(
     name: str, ref: TensorRef, role: Role, shape: Shape | None = None, replicas: tuple[Replica, ...] = ()
 ) -> TensorEntry:

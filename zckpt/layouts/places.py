@@ -3,7 +3,7 @@
 For `checkpoint`. A path may be: the directory with `latest`; a tag directory itself; a trainer's output directory with
 `checkpoint-500/` in it; an Accelerate `pytorch_model/` or Lightning `*.ckpt/checkpoint/` folder; one rank's file; a save
 of torch.distributed.checkpoint, a directory of such (`step-100/`), or accelerate's with `pytorch_model_fsdp_0/` in it; or
-plain weights, as a file or a directory.
+plain weights, as a file or a directory. The file `latest` itself means the tag that it names.
 Source: DeepSpeed runtime/engine.py `load_checkpoint` (`latest`); transformers trainer_utils.py `get_last_checkpoint`;
 accelerate accelerator.py `save_state`; Lightning strategies/deepspeed.py `save_checkpoint` (tag "checkpoint").
 """
@@ -29,6 +29,7 @@ from zckpt.layouts.listing import (
 
 _TRAINER = re.compile(r"checkpoint-\d+")
 _ACCELERATE = re.compile(r"pytorch_model_fsdp_\d+")
+_POINTERS = ("latest", UNIVERSAL_POINTER)
 _PLAIN = re.compile(r"(?:model|pytorch_model|adapter_model)(?:\.safetensors|\.bin)(?:\.index\.json)?")
 
 
@@ -68,6 +69,8 @@ def find(path: str, tag: str | None = None, also: Sequence[str] = ()) -> Place:
         remote.refresh(path)
     if files.is_file(path):
         name = os.path.basename(path)
+        if name in _POINTERS:
+            return find(files.parent(path), tag or (_latest(path) if name == UNIVERSAL_POINTER else None), also)
         if not is_deepspeed_file(name) and (name.endswith(".safetensors") or not _is_dcp(name)):
             return Place(Listing(path, "", {name: path}), files.parent(path))
         path = files.parent(path)
@@ -243,7 +246,7 @@ def _are_steps(path: str, tags: Sequence[str]) -> bool:
 
 def _pointer(names: Sequence[str]) -> str | None:
     """The file that names the newest tag: `latest`, or that of universal checkpoints where there is no other."""
-    return next((pointer for pointer in ("latest", UNIVERSAL_POINTER) if pointer in names), None)
+    return next((pointer for pointer in _POINTERS if pointer in names), None)
 
 
 def _overlay(root: str, tag: str) -> str:

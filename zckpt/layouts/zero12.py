@@ -12,11 +12,11 @@ from dataclasses import dataclass, replace
 
 from zckpt.catalog import Catalog, Padding, Source, TensorEntry
 from zckpt.containers import TensorRef
-from zckpt.errors import CorruptError, InconsistentError, UnsupportedError
+from zckpt.errors import CorruptError, InconsistentError
 from zckpt.fragments import Fragment
 from zckpt.layouts.assembly import assemble
 from zckpt.layouts.listing import MODEL_NAME, Listing
-from zckpt.layouts.module_states import ModelStates, Shape, read_model_states, with_replica
+from zckpt.layouts.module_states import ModelStates, Shape, read_model_states, with_replica, without_shapes
 from zckpt.layouts.optimizer_states import (
     OptimizerShard,
     check_ranks,
@@ -77,13 +77,7 @@ def load(listing: Listing, mp_rank: int = 0, *, allow_unknown: bool = False, mod
         model = read_model_states(listing, name)
     world_size = check_ranks(listing, shards, model)
     if not model.param_shapes:
-        raise UnsupportedError(
-            "a checkpoint of a DeepSpeed too old to record parameter shapes",
-            file=model.file,
-            found=f"version {model.version or 'not recorded'}, and no 'param_shapes'",
-            expected="0.3.16 or later writes them",
-            remedy="Load it with the DeepSpeed that wrote it and save it with a newer one.",
-        )
+        raise without_shapes(model)
     counts = {len(shard.vectors) for shard in shards}
     if counts != {len(model.param_shapes)}:
         raise InconsistentError(

@@ -14,11 +14,11 @@ from dataclasses import dataclass
 
 from zckpt.catalog import Catalog, Padding, Replica, Source, TensorEntry
 from zckpt.containers import TensorRef
-from zckpt.errors import IncompleteError, InconsistentError, UnsupportedError, some
+from zckpt.errors import IncompleteError, InconsistentError, some
 from zckpt.fragments import Fragment
 from zckpt.layouts.assembly import assemble
 from zckpt.layouts.listing import Listing
-from zckpt.layouts.module_states import ModelStates, Shape, read_model_states
+from zckpt.layouts.module_states import ModelStates, Shape, read_model_states, without_shapes
 from zckpt.layouts.optimizer_states import (
     OptimizerShard,
     check_ranks,
@@ -80,10 +80,7 @@ def load(listing: Listing, mp_rank: int = 0, *, allow_unknown: bool = False) -> 
         world_size = model.ranks("dp_world_size") or len(names)
         raise missing_ranks(listing, "optimizer", [], list(range(world_size)), world_size)
     if not model.param_shapes:
-        raise UnsupportedError(
-            "a ZeRO-3 save without parameter shapes", file=model.file, found="no 'param_shapes'",
-            expected="DeepSpeed 0.3.16 or later, and an optimizer, write them",
-        )  # fmt: skip
+        raise without_shapes(model)
     world_size = check_ranks(listing, shards, model)
     missing = sorted(set(range(world_size)) - names.keys())
     if missing:
