@@ -9,6 +9,7 @@ import torch
 
 FIXTURES = Path(__file__).parent.parent / "fixtures"
 SMALL = "zero3/bf16_w2"
+RECORD = "zckpt-job.json"
 
 
 def put(source: Path, address: str) -> str:
@@ -23,10 +24,10 @@ def put(source: Path, address: str) -> str:
 
 
 def tree(place: str | Path) -> dict[str, bytes]:
-    """Name -> bytes of all files there; of a single file, under the name ''."""
+    """Name -> bytes of all files there but zckpt's own note of what it did; of a single file, under the name ''."""
     fs, path = fsspec.core.url_to_fs(str(place))
     fs.invalidate_cache()
-    return {name[len(path) :].strip("/"): fs.cat_file(name) for name in fs.find(path)}
+    return {name[len(path) :].strip("/"): fs.cat_file(name) for name in fs.find(path) if not name.endswith(RECORD)}
 
 
 def local_tree(place: Path) -> dict[str, bytes]:

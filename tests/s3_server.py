@@ -19,6 +19,7 @@ class S3Server:
         requests: (method, path, query, Range header) of every request so far.
         sent: bytes of all answers to GET so far.
         failing: is asked of each request whether to answer 500 instead.
+        losing: is asked of each request whether to answer 500 after it was carried out.
     """
 
     def __init__(self) -> None:
@@ -26,6 +27,7 @@ class S3Server:
         self.requests: list[tuple[str, str, str, str]] = []
         self.sent = 0
         self.failing: Callable[[str, str, str], bool] = lambda method, path, query: False
+        self.losing: Callable[[str, str, str], bool] = lambda method, path, query: False
         self._app = DomainDispatcherApplication(create_backend_app)
         self._server = make_server("127.0.0.1", 0, self._answer, threaded=True)
         self.url = f"http://127.0.0.1:{self._server.server_port}"
@@ -44,9 +46,15 @@ class S3Server:
         method, path, query = (environ[key] for key in ("REQUEST_METHOD", "PATH_INFO", "QUERY_STRING"))
         self.requests.append((method, path, query, environ.get("HTTP_RANGE", "")))
         if self.failing(method, path, query):
-            start_response("500 Internal Server Error", [("Content-Length", "0")])
-            return [b""]
+            return self._failed(start_response)
+        if self.losing(method, path, query):
+            list(self._app(environ, lambda *answer: None))
+            return self._failed(start_response)
         parts = list(self._app(environ, start_response))
         if method == "GET":
             self.sent += sum(map(len, parts))
         return parts
+
+    def _failed(self, start_response: Callable[..., Any]) -> Iterable[bytes]:
+        start_response("500 Internal Server Error", [("Content-Length", "0")])
+        return [b""]

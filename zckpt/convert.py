@@ -249,10 +249,10 @@ def prepare(
 
 def _check_output(out: str, single: bool, options: Options, inputs: set[str]) -> None:
     if files.is_remote(out):
-        if out.startswith("hf://"):
+        if out.lower().startswith("hf://"):
             raise UsageError("a hub's page as OUT", file=out, remedy="Use zckpt.push_to_hub(checkpoint, repo_id).")
         keep_apart(out, inputs)
-        streaming.check_output(out, single=single, overwrite=options.overwrite or options.merge)
+        streaming.check_output(out, single=single, overwrite=options.overwrite, merge=options.merge)
     elif out:
         overwrite = options.overwrite or options.merge
         check_output(out, single=single, overwrite=overwrite, protected=inputs, merge=options.merge)

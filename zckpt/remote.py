@@ -1,7 +1,7 @@
-"""Files that fsspec reaches (`s3://`, `gs://`, `hf://`, `memory://`): what is there, byte ranges of it, and streams to it.
+"""Files that fsspec reaches (`s3://`, `gs://`, `hf://`, `memory://`): what is there, and byte ranges of it.
 
-For `files`, `fetching` and `streaming`. fsspec is imported when an address is first used. What its backends raise becomes
-one of zckpt's errors here, and nowhere else.
+For `files`, `fetching` and `uploads`, which sends files there. fsspec is imported when an address is first used. What its
+backends raise becomes one of zckpt's errors here, and nowhere else.
 """
 
 from __future__ import annotations
@@ -11,18 +11,13 @@ import hashlib
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from types import TracebackType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from zckpt.errors import AccessError, NotACheckpointError, RemoteError, UsageError, ZckptError, redact
 
 GAP_BYTES = 64 << 10
 """Ranges closer than this are fetched as one: a request costs about as much as these bytes."""
 
-PART_BYTES = 16 << 20
-"""Of a multi-part upload, for files up to a terabyte or so."""
-
-_MOST_PARTS = 9_000
 _THREADS = 8
 _TRIES = 4
 _BLOCK = 64 << 10
@@ -40,7 +35,21 @@ _NAMING = (
     "last_modified",
     "mtime",
     "updated",
+    "created",
 )
+"""What the file systems call the facts that change when a file is written again."""
+
+_UNREACHED = {
+    "TransportError",
+    "ConnectionError",
+    "Timeout",
+    "TimeoutError",
+    "HTTPClientError",
+    "ClientConnectionError",
+}
+"""Bases of what HTTP libraries raise where there was no answer at all."""
+
+T = TypeVar("T")
 
 
 class Range(NamedTuple):
@@ -98,6 +107,11 @@ def told(address: str) -> Iterator[None]:
             remedy="Check the credentials that the backend finds in the environment.",
         ) from error  # fmt: skip
     except Exception as error:  # a backend's own kinds are not known here
+        if _UNREACHED & {kind.__name__ for kind in type(error).__mro__}:
+            raise RemoteError(
+                "no connection to an address", file=redact(address), found=_line(error),
+                remedy="Check the network of this machine, its proxy (HTTPS_PROXY) and the store's endpoint; then try again.",
+            ) from error  # fmt: skip
         kind = AccessError if "Credentials" in type(error).__name__ else RemoteError
         raise kind("an address that failed", file=redact(address), found=_line(error)) from error
 
@@ -143,18 +157,36 @@ def walk(address: str) -> list[str]:
 
 def status(address: str) -> Status:
     """A file's size and identity, asked for anew."""
+    found = _facts(address)
+    return Status(int(found["size"]), (0, 1, _digest(found)))
+
+
+def _facts(address: str) -> dict[str, Any]:
     fs, path = filesystem(address)
     with told(address):
         fs.invalidate_cache(path)
-        facts = fs.info(path)
-    text = repr([facts.get(name) for name in _NAMING] + [facts["size"]])
-    return Status(int(facts["size"]), (0, 1, int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "big")))
+        return dict(fs.info(path))
+
+
+def _digest(found: dict[str, Any]) -> int:
+    text = repr([found.get(name) for name in _NAMING] + [found["size"]])
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "big")
+
+
+def mark(address: str) -> str:
+    """What changes when a file is written again; "" where the store tells no more than its size.
+
+    Raises:
+        NotACheckpointError: there is no such file.
+    """
+    found = _facts(address)
+    return f"{_digest(found):014x}" if any(found.get(name) for name in _NAMING) else ""
 
 
 def read(address: str, offset: int, nbytes: int) -> bytes:
     """At most `nbytes` bytes from `offset` on."""
     fs, path = filesystem(address)
-    return _patiently(address, lambda: _one(fs, path, offset, offset + nbytes)) if nbytes > 0 else b""
+    return patiently(address, lambda: _one(fs, path, offset, offset + nbytes)) if nbytes > 0 else b""
 
 
 def fetch(ranges: Sequence[Range]) -> list[tuple[bytes, int]]:
@@ -199,7 +231,7 @@ def _whole(wanted: Range) -> bytes:
             )  # fmt: skip
         return data
 
-    return _patiently(wanted.address, attempt)
+    return patiently(wanted.address, attempt)
 
 
 def _one(fs: Any, path: str, start: int, stop: int) -> bytes:
@@ -211,8 +243,12 @@ def _one(fs: Any, path: str, start: int, stop: int) -> bytes:
         return bytes(file.read(stop - start))
 
 
-def _patiently(address: str, attempt: Callable[[], bytes]) -> bytes:
-    """Tries again after failures that may pass."""
+def patiently(address: str, attempt: Callable[[], T]) -> T:
+    """Does what may be done twice; tries again after failures that may pass.
+
+    Raises:
+        RemoteError: it failed each time.
+    """
     for number in range(_TRIES):
         try:
             with told(address):
@@ -252,60 +288,3 @@ class Reader:
         start = first * _BLOCK
         whole = b"".join(self._blocks[number] for number in wanted)
         return whole[offset - start : stop - start]
-
-
-class Upload:
-    """One file on its way to an address; as a context manager, it is there whole after it, or not at all.
-
-    Args:
-        address: where it goes.
-        nbytes: how large it will be; decides the size of parts.
-    """
-
-    def __init__(self, address: str, nbytes: int) -> None:
-        self.address = address
-        self._fs, self._path = filesystem(address)
-        self._before = self._identity()
-        part = max(PART_BYTES, ((nbytes // _MOST_PARTS >> 20) + 1) << 20)
-        with told(address):
-            try:
-                self._file = self._fs.open(self._path, "wb", block_size=part)
-            except FileNotFoundError:  # one of those that have directories
-                self._fs.makedirs(self._path.rpartition("/")[0], exist_ok=True)
-                self._file = self._fs.open(self._path, "wb", block_size=part)
-
-    def _identity(self) -> Status | None:
-        try:
-            return status(self.address)
-        except NotACheckpointError:
-            return None
-
-    def write(self, data: bytes | memoryview) -> None:
-        """The next bytes."""
-        with told(self.address):
-            self._file.write(data)
-
-    def __enter__(self) -> Upload:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if error is None:
-            with told(self.address):
-                self._file.close()
-            return
-        with contextlib.suppress(Exception):  # the first error is the one to tell
-            self._file.discard()
-        with contextlib.suppress(Exception):
-            self._file.closed = True  # or its destructor would complete the upload
-        if self._identity() != self._before:
-            remove([self.address])
-
-
-def remove(addresses: Sequence[str]) -> None:
-    """Removes what is there of some files; never fails."""
-    for address in addresses:
-        fs, path = filesystem(address)
-        with contextlib.suppress(Exception):
-            fs.rm_file(path)

@@ -33,6 +33,7 @@ from zckpt.layouts.origins import Origin, contradictions, of_other_ages, origin,
 from zckpt.layouts.places import Place, find
 from zckpt.open_files import forget
 from zckpt.output import manifest as manifests
+from zckpt.output.address import RECORD
 from zckpt.output.manifest import Manifest
 from zckpt.reread import misplaced
 from zckpt.tally import Tally
@@ -147,7 +148,7 @@ def _manifest_of(state: Examined, path: str) -> Manifest | None:
             problems.append(f"{file.path!r} is missing")
         elif (size := fs.size(where)) != file.nbytes:
             problems.append(f"{file.path!r} has {size:,} bytes, not {file.nbytes:,}")
-    named = {file.path.partition("/")[0] for file in facts.files} | {os.path.basename(place)}
+    named = {file.path.partition("/")[0] for file in facts.files} | {os.path.basename(place), RECORD}
     if fs.is_dir(path) and (strangers := sorted(set(fs.names(home)) - named)):
         state.notes.append(f"{some(strangers)} {'is' if len(strangers) == 1 else 'are'} not in the manifest.")
     made = f"made by zckpt {facts.version} from {facts.source.get('layout')} {facts.source.get('tag') or ''}".rstrip()

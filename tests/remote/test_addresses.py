@@ -16,7 +16,7 @@ from addresses import FIXTURES, SMALL, local_tree, model, put, tree
 from s3_server import S3Server
 
 import zckpt
-from zckpt import batches, files, plan, remote
+from zckpt import batches, files, plan, remote, uploads
 from zckpt.adapters import to_peft
 from zckpt.cli import app
 from zckpt.convert import Options, execute, prepare
@@ -262,7 +262,7 @@ def test_a_reader_keeps_the_blocks_that_a_request_still_needs() -> None:
 
 @pytest.mark.parametrize("out", ["one.safetensors", "one.bin", "directory"])
 def test_an_output_behind_an_address(root: str, out: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(remote, "PART_BYTES", 5 << 20)
+    monkeypatch.setattr(uploads, "PART_BYTES", 5 << 20)
     synth.zero3(tmp_path / "ckpt", model(1_400_000), 2)
     (tmp_path / "ckpt" / "tokenizer.json").write_text("{}")
     (tmp_path / "ckpt" / "config.json").write_text('{"model_type": "x"}')
@@ -276,7 +276,7 @@ def test_an_output_behind_an_address(root: str, out: str, tmp_path: Path, monkey
 
 
 def test_large_files_go_up_in_parts(s3: S3Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(remote, "PART_BYTES", 5 << 20)
+    monkeypatch.setattr(uploads, "PART_BYTES", 5 << 20)
     synth.zero3(tmp_path / "ckpt", model(1_400_000), 2)
     s3.requests.clear()
     zckpt.convert(tmp_path / "ckpt", "s3://bkt/out.safetensors")
@@ -315,7 +315,7 @@ def test_overwriting_leaves_nothing_old(root: str, tmp_path: Path) -> None:
 
 
 def test_a_store_that_fails_keeps_nothing(s3: S3Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(remote, "PART_BYTES", 5 << 20)
+    monkeypatch.setattr(uploads, "PART_BYTES", 5 << 20)
     monkeypatch.setattr("s3fs.core.S3FileSystem.retries", 1)
     synth.zero3(tmp_path / "ckpt", model(1_400_000), 2)
     options = Options(max_shard_size="6MB")

@@ -15,7 +15,7 @@ from zckpt.hub.client import Hub, Page, valid_name
 
 MESSAGE = "Upload weights with zckpt"
 _WEIGHTS = re.compile(
-    r"(?:model|pytorch_model)(?:-\d{5}-of-\d{5})?\.(?:safetensors|bin)(?:\.index\.json)?|tf_model\.h5|flax_model\.msgpack"
+    r"(?:model|pytorch_model)(?:(?:-[0-9a-f]{8})?-\d{5}-of-\d{5})?\.(?:safetensors|bin)(?:\.index\.json)?|tf_model\.h5|flax_model\.msgpack"
 )
 _EMPTY = (".gitattributes", ".gitignore", "README.md")
 _PULL_REQUEST = re.compile(r"refs/pr/\d+")

@@ -1,0 +1,338 @@
+"""Outputs at addresses: how a new one takes the place of an old one where nothing can be renamed.
+
+For `streaming`. A store has no rename, and no step that changes two files. So the order of single steps makes every moment safe:
+a reader finds the old output, the new one, or an output that is plainly not loadable; never parts of both.
+
+[Note: the protocol]
+ 1. Stage. A record, `.zckpt-job.json` at the address, says what is about to be written. The shards are sent under names that
+    nothing has yet: where a name is taken, all shards get names with a part of their own, such as
+    `model-1a2b3c4d-00001-of-00002.safetensors`. An output that is one file keeps its name; the end of its upload waits for 3.
+ 2. Seal. The record now holds all that is still to be written (index, config, tokenizer, manifest: small files) and what is
+    then to be deleted: of the old output, only what its own `zckpt.json` lists.
+ 3. Commit. In this order: the old `zckpt.json` goes, and where small files change, the old `config.json` too (no loader takes
+    weights without it); the index, or the one file, appears; old indexes and small files go; new small files appear,
+    `config.json` late and `zckpt.json` last.
+ 4. Clean. The old shards go. The record becomes a note of what was done: by it the same command knows its output again.
+ 5. Recover. Whoever writes there next first looks at the record. What was not sealed is removed (or gone on with, by the same
+    command). What was sealed is finished: each step may be done twice. An output of one file whose upload was not completed
+    is given up, and what 3 had deleted is put back from the record.
+
+What loaders see while 3 runs; transformers takes `model.safetensors` before `model.safetensors.index.json`, vLLM and others the
+index before the file, and each of these pairs is whole at any moment:
+
+| from | to | what makes loaders take the new weights |
+|---|---|---|
+| nothing | shards | the index appears |
+| nothing, or one file | one file | its upload is completed |
+| shards | shards | the new index takes the old one's place; it names other files |
+| shards | one file | its upload is completed (transformers); the old index goes (vLLM) |
+| one file | shards | the index appears (vLLM); the old file goes (transformers) |
+| `.bin` | `.safetensors` | as from nothing; then the old index or file goes |
+| `.safetensors` | `.bin` | the old index or file goes; the new one is there before |
+
+There is no lock at an address. Two runs at a time are noticed by the record, which is then another's: the first run stops.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import zlib
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from zckpt import files, remote, uploads
+from zckpt.errors import NotACheckpointError, OutputError, UnsafeError, redact, some
+from zckpt.jsons import read_json
+from zckpt.output.journal import Finished
+from zckpt.output.manifest import NAME as MANIFEST
+
+CONFIG = "config.json"
+RECORD = ".zckpt-job.json"
+"""What a run says of itself, in a directory; of one file it lies beside, as `model.bin.zckpt-job.json`."""
+
+_MOST_RECORD_BYTES = 1 << 30
+
+
+@dataclass(frozen=True, slots=True)
+class Sent:
+    """A file at an address.
+
+    Attributes:
+        file: what is known of its bytes.
+        mark: what the store says of it and changes when it is written again; "" where it says nothing.
+    """
+
+    file: Finished
+    mark: str
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """What a run says of itself at the address that it writes to.
+
+    Attributes:
+        job: fingerprint of all that decides the output's bytes.
+        run: tells one run from another.
+        state: "staging", "sealed" or "done".
+        names: of the files that are about to be sent, and that nothing had before.
+        sent: those of them that are there; of what is sealed, also small files that stay as they are, and the one file; of
+            what is done, all files and the manifest.
+        head: of an output that is one file, its name; otherwise "".
+        before: what lay under `head` when the record was sealed: its mark, or "" for nothing or nothing known.
+        contents: small files that are written at the commit, in this order.
+        deleted: small files that the commit deletes first, with their bytes: they are put back if it is given up.
+        heads: old indexes and small files, which go when the new weights are there.
+        old: old shards, which go last.
+        last: the record that was there before; None for none.
+    """
+
+    job: str
+    run: str
+    state: str = "staging"
+    names: tuple[str, ...] = ()
+    sent: tuple[Sent, ...] = ()
+    head: str = ""
+    before: str = ""
+    contents: Mapping[str, bytes] = field(default_factory=dict[str, bytes])
+    deleted: Mapping[str, bytes] = field(default_factory=dict[str, bytes])
+    heads: tuple[str, ...] = ()
+    old: tuple[str, ...] = ()
+    last: Record | None = None
+
+    def as_json(self) -> dict[str, object]:
+        """The record's file."""
+        return {
+            "zckpt": "what a run wrote here, or was about to write; the next run reads it",
+            "job": self.job, "run": self.run, "state": self.state, "names": list(self.names),
+            "sent": [
+                [s.file.path, s.file.nbytes, s.file.crc32, s.mark, {n: list(o) for n, o in s.file.overflows.items()}]
+                for s in self.sent
+            ],
+            "head": self.head, "before": self.before,
+            "contents": {name: base64.b85encode(data).decode() for name, data in self.contents.items()},
+            "deleted": {name: base64.b85encode(data).decode() for name, data in self.deleted.items()},
+            "heads": list(self.heads), "old": list(self.old),
+            "last": None if self.last is None else self.last.as_json(),
+        }  # fmt: skip
+
+
+class Place:
+    """An output's address: a directory, or one file with what goes with it beside.
+
+    Args:
+        out: the address.
+        single: whether it is one file.
+    """
+
+    def __init__(self, out: str, *, single: bool) -> None:
+        self.out = out.rstrip("/")
+        self.single = single
+        self.own = self.out.rpartition("/")[2] if single else ""
+        self._prefix = self.out[: len(self.out) - len(self.own)] if single else f"{self.out}/"
+        self.manifest = f"{self.own}.{MANIFEST}" if single else MANIFEST
+        self.record = self.own + RECORD
+
+    def at(self, name: str) -> str:
+        """The address of one of the output's files."""
+        return self._prefix + name
+
+    def names(self) -> set[str]:
+        """What is there: of a directory everything, of one file what belongs to it."""
+        if self.single:
+            return {n for n in (self.own, self.manifest, self.record) if remote.kind(self.at(n)) is not None}
+        try:
+            return set(files.names(self.out)) if files.is_dir(self.out) else set()
+        except NotACheckpointError:
+            return set()
+
+    def read(self, name: str) -> bytes:
+        """A small file's bytes."""
+        return files.read(self.at(name))
+
+    def read_record(self) -> Record | None:
+        """The record that is there, if there is one.
+
+        Raises:
+            OutputError: zckpt did not write it.
+        """
+        try:
+            found = read_json(self.at(self.record), _MOST_RECORD_BYTES, "a record of a run")
+        except NotACheckpointError:
+            return None
+        try:
+            return _parsed(found)
+        except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
+            raise OutputError(
+                "a record of a run that zckpt did not write", file=redact(self.at(self.record)), found=f"{error!r:.100}",
+                remedy="Nothing was changed. Remove it if nobody else uses it, or choose another OUT.",
+            ) from error  # fmt: skip
+
+    def write_record(self, record: Record) -> None:
+        """Leaves a record."""
+        uploads.put(self.at(self.record), json.dumps(record.as_json()).encode())
+
+    def remove(self, names: Collection[str]) -> None:
+        """Removes files."""
+        for name in sorted(names):
+            uploads.remove(self.at(name))
+
+    def sent(self, file: Finished) -> Sent:
+        """A file that has just been sent."""
+        return Sent(file, remote.mark(self.at(file.path)))
+
+    def has(self, sent: Sent) -> bool:
+        """Whether a file is still what was sent: by its mark, or where that says nothing, by every byte."""
+        address = self.at(sent.file.path)
+        try:
+            if sent.mark and remote.mark(address) == sent.mark:
+                return True
+            size = files.size(address)
+            return size == sent.file.nbytes and self.checksum(sent.file.path, size) == sent.file.crc32
+        except NotACheckpointError:
+            return False
+
+    def checksum(self, name: str, nbytes: int) -> int:
+        """The CRC-32 of a file that is there, read in pieces."""
+        crc, block = 0, uploads.PART_BYTES
+        for offset in range(0, nbytes, block):
+            crc = zlib.crc32(files.read(self.at(name), min(block, nbytes - offset), offset), crc)
+        return crc
+
+    def made_by(self, job: str) -> Record | None:
+        """The record of a finished run of this very job whose files are all as it left them."""
+        record = self.read_record()
+        if record is None or record.state != "done" or record.job != job or not job:
+            return None
+        return record if all(self.has(sent) for sent in record.sent) else None
+
+
+def recover(place: Place, job: str) -> tuple[Sent, ...]:
+    """Puts right what an interrupted run left at an address; see [Note: the protocol].
+
+    Args:
+        place: the address.
+        job: what is to be written there now.
+
+    Returns:
+        Files that an interrupted run of the same job had sent, as they still are: nobody needs to send them again.
+
+    Raises:
+        OutputError: the new output cannot be completed, and the old one is gone.
+    """
+    record = place.read_record()
+    if record is None or record.state == "done":
+        return ()
+    if record.state == "sealed":
+        settle(place, record)
+        return ()
+    kept = tuple(sent for sent in record.sent if place.has(sent)) if record.job == job else ()
+    give_up(place, record, but=[sent.file.path for sent in kept])
+    return kept
+
+
+def give_up(place: Place, record: Record, but: Collection[str] = ()) -> None:
+    """Removes what a run wrote, and puts back what it had deleted. Its record goes last, or stays while files do."""
+    if record.state == "sealed":
+        record = replace(record, state="staging", contents={}, heads=(), old=())
+        place.write_record(record)  # from here on nobody finishes it
+    for name, data in sorted(record.deleted.items(), key=lambda item: (_rank(place, item[0]), item[0])):
+        uploads.put(place.at(name), data)
+    place.remove(set(record.names) - set(but))
+    if but:
+        return
+    if record.last is not None:
+        place.write_record(record.last)
+    else:
+        place.remove([place.record])
+
+
+def settle(place: Place, record: Record, complete: Callable[[], None] | None = None) -> bool:
+    """Carries out what is sealed.
+
+    Args:
+        place: the address.
+        record: the seal.
+        complete: makes the one file of the output appear; None when another run was to do that.
+
+    Returns:
+        Whether the new output is in place. False: it was given up, and the old one is there as it was.
+    """
+    if record.head and complete is None and not _has_appeared(place, record):
+        give_up(place, record)
+        return False
+    lost = [sent.file.path for sent in record.sent if _is_missing(place, sent)] if complete is None else []
+    if lost:
+        raise OutputError(
+            "a new output that cannot be completed", file=redact(place.out), found=f"{some(lost)} is gone",
+            expected=f"{place.record!r} says that a run had sent it, and was about to put it in place",
+            remedy=f"Put the file back and run the command again; or remove {place.record!r} and choose another OUT.",
+        )  # fmt: skip
+    place.remove(record.deleted)
+    if complete is not None:
+        complete()
+    indexes = [name for name in record.contents if name.endswith(".index.json")]
+    for name in indexes:
+        uploads.put(place.at(name), record.contents[name])
+    place.remove(record.heads)
+    others = {name for name in record.contents if name not in indexes}
+    for name in sorted(others, key=lambda name: (_rank(place, name), name)):
+        uploads.put(place.at(name), record.contents[name])
+    place.remove(record.old)
+    made = [sent.file for sent in record.sent]
+    made += [Finished(name, len(data), zlib.crc32(data)) for name, data in record.contents.items()]
+    sent = tuple(place.sent(file) for file in made)
+    place.write_record(Record(record.job, record.run, "done", sent=sent))
+    return True
+
+
+def _is_missing(place: Place, sent: Sent) -> bool:
+    """Whether a file that was sent is not there any more, in its size."""
+    try:
+        return files.size(place.at(sent.file.path)) != sent.file.nbytes
+    except NotACheckpointError:
+        return True
+
+
+def _has_appeared(place: Place, record: Record) -> bool:
+    """Whether the one file of the output is the new one."""
+    (wanted,) = (sent.file for sent in record.sent if sent.file.path == record.head)
+    try:
+        now = remote.mark(place.at(record.head))
+    except NotACheckpointError:
+        return False
+    return not (now and now == record.before) and place.has(Sent(wanted, ""))
+
+
+def _rank(place: Place, name: str) -> int:
+    """Where a small file stands in the order of a commit: `config.json` late, the manifest last."""
+    return {CONFIG: 1, place.manifest: 2}.get(name, 0)
+
+
+def _parsed(found: Any) -> Record:
+    match found:
+        case {"job": str(job), "run": str(run), "state": "staging" | "sealed" | "done" as state, "last": last}:
+            pass
+        case _:
+            raise ValueError("other entries than it has")
+    text: dict[str, list[str]] = {}
+    for key in ("names", "heads", "old"):
+        text[key] = [_name(name) for name in found[key]]
+    sent: list[Sent] = []
+    for path, nbytes, crc, mark, overflows in found["sent"]:
+        lost = {str(name): (int(n), float(x)) for name, (n, x) in overflows.items()}
+        sent.append(Sent(Finished(_name(path), int(nbytes), int(crc), lost), str(mark)))
+    return Record(
+        job=job, run=run, state=str(state), names=tuple(text["names"]), sent=tuple(sent),
+        head=_name(found["head"]) if found["head"] else "", before=str(found["before"]),
+        contents={_name(name): base64.b85decode(data) for name, data in found["contents"].items()},
+        deleted={_name(name): base64.b85decode(data) for name, data in found["deleted"].items()},
+        heads=tuple(text["heads"]), old=tuple(text["old"]), last=None if last is None else _parsed(last),
+    )  # fmt: skip
+
+
+def _name(name: object) -> str:
+    if not isinstance(name, str) or any(part in ("", ".", "..") for part in name.split("/")):
+        raise UnsafeError("a record of a run that names a file elsewhere", found=f"{name!r:.80}")
+    return name
