@@ -238,6 +238,17 @@ def test_a_killed_save_leaves_a_checkpoint(tmp_path: Path) -> None:
     assert json.loads(done.stdout)["killed"] == 50
 
 
+def test_a_save_may_end_at_every_call(tmp_path: Path) -> None:
+    """Killed, or because the call fails; with directories that change places in one step, and without; one rank and two."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    command = [sys.executable, str(HERE / "kill_points.py"), str(tmp_path)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=900)
+    assert done.returncode == 0, done.stderr[-4000:]
+    told = json.loads(done.stdout)
+    assert told.pop("two ranks")["ends"] >= 5 and len(told) == 4
+    assert all(given["ends"] > 30 and 0 < given["new"] < given["ends"] for given in told.values())
+
+
 def test_a_process_ends_when_its_save_is_done(tmp_path: Path) -> None:
     """By its last line, by an exception, without its process group; and a save that fails is told."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}

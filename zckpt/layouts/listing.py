@@ -55,6 +55,11 @@ def is_rank_file(name: str) -> bool:
     return _RANK_FILE.fullmatch(name) is not None
 
 
+def is_trainers_file(name: str) -> bool:
+    """Whether the trainer may have written a file of this name into a save."""
+    return is_deepspeed_file(name) or is_rank_file(name)
+
+
 def natural(name: str) -> list[tuple[int, int | str]]:
     """Sort key that orders numbers as numbers: rank 2 before rank 10."""
     return [(0, int(part)) if part.isdecimal() else (1, part) for part in re.split(r"(\d+)", name) if part]

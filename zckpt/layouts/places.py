@@ -26,6 +26,7 @@ from zckpt.layouts.listing import (
     list_files,
     natural,
 )
+from zckpt.output.saves import displaced
 
 _TRAINER = re.compile(r"checkpoint-\d+")
 _ACCELERATE = re.compile(r"pytorch_model_fsdp_\d+")
@@ -150,7 +151,7 @@ def _entries(directory: str) -> list[str]:
 
 def _tags(path: str, names: Sequence[str], also: Sequence[str]) -> tuple[str, ...]:
     """Names of directories that hold a save's files, here or in the directories laid over this one."""
-    found: set[str] = set()
+    found: set[str] = set() if files.is_remote(path) else set(displaced(path))
     for root, entries in ((path, names), *((root, _entries(root)) for root in also)):
         for name in entries:
             inner = os.path.join(root, name)
@@ -224,6 +225,8 @@ def _in_home(path: str, tag: str | None, tags: tuple[str, ...], also: Sequence[s
     _check_tag(tag, path, origin)
     directory = os.path.join(path, tag)
     roots = [_overlay(root, tag) for root in also]
+    if not files.is_dir(directory) and not files.is_remote(path):
+        directory = displaced(path).get(tag, directory)
     if not files.is_dir(directory):
         roots = [root for root in roots if files.is_dir(root)]
         if not roots:

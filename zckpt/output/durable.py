@@ -1,4 +1,4 @@
-"""Names that last: directories and small files that are durable when these functions return, and the exchange of two names."""
+"""Names that last: directories that are durable when these functions return, and the exchange of two names."""
 
 from __future__ import annotations
 
@@ -45,24 +45,3 @@ def exchange(a: str, b: str) -> bool:
     except ImportError:  # pragma: no cover - depends on the build
         return False
     return not _core.exchange(a, b)
-
-
-def replace_file(path: str, data: bytes, mode: int | None = None) -> None:
-    """Puts a small file in the place of another, whole or not at all; one that has these bytes already stays."""
-    with contextlib.suppress(OSError), open(path, "rb") as old:
-        if old.read() == data:
-            return
-    fresh = f"{path}.zckpt-{os.getpid()}-{os.urandom(4).hex()}"
-    try:
-        with open(fresh, "xb") as file:
-            file.write(data)
-            file.flush()
-            if mode is not None:
-                os.fchmod(file.fileno(), mode)
-            os.fsync(file.fileno())
-        os.replace(fresh, path)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            os.unlink(fresh)
-        raise
-    sync(os.path.dirname(path) or ".")

@@ -204,7 +204,9 @@ def _fragments(part: Part, state: RunState, dtype: DType, kind: str = "") -> tup
     """Which rank holds which elements."""
     key = (part.name, kind)
     return tuple(
-        Fragment(RankStore(part.name, count * dtype.itemsize, rank=rank, key=key), 0, start, count)
+        Fragment(
+            RankStore(f"{part.name} {kind} of rank {rank}", count * dtype.itemsize, rank=rank, key=key), 0, start, count
+        )
         for rank, start, count in _holders(part, state)
     )
 

@@ -2,19 +2,19 @@
 
 For `Engine.save_checkpoint`.
 [Note: the order of a save]
-1. All ranks meet; one per file system (the *leader*) makes a private directory beside the tags. Everything that can be
-refused is refused now.
+1. All ranks meet; one per file system (the *leader*) takes the save's work directory beside the tags, and finishes what killed
+runs have left. Everything that can be refused is refused now.
 2. Every rank writes and syncs its files there.
-3. When all have, leaders sync the directory and give it the tag's name, in one step even where the tag exists.
+3. When all have, leaders seal the save and give it the tag's name, by `zckpt.output`'s protocol.
 4. When all have, `latest` is replaced, by a rename; then older tags are pruned.
-Killed before 3, a save has left nothing but a directory whose name begins with a dot; before 4, `latest` names the save before.
+Killed before 3, a save has left nothing but a directory whose name begins with a dot; before 4, `latest` names the save before,
+or, if that is the one that is replaced, either of the two.
 """
 
 from __future__ import annotations
 
 import logging
 import os
-import socket
 import warnings
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -33,6 +33,7 @@ from zckpt.layouts.torch_files import Laid, Pair
 from zckpt.layouts.zero_out import lay_out_rank, sketch
 from zckpt.live.meeting import ENTRY_S, Meetings
 from zckpt.mover import run
+from zckpt.output.saves import STAGED
 from zckpt.plan import OutputFile
 from zckpt.runtime import rank_states
 from zckpt.runtime.background import Saving
@@ -40,7 +41,7 @@ from zckpt.runtime.description import Described, describe, describe_training, si
 from zckpt.runtime.engine import Engine
 from zckpt.runtime.exchange import Exchange, Rounds, Sends, Streamed
 from zckpt.runtime.offload import home_of
-from zckpt.runtime.publication import Wanted, make_private, publish, remove_private
+from zckpt.runtime.publication import Publication, Wanted
 from zckpt.runtime.rank_states import digest_of
 from zckpt.runtime.state import RunState, capture
 from zckpt.runtime.tags import check_tag
@@ -78,7 +79,7 @@ def save(engine: Engine, meetings: Meetings, wishes: Wishes, client_state: Mappi
         OutputError: a file cannot be written, here or elsewhere; what was there before is as it was.
     """
     meetings.begin(f"{engine.micro_steps}")
-    wanted = _enter(engine, meetings, wishes)
+    publication = Publication(_enter(engine, meetings, wishes))
     state, digest = None, ""
     prepared: Prepared | None = None
     error: Exception | None = None
@@ -86,18 +87,16 @@ def save(engine: Engine, meetings: Meetings, wishes: Wishes, client_state: Mappi
         try:
             state = capture(engine)
             digest = digest_of(state.buffers)
-            if wanted.leader:
-                make_private(wanted)
+            publication.begin()
         except Exception as caught:
             error = caught
-        digests = meetings.agree("save_checkpoint", error, digest)
+        said = meetings.agree("save_checkpoint", error, [digest, publication.name])
         assert state is not None
-        state = _with_all_generators(replace(state, differing=_others_than_first(digests)))
+        root = publication.root([one[1] for one in said], engine.global_rank)
+        state = _with_all_generators(replace(state, differing=_others_than_first([one[0] for one in said])))
         try:
             _tell_of_gradients(state)
-            prepared = prepare(
-                engine, _only_trained(state) if wishes.only_trained else state, client_state, wanted.temporary
-            )
+            prepared = prepare(engine, _only_trained(state) if wishes.only_trained else state, client_state, STAGED)
         except Exception as caught:
             error = caught
         meetings.agree("save_checkpoint", error)
@@ -108,38 +107,39 @@ def save(engine: Engine, meetings: Meetings, wishes: Wishes, client_state: Mappi
             except Exception as caught:
                 error = caught
             meetings.agree("save_checkpoint", error)
-            what = f"save {wanted.tag!r} in {wanted.directory!r}"
-            return Saving(what, partial(_finish, meetings, wanted, prepared), meetings.server())
+            what = f"save {publication.wanted.tag!r} in {publication.wanted.directory!r}"
+            return Saving(what, partial(_finish, meetings, publication, prepared, root), meetings.server())
     except BaseException:
-        remove_private(wanted)
+        publication.end()
         raise
-    _finish(meetings, wanted, prepared)
+    _finish(meetings, publication, prepared, root)
     return None
 
 
-def _finish(meetings: Meetings, wanted: Wanted, prepared: Prepared) -> None:
+def _finish(meetings: Meetings, publication: Publication, prepared: Prepared, root: str) -> None:
     """Writes the files, and gives them their name when all ranks have."""
     error: Exception | None = None
     try:
         try:
-            write(prepared, wanted.directory)
+            write(prepared, root)
         except Exception as caught:
             error = caught
         meetings.agree("save_checkpoint", error)
-        publish(meetings, wanted)
+        publication.publish(meetings)
     finally:
-        remove_private(wanted)
+        publication.end()
         meetings.part()
 
 
 def _enter(engine: Engine, meetings: Meetings, wishes: Wishes) -> Wanted:
-    """Meets the others, and agrees on the tag and on a name for the private directory."""
+    """Meets the others, and agrees on the tag."""
     checkpoint = engine.settings.config.checkpoint
-    token = f"{socket.gethostname()}-{os.getpid()}-{os.urandom(4).hex()}"
-    said = meetings.meet("save_checkpoint", [wishes.tag, token], within_s=ENTRY_S)
-    tags = list(dict.fromkeys(one[0] for one in said))
+    said = meetings.meet("save_checkpoint", wishes.tag, within_s=ENTRY_S)
+    tags = list(dict.fromkeys(said))
     if len(tags) > 1:
-        told = "; ".join(f"{t!r} on ranks {', '.join(str(r) for r, s in enumerate(said) if s[0] == t)}" for t in tags)
+        told = "; ".join(
+            f"{t!r} on ranks {', '.join(str(r) for r, said_tag in enumerate(said) if said_tag == t)}" for t in tags
+        )
         if checkpoint.tag_validation == "FAIL":
             raise InconsistentError(
                 "ranks that disagree on the tag", found=told, expected="one tag",
@@ -153,7 +153,6 @@ def _enter(engine: Engine, meetings: Meetings, wishes: Wishes) -> Wanted:
     return Wanted(
         directory=os.path.abspath(wishes.directory),
         tag=tag,
-        temporary=f".zckpt-{said[0][1]}",
         leader=(engine.local_rank if local else engine.global_rank) == 0,
         latest=wishes.latest,
         keep_last=checkpoint.keep_last,

@@ -1,0 +1,225 @@
+"""Saves of a run, each a directory of the name of its tag beside `latest`: put in their places as outputs are.
+
+For the trainer, which writes them, and for `layouts.places`, which finds them.
+[Note: work on a save] A save is staged in `.zckpt-` and sixteen digits that follow from its tag, so that the next save of
+the tag finds what a killed run has left, however long the tag is. The journal there says which tag it is. Where the file
+system cannot exchange two directories, there is a moment in which the tag has no directory, though `latest` may name it:
+then a seal says that the staged save is whole, readers take it from where it lies (`displaced`), and the next save of any
+tag finishes the commit (`finish_others`). Readers change nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import shutil
+from collections.abc import Callable, Collection, Iterator
+
+from zckpt.errors import OutputError
+from zckpt.output import journal, processes
+from zckpt.output.commit import Commit, inode, recover, seal_of
+from zckpt.output.durable import sync, sync_tree
+from zckpt.output.journal import Finished, Journal, Seal
+from zckpt.output.work_directory import WorkDirectory
+
+PREFIX = ".zckpt-"
+STAGED = "files"
+"""The directory in a work directory that becomes the save."""
+
+
+def displaced(directory: str) -> dict[str, str]:
+    """Whole saves that have lost their place for the moment: tag -> where they lie; see [Note: work on a save]."""
+    found: dict[str, str] = {}
+    with contextlib.suppress(OSError):
+        for path in _work_on_saves(directory):
+            record = journal.read(os.path.join(path, "journal"))
+            staged = os.path.join(path, STAGED)
+            if record.seal is None or not record.job or os.path.lexists(os.path.join(directory, record.job)):
+                continue
+            if inode(staged) == record.seal.staged and not os.path.islink(staged):
+                found[record.job] = staged
+    return found
+
+
+class SaveStaging:
+    """A save that is being made.
+
+    Args:
+        directory: that holds the tags.
+        tag: of the save.
+        is_ours: whether a file of this name in a save is replaced; others that lie in a save of this tag are kept.
+    """
+
+    def __init__(self, directory: str, tag: str, is_ours: Callable[[str], bool]) -> None:
+        self._directory, self._tag, self._is_ours = directory, tag, is_ours
+        self._out = os.path.join(directory, tag)
+        digits = hashlib.sha256(os.fsencode(tag)).hexdigest()[:16]
+        self._work = WorkDirectory(self._out, os.path.join(directory, PREFIX + digits))
+        self._seal: Seal | None = None
+
+    @property
+    def name(self) -> str:
+        """Of the work directory, in the directory that holds the tags."""
+        return os.path.basename(self._work.path)
+
+    def begin(self) -> None:
+        """Makes the work directory, and brings to an end what runs that were killed have left beside the tags.
+
+        Raises:
+            OutputError: another run saves the same tag.
+            OSError: the directory cannot be written.
+        """
+        self._work.take()
+        try:
+            for path in self._work.dead:
+                finish(path, self._directory, self._is_ours)
+            if self._work.was_there:
+                _recover(self._work, self._directory, self._is_ours)
+            self._empty()
+            Journal(self._work.journal, self._tag).begin({})
+            finish_others(self._directory, self._is_ours, but=self._work.path)
+        except BaseException:
+            self.end()
+            raise
+
+    def _empty(self) -> None:
+        """Makes `files` in the work directory an empty one."""
+        if inode(self._work.files):
+            shutil.rmtree(self._work.files)
+        os.mkdir(self._work.files)
+
+    def seal(self) -> None:
+        """Says durably that all files are there.
+
+        Raises:
+            OSError: it cannot be said.
+        """
+        staged = self._work.files
+        sync_tree(staged)
+        sync(self._work.path)
+        sync(self._directory)
+        files = [Finished(name, os.path.getsize(os.path.join(staged, name)), 0) for name in sorted(os.listdir(staged))]
+        old = os.listdir(self._out) if os.path.isdir(self._out) else ()
+        seal = seal_of(
+            self._work, self._out, single=False, swap=True, deleted=[name for name in old if self._is_ours(name)],
+            files=files,
+        )  # fmt: skip
+        journal.write_seal(self._work.journal, seal)
+        self._seal = seal
+
+    def commit(self) -> None:
+        """Gives the save its name, and deletes what it replaces.
+
+        Raises:
+            OSError: it cannot be done; what was there before is as it was, or the next save finishes this one.
+        """
+        assert self._seal is not None
+        commit = Commit(self._work, self._out, self._seal)
+        try:
+            commit.carry_out()
+        except OSError:
+            commit.undo()
+            raise
+        with contextlib.suppress(OSError):  # the next save does it
+            commit.clean()
+
+    def replace_file(self, name: str, data: bytes, mode: int | None = None) -> None:
+        """Puts a small file beside the tags, whole or not at all; one that has these bytes already stays."""
+        path = os.path.join(self._directory, name)
+        with contextlib.suppress(OSError), open(path, "rb") as old:
+            if old.read() == data:
+                return
+        fresh = os.path.join(self._work.path, "new")
+        with open(fresh, "wb") as file:
+            file.write(data)
+            file.flush()
+            if mode is not None:
+                os.fchmod(file.fileno(), mode)
+            os.fsync(file.fileno())
+        os.replace(fresh, path)
+        sync(self._directory)
+
+    def remove(self, tags: Collection[str]) -> None:
+        """Deletes other saves. Half a save never stands under its tag.
+
+        Raises:
+            OSError: it cannot be done; those that still have their tags are whole.
+        """
+        if journal.read(self._work.journal).seal is not None:
+            return  # what this save replaced could not be deleted: the next one does it first
+        self._empty()
+        for tag in tags:
+            os.rename(os.path.join(self._directory, tag), os.path.join(self._work.files, tag))
+        sync(self._directory)
+
+    def end(self) -> None:
+        """Removes the work directory, unless a commit still needs it, and gives up its lock."""
+        _release(self._work)
+
+
+def finish_others(directory: str, is_ours: Callable[[str], bool], but: str = "") -> None:
+    """Brings to an end what runs that were killed have left; leaves alone what others work on, or what is not ours."""
+    for path in _work_on_saves(directory):
+        if path != but:
+            with contextlib.suppress(OSError):
+                finish(path, directory, is_ours)
+
+
+def finish(path: str, directory: str, is_ours: Callable[[str], bool]) -> None:
+    """Brings to an end what a run has left in a work directory.
+
+    Raises:
+        OSError: somebody works there, or it cannot be done.
+    """
+    record = journal.read(os.path.join(path, "journal"))
+    work = WorkDirectory(os.path.join(directory, record.job or "none"), path)
+    text, _, _ = os.path.basename(path).removeprefix(PREFIX).partition("-")[2].rpartition("-")
+    process = processes.parse(text)
+    if process is None:
+        work.take()
+        if not work.is_locked:  # there are no locks: only the next save of its tag takes it over
+            _release(work)
+            return
+    elif not process.is_dead():
+        return
+    try:
+        _recover(work, directory, is_ours)
+    finally:
+        _release(work)
+
+
+def _recover(work: WorkDirectory, directory: str, is_ours: Callable[[str], bool]) -> None:
+    """Brings a sealed commit to an end, if it is one that a save has made: a checkpoint may come from a stranger."""
+    record = journal.read(work.journal)
+    if record.seal is None:
+        return
+    seal, tag = record.seal, record.job or ""
+    paths = (*seal.deleted, *seal.enter, *(path for path, _ in seal.leave))
+    if (
+        seal.single
+        or not all(map(is_ours, paths))
+        or os.path.basename(tag) != tag
+        or tag.startswith(".")
+        or os.path.islink(work.files)
+        or os.path.islink(work.aside)
+    ):
+        raise OutputError(
+            "work on a save that no save has left", file=work.path, found="a journal that names other files",
+            remedy="Nothing was changed. Remove this directory.",
+        )  # fmt: skip
+    recover(work, os.path.join(directory, tag))
+
+
+def _release(work: WorkDirectory) -> None:
+    if journal.read(work.journal).seal is None:
+        with contextlib.suppress(OSError):
+            os.unlink(os.path.join(work.path, "new"))
+    work.release(remove=True)
+
+
+def _work_on_saves(directory: str) -> Iterator[str]:
+    for name in sorted(os.listdir(directory)):
+        path = os.path.join(directory, name)
+        if name.startswith(PREFIX) and os.path.isdir(path) and not os.path.islink(path):
+            yield path
