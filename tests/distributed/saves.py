@@ -450,6 +450,7 @@ def without_a_shared_disk() -> dict[str, Any]:
     for stage in (2, 3):
         engine = start(config(stage, checkpoint={"use_node_local_storage": True}))
         train(engine, 1)
+        engine.module.seen.add_(rank())
         engine.save_checkpoint(mine, tag=f"stage{stage}", client_state={"big": torch.arange(20000)})
         found = truth(engine)
         if rank() == 0:
@@ -459,12 +460,20 @@ def without_a_shared_disk() -> dict[str, Any]:
             again = start(config(target, checkpoint={"use_node_local_storage": True}), small.make(seed=1))
             path, client = again.load_checkpoint(mine)
             fine = path == str(mine / f"stage{stage}") and client["big"].shape == (20000,) and again.global_steps == 1
+            fine = fine and again.module.seen.item() == rank()
             mine_now = run_state.capture(again).parts
             out[f"{stage} into {target}"] = fine and all(
                 torch.equal(tensor.reshape(-1), found[part.name][key].view(-1)[part.start : part.start + part.count])
                 for part in mine_now
                 for key, tensor in {"": part.weight, **part.states}.items()
             )
+    engine = start(config(0, checkpoint={"use_node_local_storage": True}))
+    engine.save_checkpoint(mine, tag="stage0")
+    engine.module.seen.add_(1 + rank())
+    if rank() == 1:  # a new node, which has nothing yet
+        mine = mine / "new"
+    out["a new node"] = engine.load_checkpoint(mine, tag="stage0")[0] is not None and engine.module.seen.item() == 0
+    mine = home() / f"node {rank()}"
     out["names"] = sorted(path.name for path in mine.iterdir())
     os.environ["LOCAL_RANK"] = before
     return out

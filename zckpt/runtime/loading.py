@@ -22,7 +22,7 @@ from zckpt import live
 from zckpt.catalog import TensorEntry
 from zckpt.checkpoint import open_catalog
 from zckpt.errors import InconsistentError, ZckptError
-from zckpt.layouts.listing import list_files
+from zckpt.layouts.listing import Listing, list_files
 from zckpt.live.meeting import Meetings
 from zckpt.overlaps import clip
 from zckpt.runtime import gradients
@@ -67,7 +67,8 @@ def load(
                 stack.enter_context(nodes)
                 place, fill = os.path.join(directory, nodes.tag), nodes.fill
                 opened = open_catalog(nodes.directory, nodes.tag)
-                saved = read(engine, opened, wishes, list_files(place, nodes.tag))
+                here = list_files(place, nodes.tag) if os.path.isdir(place) else Listing(place, nodes.tag, {})
+                saved = read(engine, opened, wishes, here)
             wanted, states = _room(engine, saved)
         except Exception as caught:
             error = caught
