@@ -20,7 +20,7 @@ from operator import le
 from typing import NamedTuple
 
 from zckpt.errors import InconsistentError, UnsupportedError
-from zckpt.fragments import Block, ComputedStore, Fragment, MemoryStore, Store
+from zckpt.fragments import Block, ComputedStore, FileStore, Fragment, MemoryStore, Store
 from zckpt.overlaps import are_other_cells, overlaps
 
 _MOST_COMPARED = 2_000_000
@@ -142,10 +142,10 @@ def _with_sources(held: Iterable[Held]) -> Iterator[Held]:
 
 
 def _key(store: Store) -> Hashable:
-    """The same for all stores that stand for the same file, or for memory."""
+    """The same for all stores that stand for the same file, or for memory; a rank's elements are a store of their own."""
     if isinstance(store, MemoryStore):
         return MemoryStore
-    return getattr(store, "path", store)
+    return store.path if type(store) is FileStore else store
 
 
 def _base(store: Store) -> int:
