@@ -181,6 +181,33 @@ def test_nothing_is_deleted_on_the_word_of_damaged_bytes(tmp_path: Path, of: str
         assert "has not the bytes that were written" in str(wrong(found)["bytes"])
 
 
+@pytest.mark.parametrize("form", ["zero3", "dcp", "bin"])
+def test_a_flipped_bit_in_any_form(form: str, tmp_path: Path) -> None:
+    """Forms without half-precision copies, which would have told."""
+    source = tmp_path / "source"
+    checkpoint = synth.zero3(tmp_path / "ckpt", [{"a.weight": torch.randn(300, 257)}], 2)
+    if form == "dcp":
+        zckpt.to_dcp(checkpoint, source)
+        for path in source.rglob("zckpt.json"):
+            path.unlink()
+    elif form == "bin":
+        source.mkdir()
+        torch.save({"a.weight": torch.randn(300, 257)}, source / "pytorch_model.bin")
+    else:
+        source = checkpoint
+    (entry,) = open_catalog(str(source)).catalog.tensors.values()
+    fragment = entry.fragments[0]
+    with open(str(fragment.store), "r+b") as file:
+        file.seek(fragment.byte_offset + 4 * 777)
+        byte = file.read(1)[0]
+        file.seek(-1, os.SEEK_CUR)
+        file.write(bytes([byte ^ 1]))
+    zckpt.convert(source, tmp_path / "out", dtype="bf16")
+    found = zckpt.verify(source, tmp_path / "out")
+    assert found.deletable is not None and not found.deletable[0]
+    assert wrong(found).keys() == {"bytes"}
+
+
 def test_what_was_not_read_is_told(tmp_path: Path) -> None:
     checkpoint = synth.zero12(tmp_path / "ckpt", [{"a.weight": torch.randn(300, 257)}], 1)
     found = zckpt.verify(checkpoint)
