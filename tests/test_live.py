@@ -16,7 +16,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 
 from zckpt import live
 from zckpt.checkpoint import open_catalog, strip_wrappers
-from zckpt.errors import InconsistentError, UnsupportedError, UsageError
+from zckpt.errors import InconsistentError, OutputError, UnsupportedError, UsageError
 from zckpt.live.carry import elements
 
 FIXTURES = [
@@ -335,3 +335,25 @@ for dtype in ("bf16", None):
     )
     assert all(int(line) < 80 for line in done.stdout.split()), done.stdout
     assert load_file(tmp_path / "out" / "model.safetensors")["tied"].shape == (8192, 8192)
+
+
+def test_one_form_of_weights_replaces_the_other(tmp_path):
+    model = torch.nn.Linear(3, 3)
+    live.save_pretrained(model, tmp_path)
+    live.save_pretrained(model, tmp_path, file="pytorch_model.bin")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["pytorch_model.bin", "zckpt.json"]
+    live.save_pretrained(model, tmp_path, max_shard_size=40)
+    names = sorted(path.name for path in tmp_path.iterdir())
+    assert "model.safetensors.index.json" in names and "pytorch_model.bin" not in names
+
+
+@pytest.mark.parametrize(
+    "name", ["model.safetensors", "pytorch_model-00001-of-00002.bin", "model.safetensors.index.json"]
+)
+def test_weights_that_somebody_else_wrote_are_refused_by_name(tmp_path, name):
+    (tmp_path / name).write_text("mine")
+    (tmp_path / "adapter_model.safetensors").write_text("mine")
+    with pytest.raises(OutputError, match=f"'{name}'"):
+        live.save_pretrained(torch.nn.Linear(3, 3), tmp_path, file="pytorch_model.bin")
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(["adapter_model.safetensors", name])
+    assert (tmp_path / name).read_text() == "mine"

@@ -19,7 +19,7 @@ import re
 import warnings
 import zlib
 from bisect import bisect_left
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,7 +30,7 @@ from zckpt.catalog import TensorEntry
 from zckpt.convert import output_dtype, to_dtype
 from zckpt.delivery import Overflow, overflow_error
 from zckpt.dtypes import F32, SHORT_NAMES, DType
-from zckpt.errors import UsageError
+from zckpt.errors import OutputError, UsageError, some
 from zckpt.fragments import FileStore
 from zckpt.layouts import huggingface
 from zckpt.layouts.companions import true_dtype
@@ -40,6 +40,7 @@ from zckpt.live.ranks import Ranks, attempt, first_error
 from zckpt.live.shares import Job, Target, Tensor, jobs, settle
 from zckpt.mover import run
 from zckpt.output.checks import check_output, check_space
+from zckpt.output.contents import replacement
 from zckpt.output.journal import Finished
 from zckpt.output.manifest import Manifest
 from zckpt.output.staging import Staging
@@ -108,7 +109,8 @@ def save_pretrained(
     Args:
         engine_or_model: a model, plain or under `fully_shard`; zckpt's engine; or DeepSpeed's, of stages 1 to 3. Trained
             parameters are their fp32 masters.
-        out_dir: made where it is not there; in one that is, weights of an earlier save are replaced, other files stay.
+        out_dir: made where it is not there; in one that is, weights that its `zckpt.json` lists are replaced, other files
+            stay. Other weights of a model are a reason to refuse it.
         dtype: of floating parameters ("bf16", torch.bfloat16, ..); None keeps each as it is trained.
         max_shard_size: of a weights file.
         exclude_frozen: leave out parameters that are not trained.
@@ -231,12 +233,27 @@ def _planned(
     }
     numel = sum(tensor.entry.numel for tensor in tensors.values())
     names = {output.path for output, _ in files}
-    kinds = {found[3] for name in names if (found := _WEIGHTS.fullmatch(name))}
-    staging = Staging(
-        out, single=False, names=names, merge=True,
-        replaced=lambda name: bool((old := _WEIGHTS.fullmatch(name)) and old[3] in kinds),
-    )  # fmt: skip
+    if os.path.isdir(out):
+        _refuse_other_weights(out, names)
+    staging = Staging(out, single=False, names=names, merge=True)
     return _Work(files, staging, jobs(tensors, places, size), wanted, len(tensors), numel)
+
+
+def _refuse_other_weights(out: str, names: Collection[str]) -> None:
+    """Refuses a directory that would hold weights of two models: a loader takes one of them, or shards of both.
+
+    Weights that the directory's own zckpt.json lists are replaced, and files of the new ones' names.
+
+    Raises:
+        OutputError: there are others.
+    """
+    others = [name for name in replacement(out, names, merge=True).rivals if _WEIGHTS.fullmatch(name)]
+    if others:
+        raise OutputError(
+            "weights in the directory that zckpt did not write", file=out, found=some(others),
+            expected="a loader might take them instead of the new ones",
+            remedy="Nothing was changed. Move them away, or choose another directory.",
+        )  # fmt: skip
 
 
 def small_files(model: nn.Module, dtype: str | DType) -> dict[str, str]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from dataclasses import dataclass
 
 from zckpt.errors import OutputError, ZckptError, some
@@ -39,16 +39,13 @@ class Replacement:
     rivals: tuple[str, ...]
 
 
-def replacement(
-    out: str, names: Collection[str], *, merge: bool, replaced: Callable[[str], bool] = lambda name: False
-) -> Replacement:
+def replacement(out: str, names: Collection[str], *, merge: bool) -> Replacement:
     """What a new output replaces in a directory that exists.
 
     Args:
         out: the directory.
         names: files of the new output.
         merge: whether files of these names are the caller's to replace, whoever wrote them.
-        replaced: of a merge: which further files go, by their names.
 
     Raises:
         OutputError: files are in the way that zckpt did not write.
@@ -58,7 +55,7 @@ def replacement(
     new = {*names, manifest.NAME}
     files, untouched = _survey(out, {*listed, *new})
     if merge:
-        gone = {name for name in files if name in new or (name in listed and WEIGHTS.fullmatch(name)) or replaced(name)}
+        gone = {name for name in files if name in new or (name in listed and WEIGHTS.fullmatch(name))}
     else:
         gone = set(listed) & set(files)
     stays = [name for name in files if name not in gone]

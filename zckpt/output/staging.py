@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import os
 import zlib
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from stat import S_IMODE, S_ISREG
 from types import TracebackType
 
@@ -42,7 +42,6 @@ class Staging:
         job: fingerprint of all that decides the output's bytes; what an earlier run of the same job finished is kept.
         overwrite: whether an output that exists is replaced: the files that its `zckpt.json` lists.
         merge: for a directory: replace files of the new ones' names in one that exists, whoever wrote them.
-        replaced: of a merge: which further files go, by their names.
 
     Attributes:
         directory: where files are to be written.
@@ -62,7 +61,6 @@ class Staging:
         job: str = "",
         overwrite: bool = False,
         merge: bool = False,
-        replaced: Callable[[str], bool] = lambda name: False,
     ) -> None:
         self.out = resolved(out)
         self.parent, self.name = os.path.split(self.out)
@@ -74,7 +72,6 @@ class Staging:
         self._names = names
         self._overwrite = overwrite
         self._merge = merge and not single
-        self._replaced = replaced
         self._made: list[str] = []
         self._job = job
         self._work = WorkDirectory(out)
@@ -148,7 +145,7 @@ class Staging:
         if self._single or not os.path.isdir(self.out) or not entries(self.out):
             return None
         names = {*self._names, *_files_in(self.directory)}
-        return replacement(self.out, names, merge=self._merge, replaced=self._replaced)
+        return replacement(self.out, names, merge=self._merge)
 
     def make_again(self, damaged: Collection[str]) -> None:
         """The output that this job has made is not what it was: it is made again, if it may be replaced.
