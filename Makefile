@@ -6,8 +6,9 @@ PIP := $(BIN)/pip --disable-pip-version-check install -q -c constraints.txt
 CORE := $(wildcard zckpt/csrc/* CMakeLists.txt)
 
 FUZZ_EXAMPLES ?= 3000
+FUZZ_SECONDS ?= 120
 
-.PHONY: demo test fuzz check bench fixtures golden clean interop
+.PHONY: demo test fuzz check sanitize bench fixtures golden clean interop
 
 demo: .make/zckpt .make/train
 	$(BIN)/zckpt demo
@@ -20,6 +21,32 @@ check: .make/zckpt .make/test .make/strict/built
 	$(BIN)/ruff check .
 	$(BIN)/lint-imports --config pyproject.toml
 	$(BIN)/mypy
+
+# The engine, built to watch its own memory, arithmetic and threads, at all that it does.
+sanitize: .make/asan/built .make/tsan/built
+	LD_PRELOAD="$$($(CXX) -print-file-name=libasan.so) $$($(CXX) -print-file-name=libubsan.so)" ASAN_OPTIONS=detect_leaks=0:allocator_may_return_null=1 \
+	  UBSAN_OPTIONS=halt_on_error=1:print_stacktrace=1 PYTHONMALLOC=malloc $(BIN)/python tests/sanitized.py .make/asan/_core.*so
+	LD_PRELOAD="$$($(CXX) -print-file-name=libtsan.so)" TSAN_OPTIONS=halt_on_error=1 setarch -R $(BIN)/python tests/sanitized.py .make/tsan/_core.*so
+
+bench: .make/zckpt .make/test interop
+	$(BIN)/python benchmarks/run.py
+
+fixtures: .make/zckpt .make/test interop
+	for script in fixtures/generate*.py; do $(BIN)/python $$script || exit 1; done
+
+# Damages files of every kind in new ways each time: about FUZZ_EXAMPLES x 10 of them; then those that are read byte by byte, for
+# FUZZ_SECONDS each, in whatever way reaches new code. What reached it is kept in .make/fuzz.
+fuzz: .make/zckpt .make/test
+	ZCKPT_FUZZ=$(FUZZ_EXAMPLES) $(BIN)/python -m pytest -q -n 2 tests/hostile/test_fuzz.py
+	$(PIP) atheris
+	for target in pickle zip safetensors metadata; do $(BIN)/python tests/hostile/coverage.py $$target -max_len=65536 -timeout=20 \
+	  -rss_limit_mb=1500 -artifact_prefix=.make/fuzz/ -max_total_time=$(FUZZ_SECONDS) .make/fuzz/$$target || exit 1; done
+
+# The engine, built to watch its own memory, arithmetic and threads, at all that it does.
+sanitize: .make/asan/built .make/tsan/built
+	LD_PRELOAD="$$($(CXX) -print-file-name=libasan.so) $$($(CXX) -print-file-name=libubsan.so)" ASAN_OPTIONS=detect_leaks=0:allocator_may_return_null=1 \
+	  UBSAN_OPTIONS=halt_on_error=1:print_stacktrace=1 PYTHONMALLOC=malloc $(BIN)/python tests/sanitized.py .make/asan/_core.*so
+	LD_PRELOAD="$$($(CXX) -print-file-name=libtsan.so)" TSAN_OPTIONS=halt_on_error=1 setarch -R $(BIN)/python tests/sanitized.py .make/tsan/_core.*so
 
 bench: .make/zckpt .make/test interop
 	$(BIN)/python benchmarks/run.py
@@ -46,10 +73,15 @@ clean:
 	@$(BIN)/python -c 'import zckpt._core' || echo 'zckpt: the C++ engine was not built: the slow Python one will be used. What failed: pip install -v .'
 	@touch $@
 
-# The engine once more, every warning an error; `pip install` builds it without, for a newer compiler has newer warnings.
-.make/strict/built: .make/zckpt
-	$(BIN)/cmake -S . -B .make/strict -G Ninja -DCMAKE_BUILD_TYPE=Release -DZCKPT_STRICT=ON -DPython_EXECUTABLE=$(CURDIR)/$(BIN)/python > .make/strict.log
-	$(BIN)/cmake --build .make/strict
+# The engine once more: every warning an error, and with sanitizers. What users install is built without, for a newer compiler has
+# newer warnings.
+.make/strict/built: OPTIONS = -DZCKPT_STRICT=ON
+.make/asan/built: OPTIONS = -DZCKPT_SANITIZE=address,undefined
+.make/tsan/built: OPTIONS = -DZCKPT_SANITIZE=thread
+.make/%/built: .make/zckpt
+	@mkdir -p $(@D)
+	$(BIN)/cmake -S . -B $(@D) -G Ninja -DCMAKE_BUILD_TYPE=Release -DPython_EXECUTABLE=$(CURDIR)/$(BIN)/python $(OPTIONS) > $(@D)/log
+	$(BIN)/cmake --build $(@D)
 	@touch $@
 
 # What the trainer needs, and the demo shows. Where it will not install, the demo converts a stored checkpoint.

@@ -1,0 +1,228 @@
+"""Drives the engine through all that it does, for builds of it that watch themselves: `make sanitize`.
+
+    python tests/sanitized.py CORE
+
+CORE is the module that was built with sanitizers, which end the process where they see something. What comes out is also
+held to the reference engine, byte by byte.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import importlib.util
+import itertools
+import os
+import shutil
+import sys
+import tempfile
+import threading
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+
+def load(path: str) -> ModuleType:
+    """The module from that file, as everybody's `zckpt._core`."""
+    spec = importlib.util.spec_from_file_location("zckpt._core", path)
+    assert spec is not None and spec.loader is not None
+    core = importlib.util.module_from_spec(spec)
+    sys.modules["zckpt._core"] = core
+    spec.loader.exec_module(core)
+    return core
+
+
+core = load(sys.argv[1])
+
+import numpy as np  # noqa: E402
+
+from zckpt import batches  # noqa: E402
+from zckpt.catalog import TensorEntry  # noqa: E402
+from zckpt.dtypes import ALL, BF16, F16, F32, F64, DType  # noqa: E402
+from zckpt.errors import ZckptError  # noqa: E402
+from zckpt.files import file_store  # noqa: E402
+from zckpt.fragments import FileStore, Fragment, MemoryStore  # noqa: E402
+from zckpt.looks import looks_against, looks_at  # noqa: E402
+from zckpt.mover import run  # noqa: E402
+from zckpt.mover_reference import cast  # noqa: E402
+from zckpt.plan import Checksum, OutputFile, Plan  # noqa: E402
+from zckpt.scan import scan  # noqa: E402
+from zckpt.tally import Relation  # noqa: E402
+
+RNG = np.random.default_rng(0)
+TARGETS = (F32, F16, BF16)
+
+
+def entry(store: Any, dtype: DType, shape: tuple[int, ...], offset: int = 0, *fragments: Fragment) -> TensorEntry:
+    """A tensor that lies there in one piece, or as these fragments."""
+    return TensorEntry("x", shape, dtype, "parameter", fragments or (Fragment(store, offset, 0, int(np.prod(shape))),))
+
+
+def casts() -> None:
+    """Every pair of dtypes, of any length, with and without vectors."""
+    for source, target, numel in itertools.product(ALL, TARGETS, (1, 7, 8, 15, 33, 1000, 4099)):
+        if source.kind != "float" or source == target:
+            continue
+        data = RNG.bytes(numel * source.itemsize)
+        for vector, clamp in ((True, False), (False, False), (True, True)):
+            core.use_vector_paths(vector)
+            assert core.cast(source.number, target.number, data, clamp) == cast(data, source, target, "little", clamp)
+    core.use_vector_paths(True)
+    for numel in range(200):
+        data = RNG.bytes(numel)
+        assert core.crc32_combine(
+            core.crc32(data[: numel // 2]), core.crc32(data[numel // 2 :]), numel - numel // 2
+        ) == core.crc32(data)
+
+
+def plans(root: Path) -> list[Plan]:
+    """Moves of every geometry: whole, cut, pitched, transposed, broadcast, foreign, across windows, cast or not."""
+    rows, columns = 300, 257
+    numel = rows * columns
+    made = []
+    for source, target in ((F32, F32), (F32, BF16), (F64, F16), (BF16, F32), (F64, F64)):
+        size, out = source.itemsize, target.itemsize
+        path = root / f"{source}-{target}"
+        path.write_bytes(
+            b"pad" + RNG.standard_normal(numel).astype("<f8" if source == F64 else "<f4").tobytes()[: numel * size]
+        )
+        for byteorder in ("little", "big"):
+            store = file_store(path, byteorder)
+            to = FileStore("out", 5 * numel * out + 99)
+            cut = [Fragment(store, 3 + size * n, n, min(5001, numel - n)) for n in range(0, numel, 5001)]
+            pitched = [Fragment(store, 3 + size * k, k, 1, (numel + 2 - k) // 3, 3, 3) for k in range(3)]
+            turned = [Fragment(store, 3 + r * size, r * columns, 1, columns, 1, rows) for r in range(rows)]
+            same = [Fragment(store, 3 + 5 * size, 0, 1, numel, 1, 0)]
+            shape = (rows, columns)
+            sources = [
+                entry(store, source, shape, 3),
+                *(entry(store, source, shape, 0, *f) for f in (cut, pitched, turned, same)),
+            ]
+            pairs = [(one, entry(to, target, shape, 50 + n * numel * out)) for n, one in enumerate(sources)]
+            checks = (Checksum(50, numel * out, (1, 9)),)
+            literals = ((0, b"x" * 50), (50 + 5 * numel * out, b"y" * 49))
+            made.append(Plan(((OutputFile("out", to.size, literals, checks), to),), pairs))
+    return made
+
+
+def moves(root: Path) -> None:
+    """All plans, on many threads and with small windows, against the reference engine."""
+    for number, plan in enumerate(plans(root)):
+        wanted = root / f"wanted{number}"
+        wanted.mkdir()
+        run(plan, str(wanted), engine="reference")
+        for threads, window in ((1, 1 << 20), (4, 4096), (7, 65536)):
+            found = root / f"found{number}-{threads}"
+            found.mkdir()
+            run(plan, str(found), engine="native", threads=threads, window=window, progress=lambda _: None)
+            assert (found / "out").read_bytes() == (wanted / "out").read_bytes()
+            shutil.rmtree(found)
+        shutil.rmtree(wanted)
+
+
+def memory() -> None:
+    """From memory to memory, in rows that lie apart."""
+    a, b = RNG.standard_normal(60_000).astype("<f4"), np.zeros(120_000, "<f4")
+    source = MemoryStore(a.ctypes.data, a.nbytes, a)
+    target = MemoryStore(b.ctypes.data, b.nbytes, b)
+    apart = Fragment(target, 0, 0, 100, 600, 100, 200)
+    run(
+        Plan((), [(entry(source, F32, (60_000,)), entry(target, F32, (60_000,), 0, apart))]),
+        "",
+        engine="native",
+        threads=4,
+        window=4096,
+    )
+    assert (b.reshape(600, 200)[:, :100] == a.reshape(600, 100)).all()
+
+
+def many_files(root: Path) -> tuple[Plan, bytes]:
+    """Twelve outputs of one source, in interleaved rows."""
+    data = RNG.standard_normal(120_000).astype("<f4")
+    (root / "many").write_bytes(data.tobytes())
+    store, files, pairs = file_store(root / "many"), [], []
+    for n in range(12):
+        to = FileStore(f"f{n}", 40_000)
+        files.append((OutputFile(to.path, to.size), to))
+        odd = tuple(Fragment(store, 40_000 * n + 4 * k, k, 1, 5000, 2, 2) for k in (0, 1))
+        pairs.append((entry(store, F32, (10_000,), 0, *odd), entry(to, F32, (10_000,))))
+    return Plan(tuple(files), pairs), data.tobytes()
+
+
+def sinks(root: Path) -> None:
+    """Sinks on many files at once; some keep what they are handed, some raise, some runs are stopped."""
+    plan, data = many_files(root)
+    taken: dict[str, bytearray] = {output.path: bytearray() for output, _ in plan.files}
+    hand = {name: got.extend for name, got in taken.items()}
+    run(plan, "", sinks=hand, streamed=True, engine="native", threads=6, window=4096)
+    assert b"".join(taken[f"f{n}"] for n in range(12)) == data
+    kept: list[Any] = []
+    for name in ("f0", "f7"):
+        with contextlib.suppress(ZckptError):
+            run(
+                plan,
+                "",
+                sinks={**hand, name: lambda view: kept.append(np.frombuffer(view[:64], "u1"))},
+                streamed=True,
+                threads=6,
+                window=4096,
+            )
+            raise AssertionError("a view was kept")
+    assert all(one.sum() > 0 for one in kept)
+
+    def refuse(view: memoryview) -> None:
+        raise LookupError(threading.current_thread().name)
+
+    with contextlib.suppress(LookupError):
+        run(plan, "", sinks=dict.fromkeys(hand, refuse), streamed=True, threads=6, window=4096)
+
+    def stop(written: int) -> None:
+        raise KeyboardInterrupt
+
+    with contextlib.suppress(KeyboardInterrupt):
+        run(plan, "", sinks=hand, streamed=True, threads=6, window=4096, progress=stop)
+
+
+def faults(root: Path) -> None:
+    """The n-th read or write is short, interrupted, refused as direct, or fails."""
+    plan, data = many_files(root)
+    for write, kind in itertools.product((False, True), (-2, errno.EINTR, errno.EIO, errno.ENOSPC, errno.EINVAL)):
+        for nth in (1, 3, 9):
+            out = root / "out"
+            out.mkdir()
+            core.inject(write, nth, kind)
+            with contextlib.suppress(ZckptError):
+                run(plan, str(out), engine="native", threads=4, window=4096)
+                assert b"".join((out / f"f{n}").read_bytes() for n in range(12)) == data
+            shutil.rmtree(out)
+    core.inject(False, 0, 0)
+    core.inject(True, 0, 0)
+
+
+def scans(root: Path) -> None:
+    """What there is to count, of one tensor and of two, on many threads."""
+    data = RNG.standard_normal(70_000).astype("<f4")
+    (root / "a").write_bytes(b"pad" + data.tobytes())
+    (root / "b").write_bytes(b"pad" + cast(data.tobytes(), F32, BF16, "little", False)[0])
+    a, b = file_store(root / "a"), file_store(root / "b")
+    odd = tuple(Fragment(a, 3 + 4 * k, k, 1, 35_000, 2, 2) for k in (0, 1))
+    wide, narrow = entry(a, F32, (70_000,), 0, *odd), entry(b, BF16, (70_000,), 3)
+    for relation in (Relation(rounded=True), Relation(atol=1e-3, rtol=1e-2), Relation()):
+        one = scan(looks_against(wide, narrow, 0), relation=relation, engine="native", threads=6)
+        two = scan(looks_against(wide, narrow, 0), relation=relation, engine="reference")
+        assert one.tallies[0].differ == two.tallies[0].differ and one.tallies[0].nonzero == two.tallies[0].nonzero
+    assert scan(looks_at(wide, 0), engine="native", threads=6).tallies[0].count == 70_000
+
+
+def main() -> None:
+    batches.LEAST_BYTES = 0
+    root = Path(tempfile.mkdtemp(prefix="zckpt-sanitized-"))
+    try:
+        for work in (lambda _: casts(), moves, lambda _: memory(), sinks, faults, scans):
+            work(root)
+    finally:
+        shutil.rmtree(root)
+    print(f"{os.path.basename(os.path.dirname(sys.argv[1]))}: nothing found")
+
+
+main()
