@@ -16,6 +16,7 @@ from __future__ import annotations
 import itertools
 import math
 import re
+from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
@@ -26,8 +27,9 @@ from zckpt.layouts.listing import Listing
 from zckpt.layouts.training import Training
 from zckpt.reread_named import misplaced_named_states, misplaced_tensors
 
+_EXPERTS = re.compile(r"expp_rank_(?P<mp>\d+)_mp_rank_(?P<dp>\d+)_(?P<kind>optim)_states\.pt")
 _FILE = re.compile(r"(?:bf16_)?(?:zero_pp_rank_(?P<dp>\d+)_)?mp_rank_(?P<mp>\d+)_(?P<kind>model|optim)_states\.pt")
-_FLAT = ("single_partition_of_fp32_groups", "fp32_flat_groups")
+_FLAT = ("single_partition_of_fp32_groups", "fp32_flat_groups", "fp32_groups_flat", "fp32_groups")
 
 
 class Part(NamedTuple):
@@ -173,10 +175,13 @@ def _vectors(rank: Mapping[str, object]) -> Line:
     base = rank.get("base_optimizer_state", rank.get("optimizer_state_dict"))
     states: list[object] = list(base) if isinstance(base, list | tuple) else []
     if isinstance(base, Mapping):
-        held, listed = _mapping(base.get("state")), base.get("param_groups")
-        numbers = [n for g in (listed if isinstance(listed, list) else ()) for n in _mapping(g).get("params") or ()]  # type: ignore[attr-defined]
+        held, groups = _mapping(base.get("state")), base.get("param_groups")
+        numbers = [n for g in (groups if isinstance(groups, list) else ()) for n in _mapping(g).get("params") or ()]  # type: ignore[attr-defined]
         states = [held.get(n) for n in numbers] or list(held.values())
-    refs = [v for v in vectors if isinstance(v, TensorRef)] if isinstance(vectors, list | tuple) else []
+    listed = list(vectors) if isinstance(vectors, list | tuple) else []
+    refs = [
+        v for held in listed for v in (held if isinstance(held, list | tuple) else [held]) if isinstance(v, TensorRef)
+    ]
     return [
         (ref, {str(n): v for n, v in _mapping(state).items() if isinstance(v, TensorRef) and v.shape})
         for ref, state in itertools.zip_longest(refs, states[: len(refs)])
@@ -204,11 +209,71 @@ def misplaced(listing: Listing, catalog: Catalog) -> tuple[int, list[str]]:
     return count + named, [*bad, *elsewhere]
 
 
-def misplaced_states(listing: Listing, training: Training) -> tuple[int, list[str]]:
-    """The same of the optimizer's states."""
+def misplaced_states(listing: Listing, training: Training, masters: Mapping[str, TensorEntry]) -> tuple[int, list[str]]:
+    """The same of the optimizer's states; `masters` are the catalog's tensors, beside which each state has to lie."""
     count, bad = _misplaced(found_again(listing), training.states)
     named, elsewhere = misplaced_named_states(listing, training)
-    return count + named, [*bad, *elsewhere]
+    beside, odd = _beside(listing, training, masters)
+    return count + named + beside, list(dict.fromkeys((*bad, *elsewhere, *odd)))
+
+
+def _beside(listing: Listing, training: Training, masters: Mapping[str, TensorEntry]) -> tuple[int, list[str]]:
+    """States that lie elsewhere than their masters, which other numbers prove, or a rank's copy of them.
+
+    The states of a vector of masters are vectors beside it, cut alike. Where an fp32 run without ZeRO keeps no masters, they are
+    beside the weights, if all parameters are of one group: it has the model's order.
+    """
+    lines: _Lines = {}
+    for name in listing.files:
+        match = _FILE.fullmatch(name) or _EXPERTS.fullmatch(name)
+        root = _mapping(listing.open(name).root) if match and (match["kind"] == "optim" or not match["dp"]) else {}
+        optimizer = _mapping(root.get("optimizer_state_dict", root.get("optimizer")))
+        for ref, beside in _vectors(optimizer) or _weights(root, optimizer):
+            lines.setdefault(ref.store.path, []).append((ref.byte_offset, ref, beside))
+    for line in lines.values():
+        line.sort(key=lambda vector: vector[0])
+    count, bad = 0, list[str]()
+    for name, states in training.states.items():
+        if (entry := masters.get(name)) is None:
+            continue
+        copies = (copy.fragments for copy in entry.replicas if copy.rank and copy.dtype == entry.dtype)
+        options = [parts for held in (entry.fragments, *copies) if (parts := list(_parts_in(lines, held)))]
+        for state, own in states.items():
+            wanted = [[run for part in parts if (run := _run(part.state.get(state), part))] for parts in options]
+            count += bool(wanted)
+            if wanted and not any(_is_at(own, runs, {path for path, *_ in runs}, alone=True) for runs in wanted):
+                bad.append(f"{state} of {name!r} is not read beside its master")
+    return count, bad
+
+
+_Lines = dict[str, list[tuple[int, TensorRef, Mapping[str, TensorRef]]]]
+"""Path -> (first byte, vector, its states), in order."""
+
+
+def _parts_in(lines: _Lines, fragments: Sequence[Fragment]) -> Iterator[Part]:
+    """What fragments are of vectors that have states."""
+    for fragment in fragments:
+        line = lines.get(str(fragment.store), [])
+        at = bisect_right(line, fragment.byte_offset, key=lambda vector: vector[0]) - 1
+        if at >= 0 and fragment.numel and fragment.byte_offset < line[at][1].byte_stop:
+            start, ref, state = line[at]
+            yield Part(ref, state, (fragment.byte_offset - start) // ref.dtype.itemsize, fragment.numel)
+
+
+def _weights(root: Mapping[str, object], optimizer: Mapping[str, object]) -> Line:
+    """The weights of an fp32 run without ZeRO, each with its states, where all are of one group."""
+    states, groups = _mapping(optimizer.get("state")), optimizer.get("param_groups")
+    buffers, seen = root.get("buffer_names"), dict[object, TensorRef]()
+    for name, ref in _mapping(root.get("module")).items():
+        is_buffer = isinstance(buffers, list | tuple | set) and name in buffers
+        if isinstance(ref, TensorRef) and ref.dtype.kind == "float" and ref.numel and not is_buffer:
+            seen.setdefault(ref.place, ref)
+    if not isinstance(groups, list) or len(groups) != 1 or len(states) != len(seen):
+        return []
+    return [
+        (ref, {str(n): v for n, v in _mapping(state).items() if isinstance(v, TensorRef) and v.shape})
+        for ref, state in zip(seen.values(), states.values(), strict=True)
+    ]
 
 
 def _misplaced(found: Mapping[int, Parts], entries: Mapping[str, Mapping[str, TensorEntry]]) -> tuple[int, list[str]]:

@@ -73,7 +73,9 @@ def compare_runs(source: Examined, output: Examined) -> Comparison:
         found.only.append(f"whatever else a run needs to go on, which zckpt does not read ({here.what})")
         return found
     for side, training in ((source, here), (output, there)):
-        found.problems += misplaced_states(side.place.listing, training)[1]
+        assert side.catalog is not None
+        masters = {name: side.catalog.tensors[own] for name, own in side.names.items() if own in side.catalog.tensors}
+        found.problems += misplaced_states(side.place.listing, training, masters)[1]
     names = [side.names for side in (source, output)]
     _compare_states(found, here, there, *names)
     if drifted := _odd_copies(here):
