@@ -364,7 +364,7 @@ def test_a_run_is_pushed(launched: Callable[[str, int], Any], tmp_path: Path, mo
         monkeypatch.setenv("HF_HUB_DISABLE_XET", "1")
         first, second = (one["value"] for one in launched("pushes.py", 2)["pushed"])
         assert first["report"] == f"{server.url}/alice/m" and second["report"] is None
-        assert first["left"] == [] and "bob" in first["failed"] and "ranks 0" in second["failed"]
+        assert first["left"] == ["journal.jsonl", "lock"] and "bob" in first["failed"] and "ranks 0" in second["failed"]
         page = server.files("alice/m")
         meanwhile = [one["value"] for one in launched("pushes.py", 2)["pushed_while_saving"]]
         assert [one.pop("report") for one in meanwhile] == [f"{server.url}/alice/while", None]

@@ -223,6 +223,12 @@ def test_nobody_there(checkpoint: Path, server: HubServer, shell: Shell, monkeyp
         push_to_hub(checkpoint, "alice/m", endpoint="http://127.0.0.1:9", token=TOKEN)
 
 
+def test_an_address_at_a_hub_that_nobody_reaches(shell: Shell) -> None:
+    process = shell("inspect", "hf://alice/m", HF_ENDPOINT="http://127.0.0.1:9")
+    told = process.communicate(timeout=240)[1]
+    assert process.returncode == 2 and "no connection" in told and "HTTPS_PROXY" in told, told
+
+
 def test_a_sender_whose_push_ended_waits_for_nothing(
     checkpoint: Path, server: HubServer, no_long_waits: list[float]
 ) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -64,7 +65,7 @@ def test_a_page_holds_what_a_conversion_writes(
     assert report.url == f"{server.url}/alice/m"
     assert report.commit == server.repos["alice/m"].branches["main"][-1]
     assert len(server.repos["alice/m"].branches["main"]) == 2
-    assert not any((tmp_path / "scratch").iterdir())
+    assert {file.name for file in (tmp_path / "scratch").glob("*/*")} == {"journal.jsonl", "lock"}
 
 
 def test_large_shards_go_up_in_parts(checkpoint: Path, server: HubServer, push: Pusher) -> None:
@@ -138,6 +139,63 @@ def test_a_page_that_is_not_empty(checkpoint: Path, server: HubServer, push: Pus
     assert "model.safetensors" not in page and "pytorch_model-00001-of-00002.bin" not in page
     push(checkpoint, yes=True)
     assert server.files("alice/m") == page
+
+
+@pytest.mark.parametrize("yes", [False, True])
+def test_the_same_push_again_is_already_done(
+    yes: bool, checkpoint: Path, server: HubServer, push: Pusher, tmp_path: Path
+) -> None:
+    first = push(checkpoint)
+    assert not first.already_done and first.bytes_sent == first.bytes_made > 600_000
+    commits, sent = list(server.repos["alice/m"].branches["main"]), dict(server.sent)
+    again = push(checkpoint, yes=yes)
+    assert again.already_done and (again.bytes_made, again.bytes_sent) == (0, 0)
+    assert sorted(again.files) == sorted(first.files) and again.commit == first.commit and again.url == first.url
+    shutil.rmtree(tmp_path / "scratch")  # another machine makes the shards, and then finds them there
+    with pytest.raises(OutputError, match="not empty"):
+        push(checkpoint)
+    elsewhere = push(checkpoint, yes=True)
+    assert elsewhere.already_done and elsewhere.bytes_sent == 0 and elsewhere.bytes_made == first.bytes_made
+    assert (server.repos["alice/m"].branches["main"], server.sent) == (commits, sent)
+    (checkpoint / "tokenizer_config.json").write_text('{"model_max_length": 256}')
+    with pytest.raises(OutputError, match="not empty"):
+        push(checkpoint)
+    changed = push(checkpoint, yes=True)
+    assert not changed.already_done and (changed.bytes_made, changed.bytes_sent) == (0, 0)
+    assert json.loads(server.files("alice/m")["tokenizer_config.json"]) == {"model_max_length": 256}
+
+
+def test_a_push_that_was_killed_after_its_commit_is_already_done(
+    checkpoint: Path, server: HubServer, push: Pusher
+) -> None:
+    fault = server.fault("GET", "/tree/", skip=0, times=0, status=400)
+    server.fault("POST", "/commit/", call=lambda: setattr(fault, "times", 100))
+    with pytest.raises(zckpt.ZckptError):
+        push(checkpoint)  # the commit is there, but nobody could look at it
+    fault.times = 0
+    assert len(server.repos["alice/m"].branches["main"]) == 2
+    assert push(checkpoint).already_done
+
+
+def test_a_push_does_not_replace_its_own_input(server: HubServer, push: Pusher, tmp_path: Path) -> None:
+    """Weights at the hub, to be replaced by themselves in another dtype."""
+    generator = torch.Generator().manual_seed(0)
+    save_file({"w": torch.randn(10, 10, generator=generator)}, tmp_path / "model.safetensors")
+    server.create("alice/m", files={"model.safetensors": (tmp_path / "model.safetensors").read_bytes()})
+    before = server.files("alice/m")
+    code = (
+        "import sys, zckpt\n"
+        "zckpt.push_to_hub('hf://alice/m', sys.argv[1], dtype='bf16', yes=True, path_in_repo=sys.argv[2])"
+    )
+    mine = {"HF_ENDPOINT": server.url, "HF_TOKEN": TOKEN, "HF_HOME": str(tmp_path / "hf"), "HF_HUB_DISABLE_XET": "1"}
+    runs = [
+        subprocess.run([sys.executable, "-c", code, *place], env={**os.environ, **mine}, capture_output=True, text=True)
+        for place in (("alice/m", ""), ("alice/m", "bf16"))
+    ]
+    assert "would replace the input" in runs[0].stderr and runs[1].returncode == 0, runs[1].stderr
+    after = server.files("alice/m")
+    assert all(after[name] == data for name, data in before.items() if name != ".gitattributes")
+    assert "bf16/model.safetensors" in after
 
 
 def test_a_page_with_only_what_every_page_has(checkpoint: Path, server: HubServer, push: Pusher) -> None:
@@ -377,6 +435,23 @@ def test_a_dry_run_prints_exactly_what_goes_up(checkpoint: Path, server: HubServ
     assert all(f"  {path}  (" in lines for path in page)
 
 
+def test_a_dry_run_tells_what_is_there(checkpoint: Path, server: HubServer, shell: Shell, push: Pusher) -> None:
+    options = ["push", checkpoint, "alice/m", "--max-shard-size", SHARD_BYTES, "--dry-run"]
+    push(checkpoint)
+    page = server.files("alice/m")
+    server.create("alice/m", files={**page, SHARD_NAMES[0]: b"x", SHARD_NAMES[1]: page[SHARD_NAMES[1]][:-1] + b"x"})
+    out, err = shell(*options, "--json").communicate(timeout=240)
+    seen = {file["path"]: file["there"] for file in json.loads(out)["files"]}
+    assert seen.pop(SHARD_NAMES[0]) == "another" and seen.pop(SHARD_NAMES[1]) == "perhaps the same"
+    assert seen.pop(SHARD_NAMES[2]) == "perhaps the same", "of this machine no push has made it"
+    assert set(seen.values()) == {"the same"}
+    assert "would be refused" in err and "not empty" in err
+    process = shell(*options)
+    out, err = process.communicate(timeout=240)
+    assert process.returncode == 0 and "is there already" in out and "replaces the file that is there" in out
+    assert server.files("alice/m")[SHARD_NAMES[0]] == b"x"
+
+
 def test_a_dry_run_needs_no_token(checkpoint: Path, shell: Shell, server: HubServer) -> None:
     process = shell("push", checkpoint, "alice/m", "--dry-run", HF_TOKEN=None)
     out, err = process.communicate(timeout=240)
@@ -410,11 +485,13 @@ def test_to_commands_take_a_page(checkpoint: Path, server: HubServer, shell: She
         page = server.files(repo, revision)
         assert all(page[f"{top}{name}"] == data for name, data in local_files(tmp_path / "want").items())
     refused = [
-        shell("to-fp16", checkpoint, out) for out in ("hf://alice/a/x.bin", "hf://datasets/alice/a", "hf://alice/a")
+        shell("to-bf16", checkpoint, out) for out in ("hf://alice/a/x.bin", "hf://datasets/alice/a", "hf://alice/a")
     ]
     errors = [process.communicate(timeout=240)[1] for process in refused]
     assert [process.returncode for process in refused] == [2, 2, 2]
     assert "shards are safetensors" in errors[0] and "no model's" in errors[1] and "not empty" in errors[2]
+    process = shell("to-fp16", checkpoint, "hf://alice/a")
+    assert "already done" in process.communicate(timeout=240)[0] and process.returncode == 0
     with pytest.raises(UsageError, match="push_to_hub"):
         zckpt.convert(checkpoint, "hf://alice/a")
 

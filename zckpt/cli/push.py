@@ -21,6 +21,12 @@ if TYPE_CHECKING:
 _ADDRESS = re.compile(
     r"hf://(?:models/)?(?P<repo>[^/@]+/[^/@]+)(?:@(?P<revision>refs/pr/\d+|[^/]+))?(?:/(?P<path>.*))?", re.DOTALL
 )
+_SEEN = {
+    "nothing": "",
+    "the same": "; is there already",
+    "another": "; replaces the file that is there",
+    "perhaps the same": "; replaces a file of the same size that is there, unless it is the same",
+}
 _OTHERS = ("datasets", "spaces", "buckets", "kernels")
 
 RepoId = Annotated[
@@ -118,12 +124,12 @@ def carry_out(prepared: Prepared, target: Target, sink: Sink, *, dry_run: bool) 
     from zckpt.convert import check
     from zckpt.hub import cargo_of, execute, prepare
 
-    ready = prepare(cargo_of(prepared), target, lambda text: sink.notes([text]), ask=not dry_run)
+    ready = prepare(cargo_of(prepared), target, lambda text: sink.notes([text]), dry_run=dry_run)
     if dry_run:
         sink.notes(ready.cargo.notes)
         sink.result(lambda: _facts(ready), lambda: _plan_lines(ready))
         return
-    notes = check(prepared)
+    notes = check(prepared) if not ready.already_done else ()
     with sink.progress(sum(shard.nbytes for shard in ready.cargo.shards), "push") as progress:
         try:
             report = execute(ready, progress)
@@ -167,8 +173,12 @@ def _facts(ready: Ready) -> dict[str, object]:
         "exists": ready.page.exists,
         "private": ready.page.private if ready.page.exists else target.private is not False,
         "create_pr": target.create_pr,
-        "files": [{"path": path, "bytes": nbytes, "origin": origin} for path, nbytes, origin in _files(ready)],
+        "files": [
+            {"path": path, "bytes": nbytes, "origin": origin, "there": ready.there[path]}
+            for path, nbytes, origin in _files(ready)
+        ],
         "removed": list(ready.removed),
+        "already_done": ready.already_done,
         "bytes": cargo.nbytes,
         "scratch_bytes": ready.room,
         "dtype": cargo.dtype,
@@ -194,7 +204,7 @@ def _plan_lines(ready: Ready) -> Iterator[str]:
     listed = list(_files(ready))
     yield f"{target.repo_id}@{target.revision} ({state}) would get {len(listed):,} files, {cargo.nbytes:,} bytes"
     for path, nbytes, origin in listed:
-        yield f"  {nbytes:>16,} bytes  {path}  ({origin})"
+        yield f"  {nbytes:>16,} bytes  {path}  ({origin}{_SEEN[ready.there[path]]})"
     for path in ready.removed:
         yield f"  {'removed':>22}  {path}  (other weights, which would be loaded instead)"
     yield f"{len(cargo.catalog):,} tensors, {cargo.catalog.numel:,} elements; at most {ready.room:,} bytes of scratch"
@@ -212,6 +222,7 @@ def _report_facts(ready: Ready, report: PushReport) -> dict[str, object]:
         "bytes": ready.cargo.nbytes,
         "bytes_made": report.bytes_made,
         "bytes_sent": report.bytes_sent,
+        "already_done": report.already_done,
         "seconds": report.seconds,
         "notes": list(report.notes),
     }
@@ -219,6 +230,10 @@ def _report_facts(ready: Ready, report: PushReport) -> dict[str, object]:
 
 def _report_lines(ready: Ready, report: PushReport) -> Iterator[str]:
     nbytes = f"{len(report.files):,} files, {ready.cargo.nbytes:,} bytes"
+    if report.already_done:
+        yield f"already done: the page holds all {nbytes}; nothing was sent"
+        yield report.url
+        return
     yield f"{nbytes}; {report.bytes_sent:,} bytes of shards went up now; {report.seconds:.2f} s"
     yield "read back: sizes, hashes and headers are those that were sent"
     yield report.pull_request or report.url

@@ -8,16 +8,22 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from zckpt.errors import AccessError, OutputError, UsageError, some
 from zckpt.hub.client import Hub, Page, valid_name
+
+if TYPE_CHECKING:
+    from zckpt.hub.cargo import Cargo
 
 MESSAGE = "Upload weights with zckpt"
 _WEIGHTS = re.compile(
     r"(?:model|pytorch_model)(?:(?:-[0-9a-f]{8})?-\d{5}-of-\d{5})?\.(?:safetensors|bin)(?:\.index\.json)?|tf_model\.h5|flax_model\.msgpack"
 )
 _EMPTY = (".gitattributes", ".gitignore", "README.md")
+_AT_THE_HUB = re.compile(
+    r"(?i:hf)://(?:models/)?(?P<repo>[^/@]+/[^/@]+)(?:@(?P<revision>refs/pr/\d+|[^/]+))?/+(?P<path>.+)", re.DOTALL
+)
 _PULL_REQUEST = re.compile(r"refs/pr/\d+")
 
 
@@ -72,7 +78,6 @@ def check(hub: Hub, target: Target, *, ask: bool = True) -> tuple[Target, Page]:
 
     Raises:
         AccessError: there is no token, or it may not write there. UsageError: the name or path is none.
-        OutputError: there are files already.
     """
     valid_name(target.repo_id)
     if any(part in ("", ".", "..") for part in target.path_in_repo.strip("/").split("/")) and target.path_in_repo.strip(
@@ -95,13 +100,6 @@ def check(hub: Hub, target: Target, *, ask: bool = True) -> tuple[Target, Page]:
             "another visibility than the repository has", file=target.repo_id, found=f"it is {is_now}",
             remedy=f"Leave --{'private' if target.private else 'public'} out, or change it in the repository's settings.",
         )  # fmt: skip
-    there = sorted(path for path in page.files if path.startswith(target.place("")) and path not in _EMPTY)
-    if there and not target.yes and not target.create_pr:
-        raise OutputError(
-            "a repository that is not empty", file=f"{target.repo_id}@{target.revision}",
-            found=f"{len(there):,} files such as {some(there)}",
-            remedy="Nothing was changed. Pass --yes to go on, --create-pr to propose it, or choose --path-in-repo.",
-        )  # fmt: skip
     if not page.exists and target.create_pr:
         raise UsageError(
             "a pull request to a repository that is not there", file=target.repo_id, remedy="Leave --create-pr out."
@@ -109,6 +107,44 @@ def check(hub: Hub, target: Target, *, ask: bool = True) -> tuple[Target, Page]:
     if page.exists and not page.head and _PULL_REQUEST.fullmatch(target.revision):
         raise UsageError("a pull request that is not there", file=f"{target.repo_id}@{target.revision}")
     return target, page
+
+
+def in_the_way(page: Page, target: Target) -> OutputError | None:
+    """The refusal to push where there are files already, unless that is wanted; None where nothing is in the way."""
+    there = sorted(path for path in page.files if path.startswith(target.place("")) and path not in _EMPTY)
+    if not there or target.yes or target.create_pr:
+        return None
+    return OutputError(
+        "a repository that is not empty", file=f"{target.repo_id}@{target.revision}",
+        found=f"{len(there):,} files such as {some(there)}",
+        remedy="Nothing was changed. Pass --yes to go on, --create-pr to propose it, or choose --path-in-repo.",
+    )  # fmt: skip
+
+
+def input_replaced(cargo: Cargo, page: Page, removed: Iterable[str], target: Target) -> OutputError | None:
+    """The refusal to push over the very files that the checkpoint is read from; None where it touches none of them."""
+    sources = {store.path for store in cargo.catalog.stores()}
+    new = [target.place(name) for name in (*(s.name for s in cargo.shards), *(f.name for f in cargo.small))]
+    hit = [path for path in (*new, *removed) if path in page.files and _is_one_of(path, target, sources)]
+    if not hit or target.create_pr:
+        return None
+    return OutputError(
+        "an output that would replace the input", file=f"{target.repo_id}@{target.revision}",
+        found=f"the input is read from {some(hit)}",
+        remedy="Nothing was changed. Choose another repository, --revision or --path-in-repo, or pass --create-pr.",
+    )  # fmt: skip
+
+
+def _is_one_of(path: str, target: Target, sources: Iterable[str]) -> bool:
+    for source in sources:
+        found = _AT_THE_HUB.fullmatch(source)
+        if found and (found["repo"], found["revision"] or "main", found["path"]) == (
+            target.repo_id,
+            target.revision,
+            path,
+        ):
+            return True
+    return False
 
 
 def _check_rights(hub: Hub, target: Target, page: Page, who: Mapping[str, Any]) -> None:

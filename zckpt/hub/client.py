@@ -12,6 +12,7 @@ import logging
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -187,12 +188,15 @@ class Hub:
         )  # fmt: skip
         return list(told[0]), str(told[2]) if len(told) > 2 else ""
 
-    def present(self, repo_id: str, blobs: Sequence[tuple[str, int]]) -> set[str]:
+    def present(
+        self, repo_id: str, blobs: Sequence[tuple[str, int]], tell: Callable[[str], None] | None = None
+    ) -> set[str]:
         """Which large files, as (SHA-256, size), the repository's store has already: those it asks nobody to send."""
         found: set[str] = set()
         for start in range(0, len(blobs), 256):
             part = blobs[start : start + 256]
-            objects, _ = self.do("a look for sent files", lambda: self._batch(repo_id, part, ["basic", "multipart"]))  # noqa: B023
+            ask = partial(self._batch, repo_id, part, ["basic", "multipart"])
+            objects, _ = self.do("a look for sent files", ask, tell)
             found |= {str(entry["oid"]) for entry in objects if not entry.get("actions")}
         return found
 
@@ -211,7 +215,7 @@ class Hub:
 
     def send(
         self, repo_id: str, revision: str, file: Sent, path: str, watch: Callable[[int], None], *, create_pr: bool
-    ) -> None:
+    ) -> bool:
         """Sends one large file; does nothing where the hub has it.
 
         Args:
@@ -222,6 +226,9 @@ class Hub:
             watch: is told how far the file is read, and may end it by raising.
             create_pr: whether it is for a pull request.
 
+        Returns:
+            Whether any of it was sent.
+
         Raises:
             CorruptError: the hub got other bytes than were announced.
         """
@@ -230,15 +237,18 @@ class Hub:
             watch(0)  # nobody waits, nor reads it, after the end
             self.tell(text)
 
-        xet, tries = self.speaks_xet(repo_id, file.sha256, file.size, tell), 0
+        xet, tries, went = self.speaks_xet(repo_id, file.sha256, file.size, tell), 0, False
+        if xet:  # nobody sees what it reads
+            went = not self.present(repo_id, [(file.sha256, file.size)], tell)
 
         def attempt() -> None:
-            nonlocal tries
+            nonlocal tries, went
             watch(0)
             tries += 1
             plain = not xet or tries > 2
             with contextlib.ExitStack() as stack:
-                content = stack.enter_context(Watched(path, watch)) if plain else path
+                opened = stack.enter_context(Watched(path, watch)) if plain else None
+                content = path if opened is None else opened
                 operation = file.operation(content, uploaded=False)
                 try:
                     self.api.preupload_lfs_files(repo_id, [operation], revision=revision, create_pr=create_pr)
@@ -247,8 +257,11 @@ class Hub:
                     if passing is None:
                         raise
                     raise passing from error
+                finally:
+                    went = went or (opened is not None and opened.was_read)
 
         self.do(f"sending {file.path}", attempt, tell)
+        return went
 
     def sort(self, repo_id: str, revision: str, operations: list[CommitOperationAdd], *, create_pr: bool) -> set[str]:
         """Sends those of some small files that the hub treats as large; returns the paths of these."""

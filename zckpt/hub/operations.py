@@ -64,17 +64,23 @@ _TOLD_EVERY = 1 << 20
 
 
 class Watched(io.BufferedReader):
-    """A file on its way out: whoever watches knows how far it is, and can end it."""
+    """A file on its way out: whoever watches knows how far it is, and can end it.
+
+    Attributes:
+        was_read: whether anybody wanted any of it.
+    """
 
     def __init__(self, path: str, watch: Callable[[int], None]) -> None:
         super().__init__(io.FileIO(path))
         self._watch = watch
         self._untold = 0
+        self.was_read = False
 
     def read(self, nbytes: int | None = -1) -> bytes:
         """As any file's; now and then tells how far it is."""
         data = super().read(nbytes)
         self._untold += len(data)
+        self.was_read = self.was_read or bool(data)
         if self._untold >= _TOLD_EVERY or not data:
             self._untold = 0
             self._watch(self.tell())

@@ -41,8 +41,9 @@ class Pipeline:
 
     Attributes:
         made: bytes of shards that were made.
-        sent: bytes of shards that were sent, or found at the hub when they were to be.
+        sent: bytes of shards that were sent.
         skipped: names of shards that were not made, because the hub had them.
+        found: names of shards that were made and then not sent, because the hub had them.
     """
 
     def __init__(
@@ -66,12 +67,14 @@ class Pipeline:
         self._on_the_way: dict[str, int] = {}
         self.made = self.sent = 0
         self.skipped: list[str] = []
+        self.found: list[str] = []
 
     def again(self) -> list[Sent]:
-        """Makes and sends whatever was not made: the hub does not have it after all."""
-        for name in self.skipped:
+        """Makes and sends whatever was not sent: the hub does not have it after all."""
+        lost = {*self.skipped, *self.found}
+        for name in lost:
             del self._done[name]
-        lost, self.skipped = set(self.skipped), []
+        self.skipped, self.found = [], []
         self._over = False
         return self._run([shard for shard in self._shards if shard.name in lost], {})
 
@@ -157,7 +160,7 @@ class Pipeline:
                 self._on_the_way[shard.name] = max(done, self._on_the_way.get(shard.name, 0))
 
         sent = self._described(shard, made.sha256)
-        self._hub.send(
+        went = self._hub.send(
             self._target.repo_id, self._target.revision, sent, made.path, watch, create_pr=self._target.create_pr
         )
         if made.scratch:
@@ -166,7 +169,10 @@ class Pipeline:
         with self._changed:
             self._used -= shard.scratch_bytes
             self._on_the_way[shard.name] = shard.nbytes
-            self.sent += shard.nbytes
+            if went:
+                self.sent += shard.nbytes
+            else:
+                self.found.append(shard.name)
             self._arrived(shard, made.sha256)
 
     def _described(self, shard: Shard, sha256: str) -> Sent:

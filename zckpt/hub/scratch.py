@@ -11,8 +11,7 @@ import contextlib
 import hashlib
 import json
 import os
-import shutil
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 
 from zckpt.errors import OutputError, UsageError
@@ -47,9 +46,8 @@ class Scratch:
 
     def remember(self, identity: str, name: str, sha256: str) -> None:
         """Notes a shard's hash, so that it survives whatever comes."""
-        line = json.dumps({"name": name, "sha256": sha256, "identity": identity})
         with open(os.path.join(self.path, _JOURNAL), "a", encoding="utf-8") as file:
-            file.write(f"\n{line}\n")  # a first newline ends a line that was cut short
+            file.write(f"\n{_line(identity, name, sha256)}\n")  # a first newline ends a line that was cut short
             file.flush()
             os.fsync(file.fileno())
         self.known[identity] = sha256
@@ -61,9 +59,23 @@ class Scratch:
                 with contextlib.suppress(FileNotFoundError):
                     os.unlink(os.path.join(self.path, name))
 
-    def finish(self) -> None:
-        """Removes everything: the push is done."""
-        shutil.rmtree(self.path, ignore_errors=True)
+    def finish(self, identities: Collection[str]) -> None:
+        """The push is done: everything goes but the hashes of its shards, by which the same push knows that it is."""
+        self.clear()
+        journal = os.path.join(self.path, _JOURNAL)
+        lines = [_line(identity, "", self.known[identity]) for identity in identities if identity in self.known]
+        with open(f"{journal}.new", "w", encoding="utf-8") as file:
+            file.write("\n".join([*lines, ""]))
+        os.replace(f"{journal}.new", journal)
+
+
+def _line(identity: str, name: str, sha256: str) -> str:
+    return json.dumps({"name": name, "sha256": sha256, "identity": identity})
+
+
+def known(directory: str, *page: object) -> dict[str, str]:
+    """Identity -> SHA-256 of the shards that earlier pushes to a page made; a look, without the lock."""
+    return _read(os.path.join(_path(directory, page), _JOURNAL))
 
 
 def default_directory() -> str:
@@ -85,7 +97,7 @@ def opened(directory: str, *page: object) -> Iterator[Scratch]:
         UsageError: another push to the same page is running.
         OutputError: the directory cannot be made.
     """
-    path = os.path.join(directory, "push-" + hashlib.sha256(repr(page).encode()).hexdigest()[:16])
+    path = _path(directory, page)
     lock = _locked(path)
     try:
         scratch = Scratch(path, _read(os.path.join(path, _JOURNAL)))
@@ -93,6 +105,10 @@ def opened(directory: str, *page: object) -> Iterator[Scratch]:
         yield scratch
     finally:
         os.close(lock)
+
+
+def _path(directory: str, page: tuple[object, ...]) -> str:
+    return os.path.join(directory, "push-" + hashlib.sha256(repr(page).encode()).hexdigest()[:16])
 
 
 def _locked(path: str) -> int:

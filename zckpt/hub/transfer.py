@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from zckpt.errors import RemoteError, UsageError, some
@@ -41,10 +41,11 @@ class PushReport:
         commit: its last commit.
         pull_request: address of the pull request; empty for none.
         files: (path, bytes, SHA-256 or git's SHA-1) as the hub holds them, compared with what was sent.
-        bytes_sent: of shards that went up now; those that were known to be there are not counted.
+        bytes_sent: of shards that went up now; those that the hub had are not counted.
         bytes_made: of shards that were made now.
         seconds: wall time.
         notes: sentences a person should see.
+        already_done: whether the page held all of this before, so that nothing was sent or committed.
     """
 
     url: str
@@ -55,6 +56,7 @@ class PushReport:
     bytes_made: int
     seconds: float
     notes: tuple[str, ...]
+    already_done: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +70,8 @@ class Ready:
         page: what is there.
         removed: files there that would be mistaken for the new weights, and go.
         room: bytes of shards that may lie in the scratch directory.
+        there: path -> what the page holds under it: "nothing", "the same", "another", or "perhaps the same", which nobody
+            knows before a shard is made.
     """
 
     cargo: Cargo
@@ -76,10 +80,16 @@ class Ready:
     page: Page
     removed: tuple[str, ...]
     room: int
+    there: Mapping[str, str]
+
+    @property
+    def already_done(self) -> bool:
+        """Whether the page holds all of this already, and nothing that would be mistaken for it."""
+        return bool(self.there) and not self.removed and set(self.there.values()) == {"the same"}
 
 
 def prepare(
-    cargo: Cargo, target: Target, tell: Callable[[str], None] = lambda text: None, *, ask: bool = True
+    cargo: Cargo, target: Target, tell: Callable[[str], None] = lambda text: None, *, dry_run: bool = False
 ) -> Ready:
     """Checks everything that can be checked before any work; writes nothing, here or there.
 
@@ -87,7 +97,8 @@ def prepare(
         cargo: what goes up.
         target: where to.
         tell: is told, in sentences, of what takes long.
-        ask: False asks the hub nothing where there is no token: for showing what would be done.
+        dry_run: only to show what would be done: where there is no token, the hub is asked nothing, and files that are in
+            the way are told, not refused.
 
     Raises:
         AccessError: no token, or one that may not write there. UsageError: the name, or the room, will not do.
@@ -108,13 +119,47 @@ def prepare(
         )  # fmt: skip
     hub = Hub(target.token, target.endpoint, tell)
     with quietly():
-        target, page = checks.check(hub, target, ask=ask)
+        target, page = checks.check(hub, target, ask=not dry_run)
     if target.card and not any(file.name == "README.md" for file in cargo.small):
         text = card(cargo, target.repo_id, target.license, target.base_model)
         written = SmallFile("README.md", len(text), text, "", "the model card, written by zckpt")
         cargo = replace(cargo, small=(*cargo.small, written))
     names = [shard.name for shard in cargo.shards] + [file.name for file in cargo.small]
-    return Ready(cargo, target, hub, page, checks.mistakable(page, names, target), room)
+    removed = checks.mistakable(page, names, target)
+    ready = Ready(cargo, target, hub, page, removed, room, _there(cargo, target, page, _known(hub, target)))
+    refusals = [checks.input_replaced(cargo, page, removed, target), checks.in_the_way(page, target)]
+    for refusal in () if ready.already_done else filter(None, refusals):
+        if not dry_run:
+            raise refusal
+        tell(f"A push would be refused: {refusal}")
+    return ready
+
+
+def _place(hub: Hub, target: Target) -> tuple[object, ...]:
+    """What tells one page from another."""
+    return (hub.endpoint, target.repo_id, target.revision, target.path_in_repo)
+
+
+def _known(hub: Hub, target: Target) -> Mapping[str, str]:
+    return scratch.known(target.scratch or scratch.default_directory(), *_place(hub, target))
+
+
+def _there(cargo: Cargo, target: Target, page: Page, known: Mapping[str, str]) -> dict[str, str]:
+    """Path -> what the page holds under it, as in `Ready`."""
+    found: dict[str, str] = {}
+    for shard in cargo.shards:
+        old, sha256 = page.files.get(path := target.place(shard.name)), known.get(shard.identity)
+        if old is None:
+            found[path] = "nothing"
+        elif sha256 is None and old.size == shard.nbytes:
+            found[path] = "perhaps the same"
+        else:
+            found[path] = "the same" if old.oid == sha256 else "another"
+    for file in cargo.small:
+        old = page.files.get(path := target.place(file.name))
+        is_same = old is not None and old.oid in (file.sha256(), git_hash(file.read()))
+        found[path] = "nothing" if old is None else "the same" if is_same else "another"
+    return found
 
 
 def execute(ready: Ready, progress: Progress = None) -> PushReport:
@@ -125,8 +170,9 @@ def execute(ready: Ready, progress: Progress = None) -> PushReport:
     """
     began = time.perf_counter()
     target, hub, shards = ready.target, ready.hub, ready.cargo.shards
-    place = (hub.endpoint, target.repo_id, target.revision, target.path_in_repo)
-    with quietly(), scratch.opened(target.scratch or scratch.default_directory(), *place) as room:
+    if ready.already_done:
+        return _report(ready, Committed(ready.page.head), _as_listed(ready), began)
+    with quietly(), scratch.opened(target.scratch or scratch.default_directory(), *_place(hub, target)) as room:
         check_free(room.path, min(ready.room, sum(shard.scratch_bytes for shard in shards)), room.path)
         page = _made_ready(ready)
         pipeline = Pipeline(shards, hub, target, page, room, ready.room, progress)
@@ -137,17 +183,33 @@ def execute(ready: Ready, progress: Progress = None) -> PushReport:
         committed, wanted, notes = found
         headers = {target.place(shard.name): shard.header for shard in shards}
         files = read_back(hub, target.repo_id, committed.oid, wanted, headers)
-        room.finish()
+        room.finish([shard.identity for shard in shards])
+    report = _report(ready, committed, files, began, notes)
+    return replace(
+        report, bytes_sent=pipeline.sent, bytes_made=pipeline.made, already_done=committed.oid == ready.page.head
+    )
+
+
+def _report(
+    ready: Ready, committed: Committed, files: tuple[tuple[str, int, str], ...], began: float, notes: Sequence[str] = ()
+) -> PushReport:
+    target, hub = ready.target, ready.hub
     return PushReport(
         url=f"{hub.endpoint}/{target.repo_id}" + ("" if target.revision == "main" else f"/tree/{target.revision}"),
         commit=committed.oid,
         pull_request=committed.pull_request,
         files=files,
-        bytes_sent=pipeline.sent,
-        bytes_made=pipeline.made,
+        bytes_sent=0,
+        bytes_made=0,
         seconds=time.perf_counter() - began,
         notes=(*ready.cargo.notes, *notes),
+        already_done=ready.already_done,
     )
+
+
+def _as_listed(ready: Ready) -> tuple[tuple[str, int, str], ...]:
+    """(path, bytes, hash) of the push's files, as the hub lists them."""
+    return tuple((path, ready.page.files[path].size, ready.page.files[path].oid) for path in ready.there)
 
 
 def _made_ready(ready: Ready) -> Page:
@@ -169,7 +231,7 @@ def _committed_if_there(
     try:
         return _commit(ready, page, sent)
     except RemoteError as error:
-        if _GONE not in str(error) or not pipeline.skipped:
+        if _GONE not in str(error) or not (pipeline.skipped or pipeline.found):
             raise
         return None
 
