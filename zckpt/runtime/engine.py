@@ -29,6 +29,7 @@ from zckpt.runtime.gradients import forget
 from zckpt.runtime.optim import Lamb
 from zckpt.runtime.precision import loss_scaler
 from zckpt.runtime.sharding import Sharded
+from zckpt.runtime.ungathered import explained
 from zckpt.runtime.world import World
 
 _log = logging.getLogger("zckpt.runtime")
@@ -174,7 +175,10 @@ class Engine(Checkpoints, nn.Module):
         """The model's forward."""
         if self.settings.config.fp16.enabled and self.settings.config.fp16.auto_cast:
             inputs, kwargs = _to_half(inputs), _to_half(kwargs)
-        result = self.module(*inputs, **kwargs)
+        try:
+            result = self.module(*inputs, **kwargs)
+        except RuntimeError as error:
+            raise explained(error, self.module) or error from error.__cause__
         if not torch.is_grad_enabled():
             self.reshard()
         return result

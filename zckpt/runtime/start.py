@@ -21,6 +21,7 @@ from zckpt.runtime.config import Settings, batch_of, read_config
 from zckpt.runtime.data import Loader
 from zckpt.runtime.engine import Engine
 from zckpt.runtime.held import Held
+from zckpt.runtime.inference import allow_inference_mode
 from zckpt.runtime.optim import Groups, build_optimizer, check_elementwise
 from zckpt.runtime.schedules import build_schedule
 from zckpt.runtime.sharding import DTYPES, Precision, Sharded, shard
@@ -89,6 +90,7 @@ def initialize(
     cast_buffers(model, settings)
     precision = _precision(settings, trains=trains)
     sharded = shard(model, settings.zero, precision, mesh_of(settings.zero, world), world, wrap)
+    allow_inference_mode(model)
     built = None
     if trains:
         held = {one.name: one for one in sharded.held}
