@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from zckpt import files
 from zckpt.containers import Container
 from zckpt.errors import InconsistentError, some
-from zckpt.layouts.listing import Listing, is_deepspeed_file, is_rank_file
+from zckpt.layouts.listing import Listing, is_trainers_file
 
 APART_S = 600
 """Ranks write at the same time; files ten minutes older or younger than the rest were not written with them."""
@@ -64,7 +64,7 @@ def _whole(value: object) -> int | None:
 
 def save_files(listing: Listing) -> list[str]:
     """Names of the files that belong to the save, by DeepSpeed's rules and the trainer's."""
-    return [name for name in listing.files if is_deepspeed_file(name) or is_rank_file(name)]
+    return [name for name in listing.files if is_trainers_file(name)]
 
 
 def contradictions(origins: Sequence[Origin]) -> Iterator[str]:
