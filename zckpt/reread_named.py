@@ -14,9 +14,9 @@ from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
 from zckpt import files as fs
+from zckpt import limits
 from zckpt.catalog import Catalog, TensorEntry
-from zckpt.containers import Placeholder, TensorRef
-from zckpt.containers.pickles import load_pickle
+from zckpt.containers import Placeholder, TensorRef, load_pickle
 from zckpt.fragments import Fragment
 from zckpt.layouts.listing import UNIVERSAL, Listing
 from zckpt.layouts.training import Training
@@ -153,7 +153,8 @@ def _holds(place: tuple[str, int] | None, chunk: _Chunk) -> bool:
 def _chunks(listing: Listing) -> Iterator[tuple[str, _Chunk]]:
     """The chunks with elements that `.metadata` lists, by the item's name."""
     path = listing.files[_CHUNKS]
-    root = load_pickle(fs.read(path), file=path)
+    data = fs.read(path)
+    root = load_pickle(data, file=path, most=max(limits.PICKLE_COST, limits.METADATA_COST_PER_BYTE * len(data)))
     state = _fields(root)
     described = state.get("state_dict_metadata")
     stored = state.get("storage_data")
