@@ -23,6 +23,7 @@ from zckpt.layouts.companions import companions, config_file
 from zckpt.layouts.huggingface import Format, Target, lay_out
 from zckpt.layouts.listing import Wishes
 from zckpt.output.checks import check_output, keep_apart
+from zckpt.output.places import resolved
 from zckpt.plan import Plan
 from zckpt.tuning import Pace, thread_count, window_bytes
 
@@ -340,7 +341,7 @@ def _target(out: str, options: Options) -> tuple[Target, bool]:
                 "a format that does not fit OUT's name", found=f"--format {wanted} and {out!r}",
                 remedy="Leave --format out, or change the name.",
             )  # fmt: skip
-        return Target(_SUFFIXES[suffix], file=os.path.basename(out)), True
+        return Target(_SUFFIXES[suffix], file=os.path.basename(out if files.is_remote(out) else resolved(out))), True
     return Target(wanted or "safetensors", max_shard_size=options.max_shard_size), False
 
 

@@ -218,7 +218,9 @@ LimitRate = Annotated[
     typer.Option("--limit-rate", metavar="S", help="Most bytes a second, read and written together; e.g. 500MB."),
 ]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Print the plan and write nothing.")]
-Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace OUT when the new one is complete.")]
+Overwrite = Annotated[
+    bool, typer.Option("--overwrite", help="Replace what zckpt wrote to OUT, once the new files are complete.")
+]
 AllowUnknownLayout = Annotated[
     bool, typer.Option("--allow-unknown-layout", help="Convert though the layout cannot be proved.")
 ]

@@ -50,7 +50,8 @@ def seal_of(
     single: bool,
     swap: bool,
     deleted: Iterable[str],
-    files: Iterable[journal.Finished],
+    files: Iterable[journal.Finished] = (),
+    by_file: bool = False,
 ) -> Seal:
     """What a commit is to do: worked out before it begins, from what lies in the work directory and under the name.
 
@@ -61,6 +62,7 @@ def seal_of(
         swap: whether the whole directory changes places; else files are moved one by one.
         deleted: files of the old output that go, relative to its directory.
         files: those of the new output, but for its manifest.
+        by_file: whether old directories are left where they are, and only files are moved out of them.
     """
     deleted = tuple(sorted(deleted))
     facts = tuple((file.path, file.nbytes, file.crc32) for file in files)
@@ -72,16 +74,21 @@ def seal_of(
         return Seal("order", True, staged, old, leave, (os.path.basename(out), name), (name,), facts)
     if swap:
         return Seal("swap", False, staged, old, deleted=deleted, files=facts)
-    leaving = _units(out, set(deleted))
+    leaving = list(deleted) if by_file else _units(out, set(deleted))
     moves = tuple((path, inode(os.path.join(out, path))) for path in reversed(in_order(leaving)))
     entering = in_order(_entering(work.files, out, set(leaving)))
     return Seal("order", False, staged, old, moves, tuple(entering), deleted, facts)
 
 
+def _above(paths: Iterable[str]) -> set[str]:
+    """The directories that these paths lie in."""
+    return {path[:at] for path in paths for at, letter in enumerate(path) if letter == "/"}
+
+
 def _units(out: str, deleted: set[str], below: str = "") -> list[str]:
     """The fewest names that stand for these files: a directory that holds nothing else is one."""
     units: list[str] = []
-    above = {path[:at] for path in deleted for at, letter in enumerate(path) if letter == "/"}
+    above = _above(deleted)
     for entry in os.listdir(os.path.join(out, below)):
         path = os.path.join(below, entry)
         if path in deleted:
@@ -185,7 +192,7 @@ class Commit:
                 path = os.path.join(root, name)
                 if inode(path) == inode(os.path.join(self._out, os.path.relpath(path, work.files))):
                     os.unlink(path)
-        plain = seal_of(work, self._out, single=False, swap=False, deleted=seal.deleted, files=())
+        plain = seal_of(work, self._out, single=False, swap=False, deleted=seal.deleted, by_file=True)
         plain = Seal("order", False, plain.staged, plain.old, plain.leave, plain.enter, plain.deleted, seal.files)
         journal.write_seal(work.journal, plain)
         return plain
@@ -255,6 +262,9 @@ class Commit:
         for displaced in (self._work.aside, self._work.files):
             if inode(displaced):
                 self._discard(displaced, "")
+        for directory in sorted(_above(self._seal.deleted), reverse=True):
+            with contextlib.suppress(OSError):  # it holds something else
+                os.rmdir(os.path.join(self._root, directory))
         if self._seal.how == "swap" and os.path.isdir(self._out):
             sync(self._out)
         journal.end_seal(self._work.journal, "done")
@@ -262,7 +272,7 @@ class Commit:
     def _discard(self, displaced: str, below: str) -> None:
         """Deletes what the seal names, and further names of files that stay; puts anything else into the new output."""
         deleted = set(self._seal.deleted)
-        above = {path[:at] for path in deleted for at, letter in enumerate(path) if letter == "/"}
+        above = _above(deleted)
         inside = os.path.join(displaced, below)
         for entry in os.listdir(inside):
             path = os.path.join(below, entry)
@@ -306,6 +316,14 @@ def recover(work: WorkDirectory, out: str) -> Record:
     record = journal.read(work.journal)
     if record.seal is not None:
         commit = Commit(work, out, record.seal)
+        own = {os.path.basename(out), os.path.basename(manifest.path_for(out, single=True))}
+        strange = record.seal.single and not own.issuperset(record.seal.enter)
+        if strange or os.path.islink(work.files) or os.path.islink(work.aside):
+            raise OutputError(
+                "a work directory that zckpt did not make", file=work.path,
+                found="a file of another name" if strange else "a link in it",
+                remedy="Nothing was changed. Move it away.",
+            )  # fmt: skip
         try:
             if not commit.is_whole() and commit.undo():  # a machine's crash took what a disk said it had
                 return journal.read(work.journal)

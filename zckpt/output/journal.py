@@ -16,6 +16,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
+from zckpt.errors import OutputError
+
 
 @dataclass(frozen=True, slots=True)
 class Finished:
@@ -96,7 +98,7 @@ def read(path: str) -> Record:
                 lost = {str(tensor): (int(n), float(x)) for tensor, (n, x) in overflows.items()}
                 finished[name] = Finished(name, nbytes, crc, lost)
             case {"seal": dict(facts)}:
-                seal, done = _seal(facts), False
+                seal, done = _seal(facts, path), False
             case {"end": str(end)}:
                 seal, done = None, end == "done"
             case _:
@@ -104,17 +106,37 @@ def read(path: str) -> Record:
     return Record(job, finished, seal, done)
 
 
-def _seal(facts: Mapping[str, Any]) -> Seal:
-    return Seal(
-        how="swap" if facts["how"] == "swap" else "order",
-        single=bool(facts["single"]),
-        staged=int(facts["staged"]),
-        old=int(facts["old"]),
-        leave=tuple((str(path), int(inode)) for path, inode in facts["leave"]),
-        enter=tuple(map(str, facts["enter"])),
-        deleted=tuple(map(str, facts["deleted"])),
-        files=tuple((str(path), int(nbytes), int(crc)) for path, nbytes, crc in facts["files"]),
-    )
+def _seal(facts: Mapping[str, Any], path: str) -> Seal:
+    """A seal, checked: whoever can put a work directory beside an output must not have files elsewhere moved or deleted.
+
+    Raises:
+        OutputError: zckpt did not write it.
+    """
+    try:
+        seal = Seal(
+            how="swap" if facts["how"] == "swap" else "order",
+            single=bool(facts["single"]),
+            staged=int(facts["staged"]),
+            old=int(facts["old"]),
+            leave=tuple((str(name), int(inode)) for name, inode in facts["leave"]),
+            enter=tuple(map(str, facts["enter"])),
+            deleted=tuple(map(str, facts["deleted"])),
+            files=tuple((str(name), int(nbytes), int(crc)) for name, nbytes, crc in facts["files"]),
+        )
+    except (KeyError, TypeError, ValueError) as error:
+        raise _foreign(path, f"{error!r:.80}") from error
+    names = (*(name for name, _ in seal.leave), *seal.enter, *seal.deleted, *(name for name, *_ in seal.files))
+    for name in names:
+        if "\0" in name or any(part in ("", ".", "..") for part in name.split("/")):
+            raise _foreign(path, f"a file elsewhere, {name!r:.80}")
+    return seal
+
+
+def _foreign(path: str, found: str) -> OutputError:
+    return OutputError(
+        "a journal that zckpt did not write", file=path, found=found,
+        remedy="Nothing was changed. Move the directory that it lies in away.",
+    )  # fmt: skip
 
 
 class Journal:

@@ -129,13 +129,13 @@ class Staging:
 
     def _begin(self) -> None:
         """Looks whether the output may be made, and what there is of it."""
-        self._check()
+        self._check(self._names)
         if self._job:
             there = self._journal.finished.items()
             self.left = {path: file for path, file in there if is_there(self.directory, file)}
 
-    def _check(self) -> Replacement | None:
-        """What is replaced in a directory that exists; None where nothing is.
+    def _check(self, names: Collection[str]) -> Replacement | None:
+        """What files of these names replace in a directory that exists; None where there is nothing.
 
         Raises:
             OutputError: the output must not be replaced, or not all that lies there.
@@ -144,7 +144,6 @@ class Staging:
             refuse_existing(self.out)
         if self._single or not os.path.isdir(self.out) or not entries(self.out):
             return None
-        names = {*self._names, *_files_in(self.directory)}
         return replacement(self.out, names, merge=self._merge)
 
     def make_again(self, damaged: Collection[str]) -> None:
@@ -226,7 +225,7 @@ class Staging:
             OutputError: it could not be done. The old output, if there was one, is as it was; where even that could not be
                 done, nothing is lost, and the next run on this output brings it to an end.
         """
-        changes = self._check()
+        changes = self._check(_files_in(self.directory))
         if changes is not None and changes.rivals:
             self.notes += (
                 f"{some(changes.rivals)} in {self.out!r} {'is' if len(changes.rivals) == 1 else 'are'} not of this output: "
@@ -250,18 +249,19 @@ class Staging:
         try:
             commit.carry_out()
         except OSError as error:
-            commit.undo()
+            undone = commit.undo()
             if isinstance(error, OutputError):
                 raise
-            raise self._unnamed(error) from error
+            raise self._unnamed(error, undone=undone) from error
         self._committed = True
         with contextlib.suppress(OSError):  # the next run on this output does it
             commit.clean()
 
-    def _unnamed(self, error: OSError) -> OutputError:
+    def _unnamed(self, error: OSError, *, undone: bool = True) -> OutputError:
         return OutputError(
-            "an output that could not be given its name", file=self.out, found=error.strerror or str(error)
-        )
+            "an output that could not be given its name", file=self.out, found=error.strerror or str(error),
+            remedy="" if undone else "Nothing is lost, and the new output is complete: the same command brings this to an end.",
+        )  # fmt: skip
 
     def _can_swap(self, changes: Replacement | None) -> bool:
         """Makes the staged directory ready to take the place of the one that is there; False where it cannot."""

@@ -1,0 +1,455 @@
+"""Runs that are killed at every call that changes the file system, in a process of their own, forked from a warm one.
+
+    python kill_points.py CHECKPOINT WORK SCENARIO EXCHANGE END [ONLY]
+
+SCENARIO is one of those below; EXCHANGE is "exchange" where two names may change places, "none" where the file system refuses
+that; END is "kill" or "error": the process ends at the point, or the call fails; ONLY is one point to look at. Every call that
+renames, links, removes, makes, opens for writing, truncates, writes a journal's line, syncs or marks something is a point;
+before each of them in turn a run is killed. (After one is before the next: nothing else changes what is on the disk.) What lies
+there then is judged, a run that fails is judged, and the same run must end well.
+Prints what happened as JSON.
+"""
+
+from __future__ import annotations
+
+import builtins
+import ctypes
+import errno
+import io
+import json
+import os
+import shutil
+import signal
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+import zckpt
+from zckpt import _core, batches
+from zckpt.convert import Options
+from zckpt.output import commit, journal, places
+
+batches.LEAST_BYTES = 0
+Contents = dict[str, bytes]
+SMALL: dict[str, Any] = {"max_shard_size": 60_000, "threads": 1}
+CALLS = (
+    "rename", "replace", "link", "symlink", "unlink", "remove", "rmdir", "mkdir", "truncate", "ftruncate", "fsync", "fdatasync",
+    "chmod", "fchmod", "chown", "setxattr", "write", "pwrite",
+)  # fmt: skip
+
+
+def contents(place: Path) -> Contents:
+    """Everything below a directory but zckpt's own work, or a file and its manifest."""
+    if place.is_dir():
+        found = {p.relative_to(place).as_posix(): p for p in place.rglob("*") if p.is_file()}
+        return {name: path.read_bytes() for name, path in sorted(found.items()) if not name.startswith(".zckpt")}
+    both = (place, place.with_name(f"{place.name}.zckpt.json"))
+    return {path.name: path.read_bytes() for path in both if path.is_file()}
+
+
+class Points:
+    """Counts the calls that change something in a place, and ends the process before one of them."""
+
+    def __init__(self, place: Path, fatal: int, *, kill: bool) -> None:
+        self.place = str(place)
+        self.fatal = fatal
+        self.kill = kill
+        self.seen = 0
+        self.synced: dict[int, tuple[int, int]] = {}
+        self.complaints: list[str] = []
+
+    def point(self, where: object, dir_fd: int | None = None) -> None:
+        if self.place not in self._path(where, dir_fd):
+            return
+        self.seen += 1
+        if self.seen == self.fatal and self.kill:
+            os.kill(os.getpid(), signal.SIGKILL)
+        elif self.seen == self.fatal:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    def _path(self, where: object, dir_fd: int | None) -> str:
+        if isinstance(where, int):
+            where = self._linked(where)
+        if dir_fd is not None:
+            where = os.path.join(self._linked(dir_fd), os.fspath(where))  # type: ignore[call-overload]
+        return os.path.abspath(os.fspath(where))  # type: ignore[call-overload]
+
+    def _linked(self, fd: int) -> str:
+        try:
+            return os.readlink(f"/proc/self/fd/{fd}")
+        except OSError:
+            return ""
+
+    def install(self, *, exchange: bool) -> None:
+        for name in CALLS:
+            setattr(os, name, self._watched(name, getattr(os, name)))
+        real_open, real_io_open, real_exchange = os.open, io.open, _core.exchange
+
+        def os_open(path: Any, flags: int, mode: int = 0o777, *, dir_fd: int | None = None) -> int:
+            if flags & (os.O_CREAT | os.O_TRUNC):
+                self.point(path, dir_fd)
+            return real_open(path, flags, mode, dir_fd=dir_fd)
+
+        def io_open(file: Any, mode: str = "r", *more: Any, **options: Any) -> Any:
+            if set(mode) & set("wxa+"):
+                self.point(file)
+            return real_io_open(file, mode, *more, **options)
+
+        def swapped(a: str, b: str) -> int:
+            self.point(a)
+            self.published(a, b)
+            return int(real_exchange(a, b)) if exchange else 22
+
+        os.open, builtins.open, _core.exchange = os_open, io_open, swapped  # type: ignore[assignment]
+
+    def _watched(self, name: str, real: Callable[..., Any]) -> Callable[..., Any]:
+        def call(where: Any, *more: Any, **options: Any) -> Any:
+            self.point(where, options.get("dir_fd") or options.get("src_dir_fd"))
+            if name in ("rename", "replace"):
+                self.published(os.fspath(where), os.fspath(more[0]))
+            result = real(where, *more, **options)
+            if name in ("fsync", "fdatasync"):
+                stat = os.stat(where)
+                self.synced[stat.st_ino] = (stat.st_size, stat.st_mtime_ns)
+            return result
+
+        return call
+
+    # ---- what must be durable before a name is given ---------------------------------------------------------------------
+
+    def published(self, source: str, target: str) -> None:
+        """A name is about to be given: the seal, and all that gets the name, must be on the disk."""
+        work, _, below = source.partition("/files")
+        if not work.startswith(self.place) or not work.endswith(".zckpt") or target.startswith(f"{work}/"):
+            return
+        if below and not below.startswith("/"):
+            return
+        moved = [source, *(os.path.join(r, n) for r, ds, ns in os.walk(source) for n in (*ds, *ns))]
+        for path in [f"{work}/journal", *moved]:
+            stat = os.stat(path)
+            if stat.st_nlink > 1 and not os.path.isdir(path):
+                continue  # a file that stays: it was there before
+            if self.synced.get(stat.st_ino) != (stat.st_size, stat.st_mtime_ns):
+                self.complaints.append(f"{path} was not synced before {target} was named")
+        if journal.read(f"{work}/journal").seal is None:
+            self.complaints.append(f"{target} was named without a seal")
+
+
+class Scenario:
+    """One way to write an output, in a place that holds something already.
+
+    Attributes:
+        out: the output.
+        staying: files that are nobody's but the user's, which no run may touch.
+    """
+
+    single = False
+    staying: Contents = {}
+    needed: tuple[str, ...] = ()
+
+    def __init__(self, checkpoint: str, work: str) -> None:
+        self.checkpoint = checkpoint
+        self.place = Path(work) / "place"
+        self.out = self.place / "out"
+
+    def prepare(self) -> None:
+        """What is there before; made by zckpt itself."""
+        self.convert(dtype="fp16")
+        for name, data in self.staying.items():
+            (self.out / name).parent.mkdir(parents=True, exist_ok=True)
+            (self.out / name).write_bytes(data)
+
+    def run(self) -> None:
+        """The run that is killed."""
+        self.convert(dtype="bf16")
+
+    def fail(self) -> None:
+        """A run on the same output that fails, after it has looked at what is there."""
+        self.convert(dtype="fp16", checkpoint=self.checkpoint + "-overflowing")
+
+    def convert(self, *, dtype: str, checkpoint: str = "", **options: Any) -> None:
+        chosen = Options(**{**SMALL, "overwrite": True, **options})
+        zckpt.convert(checkpoint or self.checkpoint, self.out, dtype=dtype, options=chosen)
+
+
+class Fresh(Scenario):
+    """Nothing is there, not even the directories that OUT is to lie in."""
+
+    def __init__(self, checkpoint: str, work: str) -> None:
+        super().__init__(checkpoint, work)
+        self.out = self.place / "a" / "b" / "out"
+
+    def prepare(self) -> None:
+        pass
+
+    def convert(self, *, dtype: str, checkpoint: str = "", **options: Any) -> None:
+        super().convert(dtype=dtype, checkpoint=checkpoint, **{"overwrite": False, **options})
+
+
+class Directory(Scenario):
+    """Shards of the same names as the new ones, and of other bytes."""
+
+
+class Strangers(Scenario):
+    """Files lie there that zckpt did not write: they are linked into the new directory."""
+
+    staying = {"notes.md": b"a thesis", "trainer_state.json": b"{}"}
+
+
+class Foreign(Scenario):
+    """So does a directory: the output's directory must keep its place."""
+
+    staying = {"notes.md": b"a thesis", "checkpoint-7/a/b": b"somebody's"}
+
+
+class Mounted(Scenario):
+    """OUT is a mount point, by all that zckpt can tell."""
+
+    def __init__(self, checkpoint: str, work: str) -> None:
+        super().__init__(checkpoint, work)
+        places.is_mount = lambda path: path == str(self.out)  # type: ignore[assignment]
+
+    def prepare(self) -> None:
+        self.out.mkdir(parents=True)
+        super().prepare()
+
+
+class Single(Scenario):
+    """One file over another, each with its manifest."""
+
+    single = True
+
+    def __init__(self, checkpoint: str, work: str) -> None:
+        super().__init__(checkpoint, work)
+        self.out = self.place / "out.bin"
+
+
+class SingleFresh(Single):
+    """One file where none is."""
+
+    def prepare(self) -> None:
+        pass
+
+
+class Merged(Scenario):
+    """The drop-in functions: files are put among others, in place of fewer and of more shards."""
+
+    staying = {"notes.md": b"a thesis", "config.json": b"{}"}
+
+    def prepare(self) -> None:
+        super().prepare()
+        (self.out / "zckpt.json").unlink()  # somebody else's weights, as DeepSpeed would have left them
+
+    def convert(self, *, dtype: str, checkpoint: str = "", **options: Any) -> None:
+        super().convert(dtype=dtype, checkpoint=checkpoint, **{"merge": True, "format": "bin", **options})
+
+
+class MergedBesideTags(Merged):
+    """The same in a directory that holds saves: it must keep its place."""
+
+    staying = {"notes.md": b"a thesis", "global_step9/a": b"a save"}
+
+
+class Reshard(Scenario):
+    """Directories in the output, of the same names and with files of the same names."""
+
+    source = Path(__file__).parents[2] / "fixtures" / "zero3" / "tied_w2" / "checkpoint"
+
+    def prepare(self) -> None:
+        zckpt.reshard(self.source, self.out, world_size=3, stage=1)
+
+    def run(self) -> None:
+        zckpt.reshard(self.source, self.out, world_size=2, stage=2, overwrite=True)
+
+
+class ReshardForeign(Reshard):
+    """And one that is not zckpt's, in a tag's directory too."""
+
+    staying = {"runs/events": b"tensorboard", "global_step5/notes.md": b"a thesis"}
+
+    def prepare(self) -> None:
+        super().prepare()
+        for name, data in self.staying.items():
+            (self.out / name).parent.mkdir(parents=True, exist_ok=True)
+            (self.out / name).write_bytes(data)
+
+
+class Live(Scenario):
+    """`save_pretrained` over an earlier save with other shards."""
+
+    staying = {"notes.md": b"a thesis"}
+
+    def _save(self, value: float, max_shard_size: int) -> None:
+        import torch
+
+        from zckpt import live
+
+        torch.set_num_threads(1)
+        model = torch.nn.Sequential(*(torch.nn.Linear(40, 40) for _ in range(4)))
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.fill_(value)
+        live.save_pretrained(model, self.out, "fp16" if value > 1e5 else "bf16", max_shard_size=max_shard_size)
+
+    def prepare(self) -> None:
+        self.out.mkdir(parents=True)
+        (self.out / "notes.md").write_bytes(self.staying["notes.md"])
+        self._save(1.0, 4000)
+
+    def run(self) -> None:
+        self._save(2.0, 8000)
+
+    def fail(self) -> None:
+        self._save(1e6, 8000)
+
+
+SCENARIOS: dict[str, type[Scenario]] = {
+    kind.__name__: kind
+    for kind in (
+        Fresh, Directory, Strangers, Foreign, Mounted, Single, SingleFresh, Merged, MergedBesideTags, Reshard,
+        ReshardForeign, Live,
+    )
+}  # fmt: skip
+
+
+class Trials:
+    def __init__(self, scenario: Scenario, *, exchange: bool, kill: bool) -> None:
+        self.it = scenario
+        self.exchange = exchange
+        self.kill = kill
+        scenario.place.mkdir(parents=True)
+        scenario.prepare()  # here, so that all that it imports is there before the forks
+        self.old = contents(scenario.out)
+        assert self.forked(scenario.run) == 0
+        self.new = contents(scenario.out)
+        assert self.new != self.old and scenario.staying.items() <= self.new.items()
+        self.last = 0
+        self.told = {"points": 0, "old": 0, "new": 0, "neither": 0, "failing": 0}
+
+    def fresh(self) -> None:
+        """The place as it is before every run."""
+        shutil.rmtree(self.it.place, ignore_errors=True)
+        self.it.place.mkdir(parents=True)
+        home = self.it.place if self.it.single else self.it.out
+        for name, data in self.old.items():
+            (home / name).parent.mkdir(parents=True, exist_ok=True)
+            (home / name).write_bytes(data)
+
+    def watched(self) -> int:
+        """One run to its end, with an eye on what is durable when; how many points it has."""
+        reader, writer = os.pipe()
+        assert self.forked(self.it.run, report=writer) == 0, "something got its name before it was durable"
+        os.close(writer)
+        with os.fdopen(reader) as text:
+            return int(text.read())
+
+    def forked(self, work: Callable[[], None], fatal: int = 0, *, report: int = -1, fails: bool = False) -> int:
+        """Does it in a child; its exit status, negative for a signal."""
+        child = os.fork()
+        if not child:
+            status = 3
+            try:
+                points = Points(self.it.place, fatal, kill=self.kill)
+                if fatal or report >= 0 or not self.exchange:
+                    points.install(exchange=self.exchange)
+                work()
+                if report >= 0:
+                    os.write(report, str(points.seen).encode())
+                status = 4 if points.complaints and report >= 0 else 0
+                if status:
+                    print("\n".join(points.complaints), file=sys.stderr)
+            except zckpt.ZckptError as error:
+                status = 5
+                if not fails:
+                    print(f"{type(error).__name__}: {error}", file=sys.stderr)
+            except BaseException:
+                import traceback
+
+                traceback.print_exc()
+            finally:
+                os._exit(status)
+        return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+    def trial(self, nth: int) -> bool:
+        """An end before one point: then a run that fails, or none, and the same run again; False where no point is left."""
+        for failing in (True, False):
+            self.fresh()
+            code = self.forked(self.it.run, nth, fails=True)
+            assert code in (0, -signal.SIGKILL if self.kill else 5), (nth, code)
+            if self.kill:
+                self.judge(nth)
+            else:
+                name, found = self.it.out.name, contents(self.it.out)
+                whole = [self.old, self.new, *([{name: self.new[name]}] if self.it.single else [])]
+                assert found in whole, (nth, sorted(found))
+            if code == 0 and self.kill:
+                assert contents(self.it.out) == self.new and self.is_clean(), nth
+                return False
+            if failing:
+                code = self.forked(self.it.fail, fails=True)
+                assert code == 5, (nth, code)
+                found = contents(self.it.out)
+                assert found in (self.old, self.new), (nth, "a run that failed has left", sorted(found))
+                self.told["failing"] += 1
+            code = self.forked(self.it.run)
+            assert code == 0, (nth, code)
+            assert contents(self.it.out) == self.new, (nth, "not the new output", sorted(contents(self.it.out)))
+            assert self.is_clean(), (nth, sorted(str(p) for p in self.it.place.rglob("*")))
+        self.told["points"] += 1
+        return nth < self.last
+
+    def judge(self, nth: int) -> None:
+        """OUT is the old or the new, or there is nothing that a reader would begin with, and all of one of them is there."""
+        found = contents(self.it.out)
+        if found == self.new:
+            self.told["new"] += 1
+            return
+        if found == self.old:
+            self.told["old"] += 1
+            return
+        self.told["neither"] += 1
+        name = self.it.out.name
+        if self.it.single:
+            assert found in ({name: self.old.get(name)}, {name: self.new[name]}), (nth, "a mix", sorted(found))
+            return
+        own = {name: data for name, data in found.items() if name not in self.it.staying}
+        of_old = all(self.old.get(name) == data for name, data in own.items())
+        of_new = all(self.new.get(name) == data for name, data in own.items())
+        assert of_old or of_new, (nth, "a mix of old and new", sorted(own))
+        begins = [name for name in own if commit.is_index(name)]
+        missing = [name for name in (self.old if of_old and not of_new else self.new) if name not in found]
+        assert not (begins and [name for name in missing if name != "zckpt.json"]), (
+            nth,
+            "an index without its files",
+            begins,
+        )
+        everywhere = [p.read_bytes() for p in self.it.place.rglob("*") if p.is_file()]
+        assert any(all(data in everywhere for data in whole.values()) for whole in (self.old, self.new)), (nth, "lost")
+        for name, data in self.it.staying.items():
+            assert data in everywhere, (nth, name, "is gone")
+
+    def is_clean(self) -> bool:
+        """Whether nothing but the output is there."""
+        home = self.it.out.parent
+        names = {p.name for p in home.iterdir()}
+        own = {self.it.out.name, f"{self.it.out.name}.zckpt.json"} if self.it.single else {self.it.out.name}
+        return names == own and not [p for p in self.it.place.rglob("*") if p.name.startswith(".zckpt")]
+
+
+def main() -> None:
+    checkpoint, work, name, exchange, end, *only = sys.argv[1:]
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: ends with the test
+    trials = Trials(SCENARIOS[name](checkpoint, work), exchange=exchange == "exchange", kill=end == "kill")
+    trials.fresh()
+    trials.last = trials.watched()
+    for nth in map(int, only) if only else range(1, trials.last + 2):
+        if not trials.trial(nth):
+            break
+    print(json.dumps(trials.told))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,75 @@
+"""Killed at any call, or with any call failing, an output is the old one or the new one, and the same command ends well."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import synth
+import torch
+
+SCRIPT = str(Path(__file__).with_name("kill_points.py"))
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """In memory where there is such a place, with another beside it that no cast to fp16 can hold."""
+    in_memory = os.access("/dev/shm", os.W_OK)
+    place = Path(
+        tempfile.mkdtemp(prefix="zckpt-test-", dir="/dev/shm" if in_memory else tmp_path_factory.mktemp("kills"))
+    )
+    generator = torch.Generator().manual_seed(0)
+    group = {f"w{i}": torch.randn(20_000 + i, generator=generator) for i in range(2)}
+    yield synth.zero12(place / "ckpt", [group], 2)
+    shutil.rmtree(place, ignore_errors=True)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def overflowing(checkpoint: Path) -> None:
+    synth.zero12(
+        checkpoint.with_name("ckpt-overflowing"), [{"w0": torch.full((20_000,), 1e30), "w1": torch.ones(20_001)}], 2
+    )
+
+
+@pytest.mark.parametrize(
+    ("scenario", "exchange", "end"),
+    [
+        ("Fresh", "exchange", "kill"),
+        ("Directory", "exchange", "kill"),
+        ("Directory", "none", "kill"),
+        ("Directory", "none", "error"),
+        ("Strangers", "exchange", "kill"),
+        ("Strangers", "none", "kill"),
+        ("Foreign", "none", "kill"),
+        ("Foreign", "none", "error"),
+        ("Mounted", "none", "kill"),
+        ("Single", "none", "kill"),
+        ("Single", "none", "error"),
+        ("SingleFresh", "none", "kill"),
+        ("Merged", "exchange", "kill"),
+        ("MergedBesideTags", "none", "kill"),
+        ("Reshard", "none", "kill"),
+        ("ReshardForeign", "none", "kill"),
+        ("Live", "exchange", "kill"),
+    ],
+)
+def test_every_call_may_be_the_last(scenario: str, exchange: str, end: str, checkpoint: Path) -> None:
+    work = checkpoint.with_name(f"{scenario}-{exchange}-{end}")
+    command = [sys.executable, SCRIPT, str(checkpoint), str(work), scenario, exchange, end]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    told = json.loads(done.stdout)
+    assert told["points"] == told["failing"] >= 30
+    if end == "kill":
+        assert told["old"] and told["new"]
+        in_order = exchange == "none" and scenario != "Fresh"
+        assert (
+            bool(told["neither"]) == in_order
+        )  # moments at which a reader finds no index, or one file without its manifest
