@@ -19,10 +19,10 @@ from hashlib import sha256
 from zckpt import files, remote
 from zckpt.batches import progress_after
 from zckpt.delivery import Delivered, Order, as_finished, fingerprint, manifest_of, overflows_of
-from zckpt.errors import InconsistentError, OutputError, ZckptError, add_note, redact, some
+from zckpt.errors import InconsistentError, OutputError, UnsupportedError, ZckptError, add_note, redact, some
 from zckpt.mover import run
 from zckpt.output import manifest
-from zckpt.output.address import CONFIG, Place, Record, Sent, give_up, recover, settle
+from zckpt.output.address import CONFIG, MOST_SMALL_BYTES, Place, Record, Sent, give_up, recover, settle
 from zckpt.output.contents import WEIGHTS
 from zckpt.output.journal import Finished
 from zckpt.plan import OutputFile, Plan
@@ -242,6 +242,13 @@ class _Sending:
             heads=tuple(sorted(going - shards - gate)),
             old=tuple(sorted(going & shards)),
         )
+        nbytes = sum(map(len, (*sealed.contents.values(), *sealed.deleted.values())))
+        if nbytes > MOST_SMALL_BYTES:
+            raise UnsupportedError(
+                "small files beside the weights that are too large for an address", file=redact(place.out),
+                found=f"{nbytes:,} bytes in all", expected=f"at most {MOST_SMALL_BYTES:,}",
+                remedy="Convert to a directory on this machine, and copy that.",
+            )  # fmt: skip
         self._check_mine()
         if not all(place.has(sent) for sent in self._record.sent):
             raise _taken(place)

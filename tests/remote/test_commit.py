@@ -458,6 +458,26 @@ def test_of_two_runs_at_one_address_the_first_stops(tmp_path: Path, monkeypatch:
     assert look(tree(out), second) is second and len(tree(out)) == 6
 
 
+def test_a_large_tokenizer_is_put_in_place_by_the_next_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What an interrupted run has sealed is read as any file of strangers is, and tokenizers have tens of megabytes."""
+    model, out = Model(source(tmp_path / "a", 1), max_shard_size=900), "memory://m/out"
+    text = json.dumps({"seed": 1, "vocab": {f"{{[{i}]}},": i for i in range(300_000)}})
+    (tmp_path / "a" / "tokenizer.json").write_text(text)
+    real = uploads.put
+
+    def killed(address: str, data: bytes) -> None:
+        if address.endswith(".index.json"):
+            raise Killed
+        real(address, data)
+
+    monkeypatch.setattr(uploads, "put", killed)
+    with pytest.raises(Killed):
+        model.write(out)
+    monkeypatch.setattr(uploads, "put", real)
+    assert look(tree(out)) is None
+    assert model.write(out).already_done and look(tree(out), model) is model
+
+
 @pytest.mark.parametrize(
     "text", [b"{}", b"nonsense", b'{"job": "", "run": "", "state": "sealed", "last": null, "names": ["../x"]}']
 )

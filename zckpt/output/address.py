@@ -52,7 +52,10 @@ CONFIG = "config.json"
 RECORD = ".zckpt-job.json"
 """What a run says of itself, in a directory; of one file it lies beside, as `model.bin.zckpt-job.json`."""
 
-_MOST_RECORD_BYTES = 1 << 30
+MOST_SMALL_BYTES = 96 << 20
+"""Of all small files of an output together: they pass through the record, which has to be readable."""
+
+_MOST_RECORD_BYTES = 2 * MOST_SMALL_BYTES
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,8 +114,8 @@ class Record:
                 for s in self.sent
             ],
             "head": self.head, "before": self.before,
-            "contents": {name: base64.b85encode(data).decode() for name, data in self.contents.items()},
-            "deleted": {name: base64.b85encode(data).decode() for name, data in self.deleted.items()},
+            "contents": {name: base64.b64encode(data).decode() for name, data in self.contents.items()},
+            "deleted": {name: base64.b64encode(data).decode() for name, data in self.deleted.items()},
             "heads": list(self.heads), "old": list(self.old),
             "last": None if self.last is None else self.last.as_json(),
         }  # fmt: skip
@@ -326,8 +329,8 @@ def _parsed(found: Any) -> Record:
     return Record(
         job=job, run=run, state=str(state), names=tuple(text["names"]), sent=tuple(sent),
         head=_name(found["head"]) if found["head"] else "", before=str(found["before"]),
-        contents={_name(name): base64.b85decode(data) for name, data in found["contents"].items()},
-        deleted={_name(name): base64.b85decode(data) for name, data in found["deleted"].items()},
+        contents={_name(name): base64.b64decode(data) for name, data in found["contents"].items()},
+        deleted={_name(name): base64.b64decode(data) for name, data in found["deleted"].items()},
         heads=tuple(text["heads"]), old=tuple(text["old"]), last=None if last is None else _parsed(last),
     )  # fmt: skip
 
