@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+import json
+import os
+import subprocess
+import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
+
+from zckpt.runtime import watch
 
 Outcome = Callable[..., list[Any]]
 TOLERANCES = {"fp32": 1e-6, "bf16": 1e-2, "fp16": 1e-2}
@@ -208,3 +215,23 @@ def test_losses_are_deepspeeds(outcome: Outcome, stage: int, kind: str) -> None:
     for accumulation in (1, 2):
         for theirs, ours in outcome("deepspeed_losses.py", 2, f"{kind} {stage} {accumulation}"):
             assert distance(ours, theirs) <= 1e-5
+
+
+def test_a_unit_that_one_rank_leaves_out_is_named(tmp_path: Path) -> None:
+    """In seconds here, since the watch is impatient; slow ranks are not taken for lost ones."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    command = [sys.executable, str(Path(__file__).parent / "skips.py"), str(tmp_path)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True, timeout=120)
+    said, _ = json.loads(done.stdout)
+    assert "In forward 3, after 'blocks.1': ranks 0 call 'blocks.2'; ranks 1 call 'blocks.3'" in said
+    assert watch.STILL_S + 2 * watch.LOOK_S < 60
+
+
+def test_where_forwards_differ() -> None:
+    def of(*forwards: tuple[list[int], bool]) -> object:
+        return watch.difference({rank: watch.Forward(1, calls, done) for rank, (calls, done) in enumerate(forwards)})
+
+    assert of(([0, 1], False), ([0], False)) is None and of(([0, 1], True), ([0, 1], True)) is None
+    assert of(([0, 1], False), ([0], True)) == (1, {0: 1, 1: None})
+    assert of(([0, 2], False), ([0, 1], False), ([0], False)) == (1, {0: 2, 1: 1})
+    assert of(([], True), ([], False)) is None

@@ -26,6 +26,7 @@ from zckpt.runtime.optim import Groups, build_optimizer, check_elementwise
 from zckpt.runtime.schedules import build_schedule
 from zckpt.runtime.sharding import DTYPES, Precision, Sharded, shard
 from zckpt.runtime.units import Wrap
+from zckpt.runtime.watch import Watch
 from zckpt.runtime.world import join_world, mesh_of
 
 _log = logging.getLogger("zckpt.runtime")
@@ -91,6 +92,8 @@ def initialize(
     precision = _precision(settings, trains=trains)
     sharded = shard(model, settings.zero, precision, mesh_of(settings.zero, world), world, wrap)
     allow_inference_mode(model)
+    if world.size > 1:
+        Watch(model, world)
     built = None
     if trains:
         held = {one.name: one for one in sharded.held}

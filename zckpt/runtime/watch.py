@@ -1,0 +1,182 @@
+"""Ranks that wait for each other for ever, because they do not call the same units: which unit it is.
+
+For `start`. A unit is gathered by all ranks together, so one that a rank leaves out (`if rank == 0: x = self.extra(x)`) hangs
+all of them until torch's own timeout, half an hour later and without a name.
+[Note: the watch] A hook notes the number of each unit that a forward calls, in a list. A thread looks every few seconds
+whether the list still grows. Where it has not for a while, the rank puts it into the store of the process group; rank 0
+compares them, and says what differs. Nothing goes to the store as long as the run goes on, and lists that only differ in
+how far they are mean nothing: a rank may be slow.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import threading
+import weakref
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.distributed import DistError, distributed_c10d
+from torch.distributed.fsdp import FSDPModule
+
+from zckpt.errors import ranges
+from zckpt.runtime.world import World
+
+STILL_S = 15.0
+"""A rank that has called no unit for so long tells what it has called."""
+LOOK_S = 5.0
+
+_log = logging.getLogger("zckpt.runtime")
+_numbers = iter(range(1 << 62))
+
+
+class Forward(NamedTuple):
+    """One forward of the whole model.
+
+    Attributes:
+        number: how many the rank has begun.
+        calls: numbers of the units that it has called, in order.
+        done: whether it has ended.
+    """
+
+    number: int
+    calls: list[int]
+    done: bool
+
+
+class Watch(threading.Thread):
+    """Watches the forwards of a sharded model on this rank.
+
+    Args:
+        model: its units are those modules that `fully_shard` knows.
+        world: all ranks.
+    """
+
+    def __init__(self, model: nn.Module, world: World) -> None:
+        super().__init__(name="zckpt watch", daemon=True)
+        self._rank, self._size = world.rank, world.size
+        self._prefix = f"zckpt/watch/{next(_numbers)}"
+        self._names = [name for name, module in model.named_modules() if isinstance(module, FSDPModule) and name]
+        self._before = self._now = Forward(0, [], True)
+        self._over = threading.Event()
+        weakref.finalize(model, self._over.set)
+        modules = dict(model.named_modules())
+        for number, name in enumerate(self._names):
+            modules[name].register_forward_pre_hook(_noting(self, number), prepend=True)
+        model.register_forward_pre_hook(_beginning(self), prepend=True)
+        model.register_forward_hook(_ending(self))
+        self.start()
+
+    def begin(self) -> None:
+        """A forward begins."""
+        self._before, self._now = self._now._replace(done=True), Forward(self._now.number + 1, [], False)
+
+    def note(self, unit: int) -> None:
+        """A unit is called; in a backward that computes it once more, that is not noted."""
+        if not self._now.done:
+            self._now.calls.append(unit)
+
+    def end(self) -> None:
+        """The forward has ended."""
+        self._now = self._now._replace(done=True)
+
+    def run(self) -> None:
+        """Looks until the model is gone, the process group is, or the ranks are found to differ."""
+        last, still_s, told = (0, 0, True), 0.0, False
+        while not self._over.wait(LOOK_S):
+            state = (self._now.number, len(self._now.calls), self._now.done)
+            if state != last:
+                last, still_s, told = state, 0.0, False
+                continue
+            still_s += LOOK_S
+            if still_s < STILL_S or not state[0]:
+                continue
+            try:
+                if not told:
+                    self._tell()
+                    told = True
+                if self._rank == 0 and self._compare():
+                    return
+            except (DistError, RuntimeError, ValueError):  # the process group has been destroyed
+                return
+
+    def _tell(self) -> None:
+        _store().set(f"{self._prefix}/{self._rank}", json.dumps([self._before, self._now]))
+
+    def _compare(self) -> bool:
+        store = _store()
+        keys = {rank: f"{self._prefix}/{rank}" for rank in range(self._size)}
+        found = {rank: json.loads(store.get(key)) for rank, key in keys.items() if store.check([key])}
+        forwards = {rank: {one[0]: Forward(*one) for one in both} for rank, both in found.items()}
+        for number in (self._before.number, self._now.number):
+            known = {rank: by_number[number] for rank, by_number in forwards.items() if number in by_number}
+            differing = difference(known)
+            if differing is not None:
+                self._say(number, *differing)
+                return True
+        return False
+
+    def _say(self, number: int, at: int, calls: Mapping[int, int | None]) -> None:
+        after = next(one for one in (self._before, self._now) if one.number == number).calls[:at]
+        by_unit: dict[int | None, list[int]] = {}
+        for rank, unit in calls.items():
+            by_unit.setdefault(unit, []).append(rank)
+        what = "; ".join(
+            f"ranks {ranges(ranks)} {'end it' if unit is None else f'call {self._names[unit]!r}'}"
+            for unit, ranks in by_unit.items()
+        )
+        _log.error(
+            "Ranks wait for each other for ever, since they do not call the same units. In forward %d, %s: %s. Every rank "
+            "has to call the same units in the same order: call one whose result a rank does not need, and add the result "
+            "times zero.",
+            number, f"after {self._names[after[-1]]!r}" if after else "at its beginning", what,
+        )  # fmt: skip
+
+
+def _store() -> Any:
+    """A connection of this thread's own to the store of the process group."""
+    store: Any = distributed_c10d._get_default_store()
+    return store.clone()
+
+
+def difference(forwards: Mapping[int, Forward]) -> tuple[int, dict[int, int | None]] | None:
+    """Where one forward on several ranks is not the same, by rank: which call, and the unit; None for the end.
+
+    Ranks that have not come so far yet are left out.
+    """
+    for at in range(max((len(one.calls) for one in forwards.values()), default=0)):
+        calls = {
+            rank: one.calls[at] if at < len(one.calls) else None
+            for rank, one in forwards.items()
+            if at < len(one.calls) or one.done
+        }
+        if len(set(calls.values())) > 1:
+            return at, calls
+    return None
+
+
+def _noting(watch: Watch, unit: int) -> Any:
+    def note(module: nn.Module, inputs: Any) -> None:
+        if not torch.compiler.is_compiling():  # a list in a compiled graph would have it compiled anew for each length
+            watch.note(unit)
+
+    return note
+
+
+def _beginning(watch: Watch) -> Any:
+    def begin(module: nn.Module, inputs: Any) -> None:
+        if not torch.compiler.is_compiling():
+            watch.begin()
+
+    return begin
+
+
+def _ending(watch: Watch) -> Any:
+    def end(module: nn.Module, inputs: Any, output: Any) -> None:
+        if not torch.compiler.is_compiling():
+            watch.end()
+
+    return end
