@@ -31,9 +31,9 @@ from zckpt.errors import CorruptError, UnsupportedError, UsageError, some
 from zckpt.jsons import read_json
 from zckpt.layouts.adapter_names import Found, adapters_in, only_adapter
 from zckpt.layouts.companions import companions
-from zckpt.layouts.huggingface import Destination, Target, lay_out, literal_file
+from zckpt.layouts.huggingface import Destination, Target, lay_out
 from zckpt.output.checks import check_output
-from zckpt.plan import Plan
+from zckpt.plan import Plan, literal_file
 
 WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
 

@@ -53,6 +53,11 @@ class OutputFile:
     checksums: tuple[Checksum, ...] = ()
 
 
+def literal_file(name: str, data: bytes) -> tuple[OutputFile, FileStore]:
+    """A file whose bytes are all known at planning time."""
+    return OutputFile(name, len(data), ((0, data),) if data else ()), FileStore(name, len(data))
+
+
 class Move(NamedTuple):
     """Elements from one place to another: `rows` runs of `count` elements. Offsets and pitches are bytes.
 

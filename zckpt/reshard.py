@@ -21,13 +21,12 @@ from zckpt.dtypes import BF16, F16, DType
 from zckpt.errors import UsageError
 from zckpt.files import local
 from zckpt.layouts.companions import companions, config_file
-from zckpt.layouts.huggingface import literal_file
 from zckpt.layouts.listing import Wishes
 from zckpt.layouts.torch_files import Laid
 from zckpt.layouts.training import Training
 from zckpt.layouts.zero_out import DEFAULT_SUB_GROUP_SIZE, ZeroTarget, lay_out
 from zckpt.output.checks import check_output
-from zckpt.plan import Plan
+from zckpt.plan import Plan, literal_file
 from zckpt.tuning import DEFAULT_PACE, Pace
 
 

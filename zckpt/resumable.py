@@ -17,9 +17,9 @@ from zckpt.layouts import dcp, universal
 from zckpt.layouts.agreement import disagreements, unlike
 from zckpt.layouts.listing import DCP_METADATA, MODEL_NAME, SHARD_NAME, UNIVERSAL, Listing, is_deepspeed_file
 from zckpt.layouts.module_states import WRAPPERS, as_mapping, read_model_states, whole
-from zckpt.layouts.optimizer_states import number_in
 from zckpt.layouts.totals import as_float
 from zckpt.layouts.training import Group, Training
+from zckpt.layouts.values import number_in
 from zckpt.rederive import differences
 from zckpt.reread import misplaced_states
 from zckpt.soundness import Examined

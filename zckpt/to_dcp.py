@@ -35,8 +35,8 @@ from zckpt.layouts.dcp_metadata import Path
 from zckpt.layouts.dcp_out import Save
 from zckpt.layouts.dcp_state import dotted
 from zckpt.layouts.module_states import whole
-from zckpt.layouts.optimizer_states import number_in
 from zckpt.layouts.training import Group, Training
+from zckpt.layouts.values import number_in
 from zckpt.output.checks import check_output
 from zckpt.plan import Plan
 

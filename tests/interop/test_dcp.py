@@ -23,7 +23,7 @@ from zckpt import layouts, to_dcp
 from zckpt.checkpoint import open_catalog, read_tensor, strip_wrappers
 from zckpt.errors import CastError, UnsupportedError, UsageError
 from zckpt.layouts import dcp_out
-from zckpt.layouts.optimizer_states import step_of
+from zckpt.layouts.values import step_of
 
 HOME = Path(__file__).parents[2] / "fixtures"
 FIXTURES = sorted(path.parent for path in HOME.glob("*/*/how.json"))

@@ -35,7 +35,7 @@ from zckpt.errors import (
 )
 from zckpt.layouts.dcp_out import cut
 from zckpt.layouts.listing import Wishes
-from zckpt.layouts.optimizer_states import step_of
+from zckpt.layouts.values import step_of
 from zckpt.report import describe, inspect_checkpoint
 
 FIXTURES = Path(__file__).parents[2] / "fixtures" / "dcp"

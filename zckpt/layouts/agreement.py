@@ -23,8 +23,8 @@ from zckpt.containers import NumpyArray, Placeholder, TensorRef, brief
 from zckpt.errors import InconsistentError, some
 from zckpt.layouts.listing import EXPERT_OPTIMIZER_NAME, MODEL_NAME, SHARD_NAME, Listing
 from zckpt.layouts.module_states import whole
-from zckpt.layouts.optimizer_states import SCALER, as_list, number_in, step_of
 from zckpt.layouts.training import Group
+from zckpt.layouts.values import SCALER, as_list, number_in, step_of
 
 BINDING = frozenset(("lr", "initial_lr", "betas", "momentum", "eps", "weight_decay"))
 """Settings that come from outside, and so are the same on all ranks."""

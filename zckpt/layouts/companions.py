@@ -15,8 +15,7 @@ from zckpt.dtypes import DType
 from zckpt.errors import CorruptError
 from zckpt.fragments import FileStore
 from zckpt.jsons import read_json
-from zckpt.layouts.huggingface import literal_file
-from zckpt.plan import OutputFile
+from zckpt.plan import OutputFile, literal_file
 
 _MOST_BYTES = 16 << 20
 """Of a config."""

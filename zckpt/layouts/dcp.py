@@ -25,8 +25,8 @@ from zckpt.layouts.dcp_metadata import BytesItem, Metadata, TensorItem, rank_of,
 from zckpt.layouts.dcp_optimizer import States
 from zckpt.layouts.dcp_state import Model, model_of, optimizers_of
 from zckpt.layouts.listing import DCP_DATA, DCP_METADATA, DCP_SAFETENSORS, Listing, list_files
-from zckpt.layouts.optimizer_states import step_of
 from zckpt.layouts.training import Training
+from zckpt.layouts.values import step_of
 
 _ACCELERATE = re.compile(r"pytorch_model_fsdp(_\d+)")
 

@@ -18,8 +18,8 @@ from zckpt.layouts.dcp_items import Items
 from zckpt.layouts.dcp_metadata import BytesItem, Path, Shape, TensorItem
 from zckpt.layouts.dcp_state import Optimizer, dotted
 from zckpt.layouts.module_states import WRAPPERS
-from zckpt.layouts.optimizer_states import number_in
 from zckpt.layouts.training import Group
+from zckpt.layouts.values import number_in
 
 Item = TensorItem | BytesItem
 Settings = Mapping[str, Item]

@@ -33,7 +33,7 @@ from zckpt.layouts import rank_parts
 from zckpt.layouts.listing import Listing
 from zckpt.layouts.module_states import flatten, views_of, whole
 from zckpt.output import manifest as manifests
-from zckpt.plan import OutputFile
+from zckpt.plan import OutputFile, literal_file
 
 Format = Literal["safetensors", "bin"]
 
@@ -293,8 +293,3 @@ def _index(
     }
     text = json.dumps({"metadata": metadata, "weight_map": dict(sorted(weight_map.items()))}, indent=2) + "\n"
     return literal_file(_PATTERNS[container].format(suffix="") + ".index.json", text.encode())
-
-
-def literal_file(name: str, data: bytes) -> tuple[OutputFile, FileStore]:
-    """A file whose bytes are all known at planning time."""
-    return OutputFile(name, len(data), ((0, data),) if data else ()), FileStore(name, len(data))

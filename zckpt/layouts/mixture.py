@@ -24,10 +24,10 @@ from zckpt.layouts.expert_records import modules, second_routers, without_expert
 from zckpt.layouts.experts import Layer, Layers, sharers
 from zckpt.layouts.listing import MODEL_NAME, Listing
 from zckpt.layouts.module_states import ModelStates, Shape
-from zckpt.layouts.optimizer_states import missing_model_file, missing_ranks
 from zckpt.layouts.rules import rules_of_checkpoint
 from zckpt.layouts.slices import Joint, join
 from zckpt.layouts.training import Group, Training
+from zckpt.layouts.values import missing_model_file, missing_ranks
 
 
 class Reader:

@@ -26,11 +26,12 @@ from zckpt.layouts.agreement import merged
 from zckpt.layouts.assembly import assemble
 from zckpt.layouts.listing import LAYER_NAME, MODEL_NAME, Listing
 from zckpt.layouts.module_states import ModelStates, as_mapping, flatten, read_model_states
-from zckpt.layouts.optimizer_states import OptimizerShard, missing_ranks
+from zckpt.layouts.optimizer_states import OptimizerShard
 from zckpt.layouts.origins import check_alike
 from zckpt.layouts.rules import Rules, check_loads, rules_of_checkpoint, rules_of_file, unknown_rule
 from zckpt.layouts.slices import Joint, cut_off, join, replicated
 from zckpt.layouts.training import Group, Training
+from zckpt.layouts.values import missing_ranks
 
 
 def match(listing: Listing) -> str | None:

@@ -7,11 +7,9 @@ Source: DeepSpeed runtime/engine.py `_save_zero_checkpoint`; `state_dict` of the
 from __future__ import annotations
 
 import os
-import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from zckpt import files
 from zckpt.containers import TensorRef, brief, enum_value
 from zckpt.dtypes import BF16, F16, F32, DType
 from zckpt.errors import CorruptError, IncompleteError, InconsistentError, UnsupportedError, ranges
@@ -21,6 +19,7 @@ from zckpt.layouts.module_states import ModelStates, as_mapping, as_tensor, rank
 from zckpt.layouts.origins import check_alike
 from zckpt.layouts.partition import Piece
 from zckpt.layouts.training import Group
+from zckpt.layouts.values import SCALER, as_list, missing_ranks, step_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,36 +169,6 @@ def _inner_state(base: object, count: int) -> tuple[tuple[Mapping[str, object], 
     return (*found, *({} for _ in range(count - len(found)))), settings
 
 
-def as_list(value: object) -> list[object]:
-    """A list or tuple, or nothing."""
-    return list(value) if isinstance(value, list | tuple) else []
-
-
-def step_of(value: object) -> int | None:
-    """A step counter as a whole number, whether it is a number or a tensor of one element; None for anything else."""
-    if isinstance(value, TensorRef):
-        value = number_in(value) if value.numel == 1 else None
-    return int(value) if isinstance(value, int | float) and abs(value) < 2**53 else None
-
-
-_CODES = {"F64": "d", "F32": "f", "I64": "q", "I32": "i"}
-
-
-def number_in(ref: TensorRef) -> int | float | bytes:
-    """The number in a tensor of one element; its bytes where it is of an unusual dtype.
-
-    Raises:
-        CorruptError: the file ends before it.
-    """
-    data = files.read(ref.store.path, ref.dtype.itemsize, ref.byte_offset)
-    if len(data) < ref.dtype.itemsize:
-        raise CorruptError("a file that ends too early", file=ref.store.path, found=f"no byte at {ref.byte_offset:,}")
-    order = "<" if ref.store.byteorder == "little" else ">"
-    code = _CODES.get(ref.dtype.name)
-    number: int | float | bytes = struct.unpack(order + code, data)[0] if code else data
-    return number
-
-
 def check_ranks(listing: Listing, shards: list[OptimizerShard], model: ModelStates) -> int:
     """The world size, after making sure that every rank's file is there and of the same save.
 
@@ -260,10 +229,6 @@ def group_of(names: tuple[str, ...], shard: OptimizerShard, number: int, flat_gr
     )
 
 
-SCALER = ("loss_scaler", "dynamic_loss_scale", "overflow", "clip_grad")
-"""Entries of an optimizer file that are the loss scaler and what is kept beside it."""
-
-
 def scaler_of(shard: OptimizerShard) -> dict[str, object]:
     """The loss scaler, and what is kept beside it."""
     return {key: shard.root[key] for key in SCALER if key in shard.root}
@@ -296,28 +261,3 @@ def fragment_of(vector: TensorRef, piece: Piece, start: int, file: str) -> Fragm
             remedy="A file is of another save, or its layout is unknown. Nothing was written.",
         )
     return Fragment(vector.store, vector.byte_offset + piece.offset * vector.dtype.itemsize, start, piece.count)
-
-
-def missing_ranks(
-    listing: Listing, kind: str, found: list[int], missing: list[int], world_size: int
-) -> IncompleteError:
-    """The error for rank files that are not there."""
-    return IncompleteError(
-        "missing rank files",
-        file=listing.directory,
-        found=f"{kind} files of ranks {ranges(found)}" if found else f"no {kind} files",
-        expected=f"the save had world size {world_size} (ranks {ranges(missing)} missing)",
-        remedy=f"Copy the {kind} files of ranks {ranges(missing)} from the nodes that wrote them (--also DIR lays further "
-        "directories over this one), or choose another tag.",
-    )
-
-
-def missing_model_file(listing: Listing) -> IncompleteError:
-    """The error for a save without a model states file."""
-    return IncompleteError(
-        "no model states file",
-        file=listing.directory,
-        found="optimizer files only",
-        expected="mp_rank_00_model_states.pt (ZeRO-1, -2) or zero_pp_rank_*_model_states.pt (ZeRO-3) beside them",
-        remedy="Copy it from the node that wrote it (--also DIR lays further directories over this one).",
-    )

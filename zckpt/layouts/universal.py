@@ -30,9 +30,10 @@ from zckpt.layouts.assembly import assemble
 from zckpt.layouts.expert_records import second_routers, without_experts
 from zckpt.layouts.listing import MODEL_NAME, SHARD_NAME, UNIVERSAL, Listing
 from zckpt.layouts.module_states import ModelStates, Shape, as_mapping, read_model_states, whole, with_replica
-from zckpt.layouts.optimizer_states import SCALER, as_list, precision_of, step_of
+from zckpt.layouts.optimizer_states import precision_of
 from zckpt.layouts.partition import in_original_order
 from zckpt.layouts.training import Group, Training
+from zckpt.layouts.values import SCALER, as_list, step_of
 
 HOME = f"{UNIVERSAL}/"
 STATE = f"{HOME}optimizer_state.pt"

@@ -20,7 +20,7 @@ from zckpt.fragments import Fragment
 from zckpt.layouts.assembly import assemble
 from zckpt.layouts.listing import MODEL_NAME, Listing
 from zckpt.layouts.module_states import ModelStates, as_tensor, read_model_states, whole
-from zckpt.layouts.optimizer_states import missing_ranks
+from zckpt.layouts.values import missing_ranks
 from zckpt.replicas import Reader, first_difference
 
 

@@ -22,7 +22,6 @@ from zckpt.layouts.optimizer_states import (
     check_ranks,
     fragment_of,
     group_of,
-    missing_model_file,
     per_element,
     precision_of,
     read_shards,
@@ -32,6 +31,7 @@ from zckpt.layouts.optimizer_states import (
 from zckpt.layouts.partition import Piece, flat_offsets, flat_pieces, in_original_order
 from zckpt.layouts.rules import rules_of_checkpoint
 from zckpt.layouts.training import Form, Group, Training
+from zckpt.layouts.values import missing_model_file
 
 _KNOWN = frozenset((
     *("loss_scaler", "dynamic_loss_scale", "overflow", "clip_grad", "base_optimizer_state",),

@@ -24,8 +24,6 @@ from zckpt.layouts.optimizer_states import (
     check_ranks,
     fragment_of,
     group_of,
-    missing_model_file,
-    missing_ranks,
     per_element,
     precision_of,
     read_shards,
@@ -35,6 +33,7 @@ from zckpt.layouts.optimizer_states import (
 from zckpt.layouts.origins import check_alike
 from zckpt.layouts.partition import SubGroups, partition_numel, partition_of
 from zckpt.layouts.training import Training
+from zckpt.layouts.values import missing_model_file, missing_ranks
 
 _KNOWN = frozenset((
     *("zero_stage", "loss_scaler", "dynamic_loss_scale", "overflow", "partition_count",),

@@ -44,7 +44,7 @@ from zckpt.output.contents import replacement
 from zckpt.output.journal import Finished
 from zckpt.output.manifest import Manifest
 from zckpt.output.staging import Staging
-from zckpt.plan import OutputFile, Plan
+from zckpt.plan import OutputFile, Plan, literal_file
 from zckpt.sums import Partial, element_ranges, file_checksums, join
 from zckpt.version import __version__
 
@@ -221,7 +221,7 @@ def _planned(
     aliases = {dropped: kept for dropped, kept in aliases.items() if kept in tensors}
     entries = [(t.entry, _dtype_of(t.entry, wanted)) for t in tensors.values()]
     laid = huggingface.lay_out(entries, aliases, target)
-    files = (*laid.files, *(huggingface.literal_file(name, text.encode()) for name, text in small.items()))
+    files = (*laid.files, *(literal_file(name, text.encode()) for name, text in small.items()))
     if os.path.lexists(out) and not os.path.isdir(out):
         check_output(out, single=False, overwrite=False, protected=())
     check_space(out, sum(output.size for output, _ in files))
