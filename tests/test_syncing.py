@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import time
 from pathlib import Path
 
 import pytest
 
-from zckpt.syncing import Syncing
+from zckpt.syncing import Syncing, make_durable
 
 
 def opened(path: Path) -> int:
@@ -68,3 +69,17 @@ def test_what_is_durable_is_told_of_though_something_else_fails(tmp_path: Path) 
         os.close(fd)
         raise ValueError("something else")
     assert told == ["a"]
+
+
+def test_where_the_system_has_a_fuller_sync_it_is_used(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """As macOS has; and where the file system does not know it, as none does here, the plain one."""
+    asked: list[int] = []
+    real, plain = fcntl.fcntl, os.fsync
+    monkeypatch.setattr(fcntl, "F_FULLFSYNC", fcntl.F_GETFD, raising=False)
+    monkeypatch.setattr(fcntl, "fcntl", lambda fd, what: asked.append(what) or real(fd, what))
+    monkeypatch.setattr(os, "fsync", lambda fd: asked.append(-1) or plain(fd))
+    with (tmp_path / "x").open("wb") as file:
+        make_durable(file.fileno())
+        monkeypatch.setattr(fcntl, "F_FULLFSYNC", 51)
+        make_durable(file.fileno())
+    assert asked == [fcntl.F_GETFD, 51, -1]

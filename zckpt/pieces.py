@@ -29,7 +29,7 @@ from zckpt.mover import (
 from zckpt.open_files import OpenFiles
 from zckpt.plan import OutputFile, Plan
 from zckpt.sums import Partial, element_ranges, file_checksums, join, joined
-from zckpt.syncing import Syncing
+from zckpt.syncing import Syncing, make_durable
 from zckpt.tuning import gives_back, thread_count, window_bytes
 
 
@@ -153,7 +153,7 @@ def seal(plan: Plan, output: OutputFile, root: str, crcs: Iterable[Partial] | No
             crc, slots = file_checksums(output, found)
             for slot, data in slots.items():
                 write(fd, data, slot)
-            os.fsync(fd)
+            make_durable(fd)
             return crc, slots
         finally:
             os.close(fd)

@@ -6,6 +6,7 @@ For `mover`. A disk answers to a sync when all that it holds back is written: on
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
 from collections import deque
 from collections.abc import Callable
@@ -23,6 +24,17 @@ SYNCS = 8
 """At once: file systems that keep a journal answer many in one commit."""
 MOST = 128
 """Files on their way, each with a descriptor."""
+
+
+def make_durable(fd: int) -> None:
+    """Waits until a file, or the names in a directory, are on the disk. macOS's `fsync` leaves them in the disk's own memory."""
+    if (full := getattr(fcntl, "F_FULLFSYNC", None)) is not None:
+        try:
+            fcntl.fcntl(fd, full)
+            return
+        except OSError:  # not every file system knows it
+            pass
+    os.fsync(fd)
 
 
 class Syncing(Generic[T]):
@@ -50,7 +62,7 @@ class Syncing(Generic[T]):
 
     def _sync(self, fd: int) -> None:
         try:
-            os.fsync(fd)
+            make_durable(fd)
             if self._give_back:
                 forget(fd)
         finally:

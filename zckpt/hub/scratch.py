@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from zckpt.errors import OutputError, UsageError
 from zckpt.output import locks
 from zckpt.output.durable import make_directories
+from zckpt.syncing import make_durable
 
 _JOURNAL, _LOCK, _SPARE = "journal.jsonl", "lock", "spare"
 
@@ -49,7 +50,7 @@ class Scratch:
         with open(os.path.join(self.path, _JOURNAL), "a", encoding="utf-8") as file:
             file.write(f"\n{_line(identity, name, sha256)}\n")  # a first newline ends a line that was cut short
             file.flush()
-            os.fsync(file.fileno())
+            make_durable(file.fileno())
         self.known[identity] = sha256
 
     def clear(self) -> None:

@@ -24,6 +24,7 @@ from zckpt.mover import run
 from zckpt.open_files import forget
 from zckpt.plan import Plan
 from zckpt.sums import Partial, crc32
+from zckpt.syncing import make_durable
 
 _LARGE = 1 << 20
 
@@ -113,7 +114,7 @@ class Files:
         """Makes what was written durable, and seen by other nodes."""
         for place, descriptor in self._open.items():
             with self._failing(place):
-                os.fsync(descriptor)
+                make_durable(descriptor)
 
     @contextlib.contextmanager
     def _failing(self, place: int) -> Iterator[None]:

@@ -46,6 +46,7 @@ from zckpt.output.manifest import Manifest
 from zckpt.output.staging import Staging
 from zckpt.plan import OutputFile, Plan, literal_file
 from zckpt.sums import Partial, element_ranges, file_checksums, join
+from zckpt.syncing import make_durable
 from zckpt.version import __version__
 
 _WEIGHTS = re.compile(r"(model|pytorch_model)(-\d{5}-of-\d{5})?\.(safetensors|bin)(\.index\.json)?")
@@ -364,4 +365,4 @@ def _patch(path: str, slots: Mapping[int, bytes]) -> None:
             file.seek(offset)
             file.write(data)
         file.flush()
-        os.fsync(file.fileno())
+        make_durable(file.fileno())

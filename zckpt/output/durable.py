@@ -5,12 +5,14 @@ from __future__ import annotations
 import contextlib
 import os
 
+from zckpt.syncing import make_durable
+
 
 def sync(path: str) -> None:
     """Makes a file, or the names in a directory, durable."""
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
-        os.fsync(fd)
+        make_durable(fd)
     finally:
         os.close(fd)
 

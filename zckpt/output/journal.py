@@ -17,6 +17,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
 from zckpt.errors import OutputError
+from zckpt.syncing import make_durable
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,7 +169,7 @@ class Journal:
         _write(self._fd, {"job": self.job})
         for file in kept.values():
             self.add(file)
-        os.fsync(self._fd)
+        make_durable(self._fd)
         os.rename(fresh, self.path)
 
     def add(self, file: Finished) -> None:
@@ -200,7 +201,7 @@ def _append(path: str, line: Mapping[str, object]) -> None:
     try:
         os.write(fd, b"\n")  # ends a line that was cut short
         _write(fd, line)
-        os.fsync(fd)
+        make_durable(fd)
     finally:
         os.close(fd)
 

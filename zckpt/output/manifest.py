@@ -21,6 +21,7 @@ from zckpt import files
 from zckpt.errors import CorruptError, IncompleteError, UnsafeError
 from zckpt.jsons import read_json
 from zckpt.output.journal import Finished
+from zckpt.syncing import make_durable
 
 NAME = "zckpt.json"
 
@@ -80,7 +81,7 @@ def write(path: str, contents: bytes, job: str) -> None:
         if job:
             with contextlib.suppress(OSError, AttributeError):
                 os.setxattr(file.fileno(), _JOB, job.encode())
-        os.fsync(file.fileno())
+        make_durable(file.fileno())
 
 
 def job_of(path: str) -> str:

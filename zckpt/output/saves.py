@@ -22,6 +22,7 @@ from zckpt.output.commit import Commit, inode, recover, seal_of
 from zckpt.output.durable import sync, sync_tree
 from zckpt.output.journal import Finished, Journal, Seal
 from zckpt.output.work_directory import WorkDirectory
+from zckpt.syncing import make_durable
 
 PREFIX = ".zckpt-"
 STAGED = "files"
@@ -136,7 +137,7 @@ class SaveStaging:
             file.flush()
             if mode is not None:
                 os.fchmod(file.fileno(), mode)
-            os.fsync(file.fileno())
+            make_durable(file.fileno())
         os.replace(fresh, path)
         sync(self._directory)
 

@@ -27,6 +27,7 @@ from zckpt.output.journal import Finished, Journal, write_seal
 from zckpt.output.manifest import Manifest
 from zckpt.output.places import entries, keeps_its_name, resolved
 from zckpt.output.work_directory import WorkDirectory, left_by_others
+from zckpt.syncing import make_durable
 
 _HOPELESS = (CastError, InconsistentError, UsageError, UnsupportedError)
 """The same command would fail again, or must not trust what was made so far."""
@@ -210,7 +211,7 @@ class Staging:
                     crc, nbytes = zlib.crc32(block, crc), nbytes + len(block)
                     copy.write(block)
                 copy.flush()
-                os.fsync(copy.fileno())
+                make_durable(copy.fileno())
         except OSError as error:
             raise OutputError("a file that cannot be copied", file=path, found=error.strerror or str(error)) from error
         return Finished(name, nbytes, crc)
