@@ -109,7 +109,8 @@ def test_fatal_at_every_call(
         if isinstance(error, CorruptError):
             assert error.file is not None and error.file.endswith(".pt") and error.byte_offset is not None
         if isinstance(error, OutputError):
-            assert ("full" in error.what) == (kind != errno.EIO)
+            told = {errno.ENOSPC: "full", errno.EDQUOT: "quota", errno.EIO: "cannot be written"}[kind]
+            assert told in error.what
 
 
 CALLS = ["fsync", "ftruncate", "open", "rename", "replace", "unlink", "mkdir", "makedirs", "write", "pwrite", "close"]
