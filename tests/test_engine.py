@@ -14,8 +14,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import plans
 import pytest
-from test_sinks import plan_of
+from plans import plan_of
 
 from zckpt import Options, tuning
 from zckpt.catalog import TensorEntry
@@ -32,7 +33,7 @@ NUMEL = 1 << 20
 
 CHILD = """
 import resource, sys
-sys.path.insert(0, {tests!r})
+sys.path[:0] = {tests!r}
 import test_engine
 from pathlib import Path
 from zckpt.errors import ZckptError
@@ -57,7 +58,7 @@ def small_plan(root: Path) -> Plan:
 
 def child(root: Path, work: str, limits: Callable[[], object]) -> str:
     """What a process says that does this under these limits. It must end by itself."""
-    code = CHILD.format(tests=str(Path(__file__).parent), work=work)
+    code = CHILD.format(tests=[str(Path(__file__).parent), str(Path(plans.__file__).parent)], work=work)
     done = subprocess.run(
         [sys.executable, "-c", code, str(root)], capture_output=True, text=True, timeout=120, preexec_fn=limits,
         env={**os.environ, "OPENBLAS_NUM_THREADS": "1"},
@@ -246,7 +247,7 @@ def test_a_file_system_that_refuses_direct_writes(after: int, tmp_path: Path) ->
     shim = tmp_path / "shim.so"
     subprocess.run(["gcc", "-shared", "-fPIC", f"-DAFTER={after}", "-o", shim, tmp_path / "shim.c", "-ldl"], check=True)
     work = MOVE.format(how="threads=1, window=1 << 16")
-    code = CHILD.format(tests=str(Path(__file__).parent), work=work)
+    code = CHILD.format(tests=[str(Path(__file__).parent), str(Path(plans.__file__).parent)], work=work)
     code += "import ctypes; print(ctypes.CDLL(None).refusals())"
     done = subprocess.run(
         [sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, timeout=120,

@@ -8,50 +8,20 @@ import threading
 from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
 import pytest
+from plans import NUMEL, plan_of
 
 from zckpt import batches
-from zckpt.catalog import TensorEntry
-from zckpt.dtypes import BF16, F32
 from zckpt.errors import OutputError
-from zckpt.files import file_store
-from zckpt.fragments import FileStore, Fragment
 from zckpt.mover import run
-from zckpt.plan import Checksum, OutputFile, Plan
+from zckpt.plan import Checksum, Plan
 
 ENGINES = [("reference", 1), ("native", 1), ("native", 2), ("native", 7)]
-NUMEL = 70_001
 
 
 @pytest.fixture(params=ENGINES, ids=lambda p: f"{p[0]}-{p[1]}")
 def engine(request: pytest.FixtureRequest) -> dict[str, object]:
     return {"engine": request.param[0], "threads": request.param[1], "window": 4096}
-
-
-def plan_of(root: Path, names: tuple[str, ...] = ("a", "b"), checksums: tuple[Checksum, ...] = ()) -> Plan:
-    """Two tensors a file, the first in interleaved halves, between literals at both ends and in the middle."""
-    values = np.random.default_rng(0).standard_normal(2 * NUMEL).astype("<f4")
-    (root / "s").write_bytes(values.tobytes())
-    source = file_store(root / "s")
-    files, pairs = [], []
-    for name in names:
-        first, second, end = 40, 40 + 2 * NUMEL + 10, 50 + 4 * NUMEL
-        literals = ((end, b"end"), (0, b"x" * 40), (first + 2 * NUMEL, b"m" * 10))
-        store = FileStore(name, end + 3)
-        files.append((OutputFile(name, end + 3, literals, checksums), store))
-        odd = tuple(Fragment(source, 4 * k, k, 1, (NUMEL + 1 - k) // 2, 2, 2) for k in (0, 1))
-        for label, fragments, offset in (
-            ("odd", odd, first),
-            ("whole", (Fragment(source, 4 * NUMEL, 0, NUMEL),), second),
-        ):
-            pairs.append(
-                (
-                    TensorEntry(label, (NUMEL,), F32, "parameter", fragments),
-                    TensorEntry(label, (NUMEL,), BF16, "parameter", (Fragment(store, offset, 0, NUMEL),)),
-                )
-            )
-    return Plan(tuple(files), pairs)
 
 
 def test_a_sink_is_handed_the_file(engine: dict[str, object], tmp_path: Path) -> None:

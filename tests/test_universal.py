@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from bits import same_bits
-from test_reshard import NAMES, SHARDED, assert_same_run, opened
+from runs import NAMES, SHARDED, assert_same_run, opened
 
 from zckpt.checkpoint import open_checkpoint, read_tensor
 from zckpt.errors import CorruptError, IncompleteError, InconsistentError, UnsafeError, UnsupportedError, UsageError

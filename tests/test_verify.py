@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 import synth
 import torch
+from damage import edit, wrong
 from safetensors.torch import load_file, save_file
 
 import zckpt
@@ -48,18 +49,8 @@ def checkpoint(tmp_path: Path) -> Path:
     return synth.zero12(tmp_path / "ckpt", groups(), 3)
 
 
-def edit(path: Path, change: Callable[[Any], object]) -> None:
-    root = torch.load(path, weights_only=False)
-    change(root)
-    torch.save(root, path)
-
-
 def check_of(found: Verification, name: str) -> Any:
     return next(check for check in found.checks if check.name == name)
-
-
-def wrong(found: Verification) -> dict[str, tuple[str, ...]]:
-    return {check.name: check.problems for check in found.checks if not check.ok}
 
 
 # ---- sound ones ------------------------------------------------------------------------------------------------------

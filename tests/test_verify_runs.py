@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import synth
 import torch
-from test_verify import edit, wrong
+from damage import edit, wrong
 
 import zckpt
 from zckpt import layouts, plan
