@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import itertools
 import json
 import sys
@@ -17,6 +16,10 @@ from checks import PRECISIONS
 from saves import SCHEDULE, grouped
 
 from zckpt import runtime
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+import deepspeed_on_cpu
 
 VARIANTS: list[tuple[int, str, dict[str, Any], dict[str, Any]]] = [
     *((stage, name, {}, {}) for stage, name in itertools.product(range(4), PRECISIONS)),
@@ -103,11 +106,8 @@ def gone_on(engine: Any, where: str, variant: Any) -> dict[str, Any]:
 def main() -> None:
     """All variants."""
     warnings.simplefilter("ignore")
-    import deepspeed
 
-    ds_torch = importlib.import_module("deepspeed.comm.torch")  # as an attribute it may be torch itself
-    ds_torch.build_shm_op = lambda *args, **kwargs: None  # its all-reduce aborts on some sizes
-    deepspeed.init_distributed("gloo")
+    deepspeed_on_cpu.initialize()
     out = Path(sys.argv[1])
     results: dict[str, Any] = {"home": {"value": str(out)}}
     for number, (stage, name, zero, more) in enumerate(VARIANTS):

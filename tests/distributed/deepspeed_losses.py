@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import sys
 import warnings
@@ -14,6 +13,10 @@ import torch
 import torch.distributed as dist
 
 from zckpt import runtime
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+import deepspeed_on_cpu
 
 
 def losses(initialize: Any, stage: int, accumulation: int, extra: dict[str, Any]) -> list[float]:
@@ -48,9 +51,7 @@ def main() -> None:
     warnings.simplefilter("ignore")
     import deepspeed
 
-    ds_torch = importlib.import_module("deepspeed.comm.torch")  # as an attribute it may be torch itself
-    ds_torch.build_shm_op = lambda *args, **kwargs: None  # its all-reduce aborts on some sizes
-    deepspeed.init_distributed("gloo")
+    deepspeed_on_cpu.initialize()
     results = {}
     for stage in range(4):
         for accumulation in (1, 2):
