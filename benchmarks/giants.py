@@ -25,7 +25,7 @@ from measure import ROOT, ZCKPT, watched
 
 from zckpt.containers import TensorSpec, torch_zip
 from zckpt.containers.emit import Size
-from zckpt.dtypes import BF16, F32, DType
+from zckpt.core.dtypes import BF16, F32, DType
 
 VOCABULARY = 51_200
 Shapes = dict[str, tuple[int, ...]]
@@ -194,10 +194,10 @@ def one_shard(home: Path, work: Path, width: int, world_size: int) -> None:
     import numpy
     from safetensors.numpy import load_file
 
-    from zckpt.convert import Options, prepare
-    from zckpt.dtypes import F32
-    from zckpt.mover import run as move
-    from zckpt.plan import Plan
+    from zckpt.core.dtypes import F32
+    from zckpt.core.plan import Plan
+    from zckpt.engine.move import run as move
+    from zckpt.jobs.convert import Options, prepare
 
     name = "1.input_layernorm.weight"
     prepared = prepare(str(home), str(work / "out"), Options(dtype=F32, include=[name]))

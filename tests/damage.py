@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from zckpt.verification import Verification
+from zckpt.checks.verdict import Verification
 
 
 def edit(path: Path, change: Callable[[Any], object]) -> None:

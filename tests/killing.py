@@ -22,9 +22,9 @@ from pathlib import Path
 from outputs import earlier_output
 
 import zckpt
-from zckpt import batches
 from zckpt._core import inject
-from zckpt.convert import Options
+from zckpt.engine import batches
+from zckpt.jobs.convert import Options
 
 batches.LEAST_BYTES = 0  # every file is on record as soon as it is complete, however small
 EVENTS = {"open", "os.rename", "os.remove", "os.rmdir", "os.mkdir", "os.truncate"}

@@ -6,11 +6,11 @@ from pathlib import Path
 
 import numpy as np
 
-from zckpt.catalog import TensorEntry
-from zckpt.dtypes import BF16, F32
-from zckpt.files import file_store
-from zckpt.fragments import FileStore, Fragment
-from zckpt.plan import Checksum, OutputFile, Plan
+from zckpt.core.catalog import TensorEntry
+from zckpt.core.dtypes import BF16, F32
+from zckpt.core.fragments import FileStore, Fragment
+from zckpt.core.plan import Checksum, OutputFile, Plan
+from zckpt.storage.paths import file_store
 
 NUMEL = 70_001
 

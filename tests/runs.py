@@ -10,10 +10,10 @@ from typing import Any
 from bits import same_bits
 
 from zckpt import layouts
-from zckpt.checkpoint import Opened, open_catalog, read_tensor
 from zckpt.containers import Placeholder
-from zckpt.layouts.module_states import whole
-from zckpt.layouts.training import Training
+from zckpt.jobs.open import Opened, open_catalog, read_tensor
+from zckpt.layouts.run.training import Training
+from zckpt.layouts.save.module_states import whole
 
 FIXTURES = Path(__file__).parent.parent / "fixtures"
 SHARDED = sorted(p.parent for p in FIXTURES.glob("*/*/how.json") if json.loads(p.read_text()).get("stage"))

@@ -36,18 +36,18 @@ core = load(sys.argv[1])
 
 import numpy as np  # noqa: E402
 
-from zckpt import batches  # noqa: E402
-from zckpt.catalog import TensorEntry  # noqa: E402
-from zckpt.dtypes import ALL, BF16, F16, F32, F64, DType  # noqa: E402
-from zckpt.errors import ZckptError  # noqa: E402
-from zckpt.files import file_store  # noqa: E402
-from zckpt.fragments import FileStore, Fragment, MemoryStore  # noqa: E402
-from zckpt.looks import looks_against, looks_at  # noqa: E402
-from zckpt.mover import run  # noqa: E402
-from zckpt.mover_reference import cast  # noqa: E402
-from zckpt.plan import Checksum, OutputFile, Plan  # noqa: E402
-from zckpt.scan import scan  # noqa: E402
-from zckpt.tally import Relation  # noqa: E402
+from zckpt.base.errors import ZckptError  # noqa: E402
+from zckpt.core.catalog import TensorEntry  # noqa: E402
+from zckpt.core.dtypes import ALL, BF16, F16, F32, F64, DType  # noqa: E402
+from zckpt.core.fragments import FileStore, Fragment, MemoryStore  # noqa: E402
+from zckpt.core.plan import Checksum, OutputFile, Plan  # noqa: E402
+from zckpt.engine import batches  # noqa: E402
+from zckpt.engine.move import run  # noqa: E402
+from zckpt.engine.reference import cast  # noqa: E402
+from zckpt.engine.scan import scan  # noqa: E402
+from zckpt.engine.scan_requests import looks_against, looks_at  # noqa: E402
+from zckpt.engine.tensor_statistics import Relation  # noqa: E402
+from zckpt.storage.paths import file_store  # noqa: E402
 
 RNG = np.random.default_rng(0)
 TARGETS = (F32, F16, BF16)

@@ -20,9 +20,9 @@ import time
 from typing import Any
 
 import zckpt.cli
-import zckpt.convert
-import zckpt.reshard
-import zckpt.universal
+import zckpt.jobs.convert
+import zckpt.jobs.reshard
+import zckpt.jobs.to_universal
 from zckpt._core import inject
 
 KILL = -3
@@ -46,7 +46,7 @@ def start(trial: dict[str, Any], rank: int, port: int, outputs: tuple[int, int])
             os.dup2(fd, number)
         if trial.get("launcher", "slurm") == "slurm":
             sys.modules["torch"] = None  # type: ignore[assignment]
-        for module, constants in {"zckpt.shares": {"GRAIN": 16}, **trial.get("constants", {})}.items():
+        for module, constants in {"zckpt.team.partition": {"GRAIN": 16}, **trial.get("constants", {})}.items():
             for name, value in constants.items():
                 setattr(importlib.import_module(module), name, value)
         if trial.get("kill", [-1])[0] == rank:

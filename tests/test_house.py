@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import zckpt
-from zckpt import errors
+from zckpt.base import errors
 
 ROOT = Path(zckpt.__file__).parent
 TESTS = Path(__file__).parent

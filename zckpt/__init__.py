@@ -6,12 +6,10 @@ For users of the library: every public name, and of what is behind it nothing be
 
 from __future__ import annotations
 
-import sys
 from importlib import import_module
-from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from zckpt.errors import (
+from zckpt.base.errors import (
     AccessError,
     CastError,
     CorruptError,
@@ -26,24 +24,24 @@ from zckpt.errors import (
     UsageError,
     ZckptError,
 )
-from zckpt.version import __version__
+from zckpt.base.version import __version__
 
 if TYPE_CHECKING:
-    from zckpt.adapters import AdapterReport, to_peft
-    from zckpt.checkpoint import Checkpoint, open_checkpoint
-    from zckpt.convert import Options, Report, convert
-    from zckpt.diff import Diff, diff
+    from zckpt.checks.verdict import Verification
+    from zckpt.checks.verify import verify
     from zckpt.drop_in import (
         convert_zero_checkpoint_to_fp32_state_dict,
         get_fp32_state_dict_from_zero_checkpoint,
         load_state_dict_from_zero_checkpoint,
     )
     from zckpt.hub import push_to_hub
-    from zckpt.reshard import reshard
-    from zckpt.to_dcp import to_dcp
-    from zckpt.universal import to_universal
-    from zckpt.verification import Verification
-    from zckpt.verify import verify
+    from zckpt.jobs.convert import Options, Report, convert
+    from zckpt.jobs.diff import Diff, diff
+    from zckpt.jobs.open import Checkpoint, open_checkpoint
+    from zckpt.jobs.reshard import reshard
+    from zckpt.jobs.to_dcp import to_dcp
+    from zckpt.jobs.to_peft import AdapterReport, to_peft
+    from zckpt.jobs.to_universal import to_universal
 
 __all__ = [
     "AccessError",
@@ -81,24 +79,24 @@ __all__ = [
 ]
 
 _HOMES = {
-    "AdapterReport": "adapters",
-    "Checkpoint": "checkpoint",
-    "Diff": "diff",
-    "Options": "convert",
-    "Report": "convert",
-    "Verification": "verification",
-    "convert": "convert",
+    "AdapterReport": "jobs.to_peft",
+    "Checkpoint": "jobs.open",
+    "Diff": "jobs.diff",
+    "Options": "jobs.convert",
+    "Report": "jobs.convert",
+    "Verification": "checks.verdict",
+    "convert": "jobs.convert",
     "convert_zero_checkpoint_to_fp32_state_dict": "drop_in",
-    "diff": "diff",
+    "diff": "jobs.diff",
     "get_fp32_state_dict_from_zero_checkpoint": "drop_in",
     "load_state_dict_from_zero_checkpoint": "drop_in",
-    "open_checkpoint": "checkpoint",
+    "open_checkpoint": "jobs.open",
     "push_to_hub": "hub",
-    "reshard": "reshard",
-    "to_dcp": "to_dcp",
-    "to_peft": "adapters",
-    "to_universal": "universal",
-    "verify": "verify",
+    "reshard": "jobs.reshard",
+    "to_dcp": "jobs.to_dcp",
+    "to_peft": "jobs.to_peft",
+    "to_universal": "jobs.to_universal",
+    "verify": "checks.verify",
 }
 """Public name -> module, for what is imported when it is asked for."""
 
@@ -113,14 +111,3 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     return sorted({*globals(), *__all__})
-
-
-class _Package(ModuleType):
-    """This package: a module in it does not take the name of a public function, such as `convert`."""
-
-    def __setattr__(self, name: str, value: object) -> None:
-        if not (name in _HOMES and isinstance(value, ModuleType)):
-            super().__setattr__(name, value)
-
-
-sys.modules[__name__].__class__ = _Package

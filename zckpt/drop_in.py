@@ -20,12 +20,13 @@ from typing import TYPE_CHECKING, Literal, TypeVar, overload
 
 import torch
 
-from zckpt import live, replicas
-from zckpt.catalog import Catalog, TensorEntry
-from zckpt.checkpoint import open_catalog, strip_wrappers
-from zckpt.convert import Options, convert, output_dtype
-from zckpt.dtypes import F32, DType
-from zckpt.errors import ZckptError
+from zckpt import live
+from zckpt.base.errors import ZckptError
+from zckpt.core.catalog import Catalog, TensorEntry
+from zckpt.core.dtypes import F32, DType
+from zckpt.engine import replicas
+from zckpt.jobs.convert import Options, convert, output_dtype
+from zckpt.jobs.open import open_catalog, strip_wrappers
 
 if TYPE_CHECKING:
     Path = str | os.PathLike[str]

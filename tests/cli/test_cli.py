@@ -15,10 +15,10 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+from zckpt.base.errors import UsageError
 from zckpt.cli import _foreign, app
 from zckpt.cli.options import parse_bytes, split_rename
 from zckpt.cli.output import Sink, peak_rss_bytes
-from zckpt.errors import UsageError
 
 REPO = Path(__file__).parents[2]
 GOLDEN = REPO / "tests" / "golden"
@@ -265,7 +265,7 @@ def test_an_interruption_exits_2(number: signal.Signals, tmp_path: Path) -> None
     code = (
         "import sys, time, zckpt.report, zckpt.cli\n"
         "def wait(*_):\n    sys.stderr.write('ready\\n'); sys.stderr.flush(); time.sleep(60)\n"
-        "zckpt.report.inspect_checkpoint = wait\n"
+        "zckpt.jobs.inspection.inspect_checkpoint = wait\n"
         "zckpt.cli.main()\n"
     )
     process = subprocess.Popen(

@@ -148,7 +148,7 @@ def test_the_first_of_slurms_nodes(nodes: str, first: str) -> None:
 
 
 def test_what_cannot_work_is_said_before_anything_starts(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from zckpt.errors import ZckptError
+    from zckpt.base.errors import ZckptError
     from zckpt.runtime.train import Job, check
 
     monkeypatch.chdir(home)

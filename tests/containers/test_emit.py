@@ -13,10 +13,10 @@ import numpy as np
 import pytest
 import torch
 
+from zckpt.base.errors import UnsupportedError
 from zckpt.containers import TensorSpec, load_pickle, torch_zip
 from zckpt.containers.emit import Size, emit
-from zckpt.dtypes import BF16, BY_NAME, F32
-from zckpt.errors import UnsupportedError
+from zckpt.core.dtypes import BF16, BY_NAME, F32
 
 
 class Mood(enum.Enum):

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from zckpt.base.errors import CorruptError, IncompleteError, NotACheckpointError, UnsupportedError
 from zckpt.containers import open_container
-from zckpt.errors import CorruptError, IncompleteError, NotACheckpointError, UnsupportedError
 
 LFS = b"version https://git-lfs.github.com/spec/v1\noid sha256:0123\nsize 123456\n"
 

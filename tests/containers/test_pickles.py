@@ -16,11 +16,11 @@ import numpy as np
 import pytest
 import torch
 
+from zckpt.base.errors import CorruptError, UnsafeError, UnsupportedError
 from zckpt.containers import NumpyArray, Placeholder, brief, enum_value
 from zckpt.containers.opcodes import OPCODES, _unknown
 from zckpt.containers.pickles import MAX_DEPTH, load_pickle, read_pickle
-from zckpt.dtypes import ALL
-from zckpt.errors import CorruptError, UnsafeError, UnsupportedError
+from zckpt.core.dtypes import ALL
 
 PROTOCOLS = range(6)
 

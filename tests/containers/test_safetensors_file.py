@@ -9,9 +9,9 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 
+from zckpt.base.errors import CorruptError, UnsupportedError, UsageError, ZckptError
 from zckpt.containers import TensorSpec, open_container, safetensors_file
-from zckpt.dtypes import ALL, BY_TORCH_NAME, F8_E4M3FNUZ, F32, I64, IN_SAFETENSORS, U8
-from zckpt.errors import CorruptError, UnsupportedError, UsageError, ZckptError
+from zckpt.core.dtypes import ALL, BY_TORCH_NAME, F8_E4M3FNUZ, F32, I64, IN_SAFETENSORS, U8
 
 DTYPES = [dtype for dtype in ALL if dtype.name in IN_SAFETENSORS]
 

@@ -7,11 +7,11 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from zckpt.base.errors import CorruptError, UnsupportedError
 from zckpt.containers.tensor_ref import MAX_FRAGMENTS, StorageRef
-from zckpt.dtypes import BF16, F32, I16, U8
-from zckpt.errors import CorruptError, UnsupportedError
-from zckpt.files import file_store
-from zckpt.overlaps import first_gap
+from zckpt.core.dtypes import BF16, F32, I16, U8
+from zckpt.core.overlaps import first_gap
+from zckpt.storage.paths import file_store
 
 STORAGE = np.arange(97, dtype="<i2")
 

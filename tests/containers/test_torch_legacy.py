@@ -10,8 +10,8 @@ import tarfile
 import pytest
 import torch
 
+from zckpt.base.errors import CorruptError, NotACheckpointError, UnsupportedError, ZckptError
 from zckpt.containers import open_container, torch_legacy
-from zckpt.errors import CorruptError, NotACheckpointError, UnsupportedError, ZckptError
 
 VALUE = {
     "a": torch.arange(50, dtype=torch.int16),

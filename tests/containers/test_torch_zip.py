@@ -12,11 +12,11 @@ import numpy as np
 import pytest
 import torch
 
+from zckpt.base.errors import CorruptError, UnsupportedError, UsageError, ZckptError
 from zckpt.containers import Placeholder, TensorRef, TensorSpec, open_container, torch_zip
 from zckpt.containers.emit import contiguous_stride
 from zckpt.containers.zip_directory import Directory
-from zckpt.dtypes import ALL, BF16, BOOL, BY_NAME, F32, F64, I64, U16
-from zckpt.errors import CorruptError, UnsupportedError, UsageError, ZckptError
+from zckpt.core.dtypes import ALL, BF16, BOOL, BY_NAME, F32, F64, I64, U16
 
 FP8 = ("float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz")
 

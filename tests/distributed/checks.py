@@ -12,7 +12,7 @@ from harness import check, main, mean_over_ranks, rank, world
 from torch import nn
 
 from zckpt import runtime
-from zckpt.errors import CastError, UsageError
+from zckpt.base.errors import CastError, UsageError
 from zckpt.runtime import state as run_state
 from zckpt.runtime import zero
 from zckpt.runtime.deferred import rows_held_by

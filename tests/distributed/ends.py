@@ -22,7 +22,7 @@ from kills import free_port, import_early
 from torch import nn
 
 from zckpt import runtime
-from zckpt.errors import OutputError
+from zckpt.base.errors import OutputError
 from zckpt.runtime import saving
 
 WAYS = ("well", "exception", "destroyed", "failed", "failed and exception")

@@ -27,11 +27,11 @@ import torch.distributed as dist
 from calls import at_each
 from kills import begin, free_port, import_early, mark
 
-from zckpt.errors import ZckptError
+from zckpt.base.errors import ZckptError
+from zckpt.checks.verify import verify
 from zckpt.output import commit
 from zckpt.runtime import Engine
 from zckpt.runtime import state as run_state
-from zckpt.verify import verify
 
 OLD, NEW, NEXT = 2, 3, 4
 

@@ -22,7 +22,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import zckpt
 from zckpt import live
-from zckpt.errors import CastError, InconsistentError, OutputError, UnsupportedError, UsageError
+from zckpt.base.errors import CastError, InconsistentError, OutputError, UnsupportedError, UsageError
 from zckpt.live import export, meeting, ranks, shares
 
 CHECKS.clear()  # those of `checks`

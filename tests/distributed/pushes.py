@@ -13,7 +13,7 @@ from checks import BF16, config, refusal, start, train
 from harness import check, main, rank
 
 from zckpt import hub
-from zckpt.errors import ZckptError
+from zckpt.base.errors import ZckptError
 from zckpt.runtime import saving
 
 

@@ -22,8 +22,8 @@ from harness import check, main, rank, world
 from torch import nn
 
 from zckpt import runtime
-from zckpt.checkpoint import open_catalog
-from zckpt.errors import InconsistentError, OutputError, UnsupportedError, UsageError, ZckptError
+from zckpt.base.errors import InconsistentError, OutputError, UnsupportedError, UsageError, ZckptError
+from zckpt.jobs.open import open_catalog
 from zckpt.live import meeting
 from zckpt.runtime import exchange, saving
 from zckpt.runtime import state as run_state

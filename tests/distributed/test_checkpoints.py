@@ -18,10 +18,10 @@ from bits import same_bits
 from hub_server import TOKEN, HubServer
 from safetensors.torch import load_file
 
-from zckpt.checkpoint import Checkpoint, open_catalog, open_checkpoint
+from zckpt.checks.verify import verify
 from zckpt.containers import Placeholder, TensorRef, open_container
 from zckpt.drop_in import get_fp32_state_dict_from_zero_checkpoint
-from zckpt.verify import verify
+from zckpt.jobs.open import Checkpoint, open_catalog, open_checkpoint
 
 Outcome = Callable[..., list[Any]]
 HERE = Path(__file__).parent

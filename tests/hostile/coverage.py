@@ -21,15 +21,15 @@ import atheris
 sys.meta_path[:] = [finder for finder in sys.meta_path if "Redirecting" not in type(finder).__name__]
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-with atheris.instrument_imports(include=["zckpt.containers", "zckpt.jsons", "zckpt.layouts.dcp_metadata"]):
+with atheris.instrument_imports(include=["zckpt.containers", "zckpt.storage.json_files", "zckpt.layouts.dcp.metadata"]):
     from zckpt.containers import StorageRef, open_container
     from zckpt.containers.pickles import load_pickle
-    from zckpt.layouts.dcp_metadata import read_metadata
-    from zckpt.layouts.listing import Listing
+    from zckpt.layouts.dcp.metadata import read_metadata
+    from zckpt.layouts.save.listing import Listing
 
-from zckpt.dtypes import F32  # noqa: E402
-from zckpt.errors import ZckptError  # noqa: E402
-from zckpt.fragments import FileStore  # noqa: E402
+from zckpt.base.errors import ZckptError  # noqa: E402
+from zckpt.core.dtypes import F32  # noqa: E402
+from zckpt.core.fragments import FileStore  # noqa: E402
 
 FIXTURES = Path(__file__).parents[2] / "fixtures"
 MOST_BYTES = 1 << 16

@@ -16,13 +16,13 @@ import zlib
 
 import pytest
 
+from zckpt.base.errors import CorruptError, NotACheckpointError, UnsafeError, UnsupportedError, ZckptError
 from zckpt.containers import StorageRef, open_container
 from zckpt.containers.meanings import MEANINGS
 from zckpt.containers.opcodes import OPCODES
 from zckpt.containers.pickles import load_pickle
-from zckpt.dtypes import F32
-from zckpt.errors import CorruptError, NotACheckpointError, UnsafeError, UnsupportedError, ZckptError
-from zckpt.fragments import FileStore
+from zckpt.core.dtypes import F32
+from zckpt.core.fragments import FileStore
 
 MAX_PEAK_BYTES = 64 << 20
 MAX_SECONDS = 10
@@ -678,7 +678,7 @@ def test_each_attack_is_refused(tmp_path, name):
 def test_calls_cost_something(tmp_path):
     """30 MiB of calls, of which each costs little and is kept by nobody: 1.4 GiB and two minutes, once."""
     code = (
-        "import resource, sys; from zckpt.containers import open_container; from zckpt.errors import UnsupportedError\n"
+        "import resource, sys; from zckpt.containers import open_container; from zckpt.base.errors import UnsupportedError\n"
         "try: open_container(sys.argv[1])\n"
         "except UnsupportedError as error: print(error.what)\n"
         "used = resource.getrusage(resource.RUSAGE_SELF)\n"
@@ -707,7 +707,7 @@ def test_counts_of_ranks_are_not_counted_up_to(field, count, tmp_path):
     import synth
     import torch
 
-    from zckpt import convert
+    from zckpt.jobs import convert
 
     root = synth.zero12(tmp_path / "ckpt", [{"a": torch.arange(6.0)}], 2)
     for path in (root / "global_step5").glob("*.pt"):

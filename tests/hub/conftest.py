@@ -14,9 +14,9 @@ import synth
 import torch
 from hub_server import SHARD_BYTES, TOKEN, HubServer
 
-from zckpt.convert import Options
 from zckpt.hub import PushReport, push_to_hub
 from zckpt.hub.pipeline import SENDER
+from zckpt.jobs.convert import Options
 
 Pusher = Callable[..., PushReport]
 Shell = Callable[..., "subprocess.Popen[str]"]

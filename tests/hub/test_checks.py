@@ -11,9 +11,9 @@ import pytest
 from hub_server import TOKEN, HubServer
 from huggingface_hub import HfApi
 
-from zckpt.convert import Options
-from zckpt.errors import AccessError, UsageError, ZckptError
+from zckpt.base.errors import AccessError, UsageError, ZckptError
 from zckpt.hub import PushReport, attributes
+from zckpt.jobs.convert import Options
 
 Pusher = Callable[..., PushReport]
 Shell = Callable[..., "subprocess.Popen[str]"]

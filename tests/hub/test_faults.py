@@ -13,7 +13,7 @@ import pytest
 from hub_server import TOKEN, Blob, HubServer
 
 import zckpt
-from zckpt.errors import AccessError, CorruptError, RemoteError
+from zckpt.base.errors import AccessError, CorruptError, RemoteError
 from zckpt.hub import PushReport, patience
 from zckpt.hub.client import Hub
 from zckpt.hub.operations import Sent

@@ -13,9 +13,9 @@ import pytest
 from hub_server import SHARD_BYTES, TOKEN, HubServer
 
 import zckpt
-from zckpt.convert import Options
-from zckpt.errors import UsageError
+from zckpt.base.errors import UsageError
 from zckpt.hub import PushReport, scratch
+from zckpt.jobs.convert import Options
 
 Pusher = Callable[..., PushReport]
 Shell = Callable[..., "subprocess.Popen[str]"]

@@ -12,10 +12,10 @@ import pytest
 import yaml
 from hub_server import SHARD_BYTES, HubServer
 
-from zckpt.convert import Options
-from zckpt.errors import UnsafeError
+from zckpt.base.errors import UnsafeError
 from zckpt.hub import PushReport
 from zckpt.hub.privacy import cleaned
+from zckpt.jobs.convert import Options
 
 Pusher = Callable[..., PushReport]
 Shell = Callable[..., "subprocess.Popen[str]"]

@@ -18,11 +18,11 @@ from hub_server import SHARD_BYTES, TOKEN, HubServer
 from safetensors.torch import load, load_file, save_file
 
 import zckpt
-from zckpt.convert import Options
-from zckpt.errors import CastError, OutputError, UsageError
-from zckpt.files import to_bytes
+from zckpt.base.errors import CastError, OutputError, UsageError
 from zckpt.hub import PushReport, Target, cargo_of, prepare, push_to_hub
 from zckpt.hub import load as plan_push
+from zckpt.jobs.convert import Options
+from zckpt.storage.paths import to_bytes
 
 Pusher = Callable[..., PushReport]
 Shell = Callable[..., "subprocess.Popen[str]"]

@@ -14,10 +14,10 @@ from bits import same_bits
 from safetensors.torch import load_file
 
 import zckpt
-from zckpt.errors import CorruptError, IncompleteError, InconsistentError, UnsupportedError, UsageError
-from zckpt.forms import Form
-from zckpt.layouts.architectures import names
-from zckpt.layouts.listing import Wishes
+from zckpt.base.errors import CorruptError, IncompleteError, InconsistentError, UnsupportedError, UsageError
+from zckpt.layouts.save.listing import Wishes
+from zckpt.naming.architectures import names
+from zckpt.naming.transform import Form
 
 transformers = pytest.importorskip("transformers")
 
@@ -151,7 +151,9 @@ def test_newer_neox_llama(tp: int, key: int, tmp_path: Path) -> None:
     path.write_text(path.read_text().replace("5000", "10000").replace("0.5", "1.0"))
     assert_same(converted(home, tmp_path / "out", "llama", "neox"), wanted)
     if tp == 2:
-        rules = json.loads((Path(zckpt.__file__).parent / "layouts" / "rule_files" / "neox.json").read_text())
+        rules = json.loads(
+            (Path(zckpt.__file__).parent / "layouts" / "joining" / "rule_files" / "neox.json").read_text()
+        )
         (tmp_path / "rules.json").write_text(json.dumps(rules))
         with pytest.raises(UnsupportedError, match="rank by rank"):
             converted(home, tmp_path / "other", "llama", str(tmp_path / "rules.json"))

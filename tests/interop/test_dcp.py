@@ -19,11 +19,12 @@ from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 import zckpt
-from zckpt import layouts, to_dcp
-from zckpt.checkpoint import open_catalog, read_tensor, strip_wrappers
-from zckpt.errors import CastError, UnsupportedError, UsageError
-from zckpt.layouts import dcp_out
-from zckpt.layouts.values import step_of
+from zckpt import layouts
+from zckpt.base.errors import CastError, UnsupportedError, UsageError
+from zckpt.jobs import to_dcp
+from zckpt.jobs.open import open_catalog, read_tensor, strip_wrappers
+from zckpt.layouts.dcp import write as dcp_out
+from zckpt.layouts.run.values import step_of
 
 HOME = Path(__file__).parents[2] / "fixtures"
 FIXTURES = sorted(path.parent for path in HOME.glob("*/*/how.json"))
@@ -95,8 +96,8 @@ def test_cast(dtype: str, tmp_path: Path) -> None:
 
 
 def test_on_top_and_in_several_files(tmp_path: Path) -> None:
-    from zckpt.convert import Options, execute
-    from zckpt.to_dcp import prepare
+    from zckpt.jobs.convert import Options, execute
+    from zckpt.jobs.to_dcp import prepare
 
     path = HOME / "zero2" / "groups_w3" / "checkpoint"
     prepared = prepare(str(path), str(tmp_path / "out"), Options(dtype=None), under="", max_file_bytes=3000)

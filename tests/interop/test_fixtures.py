@@ -101,8 +101,8 @@ def test_sharded_directory(fixture: Path, container: str, tmp_path: Path) -> Non
 
 
 def test_the_reference_engine_writes_the_same_bytes(fixture: Path, tmp_path: Path) -> None:
-    from zckpt.convert import Options, prepare
-    from zckpt.mover import run
+    from zckpt.engine.move import run
+    from zckpt.jobs.convert import Options, prepare
 
     for engine in ("native", "reference"):
         (tmp_path / engine).mkdir()

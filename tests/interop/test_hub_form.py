@@ -15,11 +15,11 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 
 import zckpt
-from zckpt.catalog import TensorEntry
-from zckpt.checkpoint import read_tensor
-from zckpt.dtypes import F32
-from zckpt.fragments import Fragment, MemoryStore
-from zckpt.overlaps import rearranged, strided, transposed
+from zckpt.core.catalog import TensorEntry
+from zckpt.core.dtypes import F32
+from zckpt.core.fragments import Fragment, MemoryStore
+from zckpt.core.overlaps import rearranged, strided, transposed
+from zckpt.jobs.open import read_tensor
 
 transformers = pytest.importorskip("transformers", minversion="5")
 

@@ -15,10 +15,10 @@ from bits import same_bits
 from safetensors.torch import load_file, save_file
 
 import zckpt
-from zckpt.adapters import prepare
-from zckpt.convert import Options
-from zckpt.errors import CorruptError, UnsupportedError, UsageError
-from zckpt.layouts.adapter_names import found_in
+from zckpt.base.errors import CorruptError, UnsupportedError, UsageError
+from zckpt.jobs.convert import Options
+from zckpt.jobs.to_peft import prepare
+from zckpt.naming.adapter_names import found_in
 
 peft = pytest.importorskip("peft")
 transformers = pytest.importorskip("transformers")

@@ -12,11 +12,11 @@ from ranks import run_ranks
 from safetensors.torch import save_file
 
 from zckpt import layouts
-from zckpt.checkpoint import open_catalog, read_tensor
-from zckpt.dtypes import BF16
-from zckpt.reshard import reshard
-from zckpt.to_dcp import to_dcp
-from zckpt.universal import to_universal
+from zckpt.core.dtypes import BF16
+from zckpt.jobs.open import open_catalog, read_tensor
+from zckpt.jobs.reshard import reshard
+from zckpt.jobs.to_dcp import to_dcp
+from zckpt.jobs.to_universal import to_universal
 
 pytest.importorskip("deepspeed")
 

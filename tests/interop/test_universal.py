@@ -16,8 +16,8 @@ from bits import same_bits
 from ranks import run_ranks
 
 import zckpt
-from zckpt.report import inspect_checkpoint
-from zckpt.universal import to_universal
+from zckpt.jobs.inspection import inspect_checkpoint
+from zckpt.jobs.to_universal import to_universal
 
 pytest.importorskip("deepspeed")
 

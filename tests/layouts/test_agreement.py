@@ -12,11 +12,11 @@ import torch
 
 import zckpt
 from zckpt import layouts
-from zckpt.checkpoint import open_catalog
-from zckpt.errors import InconsistentError, ZckptError
-from zckpt.layouts.listing import natural
-from zckpt.report import inspect_checkpoint
-from zckpt.soundness import examined
+from zckpt.base.errors import InconsistentError, ZckptError
+from zckpt.checks.soundness import examined
+from zckpt.jobs.inspection import inspect_checkpoint
+from zckpt.jobs.open import open_catalog
+from zckpt.layouts.save.listing import natural
 
 FIXTURES = Path(__file__).parents[2] / "fixtures"
 SOURCES = {

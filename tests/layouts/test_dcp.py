@@ -22,8 +22,7 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 
 import zckpt
 from zckpt import layouts
-from zckpt.checkpoint import open_catalog, read_tensor
-from zckpt.errors import (
+from zckpt.base.errors import (
     CorruptError,
     IncompleteError,
     InconsistentError,
@@ -33,10 +32,11 @@ from zckpt.errors import (
     UsageError,
     ZckptError,
 )
-from zckpt.layouts.dcp_out import cut
-from zckpt.layouts.listing import Wishes
-from zckpt.layouts.values import step_of
-from zckpt.report import describe, inspect_checkpoint
+from zckpt.jobs.inspection import describe, inspect_checkpoint
+from zckpt.jobs.open import open_catalog, read_tensor
+from zckpt.layouts.dcp.write import cut
+from zckpt.layouts.run.values import step_of
+from zckpt.layouts.save.listing import Wishes
 
 FIXTURES = Path(__file__).parents[2] / "fixtures" / "dcp"
 NAMES = sorted(path.parent.name for path in FIXTURES.glob("*/how.json"))

@@ -16,19 +16,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 
-from zckpt import replicas
-from zckpt.catalog import Catalog, TensorEntry
-from zckpt.checkpoint import open_catalog, read_tensor
-from zckpt.convert import Options, convert, prepare
-from zckpt.delivery import fingerprint
-from zckpt.diff import diff
-from zckpt.dtypes import F32
-from zckpt.errors import IncompleteError, InconsistentError, UnsupportedError, UsageError, ZckptError
-from zckpt.fragments import Fragment, MemoryStore
-from zckpt.layouts import rules, slices
-from zckpt.layouts.listing import Wishes
-from zckpt.reshard import reshard
-from zckpt.verify import verify
+from zckpt.base.errors import IncompleteError, InconsistentError, UnsupportedError, UsageError, ZckptError
+from zckpt.checks.verify import verify
+from zckpt.core.catalog import Catalog, TensorEntry
+from zckpt.core.dtypes import F32
+from zckpt.core.fragments import Fragment, MemoryStore
+from zckpt.engine import replicas
+from zckpt.jobs.convert import Options, convert, prepare
+from zckpt.jobs.diff import diff
+from zckpt.jobs.open import open_catalog, read_tensor
+from zckpt.jobs.reshard import reshard
+from zckpt.layouts.joining import rules, slices
+from zckpt.layouts.save.listing import Wishes
+from zckpt.output.delivery import fingerprint
 
 FIXTURES = Path(__file__).parents[2] / "fixtures"
 

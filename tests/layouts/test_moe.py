@@ -15,11 +15,8 @@ import torch
 from bits import same_bits
 from safetensors.torch import load_file
 
-from zckpt import layouts, replicas
-from zckpt.catalog import Catalog
-from zckpt.checkpoint import open_catalog, read_tensor
-from zckpt.convert import convert
-from zckpt.errors import (
+from zckpt import layouts
+from zckpt.base.errors import (
     CorruptError,
     IncompleteError,
     InconsistentError,
@@ -27,11 +24,15 @@ from zckpt.errors import (
     UnsupportedError,
     ZckptError,
 )
-from zckpt.layouts.experts import sharers
+from zckpt.core.catalog import Catalog
+from zckpt.engine import replicas
+from zckpt.jobs.convert import convert
+from zckpt.jobs.inspection import describe, inspect_checkpoint
+from zckpt.jobs.open import open_catalog, read_tensor
+from zckpt.jobs.reshard import reshard
+from zckpt.jobs.to_universal import to_universal
+from zckpt.layouts.moe.experts import sharers
 from zckpt.live import load_into
-from zckpt.report import describe, inspect_checkpoint
-from zckpt.reshard import reshard
-from zckpt.universal import to_universal
 
 FIXTURES = Path(__file__).parents[2] / "fixtures"
 EXPERTS = ".moe.deepspeed_moe.experts.deepspeed_experts."

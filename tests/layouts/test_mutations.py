@@ -18,24 +18,17 @@ from safetensors.torch import load_file
 
 import zckpt
 from zckpt.containers import TensorRef, open_container, torch_zip
-from zckpt.convert import Options
-from zckpt.fragments import Fragment
-from zckpt.layouts import (
-    dcp_items,
-    expert_groups,
-    experts,
-    model_parallel,
-    module_states,
-    optimizer_states,
-    partition,
-    slices,
-    universal,
-    unsharded,
-    unsharded_training,
-    zero3,
-    zero12,
-)
-from zckpt.layouts.listing import Listing
+from zckpt.core.fragments import Fragment
+from zckpt.jobs.convert import Options
+from zckpt.layouts.dcp import items as dcp_items
+from zckpt.layouts.joining import slices
+from zckpt.layouts.moe import experts
+from zckpt.layouts.moe import groups as expert_groups
+from zckpt.layouts.parallel import read as model_parallel
+from zckpt.layouts.save import module_states
+from zckpt.layouts.save.listing import Listing
+from zckpt.layouts.universal import read as universal
+from zckpt.layouts.zero import optimizer_states, partition, unsharded, unsharded_training, zero3, zero12
 
 FIXTURES = Path(__file__).parents[2] / "fixtures"
 Wrapper = Callable[..., Callable[..., Any]]

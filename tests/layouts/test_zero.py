@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 
 import zckpt
-from zckpt.layouts.partition import SubGroups, flat_offsets, flat_pieces, partition_of
+from zckpt.layouts.zero.partition import SubGroups, flat_offsets, flat_pieces, partition_of
 
 shapes = st.lists(st.integers(0, 5), max_size=3).map(tuple)
 models = st.lists(st.lists(shapes, min_size=1, max_size=5), min_size=1, max_size=4)

@@ -28,9 +28,11 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import zckpt
-from zckpt import _core, batches
-from zckpt.convert import Options
-from zckpt.output import commit, journal, places
+from zckpt import _core
+from zckpt.engine import batches
+from zckpt.jobs.convert import Options
+from zckpt.output import commit, journal
+from zckpt.storage import output_places
 
 batches.LEAST_BYTES = 0
 Contents = dict[str, bytes]
@@ -210,7 +212,7 @@ class Mounted(Scenario):
 
     def __init__(self, checkpoint: str, work: str) -> None:
         super().__init__(checkpoint, work)
-        places.is_mount = lambda path: path == str(self.out)  # type: ignore[assignment]
+        output_places.is_mount = lambda path: path == str(self.out)  # type: ignore[assignment]
 
     def prepare(self) -> None:
         self.out.mkdir(parents=True)

@@ -20,13 +20,14 @@ from outputs import earlier_output
 
 import zckpt
 from zckpt import Options
-from zckpt.errors import OutputError
+from zckpt.base.errors import OutputError
 from zckpt.hub import scratch
-from zckpt.output import journal, places
+from zckpt.output import journal
 from zckpt.output.checks import check_space
 from zckpt.output.journal import Journal, Seal
 from zckpt.output.manifest import job_of
 from zckpt.output.work_directory import WorkDirectory
+from zckpt.storage import output_places
 
 
 @pytest.fixture(scope="module")
@@ -175,7 +176,7 @@ def mounted(out: Path, request: pytest.FixtureRequest) -> Iterator[Path]:
 
 @pytest.mark.parametrize("mounted", ["tmpfs", "bind"], indirect=True)
 def test_a_mount_point_is_written_into(mounted: Path, checkpoint: Path, wanted: dict[str, bytes]) -> None:
-    assert places.is_mount(str(mounted))
+    assert output_places.is_mount(str(mounted))
     convert(checkpoint, mounted)
     assert contents(mounted) == wanted and names(mounted.parent) == ["out"]
     (mounted / "notes.md").write_bytes(b"a thesis")

@@ -16,11 +16,7 @@ from addresses import FIXTURES, SMALL, local_tree, model, put, tree
 from s3_server import S3Server
 
 import zckpt
-from zckpt import batches, files, plan, remote, uploads
-from zckpt.adapters import to_peft
-from zckpt.cli import app
-from zckpt.convert import Options, execute, prepare
-from zckpt.errors import (
+from zckpt.base.errors import (
     AccessError,
     CastError,
     IncompleteError,
@@ -31,10 +27,16 @@ from zckpt.errors import (
     UnsupportedError,
     UsageError,
 )
-from zckpt.forms import Form
-from zckpt.layouts.listing import Wishes
-from zckpt.report import inspect_checkpoint
-from zckpt.to_dcp import to_dcp
+from zckpt.cli import app
+from zckpt.core import plan
+from zckpt.engine import batches
+from zckpt.jobs.convert import Options, execute, prepare
+from zckpt.jobs.inspection import inspect_checkpoint
+from zckpt.jobs.to_dcp import to_dcp
+from zckpt.jobs.to_peft import to_peft
+from zckpt.layouts.save.listing import Wishes
+from zckpt.naming.transform import Form
+from zckpt.storage import fsspec_io, paths, uploads
 
 SOME = [
     "zero3/bf16_w2",
@@ -203,7 +205,7 @@ def test_only_what_is_needed_is_fetched(s3: S3Server, tmp_path: Path, monkeypatc
 def test_in_parts_of_any_size(root: str, most: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(batches, "MOST_REMOTE_BYTES", most)
     monkeypatch.setattr(plan, "SLAB_BYTES", most // 3)
-    monkeypatch.setattr(remote, "GAP_BYTES", 100)
+    monkeypatch.setattr(fsspec_io, "GAP_BYTES", 100)
     synth.zero3(tmp_path / "ckpt", model(9_100), 3, sub_group=9_100)
     address = put(tmp_path / "ckpt", f"{root}/ckpt")
     zckpt.convert(tmp_path / "ckpt", tmp_path / "want.bin")
@@ -229,13 +231,13 @@ def test_a_source_that_changes_meanwhile(tmp_path: Path) -> None:
 def test_near_ranges_are_one_request(monkeypatch: pytest.MonkeyPatch) -> None:
     fsspec.filesystem("memory").pipe_file("/m/f", bytes(range(256)) * 4096)
     asked: list[tuple[int, int]] = []
-    one = remote._one
-    monkeypatch.setattr(remote, "_one", lambda fs, p, a, b: (asked.append((a, b)), one(fs, p, a, b))[1])
-    gap = remote.GAP_BYTES
+    one = fsspec_io._one
+    monkeypatch.setattr(fsspec_io, "_one", lambda fs, p, a, b: (asked.append((a, b)), one(fs, p, a, b))[1])
+    gap = fsspec_io.GAP_BYTES
     wanted = [
-        remote.Range("memory://m/f", a, b) for a, b in [(500_000, 500_010), (0, 10), (10 + gap, 20 + gap), (5, 30)]
+        fsspec_io.Range("memory://m/f", a, b) for a, b in [(500_000, 500_010), (0, 10), (10 + gap, 20 + gap), (5, 30)]
     ]
-    for (block, at), r in zip(remote.fetch(wanted), wanted, strict=True):
+    for (block, at), r in zip(fsspec_io.fetch(wanted), wanted, strict=True):
         assert block[r.start - at : r.stop - at] == bytes(n % 256 for n in range(r.start, r.stop))
     assert sorted(asked) == [(0, 20 + gap), (500_000, 500_010)]
 
@@ -243,7 +245,7 @@ def test_near_ranges_are_one_request(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_reader_is_exact_at_every_place() -> None:
     data = os.urandom(300_000)
     fsspec.filesystem("memory").pipe_file("/m/f", data)
-    reader = remote.Reader("memory://m/f", len(data))
+    reader = fsspec_io.Reader("memory://m/f", len(data))
     for offset, nbytes in [(299_990, 100), (0, 8), (8, 70_000), (65_535, 2), (140_000, 160_000), (300_000, 5), (7, 0)]:
         assert reader.read(offset, nbytes) == data[offset : offset + nbytes]
 
@@ -251,7 +253,7 @@ def test_a_reader_is_exact_at_every_place() -> None:
 def test_a_reader_keeps_the_blocks_that_a_request_still_needs() -> None:
     data = os.urandom(72 << 16)
     fsspec.filesystem("memory").pipe_file("/m/f", data)
-    reader = remote.Reader("memory://m/f", len(data))
+    reader = fsspec_io.Reader("memory://m/f", len(data))
     for block in range(65):
         assert reader.read(block << 16, 1) == data[block << 16 : (block << 16) + 1]
     assert reader.read(64 << 16, 2 << 16) == data[64 << 16 : 66 << 16]  # one block is known, one is not
@@ -401,7 +403,7 @@ def test_an_output_among_the_shards_is_found_however_it_is_spelled(tmp_path: Pat
     ],
 )
 def test_what_lies_within_what(path: str, directory: str, inside: bool) -> None:
-    assert files.is_within(path, directory) == inside
+    assert paths.is_within(path, directory) == inside
 
 
 # ---- addresses -------------------------------------------------------------------------------------------------------
@@ -411,7 +413,7 @@ def test_file_addresses_are_local_paths(tmp_path: Path) -> None:
     checkpoint = FIXTURES / SMALL / "checkpoint"
     code = (
         "import sys, zckpt\n"
-        "zckpt.convert(sys.argv[1], sys.argv[2]); zckpt.convert('file://' + sys.argv[1], 'file://' + sys.argv[3])\n"
+        "zckpt.jobs.convert(sys.argv[1], sys.argv[2]); zckpt.convert('file://' + sys.argv[1], 'file://' + sys.argv[3])\n"
         "print(sorted({'fsspec', 's3fs'} & set(sys.modules)))"
     )
     out, again = tmp_path / "out.bin", tmp_path / "again.bin"
@@ -457,7 +459,7 @@ def test_without_credentials(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) ->
     ],
 )
 def test_parents(path: str, above: str) -> None:
-    assert files.parent(path) == above
+    assert paths.parent(path) == above
 
 
 def test_the_command_line(root: str, tmp_path: Path) -> None:

@@ -26,9 +26,9 @@ from s3_server import S3Server
 from safetensors.torch import load, save_file
 
 import zckpt
-from zckpt import remote, uploads
-from zckpt.convert import Options
-from zckpt.errors import CastError, CorruptError, InconsistentError, OutputError, UnsafeError, ZckptError
+from zckpt.base.errors import CastError, CorruptError, InconsistentError, OutputError, UnsafeError, ZckptError
+from zckpt.jobs.convert import Options
+from zckpt.storage import fsspec_io, uploads
 
 FILES = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json")
 """In the order in which transformers looks for them."""
@@ -92,7 +92,7 @@ def requests(monkeypatch: pytest.MonkeyPatch) -> Requests:
 
 @pytest.fixture(autouse=True)
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(remote, "_TRIES", 1)
+    monkeypatch.setattr(fsspec_io, "_TRIES", 1)
 
 
 def source(place: Path, seed: int, scale: float = 1.0) -> Path:
@@ -322,7 +322,7 @@ import torch, zckpt
 from fsspec.implementations.local import LocalFileSystem
 from fsspec.implementations.memory import MemoryFileSystem
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
-from zckpt.convert import Options
+from zckpt.jobs.convert import Options
 
 work, models = Path(sys.argv[1]), {}
 for seed, hidden in ((1, 8), (2, 16)):

@@ -14,10 +14,10 @@ from addresses import FIXTURES, SMALL, model, put
 from s3_server import S3Server
 
 import zckpt
-from zckpt import looks
-from zckpt.errors import InconsistentError, NotACheckpointError
-from zckpt.to_dcp import to_dcp
-from zckpt.verification import Verification
+from zckpt.base.errors import InconsistentError, NotACheckpointError
+from zckpt.checks.verdict import Verification
+from zckpt.engine import scan_requests
+from zckpt.jobs.to_dcp import to_dcp
 
 SOME = [
     SMALL,
@@ -74,8 +74,8 @@ def test_an_output_behind_an_address(root: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("most", [1 << 20, 4096])
 def test_damage_is_found_in_parts_of_any_size(most: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(looks, "SLAB_BYTES", most // 3)
-    monkeypatch.setattr(looks, "MOST_REMOTE_BYTES", most)
+    monkeypatch.setattr(scan_requests, "SLAB_BYTES", most // 3)
+    monkeypatch.setattr(scan_requests, "MOST_REMOTE_BYTES", most)
     synth.zero12(tmp_path / "ckpt", model(40_000), 3)
     file = next((tmp_path / "ckpt").glob("*/*rank_1_*optim*"))
     data = bytearray(file.read_bytes())
@@ -103,7 +103,7 @@ def test_diff_of_either_side(root: str, tmp_path: Path) -> None:
 
 
 def test_transposed_tensors_behind_an_address(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(looks, "SLAB_BYTES", 1000)
+    monkeypatch.setattr(scan_requests, "SLAB_BYTES", 1000)
     weight = torch.randn(300, 70)
     torch.save({"a": weight.T, "b": weight[:, 10:20]}, tmp_path / "a.bin")
     torch.save({"a": weight.T.contiguous(), "b": weight[:, 10:20].contiguous()}, tmp_path / "b.bin")
@@ -129,16 +129,16 @@ def test_a_file_that_changes_meanwhile(monkeypatch: pytest.MonkeyPatch, tmp_path
     here = FIXTURES / SMALL / "checkpoint"
     there = put(here, "memory://m/ckpt")
     zckpt.convert(here, tmp_path / "out.bin")
-    real = looks.near
+    real = scan_requests.near
 
-    def slow(batch: looks.ScanBatch) -> looks.ScanBatch:
+    def slow(batch: scan_requests.ScanBatch) -> scan_requests.ScanBatch:
         shutil.copytree(here, tmp_path / "again", dirs_exist_ok=True)
         for file in (tmp_path / "again").glob("*/*optim*"):
             file.write_bytes(file.read_bytes() + b"more")
         put(tmp_path / "again", there)
         return real(batch)
 
-    monkeypatch.setattr("zckpt.scan.near", slow)
+    monkeypatch.setattr("zckpt.engine.scan.near", slow)
     with pytest.raises(InconsistentError, match="changed while it was read"):
         zckpt.diff(there, tmp_path / "out.bin")
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from zckpt.errors import UnsupportedError, UsageError
+from zckpt.base.errors import UnsupportedError, UsageError
 from zckpt.runtime.config import Batch, batch_of, read_config
 
 SMALLEST: dict[str, Any] = {"train_micro_batch_size_per_gpu": 1}

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from zckpt import runtime
-from zckpt.errors import UsageError
+from zckpt.base.errors import UsageError
 
 
 def start(model: nn.Module, stage: int, *, bf16: bool = False) -> runtime.Engine:

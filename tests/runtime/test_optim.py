@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from zckpt.errors import UnsupportedError, UsageError
+from zckpt.base.errors import UnsupportedError, UsageError
 from zckpt.runtime.optim import Lamb, Lion, build_optimizer, check_elementwise
 
 CPU = torch.device("cpu")

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from zckpt.errors import CastError
+from zckpt.base.errors import CastError
 from zckpt.runtime.config_sections import FP16
 from zckpt.runtime.precision import LossScaler, loss_scaler
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from zckpt.errors import UsageError
+from zckpt.base.errors import UsageError
 from zckpt.runtime.schedules import SCHEDULES, build_schedule
 
 CASES: list[tuple[str, dict[str, Any]]] = [

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from zckpt.errors import OutputError, UsageError
+from zckpt.base.errors import OutputError, UsageError
 from zckpt.runtime.tags import check_places, check_tag
 
 REFUSED = {

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from torch import nn
 
-from zckpt.errors import UsageError
+from zckpt.base.errors import UsageError
 from zckpt.runtime.units import find_units, merged
 
 

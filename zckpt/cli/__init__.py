@@ -18,9 +18,9 @@ from typing import NoReturn
 
 import typer
 
-from zckpt import together
+from zckpt.base.errors import ZckptError, redact
 from zckpt.cli import convert, demo, look, options, peft, push, reshape, train
-from zckpt.errors import ZckptError, redact
+from zckpt.team import together
 
 app = typer.Typer(
     name="zckpt",

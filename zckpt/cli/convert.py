@@ -13,7 +13,7 @@ from zckpt.cli import push
 from zckpt.cli.output import Sink, already_done, lack_of_space, peak_rss_bytes
 
 if TYPE_CHECKING:
-    from zckpt.convert import Prepared, Report
+    from zckpt.jobs.convert import Prepared, Report
 
 _DTYPES = ("fp32", "fp16", "bf16")
 
@@ -63,8 +63,8 @@ def _register(app: typer.Typer, dtype: str) -> None:
         as_json: o.Json = False,
         quiet: o.Quiet = False,
     ) -> None:
-        from zckpt.convert import Options, prepare, to_dtype
-        from zckpt.forms import Form
+        from zckpt.jobs.convert import Options, prepare, to_dtype
+        from zckpt.naming.transform import Form
 
         began = time.perf_counter()
         chosen = Options(
@@ -123,8 +123,8 @@ def to_dcp(
     quiet: o.Quiet = False,
 ) -> None:
     """Writes the directory, or prints the plan."""
-    from zckpt.convert import Options, to_dtype
-    from zckpt.to_dcp import prepare
+    from zckpt.jobs.convert import Options, to_dtype
+    from zckpt.jobs.to_dcp import prepare
 
     began = time.perf_counter()
     chosen = Options(
@@ -150,7 +150,7 @@ def to_dcp(
 
 
 def _carry_out(sink: Sink, prepared: Prepared, dtype: str, began: float) -> None:
-    from zckpt.convert import execute
+    from zckpt.jobs.convert import execute
 
     with sink.progress(prepared.plan.bytes_written, f"to {dtype}") as progress:
         report = execute(prepared, progress)
@@ -209,7 +209,7 @@ def _loader(out: str, files: list[str], single: bool) -> str:
 
 def show_plan(sink: Sink, prepared: Prepared, dtype: str) -> None:
     """What a conversion would write."""
-    from zckpt.files import size
+    from zckpt.storage.paths import size
 
     plan = prepared.plan
     files = [(file.path, file.size) for file, _ in plan.files]

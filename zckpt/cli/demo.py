@@ -59,11 +59,11 @@ def demo() -> None:
 
 def _train(sink: Sink) -> list[str]:
     """Two processes with ZeRO-3, then three with ZeRO-2; the weights that differ between the two ways out."""
-    from zckpt.errors import some
+    from zckpt.base.errors import some
 
     with tempfile.TemporaryDirectory(prefix="zckpt-demo-") as directory:
         home = Path(directory)
-        sources = sorted(Path(__file__).parents[1].glob("*.py"))
+        sources = sorted(Path(__file__).parents[1].glob("[c-j]*/*.py"))
         home.joinpath("text.txt").write_text("".join(path.read_text(encoding="utf-8") for path in sources))
         for stage in (3, 2):
             config = {**_CONFIG, "zero_optimization": {"stage": stage}}
@@ -97,9 +97,9 @@ def _run(sink: Sink, home: Path, *words: str) -> None:
 
 def _convert(sink: Sink) -> list[str]:
     """Inspects and converts a stored ZeRO-3 checkpoint; the tensors that differ from the stored truth."""
-    from zckpt.convert import convert
-    from zckpt.errors import some
-    from zckpt.report import describe, inspect_checkpoint
+    from zckpt.base.errors import some
+    from zckpt.jobs.convert import convert
+    from zckpt.jobs.inspection import describe, inspect_checkpoint
 
     home = _fixture()
     checkpoint, truth = os.path.join(home, "checkpoint"), os.path.join(home, "truth.safetensors")
@@ -132,7 +132,7 @@ def _say(sink: Sink, *lines: str) -> None:
 def _fixture() -> str:
     """The stored checkpoint to show."""
     import zckpt
-    from zckpt.errors import NotACheckpointError
+    from zckpt.base.errors import NotACheckpointError
 
     root = Path(zckpt.__file__).resolve().parent.parent / "fixtures" / "zero3"
     homes = [path.parent for path in root.glob("*/truth.safetensors")]
@@ -166,8 +166,8 @@ def _tensors(path: str) -> dict[str, TensorRef]:
 
 def _equal(found: TensorRef, truth: TensorRef) -> bool:
     """Whether every element is the truth's, rounded to the dtype that was written."""
-    from zckpt.dtypes import BF16, F32
-    from zckpt.replicas import rounded
+    from zckpt.core.dtypes import BF16, F32
+    from zckpt.engine.replicas import rounded
 
     if found.shape != truth.shape:
         return False

@@ -40,7 +40,7 @@ def inspect(
     as_json: o.Json = False,
 ) -> None:
     """Prints an inspection; exit status 1 when the checkpoint cannot be exported."""
-    from zckpt.report import describe, inspect_checkpoint
+    from zckpt.jobs.inspection import describe, inspect_checkpoint
 
     inspection = inspect_checkpoint(ckpt, tag, also or (), o.wishes(tp_rules, tp, pp, key))
     Sink(as_json=as_json).result(
@@ -66,7 +66,7 @@ def verify(
     as_json: o.Json = False,
 ) -> None:
     """Prints a verification; exit status 1 when anything is wrong."""
-    from zckpt.verify import verify
+    from zckpt.checks.verify import verify
 
     sink = Sink(as_json=as_json)
     with sink.progress(None, "verify") as progress:
@@ -100,7 +100,7 @@ def diff(
     as_json: o.Json = False,
 ) -> None:
     """Prints differences; exit status 1 when there are any."""
-    from zckpt.diff import diff
+    from zckpt.jobs.diff import diff
 
     sink = Sink(as_json=as_json)
     with sink.progress(None, "diff") as progress:

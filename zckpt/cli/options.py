@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 if TYPE_CHECKING:
-    from zckpt.layouts.listing import Wishes
-    from zckpt.tuning import Pace
+    from zckpt.base.pace import Pace
+    from zckpt.layouts.save.listing import Wishes
 
 
 class Format(str, Enum):
@@ -51,7 +51,7 @@ def split_rename(text: str) -> tuple[str, str]:
     """
     import re
 
-    from zckpt.errors import UsageError
+    from zckpt.base.errors import UsageError
 
     found = re.fullmatch(r"((?:\(\?<?=|\\.|[^\\=])*)=(.*)", text, re.DOTALL)
     if not found:
@@ -63,7 +63,7 @@ def split_rename(text: str) -> tuple[str, str]:
 
 def wishes(tp_rules: str | None, tp: int | None, pp: int | None, key: str | None = None) -> Wishes | None:
     """What was said of a checkpoint that does not say it itself."""
-    from zckpt.layouts.listing import Wishes
+    from zckpt.layouts.save.listing import Wishes
 
     return Wishes(tp_rules, tp, pp, key or "") if tp_rules or tp or pp or key else None
 
@@ -74,8 +74,8 @@ def parse_bytes(text: str | None, option: str) -> int | None:
     Raises:
         UsageError: it is no such thing, or nothing.
     """
-    from zckpt.errors import UsageError
-    from zckpt.files import to_bytes
+    from zckpt.base.errors import UsageError
+    from zckpt.storage.paths import to_bytes
 
     if text is None:
         return None
@@ -90,7 +90,7 @@ def parse_bytes(text: str | None, option: str) -> int | None:
 
 def pace(threads: int | None, keep_cache: bool | None, limit_rate: str | None) -> Pace:
     """How hard to work, from the options that say so."""
-    from zckpt.tuning import thread_count
+    from zckpt.base.pace import thread_count
 
     thread_count(threads)
     return {

@@ -7,8 +7,8 @@ import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 
-from zckpt.errors import OutputError
-from zckpt.together import speaks
+from zckpt.base.errors import OutputError
+from zckpt.team.together import speaks
 
 
 class Sink:
@@ -73,8 +73,8 @@ def _advance(bar: object, done: int) -> None:
 
 def lack_of_space(out: str, needed_bytes: int) -> list[str]:
     """What a dry run says of a disk that is too full; nothing otherwise."""
-    from zckpt.files import is_remote
     from zckpt.output.checks import check_space
+    from zckpt.storage.paths import is_remote
 
     if not is_remote(out):
         try:

@@ -13,7 +13,7 @@ from zckpt.cli.convert import show_plan
 from zckpt.cli.output import Sink, already_done, peak_rss_bytes
 
 if TYPE_CHECKING:
-    from zckpt.adapters import AdapterReport
+    from zckpt.jobs.to_peft import AdapterReport
 
 OutDirectory = Annotated[str, typer.Argument(metavar="OUT", help="Directory for the adapter.", show_default=False)]
 Adapter = Annotated[str | None, typer.Option("--adapter", metavar="NAME", help="Which one, where there are several.")]
@@ -47,8 +47,8 @@ def to_peft(
     quiet: o.Quiet = False,
 ) -> None:
     """Plans, and unless it is a dry run carries out."""
-    from zckpt.adapters import carry_out, prepare
-    from zckpt.convert import Options, to_dtype
+    from zckpt.jobs.convert import Options, to_dtype
+    from zckpt.jobs.to_peft import carry_out, prepare
 
     began = time.perf_counter()
     options = Options(

@@ -15,8 +15,8 @@ from zckpt.cli import options as o
 from zckpt.cli.output import Sink
 
 if TYPE_CHECKING:
-    from zckpt.convert import Options, Prepared
     from zckpt.hub import PushReport, Ready, Target
+    from zckpt.jobs.convert import Options, Prepared
 
 _ADDRESS = re.compile(
     r"hf://(?:models/)?(?P<repo>[^/@]+/[^/@]+)(?:@(?P<revision>refs/pr/\d+|[^/]+))?(?:/(?P<path>.*))?", re.DOTALL
@@ -104,8 +104,8 @@ def push(
     """Pushes a checkpoint, or shows what would be pushed."""
     if endpoint:
         os.environ["HF_ENDPOINT"] = endpoint  # before huggingface_hub is loaded: all of it must know
-    from zckpt.convert import Options
     from zckpt.hub import MESSAGE, Target, load
+    from zckpt.jobs.convert import Options
 
     chosen = Options(
         max_shard_size=max_shard_size, include=include or (), exclude=exclude or (), exclude_frozen=exclude_frozen,
@@ -121,8 +121,8 @@ def push(
 
 def carry_out(prepared: Prepared, target: Target, sink: Sink, *, dry_run: bool) -> None:
     """Sends a planned conversion to a page."""
-    from zckpt.convert import check
     from zckpt.hub import cargo_of, execute, prepare
+    from zckpt.jobs.convert import check
 
     ready = prepare(cargo_of(prepared), target, lambda text: sink.notes([text]), dry_run=dry_run)
     if dry_run:
@@ -146,9 +146,9 @@ def to_page(
     source: str, out: str, options: Options, sink: Sink, *, tag: str | None, also: list[str], dry_run: bool
 ) -> None:
     """`to-*` with an OUT such as `hf://me/my-model@main/fp32`."""
-    from zckpt.convert import prepare
-    from zckpt.errors import UsageError
+    from zckpt.base.errors import UsageError
     from zckpt.hub import Target
+    from zckpt.jobs.convert import prepare
 
     found = _ADDRESS.fullmatch(out.rstrip("/"))
     if not found or found["repo"].partition("/")[0] in _OTHERS:

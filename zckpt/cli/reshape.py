@@ -13,9 +13,9 @@ from zckpt.cli import options as o
 from zckpt.cli.output import Sink, already_done, lack_of_space, peak_rss_bytes
 
 if TYPE_CHECKING:
-    from zckpt.convert import Report
-    from zckpt.reshard import Prepared, Target
-    from zckpt.tuning import Pace
+    from zckpt.base.pace import Pace
+    from zckpt.jobs.convert import Report
+    from zckpt.jobs.reshard import Prepared, Target
 
 
 class Precision(str, Enum):
@@ -73,7 +73,7 @@ def reshard(
     quiet: o.Quiet = False,
 ) -> None:
     """Plans, and unless it is a dry run carries out."""
-    from zckpt.reshard import prepare
+    from zckpt.jobs.reshard import prepare
 
     began = time.perf_counter()
     sink = Sink(as_json=as_json, quiet=quiet)
@@ -112,7 +112,7 @@ def to_universal(
     quiet: o.Quiet = False,
 ) -> None:
     """Plans, and unless it is a dry run carries out."""
-    from zckpt.universal import prepare
+    from zckpt.jobs.to_universal import prepare
 
     began = time.perf_counter()
     sink = Sink(as_json=as_json, quiet=quiet)
@@ -138,7 +138,7 @@ def _carry_out(
     *,
     dry_run: bool,
 ) -> None:
-    from zckpt.reshard import execute
+    from zckpt.jobs.reshard import execute
 
     sink.notes(prepared.notes)
     what += f", tag {prepared.target.tag}"

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from zckpt.base.errors import UnsupportedError
 from zckpt.cli import options
 from zckpt.cli.output import Sink
-from zckpt.errors import UnsupportedError
 
 if TYPE_CHECKING:
     from zckpt.runtime.metrics import Step

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import os
 
+from zckpt.base.errors import CorruptError, IncompleteError, NotACheckpointError, UnsupportedError
 from zckpt.containers import safetensors_file, torch_legacy, torch_zip
 from zckpt.containers.container import Container, Input, open_input
 from zckpt.containers.inert import NumpyArray, Placeholder, brief, enum_value
 from zckpt.containers.pickles import load_pickle
 from zckpt.containers.skeleton import Skeleton, TensorSpec
 from zckpt.containers.tensor_ref import StorageRef, TensorRef
-from zckpt.errors import CorruptError, IncompleteError, NotACheckpointError, UnsupportedError
 
 __all__ = [
     "Container",

@@ -12,9 +12,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import ClassVar, Literal
 
-from zckpt import files, remote
-from zckpt.errors import CorruptError, NotACheckpointError
-from zckpt.fragments import FileStore
+from zckpt.base.errors import CorruptError, NotACheckpointError
+from zckpt.core.fragments import FileStore
+from zckpt.storage import fsspec_io, paths
 
 _HEAD_BYTES, _TAIL_BYTES = 2048, 1024
 """Of a small torch file, these hold all but the tensor: its headers, its pickle and its directory."""
@@ -126,7 +126,7 @@ class RemoteInput(Input):
     """The same behind an address: read by byte ranges."""
 
     is_remote: ClassVar[bool] = True
-    reader: remote.Reader = field(kw_only=True)
+    reader: fsspec_io.Reader = field(kw_only=True)
 
     def _bytes(self, at: int, nbytes: int) -> bytes:
         return self.reader.read(at, nbytes)
@@ -140,10 +140,10 @@ def open_input(path: str | os.PathLike[str]) -> Iterator[Input]:
         NotACheckpointError: it is missing, unreadable, or no file.
     """
     name = os.fspath(path)
-    if files.is_remote(name):
-        status = remote.status(name)
+    if paths.is_remote(name):
+        status = fsspec_io.status(name)
         yield RemoteInput(
-            name, -1, status.size, status.identity, file_size=status.size, reader=remote.Reader(name, status.size)
+            name, -1, status.size, status.identity, file_size=status.size, reader=fsspec_io.Reader(name, status.size)
         )
         return
     try:

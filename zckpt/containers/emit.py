@@ -13,10 +13,10 @@ import struct
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
+from zckpt.base.errors import UnsupportedError
 from zckpt.containers.inert import NumpyArray, Pair, Placeholder, brief
 from zckpt.containers.skeleton import TensorSpec
-from zckpt.dtypes import DType
-from zckpt.errors import UnsupportedError
+from zckpt.core.dtypes import DType
 
 
 class Size(tuple[int, ...]):

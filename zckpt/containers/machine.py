@@ -10,12 +10,12 @@ import itertools
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from zckpt import limits
+from zckpt.base import limits
+from zckpt.base.errors import CorruptError, UnsafeError, UnsupportedError, ZckptError
 from zckpt.containers.danger import runs_code
 from zckpt.containers.inert import NumpyArray, Pair, Placeholder
 from zckpt.containers.meanings import MEANINGS, MOST_NAME, fill_array, plain_key
 from zckpt.containers.tensor_ref import TensorRef
-from zckpt.errors import CorruptError, UnsafeError, UnsupportedError, ZckptError
 
 PersistentLoad = Callable[[object], object]
 

@@ -17,7 +17,7 @@ from typing import Any
 
 from zckpt.containers.inert import NumpyArray, Placeholder
 from zckpt.containers.tensor_ref import MAX_DIMS, MAX_NUMBER, StorageRef, TensorRef
-from zckpt.dtypes import BY_STORAGE, BY_TORCH_NAME, I8, I32, U8, DType
+from zckpt.core.dtypes import BY_STORAGE, BY_TORCH_NAME, I8, I32, U8, DType
 
 MISFITS = (TypeError, ValueError, LookupError, struct.error, OverflowError)
 """What Python raises where arguments or bytes do not fit."""

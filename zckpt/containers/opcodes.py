@@ -12,9 +12,9 @@ import struct
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from zckpt.base.errors import CorruptError, UnsafeError, UnsupportedError
 from zckpt.containers.machine import STEP, Machine, as_new
 from zckpt.containers.meanings import global_of, plain_key
-from zckpt.errors import CorruptError, UnsafeError, UnsupportedError
 
 MAX_INT_BYTES = 1024
 """Python itself refuses to print whole numbers of more than 4,300 digits; these have 2,466."""

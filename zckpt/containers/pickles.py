@@ -23,11 +23,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from zckpt.base.errors import CorruptError
 from zckpt.containers.inert import NumpyArray, Placeholder
 from zckpt.containers.machine import ENTRY_COST, Machine, PersistentLoad
 from zckpt.containers.meanings import MISFITS
 from zckpt.containers.opcodes import COSTS, OPCODES, STOP
-from zckpt.errors import CorruptError
 
 MAX_DEPTH = 400
 """Python's own limit of recursion is 1,000."""

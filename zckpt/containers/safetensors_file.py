@@ -21,15 +21,15 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from zckpt import limits
+from zckpt.base import limits
+from zckpt.base.errors import CorruptError, UnsupportedError, UsageError, some
 from zckpt.containers.container import Container, Input, open_input
 from zckpt.containers.emit import contiguous_stride
 from zckpt.containers.skeleton import Skeleton, TensorSpec
 from zckpt.containers.tensor_ref import MAX_DIMS, StorageRef, TensorRef
-from zckpt.dtypes import BY_NAME, IN_SAFETENSORS
-from zckpt.errors import CorruptError, UnsupportedError, UsageError, some
-from zckpt.fragments import FileStore
-from zckpt.jsons import check_size
+from zckpt.core.dtypes import BY_NAME, IN_SAFETENSORS
+from zckpt.core.fragments import FileStore
+from zckpt.storage.json_files import check_size
 
 MAX_HEADER_BYTES = 100_000_000
 ALIGNMENT = 64

@@ -8,8 +8,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from zckpt.dtypes import DType
-from zckpt.plan import Checksum
+from zckpt.core.dtypes import DType
+from zckpt.core.plan import Checksum
 
 
 @dataclass(frozen=True, slots=True)

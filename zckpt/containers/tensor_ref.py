@@ -12,10 +12,10 @@ import itertools
 import math
 from dataclasses import dataclass
 
+from zckpt.base.errors import CorruptError, UnsupportedError
 from zckpt.containers.inert import brief
-from zckpt.dtypes import DType
-from zckpt.errors import CorruptError, UnsupportedError
-from zckpt.fragments import FileStore, Fragment
+from zckpt.core.dtypes import DType
+from zckpt.core.fragments import FileStore, Fragment
 
 MAX_NUMBER = 2**63 - 1
 """torch's shapes, strides and offsets are signed 64-bit numbers."""

@@ -19,7 +19,8 @@ import os
 import struct
 from dataclasses import replace
 
-from zckpt import limits
+from zckpt.base import limits
+from zckpt.base.errors import CorruptError, NotACheckpointError, UnsupportedError
 from zckpt.containers.container import Container, Input, open_input
 from zckpt.containers.inert import brief, brief_text
 from zckpt.containers.machine import PersistentLoad
@@ -27,7 +28,6 @@ from zckpt.containers.meanings import storage_dtype
 from zckpt.containers.pickles import read_pickle
 from zckpt.containers.tensor_ref import MAX_DIMS, StorageRef
 from zckpt.containers.torch_zip import storage_of
-from zckpt.errors import CorruptError, NotACheckpointError, UnsupportedError
 
 MAGIC_NUMBER = 0x1950A86A20F9469CFC6C
 PROTOCOL_VERSION = 1001

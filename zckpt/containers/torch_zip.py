@@ -19,7 +19,8 @@ import struct
 import zlib
 from collections.abc import Mapping, Sequence
 
-from zckpt import limits
+from zckpt.base import limits
+from zckpt.base.errors import CorruptError, NotACheckpointError, UnsupportedError, UsageError
 from zckpt.containers.container import Container, Input, open_input
 from zckpt.containers.emit import emit
 from zckpt.containers.inert import brief, brief_text
@@ -28,9 +29,8 @@ from zckpt.containers.pickles import load_pickle
 from zckpt.containers.skeleton import Skeleton, TensorSpec
 from zckpt.containers.tensor_ref import MAX_NUMBER, StorageRef
 from zckpt.containers.zip_directory import END, END64, ENTRY, LOCAL_HEADER, LOCATOR, MAX16, MAX32, Directory
-from zckpt.errors import CorruptError, NotACheckpointError, UnsupportedError, UsageError
-from zckpt.fragments import FileStore
-from zckpt.plan import Checksum
+from zckpt.core.fragments import FileStore
+from zckpt.core.plan import Checksum
 
 ALIGNMENT = 64
 PREFIX = "archive"

@@ -20,9 +20,9 @@ from __future__ import annotations
 import struct
 from dataclasses import dataclass
 
-from zckpt import limits
+from zckpt.base import limits
+from zckpt.base.errors import CorruptError, UnsupportedError
 from zckpt.containers.container import Input
-from zckpt.errors import CorruptError, UnsupportedError
 
 LOCAL_HEADER = struct.Struct("<4s5H3L2H")
 ENTRY = struct.Struct("<4s6H3L5H2L")

@@ -10,15 +10,15 @@ import os
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from zckpt import files
-from zckpt.checkpoint import Opened, open_catalog
-from zckpt.convert import Options, Prepared, check, to_dtype
-from zckpt.convert import prepare as plan_conversion
-from zckpt.dtypes import BY_TORCH_NAME, CAST_TARGETS, F32, DType
+from zckpt.core.dtypes import BY_TORCH_NAME, CAST_TARGETS, F32, DType
 from zckpt.hub.cargo import Cargo, Made, PlannedShard, Shard, SmallFile, cargo_of, shards_of
 from zckpt.hub.checks import MESSAGE, Target
 from zckpt.hub.transfer import PushReport, Ready, execute, prepare
-from zckpt.layouts.companions import read_config
+from zckpt.jobs.convert import Options, Prepared, check, to_dtype
+from zckpt.jobs.convert import prepare as plan_conversion
+from zckpt.jobs.open import Opened, open_catalog
+from zckpt.layouts.save.companions import read_config
+from zckpt.storage import paths
 
 __all__ = [
     "MESSAGE",
@@ -115,7 +115,7 @@ def load(
     """The conversion that a push would do, planned."""
     options = options or Options()
     opened = open_catalog(
-        files.local(source), tag, also, allow_unknown_layout=options.allow_unknown_layout, wishes=options.wishes
+        paths.local(source), tag, also, allow_unknown_layout=options.allow_unknown_layout, wishes=options.wishes
     )
     chosen = _usual_dtype(opened) if dtype is None else to_dtype(dtype)
     return plan_conversion(source, "", replace(options, dtype=chosen, format="safetensors"), opened=opened)

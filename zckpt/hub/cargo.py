@@ -13,13 +13,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from zckpt import files
-from zckpt.catalog import Catalog
-from zckpt.convert import Options, Prepared, output_dtype
-from zckpt.delivery import fingerprint, named, overflows_of
+from zckpt.core.catalog import Catalog
+from zckpt.core.plan import Plan
+from zckpt.engine.move import run
 from zckpt.hub import privacy
-from zckpt.mover import run
-from zckpt.plan import Plan
+from zckpt.jobs.convert import Options, Prepared, output_dtype
+from zckpt.output.delivery import fingerprint, named, overflows_of
+from zckpt.storage import paths
 
 Progress = Callable[[int], None] | None
 
@@ -141,7 +141,7 @@ class ReadyShard:
     @property
     def identity(self) -> str:
         """From the file's place and time."""
-        return repr(files.file_store(self.path).identity) + str(self.nbytes) + self.path
+        return repr(paths.file_store(self.path).identity) + str(self.nbytes) + self.path
 
     def make(self, directory: str, progress: Progress) -> Made:
         """Hashes it."""
@@ -178,7 +178,7 @@ class SmallFile:
 
     def read(self) -> bytes:
         """Its bytes."""
-        return files.read(self.path) if self.data is None else self.data
+        return paths.read(self.path) if self.data is None else self.data
 
     def sha256(self) -> str:
         """The hash of its bytes."""
@@ -244,13 +244,13 @@ def cargo_of(prepared: Prepared) -> Cargo:
         add(output.path, b"".join(data for _, data in output.literals), "written by zckpt")
     wanted = [*prepared.copies, *((os.path.join(home, name), name) for name in ("README.md", *(INDEX,) * bool(ready)))]
     for path, name in wanted:
-        if not files.is_file(path):
+        if not paths.is_file(path):
             continue
-        nbytes = files.size(path)
-        if nbytes > _KEPT_IN_MEMORY and not privacy.is_cleaned(name) and not files.is_remote(path):
+        nbytes = paths.size(path)
+        if nbytes > _KEPT_IN_MEMORY and not privacy.is_cleaned(name) and not paths.is_remote(path):
             small.append(SmallFile(name, nbytes, None, path, "lies beside the checkpoint"))
         else:
-            add(name, files.read(path), "lies beside the checkpoint")
+            add(name, paths.read(path), "lies beside the checkpoint")
     return Cargo(shards, tuple(small), prepared.catalog, _dtype(prepared), _config(small), tuple(notes))
 
 
@@ -264,7 +264,7 @@ def _ready(prepared: Prepared) -> list[ReadyShard]:
     )
     if (
         before.source.layout != "plain"
-        or files.is_remote(listing.directory)
+        or paths.is_remote(listing.directory)
         or changes
         or len(before) != len(prepared.catalog)
     ):
@@ -275,12 +275,12 @@ def _ready(prepared: Prepared) -> list[ReadyShard]:
         return []
     if set(found) != {"model.safetensors"} and INDEX not in listing.files:
         return []
-    return [ReadyShard(found[name], name, files.size(found[name]), _header(found[name])) for name in sorted(found)]
+    return [ReadyShard(found[name], name, paths.size(found[name]), _header(found[name])) for name in sorted(found)]
 
 
 def _header(path: str) -> bytes:
-    start = files.read(path, 8)
-    return files.read(path, 8 + int.from_bytes(start, "little"))
+    start = paths.read(path, 8)
+    return paths.read(path, 8 + int.from_bytes(start, "little"))
 
 
 def _dtype(prepared: Prepared) -> str:

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from zckpt.errors import AccessError, OutputError, UsageError, some
+from zckpt.base.errors import AccessError, OutputError, UsageError, some
 from zckpt.hub.client import Hub, Page, valid_name
 
 if TYPE_CHECKING:

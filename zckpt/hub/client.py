@@ -16,7 +16,7 @@ from functools import partial
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from zckpt.errors import AccessError, RemoteError, UsageError
+from zckpt.base.errors import AccessError, RemoteError, UsageError
 from zckpt.hub.operations import Sent, Watched
 from zckpt.hub.patience import Passing, answer, patiently, status
 

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
-from zckpt.errors import AccessError, CorruptError, RemoteError, ZckptError, redact
+from zckpt.base.errors import AccessError, CorruptError, RemoteError, ZckptError, redact
 
 T = TypeVar("T")
 

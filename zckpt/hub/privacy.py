@@ -13,7 +13,7 @@ import os
 import re
 from collections.abc import Callable
 
-from zckpt.errors import UnsafeError
+from zckpt.base.errors import UnsafeError
 
 _COMPONENT = r"[\w.@%+=~#$-]*\w[\w.@%+=~#$-]*"
 _PATH = re.compile(

@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping
 
-from zckpt.errors import CorruptError
+from zckpt.base.errors import CorruptError
 from zckpt.hub.client import Hub, RemoteFile
 
 

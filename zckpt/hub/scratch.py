@@ -14,10 +14,10 @@ import os
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 
-from zckpt.errors import OutputError, UsageError
+from zckpt.base.errors import OutputError, UsageError
 from zckpt.output import locks
 from zckpt.output.durable import make_directories
-from zckpt.syncing import make_durable
+from zckpt.storage.fsync_queue import make_durable
 
 _JOURNAL, _LOCK, _SPARE = "journal.jsonl", "lock", "spare"
 

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from zckpt.errors import RemoteError, UsageError, some
+from zckpt.base.errors import RemoteError, UsageError, some
 from zckpt.hub import attributes, checks, scratch
 from zckpt.hub.card import card
 from zckpt.hub.cargo import Cargo, Progress, SmallFile

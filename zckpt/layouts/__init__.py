@@ -7,23 +7,17 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from zckpt.catalog import Catalog
-from zckpt.errors import NotACheckpointError, UnsupportedError, UsageError
-from zckpt.layouts import (
-    agreement,
-    dcp,
-    huggingface,
-    model_parallel,
-    moe,
-    universal,
-    unsharded,
-    unsharded_training,
-    usage,
-    zero3,
-    zero12,
-)
-from zckpt.layouts.listing import Listing
-from zckpt.layouts.training import Training
+from zckpt.base.errors import NotACheckpointError, UnsupportedError, UsageError
+from zckpt.core.catalog import Catalog
+from zckpt.layouts.dcp import read as dcp
+from zckpt.layouts.moe import read as moe
+from zckpt.layouts.parallel import read as model_parallel
+from zckpt.layouts.plain import read as huggingface
+from zckpt.layouts.run import agreement, usage
+from zckpt.layouts.run.training import Training
+from zckpt.layouts.save.listing import Listing
+from zckpt.layouts.universal import read as universal
+from zckpt.layouts.zero import unsharded, unsharded_training, zero3, zero12
 
 
 class Layout(Protocol):

@@ -14,17 +14,17 @@ from typing import Protocol
 
 import torch
 
-from zckpt.catalog import TensorEntry
-from zckpt.errors import OutputError
-from zckpt.fragments import Fragment, MemoryStore
+from zckpt.base.errors import OutputError
+from zckpt.core.catalog import TensorEntry
+from zckpt.core.fragments import Fragment, MemoryStore
+from zckpt.core.plan import Plan
+from zckpt.engine.checksums import Partial, crc32
+from zckpt.engine.move import run
 from zckpt.live.parts import Held
 from zckpt.live.ranks import Ranks, attempt
 from zckpt.live.shares import CHUNK_BYTES, Chunk, Job, chunks
-from zckpt.mover import run
-from zckpt.open_files import forget
-from zckpt.plan import Plan
-from zckpt.sums import Partial, crc32
-from zckpt.syncing import make_durable
+from zckpt.storage.descriptors import forget
+from zckpt.storage.fsync_queue import make_durable
 
 _LARGE = 1 << 20
 

@@ -26,28 +26,28 @@ from typing import Any
 import torch
 from torch import nn
 
-from zckpt.catalog import TensorEntry
-from zckpt.convert import output_dtype, to_dtype
-from zckpt.delivery import Overflow, overflow_error
-from zckpt.dtypes import F32, SHORT_NAMES, DType
-from zckpt.errors import OutputError, UsageError, some
-from zckpt.fragments import FileStore
-from zckpt.layouts import huggingface
-from zckpt.layouts.companions import true_dtype
+from zckpt.base.errors import OutputError, UsageError, some
+from zckpt.base.version import __version__
+from zckpt.core.catalog import TensorEntry
+from zckpt.core.dtypes import F32, SHORT_NAMES, DType
+from zckpt.core.fragments import FileStore
+from zckpt.core.plan import OutputFile, Plan, literal_file
+from zckpt.engine.checksums import Partial, element_ranges, file_checksums, join
+from zckpt.engine.move import run
+from zckpt.jobs.convert import output_dtype, to_dtype
+from zckpt.layouts.plain import read as huggingface
+from zckpt.layouts.save.companions import true_dtype
 from zckpt.live.carry import Brought, Files, Lost, Memory, bring
 from zckpt.live.parts import Held, held_by, unwrap
 from zckpt.live.ranks import Ranks, attempt, first_error
 from zckpt.live.shares import Job, Target, Tensor, jobs, settle
-from zckpt.mover import run
 from zckpt.output.checks import check_output, check_space
 from zckpt.output.contents import replacement
+from zckpt.output.delivery import Overflow, overflow_error
 from zckpt.output.journal import Finished
 from zckpt.output.manifest import Manifest
 from zckpt.output.staging import Staging
-from zckpt.plan import OutputFile, Plan, literal_file
-from zckpt.sums import Partial, element_ranges, file_checksums, join
-from zckpt.syncing import make_durable
-from zckpt.version import __version__
+from zckpt.storage.fsync_queue import make_durable
 
 _WEIGHTS = re.compile(r"(model|pytorch_model)(-\d{5}-of-\d{5})?\.(safetensors|bin)(\.index\.json)?")
 

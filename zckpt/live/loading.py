@@ -15,16 +15,16 @@ from dataclasses import dataclass, replace
 import torch
 from torch.distributed.tensor import DTensor
 
-from zckpt import replicas
-from zckpt.catalog import Catalog, TensorEntry
-from zckpt.checkpoint import as_named_by
-from zckpt.dtypes import BY_TORCH_NAME, CAST_TARGETS, DType
-from zckpt.errors import InconsistentError, UnsupportedError, UsageError, some
-from zckpt.fragments import Block, Fragment, MemoryStore
+from zckpt.base.errors import InconsistentError, UnsupportedError, UsageError, some
+from zckpt.core.catalog import Catalog, TensorEntry
+from zckpt.core.dtypes import BY_TORCH_NAME, CAST_TARGETS, DType
+from zckpt.core.fragments import Block, Fragment, MemoryStore
+from zckpt.core.overlaps import clip, place
+from zckpt.core.plan import Plan
+from zckpt.engine import replicas
+from zckpt.engine.move import run
+from zckpt.jobs.open import as_named_by
 from zckpt.live.slices import local_part, master_of, put_in_slices
-from zckpt.mover import run
-from zckpt.overlaps import clip, place
-from zckpt.plan import Plan
 
 BUFFER_BYTES = 16 << 20
 """Of the one buffer that tensors outside contiguous CPU memory are filled through."""

@@ -22,11 +22,11 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from zckpt.catalog import Role, TensorPart
-from zckpt.dtypes import BY_TORCH_NAME, DType
-from zckpt.errors import UnsupportedError, UsageError, some
-from zckpt.fragments import Fragment, MemoryStore
-from zckpt.layouts.module_states import WRAPPERS
+from zckpt.base.errors import UnsupportedError, UsageError, some
+from zckpt.core.catalog import Role, TensorPart
+from zckpt.core.dtypes import BY_TORCH_NAME, DType
+from zckpt.core.fragments import Fragment, MemoryStore
+from zckpt.layouts.save.module_states import WRAPPERS
 from zckpt.live.loading import is_plain, tensors_of
 from zckpt.live.slices import local_part, master_of, put_in_slices
 

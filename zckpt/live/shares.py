@@ -10,10 +10,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from zckpt.catalog import Role, TensorEntry
-from zckpt.dtypes import DType
-from zckpt.errors import IncompleteError, InconsistentError
-from zckpt.fragments import Fragment
+from zckpt.base.errors import IncompleteError, InconsistentError
+from zckpt.core.catalog import Role, TensorEntry
+from zckpt.core.dtypes import DType
+from zckpt.core.fragments import Fragment
 from zckpt.live.parts import Offer
 
 CHUNK_BYTES = 16 << 20

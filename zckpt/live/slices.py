@@ -13,9 +13,9 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from zckpt.errors import UnsupportedError
-from zckpt.fragments import Fragment, MemoryStore
-from zckpt.overlaps import embed
+from zckpt.base.errors import UnsupportedError
+from zckpt.core.fragments import Fragment, MemoryStore
+from zckpt.core.overlaps import embed
 
 _HELD = "_zckpt_held"  # what the trainer of `runtime` leaves on a parameter
 

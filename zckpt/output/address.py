@@ -42,11 +42,11 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from zckpt import files, remote, uploads
-from zckpt.errors import NotACheckpointError, OutputError, UnsafeError, redact, some
-from zckpt.jsons import read_json
+from zckpt.base.errors import NotACheckpointError, OutputError, UnsafeError, redact, some
 from zckpt.output.journal import Finished
 from zckpt.output.manifest import NAME as MANIFEST
+from zckpt.storage import fsspec_io, paths, uploads
+from zckpt.storage.json_files import read_json
 
 CONFIG = "config.json"
 RECORD = ".zckpt-job.json"
@@ -144,15 +144,15 @@ class Place:
     def names(self) -> set[str]:
         """What is there: of a directory everything, of one file what belongs to it."""
         if self.single:
-            return {n for n in (self.own, self.manifest, self.record) if remote.kind(self.at(n)) is not None}
+            return {n for n in (self.own, self.manifest, self.record) if fsspec_io.kind(self.at(n)) is not None}
         try:
-            return set(files.names(self.out)) if files.is_dir(self.out) else set()
+            return set(paths.names(self.out)) if paths.is_dir(self.out) else set()
         except NotACheckpointError:
             return set()
 
     def read(self, name: str) -> bytes:
         """A small file's bytes."""
-        return files.read(self.at(name))
+        return paths.read(self.at(name))
 
     def read_record(self) -> Record | None:
         """The record that is there, if there is one.
@@ -183,15 +183,15 @@ class Place:
 
     def sent(self, file: Finished) -> Sent:
         """A file that has just been sent."""
-        return Sent(file, remote.mark(self.at(file.path)))
+        return Sent(file, fsspec_io.mark(self.at(file.path)))
 
     def has(self, sent: Sent) -> bool:
         """Whether a file is still what was sent: by its mark, or where that says nothing, by every byte."""
         address = self.at(sent.file.path)
         try:
-            if sent.mark and remote.mark(address) == sent.mark:
+            if sent.mark and fsspec_io.mark(address) == sent.mark:
                 return True
-            size = files.size(address)
+            size = paths.size(address)
             return size == sent.file.nbytes and self.checksum(sent.file.path, size) == sent.file.crc32
         except NotACheckpointError:
             return False
@@ -200,7 +200,7 @@ class Place:
         """The CRC-32 of a file that is there, read in pieces."""
         crc, block = 0, uploads.PART_BYTES
         for offset in range(0, nbytes, block):
-            crc = zlib.crc32(files.read(self.at(name), min(block, nbytes - offset), offset), crc)
+            crc = zlib.crc32(paths.read(self.at(name), min(block, nbytes - offset), offset), crc)
         return crc
 
     def made_by(self, job: str) -> Record | None:
@@ -293,7 +293,7 @@ def settle(place: Place, record: Record, complete: Callable[[], None] | None = N
 def _is_missing(place: Place, sent: Sent) -> bool:
     """Whether a file that was sent is not there any more, in its size."""
     try:
-        return files.size(place.at(sent.file.path)) != sent.file.nbytes
+        return paths.size(place.at(sent.file.path)) != sent.file.nbytes
     except NotACheckpointError:
         return True
 
@@ -302,7 +302,7 @@ def _has_appeared(place: Place, record: Record) -> bool:
     """Whether the one file of the output is the new one."""
     (wanted,) = (sent.file for sent in record.sent if sent.file.path == record.head)
     try:
-        now = remote.mark(place.at(record.head))
+        now = fsspec_io.mark(place.at(record.head))
     except NotACheckpointError:
         return False
     return not (now and now == record.before) and place.has(Sent(wanted, ""))

@@ -5,12 +5,12 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable
 
-from zckpt import files
-from zckpt.errors import OutputError, UnsupportedError, redact
+from zckpt.base.errors import OutputError, UnsupportedError, redact
 from zckpt.output import manifest
 from zckpt.output.contents import replacement
-from zckpt.output.places import directory_for, entries, free_bytes, is_mount, resolved
 from zckpt.output.work_directory import is_unfinished, left_bytes
+from zckpt.storage import paths
+from zckpt.storage.output_places import directory_for, entries, free_bytes, is_mount, resolved
 
 
 def check_output(out: str, *, single: bool, overwrite: bool, protected: Iterable[str], merge: bool = False) -> None:
@@ -27,7 +27,7 @@ def check_output(out: str, *, single: bool, overwrite: bool, protected: Iterable
     Raises:
         OutputError: one of these.
     """
-    if files.is_remote(out):
+    if paths.is_remote(out):
         raise UnsupportedError("an output behind an address", file=out, remedy="Choose an OUT on this machine.")
     keep_apart(out, protected)
     out = resolved(out)
@@ -49,7 +49,7 @@ def check_output(out: str, *, single: bool, overwrite: bool, protected: Iterable
         )  # fmt: skip
     if not single and overwrite and not merge:
         for place in (os.getcwd(), os.path.expanduser("~")):
-            if files.is_within(place, out):
+            if paths.is_within(place, out):
                 raise OutputError(
                     "an output that would replace a directory in use", file=out, found=f"{place!r} lies in it"
                 )
@@ -68,8 +68,8 @@ def keep_apart(out: str, protected: Iterable[str]) -> None:
         OutputError: it is such an output.
     """
     for home in sorted(set(protected)):
-        inside = files.is_within(out, home)
-        if inside or files.is_within(home, out):
+        inside = paths.is_within(out, home)
+        if inside or paths.is_within(home, out):
             raise OutputError(
                 "an output inside the input" if inside else "an output that would replace the input",
                 file=redact(out), found=f"the input lies in {redact(home)!r}",

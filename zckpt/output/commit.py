@@ -12,7 +12,7 @@ import errno
 import os
 from collections.abc import Iterable
 
-from zckpt.errors import OutputError
+from zckpt.base.errors import OutputError
 from zckpt.output import journal, manifest
 from zckpt.output.durable import exchange, sync, sync_tree
 from zckpt.output.journal import Record, Seal

@@ -11,9 +11,9 @@ import re
 from collections.abc import Collection
 from dataclasses import dataclass
 
-from zckpt.errors import OutputError, ZckptError, some
+from zckpt.base.errors import OutputError, ZckptError, some
 from zckpt.output import manifest
-from zckpt.output.places import entries
+from zckpt.storage.output_places import entries
 
 WEIGHTS = re.compile(
     r"(model|pytorch_model|diffusion_pytorch_model|adapter_model|consolidated)[\w.-]*\.(safetensors|bin|pt|pth|ckpt|h5|msgpack)"

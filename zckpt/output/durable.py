@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 
-from zckpt.syncing import make_durable
+from zckpt.storage.fsync_queue import make_durable
 
 
 def sync(path: str) -> None:

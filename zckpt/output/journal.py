@@ -16,8 +16,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
-from zckpt.errors import OutputError
-from zckpt.syncing import make_durable
+from zckpt.base.errors import OutputError
+from zckpt.storage.fsync_queue import make_durable
 
 
 @dataclass(frozen=True, slots=True)

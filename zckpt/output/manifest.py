@@ -17,11 +17,11 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from zckpt import files
-from zckpt.errors import CorruptError, IncompleteError, UnsafeError
-from zckpt.jsons import read_json
+from zckpt.base.errors import CorruptError, IncompleteError, UnsafeError
 from zckpt.output.journal import Finished
-from zckpt.syncing import make_durable
+from zckpt.storage import paths as files
+from zckpt.storage.fsync_queue import make_durable
+from zckpt.storage.json_files import read_json
 
 NAME = "zckpt.json"
 

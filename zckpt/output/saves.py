@@ -16,13 +16,13 @@ import os
 import shutil
 from collections.abc import Callable, Collection, Iterator
 
-from zckpt.errors import OutputError
+from zckpt.base.errors import OutputError
 from zckpt.output import journal, processes
 from zckpt.output.commit import Commit, inode, recover, seal_of
 from zckpt.output.durable import sync, sync_tree
 from zckpt.output.journal import Finished, Journal, Seal
 from zckpt.output.work_directory import WorkDirectory
-from zckpt.syncing import make_durable
+from zckpt.storage.fsync_queue import make_durable
 
 PREFIX = ".zckpt-"
 STAGED = "files"

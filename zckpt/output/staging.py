@@ -16,8 +16,7 @@ from collections.abc import Collection
 from stat import S_IMODE, S_ISREG
 from types import TracebackType
 
-from zckpt import files
-from zckpt.errors import CastError, InconsistentError, OutputError, UnsupportedError, UsageError, add_note, some
+from zckpt.base.errors import CastError, InconsistentError, OutputError, UnsupportedError, UsageError, add_note, some
 from zckpt.output import manifest
 from zckpt.output.checks import refuse_existing
 from zckpt.output.commit import Commit, recover, seal_of
@@ -25,9 +24,10 @@ from zckpt.output.contents import Replacement, replacement
 from zckpt.output.durable import make_directories, sync, sync_tree
 from zckpt.output.journal import Finished, Journal, write_seal
 from zckpt.output.manifest import Manifest
-from zckpt.output.places import entries, keeps_its_name, resolved
 from zckpt.output.work_directory import WorkDirectory, left_by_others
-from zckpt.syncing import make_durable
+from zckpt.storage import paths as files
+from zckpt.storage.fsync_queue import make_durable
+from zckpt.storage.output_places import entries, keeps_its_name, resolved
 
 _HOPELESS = (CastError, InconsistentError, UsageError, UnsupportedError)
 """The same command would fail again, or must not trust what was made so far."""

@@ -13,9 +13,9 @@ import os
 import shutil
 from stat import S_ISDIR
 
-from zckpt.errors import OutputError
+from zckpt.base.errors import OutputError
 from zckpt.output import journal, locks, processes
-from zckpt.output.places import beside, directory_for, inside
+from zckpt.storage.output_places import beside, directory_for, inside
 
 _NO_LOCKS = (errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOLCK)
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from zckpt.errors import UsageError, some
+from zckpt.base.errors import UsageError, some
 from zckpt.runtime.config_checks import refuse_contradictions, refuse_unbuilt
 from zckpt.runtime.config_fields import Section, kind_of, named, section_of
 from zckpt.runtime.config_names import unknown_keys, without_use

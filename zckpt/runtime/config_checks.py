@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from zckpt.errors import UnsupportedError, UsageError
+from zckpt.base.errors import UnsupportedError, UsageError
 from zckpt.runtime.config_names import refused_keys
 from zckpt.runtime.config_sections import Config
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch.utils.data import Dataset
 
-from zckpt.errors import UsageError
+from zckpt.base.errors import UsageError
 
 _PART = 1 << 20
 

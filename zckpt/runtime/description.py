@@ -14,15 +14,15 @@ from typing import Any
 
 import torch
 
-from zckpt.catalog import Catalog, Replica, Role, Source, TensorEntry
+from zckpt.base.errors import UsageError, some
 from zckpt.containers import Placeholder
-from zckpt.dtypes import BF16, BY_TORCH_NAME, F16, F32, F64, DType
-from zckpt.errors import UsageError, some
-from zckpt.fragments import Fragment
-from zckpt.layouts.module_states import RESERVED
-from zckpt.layouts.torch_files import Inline
-from zckpt.layouts.training import Group, Training, new_scaler
-from zckpt.layouts.zero_out import ZeroTarget
+from zckpt.core.catalog import Catalog, Replica, Role, Source, TensorEntry
+from zckpt.core.dtypes import BF16, BY_TORCH_NAME, F16, F32, F64, DType
+from zckpt.core.fragments import Fragment
+from zckpt.layouts.run.training import Group, Training, new_scaler
+from zckpt.layouts.save.module_states import RESERVED
+from zckpt.layouts.zero.torch_files import Inline
+from zckpt.layouts.zero.write import ZeroTarget
 from zckpt.runtime.engine import Engine
 from zckpt.runtime.exchange import EVERY, RankStore
 from zckpt.runtime.inert import to_inert

@@ -20,7 +20,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer
 
-from zckpt.errors import UsageError, some
+from zckpt.base.errors import UsageError, some
 from zckpt.live import save_pretrained
 from zckpt.runtime.checkpoint import Checkpoints
 from zckpt.runtime.config import Batch, Settings

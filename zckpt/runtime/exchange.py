@@ -24,11 +24,11 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from zckpt.dtypes import BY_TORCH_NAME
-from zckpt.errors import CorruptError, OutputError, add_note
-from zckpt.fragments import FileStore, MemoryStore, Store
-from zckpt.layouts.torch_files import Pair
-from zckpt.plan import Move, Plan, route
+from zckpt.base.errors import CorruptError, OutputError, add_note
+from zckpt.core.dtypes import BY_TORCH_NAME
+from zckpt.core.fragments import FileStore, MemoryStore, Store
+from zckpt.core.plan import Move, Plan, route
+from zckpt.layouts.zero.torch_files import Pair
 
 BUDGET_BYTES = 160 << 20
 """Of all buffers of the rounds together; the mover and the indexes of the files take the rest of 256 MiB."""

@@ -20,7 +20,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from zckpt.runtime.held import Held
+from zckpt.runtime.sharded_parameter import Held
 
 Gradients = dict[str, dict[str, torch.Tensor]]
 """Kind -> name of a parameter, or number of a unit -> gradient; see [Note: gradients between micro batches]."""

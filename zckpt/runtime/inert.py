@@ -10,14 +10,14 @@ from typing import Any
 
 import torch
 
-from zckpt.catalog import TensorEntry
-from zckpt.checkpoint import read_tensor
+from zckpt.base.errors import UnsupportedError
 from zckpt.containers import NumpyArray, TensorRef
 from zckpt.containers.emit import Size
-from zckpt.dtypes import BY_TORCH_NAME, DType
-from zckpt.errors import UnsupportedError
-from zckpt.fragments import Fragment, MemoryStore
-from zckpt.layouts.module_states import whole
+from zckpt.core.catalog import TensorEntry
+from zckpt.core.dtypes import BY_TORCH_NAME, DType
+from zckpt.core.fragments import Fragment, MemoryStore
+from zckpt.jobs.open import read_tensor
+from zckpt.layouts.save.module_states import whole
 
 _PLAIN = (type(None), bool, int, float, str, bytes)
 _BASES: tuple[type, ...] = (bool, int, float, str, bytes, bytearray, complex)

@@ -15,7 +15,7 @@ from collections.abc import MutableMapping, Sequence
 from pathlib import Path
 from types import FrameType
 
-from zckpt.errors import UsageError
+from zckpt.base.errors import UsageError
 
 _PORT = 29500
 

@@ -19,19 +19,19 @@ from typing import Any
 import torch
 
 from zckpt import live
-from zckpt.catalog import TensorEntry
-from zckpt.checkpoint import open_catalog
-from zckpt.errors import InconsistentError, ZckptError
-from zckpt.layouts.listing import Listing, list_files
+from zckpt.base.errors import InconsistentError, ZckptError
+from zckpt.core.catalog import TensorEntry
+from zckpt.core.overlaps import clip
+from zckpt.jobs.open import open_catalog
+from zckpt.layouts.save.listing import Listing, list_files
 from zckpt.live.meeting import Meetings
-from zckpt.overlaps import clip
 from zckpt.runtime import gradients
 from zckpt.runtime.engine import Engine
 from zckpt.runtime.generators import set_rng_state
-from zckpt.runtime.held import Held
 from zckpt.runtime.inert import from_inert
 from zckpt.runtime.nodes import Want, spread
 from zckpt.runtime.saved_run import SavedRun, Wishes, has, read
+from zckpt.runtime.sharded_parameter import Held
 from zckpt.runtime.state import buffers_of, put_part
 
 _log = logging.getLogger("zckpt.runtime")

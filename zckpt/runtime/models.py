@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import nn
 
-from zckpt.errors import UnsupportedError, UsageError
+from zckpt.base.errors import UnsupportedError, UsageError
 from zckpt.runtime.tiny_gpt import TinyConfig, TinyGPT
 
 TINY = "tiny-gpt"

@@ -18,21 +18,21 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from zckpt.catalog import TensorEntry, TensorPart
+from zckpt.base.errors import IncompleteError, InconsistentError, OutputError
 from zckpt.containers import Placeholder, TensorRef, open_container
-from zckpt.dtypes import BY_TORCH_NAME
-from zckpt.errors import IncompleteError, InconsistentError, OutputError
-from zckpt.fragments import FileStore, Fragment
-from zckpt.layouts.listing import is_deepspeed_file
-from zckpt.layouts.module_states import RESERVED
-from zckpt.layouts.places import latest_of
-from zckpt.layouts.torch_files import Pair
+from zckpt.core.catalog import TensorEntry, TensorPart
+from zckpt.core.dtypes import BY_TORCH_NAME
+from zckpt.core.fragments import FileStore, Fragment
+from zckpt.engine.move import run
+from zckpt.layouts.save.listing import is_deepspeed_file
+from zckpt.layouts.save.module_states import RESERVED
+from zckpt.layouts.save.places import latest_of
+from zckpt.layouts.zero.torch_files import Pair
 from zckpt.live.ranks import attempt, first_error
-from zckpt.mover import run
 from zckpt.runtime.description import part_of_rank
 from zckpt.runtime.engine import Engine
 from zckpt.runtime.exchange import Exchange, RankStore, Rounds, Streamed
-from zckpt.runtime.held import Held
+from zckpt.runtime.sharded_parameter import Held
 
 _SMALL_BYTES = 1 << 16
 """Tensors up to here go with the index: step counters, random generators."""

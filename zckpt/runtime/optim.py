@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from zckpt.errors import UnsupportedError, UsageError, some
+from zckpt.base.errors import UnsupportedError, UsageError, some
 
 Groups = list[dict[str, Any]]
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from zckpt.errors import CastError
+from zckpt.base.errors import CastError
 from zckpt.runtime.config_sections import FP16
 
 

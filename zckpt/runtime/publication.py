@@ -11,8 +11,8 @@ import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from zckpt.errors import OutputError, ZckptError
-from zckpt.layouts.listing import MODEL_NAME, SHARD_NAME, is_trainers_file, list_files, natural
+from zckpt.base.errors import OutputError, ZckptError
+from zckpt.layouts.save.listing import MODEL_NAME, SHARD_NAME, is_trainers_file, list_files, natural
 from zckpt.live.meeting import Meetings
 from zckpt.output.durable import make_directories
 from zckpt.output.saves import SaveStaging

@@ -17,10 +17,10 @@ from typing import Any
 
 import torch
 
+from zckpt.base.errors import InconsistentError
 from zckpt.containers import TensorRef
-from zckpt.errors import InconsistentError
-from zckpt.layouts.listing import Listing, rank_file
-from zckpt.layouts.torch_files import Laid, TorchFile
+from zckpt.layouts.save.listing import Listing, rank_file
+from zckpt.layouts.zero.torch_files import Laid, TorchFile
 from zckpt.runtime import gradients
 from zckpt.runtime.engine import Engine
 from zckpt.runtime.inert import to_inert

@@ -14,20 +14,20 @@ from typing import Any
 import torch
 
 from zckpt import layouts
-from zckpt.catalog import Catalog, TensorEntry
-from zckpt.checkpoint import Opened, as_named_by
+from zckpt.base.errors import InconsistentError, some
 from zckpt.containers import Placeholder, TensorRef
-from zckpt.errors import InconsistentError, some
-from zckpt.layouts import unsharded_training
-from zckpt.layouts.listing import Listing
-from zckpt.layouts.module_states import whole
-from zckpt.layouts.training import Group, Training
+from zckpt.core.catalog import Catalog, TensorEntry
+from zckpt.jobs.open import Opened, as_named_by
+from zckpt.layouts.run.training import Group, Training
+from zckpt.layouts.save.listing import Listing
+from zckpt.layouts.save.module_states import whole
+from zckpt.layouts.zero import unsharded_training
 from zckpt.runtime import rank_states
 from zckpt.runtime.description import OWN
 from zckpt.runtime.engine import Engine
-from zckpt.runtime.held import Held
 from zckpt.runtime.inert import from_inert
 from zckpt.runtime.rank_states import MOMENT, RankStates
+from zckpt.runtime.sharded_parameter import Held
 from zckpt.runtime.state import buffers_of
 
 _log = logging.getLogger("zckpt.runtime")

@@ -24,17 +24,17 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from zckpt.catalog import TensorPart
-from zckpt.dtypes import U8
-from zckpt.errors import InconsistentError, UsageError
-from zckpt.fragments import FileStore, Fragment, MemoryStore, Store
-from zckpt.layouts import unsharded_out
-from zckpt.layouts.torch_files import Laid, Pair
-from zckpt.layouts.zero_out import lay_out_rank, sketch
+from zckpt.base.errors import InconsistentError, UsageError
+from zckpt.core.catalog import TensorPart
+from zckpt.core.dtypes import U8
+from zckpt.core.fragments import FileStore, Fragment, MemoryStore, Store
+from zckpt.core.plan import OutputFile
+from zckpt.engine.move import run
+from zckpt.layouts.zero import write_unsharded
+from zckpt.layouts.zero.torch_files import Laid, Pair
+from zckpt.layouts.zero.write import lay_out_rank, sketch
 from zckpt.live.meeting import ENTRY_S, Meetings
-from zckpt.mover import run
 from zckpt.output.saves import STAGED
-from zckpt.plan import OutputFile
 from zckpt.runtime import rank_states
 from zckpt.runtime.background import Saving
 from zckpt.runtime.description import Described, describe, describe_training, signature, target_of, tensors_of
@@ -242,7 +242,9 @@ def prepare(engine: Engine, state: RunState, client_state: Mapping[str, Any], pl
     if not isinstance(known, Known) or known.signature != now:
         sends = None
         if takes_part and state.stage == 0:
-            sends = exchange.sends([unsharded_out.lay_out(described.weights, training, place, state.world_size).pairs])
+            sends = exchange.sends(
+                [write_unsharded.lay_out(described.weights, training, place, state.world_size).pairs]
+            )
         elif takes_part:
             sends = exchange.sends(sketch(described.weights, training, target_of(state, place)))
         engine.known_to_saves = known = Known(now, described, sends)
@@ -250,7 +252,7 @@ def prepare(engine: Engine, state: RunState, client_state: Mapping[str, Any], pl
     if not takes_part:  # the first group of ranks writes
         return Prepared((), (), None) if own is None else _prepared([own], _alone(), Sends())
     if state.stage == 0:
-        laid = unsharded_out.lay_out(described.weights, training, place, state.world_size)
+        laid = write_unsharded.lay_out(described.weights, training, place, state.world_size)
     else:
         laid = lay_out_rank(described.weights, training, target_of(state, place), state.shard_rank)
     assert known.sends is not None

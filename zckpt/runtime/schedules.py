@@ -14,7 +14,7 @@ from typing import Any
 
 from torch.optim import Optimizer, lr_scheduler
 
-from zckpt.errors import UsageError, some
+from zckpt.base.errors import UsageError, some
 
 Rates = float | Sequence[float]
 

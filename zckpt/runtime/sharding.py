@@ -21,12 +21,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-from zckpt.errors import UsageError
+from zckpt.base.errors import UsageError
 from zckpt.runtime.collectives import use_on_gloo
 from zckpt.runtime.config_zero import Zero
 from zckpt.runtime.deferred import Rows, rows_held_by
-from zckpt.runtime.held import Held
 from zckpt.runtime.offload import home_of, offload_policy
+from zckpt.runtime.sharded_parameter import Held
 from zckpt.runtime.units import Wrap, find_units, merged, parts_of
 from zckpt.runtime.world import World, rows_of
 

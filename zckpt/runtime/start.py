@@ -15,15 +15,15 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils.data import Dataset
 
-from zckpt.errors import UsageError, some
+from zckpt.base.errors import UsageError, some
 from zckpt.runtime.buffers import cast_buffers
 from zckpt.runtime.config import Settings, batch_of, read_config
 from zckpt.runtime.data import Loader
 from zckpt.runtime.engine import Engine
-from zckpt.runtime.held import Held
 from zckpt.runtime.inference import allow_inference_mode
 from zckpt.runtime.optim import Groups, build_optimizer, check_elementwise
 from zckpt.runtime.schedules import build_schedule
+from zckpt.runtime.sharded_parameter import Held
 from zckpt.runtime.sharding import DTYPES, Precision, Sharded, shard
 from zckpt.runtime.units import Wrap
 from zckpt.runtime.watch import Watch

@@ -16,11 +16,11 @@ from typing import Any
 
 import torch
 
-from zckpt.errors import InconsistentError, some
+from zckpt.base.errors import InconsistentError, some
 from zckpt.runtime.engine import Engine
 from zckpt.runtime.generators import rng_state, set_rng_state
 from zckpt.runtime.gradients import Gradients, taken
-from zckpt.runtime.held import Held
+from zckpt.runtime.sharded_parameter import Held
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,8 +9,8 @@ from __future__ import annotations
 import os
 from stat import S_ISDIR
 
-from zckpt.errors import OutputError, UsageError
-from zckpt.layouts.places import is_taken
+from zckpt.base.errors import OutputError, UsageError
+from zckpt.layouts.save.places import is_taken
 
 SCRIPT = "zero_to_fp32.py"
 LATEST = "latest"

@@ -19,9 +19,9 @@ import torch
 import torch.distributed as dist
 
 from zckpt import live
-from zckpt.checkpoint import open_catalog
-from zckpt.errors import OutputError, UsageError
-from zckpt.layouts.places import has_saves
+from zckpt.base.errors import OutputError, UsageError
+from zckpt.jobs.open import open_catalog
+from zckpt.layouts.save.places import has_saves
 from zckpt.runtime.config import Settings, read_config
 from zckpt.runtime.corpus import Blocks, read_corpus
 from zckpt.runtime.data import Loader

@@ -17,8 +17,8 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-from zckpt.errors import UsageError
-from zckpt.runtime.held import held_of
+from zckpt.base.errors import UsageError
+from zckpt.runtime.sharded_parameter import held_of
 
 _MIXED = "mixed torch.Tensor and DTensor"
 

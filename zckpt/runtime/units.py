@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from torch import nn
 
-from zckpt.errors import UsageError, some
+from zckpt.base.errors import UsageError, some
 
 Wrap = str | type[nn.Module] | nn.Module | Callable[[nn.Module], bool]
 

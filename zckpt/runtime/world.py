@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from zckpt.errors import UsageError
+from zckpt.base.errors import UsageError
 from zckpt.runtime.config_zero import Zero
 
 

@@ -19,11 +19,11 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
-from zckpt.errors import UsageError
+from zckpt.base.errors import UsageError
 from zckpt.runtime.config import read_config
 from zckpt.runtime.config_zero import Zero
 from zckpt.runtime.deferred import Recorder, cut, defer, gather_rows, rows_held_by
-from zckpt.runtime.held import Held, held_of
+from zckpt.runtime.sharded_parameter import Held, held_of
 from zckpt.runtime.world import join_world, mesh_of
 
 __all__ = ["GatheredParameters", "Init"]

@@ -1,0 +1,113 @@
+"""What `inspect` says of resuming, and of what is no whole model."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+import zckpt
+from zckpt.base.errors import IncompleteError
+from zckpt.jobs.inspection import describe, inspect_checkpoint
+
+FIXTURES = Path(__file__).parents[2] / "fixtures"
+PARTS = sorted((FIXTURES / "parts").glob("*.pt"))
+
+# ---- universal checkpoints: the same of DeepSpeed's own in tests/interop/test_universal.py
+
+
+@pytest.mark.parametrize(
+    "name", ["zero0/bf16", "zero2/groups_w3", "zero3/w12", "autotp/zero3_tp2_dp2", "pipeline/zero1_pp2_tp2_dp2"]
+)
+def test_universal_checkpoints_resume_at_any_world_size(name: str, tmp_path: Path) -> None:
+    zckpt.to_universal(FIXTURES / name / "checkpoint", tmp_path / "out")
+    inspection = inspect_checkpoint(str(tmp_path / "out"))
+    assert inspection.resumable.ok and inspection.resumable.reason.startswith("at any world size, with ZeRO stage")
+    assert ("stage 3" in inspection.resumable.reason) == ("zero3" in name)
+    text = "\n".join(describe(inspection))
+    assert "other save" not in text and "extra" not in text and "tensor 1" not in text and "there is no" not in text
+    cells = [cell for rows in inspection.grid.values() for row in rows.values() for cell in row.values()]
+    assert len(cells) == len(list((tmp_path / "out").glob("*/*model_states.pt"))) > 0
+    (tmp_path / "out" / "latest_universal").unlink()
+    assert "'latest_universal'" in inspect_checkpoint(str(tmp_path / "out")).resumable.reason
+
+
+def test_a_damaged_model_file_of_a_universal_checkpoint(tmp_path: Path) -> None:
+    zckpt.to_universal(FIXTURES / "zero3/w12/checkpoint", tmp_path / "out")
+    (file,) = (tmp_path / "out").glob("*/zero_pp_rank_7_*model_states.pt")
+    file.write_bytes(b"")
+    assert "ranks 7 are missing, damaged" in inspect_checkpoint(str(tmp_path / "out")).resumable.reason
+
+
+# ---- one rank's part of a model
+
+
+@pytest.mark.parametrize("path", PARTS, ids=lambda path: path.name)
+@pytest.mark.parametrize("name", ["its own", "another"])
+def test_one_ranks_part_is_no_model(path: Path, name: str, tmp_path: Path) -> None:
+    if name == "another":  # its contents tell
+        path = Path(shutil.copy(path, tmp_path / "weights.pt"))
+    with pytest.raises(IncompleteError, match="one rank's part of a model") as error:
+        zckpt.convert(path, tmp_path / "out.safetensors")
+    assert error.value.file == str(path) and error.value.found and error.value.remedy
+    assert not inspect_checkpoint(str(path)).exportable.ok
+    assert not zckpt.verify(path).ok
+    assert not (tmp_path / "out.safetensors").exists()
+
+
+def test_there_are_parts() -> None:
+    assert {path.name.rstrip("01.pt") for path in PARTS} == {
+        "checkpoint-shard", "local_rank_", "model_world_size_2_rank_", "parameters_", "sharded_",
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["pytorch_model_fsdp_rank3.bin", "model_world_size_8_rank_0.pt", "ep0-rank1.pt", "rank_0_of_4.pt", "m-shard07.pt"],
+)
+def test_names_of_ranks_parts(name: str, tmp_path: Path) -> None:
+    path = tmp_path / name
+    torch.save({"a.weight": torch.ones(3, 2)}, path)
+    with pytest.raises(IncompleteError, match="one rank's part"):
+        zckpt.convert(path, tmp_path / "out.safetensors")
+    zckpt.convert(path, tmp_path / "out.safetensors", options=zckpt.Options(allow_unknown_layout=True))
+
+
+@pytest.mark.parametrize(
+    ("name", "tensor"),
+    [
+        ("model_world_size_1_rank_0.pt", "a.weight"),
+        ("rank_0_of_1.pt", "a.weight"),
+        ("style_rank64.safetensors", "lora_unet_up.lora_up.weight"),
+        ("crank3.pt", "a.weight"),
+        ("model-00001-of-00001.safetensors", "a.weight"),
+        ("frankfurt.pt", "a.weight"),
+    ],
+)
+def test_names_of_whole_models(name: str, tensor: str, tmp_path: Path) -> None:
+    state = {tensor: torch.ones(3, 2)}
+    save_file(state, tmp_path / name) if name.endswith("s") else torch.save(state, tmp_path / name)
+    assert inspect_checkpoint(str(tmp_path / name)).exportable.ok
+
+
+# ---- states that zckpt does not read
+
+
+def test_optimizer_states_that_are_not_read(tmp_path: Path) -> None:
+    state = {"w": torch.ones(3, 2)}
+    torch.save({"model": state, "optimizer": {"state": {}}, "epoch": 3}, tmp_path / "run.pt")
+    assert "'optimizer' of 'run.pt'" in inspect_checkpoint(str(tmp_path / "run.pt")).resumable.reason
+    home = tmp_path / "checkpoint-500"
+    home.mkdir()
+    save_file(state, home / "model.safetensors")
+    assert inspect_checkpoint(str(home)).resumable.reason.startswith("weights alone")
+    torch.save({}, home / "optimizer.pt")
+    for path in (home, home / "model.safetensors"):
+        verdict = inspect_checkpoint(str(path)).resumable
+        assert not verdict.ok and "zckpt does not read" in verdict.reason and "'optimizer.pt'" in verdict.reason
+    verdict = inspect_checkpoint(str(FIXTURES / "dcp/ddp_w2/checkpoint")).resumable
+    assert not verdict.ok and "zckpt does not read" in verdict.reason and "numbers" in verdict.reason
+    assert "weights alone" in inspect_checkpoint(str(FIXTURES / "dcp/hsdp_w4/checkpoint")).resumable.reason

@@ -1,0 +1,376 @@
+"""Several processes at one conversion give the bytes of one; and when one of them goes away, the others say so and stop."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from threading import Thread
+from typing import Any
+
+import pytest
+import synth
+import torch
+
+import zckpt
+from zckpt.base.errors import InconsistentError, OutputError, UsageError
+from zckpt.engine.move import run
+from zckpt.jobs.convert import Options, prepare
+from zckpt.jobs.reshard import prepare as prepare_reshard
+from zckpt.layouts.save.listing import Wishes
+from zckpt.naming.transform import Form
+from zckpt.team import together
+from zckpt.team.part_move import Piece, begin, move, seal
+from zckpt.team.partition import GRAIN, part_of
+from zckpt.team.rendezvous import DirectoryBoard
+from zckpt.team.together import Team, seat
+
+TESTS = Path(__file__).parent
+FIXTURES = TESTS.parent / "fixtures"
+ENVIRONMENT = {**os.environ, "PYTHONPATH": str(TESTS.parent), "OMP_NUM_THREADS": "1"}
+SMALL = ["--max-shard-size", "300KB"]
+LATE = {"zckpt.team.together": {"LOOK_S": 3.0}}
+EARLY = {"zckpt.engine.batches": {"LEAST_BYTES": 0}}
+
+
+def contents(path: Path) -> dict[str, bytes]:
+    """Every byte under an output's name; of one file, with its manifest."""
+    if path.is_file():
+        return {name: path.with_name(name).read_bytes() for name in (path.name, f"{path.name}.zckpt.json")}
+    return {file.relative_to(path).as_posix(): file.read_bytes() for file in path.rglob("*") if file.is_file()}
+
+
+def started(*trials: dict[str, Any]) -> list[dict[str, Any]]:
+    command = [sys.executable, str(TESTS / "started.py"), json.dumps(trials)]
+    done = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, check=False, timeout=280)
+    assert done.returncode == 0, done.stderr
+    return list(json.loads(done.stdout))
+
+
+@pytest.fixture(scope="module")
+def zero2(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    generator = torch.Generator().manual_seed(0)
+    group = {f"w{i}": torch.randn(80_000 + i, generator=generator) for i in range(8)}
+    return synth.zero12(tmp_path_factory.mktemp("together") / "ckpt", [group], 3)
+
+
+# ---- the parts of a plan -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 7])
+@pytest.mark.parametrize("engine", ["native", "reference"])
+@pytest.mark.parametrize(
+    "kind", ["transformers/llama_zero2", "zero3/groups_w3", "reshard", "hf"], ids=lambda kind: kind.replace("/", " ")
+)
+def test_parts_make_the_whole(
+    kind: str, engine: Any, count: int, quick_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("zckpt.team.partition.GRAIN", 16)
+    if kind == "reshard":
+        plan = prepare_reshard(
+            str(FIXTURES / "transformers/llama_zero3/checkpoint"), str(quick_path / "x"), world_size=3, stage=2
+        ).plan
+    elif kind == "hf":
+        checkpoint = str(FIXTURES / "megatron/llama_zero2_tp2_dp2/checkpoint")
+        options = Options(form=Form("hf:llama"), wishes=Wishes(tp_rules="megatron-swiglu"))
+        plan = prepare(checkpoint, str(quick_path / "x.bin"), options).plan
+    else:
+        options = Options(max_shard_size=30_000)
+        plan = prepare(str(FIXTURES / kind / "checkpoint"), str(quick_path / "x"), options).plan
+    for name in ("one", "many"):
+        (quick_path / name).mkdir()
+    wanted = run(plan, str(quick_path / "one"), engine=engine)
+    pieces: list[Piece] = []
+    begin(plan, str(quick_path / "many"))
+    sizes = []
+    for index in reversed(range(count)):
+        part = part_of(plan, index, count)
+        sizes.append(part.bytes_read + sum(entry.nbytes for _, entry in part.pairs))
+        move(part, str(quick_path / "many"), moved=pieces.append, engine=engine)
+    crcs = {}
+    for output, _ in plan.files:
+        here = [piece.crcs for piece in pieces if piece.path == output.path]
+        parts = None if None in here else [part for crcs in here if crcs for part in crcs]
+        crcs[output.path], _ = seal(plan, output, str(quick_path / "many"), parts)
+    assert crcs == {written.path: written.crc32 for written in wanted.files}
+    assert contents(quick_path / "many") == contents(quick_path / "one")
+    assert sum(sizes) == plan.bytes_read + sum(entry.nbytes for _, entry in plan.pairs)
+    if kind != "hf":
+        assert max(sizes) - min(sizes) <= 64 + max(sizes) // 50
+
+
+def test_parts_meet_at_pages(zero2: Path, tmp_path: Path) -> None:
+    plan = prepare(str(zero2), str(tmp_path / "x.safetensors"), Options()).plan
+    borders = []
+    for index in range(4):
+        runs = [f for _, entry in part_of(plan, index, 4).pairs for f in entry.fragments]
+        borders.append((min(f.byte_offset for f in runs), max(f.nbytes_end(4) for f in runs)))
+    assert all(a[1] == b[0] and b[0] % GRAIN == 0 for a, b in itertools.pairwise(borders))
+
+
+# ---- the same bytes ----------------------------------------------------------------------------------------------------
+
+
+def test_srun_without_torch(zero2: Path, quick_path: Path) -> None:
+    jobs: list[tuple[str, list[str], str]] = [
+        ("to-bf16", [str(zero2), *SMALL], "shards"),
+        ("to-fp32", [str(FIXTURES / "transformers/llama_zero2/checkpoint"), "--max-shard-size", "20KB"], "directory"),
+        ("to-fp16", [str(FIXTURES / "zero3/groups_w3/checkpoint")], "one.safetensors"),
+        ("to-bf16", [str(FIXTURES / "transformers/llama_zero3/checkpoint")], "one.bin"),
+        ("reshard", [str(FIXTURES / "zero2/bf16_w2/checkpoint"), "--world-size", "3", "--stage", "3"], "resharded"),
+        ("to-universal", [str(FIXTURES / "zero3/bf16_w2/checkpoint")], "universal"),
+        ("to-dcp", [str(FIXTURES / "zero2/bf16_w2/checkpoint")], "dcp"),
+        ("to-peft", [str(FIXTURES / "peft/lora_zero3/checkpoint")], "adapter"),
+    ]
+    trials, outs = [], []
+    for command, (checkpoint, *more), name in jobs:
+        for size in (1, 2, 3):
+            outs.append(quick_path / str(size) / name)
+            outs[-1].parent.mkdir(exist_ok=True)
+            trials.append({"size": size, "arguments": [command, checkpoint, str(outs[-1]), *more]})
+    for done, out, trial in zip(started(*trials), outs, trials, strict=True):
+        assert done["codes"] == [0] * trial["size"], (trial, done["err"])
+        assert done["out"][0].startswith(str(out)) and not any(done["out"][1:])
+        assert contents(out) == contents(quick_path / "1" / out.name)
+    assert sorted(path.name for path in (quick_path / "3").iterdir()) == sorted(
+        path.name for path in (quick_path / "1").iterdir()
+    )
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_torchrun(world: int, zero2: Path, quick_path: Path) -> None:
+    out, one = quick_path / "out", quick_path / "one"
+    arguments = ["to-bf16", str(zero2), str(out), *SMALL, "--json"]
+    checkpoint = zero2
+    if world == 3:
+        out, one, checkpoint = quick_path / "out.bin", quick_path / "one" / "out.bin", FIXTURES / "zero3/w12/checkpoint"
+        arguments = ["to-bf16", str(checkpoint), str(out), "--json"]
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={world}"]
+    done = subprocess.run(
+        [*launcher, "-m", "zckpt", *arguments],
+        env=ENVIRONMENT,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=280,
+    )
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["out"] == str(out)
+    zckpt.convert(checkpoint, one, dtype="bf16", options=Options(max_shard_size="300KB"))
+    assert contents(out) == contents(one)
+
+
+def test_overflows_of_all_are_added(tmp_path: Path, quick_path: Path) -> None:
+    weights = torch.zeros(90_000)
+    weights[::30_000] = torch.tensor([1e30, 2e30, 3e30])
+    checkpoint = synth.zero12(tmp_path / "ckpt", [{"w": weights}], 2)
+    arguments = ["to-fp16", str(checkpoint), str(quick_path / "out"), "--json"]
+    refused, clamped = started(
+        {"size": 3, "arguments": arguments}, {"size": 3, "arguments": [*arguments, "--overflow", "clamp"]}
+    )
+    assert refused["codes"] == [2, 2, 2] and "too large" in refused["err"][0] and "process 0" in refused["err"][2]
+    assert json.loads(refused["out"][0])["error"] == "cast" and not any(refused["out"][1:])
+    assert clamped["codes"] == [0, 0, 0]
+    assert json.loads(clamped["out"][0])["overflows"]["w"]["count"] == 3
+
+
+# ---- who is lost -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("launcher", ["slurm", "env"])
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_process_that_is_killed(launcher: str, victim: int, zero2: Path, quick_path: Path) -> None:
+    arguments = ["to-bf16", str(zero2), str(quick_path / "out"), *SMALL]
+    trial = {"size": 2, "launcher": launcher, "arguments": arguments, "constants": EARLY}
+    whole = {**trial, "arguments": ["to-bf16", str(zero2), str(quick_path / "whole"), *SMALL], "size": 1}
+    killed, again, alone = started({**trial, "kill": [victim, 2]}, {**trial, "size": 3}, {**whole, "launcher": "slurm"})
+    survivor = 1 - victim
+    assert killed["codes"][victim] == -signal.SIGKILL and killed["codes"][survivor] == 2
+    assert killed["seconds"] < 60
+    told = killed["err"][survivor]
+    if launcher == "slurm" or victim == 1:
+        assert "lost a process" in told and f"process {victim} of 2" in told and "The same command goes on" in told
+    else:
+        assert "went away" in told or "lost a process" in told  # the store went with its process
+    assert again["codes"] == [0, 0, 0], again["err"]
+    assert alone["codes"] == [0]
+    assert contents(quick_path / "out") == contents(quick_path / "whole")
+    assert sorted(path.name for path in quick_path.iterdir()) == ["out", "whole"]
+
+
+def test_one_process_goes_on_where_three_ended(zero2: Path, quick_path: Path) -> None:
+    out = quick_path / "out"
+    arguments = ["to-bf16", str(zero2), str(out), *SMALL]
+    (killed,) = started({"size": 3, "arguments": arguments, "constants": {**EARLY, **LATE}, "kill": [2, 1]})
+    assert killed["codes"] == [2, 2, -signal.SIGKILL] and not out.exists()
+    report = zckpt.convert(zero2, out, dtype="bf16", options=Options(max_shard_size="300KB"))
+    assert report.kept >= 1
+    assert [path.name for path in quick_path.iterdir()] == ["out"]
+
+
+def test_torchrun_loses_a_process(zero2: Path, quick_path: Path) -> None:
+    out = quick_path / "out"
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "-m", "zckpt"]
+    arguments = ["to-bf16", str(zero2), str(out), *SMALL]
+    running = subprocess.Popen(
+        [*launcher, *arguments, "--limit-rate", "200KB"], env=ENVIRONMENT, stderr=subprocess.PIPE, text=True
+    )
+    journal, until = quick_path / ".out.zckpt" / "journal", time.monotonic() + 200
+    while not journal.exists() and running.poll() is None and time.monotonic() < until:
+        time.sleep(0.05)
+    lock = quick_path / ".out.zckpt" / "lock"
+    lead = int(lock.read_text().split()[1])
+    family = Path(f"/proc/{running.pid}/task/{running.pid}/children").read_text().split()
+    for child in family:
+        if int(child) != lead and b"zckpt" in Path(f"/proc/{child}/cmdline").read_bytes():
+            os.kill(int(child), signal.SIGKILL)
+    _, told = running.communicate(timeout=200)
+    assert running.returncode != 0 and not out.exists()
+    assert "process 1 of 2" in told or "process 0 of 2" in told
+    zckpt.convert(zero2, out, dtype="bf16", options=Options(max_shard_size="300KB"))
+    assert [path.name for path in quick_path.iterdir()] == ["out"]
+
+
+def test_what_goes_wrong_is_told_to_all(zero2: Path, quick_path: Path) -> None:
+    checkpoint = shutil.copytree(zero2, quick_path / "ckpt")
+    out = str(quick_path / "out")
+    arguments = ["to-bf16", str(zero2), out, *SMALL]
+    (quick_path / "there").mkdir()
+    (quick_path / "there" / "x").write_text("x")
+    different, others, absent, exists, elsewhere = started(
+        {"size": 3, "arguments": arguments, "of": {"1": ["to-fp32", *arguments[1:]]}},
+        {"size": 2, "arguments": arguments, "of": {"1": ["to-bf16", str(checkpoint), out, *SMALL]}},
+        {"size": 3, "arguments": arguments, "absent": [1], "constants": {"zckpt.team.together": {"JOIN_S": 3.0}}},
+        {"size": 2, "arguments": ["to-bf16", str(zero2), str(quick_path / "there")]},
+        {"size": 2, "arguments": arguments, "constants": {"zckpt.team.together": {"JOIN_S": 1.0, "LEAVE_S": 1.0}},
+         "of": {"1": ["to-bf16", str(zero2), f"{out}2"]}},
+    )  # fmt: skip
+    assert different["codes"] == [2, 2, 2]
+    for told in different["err"]:
+        assert "asked for different things" in told and "process 1: to-fp32" in told and "process 0: to-bf16" in told
+    assert others["codes"] == [2, 2] and "asked for different things" in others["err"][0]
+    assert absent["codes"] == [2, None, 2]
+    assert all("processes 1 of 3 did not come" in absent["err"][rank] for rank in (0, 2))
+    assert exists["codes"] == [2, 2] and all("an output that exists" in told for told in exists["err"])
+    assert elsewhere["codes"] == [2, 2] and all("did not come" in told for told in elsewhere["err"])
+    assert sorted(path.name for path in quick_path.iterdir()) == ["ckpt", "there"]
+
+
+# ---- the team itself ---------------------------------------------------------------------------------------------------
+
+
+def both(path: Path, first: Any, second: Any, lost_s: float = 60.0) -> list[BaseException | None]:
+    """Two members of a team in two threads; how each ended."""
+    ended: list[BaseException | None] = [None, None]
+
+    def member(rank: int, work: Any) -> None:
+        try:
+            with Team(rank, 2, DirectoryBoard(str(path / "board")), lost_s) as those:
+                work(those)
+        except BaseException as error:
+            ended[rank] = error
+
+    threads = [Thread(target=member, args=pair) for pair in enumerate((first, second))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+        assert not thread.is_alive()
+    return ended
+
+
+def test_a_machine_that_falls_silent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(together, "BEAT_S", 0.1)
+    monkeypatch.setattr(together, "LEAVE_S", 1.0)
+
+    def silent(those: Team) -> None:
+        those._over.set()
+        time.sleep(4)
+
+    ended = both(tmp_path, lambda those: those.meet(), silent, lost_s=1.0)
+    assert isinstance(ended[0], OutputError) and "was silent for" in ended[0].found
+    assert not (tmp_path / "board").exists()
+
+
+def test_an_error_keeps_its_kind(tmp_path: Path) -> None:
+    def fails(those: Team) -> None:
+        raise InconsistentError("files that do not fit", file="x")
+
+    for first, second in ((fails, lambda those: those.meet()), (lambda those: those.meet(), fails)):
+        ended = both(tmp_path, first, second)
+        assert all(isinstance(error, InconsistentError) for error in ended)
+        assert all("files that do not fit" in str(error) for error in ended)
+
+
+def test_words_are_heard(tmp_path: Path) -> None:
+    heard: list[Any] = []
+
+    def lead(those: Team) -> None:
+        heard.append(those.meet("a"))
+        those.meet()
+        heard.append(list(those.news()))
+
+    def follow(those: Team) -> None:
+        heard.append(those.meet("b"))
+        for number in range(3):
+            those.post({"n": number})
+        those.meet()
+
+    (tmp_path / "board").mkdir()
+    for name, text in {"welcome": '{"words": {"1": "old"}, "absent": []}', "hello.1": "old"}.items():
+        (tmp_path / "board" / name).write_text(text)  # of an earlier run
+    assert both(tmp_path, lead, follow) == [None, None]
+    assert heard == [["a", "b"], ["a", "b"], [(1, {"n": 0}), (1, {"n": 1}), (1, {"n": 2})]]
+
+
+@pytest.mark.parametrize("kind", ["link", "file"])
+def test_what_is_planted_where_processes_meet(kind: str, tmp_path: Path) -> None:
+    victim = tmp_path / "victim"
+    victim.mkdir()
+    (tmp_path / "board").symlink_to(victim) if kind == "link" else (tmp_path / "board").write_text("x")
+    with pytest.raises(OutputError, match="stands where processes meet"):
+        DirectoryBoard(str(tmp_path / "board")).put("hello/1", b"x")
+    with pytest.raises(OutputError, match="stands where processes meet"):
+        DirectoryBoard(str(tmp_path / "board")).open()
+    assert list(victim.iterdir()) == []
+
+
+STEP = {"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0", "SLURM_PROCID": "1"}
+TORCH = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "h", "MASTER_PORT": "1"}
+
+
+@pytest.mark.parametrize(
+    ("environ", "wanted"),
+    [
+        ({}, (0, 1)),
+        ({"SLURM_JOB_ID": "7", "SLURM_PROCID": "0", "SLURM_NTASKS": "8"}, (0, 1)),  # a batch script
+        ({**STEP, "SLURM_NTASKS": "8"}, (1, 8)),
+        ({**STEP, "SLURM_NTASKS": "8", "SLURM_STEP_NUM_TASKS": "4"}, (1, 4)),
+        (TORCH, (1, 2)),
+        ({**STEP, "SLURM_NTASKS": "8", **TORCH}, (1, 2)),  # torchrun under srun
+        ({"RANK": "1", "WORLD_SIZE": "2"}, (0, 1)),
+    ],
+)
+def test_seats(environ: dict[str, str], wanted: tuple[int, int]) -> None:
+    found = seat(environ)
+    assert (found.rank, found.size) == wanted
+
+
+@pytest.mark.parametrize("bad", [{"RANK": "2"}, {"RANK": "x"}, {"WORLD_SIZE": "-1"}])
+def test_impossible_seats(bad: dict[str, str]) -> None:
+    with pytest.raises(UsageError, match="impossible numbers"):
+        seat({**TORCH, **bad})
+
+
+def test_a_library_call_is_alone(zero2: Path, quick_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a training script, one rank converts what it likes."""
+    monkeypatch.setattr(together, "_asked", False)  # the command line may have run in this process
+    for name, value in TORCH.items():
+        monkeypatch.setenv(name, value)
+    assert zckpt.convert(zero2, quick_path / "out").kept == 0

@@ -1,0 +1,184 @@
+"""Where tensors lie that files themselves name, found a second time: plain weights, layer files, universal files, chunks.
+
+For `verify`, as `reread` is for the vectors of ZeRO: nothing here is what reads a save. The names in a file, or its own name,
+or the metadata of torch.distributed.checkpoint, say where a tensor begins; there what is read of that file must begin too.
+Names that are not in the files as the catalog has them (experts by their numbers on a rank) are not looked at.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+from collections.abc import Iterator, Mapping
+from typing import NamedTuple
+
+from zckpt.base import limits
+from zckpt.containers import Placeholder, TensorRef, load_pickle
+from zckpt.core.catalog import Catalog, TensorEntry
+from zckpt.core.fragments import Fragment
+from zckpt.layouts.run.training import Training
+from zckpt.layouts.save.listing import UNIVERSAL, Listing
+from zckpt.storage import paths as fs
+
+_CHUNKS = ".metadata"
+_LAYER = re.compile(r"layer_(\d+)-model_")
+
+
+def misplaced_tensors(listing: Listing, catalog: Catalog) -> tuple[int, list[str]]:
+    """How many tensors were looked for, and those that the catalog reads elsewhere; it has the names that the files have."""
+    own = {(name, ""): entry for name, entry in catalog.tensors.items()}
+    if _CHUNKS in listing.files:
+        return _in_chunks(listing, own)
+    count, bad = _in_universal(listing, own)
+    universal = _files_of_parameters(listing)
+    by_path = {path: name for name, path in listing.files.items()}
+    named: dict[str, dict[str, TensorRef]] = {}
+    for name, entry in catalog.tensors.items():
+        if entry.own_copy is not None or (name, "") in universal:
+            continue  # masters have no names in their file
+        for path, fragments in _by_file(entry).items():
+            file = by_path.get(path)
+            if file is None or file.endswith("_optim_states.pt"):
+                continue
+            if file not in named:
+                named[file] = dict(_tensors(listing.open(file).root))
+            layer = match[1] if (match := _LAYER.match(file)) else None
+            places = {ref.byte_offset for ref in _called(named[file], name, layer) if ref.numel}
+            if places or layer:
+                count += 1
+                if min(f.byte_offset for f in fragments) not in places:
+                    bad.append(f"{name!r} is not read where {file!r} has it")
+    return count, bad
+
+
+def misplaced_named_states(listing: Listing, training: Training) -> tuple[int, list[str]]:
+    """The same of the optimizer's states, where files name them."""
+    own = {(name, state): entry for name, states in training.states.items() for state, entry in states.items()}
+    return _in_chunks(listing, own) if _CHUNKS in listing.files else _in_universal(listing, own)
+
+
+Wanted = Mapping[tuple[str, str], TensorEntry]
+"""(Parameter, state) -> what is read; no state for the weights."""
+
+
+def _what(name: str, state: str) -> str:
+    return f"{state} of {name!r}" if state else repr(name)
+
+
+def _by_file(entry: TensorEntry) -> dict[str, list[Fragment]]:
+    found: dict[str, list[Fragment]] = {}
+    for fragment in entry.fragments:
+        if fragment.numel:
+            found.setdefault(str(fragment.store), []).append(fragment)
+    return found
+
+
+def _tensors(value: object, path: str = "", depth: int = 0) -> Iterator[tuple[str, TensorRef]]:
+    """The tensors in nested mappings, under dotted names."""
+    for key, inner in value.items() if isinstance(value, Mapping) and depth < 64 else ():
+        name = f"{path}.{key}" if path else str(key)
+        if isinstance(inner, TensorRef):
+            yield name, inner
+        else:
+            yield from _tensors(inner, name, depth + 1)
+
+
+def _called(tensors: Mapping[str, TensorRef], name: str, layer: str | None) -> list[TensorRef]:
+    """What a file calls so, on top or within other mappings; in a layer file, after the layer's number or a tied module's."""
+    if layer is not None:
+        tied = name.startswith("tied_modules.")
+        local = [own for own in tensors if name == f"{int(layer)}.{own}" or (tied and name.endswith(f".{own}"))]
+        return [tensors[max(local, key=len)]] if local else []
+    return [tensors[name]] if name in tensors else [ref for own, ref in tensors.items() if own.endswith(f".{name}")]
+
+
+def _files_of_parameters(listing: Listing) -> Mapping[tuple[str, str], str]:
+    """(Parameter, state) -> its file in a universal checkpoint."""
+    found: dict[tuple[str, str], str] = {}
+    for file in listing.files:
+        home, _, last = file.rpartition("/")
+        if home.startswith(f"{UNIVERSAL}/") and last.endswith(".pt"):
+            state = last.removesuffix(".pt")
+            found[home.removeprefix(f"{UNIVERSAL}/"), "" if state == "fp32" else state] = file
+    return found
+
+
+def _in_universal(listing: Listing, wanted: Wanted) -> tuple[int, list[str]]:
+    """Each parameter and state lies in a file that is called so."""
+    places = _files_of_parameters(listing)
+    count, bad = 0, list[str]()
+    for (name, state), entry in wanted.items():
+        file = places.get((name, state))
+        if file is not None and entry.numel and entry.role == "parameter":
+            count += 1
+            if set(_by_file(entry)) != {listing.files[file]}:
+                bad.append(f"{_what(name, state)} is not read from {file!r}")
+    return count, bad
+
+
+class _Chunk(NamedTuple):
+    """A chunk by the metadata: the number of its first element in the tensor, and the bytes of a file that hold it."""
+
+    element: int
+    path: str
+    start: int
+    stop: int
+
+
+def _in_chunks(listing: Listing, wanted: Wanted) -> tuple[int, list[str]]:
+    """The first element of every chunk lies where torch's metadata say."""
+    chunks: dict[str, list[_Chunk]] = {}
+    for name, chunk in _chunks(listing):
+        chunks.setdefault(name, []).append(chunk)
+    ends: dict[str, list[str]] = {}
+    for name in chunks:
+        ends.setdefault(name.rpartition(".")[2], []).append(name)
+    count, bad = 0, list[str]()
+    for (name, state), entry in wanted.items():
+        full = f"{name}.{state}" if state else name
+        called = [own for own in ends.get(full.rpartition(".")[2], ()) if own == full or own.endswith(f".{full}")]
+        if called and entry.numel:
+            count += 1
+            starts = {f.start: (str(f.store), f.byte_offset) for f in entry.fragments if f.numel}
+            if not any(all(_holds(starts.get(c.element), c) for c in chunks[own]) for own in called):
+                bad.append(f"{_what(name, state)} is not read where the metadata have it")
+    return count, bad
+
+
+def _holds(place: tuple[str, int] | None, chunk: _Chunk) -> bool:
+    return place is not None and place[0] == chunk.path and chunk.start <= place[1] < chunk.stop
+
+
+def _chunks(listing: Listing) -> Iterator[tuple[str, _Chunk]]:
+    """The chunks with elements that `.metadata` lists, by the item's name."""
+    path = listing.files[_CHUNKS]
+    data = fs.read(path)
+    root = load_pickle(data, file=path, most=max(limits.PICKLE_COST, limits.METADATA_COST_PER_BYTE * len(data)))
+    state = _fields(root)
+    described = state.get("state_dict_metadata")
+    stored = state.get("storage_data")
+    items = {str(n): _fields(item) for n, item in described.items()} if isinstance(described, Mapping) else {}
+    sizes = {
+        (name, tuple(own["offsets"])): tuple(own["sizes"])
+        for name, item in items.items()
+        for own in map(_fields, item.get("chunks") or ())  # type: ignore[call-overload]
+    }
+    for index, info in stored.items() if isinstance(stored, Mapping) else ():
+        key, at = _fields(index), _fields(info)
+        name, offsets = str(key.get("fqn")), key.get("offset")
+        size = items.get(name, {}).get("size")
+        if not isinstance(offsets, tuple | list) or not isinstance(size, tuple | list):
+            continue
+        if math.prod(sizes.get((name, tuple(offsets)), (0,))):
+            element = 0
+            for offset, extent in zip(offsets, size, strict=True):
+                element = element * extent + offset
+            file = str(at["relative_path"])
+            where = listing.files.get(file) or os.path.join(listing.directory, file)
+            start, length = (n if isinstance(n, int) else 0 for n in (at["offset"], at["length"]))
+            yield name, _Chunk(element, where, start, start + length)
+
+
+def _fields(value: object) -> Mapping[str, object]:
+    return value.state if isinstance(value, Placeholder) and isinstance(value.state, Mapping) else {}

@@ -1,0 +1,278 @@
+"""Whether a run can go on from an output as it can from its checkpoint: states, step counts, settings, client state.
+
+For `verify`. Weights are not looked at here. What can be told from the indexes is told; elements are handed on in pairs, to
+be derived from the shards once more and compared as bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+
+from zckpt import layouts
+from zckpt.base.errors import ZckptError, some
+from zckpt.checks.reread import misplaced_states
+from zckpt.checks.soundness import Examined
+from zckpt.containers import TensorRef
+from zckpt.core.catalog import TensorEntry
+from zckpt.engine.independent import differences
+from zckpt.layouts.dcp import read as dcp
+from zckpt.layouts.joining.totals import as_float
+from zckpt.layouts.run.agreement import disagreements, unlike
+from zckpt.layouts.run.training import Group, Training
+from zckpt.layouts.run.values import number_in
+from zckpt.layouts.save.listing import DCP_METADATA, MODEL_NAME, SHARD_NAME, UNIVERSAL, Listing, is_deepspeed_file
+from zckpt.layouts.save.module_states import WRAPPERS, as_mapping, read_model_states, whole
+from zckpt.layouts.universal import read as universal
+
+Pair = tuple[str, TensorEntry, TensorEntry]
+"""What it is, in words; in the checkpoint; in the output."""
+
+
+@dataclass(slots=True)
+class Comparison:
+    """What an output has of a run, beside its weights.
+
+    Attributes:
+        held: what is in the output, in words; empty where it holds weights alone.
+        only: what is only in the shards, in words.
+        problems: what is wrong, without looking at the elements of tensors.
+        pairs: tensors of both sides that must be equal.
+    """
+
+    held: list[str] = field(default_factory=list[str])
+    only: list[str] = field(default_factory=list[str])
+    problems: list[str] = field(default_factory=list[str])
+    pairs: list[Pair] = field(default_factory=list[Pair])
+
+    def same(self, a: object, b: object, where: str) -> None:
+        """Two inert values must be equal; tensors in them are handed on."""
+        self.problems += unlike(a, b, where, self.pairs)
+
+
+_BESIDE_STATES = ("step counts", "settings")
+_OF_MODEL = ("schedules", "counters", "client state")
+
+
+def compare_runs(source: Examined, output: Examined) -> Comparison:
+    """What a run needs to go on, in the checkpoint and in the output; both have a catalog."""
+    assert source.catalog is not None and output.catalog is not None
+    found = Comparison()
+    if strangers := _strangers(source.place.listing, output.place.listing):
+        found.only.append(f"files that are not DeepSpeed's ({some(strangers)})")
+    there = _training(output)
+    told = output.catalog.source
+    if isinstance(there, ZckptError):
+        if told.zero_stage or told.optimizer_states:
+            found.problems.append(str(there))
+        states = source.catalog.source.optimizer_states
+        found.only += [f"the optimizer states ({', '.join(states)})"] * bool(states)
+        found.only += [*_BESIDE_STATES, *_OF_MODEL] * bool(states or source.catalog.source.zero_stage)
+        return found
+    here = _training(source)
+    if isinstance(here, ZckptError):
+        found.only.append(f"whatever else a run needs to go on, which zckpt does not read ({here.what})")
+        return found
+    for side, training in ((source, here), (output, there)):
+        assert side.catalog is not None
+        masters = {name: side.catalog.tensors[own] for name, own in side.names.items() if own in side.catalog.tensors}
+        found.problems += misplaced_states(side.place.listing, training, masters)[1]
+    names = [side.names for side in (source, output)]
+    _compare_states(found, here, there, *names)
+    if drifted := _odd_copies(here):
+        found.only.append(f"optimizer states that ranks hold differently ({some(drifted)})")
+    _compare_groups(found, here, there, *names)
+    _compare_scalers(found, here, there)
+    if told.layout == "dcp":
+        found.only += _OF_MODEL
+    else:
+        _compare_model(found, here, there)
+    if told.layout == "universal":
+        if source.catalog.source.zero_stage:  # of a run without ZeRO the file is made
+            _compare_copies(found, source.place.listing, output.place.listing)
+        _compare_beside(found, source, output.place.listing)
+    else:
+        odd = list(_odd_files(source, here))
+        found.only += [f"what not all ranks say ({some(odd)})"] * bool(odd)
+        found.problems += _odd_files(output, there)
+    if source.catalog.source.layout == "dcp" and (left := dcp.left_out(source.place.listing)):
+        found.only.append(f"tensors of other state dicts ({some(left)})")
+    if beside := _beside(source.place.listing):
+        found.only.append(f"what lies beside DeepSpeed's own entries in the optimizer files ({some(beside)})")
+    return found
+
+
+def _strangers(source: Listing, output: Listing) -> list[str]:
+    """What else somebody put among the files of a tag."""
+    if not source.tag or source.matching(DCP_METADATA):
+        return []
+    return [n for n in source.files if not (is_deepspeed_file(n) or n.startswith(f"{UNIVERSAL}/") or n in output.files)]
+
+
+def _training(side: Examined) -> Training | ZckptError:
+    try:
+        return layouts.read_training(side.place.listing)
+    except ZckptError as error:
+        return error
+
+
+def _compare_states(
+    found: Comparison, here: Training, there: Training, names: Mapping[str, str], others: Mapping[str, str]
+) -> None:
+    """Every state that an element has: masters are among the weights."""
+    held = {others.get(name, name): dict(states) for name, states in there.states.items()}
+    missing: list[str] = []
+    for name, states in here.states.items():
+        own = names.get(name, name)
+        for state, entry in states.items():
+            what = f"{state} of {own!r}"
+            other = held.get(own, {}).pop(state, None)
+            if other is None:
+                missing.append(what)
+            elif (entry.shape, entry.dtype) != (other.shape, other.dtype):
+                found.problems.append(
+                    f"{what} is {other.dtype} {list(other.shape)}, in the checkpoint {entry.dtype} {list(entry.shape)}"
+                )
+            else:
+                found.pairs.append((what, entry, other))
+    strange = [f"{state} of {name!r}" for name, states in held.items() for state in states]
+    if missing:
+        found.problems.append(f"{len(missing):,} optimizer states of the checkpoint are not in it: {some(missing)}")
+    if strange:
+        found.problems.append(f"{len(strange):,} optimizer states in it are not of the checkpoint: {some(strange)}")
+    kinds = dict.fromkeys(state for states in here.states.values() for state in states)
+    found.held += [f"the optimizer states ({', '.join(kinds)})"] * bool(kinds)
+
+
+def _odd_copies(training: Training) -> list[str]:
+    """States that several ranks hold, and not alike: those of the first are taken."""
+    copies = [
+        (f"{state} of {name!r} on {copy.rank}", replace(entry, replicas=()), replace(entry, fragments=copy.fragments))
+        for name, states in training.states.items()
+        for state, entry in states.items()
+        for copy in entry.replicas
+    ]
+    return [copies[bad.number][0] for bad in differences([(a, b) for _, a, b in copies])]
+
+
+def _compare_groups(
+    found: Comparison, here: Training, there: Training, names: Mapping[str, str], others: Mapping[str, str]
+) -> None:
+    """Parameter groups: who is in them, their settings, and states that are one value for all of them."""
+    found.held += _BESIDE_STATES
+    own, other = ([group for group in run.groups if group.names] for run in (here, there))
+    if len(own) != len(other):
+        found.problems.append(f"{len(other)} parameter groups, in the checkpoint {len(own)}")
+        return
+    for number, (a, b) in enumerate(zip(own, other, strict=True)):
+        if [names.get(name, name) for name in a.names] != [others.get(name, name) for name in b.names]:
+            found.problems.append(f"parameter group {number} has other parameters, or in another order")
+        found.problems += _unlike_group(number, a, b.scalars, b.settings, found.pairs)
+
+
+def _unlike_group(
+    number: int, group: Group, scalars: Mapping[str, object], settings: Mapping[str, object], pairs: list[Pair]
+) -> Iterator[str]:
+    where = f"of parameter group {number}"
+    yield from unlike(_numbers(group.scalars), _numbers(scalars), f"a single state {where}", pairs)
+    own, other = ({key: value for key, value in held.items() if key != "params"} for held in (group.settings, settings))
+    yield from unlike(own, other, f"a setting {where}", pairs)
+
+
+def _numbers(values: Mapping[str, object]) -> dict[str, object]:
+    """Single values as numbers, in whatever form and dtype they were saved."""
+    return {n: number_in(v) if isinstance(v, TensorRef) and v.numel == 1 else v for n, v in values.items()}
+
+
+def _compare_scalers(found: Comparison, here: Training, there: Training) -> None:
+    """The loss scaler, which begins anew in another precision and is no part of torch's own checkpoints."""
+    if here.precision != there.precision or not there.scaler:
+        found.only += ["the loss scaler"] * bool(here.scaler)
+        return
+    kept = {key: there.scaler[key] for key in here.scaler if key in there.scaler}
+    found.same(dict(here.scaler), kept, "the loss scaler")
+    found.held += ["the loss scaler"] * bool(here.scaler)
+
+
+def _compare_model(found: Comparison, here: Training, there: Training) -> None:
+    """Counters, schedules, config and client state."""
+    other_precision = here.precision != there.precision
+    own, other = (_neutral(run.model, other_precision) for run in (here, there))
+    found.same(own, {key: other[key] for key in own if key in other}, "the model file")
+    found.held += _OF_MODEL
+
+
+def _neutral(model: Mapping[str, object], other_precision: bool) -> dict[str, object]:
+    """A model file's entries, with nothing in the config of what another shape or precision changes there."""
+    config = model.get("ds_config")
+    if not isinstance(config, Mapping):
+        return dict(model)
+    zero = config.get("zero_optimization")
+    zero = {key: value for key, value in zero.items() if key != "stage"} if isinstance(zero, Mapping) else {}
+    left_out = ("fp16", "bf16") if other_precision else ()
+    kept = {key: value for key, value in config.items() if key not in left_out}
+    return {**model, "ds_config": {**kept, "zero_optimization": zero}}
+
+
+def _compare_copies(found: Comparison, source: Listing, output: Listing) -> None:
+    """A universal checkpoint has the model files as they were; AutoEP's loader finds its record once more in there."""
+    for name in _model_files(source):
+        if name not in output.files:
+            found.problems.append(f"{name!r} is not in it")
+            continue
+        own, other = (as_mapping(listing.open(name).root, "a model file", name) for listing in (source, output))
+        if own.get("ds_autoep_layers") is not None:
+            own, other = ({**root, "universal_checkpoint_info": None} for root in (own, other))
+        found.same(own, other, repr(name))
+
+
+def _compare_beside(found: Comparison, source: Examined, output: Listing) -> None:
+    """What is not trained has files of its own in a universal checkpoint, as floats; of tied names, the module's own."""
+    assert source.catalog is not None
+    for raw, ref in universal.beside(output).items():
+        name = source.names.get(raw, WRAPPERS.sub("", raw))
+        entry = source.catalog.tensors.get(source.catalog.aliases.get(name, name))
+        if entry is not None and entry.numel == ref.numel:
+            if (copy := entry.own_copy) is not None:
+                entry = replace(entry, dtype=copy.dtype, fragments=copy.fragments)
+            found.pairs.append(
+                (f"{name!r} in a file of its own", as_float(entry), whole(name, ref, "buffer", entry.shape))
+            )
+        else:
+            found.problems.append(f"{name!r} in a file of its own is of another shape, or not of the checkpoint")
+
+
+def _model_files(listing: Listing) -> list[str]:
+    shards = [name for name in listing.matching(SHARD_NAME) if name.endswith("_model_states.pt")]
+    return [*listing.matching(MODEL_NAME), *shards]
+
+
+def _odd_files(side: Examined, training: Training) -> Iterator[str]:
+    """What files say of the run, where it is not what the first one says: a reader takes that one's word for it."""
+    assert side.catalog is not None
+    listing = side.place.listing
+    odd: dict[str, list[str]] = {}
+    pairs: list[Pair] = []
+    names: list[str] = []
+    for name in _model_files(listing):
+        rest = read_model_states(listing, name, module={}).rest
+        rest = {key: rest[key] for key in training.model if key in rest}
+        for what in unlike(dict(training.model), rest, "the model file", pairs):
+            odd.setdefault(what, []).append(name)
+        names += [name] * (len(pairs) - len(names))
+    for bad in differences([(a, b) for _, a, b in pairs]):
+        odd.setdefault(f"{pairs[bad.number][0]} has another tensor", []).append(names[bad.number])
+    for other in disagreements(listing):
+        odd.setdefault(other.told, []).append(other.file)
+    for what, files in odd.items():
+        yield f"{what} (in {some(files)})"
+
+
+_OPTIMIZER_FILE = frozenset(("optimizer_state_dict", "ds_config", "ds_version", "param_shapes", "folding"))
+
+
+def _beside(listing: Listing) -> list[str]:
+    """Entries of optimizer files that no writer of another shape could carry along: random states of the ranks."""
+    shards = (name for name in listing.matching(SHARD_NAME) if name.endswith("_optim_states.pt"))
+    roots = (listing.open(name).root for name in shards)
+    return sorted({str(key) for root in roots if isinstance(root, Mapping) for key in root.keys() - _OPTIMIZER_FILE})

@@ -1,0 +1,387 @@
+"""Is a checkpoint complete and intact?
+
+For `verify`. What can be told is told, all of it: a damaged file does not hide another one. Problems are findings, not
+errors; an error means that the question itself could not be answered.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+
+from zckpt.base.errors import NotACheckpointError, UnsupportedError, UsageError, ZckptError, some
+from zckpt.base.pace import DEFAULT_PACE, Pace
+from zckpt.checks.integrity import (
+    CheckedFile,
+    Findings,
+    checked_file,
+    checked_parts,
+    examine,
+    holding,
+    non_finite,
+    numel_of,
+    small_records,
+)
+from zckpt.checks.reread import misplaced
+from zckpt.checks.verdict import Check, few
+from zckpt.containers import open_container
+from zckpt.core.catalog import Catalog, Replica, TensorEntry
+from zckpt.engine import replicas
+from zckpt.engine.tensor_statistics import Tally
+from zckpt.jobs.open import open_catalog, strip_wrappers
+from zckpt.layouts.dcp import read as dcp
+from zckpt.layouts.run import agreement
+from zckpt.layouts.save.listing import DCP_METADATA, Listing, Wishes
+from zckpt.layouts.save.origins import Origin, contradictions, of_other_ages, origin, save_files
+from zckpt.layouts.save.places import Place, find
+from zckpt.output import manifest as manifests
+from zckpt.output.address import RECORD
+from zckpt.output.manifest import Manifest
+from zckpt.storage import paths as fs
+from zckpt.storage.descriptors import forget
+
+
+@dataclass(slots=True)
+class Examined:
+    """What is found out of a checkpoint or output, check by check.
+
+    Attributes:
+        place: where it is.
+        catalog: its tensors, under the model's own names; None when they cannot be told.
+        files: those of the save that can be opened.
+        origins: what they say of their save.
+        checks: the questions and answers so far.
+        notes: sentences a person should see.
+        numbers: tensor -> (NaNs, infinities), where there are any; None where they were not counted.
+        names: as the files have them -> the model's own.
+        whole: whether every byte was read.
+        unread_bytes: of elements that no check has read.
+    """
+
+    place: Place
+    catalog: Catalog | None = None
+    files: list[CheckedFile] = field(default_factory=list[CheckedFile])
+    origins: list[Origin] = field(default_factory=list[Origin])
+    checks: list[Check] = field(default_factory=list[Check])
+    notes: list[str] = field(default_factory=list[str])
+    numbers: dict[str, tuple[int, int]] | None = None
+    names: dict[str, str] = field(default_factory=dict[str, str])
+    whole: bool = False
+    unread_bytes: int = 0
+
+    @property
+    def ok(self) -> bool:
+        """Whether nothing is wrong so far."""
+        return all(check.ok for check in self.checks)
+
+    def add(self, name: str, told: str, problems: Sequence[str] = ()) -> None:
+        """One more check."""
+        self.checks.append(Check(name, told, tuple(problems)))
+
+
+def examined(
+    path: str,
+    tag: str | None = None,
+    also: Sequence[str] = (),
+    wishes: Wishes | None = None,
+    *,
+    deep: bool = False,
+    whole: bool = False,
+    pace: Pace = DEFAULT_PACE,
+    progress: Callable[[int], None] | None = None,
+) -> Examined:
+    """Everything that one checkpoint or output tells of itself.
+
+    Args:
+        path: of the checkpoint.
+        tag: which save.
+        also: directories laid over it.
+        wishes: what a person says of a model-parallel checkpoint that does not say it itself.
+        deep: read every byte, count NaN and infinity.
+        whole: read every byte, from the disk and not from what the page cache remembers of it. What has a manifest is
+            always read whole.
+        pace: how hard to work.
+        progress: called with the bytes read so far.
+
+    Raises:
+        NotACheckpointError: there is nothing to look at. UnsupportedError: zckpt cannot read it.
+    """
+    state = Examined(find(path, tag, also))
+    facts = _manifest_of(state, path)
+    unknown = _open(state, path, tag, also, wishes)
+    _open_files(state, facts)
+    for file in state.files if whole and not fs.is_remote(path) else ():
+        with open(file.store.path, "rb") as data:
+            forget(data.fileno())
+    _check_save(state)
+    try:
+        if deep or whole or facts is not None:
+            _check_bytes(state, facts, deep, pace, progress)
+        else:
+            _check_ends(state)
+    except ZckptError as error:  # a disk that does not give back what it was given
+        state.add("bytes", "", [str(error)])
+    if unknown is not None and all(check.ok for check in state.checks if check.name != "tensors"):
+        raise unknown  # nothing is damaged: zckpt cannot tell
+    state.notes.extend(of_other_ages(state.origins))
+    return state
+
+
+def _manifest_of(state: Examined, path: str) -> Manifest | None:
+    """The manifest, after making sure that the files it names are there, of the right size."""
+    tag = state.place.listing.tag
+    place = manifests.find(state.place.home if tag else path)
+    if place is None:
+        return None
+    try:
+        facts = manifests.read(place)
+    except ZckptError as error:
+        state.add("manifest", "", [str(error)])
+        return None
+    if tag and not any(file.path.startswith(f"{tag}/") for file in facts.files):
+        return None  # what else lies beside the tags has a manifest
+    home = os.path.dirname(place)
+    problems: list[str] = []
+    for file in facts.files:
+        where = os.path.join(home, file.path)
+        if not fs.is_file(where):
+            problems.append(f"{file.path!r} is missing")
+        elif (size := fs.size(where)) != file.nbytes:
+            problems.append(f"{file.path!r} has {size:,} bytes, not {file.nbytes:,}")
+    named = {file.path.partition("/")[0] for file in facts.files} | {os.path.basename(place), RECORD}
+    if fs.is_dir(path) and (strangers := sorted(set(fs.names(home)) - named)):
+        state.notes.append(f"{some(strangers)} {'is' if len(strangers) == 1 else 'are'} not in the manifest.")
+    made = f"made by zckpt {facts.version} from {facts.source.get('layout')} {facts.source.get('tag') or ''}".rstrip()
+    count = "its file is" if len(facts.files) == 1 else f"all {len(facts.files):,} files are"
+    state.add("manifest", f"{count} there, of the right size; {made}", problems)
+    return facts
+
+
+def _open(state: Examined, path: str, tag: str | None, also: Sequence[str], wishes: Wishes | None) -> ZckptError | None:
+    """Reads the catalog. Returns an error that is no finding, unless damage explains it."""
+    try:
+        opened = open_catalog(path, tag, also, wishes=wishes)
+    except ZckptError as error:
+        state.add("tensors", "", [str(error)])
+        strange = isinstance(error, NotACheckpointError) and not state.place.listing.tag
+        return error if strange or isinstance(error, UnsupportedError | UsageError) else None
+    state.place = opened.place
+    state.catalog, stripped = strip_wrappers(opened.catalog)
+    state.names = dict(zip(opened.catalog.tensors, state.catalog.tensors, strict=True))
+    state.notes.extend((*opened.catalog.source.notes, *stripped))
+    count = len(state.catalog)
+    state.add("tensors", f"{count:,} tensors, {state.catalog.numel:,} elements, each held once")
+    found, elsewhere = misplaced(opened.place.listing, opened.catalog)
+    if found:
+        told = f"{found:,} tensors lie where a second reader, which shares no code with the first, finds them"
+        state.add("places", told, few(elsewhere, "tensors are not read where the files have them"))
+    return None
+
+
+def _open_files(state: Examined, facts: Manifest | None) -> None:
+    """Opens every file of the save: those of the layout, those that hold elements, and those that a manifest names."""
+    listing = state.place.listing
+    paths = {listing.files[name]: name for name in save_files(listing)}
+    for store in state.catalog.stores() if state.catalog is not None else ():
+        paths.setdefault(store.path, "")
+    known = {file.path: file for file in facts.files} if facts is not None else {}
+    home = listing.directory if fs.is_dir(listing.directory) else os.path.dirname(listing.directory)
+    if listing.tag and facts is not None:
+        home = state.place.home
+    problems: list[str] = []
+    for path, found in _items_of(listing):
+        paths[path] = ""
+        known_as = known.pop(fs.relative(path, home), None)
+        if isinstance(found, ZckptError):
+            problems.append(str(found))
+        else:
+            state.files.append(checked_parts(fs.file_store(path), found, known_as.crc32 if known_as else None))
+    opened = {file.store.path for file in state.files}
+    for path, name in paths.items():
+        if path in opened or path.endswith(".distcp"):
+            continue
+        known_as = known.pop(fs.relative(path, home), None)
+        try:
+            container = listing.open(name) if name else open_container(path)
+            state.files.append(checked_file(container, known_as.crc32 if known_as else None))
+        except ZckptError as error:
+            problems.append(str(error))
+            continue
+        if name:
+            state.origins.append(origin(listing, name, container))
+    for path, file in known.items():  # config and tokenizer files: bytes without tensors
+        where = os.path.join(home, path)
+        if fs.is_file(where):
+            state.files.append(CheckedFile(fs.file_store(where), (), file.crc32))
+    told = "1 file opens" if len(paths) == 1 else f"all {len(paths):,} open"
+    if not problems or state.catalog is not None:
+        state.add("files", told, problems)
+    else:  # the catalog told of the first of them
+        first = state.checks[-1].problems[0]
+        state.add("files", told, [problem for problem in problems if problem != first])
+
+
+def _items_of(listing: Listing) -> Iterator[tuple[str, list[tuple[str, int, int, int]] | ZckptError]]:
+    """The data files of a save of torch.distributed.checkpoint, which are no containers but full of them."""
+    if listing.matching(DCP_METADATA):
+        try:
+            yield from dcp.records(listing)
+        except ZckptError:  # the catalog told of it
+            return
+
+
+def _check_save(state: Examined) -> None:
+    if state.origins:
+        steps = [f"step {o.step:,}" for o in state.origins if o.step is not None]
+        versions = [f"DeepSpeed {o.version}" for o in state.origins if o.version is not None]
+        count = len(state.origins)
+        told = ", ".join([f"{count:,} file{'s' * (count > 1)} of one save", *steps[:1], *versions[:1]])
+        state.add("save", told, list(contradictions(state.origins)))
+    if state.catalog is not None:  # else it is told why
+        _check_optimizers(state)
+
+
+def _check_optimizers(state: Examined) -> None:
+    """Whether a run could go on from what all ranks say of their optimizers."""
+    listing = state.place.listing
+    try:
+        count = len(agreement.files_of_optimizers(listing))
+        bad = [str(bad) for bad in agreement.contradictions(listing)]
+    except ZckptError as error:
+        count, bad = 2, [str(error)]
+    if count > 1:
+        told = f"{count:,} optimizer files agree on step counts, settings and loss scale"
+        state.add("optimizer", told, few(bad, "places at which optimizer files disagree"))
+
+
+def _check_ends(state: Examined) -> None:
+    """The quick look: both ends of every fragment, all padding, and the small records of every zip file."""
+    state.unread_bytes = sum(file.large_bytes for file in state.files)
+    count, problems = 0, []
+    for file in state.files:
+        try:
+            right, wrong = small_records(file)
+        except ZckptError as error:
+            problems.append(str(error))
+            continue
+        count += right
+        problems += [f"record {name!r} of {file.name!r} has not the bytes that were written" for name in wrong]
+    if count or problems:
+        told = f"{count:,} indexes and small records are right"
+        state.add("checksums", told, problems)
+    catalog = state.catalog
+    if catalog is None:
+        return
+    bad = [
+        (replica, f"{entry.name!r}: element {element:,} is {value!r} and in its copy {copy!r}")
+        for entry, replica, (element, value, copy) in replicas.disagreements(catalog)
+    ]
+    _add_copies(state, catalog, bad, "at both ends of every fragment")
+    if catalog.zeros:
+        findings = examine(replace(catalog, tensors={}, aliases={}), [], DEFAULT_PACE)
+        _add_padding(state, catalog, findings.padding)
+
+
+_COPIES = {"masters": ("masters", "their half-precision copies"), "copies": ("tensors", "the copies of other ranks")}
+
+
+def _add_copies(state: Examined, catalog: Catalog, bad: Sequence[tuple[Replica, str]], where: str) -> None:
+    """Whether masters are the model's own weights, and whether ranks agree on what several of them hold."""
+    for name, (what, copies) in _COPIES.items():
+        of_ranks = name == "copies"
+        count = sum(any(bool(r.rank) == of_ranks for r in entry.replicas) for entry in catalog.tensors.values())
+        if count:
+            problems = [told for replica, told in bad if bool(replica.rank) == of_ranks]
+            state.add(name, f"{count:,} agree with {copies}, {where}", few(problems, f"{what} disagree with {copies}"))
+
+
+def _add_whole_copies(state: Examined, catalog: Catalog, findings: Findings) -> None:
+    bad = [
+        (replica, f"{name!r}: {tally.differ:,} of {tally.count:,} elements, the first is number {tally.first:,}")
+        for name, replica, tally in findings.copies
+        if tally.differ
+    ]
+    _add_copies(state, catalog, bad, "in every element")
+
+
+def check_compared(
+    state: Examined, further: Sequence[TensorEntry], pace: Pace, progress: Callable[[int], None] | None = None
+) -> int:
+    """Checks the bytes that an output was compared with, where only ends were looked at so far. Returns the bytes read.
+
+    These are the elements of the catalog and of `further` tensors: each record that holds some of them is what was written,
+    and every element is what its copies are.
+    """
+    if state.whole or state.catalog is None:
+        return 0
+    entries = [*state.catalog.tensors.values(), *further]
+    held, without = holding(state.files, entries)
+    copied = replace(state.catalog.select(lambda entry: bool(entry.replicas)), padding=())
+    state.checks = [check for check in state.checks if check.name not in _COPIES]
+    try:
+        findings = examine(copied, held, pace, progress)
+    except ZckptError as error:
+        state.add("bytes", "", [str(error)])
+        return 0
+    _add_sums(state, findings, "bytes that the output was compared with")
+    _add_whole_copies(state, copied, findings)
+    state.unread_bytes = max(0, state.unread_bytes - without - sum(file.large_bytes for file in held))
+    return findings.bytes_read
+
+
+def _add_padding(state: Examined, catalog: Catalog, found: Sequence[Tally]) -> None:
+    """Whether padding is zero, where the layout says that it is."""
+    problems = [
+        f"{tally.nonzero:,} of {tally.count:,} elements in {os.path.basename(str(pad.fragments[0].store))!r} are not zero"
+        for pad, tally in zip(catalog.zeros, found, strict=True)
+        if tally.nonzero
+    ]
+    state.add(
+        "padding",
+        f"{numel_of(catalog.zeros):,} elements, all zero",
+        few(problems, "vectors whose padding is not zero"),
+    )
+
+
+def _add_sums(state: Examined, findings: Findings, what: str, further: Sequence[str] = ()) -> None:
+    """Whether bytes are those that were written, as far as there are checksums.
+
+    Args:
+        state: gets the check.
+        findings: of reading them.
+        what: was read, in words.
+        further: what else has checksums, in words.
+    """
+    problems = [f"record {r!r} of {f!r} has not the bytes that were written" for f, r in findings.wrong_records]
+    problems = few(problems, "records have not the bytes that were written")
+    problems += [f"{name!r} has not the bytes that the manifest names" for name in findings.wrong_files]
+    sums = [*[f"{findings.records:,} records"] * bool(findings.records), *further]
+    told = f"checksums of {' and '.join(sums)} are right" if sums else "there are no checksums to compare"
+    state.add("bytes", f"{findings.bytes_read:,} {what}; {told}", problems)
+    if without := [f.name for f in state.files if not f.records and f.crc32 is None]:
+        one = "holds no checksums: whether its" if len(without) == 1 else "hold no checksums: whether their"
+        state.notes.append(f"{some(without)} {one} bytes are those that were written cannot be seen.")
+
+
+def _check_bytes(
+    state: Examined, facts: Manifest | None, deep: bool, pace: Pace, progress: Callable[[int], None] | None
+) -> None:
+    """Reads everything once."""
+    catalog = state.catalog
+    findings = examine(catalog, state.files, pace, progress)
+    state.whole = True
+    count = 0 if facts is None else sum(file.crc32 is not None for file in state.files)
+    _add_sums(state, findings, "bytes read", [f"{count:,} file{'s' * (count > 1)} of the manifest"] * bool(facts))
+    if catalog is None:
+        return
+    _add_whole_copies(state, catalog, findings)
+    if catalog.zeros:
+        _add_padding(state, catalog, findings.padding)
+    if deep:
+        state.numbers = non_finite(findings.tensors)
+        trained = [name for name in state.numbers if catalog.tensors[name].role != "buffer"]
+        nan, inf = (sum(state.numbers[name][i] for name in trained) for i in (0, 1))
+        told = "no parameter holds NaN or infinity"
+        problems = [f"{nan:,} NaN and {inf:,} infinite in {len(trained):,} parameters"] if trained else []
+        state.add("numbers", told, problems)

@@ -1,0 +1,223 @@
+"""Is an output exactly what its checkpoint says, and may the shards be deleted?
+
+For `zckpt verify`. Whether either of the two is intact is the business of `soundness`.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from zckpt.base.errors import UnsupportedError, redact, some
+from zckpt.base.pace import DEFAULT_PACE, Pace
+from zckpt.checks.resumable import Comparison, Pair, compare_runs
+from zckpt.checks.soundness import Examined, check_compared, examined
+from zckpt.checks.verdict import Verification, few
+from zckpt.core.catalog import Catalog, TensorEntry
+from zckpt.core.dtypes import CAST_TARGETS, is_lossless
+from zckpt.engine.batches import progress_after
+from zckpt.engine.independent import differences
+from zckpt.jobs.convert import Options, output_dtype, select, to_dtype
+from zckpt.layouts.save.listing import Wishes
+from zckpt.layouts.save.places import Place
+from zckpt.naming.transform import formed_again
+from zckpt.output import manifest as manifests
+from zckpt.output.manifest import Manifest
+from zckpt.storage import paths
+
+
+def verify(
+    checkpoint: str | os.PathLike[str],
+    converted: str | os.PathLike[str] | None = None,
+    *,
+    deep: bool = False,
+    tag: str | None = None,
+    also: Sequence[str] = (),
+    wishes: Wishes | None = None,
+    pace: Pace = DEFAULT_PACE,
+    progress: Callable[[int], None] | None = None,
+) -> Verification:
+    """Looks whether a checkpoint, or an output with its `zckpt.json`, is complete and intact.
+
+    Args:
+        checkpoint: a checkpoint, or plain weights; here or behind an address.
+        converted: an output that was made from it: every tensor of it is derived from the shards once more, and of a
+            checkpoint in another form the optimizer states too.
+        deep: read every byte of the checkpoint: checksums, masters against their half-precision copies, NaN and infinity.
+            Without it, and with `converted`, the bytes are read that the output was made of. What has a `zckpt.json` is
+            always read whole, and so is `converted`.
+        tag: which save, where there are several.
+        also: directories laid over the checkpoint: its parts from other nodes' disks.
+        wishes: what a person says of a model-parallel checkpoint that does not say it itself.
+        pace: how hard to work.
+        progress: called with the bytes read so far.
+
+    Raises:
+        NotACheckpointError: there is nothing to look at. UnsupportedError: zckpt cannot read it.
+
+    Example:
+        assert zckpt.verify("out/checkpoint-500", "weights/").ok
+    """
+    state = examined(paths.local(checkpoint), tag, also, wishes, deep=deep, pace=pace, progress=progress)
+    deletable = None
+    if converted is not None:
+        read = sum(file.store.size for file in state.files) if deep else 0
+        deletable = _compare(state, paths.local(converted), pace, progress_after(progress, read))
+    return Verification(
+        path=redact(state.place.listing.directory),
+        about=_about(state.catalog),
+        deep=deep,
+        checks=tuple(state.checks),
+        numbers=state.numbers,
+        deletable=deletable,
+        notes=tuple(state.notes),
+        unread_bytes=state.unread_bytes,
+    )
+
+
+def _about(catalog: Catalog | None) -> str:
+    if catalog is None:
+        return "cannot be read whole"
+    source, topology = catalog.source, catalog.topology
+    words = [source.layout]
+    if source.framework[0]:
+        words.append(f"written by {' '.join(source.framework).strip()}")
+    if source.global_steps is not None:
+        words.append(f"step {source.global_steps:,}")
+    if source.zero_stage is not None:
+        words.append(f"world size {topology.dp}")
+    return ", ".join(words)
+
+
+def _compare(state: Examined, converted: str, pace: Pace, progress: Callable[[int], None] | None) -> tuple[bool, str]:
+    """Adds checks on the output; says whether the shards may be deleted, and why."""
+    output = examined(converted, whole=True, pace=pace, progress=progress)
+    read = sum(file.store.size for file in output.files)
+    problems = [problem for check in output.checks for problem in check.problems]
+    state.add("output", f"{redact(converted)}: intact", problems)
+    state.notes += output.notes
+    if state.catalog is None or output.catalog is None:
+        state.add("equal", "", ["what cannot be read cannot be compared"])
+        return False, "something cannot be read"
+    place = manifests.find(converted)
+    facts = manifests.read(place) if place is not None and output.ok else None
+    if facts is not None and not facts.dtype:  # a checkpoint in another form: nothing was cast or left out
+        facts = None
+    wanted, left_out = _wanted(state.catalog, state.place, facts)
+    problems, pairs, untied = _pairs(wanted, output.catalog, facts)
+    run = compare_runs(state, output)
+    read += check_compared(state, [entry for _, entry, _ in run.pairs], pace, progress_after(progress, read))
+    if run.held:  # the model's own weights are to be there too, or to be the rounded masters
+        run.pairs += _half_precision(pairs)
+    clamp = facts is not None and facts.options.get("overflow") == "clamp"
+    told = progress_after(progress, read)
+    both = [*pairs, *((a, b) for _, a, b in run.pairs)]
+    bad = differences(both, clamp=clamp, threads=pace["threads"], bytes_per_s=pace["bytes_per_s"], progress=told)
+    names = [*(repr(b.name) for _, b in pairs), *(what for what, _, _ in run.pairs)]
+    others = [
+        f"{names[d.number]}: {d.count:,} elements are others, the first is number {d.first:,} (in {d.file!r})"
+        for d in bad
+    ]
+    weights = sum(d.number < len(pairs) for d in bad)
+    problems += few(others[:weights], "tensors are not what the checkpoint says")
+    rounded = sorted({str(b.dtype) for a, b in pairs if not is_lossless(a.dtype, b.dtype)})
+    state.add("equal", f"{len(pairs):,} tensors are what the checkpoint says{_exactly(rounded)}", problems)
+    if run.held or run.problems:
+        problems = few([*run.problems, *others[weights:]], "parts of the run are not what the checkpoint says")
+        state.add("run", f"{_listed(run.held)} are what the checkpoint says, bit for bit", problems)
+    if untied:
+        state.notes.append(f"{some(untied)} {'is' if len(untied) == 1 else 'are'} not in it, but tied to what is.")
+    return _deletable(state, output, left_out, rounded, run)
+
+
+def _half_precision(pairs: Sequence[tuple[TensorEntry, TensorEntry]]) -> Iterator[Pair]:
+    """The model's own weights, of parameters whose masters are compared, where both sides hold them in one dtype."""
+    for a, b in pairs:
+        own, other = a.own_copy, b.own_copy
+        if own is not None and other is not None and own.dtype == other.dtype:
+            of, to = (
+                replace(entry, dtype=copy.dtype, fragments=copy.fragments, replicas=())
+                for entry, copy in ((a, own), (b, other))
+            )
+            yield f"the model's own weight {b.name!r}", of, to
+
+
+def _wanted(catalog: Catalog, place: Place, facts: Manifest | None) -> tuple[Catalog, list[str]]:
+    """The tensors that an output made with the manifest's options holds, and names of those that it does not."""
+    if facts is None or not facts.options:
+        return catalog, []
+    options: dict[str, Any] = {
+        name: value for name, value in facts.options.items() if name not in ("overflow", "wishes", "form")
+    }
+    form = facts.options.get("form")
+    if "rename" in options:
+        options["rename"] = [tuple(pair) for pair in options["rename"]]
+    try:
+        chosen = Options(**options)
+        left_out: tuple[str, ...] = ()
+        if isinstance(form, Mapping):
+            again = formed_again(catalog, place, form, chosen.exclude)
+            catalog, left_out = again.catalog, again.left_out
+        kept = select(catalog, replace(chosen, rename=(), strip_prefix=""))
+        dropped = catalog.tensors.keys() - kept.tensors.keys() - kept.aliases.keys()
+        return select(catalog, chosen), sorted({*left_out, *dropped})
+    except (TypeError, ValueError) as error:
+        raise UnsupportedError("a manifest whose options zckpt does not know", found=str(error)[:200]) from error
+
+
+def _pairs(
+    wanted: Catalog, output: Catalog, facts: Manifest | None
+) -> tuple[list[str], list[tuple[TensorEntry, TensorEntry]], list[str]]:
+    """What is wrong without looking at a number; what is to be compared; tied names that the output lacks."""
+    names, there = {*wanted, *wanted.aliases}, {*output, *output.aliases}
+    dtype = to_dtype(facts.dtype) if facts is not None else None
+    problems: list[str] = []
+    untied = sorted(name for name in wanted.aliases if name not in there and wanted.aliases[name] in there)
+    missing = sorted(names - there - set(untied))
+    if missing:
+        problems.append(f"{len(missing):,} tensors of the checkpoint are not in it: {some(missing)}")
+    if there - names:
+        problems.append(
+            f"{len(there - names):,} tensors in it are not of the checkpoint: {some(sorted(there - names))}"
+        )
+    pairs: dict[tuple[int, int], tuple[TensorEntry, TensorEntry]] = {}
+    for name in (name for name in names if name in there):
+        a, b = wanted[name], output[name]
+        castable = a.dtype == b.dtype or (a.dtype.kind == "float" and b.dtype in CAST_TARGETS)
+        if a.shape != b.shape:
+            problems.append(f"{name!r} has shape {list(b.shape)}, in the checkpoint {list(a.shape)}")
+        elif not castable or (dtype is not None and b.dtype != output_dtype(a, dtype)):
+            problems.append(f"{name!r} is {b.dtype}, in the checkpoint {a.dtype}")
+        else:
+            pairs[id(a), id(b)] = a, b
+    return problems, list(pairs.values()), untied
+
+
+def _deletable(
+    state: Examined, output: Examined, left_out: list[str], rounded: list[str], run: Comparison
+) -> tuple[bool, str]:
+    """Whether nothing of the weights is lost with the shards, and what else is there and what is not."""
+    shards = state.place.listing.directory
+    homes = [shards] if paths.is_file(shards) else {os.path.dirname(f.store.path) for f in state.files}
+    inside = [f.name for f in output.files if any(paths.is_within(f.store.path, home) for home in homes)]
+    wrong = sum(len(check.problems) for check in state.checks)
+    if wrong:
+        return False, f"there {'is 1 problem' if wrong == 1 else f'are {wrong:,} problems'}"
+    if inside:
+        return False, f"{some(inside)} of the output lies among them"
+    if left_out:
+        return False, f"{len(left_out):,} tensors of the checkpoint were left out of the output: {some(left_out)}"
+    only = ["the numbers in full precision"] * bool(rounded) + run.only
+    held = f"; so {'are' if only else 'is all else that a run needs to go on:'} {_listed(run.held)}" if run.held else ""
+    lost = f"; only in the shards: {_listed(only)}" if only else ""
+    return True, f"every weight is in the output{_exactly(rounded)}{held}{lost}"
+
+
+def _listed(words: Sequence[str]) -> str:
+    return " and ".join([", ".join(words[:-1]), words[-1]] if len(words) > 1 else words)
+
+
+def _exactly(rounded: list[str]) -> str:
+    return f", rounded to {' and '.join(rounded)}" if rounded else ", bit for bit"

@@ -1,0 +1,283 @@
+"""Which bytes of which stores tensors read: no two tensors read the same ones, and what should be used up is.
+
+For `catalog` and `layouts`. A tensor that is covered may still be the wrong one: a reader whose offset never advances gives
+each parameter the same bytes. Every fragment is a claim on bytes of its store. Claims of two tensors do not meet, nor do two
+of one tensor; a tensor and its replicas may (a replica is in part what the tensor itself is). Bytes that a file's own index
+gives to several tensors, views of one storage, are named beforehand and left out.
+
+[Note: the cost] One pass puts down (start, stop) per store, as plain numbers. Nearly always they follow each other, or do so
+once they are sorted: then nothing else is looked at. Only of the other stores are fragments looked at as they are, with their
+rows and pitches: interleaved slices meet in no byte, though the ranges from their first to their last byte do.
+"""
+
+from __future__ import annotations
+
+from array import array
+from bisect import bisect_left, bisect_right
+from collections.abc import Hashable, Iterable, Iterator, Sequence
+from itertools import islice
+from operator import le
+from typing import NamedTuple
+
+from zckpt.base.errors import InconsistentError, UnsupportedError
+from zckpt.core.fragments import Block, ComputedStore, FileStore, Fragment, MemoryStore, Store
+from zckpt.core.overlaps import are_other_cells, overlaps
+
+_MOST_COMPARED = 2_000_000
+"""Rows of claims that are compared one by one, in one store. Real files need none of it."""
+
+_FAR = 1 << 64
+
+
+class Span(NamedTuple):
+    """Bytes [start, stop) of a store."""
+
+    store: Store
+    start: int
+    stop: int
+
+
+class Held(NamedTuple):
+    """What one tensor reads.
+
+    Attributes:
+        owner: names the tensor, for errors.
+        copy: 0 for its elements; further numbers for its replicas, which may be the same bytes.
+        itemsize: bytes of one element.
+        fragments: of its elements.
+    """
+
+    owner: str
+    copy: int
+    itemsize: int
+    fragments: Sequence[Fragment]
+
+
+class _Claim(NamedTuple):
+    """Bytes that one fragment reads: those of `block`, from `start` to `stop`."""
+
+    start: int
+    stop: int
+    held: Held
+    block: Block
+
+
+class Claims:
+    """What tensors read.
+
+    Args:
+        held: by all of them.
+        views: bytes that files' own indexes give to several tensors.
+
+    Raises:
+        InconsistentError: two of them read the same bytes, or one reads bytes twice.
+        UnsupportedError: they are too scattered to tell.
+    """
+
+    def __init__(self, held: Sequence[Held] = (), views: Sequence[Span] = ()) -> None:
+        self._known = {(id(own.fragments), own.itemsize) for own in held}
+        self._kept = [own.fragments for own in held]  # so that no other value gets the number of one of them
+        self._held = list(_with_sources(held))
+        self._views: dict[Hashable, list[Span]] = {}
+        for view in views:
+            self._views.setdefault(_key(view.store), []).append(view)
+        spans, self._holed = _spans(self._held)
+        self._sorted: dict[Hashable, tuple[Sequence[int], Sequence[int]]] = {}
+        for key, own in spans.items():
+            starts, stops = own[::2], own[1::2]
+            if not _follow(starts, stops):
+                order = sorted(range(len(starts)), key=starts.__getitem__)
+                starts, stops = array("q", [starts[n] for n in order]), array("q", [stops[n] for n in order])
+            self._sorted[key] = starts, stops
+        crossed = {key for key, (starts, stops) in self._sorted.items() if not _follow(starts, stops)} | self._holed
+        for key, claims in self._claims_in(crossed).items():
+            _check(claims, self._views.get(key, ()))
+
+    def _claims_in(self, keys: set[Hashable]) -> dict[Hashable, list[_Claim]]:
+        """The claims on some stores, by their first byte."""
+        found: dict[Hashable, list[_Claim]] = {key: [] for key in keys}
+        if keys:
+            for own in self._held:
+                for fragment in own.fragments:
+                    if fragment.numel and (claims := found.get(_key(fragment.store))) is not None:
+                        claims.append(_claim(fragment, own))
+        for claims in found.values():
+            claims.sort(key=lambda claim: claim.start)
+        return found
+
+    def include(self, held: Iterable[Held]) -> bool:
+        """Whether all of these were looked at: the very same values, under any names.
+
+        A tensor of a checked catalog may be given several names later on, where an output cannot tie them.
+        """
+        return self._known.issuperset((id(own.fragments), own.itemsize) for own in held)
+
+    def forget(self) -> None:
+        """Gives back the memory that only `unused` needs."""
+        self._sorted.clear()
+
+    def unused(self, spans: Iterable[Span]) -> Iterator[Span]:
+        """The first bytes of each span that nothing reads, where there are such."""
+        holed: dict[Hashable, tuple[Sequence[int], Sequence[int]]] = {}
+        for span in spans:
+            key = _key(span.store)
+            if key in self._holed and key not in holed:
+                rows = sorted(row for claim in self._claims_in({key})[key] for row in _rows(claim.block))
+                holed[key] = [start for start, _ in rows], [stop for _, stop in rows]
+            starts, stops = holed.get(key) or self._sorted.get(key, ((), ()))
+            base = _base(span.store)
+            gap = _first_gap(starts, stops, span.start + base, span.stop + base)
+            if gap is not None:
+                yield Span(span.store, gap[0] - base, gap[1] - base)
+
+
+def _with_sources(held: Iterable[Held]) -> Iterator[Held]:
+    """With what computed elements are computed of."""
+    for own in held:
+        store = own.fragments[0].store if len(own.fragments) == 1 else None
+        if isinstance(store, ComputedStore):
+            yield from (Held(own.owner, own.copy, itemsize, fragments) for fragments, itemsize in store.sources)
+        else:
+            yield own
+
+
+def _key(store: Store) -> Hashable:
+    """The same for all stores that stand for the same file, or for memory; a rank's elements are a store of their own."""
+    if isinstance(store, MemoryStore):
+        return MemoryStore
+    return store.path if type(store) is FileStore else store
+
+
+def _base(store: Store) -> int:
+    return store.address if isinstance(store, MemoryStore) else 0
+
+
+def _spans(held: Iterable[Held]) -> tuple[dict[Hashable, array[int]], set[Hashable]]:
+    """(start, stop, start, stop, ..) per store, and the stores in which claims have holes or fold back on themselves."""
+    by_store: dict[Store, array[int]] = {}
+    holed: set[Store] = set()
+    for own in held:
+        itemsize = own.itemsize
+        for fragment in own.fragments:
+            store, start, count, rows = fragment.store, fragment.byte_offset, fragment.count, fragment.rows
+            if rows != 1:
+                if fragment.store_pitch != count:
+                    holed.add(store)
+                count += (rows - 1) * fragment.store_pitch
+            if fragment.count:
+                spans = by_store.get(store)
+                if spans is None:
+                    spans = by_store[store] = array("q")
+                spans.append(start)
+                spans.append(start + count * itemsize)
+    merged: dict[Hashable, array[int]] = {}
+    for store, spans in by_store.items():
+        if base := _base(store):
+            spans = array("q", (at + base for at in spans))
+        key = _key(store)
+        if key in merged:
+            merged[key] += spans
+        else:
+            merged[key] = spans
+    return merged, {_key(store) for store in holed}
+
+
+def _follow(starts: Sequence[int], stops: Sequence[int]) -> bool:
+    """Whether each begins where the one before it ends, or later."""
+    return all(map(le, stops, islice(starts, 1, None)))
+
+
+def _claim(fragment: Fragment, held: Held) -> _Claim:
+    start, row = fragment.byte_offset + _base(fragment.store), fragment.count * held.itemsize
+    pitch = fragment.store_pitch * held.itemsize
+    if fragment.rows == 1 or pitch == row:
+        row *= fragment.rows
+        return _Claim(start, start + row, held, Block(start, row, 1, 0, 0, 1))
+    stop = start + (fragment.rows - 1) * pitch + row
+    return _Claim(start, stop, held, Block(start, row, fragment.rows, pitch, pitch, 1))
+
+
+def _rows(block: Block) -> Iterator[tuple[int, int]]:
+    for row in range(block.rows):
+        yield block.start + row * block.pitch, block.start + row * block.pitch + block.count
+
+
+def _check(claims: Iterable[_Claim], views: Sequence[Span]) -> None:
+    """Claims on one store, by their first byte, do not meet; groups of them that might are looked at closely."""
+    shared = sorted((view.start + _base(view.store), view.stop + _base(view.store)) for view in views)
+    group: list[_Claim] = []
+    end = 0
+    for claim in claims:
+        at = bisect_right(shared, (claim.start, _FAR)) - 1
+        if at >= 0 and claim.stop <= shared[at][1]:
+            continue
+        if claim.block.rows > 1 and claim.block.pitch < claim.block.count:
+            raise _both(claim, claim, claim.start, claim.start + claim.block.count)
+        if claim.start >= end:
+            _check_group(group)
+            group = []
+        group.append(claim)
+        end = max(end, claim.stop)
+    _check_group(group)
+
+
+def _check_group(group: Sequence[_Claim]) -> None:
+    """Claims whose ranges meet do not themselves, unless they are of one tensor and a replica of it."""
+    if len(group) < 2:
+        return
+    first = group[0].start
+    blocks = [claim.block._replace(start=claim.start - first) for claim in group]
+    if any(block.rows > 1 for block in blocks) and are_other_cells(blocks):
+        return
+    left = _MOST_COMPARED
+    for number, claim in enumerate(group):
+        for other in islice(group, number + 1, None):
+            if other.start >= claim.stop:
+                break
+            if claim.held.owner == other.held.owner and claim.held.copy != other.held.copy:
+                continue
+            left -= min(claim.block.rows, other.block.rows)
+            if left < 0:
+                raise UnsupportedError(
+                    "tensors in pieces too scattered to tell whether they are the same", file=_file(claim),
+                    found=f"{claim.held.owner!r} and {other.held.owner!r}, {len(group):,} pieces",
+                    remedy="Call .contiguous() on them before saving.",
+                )  # fmt: skip
+            meeting = next(overlaps(claim.block, other.block), None)
+            if meeting is not None:
+                raise _both(claim, other, meeting.start, meeting.start + meeting.count)
+
+
+def _file(claim: _Claim) -> str:
+    return str(next(f.store for f in claim.held.fragments if f.byte_offset + _base(f.store) == claim.start))
+
+
+def _both(claim: _Claim, other: _Claim, start: int, stop: int) -> InconsistentError:
+    a, b = claim.held.owner, other.held.owner
+    return InconsistentError(
+        "bytes that are read for two tensors" if a != b else "bytes that are read twice for one tensor",
+        file=_file(claim),
+        found=f"bytes {start:,}-{stop - 1:,} are read for {a!r} and {f'for {b!r}' if a != b else 'once more'}",
+        expected="each tensor has elements of its own, unless names are tied",
+        remedy="The file is damaged, or its layout is not understood. Nothing was written.",
+    )
+
+
+def _first_gap(starts: Sequence[int], stops: Sequence[int], start: int, stop: int) -> tuple[int, int] | None:
+    """The first bytes of [start, stop) in none of these ranges, which are sorted and do not meet."""
+    first, last = bisect_left(starts, start), bisect_left(starts, stop)
+    if first and stops[first - 1] > start:
+        first -= 1
+    own = stops[first:last]
+    if (
+        own
+        and starts[first] <= start
+        and own[-1] >= stop
+        and sum(own) - sum(starts[first:last]) == own[-1] - starts[first]
+    ):
+        return None
+    for at in range(first, last):
+        if starts[at] > start:
+            return start, starts[at]
+        start = max(start, stops[at])
+    return (start, stop) if start < stop else None

@@ -1,0 +1,197 @@
+"""Fragments: pitched runs of a tensor's elements, and the places (stores) they lie in.
+
+For catalogs (who holds what) and the router (what goes where). Pure arithmetic; no file is opened here.
+
+[Note: the geometry of a fragment]
+A tensor's elements are numbered row-major from 0. A fragment is `rows` runs of `count` elements each. Run r covers the
+elements [start + r*pitch, start + r*pitch + count) of the tensor, and lies in the store at
+`byte_offset + r*store_pitch*itemsize`. All figures but `byte_offset` are elements. Example: columns 2-3 of a (3, 8)
+tensor held densely by one rank: start 2, count 2, rows 3, pitch 8, store_pitch 2.
+A ZeRO partition is one run (rows 1). A box of a tensor-parallel or DCP checkpoint is a pitched fragment. One row of a
+transposed tensor of c columns and r rows is c runs of one element: count 1, rows c, pitch 1, store_pitch r.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from threading import Lock
+from typing import ClassVar, Literal, NamedTuple
+
+from zckpt.base.errors import CorruptError
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class FileStore:
+    """A file that holds elements.
+
+    Attributes:
+        path: where the file is.
+        size: its size in bytes when it was opened.
+        identity: (st_dev, st_ino, st_mtime_ns) when it was opened; the mover refuses a file that changed since.
+        byteorder: byte order of the numbers in it.
+        is_remote: whether it lies behind an address.
+    """
+
+    path: str
+    size: int
+    identity: tuple[int, int, int] = (0, 0, 0)
+    byteorder: Literal["little", "big"] = "little"
+    is_remote: bool = False
+
+    def __str__(self) -> str:
+        return self.path
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class MemoryStore:
+    """Memory that holds elements, in the machine's byte order.
+
+    Attributes:
+        address: of the first byte.
+        size: in bytes.
+        owner: whatever keeps the memory alive.
+    """
+
+    address: int
+    size: int
+    owner: object = None
+    byteorder: Literal["little", "big"] = "little"
+    is_remote: ClassVar[bool] = False
+
+    def __str__(self) -> str:
+        return f"memory at {self.address:#x}"
+
+
+class ComputedStore:
+    """Memory whose elements are computed when they are first asked for, such as the mean of several ranks' copies.
+
+    Args:
+        size: in bytes.
+        compute: gives an object with a buffer of that many bytes, in the machine's byte order.
+        sources: (fragments, bytes of an element) of the tensors that it is computed of.
+    """
+
+    byteorder: Literal["little", "big"] = "little"
+    is_remote = False
+
+    def __init__(
+        self,
+        size: int,
+        compute: Callable[[], bytearray],
+        sources: Sequence[tuple[Sequence[Fragment], int]],
+    ) -> None:
+        self.size = size
+        self.sources = sources
+        self._compute = compute
+        self._memory: MemoryStore | None = None
+        self._lock = Lock()
+
+    @property
+    def address(self) -> int:
+        """Of the first byte; computes what is not there yet."""
+        with self._lock:
+            if self._memory is None:
+                import ctypes
+
+                data = self._compute()
+                self._memory = MemoryStore(ctypes.addressof(ctypes.c_char.from_buffer(data)), len(data), data)
+            return self._memory.address
+
+    def __str__(self) -> str:
+        return "computed elements"
+
+
+Store = FileStore | MemoryStore | ComputedStore
+
+
+class Run(NamedTuple):
+    """One contiguous run: elements [start, start + count) of a tensor at `byte_offset` of `store`."""
+
+    start: int
+    count: int  # type: ignore[assignment]  # tuple's method of this name is not needed
+    byte_offset: int
+    store: Store
+    store_step: int = 1
+    """Elements from one element to the next in the store: 1 is dense, 0 is one element repeated."""
+
+
+class Block(NamedTuple):
+    """The normal form of a fragment's geometry: a single row, dense or of every `step`-th element, or dense rows."""
+
+    start: int
+    count: int  # type: ignore[assignment]  # tuple's method of this name is not needed
+    rows: int
+    pitch: int
+    store_pitch: int
+    step: int
+
+    @property
+    def stop(self) -> int:
+        """One past the last element of the tensor."""
+        return self.start + (self.rows - 1) * self.pitch + self.count
+
+
+@dataclass(frozen=True, slots=True)
+class Fragment:
+    """A pitched run of a tensor's elements in a store; see [Note: the geometry of a fragment]."""
+
+    store: Store
+    byte_offset: int
+    start: int
+    count: int
+    rows: int = 1
+    pitch: int = 0
+    store_pitch: int = 0
+
+    def __post_init__(self) -> None:
+        if self.byte_offset < 0 or self.start < 0 or self.count < 0 or self.rows < 1 or self.store_pitch < 0:
+            raise CorruptError(
+                "a fragment with impossible numbers",
+                file=str(self.store),
+                found=f"start {self.start}, count {self.count}, rows {self.rows}, byte offset {self.byte_offset}",
+            )
+        if self.rows > 1 and self.pitch < self.count:
+            raise CorruptError("a fragment whose rows overlap", file=str(self.store), found=f"pitch {self.pitch}")
+
+    @property
+    def numel(self) -> int:
+        """Elements in all rows."""
+        return self.count * self.rows
+
+    @property
+    def stop(self) -> int:
+        """One past the last element of the tensor that it holds."""
+        return self.start + (self.rows - 1) * self.pitch + self.count
+
+    def nbytes_end(self, itemsize: int) -> int:
+        """One past the last byte of the store that it uses; 0 when it holds nothing."""
+        if self.numel == 0:
+            return 0
+        return self.byte_offset + ((self.rows - 1) * self.store_pitch + self.count) * itemsize
+
+    def block(self) -> Block:
+        """Its normal form: rows that follow each other in tensor and store are one, and so is a column of elements."""
+        if self.rows == 1:
+            return Block(self.start, self.count, 1, 0, 0, 1)
+        if self.pitch == self.count == self.store_pitch:
+            return Block(self.start, self.count * self.rows, 1, 0, 0, 1)
+        if self.count == 1 and self.pitch == 1:
+            return Block(self.start, self.rows, 1, 0, 0, self.store_pitch)
+        return Block(self.start, self.count, self.rows, self.pitch, self.store_pitch, 1)
+
+    def runs(self, itemsize: int) -> Iterator[Run]:
+        """The rows of its normal form, in tensor order."""
+        block = self.block()
+        for row in range(block.rows):
+            byte_offset = self.byte_offset + row * block.store_pitch * itemsize
+            yield Run(block.start + row * block.pitch, block.count, byte_offset, self.store, block.step)
+
+
+def runs_in_order(fragments: Sequence[Fragment], itemsize: int) -> Iterator[Run]:
+    """The runs of all fragments, by first element. Memory: one run per fragment at a time."""
+    ordered = sorted((f for f in fragments if f.numel), key=lambda f: f.start)
+    if all(f.rows == 1 for f in ordered):  # the common case: nothing to merge
+        return (Run(f.start, f.count, f.byte_offset, f.store) for f in ordered)
+    return heapq.merge(*(f.runs(itemsize) for f in ordered), key=lambda run: run.start)

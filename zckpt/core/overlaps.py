@@ -1,0 +1,361 @@
+"""Where fragments meet: overlaps of two, gaps among many, parts of them, and boxes of a larger tensor.
+
+For catalogs, which must cover a tensor exactly once, and for the router. Pure arithmetic, without walking rows: its
+cost grows with the number of fragments, not with that of elements.
+
+[Note: how two fragments overlap]
+Both in normal form (`Fragment.block`), there are four cases.
+1. Two single rows overlap in one run.
+2. A single row [a, b) cuts rows of `count`, `pitch` apart, into at most three parts: the end of a first row, whole rows,
+the start of a last one. Example: [5, 30) of rows of 4, 10 apart from 0: nothing of row 0; rows 1 and 2 whole; row 3
+begins at 30.
+3. Rows of the same pitch overlap alike in every row: each row of one meets at most two neighbouring rows of the other.
+4. Rows of unlike pitch: each row of the one with fewer rows is a case 2.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from bisect import bisect_right
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+from zckpt.base.errors import InconsistentError
+from zckpt.core.fragments import Block, Fragment, Run, runs_in_order
+
+
+class Overlap(NamedTuple):
+    """Elements that two blocks share: `rows` rows of `count`, `pitch` apart in the tensor from `start` on.
+
+    `a` and `b` are the elements of each block's store before the first of them, `a_pitch` and `b_pitch` those from row
+    to row.
+    """
+
+    start: int
+    count: int  # type: ignore[assignment]  # tuple's method of this name is not needed
+    rows: int
+    pitch: int
+    a: int
+    a_pitch: int
+    b: int
+    b_pitch: int
+
+
+def overlaps(a: Block, b: Block) -> Iterator[Overlap]:
+    """What two blocks share, in a few pieces; see [Note: how two fragments overlap]."""
+    if a.rows == 1:
+        yield from _row_with(a, b)
+    elif b.rows == 1:
+        yield from (_swapped(overlap) for overlap in _row_with(b, a))
+    elif a.pitch == b.pitch:
+        yield from _rows_with_rows(a, b)
+    elif a.rows <= b.rows:
+        for row in range(a.rows):
+            yield from _row_with(_row(a, row), b, row * a.store_pitch)
+    else:
+        for row in range(b.rows):
+            yield from (_swapped(overlap) for overlap in _row_with(_row(b, row), a, row * b.store_pitch))
+
+
+def _swapped(o: Overlap) -> Overlap:
+    return Overlap(o.start, o.count, o.rows, o.pitch, o.b, o.b_pitch, o.a, o.a_pitch)
+
+
+def _row(block: Block, row: int) -> Block:
+    return Block(block.start + row * block.pitch, block.count, 1, 0, 0, block.step)
+
+
+def _row_with(a: Block, b: Block, before: int = 0) -> Iterator[Overlap]:
+    """Cases 1 and 2; `a` is a single row, `before` elements into its store."""
+    low, high = max(a.start, b.start), min(a.stop, b.stop)
+    if low >= high:
+        return
+    if b.rows == 1:
+        yield Overlap(low, high - low, 1, 0, before + (low - a.start) * a.step, 0, (low - b.start) * b.step, 0)
+        return
+    first = max(0, -((b.start + b.count - 1 - low) // b.pitch))  # the first row that ends after `low`
+    last = min(b.rows - 1, (high - 1 - b.start) // b.pitch)  # the last one that starts before `high`
+    while first <= last:
+        start = b.start + first * b.pitch
+        from_, to = max(start, low), min(start + b.count, high)
+        whole = 1
+        if to - from_ == b.count:  # and so are all rows up to the last, but perhaps that one
+            whole = last - first + (b.start + last * b.pitch + b.count <= high)
+        at = before + (from_ - a.start) * a.step, first * b.store_pitch + from_ - start
+        yield Overlap(from_, to - from_, whole, b.pitch, at[0], b.pitch * a.step, at[1], b.store_pitch)
+        first += whole
+
+
+def _rows_with_rows(a: Block, b: Block) -> Iterator[Overlap]:
+    """Case 3. Row r of `a` begins `shift` elements into the pitch of row r + `behind` of `b`."""
+    behind, shift = divmod(a.start - b.start, a.pitch)
+    for neighbour in (0, 1):
+        low = max(shift, neighbour * a.pitch)
+        high = min(shift + a.count, neighbour * a.pitch + b.count)
+        first = max(0, -(behind + neighbour))
+        rows = min(a.rows, b.rows - behind - neighbour) - first
+        if low < high and rows > 0:
+            in_a, in_b = low - shift, low - neighbour * a.pitch
+            yield Overlap(
+                *(a.start + first * a.pitch + in_a, high - low, rows, a.pitch),
+                *(first * a.store_pitch + in_a, a.store_pitch),
+                *((first + behind + neighbour) * b.store_pitch + in_b, b.store_pitch),
+            )
+
+
+def touching(fragments: Sequence[Fragment], start: int, stop: int, *, flat: bool = False) -> Iterator[Fragment]:
+    """Those that may hold some of elements [start, stop), of fragments sorted by their start.
+
+    `flat` says that they are single rows, so that the first is found by bisection.
+    """
+    at = max(0, bisect_right(fragments, start, key=_start_of) - 1) if flat else 0
+    for index in range(at, len(fragments)):
+        fragment = fragments[index]
+        if fragment.start >= stop:
+            return
+        if fragment.stop > start and fragment.numel:
+            yield fragment
+
+
+def _start_of(fragment: Fragment) -> int:
+    return fragment.start
+
+
+def first_gap(fragments: Sequence[Fragment], numel: int, itemsize: int) -> tuple[int, int] | None:
+    """The first elements that no fragment holds, as (start, stop), or None when all are held exactly once.
+
+    Raises:
+        InconsistentError: two fragments hold the same element, or one reaches beyond the tensor.
+    """
+    if _follow_each_other(fragments, numel) or _are_columns(fragments, numel):
+        return None
+    held = sorted((fragment.block() for fragment in fragments if fragment.numel), key=lambda block: block.start)
+    if sum(fragment.numel for fragment in fragments) == numel and (_tile(held, numel) or _are_disjoint(held, numel)):
+        return None
+    return _walked_gap(fragments, numel, itemsize)
+
+
+def _follow_each_other(fragments: Sequence[Fragment], numel: int) -> bool:
+    """Whether they are single rows that cover the tensor in the order they stand in: nearly always so."""
+    covered = 0
+    for fragment in fragments:
+        if fragment.rows != 1 or (fragment.start != covered and fragment.count):
+            return False
+        covered += fragment.count
+    return covered == numel
+
+
+def _are_columns(fragments: Sequence[Fragment], numel: int) -> bool:
+    """Whether they are all columns of a matrix, from the first to the last: those of a transposed one."""
+    columns = len(fragments)
+    return columns > 1 and all(
+        f.start == column and f.count == 1 and f.pitch == columns and f.rows * columns == numel
+        for column, f in enumerate(fragments)
+    )
+
+
+def tile(boxes: Iterable[Sequence[tuple[int, int]]], whole: Sequence[int]) -> bool:
+    """Whether boxes, which hold as many elements as the whole has, cover it exactly once.
+
+    Each box, and the whole, has 2^n corners. Where boxes meet without gap or overlap, an even number of corners meets at
+    every point but the whole's own corners. The converse holds too: corners, counted modulo 2, are the mixed difference of
+    how often each element is covered, so they determine it modulo 2: every element of the whole is covered an odd number
+    of times, and by their number of elements, once. The cost is one pass.
+
+    Args:
+        boxes: (start, stop) per dimension.
+        whole: extents.
+    """
+    corners: set[tuple[int, ...]] = set()
+    for box in boxes:
+        corners.symmetric_difference_update(itertools.product(*box))
+    return corners == set(itertools.product(*((0, extent) for extent in whole)))
+
+
+def _tile(held: Sequence[Block], numel: int) -> bool:
+    """Whether they are rectangles in rows of one pitch, and cover the tensor; False where they are something else."""
+    pitch = max((block.pitch for block in held), default=0)
+    if not pitch or numel % pitch:
+        return False
+    boxes: list[tuple[tuple[int, int], tuple[int, int]]] = []
+    for block in held:
+        row, column = divmod(block.start, pitch)
+        if block.rows == 1 and not column and not block.count % pitch:
+            boxes.append(((row, row + block.count // pitch), (0, pitch)))
+        elif block.pitch in (0, pitch) and column + block.count <= pitch:
+            boxes.append(((row, row + block.rows), (column, column + block.count)))
+        else:
+            return False
+    return tile(boxes, (numel // pitch, pitch))
+
+
+def _are_disjoint(held: Sequence[Block], numel: int) -> bool:
+    """Whether no element is held twice, and none lies beyond `numel`; blocks are sorted by their start."""
+    if any(block.stop > numel for block in held):
+        return False
+    if all(block.rows == 1 for block in held):
+        return all(a.stop <= b.start for a, b in itertools.pairwise(held))
+    if are_other_cells(held):
+        return True
+    for index, block in enumerate(held):
+        for other in held[index + 1 :]:
+            if other.start >= block.stop:
+                break
+            if next(overlaps(block, other), None):
+                return False
+    return True
+
+
+def are_other_cells(blocks: Sequence[Block]) -> bool:
+    """Whether blocks are surely disjoint because they are rectangles of one grid, in other columns or other rows of it."""
+    pitch = max(block.pitch for block in blocks)
+    cells = sorted((block.start % pitch, block.count, block.start // pitch, block.rows) for block in blocks)
+    return (
+        all(block.pitch == pitch or block.rows == 1 for block in blocks)
+        and all(column + count <= pitch for column, count, _, _ in cells)
+        and all(a[0] + a[1] <= b[0] or (a[:2] == b[:2] and a[2] + a[3] <= b[2]) for a, b in itertools.pairwise(cells))
+    )
+
+
+def _walked_gap(fragments: Sequence[Fragment], numel: int, itemsize: int) -> tuple[int, int] | None:
+    """As `first_gap`, row by row: slow, but it can name what is wrong."""
+    covered = 0
+    previous: Run | None = None
+    for run in runs_in_order(fragments, itemsize):
+        if run.start < covered:
+            raise InconsistentError(
+                "elements that two files hold",
+                file=str(run.store),
+                found=f"elements {run.start:,}-{min(run.start + run.count, covered) - 1:,} are also in "
+                f"{str(previous.store if previous else run.store)!r}",
+                expected="each should be held once",
+            )
+        if run.start > covered:
+            return covered, run.start
+        covered = run.start + run.count
+        previous = run
+    if covered > numel:
+        raise InconsistentError(
+            "more elements than the tensor has",
+            file=str(previous.store if previous else ""),
+            found=f"elements up to {covered:,}",
+            expected=f"its shape holds {numel:,}",
+        )
+    return None if covered == numel else (covered, numel)
+
+
+def clip(fragments: Sequence[Fragment], start: int, stop: int, itemsize: int) -> tuple[Fragment, ...]:
+    """What fragments, sorted by their start, hold of elements [start, stop), renumbered from 0."""
+    window = Block(start, stop - start, 1, 0, 0, 1)
+    return tuple(
+        _part(fragment, block.step, overlap, overlap.start - start, itemsize)
+        for fragment in touching(fragments, start, stop)
+        for block in (fragment.block(),)
+        for overlap in overlaps(window, block)
+    )
+
+
+def _part(fragment: Fragment, step: int, o: Overlap, start: int, itemsize: int) -> Fragment:
+    """The part of a fragment that an overlap names on its `b` side, with its first element numbered `start`."""
+    byte_offset = fragment.byte_offset + o.b * itemsize
+    if step != 1:  # a single row, then
+        return Fragment(fragment.store, byte_offset, start, 1, o.count, 1, step)
+    pitches = (o.pitch, o.b_pitch) if o.rows > 1 else (0, 0)
+    return Fragment(fragment.store, byte_offset, start, o.count, o.rows, *pitches)
+
+
+def embed(
+    fragments: Sequence[Fragment], shape: Sequence[int], dim: int, offset: int, extent: int, itemsize: int
+) -> tuple[Fragment, ...]:
+    """Fragments of a slice, as fragments of the whole tensor.
+
+    Args:
+        fragments: of the slice.
+        shape: of the slice.
+        dim: the dimension it is a slice of.
+        offset: where it begins in that dimension of the whole.
+        extent: of the whole in that dimension.
+        itemsize: bytes of one element.
+    """
+    inner, outer = math.prod(shape[dim + 1 :]), math.prod(shape[:dim])
+    row = shape[dim] * inner
+    return place(fragments, Block(0, row, outer, row, row, 1), offset * inner, extent * inner, itemsize)
+
+
+def place(fragments: Sequence[Fragment], rows: Block, start: int, pitch: int, itemsize: int) -> tuple[Fragment, ...]:
+    """Some rows of one tensor, as fragments of another.
+
+    Args:
+        fragments: of the tensor that the rows are cut from.
+        rows: the elements that are wanted: `rows` rows of `count`, `pitch` apart from `start` on.
+        start: number of the first of them in the other tensor.
+        pitch: elements from row to row there.
+        itemsize: bytes of one element.
+    """
+    if not rows.count or not rows.rows:
+        return ()
+    placed: list[Fragment] = []
+    for fragment in fragments:
+        block = fragment.block()
+        for overlap in overlaps(rows, block):
+            for o in [overlap] if block.step == 1 else _single_rows(overlap):
+                row, column = divmod(o.start - rows.start, rows.pitch) if rows.rows > 1 else (0, o.start - rows.start)
+                part = _part(fragment, block.step, o, start + row * pitch + column, itemsize)
+                if o.rows > 1 and rows.rows > 1 and o.pitch >= rows.pitch:  # one per row; otherwise all lie within one
+                    part = replace(part, pitch=o.pitch // rows.pitch * pitch)
+                placed.append(part)
+    return tuple(sorted(placed, key=_start_of))
+
+
+Pass = Sequence[tuple[Block, int, int]]
+"""Rows of one tensor, each with its start and pitch in another; see `place`."""
+
+
+def rearranged(fragments: Sequence[Fragment], rows: Pass, itemsize: int) -> tuple[Fragment, ...]:
+    """All of the rows that make up another tensor, as its fragments."""
+    placed = (part for block, start, pitch in rows for part in place(fragments, block, start, pitch, itemsize))
+    return tuple(sorted(placed, key=_start_of))
+
+
+def transposed(fragments: Sequence[Fragment], rows: int, columns: int, itemsize: int) -> tuple[Fragment, ...]:
+    """The fragments of a matrix of `rows` by `columns`, as those of the transposed one: each row becomes a column."""
+    turned: list[Fragment] = []
+    for run in runs_in_order(fragments, itemsize):
+        done = 0
+        while done < run.count:
+            row, column = divmod(run.start + done, columns)
+            held = min(columns - column, run.count - done)
+            byte_offset = run.byte_offset + done * run.store_step * itemsize
+            several = (held, rows, run.store_step) if held > 1 else (1, 0, 0)
+            turned.append(Fragment(run.store, byte_offset, column * rows + row, 1, *several))
+            done += held
+    return tuple(sorted(turned, key=_start_of))
+
+
+def strided(offset: int, shape: Sequence[int], strides: Sequence[int]) -> list[tuple[Block, int, int]]:
+    """A strided view of a dense tensor, as rows of it: long runs where there are some, otherwise what lies together there.
+
+    Args:
+        offset: the view's first element in the tensor.
+        shape: of the view, which is itself numbered row-major.
+        strides: elements of the tensor from one index to the next, for each dimension.
+    """
+    own = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
+    if 0 in shape:
+        return []
+    dims = sorted((step, extent, to) for extent, step, to in zip(shape, strides, own, strict=True) if extent > 1)
+    count = 1
+    while dims and dims[0][0] == count == dims[0][2]:
+        count *= dims.pop(0)[1]
+    step, rows, to = dims.pop(0) if dims else (count, 1, count)
+    places = [(offset, 0)]
+    for outer, extent, outer_to in dims:
+        places = [(of + n * outer, at + n * outer_to) for of, at in places for n in range(extent)]
+    return [(Block(of, count, rows, step, step, 1), at, to) for of, at in places]
+
+
+def _single_rows(o: Overlap) -> Iterator[Overlap]:
+    for row in range(o.rows):
+        yield Overlap(o.start + row * o.pitch, o.count, 1, 0, o.a + row * o.a_pitch, 0, o.b + row * o.b_pitch, 0)

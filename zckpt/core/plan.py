@@ -1,0 +1,256 @@
+"""Plans: what goes where, as a value that can be printed, compared and run.
+
+`route` carries one catalog's tensor into another's: every overlap of their fragments (see `overlaps`) is a pitched move or
+a few; the columns of a transposed matrix, each a fragment, are one move together. Time O(fragments), whatever the number of
+rows and elements; a plan is streamed, never a list of a million moves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+from zckpt.base.errors import InconsistentError
+from zckpt.core.catalog import TensorEntry, TensorPart
+from zckpt.core.dtypes import DType
+from zckpt.core.fragments import FileStore, Fragment, Store
+from zckpt.core.overlaps import overlaps, touching
+
+SLAB_BYTES = 8 << 20
+"""Of a source on another machine, in one move: what a batch names of such sources lies in memory."""
+
+
+@dataclass(frozen=True, slots=True)
+class Checksum:
+    """A CRC-32 to be filled in after the move.
+
+    Attributes:
+        start: first byte of the range it covers.
+        nbytes: bytes in that range.
+        slots: byte offsets at which the CRC is stored, four bytes, little-endian.
+    """
+
+    start: int
+    nbytes: int
+    slots: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class OutputFile:
+    """A file to be written: everything of it but the elements.
+
+    Attributes:
+        path: relative to the output directory, or the file's own name.
+        size: in bytes, exact.
+        literals: (byte offset, bytes) of headers, indexes and padding.
+        checksums: CRC-32 slots to be filled after the elements are there.
+    """
+
+    path: str
+    size: int
+    literals: tuple[tuple[int, bytes], ...] = ()
+    checksums: tuple[Checksum, ...] = ()
+
+
+def literal_file(name: str, data: bytes) -> tuple[OutputFile, FileStore]:
+    """A file whose bytes are all known at planning time."""
+    return OutputFile(name, len(data), ((0, data),) if data else ()), FileStore(name, len(data))
+
+
+class Move(NamedTuple):
+    """Elements from one place to another: `rows` runs of `count` elements. Offsets and pitches are bytes.
+
+    Inside a run the source's elements are `src_step` elements apart (1: dense; 0: one element repeated), those of the
+    destination `dst_step`. `tensor` numbers the pair of entries in the plan, for per-tensor statistics; `start` numbers the
+    first element in its tensor, and `pitch` the elements from row to row there.
+    """
+
+    src: Store
+    src_offset: int
+    dst: Store
+    dst_offset: int
+    count: int  # type: ignore[assignment]  # tuple's method of this name is not needed
+    src_dtype: DType
+    dst_dtype: DType
+    tensor: int
+    rows: int = 1
+    src_pitch: int = 0
+    dst_pitch: int = 0
+    src_step: int = 1
+    dst_step: int = 1
+    start: int = 0
+    pitch: int = 0
+
+
+def route(source: TensorEntry | TensorPart, destination: TensorEntry | TensorPart, tensor: int = 0) -> Iterator[Move]:
+    """The moves that make `destination` hold what `source` holds; of parts, what both know of.
+
+    Raises:
+        InconsistentError: the shapes differ in number of elements.
+    """
+    if source.numel != destination.numel:
+        raise InconsistentError(
+            f"tensor {source.name!r} of another size",
+            found=f"shape {list(source.shape)}",
+            expected=f"the destination has {list(destination.shape)}",
+        )
+    src_size, dst_size = source.dtype.itemsize, destination.dtype.itemsize
+    for dst in destination.fragments:
+        to = dst.block()
+        for src in touching(source.fragments, dst.start, dst.stop, flat=source.flat):
+            of = src.block()
+            for o in overlaps(of, to):
+                several = o.rows > 1
+                yield Move(
+                    src.store,
+                    src.byte_offset + o.a * src_size,
+                    dst.store,
+                    dst.byte_offset + o.b * dst_size,
+                    o.count,
+                    source.dtype,
+                    destination.dtype,
+                    tensor,
+                    o.rows,
+                    o.a_pitch * src_size if several else 0,
+                    o.b_pitch * dst_size if several else 0,
+                    of.step,
+                    to.step,
+                    o.start,
+                    o.pitch,
+                )
+
+
+class _Column(NamedTuple):
+    """Elements of one row of a source that are a column of the destination: from `first` on, `step` apart there."""
+
+    store: Store
+    byte_offset: int
+    first: int
+    numel: int
+    step: int
+    store_step: int
+
+
+def _columns(fragments: Sequence[Fragment], start: int, stop: int, itemsize: int) -> Iterator[_Column]:
+    """What fragments, each a column, hold of elements [start, stop)."""
+    for f in fragments:
+        step, store_step = (f.pitch, f.store_pitch) if f.rows > 1 else (1, 1)
+        low, high = max(0, -((f.start - start) // step)), min(f.rows, -((f.start - stop) // step))
+        if low < high:
+            byte_offset = f.byte_offset + low * store_step * itemsize
+            yield _Column(f.store, byte_offset, f.start + low * step, high - low, step, store_step)
+
+
+def _turned(source: TensorEntry | TensorPart, to: TensorEntry | TensorPart, tensor: int) -> Iterator[Move]:
+    """As `route`, of a transposed matrix: rows of the source that become neighbouring columns are one move.
+
+    Such a move's rows are those of the source; the elements of each lie apart in the destination.
+    """
+    (into,), size = to.fragments, to.dtype.itemsize
+    held: list[_Column] = []
+
+    def move() -> Move:
+        one, pitch = held[0], held[1].byte_offset - held[0].byte_offset if len(held) > 1 else 0
+        at = into.byte_offset + (one.first - into.start) * size
+        return Move(
+            *(one.store, one.byte_offset, into.store, at, one.numel, source.dtype, to.dtype, tensor),
+            *(len(held), pitch, size if pitch else 0, one.store_step, one.step, one.first),
+        )
+
+    for column in _columns(source.fragments, into.start, into.stop, source.dtype.itemsize):
+        if held and not _follows(held, column):
+            yield move()
+            held = []
+        held.append(column)
+    if held:
+        yield move()
+
+
+def _follows(held: Sequence[_Column], column: _Column) -> bool:
+    """Whether a column is the next one beside those held, from a row as far from the last one's as that from its own."""
+    last = held[-1]
+    return (
+        column.first == last.first + 1
+        and column.store is last.store
+        and (len(held) == 1 or column.byte_offset - last.byte_offset == held[1].byte_offset - held[0].byte_offset)
+        and column[3:] == last[3:]
+        and column.byte_offset != last.byte_offset
+    )
+
+
+def _is_turned(source: TensorEntry | TensorPart, to: TensorEntry | TensorPart) -> bool:
+    """Whether a tensor's fragments are all columns, which go into a dense run."""
+    return (
+        source.numel == to.numel
+        and len(source.fragments) > 1
+        and len(to.fragments) == 1
+        and to.fragments[0].rows == 1
+        and all(f.count == 1 for f in source.fragments)
+        and not any(f.store.is_remote for f in source.fragments)
+    )
+
+
+Pair = tuple[TensorEntry | TensorPart, TensorEntry | TensorPart]
+"""Where a tensor's elements come from, and where they go."""
+
+
+def _in_slabs(source: TensorEntry | TensorPart, to: TensorEntry | TensorPart) -> TensorEntry | TensorPart:
+    """The destination of a tensor; in parts that fit in memory, where the source lies on other machines."""
+    if not any(fragment.store.is_remote for fragment in source.fragments):
+        return to
+    most = max(1, SLAB_BYTES // source.dtype.itemsize)
+    return replace(to, fragments=tuple(s for f in to.fragments for s in _slabs(f, most, to.dtype.itemsize)))
+
+
+def _slabs(fragment: Fragment, most: int, itemsize: int) -> Iterator[Fragment]:
+    """A fragment in parts of at most `most` elements, or of one row where a row has more."""
+    if fragment.rows == 1:
+        for first in range(0, fragment.count, most):
+            at, count = fragment.byte_offset + first * itemsize, min(most, fragment.count - first)
+            yield replace(fragment, byte_offset=at, start=fragment.start + first, count=count)
+        return
+    rows = max(1, most // fragment.count)
+    for row in range(0, fragment.rows, rows):
+        at, start = fragment.byte_offset + row * fragment.store_pitch * itemsize, fragment.start + row * fragment.pitch
+        yield replace(fragment, byte_offset=at, start=start, rows=min(rows, fragment.rows - row))
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """Everything a conversion does to bytes.
+
+    Attributes:
+        files: the files to be written, with the stores that stand for them in `pairs`.
+        pairs: (source entry, destination entry), sorted by place in the destination.
+    """
+
+    files: tuple[tuple[OutputFile, FileStore], ...]
+    pairs: Sequence[Pair]
+
+    def moves(self) -> Iterator[Move | None]:
+        """The moves, made anew on each call. None: what came before is to be done before the next one is asked for."""
+        for number, (source, destination) in enumerate(self.pairs):
+            if _is_turned(source, destination):
+                yield from _turned(source, destination, number)
+            else:
+                yield from route(source, _in_slabs(source, destination), number)
+
+    def by_file(self) -> Iterator[Plan]:
+        """One plan for each file, in order: for whoever makes them one at a time. No tensor may lie in two files."""
+        pairs: dict[int, list[Pair]] = {id(store): [] for _, store in self.files}
+        for source, destination in self.pairs:
+            for number in {id(fragment.store) for fragment in destination.fragments}:
+                pairs[number].append((source, destination))
+        for output, store in self.files:
+            yield Plan(((output, store),), pairs[id(store)])
+
+    @property
+    def bytes_read(self) -> int:
+        """Bytes that will be read."""
+        return sum(to.nbytes // to.dtype.itemsize * of.dtype.itemsize for of, to in self.pairs)
+
+    @property
+    def bytes_written(self) -> int:
+        """Bytes of all output files; for memory destinations, of the tensors."""
+        return sum(file.size for file, _ in self.files) or sum(entry.nbytes for _, entry in self.pairs)

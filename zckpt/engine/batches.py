@@ -1,0 +1,199 @@
+"""A plan in parts of bounded size, in the form both engines take: a plan of any size never lies in memory whole.
+
+For `mover`.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections import deque
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass, field
+
+from zckpt.core.fragments import FileStore, Store
+from zckpt.core.plan import Move, OutputFile, Plan
+from zckpt.engine.checksums import element_ranges
+from zckpt.storage.descriptors import MOST_STORES
+
+MOST_MOVES = 16384
+LEAST_BYTES = 64 << 20
+"""A file that is complete ends its batch, and is on record from then on. Smaller ones share a batch, for its threads'
+sake."""
+MOST_REMOTE_BYTES = 32 << 20
+"""Bytes of sources on other machines that a batch names: they lie in memory while it runs."""
+
+_STORE = struct.Struct("=qqQQ")
+_MOVE = struct.Struct("=IIQQQQqqqqIBBBB")
+_LITERAL = struct.Struct("=IIQQQ")
+_RANGE = struct.Struct("=IIQQ")
+
+
+@dataclass(slots=True)
+class Batch:
+    """Some moves and literals, with the stores they name; both engines take the same. `finished` are the files that are
+    complete after it.
+    """
+
+    stores: list[Store] = field(default_factory=list[Store])
+    moves: list[tuple[int, int, Move]] = field(default_factory=list[tuple[int, int, Move]])
+    literals: list[tuple[int, int, bytes]] = field(default_factory=list[tuple[int, int, bytes]])
+    ranges: list[tuple[int, int, int, int]] = field(default_factory=list[tuple[int, int, int, int]])
+    nbytes: int = 0
+    remote_bytes: int = 0
+    numbers: dict[int, int] = field(default_factory=dict[int, int])
+    finished: list[tuple[OutputFile, FileStore]] = field(default_factory=list[tuple[OutputFile, FileStore]])
+
+    def number(self, store: Store) -> int:
+        """The store's number in this batch."""
+        known = self.numbers.get(id(store))
+        if known is None:
+            known = self.numbers[id(store)] = len(self.stores)
+            self.stores.append(store)
+        return known
+
+    def add(self, move: Move, nbytes: int) -> None:
+        """One more move, which counts for so many bytes."""
+        self.moves.append((self.number(move.src), self.number(move.dst), move))
+        self.nbytes += nbytes
+        if move.src.is_remote:
+            self.remote_bytes += span_bytes(move)
+
+    def packed(self, descriptors: Sequence[tuple[int, int]]) -> tuple[bytes, bytes, bytes, bytes, bytes]:
+        """The structs of `csrc/mover.h`: stores, moves, literals, ranges, and the literals' bytes."""
+        stores = b"".join(_pack_store(store, fds) for store, fds in zip(self.stores, descriptors, strict=True))
+        return stores, b"".join(_pack_move(*move) for move in self.moves), *self._packed_literals()
+
+    def _packed_literals(self) -> tuple[bytes, bytes, bytes]:
+        packed, at = [], 0
+        for number, offset, data in self.literals:
+            packed.append(_LITERAL.pack(number, 0, offset, len(data), at))
+            at += len(data)
+        ranges = b"".join(_RANGE.pack(*numbers) for numbers in sorted(self.ranges, key=lambda r: (r[0], r[2])))
+        return b"".join(packed), ranges, b"".join(data for _, _, data in self.literals)
+
+
+def span_bytes(move: Move) -> int:
+    """Bytes of the source from a move's first element to its last."""
+    size = move.src_dtype.itemsize
+    return (move.rows - 1) * move.src_pitch + (move.count - 1) * move.src_step * size + size
+
+
+def _pack_store(store: Store, fds: tuple[int, int]) -> bytes:
+    return _STORE.pack(*fds, 0 if isinstance(store, FileStore) else store.address, store.size)
+
+
+def _pack_move(src: int, dst: int, m: Move) -> bytes:
+    a, b = m.src_dtype, m.dst_dtype
+    steps = (m.src_pitch, m.dst_pitch, m.src_step * a.itemsize, m.dst_step * b.itemsize)
+    return _MOVE.pack(
+        src,
+        dst,
+        m.src_offset,
+        m.dst_offset,
+        m.count,
+        m.rows,
+        *steps,
+        m.tensor,
+        a.number,
+        b.number,
+        a.swap(m.src.byteorder),
+        0,
+    )
+
+
+def batches(plan: Plan, done: Collection[str] = (), *, bare: bool = False, summed: bool = True) -> Iterator[Batch]:
+    """The plan in parts of bounded size; a file's literals come in order among its moves.
+
+    Args:
+        plan: what goes where.
+        done: paths of files that are there already: nothing goes into them.
+        bare: leave out the literals.
+        summed: take the CRCs of runs of elements.
+    """
+    unfinished = {id(store): (output, store) for output, store in plan.files if output.path not in done}
+    skipped = {id(store) for output, store in plan.files if output.path in done}
+    literals = {place: deque(() if bare else sorted(output.literals)) for place, (output, _) in unfinished.items()}
+    missing = element_bytes(plan)
+    by_store: dict[int, list[tuple[int, int, int]]] = {}
+    for number, (store, start, nbytes) in enumerate(ranges(plan) if summed else ()):
+        by_store.setdefault(id(store), []).append((number, start, nbytes))
+    batch = Batch()
+
+    def attend(store: Store, stop: int) -> None:
+        """The file takes part in the batch, with its literals before byte `stop`."""
+        number = batch.numbers.get(id(store))
+        if number is None:
+            number = batch.number(store)
+            batch.ranges += [(number, *numbers) for numbers in by_store.get(id(store), ())]
+        pending = literals.get(id(store))
+        while pending and pending[0][0] < stop:
+            offset, data = pending.popleft()
+            batch.literals.append((number, offset, data))
+            batch.nbytes += len(data)
+
+    tensor, reach = -1, 0
+    last: Store | None = None
+    for move in plan.moves():
+        if move is None:
+            if batch.stores:
+                yield batch
+                batch = Batch()
+            continue
+        place = id(move.dst)
+        if place in skipped:
+            continue
+        # Nothing is torn apart without need: slices that interleave want to meet in one window.
+        apart = move.tensor != tensor or (move.dst is last and move.dst_offset >= reach)
+        whole = apart or len(batch.moves) >= 8 * MOST_MOVES
+        is_full = (
+            len(batch.moves) >= MOST_MOVES
+            or batch.remote_bytes >= MOST_REMOTE_BYTES
+            or (batch.finished and batch.nbytes >= LEAST_BYTES)
+        )
+        if (whole and is_full) or len(batch.stores) >= MOST_STORES - 1:
+            yield batch
+            batch = Batch()
+        reach = max(_end(move), reach if move.dst is last else 0)
+        tensor, last = move.tensor, move.dst
+        attend(move.dst, move.dst_offset)
+        nbytes = move.count * move.rows * move.dst_dtype.itemsize
+        batch.add(move, nbytes)
+        if place in unfinished:
+            missing[place] -= nbytes
+            if not missing[place]:
+                attend(move.dst, move.dst.size)
+                batch.finished.append(unfinished.pop(place))
+    for output, store in unfinished.values():
+        if len(batch.stores) >= MOST_STORES:
+            yield batch
+            batch = Batch()
+        attend(store, store.size)
+        batch.finished.append((output, store))
+    if batch.stores:
+        yield batch
+
+
+def _end(move: Move) -> int:
+    """One past the last byte of the destination that a move writes."""
+    size = move.dst_dtype.itemsize
+    return move.dst_offset + (move.rows - 1) * move.dst_pitch + (move.count - 1) * move.dst_step * size + size
+
+
+def progress_after(progress: Callable[[int], None] | None, base: int) -> Callable[[int], None] | None:
+    """`progress`, told of `base` bytes more than it is called with."""
+    return None if progress is None else lambda now: progress(base + now)
+
+
+def element_bytes(plan: Plan) -> dict[int, int]:
+    """Store -> bytes of elements that will go into it."""
+    totals = {id(store): 0 for _, store in plan.files}
+    for _, entry in plan.pairs:
+        for fragment in entry.fragments:
+            if id(fragment.store) in totals:
+                totals[id(fragment.store)] += fragment.numel * entry.dtype.itemsize
+    return totals
+
+
+def ranges(plan: Plan) -> list[tuple[FileStore, int, int]]:
+    """(store, start, bytes) of every run of elements whose CRC is taken, by number."""
+    return [(store, *run) for output, store in plan.files for run in element_ranges(output)]

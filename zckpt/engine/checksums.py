@@ -1,0 +1,154 @@
+"""CRC-32s of whole files, joined from those of their parts: what was taken while data passed by is not taken again.
+
+For `mover`, which writes files, and `scan`, which reads them. The CRC of A followed by B follows from the CRCs of both and
+the length of B, so parts may be done in any order, on any thread.
+"""
+
+from __future__ import annotations
+
+import struct
+import zlib
+from bisect import bisect_left
+from collections.abc import Iterable, Iterator, Mapping
+from typing import NamedTuple
+
+from zckpt.core.plan import OutputFile
+
+try:
+    from zckpt._core import crc32 as _crc32
+    from zckpt._core import crc32_combine
+except ImportError:  # pragma: no cover - depends on the build
+    from zlib import crc32 as _crc32  # type: ignore[assignment]
+
+    def crc32_combine(a: int, b: int, nbytes_b: int) -> int:
+        """The CRC of A followed by B."""
+        power = 1 << 30  # x; squared three times: x^8, one byte
+        for _ in range(3):
+            power = _multiply(power, power)
+        shift = 1 << 31
+        while nbytes_b:
+            if nbytes_b & 1:
+                shift = _multiply(shift, power)
+            power = _multiply(power, power)
+            nbytes_b >>= 1
+        return _multiply(shift, a) ^ b
+
+
+def crc32(data: bytes | memoryview, crc: int = 0) -> int:
+    """The CRC of bytes, or of bytes that follow those of `crc`; faster than zlib's."""
+    return _crc32(data, crc)
+
+
+def _multiply(a: int, b: int) -> int:
+    """Product modulo CRC-32's polynomial, both reflected."""
+    product = 0
+    for bit in range(31, -1, -1):
+        if a >> bit & 1:
+            product ^= b
+        b = (b >> 1) ^ (0xEDB88320 if b & 1 else 0)
+    return product
+
+
+Partial = tuple[int, int, int]
+"""(byte offset, bytes, CRC-32) of a part."""
+
+
+def join(parts: Iterable[Partial], start: int, nbytes: int) -> int:
+    """The CRC of bytes [start, start + nbytes) from those of its parts; where none is, the file has zeros."""
+    crc, at = 0, start
+    for offset, length, part in sorted(parts):
+        crc = _after_zeros(crc, offset - at)
+        crc = crc32_combine(crc, part, length)
+        at = offset + length
+    return _after_zeros(crc, start + nbytes - at)
+
+
+def joined(parts: Iterable[Partial]) -> list[Partial]:
+    """Parts with those joined that follow each other."""
+    result: list[Partial] = []
+    for start, nbytes, crc in sorted(parts):
+        if result and result[-1][0] + result[-1][1] == start:
+            before, length, left = result[-1]
+            result[-1] = (before, length + nbytes, crc32_combine(left, crc, nbytes))
+        else:
+            result.append((start, nbytes, crc))
+    return result
+
+
+def _after_zeros(crc: int, count: int) -> int:
+    unit, length = zlib.crc32(b"\0"), 1
+    while count:
+        if count & 1:
+            crc = crc32_combine(crc, unit, length)
+        unit = crc32_combine(unit, unit, length)
+        count, length = count >> 1, 2 * length
+    return crc
+
+
+class Span(NamedTuple):
+    """Bytes [start, start + nbytes) of an output file; `data` where they are known, None where they are elements."""
+
+    start: int
+    nbytes: int
+    data: bytes | None
+
+
+def spans(output: OutputFile) -> Iterator[Span]:
+    """A file's literals and what lies between them, in order, cut wherever one of its checksums begins or ends."""
+    cuts = sorted({edge for c in output.checksums for edge in (c.start, c.start + c.nbytes)})
+    at = cut = 0
+
+    def pieces(stop: int, literal: bytes | None) -> Iterator[Span]:
+        nonlocal at, cut
+        start = at
+        while at < stop:
+            while cut < len(cuts) and cuts[cut] <= at:
+                cut += 1
+            end = min(stop, cuts[cut]) if cut < len(cuts) else stop
+            yield Span(at, end - at, None if literal is None else literal[at - start : end - start])
+            at = end
+
+    for offset, data in sorted(output.literals):
+        yield from pieces(offset, None)
+        yield from pieces(offset + len(data), data)
+    yield from pieces(output.size, None)
+
+
+def element_ranges(output: OutputFile) -> Iterator[tuple[int, int]]:
+    """(start, bytes) of all spans of elements: those whose CRCs are taken while they are written."""
+    return ((span.start, span.nbytes) for span in spans(output) if span.data is None)
+
+
+def file_checksums(output: OutputFile, crcs: Mapping[int, int]) -> tuple[int, dict[int, bytes]]:
+    """The CRC of a whole output file, and what must be written into it: byte offset -> the CRC of a range.
+
+    Args:
+        output: the file.
+        crcs: start -> CRC, for each of `element_ranges`.
+    """
+    parts = {
+        s.start: (s.start, s.nbytes, crcs[s.start] if s.data is None else zlib.crc32(s.data)) for s in spans(output)
+    }
+    starts = sorted(parts)
+    slots: dict[int, bytes] = {}
+    for checksum in output.checksums:
+        stop = checksum.start + checksum.nbytes
+        within = starts[bisect_left(starts, checksum.start) : bisect_left(starts, stop)]
+        crc = join([parts[start] for start in within], checksum.start, checksum.nbytes)
+        slots.update(dict.fromkeys(checksum.slots, struct.pack("<I", crc)))
+    for start, patched in _patched(output, slots):
+        parts[start] = (start, len(patched), zlib.crc32(patched))
+    return join(parts.values(), 0, output.size), slots
+
+
+def _patched(output: OutputFile, slots: Mapping[int, bytes]) -> Iterator[tuple[int, bytes]]:
+    """(start, bytes) of the literal spans that slots lie in, with what these were filled with."""
+    pending = sorted(slots.items(), reverse=True)
+    for span in spans(output):
+        if span.data is None or not pending or pending[-1][0] >= span.start + span.nbytes:
+            continue
+        patched = bytearray(span.data)
+        while pending and pending[-1][0] < span.start + span.nbytes:
+            at, data = pending.pop()
+            patched[at - span.start : at - span.start + len(data)] = data
+        yield span.start, bytes(patched)

@@ -1,0 +1,98 @@
+"""Sources on other machines, for mover and scan: the byte ranges of a batch are fetched, and its moves then read memory.
+
+A batch names a bounded number of such bytes (`batches.MOST_REMOTE_BYTES`). While the engine works on one, the next is
+fetched, so memory is two of them, whatever the checkpoint. Local sources pass as they are.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import TypeVar
+
+from zckpt.base.errors import InconsistentError, redact
+from zckpt.core.fragments import FileStore, MemoryStore, Store
+from zckpt.engine.batches import Batch, span_bytes
+from zckpt.storage import fsspec_io
+
+AnyBatch = TypeVar("AnyBatch", bound=Batch)
+
+
+def localized(batches: Iterable[AnyBatch], near: Callable[[AnyBatch], AnyBatch]) -> Iterator[AnyBatch]:
+    """The same batches, in order, with sources in reach of the engines.
+
+    Args:
+        batches: of moves or looks.
+        near: gives a batch whose sources lie in memory.
+
+    Raises:
+        RemoteError: a source could not be fetched.
+        InconsistentError: a source changed since the checkpoint was opened; known when all is moved.
+    """
+    seen: dict[str, FileStore] = {}
+    pool: ThreadPoolExecutor | None = None
+    ahead: Future[AnyBatch] | None = None
+    try:
+        for batch in batches:
+            sources = {store.path: store for store in batch.stores if isinstance(store, FileStore) and store.is_remote}
+            if not sources and ahead is None:
+                yield batch
+                continue
+            seen |= sources
+            pool = pool or ThreadPoolExecutor(1)
+            ahead, ready = pool.submit(near, batch), ahead
+            if ready is not None:
+                yield ready.result()
+        if ahead is not None:
+            yield ahead.result()
+    finally:
+        if pool is not None:
+            pool.shutdown(cancel_futures=True)
+    check_unchanged(seen.values())
+
+
+def check_unchanged(stores: Iterable[FileStore]) -> None:
+    """Makes sure that files on other machines are what they were when the checkpoint was opened.
+
+    Raises:
+        InconsistentError: one is not.
+    """
+    for store in stores:
+        if fsspec_io.status(store.path).identity != store.identity:
+            raise InconsistentError(
+                "a file that changed while it was read", file=redact(store.path),
+                found="another size, version or time than when it was opened",
+                remedy="Something still writes to the checkpoint. Wait until it is done, and start again.",
+            )  # fmt: skip
+
+
+def moved_near(batch: Batch) -> Batch:
+    """A batch of moves whose sources lie in memory; errors as for `remote.fetch`."""
+    wanted = [
+        fsspec_io.Range(move.src.path, move.src_offset, move.src_offset + span_bytes(move))
+        for _, _, move in batch.moves
+        if isinstance(move.src, FileStore) and move.src.is_remote
+    ]
+    if not wanted:
+        return batch
+    fetched = iter(fsspec_io.fetch(wanted))
+    memory: dict[tuple[int, str], Store] = {}
+    near = Batch(finished=batch.finished)
+    for number, offset, data in batch.literals:
+        near.literals.append((near.number(batch.stores[number]), offset, data))
+        near.nbytes += len(data)
+    near.ranges = [(near.number(batch.stores[number]), *rest) for number, *rest in batch.ranges]  # type: ignore[misc]
+    for _, _, move in batch.moves:
+        if move.src.is_remote:
+            block, begin = next(fetched)
+            store = memory.setdefault((id(block), move.src.byteorder), in_memory(block, move.src))
+            move = move._replace(src=store, src_offset=move.src_offset - begin)
+        near.add(move, move.count * move.rows * move.dst_dtype.itemsize)
+    return near
+
+
+def in_memory(block: bytes, source: Store) -> MemoryStore:
+    """Bytes that were fetched, as a store of the same byte order."""
+    address = ctypes.cast(ctypes.c_char_p(block), ctypes.c_void_p).value or 0
+    return MemoryStore(address, len(block), block, source.byteorder)

@@ -1,0 +1,188 @@
+"""The reference engine: one row after another with `pread`, numpy and `pwrite`. Slow, and obviously right.
+
+For `mover`, where the C++ engine was not built, and for tests, which hold that engine to it byte by byte.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+import os
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from zckpt.base.errors import read_error
+from zckpt.core.dtypes import BF16, F16, F32, F64, DType
+from zckpt.core.fragments import FileStore, Store
+from zckpt.core.plan import Move
+
+_PART = 1 << 20
+"""Elements handled at once: memory stays bounded."""
+
+
+def run_batch(
+    stores: Sequence[Store],
+    descriptors: Sequence[tuple[int, int]],
+    moves: Sequence[tuple[int, int, Move]],
+    literals: Sequence[tuple[int, int, bytes]],
+    clamp: bool,
+    spend: Callable[[int], None],
+) -> list[tuple[int, int, float]]:
+    """Runs a batch; returns (tensor, count, largest) for casts that overflowed. `spend` is told of bytes moved.
+
+    Raises:
+        CorruptError: a source ends too early.
+        OSError: a destination cannot be written.
+    """
+    overflows: list[tuple[int, int, float]] = []
+    for number, offset, data in literals:
+        _write(stores[number], descriptors[number][0], data, offset)
+    for src, dst, move in moves:
+        for row in range(move.rows):
+            for first in range(0, move.count, _PART):
+                count = min(_PART, move.count - first)
+                source, target = move.src_dtype.itemsize, move.dst_dtype.itemsize
+                at = move.src_offset + row * move.src_pitch + first * move.src_step * source
+                data = read_elements(stores[src], descriptors[src][0], at, count, move.src_step, source)
+                spend(count * (source + target))
+                data, lost, largest = cast(data, move.src_dtype, move.dst_dtype, stores[src].byteorder, clamp)
+                if lost:
+                    overflows.append((move.tensor, lost, largest))
+                to = move.dst_offset + row * move.dst_pitch + first * move.dst_step * target
+                if move.dst_step == 1:
+                    _write(stores[dst], descriptors[dst][0], data, to)
+                else:
+                    for i in range(count):
+                        element = data[i * target : (i + 1) * target]
+                        _write(stores[dst], descriptors[dst][0], element, to + i * move.dst_step * target)
+    return overflows
+
+
+def read_elements(store: Store, fd: int, offset: int, count: int, step: int, itemsize: int) -> bytes:
+    """Elements `step` elements apart, as they lie there; `fd` is for files of this machine.
+
+    Raises:
+        CorruptError: the file ends too early, or cannot be read.
+    """
+    if step != 1:
+        return b"".join(read_elements(store, fd, offset + i * step * itemsize, 1, 1, itemsize) for i in range(count))
+    nbytes = count * itemsize
+    if not isinstance(store, FileStore):
+        return ctypes.string_at(store.address + offset, nbytes)
+    parts: list[bytes] = []
+    while nbytes:
+        try:
+            part = os.pread(fd, nbytes, offset)
+        except OSError as error:
+            raise read_error(store.path, error.errno or 0, offset) from error
+        if not part:
+            raise read_error(store.path, -1, offset)
+        parts.append(part)
+        offset, nbytes = offset + len(part), nbytes - len(part)
+    return b"".join(parts)
+
+
+def _write(store: Store, fd: int, data: bytes, offset: int) -> None:
+    if not isinstance(store, FileStore):
+        ctypes.memmove(store.address + offset, data, len(data))
+        return
+    while data:
+        done = os.pwrite(fd, data, offset)
+        data, offset = data[done:], offset + done
+
+
+def cast(data: bytes, source: DType, target: DType, byteorder: str, clamp: bool) -> tuple[bytes, int, float]:
+    """Elements in another dtype, rounded once and to nearest even: (bytes, finite numbers that became infinite, the
+    largest of them). No setting of the processor changes it.
+    """
+    import numpy as np
+
+    if byteorder != sys.byteorder and source.component > 1:
+        data = np.frombuffer(data, f"u{min(source.component, 8)}").byteswap().tobytes()
+    if source == target:
+        return data, 0, 0.0
+    with np.errstate(all="ignore"):
+        wide = widen(data, source)
+        size = target.itemsize
+        bits = wide.view(np.uint64 if wide.dtype.itemsize == 8 else np.uint32)
+        result = bits if bits.dtype.itemsize == size else _narrowed(bits, target)
+        if target == BF16:
+            result[np.isnan(wide)] = 0x7FC0
+        sign = 1 << (8 * size - 1)
+        infinity = _ones(8 * size - 1) - _ones(_MANTISSA[target])
+        lost = ((result & (sign - 1)) == infinity) & np.isfinite(wide)
+        count = int(lost.sum())
+        largest = float(np.abs(wide[lost]).max()) if count else 0.0
+        if count and clamp:
+            result[lost] = (result[lost] & sign) | (infinity - 1)
+    return result.astype(f"u{size}").tobytes(), count, largest
+
+
+_MANTISSA = {F64: 52, F32: 23, F16: 10, BF16: 7}
+"""Bits of it that are stored."""
+
+
+def _ones(count: int) -> int:
+    return (1 << count) - 1
+
+
+def _narrowed(bits: Any, target: DType) -> Any:
+    """The bits of binary floats, of 4 or 8 bytes, in a narrower form: in whole numbers, so that nothing is rounded twice."""
+    import numpy as np
+
+    kept, dropped = _MANTISSA[target], _MANTISSA[F64 if bits.dtype.itemsize == 8 else F32]
+    width, size = 8 * bits.dtype.itemsize, 8 * target.itemsize
+    bits = bits.astype(np.uint64)
+    magnitude = (bits & _ones(width - 1)).astype(np.int64)
+    exponent, fraction = magnitude >> dropped, magnitude & _ones(dropped)
+    mantissa = np.where(exponent > 0, fraction | 1 << dropped, fraction)
+    # The number is mantissa * 2 ** (power - dropped), and the last bit that stays is worth 2 ** (unit - kept).
+    power = np.maximum(exponent, 1) - _ones(width - 2 - dropped)
+    unit = np.maximum(power, 1 - _ones(size - 2 - kept))
+    away = np.minimum(dropped - kept + unit - power, dropped + 2)  # bits that go; so many are less than half of a unit
+    rest, half = mantissa & ((1 << away) - 1), 1 << (away - 1)
+    whole = mantissa >> away
+    whole += (rest > half) | ((rest == half) & (whole & 1 > 0))
+    # A mantissa that became 2 ** (kept + 1) carries into the exponent by itself.
+    infinity = _ones(size - 1) - _ones(kept)
+    result = np.minimum(whole + ((unit - 1 + _ones(size - 2 - kept)) << kept), infinity)
+    payload = fraction >> (dropped - kept)
+    special = exponent == _ones(width - 1 - dropped)
+    result = np.where(special, np.where(fraction > 0, infinity | 1 << (kept - 1) | payload, infinity), result)
+    return (result.astype(np.uint64) | (bits >> (width - 1)) << (size - 1)).astype(f"u{target.itemsize}")
+
+
+def widen(data: bytes, source: DType) -> Any:
+    """Elements as float32, or in their own dtype where numpy has it and it is not half precision."""
+    import numpy as np
+
+    if source == BF16:
+        return (np.frombuffer(data, "<u2").astype(np.uint32) << 16).view(np.float32)
+    if source.numpy:
+        numbers = np.frombuffer(data, source.numpy)
+        if source != F16:
+            return numbers
+        single = numbers.astype(np.float32)
+        nan = np.isnan(single)
+        single.view(np.uint32)[nan] |= 0x400000
+        return single
+    table = np.array([_float8(byte, source.name) for byte in range(256)], np.float32)
+    return table[np.frombuffer(data, np.uint8)]
+
+
+def _float8(byte: int, name: str) -> float:
+    exponent_bits, bias = {
+        "F8_E4M3": (4, 7), "F8_E5M2": (5, 15), "F8_E4M3FNUZ": (4, 8), "F8_E5M2FNUZ": (5, 16)
+    }[name]  # fmt: skip
+    mantissa_bits = 7 - exponent_bits
+    exponent, mantissa = (byte & 127) >> mantissa_bits, byte & ((1 << mantissa_bits) - 1)
+    sign = -1.0 if byte & 128 else 1.0
+    if name.endswith("FNUZ"):
+        if byte == 128:
+            return math.nan
+    elif name == "F8_E5M2" and exponent == 31:
+        return math.copysign(math.nan if mantissa else math.inf, sign)
+    elif name == "F8_E4M3" and byte & 127 == 127:
+        return math.copysign(math.nan, sign)
+    return sign * math.ldexp((1 << mantissa_bits if exponent else 0) + mantissa, (exponent or 1) - bias - mantissa_bits)

@@ -1,0 +1,208 @@
+"""Looks: what a scan is to read and why, in parts of bounded size, with what lies on other machines in reach.
+
+For `scan`, and for those who ask it: `verify` and `diff`.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from zckpt.core.catalog import Padding, TensorEntry
+from zckpt.core.dtypes import U8, DType
+from zckpt.core.fragments import FileStore, Fragment, Store
+from zckpt.core.plan import SLAB_BYTES, Move, route
+from zckpt.engine.batches import MOST_MOVES, MOST_REMOTE_BYTES, Batch
+from zckpt.engine.prefetch import in_memory
+from zckpt.storage import fsspec_io
+from zckpt.storage.descriptors import MOST_STORES
+
+NUMBERS, AGAINST, SUM_SOURCE, SUM_OTHER = 1, 2, 4, 8
+"""What a look is for; the flags of `csrc/scan.h`."""
+
+_MOST_BYTES = 8 << 30
+"""Of one batch: every part of it has a tally until its end."""
+
+
+class Look(NamedTuple):
+    """One move's source, to be looked at; with `AGAINST`, to be compared with its destination."""
+
+    move: Move
+    how: int
+
+
+class Sum(NamedTuple):
+    """Bytes of a file whose CRC-32 is wanted."""
+
+    store: FileStore
+    start: int
+    nbytes: int
+
+
+def looks_at(entry: TensorEntry | Padding, tensor: int) -> Iterator[Look]:
+    """Looks at all elements of a tensor."""
+    for fragment in entry.fragments:
+        if fragment.numel:
+            yield look_at(fragment, entry.dtype, tensor)
+
+
+def look_at(fragment: Fragment, dtype: DType, tensor: int, how: int = NUMBERS) -> Look:
+    """A look at all elements of a fragment."""
+    step = fragment.store_pitch * dtype.itemsize
+    move = Move(
+        *(fragment.store, fragment.byte_offset, fragment.store, fragment.byte_offset, fragment.count, dtype, dtype),
+        tensor=tensor,
+        rows=fragment.rows,
+        src_pitch=step,
+        dst_pitch=step,
+        start=fragment.start,
+        pitch=fragment.pitch,
+    )
+    return Look(move, how)
+
+
+def looks_against(a: TensorEntry, b: TensorEntry, tensor: int) -> Iterator[Look]:
+    """Comparisons of all elements of two tensors of one shape."""
+    return (Look(move, NUMBERS | AGAINST) for move in route(a, b, tensor))
+
+
+def looks_at_bytes(store: FileStore, start: int, nbytes: int) -> Look:
+    """Reads bytes for their CRC only."""
+    return Look(Move(store, start, store, start, nbytes, U8, U8, 0), SUM_SOURCE)
+
+
+@dataclass(slots=True)
+class ScanBatch(Batch):
+    """A batch, with what is to be done to each of its moves.
+
+    Attributes:
+        looks: flags, move by move.
+        places: of a batch that was fetched, range by range: number of the sum, and the byte of the file at which its store
+            begins.
+        far_bytes: that are to be fetched.
+    """
+
+    looks: list[int] = field(default_factory=list[int])
+    places: list[tuple[int, int]] = field(default_factory=list[tuple[int, int]])
+    far_bytes: int = 0
+
+
+def look_batches(looks: Iterable[Look], sums: Sequence[Sum]) -> Iterator[ScanBatch]:
+    """Looks in parts of bounded size."""
+    by_path: dict[str, list[tuple[int, int, int]]] = {}
+    for number, wanted in enumerate(sums):
+        by_path.setdefault(wanted.store.path, []).append((number, wanted.start, wanted.nbytes))
+    batch = ScanBatch()
+    reach: dict[str, tuple[int, int]] = {}  # file on another machine -> its bytes that were named last
+    for look in looks:
+        for part in _parts(look):
+            for store in (part.move.src, part.move.dst):
+                if id(store) not in batch.numbers:
+                    ranges = by_path.get(str(store), ())
+                    batch.ranges += [(batch.number(store), *numbers) for numbers in ranges]
+            batch.add(part.move, _nbytes(part))
+            batch.looks.append(part.how)
+            for path, start, stop in _far(part):  # looks that name the same bytes share them
+                first, last = reach.get(path, (stop, stop))
+                shared = max(0, min(stop, last) - max(start, first))
+                batch.far_bytes += stop - start - shared
+                reach[path] = (min(first, start), max(last, stop)) if shared else (start, stop)
+            if (
+                len(batch.moves) >= MOST_MOVES
+                or len(batch.stores) >= MOST_STORES - 1
+                or batch.nbytes >= _MOST_BYTES
+                or batch.far_bytes >= MOST_REMOTE_BYTES
+            ):
+                yield batch
+                batch, reach = ScanBatch(), {}
+    if batch.moves:
+        yield batch
+
+
+def _nbytes(look: Look) -> int:
+    numel = look.move.count * look.move.rows
+    return numel * look.move.src_dtype.itemsize + (numel * look.move.dst_dtype.itemsize if look.how & AGAINST else 0)
+
+
+def _far(look: Look) -> Iterator[tuple[str, int, int]]:
+    """(file, first byte, one past the last) of what a look reads on other machines: its source, then the other side."""
+    move = look.move
+    sides = [(move.src, move.src_offset, move.src_pitch, move.src_step, move.src_dtype)]
+    if look.how & AGAINST:
+        sides.append((move.dst, move.dst_offset, move.dst_pitch, move.dst_step, move.dst_dtype))
+    for store, offset, pitch, step, dtype in sides:
+        if store.is_remote:
+            yield str(store), offset, offset + (move.rows - 1) * pitch + ((move.count - 1) * step + 1) * dtype.itemsize
+
+
+def _parts(look: Look) -> Iterator[Look]:
+    """A look, halved until it is not too large for a batch, nor for memory where it lies on another machine."""
+    move = look.move
+    spans = [stop - start for _, start, stop in _far(look)]
+    most = max(move.src_dtype.itemsize, move.dst_dtype.itemsize) * move.count
+    if (most <= _MOST_BYTES or move.rows > 1) and (
+        not spans or max(spans) <= SLAB_BYTES or move.count * move.rows == 1
+    ):
+        yield look
+        return
+    if move.rows > 1:
+        first, step = move.rows // 2, move.pitch
+        parts = move._replace(rows=first), move._replace(rows=move.rows - first)
+        a, b = move.src_pitch, move.dst_pitch
+    else:
+        first, step = move.count // 2, 1
+        parts = move._replace(count=first), move._replace(count=move.count - first)
+        a, b = move.src_step * move.src_dtype.itemsize, move.dst_step * move.dst_dtype.itemsize
+    yield from _parts(Look(parts[0], look.how))
+    second = parts[1]._replace(
+        src_offset=move.src_offset + first * a, dst_offset=move.dst_offset + first * b, start=move.start + first * step
+    )
+    yield from _parts(Look(second, look.how))
+
+
+def near(batch: ScanBatch) -> ScanBatch:
+    """A batch of looks with what lies on other machines in memory; errors as for `remote.fetch`."""
+    looks = [Look(move, how) for how, (_, _, move) in zip(batch.looks, batch.moves, strict=True)]
+    fetched = iter(fsspec_io.fetch([fsspec_io.Range(*span) for look in looks for span in _far(look)]))
+    found = ScanBatch()
+    wanted: dict[str, list[tuple[int, int, int]]] = {}
+    for path, start, stop, of in sorted(
+        {(str(batch.stores[n]), start, start + m, of) for n, of, start, m in batch.ranges}
+    ):
+        wanted.setdefault(path, []).append((start, stop, of))
+
+    def sum_up(path: str, store: Store, begin: int, size: int) -> None:
+        """The sums that are wanted of bytes of a file, of which the store holds `size`, from `begin` on."""
+        own = wanted.get(path, [])
+        for start, stop, of in own[max(0, bisect_right(own, (begin,)) - 1) :]:
+            if start >= begin + size:
+                break
+            if stop > begin:
+                low = max(start, begin)
+                found.ranges.append(
+                    (found.number(store), len(found.places), low - begin, min(stop, begin + size) - low)
+                )
+                found.places.append((of, begin))
+
+    memory: dict[tuple[int, str], Store] = {}
+
+    def taken(store: Store) -> tuple[Store, int]:
+        """Where the bytes of a file are now, and the byte of the file at which that begins."""
+        held, begin = store, 0
+        if store.is_remote:
+            block, begin = next(fetched)
+            key = id(block), store.byteorder
+            held = memory.get(key) or memory.setdefault(key, in_memory(block, store))
+        if id(held) not in found.numbers and isinstance(store, FileStore):
+            sum_up(str(store), held, begin, held.size)
+        return held, begin
+
+    for move, how in looks:
+        src, a = taken(move.src)
+        dst, b = taken(move.dst) if how & AGAINST else (src, a)
+        near_by = move._replace(src=src, src_offset=move.src_offset - a, dst=dst, dst_offset=move.dst_offset - b)
+        found.add(near_by, _nbytes(Look(move, how)))
+        found.looks.append(how)
+    return found

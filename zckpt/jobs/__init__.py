@@ -1,0 +1,1 @@
+"""What a user asks for: open, convert, reshard and the other conversions, diff, inspect."""

@@ -1,0 +1,205 @@
+"""What two things zckpt reads do not have in common: names, shapes, dtypes, values; in any layouts.
+
+For `zckpt diff`. Both sides are read once, in constant memory: the router carries one catalog's tensor over the other's, and
+the scan compares where a conversion would copy.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from zckpt.base.errors import some
+from zckpt.base.pace import DEFAULT_PACE, Pace
+from zckpt.core.catalog import Catalog, TensorEntry
+from zckpt.core.dtypes import DType
+from zckpt.engine.scan import scan
+from zckpt.engine.scan_requests import Look, looks_against
+from zckpt.engine.tensor_statistics import Relation, Tally
+from zckpt.jobs.open import open_catalog, strip_wrappers
+from zckpt.layouts.save.listing import Wishes
+
+_MOST_LISTED = 20
+
+
+@dataclass(frozen=True, slots=True)
+class TensorDiff:
+    """One tensor that both sides have.
+
+    Attributes:
+        name: of the tensor.
+        shapes: on both sides.
+        dtypes: on both sides.
+        tally: what the comparison counted; None where shapes or kinds of numbers differ, so that there was none.
+        same: whether it is the same on both sides.
+    """
+
+    name: str
+    shapes: tuple[tuple[int, ...], tuple[int, ...]]
+    dtypes: tuple[DType, DType]
+    tally: Tally | None
+    same: bool
+
+    def as_json(self) -> dict[str, object]:
+        """One object for programs; infinite and undefined numbers are text."""
+        facts: dict[str, object] = {
+            "name": self.name,
+            "same": self.same,
+            "shapes": [list(shape) for shape in self.shapes],
+            "dtypes": [dtype.name for dtype in self.dtypes],
+        }
+        if self.tally is not None:
+            facts |= {
+                "differing": self.tally.differ,
+                "first": self.tally.first,
+                "max_abs": _json_number(self.tally.max_abs),
+                "max_rel": _json_number(self.tally.max_rel),
+                "cosine": _json_number(self.tally.cosine),
+                "nan": [self.tally.nan, self.tally.other_nan],
+                "inf": [self.tally.inf, self.tally.other_inf],
+            }
+        return facts
+
+    def line(self) -> str:
+        """In words."""
+        (a, b), (x, y) = self.shapes, self.dtypes
+        words = []
+        if a != b:
+            words.append(f"shape {list(a)} and {list(b)}")
+        if x != y:
+            words.append(f"{x} and {y}")
+        if self.tally is not None and self.tally.differ:
+            t = self.tally
+            words.append(
+                f"{t.differ:,} of {t.count:,} differ, the first at {t.first:,}; "
+                f"max abs {t.max_abs:.3g}, max rel {t.max_rel:.3g}, cosine {t.cosine:.9g}"
+            )
+            if (t.nan, t.inf) != (t.other_nan, t.other_inf):
+                words.append(f"NaN {t.nan:,} and {t.other_nan:,}, infinite {t.inf:,} and {t.other_inf:,}")
+        return f"{self.name}: {'; '.join(words) or 'the same'}"
+
+
+def _json_number(value: float) -> float | str:
+    return value if abs(value) < float("inf") else repr(value)
+
+
+@dataclass(frozen=True, slots=True)
+class Diff:
+    """What two checkpoints do not have in common.
+
+    Attributes:
+        only_a: names that only the first has.
+        only_b: names that only the second has.
+        tensors: those that both have, in the first one's order; tied names once.
+        notes: sentences a person should see, that make no difference.
+    """
+
+    only_a: tuple[str, ...]
+    only_b: tuple[str, ...]
+    tensors: tuple[TensorDiff, ...]
+    notes: tuple[str, ...] = ()
+
+    @property
+    def same(self) -> bool:
+        """Whether there is no difference."""
+        return not self.only_a and not self.only_b and all(tensor.same for tensor in self.tensors)
+
+    def as_json(self, *, tensors: bool = False) -> dict[str, object]:
+        """One object for programs; with `tensors`, those that are the same too."""
+        return {
+            "same": self.same,
+            "compared": len(self.tensors),
+            "only_a": list(self.only_a),
+            "only_b": list(self.only_b),
+            "tensors": [t.as_json() for t in self.tensors if tensors or not t.same],
+            "notes": list(self.notes),
+        }
+
+    def lines(self, *, tensors: bool = False) -> Iterator[str]:
+        """The differences as lines for a person."""
+        for only, side in ((self.only_a, "A"), (self.only_b, "B")):
+            if only:
+                yield f"only in {side}: {', '.join(only) if tensors else some(only)}"
+        listed = [t for t in self.tensors if tensors or not t.same]
+        for tensor in listed if tensors else listed[:_MOST_LISTED]:
+            yield tensor.line()
+        if not tensors and len(listed) > _MOST_LISTED:
+            yield f"and {len(listed) - _MOST_LISTED:,} more tensors (--tensors lists all)"
+        differ = sum(not t.same for t in self.tensors)
+        worst = max((t.tally.max_abs for t in self.tensors if t.tally is not None), default=0.0)
+        if self.same:
+            within = "" if not worst else f", within the tolerance (max abs {worst:.3g})"
+            yield f"the same: {len(self.tensors):,} tensors{within}"
+        else:
+            missing = len(self.only_a) + len(self.only_b)
+            names = f", {missing:,} names are on one side only" if missing else ""
+            yield f"different: {differ:,} of {len(self.tensors):,} tensors that both have{names}"
+
+
+def diff(
+    a: str | os.PathLike[str],
+    b: str | os.PathLike[str],
+    *,
+    atol: float | None = None,
+    rtol: float | None = None,
+    wishes: Wishes | None = None,
+    pace: Pace = DEFAULT_PACE,
+    progress: Callable[[int], None] | None = None,
+) -> Diff:
+    """Compares two checkpoints, weights files or directories, tensor by tensor.
+
+    Without tolerances, numbers of one dtype must be the same bit for bit, and the dtypes must be the same. With one,
+    |a - b| <= atol + rtol |b| is the same, as are NaN and NaN, and dtypes may differ.
+
+    Args:
+        a: anything zckpt reads.
+        b: anything zckpt reads, in any other layout.
+        atol: absolute tolerance.
+        rtol: relative tolerance.
+        wishes: what a person says of model-parallel checkpoints that do not say it themselves.
+        pace: how hard to work.
+        progress: called with the bytes read so far.
+
+    Raises:
+        ZckptError: one of them cannot be read.
+
+    Example:
+        assert zckpt.diff("out/checkpoint-500", "weights/", rtol=2**-8).same
+    """
+    (left, told_a), (right, told_b) = _opened(a, wishes), _opened(b, wishes)
+    names_a, names_b = [*left, *left.aliases], {*right, *right.aliases}
+    pairs: dict[tuple[int, int], tuple[str, TensorEntry, TensorEntry]] = {}
+    for name in names_a:
+        if name in names_b:
+            x, y = left[name], right[name]
+            pairs.setdefault((id(x), id(y)), (name, x, y))
+    relation = Relation(atol=atol, rtol=rtol)
+    compared = [_are_comparable(x, y) for _, x, y in pairs.values()]
+
+    def looks() -> Iterator[Look]:
+        for number, ((_, x, y), can_be) in enumerate(zip(pairs.values(), compared, strict=True)):
+            if can_be:
+                yield from looks_against(x, y, number)
+
+    total = sum(x.nbytes + y.nbytes for _, x, y in pairs.values())
+    report = scan(looks(), relation=relation, total_bytes=total, progress=progress, **pace)
+    tensors: list[TensorDiff] = []
+    for number, ((name, x, y), can_be) in enumerate(zip(pairs.values(), compared, strict=True)):
+        tally = report.tallies.get(number, Tally()) if can_be else None
+        dtypes_fit = x.dtype == y.dtype or relation.is_tolerant
+        same = tally is not None and not tally.differ and dtypes_fit
+        tensors.append(TensorDiff(name, (x.shape, y.shape), (x.dtype, y.dtype), tally, same))
+    only_a = tuple(name for name in names_a if name not in names_b)
+    only_b = tuple(name for name in (*right, *right.aliases) if name not in set(names_a))
+    return Diff(only_a, only_b, tuple(tensors), (*(f"A: {n}" for n in told_a), *(f"B: {n}" for n in told_b)))
+
+
+def _opened(path: str | os.PathLike[str], wishes: Wishes | None) -> tuple[Catalog, tuple[str, ...]]:
+    opened = open_catalog(os.fspath(path), wishes=wishes)
+    catalog, stripped = strip_wrappers(opened.catalog)
+    return catalog, opened.catalog.source.notes + stripped
+
+
+def _are_comparable(x: TensorEntry, y: TensorEntry) -> bool:
+    return x.shape == y.shape and x.dtype.kind == y.dtype.kind

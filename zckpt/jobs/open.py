@@ -1,0 +1,283 @@
+"""Opening a checkpoint: which save, which layout, which tensors; and reading single tensors lazily.
+
+For every job, and for users of `zckpt.open_checkpoint`. Opening reads indexes only, kilobytes per file.
+"""
+
+from __future__ import annotations
+
+import difflib
+import itertools
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import product
+from typing import TYPE_CHECKING, Any, Literal
+
+from zckpt import layouts
+from zckpt.base.errors import NoTensorError, UsageError, some
+from zckpt.core.catalog import Catalog, TensorEntry
+from zckpt.core.fragments import Fragment, MemoryStore
+from zckpt.core.overlaps import clip
+from zckpt.core.plan import Plan
+from zckpt.engine.move import run
+from zckpt.layouts.save.listing import Wishes
+from zckpt.layouts.save.module_states import WRAPPERS
+from zckpt.layouts.save.places import Place, find
+
+if TYPE_CHECKING:
+    import numpy
+    import torch
+
+    Tensor = torch.Tensor | numpy.ndarray[Any, Any]
+
+
+_COMPARED_NAMES = 10_000
+"""Names of which the nearest to a wrong one are looked for; it takes a tenth of a second."""
+
+
+@dataclass(frozen=True, slots=True)
+class Opened:
+    """A checkpoint's catalog and the place it was found at."""
+
+    catalog: Catalog
+    place: Place
+
+
+def open_catalog(
+    path: str,
+    tag: str | None = None,
+    also: Sequence[str] = (),
+    *,
+    allow_unknown_layout: bool = False,
+    wishes: Wishes | None = None,
+) -> Opened:
+    """Finds the save, chooses the layout and reads the catalog.
+
+    Args:
+        path: a checkpoint in any of the forms `layouts.places` knows, or plain weights.
+        tag: which save, where there are several.
+        also: directories laid over it: parts of the same checkpoint from other nodes' disks.
+        allow_unknown_layout: go on though optimizer files hold keys that zckpt does not know.
+        wishes: what a person says of a model-parallel checkpoint that does not say it itself.
+
+    Raises:
+        ZckptError: one of its kinds says what is wrong.
+    """
+    place = find(path, tag, also)
+    if wishes is not None:
+        place = replace(place, listing=replace(place.listing, wishes=wishes))
+    catalog = layouts.read(place.listing, allow_unknown=allow_unknown_layout)
+    return Opened(replace(catalog, source=replace(catalog.source, notes=place.notes + catalog.source.notes)), place)
+
+
+def strip_wrappers(catalog: Catalog) -> tuple[Catalog, tuple[str, ...]]:
+    """Names without what torch's wrappers put in, and without `module.` or `_forward_module.` where all have it.
+
+    Returns:
+        The catalog under the model's own names, and sentences that say what was stripped.
+    """
+    notes: list[str] = []
+    wrapped = {found for name in (*catalog, *catalog.aliases) for found in WRAPPERS.findall(name)}
+    if wrapped:
+        catalog = catalog.rename(lambda name: WRAPPERS.sub("", name))
+        notes.append(f"{some(sorted(wrapped))} of torch's wrappers was stripped from the names.")
+    for prefix in ("_forward_module.", "module."):
+        names = [*catalog, *catalog.aliases]
+        if names and all(name.startswith(prefix) for name in names):
+            catalog = catalog.rename(lambda name, prefix=prefix: name.removeprefix(prefix))  # type: ignore[misc]
+            notes.append(f"The leading {prefix!r} was stripped from the names.")
+    return catalog, tuple(notes)
+
+
+_PREFIXES = ("module.", "_forward_module.")
+"""What DDP, DeepSpeed's engine and Lightning put before every name."""
+
+
+def as_named_by(names: Iterable[str], catalog: Catalog) -> tuple[Catalog, dict[str, str]]:
+    """The catalog under a model's own names, whatever wraps the model now and whatever wrapped it when it was saved.
+
+    Both sides' names are compared as they are, without what torch's wrappers put in, and without prefixes that all names
+    of a side have. The comparison that finds most of the model's names counts, and of equals the one that strips least. So
+    a model whose child is really called `module` is found under its own names.
+
+    Args:
+        names: of the model's tensors, the tied ones too.
+        catalog: the checkpoint.
+
+    Returns:
+        The catalog, and for each name of the checkpoint what it is called now.
+    """
+    ours, theirs = list(names), [*catalog, *catalog.aliases]
+    pairs = product(_forms(ours), _forms(theirs))
+    mine, stripped = max(pairs, key=lambda pair: len({*pair[0]} & {*pair[1]}))
+    own = dict(zip(mine, ours, strict=True))
+    called = {before: own.get(name, name) for before, name in zip(theirs, stripped, strict=True)}
+    return catalog.rename(called.__getitem__), called
+
+
+def _forms(names: list[str]) -> list[list[str]]:
+    """Names with less and less of what wrappers may have put into them; two names never become one."""
+    bare = [WRAPPERS.sub("", name) for name in names]
+    forms = [names, bare]
+    while prefix := next((p for p in _PREFIXES if bare and all(name.startswith(p) for name in bare)), ""):
+        bare = [name.removeprefix(prefix) for name in bare]
+        forms.append(bare)
+    return [form for form in forms if len({*form}) == len(names)]
+
+
+class Checkpoint(Mapping[str, "Tensor"]):
+    """A checkpoint as a lazy mapping from names to tensors; tied names give equal tensors.
+
+    Use as a context manager or not: no file stays open between reads.
+
+    Attributes:
+        catalog: names, shapes, dtypes and places of all tensors.
+    """
+
+    def __init__(self, opened: Opened, framework: Literal["pt", "np"] = "pt") -> None:
+        if framework not in ("pt", "np"):
+            raise UsageError("an unknown framework", found=repr(framework), expected="'pt' and 'np' are known")
+        self._opened = opened
+        self._framework = framework
+        self.catalog, _ = strip_wrappers(opened.catalog)
+
+    def __enter__(self) -> Checkpoint:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    def __iter__(self) -> Iterator[str]:
+        yield from self.catalog.tensors
+        yield from self.catalog.aliases
+
+    def __len__(self) -> int:
+        return len(self.catalog.tensors) + len(self.catalog.aliases)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.catalog.tensors or name in self.catalog.aliases
+
+    def __getitem__(self, name: str) -> Tensor:
+        return read_tensor(self._entry(name), self._framework)
+
+    def _entry(self, name: str) -> TensorEntry:
+        """A tensor by its name.
+
+        Raises:
+            NoTensorError: there is none, which is a KeyError too.
+        """
+        if name in self:
+            return self.catalog[name]
+        near = difflib.get_close_matches(str(name), list(itertools.islice(self, _COMPARED_NAMES)), 3)
+        raise NoTensorError(
+            "no tensor of that name",
+            file=self.catalog.source.path,
+            found=f"no {name!r} among {len(self):,} names",
+            expected=f"such as {some(near or itertools.islice(self, 3))}" if len(self) else "",
+        )
+
+    def get_tensor(self, name: str) -> Tensor:
+        """The same as `checkpoint[name]`, under the name safetensors gives it."""
+        return self[name]
+
+    def get_slice(self, name: str) -> Slice:
+        """A tensor of which only the rows asked for are read, as in safetensors' `safe_open`."""
+        return Slice(self._entry(name), self._framework)
+
+    def metadata(self) -> dict[str, str]:
+        """Where the checkpoint comes from."""
+        source = self.catalog.source
+        return {"layout": source.layout, "tag": source.tag, "framework": " ".join(source.framework).strip()}
+
+
+class Slice:
+    """Part of a tensor, read when it is indexed. Indexes of the first dimension limit what is read from disk."""
+
+    def __init__(self, entry: TensorEntry, framework: Literal["pt", "np"]) -> None:
+        self._entry = entry
+        self._framework = framework
+
+    def get_shape(self) -> list[int]:
+        """The whole tensor's shape."""
+        return list(self._entry.shape)
+
+    def get_dtype(self) -> str:
+        """The tensor's dtype, by its safetensors name."""
+        return self._entry.dtype.name
+
+    def __getitem__(self, index: Any) -> Tensor:
+        indexes = index if isinstance(index, tuple) else (index,)
+        shape = self._entry.shape
+        first = indexes[0] if indexes else Ellipsis
+        if not shape or first is Ellipsis or not isinstance(first, int | slice):
+            return read_tensor(self._entry, self._framework)[index]
+        if isinstance(first, int):
+            if not -shape[0] <= first < shape[0]:
+                raise IndexError(f"index {first} of a dimension of {shape[0]}")
+            rows = range(first % shape[0], first % shape[0] + 1)
+        else:
+            rows = range(shape[0])[first]
+        low, high = (min(rows[0], rows[-1]), max(rows[0], rows[-1]) + 1) if len(rows) else (0, 0)
+        part = self._rows(low, high)
+        if isinstance(first, int):
+            return part[(0, *indexes[1:])]
+        if not rows or first.step in (None, 1):
+            return part[(slice(None), *indexes[1:])]
+        return part[(slice(rows[0] - low, None, rows.step), *indexes[1:])]
+
+    def _rows(self, low: int, high: int) -> Tensor:
+        entry = self._entry
+        width = entry.numel // entry.shape[0] if entry.shape[0] else 0
+        fragments = clip(entry.fragments, low * width, high * width, entry.dtype.itemsize)
+        shape = (high - low, *entry.shape[1:])
+        return read_tensor(TensorEntry(entry.name, shape, entry.dtype, entry.role, fragments), self._framework)
+
+
+def read_tensor(entry: TensorEntry, framework: Literal["pt", "np"]) -> Tensor:
+    """One tensor, whole, in its own dtype.
+
+    Raises:
+        UsageError: numpy lacks the dtype (bf16, fp8).
+    """
+    if framework == "np":
+        import numpy
+
+        if not entry.dtype.numpy:
+            raise UsageError(
+                "a dtype that numpy does not have",
+                found=f"{entry.name!r} is {entry.dtype}",
+                remedy="Use framework='pt'.",
+            )
+        array = numpy.empty(entry.shape, dtype=entry.dtype.numpy)
+        read_into(entry, array.ctypes.data, array)
+        return array
+    import torch
+
+    tensor = torch.empty(entry.shape, dtype=getattr(torch, entry.dtype.torch_name))
+    read_into(entry, tensor.data_ptr(), tensor)
+    return tensor
+
+
+def read_into(entry: TensorEntry, address: int, owner: object) -> None:
+    """Moves a tensor's elements into dense memory of its own dtype and size."""
+    if entry.numel:
+        store = MemoryStore(address, entry.nbytes, owner)
+        run(Plan((), [(entry, replace(entry, fragments=(Fragment(store, 0, 0, entry.numel),), replicas=()))]), "")
+
+
+def open_checkpoint(path: str, tag: str | None = None, *, framework: Literal["pt", "np"] = "pt") -> Checkpoint:
+    """Opens a checkpoint as a lazy mapping from names to tensors.
+
+    Trainable parameters are the fp32 masters; everything else is as it was saved.
+
+    Args:
+        path: a checkpoint directory, tag directory, trainer's output directory, or a weights file.
+        tag: which save, where there are several.
+        framework: "pt" for torch tensors, "np" for numpy arrays.
+
+    Example:
+        with open_checkpoint("out/checkpoint-500") as ckpt:
+            weight = ckpt["model.embed_tokens.weight"]
+            rows = ckpt.get_slice("lm_head.weight")[:16]
+    """
+    return Checkpoint(open_catalog(os.fspath(path), tag), framework)

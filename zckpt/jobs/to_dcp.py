@@ -1,0 +1,201 @@
+"""From any layout to a directory of torch.distributed.checkpoint, which FSDP loads at any number of ranks.
+
+For `zckpt to-dcp`. Weights are put under one key of the state dict, the optimizer's states under another if they are
+wanted; the steps are those of every conversion.
+"""
+
+from __future__ import annotations
+
+import os
+import struct
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+
+from zckpt import layouts
+from zckpt.base.errors import InconsistentError, UsageError
+from zckpt.containers import TensorRef
+from zckpt.core.catalog import Catalog
+from zckpt.core.dtypes import F32, DType
+from zckpt.core.plan import Plan
+from zckpt.jobs.convert import (
+    Options,
+    Prepared,
+    Report,
+    execute,
+    output_dtype,
+    protected,
+    select,
+    to_dtype,
+    usual_dtype,
+)
+from zckpt.jobs.open import Opened, open_catalog, strip_wrappers
+from zckpt.layouts.dcp.metadata import Path
+from zckpt.layouts.dcp.state import dotted
+from zckpt.layouts.dcp.write import Save
+from zckpt.layouts.run.training import Group, Training
+from zckpt.layouts.run.values import number_in
+from zckpt.layouts.save.companions import companions, config_file
+from zckpt.layouts.save.module_states import whole
+from zckpt.output.checks import check_output
+from zckpt.storage.paths import local
+
+MODEL_KEY = "model"
+"""What torch's own examples and accelerate call it."""
+
+
+def to_dcp(
+    checkpoint: str | os.PathLike[str],
+    out: str | os.PathLike[str],
+    *,
+    dtype: str | DType | None = None,
+    under: str = MODEL_KEY,
+    optimizer: str | None = None,
+    tag: str | None = None,
+    also: Sequence[str] = (),
+    options: Options | None = None,
+    progress: Callable[[int], None] | None = None,
+) -> Report:
+    """Writes a checkpoint as a directory that `torch.distributed.checkpoint.load` reads.
+
+    Args:
+        checkpoint: as for `zckpt.convert`.
+        out: the directory.
+        dtype: "fp32", "fp16" or "bf16" for floating parameters; None leaves every tensor as the checkpoint has it.
+        under: the state dict's key for the weights; empty for its top.
+        optimizer: its key for the optimizer's states and groups; None leaves them out.
+        tag: which save, where there are several.
+        also: directories laid over the checkpoint.
+        options: everything else; its dtype is overridden by `dtype`.
+        progress: called with the bytes written so far.
+
+    Raises:
+        ZckptError: one of its kinds says what is wrong; nothing stands under `out` then that did not before.
+
+    Example:
+        zckpt.to_dcp("out/checkpoint-500", "fsdp/")
+        torch.distributed.checkpoint.load({"model": get_model_state_dict(model)}, checkpoint_id="fsdp/")
+    """
+    began = time.perf_counter()
+    chosen = replace(options or Options(), dtype=None if dtype is None else to_dtype(dtype))
+    prepared = prepare(
+        os.fspath(checkpoint), os.fspath(out), chosen, under=under, optimizer=optimizer, tag=tag, also=also
+    )
+    return replace(execute(prepared, progress), seconds=time.perf_counter() - began)
+
+
+def prepare(
+    checkpoint: str,
+    out: str,
+    options: Options,
+    *,
+    under: str = MODEL_KEY,
+    optimizer: str | None = None,
+    tag: str | None = None,
+    also: Sequence[str] = (),
+    max_file_bytes: int = 5 * 10**9,
+) -> Prepared:
+    """Everything but the work; arguments as for `to_dcp`. Writes nothing."""
+    out = local(out)
+    opened = open_catalog(
+        checkpoint, tag, also, allow_unknown_layout=options.allow_unknown_layout, wishes=options.wishes
+    )
+    inputs = protected(opened, checkpoint, beside=options.beside)
+    check_output(out, single=False, overwrite=options.overwrite, protected=inputs)
+    stripped, notes = strip_wrappers(opened.catalog)
+    catalog = select(stripped, options)
+    save = Save(max_file_bytes)
+    key = _path(under)
+    for name, entry in catalog.tensors.items():
+        save.tensor((*key, name), entry, output_dtype(entry, options.dtype))
+    for dropped, kept in catalog.aliases.items():
+        save.again((*key, dropped), (*key, kept))
+    if optimizer is not None:
+        _add_optimizer(save, _path(optimizer), key, opened, stripped, catalog, options)
+    files, pairs = save.finish()
+    if (config := config_file(opened.place.home, options.dtype or usual_dtype(catalog.tensors.values()))) is not None:
+        files.append(config)
+    prepared = Prepared(
+        opened=opened,
+        catalog=catalog,
+        plan=Plan(tuple(files), pairs),
+        out=out,
+        single=False,
+        copies=tuple(companions(opened.place.home)),
+        options=options,
+        notes=opened.catalog.source.notes + notes,
+    )
+    return prepared
+
+
+def _path(key: str) -> Path:
+    parts = tuple(key.split(".")) if key else ()
+    if not all(parts):
+        raise UsageError("a key with empty parts", found=repr(key), expected="such as model or app.model")
+    return parts
+
+
+def _add_optimizer(
+    save: Save, key: Path, model_key: Path, opened: Opened, stripped: Catalog, catalog: Catalog, options: Options
+) -> None:
+    """The optimizer in the form of `get_optimizer_state_dict`: parameter -> state, and a list of groups.
+
+    Raises:
+        UsageError: it would be among the weights, or the weights are not all there under their own names.
+        UnsupportedError: the checkpoint has no optimizer that zckpt reads.
+    """
+    if model_key and (key == model_key[: len(key)] or model_key == key[: len(model_key)]):
+        raise UsageError(
+            "two keys of which one is in the other", found=f"--under {dotted(model_key)}, --optimizer {dotted(key)}"
+        )
+    if catalog.tensors.keys() != stripped.tensors.keys():
+        raise UsageError(
+            "an optimizer of other weights than those that are written",
+            found="--include, --exclude, --exclude-frozen, --strip-prefix or --rename",
+            remedy="Leave them out, or leave --optimizer out.",
+        )
+    training = layouts.read_training(opened.place.listing, allow_unknown=options.allow_unknown_layout)
+    names = dict(zip(opened.catalog.tensors, stripped.tensors, strict=True))
+    for group in training.groups:
+        _add_states(save, key, group, training, names)
+    if not key or any(name.startswith(f"{dotted(key)}.") for name in catalog if not model_key):
+        raise UsageError("an optimizer among the weights", found=f"--optimizer {dotted(key)!r}")
+    for number, group in enumerate(training.groups):
+        for setting, value in group.settings.items():
+            if setting != "params":
+                _add_value(save, (*key, "param_groups", number, setting), value)
+        save.value((*key, "param_groups", number, "params"), [names[name] for name in group.names])
+
+
+def _add_states(save: Save, key: Path, group: Group, training: Training, names: Mapping[str, str]) -> None:
+    """Each parameter's states; what is one value for the whole group stands once in the files."""
+    known: dict[str, Path] = {}
+    for name in group.names:
+        for state in group.states:
+            entry = training.state(name, state)
+            save.tensor((*key, "state", names[name], state), entry, entry.dtype)
+        for state, value in group.scalars.items():
+            path = (*key, "state", names[name], state)
+            if state in known:
+                save.again(path, known[state])
+                continue
+            known[state] = path
+            if state == "step":
+                save.number(path, F32, struct.pack("<f", _number(value)))
+            else:
+                _add_value(save, path, value)
+
+
+def _number(value: object) -> float:
+    found = number_in(value) if isinstance(value, TensorRef) and value.numel == 1 else value
+    if not isinstance(found, int | float):
+        raise InconsistentError("a step counter that is no number", found=type(found).__name__)
+    return float(found)
+
+
+def _add_value(save: Save, path: Path, value: object) -> None:
+    """A setting: a tensor as such, anything else pickled."""
+    if isinstance(value, TensorRef):
+        save.tensor(path, whole(str(path[-1]), value, "buffer"), value.dtype)
+    else:
+        save.value(path, value)

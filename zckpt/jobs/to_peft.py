@@ -1,0 +1,256 @@
+"""The adapter of a PEFT model, alone: what `PeftModel.save_pretrained` would write, out of a checkpoint of the whole model.
+
+For `zckpt to-peft` and `zckpt.to_peft`. Only the adapter's own elements are read; the base model's may be there, be huge,
+or be missing.
+
+Source: PEFT 0.21.2, peft_model.py `save_pretrained` (files and sub-directories).
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+
+from zckpt.base.errors import CorruptError, UnsupportedError, UsageError, some
+from zckpt.core.catalog import Catalog, TensorEntry
+from zckpt.core.dtypes import DType
+from zckpt.core.plan import Plan, literal_file
+from zckpt.jobs.convert import Options, Prepared, Report, execute, output_dtype, protected, to_dtype
+from zckpt.jobs.open import Opened, open_catalog, strip_wrappers
+from zckpt.layouts.plain.read import Destination, Target, lay_out
+from zckpt.layouts.save.companions import companions
+from zckpt.naming.adapter_names import Found, adapters_in, only_adapter
+from zckpt.output.checks import check_output
+from zckpt.storage import paths
+from zckpt.storage.json_files import read_json
+
+WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
+
+_BORN_ZERO = re.compile(r".*\.(?:lora_B\.weight|lora_embedding_A)")
+"""What a LoRA begins with as zeros, so that it changes nothing; zeros after training mean that nothing was learned."""
+
+_TYPES = frozenset((
+    *("LORA", "ADALORA", "LOHA", "LOKR", "IA3", "OFT", "BOFT", "HRA", "MISS", "C3A", "LN_TUNING", "TRAINABLE_TOKENS"),
+    *("VERA", "ROAD", "WAVEFT", "GRALORA", "DELORA", "PROMPT_TUNING", "PREFIX_TUNING"),
+))  # fmt: skip
+"""Methods whose tensors are saved as they lie in the model; the tests hold each to what PEFT itself writes."""
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedAdapter:
+    """An adapter that is planned but not begun.
+
+    Attributes:
+        adapter: its name in the checkpoint.
+        conversion: how it is written.
+    """
+
+    adapter: str
+    conversion: Prepared
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterReport(Report):
+    """What was written; further attributes as in `Report`.
+
+    Attributes:
+        adapter: its name in the checkpoint.
+        untrained: LoRA matrices that begin as zeros and are still all zeros.
+    """
+
+    adapter: str
+    untrained: tuple[str, ...]
+
+
+def to_peft(
+    checkpoint: str | os.PathLike[str],
+    out: str | os.PathLike[str],
+    *,
+    adapter: str | None = None,
+    dtype: str | DType = "fp32",
+    tag: str | None = None,
+    also: Sequence[str] = (),
+    overwrite: bool = False,
+    progress: Callable[[int], None] | None = None,
+) -> AdapterReport:
+    """Writes the adapter of a checkpoint as a directory that `PeftModel.from_pretrained` loads.
+
+    Args:
+        checkpoint: a checkpoint of a PEFT model, with or without the base model's weights.
+        out: the directory for `adapter_model.safetensors` and `adapter_config.json`.
+        adapter: which one, where there are several.
+        dtype: "fp32", "fp16" or "bf16".
+        tag: which save, where there are several.
+        also: directories laid over the checkpoint: its parts from other nodes' disks.
+        overwrite: replace an existing output.
+        progress: called with the bytes written so far.
+
+    Raises:
+        UsageError: there is no adapter, or several and none was chosen.
+        ZckptError: one of its other kinds says what is wrong; nothing stands under `out` then that did not before.
+
+    Example:
+        zckpt.to_peft("out/checkpoint-500", "adapter/")
+    """
+    began = time.perf_counter()
+    options = Options(dtype=to_dtype(dtype), overwrite=overwrite)
+    prepared = prepare(os.fspath(checkpoint), os.fspath(out), options, adapter=adapter, tag=tag, also=also)
+    report = carry_out(prepared, progress)
+    return replace(report, seconds=time.perf_counter() - began)
+
+
+def prepare(
+    checkpoint: str,
+    out: str,
+    options: Options,
+    *,
+    adapter: str | None = None,
+    tag: str | None = None,
+    also: Sequence[str] = (),
+) -> PreparedAdapter:
+    """Everything but the work; of `options`, what has to do with reading, dtype and output counts. Writes nothing."""
+    out = paths.local(out)
+    opened = open_catalog(
+        checkpoint, tag, also, allow_unknown_layout=options.allow_unknown_layout, wishes=options.wishes
+    )
+    shielded = protected(opened, checkpoint, beside=options.beside)
+    check_output(out, single=False, overwrite=options.overwrite, protected=shielded)
+    catalog, stripped = strip_wrappers(opened.catalog)
+    found = adapters_in(catalog)
+    names = sorted({it.adapter for it in found.values()})
+    adapter = _chosen(adapter, names, catalog)
+    config_path = _config_path(opened, adapter, alone=len(names) == 1)
+    config = _read_config(config_path) if config_path else {}
+    _check_method(adapter, found, config, catalog.source.path)
+    bias = str(config.get("bias") or "none")
+    own, others = only_adapter(catalog, adapter, bias)
+    selected = own.tensors
+    wanted = [(entry, output_dtype(entry, options.dtype)) for entry in selected.values()]
+    destination = lay_out(wanted, {}, Target("safetensors", file=WEIGHTS))
+    if config_path:
+        destination = _with_config(destination, config_path)
+    notes = [*opened.catalog.source.notes, *stripped, *_loose(catalog, found, others)]
+    if not config_path:
+        notes.append(_without_config(adapter, selected))
+    conversion = Prepared(
+        opened=opened,
+        catalog=own,
+        plan=Plan(destination.files, [(selected[name], entry) for name, entry in destination.entries.items()]),
+        out=out,
+        single=False,
+        copies=tuple(companions(opened.place.home)),
+        options=options,
+        notes=tuple(notes),
+        recorded={"form": {"adapter": adapter, "bias": bias}},
+    )
+    return PreparedAdapter(adapter, conversion)
+
+
+def carry_out(prepared: PreparedAdapter, progress: Callable[[int], None] | None = None) -> AdapterReport:
+    """Checks, moves and publishes."""
+    report = execute(prepared.conversion, progress)
+    untrained = tuple(_zeros(prepared.conversion))
+    notes = report.notes
+    if untrained:
+        notes += (
+            f"{len(untrained):,} LoRA matrices are all zeros, so that they change nothing: this adapter was not trained, "
+            f"or something else was saved: {some(untrained)}.",
+        )
+    values = {field.name: getattr(report, field.name) for field in fields(report)}
+    return AdapterReport(**{**values, "notes": notes}, adapter=prepared.adapter, untrained=untrained)
+
+
+def _chosen(adapter: str | None, names: Sequence[str], catalog: Catalog) -> str:
+    """The adapter to write.
+
+    Raises:
+        UsageError: there is none, or none of that name, or several.
+    """
+    if not names:
+        raise UsageError(
+            "a checkpoint without an adapter", file=catalog.source.path,
+            found=f"{len(catalog):,} tensors such as {some(catalog)}",
+            expected="names with 'lora_A.<adapter>', 'modules_to_save.<adapter>' or the like",
+            remedy="For the whole model, use to-bf16.",
+        )  # fmt: skip
+    if adapter is None and len(names) > 1:
+        raise UsageError(
+            "several adapters", file=catalog.source.path, found=", ".join(map(repr, names)),
+            remedy=f"Choose one: --adapter {names[0]}.",
+        )  # fmt: skip
+    if adapter is not None and adapter not in names:
+        raise UsageError(f"no adapter called {adapter!r}", file=catalog.source.path, found=", ".join(map(repr, names)))
+    return adapter or names[0]
+
+
+def _config_path(opened: Opened, adapter: str, *, alone: bool) -> str | None:
+    """The adapter's `adapter_config.json`: of any but the default one, in a sub-directory of its name."""
+    homes = dict.fromkeys((opened.place.home, opened.place.listing.directory))
+    places = [os.path.join(home, adapter, CONFIG) for home in homes if os.path.basename(adapter) == adapter]
+    if alone or adapter == "default":
+        places += [os.path.join(home, CONFIG) for home in homes]
+    return next((path for path in places if paths.is_file(path)), None)
+
+
+def _read_config(path: str) -> Mapping[str, object]:
+    config = read_json(path, 16 << 20, f"an {CONFIG}")
+    if not isinstance(config, dict):
+        raise CorruptError(f"an {CONFIG} that is not an object", file=path, found=type(config).__name__)
+    return config
+
+
+def _with_config(destination: Destination, path: str) -> Destination:
+    return Destination((*destination.files, literal_file(CONFIG, paths.read(path))), destination.entries)
+
+
+def _check_method(adapter: str, found: Mapping[str, Found], config: Mapping[str, object], path: str) -> None:
+    """Refuses methods whose files are not the model's tensors, but made from them.
+
+    Raises:
+        UnsupportedError: this is one.
+    """
+    method = config.get("peft_type")
+    ranks = config.get("rank_pattern") if method == "ADALORA" else None
+    encoder = [name for name, it in found.items() if it.adapter == adapter and not it.saved]
+    if (method is not None and method not in _TYPES) or ranks or encoder:
+        raise UnsupportedError(
+            f"an adapter, {adapter!r}, whose file is computed and not copied", file=path,
+            found=f"peft_type {method}" + (", with ranks that were pruned" if ranks else "")
+            + (f", with {some(encoder)}" if encoder else ""),
+            remedy="Take the whole model with to-fp32, load it into the PEFT model, and save that with save_pretrained.",
+        )  # fmt: skip
+
+
+def _loose(catalog: Catalog, found: Mapping[str, Found], others: Sequence[str]) -> Iterator[str]:
+    """A sentence on parameters that were trained, but belong to no adapter."""
+    if not catalog.source.zero_stage:
+        return
+    loose = [name for name in others if name not in found and catalog.tensors[name].role == "parameter"]
+    if loose:
+        yield f"{len(loose):,} parameters were trained but are of no adapter, and stay out: {some(loose)}."
+
+
+def _without_config(adapter: str, selected: Mapping[str, TensorEntry]) -> str:
+    """A sentence on what a person has to write, with what the tensors say of it."""
+    facts = ""
+    ranks = sorted({e.shape[0] for n, e in selected.items() if n.endswith(".lora_A.weight") and e.shape})
+    if ranks:
+        modules = sorted({n.split(".lora_A.")[0].rpartition(".")[2] for n in selected if ".lora_A." in n})
+        facts = f" The tensors say r = {', '.join(map(str, ranks))} and target_modules = {modules}; lora_alpha is not in them."
+    return f"There is no {CONFIG} of {adapter!r} beside the checkpoint: PEFT needs one in OUT to load it.{facts}"
+
+
+def _zeros(prepared: Prepared) -> Iterator[str]:
+    """LoRA matrices that are still zeros. A look at what was written ends at the first number that is not."""
+    with open(os.path.join(prepared.out, WEIGHTS), "rb") as file:
+        for _, entry in prepared.plan.pairs:
+            if _BORN_ZERO.fullmatch(entry.name) and entry.fragments:
+                file.seek(entry.fragments[0].byte_offset)
+                left = entry.nbytes
+                while left and not any(block := file.read(min(left, 1 << 16))):
+                    left -= len(block)
+                if not left:
+                    yield entry.name

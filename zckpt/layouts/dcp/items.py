@@ -1,0 +1,196 @@
+"""The items of a torch.distributed.checkpoint save: their torch files opened, their chunks made into tensors.
+
+For `dcp`. Each item is a torch file within a data file; only its headers are read. A chunk is a box of its tensor: its
+fragments are those of the torch file's tensor, embedded once per dimension that is cut.
+Source: torch/distributed/checkpoint/{filesystem,planner_helpers,default_planner}.py (2.13).
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import os
+from collections.abc import Iterable, Mapping, Sequence
+
+from zckpt.base.errors import CorruptError, IncompleteError, InconsistentError, UnsupportedError, ranges, some
+from zckpt.containers import Placeholder, TensorRef, brief
+from zckpt.containers.container import open_input
+from zckpt.containers.tensor_ref import MAX_FRAGMENTS
+from zckpt.containers.torch_zip import read_input
+from zckpt.core.catalog import Role, TensorEntry
+from zckpt.core.fragments import Fragment
+from zckpt.core.overlaps import embed, tile
+from zckpt.layouts.dcp.metadata import BytesItem, Chunk, Metadata, Place, TensorItem, rank_of
+from zckpt.layouts.save.listing import Listing
+from zckpt.storage import paths as fs
+
+
+def _places(item: TensorItem | BytesItem) -> list[Place]:
+    """The torch files of an item."""
+    if isinstance(item, BytesItem):
+        return [] if item.place is None else [item.place]
+    return [chunk.place for chunk in item.chunks if isinstance(chunk.place, Place) and chunk.numel]
+
+
+def stored_in(metadata: Metadata) -> dict[str, dict[Place, str]]:
+    """Data file -> each torch file in it, in their order, and the first item that lies there."""
+    found: dict[Place, str] = {}
+    for item in metadata.items.values():
+        for place in _places(item):
+            found.setdefault(place, item.name)
+    files: dict[str, dict[Place, str]] = {}
+    for place in sorted(found):
+        files.setdefault(place.file, {})[place] = found[place]
+    return files
+
+
+MAX_CUT_DIMS = 12
+"""Dimensions in which one tensor may be cut. A mesh has a few axes; each dimension doubles the corners of a box."""
+
+_MOST_COMPARED = 1000
+"""Chunks among which two that overlap are looked for, to be named in an error."""
+
+
+class Items:
+    """The items of one save; opened when they are asked for, each once.
+
+    Args:
+        listing: the files.
+        file: where the items were described, for errors.
+    """
+
+    def __init__(self, listing: Listing, file: str) -> None:
+        self.listing = listing
+        self.file = file
+        self._roots: dict[Place, object] = {}
+        self._fragments = 0
+
+    def open(self, places: Iterable[Place]) -> dict[Place, object]:
+        """The inert object in each of these torch files, by place.
+
+        Raises:
+            IncompleteError: data files are missing.
+            CorruptError: one ends too early, or holds something else there.
+        """
+        wanted = sorted(set(places) - self._roots.keys())
+        self._check_there({place.file for place in wanted})
+        for file, here in itertools.groupby(wanted, key=lambda place: place.file):
+            with open_input(self._path(file)) as source:
+                for place in here:
+                    part = source.part(place.offset, place.length, "an item")
+                    self._roots[place] = read_input(part).root
+        return self._roots
+
+    def open_all(self, items: Iterable[TensorItem | BytesItem]) -> None:
+        """Opens all that these items need, file by file; later calls find them open."""
+        self.open(place for item in items for place in _places(item))
+
+    def value(self, item: TensorItem | BytesItem) -> object:
+        """The inert value of a pickled object, or the place of a tensor that was not cut.
+
+        Raises:
+            UnsupportedError: a tensor was cut.
+            IncompleteError: no file holds it.
+        """
+        places = _places(item)
+        if len(places) != 1 or (isinstance(item, TensorItem) and item.chunks[0].sizes != item.size):
+            kind = UnsupportedError if places else IncompleteError
+            raise kind(f"an item {item.name!r} in {len(places)} pieces", file=self.file, expected="one is needed")
+        return self.open(places)[places[0]]
+
+    def _path(self, file: str) -> str:
+        return self.listing.files.get(file) or os.path.join(self.listing.directory, file)
+
+    def _check_there(self, files: set[str]) -> None:
+        missing = sorted(file for file in files if not fs.is_file(self._path(file)))
+        if missing:
+            lost = sorted({rank for rank in map(rank_of, missing) if rank is not None})
+            there = [file for file in self.listing.files if file.endswith(".distcp")]
+            raise IncompleteError(
+                "missing data files",
+                file=self.listing.directory,
+                found=f"{len(there):,} are there, {some(missing)} not",
+                expected=f"the metadata name {len(there) + len(missing):,}",
+                remedy=f"Copy {f'those of ranks {ranges(lost)}' if lost else 'them'} from the nodes that wrote them "
+                "(--also DIR lays further directories over this one), or use another save.",
+            )
+
+    def tensors(self, items: Mapping[str, TensorItem], roles: Mapping[str, Role]) -> dict[str, TensorEntry]:
+        """Whole tensors by name.
+
+        Raises:
+            IncompleteError, InconsistentError: the chunks do not cover a tensor, or cover it twice.
+            UnsupportedError: a tensor is of a kind that zckpt does not read, or in millions of pieces.
+        """
+        self.open_all(items.values())
+        return {name: self._tensor(name, item, roles[name]) for name, item in items.items()}
+
+    def _tensor(self, name: str, item: TensorItem, role: Role) -> TensorEntry:
+        chunks = [chunk for chunk in item.chunks if chunk.numel]
+        self._check_cover(item, chunks)
+        fragments: list[Fragment] = []
+        for chunk in chunks:
+            fragments += self._embedded(item, chunk)
+        return TensorEntry(name, item.size, item.dtype, role, tuple(fragments))
+
+    def _ref(self, item: TensorItem, chunk: Chunk) -> TensorRef:
+        ref = chunk.place if isinstance(chunk.place, TensorRef) else self._roots[chunk.place]
+        file = self.file if isinstance(chunk.place, TensorRef) else self._path(chunk.place.file)
+        if not isinstance(ref, TensorRef):
+            kind = f"a kind of tensor that zckpt does not read, {item.name!r}"
+            if isinstance(ref, Placeholder):
+                raise UnsupportedError(kind, file=file, found=str(ref), expected="dense, strided tensors are read")
+            raise CorruptError(f"something else where {item.name!r} should be", file=file, found=brief(ref))
+        if (ref.shape, ref.dtype) != (chunk.sizes, item.dtype):
+            raise InconsistentError(
+                f"a chunk of {item.name!r} that is not what the metadata say",
+                file=file,
+                found=f"{ref.dtype} of {list(ref.shape)}",
+                expected=f"{item.dtype} of {list(chunk.sizes)}",
+                remedy="The data file or the metadata are of another save.",
+            )
+        return ref
+
+    def _embedded(self, item: TensorItem, chunk: Chunk) -> Sequence[Fragment]:
+        """A chunk's fragments, as fragments of its tensor."""
+        fragments: Sequence[Fragment] = self._ref(item, chunk).fragments()
+        shape = list(chunk.sizes)
+        for dim in reversed(range(len(shape))):
+            if shape[dim] == item.size[dim]:
+                continue
+            pieces = len(fragments) * (1 if all(f.rows == 1 for f in fragments) else math.prod(shape[:dim]))
+            if self._fragments + pieces > MAX_FRAGMENTS:
+                raise UnsupportedError(
+                    f"a tensor {item.name!r} in too many scattered pieces",
+                    file=self.file,
+                    found=f"a chunk {list(chunk.sizes)} of {list(item.size)}, {self._fragments + pieces:,} pieces so far",
+                )
+            fragments = embed(fragments, shape, dim, chunk.offsets[dim], item.size[dim], item.dtype.itemsize)
+            shape[dim] = item.size[dim]
+        self._fragments += len(fragments) if len(fragments) > 1 else 0
+        return fragments
+
+    def _check_cover(self, item: TensorItem, chunks: Sequence[Chunk]) -> None:
+        """The chunks are the tensor: every element in exactly one."""
+        numel, held = math.prod(item.size), sum(chunk.numel for chunk in chunks)
+        cut = [d for d, extent in enumerate(item.size) if any(chunk.sizes[d] != extent for chunk in chunks)]
+        if len(cut) > MAX_CUT_DIMS:
+            raise UnsupportedError(f"a tensor {item.name!r} cut in {len(cut)} dimensions", file=self.file)
+        boxes = ([(chunk.offsets[d], chunk.offsets[d] + chunk.sizes[d]) for d in cut] for chunk in chunks)
+        if not numel or (held == numel and tile(boxes, [item.size[d] for d in cut])):
+            return
+        for a, b in itertools.combinations(chunks[:_MOST_COMPARED], 2):
+            if all(x < y + n and y < x + m for x, m, y, n in zip(a.offsets, a.sizes, b.offsets, b.sizes)):
+                raise InconsistentError(
+                    f"chunks that overlap, of tensor {item.name!r}",
+                    file=self.file,
+                    found=f"sizes {list(a.sizes)} at {list(a.offsets)}, and {list(b.sizes)} at {list(b.offsets)}",
+                    expected="each element should be in one chunk",
+                )
+        raise IncompleteError(
+            f"elements that no file holds, of tensor {item.name!r}",
+            file=self.file,
+            found=f"{len(chunks):,} chunks hold {held:,} of {numel:,} elements",
+            expected=f"its shape is {list(item.size)}",
+            remedy="The metadata or shards of some ranks are missing: copy them here, or use another save.",
+        )

@@ -1,0 +1,377 @@
+"""What a save of torch.distributed.checkpoint says of itself: which chunk of which tensor lies where.
+
+For `dcp`. There are three forms. `.metadata` is a pickle of a `Metadata` object for all ranks; `__R.metadata` is the same
+for one rank that saved without the others; and safetensors shards say in their headers where their tensors belong.
+Pickles are read by the machine that runs nothing, and every number in them is checked here.
+
+[Note: the words of torch.distributed.checkpoint] A state dict of nested dicts is flattened: `{"model": {"a.weight": ..}}`
+has the item `model.a.weight`, whose path is ("model", "a.weight"). An item is a tensor or bytes (a pickled object). A
+tensor is cut into chunks: boxes of `sizes` at `offsets`. Each chunk, and each object, is a whole torch file of its own,
+`length` bytes at `offset` of a `.distcp` file.
+Source: torch/distributed/checkpoint/{metadata,filesystem,hf_storage,_nested_dict}.py (2.1 - 2.13).
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from zckpt.base import limits
+from zckpt.base.errors import (
+    CorruptError,
+    IncompleteError,
+    InconsistentError,
+    UnsafeError,
+    UnsupportedError,
+    ranges,
+    some,
+)
+from zckpt.containers import Placeholder, TensorRef, brief, load_pickle
+from zckpt.containers.container import open_input
+from zckpt.containers.tensor_ref import MAX_DIMS, MAX_NUMBER
+from zckpt.core.catalog import numel_of
+from zckpt.core.dtypes import DType
+from zckpt.layouts.save.listing import DCP_DATA, DCP_METADATA, DCP_SAFETENSORS, Listing
+from zckpt.storage import paths as fs
+
+Shape = tuple[int, ...]
+Path = tuple[str | int, ...]
+
+
+class Place(NamedTuple):
+    """Where an item's torch file lies: `length` bytes at `offset` of a file of the save."""
+
+    file: str
+    offset: int
+    length: int
+
+
+class Chunk(NamedTuple):
+    """A box of a tensor, and its torch file, or where it lies in a safetensors file."""
+
+    offsets: Shape
+    sizes: Shape
+    place: Place | TensorRef
+
+    @property
+    def numel(self) -> int:
+        """Elements in it."""
+        return math.prod(self.sizes)
+
+
+@dataclass(frozen=True, slots=True)
+class TensorItem:
+    """A tensor: its path in the state dict, what it is, and the chunks it was cut into."""
+
+    name: str
+    path: Path
+    dtype: DType
+    size: Shape
+    chunks: tuple[Chunk, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class BytesItem:
+    """A pickled object: its path in the state dict, and where it lies; None when no file holds it."""
+
+    name: str
+    path: Path
+    place: Place | None
+
+
+@dataclass(frozen=True, slots=True)
+class Metadata:
+    """A save's items, in the order of the state dict where it is recorded.
+
+    Attributes:
+        file: where it was said.
+        items: by name.
+        nested: whether the paths are recorded, and not only names.
+        version: of the format, or an empty string.
+    """
+
+    file: str
+    items: Mapping[str, TensorItem | BytesItem]
+    nested: bool
+    version: str = ""
+
+
+def read_metadata(listing: Listing) -> Metadata:
+    """What a save says of itself.
+
+    Raises:
+        IncompleteError: it does not: there are data files, but no metadata.
+        CorruptError: what it says cannot be.
+        UnsafeError: it would run code, or names files elsewhere.
+        UnsupportedError: its bytes were transformed, or are a kind of item that zckpt does not know.
+    """
+    names = listing.matching(DCP_METADATA)
+    if ".metadata" in names:
+        return _Pickled(listing, ".metadata").metadata
+    if names:
+        return _merged(listing, [_Pickled(listing, name).metadata for name in names])
+    if shards := listing.matching(DCP_SAFETENSORS):
+        return _of_safetensors(listing, shards)
+    raise missing_metadata(listing)
+
+
+def missing_metadata(listing: Listing) -> IncompleteError:
+    """The error for data files alone: nobody can tell which tensor is where in them."""
+    data = listing.matching(DCP_DATA)
+    ranks = sorted({int(name.split("_")[2]) for name in data})
+    nbytes = sum(fs.size(listing.files[name]) for name in data)
+    found = f"{len(data):,} data files of ranks {ranges(ranks)}, {nbytes:,} bytes, such as {some(data, 1)}"
+    begun = [name for name in listing.files if name.endswith(".metadata.tmp")]
+    if begun:
+        found += f", and {begun[0]!r}, which the save did not finish"
+    return IncompleteError(
+        "no .metadata, which says what lies where",
+        file=listing.directory,
+        found=found,
+        expected="rank 0 writes it last, when all ranks are done",
+        remedy="Either the save was interrupted: use an older one. Or the file, whose name begins with a dot, was not "
+        "copied: copy it from where rank 0 saved (`cp DIR/* ..` leaves it out), or lay that directory over this one with --also.",
+    )
+
+
+class _Pickled:
+    """One metadata pickle, checked; `metadata` is the result."""
+
+    def __init__(self, listing: Listing, name: str) -> None:
+        self.listing = listing
+        self.file = listing.files[name]
+        with open_input(self.file) as source:
+            if source.size > limits.METADATA_BYTES:
+                raise UnsupportedError(
+                    "metadata that are too large",
+                    file=self.file,
+                    found=f"{source.size:,} bytes",
+                    remedy=limits.REMEDY,
+                )
+            data = source.read(0, source.size, "the metadata")
+        if not data:
+            raise CorruptError("empty metadata", file=self.file, remedy="The save did not finish. Use an older one.")
+        most = max(limits.PICKLE_COST, limits.METADATA_COST_PER_BYTE * len(data))
+        root = load_pickle(data, file=self.file, most=most)
+        if not isinstance(root, Placeholder) or root.name != "Metadata" or not isinstance(root.state, Mapping):
+            raise self.corrupt("a file that is not torch's checkpoint metadata", brief(root))
+        self.state = root.state
+        self.places = dict(self._places(root.state.get("storage_data")))
+        paths = root.state.get("planner_data")
+        self.paths = paths if isinstance(paths, Mapping) and paths else None
+        found = {name: self._item(name, value) for name, value in self._described()}
+        items = {name: found.pop(name) for name in [*(self.paths or ())] if name in found} | found
+        version = root.state.get("version")
+        self.metadata = Metadata(self.file, items, self.paths is not None, version if isinstance(version, str) else "")
+
+    def corrupt(self, what: str, found: str) -> CorruptError:
+        return CorruptError(what, file=self.file, found=found, remedy="Copy that file again.")
+
+    def fields(self, value: object, kind: str) -> Mapping[str, Any]:
+        """The attributes of an object of torch's class of this name."""
+        if not isinstance(value, Placeholder) or value.name != kind or not isinstance(value.state, Mapping):
+            raise self.corrupt(f"something else where a {kind} belongs", brief(value))
+        return value.state
+
+    def shape(self, value: object, what: str) -> Shape:
+        """A tuple of counts."""
+        if not isinstance(value, tuple | list) or len(value) > MAX_DIMS:
+            raise self.corrupt(f"{what} that are none", brief(value))
+        if not all(type(n) is int and 0 <= n <= MAX_NUMBER for n in value):
+            raise self.corrupt(f"{what} with impossible numbers", f"{list(value)!r:.200}")
+        return tuple(value)
+
+    def _described(self) -> Iterator[tuple[str, object]]:
+        described = self.state.get("state_dict_metadata")
+        if not isinstance(described, Mapping):
+            raise self.corrupt("metadata without a state dict", brief(described))
+        for name, value in described.items():
+            if type(name) is not str:
+                raise self.corrupt("an item whose name is no text", brief(name))
+            yield name, value
+
+    def _places(self, stored: object) -> Iterator[tuple[tuple[str, Shape | None], Place]]:
+        """(name, offsets) -> where that chunk lies; offsets None for bytes."""
+        if not isinstance(stored, Mapping):
+            raise self.corrupt("metadata that do not say where anything lies", brief(stored))
+        for index, info in stored.items():
+            key, at = self.fields(index, "MetadataIndex"), self.fields(info, "_StorageInfo")
+            name, offsets = key.get("fqn"), key.get("offset")
+            if type(name) is not str:
+                raise self.corrupt("an item whose name is no text", brief(name))
+            file, numbers = at.get("relative_path"), (at.get("offset"), at.get("length"))
+            if at.get("transform_descriptors"):
+                raise UnsupportedError(
+                    f"transformed bytes of {name!r}", file=self.file, found=f"{at['transform_descriptors']!r:.80}",
+                    remedy="They were compressed or encrypted by an extension of the writer's. Save again without it.",
+                )  # fmt: skip
+            file = self.checked_path(file)
+            offset, length = self.shape(numbers, f"the place of {name!r}")
+            yield (
+                (name, None if offsets is None else self.shape(offsets, f"the offsets of {name!r}")),
+                Place(file, offset, length),
+            )
+
+    def checked_path(self, path: object) -> str:
+        """A data file's path: beside the metadata or below them.
+
+        Raises:
+            UnsafeError: this one is to lie elsewhere.
+        """
+        if type(path) is str and "\0" not in path:
+            parts = path.replace("\\", "/").split("/")  # of an absolute one, the first is empty
+            if not any(part in ("", ".", "..") for part in parts):
+                return path
+        raise UnsafeError(
+            "metadata that name a file elsewhere",
+            file=self.file,
+            found=f"{brief(path)}",
+            expected="data files lie in the checkpoint's own directory",
+            remedy="Nothing was read from there.",
+        )
+
+    def _path(self, name: str) -> Path:
+        if self.paths is None:
+            return (name,)
+        path = self.paths.get(name, (name,))
+        if not isinstance(path, tuple | list) or not path or not all(type(key) in (str, int) for key in path):
+            raise self.corrupt(f"a path of {name!r} that is none", brief(path))
+        return tuple(path)
+
+    def _item(self, name: str, value: object) -> TensorItem | BytesItem:
+        if isinstance(value, Placeholder) and value.name == "BytesStorageMetadata":
+            return BytesItem(name, self._path(name), self.places.get((name, None)))
+        described = self.fields(value, "TensorStorageMetadata")
+        size = self.shape(described.get("size"), f"the size of {name!r}")
+        numel_of(size, name=name, file=self.file)
+        chunks = described.get("chunks")
+        if not isinstance(chunks, list | tuple):
+            raise self.corrupt(f"chunks of {name!r} that are none", brief(chunks))
+        cut = {(chunk.offsets, chunk.sizes): chunk for chunk in (self._chunk(name, size, chunk) for chunk in chunks)}
+        dtype = self._dtype(name, described.get("properties"))
+        return TensorItem(name, self._path(name), dtype, size, tuple(cut.values()))
+
+    def _chunk(self, name: str, size: Shape, value: object) -> Chunk:
+        described = self.fields(value, "ChunkStorageMetadata")
+        offsets = self.shape(described.get("offsets"), f"the offsets of a chunk of {name!r}")
+        sizes = self.shape(described.get("sizes"), f"the sizes of a chunk of {name!r}")
+        if len(offsets) != len(size) or len(sizes) != len(size):
+            raise self.corrupt(
+                f"a chunk of {name!r} with other dimensions", f"{list(sizes)} at {list(offsets)} of {list(size)}"
+            )
+        if any(offset + extent > whole for offset, extent, whole in zip(offsets, sizes, size, strict=True)):
+            raise InconsistentError(
+                f"a chunk outside of its tensor {name!r}",
+                file=self.file,
+                found=f"sizes {list(sizes)} at offsets {list(offsets)}",
+                expected=f"the tensor is {list(size)}",
+            )
+        place = self.places.get((name, offsets))
+        if place is None and 0 not in sizes:
+            raise IncompleteError(
+                f"a chunk of {name!r} that no file holds",
+                file=self.file,
+                found=f"sizes {list(sizes)} at {list(offsets)}",
+            )
+        return Chunk(offsets, sizes, place or Place("", 0, 0))
+
+    def _dtype(self, name: str, value: object) -> DType:
+        """`TensorProperties` pickles itself as a tuple that begins with the dtype and the layout."""
+        state = value.state if isinstance(value, Placeholder) and value.name == "TensorProperties" else None
+        if not isinstance(state, tuple) or len(state) < 2:
+            raise self.corrupt(f"properties of {name!r} that are none", brief(state))
+        dtype, layout = state[:2]
+        if isinstance(layout, Placeholder) and layout.args not in ((), ("torch.strided",)):
+            raise UnsupportedError(f"a sparse tensor {name!r}", file=self.file, found=brief(layout.args[0]))
+        if not isinstance(dtype, DType):
+            raise UnsupportedError(f"a dtype of {name!r} that zckpt does not know", file=self.file, found=brief(dtype))
+        return dtype
+
+
+def _merged(listing: Listing, parts: list[Metadata]) -> Metadata:
+    """What ranks that saved alone say together: each knows only its own chunks.
+
+    Raises:
+        InconsistentError: they do not agree on a tensor.
+    """
+    items: dict[str, TensorItem | BytesItem] = {}
+    for part in parts:
+        for name, item in part.items.items():
+            known = items.setdefault(name, item)
+            if known is item or (isinstance(known, BytesItem) and isinstance(item, BytesItem)):
+                continue
+            if isinstance(known, BytesItem) or isinstance(item, BytesItem) or (
+                (known.size, known.dtype) != (item.size, item.dtype)
+            ):  # fmt: skip
+                raise InconsistentError(
+                    f"ranks that do not agree on {name!r}",
+                    file=part.file,
+                    found=_described(item),
+                    expected=_described(known),
+                )
+            chunks = {(chunk.offsets, chunk.sizes): chunk for chunk in (*item.chunks, *known.chunks)}
+            items[name] = TensorItem(name, known.path, known.dtype, known.size, tuple(chunks.values()))
+    return Metadata(listing.directory, items, any(part.nested for part in parts), parts[0].version)
+
+
+def _described(item: TensorItem | BytesItem) -> str:
+    return f"{item.dtype} of {list(item.size)}" if isinstance(item, TensorItem) else "an object"
+
+
+@dataclass(slots=True)
+class _Gathered:
+    """A tensor of safetensors shards in the making."""
+
+    dtype: DType
+    size: list[int]
+    chunks: dict[tuple[Shape, Shape], Chunk] = field(default_factory=dict[tuple[Shape, Shape], Chunk])
+
+
+def _of_safetensors(listing: Listing, names: list[str]) -> Metadata:
+    """Shards of torch's `HuggingFaceStorageWriter`: headers say where in the whole each tensor begins."""
+    found: dict[str, _Gathered] = {}
+    for name in names:
+        container = listing.open(name)
+        root = container.root
+        try:
+            info = json.loads(container.metadata.get("DCP_SHARDING_INFO", "{}"))
+        except (ValueError, RecursionError) as error:
+            raise CorruptError(
+                "sharding information that cannot be read", file=listing.files[name], found=str(error)
+            ) from error
+        for key, ref in root.items() if isinstance(root, Mapping) else ():
+            said = info.get(key) if isinstance(info, dict) else None
+            offsets = tuple(said.get("saved_offsets", ())) if isinstance(said, dict) else (0,) * len(ref.shape)
+            if len(offsets) != len(ref.shape) or not all(type(n) is int and 0 <= n <= MAX_NUMBER for n in offsets):
+                raise CorruptError(
+                    f"impossible offsets of {key!r}", file=listing.files[name], found=f"{offsets!r:.200}"
+                )
+            ends = [offset + extent for offset, extent in zip(offsets, ref.shape, strict=True)]
+            gathered = found.setdefault(key, _Gathered(ref.dtype, ends))
+            if gathered.dtype != ref.dtype or len(gathered.size) != len(ends):
+                raise InconsistentError(
+                    f"ranks that do not agree on {key!r}",
+                    file=listing.files[name],
+                    found=f"{ref.dtype} of {list(ref.shape)}",
+                )
+            gathered.size = [max(a, b) for a, b in zip(gathered.size, ends, strict=True)]
+            gathered.chunks.setdefault((offsets, ref.shape), Chunk(offsets, ref.shape, ref))
+    items: dict[str, TensorItem | BytesItem] = {}
+    for key, gathered in found.items():
+        size = tuple(gathered.size)
+        numel_of(size, name=key, file=listing.directory)
+        items[key] = TensorItem(key, (key,), gathered.dtype, size, tuple(gathered.chunks.values()))
+    return Metadata(listing.directory, items, False)
+
+
+_RANK = re.compile(r"__(\d+)_|shard-(\d{5})-")
+
+
+def rank_of(name: str) -> int | None:
+    """The rank that wrote a data file, by its name; None where the name does not say."""
+    match = _RANK.match(name)
+    return None if match is None else int(match[1]) if match[1] else int(match[2]) - 1

@@ -1,0 +1,218 @@
+"""An optimizer in a torch.distributed.checkpoint save: its groups of parameters, their settings and their states.
+
+For `dcp`. Both forms of [Note: the forms of an optimizer] in `dcp_state` come out alike. Settings are pickled objects, a
+kilobyte each: they are opened only when they are asked for.
+Source: torch/distributed/checkpoint/state_dict.py `_get_optim_state_dict`, `_flatten_optim_state_dict` (2.13).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from zckpt.base.errors import CorruptError, InconsistentError, UnsupportedError, some
+from zckpt.containers import TensorRef, brief
+from zckpt.core.catalog import TensorEntry
+from zckpt.layouts.dcp.items import Items
+from zckpt.layouts.dcp.metadata import BytesItem, Path, Shape, TensorItem
+from zckpt.layouts.dcp.state import Optimizer, dotted
+from zckpt.layouts.run.training import Group
+from zckpt.layouts.run.values import number_in
+from zckpt.layouts.save.module_states import WRAPPERS
+
+Item = TensorItem | BytesItem
+Settings = Mapping[str, Item]
+
+
+def plain_name(name: str) -> str:
+    """A parameter's name as the optimizer's state has it: without what wrappers put in."""
+    return WRAPPERS.sub("", name).removeprefix("module.")
+
+
+class States:
+    """One optimizer's states, for the parameters of a model.
+
+    Args:
+        optimizer: its items.
+        items: opens them.
+        shapes: of the model's tensors, by name.
+
+    Attributes:
+        singles: parameter -> state -> item, of states that are one value for the whole parameter, such as the step.
+        tensors: parameter -> state -> item, of those that each element has.
+    """
+
+    def __init__(self, optimizer: Optimizer, items: Items, shapes: Mapping[str, Shape]) -> None:
+        self.items = items
+        self.shapes = shapes
+        self._names = {plain_name(name): name for name in shapes}
+        self._list: Item | None = None  # before torch 2.4 all groups were one object
+        self._listed: dict[int, dict[str, Item]] = {}
+        self._flat: dict[str, dict[str, Item]] = {}
+        for path, item in optimizer.settings:
+            if not path:
+                self._list = item
+            elif (number := _number(path)) is not None:
+                self._listed.setdefault(number[0], {})[number[1]] = item
+            elif (split := self._split(path)) is not None:
+                self._flat.setdefault(split[0], {})[split[1]] = item
+        self.singles: dict[str, dict[str, Item]] = {}
+        self.tensors: dict[str, dict[str, TensorItem]] = {}
+        for path, item in optimizer.states:
+            if (split := self._split(path)) is None:
+                continue
+            name, state = split
+            if isinstance(item, BytesItem) or _is_single(item, state, shapes[name]):
+                self.singles.setdefault(name, {})[state] = item
+            else:
+                self.tensors.setdefault(name, {})[state] = item
+
+    def _split(self, path: Path) -> tuple[str, str] | None:
+        """(parameter, state or setting) of a path after `state` or `param_groups`; None for no parameter of the model."""
+        if len(path) > 1:
+            name = self._names.get(plain_name(str(path[0])))
+            return None if name is None else (name, dotted(path[1:]))
+        text = str(path[0]) if path else ""
+        head = text.rpartition(".")[0]
+        while head:
+            if name := self._names.get(plain_name(head)):
+                return name, text[len(head) + 1 :]
+            head = head.rpartition(".")[0]
+        return None
+
+    def is_of_model(self) -> bool:
+        """Whether it owns any of the model's parameters, or owns them under numbers, so that nobody can tell."""
+        if self.tensors or self.singles or self._flat:
+            return True
+        owned = [param for params, _ in self._groups() if isinstance(params, list | tuple) for param in params]
+        return any(type(param) is not str or plain_name(param) in self._names for param in owned)
+
+    def parameters(self) -> list[str]:
+        """The names of all groups' parameters in their order, without opening their settings."""
+        if self._list is None and not self._listed:
+            return list(self._flat)
+        return [name for params, _ in self._groups() for name in self._named(params)]
+
+    def _groups(self) -> list[tuple[object, dict[str, object]]]:
+        """(params, settings) of each group; a setting may be an item that is not opened yet."""
+        if self._list is not None:
+            listed = self.value(self._list)
+            if not isinstance(listed, list | tuple) or not all(isinstance(group, Mapping) for group in listed):
+                raise CorruptError("parameter groups that are none", file=self.items.file, found=brief(listed))
+            return [(group.get("params"), {k: v for k, v in group.items() if k != "params"}) for group in listed]
+        if self._listed:
+            groups = [self._listed[number] for number in sorted(self._listed)]
+            self.items.open_all(group["params"] for group in groups if "params" in group)
+            return [
+                (
+                    self.value(group["params"]) if "params" in group else None,
+                    {k: v for k, v in group.items() if k != "params"},
+                )
+                for group in groups
+            ]
+        return self._regrouped()
+
+    def _regrouped(self) -> list[tuple[object, dict[str, object]]]:
+        """Flattened, each parameter has settings of its own: those with the same ones were a group."""
+        self.items.open_all(item for settings in self._flat.values() for item in settings.values())
+        groups: dict[str, tuple[list[str], dict[str, object]]] = {}
+        for name, settings in self._flat.items():
+            values = {key: self.value(item) for key, item in settings.items()}
+            groups.setdefault(repr(sorted(values.items())), ([], values))[0].append(name)
+        return list(groups.values())
+
+    def _named(self, params: object) -> list[str]:
+        """The model's names of a group's parameters.
+
+        Raises:
+            UnsupportedError: they are numbers, as a plain optimizer has them.
+            InconsistentError: the model does not have one.
+        """
+        listed = list(params) if isinstance(params, list | tuple) else []
+        if any(type(param) is not str for param in listed):
+            raise UnsupportedError(
+                "optimizer states under numbers instead of parameter names",
+                file=self.items.file,
+                found=some(listed),
+                expected="torch.distributed.checkpoint.state_dict.get_state_dict gives names",
+                remedy="The weights can be converted all the same.",
+            )
+        missing = [param for param in listed if plain_name(param) not in self._names]
+        if missing:
+            raise InconsistentError(
+                "an optimizer of another model", file=self.items.file, found=f"parameters {some(missing)}",
+                expected=f"the model has {some(self._names)}",
+            )  # fmt: skip
+        return [self._names[plain_name(param)] for param in listed]
+
+    def value(self, item: object) -> object:
+        """The inert value of a pickled object or of a tensor of one element; of anything else itself."""
+        return self.items.value(item) if isinstance(item, TensorItem | BytesItem) else item
+
+    def groups(self) -> list[Group]:
+        """The groups with their settings and the values that all their parameters share.
+
+        Raises:
+            InconsistentError: parameters of one group differ in one, such as the step.
+        """
+        made: list[Group] = []
+        self.items.open_all(item for states in self.singles.values() for item in states.values())
+        for params, settings in self._groups():
+            self.items.open_all(item for item in settings.values() if isinstance(item, TensorItem | BytesItem))
+            names = tuple(self._named(params))
+            states = dict.fromkeys(state for name in names for state in self.tensors.get(name, {}))
+            kept = {key: self.value(value) for key, value in settings.items()}
+            made.append(Group(names, kept, self._shared(names), tuple(states)))
+        return made
+
+    def _shared(self, names: Sequence[str]) -> dict[str, object]:
+        shared: dict[str, object] = {}
+        for name in names:
+            for state, item in self.singles.get(name, {}).items():
+                value = self.value(item)
+                first = shared.setdefault(state, value)
+                if first is not value and _comparable(first) != _comparable(value):
+                    raise InconsistentError(
+                        f"parameters of one group with different values of {state!r}",
+                        file=self.items.file,
+                        found=f"{_comparable(value)} of {name!r}",
+                        expected=f"{_comparable(first)} as those before it",
+                    )
+        return shared
+
+    def entries(self) -> dict[str, dict[str, TensorEntry]]:
+        """Parameter -> state -> its elements.
+
+        Raises:
+            UnsupportedError: a state has neither its parameter's shape nor a single value.
+        """
+        for name, states in self.tensors.items():
+            for state, item in states.items():
+                if item.size != self.shapes[name]:
+                    raise UnsupportedError(
+                        f"an optimizer state {state!r} of another shape than its parameter {name!r}",
+                        file=self.items.file,
+                        found=f"{list(item.size)}",
+                        expected=f"{list(self.shapes[name])}",
+                    )
+        wanted = {item.name: item for states in self.tensors.values() for item in states.values()}
+        entries = self.items.tensors(wanted, dict.fromkeys(wanted, "parameter"))
+        return {
+            name: {s: replace(entries[i.name], name=name) for s, i in self.tensors.get(name, {}).items()}
+            for name in self.parameters()
+        }
+
+
+def _number(path: Path) -> tuple[int, str] | None:
+    """(group, setting) of a path after `param_groups` that begins with a number."""
+    head, rest = (path[0], dotted(path[1:])) if len(path) > 1 else str(path[0]).partition(".")[::2]
+    return (int(head), rest) if str(head).isdecimal() and rest and "." not in rest else None
+
+
+def _is_single(item: TensorItem, state: str, shape: Shape) -> bool:
+    return math.prod(item.size) == 1 and (state == "step" or item.size != shape)
+
+
+def _comparable(value: object) -> object:
+    return number_in(value) if isinstance(value, TensorRef) and value.numel == 1 else value

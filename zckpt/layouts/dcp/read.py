@@ -1,0 +1,267 @@
+"""Checkpoints of torch.distributed.checkpoint: FSDP, fully_shard, DTensors over any mesh, and plain tensors.
+
+For `layouts`. What a save says of itself is read by `dcp_metadata`, which of it is the model and which the optimizer by
+`dcp_state`, and chunks become tensors in `dcp_items`. Here is what that means: roles, ties, and the state of a run.
+Source: torch/distributed/checkpoint/state_dict.py (2.13); accelerate 1.15, utils/fsdp_utils.py.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from zckpt.base.errors import InconsistentError, UnsupportedError, ZckptError, ranges, some
+from zckpt.containers import torch_zip
+from zckpt.containers.container import open_input
+from zckpt.core.catalog import Catalog, Role, Source, Topology
+from zckpt.core.dtypes import F32
+from zckpt.layouts.dcp.items import Items, stored_in
+from zckpt.layouts.dcp.metadata import BytesItem, Metadata, TensorItem, rank_of, read_metadata
+from zckpt.layouts.dcp.optimizer import States
+from zckpt.layouts.dcp.state import Model, model_of, optimizers_of
+from zckpt.layouts.run.training import Training
+from zckpt.layouts.run.values import step_of
+from zckpt.layouts.save.listing import DCP_DATA, DCP_METADATA, DCP_SAFETENSORS, Listing, list_files
+from zckpt.storage import paths as fs
+
+_ACCELERATE = re.compile(r"pytorch_model_fsdp(_\d+)")
+
+_FLAT = re.compile(r"(?:^|\.)_?flat_param(?:_\d+)?$")
+
+_DEEPSPEED = "0.19.8"
+"""The DeepSpeed whose files zckpt writes: a run that comes from elsewhere has to name one."""
+
+
+def match(listing: Listing) -> str | None:
+    """None when this layout reads the files; otherwise why not."""
+    there = any(listing.matching(pattern) for pattern in (DCP_METADATA, DCP_DATA, DCP_SAFETENSORS))
+    return None if there else "no .metadata and no *.distcp"
+
+
+@dataclass(frozen=True, slots=True)
+class Save:
+    """A save, read.
+
+    Attributes:
+        metadata: what it says of itself.
+        model: the weights that were chosen.
+        items: opens them.
+        optimizers: of the model's parameters.
+    """
+
+    metadata: Metadata
+    model: Model
+    items: Items
+    optimizers: tuple[States, ...]
+
+
+def load(listing: Listing) -> Save:
+    """The files of a save; errors as in `read`."""
+    metadata = read_metadata(listing)
+    model = model_of(metadata, listing.wishes.key)
+    flat = [name for name in model.items if _FLAT.search(name)]
+    if flat:
+        raise UnsupportedError(
+            "flat parameters of FSDP, whose shapes only the model knows",
+            file=listing.directory,
+            found=some(flat),
+            remedy="Load them with the model that saved them, and save again with StateDictType.SHARDED_STATE_DICT.",
+        )
+    items = Items(listing, metadata.file)
+    shapes = {name: item.size for name, item in model.items.items()}
+    states = [States(optimizer, items, shapes) for optimizer in optimizers_of(metadata).values()]
+    if not states and (beside := _beside(listing)):
+        other = read_metadata(beside)
+        states = [States(o, Items(beside, other.file), shapes) for o in optimizers_of(other).values()]
+    return Save(metadata, model, items, tuple(state for state in states if state.is_of_model()))
+
+
+def _beside(listing: Listing) -> Listing | None:
+    """The optimizer's own directory, as accelerate makes it."""
+    home, name = os.path.split(fs.absolute(listing.directory))
+    found = _ACCELERATE.fullmatch(name)
+    path = os.path.join(home, f"optimizer{found[1]}") if found else ""
+    return list_files(path, "") if path and fs.is_file(os.path.join(path, ".metadata")) else None
+
+
+def read(listing: Listing, *, allow_unknown: bool = False) -> Catalog:
+    """The catalog of a save.
+
+    Raises:
+        IncompleteError, InconsistentError, CorruptError, UnsafeError, UnsupportedError: see those.
+        NotACheckpointError: it holds no weights. UsageError: nothing under the key that was asked for.
+    """
+    del allow_unknown  # nothing here is laid out by unknown rules
+    save = load(listing)
+    trained, notes = _trained(save)
+    roles = _roles(save.model.items, trained)
+    kept, aliases = _ties(save.model.items)
+    tensors = save.items.tensors(kept, roles)
+    ranks = {rank for rank in map(rank_of, listing.files) if rank is not None}
+    if not listing.matching(DCP_METADATA):
+        notes += (f"The shards do not say how many they were: those of ranks {ranges(sorted(ranks))} are here.",)
+    return Catalog(
+        tensors,
+        Source(
+            layout="dcp",
+            path=listing.directory,
+            tag=listing.tag,
+            framework=("torch.distributed.checkpoint", save.metadata.version),
+            global_steps=_steps(save),
+            optimizer_states=tuple(dict.fromkeys(s for o in save.optimizers for n in o.tensors.values() for s in n)),
+            notes=save.model.notes + notes,
+        ),
+        aliases,
+        Topology(dp=max(len(ranks), 1)),
+    )
+
+
+def _trained(save: Save) -> tuple[set[str], tuple[str, ...]]:
+    """The parameters that optimizers own, and why none are known where that is so."""
+    try:
+        return {name for states in save.optimizers for name in states.parameters()}, ()
+    except (UnsupportedError, InconsistentError) as error:
+        return set(), (f"The optimizer's states are not read: {error.what}.",)
+
+
+def unread_states(listing: Listing) -> str:
+    """Why optimizer states of a save are not read, in words; empty where there are none, or they are read."""
+    _, notes = _trained(load(listing))
+    return notes[0].rstrip(".") if notes else ""
+
+
+def _roles(items: Mapping[str, TensorItem], trained: set[str]) -> dict[str, Role]:
+    """What the tensors are: parameters that an optimizer owns, those that none does, and buffers.
+
+    A save does not say which tensors are buffers. Numbers that are not floating are; so are floating ones that nobody
+    trained, where they are whole and the trained ones are cut: FSDP cuts parameters, frozen or not, and no buffers.
+    """
+    cut = [name for name in trained if name in items and len(items[name].chunks) > 1]
+    whole = [name for name in trained if name in items and len(items[name].chunks) == 1 and items[name].size[:1] > (1,)]
+    roles: dict[str, Role] = {}
+    for name, item in items.items():
+        if item.dtype.kind not in ("float", "complex"):
+            roles[name] = "buffer"
+        elif not trained or name in trained:
+            roles[name] = "parameter"
+        else:
+            roles[name] = "buffer" if cut and not whole and len(item.chunks) == 1 else "frozen"
+    return roles
+
+
+def _ties(items: Mapping[str, TensorItem]) -> tuple[dict[str, TensorItem], dict[str, str]]:
+    """Tensors by the first of their names, and further names of those that lie in the very same places."""
+    by_place: dict[object, str] = {}
+    kept: dict[str, TensorItem] = {}
+    aliases: dict[str, str] = {}
+    for name, item in items.items():
+        place = (item.size, item.dtype, tuple(item.chunks))
+        if any(chunk.numel for chunk in item.chunks) and (first := by_place.setdefault(place, name)) != name:
+            aliases[name] = first
+        else:
+            kept[name] = item
+    return kept, aliases
+
+
+def _steps(save: Save) -> int | None:
+    """Optimizer steps, by the first parameter that counts them; else a number called so."""
+    for states in save.optimizers:
+        for singles in states.singles.values():
+            if "step" in singles:
+                return step_of(states.value(singles["step"]))
+    for name in ("step", "global_step", "train_state.step", "global_steps"):
+        if (item := save.metadata.items.get(name)) is not None:
+            return step_of(save.items.value(item))
+    return None
+
+
+def read_training(listing: Listing, *, allow_unknown: bool = False) -> Training:
+    """What the run needs beside its weights, as far as it is there; arguments and errors as in `read`.
+
+    Raises:
+        UnsupportedError: there is no optimizer, or its states are under numbers.
+    """
+    del allow_unknown
+    save = load(listing)
+    if not save.optimizers:
+        raise UnsupportedError(
+            "a checkpoint without optimizer states",
+            file=listing.directory,
+            found="weights only",
+            expected="an item 'param_groups' is looked for",
+        )
+    groups = tuple(group for states in save.optimizers for group in states.groups())
+    entries = {name: states for o in save.optimizers for name, states in o.entries().items()}
+    precisions = Counter(save.model.items[name].dtype for name in entries)
+    return Training(
+        groups,
+        entries,
+        {},
+        _rest(save),
+        precisions.most_common(1)[0][0] if precisions else F32,
+    )
+
+
+def records(listing: Listing) -> Iterator[tuple[str, list[tuple[str, int, int, int]] | ZckptError]]:
+    """(path of a data file, its torch files' records with their checksums, or what is wrong with it), of a whole save.
+
+    A record is (name, byte offset, bytes, stored CRC-32); none where the writer was told to store none.
+
+    Raises:
+        ZckptError: what the save says of itself cannot be read.
+    """
+    for name, places in stored_in(read_metadata(listing)).items():
+        path = listing.files.get(name) or os.path.join(listing.directory, name)
+        found: list[tuple[str, int, int, int]] = []
+        try:
+            with open_input(path) as file:
+                for place, item in places.items():
+                    part = file.part(place.offset, place.length, f"item {item!r}")
+                    found += [(f"{item}: {record[0]}", *record[1:]) for record in torch_zip.records_in(part)]
+        except ZckptError as error:
+            yield path, error
+            continue
+        yield path, found
+
+
+_SMALL_BYTES = 1 << 16
+
+
+def _others(save: Save) -> dict[str, TensorItem | BytesItem]:
+    owned = {item.name for o in optimizers_of(save.metadata).values() for _, item in (*o.states, *o.settings)}
+    owned |= {item.name for item in save.model.items.values()}
+    return {name: item for name, item in save.metadata.items.items() if name not in owned}
+
+
+def _rest(save: Save) -> dict[str, object]:
+    """Everything that is neither weights nor optimizer: counters, schedules, a trainer's state, as it was nested.
+
+    DeepSpeed's loader wants its own counters, and a version, in every save.
+    """
+    steps = _steps(save)
+    rest: dict[str, object] = {}
+    for item in _others(save).values():
+        if isinstance(item, TensorItem) and _is_large(item):
+            continue
+        inner = rest
+        for key in item.path[:-1]:
+            below = inner.setdefault(str(key), {})
+            inner = below if isinstance(below, dict) else {}
+        inner[str(item.path[-1])] = save.items.value(item)
+    counters = {"global_steps": steps or 0, "skipped_steps": 0, "ds_version": _DEEPSPEED}
+    return {**rest, **counters}
+
+
+def left_out(listing: Listing) -> list[str]:
+    """Names of tensors that are neither the model's nor the optimizer's, and too large to be a part of `read_training`."""
+    save = load(listing)
+    return [name for name, item in _others(save).items() if isinstance(item, TensorItem) and _is_large(item)]
+
+
+def _is_large(item: TensorItem) -> bool:
+    """Part of another model, then: an average, a teacher."""
+    return len(item.chunks) != 1 or math.prod(item.size) * item.dtype.itemsize > _SMALL_BYTES

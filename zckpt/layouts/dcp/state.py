@@ -1,0 +1,186 @@
+"""Which items of a torch.distributed.checkpoint save are a model's weights, and which an optimizer's states.
+
+For `dcp`. A save is one state dict, nested as its writer liked: `{"model": .., "optim": ..}`, `{"app": {"model": ..}}`, the
+weights on top with `optimizer` beside them (torchtitan), or nothing but weights. Pure functions on `Metadata`.
+
+[Note: the forms of an optimizer] `get_state_dict` gives `state` (parameter -> state -> tensor) and `param_groups` (a list of
+settings with `params`); flattened, the names are joined: `state.<parameter>.<state>`, `param_groups.<parameter>.<setting>`.
+Dotted, both look alike but for `param_groups`. An optimizer is where `param_groups` is.
+Source: torch/distributed/checkpoint/state_dict.py `_flatten_optim_state_dict`, `_nested_dict.py` (2.1 - 2.13).
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from zckpt.base.errors import NotACheckpointError, UsageError, some
+from zckpt.layouts.dcp.metadata import BytesItem, Metadata, Path, TensorItem
+
+MODEL_KEYS = ("model", "state_dict", "model_state_dict", "module")
+"""What writers call the model: torch's own examples and accelerate, DistributedDataParallel users, older trainers, Lightning."""
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """The weights that were chosen.
+
+    Attributes:
+        key: the dotted key of the state dict they are in; empty for the top.
+        items: name in the model -> tensor.
+        notes: what was chosen and what left out, as sentences.
+    """
+
+    key: str
+    items: dict[str, TensorItem]
+    notes: tuple[str, ...]
+
+
+@dataclass(slots=True)
+class Optimizer:
+    """An optimizer's items.
+
+    Attributes:
+        key: the dotted key it is under; empty for the top.
+        states: (path after `state`, item): parameter, state, or both joined.
+        settings: (path after `param_groups`, item).
+    """
+
+    key: str
+    states: list[tuple[Path, TensorItem | BytesItem]] = field(default_factory=list[tuple[Path, TensorItem | BytesItem]])
+    settings: list[tuple[Path, TensorItem | BytesItem]] = field(
+        default_factory=list[tuple[Path, TensorItem | BytesItem]]
+    )
+
+
+def dotted(path: Iterable[str | int]) -> str:
+    """A path as torch writes it."""
+    return ".".join(map(str, path))
+
+
+def paths_of(metadata: Metadata) -> dict[str, Path]:
+    """Name -> path. Where no paths are recorded, the dots before a part that torch names are taken for nesting."""
+    if metadata.nested:
+        return {name: item.path for name, item in metadata.items.items()}
+    heads = {name.split("param_groups")[0].rstrip(".") for name in metadata.items if _is_part(name, "param_groups")}
+    paths: dict[str, Path] = {}
+    for name in metadata.items:
+        head = next((head for head in heads if head and name.startswith(head + ".")), "")
+        first = name.partition(".")[0]
+        if head:
+            paths[name] = (head, name[len(head) + 1 :])
+        elif any(heads) and first in MODEL_KEYS and first != name:
+            paths[name] = (first, name[len(first) + 1 :])
+        else:
+            paths[name] = (name,)
+    return paths
+
+
+def _is_part(name: str, part: str) -> bool:
+    return f".{part}." in f".{name}."
+
+
+def optimizers_of(metadata: Metadata) -> dict[str, Optimizer]:
+    """The optimizers of a save by their keys, in its order."""
+    paths = paths_of(metadata)
+    homes: dict[Path, Optimizer] = {}
+    for path in paths.values():
+        at = _part_at(path, "param_groups")
+        if at is not None:
+            homes.setdefault(path[:at], Optimizer(dotted(path[:at])))
+    for name, path in paths.items():
+        for part in ("state", "param_groups"):
+            at = _part_at(path, part)
+            if at is None or path[:at] not in homes:
+                continue
+            head = str(path[at])
+            rest = (*((head[len(part) + 1 :],) if head != part else ()), *path[at + 1 :])
+            optimizer = homes[path[:at]]
+            (optimizer.states if part == "state" else optimizer.settings).append((rest, metadata.items[name]))
+            break
+    return {optimizer.key: optimizer for optimizer in homes.values()}
+
+
+def _part_at(path: Path, part: str) -> int | None:
+    """Where a path has this key, or one that begins with it and a dot."""
+    found = (at for at, key in enumerate(path) if key == part or (type(key) is str and key.startswith(part + ".")))
+    return next(found, None)
+
+
+def model_of(metadata: Metadata, key: str = "") -> Model:
+    """The weights: those under `key`, or those that the save itself calls the model.
+
+    Raises:
+        UsageError: there is nothing under `key`.
+        NotACheckpointError: there are no weights.
+    """
+    owned = {item.name for o in optimizers_of(metadata).values() for _, item in (*o.states, *o.settings)}
+    paths = paths_of(metadata)
+    tensors = {n: i for n, i in metadata.items.items() if isinstance(i, TensorItem) and n not in owned}
+    if not tensors:
+        raise NotACheckpointError(
+            "a checkpoint without weights",
+            file=metadata.file,
+            found=f"{len(owned):,} items of an optimizer" if owned else f"{len(metadata.items):,} items, no tensor",
+            expected="weights are wanted",
+            remedy="They may lie in a directory beside it, such as pytorch_model_fsdp_0.",
+        )
+    if key:
+        chosen = {
+            dotted(paths[n])[len(key) + 1 :]: i for n, i in tensors.items() if dotted(paths[n]).startswith(key + ".")
+        }
+        if not chosen:
+            raise UsageError(
+                "a key that the checkpoint does not have", file=metadata.file, found=f"--key {key}",
+                expected=f"its tensors are under {some(dict.fromkeys(map(_section, (paths[n] for n in tensors))), 6)}",
+            )  # fmt: skip
+        return Model(key, chosen, ())
+    section, alone = _choose({name: paths[name] for name in tensors}, tensors)
+    chosen = {dotted(path[len(section) :]): tensors[name] for name, path in ((n, paths[n]) for n in tensors)
+              if path[: len(section)] == section and not (alone and len(path) > 1)}  # fmt: skip
+    taken = {item.name for item in chosen.values()}
+    left = [_section(paths[name]) for name in tensors if name not in taken]
+    several = not section and not alone and any(len(paths[name]) > 1 for name in tensors)
+    return Model(dotted(section), chosen, tuple(_notes(section, left, several)))
+
+
+def _section(path: Path) -> str:
+    """The key that a tensor is under; empty for one on top."""
+    return dotted(path[:1]) if len(path) > 1 else ""
+
+
+def _choose(paths: Mapping[str, Path], tensors: Mapping[str, TensorItem]) -> tuple[Path, bool]:
+    """The section that holds the model, and whether only what is on top of it is meant.
+
+    That is the one with a name of `MODEL_KEYS`; else the top, where most elements lie there; else the only one. Where
+    there are several, and none is called a model, all are taken.
+    """
+    named = {
+        path[: at + 1]
+        for path in paths.values()
+        for at, key in enumerate(path[:2])
+        if key in MODEL_KEYS and at + 1 < len(path)
+    }
+    if named:
+        best = min(named, key=lambda section: (len(section), MODEL_KEYS.index(str(section[-1])), dotted(section)))
+        return best, False
+    sections = {path[:1] for path in paths.values() if len(path) > 1}
+    if len(sections) == 1 and all(len(path) > 1 for path in paths.values()):
+        return sections.pop(), False
+    on_top = sum(math.prod(tensors[name].size) for name, path in paths.items() if len(path) == 1)
+    everywhere = sum(math.prod(tensors[name].size) for name in paths)
+    return (), bool(sections) and 2 * on_top > everywhere
+
+
+def _notes(section: Path, left: Sequence[str], several: bool) -> Iterator[str]:
+    if section and (left or section != ("model",)):
+        yield f"The weights under the key {dotted(section)!r} are taken."
+    if several:
+        yield "No key says which state dict is the model: all are taken, under their full names. --key takes one of them."
+    for name, count in Counter(left).items():
+        what = "1 tensor" if count == 1 else f"{count:,} tensors"
+        yield f"Left out: {what} " + (
+            "under no key." if not name else f"under {name!r}; --key {name} takes that instead."
+        )

@@ -1,0 +1,209 @@
+"""How a save of torch.distributed.checkpoint is laid out: `.metadata`, and data files that any number of ranks can load.
+
+For `to_dcp`. The words are those of `dcp_metadata`, whose reading is the check: what is laid out here is what it reads.
+
+[Note: how tensors are cut] A rank that loads reads every chunk that holds a row of its shard, and reads it whole. So large
+tensors are cut, by rows of their first dimension: of it `fully_shard` gives each rank a run. Example: 10 rows of 30 MiB in
+chunks of 64 MiB are cut into 2, 2, 2, 2, 2 rows; rank 1 of 3, which holds rows 4-7, reads the third and fourth chunk.
+Source: torch/distributed/checkpoint/{filesystem,metadata,default_planner,_nested_dict}.py (2.3 - 2.13).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from zckpt.containers import Placeholder, TensorSpec, torch_zip
+from zckpt.containers.emit import Size, emit
+from zckpt.containers.skeleton import Skeleton
+from zckpt.core.catalog import TensorEntry
+from zckpt.core.dtypes import DType
+from zckpt.core.fragments import FileStore, Fragment
+from zckpt.core.plan import Checksum, OutputFile
+from zckpt.layouts.dcp.metadata import Chunk, Path, Place, Shape
+from zckpt.layouts.dcp.state import dotted
+
+CHUNK_BYTES = 64 << 20
+"""Bytes of a chunk at most, but a chunk has at least one row. Every chunk costs a kilobyte and a read."""
+
+_METADATA = "torch.distributed.checkpoint.metadata"
+
+
+@dataclass(slots=True)
+class _DataFile:
+    """A `.distcp` file in the making: torch files, one after another."""
+
+    path: str
+    size: int
+    literals: list[tuple[int, bytes]]
+    checksums: list[Checksum]
+
+    def append(self, skeleton: Skeleton) -> Place:
+        """Puts a torch file at the end."""
+        at = self.size
+        self.literals += [(at + offset, data) for offset, data in skeleton.literals]
+        self.checksums += [
+            replace(sum_, start=at + sum_.start, slots=tuple(at + slot for slot in sum_.slots))
+            for sum_ in skeleton.checksums
+        ]
+        self.size += skeleton.size
+        return Place(self.path, at, skeleton.size)
+
+
+@dataclass(slots=True)
+class _Laid:
+    """A tensor's chunks, and for each the file, byte and first element of what it holds."""
+
+    source: TensorEntry
+    dtype: DType
+    runs: list[tuple[_DataFile, int, int, int]]
+
+
+class Save:
+    """A save in the making: items are added one after another, then it is finished.
+
+    Args:
+        max_file_bytes: a data file that would become larger is followed by another; a chunk is never split.
+        chunk_bytes: see [Note: how tensors are cut].
+    """
+
+    def __init__(self, max_file_bytes: int, chunk_bytes: int = CHUNK_BYTES) -> None:
+        self.max_file_bytes = max_file_bytes
+        self.chunk_bytes = chunk_bytes
+        self._files: list[_DataFile] = []
+        self._tensors: list[_Laid] = []
+        self._paths: dict[str, Path] = {}
+        self._items: dict[str, tuple[DType, Shape, tuple[Chunk, ...]] | Place] = {}
+
+    def tensor(self, path: Path, source: TensorEntry, dtype: DType) -> None:
+        """A tensor, perhaps cast."""
+        laid = _Laid(source, dtype, [])
+        chunks: list[Chunk] = []
+        for offsets, sizes in cut(source.shape, dtype.itemsize, self.chunk_bytes):
+            spec = TensorSpec("", dtype, sizes)
+            skeleton = torch_zip.skeleton_of(spec, [spec])
+            place, file = self._append(skeleton)
+            chunks.append(Chunk(offsets, sizes, place))
+            if spec.numel:
+                first = _first(offsets, source.shape)
+                laid.runs.append((file, place.offset + skeleton.offsets[""], first, spec.numel))
+        self._tensors.append(laid)
+        self._add(path, (dtype, source.shape, tuple(chunks)))
+
+    def number(self, path: Path, dtype: DType, data: bytes) -> None:
+        """A tensor without dimensions, whose bytes are known."""
+        spec = TensorSpec("", dtype, ())
+        skeleton = torch_zip.skeleton_of(spec, [spec])
+        skeleton = replace(skeleton, literals=(*skeleton.literals, (skeleton.offsets[""], data)))
+        self._add(path, (dtype, (), (Chunk((), (), self._append(skeleton)[0]),)))
+
+    def value(self, path: Path, value: object) -> None:
+        """A pickled object.
+
+        Raises:
+            UnsupportedError: nothing that `emit` writes.
+        """
+        self._add(path, self._append(torch_zip.skeleton_of(value, []))[0])
+
+    def again(self, path: Path, known: Path) -> None:
+        """One more item that is what another one is, in the same place."""
+        self._add(path, self._items[dotted(known)])
+
+    def _add(self, path: Path, item: tuple[DType, Shape, tuple[Chunk, ...]] | Place) -> None:
+        self._paths[dotted(path)] = path
+        self._items[dotted(path)] = item
+
+    def _append(self, skeleton: Skeleton) -> tuple[Place, _DataFile]:
+        if not self._files or (self._files[-1].size and self._files[-1].size + skeleton.size > self.max_file_bytes):
+            self._files.append(_DataFile(f"__0_{len(self._files)}.distcp", 0, [], []))
+        return self._files[-1].append(skeleton), self._files[-1]
+
+    def finish(self) -> tuple[list[tuple[OutputFile, FileStore]], list[tuple[TensorEntry, TensorEntry]]]:
+        """The files, and (source, destination) of each tensor in the order of their bytes."""
+        stores = {file.path: FileStore(file.path, file.size) for file in self._files}
+        files = [
+            (OutputFile(file.path, file.size, tuple(file.literals), tuple(file.checksums)), stores[file.path])
+            for file in self._files
+        ]
+        metadata = self._metadata()
+        files.append((OutputFile(".metadata", len(metadata), ((0, metadata),)), FileStore(".metadata", len(metadata))))
+        pairs: list[tuple[TensorEntry, TensorEntry]] = []
+        for laid in self._tensors:
+            fragments = tuple(Fragment(stores[file.path], at, start, count) for file, at, start, count in laid.runs)
+            entry = laid.source
+            pairs.append((entry, replace(entry, dtype=laid.dtype, fragments=fragments, replicas=())))
+        return files, pairs
+
+    def _metadata(self) -> bytes:
+        """The pickle of torch's own `Metadata`, as torch pickles it."""
+        described: dict[str, object] = {}
+        stored: dict[object, object] = {}
+        for name, item in self._items.items():
+            if isinstance(item, Place):
+                described[name] = _made("BytesStorageMetadata", None)
+                stored[_index(name, None)] = _info(item)
+                continue
+            dtype, shape, chunks = item
+            described[name] = _made(
+                "TensorStorageMetadata",
+                {
+                    "properties": _made("TensorProperties", (dtype, _STRIDED, False, _CONTIGUOUS, False)),
+                    "size": Size(shape),
+                    "chunks": [
+                        _made("ChunkStorageMetadata", {"offsets": Size(c.offsets), "sizes": Size(c.sizes)})
+                        for c in chunks
+                    ],
+                },
+            )
+            for chunk in chunks:
+                assert isinstance(chunk.place, Place)
+                stored[_index(name, chunk.offsets)] = _info(chunk.place)
+        root = {"state_dict_metadata": described, "planner_data": dict(self._paths), "storage_data": stored}
+        return emit(_made("Metadata", {**root, "storage_meta": None, "version": "1.0.0"}), {})
+
+
+def cut(shape: Shape, itemsize: int, chunk_bytes: int) -> Iterator[tuple[Shape, Shape]]:
+    """(offsets, sizes) of a tensor's chunks: runs of rows of its first dimension that has several.
+
+    Args:
+        shape: of the tensor.
+        itemsize: bytes of one element.
+        chunk_bytes: of a chunk at most, where one row is not more.
+    """
+    dim = next((dim for dim, extent in enumerate(shape) if extent > 1), len(shape))
+    if not math.prod(shape) or dim == len(shape):
+        yield (0,) * len(shape), shape
+        return
+    rows = max(1, chunk_bytes // (math.prod(shape[dim + 1 :]) * itemsize))
+    for row in range(0, shape[dim], rows):
+        sizes = (*shape[:dim], min(rows, shape[dim] - row), *shape[dim + 1 :])
+        yield tuple(row if d == dim else 0 for d in range(len(shape))), sizes
+
+
+def _first(offsets: Sequence[int], shape: Shape) -> int:
+    """Number of the element at these offsets."""
+    number = 0
+    for offset, extent in zip(offsets, shape, strict=True):
+        number = number * extent + offset
+    return number
+
+
+_STRIDED = Placeholder("torch.serialization", "_get_layout", ("torch.strided",), called=True)
+_CONTIGUOUS = Placeholder(_METADATA, "_MEM_FORMAT_ENCODING", (0,), called=True)
+
+
+def _made(name: str, state: object) -> Placeholder:
+    """An object of one of torch's dataclasses."""
+    return Placeholder(_METADATA, name, (), state, called=True, new=True)
+
+
+def _index(name: str, offsets: Shape | None) -> Placeholder:
+    return _made(
+        "MetadataIndex", {"fqn": name, "index": None, **({} if offsets is None else {"offset": Size(offsets)})}
+    )
+
+
+def _info(place: Place) -> Placeholder:
+    state: dict[str, object] = {"relative_path": place.file, "offset": place.offset, "length": place.length}
+    return Placeholder("torch.distributed.checkpoint.filesystem", "_StorageInfo", (), state, called=True, new=True)

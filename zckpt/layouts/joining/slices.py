@@ -1,0 +1,193 @@
+"""How the slices that tensor-parallel ranks hold of a parameter make up the whole: the geometry, and the rules that say so.
+
+For `model_parallel`. A rule turns the shapes of the slices into a `Joint`: which rows of which slice go where in the whole
+(see `overlaps.place`), which ranks hold only copies, and whether the copies are to be averaged or added up. The rules come
+from the checkpoint itself (the universal-checkpoint information that Megatron-like trainers and AutoTP write), or from a
+file.
+
+[Note: joining] Example of `parts`: a fused QKV of 6 + 3 + 3 rows over two ranks, whose second rank holds 3 + 1 + 1 of them.
+Each part is joined by itself, then the parts are stacked: rows 0-2 of slice 0, 0-2 of slice 1, 3-4 of slice 0, 3 of slice 1,
+5-6 of slice 0, 4 of slice 1.
+Source: DeepSpeed 0.19.8, checkpoint/ds_to_universal.py `merge_tp_slices`, checkpoint/affine.py, checkpoint/constants.py.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Literal
+
+from zckpt.base.errors import InconsistentError
+from zckpt.core.catalog import Padding, Replica, TensorEntry
+from zckpt.core.fragments import Block, ComputedStore, Fragment
+from zckpt.core.overlaps import clip, place
+from zckpt.layouts.joining.totals import sources_of, total_of
+from zckpt.layouts.save.module_states import Shape
+
+Total = Literal["mean", "sum"]
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Rows of one rank's slice, and where they go: their first element's number in the whole, and their pitch there."""
+
+    rank: int
+    rows: Block
+    start: int
+    pitch: int
+
+
+@dataclass(frozen=True, slots=True)
+class Joint:
+    """How slices make up a whole.
+
+    Attributes:
+        shape: of the whole.
+        pieces: which rows go where; they cover the whole exactly once.
+        copies: rank -> pieces that make up the whole as well, with what that rank holds of what others hold too: they
+            must agree.
+        total: the whole is not any rank's, but the mean or sum of all.
+        keep: rows of the first dimension that are real; the others are padding, and cut off.
+        words: what a universal checkpoint says of it (`cat_dim`, ..).
+    """
+
+    shape: Shape
+    pieces: tuple[Piece, ...]
+    copies: Mapping[int, tuple[Piece, ...]] = field(default_factory=dict[int, tuple[Piece, ...]])
+    total: Total | None = None
+    keep: int | None = None
+    words: Mapping[str, object] = field(default_factory=dict[str, object])
+
+
+def whole_of(shape: Shape, rank: int = 0) -> Piece:
+    """A slice that is the whole."""
+    return Piece(rank, Block(0, math.prod(shape), 1, 0, 0, 1), 0, 0)
+
+
+def replicated(shapes: Sequence[Shape]) -> Joint:
+    """Every rank holds the same."""
+    shape = shapes[0]
+    if any(other != shape for other in shapes):
+        raise ValueError("copies of different shapes")
+    return Joint(shape, (whole_of(shape),), {rank: (whole_of(shape, rank),) for rank in range(1, len(shapes))})
+
+
+def totalled(shapes: Sequence[Shape], total: Total) -> Joint:
+    """Every rank holds a part of a sum, or its own idea of the same."""
+    return Joint(shapes[0], (), total=total)
+
+
+def parts(shapes: Sequence[Shape], dim: int, widths: Sequence[Sequence[int]]) -> Joint:
+    """Each slice holds its part of several tensors that are stacked; `widths[part][rank]` of them, in dimension `dim`.
+
+    Raises:
+        ValueError: the widths are not those of the slices.
+    """
+    shape = shapes[0]
+    if not 0 <= dim < len(shape):
+        raise ValueError(f"dimension {dim} of {len(shape)}")
+    inner, outer = math.prod(shape[dim + 1 :]), math.prod(shape[:dim])
+    for rank, own in enumerate(shapes):
+        if len(own) != len(shape) or any(a != b for at, (a, b) in enumerate(zip(own, shape)) if at != dim):
+            raise ValueError(f"slices of shapes {list(shape)} and {list(own)}")
+        if sum(width[rank] for width in widths) != own[dim]:
+            raise ValueError(f"{own[dim]} rows in slice {rank}, where {[width[rank] for width in widths]} are expected")
+    extent = sum(own[dim] for own in shapes)
+    pieces: list[Piece] = []
+    offset = 0
+    for part, width in enumerate(widths):
+        for rank, own in enumerate(shapes):
+            before = sum(w[rank] for w in widths[:part])
+            pitch = own[dim] * inner
+            rows = Block(before * inner, width[rank] * inner, outer, pitch, pitch, 1)
+            pieces.append(Piece(rank, rows, offset * inner, extent * inner))
+            offset += width[rank]
+    return Joint((*shape[:dim], extent, *shape[dim + 1 :]), tuple(pieces))
+
+
+def concatenated(shapes: Sequence[Shape], dim: int) -> Joint:
+    """Slices laid one after another in a dimension."""
+    joint = parts(shapes, dim, [[shape[dim] if 0 <= dim < len(shape) else 0 for shape in shapes]])
+    return Joint(joint.shape, joint.pieces, words={"cat_dim": dim})
+
+
+def join(name: str, slices: Sequence[TensorEntry], joint: Joint) -> TensorEntry:
+    """The whole tensor.
+
+    Raises:
+        InconsistentError: the slices do not fit the rule.
+    """
+    first = slices[0]
+    if len({entry.dtype for entry in slices}) > 1:
+        raise InconsistentError(
+            f"slices of tensor {name!r} in several dtypes", found=", ".join(sorted({e.dtype.name for e in slices}))
+        )
+    itemsize = first.dtype.itemsize
+    if joint.total:
+        shape = joint.shape
+        numel = math.prod(shape)
+        store = ComputedStore(numel * itemsize, lambda: total_of(slices, joint.total or "mean"), sources_of(slices))
+        return TensorEntry(name, shape, first.dtype, first.role, (Fragment(store, 0, 0, numel),) if numel else ())
+    held = [entry.fragments for entry in slices]
+    fragments = _placed(held, joint.pieces, itemsize)
+    replicas = [
+        Replica(first.dtype, _placed(held, pieces, itemsize), _rank(rank), True)
+        for rank, pieces in joint.copies.items()
+    ]
+    copies = [[copy for copy in entry.replicas if copy.rank and copy.dtype == entry.dtype] for entry in slices]
+    for number in range(max(map(len, copies))):  # the slices' own: where one has fewer, it stands for itself
+        several = [own[number] if number < len(own) else None for own in copies]
+        other = [copy.fragments if copy else entry.fragments for entry, copy in zip(slices, several, strict=True)]
+        rank = " and ".join(dict.fromkeys(copy.rank for copy in several if copy))
+        is_whole = any(copy.whole for copy in several if copy)
+        replicas += [
+            Replica(first.dtype, _placed(other, pieces, itemsize), rank, is_whole)
+            for pieces in (joint.pieces, *joint.copies.values())
+        ]
+    weights = [copy for entry in slices if (copy := entry.own_copy) is not None]
+    if len(weights) == len(slices):
+        narrow, own = weights[0].dtype, [weight.fragments for weight in weights]
+        replicas.append(Replica(narrow, _placed(own, joint.pieces, narrow.itemsize)))
+        replicas += [
+            Replica(narrow, _placed(own, pieces, narrow.itemsize), _rank(rank)) for rank, pieces in joint.copies.items()
+        ]
+    return cut(TensorEntry(name, joint.shape, first.dtype, first.role, fragments, tuple(replicas)), joint.keep)
+
+
+def cut(entry: TensorEntry, keep: int | None) -> TensorEntry:
+    """The first `keep` rows of the first dimension; all of them where there are no more, or it is None."""
+    if keep is None or not entry.shape or keep >= entry.shape[0]:
+        return entry
+    shape = (keep, *entry.shape[1:])
+    numel = math.prod(shape)
+    fragments = clip(entry.fragments, 0, numel, entry.dtype.itemsize)
+    replicas = (replace(r, fragments=clip(r.fragments, 0, numel, r.dtype.itemsize)) for r in entry.replicas)
+    return replace(entry, shape=shape, fragments=fragments, replicas=tuple(replicas))
+
+
+def cut_off(name: str, slices: Sequence[TensorEntry], joint: Joint) -> Iterator[Padding]:
+    """What slices hold beyond the rows that are real: of the whole, and of copies of it."""
+    if joint.keep is None or joint.total:
+        return
+    entry = join(name, slices, replace(joint, keep=None))
+    kept = math.prod((min(joint.keep, entry.shape[0]), *entry.shape[1:]))
+    seen: set[Fragment] = set()
+    places: list[TensorEntry | Replica] = [entry, *(copy for copy in entry.replicas if copy.rank)]
+    for held in places:
+        beyond = clip(held.fragments, kept, entry.numel, held.dtype.itemsize)
+        fragments = tuple(fragment for fragment in beyond if fragment not in seen)
+        seen.update(fragments)
+        if fragments:
+            yield Padding(held.dtype, fragments, "rows of a vocabulary beyond the real ones", zero=False)
+
+
+def _rank(rank: int) -> str:
+    return f"tensor-parallel rank {rank}"
+
+
+def _placed(slices: Sequence[tuple[Fragment, ...]], pieces: Sequence[Piece], itemsize: int) -> tuple[Fragment, ...]:
+    found: list[Fragment] = []
+    for piece in pieces:
+        found += place(slices[piece.rank], piece.rows, piece.start, piece.pitch, itemsize)
+    return tuple(sorted(found, key=lambda fragment: fragment.start))

@@ -1,0 +1,1 @@
+"""Mixtures of experts: DeepSpeed's MoE layers and AutoEP."""

@@ -1,0 +1,361 @@
+"""Which experts a save holds: its layers of experts, their files, and which ranks hold which of them.
+
+For `moe`. Two kinds of layers are known. DeepSpeed's own `MoE` names each expert's parameters by the expert's number on its
+rank (`<layer>.deepspeed_moe.experts.deepspeed_experts.0.fc.weight`), in optimizer files; expert files and catalogs have its
+number among all. AutoEP keeps the experts of a layer in one tensor per weight (`<layer>.experts.w1`, experts first), of
+which a rank holds some, and records where.
+
+[Note: expert-parallel ranks] Of W data-parallel ranks, e share a layer's experts (expert-parallel ranks); the W / e ranks that
+hold the same experts are their expert data-parallel group, over which ZeRO cuts their masters. Rank D is expert-parallel rank
+D mod e; with `use_data_before_expert_parallelism` it is D // (W / e). Example: W = 4, e = 2: groups 0, 2 and 1, 3; or 0, 1
+and 2, 3.
+Source: DeepSpeed 0.19.8, moe/layer.py, utils/groups.py `_create_expert_and_data_parallel`, runtime/engine.py
+`_save_moe_checkpoint`, checkpoint/autoep_affine.py.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from zckpt.base.errors import CorruptError, IncompleteError, InconsistentError, UnsupportedError, ranges, some
+from zckpt.containers import TensorRef, brief
+from zckpt.core.catalog import Role, TensorEntry
+from zckpt.core.fragments import Block
+from zckpt.core.overlaps import place
+from zckpt.layouts.joining.slices import Joint, Piece
+from zckpt.layouts.moe.records import records
+from zckpt.layouts.save.listing import EXPERT_NAME, Listing
+from zckpt.layouts.save.module_states import ModelStates, Shape, as_mapping, flatten
+
+_EXPERTS = "deepspeed_moe.experts.deepspeed_experts"
+_OWN = re.compile(rf"(?P<prefix>.*{re.escape(_EXPERTS)})\.(?P<number>\d+)\.(?P<local>.+)", re.DOTALL)
+_STACKED = re.compile(r"(?P<prefix>.*)\.(?P<local>[^.]+)\.(?P<number>\d+)", re.DOTALL)
+_FOLDING = "folding"
+_MOST = 1 << 20
+"""Experts in a layer: hundreds are met; a damaged number must not fill the memory."""
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """One layer of experts.
+
+    Attributes:
+        number: among the model's layers of experts, as in file names.
+        prefix: of the names of its parameters.
+        experts: how many it has.
+        held: expert-parallel rank -> numbers of the experts it holds, in its own order; empty while not known.
+        weights: expert -> local name -> module weight, from its file; empty where the save has no such files.
+        stacked: whether all experts' weights are one tensor, as AutoEP keeps them.
+    """
+
+    number: int
+    prefix: str
+    experts: int
+    held: tuple[tuple[int, ...], ...]
+    weights: Mapping[int, Mapping[str, TensorRef]]
+    stacked: bool = False
+
+    @property
+    def ep(self) -> int:
+        """Expert-parallel ranks."""
+        return len(self.held)
+
+    @property
+    def home(self) -> str:
+        """The module that its experts and its gate are in."""
+        return self.prefix.removesuffix(".deepspeed_experts").rpartition(".")[0]
+
+    def spread(self, ep: int) -> Layer:
+        """The layer, with its experts spread evenly over so many ranks."""
+        share = self.experts // ep
+        return replace(self, held=tuple(tuple(range(rank * share, (rank + 1) * share)) for rank in range(ep)))
+
+    def module(self) -> dict[str, TensorRef]:
+        """The weights of its files under the names that they have among all experts; nothing for stacked ones."""
+        if self.stacked:
+            return {}
+        return {
+            f"{self.prefix}.{expert}.{local}": ref
+            for expert, refs in sorted(self.weights.items())
+            for local, ref in refs.items()
+        }
+
+    def stacks(self, role: Role, rank: int | None = None) -> dict[str, TensorEntry]:
+        """Stacked weights, put together from the experts' files: of all experts, or of those of a rank."""
+        if not self.stacked or not self.weights:
+            return {}
+        wanted = range(self.experts) if rank is None else self.held[rank]
+        found: dict[str, TensorEntry] = {}
+        for local, first in self.weights[0].items():
+            numel, itemsize = first.numel, first.dtype.itemsize
+            row = Block(0, numel, 1, 0, 0, 1)
+            fragments = tuple(
+                fragment
+                for at, expert in enumerate(wanted)
+                for fragment in place(self.weights[expert][local].fragments(), row, at * numel, 0, itemsize)
+            )
+            name, shape = f"{self.prefix}.{local}", (len(wanted), *first.shape)
+            found[name] = TensorEntry(name, shape, first.dtype, role, fragments)
+        return found
+
+    def joint(self, shapes: Sequence[Shape]) -> Joint:
+        """How the stacked weights that the expert-parallel ranks hold make up the whole.
+
+        Raises:
+            ValueError: they are not of the experts that the ranks are said to hold.
+        """
+        own = shapes[0][1:]
+        if [(len(held), *own) for held in self.held] != list(shapes):
+            raise ValueError(f"{self.experts} experts in stacks of shapes {some(list(shape) for shape in shapes)}")
+        numel = math.prod(own)
+        pieces = [
+            Piece(rank, Block(at * numel, numel, 1, 0, 0, 1), expert * numel, 0)
+            for rank, held in enumerate(self.held)
+            for at, expert in enumerate(held)
+        ]
+        return Joint((self.experts, *own), tuple(pieces))
+
+
+class Layers:
+    """All layers of experts of a model, and what they call their parameters."""
+
+    def __init__(self, layers: Sequence[Layer]) -> None:
+        self.all = tuple(layers)
+        self._by_prefix = {layer.prefix: layer for layer in layers}
+
+    @property
+    def ep(self) -> int:
+        """The most ranks that experts are spread over."""
+        return max((layer.ep for layer in self.all), default=1)
+
+    def owner(self, name: str) -> tuple[Layer, int, str] | None:
+        """The layer that a parameter or buffer belongs to, the expert's number in its name, and what follows it.
+
+        A stacked weight is that of all experts; its number is 0.
+        """
+        match = _OWN.fullmatch(name)
+        if match is not None and (layer := self._by_prefix.get(match["prefix"])) is not None:
+            return layer, int(match["number"]), match["local"]
+        prefix, _, local = name.rpartition(".")
+        layer = self._by_prefix.get(prefix)
+        return (layer, 0, local) if layer is not None and layer.stacked else None
+
+    def those(self, names: Iterable[str], *, experts: bool) -> list[str]:
+        """Those of some names that are experts', or all others."""
+        return [name for name in names if (self.owner(name) is not None) == experts]
+
+    def name_on(self, rank: int, name: str) -> str:
+        """The name that a parameter which an expert-parallel rank calls `name` has among all experts.
+
+        Raises:
+            InconsistentError: that rank has no such expert.
+        """
+        found = self.owner(name)
+        if found is None or found[0].stacked:
+            return name
+        layer, number, local = found
+        if number >= len(layer.held[rank]):
+            raise InconsistentError(
+                f"more experts on a rank than layer {layer.number} of the model has", found=repr(name),
+                expected=f"{len(layer.held[rank])} of {layer.experts} experts on each of {layer.ep} ranks",
+            )  # fmt: skip
+        return f"{layer.prefix}.{layer.held[rank][number]}.{local}"
+
+    def names_everywhere(self, name: str) -> list[str]:
+        """What a parameter that the first rank calls `name` is among all experts, one per expert-parallel rank."""
+        found = self.owner(name)
+        if found is None or found[0].stacked:
+            return [name]
+        return [self.name_on(rank, name) for rank in range(found[0].ep)]
+
+    def spread(self, names: Iterable[str], ranks: Callable[[Layer], int]) -> Layers:
+        """The layers, with ranks for those of which nothing tells them.
+
+        Args:
+            names: of parameters and buffers, as the first rank calls them: it says how many experts a rank has.
+            ranks: expert-parallel ranks of a layer that has no such names.
+
+        Raises:
+            InconsistentError: a layer's experts cannot be spread so.
+        """
+        held: dict[str, set[int]] = {}
+        for name in names:
+            if (found := self.owner(name)) is not None:
+                held.setdefault(found[0].prefix, set()).add(found[1])
+        spread: list[Layer] = []
+        for layer in self.all:
+            if layer.held:
+                spread.append(layer)
+                continue
+            share = len(held.get(layer.prefix, ()))
+            ep = layer.experts // share if share else ranks(layer)
+            if ep < 1 or layer.experts % ep or (share and ep * share != layer.experts):
+                raise InconsistentError(
+                    f"experts of layer {layer.number} that cannot be spread over ranks",
+                    found=f"{share or layer.experts // max(ep, 1)} of {layer.experts} experts on a rank",
+                    remedy="Files are of different saves. Copy those of one save again, or choose another tag.",
+                )
+            spread.append(layer.spread(ep))
+        return Layers(spread)
+
+
+def is_own(name: str) -> bool:
+    """Whether a parameter or buffer is of one of DeepSpeed's own experts."""
+    return _OWN.fullmatch(name) is not None
+
+
+def read_layers(listing: Listing, model: ModelStates, mp_ranks: range | None = None) -> Layers:
+    """All layers of experts, whose ranks are known only where AutoEP recorded them.
+
+    Args:
+        listing: all files.
+        model: any model file of these ranks.
+        mp_ranks: whose files of experts, each expert's being of one of them; None for all files.
+
+    Raises:
+        IncompleteError: an expert's file is missing.
+        InconsistentError: there are files of experts that the model does not have, or experts of a layer differ.
+        CorruptError: a file does not hold what its name says.
+        UnsupportedError: the files are of a DeepSpeed too old, or of a kind that zckpt does not know.
+    """
+    counts = model.root.get("num_experts")
+    if not isinstance(counts, list | tuple) or not all(isinstance(n, int) and 0 < n <= _MOST for n in counts):
+        raise UnsupportedError(
+            "a mixture of experts that does not say how many experts its layers have",
+            file=model.file, found=f"num_experts {brief(counts)}", expected="DeepSpeed 0.6 or later lists them per layer",
+            remedy="Load it with the DeepSpeed that wrote it and save it with a newer one.",
+        )  # fmt: skip
+    recorded = records(model)
+    files = _files(listing, mp_ranks)
+    strange = [name for (number, expert), name in files.items() if not _is_one(counts, number, expert)]
+    if strange:
+        raise InconsistentError(
+            "files of experts that the model does not have",
+            file=listing.directory,
+            found=some(strange),
+            expected=f"layers of experts 0-{len(counts) - 1}, of {some(counts)} experts",
+            remedy="They are left over from another save: move them away.",
+        )
+    first = mp_ranks[0] if mp_ranks else 0
+    layers = [_layer(listing, n, count, recorded.get(n), files, first) for n, count in enumerate(counts)]
+    return Layers(layers)
+
+
+def _is_one(counts: Sequence[int], number: int, expert: int) -> bool:
+    return 0 <= number < len(counts) and expert < counts[number]
+
+
+def _files(listing: Listing, mp_ranks: range | None) -> dict[tuple[int, int], str]:
+    """(layer, expert) -> its file."""
+    found: dict[tuple[int, int], str] = {}
+    for name in listing.matching(EXPERT_NAME):
+        match = EXPERT_NAME.fullmatch(name)
+        assert match is not None
+        if mp_ranks is not None and int(match["mp"]) not in mp_ranks:
+            continue
+        key = int(match["layer"]), int(match["expert"])
+        if key in found:
+            raise InconsistentError(
+                f"two files of expert {key[1]} of layer {key[0]}", file=listing.directory,
+                found=f"{found[key]!r} and {name!r}", remedy="One of them is of another save: move it away.",
+            )  # fmt: skip
+        found[key] = name
+    return found
+
+
+def _layer(
+    listing: Listing,
+    number: int,
+    experts: int,
+    recorded: Mapping[str, object] | None,
+    files: Mapping[tuple[int, int], str],
+    mp_rank: int,
+) -> Layer:
+    """One layer: its experts' files, which must all be there and be alike."""
+    held: tuple[tuple[int, ...], ...] = ()
+    if recorded is not None:
+        held = _placement(recorded, experts, listing.directory)
+        if recorded.get("checkpoint_format") not in (None, "per_expert_files"):
+            return Layer(number, str(recorded["expert_key_prefix"]), experts, held, {}, True)
+    missing = [expert for expert in range(experts) if (number, expert) not in files]
+    if missing:
+        names = [f"layer_{number}_expert_{expert}_mp_rank_{mp_rank:02d}_model_states.pt" for expert in missing[:3]]
+        raise IncompleteError(
+            f"missing experts of layer {number}",
+            file=listing.directory,
+            found=f"files of {experts - len(missing)} experts",
+            expected=f"{experts} experts; of {ranges(missing)} there is none: {some(names)}",
+            remedy="Copy them from the nodes that wrote them (--also DIR lays further directories over this one).",
+        )
+    weights: dict[int, dict[str, TensorRef]] = {}
+    prefixes: dict[int, str] = {}
+    for expert in range(experts):
+        name = files[number, expert]
+        prefixes[expert], weights[expert] = _expert(listing, name, expert, recorded is not None)
+        if prefixes[expert] != prefixes[0] or _forms(weights[expert]) != _forms(weights[0]):
+            raise InconsistentError(
+                f"experts of layer {number} that are not alike",
+                file=listing.files[name],
+                found=f"{prefixes[expert]!r} with {some(weights[expert])}",
+                expected=f"as in {files[number, 0]!r}: {prefixes[0]!r} with {some(weights[0])}",
+                remedy="One of the files is of another save. Copy the layer's files again, or choose another tag.",
+            )
+    return Layer(number, prefixes[0], experts, held, weights, recorded is not None)
+
+
+def _forms(weights: Mapping[str, TensorRef]) -> dict[str, tuple[Shape, str]]:
+    return {local: (ref.shape, ref.dtype.name) for local, ref in weights.items()}
+
+
+def _expert(listing: Listing, name: str, expert: int, stacked: bool) -> tuple[str, dict[str, TensorRef]]:
+    """The prefix of an expert's names, and its weights by local name."""
+    file = listing.files[name]
+    root = as_mapping(listing.open(name).root, "an expert's file", file)
+    notes: list[str] = []
+    tensors = flatten({key: value for key, value in root.items() if key != _FOLDING}, notes)
+    prefixes: set[str] = set()
+    weights: dict[str, TensorRef] = {}
+    for key, ref in tensors.items():
+        match = (_STACKED if stacked else _OWN).fullmatch(key)
+        if match is None or int(match["number"]) != expert:
+            notes.append(f"{brief(key)} is not a name of expert {expert}")
+            continue
+        prefixes.add(match["prefix"])
+        weights[match["local"]] = ref
+    if notes or len(prefixes) != 1:
+        raise CorruptError(
+            "an expert's file that does not hold what its name says", file=file,
+            found=notes[0] if notes else f"names of {len(prefixes)} layers", expected=f"the weights of expert {expert}",
+            remedy="Copy it again.",
+        )  # fmt: skip
+    return prefixes.pop(), weights
+
+
+def _placement(recorded: Mapping[str, object], experts: int, file: str) -> tuple[tuple[int, ...], ...]:
+    """Which experts each expert-parallel rank holds, in its own order."""
+    ep, placed = recorded.get("ep_size"), recorded.get("expert_placement")
+    held: list[tuple[int, ...]] = []
+    if isinstance(placed, Mapping):
+        ranks = placed.get("ranks")
+        entries = [entry for entry in ranks if isinstance(entry, Mapping)] if isinstance(ranks, list | tuple) else []
+        for entry in sorted(entries, key=lambda entry: str(entry.get("rank")).zfill(9)):
+            numbers = entry.get("experts")
+            held.append(tuple(numbers) if isinstance(numbers, list | tuple) else ())
+    elif isinstance(ep, int) and 0 < ep <= experts and experts % ep == 0:
+        return Layer(0, "", experts, (), {}).spread(ep).held
+    placed_experts = [number for numbers in held for number in numbers]
+    if any(type(n) is not int for n in placed_experts) or sorted(placed_experts) != list(range(experts)):
+        raise InconsistentError(
+            "a placement of experts that does not place each of them once", file=file, found=brief(held),
+            expected=f"{experts} experts on {brief(ep)} ranks",
+        )  # fmt: skip
+    return tuple(held)
+
+
+def sharers(ep: int, rank: int, world_size: int, *, data_first: bool) -> range:
+    """The data-parallel ranks that hold the experts of an expert-parallel rank; see [Note: expert-parallel ranks]."""
+    size = world_size // ep
+    return range(rank * size, (rank + 1) * size) if data_first else range(rank, world_size, ep)

@@ -1,0 +1,271 @@
+"""Mixtures of experts: DeepSpeed's own layer without ZeRO and under ZeRO-1 and -2, AutoEP under ZeRO-3 too.
+
+For `layouts.detect`. How they are put together: `mixture`. Here are those whose model is split over tensor-parallel ranks too.
+
+[Note: experts under tensor parallelism] Either each expert is split like the rest (`enable_expert_tensor_parallelism`): every
+tensor-parallel rank has files of all experts, which is a mixture of its own, of slices; or experts are whole, and spread over
+all ranks: rank D x tp + T is data-parallel rank D of tensor-parallel rank T, each expert has one file, and the groups of ranks
+that share experts are counted in these numbers.
+
+[Note: experts in a pipeline] A stage is a mixture of its own: its model file holds its weights (there are no layer files), its
+layers of experts are counted from 0, and "all ranks" above are those of the stage. A stage without experts is an ordinary one,
+with layer files.
+
+[Note: model files that DeepSpeed does not write] Whole experts on fewer ranks than there are tensor-parallel ones: those that
+only hold copies of experts leave the save before they write their `mp_rank_XX_model_states.pt`. Under ZeRO their masters are
+there. Shapes are those of the tensor-parallel rank before, if the optimizer files name the same parameters of the same sizes;
+buffers are its own; frozen slices are lost.
+Source: DeepSpeed 0.19.8, utils/groups.py `_create_expert_and_data_parallel`, `_create_expert_data_and_model_parallel`;
+runtime/engine.py `save_checkpoint`, `_save_moe_checkpoint`.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
+
+from zckpt.base.errors import InconsistentError, some
+from zckpt.containers import Placeholder
+from zckpt.core.catalog import Catalog, Source, Topology
+from zckpt.layouts.moe.experts import Layers, is_own, read_layers
+from zckpt.layouts.moe.groups import Save, told_apart
+from zckpt.layouts.moe.mixture import Reader, load, model_name
+from zckpt.layouts.moe.records import second_routers, without_experts
+from zckpt.layouts.parallel import read as model_parallel
+from zckpt.layouts.parallel.read import Slice
+from zckpt.layouts.run.agreement import merged
+from zckpt.layouts.run.training import Training
+from zckpt.layouts.save.listing import EXPERT_NAME, EXPERT_OPTIMIZER_NAME, MODEL_NAME, Listing
+from zckpt.layouts.save.module_states import ModelStates, read_model_states
+from zckpt.layouts.zero import unsharded, zero3, zero12
+from zckpt.layouts.zero.assembly import assemble
+
+
+def match(listing: Listing) -> str | None:
+    """None when this layout reads the files; otherwise why not."""
+    if listing.matching(EXPERT_NAME) or listing.matching(EXPERT_OPTIMIZER_NAME):
+        return None
+    names = (*listing.matching(MODEL_NAME), *listing.shards("model").values())
+    return None if any(_counts(listing.open(name).root) for name in names) else "no experts"  # if so, files are missing
+
+
+def _counts(root: object) -> bool:
+    """Whether a model file says that there are experts; of a pipeline, in its own stage."""
+    counts = root.get("num_experts") if isinstance(root, Mapping) else None
+    return isinstance(counts, list) and bool(counts)
+
+
+def read(listing: Listing, *, allow_unknown: bool = False) -> Catalog:
+    """The catalog of a mixture of experts; arguments as in `zero12.read`.
+
+    Raises:
+        IncompleteError: an expert's file, or a rank's, is missing.
+        InconsistentError: files are of different saves, or experts are left over from another.
+        UnsupportedError: masters of a kind that zckpt does not know.
+    """
+    return _open(listing, allow_unknown).catalog()
+
+
+def read_training(listing: Listing, *, allow_unknown: bool = False) -> Training:
+    """What the run needs beside its weights, of experts under the names they have among all; as in `read`."""
+    return _open(listing, allow_unknown).training()
+
+
+def _open(listing: Listing, allow_unknown: bool) -> Reader | Split:
+    """Of a model that is split over tensor-parallel ranks, experts may be too, or are spread over all ranks."""
+    ranks = len(listing.model_parallel_ranks())
+    if ranks < 2 and listing.numbers(model_name(listing), "mp_world_size").get("mp_world_size", 1) < 2:
+        model = read_model_states(listing, model_name(listing))
+        layers = read_layers(listing, model)
+        save = load(listing, allow_unknown, model, layers)
+        return Reader(listing, save, save.model if save else model, layers)
+    return Split(listing, allow_unknown)
+
+
+class Split(model_parallel.Reader):
+    """A model that is split over tensor-parallel ranks; see [Note: experts under tensor parallelism]."""
+
+    def __init__(self, listing: Listing, allow_unknown: bool) -> None:
+        self.held: dict[int, Topology] = {}
+        self.saves: dict[int, Save] = {}
+        self.spread: dict[int, Layers] = {}
+        self.unwritten: list[str] = []
+        self.whole: dict[int, Reader] = {}
+        super().__init__(listing, allow_unknown)
+        for ranks in self._stages():
+            if ranks[0] in self.spread.keys() - self.whole.keys():
+                self.whole[ranks[0]] = self._of_all(ranks)
+
+    def _stages(self) -> list[range]:
+        """The model-parallel ranks of each pipeline stage."""
+        tp = self.topology.tp
+        return [range(first, first + tp) for first in range(0, tp * self.topology.pp, tp)]
+
+    def _model(self, rank: int) -> ModelStates:
+        """A rank's model file, or what can be known of it; see [Note: model files that DeepSpeed does not write]."""
+        written = [int(name.split("_")[2]) for name in self.listing.matching(MODEL_NAME)]
+        shards = self.listing.shards("optim", rank).values()
+        before = max((other for other in written if other < rank), default=None)
+        if rank in written or before is None or not shards or _expert_files(self.listing, range(rank, rank + 1)):
+            return super()._model(rank)
+        model = super()._model(before)
+        if not _counts(model.root) or _sizes(model) != _held_sizes(self.listing.open(name).root for name in shards):
+            return super()._model(rank)
+        self.unwritten.append(f"mp_rank_{rank:02d}_model_states.pt")
+        buffers = {name: ref for name, ref in model.module.items() if name in model.buffer_names}
+        return replace(model, module=buffers, frozen_shapes={}, frozen_fragments={})
+
+    def _notes(self) -> Iterator[str]:
+        yield from super()._notes()
+        if self.unwritten:
+            yield (
+                f"DeepSpeed does not write {some(self.unwritten)} where experts lie on fewer ranks than there are "
+                "tensor-parallel ones, and cannot load such a save: masters are read, and no copy of their slices proves them."
+            )
+
+    def slice_of(self, rank: int, model: ModelStates, tied: Mapping[str, str]) -> Slice:
+        """Of a rank: all its slices, or those that are not experts'."""
+        stage = self._stages()[rank // self.topology.tp]
+        if self.topology.pp > 1 and not _counts(model.root):
+            self._check_none(rank)
+            return super().slice_of(rank, model, tied)
+        if rank == stage[0] and len(stage) > 1 and not _are_sliced(self.listing, stage):
+            self.spread[rank] = read_layers(self.listing, model, stage)
+        own, spread = range(rank, rank + 1), self.spread.get(stage[0])
+        layers = spread or read_layers(self.listing, model, own)
+        save = load(self.listing, self.allow_unknown, model, layers, rank)
+        if spread is None:
+            reader = Reader(self.listing, save, save.model if save else model, layers, own)
+            catalog, shard = reader.catalog(), save.shards[0] if save else None
+            self.held[rank] = catalog.topology
+            return Slice(catalog, reader.model, reader.training, shard)
+        if save is None:
+            model = replace(model, shared=dict(second_routers(model)))
+            if rank == stage[0]:
+                self.whole[rank] = self._of_all(stage)
+            whole = self.whole[stage[0]]
+            masters = whole.unsharded.dense.get(rank) if whole.unsharded else None
+            if not masters:
+                return super().slice_of(rank, model, tied)
+            catalog = assemble(model, masters, Source("", self.listing.directory), self.topology, frozen={})
+            return Slice(
+                unsharded.frozen_without_master(catalog, masters),
+                model,
+                lambda: _those(whole.training_of(rank), whole.layers, experts=False),
+            )
+        self.saves[rank] = save
+        dense, _ = told_apart(save, spread)
+        shared = {**dense.model.shared, **dict(second_routers(dense.model))}
+        dense = replace(dense, model=replace(dense.model, shared=shared))
+        source = Source("", self.listing.directory)
+        if isinstance(dense, zero3.Save):
+            zero3.check_lengths(dense)
+            catalog = assemble(
+                dense.model, zero3.masters(dense), source, self.topology, zero3.frozen(dense), zero3.padding(dense)
+            )
+            return Slice(catalog, save.model, lambda: zero3.training(dense), dense.shards[0])
+        catalog = assemble(dense.model, zero12.masters(dense), source, self.topology, padding=zero12.padding(dense))
+        return Slice(catalog, save.model, lambda: zero12.training(dense), dense.shards[0])
+
+    def _check_none(self, rank: int) -> None:
+        """A stage without experts has no files of any."""
+        if strange := [match[0] for match in _expert_files(self.listing, range(rank, rank + 1))]:
+            raise InconsistentError(
+                "files of experts that the model does not have", file=self.listing.directory, found=some(strange),
+                expected=f"mp_rank {rank:02d} is of a pipeline stage without experts",
+                remedy="They are left over from another save: move them away.",
+            )  # fmt: skip
+
+    def _of_all(self, ranks: range) -> Reader:
+        """What all ranks of a stage hold of experts, as a mixture of nothing else; without ZeRO, beside the first's slices."""
+        layers, saves = self.spread[ranks[0]], [self.saves[rank] for rank in ranks if rank in self.saves]
+        if not saves:
+            models = [self._model(rank) for rank in ranks]
+            return Reader(self.listing, None, models[0], layers, ranks, models)
+        apart = [told_apart(save, layers)[1] for save in saves]
+        shards = [shard for same in zip(*(save.shards for save in apart), strict=True) for shard in same]
+        save = replace(apart[0], shards=shards, world_size=len(shards))
+        if isinstance(save, zero3.Save):
+            names = [
+                name
+                for same in zip(*(list(own.names.values()) for own in apart if isinstance(own, zero3.Save)))
+                for name in same
+            ]
+            save = replace(save, names=dict(enumerate(names)), shard_size=len(shards))
+        return Reader(self.listing, save, save.model, layers, ranks)
+
+    def catalog(self) -> Catalog:
+        """The whole model; errors as in `read`."""
+        catalog = super().catalog()
+        tensors, aliases, padding = dict(catalog.tensors), dict(catalog.aliases), list(catalog.padding)
+        views = list(catalog.views)
+        stages: list[Topology] = []
+        for ranks in self._stages():
+            if whole := self.whole.get(ranks[0]):
+                experts = whole.catalog()
+                tensors |= {name: experts.tensors[name] for name in whole.layers.those(experts.tensors, experts=True)}
+                aliases |= {name: experts.aliases[name] for name in whole.layers.those(experts.aliases, experts=True)}
+                padding += experts.padding
+                views += experts.views
+                stages.append(experts.topology)
+            elif held := self.held.get(ranks[0]):
+                stages.append(held)
+        layers = tuple(layer for stage in stages for layer in stage.experts)
+        topology = replace(catalog.topology, ep=max(stage.ep for stage in stages), experts=layers)
+        return replace(
+            catalog, tensors=tensors, aliases=aliases, topology=topology, padding=tuple(padding), views=tuple(views)
+        )
+
+    def training(self) -> Training:
+        """What the run needs beside its weights; errors as in `read`."""
+        training = super().training()
+        experts = [_those(whole.training(), whole.layers, experts=True) for whole in self.whole.values()]
+        states, padding = dict(training.states), list(training.padding)
+        for own in experts:
+            states |= own.states
+            padding += own.padding
+        groups = (*training.groups, *merged([own.groups for own in experts]))
+        return replace(without_experts(training), groups=groups, states=states, padding=tuple(padding))
+
+
+def _those(training: Training, layers: Layers, *, experts: bool) -> Training:
+    """What a run needs of experts alone, or of all else alone."""
+    named = ((group, tuple(layers.those(group.names, experts=experts))) for group in training.groups)
+    groups = tuple(replace(group, names=names) for group, names in named if names)
+    states = {name: training.states[name] for name in layers.those(training.states, experts=experts)}
+    return replace(training, groups=groups, states=states)
+
+
+def _expert_files(listing: Listing, ranks: range) -> list[re.Match[str]]:
+    """The names of experts' files of some model-parallel ranks."""
+    matches = (EXPERT_NAME.fullmatch(name) for name in listing.files)
+    return [match for match in matches if match and int(match["mp"]) in ranks]
+
+
+def _are_sliced(listing: Listing, ranks: range) -> bool:
+    """Whether any expert has a file of more than one of a stage's tensor-parallel ranks."""
+    held = [(int(match["layer"]), int(match["expert"])) for match in _expert_files(listing, ranks)]
+    return len(set(held)) < len(held)
+
+
+def _sizes(model: ModelStates) -> dict[str, int]:
+    """Elements of each trainable parameter that is not of an expert, as a model file lists them."""
+    sizes = {name: math.prod(shape) for group in model.param_shapes for name, shape in group.items()}
+    return {name: numel for name, numel in sizes.items() if numel and not is_own(name)}
+
+
+def _held_sizes(optimizers: Iterable[object]) -> dict[str, int]:
+    """The same as a rank's optimizer files hold them."""
+    sizes: dict[str, int] = {}
+    for root in optimizers:
+        state = root.get("optimizer_state_dict") if isinstance(root, Mapping) else None
+        mappings = state.get("param_slice_mappings") if isinstance(state, Mapping) else None
+        for mapping in mappings if isinstance(mappings, list) else ():
+            for name, address in mapping.items() if isinstance(mapping, Mapping) else ():
+                place = address.state if isinstance(address, Placeholder) else None
+                numel = place.get("numel") if isinstance(place, Mapping) else None
+                if not is_own(str(name)):
+                    sizes[str(name)] = sizes.get(str(name), 0) + (numel if isinstance(numel, int) else 0)
+    return sizes

@@ -1,0 +1,396 @@
+"""Checkpoints of models that are split over ranks: tensor parallel, pipeline parallel, and ZeRO of any stage under both.
+
+For `layouts.detect`. Each model-parallel rank's files are read as a save of their own, of slices under the names they have
+there (`zero12`, `zero3`, `unsharded`); the slices of one pipeline stage are joined (`slices`, `rules`), and the stages are
+put one after another. A parameter that several stages hold is tied: its copies must agree, and one is kept.
+
+[Note: names in a pipeline] Layer files hold local names (`up.weight`). The model file of a stage lists its parameters under
+global ones: `<layer>.<local name>`, or `tied_modules.<key>.<local name>` for a layer whose weight is used twice; a layer
+file whose names are in no list under its own number is that of a tied module.
+Source: DeepSpeed 0.19.8, runtime/pipe/module.py `save_state_dict`, `ckpt_layer_path`; runtime/engine.py `_get_ckpt_name`
+(model-parallel ranks count stages first, tensor ranks within a stage).
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from zckpt.base.errors import CorruptError, IncompleteError, InconsistentError, UsageError
+from zckpt.containers import TensorRef
+from zckpt.core.catalog import Catalog, Padding, Replica, Source, TensorEntry, Topology
+from zckpt.layouts.joining.rules import Rules, check_loads, rules_of_checkpoint, rules_of_file, unknown_rule
+from zckpt.layouts.joining.slices import Joint, cut_off, join, replicated
+from zckpt.layouts.run.agreement import merged
+from zckpt.layouts.run.training import Group, Training
+from zckpt.layouts.run.values import missing_ranks
+from zckpt.layouts.save.listing import LAYER_NAME, MODEL_NAME, Listing
+from zckpt.layouts.save.module_states import ModelStates, as_mapping, flatten, read_model_states
+from zckpt.layouts.save.origins import check_alike
+from zckpt.layouts.zero import unsharded, unsharded_training, zero3, zero12
+from zckpt.layouts.zero.assembly import assemble
+from zckpt.layouts.zero.optimizer_states import OptimizerShard
+
+
+def match(listing: Listing) -> str | None:
+    """None when this layout reads the files; otherwise why not."""
+    if listing.matching(LAYER_NAME) or len(listing.model_parallel_ranks()) > 1:
+        return None
+    first = next(iter((*listing.matching(MODEL_NAME), *listing.shards("model").values())), None)
+    if first is not None and listing.numbers(first, "mp_world_size").get("mp_world_size", 1) > 1:
+        return None  # the others are missing
+    return "files of one model-parallel rank only"
+
+
+def read(listing: Listing, *, allow_unknown: bool = False) -> Catalog:
+    """The catalog of a model-parallel save; arguments as in `zero12.read`.
+
+    Raises:
+        IncompleteError: slices or stages are missing.
+        InconsistentError: slices are of different saves, or do not fit their rules; tied copies differ.
+        UnsupportedError: no rule says how a tensor's slices are joined.
+        UsageError: the wrong rules were given.
+    """
+    return Reader(listing, allow_unknown).catalog()
+
+
+def read_training(listing: Listing, *, allow_unknown: bool = False) -> Training:
+    """What the run needs beside its weights, of whole parameters; arguments and errors as in `read`."""
+    return Reader(listing, allow_unknown).training()
+
+
+@dataclass(frozen=True, slots=True)
+class Slice:
+    """What one model-parallel rank holds.
+
+    Attributes:
+        catalog: of slices.
+        model: the model file.
+        training: how to read what goes with them.
+        shard: the first of its optimizer files, under ZeRO.
+    """
+
+    catalog: Catalog
+    model: ModelStates
+    training: Callable[[], Training]
+    shard: OptimizerShard | None = None
+
+
+class Reader:
+    """One save. `stages[pp][tp]` are the ranks' slices."""
+
+    def __init__(self, listing: Listing, allow_unknown: bool) -> None:
+        self.listing = listing
+        self.allow_unknown = allow_unknown
+        self.layers = _layers(listing)
+        ranks = listing.model_parallel_ranks()
+        models = {rank: self._model(rank) for rank in ranks}
+        self.topology = self._topology(models)
+        tp, pp = self.topology.tp, self.topology.pp
+        missing = sorted(set(range(tp * pp)) - set(ranks))
+        if missing:
+            raise IncompleteError(
+                "missing model-parallel ranks",
+                file=listing.directory,
+                found=f"files of mp_rank {', '.join(f'{rank:02d}' for rank in ranks)}",
+                expected=f"{pp} pipeline stages of {tp} tensor-parallel ranks",
+                remedy=f"Copy the files of mp_rank {', '.join(f'{rank:02d}' for rank in missing)} from the nodes that wrote "
+                "them (--also DIR lays further directories over this one).",
+            )
+        tied = _tied_names(models.values())
+        slices = [self.slice_of(rank, models[rank], tied) for rank in range(tp * pp)]
+        _check_steps(listing, slices)
+        if not tied:
+            self._check_layers(models.values())
+        self.stages = [slices[stage * tp : (stage + 1) * tp] for stage in range(pp)]
+        self.rules = self._rules(models[0])
+
+    # -- what is there -----------------------------------------------------------------------------------------------
+
+    def _model(self, rank: int) -> ModelStates:
+        """A rank's model file; of ZeRO-3, any of its data-parallel ranks'. A pipeline's has weights if it has experts."""
+        names = [n for n in self.listing.matching(MODEL_NAME) if int(n.split("_")[2]) == rank]
+        names += self.listing.shards("model", rank).values()
+        if not names:
+            raise IncompleteError(
+                f"no model states file of mp_rank {rank:02d}",
+                file=self.listing.directory,
+                remedy="Copy it from the node that wrote it (--also DIR lays further directories over this one).",
+            )
+        root = self.listing.open(names[0]).root
+        elsewhere = self.layers and not (isinstance(root, Mapping) and isinstance(root.get("module"), Mapping))
+        return read_model_states(self.listing, names[0], module={} if elsewhere else None)
+
+    def _topology(self, models: Mapping[int, ModelStates]) -> Topology:
+        """Ranks per axis: what the user said, what the files say, or what their number allows."""
+        first = models[min(models)]
+        recorded = first.topology(first.ranks("dp_world_size") or 1)
+        wished = self.listing.wishes
+        total = max(len(models), first.ranks("mp_world_size") or 1)
+        if wished.tp or wished.pp:
+            tp = wished.tp or total // (wished.pp or 1)
+            pp = wished.pp or total // tp
+        elif recorded.tp * recorded.pp > 1:
+            tp, pp = recorded.tp, recorded.pp
+        elif self.layers:
+            tp = len({tp_rank for _, tp_rank in self.layers})
+            pp = total // tp
+        else:
+            tp, pp = total, 1
+        if tp * pp != total and tp * pp < len(models):
+            raise UsageError(
+                "a topology that is not that of the files", file=self.listing.directory,
+                found=f"{len(models)} model-parallel ranks", expected=f"{pp} pipeline stages of {tp} tensor-parallel ranks",
+                remedy="Say --tp and --pp as the run had them.",
+            )  # fmt: skip
+        return Topology(recorded.dp, tp, pp)
+
+    def slice_of(self, rank: int, model: ModelStates, tied: Mapping[str, str]) -> Slice:
+        """What one model-parallel rank holds. Whoever knows more of its files says it here."""
+        if self.layers and not model.module:
+            model = replace(model, module=self._stage_module(rank, model, tied))
+        shard: OptimizerShard | None = None
+        if not self.listing.shards("optim", rank):
+            if model.is_zero():
+                size = model.ranks("dp_world_size") or 1
+                raise missing_ranks(self.listing, f"mp_rank_{rank:02d} optimizer", [], list(range(size)), size)
+            masters, _ = unsharded.masters(model)
+            training = lambda: unsharded_training.training_of(model)  # noqa: E731
+            catalog = assemble(model, masters, Source("", self.listing.directory), self.topology, frozen={})
+        elif self.listing.shards("model", rank):
+            save = zero3.load(self.listing, rank, allow_unknown=self.allow_unknown)
+            source = Source("", self.listing.directory)
+            catalog = assemble(
+                save.model, zero3.masters(save), source, self.topology, zero3.frozen(save), zero3.padding(save)
+            )
+            return Slice(catalog, save.model, lambda: zero3.training(save), save.shards[0])
+        else:
+            flat = zero12.load(self.listing, rank, allow_unknown=self.allow_unknown, model=model)
+            source = Source("", self.listing.directory)
+            catalog = assemble(model, zero12.masters(flat), source, self.topology, padding=zero12.padding(flat))
+            shard = flat.shards[0]
+            training = lambda: zero12.training(flat)  # noqa: E731
+        return Slice(catalog, model, training, shard)
+
+    def _stage_module(self, rank: int, model: ModelStates, tied: Mapping[str, str]) -> dict[str, TensorRef]:
+        """The tensors of a stage's layer files under their global names; of a run without ZeRO, those of all layers."""
+        tp_rank = rank % self.topology.tp
+        listed = {*_parameters(model), *model.buffer_names}
+        owned = _layers_of(listed)
+        has_tied = not listed.isdisjoint(tied.values())
+        module: dict[str, TensorRef] = {}
+        for (layer, owner), file in self.layers.items():
+            mine = str(layer) in owned or not model.is_zero()
+            if owner != tp_rank or not (mine or has_tied):
+                continue
+            for local, ref in self._layer_tensors(file).items():
+                own = f"{layer}.{local}"
+                name = own if own in listed or str(layer) in owned else tied.get(local, own)
+                if mine or name in listed:
+                    module.setdefault(name, ref)
+        return module
+
+    def _layer_tensors(self, file: str) -> dict[str, TensorRef]:
+        notes: list[str] = []
+        root = as_mapping(self.listing.open(file).root, "a layer file", self.listing.files[file])
+        tensors = flatten(root, notes)
+        if notes:
+            raise CorruptError(
+                "a layer file that holds more than tensors", file=self.listing.files[file], found=notes[0]
+            )
+        return tensors
+
+    def _check_layers(self, models: Iterable[ModelStates]) -> None:
+        """Layers that no stage lists hold nothing: an activation has a file too."""
+        models = list(models)
+        owned = {layer for model in models for layer in _layers_of({*_parameters(model), *model.buffer_names})}
+        for (layer, _), file in self.layers.items():
+            if all(model.is_zero() for model in models) and str(layer) not in owned and self._layer_tensors(file):
+                raise InconsistentError(
+                    "a layer file that no stage knows", file=self.listing.files[file],
+                    remedy="It is of another save, or of another run. Move it away.",
+                )  # fmt: skip
+
+    def _rules(self, model: ModelStates) -> Rules | None:
+        if self.listing.wishes.tp_rules:
+            rules = rules_of_file(self.listing.wishes.tp_rules)
+            check_loads(rules, list(self.stages[0][0].catalog))
+            return rules
+        return rules_of_checkpoint(model)
+
+    # -- putting it together -----------------------------------------------------------------------------------------
+
+    def _joint(self, name: str, slices: Sequence[TensorEntry]) -> Joint:
+        shapes = [entry.shape for entry in slices]
+        if len(slices) == 1 or (slices[0].role == "buffer" and len(set(shapes)) == 1):
+            return replicated(shapes)
+        joint = self.rules.joint(name, shapes) if self.rules else None
+        if joint is None:
+            raise unknown_rule(name, shapes, self.listing.directory)
+        return joint
+
+    def _stage_tensors(self, stage: Sequence[Slice], padding: list[Padding]) -> Iterator[TensorEntry]:
+        """The whole tensors of one pipeline stage; what slices hold beyond them goes into `padding`."""
+        names = dict.fromkeys(name for held in stage for name in held.catalog.tensors)
+        for name in names:
+            yield self._whole(name, [held.catalog.tensors.get(name) for held in stage], padding)
+
+    def _whole(self, name: str, slices: Sequence[TensorEntry | None], padding: list[Padding]) -> TensorEntry:
+        held = [entry for entry in slices if entry is not None]
+        if len(held) < len(slices):
+            raise IncompleteError(
+                f"a tensor that not all tensor-parallel ranks hold, {name!r}",
+                file=self.listing.directory,
+                found=f"slices of ranks {', '.join(str(n) for n, entry in enumerate(slices) if entry is not None)}",
+                expected=f"{len(slices)} slices",
+            )
+        joint = self._joint(name, held)
+        padding += cut_off(name, held, joint)
+        return join(name, held, joint)
+
+    def catalog(self) -> Catalog:
+        """The whole model; errors as in `read`."""
+        tensors: dict[str, TensorEntry] = {}
+        aliases: dict[str, str] = {}
+        padding = [pad for stage in self.stages for held in stage for pad in held.catalog.padding]
+        for number, stage in enumerate(self.stages):
+            for entry in self._stage_tensors(stage, padding):
+                first = tensors.get(entry.name)
+                tensors[entry.name] = entry if first is None else _tied(first, entry, number)
+            aliases |= stage[0].catalog.aliases
+        model = self.stages[0][0].model
+        stage_of_zero = self._zero_stage()
+        dp = self._data_parallel()
+        source = Source(
+            layout=f"zero{stage_of_zero}" if stage_of_zero else "unsharded",
+            path=self.listing.directory,
+            tag=self.listing.tag,
+            framework=("DeepSpeed", model.version),
+            zero_stage=stage_of_zero,
+            global_steps=model.number("global_steps"),
+            optimizer_states=tuple(self._state_names()),
+            notes=(*self._notes(), *model.notes),
+        )
+        kept = {dropped: kept for dropped, kept in aliases.items() if kept in tensors and dropped not in tensors}
+        views = tuple(view for stage in self.stages for held in stage for view in held.catalog.views)
+        return Catalog(tensors, source, kept, replace(self.topology, dp=dp), model.extras, tuple(padding), views)
+
+    def _zero_stage(self) -> int:
+        ranks = self.listing.shards("optim", 0)
+        if not ranks:
+            return 0
+        if self.listing.shards("model", 0):
+            return 3
+        return zero12.load(self.listing, 0, allow_unknown=self.allow_unknown, model=self.stages[0][0].model).stage
+
+    def _data_parallel(self) -> int:
+        return len(self.listing.shards("optim", 0)) or self.topology.dp
+
+    def _state_names(self) -> Iterator[str]:
+        first = self.stages[0][0]
+        if first.shard is None:
+            yield from unsharded.state_names(first.model.root.get("optimizer"))
+        else:
+            yield from dict.fromkeys(state for group in first.training().groups for state in group.states)
+
+    def _notes(self) -> Iterator[str]:
+        if self.listing.wishes.tp_rules:
+            yield f"Slices were joined by the rules of {self.listing.wishes.tp_rules!r}."
+        if self.layers and self.topology.pp > 1:
+            yield (
+                "Names are those of the pipeline: <layer>.<name>, and tied_modules.<key>.<name> for tied layers; "
+                "--layer-names or --to give others."
+            )
+
+    def training(self) -> Training:
+        """What the run needs beside its weights; errors as in `read`."""
+        groups: list[list[Group]] = []
+        states: dict[str, dict[str, TensorEntry]] = {}
+        joined: dict[str, Joint] = {}
+        first: Training | None = None
+        padding: list[Padding] = []
+        for stage in self.stages:
+            held = [s.training() for s in stage]
+            padding += (pad for h in held for pad in h.padding)
+            first = first or held[0]
+            for name, by_state in held[0].states.items():
+                if name in states:
+                    padding += _not_read(name, held)
+                    continue
+                weights = [s.catalog.tensors[name] for s in stage]
+                joint = self._joint(name, weights)
+                if said := self.rules and self.rules.joint(name, [entry.shape for entry in weights]):
+                    joined[name] = said
+                if joint.total == "sum":  # its parts have the same gradient, and so the same states
+                    joint = replace(joint, total="mean")
+                parts = {state: [replace(h.state(name, state), replicas=()) for h in held] for state in by_state}
+                states[name] = {state: join(name, entries, joint) for state, entries in parts.items()}
+                padding += (pad for entries in parts.values() for pad in cut_off(name, entries, joint))
+            groups.append(list(held[0].groups))
+        assert first is not None
+        return replace(first, groups=merged(groups), states=states, joined=joined, padding=tuple(padding))
+
+
+def _not_read(name: str, held: Sequence[Training]) -> Iterator[Padding]:
+    """The states of a tied parameter on a further stage: the first stage's are those of all."""
+    entries = (entry for training in held for entry in training.states[name].values())
+    return (Padding(e.dtype, e.fragments, "the same states on another stage", zero=False) for e in entries)
+
+
+def _tied(first: TensorEntry, other: TensorEntry, stage: int) -> TensorEntry:
+    """A tensor that a further stage holds too: it must be the same there."""
+    if (first.shape, first.dtype) != (other.shape, other.dtype):
+        raise InconsistentError(
+            f"a tensor that two pipeline stages hold differently, {first.name!r}",
+            found=f"{first.dtype} {list(first.shape)} and {other.dtype} {list(other.shape)}",
+        )
+    copies = [Replica(other.dtype, other.fragments, f"pipeline stage {stage}", True)]
+    copies += [
+        replace(copy, rank=f"pipeline stage {stage}, {copy.rank}")
+        for copy in other.replicas
+        if copy.rank and copy.whole
+    ]
+    return replace(first, replicas=(*first.replicas, *copies))
+
+
+def _layers(listing: Listing) -> dict[tuple[int, int], str]:
+    """(layer, tensor-parallel rank) -> its file, in order."""
+    found: dict[tuple[int, int], str] = {}
+    for name in listing.matching(LAYER_NAME):
+        match = LAYER_NAME.fullmatch(name)
+        assert match is not None
+        found[int(match["layer"]), int(match["tp"] or 0)] = name
+    return dict(sorted(found.items()))
+
+
+def _parameters(model: ModelStates) -> Iterator[str]:
+    """Names that a rank lists, of trainable and frozen ones."""
+    return (name for shapes in (*model.param_shapes, model.frozen_shapes) for name in shapes)
+
+
+def _layers_of(names: Iterable[str]) -> set[str]:
+    """Numbers of the layers that global names begin with."""
+    return {name.partition(".")[0] for name in names}
+
+
+_TIED = re.compile(r"tied_modules\.[^.]+\.(?P<local>.+)")
+
+
+def _tied_names(models: Iterable[ModelStates]) -> dict[str, str]:
+    """Local name -> global name of parameters of tied modules."""
+    found: dict[str, str] = {}
+    for model in models:
+        for name in _parameters(model):
+            if match := _TIED.fullmatch(name):
+                found.setdefault(match["local"], name)
+    return found
+
+
+def _check_steps(listing: Listing, slices: Sequence[Slice]) -> None:
+    """All model files are of one save, and all optimizer files: those of a single rank were compared with each other."""
+    models = (held.model for held in slices)
+    check_alike(listing, "the step", {os.path.basename(model.file): model.number("global_steps") for model in models})
+    shards = [held.shard for held in slices if held.shard is not None]
+    check_alike(listing, "the step", {shard.name: shard.step for shard in shards if shard.step is not None})

@@ -1,0 +1,73 @@
+"""Whether a file of plain weights holds one rank's part of a model, as far as its name and its contents tell.
+
+For `layouts.huggingface`: a part converts, verifies and uploads as well as a model does, and is none. Evidence is a name
+(`model_world_size_8_rank_3.pt`, `checkpoint-shard0.pt`), torch's DTensors and ShardedTensors, flat parameters of FSDP and
+FairScale, FairScale's `shard_metadata`, and parameters under FSDP's own names that are all vectors.
+Source: torch 2.13, distributed/fsdp/_state_dict_utils.py (`_local_post_state_dict_hook`), _flat_param.py (`FLAT_PARAM`);
+fairscale 0.4.13, nn/data_parallel/fully_sharded_data_parallel.py (`local_state_dict`, `local_metadata_dict`).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+
+from zckpt.base.errors import some
+from zckpt.containers import Placeholder, TensorRef
+
+_NAME = re.compile(r"(?<![a-z])(rank|shard)[-_.]?\d+(?!\d)(?!_of_1(?!\d))", re.IGNORECASE)
+_ALONE = re.compile(r"world_size_1_", re.IGNORECASE)
+_OF_ADAPTERS = re.compile(r"lora|loha|lokr|hada", re.IGNORECASE)
+"""In names of tensors: of an adapter's file, `rank8` is the adapter's rank."""
+
+_SHARDED = ("DTensor", "ShardedTensor", "FlatParameter")
+_FLAT = re.compile(r"(?:.*\.)?_?flat_param(?:_\d+)?")
+_FSDP = "_fsdp_wrapped_module."
+_METADATA = "shard_metadata"
+_DEEPEST = 8
+"""Mappings in mappings that are looked into."""
+
+
+def by_contents(root: Mapping[object, object]) -> str:
+    """What in a file says that it holds one rank's part, in words; empty where nothing does."""
+    if _METADATA in root:
+        return f"an entry {_METADATA!r}"
+    values = dict(_values(root))
+    sharded = [name for name, value in values.items() if _class_of(value) in _SHARDED]
+    if sharded:
+        return f"{_class_of(values[sharded[0]])}s: {some(sharded)}"
+    tensors = {name: value for name, value in values.items() if isinstance(value, TensorRef)}
+    if flat := [name for name in tensors if _FLAT.fullmatch(name)]:
+        return f"flat parameters: {some(flat)}"
+    wrapped = {name: ref for name, ref in tensors.items() if _FSDP in name}
+    if wrapped and all(len(ref.shape) < 2 for ref in wrapped.values()):
+        return f"parameters of FSDP that are all vectors: {some(wrapped)}"
+    return ""
+
+
+def by_name(file: str, root: Mapping[object, object]) -> str:
+    """What in the name of a file says that it holds one rank's part, in words; empty where nothing does."""
+    found = _NAME.search(file)
+    if not found or _ALONE.search(file):
+        return ""
+    if found[1].lower() == "rank" and any(_OF_ADAPTERS.search(name) for name, _ in _values(root)):
+        return ""
+    return f"{found[0]!r} in its name"
+
+
+def _values(state: Mapping[object, object], prefix: str = "", depth: int = 0) -> Iterator[tuple[str, object]]:
+    """All values under dotted names."""
+    for key, value in state.items():
+        if isinstance(value, Mapping) and depth < _DEEPEST:
+            yield from _values(value, f"{prefix}{key}.", depth + 1)
+        else:
+            yield f"{prefix}{key}", value
+
+
+def _class_of(value: object) -> str:
+    """The name of a placeholder's class; of a tensor's subclass, which is rebuilt by a function, that of its own class."""
+    if not isinstance(value, Placeholder):
+        return ""
+    first = value.args[0] if value.args else None
+    named = first if "_rebuild" in value.name and isinstance(first, Placeholder) else value
+    return named.name.rpartition(".")[2]

@@ -1,0 +1,295 @@
+"""Plain weights: one file or a sharded directory, `.safetensors` or torch's `.bin`, as `transformers` names them.
+
+Reads them as input (to inspect or cast), and lays out every consolidated output.
+Source: huggingface_hub 0.36-2.4, serialization/_base.py (sharding, index), _torch.py (dropped names in the metadata);
+transformers 4.57-5.23, utils/__init__.py (file names).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from zckpt.base.errors import (
+    CorruptError,
+    IncompleteError,
+    NotACheckpointError,
+    UnsafeError,
+    UnsupportedError,
+    ZckptError,
+    some,
+)
+from zckpt.containers import Container, TensorRef, safetensors_file, torch_zip
+from zckpt.containers.skeleton import TensorSpec
+from zckpt.core.catalog import Catalog, Role, Source, TensorEntry
+from zckpt.core.claims import Span
+from zckpt.core.dtypes import IN_SAFETENSORS, DType
+from zckpt.core.fragments import FileStore, Fragment
+from zckpt.core.plan import OutputFile, literal_file
+from zckpt.layouts.plain import rank_parts
+from zckpt.layouts.save.listing import Listing
+from zckpt.layouts.save.module_states import flatten, views_of, whole
+from zckpt.output import manifest as manifests
+from zckpt.storage import paths as files
+
+Format = Literal["safetensors", "bin"]
+
+_PATTERNS: dict[Format, str] = {"safetensors": "model{suffix}.safetensors", "bin": "pytorch_model{suffix}.bin"}
+_ADAPTERS = ("adapter_model.safetensors", "adapter_model.bin")
+_NESTED = ("state_dict", "model_state_dict", "module", "model")
+
+
+def match(listing: Listing) -> str | None:
+    """None when this layout reads the files; otherwise why not."""
+    return (
+        None
+        if next(_candidates(listing), None)
+        else "no model.safetensors or pytorch_model.bin, nor an index of shards"
+    )
+
+
+def _candidates(listing: Listing) -> Iterator[str]:
+    if len(listing.files) == 1:
+        yield next(iter(listing.files))
+    for pattern in _PATTERNS.values():
+        for suffix in ("", ".index.json"):
+            name = pattern.format(suffix="") + suffix
+            if name in listing.files:
+                yield name
+    yield from (name for name in _ADAPTERS if name in listing.files)
+
+
+def read(listing: Listing, *, allow_unknown: bool = False) -> Catalog:
+    """The catalog of plain weights.
+
+    Raises:
+        IncompleteError: shards are missing; or, where `allow_unknown` is off, parameters have no elements (ZeRO-3
+            placeholders), or a file holds one rank's part of a model.
+        UnsafeError: the index names files outside its directory.
+    """
+    name = next(_candidates(listing))
+    names = _shards(listing, name) if name.endswith(".index.json") else [name]
+    tensors: dict[str, TensorEntry] = {}
+    aliases: dict[str, str] = {}
+    notes: list[str] = []
+    views: list[Span] = []
+    for shard in names:
+        container = listing.open(shard)
+        by_place: dict[object, str] = {}
+        if not allow_unknown:
+            _refuse_part(container, listing.files[shard], named=listing.directory == listing.files[shard])
+        state = _state_dict(container, listing.files[shard], notes)
+        views += views_of(state.values())
+        for tensor, ref in state.items():
+            kept = by_place.setdefault(ref.place, tensor) if ref.numel else tensor
+            if kept == tensor:
+                tensors[tensor] = whole(tensor, ref, _role(ref))
+            else:
+                aliases[tensor] = kept
+        said = container.metadata if container.kind == "safetensors" else {}
+        aliases.update({d: k for d, k in said.items() if k in tensors and d not in tensors and d != "format"})
+    if not allow_unknown:
+        _refuse_placeholders(tensors, listing)
+    source = Source(layout="plain", path=listing.directory, tag=listing.tag, notes=tuple(notes))
+    return Catalog(tensors, source, aliases, views=tuple(views))
+
+
+def _role(ref: TensorRef) -> Role:
+    return "parameter" if ref.dtype.kind in ("float", "complex") else "buffer"
+
+
+def _shards(listing: Listing, index_name: str) -> list[str]:
+    path = listing.files[index_name]
+    try:
+        shards = sorted(set(json.loads(files.read(path))["weight_map"].values()))
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise CorruptError(
+            "an index that cannot be read", file=path, found=f"{type(error).__name__}: {error}"
+        ) from error
+    for shard in shards:
+        if not isinstance(shard, str) or os.path.basename(shard) != shard or shard in ("", ".", ".."):
+            raise UnsafeError("an index that names a file outside its directory", file=path, found=f"{shard!r:.80}")
+    missing = [shard for shard in shards if shard not in listing.files]
+    if missing:
+        raise IncompleteError("missing shards", file=listing.directory, found=some(missing), remedy="Copy them again.")
+    return shards
+
+
+def _state_dict(container: Container, file: str, notes: list[str]) -> dict[str, TensorRef]:
+    root = container.root
+    for key in _NESTED:
+        if isinstance(root, Mapping) and isinstance(root.get(key), Mapping) and not _has_tensors(root):
+            root = root[key]
+    if not isinstance(root, Mapping):
+        raise NotACheckpointError("a file that holds no state dict", file=file, found=type(root).__name__)
+    state = flatten(root, notes)
+    if not state:
+        raise NotACheckpointError("a file that holds no tensors", file=file, found=f"{len(root):,} other entries")
+    return state
+
+
+def _refuse_part(container: Container, file: str, *, named: bool) -> None:
+    """One rank's part of a model is no model, whatever is in it; `named`: it is what a person gave as the checkpoint."""
+    root = container.root
+    if not isinstance(root, Mapping):
+        return
+    inside = rank_parts.by_contents(root)
+    if found := inside or (rank_parts.by_name(os.path.basename(file), root) if named else ""):
+        raise IncompleteError(
+            "one rank's part of a model, not a whole model",
+            file=file,
+            found=found,
+            remedy="Save the whole model on one rank (a full state dict), or all parts with torch.distributed.checkpoint, "
+            "whose directories zckpt reads."
+            if inside
+            else "Give the directory of a checkpoint that zckpt reads. If this file holds the whole model, rename it, or "
+            "convert with --allow-unknown-layout.",
+        )
+
+
+def unread_states(listing: Listing) -> str:
+    """Optimizer states that lie in plain weights or beside them, and are not read, in words; empty where none are seen."""
+    found = [
+        f"the entry {key!r} of {name!r}"
+        for name, container in listing.opened()
+        if container.kind != "safetensors" and isinstance(container.root, Mapping)
+        for key in map(str, container.root)
+        if "optim" in key.lower()
+    ]
+    directory = files.parent(listing.directory) if files.is_file(listing.directory) else listing.directory
+    try:
+        found += [f"the file {name!r}" for name in sorted(files.names(directory)) if "optim" in name.lower()]
+    except (ZckptError, OSError):  # a directory that may not be listed
+        pass
+    return f"{', '.join(found[:3])}{f' and {len(found) - 3:,} more' if len(found) > 3 else ''}"
+
+
+def _has_tensors(root: Mapping[str, object]) -> bool:
+    return any(isinstance(value, TensorRef) for value in root.values())
+
+
+def _refuse_placeholders(tensors: Mapping[str, TensorEntry], listing: Listing) -> None:
+    """ZeRO-3 leaves tensors of shape (0,) in a model's own state dict; plain weights do not record another shape."""
+    empty = [entry.name for entry in tensors.values() if entry.shape == (0,) and entry.role == "parameter"]
+    if empty and not _is_of_recorded_shapes(listing.directory):
+        raise IncompleteError(
+            "ZeRO-3 placeholders instead of weights",
+            file=listing.directory,
+            found=f"{len(empty):,} of {len(tensors):,} tensors have no elements ({some(empty)})",
+            remedy=f"The weights are in the sharded checkpoint: run zckpt on {_hint(listing.directory)}. "
+            "If the model's own tensors have no elements, convert with --allow-unknown-layout.",
+        )
+
+
+def _is_of_recorded_shapes(path: str) -> bool:
+    """Whether zckpt made these weights from a checkpoint that records shapes, as their `zckpt.json` says."""
+    place = manifests.find(path) or manifests.find(os.path.dirname(path))
+    if place is None:
+        return False
+    try:
+        return manifests.read(place).source.get("layout") not in (None, "plain")
+    except ZckptError:
+        return False
+
+
+def _hint(path: str) -> str:
+    """Where the real weights probably are."""
+    place = os.path.dirname(os.path.abspath(path)) if os.path.isfile(path) else os.path.abspath(path)
+    for directory in (place, os.path.dirname(place)):
+        if os.path.isfile(os.path.join(directory, "latest")):
+            return f"{directory!r}"
+    return "the folder that holds 'latest' and global_step*"
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """How plain weights are to be written.
+
+    Attributes:
+        format: the container.
+        file: name of the only file; empty for a directory of shards and an index.
+        max_shard_size: for a directory, e.g. "5GB" or a number of bytes.
+    """
+
+    format: Format
+    file: str = ""
+    max_shard_size: int | str = "5GB"
+
+
+@dataclass(frozen=True, slots=True)
+class Destination:
+    """Files to be written, and where in them each tensor goes."""
+
+    files: tuple[tuple[OutputFile, FileStore], ...]
+    entries: Mapping[str, TensorEntry]
+
+
+def lay_out(wanted: Sequence[tuple[TensorEntry, DType]], aliases: Mapping[str, str], target: Target) -> Destination:
+    """Where each tensor goes.
+
+    Args:
+        wanted: tensors with the dtype each is to have.
+        aliases: dropped name -> kept name.
+        target: the form of the output.
+
+    Raises:
+        UnsupportedError: safetensors cannot hold a dtype.
+    """
+    strange = [f"{entry.name} ({dtype})" for entry, dtype in wanted if dtype.name not in IN_SAFETENSORS]
+    if target.format == "safetensors" and strange:
+        raise UnsupportedError(
+            "a dtype that safetensors cannot hold",
+            found=some(strange),
+            remedy="Use --format bin, or an OUT ending in .bin.",
+        )
+    specs = {entry.name: TensorSpec(entry.name, dtype, entry.shape) for entry, dtype in wanted}
+    roles = {entry.name: entry.role for entry, _ in wanted}
+    shards = {target.file: list(specs)} if target.file else _split(specs, target)
+    files: list[tuple[OutputFile, FileStore]] = []
+    entries: dict[str, TensorEntry] = {}
+    weight_map: dict[str, str] = {}
+    for shard, names in shards.items():
+        here = set(names)
+        tied = {dropped: kept for dropped, kept in aliases.items() if kept in here}
+        chosen = [specs[name] for name in names]
+        if target.format == "safetensors":
+            skeleton = safetensors_file.skeleton(chosen, metadata={"format": "pt"}, aliases=tied)
+        else:
+            skeleton = torch_zip.skeleton(chosen, aliases=tied)
+            weight_map.update(dict.fromkeys(tied, shard))
+        weight_map.update(dict.fromkeys(names, shard))
+        store = FileStore(shard, skeleton.size)
+        files.append((OutputFile(shard, skeleton.size, skeleton.literals, skeleton.checksums), store))
+        for spec in sorted(chosen, key=lambda spec: skeleton.offsets[spec.name]):
+            fragments = (Fragment(store, skeleton.offsets[spec.name], 0, spec.numel),) if spec.numel else ()
+            entries[spec.name] = TensorEntry(spec.name, spec.shape, spec.dtype, roles[spec.name], fragments)
+    if len(shards) > 1:
+        files.append(_index(specs, weight_map, target.format))
+    return Destination(tuple(files), entries)
+
+
+def _split(specs: Mapping[str, TensorSpec], target: Target) -> dict[str, list[str]]:
+    """Shard file -> tensor names, by the hub's own rule."""
+    from huggingface_hub import split_state_dict_into_shards_factory
+
+    split = split_state_dict_into_shards_factory(
+        dict(specs),
+        get_storage_size=lambda spec: spec.nbytes,
+        filename_pattern=_PATTERNS[target.format],
+        max_shard_size=files.to_bytes(target.max_shard_size),
+    )
+    return {name: list(names) for name, names in split.filename_to_tensors.items()}
+
+
+def _index(
+    specs: Mapping[str, TensorSpec], weight_map: Mapping[str, str], container: Format
+) -> tuple[OutputFile, FileStore]:
+    metadata = {
+        "total_parameters": sum(spec.numel for spec in specs.values()),
+        "total_size": sum(spec.nbytes for spec in specs.values()),
+    }
+    text = json.dumps({"metadata": metadata, "weight_map": dict(sorted(weight_map.items()))}, indent=2) + "\n"
+    return literal_file(_PATTERNS[container].format(suffix="") + ".index.json", text.encode())

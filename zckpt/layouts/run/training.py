@@ -1,0 +1,111 @@
+"""What a run needs beside its weights to go on: optimizer states, settings, counters, schedules.
+
+For the readers of ZeRO saves, which make it, and for the writers and the trainer. Masters are not in it: they are the
+catalog's trainable parameters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+from zckpt.base.errors import InconsistentError
+from zckpt.containers import Placeholder
+from zckpt.core.catalog import Padding, TensorEntry, held_as_padding, held_by
+from zckpt.core.claims import Claims
+from zckpt.core.dtypes import F16, DType
+from zckpt.layouts.joining.slices import Joint
+
+Form = Literal["zero", "bf16"]
+"""Who wrote the optimizer files: the ZeRO optimizers, or DeepSpeed's `BF16_Optimizer` (fp32 gradient accumulation)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """A parameter group of the optimizer.
+
+    Attributes:
+        names: its parameters, in the order in which the model's optimizer was given them.
+        settings: learning rate, betas and so on; inert values.
+        scalars: states that are one value for the whole group, such as the step: numbers, or tensors of one element.
+        states: names of the states that each element of a parameter has, such as `exp_avg`.
+    """
+
+    names: tuple[str, ...]
+    settings: Mapping[str, object]
+    scalars: Mapping[str, object]
+    states: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Training:
+    """The state of a training run, beside its weights.
+
+    Attributes:
+        groups: of the optimizer.
+        states: parameter -> state -> its elements, in the parameter's shape.
+        scaler: the loss scaler and what DeepSpeed keeps beside it: `loss_scaler`, `dynamic_loss_scale`, `overflow`,
+            `clip_grad`; inert values, absent where they were not saved.
+        model: everything of the model file but weights and what is derived from them: counters, `lr_scheduler`,
+            `ds_config`, client state; inert values.
+        precision: dtype of the module's own weights.
+        form: who wrote the optimizer files.
+        raw: all that the first rank's optimizer file says, inert: what a universal checkpoint keeps of it.
+        joined: parameter -> how its slices make up the whole, where the checkpoint has rules for that; a parameter that
+            is not there is whole on every rank, or laid end to end in dimension 0.
+        beside: what a rank's optimizer file holds beside DeepSpeed's own entries; for writing.
+        padding: what of the states belongs to no parameter, or is what others hold too.
+        claims: what all states and the padding read; made anew when these are others.
+    """
+
+    groups: tuple[Group, ...]
+    states: Mapping[str, Mapping[str, TensorEntry]]
+    scaler: Mapping[str, object]
+    model: Mapping[str, object]
+    precision: DType
+    form: Form = "zero"
+    raw: Mapping[str, object] = field(default_factory=dict[str, object])
+    joined: Mapping[str, Joint] = field(default_factory=dict[str, Joint])
+    beside: Mapping[str, object] = field(default_factory=dict[str, object])
+    padding: tuple[Padding, ...] = ()
+    claims: Claims = field(default_factory=Claims, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        """Checks that no two states are the same bytes.
+
+        Raises:
+            InconsistentError: two are.
+        """
+        named = ((f"{state} of {name}", entry) for name, own in self.states.items() for state, entry in own.items())
+        held = [*held_by(named), *held_as_padding(self.padding)]
+        if not self.claims.include(held):
+            object.__setattr__(self, "claims", Claims(held))
+
+    def state(self, name: str, state: str) -> TensorEntry:
+        """One state of a parameter.
+
+        Raises:
+            InconsistentError: it has none of that name, though others have.
+        """
+        found = self.states.get(name, {}).get(state)
+        if found is None:
+            raise InconsistentError(f"no optimizer state {state!r} of parameter {name!r}")
+        return found
+
+
+def new_scaler(precision: DType) -> Placeholder:
+    """DeepSpeed's loss scaler at the start of a run: a dynamic one from 2^16 for fp16, otherwise one that does nothing.
+
+    Source: runtime/fp16/loss_scaler.py (0.19.8).
+    """
+    module = "deepspeed.runtime.fp16.loss_scaler"
+    if precision != F16:
+        state: dict[str, object] = {"cur_scale": 1.0, "dynamic": False}
+        return Placeholder(module, "LossScaler", (), state, called=True, new=True)
+    state = {
+        "cur_scale": 65536.0, "dynamic": True, "cur_iter": 0, "last_overflow_iter": -1, "scale_factor": 2.0,
+        "scale_window": 1000, "min_scale": 1, "delayed_shift": 2, "cur_hysteresis": 2, "consecutive_hysteresis": False,
+        "raise_error_at_min_scale": True, "dtype": F16,
+    }  # fmt: skip
+    return Placeholder(module, "DynamicLossScaler", (), state, called=True, new=True)

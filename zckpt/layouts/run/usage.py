@@ -1,0 +1,116 @@
+"""Whether every element of the vectors that optimizers keep is a parameter's, or padding that a layout names.
+
+For `layouts`, which asks it of whatever any family of files gave: no family can leave it out. A family that skips a parameter,
+reads a vector of one rank for another's, or takes for padding what is none, leaves elements that nothing reads. What should
+be read is found here once more, by the keys of the files alone. That nothing is read twice, catalogs see to themselves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import NamedTuple
+
+from zckpt.base.errors import InconsistentError
+from zckpt.containers import TensorRef
+from zckpt.core.claims import Claims, Span
+from zckpt.layouts.save.listing import EXPERT_OPTIMIZER_NAME, MODEL_NAME, SHARD_NAME, UNIVERSAL, Listing
+
+_MASTERS = ("single_partition_of_fp32_groups", "fp32_flat_groups", "fp32_groups_flat", "fp32_groups")
+_WRAPPED = ("base_optimizer_state", "optimizer_state_dict")
+
+
+class _Vector(NamedTuple):
+    """A tensor of an optimizer file that holds elements of parameters, and what it is, for errors."""
+
+    ref: TensorRef
+    what: str
+
+
+def check_masters(listing: Listing, claims: Claims) -> None:
+    """Makes sure that all fp32 masters of a save are used.
+
+    Raises:
+        InconsistentError: some are not.
+    """
+    _check(_masters(listing), claims)
+
+
+def check_states(listing: Listing, claims: Claims) -> None:
+    """Makes sure that all states of the elements of a ZeRO save are used.
+
+    Raises:
+        InconsistentError: some are not.
+    """
+    _check(_states(listing), claims)
+
+
+def _masters(listing: Listing) -> Iterator[_Vector]:
+    if any(name.startswith(f"{UNIVERSAL}/") for name in listing.files):
+        return  # each parameter has a file of its own, and is it
+    for state in _optimizers(listing):
+        for key in _MASTERS:
+            for number, held in enumerate(_listed(state.get(key))):
+                yield from (_Vector(ref, f"group {number} of {key!r}") for ref in _tensors(held))
+
+
+def _states(listing: Listing) -> Iterator[_Vector]:
+    for name in listing.matching(SHARD_NAME) if not listing.matching(EXPERT_OPTIMIZER_NAME) else ():
+        for state in _in_shard(listing, name):
+            base = next((state[key] for key in _WRAPPED if key in state), None)
+            held = base.get("state") if isinstance(base, Mapping) else base
+            groups = held.items() if isinstance(held, Mapping) else enumerate(_listed(held))
+            for number, own in groups:
+                for key, value in own.items() if isinstance(own, Mapping) else ():
+                    if isinstance(value, TensorRef) and value.shape:
+                        yield _Vector(value, f"{key!r} of group {number}")
+
+
+def _optimizers(listing: Listing) -> Iterator[Mapping[str, object]]:
+    """What each file keeps of an optimizer."""
+    shards = [name for name in listing.matching(SHARD_NAME) if name.endswith("_optim_states.pt")]
+    for name in shards:
+        yield from _in_shard(listing, name)
+    whole = listing.matching(EXPERT_OPTIMIZER_NAME) or listing.matching(
+        MODEL_NAME
+    )  # the former repeat what the latter say
+    for name in whole if not shards else ():
+        root = listing.open(name).root
+        state = root.get("optimizer") if isinstance(root, Mapping) else None
+        if isinstance(state, Mapping):
+            yield state
+
+
+def _in_shard(listing: Listing, name: str) -> Iterator[Mapping[str, object]]:
+    if name.endswith("_optim_states.pt"):
+        root = listing.open(name).root
+        state = root.get("optimizer_state_dict") if isinstance(root, Mapping) else None
+        if isinstance(state, Mapping):
+            yield state
+
+
+def _listed(value: object) -> list[object]:
+    return list(value) if isinstance(value, list | tuple) else []
+
+
+def _tensors(value: object) -> Iterator[TensorRef]:
+    """A tensor, or those in a list."""
+    for each in value if isinstance(value, list | tuple) else [value]:
+        if isinstance(each, TensorRef):
+            yield each
+
+
+def _check(vectors: Iterable[_Vector], claims: Claims) -> None:
+    found = {Span(v.ref.store, v.ref.byte_offset, v.ref.byte_stop): v for v in vectors if v.ref.numel}
+    gap = next(claims.unused(found), None)
+    if gap is None:
+        return
+    span = next(s for s in found if s.store is gap.store and s.start <= gap.start and gap.stop <= s.stop)
+    vector = found[span]
+    first, stop = ((at - span.start) // vector.ref.dtype.itemsize for at in (gap.start, gap.stop))
+    raise InconsistentError(
+        "elements of an optimizer that no parameter has",
+        file=span.store.path if hasattr(span.store, "path") else "",
+        found=f"elements {first:,}-{stop - 1:,} of {vector.what} ({vector.ref.numel:,} elements) are used by no tensor",
+        expected="each is a parameter's, or padding that the layout has",
+        remedy="Files of different saves are mixed, or the layout is not understood. Nothing was written.",
+    )

@@ -1,0 +1,71 @@
+"""Values that files of any layout hold, and the errors for files that are not there.
+
+For every family that reads optimizer states.
+"""
+
+from __future__ import annotations
+
+import struct
+
+from zckpt.base.errors import CorruptError, IncompleteError, ranges
+from zckpt.containers import TensorRef
+from zckpt.layouts.save.listing import Listing
+from zckpt.storage import paths
+
+SCALER = ("loss_scaler", "dynamic_loss_scale", "overflow", "clip_grad")
+"""Entries of an optimizer file that are the loss scaler and what is kept beside it."""
+
+
+def as_list(value: object) -> list[object]:
+    """A list or tuple, or nothing."""
+    return list(value) if isinstance(value, list | tuple) else []
+
+
+def step_of(value: object) -> int | None:
+    """A step counter as a whole number, whether it is a number or a tensor of one element; None for anything else."""
+    if isinstance(value, TensorRef):
+        value = number_in(value) if value.numel == 1 else None
+    return int(value) if isinstance(value, int | float) and abs(value) < 2**53 else None
+
+
+_CODES = {"F64": "d", "F32": "f", "I64": "q", "I32": "i"}
+
+
+def number_in(ref: TensorRef) -> int | float | bytes:
+    """The number in a tensor of one element; its bytes where it is of an unusual dtype.
+
+    Raises:
+        CorruptError: the file ends before it.
+    """
+    data = paths.read(ref.store.path, ref.dtype.itemsize, ref.byte_offset)
+    if len(data) < ref.dtype.itemsize:
+        raise CorruptError("a file that ends too early", file=ref.store.path, found=f"no byte at {ref.byte_offset:,}")
+    order = "<" if ref.store.byteorder == "little" else ">"
+    code = _CODES.get(ref.dtype.name)
+    number: int | float | bytes = struct.unpack(order + code, data)[0] if code else data
+    return number
+
+
+def missing_ranks(
+    listing: Listing, kind: str, found: list[int], missing: list[int], world_size: int
+) -> IncompleteError:
+    """The error for rank files that are not there."""
+    return IncompleteError(
+        "missing rank files",
+        file=listing.directory,
+        found=f"{kind} files of ranks {ranges(found)}" if found else f"no {kind} files",
+        expected=f"the save had world size {world_size} (ranks {ranges(missing)} missing)",
+        remedy=f"Copy the {kind} files of ranks {ranges(missing)} from the nodes that wrote them (--also DIR lays further "
+        "directories over this one), or choose another tag.",
+    )
+
+
+def missing_model_file(listing: Listing) -> IncompleteError:
+    """The error for a save without a model states file."""
+    return IncompleteError(
+        "no model states file",
+        file=listing.directory,
+        found="optimizer files only",
+        expected="mp_rank_00_model_states.pt (ZeRO-1, -2) or zero_pp_rank_*_model_states.pt (ZeRO-3) beside them",
+        remedy="Copy it from the node that wrote it (--also DIR lays further directories over this one).",
+    )

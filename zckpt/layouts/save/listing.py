@@ -1,0 +1,190 @@
+"""The files of one save, over one directory or several that are laid over each other.
+
+For every layout: a `Listing` knows names and paths, opens each file at most once, and reads no tensor byte.
+Facts about DeepSpeed's file names: runtime/engine.py `_get_ckpt_name`, `_get_zero_ckpt_name` (0.3.16 - 0.19.8).
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+
+from zckpt.base.errors import InconsistentError, NotACheckpointError, ZckptError
+from zckpt.containers import Container, is_torch_zip, open_container, torch_zip
+from zckpt.storage import paths as fs
+
+SHARD_NAME = re.compile(
+    r"(?P<prefix>bf16_|fp16_)?zero_pp_rank_(?P<dp>\d+)_mp_rank_(?P<mp>\d+)_(?P<kind>model|optim)_states\.pt"
+)
+MODEL_NAME = re.compile(r"mp_rank_(?P<mp>\d+)_model_states\.pt")
+LAYER_NAME = re.compile(r"layer_(?P<layer>\d+)-(?:model_(?P<tp>\d+)-)?model_states\.pt")
+EXPERT_NAME = re.compile(r"layer_(?P<layer>\d+)_expert_(?P<expert>\d+)_mp_rank_(?P<mp>\d+)_model_states\.pt")
+EXPERT_OPTIMIZER_NAME = re.compile(r"expp_rank_(?P<ep>\d+)_mp_rank_(?P<mp>\d+)_optim_states\.pt")
+_DEEPSPEED = (SHARD_NAME, MODEL_NAME, LAYER_NAME, EXPERT_NAME, EXPERT_OPTIMIZER_NAME)
+_RANK_FILE = re.compile(r"zckpt_rank_\d+_states\.pt")
+DCP_METADATA = re.compile(r"\.metadata|__\d+\.metadata")
+DCP_DATA = re.compile(r"__(?P<rank>\d+)_\d+\.distcp")
+DCP_SAFETENSORS = re.compile(r"shard-(?P<rank>\d{5})-model-\d{5}-of-\d{5}\.safetensors")
+
+UNIVERSAL = "zero"
+"""Directory of a universal checkpoint with the files of each parameter, in directories of the parameters' names."""
+
+UNIVERSAL_POINTER = "latest_universal"
+"""The file that names the tag of the newest universal checkpoint, as `latest` does of others."""
+
+
+def is_dcp_file(name: str) -> bool:
+    """Whether a file of this name belongs to a save of torch.distributed.checkpoint."""
+    return any(pattern.fullmatch(name) for pattern in (DCP_METADATA, DCP_DATA, DCP_SAFETENSORS))
+
+
+def is_deepspeed_file(name: str) -> bool:
+    """Whether a file of this name belongs to a DeepSpeed save."""
+    return any(pattern.fullmatch(name) for pattern in _DEEPSPEED)
+
+
+def rank_file(rank: int) -> str:
+    """Where the trainer keeps what one rank alone has, beside the files of a DeepSpeed save."""
+    return f"zckpt_rank_{rank}_states.pt"
+
+
+def is_rank_file(name: str) -> bool:
+    """Whether a file of this name is one of `rank_file`."""
+    return _RANK_FILE.fullmatch(name) is not None
+
+
+def is_trainers_file(name: str) -> bool:
+    """Whether the trainer may have written a file of this name into a save."""
+    return is_deepspeed_file(name) or is_rank_file(name)
+
+
+def natural(name: str) -> list[tuple[int, int | str]]:
+    """Sort key that orders numbers as numbers: rank 2 before rank 10."""
+    return [(0, int(part)) if part.isdecimal() else (1, part) for part in re.split(r"(\d+)", name) if part]
+
+
+@dataclass(frozen=True, slots=True)
+class Wishes:
+    """What a person says of files that do not say it themselves.
+
+    Attributes:
+        tp_rules: name or path of rules by which tensor-parallel slices are joined.
+        tp: tensor-parallel ranks.
+        pp: pipeline stages.
+        key: which state dict is wanted, where a save of torch.distributed.checkpoint holds several.
+    """
+
+    tp_rules: str | None = None
+    tp: int | None = None
+    pp: int | None = None
+    key: str = ""
+
+    def as_json(self) -> dict[str, object]:
+        """Those that were said."""
+        said = {"tp_rules": self.tp_rules, "tp": self.tp, "pp": self.pp, "key": self.key or None}
+        return {name: value for name, value in said.items() if value is not None}
+
+
+@dataclass(frozen=True, slots=True)
+class Listing:
+    """The files of one save.
+
+    Attributes:
+        directory: the tag directory (or the single file) as a person would name it.
+        tag: the tag; empty for files that have none.
+        files: file name -> path, in natural order; those of a universal checkpoint's parameters below `zero/`.
+        wishes: what a person says of them.
+    """
+
+    directory: str
+    tag: str
+    files: Mapping[str, str]
+    wishes: Wishes = Wishes()
+    _opened: dict[str, Container] = field(default_factory=dict[str, Container], repr=False)
+    _ranks: dict[tuple[str, int], list[tuple[int, str]]] = field(
+        default_factory=dict[tuple[str, int], "list[tuple[int, str]]"], repr=False
+    )
+
+    def open(self, name: str) -> Container:
+        """The container of one file; opened once."""
+        if name not in self._opened:
+            self._opened[name] = open_container(self.files[name])
+        return self._opened[name]
+
+    def opened(self) -> Iterator[tuple[str, Container]]:
+        """The files that are open already, by name."""
+        return iter(self._opened.items())
+
+    def numbers(self, name: str, *keys: str) -> dict[str, int]:
+        """Whole numbers that a file says, such as its step; of a file that is not open yet, only if that is cheap."""
+        if name not in self._opened and is_torch_zip(self.files[name]):
+            return torch_zip.peek(self.files[name], keys)
+        root = self.open(name).root
+        values = {key: root.get(key) for key in keys} if isinstance(root, Mapping) else {}
+        return {key: value for key, value in values.items() if type(value) is int}
+
+    def shards(self, kind: str, mp_rank: int = 0) -> dict[int, str]:
+        """Data-parallel rank -> name of its `model` or `optim` file, by number.
+
+        Raises:
+            InconsistentError: two files claim the same rank (a `bf16_` and a plain one).
+        """
+        if not self._ranks:
+            for name in self.files:
+                if match := SHARD_NAME.fullmatch(name):
+                    self._ranks.setdefault((match["kind"], int(match["mp"])), []).append((int(match["dp"]), name))
+        by_rank: dict[int, str] = {}
+        for rank, name in self._ranks.get((kind, mp_rank), ()):
+            if rank in by_rank:
+                raise InconsistentError(
+                    f"two files that claim the partition of rank {rank}",
+                    file=self.directory,
+                    found=f"{by_rank[rank]!r} and {name!r}",
+                    remedy="One of them is of another save: move it away.",
+                )
+            by_rank[rank] = name
+        return dict(sorted(by_rank.items()))
+
+    def model_parallel_ranks(self) -> list[int]:
+        """The numbers in `mp_rank_XX` of all files, sorted."""
+        matches = (SHARD_NAME.fullmatch(name) or MODEL_NAME.fullmatch(name) for name in self.files)
+        return sorted({int(match["mp"]) for match in matches if match})
+
+    def matching(self, pattern: re.Pattern[str]) -> list[str]:
+        """Names that match a pattern."""
+        return [name for name in self.files if pattern.fullmatch(name)]
+
+
+def list_files(directory: str, tag: str, also: Iterable[str] = ()) -> Listing:
+    """The save in `directory`, with the files of further directories laid over it.
+
+    Raises:
+        InconsistentError: the same file name is in two directories with different contents.
+        NotACheckpointError: a directory cannot be listed.
+    """
+    files: dict[str, str] = {}
+    for root in (directory, *also):
+        for name in _names(root):
+            path = os.path.join(root, name)
+            if name not in files:
+                files[name] = path
+            elif (is_deepspeed_file(name) or is_dcp_file(name)) and not fs.same_content(files[name], path):
+                raise InconsistentError(
+                    f"two different files called {name!r}",
+                    found=f"{files[name]!r} and {path!r} differ",
+                    remedy="One of them is of another save: leave that directory out, or remove the file.",
+                )
+    return Listing(directory, tag, {name: files[name] for name in sorted(files, key=natural)})
+
+
+def _names(directory: str) -> list[str]:
+    try:
+        return fs.file_names(directory, below=UNIVERSAL)
+    except ZckptError:
+        raise
+    except OSError as error:
+        raise NotACheckpointError(
+            "a directory that cannot be read", file=directory, found=error.strerror or str(error)
+        ) from error

@@ -1,0 +1,293 @@
+"""What a DeepSpeed `*_model_states.pt` file says, as one checked value.
+
+For the ZeRO layouts and the unsharded one. Nothing here knows how masters are partitioned.
+Source: DeepSpeed runtime/engine.py `_common_checkpoint_state`, `_get_zero_param_shapes`, `_get_shared_params` (0.19.8);
+`param_shapes` was one plain dict before 0.3.17; `frozen_*` and `shared_params` came later and may be absent.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+
+from zckpt.base import limits
+from zckpt.base.errors import CorruptError, UnsupportedError
+from zckpt.containers import Placeholder, TensorRef, brief
+from zckpt.core.catalog import Replica, Role, TensorEntry, Topology
+from zckpt.core.claims import Span
+from zckpt.layouts.save.listing import Listing
+
+Shape = tuple[int, ...]
+
+WRAPPERS = re.compile(r"(?:^|(?<=\.))(?:_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\.")
+"""What torch.compile, FSDP and activation checkpointing put into names."""
+
+_OURS = frozenset((
+    *("module", "buffer_names", "optimizer", "param_shapes", "frozen_param_shapes", "shared_params",),
+    *("frozen_param_fragments", "lr_scheduler", "data_sampler", "random_ltd", "skipped_steps",),
+    *("global_steps", "global_samples", "dp_world_size", "mp_world_size", "ds_config", "ds_version",),
+    *("sparse_tensor_module_names", "csr_tensor_module_names", "checkpoint_parallel_dimensions",),
+    *("num_experts", "ds_autoep_layers", "folding", "universal_checkpoint_info", "zckpt",),
+))  # fmt: skip
+
+
+_OF_WEIGHTS = frozenset((
+    *("module", "optimizer", "buffer_names", "param_shapes", "frozen_param_shapes", "frozen_param_fragments",),
+    *("shared_params", "dp_world_size", "mp_world_size", "checkpoint_parallel_dimensions",),
+))  # fmt: skip
+"""Entries that follow from the weights and their sharding: a writer makes them anew."""
+
+RESERVED = _OURS | _OF_WEIGHTS
+"""Names that a client state may not use."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModelStates:
+    """One model states file.
+
+    Attributes:
+        file: its path.
+        module: name -> tensor, as in the model's state dict; under ZeRO-3 the parameters are empty placeholders.
+        buffer_names: names of buffers; old versions list non-persistent ones too.
+        param_shapes: per optimizer group, name -> shape in flat order; empty without ZeRO.
+        frozen_shapes: name -> shape of parameters that no optimizer owns.
+        frozen_fragments: name -> their values (ZeRO-3: this rank's piece).
+        shared: dropped name -> kept name.
+        root: the whole inert object.
+    """
+
+    file: str
+    module: Mapping[str, TensorRef]
+    buffer_names: frozenset[str]
+    param_shapes: tuple[Mapping[str, Shape], ...]
+    frozen_shapes: Mapping[str, Shape]
+    frozen_fragments: Mapping[str, TensorRef]
+    shared: Mapping[str, str]
+    root: Mapping[str, object]
+    notes: tuple[str, ...] = field(default=())
+
+    @property
+    def version(self) -> str:
+        """DeepSpeed's version, or an empty string where it was not recorded."""
+        return str(self.root.get("ds_version") or "")
+
+    @property
+    def config(self) -> Mapping[str, object]:
+        """The training run's DeepSpeed config, or an empty mapping."""
+        config = self.root.get("ds_config")
+        return config if isinstance(config, Mapping) else {}
+
+    @property
+    def zero_config(self) -> Mapping[str, object]:
+        """Its `zero_optimization` section, or an empty mapping."""
+        zero = self.config.get("zero_optimization")
+        return zero if isinstance(zero, Mapping) else {}
+
+    @property
+    def extras(self) -> dict[str, object]:
+        """The caller's client state: everything that is not DeepSpeed's own."""
+        return {key: value for key, value in self.root.items() if key not in _OURS}
+
+    @property
+    def rest(self) -> dict[str, object]:
+        """What a resumed run needs of this file beside weights: counters, schedule, config, client state."""
+        return {key: value for key, value in self.root.items() if key not in _OF_WEIGHTS}
+
+    def number(self, key: str) -> int | None:
+        """A whole number such as `global_steps`, or None where it is absent."""
+        value = self.root.get(key)
+        return value if isinstance(value, int) and not isinstance(value, bool) else None
+
+    def ranks(self, key: str) -> int | None:
+        """As `number`, of what counts ranks.
+
+        Raises:
+            UnsupportedError: there cannot be so many.
+        """
+        return rank_count(self.number(key), key, self.file)
+
+    def is_zero(self) -> bool:
+        """Whether the optimizer was sharded, so that masters lie in other files."""
+        return self.root.get("param_shapes") is not None
+
+    def topology(self, dp: int) -> Topology:
+        """Ranks per axis as recorded, with what was found for data parallelism."""
+        dims = self.root.get("checkpoint_parallel_dimensions")
+        dims = dims if isinstance(dims, Mapping) else {}
+        tp, pp = (n if isinstance(n, int) and n > 0 else 1 for n in (dims.get("tp_degree"), dims.get("pp_degree")))
+        rank_count(tp * pp, "tp_degree x pp_degree", self.file)
+        return Topology(dp, tp, pp)
+
+
+def rank_count(count: int | None, what: str, file: str) -> int | None:
+    """A number of ranks that a file says, so that it can be counted up to.
+
+    Raises:
+        UnsupportedError: there cannot be so many.
+    """
+    if count is not None and count > limits.RANKS:
+        raise UnsupportedError(
+            "an impossible number of ranks", file=file, found=f"{what} is {count:,}", expected=f"at most {limits.RANKS:,}",
+            remedy=limits.REMEDY,
+        )  # fmt: skip
+    return count
+
+
+def read_model_states(listing: Listing, name: str, *, module: Mapping[str, TensorRef] | None = None) -> ModelStates:
+    """One `*_model_states.pt` file, checked.
+
+    Args:
+        listing: all files.
+        name: of this one.
+        module: the weights, where they lie in other files (a pipeline's layer files).
+
+    Raises:
+        CorruptError: it is not what its name says.
+        UnsupportedError: DeepSpeed's version is too old to have recorded what is needed.
+    """
+    file = listing.files[name]
+    root = as_mapping(listing.open(name).root, "a model states file", file)
+    if "module" not in root:
+        raise CorruptError(
+            "a file that is not a model states file", file=file, found="no entry 'module'", remedy="Copy it again."
+        )
+    notes: list[str] = []
+    if module is None:
+        module = flatten(as_mapping(root["module"], "the module's state dict", file), notes)
+    shapes = root.get("param_shapes")
+    groups = shapes if isinstance(shapes, list | tuple) else [] if shapes is None else [shapes]
+    if "buffer_names" not in root:
+        notes.append("This file does not say which tensors are buffers (DeepSpeed before 0.3.16): all are kept.")
+    if shapes is None and "param_shapes" not in root and root.get("optimizer") is None:
+        notes.append("This file does not say how parameters were grouped (DeepSpeed before 0.3.16).")
+    return ModelStates(
+        file=file,
+        module=dict(module),
+        buffer_names=frozenset(str(n) for n in _sequence(root.get("buffer_names"))),
+        param_shapes=tuple(_shapes(group, file) for group in groups),
+        frozen_shapes=_shapes(root.get("frozen_param_shapes") or {}, file),
+        frozen_fragments={
+            str(n): as_tensor(ref, f"frozen parameter {n!r}", file)
+            for n, ref in as_mapping(root.get("frozen_param_fragments") or {}, "frozen_param_fragments", file).items()
+        },
+        shared=_shared(root.get("shared_params"), file),
+        root=root,
+        notes=tuple(notes),
+    )
+
+
+def without_shapes(model: ModelStates) -> UnsupportedError:
+    """The error for a model file of a ZeRO run that records no parameter shapes."""
+    numbers = re.match(r"(\d+)\.(\d+)\.(\d+)", model.version)
+    if numbers and tuple(map(int, numbers.groups())) >= (0, 3, 16):
+        return UnsupportedError(
+            "a model file of a ZeRO run without parameter shapes", file=model.file,
+            found=f"no 'param_shapes', written by DeepSpeed {model.version}",
+            expected=f"{model.version} writes them where the engine has an optimizer",
+            remedy="Save it from an engine with an optimizer; or the entry was taken out: copy the file as it was written.",
+        )  # fmt: skip
+    return UnsupportedError(
+        "a checkpoint of a DeepSpeed too old to record parameter shapes", file=model.file,
+        found=f"version {model.version or 'not recorded'}, and no 'param_shapes'",
+        expected="0.3.16 or later writes them",
+        remedy="Load it with the DeepSpeed that wrote it and save it with a newer one.",
+    )  # fmt: skip
+
+
+def whole(
+    name: str, ref: TensorRef, role: Role, shape: Shape | None = None, replicas: tuple[Replica, ...] = ()
+) -> TensorEntry:
+    """A tensor that lies whole in one file, perhaps recorded under another shape of as many elements."""
+    return TensorEntry(name, ref.shape if shape is None else shape, ref.dtype, role, ref.fragments(), replicas)
+
+
+def views_of(refs: Iterable[TensorRef]) -> Iterator[Span]:
+    """Bytes of storages that several of these tensors are views of, or one more than once: so says the file itself.
+
+    Tensors that are views of one storage side by side share nothing. Those in the same place are tied, and are not views.
+    """
+    storages: dict[tuple[str, int], dict[object, TensorRef]] = {}
+    for ref in refs:
+        if ref.numel:
+            storages.setdefault((ref.store.path, ref.storage_byte_offset), {})[ref.place] = ref
+    for held in storages.values():
+        first: TensorRef | None = None
+        stop, count = 0, 0
+        for ref in sorted(held.values(), key=lambda ref: ref.byte_offset):
+            if first is None or ref.byte_offset >= stop:
+                if first is not None and count > 1:
+                    yield Span(first.store, first.byte_offset, stop)
+                first, stop, count = ref, ref.byte_stop, 0
+            stop = max(stop, ref.byte_stop)
+            count += 2 if ref.repeats else 1
+        if first is not None and count > 1:
+            yield Span(first.store, first.byte_offset, stop)
+
+
+def with_replica(entry: TensorEntry, model: ModelStates) -> TensorEntry:
+    """A master with the module's own weight as a replica, where the model file holds it."""
+    weight = model.module.get(entry.name)
+    if weight is None or weight.shape != entry.shape:
+        return entry
+    return replace(entry, replicas=(Replica(weight.dtype, weight.fragments()),))
+
+
+_DEEPEST = 64
+"""Dots in a name. State dicts nest a few levels; a dict that holds itself would nest for ever."""
+
+
+def flatten(state: Mapping[str, object], notes: list[str], prefix: str = "") -> dict[str, TensorRef]:
+    """A state dict's tensors under dotted names; what is no tensor is left out and said in `notes`."""
+    tensors: dict[str, TensorRef] = {}
+    for key, value in state.items():
+        name = f"{prefix}{key}"
+        if isinstance(value, TensorRef):
+            tensors[name] = value
+        elif isinstance(value, Mapping) and name.count(".") < _DEEPEST:
+            tensors.update(flatten(value, notes, name + "."))
+        elif isinstance(value, Placeholder) and "_rebuild" in value.name:
+            raise UnsupportedError(
+                f"a kind of tensor that zckpt does not read, {name!r}",
+                found=str(value),
+                expected="dense, strided tensors are read",
+            )
+        else:
+            notes.append(f"{name!r} in the state dict is not a tensor ({type(value).__name__}): left out.")
+    return tensors
+
+
+def as_mapping(value: object, what: str, file: str) -> Mapping[str, object]:
+    """`value`, which must be a mapping."""
+    if not isinstance(value, Mapping):
+        raise CorruptError(f"{what} that is not a mapping", file=file, found=type(value).__name__)
+    return value
+
+
+def as_tensor(value: object, what: str, file: str) -> TensorRef:
+    """`value`, which must be a tensor."""
+    if not isinstance(value, TensorRef):
+        raise CorruptError(f"{what} that is not a tensor", file=file, found=type(value).__name__)
+    return value
+
+
+def _sequence(value: object) -> list[object]:
+    return list(value) if isinstance(value, list | tuple | set | frozenset) else []
+
+
+def _shapes(value: object, file: str) -> dict[str, Shape]:
+    shapes: dict[str, Shape] = {}
+    for name, shape in as_mapping(value, "param_shapes", file).items():
+        if not isinstance(shape, tuple | list) or not all(isinstance(dim, int) for dim in shape):
+            raise CorruptError(
+                f"a shape of {name!r} that is not a list of whole numbers", file=file, found=brief(shape)
+            )
+        shapes[str(name)] = tuple(shape)
+    return shapes
+
+
+def _shared(value: object, file: str) -> dict[str, str]:
+    """A mapping, or a list of pairs."""
+    if isinstance(value, list | tuple):
+        value = {pair[0]: pair[1] for pair in value if isinstance(pair, list | tuple) and len(pair) == 2}
+    return {str(dropped): str(kept) for dropped, kept in as_mapping(value or {}, "shared_params", file).items()}

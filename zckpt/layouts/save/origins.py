@@ -1,0 +1,139 @@
+"""Whether the files of a save belong together, as far as they say where they come from.
+
+For the readers, which refuse what would make the tensors wrong, and for `verify`, which tells of everything that disagrees,
+over any layout that DeepSpeed writes. A file says the step, the world size and DeepSpeed's version; its modification time
+says when it was written, or copied.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from zckpt.base.errors import InconsistentError, some
+from zckpt.containers import Container
+from zckpt.layouts.save.listing import Listing, is_trainers_file
+from zckpt.storage import paths as files
+
+APART_S = 600
+"""Ranks write at the same time; files ten minutes older or younger than the rest were not written with them."""
+
+_MOST = 4
+"""Different values that a sentence names."""
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """What one file says.
+
+    Attributes:
+        file: its name.
+        step: optimizer steps, or None.
+        world_size: data-parallel ranks, or None.
+        version: DeepSpeed's, or None.
+        written_s: modification time, in seconds; None behind an address, where it is that of the upload.
+    """
+
+    file: str
+    step: int | None
+    world_size: int | None
+    version: str | None
+    written_s: float | None
+
+
+def origin(listing: Listing, name: str, container: Container) -> Origin:
+    """What a file of a save says."""
+    root = container.root if isinstance(container.root, Mapping) else {}
+    inner = root.get("optimizer_state_dict")
+    state = inner if isinstance(inner, Mapping) else {}
+    version = root.get("ds_version") or state.get("ds_version")
+    return Origin(
+        name,
+        _whole(root.get("global_steps")),
+        _whole(root.get("dp_world_size")),
+        version if isinstance(version, str) else None,
+        None if files.is_remote(listing.files[name]) else os.path.getmtime(listing.files[name]),
+    )
+
+
+def _whole(value: object) -> int | None:
+    return value if type(value) is int else None
+
+
+def save_files(listing: Listing) -> list[str]:
+    """Names of the files that belong to the save, by DeepSpeed's rules and the trainer's."""
+    return [name for name in listing.files if is_trainers_file(name)]
+
+
+def contradictions(origins: Sequence[Origin]) -> Iterator[str]:
+    """Sentences on what the files do not agree on."""
+    facts: dict[str, dict[str, int | str | None]] = {
+        "the step": {origin.file: origin.step for origin in origins},
+        "the world size": {origin.file: origin.world_size for origin in origins},
+        "the DeepSpeed version": {origin.file: origin.version for origin in origins},
+    }
+    for fact, said in facts.items():
+        if words := disagreement(fact, {file: value for file, value in said.items() if value is not None}):
+            yield words
+
+
+def disagreement(fact: str, said: Mapping[str, int | str | None]) -> str:
+    """What files do not agree on, and who says what, the usual first; empty where they agree.
+
+    Args:
+        fact: in words.
+        said: file -> what it says; None for nothing.
+    """
+    counts = Counter(said.values())
+    if len(counts) < 2:
+        return ""
+    files = {value: [file for file, own in said.items() if own == value] for value, _ in counts.most_common(_MOST)}
+    told = (
+        f"{some(names)} say{'s' * (len(names) == 1)} {'nothing' if value is None else value}"
+        for value, names in files.items()
+    )
+    return f"they do not agree on {fact}: {'; '.join(told)}"
+
+
+def check_alike(listing: Listing, fact: str, said: Mapping[str, int | str | None]) -> None:
+    """Makes sure that files say the same; arguments as in `disagreement`.
+
+    Raises:
+        InconsistentError: they do not.
+    """
+    if words := disagreement(fact, said):
+        usual, count = Counter(said.values()).most_common(1)[0]
+        odd = some(file for file, value in said.items() if value != usual)
+        raise InconsistentError(
+            "files of different saves",
+            file=listing.directory,
+            found=words,
+            remedy=f"Copy {odd if 2 * count > len(said) else 'the files of one save'} again, or choose another tag.",
+        )
+
+
+def of_other_ages(origins: Sequence[Origin]) -> Iterator[str]:
+    """Sentences on files that were written long before or after the others."""
+    written = {origin.file: origin.written_s for origin in origins if origin.written_s is not None}
+    if len(written) < 2:
+        return
+    middle = sorted(written.values())[len(written) // 2]
+    for names, word in (
+        ([name for name, at in written.items() if at < middle - APART_S], "older"),
+        ([name for name, at in written.items() if at > middle + APART_S], "younger"),
+    ):
+        if names:
+            by = max(abs(written[name] - middle) for name in names)
+            yield (
+                f"{some(names)} {'is' if len(names) == 1 else 'are'} up to {_span(by)} {word} than the rest: "
+                "copied apart from it, or of another save"
+            )
+
+
+def _span(seconds: float) -> str:
+    for unit, size in (("days", 86400), ("hours", 3600)):
+        if seconds >= 2 * size:
+            return f"{seconds / size:.0f} {unit}"
+    return f"{seconds / 60:.0f} minutes"

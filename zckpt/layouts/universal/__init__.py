@@ -1,0 +1,1 @@
+"""DeepSpeed's universal checkpoints, read and written."""

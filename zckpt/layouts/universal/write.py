@@ -1,0 +1,206 @@
+"""How a universal checkpoint is laid out: the files that DeepSpeed's `ds_to_universal` writes, value for value.
+
+For `zckpt to-universal`. What is in them, and in which form: [Note: two forms] in `universal`.
+Source: DeepSpeed 0.19.8, checkpoint/ds_to_universal.py.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+
+from zckpt.base.errors import UnsafeError, UnsupportedError
+from zckpt.core.catalog import Catalog, TensorEntry
+from zckpt.core.dtypes import F32, U8, DType
+from zckpt.core.fragments import FileStore, Fragment
+from zckpt.core.plan import OutputFile
+from zckpt.layouts.joining.slices import Joint, cut
+from zckpt.layouts.joining.totals import as_float
+from zckpt.layouts.moe.experts import is_own
+from zckpt.layouts.run.training import Training
+from zckpt.layouts.save.listing import LAYER_NAME, MODEL_NAME, SHARD_NAME, Listing
+from zckpt.layouts.universal.read import HOME, MASTER, STATE
+from zckpt.layouts.zero.torch_files import Laid, Pair, TorchFile
+from zckpt.layouts.zero.write import ZeroTarget, lay_out_model
+from zckpt.storage.paths import file_store
+
+
+@dataclass(frozen=True, slots=True)
+class UniversalTarget:
+    """The save to be written.
+
+    Attributes:
+        tag: its directory.
+        precision: dtype of the module's own weights, which are copied as they are.
+    """
+
+    tag: str
+    precision: DType
+
+    def as_json(self) -> dict[str, object]:
+        """What a manifest says of it."""
+        return {"precision": self.precision.torch_name}
+
+
+def lay_out(catalog: Catalog, training: Training, listing: Listing, target: UniversalTarget) -> Laid:
+    """The files of a universal checkpoint, as DeepSpeed's own converter writes them, without `latest_universal`.
+
+    Args:
+        catalog: the weights, under the names they have in training.
+        training: all else.
+        listing: the source's files, of which the model files are copied.
+        target: where it goes.
+
+    Raises:
+        UnsafeError: a parameter's name is no path below `zero/`.
+        UnsupportedError: a parameter's name is too long for a directory; experts that DeepSpeed has no universal form for.
+    """
+    _check_experts(catalog)
+    files: list[tuple[OutputFile, FileStore]] = []
+    pairs: list[Pair] = []
+
+    def add(made: tuple[tuple[OutputFile, FileStore], list[Pair]]) -> None:
+        files.append(made[0])
+        pairs.extend(made[1])
+
+    stage_3 = catalog.source.zero_stage == 3
+    default = None if stage_3 and catalog.topology.tp * catalog.topology.pp == 1 else _END_TO_END
+    for group in training.groups:
+        for name in group.names:
+            home = f"{target.tag}/{HOME}{_directory(name, catalog.source.path)}"
+            joint = training.joined.get(name, default)
+            for state, entry in {MASTER: catalog.tensors[name], **training.states[name]}.items():
+                add(_tensor_file(f"{home}/{state}.pt", entry, joint))
+            if "step" in group.scalars and not stage_3:
+                file = TorchFile(f"{home}/step.pt")
+                add(file.finish(file.adopt(group.scalars["step"])))
+    if not stage_3 and not listing.matching(LAYER_NAME):  # a pipeline's are in its layer files
+        for name, entry in _others(catalog):
+            home = f"{target.tag}/{HOME}{_directory(name, catalog.source.path)}"
+            add(_tensor_file(f"{home}/{MASTER}.pt", as_float(entry), _AS_IT_IS, F32))
+    file = TorchFile(f"{target.tag}/{STATE}")
+    add(file.finish(file.adopt(_left(training, stage_3, catalog.topology.dp))))
+    if not catalog.source.zero_stage:  # of a run without ZeRO there are none that say whose parameters are whose
+        laid = lay_out_model(catalog, training, ZeroTarget(target.tag, 1, 1, target.precision))
+        return Laid((*files, *laid.files), (*pairs, *laid.pairs))
+    for name, path in listing.files.items():
+        if MODEL_NAME.fullmatch(name) or ((m := SHARD_NAME.fullmatch(name)) and m["kind"] == "model"):
+            add(_model_file(listing, name, f"{target.tag}/{name}", stage_3) or _copy(path, f"{target.tag}/{name}"))
+    return Laid(tuple(files), tuple(pairs))
+
+
+def _check_experts(catalog: Catalog) -> None:
+    """Refuses what DeepSpeed's engine could not load; see [Note: universal experts] in `universal`."""
+    topology = catalog.topology
+    own = sum(is_own(name) for name in catalog.tensors)
+    if topology.experts and (topology.tp * topology.pp > 1 or (own and topology.ep > 1)):
+        raise UnsupportedError(
+            "experts that have no universal form in DeepSpeed", file=catalog.source.path,
+            found=f"tensors of DeepSpeed's own experts over {topology.ep} ranks" if own else "AutoEP under AutoTP",
+            expected="AutoEP without tensor parallelism, or all experts on every rank",
+            remedy="zckpt reshard: experts become ordinary parameters; or convert the weights alone (to-fp32).",
+        )  # fmt: skip
+
+
+_AS_IT_IS = Joint((), ())
+_END_TO_END = Joint((), (), words={"cat_dim": 0})
+"""What DeepSpeed's converter says of a parameter that no rule names, on one rank too."""
+
+
+def _directory(name: str, path: str) -> str:
+    """A parameter's name as a path, which DeepSpeed looks for as it is."""
+    parts = name.split("/")
+    if "\0" in name or any(part in ("", ".", "..") for part in parts):
+        raise UnsafeError(
+            "a parameter whose name is no path", file=path, found=f"{name!r:.200}",
+            remedy="A universal checkpoint has a directory of each parameter's name. Nothing was written.",
+        )  # fmt: skip
+    if any(len(os.fsencode(part)) > _LONGEST for part in parts):
+        raise UnsupportedError(
+            "a parameter whose name is too long for a directory", file=path, found=f"{name!r:.100}",
+            expected=f"at most {_LONGEST} bytes",
+        )  # fmt: skip
+    return name
+
+
+_LONGEST = 255
+"""Bytes of a file name, on every file system that people train on."""
+
+
+def _tensor_file(
+    path: str, entry: TensorEntry, joint: Joint | None, dtype: DType | None = None
+) -> tuple[tuple[OutputFile, FileStore], list[Pair]]:
+    """One tensor in a file: with words on how it was joined, or, where there are none, bare and flat."""
+    file = TorchFile(path)
+    if joint is None:
+        return file.finish(file.tensor(replace(entry, shape=(entry.numel,), replicas=()), dtype))
+    return file.finish({**file.adopt(joint.words), "param": file.tensor(cut(entry, joint.keep), dtype)})
+
+
+def _others(catalog: Catalog) -> Iterator[tuple[str, TensorEntry]]:
+    """What the optimizer does not own, tied names too, as the module holds it."""
+    for name, entry in catalog.tensors.items():
+        if entry.role != "parameter":
+            yield name, entry
+    for dropped, kept in catalog.aliases.items():
+        entry = catalog.tensors[kept]
+        if (copy := entry.own_copy) is not None:
+            entry = replace(entry, dtype=copy.dtype, fragments=copy.fragments, replicas=())
+        yield dropped, entry
+
+
+_SHARDED = ("base_optimizer_state", "param_slice_mappings", "single_partition_of_fp32_groups")
+
+
+def _left(training: Training, stage_3: bool, ranks: int) -> dict[str, object]:
+    """What is left of one rank's optimizer file when its partitions are gone; of stage 3, where they stay, all.
+
+    DeepSpeed's converter says of each group, of experts too, that all data-parallel ranks share it, without padding.
+    """
+    raw = training.raw
+    inner = raw.get("optimizer_state_dict" if stage_3 else "base_optimizer_state")
+    groups = inner.get("param_groups") if isinstance(inner, Mapping) else None
+    if groups is None:
+        groups = [{**group.settings, "params": [number]} for number, group in enumerate(training.groups) if group.names]
+    kept = {key: value for key, value in raw.items() if stage_3 or key not in _SHARDED}
+    for key, value in {"partition_count": ranks, "group_paddings": 0}.items():
+        if not stage_3 and isinstance(listed := kept.get(key), list) and listed:
+            kept[key] = [value] * len(listed)
+    if not raw:  # a run without ZeRO
+        kept = {"zero_stage": 1, "ds_version": training.model.get("ds_version"), **training.scaler}
+    return {**kept, "param_groups": groups}
+
+
+def _model_file(
+    listing: Listing, name: str, path: str, stage_3: bool
+) -> tuple[tuple[OutputFile, FileStore], list[Pair]] | None:
+    """A model file of a run with AutoEP, whose record is where the engine looks for it; None for another run's."""
+    root = listing.open(name).root
+    record = root.get("ds_autoep_layers") if isinstance(root, Mapping) else None
+    if not isinstance(root, Mapping) or not isinstance(record, list):
+        return None
+    if not stage_3:  # of which the converter keeps less
+        record = [
+            {key: entry[key] for key in _OF_LAYER if key in entry} for entry in record if isinstance(entry, Mapping)
+        ]
+    pattern = r".*\.experts\.w[123]$" if stage_3 else r"\.experts\.w[123]$"
+    info = root.get("universal_checkpoint_info")
+    said = {"expert_parameter_patterns": [pattern], "ds_autoep_layers": record}
+    info = {**(info if isinstance(info, Mapping) else {}), **said}
+    file = TorchFile(path)
+    return file.finish(file.adopt({**root, "universal_checkpoint_info": info}))
+
+
+_OF_LAYER = ("moe_layer_id", "module_path", "expert_key_prefix", "num_experts", "num_local_experts", "ep_size")
+
+
+def _copy(path: str, name: str) -> tuple[tuple[OutputFile, FileStore], list[Pair]]:
+    """A file as it is, byte for byte."""
+    source = file_store(path)
+    store = FileStore(name, source.size)
+    of, to = (
+        TensorEntry(name, (source.size,), U8, "buffer", (Fragment(where, 0, 0, source.size),) if source.size else ())
+        for where in (source, store)
+    )
+    return (OutputFile(name, source.size), store), [(of, to)]

@@ -1,0 +1,124 @@
+"""Puts a save's tensors together: masters from the optimizer files, everything else from the model file.
+
+For zero12, zero3 and unsharded: the rules of what wins, what is tied and in which order are the same for all.
+
+A name of the model's state dict is, in this order: tied to another name (then it is an alias); a master; a frozen
+parameter; a buffer; or a parameter that no optimizer owns (kept as it lies in the model file).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+
+from zckpt.base.errors import IncompleteError, some
+from zckpt.containers import TensorRef
+from zckpt.core.catalog import Catalog, Padding, Role, Source, TensorEntry, Topology
+from zckpt.layouts.save.module_states import ModelStates, views_of, whole
+
+
+def assemble(
+    model: ModelStates,
+    masters: Mapping[str, TensorEntry],
+    source: Source,
+    topology: Topology,
+    frozen: Mapping[str, TensorEntry] | None = None,
+    padding: Iterable[Padding] = (),
+) -> Catalog:
+    """The catalog of one save.
+
+    Args:
+        model: the model file (any rank's, under ZeRO-3).
+        masters: name -> trainable parameter, from the optimizer files.
+        source: where it all comes from; notes are added.
+        topology: ranks per axis.
+        frozen: name -> frozen parameter, where they do not lie whole in the model file.
+        padding: what of the optimizer files belongs to no parameter.
+
+    Raises:
+        IncompleteError: a parameter's recorded shape is not empty, but nothing holds its elements.
+    """
+    owned = dict(masters)
+    owned.update(frozen if frozen is not None else _whole_frozen(model))
+    aliases = {
+        dropped: kept for dropped, kept in model.shared.items() if kept != dropped and dropped not in owned
+    }  # zero-size tensors share a null address, so DeepSpeed calls them tied; they have entries of their own
+    by_place: dict[object, str] = {}
+    tensors: dict[str, TensorEntry] = {}
+    for name, ref in model.module.items():
+        if name in aliases:
+            continue
+        if name in owned:
+            tensors[name] = owned.pop(name)
+        elif ref.numel and (kept := by_place.get(ref.place)) is not None:
+            aliases[name] = kept
+            continue
+        else:
+            tensors[name] = whole(name, ref, "buffer" if _is_buffer(model, name) else _loose_role(model))
+        if ref.numel:
+            by_place.setdefault(ref.place, name)
+    tensors.update(owned)  # names that the state dict lacks: it was saved without frozen parameters, say
+    aliases = _resolve(aliases, model.module, tensors)
+    _check_frozen(model, tensors, aliases)
+    return Catalog(
+        tensors,
+        replace(source, notes=source.notes + model.notes),
+        aliases,
+        topology,
+        model.extras,
+        tuple(padding),
+        tuple(views_of((*model.module.values(), *model.frozen_fragments.values()))),
+    )
+
+
+def _whole_frozen(model: ModelStates) -> dict[str, TensorEntry]:
+    """Frozen parameters of stages 0-2: whole tensors, in the fragments or in the state dict."""
+    frozen: dict[str, TensorEntry] = {}
+    for name in model.frozen_shapes:
+        ref = model.frozen_fragments.get(name) or model.module.get(name)
+        if ref is not None:
+            frozen[name] = whole(name, ref, "frozen")
+    return frozen
+
+
+def _is_buffer(model: ModelStates, name: str) -> bool:
+    return name in model.buffer_names
+
+
+def _loose_role(model: ModelStates) -> Role:
+    return "frozen" if model.is_zero() else "parameter"
+
+
+def _resolve(
+    aliases: Mapping[str, str], module: Mapping[str, TensorRef], tensors: Mapping[str, TensorEntry]
+) -> dict[str, str]:
+    """Aliases whose kept name is really there; chains are followed to their end."""
+    resolved: dict[str, str] = {}
+    for dropped in aliases:
+        kept, seen = dropped, {dropped}
+        while kept in aliases and aliases[kept] not in seen:
+            kept = aliases[kept]
+            seen.add(kept)
+        if kept in tensors and dropped not in tensors:
+            resolved[dropped] = kept
+    return resolved
+
+
+def _check_frozen(model: ModelStates, tensors: Mapping[str, TensorEntry], aliases: Mapping[str, str]) -> None:
+    """A parameter with a non-empty recorded shape never comes out empty."""
+    recorded = {name: shape for group in (*model.param_shapes, model.frozen_shapes) for name, shape in group.items()}
+    empty = [
+        n for n, s in recorded.items() if n in tensors and tensors[n].shape != s and not tensors[n].numel and 0 not in s
+    ]
+    placeholders = [
+        name
+        for name, entry in tensors.items()
+        if model.is_zero() and name not in recorded and entry.shape == (0,) and not _is_buffer(model, name)
+    ]
+    if empty or placeholders:
+        raise IncompleteError(
+            "parameters whose elements no file holds",
+            file=model.file,
+            found=some(empty or placeholders),
+            remedy="They are ZeRO-3 placeholders: the weights lie in the zero_pp_rank_* files of the same save.",
+        )

@@ -1,0 +1,263 @@
+"""What the `*_optim_states.pt` files of a ZeRO save say, and whether they belong together.
+
+For zero12 and zero3. Reads the index of each file; of tensors, at most the one number a step counter is.
+Source: DeepSpeed runtime/engine.py `_save_zero_checkpoint`; `state_dict` of the ZeRO and bf16 optimizers (0.19.8).
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from zckpt.base.errors import CorruptError, IncompleteError, InconsistentError, UnsupportedError, ranges
+from zckpt.containers import TensorRef, brief, enum_value
+from zckpt.core.dtypes import BF16, F16, F32, DType
+from zckpt.core.fragments import Fragment
+from zckpt.layouts.run.training import Group
+from zckpt.layouts.run.values import SCALER, as_list, missing_ranks, step_of
+from zckpt.layouts.save.listing import Listing
+from zckpt.layouts.save.module_states import ModelStates, as_mapping, as_tensor, rank_count
+from zckpt.layouts.save.origins import check_alike
+from zckpt.layouts.zero.partition import Piece
+
+
+@dataclass(frozen=True, slots=True)
+class OptimizerShard:
+    """One rank's optimizer file.
+
+    Attributes:
+        file: its path.
+        rank: data-parallel rank, from its name.
+        stage: ZeRO stage; None where the file does not say (bf16 optimizer).
+        partition_count: ranks that share a group, or None where the file does not say.
+        vectors: flat fp32 masters, one per group (ZeRO-1/2) or sub-group (ZeRO-3).
+        alignment_paddings: per group and parameter, elements that follow it; None for none.
+        states: per flat group, the wrapped optimizer's states by name: vectors like the masters', or single values.
+        settings: the wrapped optimizer's parameter groups (learning rate, ...); empty in the elastic form.
+        step: the optimizer's step count, or None where no state has one.
+        root: everything in `optimizer_state_dict`.
+    """
+
+    file: str
+    rank: int
+    stage: int | None
+    partition_count: int | None
+    vectors: tuple[TensorRef, ...]
+    alignment_paddings: tuple[tuple[int, ...], ...] | None
+    states: tuple[Mapping[str, object], ...]
+    settings: tuple[Mapping[str, object], ...]
+    step: int | None
+    root: Mapping[str, object]
+
+    @property
+    def name(self) -> str:
+        """Its name, for a person."""
+        return os.path.basename(self.file)
+
+    @property
+    def state_names(self) -> tuple[str, ...]:
+        """Names of per-element optimizer states of all groups."""
+        return tuple(dict.fromkeys(name for states in self.states for name in per_element(states)))
+
+
+def per_element(states: Mapping[str, object]) -> dict[str, TensorRef]:
+    """Those of a group's states that are vectors: the others, such as the step, are one value for the whole group."""
+    return {name: value for name, value in states.items() if isinstance(value, TensorRef) and value.shape}
+
+
+def read_shards(
+    listing: Listing, known: frozenset[str], mp_rank: int = 0, *, allow_unknown: bool
+) -> list[OptimizerShard]:
+    """All optimizer files of one model-parallel rank, by data-parallel rank.
+
+    Raises:
+        UnsupportedError: a file holds keys outside `known`, which may change the layout, and `allow_unknown` is off.
+    """
+    return [_read(listing, rank, name, known, allow_unknown) for rank, name in listing.shards("optim", mp_rank).items()]
+
+
+def _read(listing: Listing, rank: int, name: str, known: frozenset[str], allow_unknown: bool) -> OptimizerShard:
+    file = listing.files[name]
+    root = as_mapping(listing.open(name).root, "an optimizer states file", file)
+    if "optimizer_state_dict" not in root:
+        raise CorruptError("a file that is not an optimizer states file", file=file, found="no 'optimizer_state_dict'")
+    state = as_mapping(root["optimizer_state_dict"], "optimizer_state_dict", file)
+    unknown = sorted(str(key) for key in state.keys() - known)
+    if unknown and not allow_unknown:
+        raise UnsupportedError(
+            "an optimizer file with keys that may change the layout",
+            file=file,
+            found=", ".join(repr(key) for key in unknown),
+            remedy="zckpt does not know them and will not guess. If you know that they do not move weights, "
+            "pass --allow-unknown-layout.",
+        )
+    if "local_sub_partitions_of_fp32_groups" in state:
+        raise UnsupportedError(
+            "a ZeRO-1 checkpoint of a DeepSpeed before 0.3.17", file=file, found="sub-partitions",
+            remedy="Load it with the DeepSpeed that wrote it and save it with a newer one.",
+        )  # fmt: skip
+    vectors = state.get("single_partition_of_fp32_groups", state.get("fp32_flat_groups"))
+    if not isinstance(vectors, list | tuple):
+        raise CorruptError(
+            "an optimizer file without fp32 master weights", file=file, found=f"keys {', '.join(map(str, state))}"
+        )
+    refs = tuple(as_tensor(vector, "a flat group", file) for vector in vectors)
+    for ref in refs:
+        if not ref.is_contiguous or len(ref.shape) != 1:
+            raise CorruptError("a flat group that is not a dense vector", file=file, found=f"shape {list(ref.shape)}")
+    base = state.get("base_optimizer_state", state.get("optimizer_state_dict"))
+    states, settings = _inner_state(base, len(refs))
+    steps = (
+        step_of(place.get("step")) for place in (*states, *settings, {"step": state.get("base_optimizer_state_step")})
+    )
+    return OptimizerShard(
+        file=file,
+        rank=rank,
+        stage=_stage(state, file),
+        partition_count=rank_count(_count(state.get("partition_count")), "partition_count", file),
+        vectors=refs,
+        alignment_paddings=_paddings(state.get("param_alignment_paddings"), file),
+        states=states,
+        settings=settings,
+        step=next((step for step in steps if step is not None), None),
+        root=state,
+    )
+
+
+def _stage(state: Mapping[str, object], file: str) -> int | None:
+    stage = enum_value(state.get("zero_stage"))
+    if stage is None or (isinstance(stage, int) and 1 <= stage <= 3):
+        return stage
+    raise UnsupportedError("an unknown ZeRO stage", file=file, found=brief(stage), expected="1, 2 and 3 are known")
+
+
+def _count(value: object) -> int | None:
+    if isinstance(value, list | tuple):
+        return max((n for n in value if isinstance(n, int)), default=None)
+    return value if isinstance(value, int) else None
+
+
+def _paddings(value: object, file: str) -> tuple[tuple[int, ...], ...] | None:
+    if value is None:
+        return None
+    groups: list[tuple[int, ...]] = []
+    for group in value if isinstance(value, list | tuple) else [None]:
+        if not isinstance(group, list | tuple) or not all(isinstance(n, int) and n >= 0 for n in group):
+            raise CorruptError("alignment paddings that are not whole numbers", file=file, found=brief(group))
+        groups.append(tuple(group))
+    return tuple(groups)
+
+
+def _inner_state(base: object, count: int) -> tuple[tuple[Mapping[str, object], ...], tuple[Mapping[str, object], ...]]:
+    """States per flat group and parameter groups of the wrapped torch optimizer.
+
+    The rigid form is a torch state dict, whose states are numbered as the parameter groups list them; the elastic one is
+    a list of states per group.
+    """
+    settings: tuple[Mapping[str, object], ...] = ()
+    states: list[object]
+    if isinstance(base, Mapping):
+        inner, groups = base.get("state"), base.get("param_groups")
+        settings = tuple(group for group in groups if isinstance(group, Mapping)) if isinstance(groups, list) else ()
+        numbers = [number for group in settings for number in as_list(group.get("params"))]
+        inner = inner if isinstance(inner, Mapping) else {}
+        states = [inner.get(n) if isinstance(n, int) else None for n in numbers] or list(inner.values())
+    else:
+        states = as_list(base)
+    found = [state if isinstance(state, Mapping) else {} for state in states[:count]]
+    return (*found, *({} for _ in range(count - len(found)))), settings
+
+
+def check_ranks(listing: Listing, shards: list[OptimizerShard], model: ModelStates) -> int:
+    """The world size, after making sure that every rank's file is there and of the same save.
+
+    Raises:
+        IncompleteError: rank files are missing.
+        InconsistentError: files of another world size, stage or step are among them.
+    """
+    check_alike(listing, "the world size", {shard.name: shard.partition_count for shard in shards})
+    check_alike(listing, "the ZeRO stage", {shard.name: shard.stage for shard in shards})
+    check_alike(listing, "the step", {shard.name: shard.step for shard in shards})
+    said = [shards[0].partition_count, model.ranks("dp_world_size")]
+    if model.root.get("num_experts"):  # these may be cut over more ranks than all else: tensor-parallel ones too
+        said.reverse()
+    recorded = next((number for number in said if number), len(shards))
+    ranks = {shard.rank for shard in shards}
+    missing = sorted(set(range(recorded)) - ranks)
+    if missing:
+        raise missing_ranks(listing, "optimizer", sorted(ranks), missing, recorded)
+    extra = sorted(ranks - set(range(recorded)))
+    if extra:
+        raise InconsistentError(
+            "rank files of another save",
+            file=listing.directory,
+            found=f"optimizer files of ranks {ranges(extra)}",
+            expected=f"the save had world size {recorded}",
+            remedy="They are left over from an earlier save with more ranks: move them away.",
+        )
+    return recorded
+
+
+def state_vector(shard: OptimizerShard, number: int, state: str) -> TensorRef:
+    """A per-element optimizer state of one of the shard's flat groups.
+
+    Raises:
+        IncompleteError: it is not there.
+    """
+    found = shard.states[number].get(state)
+    if isinstance(found, TensorRef) and found.is_contiguous and len(found.shape) == 1:
+        return found
+    raise IncompleteError(
+        f"no optimizer state {state!r} of flat group {number}",
+        file=shard.file,
+        found=", ".join(repr(name) for name in shard.states[number]) or "no states at all",
+        expected="other ranks' files have it",
+        remedy="Copy that file again, or choose another tag.",
+    )
+
+
+def group_of(names: tuple[str, ...], shard: OptimizerShard, number: int, flat_group: int) -> Group:
+    """Parameter group `number`, with the single values that one of its flat groups holds."""
+    settings = shard.settings[number] if number < len(shard.settings) else {}
+    vectors = per_element(shard.states[flat_group])
+    return Group(
+        names,
+        {key: value for key, value in settings.items() if key != "params"},
+        {key: value for key, value in shard.states[flat_group].items() if key not in vectors},
+        tuple(vectors),
+    )
+
+
+def scaler_of(shard: OptimizerShard) -> dict[str, object]:
+    """The loss scaler, and what is kept beside it."""
+    return {key: shard.root[key] for key in SCALER if key in shard.root}
+
+
+def precision_of(model: ModelStates) -> DType:
+    """The dtype of the module's trained weights, placeholders or not; by the config where they are not in the file."""
+    for name in (name for shapes in model.param_shapes for name in shapes):
+        if name in model.module:
+            return model.module[name].dtype
+    for key, dtype in {"bf16": BF16, "bfloat16": BF16, "fp16": F16}.items():
+        section = model.config.get(key)
+        if isinstance(section, Mapping) and section.get("enabled") is True:
+            return dtype
+    return F32
+
+
+def fragment_of(vector: TensorRef, piece: Piece, start: int, file: str) -> Fragment:
+    """A piece of a parameter, whose first element is number `start`, as it lies in a rank's vector.
+
+    Raises:
+        InconsistentError: the vector is shorter than the piece needs.
+    """
+    if piece.offset + piece.count > vector.numel:
+        raise InconsistentError(
+            "an optimizer state that is shorter than its master weights",
+            file=file,
+            found=f"{vector.numel:,} elements",
+            expected=f"at least {piece.offset + piece.count:,}",
+            remedy="A file is of another save, or its layout is unknown. Nothing was written.",
+        )
+    return Fragment(vector.store, vector.byte_offset + piece.offset * vector.dtype.itemsize, start, piece.count)

@@ -1,0 +1,157 @@
+"""A torch file in the making: any inert object, and for each tensor in it where its elements come from.
+
+For the layouts that write checkpoints. The file is known to the last byte before an element is moved: its records'
+places, the moves into them, and zeros where a vector is padded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+from zckpt.base.errors import UnsupportedError
+from zckpt.containers import NumpyArray, Placeholder, TensorRef, TensorSpec, torch_zip
+from zckpt.core.catalog import TensorEntry, TensorPart
+from zckpt.core.dtypes import DType
+from zckpt.core.fragments import FileStore, Fragment
+from zckpt.core.plan import OutputFile
+from zckpt.layouts.save.module_states import whole
+
+Pair = tuple[TensorEntry | TensorPart, TensorEntry | TensorPart]
+
+
+@dataclass(frozen=True, slots=True)
+class Inline:
+    """A small tensor whose bytes are known, such as a step counter."""
+
+    dtype: DType
+    shape: tuple[int, ...]
+    data: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Laid:
+    """Files to be written, and the pairs that fill them, file by file."""
+
+    files: tuple[tuple[OutputFile, FileStore], ...]
+    pairs: tuple[Pair, ...]
+
+
+class Filling(NamedTuple):
+    """Elements [start, start + count) of `source`, which go to element `at` of a vector."""
+
+    source: TensorEntry | TensorPart
+    start: int
+    count: int  # type: ignore[assignment]  # tuple's method of this name is not needed
+    at: int
+
+
+class TorchFile:
+    """One file in the making.
+
+    Args:
+        path: relative to the output directory.
+        sketch: nobody wants the file itself, only which elements go into it, in their order.
+    """
+
+    def __init__(self, path: str, *, sketch: bool = False) -> None:
+        self.path = path
+        self.sketch = sketch
+        self._specs: list[TensorSpec] = []
+        self._fillings: dict[str, list[Filling]] = {}
+        self._data: dict[str, bytes] = {}
+
+    def _spec(self, dtype: DType, shape: tuple[int, ...]) -> TensorSpec:
+        spec = TensorSpec(str(len(self._specs)), dtype, shape)
+        self._specs.append(spec)
+        return spec
+
+    def tensor(self, source: TensorEntry | TensorPart, dtype: DType | None = None) -> TensorSpec:
+        """A whole tensor, perhaps cast. Used in several places of the object, it is one storage."""
+        spec = self._spec(dtype or source.dtype, source.shape)
+        self._fillings[spec.name] = [Filling(source, 0, source.numel, 0)]
+        return spec
+
+    def vector(self, fillings: Iterable[Filling], numel: int, dtype: DType) -> TensorSpec:
+        """A vector of `numel` elements, made of parts of tensors in this order; zeros where none is."""
+        spec = self._spec(dtype, (numel,))
+        self._fillings[spec.name] = list(fillings)
+        return spec
+
+    def adopt(self, value: Any) -> Any:
+        """An inert value that came from another file, with its tensors as tensors of this one.
+
+        Raises:
+            UnsupportedError: it contains itself.
+        """
+        if self.sketch:
+            return {} if isinstance(value, Mapping) else None
+        return self._adopt(value, set())
+
+    def _adopt(self, value: Any, above: set[int]) -> Any:
+        if isinstance(value, TensorRef):
+            return self.tensor(whole("", value, "buffer"))
+        if isinstance(value, TensorEntry):
+            return self.tensor(value)
+        if isinstance(value, Inline):
+            spec = self._spec(value.dtype, value.shape)
+            self._data[spec.name] = value.data
+            return spec
+        if not isinstance(value, dict | list | tuple | Mapping | Placeholder | NumpyArray):
+            return value
+        if id(value) in above:
+            raise UnsupportedError("a value that contains itself", found=type(value).__name__)
+        above.add(id(value))
+        try:
+            if isinstance(value, Mapping):
+                return {key: self._adopt(item, above) for key, item in value.items()}
+            if isinstance(value, list):
+                return [self._adopt(item, above) for item in value]
+            if type(value) is tuple:
+                return tuple(self._adopt(item, above) for item in value)
+            if isinstance(value, Placeholder):
+                parts = (value.args, value.state, value.kwargs, value.items)
+                args, state, kwargs, items = (self._adopt(part, above) for part in parts)
+                return replace(value, args=args, state=state, kwargs=kwargs, items=items)
+            if isinstance(value, NumpyArray):
+                return replace(value, objects=self._adopt(value.objects, above))
+            return value
+        finally:
+            above.discard(id(value))
+
+    def finish(self, root: object) -> tuple[tuple[OutputFile, FileStore], list[Pair]]:
+        """The file, and the pairs that fill it, in the order of its bytes."""
+        if self.sketch:
+            return self._sketched()
+        skeleton = torch_zip.skeleton_of(root, self._specs)
+        store = FileStore(self.path, skeleton.size)
+        pairs: list[Pair] = []
+        literals = list(skeleton.literals)
+        for spec in self._specs:
+            offset, itemsize = skeleton.offsets[spec.name], spec.dtype.itemsize
+            if spec.name in self._data:
+                literals.append((offset, self._data[spec.name]))
+                continue
+            filled = 0
+            for source, start, count, at in self._fillings[spec.name]:
+                if at > filled:
+                    literals.append((offset + filled * itemsize, bytes((at - filled) * itemsize)))
+                if count:
+                    fragment = Fragment(store, offset + at * itemsize, start, count)
+                    pairs.append((source, TensorPart(source.name, source.shape, spec.dtype, (fragment,))))
+                filled = at + count
+            if spec.numel > filled:
+                literals.append((offset + filled * itemsize, bytes((spec.numel - filled) * itemsize)))
+        output = OutputFile(self.path, skeleton.size, tuple(literals), skeleton.checksums)
+        return (output, store), pairs
+
+    def _sketched(self) -> tuple[tuple[OutputFile, FileStore], list[Pair]]:
+        store = FileStore(self.path, 1 << 62)
+        pairs: list[Pair] = []
+        for spec in self._specs:
+            for source, start, count, _ in self._fillings.get(spec.name, ()):
+                if count:
+                    target = TensorPart(source.name, source.shape, spec.dtype, (Fragment(store, 0, start, count),))
+                    pairs.append((source, target))
+        return (OutputFile(self.path, 0), store), pairs

@@ -1,0 +1,256 @@
+"""DeepSpeed without ZeRO: one model file, with fp32 masters of a half-precision run in its `optimizer`.
+
+For `layouts.detect`. fp32 runs hold everything in `module`. fp16 and bf16 runs keep masters in the optimizer, without
+names: `fp32_groups` (unfused: one tensor per parameter) or `fp32_groups_flat` (fused: one vector per group). Groups follow
+the optimizer's, and within a group parameters stand in the model's order. So masters are a merge of G sequences in
+model order; each guess is proved by `cast(master) == weight` on the ends of the parameter.
+Source: DeepSpeed 0.19.8, runtime/fp16/{fused,unfused}_optimizer.py `state_dict`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from zckpt.base.errors import InconsistentError, some
+from zckpt.containers import TensorRef
+from zckpt.core.catalog import Catalog, Replica, Source, TensorEntry
+from zckpt.core.fragments import Fragment
+from zckpt.engine.replicas import Reader, first_difference
+from zckpt.layouts.run.values import missing_ranks
+from zckpt.layouts.save.listing import MODEL_NAME, Listing
+from zckpt.layouts.save.module_states import ModelStates, as_tensor, read_model_states, whole
+from zckpt.layouts.zero.assembly import assemble
+
+
+def match(listing: Listing) -> str | None:
+    """None when this layout reads the files; otherwise why not."""
+    if listing.shards("optim") or listing.shards("model"):
+        return "zero_pp_rank_* files, as ZeRO writes"
+    return None if listing.matching(MODEL_NAME) else "no mp_rank_00_model_states.pt"
+
+
+def read(listing: Listing, *, allow_unknown: bool = False) -> Catalog:
+    """The catalog of a save without ZeRO; arguments and errors as in `zero12.read`."""
+    del allow_unknown  # nothing here is laid out by unknown rules
+    model = read_model_states(listing, listing.matching(MODEL_NAME)[0])
+    world_size = model.ranks("dp_world_size") or 1
+    if model.is_zero():
+        raise missing_ranks(listing, "optimizer", [], list(range(world_size)), world_size)
+    found, notes = masters(model)
+    source = Source(
+        layout="unsharded",
+        path=listing.directory,
+        tag=listing.tag,
+        framework=("DeepSpeed", model.version),
+        zero_stage=0,
+        global_steps=model.number("global_steps"),
+        optimizer_states=state_names(model.root.get("optimizer")),
+        notes=notes,
+    )
+    catalog = assemble(model, found, source, model.topology(world_size), frozen={})
+    return frozen_without_master(catalog, found) if found else catalog
+
+
+def frozen_without_master(catalog: Catalog, masters: Mapping[str, TensorEntry]) -> Catalog:
+    """The catalog of a run that keeps masters: what the optimizer does not own was not trained."""
+    tensors = {
+        name: replace(entry, role="frozen") if entry.role == "parameter" and name not in masters else entry
+        for name, entry in catalog.tensors.items()
+    }
+    return replace(catalog, tensors=tensors)
+
+
+def masters(model: ModelStates) -> tuple[dict[str, TensorEntry], tuple[str, ...]]:
+    """fp32 masters by name, as far as the optimizer keeps any, and what a person should know of them.
+
+    Raises:
+        InconsistentError: they fit no parameters.
+    """
+    groups = master_groups(model.root.get("optimizer"), model.file)
+    if groups is not None:
+        return assign(candidates(model), groups, model.file), ()
+    return {}, without_masters(model)
+
+
+def without_masters(model: ModelStates) -> tuple[str, ...]:
+    """What a person should know of a save that keeps no masters."""
+    half = any(ref.dtype.name in ("F16", "BF16") for ref in model.module.values())
+    return ("This save holds no fp32 master weights: the half-precision module weights are used.",) if half else ()
+
+
+def masters_by_group(model: ModelStates) -> list[list[str]]:
+    """The names of the parameters whose masters each group of the optimizer holds, in its order.
+
+    Raises:
+        InconsistentError: they fit no parameters.
+    """
+    groups = master_groups(model.root.get("optimizer"), model.file) or []
+    found = assign(candidates(model), groups, model.file)
+    named: list[list[str]] = [[] for _ in groups]
+    for name, entry in found.items():
+        at = entry.fragments[0].byte_offset
+        refs = ((number, ref) for number, group in enumerate(groups) for ref in group.tensors)
+        homes = (n for n, ref in refs if ref.byte_offset <= at < ref.byte_offset + ref.numel * ref.dtype.itemsize)
+        named[next(homes)].append(name)
+    return named
+
+
+@dataclass(frozen=True, slots=True)
+class Masters:
+    """Masters of one group: one tensor per parameter, or one vector for all."""
+
+    tensors: tuple[TensorRef, ...]
+    is_flat: bool
+
+    @property
+    def numel(self) -> int:
+        """Elements of all masters."""
+        return sum(ref.numel for ref in self.tensors)
+
+    def at(self, place: int, shape: tuple[int, ...]) -> tuple[Fragment, int] | None:
+        """The master of a parameter of this shape at `place`, and the next place; None when it cannot be there."""
+        numel = math.prod(shape)
+        if self.is_flat:
+            vector = self.tensors[0]
+            if place + numel > vector.numel:
+                return None
+            byte_offset = vector.byte_offset + place * vector.dtype.itemsize
+            return Fragment(vector.store, byte_offset, 0, numel), place + numel
+        if place >= len(self.tensors) or self.tensors[place].shape != shape or not self.tensors[place].is_contiguous:
+            return None
+        return Fragment(self.tensors[place].store, self.tensors[place].byte_offset, 0, numel), place + 1
+
+    @property
+    def end(self) -> int:
+        """The place after the last master."""
+        return self.tensors[0].numel if self.is_flat else len(self.tensors)
+
+
+def master_groups(optimizer: object, file: str) -> list[Masters] | None:
+    """The masters in an optimizer's state, or None when it has none."""
+    if not isinstance(optimizer, Mapping):
+        return None
+    flat, unfused = optimizer.get("fp32_groups_flat"), optimizer.get("fp32_groups")
+    if isinstance(flat, list | tuple):
+        return [Masters((as_tensor(ref, "a flat group", file),), True) for ref in flat]
+    if isinstance(unfused, list | tuple):
+        groups = (group if isinstance(group, list | tuple) else [group] for group in unfused)
+        return [Masters(tuple(as_tensor(ref, "a master", file) for ref in group), False) for group in groups]
+    return None
+
+
+def candidates(model: ModelStates) -> list[TensorEntry]:
+    """The weights that may have a master, in the model's order."""
+    seen: set[object] = set()
+    found: list[TensorEntry] = []
+    for name, ref in model.module.items():
+        if name in model.buffer_names or ref.dtype.kind != "float" or ref.place in seen or not ref.numel:
+            continue
+        seen.add(ref.place)
+        found.append(whole(name, ref, "parameter"))
+    return found
+
+
+def assign(weights: Sequence[TensorEntry], groups: Sequence[Masters], file: str) -> dict[str, TensorEntry]:
+    """The masters by name: which weight each of them belongs to.
+
+    Raises:
+        InconsistentError: no assignment, or more than one, agrees with the weights.
+    """
+    with Reader() as reader:
+        solutions = _solutions(reader, weights, groups, skipping=False)
+        solutions = solutions or _solutions(reader, weights, groups, skipping=True)
+    if len(solutions) != 1:
+        raise InconsistentError(
+            "master weights without names that cannot be told apart"
+            if solutions
+            else "master weights that fit no parameter",
+            file=file,
+            found=f"{len(groups)} groups of {sum(group.numel for group in groups):,} elements",
+            expected=f"{len(weights):,} parameters such as {some(weight.name for weight in weights)}",
+            remedy="Nothing was written.",
+        )
+    found: dict[str, TensorEntry] = {}
+    for at, (group, fragment) in solutions[0].items():
+        weight, dtype = weights[at], groups[group].tensors[0].dtype
+        replica = Replica(weight.dtype, weight.fragments)
+        found[weight.name] = TensorEntry(weight.name, weight.shape, dtype, "parameter", (fragment,), (replica,))
+    return found
+
+
+_Solution = dict[int, tuple[int, Fragment]]
+
+
+def _solutions(
+    reader: Reader, weights: Sequence[TensorEntry], groups: Sequence[Masters], *, skipping: bool
+) -> list[_Solution]:
+    """At most two ways to merge the groups into the model's order; `skipping`: some parameters have no master.
+
+    Depth first with its own stack, since models have more parameters than Python has frames. States that led nowhere
+    are remembered, so the work is bounded by parameters x places that are really reached.
+    """
+    if not skipping and sum(weight.numel for weight in weights) != sum(group.numel for group in groups):
+        return []
+    found: list[_Solution] = []
+    start = tuple(0 for _ in groups)
+    chosen: list[tuple[int, Fragment] | None] = []
+    stack: list[Iterator[tuple[tuple[int, Fragment] | None, tuple[int, ...]]]] = []
+    dead: set[tuple[int, ...]] = set()
+    path = [start]
+    hits = [0]
+    ends = tuple(group.end for group in groups)
+
+    def options(index: int, places: tuple[int, ...]) -> Iterator[tuple[tuple[int, Fragment] | None, tuple[int, ...]]]:
+        weight = weights[index]
+        for number, group in enumerate(groups):
+            placed = group.at(places[number], weight.shape)
+            if placed is None:
+                continue
+            master = ((placed[0],), group.tensors[0].dtype)
+            if first_difference(reader, master, (weight.fragments, weight.dtype)) is None:
+                yield (number, placed[0]), (*places[:number], placed[1], *places[number + 1 :])
+        if skipping:
+            yield None, places
+
+    stack.append(options(0, start) if weights else iter(()))
+    while stack and len(found) < 2:
+        step = next(stack[-1], None)
+        if step is None:
+            stack.pop()
+            places = path.pop()
+            if not hits.pop():
+                dead.add((len(path), *places))
+            elif hits:
+                hits[-1] += 1
+            if chosen:
+                chosen.pop()
+            continue
+        choice, places = step
+        if (len(path), *places) in dead:
+            continue
+        if len(path) == len(weights):
+            if places == ends:
+                hits[-1] += 1
+                full = [*chosen, choice]
+                found.append({at: c for at, c in enumerate(full) if c is not None})
+            continue
+        chosen.append(choice)
+        path.append(places)
+        hits.append(0)
+        stack.append(options(len(path) - 1, places))
+    return found
+
+
+def state_names(optimizer: object) -> tuple[str, ...]:
+    """Names of the per-element states in an optimizer's state."""
+    for key in ("optimizer_state_dict", "state"):
+        inner = optimizer.get(key) if isinstance(optimizer, Mapping) else None
+        optimizer = inner if isinstance(inner, Mapping) else optimizer
+    if not isinstance(optimizer, Mapping):
+        return ()
+    states = [state for state in optimizer.values() if isinstance(state, Mapping)]
+    return tuple(
+        dict.fromkeys(str(n) for state in states for n, v in state.items() if isinstance(v, TensorRef) and v.shape)
+    )

@@ -1,0 +1,176 @@
+"""What a run needs beside its weights, of a save without ZeRO: states by number, whose names are to be found.
+
+For resharding and for the trainer. An optimizer numbers its parameters group by group and keeps no names. They are known
+where the trainer wrote the file, where a run says them, where masters tell them (see `unsharded`), and where all parameters
+are in a single group: then the order is the model's.
+Source: DeepSpeed 0.19.8, runtime/fp16/{fused,unfused}_optimizer.py `state_dict`; torch/optim/optimizer.py `state_dict`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from zckpt.base.errors import IncompleteError, InconsistentError
+from zckpt.containers import TensorRef
+from zckpt.core.catalog import TensorEntry
+from zckpt.core.dtypes import F16
+from zckpt.core.fragments import Fragment
+from zckpt.layouts.run.training import Group, Training, new_scaler
+from zckpt.layouts.save.listing import MODEL_NAME, Listing
+from zckpt.layouts.save.module_states import ModelStates, as_mapping, as_tensor, read_model_states, whole
+from zckpt.layouts.zero import unsharded
+
+Names = Sequence[Sequence[str]]
+
+
+def match(listing: Listing) -> str | None:
+    """None when this layout reads the files; otherwise why not."""
+    return unsharded.match(listing)
+
+
+def read(listing: Listing, *, allow_unknown: bool = False) -> Any:
+    """The catalog; see `unsharded.read`."""
+    return unsharded.read(listing, allow_unknown=allow_unknown)
+
+
+def read_training(listing: Listing, *, allow_unknown: bool = False, names: Names | None = None) -> Training:
+    """What the run needs beside its weights.
+
+    Args:
+        listing: the files.
+        allow_unknown: nothing here is laid out by unknown rules.
+        names: the parameters of each group of the optimizer, in its order, where a run knows them.
+
+    Raises:
+        IncompleteError: the file holds no optimizer.
+        InconsistentError: nobody knows which parameters the states belong to.
+    """
+    del allow_unknown
+    return training_of(read_model_states(listing, listing.matching(MODEL_NAME)[0]), names)
+
+
+def training_of(model: ModelStates, names: Names | None = None) -> Training:
+    """The same from a model file; arguments and errors as in `read_training`."""
+    optimizer = model.root.get("optimizer")
+    inner = optimizer.get("optimizer_state_dict", optimizer) if isinstance(optimizer, Mapping) else None
+    if not isinstance(optimizer, Mapping) or not isinstance(inner, Mapping) or "param_groups" not in inner:
+        raise IncompleteError(
+            "a checkpoint without optimizer states", file=model.file,
+            remedy="Load its weights alone: load_module_only=True.",
+        )  # fmt: skip
+    is_flat = "fp32_groups_flat" in optimizer
+    settings = [as_mapping(group, "a parameter group", model.file) for group in inner["param_groups"]]
+    counts = None if is_flat else [len(group["params"]) for group in settings]  # type: ignore[arg-type]
+    named = _names(model, optimizer, counts, len(settings), names)
+    numbers = iter(range(1 << 62))
+    groups: list[Group] = []
+    states: dict[str, dict[str, TensorEntry]] = {}
+    held = inner.get("state") or {}
+    for group, members in zip(settings, named, strict=True):
+        own = [held.get(next(numbers)) or {} for _ in ([members] if is_flat else members)]
+        first = as_mapping(own[0] if own else {}, "a state", model.file)
+        per_element = tuple(n for n, value in first.items() if isinstance(value, TensorRef) and _is_of(value, n))
+        shapes = [_shape(model, name) for name in members]
+        if is_flat:
+            states |= dict(_cut(model, members, shapes, first, per_element))
+        else:
+            for name, shape, state in zip(members, shapes, own, strict=True):
+                states[name] = {
+                    key: whole(name, as_tensor(value, key, model.file), "parameter", shape)
+                    for key, value in as_mapping(state, "a state", model.file).items()
+                    if isinstance(value, TensorRef) and _is_of(value, key)
+                }
+        groups.append(
+            Group(
+                tuple(members),
+                {key: value for key, value in group.items() if key != "params"},
+                {key: value for key, value in first.items() if key not in per_element},
+                per_element,
+            )
+        )
+    trained = {name for members in named for name in members}
+    precision = next((ref.dtype for name, ref in model.module.items() if name in trained))
+    return Training(tuple(groups), states, _scaler(optimizer), model.rest, precision)
+
+
+_ONE_NUMBER = frozenset(("step", "eta", "mu", "mu_product"))
+
+
+def _is_of(value: TensorRef, name: str) -> bool:
+    """Whether a state has a number per element."""
+    return name not in _ONE_NUMBER or bool(value.shape)
+
+
+def _shape(model: ModelStates, name: str) -> tuple[int, ...]:
+    if name not in model.module:
+        raise InconsistentError(
+            f"optimizer states of a parameter {name!r} that the file does not hold", file=model.file,
+        )  # fmt: skip
+    return model.module[name].shape
+
+
+def _names(
+    model: ModelStates, optimizer: Mapping[str, Any], counts: Sequence[int] | None, groups: int, given: Names | None
+) -> list[list[str]]:
+    """The parameters of each group.
+
+    Raises:
+        InconsistentError: nobody knows them.
+    """
+    own = model.root.get("zckpt")
+    candidates: list[Names] = []
+    if isinstance(own, Mapping) and isinstance(own.get("groups"), list):
+        candidates.append(own["groups"])
+    if "fp32_groups" in optimizer or "fp32_groups_flat" in optimizer:
+        candidates.append(unsharded.masters_by_group(model))
+    if given is not None:
+        candidates.append(given)
+    if groups == 1:
+        candidates.append([_parameters(model)])
+    for names in candidates:
+        if len(names) == groups and (counts is None or [len(members) for members in names] == list(counts)):
+            return [list(members) for members in names]
+    raise InconsistentError(
+        "optimizer states without names, which cannot be told apart", file=model.file,
+        found=f"{groups} groups" + (f" of {', '.join(map(str, counts))} parameters" if counts else ""),
+        remedy="Load it in a run with the same parameter groups, or load its weights alone: load_module_only=True.",
+    )  # fmt: skip
+
+
+def _parameters(model: ModelStates) -> list[str]:
+    """The floating-point tensors that are no buffers, tied ones once."""
+    places: dict[object, str] = {}
+    for name, ref in model.module.items():
+        if name not in model.buffer_names and ref.dtype.kind == "float" and ref.numel:
+            places.setdefault(ref.place, name)
+    return list(places.values())
+
+
+def _cut(
+    model: ModelStates, names: Sequence[str], shapes: Sequence[tuple[int, ...]], state: Mapping[str, object],
+    per_element: Sequence[str],
+) -> Iterator[tuple[str, dict[str, TensorEntry]]]:  # fmt: skip
+    """The states of a group whose parameters lie end to end in one vector."""
+    at = 0
+    for name, shape in zip(names, shapes, strict=True):
+        numel = math.prod(shape)
+        found: dict[str, TensorEntry] = {}
+        for key in per_element:
+            ref = as_tensor(state[key], key, model.file)
+            fragment = Fragment(ref.store, ref.byte_offset + at * ref.dtype.itemsize, 0, numel)
+            found[key] = TensorEntry(name, shape, ref.dtype, "parameter", (fragment,))
+        yield name, found
+        at += numel
+
+
+def _scaler(optimizer: Mapping[str, Any]) -> dict[str, object]:
+    """The loss scaler in the form that the ZeRO optimizers keep."""
+    kept: dict[str, object] = {key: optimizer[key] for key in ("clip_grad", "dynamic_loss_scale") if key in optimizer}
+    if "cur_scale" in optimizer and optimizer.get("dynamic_loss_scale"):
+        scaler = new_scaler(F16)
+        state = as_mapping(scaler.state, "a loss scaler", "")
+        scaler.state = {**state, **{key: optimizer[key] for key in state if key in optimizer and key != "dtype"}}
+        kept |= {"loss_scaler": scaler, "overflow": False}
+    return kept

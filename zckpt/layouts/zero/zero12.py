@@ -1,0 +1,303 @@
+"""Where each parameter lies in the flat fp32 groups of a ZeRO-1 or ZeRO-2 checkpoint, the bf16 optimizer's included.
+
+For `layouts.detect`. Arithmetic and the words used here: [Note: flat groups, partitions, padding] in `partition`.
+Source: DeepSpeed 0.19.8, runtime/zero/stage_1_and_2.py and runtime/bf16_optimizer.py `state_dict`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from zckpt.base.errors import CorruptError, InconsistentError
+from zckpt.containers import TensorRef
+from zckpt.core.catalog import Catalog, Padding, Source, TensorEntry
+from zckpt.core.fragments import Fragment
+from zckpt.layouts.joining.rules import rules_of_checkpoint
+from zckpt.layouts.run.training import Form, Group, Training
+from zckpt.layouts.run.values import missing_model_file
+from zckpt.layouts.save.listing import MODEL_NAME, Listing
+from zckpt.layouts.save.module_states import ModelStates, Shape, read_model_states, with_replica, without_shapes
+from zckpt.layouts.zero.assembly import assemble
+from zckpt.layouts.zero.optimizer_states import (
+    OptimizerShard,
+    check_ranks,
+    fragment_of,
+    group_of,
+    per_element,
+    precision_of,
+    read_shards,
+    scaler_of,
+    state_vector,
+)
+from zckpt.layouts.zero.partition import Piece, flat_offsets, flat_pieces, in_original_order
+
+_KNOWN = frozenset((
+    *("loss_scaler", "dynamic_loss_scale", "overflow", "clip_grad", "base_optimizer_state",),
+    *("base_optimizer_state_step", "single_partition_of_fp32_groups", "zero_stage", "group_paddings",),
+    *("groups_padding", "param_alignment_paddings", "partition_count", "ds_version",),
+    *("param_slice_mappings", "universal_checkpoint_info", "ds_config", "param_shapes",),
+))  # fmt: skip
+
+
+def match(listing: Listing) -> str | None:
+    """None when this layout reads the files; otherwise why not."""
+    if listing.shards("model"):
+        return "one model file per rank, as ZeRO-3 writes"
+    return None if listing.shards("optim") else "no *_optim_states.pt"
+
+
+@dataclass(frozen=True, slots=True)
+class Save:
+    """One model-parallel rank's files of a save, read and found to belong together."""
+
+    model: ModelStates
+    shards: list[OptimizerShard]
+    world_size: int
+
+    @property
+    def stage(self) -> int:
+        """1 or 2."""
+        return self.shards[0].stage or _configured_stage(self.model)
+
+    @property
+    def form(self) -> Form:
+        """Whose files they are: the ZeRO optimizers name their stage, the bf16 optimizer does not."""
+        return "zero" if "zero_stage" in self.shards[0].root else "bf16"
+
+
+def load(listing: Listing, mp_rank: int = 0, *, allow_unknown: bool = False, model: ModelStates | None = None) -> Save:
+    """The files of one model-parallel rank, whose model file may have been read; otherwise as `read`."""
+    name = next((n for n in listing.matching(MODEL_NAME) if int(n.split("_")[2]) == mp_rank), None)
+    shards = read_shards(listing, _KNOWN, mp_rank, allow_unknown=allow_unknown)
+    if model is None:
+        if name is None:
+            raise missing_model_file(listing)
+        model = read_model_states(listing, name)
+    world_size = check_ranks(listing, shards, model)
+    if not model.param_shapes:
+        raise without_shapes(model)
+    counts = {len(shard.vectors) for shard in shards}
+    if counts != {len(model.param_shapes)}:
+        raise InconsistentError(
+            "optimizer groups that do not match the model's",
+            file=shards[0].file,
+            found=f"{sorted(counts)} groups of masters",
+            expected=f"{len(model.param_shapes)} in {model.file!r}",
+        )
+    return Save(model, shards, world_size)
+
+
+def read(listing: Listing, *, allow_unknown: bool = False) -> Catalog:
+    """The catalog of a ZeRO-1 or ZeRO-2 save.
+
+    Args:
+        listing: the files.
+        allow_unknown: convert though an optimizer file holds keys that this version of zckpt does not know.
+
+    Raises:
+        IncompleteError, InconsistentError, CorruptError, UnsupportedError: see those.
+    """
+    save = load(listing, allow_unknown=allow_unknown)
+    source = Source(
+        layout=f"zero{save.stage}",
+        path=listing.directory,
+        tag=listing.tag,
+        framework=("DeepSpeed", save.model.version),
+        zero_stage=save.stage,
+        global_steps=save.model.number("global_steps"),
+        optimizer_states=save.shards[0].state_names,
+    )
+    topology = save.model.topology(save.world_size)
+    return assemble(save.model, masters(save), source, topology, padding=padding(save))
+
+
+def read_training(listing: Listing, *, allow_unknown: bool = False) -> Training:
+    """What the run needs beside its weights; arguments and errors as in `read`."""
+    save = load(listing, allow_unknown=allow_unknown)
+    rules = rules_of_checkpoint(save.model)
+    if rules is None:
+        return training(save)
+    shapes = {name: shape for group in save.model.param_shapes for name, shape in group.items()}
+    return replace(training(save), joined={name: rules.joint(name, [shape]) for name, shape in shapes.items()})
+
+
+def _configured_stage(model: ModelStates) -> int:
+    """The bf16 optimizer's files do not name the stage; the config does, and stage 1 is the only one it runs at."""
+    stage = model.zero_config.get("stage")
+    return stage if isinstance(stage, int) and stage in (1, 2) else 1
+
+
+@dataclass(frozen=True, slots=True)
+class _Group:
+    """One optimizer group: where its parameters lie in the vectors that the ranks hold of it."""
+
+    number: int
+    shapes: Mapping[str, Shape]
+    offsets: list[int]
+    total: int
+    size: int
+
+    def alignment(self) -> Iterator[Piece]:
+        """What lies between the parameters."""
+        stops = (offset + math.prod(shape) for shape, offset in zip(self.shapes.values(), self.offsets, strict=True))
+        for stop, start in zip(stops, [*self.offsets, self.total][1:], strict=True):
+            yield from flat_pieces(stop, start - stop, self.size)
+
+    def end(self, vectors: Sequence[TensorRef], files: Sequence[str]) -> Iterator[Piece]:
+        """What fills up the group, so that all ranks share it evenly: states still have it where masters do not.
+
+        Raises:
+            InconsistentError: it is more than that needs.
+        """
+        real = [max(0, min(self.size, self.total - rank * self.size)) for rank in range(len(vectors))]
+        left = [max(0, vector.numel - own) for vector, own in zip(vectors, real, strict=True)]
+        if sum(left) >= 2 * len(vectors):
+            raise InconsistentError(
+                f"padding of optimizer group {self.number} that is too long",
+                file=files[max(range(len(left)), key=left.__getitem__)],
+                found=f"{sum(left):,} elements behind the last parameter",
+                expected=f"fewer than {2 * len(vectors)} make {len(vectors)} equal parts of even length",
+                remedy="A file is of another save, or its layout is unknown. Nothing was written.",
+            )
+        for rank, (own, count) in enumerate(zip(real, left, strict=True)):
+            yield Piece(rank, own, 0, count)
+
+    def entries(self, vectors: Sequence[TensorRef], files: Sequence[str]) -> Iterator[TensorEntry]:
+        """The parameters in vectors cut as the masters are: these themselves, or an optimizer state."""
+        dtype = vectors[0].dtype
+        for (name, shape), offset in zip(self.shapes.items(), self.offsets, strict=True):
+            pieces = flat_pieces(offset, math.prod(shape), self.size)
+            fragments = (fragment_of(vectors[p.index], p, p.start, files[p.index]) for p in pieces)
+            yield TensorEntry(name, shape, dtype, "parameter", tuple(fragments))
+
+
+def _groups(save: Save) -> Iterator[_Group]:
+    for number, shapes in enumerate(save.model.param_shapes):
+        paddings = save.shards[0].alignment_paddings
+        if paddings is not None:
+            paddings = (_group_paddings(paddings, number, len(shapes), save.shards[0]),)
+        offsets, total = flat_offsets([math.prod(shape) for shape in shapes.values()], paddings and paddings[0])
+        _check_lengths(number, len(shapes), total, save)
+        # See the note in `partition`: rank 0's vector is full, or holds all.
+        yield _Group(number, shapes, offsets, total, save.shards[0].vectors[number].numel)
+
+
+def masters(save: Save) -> dict[str, TensorEntry]:
+    """Trainable parameters by name, with the module's own weights as replicas."""
+    found: dict[str, TensorEntry] = {}
+    files = [shard.file for shard in save.shards]
+    for group in _groups(save):
+        for entry in group.entries([shard.vectors[group.number] for shard in save.shards], files):
+            found[entry.name] = with_replica(entry, save.model)
+    return found
+
+
+def training(save: Save) -> Training:
+    """What the run needs beside its weights.
+
+    Raises:
+        IncompleteError: a rank lacks a state that others have.
+    """
+    groups: list[Group] = []
+    padding: list[Padding] = []
+    states: dict[str, dict[str, TensorEntry]] = {name: {} for shapes in save.model.param_shapes for name in shapes}
+    first = save.shards[0]
+    for group in _groups(save):
+        names = tuple(per_element(first.states[group.number]))
+        for state in names:
+            vectors = [state_vector(shard, group.number, state) for shard in save.shards]
+            for entry in group.entries(vectors, [shard.file for shard in save.shards]):
+                states[entry.name][state] = entry
+            padding += _padding(group, save.shards, state)
+        order = tuple(group.shapes)
+        if save.form == "zero" and save.model.zero_config.get("round_robin_gradients"):
+            order = tuple(in_original_order(order, save.world_size))
+        groups.append(group_of(order, first, group.number, group.number))
+    return Training(
+        groups=tuple(groups),
+        states=states,
+        scaler=scaler_of(first),
+        model=save.model.rest,
+        precision=precision_of(save.model),
+        form=save.form,
+        raw=first.root,
+        padding=tuple(padding),
+    )
+
+
+def _group_paddings(
+    paddings: tuple[tuple[int, ...], ...], number: int, expected: int, shard: OptimizerShard
+) -> tuple[int, ...]:
+    found = len(paddings[number]) if number < len(paddings) else 0
+    if found != expected:
+        raise CorruptError(
+            f"alignment paddings of group {number} that do not fit its parameters",
+            file=shard.file,
+            found=f"{found} paddings",
+            expected=f"{expected} parameters",
+        )
+    return paddings[number]
+
+
+_ADAM = ("exp_avg", "exp_avg_sq")
+
+
+def padding(save: Save) -> Iterator[Padding]:
+    """What belongs to no parameter, of the masters and of Adam's moments, vector by vector; all of it is zero.
+
+    DeepSpeed fills it with zeros, in masters and gradients; so no step changes them, nor the moments of Adam and its kin.
+    """
+    for group in _groups(save):
+        yield from _padding(group, save.shards, None)
+        for name in _ADAM:
+            if all(name in per_element(shard.states[group.number]) for shard in save.shards):
+                yield from _padding(group, save.shards, name)
+
+
+def _padding(group: _Group, shards: Sequence[OptimizerShard], state: str | None) -> Iterator[Padding]:
+    """Of the masters or of a state that is cut as they are, vector by vector: as the group was laid out, whatever is read."""
+    number = group.number
+    vectors = [shard.vectors[number] if state is None else state_vector(shard, number, state) for shard in shards]
+    files = [shard.file for shard in shards]
+    places = {
+        "alignment of parameters": group.alignment(),
+        "the end of a group that ranks share evenly": group.end(vectors, files),
+    }
+    for why, pieces in places.items():
+        held: dict[int, list[Fragment]] = {}
+        for piece in pieces:
+            if piece.count:
+                vector = vectors[piece.index]
+                held.setdefault(piece.index, []).append(fragment_of(vector, piece, piece.offset, files[piece.index]))
+        for rank, fragments in held.items():
+            yield Padding(vectors[rank].dtype, tuple(fragments), why, zero=state is None or state in _ADAM)
+
+
+def _check_lengths(number: int, parameters: int, total: int, save: Save) -> None:
+    """Every rank holds its whole partition, or what is left of it without the padding at the end.
+
+    Raises:
+        InconsistentError: the element counts do not add up.
+    """
+    vectors = [shard.vectors[number] for shard in save.shards]
+    lengths = [vector.numel for vector in vectors]
+    size, world_size = lengths[0], save.world_size
+    padded = size * world_size
+    for rank, length in enumerate(lengths):
+        real = max(0, min(size, total - rank * size))
+        if length not in (real, size) or padded < total or (size != total and padded - total >= 2 * world_size):
+            raise InconsistentError(
+                f"element counts of optimizer group {number} that do not add up",
+                file=save.shards[rank].file,
+                found=f"{length:,} elements in this rank's partition (rank 0 has {size:,}, all ranks {sum(lengths):,})",
+                expected=f"{real:,} of the {total:,} that its {parameters:,} parameters need",
+                remedy="A file is of another save, or its layout is unknown. Nothing was written.",
+            )
+    dtypes = {vector.dtype.name for vector in vectors}
+    if len(dtypes) != 1:
+        raise InconsistentError(
+            f"master weights of several dtypes in optimizer group {number}",
+            file=save.shards[0].file, found=", ".join(sorted(dtypes)),
+        )  # fmt: skip

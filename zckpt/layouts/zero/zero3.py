@@ -1,0 +1,321 @@
+"""Where each parameter lies in the flat fp32 sub-groups of a ZeRO-3 checkpoint, hpZ and MiCS included.
+
+For `layouts.detect`. Arithmetic and the words used here: [Note: flat groups, partitions, padding] in `partition`.
+hpZ and CPU offload change nothing on disk. MiCS cuts over `mics_shard_size` ranks and repeats the cut for each further
+group of ranks: the first group is read, the others are replicas that checks compare.
+Source: DeepSpeed 0.19.8, runtime/zero/stage3.py `_rigid_state_dict`; 0.15.4, runtime/zero/mics.py.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from zckpt.base.errors import IncompleteError, InconsistentError, some
+from zckpt.containers import TensorRef
+from zckpt.core.catalog import Catalog, Padding, Replica, Source, TensorEntry
+from zckpt.core.fragments import Fragment
+from zckpt.layouts.run.training import Training
+from zckpt.layouts.run.values import missing_model_file, missing_ranks
+from zckpt.layouts.save.listing import Listing
+from zckpt.layouts.save.module_states import ModelStates, Shape, read_model_states, without_shapes
+from zckpt.layouts.save.origins import check_alike
+from zckpt.layouts.zero.assembly import assemble
+from zckpt.layouts.zero.optimizer_states import (
+    OptimizerShard,
+    check_ranks,
+    fragment_of,
+    group_of,
+    per_element,
+    precision_of,
+    read_shards,
+    scaler_of,
+    state_vector,
+)
+from zckpt.layouts.zero.partition import SubGroups, partition_numel, partition_of
+
+_KNOWN = frozenset((
+    *("zero_stage", "loss_scaler", "dynamic_loss_scale", "overflow", "partition_count",),
+    *("optimizer_state_dict", "fp32_flat_groups", "clip_grad", "ds_version", "ds_config",),
+    *("param_shapes", "ds_zero_partition_groups",),
+))  # fmt: skip
+
+
+def match(listing: Listing) -> str | None:
+    """None when this layout reads the files; otherwise why not."""
+    return None if listing.shards("model") else "no zero_pp_rank_*_model_states.pt"
+
+
+@dataclass(frozen=True, slots=True)
+class Save:
+    """One model-parallel rank's files of a save, read and found to belong together.
+
+    Attributes:
+        listing: all files.
+        names: data-parallel rank -> its model file.
+        model: that of the first rank.
+        shards: optimizer files, by rank.
+        world_size: data-parallel ranks.
+        shard_size: ranks that one parameter is cut over: the world, or fewer under MiCS.
+    """
+
+    listing: Listing
+    names: Mapping[int, str]
+    model: ModelStates
+    shards: list[OptimizerShard]
+    world_size: int
+    shard_size: int
+
+
+def load(listing: Listing, mp_rank: int = 0, *, allow_unknown: bool = False) -> Save:
+    """The files of one model-parallel rank; arguments and errors as in `zero12.read`."""
+    names = listing.shards("model", mp_rank)
+    if not names:
+        raise missing_model_file(listing)
+    shards = read_shards(listing, _KNOWN, mp_rank, allow_unknown=allow_unknown)
+    model = read_model_states(listing, next(iter(names.values())))
+    if not shards:
+        world_size = model.ranks("dp_world_size") or len(names)
+        raise missing_ranks(listing, "optimizer", [], list(range(world_size)), world_size)
+    if not model.param_shapes:
+        raise without_shapes(model)
+    world_size = check_ranks(listing, shards, model)
+    missing = sorted(set(range(world_size)) - names.keys())
+    if missing:
+        raise missing_ranks(listing, "model", sorted(names), missing, world_size)
+    _check_steps(listing, names)
+    return Save(listing, names, model, shards, world_size, _shard_size(model, shards, world_size))
+
+
+def read(listing: Listing, *, allow_unknown: bool = False) -> Catalog:
+    """The catalog of a ZeRO-3 save; arguments and errors as in `zero12.read`."""
+    save = load(listing, allow_unknown=allow_unknown)
+    source = Source(
+        layout="zero3",
+        path=listing.directory,
+        tag=listing.tag,
+        framework=("DeepSpeed", save.model.version),
+        zero_stage=3,
+        global_steps=save.model.number("global_steps"),
+        optimizer_states=save.shards[0].state_names,
+    )
+    topology = save.model.topology(save.world_size)
+    return assemble(save.model, masters(save), source, topology, frozen(save), padding(save))
+
+
+def read_training(listing: Listing, *, allow_unknown: bool = False) -> Training:
+    """What the run needs beside its weights; arguments and errors as in `zero12.read`."""
+    return training(load(listing, allow_unknown=allow_unknown))
+
+
+def _check_steps(listing: Listing, names: Mapping[int, str]) -> None:
+    """Every rank's model file is of the same save; most are read for nothing but that.
+
+    Raises:
+        InconsistentError: they are not.
+    """
+    key = "global_steps"
+    check_alike(listing, "the step", {name: listing.numbers(name, key).get(key) for name in names.values()})
+
+
+def _shard_size(model: ModelStates, shards: Sequence[OptimizerShard], world_size: int) -> int:
+    """Ranks that one parameter is cut over: the world, or fewer under MiCS. The lengths of the vectors prove it.
+
+    A save of experts has parts that are cut over fewer ranks, as it records: `check_lengths` proves those.
+
+    Raises:
+        InconsistentError: no way of cutting gives the lengths that the files have.
+    """
+    if shards[0].root.get("ds_zero_partition_groups"):
+        return world_size
+    return _proved_size(model, shards, world_size)
+
+
+def check_lengths(save: Save) -> None:
+    """Every rank of a part of a save holds what it should; errors as in `load`."""
+    _proved_size(save.model, save.shards, save.world_size)
+
+
+def _proved_size(model: ModelStates, shards: Sequence[OptimizerShard], world_size: int) -> int:
+    numels = [math.prod(shape) for group in model.param_shapes for shape in group.values()]
+    held = {shard.rank: sum(vector.numel for vector in shard.vectors) for shard in shards}
+    mics = model.zero_config.get("mics_shard_size")
+    sizes = [world_size, *([mics] if isinstance(mics, int) and 0 < mics < world_size else [])]
+    for size in sizes:
+        if set(held.values()) == {sum(partition_numel(numel, size) for numel in numels)}:
+            return size
+    wanted = sum(partition_numel(numel, world_size) for numel in numels)
+    odd = next((shard for shard in shards if held[shard.rank] != wanted), shards[0])
+    raise InconsistentError(
+        "element counts that do not add up",
+        file=odd.file,
+        found=f"{held[odd.rank]:,} elements of masters",
+        expected=f"{len(numels):,} parameters cut over {world_size} ranks need {wanted:,} on each",
+        remedy="A file is of another save, or its layout is unknown. Nothing was written.",
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """A parameter's place in every rank's run of pieces."""
+
+    name: str
+    shape: Shape
+    offset: int
+
+
+def _places(save: Save) -> Iterator[_Place]:
+    """In flat order: `param_shapes` lists them by sub-group, but nothing depends on how."""
+    offset = 0
+    for name, shape in (item for listed in save.model.param_shapes for item in listed.items()):
+        yield _Place(name, shape, offset)
+        offset += partition_numel(math.prod(shape), save.shard_size)
+
+
+def masters(save: Save) -> dict[str, TensorEntry]:
+    """Trainable parameters by name; under MiCS, what further groups of ranks hold are replicas."""
+    size = save.shard_size
+    lengths = [SubGroups([vector.numel for vector in shard.vectors]) for shard in save.shards]
+    found: dict[str, TensorEntry] = {}
+    for place in _places(save):
+        copies = [
+            tuple(_pieces(place, save.shards[first : first + size], lengths[first : first + size]))
+            for first in range(0, len(save.shards), size)
+        ]
+        dtype = save.shards[0].vectors[0].dtype
+        replicas = tuple(Replica(dtype, copy, f"MiCS group {number}") for number, copy in enumerate(copies[1:], 1))
+        found[place.name] = TensorEntry(place.name, place.shape, dtype, "parameter", copies[0], replicas)
+    return found
+
+
+def _pieces(
+    place: _Place, shards: Sequence[OptimizerShard], lengths: Sequence[SubGroups], state: str | None = None
+) -> Iterator[Fragment]:
+    """Of the masters, or of a state that is cut as they are."""
+    for rank, (shard, sub_groups) in enumerate(zip(shards, lengths, strict=True)):
+        held = partition_of(math.prod(place.shape), len(shards), rank)
+        for piece in sub_groups.pieces(place.offset, len(held)):
+            yield fragment_of(_vector(shard, piece.index, state), piece, held.start + piece.start, shard.file)
+
+
+def padding(save: Save) -> Iterator[Padding]:
+    """What no parameter has of the masters: the ends of the last pieces of each parameter. It is whatever the memory held."""
+    lengths = [SubGroups([vector.numel for vector in shard.vectors]) for shard in save.shards]
+    for place in _places(save):
+        for first in range(0, len(save.shards), save.shard_size):
+            group = slice(first, first + save.shard_size)
+            yield from _padding(place, save.shards[group], lengths[group])
+
+
+def _padding(
+    place: _Place, shards: Sequence[OptimizerShard], lengths: Sequence[SubGroups], state: str | None = None
+) -> Iterator[Padding]:
+    """As `_pieces`: what fills up the last pieces of a parameter."""
+    numel = math.prod(place.shape)
+    size = partition_numel(numel, len(shards))
+    fragments: list[Fragment] = []
+    for rank in range(numel // size if size else 0, len(shards) if size else 0):
+        real = len(partition_of(numel, len(shards), rank))
+        for piece in lengths[rank].pieces(place.offset + real, size - real):
+            vector = _vector(shards[rank], piece.index, state)
+            fragments.append(fragment_of(vector, piece, piece.start, shards[rank].file))
+    if fragments:
+        yield Padding(
+            vector.dtype, tuple(fragments), "the last pieces of parameters that ranks share evenly", zero=False
+        )
+
+
+def _copies(save: Save) -> Iterator[Padding]:
+    """The states that further groups of ranks have, which are not read: their masters were compared."""
+    for shard in save.shards[save.shard_size :]:
+        for vector in (ref for states in shard.states for ref in per_element(states).values()):
+            yield Padding(vector.dtype, vector.fragments(), "the same states in another MiCS group", zero=False)
+
+
+def _vector(shard: OptimizerShard, number: int, state: str | None) -> TensorRef:
+    return shard.vectors[number] if state is None else state_vector(shard, number, state)
+
+
+def training(save: Save) -> Training:
+    """What the run needs beside its weights.
+
+    Raises:
+        IncompleteError: a rank lacks a state that others have.
+    """
+    shards = save.shards[: save.shard_size]
+    first = shards[0]
+    lengths = [SubGroups([vector.numel for vector in shard.vectors]) for shard in shards]
+    owned = owners(first)
+    names: list[list[str]] = [[] for _ in range(1 + max(owned.values(), default=0))]
+    states: dict[str, dict[str, TensorEntry]] = {}
+    padding: list[Padding] = []
+    sub_group = 0
+    for place in _places(save):
+        sub_group = next((piece.index for piece in lengths[0].pieces(place.offset, 1)), sub_group)
+        names[owned.get(sub_group, 0)].append(place.name)
+        states[place.name] = {}
+        for state in per_element(first.states[sub_group]):
+            dtype = state_vector(first, sub_group, state).dtype
+            fragments = tuple(_pieces(place, shards, lengths, state))
+            states[place.name][state] = TensorEntry(place.name, place.shape, dtype, "parameter", fragments)
+            padding += _padding(place, shards, lengths, state)
+    padding += _copies(save)
+    firsts = {owner: number for number, owner in reversed(owned.items())}
+    groups = tuple(group_of(tuple(listed), first, n, firsts.get(n, 0)) for n, listed in enumerate(names))
+    return Training(
+        groups=groups,
+        states=states,
+        scaler=scaler_of(first),
+        model=save.model.rest,
+        precision=precision_of(save.model),
+        raw=first.root,
+        padding=tuple(padding),
+    )
+
+
+def owners(shard: OptimizerShard) -> dict[int, int]:
+    """Sub-group -> parameter group, as the wrapped optimizer lists them."""
+    listed = [group.get("params") for group in shard.settings]
+    numbers = [owner for owner, params in enumerate(listed) if isinstance(params, list) for _ in params]
+    return (
+        dict(enumerate(numbers)) if len(numbers) == len(shard.vectors) else dict.fromkeys(range(len(shard.vectors)), 0)
+    )
+
+
+def frozen(save: Save) -> dict[str, TensorEntry]:
+    """Frozen parameters by name: each rank's model file holds its piece, the last ones padded or short.
+
+    Raises:
+        IncompleteError: a rank does not hold its piece.
+    """
+    shapes, shard_size = save.model.frozen_shapes, save.shard_size
+    models = {rank: read_model_states(save.listing, name) for rank, name in save.names.items()} if shapes else {}
+    found: dict[str, TensorEntry] = {}
+    for name, shape in shapes.items():
+        pieces: list[tuple[TensorRef, range]] = []
+        for rank in range(shard_size):
+            held = partition_of(math.prod(shape), shard_size, rank)
+            ref = models[rank].frozen_fragments.get(name)
+            if ref is None or ref.numel < len(held) or not ref.is_contiguous:
+                if all(name not in model.frozen_fragments for model in models.values()):
+                    break  # saved without frozen parameters
+                raise IncompleteError(
+                    f"a piece of the frozen parameter {name!r} that is not there",
+                    file=models[rank].file,
+                    found="nothing" if ref is None else f"{ref.numel:,} elements",
+                    expected=f"rank {rank} holds {len(held):,} of them",
+                    remedy="Copy that file again, or choose another tag.",
+                )
+            pieces.append((ref, held))
+        else:
+            dtypes = {ref.dtype for ref, _ in pieces}
+            if len(dtypes) != 1:
+                raise InconsistentError(
+                    f"pieces of the frozen parameter {name!r} in several dtypes",
+                    file=models[0].file,
+                    found=some(dtype.name for dtype in dtypes),
+                )
+            fragments = tuple(Fragment(r.store, r.byte_offset, h.start, len(h)) for r, h in pieces if len(h))
+            found[name] = TensorEntry(name, shape, dtypes.pop(), "frozen", fragments)
+    return found

@@ -1,0 +1,187 @@
+"""The `config.json` of a Megatron or GPT-NeoX model that becomes one of transformers.
+
+For `forms`. What a config says comes from the tensors' own shapes, from the arguments that the run kept in its checkpoint
+(Megatron's `args`; GPT-NeoX's `args` and the files in `configs/`), or from a config that a person gives.
+
+[Note: configs in architecture files] "fixed" entries are as they stand; "sizes" are a dimension of a tensor; "layers" and
+"heads" name what counts blocks and heads; "present" asks whether a tensor is there; "head" is the tensor whose absence means
+tied embeddings; "args" lists arguments by which a run may say it, and what the program takes when it does not; "refused"
+lists arguments with the values that they must not have, and why; "required" those that they must have where they are said.
+Source: GPT-NeoX, megatron/checkpointing.py `save_ds_checkpoint`, megatron/neox_arguments; Megatron-DeepSpeed,
+megatron/arguments.py; transformers 4, models/megatron_gpt2 (activation functions).
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping, Sequence
+
+from zckpt.base.errors import (
+    CorruptError,
+    IncompleteError,
+    InconsistentError,
+    UnsupportedError,
+    UsageError,
+    ZckptError,
+    some,
+)
+from zckpt.containers import Placeholder, enum_value
+from zckpt.core.catalog import Catalog
+from zckpt.naming.architectures import Architecture, Heads, Origin
+from zckpt.storage import paths
+
+_PLAIN = (str, int, float, bool, type(None))
+
+_MOST_BYTES = 1 << 20
+"""Of one of GPT-NeoX's config files; theirs have a few thousand."""
+
+
+def run_arguments(catalog: Catalog, directory: str) -> dict[str, object]:
+    """The arguments of the run, as far as the checkpoint kept them, with `_` in their names.
+
+    Raises:
+        CorruptError: one of GPT-NeoX's config files cannot be read.
+    """
+    kept = catalog.extras.get("args")
+    state = kept.state if isinstance(kept, Placeholder) else kept
+    arguments = dict(state) if isinstance(state, Mapping) else {}
+    configs = os.path.join(directory, "configs")
+    if paths.is_dir(configs):
+        import yaml
+
+        for name in sorted(paths.names(configs)):
+            path = os.path.join(configs, name)
+            if not name.endswith((".yml", ".yaml", ".json")) or not paths.is_file(path):
+                continue
+            try:
+                found = yaml.safe_load(paths.read(path, _MOST_BYTES))
+            except ZckptError:
+                raise
+            except (OSError, ValueError, yaml.YAMLError, RecursionError) as error:
+                raise CorruptError("a config file that cannot be read", file=path, found=str(error)) from error
+            arguments = {**(found if isinstance(found, dict) else {}), **arguments}
+    plain = {str(name).replace("-", "_"): enum_value(value) for name, value in arguments.items()}
+    return {name: value for name, value in plain.items() if isinstance(value, _PLAIN)}
+
+
+def origin_of(catalog: Catalog, rules: str) -> Origin:
+    """What the checkpoint says of itself, and by which rules it was joined."""
+    version = catalog.extras.get("checkpoint_version")
+    return Origin(float(version) if isinstance(version, int | float) else None, catalog.topology.tp, rules)
+
+
+def query_heads(given: Mapping[str, object], arguments: Mapping[str, object], path: str) -> tuple[int, int | None]:
+    """The number of query heads, and the rows of one where that is said.
+
+    Raises:
+        UsageError: nothing says it.
+    """
+    query = _number(("num_attention_heads", "n_head"), given, arguments)
+    size = _number(("head_dim", "kv_channels"), given, arguments)
+    if query is None:
+        raise UsageError(
+            "a checkpoint that does not say how many attention heads the model has", file=path,
+            found="no 'args' with num_attention_heads, and no configs/*.yml",
+            remedy="Give the model's config.json with --config.",
+        )  # fmt: skip
+    return query, size
+
+
+def _number(keys: Sequence[str], *places: Mapping[str, object]) -> int | None:
+    """The first positive whole number that one of the keys has in one of the places."""
+    values = (place.get(key) for place in places for key in keys)
+    return next((value for value in values if type(value) is int and value > 0), None)
+
+
+def make_config(
+    wanted: Architecture, catalog: Catalog, heads: Heads, arguments: Mapping[str, object]
+) -> dict[str, object]:
+    """The config of tensors that have the architecture's names.
+
+    Raises:
+        UnsupportedError: the run had what the architecture has not.
+    """
+    data = wanted.config
+    refused = [
+        f"{name} {arguments[name]} ({why})"
+        for name, (values, why) in data["refused"].items()
+        if arguments.get(name) in values
+    ]
+    refused += [
+        f"{name} {arguments[name]} (not {' or '.join(map(str, values))})"
+        for name, values in data["required"].items()
+        if arguments.get(name) not in (None, *values)
+    ]
+    if refused:
+        raise UnsupportedError(
+            f"a model that {data['fixed']['architectures'][0]} is not", file=catalog.source.path,
+            found=", ".join(refused), remedy="If it is one all the same, give its config.json with --config.",
+        )  # fmt: skip
+    config: dict[str, object] = {**data["fixed"], **_sizes(wanted, catalog)}
+    config.update({key: getattr(heads, part) for key, part in data["heads"].items()})
+    config.update({key: name in catalog for key, name in data["present"].items()})
+    config["tie_word_embeddings"] = data["head"] not in catalog
+    if arguments.get("norm") == "rmsnorm":  # GPT-NeoX has an epsilon for each kind of norm
+        arguments = {name: value for name, value in arguments.items() if name != "layernorm_epsilon"}
+    for key, (names, default) in data["args"].items():
+        config[key] = next((arguments[name] for name in names if arguments.get(name) is not None), default)
+    if "activation" in data and arguments:
+        config[data["activation"]] = _activation(arguments, catalog.source.path)
+    return config
+
+
+def _sizes(wanted: Architecture, catalog: Catalog) -> dict[str, int]:
+    """What a config says of sizes, as the tensors have them.
+
+    Raises:
+        IncompleteError: one of them is not there.
+    """
+    sizes = wanted.config["sizes"]
+    missing = [name for name, _ in sizes.values() if name not in catalog]
+    if missing:
+        raise IncompleteError(
+            f"tensors that {wanted.config['fixed']['architectures'][0]} cannot do without", file=catalog.source.path,
+            found=f"no {some(missing)}", remedy="They lie in files of other layers or stages: copy these too.",
+        )  # fmt: skip
+    blocks = {match[1] for name in catalog if (match := re.search(r"\.(\d+)\.", name))}
+    return {key: catalog[name].shape[dim] for key, (name, dim) in sizes.items()} | {
+        wanted.config["layers"]: len(blocks)
+    }
+
+
+def check_config(config: Mapping[str, object], wanted: Architecture, catalog: Catalog) -> None:
+    """A config that was given is the model's.
+
+    Raises:
+        InconsistentError: it is not.
+    """
+    data = wanted.config
+    if config.get("model_type") != data["fixed"]["model_type"]:
+        raise InconsistentError(
+            "a config of another architecture", found=f"model_type {config.get('model_type')!r}",
+            expected=repr(data["fixed"]["model_type"]), file=catalog.source.path,
+        )  # fmt: skip
+    found = _sizes(wanted, catalog)
+    wrong = [
+        f"{key} is {config[key]}, and {size:,} in the tensors"
+        for key, size in found.items()
+        if config.get(key) not in (None, size)
+    ]
+    if wrong:
+        raise InconsistentError(
+            "a config that is not that of the tensors", file=catalog.source.path, found="; ".join(wrong)
+        )
+
+
+def _activation(arguments: Mapping[str, object], path: str) -> str:
+    """The activation function by transformers' name. Megatron's fused GELU is the one by tanh."""
+    name = arguments.get("activation") or ("gelu_new" if arguments.get("openai_gelu") else "gelu")
+    if name == "gelu":
+        return "gelu_fast" if arguments.get("bias_gelu_fusion") else "gelu"
+    if name not in ("gelu_new", "relu", "silu"):
+        raise UnsupportedError(
+            "an activation function that has no name in transformers", file=path, found=str(name),
+            remedy="Give the model's config.json with --config.",
+        )  # fmt: skip
+    return str(name)

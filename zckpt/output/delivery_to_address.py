@@ -1,0 +1,343 @@
+"""Outputs on other machines: each file is sent while it is made, in order, by multi-part upload; no copy on this disk.
+
+For conversions whose OUT is an address (`s3://bucket/weights`). How the new output takes the old one's place is the business of
+`output.address`. A `.bin` file has its checksums before its numbers, so its numbers are read twice: once for the checksums,
+once to send them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import re
+import secrets
+import zlib
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import replace
+from hashlib import sha256
+
+from zckpt.base.errors import InconsistentError, OutputError, UnsupportedError, ZckptError, add_note, redact, some
+from zckpt.base.pace import Pace
+from zckpt.core.plan import OutputFile, Plan
+from zckpt.engine.batches import progress_after
+from zckpt.engine.move import run
+from zckpt.output import manifest
+from zckpt.output.address import CONFIG, MOST_SMALL_BYTES, Place, Record, Sent, give_up, recover, settle
+from zckpt.output.contents import WEIGHTS
+from zckpt.output.delivery import Delivered, Order, as_finished, fingerprint, manifest_of, overflows_of
+from zckpt.output.journal import Finished
+from zckpt.storage import fsspec_io
+from zckpt.storage import paths as files
+from zckpt.storage.uploads import Upload
+
+_INDEX = ".index.json"
+_SHARD = re.compile(r"(.+?)((?:-[0-9a-f]{8})?)(-\d{5}-of-\d{5}\.\w+)")
+
+
+def check_output(out: str, *, single: bool, overwrite: bool, merge: bool = False) -> None:
+    """Refuses an output that must not be written.
+
+    Args:
+        out: its address.
+        single: whether it is one file.
+        overwrite: whether an existing one may be replaced.
+        merge: whether files are put into a directory that exists.
+
+    Raises:
+        OutputError: it must not.
+    """
+    fsspec_io.refresh(out)
+    place = Place(out, single=single)
+    kind = fsspec_io.kind(place.out)
+    if kind == ("directory" if single else "file"):
+        raise OutputError(
+            f"an output that is already a {kind}", file=redact(out), expected="this OUT would be none",
+            remedy="Nothing was changed. A name ending in .safetensors, .bin or .pt is written as one file, "
+            "anything else as a directory.",
+        )  # fmt: skip
+    there = place.names()
+    if place.record not in there:  # where a run left a record, whoever writes looks again
+        _replaced(place, there, (), overwrite=overwrite, merge=merge)
+
+
+def _replaced(
+    place: Place, there: Collection[str], new: Collection[str], *, overwrite: bool, merge: bool
+) -> frozenset[str]:
+    """The files that the new output replaces, or that go with the old one: those that the old one's `zckpt.json` lists.
+
+    Raises:
+        OutputError: the output exists and is not to be replaced, or files are in the way that zckpt did not write.
+    """
+    there = {name for name in there if name != place.record}
+    if there and not (overwrite or merge):
+        raise OutputError(
+            "an output that exists", file=redact(place.out),
+            found="is there already" + ("" if place.single else " and is not empty"),
+            remedy="Nothing was changed. Choose another OUT, or pass --overwrite to replace it when the new one is complete.",
+        )  # fmt: skip
+    if place.single or not there:
+        return frozenset(there)
+    if place.manifest in there:
+        listed = {place.manifest, *(file.path for file in manifest.read(place.at(place.manifest)).files)}
+    elif merge:
+        listed = set[str]()
+    else:
+        raise OutputError(
+            "a directory that zckpt did not write", file=redact(place.out), found=f"no zckpt.json, but {some(sorted(there))}",
+            expected="--overwrite replaces only files that a zckpt.json lists",
+            remedy="Nothing was changed. Move these files away, or choose another OUT.",
+        )  # fmt: skip
+    if merge:
+        return frozenset(
+            {*(name for name in listed if WEIGHTS.fullmatch(name)), *new, place.manifest} & {*listed, *there}
+        )
+    strangers = there - listed - {name.partition("/")[0] for name in listed if "/" in name}
+    blocked = sorted(name for name in strangers if name in new or WEIGHTS.fullmatch(name))
+    if blocked:
+        raise OutputError(
+            "files in the output's place that zckpt did not write", file=redact(place.out), found=some(blocked),
+            expected="a new file would have this name, or a loader might take the old one instead",
+            remedy="Nothing was changed. Move them away, or choose another OUT.",
+        )  # fmt: skip
+    return frozenset(listed)
+
+
+def send(order: Order, progress: Callable[[int], None] | None = None) -> Delivered:
+    """As `delivery.deliver`, to an address.
+
+    Args:
+        order: what is to be delivered.
+        progress: called with the bytes sent so far.
+
+    Raises:
+        OutputError: the output exists, or files are in the way. RemoteError: the store failed.
+    """
+    fsspec_io.refresh(order.out)
+    place = Place(order.out, single=order.single)
+    job = fingerprint(order.plan, order.copies, order.overflow, order.single, sorted(map(repr, order.options.items())))
+    kept = recover(place, job)
+    done = place.made_by(job)
+    if done is not None:
+        listed = [sent.file for sent in done.sent if sent.file.path != place.manifest]
+        sizes = tuple((file.path, file.nbytes) for file in listed)
+        overflows = overflows_of((file.overflows for file in listed), order.plan, order.overflow)
+        return Delivered(sizes, "native", len(sizes), overflows, (), already_done=True)
+    sending = _Sending(order, place, job, kept, progress)
+    try:
+        sending.stage()
+        sending.seal()
+    except BaseException:
+        sending.withdraw()
+        raise
+    sending.commit()
+    return sending.delivered()
+
+
+class _Sending:
+    """One run that sends an output.
+
+    Args:
+        order: what is to be delivered.
+        place: where to.
+        job: its fingerprint.
+        kept: what an interrupted run of the same job had sent.
+        progress: called with the bytes sent so far.
+    """
+
+    def __init__(
+        self, order: Order, place: Place, job: str, kept: tuple[Sent, ...], progress: Callable[[int], None] | None
+    ) -> None:
+        self._order, self._place, self._progress = order, place, progress
+        self._left = {sent.file.path: sent for sent in kept}
+        self._parts = {part.files[0][0].path: part for part in order.plan.by_file()}
+        self._small = {name: text for name, part in self._parts.items() if (text := _literal(name, part)) is not None}
+        self._copies = {name: files.read(path) for path, name in order.copies}
+        large = [name for name in self._parts if name not in self._small]
+        there = place.names() - self._left.keys()
+        new = {*self._parts, *self._copies, place.manifest}
+        self._old = _replaced(place, there, new, overwrite=order.overwrite, merge=order.merge)
+        self._there = there
+        is_indexed = any(name.endswith(_INDEX) for name in self._small)
+        self._head = large[0] if len(large) == 1 and not is_indexed else ""
+        self._names = {name: name for name in large} if self._head else _free_names(large, there, job)
+        self._upload: Upload | None = None
+        self._sent: dict[str, Sent] = {}
+        self._engine = "native"
+        before = place.read_record()
+        self._record = Record(
+            job, secrets.token_hex(8), names=() if self._head else tuple(self._names.values()), sent=kept,
+            last=before.last if before is not None and before.state != "done" else before,
+        )  # fmt: skip
+
+    def stage(self) -> None:
+        """Sends the shards, or all but the end of the one file."""
+        self._place.write_record(self._record)
+        done = 0
+        for name, actual in sorted(self._names.items()):
+            if actual in self._left:
+                file = self._left[actual].file
+            else:
+                self._check_mine()
+                file = self._made(name, actual, progress_after(self._progress, done))
+            done += file.nbytes
+        overflows_of((sent.file.overflows for sent in self._sent.values()), self._order.plan, self._order.overflow)
+
+    def _made(self, name: str, actual: str, progress: Callable[[int], None] | None) -> Finished:
+        """Sends one large file. It appears only if no cast of it is an error, and the one file of an output not yet."""
+        plan = _with_checksums(self._parts[name], self._order.pace)
+        names = [entry.name for _, entry in plan.pairs]
+        with contextlib.ExitStack() as stack:
+            upload = Upload(self._place.at(actual), plan.bytes_written)
+            if name == self._head:
+                self._upload = upload
+            else:
+                stack.enter_context(upload)
+            moved = run(
+                plan, "", overflow=self._order.overflow, progress=progress, window=self._order.buffer, streamed=True,
+                sinks={plan.files[0][0].path: upload.write}, **self._order.pace,
+            )  # fmt: skip
+            file = replace(as_finished(moved.files[0], names), path=actual)
+            overflows_of([file.overflows], plan, self._order.overflow)
+        self._engine = moved.engine
+        if name == self._head:
+            self._sent[actual] = Sent(file, "")
+        else:
+            self._sent[actual] = self._place.sent(file)
+            self._check_mine()
+            self._record = replace(self._record, sent=(*self._record.sent, self._sent[actual]))
+            self._place.write_record(self._record)
+        return file
+
+    def seal(self) -> None:
+        """Records that all is there, what is still to be written, and what goes then."""
+        place, old = self._place, self._old & (self._there | {name for name in self._old if "/" in name})
+        wanted = {
+            **self._copies,
+            **{n: _renamed(t, self._names) if n.endswith(_INDEX) else t for n, t in self._small.items()},
+        }
+        contents: dict[str, bytes] = {}
+        same: list[Finished] = []
+        for name, data in wanted.items():
+            if name in self._there and not name.endswith(_INDEX) and place.read(name) == data:
+                same.append(_file(name, data))
+            else:
+                contents[name] = data
+        shards = {name for name in old if _SHARD.fullmatch(name)}
+        going = old - {*wanted, *self._names.values(), place.manifest}
+        changes = [n for n in contents if not n.endswith(_INDEX)] + [
+            n for n in going - shards if not WEIGHTS.fullmatch(n)
+        ]
+        gate = {place.manifest} | ({CONFIG} if changes else set[str]())
+        made = [sent.file for sent in (*self._left.values(), *self._sent.values())]
+        facts = manifest_of(
+            self._order, [*made, *same, *(_file(name, data) for name, data in contents.items())]
+        ).as_bytes()
+        sealed = replace(
+            self._record,
+            state="sealed",
+            sent=(*self._left.values(), *self._sent.values(), *map(place.sent, same)),
+            head=self._head,
+            before=fsspec_io.mark(place.at(self._head)) if self._head in self._there else "",
+            contents={**contents, place.manifest: facts},
+            deleted={name: place.read(name) for name in gate & self._there if name in old or name in wanted},
+            heads=tuple(sorted(going - shards - gate)),
+            old=tuple(sorted(going & shards)),
+        )
+        nbytes = sum(map(len, (*sealed.contents.values(), *sealed.deleted.values())))
+        if nbytes > MOST_SMALL_BYTES:
+            raise UnsupportedError(
+                "small files beside the weights that are too large for an address", file=redact(place.out),
+                found=f"{nbytes:,} bytes in all", expected=f"at most {MOST_SMALL_BYTES:,}",
+                remedy="Convert to a directory on this machine, and copy that.",
+            )  # fmt: skip
+        self._check_mine()
+        if not all(place.has(sent) for sent in self._record.sent):
+            raise _taken(place)
+        self._record = sealed  # even where the answer to the next request is lost
+        place.write_record(sealed)
+
+    def commit(self) -> None:
+        """Puts the output in place; where the store fails on the way, looks once more and finishes, or gives it up."""
+        try:
+            with contextlib.ExitStack() as stack:
+                if self._upload is not None:
+                    stack.callback(self._upload.discard)  # or its destructor would complete it one day
+                settle(self._place, self._record, self._upload.complete if self._upload else lambda: None)
+        except ZckptError as error:
+            try:
+                if settle(self._place, self._record):
+                    return
+                note = "The new output was given up; the old one, if there was one, is as it was."
+            except ZckptError:
+                note = f"{self._place.record!r} there says how far this came: the same command goes on from there."
+            add_note(error, note)
+            raise
+
+    def withdraw(self) -> None:
+        """Removes whatever was sent, unless another run is at work there."""
+        if self._upload is not None:
+            self._upload.discard()
+        with contextlib.suppress(Exception):
+            self._check_mine()
+            give_up(self._place, self._record)
+
+    def _check_mine(self) -> None:
+        found = self._place.read_record()
+        if found is None or found.run != self._record.run:
+            raise _taken(self._place)
+
+    def delivered(self) -> Delivered:
+        """What to tell of it."""
+        files = [*(sent.file for sent in self._record.sent), *(_file(n, d) for n, d in self._record.contents.items())]
+        listed = tuple((file.path, file.nbytes) for file in files if file.path != self._place.manifest)
+        overflows = overflows_of((file.overflows for file in files), self._order.plan, self._order.overflow)
+        return Delivered(listed, self._engine, len(self._left), overflows, ())
+
+
+def _taken(place: Place) -> InconsistentError:
+    return InconsistentError(
+        "two runs that write to one address", file=redact(place.out), found="another run has begun there meanwhile",
+        remedy="This one has stopped. Run one at a time.",
+    )  # fmt: skip
+
+
+def _file(name: str, data: bytes) -> Finished:
+    return Finished(name, len(data), zlib.crc32(data))
+
+
+def _literal(name: str, part: Plan) -> bytes | None:
+    """The bytes of a small file that are known before anything is read; None for a file of tensors."""
+    output = part.files[0][0]
+    known = b"".join(data for _, data in sorted(output.literals))
+    return known if name.endswith(".json") and len(known) == output.size else None
+
+
+def _free_names(shards: Collection[str], there: Collection[str], job: str) -> dict[str, str]:
+    """Name -> name that nothing has: their own where all of these are free, otherwise with a part that the job gives."""
+    named = {name: name for name in shards}
+    while any(name in there for name in named.values()):
+        job = sha256(job.encode()).hexdigest()
+        named = {name: _SHARD.sub(rf"\1-{job[:8]}\3", name) for name in shards}
+    return named
+
+
+def _renamed(index: bytes, names: Mapping[str, str]) -> bytes:
+    """An index that names the shards as they are called."""
+    if all(name == actual for name, actual in names.items()):
+        return index
+    facts = json.loads(index)
+    facts["weight_map"] = {tensor: names[shard] for tensor, shard in facts["weight_map"].items()}
+    return (json.dumps(facts, indent=2) + "\n").encode()
+
+
+def _with_checksums(plan: Plan, pace: Pace) -> Plan:
+    """The plan of a file whose checksums are in its literals already, found by a first pass that writes nothing."""
+    ((output, store),) = plan.files
+    if not output.checksums:
+        return plan
+    literals = [(offset, bytearray(data)) for offset, data in output.literals]
+    for slot, crc in run(plan, "", streamed=True, **pace).files[0].slots.items():
+        at, data = next((at, data) for at, data in literals if at <= slot < at + len(data))
+        data[slot - at : slot - at + len(crc)] = crc
+    known: OutputFile = replace(output, literals=tuple((at, bytes(data)) for at, data in literals), checksums=())
+    return Plan(((known, store),), plan.pairs)

@@ -1,0 +1,140 @@
+"""The files of a run: opened when needed, never too many at once, and sources the very ones that were planned with.
+
+For `mover` and `scan`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Mapping
+
+from zckpt.base.errors import CorruptError, InconsistentError, UnsupportedError, redact
+from zckpt.core.fragments import FileStore, Store
+
+MOST_STORES = 512
+"""Files that one batch may name: all of them are open while it runs."""
+
+try:
+    from zckpt._core import is_in_memory
+except ImportError:  # pragma: no cover - depends on the build; the Python engine has no use for direct I/O
+
+    def is_in_memory(fd: int) -> bool:
+        """Whether it has no disk to save a copy for."""
+        return True
+
+
+class OpenFiles:
+    """Descriptors by store. The least recently used are closed where there are too many: never one of a batch in progress.
+
+    Args:
+        outputs: id of a destination's store -> its path; everything else is a source.
+        give_back: whether the page cache is to forget a source when it is closed.
+        direct: whether outputs may go past the page cache.
+        most: files open at once.
+    """
+
+    def __init__(
+        self,
+        outputs: Mapping[int, str] | None = None,
+        *,
+        give_back: bool = False,
+        direct: bool = True,
+        most: int = MOST_STORES,
+    ) -> None:
+        self._outputs = outputs or {}
+        self._give_back = give_back
+        self._direct = direct
+        self._most = most
+        self._open: dict[str, tuple[int, int]] = {}
+        self._seen: dict[str, FileStore] = {}
+
+    def __enter__(self) -> OpenFiles:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for path in list(self._open):
+            self.close(path)
+
+    def of(self, store: Store) -> tuple[int, int]:
+        """A plain descriptor, and a direct one where that is worth it; -1 for none."""
+        if not isinstance(store, FileStore):
+            return -1, -1
+        path = self._outputs.get(id(store), store.path)
+        found = self._open.pop(path, None)
+        if found is None:
+            while len(self._open) >= self._most:
+                self.close(next(iter(self._open)))
+            if id(store) in self._outputs:
+                found = _open_output(path, store.size if self._direct else 0)
+            else:
+                found = self._open_source(store), -1
+        self._open[path] = found
+        return found
+
+    def _open_source(self, store: FileStore) -> int:
+        if store.is_remote:
+            raise UnsupportedError(
+                "a file behind an address", file=redact(store.path), remedy="Copy it to this machine first."
+            )
+        try:
+            fd = os.open(store.path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+        except OSError as error:
+            raise CorruptError(
+                "a file that can no longer be read", file=store.path, found=error.strerror or str(error)
+            ) from error
+        try:
+            _check_identity(store, os.fstat(fd))
+        except BaseException:
+            os.close(fd)
+            raise
+        self._seen[store.path] = store
+        return fd
+
+    def check_sources(self) -> None:
+        """Makes sure that nothing changed while it was read.
+
+        Raises:
+            CorruptError, InconsistentError: it did.
+        """
+        for path, store in self._seen.items():
+            try:
+                stat = os.stat(path)
+            except OSError as error:
+                raise CorruptError("a file that vanished while it was read", file=path, found=str(error)) from error
+            _check_identity(store, stat)
+
+    def close(self, path: str) -> None:
+        """Closes a file that is open."""
+        for fd in self._open.pop(path):
+            if fd >= 0:
+                if self._give_back and path in self._seen:
+                    forget(fd)
+                with contextlib.suppress(OSError):  # what was synced is there
+                    os.close(fd)
+
+
+def forget(fd: int, offset: int = 0, nbytes: int = 0) -> None:
+    """Lets the page cache forget a file's clean pages, all or those of a range; dirty ones begin their way to the disk."""
+    if hasattr(os, "posix_fadvise"):
+        os.posix_fadvise(fd, offset, nbytes, os.POSIX_FADV_DONTNEED)
+
+
+def _open_output(path: str, size: int) -> tuple[int, int]:
+    fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+    direct = -1
+    # Memory file systems accept direct I/O, but have no disk to save a copy for.
+    if size >= 1 << 20 and hasattr(os, "O_DIRECT") and not is_in_memory(fd):
+        with contextlib.suppress(OSError):
+            direct = os.open(path, os.O_WRONLY | os.O_DIRECT | os.O_CLOEXEC)
+    return fd, direct
+
+
+def _check_identity(store: FileStore, stat: os.stat_result) -> None:
+    if store.identity != (0, 0, 0) and (stat.st_dev, stat.st_ino, stat.st_mtime_ns) != store.identity:
+        raise InconsistentError(
+            "a file that changed while it was read",
+            file=store.path,
+            found="another file or modification time than when it was opened",
+            remedy="Something still writes to the checkpoint. Wait until it is done, and start again.",
+        )

@@ -1,0 +1,290 @@
+"""Files that fsspec reaches (`s3://`, `gs://`, `hf://`, `memory://`): what is there, and byte ranges of it.
+
+For `files`, `fetching` and `uploads`, which sends files there. fsspec is imported when an address is first used. What its
+backends raise becomes one of zckpt's errors here, and nowhere else.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, NamedTuple, TypeVar
+
+from zckpt.base.errors import AccessError, NotACheckpointError, RemoteError, UsageError, ZckptError, redact
+
+GAP_BYTES = 64 << 10
+"""Ranges closer than this are fetched as one: a request costs about as much as these bytes."""
+
+_THREADS = 8
+_TRIES = 4
+_BLOCK = 64 << 10
+_MOST_BLOCKS = 64
+"""That a `Reader` keeps."""
+
+_NAMING = (
+    "ETag",
+    "etag",
+    "VersionId",
+    "version_id",
+    "blob_id",
+    "md5Hash",
+    "LastModified",
+    "last_modified",
+    "mtime",
+    "updated",
+    "created",
+)
+"""What the file systems call the facts that change when a file is written again."""
+
+_UNREACHED = {
+    "TransportError",
+    "ConnectionError",
+    "Timeout",
+    "TimeoutError",
+    "HTTPClientError",
+    "ClientConnectionError",
+}
+"""Bases of what HTTP libraries raise where there was no answer at all."""
+
+T = TypeVar("T")
+
+
+class Range(NamedTuple):
+    """Bytes [start, stop) of a file."""
+
+    address: str
+    start: int
+    stop: int
+
+
+class Status(NamedTuple):
+    """A file's size, and what changes when it is written anew, in the form of `FileStore.identity`."""
+
+    size: int
+    identity: tuple[int, int, int]
+
+
+def filesystem(address: str) -> tuple[Any, str]:
+    """The file system that fsspec has for an address, and the path in it.
+
+    Raises:
+        UsageError: fsspec or the backend is not installed, or there is no such kind of address.
+    """
+    try:
+        from fsspec.core import url_to_fs
+
+        fs, path = url_to_fs(address)
+    except ImportError as error:
+        raise UsageError(
+            "an address that needs a package", file=redact(address), found=str(error),
+            remedy="Install fsspec and the backend for this kind of address (s3fs, gcsfs, ...).",
+        ) from error  # fmt: skip
+    except ValueError as error:
+        raise UsageError("an address of an unknown kind", file=redact(address), found=str(error)) from error
+    return fs, str(path)
+
+
+@contextlib.contextmanager
+def told(address: str) -> Iterator[None]:
+    """Makes zckpt's errors of whatever a backend raises.
+
+    Raises:
+        NotACheckpointError: there is no such file. AccessError: it may not be read or written.
+        RemoteError: anything else.
+    """
+    try:
+        yield
+    except ZckptError:
+        raise
+    except FileNotFoundError as error:
+        raise NotACheckpointError("no such file or directory", file=redact(address), found=_line(error)) from error
+    except PermissionError as error:
+        raise AccessError(
+            "an address that may not be used", file=redact(address), found=_line(error),
+            remedy="Check the credentials that the backend finds in the environment.",
+        ) from error  # fmt: skip
+    except Exception as error:  # a backend's own kinds are not known here
+        if _UNREACHED & {kind.__name__ for kind in type(error).__mro__}:
+            raise RemoteError(
+                "no connection to an address", file=redact(address), found=_line(error),
+                remedy="Check the network of this machine, its proxy (HTTPS_PROXY) and the store's endpoint; then try again.",
+            ) from error  # fmt: skip
+        kind = AccessError if "Credentials" in type(error).__name__ else RemoteError
+        raise kind("an address that failed", file=redact(address), found=_line(error)) from error
+
+
+def _line(error: BaseException) -> str:
+    return f"{type(error).__name__}: {redact(' '.join(str(error).split()))}"[:300]
+
+
+def kind(address: str) -> str | None:
+    """What is there: "file", "directory", or None for nothing."""
+    fs, path = filesystem(address)
+    try:
+        with told(address):
+            return str(fs.info(path)["type"])
+    except NotACheckpointError:
+        return None
+
+
+def refresh(address: str) -> None:
+    """Forgets listings that fsspec has kept."""
+    filesystem(address)[0].invalidate_cache()
+
+
+def entries(address: str) -> dict[str, str]:
+    """Name -> "file" or "directory", of everything in a directory."""
+    fs, path = filesystem(address)
+    with told(address):
+        found = fs.ls(path, detail=True)
+    above = path.rstrip("/")
+    names = {str(entry["name"]).rstrip("/").rpartition("/")[2]: str(entry["type"]) for entry in found
+             if str(entry["name"]).rstrip("/").lstrip("/") != above.lstrip("/")}  # fmt: skip
+    return {name: kind for name, kind in names.items() if name}
+
+
+def walk(address: str) -> list[str]:
+    """Paths of all files under a directory, as seen from there."""
+    fs, path = filesystem(address)
+    with told(address):
+        found = fs.find(path)
+    above = path.strip("/") + "/"
+    return sorted(str(name).lstrip("/").removeprefix(above) for name in found)
+
+
+def status(address: str) -> Status:
+    """A file's size and identity, asked for anew."""
+    found = _facts(address)
+    return Status(int(found["size"]), (0, 1, _digest(found)))
+
+
+def _facts(address: str) -> dict[str, Any]:
+    fs, path = filesystem(address)
+    with told(address):
+        fs.invalidate_cache(path)
+        return dict(fs.info(path))
+
+
+def _digest(found: dict[str, Any]) -> int:
+    text = repr([found.get(name) for name in _NAMING] + [found["size"]])
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "big")
+
+
+def mark(address: str) -> str:
+    """What changes when a file is written again; "" where the store tells no more than its size.
+
+    Raises:
+        NotACheckpointError: there is no such file.
+    """
+    found = _facts(address)
+    return f"{_digest(found):014x}" if any(found.get(name) for name in _NAMING) else ""
+
+
+def read(address: str, offset: int, nbytes: int) -> bytes:
+    """At most `nbytes` bytes from `offset` on."""
+    fs, path = filesystem(address)
+    return patiently(address, lambda: _one(fs, path, offset, offset + nbytes)) if nbytes > 0 else b""
+
+
+def fetch(ranges: Sequence[Range]) -> list[tuple[bytes, int]]:
+    """Ranges of one or many files, near ones in one request, several requests at a time.
+
+    Returns:
+        For each range a block of bytes and the place in the file at which the block begins; ranges share blocks.
+
+    Raises:
+        RemoteError: fewer bytes came than were asked for, several times.
+    """
+    order = sorted(range(len(ranges)), key=lambda number: ranges[number])
+    merged: list[Range] = []
+    block_of: dict[int, int] = {}
+    for number in order:
+        wanted = ranges[number]
+        if merged and merged[-1].address == wanted.address and wanted.start - merged[-1].stop <= GAP_BYTES:
+            merged[-1] = merged[-1]._replace(stop=max(merged[-1].stop, wanted.stop))
+        else:
+            merged.append(wanted)
+        block_of[number] = len(merged) - 1
+    blocks = _blocks(merged)
+    return [(blocks[block_of[number]], merged[block_of[number]].start) for number in range(len(ranges))]
+
+
+def _blocks(ranges: Sequence[Range]) -> list[bytes]:
+    if len(ranges) < 2:
+        return [_whole(wanted) for wanted in ranges]
+    with ThreadPoolExecutor(min(_THREADS, len(ranges))) as pool:
+        return list(pool.map(_whole, ranges))
+
+
+def _whole(wanted: Range) -> bytes:
+    fs, path = filesystem(wanted.address)
+
+    def attempt() -> bytes:
+        data = _one(fs, path, wanted.start, wanted.stop)
+        if len(data) != wanted.stop - wanted.start:
+            raise RemoteError(
+                "an answer of the wrong length", file=redact(wanted.address), found=f"{len(data):,} bytes",
+                expected=f"{wanted.stop - wanted.start:,} were asked for, from byte {wanted.start:,} on",
+            )  # fmt: skip
+        return data
+
+    return patiently(wanted.address, attempt)
+
+
+def _one(fs: Any, path: str, start: int, stop: int) -> bytes:
+    """One request for one range, and no byte more."""
+    if getattr(fs, "async_impl", False):
+        return bytes(fs.cat_file(path, start=start, end=stop))
+    with fs.open(path, "rb", cache_type="none") as file:
+        file.seek(start)
+        return bytes(file.read(stop - start))
+
+
+def patiently(address: str, attempt: Callable[[], T]) -> T:
+    """Does what may be done twice; tries again after failures that may pass.
+
+    Raises:
+        RemoteError: it failed each time.
+    """
+    for number in range(_TRIES):
+        try:
+            with told(address):
+                return attempt()
+        except RemoteError:
+            if number == _TRIES - 1:
+                raise
+            time.sleep(0.25 * 4**number)
+    raise AssertionError("not reached")
+
+
+class Reader:
+    """Reads an index here and there in one file, with a few blocks kept: a header costs one request, not ten."""
+
+    def __init__(self, address: str, nbytes: int) -> None:
+        self._address = address
+        self._nbytes = nbytes
+        self._blocks: dict[int, bytes] = {}
+
+    def read(self, offset: int, nbytes: int) -> bytes:
+        """At most `nbytes` bytes from `offset` on; fewer only at the end of the file."""
+        stop = min(offset + nbytes, self._nbytes)
+        if offset >= stop:
+            return b""
+        first, last = offset // _BLOCK, (stop - 1) // _BLOCK
+        if last - first > 16:
+            return fetch([Range(self._address, offset, stop)])[0][0]
+        wanted = range(first, last + 1)
+        missing = [number for number in wanted if number not in self._blocks]
+        if missing:
+            low = missing[0] * _BLOCK
+            data, _ = fetch([Range(self._address, low, min((missing[-1] + 1) * _BLOCK, self._nbytes))])[0]
+            if len(self._blocks) > _MOST_BLOCKS:
+                self._blocks = {number: self._blocks[number] for number in wanted if number in self._blocks}
+            for number in range(missing[0], missing[-1] + 1):
+                self._blocks[number] = data[number * _BLOCK - low : (number + 1) * _BLOCK - low]
+        start = first * _BLOCK
+        whole = b"".join(self._blocks[number] for number in wanted)
+        return whole[offset - start : stop - start]

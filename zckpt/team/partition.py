@@ -1,0 +1,236 @@
+"""Shares a plan among processes: who moves which bytes of the output, and when a file has got all of them.
+
+For `delivery`. Every process makes the same plan, and so knows its own part of it: a range of the output's bytes, of as much
+work as the others'. Process 0 makes the files, and completes each as soon as all parts of it are there.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+
+from zckpt.base.pace import Pace, gives_back
+from zckpt.core.catalog import TensorPart
+from zckpt.core.fragments import Fragment
+from zckpt.core.plan import OutputFile, Plan
+from zckpt.engine.batches import element_bytes, progress_after
+from zckpt.engine.checksums import Partial
+from zckpt.engine.move import Overflow, Written
+from zckpt.team.part_move import Piece, begin, move, seal
+from zckpt.team.together import Team
+
+GRAIN = 4096
+"""Parts meet at multiples of it in a file: pages belong to one process, as network file systems want it."""
+
+
+def part_of(plan: Plan, index: int, count: int, done: Collection[str] = ()) -> Plan:
+    """One of `count` parts of a plan: together they are the plan, and no byte is in two of them.
+
+    Args:
+        plan: the whole.
+        index: which part, from 0.
+        count: how many there are.
+        done: paths of files that need nothing more.
+
+    Returns:
+        A plan of the files in which the part has elements. Its pairs have the numbers of those of the whole.
+    """
+    order = {id(store): n for n, (output, store) in enumerate(plan.files) if output.path not in done}
+    itemsizes = [to.dtype.itemsize for _, to in plan.pairs]
+    costs = [source.dtype.itemsize + to.dtype.itemsize for source, to in plan.pairs]
+    places = sorted(
+        ((order[id(fragment.store)], fragment.byte_offset, number, fragment) for number, fragment in _fragments(plan)
+         if id(fragment.store) in order),
+        key=lambda place: place[:3],
+    )  # fmt: skip
+    work = [fragment.numel * costs[number] for _, _, number, fragment in places]
+    total = sum(work)
+    borders = [_border(places, work, costs, itemsizes, total * number // count) for number in (index, index + 1)]
+    mine: dict[int, list[Fragment]] = {}
+    for file, _, number, fragment in places:
+        itemsize = itemsizes[number]
+        first, last = (_elements_before(fragment, file, itemsize, border) for border in borders)
+        if first < last:
+            mine.setdefault(number, []).append(_between(fragment, itemsize, first, last))
+    stores = {id(fragment.store) for fragments in mine.values() for fragment in fragments}
+    return Plan(
+        tuple(file for file in plan.files if id(file[1]) in stores),
+        [
+            (source, TensorPart(to.name, to.shape, to.dtype, tuple(mine.get(number, ()))))
+            for number, (source, to) in enumerate(plan.pairs)
+        ],
+    )
+
+
+_Place = tuple[int, int, int, Fragment]
+"""Number of the file, byte offset in it, number of the pair, and what lies there."""
+
+
+def _fragments(plan: Plan) -> Iterator[tuple[int, Fragment]]:
+    return ((number, f) for number, (_, to) in enumerate(plan.pairs) for f in to.fragments if f.numel)
+
+
+def _border(
+    places: Sequence[_Place], work: Sequence[int], costs: Sequence[int], itemsizes: Sequence[int], before: int
+) -> tuple[int, int]:
+    """The file and the byte in it that parts meet at when so much work is to be done before."""
+    for (file, byte_offset, number, fragment), nearby in zip(places, work, strict=True):
+        if before < nearby:
+            block = fragment.block()
+            inside = before * itemsizes[number] // costs[number] if block.rows == 1 and block.step == 1 else 0
+            return file, (byte_offset + inside) // GRAIN * GRAIN
+        before -= nearby
+    return places[-1][0] + 1 if places else 0, 0
+
+
+def _elements_before(fragment: Fragment, file: int, itemsize: int, border: tuple[int, int]) -> int:
+    """How many of a fragment's elements lie before a border: all or none of those in rows that lie apart."""
+    if file != border[0]:
+        return fragment.numel if file < border[0] else 0
+    block = fragment.block()
+    distance = border[1] - fragment.byte_offset
+    if block.rows > 1 or block.step != 1:
+        return fragment.numel if distance > 0 else 0
+    return min(max(0, -(-distance // itemsize)), fragment.numel)
+
+
+def _between(fragment: Fragment, itemsize: int, first: int, last: int) -> Fragment:
+    if last - first == fragment.numel:
+        return fragment
+    return Fragment(fragment.store, fragment.byte_offset + first * itemsize, fragment.start + first, last - first)
+
+
+class _Files:
+    """The files that are being written, and what is known of each."""
+
+    def __init__(self, plan: Plan, root: str, done: Collection[str], finished: Callable[[Written], None]) -> None:
+        self._plan = plan
+        self._root = root
+        self._finished = finished
+        missing = element_bytes(plan)
+        self.missing = {output.path: missing[id(store)] for output, store in plan.files if output.path not in done}
+        self._outputs: dict[str, OutputFile] = {output.path: output for output, _ in plan.files}
+        self._tensors: dict[str, set[int]] = {output.path: set() for output, _ in plan.files}
+        paths = {id(store): output.path for output, store in plan.files}
+        for number, fragment in _fragments(plan):
+            self._tensors[paths[id(fragment.store)]].add(number)
+        self._crcs: dict[str, list[Partial] | None] = {path: [] for path in self.missing}
+        self._lost: dict[int, dict[int, Overflow]] = {}
+        for path in [path for path, nbytes in self.missing.items() if not nbytes]:
+            self._complete(path)
+
+    def take(self, rank: int, piece: Piece) -> None:
+        """A process's part of a file is there."""
+        for number, lost in piece.overflows.items():
+            self._lost.setdefault(number, {})[rank] = lost
+        crcs = self._crcs[piece.path]
+        if crcs is None or piece.crcs is None:
+            self._crcs[piece.path] = None
+        else:
+            crcs += piece.crcs
+        self.missing[piece.path] -= piece.nbytes
+        if not self.missing[piece.path]:
+            self._complete(piece.path)
+
+    def _complete(self, path: str) -> None:
+        output, crcs = self._outputs[path], self._crcs.pop(path)
+        crc, slots = seal(self._plan, output, self._root, crcs)
+        del self.missing[path]
+        lost = {number: _sum(self._lost[number].values()) for number in self._tensors[path] & self._lost.keys()}
+        self._finished(Written(path, output.size, crc, lost, slots))
+
+
+def _sum(lost: Iterable[Overflow]) -> Overflow:
+    counts = list(lost)
+    return Overflow(sum(one.count for one in counts), max(one.largest for one in counts))
+
+
+def lead(
+    team: Team,
+    plan: Plan,
+    root: str,
+    *,
+    done: Collection[str],
+    finished: Callable[[Written], None],
+    overflow: str,
+    progress: Callable[[int], None] | None,
+    window: int | None,
+    pace: Pace,
+) -> str:
+    """Process 0's work: makes the files, moves its own part, and completes what all have moved their parts into.
+
+    Args:
+        team: those who work.
+        plan: the whole.
+        root: the private directory; empty but for the files of `done`.
+        done: files that are there already.
+        finished: called with each file as soon as it is complete and durable.
+        overflow: as in `mover.run`, like what follows.
+        progress: told of bytes that all have moved.
+        window: bytes written at once.
+        pace: of each process; a limit to all of them is shared.
+
+    Returns:
+        The engine.
+    """
+    begin(plan, root, done)
+    files = _Files(plan, root, done, finished)
+
+    def listen() -> None:
+        for rank, (path, nbytes, crcs, lost) in team.news():
+            overflows = {int(number): Overflow(*facts) for number, facts in lost.items()}
+            files.take(rank, Piece(path, nbytes, None if crcs is None else tuple(map(tuple, crcs)), overflows))
+
+    def moved(piece: Piece) -> None:
+        files.take(0, piece)
+        listen()
+
+    kept = sum(output.size for output, _ in plan.files if output.path in done)
+    watch = team.watched(progress_after(progress, kept))
+    team.meet({"root": root, "done": list(done)})
+    engine = _move(team, plan, root, done, moved, overflow, watch, window, pace)
+    while files.missing:
+        listen()
+        watch(0)
+        time.sleep(0.02)
+    team.meet()  # every process has found its sources as they were
+    return engine
+
+
+def follow(team: Team, plan: Plan, *, overflow: str, window: int | None, pace: Pace) -> None:
+    """The other processes' work; arguments as in `lead`."""
+    begun = team.meet()[0]
+    if begun is None:  # an earlier run had done it all
+        return
+
+    def moved(piece: Piece) -> None:
+        lost = {number: (one.count, one.largest) for number, one in piece.overflows.items()}
+        team.post((piece.path, piece.nbytes, piece.crcs, lost))
+
+    _move(team, plan, begun["root"], begun["done"], moved, overflow, team.watched(None), window, pace)
+    team.meet()
+
+
+def _move(
+    team: Team,
+    plan: Plan,
+    root: str,
+    done: Collection[str],
+    moved: Callable[[Piece], None],
+    overflow: str,
+    watch: Callable[[int], None],
+    window: int | None,
+    pace: Pace,
+) -> str:
+    rate = pace["bytes_per_s"]
+    return move(
+        part_of(plan, team.rank, team.size, done),
+        root,
+        moved=moved,
+        overflow="clamp" if overflow == "clamp" else "inf",
+        progress=watch,
+        window=window,
+        threads=pace["threads"],
+        keep_cache=not gives_back(pace["keep_cache"], plan.bytes_read + plan.bytes_written),
+        bytes_per_s=None if rate is None else max(1, rate // team.size),
+    )
