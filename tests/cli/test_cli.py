@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 from zckpt.base.errors import UsageError
 from zckpt.cli import _foreign, app
 from zckpt.cli.options import parse_bytes, split_rename
-from zckpt.cli.output import Sink, peak_rss_bytes
+from zckpt.cli.output import Console, peak_rss_bytes
 
 REPO = Path(__file__).parents[2]
 GOLDEN = REPO / "tests" / "golden"
@@ -310,7 +310,7 @@ def test_rename_without_equals_is_a_usage_error(weights: Path) -> None:
 
 
 def test_no_bar_without_a_terminal() -> None:
-    with Sink().progress(10, "x") as progress:
+    with Console().progress(10, "x") as progress:
         assert progress is None
     assert peak_rss_bytes() > 0
 

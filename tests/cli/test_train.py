@@ -149,7 +149,7 @@ def test_the_first_of_slurms_nodes(nodes: str, first: str) -> None:
 
 def test_what_cannot_work_is_said_before_anything_starts(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from zckpt.base.errors import ZckptError
-    from zckpt.runtime.train import Job, check
+    from zckpt.runtime.train import TrainingJob, check
 
     monkeypatch.chdir(home)
     (home / "plain.json").write_text(json.dumps({"train_batch_size": 4}))
@@ -160,13 +160,13 @@ def test_what_cannot_work_is_said_before_anything_starts(home: Path, monkeypatch
     (home / "small.json").write_text(json.dumps({"model_type": "gpt2", "vocab_size": 40}))
     (home / "odd.json").write_text(json.dumps({"model_type": "no-such-thing"}))
     cases = {
-        "Pass --resume": Job("config.json", "text.txt", "old", 1),
-        "without an optimizer": Job("plain.json", "text.txt", "run", 1),
-        "a text file that is not there": Job("config.json", "none.txt", "run", 1),
-        "too little text": Job("config.json", "empty.txt", "run", 1),
-        "a model that is not there": Job("config.json", "text.txt", "run", 1, "gpt-5"),
-        "too few tokens for bytes": Job("config.json", "text.txt", "run", 1, "small.json"),
-        "transformers does not know": Job("config.json", "text.txt", "run", 1, "odd.json"),
+        "Pass --resume": TrainingJob("config.json", "text.txt", "old", 1),
+        "without an optimizer": TrainingJob("plain.json", "text.txt", "run", 1),
+        "a text file that is not there": TrainingJob("config.json", "none.txt", "run", 1),
+        "too little text": TrainingJob("config.json", "empty.txt", "run", 1),
+        "a model that is not there": TrainingJob("config.json", "text.txt", "run", 1, "gpt-5"),
+        "too few tokens for bytes": TrainingJob("config.json", "text.txt", "run", 1, "small.json"),
+        "transformers does not know": TrainingJob("config.json", "text.txt", "run", 1, "odd.json"),
     }
     for words, job in cases.items():
         with pytest.raises(ZckptError, match=words):

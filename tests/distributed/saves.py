@@ -488,7 +488,7 @@ def a_rank_that_fails_alone() -> dict[str, Any]:
     budget, exchange.BUDGET_BYTES = exchange.BUDGET_BYTES, 1 << 20  # several rounds
     whole = exchange.Exchange.bytes_of
 
-    def too_much(self: exchange.Exchange, piece: exchange.Piece) -> torch.Tensor:
+    def too_much(self: exchange.Exchange, piece: exchange.MovePart) -> torch.Tensor:
         torch.empty(1 << 50, dtype=torch.uint8)
         return whole(self, piece)
 

@@ -13,7 +13,7 @@ from live_checks import Shared, equal, load, same_files
 
 import zckpt
 from zckpt import live
-from zckpt.runtime.train import Job, train
+from zckpt.runtime.train import TrainingJob, train
 
 CHECKS.clear()  # those of `live_checks`
 
@@ -44,10 +44,10 @@ def straight_and_resumed() -> dict[str, Any]:
         with Shared() as home:
             config, data = settings(home, stage, **more), str(home / "text.txt")
             dtype = "bf16" if more else "fp32"
-            straight = train(Job(config, data, str(home / "a"), 4, seed=3, save_pretrained=str(home / "live")))
-            first = train(Job(config, data, str(home / "b"), 2, seed=3))
+            straight = train(TrainingJob(config, data, str(home / "a"), 4, seed=3, save_pretrained=str(home / "live")))
+            first = train(TrainingJob(config, data, str(home / "b"), 2, seed=3))
             # Steps that were not saved are done again.
-            then = train(Job(config, data, str(home / "b"), 4, seed=3, resume=True, save_every=1))
+            then = train(TrainingJob(config, data, str(home / "b"), 4, seed=3, resume=True, save_every=1))
             steps = {
                 name: [json.loads(line) for line in (home / name / "metrics.jsonl").read_text().splitlines()]
                 for name in "ab"
@@ -89,10 +89,14 @@ def transformers_model() -> dict[str, Any]:
             model.save_pretrained(home / "model")
         dist.barrier()
         still = settings(home, 3, optimizer={"type": "SGD", "params": {"lr": 0.0}})
-        train(Job(still, data, str(home / "still"), 1, str(home / "model"), save_pretrained=str(home / "weights")))
+        train(
+            TrainingJob(still, data, str(home / "still"), 1, str(home / "model"), save_pretrained=str(home / "weights"))
+        )
         out["weights"] = equal(load(home / "weights"), {n: t.detach() for n, t in model.state_dict().items()})
         settings(home, 3)
-        done = train(Job(config, data, str(home / "run"), 6, str(home / "model"), save_pretrained=str(home / "new")))
+        done = train(
+            TrainingJob(config, data, str(home / "run"), 6, str(home / "model"), save_pretrained=str(home / "new"))
+        )
         again = AutoModelForCausalLM.from_pretrained(home / "new")
         tokenizer = AutoTokenizer.from_pretrained(home / "new")
         ids = torch.tensor([tokenizer(WORDS)["input_ids"][:8]])

@@ -72,7 +72,7 @@ def test_reading_is_torchs(path: Path, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("path", FIXTURES, ids=name_of)
 def test_torch_consolidates_what_was_written(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dcp_out.Save.__init__, "__defaults__", (40,))  # so that tensors are cut
+    monkeypatch.setattr(dcp_out.DcpWriter.__init__, "__defaults__", (40,))  # so that tensors are cut
     to_dcp(path / "checkpoint", tmp_path / "out")
     found = consolidated(tmp_path / "out", tmp_path / "theirs.pt")["model"]
     wanted, aliases = stripped(path / "checkpoint")

@@ -36,7 +36,7 @@ from zckpt.jobs.inspection import describe, inspect_checkpoint
 from zckpt.jobs.open import open_catalog, read_tensor
 from zckpt.layouts.dcp.write import cut
 from zckpt.layouts.run.values import step_of
-from zckpt.layouts.save.listing import Wishes
+from zckpt.layouts.save.listing import ReadOptions
 
 FIXTURES = Path(__file__).parents[2] / "fixtures" / "dcp"
 NAMES = sorted(path.parent.name for path in FIXTURES.glob("*/how.json"))
@@ -93,7 +93,7 @@ def test_a_training_states_own_items_go_along() -> None:
 
 @pytest.mark.parametrize("key", ["ema", "model"])
 def test_a_key_takes_another_state_dict(key: str) -> None:
-    opened = open_catalog(str(FIXTURES / "averaged_w2" / "checkpoint"), wishes=Wishes(key=key))
+    opened = open_catalog(str(FIXTURES / "averaged_w2" / "checkpoint"), wishes=ReadOptions(key=key))
     catalog, _ = zckpt.checkpoint.strip_wrappers(opened.catalog)
     for name, tensor in load_file(FIXTURES / "averaged_w2" / "truth.safetensors").items():
         assert same_bits(read_tensor(catalog[name], "pt"), tensor * (0.5 if key == "ema" else 1))
@@ -101,9 +101,9 @@ def test_a_key_takes_another_state_dict(key: str) -> None:
 
 def test_unknown_keys_are_refused() -> None:
     with pytest.raises(UsageError, match="'model', 'ema'"):
-        open_catalog(str(FIXTURES / "averaged_w2" / "checkpoint"), wishes=Wishes(key="other"))
+        open_catalog(str(FIXTURES / "averaged_w2" / "checkpoint"), wishes=ReadOptions(key="other"))
     with pytest.raises(UsageError, match="has none"):
-        open_catalog(str(FIXTURES.parent / "zero3" / "bf16_w2" / "checkpoint"), wishes=Wishes(key="ema"))
+        open_catalog(str(FIXTURES.parent / "zero3" / "bf16_w2" / "checkpoint"), wishes=ReadOptions(key="ema"))
 
 
 # -- where they are found ------------------------------------------------------------------------------------------

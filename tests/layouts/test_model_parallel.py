@@ -27,7 +27,7 @@ from zckpt.jobs.diff import diff
 from zckpt.jobs.open import open_catalog, read_tensor
 from zckpt.jobs.reshard import reshard
 from zckpt.layouts.joining import rules, slices
-from zckpt.layouts.save.listing import Wishes
+from zckpt.layouts.save.listing import ReadOptions
 from zckpt.output.delivery import fingerprint
 
 FIXTURES = Path(__file__).parents[2] / "fixtures"
@@ -59,7 +59,7 @@ def rule_file(tmp_path: Path) -> Path:
 
 
 def opened(path: Path, **wishes: Any) -> Catalog:
-    return open_catalog(str(path), wishes=Wishes(**wishes) if wishes else None).catalog
+    return open_catalog(str(path), wishes=ReadOptions(**wishes) if wishes else None).catalog
 
 
 def edit(path: Path, change: Any) -> None:
@@ -70,7 +70,7 @@ def edit(path: Path, change: Any) -> None:
 
 def test_a_rule_file_joins_what_says_nothing_itself(plain: Path, rule_file: Path, tmp_path: Path) -> None:
     truth = load_file(FIXTURES / "tensor" / "plain_tp2" / "truth.safetensors")
-    convert(plain, tmp_path / "out.safetensors", options=Options(wishes=Wishes(tp_rules=str(rule_file))))
+    convert(plain, tmp_path / "out.safetensors", options=Options(wishes=ReadOptions(tp_rules=str(rule_file))))
     found = load_file(tmp_path / "out.safetensors")
     assert found.keys() == truth.keys()
     for name, tensor in truth.items():
@@ -174,7 +174,7 @@ def test_an_affine_map_says_the_same_as_the_categories() -> None:
 
 def refused(kind: type[ZckptError], checkpoint: Path, tmp_path: Path, **wishes: Any) -> ZckptError:
     with pytest.raises(kind) as caught:
-        convert(checkpoint, tmp_path / "out", options=Options(wishes=Wishes(**wishes)))
+        convert(checkpoint, tmp_path / "out", options=Options(wishes=ReadOptions(**wishes)))
     assert not (tmp_path / "out").exists()
     return caught.value
 
@@ -292,7 +292,7 @@ def test_down_to_plain_data_parallelism(name: str, tmp_path: Path) -> None:
 
 
 def test_verify_knows_rules_and_computed_tensors(plain: Path, rule_file: Path, tmp_path: Path) -> None:
-    wishes, out = Wishes(tp_rules=str(rule_file)), tmp_path / "out"
+    wishes, out = ReadOptions(tp_rules=str(rule_file)), tmp_path / "out"
     convert(plain, out, dtype="bf16", options=Options(wishes=wishes))
     assert json.loads((out / "zckpt.json").read_text())["options"] == {"wishes": {"tp_rules": str(rule_file)}}
     found = verify(plain, out, deep=True, wishes=wishes)
@@ -307,7 +307,7 @@ def test_another_mean_is_another_job(plain: Path, rule_file: Path) -> None:
     jobs = set()
     for how in ("mean", "sum", "mean"):
         rule_file.write_text(json.dumps(RULES).replace("mean", how))
-        prepared = prepare(str(plain), str(plain.parent / "out"), Options(wishes=Wishes(tp_rules=str(rule_file))))
+        prepared = prepare(str(plain), str(plain.parent / "out"), Options(wishes=ReadOptions(tp_rules=str(rule_file))))
         jobs.add(fingerprint(prepared.plan, ()))
     assert len(jobs) == 2
 
@@ -318,7 +318,7 @@ def test_ranks_that_drifted_apart_are_told_of(plain: Path, rule_file: Path, deep
     held = torch.load(path, weights_only=False)
     held["module"]["norm.weight"][3] += 1
     torch.save(held, path)
-    checks = verify(plain, deep=deep, wishes=Wishes(tp_rules=str(rule_file))).checks
+    checks = verify(plain, deep=deep, wishes=ReadOptions(tp_rules=str(rule_file))).checks
     problems = [problem for check in checks for problem in check.problems]
     assert len(problems) == 1 and "'norm.weight'" in problems[0] and "element" in problems[0]
     assert [check.name for check in checks if check.problems] == ["copies"]

@@ -258,16 +258,16 @@ STATES: dict[str, Change] = {
 # ---- faults in saves without ZeRO ------------------------------------------------------------------------------------
 
 
-def master_at(change: Callable[[unsharded.Masters, int], int]) -> Plant:
+def master_at(change: Callable[[unsharded.GroupMasters, int], int]) -> Plant:
     def plant(p: Planter) -> None:
         def wrong(right: Callable[..., Any]) -> Callable[..., Any]:
-            def faulty(self: unsharded.Masters, place: int, shape: tuple[int, ...]) -> Any:
+            def faulty(self: unsharded.GroupMasters, place: int, shape: tuple[int, ...]) -> Any:
                 found = right(self, change(self, place), shape)
                 return found and (found[0], right(self, place, shape)[1] if right(self, place, shape) else place)
 
             return faulty
 
-        p.method(unsharded.Masters, "at", wrong)
+        p.method(unsharded.GroupMasters, "at", wrong)
 
     return plant
 
@@ -315,10 +315,12 @@ def joints(change: Callable[[slices.Joint], slices.Joint]) -> Plant:
 
         return faulty
 
-    return lambda p: p.function(model_parallel.Reader._joint, wrong) or p.method(model_parallel.Reader, "_joint", wrong)
+    return lambda p: (
+        p.function(model_parallel.ParallelSave._joint, wrong) or p.method(model_parallel.ParallelSave, "_joint", wrong)
+    )
 
 
-def pieces(change: Callable[[slices.Piece], slices.Piece]) -> Callable[[slices.Joint], slices.Joint]:
+def pieces(change: Callable[[slices.SliceRows], slices.SliceRows]) -> Callable[[slices.Joint], slices.Joint]:
     return lambda joint: replace(joint, pieces=tuple(map(change, joint.pieces)))
 
 
@@ -349,7 +351,7 @@ def layers_swapped(p: Planter) -> None:
 
         return faulty
 
-    p.method(model_parallel.Reader, "_stage_module", wrong)
+    p.method(model_parallel.ParallelSave, "_stage_module", wrong)
 
 
 def expert_ranks_swapped(p: Planter) -> None:

@@ -34,7 +34,7 @@ from zckpt.jobs.convert import Options, execute, prepare
 from zckpt.jobs.inspection import inspect_checkpoint
 from zckpt.jobs.to_dcp import to_dcp
 from zckpt.jobs.to_peft import to_peft
-from zckpt.layouts.save.listing import Wishes
+from zckpt.layouts.save.listing import ReadOptions
 from zckpt.naming.transform import Form
 from zckpt.storage import fsspec_io, paths, uploads
 
@@ -110,7 +110,7 @@ def test_split_models_behind_an_address(name: str, refused: str, tmp_path: Path)
 def test_megatrons_names_and_slices(name: str, to: str, rules: str, tmp_path: Path) -> None:
     checkpoint = FIXTURES / "megatron" / name / "checkpoint"
     address = put(checkpoint, "memory://m/ckpt")
-    options = Options(form=Form(f"hf:{to}"), wishes=Wishes(tp_rules=rules))
+    options = Options(form=Form(f"hf:{to}"), wishes=ReadOptions(tp_rules=rules))
     for source, out in ((checkpoint, "want"), (address, "out")):
         zckpt.convert(source, tmp_path / out, dtype="bf16", options=options)
     assert local_tree(tmp_path / "want") == local_tree(tmp_path / "out")
@@ -245,7 +245,7 @@ def test_near_ranges_are_one_request(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_reader_is_exact_at_every_place() -> None:
     data = os.urandom(300_000)
     fsspec.filesystem("memory").pipe_file("/m/f", data)
-    reader = fsspec_io.Reader("memory://m/f", len(data))
+    reader = fsspec_io.BlockReader("memory://m/f", len(data))
     for offset, nbytes in [(299_990, 100), (0, 8), (8, 70_000), (65_535, 2), (140_000, 160_000), (300_000, 5), (7, 0)]:
         assert reader.read(offset, nbytes) == data[offset : offset + nbytes]
 
@@ -253,7 +253,7 @@ def test_a_reader_is_exact_at_every_place() -> None:
 def test_a_reader_keeps_the_blocks_that_a_request_still_needs() -> None:
     data = os.urandom(72 << 16)
     fsspec.filesystem("memory").pipe_file("/m/f", data)
-    reader = fsspec_io.Reader("memory://m/f", len(data))
+    reader = fsspec_io.BlockReader("memory://m/f", len(data))
     for block in range(65):
         assert reader.read(block << 16, 1) == data[block << 16 : (block << 16) + 1]
     assert reader.read(64 << 16, 2 << 16) == data[64 << 16 : 66 << 16]  # one block is known, one is not

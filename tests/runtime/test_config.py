@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from zckpt.base.errors import UnsupportedError, UsageError
-from zckpt.runtime.config import Batch, batch_of, read_config
+from zckpt.runtime.config import BatchSizes, batch_of, read_config
 
 SMALLEST: dict[str, Any] = {"train_micro_batch_size_per_gpu": 1}
 
@@ -107,7 +107,7 @@ def test_auto() -> None:
     assert (zero.reduce_bucket_size, zero.prefetch_bucket_size, zero.param_persistence_threshold) == (100, 90, 100)
     assert read_config(raw, auto=values).zero.reduce_bucket_size == 500_000_000
     assert "stage3_max_live_parameters" not in settings.raw["zero_optimization"]
-    assert batch_of(settings, 4) == Batch(24, 3, 2)
+    assert batch_of(settings, 4) == BatchSizes(24, 3, 2)
 
 
 @pytest.mark.parametrize(
@@ -124,7 +124,7 @@ def test_auto() -> None:
 def test_two_batch_sizes_give_the_third(given: tuple[int | None, ...], world: int, batch: tuple[int, ...]) -> None:
     names = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
     raw = {name: value for name, value in zip(names, given, strict=True) if value is not None}
-    assert batch_of(read_config(raw), world) == Batch(*batch)
+    assert batch_of(read_config(raw), world) == BatchSizes(*batch)
 
 
 @pytest.mark.parametrize(

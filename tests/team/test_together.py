@@ -23,10 +23,10 @@ from zckpt.base.errors import InconsistentError, OutputError, UsageError
 from zckpt.engine.move import run
 from zckpt.jobs.convert import Options, prepare
 from zckpt.jobs.reshard import prepare as prepare_reshard
-from zckpt.layouts.save.listing import Wishes
+from zckpt.layouts.save.listing import ReadOptions
 from zckpt.naming.transform import Form
 from zckpt.team import together
-from zckpt.team.part_move import Piece, begin, move, seal
+from zckpt.team.part_move import WrittenPart, begin, move, seal
 from zckpt.team.partition import GRAIN, part_of
 from zckpt.team.rendezvous import DirectoryBoard
 from zckpt.team.together import Team, seat
@@ -78,7 +78,7 @@ def test_parts_make_the_whole(
         ).plan
     elif kind == "hf":
         checkpoint = str(FIXTURES / "megatron/llama_zero2_tp2_dp2/checkpoint")
-        options = Options(form=Form("hf:llama"), wishes=Wishes(tp_rules="megatron-swiglu"))
+        options = Options(form=Form("hf:llama"), wishes=ReadOptions(tp_rules="megatron-swiglu"))
         plan = prepare(checkpoint, str(quick_path / "x.bin"), options).plan
     else:
         options = Options(max_shard_size=30_000)
@@ -86,7 +86,7 @@ def test_parts_make_the_whole(
     for name in ("one", "many"):
         (quick_path / name).mkdir()
     wanted = run(plan, str(quick_path / "one"), engine=engine)
-    pieces: list[Piece] = []
+    pieces: list[WrittenPart] = []
     begin(plan, str(quick_path / "many"))
     sizes = []
     for index in reversed(range(count)):

@@ -19,7 +19,7 @@ from zckpt.engine.independent import differences
 from zckpt.layouts.dcp import read as dcp
 from zckpt.layouts.joining.totals import as_float
 from zckpt.layouts.run.agreement import disagreements, unlike
-from zckpt.layouts.run.training import Group, Training
+from zckpt.layouts.run.training import ParameterGroup, Training
 from zckpt.layouts.run.values import number_in
 from zckpt.layouts.save.listing import DCP_METADATA, MODEL_NAME, SHARD_NAME, UNIVERSAL, Listing, is_deepspeed_file
 from zckpt.layouts.save.module_states import WRAPPERS, as_mapping, read_model_states, whole
@@ -171,7 +171,7 @@ def _compare_groups(
 
 
 def _unlike_group(
-    number: int, group: Group, scalars: Mapping[str, object], settings: Mapping[str, object], pairs: list[Pair]
+    number: int, group: ParameterGroup, scalars: Mapping[str, object], settings: Mapping[str, object], pairs: list[Pair]
 ) -> Iterator[str]:
     where = f"of parameter group {number}"
     yield from unlike(_numbers(group.scalars), _numbers(scalars), f"a single state {where}", pairs)

@@ -32,8 +32,8 @@ from zckpt.engine.tensor_statistics import Tally
 from zckpt.jobs.open import open_catalog, strip_wrappers
 from zckpt.layouts.dcp import read as dcp
 from zckpt.layouts.run import agreement
-from zckpt.layouts.save.listing import DCP_METADATA, Listing, Wishes
-from zckpt.layouts.save.origins import Origin, contradictions, of_other_ages, origin, save_files
+from zckpt.layouts.save.listing import DCP_METADATA, Listing, ReadOptions
+from zckpt.layouts.save.origins import FileOrigin, contradictions, of_other_ages, origin, save_files
 from zckpt.layouts.save.places import Place, find
 from zckpt.output import manifest as manifests
 from zckpt.output.address import RECORD
@@ -62,7 +62,7 @@ class Examined:
     place: Place
     catalog: Catalog | None = None
     files: list[CheckedFile] = field(default_factory=list[CheckedFile])
-    origins: list[Origin] = field(default_factory=list[Origin])
+    origins: list[FileOrigin] = field(default_factory=list[FileOrigin])
     checks: list[Check] = field(default_factory=list[Check])
     notes: list[str] = field(default_factory=list[str])
     numbers: dict[str, tuple[int, int]] | None = None
@@ -84,7 +84,7 @@ def examined(
     path: str,
     tag: str | None = None,
     also: Sequence[str] = (),
-    wishes: Wishes | None = None,
+    wishes: ReadOptions | None = None,
     *,
     deep: bool = False,
     whole: bool = False,
@@ -158,7 +158,9 @@ def _manifest_of(state: Examined, path: str) -> Manifest | None:
     return facts
 
 
-def _open(state: Examined, path: str, tag: str | None, also: Sequence[str], wishes: Wishes | None) -> ZckptError | None:
+def _open(
+    state: Examined, path: str, tag: str | None, also: Sequence[str], wishes: ReadOptions | None
+) -> ZckptError | None:
     """Reads the catalog. Returns an error that is no finding, unless damage explains it."""
     try:
         opened = open_catalog(path, tag, also, wishes=wishes)

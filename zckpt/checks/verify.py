@@ -20,7 +20,7 @@ from zckpt.core.dtypes import CAST_TARGETS, is_lossless
 from zckpt.engine.batches import progress_after
 from zckpt.engine.independent import differences
 from zckpt.jobs.convert import Options, output_dtype, select, to_dtype
-from zckpt.layouts.save.listing import Wishes
+from zckpt.layouts.save.listing import ReadOptions
 from zckpt.layouts.save.places import Place
 from zckpt.naming.transform import formed_again
 from zckpt.output import manifest as manifests
@@ -35,7 +35,7 @@ def verify(
     deep: bool = False,
     tag: str | None = None,
     also: Sequence[str] = (),
-    wishes: Wishes | None = None,
+    wishes: ReadOptions | None = None,
     pace: Pace = DEFAULT_PACE,
     progress: Callable[[int], None] | None = None,
 ) -> Verification:

@@ -10,10 +10,10 @@ import typer
 
 from zckpt.cli import options as o
 from zckpt.cli import push
-from zckpt.cli.output import Sink, already_done, lack_of_space, peak_rss_bytes
+from zckpt.cli.output import Console, already_done, lack_of_space, peak_rss_bytes
 
 if TYPE_CHECKING:
-    from zckpt.jobs.convert import Prepared, Report
+    from zckpt.jobs.convert import PlannedConversion, Report
 
 _DTYPES = ("fp32", "fp16", "bf16")
 
@@ -44,7 +44,7 @@ def _register(app: typer.Typer, dtype: str) -> None:
         exclude_frozen: o.ExcludeFrozen = False,
         strip_prefix: o.StripPrefix = "",
         rename: o.Rename = None,
-        overflow: o.OverflowOption = o.Overflow.error,
+        overflow: o.OverflowOption = o.OverflowChoice.error,
         also: o.Also = None,
         tp_rules: o.TpRules = None,
         tp: o.Tp = None,
@@ -86,7 +86,7 @@ def _register(app: typer.Typer, dtype: str) -> None:
             wishes=o.wishes(tp_rules, tp, pp, key),
             form=Form(to, config, layer_names),
         )
-        sink = Sink(as_json=as_json, quiet=quiet)
+        sink = Console(as_json=as_json, quiet=quiet)
         if out.startswith("hf://"):
             push.to_page(ckpt, out, chosen, sink, tag=tag, also=also or [], dry_run=dry_run)
             return
@@ -109,7 +109,7 @@ def to_dcp(
     exclude_frozen: o.ExcludeFrozen = False,
     strip_prefix: o.StripPrefix = "",
     rename: o.Rename = None,
-    overflow: o.OverflowOption = o.Overflow.error,
+    overflow: o.OverflowOption = o.OverflowChoice.error,
     also: o.Also = None,
     tp_rules: o.TpRules = None,
     tp: o.Tp = None,
@@ -140,7 +140,7 @@ def to_dcp(
         allow_unknown_layout=allow_unknown_layout,
         wishes=o.wishes(tp_rules, tp, pp, key),
     )
-    sink = Sink(as_json=as_json, quiet=quiet)
+    sink = Console(as_json=as_json, quiet=quiet)
     prepared = prepare(ckpt, out, chosen, under=under, optimizer=optimizer, tag=tag, also=also or ())
     name = dtype.value if dtype else "saved"
     if dry_run:
@@ -149,7 +149,7 @@ def to_dcp(
         _carry_out(sink, prepared, name, began)
 
 
-def _carry_out(sink: Sink, prepared: Prepared, dtype: str, began: float) -> None:
+def _carry_out(sink: Console, prepared: PlannedConversion, dtype: str, began: float) -> None:
     from zckpt.jobs.convert import execute
 
     with sink.progress(prepared.plan.bytes_written, f"to {dtype}") as progress:
@@ -180,7 +180,7 @@ def _carry_out(sink: Sink, prepared: Prepared, dtype: str, began: float) -> None
     )
 
 
-def _report_lines(prepared: Prepared, report: Report, dtype: str, seconds: float) -> Iterator[str]:
+def _report_lines(prepared: PlannedConversion, report: Report, dtype: str, seconds: float) -> Iterator[str]:
     files = "1 file" if len(report.files) == 1 else f"{len(report.files):,} files"
     if report.kept:
         files += f", {report.kept:,} of them finished by an earlier run and still sound"
@@ -207,7 +207,7 @@ def _loader(out: str, files: list[str], single: bool) -> str:
     return f"transformers.AutoModelForCausalLM.from_pretrained({out!r}){hint}"
 
 
-def show_plan(sink: Sink, prepared: Prepared, dtype: str) -> None:
+def show_plan(sink: Console, prepared: PlannedConversion, dtype: str) -> None:
     """What a conversion would write."""
     from zckpt.storage.paths import size
 

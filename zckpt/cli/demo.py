@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from zckpt.cli.output import Sink
+from zckpt.cli.output import Console
 
 if TYPE_CHECKING:
     from zckpt.containers import TensorRef
@@ -45,7 +45,7 @@ def register(app: typer.Typer) -> None:
 
 def demo() -> None:
     """Trains and exports in a temporary directory; or converts what is stored."""
-    sink = Sink()
+    sink = Console()
     if all(importlib.util.find_spec(name) for name in ("torch", "pydantic")):
         wrong = _train(sink)
     else:
@@ -57,7 +57,7 @@ def demo() -> None:
         raise typer.Exit(1)
 
 
-def _train(sink: Sink) -> list[str]:
+def _train(sink: Console) -> list[str]:
     """Two processes with ZeRO-3, then three with ZeRO-2; the weights that differ between the two ways out."""
     from zckpt.base.errors import some
 
@@ -87,7 +87,7 @@ def _train(sink: Sink) -> list[str]:
         return differing
 
 
-def _run(sink: Sink, home: Path, *words: str) -> None:
+def _run(sink: Console, home: Path, *words: str) -> None:
     """Runs a command as a person would; one that fails ends the demo."""
     _say(sink, "", f"$ zckpt {' '.join(words)}")
     done = subprocess.run([sys.executable, "-m", "zckpt", *words], cwd=home, check=False)
@@ -95,7 +95,7 @@ def _run(sink: Sink, home: Path, *words: str) -> None:
         raise typer.Exit(done.returncode)
 
 
-def _convert(sink: Sink) -> list[str]:
+def _convert(sink: Console) -> list[str]:
     """Inspects and converts a stored ZeRO-3 checkpoint; the tensors that differ from the stored truth."""
     from zckpt.base.errors import some
     from zckpt.jobs.convert import convert
@@ -125,7 +125,7 @@ def _convert(sink: Sink) -> list[str]:
     return wrong
 
 
-def _say(sink: Sink, *lines: str) -> None:
+def _say(sink: Console, *lines: str) -> None:
     sink.result(dict, lambda: lines)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import typer
 
 from zckpt.cli import options as o
-from zckpt.cli.output import Sink
+from zckpt.cli.output import Console
 
 
 def register(app: typer.Typer) -> None:
@@ -43,7 +43,7 @@ def inspect(
     from zckpt.jobs.inspection import describe, inspect_checkpoint
 
     inspection = inspect_checkpoint(ckpt, tag, also or (), o.wishes(tp_rules, tp, pp, key))
-    Sink(as_json=as_json).result(
+    Console(as_json=as_json).result(
         lambda: inspection.as_json(slices=tensors), lambda: describe(inspection, tensors=tensors)
     )
     if not inspection.exportable.ok:
@@ -68,7 +68,7 @@ def verify(
     """Prints a verification; exit status 1 when anything is wrong."""
     from zckpt.checks.verify import verify
 
-    sink = Sink(as_json=as_json)
+    sink = Console(as_json=as_json)
     with sink.progress(None, "verify") as progress:
         found = verify(
             ckpt,
@@ -102,7 +102,7 @@ def diff(
     """Prints differences; exit status 1 when there are any."""
     from zckpt.jobs.diff import diff
 
-    sink = Sink(as_json=as_json)
+    sink = Console(as_json=as_json)
     with sink.progress(None, "diff") as progress:
         found = diff(
             *(a, b),

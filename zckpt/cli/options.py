@@ -9,7 +9,7 @@ import typer
 
 if TYPE_CHECKING:
     from zckpt.base.pace import Pace
-    from zckpt.layouts.save.listing import Wishes
+    from zckpt.layouts.save.listing import ReadOptions
 
 
 class Format(str, Enum):
@@ -27,7 +27,7 @@ class Dtype(str, Enum):
     bf16 = "bf16"
 
 
-class Overflow(str, Enum):
+class OverflowChoice(str, Enum):
     """What to do with numbers too large for the dtype."""
 
     error = "error"
@@ -61,11 +61,11 @@ def split_rename(text: str) -> tuple[str, str]:
     return found[1], found[2]
 
 
-def wishes(tp_rules: str | None, tp: int | None, pp: int | None, key: str | None = None) -> Wishes | None:
+def wishes(tp_rules: str | None, tp: int | None, pp: int | None, key: str | None = None) -> ReadOptions | None:
     """What was said of a checkpoint that does not say it itself."""
-    from zckpt.layouts.save.listing import Wishes
+    from zckpt.layouts.save.listing import ReadOptions
 
-    return Wishes(tp_rules, tp, pp, key or "") if tp_rules or tp or pp or key else None
+    return ReadOptions(tp_rules, tp, pp, key or "") if tp_rules or tp or pp or key else None
 
 
 def parse_bytes(text: str | None, option: str) -> int | None:
@@ -197,7 +197,7 @@ Rename = Annotated[
     typer.Option("--rename", metavar="REGEX=REPL", help="Replace in every name, in the order given. Repeatable."),
 ]
 OverflowOption = Annotated[
-    Overflow, typer.Option("--overflow", help="Numbers too large for the dtype: stop, make infinite, or clamp.")
+    OverflowChoice, typer.Option("--overflow", help="Numbers too large for the dtype: stop, make infinite, or clamp.")
 ]
 Threads = Annotated[
     int | None, typer.Option("--threads", metavar="N", min=1, help="Threads that move data; by default what fits.")

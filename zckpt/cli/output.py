@@ -11,7 +11,7 @@ from zckpt.base.errors import OutputError
 from zckpt.team.together import speaks
 
 
-class Sink:
+class Console:
     """Where a command's words go.
 
     Args:

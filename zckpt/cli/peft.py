@@ -10,7 +10,7 @@ import typer
 
 from zckpt.cli import options as o
 from zckpt.cli.convert import show_plan
-from zckpt.cli.output import Sink, already_done, peak_rss_bytes
+from zckpt.cli.output import Console, already_done, peak_rss_bytes
 
 if TYPE_CHECKING:
     from zckpt.jobs.to_peft import AdapterReport
@@ -38,7 +38,7 @@ def to_peft(
     tp_rules: o.TpRules = None,
     tp: o.Tp = None,
     pp: o.Pp = None,
-    overflow: o.OverflowOption = o.Overflow.error,
+    overflow: o.OverflowOption = o.OverflowChoice.error,
     threads: o.Threads = None,
     dry_run: o.DryRun = False,
     overwrite: o.Overwrite = False,
@@ -59,7 +59,7 @@ def to_peft(
         allow_unknown_layout=allow_unknown_layout,
         wishes=o.wishes(tp_rules, tp, pp),
     )
-    sink = Sink(as_json=as_json, quiet=quiet)
+    sink = Console(as_json=as_json, quiet=quiet)
     prepared = prepare(ckpt, out, options, adapter=adapter, tag=tag, also=also or ())
     if dry_run:
         show_plan(sink, prepared.conversion, dtype.value)

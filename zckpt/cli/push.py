@@ -12,11 +12,11 @@ from urllib.parse import unquote
 import typer
 
 from zckpt.cli import options as o
-from zckpt.cli.output import Sink
+from zckpt.cli.output import Console
 
 if TYPE_CHECKING:
-    from zckpt.hub import PushReport, Ready, Target
-    from zckpt.jobs.convert import Options, Prepared
+    from zckpt.hub import PageTarget, PushReport, Ready
+    from zckpt.jobs.convert import Options, PlannedConversion
 
 _ADDRESS = re.compile(
     r"hf://(?:models/)?(?P<repo>[^/@]+/[^/@]+)(?:@(?P<revision>refs/pr/\d+|[^/]+))?(?:/(?P<path>.*))?", re.DOTALL
@@ -87,7 +87,7 @@ def push(
     include: o.Include = None,
     exclude: o.Exclude = None,
     exclude_frozen: o.ExcludeFrozen = False,
-    overflow: o.OverflowOption = o.Overflow.error,
+    overflow: o.OverflowOption = o.OverflowChoice.error,
     also: o.Also = None,
     tp_rules: o.TpRules = None,
     tp: o.Tp = None,
@@ -104,22 +104,22 @@ def push(
     """Pushes a checkpoint, or shows what would be pushed."""
     if endpoint:
         os.environ["HF_ENDPOINT"] = endpoint  # before huggingface_hub is loaded: all of it must know
-    from zckpt.hub import MESSAGE, Target, load
+    from zckpt.hub import MESSAGE, PageTarget, load
     from zckpt.jobs.convert import Options
 
     chosen = Options(
         max_shard_size=max_shard_size, include=include or (), exclude=exclude or (), exclude_frozen=exclude_frozen,
         overflow=overflow.value, threads=threads, wishes=o.wishes(tp_rules, tp, pp, key),
     )  # fmt: skip
-    target = Target(
+    target = PageTarget(
         repo_id, revision, path_in_repo, private, create_pr, message or MESSAGE, yes, token, endpoint, scratch,
         o.parse_bytes(max_scratch, "--max-scratch"), not no_card, license_id, base_model,
     )  # fmt: skip
     prepared = load(source, dtype.value if dtype else None, chosen, tag=tag, also=also or ())
-    carry_out(prepared, target, Sink(as_json=as_json, quiet=quiet), dry_run=dry_run)
+    carry_out(prepared, target, Console(as_json=as_json, quiet=quiet), dry_run=dry_run)
 
 
-def carry_out(prepared: Prepared, target: Target, sink: Sink, *, dry_run: bool) -> None:
+def carry_out(prepared: PlannedConversion, target: PageTarget, sink: Console, *, dry_run: bool) -> None:
     """Sends a planned conversion to a page."""
     from zckpt.hub import cargo_of, execute, prepare
     from zckpt.jobs.convert import check
@@ -143,11 +143,11 @@ def carry_out(prepared: Prepared, target: Target, sink: Sink, *, dry_run: bool) 
 
 
 def to_page(
-    source: str, out: str, options: Options, sink: Sink, *, tag: str | None, also: list[str], dry_run: bool
+    source: str, out: str, options: Options, sink: Console, *, tag: str | None, also: list[str], dry_run: bool
 ) -> None:
     """`to-*` with an OUT such as `hf://me/my-model@main/fp32`."""
     from zckpt.base.errors import UsageError
-    from zckpt.hub import Target
+    from zckpt.hub import PageTarget
     from zckpt.jobs.convert import prepare
 
     found = _ADDRESS.fullmatch(out.rstrip("/"))
@@ -160,7 +160,7 @@ def to_page(
             file=out,
             remedy="Give the page or a directory in it; shards are safetensors.",
         )
-    target = Target(found["repo"], unquote(found["revision"] or "main"), path, yes=options.overwrite)
+    target = PageTarget(found["repo"], unquote(found["revision"] or "main"), path, yes=options.overwrite)
     carry_out(prepare(source, "", replace(options, format=None), tag=tag, also=also), target, sink, dry_run=dry_run)
 
 

@@ -10,15 +10,15 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from zckpt.cli import options as o
-from zckpt.cli.output import Sink, already_done, lack_of_space, peak_rss_bytes
+from zckpt.cli.output import Console, already_done, lack_of_space, peak_rss_bytes
 
 if TYPE_CHECKING:
     from zckpt.base.pace import Pace
     from zckpt.jobs.convert import Report
-    from zckpt.jobs.reshard import Prepared, Target
+    from zckpt.jobs.reshard import CheckpointTarget, PlannedReshard
 
 
-class Precision(str, Enum):
+class ModulePrecision(str, Enum):
     """What the module's own weights can be."""
 
     keep = "keep"
@@ -34,7 +34,7 @@ WorldSize = Annotated[
 Stage = Annotated[
     int | None, typer.Option("--stage", metavar="1|2|3", min=1, max=3, help="ZeRO stage; by default the one it has.")
 ]
-PrecisionOption = Annotated[Precision, typer.Option("--precision", help="Dtype of the module's own weights.")]
+PrecisionOption = Annotated[ModulePrecision, typer.Option("--precision", help="Dtype of the module's own weights.")]
 
 
 def register(app: typer.Typer) -> None:
@@ -56,7 +56,7 @@ def reshard(
     out: o.OutDirectory,
     world_size: WorldSize,
     stage: Stage = None,
-    precision: PrecisionOption = Precision.keep,
+    precision: PrecisionOption = ModulePrecision.keep,
     tag: o.Tag = None,
     also: o.Also = None,
     tp_rules: o.TpRules = None,
@@ -76,7 +76,7 @@ def reshard(
     from zckpt.jobs.reshard import prepare
 
     began = time.perf_counter()
-    sink = Sink(as_json=as_json, quiet=quiet)
+    sink = Console(as_json=as_json, quiet=quiet)
     prepared = prepare(
         *(ckpt, out),
         world_size=world_size,
@@ -115,7 +115,7 @@ def to_universal(
     from zckpt.jobs.to_universal import prepare
 
     began = time.perf_counter()
-    sink = Sink(as_json=as_json, quiet=quiet)
+    sink = Console(as_json=as_json, quiet=quiet)
     prepared = prepare(
         *(ckpt, out),
         tag=tag,
@@ -129,11 +129,11 @@ def to_universal(
 
 
 def _carry_out(
-    prepared: Prepared[Target],
+    prepared: PlannedReshard[CheckpointTarget],
     what: str,
     facts: Mapping[str, object],
     began: float,
-    sink: Sink,
+    sink: Console,
     pace: Pace,
     *,
     dry_run: bool,
@@ -164,7 +164,7 @@ def _carry_out(
     )
 
 
-def _plan_facts(prepared: Prepared[Target]) -> dict[str, object]:
+def _plan_facts(prepared: PlannedReshard[CheckpointTarget]) -> dict[str, object]:
     target, catalog = prepared.target, prepared.opened.catalog
     return {
         "out": prepared.out,
@@ -178,14 +178,14 @@ def _plan_facts(prepared: Prepared[Target]) -> dict[str, object]:
     }
 
 
-def _plan_lines(prepared: Prepared[Target], what: str) -> Iterator[str]:
+def _plan_lines(prepared: PlannedReshard[CheckpointTarget], what: str) -> Iterator[str]:
     yield f"{prepared.out} would get {what}"
     for file, _ in prepared.plan.files:
         yield f"  {file.size:>16,} bytes  {file.path}"
     yield f"{prepared.plan.bytes_read:,} bytes read, {prepared.plan.bytes_written:,} bytes written"
 
 
-def _lines(prepared: Prepared[Target], what: str, report: Report, seconds: float) -> Iterator[str]:
+def _lines(prepared: PlannedReshard[CheckpointTarget], what: str, report: Report, seconds: float) -> Iterator[str]:
     speed = report.bytes_written / 1e6 / max(seconds, 1e-9)
     if report.already_done:
         yield already_done(prepared.out)

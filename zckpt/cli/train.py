@@ -11,7 +11,7 @@ import typer
 
 from zckpt.base.errors import UnsupportedError
 from zckpt.cli import options
-from zckpt.cli.output import Sink
+from zckpt.cli.output import Console
 
 if TYPE_CHECKING:
     from zckpt.runtime.metrics import Step
@@ -59,14 +59,14 @@ def train(
         raise UnsupportedError(
             "training without its libraries", found=str(error), remedy="pip install 'zckpt[train]'"
         ) from error
-    job = run.Job(config, data, out, steps, model, save_every, resume, seed, save_pretrained)
+    job = run.TrainingJob(config, data, out, steps, model, save_every, resume, seed, save_pretrained)
     if not is_worker(os.environ) and nproc > 1:
         run.check(job)
         words = [*job.arguments(), *(["--json"] if as_json else []), *(["--quiet"] if quiet else [])]
         raise typer.Exit(launch(words, nproc))
     gc.enable()  # what is quick for one plan would fill memory in a run of weeks
     first = os.environ.get("RANK", "0") == "0"
-    sink = Sink(as_json=as_json, quiet=quiet or not first)
+    sink = Console(as_json=as_json, quiet=quiet or not first)
     with sink.steps(steps) as show:
         outcome = run.train(job, lambda step: show(step.step, _facts(step)))
     if first:

@@ -126,7 +126,7 @@ class RemoteInput(Input):
     """The same behind an address: read by byte ranges."""
 
     is_remote: ClassVar[bool] = True
-    reader: fsspec_io.Reader = field(kw_only=True)
+    reader: fsspec_io.BlockReader = field(kw_only=True)
 
     def _bytes(self, at: int, nbytes: int) -> bytes:
         return self.reader.read(at, nbytes)
@@ -143,7 +143,12 @@ def open_input(path: str | os.PathLike[str]) -> Iterator[Input]:
     if paths.is_remote(name):
         status = fsspec_io.status(name)
         yield RemoteInput(
-            name, -1, status.size, status.identity, file_size=status.size, reader=fsspec_io.Reader(name, status.size)
+            name,
+            -1,
+            status.size,
+            status.identity,
+            file_size=status.size,
+            reader=fsspec_io.BlockReader(name, status.size),
         )
         return
     try:

@@ -62,7 +62,7 @@ def read_stream(file: Input) -> Container:
     if protocol != PROTOCOL_VERSION:
         raise UnsupportedError("an unknown version of torch's format", file=file.path, expected=f"{PROTOCOL_VERSION}")
     stream.pickle()
-    storages = _Storages(file)
+    storages = _LegacyStorages(file)
     start = stream.position
     stream.pickle(storages.load)
     keys = stream.pickle()
@@ -134,7 +134,7 @@ class _Stream:
         )
 
 
-class _Storages:
+class _LegacyStorages:
     """Answers persistent ids with storages; `placed` are those whose place is known."""
 
     def __init__(self, file: Input) -> None:
@@ -190,7 +190,7 @@ def read_tar(file: Input) -> Container:
         if not isinstance(view, tuple) or len(view) != 4 or not isinstance(view[0], int | str):
             raise stream.corrupt("a view without its 4 fields")
         storage = _storage(objects, view[1], stream)
-        objects[view[0]] = _Storages(file).view(storage, (str(view[0]), *view[2:]))
+        objects[view[0]] = _LegacyStorages(file).view(storage, (str(view[0]), *view[2:]))
     stream = _Stream(file, *members["tensors"])
     for _ in range(_count(stream)):
         key, storage_key, _kind = _fields(stream, 3)

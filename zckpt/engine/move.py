@@ -36,7 +36,7 @@ except ImportError:  # pragma: no cover - depends on the build
 
 
 @dataclass(frozen=True, slots=True)
-class Overflow:
+class CastLoss:
     """Finite numbers of one tensor that became infinite in the cast (or were clamped), and the largest of them."""
 
     count: int
@@ -58,7 +58,7 @@ class Written:
     path: str
     nbytes: int
     crc32: int
-    overflows: Mapping[int, Overflow]
+    overflows: Mapping[int, CastLoss]
     slots: Mapping[int, bytes]
 
 
@@ -76,7 +76,7 @@ class MoveReport:
 
     bytes_read: int
     bytes_written: int
-    overflows: dict[int, Overflow]
+    overflows: dict[int, CastLoss]
     engine: str
     files: tuple[Written, ...] = ()
 
@@ -268,7 +268,7 @@ class Work:
         self.give_back = give_back
         self.bytes_per_s = bytes_per_s
         self.spend = pace(bytes_per_s)
-        self.overflows: dict[int, Overflow] = {}
+        self.overflows: dict[int, CastLoss] = {}
         self.ranges: dict[int, list[tuple[int, int, int]]] = {}
         for number, (store, start, nbytes) in enumerate(ranges(plan)):
             self.ranges.setdefault(id(store), []).append((number, start, nbytes))
@@ -295,8 +295,8 @@ class Work:
         else:
             lost = self._do_native(batch, files, progress)
         for tensor, count, largest in lost:
-            old = self.overflows.get(tensor, Overflow(0, 0.0))
-            self.overflows[tensor] = Overflow(old.count + count, max(old.largest, largest))
+            old = self.overflows.get(tensor, CastLoss(0, 0.0))
+            self.overflows[tensor] = CastLoss(old.count + count, max(old.largest, largest))
 
     def _do_native(
         self, batch: Batch, files: OpenFiles, progress: Callable[[int], None] | None
@@ -340,7 +340,7 @@ class Work:
         if id(store) in self.sinks:
             self.sinks[id(store)].finish(files.of(store)[0], output)
 
-    def lost(self, store: FileStore) -> dict[int, Overflow]:
+    def lost(self, store: FileStore) -> dict[int, CastLoss]:
         """What casts have lost so far of the tensors in a file."""
         here = self.overflows.keys() & self.tensors.get(id(store), set())
         return {number: self.overflows[number] for number in sorted(here)}

@@ -33,7 +33,7 @@ _AHEAD = 64
 """Tensors whose numbers are fetched at once where they lie on another machine."""
 
 
-class Reader:
+class ElementReader:
     """Reads a few elements from many files; keeps the last files open, and what was fetched ahead from elsewhere."""
 
     _MOST = 64
@@ -42,7 +42,7 @@ class Reader:
         self._fds: dict[str, int] = {}
         self._ahead: dict[fsspec_io.Range, bytes] = {}
 
-    def __enter__(self) -> Reader:
+    def __enter__(self) -> ElementReader:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -166,7 +166,7 @@ def _seen(entry: TensorEntry, replica: Replica) -> Iterator[tuple[int, int]]:
 
 
 def first_difference(
-    reader: Reader,
+    reader: ElementReader,
     master: tuple[Sequence[Fragment], DType],
     copy: tuple[Sequence[Fragment], DType],
     ranges: Iterable[tuple[int, int]] | None = None,
@@ -190,7 +190,7 @@ def first_difference(
 def disagreements(catalog: Catalog) -> Iterator[tuple[TensorEntry, Replica, tuple[int, float, float]]]:
     """Tensors whose replicas do not hold the same numbers, with the first such replica and difference seen."""
     entries = [entry for entry in catalog.tensors.values() if entry.replicas]
-    with Reader() as reader:
+    with ElementReader() as reader:
         for number, entry in enumerate(entries):
             if number % _AHEAD == 0:
                 reader.fetch_ahead(entries[number : number + _AHEAD])

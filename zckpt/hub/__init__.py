@@ -12,9 +12,9 @@ from dataclasses import replace
 
 from zckpt.core.dtypes import BY_TORCH_NAME, CAST_TARGETS, F32, DType
 from zckpt.hub.cargo import Cargo, Made, PlannedShard, Shard, SmallFile, cargo_of, shards_of
-from zckpt.hub.checks import MESSAGE, Target
+from zckpt.hub.checks import MESSAGE, PageTarget
 from zckpt.hub.transfer import PushReport, Ready, execute, prepare
-from zckpt.jobs.convert import Options, Prepared, check, to_dtype
+from zckpt.jobs.convert import Options, PlannedConversion, check, to_dtype
 from zckpt.jobs.convert import prepare as plan_conversion
 from zckpt.jobs.open import Opened, open_catalog
 from zckpt.layouts.save.companions import read_config
@@ -24,12 +24,12 @@ __all__ = [
     "MESSAGE",
     "Cargo",
     "Made",
+    "PageTarget",
     "PlannedShard",
     "PushReport",
     "Ready",
     "Shard",
     "SmallFile",
-    "Target",
     "cargo_of",
     "execute",
     "load",
@@ -94,7 +94,7 @@ def push_to_hub(
     Example:
         zckpt.push_to_hub("out/checkpoint-500", "me/my-model", dtype="bf16", license="apache-2.0")
     """
-    target = Target(
+    target = PageTarget(
         repo_id, revision, path_in_repo, private, create_pr, message, yes, token, endpoint, scratch, max_scratch, card,
         license, base_model,
     )  # fmt: skip
@@ -111,7 +111,7 @@ def load(
     *,
     tag: str | None = None,
     also: Sequence[str] = (),
-) -> Prepared:
+) -> PlannedConversion:
     """The conversion that a push would do, planned."""
     options = options or Options()
     opened = open_catalog(

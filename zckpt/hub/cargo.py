@@ -17,7 +17,7 @@ from zckpt.core.catalog import Catalog
 from zckpt.core.plan import Plan
 from zckpt.engine.move import run
 from zckpt.hub import privacy
-from zckpt.jobs.convert import Options, Prepared, output_dtype
+from zckpt.jobs.convert import Options, PlannedConversion, output_dtype
 from zckpt.output.delivery import fingerprint, named, overflows_of
 from zckpt.storage import paths
 
@@ -220,7 +220,7 @@ INDEX = "model.safetensors.index.json"
 _KEPT_IN_MEMORY = 1 << 20
 
 
-def cargo_of(prepared: Prepared) -> Cargo:
+def cargo_of(prepared: PlannedConversion) -> Cargo:
     """What a planned conversion sends up, and a README that lies beside the checkpoint.
 
     Raises:
@@ -254,7 +254,7 @@ def cargo_of(prepared: Prepared) -> Cargo:
     return Cargo(shards, tuple(small), prepared.catalog, _dtype(prepared), _config(small), tuple(notes))
 
 
-def _ready(prepared: Prepared) -> list[ReadyShard]:
+def _ready(prepared: PlannedConversion) -> list[ReadyShard]:
     """The files of a converted directory, if there is nothing to be done to them."""
     options, opened = prepared.options, prepared.opened
     listing, before = opened.place.listing, opened.catalog
@@ -283,7 +283,7 @@ def _header(path: str) -> bytes:
     return paths.read(path, 8 + int.from_bytes(start, "little"))
 
 
-def _dtype(prepared: Prepared) -> str:
+def _dtype(prepared: PlannedConversion) -> str:
     if prepared.options.dtype is not None:
         return prepared.options.dtype.torch_name
     kinds = {entry.dtype.torch_name for entry in prepared.catalog.tensors.values() if entry.dtype.kind == "float"}

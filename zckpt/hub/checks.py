@@ -28,7 +28,7 @@ _PULL_REQUEST = re.compile(r"refs/pr/\d+")
 
 
 @dataclass(frozen=True, slots=True)
-class Target:
+class PageTarget:
     """Where to, and how.
 
     Attributes:
@@ -68,7 +68,7 @@ class Target:
         return f"{self.path_in_repo.strip('/')}/{name}".lstrip("/")
 
 
-def check(hub: Hub, target: Target, *, ask: bool = True) -> tuple[Target, Page]:
+def check(hub: Hub, target: PageTarget, *, ask: bool = True) -> tuple[PageTarget, Page]:
     """The target under its full name, and what is there now.
 
     Args:
@@ -109,7 +109,7 @@ def check(hub: Hub, target: Target, *, ask: bool = True) -> tuple[Target, Page]:
     return target, page
 
 
-def in_the_way(page: Page, target: Target) -> OutputError | None:
+def in_the_way(page: Page, target: PageTarget) -> OutputError | None:
     """The refusal to push where there are files already, unless that is wanted; None where nothing is in the way."""
     there = sorted(path for path in page.files if path.startswith(target.place("")) and path not in _EMPTY)
     if not there or target.yes or target.create_pr:
@@ -121,7 +121,7 @@ def in_the_way(page: Page, target: Target) -> OutputError | None:
     )  # fmt: skip
 
 
-def input_replaced(cargo: Cargo, page: Page, removed: Iterable[str], target: Target) -> OutputError | None:
+def input_replaced(cargo: Cargo, page: Page, removed: Iterable[str], target: PageTarget) -> OutputError | None:
     """The refusal to push over the very files that the checkpoint is read from; None where it touches none of them."""
     sources = {store.path for store in cargo.catalog.stores()}
     new = [target.place(name) for name in (*(s.name for s in cargo.shards), *(f.name for f in cargo.small))]
@@ -135,7 +135,7 @@ def input_replaced(cargo: Cargo, page: Page, removed: Iterable[str], target: Tar
     )  # fmt: skip
 
 
-def _is_one_of(path: str, target: Target, sources: Iterable[str]) -> bool:
+def _is_one_of(path: str, target: PageTarget, sources: Iterable[str]) -> bool:
     for source in sources:
         found = _AT_THE_HUB.fullmatch(source)
         if found and (found["repo"], found["revision"] or "main", found["path"]) == (
@@ -147,7 +147,7 @@ def _is_one_of(path: str, target: Target, sources: Iterable[str]) -> bool:
     return False
 
 
-def _check_rights(hub: Hub, target: Target, page: Page, who: Mapping[str, Any]) -> None:
+def _check_rights(hub: Hub, target: PageTarget, page: Page, who: Mapping[str, Any]) -> None:
     owner = target.repo_id.partition("/")[0]
     refusal = _refusal(who, owner, target.repo_id)
     if target.create_pr and page.exists and _role(who) != "read":
@@ -186,7 +186,7 @@ def _refusal(who: Mapping[str, Any], owner: str, repo_id: str) -> str:
     return ""
 
 
-def mistakable(page: Page, names: Iterable[str], target: Target) -> tuple[str, ...]:
+def mistakable(page: Page, names: Iterable[str], target: PageTarget) -> tuple[str, ...]:
     """Files of other weights in the same directory: left there, `transformers` might load them instead of the new ones."""
     new, top = {target.place(name) for name in names}, target.place("")
     old = (path for path in page.files if path.startswith(top) and _WEIGHTS.fullmatch(path[len(top) :]))

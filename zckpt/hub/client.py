@@ -23,7 +23,7 @@ from zckpt.hub.patience import Passing, answer, patiently, status
 if TYPE_CHECKING:
     from huggingface_hub import CommitOperationAdd
 
-    from zckpt.hub.checks import Target
+    from zckpt.hub.checks import PageTarget
 
 T = TypeVar("T")
 
@@ -275,7 +275,7 @@ class Hub:
 
     def commit(
         self,
-        target: Target,
+        target: PageTarget,
         operations: Callable[[], Sequence[Any]],
         parent: str,
         made_already: Callable[[], Committed | None],

@@ -12,7 +12,7 @@ import threading
 from collections.abc import Mapping, Sequence
 
 from zckpt.hub.cargo import Made, Progress, Shard
-from zckpt.hub.checks import Target
+from zckpt.hub.checks import PageTarget
 from zckpt.hub.client import Hub, Page
 from zckpt.hub.operations import Sent
 from zckpt.hub.scratch import Scratch
@@ -50,7 +50,7 @@ class Pipeline:
         self,
         shards: Sequence[Shard],
         hub: Hub,
-        target: Target,
+        target: PageTarget,
         page: Page,
         scratch: Scratch,
         room: int,

@@ -15,7 +15,7 @@ from zckpt.base.errors import RemoteError, UsageError, some
 from zckpt.hub import attributes, checks, scratch
 from zckpt.hub.card import card
 from zckpt.hub.cargo import Cargo, Progress, SmallFile
-from zckpt.hub.checks import Target
+from zckpt.hub.checks import PageTarget
 from zckpt.hub.client import Committed, Hub, Moved, Page, quietly
 from zckpt.hub.operations import Sent, in_memory
 from zckpt.hub.pipeline import Pipeline
@@ -75,7 +75,7 @@ class Ready:
     """
 
     cargo: Cargo
-    target: Target
+    target: PageTarget
     hub: Hub
     page: Page
     removed: tuple[str, ...]
@@ -89,7 +89,7 @@ class Ready:
 
 
 def prepare(
-    cargo: Cargo, target: Target, tell: Callable[[str], None] = lambda text: None, *, dry_run: bool = False
+    cargo: Cargo, target: PageTarget, tell: Callable[[str], None] = lambda text: None, *, dry_run: bool = False
 ) -> Ready:
     """Checks everything that can be checked before any work; writes nothing, here or there.
 
@@ -135,16 +135,16 @@ def prepare(
     return ready
 
 
-def _place(hub: Hub, target: Target) -> tuple[object, ...]:
+def _place(hub: Hub, target: PageTarget) -> tuple[object, ...]:
     """What tells one page from another."""
     return (hub.endpoint, target.repo_id, target.revision, target.path_in_repo)
 
 
-def _known(hub: Hub, target: Target) -> Mapping[str, str]:
+def _known(hub: Hub, target: PageTarget) -> Mapping[str, str]:
     return scratch.known(target.scratch or scratch.default_directory(), *_place(hub, target))
 
 
-def _there(cargo: Cargo, target: Target, page: Page, known: Mapping[str, str]) -> dict[str, str]:
+def _there(cargo: Cargo, target: PageTarget, page: Page, known: Mapping[str, str]) -> dict[str, str]:
     """Path -> what the page holds under it, as in `Ready`."""
     found: dict[str, str] = {}
     for shard in cargo.shards:

@@ -19,9 +19,9 @@ from zckpt.core.dtypes import BF16, BY_TORCH_NAME, CAST_TARGETS, F16, F32, SHORT
 from zckpt.core.plan import Plan
 from zckpt.engine import replicas
 from zckpt.jobs.open import Opened, open_catalog, strip_wrappers
-from zckpt.layouts.plain.read import Format, Target, lay_out
+from zckpt.layouts.plain.read import Format, WeightsTarget, lay_out
 from zckpt.layouts.save.companions import companions, config_file
-from zckpt.layouts.save.listing import Wishes
+from zckpt.layouts.save.listing import ReadOptions
 from zckpt.naming.transform import Form, formed, matches
 from zckpt.output import delivery_to_address
 from zckpt.output.checks import check_output, keep_apart
@@ -76,7 +76,7 @@ class Options:
     merge: bool = False
     beside: bool = False
     allow_unknown_layout: bool = False
-    wishes: Wishes | None = None
+    wishes: ReadOptions | None = None
     form: Form = field(default_factory=Form)
 
     def __post_init__(self) -> None:
@@ -90,7 +90,7 @@ class Options:
 
 
 @dataclass(frozen=True, slots=True)
-class Prepared:
+class PlannedConversion:
     """A conversion that is planned but not begun.
 
     Attributes:
@@ -209,7 +209,7 @@ def prepare(
     tag: str | None = None,
     also: Sequence[str] = (),
     opened: Opened | None = None,
-) -> Prepared:
+) -> PlannedConversion:
     """Everything but the work: opens, selects, lays out, and refuses what cannot succeed. Writes nothing.
 
     Args:
@@ -237,7 +237,7 @@ def prepare(
         config = config_file(opened.place.home, usual, form.config)
         destination = replace(destination, files=(*destination.files, *([config] if config else [])))
     pairs = [(catalog.tensors[name], entry) for name, entry in destination.entries.items()]
-    return Prepared(
+    return PlannedConversion(
         opened=opened,
         catalog=catalog,
         plan=Plan(destination.files, pairs),
@@ -261,7 +261,7 @@ def _check_output(out: str, single: bool, options: Options, inputs: set[str]) ->
         check_output(out, single=single, overwrite=overwrite, protected=inputs, merge=options.merge)
 
 
-def execute(prepared: Prepared, progress: Callable[[int], None] | None = None) -> Report:
+def execute(prepared: PlannedConversion, progress: Callable[[int], None] | None = None) -> Report:
     """Checks, moves and publishes; goes on where an interrupted run of the same job ended."""
     began = time.perf_counter()
     options, notes = prepared.options, [*prepared.notes, *check(prepared)]
@@ -296,7 +296,7 @@ def execute(prepared: Prepared, progress: Callable[[int], None] | None = None) -
     )
 
 
-def check(prepared: Prepared) -> tuple[str, ...]:
+def check(prepared: PlannedConversion) -> tuple[str, ...]:
     """Makes sure that the checkpoint does not contradict itself; returns what a person should see.
 
     Raises:
@@ -333,7 +333,7 @@ def output_dtype(entry: TensorEntry, dtype: DType | None) -> DType:
     return dtype
 
 
-def _target(out: str, options: Options) -> tuple[Target, bool]:
+def _target(out: str, options: Options) -> tuple[WeightsTarget, bool]:
     suffix = os.path.splitext(out.rstrip("/"))[1]
     single = suffix in _SUFFIXES and not out.endswith("/")
     wanted = options.format
@@ -343,8 +343,10 @@ def _target(out: str, options: Options) -> tuple[Target, bool]:
                 "a format that does not fit OUT's name", found=f"--format {wanted} and {out!r}",
                 remedy="Leave --format out, or change the name.",
             )  # fmt: skip
-        return Target(_SUFFIXES[suffix], file=os.path.basename(out if files.is_remote(out) else resolved(out))), True
-    return Target(wanted or "safetensors", max_shard_size=options.max_shard_size), False
+        return WeightsTarget(
+            _SUFFIXES[suffix], file=os.path.basename(out if files.is_remote(out) else resolved(out))
+        ), True
+    return WeightsTarget(wanted or "safetensors", max_shard_size=options.max_shard_size), False
 
 
 def protected(opened: Opened, checkpoint: str, *, beside: bool = False) -> set[str]:

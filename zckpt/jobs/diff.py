@@ -18,7 +18,7 @@ from zckpt.engine.scan import scan
 from zckpt.engine.scan_requests import Look, looks_against
 from zckpt.engine.tensor_statistics import Relation, Tally
 from zckpt.jobs.open import open_catalog, strip_wrappers
-from zckpt.layouts.save.listing import Wishes
+from zckpt.layouts.save.listing import ReadOptions
 
 _MOST_LISTED = 20
 
@@ -143,7 +143,7 @@ def diff(
     *,
     atol: float | None = None,
     rtol: float | None = None,
-    wishes: Wishes | None = None,
+    wishes: ReadOptions | None = None,
     pace: Pace = DEFAULT_PACE,
     progress: Callable[[int], None] | None = None,
 ) -> Diff:
@@ -195,7 +195,7 @@ def diff(
     return Diff(only_a, only_b, tuple(tensors), (*(f"A: {n}" for n in told_a), *(f"B: {n}" for n in told_b)))
 
 
-def _opened(path: str | os.PathLike[str], wishes: Wishes | None) -> tuple[Catalog, tuple[str, ...]]:
+def _opened(path: str | os.PathLike[str], wishes: ReadOptions | None) -> tuple[Catalog, tuple[str, ...]]:
     opened = open_catalog(os.fspath(path), wishes=wishes)
     catalog, stripped = strip_wrappers(opened.catalog)
     return catalog, opened.catalog.source.notes + stripped

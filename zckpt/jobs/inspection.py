@@ -30,7 +30,7 @@ from zckpt.jobs.rank_files import (
 from zckpt.layouts.dcp import read as dcp
 from zckpt.layouts.plain import read as huggingface
 from zckpt.layouts.run import agreement
-from zckpt.layouts.save.listing import EXPERT_NAME, EXPERT_OPTIMIZER_NAME, LAYER_NAME, UNIVERSAL_POINTER, Wishes
+from zckpt.layouts.save.listing import EXPERT_NAME, EXPERT_OPTIMIZER_NAME, LAYER_NAME, UNIVERSAL_POINTER, ReadOptions
 from zckpt.layouts.save.places import Place, find
 from zckpt.storage import paths
 
@@ -115,7 +115,7 @@ def output_bytes(catalog: Catalog) -> dict[str, int]:
 
 
 def inspect_checkpoint(
-    path: str, tag: str | None = None, also: Sequence[str] = (), wishes: Wishes | None = None
+    path: str, tag: str | None = None, also: Sequence[str] = (), wishes: ReadOptions | None = None
 ) -> Inspection:
     """Looks at a checkpoint or a weights file; reads indexes only.
 

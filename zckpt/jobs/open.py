@@ -20,7 +20,7 @@ from zckpt.core.fragments import Fragment, MemoryStore
 from zckpt.core.overlaps import clip
 from zckpt.core.plan import Plan
 from zckpt.engine.move import run
-from zckpt.layouts.save.listing import Wishes
+from zckpt.layouts.save.listing import ReadOptions
 from zckpt.layouts.save.module_states import WRAPPERS
 from zckpt.layouts.save.places import Place, find
 
@@ -49,7 +49,7 @@ def open_catalog(
     also: Sequence[str] = (),
     *,
     allow_unknown_layout: bool = False,
-    wishes: Wishes | None = None,
+    wishes: ReadOptions | None = None,
 ) -> Opened:
     """Finds the save, chooses the layout and reads the catalog.
 
@@ -180,9 +180,9 @@ class Checkpoint(Mapping[str, "Tensor"]):
         """The same as `checkpoint[name]`, under the name safetensors gives it."""
         return self[name]
 
-    def get_slice(self, name: str) -> Slice:
+    def get_slice(self, name: str) -> TensorSlice:
         """A tensor of which only the rows asked for are read, as in safetensors' `safe_open`."""
-        return Slice(self._entry(name), self._framework)
+        return TensorSlice(self._entry(name), self._framework)
 
     def metadata(self) -> dict[str, str]:
         """Where the checkpoint comes from."""
@@ -190,7 +190,7 @@ class Checkpoint(Mapping[str, "Tensor"]):
         return {"layout": source.layout, "tag": source.tag, "framework": " ".join(source.framework).strip()}
 
 
-class Slice:
+class TensorSlice:
     """Part of a tensor, read when it is indexed. Indexes of the first dimension limit what is read from disk."""
 
     def __init__(self, entry: TensorEntry, framework: Literal["pt", "np"]) -> None:

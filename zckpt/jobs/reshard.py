@@ -23,7 +23,7 @@ from zckpt.jobs.convert import Report, protected, to_dtype
 from zckpt.jobs.open import Opened, open_catalog
 from zckpt.layouts.run.training import Training
 from zckpt.layouts.save.companions import companions, config_file
-from zckpt.layouts.save.listing import Wishes
+from zckpt.layouts.save.listing import ReadOptions
 from zckpt.layouts.zero.torch_files import Laid
 from zckpt.layouts.zero.write import DEFAULT_SUB_GROUP_SIZE, ZeroTarget, lay_out
 from zckpt.output.checks import check_output
@@ -31,7 +31,7 @@ from zckpt.output.delivery import Order, deliver
 from zckpt.storage.paths import local
 
 
-class Target(Protocol):
+class CheckpointTarget(Protocol):
     """What every form of checkpoint says of itself."""
 
     @property
@@ -46,12 +46,12 @@ class Target(Protocol):
         """What a manifest says of it."""
 
 
-T = TypeVar("T", bound=Target)
-T_co = TypeVar("T_co", bound=Target, covariant=True)
+T = TypeVar("T", bound=CheckpointTarget)
+T_co = TypeVar("T_co", bound=CheckpointTarget, covariant=True)
 
 
 @dataclass(frozen=True, slots=True)
-class Prepared(Generic[T_co]):
+class PlannedReshard(Generic[T_co]):
     """A checkpoint in another form that is planned but not begun.
 
     Attributes:
@@ -88,7 +88,7 @@ class How(TypedDict, total=False):
     also: Sequence[str]
     overwrite: bool
     allow_unknown_layout: bool
-    wishes: Wishes | None
+    wishes: ReadOptions | None
 
 
 def opened_run(checkpoint: str, out: str, **how: Unpack[How]) -> tuple[Opened, Training]:
@@ -114,7 +114,7 @@ def prepare(
     stage: int | None = None,
     precision: str | DType = "keep",
     **how: Unpack[How],
-) -> Prepared[ZeroTarget]:
+) -> PlannedReshard[ZeroTarget]:
     """Everything but the work. Writes nothing.
 
     Args:
@@ -139,13 +139,13 @@ def prepare(
     return planned(opened, target, laid, out, "latest", overwrite=how.get("overwrite", False))
 
 
-def planned(opened: Opened, target: T, laid: Laid, out: str, pointer: str, *, overwrite: bool) -> Prepared[T]:
+def planned(opened: Opened, target: T, laid: Laid, out: str, pointer: str, *, overwrite: bool) -> PlannedReshard[T]:
     """The files of a save, with the file that names its tag and the model's config made true."""
     home = opened.place.home
     config = config_file(home, target.precision)
     files = (*laid.files, literal_file(pointer, target.tag.encode()), *([config] if config else []))
     plan = Plan(files, laid.pairs)
-    return Prepared(opened, target, plan, out, tuple(companions(home)), overwrite, opened.catalog.source.notes)
+    return PlannedReshard(opened, target, plan, out, tuple(companions(home)), overwrite, opened.catalog.source.notes)
 
 
 def target_of(catalog: Catalog, training: Training, world_size: int, stage: int | None, precision: DType) -> ZeroTarget:
@@ -183,7 +183,9 @@ def _with_config(model: Mapping[str, object], target: ZeroTarget, before: DType)
     return {**model, "ds_config": config}
 
 
-def execute(prepared: Prepared[T], progress: Callable[[int], None] | None = None, pace: Pace = DEFAULT_PACE) -> Report:
+def execute(
+    prepared: PlannedReshard[T], progress: Callable[[int], None] | None = None, pace: Pace = DEFAULT_PACE
+) -> Report:
     """Checks, moves and publishes; goes on where an interrupted run of the same job ended.
 
     Raises:

@@ -20,7 +20,7 @@ from zckpt.core.dtypes import F32, DType
 from zckpt.core.plan import Plan
 from zckpt.jobs.convert import (
     Options,
-    Prepared,
+    PlannedConversion,
     Report,
     execute,
     output_dtype,
@@ -32,8 +32,8 @@ from zckpt.jobs.convert import (
 from zckpt.jobs.open import Opened, open_catalog, strip_wrappers
 from zckpt.layouts.dcp.metadata import Path
 from zckpt.layouts.dcp.state import dotted
-from zckpt.layouts.dcp.write import Save
-from zckpt.layouts.run.training import Group, Training
+from zckpt.layouts.dcp.write import DcpWriter
+from zckpt.layouts.run.training import ParameterGroup, Training
 from zckpt.layouts.run.values import number_in
 from zckpt.layouts.save.companions import companions, config_file
 from zckpt.layouts.save.module_states import whole
@@ -94,7 +94,7 @@ def prepare(
     tag: str | None = None,
     also: Sequence[str] = (),
     max_file_bytes: int = 5 * 10**9,
-) -> Prepared:
+) -> PlannedConversion:
     """Everything but the work; arguments as for `to_dcp`. Writes nothing."""
     out = local(out)
     opened = open_catalog(
@@ -104,7 +104,7 @@ def prepare(
     check_output(out, single=False, overwrite=options.overwrite, protected=inputs)
     stripped, notes = strip_wrappers(opened.catalog)
     catalog = select(stripped, options)
-    save = Save(max_file_bytes)
+    save = DcpWriter(max_file_bytes)
     key = _path(under)
     for name, entry in catalog.tensors.items():
         save.tensor((*key, name), entry, output_dtype(entry, options.dtype))
@@ -115,7 +115,7 @@ def prepare(
     files, pairs = save.finish()
     if (config := config_file(opened.place.home, options.dtype or usual_dtype(catalog.tensors.values()))) is not None:
         files.append(config)
-    prepared = Prepared(
+    prepared = PlannedConversion(
         opened=opened,
         catalog=catalog,
         plan=Plan(tuple(files), pairs),
@@ -136,7 +136,7 @@ def _path(key: str) -> Path:
 
 
 def _add_optimizer(
-    save: Save, key: Path, model_key: Path, opened: Opened, stripped: Catalog, catalog: Catalog, options: Options
+    save: DcpWriter, key: Path, model_key: Path, opened: Opened, stripped: Catalog, catalog: Catalog, options: Options
 ) -> None:
     """The optimizer in the form of `get_optimizer_state_dict`: parameter -> state, and a list of groups.
 
@@ -167,7 +167,9 @@ def _add_optimizer(
         save.value((*key, "param_groups", number, "params"), [names[name] for name in group.names])
 
 
-def _add_states(save: Save, key: Path, group: Group, training: Training, names: Mapping[str, str]) -> None:
+def _add_states(
+    save: DcpWriter, key: Path, group: ParameterGroup, training: Training, names: Mapping[str, str]
+) -> None:
     """Each parameter's states; what is one value for the whole group stands once in the files."""
     known: dict[str, Path] = {}
     for name in group.names:
@@ -193,7 +195,7 @@ def _number(value: object) -> float:
     return float(found)
 
 
-def _add_value(save: Save, path: Path, value: object) -> None:
+def _add_value(save: DcpWriter, path: Path, value: object) -> None:
     """A setting: a tensor as such, anything else pickled."""
     if isinstance(value, TensorRef):
         save.tensor(path, whole(str(path[-1]), value, "buffer"), value.dtype)

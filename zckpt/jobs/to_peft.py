@@ -18,9 +18,9 @@ from zckpt.base.errors import CorruptError, UnsupportedError, UsageError, some
 from zckpt.core.catalog import Catalog, TensorEntry
 from zckpt.core.dtypes import DType
 from zckpt.core.plan import Plan, literal_file
-from zckpt.jobs.convert import Options, Prepared, Report, execute, output_dtype, protected, to_dtype
+from zckpt.jobs.convert import Options, PlannedConversion, Report, execute, output_dtype, protected, to_dtype
 from zckpt.jobs.open import Opened, open_catalog, strip_wrappers
-from zckpt.layouts.plain.read import Destination, Target, lay_out
+from zckpt.layouts.plain.read import Destination, WeightsTarget, lay_out
 from zckpt.layouts.save.companions import companions
 from zckpt.naming.adapter_names import Found, adapters_in, only_adapter
 from zckpt.output.checks import check_output
@@ -49,7 +49,7 @@ class PreparedAdapter:
     """
 
     adapter: str
-    conversion: Prepared
+    conversion: PlannedConversion
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,13 +129,13 @@ def prepare(
     own, others = only_adapter(catalog, adapter, bias)
     selected = own.tensors
     wanted = [(entry, output_dtype(entry, options.dtype)) for entry in selected.values()]
-    destination = lay_out(wanted, {}, Target("safetensors", file=WEIGHTS))
+    destination = lay_out(wanted, {}, WeightsTarget("safetensors", file=WEIGHTS))
     if config_path:
         destination = _with_config(destination, config_path)
     notes = [*opened.catalog.source.notes, *stripped, *_loose(catalog, found, others)]
     if not config_path:
         notes.append(_without_config(adapter, selected))
-    conversion = Prepared(
+    conversion = PlannedConversion(
         opened=opened,
         catalog=own,
         plan=Plan(destination.files, [(selected[name], entry) for name, entry in destination.entries.items()]),
@@ -243,7 +243,7 @@ def _without_config(adapter: str, selected: Mapping[str, TensorEntry]) -> str:
     return f"There is no {CONFIG} of {adapter!r} beside the checkpoint: PEFT needs one in OUT to load it.{facts}"
 
 
-def _zeros(prepared: Prepared) -> Iterator[str]:
+def _zeros(prepared: PlannedConversion) -> Iterator[str]:
     """LoRA matrices that are still zeros. A look at what was written ends at the first number that is not."""
     with open(os.path.join(prepared.out, WEIGHTS), "rb") as file:
         for _, entry in prepared.plan.pairs:

@@ -11,13 +11,13 @@ from typing import Unpack
 
 from zckpt.base.errors import UsageError
 from zckpt.jobs.convert import Report
-from zckpt.jobs.reshard import How, Prepared, execute, opened_run, planned
+from zckpt.jobs.reshard import How, PlannedReshard, execute, opened_run, planned
 from zckpt.layouts.save.listing import UNIVERSAL_POINTER
 from zckpt.layouts.universal.write import UniversalTarget, lay_out
 from zckpt.storage.paths import local
 
 
-def prepare(checkpoint: str, out: str, **how: Unpack[How]) -> Prepared[UniversalTarget]:
+def prepare(checkpoint: str, out: str, **how: Unpack[How]) -> PlannedReshard[UniversalTarget]:
     """Everything but the work. Writes nothing.
 
     Args:

@@ -20,9 +20,9 @@ from zckpt.core.fragments import Fragment, MemoryStore
 from zckpt.core.plan import Plan
 from zckpt.engine.checksums import Partial, crc32
 from zckpt.engine.move import run
-from zckpt.live.parts import Held
+from zckpt.live.parts import LocalModel
 from zckpt.live.ranks import Ranks, attempt
-from zckpt.live.shares import CHUNK_BYTES, Chunk, Job, chunks
+from zckpt.live.shares import CHUNK_BYTES, Contribution, ContributionPart, chunks
 from zckpt.storage.descriptors import forget
 from zckpt.storage.fsync_queue import make_durable
 
@@ -45,10 +45,10 @@ class Brought:
     sums: dict[int, list[Partial] | None] = field(default_factory=dict[int, "list[Partial] | None"])
 
 
-class Sink(Protocol):
+class ContributionSink(Protocol):
     """Where chunks end up."""
 
-    def put(self, chunk: Chunk, data: torch.Tensor) -> None:
+    def put(self, chunk: ContributionPart, data: torch.Tensor) -> None:
         """Takes a chunk's bytes."""
 
 
@@ -58,7 +58,7 @@ class Memory:
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
         self._bytes = [tensor.reshape(-1).view(torch.uint8) for tensor in tensors]
 
-    def put(self, chunk: Chunk, data: torch.Tensor) -> None:
+    def put(self, chunk: ContributionPart, data: torch.Tensor) -> None:
         """Copies them into place."""
         at = 0
         for offset, nbytes in chunk.runs:
@@ -87,7 +87,7 @@ class Files:
         for descriptor in self._open.values():
             os.close(descriptor)
 
-    def put(self, chunk: Chunk, data: torch.Tensor) -> None:
+    def put(self, chunk: ContributionPart, data: torch.Tensor) -> None:
         """Writes them at their places."""
         place = chunk.job.target.place
         with self._failing(place):
@@ -102,7 +102,7 @@ class Files:
             if len(chunk.runs) == 1 and chunk.nbytes >= _LARGE:  # its way to the disk begins while the next is cast
                 forget(self._open[place], *chunk.runs[0])
 
-    def _sum(self, chunk: Chunk, view: memoryview) -> None:
+    def _sum(self, chunk: ContributionPart, view: memoryview) -> None:
         parts = self.sums.setdefault(chunk.job.target.place, [])
         if len(chunk.runs) > 1:
             self.sums[chunk.job.target.place] = None
@@ -129,10 +129,10 @@ class Files:
 
 def bring(
     world: Ranks,
-    held: Held,
-    mine: Sequence[Job],
-    sink: Sink | None,
-    senders: Sequence[tuple[int, Sequence[Job]]],
+    held: LocalModel,
+    mine: Sequence[Contribution],
+    sink: ContributionSink | None,
+    senders: Sequence[tuple[int, Sequence[Contribution]]],
     *,
     clamp: bool = False,
 ) -> Brought | Exception:
@@ -157,12 +157,14 @@ def bring(
     return failed or Brought(lost, sink.sums if isinstance(sink, Files) else {})
 
 
-def _put_all(sink: Sink, source: Iterator[tuple[Chunk, torch.Tensor]]) -> None:
+def _put_all(sink: ContributionSink, source: Iterator[tuple[ContributionPart, torch.Tensor]]) -> None:
     for chunk, data in source:
         sink.put(chunk, data)
 
 
-def _send(world: Ranks, mine: Sequence[Job], source: Iterator[tuple[Chunk, torch.Tensor]]) -> Exception | None:
+def _send(
+    world: Ranks, mine: Sequence[Contribution], source: Iterator[tuple[ContributionPart, torch.Tensor]]
+) -> Exception | None:
     """Every chunk that rank 0 waits for; zeros after an error."""
     failed: Exception | None = None
     for job in mine:
@@ -174,13 +176,15 @@ def _send(world: Ranks, mine: Sequence[Job], source: Iterator[tuple[Chunk, torch
     return failed
 
 
-def _carried(held: Held, share: Sequence[Job], clamp: bool, lost: Lost) -> Iterator[tuple[Chunk, torch.Tensor]]:
+def _carried(
+    held: LocalModel, share: Sequence[Contribution], clamp: bool, lost: Lost
+) -> Iterator[tuple[ContributionPart, torch.Tensor]]:
     """The bytes of every chunk, cast, in order; valid until the next is asked for."""
     buffer = torch.empty(CHUNK_BYTES, dtype=torch.uint8)
-    waiting: list[tuple[Chunk, torch.Tensor, int]] = []
+    waiting: list[tuple[ContributionPart, torch.Tensor, int]] = []
     used = 0
 
-    def cast() -> Iterator[tuple[Chunk, torch.Tensor]]:
+    def cast() -> Iterator[tuple[ContributionPart, torch.Tensor]]:
         nonlocal used
         pairs = [_pair(chunk, part, buffer, at) for chunk, part, at in waiting]
         moved = run(Plan((), pairs), "", overflow="clamp" if clamp else "inf") if pairs else None
@@ -235,7 +239,9 @@ def _fill(out: torch.Tensor, tensor: torch.Tensor, first: int) -> None:
         out, first = out[taken:], first + taken
 
 
-def _pair(chunk: Chunk, part: torch.Tensor, buffer: torch.Tensor, at: int) -> tuple[TensorEntry, TensorEntry]:
+def _pair(
+    chunk: ContributionPart, part: torch.Tensor, buffer: torch.Tensor, at: int
+) -> tuple[TensorEntry, TensorEntry]:
     job = chunk.job
     of = MemoryStore(part.data_ptr(), part.numel() * part.element_size(), part)
     to = MemoryStore(buffer.data_ptr(), buffer.numel(), buffer)

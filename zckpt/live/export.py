@@ -38,9 +38,9 @@ from zckpt.jobs.convert import output_dtype, to_dtype
 from zckpt.layouts.plain import read as huggingface
 from zckpt.layouts.save.companions import true_dtype
 from zckpt.live.carry import Brought, Files, Lost, Memory, bring
-from zckpt.live.parts import Held, held_by, unwrap
+from zckpt.live.parts import LocalModel, held_by, unwrap
 from zckpt.live.ranks import Ranks, attempt, first_error
-from zckpt.live.shares import Job, Target, Tensor, jobs, settle
+from zckpt.live.shares import Contribution, ElementPlace, Tensor, jobs, settle
 from zckpt.output.checks import check_output, check_space
 from zckpt.output.contents import replacement
 from zckpt.output.delivery import Overflow, overflow_error
@@ -76,17 +76,17 @@ def consolidate(
     said = world.gather(given if isinstance(given, Exception) else given.offers)
     state: dict[str, torch.Tensor] = {}
 
-    def plan() -> list[list[Job]]:
+    def plan() -> list[list[Contribution]]:
         tensors = _chosen(settle(first_error(said)), exclude_frozen)
         for name, tensor in tensors.items():
             torch_name = _dtype_of(tensor.entry, wanted).torch_name
             state[name] = torch.empty(tensor.entry.shape, dtype=getattr(torch, torch_name))
-        places = {n: Target(i, 0, _dtype_of(t.entry, wanted)) for i, (n, t) in enumerate(tensors.items())}
+        places = {n: ElementPlace(i, 0, _dtype_of(t.entry, wanted)) for i, (n, t) in enumerate(tensors.items())}
         return jobs(tensors, places, world.size)
 
     shares = attempt(plan) if world.rank == 0 else []
     mine = world.scatter(shares)
-    assert isinstance(given, Held)
+    assert isinstance(given, LocalModel)
     sink = Memory(list(state.values())) if world.rank == 0 else None
     senders = [] if isinstance(shares, Exception) else list(enumerate(shares))[1:]
     brought = bring(world, given, mine, sink, senders)
@@ -132,7 +132,7 @@ def save_pretrained(
     world = Ranks("save_pretrained")
     wanted = None if dtype is None else to_dtype(_name(dtype))
     container: huggingface.Format = "bin" if file.endswith((".bin", ".pt")) else "safetensors"
-    target = huggingface.Target(container, file=file, max_shard_size=max_shard_size)
+    target = huggingface.WeightsTarget(container, file=file, max_shard_size=max_shard_size)
     with contextlib.ExitStack() as stack:
         given = attempt(lambda: held_by(engine_or_model))
         said = world.gather(given if isinstance(given, Exception) else given.offers)
@@ -140,7 +140,7 @@ def save_pretrained(
 
         def plan() -> list[_Share]:
             nonlocal work
-            aliases = given.aliases if isinstance(given, Held) else {}
+            aliases = given.aliases if isinstance(given, LocalModel) else {}
             tensors = _chosen(settle(first_error(said)), exclude_frozen)
             small = small_files(engine_or_model, wanted or _usual(tensors))
             work = _planned(tensors, aliases, os.fspath(out_dir), wanted, target, small, world.size)
@@ -151,7 +151,7 @@ def save_pretrained(
             return [_Share(paths, share) for share in work.shares]
 
         share = world.scatter(attempt(plan) if world.rank == 0 else [])
-        assert isinstance(given, Held)
+        assert isinstance(given, LocalModel)
         sees = world.rank == 0 or all(os.path.exists(path) for path in share.paths)
         far = [rank for rank, seen in enumerate(first_error(world.gather(sees))) if not seen]
         if far:
@@ -195,7 +195,7 @@ class _Share:
     """What a rank is told: all files, and the jobs that are its own."""
 
     paths: list[str]
-    jobs: list[Job]
+    jobs: list[Contribution]
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,7 +204,7 @@ class _Work:
 
     files: tuple[tuple[OutputFile, FileStore], ...]
     staging: Staging
-    shares: list[list[Job]]
+    shares: list[list[Contribution]]
     dtype: DType | None
     tensors: int
     numel: int
@@ -215,7 +215,7 @@ def _planned(
     aliases: Mapping[str, str],
     out: str,
     wanted: DType | None,
-    target: huggingface.Target,
+    target: huggingface.WeightsTarget,
     small: Mapping[str, str],
     size: int,
 ) -> _Work:
@@ -228,7 +228,7 @@ def _planned(
     check_space(out, sum(output.size for output, _ in files))
     number = {id(store): index for index, (_, store) in enumerate(files)}
     places = {
-        name: Target(number[id(fragment.store)], fragment.byte_offset, entry.dtype)
+        name: ElementPlace(number[id(fragment.store)], fragment.byte_offset, entry.dtype)
         for name, entry in laid.entries.items()
         for fragment in entry.fragments
     }

@@ -47,7 +47,7 @@ class Offer:
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
+class LocalModel:
     """A model as this process holds it.
 
     Attributes:
@@ -74,7 +74,7 @@ def unwrap(model: nn.Module) -> nn.Module:
         model = inner
 
 
-def held_by(model: nn.Module) -> Held:
+def held_by(model: nn.Module) -> LocalModel:
     """What this process has of a model, between two steps. Copies nothing, and calls no other rank.
 
     Raises:
@@ -102,7 +102,7 @@ def held_by(model: nn.Module) -> Held:
             role = "parameter" if tensor.requires_grad else "frozen"
         shape, dtype, fragments, equal, read[kept] = _elements(kept, tensor, places)
         offers.append(Offer(TensorPart(kept, shape, _dtype(kept, dtype), fragments), role, equal))
-    return Held(tuple(offers), read, aliases)
+    return LocalModel(tuple(offers), read, aliases)
 
 
 Found = tuple[tuple[int, ...], torch.dtype, tuple[Fragment, ...], bool, Callable[[], torch.Tensor]]

@@ -36,7 +36,7 @@ class Tensor:
 
 
 @dataclass(frozen=True, slots=True)
-class Target:
+class ElementPlace:
     """Where a tensor goes: the number of a file or of a tensor in memory, its first byte there, and its dtype."""
 
     place: int
@@ -45,20 +45,20 @@ class Target:
 
 
 @dataclass(frozen=True, slots=True)
-class Job:
+class Contribution:
     """Elements that a rank brings: a fragment of its memory of tensor `name`, in dtype `source`."""
 
     name: str
     source: DType
     fragment: Fragment
-    target: Target
+    target: ElementPlace
 
 
 @dataclass(frozen=True, slots=True)
-class Chunk:
+class ContributionPart:
     """Part of a job: `count` elements from `first` on of the rank's memory, and the (byte offset, bytes) they fill."""
 
-    job: Job
+    job: Contribution
     first: int
     count: int
     runs: tuple[tuple[int, int], ...]
@@ -131,16 +131,16 @@ def _entry(name: str, shape: tuple[int, ...], dtype: DType, role: Role, fragment
         ) from error
 
 
-def jobs(tensors: Mapping[str, Tensor], targets: Mapping[str, Target], size: int) -> list[list[Job]]:
+def jobs(tensors: Mapping[str, Tensor], targets: Mapping[str, ElementPlace], size: int) -> list[list[Contribution]]:
     """What each of `size` ranks brings, in the order of the targets."""
-    shares: list[list[Job]] = [[] for _ in range(size)]
+    shares: list[list[Contribution]] = [[] for _ in range(size)]
     for name, target in targets.items():
         for rank, fragment in tensors[name].owners:
-            shares[rank].append(Job(name, tensors[name].entry.dtype, fragment, target))
+            shares[rank].append(Contribution(name, tensors[name].entry.dtype, fragment, target))
     return shares
 
 
-def chunks(job: Job) -> Iterator[Chunk]:
+def chunks(job: Contribution) -> Iterator[ContributionPart]:
     """A job in parts, in the order of the rank's memory; see [Note: chunks]."""
     fragment, source = job.fragment, job.source.itemsize
     most = max(1, CHUNK_BYTES // max(source, job.target.dtype.itemsize))
@@ -154,4 +154,4 @@ def chunks(job: Job) -> Iterator[Chunk]:
             first = fragment.byte_offset // source + row * fragment.store_pitch + column
             size, at = job.target.dtype.itemsize, fragment.start + column
             runs = tuple((job.target.byte_offset + (at + r * fragment.pitch) * size, count * size) for r in rows)
-            yield Chunk(job, first, count * len(rows), runs)
+            yield ContributionPart(job, first, count * len(rows), runs)

@@ -71,7 +71,7 @@ class Heads:
 
 
 @dataclass(frozen=True, slots=True)
-class Origin:
+class RunFacts:
     """What a checkpoint says of itself that its tensors do not show.
 
     Attributes:
@@ -153,7 +153,7 @@ def heads_of(catalog: Catalog, query: int, size: int | None) -> Heads:
 
 
 def as_architecture(
-    catalog: Catalog, wanted: Architecture, heads: Heads, origin: Origin, vocabulary: int | None
+    catalog: Catalog, wanted: Architecture, heads: Heads, origin: RunFacts, vocabulary: int | None
 ) -> Catalog:
     """The tensors under the architecture's names, in its order of rows.
 
@@ -282,7 +282,7 @@ def _interleave(inside: Sequence[int], groups: int, width: int) -> Pass:
     ]
 
 
-def _groups(places: Mapping[str, Located], heads: Heads, origin: Origin, path: str) -> _Groups:
+def _groups(places: Mapping[str, Located], heads: Heads, origin: RunFacts, path: str) -> _Groups:
     """See [Note: the order of queries, keys and values].
 
     Raises:

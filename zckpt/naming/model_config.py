@@ -28,7 +28,7 @@ from zckpt.base.errors import (
 )
 from zckpt.containers import Placeholder, enum_value
 from zckpt.core.catalog import Catalog
-from zckpt.naming.architectures import Architecture, Heads, Origin
+from zckpt.naming.architectures import Architecture, Heads, RunFacts
 from zckpt.storage import paths
 
 _PLAIN = (str, int, float, bool, type(None))
@@ -65,10 +65,10 @@ def run_arguments(catalog: Catalog, directory: str) -> dict[str, object]:
     return {name: value for name, value in plain.items() if isinstance(value, _PLAIN)}
 
 
-def origin_of(catalog: Catalog, rules: str) -> Origin:
+def origin_of(catalog: Catalog, rules: str) -> RunFacts:
     """What the checkpoint says of itself, and by which rules it was joined."""
     version = catalog.extras.get("checkpoint_version")
-    return Origin(float(version) if isinstance(version, int | float) else None, catalog.topology.tp, rules)
+    return RunFacts(float(version) if isinstance(version, int | float) else None, catalog.topology.tp, rules)
 
 
 def query_heads(given: Mapping[str, object], arguments: Mapping[str, object], path: str) -> tuple[int, int | None]:

@@ -24,7 +24,7 @@ from zckpt.core.fragments import FileStore, Store
 from zckpt.core.plan import Plan
 from zckpt.engine.batches import progress_after
 from zckpt.engine.checksums import join
-from zckpt.engine.move import Overflow as Overflowed
+from zckpt.engine.move import CastLoss as Overflowed
 from zckpt.engine.move import Written, run
 from zckpt.engine.scan import scan
 from zckpt.engine.scan_requests import Sum, looks_at_bytes

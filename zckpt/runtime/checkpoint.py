@@ -56,12 +56,12 @@ class Checkpoints:
         Raises:
             ZckptError: one of its kinds says what is wrong; what was saved before is as it was.
         """
-        from zckpt.runtime.saving import Wishes, save
+        from zckpt.runtime.saving import SaveOptions, save
 
         self.wait_for_checkpoint()
         engine = cast("Engine", self)
         name = f"global_step{engine.global_steps}" if tag is None else str(tag)
-        wishes = Wishes(os.fspath(save_dir), name, save_latest, exclude_frozen_parameters)
+        wishes = SaveOptions(os.fspath(save_dir), name, save_latest, exclude_frozen_parameters)
         self._saving = save(engine, self._meetings("save"), wishes, client_state or {})
         return True
 
@@ -102,7 +102,7 @@ class Checkpoints:
             ZckptError: one of its kinds says what is wrong, here or on another rank, and whether anything was changed.
         """
         from zckpt.runtime.loading import load
-        from zckpt.runtime.saved_run import Wishes
+        from zckpt.runtime.saved_run import LoadOptions
 
         self.wait_for_checkpoint()
         path = os.fspath(load_dir)
@@ -110,7 +110,7 @@ class Checkpoints:
         if chosen is None:
             _log.warning("No checkpoint in %r: the run begins anew.", path)
             return None, None
-        wishes = Wishes(
+        wishes = LoadOptions(
             optimizer=load_optimizer_states and not load_module_only,
             schedule=load_lr_scheduler_states and not load_module_only,
             counters=not load_module_only,

@@ -28,7 +28,7 @@ _OWN_AUTO = frozenset(("data_types.keep_in_fp32_modules",))
 
 
 @dataclass(frozen=True, slots=True)
-class Batch:
+class BatchSizes:
     """Samples per optimizer step: `total` = `micro` x `accumulation` x world size."""
 
     total: int
@@ -114,7 +114,7 @@ def read_config(
     return Settings(values, raw, (*notes, *without_use(raw, Config, "")), file)
 
 
-def batch_of(settings: Settings, world_size: int) -> Batch:
+def batch_of(settings: Settings, world_size: int) -> BatchSizes:
     """The batch sizes: two of the three give the third, one gives the others with an accumulation of 1.
 
     Raises:
@@ -146,7 +146,7 @@ def batch_of(settings: Settings, world_size: int) -> Batch:
             f"world size {world_size:,} = {micro * accumulation * world_size:,}",
             remedy="Give two of the three, or make them agree.",
         )
-    return Batch(total, micro, accumulation)
+    return BatchSizes(total, micro, accumulation)
 
 
 def _load(config: str | os.PathLike[str] | Mapping[str, Any]) -> tuple[Json, str]:

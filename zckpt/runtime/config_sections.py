@@ -85,7 +85,7 @@ _NUMBER = re.compile(r"[+-]?(\d+(\.\d*)?|\.\d+)([eE][+-]?\d+)?", re.ASCII)
 Arguments = Annotated[dict[str, Any], AfterValidator(_numbers)]
 
 
-class Optimizer(Section):
+class OptimizerSection(Section):
     """The optimizer that the engine builds."""
 
     type: str | None = used(None, "Adam, AdamW, Adagrad, Lion, SGD, Lamb, or a class of torch.optim")
@@ -102,7 +102,7 @@ class Scheduler(Section):
     params: Arguments = used({}, "its arguments: see below")
 
 
-class Checkpoint(Section):
+class CheckpointSection(Section):
     """How checkpoints are written."""
 
     tag_validation: Literal["WARN", "IGNORE", "FAIL"] = used("WARN", "what to do when ranks disagree on the tag")
@@ -138,9 +138,9 @@ class Config(Section):
     bf16: BF16 = used(BF16(), "see below")
     bfloat16: BF16 | None = used(None, "old name of `bf16`")
     data_types: DataTypes = used(DataTypes(), "see below")
-    optimizer: Optimizer = used(Optimizer(), "see below")
+    optimizer: OptimizerSection = used(OptimizerSection(), "see below")
     scheduler: Scheduler = used(Scheduler(), "see below")
-    checkpoint: Checkpoint = used(Checkpoint(), "see below")
+    checkpoint: CheckpointSection = used(CheckpointSection(), "see below")
     communication_data_type: Dtype | None = used(
         None, "dtype of gradient reductions; by default that of the computation"
     )

@@ -19,14 +19,14 @@ from zckpt.containers import Placeholder
 from zckpt.core.catalog import Catalog, Replica, Role, Source, TensorEntry
 from zckpt.core.dtypes import BF16, BY_TORCH_NAME, F16, F32, F64, DType
 from zckpt.core.fragments import Fragment
-from zckpt.layouts.run.training import Group, Training, new_scaler
+from zckpt.layouts.run.training import ParameterGroup, Training, new_scaler
 from zckpt.layouts.save.module_states import RESERVED
 from zckpt.layouts.zero.torch_files import Inline
 from zckpt.layouts.zero.write import ZeroTarget
 from zckpt.runtime.engine import Engine
 from zckpt.runtime.exchange import EVERY, RankStore
 from zckpt.runtime.inert import to_inert
-from zckpt.runtime.state import Part, RunState
+from zckpt.runtime.state import ParameterPart, RunState
 from zckpt.runtime.world import rows_of
 
 DEEPSPEED = "0.19.8"
@@ -128,7 +128,7 @@ def describe_training(
         names = tuple(dict.fromkeys(name for part in members for name in part.states))
         scalars = {name: _number(value) for part in members[:1] for name, value in part.scalars.items()}
         groups.append(
-            Group(group.names, to_inert(group.options, f"options of parameter group {number}"), scalars, names)
+            ParameterGroup(group.names, to_inert(group.options, f"options of parameter group {number}"), scalars, names)
         )
     own = {
         "version": 1,
@@ -195,12 +195,12 @@ def _is_bf16_optimizer(state: RunState) -> bool:
 
 
 def _entry(
-    part: Part, state: RunState, dtype: DType, role: Role, kind: str = "", replicas: tuple[Replica, ...] = ()
+    part: ParameterPart, state: RunState, dtype: DType, role: Role, kind: str = "", replicas: tuple[Replica, ...] = ()
 ) -> TensorEntry:
     return TensorEntry(part.name, part.shape, dtype, role, _fragments(part, state, dtype, kind), replicas)
 
 
-def _fragments(part: Part, state: RunState, dtype: DType, kind: str = "") -> tuple[Fragment, ...]:
+def _fragments(part: ParameterPart, state: RunState, dtype: DType, kind: str = "") -> tuple[Fragment, ...]:
     """Which rank holds which elements."""
     key = (part.name, kind)
     return tuple(
@@ -211,7 +211,7 @@ def _fragments(part: Part, state: RunState, dtype: DType, kind: str = "") -> tup
     )
 
 
-def _holders(part: Part, state: RunState) -> Iterator[tuple[int, int, int]]:
+def _holders(part: ParameterPart, state: RunState) -> Iterator[tuple[int, int, int]]:
     if part.replicated or state.shard_size == 1:
         yield EVERY, 0, math.prod(part.shape)
         return
@@ -237,7 +237,7 @@ def _number(value: float) -> Inline:
     return Inline(F32, (), struct.pack("<f", value))
 
 
-def _odd_scalars(state: RunState, parts: Mapping[str, Part]) -> dict[str, dict[str, float]]:
+def _odd_scalars(state: RunState, parts: Mapping[str, ParameterPart]) -> dict[str, dict[str, float]]:
     """States of one number of the parameters that do not share those of their group."""
     odd: dict[str, dict[str, float]] = {}
     for group in state.groups:

@@ -23,7 +23,7 @@ from torch.optim import Optimizer
 from zckpt.base.errors import UsageError, some
 from zckpt.live import save_pretrained
 from zckpt.runtime.checkpoint import Checkpoints
-from zckpt.runtime.config import Batch, Settings
+from zckpt.runtime.config import BatchSizes, Settings
 from zckpt.runtime.data import Loader
 from zckpt.runtime.gradients import forget
 from zckpt.runtime.optim import Lamb
@@ -59,7 +59,7 @@ class Engine(Checkpoints, nn.Module):
         self,
         module: nn.Module,
         settings: Settings,
-        batch: Batch,
+        batch: BatchSizes,
         world: World,
         sharded: Sharded,
         optimizer: Optimizer | None,

@@ -55,7 +55,7 @@ class RankStore(FileStore):
     file: bool = False
 
 
-class Piece(NamedTuple):
+class MovePart(NamedTuple):
     """A move, or a part of one."""
 
     move: Move
@@ -78,7 +78,7 @@ class Sends:
         busy: whether anything is staged by anybody: otherwise nobody calls the collective.
     """
 
-    pieces: Sequence[Mapping[int, Sequence[Piece]]] = ()
+    pieces: Sequence[Mapping[int, Sequence[MovePart]]] = ()
     coming: Sequence[Mapping[int, int]] = ()
     busy: Sequence[bool] = ()
 
@@ -119,20 +119,20 @@ class Exchange:
             return False
         return not self.direct or store.rank not in (rank, EVERY)
 
-    def rounds_of(self, pairs: Sequence[Pair], rank: int) -> Iterator[list[Piece]]:
+    def rounds_of(self, pairs: Sequence[Pair], rank: int) -> Iterator[list[MovePart]]:
         """The rounds of what a rank wants; see [Note: rounds]."""
-        pieces: list[Piece] = []
+        pieces: list[MovePart] = []
         left = self.limit
         for number, (source, destination) in enumerate(pairs):
             for move in route(source, destination, number):
                 if not self.is_staged(move.src, rank):
-                    pieces.append(Piece(move, 0, move.count))
+                    pieces.append(MovePart(move, 0, move.count))
                     continue
                 first = 0
                 while first < move.count:
                     count = min(move.count - first, left // move.src_dtype.itemsize)
                     if count:
-                        pieces.append(Piece(move, first, count))
+                        pieces.append(MovePart(move, first, count))
                         first += count
                         left -= count * move.src_dtype.itemsize
                     if first < move.count:
@@ -143,7 +143,7 @@ class Exchange:
 
     def sends(self, pairs_by_rank: Iterable[Sequence[Pair]]) -> Sends:
         """What this rank sends and receives, given what every rank of the group wants."""
-        rounds: list[dict[int, list[Piece]]] = []
+        rounds: list[dict[int, list[MovePart]]] = []
         coming: list[dict[int, int]] = []
         busy: list[bool] = []
         for rank, pairs in enumerate(pairs_by_rank):
@@ -171,13 +171,13 @@ class Exchange:
         """
         return Rounds(self, pairs, sends)
 
-    def holder(self, piece: Piece, rank: int) -> int:
+    def holder(self, piece: MovePart, rank: int) -> int:
         """Who sends a staged piece to a rank."""
         store = piece.move.src
         assert isinstance(store, RankStore)
         return rank if store.rank == EVERY else store.rank
 
-    def bytes_of(self, piece: Piece) -> torch.Tensor:
+    def bytes_of(self, piece: MovePart) -> torch.Tensor:
         """The elements of a piece as they travel."""
         store, dtype = piece.move.src, piece.move.src_dtype
         assert isinstance(store, RankStore)
@@ -250,12 +250,12 @@ class Rounds:
                 at += piece.nbytes
         return self._call(pieces or ())
 
-    def _sent(self) -> Iterator[Piece]:
+    def _sent(self) -> Iterator[MovePart]:
         """What this rank sends in the next round, by receiver."""
         pieces = self._sends.pieces[self._number]
         return (piece for rank in range(self._exchange.size) for piece in pieces.get(rank, ()))
 
-    def _call(self, pieces: Sequence[Piece]) -> _Coming:
+    def _call(self, pieces: Sequence[MovePart]) -> _Coming:
         """The collective of the next round, whatever is in the buffers; in a round in which nothing is staged there is none."""
         number, exchange, sends = self._number, self._exchange, self._sends
         self._number += 1
@@ -306,7 +306,7 @@ class Rounds:
 class _Coming:
     """A round on its way: bytes from each rank, and where they come to."""
 
-    pieces: Sequence[Piece]
+    pieces: Sequence[MovePart]
     sizes: Sequence[int]
     incoming: torch.Tensor
     work: Any

@@ -20,14 +20,14 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from zckpt.runtime.sharded_parameter import Held
+from zckpt.runtime.sharded_parameter import ShardedParameter
 
 Gradients = dict[str, dict[str, torch.Tensor]]
 """Kind -> name of a parameter, or number of a unit -> gradient; see [Note: gradients between micro batches]."""
 
 
 @torch.no_grad()
-def forget(model: nn.Module, held: Sequence[Held]) -> None:
+def forget(model: nn.Module, held: Sequence[ShardedParameter]) -> None:
     """Drops all gradients of a model."""
     for one in held:
         one.weight.grad = None
@@ -42,7 +42,7 @@ def forget(model: nn.Module, held: Sequence[Held]) -> None:
 
 
 @torch.no_grad()
-def taken(model: nn.Module, held: Sequence[Held]) -> Gradients:
+def taken(model: nn.Module, held: Sequence[ShardedParameter]) -> Gradients:
     """All gradients of a model as they lie, nothing copied; kinds that there are none of are not there."""
     found: Gradients = {"rows": {}, "whole": {}, "masters": {}, "units": {}}
     for one in held:
@@ -66,7 +66,9 @@ def taken(model: nn.Module, held: Sequence[Held]) -> Gradients:
     return {kind: grads for kind, grads in found.items() if grads}
 
 
-def fits(model: nn.Module, held: Sequence[Held], gradients: Mapping[str, Mapping[str, torch.Tensor]]) -> bool:
+def fits(
+    model: nn.Module, held: Sequence[ShardedParameter], gradients: Mapping[str, Mapping[str, torch.Tensor]]
+) -> bool:
     """Whether these are gradients of this model, cut as it is cut here."""
     by_name = {one.name: one for one in held}
     shapes: dict[str, dict[str, tuple[int, ...]]] = {
@@ -81,7 +83,9 @@ def fits(model: nn.Module, held: Sequence[Held], gradients: Mapping[str, Mapping
 
 
 @torch.no_grad()
-def put(model: nn.Module, held: Sequence[Held], gradients: Mapping[str, Mapping[str, torch.Tensor]]) -> None:
+def put(
+    model: nn.Module, held: Sequence[ShardedParameter], gradients: Mapping[str, Mapping[str, torch.Tensor]]
+) -> None:
     """Puts back what `taken` gave, of a model without gradients. The tensors are kept."""
     names = _names(held)
     rows, whole, masters, units = (gradients.get(kind, {}) for kind in ("rows", "whole", "masters", "units"))
@@ -119,6 +123,6 @@ def _place(parameter: Any) -> tuple[int, str]:
     return id(parameter._module_info.module), parameter._module_info.param_name
 
 
-def _names(held: Sequence[Held]) -> dict[tuple[int, str], str]:
+def _names(held: Sequence[ShardedParameter]) -> dict[tuple[int, str], str]:
     """By the places where they are registered, the names of parameters."""
     return {(id(module), name): one.name for one in held for module, name in one.holders}

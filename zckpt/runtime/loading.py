@@ -30,8 +30,8 @@ from zckpt.runtime.engine import Engine
 from zckpt.runtime.generators import set_rng_state
 from zckpt.runtime.inert import from_inert
 from zckpt.runtime.nodes import Want, spread
-from zckpt.runtime.saved_run import SavedRun, Wishes, has, read
-from zckpt.runtime.sharded_parameter import Held
+from zckpt.runtime.saved_run import LoadOptions, SavedRun, has, read
+from zckpt.runtime.sharded_parameter import ShardedParameter
 from zckpt.runtime.state import buffers_of, put_part
 
 _log = logging.getLogger("zckpt.runtime")
@@ -41,7 +41,7 @@ _UNDEFINED = "Part of the run's state was replaced and part was not: load a chec
 
 
 def load(
-    engine: Engine, meetings: Meetings, directory: str, tag: str | None, wishes: Wishes
+    engine: Engine, meetings: Meetings, directory: str, tag: str | None, wishes: LoadOptions
 ) -> tuple[str, dict[str, Any]]:
     """Loads a checkpoint; see [Note: the order of a load].
 
@@ -94,7 +94,7 @@ def load(
 
 
 Fill = Callable[[Sequence[Want]], None]
-States = list[tuple[Held, dict[str, torch.Tensor], Mapping[str, float]]]
+States = list[tuple[ShardedParameter, dict[str, torch.Tensor], Mapping[str, float]]]
 
 
 def _fill(wanted: Sequence[Want]) -> None:
@@ -102,7 +102,7 @@ def _fill(wanted: Sequence[Want]) -> None:
     live.move([(entry if held is None else _part(entry, held), tensor) for entry, held, tensor in wanted])
 
 
-def _part(entry: TensorEntry, held: Held) -> TensorEntry:
+def _part(entry: TensorEntry, held: ShardedParameter) -> TensorEntry:
     """The elements that this rank holds, as a vector."""
     fragments = clip(entry.fragments, held.start, held.start + held.count, entry.dtype.itemsize)
     return TensorEntry(entry.name, (held.count,), entry.dtype, entry.role, fragments)

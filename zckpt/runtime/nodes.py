@@ -32,14 +32,14 @@ from zckpt.live.ranks import attempt, first_error
 from zckpt.runtime.description import part_of_rank
 from zckpt.runtime.engine import Engine
 from zckpt.runtime.exchange import Exchange, RankStore, Rounds, Streamed
-from zckpt.runtime.sharded_parameter import Held
+from zckpt.runtime.sharded_parameter import ShardedParameter
 
 _SMALL_BYTES = 1 << 16
 """Tensors up to here go with the index: step counters, random generators."""
 
 Value = TypeVar("Value")
 
-Want = tuple[TensorEntry, Held | None, torch.Tensor]
+Want = tuple[TensorEntry, ShardedParameter | None, torch.Tensor]
 """An entry, the parameter whose part of it is wanted (None: all of it), and where that goes: a dense vector."""
 
 

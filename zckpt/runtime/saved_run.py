@@ -18,7 +18,7 @@ from zckpt.base.errors import InconsistentError, some
 from zckpt.containers import Placeholder, TensorRef
 from zckpt.core.catalog import Catalog, TensorEntry
 from zckpt.jobs.open import Opened, as_named_by
-from zckpt.layouts.run.training import Group, Training
+from zckpt.layouts.run.training import ParameterGroup, Training
 from zckpt.layouts.save.listing import Listing
 from zckpt.layouts.save.module_states import whole
 from zckpt.layouts.zero import unsharded_training
@@ -27,14 +27,14 @@ from zckpt.runtime.description import OWN
 from zckpt.runtime.engine import Engine
 from zckpt.runtime.inert import from_inert
 from zckpt.runtime.rank_states import MOMENT, RankStates
-from zckpt.runtime.sharded_parameter import Held
+from zckpt.runtime.sharded_parameter import ShardedParameter
 from zckpt.runtime.state import buffers_of
 
 _log = logging.getLogger("zckpt.runtime")
 
 
 @dataclass(frozen=True, slots=True)
-class Wishes:
+class LoadOptions:
     """What of a checkpoint is wanted beside the weights.
 
     Attributes:
@@ -60,7 +60,7 @@ class SavedGroup:
     """
 
     options: Mapping[str, Any]
-    states: tuple[tuple[Held, Mapping[str, TensorEntry], Mapping[str, float]], ...]
+    states: tuple[tuple[ShardedParameter, Mapping[str, TensorEntry], Mapping[str, float]], ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +114,7 @@ class SavedRun:
     client_state: dict[str, Any]
 
 
-def read(engine: Engine, opened: Opened, wishes: Wishes, seen: Listing) -> SavedRun:
+def read(engine: Engine, opened: Opened, wishes: LoadOptions, seen: Listing) -> SavedRun:
     """Reads and checks; changes nothing.
 
     Args:
@@ -162,7 +162,7 @@ def _names(engine: Engine) -> list[str]:
     return [*(held.name for held in engine.sharded.held), *engine.sharded.aliases, *buffers_of(engine)]
 
 
-def _training(engine: Engine, opened: Opened, wishes: Wishes, called: Mapping[str, str]) -> Training | None:
+def _training(engine: Engine, opened: Opened, wishes: LoadOptions, called: Mapping[str, str]) -> Training | None:
     """What the checkpoint holds beside the weights, under the model's names.
 
     Args:
@@ -331,7 +331,7 @@ def _keys(group: Mapping[str, Any]) -> set[str]:
     return (set(group) | {"initial_lr"}) - chosen
 
 
-def _scalars(group: Group) -> dict[str, float]:
+def _scalars(group: ParameterGroup) -> dict[str, float]:
     """States of one number; DeepSpeed's own optimizers keep the step among the settings."""
     found = {name: _number(value) for name, value in group.scalars.items()}
     if "step" not in found and "step" in group.settings:

@@ -50,7 +50,7 @@ _log = logging.getLogger("zckpt.runtime")
 
 
 @dataclass(frozen=True, slots=True)
-class Wishes:
+class SaveOptions:
     """What the caller asks for.
 
     Attributes:
@@ -66,7 +66,7 @@ class Wishes:
     only_trained: bool = False
 
 
-def save(engine: Engine, meetings: Meetings, wishes: Wishes, client_state: Mapping[str, Any]) -> Saving | None:
+def save(engine: Engine, meetings: Meetings, wishes: SaveOptions, client_state: Mapping[str, Any]) -> Saving | None:
     """Saves a run; see [Note: the order of a save].
 
     Returns:
@@ -81,7 +81,7 @@ def save(engine: Engine, meetings: Meetings, wishes: Wishes, client_state: Mappi
     meetings.begin(f"{engine.micro_steps}")
     publication = Publication(_enter(engine, meetings, wishes))
     state, digest = None, ""
-    prepared: Prepared | None = None
+    prepared: PlannedSave | None = None
     error: Exception | None = None
     try:
         try:
@@ -116,7 +116,7 @@ def save(engine: Engine, meetings: Meetings, wishes: Wishes, client_state: Mappi
     return None
 
 
-def _finish(meetings: Meetings, publication: Publication, prepared: Prepared, root: str) -> None:
+def _finish(meetings: Meetings, publication: Publication, prepared: PlannedSave, root: str) -> None:
     """Writes the files, and gives them their name when all ranks have."""
     error: Exception | None = None
     try:
@@ -131,7 +131,7 @@ def _finish(meetings: Meetings, publication: Publication, prepared: Prepared, ro
         meetings.part()
 
 
-def _enter(engine: Engine, meetings: Meetings, wishes: Wishes) -> Wanted:
+def _enter(engine: Engine, meetings: Meetings, wishes: SaveOptions) -> Wanted:
     """Meets the others, and agrees on the tag."""
     checkpoint = engine.settings.config.checkpoint
     said = meetings.meet("save_checkpoint", wishes.tag, within_s=ENTRY_S)
@@ -209,7 +209,7 @@ class Known:
 
 
 @dataclass(frozen=True, slots=True)
-class Prepared:
+class PlannedSave:
     """A save that is planned but not begun.
 
     Attributes:
@@ -223,7 +223,7 @@ class Prepared:
     rounds: Rounds | None
 
 
-def prepare(engine: Engine, state: RunState, client_state: Mapping[str, Any], place: str) -> Prepared:
+def prepare(engine: Engine, state: RunState, client_state: Mapping[str, Any], place: str) -> PlannedSave:
     """Everything but the work, for files in a directory of the name `place`. Writes nothing.
 
     Raises:
@@ -250,7 +250,7 @@ def prepare(engine: Engine, state: RunState, client_state: Mapping[str, Any], pl
         engine.known_to_saves = known = Known(now, described, sends)
     own = rank_states.lay_out(state, place)
     if not takes_part:  # the first group of ranks writes
-        return Prepared((), (), None) if own is None else _prepared([own], _alone(), Sends())
+        return PlannedSave((), (), None) if own is None else _prepared([own], _alone(), Sends())
     if state.stage == 0:
         laid = write_unsharded.lay_out(described.weights, training, place, state.world_size)
     else:
@@ -259,11 +259,11 @@ def prepare(engine: Engine, state: RunState, client_state: Mapping[str, Any], pl
     return _prepared([laid] if own is None else [laid, own], exchange, known.sends)
 
 
-def _prepared(several: Sequence[Laid], exchange: Exchange, sends: Sends) -> Prepared:
+def _prepared(several: Sequence[Laid], exchange: Exchange, sends: Sends) -> PlannedSave:
     """All files of a rank, one after the other."""
     files = tuple(file for laid in several for file in laid.files)
     pairs = tuple(pair for laid in several for pair in laid.pairs)
-    return Prepared(files, pairs, exchange.rounds(pairs, sends))
+    return PlannedSave(files, pairs, exchange.rounds(pairs, sends))
 
 
 def _alone() -> Exchange:
@@ -280,7 +280,7 @@ def _exchange(engine: Engine, state: RunState) -> Exchange:
     return Exchange(state.shard_rank, state.shard_size, group, engine.device, direct, lambda key: tensors[key])
 
 
-def in_memory(prepared: Prepared) -> Prepared:
+def in_memory(prepared: PlannedSave) -> PlannedSave:
     """The same save from a copy of all its elements in host memory: nobody else is needed to write it."""
     if prepared.rounds is None:
         return prepared
@@ -296,7 +296,7 @@ def in_memory(prepared: Prepared) -> Prepared:
         )
         for store, offset, size in _ranges(prepared.pairs)
     ]
-    return Prepared(prepared.files, pairs, _alone().rounds(pairs, Sends()))
+    return PlannedSave(prepared.files, pairs, _alone().rounds(pairs, Sends()))
 
 
 def _ranges(pairs: Sequence[Pair]) -> Iterator[tuple[Store, int, int]]:
@@ -315,7 +315,7 @@ def _ranges(pairs: Sequence[Pair]) -> Iterator[tuple[Store, int, int]]:
         yield last
 
 
-def write(prepared: Prepared, directory: str) -> None:
+def write(prepared: PlannedSave, directory: str) -> None:
     """Writes and syncs this rank's files, and sends the others what theirs need.
 
     Raises:

@@ -21,7 +21,7 @@ _ATTRIBUTE = "_zckpt_held"
 
 
 @dataclass(slots=True, eq=False)
-class Held:
+class ShardedParameter:
     """What this rank holds of one parameter; see [Note: held parameters].
 
     Attributes:
@@ -94,7 +94,7 @@ class Held:
             self.weight.copy_(self.master)
 
 
-def held_of(parameter: torch.Tensor) -> Held | None:
+def held_of(parameter: torch.Tensor) -> ShardedParameter | None:
     """What is held of a parameter that was sharded here; None for any other."""
     held = getattr(parameter, _ATTRIBUTE, None)
-    return held if isinstance(held, Held) else None
+    return held if isinstance(held, ShardedParameter) else None

@@ -26,7 +26,7 @@ from zckpt.runtime.collectives import use_on_gloo
 from zckpt.runtime.config_zero import Zero
 from zckpt.runtime.deferred import Rows, rows_held_by
 from zckpt.runtime.offload import home_of, offload_policy
-from zckpt.runtime.sharded_parameter import Held
+from zckpt.runtime.sharded_parameter import ShardedParameter
 from zckpt.runtime.units import Wrap, find_units, merged, parts_of
 from zckpt.runtime.world import World, rows_of
 
@@ -58,7 +58,7 @@ class Sharded:
         mesh: ranks as (replicate, shard).
     """
 
-    held: tuple[Held, ...]
+    held: tuple[ShardedParameter, ...]
     aliases: dict[str, str]
     mesh: DeviceMesh
 
@@ -145,7 +145,7 @@ def shard(
             width = count // shape[0]
             start, count = rows_here.start * width, len(rows_here) * width
         held.append(
-            Held(
+            ShardedParameter(
                 name=name,
                 shape=shape,
                 start=start,

@@ -23,7 +23,7 @@ from zckpt.runtime.engine import Engine
 from zckpt.runtime.inference import allow_inference_mode
 from zckpt.runtime.optim import Groups, build_optimizer, check_elementwise
 from zckpt.runtime.schedules import build_schedule
-from zckpt.runtime.sharded_parameter import Held
+from zckpt.runtime.sharded_parameter import ShardedParameter
 from zckpt.runtime.sharding import DTYPES, Precision, Sharded, shard
 from zckpt.runtime.units import Wrap
 from zckpt.runtime.watch import Watch
@@ -198,7 +198,7 @@ def _optimizer(
     given: Optimizer | Callable[[Any], Optimizer] | None,
     groups: Groups,
     masters: Mapping[int, nn.Parameter],
-    held: Mapping[int, Held],
+    held: Mapping[int, ShardedParameter],
 ) -> Optimizer:
     """The optimizer on the masters.
 
@@ -225,7 +225,7 @@ def _optimizer(
     return built
 
 
-def _move(optimizer: Optimizer, masters: Mapping[int, nn.Parameter], held: Mapping[int, Held]) -> Optimizer:
+def _move(optimizer: Optimizer, masters: Mapping[int, nn.Parameter], held: Mapping[int, ShardedParameter]) -> Optimizer:
     """Lets an optimizer that was made over the plain model go on with the masters, its states cut likewise."""
     for group in optimizer.param_groups:
         before = [p for p in group["params"] if id(p) in masters]
@@ -238,7 +238,7 @@ def _move(optimizer: Optimizer, masters: Mapping[int, nn.Parameter], held: Mappi
     return optimizer
 
 
-def _cut(value: Any, held: Held) -> Any:
+def _cut(value: Any, held: ShardedParameter) -> Any:
     if not isinstance(value, torch.Tensor) or value.shape != held.shape or not value.ndim:
         return value
     if value.is_meta:

@@ -3,7 +3,7 @@
 For the checkpoint writer and reader. `capture` copies nothing: its tensors are the live ones, valid until the next step.
 [Note: from parts to flat groups]
 Every tensor is a run of elements [start, start + count) of a row-major parameter, held by this rank; masters and states of one
-parameter are cut alike. The parameters of a group, in the order of `Group.names`, laid end to end make DeepSpeed's flat group;
+parameter are cut alike. A group's parameters, in the order of `StateGroup.names`, laid end to end make DeepSpeed's flat group;
 which ranks of a partition an element goes to is arithmetic on (name, element), so writing is routing (layouts.partition).
 A replicated part is the same on every rank, so are the parts of ranks with the same `shard_rank`.
 """
@@ -20,11 +20,11 @@ from zckpt.base.errors import InconsistentError, some
 from zckpt.runtime.engine import Engine
 from zckpt.runtime.generators import rng_state, set_rng_state
 from zckpt.runtime.gradients import Gradients, taken
-from zckpt.runtime.sharded_parameter import Held
+from zckpt.runtime.sharded_parameter import ShardedParameter
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class ParameterPart:
     """What this rank holds of one parameter.
 
     Attributes:
@@ -55,7 +55,7 @@ class Part:
 
 
 @dataclass(frozen=True, slots=True)
-class Group:
+class StateGroup:
     """A parameter group.
 
     Attributes:
@@ -100,8 +100,8 @@ class RunState:
     world_size: int
     shard_rank: int
     shard_size: int
-    parts: tuple[Part, ...]
-    groups: tuple[Group, ...]
+    parts: tuple[ParameterPart, ...]
+    groups: tuple[StateGroup, ...]
     aliases: dict[str, str]
     buffers: dict[str, torch.Tensor]
     optimizer: str | None
@@ -136,7 +136,7 @@ def capture(engine: Engine) -> RunState:
         shard_size=mesh["shard"].size(),
         parts=tuple(_part(engine, held, number) for held in engine.sharded.held),
         groups=tuple(
-            Group(
+            StateGroup(
                 tuple(names[id(master)] for master in group["params"]),
                 {name: value for name, value in group.items() if name != "params"},
             )
@@ -156,7 +156,7 @@ def capture(engine: Engine) -> RunState:
     )
 
 
-def _part(engine: Engine, held: Held, number: Mapping[int, int]) -> Part:
+def _part(engine: Engine, held: ShardedParameter, number: Mapping[int, int]) -> ParameterPart:
     held.bind()
     states: dict[str, torch.Tensor] = {}
     scalars: dict[str, float] = {}
@@ -168,7 +168,7 @@ def _part(engine: Engine, held: Held, number: Mapping[int, int]) -> Part:
                 not isinstance(value, torch.Tensor) or value.numel() == 1
             ):
                 scalars[name] = float(value)
-    return Part(
+    return ParameterPart(
         name=held.name,
         shape=tuple(held.shape),
         start=held.start,
@@ -234,7 +234,7 @@ def restore(engine: Engine, state: RunState) -> None:
 @torch.no_grad()
 def put_part(
     engine: Engine,
-    held: Held,
+    held: ShardedParameter,
     weight: torch.Tensor | None = None,
     states: Mapping[str, torch.Tensor] | None = None,
     scalars: Mapping[str, float] | None = None,

@@ -86,7 +86,7 @@ class Perceptron(nn.Module):
         return out
 
 
-class Block(nn.Module):
+class TransformerBlock(nn.Module):
     """One layer."""
 
     def __init__(self, config: TinyConfig) -> None:
@@ -110,7 +110,7 @@ class Transformer(nn.Module):
         super().__init__()
         self.wte = nn.Embedding(config.vocab_size, config.n_embd)
         self.wpe = nn.Embedding(config.n_positions, config.n_embd)
-        self.h = nn.ModuleList(Block(config) for _ in range(config.n_layer))
+        self.h = nn.ModuleList(TransformerBlock(config) for _ in range(config.n_layer))
         self.ln_f = nn.LayerNorm(config.n_embd)
         with torch.no_grad():
             self.wte.weight.normal_(std=0.02)

@@ -34,7 +34,7 @@ from zckpt.runtime.zero import Init
 
 
 @dataclass(frozen=True, slots=True)
-class Job:
+class TrainingJob:
     """What is to be trained.
 
     Attributes:
@@ -93,7 +93,7 @@ class Outcome:
     notes: tuple[str, ...]
 
 
-def check(job: Job) -> tuple[Settings, Model]:
+def check(job: TrainingJob) -> tuple[Settings, Model]:
     """Reads the config and finds the model; what cannot work is found out before any process is started.
 
     Raises:
@@ -112,7 +112,7 @@ def check(job: Job) -> tuple[Settings, Model]:
     return settings, found
 
 
-def train(job: Job, watch: Callable[[Step], None] = lambda step: None) -> Outcome:
+def train(job: TrainingJob, watch: Callable[[Step], None] = lambda step: None) -> Outcome:
     """Trains; every rank calls it.
 
     Args:
@@ -166,7 +166,7 @@ def train(job: Job, watch: Callable[[Step], None] = lambda step: None) -> Outcom
     )
 
 
-def _begin(job: Job, settings: Settings, world: World, found: Model) -> tuple[Engine, Loader]:
+def _begin(job: TrainingJob, settings: Settings, world: World, found: Model) -> tuple[Engine, Loader]:
     """Model, engine and data, the same for every number of ranks."""
     random.seed(job.seed)
     torch.manual_seed(job.seed)

@@ -23,7 +23,7 @@ from zckpt.base.errors import UsageError
 from zckpt.runtime.config import read_config
 from zckpt.runtime.config_zero import Zero
 from zckpt.runtime.deferred import Recorder, cut, defer, gather_rows, rows_held_by
-from zckpt.runtime.sharded_parameter import Held, held_of
+from zckpt.runtime.sharded_parameter import ShardedParameter, held_of
 from zckpt.runtime.world import join_world, mesh_of
 
 __all__ = ["GatheredParameters", "Init"]
@@ -160,7 +160,7 @@ def _gather(parameter: torch.Tensor) -> tuple[nn.Parameter, Callable[[bool], Non
     return parameter, leave
 
 
-def _gather_held(held: Held) -> tuple[nn.Parameter, Callable[[bool], None]]:
+def _gather_held(held: ShardedParameter) -> tuple[nn.Parameter, Callable[[bool], None]]:
     weight, part = held.weight, held.local()
     if held.replicated:
         part = held.local() if held.master is None else held.master.data
@@ -186,6 +186,6 @@ def _gather_held(held: Held) -> tuple[nn.Parameter, Callable[[bool], None]]:
     return whole, leave
 
 
-def _register(held: Held, parameter: nn.Parameter) -> None:
+def _register(held: ShardedParameter, parameter: nn.Parameter) -> None:
     for module, name in held.holders:
         module._parameters[name] = parameter

@@ -22,7 +22,7 @@ _THREADS = 8
 _TRIES = 4
 _BLOCK = 64 << 10
 _MOST_BLOCKS = 64
-"""That a `Reader` keeps."""
+"""That a `BlockReader` keeps."""
 
 _NAMING = (
     "ETag",
@@ -260,7 +260,7 @@ def patiently(address: str, attempt: Callable[[], T]) -> T:
     raise AssertionError("not reached")
 
 
-class Reader:
+class BlockReader:
     """Reads an index here and there in one file, with a few blocks kept: a header costs one request, not ten."""
 
     def __init__(self, address: str, nbytes: int) -> None:

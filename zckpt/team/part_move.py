@@ -17,7 +17,7 @@ from zckpt.core.plan import OutputFile, Plan
 from zckpt.engine.batches import batches, element_bytes, progress_after
 from zckpt.engine.checksums import Partial, element_ranges, file_checksums, join, joined
 from zckpt.engine.move import (
-    Overflow,
+    CastLoss,
     Work,
     choose,
     crc_of_file,
@@ -34,7 +34,7 @@ from zckpt.storage.fsync_queue import Syncing, make_durable
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class WrittenPart:
     """What one process put into a file; it is durable.
 
     Attributes:
@@ -47,7 +47,7 @@ class Piece:
     path: str
     nbytes: int
     crcs: tuple[Partial, ...] | None
-    overflows: Mapping[int, Overflow]
+    overflows: Mapping[int, CastLoss]
 
 
 def begin(plan: Plan, root: str, done: Collection[str] = ()) -> None:
@@ -76,7 +76,7 @@ def move(
     part: Plan,
     root: str,
     *,
-    moved: Callable[[Piece], None],
+    moved: Callable[[WrittenPart], None],
     overflow: Literal["error", "inf", "clamp"] = "error",
     engine: Literal["auto", "native", "reference"] = "auto",
     progress: Callable[[int], None] | None = None,
@@ -119,7 +119,7 @@ def move(
                 numbers = (number for number, _, _ in work.ranges.get(id(store), ()))
                 crcs = tuple(crc for number in numbers for crc in joined(work.parts.pop(number, ())))
                 taken = None if chosen == "reference" else crcs
-                syncing.add(Piece(output.path, nbytes[id(store)], taken, work.lost(store)), files.of(store)[0])
+                syncing.add(WrittenPart(output.path, nbytes[id(store)], taken, work.lost(store)), files.of(store)[0])
                 files.close(outputs[id(store)])
     return chosen
 

@@ -15,8 +15,8 @@ from zckpt.core.fragments import Fragment
 from zckpt.core.plan import OutputFile, Plan
 from zckpt.engine.batches import element_bytes, progress_after
 from zckpt.engine.checksums import Partial
-from zckpt.engine.move import Overflow, Written
-from zckpt.team.part_move import Piece, begin, move, seal
+from zckpt.engine.move import CastLoss, Written
+from zckpt.team.part_move import WrittenPart, begin, move, seal
 from zckpt.team.together import Team
 
 GRAIN = 4096
@@ -115,11 +115,11 @@ class _Files:
         for number, fragment in _fragments(plan):
             self._tensors[paths[id(fragment.store)]].add(number)
         self._crcs: dict[str, list[Partial] | None] = {path: [] for path in self.missing}
-        self._lost: dict[int, dict[int, Overflow]] = {}
+        self._lost: dict[int, dict[int, CastLoss]] = {}
         for path in [path for path, nbytes in self.missing.items() if not nbytes]:
             self._complete(path)
 
-    def take(self, rank: int, piece: Piece) -> None:
+    def take(self, rank: int, piece: WrittenPart) -> None:
         """A process's part of a file is there."""
         for number, lost in piece.overflows.items():
             self._lost.setdefault(number, {})[rank] = lost
@@ -140,9 +140,9 @@ class _Files:
         self._finished(Written(path, output.size, crc, lost, slots))
 
 
-def _sum(lost: Iterable[Overflow]) -> Overflow:
+def _sum(lost: Iterable[CastLoss]) -> CastLoss:
     counts = list(lost)
-    return Overflow(sum(one.count for one in counts), max(one.largest for one in counts))
+    return CastLoss(sum(one.count for one in counts), max(one.largest for one in counts))
 
 
 def lead(
@@ -178,10 +178,10 @@ def lead(
 
     def listen() -> None:
         for rank, (path, nbytes, crcs, lost) in team.news():
-            overflows = {int(number): Overflow(*facts) for number, facts in lost.items()}
-            files.take(rank, Piece(path, nbytes, None if crcs is None else tuple(map(tuple, crcs)), overflows))
+            overflows = {int(number): CastLoss(*facts) for number, facts in lost.items()}
+            files.take(rank, WrittenPart(path, nbytes, None if crcs is None else tuple(map(tuple, crcs)), overflows))
 
-    def moved(piece: Piece) -> None:
+    def moved(piece: WrittenPart) -> None:
         files.take(0, piece)
         listen()
 
@@ -203,7 +203,7 @@ def follow(team: Team, plan: Plan, *, overflow: str, window: int | None, pace: P
     if begun is None:  # an earlier run had done it all
         return
 
-    def moved(piece: Piece) -> None:
+    def moved(piece: WrittenPart) -> None:
         lost = {number: (one.count, one.largest) for number, one in piece.overflows.items()}
         team.post((piece.path, piece.nbytes, piece.crcs, lost))
 
@@ -216,7 +216,7 @@ def _move(
     plan: Plan,
     root: str,
     done: Collection[str],
-    moved: Callable[[Piece], None],
+    moved: Callable[[WrittenPart], None],
     overflow: str,
     watch: Callable[[int], None],
     window: int | None,

@@ -20,25 +20,25 @@ from zckpt.containers.torch_zip import read_input
 from zckpt.core.catalog import Role, TensorEntry
 from zckpt.core.fragments import Fragment
 from zckpt.core.overlaps import embed, tile
-from zckpt.layouts.dcp.metadata import BytesItem, Chunk, Metadata, Place, TensorItem, rank_of
+from zckpt.layouts.dcp.metadata import BytesItem, DcpChunk, ItemPlace, Metadata, TensorItem, rank_of
 from zckpt.layouts.save.listing import Listing
 from zckpt.storage import paths as fs
 
 
-def _places(item: TensorItem | BytesItem) -> list[Place]:
+def _places(item: TensorItem | BytesItem) -> list[ItemPlace]:
     """The torch files of an item."""
     if isinstance(item, BytesItem):
         return [] if item.place is None else [item.place]
-    return [chunk.place for chunk in item.chunks if isinstance(chunk.place, Place) and chunk.numel]
+    return [chunk.place for chunk in item.chunks if isinstance(chunk.place, ItemPlace) and chunk.numel]
 
 
-def stored_in(metadata: Metadata) -> dict[str, dict[Place, str]]:
+def stored_in(metadata: Metadata) -> dict[str, dict[ItemPlace, str]]:
     """Data file -> each torch file in it, in their order, and the first item that lies there."""
-    found: dict[Place, str] = {}
+    found: dict[ItemPlace, str] = {}
     for item in metadata.items.values():
         for place in _places(item):
             found.setdefault(place, item.name)
-    files: dict[str, dict[Place, str]] = {}
+    files: dict[str, dict[ItemPlace, str]] = {}
     for place in sorted(found):
         files.setdefault(place.file, {})[place] = found[place]
     return files
@@ -62,10 +62,10 @@ class Items:
     def __init__(self, listing: Listing, file: str) -> None:
         self.listing = listing
         self.file = file
-        self._roots: dict[Place, object] = {}
+        self._roots: dict[ItemPlace, object] = {}
         self._fragments = 0
 
-    def open(self, places: Iterable[Place]) -> dict[Place, object]:
+    def open(self, places: Iterable[ItemPlace]) -> dict[ItemPlace, object]:
         """The inert object in each of these torch files, by place.
 
         Raises:
@@ -133,7 +133,7 @@ class Items:
             fragments += self._embedded(item, chunk)
         return TensorEntry(name, item.size, item.dtype, role, tuple(fragments))
 
-    def _ref(self, item: TensorItem, chunk: Chunk) -> TensorRef:
+    def _ref(self, item: TensorItem, chunk: DcpChunk) -> TensorRef:
         ref = chunk.place if isinstance(chunk.place, TensorRef) else self._roots[chunk.place]
         file = self.file if isinstance(chunk.place, TensorRef) else self._path(chunk.place.file)
         if not isinstance(ref, TensorRef):
@@ -151,7 +151,7 @@ class Items:
             )
         return ref
 
-    def _embedded(self, item: TensorItem, chunk: Chunk) -> Sequence[Fragment]:
+    def _embedded(self, item: TensorItem, chunk: DcpChunk) -> Sequence[Fragment]:
         """A chunk's fragments, as fragments of its tensor."""
         fragments: Sequence[Fragment] = self._ref(item, chunk).fragments()
         shape = list(chunk.sizes)
@@ -170,7 +170,7 @@ class Items:
         self._fragments += len(fragments) if len(fragments) > 1 else 0
         return fragments
 
-    def _check_cover(self, item: TensorItem, chunks: Sequence[Chunk]) -> None:
+    def _check_cover(self, item: TensorItem, chunks: Sequence[DcpChunk]) -> None:
         """The chunks are the tensor: every element in exactly one."""
         numel, held = math.prod(item.size), sum(chunk.numel for chunk in chunks)
         cut = [d for d, extent in enumerate(item.size) if any(chunk.sizes[d] != extent for chunk in chunks)]

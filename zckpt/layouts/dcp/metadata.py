@@ -42,7 +42,7 @@ Shape = tuple[int, ...]
 Path = tuple[str | int, ...]
 
 
-class Place(NamedTuple):
+class ItemPlace(NamedTuple):
     """Where an item's torch file lies: `length` bytes at `offset` of a file of the save."""
 
     file: str
@@ -50,12 +50,12 @@ class Place(NamedTuple):
     length: int
 
 
-class Chunk(NamedTuple):
+class DcpChunk(NamedTuple):
     """A box of a tensor, and its torch file, or where it lies in a safetensors file."""
 
     offsets: Shape
     sizes: Shape
-    place: Place | TensorRef
+    place: ItemPlace | TensorRef
 
     @property
     def numel(self) -> int:
@@ -71,7 +71,7 @@ class TensorItem:
     path: Path
     dtype: DType
     size: Shape
-    chunks: tuple[Chunk, ...]
+    chunks: tuple[DcpChunk, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +80,7 @@ class BytesItem:
 
     name: str
     path: Path
-    place: Place | None
+    place: ItemPlace | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,7 +194,7 @@ class _Pickled:
                 raise self.corrupt("an item whose name is no text", brief(name))
             yield name, value
 
-    def _places(self, stored: object) -> Iterator[tuple[tuple[str, Shape | None], Place]]:
+    def _places(self, stored: object) -> Iterator[tuple[tuple[str, Shape | None], ItemPlace]]:
         """(name, offsets) -> where that chunk lies; offsets None for bytes."""
         if not isinstance(stored, Mapping):
             raise self.corrupt("metadata that do not say where anything lies", brief(stored))
@@ -213,7 +213,7 @@ class _Pickled:
             offset, length = self.shape(numbers, f"the place of {name!r}")
             yield (
                 (name, None if offsets is None else self.shape(offsets, f"the offsets of {name!r}")),
-                Place(file, offset, length),
+                ItemPlace(file, offset, length),
             )
 
     def checked_path(self, path: object) -> str:
@@ -255,7 +255,7 @@ class _Pickled:
         dtype = self._dtype(name, described.get("properties"))
         return TensorItem(name, self._path(name), dtype, size, tuple(cut.values()))
 
-    def _chunk(self, name: str, size: Shape, value: object) -> Chunk:
+    def _chunk(self, name: str, size: Shape, value: object) -> DcpChunk:
         described = self.fields(value, "ChunkStorageMetadata")
         offsets = self.shape(described.get("offsets"), f"the offsets of a chunk of {name!r}")
         sizes = self.shape(described.get("sizes"), f"the sizes of a chunk of {name!r}")
@@ -277,7 +277,7 @@ class _Pickled:
                 file=self.file,
                 found=f"sizes {list(sizes)} at {list(offsets)}",
             )
-        return Chunk(offsets, sizes, place or Place("", 0, 0))
+        return DcpChunk(offsets, sizes, place or ItemPlace("", 0, 0))
 
     def _dtype(self, name: str, value: object) -> DType:
         """`TensorProperties` pickles itself as a tuple that begins with the dtype and the layout."""
@@ -328,7 +328,7 @@ class _Gathered:
 
     dtype: DType
     size: list[int]
-    chunks: dict[tuple[Shape, Shape], Chunk] = field(default_factory=dict[tuple[Shape, Shape], Chunk])
+    chunks: dict[tuple[Shape, Shape], DcpChunk] = field(default_factory=dict[tuple[Shape, Shape], DcpChunk])
 
 
 def _of_safetensors(listing: Listing, names: list[str]) -> Metadata:
@@ -359,7 +359,7 @@ def _of_safetensors(listing: Listing, names: list[str]) -> Metadata:
                     found=f"{ref.dtype} of {list(ref.shape)}",
                 )
             gathered.size = [max(a, b) for a, b in zip(gathered.size, ends, strict=True)]
-            gathered.chunks.setdefault((offsets, ref.shape), Chunk(offsets, ref.shape, ref))
+            gathered.chunks.setdefault((offsets, ref.shape), DcpChunk(offsets, ref.shape, ref))
     items: dict[str, TensorItem | BytesItem] = {}
     for key, gathered in found.items():
         size = tuple(gathered.size)

@@ -16,8 +16,8 @@ from zckpt.containers import TensorRef, brief
 from zckpt.core.catalog import TensorEntry
 from zckpt.layouts.dcp.items import Items
 from zckpt.layouts.dcp.metadata import BytesItem, Path, Shape, TensorItem
-from zckpt.layouts.dcp.state import Optimizer, dotted
-from zckpt.layouts.run.training import Group
+from zckpt.layouts.dcp.state import DcpOptimizer, dotted
+from zckpt.layouts.run.training import ParameterGroup
 from zckpt.layouts.run.values import number_in
 from zckpt.layouts.save.module_states import WRAPPERS
 
@@ -43,7 +43,7 @@ class States:
         tensors: parameter -> state -> item, of those that each element has.
     """
 
-    def __init__(self, optimizer: Optimizer, items: Items, shapes: Mapping[str, Shape]) -> None:
+    def __init__(self, optimizer: DcpOptimizer, items: Items, shapes: Mapping[str, Shape]) -> None:
         self.items = items
         self.shapes = shapes
         self._names = {plain_name(name): name for name in shapes}
@@ -150,20 +150,20 @@ class States:
         """The inert value of a pickled object or of a tensor of one element; of anything else itself."""
         return self.items.value(item) if isinstance(item, TensorItem | BytesItem) else item
 
-    def groups(self) -> list[Group]:
+    def groups(self) -> list[ParameterGroup]:
         """The groups with their settings and the values that all their parameters share.
 
         Raises:
             InconsistentError: parameters of one group differ in one, such as the step.
         """
-        made: list[Group] = []
+        made: list[ParameterGroup] = []
         self.items.open_all(item for states in self.singles.values() for item in states.values())
         for params, settings in self._groups():
             self.items.open_all(item for item in settings.values() if isinstance(item, TensorItem | BytesItem))
             names = tuple(self._named(params))
             states = dict.fromkeys(state for name in names for state in self.tensors.get(name, {}))
             kept = {key: self.value(value) for key, value in settings.items()}
-            made.append(Group(names, kept, self._shared(names), tuple(states)))
+            made.append(ParameterGroup(names, kept, self._shared(names), tuple(states)))
         return made
 
     def _shared(self, names: Sequence[str]) -> dict[str, object]:

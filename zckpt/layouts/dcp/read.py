@@ -22,7 +22,7 @@ from zckpt.core.dtypes import F32
 from zckpt.layouts.dcp.items import Items, stored_in
 from zckpt.layouts.dcp.metadata import BytesItem, Metadata, TensorItem, rank_of, read_metadata
 from zckpt.layouts.dcp.optimizer import States
-from zckpt.layouts.dcp.state import Model, model_of, optimizers_of
+from zckpt.layouts.dcp.state import DcpModel, model_of, optimizers_of
 from zckpt.layouts.run.training import Training
 from zckpt.layouts.run.values import step_of
 from zckpt.layouts.save.listing import DCP_DATA, DCP_METADATA, DCP_SAFETENSORS, Listing, list_files
@@ -43,7 +43,7 @@ def match(listing: Listing) -> str | None:
 
 
 @dataclass(frozen=True, slots=True)
-class Save:
+class DcpSave:
     """A save, read.
 
     Attributes:
@@ -54,12 +54,12 @@ class Save:
     """
 
     metadata: Metadata
-    model: Model
+    model: DcpModel
     items: Items
     optimizers: tuple[States, ...]
 
 
-def load(listing: Listing) -> Save:
+def load(listing: Listing) -> DcpSave:
     """The files of a save; errors as in `read`."""
     metadata = read_metadata(listing)
     model = model_of(metadata, listing.wishes.key)
@@ -77,7 +77,7 @@ def load(listing: Listing) -> Save:
     if not states and (beside := _beside(listing)):
         other = read_metadata(beside)
         states = [States(o, Items(beside, other.file), shapes) for o in optimizers_of(other).values()]
-    return Save(metadata, model, items, tuple(state for state in states if state.is_of_model()))
+    return DcpSave(metadata, model, items, tuple(state for state in states if state.is_of_model()))
 
 
 def _beside(listing: Listing) -> Listing | None:
@@ -120,7 +120,7 @@ def read(listing: Listing, *, allow_unknown: bool = False) -> Catalog:
     )
 
 
-def _trained(save: Save) -> tuple[set[str], tuple[str, ...]]:
+def _trained(save: DcpSave) -> tuple[set[str], tuple[str, ...]]:
     """The parameters that optimizers own, and why none are known where that is so."""
     try:
         return {name for states in save.optimizers for name in states.parameters()}, ()
@@ -167,7 +167,7 @@ def _ties(items: Mapping[str, TensorItem]) -> tuple[dict[str, TensorItem], dict[
     return kept, aliases
 
 
-def _steps(save: Save) -> int | None:
+def _steps(save: DcpSave) -> int | None:
     """Optimizer steps, by the first parameter that counts them; else a number called so."""
     for states in save.optimizers:
         for singles in states.singles.values():
@@ -231,13 +231,13 @@ def records(listing: Listing) -> Iterator[tuple[str, list[tuple[str, int, int, i
 _SMALL_BYTES = 1 << 16
 
 
-def _others(save: Save) -> dict[str, TensorItem | BytesItem]:
+def _others(save: DcpSave) -> dict[str, TensorItem | BytesItem]:
     owned = {item.name for o in optimizers_of(save.metadata).values() for _, item in (*o.states, *o.settings)}
     owned |= {item.name for item in save.model.items.values()}
     return {name: item for name, item in save.metadata.items.items() if name not in owned}
 
 
-def _rest(save: Save) -> dict[str, object]:
+def _rest(save: DcpSave) -> dict[str, object]:
     """Everything that is neither weights nor optimizer: counters, schedules, a trainer's state, as it was nested.
 
     DeepSpeed's loader wants its own counters, and a version, in every save.

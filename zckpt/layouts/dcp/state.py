@@ -24,7 +24,7 @@ MODEL_KEYS = ("model", "state_dict", "model_state_dict", "module")
 
 
 @dataclass(frozen=True, slots=True)
-class Model:
+class DcpModel:
     """The weights that were chosen.
 
     Attributes:
@@ -39,7 +39,7 @@ class Model:
 
 
 @dataclass(slots=True)
-class Optimizer:
+class DcpOptimizer:
     """An optimizer's items.
 
     Attributes:
@@ -82,14 +82,14 @@ def _is_part(name: str, part: str) -> bool:
     return f".{part}." in f".{name}."
 
 
-def optimizers_of(metadata: Metadata) -> dict[str, Optimizer]:
+def optimizers_of(metadata: Metadata) -> dict[str, DcpOptimizer]:
     """The optimizers of a save by their keys, in its order."""
     paths = paths_of(metadata)
-    homes: dict[Path, Optimizer] = {}
+    homes: dict[Path, DcpOptimizer] = {}
     for path in paths.values():
         at = _part_at(path, "param_groups")
         if at is not None:
-            homes.setdefault(path[:at], Optimizer(dotted(path[:at])))
+            homes.setdefault(path[:at], DcpOptimizer(dotted(path[:at])))
     for name, path in paths.items():
         for part in ("state", "param_groups"):
             at = _part_at(path, part)
@@ -109,7 +109,7 @@ def _part_at(path: Path, part: str) -> int | None:
     return next(found, None)
 
 
-def model_of(metadata: Metadata, key: str = "") -> Model:
+def model_of(metadata: Metadata, key: str = "") -> DcpModel:
     """The weights: those under `key`, or those that the save itself calls the model.
 
     Raises:
@@ -136,14 +136,14 @@ def model_of(metadata: Metadata, key: str = "") -> Model:
                 "a key that the checkpoint does not have", file=metadata.file, found=f"--key {key}",
                 expected=f"its tensors are under {some(dict.fromkeys(map(_section, (paths[n] for n in tensors))), 6)}",
             )  # fmt: skip
-        return Model(key, chosen, ())
+        return DcpModel(key, chosen, ())
     section, alone = _choose({name: paths[name] for name in tensors}, tensors)
     chosen = {dotted(path[len(section) :]): tensors[name] for name, path in ((n, paths[n]) for n in tensors)
               if path[: len(section)] == section and not (alone and len(path) > 1)}  # fmt: skip
     taken = {item.name for item in chosen.values()}
     left = [_section(paths[name]) for name in tensors if name not in taken]
     several = not section and not alone and any(len(paths[name]) > 1 for name in tensors)
-    return Model(dotted(section), chosen, tuple(_notes(section, left, several)))
+    return DcpModel(dotted(section), chosen, tuple(_notes(section, left, several)))
 
 
 def _section(path: Path) -> str:

@@ -21,7 +21,7 @@ from zckpt.core.catalog import TensorEntry
 from zckpt.core.dtypes import DType
 from zckpt.core.fragments import FileStore, Fragment
 from zckpt.core.plan import Checksum, OutputFile
-from zckpt.layouts.dcp.metadata import Chunk, Path, Place, Shape
+from zckpt.layouts.dcp.metadata import DcpChunk, ItemPlace, Path, Shape
 from zckpt.layouts.dcp.state import dotted
 
 CHUNK_BYTES = 64 << 20
@@ -39,7 +39,7 @@ class _DataFile:
     literals: list[tuple[int, bytes]]
     checksums: list[Checksum]
 
-    def append(self, skeleton: Skeleton) -> Place:
+    def append(self, skeleton: Skeleton) -> ItemPlace:
         """Puts a torch file at the end."""
         at = self.size
         self.literals += [(at + offset, data) for offset, data in skeleton.literals]
@@ -48,7 +48,7 @@ class _DataFile:
             for sum_ in skeleton.checksums
         ]
         self.size += skeleton.size
-        return Place(self.path, at, skeleton.size)
+        return ItemPlace(self.path, at, skeleton.size)
 
 
 @dataclass(slots=True)
@@ -60,7 +60,7 @@ class _Laid:
     runs: list[tuple[_DataFile, int, int, int]]
 
 
-class Save:
+class DcpWriter:
     """A save in the making: items are added one after another, then it is finished.
 
     Args:
@@ -74,17 +74,17 @@ class Save:
         self._files: list[_DataFile] = []
         self._tensors: list[_Laid] = []
         self._paths: dict[str, Path] = {}
-        self._items: dict[str, tuple[DType, Shape, tuple[Chunk, ...]] | Place] = {}
+        self._items: dict[str, tuple[DType, Shape, tuple[DcpChunk, ...]] | ItemPlace] = {}
 
     def tensor(self, path: Path, source: TensorEntry, dtype: DType) -> None:
         """A tensor, perhaps cast."""
         laid = _Laid(source, dtype, [])
-        chunks: list[Chunk] = []
+        chunks: list[DcpChunk] = []
         for offsets, sizes in cut(source.shape, dtype.itemsize, self.chunk_bytes):
             spec = TensorSpec("", dtype, sizes)
             skeleton = torch_zip.skeleton_of(spec, [spec])
             place, file = self._append(skeleton)
-            chunks.append(Chunk(offsets, sizes, place))
+            chunks.append(DcpChunk(offsets, sizes, place))
             if spec.numel:
                 first = _first(offsets, source.shape)
                 laid.runs.append((file, place.offset + skeleton.offsets[""], first, spec.numel))
@@ -96,7 +96,7 @@ class Save:
         spec = TensorSpec("", dtype, ())
         skeleton = torch_zip.skeleton_of(spec, [spec])
         skeleton = replace(skeleton, literals=(*skeleton.literals, (skeleton.offsets[""], data)))
-        self._add(path, (dtype, (), (Chunk((), (), self._append(skeleton)[0]),)))
+        self._add(path, (dtype, (), (DcpChunk((), (), self._append(skeleton)[0]),)))
 
     def value(self, path: Path, value: object) -> None:
         """A pickled object.
@@ -110,11 +110,11 @@ class Save:
         """One more item that is what another one is, in the same place."""
         self._add(path, self._items[dotted(known)])
 
-    def _add(self, path: Path, item: tuple[DType, Shape, tuple[Chunk, ...]] | Place) -> None:
+    def _add(self, path: Path, item: tuple[DType, Shape, tuple[DcpChunk, ...]] | ItemPlace) -> None:
         self._paths[dotted(path)] = path
         self._items[dotted(path)] = item
 
-    def _append(self, skeleton: Skeleton) -> tuple[Place, _DataFile]:
+    def _append(self, skeleton: Skeleton) -> tuple[ItemPlace, _DataFile]:
         if not self._files or (self._files[-1].size and self._files[-1].size + skeleton.size > self.max_file_bytes):
             self._files.append(_DataFile(f"__0_{len(self._files)}.distcp", 0, [], []))
         return self._files[-1].append(skeleton), self._files[-1]
@@ -140,7 +140,7 @@ class Save:
         described: dict[str, object] = {}
         stored: dict[object, object] = {}
         for name, item in self._items.items():
-            if isinstance(item, Place):
+            if isinstance(item, ItemPlace):
                 described[name] = _made("BytesStorageMetadata", None)
                 stored[_index(name, None)] = _info(item)
                 continue
@@ -157,7 +157,7 @@ class Save:
                 },
             )
             for chunk in chunks:
-                assert isinstance(chunk.place, Place)
+                assert isinstance(chunk.place, ItemPlace)
                 stored[_index(name, chunk.offsets)] = _info(chunk.place)
         root = {"state_dict_metadata": described, "planner_data": dict(self._paths), "storage_data": stored}
         return emit(_made("Metadata", {**root, "storage_meta": None, "version": "1.0.0"}), {})
@@ -204,6 +204,6 @@ def _index(name: str, offsets: Shape | None) -> Placeholder:
     )
 
 
-def _info(place: Place) -> Placeholder:
+def _info(place: ItemPlace) -> Placeholder:
     state: dict[str, object] = {"relative_path": place.file, "offset": place.offset, "length": place.length}
     return Placeholder("torch.distributed.checkpoint.filesystem", "_StorageInfo", (), state, called=True, new=True)

@@ -23,7 +23,7 @@ from zckpt.base.errors import CorruptError, InconsistentError, UnsupportedError,
 from zckpt.containers import Placeholder
 from zckpt.containers.tensor_ref import MAX_FRAGMENTS
 from zckpt.core.fragments import Block
-from zckpt.layouts.joining.slices import Joint, Piece, concatenated, parts, replicated, totalled
+from zckpt.layouts.joining.slices import Joint, SliceRows, concatenated, parts, replicated, totalled
 from zckpt.layouts.save.module_states import ModelStates, Shape
 
 BUILT_IN = os.path.join(os.path.dirname(__file__), "rule_files")
@@ -269,8 +269,8 @@ def _joint_of_map(entry: Mapping[str, Any], shapes: Sequence[Shape]) -> Joint:
     ranks, shape = entry["ranks"], tuple(entry["logical_shape"])
     if not isinstance(ranks, Mapping):
         raise TypeError("an affine map without ranks")
-    own: list[Piece] = []
-    copied: dict[int, list[Piece]] = {}  # rank -> blocks that an earlier rank holds too
+    own: list[SliceRows] = []
+    copied: dict[int, list[SliceRows]] = {}  # rank -> blocks that an earlier rank holds too
     held_by: dict[int, set[tuple[int, ...]]] = {}  # rank -> which blocks of the whole these are
     for key, held in sorted(ranks.items(), key=lambda item: int(item[0])):
         rank = int(key)
@@ -292,11 +292,11 @@ def _joint_of_map(entry: Mapping[str, Any], shapes: Sequence[Shape]) -> Joint:
     return Joint(shape, tuple(own), copies)
 
 
-def _where(piece: Piece) -> tuple[int, ...]:
+def _where(piece: SliceRows) -> tuple[int, ...]:
     return piece.start, piece.pitch, piece.rows.count, piece.rows.rows
 
 
-def _blocks(rank: int, piece: Mapping[str, Any]) -> list[Piece]:
+def _blocks(rank: int, piece: Mapping[str, Any]) -> list[SliceRows]:
     """A block of any dimensions as rows: the innermost ones folded while both sides go on without a gap."""
     (source, source_strides), (dest, dest_strides) = piece["source"], piece["dest"]
     dims = list(zip(piece["shape"], source_strides, dest_strides, strict=True))
@@ -311,7 +311,7 @@ def _blocks(rank: int, piece: Mapping[str, Any]) -> list[Piece]:
     places = [(int(source), int(dest))]
     for extent, to_step, of_step in dims:
         places = [(to + n * to_step, of + n * of_step) for to, of in places for n in range(extent)]
-    return [Piece(rank, Block(of, count, rows, of_pitch, of_pitch, 1), to, to_pitch) for to, of in places]
+    return [SliceRows(rank, Block(of, count, rows, of_pitch, of_pitch, 1), to, to_pitch) for to, of in places]
 
 
 def rules_of_checkpoint(model: ModelStates) -> CheckpointRules | None:

@@ -29,7 +29,7 @@ Total = Literal["mean", "sum"]
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class SliceRows:
     """Rows of one rank's slice, and where they go: their first element's number in the whole, and their pitch there."""
 
     rank: int
@@ -53,16 +53,16 @@ class Joint:
     """
 
     shape: Shape
-    pieces: tuple[Piece, ...]
-    copies: Mapping[int, tuple[Piece, ...]] = field(default_factory=dict[int, tuple[Piece, ...]])
+    pieces: tuple[SliceRows, ...]
+    copies: Mapping[int, tuple[SliceRows, ...]] = field(default_factory=dict[int, tuple[SliceRows, ...]])
     total: Total | None = None
     keep: int | None = None
     words: Mapping[str, object] = field(default_factory=dict[str, object])
 
 
-def whole_of(shape: Shape, rank: int = 0) -> Piece:
+def whole_of(shape: Shape, rank: int = 0) -> SliceRows:
     """A slice that is the whole."""
-    return Piece(rank, Block(0, math.prod(shape), 1, 0, 0, 1), 0, 0)
+    return SliceRows(rank, Block(0, math.prod(shape), 1, 0, 0, 1), 0, 0)
 
 
 def replicated(shapes: Sequence[Shape]) -> Joint:
@@ -94,14 +94,14 @@ def parts(shapes: Sequence[Shape], dim: int, widths: Sequence[Sequence[int]]) ->
         if sum(width[rank] for width in widths) != own[dim]:
             raise ValueError(f"{own[dim]} rows in slice {rank}, where {[width[rank] for width in widths]} are expected")
     extent = sum(own[dim] for own in shapes)
-    pieces: list[Piece] = []
+    pieces: list[SliceRows] = []
     offset = 0
     for part, width in enumerate(widths):
         for rank, own in enumerate(shapes):
             before = sum(w[rank] for w in widths[:part])
             pitch = own[dim] * inner
             rows = Block(before * inner, width[rank] * inner, outer, pitch, pitch, 1)
-            pieces.append(Piece(rank, rows, offset * inner, extent * inner))
+            pieces.append(SliceRows(rank, rows, offset * inner, extent * inner))
             offset += width[rank]
     return Joint((*shape[:dim], extent, *shape[dim + 1 :]), tuple(pieces))
 
@@ -186,7 +186,7 @@ def _rank(rank: int) -> str:
     return f"tensor-parallel rank {rank}"
 
 
-def _placed(slices: Sequence[tuple[Fragment, ...]], pieces: Sequence[Piece], itemsize: int) -> tuple[Fragment, ...]:
+def _placed(slices: Sequence[tuple[Fragment, ...]], pieces: Sequence[SliceRows], itemsize: int) -> tuple[Fragment, ...]:
     found: list[Fragment] = []
     for piece in pieces:
         found += place(slices[piece.rank], piece.rows, piece.start, piece.pitch, itemsize)

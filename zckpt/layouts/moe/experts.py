@@ -25,7 +25,7 @@ from zckpt.containers import TensorRef, brief
 from zckpt.core.catalog import Role, TensorEntry
 from zckpt.core.fragments import Block
 from zckpt.core.overlaps import place
-from zckpt.layouts.joining.slices import Joint, Piece
+from zckpt.layouts.joining.slices import Joint, SliceRows
 from zckpt.layouts.moe.records import records
 from zckpt.layouts.save.listing import EXPERT_NAME, Listing
 from zckpt.layouts.save.module_states import ModelStates, Shape, as_mapping, flatten
@@ -112,7 +112,7 @@ class Layer:
             raise ValueError(f"{self.experts} experts in stacks of shapes {some(list(shape) for shape in shapes)}")
         numel = math.prod(own)
         pieces = [
-            Piece(rank, Block(at * numel, numel, 1, 0, 0, 1), expert * numel, 0)
+            SliceRows(rank, Block(at * numel, numel, 1, 0, 0, 1), expert * numel, 0)
             for rank, held in enumerate(self.held)
             for at, expert in enumerate(held)
         ]

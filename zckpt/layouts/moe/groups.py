@@ -26,11 +26,11 @@ from zckpt.layouts.save.module_states import ModelStates, Shape
 from zckpt.layouts.zero import zero3, zero12
 from zckpt.layouts.zero.optimizer_states import OptimizerShard
 
-Save = zero12.Save | zero3.Save
+Save = zero12.Zero12Save | zero3.Zero3Save
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class GroupShare:
     """What one data-parallel group of ranks shares.
 
     Attributes:
@@ -45,18 +45,18 @@ class Part:
 
     def masters(self) -> dict[str, TensorEntry]:
         """Trainable parameters by name; stacked experts are those of this rank."""
-        return zero3.masters(self.save) if isinstance(self.save, zero3.Save) else zero12.masters(self.save)
+        return zero3.masters(self.save) if isinstance(self.save, zero3.Zero3Save) else zero12.masters(self.save)
 
     def padding(self) -> Iterator[Padding]:
         """What of the masters belongs to no parameter."""
-        return zero3.padding(self.save) if isinstance(self.save, zero3.Save) else zero12.padding(self.save)
+        return zero3.padding(self.save) if isinstance(self.save, zero3.Zero3Save) else zero12.padding(self.save)
 
     def training(self) -> Training:
         """Optimizer states and groups, alike."""
-        return zero3.training(self.save) if isinstance(self.save, zero3.Save) else zero12.training(self.save)
+        return zero3.training(self.save) if isinstance(self.save, zero3.Zero3Save) else zero12.training(self.save)
 
 
-def parts_of(save: Save, model: ModelStates, layers: Layers, *, data_first: bool) -> Iterator[Part]:
+def parts_of(save: Save, model: ModelStates, layers: Layers, *, data_first: bool) -> Iterator[GroupShare]:
     """The parts of a save: first what is not experts', then by expert-parallel rank.
 
     Args:
@@ -81,7 +81,7 @@ def parts_of(save: Save, model: ModelStates, layers: Layers, *, data_first: bool
                 {layers.name_on(rank or 0, name): shape for name, shape in listed[n].items()} for n in numbers
             )
             own = replace(model, param_shapes=shapes)
-            if isinstance(save, zero3.Save):
+            if isinstance(save, zero3.Zero3Save):
                 _check_recorded(save, numbers, ranks)
                 names = {at: save.names[r] for at, r in enumerate(ranks)}
                 part = replace(
@@ -89,9 +89,9 @@ def parts_of(save: Save, model: ModelStates, layers: Layers, *, data_first: bool
                 )
                 zero3.check_lengths(part)
                 owned = zero3.owners(save.shards[0])
-                yield Part(part, tuple(sorted({owned[number] for number in numbers})), rank)
+                yield GroupShare(part, tuple(sorted({owned[number] for number in numbers})), rank)
             else:
-                yield Part(zero12.Save(own, shards, len(ranks)), tuple(numbers), rank)
+                yield GroupShare(zero12.Zero12Save(own, shards, len(ranks)), tuple(numbers), rank)
 
 
 def told_apart(save: Save, layers: Layers) -> tuple[Save, Save]:
@@ -223,7 +223,7 @@ def _pick(shard: OptimizerShard, groups: Sequence[int]) -> OptimizerShard:
     )
 
 
-def _check_recorded(save: zero3.Save, numbers: Sequence[int], ranks: range) -> None:
+def _check_recorded(save: zero3.Zero3Save, numbers: Sequence[int], ranks: range) -> None:
     """The ranks that share a sub-group are those that its files name.
 
     Raises:

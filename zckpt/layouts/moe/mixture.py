@@ -19,10 +19,10 @@ from zckpt.layouts.joining.rules import rules_of_checkpoint
 from zckpt.layouts.joining.slices import Joint, join
 from zckpt.layouts.moe.experts import Layer, Layers, sharers
 from zckpt.layouts.moe.groups import Save, parts_of, with_shapes
-from zckpt.layouts.moe.optimizers import Masters, Optimizers, spread_of
+from zckpt.layouts.moe.optimizers import NamedMasters, Optimizers, spread_of
 from zckpt.layouts.moe.records import modules, second_routers, without_experts
 from zckpt.layouts.run.agreement import merged
-from zckpt.layouts.run.training import Group, Training
+from zckpt.layouts.run.training import ParameterGroup, Training
 from zckpt.layouts.run.values import missing_model_file, missing_ranks
 from zckpt.layouts.save.listing import MODEL_NAME, Listing
 from zckpt.layouts.save.module_states import ModelStates, Shape
@@ -30,7 +30,7 @@ from zckpt.layouts.zero import unsharded, zero3, zero12
 from zckpt.layouts.zero.assembly import assemble
 
 
-class Reader:
+class MixtureReader:
     """What a set of data-parallel ranks holds: of a model that is not split, everything.
 
     Args:
@@ -65,7 +65,7 @@ class Reader:
         self.parts = list(parts_of(save, self.model, self.layers, data_first=self.data_first)) if save else []
 
     @cached_property
-    def unsharded(self) -> Masters | None:
+    def unsharded(self) -> NamedMasters | None:
         """Masters of a half-precision run without ZeRO."""
         return self.optimizers.masters(self.model, self.layers, self._rank_in) if self.optimizers else None
 
@@ -141,13 +141,13 @@ class Reader:
         if self.save is None:
             catalog = assemble(self.model, masters, source, topology, frozen={})
             return unsharded.frozen_without_master(catalog, trained) if trained else catalog
-        frozen = zero3.frozen(replace(self.save, model=self.model)) if isinstance(self.save, zero3.Save) else None
+        frozen = zero3.frozen(replace(self.save, model=self.model)) if isinstance(self.save, zero3.Zero3Save) else None
         padding = (pad for part in self.parts for pad in part.padding())
         return assemble(self.model, masters, source, topology, frozen, padding)
 
     @property
     def _stage(self) -> int:
-        return 3 if isinstance(self.save, zero3.Save) else self.save.stage if self.save else 0
+        return 3 if isinstance(self.save, zero3.Zero3Save) else self.save.stage if self.save else 0
 
     def _state_names(self) -> tuple[str, ...]:
         return self.save.shards[0].state_names if self.save else unsharded.state_names(self.first_state)
@@ -167,7 +167,7 @@ class Reader:
         held = [(part, part.training()) for part in self.parts]
         states: dict[str, Mapping[str, TensorEntry]] = {}
         slices: dict[str, dict[str, dict[int, TensorEntry]]] = {}
-        groups: dict[int, Group] = {}
+        groups: dict[int, ParameterGroup] = {}
         for part, training in held:
             for name, by_state in training.states.items():
                 if part.rank is None or not self._is_stacked(name):

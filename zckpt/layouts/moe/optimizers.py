@@ -28,7 +28,7 @@ from zckpt.layouts.zero.unsharded_training import training_of
 
 
 @dataclass(frozen=True, slots=True)
-class Masters:
+class NamedMasters:
     """Masters of a half-precision run, by name.
 
     Attributes:
@@ -85,7 +85,7 @@ class Optimizers:
         states = (*(model.root.get("optimizer") for model in self._models.values()), *self.states.values())
         return any(unsharded.master_groups(state, "") is not None for state in states)
 
-    def masters(self, model: ModelStates, layers: Layers, rank_in: Callable[[Layer, int], int]) -> Masters:
+    def masters(self, model: ModelStates, layers: Layers, rank_in: Callable[[Layer, int], int]) -> NamedMasters:
         """The masters that they keep, if any.
 
         Args:
@@ -96,7 +96,7 @@ class Optimizers:
         Raises:
             IncompleteError: a rank's file is missing.
         """
-        found = Masters()
+        found = NamedMasters()
         for rank in range(layers.ep if self.keep_masters else 0):
             home, file = self._file_of(rank)
             groups = unsharded.master_groups(self.states[rank], file) or []

@@ -31,10 +31,10 @@ from zckpt.containers import Placeholder
 from zckpt.core.catalog import Catalog, Source, Topology
 from zckpt.layouts.moe.experts import Layers, is_own, read_layers
 from zckpt.layouts.moe.groups import Save, told_apart
-from zckpt.layouts.moe.mixture import Reader, load, model_name
+from zckpt.layouts.moe.mixture import MixtureReader, load, model_name
 from zckpt.layouts.moe.records import second_routers, without_experts
 from zckpt.layouts.parallel import read as model_parallel
-from zckpt.layouts.parallel.read import Slice
+from zckpt.layouts.parallel.read import ModelSlice
 from zckpt.layouts.run.agreement import merged
 from zckpt.layouts.run.training import Training
 from zckpt.layouts.save.listing import EXPERT_NAME, EXPERT_OPTIMIZER_NAME, MODEL_NAME, Listing
@@ -73,18 +73,18 @@ def read_training(listing: Listing, *, allow_unknown: bool = False) -> Training:
     return _open(listing, allow_unknown).training()
 
 
-def _open(listing: Listing, allow_unknown: bool) -> Reader | Split:
+def _open(listing: Listing, allow_unknown: bool) -> MixtureReader | Split:
     """Of a model that is split over tensor-parallel ranks, experts may be too, or are spread over all ranks."""
     ranks = len(listing.model_parallel_ranks())
     if ranks < 2 and listing.numbers(model_name(listing), "mp_world_size").get("mp_world_size", 1) < 2:
         model = read_model_states(listing, model_name(listing))
         layers = read_layers(listing, model)
         save = load(listing, allow_unknown, model, layers)
-        return Reader(listing, save, save.model if save else model, layers)
+        return MixtureReader(listing, save, save.model if save else model, layers)
     return Split(listing, allow_unknown)
 
 
-class Split(model_parallel.Reader):
+class Split(model_parallel.ParallelSave):
     """A model that is split over tensor-parallel ranks; see [Note: experts under tensor parallelism]."""
 
     def __init__(self, listing: Listing, allow_unknown: bool) -> None:
@@ -92,7 +92,7 @@ class Split(model_parallel.Reader):
         self.saves: dict[int, Save] = {}
         self.spread: dict[int, Layers] = {}
         self.unwritten: list[str] = []
-        self.whole: dict[int, Reader] = {}
+        self.whole: dict[int, MixtureReader] = {}
         super().__init__(listing, allow_unknown)
         for ranks in self._stages():
             if ranks[0] in self.spread.keys() - self.whole.keys():
@@ -125,7 +125,7 @@ class Split(model_parallel.Reader):
                 "tensor-parallel ones, and cannot load such a save: masters are read, and no copy of their slices proves them."
             )
 
-    def slice_of(self, rank: int, model: ModelStates, tied: Mapping[str, str]) -> Slice:
+    def slice_of(self, rank: int, model: ModelStates, tied: Mapping[str, str]) -> ModelSlice:
         """Of a rank: all its slices, or those that are not experts'."""
         stage = self._stages()[rank // self.topology.tp]
         if self.topology.pp > 1 and not _counts(model.root):
@@ -137,10 +137,10 @@ class Split(model_parallel.Reader):
         layers = spread or read_layers(self.listing, model, own)
         save = load(self.listing, self.allow_unknown, model, layers, rank)
         if spread is None:
-            reader = Reader(self.listing, save, save.model if save else model, layers, own)
+            reader = MixtureReader(self.listing, save, save.model if save else model, layers, own)
             catalog, shard = reader.catalog(), save.shards[0] if save else None
             self.held[rank] = catalog.topology
-            return Slice(catalog, reader.model, reader.training, shard)
+            return ModelSlice(catalog, reader.model, reader.training, shard)
         if save is None:
             model = replace(model, shared=dict(second_routers(model)))
             if rank == stage[0]:
@@ -150,7 +150,7 @@ class Split(model_parallel.Reader):
             if not masters:
                 return super().slice_of(rank, model, tied)
             catalog = assemble(model, masters, Source("", self.listing.directory), self.topology, frozen={})
-            return Slice(
+            return ModelSlice(
                 unsharded.frozen_without_master(catalog, masters),
                 model,
                 lambda: _those(whole.training_of(rank), whole.layers, experts=False),
@@ -160,14 +160,14 @@ class Split(model_parallel.Reader):
         shared = {**dense.model.shared, **dict(second_routers(dense.model))}
         dense = replace(dense, model=replace(dense.model, shared=shared))
         source = Source("", self.listing.directory)
-        if isinstance(dense, zero3.Save):
+        if isinstance(dense, zero3.Zero3Save):
             zero3.check_lengths(dense)
             catalog = assemble(
                 dense.model, zero3.masters(dense), source, self.topology, zero3.frozen(dense), zero3.padding(dense)
             )
-            return Slice(catalog, save.model, lambda: zero3.training(dense), dense.shards[0])
+            return ModelSlice(catalog, save.model, lambda: zero3.training(dense), dense.shards[0])
         catalog = assemble(dense.model, zero12.masters(dense), source, self.topology, padding=zero12.padding(dense))
-        return Slice(catalog, save.model, lambda: zero12.training(dense), dense.shards[0])
+        return ModelSlice(catalog, save.model, lambda: zero12.training(dense), dense.shards[0])
 
     def _check_none(self, rank: int) -> None:
         """A stage without experts has no files of any."""
@@ -178,23 +178,23 @@ class Split(model_parallel.Reader):
                 remedy="They are left over from another save: move them away.",
             )  # fmt: skip
 
-    def _of_all(self, ranks: range) -> Reader:
+    def _of_all(self, ranks: range) -> MixtureReader:
         """What all ranks of a stage hold of experts, as a mixture of nothing else; without ZeRO, beside the first's slices."""
         layers, saves = self.spread[ranks[0]], [self.saves[rank] for rank in ranks if rank in self.saves]
         if not saves:
             models = [self._model(rank) for rank in ranks]
-            return Reader(self.listing, None, models[0], layers, ranks, models)
+            return MixtureReader(self.listing, None, models[0], layers, ranks, models)
         apart = [told_apart(save, layers)[1] for save in saves]
         shards = [shard for same in zip(*(save.shards for save in apart), strict=True) for shard in same]
         save = replace(apart[0], shards=shards, world_size=len(shards))
-        if isinstance(save, zero3.Save):
+        if isinstance(save, zero3.Zero3Save):
             names = [
                 name
-                for same in zip(*(list(own.names.values()) for own in apart if isinstance(own, zero3.Save)))
+                for same in zip(*(list(own.names.values()) for own in apart if isinstance(own, zero3.Zero3Save)))
                 for name in same
             ]
             save = replace(save, names=dict(enumerate(names)), shard_size=len(shards))
-        return Reader(self.listing, save, save.model, layers, ranks)
+        return MixtureReader(self.listing, save, save.model, layers, ranks)
 
     def catalog(self) -> Catalog:
         """The whole model; errors as in `read`."""

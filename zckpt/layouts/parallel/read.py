@@ -24,7 +24,7 @@ from zckpt.core.catalog import Catalog, Padding, Replica, Source, TensorEntry, T
 from zckpt.layouts.joining.rules import Rules, check_loads, rules_of_checkpoint, rules_of_file, unknown_rule
 from zckpt.layouts.joining.slices import Joint, cut_off, join, replicated
 from zckpt.layouts.run.agreement import merged
-from zckpt.layouts.run.training import Group, Training
+from zckpt.layouts.run.training import ParameterGroup, Training
 from zckpt.layouts.run.values import missing_ranks
 from zckpt.layouts.save.listing import LAYER_NAME, MODEL_NAME, Listing
 from zckpt.layouts.save.module_states import ModelStates, as_mapping, flatten, read_model_states
@@ -53,16 +53,16 @@ def read(listing: Listing, *, allow_unknown: bool = False) -> Catalog:
         UnsupportedError: no rule says how a tensor's slices are joined.
         UsageError: the wrong rules were given.
     """
-    return Reader(listing, allow_unknown).catalog()
+    return ParallelSave(listing, allow_unknown).catalog()
 
 
 def read_training(listing: Listing, *, allow_unknown: bool = False) -> Training:
     """What the run needs beside its weights, of whole parameters; arguments and errors as in `read`."""
-    return Reader(listing, allow_unknown).training()
+    return ParallelSave(listing, allow_unknown).training()
 
 
 @dataclass(frozen=True, slots=True)
-class Slice:
+class ModelSlice:
     """What one model-parallel rank holds.
 
     Attributes:
@@ -78,7 +78,7 @@ class Slice:
     shard: OptimizerShard | None = None
 
 
-class Reader:
+class ParallelSave:
     """One save. `stages[pp][tp]` are the ranks' slices."""
 
     def __init__(self, listing: Listing, allow_unknown: bool) -> None:
@@ -147,7 +147,7 @@ class Reader:
             )  # fmt: skip
         return Topology(recorded.dp, tp, pp)
 
-    def slice_of(self, rank: int, model: ModelStates, tied: Mapping[str, str]) -> Slice:
+    def slice_of(self, rank: int, model: ModelStates, tied: Mapping[str, str]) -> ModelSlice:
         """What one model-parallel rank holds. Whoever knows more of its files says it here."""
         if self.layers and not model.module:
             model = replace(model, module=self._stage_module(rank, model, tied))
@@ -165,14 +165,14 @@ class Reader:
             catalog = assemble(
                 save.model, zero3.masters(save), source, self.topology, zero3.frozen(save), zero3.padding(save)
             )
-            return Slice(catalog, save.model, lambda: zero3.training(save), save.shards[0])
+            return ModelSlice(catalog, save.model, lambda: zero3.training(save), save.shards[0])
         else:
             flat = zero12.load(self.listing, rank, allow_unknown=self.allow_unknown, model=model)
             source = Source("", self.listing.directory)
             catalog = assemble(model, zero12.masters(flat), source, self.topology, padding=zero12.padding(flat))
             shard = flat.shards[0]
             training = lambda: zero12.training(flat)  # noqa: E731
-        return Slice(catalog, model, training, shard)
+        return ModelSlice(catalog, model, training, shard)
 
     def _stage_module(self, rank: int, model: ModelStates, tied: Mapping[str, str]) -> dict[str, TensorRef]:
         """The tensors of a stage's layer files under their global names; of a run without ZeRO, those of all layers."""
@@ -231,7 +231,7 @@ class Reader:
             raise unknown_rule(name, shapes, self.listing.directory)
         return joint
 
-    def _stage_tensors(self, stage: Sequence[Slice], padding: list[Padding]) -> Iterator[TensorEntry]:
+    def _stage_tensors(self, stage: Sequence[ModelSlice], padding: list[Padding]) -> Iterator[TensorEntry]:
         """The whole tensors of one pipeline stage; what slices hold beyond them goes into `padding`."""
         names = dict.fromkeys(name for held in stage for name in held.catalog.tensors)
         for name in names:
@@ -306,7 +306,7 @@ class Reader:
 
     def training(self) -> Training:
         """What the run needs beside its weights; errors as in `read`."""
-        groups: list[list[Group]] = []
+        groups: list[list[ParameterGroup]] = []
         states: dict[str, dict[str, TensorEntry]] = {}
         joined: dict[str, Joint] = {}
         first: Training | None = None
@@ -388,7 +388,7 @@ def _tied_names(models: Iterable[ModelStates]) -> dict[str, str]:
     return found
 
 
-def _check_steps(listing: Listing, slices: Sequence[Slice]) -> None:
+def _check_steps(listing: Listing, slices: Sequence[ModelSlice]) -> None:
     """All model files are of one save, and all optimizer files: those of a single rank were compared with each other."""
     models = (held.model for held in slices)
     check_alike(listing, "the step", {os.path.basename(model.file): model.number("global_steps") for model in models})

@@ -205,7 +205,7 @@ def _hint(path: str) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Target:
+class WeightsTarget:
     """How plain weights are to be written.
 
     Attributes:
@@ -227,7 +227,9 @@ class Destination:
     entries: Mapping[str, TensorEntry]
 
 
-def lay_out(wanted: Sequence[tuple[TensorEntry, DType]], aliases: Mapping[str, str], target: Target) -> Destination:
+def lay_out(
+    wanted: Sequence[tuple[TensorEntry, DType]], aliases: Mapping[str, str], target: WeightsTarget
+) -> Destination:
     """Where each tensor goes.
 
     Args:
@@ -271,7 +273,7 @@ def lay_out(wanted: Sequence[tuple[TensorEntry, DType]], aliases: Mapping[str, s
     return Destination(tuple(files), entries)
 
 
-def _split(specs: Mapping[str, TensorSpec], target: Target) -> dict[str, list[str]]:
+def _split(specs: Mapping[str, TensorSpec], target: WeightsTarget) -> dict[str, list[str]]:
     """Shard file -> tensor names, by the hub's own rule."""
     from huggingface_hub import split_state_dict_into_shards_factory
 

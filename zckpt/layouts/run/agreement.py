@@ -21,7 +21,7 @@ from dataclasses import dataclass, replace
 from zckpt.base.errors import InconsistentError, some
 from zckpt.containers import NumpyArray, Placeholder, TensorRef, brief
 from zckpt.core.catalog import TensorEntry
-from zckpt.layouts.run.training import Group
+from zckpt.layouts.run.training import ParameterGroup
 from zckpt.layouts.run.values import SCALER, as_list, number_in, step_of
 from zckpt.layouts.save.listing import EXPERT_OPTIMIZER_NAME, MODEL_NAME, SHARD_NAME, Listing
 from zckpt.layouts.save.module_states import whole
@@ -113,12 +113,12 @@ def check(listing: Listing) -> None:
         )
 
 
-def merged(stages: Iterable[Iterable[Group]]) -> tuple[Group, ...]:
+def merged(stages: Iterable[Iterable[ParameterGroup]]) -> tuple[ParameterGroup, ...]:
     """The groups of all pipeline stages: those of the same number are one, if they have the same settings.
 
     A tied parameter is in the group that its first stage has it in.
     """
-    numbered: dict[int, list[Group]] = {}
+    numbered: dict[int, list[ParameterGroup]] = {}
     owned: set[str] = set()
     for groups in stages:
         before = frozenset(owned)
@@ -135,7 +135,7 @@ def merged(stages: Iterable[Iterable[Group]]) -> tuple[Group, ...]:
     return tuple(group for _, same in sorted(numbered.items()) for group in same)
 
 
-def _alike(a: Group, b: Group) -> bool:
+def _alike(a: ParameterGroup, b: ParameterGroup) -> bool:
     """Whether two groups are told the same, and are called the same."""
     x, y = ({**_binding(group.settings), **{k: group.settings.get(k) for k in ("name", "moe")}} for group in (a, b))
     return not list(unlike(x, y, "", []))

@@ -22,7 +22,7 @@ Form = Literal["zero", "bf16"]
 
 
 @dataclass(frozen=True, slots=True)
-class Group:
+class ParameterGroup:
     """A parameter group of the optimizer.
 
     Attributes:
@@ -59,7 +59,7 @@ class Training:
         claims: what all states and the padding read; made anew when these are others.
     """
 
-    groups: tuple[Group, ...]
+    groups: tuple[ParameterGroup, ...]
     states: Mapping[str, Mapping[str, TensorEntry]]
     scaler: Mapping[str, object]
     model: Mapping[str, object]

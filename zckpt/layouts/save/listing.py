@@ -66,7 +66,7 @@ def natural(name: str) -> list[tuple[int, int | str]]:
 
 
 @dataclass(frozen=True, slots=True)
-class Wishes:
+class ReadOptions:
     """What a person says of files that do not say it themselves.
 
     Attributes:
@@ -101,7 +101,7 @@ class Listing:
     directory: str
     tag: str
     files: Mapping[str, str]
-    wishes: Wishes = Wishes()
+    wishes: ReadOptions = ReadOptions()
     _opened: dict[str, Container] = field(default_factory=dict[str, Container], repr=False)
     _ranks: dict[tuple[str, int], list[tuple[int, str]]] = field(
         default_factory=dict[tuple[str, int], "list[tuple[int, str]]"], repr=False

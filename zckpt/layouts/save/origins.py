@@ -25,7 +25,7 @@ _MOST = 4
 
 
 @dataclass(frozen=True, slots=True)
-class Origin:
+class FileOrigin:
     """What one file says.
 
     Attributes:
@@ -43,13 +43,13 @@ class Origin:
     written_s: float | None
 
 
-def origin(listing: Listing, name: str, container: Container) -> Origin:
+def origin(listing: Listing, name: str, container: Container) -> FileOrigin:
     """What a file of a save says."""
     root = container.root if isinstance(container.root, Mapping) else {}
     inner = root.get("optimizer_state_dict")
     state = inner if isinstance(inner, Mapping) else {}
     version = root.get("ds_version") or state.get("ds_version")
-    return Origin(
+    return FileOrigin(
         name,
         _whole(root.get("global_steps")),
         _whole(root.get("dp_world_size")),
@@ -67,7 +67,7 @@ def save_files(listing: Listing) -> list[str]:
     return [name for name in listing.files if is_trainers_file(name)]
 
 
-def contradictions(origins: Sequence[Origin]) -> Iterator[str]:
+def contradictions(origins: Sequence[FileOrigin]) -> Iterator[str]:
     """Sentences on what the files do not agree on."""
     facts: dict[str, dict[str, int | str | None]] = {
         "the step": {origin.file: origin.step for origin in origins},
@@ -114,7 +114,7 @@ def check_alike(listing: Listing, fact: str, said: Mapping[str, int | str | None
         )
 
 
-def of_other_ages(origins: Sequence[Origin]) -> Iterator[str]:
+def of_other_ages(origins: Sequence[FileOrigin]) -> Iterator[str]:
     """Sentences on files that were written long before or after the others."""
     written = {origin.file: origin.written_s for origin in origins if origin.written_s is not None}
     if len(written) < 2:

@@ -27,7 +27,7 @@ from zckpt.containers import TensorRef, enum_value
 from zckpt.core.catalog import Catalog, Source, TensorEntry, Topology
 from zckpt.core.fragments import Fragment
 from zckpt.layouts.moe.records import second_routers, without_experts
-from zckpt.layouts.run.training import Group, Training
+from zckpt.layouts.run.training import ParameterGroup, Training
 from zckpt.layouts.run.values import SCALER, as_list, step_of
 from zckpt.layouts.save.listing import MODEL_NAME, SHARD_NAME, UNIVERSAL, Listing
 from zckpt.layouts.save.module_states import ModelStates, Shape, as_mapping, read_model_states, whole, with_replica
@@ -231,7 +231,7 @@ def read_training(listing: Listing, *, allow_unknown: bool = False) -> Training:
     listed = save.left.get("param_groups")
     settings = [group for group in listed if isinstance(group, Mapping)] if isinstance(listed, list | tuple) else []
     groups = tuple(
-        Group(
+        ParameterGroup(
             names=tuple(names),
             settings={key: value for key, value in own.items() if key != "params"},
             scalars=_scalars(save, names),

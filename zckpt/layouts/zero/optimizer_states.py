@@ -14,12 +14,12 @@ from zckpt.base.errors import CorruptError, IncompleteError, InconsistentError, 
 from zckpt.containers import TensorRef, brief, enum_value
 from zckpt.core.dtypes import BF16, F16, F32, DType
 from zckpt.core.fragments import Fragment
-from zckpt.layouts.run.training import Group
+from zckpt.layouts.run.training import ParameterGroup
 from zckpt.layouts.run.values import SCALER, as_list, missing_ranks, step_of
 from zckpt.layouts.save.listing import Listing
 from zckpt.layouts.save.module_states import ModelStates, as_mapping, as_tensor, rank_count
 from zckpt.layouts.save.origins import check_alike
-from zckpt.layouts.zero.partition import Piece
+from zckpt.layouts.zero.partition import VectorRun
 
 
 @dataclass(frozen=True, slots=True)
@@ -217,11 +217,11 @@ def state_vector(shard: OptimizerShard, number: int, state: str) -> TensorRef:
     )
 
 
-def group_of(names: tuple[str, ...], shard: OptimizerShard, number: int, flat_group: int) -> Group:
+def group_of(names: tuple[str, ...], shard: OptimizerShard, number: int, flat_group: int) -> ParameterGroup:
     """Parameter group `number`, with the single values that one of its flat groups holds."""
     settings = shard.settings[number] if number < len(shard.settings) else {}
     vectors = per_element(shard.states[flat_group])
-    return Group(
+    return ParameterGroup(
         names,
         {key: value for key, value in settings.items() if key != "params"},
         {key: value for key, value in shard.states[flat_group].items() if key not in vectors},
@@ -246,7 +246,7 @@ def precision_of(model: ModelStates) -> DType:
     return F32
 
 
-def fragment_of(vector: TensorRef, piece: Piece, start: int, file: str) -> Fragment:
+def fragment_of(vector: TensorRef, piece: VectorRun, start: int, file: str) -> Fragment:
     """A piece of a parameter, whose first element is number `start`, as it lies in a rank's vector.
 
     Raises:

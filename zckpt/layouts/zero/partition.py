@@ -26,7 +26,7 @@ from typing import NamedTuple, TypeVar
 Name = TypeVar("Name")
 
 
-class Piece(NamedTuple):
+class VectorRun(NamedTuple):
     """Elements [start, start + count) of a parameter, at element `offset` of vector number `index`."""
 
     index: int  # type: ignore[assignment]  # tuple's method of this name is not needed
@@ -47,13 +47,13 @@ def flat_offsets(numels: Sequence[int], paddings: Sequence[int] | None = None) -
     return ends[:-1], ends[-1]
 
 
-def flat_pieces(offset: int, numel: int, partition_size: int) -> Iterator[Piece]:
+def flat_pieces(offset: int, numel: int, partition_size: int) -> Iterator[VectorRun]:
     """The pieces of a parameter that starts at element `offset` of a flat group; `index` is the rank."""
     done = 0
     while done < numel:
         rank, local = divmod(offset + done, partition_size)
         count = min(numel - done, partition_size - local)
-        yield Piece(rank, local, done, count)
+        yield VectorRun(rank, local, done, count)
         done += count
 
 
@@ -140,12 +140,12 @@ class SubGroups:
         self._starts = list(accumulate(lengths, initial=0))
         self.total = self._starts[-1]
 
-    def pieces(self, offset: int, count: int) -> Iterator[Piece]:
+    def pieces(self, offset: int, count: int) -> Iterator[VectorRun]:
         """Where elements [offset, offset + count) of the run lie; `index` is the sub-group. Never beyond `total`."""
         done = 0
         while done < count and offset + done < self.total:
             index = bisect_right(self._starts, offset + done) - 1
             local = offset + done - self._starts[index]
             step = min(count - done, self.lengths[index] - local)
-            yield Piece(index, local, done, step)
+            yield VectorRun(index, local, done, step)
             done += step

@@ -17,7 +17,7 @@ from zckpt.base.errors import InconsistentError, some
 from zckpt.containers import TensorRef
 from zckpt.core.catalog import Catalog, Replica, Source, TensorEntry
 from zckpt.core.fragments import Fragment
-from zckpt.engine.replicas import Reader, first_difference
+from zckpt.engine.replicas import ElementReader, first_difference
 from zckpt.layouts.run.values import missing_ranks
 from zckpt.layouts.save.listing import MODEL_NAME, Listing
 from zckpt.layouts.save.module_states import ModelStates, as_tensor, read_model_states, whole
@@ -98,7 +98,7 @@ def masters_by_group(model: ModelStates) -> list[list[str]]:
 
 
 @dataclass(frozen=True, slots=True)
-class Masters:
+class GroupMasters:
     """Masters of one group: one tensor per parameter, or one vector for all."""
 
     tensors: tuple[TensorRef, ...]
@@ -128,16 +128,16 @@ class Masters:
         return self.tensors[0].numel if self.is_flat else len(self.tensors)
 
 
-def master_groups(optimizer: object, file: str) -> list[Masters] | None:
+def master_groups(optimizer: object, file: str) -> list[GroupMasters] | None:
     """The masters in an optimizer's state, or None when it has none."""
     if not isinstance(optimizer, Mapping):
         return None
     flat, unfused = optimizer.get("fp32_groups_flat"), optimizer.get("fp32_groups")
     if isinstance(flat, list | tuple):
-        return [Masters((as_tensor(ref, "a flat group", file),), True) for ref in flat]
+        return [GroupMasters((as_tensor(ref, "a flat group", file),), True) for ref in flat]
     if isinstance(unfused, list | tuple):
         groups = (group if isinstance(group, list | tuple) else [group] for group in unfused)
-        return [Masters(tuple(as_tensor(ref, "a master", file) for ref in group), False) for group in groups]
+        return [GroupMasters(tuple(as_tensor(ref, "a master", file) for ref in group), False) for group in groups]
     return None
 
 
@@ -153,13 +153,13 @@ def candidates(model: ModelStates) -> list[TensorEntry]:
     return found
 
 
-def assign(weights: Sequence[TensorEntry], groups: Sequence[Masters], file: str) -> dict[str, TensorEntry]:
+def assign(weights: Sequence[TensorEntry], groups: Sequence[GroupMasters], file: str) -> dict[str, TensorEntry]:
     """The masters by name: which weight each of them belongs to.
 
     Raises:
         InconsistentError: no assignment, or more than one, agrees with the weights.
     """
-    with Reader() as reader:
+    with ElementReader() as reader:
         solutions = _solutions(reader, weights, groups, skipping=False)
         solutions = solutions or _solutions(reader, weights, groups, skipping=True)
     if len(solutions) != 1:
@@ -184,7 +184,7 @@ _Solution = dict[int, tuple[int, Fragment]]
 
 
 def _solutions(
-    reader: Reader, weights: Sequence[TensorEntry], groups: Sequence[Masters], *, skipping: bool
+    reader: ElementReader, weights: Sequence[TensorEntry], groups: Sequence[GroupMasters], *, skipping: bool
 ) -> list[_Solution]:
     """At most two ways to merge the groups into the model's order; `skipping`: some parameters have no master.
 

@@ -17,7 +17,7 @@ from zckpt.containers import TensorRef
 from zckpt.core.catalog import TensorEntry
 from zckpt.core.dtypes import F16
 from zckpt.core.fragments import Fragment
-from zckpt.layouts.run.training import Group, Training, new_scaler
+from zckpt.layouts.run.training import ParameterGroup, Training, new_scaler
 from zckpt.layouts.save.listing import MODEL_NAME, Listing
 from zckpt.layouts.save.module_states import ModelStates, as_mapping, as_tensor, read_model_states, whole
 from zckpt.layouts.zero import unsharded
@@ -65,7 +65,7 @@ def training_of(model: ModelStates, names: Names | None = None) -> Training:
     counts = None if is_flat else [len(group["params"]) for group in settings]  # type: ignore[arg-type]
     named = _names(model, optimizer, counts, len(settings), names)
     numbers = iter(range(1 << 62))
-    groups: list[Group] = []
+    groups: list[ParameterGroup] = []
     states: dict[str, dict[str, TensorEntry]] = {}
     held = inner.get("state") or {}
     for group, members in zip(settings, named, strict=True):
@@ -83,7 +83,7 @@ def training_of(model: ModelStates, names: Names | None = None) -> Training:
                     if isinstance(value, TensorRef) and _is_of(value, key)
                 }
         groups.append(
-            Group(
+            ParameterGroup(
                 tuple(members),
                 {key: value for key, value in group.items() if key != "params"},
                 {key: value for key, value in first.items() if key not in per_element},

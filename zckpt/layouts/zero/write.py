@@ -25,9 +25,9 @@ from zckpt.core.catalog import Catalog, TensorEntry
 from zckpt.core.dtypes import BF16, F16, DType
 from zckpt.core.fragments import FileStore
 from zckpt.core.plan import OutputFile
-from zckpt.layouts.run.training import Form, Group, Training, new_scaler
+from zckpt.layouts.run.training import Form, ParameterGroup, Training, new_scaler
 from zckpt.layouts.zero.partition import (
-    Piece,
+    VectorRun,
     alignment_paddings,
     flat_offsets,
     flat_pieces,
@@ -136,7 +136,7 @@ def _files(writer: _Stage12 | _Stage3, rank: int) -> Laid:
     return Laid(tuple(file for file, _ in made), tuple(pair for _, filled in made for pair in filled))
 
 
-class _Writer:
+class _ZeroWriter:
     """What the stages share: the model file, and what surrounds the vectors in the optimizer files."""
 
     sketch = False
@@ -192,7 +192,7 @@ class _Writer:
         beside: dict[str, object] = file.adopt(self.training.beside)
         return root | beside
 
-    def settings(self, file: TorchFile, group: Group, numbers: list[int]) -> object:
+    def settings(self, file: TorchFile, group: ParameterGroup, numbers: list[int]) -> object:
         """A parameter group of the wrapped optimizer."""
         return file.adopt({**group.settings, "params": numbers})
 
@@ -202,7 +202,7 @@ class _Writer:
             return self.catalog.tensors[name]
         return self.training.state(name, state)
 
-    def dtype_of(self, group: Group, state: str | None) -> DType:
+    def dtype_of(self, group: ParameterGroup, state: str | None) -> DType:
         """Of the vector of a group's masters, or of one of its states."""
         return self.source(group.names[0], state).dtype
 
@@ -235,7 +235,7 @@ class _Writer:
         return kept
 
 
-class _Stage12(_Writer):
+class _Stage12(_ZeroWriter):
     """One model file; flat groups cut into partitions."""
 
     def _order(self, names: Sequence[str]) -> Sequence[str]:
@@ -295,7 +295,12 @@ class _Stage12(_Writer):
         return file.finish(self.optim_root(file, state))
 
     def _vector(
-        self, file: TorchFile, group: Group, here: Sequence[tuple[str, Piece]], state: str | None, length: int
+        self,
+        file: TorchFile,
+        group: ParameterGroup,
+        here: Sequence[tuple[str, VectorRun]],
+        state: str | None,
+        length: int,
     ) -> TensorSpec:
         """One rank's masters or states of a group."""
         fillings = [Filling(self.source(name, state), p.start, p.count, p.offset) for name, p in here]
@@ -311,7 +316,7 @@ def _address(numel: int, start: int) -> Placeholder:
     return Placeholder("deepspeed.utils.tensor_fragment", "fragment_address", (), state, called=True, new=True)
 
 
-class _Stage3(_Writer):
+class _Stage3(_ZeroWriter):
     """A model file per rank; each parameter cut by itself."""
 
     def __init__(self, catalog: Catalog, training: Training, target: ZeroTarget) -> None:

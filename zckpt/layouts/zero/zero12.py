@@ -15,7 +15,7 @@ from zckpt.containers import TensorRef
 from zckpt.core.catalog import Catalog, Padding, Source, TensorEntry
 from zckpt.core.fragments import Fragment
 from zckpt.layouts.joining.rules import rules_of_checkpoint
-from zckpt.layouts.run.training import Form, Group, Training
+from zckpt.layouts.run.training import Form, ParameterGroup, Training
 from zckpt.layouts.run.values import missing_model_file
 from zckpt.layouts.save.listing import MODEL_NAME, Listing
 from zckpt.layouts.save.module_states import ModelStates, Shape, read_model_states, with_replica, without_shapes
@@ -31,7 +31,7 @@ from zckpt.layouts.zero.optimizer_states import (
     scaler_of,
     state_vector,
 )
-from zckpt.layouts.zero.partition import Piece, flat_offsets, flat_pieces, in_original_order
+from zckpt.layouts.zero.partition import VectorRun, flat_offsets, flat_pieces, in_original_order
 
 _KNOWN = frozenset((
     *("loss_scaler", "dynamic_loss_scale", "overflow", "clip_grad", "base_optimizer_state",),
@@ -49,7 +49,7 @@ def match(listing: Listing) -> str | None:
 
 
 @dataclass(frozen=True, slots=True)
-class Save:
+class Zero12Save:
     """One model-parallel rank's files of a save, read and found to belong together."""
 
     model: ModelStates
@@ -67,7 +67,9 @@ class Save:
         return "zero" if "zero_stage" in self.shards[0].root else "bf16"
 
 
-def load(listing: Listing, mp_rank: int = 0, *, allow_unknown: bool = False, model: ModelStates | None = None) -> Save:
+def load(
+    listing: Listing, mp_rank: int = 0, *, allow_unknown: bool = False, model: ModelStates | None = None
+) -> Zero12Save:
     """The files of one model-parallel rank, whose model file may have been read; otherwise as `read`."""
     name = next((n for n in listing.matching(MODEL_NAME) if int(n.split("_")[2]) == mp_rank), None)
     shards = read_shards(listing, _KNOWN, mp_rank, allow_unknown=allow_unknown)
@@ -86,7 +88,7 @@ def load(listing: Listing, mp_rank: int = 0, *, allow_unknown: bool = False, mod
             found=f"{sorted(counts)} groups of masters",
             expected=f"{len(model.param_shapes)} in {model.file!r}",
         )
-    return Save(model, shards, world_size)
+    return Zero12Save(model, shards, world_size)
 
 
 def read(listing: Listing, *, allow_unknown: bool = False) -> Catalog:
@@ -139,13 +141,13 @@ class _Group:
     total: int
     size: int
 
-    def alignment(self) -> Iterator[Piece]:
+    def alignment(self) -> Iterator[VectorRun]:
         """What lies between the parameters."""
         stops = (offset + math.prod(shape) for shape, offset in zip(self.shapes.values(), self.offsets, strict=True))
         for stop, start in zip(stops, [*self.offsets, self.total][1:], strict=True):
             yield from flat_pieces(stop, start - stop, self.size)
 
-    def end(self, vectors: Sequence[TensorRef], files: Sequence[str]) -> Iterator[Piece]:
+    def end(self, vectors: Sequence[TensorRef], files: Sequence[str]) -> Iterator[VectorRun]:
         """What fills up the group, so that all ranks share it evenly: states still have it where masters do not.
 
         Raises:
@@ -162,7 +164,7 @@ class _Group:
                 remedy="A file is of another save, or its layout is unknown. Nothing was written.",
             )
         for rank, (own, count) in enumerate(zip(real, left, strict=True)):
-            yield Piece(rank, own, 0, count)
+            yield VectorRun(rank, own, 0, count)
 
     def entries(self, vectors: Sequence[TensorRef], files: Sequence[str]) -> Iterator[TensorEntry]:
         """The parameters in vectors cut as the masters are: these themselves, or an optimizer state."""
@@ -173,7 +175,7 @@ class _Group:
             yield TensorEntry(name, shape, dtype, "parameter", tuple(fragments))
 
 
-def _groups(save: Save) -> Iterator[_Group]:
+def _groups(save: Zero12Save) -> Iterator[_Group]:
     for number, shapes in enumerate(save.model.param_shapes):
         paddings = save.shards[0].alignment_paddings
         if paddings is not None:
@@ -184,7 +186,7 @@ def _groups(save: Save) -> Iterator[_Group]:
         yield _Group(number, shapes, offsets, total, save.shards[0].vectors[number].numel)
 
 
-def masters(save: Save) -> dict[str, TensorEntry]:
+def masters(save: Zero12Save) -> dict[str, TensorEntry]:
     """Trainable parameters by name, with the module's own weights as replicas."""
     found: dict[str, TensorEntry] = {}
     files = [shard.file for shard in save.shards]
@@ -194,13 +196,13 @@ def masters(save: Save) -> dict[str, TensorEntry]:
     return found
 
 
-def training(save: Save) -> Training:
+def training(save: Zero12Save) -> Training:
     """What the run needs beside its weights.
 
     Raises:
         IncompleteError: a rank lacks a state that others have.
     """
-    groups: list[Group] = []
+    groups: list[ParameterGroup] = []
     padding: list[Padding] = []
     states: dict[str, dict[str, TensorEntry]] = {name: {} for shapes in save.model.param_shapes for name in shapes}
     first = save.shards[0]
@@ -244,7 +246,7 @@ def _group_paddings(
 _ADAM = ("exp_avg", "exp_avg_sq")
 
 
-def padding(save: Save) -> Iterator[Padding]:
+def padding(save: Zero12Save) -> Iterator[Padding]:
     """What belongs to no parameter, of the masters and of Adam's moments, vector by vector; all of it is zero.
 
     DeepSpeed fills it with zeros, in masters and gradients; so no step changes them, nor the moments of Adam and its kin.
@@ -275,7 +277,7 @@ def _padding(group: _Group, shards: Sequence[OptimizerShard], state: str | None)
             yield Padding(vectors[rank].dtype, tuple(fragments), why, zero=state is None or state in _ADAM)
 
 
-def _check_lengths(number: int, parameters: int, total: int, save: Save) -> None:
+def _check_lengths(number: int, parameters: int, total: int, save: Zero12Save) -> None:
     """Every rank holds its whole partition, or what is left of it without the padding at the end.
 
     Raises:

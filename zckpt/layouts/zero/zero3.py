@@ -48,7 +48,7 @@ def match(listing: Listing) -> str | None:
 
 
 @dataclass(frozen=True, slots=True)
-class Save:
+class Zero3Save:
     """One model-parallel rank's files of a save, read and found to belong together.
 
     Attributes:
@@ -68,7 +68,7 @@ class Save:
     shard_size: int
 
 
-def load(listing: Listing, mp_rank: int = 0, *, allow_unknown: bool = False) -> Save:
+def load(listing: Listing, mp_rank: int = 0, *, allow_unknown: bool = False) -> Zero3Save:
     """The files of one model-parallel rank; arguments and errors as in `zero12.read`."""
     names = listing.shards("model", mp_rank)
     if not names:
@@ -85,7 +85,7 @@ def load(listing: Listing, mp_rank: int = 0, *, allow_unknown: bool = False) -> 
     if missing:
         raise missing_ranks(listing, "model", sorted(names), missing, world_size)
     _check_steps(listing, names)
-    return Save(listing, names, model, shards, world_size, _shard_size(model, shards, world_size))
+    return Zero3Save(listing, names, model, shards, world_size, _shard_size(model, shards, world_size))
 
 
 def read(listing: Listing, *, allow_unknown: bool = False) -> Catalog:
@@ -132,7 +132,7 @@ def _shard_size(model: ModelStates, shards: Sequence[OptimizerShard], world_size
     return _proved_size(model, shards, world_size)
 
 
-def check_lengths(save: Save) -> None:
+def check_lengths(save: Zero3Save) -> None:
     """Every rank of a part of a save holds what it should; errors as in `load`."""
     _proved_size(save.model, save.shards, save.world_size)
 
@@ -165,7 +165,7 @@ class _Place:
     offset: int
 
 
-def _places(save: Save) -> Iterator[_Place]:
+def _places(save: Zero3Save) -> Iterator[_Place]:
     """In flat order: `param_shapes` lists them by sub-group, but nothing depends on how."""
     offset = 0
     for name, shape in (item for listed in save.model.param_shapes for item in listed.items()):
@@ -173,7 +173,7 @@ def _places(save: Save) -> Iterator[_Place]:
         offset += partition_numel(math.prod(shape), save.shard_size)
 
 
-def masters(save: Save) -> dict[str, TensorEntry]:
+def masters(save: Zero3Save) -> dict[str, TensorEntry]:
     """Trainable parameters by name; under MiCS, what further groups of ranks hold are replicas."""
     size = save.shard_size
     lengths = [SubGroups([vector.numel for vector in shard.vectors]) for shard in save.shards]
@@ -199,7 +199,7 @@ def _pieces(
             yield fragment_of(_vector(shard, piece.index, state), piece, held.start + piece.start, shard.file)
 
 
-def padding(save: Save) -> Iterator[Padding]:
+def padding(save: Zero3Save) -> Iterator[Padding]:
     """What no parameter has of the masters: the ends of the last pieces of each parameter. It is whatever the memory held."""
     lengths = [SubGroups([vector.numel for vector in shard.vectors]) for shard in save.shards]
     for place in _places(save):
@@ -226,7 +226,7 @@ def _padding(
         )
 
 
-def _copies(save: Save) -> Iterator[Padding]:
+def _copies(save: Zero3Save) -> Iterator[Padding]:
     """The states that further groups of ranks have, which are not read: their masters were compared."""
     for shard in save.shards[save.shard_size :]:
         for vector in (ref for states in shard.states for ref in per_element(states).values()):
@@ -237,7 +237,7 @@ def _vector(shard: OptimizerShard, number: int, state: str | None) -> TensorRef:
     return shard.vectors[number] if state is None else state_vector(shard, number, state)
 
 
-def training(save: Save) -> Training:
+def training(save: Zero3Save) -> Training:
     """What the run needs beside its weights.
 
     Raises:
@@ -283,7 +283,7 @@ def owners(shard: OptimizerShard) -> dict[int, int]:
     )
 
 
-def frozen(save: Save) -> dict[str, TensorEntry]:
+def frozen(save: Zero3Save) -> dict[str, TensorEntry]:
     """Frozen parameters by name: each rank's model file holds its piece, the last ones padded or short.
 
     Raises:
