@@ -42,22 +42,6 @@ fuzz: .make/zckpt .make/test
 	for target in pickle zip safetensors metadata; do $(BIN)/python tests/hostile/coverage.py $$target -max_len=65536 -timeout=20 \
 	  -rss_limit_mb=1500 -artifact_prefix=.make/fuzz/ -max_total_time=$(FUZZ_SECONDS) .make/fuzz/$$target || exit 1; done
 
-# The engine, built to watch its own memory, arithmetic and threads, at all that it does.
-sanitize: .make/asan/built .make/tsan/built
-	LD_PRELOAD="$$($(CXX) -print-file-name=libasan.so) $$($(CXX) -print-file-name=libubsan.so)" ASAN_OPTIONS=detect_leaks=0:allocator_may_return_null=1 \
-	  UBSAN_OPTIONS=halt_on_error=1:print_stacktrace=1 PYTHONMALLOC=malloc $(BIN)/python tests/sanitized.py .make/asan/_core.*so
-	LD_PRELOAD="$$($(CXX) -print-file-name=libtsan.so)" TSAN_OPTIONS=halt_on_error=1 setarch -R $(BIN)/python tests/sanitized.py .make/tsan/_core.*so
-
-bench: .make/zckpt .make/test interop
-	$(BIN)/python benchmarks/run.py
-
-fixtures: .make/zckpt .make/test interop
-	for script in fixtures/generate*.py; do $(BIN)/python $$script || exit 1; done
-
-# Damages files of every kind in new ways each time: about FUZZ_EXAMPLES x 10 of them.
-fuzz: .make/zckpt .make/test
-	ZCKPT_FUZZ=$(FUZZ_EXAMPLES) $(BIN)/python -m pytest -q -n 2 tests/hostile/test_fuzz.py
-
 golden: .make/zckpt .make/test
 	ZCKPT_GOLDEN=rewrite $(BIN)/python -m pytest -q tests/cli tests/runtime/test_config_page.py
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import tomllib
 
 import zckpt
 from zckpt.base import errors
@@ -19,6 +21,32 @@ FIXTURES = TESTS.parent / "fixtures"
 def test_no_module_is_longer_than_a_person_can_read() -> None:
     lengths = {path: len(path.read_text().splitlines()) for path in ROOT.rglob("*.py")}
     assert {str(path): n for path, n in lengths.items() if n > 400} == {}
+
+
+def rows_of(page: str, heading: str) -> dict[str, str]:
+    """First cell -> the others, of the tables under a heading of ARCHITECTURE.md."""
+    part = page.split(f"\n## {heading}\n")[1].split("\n## ")[0]
+    cells = [line.strip("|").split("|") for line in part.splitlines() if line.startswith("| ")]
+    return {row[0].strip(): "|".join(row[1:]) for row in cells if not set(row[0]) <= set("- ")}
+
+
+def test_the_page_draws_the_house() -> None:
+    """Floors are those that the linter holds, every package is a room, every module is named in its room's row."""
+    page = (TESTS.parent / "ARCHITECTURE.md").read_text()
+    contract = tomllib.loads((TESTS.parent / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
+    floors = [sorted(layer.split(" | ")) for layer in contract[0]["layers"]]
+    drawn = [sorted(re.findall(r"`(\w+)`", cells.split("|")[0])) for number, cells in
+             rows_of(page, "The rooms and the floors").items() if number.isdecimal()]  # fmt: skip
+    assert drawn == [sorted(floor) for floor in floors]
+    loose = {path.stem for path in ROOT.glob("*.py")}
+    assert loose == {"__init__", "__main__", "drop_in"}
+    rows = rows_of(page, "What is in each room")
+    homes = {**rows, "`runtime`": page.split("\n## The trainer\n")[1], "`live`": page.split("\n## Live models\n")[1]}
+    missing = []
+    for room in (path.parent for pattern in ("*", "layouts/*") for path in ROOT.glob(f"{pattern}/__init__.py")):
+        named = {word for name in re.findall(r"`([\w.]+)`", homes[f"`{room.name}`"]) for word in name.split(".")}
+        missing += [f"{room.name}.{path.stem}" for path in room.glob("*.py") if path.stem not in {"__init__", *named}]
+    assert missing == []
 
 
 @pytest.mark.parametrize("kind", errors.ZckptError.__subclasses__())
