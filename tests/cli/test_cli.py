@@ -263,7 +263,7 @@ def test_the_desk_names_foreign_errors(error: Exception, code: str, words: str) 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_an_interruption_exits_2(number: signal.Signals, tmp_path: Path) -> None:
     code = (
-        "import sys, time, zckpt.report, zckpt.cli\n"
+        "import sys, time, zckpt.jobs.inspection, zckpt.cli\n"
         "def wait(*_):\n    sys.stderr.write('ready\\n'); sys.stderr.flush(); time.sleep(60)\n"
         "zckpt.jobs.inspection.inspect_checkpoint = wait\n"
         "zckpt.cli.main()\n"

@@ -156,7 +156,7 @@ def test_nodes_without_a_shared_disk(outcome: Outcome) -> None:
         optim = f"zero_pp_rank_{rank}_mp_rank_00_optim_states.pt"
         assert given["names"] == ["latest", "stage0", "stage2", "stage3", "zero_to_fp32.py"]
         names = ["mp_rank_00_model_states.pt", optim] if rank == 0 else [optim, "zckpt_rank_1_states.pt"]
-        assert sorted(given["2"]) == [f"stage2/{name}" for name in names]
+        assert sorted(given["2"]) == sorted(f"stage2/{name}" for name in names)
         assert all(given[name] is True for name in ("2 into 2", "2 into 1", "3 into 3", "3 into 1", "a new node"))
         assert given["3"] == [f"stage3/zero_pp_rank_{rank}_mp_rank_00_{kind}_states.pt" for kind in ("model", "optim")]
     for stage in (2, 3):

@@ -33,7 +33,7 @@ from zckpt.base.errors import (
     ZckptError,
 )
 from zckpt.jobs.inspection import describe, inspect_checkpoint
-from zckpt.jobs.open import open_catalog, read_tensor
+from zckpt.jobs.open import open_catalog, read_tensor, strip_wrappers
 from zckpt.layouts.dcp.write import cut
 from zckpt.layouts.run.values import step_of
 from zckpt.layouts.save.listing import ReadOptions
@@ -47,7 +47,7 @@ def how_of(name: str) -> dict[str, Any]:
 
 
 def weights(path: Path, **options: Any) -> dict[str, torch.Tensor]:
-    catalog, _ = zckpt.checkpoint.strip_wrappers(open_catalog(str(path), **options).catalog)
+    catalog, _ = strip_wrappers(open_catalog(str(path), **options).catalog)
     return {name: read_tensor(entry, "pt") for name, entry in catalog.tensors.items()}
 
 
@@ -57,7 +57,7 @@ def weights(path: Path, **options: Any) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("name", NAMES)
 def test_roles_and_steps(name: str) -> None:
     how, opened = how_of(name), open_catalog(str(FIXTURES / name / "checkpoint"))
-    assert {n: e.role for n, e in zckpt.checkpoint.strip_wrappers(opened.catalog)[0].tensors.items()} == how["roles"]
+    assert {n: e.role for n, e in strip_wrappers(opened.catalog)[0].tensors.items()} == how["roles"]
     assert opened.catalog.source.layout == "dcp"
     if name not in ("ddp_w2", "hsdp_w4"):  # an optimizer with numbers instead of names, and one without a step
         assert opened.catalog.source.global_steps == (how["step"] if how["groups"] else None)
@@ -94,7 +94,7 @@ def test_a_training_states_own_items_go_along() -> None:
 @pytest.mark.parametrize("key", ["ema", "model"])
 def test_a_key_takes_another_state_dict(key: str) -> None:
     opened = open_catalog(str(FIXTURES / "averaged_w2" / "checkpoint"), wishes=ReadOptions(key=key))
-    catalog, _ = zckpt.checkpoint.strip_wrappers(opened.catalog)
+    catalog, _ = strip_wrappers(opened.catalog)
     for name, tensor in load_file(FIXTURES / "averaged_w2" / "truth.safetensors").items():
         assert same_bits(read_tensor(catalog[name], "pt"), tensor * (0.5 if key == "ema" else 1))
 

@@ -114,7 +114,7 @@ class Model:
         self.tensors = load((path / "model.safetensors").read_bytes())
         self.seed = json.loads((path / "config.json").read_text())["seed"]
 
-    def write(self, out: str, *, overwrite: bool = True) -> zckpt.convert.Report:
+    def write(self, out: str, *, overwrite: bool = True) -> zckpt.Report:
         return zckpt.convert(self.path, out, options=Options(**self.options, overwrite=overwrite))
 
     def is_in(self, found: dict[str, torch.Tensor]) -> bool:

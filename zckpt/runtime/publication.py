@@ -115,8 +115,9 @@ class Publication:
 
     def end(self) -> None:
         """Removes what a save that failed has left; one that succeeded has left nothing."""
-        if self._staging is not None:
-            self._staging.end()
+        staging, self._staging = self._staging, None
+        if staging is not None:
+            staging.end()
 
     def _tried(self, step: Callable[[SaveStaging], None]) -> Exception | None:
         if self._staging is None:
@@ -142,12 +143,12 @@ class Publication:
         staging.replace_file(SCRIPT, _STUB.encode(), 0o755)
         if self.wanted.latest:
             staging.replace_file(LATEST, self.wanted.tag.encode())
-        if self.wanted.keep_last is None:
-            return
-        try:
-            staging.remove(_superfluous(self.wanted.directory, self.wanted.tag, self.wanted.keep_last))
-        except OSError as error:  # the new one is good all the same
-            _log.warning("Older saves in %r could not be deleted: %s", self.wanted.directory, error)
+        if self.wanted.keep_last is not None:
+            try:
+                staging.remove(_superfluous(self.wanted.directory, self.wanted.tag, self.wanted.keep_last))
+            except OSError as error:  # the new one is good all the same
+                _log.warning("Older saves in %r could not be deleted: %s", self.wanted.directory, error)
+        self.end()  # before ranks agree that all is done: none of them finds work on a save that has ended
 
 
 def _superfluous(directory: str, tag: str, keep: int) -> list[str]:
