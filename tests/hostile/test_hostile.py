@@ -707,7 +707,7 @@ def test_counts_of_ranks_are_not_counted_up_to(field, count, tmp_path):
     import synth
     import torch
 
-    from zckpt.jobs import convert
+    from zckpt import convert
 
     root = synth.zero12(tmp_path / "ckpt", [{"a": torch.arange(6.0)}], 2)
     for path in (root / "global_step5").glob("*.pt"):

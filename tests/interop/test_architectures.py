@@ -420,7 +420,9 @@ def test_wrong_files_of_layer_names(text: str, tmp_path: Path) -> None:
 def test_wishes_that_contradict_each_other(gpt2_home: tuple[Path, Any], tmp_path: Path) -> None:
     home, _ = gpt2_home
     refused(UsageError, home, tmp_path, layer_names="x.json")
-    for form in (Form(config="x.json"), Form("onnx"), Form(layer_names=str(tmp_path / "none.json"))):
+    with pytest.raises(UsageError, match="onnx"):
+        Form("onnx")
+    for form in (Form(config="x.json"), Form(layer_names=str(tmp_path / "none.json"))):
         with pytest.raises(UsageError):
             zckpt.convert(home, tmp_path / "out", options=zckpt.Options(form=form))
     shutil.rmtree(home)

@@ -19,9 +19,8 @@ from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 import zckpt
-from zckpt import layouts
+from zckpt import layouts, to_dcp
 from zckpt.base.errors import CastError, UnsupportedError, UsageError
-from zckpt.jobs import to_dcp
 from zckpt.jobs.open import open_catalog, read_tensor, strip_wrappers
 from zckpt.layouts.dcp import write as dcp_out
 from zckpt.layouts.run.values import step_of

@@ -413,7 +413,7 @@ def test_file_addresses_are_local_paths(tmp_path: Path) -> None:
     checkpoint = FIXTURES / SMALL / "checkpoint"
     code = (
         "import sys, zckpt\n"
-        "zckpt.jobs.convert(sys.argv[1], sys.argv[2]); zckpt.convert('file://' + sys.argv[1], 'file://' + sys.argv[3])\n"
+        "zckpt.convert(sys.argv[1], sys.argv[2]); zckpt.convert('file://' + sys.argv[1], 'file://' + sys.argv[3])\n"
         "print(sorted({'fsspec', 's3fs'} & set(sys.modules)))"
     )
     out, again = tmp_path / "out.bin", tmp_path / "again.bin"

@@ -18,9 +18,8 @@ from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.utils.data import Dataset, IterableDataset
 
-from zckpt import runtime
+from zckpt import runtime, verify
 from zckpt.base.errors import InconsistentError
-from zckpt.checks import verify
 
 
 @pytest.fixture(autouse=True)
