@@ -31,7 +31,7 @@ from zckpt.team.partition import GRAIN, part_of
 from zckpt.team.rendezvous import DirectoryBoard
 from zckpt.team.together import Team, seat
 
-TESTS = Path(__file__).parent
+TESTS = Path(__file__).parents[1]
 FIXTURES = TESTS.parent / "fixtures"
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(TESTS.parent), "OMP_NUM_THREADS": "1"}
 SMALL = ["--max-shard-size", "300KB"]

@@ -1,7 +1,4 @@
-"""Consolidation, the main job: a checkpoint in, whole tensors out.
-
-For the `to-*` commands and `zckpt.convert`. The steps: open, select and rename, lay out, route, check, move, publish.
-"""
+"""Consolidation, the main job of `to-*` and `zckpt.convert`: open, select and rename, lay out, route, check, move, publish."""
 
 from __future__ import annotations
 
@@ -236,11 +233,10 @@ def prepare(
         usual = options.dtype or usual_dtype(destination.entries.values())
         config = config_file(opened.place.home, usual, form.config)
         destination = replace(destination, files=(*destination.files, *([config] if config else [])))
-    pairs = [(catalog.tensors[name], entry) for name, entry in destination.entries.items()]
     return PlannedConversion(
         opened=opened,
         catalog=catalog,
-        plan=Plan(destination.files, pairs),
+        plan=Plan(destination.files, [(catalog.tensors[name], entry) for name, entry in destination.entries.items()]),
         out=out,
         single=single,
         copies=() if single else tuple(companions(opened.place.home)),
@@ -265,7 +261,8 @@ def execute(prepared: PlannedConversion, progress: Callable[[int], None] | None 
     """Checks, moves and publishes; goes on where an interrupted run of the same job ended."""
     began = time.perf_counter()
     options, notes = prepared.options, [*prepared.notes, *check(prepared)]
-    done = (delivery_to_address.send if files.is_remote(prepared.out) else deliver)(
+    send = delivery_to_address.send if files.is_remote(prepared.out) else deliver
+    done = send(
         Order(
             plan=prepared.plan,
             out=prepared.out,
@@ -306,8 +303,7 @@ def check(prepared: PlannedConversion) -> tuple[str, ...]:
         replicas.check(prepared.catalog)
         return ()
     bad = [entry.name for entry, *_ in replicas.disagreements(prepared.catalog)]
-    told = f"{len(bad):,} master weights are not those of the model's own weights: {some(bad)}."
-    return (told,) if bad else ()
+    return (f"{len(bad):,} master weights are not those of the model's own weights: {some(bad)}.",) if bad else ()
 
 
 _SELECTION = ("include", "exclude", "exclude_frozen", "strip_prefix", "rename", "overflow")
@@ -343,9 +339,8 @@ def _target(out: str, options: Options) -> tuple[WeightsTarget, bool]:
                 "a format that does not fit OUT's name", found=f"--format {wanted} and {out!r}",
                 remedy="Leave --format out, or change the name.",
             )  # fmt: skip
-        return WeightsTarget(
-            _SUFFIXES[suffix], file=os.path.basename(out if files.is_remote(out) else resolved(out))
-        ), True
+        name = os.path.basename(out if files.is_remote(out) else resolved(out))
+        return WeightsTarget(_SUFFIXES[suffix], file=name), True
     return WeightsTarget(wanted or "safetensors", max_shard_size=options.max_shard_size), False
 
 
