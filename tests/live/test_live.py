@@ -312,7 +312,7 @@ def test_runs_of_elements_of_any_memory(form):
 
 
 def test_weights_of_scattered_memory_are_exported_piece_by_piece(tmp_path):
-    """256 MiB that no view makes dense are never there twice: 16 MiB of them are, on the way into the file twice that."""
+    """256 MiB that no view makes dense are never there twice: they move in pieces of 16 MiB."""
     script = f"""
 import torch, resource
 from torch import nn
@@ -335,7 +335,7 @@ for dtype in ("bf16", None):
     )
     assert all(int(line) < 200 for line in done.stdout.split()), (
         done.stdout
-    )  # 70 on a quiet machine, 276 with a whole copy
+    )  # 68 to 101 measured, whatever the size; 276 with a whole copy
     assert load_file(tmp_path / "out" / "model.safetensors")["tied"].shape == (8192, 8192)
 
 
