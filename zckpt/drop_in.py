@@ -205,7 +205,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except ZckptError as error:
         if debug:
             raise
-        sys.stderr.write(f"ERROR {error}\n")
+        sys.stderr.writelines(f"{line}\n" for line in error.lines())
         return 2
     return 0
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from zckpt.base.errors import redact
+from zckpt.base.errors import IncompleteError, ZckptError, redact
 
 
 @pytest.mark.parametrize(
@@ -22,3 +22,22 @@ from zckpt.base.errors import redact
 def test_redaction(text: str, clean: str) -> None:
     assert redact(text) == clean
     assert redact(f"{text} my own", "", "my own") == f"{clean} ..."
+
+
+def test_fields_lie_below_each_other_and_wrap_at_the_width() -> None:
+    error = IncompleteError(
+        "2 of 8 rank files are missing", file="out/global_step500", found="optimizer files of ranks 0-5", expected="ranks 0-7",
+        remedy="Copy zero_pp_rank_6_* and zero_pp_rank_7_* from the nodes that wrote them.",
+    )  # fmt: skip
+    assert error.lines(60) == [
+        "error: out/global_step500: 2 of 8 rank files are missing",
+        "  found     optimizer files of ranks 0-5",
+        "  expected  ranks 0-7",
+        "  fix       Copy zero_pp_rank_6_* and zero_pp_rank_7_* from",
+        "            the nodes that wrote them.",
+    ]
+    assert len(error.lines()) == 4
+    assert str(error).startswith(
+        "out/global_step500: 2 of 8 rank files are missing; found optimizer files of ranks 0-5; expected ranks 0-7. Copy "
+    )
+    assert ZckptError("no room").lines(60) == ["error: no room"]

@@ -163,7 +163,12 @@ def test_missing_rank_files_are_named(zero2: Path, out: Path) -> None:
     error = refused(IncompleteError, zero2, out)
     assert "ranks 0, 2 missing" in error.expected and "world size 3" in error.expected
     done = cli("to-fp32", zero2, out)
-    assert done.returncode == 2 and done.stderr.startswith("ERROR missing rank files") and not done.stdout
+    assert (
+        done.returncode == 2
+        and done.stderr.startswith("error: ")
+        and "missing rank files" in done.stderr
+        and not done.stdout
+    )
 
 
 def test_all_optimizer_files_missing(zero2: Path, out: Path) -> None:

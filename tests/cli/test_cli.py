@@ -158,7 +158,7 @@ def test_overflow_is_an_error_or_a_choice(weights: Path, tmp_path: Path) -> None
     refused = zckpt("to-fp16", weights, out, "--json")
     assert refused.returncode == 2
     assert json.loads(refused.stdout)["error"] == "cast"
-    assert refused.stderr.startswith("ERROR ")
+    assert refused.stderr.startswith("error: ")
     assert not out.exists()
     clamped = zckpt("to-fp16", weights, out, "--overflow", "clamp", "--json")
     assert clamped.returncode == 0
@@ -171,7 +171,7 @@ def test_an_existing_output_needs_overwrite(weights: Path, tmp_path: Path) -> No
     out.write_bytes(b"mine")
     refused = zckpt("to-fp32", weights, out)
     assert (refused.returncode, refused.stdout) == (2, "")
-    assert refused.stderr.startswith("ERROR ")
+    assert refused.stderr.startswith("error: ")
     assert out.read_bytes() == b"mine"
     assert zckpt("to-fp32", weights, out, "--overwrite").returncode == 0
 
@@ -236,19 +236,19 @@ def test_what_is_no_size(text: str, weights: Path, tmp_path: Path) -> None:
     assert zckpt("to-fp32", weights, tmp_path / "out", f"--buffer={text}").returncode == 2
 
 
-def test_the_desk_says_one_line(tmp_path: Path) -> None:
+def test_the_desk_says_one_field_a_line(tmp_path: Path) -> None:
     result = zckpt("inspect", tmp_path / "none", "--json")
     assert result.returncode == 2
     assert json.loads(result.stdout)["error"] == "not_a_checkpoint"
-    assert result.stderr.startswith("ERROR no such file")
-    assert result.stderr.count("\n") == 1
+    first, fix = result.stderr.splitlines()
+    assert first == f"error: {tmp_path / 'none'}: no such file or directory" and fix.startswith("  fix       ")
     assert "Traceback" in zckpt("inspect", tmp_path / "none", ZCKPT_DEBUG="1").stderr
 
 
 @pytest.mark.parametrize(
     ("error", "code", "words"),
     [
-        (OSError(28, "No space left on device", "/x/y"), "os", "No space left on device in '/x/y'"),
+        (OSError(28, "No space left on device", "/x/y"), "os", "/x/y: No space left on device"),
         (MemoryError(), "memory", "out of memory"),
         (KeyError("x"), "internal", "a mistake in zckpt itself: KeyError: 'x'"),
     ],
@@ -279,7 +279,7 @@ def test_an_interruption_exits_2(number: signal.Signals, tmp_path: Path) -> None
     time.sleep(0.1)
     process.send_signal(number)
     stdout, stderr = process.communicate(timeout=30)
-    assert (process.returncode, stdout, stderr) == (2, "", "ERROR interrupted: nothing was published\n")
+    assert (process.returncode, stdout, stderr) == (2, "", "error: interrupted: nothing was published\n")
 
 
 def test_a_closed_pipe_is_no_scandal(weights: Path) -> None:

@@ -173,7 +173,7 @@ def test_what_cannot_work_is_said_before_anything_starts(home: Path, monkeypatch
             check(job)
     process = begin(home, command("--out", "old", "--steps", 1, "--nproc", 2))
     out, err = end(process)
-    assert (process.returncode, out) == (2, "") and err.count("ERROR") == 1 and "Pass --resume" in err
+    assert (process.returncode, out) == (2, "") and err.count("error: ") == 1 and "Pass --resume" in err
     assert not (home / "run").exists()
 
 

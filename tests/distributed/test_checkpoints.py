@@ -225,7 +225,7 @@ def test_the_script_in_the_checkpoint(outcome: Outcome, tmp_path: Path) -> None:
     safe = load_file(tmp_path / "dir" / "model.safetensors")
     assert all(same_bits(safe[name], wanted[name]) for name in safe) and len(safe) == len(wanted) - 1
     failed = subprocess.run([*script, str(tmp_path / "x"), "-t", "none"], cwd=home, check=False, capture_output=True)
-    assert failed.returncode == 2 and b"ERROR" in failed.stderr and b"Traceback" not in failed.stderr
+    assert failed.returncode == 2 and b"error: " in failed.stderr and b"Traceback" not in failed.stderr
 
 
 def test_a_killed_save_leaves_a_checkpoint(tmp_path: Path) -> None:

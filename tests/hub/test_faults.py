@@ -270,7 +270,7 @@ def test_no_secret_is_ever_told(
     given = ["--token", TOKEN] if debug == "1" else [f"--token={TOKEN}"]
     process = shell("push", checkpoint, "alice/m", "--json", *given, HF_TOKEN=None, ZCKPT_DEBUG=debug)
     out, err = process.communicate(timeout=240)
-    assert process.returncode == 2 and "ERROR" in err and "Traceback" * int(debug) in err
+    assert process.returncode == 2 and "error: " in err and "Traceback" * int(debug) in err
     for secret in (TOKEN, "X-Amz-Signature="):
         assert secret not in out and secret not in err
 

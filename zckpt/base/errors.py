@@ -1,7 +1,7 @@
 """Everything that can go wrong, as one tree of exceptions.
 
-For every module: facts are raised here as fields (what, file, found, expected, remedy); only the command line's
-error desk turns them into lines for a person or `--json` for a program.
+For every module: facts are raised here as fields (what, file, found, expected, remedy); `lines` lays them out for a person,
+`as_json` for a program, and `str` puts them in one line.
 
     ZckptError                                     x = raised, the base itself is not
       x NotACheckpointError (FileNotFoundError)    nothing here that any layout knows
@@ -30,10 +30,10 @@ class ZckptError(Exception):
     """Base of all errors zckpt raises on purpose.
 
     Args:
-        what: what is wrong, in a few words, lower case.
-        file: the file, directory or tensor it was found in.
-        found: what is there.
-        expected: what should be there.
+        what: what is wrong, as a clause in lower case that reads on after `file` and a colon: "2 of 8 rank files are missing".
+        file: the file, directory or tensor that this is said of.
+        found: what is there: a noun phrase in lower case, without a full stop.
+        expected: what should be there; likewise.
         remedy: what a person can do now, as whole sentences.
     """
 
@@ -56,12 +56,23 @@ class ZckptError(Exception):
         super().__init__(what)
 
     def __str__(self) -> str:
-        text = self.what if self.file is None else f"{self.what} in {self.file!r}"
-        facts = ", but ".join(fact for fact in (self.found, self.expected) if fact)
-        if facts:
-            text += f": {facts}"
+        text = self.what if self.file is None else f"{self.file}: {self.what}"
+        for name, value in (("found", self.found), ("expected", self.expected)):
+            text += f"; {name} {value.rstrip('.')}" if value else ""
         text = text.rstrip(".") + "."
         return f"{text} {self.remedy}" if self.remedy else text
+
+    def lines(self, width: int | None = None) -> list[str]:
+        """The fields, one below the other, as a person reads them: the file and what is wrong, then found, expected, fix.
+
+        Args:
+            width: the most characters in a line, longer words aside; None for one line a field.
+        """
+        place = "error: " if self.file is None else f"error: {self.file}: "
+        fields = (("found", self.found), ("expected", self.expected), ("fix", self.remedy))
+        wrapped = [_wrapped(place + self.what, width, " " * 7)]
+        wrapped += [_wrapped(f"  {name:8}  {text}", width, " " * 12) for name, text in fields if text]
+        return [line for lines in wrapped for line in lines]
 
     def as_json(self) -> dict[str, object]:
         """The fields, for `--json`."""
@@ -170,6 +181,16 @@ class UsageError(ZckptError, ValueError):
 
 class NoTensorError(UsageError, KeyError):
     """A name that a checkpoint's mapping does not have."""
+
+
+def _wrapped(text: str, width: int | None, indent: str) -> list[str]:
+    """A text in lines of at most `width` characters; all but the first begin with `indent`."""
+    if width is None:
+        return [text]
+    from textwrap import TextWrapper
+
+    wrapper = TextWrapper(width, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
+    return wrapper.wrap(text)
 
 
 def read_error(path: str, number: int, offset: int) -> CorruptError:

@@ -9,6 +9,7 @@ import gc
 import itertools
 import json
 import os
+import shutil
 import signal
 import sys
 import traceback
@@ -81,15 +82,16 @@ def _report(error: BaseException) -> int:
     if os.environ.get("ZCKPT_DEBUG") == "1":
         sys.stderr.write(_masked("".join(traceback.format_exception(error))))
     if isinstance(error, ZckptError):
-        text, facts = str(error), error.as_json()
+        lines, facts = error.lines(_width()), error.as_json()
     else:
         code, text = _foreign(error)
+        lines = [f"error: {text}"]
         facts = {"error": code, "what": text, "file": None, "found": "", "expected": "", "remedy": ""}
     notes = list(getattr(error, "__notes__", ()))
     if notes:
         facts["notes"] = notes
     try:
-        sys.stderr.write(_masked(f"ERROR {text}\n"))
+        sys.stderr.writelines(_masked(f"{line}\n") for line in lines)
         sys.stderr.writelines(_masked(f"note: {note}\n") for note in notes)
         if "--json" in sys.argv[1:] and together.speaks():
             sys.stdout.write(_masked(json.dumps(facts) + "\n"))
@@ -97,6 +99,11 @@ def _report(error: BaseException) -> int:
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return 2
+
+
+def _width() -> int | None:
+    """Columns of the terminal; None where there is none, so that logs have one line a field."""
+    return shutil.get_terminal_size().columns if sys.stderr.isatty() else None
 
 
 def _masked(text: str) -> str:
@@ -114,8 +121,8 @@ def _foreign(error: BaseException) -> tuple[str, str]:
     if isinstance(error, MemoryError):
         return "memory", "out of memory: nothing was published. Try fewer --threads."
     if isinstance(error, OSError):
-        where = "" if error.filename is None else f" in {os.fsdecode(error.filename)!r}"
-        return "os", f"{error.strerror or error}{where}: nothing was published."
+        place = "" if error.filename is None else f"{os.fsdecode(error.filename)}: "
+        return "os", f"{place}{error.strerror or error}; nothing was published"
     detail = " ".join(str(error).split())
     return "internal", (
         f"a mistake in zckpt itself: {type(error).__name__}: {detail}. "
