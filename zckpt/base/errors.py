@@ -22,7 +22,6 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable, Sequence
 from typing import ClassVar
 
 
@@ -210,25 +209,6 @@ def read_error(path: str, number: int, offset: int) -> CorruptError:
 def add_note(error: BaseException, text: str) -> None:
     """One more sentence for whoever reads of the error; `BaseException.add_note` came with Python 3.11."""
     error.__notes__ = [*getattr(error, "__notes__", ()), text]
-
-
-def some(names: Iterable[object], limit: int = 3) -> str:
-    """At most `limit` quoted examples, then how many more: `'a', 'b', 'c' and 41 more`."""
-    listed = [repr(str(name)) for name in names]
-    text = ", ".join(listed[:limit])
-    more = len(listed) - limit
-    return f"{text} and {more:,} more" if more > 0 else text
-
-
-def ranges(numbers: Sequence[int]) -> str:
-    """Sorted whole numbers as ranges: `0-5, 7`."""
-    runs: list[list[int]] = []
-    for number in sorted(numbers):
-        if runs and number == runs[-1][1] + 1:
-            runs[-1][1] = number
-        else:
-            runs.append([number, number])
-    return ", ".join(str(low) if low == high else f"{low}-{high}" for low, high in runs)
 
 
 _SECRETS = (

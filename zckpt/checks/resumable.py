@@ -10,7 +10,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
 from zckpt import layouts
-from zckpt.base.errors import ZckptError, some
+from zckpt.base.errors import ZckptError
+from zckpt.base.words import examples
 from zckpt.checks.reread import misplaced_states
 from zckpt.checks.soundness import Examined
 from zckpt.containers import TensorRef
@@ -59,7 +60,7 @@ def compare_runs(source: Examined, output: Examined) -> Comparison:
     assert source.catalog is not None and output.catalog is not None
     found = Comparison()
     if strangers := _strangers(source.place.listing, output.place.listing):
-        found.only.append(f"files that are not DeepSpeed's ({some(strangers)})")
+        found.only.append(f"files that are not DeepSpeed's ({examples(strangers)})")
     there = _training(output)
     told = output.catalog.source
     if isinstance(there, ZckptError):
@@ -80,7 +81,7 @@ def compare_runs(source: Examined, output: Examined) -> Comparison:
     names = [side.names for side in (source, output)]
     _compare_states(found, here, there, *names)
     if drifted := _odd_copies(here):
-        found.only.append(f"optimizer states that ranks hold differently ({some(drifted)})")
+        found.only.append(f"optimizer states that ranks hold differently ({examples(drifted)})")
     _compare_groups(found, here, there, *names)
     _compare_scalers(found, here, there)
     if told.layout == "dcp":
@@ -93,12 +94,12 @@ def compare_runs(source: Examined, output: Examined) -> Comparison:
         _compare_beside(found, source, output.place.listing)
     else:
         odd = list(_odd_files(source, here))
-        found.only += [f"what not all ranks say ({some(odd)})"] * bool(odd)
+        found.only += [f"what not all ranks say ({examples(odd)})"] * bool(odd)
         found.problems += _odd_files(output, there)
     if source.catalog.source.layout == "dcp" and (left := dcp.left_out(source.place.listing)):
-        found.only.append(f"tensors of other state dicts ({some(left)})")
+        found.only.append(f"tensors of other state dicts ({examples(left)})")
     if beside := _beside(source.place.listing):
-        found.only.append(f"what lies beside DeepSpeed's own entries in the optimizer files ({some(beside)})")
+        found.only.append(f"what lies beside DeepSpeed's own entries in the optimizer files ({examples(beside)})")
     return found
 
 
@@ -137,9 +138,9 @@ def _compare_states(
                 found.pairs.append((what, entry, other))
     strange = [f"{state} of {name!r}" for name, states in held.items() for state in states]
     if missing:
-        found.problems.append(f"{len(missing):,} optimizer states of the checkpoint are not in it: {some(missing)}")
+        found.problems.append(f"{len(missing):,} optimizer states of the checkpoint are not in it: {examples(missing)}")
     if strange:
-        found.problems.append(f"{len(strange):,} optimizer states in it are not of the checkpoint: {some(strange)}")
+        found.problems.append(f"{len(strange):,} optimizer states in it are not of the checkpoint: {examples(strange)}")
     kinds = dict.fromkeys(state for states in here.states.values() for state in states)
     found.held += [f"the optimizer states ({', '.join(kinds)})"] * bool(kinds)
 
@@ -265,7 +266,7 @@ def _odd_files(side: Examined, training: Training) -> Iterator[str]:
     for other in disagreements(listing):
         odd.setdefault(other.told, []).append(other.file)
     for what, files in odd.items():
-        yield f"{what} (in {some(files)})"
+        yield f"{what} (in {examples(files)})"
 
 
 _OPTIMIZER_FILE = frozenset(("optimizer_state_dict", "ds_config", "ds_version", "param_shapes", "folding"))

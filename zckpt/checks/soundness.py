@@ -10,8 +10,9 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
-from zckpt.base.errors import NotACheckpointError, UnsupportedError, UsageError, ZckptError, some
+from zckpt.base.errors import NotACheckpointError, UnsupportedError, UsageError, ZckptError
 from zckpt.base.pace import DEFAULT_PACE, Pace
+from zckpt.base.words import examples
 from zckpt.checks.integrity import (
     CheckedFile,
     Findings,
@@ -151,7 +152,7 @@ def _manifest_of(state: Examined, path: str) -> Manifest | None:
             problems.append(f"{file.path!r} has {size:,} bytes, not {file.nbytes:,}")
     named = {file.path.partition("/")[0] for file in facts.files} | {os.path.basename(place), RECORD}
     if fs.is_dir(path) and (strangers := sorted(set(fs.names(home)) - named)):
-        state.notes.append(f"{some(strangers)} {'is' if len(strangers) == 1 else 'are'} not in the manifest.")
+        state.notes.append(f"{examples(strangers)} {'is' if len(strangers) == 1 else 'are'} not in the manifest.")
     made = f"made by zckpt {facts.version} from {facts.source.get('layout')} {facts.source.get('tag') or ''}".rstrip()
     count = "its file is" if len(facts.files) == 1 else f"all {len(facts.files):,} files are"
     state.add("manifest", f"{count} there, of the right size; {made}", problems)
@@ -363,7 +364,7 @@ def _add_sums(state: Examined, findings: Findings, what: str, further: Sequence[
     state.add("bytes", f"{findings.bytes_read:,} {what}; {told}", problems)
     if without := [f.name for f in state.files if not f.records and f.crc32 is None]:
         one = "holds no checksums: whether its" if len(without) == 1 else "hold no checksums: whether their"
-        state.notes.append(f"{some(without)} {one} bytes are those that were written cannot be seen.")
+        state.notes.append(f"{examples(without)} {one} bytes are those that were written cannot be seen.")
 
 
 def _check_bytes(

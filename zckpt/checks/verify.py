@@ -10,8 +10,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from zckpt.base.errors import UnsupportedError, redact, some
+from zckpt.base.errors import UnsupportedError, redact
 from zckpt.base.pace import DEFAULT_PACE, Pace
+from zckpt.base.words import examples, joined
 from zckpt.checks.resumable import Comparison, Pair, compare_runs
 from zckpt.checks.soundness import Examined, check_compared, examined
 from zckpt.checks.verdict import Verification, few
@@ -126,9 +127,9 @@ def _compare(state: Examined, converted: str, pace: Pace, progress: Callable[[in
     state.add("equal", f"{len(pairs):,} tensors are what the checkpoint says{_exactly(rounded)}", problems)
     if run.held or run.problems:
         problems = few([*run.problems, *others[weights:]], "parts of the run are not what the checkpoint says")
-        state.add("run", f"{_listed(run.held)} are what the checkpoint says, bit for bit", problems)
+        state.add("run", f"{joined(run.held)} are what the checkpoint says, bit for bit", problems)
     if untied:
-        state.notes.append(f"{some(untied)} {'is' if len(untied) == 1 else 'are'} not in it, but tied to what is.")
+        state.notes.append(f"{examples(untied)} {'is' if len(untied) == 1 else 'are'} not in it, but tied to what is.")
     return _deletable(state, output, left_out, rounded, run)
 
 
@@ -177,10 +178,10 @@ def _pairs(
     untied = sorted(name for name in wanted.aliases if name not in there and wanted.aliases[name] in there)
     missing = sorted(names - there - set(untied))
     if missing:
-        problems.append(f"{len(missing):,} tensors of the checkpoint are not in it: {some(missing)}")
+        problems.append(f"{len(missing):,} tensors of the checkpoint are not in it: {examples(missing)}")
     if there - names:
         problems.append(
-            f"{len(there - names):,} tensors in it are not of the checkpoint: {some(sorted(there - names))}"
+            f"{len(there - names):,} tensors in it are not of the checkpoint: {examples(sorted(there - names))}"
         )
     pairs: dict[tuple[int, int], tuple[TensorEntry, TensorEntry]] = {}
     for name in (name for name in names if name in there):
@@ -206,17 +207,13 @@ def _deletable(
     if wrong:
         return False, f"there {'is 1 problem' if wrong == 1 else f'are {wrong:,} problems'}"
     if inside:
-        return False, f"{some(inside)} of the output lies among them"
+        return False, f"{examples(inside)} of the output lies among them"
     if left_out:
-        return False, f"{len(left_out):,} tensors of the checkpoint were left out of the output: {some(left_out)}"
+        return False, f"{len(left_out):,} tensors of the checkpoint were left out of the output: {examples(left_out)}"
     only = ["the numbers in full precision"] * bool(rounded) + run.only
-    held = f"; so {'are' if only else 'is all else that a run needs to go on:'} {_listed(run.held)}" if run.held else ""
-    lost = f"; only in the shards: {_listed(only)}" if only else ""
+    held = f"; so {'are' if only else 'is all else that a run needs to go on:'} {joined(run.held)}" if run.held else ""
+    lost = f"; only in the shards: {joined(only)}" if only else ""
     return True, f"every weight is in the output{_exactly(rounded)}{held}{lost}"
-
-
-def _listed(words: Sequence[str]) -> str:
-    return " and ".join([", ".join(words[:-1]), words[-1]] if len(words) > 1 else words)
 
 
 def _exactly(rounded: list[str]) -> str:

@@ -59,7 +59,7 @@ def demo() -> None:
 
 def _train(sink: Console) -> list[str]:
     """Two processes with ZeRO-3, then three with ZeRO-2; the weights that differ between the two ways out."""
-    from zckpt.base.errors import some
+    from zckpt.base.words import examples
 
     with tempfile.TemporaryDirectory(prefix="zckpt-demo-") as directory:
         home = Path(directory)
@@ -77,7 +77,7 @@ def _train(sink: Console) -> list[str]:
         differing, tensors, numel = _compare(*(str(home / way / "model.safetensors") for way in ("offline", "live")))
         verdict = "equal, bit for bit"
         if differing:
-            verdict = f"{len(differing):,} of {tensors:,} tensors differ: {some(differing)}"
+            verdict = f"{len(differing):,} of {tensors:,} tensors differ: {examples(differing)}"
         _say(
             sink,
             "",
@@ -97,7 +97,7 @@ def _run(sink: Console, home: Path, *words: str) -> None:
 
 def _convert(sink: Console) -> list[str]:
     """Inspects and converts a stored ZeRO-3 checkpoint; the tensors that differ from the stored truth."""
-    from zckpt.base.errors import some
+    from zckpt.base.words import examples
     from zckpt.jobs.convert import convert
     from zckpt.jobs.inspection import describe, inspect_checkpoint
 
@@ -114,7 +114,7 @@ def _convert(sink: Console) -> list[str]:
             truly = "the stored truth" if dtype == "fp32" else f"the stored truth rounded to {dtype}"
             verdict = f"{tensors:,} tensors, {numel:,} elements: equal to {truly}, bit for bit"
             if differing:
-                verdict = f"{len(differing):,} of {tensors:,} tensors differ from {truly}: {some(differing)}"
+                verdict = f"{len(differing):,} of {tensors:,} tensors differ from {truly}: {examples(differing)}"
             _say(
                 sink,
                 "",

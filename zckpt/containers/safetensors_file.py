@@ -22,7 +22,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from zckpt.base import limits
-from zckpt.base.errors import CorruptError, UnsupportedError, UsageError, some
+from zckpt.base.errors import CorruptError, UnsupportedError, UsageError
+from zckpt.base.words import examples
 from zckpt.containers.container import Container, Input, open_input
 from zckpt.containers.emit import contiguous_stride
 from zckpt.containers.skeleton import Skeleton, TensorSpec
@@ -102,7 +103,7 @@ def _parse(file: Input, data: bytes) -> dict[str, Any]:
 def _without_doubles(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) < len(pairs):
-        raise ValueError(f"a name that occurs twice among {some(name for name, _ in pairs)}")
+        raise ValueError(f"a name that occurs twice among {examples(name for name, _ in pairs)}")
     return found
 
 
@@ -172,7 +173,7 @@ def skeleton(
     unfit = [spec.name for spec in specs if spec.dtype.name not in IN_SAFETENSORS or spec.name == "__metadata__"]
     if unfit:
         raise UnsupportedError(
-            "tensors that safetensors cannot hold", found=some(unfit), remedy="Cast them, or write .bin instead."
+            "tensors that safetensors cannot hold", found=examples(unfit), remedy="Cast them, or write .bin instead."
         )
     ordered = sorted(specs, key=lambda spec: -spec.dtype.itemsize)
     header: dict[str, Any] = {"__metadata__": {"format": "pt", **(metadata or {}), **aliases}}

@@ -14,7 +14,8 @@ import struct
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Literal
 
-from zckpt.base.errors import CorruptError, InconsistentError, some
+from zckpt.base.errors import CorruptError, InconsistentError
+from zckpt.base.words import examples
 from zckpt.core.catalog import Catalog, Replica, TensorEntry
 from zckpt.core.dtypes import BF16, F16, F32, F64, DType
 from zckpt.core.fragments import FileStore, Fragment, Run, Store, runs_in_order
@@ -222,7 +223,7 @@ def _disagreement(
     path: str, names: list[str], entry: TensorEntry, replica: Replica, difference: tuple[int, float, float]
 ) -> InconsistentError:
     element, value, found = difference
-    told = f"{len(names):,} tensors differ ({some(names)}): element {element:,} of {entry.name!r} is {value!r} "
+    told = f"{len(names):,} tensors differ ({examples(names)}): element {element:,} of {entry.name!r} is {value!r} "
     if replica.rank:
         return InconsistentError(
             f"tensors that {replica.rank} holds otherwise than the first",

@@ -10,7 +10,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from zckpt.base.errors import AccessError, OutputError, UsageError, some
+from zckpt.base.errors import AccessError, OutputError, UsageError
+from zckpt.base.words import examples
 from zckpt.hub.client import Hub, Page, valid_name
 
 if TYPE_CHECKING:
@@ -116,7 +117,7 @@ def in_the_way(page: Page, target: PageTarget) -> OutputError | None:
         return None
     return OutputError(
         "a repository that is not empty", file=f"{target.repo_id}@{target.revision}",
-        found=f"{len(there):,} files such as {some(there)}",
+        found=f"{len(there):,} files such as {examples(there)}",
         remedy="Nothing was changed. Pass --yes to go on, --create-pr to propose it, or choose --path-in-repo.",
     )  # fmt: skip
 
@@ -130,7 +131,7 @@ def input_replaced(cargo: Cargo, page: Page, removed: Iterable[str], target: Pag
         return None
     return OutputError(
         "an output that would replace the input", file=f"{target.repo_id}@{target.revision}",
-        found=f"the input is read from {some(hit)}",
+        found=f"the input is read from {examples(hit)}",
         remedy="Nothing was changed. Choose another repository, --revision or --path-in-repo, or pass --create-pr.",
     )  # fmt: skip
 

@@ -11,7 +11,8 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from zckpt.base.errors import RemoteError, UsageError, some
+from zckpt.base.errors import RemoteError, UsageError
+from zckpt.base.words import examples
 from zckpt.hub import attributes, checks, scratch
 from zckpt.hub.card import card
 from zckpt.hub.cargo import Cargo, Progress, SmallFile
@@ -114,7 +115,7 @@ def prepare(
     too_large = [shard.name for shard in cargo.shards if shard.nbytes > MOST_FILE_BYTES]
     if too_large:
         raise UsageError(
-            "shards larger than the hub takes", found=some(too_large), expected=f"at most {MOST_FILE_BYTES:,} bytes",
+            "shards larger than the hub takes", found=examples(too_large), expected=f"at most {MOST_FILE_BYTES:,} bytes",
             remedy="Make them smaller with --max-shard-size.",
         )  # fmt: skip
     hub = Hub(target.token, target.endpoint, tell)

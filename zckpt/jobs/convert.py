@@ -9,8 +9,9 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from zckpt.base.errors import UsageError, some
+from zckpt.base.errors import UsageError
 from zckpt.base.pace import Pace, thread_count, window_bytes
+from zckpt.base.words import examples
 from zckpt.core.catalog import Catalog, TensorEntry
 from zckpt.core.dtypes import BF16, BY_TORCH_NAME, CAST_TARGETS, F16, F32, SHORT_NAMES, DType
 from zckpt.core.plan import Plan
@@ -303,7 +304,7 @@ def check(prepared: PlannedConversion) -> tuple[str, ...]:
         replicas.check(prepared.catalog)
         return ()
     bad = [entry.name for entry, *_ in replicas.disagreements(prepared.catalog)]
-    return (f"{len(bad):,} master weights are not those of the model's own weights: {some(bad)}.",) if bad else ()
+    return (f"{len(bad):,} master weights are not those of the model's own weights: {examples(bad)}.",) if bad else ()
 
 
 _SELECTION = ("include", "exclude", "exclude_frozen", "strip_prefix", "rename", "overflow")
@@ -383,7 +384,7 @@ def select(catalog: Catalog, options: Options) -> Catalog:
     if not selected.tensors:
         raise UsageError(
             "nothing to convert", file=catalog.source.path, found=f"no tensor is left of {len(catalog):,}",
-            remedy=f"Check --include and --exclude; names look like {some(catalog)}.",
+            remedy=f"Check --include and --exclude; names look like {examples(catalog)}.",
         )  # fmt: skip
     if not all(selected.tensors) or any("\0" in name for name in selected.tensors):
         raise UsageError("a tensor without a name", found="an empty name", remedy="Change --rename or --strip-prefix.")

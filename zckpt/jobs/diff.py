@@ -10,8 +10,8 @@ import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from zckpt.base.errors import some
 from zckpt.base.pace import DEFAULT_PACE, Pace
+from zckpt.base.words import examples
 from zckpt.core.catalog import Catalog, TensorEntry
 from zckpt.core.dtypes import DType
 from zckpt.engine.scan import scan
@@ -120,7 +120,7 @@ class Diff:
         """The differences as lines for a person."""
         for only, side in ((self.only_a, "A"), (self.only_b, "B")):
             if only:
-                yield f"only in {side}: {', '.join(only) if tensors else some(only)}"
+                yield f"only in {side}: {', '.join(only) if tensors else examples(only)}"
         listed = [t for t in self.tensors if tensors or not t.same]
         for tensor in listed if tensors else listed[:_MOST_LISTED]:
             yield tensor.line()

@@ -11,7 +11,8 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from zckpt.base.errors import ZckptError, ranges
+from zckpt.base.errors import ZckptError
+from zckpt.base.words import ranges
 from zckpt.core.catalog import Catalog, TensorEntry
 from zckpt.core.dtypes import CAST_TARGETS, SHORT_NAMES
 from zckpt.jobs.convert import output_dtype

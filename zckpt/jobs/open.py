@@ -14,7 +14,8 @@ from itertools import product
 from typing import TYPE_CHECKING, Any, Literal
 
 from zckpt import layouts
-from zckpt.base.errors import NoTensorError, UsageError, some
+from zckpt.base.errors import NoTensorError, UsageError
+from zckpt.base.words import examples
 from zckpt.core.catalog import Catalog, TensorEntry
 from zckpt.core.fragments import Fragment, MemoryStore
 from zckpt.core.overlaps import clip
@@ -80,7 +81,7 @@ def strip_wrappers(catalog: Catalog) -> tuple[Catalog, tuple[str, ...]]:
     wrapped = {found for name in (*catalog, *catalog.aliases) for found in WRAPPERS.findall(name)}
     if wrapped:
         catalog = catalog.rename(lambda name: WRAPPERS.sub("", name))
-        notes.append(f"{some(sorted(wrapped))} of torch's wrappers was stripped from the names.")
+        notes.append(f"{examples(sorted(wrapped))} of torch's wrappers was stripped from the names.")
     for prefix in ("_forward_module.", "module."):
         names = [*catalog, *catalog.aliases]
         if names and all(name.startswith(prefix) for name in names):
@@ -173,7 +174,7 @@ class Checkpoint(Mapping[str, "Tensor"]):
             "no tensor of that name",
             file=self.catalog.source.path,
             found=f"no {name!r} among {len(self):,} names",
-            expected=f"such as {some(near or itertools.islice(self, 3))}" if len(self) else "",
+            expected=f"such as {examples(near or itertools.islice(self, 3))}" if len(self) else "",
         )
 
     def get_tensor(self, name: str) -> Tensor:

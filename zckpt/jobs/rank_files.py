@@ -17,7 +17,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from zckpt.base import limits
-from zckpt.base.errors import ZckptError, ranges
+from zckpt.base.errors import ZckptError
+from zckpt.base.words import ranges
 from zckpt.core.catalog import Catalog, TensorEntry, Topology
 from zckpt.core.fragments import FileStore, Fragment
 from zckpt.layouts.save.listing import (

@@ -14,7 +14,8 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 
-from zckpt.base.errors import CorruptError, UnsupportedError, UsageError, some
+from zckpt.base.errors import CorruptError, UnsupportedError, UsageError
+from zckpt.base.words import examples
 from zckpt.core.catalog import Catalog, TensorEntry
 from zckpt.core.dtypes import DType
 from zckpt.core.plan import Plan, literal_file
@@ -157,7 +158,7 @@ def carry_out(prepared: PreparedAdapter, progress: Callable[[int], None] | None 
     if untrained:
         notes += (
             f"{len(untrained):,} LoRA matrices are all zeros, so that they change nothing: this adapter was not trained, "
-            f"or something else was saved: {some(untrained)}.",
+            f"or something else was saved: {examples(untrained)}.",
         )
     values = {field.name: getattr(report, field.name) for field in fields(report)}
     return AdapterReport(**{**values, "notes": notes}, adapter=prepared.adapter, untrained=untrained)
@@ -172,7 +173,7 @@ def _chosen(adapter: str | None, names: Sequence[str], catalog: Catalog) -> str:
     if not names:
         raise UsageError(
             "a checkpoint without an adapter", file=catalog.source.path,
-            found=f"{len(catalog):,} tensors such as {some(catalog)}",
+            found=f"{len(catalog):,} tensors such as {examples(catalog)}",
             expected="names with 'lora_A.<adapter>', 'modules_to_save.<adapter>' or the like",
             remedy="For the whole model, use to-bf16.",
         )  # fmt: skip
@@ -219,7 +220,7 @@ def _check_method(adapter: str, found: Mapping[str, Found], config: Mapping[str,
         raise UnsupportedError(
             f"an adapter, {adapter!r}, whose file is computed and not copied", file=path,
             found=f"peft_type {method}" + (", with ranks that were pruned" if ranks else "")
-            + (f", with {some(encoder)}" if encoder else ""),
+            + (f", with {examples(encoder)}" if encoder else ""),
             remedy="Take the whole model with to-fp32, load it into the PEFT model, and save that with save_pretrained.",
         )  # fmt: skip
 
@@ -230,7 +231,7 @@ def _loose(catalog: Catalog, found: Mapping[str, Found], others: Sequence[str]) 
         return
     loose = [name for name in others if name not in found and catalog.tensors[name].role == "parameter"]
     if loose:
-        yield f"{len(loose):,} parameters were trained but are of no adapter, and stay out: {some(loose)}."
+        yield f"{len(loose):,} parameters were trained but are of no adapter, and stay out: {examples(loose)}."
 
 
 def _without_config(adapter: str, selected: Mapping[str, TensorEntry]) -> str:

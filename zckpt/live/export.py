@@ -26,8 +26,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from zckpt.base.errors import OutputError, UsageError, some
+from zckpt.base.errors import OutputError, UsageError
 from zckpt.base.version import __version__
+from zckpt.base.words import examples
 from zckpt.core.catalog import TensorEntry
 from zckpt.core.dtypes import F32, SHORT_NAMES, DType
 from zckpt.core.fragments import FileStore
@@ -251,7 +252,7 @@ def _refuse_other_weights(out: str, names: Collection[str]) -> None:
     others = [name for name in replacement(out, names, merge=True).rivals if _WEIGHTS.fullmatch(name)]
     if others:
         raise OutputError(
-            "weights in the directory that zckpt did not write", file=out, found=some(others),
+            "weights in the directory that zckpt did not write", file=out, found=examples(others),
             expected="a loader might take them instead of the new ones",
             remedy="Nothing was changed. Move them away, or choose another directory.",
         )  # fmt: skip

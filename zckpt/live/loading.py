@@ -15,7 +15,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch.distributed.tensor import DTensor
 
-from zckpt.base.errors import InconsistentError, UnsupportedError, UsageError, some
+from zckpt.base.errors import InconsistentError, UnsupportedError, UsageError
+from zckpt.base.words import examples
 from zckpt.core.catalog import Catalog, TensorEntry
 from zckpt.core.dtypes import BY_TORCH_NAME, CAST_TARGETS, DType
 from zckpt.core.fragments import Block, Fragment, MemoryStore
@@ -81,8 +82,8 @@ def load_into(model: torch.nn.Module, catalog: Catalog) -> LoadReport:
         raise InconsistentError(
             "a checkpoint that has nothing of this model",
             file=catalog.source.path,
-            found=f"names such as {some(catalog)}",
-            expected=f"the model's are such as {some(missing)}",
+            found=f"names such as {examples(catalog)}",
+            expected=f"the model's are such as {examples(missing)}",
             remedy="The model is unchanged. Load into the module that was trained, without what wraps it.",
         )
     unexpected = tuple(name for name in catalog if name not in used)
@@ -141,7 +142,7 @@ def move(wanted: Iterable[tuple[TensorEntry, torch.Tensor]]) -> None:
     if too_large:
         warnings.warn(
             f"Numbers too large for their dtype became infinite, in {len(too_large):,} tensors: "
-            f"{some(sorted(too_large))}.",
+            f"{examples(sorted(too_large))}.",
             stacklevel=3,
         )
 
@@ -264,20 +265,20 @@ def _refuse_wrong_kinds(groups: Sequence[tuple[list[str], torch.Tensor]], catalo
     if placeholders:
         raise UsageError(
             "a model of ZeRO-3 placeholders: its weights are spread over the ranks",
-            found=f"{len(placeholders):,} parameters have no elements here ({some(placeholders)})",
+            found=f"{len(placeholders):,} parameters have no elements here ({examples(placeholders)})",
             remedy="Load before deepspeed.initialize and outside zero.Init, or inside "
             "deepspeed.zero.GatheredParameters(list(model.parameters()), modifier_rank=0).",
         )
     if meta:
         raise UsageError(
             "a model without memory",
-            found=f"{len(meta):,} tensors are on the meta device ({some(meta)})",
+            found=f"{len(meta):,} tensors are on the meta device ({examples(meta)})",
             remedy="Call model.to_empty(device='cpu') first.",
         )
     if strange:
         raise UnsupportedError(
             "tensors that are not plain memory",
-            found=some(strange),
+            found=examples(strange),
             remedy="Load before the model is quantized.",
         )
 
@@ -300,8 +301,12 @@ def _refuse_wrong_shapes(pairs: Sequence[tuple[TensorEntry, torch.Tensor]], cata
 def _warn_of(report: LoadReport, catalog: Catalog) -> None:
     told: list[str] = []
     if report.missing:
-        told.append(f"{len(report.missing):,} tensors of the model are not in the checkpoint ({some(report.missing)})")
+        told.append(
+            f"{len(report.missing):,} tensors of the model are not in the checkpoint ({examples(report.missing)})"
+        )
     if report.unexpected:
-        told.append(f"{len(report.unexpected):,} of the checkpoint are not in the model ({some(report.unexpected)})")
+        told.append(
+            f"{len(report.unexpected):,} of the checkpoint are not in the model ({examples(report.unexpected)})"
+        )
     if told:
         warnings.warn(f"{catalog.source.path!r}: {'; '.join(told)}.", stacklevel=3)

@@ -17,7 +17,8 @@ from typing import Any
 
 from torch.distributed import DistError, distributed_c10d
 
-from zckpt.base.errors import InconsistentError, OutputError, ranges
+from zckpt.base.errors import InconsistentError, OutputError
+from zckpt.base.words import ranges
 
 ENTRY_S = 45.0
 """How long a meeting waits for ranks that should come at the same moment."""

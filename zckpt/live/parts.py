@@ -22,7 +22,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from zckpt.base.errors import UnsupportedError, UsageError, some
+from zckpt.base.errors import UnsupportedError, UsageError
+from zckpt.base.words import examples
 from zckpt.core.catalog import Role, TensorPart
 from zckpt.core.dtypes import BY_TORCH_NAME, DType
 from zckpt.core.fragments import Fragment, MemoryStore
@@ -218,7 +219,7 @@ def _refuse_parallel(engine: Any) -> None:
         what = "tensor or pipeline parallelism"
     experts = [name for name, p in engine.module.named_parameters() if getattr(p, "allreduce", True) is False]
     if experts:
-        what = f"experts that ranks share ({some(experts)})"
+        what = f"experts that ranks share ({examples(experts)})"
     if what:
         raise UnsupportedError(
             f"live weights of a DeepSpeed engine with {what}",

@@ -31,7 +31,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from zckpt.base.errors import InconsistentError, UnsupportedError, some
+from zckpt.base.errors import InconsistentError, UnsupportedError
+from zckpt.base.words import examples
 from zckpt.core.catalog import Catalog, Replica, TensorEntry
 from zckpt.core.dtypes import DType
 from zckpt.core.fragments import Block, Fragment
@@ -149,7 +150,7 @@ def heads_of(catalog: Catalog, query: int, size: int | None) -> Heads:
                 found=f"{rows:,} rows for {query} query heads of {size} rows",
                 remedy="Give the model's config.json with --config.",
             )  # fmt: skip
-    raise UnsupportedError("a model without fused attention weights", file=catalog.source.path, found=some(catalog))
+    raise UnsupportedError("a model without fused attention weights", file=catalog.source.path, found=examples(catalog))
 
 
 def as_architecture(
@@ -203,7 +204,7 @@ def _matched(
     if homeless:
         raise UnsupportedError(
             f"tensors that have no place in {wanted.config['fixed']['architectures'][0]}", file=catalog.source.path,
-            found=some(homeless),
+            found=examples(homeless),
             remedy=f"Choose another --to ({', '.join(f'hf:{n}' for n in names())}), or leave them out with --exclude.",
         )  # fmt: skip
 
@@ -382,5 +383,5 @@ def _check_blocks(tensors: Mapping[str, TensorEntry], catalog: Catalog) -> None:
     if lacking or sorted(held) != list(range(len(held))):
         raise InconsistentError(
             "blocks that do not hold the same tensors", file=catalog.source.path,
-            found="; ".join(f"block {b} lacks {some(n)}" for b, n in list(lacking.items())[:3]) or f"blocks {sorted(held)}",
+            found="; ".join(f"block {b} lacks {examples(n)}" for b, n in list(lacking.items())[:3]) or f"blocks {sorted(held)}",
         )  # fmt: skip

@@ -17,7 +17,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from zckpt.base.errors import some
+from zckpt.base.words import examples
 from zckpt.core.catalog import Catalog, TensorEntry
 from zckpt.core.overlaps import rearranged, strided
 
@@ -120,7 +120,7 @@ def _entry(name: str, view: torch.Tensor, catalog: Catalog, origin: Mapping[int,
     """
     source = catalog.tensors.get(origin.get(view.untyped_storage()._cdata, ""))
     if source is None:
-        raise ValueError(f"{some([name])} is computed from others")
+        raise ValueError(f"{examples([name])} is computed from others")
     shape = tuple(view.shape)
     if shape == source.shape and view.is_contiguous() and view.storage_offset() == 0:
         return replace(source, name=name)

@@ -14,7 +14,8 @@ import json
 import re
 from collections.abc import Mapping
 
-from zckpt.base.errors import UsageError, some
+from zckpt.base.errors import UsageError
+from zckpt.base.words import examples
 from zckpt.core.catalog import Catalog
 
 _KEY = re.compile(r"(?P<first>\d+)(?:-(?P<last>\d+))?|tied_modules\.[^.]+")
@@ -66,8 +67,8 @@ def with_layer_names(catalog: Catalog, prefixes: Mapping[str, str]) -> Catalog:
     if not layers & prefixes.keys():
         raise UsageError(
             "layer names that fit no layer of this checkpoint", file=catalog.source.path,
-            found=f"layers {some(sorted(prefixes))}",
-            expected=f"layers such as {some(sorted(layers))}" if layers else f"names such as {some(catalog)} have none",
+            found=f"layers {examples(sorted(prefixes))}",
+            expected=f"layers such as {examples(sorted(layers))}" if layers else f"names such as {examples(catalog)} have none",
         )  # fmt: skip
 
     def new_name(name: str) -> str:

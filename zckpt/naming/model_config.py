@@ -24,8 +24,8 @@ from zckpt.base.errors import (
     UnsupportedError,
     UsageError,
     ZckptError,
-    some,
 )
+from zckpt.base.words import examples
 from zckpt.containers import Placeholder, enum_value
 from zckpt.core.catalog import Catalog
 from zckpt.naming.architectures import Architecture, Heads, RunFacts
@@ -142,7 +142,7 @@ def _sizes(wanted: Architecture, catalog: Catalog) -> dict[str, int]:
     if missing:
         raise IncompleteError(
             f"tensors that {wanted.config['fixed']['architectures'][0]} cannot do without", file=catalog.source.path,
-            found=f"no {some(missing)}", remedy="They lie in files of other layers or stages: copy these too.",
+            found=f"no {examples(missing)}", remedy="They lie in files of other layers or stages: copy these too.",
         )  # fmt: skip
     blocks = {match[1] for name in catalog if (match := re.search(r"\.(\d+)\.", name))}
     return {key: catalog[name].shape[dim] for key, (name, dim) in sizes.items()} | {

@@ -42,7 +42,8 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from zckpt.base.errors import NotACheckpointError, OutputError, UnsafeError, redact, some
+from zckpt.base.errors import NotACheckpointError, OutputError, UnsafeError, redact
+from zckpt.base.words import examples
 from zckpt.output.journal import Finished
 from zckpt.output.manifest import NAME as MANIFEST
 from zckpt.storage import fsspec_io, paths, uploads
@@ -268,7 +269,7 @@ def settle(place: Place, record: Record, complete: Callable[[], None] | None = N
     lost = [sent.file.path for sent in record.sent if _is_missing(place, sent)] if complete is None else []
     if lost:
         raise OutputError(
-            "a new output that cannot be completed", file=redact(place.out), found=f"{some(lost)} is gone",
+            "a new output that cannot be completed", file=redact(place.out), found=f"{examples(lost)} is gone",
             expected=f"{place.record!r} says that a run had sent it, and was about to put it in place",
             remedy=f"Put the file back and run the command again; or remove {place.record!r} and choose another OUT.",
         )  # fmt: skip

@@ -11,7 +11,8 @@ import re
 from collections.abc import Collection
 from dataclasses import dataclass
 
-from zckpt.base.errors import OutputError, ZckptError, some
+from zckpt.base.errors import OutputError, ZckptError
+from zckpt.base.words import examples
 from zckpt.output import manifest
 from zckpt.storage.output_places import entries
 
@@ -63,13 +64,13 @@ def replacement(out: str, names: Collection[str], *, merge: bool) -> Replacement
     blocked = _in_the_way(stays, untouched, new)
     if blocked:
         raise OutputError(
-            "files in the output's place that zckpt did not write", file=out, found=some(blocked),
+            "files in the output's place that zckpt did not write", file=out, found=examples(blocked),
             expected="a new file would have this name",
             remedy="Nothing was changed. Move them away, or choose another OUT.",
         )  # fmt: skip
     if rivals and not merge:
         raise OutputError(
-            "other weights in the output's directory", file=out, found=some(rivals),
+            "other weights in the output's directory", file=out, found=examples(rivals),
             expected="a loader might take them instead of the new ones, and zckpt did not write them",
             remedy="Nothing was changed. Move them away, or choose another OUT.",
         )  # fmt: skip
@@ -89,7 +90,7 @@ def _listed(out: str, facts: str, *, merge: bool) -> set[str]:
                 ) from error  # fmt: skip
     elif not merge and (names := entries(out)):
         raise OutputError(
-            "a directory that zckpt did not write", file=out, found=f"no zckpt.json, but {some(names)}",
+            "a directory that zckpt did not write", file=out, found=f"no zckpt.json, but {examples(names)}",
             expected="--overwrite replaces only files that a zckpt.json lists",
             remedy="Nothing was changed. Move the directory away, or choose another OUT.",
         )  # fmt: skip

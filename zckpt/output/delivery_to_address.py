@@ -16,8 +16,9 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from hashlib import sha256
 
-from zckpt.base.errors import InconsistentError, OutputError, UnsupportedError, ZckptError, add_note, redact, some
+from zckpt.base.errors import InconsistentError, OutputError, UnsupportedError, ZckptError, add_note, redact
 from zckpt.base.pace import Pace
+from zckpt.base.words import examples
 from zckpt.core.plan import OutputFile, Plan
 from zckpt.engine.batches import progress_after
 from zckpt.engine.move import run
@@ -83,7 +84,7 @@ def _replaced(
         listed = set[str]()
     else:
         raise OutputError(
-            "a directory that zckpt did not write", file=redact(place.out), found=f"no zckpt.json, but {some(sorted(there))}",
+            "a directory that zckpt did not write", file=redact(place.out), found=f"no zckpt.json, but {examples(sorted(there))}",
             expected="--overwrite replaces only files that a zckpt.json lists",
             remedy="Nothing was changed. Move these files away, or choose another OUT.",
         )  # fmt: skip
@@ -95,7 +96,7 @@ def _replaced(
     blocked = sorted(name for name in strangers if name in new or WEIGHTS.fullmatch(name))
     if blocked:
         raise OutputError(
-            "files in the output's place that zckpt did not write", file=redact(place.out), found=some(blocked),
+            "files in the output's place that zckpt did not write", file=redact(place.out), found=examples(blocked),
             expected="a new file would have this name, or a loader might take the old one instead",
             remedy="Nothing was changed. Move them away, or choose another OUT.",
         )  # fmt: skip

@@ -16,7 +16,8 @@ from collections.abc import Collection
 from stat import S_IMODE, S_ISREG
 from types import TracebackType
 
-from zckpt.base.errors import CastError, InconsistentError, OutputError, UnsupportedError, UsageError, add_note, some
+from zckpt.base.errors import CastError, InconsistentError, OutputError, UnsupportedError, UsageError, add_note
+from zckpt.base.words import examples
 from zckpt.output import manifest
 from zckpt.output.checks import refuse_existing
 from zckpt.output.commit import Commit, recover, seal_of
@@ -155,7 +156,7 @@ class Staging:
         """
         if not (self._overwrite or self._merge):
             raise OutputError(
-                "an output that this command has made, and that is damaged", file=self.out, found=some(damaged),
+                "an output that this command has made, and that is damaged", file=self.out, found=examples(damaged),
                 expected="files as their manifest has them",
                 remedy="Nothing was changed. Pass --overwrite to make it again.",
             )  # fmt: skip
@@ -229,7 +230,7 @@ class Staging:
         changes = self._check(_files_in(self.directory))
         if changes is not None and changes.rivals:
             self.notes += (
-                f"{some(changes.rivals)} in {self.out!r} {'is' if len(changes.rivals) == 1 else 'are'} not of this output: "
+                f"{examples(changes.rivals)} in {self.out!r} {'is' if len(changes.rivals) == 1 else 'are'} not of this output: "
                 "a loader might take such weights instead of the new ones.",
             )
         try:

@@ -12,7 +12,8 @@ import tempfile
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, cast
 
-from zckpt.base.errors import InconsistentError, ranges
+from zckpt.base.errors import InconsistentError
+from zckpt.base.words import ranges
 from zckpt.layouts.save.places import has_saves, latest_of
 from zckpt.live.meeting import ENTRY_S, LOAD_S, Meetings
 

@@ -14,7 +14,8 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from zckpt.base.errors import UsageError, some
+from zckpt.base.errors import UsageError
+from zckpt.base.words import examples
 from zckpt.runtime.config_checks import refuse_contradictions, refuse_unbuilt
 from zckpt.runtime.config_fields import Section, kind_of, named, section_of
 from zckpt.runtime.config_names import unknown_keys, without_use
@@ -88,8 +89,8 @@ def read_config(
         raise UsageError(
             f"unknown keys ({len(unknown):,})" if len(unknown) > 1 else "an unknown key",
             file=file,
-            found=some((path for path, _ in unknown), 10),
-            expected=some((nearest for _, nearest in unknown), 10),
+            found=examples((path for path, _ in unknown), 10),
+            expected=examples((nearest for _, nearest in unknown), 10),
             remedy="Correct or remove it: a key that is not read would train another model than you think.",
         )
     for path, _ in unknown:
@@ -177,7 +178,7 @@ def _unique(pairs: list[tuple[str, Any]]) -> Json:
     keys = [key for key, _ in pairs]
     twice = sorted({key for key in keys if keys.count(key) > 1})
     if twice:
-        raise UsageError("keys given twice", found=some(twice), remedy="Remove one of each.")
+        raise UsageError("keys given twice", found=examples(twice), remedy="Remove one of each.")
     return dict(pairs)
 
 
@@ -233,7 +234,7 @@ def _fill_auto(raw: Json, file: str, values: Json) -> None:
         raise UsageError(
             'keys that say "auto" and have no value',
             file=file,
-            found=some(missing, 20),
+            found=examples(missing, 20),
             remedy=f"Pass their values: initialize(..., auto={{{missing[0]!r}: ...}}), or write them into the config.",
         )
 

@@ -14,7 +14,8 @@ from typing import Any
 
 import torch
 
-from zckpt.base.errors import UsageError, some
+from zckpt.base.errors import UsageError
+from zckpt.base.words import examples
 from zckpt.containers import Placeholder
 from zckpt.core.catalog import Catalog, Replica, Role, Source, TensorEntry
 from zckpt.core.dtypes import BF16, BY_TORCH_NAME, F16, F32, F64, DType
@@ -119,7 +120,9 @@ def describe_training(
     taken = sorted(str(key) for key in client_state if key in RESERVED or key == OWN)
     if taken:
         raise UsageError(
-            "a client state that uses names of the checkpoint's own", found=some(taken), remedy="Choose other names."
+            "a client state that uses names of the checkpoint's own",
+            found=examples(taken),
+            remedy="Choose other names.",
         )
     parts = {part.name: part for part in state.parts}
     groups = []

@@ -20,7 +20,8 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer
 
-from zckpt.base.errors import UsageError, some
+from zckpt.base.errors import UsageError
+from zckpt.base.words import examples
 from zckpt.live import save_pretrained
 from zckpt.runtime.checkpoint import Checkpoints
 from zckpt.runtime.config import BatchSizes, Settings
@@ -298,7 +299,7 @@ class Engine(Checkpoints, nn.Module):
         if absent and not self.settings.zero.ignore_unused_parameters:
             raise UsageError(
                 "parameters without gradient",
-                found=some(held.name for held in absent),
+                found=examples(held.name for held in absent),
                 remedy="Leave them out of the loss on purpose: zero_optimization.ignore_unused_parameters: true.",
             )
         for held in absent:

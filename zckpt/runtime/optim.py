@@ -15,7 +15,8 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from zckpt.base.errors import UnsupportedError, UsageError, some
+from zckpt.base.errors import UnsupportedError, UsageError
+from zckpt.base.words import examples
 
 Groups = list[dict[str, Any]]
 
@@ -205,8 +206,8 @@ def build_optimizer(kind: str, params: Mapping[str, Any], groups: Groups, device
     if unknown:
         raise UsageError(
             f"arguments that {kind} does not take",
-            found=f"optimizer.params: {some(unknown)}",
-            expected=some([key for key in accepted if key != "params"], 20),
+            found=f"optimizer.params: {examples(unknown)}",
+            expected=examples([key for key in accepted if key != "params"], 20),
         )
     if "fused" in accepted and kwargs.get("fused") is None and not kwargs.get("foreach"):
         kwargs["fused"] = device.type == "cpu" or (device.type == "cuda" and cls is not torch.optim.Adagrad)

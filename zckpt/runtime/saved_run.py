@@ -14,7 +14,8 @@ from typing import Any
 import torch
 
 from zckpt import layouts
-from zckpt.base.errors import InconsistentError, some
+from zckpt.base.errors import InconsistentError
+from zckpt.base.words import examples
 from zckpt.containers import Placeholder, TensorRef
 from zckpt.core.catalog import Catalog, TensorEntry
 from zckpt.jobs.open import Opened, as_named_by
@@ -213,11 +214,11 @@ def _check_model(engine: Engine, catalog: Catalog, strict: bool) -> None:
     without_frozen = frozen == set(missing)
     if len(missing) == len(shapes) or (missing and strict and not without_frozen):
         raise InconsistentError(
-            "a checkpoint of another model", file=catalog.source.path, found=f"it has no {some(missing)}",
-            expected=f"its names are such as {some(catalog)}", remedy="Nothing was changed.",
+            "a checkpoint of another model", file=catalog.source.path, found=f"it has no {examples(missing)}",
+            expected=f"its names are such as {examples(catalog)}", remedy="Nothing was changed.",
         )  # fmt: skip
     if missing and engine.global_rank == 0:
-        _log.warning("%r has no %s: they stay as they are.", catalog.source.path, some(missing))
+        _log.warning("%r has no %s: they stay as they are.", catalog.source.path, examples(missing))
     shapes = {name: shape for name, shape in shapes.items() if name not in missing}
     wrong = [
         f"{name!r} is {list(catalog[name].shape)} and should be {list(shape)}"
@@ -226,7 +227,7 @@ def _check_model(engine: Engine, catalog: Catalog, strict: bool) -> None:
     ]
     if wrong:
         raise InconsistentError(
-            "a checkpoint of a model of other shapes", file=catalog.source.path, found=some(wrong),
+            "a checkpoint of a model of other shapes", file=catalog.source.path, found=examples(wrong),
             remedy="Nothing was changed.",
         )  # fmt: skip
 

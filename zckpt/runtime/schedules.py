@@ -14,7 +14,8 @@ from typing import Any
 
 from torch.optim import Optimizer, lr_scheduler
 
-from zckpt.base.errors import UsageError, some
+from zckpt.base.errors import UsageError
+from zckpt.base.words import examples
 
 Rates = float | Sequence[float]
 
@@ -350,7 +351,7 @@ def build_schedule(kind: str, params: Mapping[str, Any], optimizer: Optimizer) -
         raise UsageError(
             f"arguments that {kind} does not take",
             found=f"scheduler.params: {error}",
-            expected=some(accepted, 20),
+            expected=examples(accepted, 20),
         ) from error
     try:
         return known[kind](optimizer, **params)

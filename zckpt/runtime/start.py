@@ -15,7 +15,8 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils.data import Dataset
 
-from zckpt.base.errors import UsageError, some
+from zckpt.base.errors import UsageError
+from zckpt.base.words import examples
 from zckpt.runtime.buffers import cast_buffers
 from zckpt.runtime.config import Settings, batch_of, read_config
 from zckpt.runtime.data import Loader
@@ -179,7 +180,7 @@ def _check_parameters(model: nn.Module, chosen: Mapping[int, nn.Parameter]) -> N
     if strange:
         raise UsageError(
             "parameters that the model does not have",
-            found=f"{len(strange):,} in the optimizer, of shapes {some(strange)}",
+            found=f"{len(strange):,} in the optimizer, of shapes {examples(strange)}",
             remedy="Make the optimizer over the parameters of the model that you hand in.",
         )
 

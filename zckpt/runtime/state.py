@@ -16,7 +16,8 @@ from typing import Any
 
 import torch
 
-from zckpt.base.errors import InconsistentError, some
+from zckpt.base.errors import InconsistentError
+from zckpt.base.words import examples
 from zckpt.runtime.engine import Engine
 from zckpt.runtime.generators import rng_state, set_rng_state
 from zckpt.runtime.gradients import Gradients, taken
@@ -212,7 +213,7 @@ def restore(engine: Engine, state: RunState) -> None:
         != (held[part.name].start, held[part.name].count, tuple(held[part.name].shape))
     ]
     if wrong:
-        raise InconsistentError("parts of parameters that this rank does not hold", found=some(wrong))
+        raise InconsistentError("parts of parameters that this rank does not hold", found=examples(wrong))
     for part in state.parts:
         put_part(engine, held[part.name], part.weight, part.states, part.scalars)
     buffers = buffers_of(engine)

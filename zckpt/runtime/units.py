@@ -12,7 +12,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from torch import nn
 
-from zckpt.base.errors import UsageError, some
+from zckpt.base.errors import UsageError
+from zckpt.base.words import examples
 
 Wrap = str | type[nn.Module] | nn.Module | Callable[[nn.Module], bool]
 
@@ -41,8 +42,8 @@ def find_units(model: nn.Module, wrap: Wrap | Iterable[Wrap] | None = None) -> l
         if not found:
             raise UsageError(
                 "units that the model does not have",
-                found=some(getattr(w, "__name__", w) for w in several),
-                expected=f"a class among {some(sorted({type(m).__name__ for m in model.modules()}), 20)}",
+                found=examples(getattr(w, "__name__", w) for w in several),
+                expected=f"a class among {examples(sorted({type(m).__name__ for m in model.modules()}), 20)}",
             )
     shared = _owners(model)
     units = []

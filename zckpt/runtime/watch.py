@@ -22,7 +22,7 @@ from torch import nn
 from torch.distributed import DistError, distributed_c10d
 from torch.distributed.fsdp import FSDPModule
 
-from zckpt.base.errors import ranges
+from zckpt.base.words import ranges
 from zckpt.runtime.world import World
 
 STILL_S = 15.0

@@ -22,7 +22,8 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Literal
 
-from zckpt.base.errors import OutputError, UsageError, ZckptError, add_note, ranges
+from zckpt.base.errors import OutputError, UsageError, ZckptError, add_note
+from zckpt.base.words import ranges
 from zckpt.storage.output_places import board_for, remove_boards
 from zckpt.team.rendezvous import Board, DirectoryBoard, StoreBoard
 

@@ -12,7 +12,8 @@ import math
 import os
 from collections.abc import Iterable, Mapping, Sequence
 
-from zckpt.base.errors import CorruptError, IncompleteError, InconsistentError, UnsupportedError, ranges, some
+from zckpt.base.errors import CorruptError, IncompleteError, InconsistentError, UnsupportedError
+from zckpt.base.words import examples, ranges
 from zckpt.containers import Placeholder, TensorRef, brief
 from zckpt.containers.container import open_input
 from zckpt.containers.tensor_ref import MAX_FRAGMENTS
@@ -109,7 +110,7 @@ class Items:
             raise IncompleteError(
                 "missing data files",
                 file=self.listing.directory,
-                found=f"{len(there):,} are there, {some(missing)} not",
+                found=f"{len(there):,} are there, {examples(missing)} not",
                 expected=f"the metadata name {len(there) + len(missing):,}",
                 remedy=f"Copy {f'those of ranks {ranges(lost)}' if lost else 'them'} from the nodes that wrote them "
                 "(--also DIR lays further directories over this one), or use another save.",

@@ -27,9 +27,8 @@ from zckpt.base.errors import (
     InconsistentError,
     UnsafeError,
     UnsupportedError,
-    ranges,
-    some,
 )
+from zckpt.base.words import examples, ranges
 from zckpt.containers import Placeholder, TensorRef, brief, load_pickle
 from zckpt.containers.container import open_input
 from zckpt.containers.tensor_ref import MAX_DIMS, MAX_NUMBER
@@ -124,7 +123,7 @@ def missing_metadata(listing: Listing) -> IncompleteError:
     data = listing.matching(DCP_DATA)
     ranks = sorted({int(name.split("_")[2]) for name in data})
     nbytes = sum(fs.size(listing.files[name]) for name in data)
-    found = f"{len(data):,} data files of ranks {ranges(ranks)}, {nbytes:,} bytes, such as {some(data, 1)}"
+    found = f"{len(data):,} data files of ranks {ranges(ranks)}, {nbytes:,} bytes, such as {examples(data, 1)}"
     begun = [name for name in listing.files if name.endswith(".metadata.tmp")]
     if begun:
         found += f", and {begun[0]!r}, which the save did not finish"

@@ -11,7 +11,8 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from zckpt.base.errors import CorruptError, InconsistentError, UnsupportedError, some
+from zckpt.base.errors import CorruptError, InconsistentError, UnsupportedError
+from zckpt.base.words import examples
 from zckpt.containers import TensorRef, brief
 from zckpt.core.catalog import TensorEntry
 from zckpt.layouts.dcp.items import Items
@@ -134,15 +135,15 @@ class States:
             raise UnsupportedError(
                 "optimizer states under numbers instead of parameter names",
                 file=self.items.file,
-                found=some(listed),
+                found=examples(listed),
                 expected="torch.distributed.checkpoint.state_dict.get_state_dict gives names",
                 remedy="The weights can be converted all the same.",
             )
         missing = [param for param in listed if plain_name(param) not in self._names]
         if missing:
             raise InconsistentError(
-                "an optimizer of another model", file=self.items.file, found=f"parameters {some(missing)}",
-                expected=f"the model has {some(self._names)}",
+                "an optimizer of another model", file=self.items.file, found=f"parameters {examples(missing)}",
+                expected=f"the model has {examples(self._names)}",
             )  # fmt: skip
         return [self._names[plain_name(param)] for param in listed]
 

@@ -14,7 +14,8 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from zckpt.base.errors import InconsistentError, UnsupportedError, ZckptError, ranges, some
+from zckpt.base.errors import InconsistentError, UnsupportedError, ZckptError
+from zckpt.base.words import examples, ranges
 from zckpt.containers import torch_zip
 from zckpt.containers.container import open_input
 from zckpt.core.catalog import Catalog, Role, Source, Topology
@@ -68,7 +69,7 @@ def load(listing: Listing) -> DcpSave:
         raise UnsupportedError(
             "flat parameters of FSDP, whose shapes only the model knows",
             file=listing.directory,
-            found=some(flat),
+            found=examples(flat),
             remedy="Load them with the model that saved them, and save again with StateDictType.SHARDED_STATE_DICT.",
         )
     items = Items(listing, metadata.file)

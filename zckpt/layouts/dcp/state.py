@@ -16,7 +16,8 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from zckpt.base.errors import NotACheckpointError, UsageError, some
+from zckpt.base.errors import NotACheckpointError, UsageError
+from zckpt.base.words import examples
 from zckpt.layouts.dcp.metadata import BytesItem, Metadata, Path, TensorItem
 
 MODEL_KEYS = ("model", "state_dict", "model_state_dict", "module")
@@ -134,7 +135,7 @@ def model_of(metadata: Metadata, key: str = "") -> DcpModel:
         if not chosen:
             raise UsageError(
                 "a key that the checkpoint does not have", file=metadata.file, found=f"--key {key}",
-                expected=f"its tensors are under {some(dict.fromkeys(map(_section, (paths[n] for n in tensors))), 6)}",
+                expected=f"its tensors are under {examples(dict.fromkeys(map(_section, (paths[n] for n in tensors))), 6)}",
             )  # fmt: skip
         return DcpModel(key, chosen, ())
     section, alone = _choose({name: paths[name] for name in tensors}, tensors)

@@ -19,7 +19,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
-from zckpt.base.errors import CorruptError, InconsistentError, UnsupportedError, UsageError, some
+from zckpt.base.errors import CorruptError, InconsistentError, UnsupportedError, UsageError
+from zckpt.base.words import examples
 from zckpt.containers import Placeholder
 from zckpt.containers.tensor_ref import MAX_FRAGMENTS
 from zckpt.core.fragments import Block
@@ -146,7 +147,7 @@ class CheckpointRules:
             raise InconsistentError(
                 f"universal-checkpoint information that does not fit tensor {name!r}",
                 file=self.file,
-                found=f"{error}; the slices have shapes {some(map(list, shapes))}",
+                found=f"{error}; the slices have shapes {examples(map(list, shapes))}",
             ) from error
         vocabulary = self.info.get("original_vocab_size")
         if isinstance(vocabulary, int) and self._names("vocabulary_parameter_patterns", name):
@@ -332,7 +333,7 @@ def check_loads(rules: FileRules, names: Sequence[str]) -> None:
     """
     if not any(pattern.match(name) for pattern, _ in rules.rules for name in names):
         raise UsageError(
-            "rules that fit no tensor of this checkpoint", file=rules.path, found=f"names such as {some(names)}"
+            "rules that fit no tensor of this checkpoint", file=rules.path, found=f"names such as {examples(names)}"
         )
 
 
@@ -341,6 +342,6 @@ def unknown_rule(name: str, shapes: Sequence[Shape], file: str) -> UnsupportedEr
     return UnsupportedError(
         f"slices of tensor {name!r} that no rule says how to join",
         file=file,
-        found=f"shapes {some(list(shape) for shape in shapes)} on {len(shapes)} tensor-parallel ranks",
+        found=f"shapes {examples(list(shape) for shape in shapes)} on {len(shapes)} tensor-parallel ranks",
         remedy="Give rules: --tp-rules megatron, neox, or a JSON file.",
     )

@@ -20,7 +20,8 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from zckpt.base.errors import CorruptError, IncompleteError, InconsistentError, UnsupportedError, ranges, some
+from zckpt.base.errors import CorruptError, IncompleteError, InconsistentError, UnsupportedError
+from zckpt.base.words import examples, ranges
 from zckpt.containers import TensorRef, brief
 from zckpt.core.catalog import Role, TensorEntry
 from zckpt.core.fragments import Block
@@ -109,7 +110,7 @@ class Layer:
         """
         own = shapes[0][1:]
         if [(len(held), *own) for held in self.held] != list(shapes):
-            raise ValueError(f"{self.experts} experts in stacks of shapes {some(list(shape) for shape in shapes)}")
+            raise ValueError(f"{self.experts} experts in stacks of shapes {examples(list(shape) for shape in shapes)}")
         numel = math.prod(own)
         pieces = [
             SliceRows(rank, Block(at * numel, numel, 1, 0, 0, 1), expert * numel, 0)
@@ -235,8 +236,8 @@ def read_layers(listing: Listing, model: ModelStates, mp_ranks: range | None = N
         raise InconsistentError(
             "files of experts that the model does not have",
             file=listing.directory,
-            found=some(strange),
-            expected=f"layers of experts 0-{len(counts) - 1}, of {some(counts)} experts",
+            found=examples(strange),
+            expected=f"layers of experts 0-{len(counts) - 1}, of {examples(counts)} experts",
             remedy="They are left over from another save: move them away.",
         )
     first = mp_ranks[0] if mp_ranks else 0
@@ -287,7 +288,7 @@ def _layer(
             f"missing experts of layer {number}",
             file=listing.directory,
             found=f"files of {experts - len(missing)} experts",
-            expected=f"{experts} experts; of {ranges(missing)} there is none: {some(names)}",
+            expected=f"{experts} experts; of {ranges(missing)} there is none: {examples(names)}",
             remedy="Copy them from the nodes that wrote them (--also DIR lays further directories over this one).",
         )
     weights: dict[int, dict[str, TensorRef]] = {}
@@ -299,8 +300,8 @@ def _layer(
             raise InconsistentError(
                 f"experts of layer {number} that are not alike",
                 file=listing.files[name],
-                found=f"{prefixes[expert]!r} with {some(weights[expert])}",
-                expected=f"as in {files[number, 0]!r}: {prefixes[0]!r} with {some(weights[0])}",
+                found=f"{prefixes[expert]!r} with {examples(weights[expert])}",
+                expected=f"as in {files[number, 0]!r}: {prefixes[0]!r} with {examples(weights[0])}",
                 remedy="One of the files is of another save. Copy the layer's files again, or choose another tag.",
             )
     return Layer(number, prefixes[0], experts, held, weights, recorded is not None)

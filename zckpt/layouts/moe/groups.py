@@ -18,7 +18,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
-from zckpt.base.errors import IncompleteError, InconsistentError, UnsupportedError, ranges, some
+from zckpt.base.errors import IncompleteError, InconsistentError, UnsupportedError
+from zckpt.base.words import examples, ranges
 from zckpt.core.catalog import Padding, TensorEntry
 from zckpt.layouts.moe.experts import Layers, sharers
 from zckpt.layouts.run.training import Training
@@ -170,7 +171,7 @@ def _owner(number: int, shapes: Mapping[str, Shape], layers: Layers, save: Save)
     if len(spread) > 1:
         raise InconsistentError(
             f"an optimizer group that is not of one data-parallel group, {number}", file=save.model.file,
-            found=some(found), expected="experts in groups of their own, by the ranks they are spread over",
+            found=examples(found), expected="experts in groups of their own, by the ranks they are spread over",
         )  # fmt: skip
     ep = next(iter(spread), None)
     if ep is not None and save.world_size % ep:

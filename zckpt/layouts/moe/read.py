@@ -26,7 +26,8 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 
-from zckpt.base.errors import InconsistentError, some
+from zckpt.base.errors import InconsistentError
+from zckpt.base.words import examples
 from zckpt.containers import Placeholder
 from zckpt.core.catalog import Catalog, Source, Topology
 from zckpt.layouts.moe.experts import Layers, is_own, read_layers
@@ -121,7 +122,7 @@ class Split(model_parallel.ParallelSave):
         yield from super()._notes()
         if self.unwritten:
             yield (
-                f"DeepSpeed does not write {some(self.unwritten)} where experts lie on fewer ranks than there are "
+                f"DeepSpeed does not write {examples(self.unwritten)} where experts lie on fewer ranks than there are "
                 "tensor-parallel ones, and cannot load such a save: masters are read, and no copy of their slices proves them."
             )
 
@@ -173,7 +174,7 @@ class Split(model_parallel.ParallelSave):
         """A stage without experts has no files of any."""
         if strange := [match[0] for match in _expert_files(self.listing, range(rank, rank + 1))]:
             raise InconsistentError(
-                "files of experts that the model does not have", file=self.listing.directory, found=some(strange),
+                "files of experts that the model does not have", file=self.listing.directory, found=examples(strange),
                 expected=f"mp_rank {rank:02d} is of a pipeline stage without experts",
                 remedy="They are left over from another save: move them away.",
             )  # fmt: skip

@@ -12,7 +12,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 
-from zckpt.base.errors import some
+from zckpt.base.words import examples
 from zckpt.containers import Placeholder, TensorRef
 
 _NAME = re.compile(r"(?<![a-z])(rank|shard)[-_.]?\d+(?!\d)(?!_of_1(?!\d))", re.IGNORECASE)
@@ -35,13 +35,13 @@ def by_contents(root: Mapping[object, object]) -> str:
     values = dict(_values(root))
     sharded = [name for name, value in values.items() if _class_of(value) in _SHARDED]
     if sharded:
-        return f"{_class_of(values[sharded[0]])}s: {some(sharded)}"
+        return f"{_class_of(values[sharded[0]])}s: {examples(sharded)}"
     tensors = {name: value for name, value in values.items() if isinstance(value, TensorRef)}
     if flat := [name for name in tensors if _FLAT.fullmatch(name)]:
-        return f"flat parameters: {some(flat)}"
+        return f"flat parameters: {examples(flat)}"
     wrapped = {name: ref for name, ref in tensors.items() if _FSDP in name}
     if wrapped and all(len(ref.shape) < 2 for ref in wrapped.values()):
-        return f"parameters of FSDP that are all vectors: {some(wrapped)}"
+        return f"parameters of FSDP that are all vectors: {examples(wrapped)}"
     return ""
 
 

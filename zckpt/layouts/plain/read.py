@@ -20,8 +20,8 @@ from zckpt.base.errors import (
     UnsafeError,
     UnsupportedError,
     ZckptError,
-    some,
 )
+from zckpt.base.words import examples
 from zckpt.containers import Container, TensorRef, safetensors_file, torch_zip
 from zckpt.containers.skeleton import TensorSpec
 from zckpt.core.catalog import Catalog, Role, Source, TensorEntry
@@ -114,7 +114,9 @@ def _shards(listing: Listing, index_name: str) -> list[str]:
             raise UnsafeError("an index that names a file outside its directory", file=path, found=f"{shard!r:.80}")
     missing = [shard for shard in shards if shard not in listing.files]
     if missing:
-        raise IncompleteError("missing shards", file=listing.directory, found=some(missing), remedy="Copy them again.")
+        raise IncompleteError(
+            "missing shards", file=listing.directory, found=examples(missing), remedy="Copy them again."
+        )
     return shards
 
 
@@ -178,7 +180,7 @@ def _refuse_placeholders(tensors: Mapping[str, TensorEntry], listing: Listing) -
         raise IncompleteError(
             "ZeRO-3 placeholders instead of weights",
             file=listing.directory,
-            found=f"{len(empty):,} of {len(tensors):,} tensors have no elements ({some(empty)})",
+            found=f"{len(empty):,} of {len(tensors):,} tensors have no elements ({examples(empty)})",
             remedy=f"The weights are in the sharded checkpoint: run zckpt on {_hint(listing.directory)}. "
             "If the model's own tensors have no elements, convert with --allow-unknown-layout.",
         )
@@ -244,7 +246,7 @@ def lay_out(
     if target.format == "safetensors" and strange:
         raise UnsupportedError(
             "a dtype that safetensors cannot hold",
-            found=some(strange),
+            found=examples(strange),
             remedy="Use --format bin, or an OUT ending in .bin.",
         )
     specs = {entry.name: TensorSpec(entry.name, dtype, entry.shape) for entry, dtype in wanted}

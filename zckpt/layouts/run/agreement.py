@@ -18,7 +18,8 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from zckpt.base.errors import InconsistentError, some
+from zckpt.base.errors import InconsistentError
+from zckpt.base.words import examples
 from zckpt.containers import NumpyArray, Placeholder, TensorRef, brief
 from zckpt.core.catalog import TensorEntry
 from zckpt.layouts.run.training import ParameterGroup
@@ -268,9 +269,9 @@ def unlike(
             case Mapping(), Mapping():
                 left += [(value, y[key], f"{at}: {key!r:.80}") for key, value in x.items() if key in y]
                 if missing := [key for key in x if key not in y]:
-                    yield f"{at} has no {some(missing)}, which {there} has"
+                    yield f"{at} has no {examples(missing)}, which {there} has"
                 if strange := [key for key in y if key not in x]:
-                    yield f"{at} has {some(strange)}, which {there} has not"
+                    yield f"{at} has {examples(strange)}, which {there} has not"
             case list() | tuple(), list() | tuple() if len(x) == len(y):
                 left += [(p, q, at) for p, q in zip(x, y, strict=True)]
             case _ if _is_leaf(x) and _is_leaf(y) and (x == y or (x != x and y != y)):

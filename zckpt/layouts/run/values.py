@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import struct
 
-from zckpt.base.errors import CorruptError, IncompleteError, ranges
+from zckpt.base.errors import CorruptError, IncompleteError
+from zckpt.base.words import ranges
 from zckpt.containers import TensorRef
 from zckpt.layouts.save.listing import Listing
 from zckpt.storage import paths

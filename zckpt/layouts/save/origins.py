@@ -12,7 +12,8 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from zckpt.base.errors import InconsistentError, some
+from zckpt.base.errors import InconsistentError
+from zckpt.base.words import examples
 from zckpt.containers import Container
 from zckpt.layouts.save.listing import Listing, is_trainers_file
 from zckpt.storage import paths as files
@@ -91,7 +92,7 @@ def disagreement(fact: str, said: Mapping[str, int | str | None]) -> str:
         return ""
     files = {value: [file for file, own in said.items() if own == value] for value, _ in counts.most_common(_MOST)}
     told = (
-        f"{some(names)} say{'s' * (len(names) == 1)} {'nothing' if value is None else value}"
+        f"{examples(names)} say{'s' * (len(names) == 1)} {'nothing' if value is None else value}"
         for value, names in files.items()
     )
     return f"they do not agree on {fact}: {'; '.join(told)}"
@@ -105,7 +106,7 @@ def check_alike(listing: Listing, fact: str, said: Mapping[str, int | str | None
     """
     if words := disagreement(fact, said):
         usual, count = Counter(said.values()).most_common(1)[0]
-        odd = some(file for file, value in said.items() if value != usual)
+        odd = examples(file for file, value in said.items() if value != usual)
         raise InconsistentError(
             "files of different saves",
             file=listing.directory,
@@ -127,7 +128,7 @@ def of_other_ages(origins: Sequence[FileOrigin]) -> Iterator[str]:
         if names:
             by = max(abs(written[name] - middle) for name in names)
             yield (
-                f"{some(names)} {'is' if len(names) == 1 else 'are'} up to {_span(by)} {word} than the rest: "
+                f"{examples(names)} {'is' if len(names) == 1 else 'are'} up to {_span(by)} {word} than the rest: "
                 "copied apart from it, or of another save"
             )
 

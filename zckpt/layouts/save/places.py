@@ -15,7 +15,8 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from zckpt.base.errors import IncompleteError, NotACheckpointError, UnsafeError, UsageError, ZckptError, some
+from zckpt.base.errors import IncompleteError, NotACheckpointError, UnsafeError, UsageError, ZckptError
+from zckpt.base.words import examples
 from zckpt.layouts.save.listing import (
     UNIVERSAL,
     UNIVERSAL_POINTER,
@@ -107,7 +108,7 @@ def find(path: str, tag: str | None = None, also: Sequence[str] = ()) -> Place:
     raise NotACheckpointError(
         "no checkpoint",
         file=path,
-        found=f"{len(names):,} entries" + (f" such as {some(names)}" if names else ""),
+        found=f"{len(names):,} entries" + (f" such as {examples(names)}" if names else ""),
         expected="'latest', a tag directory with *_states.pt or *.distcp files, checkpoint-N folders, or weights files are "
         "looked for",
         remedy="Files moved out of their global_step* directory must go back into it.",

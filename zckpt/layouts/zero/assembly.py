@@ -11,7 +11,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
-from zckpt.base.errors import IncompleteError, some
+from zckpt.base.errors import IncompleteError
+from zckpt.base.words import examples
 from zckpt.containers import TensorRef
 from zckpt.core.catalog import Catalog, Padding, Role, Source, TensorEntry, Topology
 from zckpt.layouts.save.module_states import ModelStates, views_of, whole
@@ -119,6 +120,6 @@ def _check_frozen(model: ModelStates, tensors: Mapping[str, TensorEntry], aliase
         raise IncompleteError(
             "parameters whose elements no file holds",
             file=model.file,
-            found=some(empty or placeholders),
+            found=examples(empty or placeholders),
             remedy="They are ZeRO-3 placeholders: the weights lie in the zero_pp_rank_* files of the same save.",
         )

@@ -10,7 +10,8 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from zckpt.base.errors import CorruptError, IncompleteError, InconsistentError, UnsupportedError, ranges
+from zckpt.base.errors import CorruptError, IncompleteError, InconsistentError, UnsupportedError
+from zckpt.base.words import ranges
 from zckpt.containers import TensorRef, brief, enum_value
 from zckpt.core.dtypes import BF16, F16, F32, DType
 from zckpt.core.fragments import Fragment

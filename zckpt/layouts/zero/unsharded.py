@@ -13,7 +13,8 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from zckpt.base.errors import InconsistentError, some
+from zckpt.base.errors import InconsistentError
+from zckpt.base.words import examples
 from zckpt.containers import TensorRef
 from zckpt.core.catalog import Catalog, Replica, Source, TensorEntry
 from zckpt.core.fragments import Fragment
@@ -169,7 +170,7 @@ def assign(weights: Sequence[TensorEntry], groups: Sequence[GroupMasters], file:
             else "master weights that fit no parameter",
             file=file,
             found=f"{len(groups)} groups of {sum(group.numel for group in groups):,} elements",
-            expected=f"{len(weights):,} parameters such as {some(weight.name for weight in weights)}",
+            expected=f"{len(weights):,} parameters such as {examples(weight.name for weight in weights)}",
             remedy="Nothing was written.",
         )
     found: dict[str, TensorEntry] = {}

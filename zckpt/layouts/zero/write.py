@@ -18,7 +18,8 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from zckpt.base.errors import InconsistentError, some
+from zckpt.base.errors import InconsistentError
+from zckpt.base.words import examples
 from zckpt.containers import Placeholder, TensorSpec
 from zckpt.containers.emit import Size
 from zckpt.core.catalog import Catalog, TensorEntry
@@ -126,7 +127,7 @@ def _writer(catalog: Catalog, training: Training, target: ZeroTarget) -> _Stage1
         raise InconsistentError(
             "parameter groups that are not the trainable parameters",
             file=catalog.source.path,
-            found=some(set(owned) ^ set(trained)),
+            found=examples(set(owned) ^ set(trained)),
         )
     return _Stage3(catalog, training, target) if target.stage == 3 else _Stage12(catalog, training, target)
 

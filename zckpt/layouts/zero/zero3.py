@@ -12,7 +12,8 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from zckpt.base.errors import IncompleteError, InconsistentError, some
+from zckpt.base.errors import IncompleteError, InconsistentError
+from zckpt.base.words import examples
 from zckpt.containers import TensorRef
 from zckpt.core.catalog import Catalog, Padding, Replica, Source, TensorEntry
 from zckpt.core.fragments import Fragment
@@ -314,7 +315,7 @@ def frozen(save: Zero3Save) -> dict[str, TensorEntry]:
                 raise InconsistentError(
                     f"pieces of the frozen parameter {name!r} in several dtypes",
                     file=models[0].file,
-                    found=some(dtype.name for dtype in dtypes),
+                    found=examples(dtype.name for dtype in dtypes),
                 )
             fragments = tuple(Fragment(r.store, r.byte_offset, h.start, len(h)) for r, h in pieces if len(h))
             found[name] = TensorEntry(name, shape, dtypes.pop(), "frozen", fragments)

@@ -1,0 +1,54 @@
+"""Numbers, sizes and lists as a person reads them, for messages of every room. Programs get exact numbers from `--json`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+_UNITS = ("kB", "MB", "GB", "TB", "PB", "EB")
+
+
+def count(number: int, noun: str, plural: str | None = None) -> str:
+    """A number with its noun: `1 tensor`, `1,024 tensors`.
+
+    Args:
+        number: how many; 0 takes the plural.
+        noun: for one; a verb can follow it ("file is").
+        plural: for any other number ("files are"); None for `noun` with an s.
+    """
+    return f"{number:,} {noun if number == 1 else plural or noun + 's'}"
+
+
+def size(nbytes: float) -> str:
+    """Bytes in decimal units, with at most three significant digits: `1 byte`, `42.5 kB`, `498 MB`, `1.2 GB`."""
+    if nbytes < 1000:
+        return count(round(nbytes), "byte")
+    power = 0
+    value = nbytes / 1000
+    while value >= 999.5 and power < len(_UNITS) - 1:
+        value /= 1000
+        power += 1
+    return f"{float(f'{value:.3g}'):,g} {_UNITS[power]}"
+
+
+def joined(words: Sequence[str], last: str = "and") -> str:
+    """Words as a sentence lists them: `a, b and c`."""
+    return f" {last} ".join([", ".join(words[:-1]), words[-1]] if len(words) > 1 else words)
+
+
+def examples(names: Iterable[object], limit: int = 3) -> str:
+    """At most `limit` quoted names, then how many more there are: `'a', 'b', 'c' and 41 more`."""
+    quoted = [repr(str(name)) for name in names]
+    text = ", ".join(quoted[:limit])
+    more = len(quoted) - limit
+    return f"{text} and {more:,} more" if more > 0 else text
+
+
+def ranges(numbers: Sequence[int]) -> str:
+    """Whole numbers as ranges: `0-5, 7`."""
+    runs: list[list[int]] = []
+    for number in sorted(numbers):
+        if runs and number == runs[-1][1] + 1:
+            runs[-1][1] = number
+        else:
+            runs.append([number, number])
+    return ", ".join(str(low) if low == high else f"{low}-{high}" for low, high in runs)
