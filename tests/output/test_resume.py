@@ -28,9 +28,10 @@ from zckpt.core.fragments import FileStore
 from zckpt.core.plan import OutputFile, Plan
 from zckpt.engine import batches
 from zckpt.engine.move import run
-from zckpt.output import commit, journal, processes
+from zckpt.output import commit, journal
 from zckpt.output.journal import Finished, Journal, Seal
 from zckpt.output.work_directory import WorkDirectory
+from zckpt.storage import processes
 
 OPTIONS = Options(max_shard_size=200_000, threads=2)
 RANK1 = "zero_pp_rank_1_mp_rank_00_optim_states.pt"

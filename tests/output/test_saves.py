@@ -12,8 +12,9 @@ import pytest
 
 from zckpt.base.errors import OutputError
 from zckpt.layouts.save.listing import is_trainers_file
-from zckpt.output import commit, journal, processes
+from zckpt.output import commit, journal
 from zckpt.output.saves import STAGED, SaveStaging, displaced
+from zckpt.storage import processes
 
 MODEL = "mp_rank_00_model_states.pt"
 
@@ -83,7 +84,7 @@ def test_the_second_renaming_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 def test_without_locks_only_what_has_certainly_ended_is_finished(tmp_path: Path) -> None:
     """A process of this number in another namespace, or on another machine, may live."""
     ended = subprocess.run(
-        [sys.executable, "-c", "from zckpt.output.processes import this_process; print(this_process())"],
+        [sys.executable, "-c", "from zckpt.storage.processes import this_process; print(this_process())"],
         capture_output=True, text=True, check=True,
     ).stdout.strip()  # fmt: skip
     process = processes.parse(ended)

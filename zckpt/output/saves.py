@@ -17,11 +17,12 @@ import shutil
 from collections.abc import Callable, Collection, Iterator
 
 from zckpt.base.errors import OutputError
-from zckpt.output import journal, processes
+from zckpt.output import journal
 from zckpt.output.commit import Commit, inode, recover, seal_of
 from zckpt.output.durable import sync, sync_tree
 from zckpt.output.journal import Finished, Journal, Seal
 from zckpt.output.work_directory import WorkDirectory
+from zckpt.storage import processes
 from zckpt.storage.fsync_queue import make_durable
 
 PREFIX = ".zckpt-"

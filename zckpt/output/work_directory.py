@@ -14,7 +14,8 @@ import shutil
 from stat import S_ISDIR
 
 from zckpt.base.errors import OutputError
-from zckpt.output import journal, locks, processes
+from zckpt.output import journal, locks
+from zckpt.storage import processes
 from zckpt.storage.output_places import beside, directory_for, inside
 
 _NO_LOCKS = (errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOLCK)

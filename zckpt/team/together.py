@@ -24,6 +24,7 @@ from typing import Any, Literal
 
 from zckpt.base.errors import OutputError, UsageError, ZckptError, add_note
 from zckpt.base.words import ranges
+from zckpt.storage import processes
 from zckpt.storage.output_places import board_for, remove_boards
 from zckpt.team.rendezvous import Board, DirectoryBoard, StoreBoard
 
@@ -232,7 +233,13 @@ class Team:
 
     def _beat(self, number: int) -> None:
         assert self._board is not None
-        state = {"beat": number, "process": _identity(), "moved": self._moved[self.rank], "end": self._end}
+        state = {
+            "beat": number,
+            "host": os.uname().nodename,
+            "process": str(processes.this_process()),
+            "moved": self._moved[self.rank],
+            "end": self._end,
+        }
         self._board.put(f"{self._session}state/{self.rank}", json.dumps(state).encode())
 
     def look(self, *, now: bool = False) -> None:
@@ -247,17 +254,17 @@ class Team:
         self._next_look = time.monotonic() + LOOK_S
         for rank in range(1, self.size) if self.rank == 0 else (0,):
             state = self._state(rank)
-            end, at = state.get("end"), state.get("process", ["", 0, ""])
+            end, host, process = state.get("end"), state.get("host"), processes.parse(state.get("process", ""))
             if end and end["text"]:
                 raise _KINDS.get(end["code"], OutputError)(
-                    "a job that another process could not go on with", found=f"process {rank} on {at[0]}: {end['text']}"
+                    "a job that another process could not go on with", found=f"process {rank} on {host}: {end['text']}"
                 )
             silent = time.monotonic() - self._seen[rank][1]
             if end is None and (silent > self._lost_s or self._is_dead(rank)):
                 raise OutputError(
                     "a job that lost a process",
                     found=f"process {rank} of {self.size}"
-                    + (f", number {at[1]} on {at[0]}, " if at[1] else " ")
+                    + (f", number {process.number} on {host}, " if process else " ")
                     + (f"was silent for {silent:.0f} s" if silent > self._lost_s else "has ended without a word"),
                     remedy="Nothing was published. The same command goes on, with any number of processes.",
                 )
@@ -273,16 +280,9 @@ class Team:
 
     def _is_dead(self, rank: int) -> bool:
         """Whether a process of this machine has ended, and left no word."""
-        at = self._state(rank).get("process")
-        if not at or at[0] != _identity()[0] or at[2] != _identity()[2] or not at[2]:
-            return False
-        try:
-            os.kill(at[1], 0)
-        except ProcessLookupError:
-            return self._state(rank).get("end") is None  # it may have said it a moment ago
-        except OSError:
-            pass
-        return False
+        process = processes.parse(self._state(rank).get("process", ""))
+        # It may have said its end a moment ago.
+        return process is not None and process.is_dead() and self._state(rank).get("end") is None
 
     def watched(self, progress: Callable[[int], None] | None) -> Callable[[int], None]:
         """`progress`, told of what all processes have moved; on the way, it looks who is alive.
@@ -380,15 +380,6 @@ class Team:
 
 
 _KINDS = {kind.code: kind for kind in ZckptError.__subclasses__()}
-
-
-def _identity() -> tuple[str, int, str]:
-    """Machine, number, and the space in which process numbers mean something; "" where that is not known."""
-    try:
-        space = os.readlink("/proc/self/ns/pid")
-    except OSError:
-        space = ""
-    return os.uname().nodename, os.getpid(), space
 
 
 def _pauses(until: float | None) -> Iterator[float]:
