@@ -139,11 +139,63 @@ def test_errors_are_those_deepspeed_raises(tmp_path):
         zckpt.get_fp32_state_dict_from_zero_checkpoint(tmp_path / "nowhere")
 
 
-@pytest.mark.parametrize("name", [name for name in zckpt.__all__ if "zero_checkpoint" in name])
-def test_signatures(name):
+NOT_PROVIDED = {"parse_model_states", "parse_optim_states"}
+"""They return DeepSpeed's flat vectors, which mean nothing without the rest of its script."""
+
+
+def test_signatures():
     theirs = pytest.importorskip("deepspeed.utils.zero_to_fp32", exc_type=ImportError)
 
-    def names_and_defaults(function):
-        return [(p.name, p.default, p.kind) for p in inspect.signature(function).parameters.values()]
+    def signatures(module, names):
+        return {
+            name: [(p.name, p.default, p.kind) for p in inspect.signature(getattr(module, name)).parameters.values()]
+            for name in names
+        }
 
-    assert names_and_defaults(getattr(drop_in, name)) == names_and_defaults(getattr(theirs, name))
+    public = [
+        name for name, value in vars(theirs).items()
+        if inspect.isfunction(value) and value.__module__ == theirs.__name__ and not name.startswith("_")
+    ]  # fmt: skip
+    assert set(public) > NOT_PROVIDED and all(name in drop_in.__doc__ for name in NOT_PROVIDED)
+    names = sorted(set(public) - NOT_PROVIDED)
+    assert signatures(drop_in, names) == signatures(theirs, names)
+
+
+def test_small_functions_answer_as_deepspeeds(tmp_path):
+    theirs = pytest.importorskip("deepspeed.utils.zero_to_fp32", exc_type=ImportError)
+    tag = next(
+        fixture / "checkpoint" for fixture in FIXTURES if fixture.parent.name == "zero3" and fixture.name == "w12"
+    )
+    tag = tag / (tag / "latest").read_text()
+    for name in ("get_optim_files", "get_model_state_files"):
+        assert getattr(drop_in, name)(str(tag)) == getattr(theirs, name)(str(tag))
+    assert drop_in.get_model_state_file(str(tag), 3) == theirs.get_model_state_file(str(tag), 3)
+    with pytest.raises(FileNotFoundError):
+        drop_in.get_model_state_file(tag, 2)
+    for numel, world_size in [(10, 4), (0, 3), (12, 4), (1, 5)]:
+        info = drop_in.zero3_partitioned_param_info(numel, world_size)
+        assert info == theirs.zero3_partitioned_param_info(numel, world_size)
+    assert drop_in.natural_keys("rank_10_a") == theirs.natural_keys("rank_10_a")
+
+
+def test_lazy_tensors_become_tensors():
+    home = next(fixture / "checkpoint" for fixture in FIXTURES if fixture.name == "tied_w2")
+    lazy = zckpt.get_fp32_state_dict_from_zero_checkpoint(home, lazy_mode=True)
+    whole = zckpt.get_fp32_state_dict_from_zero_checkpoint(home)
+    for dtype in (None, "bf16", torch.float16):
+        made = drop_in.to_torch_tensor(lazy, dtype=dtype)
+        empty = drop_in.to_torch_tensor(lazy, return_empty_tensor=True, dtype=dtype)
+        for name, tensor in whole.items():
+            wanted = {"bf16": torch.bfloat16}.get(dtype, dtype) if tensor.is_floating_point() else None
+            assert same_bits(made[name], tensor.to(wanted or tensor.dtype))
+            assert (empty[name].shape, empty[name].dtype) == (made[name].shape, made[name].dtype)
+        assert len({id(tensor) for tensor in made.values()}) == len({id(tensor) for tensor in whole.values()})
+
+
+@pytest.mark.parametrize("dtype", ["torch.BFloat16", "fp16", torch.float32])
+def test_other_dtypes(plain, tmp_path, dtype):
+    drop_in.convert_zero_checkpoint_to_state_dict(plain[0], tmp_path / "out", dtype, safe_serialization=True)
+    wanted = {"torch.BFloat16": torch.bfloat16, "fp16": torch.float16}.get(dtype, dtype)
+    assert load_file(tmp_path / "out" / "model.safetensors")["a"].dtype == wanted
+    with pytest.raises(ValueError):
+        drop_in.convert_zero_checkpoint_to_state_dict(plain[0], tmp_path / "out", "int8")

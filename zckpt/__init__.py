@@ -1,7 +1,7 @@
-"""zckpt: consolidated weights out of sharded training checkpoints.
+"""zckpt: whole weights out of sharded training checkpoints.
 
-For users of the library: every public name, and of what is behind it nothing before it is asked for. Without torch,
-`open_checkpoint(..., framework="np")` and `convert` work all the same.
+The public names. Each is imported when it is first used, so `import zckpt` is quick. torch is needed for tensors
+(`open_checkpoint` with its default framework), DeepSpeed's functions, `zckpt.live` and `zckpt.runtime` only.
 """
 
 from __future__ import annotations
@@ -31,17 +31,21 @@ if TYPE_CHECKING:
     from zckpt.checks.verify import verify
     from zckpt.drop_in import (
         convert_zero_checkpoint_to_fp32_state_dict,
+        convert_zero_checkpoint_to_state_dict,
         get_fp32_state_dict_from_zero_checkpoint,
         load_state_dict_from_zero_checkpoint,
     )
-    from zckpt.hub import push_to_hub
+    from zckpt.hub import PushReport, push_to_hub
     from zckpt.jobs.convert import Options, Report, convert
     from zckpt.jobs.diff import Diff, diff
+    from zckpt.jobs.inspection import Inspection, inspect_checkpoint
     from zckpt.jobs.open import Checkpoint, open_checkpoint
     from zckpt.jobs.reshard import reshard
     from zckpt.jobs.to_dcp import to_dcp
     from zckpt.jobs.to_peft import AdapterReport, to_peft
     from zckpt.jobs.to_universal import to_universal
+    from zckpt.layouts.save.listing import ReadOptions
+    from zckpt.naming.transform import Form
 
 __all__ = [
     "AccessError",
@@ -50,11 +54,15 @@ __all__ = [
     "Checkpoint",
     "CorruptError",
     "Diff",
+    "Form",
     "IncompleteError",
     "InconsistentError",
+    "Inspection",
     "NotACheckpointError",
     "Options",
     "OutputError",
+    "PushReport",
+    "ReadOptions",
     "RemoteError",
     "Report",
     "ResourceError",
@@ -66,8 +74,10 @@ __all__ = [
     "__version__",
     "convert",
     "convert_zero_checkpoint_to_fp32_state_dict",
+    "convert_zero_checkpoint_to_state_dict",
     "diff",
     "get_fp32_state_dict_from_zero_checkpoint",
+    "inspect_checkpoint",
     "load_state_dict_from_zero_checkpoint",
     "open_checkpoint",
     "push_to_hub",
@@ -82,13 +92,19 @@ _HOMES = {
     "AdapterReport": "jobs.to_peft",
     "Checkpoint": "jobs.open",
     "Diff": "jobs.diff",
+    "Form": "naming.transform",
+    "Inspection": "jobs.inspection",
     "Options": "jobs.convert",
+    "PushReport": "hub",
+    "ReadOptions": "layouts.save.listing",
     "Report": "jobs.convert",
     "Verification": "checks.verdict",
     "convert": "jobs.convert",
     "convert_zero_checkpoint_to_fp32_state_dict": "drop_in",
+    "convert_zero_checkpoint_to_state_dict": "drop_in",
     "diff": "jobs.diff",
     "get_fp32_state_dict_from_zero_checkpoint": "drop_in",
+    "inspect_checkpoint": "jobs.inspection",
     "load_state_dict_from_zero_checkpoint": "drop_in",
     "open_checkpoint": "jobs.open",
     "push_to_hub": "hub",
@@ -98,16 +114,19 @@ _HOMES = {
     "to_universal": "jobs.to_universal",
     "verify": "checks.verify",
 }
-"""Public name -> module, for what is imported when it is asked for."""
+"""Public name -> its module, which is imported when the name is first used."""
+
+_PACKAGES = ("drop_in", "live", "runtime")
+"""Public packages, which import torch: `zckpt.live.save_pretrained` needs no import of its own."""
 
 
 def __getattr__(name: str) -> Any:
     if name in _HOMES:
         return getattr(import_module(f"zckpt.{_HOMES[name]}"), name)
-    if name in ("live", "runtime"):  # packages that need torch: `zckpt.live.save_pretrained` needs no import of its own
+    if name in _PACKAGES:
         return import_module(f"zckpt.{name}")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    return sorted({*__all__, *_PACKAGES})

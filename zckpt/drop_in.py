@@ -1,19 +1,25 @@
-"""DeepSpeed's three functions, with DeepSpeed's signatures: code that calls them changes one import line.
+"""The public functions of `deepspeed.utils.zero_to_fp32`, under their names and with their signatures.
 
-For training scripts that say `from deepspeed.utils.zero_to_fp32 import ...` and want the same result sooner, in less
-memory, without a pickle being run. The answers are DeepSpeed's, with these differences, each on purpose:
- - frozen half-precision parameters come as fp32 too, where DeepSpeed leaves them as they were saved;
- - fp64 buffers stay fp64, where DeepSpeed rounds them to fp32;
- - names are the model's own: `_orig_mod.` of torch.compile is stripped;
+A script that says `from deepspeed.utils.zero_to_fp32 import ...` says `from zckpt.drop_in import ...` instead, and gets the same
+result sooner, in less memory, without running a pickle. The results are DeepSpeed's, with these differences:
+ - frozen half-precision parameters are fp32 too; DeepSpeed leaves them as they were saved;
+ - buffers of fp64 stay fp64, and a conversion to fp16 or bf16 leaves buffers of fp32 as they are; DeepSpeed casts both;
+ - a number too large for fp16 is a CastError; DeepSpeed writes infinity;
+ - names are the model's own: `_orig_mod.` of torch.compile is removed;
  - a plain or unsharded checkpoint, and a tag directory itself, are accepted too;
- - names that found no partner in `load_state_dict_from_zero_checkpoint` are told in a warning, not dropped silently.
+ - `load_state_dict_from_zero_checkpoint` warns of names that are on one side only; DeepSpeed ignores them.
+
+[Note: not provided] `parse_model_states` and `parse_optim_states` return DeepSpeed's flat vectors, which mean nothing without the
+rest of its script; `zckpt.open_checkpoint` gives every tensor. What begins with an underscore is not public.
 Source: deepspeed/utils/zero_to_fp32.py (0.19.8).
 """
 
 from __future__ import annotations
 
 import argparse
+import glob
 import os
+import re
 import sys
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Literal, TypeVar, overload
@@ -21,11 +27,11 @@ from typing import TYPE_CHECKING, Literal, TypeVar, overload
 import torch
 
 from zckpt import live
-from zckpt.base.errors import ZckptError
+from zckpt.base.errors import NotACheckpointError, ZckptError
 from zckpt.core.catalog import Catalog, TensorEntry
 from zckpt.core.dtypes import F32, DType
 from zckpt.engine import replicas
-from zckpt.jobs.convert import Options, convert, output_dtype
+from zckpt.jobs.convert import Options, convert, output_dtype, to_dtype
 from zckpt.jobs.open import open_catalog, strip_wrappers
 
 if TYPE_CHECKING:
@@ -101,7 +107,7 @@ def get_fp32_state_dict_from_zero_checkpoint(
 def get_fp32_state_dict_from_zero_checkpoint(
     checkpoint_dir: Path, tag: str | None = None, exclude_frozen_parameters: bool = False, lazy_mode: bool = False
 ) -> dict[str, torch.Tensor] | dict[str, LazyTensor]:
-    """The consolidated weights in memory: fp32 parameters, integer buffers as they are.
+    """The whole weights in CPU memory: fp32 parameters, integer buffers as they are.
 
     Args:
         checkpoint_dir: the directory that holds the tags, or any other form of a checkpoint.
@@ -113,7 +119,11 @@ def get_fp32_state_dict_from_zero_checkpoint(
         Tensors by name. Tied names have the same object.
 
     Raises:
-        ZckptError: one of its kinds says what is wrong.
+        NotACheckpointError: there is no checkpoint in `checkpoint_dir`.
+        ZckptError: another kind says what is wrong.
+
+    Example:
+        model.load_state_dict(get_fp32_state_dict_from_zero_checkpoint("out/checkpoint-500"))
     """
     catalog = _open(checkpoint_dir, tag)
     if exclude_frozen_parameters:
@@ -126,27 +136,62 @@ def get_fp32_state_dict_from_zero_checkpoint(
     return _with_tied(tensors, catalog)
 
 
-def convert_zero_checkpoint_to_fp32_state_dict(
+def to_torch_tensor(
+    state_dict: Mapping[str, torch.Tensor | LazyTensor],
+    return_empty_tensor: bool = False,
+    dtype: str | torch.dtype | None = None,
+) -> dict[str, torch.Tensor]:
+    """Tensors of what `get_fp32_state_dict_from_zero_checkpoint(..., lazy_mode=True)` gave.
+
+    Args:
+        state_dict: lazy or real tensors by name.
+        return_empty_tensor: make tensors of the right shape and dtype, and read nothing.
+        dtype: "fp32", "fp16", "bf16" or torch's, for floating tensors; None keeps each as it is.
+
+    Returns:
+        Tensors by name. Tied names, which share one lazy tensor, share one tensor.
+
+    Raises:
+        UsageError: an unknown dtype.
+    """
+    wanted = None if dtype is None else getattr(torch, _dtype(dtype).torch_name)
+    made: dict[int, torch.Tensor] = {}
+    for tensor in state_dict.values():
+        if id(tensor) not in made:
+            target = wanted if wanted is not None and tensor.dtype.is_floating_point else tensor.dtype
+            empty = return_empty_tensor
+            made[id(tensor)] = torch.empty(tensor.shape, dtype=target) if empty else tensor.contiguous().to(target)
+    return {name: made[id(tensor)] for name, tensor in state_dict.items()}
+
+
+def convert_zero_checkpoint_to_state_dict(
     checkpoint_dir: Path,
     output_dir: Path,
+    dtype: str | torch.dtype = torch.float32,
     max_shard_size: int | str | None = "5GB",
     safe_serialization: bool = False,
     tag: str | None = None,
     exclude_frozen_parameters: bool = False,
 ) -> None:
-    """Writes the consolidated fp32 weights as `pytorch_model.bin` or `model.safetensors`, or shards of these.
+    """Writes the whole weights as `pytorch_model.bin` or `model.safetensors`, or shards of these.
 
     Args:
         checkpoint_dir: the directory that holds the tags, or any other form of a checkpoint.
-        output_dir: directory for the files, which may exist. A name ending in .bin, .pt or .safetensors that is no
+        output_dir: directory for the files, which may exist. A name ending in .bin, .pt or .safetensors that is not a
             directory is one file of that format.
-        max_shard_size: of a file; None for a single one.
+        dtype: "fp32", "fp16", "bf16", or torch's dtype; of parameters.
+        max_shard_size: of a file, in bytes or as "5GB"; None for a single one.
         safe_serialization: write safetensors.
         tag: which save, where there are several; by default the one that `latest` names.
         exclude_frozen_parameters: leave out parameters that were not trained.
 
     Raises:
-        ZckptError: one of its kinds says what is wrong; no file was replaced then.
+        UsageError: an unknown dtype.
+        CastError: a number is too large for `dtype`.
+        ZckptError: another kind says what is wrong; no file was replaced then.
+
+    Example:
+        convert_zero_checkpoint_to_state_dict("out/checkpoint-500", "weights/", dtype="bf16", safe_serialization=True)
     """
     out = os.fspath(output_dir)
     if os.path.isdir(out):
@@ -159,11 +204,29 @@ def convert_zero_checkpoint_to_fp32_state_dict(
         merge=True,
         beside=True,
     )
-    convert(checkpoint_dir, out, tag=tag, options=options)
+    convert(checkpoint_dir, out, dtype=_dtype(dtype), tag=tag, options=options)
+
+
+def convert_zero_checkpoint_to_fp32_state_dict(
+    checkpoint_dir: Path,
+    output_dir: Path,
+    max_shard_size: int | str | None = "5GB",
+    safe_serialization: bool = False,
+    tag: str | None = None,
+    exclude_frozen_parameters: bool = False,
+) -> None:
+    """Writes the whole fp32 weights; arguments and errors as for `convert_zero_checkpoint_to_state_dict`.
+
+    Example:
+        convert_zero_checkpoint_to_fp32_state_dict("out/checkpoint-500", "weights/", safe_serialization=True)
+    """
+    convert_zero_checkpoint_to_state_dict(
+        checkpoint_dir, output_dir, torch.float32, max_shard_size, safe_serialization, tag, exclude_frozen_parameters
+    )
 
 
 def load_state_dict_from_zero_checkpoint(model: Model, checkpoint_dir: Path, tag: str | None = None) -> Model:
-    """Loads the consolidated weights straight into a model's own tensors, cast from fp32 to the dtypes these have.
+    """Loads the whole weights straight into a model's own tensors, cast from fp32 to the dtypes these have.
 
     DeepSpeed's function moves the model to the CPU first; this one leaves it on its device, and needs no second copy
     of the weights in memory.
@@ -180,10 +243,78 @@ def load_state_dict_from_zero_checkpoint(model: Model, checkpoint_dir: Path, tag
         UserWarning: some names have no partner on the other side; these are left as they are.
 
     Raises:
-        ZckptError: one of its kinds says what is wrong.
+        NotACheckpointError: there is no checkpoint in `checkpoint_dir`.
+        ZckptError: another kind says what is wrong.
+
+    Example:
+        model = load_state_dict_from_zero_checkpoint(model, "out/checkpoint-500")
     """
     live.load_into(model, open_catalog(os.fspath(checkpoint_dir), tag).catalog)
     return model
+
+
+def get_checkpoint_files(checkpoint_dir: Path, glob_pattern: str) -> list[str]:
+    """Paths of the files in a tag directory that match a pattern, in natural order (rank 2 before rank 10).
+
+    Args:
+        checkpoint_dir: a tag directory, such as `out/checkpoint-500/global_step500`.
+        glob_pattern: such as "*_optim_states.pt".
+
+    Raises:
+        NotACheckpointError: no file matches. It is a FileNotFoundError.
+    """
+    directory = os.fspath(checkpoint_dir)
+    found = sorted(glob.glob(os.path.join(glob.escape(directory), glob_pattern)), key=natural_keys)
+    if not found:
+        raise NotACheckpointError(
+            "no such files in this directory", file=directory, expected=f"files {glob_pattern}",
+            remedy="Give the tag directory, such as global_step500.",
+        )  # fmt: skip
+    return found
+
+
+def get_optim_files(checkpoint_dir: Path) -> list[str]:
+    """Paths of a tag directory's optimizer files, in natural order; errors as in `get_checkpoint_files`."""
+    return get_checkpoint_files(checkpoint_dir, "*_optim_states.pt")
+
+
+def get_model_state_files(checkpoint_dir: Path) -> list[str]:
+    """Paths of a tag directory's model files, in natural order; errors as in `get_checkpoint_files`."""
+    return get_checkpoint_files(checkpoint_dir, "*_model_states.pt")
+
+
+def get_model_state_file(checkpoint_dir: Path, zero_stage: int) -> str:
+    """The path of rank 0's model file in a tag directory.
+
+    Args:
+        checkpoint_dir: a tag directory.
+        zero_stage: 0 to 3; at stage 3 each rank has a model file of its own.
+
+    Raises:
+        NotACheckpointError: it does not exist. It is a FileNotFoundError.
+    """
+    name = "mp_rank_00_model_states.pt"
+    return get_checkpoint_files(checkpoint_dir, f"zero_pp_rank_0_{name}" if zero_stage == 3 else name)[0]
+
+
+def natural_keys(text: str) -> list[int | str]:
+    """A key to sort names by, so that numbers in them count as numbers: `sorted(names, key=natural_keys)`."""
+    return [atoi(part) for part in re.split(r"(\d+)", text)]
+
+
+def atoi(text: str) -> int | str:
+    """Digits as a number, any other text as it is."""
+    return int(text) if text.isdigit() else text
+
+
+def zero3_partitioned_param_info(unpartitioned_numel: int, world_size: int) -> tuple[int, int]:
+    """How ZeRO-3 cuts a parameter: elements on each rank, and elements of padding at the end of the last.
+
+    Args:
+        unpartitioned_numel: elements of the parameter, at least 0.
+        world_size: ranks, at least 1.
+    """
+    return -(-unpartitioned_numel // world_size), -unpartitioned_numel % world_size
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -208,6 +339,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sys.stderr.writelines(f"{line}\n" for line in error.lines())
         return 2
     return 0
+
+
+def _dtype(dtype: str | torch.dtype) -> DType:
+    return to_dtype(str(dtype).lower())
 
 
 def _open(checkpoint_dir: Path, tag: str | None) -> Catalog:

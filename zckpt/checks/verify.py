@@ -12,6 +12,7 @@ from typing import Any
 
 from zckpt.base.errors import UnsupportedError, redact
 from zckpt.base.pace import DEFAULT_PACE, Pace
+from zckpt.base.progress import Progress, reported
 from zckpt.base.words import examples, joined
 from zckpt.checks.resumable import Comparison, Pair, compare_runs
 from zckpt.checks.soundness import Examined, check_compared, examined
@@ -35,10 +36,10 @@ def verify(
     *,
     deep: bool = False,
     tag: str | None = None,
-    also: Sequence[str] = (),
+    also: Sequence[str | os.PathLike[str]] = (),
     wishes: ReadOptions | None = None,
     pace: Pace = DEFAULT_PACE,
-    progress: Callable[[int], None] | None = None,
+    progress: Progress = None,
 ) -> Verification:
     """Looks whether a checkpoint, or an output with its `zckpt.json`, is complete and intact.
 
@@ -49,11 +50,16 @@ def verify(
         deep: read every byte of the checkpoint: checksums, masters against their half-precision copies, NaN and infinity.
             Without it, and with `converted`, the bytes are read that the output was made of. What has a `zckpt.json` is
             always read whole, and so is `converted`.
-        tag: which save, where there are several.
-        also: directories laid over the checkpoint: its parts from other nodes' disks.
-        wishes: what a person says of a model-parallel checkpoint that does not say it itself.
-        pace: how hard to work.
-        progress: called with the bytes read so far.
+        tag: which save, where there are several; by default the one that `latest` names.
+        also: directories that hold other parts of the same checkpoint, such as other nodes' disks.
+        wishes: how tensor- and pipeline-parallel files are joined, where they do not say it themselves.
+        pace: threads, bytes per second, and whether the page cache keeps what is read; None for each default.
+        progress: a function that is called with the bytes read so far (a second argument, the total, is None: how much there
+            is to read is found on the way); None shows a bar in a terminal or notebook, False shows none.
+
+    Returns:
+        The answers. Its `ok` says whether nothing is wrong, `deletable` whether the shards may be deleted; `lines()` and
+        `as_json()` say why.
 
     Raises:
         NotACheckpointError: there is nothing to look at. UnsupportedError: zckpt cannot read it.
@@ -61,11 +67,13 @@ def verify(
     Example:
         assert zckpt.verify("out/checkpoint-500", "weights/").ok
     """
-    state = examined(paths.local(checkpoint), tag, also, wishes, deep=deep, pace=pace, progress=progress)
-    deletable = None
-    if converted is not None:
-        read = sum(file.store.size for file in state.files) if deep else 0
-        deletable = _compare(state, paths.local(converted), pace, progress_after(progress, read))
+    with reported(progress, None, "verify") as watch:
+        roots = [os.fspath(root) for root in also]
+        state = examined(paths.local(checkpoint), tag, roots, wishes, deep=deep, pace=pace, progress=watch)
+        deletable = None
+        if converted is not None:
+            read = sum(file.store.size for file in state.files) if deep else 0
+            deletable = _compare(state, paths.local(converted), pace, progress_after(watch, read))
     return Verification(
         path=redact(state.place.listing.directory),
         about=_about(state.catalog),

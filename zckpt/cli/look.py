@@ -78,7 +78,7 @@ def verify(
             also=also or (),
             wishes=o.wishes(tp_rules, tp, pp, key),
             pace=o.pace(threads, keep_cache, limit_rate),
-            progress=progress,
+            progress=progress or False,
         )
     sink.result(found.as_json, found.lines)
     if not found.ok:
@@ -110,7 +110,7 @@ def diff(
             rtol=rtol,
             wishes=o.wishes(tp_rules, tp, pp),
             pace=o.pace(threads, keep_cache, limit_rate),
-            progress=progress,
+            progress=progress or False,
         )
     sink.notes(found.notes)
     sink.result(lambda: found.as_json(tensors=tensors), lambda: found.lines(tensors=tensors))

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 
 from zckpt.base.errors import OutputError
+from zckpt.base.progress import bar
 from zckpt.team.together import speaks
 
 
@@ -45,10 +46,8 @@ class Console:
         if self.quiet or not sys.stderr.isatty():
             yield None
             return
-        from tqdm import tqdm
-
-        with tqdm(total=total, desc=label, unit="B", unit_scale=True, leave=False, file=sys.stderr) as bar:
-            yield lambda done: _advance(bar, done)
+        with bar(total, label) as advance:
+            yield advance
 
     @contextmanager
     def steps(self, total: int) -> Iterator[Callable[[int, dict[str, str]], None]]:

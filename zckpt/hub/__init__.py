@@ -10,6 +10,7 @@ import os
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
+from zckpt.base.progress import Progress, reported
 from zckpt.core.dtypes import BY_TORCH_NAME, CAST_TARGETS, F32, DType
 from zckpt.hub.cargo import Cargo, Made, PlannedShard, Shard, SmallFile, cargo_of, shards_of
 from zckpt.hub.checks import MESSAGE, PageTarget
@@ -45,14 +46,14 @@ def push_to_hub(
     *,
     dtype: str | DType | None = None,
     tag: str | None = None,
-    also: Sequence[str] = (),
+    also: Sequence[str | os.PathLike[str]] = (),
     options: Options | None = None,
     revision: str = "main",
     private: bool | None = None,
     create_pr: bool = False,
     message: str = MESSAGE,
     path_in_repo: str = "",
-    scratch: str | None = None,
+    scratch: str | os.PathLike[str] | None = None,
     max_scratch: int | None = None,
     card: bool = True,
     license: str | None = None,  # noqa: A002  # the hub's own word
@@ -60,20 +61,22 @@ def push_to_hub(
     token: str | None = None,
     endpoint: str | None = None,
     yes: bool = False,
-    progress: Callable[[int], None] | None = None,
+    progress: Progress = None,
     tell: Callable[[str], None] = lambda text: None,
 ) -> PushReport:
-    """Makes a model page of a checkpoint: shards are made one at a time, sent, and forgotten; one commit at the end.
+    """Makes a model page of a checkpoint: shards are made one at a time, sent, and deleted; one commit at the end.
+
+    Call it again after an interruption: it resumes, and sends nothing that the hub has.
 
     Args:
         source: a checkpoint in any form that `convert` reads, or a directory of weights.
-        repo_id: "owner/name", or a name of one's own.
+        repo_id: "owner/name", or "name" under your own account.
         dtype: "fp32", "fp16" or "bf16"; None for what config.json says, and for plain weights' own.
-        tag: which save, where there are several.
-        also: directories laid over the checkpoint: its parts from other nodes' disks.
-        options: what is converted and how; its dtype is overridden.
-        revision: branch; made where it is not there.
-        private: visibility of a repository that is made; None for private.
+        tag: which save, where there are several; by default the one that `latest` names.
+        also: directories that hold other parts of the same checkpoint, such as other nodes' disks.
+        options: what is converted and how, such as `Options(max_shard_size="2GB")`; its dtype is overridden.
+        revision: branch; it is created if it does not exist.
+        private: visibility of a repository that is created; None for private.
         create_pr: open a pull request instead of committing to the branch.
         message: of the commit.
         path_in_repo: directory in the repository.
@@ -85,23 +88,30 @@ def push_to_hub(
         token: None for the one that is logged in, or in HF_TOKEN.
         endpoint: address of the hub; None for HF_ENDPOINT, or huggingface.co.
         yes: go on where the repository holds files.
-        progress: called with the bytes that are through.
-        tell: called with sentences, on whatever takes long.
+        progress: a function that is called with the bytes made and sent so far, and with the total if it takes a second
+            argument; None shows a bar in a terminal or notebook, False shows none.
+        tell: called with a sentence before each step that may take long.
+
+    Returns:
+        The page's address, the commit, the files, and the bytes that were sent.
 
     Raises:
-        ZckptError: one of its kinds says what is wrong; nothing is published then, and the same call goes on from there.
+        AccessError: there is no token, or it may not write there.
+        RemoteError: the hub failed, or answered what it should not.
+        ZckptError: another kind says what is wrong. Nothing is published then, and the same call resumes.
 
     Example:
         zckpt.push_to_hub("out/checkpoint-500", "me/my-model", dtype="bf16", license="apache-2.0")
     """
     target = PageTarget(
-        repo_id, revision, path_in_repo, private, create_pr, message, yes, token, endpoint, scratch, max_scratch, card,
-        license, base_model,
+        repo_id, revision, path_in_repo, private, create_pr, message, yes, token, endpoint,
+        None if scratch is None else os.fspath(scratch), max_scratch, card, license, base_model,
     )  # fmt: skip
     prepared = load(os.fspath(source), dtype, options, tag=tag, also=also)
     ready = prepare(cargo_of(prepared), target, tell)
     check(prepared)
-    return execute(ready, progress)
+    with reported(progress, sum(shard.nbytes for shard in ready.cargo.shards), "push") as watch:
+        return execute(ready, watch)
 
 
 def load(
@@ -110,7 +120,7 @@ def load(
     options: Options | None = None,
     *,
     tag: str | None = None,
-    also: Sequence[str] = (),
+    also: Sequence[str | os.PathLike[str]] = (),
 ) -> PlannedConversion:
     """The conversion that a push would do, planned."""
     options = options or Options()

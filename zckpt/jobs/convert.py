@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 
 from zckpt.base.errors import UsageError
 from zckpt.base.pace import Pace, thread_count, window_bytes
+from zckpt.base.progress import Progress, reported
 from zckpt.base.words import examples
 from zckpt.core.catalog import Catalog, TensorEntry
 from zckpt.core.dtypes import BF16, BY_TORCH_NAME, CAST_TARGETS, F16, F32, SHORT_NAMES, DType
@@ -53,8 +54,8 @@ class Options:
         merge: put the files into an existing directory instead of replacing it.
         beside: allow an output beside the input's tag directories.
         allow_unknown_layout: convert though the layout cannot be proved.
-        wishes: what a person says of a model-parallel checkpoint that does not say it itself.
-        form: which names and order of rows the tensors are to have.
+        wishes: how tensor- and pipeline-parallel files are joined, where they do not say it themselves.
+        form: names and order of rows that the tensors get, as `--to`, `--config` and `--layer-names` do.
     """
 
     dtype: DType | None = F32
@@ -154,25 +155,32 @@ def convert(
     *,
     dtype: str | DType = "fp32",
     tag: str | None = None,
-    also: Sequence[str] = (),
+    also: Sequence[str | os.PathLike[str]] = (),
     options: Options | None = None,
-    progress: Callable[[int], None] | None = None,
+    progress: Progress = None,
 ) -> Report:
-    """Writes a checkpoint's consolidated weights.
+    """Writes a checkpoint's whole weights, in constant memory; returns what it wrote.
+
+    Run it again after an interruption: it resumes. When `out` is this conversion's complete output already, it does nothing.
 
     Args:
-        checkpoint: a checkpoint directory, tag directory, trainer's output directory, or weights.
+        checkpoint: a checkpoint directory, tag directory, trainer's output directory, or weights; or an address that fsspec
+            reaches (`s3://bucket/run`).
         out: a name ending in .bin, .pt or .safetensors for one file; anything else is a directory of shards that
-            `transformers` loads. Either may be an address that fsspec reaches (`s3://bucket/weights`); for `hf://`
-            there is `zckpt.push_to_hub`.
-        dtype: "fp32", "fp16" or "bf16".
-        tag: which save, where there are several.
-        also: directories laid over the checkpoint: its parts from other nodes' disks.
-        options: everything else; its dtype is overridden by `dtype`.
-        progress: called with the bytes written so far.
+            `transformers` loads. It may be an address too; for `hf://` there is `zckpt.push_to_hub`.
+        dtype: "fp32", "fp16" or "bf16", for trained and frozen parameters; buffers and integers keep theirs.
+        tag: which save, where there are several; by default the one that `latest` names.
+        also: directories that hold other parts of the same checkpoint, such as other nodes' disks.
+        options: everything else, such as `Options(overwrite=True)`; its dtype is overridden by `dtype`.
+        progress: a function that is called with the bytes written so far, and with the total if it takes a second argument; None
+            shows a bar in a terminal or notebook, False shows none.
 
     Raises:
-        ZckptError: one of its kinds says what is wrong; nothing stands under `out` then that did not before.
+        NotACheckpointError: there is no checkpoint at `checkpoint`.
+        IncompleteError, CorruptError, InconsistentError: files are missing or damaged, or do not fit together.
+        CastError: numbers are too large for `dtype`; `Options(overflow="clamp")` or "inf" writes them all the same.
+        OutputError: `out` exists (`Options(overwrite=True)` replaces it), cannot be written, or the disk is full.
+        ZckptError: another kind says what is wrong. Whatever is raised, `out` is as it was before.
 
     Example:
         zckpt.convert("out/checkpoint-500", "weights/", dtype="bf16")
@@ -180,7 +188,8 @@ def convert(
     began = time.perf_counter()
     chosen = replace(options or Options(), dtype=to_dtype(dtype))
     prepared = prepare(os.fspath(checkpoint), os.fspath(out), chosen, tag=tag, also=also)
-    report = execute(prepared, progress)
+    with reported(progress, prepared.plan.bytes_written, "convert") as watch:
+        report = execute(prepared, watch)
     return replace(report, seconds=time.perf_counter() - began)
 
 
@@ -205,18 +214,13 @@ def prepare(
     options: Options,
     *,
     tag: str | None = None,
-    also: Sequence[str] = (),
+    also: Sequence[str | os.PathLike[str]] = (),
     opened: Opened | None = None,
 ) -> PlannedConversion:
     """Everything but the work: opens, selects, lays out, and refuses what cannot succeed. Writes nothing.
 
-    Args:
-        checkpoint: as for `convert`.
-        out: as for `convert`; empty for a directory whose files the caller makes and takes one by one.
-        options: what is to be done.
-        tag: as for `convert`.
-        also: as for `convert`.
-        opened: the checkpoint, where it is open already.
+    Arguments as for `convert`. An empty `out` is a directory whose files the caller makes and takes one by one; `opened` is
+    the checkpoint, where it is open already.
     """
     out = files.local(out)
     if opened is None:
@@ -295,11 +299,7 @@ def execute(prepared: PlannedConversion, progress: Callable[[int], None] | None 
 
 
 def check(prepared: PlannedConversion) -> tuple[str, ...]:
-    """Makes sure that the checkpoint does not contradict itself; returns what a person should see.
-
-    Raises:
-        InconsistentError: it does, and `allow_unknown_layout` is not set.
-    """
+    """Raises InconsistentError where the checkpoint contradicts itself; with `allow_unknown_layout`, returns a note instead."""
     if not prepared.options.allow_unknown_layout:
         replicas.check(prepared.catalog)
         return ()

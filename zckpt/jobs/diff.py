@@ -7,10 +7,11 @@ the scan compares where a conversion would copy.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from zckpt.base.pace import DEFAULT_PACE, Pace
+from zckpt.base.progress import Progress, reported
 from zckpt.base.words import examples
 from zckpt.core.catalog import Catalog, TensorEntry
 from zckpt.core.dtypes import DType
@@ -145,7 +146,7 @@ def diff(
     rtol: float | None = None,
     wishes: ReadOptions | None = None,
     pace: Pace = DEFAULT_PACE,
-    progress: Callable[[int], None] | None = None,
+    progress: Progress = None,
 ) -> Diff:
     """Compares two checkpoints, weights files or directories, tensor by tensor.
 
@@ -157,9 +158,13 @@ def diff(
         b: anything zckpt reads, in any other layout.
         atol: absolute tolerance.
         rtol: relative tolerance.
-        wishes: what a person says of model-parallel checkpoints that do not say it themselves.
-        pace: how hard to work.
-        progress: called with the bytes read so far.
+        wishes: how tensor- and pipeline-parallel files are joined, where they do not say it themselves.
+        pace: threads, bytes per second, and whether the page cache keeps what is read; None for each default.
+        progress: a function that is called with the bytes read so far, and with the total if it takes a second argument; None
+            shows a bar in a terminal or notebook, False shows none.
+
+    Returns:
+        What differs. Its `same` says whether nothing does; `lines()` and `as_json()` say what.
 
     Raises:
         ZckptError: one of them cannot be read.
@@ -183,7 +188,8 @@ def diff(
                 yield from looks_against(x, y, number)
 
     total = sum(x.nbytes + y.nbytes for _, x, y in pairs.values())
-    report = scan(looks(), relation=relation, total_bytes=total, progress=progress, **pace)
+    with reported(progress, total, "diff") as watch:
+        report = scan(looks(), relation=relation, total_bytes=total, progress=watch, **pace)
     tensors: list[TensorDiff] = []
     for number, ((name, x, y), can_be) in enumerate(zip(pairs.values(), compared, strict=True)):
         tally = report.tallies.get(number, Tally()) if can_be else None

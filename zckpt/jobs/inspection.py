@@ -46,15 +46,18 @@ class Verdict:
 
 @dataclass(frozen=True, slots=True)
 class Inspection:
-    """Everything `inspect` tells.
+    """What `zckpt inspect` reports of a checkpoint.
+
+    `exportable.ok` and `resumable.ok` answer the two questions that a program asks most; `as_json()` has every fact under the
+    names of `zckpt inspect --json`; `lines()` is what `zckpt inspect` prints.
 
     Attributes:
-        place: what was looked at.
-        catalog: its tensors, or None when they cannot be told.
-        grid: model-parallel rank -> data-parallel rank -> kind of file ("model", "optim") -> its state.
-        exportable: whether consolidated weights can be made.
-        resumable: whether training can resume, and at which world size.
+        exportable: whether whole weights can be made (`ok`), and why or why not (`reason`).
+        resumable: whether training can resume (`ok`), and at which world size, or why not (`reason`).
         notes: sentences a person should see.
+        place: which save was found, and where.
+        catalog: names, shapes, dtypes and places of all tensors; None when they cannot be known.
+        grid: model-parallel rank -> data-parallel rank -> kind of file ("model", "optim") -> its state.
     """
 
     place: Place
@@ -64,8 +67,12 @@ class Inspection:
     resumable: Verdict
     notes: tuple[str, ...]
 
+    def lines(self, *, tensors: bool = False) -> Iterator[str]:
+        """What `zckpt inspect` prints; with `tensors`, also every tensor, and which files hold its elements."""
+        return describe(self, tensors=tensors)
+
     def as_json(self, *, slices: bool = False) -> dict[str, object]:
-        """One object for programs; `slices` says for each tensor where its elements lie."""
+        """What `zckpt inspect --json` prints, as a dict; with `slices`, also which files hold each tensor's elements."""
         listing, catalog = self.place.listing, self.catalog
         facts: dict[str, object] = {"path": listing.directory, "tag": listing.tag, "tags": list(self.place.tags)}
         if catalog is not None:
@@ -116,14 +123,32 @@ def output_bytes(catalog: Catalog) -> dict[str, int]:
 
 
 def inspect_checkpoint(
-    path: str, tag: str | None = None, also: Sequence[str] = (), wishes: ReadOptions | None = None
+    path: str | os.PathLike[str],
+    tag: str | None = None,
+    also: Sequence[str | os.PathLike[str]] = (),
+    wishes: ReadOptions | None = None,
 ) -> Inspection:
-    """Looks at a checkpoint or a weights file; reads indexes only.
+    """Reports what a checkpoint or a weights file holds; reads indexes only, kilobytes per file.
+
+    Args:
+        path: a checkpoint directory, tag directory, trainer's output directory, weights, or an address (`s3://...`).
+        tag: which save, where there are several; by default the one that `latest` names.
+        also: directories that hold other parts of the same checkpoint, such as other nodes' disks.
+        wishes: how tensor- and pipeline-parallel files are joined, where they do not say it themselves.
+
+    Returns:
+        The facts. A checkpoint that is damaged or incomplete is reported, not raised: `exportable.reason` says what is wrong.
 
     Raises:
-        ZckptError: there is nothing to look at. What is there but broken is reported, not raised.
+        NotACheckpointError: there is no checkpoint at `path`.
+        ZckptError: another kind, where the save cannot be chosen: `latest` is missing and there are several tags.
+
+    Example:
+        found = zckpt.inspect_checkpoint("out/checkpoint-500")
+        if found.exportable.ok:
+            print(found.as_json()["numel"], "parameters")
     """
-    place = find(path, tag, also)
+    place = find(os.fspath(path), tag, [os.fspath(root) for root in also])
     catalog: Catalog | None = None
     notes: tuple[str, ...] = place.notes
     try:

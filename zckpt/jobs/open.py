@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from zckpt import layouts
 from zckpt.base.errors import NoTensorError, UsageError
-from zckpt.base.words import examples
+from zckpt.base.words import count, examples
 from zckpt.core.catalog import Catalog, TensorEntry
 from zckpt.core.fragments import Fragment, MemoryStore
 from zckpt.core.overlaps import clip
@@ -45,9 +45,9 @@ class Opened:
 
 
 def open_catalog(
-    path: str,
+    path: str | os.PathLike[str],
     tag: str | None = None,
-    also: Sequence[str] = (),
+    also: Sequence[str | os.PathLike[str]] = (),
     *,
     allow_unknown_layout: bool = False,
     wishes: ReadOptions | None = None,
@@ -64,7 +64,7 @@ def open_catalog(
     Raises:
         ZckptError: one of its kinds says what is wrong.
     """
-    place = find(path, tag, also)
+    place = find(os.fspath(path), tag, [os.fspath(root) for root in also])
     if wishes is not None:
         place = replace(place, listing=replace(place.listing, wishes=wishes))
     catalog = layouts.read(place.listing, allow_unknown=allow_unknown_layout)
@@ -129,24 +129,39 @@ def _forms(names: list[str]) -> list[list[str]]:
 class Checkpoint(Mapping[str, "Tensor"]):
     """A checkpoint as a lazy mapping from names to tensors; tied names give equal tensors.
 
-    Use as a context manager or not: no file stays open between reads.
+    `open_checkpoint` makes it. Use it as a context manager or not: no file stays open between reads, and `close` only
+    frees what is known of the tensors.
 
     Attributes:
         catalog: names, shapes, dtypes and places of all tensors.
     """
 
+    catalog: Catalog
+
     def __init__(self, opened: Opened, framework: Literal["pt", "np"] = "pt") -> None:
         if framework not in ("pt", "np"):
             raise UsageError("an unknown framework", found=repr(framework), expected="'pt' and 'np' are known")
-        self._opened = opened
         self._framework = framework
         self.catalog, _ = strip_wrappers(opened.catalog)
+        self._closed = False
 
     def __enter__(self) -> Checkpoint:
         return self
 
     def __exit__(self, *_: object) -> None:
-        pass
+        self.close()
+
+    def close(self) -> None:
+        """Forgets the tensors; reading one afterwards is a UsageError. A second call does nothing."""
+        self._closed = True
+        self.catalog = Catalog({}, self.catalog.source)
+
+    def __repr__(self) -> str:
+        source = self.catalog.source
+        facts = f"{source.path!r}, layout {source.layout}" + (f", tag {source.tag}" if source.tag else "")
+        numel = sum(entry.numel for entry in self.catalog.tensors.values() if entry.role != "buffer")
+        held = f"{count(len(self.catalog.tensors), 'tensor')}, {count(numel, 'parameter')}"
+        return f"<zckpt.Checkpoint {facts}: {'closed' if self._closed else held}>"
 
     def __iter__(self) -> Iterator[str]:
         yield from self.catalog.tensors
@@ -169,6 +184,11 @@ class Checkpoint(Mapping[str, "Tensor"]):
         """
         if name in self:
             return self.catalog[name]
+        if self._closed:
+            raise UsageError(
+                "the checkpoint is closed", file=self.catalog.source.path, found=f"a read of {name!r}",
+                remedy="Read tensors before close(), or inside the with statement.",
+            )  # fmt: skip
         near = difflib.get_close_matches(str(name), list(itertools.islice(self, _COMPARED_NAMES)), 3)
         raise NoTensorError(
             "no tensor of that name",
@@ -266,19 +286,38 @@ def read_into(entry: TensorEntry, address: int, owner: object) -> None:
         run(Plan((), [(entry, replace(entry, fragments=(Fragment(store, 0, 0, entry.numel),), replicas=()))]), "")
 
 
-def open_checkpoint(path: str, tag: str | None = None, *, framework: Literal["pt", "np"] = "pt") -> Checkpoint:
-    """Opens a checkpoint as a lazy mapping from names to tensors.
+def open_checkpoint(
+    path: str | os.PathLike[str],
+    tag: str | None = None,
+    *,
+    framework: Literal["pt", "np"] = "pt",
+    also: Sequence[str | os.PathLike[str]] = (),
+    wishes: ReadOptions | None = None,
+) -> Checkpoint:
+    """Opens a checkpoint as a lazy mapping from names to tensors; reads indexes only, kilobytes per file.
 
-    Trainable parameters are the fp32 masters; everything else is as it was saved.
+    Trained parameters are fp32, as the optimizer held them; everything else has the dtype it was saved in. A tensor is read
+    from the files each time it is asked for.
 
     Args:
-        path: a checkpoint directory, tag directory, trainer's output directory, or a weights file.
-        tag: which save, where there are several.
-        framework: "pt" for torch tensors, "np" for numpy arrays.
+        path: a checkpoint directory, tag directory, trainer's output directory, weights file, or an address (`s3://...`).
+        tag: which save, where there are several; by default the one that `latest` names.
+        framework: "pt" for torch tensors, "np" for numpy arrays (which have no bf16).
+        also: directories that hold other parts of the same checkpoint, such as other nodes' disks.
+        wishes: how tensor- and pipeline-parallel files are joined, where they do not say it themselves.
+
+    Returns:
+        A mapping. `checkpoint[name]` is a tensor, `checkpoint.get_slice(name)[:16]` reads these rows only,
+        `checkpoint.metadata()` says where it comes from, `checkpoint.close()` frees it.
+
+    Raises:
+        NotACheckpointError: there is no checkpoint at `path`.
+        IncompleteError: files are missing, or `latest` is missing and there are several tags.
+        ZckptError: another kind says what is wrong.
 
     Example:
         with open_checkpoint("out/checkpoint-500") as ckpt:
             weight = ckpt["model.embed_tokens.weight"]
             rows = ckpt.get_slice("lm_head.weight")[:16]
     """
-    return Checkpoint(open_catalog(os.fspath(path), tag), framework)
+    return Checkpoint(open_catalog(path, tag, also, wishes=wishes), framework)

@@ -15,6 +15,7 @@ from typing import Generic, Protocol, TypedDict, TypeVar, Unpack
 from zckpt import layouts
 from zckpt.base.errors import UsageError
 from zckpt.base.pace import DEFAULT_PACE, Pace
+from zckpt.base.progress import Progress, reported
 from zckpt.core.catalog import Catalog
 from zckpt.core.dtypes import BF16, F16, DType
 from zckpt.core.plan import Plan, literal_file
@@ -85,7 +86,7 @@ class How(TypedDict, total=False):
     """
 
     tag: str | None
-    also: Sequence[str]
+    also: Sequence[str | os.PathLike[str]]
     overwrite: bool
     allow_unknown_layout: bool
     wishes: ReadOptions | None
@@ -223,16 +224,45 @@ def reshard(
     stage: int | None = None,
     precision: str = "keep",
     tag: str | None = None,
+    also: Sequence[str | os.PathLike[str]] = (),
     overwrite: bool = False,
+    allow_unknown_layout: bool = False,
+    wishes: ReadOptions | None = None,
+    progress: Progress = None,
 ) -> Report:
-    """Writes a ZeRO checkpoint for another world size, stage or precision; arguments and errors as in `prepare`.
+    """Writes a ZeRO checkpoint for another world size, stage or precision, from which DeepSpeed and zckpt's trainer resume.
+
+    Weights, optimizer states, step counts, schedule, loss scale and client state are kept byte for byte.
+
+    Args:
+        checkpoint: a checkpoint with optimizer states, in any layout that zckpt resumes from.
+        out: the directory for the new one: `latest`, a tag directory, and the small files beside the old one.
+        world_size: data-parallel ranks that will resume, at least 1.
+        stage: 1, 2 or 3; None for the stage that the checkpoint has.
+        precision: of the module's own weights: "fp32", "fp16" or "bf16"; "keep" for the one they have.
+        tag: which save, where there are several; by default the one that `latest` names.
+        also: directories that hold other parts of the same checkpoint, such as other nodes' disks.
+        overwrite: replace an existing output: the files that its `zckpt.json` lists.
+        allow_unknown_layout: continue although an optimizer file holds keys that zckpt does not know.
+        wishes: how tensor- and pipeline-parallel files are joined, where they do not say it themselves.
+        progress: a function that is called with the bytes written so far, and with the total if it takes a second argument; None
+            shows a bar in a terminal or notebook, False shows none.
+
+    Returns:
+        What was written: files, tensors, bytes, seconds, and notes for a person.
+
+    Raises:
+        UsageError: a world size or stage that does not exist.
+        UnsupportedError: the checkpoint has no optimizer states that zckpt reads.
+        OutputError: `out` exists, cannot be written, or the disk is full.
+        ZckptError: another kind says what is wrong. Whatever is raised, `out` is as it was before.
 
     Example:
         zckpt.reshard("out/checkpoint-500", "resumable/", world_size=4, stage=3)
     """
-    return execute(
-        prepare(
-            *(os.fspath(checkpoint), os.fspath(out)),
-            world_size=world_size, stage=stage, precision=precision, tag=tag, overwrite=overwrite,
-        )
+    prepared = prepare(
+        *(os.fspath(checkpoint), os.fspath(out)), world_size=world_size, stage=stage, precision=precision, tag=tag, also=also,
+        overwrite=overwrite, allow_unknown_layout=allow_unknown_layout, wishes=wishes,
     )  # fmt: skip
+    with reported(progress, prepared.plan.bytes_written, "reshard") as watch:
+        return execute(prepared, watch)

@@ -9,11 +9,12 @@ from __future__ import annotations
 import os
 import struct
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from zckpt import layouts
 from zckpt.base.errors import InconsistentError, UsageError
+from zckpt.base.progress import Progress, reported
 from zckpt.containers import TensorRef
 from zckpt.core.catalog import Catalog
 from zckpt.core.dtypes import F32, DType
@@ -52,9 +53,9 @@ def to_dcp(
     under: str = MODEL_KEY,
     optimizer: str | None = None,
     tag: str | None = None,
-    also: Sequence[str] = (),
+    also: Sequence[str | os.PathLike[str]] = (),
     options: Options | None = None,
-    progress: Callable[[int], None] | None = None,
+    progress: Progress = None,
 ) -> Report:
     """Writes a checkpoint as a directory that `torch.distributed.checkpoint.load` reads.
 
@@ -64,13 +65,19 @@ def to_dcp(
         dtype: "fp32", "fp16" or "bf16" for floating parameters; None leaves every tensor as the checkpoint has it.
         under: the state dict's key for the weights; empty for its top.
         optimizer: its key for the optimizer's states and groups; None leaves them out.
-        tag: which save, where there are several.
-        also: directories laid over the checkpoint.
-        options: everything else; its dtype is overridden by `dtype`.
-        progress: called with the bytes written so far.
+        tag: which save, where there are several; by default the one that `latest` names.
+        also: directories that hold other parts of the same checkpoint, such as other nodes' disks.
+        options: everything else, such as `Options(overwrite=True)`; its dtype is overridden by `dtype`.
+        progress: a function that is called with the bytes written so far, and with the total if it takes a second argument; None
+            shows a bar in a terminal or notebook, False shows none.
+
+    Returns:
+        What was written: files, tensors, bytes, seconds, and notes for a person.
 
     Raises:
-        ZckptError: one of its kinds says what is wrong; nothing stands under `out` then that did not before.
+        UnsupportedError: `optimizer` is given, and the checkpoint has no optimizer states that zckpt reads.
+        OutputError: `out` exists (`Options(overwrite=True)` replaces it), cannot be written, or the disk is full.
+        ZckptError: another kind says what is wrong. Whatever is raised, `out` is as it was before.
 
     Example:
         zckpt.to_dcp("out/checkpoint-500", "fsdp/")
@@ -81,7 +88,8 @@ def to_dcp(
     prepared = prepare(
         os.fspath(checkpoint), os.fspath(out), chosen, under=under, optimizer=optimizer, tag=tag, also=also
     )
-    return replace(execute(prepared, progress), seconds=time.perf_counter() - began)
+    with reported(progress, prepared.plan.bytes_written, "to dcp") as watch:
+        return replace(execute(prepared, watch), seconds=time.perf_counter() - began)
 
 
 def prepare(
@@ -92,7 +100,7 @@ def prepare(
     under: str = MODEL_KEY,
     optimizer: str | None = None,
     tag: str | None = None,
-    also: Sequence[str] = (),
+    also: Sequence[str | os.PathLike[str]] = (),
     max_file_bytes: int = 5 * 10**9,
 ) -> PlannedConversion:
     """Everything but the work; arguments as for `to_dcp`. Writes nothing."""

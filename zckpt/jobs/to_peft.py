@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 
 from zckpt.base.errors import CorruptError, UnsupportedError, UsageError
+from zckpt.base.progress import Progress, reported
 from zckpt.base.words import examples
 from zckpt.core.catalog import Catalog, TensorEntry
 from zckpt.core.dtypes import DType
@@ -73,9 +74,9 @@ def to_peft(
     adapter: str | None = None,
     dtype: str | DType = "fp32",
     tag: str | None = None,
-    also: Sequence[str] = (),
+    also: Sequence[str | os.PathLike[str]] = (),
     overwrite: bool = False,
-    progress: Callable[[int], None] | None = None,
+    progress: Progress = None,
 ) -> AdapterReport:
     """Writes the adapter of a checkpoint as a directory that `PeftModel.from_pretrained` loads.
 
@@ -84,14 +85,19 @@ def to_peft(
         out: the directory for `adapter_model.safetensors` and `adapter_config.json`.
         adapter: which one, where there are several.
         dtype: "fp32", "fp16" or "bf16".
-        tag: which save, where there are several.
-        also: directories laid over the checkpoint: its parts from other nodes' disks.
-        overwrite: replace an existing output.
-        progress: called with the bytes written so far.
+        tag: which save, where there are several; by default the one that `latest` names.
+        also: directories that hold other parts of the same checkpoint, such as other nodes' disks.
+        overwrite: replace an existing output: the files that its `zckpt.json` lists.
+        progress: a function that is called with the bytes written so far, and with the total if it takes a second argument; None
+            shows a bar in a terminal or notebook, False shows none.
+
+    Returns:
+        What was written, and which of its LoRA matrices are still all zeros.
 
     Raises:
         UsageError: there is no adapter, or several and none was chosen.
-        ZckptError: one of its other kinds says what is wrong; nothing stands under `out` then that did not before.
+        OutputError: `out` exists, cannot be written, or the disk is full.
+        ZckptError: another kind says what is wrong. Whatever is raised, `out` is as it was before.
 
     Example:
         zckpt.to_peft("out/checkpoint-500", "adapter/")
@@ -99,7 +105,8 @@ def to_peft(
     began = time.perf_counter()
     options = Options(dtype=to_dtype(dtype), overwrite=overwrite)
     prepared = prepare(os.fspath(checkpoint), os.fspath(out), options, adapter=adapter, tag=tag, also=also)
-    report = carry_out(prepared, progress)
+    with reported(progress, prepared.conversion.plan.bytes_written, "to peft") as watch:
+        report = carry_out(prepared, watch)
     return replace(report, seconds=time.perf_counter() - began)
 
 
@@ -110,7 +117,7 @@ def prepare(
     *,
     adapter: str | None = None,
     tag: str | None = None,
-    also: Sequence[str] = (),
+    also: Sequence[str | os.PathLike[str]] = (),
 ) -> PreparedAdapter:
     """Everything but the work; of `options`, what has to do with reading, dtype and output counts. Writes nothing."""
     out = paths.local(out)

@@ -7,12 +7,14 @@ and without temporary files.
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from typing import Unpack
 
 from zckpt.base.errors import UsageError
+from zckpt.base.progress import Progress, reported
 from zckpt.jobs.convert import Report
 from zckpt.jobs.reshard import How, PlannedReshard, execute, opened_run, planned
-from zckpt.layouts.save.listing import UNIVERSAL_POINTER
+from zckpt.layouts.save.listing import UNIVERSAL_POINTER, ReadOptions
 from zckpt.layouts.universal.write import UniversalTarget, lay_out
 from zckpt.storage.paths import local
 
@@ -42,11 +44,40 @@ def to_universal(
     out: str | os.PathLike[str],
     *,
     tag: str | None = None,
+    also: Sequence[str | os.PathLike[str]] = (),
     overwrite: bool = False,
+    allow_unknown_layout: bool = False,
+    wishes: ReadOptions | None = None,
+    progress: Progress = None,
 ) -> Report:
-    """Writes a universal checkpoint; arguments and errors as in `prepare`.
+    """Writes DeepSpeed's universal checkpoint, which loads at any world size.
+
+    Args:
+        checkpoint: a checkpoint with optimizer states, in any layout that zckpt resumes from.
+        out: the directory for the new one: `latest_universal`, `<tag>_universal/`, and the small files beside the old one.
+        tag: which save, where there are several; by default the one that `latest` names.
+        also: directories that hold other parts of the same checkpoint, such as other nodes' disks.
+        overwrite: replace an existing output: the files that its `zckpt.json` lists.
+        allow_unknown_layout: continue although an optimizer file holds keys that zckpt does not know.
+        wishes: how tensor- and pipeline-parallel files are joined, where they do not say it themselves.
+        progress: a function that is called with the bytes written so far, and with the total if it takes a second argument; None
+            shows a bar in a terminal or notebook, False shows none.
+
+    Returns:
+        What was written: files, tensors, bytes, seconds, and notes for a person.
+
+    Raises:
+        UsageError: the checkpoint is universal already.
+        UnsupportedError: its states have no universal form, such as DeepSpeed's experts over several ranks.
+        OutputError: `out` exists, cannot be written, or the disk is full.
+        ZckptError: another kind says what is wrong. Whatever is raised, `out` is as it was before.
 
     Example:
-        zckpt.to_universal("out/checkpoint-500", "anywhere/")
+        zckpt.to_universal("out/checkpoint-500", "universal/")
     """
-    return execute(prepare(os.fspath(checkpoint), os.fspath(out), tag=tag, overwrite=overwrite))
+    prepared = prepare(
+        *(os.fspath(checkpoint), os.fspath(out)), tag=tag, also=also, overwrite=overwrite,
+        allow_unknown_layout=allow_unknown_layout, wishes=wishes,
+    )  # fmt: skip
+    with reported(progress, prepared.plan.bytes_written, "to universal") as watch:
+        return execute(prepared, watch)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 import math
+import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -228,7 +229,9 @@ class Engine(Checkpoints, nn.Module):
         self.micro_steps += 1
         self.pending_micro_steps = 0 if last else self.pending_micro_steps + 1
 
-    def save_16bit_model(self, save_dir: str, save_filename: str = "", exclude_frozen_parameters: bool = False) -> bool:
+    def save_16bit_model(
+        self, save_dir: str | os.PathLike[str], save_filename: str = "", exclude_frozen_parameters: bool = False
+    ) -> bool:
         """Writes the whole weights in the dtype of the computation, between two steps; every rank calls it.
 
         Args:
