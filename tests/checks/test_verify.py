@@ -23,6 +23,7 @@ from safetensors.torch import load_file, save_file
 import zckpt
 from zckpt import Options
 from zckpt.base.errors import NotACheckpointError
+from zckpt.base.words import size
 from zckpt.checks.verdict import Verification
 from zckpt.containers import torch_zip
 from zckpt.core import plan
@@ -203,7 +204,7 @@ def test_a_flipped_bit_in_any_form(form: str, tmp_path: Path) -> None:
 def test_what_was_not_read_is_told(tmp_path: Path) -> None:
     checkpoint = synth.zero12(tmp_path / "ckpt", [{"a.weight": torch.randn(300, 257)}], 1)
     found = zckpt.verify(checkpoint)
-    assert found.unread_bytes > 0 and f"{found.unread_bytes:,} bytes" in "\n".join(found.lines())
+    assert found.unread_bytes > 0 and f"not read    {size(found.unread_bytes)} of" in "\n".join(found.lines())
     assert any("--deep" in line for line in found.lines())
     zckpt.convert(checkpoint, tmp_path / "out")
     compared = zckpt.verify(checkpoint, tmp_path / "out")
@@ -477,13 +478,22 @@ def ulp_up(state: dict[str, torch.Tensor]) -> None:
 @pytest.mark.parametrize(
     ("harm", "told"),
     [
-        (ulp_up, "'a.weight': 1 elements are others, the first is number 1,234"),
-        (lambda state: state.pop("b.bias"), "1 tensors of the checkpoint are not in it: 'b.bias'"),
-        (lambda state: state.update(extra=torch.ones(1)), "1 tensors in it are not of the checkpoint: 'extra'"),
-        (lambda state: state.update({"b.bias": state["b.bias"][:5]}), "has shape [5], in the checkpoint [11]"),
-        (lambda state: state.update({"b.bias": torch.ones(11, dtype=torch.int32)}), "is I32, in the checkpoint F32"),
-        (lambda state: state.update({"b.bias": state["b.bias"].double()}), "is F64, in the checkpoint F32"),
-        (lambda state: state.update({"b.bias": -state["b.bias"]}), "'b.bias': 11 elements are others"),
+        (ulp_up, "'a.weight': 1 element differs, the first is number 1,234"),
+        (lambda state: state.pop("b.bias"), "1 tensor is missing in the output: 'b.bias'"),
+        (lambda state: state.update(extra=torch.ones(1)), "1 tensor of the output is not in the checkpoint: 'extra'"),
+        (
+            lambda state: state.update({"b.bias": state["b.bias"][:5]}),
+            "has shape [5] in the output, [11] in the checkpoint",
+        ),
+        (
+            lambda state: state.update({"b.bias": torch.ones(11, dtype=torch.int32)}),
+            "is I32 in the output, F32 in the checkpoint",
+        ),
+        (
+            lambda state: state.update({"b.bias": state["b.bias"].double()}),
+            "is F64 in the output, F32 in the checkpoint",
+        ),
+        (lambda state: state.update({"b.bias": -state["b.bias"]}), "'b.bias': 11 elements differ"),
         (
             lambda state: state.update({"a.weight": state["a.weight"].T.contiguous().view(70, 50)}),
             "'a.weight': 3,4",
@@ -499,7 +509,7 @@ def test_any_difference_is_found(
     torch.save(state, tmp_path / "out.bin")
     found = zckpt.verify(checkpoint, tmp_path / "out.bin")
     assert told in str(wrong(found)["equal"])
-    assert found.deletable == (False, "there is 1 problem")
+    assert found.deletable == (False, "1 problem was found")
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
@@ -516,7 +526,7 @@ def test_a_mistake_of_the_fast_path_is_not_repeated(
     monkeypatch.setattr(plan, "overlaps", broken)
     zckpt.convert(checkpoint, tmp_path / "out.bin", dtype=dtype)
     assert zckpt.verify(tmp_path / "out.bin").ok  # it is what was written; but that was wrong
-    assert "elements are others" in str(wrong(zckpt.verify(checkpoint, tmp_path / "out.bin"))["equal"])
+    assert "elements differ" in str(wrong(zckpt.verify(checkpoint, tmp_path / "out.bin"))["equal"])
 
 
 def test_the_options_of_the_conversion_are_known(checkpoint: Path, tmp_path: Path) -> None:
@@ -525,7 +535,7 @@ def test_the_options_of_the_conversion_are_known(checkpoint: Path, tmp_path: Pat
     assert set(load_file(tmp_path / "out" / "model.safetensors")) == {"model.weight", "model.c.weight"}
     found = zckpt.verify(checkpoint, tmp_path / "out")
     assert found.ok
-    assert found.deletable == (False, "1 tensors of the checkpoint were left out of the output: 'b.bias'")
+    assert found.deletable == (False, "1 tensor was left out of the output: 'b.bias'")
 
 
 def test_clamped_numbers(tmp_path: Path) -> None:
@@ -542,7 +552,9 @@ def test_a_manifest_of_another_dtype(checkpoint: Path, tmp_path: Path) -> None:
     zckpt.convert(checkpoint, tmp_path / "out", dtype="bf16")
     place = tmp_path / "out" / "zckpt.json"
     place.write_text(place.read_text().replace('"bf16"', '"fp16"'))
-    assert "is BF16, in the checkpoint F32" in str(wrong(zckpt.verify(checkpoint, tmp_path / "out"))["equal"])
+    assert "is BF16 in the output, F32 in the checkpoint" in str(
+        wrong(zckpt.verify(checkpoint, tmp_path / "out"))["equal"]
+    )
 
 
 def test_tied_names(tmp_path: Path) -> None:
@@ -571,7 +583,7 @@ def test_what_lies_among_the_shards_goes_with_them(checkpoint: Path, tmp_path: P
         out.symlink_to(inside)
     found = zckpt.verify(checkpoint, out)
     assert found.ok and found.deletable is not None
-    assert not found.deletable[0] and "lies among them" in found.deletable[1]
+    assert not found.deletable[0] and "would be deleted with them" in found.deletable[1]
 
 
 def test_weights_against_weights(tmp_path: Path) -> None:

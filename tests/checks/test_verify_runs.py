@@ -1,4 +1,4 @@
-"""`verify` of what a run goes on from: every moment, step count and setting of it is what the checkpoint says, or is told."""
+"""`verify` of what a run goes on from: every moment, step count and setting equals the checkpoint's, or is reported."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from zckpt.jobs.open import open_catalog
 from zckpt.jobs.to_dcp import to_dcp
 
 FIXTURES = Path(__file__).parents[2] / "fixtures"
-ALL = "every weight is in the output, bit for bit; so is all else that a run needs to go on: "
+ALL = "every weight is in the output, bit for bit; it also holds everything else that a run needs to resume: "
 BESIDE = "step counts, settings, the loss scaler, schedules, counters and client state"
 FORMS: dict[str, tuple[str, Callable[[Path, Path], object]]] = {
     "2 to 3": ("zero2/groups_w3", lambda a, b: zckpt.reshard(a, b, world_size=2, stage=3)),
@@ -72,7 +72,7 @@ def test_every_byte_of_a_moment_counts(made: tuple[Path, Path]) -> None:
     states = "the optimizer states (exp_avg, exp_avg_sq)"
     if (out / ".metadata").exists():
         assert told(found) == (
-            f"True: every weight is in the output, bit for bit; so are {states}, step counts and settings; "
+            f"True: every weight is in the output, bit for bit; it also holds {states}, step counts and settings; "
             "only in the shards: the loss scaler, schedules, counters and client state"
         )
     else:
@@ -92,9 +92,9 @@ def test_every_byte_of_a_moment_counts(made: tuple[Path, Path]) -> None:
         path.write_bytes(after)
         found = zckpt.verify(checkpoint, out)
         assert wrong(found)["run"] == (
-            f"{state} of {name!r}: 1 elements are others, the first is number {number:,} (in {path.name!r})",
+            f"{state} of {name!r}: 1 element differs, the first is number {number:,} (in {path.name!r})",
         )
-        assert told(found).startswith("False: there ")
+        assert told(found).startswith("False: ")
         path.write_bytes(before)
 
 
@@ -175,7 +175,7 @@ def test_a_mistake_of_the_fast_path_is_not_repeated(tmp_path: Path, monkeypatch:
 
     monkeypatch.setattr(plan, "overlaps", broken)
     checkpoint, out = made_as("2 to 3", tmp_path / "out")
-    assert "parts of the run are not what the checkpoint says" in str(wrong(zckpt.verify(checkpoint, out))["run"])
+    assert "parts of the run differ from the checkpoint" in str(wrong(zckpt.verify(checkpoint, out))["run"])
 
 
 def test_weights_alone(tmp_path: Path) -> None:

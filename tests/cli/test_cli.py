@@ -201,7 +201,7 @@ def test_verify_says_yes_on_0_and_no_on_1(weights: Path, tmp_path: Path) -> None
         file.write(b"!")
     result = zckpt("verify", weights, out, "--limit-rate", "1GB", "--threads", "1")
     assert result.returncode == 1
-    assert result.stdout.splitlines()[-1] == "Do not delete the shards: there are 2 problems."
+    assert result.stdout.splitlines()[-1] == "Do not delete the shards: 2 problems were found."
     assert json.loads(zckpt("verify", out, "--json").stdout)["ok"] is False
     assert zckpt("verify", tmp_path / "none").returncode == 2
 
@@ -209,7 +209,7 @@ def test_verify_says_yes_on_0_and_no_on_1(weights: Path, tmp_path: Path) -> None
 def test_diff_says_same_on_0_and_different_on_1(weights: Path, tmp_path: Path) -> None:
     half = tmp_path / "half.safetensors"
     zckpt("to-bf16", weights, half)
-    assert zckpt("diff", weights, weights).stdout == "the same: 2 tensors\n"
+    assert zckpt("diff", weights, weights).stdout == "the same: 2 tensors, bit for bit\n"
     result = zckpt("diff", weights, half)
     assert (result.returncode, result.stderr) == (1, "")
     assert result.stdout.splitlines()[-1] == "different: 2 of 2 tensors that both have"

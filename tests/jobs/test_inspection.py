@@ -11,10 +11,34 @@ from safetensors.torch import save_file
 
 import zckpt
 from zckpt.base.errors import IncompleteError
-from zckpt.jobs.inspection import describe, inspect_checkpoint
+from zckpt.jobs.inspection import inspect_checkpoint
 
 FIXTURES = Path(__file__).parents[2] / "fixtures"
 PARTS = sorted((FIXTURES / "parts").glob("*.pt"))
+
+# ---- in lines
+
+
+def test_lines_fit_the_terminal_and_say_things_once(tmp_path: Path) -> None:
+    broken = Path(shutil.copytree(FIXTURES / "zero2/w12/checkpoint", tmp_path / "broken"))
+    (two, three) = (next(broken.glob(f"*/*_rank_{rank}_*optim*")) for rank in (2, 3))
+    two.unlink()
+    three.write_bytes(three.read_bytes()[:1000])
+    inspection = inspect_checkpoint(str(broken))
+    lines = list(inspection.lines(width=80))
+    assert all(len(line) <= 80 or len(line.split()) == 1 for line in lines)
+    text = " ".join(" ".join(lines).split())
+    assert (
+        " files rank 0 model, optimizer (" in text and " rank 2 optimizer missing rank 3 optimizer unreadable (" in text
+    )
+    assert text.count(three.name) == text.count(inspection.exportable.reason) == 1
+    assert inspection.resumable.reason == "the checkpoint cannot be read (see export)"
+
+
+def test_other_world_sizes_are_pointed_to_reshard() -> None:
+    verdict = inspect_checkpoint(str(FIXTURES / "zero2/w12/checkpoint")).resumable
+    assert str(verdict).startswith("yes: at data-parallel world size 12 (for others, run zckpt reshard")
+
 
 # ---- universal checkpoints: the same of DeepSpeed's own in tests/interop/test_universal.py
 
@@ -27,7 +51,7 @@ def test_universal_checkpoints_resume_at_any_world_size(name: str, tmp_path: Pat
     inspection = inspect_checkpoint(str(tmp_path / "out"))
     assert inspection.resumable.ok and inspection.resumable.reason.startswith("at any world size, with ZeRO stage")
     assert ("stage 3" in inspection.resumable.reason) == ("zero3" in name)
-    text = "\n".join(describe(inspection))
+    text = "\n".join(inspection.lines())
     assert "other save" not in text and "extra" not in text and "tensor 1" not in text and "there is no" not in text
     cells = [cell for rows in inspection.grid.values() for row in rows.values() for cell in row.values()]
     assert len(cells) == len(list((tmp_path / "out").glob("*/*model_states.pt"))) > 0
@@ -39,7 +63,7 @@ def test_a_damaged_model_file_of_a_universal_checkpoint(tmp_path: Path) -> None:
     zckpt.to_universal(FIXTURES / "zero3/w12/checkpoint", tmp_path / "out")
     (file,) = (tmp_path / "out").glob("*/zero_pp_rank_7_*model_states.pt")
     file.write_bytes(b"")
-    assert "ranks 7 are missing, damaged" in inspect_checkpoint(str(tmp_path / "out")).resumable.reason
+    assert "files of rank 7 are missing, damaged" in inspect_checkpoint(str(tmp_path / "out")).resumable.reason
 
 
 # ---- one rank's part of a model
@@ -107,7 +131,7 @@ def test_optimizer_states_that_are_not_read(tmp_path: Path) -> None:
     torch.save({}, home / "optimizer.pt")
     for path in (home, home / "model.safetensors"):
         verdict = inspect_checkpoint(str(path)).resumable
-        assert not verdict.ok and "zckpt does not read" in verdict.reason and "'optimizer.pt'" in verdict.reason
+        assert not verdict.ok and "that zckpt does not read" in verdict.reason and "'optimizer.pt'" in verdict.reason
     verdict = inspect_checkpoint(str(FIXTURES / "dcp/ddp_w2/checkpoint")).resumable
-    assert not verdict.ok and "zckpt does not read" in verdict.reason and "numbers" in verdict.reason
+    assert not verdict.ok and "that zckpt does not read" in verdict.reason and "numbers" in verdict.reason
     assert "weights alone" in inspect_checkpoint(str(FIXTURES / "dcp/hsdp_w4/checkpoint")).resumable.reason

@@ -32,7 +32,7 @@ from zckpt.base.errors import (
     UsageError,
     ZckptError,
 )
-from zckpt.jobs.inspection import describe, inspect_checkpoint
+from zckpt.jobs.inspection import inspect_checkpoint
 from zckpt.jobs.open import open_catalog, read_tensor, strip_wrappers
 from zckpt.layouts.dcp.write import cut
 from zckpt.layouts.run.values import step_of
@@ -151,7 +151,7 @@ def test_parts_on_two_disks(tmp_path: Path) -> None:
 
 def test_inspect() -> None:
     inspection = inspect_checkpoint(str(FIXTURES / "fsdp2_tp_w4" / "checkpoint"))
-    text = "\n".join(describe(inspection, tensors=True))
+    text = "\n".join(inspection.lines(tensors=True))
     assert "torch.distributed.checkpoint 1.0.0, step 2" in text and "exp_avg, exp_avg_sq" in text
     assert inspection.resumable.ok
     assert list(inspection.grid[0]) == [0, 1, 2, 3]

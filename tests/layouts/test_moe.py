@@ -27,7 +27,7 @@ from zckpt.base.errors import (
 from zckpt.core.catalog import Catalog
 from zckpt.engine import replicas
 from zckpt.jobs.convert import convert
-from zckpt.jobs.inspection import describe, inspect_checkpoint
+from zckpt.jobs.inspection import inspect_checkpoint
 from zckpt.jobs.open import open_catalog, read_tensor
 from zckpt.jobs.reshard import reshard
 from zckpt.jobs.to_universal import to_universal
@@ -299,8 +299,8 @@ def test_missing_tensor_parallel_ranks(name: str, tmp_path: Path) -> None:
 def test_a_model_file_that_deepspeed_does_not_write() -> None:
     inspection = inspect_checkpoint(str(FIXTURES / "moe/tensor_unwritten/checkpoint"))
     assert inspection.exportable.ok and not inspection.resumable.ok
-    (row,) = (line for line in describe(inspection) if "mp_rank_01  " in line)
-    assert row.endswith("model missing, optim")
+    (row,) = (line for line in inspection.lines() if "mp_rank 1  " in line)
+    assert "model missing, optimizer (" in row
     assert any("'mp_rank_01_model_states.pt'" in note for note in inspection.notes)
 
 
@@ -567,34 +567,37 @@ def test_a_universal_checkpoint_of_experts_is_refused(tmp_path: Path) -> None:
 
 def lines_of(name: str, *, tensors: bool = False) -> list[str]:
     inspection = inspect_checkpoint(str(FIXTURES / name / "checkpoint"))
-    return list(describe(inspection, tensors=tensors))
+    return list(inspection.lines(tensors=tensors))
+
+
+def expert_lines(name: str) -> list[str]:
+    return [line[14:] for line in lines_of(name) if line[14:].startswith("layer ")]
 
 
 def test_the_grid_of_experts() -> None:
-    lines = [line.split(None, 1)[1] for line in lines_of("moe/zero2_pyramid_w4") if line.startswith("  experts")]
-    assert lines == [
-        "layer 0: 0 on rank 0, 2; 1 on rank 1, 3",
+    assert expert_lines("moe/zero2_pyramid_w4") == [
+        "layer 0: 0 on ranks 0, 2; 1 on ranks 1, 3",
         "layer 1: 0 on rank 0; 1 on rank 1; 2 on rank 2; 3 on rank 3",
-        "layer 2: 0-2 on rank 0-3",
+        "layer 2: 0-2 on ranks 0-3",
     ]
-    first = next(line for line in lines_of("moe/data_first_w4") if line.startswith("  experts"))
-    assert first.endswith("layer 0: 0-1 on rank 0-1; 2-3 on rank 2-3")
-    lines = [line.split(None, 1)[1] for line in lines_of("moe/pipeline_pp2_tp2") if line.startswith("  experts")]
-    assert lines == ["layer 0-1: 0-1 on rank 0; 2-3 on rank 1"]
+    assert expert_lines("moe/data_first_w4")[0] == "layer 0: 0-1 on ranks 0-1; 2-3 on ranks 2-3"
+    assert expert_lines("moe/pipeline_pp2_tp2") == ["layer 0-1: 0-1 on rank 0; 2-3 on rank 1"]
 
 
 def test_the_grid_of_a_split_model(tmp_path: Path) -> None:
-    rows = [line for line in lines_of("pipeline/zero1_pp2_tp2_dp2") if "mp_rank_" in line[:40]]
-    assert [row.split() for row in rows] == [
-        ["pp", str(pp), "tp", str(tp), f"mp_rank_{2 * pp + tp:02d}", "model,", "optim", "optim"]
-        for pp in (0, 1)
-        for tp in (0, 1)
+    lines = [line[14:].split(" (")[0] for line in lines_of("pipeline/zero1_pp2_tp2_dp2")]
+    at = lines.index("mp_rank 0-3  data rank 0  model, optimizer")
+    assert lines[at + 1 : at + 4] == [
+        "             data rank 1  optimizer",
+        "mp_rank is 2 x the pipeline stage + the tensor rank",
+        "8 layer files such as layer_00-model_00-model_states.pt",
     ]
     checkpoint = copied("pipeline/zero1_pp2_tp2_dp2", tmp_path)
     one(checkpoint, "*zero_pp_rank_1_mp_rank_02_*").unlink()
     inspection = inspect_checkpoint(str(checkpoint))
-    row = next(line for line in describe(inspection) if "mp_rank_02 " in line)
-    assert not inspection.exportable.ok and row.endswith("optim missing")
+    lines = [line[14:].split(" (")[0] for line in inspection.lines()]
+    at = lines.index("mp_rank 2    data rank 0  model, optimizer")
+    assert lines[at + 1] == "             data rank 1  optimizer missing" and not inspection.exportable.ok
 
 
 def test_the_grid_as_json(tmp_path: Path) -> None:
@@ -638,7 +641,7 @@ def test_slices_are_where_the_numbers_lie(name: str) -> None:
 
 
 def test_plain_weights_have_no_grid() -> None:
-    lines = list(describe(inspect_checkpoint(str(FIXTURES / "moe" / "zero1_w4" / "truth.safetensors")), tensors=True))
+    lines = list(inspect_checkpoint(str(FIXTURES / "moe" / "zero1_w4" / "truth.safetensors")).lines(tensors=True))
     assert not any("grid" in line or "rank" in line for line in lines)
     assert any(line.startswith("    element 0: truth.safetensors from byte ") for line in lines)
 

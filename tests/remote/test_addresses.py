@@ -385,7 +385,7 @@ def test_an_output_among_the_shards_is_found_however_it_is_spelled(tmp_path: Pat
     for path in tmp_path.iterdir():
         put(path, f"memory://m/ck/global_step2/{path.name}")
     found = zckpt.verify(there, "memory:///m/ck/global_step2/one.bin")
-    assert found.deletable == (False, "'one.bin' of the output lies among them")
+    assert found.deletable == (False, "the output's 'one.bin' would be deleted with them")
 
 
 @pytest.mark.parametrize(

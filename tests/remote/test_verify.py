@@ -69,7 +69,7 @@ def test_an_output_behind_an_address(root: str, tmp_path: Path) -> None:
         assert zckpt.verify(remote).ok
     inside = f"{there}/global_step2/one.bin"
     put(tmp_path / "one.bin", inside)
-    assert zckpt.verify(there, inside).deletable == (False, "'one.bin' of the output lies among them")
+    assert zckpt.verify(there, inside).deletable == (False, "the output's 'one.bin' would be deleted with them")
 
 
 @pytest.mark.parametrize("most", [1 << 20, 4096])

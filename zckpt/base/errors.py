@@ -8,7 +8,7 @@ For every module: facts are raised here as fields (what, file, found, expected, 
       x IncompleteError                            files or elements are missing
       x CorruptError                               bytes contradict themselves; has byte_offset
       x UnsafeError                                a pickle, path or link asked for something zckpt does not do
-      x UnsupportedError                           understood, not built
+      x UnsupportedError                           understood, but not supported
       x InconsistentError                          files are sound but do not belong together
       x OutputError (OSError)                      cannot write, exists, full, inside the input
       x AccessError (PermissionError)              no token or key, or one that may not do this
@@ -24,16 +24,18 @@ import os
 import re
 from typing import ClassVar
 
+from zckpt.base.words import wrapped
+
 
 class ZckptError(Exception):
     """Base of all errors zckpt raises on purpose.
 
     Args:
         what: what is wrong, as a clause in lower case that reads on after `file` and a colon: "2 of 8 rank files are missing".
-        file: the file, directory or tensor that this is said of.
+        file: the file, directory or tensor that is wrong.
         found: what is there: a noun phrase in lower case, without a full stop.
         expected: what should be there; likewise.
-        remedy: what a person can do now, as whole sentences.
+        remedy: what a person can do now, as whole sentences in the imperative.
     """
 
     code: ClassVar[str] = "error"
@@ -68,10 +70,11 @@ class ZckptError(Exception):
             width: the most characters in a line, longer words aside; None for one line a field.
         """
         place = "error: " if self.file is None else f"error: {self.file}: "
-        fields = (("found", self.found), ("expected", self.expected), ("fix", self.remedy))
-        wrapped = [_wrapped(place + self.what, width, " " * 7)]
-        wrapped += [_wrapped(f"  {name:8}  {text}", width, " " * 12) for name, text in fields if text]
-        return [line for lines in wrapped for line in lines]
+        lines = wrapped(place + self.what, width, " " * 7)
+        for name, text in (("found", self.found), ("expected", self.expected), ("fix", self.remedy)):
+            if text:
+                lines += wrapped(f"  {name:8}  {text}", width, " " * 12)
+        return lines
 
     def as_json(self) -> dict[str, object]:
         """The fields, for `--json`."""
@@ -131,7 +134,7 @@ class UnsafeError(ZckptError):
 
 
 class UnsupportedError(ZckptError):
-    """Understood, but not built."""
+    """Understood, but not supported."""
 
     code = "unsupported"
 
@@ -167,7 +170,7 @@ class CastError(ZckptError):
 
 
 class ResourceError(ZckptError):
-    """The machine has too little memory for a job, or starts no more threads."""
+    """The machine has too little memory for a job, or cannot start more threads."""
 
     code = "resources"
 
@@ -182,32 +185,22 @@ class NoTensorError(UsageError, KeyError):
     """A name that a checkpoint's mapping does not have."""
 
 
-def _wrapped(text: str, width: int | None, indent: str) -> list[str]:
-    """A text in lines of at most `width` characters; all but the first begin with `indent`."""
-    if width is None:
-        return [text]
-    from textwrap import TextWrapper
-
-    wrapper = TextWrapper(width, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
-    return wrapper.wrap(text)
-
-
 def read_error(path: str, number: int, offset: int) -> CorruptError:
-    """The error for a source that cannot be read at `offset`; a negative `number` (no errno) means that it ended."""
+    """The error for a file that cannot be read at byte `offset`; a negative `number` (no errno) means that it ends there."""
     if number < 0:
         return CorruptError(
-            "a file that ends too early", file=path, found=f"nothing at byte {offset:,} or soon after",
-            expected="its index says there is more", byte_offset=offset,
-            remedy="It was cut short, or shrank while it was read. Copy that file again.",
+            "ends too early", file=path, found=f"no data at byte {offset:,} or soon after",
+            expected="more data, by its own index", byte_offset=offset,
+            remedy="Copy the file again: it was cut short, or shrank while it was read.",
         )  # fmt: skip
     return CorruptError(
-        "a file that cannot be read", file=path, found=f"{os.strerror(number)} at byte {offset:,}", byte_offset=offset,
-        remedy="Check the disk, and copy that file again.",
+        "cannot be read", file=path, found=f"{os.strerror(number)} at byte {offset:,}", byte_offset=offset,
+        remedy="Check the disk, and copy the file again.",
     )  # fmt: skip
 
 
 def add_note(error: BaseException, text: str) -> None:
-    """One more sentence for whoever reads of the error; `BaseException.add_note` came with Python 3.11."""
+    """Adds a sentence for a person to an error, as `BaseException.add_note` does from Python 3.11 on."""
     error.__notes__ = [*getattr(error, "__notes__", ()), text]
 
 
@@ -221,7 +214,7 @@ _SECRETS = (
 
 
 def redact(text: str, *secrets: str) -> str:
-    """A text without secrets that are known, and without what looks like one: tokens, passwords, signed addresses."""
+    """A text without the given secrets, and without what looks like one: tokens, passwords, signed addresses."""
     for secret in filter(None, secrets):
         text = text.replace(secret, "...")
     for pattern, instead in _SECRETS:

@@ -1,7 +1,7 @@
-"""How much of a machine one file of a stranger may take: so little that no file is a bomb, so much that no honest one is hurt.
+"""How much memory and time a file may cost, so that a hostile one cannot exhaust the machine and no honest one is refused.
 
-For `containers` and `jsons`. Together they keep the memory for any one file under 600 MiB, and its opening under seconds.
-A file of one's own that is refused opens with ZCKPT_LIFT_LIMITS=1 in the environment.
+For `containers` and `storage.json_files`. Opening any one file takes less than 600 MiB of memory, and a few seconds.
+With ZCKPT_LIFT_LIMITS=1 in the environment all limits are 64 times as high.
 """
 
 from __future__ import annotations
@@ -10,39 +10,39 @@ import os
 
 _LIFTED = 64 if os.environ.get("ZCKPT_LIFT_LIMITS") == "1" else 1
 
-REMEDY = "No file of weights is known to need that. If you trust its origin, set ZCKPT_LIFT_LIMITS=1 and try again."
+REMEDY = "If you trust the file, set ZCKPT_LIFT_LIMITS=1 in the environment and try again."
 
 PICKLE_BYTES = _LIFTED * (64 << 20)
-"""Of a pickle. One of a hundred thousand tensors has 16 MB; their numbers are not in it."""
+"""Size of a pickle. With 100,000 tensors it has 16 MB, as their elements are stored elsewhere."""
 
 METADATA_BYTES = _LIFTED * (512 << 20)
-"""Of the pickle that describes a save of torch.distributed.checkpoint: three million chunks, of all ranks. A chunk takes 170
-bytes of it and 4 kB of memory."""
+"""Size of the `.metadata` pickle of torch.distributed.checkpoint: three million chunks, of all ranks. Each takes 170 bytes of
+the pickle and 4 kB of memory."""
 
 METADATA_COST_PER_BYTE = _LIFTED * 64
-"""What that pickle may cost, beyond what any may."""
+"""Memory for each byte of that pickle, beyond what any pickle may take."""
 
 PICKLE_COST = _LIFTED * (512 << 20)
-"""Of a pickle: the bytes of all objects that it makes, and 8 for each step. A tensor costs about 3 kB."""
+"""Memory of the objects that a pickle makes, in bytes, plus 8 for each opcode. A tensor costs about 3 kB."""
 
 PICKLE_COST_FREE = _LIFTED * (8 << 20)
 PICKLE_COST_PER_BYTE = _LIFTED * 256
-"""What a pickle of few bytes may cost: so much whatever its length, and so much for each of them."""
+"""What a small pickle may cost: the first, plus the second for each of its bytes."""
 
 RANKS = _LIFTED * (1 << 17)
-"""Of a run, on any axis of its parallelism. What a file says is more than that is not counted up to."""
+"""Ranks on any axis of a run's parallelism. A larger number in a file is treated as this one."""
 
 DIRECTORY_BYTES = _LIFTED * (24 << 20)
-"""Of a zip file's directory: two hundred thousand records."""
+"""Size of a zip file's directory: 200,000 records."""
 
 RECORD_COST = 440
-"""Bytes of memory for a record of a zip file."""
+"""Bytes of memory for each record of a zip file."""
 
 HEADER_BYTES = _LIFTED * (48 << 20)
-"""Of a safetensors header. The format allows 100 MB; 100,000 tensors need 13."""
+"""Size of a safetensors header. The format allows 100 MB; 100,000 tensors need 13 MB."""
 
 JSON_MEMORY_BYTES = _LIFTED * (192 << 20)
-"""Of the objects that a JSON document makes. A header of 100,000 tensors needs 100 MB."""
+"""Memory of the objects in a JSON document. A header of 100,000 tensors needs 100 MB."""
 
 TAR_MEMBERS = 64
-"""Torch's tar archives had four."""
+"""Files in a tar archive. Those that torch wrote had four."""

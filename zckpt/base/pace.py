@@ -1,6 +1,6 @@
-"""How hard to work: threads, buffers, the page cache, and a limit to it all.
+"""How hard the engines work: threads, buffers, the page cache, and a limit on bytes per second.
 
-For everything that reads or writes whole checkpoints. `benchmarks/tuning.py` measures what the defaults are compared with.
+For everything that reads or writes whole checkpoints. `benchmarks/tuning.py` compares the defaults with other values.
 """
 
 from __future__ import annotations
@@ -12,10 +12,17 @@ from functools import lru_cache
 from typing import TypedDict
 
 from zckpt.base.errors import ResourceError, UsageError
+from zckpt.base.words import count
 
 
 class Pace(TypedDict):
-    """How hard to work, as every engine takes it; None for the default."""
+    """How hard an engine works; None for each default.
+
+    Attributes:
+        threads: that move data.
+        keep_cache: whether the page cache keeps what was read and written; by default unless the job is larger than memory.
+        bytes_per_s: the most that are read and written, together; by default as many as possible.
+    """
 
     threads: int | None
     keep_cache: bool | None
@@ -25,10 +32,10 @@ class Pace(TypedDict):
 DEFAULT_PACE: Pace = {"threads": None, "keep_cache": None, "bytes_per_s": None}
 
 THREADS = min(4, max(2, os.cpu_count() or 1))
-"""More bring nothing on a local disk: two keep it busy, four do where the disk answers slowly."""
+"""The default. Two keep a local disk busy, four one that answers slowly; more are not faster."""
 
 WINDOW_BYTES = 4 << 20
-"""Bytes of an output file that are gathered and written at once, per thread."""
+"""The default for the bytes of an output file that a thread gathers and writes at once."""
 
 MOST_THREADS = 256
 
@@ -38,7 +45,7 @@ _BLOCK = 4096
 
 
 def thread_count(wanted: int | None) -> int:
-    """How many threads: what was wanted, or the default.
+    """The number of threads: `wanted`, or the default for None.
 
     Raises:
         UsageError: fewer than one, or more than `MOST_THREADS`.
@@ -46,47 +53,48 @@ def thread_count(wanted: int | None) -> int:
     if wanted is None:
         return THREADS
     if not 1 <= wanted <= MOST_THREADS:
-        raise UsageError("an impossible number of threads", found=f"{wanted:,}", expected=f"1 to {MOST_THREADS}")
+        raise UsageError(
+            f"{count(wanted, 'thread')} cannot be started", expected=f"1 to {MOST_THREADS}", remedy="Change --threads."
+        )
     return wanted
 
 
 def window_bytes(wanted: int | None) -> int:
-    """A buffer's size in bytes: what was wanted, as direct I/O needs it, or the default.
+    """The size of a thread's buffer in bytes: `wanted`, rounded down to what direct I/O needs, or the default for None.
 
     Raises:
-        UsageError: nothing, or more than `MOST_WINDOW_BYTES`.
+        UsageError: it is less than 1, or more than `MOST_WINDOW_BYTES`.
     """
     if wanted is None:
         return WINDOW_BYTES
     if not 1 <= wanted <= MOST_WINDOW_BYTES:
         raise UsageError(
-            "an impossible size of a buffer", found=f"{wanted:,} bytes", expected=f"1 to {MOST_WINDOW_BYTES:,}",
-            remedy="Each thread has one. More than 64 MiB brings nothing.",
+            f"a buffer cannot have {count(wanted, 'byte')}", expected=f"1 to {MOST_WINDOW_BYTES:,} bytes",
+            remedy="Change --buffer. Each thread has a buffer; more than 64 MiB is not faster.",
         )  # fmt: skip
     return max(_BLOCK, wanted // _BLOCK * _BLOCK)
 
 
 def engine_error(kind: str, text: str) -> ResourceError:
-    """The error for an engine that could not go on; `kind` is "memory", "threads", or what nobody foresaw."""
+    """The error for an engine that failed; `kind` is "memory", "threads", or anything else for a failure of zckpt itself."""
     if kind == "memory":
         return ResourceError(
-            "too little memory", found="the buffers of the threads that move data do not fit",
-            remedy="Nothing was published. Use a smaller --buffer, or fewer --threads.",
+            "there is too little memory", found="no room for the buffers of the threads that move data",
+            remedy="Use a smaller --buffer, or fewer --threads. The output was not changed.",
         )  # fmt: skip
     if kind == "threads":
         return ResourceError(
             "no thread could be started", found=text,
-            remedy="Nothing was published. Raise the limits of this user or container (ulimit -u, ulimit -v).",
+            remedy="Raise the limits of this user or container (ulimit -u, ulimit -v). The output was not changed.",
         )  # fmt: skip
-    return ResourceError("an error in the engine", found=text, remedy="Nothing was published. Please report it.")
+    return ResourceError("the engine failed", found=text, remedy="Report this message. The output was not changed.")
 
 
 def gives_back(keep_cache: bool | None, nbytes: int) -> bool:
-    """Whether the page cache is to forget what was read or written, once it is done with.
+    """Whether the page cache should drop what was read or written, as soon as it is no longer needed.
 
     Args:
-        keep_cache: what was asked for; None for the default: kept, unless the job is larger than memory. It would then push
-            out everything else and keep nothing of use.
+        keep_cache: as in `Pace`. A job larger than memory would push everything else out of the cache.
         nbytes: bytes that will be read and written.
     """
     return nbytes > memory_bytes() if keep_cache is None else not keep_cache
@@ -94,7 +102,7 @@ def gives_back(keep_cache: bool | None, nbytes: int) -> bool:
 
 @lru_cache(maxsize=1)
 def memory_bytes() -> int:
-    """Memory that this process may fill: the machine's, or the container's share of it."""
+    """Bytes of memory that this process may use: the machine's, or the container's limit."""
     found = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
     for path in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
         try:
@@ -108,7 +116,7 @@ def memory_bytes() -> int:
 
 
 def pace(bytes_per_s: int | None) -> Callable[[int], None]:
-    """What the Python engines call with bytes that they read or wrote: it waits where that was faster than allowed."""
+    """A function for the Python engines to call with each number of bytes read or written: it sleeps to keep the rate."""
     began, spent = time.monotonic(), 0
 
     def spend(nbytes: int) -> None:

@@ -1,4 +1,4 @@
-"""Numbers, sizes and lists as a person reads them, for messages of every room. Programs get exact numbers from `--json`."""
+"""Numbers, sizes, lists and rows as a person reads them, for messages of every room. Programs get exact numbers from `--json`."""
 
 from __future__ import annotations
 
@@ -52,3 +52,21 @@ def ranges(numbers: Sequence[int]) -> str:
         else:
             runs.append([number, number])
     return ", ".join(str(low) if low == high else f"{low}-{high}" for low, high in runs)
+
+
+def wrapped(text: str, width: int | None, indent: str = "") -> list[str]:
+    """A text in lines of at most `width` characters; all but the first begin with `indent`.
+
+    Words are not cut: one that is longer than a line keeps a line of its own. With None for `width` there is one line.
+    """
+    if width is None or len(text) <= width:
+        return [text]
+    from textwrap import TextWrapper
+
+    wrapper = TextWrapper(width, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
+    return wrapper.wrap(text)
+
+
+def row(label: str, text: str, width: int | None = None) -> list[str]:
+    """A fact under a heading: its label, and beside it the text, wrapped in a column of its own."""
+    return wrapped(f"  {label:<11} {text}", width, " " * 14)

@@ -1,12 +1,14 @@
-"""What `zckpt verify` answers: a value first, text second.
+"""What `zckpt verify` reports.
 
-For `soundness` and `verify`, which find out, and the command line, which prints.
+For `soundness` and `verify`, which fill it in, and the command line, which prints it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+
+from zckpt.base.words import count, row, size, wrapped
 
 
 @dataclass(frozen=True, slots=True)
@@ -15,8 +17,8 @@ class Check:
 
     Attributes:
         name: of the question, one word.
-        told: what was found, where all is well.
-        problems: what is wrong, as sentences; empty where all is well.
+        told: what was found, if nothing is wrong.
+        problems: what is wrong, as sentences.
     """
 
     name: str
@@ -25,23 +27,23 @@ class Check:
 
     @property
     def ok(self) -> bool:
-        """Whether all is well."""
+        """Whether nothing is wrong."""
         return not self.problems
 
 
 @dataclass(frozen=True, slots=True)
 class Verification:
-    """Everything `verify` tells.
+    """Everything that `verify` reports.
 
     Attributes:
-        path: what was looked at.
+        path: what was checked.
         about: what it is, in a few words.
         deep: whether every byte was read.
         checks: the questions and answers.
-        numbers: tensor -> (NaNs, infinities), where there are any; None where they were not counted.
-        deletable: whether the shards may be deleted, and why; None where nothing was compared with them.
-        notes: sentences a person should see, that make nothing wrong.
-        unread_bytes: of the files' elements, that no check has read; 0 with `deep`.
+        numbers: tensor -> (NaNs, infinities), of tensors with any; None if they were not counted.
+        deletable: whether the shards may be deleted, and why; None if nothing was compared with them.
+        notes: sentences for a person; none of them is a problem.
+        unread_bytes: bytes of elements that no check has read; 0 with `deep`.
     """
 
     path: str
@@ -73,25 +75,32 @@ class Verification:
             "notes": list(self.notes),
         }
 
-    def lines(self) -> Iterator[str]:
-        """The verification as lines for a person."""
-        yield f"{self.path}: {self.about}"
+    def lines(self, width: int | None = None) -> Iterator[str]:
+        """The verification as lines for a person.
+
+        Args:
+            width: the most characters in a line, longer words aside; None for one line a sentence.
+        """
+        yield from wrapped(f"{self.path}: {self.about}", width, "    ")
         for check in self.checks:
-            yield f"  {check.name:<11} {check.told if check.ok else 'NO: ' + check.problems[0]}"
-            yield from (f"  {'':<11} {problem}" for problem in check.problems[1:])
+            yield from row(check.name, check.told if check.ok else f"NO: {check.problems[0]}", width)
+            for problem in check.problems[1:]:
+                yield from row("", problem, width)
         for name, (nan, inf) in (self.numbers or {}).items():
-            yield f"  {'':<11} {name}: {nan:,} NaN, {inf:,} infinite"
-        yield from (f"  {'note':<11} {note}" for note in self.notes)
+            yield from row("", f"{name}: {nan:,} NaN, {inf:,} infinite", width)
+        for note in self.notes:
+            yield from row("note", note, width)
         if self.unread_bytes:
-            yield f"  {'not read':<11} {self.unread_bytes:,} bytes of elements; --deep reads every byte"
+            yield from row("not read", f"{size(self.unread_bytes)} of elements; --deep reads every byte", width)
         wrong = sum(len(check.problems) for check in self.checks)
         yes = "yes, as far as it was read" if self.unread_bytes else "yes"
-        yield f"  {'intact':<11} {yes if self.ok else f'no: {wrong:,} problem' + 's' * (wrong > 1)}"
+        yield from row("intact", yes if self.ok else f"no: {count(wrong, 'problem')}", width)
         if self.deletable is not None:
             may, reason = self.deletable
-            yield f"{'The shards may be deleted' if may else 'Do not delete the shards'}: {reason}."
+            sentence = f"{'The shards may be deleted' if may else 'Do not delete the shards'}: {reason}."
+            yield from wrapped(sentence, width)
 
 
 def few(problems: list[str], what: str) -> list[str]:
-    """At most three, after how many there are."""
+    """At most three problems, after their number."""
     return [f"{len(problems):,} {what}", *problems[:3]] if len(problems) > 3 else problems

@@ -1,6 +1,6 @@
-"""Is an output exactly what its checkpoint says, and may the shards be deleted?
+"""Whether an output equals the checkpoint that it was made of, and whether the shards may be deleted.
 
-For `zckpt verify`. Whether either of the two is intact is the business of `soundness`.
+For `zckpt verify`. `soundness` finds out whether each of the two is intact.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 from zckpt.base.errors import UnsupportedError, redact
 from zckpt.base.pace import DEFAULT_PACE, Pace
 from zckpt.base.progress import Progress, reported
-from zckpt.base.words import examples, joined
+from zckpt.base.words import count, examples, joined
 from zckpt.checks.resumable import Comparison, Pair, compare_runs
 from zckpt.checks.soundness import Examined, check_compared, examined
 from zckpt.checks.verdict import Verification, few
@@ -41,12 +41,12 @@ def verify(
     pace: Pace = DEFAULT_PACE,
     progress: Progress = None,
 ) -> Verification:
-    """Looks whether a checkpoint, or an output with its `zckpt.json`, is complete and intact.
+    """Checks whether a checkpoint, or an output with its `zckpt.json`, is complete and intact.
 
     Args:
         checkpoint: a checkpoint, or plain weights; here or behind an address.
-        converted: an output that was made from it: every tensor of it is derived from the shards once more, and of a
-            checkpoint in another form the optimizer states too.
+        converted: an output that was made from it: every tensor is derived from the shards once more and compared; if it is a
+            checkpoint, so is the optimizer's state.
         deep: read every byte of the checkpoint: checksums, masters against their half-precision copies, NaN and infinity.
             Without it, and with `converted`, the bytes are read that the output was made of. What has a `zckpt.json` is
             always read whole, and so is `converted`.
@@ -101,15 +101,15 @@ def _about(catalog: Catalog | None) -> str:
 
 
 def _compare(state: Examined, converted: str, pace: Pace, progress: Callable[[int], None] | None) -> tuple[bool, str]:
-    """Adds checks on the output; says whether the shards may be deleted, and why."""
+    """Adds checks on the output; returns whether the shards may be deleted, and why."""
     output = examined(converted, whole=True, pace=pace, progress=progress)
     read = sum(file.store.size for file in output.files)
     problems = [problem for check in output.checks for problem in check.problems]
     state.add("output", f"{redact(converted)}: intact", problems)
     state.notes += output.notes
     if state.catalog is None or output.catalog is None:
-        state.add("equal", "", ["what cannot be read cannot be compared"])
-        return False, "something cannot be read"
+        state.add("equal", "", ["not compared, because one of the two cannot be read"])
+        return False, "the checkpoint or the output cannot be read"
     place = manifests.find(converted)
     facts = manifests.read(place) if place is not None and output.ok else None
     if facts is not None and not facts.dtype:  # a checkpoint in another form: nothing was cast or left out
@@ -126,23 +126,26 @@ def _compare(state: Examined, converted: str, pace: Pace, progress: Callable[[in
     bad = differences(both, clamp=clamp, threads=pace["threads"], bytes_per_s=pace["bytes_per_s"], progress=told)
     names = [*(repr(b.name) for _, b in pairs), *(what for what, _, _ in run.pairs)]
     others = [
-        f"{names[d.number]}: {d.count:,} elements are others, the first is number {d.first:,} (in {d.file!r})"
+        f"{names[d.number]}: {count(d.count, 'element differs', 'elements differ')}, the first is number {d.first:,} "
+        f"(in {d.file!r})"
         for d in bad
     ]
     weights = sum(d.number < len(pairs) for d in bad)
-    problems += few(others[:weights], "tensors are not what the checkpoint says")
+    problems += few(others[:weights], "tensors differ from the checkpoint")
     rounded = sorted({str(b.dtype) for a, b in pairs if not is_lossless(a.dtype, b.dtype)})
-    state.add("equal", f"{len(pairs):,} tensors are what the checkpoint says{_exactly(rounded)}", problems)
+    state.add(
+        "equal", f"{count(len(pairs), 'tensor equals', 'tensors equal')} the checkpoint{_exactly(rounded)}", problems
+    )
     if run.held or run.problems:
-        problems = few([*run.problems, *others[weights:]], "parts of the run are not what the checkpoint says")
-        state.add("run", f"{joined(run.held)} are what the checkpoint says, bit for bit", problems)
+        problems = few([*run.problems, *others[weights:]], "parts of the run differ from the checkpoint")
+        state.add("run", f"{joined(run.held)} equal the checkpoint, bit for bit", problems)
     if untied:
-        state.notes.append(f"{examples(untied)} {'is' if len(untied) == 1 else 'are'} not in it, but tied to what is.")
+        state.notes.append(f"{examples(untied)}: not in the output, but tied to a tensor that is.")
     return _deletable(state, output, left_out, rounded, run)
 
 
 def _half_precision(pairs: Sequence[tuple[TensorEntry, TensorEntry]]) -> Iterator[Pair]:
-    """The model's own weights, of parameters whose masters are compared, where both sides hold them in one dtype."""
+    """The model's half-precision weights, where both sides hold them in one dtype, beside the fp32 ones that are compared."""
     for a, b in pairs:
         own, other = a.own_copy, b.own_copy
         if own is not None and other is not None and own.dtype == other.dtype:
@@ -154,7 +157,7 @@ def _half_precision(pairs: Sequence[tuple[TensorEntry, TensorEntry]]) -> Iterato
 
 
 def _wanted(catalog: Catalog, place: Place, facts: Manifest | None) -> tuple[Catalog, list[str]]:
-    """The tensors that an output made with the manifest's options holds, and names of those that it does not."""
+    """The tensors that an output with the manifest's options holds, and the names of those that it leaves out."""
     if facts is None or not facts.options:
         return catalog, []
     options: dict[str, Any] = {
@@ -173,32 +176,37 @@ def _wanted(catalog: Catalog, place: Place, facts: Manifest | None) -> tuple[Cat
         dropped = catalog.tensors.keys() - kept.tensors.keys() - kept.aliases.keys()
         return select(catalog, chosen), sorted({*left_out, *dropped})
     except (TypeError, ValueError) as error:
-        raise UnsupportedError("a manifest whose options zckpt does not know", found=str(error)[:200]) from error
+        raise UnsupportedError(
+            "records options that this version of zckpt does not know",
+            file=manifests.NAME,
+            found=str(error)[:200],
+            remedy="Verify with the version of zckpt that made the output.",
+        ) from error
 
 
 def _pairs(
     wanted: Catalog, output: Catalog, facts: Manifest | None
 ) -> tuple[list[str], list[tuple[TensorEntry, TensorEntry]], list[str]]:
-    """What is wrong without looking at a number; what is to be compared; tied names that the output lacks."""
+    """Problems found without reading an element; the pairs to compare; tied names that the output lacks."""
     names, there = {*wanted, *wanted.aliases}, {*output, *output.aliases}
     dtype = to_dtype(facts.dtype) if facts is not None else None
     problems: list[str] = []
     untied = sorted(name for name in wanted.aliases if name not in there and wanted.aliases[name] in there)
     missing = sorted(names - there - set(untied))
     if missing:
-        problems.append(f"{len(missing):,} tensors of the checkpoint are not in it: {examples(missing)}")
-    if there - names:
+        problems.append(f"{count(len(missing), 'tensor is', 'tensors are')} missing in the output: {examples(missing)}")
+    if more := sorted(there - names):
         problems.append(
-            f"{len(there - names):,} tensors in it are not of the checkpoint: {examples(sorted(there - names))}"
+            f"{count(len(more), 'tensor of the output is', 'tensors of the output are')} not in the checkpoint: {examples(more)}"
         )
     pairs: dict[tuple[int, int], tuple[TensorEntry, TensorEntry]] = {}
     for name in (name for name in names if name in there):
         a, b = wanted[name], output[name]
         castable = a.dtype == b.dtype or (a.dtype.kind == "float" and b.dtype in CAST_TARGETS)
         if a.shape != b.shape:
-            problems.append(f"{name!r} has shape {list(b.shape)}, in the checkpoint {list(a.shape)}")
+            problems.append(f"{name!r} has shape {list(b.shape)} in the output, {list(a.shape)} in the checkpoint")
         elif not castable or (dtype is not None and b.dtype != output_dtype(a, dtype)):
-            problems.append(f"{name!r} is {b.dtype}, in the checkpoint {a.dtype}")
+            problems.append(f"{name!r} is {b.dtype} in the output, {a.dtype} in the checkpoint")
         else:
             pairs[id(a), id(b)] = a, b
     return problems, list(pairs.values()), untied
@@ -207,19 +215,23 @@ def _pairs(
 def _deletable(
     state: Examined, output: Examined, left_out: list[str], rounded: list[str], run: Comparison
 ) -> tuple[bool, str]:
-    """Whether nothing of the weights is lost with the shards, and what else is there and what is not."""
+    """Whether the output holds all weights, and why; which other parts of the run it holds, and which only the shards."""
     shards = state.place.listing.directory
     homes = [shards] if paths.is_file(shards) else {os.path.dirname(f.store.path) for f in state.files}
     inside = [f.name for f in output.files if any(paths.is_within(f.store.path, home) for home in homes)]
     wrong = sum(len(check.problems) for check in state.checks)
     if wrong:
-        return False, f"there {'is 1 problem' if wrong == 1 else f'are {wrong:,} problems'}"
+        return False, count(wrong, "problem was found", "problems were found")
     if inside:
-        return False, f"{examples(inside)} of the output lies among them"
+        return False, f"the output's {examples(inside)} would be deleted with them"
     if left_out:
-        return False, f"{len(left_out):,} tensors of the checkpoint were left out of the output: {examples(left_out)}"
+        return (
+            False,
+            f"{count(len(left_out), 'tensor was', 'tensors were')} left out of the output: {examples(left_out)}",
+        )
     only = ["the numbers in full precision"] * bool(rounded) + run.only
-    held = f"; so {'are' if only else 'is all else that a run needs to go on:'} {joined(run.held)}" if run.held else ""
+    all_else = "" if only else "everything else that a run needs to resume: "
+    held = f"; it also holds {all_else}{joined(run.held)}" if run.held else ""
     lost = f"; only in the shards: {joined(only)}" if only else ""
     return True, f"every weight is in the output{_exactly(rounded)}{held}{lost}"
 

@@ -99,11 +99,13 @@ def _convert(sink: Console) -> list[str]:
     """Inspects and converts a stored ZeRO-3 checkpoint; the tensors that differ from the stored truth."""
     from zckpt.base.words import examples
     from zckpt.jobs.convert import convert
-    from zckpt.jobs.inspection import describe, inspect_checkpoint
+    from zckpt.jobs.inspection import inspect_checkpoint
 
     home = _fixture()
     checkpoint, truth = os.path.join(home, "checkpoint"), os.path.join(home, "truth.safetensors")
-    _say(sink, f"$ zckpt inspect {os.path.relpath(checkpoint)}", *describe(inspect_checkpoint(checkpoint)))
+    _say(
+        sink, f"$ zckpt inspect {os.path.relpath(checkpoint)}", *inspect_checkpoint(checkpoint).lines(width=sink.width)
+    )
     wrong: list[str] = []
     with tempfile.TemporaryDirectory(prefix="zckpt-demo-") as directory:
         for dtype, name in (("fp32", "model.safetensors"), ("fp32", "model.bin"), ("bf16", "model-bf16.safetensors")):

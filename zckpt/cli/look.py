@@ -40,12 +40,11 @@ def inspect(
     as_json: o.Json = False,
 ) -> None:
     """Prints an inspection; exit status 1 when the checkpoint cannot be exported."""
-    from zckpt.jobs.inspection import describe, inspect_checkpoint
+    from zckpt.jobs.inspection import inspect_checkpoint
 
     inspection = inspect_checkpoint(ckpt, tag, also or (), o.wishes(tp_rules, tp, pp, key))
-    Console(as_json=as_json).result(
-        lambda: inspection.as_json(slices=tensors), lambda: describe(inspection, tensors=tensors)
-    )
+    sink = Console(as_json=as_json)
+    sink.result(lambda: inspection.as_json(slices=tensors), lambda: inspection.lines(tensors=tensors, width=sink.width))
     if not inspection.exportable.ok:
         raise typer.Exit(1)
 
@@ -80,7 +79,7 @@ def verify(
             pace=o.pace(threads, keep_cache, limit_rate),
             progress=progress or False,
         )
-    sink.result(found.as_json, found.lines)
+    sink.result(found.as_json, lambda: found.lines(sink.width))
     if not found.ok:
         raise typer.Exit(1)
 
@@ -113,6 +112,6 @@ def diff(
             progress=progress or False,
         )
     sink.notes(found.notes)
-    sink.result(lambda: found.as_json(tensors=tensors), lambda: found.lines(tensors=tensors))
+    sink.result(lambda: found.as_json(tensors=tensors), lambda: found.lines(tensors=tensors, width=sink.width))
     if not found.same:
         raise typer.Exit(1)

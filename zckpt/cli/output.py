@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -23,6 +24,11 @@ class Console:
     def __init__(self, *, as_json: bool = False, quiet: bool = False) -> None:
         self.as_json = as_json and speaks()
         self.quiet = quiet or not speaks()
+
+    @property
+    def width(self) -> int:
+        """Columns for tables and sentences of a result: the terminal's, or 80 where there is no terminal."""
+        return shutil.get_terminal_size().columns
 
     def result(self, facts: Callable[[], dict[str, object]], lines: Callable[[], Iterable[str]]) -> None:
         """Prints the result, in the form that was asked for; only that form is made."""

@@ -1,7 +1,7 @@
-"""What two things zckpt reads do not have in common: names, shapes, dtypes, values; in any layouts.
+"""How two checkpoints or weights files differ, in any layouts: in names, shapes, dtypes and values.
 
-For `zckpt diff`. Both sides are read once, in constant memory: the router carries one catalog's tensor over the other's, and
-the scan compares where a conversion would copy.
+For `zckpt diff`. Both sides are read once, in constant memory: the router maps one catalog's tensors to the other's, and the
+scan compares elements where a conversion would copy them.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from zckpt.base.pace import DEFAULT_PACE, Pace
 from zckpt.base.progress import Progress, reported
-from zckpt.base.words import examples
+from zckpt.base.words import count, examples, wrapped
 from zckpt.core.catalog import Catalog, TensorEntry
 from zckpt.core.dtypes import DType
 from zckpt.engine.scan import scan
@@ -23,6 +23,9 @@ from zckpt.layouts.save.listing import ReadOptions
 
 _MOST_LISTED = 20
 
+_COLUMNS = "    {:<28}{:>10}{:>11}{:>11}{:>13}"
+"""Below a tensor's name: how many elements differ, the number of the first, the largest absolute and relative difference."""
+
 
 @dataclass(frozen=True, slots=True)
 class TensorDiff:
@@ -32,14 +35,14 @@ class TensorDiff:
         name: of the tensor.
         shapes: on both sides.
         dtypes: on both sides.
-        tally: what the comparison counted; None where shapes or kinds of numbers differ, so that there was none.
+        statistics: what the comparison counted; None where shapes or kinds of numbers differ, so that nothing was compared.
         same: whether it is the same on both sides.
     """
 
     name: str
     shapes: tuple[tuple[int, ...], tuple[int, ...]]
     dtypes: tuple[DType, DType]
-    tally: Tally | None
+    statistics: Tally | None
     same: bool
 
     def as_json(self) -> dict[str, object]:
@@ -50,35 +53,33 @@ class TensorDiff:
             "shapes": [list(shape) for shape in self.shapes],
             "dtypes": [dtype.name for dtype in self.dtypes],
         }
-        if self.tally is not None:
+        if self.statistics is not None:
             facts |= {
-                "differing": self.tally.differ,
-                "first": self.tally.first,
-                "max_abs": _json_number(self.tally.max_abs),
-                "max_rel": _json_number(self.tally.max_rel),
-                "cosine": _json_number(self.tally.cosine),
-                "nan": [self.tally.nan, self.tally.other_nan],
-                "inf": [self.tally.inf, self.tally.other_inf],
+                "differing": self.statistics.differ,
+                "first": self.statistics.first,
+                "max_abs": _json_number(self.statistics.max_abs),
+                "max_rel": _json_number(self.statistics.max_rel),
+                "cosine": _json_number(self.statistics.cosine),
+                "nan": [self.statistics.nan, self.statistics.other_nan],
+                "inf": [self.statistics.inf, self.statistics.other_inf],
             }
         return facts
 
-    def line(self) -> str:
-        """In words."""
-        (a, b), (x, y) = self.shapes, self.dtypes
-        words = []
-        if a != b:
-            words.append(f"shape {list(a)} and {list(b)}")
-        if x != y:
-            words.append(f"{x} and {y}")
-        if self.tally is not None and self.tally.differ:
-            t = self.tally
-            words.append(
-                f"{t.differ:,} of {t.count:,} differ, the first at {t.first:,}; "
-                f"max abs {t.max_abs:.3g}, max rel {t.max_rel:.3g}, cosine {t.cosine:.9g}"
-            )
-            if (t.nan, t.inf) != (t.other_nan, t.other_inf):
-                words.append(f"NaN {t.nan:,} and {t.other_nan:,}, infinite {t.inf:,} and {t.other_inf:,}")
-        return f"{self.name}: {'; '.join(words) or 'the same'}"
+    def rows(self, width: int | None = None) -> Iterator[str]:
+        """The name, what is known without values, and below them the numbers under the columns of `_HEADING`."""
+        facts = [
+            f"{what}{shown[0]} in A, {shown[1]} in B"
+            for what, shown in (("shape ", [str(list(shape)) for shape in self.shapes]), ("", self.dtypes))
+            if shown[0] != shown[1]
+        ]
+        yield from wrapped(f"{self.name} ({'; '.join(facts)})" if facts else self.name, width, "    ")
+        if self.statistics is None or not self.statistics.differ:
+            return
+        s = self.statistics
+        of = f"{s.differ:,} of {s.count:,}"
+        yield _COLUMNS.format(of, f"{s.first:,}", f"{s.max_abs:.3g}", f"{s.max_rel:.3g}", f"{s.cosine:.9g}")
+        if (s.nan, s.inf) != (s.other_nan, s.other_inf):
+            yield f"    {s.nan:,} NaN and {s.inf:,} infinite in A, {s.other_nan:,} NaN and {s.other_inf:,} infinite in B"
 
 
 def _json_number(value: float) -> float | str:
@@ -87,13 +88,13 @@ def _json_number(value: float) -> float | str:
 
 @dataclass(frozen=True, slots=True)
 class Diff:
-    """What two checkpoints do not have in common.
+    """How two checkpoints differ.
 
     Attributes:
         only_a: names that only the first has.
         only_b: names that only the second has.
-        tensors: those that both have, in the first one's order; tied names once.
-        notes: sentences a person should see, that make no difference.
+        tensors: those that both have, in the first one's order; tensors with several names once.
+        notes: sentences for a person; none of them is a difference.
     """
 
     only_a: tuple[str, ...]
@@ -107,7 +108,7 @@ class Diff:
         return not self.only_a and not self.only_b and all(tensor.same for tensor in self.tensors)
 
     def as_json(self, *, tensors: bool = False) -> dict[str, object]:
-        """One object for programs; with `tensors`, those that are the same too."""
+        """One object for programs; with `tensors`, it lists also those that are the same."""
         return {
             "same": self.same,
             "compared": len(self.tensors),
@@ -117,25 +118,38 @@ class Diff:
             "notes": list(self.notes),
         }
 
-    def lines(self, *, tensors: bool = False) -> Iterator[str]:
-        """The differences as lines for a person."""
+    def lines(self, *, tensors: bool = False, width: int | None = None) -> Iterator[str]:
+        """The differences as lines for a person.
+
+        Args:
+            tensors: list every tensor, also those that are the same.
+            width: the most characters in a line, longer words aside; None to leave sentences whole.
+        """
         for only, side in ((self.only_a, "A"), (self.only_b, "B")):
             if only:
-                yield f"only in {side}: {', '.join(only) if tensors else examples(only)}"
+                names = ", ".join(only) if tensors else examples(only)
+                yield from wrapped(f"only in {side}: {names}", width, "    ")
         listed = [t for t in self.tensors if tensors or not t.same]
-        for tensor in listed if tensors else listed[:_MOST_LISTED]:
-            yield tensor.line()
-        if not tensors and len(listed) > _MOST_LISTED:
-            yield f"and {len(listed) - _MOST_LISTED:,} more tensors (--tensors lists all)"
-        differ = sum(not t.same for t in self.tensors)
-        worst = max((t.tally.max_abs for t in self.tensors if t.tally is not None), default=0.0)
+        shown = listed if tensors else listed[:_MOST_LISTED]
+        if any(t.statistics is not None and t.statistics.differ for t in shown):
+            yield "tensor"
+            yield _COLUMNS.format("elements that differ", "first", "max abs", "max rel", "cosine")
+        for tensor in shown:
+            yield from tensor.rows(width)
+        if len(listed) > len(shown):
+            yield f"and {len(listed) - len(shown):,} more tensors (--tensors lists all)"
+        yield from wrapped(self._verdict(), width)
+
+    def _verdict(self) -> str:
+        worst = max((t.statistics.max_abs for t in self.tensors if t.statistics is not None), default=0.0)
         if self.same:
-            within = "" if not worst else f", within the tolerance (max abs {worst:.3g})"
-            yield f"the same: {len(self.tensors):,} tensors{within}"
-        else:
-            missing = len(self.only_a) + len(self.only_b)
-            names = f", {missing:,} names are on one side only" if missing else ""
-            yield f"different: {differ:,} of {len(self.tensors):,} tensors that both have{names}"
+            how = f"equal within the tolerance (max abs {worst:.3g})" if worst else "bit for bit"
+            return f"the same: {count(len(self.tensors), 'tensor')}, {how}"
+        differ = sum(not t.same for t in self.tensors)
+        words = [f"{differ:,} of {count(len(self.tensors), 'tensor')} that both have"] if self.tensors else []
+        sides = (("A", self.only_a), ("B", self.only_b))
+        words += [f"{count(len(only), 'name')} only in {side}" for side, only in sides if only]
+        return f"different: {', '.join(words)}"
 
 
 def diff(

@@ -1,7 +1,6 @@
-"""What a checkpoint is: a value first, text second. `zckpt inspect` prints it.
+"""What a checkpoint holds, what it lacks, and whether it can be exported and resumed from.
 
-Two verdicts come with reasons: can it be exported (consolidated), and can training resume from it, at which world size.
-A checkpoint that cannot be read is reported too: the `grid` of ranks and files shows what is missing.
+For `zckpt inspect`. A checkpoint that cannot be read is described too: `grid` says which files are missing or damaged.
 """
 
 from __future__ import annotations
@@ -12,28 +11,21 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from zckpt.base.errors import ZckptError
-from zckpt.base.words import ranges
-from zckpt.core.catalog import Catalog, TensorEntry
+from zckpt.base.words import count, ranges, row, size
+from zckpt.core.catalog import Catalog, Role, TensorEntry
 from zckpt.core.dtypes import CAST_TARGETS, SHORT_NAMES
 from zckpt.jobs.convert import output_dtype
+from zckpt.jobs.inspection_rows import expert_rows, file_rows, slice_lines
 from zckpt.jobs.open import open_catalog, strip_wrappers
-from zckpt.jobs.rank_files import (
-    Grid,
-    bad_ranks,
-    expert_lines,
-    experts_as_json,
-    files_as_json,
-    grid_lines,
-    grid_of,
-    slice_lines,
-    slices_as_json,
-)
+from zckpt.jobs.rank_files import Grid, bad_ranks, experts_as_json, files_as_json, grid_of, slices_as_json
 from zckpt.layouts.dcp import read as dcp
 from zckpt.layouts.plain import read as huggingface
 from zckpt.layouts.run import agreement
-from zckpt.layouts.save.listing import EXPERT_NAME, EXPERT_OPTIMIZER_NAME, LAYER_NAME, UNIVERSAL_POINTER, ReadOptions
+from zckpt.layouts.save.listing import UNIVERSAL_POINTER, ReadOptions
 from zckpt.layouts.save.places import Place, find
 from zckpt.storage import paths
+
+_ROLES: tuple[tuple[Role, str], ...] = (("parameter", "trainable"), ("frozen", "frozen"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +34,9 @@ class Verdict:
 
     ok: bool
     reason: str
+
+    def __str__(self) -> str:
+        return f"{'yes' if self.ok else 'no'}: {self.reason}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,10 +61,6 @@ class Inspection:
     exportable: Verdict
     resumable: Verdict
     notes: tuple[str, ...]
-
-    def lines(self, *, tensors: bool = False) -> Iterator[str]:
-        """What `zckpt inspect` prints; with `tensors`, also every tensor, and which files hold its elements."""
-        return describe(self, tensors=tensors)
 
     def as_json(self, *, slices: bool = False) -> dict[str, object]:
         """What `zckpt inspect --json` prints, as a dict; with `slices`, also which files hold each tensor's elements."""
@@ -99,8 +90,64 @@ class Inspection:
         facts["notes"] = list(self.notes)
         return facts
 
+    def lines(self, *, tensors: bool = False, width: int | None = None) -> Iterator[str]:
+        """What `zckpt inspect` prints.
 
-def _numel(catalog: Catalog, role: str) -> int:
+        Args:
+            tensors: list every tensor too, and which files hold its elements.
+            width: the most characters in a line, longer words aside; None for one line a fact.
+        """
+        listing, catalog = self.place.listing, self.catalog
+        topology = None
+        yield listing.directory
+        if catalog is not None:
+            topology = None if catalog.source.layout == "universal" else catalog.topology
+            yield from _catalog_rows(catalog, self.place, width)
+        elif self.place.tags:
+            yield from row("tags", ", ".join(self.place.tags), width)
+        yield from file_rows(self.grid, listing, topology, width)
+        if catalog is not None:
+            yield from expert_rows(catalog.topology, width)
+        for note in self.notes:
+            yield from row("note", note, width)
+        yield from row("export", str(self.exportable), width)
+        yield from row("resume", str(self.resumable), width)
+        if tensors and catalog is not None:
+            for entry in catalog.tensors.values():
+                yield f"  {entry.role:<10} {entry.dtype.name:<5} {list(entry.shape)!s:<20} {entry.name}"
+                yield from slice_lines(entry)
+
+
+def _catalog_rows(catalog: Catalog, place: Place, width: int | None) -> Iterator[str]:
+    """What the tensors are, and what the run was that saved them."""
+    source, topology = catalog.source, catalog.topology
+    writer = " ".join(source.framework).strip()
+    layout = [source.layout, *([f"written by {writer}"] if writer else [])]
+    layout += [] if source.global_steps is None else [f"step {source.global_steps:,}"]
+    yield from row("layout", ", ".join(layout), width)
+    if place.listing.tag:
+        others = f" (tags here: {', '.join(place.tags)})" if len(place.tags) > 1 else ""
+        yield from row("tag", f"{place.listing.tag}{others}", width)
+    axes = (("data", topology.dp), ("tensor", topology.tp), ("pipeline", topology.pp), ("expert", topology.ep))
+    ranks = ", ".join(f"{axis} {number:,}" for axis, number in axes if number > 1) or "1 rank"
+    if source.layout == "universal":
+        ranks = "any: each parameter is stored whole"
+    if source.layout != "plain":
+        yield from row("parallelism", ranks, width)
+    roles = Counter(entry.role for entry in catalog.tensors.values())
+    kinds = [
+        f"{roles[role]:,} {word} ({count(_numel(catalog, role), 'element')})" for role, word in _ROLES if roles[role]
+    ]
+    buffers = [count(roles["buffer"], "buffer")] if roles["buffer"] else []
+    yield from row("tensors", f"{len(catalog):,}: {', '.join(kinds + buffers)}", width)
+    yield from row("size", ", ".join(f"{size(n)} as {dtype}" for dtype, n in output_bytes(catalog).items()), width)
+    for dropped, kept in catalog.aliases.items():
+        yield from row("tied", f"{dropped} = {kept}", width)
+    if source.optimizer_states:
+        yield from row("optimizer", ", ".join(source.optimizer_states), width)
+
+
+def _numel(catalog: Catalog, role: Role) -> int:
     return sum(entry.numel for entry in catalog.tensors.values() if entry.role == role)
 
 
@@ -154,93 +201,51 @@ def inspect_checkpoint(
     try:
         opened = open_catalog(path, tag, also, wishes=wishes)
     except ZckptError as error:
-        exportable = Verdict(False, str(error))
+        exportable = Verdict(False, str(error).replace(place.listing.directory + os.sep, ""))
     else:
         place = opened.place
         catalog, stripped = strip_wrappers(opened.catalog)
         notes = opened.catalog.source.notes + stripped
-        exportable = Verdict(True, f"all elements of {len(catalog):,} tensors are there")
+        exportable = Verdict(True, f"{count(len(catalog), 'tensor is', 'tensors are')} complete")
     grid = grid_of(place.listing, catalog)
-    return Inspection(place, catalog, grid, exportable, _resumable(place, catalog, grid, exportable), notes)
+    return Inspection(place, catalog, grid, exportable, _resumable(place, catalog, grid), notes)
 
 
-def _resumable(place: Place, catalog: Catalog | None, grid: Grid, exportable: Verdict) -> Verdict:
+def _resumable(place: Place, catalog: Catalog | None, grid: Grid) -> Verdict:
     if catalog is None:
-        return Verdict(False, f"it cannot be read whole: {exportable.reason}")
-    if catalog.source.layout == "dcp" and catalog.source.optimizer_states:
+        return Verdict(False, "the checkpoint cannot be read (see export)")
+    source = catalog.source
+    if source.layout == "dcp" and source.optimizer_states:
         return Verdict(True, "by torch.distributed.checkpoint.load, on any number of ranks")
-    if catalog.source.zero_stage is None:
-        layout = dcp if catalog.source.layout == "dcp" else huggingface
+    if source.zero_stage is None:
+        layout = dcp if source.layout == "dcp" else huggingface
         if unread := layout.unread_states(place.listing):
-            return Verdict(False, f"zckpt does not read the optimizer states that are there: {unread}")
-        return Verdict(False, "weights alone: no optimizer states are in them or beside them")
+            return Verdict(False, f"there are optimizer states that zckpt does not read: {unread}")
+        return Verdict(False, "weights alone, without optimizer states")
     if bad := bad_ranks(grid):
-        return Verdict(False, f"files of ranks {ranges(bad)} are missing, damaged or of another save")
+        whose = f"rank {bad[0]}" if len(bad) == 1 else f"ranks {ranges(bad)}"
+        return Verdict(False, f"files of {whose} are missing, damaged or of another save")
     try:
         contradictions = agreement.contradictions(place.listing)
     except ZckptError as error:
         return Verdict(False, str(error))
     if contradictions:
-        more = f" ({len(contradictions) - 1:,} more such places)" if len(contradictions) > 1 else ""
+        more = f" (and {count(len(contradictions) - 1, 'more contradiction')})" if len(contradictions) > 1 else ""
         return Verdict(False, f"optimizer files disagree: {contradictions[0]}{more}")
-    if catalog.source.layout == "universal":
+    if source.layout == "universal":
         return Verdict(True, _resumable_universal(place, catalog))
-    if not catalog.source.optimizer_states:
-        return Verdict(True, f"at world size {catalog.topology.dp}; the optimizer keeps no state per element")
-    size = "any data-parallel world size" if catalog.source.zero_stage == 0 else f"world size {catalog.topology.dp}"
     latest = os.path.join(place.home, "latest")
-    pointer = "" if paths.is_file(latest) else " (there is no 'latest': name the tag when loading)"
-    return Verdict(True, f"at {size}{pointer}")
+    pointer = "" if paths.is_file(latest) else "; there is no 'latest', so pass the tag to load_checkpoint"
+    if source.zero_stage == 0:
+        return Verdict(True, f"at any data-parallel world size{pointer}")
+    split = "and the same tensor and pipeline split " if catalog.topology.tp * catalog.topology.pp > 1 else ""
+    others = "for others, run zckpt reshard or zckpt to-universal first"
+    return Verdict(True, f"at data-parallel world size {catalog.topology.dp} {split}({others}){pointer}")
 
 
 def _resumable_universal(place: Place, catalog: Catalog) -> str:
-    """How a run goes on from a universal checkpoint."""
+    """How a run resumes from a universal checkpoint."""
     stages = "ZeRO stage 3" if catalog.source.zero_stage == 3 else "ZeRO stages 1 and 2"
     pointer = os.path.join(place.home, UNIVERSAL_POINTER)
-    how = "" if paths.is_file(pointer) else f"; there is no {UNIVERSAL_POINTER!r}: name the tag when loading"
-    return f"at any world size, with {stages} (DeepSpeed: checkpoint.load_universal{how})"
-
-
-def describe(inspection: Inspection, *, tensors: bool = False) -> Iterator[str]:
-    """The inspection as lines for a person."""
-    place, catalog = inspection.place, inspection.catalog
-    yield place.listing.directory
-    if catalog is not None:
-        source, topology = catalog.source, catalog.topology
-        name = " ".join(source.framework).strip()
-        steps = "" if source.global_steps is None else f", step {source.global_steps:,}"
-        yield f"  layout      {source.layout}{f', written by {name}' if name else ''}{steps}"
-        if place.listing.tag:
-            yield f"  tag         {place.listing.tag}" + (
-                f"  (tags here: {', '.join(place.tags)})" if len(place.tags) > 1 else ""
-            )
-        axes = f"data {topology.dp}, tensor {topology.tp}, pipeline {topology.pp}, expert {topology.ep}"
-        yield f"  topology    {'any: every parameter lies whole' if source.layout == 'universal' else axes}"
-        roles = Counter(entry.role for entry in catalog.tensors.values())
-        trained, frozen = _numel(catalog, "parameter"), _numel(catalog, "frozen")
-        yield f"  tensors     {len(catalog):,}: {roles['parameter']:,} trainable ({trained:,} elements), " + (
-            f"{roles['frozen']:,} frozen ({frozen:,} elements), {roles['buffer']:,} buffers"
-        )
-        yield "  size        " + ", ".join(f"{n:,} bytes as {dtype}" for dtype, n in output_bytes(catalog).items())
-        for dropped, kept in catalog.aliases.items():
-            yield f"  tied        {dropped} = {kept}"
-        if source.optimizer_states:
-            yield f"  optimizer   {', '.join(source.optimizer_states)}"
-    elif place.tags:
-        yield f"  tags        {', '.join(place.tags)}"
-    cut = catalog if catalog is not None and catalog.source.layout != "universal" else None
-    yield from grid_lines(inspection.grid, cut.topology if cut else None)
-    if catalog is not None:
-        yield from expert_lines(catalog.topology)
-    others = (LAYER_NAME, EXPERT_NAME, EXPERT_OPTIMIZER_NAME)
-    strange = [name for pattern in others for name in place.listing.matching(pattern)]
-    if strange:
-        yield f"  other files {', '.join(strange[:3])}{f' and {len(strange) - 3:,} more' if len(strange) > 3 else ''}"
-    for note in inspection.notes:
-        yield f"  note        {note}"
-    yield f"  export      {'yes' if inspection.exportable.ok else 'no'}: {inspection.exportable.reason}"
-    yield f"  resume      {'yes' if inspection.resumable.ok else 'no'}: {inspection.resumable.reason}"
-    if tensors and catalog is not None:
-        for entry in catalog.tensors.values():
-            yield f"  {entry.role:<10} {entry.dtype.name:<5} {list(entry.shape)!s:<20} {entry.name}"
-            yield from slice_lines(entry)
+    how = "" if paths.is_file(pointer) else f"; there is no {UNIVERSAL_POINTER!r}, so pass the tag to load_checkpoint"
+    return f"at any world size, with {stages} (set checkpoint.load_universal in DeepSpeed's config{how})"

@@ -1,24 +1,17 @@
 """Which file of a save holds which part: data x tensor x pipeline x expert, and the state each file is in.
 
-For `report`, and so for `zckpt inspect`. A checkpoint that cannot be read is shown too: what is missing, extra, or of
-another save.
-
-[Note: the grid] A row is a model-parallel rank (`mp_rank_XX`: a pipeline stage and a tensor rank), a column a run of
-data-parallel ranks whose files are in the same state. Experts lie across the columns: lines of their own say which
-ranks hold which.
+For `inspection`. Also of a checkpoint that cannot be read: which files are missing, damaged, left over, or of another save.
 """
 
 from __future__ import annotations
 
-import math
 import os
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from zckpt.base import limits
 from zckpt.base.errors import ZckptError
-from zckpt.base.words import ranges
 from zckpt.core.catalog import Catalog, TensorEntry, Topology
 from zckpt.core.fragments import FileStore, Fragment
 from zckpt.layouts.save.listing import (
@@ -169,51 +162,6 @@ def place_of(mp_rank: int, topology: Topology | None) -> dict[str, int]:
     return {} if topology is None else {"pp": mp_rank // topology.tp, "tp": mp_rank % topology.tp}
 
 
-def grid_lines(grid: Grid, topology: Topology | None) -> Iterator[str]:
-    """The grid for a person; of a model that is not split, a line per run of ranks in the same state."""
-    if len(grid) < 2:
-        for rows in grid.values():
-            yield from _rank_lines(rows)
-        return
-    runs: list[list[int]] = []
-    for rank in sorted({rank for rows in grid.values() for rank in rows}):
-        column = [_states(rows.get(rank, {})) for rows in grid.values()]
-        if runs and column == [_states(rows.get(runs[-1][-1], {})) for rows in grid.values()]:
-            runs[-1].append(rank)
-        else:
-            runs.append([rank])
-    table = [["", "", *(f"data {ranges(run)}" for run in runs)]]
-    for mp_rank, rows in grid.items():
-        where = " ".join(f"{axis} {number}" for axis, number in place_of(mp_rank, topology).items())
-        cells = [", ".join(_states(rows.get(run[0], {}))) for run in runs]
-        table.append([where, f"mp_rank_{mp_rank:02d}", *cells])
-    widths = [max(len(row[at]) for row in table) for at in range(len(table[0]))]
-    for number, row in enumerate(table):
-        text = "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True))
-        yield f"  {'' if number else 'grid':<11} {text}".rstrip()
-
-
-def _states(cells: Mapping[str, Cell]) -> list[str]:
-    """Of each kind of file: what it is, and how it is where that is not ok."""
-    told = {kind: f" {cell.state}{f' ({cell.reason})' if cell.reason else ''}" for kind, cell in cells.items()}
-    return [kind if cell.state == "ok" else kind + told[kind] for kind, cell in cells.items()]
-
-
-def expert_lines(topology: Topology) -> Iterator[str]:
-    """Which ranks hold which experts, a line per run of layers that are spread alike."""
-    layers: list[list[int]] = []
-    for number, spread in enumerate(topology.experts):
-        if layers and topology.experts[layers[-1][0]] == spread:
-            layers[-1].append(number)
-        else:
-            layers.append([number])
-    for run in layers:
-        spread = topology.experts[run[0]]
-        told = "; ".join(f"{ranges(experts)} on rank {ranges(ranks)}" for experts, ranks in spread[:8])
-        more = f"; and on {len(spread) - 8} more" if len(spread) > 8 else ""
-        yield f"  {'experts':<11} layer {ranges(run)}: {told}{more}"
-
-
 def files_as_json(listing: Listing, grid: Grid, topology: Topology | None) -> list[dict[str, object]]:
     """One object per file, with its place."""
     found: list[dict[str, object]] = [
@@ -246,57 +194,15 @@ def experts_as_json(topology: Topology) -> list[dict[str, object]]:
 
 
 def slices_as_json(entry: TensorEntry) -> list[dict[str, object]]:
-    """Where a tensor's elements lie, one object per fragment, in the numbers of `fragments.Fragment`."""
+    """Where a tensor's elements are stored, one object per fragment, in the numbers of `fragments.Fragment`."""
     return [
-        {"file": _file(fragment), "byte_offset": fragment.byte_offset, "start": fragment.start, "count": fragment.count,
+        {"file": file_of(fragment), "byte_offset": fragment.byte_offset, "start": fragment.start, "count": fragment.count,
          "rows": fragment.rows, "pitch": fragment.pitch, "store_pitch": fragment.store_pitch}
         for fragment in entry.fragments
     ]  # fmt: skip
 
 
-def slice_lines(entry: TensorEntry) -> Iterator[str]:
-    """The same for a person."""
-    for fragment in entry.fragments:
-        yield f"    {_part(fragment, entry.shape)}: {_file(fragment)} from byte {fragment.byte_offset:,}"
-
-
-def _part(fragment: Fragment, shape: Sequence[int]) -> str:
-    """What of a tensor a fragment holds: a box of several dimensions such as `[0:4, 2:5]`, or runs of elements."""
-    low, high = _indexes(fragment.start, shape), _indexes(fragment.stop - 1, shape)
-    extents = [last - first + 1 for first, last in zip(low, high, strict=True)]
-    if len(shape) > 1 and min(extents) > 0 and math.prod(extents) == fragment.numel:
-        return f"[{', '.join(f'{first}:{last + 1}' for first, last in zip(low, high, strict=True))}]"
-    block = fragment.block()
-    what = (
-        f"elements {block.start:,}-{block.start + block.count - 1:,}" if block.count > 1 else f"element {block.start:,}"
-    )
-    return what + (f", and {block.rows - 1:,} times again {block.pitch:,} further" if block.rows > 1 else "")
-
-
-def _indexes(number: int, shape: Sequence[int]) -> list[int]:
-    """Of an element, by its number."""
-    indexes: list[int] = []
-    for extent in reversed(shape):
-        number, index = divmod(number, extent)
-        indexes.append(index)
-    return indexes[::-1]
-
-
-def _file(fragment: Fragment) -> str:
+def file_of(fragment: Fragment) -> str:
+    """The name of the file that holds a fragment."""
     store = fragment.store
     return os.path.basename(store.path) if isinstance(store, FileStore) else "computed from several files"
-
-
-def _rank_lines(matrix: Rows) -> Iterator[str]:
-    """One line per run of ranks in the same state."""
-    rows: list[tuple[list[int], tuple[tuple[str, str, str], ...], int]] = []
-    for rank, cells in matrix.items():
-        key = tuple((kind, cell.state, cell.reason) for kind, cell in cells.items())
-        nbytes = sum(cell.nbytes for cell in cells.values())
-        if rows and rows[-1][1] == key:
-            rows[-1] = ([*rows[-1][0], rank], key, rows[-1][2] + nbytes)
-        else:
-            rows.append(([rank], key, nbytes))
-    for numbers, key, nbytes in rows:
-        states = ", ".join(f"{kind} {state}{f' ({reason})' if reason else ''}" for kind, state, reason in key)
-        yield f"  rank {ranges(numbers):<6} {states}; {nbytes:,} bytes"
