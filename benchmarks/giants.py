@@ -197,7 +197,8 @@ def one_shard(home: Path, work: Path, width: int, world_size: int) -> None:
     from zckpt.core.dtypes import F32
     from zckpt.core.plan import Plan
     from zckpt.engine.move import run as move
-    from zckpt.jobs.convert import Options, prepare
+    from zckpt.jobs.convert import prepare
+    from zckpt.jobs.options import Options
 
     name = "1.input_layernorm.weight"
     prepared = prepare(str(home), str(work / "out"), Options(dtype=F32, include=[name]))

@@ -24,7 +24,7 @@ from outputs import earlier_output
 import zckpt
 from zckpt._core import inject
 from zckpt.engine import batches
-from zckpt.jobs.convert import Options
+from zckpt.jobs.options import Options
 
 batches.LEAST_BYTES = 0  # every file is on record as soon as it is complete, however small
 EVENTS = {"open", "os.rename", "os.remove", "os.rmdir", "os.mkdir", "os.truncate"}

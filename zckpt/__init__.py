@@ -36,10 +36,12 @@ if TYPE_CHECKING:
         load_state_dict_from_zero_checkpoint,
     )
     from zckpt.hub import PushReport, push_to_hub
-    from zckpt.jobs.convert import Options, Report, convert
+    from zckpt.jobs.convert import convert
     from zckpt.jobs.diff import Diff, diff
     from zckpt.jobs.inspection import Inspection, inspect_checkpoint
     from zckpt.jobs.open import Checkpoint, open_checkpoint
+    from zckpt.jobs.options import Options
+    from zckpt.jobs.planned import Report
     from zckpt.jobs.reshard import reshard
     from zckpt.jobs.to_dcp import to_dcp
     from zckpt.jobs.to_peft import AdapterReport, to_peft
@@ -94,10 +96,10 @@ _HOMES = {
     "Diff": "jobs.diff",
     "Form": "naming.transform",
     "Inspection": "jobs.inspection",
-    "Options": "jobs.convert",
+    "Options": "jobs.options",
     "PushReport": "hub",
     "ReadOptions": "layouts.save.listing",
-    "Report": "jobs.convert",
+    "Report": "jobs.planned",
     "Verification": "checks.verdict",
     "convert": "jobs.convert",
     "convert_zero_checkpoint_to_fp32_state_dict": "drop_in",

@@ -31,8 +31,9 @@ from zckpt.base.errors import NotACheckpointError, ZckptError
 from zckpt.core.catalog import Catalog, TensorEntry
 from zckpt.core.dtypes import F32, DType
 from zckpt.engine import replicas
-from zckpt.jobs.convert import Options, convert, output_dtype, to_dtype
+from zckpt.jobs.convert import convert, output_dtype
 from zckpt.jobs.open import open_catalog, strip_wrappers
+from zckpt.jobs.options import OpenOptions, Options, to_dtype
 
 if TYPE_CHECKING:
     Path = str | os.PathLike[str]
@@ -203,8 +204,9 @@ def convert_zero_checkpoint_to_state_dict(
         overwrite=True,
         merge=True,
         beside=True,
+        tag=tag,
     )
-    convert(checkpoint_dir, out, dtype=_dtype(dtype), tag=tag, options=options)
+    convert(checkpoint_dir, out, dtype=_dtype(dtype), options=options)
 
 
 def convert_zero_checkpoint_to_fp32_state_dict(
@@ -249,7 +251,7 @@ def load_state_dict_from_zero_checkpoint(model: Model, checkpoint_dir: Path, tag
     Example:
         model = load_state_dict_from_zero_checkpoint(model, "out/checkpoint-500")
     """
-    live.load_into(model, open_catalog(os.fspath(checkpoint_dir), tag).catalog)
+    live.load_into(model, open_catalog(os.fspath(checkpoint_dir), OpenOptions(tag=tag)).catalog)
     return model
 
 
@@ -346,7 +348,7 @@ def _dtype(dtype: str | torch.dtype) -> DType:
 
 
 def _open(checkpoint_dir: Path, tag: str | None) -> Catalog:
-    catalog, _ = strip_wrappers(open_catalog(os.fspath(checkpoint_dir), tag).catalog)
+    catalog, _ = strip_wrappers(open_catalog(os.fspath(checkpoint_dir), OpenOptions(tag=tag)).catalog)
     replicas.check(catalog)
     return catalog
 

@@ -16,7 +16,7 @@ from hub_server import SHARD_BYTES, TOKEN, HubServer
 
 from zckpt.hub import PushReport, push_to_hub
 from zckpt.hub.pipeline import SENDER
-from zckpt.jobs.convert import Options
+from zckpt.jobs.options import Options
 
 Pusher = Callable[..., PushReport]
 Shell = Callable[..., "subprocess.Popen[str]"]

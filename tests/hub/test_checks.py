@@ -13,7 +13,7 @@ from huggingface_hub import HfApi
 
 from zckpt.base.errors import AccessError, UsageError, ZckptError
 from zckpt.hub import PushReport, attributes
-from zckpt.jobs.convert import Options
+from zckpt.jobs.options import Options
 
 Pusher = Callable[..., PushReport]
 Shell = Callable[..., "subprocess.Popen[str]"]

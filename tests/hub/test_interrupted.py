@@ -15,7 +15,7 @@ from hub_server import SHARD_BYTES, TOKEN, HubServer
 import zckpt
 from zckpt.base.errors import UsageError
 from zckpt.hub import PushReport, scratch
-from zckpt.jobs.convert import Options
+from zckpt.jobs.options import Options
 
 Pusher = Callable[..., PushReport]
 Shell = Callable[..., "subprocess.Popen[str]"]

@@ -15,7 +15,7 @@ from hub_server import SHARD_BYTES, HubServer
 from zckpt.base.errors import UnsafeError
 from zckpt.hub import PushReport
 from zckpt.hub.privacy import cleaned
-from zckpt.jobs.convert import Options
+from zckpt.jobs.options import Options
 
 Pusher = Callable[..., PushReport]
 Shell = Callable[..., "subprocess.Popen[str]"]

@@ -21,7 +21,7 @@ import zckpt
 from zckpt.base.errors import CastError, OutputError, UsageError
 from zckpt.hub import PageTarget, PushReport, cargo_of, prepare, push_to_hub
 from zckpt.hub import load as plan_push
-from zckpt.jobs.convert import Options
+from zckpt.jobs.options import Options
 from zckpt.storage.paths import to_bytes
 
 Pusher = Callable[..., PushReport]
@@ -276,7 +276,8 @@ def test_a_converted_directory_goes_up_as_it_is(
     assert local_files(tmp_path / "done") == before
     assert report.bytes_sent == sum(len(page[name]) for name in SHARD_NAMES)
     prepared = prepare(
-        cargo_of(plan_push(str(tmp_path / "done"))), PageTarget("alice/x", token=TOKEN, endpoint=server.url)
+        cargo_of(plan_push(str(tmp_path / "done"), None, Options())),
+        PageTarget("alice/x", token=TOKEN, endpoint=server.url),
     )
     assert prepared.room == 0
 

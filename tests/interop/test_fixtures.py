@@ -102,7 +102,8 @@ def test_sharded_directory(fixture: Path, container: str, tmp_path: Path) -> Non
 
 def test_the_reference_engine_writes_the_same_bytes(fixture: Path, tmp_path: Path) -> None:
     from zckpt.engine.move import run
-    from zckpt.jobs.convert import Options, prepare
+    from zckpt.jobs.convert import prepare
+    from zckpt.jobs.options import Options
 
     for engine in ("native", "reference"):
         (tmp_path / engine).mkdir()

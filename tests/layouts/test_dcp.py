@@ -34,6 +34,7 @@ from zckpt.base.errors import (
 )
 from zckpt.jobs.inspection import inspect_checkpoint
 from zckpt.jobs.open import open_catalog, read_tensor, strip_wrappers
+from zckpt.jobs.options import OpenOptions
 from zckpt.layouts.dcp.write import cut
 from zckpt.layouts.run.values import step_of
 from zckpt.layouts.save.listing import ReadOptions
@@ -47,7 +48,7 @@ def how_of(name: str) -> dict[str, Any]:
 
 
 def weights(path: Path, **options: Any) -> dict[str, torch.Tensor]:
-    catalog, _ = strip_wrappers(open_catalog(str(path), **options).catalog)
+    catalog, _ = strip_wrappers(open_catalog(str(path), OpenOptions(**options)).catalog)
     return {name: read_tensor(entry, "pt") for name, entry in catalog.tensors.items()}
 
 
@@ -93,7 +94,7 @@ def test_a_training_states_own_items_go_along() -> None:
 
 @pytest.mark.parametrize("key", ["ema", "model"])
 def test_a_key_takes_another_state_dict(key: str) -> None:
-    opened = open_catalog(str(FIXTURES / "averaged_w2" / "checkpoint"), wishes=ReadOptions(key=key))
+    opened = open_catalog(str(FIXTURES / "averaged_w2" / "checkpoint"), OpenOptions(wishes=ReadOptions(key=key)))
     catalog, _ = strip_wrappers(opened.catalog)
     for name, tensor in load_file(FIXTURES / "averaged_w2" / "truth.safetensors").items():
         assert same_bits(read_tensor(catalog[name], "pt"), tensor * (0.5 if key == "ema" else 1))
@@ -101,9 +102,11 @@ def test_a_key_takes_another_state_dict(key: str) -> None:
 
 def test_unknown_keys_are_refused() -> None:
     with pytest.raises(UsageError, match="'model', 'ema'"):
-        open_catalog(str(FIXTURES / "averaged_w2" / "checkpoint"), wishes=ReadOptions(key="other"))
+        open_catalog(str(FIXTURES / "averaged_w2" / "checkpoint"), OpenOptions(wishes=ReadOptions(key="other")))
     with pytest.raises(UsageError, match="has none"):
-        open_catalog(str(FIXTURES.parent / "zero3" / "bf16_w2" / "checkpoint"), wishes=ReadOptions(key="ema"))
+        open_catalog(
+            str(FIXTURES.parent / "zero3" / "bf16_w2" / "checkpoint"), OpenOptions(wishes=ReadOptions(key="ema"))
+        )
 
 
 # -- where they are found ------------------------------------------------------------------------------------------

@@ -22,9 +22,10 @@ from zckpt.core.catalog import Catalog, TensorEntry
 from zckpt.core.dtypes import F32
 from zckpt.core.fragments import Fragment, MemoryStore
 from zckpt.engine import replicas
-from zckpt.jobs.convert import Options, convert, prepare
+from zckpt.jobs.convert import convert, prepare
 from zckpt.jobs.diff import diff
 from zckpt.jobs.open import open_catalog, read_tensor
+from zckpt.jobs.options import OpenOptions, Options
 from zckpt.jobs.reshard import reshard
 from zckpt.layouts.joining import rules, slices
 from zckpt.layouts.save.listing import ReadOptions
@@ -59,7 +60,7 @@ def rule_file(tmp_path: Path) -> Path:
 
 
 def opened(path: Path, **wishes: Any) -> Catalog:
-    return open_catalog(str(path), wishes=ReadOptions(**wishes) if wishes else None).catalog
+    return open_catalog(str(path), OpenOptions(wishes=ReadOptions(**wishes))).catalog
 
 
 def edit(path: Path, change: Any) -> None:

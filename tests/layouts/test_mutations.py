@@ -19,7 +19,7 @@ from safetensors.torch import load_file
 import zckpt
 from zckpt.containers import TensorRef, open_container, torch_zip
 from zckpt.core.fragments import Fragment
-from zckpt.jobs.convert import Options
+from zckpt.jobs.options import Options
 from zckpt.layouts.dcp import items as dcp_items
 from zckpt.layouts.joining import slices
 from zckpt.layouts.moe import experts

@@ -17,6 +17,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from zckpt import live
 from zckpt.base.errors import InconsistentError, OutputError, UnsupportedError, UsageError
 from zckpt.jobs.open import open_catalog, strip_wrappers
+from zckpt.jobs.options import OpenOptions
 from zckpt.live.carry import elements
 
 FIXTURES = [
@@ -95,7 +96,9 @@ def test_fixtures(fixture, dtype, strided):
     with warnings.catch_warnings():
         if dtype == torch.float16:
             warnings.filterwarnings("ignore", "Numbers too large")
-        report = live.load_into(model, open_catalog(str(fixture / "checkpoint"), how.get("tag")).catalog)
+        report = live.load_into(
+            model, open_catalog(str(fixture / "checkpoint"), OpenOptions(tag=how.get("tag"))).catalog
+        )
     assert report == live.LoadReport((), ())
     assert_loaded(model, truth)
 

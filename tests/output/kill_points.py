@@ -30,7 +30,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 import zckpt
 from zckpt import _core
 from zckpt.engine import batches
-from zckpt.jobs.convert import Options
+from zckpt.jobs.options import Options
 from zckpt.output import commit, journal
 from zckpt.storage import output_places
 

@@ -30,8 +30,10 @@ from zckpt.base.errors import (
 from zckpt.cli import app
 from zckpt.core import plan
 from zckpt.engine import batches
-from zckpt.jobs.convert import Options, execute, prepare
+from zckpt.jobs.convert import prepare
 from zckpt.jobs.inspection import inspect_checkpoint
+from zckpt.jobs.options import Options
+from zckpt.jobs.planned import execute
 from zckpt.jobs.to_dcp import to_dcp
 from zckpt.jobs.to_peft import to_peft
 from zckpt.layouts.save.listing import ReadOptions
@@ -136,7 +138,7 @@ def test_shards_at_several_addresses(root: str, tmp_path: Path) -> None:
         put(file, f"{root}/{int('rank_2' in file.name)}/{home.name}/{file.name}")
     with pytest.raises(IncompleteError, match="missing rank files"):
         zckpt.convert(f"{root}/0", tmp_path / "out.bin")
-    prepared = prepare(f"{root}/0", str(tmp_path / "out.bin"), Options(), also=[f"{root}/1"])
+    prepared = prepare(f"{root}/0", str(tmp_path / "out.bin"), Options(also=[f"{root}/1"]))
     execute(prepared)
     zckpt.convert(checkpoint, tmp_path / "want.bin")
     assert (tmp_path / "out.bin").read_bytes() == (tmp_path / "want.bin").read_bytes()
@@ -245,7 +247,7 @@ def test_near_ranges_are_one_request(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_reader_is_exact_at_every_place() -> None:
     data = os.urandom(300_000)
     fsspec.filesystem("memory").pipe_file("/m/f", data)
-    reader = fsspec_io.BlockReader("memory://m/f", len(data))
+    reader = fsspec_io.RemoteFile("memory://m/f", len(data))
     for offset, nbytes in [(299_990, 100), (0, 8), (8, 70_000), (65_535, 2), (140_000, 160_000), (300_000, 5), (7, 0)]:
         assert reader.read(offset, nbytes) == data[offset : offset + nbytes]
 
@@ -253,7 +255,7 @@ def test_a_reader_is_exact_at_every_place() -> None:
 def test_a_reader_keeps_the_blocks_that_a_request_still_needs() -> None:
     data = os.urandom(72 << 16)
     fsspec.filesystem("memory").pipe_file("/m/f", data)
-    reader = fsspec_io.BlockReader("memory://m/f", len(data))
+    reader = fsspec_io.RemoteFile("memory://m/f", len(data))
     for block in range(65):
         assert reader.read(block << 16, 1) == data[block << 16 : (block << 16) + 1]
     assert reader.read(64 << 16, 2 << 16) == data[64 << 16 : 66 << 16]  # one block is known, one is not

@@ -27,7 +27,7 @@ from safetensors.torch import load, save_file
 
 import zckpt
 from zckpt.base.errors import CastError, CorruptError, InconsistentError, OutputError, UnsafeError, ZckptError
-from zckpt.jobs.convert import Options
+from zckpt.jobs.options import Options
 from zckpt.storage import fsspec_io, uploads
 
 FILES = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json")
@@ -322,7 +322,7 @@ import torch, zckpt
 from fsspec.implementations.local import LocalFileSystem
 from fsspec.implementations.memory import MemoryFileSystem
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
-from zckpt.jobs.convert import Options
+from zckpt.jobs.options import Options
 
 work, models = Path(sys.argv[1]), {}
 for seed, hidden in ((1, 8), (2, 16)):

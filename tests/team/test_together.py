@@ -21,7 +21,8 @@ import torch
 import zckpt
 from zckpt.base.errors import InconsistentError, OutputError, UsageError
 from zckpt.engine.move import run
-from zckpt.jobs.convert import Options, prepare
+from zckpt.jobs.convert import prepare
+from zckpt.jobs.options import Options, ReshardOptions
 from zckpt.jobs.reshard import prepare as prepare_reshard
 from zckpt.layouts.save.listing import ReadOptions
 from zckpt.naming.transform import Form
@@ -73,8 +74,9 @@ def test_parts_make_the_whole(
 ) -> None:
     monkeypatch.setattr("zckpt.team.partition.GRAIN", 16)
     if kind == "reshard":
+        options = ReshardOptions(world_size=3, stage=2)
         plan = prepare_reshard(
-            str(FIXTURES / "transformers/llama_zero3/checkpoint"), str(quick_path / "x"), world_size=3, stage=2
+            str(FIXTURES / "transformers/llama_zero3/checkpoint"), str(quick_path / "x"), options
         ).plan
     elif kind == "hf":
         checkpoint = str(FIXTURES / "megatron/llama_zero2_tp2_dp2/checkpoint")

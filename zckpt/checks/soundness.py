@@ -31,6 +31,7 @@ from zckpt.core.catalog import Catalog, Replica, TensorEntry
 from zckpt.engine import replicas
 from zckpt.engine.tensor_statistics import Tally
 from zckpt.jobs.open import open_catalog, strip_wrappers
+from zckpt.jobs.options import OpenOptions
 from zckpt.layouts.dcp import read as dcp
 from zckpt.layouts.run import agreement
 from zckpt.layouts.save.listing import DCP_METADATA, Listing, ReadOptions
@@ -164,7 +165,7 @@ def _open(
 ) -> ZckptError | None:
     """Reads the catalog. Returns an error that is no finding, unless damage explains it."""
     try:
-        opened = open_catalog(path, tag, also, wishes=wishes)
+        opened = open_catalog(path, OpenOptions(tag=tag, also=also, wishes=wishes))
     except ZckptError as error:
         state.add("tensors", "", [str(error)])
         strange = isinstance(error, NotACheckpointError) and not state.place.listing.tag

@@ -13,7 +13,8 @@ from zckpt.cli import push
 from zckpt.cli.output import Console, already_done, lack_of_space, peak_rss_bytes
 
 if TYPE_CHECKING:
-    from zckpt.jobs.convert import PlannedConversion, Report
+    from zckpt.jobs.convert import PlannedConversion
+    from zckpt.jobs.planned import Report
 
 _DTYPES = ("fp32", "fp16", "bf16")
 
@@ -63,11 +64,14 @@ def _register(app: typer.Typer, dtype: str) -> None:
         as_json: o.Json = False,
         quiet: o.Quiet = False,
     ) -> None:
-        from zckpt.jobs.convert import Options, prepare, to_dtype
+        from zckpt.jobs.convert import prepare
+        from zckpt.jobs.options import Options, to_dtype
         from zckpt.naming.transform import Form
 
         began = time.perf_counter()
         chosen = Options(
+            tag=tag,
+            also=also or (),
             dtype=to_dtype(dtype),
             format=kind.value if kind else None,
             max_shard_size=max_shard_size,
@@ -88,9 +92,9 @@ def _register(app: typer.Typer, dtype: str) -> None:
         )
         sink = Console(as_json=as_json, quiet=quiet)
         if out.startswith("hf://"):
-            push.to_page(ckpt, out, chosen, sink, tag=tag, also=also or [], dry_run=dry_run)
+            push.to_page(ckpt, out, chosen, sink, dry_run=dry_run)
             return
-        prepared = prepare(ckpt, out, chosen, tag=tag, also=also or ())
+        prepared = prepare(ckpt, out, chosen)
         if dry_run:
             show_plan(sink, prepared, dtype)
         else:
@@ -123,11 +127,15 @@ def to_dcp(
     quiet: o.Quiet = False,
 ) -> None:
     """Writes the directory, or prints the plan."""
-    from zckpt.jobs.convert import Options, to_dtype
+    from zckpt.jobs.options import DcpOptions, to_dtype
     from zckpt.jobs.to_dcp import prepare
 
     began = time.perf_counter()
-    chosen = Options(
+    chosen = DcpOptions(
+        under=under,
+        optimizer=optimizer,
+        tag=tag,
+        also=also or (),
         dtype=to_dtype(dtype.value) if dtype else None,
         include=include or (),
         exclude=exclude or (),
@@ -141,7 +149,7 @@ def to_dcp(
         wishes=o.wishes(tp_rules, tp, pp, key),
     )
     sink = Console(as_json=as_json, quiet=quiet)
-    prepared = prepare(ckpt, out, chosen, under=under, optimizer=optimizer, tag=tag, also=also or ())
+    prepared = prepare(ckpt, out, chosen)
     name = dtype.value if dtype else "saved"
     if dry_run:
         show_plan(sink, prepared, name)
@@ -150,7 +158,7 @@ def to_dcp(
 
 
 def _carry_out(sink: Console, prepared: PlannedConversion, dtype: str, began: float) -> None:
-    from zckpt.jobs.convert import execute
+    from zckpt.jobs.planned import execute
 
     with sink.progress(prepared.plan.bytes_written, f"to {dtype}") as progress:
         report = execute(prepared, progress)
@@ -192,7 +200,7 @@ def _report_lines(prepared: PlannedConversion, report: Report, dtype: str, secon
             f"{prepared.out}: {report.tensors:,} tensors, {report.numel:,} elements as {dtype}; "
             f"{report.bytes_written:,} bytes in {files}, {seconds:.2f} s, {speed:,.0f} MB/s"
         )
-    yield f"load it with {_loader(prepared.out, [path for path, _ in report.files], prepared.single)}"
+    yield f"load it with {_loader(prepared.out, [path for path, _ in report.files], prepared.order.single)}"
 
 
 def _loader(out: str, files: list[str], single: bool) -> str:
@@ -213,7 +221,7 @@ def show_plan(sink: Console, prepared: PlannedConversion, dtype: str) -> None:
 
     plan = prepared.plan
     files = [(file.path, file.size) for file, _ in plan.files]
-    files += [(name, size(path)) for path, name in prepared.copies]
+    files += [(name, size(path)) for path, name in prepared.order.copies]
     moves = sum(1 for _ in plan.moves())
     facts: dict[str, object] = {
         "dry_run": True,
@@ -224,7 +232,7 @@ def show_plan(sink: Console, prepared: PlannedConversion, dtype: str) -> None:
         "numel": prepared.catalog.numel,
         "moves": moves,
         "bytes_read": plan.bytes_read,
-        "bytes_written": prepared.bytes_written,
+        "bytes_written": prepared.order.bytes_written,
         "notes": list(prepared.notes),
     }
 
@@ -233,8 +241,8 @@ def show_plan(sink: Console, prepared: PlannedConversion, dtype: str) -> None:
         yield f"{prepared.out} would get {len(catalog):,} tensors, {catalog.numel:,} elements as {dtype}"
         for path, nbytes in files:
             yield f"  {nbytes:>16,} bytes  {path}"
-        yield f"{moves:,} moves: {plan.bytes_read:,} bytes read, {prepared.bytes_written:,} bytes written"
+        yield f"{moves:,} moves: {plan.bytes_read:,} bytes read, {prepared.order.bytes_written:,} bytes written"
 
     sink.notes(prepared.notes)
-    sink.notes(lack_of_space(prepared.out, prepared.bytes_written))
+    sink.notes(lack_of_space(prepared.out, prepared.order.bytes_written))
     sink.result(lambda: facts, lines)

@@ -47,11 +47,14 @@ def to_peft(
     quiet: o.Quiet = False,
 ) -> None:
     """Plans, and unless it is a dry run carries out."""
-    from zckpt.jobs.convert import Options, to_dtype
+    from zckpt.jobs.options import PeftOptions, to_dtype
     from zckpt.jobs.to_peft import carry_out, prepare
 
     began = time.perf_counter()
-    options = Options(
+    options = PeftOptions(
+        adapter=adapter,
+        tag=tag,
+        also=also or (),
         dtype=to_dtype(dtype.value),
         overflow=overflow.value,
         threads=threads,
@@ -60,11 +63,11 @@ def to_peft(
         wishes=o.wishes(tp_rules, tp, pp),
     )
     sink = Console(as_json=as_json, quiet=quiet)
-    prepared = prepare(ckpt, out, options, adapter=adapter, tag=tag, also=also or ())
+    prepared = prepare(ckpt, out, options)
     if dry_run:
-        show_plan(sink, prepared.conversion, dtype.value)
+        show_plan(sink, prepared, dtype.value)
         return
-    with sink.progress(prepared.conversion.plan.bytes_written, "to peft") as progress:
+    with sink.progress(prepared.plan.bytes_written, "to peft") as progress:
         report = carry_out(prepared, progress)
     seconds = time.perf_counter() - began
     sink.notes(report.notes)

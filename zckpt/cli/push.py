@@ -16,7 +16,8 @@ from zckpt.cli.output import Console
 
 if TYPE_CHECKING:
     from zckpt.hub import PageTarget, PushReport, Ready
-    from zckpt.jobs.convert import Options, PlannedConversion
+    from zckpt.jobs.convert import PlannedConversion
+    from zckpt.jobs.options import Options
 
 _ADDRESS = re.compile(
     r"hf://(?:models/)?(?P<repo>[^/@]+/[^/@]+)(?:@(?P<revision>refs/pr/\d+|[^/]+))?(?:/(?P<path>.*))?", re.DOTALL
@@ -105,31 +106,31 @@ def push(
     if endpoint:
         os.environ["HF_ENDPOINT"] = endpoint  # before huggingface_hub is loaded: all of it must know
     from zckpt.hub import MESSAGE, PageTarget, load
-    from zckpt.jobs.convert import Options
+    from zckpt.jobs.options import Options
 
     chosen = Options(
-        max_shard_size=max_shard_size, include=include or (), exclude=exclude or (), exclude_frozen=exclude_frozen,
+        tag=tag, also=also or (),
+                max_shard_size=max_shard_size, include=include or (), exclude=exclude or (), exclude_frozen=exclude_frozen,
         overflow=overflow.value, threads=threads, wishes=o.wishes(tp_rules, tp, pp, key),
     )  # fmt: skip
     target = PageTarget(
         repo_id, revision, path_in_repo, private, create_pr, message or MESSAGE, yes, token, endpoint, scratch,
         o.parse_bytes(max_scratch, "--max-scratch"), not no_card, license_id, base_model,
     )  # fmt: skip
-    prepared = load(source, dtype.value if dtype else None, chosen, tag=tag, also=also or ())
+    prepared = load(source, dtype.value if dtype else None, chosen)
     carry_out(prepared, target, Console(as_json=as_json, quiet=quiet), dry_run=dry_run)
 
 
 def carry_out(prepared: PlannedConversion, target: PageTarget, sink: Console, *, dry_run: bool) -> None:
     """Sends a planned conversion to a page."""
     from zckpt.hub import cargo_of, execute, prepare
-    from zckpt.jobs.convert import check
 
     ready = prepare(cargo_of(prepared), target, lambda text: sink.notes([text]), dry_run=dry_run)
     if dry_run:
         sink.notes(ready.cargo.notes)
         sink.result(lambda: _facts(ready), lambda: _plan_lines(ready))
         return
-    notes = check(prepared) if not ready.already_done else ()
+    notes = prepared.check() if not ready.already_done else ()
     with sink.progress(sum(shard.nbytes for shard in ready.cargo.shards), "push") as progress:
         try:
             report = execute(ready, progress)
@@ -142,9 +143,7 @@ def carry_out(prepared: PlannedConversion, target: PageTarget, sink: Console, *,
     sink.result(lambda: _report_facts(ready, report), lambda: _report_lines(ready, report))
 
 
-def to_page(
-    source: str, out: str, options: Options, sink: Console, *, tag: str | None, also: list[str], dry_run: bool
-) -> None:
+def to_page(source: str, out: str, options: Options, sink: Console, *, dry_run: bool) -> None:
     """`to-*` with an OUT such as `hf://me/my-model@main/fp32`."""
     from zckpt.base.errors import UsageError
     from zckpt.hub import PageTarget
@@ -161,7 +160,7 @@ def to_page(
             remedy="Give the page or a directory in it; shards are safetensors.",
         )
     target = PageTarget(found["repo"], unquote(found["revision"] or "main"), path, yes=options.overwrite)
-    carry_out(prepare(source, "", replace(options, format=None), tag=tag, also=also), target, sink, dry_run=dry_run)
+    carry_out(prepare(source, "", replace(options, format=None)), target, sink, dry_run=dry_run)
 
 
 def _facts(ready: Ready) -> dict[str, object]:

@@ -13,8 +13,7 @@ from zckpt.cli import options as o
 from zckpt.cli.output import Console, already_done, lack_of_space, peak_rss_bytes
 
 if TYPE_CHECKING:
-    from zckpt.base.pace import Pace
-    from zckpt.jobs.convert import Report
+    from zckpt.jobs.planned import Report
     from zckpt.jobs.reshard import CheckpointTarget, PlannedReshard
 
 
@@ -73,24 +72,28 @@ def reshard(
     quiet: o.Quiet = False,
 ) -> None:
     """Plans, and unless it is a dry run carries out."""
+    from zckpt.jobs.options import ReshardOptions, to_dtype
     from zckpt.jobs.reshard import prepare
 
     began = time.perf_counter()
     sink = Console(as_json=as_json, quiet=quiet)
-    prepared = prepare(
-        *(ckpt, out),
+    options = ReshardOptions(
         world_size=world_size,
         stage=stage,
-        precision=precision.value,
+        precision=None if precision is ModulePrecision.keep else to_dtype(precision.value),
         tag=tag,
         also=also or (),
         overwrite=overwrite,
         allow_unknown_layout=allow_unknown_layout,
         wishes=o.wishes(tp_rules, tp, pp, key),
+        threads=threads,
+        keep_cache=keep_cache,
+        limit_rate=o.parse_bytes(limit_rate, "--limit-rate"),
     )
+    prepared = prepare(ckpt, out, options)
     what = f"ZeRO-{prepared.target.stage}, world size {world_size}, {prepared.target.precision.torch_name}"
     facts = {"zero_stage": prepared.target.stage, "world_size": world_size}
-    _carry_out(prepared, what, facts, began, sink, o.pace(threads, keep_cache, limit_rate), dry_run=dry_run)
+    _carry_out(prepared, what, facts, began, sink, dry_run=dry_run)
 
 
 def to_universal(
@@ -112,20 +115,24 @@ def to_universal(
     quiet: o.Quiet = False,
 ) -> None:
     """Plans, and unless it is a dry run carries out."""
+    from zckpt.jobs.options import WriteOptions
     from zckpt.jobs.to_universal import prepare
 
     began = time.perf_counter()
     sink = Console(as_json=as_json, quiet=quiet)
-    prepared = prepare(
-        *(ckpt, out),
+    options = WriteOptions(
         tag=tag,
         also=also or (),
         overwrite=overwrite,
         allow_unknown_layout=allow_unknown_layout,
         wishes=o.wishes(tp_rules, tp, pp, key),
+        threads=threads,
+        keep_cache=keep_cache,
+        limit_rate=o.parse_bytes(limit_rate, "--limit-rate"),
     )
-    what = f"universal checkpoint of {len(prepared.opened.catalog):,} tensors"
-    _carry_out(prepared, what, {}, began, sink, o.pace(threads, keep_cache, limit_rate), dry_run=dry_run)
+    prepared = prepare(ckpt, out, options)
+    what = f"universal checkpoint of {len(prepared.catalog):,} tensors"
+    _carry_out(prepared, what, {}, began, sink, dry_run=dry_run)
 
 
 def _carry_out(
@@ -134,11 +141,10 @@ def _carry_out(
     facts: Mapping[str, object],
     began: float,
     sink: Console,
-    pace: Pace,
     *,
     dry_run: bool,
 ) -> None:
-    from zckpt.jobs.reshard import execute
+    from zckpt.jobs.planned import execute
 
     sink.notes(prepared.notes)
     what += f", tag {prepared.target.tag}"
@@ -148,7 +154,7 @@ def _carry_out(
         sink.result(lambda: told, lambda: _plan_lines(prepared, what))
         return
     with sink.progress(prepared.plan.bytes_written, "write") as progress:
-        report = execute(prepared, progress, pace)
+        report = execute(prepared, progress)
     seconds = time.perf_counter() - began
     sink.result(
         lambda: {
@@ -165,7 +171,7 @@ def _carry_out(
 
 
 def _plan_facts(prepared: PlannedReshard[CheckpointTarget]) -> dict[str, object]:
-    target, catalog = prepared.target, prepared.opened.catalog
+    target, catalog = prepared.target, prepared.catalog
     return {
         "out": prepared.out,
         "tag": target.tag,

@@ -6,15 +6,14 @@ For the readers. All reads are of stated length at a stated place, so a short fi
 from __future__ import annotations
 
 import os
-import stat
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import ClassVar, Literal
+from typing import Literal
 
-from zckpt.base.errors import CorruptError, NotACheckpointError
+from zckpt.base.errors import CorruptError
 from zckpt.core.fragments import FileStore
-from zckpt.storage import fsspec_io, paths
+from zckpt.storage.location import Location, OpenFile, locate
 
 _HEAD_BYTES, _TAIL_BYTES = 2048, 1024
 """Of a small torch file, these hold all but the tensor: its headers, its pickle and its directory."""
@@ -43,20 +42,22 @@ class Container:
 class Input:
     """A file open for reading, or a part of one that is read as if it were a file.
 
-    `file_size` and `identity` are those of the open file, whatever its path names later. All offsets that readers ask for
+    Its size and identity are those of the open file, whatever its path names later. All offsets that readers ask for
     begin at `base`, and `size` bytes are there.
     """
 
-    path: str
-    descriptor: int
+    location: Location
+    file: OpenFile
     size: int
-    identity: tuple[int, int, int]
     base: int = 0
-    file_size: int = 0
     stores: dict[str, FileStore] = field(default_factory=dict[str, FileStore], repr=False)
     ahead: tuple[tuple[int, bytes], ...] = field(default=(), repr=False)
     """(offset, bytes) of what was read beforehand."""
-    is_remote: ClassVar[bool] = False
+
+    @property
+    def path(self) -> str:
+        """Of the file, for messages."""
+        return self.location.path
 
     def part(self, offset: int, nbytes: int, what: str) -> Input:
         """`nbytes` bytes at `offset`, as if they were a file; its ends are read at once.
@@ -90,25 +91,14 @@ class Input:
         for start, known in self.ahead:
             if start <= offset and offset + nbytes <= start + len(known):
                 return known[offset - start : offset - start + nbytes]
-        return self._bytes(self.base + offset, nbytes)
-
-    def _bytes(self, at: int, nbytes: int) -> bytes:
-        try:
-            data = os.pread(self.descriptor, nbytes, at)
-            while len(data) < nbytes and (more := os.pread(self.descriptor, nbytes - len(data), at + len(data))):
-                data += more
-        except OSError as error:
-            raise CorruptError(
-                "bytes that cannot be read", file=self.path, found=error.strerror or str(error), byte_offset=at
-            ) from error
-        return data
+        return self.file.read(self.base + offset, nbytes)
 
     def cut_short(self, what: str, needed: int) -> CorruptError:
         """The error for a file that ends before `needed` bytes."""
         return CorruptError(
             f"{what} beyond the end of the file",
             file=self.path,
-            found=f"the file has {self.file_size:,} bytes",
+            found=f"the file has {self.file.size:,} bytes",
             expected=f"{self.base + needed:,} are needed",
             remedy="The copy was cut short, or the index is damaged. Copy that file again.",
             byte_offset=self.base + self.size,
@@ -117,19 +107,10 @@ class Input:
     def store(self, byteorder: Literal["little", "big"] = "little") -> FileStore:
         """The store that stands for this file, the same one for all its parts."""
         if byteorder not in self.stores:
-            self.stores[byteorder] = FileStore(self.path, self.file_size, self.identity, byteorder, self.is_remote)
+            self.stores[byteorder] = FileStore(
+                self.path, self.file.size, self.file.identity, byteorder, self.location.is_remote
+            )
         return self.stores[byteorder]
-
-
-@dataclass(frozen=True, slots=True)
-class RemoteInput(Input):
-    """The same behind an address: read by byte ranges."""
-
-    is_remote: ClassVar[bool] = True
-    reader: fsspec_io.BlockReader = field(kw_only=True)
-
-    def _bytes(self, at: int, nbytes: int) -> bytes:
-        return self.reader.read(at, nbytes)
 
 
 @contextmanager
@@ -139,35 +120,6 @@ def open_input(path: str | os.PathLike[str]) -> Iterator[Input]:
     Raises:
         NotACheckpointError: it is missing, unreadable, or no file.
     """
-    name = os.fspath(path)
-    if paths.is_remote(name):
-        status = fsspec_io.status(name)
-        yield RemoteInput(
-            name,
-            -1,
-            status.size,
-            status.identity,
-            file_size=status.size,
-            reader=fsspec_io.BlockReader(name, status.size),
-        )
-        return
-    try:
-        descriptor = os.open(name, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # a named pipe must not block
-    except OSError as error:
-        raise _refusal(name, error.strerror or str(error)) from error
-    except ValueError as error:
-        raise _refusal(name, str(error)) from error
-    try:
-        found = os.fstat(descriptor)
-        if stat.S_ISDIR(found.st_mode):
-            raise _refusal(name, "a directory")
-        if not stat.S_ISREG(found.st_mode):
-            raise _refusal(name, "a device, pipe or socket")
-        identity = (found.st_dev, found.st_ino, found.st_mtime_ns)
-        yield Input(name, descriptor, found.st_size, identity, file_size=found.st_size)
-    finally:
-        os.close(descriptor)
-
-
-def _refusal(path: str, found: str) -> NotACheckpointError:
-    return NotACheckpointError("nothing that can be read", file=path, found=found, expected="a file is needed")
+    location = locate(path)
+    with location.open() as file:
+        yield Input(location, file, file.size)

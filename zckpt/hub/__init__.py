@@ -15,9 +15,10 @@ from zckpt.core.dtypes import BY_TORCH_NAME, CAST_TARGETS, F32, DType
 from zckpt.hub.cargo import Cargo, Made, PlannedShard, Shard, SmallFile, cargo_of, shards_of
 from zckpt.hub.checks import MESSAGE, PageTarget
 from zckpt.hub.transfer import PushReport, Ready, execute, prepare
-from zckpt.jobs.convert import Options, PlannedConversion, check, to_dtype
+from zckpt.jobs.convert import PlannedConversion
 from zckpt.jobs.convert import prepare as plan_conversion
 from zckpt.jobs.open import Opened, open_catalog
+from zckpt.jobs.options import Options, to_dtype
 from zckpt.layouts.save.companions import read_config
 from zckpt.storage import paths
 
@@ -107,26 +108,18 @@ def push_to_hub(
         repo_id, revision, path_in_repo, private, create_pr, message, yes, token, endpoint,
         None if scratch is None else os.fspath(scratch), max_scratch, card, license, base_model,
     )  # fmt: skip
-    prepared = load(os.fspath(source), dtype, options, tag=tag, also=also)
+    options = options or Options()
+    chosen = replace(options, tag=tag or options.tag, also=also or options.also)
+    prepared = load(os.fspath(source), dtype, chosen)
     ready = prepare(cargo_of(prepared), target, tell)
-    check(prepared)
+    prepared.check()
     with reported(progress, sum(shard.nbytes for shard in ready.cargo.shards), "push") as watch:
         return execute(ready, watch)
 
 
-def load(
-    source: str,
-    dtype: str | DType | None = None,
-    options: Options | None = None,
-    *,
-    tag: str | None = None,
-    also: Sequence[str | os.PathLike[str]] = (),
-) -> PlannedConversion:
+def load(source: str, dtype: str | DType | None, options: Options) -> PlannedConversion:
     """The conversion that a push would do, planned."""
-    options = options or Options()
-    opened = open_catalog(
-        paths.local(source), tag, also, allow_unknown_layout=options.allow_unknown_layout, wishes=options.wishes
-    )
+    opened = open_catalog(paths.local(source), options)
     chosen = _usual_dtype(opened) if dtype is None else to_dtype(dtype)
     return plan_conversion(source, "", replace(options, dtype=chosen, format="safetensors"), opened=opened)
 

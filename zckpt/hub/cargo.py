@@ -17,7 +17,8 @@ from zckpt.core.catalog import Catalog
 from zckpt.core.plan import Plan
 from zckpt.engine.move import run
 from zckpt.hub import privacy
-from zckpt.jobs.convert import Options, PlannedConversion, output_dtype
+from zckpt.jobs.convert import PlannedConversion, output_dtype
+from zckpt.jobs.options import Options
 from zckpt.output.delivery import fingerprint, named, overflows_of
 from zckpt.storage import paths
 
@@ -242,7 +243,10 @@ def cargo_of(prepared: PlannedConversion) -> Cargo:
         if output.path in made or (ready and output.path == INDEX):
             continue
         add(output.path, b"".join(data for _, data in output.literals), "written by zckpt")
-    wanted = [*prepared.copies, *((os.path.join(home, name), name) for name in ("README.md", *(INDEX,) * bool(ready)))]
+    wanted = [
+        *prepared.order.copies,
+        *((os.path.join(home, name), name) for name in ("README.md", *(INDEX,) * bool(ready))),
+    ]
     for path, name in wanted:
         if not paths.is_file(path):
             continue

@@ -6,147 +6,51 @@ import os
 import re
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 from zckpt.base.errors import UsageError
-from zckpt.base.pace import Pace, thread_count, window_bytes
-from zckpt.base.progress import Progress, reported
-from zckpt.base.words import examples
+from zckpt.base.progress import Progress
+from zckpt.base.words import count, examples
 from zckpt.core.catalog import Catalog, TensorEntry
-from zckpt.core.dtypes import BF16, BY_TORCH_NAME, CAST_TARGETS, F16, F32, SHORT_NAMES, DType
+from zckpt.core.dtypes import BF16, F16, F32, DType
 from zckpt.core.plan import Plan
 from zckpt.engine import replicas
 from zckpt.jobs.open import Opened, open_catalog, strip_wrappers
+from zckpt.jobs.options import Options, to_dtype
+from zckpt.jobs.planned import Planned, Report, carried_out, protected
 from zckpt.layouts.plain.read import Format, WeightsTarget, lay_out
 from zckpt.layouts.save.companions import companions, config_file
-from zckpt.layouts.save.listing import ReadOptions
-from zckpt.naming.transform import Form, formed, matches
+from zckpt.naming.transform import formed, matches
 from zckpt.output import delivery_to_address
 from zckpt.output.checks import check_output, keep_apart
-from zckpt.output.delivery import Order, Overflow, deliver
+from zckpt.output.delivery import Order
 from zckpt.storage import paths as files
 from zckpt.storage.output_places import resolved
 
-_DTYPES = {name: dtype for dtype in CAST_TARGETS for name in (SHORT_NAMES[dtype], dtype.name)}
 _SUFFIXES: dict[str, Format] = {".safetensors": "safetensors", ".bin": "bin", ".pt": "bin"}
 
 
 @dataclass(frozen=True, slots=True)
-class Options:
-    """What a conversion is to do.
+class PlannedConversion(Planned):
+    """A conversion that is planned but not begun; further attributes as in `Planned`.
 
     Attributes:
-        dtype: of floating parameters in the output; None keeps each as it is.
-        format: container; None for what OUT's suffix says, safetensors for a directory.
-        max_shard_size: of a directory's shards.
-        include: globs; only tensors that match one are kept.
-        exclude: globs; tensors that match one are left out.
-        exclude_frozen: leave out parameters that were not trained.
-        strip_prefix: taken off every name that has it.
-        rename: (regular expression, replacement) pairs, applied in order to every name.
-        overflow: what to do with numbers too large for the dtype.
-        threads: of the mover; None for its default.
-        buffer: bytes that each thread gathers and writes at once; None for the default.
-        keep_cache: whether the page cache keeps what is read; None: unless the job is larger than memory.
-        limit_rate: at most so many bytes a second are read and written, together.
-        overwrite: replace an existing output.
-        merge: put the files into an existing directory instead of replacing it.
-        beside: allow an output beside the input's tag directories.
-        allow_unknown_layout: convert though the layout cannot be proved.
-        wishes: how tensor- and pipeline-parallel files are joined, where they do not say it themselves.
-        form: names and order of rows that the tensors get, as `--to`, `--config` and `--layer-names` do.
-    """
-
-    dtype: DType | None = F32
-    format: Format | None = None
-    max_shard_size: int | str = "5GB"
-    include: Sequence[str] = ()
-    exclude: Sequence[str] = ()
-    exclude_frozen: bool = False
-    strip_prefix: str = ""
-    rename: Sequence[tuple[str, str]] = ()
-    overflow: Overflow = "error"
-    threads: int | None = None
-    buffer: int | None = None
-    keep_cache: bool | None = None
-    limit_rate: int | None = None
-    overwrite: bool = False
-    merge: bool = False
-    beside: bool = False
-    allow_unknown_layout: bool = False
-    wishes: ReadOptions | None = None
-    form: Form = field(default_factory=Form)
-
-    def __post_init__(self) -> None:
-        thread_count(self.threads)
-        window_bytes(self.buffer)
-
-    @property
-    def pace(self) -> Pace:
-        """How hard to work, as engines are told."""
-        return {"threads": self.threads, "keep_cache": self.keep_cache, "bytes_per_s": self.limit_rate}
-
-
-@dataclass(frozen=True, slots=True)
-class PlannedConversion:
-    """A conversion that is planned but not begun.
-
-    Attributes:
-        opened: the checkpoint.
-        catalog: the tensors to be written, under their new names.
-        plan: where their bytes go.
-        out: the output's path or address; empty when the caller takes the files of the plan one by one.
-        single: whether it is one file.
-        copies: (path, name) of small files copied beside the weights.
         options: what was asked for.
-        notes: sentences a person should see.
-        recorded: what the manifest says of it beyond the options.
     """
 
-    opened: Opened
-    catalog: Catalog
-    plan: Plan
-    out: str
-    single: bool
-    copies: tuple[tuple[str, str], ...]
     options: Options
-    notes: tuple[str, ...]
-    recorded: Mapping[str, object] = field(default_factory=dict[str, object])
 
-    @property
-    def bytes_written(self) -> int:
-        """Bytes of the whole output."""
-        return self.plan.bytes_written + sum(files.size(path) for path, _ in self.copies)
-
-
-@dataclass(frozen=True, slots=True)
-class Report:
-    """What a conversion did.
-
-    Attributes:
-        files: (path relative to the output, bytes).
-        tensors: tensors written; tied names count once.
-        numel: elements written.
-        bytes_written: bytes of all files.
-        seconds: wall time, opening included.
-        engine: "native" or "reference".
-        kept: files that an earlier, interrupted run had finished.
-        overflows: tensor name -> (elements that became infinite or were clamped, the largest of them).
-        notes: sentences a person should see.
-        already_done: whether this very conversion had made the output before, so that nothing was written.
-    """
-
-    files: tuple[tuple[str, int], ...]
-    tensors: int
-    numel: int
-    bytes_written: int
-    seconds: float
-    engine: str
-    kept: int
-    overflows: dict[str, tuple[int, float]]
-    notes: tuple[str, ...]
-    already_done: bool
+    def check(self) -> tuple[str, ...]:
+        """As in `Planned`; with `allow_unknown_layout`, a contradiction is a sentence and not an error."""
+        if not self.options.allow_unknown_layout:
+            return Planned.check(self)
+        bad = [entry.name for entry, *_ in replicas.disagreements(self.catalog)]
+        if not bad:
+            return ()
+        return (
+            f"{count(len(bad), 'fp32 weight')} of the optimizer, rounded, would not give the model's own: {examples(bad)}.",
+        )
 
 
 def convert(
@@ -186,47 +90,23 @@ def convert(
         zckpt.convert("out/checkpoint-500", "weights/", dtype="bf16")
     """
     began = time.perf_counter()
-    chosen = replace(options or Options(), dtype=to_dtype(dtype))
-    prepared = prepare(os.fspath(checkpoint), os.fspath(out), chosen, tag=tag, also=also)
-    with reported(progress, prepared.plan.bytes_written, "convert") as watch:
-        report = execute(prepared, watch)
-    return replace(report, seconds=time.perf_counter() - began)
+    options = options or Options()
+    chosen = replace(options, dtype=to_dtype(dtype), tag=tag or options.tag, also=also or options.also)
+    return carried_out(prepare(os.fspath(checkpoint), os.fspath(out), chosen), progress, "convert", began)
 
 
-def to_dtype(dtype: str | DType) -> DType:
-    """A dtype by any of its names: "bf16", "BF16", "bfloat16", "torch.bfloat16".
-
-    Raises:
-        UsageError: it is none that weights can be cast to.
-    """
-    if isinstance(dtype, DType):
-        return dtype
-    name = str(dtype).removeprefix("torch.")
-    found = _DTYPES.get(name) or BY_TORCH_NAME.get(name)
-    if found not in CAST_TARGETS:
-        raise UsageError("an unknown dtype", found=repr(dtype), expected="fp32, fp16 and bf16 are known")
-    return found
-
-
-def prepare(
-    checkpoint: str,
-    out: str,
-    options: Options,
-    *,
-    tag: str | None = None,
-    also: Sequence[str | os.PathLike[str]] = (),
-    opened: Opened | None = None,
-) -> PlannedConversion:
+def prepare(checkpoint: str, out: str, options: Options, opened: Opened | None = None) -> PlannedConversion:
     """Everything but the work: opens, selects, lays out, and refuses what cannot succeed. Writes nothing.
 
-    Arguments as for `convert`. An empty `out` is a directory whose files the caller makes and takes one by one; `opened` is
-    the checkpoint, where it is open already.
+    Args:
+        checkpoint: as for `convert`.
+        out: as for `convert`; empty for a directory whose files the caller makes and takes one by one.
+        options: what is to be done.
+        opened: the checkpoint, where it is open already.
     """
     out = files.local(out)
     if opened is None:
-        opened = open_catalog(
-            checkpoint, tag, also, allow_unknown_layout=options.allow_unknown_layout, wishes=options.wishes
-        )
+        opened = open_catalog(checkpoint, options)
     target, single = _target(out, options)
     _check_output(out, single, options, protected(opened, checkpoint, beside=options.beside))
     catalog, stripped = strip_wrappers(opened.catalog)
@@ -238,17 +118,10 @@ def prepare(
         usual = options.dtype or usual_dtype(destination.entries.values())
         config = config_file(opened.place.home, usual, form.config)
         destination = replace(destination, files=(*destination.files, *([config] if config else [])))
-    return PlannedConversion(
-        opened=opened,
-        catalog=catalog,
-        plan=Plan(destination.files, [(catalog.tensors[name], entry) for name, entry in destination.entries.items()]),
-        out=out,
-        single=single,
-        copies=() if single else tuple(companions(opened.place.home)),
-        options=options,
-        notes=opened.catalog.source.notes + stripped + form.notes,
-        recorded=form.recorded,
-    )
+    plan = Plan(destination.files, [(catalog.tensors[name], entry) for name, entry in destination.entries.items()])
+    copies = () if single else companions(opened.place.home)
+    order = order_for(options, plan, out, catalog, copies, form.recorded, single=single)
+    return PlannedConversion(opened, order, opened.catalog.source.notes + stripped + form.notes, options)
 
 
 def _check_output(out: str, single: bool, options: Options, inputs: set[str]) -> None:
@@ -262,51 +135,6 @@ def _check_output(out: str, single: bool, options: Options, inputs: set[str]) ->
         check_output(out, single=single, overwrite=overwrite, protected=inputs, merge=options.merge)
 
 
-def execute(prepared: PlannedConversion, progress: Callable[[int], None] | None = None) -> Report:
-    """Checks, moves and publishes; goes on where an interrupted run of the same job ended."""
-    began = time.perf_counter()
-    options, notes = prepared.options, [*prepared.notes, *check(prepared)]
-    send = delivery_to_address.send if files.is_remote(prepared.out) else deliver
-    done = send(
-        Order(
-            plan=prepared.plan,
-            out=prepared.out,
-            catalog=prepared.catalog,
-            dtype=options.dtype,
-            options={**_recorded(options), **prepared.recorded},
-            single=prepared.single,
-            copies=prepared.copies,
-            overflow=options.overflow,
-            overwrite=options.overwrite,
-            merge=options.merge,
-            buffer=options.buffer,
-            pace=options.pace,
-        ),
-        progress,
-    )
-    return Report(
-        files=done.files,
-        tensors=len(prepared.catalog),
-        numel=prepared.catalog.numel,
-        bytes_written=done.bytes_written,
-        seconds=time.perf_counter() - began,
-        engine=done.engine,
-        kept=done.kept,
-        overflows=done.overflows,
-        notes=(*notes, *done.notes),
-        already_done=done.already_done,
-    )
-
-
-def check(prepared: PlannedConversion) -> tuple[str, ...]:
-    """Raises InconsistentError where the checkpoint contradicts itself; with `allow_unknown_layout`, returns a note instead."""
-    if not prepared.options.allow_unknown_layout:
-        replicas.check(prepared.catalog)
-        return ()
-    bad = [entry.name for entry, *_ in replicas.disagreements(prepared.catalog)]
-    return (f"{len(bad):,} master weights are not those of the model's own weights: {examples(bad)}.",) if bad else ()
-
-
 _SELECTION = ("include", "exclude", "exclude_frozen", "strip_prefix", "rename", "overflow")
 
 
@@ -316,6 +144,33 @@ def _recorded(options: Options) -> dict[str, object]:
     asked = {name: getattr(options, name) for name in _SELECTION}
     recorded = {name: value for name, value in asked.items() if value and value != getattr(usual, name)}
     return recorded | ({} if options.wishes is None else {"wishes": options.wishes.as_json()})
+
+
+def order_for(
+    options: Options,
+    plan: Plan,
+    out: str,
+    catalog: Catalog,
+    copies: Iterable[tuple[str, str]],
+    recorded: Mapping[str, object] | None = None,
+    *,
+    single: bool = False,
+) -> Order:
+    """The order of a conversion with these options; `recorded` is what the manifest says beyond them."""
+    return Order(
+        plan=plan,
+        out=out,
+        catalog=catalog,
+        dtype=options.dtype,
+        options={**_recorded(options), **(recorded or {})},
+        single=single,
+        copies=tuple(copies),
+        overflow=options.overflow,
+        overwrite=options.overwrite,
+        merge=options.merge,
+        buffer=options.buffer,
+        pace=options.pace,
+    )
 
 
 def output_dtype(entry: TensorEntry, dtype: DType | None) -> DType:
@@ -343,16 +198,6 @@ def _target(out: str, options: Options) -> tuple[WeightsTarget, bool]:
         name = os.path.basename(out if files.is_remote(out) else resolved(out))
         return WeightsTarget(_SUFFIXES[suffix], file=name), True
     return WeightsTarget(wanted or "safetensors", max_shard_size=options.max_shard_size), False
-
-
-def protected(opened: Opened, checkpoint: str, *, beside: bool = False) -> set[str]:
-    """What the output must leave alone: the shards' directories, and the checkpoint's own unless `beside` is set."""
-    listing = opened.place.listing
-    if listing.directory in listing.files.values():  # one file
-        return {listing.directory}
-    shards = {files.parent(path) for path in listing.files.values()}
-    home = files.local(checkpoint)
-    return shards if beside or not listing.tag or not files.is_dir(home) else {*shards, home}
 
 
 def select(catalog: Catalog, options: Options) -> Catalog:

@@ -19,6 +19,7 @@ from zckpt.engine.scan import scan
 from zckpt.engine.scan_requests import Look, looks_against
 from zckpt.engine.tensor_statistics import Relation, Tally
 from zckpt.jobs.open import open_catalog, strip_wrappers
+from zckpt.jobs.options import OpenOptions
 from zckpt.layouts.save.listing import ReadOptions
 
 _MOST_LISTED = 20
@@ -216,7 +217,7 @@ def diff(
 
 
 def _opened(path: str | os.PathLike[str], wishes: ReadOptions | None) -> tuple[Catalog, tuple[str, ...]]:
-    opened = open_catalog(os.fspath(path), wishes=wishes)
+    opened = open_catalog(os.fspath(path), OpenOptions(wishes=wishes))
     catalog, stripped = strip_wrappers(opened.catalog)
     return catalog, opened.catalog.source.notes + stripped
 

@@ -17,6 +17,7 @@ from zckpt.core.dtypes import CAST_TARGETS, SHORT_NAMES
 from zckpt.jobs.convert import output_dtype
 from zckpt.jobs.inspection_rows import expert_rows, file_rows, slice_lines
 from zckpt.jobs.open import open_catalog, strip_wrappers
+from zckpt.jobs.options import OpenOptions
 from zckpt.jobs.rank_files import Grid, bad_ranks, experts_as_json, files_as_json, grid_of, slices_as_json
 from zckpt.layouts.dcp import read as dcp
 from zckpt.layouts.plain import read as huggingface
@@ -199,7 +200,7 @@ def inspect_checkpoint(
     catalog: Catalog | None = None
     notes: tuple[str, ...] = place.notes
     try:
-        opened = open_catalog(path, tag, also, wishes=wishes)
+        opened = open_catalog(path, OpenOptions(tag=tag, also=also, wishes=wishes))
     except ZckptError as error:
         exportable = Verdict(False, str(error).replace(place.listing.directory + os.sep, ""))
     else:

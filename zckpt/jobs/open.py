@@ -21,6 +21,7 @@ from zckpt.core.fragments import Fragment, MemoryStore
 from zckpt.core.overlaps import clip
 from zckpt.core.plan import Plan
 from zckpt.engine.move import run
+from zckpt.jobs.options import OpenOptions
 from zckpt.layouts.save.listing import ReadOptions
 from zckpt.layouts.save.module_states import WRAPPERS
 from zckpt.layouts.save.places import Place, find
@@ -44,30 +45,21 @@ class Opened:
     place: Place
 
 
-def open_catalog(
-    path: str | os.PathLike[str],
-    tag: str | None = None,
-    also: Sequence[str | os.PathLike[str]] = (),
-    *,
-    allow_unknown_layout: bool = False,
-    wishes: ReadOptions | None = None,
-) -> Opened:
+def open_catalog(path: str | os.PathLike[str], options: OpenOptions | None = None) -> Opened:
     """Finds the save, chooses the layout and reads the catalog.
 
     Args:
         path: a checkpoint in any of the forms `layouts.places` knows, or plain weights.
-        tag: which save, where there are several.
-        also: directories laid over it: parts of the same checkpoint from other nodes' disks.
-        allow_unknown_layout: go on though optimizer files hold keys that zckpt does not know.
-        wishes: what a person says of a model-parallel checkpoint that does not say it itself.
+        options: which save, and how it is read; None for the usual.
 
     Raises:
         ZckptError: one of its kinds says what is wrong.
     """
-    place = find(os.fspath(path), tag, [os.fspath(root) for root in also])
-    if wishes is not None:
-        place = replace(place, listing=replace(place.listing, wishes=wishes))
-    catalog = layouts.read(place.listing, allow_unknown=allow_unknown_layout)
+    options = options or OpenOptions()
+    place = find(os.fspath(path), options.tag, [os.fspath(root) for root in options.also])
+    if options.wishes is not None:
+        place = replace(place, listing=replace(place.listing, wishes=options.wishes))
+    catalog = layouts.read(place.listing, allow_unknown=options.allow_unknown_layout)
     return Opened(replace(catalog, source=replace(catalog.source, notes=place.notes + catalog.source.notes)), place)
 
 
@@ -320,4 +312,4 @@ def open_checkpoint(
             weight = ckpt["model.embed_tokens.weight"]
             rows = ckpt.get_slice("lm_head.weight")[:16]
     """
-    return Checkpoint(open_catalog(path, tag, also, wishes=wishes), framework)
+    return Checkpoint(open_catalog(path, OpenOptions(tag=tag, also=also, wishes=wishes)), framework)

@@ -8,27 +8,25 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Generic, Protocol, TypedDict, TypeVar, Unpack
+from typing import Generic, Protocol, TypeVar
 
 from zckpt import layouts
-from zckpt.base.errors import UsageError
-from zckpt.base.pace import DEFAULT_PACE, Pace
-from zckpt.base.progress import Progress, reported
+from zckpt.base.progress import Progress
 from zckpt.core.catalog import Catalog
 from zckpt.core.dtypes import BF16, F16, DType
 from zckpt.core.plan import Plan, literal_file
-from zckpt.engine import replicas
-from zckpt.jobs.convert import Report, protected, to_dtype
 from zckpt.jobs.open import Opened, open_catalog
+from zckpt.jobs.options import ReshardOptions, WriteOptions, to_dtype
+from zckpt.jobs.planned import Planned, Report, carried_out, protected
 from zckpt.layouts.run.training import Training
 from zckpt.layouts.save.companions import companions, config_file
 from zckpt.layouts.save.listing import ReadOptions
 from zckpt.layouts.zero.torch_files import Laid
 from zckpt.layouts.zero.write import DEFAULT_SUB_GROUP_SIZE, ZeroTarget, lay_out
 from zckpt.output.checks import check_output
-from zckpt.output.delivery import Order, deliver
+from zckpt.output.delivery import Order
 from zckpt.storage.paths import local
 
 
@@ -52,101 +50,59 @@ T_co = TypeVar("T_co", bound=CheckpointTarget, covariant=True)
 
 
 @dataclass(frozen=True, slots=True)
-class PlannedReshard(Generic[T_co]):
-    """A checkpoint in another form that is planned but not begun.
+class PlannedReshard(Planned, Generic[T_co]):
+    """A checkpoint in another form that is planned but not begun; further attributes as in `Planned`.
 
     Attributes:
-        opened: the checkpoint.
         target: the form of the new one.
-        plan: where every byte goes.
-        out: the output directory.
-        copies: (path, name) of small files copied beside the tag.
-        overwrite: replace an existing output.
-        notes: sentences a person should see.
     """
 
-    opened: Opened
     target: T_co
-    plan: Plan
-    out: str
-    copies: tuple[tuple[str, str], ...]
-    overwrite: bool
-    notes: tuple[str, ...]
 
 
-class How(TypedDict, total=False):
-    """What can be said of any such job.
-
-    Attributes:
-        tag: which save, where there are several.
-        also: directories laid over the checkpoint.
-        overwrite: replace an existing output.
-        allow_unknown_layout: go on though an optimizer file holds keys that zckpt does not know.
-        wishes: what a person says of a model-parallel checkpoint that does not say it itself.
-    """
-
-    tag: str | None
-    also: Sequence[str | os.PathLike[str]]
-    overwrite: bool
-    allow_unknown_layout: bool
-    wishes: ReadOptions | None
-
-
-def opened_run(checkpoint: str, out: str, **how: Unpack[How]) -> tuple[Opened, Training]:
-    """A checkpoint with all that a run needs to go on, once it is clear that `out` may be written.
+def opened_run(checkpoint: str, out: str, options: WriteOptions) -> tuple[Opened, Training]:
+    """A checkpoint with all that a run needs to resume, once it is clear that `out` may be written.
 
     Raises:
         ZckptError: one of its kinds says what is wrong.
     """
-    unknown = how.get("allow_unknown_layout", False)
-    opened = open_catalog(
-        checkpoint, how.get("tag"), how.get("also", ()), allow_unknown_layout=unknown, wishes=how.get("wishes")
-    )
-    training = layouts.read_training(opened.place.listing, allow_unknown=unknown)
-    check_output(out, single=False, overwrite=how.get("overwrite", False), protected=protected(opened, checkpoint))
+    opened = open_catalog(checkpoint, options)
+    training = layouts.read_training(opened.place.listing, allow_unknown=options.allow_unknown_layout)
+    check_output(out, single=False, overwrite=options.overwrite, protected=protected(opened, checkpoint))
     return opened, training
 
 
-def prepare(
-    checkpoint: str,
-    out: str,
-    *,
-    world_size: int,
-    stage: int | None = None,
-    precision: str | DType = "keep",
-    **how: Unpack[How],
-) -> PlannedReshard[ZeroTarget]:
+def prepare(checkpoint: str, out: str, options: ReshardOptions) -> PlannedReshard[ZeroTarget]:
     """Everything but the work. Writes nothing.
 
     Args:
         checkpoint: any form of a ZeRO checkpoint.
-        out: the directory for the new one: a tag directory, `latest`, and what lies beside the old one.
-        world_size: data-parallel ranks that will resume.
-        stage: 1, 2 or 3; None for the one it has.
-        precision: dtype of the module's own weights, "fp32", "fp16" or "bf16"; "keep" for the one it has.
-        how: see `How`.
+        out: the directory for the new one: a tag directory, `latest`, and what is beside the old one.
+        options: what is to be done.
 
     Raises:
         ZckptError: one of its kinds says what is wrong.
     """
-    if world_size < 1 or stage not in (None, 1, 2, 3):
-        raise UsageError("an impossible target", found=f"world size {world_size}, stage {stage}")
     out = local(out)
-    opened, training = opened_run(checkpoint, out, **how)
-    dtype = training.precision if precision == "keep" else to_dtype(precision)
-    target = target_of(opened.catalog, training, world_size, stage, dtype)
+    opened, training = opened_run(checkpoint, out, options)
+    target = target_of(
+        opened.catalog, training, options.world_size, options.stage, options.precision or training.precision
+    )
     training = replace(training, model=_with_config(training.model, target, training.precision))
     laid = lay_out(opened.catalog, training, target)
-    return planned(opened, target, laid, out, "latest", overwrite=how.get("overwrite", False))
+    return planned(opened, target, laid, out, "latest", options)
 
 
-def planned(opened: Opened, target: T, laid: Laid, out: str, pointer: str, *, overwrite: bool) -> PlannedReshard[T]:
-    """The files of a save, with the file that names its tag and the model's config made true."""
+def planned(opened: Opened, target: T, laid: Laid, out: str, pointer: str, options: WriteOptions) -> PlannedReshard[T]:
+    """The files of a save, with the file that names its tag, and the model's config with the dtype of the weights."""
     home = opened.place.home
     config = config_file(home, target.precision)
     files = (*laid.files, literal_file(pointer, target.tag.encode()), *([config] if config else []))
-    plan = Plan(files, laid.pairs)
-    return PlannedReshard(opened, target, plan, out, tuple(companions(home)), overwrite, opened.catalog.source.notes)
+    order = Order(
+        plan=Plan(files, laid.pairs), out=out, catalog=opened.catalog, options=target.as_json(),
+        copies=tuple(companions(home)), overwrite=options.overwrite, buffer=options.buffer, pace=options.pace,
+    )  # fmt: skip
+    return PlannedReshard(opened, order, opened.catalog.source.notes, target)
 
 
 def target_of(catalog: Catalog, training: Training, world_size: int, stage: int | None, precision: DType) -> ZeroTarget:
@@ -182,38 +138,6 @@ def _with_config(model: Mapping[str, object], target: ZeroTarget, before: DType)
             if kept or target.precision == dtype:
                 config[key] = {**kept, "enabled": target.precision == dtype}
     return {**model, "ds_config": config}
-
-
-def execute(
-    prepared: PlannedReshard[T], progress: Callable[[int], None] | None = None, pace: Pace = DEFAULT_PACE
-) -> Report:
-    """Checks, moves and publishes; goes on where an interrupted run of the same job ended.
-
-    Raises:
-        ZckptError: one of its kinds says what is wrong; nothing stands under the output's name then.
-    """
-    began = time.perf_counter()
-    replicas.check(prepared.opened.catalog)
-    catalog = prepared.opened.catalog
-    done = deliver(
-        Order(
-            plan=prepared.plan, out=prepared.out, catalog=catalog, options=prepared.target.as_json(), copies=prepared.copies,
-            overwrite=prepared.overwrite, pace=pace,
-        ),
-        progress,
-    )  # fmt: skip
-    return Report(
-        files=done.files,
-        tensors=len(catalog),
-        numel=catalog.numel,
-        bytes_written=done.bytes_written,
-        seconds=time.perf_counter() - began,
-        engine=done.engine,
-        kept=done.kept,
-        overflows={},
-        notes=(*prepared.notes, *done.notes),
-        already_done=done.already_done,
-    )
 
 
 def reshard(
@@ -260,9 +184,10 @@ def reshard(
     Example:
         zckpt.reshard("out/checkpoint-500", "resumable/", world_size=4, stage=3)
     """
-    prepared = prepare(
-        *(os.fspath(checkpoint), os.fspath(out)), world_size=world_size, stage=stage, precision=precision, tag=tag, also=also,
-        overwrite=overwrite, allow_unknown_layout=allow_unknown_layout, wishes=wishes,
+    began = time.perf_counter()
+    dtype = None if precision == "keep" else to_dtype(precision)
+    options = ReshardOptions(
+        world_size=world_size, stage=stage, precision=dtype, tag=tag, also=also, overwrite=overwrite,
+        allow_unknown_layout=allow_unknown_layout, wishes=wishes,
     )  # fmt: skip
-    with reported(progress, prepared.plan.bytes_written, "reshard") as watch:
-        return execute(prepared, watch)
+    return carried_out(prepare(os.fspath(checkpoint), os.fspath(out), options), progress, "reshard", began)

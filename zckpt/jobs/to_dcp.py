@@ -10,27 +10,18 @@ import os
 import struct
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 
 from zckpt import layouts
 from zckpt.base.errors import InconsistentError, UsageError
-from zckpt.base.progress import Progress, reported
+from zckpt.base.progress import Progress
 from zckpt.containers import TensorRef
 from zckpt.core.catalog import Catalog
 from zckpt.core.dtypes import F32, DType
 from zckpt.core.plan import Plan
-from zckpt.jobs.convert import (
-    Options,
-    PlannedConversion,
-    Report,
-    execute,
-    output_dtype,
-    protected,
-    select,
-    to_dtype,
-    usual_dtype,
-)
+from zckpt.jobs.convert import PlannedConversion, order_for, output_dtype, select, usual_dtype
 from zckpt.jobs.open import Opened, open_catalog, strip_wrappers
+from zckpt.jobs.options import DcpOptions, Options, extended, to_dtype
+from zckpt.jobs.planned import Report, carried_out, protected
 from zckpt.layouts.dcp.metadata import Path
 from zckpt.layouts.dcp.state import dotted
 from zckpt.layouts.dcp.write import DcpWriter
@@ -41,16 +32,13 @@ from zckpt.layouts.save.module_states import whole
 from zckpt.output.checks import check_output
 from zckpt.storage.paths import local
 
-MODEL_KEY = "model"
-"""What torch's own examples and accelerate call it."""
-
 
 def to_dcp(
     checkpoint: str | os.PathLike[str],
     out: str | os.PathLike[str],
     *,
     dtype: str | DType | None = None,
-    under: str = MODEL_KEY,
+    under: str = "model",
     optimizer: str | None = None,
     tag: str | None = None,
     also: Sequence[str | os.PathLike[str]] = (),
@@ -63,7 +51,7 @@ def to_dcp(
         checkpoint: as for `zckpt.convert`.
         out: the directory.
         dtype: "fp32", "fp16" or "bf16" for floating parameters; None leaves every tensor as the checkpoint has it.
-        under: the state dict's key for the weights; empty for its top.
+        under: the state dict's key for the weights, by default what torch's examples and accelerate call it; empty for its top.
         optimizer: its key for the optimizer's states and groups; None leaves them out.
         tag: which save, where there are several; by default the one that `latest` names.
         also: directories that hold other parts of the same checkpoint, such as other nodes' disks.
@@ -84,56 +72,35 @@ def to_dcp(
         torch.distributed.checkpoint.load({"model": get_model_state_dict(model)}, checkpoint_id="fsdp/")
     """
     began = time.perf_counter()
-    chosen = replace(options or Options(), dtype=None if dtype is None else to_dtype(dtype))
-    prepared = prepare(
-        os.fspath(checkpoint), os.fspath(out), chosen, under=under, optimizer=optimizer, tag=tag, also=also
-    )
-    with reported(progress, prepared.plan.bytes_written, "to dcp") as watch:
-        return replace(execute(prepared, watch), seconds=time.perf_counter() - began)
+    options = options or Options()
+    chosen = extended(
+        options, DcpOptions, dtype=None if dtype is None else to_dtype(dtype), under=under, optimizer=optimizer,
+        tag=tag or options.tag, also=also or options.also,
+    )  # fmt: skip
+    return carried_out(prepare(os.fspath(checkpoint), os.fspath(out), chosen), progress, "to dcp", began)
 
 
-def prepare(
-    checkpoint: str,
-    out: str,
-    options: Options,
-    *,
-    under: str = MODEL_KEY,
-    optimizer: str | None = None,
-    tag: str | None = None,
-    also: Sequence[str | os.PathLike[str]] = (),
-    max_file_bytes: int = 5 * 10**9,
-) -> PlannedConversion:
+def prepare(checkpoint: str, out: str, options: DcpOptions) -> PlannedConversion:
     """Everything but the work; arguments as for `to_dcp`. Writes nothing."""
     out = local(out)
-    opened = open_catalog(
-        checkpoint, tag, also, allow_unknown_layout=options.allow_unknown_layout, wishes=options.wishes
-    )
+    opened = open_catalog(checkpoint, options)
     inputs = protected(opened, checkpoint, beside=options.beside)
     check_output(out, single=False, overwrite=options.overwrite, protected=inputs)
     stripped, notes = strip_wrappers(opened.catalog)
     catalog = select(stripped, options)
-    save = DcpWriter(max_file_bytes)
-    key = _path(under)
+    save = DcpWriter(options.max_file_bytes)
+    key = _path(options.under)
     for name, entry in catalog.tensors.items():
         save.tensor((*key, name), entry, output_dtype(entry, options.dtype))
     for dropped, kept in catalog.aliases.items():
         save.again((*key, dropped), (*key, kept))
-    if optimizer is not None:
-        _add_optimizer(save, _path(optimizer), key, opened, stripped, catalog, options)
+    if options.optimizer is not None:
+        _add_optimizer(save, _path(options.optimizer), key, opened, stripped, catalog, options)
     files, pairs = save.finish()
     if (config := config_file(opened.place.home, options.dtype or usual_dtype(catalog.tensors.values()))) is not None:
         files.append(config)
-    prepared = PlannedConversion(
-        opened=opened,
-        catalog=catalog,
-        plan=Plan(tuple(files), pairs),
-        out=out,
-        single=False,
-        copies=tuple(companions(opened.place.home)),
-        options=options,
-        notes=opened.catalog.source.notes + notes,
-    )
-    return prepared
+    order = order_for(options, Plan(tuple(files), pairs), out, catalog, companions(opened.place.home))
+    return PlannedConversion(opened, order, opened.catalog.source.notes + notes, options)
 
 
 def _path(key: str) -> Path:

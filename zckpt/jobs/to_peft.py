@@ -12,16 +12,18 @@ import os
 import re
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
 
 from zckpt.base.errors import CorruptError, UnsupportedError, UsageError
 from zckpt.base.progress import Progress, reported
-from zckpt.base.words import examples
+from zckpt.base.words import count, examples
 from zckpt.core.catalog import Catalog, TensorEntry
 from zckpt.core.dtypes import DType
 from zckpt.core.plan import Plan, literal_file
-from zckpt.jobs.convert import Options, PlannedConversion, Report, execute, output_dtype, protected, to_dtype
+from zckpt.jobs.convert import PlannedConversion, order_for, output_dtype
 from zckpt.jobs.open import Opened, open_catalog, strip_wrappers
+from zckpt.jobs.options import PeftOptions, to_dtype
+from zckpt.jobs.planned import Report, execute, protected
 from zckpt.layouts.plain.read import Destination, WeightsTarget, lay_out
 from zckpt.layouts.save.companions import companions
 from zckpt.naming.adapter_names import Found, adapters_in, only_adapter
@@ -42,16 +44,14 @@ _TYPES = frozenset((
 
 
 @dataclass(frozen=True, slots=True)
-class PreparedAdapter:
-    """An adapter that is planned but not begun.
+class PlannedAdapter(PlannedConversion):
+    """An adapter that is planned but not begun; further attributes as in `PlannedConversion`.
 
     Attributes:
         adapter: its name in the checkpoint.
-        conversion: how it is written.
     """
 
     adapter: str
-    conversion: PlannedConversion
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,8 +63,8 @@ class AdapterReport(Report):
         untrained: LoRA matrices that begin as zeros and are still all zeros.
     """
 
-    adapter: str
-    untrained: tuple[str, ...]
+    adapter: str = ""
+    untrained: tuple[str, ...] = ()
 
 
 def to_peft(
@@ -103,33 +103,22 @@ def to_peft(
         zckpt.to_peft("out/checkpoint-500", "adapter/")
     """
     began = time.perf_counter()
-    options = Options(dtype=to_dtype(dtype), overwrite=overwrite)
-    prepared = prepare(os.fspath(checkpoint), os.fspath(out), options, adapter=adapter, tag=tag, also=also)
-    with reported(progress, prepared.conversion.plan.bytes_written, "to peft") as watch:
-        report = carry_out(prepared, watch)
-    return replace(report, seconds=time.perf_counter() - began)
+    options = PeftOptions(dtype=to_dtype(dtype), adapter=adapter, tag=tag, also=also, overwrite=overwrite)
+    planned = prepare(os.fspath(checkpoint), os.fspath(out), options)
+    with reported(progress, planned.plan.bytes_written, "to peft") as watch:
+        return replace(carry_out(planned, watch), seconds=time.perf_counter() - began)
 
 
-def prepare(
-    checkpoint: str,
-    out: str,
-    options: Options,
-    *,
-    adapter: str | None = None,
-    tag: str | None = None,
-    also: Sequence[str | os.PathLike[str]] = (),
-) -> PreparedAdapter:
-    """Everything but the work; of `options`, what has to do with reading, dtype and output counts. Writes nothing."""
+def prepare(checkpoint: str, out: str, options: PeftOptions) -> PlannedAdapter:
+    """Everything but the work. Writes nothing."""
     out = paths.local(out)
-    opened = open_catalog(
-        checkpoint, tag, also, allow_unknown_layout=options.allow_unknown_layout, wishes=options.wishes
-    )
+    opened = open_catalog(checkpoint, options)
     shielded = protected(opened, checkpoint, beside=options.beside)
     check_output(out, single=False, overwrite=options.overwrite, protected=shielded)
     catalog, stripped = strip_wrappers(opened.catalog)
     found = adapters_in(catalog)
     names = sorted({it.adapter for it in found.values()})
-    adapter = _chosen(adapter, names, catalog)
+    adapter = _chosen(options.adapter, names, catalog)
     config_path = _config_path(opened, adapter, alone=len(names) == 1)
     config = _read_config(config_path) if config_path else {}
     _check_method(adapter, found, config, catalog.source.path)
@@ -143,32 +132,28 @@ def prepare(
     notes = [*opened.catalog.source.notes, *stripped, *_loose(catalog, found, others)]
     if not config_path:
         notes.append(_without_config(adapter, selected))
-    conversion = PlannedConversion(
-        opened=opened,
-        catalog=own,
-        plan=Plan(destination.files, [(selected[name], entry) for name, entry in destination.entries.items()]),
-        out=out,
-        single=False,
-        copies=tuple(companions(opened.place.home)),
-        options=options,
-        notes=tuple(notes),
-        recorded={"form": {"adapter": adapter, "bias": bias}},
+    order = order_for(
+        options,
+        Plan(destination.files, [(selected[name], entry) for name, entry in destination.entries.items()]),
+        out,
+        own,
+        companions(opened.place.home),
+        {"form": {"adapter": adapter, "bias": bias}},
     )
-    return PreparedAdapter(adapter, conversion)
+    return PlannedAdapter(opened, order, tuple(notes), options, adapter)
 
 
-def carry_out(prepared: PreparedAdapter, progress: Callable[[int], None] | None = None) -> AdapterReport:
-    """Checks, moves and publishes."""
-    report = execute(prepared.conversion, progress)
-    untrained = tuple(_zeros(prepared.conversion))
+def carry_out(planned: PlannedAdapter, progress: Callable[[int], None] | None = None) -> AdapterReport:
+    """Checks, moves and commits, and looks whether the adapter was trained."""
+    report = execute(planned, progress)
+    untrained = tuple(_zeros(planned))
     notes = report.notes
     if untrained:
         notes += (
-            f"{len(untrained):,} LoRA matrices are all zeros, so that they change nothing: this adapter was not trained, "
-            f"or something else was saved: {examples(untrained)}.",
+            f"{count(len(untrained), 'LoRA matrix is', 'LoRA matrices are')} all zeros, without any effect: this adapter was "
+            f"not trained, or something else was saved: {examples(untrained)}.",
         )
-    values = {field.name: getattr(report, field.name) for field in fields(report)}
-    return AdapterReport(**{**values, "notes": notes}, adapter=prepared.adapter, untrained=untrained)
+    return AdapterReport(**{**asdict(report), "notes": notes}, adapter=planned.adapter, untrained=untrained)
 
 
 def _chosen(adapter: str | None, names: Sequence[str], catalog: Catalog) -> str:

@@ -7,36 +7,37 @@ and without temporary files.
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Sequence
-from typing import Unpack
 
 from zckpt.base.errors import UsageError
-from zckpt.base.progress import Progress, reported
-from zckpt.jobs.convert import Report
-from zckpt.jobs.reshard import How, PlannedReshard, execute, opened_run, planned
+from zckpt.base.progress import Progress
+from zckpt.jobs.options import WriteOptions
+from zckpt.jobs.planned import Report, carried_out
+from zckpt.jobs.reshard import PlannedReshard, opened_run, planned
 from zckpt.layouts.save.listing import UNIVERSAL_POINTER, ReadOptions
 from zckpt.layouts.universal.write import UniversalTarget, lay_out
 from zckpt.storage.paths import local
 
 
-def prepare(checkpoint: str, out: str, **how: Unpack[How]) -> PlannedReshard[UniversalTarget]:
+def prepare(checkpoint: str, out: str, options: WriteOptions) -> PlannedReshard[UniversalTarget]:
     """Everything but the work. Writes nothing.
 
     Args:
         checkpoint: any form of a ZeRO checkpoint.
         out: the directory for the new one: `<tag>_universal/`, `latest_universal`, and what lies beside the old one.
-        how: see `reshard.How`.
+        options: which save is read, and how the output is written.
 
     Raises:
         ZckptError: one of its kinds says what is wrong.
     """
     out = local(out)
-    opened, training = opened_run(checkpoint, out, **how)
+    opened, training = opened_run(checkpoint, out, options)
     if opened.catalog.source.layout == "universal":
         raise UsageError("a checkpoint that is universal already", file=checkpoint)
     target = UniversalTarget(f"{opened.catalog.source.tag or 'global_step0'}_universal", training.precision)
     laid = lay_out(opened.catalog, training, opened.place.listing, target)
-    return planned(opened, target, laid, out, UNIVERSAL_POINTER, overwrite=how.get("overwrite", False))
+    return planned(opened, target, laid, out, UNIVERSAL_POINTER, options)
 
 
 def to_universal(
@@ -75,9 +76,8 @@ def to_universal(
     Example:
         zckpt.to_universal("out/checkpoint-500", "universal/")
     """
-    prepared = prepare(
-        *(os.fspath(checkpoint), os.fspath(out)), tag=tag, also=also, overwrite=overwrite,
-        allow_unknown_layout=allow_unknown_layout, wishes=wishes,
-    )  # fmt: skip
-    with reported(progress, prepared.plan.bytes_written, "to universal") as watch:
-        return execute(prepared, watch)
+    began = time.perf_counter()
+    options = WriteOptions(
+        tag=tag, also=also, overwrite=overwrite, allow_unknown_layout=allow_unknown_layout, wishes=wishes
+    )
+    return carried_out(prepare(os.fspath(checkpoint), os.fspath(out), options), progress, "to universal", began)

@@ -35,7 +35,8 @@ from zckpt.core.fragments import FileStore
 from zckpt.core.plan import OutputFile, Plan, literal_file
 from zckpt.engine.checksums import Partial, element_ranges, file_checksums, join
 from zckpt.engine.move import run
-from zckpt.jobs.convert import output_dtype, to_dtype
+from zckpt.jobs.convert import output_dtype
+from zckpt.jobs.options import to_dtype
 from zckpt.layouts.plain import read as huggingface
 from zckpt.layouts.save.companions import true_dtype
 from zckpt.live.carry import Brought, Files, Lost, Memory, bring

@@ -23,6 +23,7 @@ from zckpt.base.errors import InconsistentError, ZckptError
 from zckpt.core.catalog import TensorEntry
 from zckpt.core.overlaps import clip
 from zckpt.jobs.open import open_catalog
+from zckpt.jobs.options import OpenOptions
 from zckpt.layouts.save.listing import Listing, list_files
 from zckpt.live.meeting import Meetings
 from zckpt.runtime import gradients
@@ -61,12 +62,12 @@ def load(
         try:
             nodes = spread(engine, directory, tag) if engine.settings.config.checkpoint.use_node_local_storage else None
             if nodes is None:
-                opened = open_catalog(directory, tag)
+                opened = open_catalog(directory, OpenOptions(tag=tag))
                 saved = read(engine, opened, wishes, opened.place.listing)
             else:
                 stack.enter_context(nodes)
                 place, fill = os.path.join(directory, nodes.tag), nodes.fill
-                opened = open_catalog(nodes.directory, nodes.tag)
+                opened = open_catalog(nodes.directory, OpenOptions(tag=nodes.tag))
                 here = list_files(place, nodes.tag) if os.path.isdir(place) else Listing(place, nodes.tag, {})
                 saved = read(engine, opened, wishes, here)
             wanted, states = _room(engine, saved)

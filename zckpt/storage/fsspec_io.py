@@ -22,7 +22,7 @@ _THREADS = 8
 _TRIES = 4
 _BLOCK = 64 << 10
 _MOST_BLOCKS = 64
-"""That a `BlockReader` keeps."""
+"""That a `RemoteFile` keeps."""
 
 _NAMING = (
     "ETag",
@@ -260,17 +260,30 @@ def patiently(address: str, attempt: Callable[[], T]) -> T:
     raise AssertionError("not reached")
 
 
-class BlockReader:
-    """Reads an index here and there in one file, with a few blocks kept: a header costs one request, not ten."""
+class RemoteFile:
+    """One file that is open for reading: a few blocks are kept, so that reading a header costs one request, not ten.
 
-    def __init__(self, address: str, nbytes: int) -> None:
+    Args:
+        address: of the file.
+        size: its bytes.
+        identity: as in `FileStore`.
+    """
+
+    def __init__(self, address: str, size: int, identity: tuple[int, int, int] = (0, 0, 0)) -> None:
+        self.size = size
+        self.identity = identity
         self._address = address
-        self._nbytes = nbytes
         self._blocks: dict[int, bytes] = {}
+
+    def __enter__(self) -> RemoteFile:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
 
     def read(self, offset: int, nbytes: int) -> bytes:
         """At most `nbytes` bytes from `offset` on; fewer only at the end of the file."""
-        stop = min(offset + nbytes, self._nbytes)
+        stop = min(offset + nbytes, self.size)
         if offset >= stop:
             return b""
         first, last = offset // _BLOCK, (stop - 1) // _BLOCK
@@ -280,7 +293,7 @@ class BlockReader:
         missing = [number for number in wanted if number not in self._blocks]
         if missing:
             low = missing[0] * _BLOCK
-            data, _ = fetch([Range(self._address, low, min((missing[-1] + 1) * _BLOCK, self._nbytes))])[0]
+            data, _ = fetch([Range(self._address, low, min((missing[-1] + 1) * _BLOCK, self.size))])[0]
             if len(self._blocks) > _MOST_BLOCKS:
                 self._blocks = {number: self._blocks[number] for number in wanted if number in self._blocks}
             for number in range(missing[0], missing[-1] + 1):

@@ -8,15 +8,14 @@ from __future__ import annotations
 
 import json
 import os
-import stat
 from typing import Any
 
 from zckpt.base import limits
-from zckpt.base.errors import CorruptError, NotACheckpointError, UnsupportedError, read_error
-from zckpt.storage import paths
+from zckpt.base.errors import CorruptError, UnsupportedError
+from zckpt.storage.location import locate
 
 
-def read_json(path: str, most_bytes: int, what: str) -> Any:
+def read_json(path: str | os.PathLike[str], most_bytes: int, what: str) -> Any:
     """A JSON file's contents.
 
     Args:
@@ -25,48 +24,25 @@ def read_json(path: str, most_bytes: int, what: str) -> Any:
         what: names it in errors.
 
     Raises:
-        NotACheckpointError: it cannot be opened, or is no file. CorruptError: it is no JSON.
+        NotACheckpointError: it cannot be opened, or is not a file. CorruptError: it is not JSON.
         UnsupportedError: it is too large.
     """
-    data = _remote(path, most_bytes, what) if paths.is_remote(path) else _local(path, most_bytes, what)
-    check_size(data, path, what)
+    location = locate(path)
+    with location.open() as file:
+        if file.size > most_bytes:
+            raise UnsupportedError(
+                "is too large", file=location, found=f"{file.size:,} bytes",
+                expected=f"{what} of at most {most_bytes:,} bytes", remedy=limits.REMEDY,
+            )  # fmt: skip
+        data = file.read(0, file.size)
+    check_size(data, location.path, what)
     try:
         return json.loads(data)
     except (ValueError, RecursionError) as error:
-        raise CorruptError(f"{what} that is not JSON", file=path, found=f"{str(error)[:200]}") from error
-
-
-def _remote(path: str, most_bytes: int, what: str) -> bytes:
-    nbytes = paths.size(path)
-    if nbytes > most_bytes:
-        raise _too_large(path, nbytes, most_bytes, what)
-    return paths.read(path, nbytes)
-
-
-def _local(path: str, most_bytes: int, what: str) -> bytes:
-    try:
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-    except OSError as error:
-        raise NotACheckpointError(f"{what} that cannot be read", file=path, found=error.strerror or "") from error
-    try:
-        status = os.fstat(fd)
-        if not stat.S_ISREG(status.st_mode):
-            raise NotACheckpointError(f"{what} that is no file", file=path)
-        if status.st_size > most_bytes:
-            raise _too_large(path, status.st_size, most_bytes, what)
-        with os.fdopen(fd, "rb", closefd=False) as file:
-            return file.read(most_bytes + 1)
-    except OSError as error:
-        if isinstance(error, NotACheckpointError):
-            raise
-        raise read_error(path, error.errno or 0, 0) from error
-    finally:
-        os.close(fd)
-
-
-def _too_large(path: str, nbytes: int, most_bytes: int, what: str) -> UnsupportedError:
-    found, expected = f"{nbytes:,} bytes", f"at most {most_bytes:,}"
-    return UnsupportedError(f"{what} that is too large", file=path, found=found, expected=expected)
+        raise CorruptError(
+            "is not valid JSON", file=location, found=str(error)[:200], expected=what,
+            remedy="Copy this file again from where it was written.",
+        ) from error  # fmt: skip
 
 
 def check_size(data: bytes, path: str, what: str) -> None:

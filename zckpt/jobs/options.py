@@ -1,0 +1,173 @@
+"""What a job is asked to do, as one value: made once, by a public function or the command line, and passed on whole.
+
+For every job that opens a checkpoint or writes an output.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields
+from typing import Literal, TypeVar
+
+from zckpt.base.errors import UsageError
+from zckpt.base.pace import Pace, thread_count, window_bytes
+from zckpt.core.dtypes import BY_TORCH_NAME, CAST_TARGETS, F32, SHORT_NAMES, DType
+from zckpt.layouts.plain.read import Format
+from zckpt.layouts.save.listing import ReadOptions
+from zckpt.naming.transform import Form
+
+Overflow = Literal["error", "inf", "clamp"]
+
+_DTYPES = {name: dtype for dtype in CAST_TARGETS for name in (SHORT_NAMES[dtype], dtype.name)}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OpenOptions:
+    """Which save is read, and how.
+
+    Attributes:
+        tag: which save, where there are several.
+        also: directories laid over the checkpoint: its parts from other nodes' disks.
+        wishes: how tensor- and pipeline-parallel files are joined, where they do not say it themselves.
+        allow_unknown_layout: go on though optimizer files hold keys that zckpt does not know.
+    """
+
+    tag: str | None = None
+    also: Sequence[str | os.PathLike[str]] = ()
+    wishes: ReadOptions | None = None
+    allow_unknown_layout: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WriteOptions(OpenOptions):
+    """The same, with how an output is written.
+
+    Attributes:
+        overwrite: replace an existing output.
+        threads: that move data; None for the default.
+        buffer: bytes that each thread gathers and writes at once; None for the default.
+        keep_cache: whether the page cache keeps what is read; None: unless the job is larger than memory.
+        limit_rate: at most so many bytes a second are read and written, together.
+    """
+
+    overwrite: bool = False
+    threads: int | None = None
+    buffer: int | None = None
+    keep_cache: bool | None = None
+    limit_rate: int | None = None
+
+    def __post_init__(self) -> None:
+        thread_count(self.threads)
+        window_bytes(self.buffer)
+
+    @property
+    def pace(self) -> Pace:
+        """How hard to work, as engines take it."""
+        return {"threads": self.threads, "keep_cache": self.keep_cache, "bytes_per_s": self.limit_rate}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options(WriteOptions):
+    """What a conversion is to do.
+
+    Attributes:
+        dtype: of floating parameters in the output; None keeps each as it is.
+        format: container; None for what OUT's suffix says, safetensors for a directory.
+        max_shard_size: of a directory's shards.
+        include: globs; only tensors that match one are kept.
+        exclude: globs; tensors that match one are left out.
+        exclude_frozen: leave out parameters that were not trained.
+        strip_prefix: taken off every name that has it.
+        rename: (regular expression, replacement) pairs, applied in order to every name.
+        overflow: what to do with numbers too large for the dtype.
+        merge: put the files into an existing directory instead of replacing it.
+        beside: allow an output beside the input's tag directories.
+        form: names and order of rows that the tensors get, as `--to`, `--config` and `--layer-names` do.
+    """
+
+    dtype: DType | None = F32
+    format: Format | None = None
+    max_shard_size: int | str = "5GB"
+    include: Sequence[str] = ()
+    exclude: Sequence[str] = ()
+    exclude_frozen: bool = False
+    strip_prefix: str = ""
+    rename: Sequence[tuple[str, str]] = ()
+    overflow: Overflow = "error"
+    merge: bool = False
+    beside: bool = False
+    form: Form = field(default_factory=Form)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DcpOptions(Options):
+    """What `to_dcp` is to do.
+
+    Attributes:
+        under: the state dict's key for the weights; empty for its top.
+        optimizer: its key for the optimizer's states and groups; None leaves them out.
+        max_file_bytes: of a data file, unless one tensor is larger.
+    """
+
+    under: str = "model"
+    optimizer: str | None = None
+    max_file_bytes: int = 5 * 10**9
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PeftOptions(Options):
+    """What `to_peft` is to do; of what `Options` has, what concerns reading, the dtype and the output counts.
+
+    Attributes:
+        adapter: which one, where there are several.
+    """
+
+    adapter: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReshardOptions(WriteOptions):
+    """What `reshard` is to do.
+
+    Attributes:
+        world_size: data-parallel ranks that will resume.
+        stage: 1, 2 or 3; None for the one that the checkpoint has.
+        precision: dtype of the module's own weights; None for the one that they have.
+    """
+
+    world_size: int
+    stage: int | None = None
+    precision: DType | None = None
+
+    def __post_init__(self) -> None:
+        WriteOptions.__post_init__(self)  # slots: `super()` does not know this class
+        if self.world_size < 1 or self.stage not in (None, 1, 2, 3):
+            raise UsageError("an impossible target", found=f"world size {self.world_size}, stage {self.stage}")
+
+
+T = TypeVar("T", bound=OpenOptions)
+
+
+def extended(options: OpenOptions, kind: type[T], **more: object) -> T:
+    """The same options as a kind that has more of them; `more` gives these, and replaces others."""
+    known = {field.name: getattr(options, field.name) for field in fields(options)}
+    return kind(**{**known, **more})
+
+
+def to_dtype(dtype: str | DType) -> DType:
+    """A dtype by any of its names: "bf16", "BF16", "bfloat16", "torch.bfloat16".
+
+    Raises:
+        UsageError: weights cannot be cast to it, or no dtype is called so.
+    """
+    if isinstance(dtype, DType):
+        return dtype
+    name = str(dtype).removeprefix("torch.")
+    found = _DTYPES.get(name) or BY_TORCH_NAME.get(name)
+    if found not in CAST_TARGETS:
+        raise UsageError(
+            f"{dtype!r} is not a dtype that weights can be cast to", expected="fp32, fp16 or bf16",
+            remedy="Use one of these, or their names in torch.",
+        )  # fmt: skip
+    return found

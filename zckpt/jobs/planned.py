@@ -1,0 +1,107 @@
+"""A job that is planned but not begun, how it is carried out, and what it reports.
+
+For every job that writes an output, and for the commands that show a plan.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+
+from zckpt.base.progress import Progress, reported
+from zckpt.core.catalog import Catalog
+from zckpt.core.plan import Plan
+from zckpt.engine import replicas
+from zckpt.jobs.open import Opened
+from zckpt.output import delivery_to_address
+from zckpt.output.delivery import Delivered, Order, deliver
+from zckpt.storage import paths as files
+
+
+@dataclass(frozen=True, slots=True)
+class Planned:
+    """A job that is planned but not begun.
+
+    Attributes:
+        opened: the checkpoint.
+        order: what is written; its `out` is empty where the caller takes the files of the plan one by one.
+        notes: sentences a person should see.
+    """
+
+    opened: Opened
+    order: Order
+    notes: tuple[str, ...]
+
+    @property
+    def catalog(self) -> Catalog:
+        """The tensors that are written, under their new names."""
+        return self.order.catalog
+
+    @property
+    def plan(self) -> Plan:
+        """Where their bytes go."""
+        return self.order.plan
+
+    @property
+    def out(self) -> str:
+        """The output's path or address."""
+        return self.order.out
+
+    def check(self) -> tuple[str, ...]:
+        """Makes sure that the checkpoint does not contradict itself; returns sentences that a person should see.
+
+        Raises:
+            InconsistentError: it does.
+        """
+        replicas.check(self.catalog)
+        return ()
+
+
+@dataclass(frozen=True, slots=True)
+class Report(Delivered):
+    """What a job did; further attributes as in `Delivered`.
+
+    Attributes:
+        tensors: tensors written; tied names count once.
+        numel: elements written.
+        seconds: wall time, opening included.
+    """
+
+    tensors: int = 0
+    numel: int = 0
+    seconds: float = 0.0
+
+
+def execute(planned: Planned, progress: Callable[[int], None] | None = None) -> Report:
+    """Checks, moves and commits; resumes an interrupted run of the same job.
+
+    Raises:
+        ZckptError: one of its kinds says what is wrong; what was under the output's name before is still there.
+    """
+    began = time.perf_counter()
+    notes = (*planned.notes, *planned.check())
+    send = delivery_to_address.send if files.is_remote(planned.out) else deliver
+    done = send(planned.order, progress)
+    return Report(
+        **{**asdict(done), "notes": (*notes, *done.notes)},
+        tensors=len(planned.catalog),
+        numel=planned.catalog.numel,
+        seconds=time.perf_counter() - began,
+    )
+
+
+def carried_out(planned: Planned, progress: Progress, label: str, began: float) -> Report:
+    """The same for a public function, which began at `began` (of `time.perf_counter`), with its progress."""
+    with reported(progress, planned.plan.bytes_written, label) as watch:
+        return replace(execute(planned, watch), seconds=time.perf_counter() - began)
+
+
+def protected(opened: Opened, checkpoint: str, *, beside: bool = False) -> set[str]:
+    """What the output must leave alone: the shards' directories, and the checkpoint's own unless `beside` is set."""
+    listing = opened.place.listing
+    if listing.directory in listing.files.values():  # one file
+        return {listing.directory}
+    shards = {files.parent(path) for path in listing.files.values()}
+    home = files.local(checkpoint)
+    return shards if beside or not listing.tag or not files.is_dir(home) else {*shards, home}

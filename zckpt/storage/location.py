@@ -1,0 +1,361 @@
+"""Where a path leads: to a file or directory of this machine, or behind an address (`s3://bucket/run`) that fsspec reaches.
+
+For every module that lists, measures or reads input files. `locate` looks at the text once; everything above holds the
+`Location` that it returns and asks that. Of a local path, nothing of fsspec is imported. The elements of tensors do not
+pass here: the engine reads local files itself, and `engine.prefetch` brings it the ranges of the others.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import stat
+from abc import abstractmethod
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import ClassVar, Literal, Protocol
+
+from zckpt.base.errors import CorruptError, NotACheckpointError
+from zckpt.core.fragments import FileStore
+from zckpt.storage import fsspec_io
+
+_ADDRESS = re.compile(r"[A-Za-z][A-Za-z0-9+.:-]*://")
+_LOCAL = re.compile(r"(?:file|local)://", re.IGNORECASE)
+_CACHES = re.compile(r"(?:(?:simplecache|filecache|blockcache|cached)::)+", re.IGNORECASE)
+_SAME = {"s3a": "s3", "s3n": "s3", "gcs": "gs", "az": "abfs", "abfss": "abfs", "adl": "abfs", "ssh": "sftp"}
+"""Kinds of addresses that mean the same store as another kind."""
+
+_WITHOUT_HOST = ("memory", "hf")
+
+
+class OpenFile(Protocol):
+    """A file that is open for reading; use as a context manager.
+
+    Attributes:
+        size: bytes when it was opened.
+        identity: as in `FileStore`.
+    """
+
+    @property
+    def size(self) -> int: ...  # noqa: D102
+
+    @property
+    def identity(self) -> tuple[int, int, int]: ...  # noqa: D102
+
+    def read(self, offset: int, nbytes: int) -> bytes:
+        """At most `nbytes` bytes from `offset` on; fewer only at the end of the file. Raises CorruptError, RemoteError."""
+
+    def __enter__(self) -> OpenFile: ...
+
+    def __exit__(self, *_: object) -> None: ...
+
+
+@dataclass(frozen=True, repr=False)
+class Location(os.PathLike[str]):
+    """A file or directory that may exist or not. `str()` and `os.fspath` give its path, `location / name` what is in it.
+
+    Attributes:
+        path: as a person gave it, for messages.
+        is_remote: whether it is an address.
+        block_bytes: that `blocks` reads at once.
+    """
+
+    path: str
+    is_remote: ClassVar[bool] = False
+    block_bytes: ClassVar[int] = 1 << 20
+
+    def __str__(self) -> str:
+        return self.path
+
+    def __repr__(self) -> str:
+        return repr(self.path)
+
+    def __fspath__(self) -> str:
+        return self.path
+
+    def __truediv__(self, name: str) -> Location:
+        return type(self)(os.path.join(self.path, name))
+
+    @property
+    def name(self) -> str:
+        """The last part of its absolute path."""
+        return self.absolute().path.rpartition("/")[2]
+
+    @property
+    @abstractmethod
+    def parent(self) -> Location:
+        """The directory that it is in; the top of an address is its own parent."""
+
+    @abstractmethod
+    def absolute(self) -> Location:
+        """As `os.path.abspath`; an address is absolute already, and loses slashes at its end."""
+
+    @abstractmethod
+    def refreshed(self) -> Location:
+        """The same location, once everything that was remembered about an address is forgotten."""
+
+    @abstractmethod
+    def is_file(self) -> bool:
+        """As `os.path.isfile`."""
+
+    @abstractmethod
+    def is_dir(self) -> bool:
+        """As `os.path.isdir`."""
+
+    @abstractmethod
+    def is_readable(self) -> bool:
+        """Whether a directory may be listed; True for every address, of which only the attempt tells."""
+
+    @abstractmethod
+    def names(self) -> list[str]:
+        """Names of everything in a directory. Raises OSError."""
+
+    @abstractmethod
+    def file_names(self, below: str = "") -> list[str]:
+        """Names of the files in a directory, and `below/...` of all files under that directory in it. Raises OSError."""
+
+    @abstractmethod
+    def size(self) -> int:
+        """Bytes of a file. Raises OSError."""
+
+    @abstractmethod
+    def state(self) -> tuple[int, ...]:
+        """Numbers that change when a file is written again, whatever is done to its modification time. Raises OSError."""
+
+    @abstractmethod
+    def written_s(self) -> float | None:
+        """When a file was last written, in seconds; None for an address, which tells when it was uploaded."""
+
+    @abstractmethod
+    def open(self) -> OpenFile:
+        """Opens a regular file.
+
+        Raises:
+            NotACheckpointError: it is missing, cannot be read, or is not a file.
+        """
+
+    @abstractmethod
+    def read(self, nbytes: int | None = None, offset: int = 0) -> bytes:
+        """`nbytes` bytes from `offset` on, fewer at the end of the file; all by default. Raises OSError."""
+
+    @abstractmethod
+    def store(self, byteorder: Literal["little", "big"] = "little") -> FileStore:
+        """An existing file, as a place of elements. Raises OSError."""
+
+    @abstractmethod
+    def relative_to(self, directory: Location) -> str:
+        """Its path as seen from a directory that holds it."""
+
+    @abstractmethod
+    def _spellings(self) -> tuple[str, str]:
+        """Its path in one spelling: first with `..` as a name like others, then with `..` resolved."""
+
+    def is_within(self, directory: Location) -> bool:
+        """Whether it is a directory or file, or is in it, however the two are spelled.
+
+        Local paths are compared with their links resolved, addresses with the kind (`s3` and `s3a`), the host, and slashes
+        made the same. A store may keep `..` as it is or resolve it, so that either reading counts.
+        """
+        return any(
+            inner == outer or inner.startswith(outer.rstrip("/") + "/")
+            for inner, outer in zip(self._spellings(), directory._spellings(), strict=True)
+        )
+
+    def blocks(self) -> Iterator[bytes]:
+        """A file's bytes in order, in blocks. Raises OSError."""
+        for offset in range(0, self.size(), self.block_bytes):
+            yield self.read(self.block_bytes, offset)
+
+    def has_bytes_of(self, other: Location) -> bool:
+        """Whether two files hold the same bytes. Raises OSError."""
+        if self == other or (not self.is_remote and not other.is_remote and os.path.samefile(self, other)):
+            return True
+        nbytes, block = self.size(), self.block_bytes
+        if nbytes != other.size():
+            return False
+        return all(self.read(block, at) == other.read(block, at) for at in range(0, nbytes, block))
+
+
+@dataclass(frozen=True, repr=False)
+class LocalPath(Location):
+    """A path of this machine."""
+
+    @property
+    def parent(self) -> Location:  # noqa: D102
+        return LocalPath(os.path.dirname(os.path.abspath(self.path)))
+
+    def absolute(self) -> Location:  # noqa: D102
+        return LocalPath(os.path.abspath(self.path))
+
+    def refreshed(self) -> Location:  # noqa: D102
+        return self
+
+    def is_file(self) -> bool:  # noqa: D102
+        return os.path.isfile(self.path)
+
+    def is_dir(self) -> bool:  # noqa: D102
+        return os.path.isdir(self.path)
+
+    def is_readable(self) -> bool:  # noqa: D102
+        return os.access(self.path, os.R_OK)
+
+    def names(self) -> list[str]:  # noqa: D102
+        return os.listdir(self.path)
+
+    def file_names(self, below: str = "") -> list[str]:  # noqa: D102
+        with os.scandir(self.path) as entries:
+            names = [entry.name for entry in entries if entry.is_file()]
+        for root, _, found in os.walk(os.path.join(self.path, below)) if below else ():
+            names += [os.path.relpath(os.path.join(root, name), self.path).replace(os.sep, "/") for name in found]
+        return names
+
+    def size(self) -> int:  # noqa: D102
+        return os.path.getsize(self.path)
+
+    def state(self) -> tuple[int, ...]:  # noqa: D102
+        found = os.stat(self.path)
+        return found.st_size, found.st_ino, found.st_mtime_ns, found.st_ctime_ns
+
+    def written_s(self) -> float | None:  # noqa: D102
+        return os.path.getmtime(self.path)
+
+    def open(self) -> OpenFile:  # noqa: D102
+        try:
+            descriptor = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # a named pipe must not block
+        except (OSError, ValueError) as error:
+            raise self._unreadable(getattr(error, "strerror", None) or str(error)) from error
+        found = os.fstat(descriptor)
+        if not stat.S_ISREG(found.st_mode):
+            os.close(descriptor)
+            raise self._unreadable("a directory" if stat.S_ISDIR(found.st_mode) else "a device, pipe or socket")
+        return _LocalFile(self.path, descriptor, found.st_size, (found.st_dev, found.st_ino, found.st_mtime_ns))
+
+    def _unreadable(self, found: str) -> NotACheckpointError:
+        return NotACheckpointError("cannot be read", file=self.path, found=found, expected="a file")
+
+    def read(self, nbytes: int | None = None, offset: int = 0) -> bytes:  # noqa: D102
+        with open(self.path, "rb") as file:
+            file.seek(offset)
+            return file.read(-1 if nbytes is None else nbytes)
+
+    def store(self, byteorder: Literal["little", "big"] = "little") -> FileStore:  # noqa: D102
+        found = os.stat(self.path)
+        return FileStore(self.path, found.st_size, (found.st_dev, found.st_ino, found.st_mtime_ns), byteorder)
+
+    def relative_to(self, directory: Location) -> str:  # noqa: D102
+        return os.path.relpath(self.path, directory)
+
+    def _spellings(self) -> tuple[str, str]:
+        return (os.path.realpath(self.path),) * 2
+
+
+@dataclass(frozen=True, repr=False)
+class Address(Location):
+    """A path behind an address."""
+
+    is_remote: ClassVar[bool] = True
+    block_bytes: ClassVar[int] = 16 << 20
+
+    @property
+    def parent(self) -> Location:  # noqa: D102
+        above, _, name = self.path.rstrip("/").rpartition("/")
+        is_inside = name and not above.endswith("/") and _ADDRESS.match(above + "/")
+        return Address(above) if is_inside else self.absolute()
+
+    def absolute(self) -> Location:  # noqa: D102
+        return Address(self.path.rstrip("/"))
+
+    def refreshed(self) -> Location:  # noqa: D102
+        fsspec_io.refresh(self.path)
+        return self.absolute()
+
+    def is_file(self) -> bool:  # noqa: D102
+        return fsspec_io.kind(self.path) == "file"
+
+    def is_dir(self) -> bool:  # noqa: D102
+        return fsspec_io.kind(self.path) == "directory"
+
+    def is_readable(self) -> bool:  # noqa: D102
+        return True
+
+    def names(self) -> list[str]:  # noqa: D102
+        return sorted(fsspec_io.entries(self.path))
+
+    def file_names(self, below: str = "") -> list[str]:  # noqa: D102
+        kinds = fsspec_io.entries(self.path)
+        inner = fsspec_io.walk((self / below).path) if kinds.get(below) == "directory" else []
+        return sorted(name for name, kind in kinds.items() if kind == "file") + [f"{below}/{name}" for name in inner]
+
+    def size(self) -> int:  # noqa: D102
+        return fsspec_io.status(self.path).size
+
+    def state(self) -> tuple[int, ...]:  # noqa: D102
+        found = fsspec_io.status(self.path)
+        return found.size, *found.identity
+
+    def written_s(self) -> float | None:  # noqa: D102
+        return None
+
+    def open(self) -> OpenFile:  # noqa: D102
+        return fsspec_io.RemoteFile(self.path, *fsspec_io.status(self.path))
+
+    def read(self, nbytes: int | None = None, offset: int = 0) -> bytes:  # noqa: D102
+        return fsspec_io.read(self.path, offset, self.size() if nbytes is None else nbytes)
+
+    def store(self, byteorder: Literal["little", "big"] = "little") -> FileStore:  # noqa: D102
+        return FileStore(self.path, *fsspec_io.status(self.path), byteorder, is_remote=True)
+
+    def relative_to(self, directory: Location) -> str:  # noqa: D102
+        return self.path.removeprefix(directory.path.rstrip("/") + "/")
+
+    def _spellings(self) -> tuple[str, str]:
+        kind, _, rest = self.path[found.end() if (found := _CACHES.match(self.path)) else 0 :].partition("://")
+        kind = _SAME.get(kind.lower(), kind.lower())
+        host, *parts = rest.split("/")
+        if kind in _WITHOUT_HOST:
+            host, parts = "", [host, *parts]
+        host = host.rpartition("@")[2].lower() if kind != "abfs" else host.partition("@")[0]
+        names = [part for part in parts if part not in ("", ".")]
+        resolved: list[str] = []
+        for name in names:
+            if name != "..":
+                resolved.append(name)
+            elif resolved:
+                resolved.pop()
+        return "/".join([f"{kind}:", host, *names]), "/".join([f"{kind}:", host, *resolved])
+
+
+def locate(path: str | os.PathLike[str]) -> Location:
+    """Where a path leads; `file://` means a path of this machine, and a `Location` stays what it is."""
+    if isinstance(path, Location):
+        return path
+    text = os.fspath(path)
+    if found := _LOCAL.match(text):
+        return LocalPath(text[found.end() :])
+    return Address(text) if "://" in text and _ADDRESS.match(text) else LocalPath(text)
+
+
+@dataclass(frozen=True, slots=True)
+class _LocalFile:
+    """A file of this machine that is open for reading."""
+
+    path: str
+    descriptor: int
+    size: int
+    identity: tuple[int, int, int] = field(repr=False)
+
+    def read(self, offset: int, nbytes: int) -> bytes:
+        try:
+            data = os.pread(self.descriptor, nbytes, offset)
+            while len(data) < nbytes and (more := os.pread(self.descriptor, nbytes - len(data), offset + len(data))):
+                data += more
+        except OSError as error:
+            found = error.strerror or str(error)
+            raise CorruptError("cannot be read", file=self.path, found=found, byte_offset=offset) from error
+        return data
+
+    def __enter__(self) -> _LocalFile:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        os.close(self.descriptor)
