@@ -37,9 +37,9 @@ def nothing_happened(server: HubServer, tmp_path: Path) -> bool:
     ("role", "more", "repo_id", "words"),
     [
         ("read", {}, "alice/m", "a token for reading"),
-        ("write", {}, "bob/m", "no member of bob"),
+        ("write", {}, "bob/m", "not a member of bob"),
         ("write", {}, "museum/m", "may only read in museum"),
-        ("fineGrained", scoped(), "alice/m", "fine-grained token, and may write to nothing"),
+        ("fineGrained", scoped(), "alice/m", "fine-grained token that may write to nothing"),
         ("fineGrained", scoped("lab"), "alice/m", "may write to lab"),
     ],
 )
@@ -96,7 +96,7 @@ def test_a_token_that_nobody_knows(checkpoint: Path, server: HubServer, push: Pu
 def test_no_token(checkpoint: Path, server: HubServer, shell: Shell, tmp_path: Path) -> None:
     process = shell("push", checkpoint, "alice/m", HF_TOKEN=None)
     err = process.communicate(timeout=240)[1]
-    assert process.returncode == 2 and "no token for the hub" in err and "hf auth login" in err
+    assert process.returncode == 2 and "there is no token for the hub" in err and "hf auth login" in err
     assert server.log == []
 
 

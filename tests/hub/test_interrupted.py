@@ -78,7 +78,7 @@ def page(server: HubServer) -> dict[str, bytes]:
 def test_what_is_there_is_not_made_again(checkpoint: Path, server: HubServer, push: Pusher) -> None:
     """Everything went up, but the commit failed for good."""
     fault = server.fault("POST", "/commit/", times=100, status=400, body=b'{"error": "no"}')
-    with pytest.raises(zckpt.ZckptError, match="the commit"):
+    with pytest.raises(zckpt.ZckptError, match="committing"):
         push(checkpoint)
     fault.times, sent = 0, dict(server.sent)
     report = push(checkpoint)
@@ -100,7 +100,7 @@ def test_what_is_there_in_part_is_made_in_part(checkpoint: Path, server: HubServ
 def test_another_conversion_begins_anew(checkpoint: Path, server: HubServer, push: Pusher) -> None:
     fault = server.fault("POST", "/commit/", times=100, status=400)
     for _ in range(2):
-        with pytest.raises(zckpt.ZckptError, match="the commit"):
+        with pytest.raises(zckpt.ZckptError, match="committing"):
             push(checkpoint)
     fault.times = 0
     (
@@ -164,7 +164,10 @@ def test_an_interrupt_in_a_notebook_stops_the_senders(
 
 def test_two_pushes_to_one_page(checkpoint: Path, server: HubServer, push: Pusher, tmp_path: Path) -> None:
     place = (server.url, "alice/m", "main", "")
-    with scratch.opened(str(tmp_path / "scratch"), *place), pytest.raises(UsageError, match="another one is running"):
+    with (
+        scratch.opened(str(tmp_path / "scratch"), *place),
+        pytest.raises(UsageError, match="another push to the same page is running"),
+    ):
         push(checkpoint)
     assert push(checkpoint).commit
 

@@ -167,7 +167,7 @@ SECRETS = {
 @pytest.mark.parametrize("name", ["README.md", "tokenizer.json", "modeling_x.py"])
 def test_a_secret_stops_the_push(what: str, name: str, checkpoint: Path, server: HubServer, push: Pusher) -> None:
     (checkpoint / name).write_text(f"first line\nkey = '{SECRETS[what]}'\n")
-    with pytest.raises(UnsafeError, match=f"{what} in a file") as caught:
+    with pytest.raises(UnsafeError, match=f"holds {what}") as caught:
         push(checkpoint)
     assert "line 2" in str(caught.value) and SECRETS[what] not in str(caught.value)
     assert server.log == []

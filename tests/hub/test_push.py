@@ -130,7 +130,7 @@ def test_a_page_that_is_not_empty(checkpoint: Path, server: HubServer, push: Pus
         "sub/model.safetensors": b"s",
     }
     server.create("alice/m", files=old)
-    with pytest.raises(OutputError, match="not empty"):
+    with pytest.raises(OutputError, match="is not empty"):
         push(checkpoint)
     assert not any(method in ("PUT", "POST") for method, _, _, _ in server.log)
     push(checkpoint, yes=True)
@@ -152,13 +152,13 @@ def test_the_same_push_again_is_already_done(
     assert again.already_done and (again.bytes_made, again.bytes_sent) == (0, 0)
     assert sorted(again.files) == sorted(first.files) and again.commit == first.commit and again.url == first.url
     shutil.rmtree(tmp_path / "scratch")  # another machine makes the shards, and then finds them there
-    with pytest.raises(OutputError, match="not empty"):
+    with pytest.raises(OutputError, match="is not empty"):
         push(checkpoint)
     elsewhere = push(checkpoint, yes=True)
     assert elsewhere.already_done and elsewhere.bytes_sent == 0 and elsewhere.bytes_made == first.bytes_made
     assert (server.repos["alice/m"].branches["main"], server.sent) == (commits, sent)
     (checkpoint / "tokenizer_config.json").write_text('{"model_max_length": 256}')
-    with pytest.raises(OutputError, match="not empty"):
+    with pytest.raises(OutputError, match="is not empty"):
         push(checkpoint)
     changed = push(checkpoint, yes=True)
     assert not changed.already_done and (changed.bytes_made, changed.bytes_sent) == (0, 0)
@@ -230,9 +230,9 @@ def test_a_pull_request(checkpoint: Path, server: HubServer, push: Pusher) -> No
     proposed = server.files("bob/m", "refs/pr/1")
     assert set(SHARD_NAMES) <= set(proposed) and "model.safetensors" not in proposed
     assert server.files("bob/m")["model.safetensors"] == b"x"
-    with pytest.raises(UsageError, match="not there"):
+    with pytest.raises(UsageError, match="no such repository"):
         push(checkpoint, "alice/nothing", create_pr=True)
-    with pytest.raises(UsageError, match="not there"):
+    with pytest.raises(UsageError, match="no such pull request"):
         push(checkpoint, "bob/m", revision="refs/pr/7", create_pr=True)
 
 

@@ -1,7 +1,7 @@
-"""Pushing weights to a hub: from a sharded checkpoint to a model page, without a second copy on the disk.
+"""Makes a model page at a hub from a sharded checkpoint, without a second copy on the disk.
 
-For `zckpt push` and `zckpt.push_to_hub`. Whoever has tensors elsewhere builds a `Cargo` of their own (`shards_of` takes any
-plan) and hands it to `prepare` and `execute`: that is all a live engine needs.
+For `zckpt push` and `zckpt.push_to_hub`. To push tensors from elsewhere, build a `Cargo` (`shards_of` takes any plan), and call
+`prepare` and `execute`.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from dataclasses import replace
 
 from zckpt.base.progress import Progress, reported
 from zckpt.core.dtypes import BY_TORCH_NAME, CAST_TARGETS, F32, DType
-from zckpt.hub.cargo import Cargo, Made, PlannedShard, Shard, SmallFile, cargo_of, shards_of
-from zckpt.hub.checks import MESSAGE, PageTarget
+from zckpt.hub.cargo import Cargo, cargo_of, shards_of
+from zckpt.hub.target import MESSAGE, PageTarget
 from zckpt.hub.transfer import PushReport, Ready, execute, prepare
 from zckpt.jobs.convert import PlannedConversion
 from zckpt.jobs.convert import prepare as plan_conversion
@@ -23,22 +23,8 @@ from zckpt.layouts.save.companions import read_config
 from zckpt.storage import paths
 
 __all__ = [
-    "MESSAGE",
-    "Cargo",
-    "Made",
-    "PageTarget",
-    "PlannedShard",
-    "PushReport",
-    "Ready",
-    "Shard",
-    "SmallFile",
-    "cargo_of",
-    "execute",
-    "load",
-    "prepare",
-    "push_to_hub",
-    "shards_of",
-]
+    "MESSAGE", "Cargo", "PageTarget", "PushReport", "Ready", "cargo_of", "execute", "load", "prepare", "push_to_hub", "shards_of",
+]  # fmt: skip
 
 
 def push_to_hub(
@@ -80,10 +66,10 @@ def push_to_hub(
         private: visibility of a repository that is created; None for private.
         create_pr: open a pull request instead of committing to the branch.
         message: of the commit.
-        path_in_repo: directory in the repository.
-        scratch: directory for shards on their way; None for one beside the hub's cache.
-        max_scratch: most bytes of shards there at a time; None for two of the largest.
-        card: write a model card where the source has no README.md.
+        path_in_repo: directory in the repository; empty for its top.
+        scratch: directory for shards that are not sent yet; None for one beside the hub's cache.
+        max_scratch: most bytes of shards in it; None for two of the largest.
+        card: write a model card if the source has no README.md.
         license: for the card, e.g. "apache-2.0".
         base_model: for the card, e.g. "meta-llama/Llama-3.2-1B".
         token: None for the one that is logged in, or in HF_TOKEN.
@@ -118,14 +104,14 @@ def push_to_hub(
 
 
 def load(source: str, dtype: str | DType | None, options: Options) -> PlannedConversion:
-    """The conversion that a push would do, planned."""
+    """Plans the conversion of a push; the arguments are those of `push_to_hub`."""
     opened = open_catalog(paths.local(source), options)
     chosen = _usual_dtype(opened) if dtype is None else to_dtype(dtype)
     return plan_conversion(source, "", replace(options, dtype=chosen, format="safetensors"), opened=opened)
 
 
 def _usual_dtype(opened: Opened) -> DType | None:
-    """Plain weights keep theirs; a sharded checkpoint's masters take the dtype of its config.json."""
+    """The dtype where none is given: None, to keep it, for plain weights, and that of config.json, or fp32, for a checkpoint."""
     if opened.catalog.source.layout == "plain":
         return None
     named = read_config(opened.place.home) or {}

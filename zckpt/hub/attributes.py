@@ -1,6 +1,6 @@
 """`.gitattributes`: which files of a repository are large ones.
 
-For `transfer`. A page that is cloned with git gets its large files only where a line of this file says that they are some.
+For `transfer`. `git clone` fetches the large files of a page only if a line of this file matches them.
 Source: git's gitattributes(5): a pattern without a slash matches a file's name in any directory.
 """
 
@@ -13,26 +13,21 @@ _LARGE = "filter=lfs diff=lfs merge=lfs -text"
 
 
 def with_large(text: bytes, paths: Iterable[str]) -> bytes | None:
-    """The file with a line for each large file that has none; None when nothing is missing.
+    """The file with a line added for each large file that has none; None if no line is missing.
 
     Args:
-        text: the file as it is; empty where there is none.
+        text: the file as it is; empty if it does not exist.
         paths: of the large files.
     """
     missing = [path for path in paths if not _is_large(text.decode(errors="replace"), path)]
     if not missing:
         return None
     kept = text if not text or text.endswith(b"\n") else text + b"\n"
-    return (
-        kept
-        + "".join(
-            f"{_pattern(path)} {_LARGE}\n" for path in sorted({_pattern(p): p for p in missing}.values())
-        ).encode()
-    )
+    return kept + "".join(f"{pattern} {_LARGE}\n" for pattern in sorted({*map(_pattern, missing)})).encode()
 
 
 def _pattern(path: str) -> str:
-    """All weights at once; any other file by its own path."""
+    """One pattern for all weights; for any other file its own path."""
     if path.endswith(".safetensors"):
         return "*.safetensors"
     return "".join(f"[{c}]" if c in "*?[" else "?" if c.isspace() else c for c in path)

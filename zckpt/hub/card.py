@@ -1,6 +1,6 @@
-"""The model card: what a page tells a person who never saw the run.
+"""The model card that is written where the checkpoint has no README.md.
 
-For `transfer`. Made with huggingface_hub's own classes, from facts of the checkpoint only; no path, no user, no date.
+For `transfer`. Made with huggingface_hub's own classes, from facts of the checkpoint only; it has no path, user or date.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ def card(cargo: Cargo, repo_id: str, license_id: str | None, base_model: str | N
     """README.md of a page.
 
     Args:
-        cargo: what goes up.
-        repo_id: where to.
+        cargo: what is sent.
+        repo_id: the repository.
         license_id: the hub's identifier, e.g. "apache-2.0".
-        base_model: the model this one was trained from, e.g. "meta-llama/Llama-3.2-1B".
+        base_model: the model that was trained, e.g. "meta-llama/Llama-3.2-1B".
     """
     from huggingface_hub import ModelCard, ModelCardData
 
@@ -69,12 +69,9 @@ def _lines(cargo: Cargo, repo_id: str, base_model: str | None) -> Iterator[str]:
     yield f"- checkpoint: {' '.join(_checkpoint(cargo))}"
     if source.global_steps is not None:
         yield f"- training step: {source.global_steps:,}"
-    what = (
-        f"floating parameters as {cargo.dtype}, rounded to nearest even"
-        if cargo.dtype
-        else "every tensor in its own dtype"
-    )
-    yield f"- conversion: [zckpt](https://pypi.org/project/zckpt/) {version('zckpt')}; {what}"
+    kept = "every tensor in its own dtype"
+    dtypes = f"floating parameters as {cargo.dtype}, rounded to nearest even" if cargo.dtype else kept
+    yield f"- conversion: [zckpt](https://pypi.org/project/zckpt/) {version('zckpt')}; {dtypes}"
 
 
 def _checkpoint(cargo: Cargo) -> Iterator[str]:
@@ -91,7 +88,7 @@ def _checkpoint(cargo: Cargo) -> Iterator[str]:
 
 
 def _architecture(cargo: Cargo) -> str:
-    """The class of `transformers` that loads it, or what finds that; empty where there is no configuration."""
+    """The class of `transformers` that loads it; AutoModel if only its type is known, empty if there is no configuration."""
     named = cargo.config.get("architectures")
     if isinstance(named, list) and named and str(named[0]).isidentifier():
         return str(named[0])

@@ -1,6 +1,7 @@
-"""The hub, as pushing needs it: who am I, what is there, send a file, commit, read back. Through the real huggingface_hub.
+"""The calls of huggingface_hub that a push makes: whose token, what a page holds, send a file, commit, read back.
 
-For `transfer` and `checks`. Works with huggingface_hub 0.36, 1.x and 2.x: what differs is found by looking, not by version.
+For `transfer`, `pipeline`, `checks` and `readback`. Works with huggingface_hub 0.36, 1.x and 2.x: differences are found by
+looking at its functions, not at its version.
 Sources: huggingface_hub 0.36.2, 1.8.0 and 2.4.0, hf_api.py, _commit_api.py, lfs.py.
 """
 
@@ -10,71 +11,31 @@ import contextlib
 import inspect
 import logging
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from zckpt.base.errors import AccessError, RemoteError, UsageError
 from zckpt.hub.operations import Sent, Watched
-from zckpt.hub.patience import Passing, answer, patiently, status
+from zckpt.hub.patience import RETRY, Passing, answer, patiently, status
+from zckpt.hub.target import Committed, Page, PageTarget, RemoteFile
 
 if TYPE_CHECKING:
     from huggingface_hub import CommitOperationAdd
-
-    from zckpt.hub.checks import PageTarget
 
 T = TypeVar("T")
 
 _EXPIRED = (401, 403, 404, 410)
 
 
-@dataclass(frozen=True, slots=True)
-class RemoteFile:
-    """A file of a repository.
-
-    Attributes:
-        size: in bytes.
-        oid: SHA-256 for large files, git's SHA-1 for others.
-    """
-
-    size: int
-    oid: str
-
-
-@dataclass(frozen=True, slots=True)
-class Page:
-    """What a repository holds at one revision.
-
-    Attributes:
-        exists: whether the repository is there.
-        head: the revision's commit; empty where the repository or revision is not there.
-        private: whether only its owners see it.
-        files: path -> file.
-    """
-
-    exists: bool
-    head: str = ""
-    private: bool | None = None
-    files: Mapping[str, RemoteFile] = field(default_factory=dict[str, RemoteFile])
-
-
-@dataclass(frozen=True, slots=True)
-class Committed:
-    """A commit that was made."""
-
-    oid: str
-    pull_request: str = ""
-
-
 class Hub:
     """One hub, under one token.
 
     Args:
-        token: an access token; None for the one that is logged in, or in HF_TOKEN.
-        endpoint: address of the hub; None for HF_ENDPOINT, or huggingface.co.
-        tell: is told, in a sentence, of what takes long.
+        token: an access token; None for HF_TOKEN or the token that is logged in.
+        endpoint: address of the hub; None for HF_ENDPOINT or huggingface.co.
+        tell: called with a sentence when something takes long.
     """
 
     def __init__(self, token: str | None, endpoint: str | None, tell: Callable[[str], None]) -> None:
@@ -91,36 +52,36 @@ class Hub:
         self._asking = threading.Lock()
 
     def do(self, what: str, call: Callable[[], T], tell: Callable[[str], None] | None = None) -> T:
-        """Calls patiently; errors become zckpt's. `tell` is told of waits instead of `self.tell`."""
+        """Calls as `patience.patiently` does; `tell` instead of `self.tell` gets the sentences on waits."""
         return patiently(call, what, tell or self.tell, self.token)
 
     # ---- looking -----------------------------------------------------------------------------------------------------
 
     def who(self) -> dict[str, Any]:
-        """The token's owner, organizations and rights, as the hub tells them.
+        """The hub's answer to whoami: the token's owner, organizations and rights.
 
         Raises:
             AccessError: there is no token, or the hub does not know it.
         """
         if not self.token:
             raise AccessError(
-                "no token for the hub", found="none was given, and nobody is logged in",
+                "there is no token for the hub", found="no --token, no HF_TOKEN, and no token that is logged in",
                 remedy="Run `hf auth login`, set HF_TOKEN, or pass --token.",
             )  # fmt: skip
-        return dict(self.do("the question whose token this is", lambda: self.api.whoami(token=self.token)))
+        return dict(self.do("asking whose token this is", lambda: self.api.whoami(token=self.token)))
 
     def may_write(self, repo_id: str) -> bool | None:
-        """Whether the hub says that the token may write to an existing repository; None where it cannot be asked."""
+        """Whether the hub lets the token write to an existing repository; None if this huggingface_hub cannot ask."""
         if "write" not in inspect.signature(self.api.auth_check).parameters:
             return None
         try:
-            self.do(f"a look at {repo_id}", lambda: self.api.auth_check(repo_id, write=True))
+            self.do(f"asking for the rights in {repo_id}", lambda: self.api.auth_check(repo_id, write=True))
         except AccessError:
             return False
         return True
 
     def page(self, repo_id: str, revision: str) -> Page:
-        """What is there now."""
+        """What a repository holds at a revision now."""
         from huggingface_hub.utils import RepositoryNotFoundError, RevisionNotFoundError
 
         def look(at: str | None) -> Any:
@@ -131,20 +92,20 @@ class Hub:
             except RepositoryNotFoundError:
                 return None
 
-        found = self.do(f"a look at {repo_id}", lambda: look(revision))
+        found = self.do(f"looking at {repo_id}", lambda: look(revision))
         if found is None:
             return Page(exists=False)
         if found == "no revision":
-            found = self.do(f"a look at {repo_id}", lambda: look(None))
+            found = self.do(f"looking at {repo_id}", lambda: look(None))
             return Page(exists=True, private=getattr(found, "private", None))
         return Page(True, str(found.sha), found.private, self.tree(repo_id, str(found.sha)))
 
     def tree(self, repo_id: str, revision: str) -> dict[str, RemoteFile]:
-        """Path -> file, of everything at a revision."""
+        """Path -> file, of all files at a revision."""
         from huggingface_hub.hf_api import RepoFile
 
         listed = self.do(
-            f"a look at {repo_id}", lambda: list(self.api.list_repo_tree(repo_id, recursive=True, revision=revision))
+            f"listing {repo_id}", lambda: list(self.api.list_repo_tree(repo_id, recursive=True, revision=revision))
         )
         files = [entry for entry in listed if isinstance(entry, RepoFile)]
         return {f.path: RemoteFile(f.size, f.lfs.sha256 if f.lfs else str(f.blob_id)) for f in files}
@@ -168,77 +129,69 @@ class Hub:
 
     # ---- sending -----------------------------------------------------------------------------------------------------
 
-    def make(self, repo_id: str, *, private: bool) -> None:
-        """Makes an empty repository where there is none."""
-        self.do(f"making {repo_id}", lambda: self.api.create_repo(repo_id, private=private, exist_ok=True))
-
-    def branch(self, repo_id: str, revision: str) -> None:
-        """Makes a branch of main where there is none."""
-        self.do(
-            f"making the branch {revision}", lambda: self.api.create_branch(repo_id, branch=revision, exist_ok=True)
-        )
-
     def _batch(self, repo_id: str, blobs: Sequence[tuple[str, int]], transfers: list[str]) -> tuple[list[Any], str]:
         from huggingface_hub.lfs import UploadInfo, post_lfs_batch_info
 
         infos = [UploadInfo(sha256=bytes.fromhex(sha256), size=size, sample=b"") for sha256, size in blobs]
-        told = post_lfs_batch_info(
+        answered = post_lfs_batch_info(
             upload_infos=infos, token=self.token, repo_type="model", repo_id=repo_id, endpoint=self.endpoint,
             transfers=transfers,
         )  # fmt: skip
-        return list(told[0]), str(told[2]) if len(told) > 2 else ""
+        return list(answered[0]), str(answered[2]) if len(answered) > 2 else ""
 
     def present(
         self, repo_id: str, blobs: Sequence[tuple[str, int]], tell: Callable[[str], None] | None = None
     ) -> set[str]:
-        """Which large files, as (SHA-256, size), the repository's store has already: those it asks nobody to send."""
+        """SHA-256 of those large files, given as (SHA-256, size), that the repository's store has already."""
         found: set[str] = set()
         for start in range(0, len(blobs), 256):
             part = blobs[start : start + 256]
             ask = partial(self._batch, repo_id, part, ["basic", "multipart"])
-            objects, _ = self.do("a look for sent files", ask, tell)
+            objects, _ = self.do("asking for files that are there already", ask, tell)
             found |= {str(entry["oid"]) for entry in objects if not entry.get("actions")}
         return found
 
     def speaks_xet(self, repo_id: str, sha256: str, size: int, tell: Callable[[str], None] | None = None) -> bool:
-        """Whether both sides speak Xet; asked once for a repository."""
+        """Whether the hub and this machine both speak Xet; asked once for a repository."""
         from huggingface_hub.utils._runtime import is_xet_available
 
-        with self._asking:  # the library, too, may look for Xet on one thread only: while it does, others find none
+        with self._asking:  # while the library looks for Xet on one thread, it finds none on the others
             if repo_id not in self._xet:
 
                 def ask() -> str:
                     return self._batch(repo_id, [(sha256, size)], ["basic", "multipart", "xet"])[1]
 
-                self._xet[repo_id] = is_xet_available() and self.do("the choice of a transfer", ask, tell) == "xet"
+                self._xet[repo_id] = (
+                    is_xet_available() and self.do("asking for the kind of transfer", ask, tell) == "xet"
+                )
             return self._xet[repo_id]
 
     def send(
         self, repo_id: str, revision: str, file: Sent, path: str, watch: Callable[[int], None], *, create_pr: bool
     ) -> bool:
-        """Sends one large file; does nothing where the hub has it.
+        """Sends one large file, unless the hub has it.
 
         Args:
             repo_id: the repository.
             revision: the branch.
-            file: its place there, size and hash.
-            path: where its bytes are.
-            watch: is told how far the file is read, and may end it by raising.
+            file: its path there, size and hash.
+            path: the local file with its bytes.
+            watch: called with the number of bytes that were read; ends the transfer by raising.
             create_pr: whether it is for a pull request.
 
         Returns:
             Whether any of it was sent.
 
         Raises:
-            CorruptError: the hub got other bytes than were announced.
+            CorruptError: the hub received bytes with another hash.
         """
 
         def tell(text: str) -> None:
-            watch(0)  # nobody waits, nor reads it, after the end
+            watch(0)  # raises where the push has ended: no wait, no message
             self.tell(text)
 
         xet, tries, went = self.speaks_xet(repo_id, file.sha256, file.size, tell), 0, False
-        if xet:  # nobody sees what it reads
+        if xet:  # what it reads cannot be watched
             went = not self.present(repo_id, [(file.sha256, file.size)], tell)
 
         def attempt() -> None:
@@ -264,7 +217,7 @@ class Hub:
         return went
 
     def sort(self, repo_id: str, revision: str, operations: list[CommitOperationAdd], *, create_pr: bool) -> set[str]:
-        """Sends those of some small files that the hub treats as large; returns the paths of these."""
+        """Sends those small files that the hub treats as large ones, and returns their paths."""
         self.do(
             "sending the small files",
             lambda: self.api.preupload_lfs_files(
@@ -286,10 +239,10 @@ class Hub:
             target: where to.
             operations: makes them anew for each try: a commit uses them up.
             parent: the commit it must follow.
-            made_already: finds the commit where an answer was lost on its way.
+            made_already: returns the commit if it was made and only the answer was lost.
 
         Raises:
-            Moved: the revision is no longer at `parent`.
+            MovedError: the revision is no longer at `parent`.
         """
 
         def attempt() -> Committed:
@@ -303,28 +256,31 @@ class Hub:
                 if (code in (0, 409, 412) or code >= 500) and (found := made_already()) is not None:
                     return found
                 if code in (409, 412):
-                    raise Moved(
-                        "a revision that moved meanwhile", file=f"{target.repo_id}@{target.revision}"
+                    raise MovedError(
+                        "somebody else committed meanwhile",
+                        file=target.label,
+                        expected=f"commit {parent[:12]}",
+                        remedy=RETRY,
                     ) from error
                 raise
             return Committed(str(info.oid), str(info.pr_url or ""))
 
-        return self.do("the commit", attempt)
+        return self.do("committing", attempt)
 
     def pull_requests(self, repo_id: str) -> dict[int, str]:
         """Number -> title, of a repository's pull requests."""
-        found = self.do("a look at the pull requests", lambda: list(self.api.get_repo_discussions(repo_id)))
+        found = self.do("listing the pull requests", lambda: list(self.api.get_repo_discussions(repo_id)))
         return {int(d.num): str(d.title) for d in found if d.is_pull_request}
 
 
-class Moved(RemoteError):
-    """The revision is not where it was when the push began."""
+class MovedError(RemoteError):
+    """The revision has got another commit since the push began."""
 
     code = "moved"
 
 
 def _passing(error: RuntimeError, *, xet: bool) -> Passing | None:
-    """What the next try may not have: an upload link that expired is made anew, and what Xet fails at goes the plain way."""
+    """The failure to try again after: an upload link that expired, or a failure of Xet. None for any other."""
     response = answer(error)
     if response is None:
         return Passing(f"Xet: {error}") if xet else None
@@ -334,13 +290,10 @@ def _passing(error: RuntimeError, *, xet: bool) -> Passing | None:
 
 @contextlib.contextmanager
 def quietly() -> Iterator[None]:
-    """Keeps the library's own bars and warnings, which show signed addresses, off the terminal.
-
-    Its bars are made on several threads at once, and tqdm then loses a lock that was not there before.
-    """
+    """Keeps the library's progress bars and warnings, which show signed addresses, off the terminal."""
     from huggingface_hub import utils
 
-    utils.tqdm.get_lock()
+    utils.tqdm.get_lock()  # made here, once: several threads that make it at the same time lose one
 
     logger = logging.getLogger("huggingface_hub")
     level, bars = logger.level, utils.are_progress_bars_disabled()
@@ -356,17 +309,20 @@ def quietly() -> Iterator[None]:
 
 
 def valid_name(repo_id: str) -> str:
-    """The name itself.
+    """Returns the name of a repository.
 
     Raises:
-        UsageError: it is no name of a repository.
+        UsageError: no repository can have it.
     """
     from huggingface_hub.utils import validate_repo_id
 
     try:
         validate_repo_id(repo_id)
         if repo_id.count("/") > 1:
-            raise ValueError("it is NAME or OWNER/NAME")
+            raise ValueError("more than one '/'")
     except ValueError as error:
-        raise UsageError("a name that no repository can have", file=repo_id, found=str(error)) from error
+        raise UsageError(
+            "no repository can have this name", file=repo_id, found=str(error).rstrip("."), expected="OWNER/NAME or NAME",
+            remedy="Give the repository as OWNER/NAME.",
+        ) from error  # fmt: skip
     return repo_id

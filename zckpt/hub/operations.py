@@ -1,20 +1,21 @@
-"""What huggingface_hub is handed: operations of a commit, and open files.
+"""The values that huggingface_hub takes: operations of a commit, and open files.
 
 For `client` and `transfer`.
 
-[Note: operations] A `CommitOperationAdd` normally hashes its file when it is made. Ours are made of nothing and then told
-hash, size and mode, as the library itself does after an upload: so a file is never read for its hash alone, and one that is
-at the hub already needs no file at all.
+[Note: operations] A `CommitOperationAdd` normally hashes its file when it is made. Ours are made of empty bytes, and get hash,
+size and mode afterwards, as the library itself sets them after an upload. So a file is never read for its hash alone, and one
+that is at the hub already is not needed here.
 
-[Note: transfers] Where the hub and this machine both speak Xet, the library's own way is taken: it is given the file's path.
-Otherwise it is given an open file, which every version sends by plain HTTP.
+[Note: transfers] If the hub and this machine both speak Xet, the library gets the file's path and chooses the transfer itself.
+Otherwise it gets an open file, which every version sends by plain HTTP.
 """
 
 from __future__ import annotations
 
 import io
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -52,36 +53,49 @@ class Sent:
         return operation
 
 
-def in_memory(content: bytes | str) -> io.BytesIO:
-    """A small file as an open one; see [Note: transfers]."""
-    if isinstance(content, bytes):
-        return io.BytesIO(content)
-    with open(content, "rb") as file:
-        return io.BytesIO(file.read())
+def small_operations(contents: Mapping[str, bytes | str], *, in_memory: bool) -> list[CommitOperationAdd]:
+    """New operations that add small files; a commit uses them up.
+
+    Args:
+        contents: path in the repository -> the file's bytes, or a local path.
+        in_memory: whether to pass open files instead; see [Note: transfers].
+    """
+    from huggingface_hub import CommitOperationAdd
+
+    def given(content: bytes | str) -> bytes | str | io.BytesIO:
+        if not in_memory:
+            return content
+        return io.BytesIO(content if isinstance(content, bytes) else Path(content).read_bytes())
+
+    return [CommitOperationAdd(path_in_repo=path, path_or_fileobj=given(content)) for path, content in contents.items()]
 
 
-_TOLD_EVERY = 1 << 20
+_WATCH_BYTES = 1 << 20
 
 
 class Watched(io.BufferedReader):
-    """A file on its way out: whoever watches knows how far it is, and can end it.
+    """A file whose reader is watched, and can be stopped.
+
+    Args:
+        path: of the file.
+        watch: called about once a MiB, and at the end, with the bytes read so far; what it raises reaches the reader.
 
     Attributes:
-        was_read: whether anybody wanted any of it.
+        was_read: whether any of it was read.
     """
 
     def __init__(self, path: str, watch: Callable[[int], None]) -> None:
         super().__init__(io.FileIO(path))
         self._watch = watch
-        self._untold = 0
+        self._unwatched = 0
         self.was_read = False
 
     def read(self, nbytes: int | None = -1) -> bytes:
-        """As any file's; now and then tells how far it is."""
+        """Reads as any file does, and calls `watch`."""
         data = super().read(nbytes)
-        self._untold += len(data)
+        self._unwatched += len(data)
         self.was_read = self.was_read or bool(data)
-        if self._untold >= _TOLD_EVERY or not data:
-            self._untold = 0
+        if self._unwatched >= _WATCH_BYTES or not data:
+            self._unwatched = 0
             self._watch(self.tell())
         return data

@@ -1,7 +1,7 @@
-"""Which failures of a hub pass by themselves, how long to wait, and what to tell of those that do not.
+"""Which failures of a hub are tried again, after which wait, and the errors for all others.
 
-For `client`. huggingface_hub's errors differ from version to version (requests, httpx, its own), so they are known by what
-they carry: an answer with a status, or none. No token and no signed address leaves this module in a message.
+For `client`. huggingface_hub's errors differ from version to version (requests, httpx, its own), so they are recognized by
+what they carry: an answer with a status, or none. No token and no signed address leaves this module in a message.
 """
 
 from __future__ import annotations
@@ -16,10 +16,13 @@ from zckpt.base.errors import AccessError, CorruptError, RemoteError, ZckptError
 T = TypeVar("T")
 
 DELAYS_S = (1, 2, 4, 8, 16, 32, 64)
-"""Between tries, where the server does not say."""
+"""Waits between tries, unless the server gives another."""
 
 MOST_S = 900
-"""Longest delay of a server's own that is waited for."""
+"""Longest wait that a server may ask for; after an answer that asks for more, the call fails."""
+
+RETRY = "Run the same command again to resume. Nothing was published."
+"""The fix for a failure that may pass later."""
 
 _PASSING = (408, 425, 429, 500, 502, 503, 504)
 _TRANSPORT = {"TransportError", "ConnectionError", "Timeout", "TimeoutError", "ChunkedEncodingError"}
@@ -27,11 +30,11 @@ _CLOSED = "client has been closed"
 
 
 class Passing(ConnectionError):
-    """A failure that the next try may not have."""
+    """A failure after which the same call is tried again."""
 
 
 def chain(error: BaseException) -> Iterator[BaseException]:
-    """An error and what it was raised from."""
+    """An error and all errors that it was raised from."""
     seen: set[int] = set()
     current: BaseException | None = error
     while current is not None and id(current) not in seen:
@@ -56,7 +59,7 @@ def status(error: BaseException) -> int:
 
 
 def delay(error: BaseException, attempt: int) -> float | None:
-    """Seconds to wait before the next try; None for an error that will not pass."""
+    """Seconds to wait before the next try; None for an error after which there is none."""
     if isinstance(error, ZckptError):
         return None
     usual = float(DELAYS_S[min(attempt, len(DELAYS_S) - 1)])
@@ -73,7 +76,7 @@ def delay(error: BaseException, attempt: int) -> float | None:
 
 
 def _own_delay(headers: Any) -> float | None:
-    """What `Retry-After`, or the hub's `ratelimit: "api";r=0;t=55`, says."""
+    """Seconds that `Retry-After`, or the hub's `ratelimit: "api";r=0;t=55`, asks for; None for neither."""
     lower = {str(name).lower(): str(value) for name, value in headers.items()}
     after = lower.get("retry-after", "").strip()
     if after.isdecimal():
@@ -83,16 +86,18 @@ def _own_delay(headers: Any) -> float | None:
 
 
 def patiently(call: Callable[[], T], what: str, tell: Callable[[str], None], token: str = "") -> T:
-    """Calls until it succeeds, or fails for good.
+    """Calls until the call succeeds or fails for good.
 
     Args:
-        call: is made anew for each try.
-        what: it does, for messages: "the commit".
-        tell: is told of each wait.
-        token: must not be in any message.
+        call: called once for each try.
+        what: what it does, for messages, such as "committing".
+        tell: called with a sentence before each wait.
+        token: is cut out of all messages.
 
     Raises:
-        AccessError: the hub does not let this token do it. CorruptError: it refused the bytes. RemoteError: anything else.
+        AccessError: the hub does not let this token do it.
+        CorruptError: the hub refused the bytes.
+        RemoteError: any other failure.
     """
     attempt = 0
     while True:
@@ -108,19 +113,18 @@ def patiently(call: Callable[[], T], what: str, tell: Callable[[str], None], tok
 
 
 def failure(error: Exception, what: str, token: str = "") -> ZckptError:
-    """The error to raise for one that will not pass."""
+    """The error to raise after the last try."""
     if isinstance(error, ZckptError):
         return error
     code, said = status(error), _short(error, token)
-    remedy = "Nothing was published. The same command goes on from here."
     if code in (401, 403):
-        return AccessError(f"the hub does not allow {what}", found=said, remedy="Check the token and what it may do.")
+        return AccessError(f"the hub does not allow {what}", found=said, remedy="Pass a --token that may do this.")
     if any(isinstance(cause, RuntimeError) for cause in chain(error)) and 400 <= code < 500 and code not in _PASSING:
         return CorruptError(
-            "bytes that the hub refused", found=f"{what}: {said}", expected="it should have the hash that was announced",
-            remedy="Nothing was published. Check the disk and memory of this machine, and start again.",
+            f"the hub refused the bytes while {what}", found=said, expected="bytes with the hash that was announced",
+            remedy="Check the disk and memory of this machine, and run the same command again. Nothing was published.",
         )  # fmt: skip
-    return RemoteError(f"the hub failed at {what}", found=said, remedy=remedy)
+    return RemoteError(f"the hub failed while {what}", found=said, remedy=RETRY)
 
 
 def _short(error: BaseException, token: str) -> str:

@@ -1,7 +1,7 @@
-"""Shards are made and sent at the same time, in bounded room.
+"""Shards are made and sent at the same time, in bounded scratch room.
 
-For `transfer`. They are made on the caller's thread, where an interrupt arrives and a live engine's collectives belong, and
-sent on others. One is made only when the scratch directory has room for it, and goes as soon as it is sent.
+For `transfer`. Shards are made on the caller's thread, which gets interrupts, and sent on other threads. A shard is made when
+the scratch directory has room for it, and removed as soon as it is sent.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ import queue
 import threading
 from collections.abc import Mapping, Sequence
 
-from zckpt.hub.cargo import Made, Progress, Shard
-from zckpt.hub.checks import PageTarget
-from zckpt.hub.client import Hub, Page
+from zckpt.hub.cargo import Progress, Shard
+from zckpt.hub.client import Hub
 from zckpt.hub.operations import Sent
 from zckpt.hub.scratch import Scratch
+from zckpt.hub.target import Page, PageTarget
 
 SENDER = "zckpt-sender"
 """Name of the threads that send."""
@@ -24,65 +24,56 @@ _MOST_SENDERS = 5
 
 
 class Stopped(BaseException):
-    """Ends a sender whose push has ended; no failure, so nobody tries again."""
+    """Ends a sender whose push has ended. No `Exception`, so that the call is not tried again."""
 
 
 class Pipeline:
-    """One push's shards.
+    """Makes and sends the shards of one push.
 
     Args:
-        shards: what goes up, in order.
+        shards: what to send, in order.
         hub: the hub.
-        target: where to.
+        target: where to send them.
         page: what is there.
-        scratch: where shards lie on their way.
-        room: bytes of them that may lie there.
-        progress: called with the bytes that are through, half when they are made and half when they are sent.
+        scratch: the directory for shards that are not sent yet.
+        room: the most bytes of shards in it.
+        progress: called with the bytes that are done: half of a shard's when it is made, half when it is sent.
 
     Attributes:
-        made: bytes of shards that were made.
-        sent: bytes of shards that were sent.
-        skipped: names of shards that were not made, because the hub had them.
-        found: names of shards that were made and then not sent, because the hub had them.
+        made: bytes of the shards that were made.
+        sent: bytes of the shards that were sent.
+        not_sent: names of the shards that were not sent, because the hub had them.
     """
 
     def __init__(
-        self,
-        shards: Sequence[Shard],
-        hub: Hub,
-        target: PageTarget,
-        page: Page,
-        scratch: Scratch,
-        room: int,
-        progress: Progress,
-    ) -> None:
+        self, shards: Sequence[Shard], hub: Hub, target: PageTarget, page: Page, scratch: Scratch, room: int, progress: Progress
+    ) -> None:  # fmt: skip
         self._shards, self._hub, self._target, self._page, self._scratch = shards, hub, target, page, scratch
         self._room, self._progress = room, progress
         self._changed = threading.Condition()
-        self._waiting: queue.SimpleQueue[tuple[Shard, Made] | None] = queue.SimpleQueue()
+        self._waiting: queue.SimpleQueue[tuple[Shard, str, str] | None] = queue.SimpleQueue()
         self._error: BaseException | None = None
         self._over = False
         self._used = 0
         self._done: dict[str, Sent] = {}
         self._on_the_way: dict[str, int] = {}
+        self._skipped_bytes = 0
         self.made = self.sent = 0
-        self.skipped: list[str] = []
-        self.found: list[str] = []
+        self.not_sent: set[str] = set()
 
     def again(self) -> list[Sent]:
-        """Makes and sends whatever was not sent: the hub does not have it after all."""
-        lost = {*self.skipped, *self.found}
+        """Makes and sends the shards that were not sent; for a hub that does not have them after all."""
+        lost, self.not_sent = self.not_sent, set()
         for name in lost:
             del self._done[name]
-        self.skipped, self.found = [], []
-        self._over = False
+        self._skipped_bytes, self._over = 0, False
         return self._run([shard for shard in self._shards if shard.name in lost], {})
 
     def run(self) -> list[Sent]:
-        """Makes and sends all; returns what is then at the hub, in order.
+        """Makes and sends all shards; returns them in order, as they are at the hub then. None is left in the scratch directory.
 
         Raises:
-            ZckptError: a shard could not be made or sent. No shard is left in the scratch directory.
+            ZckptError: a shard could not be made or sent.
         """
         journal = self._scratch.known
         known = [(s, sha256) for s in self._shards if (sha256 := journal.get(s.identity))] if journal else []
@@ -90,7 +81,7 @@ class Pipeline:
         return self._run(self._shards, {shard.name: sha256 for shard, sha256 in known if sha256 in present})
 
     def _run(self, shards: Sequence[Shard], present: Mapping[str, str]) -> list[Sent]:
-        """`present`: name -> hash, of shards that the hub has."""
+        """Makes and sends some shards; `present` is name -> hash of those that the hub has."""
         largest = max((shard.scratch_bytes for shard in shards), default=0)
         senders = max(1, min(_MOST_SENDERS, self._room // largest if largest else _MOST_SENDERS, len(shards)))
         for _ in range(senders):
@@ -99,18 +90,19 @@ class Pipeline:
             for shard in shards:
                 self._check()
                 if shard.name in present:
-                    self.skipped.append(shard.name)
+                    self._skipped_bytes += shard.nbytes
+                    self.not_sent.add(shard.name)
                     self._arrived(shard, present[shard.name])
                     continue
                 self._wait_for_room(shard.scratch_bytes)
                 self._scratch.lay_out(shard.name)
-                made = shard.make(self._scratch.path, self._tell)
+                path, sha256 = shard.make(self._scratch.path, self._report)
                 self.made += shard.nbytes
-                self._scratch.remember(shard.identity, shard.name, made.sha256)
-                self._waiting.put((shard, made))
+                self._scratch.remember(shard.identity, shard.name, sha256)
+                self._waiting.put((shard, path, sha256))
             with self._changed:
                 while len(self._done) < len(self._shards):
-                    self._tell()
+                    self._report()
                     self._changed.wait(0.1)
         finally:
             self._over = True
@@ -123,14 +115,13 @@ class Pipeline:
         if self._error is not None:
             raise self._error
 
-    def _tell(self, making: int = 0) -> None:
-        """Tells of progress, and of a sender's error, while a shard is made."""
+    def _report(self, making: int = 0) -> None:
+        """Raises a sender's error, or reports progress; `making` is bytes of the shard that is being made."""
         self._check()
         if self._progress is not None:
             with self._changed:
-                skipped = sum(s.nbytes for s in self._shards if s.name in self.skipped)
-                through = sum(self._on_the_way.values())
-            self._progress((self.made + making + through + 2 * skipped) // 2)
+                sending = sum(self._on_the_way.values())
+            self._progress((self.made + making + sending) // 2 + self._skipped_bytes)
 
     def _wait_for_room(self, nbytes: int) -> None:
         with self._changed:
@@ -141,9 +132,8 @@ class Pipeline:
 
     def _send_all(self) -> None:
         while (item := self._waiting.get()) is not None and not self._over:
-            shard, made = item
             try:
-                self._send(shard, made)
+                self._send(*item)
             except Stopped:
                 return
             except BaseException as error:  # re-raised on the caller's thread
@@ -152,28 +142,28 @@ class Pipeline:
                     self._changed.notify_all()
                 return
 
-    def _send(self, shard: Shard, made: Made) -> None:
+    def _send(self, shard: Shard, file: str, sha256: str) -> None:
         def watch(done: int) -> None:
             if self._over:
                 raise Stopped
             with self._changed:
                 self._on_the_way[shard.name] = max(done, self._on_the_way.get(shard.name, 0))
 
-        sent = self._described(shard, made.sha256)
+        sent = self._described(shard, sha256)
         went = self._hub.send(
-            self._target.repo_id, self._target.revision, sent, made.path, watch, create_pr=self._target.create_pr
+            self._target.repo_id, self._target.revision, sent, file, watch, create_pr=self._target.create_pr
         )
-        if made.scratch:
+        if shard.scratch_bytes:
             with contextlib.suppress(FileNotFoundError):
-                self._scratch.put_away(made.path)
+                self._scratch.put_away(file)
         with self._changed:
             self._used -= shard.scratch_bytes
             self._on_the_way[shard.name] = shard.nbytes
             if went:
                 self.sent += shard.nbytes
             else:
-                self.found.append(shard.name)
-            self._arrived(shard, made.sha256)
+                self.not_sent.add(shard.name)
+            self._arrived(shard, sha256)
 
     def _described(self, shard: Shard, sha256: str) -> Sent:
         path = self._target.place(shard.name)

@@ -1,9 +1,10 @@
-"""What small files say about the machine they come from, taken out before they leave it.
+"""Removes paths of this machine from small files before they are published, and refuses files with access tokens.
 
-For `cargo`. Only files of known names go up at all; in those, two kinds of things are looked for: paths of this machine, with
-the names of its users in them, and access tokens. A path is absolute, with two components or more, or it is the checkpoint's
-own, or the home directory. A JSON setting whose whole value is such a path is left out, and so is one whose name says that it
-is a path and whose value is absolute or of a home; elsewhere a path is cut down to its last component. A token stops the push.
+For `cargo`. Only files of known names are published at all. In those, two things are searched: paths of this machine, which
+have the names of its users in them, and access tokens. A path is absolute and has at least two components, or it is the
+checkpoint's own, or the home directory. A JSON setting whose whole value is such a path is left out, and so is one whose name
+says that it is a path and whose value is absolute or begins with `~`; elsewhere a path is cut down to its last component. A
+token stops the push.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from zckpt.base.errors import UnsafeError
 
 _COMPONENT = r"[\w.@%+=~#$-]*\w[\w.@%+=~#$-]*"
 _PATH = re.compile(
-    # what is before: no address, relative path, closing tag or interpreter line (#!)
+    # not after the characters of an address, relative path, closing tag or interpreter line (#!)
     rf"(?<![\w/.~<)\]}}!-])(?:file://)?(?:/{_COMPONENT}(?:/+{_COMPONENT})+/*|[A-Za-z]:\\+Users\b[^\s\"'`<>|,;:()\[\]{{}}]*)"
 )
 _ADDRESS_OR_PATH = re.compile(rf"(?!file:)\b[A-Za-z][\w+.-]{{0,20}}://[^\s\"'`<>|,;()\[\]{{}}]+|{_PATH.pattern}")
@@ -35,17 +36,17 @@ _VOCABULARIES = ("tokenizer.json", "vocab.json", "vocab.txt", "merges.txt", "add
 
 
 def is_cleaned(name: str) -> bool:
-    """Whether paths are looked for in a file of this name; in a vocabulary nothing may change."""
+    """Whether paths are searched in a file of this name; a vocabulary is never changed."""
     return name.endswith(_TEXTS) and name not in _VOCABULARIES
 
 
 def cleaned(name: str, data: bytes, source: str) -> tuple[bytes, list[str]]:
-    """A small file as it may leave this machine, and sentences on what was changed.
+    """A small file as it may be published, and sentences on what was changed in it.
 
     Args:
-        name: of the file; says what kind it is.
+        name: of the file; its ending is its kind.
         data: its bytes.
-        source: the path of the checkpoint, which must not be in it.
+        source: the path of the checkpoint, which is removed from it.
 
     Raises:
         UnsafeError: it holds something that looks like an access token.
@@ -59,8 +60,8 @@ def cleaned(name: str, data: bytes, source: str) -> tuple[bytes, list[str]]:
     for what, pattern in _TOKENS.items():
         if pattern.search(text):
             raise UnsafeError(
-                f"{what} in a file that would be published", file=name, found=f"line {_line(text, pattern)}",
-                remedy="Nothing was sent. Take it out of the file, and have it revoked.",
+                f"holds {what} and would be published", file=name, found=f"line {_line(text, pattern)}",
+                remedy="Take it out of the file, and revoke it. Nothing was sent.",
             )  # fmt: skip
     if not is_cleaned(name):
         return data, []
@@ -77,14 +78,18 @@ def cleaned(name: str, data: bytes, source: str) -> tuple[bytes, list[str]]:
             short = text if clean == value else json.dumps(clean, indent=2, ensure_ascii=False) + "\n"
     notes = []
     if dropped:
-        notes.append(f"{name}: {', '.join(sorted(set(dropped)))} named a path of this machine, and was left out.")
+        settings = sorted(set(dropped))
+        was = (
+            "was left out, because it holds a path" if len(settings) == 1 else "were left out, because they hold paths"
+        )
+        notes.append(f"{name}: {', '.join(settings)} {was} of this machine.")
     if short != text:
         notes.append(f"{name}: paths of this machine were cut down to their last part.")
     return short.encode() if short != text else data, notes
 
 
 def _shortener(source: str) -> Callable[[str], str]:
-    """What cuts paths in a text: the checkpoint's own and the home directory as whole components, then all others."""
+    """A function that cuts paths in a text: the checkpoint's own and the home directory as whole components, then all others."""
     home = os.path.expanduser("~")
     instead = {home.rstrip("/"): "~"}
     instead |= {path.rstrip("/"): os.path.basename(path.rstrip("/")) for path in _spellings(source)}
@@ -104,7 +109,7 @@ def _spellings(path: str) -> set[str]:
 
 
 def _clean(value: object, shorten: Callable[[str], str], dropped: list[str], *, keys: bool) -> object:
-    """A JSON value without settings that are paths, and with all other paths in it shortened; in keys if `keys` is set."""
+    """A JSON value without the settings that are paths, with all other paths shortened; in keys too if `keys` is set."""
     if isinstance(value, str):
         return shorten(value)
     if isinstance(value, list):

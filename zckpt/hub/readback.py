@@ -1,47 +1,36 @@
-"""After the commit: what does the hub hold? Sizes, hashes, and the headers of the weights, compared with what was sent.
+"""After the commit: sizes, hashes and the headers of the weights at the hub are compared with what was sent.
 
 For `transfer`.
 """
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Mapping
 
 from zckpt.base.errors import CorruptError
-from zckpt.hub.client import Hub, RemoteFile
+from zckpt.hub.client import Hub
+from zckpt.hub.target import RemoteFile
+
+Wanted = Mapping[str, tuple[int, frozenset[str]]]
+"""Path -> size, and the hashes that its bytes may have at the hub (SHA-256 as a large file, git's SHA-1 as a small one)."""
 
 
-def git_hash(data: bytes) -> str:
-    """SHA-1 of a blob, as git names it."""
-    return hashlib.sha1(b"blob %d\0" % len(data) + data).hexdigest()
-
-
-def differences(found: Mapping[str, RemoteFile], wanted: Mapping[str, tuple[int, frozenset[str]]]) -> list[str]:
-    """What is wrong with the hub's files, a line each.
-
-    Args:
-        found: path -> file at the hub.
-        wanted: path -> size, and the names its bytes may have there (SHA-256 as a large file, git's hash as a small one).
-    """
+def differences(found: Mapping[str, RemoteFile], wanted: Wanted) -> list[str]:
+    """A line for each wanted file that is not at the hub, or has other bytes there."""
     wrong: list[str] = []
     for path, (size, oids) in wanted.items():
         file = found.get(path)
         if file is None:
-            wrong.append(f"{path!r} is not there")
+            wrong.append(f"{path!r} is missing")
         elif file.size != size:
-            wrong.append(f"{path!r} has {file.size:,} bytes, not {size:,}")
+            wrong.append(f"{path!r} has {file.size:,} bytes instead of {size:,}")
         elif file.oid not in oids:
             wrong.append(f"{path!r} has the hash {file.oid}")
     return wrong
 
 
 def read_back(
-    hub: Hub,
-    repo_id: str,
-    revision: str,
-    wanted: Mapping[str, tuple[int, frozenset[str]]],
-    headers: Mapping[str, bytes],
+    hub: Hub, repo_id: str, revision: str, wanted: Wanted, headers: Mapping[str, bytes]
 ) -> tuple[tuple[str, int, str], ...]:
     """Compares a commit with what was sent.
 
@@ -49,14 +38,14 @@ def read_back(
         hub: the hub.
         repo_id: the repository.
         revision: the commit.
-        wanted: as for `differences`.
+        wanted: what was sent.
         headers: path of a shard -> the bytes it begins with, which are fetched by a range request.
 
     Returns:
-        (path, bytes, hash) of each file, as the hub tells them.
+        (path, bytes, hash) of each file, as the hub lists them.
 
     Raises:
-        CorruptError: something is not as it was sent.
+        CorruptError: a file is missing or has other bytes.
     """
     found = hub.tree(repo_id, revision)
     wrong = differences(found, wanted)
@@ -65,8 +54,8 @@ def read_back(
             wrong.append(f"{path!r} begins with another header")
     if wrong:
         raise CorruptError(
-            "a page that is not what was sent", file=f"{repo_id}@{revision[:12]}", found="; ".join(wrong[:5]),
-            expected="sizes, hashes and headers should be those that were sent",
-            remedy="The commit is there, but must not be used. Push again with --yes.",
+            "the page differs from what was sent", file=f"{repo_id}@{revision[:12]}", found="; ".join(wrong[:5]),
+            expected="the sizes, hashes and headers that were sent",
+            remedy="Do not use this commit. Run the same command again with --yes.",
         )  # fmt: skip
     return tuple((path, found[path].size, found[path].oid) for path in wanted)

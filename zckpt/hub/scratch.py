@@ -1,8 +1,8 @@
-"""The scratch directory of a push: shards on their way, and a journal of those whose bytes are known.
+"""The scratch directory of a push: shards that are not sent yet, and a journal of the hashes of all that were made.
 
-For `transfer`. A directory of its own for each page, under a lock; what was sent makes room at once. The journal is one line
-a shard, written and synced when the shard is made, before any of it is sent: an interrupted push knows the hash of all it
-made, asks the hub which of them it has, and makes only the others.
+For `transfer`. Each page has its own directory, under a lock; a shard is removed as soon as it is sent. The journal has one
+line for each shard, written and synced when the shard is made, before any of it is sent. So an interrupted push knows the
+hashes of all shards it made, asks the hub which of them it has, and makes only the others.
 """
 
 from __future__ import annotations
@@ -35,33 +35,33 @@ class Scratch:
     known: dict[str, str]
 
     def lay_out(self, name: str) -> None:
-        """Gives the file of a shard that is through to the next one: pages that are written over cost half of new ones."""
+        """Reuses the file of a shard that was sent for the next one: writing over cached pages takes half as long as new ones."""
         with contextlib.suppress(FileNotFoundError):
             os.rename(os.path.join(self.path, _SPARE), os.path.join(self.path, name))
 
     def put_away(self, path: str) -> None:
-        """A shard is through. One such file is kept for the next; a second one goes."""
-        with contextlib.suppress(OSError):  # renaming onto a file would have ext4 write it out first
+        """Removes the file of a shard that was sent; one such file is kept for `lay_out`."""
+        with contextlib.suppress(OSError):  # a rename onto a file would make ext4 write it out first
             os.link(path, os.path.join(self.path, _SPARE))
         os.unlink(path)
 
     def remember(self, identity: str, name: str, sha256: str) -> None:
-        """Notes a shard's hash, so that it survives whatever comes."""
+        """Records a shard's hash, durably."""
         with open(os.path.join(self.path, _JOURNAL), "a", encoding="utf-8") as file:
-            file.write(f"\n{_line(identity, name, sha256)}\n")  # a first newline ends a line that was cut short
+            file.write(f"\n{_line(identity, name, sha256)}\n")  # the first newline ends a line that was cut short
             file.flush()
             make_durable(file.fileno())
         self.known[identity] = sha256
 
     def clear(self) -> None:
-        """Removes whatever shards are there, whole or not."""
+        """Removes all shards, complete or not."""
         for name in os.listdir(self.path):
             if name not in (_JOURNAL, _LOCK):
                 with contextlib.suppress(FileNotFoundError):
                     os.unlink(os.path.join(self.path, name))
 
     def finish(self, identities: Collection[str]) -> None:
-        """The push is done: everything goes but the hashes of its shards, by which the same push knows that it is."""
+        """Ends a push: removes everything but the hashes of its shards, by which the same push finds that it is done."""
         self.clear()
         journal = os.path.join(self.path, _JOURNAL)
         lines = [_line(identity, "", self.known[identity]) for identity in identities if identity in self.known]
@@ -75,12 +75,12 @@ def _line(identity: str, name: str, sha256: str) -> str:
 
 
 def known(directory: str, *page: object) -> dict[str, str]:
-    """Identity -> SHA-256 of the shards that earlier pushes to a page made; a look, without the lock."""
+    """Identity -> SHA-256 of the shards that earlier pushes to a page made; read without the lock."""
     return _read(os.path.join(_path(directory, page), _JOURNAL))
 
 
 def default_directory() -> str:
-    """Where pushes work unless told otherwise: beside the hub's cache, which is on a disk made for models."""
+    """The scratch directory where none is given: beside the hub's cache, which is on a disk with room for models."""
     from huggingface_hub import constants
 
     return os.path.join(constants.HF_HOME, "zckpt")
@@ -91,8 +91,8 @@ def opened(directory: str, *page: object) -> Iterator[Scratch]:
     """The scratch directory for a page, for this process alone.
 
     Args:
-        directory: where scratch directories lie.
-        page: what tells one page from another: endpoint, repository, revision, path.
+        directory: the one that holds all scratch directories.
+        page: the endpoint, repository, revision and path of the page.
 
     Raises:
         UsageError: another push to the same page is running.
@@ -102,7 +102,7 @@ def opened(directory: str, *page: object) -> Iterator[Scratch]:
     lock = _locked(path)
     try:
         scratch = Scratch(path, _read(os.path.join(path, _JOURNAL)))
-        scratch.clear()  # of a push that was killed
+        scratch.clear()  # shards of a push that was killed
         yield scratch
     finally:
         os.close(lock)
@@ -113,28 +113,23 @@ def _path(directory: str, page: tuple[object, ...]) -> str:
 
 
 def _locked(path: str) -> int:
-    """The lock of a directory, which is made where there is none; a push that has just ended may remove it at any moment."""
-    while True:
-        try:
-            make_directories(path)
-            return locks.take(os.path.join(path, _LOCK))
-        except FileNotFoundError:
-            continue
-        except locks.HeldError as error:
-            raise UsageError(
-                "two pushes to the same page",
-                file=path,
-                found="another one is running",
-                remedy="Wait until it is done.",
-            ) from error
-        except OSError as error:
-            raise OutputError(
-                "a scratch directory that cannot be made", file=path, found=error.strerror or str(error)
-            ) from error
+    """Makes a directory, if it does not exist, and takes its lock."""
+    try:
+        make_directories(path)
+        return locks.take(os.path.join(path, _LOCK))
+    except locks.HeldError as error:
+        raise UsageError(
+            "another push to the same page is running", file=path, found=str(error), remedy="Wait until it has ended."
+        ) from error
+    except OSError as error:
+        raise OutputError(
+            "the scratch directory cannot be made", file=path, found=error.strerror or str(error),
+            remedy="Pass a --scratch directory that you can write to.",
+        ) from error  # fmt: skip
 
 
 def _read(path: str) -> dict[str, str]:
-    """The journal; a last line that was cut short counts for nothing."""
+    """The journal; lines that were cut short are ignored."""
     known: dict[str, str] = {}
     with contextlib.suppress(FileNotFoundError), open(path, encoding="utf-8", errors="replace") as file:
         for line in file:

@@ -1,14 +1,14 @@
-"""From cargo to a page: check, make and send shard by shard, one commit, read back.
+"""The steps of a push: check, make and send shard by shard, commit once, read back.
 
-For `zckpt push`, and for a live engine that has shards of its own. Nothing but an empty repository is to be seen until the
-one commit at the end, which names every file by its hash.
+For `zckpt push` and `zckpt.push_to_hub`. The page shows none of it until the one commit at the end, which names every file by
+its hash; a repository that did not exist is empty until then.
 """
 
 from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from zckpt.base.errors import RemoteError, UsageError
@@ -16,21 +16,19 @@ from zckpt.base.words import examples
 from zckpt.hub import attributes, checks, scratch
 from zckpt.hub.card import card
 from zckpt.hub.cargo import Cargo, Progress, SmallFile
-from zckpt.hub.checks import PageTarget
-from zckpt.hub.client import Committed, Hub, Moved, Page, quietly
-from zckpt.hub.operations import Sent, in_memory
+from zckpt.hub.client import Hub, MovedError, quietly
+from zckpt.hub.operations import Sent, small_operations
 from zckpt.hub.pipeline import Pipeline
-from zckpt.hub.readback import differences, git_hash, read_back
+from zckpt.hub.readback import Wanted, differences, read_back
+from zckpt.hub.target import Committed, Page, PageTarget
 from zckpt.output.checks import check_free
 
 MOST_FILE_BYTES = 50_000_000_000
-"""Of one file at the hub. Source: its documentation on repository limits."""
+"""The largest file that the hub takes. Source: its documentation on repository limits."""
 
 _ATTRIBUTES = ".gitattributes"
 _GONE = "pointed to a file that does not exist"
-"""What the hub says of a commit with a large file that it does not have."""
-
-Wanted = dict[str, tuple[int, frozenset[str]]]
+"""Part of the hub's answer to a commit with a large file that it does not have."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,14 +37,14 @@ class PushReport:
 
     Attributes:
         url: the page's address.
-        commit: its last commit.
+        commit: the page's last commit.
         pull_request: address of the pull request; empty for none.
-        files: (path, bytes, SHA-256 or git's SHA-1) as the hub holds them, compared with what was sent.
-        bytes_sent: of shards that went up now; those that the hub had are not counted.
-        bytes_made: of shards that were made now.
+        files: (path, bytes, SHA-256 or git's SHA-1) at the hub, equal to what was sent.
+        bytes_sent: of the shards that were sent now; those that the hub had are not counted.
+        bytes_made: of the shards that were made now.
         seconds: wall time.
-        notes: sentences a person should see.
-        already_done: whether the page held all of this before, so that nothing was sent or committed.
+        notes: sentences for the user.
+        already_done: whether the page held all of this before, so that nothing was committed.
     """
 
     url: str
@@ -62,17 +60,17 @@ class PushReport:
 
 @dataclass(frozen=True, slots=True)
 class Ready:
-    """A push that is checked but not begun.
+    """A push that is checked, and not begun.
 
     Attributes:
-        cargo: what goes up, the card among it.
-        target: where to, under its full name.
+        cargo: what to send, with the card.
+        target: where to send it, with the repository's full name.
         hub: the hub.
         page: what is there.
-        removed: files there that would be mistaken for the new weights, and go.
-        room: bytes of shards that may lie in the scratch directory.
-        there: path -> what the page holds under it: "nothing", "the same", "another", or "perhaps the same", which nobody
-            knows before a shard is made.
+        removed: files there that a loader could take instead of the new weights; the commit removes them.
+        room: the most bytes of shards in the scratch directory.
+        there: path -> what the page holds under it: "nothing", "the same", "another", or "perhaps the same": that is known
+            only when the shard is made.
     """
 
     cargo: Cargo
@@ -85,49 +83,38 @@ class Ready:
 
     @property
     def already_done(self) -> bool:
-        """Whether the page holds all of this already, and nothing that would be mistaken for it."""
+        """Whether the page holds all of this already, and no file that has to be removed."""
         return bool(self.there) and not self.removed and set(self.there.values()) == {"the same"}
 
 
 def prepare(
     cargo: Cargo, target: PageTarget, tell: Callable[[str], None] = lambda text: None, *, dry_run: bool = False
 ) -> Ready:
-    """Checks everything that can be checked before any work; writes nothing, here or there.
+    """Checks everything that can be checked before any work; writes nothing, here or at the hub.
 
     Args:
-        cargo: what goes up.
-        target: where to.
-        tell: is told, in sentences, of what takes long.
-        dry_run: only to show what would be done: where there is no token, the hub is asked nothing, and files that are in
-            the way are told, not refused.
+        cargo: what to send.
+        target: where to send it.
+        tell: called with a sentence when something takes long.
+        dry_run: only to show what a push would do: without a token the hub is not asked, and a refusal is passed to `tell`
+            instead of raised.
 
     Raises:
-        AccessError: no token, or one that may not write there. UsageError: the name, or the room, will not do.
-        OutputError: the repository holds files, and `yes` is not set.
+        AccessError: there is no token, or it may not write there.
+        UsageError: the name, a shard's size or the scratch room does not fit.
+        OutputError: the repository holds files and `yes` is not set, or the input would be replaced.
     """
-    largest = max((shard.scratch_bytes for shard in cargo.shards), default=0)
-    room = 2 * largest if target.max_scratch is None else target.max_scratch
-    if room < largest:
-        raise UsageError(
-            "too little scratch room", found=f"{room:,} bytes", expected=f"the largest shard has {largest:,}",
-            remedy="Raise --max-scratch, or make shards smaller with --max-shard-size.",
-        )  # fmt: skip
-    too_large = [shard.name for shard in cargo.shards if shard.nbytes > MOST_FILE_BYTES]
-    if too_large:
-        raise UsageError(
-            "shards larger than the hub takes", found=examples(too_large), expected=f"at most {MOST_FILE_BYTES:,} bytes",
-            remedy="Make them smaller with --max-shard-size.",
-        )  # fmt: skip
+    room = _scratch_room(cargo, target)
     hub = Hub(target.token, target.endpoint, tell)
     with quietly():
         target, page = checks.check(hub, target, ask=not dry_run)
-    if target.card and not any(file.name == "README.md" for file in cargo.small):
+    if target.card and not any(file.name == "README.md" for file in cargo.files):
         text = card(cargo, target.repo_id, target.license, target.base_model)
-        written = SmallFile("README.md", len(text), text, "", "the model card, written by zckpt")
+        written = SmallFile("README.md", len(text), text, "the model card, written by zckpt")
         cargo = replace(cargo, small=(*cargo.small, written))
-    names = [shard.name for shard in cargo.shards] + [file.name for file in cargo.small]
-    removed = checks.mistakable(page, names, target)
-    ready = Ready(cargo, target, hub, page, removed, room, _there(cargo, target, page, _known(hub, target)))
+    removed = checks.mistakable(page, [file.name for file in cargo.files], target)
+    known = scratch.known(target.scratch or scratch.default_directory(), *_place(hub, target))
+    ready = Ready(cargo, target, hub, page, removed, room, _there(cargo, target, page, known))
     refusals = [checks.input_replaced(cargo, page, removed, target), checks.in_the_way(page, target)]
     for refusal in () if ready.already_done else filter(None, refusals):
         if not dry_run:
@@ -136,136 +123,123 @@ def prepare(
     return ready
 
 
+def _scratch_room(cargo: Cargo, target: PageTarget) -> int:
+    """Bytes that shards may take in the scratch directory; checks the shards' sizes."""
+    largest = max((shard.scratch_bytes for shard in cargo.shards), default=0)
+    room = 2 * largest if target.max_scratch is None else target.max_scratch
+    if room < largest:
+        raise UsageError(
+            "too little scratch room", found=f"{room:,} bytes", expected=f"{largest:,} bytes, for the largest shard",
+            remedy="Raise --max-scratch, or make shards smaller with --max-shard-size.",
+        )  # fmt: skip
+    too_large = [shard.name for shard in cargo.shards if shard.nbytes > MOST_FILE_BYTES]
+    if too_large:
+        raise UsageError(
+            "shards are larger than the hub takes", found=examples(too_large), expected=f"at most {MOST_FILE_BYTES:,} bytes each",
+            remedy="Make them smaller with --max-shard-size.",
+        )  # fmt: skip
+    return room
+
+
 def _place(hub: Hub, target: PageTarget) -> tuple[object, ...]:
-    """What tells one page from another."""
+    """What identifies a page."""
     return (hub.endpoint, target.repo_id, target.revision, target.path_in_repo)
 
 
-def _known(hub: Hub, target: PageTarget) -> Mapping[str, str]:
-    return scratch.known(target.scratch or scratch.default_directory(), *_place(hub, target))
-
-
 def _there(cargo: Cargo, target: PageTarget, page: Page, known: Mapping[str, str]) -> dict[str, str]:
-    """Path -> what the page holds under it, as in `Ready`."""
+    """`Ready.there`, from the hashes of shards that earlier pushes made (identity -> SHA-256)."""
     found: dict[str, str] = {}
-    for shard in cargo.shards:
-        old, sha256 = page.files.get(path := target.place(shard.name)), known.get(shard.identity)
+    for file in cargo.files:
+        old = page.files.get(path := target.place(file.name))
         if old is None:
             found[path] = "nothing"
-        elif sha256 is None and old.size == shard.nbytes:
+            continue
+        hashes = file.hashes() if isinstance(file, SmallFile) else {known.get(file.identity)}
+        if None in hashes and old.size == file.nbytes:
             found[path] = "perhaps the same"
         else:
-            found[path] = "the same" if old.oid == sha256 else "another"
-    for file in cargo.small:
-        old = page.files.get(path := target.place(file.name))
-        is_same = old is not None and old.oid in (file.sha256(), git_hash(file.read()))
-        found[path] = "nothing" if old is None else "the same" if is_same else "another"
+            found[path] = "the same" if old.oid in hashes else "another"
     return found
 
 
 def execute(ready: Ready, progress: Progress = None) -> PushReport:
-    """Does what was prepared.
+    """Makes, sends, commits and reads back what was prepared.
+
+    Args:
+        ready: a push that is checked.
+        progress: called with the bytes of shards that are done.
 
     Raises:
-        ZckptError: one of its kinds says what is wrong; nothing is published then, and the same call goes on from there.
+        ZckptError: nothing is published then, and the same call resumes; or, for a page that differs from what was sent, the
+            error says so.
     """
     began = time.perf_counter()
-    target, hub, shards = ready.target, ready.hub, ready.cargo.shards
+    target, hub, page, shards = ready.target, ready.hub, ready.page, ready.cargo.shards
     if ready.already_done:
-        return _report(ready, Committed(ready.page.head), _as_listed(ready), began)
+        listed = tuple((path, page.files[path].size, page.files[path].oid) for path in ready.there)
+        return _report(ready, Committed(page.head), listed, began)
     with quietly(), scratch.opened(target.scratch or scratch.default_directory(), *_place(hub, target)) as room:
         check_free(room.path, min(ready.room, sum(shard.scratch_bytes for shard in shards)), room.path)
         page = _made_ready(ready)
         pipeline = Pipeline(shards, hub, target, page, room, ready.room, progress)
-        found = _committed_if_there(ready, page, pipeline.run(), pipeline)
-        if found is None:
-            hub.tell("The hub has lost a file that it had: what it has not is sent again.")
-            found = _commit(ready, page, pipeline.again())
-        committed, wanted, notes = found
+        committed, wanted, notes = _send_and_commit(ready, page, pipeline)
         headers = {target.place(shard.name): shard.header for shard in shards}
         files = read_back(hub, target.repo_id, committed.oid, wanted, headers)
         room.finish([shard.identity for shard in shards])
-    report = _report(ready, committed, files, began, notes)
-    return replace(
-        report, bytes_sent=pipeline.sent, bytes_made=pipeline.made, already_done=committed.oid == ready.page.head
-    )
+    return _report(ready, committed, files, began, pipeline.sent, pipeline.made, notes)
 
 
 def _report(
-    ready: Ready, committed: Committed, files: tuple[tuple[str, int, str], ...], began: float, notes: Sequence[str] = ()
-) -> PushReport:
-    target, hub = ready.target, ready.hub
+    ready: Ready, committed: Committed, files: tuple[tuple[str, int, str], ...], began: float, sent: int = 0, made: int = 0,
+    notes: Sequence[str] = (),
+) -> PushReport:  # fmt: skip
+    target = ready.target
     return PushReport(
-        url=f"{hub.endpoint}/{target.repo_id}" + ("" if target.revision == "main" else f"/tree/{target.revision}"),
-        commit=committed.oid,
-        pull_request=committed.pull_request,
-        files=files,
-        bytes_sent=0,
-        bytes_made=0,
-        seconds=time.perf_counter() - began,
-        notes=(*ready.cargo.notes, *notes),
-        already_done=ready.already_done,
-    )
-
-
-def _as_listed(ready: Ready) -> tuple[tuple[str, int, str], ...]:
-    """(path, bytes, hash) of the push's files, as the hub lists them."""
-    return tuple((path, ready.page.files[path].size, ready.page.files[path].oid) for path in ready.there)
+        url=f"{ready.hub.endpoint}/{target.repo_id}" + ("" if target.revision == "main" else f"/tree/{target.revision}"),
+        commit=committed.oid, pull_request=committed.pull_request, files=files, bytes_sent=sent, bytes_made=made,
+        seconds=time.perf_counter() - began, notes=(*ready.cargo.notes, *notes),
+        already_done=committed.oid == ready.page.head,
+    )  # fmt: skip
 
 
 def _made_ready(ready: Ready) -> Page:
-    """Makes the repository and branch where there are none; what is there then."""
+    """Makes the repository and the branch, if they do not exist; returns what is there then."""
     target, hub, page = ready.target, ready.hub, ready.page
     if page.head:
         return page
+    repo, branch = target.repo_id, target.revision
     if not page.exists:
-        hub.make(target.repo_id, private=target.private is not False)
-    if target.revision != "main":
-        hub.branch(target.repo_id, target.revision)
-    return hub.page(target.repo_id, target.revision)
+        is_private = target.private is not False
+        hub.do(f"making {repo}", lambda: hub.api.create_repo(repo, private=is_private, exist_ok=True))
+    if branch != "main":
+        hub.do(f"making the branch {branch}", lambda: hub.api.create_branch(repo, branch=branch, exist_ok=True))
+    return hub.page(repo, branch)
 
 
-def _committed_if_there(
-    ready: Ready, page: Page, sent: Sequence[Sent], pipeline: Pipeline
-) -> tuple[Committed, Wanted, list[str]] | None:
-    """As `_commit`; None where the hub does not have a file that was not sent, because it seemed to have it."""
+def _send_and_commit(ready: Ready, page: Page, pipeline: Pipeline) -> tuple[Committed, Wanted, list[str]]:
+    """As `_commit`, after sending all shards; shards that the hub had and then lost are sent again."""
+    sent = pipeline.run()
     try:
         return _commit(ready, page, sent)
     except RemoteError as error:
-        if _GONE not in str(error) or not (pipeline.skipped or pipeline.found):
+        if _GONE not in str(error) or not pipeline.not_sent:
             raise
-        return None
+    ready.hub.tell("The hub has lost a file that it had: files that were not sent are sent now.")
+    return _commit(ready, page, pipeline.again())
 
 
 def _commit(ready: Ready, page: Page, sent: Sequence[Sent]) -> tuple[Committed, Wanted, list[str]]:
-    """The one commit, tried once more where the revision moved; with what it must hold, and what to tell of it."""
-    from huggingface_hub import CommitOperationAdd, CommitOperationDelete
+    """The one commit, tried once more if the revision moved; with what it must hold, and notes for the user."""
+    from huggingface_hub import CommitOperationDelete
 
-    target, hub, small = ready.target, ready.hub, ready.cargo.small
-    contents = {target.place(file.name): file.content() for file in small}
-    plain = not hub.speaks_xet(target.repo_id, sent[0].sha256, sent[0].size)
-    wanted: Wanted = {file.path: (file.size, frozenset({file.sha256})) for file in sent}
-    wanted |= {
-        target.place(file.name): (file.nbytes, frozenset({file.sha256(), git_hash(file.read())})) for file in small
-    }
-
-    def adding() -> list[CommitOperationAdd]:
-        given = {path: in_memory(content) if plain else content for path, content in contents.items()}
-        return [CommitOperationAdd(path_in_repo=path, path_or_fileobj=content) for path, content in given.items()]
-
-    large = hub.sort(target.repo_id, target.revision, adding(), create_pr=target.create_pr)
-    pulls = set(hub.pull_requests(target.repo_id)) if target.create_pr else set[int]()
-
-    def made_already() -> Committed | None:
-        if not target.create_pr:
-            now = hub.page(target.repo_id, target.revision)
-            there = not differences(now.files, wanted) and not any(path in now.files for path in ready.removed)
-            return Committed(now.head) if there else None
-        for number, title in hub.pull_requests(target.repo_id).items():
-            now = hub.page(target.repo_id, f"refs/pr/{number}")
-            if number not in pulls and title == target.message and not differences(now.files, wanted):
-                return Committed(now.head, f"{hub.endpoint}/{target.repo_id}/discussions/{number}")
-        return None
+    target, hub = ready.target, ready.hub
+    contents = {target.place(file.name): file.content for file in ready.cargo.small}
+    wanted: dict[str, tuple[int, frozenset[str]]] = {file.path: (file.size, frozenset({file.sha256})) for file in sent}
+    wanted |= {target.place(file.name): (file.nbytes, file.hashes()) for file in ready.cargo.small}
+    in_memory = not hub.speaks_xet(target.repo_id, sent[0].sha256, sent[0].size)
+    small = small_operations(contents, in_memory=in_memory)
+    large = hub.sort(target.repo_id, target.revision, small, create_pr=target.create_pr)
+    known = set(hub.pull_requests(target.repo_id)) if target.create_pr else set[int]()
 
     def committed(page: Page) -> Committed:
         old = hub.read(target.repo_id, _ATTRIBUTES, page.head) if _ATTRIBUTES in page.files else b""
@@ -275,12 +249,26 @@ def _commit(ready: Ready, page: Page, sent: Sequence[Sent]) -> tuple[Committed, 
 
         def operations() -> list[object]:
             removed = [CommitOperationDelete(path_in_repo=path) for path in ready.removed if path in page.files]
-            return [*adding(), *(file.operation() for file in sent), *removed]
+            return [*small_operations(contents, in_memory=in_memory), *(file.operation() for file in sent), *removed]
 
-        return hub.commit(target, operations, page.head, made_already)
+        return hub.commit(target, operations, page.head, lambda: _made_already(ready, wanted, known))
 
-    with contextlib.suppress(Moved):
+    with contextlib.suppress(MovedError):
         return committed(page), wanted, []
-    hub.tell(f"{target.repo_id}@{target.revision} moved meanwhile: the commit is tried once more on top of that.")
+    hub.tell(f"Somebody else committed to {target.label} meanwhile: the commit is tried once more, on top of theirs.")
     note = f"Somebody else committed to {target.revision} during the push; this commit is on top of theirs."
     return committed(hub.page(target.repo_id, target.revision)), wanted, [note]
+
+
+def _made_already(ready: Ready, wanted: Wanted, known: Collection[int]) -> Committed | None:
+    """This push's commit, if the hub has made it; `known` are the pull requests that were there before."""
+    target, hub = ready.target, ready.hub
+    if not target.create_pr:
+        now = hub.page(target.repo_id, target.revision)
+        is_made = not differences(now.files, wanted) and not any(path in now.files for path in ready.removed)
+        return Committed(now.head) if is_made else None
+    for number, title in hub.pull_requests(target.repo_id).items():
+        now = hub.page(target.repo_id, f"refs/pr/{number}")
+        if number not in known and title == target.message and not differences(now.files, wanted):
+            return Committed(now.head, f"{hub.endpoint}/{target.repo_id}/discussions/{number}")
+    return None
