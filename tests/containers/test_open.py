@@ -13,7 +13,7 @@ from zckpt.containers import open_container
 LFS = b"version https://git-lfs.github.com/spec/v1\noid sha256:0123\nsize 123456\n"
 
 CASES = {
-    "empty": (b"", CorruptError, "no bytes at all"),
+    "empty": (b"", CorruptError, "the file is empty"),
     "zeros": (bytes(5000), CorruptError, "zeros"),
     "lfs": (LFS, IncompleteError, "git lfs pull"),
     "html": (b"<!DOCTYPE html><html><body>404</body></html>", NotACheckpointError, "web page"),

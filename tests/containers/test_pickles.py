@@ -18,6 +18,7 @@ import torch
 
 from zckpt.base.errors import CorruptError, UnsafeError, UnsupportedError
 from zckpt.containers import NumpyArray, Placeholder, brief, enum_value
+from zckpt.containers.machine import Machine
 from zckpt.containers.opcodes import OPCODES, _unknown
 from zckpt.containers.pickles import MAX_DEPTH, load_pickle, read_pickle
 from zckpt.core.dtypes import ALL
@@ -304,9 +305,10 @@ def test_unknown_rebuilds_are_placeholders(dtype):
 
 def test_where_a_pickle_ends():
     data = pickle.dumps([1, 2], 2)
-    assert read_pickle(data + b"rest", file="x") == ([1, 2], len(data))
+    machine = Machine(data + b"rest", "x")
+    assert (read_pickle(machine), machine.position) == ([1, 2], len(data))
     with pytest.raises(EOFError):
-        read_pickle(data[:-1], file="x")
+        read_pickle(Machine(data[:-1], "x"))
 
 
 @pytest.mark.parametrize("protocol", PROTOCOLS)
@@ -315,8 +317,8 @@ def test_every_truncation_is_an_error(protocol):
     data = pickle.dumps(value, protocol)
     for end in range(len(data)):
         with pytest.raises(EOFError):
-            read_pickle(data[:end], file="x")
-    with pytest.raises(CorruptError, match="without end") as caught:
+            read_pickle(Machine(data[:end], "x"))
+    with pytest.raises(CorruptError, match="has no end") as caught:
         load(data[:-1], record="data.pkl")
     assert caught.value.byte_offset == len(data) - 1 and "data.pkl" in caught.value.found
 
@@ -339,7 +341,7 @@ def test_random_damage_is_an_error_or_another_value(protocol):
 @pytest.mark.parametrize(
     ("data", "what"),
     [
-        (b"", "without end"),
+        (b"", "has no end"),
         (b"\x80\x09N.", "protocol after 5"),
         (b"\x99.", "unknown opcode"),
         (b".", "damaged"),
@@ -360,7 +362,7 @@ def test_random_damage_is_an_error_or_another_value(protocol):
         (b"S'\\q'\n.", "without its quotes"),
         (b"V\\u12\n.", "damaged"),
         (b"\x97.", "out of band"),
-        (b"\x95\xff\xff\xff\xff\xff\xff\xff\xff.", "without end"),
+        (b"\x95\xff\xff\xff\xff\xff\xff\xff\xff.", "has no end"),
         (b"cc\xff\n\n.", "damaged"),
         (b"K\x01K\x02\x93.", "damaged"),
         (b"ctorch\nSize\n(K\x05tR.", "damaged"),

@@ -180,7 +180,7 @@ def test_impossible_header_lengths(tmp_path, length):
 
 
 def test_deep_headers(tmp_path):
-    with pytest.raises(CorruptError, match="not JSON"):
+    with pytest.raises(CorruptError, match="no JSON"):
         open_container(written(tmp_path / "x", b'{"a":' + b"[" * 200_000))
 
 

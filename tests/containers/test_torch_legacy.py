@@ -49,7 +49,7 @@ def test_protocols(tmp_path, elements, bytes_of, protocol):
     path = tmp_path / "x.pt"
     torch.save(VALUE, path, _use_new_zipfile_serialization=False, pickle_protocol=protocol)
     if protocol == 0:  # torch writes the text "('storage', <class ...>, ..)" and cannot read it itself
-        with pytest.raises(CorruptError, match="no storage"):
+        with pytest.raises(CorruptError, match="not a storage"):
             open_container(path)
         return
     container = open_container(path)
@@ -96,7 +96,7 @@ def test_plain_pickles_are_not_checkpoints(tmp_path):
     with pytest.raises(NotACheckpointError, match="torch did not save"):
         open_container(path)
     path.write_bytes(pickle.dumps(torch_legacy.MAGIC_NUMBER, 2) + pickle.dumps(7, 2) + pickle.dumps({}, 2))
-    with pytest.raises(UnsupportedError, match="unknown version"):
+    with pytest.raises(UnsupportedError, match="version of torch's format is unknown"):
         open_container(path)
 
 
@@ -149,15 +149,15 @@ def test_storage_views_and_sources_of_old_files(tmp_path, elements):
 @pytest.mark.parametrize(
     ("key", "keys", "what"),
     [
-        (("storage", torch.FloatStorage, "1", "cpu", 6, None), ["1", "9"], "no tensor is of"),
-        (("storage", torch.FloatStorage, "1", "cpu", 6, None), [["1"]], "no tensor is of"),
-        (("storage", torch.FloatStorage, "1", "cpu", 5, None), ["1"], "elements here"),
-        (("storage", torch.FloatStorage, "1", "cpu", 6, ("2", 4, 3)), ["1"], "impossible view"),
-        (("storage", torch.FloatStorage, "1", "cpu", 6, "x"), ["1"], "impossible view"),
-        (("storage", torch.FloatStorage, "1", "cpu", -6, None), ["1"], "no storage"),
-        (("storage", torch.FloatStorage, "1", "cpu", True, None), ["1"], "no storage"),
-        (("storage", torch.FloatStorage), ["1"], "no storage"),
-        (("storage", torch.Tensor, "1", "cpu", 6, None), ["1"], "unknown class"),
+        (("storage", torch.FloatStorage, "1", "cpu", 6, None), ["1", "9"], "without a tensor"),
+        (("storage", torch.FloatStorage, "1", "cpu", 6, None), [["1"]], "without a tensor"),
+        (("storage", torch.FloatStorage, "1", "cpu", 5, None), ["1"], "as the pickle says"),
+        (("storage", torch.FloatStorage, "1", "cpu", 6, ("2", 4, 3)), ["1"], "view of storage '1' is impossible"),
+        (("storage", torch.FloatStorage, "1", "cpu", 6, "x"), ["1"], "view of storage '1' is impossible"),
+        (("storage", torch.FloatStorage, "1", "cpu", -6, None), ["1"], "not a storage"),
+        (("storage", torch.FloatStorage, "1", "cpu", True, None), ["1"], "not a storage"),
+        (("storage", torch.FloatStorage), ["1"], "not a storage"),
+        (("storage", torch.Tensor, "1", "cpu", 6, None), ["1"], "class of a storage is unknown"),
     ],
 )
 def test_references_that_cannot_be(tmp_path, key, keys, what):
@@ -171,7 +171,7 @@ def test_a_storage_that_is_not_in_the_list(tmp_path):
     path = tmp_path / "x.pt"
     one, other = (Id(("storage", torch.FloatStorage, name, "cpu", 1, None)) for name in "12")
     path.write_bytes(stream([one, other], ["1"], bytes(4)))
-    with pytest.raises(CorruptError, match="does not hold"):
+    with pytest.raises(CorruptError, match="storage '2' is missing"):
         open_container(path)
 
 
@@ -217,7 +217,6 @@ def test_tar(tmp_path, elements):
     assert elements(root["weight"]) == struct.pack("<6f", *range(6)) and root["weight"].shape == (2, 3)
     assert elements(root["steps"]) == struct.pack("<2q", 7, 8)
     assert elements(root["view"]) == struct.pack("<2f", 3, 4)
-    assert torch_legacy.read(tar_of(tmp_path, members())).kind == "torch_tar"
 
 
 def test_torch_reads_our_tar_alike(tmp_path):

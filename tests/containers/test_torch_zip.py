@@ -394,7 +394,7 @@ def test_a_directory_is_parsed_once_for_all_records(save):
     with open_input(save({"t": torch.arange(3)})) as file:
         directory = Directory(file)
         assert directory.data_offset("x/data/0") == directory.data_offset("x/data/0")
-        with pytest.raises(CorruptError, match="no record"):
+        with pytest.raises(CorruptError, match="is missing"):
             directory.data_offset("x/data/9")
 
 

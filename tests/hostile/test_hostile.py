@@ -234,10 +234,9 @@ def test_nothing_runs(tmp_path, canary, name, container):
     with pytest.raises(UnsafeError) as caught:
         open_container(path)
     error = caught.value
-    assert (error.what, error.file) == ("a pickle that runs code", str(path))
-    assert "it calls " in error.found
-    assert "nothing was executed" in error.remedy
-    step = int(error.found.partition("byte ")[2].partition(":")[0].replace(",", ""))
+    assert error.what.startswith("its pickle calls ") and error.file == str(path)
+    assert "nothing was executed" in error.found
+    step = int(error.found.partition("byte ")[2].partition(";")[0].replace(",", ""))
     if container == "zip":
         assert error.found.startswith("record data.pkl, byte ")
     else:
@@ -688,7 +687,7 @@ def test_calls_cost_something(tmp_path):
     done = subprocess.run([sys.executable, "-c", code, tmp_path / "x.pt"], capture_output=True, text=True, check=True)
     told, used = done.stdout.splitlines()
     mebibytes, seconds = map(int, used.split())
-    assert told.startswith("a pickle that takes too much") and mebibytes < 700 and seconds < 20
+    assert told.startswith("its pickle needs more than") and mebibytes < 700 and seconds < 20
 
 
 def test_many_tensors_are_no_bomb(tmp_path):

@@ -266,7 +266,7 @@ WRONG: dict[str, tuple[Callable[[Metadata], None], type[ZckptError], str]] = {
     "a chunk outside": (lambda m: halves(m, (0, 3), (3, 7)), InconsistentError, "outside of its tensor"),
     "chunks of another size than stored": (lambda m: halves(m, (0, 3), (3, 6)), InconsistentError, "not what"),
     "no place": (lambda m: m.storage_data.clear(), IncompleteError, "no file holds"),
-    "beyond the end": (lambda m: place(m, offset=1 << 30), CorruptError, "beyond the end"),
+    "beyond the end": (lambda m: place(m, offset=1 << 30), CorruptError, "ends before the end"),
     "an offset of 2^63": (lambda m: place(m, offset=1 << 63), CorruptError, "impossible numbers"),
     "a negative offset": (lambda m: place(m, offset=-8), CorruptError, "impossible numbers"),
     "a length of 2^63": (lambda m: place(m, length=1 << 63), CorruptError, "impossible numbers"),

@@ -26,6 +26,12 @@ from typing import ClassVar
 
 from zckpt.base.words import wrapped
 
+COPY_AGAIN = "Copy that file again. If that does not help, use another save."
+"""The fix for a damaged file."""
+
+OTHER_SAVE = "Copy the files of one save again, or use another save. Nothing was written."
+"""The fix for files that do not belong together."""
+
 
 class ZckptError(Exception):
     """Base of all errors zckpt raises on purpose.

@@ -1,14 +1,14 @@
-"""One file's bytes: which kind of container it is, and what lies where in it.
+"""One file's bytes: which kind of container it is, and where each tensor is in it.
 
-For the layouts, which know what a family of files means; nothing here does. Files are known by their first bytes, and
-by their name only where these are damaged. Opening one reads its index only, runs none of its code, and touches no tensor.
+For the layouts, which know what a family of files means. The kind of a file is known by its first bytes, and by its name only
+if these are damaged. Opening a file reads its index only, runs none of its code, and reads no tensor.
 """
 
 from __future__ import annotations
 
 import os
 
-from zckpt.base.errors import CorruptError, IncompleteError, NotACheckpointError, UnsupportedError
+from zckpt.base.errors import IncompleteError, NotACheckpointError, UnsupportedError
 from zckpt.containers import safetensors_file, torch_legacy, torch_zip
 from zckpt.containers.container import Container, Input, open_input
 from zckpt.containers.inert import NumpyArray, Placeholder, brief, enum_value
@@ -17,19 +17,9 @@ from zckpt.containers.skeleton import Skeleton, TensorSpec
 from zckpt.containers.tensor_ref import StorageRef, TensorRef
 
 __all__ = [
-    "Container",
-    "NumpyArray",
-    "Placeholder",
-    "Skeleton",
-    "StorageRef",
-    "TensorRef",
-    "TensorSpec",
-    "brief",
-    "enum_value",
-    "is_torch_zip",
-    "load_pickle",
-    "open_container",
-]
+    "Container", "NumpyArray", "Placeholder", "Skeleton", "StorageRef", "TensorRef", "TensorSpec", "brief", "enum_value",
+    "is_torch_zip", "load_pickle", "open_container",
+]  # fmt: skip
 
 _COMPRESSED = {
     b"\x1f\x8b": ("gzip", "gunzip"),
@@ -49,14 +39,14 @@ _LFS_POINTER = b"version https://git-lfs.github.com/spec/v1"
 
 
 def open_container(path: str | os.PathLike[str]) -> Container:
-    """What a file holds: an inert object with a `TensorRef` for each tensor.
+    """Opens a file: its inert object, with a `TensorRef` for each tensor.
 
     Raises:
         CorruptError: the file is damaged or cut short.
-        IncompleteError: it is a pointer to the real file.
-        NotACheckpointError: it is something else, or cannot be read.
-        UnsafeError: it would run code.
-        UnsupportedError: it is known, but not readable.
+        IncompleteError: it is a Git LFS pointer to the file.
+        NotACheckpointError: it is of another kind, or cannot be read.
+        UnsafeError: loading it would run code.
+        UnsupportedError: its kind is known, but cannot be read.
     """
     with open_input(path) as file:
         head = file.peek(0, 512)
@@ -74,7 +64,7 @@ def open_container(path: str | os.PathLike[str]) -> Container:
 
 
 def _has_header(file: Input, head: bytes) -> bool:
-    """Whether a file of safetensors' name begins as one whose header is damaged: with a length that a header may have."""
+    """Whether a file named `.safetensors` begins with a length that a header may have: then its header is damaged."""
     if not file.path.endswith(".safetensors") or len(head) < 9 or head.startswith(tuple(_COMPRESSED)):
         return False
     return 0 < int.from_bytes(head[:8], "little") <= safetensors_file.MAX_HEADER_BYTES
@@ -87,31 +77,30 @@ def is_torch_zip(path: str | os.PathLike[str]) -> bool:
 
 
 def _unknown(file: Input, head: bytes) -> Exception:
-    """The error for a file that is none of ours."""
+    """The error for a file of another kind."""
     if not head.strip(b"\0"):
-        found = f"{file.size:,} bytes, and the first are zeros" if file.size else "no bytes at all"
-        remedy = "The copy or the save did not finish. Copy that file again."
-        return CorruptError("an empty file", file=file.path, found=found, remedy=remedy, byte_offset=0)
+        what = "begins with zeros" if file.size else "the file is empty"
+        return file.damaged(what, f"{file.size:,} bytes", "a torch or safetensors file", 0)
     if head.startswith(_LFS_POINTER):
         return IncompleteError(
-            "a Git LFS pointer instead of the file",
-            file=file.path,
-            found=f"{file.size:,} bytes of text",
+            "is a Git LFS pointer, and not the file itself", file=file.path, found=f"{file.size:,} bytes of text",
             remedy="Run `git lfs pull` in its repository.",
-        )
+        )  # fmt: skip
     for magic, (name, tool) in _COMPRESSED.items():
         if head.startswith(magic):
-            remedy = f"Unpack it with {tool} first."
-            return UnsupportedError(f"a file compressed with {name}", file=file.path, remedy=remedy)
+            return UnsupportedError(
+                f"is compressed with {name}", file=file.path, remedy=f"Unpack it with {tool} first."
+            )
     found = next((name for magic, name in _OTHERS.items() if head.startswith(magic)), "") or _looks(head)
     return NotACheckpointError(
-        "a file that is no checkpoint", file=file.path, found=found, expected="torch and safetensors files are read"
-    )
+        "is not a checkpoint file", file=file.path, found=found, expected="a torch or safetensors file",
+        remedy="Give a .pt, .bin or .safetensors file, or the directory of a checkpoint.",
+    )  # fmt: skip
 
 
 def _looks(head: bytes) -> str:
     if head.lstrip().lower().startswith((b"<!doctype", b"<html")):
-        return "a web page: the download gave an error page instead of the file"
+        return "a web page, such as the error page of a download that failed"
     start = head[:40]
     if start.isascii() and all(char.isprintable() or char.isspace() for char in start.decode()):
         return f"text that begins with {start.decode().strip().partition(chr(10))[0]!r}"

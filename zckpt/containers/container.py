@@ -1,6 +1,6 @@
-"""One opened file: what every reader of this package takes, and what it gives back.
+"""One opened file: what every reader of this package takes and returns.
 
-For the readers. All reads are of stated length at a stated place, so a short file is one error, found in one place.
+For the readers. Every read has a length and a place, so a file that is too short is found here, for all of them.
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
-from zckpt.base.errors import CorruptError
+from zckpt.base.errors import COPY_AGAIN, CorruptError
 from zckpt.core.fragments import FileStore
 from zckpt.storage.location import Location, OpenFile, locate
 
 _HEAD_BYTES, _TAIL_BYTES = 2048, 1024
-"""Of a small torch file, these hold all but the tensor: its headers, its pickle and its directory."""
+"""In a small torch file, these bytes hold all but the tensor: its headers, its pickle and its directory."""
 
 Kind = Literal["torch_zip", "torch_legacy", "torch_tar", "safetensors"]
 
@@ -29,7 +29,7 @@ class Container:
         kind: how its bytes are laid out.
         store: the file.
         root: the inert object in it, with a `TensorRef` for each tensor; for safetensors a dict name -> TensorRef.
-        metadata: what the container says beside it, as text.
+        metadata: texts that the container holds beside it.
     """
 
     kind: Kind
@@ -42,8 +42,13 @@ class Container:
 class Input:
     """A file open for reading, or a part of one that is read as if it were a file.
 
-    Its size and identity are those of the open file, whatever its path names later. All offsets that readers ask for
-    begin at `base`, and `size` bytes are there.
+    Attributes:
+        location: of the file.
+        file: the open file; its size and identity stay those of now, whatever its path names later.
+        size: bytes of the part.
+        base: where the part begins in the file; all offsets that readers ask for are relative to it.
+        stores: the stores made so far, by byte order.
+        ahead: (offset, bytes) of what was read beforehand.
     """
 
     location: Location
@@ -52,7 +57,6 @@ class Input:
     base: int = 0
     stores: dict[str, FileStore] = field(default_factory=dict[str, FileStore], repr=False)
     ahead: tuple[tuple[int, bytes], ...] = field(default=(), repr=False)
-    """(offset, bytes) of what was read beforehand."""
 
     @property
     def path(self) -> str:
@@ -60,13 +64,12 @@ class Input:
         return self.location.path
 
     def part(self, offset: int, nbytes: int, what: str) -> Input:
-        """`nbytes` bytes at `offset`, as if they were a file; its ends are read at once.
+        """`nbytes` bytes at `offset`, as if they were a file; the bytes at its two ends are read at once.
 
         Raises:
             CorruptError: the file ends before.
         """
-        if offset < 0 or nbytes < 0 or offset + nbytes > self.size:
-            raise self.cut_short(what, offset + nbytes)
+        self._check_range(offset, nbytes, what)
         head = self.peek(offset, min(nbytes, _HEAD_BYTES))
         tail_at = max(len(head), nbytes - _TAIL_BYTES)
         ahead = ((0, head), (tail_at, self.peek(offset + tail_at, nbytes - tail_at)))
@@ -78,12 +81,15 @@ class Input:
         Raises:
             CorruptError: the file ends before.
         """
-        if offset < 0 or nbytes < 0 or offset + nbytes > self.size:
-            raise self.cut_short(what, offset + nbytes)
+        self._check_range(offset, nbytes, what)
         data = self.peek(offset, nbytes)
         if len(data) < nbytes:  # it shrank since it was opened
             raise self.cut_short(what, offset + nbytes)
         return data
+
+    def _check_range(self, offset: int, nbytes: int, what: str) -> None:
+        if offset < 0 or nbytes < 0 or offset + nbytes > self.size:
+            raise self.cut_short(what, offset + nbytes)
 
     def peek(self, offset: int, nbytes: int) -> bytes:
         """At most `nbytes` bytes at `offset`; fewer only at the end of the file."""
@@ -94,18 +100,20 @@ class Input:
         return self.file.read(self.base + offset, nbytes)
 
     def cut_short(self, what: str, needed: int) -> CorruptError:
-        """The error for a file that ends before `needed` bytes."""
+        """The error for a file that ends before its first `needed` bytes, the last of which are `what`."""
+        needed += self.base
+        return self.damaged(
+            f"ends before the end of {what}", f"{self.file.size:,} bytes", f"{needed:,} bytes or more", self.size
+        )
+
+    def damaged(self, what: str, found: str, expected: str = "", byte_offset: int = 0) -> CorruptError:
+        """The error for bytes that contradict themselves; `byte_offset` is relative to `base`."""
         return CorruptError(
-            f"{what} beyond the end of the file",
-            file=self.path,
-            found=f"the file has {self.file.size:,} bytes",
-            expected=f"{self.base + needed:,} are needed",
-            remedy="The copy was cut short, or the index is damaged. Copy that file again.",
-            byte_offset=self.base + self.size,
+            what, file=self.path, found=found, expected=expected, remedy=COPY_AGAIN, byte_offset=self.base + byte_offset
         )
 
     def store(self, byteorder: Literal["little", "big"] = "little") -> FileStore:
-        """The store that stands for this file, the same one for all its parts."""
+        """The store of this file's bytes, the same one for all its parts."""
         if byteorder not in self.stores:
             self.stores[byteorder] = FileStore(
                 self.path, self.file.size, self.file.identity, byteorder, self.location.is_remote
@@ -118,7 +126,7 @@ def open_input(path: str | os.PathLike[str]) -> Iterator[Input]:
     """Opens a regular file for reading.
 
     Raises:
-        NotACheckpointError: it is missing, unreadable, or no file.
+        NotACheckpointError: it does not exist, cannot be opened, or is not a regular file.
     """
     location = locate(path)
     with location.open() as file:

@@ -1,8 +1,7 @@
-"""Which calls of a pickle are an attack, so that a person is told, although nothing would run anyway.
+"""The calls in a pickle that are reported as an attack.
 
-For the pickle machine. The list need not be complete to be safe: a function that is missing here is not called either,
-it becomes a `Placeholder` like any other. It is complete enough to raise the alarm at what pickle scanners and
-write-ups report. Kept by hand: add what you meet.
+For the pickle machine. The list need not be complete to be safe: a function that is not in it is not called either, but
+becomes a `Placeholder`. It holds the functions that pickle scanners and reports of attacks name; add others by hand.
 """
 
 from __future__ import annotations
@@ -16,11 +15,11 @@ marshal pickle _pickle cPickle shelve shutil tempfile signal threading _thread m
 socket _socket ftplib smtplib telnetlib requests aiohttp httpx _winapi winreg
 """
 MODULES = frozenset(_MODULES.split())
-"""Modules that hold no plain data: a pickle that calls anything in them wants something done."""
+"""Modules without plain data: a call of anything in them is an attack."""
 
 _HARMLESS = "os.stat_result os.terminal_size signal.Signals socket.AddressFamily socket.SocketKind threading.local"
 HARMLESS = frozenset(_HARMLESS.split())
-"""Plain data in them nevertheless."""
+"""The exceptions: plain data in these modules."""
 
 _FUNCTIONS = """
 builtins.eval builtins.exec builtins.execfile builtins.compile builtins.open builtins.__import__ builtins.getattr
@@ -41,9 +40,9 @@ FUNCTIONS = frozenset(_FUNCTIONS.split())
 
 
 def runs_code(function: Placeholder) -> bool:
-    """Whether calling this in earnest would do something."""
+    """Whether calling this function would run code."""
     name = str(function)
     if function.called or name in HARMLESS:
         return False
-    owners = function.name.split(".")[:-1]  # protocol 4 walks attributes: 'torch', 'os.system'
+    owners = function.name.split(".")[:-1]  # protocol 4 follows attributes: 'torch', 'os.system'
     return name in FUNCTIONS or function.module.split(".")[0] in MODULES or not MODULES.isdisjoint(owners)

@@ -1,9 +1,9 @@
-"""The pickle of an inert object, for torch to read; the one place where zckpt writes pickles.
+"""Writes the pickle of an inert object, for torch to read; the only place where zckpt writes pickles.
 
-For `torch_zip`. Tensors are `TensorSpec`s, each dense at the start of its storage. What is plain is written with the
-opcodes that `torch.save` uses, within protocol 2, and no function but torch's own for tensors: so every torch since 1.13
-reads it with `weights_only=True`, whose machine knows only those. Objects of other classes (`Placeholder`s) are written
-as their pickle had them; zckpt has never made one.
+For `torch_zip`. Tensors are `TensorSpec`s, each dense at the start of its storage. Plain values are written with the opcodes
+that `torch.save` uses, in protocol 2, and with no function but torch's own for tensors. So every torch since 1.13 reads them
+with `weights_only=True`, whose machine knows only those. Objects of other classes (`Placeholder`s) are written as their pickle
+had them; zckpt never made one of them.
 Source: torch/_weights_only_unpickler.py (1.13 - 2.13), torch/_tensor.py `_reduce_ex_internal`; CPython's Lib/pickle.py.
 """
 
@@ -20,7 +20,7 @@ from zckpt.core.dtypes import DType
 
 
 class Size(tuple[int, ...]):
-    """A shape that is to be a `torch.Size`."""
+    """A shape that is written as a `torch.Size`."""
 
     __slots__ = ()
 
@@ -30,11 +30,11 @@ def emit(root: object, keys: Mapping[str, str]) -> bytes:
 
     Args:
         root: dicts, lists, tuples, sets, text, bytes, numbers, None, `TensorSpec`, `DType`, `Size`, `Placeholder` and
-            `NumpyArray`; nested less deep than Python's recursion goes, and not in itself.
-        keys: tensor name -> key of its storage; tied tensors have the same.
+            `NumpyArray`; nested at most `pickles.MAX_DEPTH` deep, and not in itself.
+        keys: tensor name -> key of its storage; tied tensors have the same key.
 
     Raises:
-        UnsupportedError: something else is in it.
+        UnsupportedError: it holds a value of another type.
     """
     emitter = _Emitter(keys)
     emitter.value(root)
@@ -42,7 +42,7 @@ def emit(root: object, keys: Mapping[str, str]) -> bytes:
 
 
 class _Emitter:
-    """`parts` is the pickle so far; `memo` numbers the pieces that are written once."""
+    """`parts` is the pickle so far; `memo` is code of an object that is written once -> its number."""
 
     def __init__(self, keys: Mapping[str, str]) -> None:
         self.keys = keys
@@ -76,7 +76,7 @@ class _Emitter:
         elif kind is NumpyArray:
             self.array(value)
         else:
-            raise UnsupportedError("a value that cannot be written to a torch file", found=brief(value))
+            raise _not_written("a value of this type", brief(value))
 
     def pairs(self, pairs: Iterable[tuple[object, object]]) -> None:
         self.parts.append(b"(")
@@ -92,7 +92,7 @@ class _Emitter:
         self.parts.append(b"e")
 
     def shared(self, code: bytes) -> None:
-        """Code that pushes one object: the first time itself, later the memo's entry. There are some thirty of them."""
+        """Writes code that pushes one object; if it was written before, code that pushes the memo's entry instead."""
         number = self.memo.get(code)
         if number is not None:
             self.parts.append(b"h%c" % number if number < 256 else b"j" + struct.pack("<I", number))
@@ -102,9 +102,9 @@ class _Emitter:
 
     def name(self, module: str, name: str) -> None:
         if "\n" in module + name:
-            raise UnsupportedError("a class whose name is no name", found=brief(f"{module}.{name}"))
+            raise _not_written("a class of this name", brief(f"{module}.{name}"))
         owner, _, member = name.rpartition(".")
-        if owner:  # how protocol 2 spells what is nested in a class
+        if owner:  # as protocol 2 writes a name that is nested in a class
             self.call("builtins", "getattr", Placeholder(module, owner), member)
             return
         self.shared(f"c{module}\n{name}\n".encode())
@@ -115,13 +115,13 @@ class _Emitter:
         self.parts.append(b"R")
 
     def placeholder(self, value: Placeholder) -> None:
-        """As its pickle made it: `function(*args)` or `class.__new__(*args)`, its items, its state."""
+        """Writes an object as its pickle made it: `function(*args)` or `class.__new__(*args)`, its items, its state."""
         if not value.called:
             self.name(value.module, value.name)
             return
         function, args = Placeholder(value.module, value.name), value.args
         if args and isinstance(first := args[0], Placeholder) and first.called and str(first) == str(value):
-            function, args = first, args[1:]  # what a call gave was called in turn
+            function, args = first, args[1:]  # the result of a call was called
         if value.kwargs:
             self.call("copyreg", "__newobj_ex__", function, args, value.kwargs)
         else:
@@ -139,31 +139,25 @@ class _Emitter:
             self.parts.append(b"b")
 
     def array(self, value: NumpyArray) -> None:
-        """As numpy itself does: an empty array, and then its state.
-
-        Raises:
-            UnsupportedError: of an array of records, only the bytes are known.
-        """
+        """Writes an array as numpy itself does: an empty array, and then its state."""
         order, kind = value.dtype[:1], value.dtype[1:]
         letter, size = kind[:1], int(kind[1:] or 0)
-        if letter == "V":
-            raise UnsupportedError("an array of records, which cannot be written", found=value.dtype)
+        if letter == "V":  # only its bytes are known
+            raise _not_written("an array of records", f"dtype {value.dtype}")
         fixed = {"U": (4 * size, 4, 8), "S": (size, 1, 0), "O": (-1, -1, 63)}.get(letter, (-1, -1, 0))
         self.call("numpy.core.multiarray", "_reconstruct", Placeholder("numpy", "ndarray"), (0,), b"b")
         self.parts.append(b"(")
         self.value(1)
         self.value(value.shape)
         self.call("numpy", "dtype", kind, False, True)
-        self.value(
-            (3, order, None, None, None, *fixed)
-        )  # itemsize, alignment and flags where the type does not fix them
+        self.value((3, order, None, None, None, *fixed))  # `fixed`: itemsize, alignment and flags, or -1, -1, 0
         self.parts.append(b"b")
         self.value(value.fortran)
         self.value(value.objects if letter == "O" else value.data)
         self.parts.append(b"tb")
 
     def tensor(self, spec: TensorSpec) -> None:
-        """`function(storage, 0, shape, stride, False, OrderedDict()[, dtype])`."""
+        """Writes `function(storage, 0, shape, stride, False, OrderedDict()[, dtype])`."""
         dtype = spec.dtype
         self.name("torch._utils", "_rebuild_tensor_v2" if dtype.storage else "_rebuild_tensor_v3")
         self.parts.append(b"(")
@@ -179,7 +173,7 @@ class _Emitter:
         self.parts.append(b"tR")
 
     def storage(self, dtype: DType, key: str, numel: int) -> None:
-        """A persistent id: ("storage", class, key, "cpu", numel); bytes where the dtype has no storage class."""
+        """Writes a persistent id: ("storage", class, key, "cpu", numel); `numel` in bytes if the dtype has no storage class."""
         self.parts.append(b"(")
         self.shared(_text("storage"))
         self.name(*(("torch", dtype.storage) if dtype.storage else ("torch.storage", "UntypedStorage")))
@@ -188,8 +182,13 @@ class _Emitter:
         self.parts += [_int(numel if dtype.storage else numel * dtype.itemsize), b"tQ"]
 
 
+def _not_written(what: str, found: str) -> UnsupportedError:
+    remedy = "Remove it from what the checkpoint saves beside its tensors, or convert the weights alone (to-fp32)."
+    return UnsupportedError(f"cannot write {what} to a torch file", found=found, remedy=remedy)
+
+
 def contiguous_stride(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """The strides torch gives a dense tensor; a dimension of 0 counts as 1."""
+    """The strides of a dense tensor in torch; a dimension of 0 counts as 1."""
     stride = [1]
     for dim in reversed(shape[1:]):
         stride.append(stride[-1] * max(dim, 1))
@@ -230,4 +229,4 @@ _CALLS: Mapping[type, tuple[str, str, Callable[[Any], tuple[object, ...]]]] = {
     range: ("builtins", "range", lambda value: (value.start, value.stop, value.step)),
     slice: ("builtins", "slice", lambda value: (value.start, value.stop, value.step)),
 }
-"""How protocol 2 spells them: the function, and its arguments. Sets have no order: theirs is made one."""
+"""Functions and arguments by which protocol 2 writes these types. Sets are sorted, so that the bytes are always the same."""

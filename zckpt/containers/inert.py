@@ -1,8 +1,8 @@
-"""What pickled objects become: values that do nothing.
+"""The inert values that stand for pickled objects.
 
-For whoever looks into a file's root. Plain Python values are themselves, tensors are `TensorRef`, dtypes are `DType`;
-everything else, whatever its class, is a `Placeholder` that remembers how it was to be made, and numpy's arrays are a
-`NumpyArray` of bytes. No class of a file is ever imported, so none of its code can run.
+For all users of `Container.root`. Plain Python values are themselves, tensors are `TensorRef`, dtypes are `DType`, numpy's
+arrays are `NumpyArray`, and objects of all other classes are a `Placeholder` with the call that would have made them. zckpt
+never imports a class that a file names, so it runs no code of a file.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 
 class Pair(NamedTuple):
-    """A key and its value, which were to be set on an object that is no plain dict."""
+    """A key and its value, to be set on an object that is not a plain dict."""
 
     key: object
     value: object
@@ -25,11 +25,11 @@ class Placeholder:
     Attributes:
         module: as the pickle names it.
         name: in that module; dotted for nested ones.
-        args: what it was to be called with.
-        state: what its `__setstate__` or `__dict__` was to get.
+        args: arguments of the call.
+        state: argument of its `__setstate__`, or its `__dict__`.
         called: whether this is an instance (a call's result) rather than the class or function itself.
         kwargs: named arguments of the call.
-        items: what was to be appended to it, and (key, value) `Pair`s that were to be set on it.
+        items: values to be appended to it, and `Pair`s to be set on it.
         new: whether the call is of its `__new__` alone, without its `__init__`.
     """
 
@@ -45,7 +45,7 @@ class Placeholder:
     def __str__(self) -> str:
         return f"{self.module}.{self.name}"
 
-    def __repr__(self) -> str:  # never its contents: they may be huge, or contain it
+    def __repr__(self) -> str:  # without its contents, which may be huge or contain it
         return f"<{self}{' object' if self.called else ''}>"
 
 
@@ -57,7 +57,7 @@ class NumpyArray:
         dtype: numpy's type string, such as "<f4"; "|O" for Python objects.
         shape: in elements.
         data: the elements' bytes; empty for Python objects.
-        fortran: whether they lie column-major.
+        fortran: whether they are column-major.
         objects: the elements of an array of Python objects.
     """
 
@@ -69,19 +69,19 @@ class NumpyArray:
 
 
 def enum_value(value: object) -> object:
-    """The value of an enum member, which a pickle holds as a call of its class with it; any other object as it is."""
+    """The value of an enum member, which in a pickle is a call of its class with that value; any other object unchanged."""
     if isinstance(value, Placeholder) and value.called and len(value.args) == 1 and not value.kwargs:
         return value.args[0]
     return value
 
 
 def brief_text(value: object) -> str:
-    """The beginning of a text; nothing of what is none, whose description may be endless."""
+    """The beginning of a text; empty for any other object."""
     return value[:64] if type(value) is str else ""
 
 
 def brief(value: object) -> str:
-    """A short description of any object of a file. Unlike `repr`, its cost does not grow with the object."""
+    """A short description of any object of a file; unlike that of `repr`, its cost does not grow with the object."""
     if isinstance(value, str | bytes):
         return f"{value[:60]!r}"
     plain = value is None or isinstance(value, int | float | Placeholder)

@@ -1,6 +1,6 @@
-"""The stack machine of a pickle: its state, and the calls it makes or refuses.
+"""The stack machine of a pickle: its state, and the calls it carries out on inert values or refuses.
 
-For `opcodes`, which drive it one instruction at a time. See `pickles` for what it is for, and for [Note: bombs].
+For `opcodes` and `pickles`, which has the overview and [Note: bombs].
 Source: CPython's Lib/pickle.py (3.13).
 """
 
@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from zckpt.base import limits
-from zckpt.base.errors import CorruptError, UnsafeError, UnsupportedError, ZckptError
+from zckpt.base.errors import COPY_AGAIN, CorruptError, UnsafeError, UnsupportedError, ZckptError
 from zckpt.containers.danger import runs_code
 from zckpt.containers.inert import NumpyArray, Pair, Placeholder
 from zckpt.containers.meanings import MEANINGS, MOST_NAME, fill_array, plain_key
@@ -20,39 +20,38 @@ from zckpt.containers.tensor_ref import TensorRef
 PersistentLoad = Callable[[object], object]
 
 STEP = 8
-"""What a step costs, whatever it does: as much as eight bytes."""
+"""The cost of a step, in bytes; see [Note: bombs] in `pickles`."""
 
 ARGUMENT_COST, ITEM_COST, ENTRY_COST, PLACEHOLDER_COST = 16, 32, 104, 256
-"""Of an argument of a call; of an item of one, which the call may copy; of an entry of a dict or set, which grow by doubling;
-of what a call makes that has no meaning here.
-"""
+"""The costs of an argument of a call; of an item in an argument, which the call may copy; of an entry of a dict or set, which
+grow by doubling; of a `Placeholder` that a call makes."""
 
 
 class Machine:
     """The state of one run.
 
+    Args:
+        data: the pickle; bytes after its end are ignored.
+        file: its path, for errors.
+        record: which part of the file it is, for errors.
+        base: byte offset in the file, for errors.
+        persistent_load: returns the object of a persistent id: in torch's files, a storage.
+        spent: cost that the reader of the file has already caused.
+        most: the highest cost; None for the usual one. See `charge`.
+
     Attributes:
-        data: the pickle.
-        base: where it begins in the file.
         position: of the next byte.
-        step: where the opcode in progress began.
-        stack: all items; those above a mark belong to the object in progress.
+        step: where the current opcode begins.
+        stack: all items; those above a mark belong to the object that is being made.
         marks: heights of the stack.
         memo: objects that are used again.
-        cost: what has been spent so far; see `charge`.
-        most: what may be.
+        cost: the cost so far.
     """
 
     def __init__(
-        self,
-        data: bytes,
-        file: str,
-        record: str,
-        base: int,
-        persistent_load: PersistentLoad | None,
-        spent: int = 0,
-        most: int | None = None,
-    ) -> None:
+        self, data: bytes, file: str, *, record: str = "", base: int = 0, persistent_load: PersistentLoad | None = None,
+        spent: int = 0, most: int | None = None,
+    ) -> None:  # fmt: skip
         self.data = data
         self.end = len(data)
         self.position = self.step = 0
@@ -86,9 +85,9 @@ class Machine:
         return int.from_bytes(self.data[start:end], "little")
 
     def counted(self, nbytes: int) -> bytes:
-        """Bytes after their number, which is stored in `nbytes`."""
+        """The next bytes, after their number, which takes `nbytes`."""
         data = self.take(self.uint(nbytes))
-        self.charge(4 * len(data))  # a text may take four bytes for each
+        self.charge(4 * len(data))  # a text may take four bytes for each character
         return data
 
     def line(self) -> bytes:
@@ -107,7 +106,7 @@ class Machine:
         self.stack.append(value)
 
     def pop_to_mark(self) -> list[Any]:
-        """Takes the items above the last mark, and the mark."""
+        """Removes the last mark and the items above it; returns the items."""
         mark = self.marks.pop()
         items = self.stack[mark:]
         del self.stack[mark:]
@@ -115,9 +114,9 @@ class Machine:
         return items
 
     def pop_many(self, count: int) -> tuple[Any, ...]:
-        """Takes the last items, the deepest first."""
+        """Removes the last items, and returns them, the deepest first."""
         if count > len(self.stack):
-            raise IndexError(f"{count} items wanted")
+            raise IndexError(f"{count} items needed")
         items = tuple(self.stack[-count:])
         del self.stack[-count:]
         return items
@@ -128,22 +127,27 @@ class Machine:
         """Adds to the cost: bytes of objects about to be made, or steps times `STEP`. See [Note: bombs] in `pickles`.
 
         Raises:
-            UnsupportedError: it is too much.
+            UnsupportedError: the cost exceeds `most`.
         """
         self.cost += cost
         if self.cost > self.most:
-            raise self.refuse(UnsupportedError, f"a pickle that takes too much memory or time ({self.cost:,} so far)")
+            what = f"its pickle needs more than {self.most:,} bytes of memory"
+            raise self.refuse(UnsupportedError, what, limits.REMEDY)
 
     # -- objects -----------------------------------------------------------------------------------------------------
 
     def call(
         self, function: object, args: object, kwargs: Mapping[str, object] | None = None, forwards: int = 0
     ) -> object:
-        """What calling `function` would give; see the module's docstring."""
+        """The value of a call: by `MEANINGS` if it has one, otherwise a `Placeholder`.
+
+        Raises:
+            UnsafeError: the call would run code.
+        """
         if type(function) is not Placeholder or type(args) is not tuple or (kwargs and type(kwargs) is not dict):
             raise TypeError(f"a {type(function).__name__} is called with a {type(args).__name__}")
         self.charge(sum(map(_size, args), ARGUMENT_COST * len(args)) + ENTRY_COST * len(kwargs or ()))
-        if function.called:  # what a call gave is called in turn
+        if function.called:  # the result of a call is called
             self.charge(PLACEHOLDER_COST)
             return Placeholder(function.module, function.name, (function, *args), called=True)
         name = f"{function.module}.{function.name}"
@@ -153,7 +157,7 @@ class Machine:
                 return value
         elif name in _FORWARDS:
             if forwards > _MOST_FORWARDS:
-                raise TypeError("a call that is only passed on")
+                raise TypeError("calls that only pass on a call")
             passed, arguments, named = _FORWARDS[name](*args)
             made = self.call(passed, arguments, named, forwards + 1)
             return as_new(made) if name.startswith("copyreg.") else made
@@ -165,29 +169,24 @@ class Machine:
         return Placeholder(function.module, function.name, args, called=True, kwargs=dict(kwargs or {}))
 
     def check_safe(self, function: Placeholder, args: tuple[object, ...]) -> None:
-        """Refuses a call that would run code, of `function` or through it."""
-        for suspect in (function, *args):  # map(os.system, ...) runs it as well
+        """Raises UnsafeError for a call that would run code, of `function` or through it, as map(os.system, ...)."""
+        for suspect in (function, *args):
             if isinstance(suspect, Placeholder) and runs_code(suspect):
                 by = "" if suspect is function else f" through {function}"
                 raise UnsafeError(
-                    "a pickle that runs code",
-                    file=self.file,
-                    found=f"{self.where()}: it calls {suspect}{by}",
-                    remedy="zckpt never runs pickles; nothing was executed. Do not load this file with other tools. "
-                    "If you know its origin, report it.",
-                )
+                    f"its pickle calls {suspect}{by}", file=self.file, found=f"{self.where()}; nothing was executed",
+                    remedy="Do not load this file with other tools. If you know who made it, report it to them.",
+                )  # fmt: skip
 
     def build(self, state: object) -> None:
-        """Gives the topmost object its state."""
+        """Sets the state of the topmost object."""
         target = self.stack[-1]
         if isinstance(target, Placeholder):
             target.state = state
         elif isinstance(target, NumpyArray):
             self.charge(sum(map(_size, state)) if type(state) is tuple else 0)
             fill_array(target, state)
-        elif not isinstance(
-            target, dict | list | set | TensorRef
-        ):  # their attributes, such as `_metadata`, are dropped
+        elif not isinstance(target, dict | list | set | TensorRef):  # attributes of these, as `_metadata`, are dropped
             raise TypeError(f"a state for a {type(target).__name__}")
 
     def append(self, items: list[Any]) -> None:
@@ -214,43 +213,40 @@ class Machine:
             raise TypeError(f"entries for a {type(target).__name__}")
 
     def memoize(self, number: int) -> None:
-        """Remembers the topmost item."""
+        """Puts the topmost item into the memo."""
         self.memo[number] = self.stack[-1]
 
     # -- refusals ----------------------------------------------------------------------------------------------------
 
     def where(self) -> str:
-        """The opcode in progress, for errors."""
+        """The place of the current opcode, for errors."""
         return f"record {self.record}, byte {self.step:,}" if self.record else f"byte {self.base + self.step:,}"
 
     def corrupt(self, reason: str) -> CorruptError:
-        """The error for a pickle that cannot be."""
+        """The error for a pickle that contradicts itself."""
         return CorruptError(
-            "a damaged pickle",
-            file=self.file,
-            found=f"{self.where()}: {reason}",
-            remedy="Copy that file again.",
+            "its pickle is damaged", file=self.file, found=f"{reason} ({self.where()})", remedy=COPY_AGAIN,
             byte_offset=self.base + self.step,
-        )
+        )  # fmt: skip
 
-    def refuse(self, kind: type[ZckptError], what: str) -> ZckptError:
-        """An error at the opcode in progress."""
-        return kind(what, file=self.file, found=self.where(), remedy=limits.REMEDY if kind is UnsupportedError else "")
+    def refuse(self, kind: type[ZckptError], what: str, remedy: str) -> ZckptError:
+        """An error at the current opcode."""
+        return kind(what, file=self.file, found=self.where(), remedy=remedy)
 
     def no_persistent_load(self, key: object) -> object:
-        """For pickles that lie in no container."""
-        raise TypeError("it refers to something outside of it")
+        """For pickles outside of a torch file."""
+        raise TypeError("a reference to something outside of it")
 
 
 def as_new(value: object) -> object:
-    """`value`, fresh from a call, as one of `__new__` alone."""
+    """Marks the result of a call as one of `__new__` alone."""
     if type(value) is Placeholder:
         value.new = True
     return value
 
 
 def _size(value: object) -> int:
-    """What copying an argument would cost."""
+    """The cost of copying an argument."""
     kind = type(value)
     if kind in _TEXTS:
         return len(value)  # type: ignore[arg-type]
@@ -265,16 +261,16 @@ _FORWARDS: Mapping[str, Callable[..., tuple[Any, ...]]] = {
     "copyreg.__newobj__": lambda kind, *args: (kind, args, None),
     "copyreg.__newobj_ex__": lambda kind, args, kwargs: (kind, args, kwargs),
 }
-"""Calls that only pass on a call; the attributes that Python code hung on a tensor are dropped."""
+"""Calls that only pass on a call; attributes that Python code set on a tensor are dropped."""
 
 _MOST_FORWARDS = 8
-"""Such calls of one another."""
+"""The most such calls in one another."""
 
 
 def _member(owner: object = None, name: object = None, *_: object) -> Placeholder | None:
-    """How Python spells methods, protocol 2 `__new__`, and 3.11 enum members: `getattr(Class, "NAME")`.
+    """The member of a class in `getattr(Class, "NAME")`: so Python writes methods, protocol 2 `__new__`, and 3.11 enum members.
 
-    None where anything else is wanted: that is how attacks find their way to functions that are not named.
+    None for any other `getattr`: attacks use it to reach functions without naming them.
     """
     if not isinstance(owner, Placeholder) or type(name) is not str or (name.startswith("_") and name != "__new__"):
         return None

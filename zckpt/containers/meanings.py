@@ -1,8 +1,8 @@
-"""What the globals of a pickle mean: which names are dtypes, and which calls make a value.
+"""The meanings of a pickle's globals: which names are dtypes, and which calls make a value.
 
-For the pickle machine. A global is only ever a name here; "calling" it looks up the few functions below, and what is
-not among them stays a `Placeholder`. The functions return plain values and give up, by any of `MISFITS`, on arguments
-that cannot be. None copies more than its arguments, and the machine has charged for that (see `pickles`, [Note: bombs]).
+For the pickle machine. A global is only a name here; a call of it looks up the functions below, and becomes a `Placeholder` if it
+is not one of them. The functions return plain values, and raise one of `MISFITS` for impossible arguments. They copy no more
+than their arguments, and the machine has charged for that (see `pickles`, [Note: bombs]).
 Source: torch/_utils.py, torch/serialization.py (2.13); `__reduce__` of numpy's ndarray and dtype; CPython's
 `_compat_pickle` for the names of Python 2.
 """
@@ -20,18 +20,18 @@ from zckpt.containers.tensor_ref import MAX_DIMS, MAX_NUMBER, StorageRef, Tensor
 from zckpt.core.dtypes import BY_STORAGE, BY_TORCH_NAME, I8, I32, U8, DType
 
 MISFITS = (TypeError, ValueError, LookupError, struct.error, OverflowError)
-"""What Python raises where arguments or bytes do not fit."""
+"""The errors that Python raises for arguments or bytes that do not fit."""
 
 _OLD_MODULES = {"__builtin__": "builtins", "copy_reg": "copyreg", "torch.tensor": "torch._tensor"}
 _OLD_NAMES = {"builtins.unicode": "str", "builtins.long": "int", "builtins.xrange": "range"}
 
 
 MOST_NAME = 1024
-"""Letters of a global, its module included: each call looks at them."""
+"""The most letters of a global and its module: each call goes through them."""
 
 
 def global_of(module: str, name: str) -> DType | Placeholder:
-    """What a name stands for, under one spelling for all versions."""
+    """The dtype or placeholder of a name, with one spelling for all versions."""
     if len(module) + len(name) > MOST_NAME:
         raise ValueError("a name that is too long")
     module = _OLD_MODULES.get(module, module)
@@ -47,7 +47,7 @@ def storage_dtype(kind: object) -> DType | None:
     """The element type of a storage class such as `torch.FloatStorage`; None for the untyped one.
 
     Raises:
-        LookupError: it is no storage class zckpt knows.
+        LookupError: zckpt does not know it as a storage class.
     """
     if isinstance(kind, Placeholder) and (kind.module + ".").startswith("torch.") and not kind.called:
         if kind.name in ("UntypedStorage", "_UntypedStorage"):
@@ -63,7 +63,7 @@ _QUANTIZED = {
     "QUInt4x2Storage": U8,
     "QUInt2x4Storage": U8,
 }
-"""Their bytes; the tensors in them stay placeholders."""
+"""The dtypes of their bytes; the tensors in them stay placeholders."""
 
 
 def _tensor(storage: object, offset: int, shape: Any, stride: Any, *flags: object) -> TensorRef | None:
@@ -80,7 +80,7 @@ def _tensor_v3(storage: object, offset: int, shape: Any, stride: Any, *flags: ob
 def _view(
     storage: object, offset: int, shape: Any, stride: Any, dtype: DType | None, metadata: tuple[object, ...]
 ) -> TensorRef | None:
-    """None where the numbers are not in the bytes as they stand: conjugated and negated views, nested pickles."""
+    """None for tensors whose numbers are not simply the bytes: conjugated and negated views, nested pickles."""
     if not isinstance(storage, StorageRef) or any(metadata):
         return None
     if type(shape) not in (tuple, list) or type(stride) not in (tuple, list):
@@ -89,7 +89,7 @@ def _view(
 
 
 def _plain(make: Callable[..., object], *accepts: type) -> Callable[..., object]:
-    """Only arguments of these types: never a count that would allocate, never a `repr` that would grow."""
+    """`make`, for arguments of some types only: no count that would allocate, no object whose `repr` would grow."""
 
     def made(*args: object) -> object:
         if not all(type(arg) in accepts for arg in args):
@@ -108,7 +108,7 @@ def _size(dims: Any = ()) -> tuple[object, ...]:
 def _number(make: Callable[..., object]) -> Callable[..., object]:
     def made(*args: object) -> object:
         if len(args) > 2 or not all(type(a) in (int, float, bool) or (type(a) is str and len(a) < 100) for a in args):
-            raise TypeError(f"{make.__name__} of something that is no number")
+            raise TypeError(f"{make.__name__} of something that is not a number")
         return make(*args)
 
     return made
@@ -218,7 +218,7 @@ def _as_bytes(data: object) -> bytes | None:
 
 
 def plain_key(key: object) -> object:
-    """`key`, if to hash and to compare it is cheap. Nested tuples can make that take for ever, or overflow the C stack."""
+    """`key`, if it is cheap to hash and to compare: for nested tuples that can take for ever, or overflow the C stack."""
     if type(key) in _ATOMS:
         return key
     seen = letters = 0
@@ -240,7 +240,7 @@ _bytearray = _plain(bytearray, bytes, bytearray, list)
 
 _ATOMS = {int, float, bool, complex, type(None), range, Placeholder, DType, NumpyArray, TensorRef}
 _MOST_PARTS, _MOST_LETTERS = 100, 1 << 16
-"""Of a key."""
+"""The most parts and letters of a key."""
 
 MEANINGS: Mapping[str, Callable[..., object]] = {
     "torch._utils._rebuild_tensor": _tensor,
@@ -275,4 +275,4 @@ MEANINGS: Mapping[str, Callable[..., object]] = {
     "numpy.core.multiarray._reconstruct": _numpy_empty,
     "numpy.core.numeric._frombuffer": _numpy_frombuffer,
 }
-"""Calls that make a value; a result of None leaves the call a placeholder."""
+"""Calls that make a value; for a result of None the call becomes a placeholder."""

@@ -1,6 +1,6 @@
 """What each opcode of a pickle does to the machine.
 
-For `pickles`. The names of pickletools are in the comments where the code does not say them.
+For `pickles`.
 Source: CPython's Lib/pickletools.py (3.13), protocols 0-5.
 """
 
@@ -12,31 +12,33 @@ import struct
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from zckpt.base.errors import CorruptError, UnsafeError, UnsupportedError
+from zckpt.base.errors import COPY_AGAIN, CorruptError, UnsafeError, UnsupportedError
 from zckpt.containers.machine import STEP, Machine, as_new
 from zckpt.containers.meanings import global_of, plain_key
 
 MAX_INT_BYTES = 1024
-"""Python itself refuses to print whole numbers of more than 4,300 digits; these have 2,466."""
+"""Of a whole number: at most 2,466 digits. Python itself refuses to print more than 4,300."""
 
 STOP = ord(".")
 
+_SAVE_PLAIN = "Load it where it was made, and save its tensors with torch.save."
+
 
 def _unknown(m: Machine) -> None:
-    raise m.refuse(CorruptError, f"an unknown opcode {m.data[m.step]:#04x} of a pickle")
+    raise m.refuse(CorruptError, f"its pickle holds the unknown opcode {m.data[m.step]:#04x}", COPY_AGAIN)
 
 
 def _extension(m: Machine) -> None:
-    raise m.refuse(UnsafeError, "a pickle that asks for code of its writer's extension registry")
+    raise m.refuse(UnsafeError, "its pickle calls code of its writer's extension registry", _SAVE_PLAIN)
 
 
 def _buffer(m: Machine) -> None:
-    raise m.refuse(UnsupportedError, "a pickle whose buffers were kept elsewhere (protocol 5, out of band)")
+    raise m.refuse(UnsupportedError, "its pickle does not hold its own buffers (protocol 5, out of band)", _SAVE_PLAIN)
 
 
 def _protocol(m: Machine) -> None:
     if m.uint(1) > 5:
-        raise m.refuse(UnsupportedError, "a pickle of a protocol after 5")
+        raise m.refuse(UnsupportedError, "its pickle has a protocol after 5", _SAVE_PLAIN)
 
 
 def _frame(m: Machine) -> None:
@@ -51,7 +53,7 @@ def _whole(text: bytes) -> int:
 
 
 def _int_line(m: Machine) -> None:
-    text = m.line()  # protocol 0 spells booleans so
+    text = m.line()  # protocol 0 writes booleans so
     m.push(text == b"01" if text in (b"00", b"01") else _whole(text))
 
 
@@ -63,7 +65,7 @@ def _long(m: Machine, nbytes: int) -> None:
 
 
 def _text(data: bytes) -> str | bytes:
-    """Strings of Python 2: text where they are text, else bytes."""
+    """A string of Python 2: as text if it is UTF-8, otherwise as bytes."""
     try:
         return data.decode()
     except UnicodeDecodeError:
@@ -87,7 +89,7 @@ def _names(m: Machine) -> Any:
 def _stack_global(m: Machine) -> None:
     module, name = m.pop_many(2)
     if type(module) is not str or type(name) is not str:
-        raise TypeError("a global whose name is no text")
+        raise TypeError("a global whose name is not a text")
     m.push(global_of(module, name))
 
 
@@ -190,7 +192,7 @@ _ACTIONS: Mapping[int | str, Callable[[Machine], object]] = {
     "g": lambda m: _get(m, _whole(m.line())),
     "h": lambda m: _get(m, m.uint(1)),
     "j": lambda m: _get(m, m.uint(4)),
-    # names, calls, and what lies outside
+    # names, calls, and references to the outside
     "c": lambda m: m.push(_names(m)),
     0x93: _stack_global,
     "R": _reduce,
@@ -208,8 +210,8 @@ _ACTIONS: Mapping[int | str, Callable[[Machine], object]] = {
     0x98: _buffer,
 }
 COSTS = [STEP] * 256
-"""What an opcode costs: a step, and the bytes that it makes at most with a place on the stack or in the memo, beside what
-`Machine` charges for items, texts and what calls make."""
+"""The cost of an opcode: a step, and the most bytes that it makes with a place on the stack or in the memo. `Machine` charges
+for items, texts and results of calls."""
 for _codes, _cost in {
     "hgj21N\x88\x89K": 8, "MJIL\x8a\x8bFG": 48, "STUVX\x8c\x8d": 72, "BC\x8e\x96": 72, "qrp\x94": 80,
     ")t\x85\x86\x87": 72, "]l": 112, "a": 16, "}d": 240, "\x8f\x91": 240, "c\x93": 400, "R\x81\x92io": 128, "b": 16, "PQ": 200,
@@ -218,4 +220,4 @@ for _codes, _cost in {
         COSTS[ord(_code)] += _cost
 
 OPCODES = [_ACTIONS.get(code) or _ACTIONS.get(chr(code), _unknown) for code in range(256)]
-"""By number."""
+"""The actions by number."""

@@ -1,19 +1,18 @@
-"""A pickle machine that runs nothing: the stack program of a pickle, carried out on inert values.
+"""Reads pickles without running anything: the stack program of a pickle is carried out on inert values.
 
-For `torch_zip` and `torch_legacy`. A pickle is a program for a stack machine whose only outside power is to import a
-name and to call it. Here a name stays a name (`meanings.global_of`), a call makes one of a few plain values
-(`meanings.MEANINGS`) or a `Placeholder` that remembers it, and a call of what is known to run code (`danger`) is
-refused.
+For `torch_zip`, `torch_legacy` and the layouts' metadata. A pickle is a program for a stack machine, which can import a name and
+call it. Here a name stays a name (`meanings.global_of`), a call makes one of a few plain values (`meanings.MEANINGS`) or a
+`Placeholder`, and a call that is known to run code (`danger`) is an error.
 
 [Note: bombs]
-A small file must not cost much. Lengths are checked against the bytes that are left before anything is allocated. Objects
-are shared, never copied, when they are used twice. Whole numbers have at most `opcodes.MAX_INT_BYTES`, names `meanings.MOST_NAME`
-letters, keys are cheap to hash and to compare (`meanings.plain_key`), and nothing here recurses. What leaves is nested at most
-`MAX_DEPTH` deep (a value that contains itself excepted), so whoever walks it may recurse.
-Still, one byte of pickle can be a set of 216 bytes, or a call that goes through a million arguments. So there is one count of
-what a pickle has cost, in bytes of memory, with a few for the time of each step: every opcode adds what `opcodes.COSTS` says, and
-what copies or goes through items adds to it for each (`Machine.charge`), before it does. A pickle may cost
-`limits.PICKLE_COST`, and no more than a multiple of its length. That is room for 150,000 tensors in one file.
+A small file must not cost much memory or time. Lengths are checked against the bytes that are left before anything is allocated.
+Objects that are used twice are shared, never copied. Whole numbers have at most `opcodes.MAX_INT_BYTES`, names
+`meanings.MOST_NAME` letters, keys are cheap to hash and to compare (`meanings.plain_key`), and nothing here recurses. The result
+is nested at most `MAX_DEPTH` deep (a value that contains itself excepted), so its users may recurse.
+Still, one byte of a pickle can make a set of 216 bytes, or a call that goes through a million arguments. So the cost of a pickle
+is counted, in bytes of memory, with a few bytes for the time of each step: every opcode adds its `opcodes.COSTS`, and all
+that copies or goes through items adds a cost for each of them (`Machine.charge`), before it does so. A pickle may cost
+`limits.PICKLE_COST`, and no more than a multiple of its length. That is enough for 150,000 tensors in one file.
 
 Source: CPython's Lib/pickle.py and Lib/pickletools.py (3.13), protocols 0-5.
 """
@@ -23,7 +22,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from zckpt.base.errors import CorruptError
+from zckpt.base.errors import COPY_AGAIN, CorruptError
 from zckpt.containers.inert import NumpyArray, Placeholder
 from zckpt.containers.machine import ENTRY_COST, Machine, PersistentLoad
 from zckpt.containers.meanings import MISFITS
@@ -34,79 +33,51 @@ MAX_DEPTH = 400
 
 
 def load_pickle(
-    data: bytes,
-    *,
-    file: str,
-    record: str = "",
-    base: int = 0,
-    persistent_load: PersistentLoad | None = None,
-    spent: int = 0,
-    most: int | None = None,
-) -> object:
-    """The inert object in a pickle.
-
-    Args:
-        data: the pickle; bytes after its end are ignored.
-        file: named in errors.
-        record: which part of the file it is, for errors.
-        base: byte offset in the file, for errors.
-        persistent_load: answers what lies outside of the pickle, in torch's files the storages.
-        spent: memory that the reader of the file has already used for it.
-        most: what it may cost; None for what any may.
+    data: bytes, *, file: str, record: str = "", base: int = 0, persistent_load: PersistentLoad | None = None,
+    spent: int = 0, most: int | None = None,
+) -> object:  # fmt: skip
+    """The inert object in a pickle. The arguments are those of `Machine`.
 
     Raises:
         CorruptError: it is damaged.
         UnsafeError: it would run code.
-        UnsupportedError: it needs what only its writer has, or too much memory.
+        UnsupportedError: it needs parts that are not in it, or too much memory.
     """
+    machine = Machine(data, file, record=record, base=base, persistent_load=persistent_load, spent=spent, most=most)
     try:
-        return read_pickle(
-            data, file=file, record=record, base=base, persistent_load=persistent_load, spent=spent, most=most
-        )[0]
+        return read_pickle(machine)
     except EOFError as error:
         raise CorruptError(
-            "a pickle without end",
-            file=file,
-            found=f"{record or 'it'} is over after {len(data):,} bytes",
-            remedy="Copy that file again.",
-            byte_offset=base + len(data),
-        ) from error
+            "its pickle has no end", file=file, found=f"{len(data):,} bytes{f' in record {record}' if record else ''}",
+            remedy=COPY_AGAIN, byte_offset=base + len(data),
+        ) from error  # fmt: skip
 
 
-def read_pickle(
-    data: bytes,
-    *,
-    file: str,
-    record: str = "",
-    base: int = 0,
-    persistent_load: PersistentLoad | None = None,
-    spent: int = 0,
-    most: int | None = None,
-) -> tuple[object, int]:
-    """The inert object in a pickle, and how many bytes it takes. Otherwise as `load_pickle`.
+def read_pickle(machine: Machine) -> object:
+    """The inert object in a machine's pickle, which ends at the machine's `position` then.
 
     Raises:
-        EOFError: `data` ends before the pickle.
+        EOFError: the data end before the pickle.
+        ZckptError: as `load_pickle`.
     """
-    machine = Machine(data, file, record, base, persistent_load, spent, most)
     try:
         value = _run(machine)
         machine.memo.clear()
         _check_depth(machine, value)
     except MISFITS as error:
-        reason = f"the stack or memo holds no such item: {error}" if isinstance(error, LookupError) else str(error)
+        reason = f"no such item on the stack or in the memo: {error}" if isinstance(error, LookupError) else str(error)
         raise machine.corrupt(reason) from error
-    return value, machine.position
+    return value
 
 
 def _run(machine: Machine) -> object:
-    """Carries out one opcode after another. Nine tenths of all opcodes in torch's files are the twelve done right here.
+    """Carries out one opcode after another. The twelve that are nine tenths of torch's files are done here, for speed.
 
-    The cost is added up here, and handed to the machine every `_STRIDE` bytes.
+    The cost is added up here, and passed to the machine every `_STRIDE` bytes.
     """
     data, end, stack, memo, marks = machine.data, len(machine.data), machine.stack, machine.memo, machine.marks
     long_put, put, get, long_get, small_int, mark, build_tuple, call, one_tuple, text = b"rqhjK(tR\x85X"
-    memoize, pair = b"\x94\x86"  # of protocol 4, which torch's checkpoint metadata are in
+    memoize, pair = b"\x94\x86"  # of protocol 4, which torch's checkpoint metadata use
     at = machine.position
     cost = 0
     check_at = at + _STRIDE
@@ -177,18 +148,18 @@ def _run(machine: Machine) -> object:
 
 
 _STRIDE = 1 << 12
-"""Bytes of pickle between two looks at its cost: at most 2 MB are made in them, beside texts."""
+"""Bytes of a pickle after which its cost is checked again: they make at most 2 MB, beside texts."""
 
 
 def _check_depth(machine: Machine, root: object) -> None:
-    """Refuses what is nested too deep, in one pass without recursion; each object is visited once, by its height."""
+    """Raises ValueError for values that are nested too deep; each object is visited once, without recursion."""
     heights: dict[int, int] = {}
     path: list[tuple[object, Iterator[object], list[int]]] = []
     pending: object = (root,)
     while True:
         if pending is not None:
             machine.charge(ENTRY_COST)
-            heights[id(pending)] = 0  # until it is done: what contains itself adds nothing
+            heights[id(pending)] = 0  # until it is done: an object that contains itself adds nothing
             path.append((pending, _children(pending), [0]))
             pending = None
         owner, children, height = path[-1]
@@ -199,7 +170,7 @@ def _check_depth(machine: Machine, root: object) -> None:
                     break
                 height[0] = max(height[0], heights[id(child)])
         if len(path) + height[0] > MAX_DEPTH:
-            raise ValueError(f"its values are nested more than {MAX_DEPTH} deep")
+            raise ValueError(f"values nested more than {MAX_DEPTH} deep")
         if pending is None:
             path.pop()
             heights[id(owner)] = height[0] + 1

@@ -1,9 +1,9 @@
-"""The safetensors format: its header in, its header out.
+"""The safetensors format: reads a file's header, and writes one.
 
 For `open_container`, and for the layouts that write `.safetensors`. A file is 8 bytes (the header's length,
 little-endian), a JSON header `{"name": {"dtype", "shape", "data_offsets": [begin, end]}, .., "__metadata__": {..}}`,
-and the tensors' bytes without holes. The reader is as strict as the reference implementation, so that a file means the
-same to both.
+and the tensors' bytes without holes. The reader is as strict as the reference implementation, so that a file has the same
+meaning for both.
 
 [Note: order of tensors] They are written by size of element, largest first: as the data begins at a multiple of 64
 bytes and every tensor is a multiple of its own element, each then begins at a multiple of its element. Example: F32
@@ -17,16 +17,15 @@ Source: safetensors 0.8.0, src/tensor.rs (`Metadata::validate`, `SafeTensors::re
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from zckpt.base import limits
-from zckpt.base.errors import CorruptError, UnsupportedError, UsageError
+from zckpt.base.errors import CorruptError, UnsupportedError
 from zckpt.base.words import examples
-from zckpt.containers.container import Container, Input, open_input
+from zckpt.containers.container import Container, Input
 from zckpt.containers.emit import contiguous_stride
-from zckpt.containers.skeleton import Skeleton, TensorSpec
+from zckpt.containers.skeleton import Skeleton, TensorSpec, check_names
 from zckpt.containers.tensor_ref import MAX_DIMS, StorageRef, TensorRef
 from zckpt.core.dtypes import BY_NAME, IN_SAFETENSORS
 from zckpt.core.fragments import FileStore
@@ -35,35 +34,26 @@ from zckpt.storage.json_files import check_size
 MAX_HEADER_BYTES = 100_000_000
 ALIGNMENT = 64
 MAX_UNSIGNED = 2**64 - 1
-"""The reference counts in `usize`."""
+"""The reference implementation counts in `usize`."""
 
 
-def read(path: str | os.PathLike[str]) -> Container:
+def read_input(file: Input) -> Container:
     """The tensors of a safetensors file, in the header's order.
 
     Raises:
         CorruptError: the header contradicts itself or the file's size.
         UnsupportedError: a tensor's dtype is unknown.
     """
-    with open_input(path) as file:
-        return read_input(file)
-
-
-def read_input(file: Input) -> Container:
-    """As `read`, of an open file."""
     nbytes = int.from_bytes(file.read(0, 8, "the header's length"), "little")
     if nbytes > MAX_HEADER_BYTES:
-        raise _corrupt(file, f"a header of {nbytes:,} bytes", f"at most {MAX_HEADER_BYTES:,}")
+        raise _corrupt(file, f"{nbytes:,} bytes", f"at most {MAX_HEADER_BYTES:,} bytes")
     if 8 + nbytes > file.size:
         raise file.cut_short("the header", 8 + nbytes)
     if nbytes > limits.HEADER_BYTES:
         raise UnsupportedError(
-            "a header that is too large",
-            file=file.path,
-            found=f"{nbytes:,} bytes",
-            expected=f"at most {limits.HEADER_BYTES:,}",
-            remedy=limits.REMEDY,
-        )
+            "the header is too large", file=file.path, found=f"{nbytes:,} bytes",
+            expected=f"at most {limits.HEADER_BYTES:,} bytes", remedy=limits.REMEDY,
+        )  # fmt: skip
     header = _parse(file, file.read(8, nbytes, "the header"))
     metadata = header.pop("__metadata__", None)
     if metadata is None:
@@ -75,12 +65,14 @@ def read_input(file: Input) -> Container:
     end = data_at
     for name, ref in sorted(tensors.items(), key=lambda item: (item[1].byte_offset, item[1].nbytes)):
         if ref.byte_offset != end:
-            raise _corrupt(file, f"tensor {name!r} begins at byte {ref.byte_offset:,}", f"the last one ends at {end:,}")
+            raise _corrupt(
+                file, f"tensor {name!r} at byte {ref.byte_offset:,}", f"byte {end:,}, the end of the last one"
+            )
         end += ref.nbytes
     if end > file.size:
-        raise file.cut_short("tensors", end)
+        raise file.cut_short("the tensors", end)
     if end < file.size:
-        raise _corrupt(file, f"{file.size:,} bytes", f"its header accounts for {end:,}")
+        raise _corrupt(file, f"a file of {file.size:,} bytes", f"{end:,} bytes, as the header says")
     return Container("safetensors", store, tensors, metadata)
 
 
@@ -88,15 +80,12 @@ def _parse(file: Input, data: bytes) -> dict[str, Any]:
     check_size(data, file.path, "a header")
     try:
         header = json.loads(
-            data.decode("utf-8"),
-            object_pairs_hook=_without_doubles,
-            parse_constant=_no_constant,
-            parse_float=_no_constant,
+            data.decode(), object_pairs_hook=_without_doubles, parse_constant=_no_constant, parse_float=_no_constant
         )
     except (ValueError, RecursionError) as error:
-        raise _corrupt(file, f"a header that is not JSON ({str(error)[:200]})") from error
+        raise _corrupt(file, f"no JSON ({str(error)[:200]})") from error
     if not data.startswith(b"{") or type(header) is not dict:
-        raise _corrupt(file, "a header that is not an object")
+        raise _corrupt(file, "a JSON value that is not an object")
     return header
 
 
@@ -108,7 +97,7 @@ def _without_doubles(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _no_constant(text: str) -> object:
-    raise ValueError(f"{text[:20]} where a whole number belongs")
+    raise ValueError(f"{text[:20]} instead of a whole number")
 
 
 def _tensor(file: Input, store: FileStore, data_at: int, name: str, entry: object) -> TensorRef:
@@ -118,35 +107,26 @@ def _tensor(file: Input, store: FileStore, data_at: int, name: str, entry: objec
         case _:
             raise _corrupt(file, f"tensor {name!r} without dtype, shape and data_offsets")
     if not all(type(number) is int and 0 <= number <= MAX_UNSIGNED for number in numbers):
-        raise _corrupt(file, f"tensor {name!r} with numbers that are no sizes")
+        raise _corrupt(file, f"tensor {name!r} with impossible sizes")
     if dtype_name not in IN_SAFETENSORS:
         raise UnsupportedError(
-            f"a dtype {dtype_name[:20]!r} that zckpt does not know",
-            file=file.path,
-            found=f"tensor {name!r}",
-            expected=f"{', '.join(sorted(IN_SAFETENSORS))} are known",
-        )
+            f"the dtype of tensor {name!r} is unknown", file=file.path, found=repr(dtype_name[:20]),
+            expected=f"one of {', '.join(sorted(IN_SAFETENSORS))}", remedy="Save that tensor in one of these dtypes.",
+        )  # fmt: skip
     dtype = BY_NAME[dtype_name]
     nbytes = dtype.itemsize
-    for dim in shape:  # as the reference: overflow is an error even where a 0 follows
+    for dim in shape:  # as in the reference implementation: an overflow is an error even if a 0 follows
         nbytes *= dim
         if nbytes > MAX_UNSIGNED or len(shape) > MAX_DIMS:
             raise _corrupt(file, f"tensor {name!r} of an impossible shape, in {len(shape):,} dimensions")
     if end - begin != nbytes:
-        raise _corrupt(file, f"tensor {name!r} has {end - begin:,} bytes", f"{dtype} {shape[:8]} needs {nbytes:,}")
+        raise _corrupt(file, f"tensor {name!r} of {end - begin:,} bytes", f"{nbytes:,} bytes for {dtype} {shape[:8]}")
     storage = StorageRef(name, dtype, nbytes // dtype.itemsize, "", store, data_at + begin)
     return storage.view(0, tuple(shape), contiguous_stride(tuple(shape)))
 
 
 def _corrupt(file: Input, found: str, expected: str = "") -> CorruptError:
-    return CorruptError(
-        "a damaged safetensors header",
-        file=file.path,
-        found=found,
-        expected=expected,
-        remedy="Copy that file again.",
-        byte_offset=0,
-    )
+    return file.damaged("the safetensors header is damaged", found, expected)
 
 
 def skeleton(
@@ -155,7 +135,7 @@ def skeleton(
     metadata: Mapping[str, str] | None = None,
     aliases: Mapping[str, str] | None = None,
 ) -> Skeleton:
-    """A safetensors file without its elements; see the notes above for the order and tied weights.
+    """A safetensors file without its elements; see the module's notes for the order and tied weights.
 
     Args:
         specs: the tensors, in the state dict's order.
@@ -163,17 +143,17 @@ def skeleton(
         aliases: dropped name -> kept name.
 
     Raises:
-        UnsupportedError: a dtype or name that the format cannot hold.
+        UnsupportedError: the format cannot hold a dtype or name.
         UsageError: two tensors have the same name, or an alias has no tensor.
     """
-    names = {spec.name for spec in specs}
     aliases = aliases or {}
-    if len(names) < len(specs) or any(kept not in names or name in names for name, kept in aliases.items()):
-        raise UsageError("names that are doubled, or aliases of nothing")
+    check_names(specs, aliases)
     unfit = [spec.name for spec in specs if spec.dtype.name not in IN_SAFETENSORS or spec.name == "__metadata__"]
     if unfit:
         raise UnsupportedError(
-            "tensors that safetensors cannot hold", found=examples(unfit), remedy="Cast them, or write .bin instead."
+            "safetensors cannot hold these tensors",
+            found=examples(unfit),
+            remedy="Write a .bin file instead (--format bin).",
         )
     ordered = sorted(specs, key=lambda spec: -spec.dtype.itemsize)
     header: dict[str, Any] = {"__metadata__": {"format": "pt", **(metadata or {}), **aliases}}
@@ -181,25 +161,21 @@ def skeleton(
     end = 0
     for spec in ordered:
         relative[spec.name], end = end, end + spec.nbytes
-        header[spec.name] = {
-            "dtype": spec.dtype.name,
-            "shape": list(spec.shape),
-            "data_offsets": [relative[spec.name], end],
-        }
+        offsets = [relative[spec.name], end]
+        header[spec.name] = {"dtype": spec.dtype.name, "shape": list(spec.shape), "data_offsets": offsets}
     try:
         text = json.dumps(header, ensure_ascii=False, separators=(",", ":")).encode()
     except UnicodeEncodeError as error:
         raise UnsupportedError(
-            "a name that is no Unicode text", found=ascii(error.object[error.start : error.end])
-        ) from error
+            "the name of a tensor is not Unicode text", found=ascii(error.object[error.start : error.end]),
+            remedy="Write a .bin file instead (--format bin), or change the name with --rename.",
+        ) from error  # fmt: skip
     text += b" " * (-(8 + len(text)) % ALIGNMENT)
     if len(text) > MAX_HEADER_BYTES:
         raise UnsupportedError(
-            "too many tensors for one safetensors file",
-            found=f"a header of {len(text):,} bytes",
-            expected=f"at most {MAX_HEADER_BYTES:,}",
-            remedy="Write more shards.",
-        )
+            "too many tensors for one safetensors file", found=f"a header of {len(text):,} bytes",
+            expected=f"at most {MAX_HEADER_BYTES:,} bytes", remedy="Write more shards, with a smaller --max-shard-size.",
+        )  # fmt: skip
     start = 8 + len(text)
     literal = len(text).to_bytes(8, "little") + text
     return Skeleton(start + end, ((0, literal),), (), {name: start + offset for name, offset in relative.items()})

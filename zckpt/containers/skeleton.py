@@ -1,4 +1,4 @@
-"""What a container needs to know to be laid out before any element exists, and what it answers.
+"""The values from which a container is laid out before any element exists, and the result.
 
 For the writers of `torch_zip` and `safetensors_file`, and the layouts that call them.
 """
@@ -6,15 +6,18 @@ For the writers of `torch_zip` and `safetensors_file`, and the layouts that call
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from zckpt.base.errors import UsageError
+from zckpt.base.words import examples
 from zckpt.core.dtypes import DType
 from zckpt.core.plan import Checksum
 
 
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
-    """A tensor to be written: its name, dtype and shape."""
+    """Name, dtype and shape of a tensor to be written."""
 
     name: str
     dtype: DType
@@ -38,7 +41,7 @@ class Skeleton:
     Attributes:
         size: bytes of the whole file.
         literals: (byte offset, bytes) of everything that is not an element.
-        checksums: CRC-32 slots to be filled once the elements are there.
+        checksums: places of CRC-32s, which are filled in when the elements are known.
         offsets: tensor name -> byte offset of its first element; elements are dense and row-major.
     """
 
@@ -46,3 +49,17 @@ class Skeleton:
     literals: tuple[tuple[int, bytes], ...]
     checksums: tuple[Checksum, ...]
     offsets: dict[str, int]
+
+
+def check_names(specs: Sequence[TensorSpec], aliases: Mapping[str, str]) -> None:
+    """Checks that tensors have different names, and that each alias (dropped name -> kept name) is of one of them.
+
+    Raises:
+        UsageError: otherwise.
+    """
+    names = {spec.name for spec in specs}
+    if len(names) < len(specs) or any(kept not in names or name in names for name, kept in aliases.items()):
+        raise UsageError(
+            "two tensors have the same name, or an alias has no tensor", found=examples(spec.name for spec in specs),
+            remedy="Give each tensor a name of its own.",
+        )  # fmt: skip

@@ -1,8 +1,8 @@
-"""Where a pickled tensor's elements lie in its file, without reading one of them.
+"""Where a pickled tensor's elements are in its file, found without reading them.
 
 For the readers of this package, which make them, and the layouts, which turn them into fragments.
-A torch tensor is a strided view of a storage: element (i, j, ..) lies `storage_offset + i*stride[0] + j*stride[1] + ..`
-elements into it. A `TensorRef` exists only if that view stays inside its storage, and the storage inside its file.
+A torch tensor is a strided view of a storage: element (i, j, ..) is `storage_offset + i*stride[0] + j*stride[1] + ..`
+elements behind its start. A `TensorRef` exists only if that view stays inside its storage, and the storage inside its file.
 Source: torch/_utils.py `_rebuild_tensor_v2`, `_rebuild_tensor_v3` (2.13).
 """
 
@@ -12,7 +12,7 @@ import itertools
 import math
 from dataclasses import dataclass
 
-from zckpt.base.errors import CorruptError, UnsupportedError
+from zckpt.base.errors import COPY_AGAIN, CorruptError, UnsupportedError
 from zckpt.containers.inert import brief
 from zckpt.core.dtypes import DType
 from zckpt.core.fragments import FileStore, Fragment
@@ -21,10 +21,10 @@ MAX_NUMBER = 2**63 - 1
 """torch's shapes, strides and offsets are signed 64-bit numbers."""
 
 MAX_DIMS = 128
-"""torch has no limit, real tensors have at most 6; this one bounds the arithmetic."""
+"""torch has no limit, and real tensors have at most 6 dimensions; this limit bounds the arithmetic."""
 
 MAX_FRAGMENTS = 1 << 20
-"""Each costs about 150 bytes. A (1024, 1024, 3, 3) convolution in channels-last order needs exactly so many."""
+"""The most fragments of a tensor, about 150 bytes each. A (1024, 1024, 3, 3) convolution in channels-last order needs so many."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +35,7 @@ class StorageRef:
         key: its name in the file.
         dtype: of its elements; None for torch's `UntypedStorage`, which is bytes.
         numel: elements in it; bytes when it is untyped.
-        location: the device it was saved from. Irrelevant to its bytes.
+        location: the device it was saved from.
         store: the file.
         byte_offset: of its first byte.
     """
@@ -58,16 +58,16 @@ class StorageRef:
         """A tensor in it; `storage_offset` and `stride` count elements of `dtype`, by default the storage's own.
 
         Raises:
-            CorruptError: no such tensor can be.
+            CorruptError: such a tensor is impossible.
         """
         if len(shape) != len(stride) or len(shape) > MAX_DIMS:
-            raise self._bad_view("an impossible view", f"{len(shape)} dimensions, {len(stride)} strides")
+            raise self._bad_view("impossible", f"{len(shape)} dimensions, {len(stride)} strides")
         for what, numbers in (("offset", (storage_offset,)), ("size", shape), ("stride", stride)):
             if (bad := next((number for number in numbers if not _is_count(number)), None)) is not None:
-                raise self._bad_view("an impossible view", f"{what} {brief(bad)}", "whole numbers from 0 to 2^63 - 1")
+                raise self._bad_view("impossible", f"{what} {brief(bad)}", "whole numbers from 0 to 2^63 - 1")
         dtype = dtype or self.dtype
         if dtype is None:
-            raise self._bad_view("a tensor without dtype", "an untyped storage")
+            raise self._bad_view("without a dtype", "an untyped storage")
         return TensorRef(
             store=self.store,
             byte_offset=self.byte_offset + storage_offset * dtype.itemsize,
@@ -80,8 +80,9 @@ class StorageRef:
             storage_byte_offset=self.byte_offset,
         )
 
-    def _bad_view(self, what: str, found: str, expected: str = "") -> CorruptError:
-        return CorruptError(f"{what} of storage {self.key!r}", file=self.store.path, found=found, expected=expected)
+    def _bad_view(self, how: str, found: str, expected: str = "") -> CorruptError:
+        what = f"the view of storage {self.key!r} is {how}"
+        return CorruptError(what, file=self.store.path, found=found, expected=expected, remedy=COPY_AGAIN)
 
 
 def _is_count(number: object) -> bool:
@@ -90,7 +91,7 @@ def _is_count(number: object) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class TensorRef:
-    """A tensor that lies in a file.
+    """A tensor in a file.
 
     Attributes:
         store: the file.
@@ -119,20 +120,17 @@ class TensorRef:
             return
         if math.prod(self.shape) > MAX_NUMBER:
             raise CorruptError(
-                f"an impossible shape of a tensor in storage {self.storage_key!r}",
-                file=self.store.path,
-                found=f"{self.shape[0]:,} rows in {len(self.shape)} dimensions",
-                expected="at most 2^63 elements",
-            )
+                f"the shape of a tensor in storage {self.storage_key!r} is impossible", file=self.store.path,
+                found=f"{self.shape[0]:,} rows in {len(self.shape)} dimensions", expected="at most 2^63 elements",
+                remedy=COPY_AGAIN,
+            )  # fmt: skip
         last = self.storage_offset + sum((dim - 1) * step for dim, step in zip(self.shape, self.stride))
         if (last + 1) * self.dtype.itemsize > self.storage_nbytes:
             raise CorruptError(
-                f"a tensor that reaches beyond its storage {self.storage_key!r}",
-                file=self.store.path,
-                found=f"its last element would end at byte {(last + 1) * self.dtype.itemsize:,}",
-                expected=f"the storage has {self.storage_nbytes:,}",
-                byte_offset=self.storage_byte_offset,
-            )
+                f"storage {self.storage_key!r} is too small for its tensor", file=self.store.path,
+                found=f"{self.storage_nbytes:,} bytes", expected=f"{(last + 1) * self.dtype.itemsize:,} bytes or more",
+                byte_offset=self.storage_byte_offset, remedy=COPY_AGAIN,
+            )  # fmt: skip
 
     @property
     def numel(self) -> int:
@@ -141,29 +139,29 @@ class TensorRef:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of its elements, each counted once per index."""
+        """Bytes of its elements, each counted once for each index."""
         return self.numel * self.dtype.itemsize
 
     @property
     def is_contiguous(self) -> bool:
-        """Whether its elements lie row-major without gaps, as `torch.Tensor.is_contiguous` says."""
+        """Whether its elements are row-major without gaps, as for `torch.Tensor.is_contiguous`."""
         folded = self._folded()
         return self.numel == 0 or not folded or (len(folded) == 1 and folded[0][1] == 1)
 
     @property
     def place(self) -> tuple[object, ...]:
-        """Two names with the same place are literally the same tensor."""
+        """Equal for two names of the same tensor, and only for these."""
         return self.store.path, self.storage_key, self.storage_offset, self.dtype, self.shape, self.stride
 
     @property
     def byte_stop(self) -> int:
-        """One past its last byte in the file; where it begins when it has no elements."""
+        """One past its last byte in the file; where it begins if it has no elements."""
         last = sum((dim - 1) * step for dim, step in zip(self.shape, self.stride))
         return self.byte_offset + (last + 1) * self.dtype.itemsize if self.numel else self.byte_offset
 
     @property
     def repeats(self) -> bool:
-        """Whether elements of it may lie in the same place, as those of an expanded tensor do."""
+        """Whether some of its elements may share a place, as those of an expanded tensor do."""
         reach = 0
         for dim, step in sorted(zip(self.shape, self.stride), key=lambda pair: pair[1]):
             if dim > 1 and step <= reach:
@@ -174,11 +172,11 @@ class TensorRef:
     def fragments(self) -> tuple[Fragment, ...]:
         """Its elements as pitched runs, in order; see [Note: the geometry of a fragment].
 
-        One fragment is up to two dimensions: rows of contiguous elements, or a column of single ones. The dimensions
-        before these are walked, index by index.
+        A fragment has up to two dimensions: rows of contiguous elements, or a column of single ones. Each index of the
+        dimensions before these makes another fragment.
 
         Raises:
-            UnsupportedError: it would be millions of fragments.
+            UnsupportedError: it would take more than `MAX_FRAGMENTS`.
         """
         if self.numel == 0:
             return ()
@@ -188,11 +186,10 @@ class TensorRef:
         blocks = math.prod(dim for dim, _ in dims)
         if blocks > MAX_FRAGMENTS:
             raise UnsupportedError(
-                f"a tensor of {blocks:,} scattered pieces",
-                file=self.store.path,
-                found=f"shape {list(self.shape)}, strides {list(self.stride)}",
+                f"one of its tensors is scattered over {blocks:,} pieces", file=self.store.path,
+                found=f"shape {list(self.shape)}, strides {list(self.stride)}", expected=f"at most {MAX_FRAGMENTS:,} pieces",
                 remedy="Call .contiguous() on it before saving.",
-            )
+            )  # fmt: skip
         pitch = count if rows > 1 else 0
         offsets = map(sum, itertools.product(*([index * step for index in range(dim)] for dim, step in dims)))
         return tuple(
@@ -209,7 +206,7 @@ class TensorRef:
         )
 
     def _folded(self) -> list[tuple[int, int]]:
-        """(extent, stride) of as few dimensions as give the same walk: (2, 3, 4) with (12, 4, 1) is (24,) with (1,)."""
+        """(extent, stride) of the fewest dimensions with the same elements: (2, 3, 4) with (12, 4, 1) is (24,) with (1,)."""
         folded: list[tuple[int, int]] = []
         for dim, step in zip(self.shape, self.stride):
             if dim == 1:

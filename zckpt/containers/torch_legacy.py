@@ -6,8 +6,7 @@ For `open_container`. `torch.save(.., _use_new_zipfile_serialization=False)` sti
 1. Three small pickles: a magic number, the protocol 1001, and facts of the machine that wrote it.
 2. The object. It names storages, but does not say where they are.
 3. The storages' keys, in file order. Then, for each, its number of elements in 8 bytes, and its elements.
-Walking 3 costs 8 bytes per storage. The object is read twice: first to learn the storages' sizes, then with their
-places.
+Reading 3 costs 8 bytes per storage. The object is read twice: first for the storages' sizes, then with their places.
 
 Elements are always little-endian: a big-endian machine swapped them on writing, whatever the facts of 1 say.
 Source: torch/serialization.py `_legacy_save`, `_legacy_load` (2.13); torch/csrc/serialization.cpp (byte order).
@@ -15,52 +14,46 @@ Source: torch/serialization.py `_legacy_save`, `_legacy_load` (2.13); torch/csrc
 
 from __future__ import annotations
 
-import os
 import struct
 from dataclasses import replace
 
 from zckpt.base import limits
-from zckpt.base.errors import CorruptError, NotACheckpointError, UnsupportedError
-from zckpt.containers.container import Container, Input, open_input
-from zckpt.containers.inert import brief, brief_text
-from zckpt.containers.machine import PersistentLoad
+from zckpt.base.errors import COPY_AGAIN, CorruptError, NotACheckpointError, UnsupportedError
+from zckpt.containers.container import Container, Input
+from zckpt.containers.inert import brief_text
+from zckpt.containers.machine import Machine, PersistentLoad
 from zckpt.containers.meanings import storage_dtype
 from zckpt.containers.pickles import read_pickle
 from zckpt.containers.tensor_ref import MAX_DIMS, StorageRef
-from zckpt.containers.torch_zip import storage_of
+from zckpt.containers.torch_zip import storage_of, unknown_storage
 
 MAGIC_NUMBER = 0x1950A86A20F9469CFC6C
 PROTOCOL_VERSION = 1001
 
 FIRST_WINDOW_BYTES = 1 << 16
-"""A pickle does not say how long it is: this much is read at first, then eight times more, and so on."""
-
-
-def read(path: str | os.PathLike[str]) -> Container:
-    """The object in a stream or tar file.
-
-    Raises:
-        CorruptError: the file is damaged.
-        NotACheckpointError: it is a pickle or tar archive of something else.
-        UnsafeError: its pickle would run code.
-    """
-    with open_input(path) as file:
-        return read_tar(file) if file.peek(257, 5) == b"ustar" else read_stream(file)
+"""So much is read of a pickle at first, then eight times more, and so on: a pickle does not say how long it is."""
 
 
 def read_stream(file: Input) -> Container:
-    """The object in a stream; see [Note: how a stream is read]."""
+    """The object in a stream; see [Note: how a stream is read].
+
+    Raises:
+        CorruptError: the file is damaged.
+        NotACheckpointError: it is a pickle of something else.
+        UnsafeError: its pickle would run code.
+    """
     stream = _Stream(file, 0, file.size)
     if stream.pickle() != MAGIC_NUMBER:
         raise NotACheckpointError(
-            "a pickle that torch did not save",
-            file=file.path,
-            expected="torch's files begin with its magic number",
+            "is a pickle that torch did not save", file=file.path, expected="torch's magic number at its beginning",
             remedy="If it holds tensors, load it where it was made and save it again with torch.save.",
-        )
+        )  # fmt: skip
     protocol = stream.pickle()
     if protocol != PROTOCOL_VERSION:
-        raise UnsupportedError("an unknown version of torch's format", file=file.path, expected=f"{PROTOCOL_VERSION}")
+        raise UnsupportedError(
+            "the version of torch's format is unknown", file=file.path, expected=f"version {PROTOCOL_VERSION}",
+            remedy="Load it with the torch that wrote it, and save it again with a newer one.",
+        )  # fmt: skip
     stream.pickle()
     storages = _LegacyStorages(file)
     start = stream.position
@@ -69,7 +62,7 @@ def read_stream(file: Input) -> Container:
     for key in keys if isinstance(keys, list) else [keys]:
         storage = storages.known.get(key) if isinstance(key, str) else None
         if storage is None or not isinstance(key, str):
-            raise stream.corrupt("a storage that no tensor is of")
+            raise stream.corrupt("a storage without a tensor")
         storages.known[key] = stream.storage(storage)
         storages.placed.add(key)
     root = _Stream(file, start, file.size).pickle(storages.load)
@@ -90,19 +83,18 @@ class _Stream:
             window = min(window, limits.PICKLE_BYTES)
             data = self.file.peek(self.position, min(window, self.end - self.position))
             try:
-                value, used = read_pickle(
-                    data, file=self.file.path, base=self.position, persistent_load=persistent_load
-                )
+                machine = Machine(data, self.file.path, base=self.position, persistent_load=persistent_load)
+                value = read_pickle(machine)
             except EOFError as error:
                 if len(data) < window:
                     raise self.file.cut_short("a pickle", self.position + len(data) + 1) from error
                 if window >= limits.PICKLE_BYTES:
-                    raise UnsupportedError(
-                        "a pickle that is too large", file=self.file.path, remedy=limits.REMEDY
-                    ) from error
+                    found = f"more than {window:,} bytes"
+                    what = "its pickle is too large"
+                    raise UnsupportedError(what, file=self.file.path, found=found, remedy=limits.REMEDY) from error
                 window *= 8
             else:
-                self.position += used
+                self.position += machine.position
                 return value
 
     def numbers(self, layout: str) -> tuple[int, ...]:
@@ -116,26 +108,22 @@ class _Stream:
             raise self.file.cut_short("a storage", self.position)
 
     def storage(self, storage: StorageRef) -> StorageRef:
-        """`storage`, with its place: here. Goes on behind it."""
+        """`storage` with its place, which is here; skips it."""
         (numel,) = self.numbers("<q")
         if numel != storage.numel:
-            raise self.corrupt(f"storage {storage.key!r} has {numel:,} elements here, {storage.numel:,} in the pickle")
+            raise self.corrupt(
+                f"storage {storage.key!r} of {numel:,} elements", f"{storage.numel:,} elements, as the pickle says"
+            )
         placed = replace(storage, byte_offset=self.position)
         self.skip(storage.nbytes)
         return placed
 
-    def corrupt(self, found: str) -> CorruptError:
-        return CorruptError(
-            "a damaged torch file",
-            file=self.file.path,
-            found=found,
-            remedy="Copy that file again.",
-            byte_offset=self.position,
-        )
+    def corrupt(self, found: str, expected: str = "") -> CorruptError:
+        return self.file.damaged("the torch file is damaged", found, expected, self.position)
 
 
 class _LegacyStorages:
-    """Answers persistent ids with storages; `placed` are those whose place is known."""
+    """Answers persistent ids with storages; `placed` are the keys of those whose place is known."""
 
     def __init__(self, file: Input) -> None:
         self.store = file.store()
@@ -148,18 +136,21 @@ class _LegacyStorages:
         storage = storage_of(key, self.store)
         known = self.known.setdefault(storage.key, storage)
         if self.placed and storage.numel and (storage.key not in self.placed or storage.nbytes > known.nbytes):
-            raise CorruptError(f"a storage {storage.key!r} that the file does not hold", file=self.store.path)
+            raise self._corrupt(f"storage {storage.key!r} is missing")
         storage = replace(storage, byte_offset=known.byte_offset)
         view = key[5] if type(key) is tuple and len(key) > 5 else None
         return storage if view is None else self.view(storage, view)
 
     def view(self, storage: StorageRef, view: object) -> StorageRef:
-        """A part of a storage as a storage of its own, as torch had them before 0.4."""
+        """A part of a storage, as a storage; torch had such before 0.4."""
         match view:
             case (str(key), int(offset), int(numel)) if offset >= 0 and numel >= 0 and offset + numel <= storage.numel:
                 itemsize = storage.dtype.itemsize if storage.dtype else 1
                 return replace(storage, key=key, numel=numel, byte_offset=storage.byte_offset + offset * itemsize)
-        raise CorruptError(f"an impossible view of storage {storage.key!r}", file=self.store.path)
+        raise self._corrupt(f"the view of storage {storage.key!r} is impossible")
+
+    def _corrupt(self, what: str) -> CorruptError:
+        return CorruptError(what, file=self.store.path, remedy=COPY_AGAIN)
 
 
 # -- tar ---------------------------------------------------------------------------------------------------------------
@@ -170,9 +161,7 @@ def read_tar(file: Input) -> Container:
     members = _members(file)
     missing = [name for name in ("storages", "tensors", "pickle") if name not in members]
     if missing:
-        raise NotACheckpointError(
-            "a tar archive that torch did not save", file=file.path, found=f"no member {missing[0]!r}"
-        )
+        raise _other_tar(file, f"no member {missing[0]!r}")
     store = file.store()
     objects: dict[object, object] = {}
     stream = _Stream(file, *members["storages"])
@@ -181,14 +170,14 @@ def read_tar(file: Input) -> Container:
         try:
             storage = StorageRef(str(key), storage_dtype(kind), 0, brief_text(location), store, 0)
         except LookupError as error:
-            raise UnsupportedError("a storage of an unknown class", file=file.path, found=brief(kind)) from error
+            raise unknown_storage(file.path, kind) from error
         (numel,) = stream.numbers("<q")
         objects[key] = storage = replace(storage, numel=numel, byte_offset=stream.position)
         stream.skip(storage.nbytes)
     views = stream.pickle()
     for view in views if isinstance(views, list | tuple) else ():
         if not isinstance(view, tuple) or len(view) != 4 or not isinstance(view[0], int | str):
-            raise stream.corrupt("a view without its 4 fields")
+            raise stream.corrupt("a view without 4 fields")
         storage = _storage(objects, view[1], stream)
         objects[view[0]] = _LegacyStorages(file).view(storage, (str(view[0]), *view[2:]))
     stream = _Stream(file, *members["tensors"])
@@ -206,7 +195,7 @@ def read_tar(file: Input) -> Container:
             return key[0]
         number = int(key) if isinstance(key, str) and key.isdecimal() and len(key) < 20 else key
         if not isinstance(number, int) or number not in objects:
-            raise stream.corrupt("a reference to an object that the file does not hold")
+            raise stream.corrupt("a reference to a missing object")
         return objects[number]
 
     return Container("torch_tar", store, stream.pickle(load))
@@ -219,13 +208,11 @@ def _members(file: Input) -> dict[str, tuple[int, int]]:
     while len(header := file.peek(at, 512)) == 512 and header.strip(b"\0"):
         digits = header[124:136].strip(b" \0")
         if not digits or digits.strip(b"01234567"):
-            raise CorruptError(
-                "a damaged tar archive", file=file.path, found="a size that is no number", byte_offset=at
-            )
+            raise file.damaged("the tar archive is damaged", "a member size that is not a number", byte_offset=at)
         nbytes = int(digits, 8)
         name = header[:100].rstrip(b"\0").decode("utf-8", "replace").removeprefix("./")
         if len(members) > limits.TAR_MEMBERS:
-            raise NotACheckpointError("a tar archive that torch did not save", file=file.path, found="many members")
+            raise _other_tar(file, f"more than {limits.TAR_MEMBERS:,} members")
         if at + 512 + nbytes > file.size:
             raise file.cut_short(f"member {name!r}", at + 512 + nbytes)
         members[name] = (at + 512, at + 512 + nbytes)
@@ -233,22 +220,30 @@ def _members(file: Input) -> dict[str, tuple[int, int]]:
     return members
 
 
+def _other_tar(file: Input, found: str) -> NotACheckpointError:
+    return NotACheckpointError(
+        "is a tar archive that torch did not save", file=file.path, found=found,
+        expected="members 'storages', 'tensors' and 'pickle'",
+        remedy="Unpack it if it holds a checkpoint, and give the directory.",
+    )  # fmt: skip
+
+
 def _count(stream: _Stream) -> int:
     count = stream.pickle()
     if not isinstance(count, int) or not 0 <= count <= stream.end:
-        raise stream.corrupt("a count that is no whole number")
+        raise stream.corrupt("an impossible count")
     return count
 
 
 def _fields(stream: _Stream, count: int) -> tuple[object, ...]:
     fields = stream.pickle()
     if not isinstance(fields, tuple) or len(fields) != count or not isinstance(fields[0], int | str):
-        raise stream.corrupt(f"an entry without its {count} fields")
+        raise stream.corrupt(f"an entry without {count} fields")
     return fields
 
 
 def _storage(objects: dict[object, object], key: object, stream: _Stream) -> StorageRef:
     storage = objects.get(key) if isinstance(key, int | str) else None
     if not isinstance(storage, StorageRef):
-        raise stream.corrupt("a reference to a storage that the file does not hold")
+        raise stream.corrupt("a reference to a missing storage")
     return storage

@@ -1,9 +1,9 @@
-"""Torch's zip files, `torch.save` since 1.6: where their tensors lie, and how to lay out one before its tensors exist.
+"""Torch's zip files, `torch.save` since 1.6: where their tensors are, and how one is laid out before its tensors exist.
 
 For `open_container`, and for the layouts that write `.bin` and `.pt`. Records of `<prefix>/`: `data.pkl` (the object,
 with a persistent id for each storage), `byteorder`, `data/<key>` (a storage's bytes), `version`. Reading touches the
 zip directory, `data.pkl` and one header per storage. Writing is a `Skeleton`: all bytes but the tensors', with a
-checksum slot wherever a tensor's CRC belongs.
+checksum slot in each place of a tensor's CRC.
 
 [Note: padding] torch begins each storage at a multiple of 64 bytes, so that it can be mapped into memory, by an extra
 field "FB" in the record's local header. Example: header at 100, name of 12 bytes, no zip64 field. The bytes could begin
@@ -20,13 +20,13 @@ import zlib
 from collections.abc import Mapping, Sequence
 
 from zckpt.base import limits
-from zckpt.base.errors import CorruptError, NotACheckpointError, UnsupportedError, UsageError
+from zckpt.base.errors import COPY_AGAIN, CorruptError, NotACheckpointError, UnsupportedError
 from zckpt.containers.container import Container, Input, open_input
 from zckpt.containers.emit import emit
 from zckpt.containers.inert import brief, brief_text
 from zckpt.containers.meanings import storage_dtype
 from zckpt.containers.pickles import load_pickle
-from zckpt.containers.skeleton import Skeleton, TensorSpec
+from zckpt.containers.skeleton import Skeleton, TensorSpec, check_names
 from zckpt.containers.tensor_ref import MAX_NUMBER, StorageRef
 from zckpt.containers.zip_directory import END, END64, ENTRY, LOCAL_HEADER, LOCATOR, MAX16, MAX32, Directory
 from zckpt.core.fragments import FileStore
@@ -34,10 +34,10 @@ from zckpt.core.plan import Checksum
 
 ALIGNMENT = 64
 PREFIX = "archive"
-"""What torch itself calls a file whose name it does not know."""
+"""torch's own prefix for a file whose name it does not know."""
 
 
-def read(path: str | os.PathLike[str]) -> Container:
+def read_input(file: Input) -> Container:
     """The object in a torch zip file.
 
     Raises:
@@ -46,32 +46,23 @@ def read(path: str | os.PathLike[str]) -> Container:
         UnsafeError: its pickle would run code.
         UnsupportedError: it is compressed, or TorchScript.
     """
-    with open_input(path) as file:
-        return read_input(file)
-
-
-def read_input(file: Input) -> Container:
-    """As `read`, of an open file."""
     directory = Directory(file)
     prefix = next(iter(directory.records), "").partition("/")[0]
     names = directory.records.keys()
     if f"{prefix}/constants.pkl" in names:
         raise UnsupportedError(
-            "a TorchScript program",
-            file=file.path,
-            found="a record 'constants.pkl'",
+            "is a TorchScript program", file=file.path, found="a record 'constants.pkl'",
             remedy="Load it with torch.jit.load and save its state_dict() with torch.save.",
-        )
+        )  # fmt: skip
     if f"{prefix}/data.pkl" not in names:
         raise NotACheckpointError(
-            "a zip file that torch did not save",
-            file=file.path,
-            found=f"records such as {next(iter(names))!r}" if names else "no records",
-            expected="a record 'data.pkl' is needed",
-        )
+            "is a zip file that torch did not save", file=file.path,
+            found=f"records such as {next(iter(names))!r}" if names else "no records", expected="a record 'data.pkl'",
+            remedy="Give a file that torch.save wrote, or the directory of a checkpoint.",
+        )  # fmt: skip
     order = directory.read(f"{prefix}/byteorder", 64) if f"{prefix}/byteorder" in names else b"little"
     if order not in (b"little", b"big"):
-        raise CorruptError("an unknown byte order", file=file.path, found=f"{order!r}", expected="little or big")
+        raise file.damaged("the byte order is unknown", f"{order!r}", "little or big")
     store = file.store("little" if order == b"little" else "big")
     pickle = directory.read(f"{prefix}/data.pkl", limits.PICKLE_BYTES)
     base = file.base + directory.data_offset(f"{prefix}/data.pkl")
@@ -82,14 +73,13 @@ def read_input(file: Input) -> Container:
 
 
 def peek(path: str | os.PathLike[str], keys: Sequence[str]) -> dict[str, int]:
-    """Whole numbers that stand under these keys in the object of a torch zip file, without reading all of it.
+    """The whole numbers under some keys in the object of a torch zip file, by searching its pickle for them.
 
-    For files of which nothing else is wanted: a text search, and so a hint, not a fact. A key that is not found, or not
-    followed by a number, is left out. Where a key stands twice, the last one counts: DeepSpeed writes its own after the
-    state dict.
+    This is much faster than reading the object, and only a hint. A key that is not found, or not followed by a number, is left
+    out. If a key is found twice, the last one counts: DeepSpeed writes its own keys after the state dict.
 
     Raises:
-        ZckptError: as `read`, where the file is damaged or of another kind.
+        ZckptError: as `read_input`, if the file is damaged or of another kind.
     """
     with open_input(path) as file:
         directory = Directory(file)
@@ -123,18 +113,15 @@ class _Storages:
 
     def load(self, key: object) -> StorageRef:
         storage = storage_of(key, self.store)
-        if storage.numel == 0:  # ZeRO-3 leaves thousands of these behind: they have no place to look up
+        if storage.numel == 0:  # ZeRO-3 leaves thousands of these: they have no record
             return storage
         name = self.prefix + storage.key
         record = self.directory.records.get(name)
         byte_offset = self.directory.data_offset(name)
         if record is None or storage.nbytes > record.nbytes:
-            raise CorruptError(
-                f"a storage that is longer than its record {name!r}",
-                file=self.store.path,
-                found=f"{storage.nbytes:,} bytes",
-                expected=f"the record has {record.nbytes if record else 0:,}",
-                byte_offset=byte_offset,
+            found = f"{record.nbytes if record else 0:,} bytes"
+            raise self.directory.file.damaged(
+                f"record {name!r} is too small for its storage", found, f"{storage.nbytes:,} bytes", byte_offset
             )
         at = self.directory.file.base + byte_offset
         return StorageRef(storage.key, storage.dtype, storage.numel, storage.location, self.store, at)
@@ -144,8 +131,8 @@ def storage_of(key: object, store: FileStore) -> StorageRef:
     """The storage of a persistent id ("storage", class, key, location, numel, ..), at byte 0 until it is placed.
 
     Raises:
-        CorruptError: that is no such id.
-        UnsupportedError: a storage class that zckpt does not know.
+        CorruptError: `key` is not such an id.
+        UnsupportedError: zckpt does not know the storage class.
     """
     if type(key) is tuple and len(key) >= 5 and key[0] == "storage" and type(key[2]) is str and type(key[4]) is int:
         _, kind, name, location, numel = key[:5]
@@ -153,8 +140,14 @@ def storage_of(key: object, store: FileStore) -> StorageRef:
             try:
                 return StorageRef(name, storage_dtype(kind), numel, brief_text(location), store, 0)
             except LookupError as error:
-                raise UnsupportedError("a storage of an unknown class", file=store.path, found=brief(kind)) from error
-    raise CorruptError("a reference to something that is no storage", file=store.path)
+                raise unknown_storage(store.path, kind) from error
+    raise CorruptError("its pickle refers to something that is not a storage", file=store.path, remedy=COPY_AGAIN)
+
+
+def unknown_storage(path: str, kind: object) -> UnsupportedError:
+    """The error for a storage class that zckpt does not know."""
+    remedy = "Load the file with the torch that wrote it, convert its tensors to a standard dtype, and save it again."
+    return UnsupportedError("the class of a storage is unknown", file=path, found=brief(kind), remedy=remedy)
 
 
 def records(path: str | os.PathLike[str]) -> list[tuple[str, int, int, int]]:
@@ -185,10 +178,8 @@ def skeleton(specs: Sequence[TensorSpec], *, aliases: Mapping[str, str] | None =
     Raises:
         UsageError: two tensors have the same name, or an alias has no tensor.
     """
-    by_name = {spec.name: spec for spec in specs}
-    aliases = aliases or {}
-    if len(by_name) < len(specs) or any(kept not in by_name or name in by_name for name, kept in aliases.items()):
-        raise UsageError("names that are doubled, or aliases of nothing")
+    by_name, aliases = {spec.name: spec for spec in specs}, aliases or {}
+    check_names(specs, aliases)
     return skeleton_of(by_name | {name: by_name[kept] for name, kept in aliases.items()}, specs, zip64=zip64)
 
 
@@ -196,7 +187,7 @@ def skeleton_of(root: object, specs: Sequence[TensorSpec], *, zip64: bool = Fals
     """A torch zip file of any inert object, without the elements of its tensors.
 
     Args:
-        root: what `emit` writes; its tensors are `specs`, and may stand in several places.
+        root: what `emit` writes; its tensors are `specs`, each in one or more places.
         specs: the tensors, in the order of their records.
         zip64: write 64-bit figures even where 32 bits would do.
     """
@@ -210,7 +201,7 @@ def skeleton_of(root: object, specs: Sequence[TensorSpec], *, zip64: bool = Fals
 
 
 class _Writer:
-    """Lays records out one after another. `entries` is the directory so far, `slots` where CRCs belong in it."""
+    """Lays records out one after another. `entries` is the directory so far, `pending` are the CRCs to be filled in."""
 
     def __init__(self, zip64: bool) -> None:
         self.zip64 = zip64
@@ -221,13 +212,13 @@ class _Writer:
         self.pending: list[tuple[int, int, int, int]] = []
 
     def add(self, name: str, data: bytes) -> None:
-        """A record whose contents are known."""
+        """Adds a record with its contents."""
         start = self._header(name, len(data), zlib.crc32(data))
         self.literals.append((start, data))
         self.size = start + len(data)
 
     def reserve(self, name: str, nbytes: int) -> int:
-        """A record whose contents will come; where they begin."""
+        """Adds a record without its contents; returns where they begin."""
         header, entry = self.size, len(self.entries)
         start = self._header(name, nbytes, 0)
         self.size = start + nbytes
@@ -257,7 +248,7 @@ class _Writer:
         return unpadded + padding
 
     def finish(self, offsets: dict[str, int]) -> Skeleton:
-        """The directory and its end."""
+        """Adds the directory and its end."""
         start, nbytes, count = self.size, len(self.entries), self.count
         end = b""
         if self.zip64 or start >= MAX32 or nbytes >= MAX32 or count >= MAX16:

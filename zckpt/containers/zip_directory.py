@@ -1,15 +1,15 @@
 """Which records a zip file holds, and where each one's bytes begin.
 
-For `torch_zip`. Our own parser, for three reasons: torch's files are read by offset, not by stream; a file must mean
-one thing, so what two parsers could read differently (overlaps, doubled names, two directories that disagree) is an
-error here; and opening must cost one read of the directory, with local headers read only for records that are wanted.
+For `torch_zip`. This is a parser of its own, for three reasons: torch's files are read by offset, not by stream; a file must
+have one meaning, so anything that two parsers could read differently (overlaps, doubled names, two directories that disagree)
+is an error here; and opening a file must cost one read of the directory, and one of a local header for each record that is used.
 
 [Note: how a zip file is read]
 1. The end record, 22 bytes, is the last thing in the file (a comment may follow). It says where the directory is.
-2. If a zip64 locator stands before it, it points to the zip64 end record, with the same figures in 64 bits.
-3. The directory has an entry per record: name, size, CRC, and where its local header is. A figure of 0xFFFFFFFF stands
-in the zip64 extra field instead.
-4. A record's bytes begin after its local header, a name and an extra field. Only the local header knows the length of
+2. If a zip64 locator precedes it, that points to the zip64 end record, with the same figures in 64 bits.
+3. The directory has an entry per record: name, size, CRC, and where its local header is. A figure of 0xFFFFFFFF means
+that the zip64 extra field has it.
+4. A record's bytes begin after its local header, a name and an extra field. Only the local header has the length of
 the latter: torch pads with it, so that storages begin on multiples of 64 bytes.
 
 Source: PKWARE APPNOTE 6.3.10, 4.3 and 4.5.3; torch writes it with miniz (caffe2/serialize/inline_container.cc).
@@ -41,10 +41,10 @@ class Record:
         name: in the archive.
         header_offset: where its local header begins.
         nbytes: of its contents.
-        crc: CRC-32 of them, as stored; torch can be told to leave it 0.
-        method: 0 when stored as it is.
-        encrypted: whether it is.
-        limit: where whatever follows it begins.
+        crc: CRC-32 of them, as the directory says; torch has a setting that leaves it 0.
+        method: 0 if it is not compressed.
+        encrypted: whether it is encrypted.
+        limit: where the next record, or the directory, begins.
     """
 
     name: str
@@ -72,12 +72,8 @@ class Directory:
         self._offsets: dict[str, int] = {}
         start, nbytes, count = _find(file)
         if nbytes > limits.DIRECTORY_BYTES or count * limits.RECORD_COST > limits.PICKLE_COST:
-            raise UnsupportedError(
-                "a zip directory that is too large",
-                file=file.path,
-                found=f"{count:,} records, {nbytes:,} bytes",
-                remedy=limits.REMEDY,
-            )
+            found = f"{count:,} records, {nbytes:,} bytes"
+            raise UnsupportedError("the zip directory is too large", file=file.path, found=found, remedy=limits.REMEDY)
         entries = self._parse(file.read(start, nbytes, "the zip directory"), start, count)
         entries.sort(key=lambda entry: entry[1])
         for entry, limit in zip(entries, [*(entry[1] for entry in entries[1:]), start]):
@@ -85,7 +81,7 @@ class Directory:
             if record.name in self.records:
                 raise self.corrupt(f"two records called {record.name!r}", record.header_offset)
             if record.header_offset + LOCAL_HEADER.size + len(record.name) + record.nbytes > limit:
-                raise self.corrupt(f"record {record.name!r} overlaps what follows it", record.header_offset)
+                raise self.corrupt(f"record {record.name!r}, which overlaps the next one", record.header_offset)
             self.records[record.name] = record
 
     def _parse(self, data: bytes, start: int, count: int) -> list[tuple[str, int, int, int, int, bool]]:
@@ -101,7 +97,7 @@ class Directory:
                 name_at = at + ENTRY.size
                 extra_at = name_at + name_len
                 if signature != b"PK\x01\x02" or extra_at + extra_len + comment_len > len(data):
-                    raise ValueError("an entry without its mark, or beyond the end")
+                    raise ValueError("no entry, or one that is cut short")
                 name = data[name_at:extra_at].decode("utf-8")
                 if MAX32 in (packed, nbytes, offset):
                     wide = _zip64_field(data[extra_at : extra_at + extra_len])
@@ -109,13 +105,13 @@ class Directory:
                     packed = wide.pop(0) if packed == MAX32 else packed
                     offset = wide.pop(0) if offset == MAX32 else offset
                 if method == 0 and packed != nbytes:
-                    raise ValueError(f"{name!r} is stored in {packed:,} bytes but has {nbytes:,}")
+                    raise ValueError(f"{name!r} with {nbytes:,} bytes in {packed:,}")
             except (struct.error, ValueError, IndexError) as error:
                 raise self.corrupt(f"entry {len(entries):,}: {error}", start + at) from error
             entries.append((name, offset, nbytes if method == 0 else packed, crc, method, bool(flags & 1)))
             at = extra_at + extra_len + comment_len
         if len(entries) != count:
-            raise self.corrupt(f"{len(entries):,} entries where its end says {count:,}", start)
+            raise self.corrupt(f"{len(entries):,} entries", start, f"{count:,}, as its end says")
         return entries
 
     def data_offset(self, name: str) -> int:
@@ -130,22 +126,21 @@ class Directory:
             return known
         record = self.records.get(name)
         if record is None:
-            raise CorruptError(f"no record {name!r}", file=self.file.path, found=f"{len(self.records):,} others")
+            raise self.file.damaged(f"record {name!r} is missing", f"{len(self.records):,} other records")
         if record.method or record.encrypted:
             raise UnsupportedError(
-                "a compressed torch file" if record.method else "an encrypted torch file",
-                file=self.file.path,
-                found=f"record {name!r}",
-                remedy="torch never writes such files. Unpack it, and save it again with torch.",
-            )
+                "is compressed" if record.method else "is encrypted", file=self.file.path, found=f"record {name!r}",
+                expected="records that are stored as they are, as torch does",
+                remedy="Unpack it, and save it again with torch.",
+            )  # fmt: skip
         encoded = name.encode()
         header = self.file.read(record.header_offset, LOCAL_HEADER.size + len(encoded), f"record {name!r}")
         signature, *_, name_len, extra_len = LOCAL_HEADER.unpack_from(header)
         start = record.header_offset + LOCAL_HEADER.size + int(name_len) + int(extra_len)
         if signature != b"PK\x03\x04" or name_len != len(encoded) or header[LOCAL_HEADER.size :] != encoded:
-            raise self.corrupt(f"record {name!r} is not where it says", record.header_offset)
+            raise self.corrupt(f"no record {name!r} at byte {record.header_offset:,}", record.header_offset)
         if start + record.nbytes > record.limit:
-            raise self.corrupt(f"record {name!r} overlaps what follows it", record.header_offset)
+            raise self.corrupt(f"record {name!r}, which overlaps the next one", record.header_offset)
         self._offsets[name] = start
         return start
 
@@ -158,28 +153,19 @@ class Directory:
         start, nbytes = self.data_offset(name), self.records[name].nbytes
         if nbytes > limit:
             raise UnsupportedError(
-                f"a record {name!r} that is too large",
-                file=self.file.path,
-                found=f"{nbytes:,} bytes",
-                expected=f"at most {limit:,}",
-                remedy=limits.REMEDY,
-            )
+                f"record {name!r} is too large", file=self.file.path, found=f"{nbytes:,} bytes",
+                expected=f"at most {limit:,} bytes", remedy=limits.REMEDY,
+            )  # fmt: skip
         return self.file.read(start, nbytes, f"record {name!r}")
 
-    def corrupt(self, found: str, byte_offset: int) -> CorruptError:
-        """The error for a directory that cannot be."""
-        return CorruptError(
-            "a damaged zip directory",
-            file=self.file.path,
-            found=found,
-            remedy="Copy that file again.",
-            byte_offset=self.file.base + byte_offset,
-        )
+    def corrupt(self, found: str, byte_offset: int, expected: str = "") -> CorruptError:
+        """The error for a directory that contradicts itself or the records."""
+        return self.file.damaged("the zip directory is damaged", found, expected, byte_offset)
 
 
 def _find(file: Input) -> tuple[int, int, int]:
-    """Where the directory begins, its bytes, and its entries; see [Note: how a zip file is read]."""
-    for comment in (0, MAX16):  # torch writes none, and then 64 KiB need not be read for it
+    """Where the directory begins, its number of bytes, and of entries; see [Note: how a zip file is read]."""
+    for comment in (0, MAX16):  # torch writes no comment: the 64 KiB of one are read only if needed
         tail_at = max(0, file.size - END.size - comment - LOCATOR.size)
         tail = file.read(tail_at, file.size - tail_at, "the zip directory's end")
         at = tail.rfind(b"PK\x05\x06")
@@ -188,13 +174,8 @@ def _find(file: Input) -> tuple[int, int, int]:
         if at >= LOCATOR.size or (at >= 0 and not tail_at):
             break
     else:
-        raise CorruptError(
-            "a zip file that was cut short",
-            file=file.path,
-            found=f"it ends after {file.size:,} bytes, without its directory",
-            remedy="The copy or the save did not finish. Copy that file again.",
-            byte_offset=file.base + file.size,
-        )
+        found = f"{file.size:,} bytes without a directory at the end"
+        raise file.damaged("the zip file is cut short", found, byte_offset=file.size)
     _, disk, start_disk, here, count, nbytes, start, _ = END.unpack_from(tail, at)
     end = tail_at + at
     if at >= LOCATOR.size and tail.startswith(b"PK\x06\x07", at - LOCATOR.size):
@@ -204,21 +185,11 @@ def _find(file: Input) -> tuple[int, int, int]:
         )
         figures = ((here, here64, MAX16), (count, count64, MAX16), (nbytes, nbytes64, MAX32), (start, start64, MAX32))
         if signature != b"PK\x06\x06" or not all(short in (wide, limit) for short, wide, limit in figures):
-            raise CorruptError(
-                "a damaged zip directory",
-                file=file.path,
-                found="its two ends contradict each other",
-                byte_offset=file.base + end,
-            )
+            raise file.damaged("the zip directory is damaged", "two ends that contradict each other", byte_offset=end)
         disk, start_disk, here, count, nbytes, start = disk64, start_disk64, here64, count64, nbytes64, start64
     if disk or start_disk or here != count or start + nbytes > end:
-        raise CorruptError(
-            "a damaged zip directory",
-            file=file.path,
-            found=f"{count:,} entries in {nbytes:,} bytes at {start:,}",
-            expected=f"the directory's end is at byte {end:,}",
-            byte_offset=file.base + end,
-        )
+        found, expected = f"{count:,} entries in {nbytes:,} bytes at {start:,}", f"entries that end before byte {end:,}"
+        raise file.damaged("the zip directory is damaged", found, expected, end)
     return start, nbytes, count
 
 
@@ -230,4 +201,4 @@ def _zip64_field(extra: bytes) -> list[int]:
         if kind == 1:
             return list(struct.unpack_from(f"<{min(nbytes, 24) // 8}Q", extra, at + 4))
         at += 4 + nbytes
-    raise ValueError("64-bit figures are missing")
+    raise ValueError("no 64-bit figures")

@@ -1,10 +1,10 @@
-"""Catalogs: tensors, and the places their elements live.
+"""Catalogs: tensors, and the places of their elements.
 
-A checkpoint on disk, a checkpoint to be written and a live model are all a `Catalog`. Layouts make them, the router
-carries one into another. All values are frozen: select, rename and cast return new catalogs. Constructing one is the
-check: a tensor whose fragments do not cover its shape exactly once does not exist, so a missing rank, a short file or a
-doubled partition is found here, in one place, for every layout. Nor does a catalog in which two tensors read the same bytes
-(see `claims`), so a reader that looks for them in the wrong places is found here too.
+A checkpoint on disk, a checkpoint to be written and a live model are all a `Catalog`. Layouts make catalogs, the router carries
+one into another. All values are frozen: select, rename and cast return new catalogs. Constructing a value checks it: the
+fragments of a tensor must cover its shape exactly once, so a missing rank, a short file or a doubled partition is found here,
+for every layout. The tensors of a catalog must not read the same bytes (see `claims`), so a reader that looks for them in the
+wrong places is found here too.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
-from zckpt.base.errors import CorruptError, IncompleteError, InconsistentError
+from zckpt.base.errors import COPY_AGAIN, CorruptError, IncompleteError, InconsistentError
 from zckpt.core.claims import Claims, Held, Span
 from zckpt.core.dtypes import DType
 from zckpt.core.fragments import FileStore, Fragment
@@ -23,7 +23,7 @@ from zckpt.core.overlaps import first_gap
 Role = Literal["parameter", "frozen", "buffer"]
 
 MAX_NUMEL = 2**63 - 1
-"""torch counts elements in signed 64-bit numbers: a shape beyond this is no shape."""
+"""The most elements of a tensor: torch counts them in signed 64-bit numbers."""
 
 
 def numel_of(shape: tuple[int, ...], *, name: str, file: str | None = None) -> int:
@@ -35,23 +35,21 @@ def numel_of(shape: tuple[int, ...], *, name: str, file: str | None = None) -> i
     numel = math.prod(shape)
     if any(dim < 0 for dim in shape) or numel > MAX_NUMEL:
         raise CorruptError(
-            f"an impossible shape of tensor {name!r}",
-            file=file,
-            found=str(list(shape)),
-            expected="at most 2^63 elements",
-        )
+            f"the shape of tensor {name!r} is impossible", file=file, found=str(list(shape)), expected="at most 2^63 elements",
+            remedy=COPY_AGAIN,
+        )  # fmt: skip
     return numel
 
 
 @dataclass(frozen=True, slots=True)
 class Replica:
-    """Another place that must hold the same tensor, perhaps in a narrower dtype: checks read it.
+    """Another place that must hold the same tensor, perhaps in a narrower dtype; only checks read it.
 
     Attributes:
         dtype: of its elements.
         fragments: cover the tensor's shape.
-        rank: who holds it, for errors; empty for the module's own weight.
-        whole: whether a check of both ends of each fragment is not enough: every element is compared.
+        rank: the rank that holds it, for errors; empty for the module's own weight.
+        whole: whether a check compares every element, instead of those at both ends of each fragment.
     """
 
     dtype: DType
@@ -62,12 +60,12 @@ class Replica:
 
 @dataclass(frozen=True, slots=True)
 class Padding:
-    """Elements that belong to no tensor, where the layout says that there are such.
+    """Elements that belong to no tensor, as the layout says.
 
     Attributes:
         dtype: of its elements.
-        fragments: their places; numbers of elements mean nothing here.
-        why: they are there, for a person.
+        fragments: their places; their `start`s have no meaning.
+        why: the reason, for a person.
         zero: whether the layout says that they are zero.
     """
 
@@ -79,13 +77,13 @@ class Padding:
 
 @dataclass(frozen=True, slots=True)
 class TensorPart:
-    """Some of a tensor's elements and where they lie: what one rank holds, or what goes into one file.
+    """Some of a tensor's elements and their places: those that one rank holds, or that go into one file.
 
     Attributes:
         name: as in the model's state dict.
         shape: of the whole tensor, in elements, row-major.
         dtype: of the elements in the stores.
-        fragments: sorted by their first element; none holds an element that another does.
+        fragments: sorted by their first element; each element is in at most one.
         flat: whether every fragment is a single row of elements.
     """
 
@@ -105,13 +103,18 @@ class TensorPart:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the elements held, in their own dtype."""
+        """Bytes of these elements, in their own dtype."""
         return sum(fragment.numel for fragment in self.fragments) * self.dtype.itemsize
 
 
 @dataclass(frozen=True, slots=True)
 class TensorEntry:
-    """A tensor and where all its elements lie.
+    """A tensor and the places of all its elements.
+
+    Raises, when it is made:
+        CorruptError: a fragment reaches beyond the end of its store.
+        IncompleteError: elements are missing.
+        InconsistentError: an element is held twice, or there are more than the shape has.
 
     Attributes:
         name: as in the model's state dict.
@@ -137,13 +140,13 @@ class TensorEntry:
         try:
             gap = first_gap(self.fragments, numel, self.dtype.itemsize)
         except InconsistentError as error:
-            error.what = f"{error.what}, of tensor {self.name!r}"
+            error.what = f"{error.what}, in tensor {self.name!r}"
             raise
         if gap is not None:
             raise IncompleteError(
-                f"elements that no file holds, of tensor {self.name!r}",
-                found=f"{gap[0]:,}-{gap[1] - 1:,} of {numel:,} are missing",
-                expected=f"its shape is {list(self.shape)}",
+                f"elements of tensor {self.name!r} are missing",
+                found=f"no file with elements {gap[0]:,}-{gap[1] - 1:,}",
+                expected=f"all {numel:,} elements of shape {list(self.shape)}",
                 remedy="Copy the missing or shortened rank files again, or choose another tag.",
             )
 
@@ -159,12 +162,12 @@ class TensorEntry:
 
     @property
     def own_copy(self) -> Replica | None:
-        """What the module itself holds beside a master; not what other ranks do."""
+        """The module's own weight beside the master weight, if it is a replica; None otherwise."""
         return next((replica for replica in self.replicas if not replica.rank), None)
 
 
 def held_by(tensors: Iterable[tuple[str, TensorEntry]]) -> Iterator[Held]:
-    """What tensors and their replicas read."""
+    """The elements that tensors and their replicas read."""
     for name, entry in tensors:
         yield Held(name, 0, entry.dtype.itemsize, entry.fragments)
         for number, replica in enumerate(entry.replicas, 1):
@@ -172,12 +175,12 @@ def held_by(tensors: Iterable[tuple[str, TensorEntry]]) -> Iterator[Held]:
 
 
 def held_as_padding(padding: Iterable[Padding]) -> Iterator[Held]:
-    """What belongs to no tensor."""
+    """The elements that belong to no tensor."""
     return (Held(f"padding ({pad.why})", 0, pad.dtype.itemsize, pad.fragments) for pad in padding)
 
 
 def _put_in_order(held: TensorPart | TensorEntry) -> None:
-    """Makes sure that the shape is one and the fragments lie inside their stores; sorts them and sets `flat`."""
+    """Checks the shape, and that the fragments are inside their stores; sorts them and sets `flat`."""
     numel_of(held.shape, name=held.name)
     itemsize = held.dtype.itemsize
     flat = in_order = True
@@ -190,13 +193,10 @@ def _put_in_order(held: TensorPart | TensorEntry) -> None:
             flat = False
         if end > fragment.store.size:
             raise CorruptError(
-                f"tensor {held.name!r} reaches beyond the end of its file",
-                file=str(fragment.store),
-                found=f"the file ends at byte {fragment.store.size:,}",
-                expected=f"its index says {end:,}",
-                remedy="The copy was cut short. Copy that file again.",
-                byte_offset=fragment.byte_offset,
-            )
+                f"ends before the end of tensor {held.name!r}", file=str(fragment.store),
+                found=f"{fragment.store.size:,} bytes", expected=f"{end:,} bytes or more, as its index says",
+                remedy=COPY_AGAIN, byte_offset=fragment.byte_offset,
+            )  # fmt: skip
         start = fragment.start
         in_order = in_order and start >= last
         last = start
@@ -213,9 +213,9 @@ class Topology:
         dp: data-parallel ranks.
         tp: tensor-parallel ranks.
         pp: pipeline stages.
-        ep: expert-parallel ranks, of those of data.
-        experts: layer of experts -> expert-parallel rank -> its experts, and the ranks that hold them: of data, or of
-            data x tensor where experts are spread over both.
+        ep: expert-parallel ranks, which are some of the data-parallel ones.
+        experts: layer of experts -> expert-parallel rank -> its experts, and the ranks that hold them: data-parallel ranks, or
+            data x tensor if experts are spread over both.
     """
 
     dp: int = 1
@@ -227,17 +227,17 @@ class Topology:
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """Where a catalog comes from: what `inspect` tells beside the tensors.
+    """Where a catalog comes from; `inspect` prints it beside the tensors.
 
     Attributes:
         layout: name of the layout that read it ("zero2", "unsharded", ...).
         path: the directory or file.
         tag: the save's tag; empty for a single file.
         framework: ("DeepSpeed", "0.19.8"), or empty strings.
-        zero_stage: 0-3, or None where the word has no meaning.
-        global_steps: optimizer steps at the save, or None when not recorded.
+        zero_stage: 0-3, or None for layouts without stages.
+        global_steps: optimizer steps at the save, or None if it is not recorded.
         optimizer_states: names of per-element optimizer states, e.g. ("exp_avg", "exp_avg_sq").
-        notes: sentences a person should see (a fallback taken, a prefix stripped).
+        notes: sentences for the user (a fallback taken, a prefix stripped).
     """
 
     layout: str
@@ -250,7 +250,7 @@ class Source:
     notes: tuple[str, ...] = ()
 
     def as_json(self, topology: Topology) -> dict[str, object]:
-        """What an output says of its source; nothing of the machine it lies on."""
+        """The facts that an output records of its source; no path and no host."""
         return {
             "layout": self.layout,
             "tag": self.tag,
@@ -262,17 +262,17 @@ class Source:
 
 @dataclass(frozen=True, slots=True)
 class Catalog(Mapping[str, TensorEntry]):
-    """Tensors by name, their aliases, and what is known of their origin.
+    """Tensors by name, their aliases, and their origin.
 
     Attributes:
         tensors: name -> entry, in the model's order.
         aliases: dropped name -> kept name, for tied weights; kept names are in `tensors`, dropped ones are not.
         topology: ranks per axis.
         source: where it comes from.
-        extras: inert values found beside the tensors (client state, scheduler, configs).
-        padding: elements between and behind the tensors that belong to none.
+        extras: inert values from beside the tensors (client state, scheduler, configs).
+        padding: elements between and behind the tensors that belong to no tensor.
         views: bytes that a file's own index gives to several tensors: views of one storage.
-        claims: what all tensors and the padding read; made anew when these are others.
+        claims: the bytes that all tensors and the padding read; reused by a catalog of the same tensors.
     """
 
     tensors: Mapping[str, TensorEntry]
@@ -285,7 +285,7 @@ class Catalog(Mapping[str, TensorEntry]):
     claims: Claims = field(default_factory=Claims, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        """Checks it.
+        """Checks aliases and claims.
 
         Raises:
             InconsistentError: two tensors read the same bytes, or tied names do not fit the tensors.
@@ -293,11 +293,10 @@ class Catalog(Mapping[str, TensorEntry]):
         for dropped, kept in self.aliases.items():
             if kept not in self.tensors or dropped in self.tensors:
                 raise InconsistentError(
-                    f"tied weights {dropped!r} and {kept!r} that do not fit the tensors",
-                    file=self.source.path,
-                    found=f"{kept!r} is {'there' if kept in self.tensors else 'missing'}",
-                    expected=f"{kept!r} should be there and {dropped!r} should not",
-                )
+                    f"the tied weights {dropped!r} and {kept!r} do not fit the tensors", file=self.source.path,
+                    found=f"a tensor {dropped!r}" if kept in self.tensors else f"no tensor {kept!r}",
+                    expected=f"a tensor {kept!r}, and {dropped!r} only as another name of it",
+                )  # fmt: skip
         held = [*held_by(self.tensors.items()), *held_as_padding(self.padding)]
         if not self.claims.include(held):
             object.__setattr__(self, "claims", Claims(held, self.views))
@@ -318,7 +317,7 @@ class Catalog(Mapping[str, TensorEntry]):
 
     @property
     def zeros(self) -> tuple[Padding, ...]:
-        """Padding that the layout says is zero."""
+        """The padding that is zero, as the layout says."""
         return tuple(pad for pad in self.padding if pad.zero)
 
     def stores(self) -> set[FileStore]:
@@ -331,9 +330,9 @@ class Catalog(Mapping[str, TensorEntry]):
         }
 
     def select(self, keep: Callable[[TensorEntry], bool]) -> Catalog:
-        """Only the tensors that `keep` wants; a tied weight stays when any of its names is wanted.
+        """The tensors for which `keep` is true; a tied weight is kept if it is true for any of its names.
 
-        When the kept name is unwanted and a dropped one is wanted, the dropped name becomes the kept one.
+        If it is true for a dropped name but not for the kept one, the dropped name becomes the kept one.
         """
         tensors: dict[str, TensorEntry] = {}
         aliases: dict[str, str] = {}
@@ -348,26 +347,24 @@ class Catalog(Mapping[str, TensorEntry]):
         return replace(self, tensors=tensors, aliases=aliases)
 
     def rename(self, new_name: Callable[[str], str]) -> Catalog:
-        """Every name, alias or not, through `new_name`.
+        """The same tensors, with `new_name` applied to every name and alias.
 
         Raises:
-            InconsistentError: two names become one.
+            InconsistentError: two names become the same.
         """
         tensors: dict[str, TensorEntry] = {}
         for name, entry in self.tensors.items():
             renamed = new_name(name)
             if renamed in tensors:
                 raise InconsistentError(
-                    f"two tensors that would both be called {renamed!r}",
-                    file=self.source.path,
-                    found=f"one of them is {name!r}",
-                    remedy="Change --rename or --strip-prefix.",
-                )
+                    f"two tensors would both be called {renamed!r}", file=self.source.path,
+                    found=f"{name!r} and another tensor", remedy="Change --rename or --strip-prefix.",
+                )  # fmt: skip
             tensors[renamed] = replace_name(entry, renamed)
         aliases = {new_name(dropped): new_name(kept) for dropped, kept in self.aliases.items()}
         return replace(self, tensors=tensors, aliases={d: k for d, k in aliases.items() if d != k})
 
 
 def replace_name(entry: TensorEntry, name: str) -> TensorEntry:
-    """The same tensor under another name; nothing is checked twice when the name is its own."""
+    """The same tensor under another name; the same object if the name is its own."""
     return entry if entry.name == name else replace(entry, name=name)

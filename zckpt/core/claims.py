@@ -1,13 +1,13 @@
-"""Which bytes of which stores tensors read: no two tensors read the same ones, and what should be used up is.
+"""Which bytes tensors read: checks that no two tensors read the same ones, and finds those that no tensor reads.
 
-For `catalog` and `layouts`. A tensor that is covered may still be the wrong one: a reader whose offset never advances gives
-each parameter the same bytes. Every fragment is a claim on bytes of its store. Claims of two tensors do not meet, nor do two
-of one tensor; a tensor and its replicas may (a replica is in part what the tensor itself is). Bytes that a file's own index
-gives to several tensors, views of one storage, are named beforehand and left out.
+For `catalog` and `layouts`. A reader with a wrong offset can give each parameter the same bytes, and each is then complete. So
+every fragment is a claim on bytes of its store. Claims of two tensors must not meet, nor may two claims of one tensor; a tensor
+and its replicas may (they share bytes in part). Bytes that a file's own index gives to several tensors, views of one storage, are
+named beforehand and left out.
 
-[Note: the cost] One pass puts down (start, stop) per store, as plain numbers. Nearly always they follow each other, or do so
-once they are sorted: then nothing else is looked at. Only of the other stores are fragments looked at as they are, with their
-rows and pitches: interleaved slices meet in no byte, though the ranges from their first to their last byte do.
+[Note: the cost] One pass collects (start, stop) for each store, as plain numbers. Nearly always they follow each other, at least
+when they are sorted; then that is all. Only for the other stores the fragments themselves are compared, with their rows and
+pitches: interleaved slices share no byte, although the ranges from their first to their last byte meet.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from itertools import islice
 from operator import le
 from typing import NamedTuple
 
-from zckpt.base.errors import InconsistentError, UnsupportedError
+from zckpt.base.errors import COPY_AGAIN, InconsistentError, UnsupportedError
 from zckpt.core.fragments import Block, ComputedStore, FileStore, Fragment, MemoryStore, Store
 from zckpt.core.overlaps import are_other_cells, overlaps
 
 _MOST_COMPARED = 2_000_000
-"""Rows of claims that are compared one by one, in one store. Real files need none of it."""
+"""The most rows of claims that are compared one by one, in one store. Real files need none."""
 
 _FAR = 1 << 64
 
@@ -38,10 +38,10 @@ class Span(NamedTuple):
 
 
 class Held(NamedTuple):
-    """What one tensor reads.
+    """The elements that one tensor reads.
 
     Attributes:
-        owner: names the tensor, for errors.
+        owner: name of the tensor, for errors.
         copy: 0 for its elements; further numbers for its replicas, which may be the same bytes.
         itemsize: bytes of one element.
         fragments: of its elements.
@@ -54,7 +54,7 @@ class Held(NamedTuple):
 
 
 class _Claim(NamedTuple):
-    """Bytes that one fragment reads: those of `block`, from `start` to `stop`."""
+    """The bytes that one fragment reads: those of `block`, from `start` to `stop`."""
 
     start: int
     stop: int
@@ -63,20 +63,20 @@ class _Claim(NamedTuple):
 
 
 class Claims:
-    """What tensors read.
+    """The bytes that tensors read.
 
     Args:
-        held: by all of them.
+        held: the elements of all tensors.
         views: bytes that files' own indexes give to several tensors.
 
     Raises:
-        InconsistentError: two of them read the same bytes, or one reads bytes twice.
-        UnsupportedError: they are too scattered to tell.
+        InconsistentError: two tensors read the same bytes, or one reads bytes twice.
+        UnsupportedError: they are too scattered to compare.
     """
 
     def __init__(self, held: Sequence[Held] = (), views: Sequence[Span] = ()) -> None:
         self._known = {(id(own.fragments), own.itemsize) for own in held}
-        self._kept = [own.fragments for own in held]  # so that no other value gets the number of one of them
+        self._kept = [own.fragments for own in held]  # kept alive, so that their `id` stays theirs
         self._held = list(_with_sources(held))
         self._views: dict[Hashable, list[Span]] = {}
         for view in views:
@@ -94,7 +94,7 @@ class Claims:
             _check(claims, self._views.get(key, ()))
 
     def _claims_in(self, keys: set[Hashable]) -> dict[Hashable, list[_Claim]]:
-        """The claims on some stores, by their first byte."""
+        """The claims on some stores, sorted by their first byte."""
         found: dict[Hashable, list[_Claim]] = {key: [] for key in keys}
         if keys:
             for own in self._held:
@@ -106,18 +106,18 @@ class Claims:
         return found
 
     def include(self, held: Iterable[Held]) -> bool:
-        """Whether all of these were looked at: the very same values, under any names.
+        """Whether all of these were checked: the same fragments, under any names.
 
-        A tensor of a checked catalog may be given several names later on, where an output cannot tie them.
+        A tensor of a checked catalog may get several names later, for an output that cannot tie them.
         """
         return self._known.issuperset((id(own.fragments), own.itemsize) for own in held)
 
     def forget(self) -> None:
-        """Gives back the memory that only `unused` needs."""
+        """Frees the memory that only `unused` needs."""
         self._sorted.clear()
 
     def unused(self, spans: Iterable[Span]) -> Iterator[Span]:
-        """The first bytes of each span that nothing reads, where there are such."""
+        """Of each span, the first range of bytes that no tensor reads, if there is one."""
         holed: dict[Hashable, tuple[Sequence[int], Sequence[int]]] = {}
         for span in spans:
             key = _key(span.store)
@@ -132,7 +132,7 @@ class Claims:
 
 
 def _with_sources(held: Iterable[Held]) -> Iterator[Held]:
-    """With what computed elements are computed of."""
+    """The same, with the sources of computed elements in their place."""
     for own in held:
         store = own.fragments[0].store if len(own.fragments) == 1 else None
         if isinstance(store, ComputedStore):
@@ -142,7 +142,7 @@ def _with_sources(held: Iterable[Held]) -> Iterator[Held]:
 
 
 def _key(store: Store) -> Hashable:
-    """The same for all stores that stand for the same file, or for memory; a rank's elements are a store of their own."""
+    """Equal for all stores of the same file, and for all memory."""
     if isinstance(store, MemoryStore):
         return MemoryStore
     return store.path if type(store) is FileStore else store
@@ -153,7 +153,7 @@ def _base(store: Store) -> int:
 
 
 def _spans(held: Iterable[Held]) -> tuple[dict[Hashable, array[int]], set[Hashable]]:
-    """(start, stop, start, stop, ..) per store, and the stores in which claims have holes or fold back on themselves."""
+    """(start, stop, start, stop, ..) for each store, and the stores in which claims have holes or overlap themselves."""
     by_store: dict[Store, array[int]] = {}
     holed: set[Store] = set()
     for own in held:
@@ -183,7 +183,7 @@ def _spans(held: Iterable[Held]) -> tuple[dict[Hashable, array[int]], set[Hashab
 
 
 def _follow(starts: Sequence[int], stops: Sequence[int]) -> bool:
-    """Whether each begins where the one before it ends, or later."""
+    """Whether each range begins at the end of the one before it, or later."""
     return all(map(le, stops, islice(starts, 1, None)))
 
 
@@ -203,7 +203,7 @@ def _rows(block: Block) -> Iterator[tuple[int, int]]:
 
 
 def _check(claims: Iterable[_Claim], views: Sequence[Span]) -> None:
-    """Claims on one store, by their first byte, do not meet; groups of them that might are looked at closely."""
+    """Raises if claims on one store, sorted by their first byte, meet; compares those whose ranges meet."""
     shared = sorted((view.start + _base(view.store), view.stop + _base(view.store)) for view in views)
     group: list[_Claim] = []
     end = 0
@@ -222,7 +222,7 @@ def _check(claims: Iterable[_Claim], views: Sequence[Span]) -> None:
 
 
 def _check_group(group: Sequence[_Claim]) -> None:
-    """Claims whose ranges meet do not themselves, unless they are of one tensor and a replica of it."""
+    """Raises if claims whose ranges meet share bytes, unless they are of one tensor and a replica of it."""
     if len(group) < 2:
         return
     first = group[0].start
@@ -239,7 +239,7 @@ def _check_group(group: Sequence[_Claim]) -> None:
             left -= min(claim.block.rows, other.block.rows)
             if left < 0:
                 raise UnsupportedError(
-                    "tensors in pieces too scattered to tell whether they are the same", file=_file(claim),
+                    "its tensors are too scattered to check that they share no bytes", file=_file(claim),
                     found=f"{claim.held.owner!r} and {other.held.owner!r}, {len(group):,} pieces",
                     remedy="Call .contiguous() on them before saving.",
                 )  # fmt: skip
@@ -255,26 +255,21 @@ def _file(claim: _Claim) -> str:
 def _both(claim: _Claim, other: _Claim, start: int, stop: int) -> InconsistentError:
     a, b = claim.held.owner, other.held.owner
     return InconsistentError(
-        "bytes that are read for two tensors" if a != b else "bytes that are read twice for one tensor",
-        file=_file(claim),
-        found=f"bytes {start:,}-{stop - 1:,} are read for {a!r} and {f'for {b!r}' if a != b else 'once more'}",
-        expected="each tensor has elements of its own, unless names are tied",
-        remedy="The file is damaged, or its layout is not understood. Nothing was written.",
-    )
+        "two tensors would read the same bytes" if a != b else "one tensor would read the same bytes twice",
+        file=_file(claim), found=f"bytes {start:,}-{stop - 1:,} for {f'{a!r} and {b!r}' if a != b else repr(a)}",
+        expected="bytes of its own for each tensor that is not tied",
+        remedy=f"{COPY_AGAIN} If it is sound, report that zckpt does not understand it. Nothing was written.",
+    )  # fmt: skip
 
 
 def _first_gap(starts: Sequence[int], stops: Sequence[int], start: int, stop: int) -> tuple[int, int] | None:
-    """The first bytes of [start, stop) in none of these ranges, which are sorted and do not meet."""
+    """The first bytes of [start, stop) that are in none of these ranges, which are sorted and do not meet."""
     first, last = bisect_left(starts, start), bisect_left(starts, stop)
     if first and stops[first - 1] > start:
         first -= 1
     own = stops[first:last]
-    if (
-        own
-        and starts[first] <= start
-        and own[-1] >= stop
-        and sum(own) - sum(starts[first:last]) == own[-1] - starts[first]
-    ):
+    is_inside = bool(own) and starts[first] <= start and own[-1] >= stop
+    if is_inside and sum(own) - sum(starts[first:last]) == own[-1] - starts[first]:
         return None
     for at in range(first, last):
         if starts[at] > start:

@@ -1,6 +1,6 @@
-"""The one table of element types: sizes, and their names in torch, safetensors and numpy.
+"""The table of element types: sizes, and their names in torch, safetensors and numpy.
 
-For every module that speaks of a dtype. The C++ core numbers them the same way (`csrc/cast.h`).
+For every module that uses a dtype. The C++ core numbers them the same way (`csrc/cast.h`).
 Source: torch/storage.py (storage classes), safetensors 0.8.0 `Dtype`, numpy type strings.
 """
 
@@ -21,9 +21,9 @@ class DType:
         name: safetensors' name, used everywhere in zckpt (C128 and the fnuz floats are ours: safetensors lacks them).
         torch_name: attribute of the `torch` module.
         itemsize: bytes of one element.
-        kind: what `torch.is_floating_point` and friends would say.
-        storage: torch's storage class, as pickled in files; empty where torch pickles the dtype itself.
-        numpy: little-endian numpy type string; empty where numpy has none.
+        kind: as `torch.is_floating_point` and `torch.is_complex` have it.
+        storage: torch's storage class, as pickled in files; empty if torch pickles the dtype itself.
+        numpy: little-endian numpy type string; empty if numpy has no such type.
         number: the number of this type in the C++ core.
         component: bytes that are swapped together in a big-endian file (half the itemsize for complex numbers).
     """
@@ -42,7 +42,7 @@ class DType:
         return self.itemsize // 2 if self.kind == "complex" else self.itemsize
 
     def swap(self, byteorder: str) -> int:
-        """Bytes of the numbers that must be swapped when they come from such a file; 0 where there is nothing to do."""
+        """Bytes of each number that must be swapped in a file of this byte order; 0 if nothing must be swapped."""
         return self.component if byteorder != sys.byteorder and self.component > 1 else 0
 
     def __str__(self) -> str:
@@ -78,13 +78,13 @@ BY_TORCH_NAME = {dtype.torch_name: dtype for dtype in ALL}
 BY_STORAGE = {dtype.storage: dtype for dtype in ALL if dtype.storage}
 BY_NUMPY = {dtype.numpy: dtype for dtype in ALL if dtype.numpy}
 
-# What safetensors 0.8.0 can hold, of the types above.
+# The types that safetensors 0.8.0 can hold.
 IN_SAFETENSORS = frozenset(BY_NAME) - {"C128", "F8_E4M3FNUZ", "F8_E5M2FNUZ"}
 
-# What a weight can be cast to on the way out. Everything of kind "float" can be cast to these.
+# The types that weights can be cast to. All of kind "float" can be cast to these.
 CAST_TARGETS = (F32, F16, BF16)
 SHORT_NAMES = {F32: "fp32", F16: "fp16", BF16: "bf16"}
-"""What people call them, on the command line and in `zckpt.json`."""
+"""Their names on the command line and in `zckpt.json`."""
 
 _WIDENS = {("F16", "F32"), ("BF16", "F32"), ("F8_E4M3", "F16"), ("F8_E5M2", "F16")}
 

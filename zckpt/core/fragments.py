@@ -1,11 +1,11 @@
-"""Fragments: pitched runs of a tensor's elements, and the places (stores) they lie in.
+"""Fragments: pitched runs of a tensor's elements, and the stores (files or memory) that hold them.
 
-For catalogs (who holds what) and the router (what goes where). Pure arithmetic; no file is opened here.
+For catalogs and the router. Pure arithmetic; no file is opened here.
 
 [Note: the geometry of a fragment]
 A tensor's elements are numbered row-major from 0. A fragment is `rows` runs of `count` elements each. Run r covers the
-elements [start + r*pitch, start + r*pitch + count) of the tensor, and lies in the store at
-`byte_offset + r*store_pitch*itemsize`. All figures but `byte_offset` are elements. Example: columns 2-3 of a (3, 8)
+elements [start + r*pitch, start + r*pitch + count) of the tensor, and begins at byte
+`byte_offset + r*store_pitch*itemsize` of the store. All figures but `byte_offset` are elements. Example: columns 2-3 of a (3, 8)
 tensor held densely by one rank: start 2, count 2, rows 3, pitch 8, store_pitch 2.
 A ZeRO partition is one run (rows 1). A box of a tensor-parallel or DCP checkpoint is a pitched fragment. One row of a
 transposed tensor of c columns and r rows is c runs of one element: count 1, rows c, pitch 1, store_pitch r.
@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from threading import Lock
 from typing import ClassVar, Literal, NamedTuple
 
-from zckpt.base.errors import CorruptError
+from zckpt.base.errors import COPY_AGAIN, CorruptError
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -29,9 +29,9 @@ class FileStore:
     Attributes:
         path: where the file is.
         size: its size in bytes when it was opened.
-        identity: (st_dev, st_ino, st_mtime_ns) when it was opened; the mover refuses a file that changed since.
+        identity: (st_dev, st_ino, st_mtime_ns) when it was opened; the engine refuses a file that changed since.
         byteorder: byte order of the numbers in it.
-        is_remote: whether it lies behind an address.
+        is_remote: whether `path` is an address.
     """
 
     path: str
@@ -65,22 +65,19 @@ class MemoryStore:
 
 
 class ComputedStore:
-    """Memory whose elements are computed when they are first asked for, such as the mean of several ranks' copies.
+    """Memory whose elements are computed when they are first used, such as the mean of several ranks' copies.
 
     Args:
         size: in bytes.
-        compute: gives an object with a buffer of that many bytes, in the machine's byte order.
-        sources: (fragments, bytes of an element) of the tensors that it is computed of.
+        compute: returns that many bytes, in the machine's byte order.
+        sources: (fragments, bytes of an element) of the tensors that they are computed from.
     """
 
     byteorder: Literal["little", "big"] = "little"
     is_remote = False
 
     def __init__(
-        self,
-        size: int,
-        compute: Callable[[], bytearray],
-        sources: Sequence[tuple[Sequence[Fragment], int]],
+        self, size: int, compute: Callable[[], bytearray], sources: Sequence[tuple[Sequence[Fragment], int]]
     ) -> None:
         self.size = size
         self.sources = sources
@@ -90,7 +87,7 @@ class ComputedStore:
 
     @property
     def address(self) -> int:
-        """Of the first byte; computes what is not there yet."""
+        """Address of the first byte; the first call computes the elements."""
         with self._lock:
             if self._memory is None:
                 import ctypes
@@ -118,7 +115,7 @@ class Run(NamedTuple):
 
 
 class Block(NamedTuple):
-    """The normal form of a fragment's geometry: a single row, dense or of every `step`-th element, or dense rows."""
+    """The normal form of a fragment's geometry: a single row (dense, or every `step`-th element), or several dense rows."""
 
     start: int
     count: int  # type: ignore[assignment]  # tuple's method of this name is not needed
@@ -148,12 +145,14 @@ class Fragment:
     def __post_init__(self) -> None:
         if self.byte_offset < 0 or self.start < 0 or self.count < 0 or self.rows < 1 or self.store_pitch < 0:
             raise CorruptError(
-                "a fragment with impossible numbers",
-                file=str(self.store),
+                "the place of a tensor's elements is impossible", file=str(self.store), remedy=COPY_AGAIN,
                 found=f"start {self.start}, count {self.count}, rows {self.rows}, byte offset {self.byte_offset}",
-            )
+            )  # fmt: skip
         if self.rows > 1 and self.pitch < self.count:
-            raise CorruptError("a fragment whose rows overlap", file=str(self.store), found=f"pitch {self.pitch}")
+            raise CorruptError(
+                "rows of a tensor overlap", file=str(self.store), remedy=COPY_AGAIN,
+                found=f"rows of {self.count:,} elements, {self.pitch:,} apart",
+            )  # fmt: skip
 
     @property
     def numel(self) -> int:
@@ -162,17 +161,17 @@ class Fragment:
 
     @property
     def stop(self) -> int:
-        """One past the last element of the tensor that it holds."""
+        """One past the tensor's last element in it."""
         return self.start + (self.rows - 1) * self.pitch + self.count
 
     def nbytes_end(self, itemsize: int) -> int:
-        """One past the last byte of the store that it uses; 0 when it holds nothing."""
+        """One past the last byte of the store that it uses; 0 if it is empty."""
         if self.numel == 0:
             return 0
         return self.byte_offset + ((self.rows - 1) * self.store_pitch + self.count) * itemsize
 
     def block(self) -> Block:
-        """Its normal form: rows that follow each other in tensor and store are one, and so is a column of elements."""
+        """Its normal form: one row for rows that follow each other in tensor and store, and for a column of elements."""
         if self.rows == 1:
             return Block(self.start, self.count, 1, 0, 0, 1)
         if self.pitch == self.count == self.store_pitch:

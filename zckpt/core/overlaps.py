@@ -1,7 +1,7 @@
-"""Where fragments meet: overlaps of two, gaps among many, parts of them, and boxes of a larger tensor.
+"""Where fragments meet: overlaps of two, gaps among many, parts of them, and their places in a larger tensor.
 
-For catalogs, which must cover a tensor exactly once, and for the router. Pure arithmetic, without walking rows: its
-cost grows with the number of fragments, not with that of elements.
+For catalogs, whose tensors must be covered exactly once, and for the router. Pure arithmetic: its cost grows with the number of
+fragments, not of rows or elements.
 
 [Note: how two fragments overlap]
 Both in normal form (`Fragment.block`), there are four cases.
@@ -22,15 +22,14 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
-from zckpt.base.errors import InconsistentError
+from zckpt.base.errors import OTHER_SAVE, InconsistentError
 from zckpt.core.fragments import Block, Fragment, Run, runs_in_order
 
 
 class Overlap(NamedTuple):
     """Elements that two blocks share: `rows` rows of `count`, `pitch` apart in the tensor from `start` on.
 
-    `a` and `b` are the elements of each block's store before the first of them, `a_pitch` and `b_pitch` those from row
-    to row.
+    `a` and `b` count the elements before the first of them in each block's store, `a_pitch` and `b_pitch` those from row to row.
     """
 
     start: int
@@ -44,7 +43,7 @@ class Overlap(NamedTuple):
 
 
 def overlaps(a: Block, b: Block) -> Iterator[Overlap]:
-    """What two blocks share, in a few pieces; see [Note: how two fragments overlap]."""
+    """The elements that two blocks share, in a few pieces; see [Note: how two fragments overlap]."""
     if a.rows == 1:
         yield from _row_with(a, b)
     elif b.rows == 1:
@@ -81,7 +80,7 @@ def _row_with(a: Block, b: Block, before: int = 0) -> Iterator[Overlap]:
         start = b.start + first * b.pitch
         from_, to = max(start, low), min(start + b.count, high)
         whole = 1
-        if to - from_ == b.count:  # and so are all rows up to the last, but perhaps that one
+        if to - from_ == b.count:  # then all rows up to the last are whole, except perhaps that one
             whole = last - first + (b.start + last * b.pitch + b.count <= high)
         at = before + (from_ - a.start) * a.step, first * b.store_pitch + from_ - start
         yield Overlap(from_, to - from_, whole, b.pitch, at[0], b.pitch * a.step, at[1], b.store_pitch)
@@ -106,9 +105,9 @@ def _rows_with_rows(a: Block, b: Block) -> Iterator[Overlap]:
 
 
 def touching(fragments: Sequence[Fragment], start: int, stop: int, *, flat: bool = False) -> Iterator[Fragment]:
-    """Those that may hold some of elements [start, stop), of fragments sorted by their start.
+    """Those of some fragments, sorted by their start, that may hold elements of [start, stop).
 
-    `flat` says that they are single rows, so that the first is found by bisection.
+    `flat`: all are single rows, so that the first is found by bisection.
     """
     at = max(0, bisect_right(fragments, start, key=_start_of) - 1) if flat else 0
     for index in range(at, len(fragments)):
@@ -124,7 +123,7 @@ def _start_of(fragment: Fragment) -> int:
 
 
 def first_gap(fragments: Sequence[Fragment], numel: int, itemsize: int) -> tuple[int, int] | None:
-    """The first elements that no fragment holds, as (start, stop), or None when all are held exactly once.
+    """The first range (start, stop) of elements that no fragment holds, or None if all are held exactly once.
 
     Raises:
         InconsistentError: two fragments hold the same element, or one reaches beyond the tensor.
@@ -138,7 +137,7 @@ def first_gap(fragments: Sequence[Fragment], numel: int, itemsize: int) -> tuple
 
 
 def _follow_each_other(fragments: Sequence[Fragment], numel: int) -> bool:
-    """Whether they are single rows that cover the tensor in the order they stand in: nearly always so."""
+    """Whether fragments are single rows that cover the tensor in order; nearly always they are."""
     covered = 0
     for fragment in fragments:
         if fragment.rows != 1 or (fragment.start != covered and fragment.count):
@@ -148,7 +147,7 @@ def _follow_each_other(fragments: Sequence[Fragment], numel: int) -> bool:
 
 
 def _are_columns(fragments: Sequence[Fragment], numel: int) -> bool:
-    """Whether they are all columns of a matrix, from the first to the last: those of a transposed one."""
+    """Whether fragments are the columns of a matrix, in order, as those of a transposed one."""
     columns = len(fragments)
     return columns > 1 and all(
         f.start == column and f.count == 1 and f.pitch == columns and f.rows * columns == numel
@@ -159,10 +158,10 @@ def _are_columns(fragments: Sequence[Fragment], numel: int) -> bool:
 def tile(boxes: Iterable[Sequence[tuple[int, int]]], whole: Sequence[int]) -> bool:
     """Whether boxes, which hold as many elements as the whole has, cover it exactly once.
 
-    Each box, and the whole, has 2^n corners. Where boxes meet without gap or overlap, an even number of corners meets at
+    Each box, and the whole, has 2^n corners. If boxes meet without gap or overlap, an even number of corners meets at
     every point but the whole's own corners. The converse holds too: corners, counted modulo 2, are the mixed difference of
-    how often each element is covered, so they determine it modulo 2: every element of the whole is covered an odd number
-    of times, and by their number of elements, once. The cost is one pass.
+    the number of times that each element is covered, so they determine it modulo 2. So every element of the whole is covered an
+    odd number of times, which is once, since the boxes hold no more elements. The cost is one pass.
 
     Args:
         boxes: (start, stop) per dimension.
@@ -175,7 +174,7 @@ def tile(boxes: Iterable[Sequence[tuple[int, int]]], whole: Sequence[int]) -> bo
 
 
 def _tile(held: Sequence[Block], numel: int) -> bool:
-    """Whether they are rectangles in rows of one pitch, and cover the tensor; False where they are something else."""
+    """Whether blocks are rectangles in rows of one pitch and cover the tensor."""
     pitch = max((block.pitch for block in held), default=0)
     if not pitch or numel % pitch:
         return False
@@ -192,7 +191,7 @@ def _tile(held: Sequence[Block], numel: int) -> bool:
 
 
 def _are_disjoint(held: Sequence[Block], numel: int) -> bool:
-    """Whether no element is held twice, and none lies beyond `numel`; blocks are sorted by their start."""
+    """Whether no element is held twice or beyond `numel`; blocks are sorted by their start."""
     if any(block.stop > numel for block in held):
         return False
     if all(block.rows == 1 for block in held):
@@ -209,7 +208,7 @@ def _are_disjoint(held: Sequence[Block], numel: int) -> bool:
 
 
 def are_other_cells(blocks: Sequence[Block]) -> bool:
-    """Whether blocks are surely disjoint because they are rectangles of one grid, in other columns or other rows of it."""
+    """Whether blocks are rectangles of one grid in different columns or rows of it, and so disjoint."""
     pitch = max(block.pitch for block in blocks)
     cells = sorted((block.start % pitch, block.count, block.start // pitch, block.rows) for block in blocks)
     return (
@@ -220,34 +219,31 @@ def are_other_cells(blocks: Sequence[Block]) -> bool:
 
 
 def _walked_gap(fragments: Sequence[Fragment], numel: int, itemsize: int) -> tuple[int, int] | None:
-    """As `first_gap`, row by row: slow, but it can name what is wrong."""
+    """As `first_gap`, row by row: slow, but with an error that names the place."""
     covered = 0
     previous: Run | None = None
     for run in runs_in_order(fragments, itemsize):
         if run.start < covered:
             raise InconsistentError(
-                "elements that two files hold",
-                file=str(run.store),
-                found=f"elements {run.start:,}-{min(run.start + run.count, covered) - 1:,} are also in "
+                "elements are held twice", file=str(run.store),
+                found=f"elements {run.start:,}-{min(run.start + run.count, covered) - 1:,}, also in "
                 f"{str(previous.store if previous else run.store)!r}",
-                expected="each should be held once",
-            )
+                expected="each element once", remedy=OTHER_SAVE,
+            )  # fmt: skip
         if run.start > covered:
             return covered, run.start
         covered = run.start + run.count
         previous = run
     if covered > numel:
         raise InconsistentError(
-            "more elements than the tensor has",
-            file=str(previous.store if previous else ""),
-            found=f"elements up to {covered:,}",
-            expected=f"its shape holds {numel:,}",
-        )
+            "holds more elements than the shape has", file=str(previous.store if previous else ""),
+            found=f"{covered:,} elements", expected=f"{numel:,} elements", remedy=OTHER_SAVE,
+        )  # fmt: skip
     return None if covered == numel else (covered, numel)
 
 
 def clip(fragments: Sequence[Fragment], start: int, stop: int, itemsize: int) -> tuple[Fragment, ...]:
-    """What fragments, sorted by their start, hold of elements [start, stop), renumbered from 0."""
+    """The parts of fragments, sorted by their start, with elements [start, stop), renumbered from 0."""
     window = Block(start, stop - start, 1, 0, 0, 1)
     return tuple(
         _part(fragment, block.step, overlap, overlap.start - start, itemsize)
@@ -258,9 +254,9 @@ def clip(fragments: Sequence[Fragment], start: int, stop: int, itemsize: int) ->
 
 
 def _part(fragment: Fragment, step: int, o: Overlap, start: int, itemsize: int) -> Fragment:
-    """The part of a fragment that an overlap names on its `b` side, with its first element numbered `start`."""
+    """The part of a fragment that is the `b` side of an overlap, with its first element numbered `start`."""
     byte_offset = fragment.byte_offset + o.b * itemsize
-    if step != 1:  # a single row, then
+    if step != 1:  # then it is a single row
         return Fragment(fragment.store, byte_offset, start, 1, o.count, 1, step)
     pitches = (o.pitch, o.b_pitch) if o.rows > 1 else (0, 0)
     return Fragment(fragment.store, byte_offset, start, o.count, o.rows, *pitches)
@@ -274,8 +270,8 @@ def embed(
     Args:
         fragments: of the slice.
         shape: of the slice.
-        dim: the dimension it is a slice of.
-        offset: where it begins in that dimension of the whole.
+        dim: the dimension in which the whole was sliced.
+        offset: where the slice begins in that dimension of the whole.
         extent: of the whole in that dimension.
         itemsize: bytes of one element.
     """
@@ -288,8 +284,8 @@ def place(fragments: Sequence[Fragment], rows: Block, start: int, pitch: int, it
     """Some rows of one tensor, as fragments of another.
 
     Args:
-        fragments: of the tensor that the rows are cut from.
-        rows: the elements that are wanted: `rows` rows of `count`, `pitch` apart from `start` on.
+        fragments: of the tensor that has the rows.
+        rows: the elements to take: `rows` rows of `count`, `pitch` apart from `start` on.
         start: number of the first of them in the other tensor.
         pitch: elements from row to row there.
         itemsize: bytes of one element.
@@ -303,7 +299,7 @@ def place(fragments: Sequence[Fragment], rows: Block, start: int, pitch: int, it
             for o in [overlap] if block.step == 1 else _single_rows(overlap):
                 row, column = divmod(o.start - rows.start, rows.pitch) if rows.rows > 1 else (0, o.start - rows.start)
                 part = _part(fragment, block.step, o, start + row * pitch + column, itemsize)
-                if o.rows > 1 and rows.rows > 1 and o.pitch >= rows.pitch:  # one per row; otherwise all lie within one
+                if o.rows > 1 and rows.rows > 1 and o.pitch >= rows.pitch:  # one per row; otherwise all are in one row
                     part = replace(part, pitch=o.pitch // rows.pitch * pitch)
                 placed.append(part)
     return tuple(sorted(placed, key=_start_of))
@@ -314,7 +310,7 @@ Pass = Sequence[tuple[Block, int, int]]
 
 
 def rearranged(fragments: Sequence[Fragment], rows: Pass, itemsize: int) -> tuple[Fragment, ...]:
-    """All of the rows that make up another tensor, as its fragments."""
+    """The fragments of a tensor that is made of rows of another one."""
     placed = (part for block, start, pitch in rows for part in place(fragments, block, start, pitch, itemsize))
     return tuple(sorted(placed, key=_start_of))
 
@@ -335,7 +331,7 @@ def transposed(fragments: Sequence[Fragment], rows: int, columns: int, itemsize:
 
 
 def strided(offset: int, shape: Sequence[int], strides: Sequence[int]) -> list[tuple[Block, int, int]]:
-    """A strided view of a dense tensor, as rows of it: long runs where there are some, otherwise what lies together there.
+    """A strided view of a dense tensor, as rows of that tensor, as long as possible.
 
     Args:
         offset: the view's first element in the tensor.

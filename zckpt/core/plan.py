@@ -1,8 +1,8 @@
-"""Plans: what goes where, as a value that can be printed, compared and run.
+"""Plans: which bytes go where, as a value that can be printed, compared and run.
 
-`route` carries one catalog's tensor into another's: every overlap of their fragments (see `overlaps`) is a pitched move or
-a few; the columns of a transposed matrix, each a fragment, are one move together. Time O(fragments), whatever the number of
-rows and elements; a plan is streamed, never a list of a million moves.
+`route` carries one catalog's tensor into another's: every overlap of their fragments (see `overlaps`) becomes one or a few
+pitched moves; the columns of a transposed matrix, each a fragment, become one move together. The time is O(fragments), not
+O(rows) or O(elements). Moves are streamed, never held in a list.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from zckpt.core.fragments import FileStore, Fragment, Store
 from zckpt.core.overlaps import overlaps, touching
 
 SLAB_BYTES = 8 << 20
-"""Of a source on another machine, in one move: what a batch names of such sources lies in memory."""
+"""The most bytes of a source behind an address in one move: a batch of such moves is held in memory."""
 
 
 @dataclass(frozen=True, slots=True)
 class Checksum:
-    """A CRC-32 to be filled in after the move.
+    """A CRC-32 that is filled in after the move.
 
     Attributes:
         start: first byte of the range it covers.
@@ -38,13 +38,13 @@ class Checksum:
 
 @dataclass(frozen=True, slots=True)
 class OutputFile:
-    """A file to be written: everything of it but the elements.
+    """A file to be written, without its elements.
 
     Attributes:
         path: relative to the output directory, or the file's own name.
         size: in bytes, exact.
         literals: (byte offset, bytes) of headers, indexes and padding.
-        checksums: CRC-32 slots to be filled after the elements are there.
+        checksums: CRC-32s that are filled in when the elements are known.
     """
 
     path: str
@@ -54,7 +54,7 @@ class OutputFile:
 
 
 def literal_file(name: str, data: bytes) -> tuple[OutputFile, FileStore]:
-    """A file whose bytes are all known at planning time."""
+    """A file without elements, and its store."""
     return OutputFile(name, len(data), ((0, data),) if data else ()), FileStore(name, len(data))
 
 
@@ -84,16 +84,16 @@ class Move(NamedTuple):
 
 
 def route(source: TensorEntry | TensorPart, destination: TensorEntry | TensorPart, tensor: int = 0) -> Iterator[Move]:
-    """The moves that make `destination` hold what `source` holds; of parts, what both know of.
+    """The moves that fill `destination` from `source`; of parts, the elements that both hold.
 
     Raises:
         InconsistentError: the shapes differ in number of elements.
     """
     if source.numel != destination.numel:
         raise InconsistentError(
-            f"tensor {source.name!r} of another size",
+            f"tensor {source.name!r} has another size than its destination",
             found=f"shape {list(source.shape)}",
-            expected=f"the destination has {list(destination.shape)}",
+            expected=f"shape {list(destination.shape)}",
         )
     src_size, dst_size = source.dtype.itemsize, destination.dtype.itemsize
     for dst in destination.fragments:
@@ -122,7 +122,7 @@ def route(source: TensorEntry | TensorPart, destination: TensorEntry | TensorPar
 
 
 class _Column(NamedTuple):
-    """Elements of one row of a source that are a column of the destination: from `first` on, `step` apart there."""
+    """Elements of one row of a source that are a column of the destination, from element `first` on, `step` apart."""
 
     store: Store
     byte_offset: int
@@ -133,7 +133,7 @@ class _Column(NamedTuple):
 
 
 def _columns(fragments: Sequence[Fragment], start: int, stop: int, itemsize: int) -> Iterator[_Column]:
-    """What fragments, each a column, hold of elements [start, stop)."""
+    """The parts of fragments, each a column, with elements [start, stop)."""
     for f in fragments:
         step, store_step = (f.pitch, f.store_pitch) if f.rows > 1 else (1, 1)
         low, high = max(0, -((f.start - start) // step)), min(f.rows, -((f.start - stop) // step))
@@ -143,9 +143,9 @@ def _columns(fragments: Sequence[Fragment], start: int, stop: int, itemsize: int
 
 
 def _turned(source: TensorEntry | TensorPart, to: TensorEntry | TensorPart, tensor: int) -> Iterator[Move]:
-    """As `route`, of a transposed matrix: rows of the source that become neighbouring columns are one move.
+    """As `route`, for a transposed matrix: rows of the source that become neighbouring columns make one move.
 
-    Such a move's rows are those of the source; the elements of each lie apart in the destination.
+    The rows of such a move are those of the source; `dst_step` is the distance of their elements in the destination.
     """
     (into,), size = to.fragments, to.dtype.itemsize
     held: list[_Column] = []
@@ -168,7 +168,7 @@ def _turned(source: TensorEntry | TensorPart, to: TensorEntry | TensorPart, tens
 
 
 def _follows(held: Sequence[_Column], column: _Column) -> bool:
-    """Whether a column is the next one beside those held, from a row as far from the last one's as that from its own."""
+    """Whether a column is the next one beside `held`, and comes from the next row, all rows being equally far apart."""
     last = held[-1]
     return (
         column.first == last.first + 1
@@ -180,7 +180,7 @@ def _follows(held: Sequence[_Column], column: _Column) -> bool:
 
 
 def _is_turned(source: TensorEntry | TensorPart, to: TensorEntry | TensorPart) -> bool:
-    """Whether a tensor's fragments are all columns, which go into a dense run."""
+    """Whether all of a tensor's fragments are columns that go into a dense run."""
     return (
         source.numel == to.numel
         and len(source.fragments) > 1
@@ -192,11 +192,11 @@ def _is_turned(source: TensorEntry | TensorPart, to: TensorEntry | TensorPart) -
 
 
 Pair = tuple[TensorEntry | TensorPart, TensorEntry | TensorPart]
-"""Where a tensor's elements come from, and where they go."""
+"""A tensor's source and destination."""
 
 
 def _in_slabs(source: TensorEntry | TensorPart, to: TensorEntry | TensorPart) -> TensorEntry | TensorPart:
-    """The destination of a tensor; in parts that fit in memory, where the source lies on other machines."""
+    """The destination of a tensor; for a source behind an address, cut into parts that fit in memory."""
     if not any(fragment.store.is_remote for fragment in source.fragments):
         return to
     most = max(1, SLAB_BYTES // source.dtype.itemsize)
@@ -204,7 +204,7 @@ def _in_slabs(source: TensorEntry | TensorPart, to: TensorEntry | TensorPart) ->
 
 
 def _slabs(fragment: Fragment, most: int, itemsize: int) -> Iterator[Fragment]:
-    """A fragment in parts of at most `most` elements, or of one row where a row has more."""
+    """A fragment in parts of at most `most` elements, or of one row if a row has more."""
     if fragment.rows == 1:
         for first in range(0, fragment.count, most):
             at, count = fragment.byte_offset + first * itemsize, min(most, fragment.count - first)
@@ -218,10 +218,10 @@ def _slabs(fragment: Fragment, most: int, itemsize: int) -> Iterator[Fragment]:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """Everything a conversion does to bytes.
+    """All that a conversion writes, and from where.
 
     Attributes:
-        files: the files to be written, with the stores that stand for them in `pairs`.
+        files: the files to be written, each with its store in `pairs`.
         pairs: (source entry, destination entry), sorted by place in the destination.
     """
 
@@ -229,7 +229,7 @@ class Plan:
     pairs: Sequence[Pair]
 
     def moves(self) -> Iterator[Move | None]:
-        """The moves, made anew on each call. None: what came before is to be done before the next one is asked for."""
+        """The moves, made anew on each call. After a None, the moves before it must be done before the next is taken."""
         for number, (source, destination) in enumerate(self.pairs):
             if _is_turned(source, destination):
                 yield from _turned(source, destination, number)
@@ -237,7 +237,7 @@ class Plan:
                 yield from route(source, _in_slabs(source, destination), number)
 
     def by_file(self) -> Iterator[Plan]:
-        """One plan for each file, in order: for whoever makes them one at a time. No tensor may lie in two files."""
+        """One plan for each file, in order. Each tensor must be in a single file."""
         pairs: dict[int, list[Pair]] = {id(store): [] for _, store in self.files}
         for source, destination in self.pairs:
             for number in {id(fragment.store) for fragment in destination.fragments}:
