@@ -33,10 +33,10 @@ from zckpt.engine.tensor_statistics import Tally
 from zckpt.jobs.open import open_catalog, strip_wrappers
 from zckpt.jobs.options import OpenOptions
 from zckpt.layouts.dcp import read as dcp
+from zckpt.layouts.places import Place, find
 from zckpt.layouts.run import agreement
 from zckpt.layouts.save.listing import DCP_METADATA, Listing, ReadOptions
 from zckpt.layouts.save.origins import FileOrigin, contradictions, of_other_ages, origin, save_files
-from zckpt.layouts.save.places import Place, find
 from zckpt.output import manifest as manifests
 from zckpt.output.address import RECORD
 from zckpt.output.manifest import Manifest

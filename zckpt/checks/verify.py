@@ -23,8 +23,8 @@ from zckpt.engine.batches import progress_after
 from zckpt.engine.independent import differences
 from zckpt.jobs.convert import output_dtype, select
 from zckpt.jobs.options import Options, to_dtype
+from zckpt.layouts.places import Place
 from zckpt.layouts.save.listing import ReadOptions
-from zckpt.layouts.save.places import Place
 from zckpt.naming.transform import formed_again
 from zckpt.output import manifest as manifests
 from zckpt.output.manifest import Manifest

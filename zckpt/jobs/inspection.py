@@ -20,10 +20,10 @@ from zckpt.jobs.open import open_catalog, strip_wrappers
 from zckpt.jobs.options import OpenOptions
 from zckpt.jobs.rank_files import Grid, bad_ranks, experts_as_json, files_as_json, grid_of, slices_as_json
 from zckpt.layouts.dcp import read as dcp
+from zckpt.layouts.places import Place, find
 from zckpt.layouts.plain import read as huggingface
 from zckpt.layouts.run import agreement
 from zckpt.layouts.save.listing import UNIVERSAL_POINTER, ReadOptions
-from zckpt.layouts.save.places import Place, find
 from zckpt.storage import paths
 
 _ROLES: tuple[tuple[Role, str], ...] = (("parameter", "trainable"), ("frozen", "frozen"))

@@ -22,9 +22,9 @@ from zckpt.core.overlaps import clip
 from zckpt.core.plan import Plan
 from zckpt.engine.move import run
 from zckpt.jobs.options import OpenOptions
+from zckpt.layouts.places import Place, find
 from zckpt.layouts.save.listing import ReadOptions
 from zckpt.layouts.save.module_states import WRAPPERS
-from zckpt.layouts.save.places import Place, find
 
 if TYPE_CHECKING:
     import numpy

@@ -14,8 +14,8 @@ from typing import Any
 
 from zckpt.base.errors import UsageError
 from zckpt.core.catalog import Catalog
+from zckpt.layouts.places import Place
 from zckpt.layouts.save.companions import config_of, read_config
-from zckpt.layouts.save.places import Place
 from zckpt.naming.adapter_names import only_adapter
 from zckpt.naming.architectures import architecture, as_architecture, heads_of, names
 from zckpt.naming.hub_form import in_hub_form

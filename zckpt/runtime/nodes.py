@@ -24,9 +24,9 @@ from zckpt.core.catalog import TensorEntry, TensorPart
 from zckpt.core.dtypes import BY_TORCH_NAME
 from zckpt.core.fragments import FileStore, Fragment
 from zckpt.engine.move import run
+from zckpt.layouts.places import latest_of
 from zckpt.layouts.save.listing import is_deepspeed_file
 from zckpt.layouts.save.module_states import RESERVED
-from zckpt.layouts.save.places import latest_of
 from zckpt.layouts.zero.torch_files import Pair
 from zckpt.live.ranks import attempt, first_error
 from zckpt.runtime.description import part_of_rank

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from zckpt import live
 from zckpt.base.errors import OutputError, UsageError
 from zckpt.jobs.open import open_catalog
-from zckpt.layouts.save.places import has_saves
+from zckpt.layouts.places import has_saves
 from zckpt.runtime.config import Settings, read_config
 from zckpt.runtime.corpus import Blocks, read_corpus
 from zckpt.runtime.data import Loader
