@@ -1,12 +1,62 @@
-"""Checkpoints in DeepSpeed's layout, written by torch.save from tensors: for shapes that no fixture has."""
+"""Checkpoints written by torch.save from known tensors: for shapes that no fixture has, and frameworks that are hard to install.
+
+`zero12` and `zero3` write DeepSpeed's layout. `model`, `parts`, `write` and `damage` are for the tests of any other, as
+docs/extending.md shows.
+"""
 
 from __future__ import annotations
 
 import math
 from collections import OrderedDict
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
+
+
+def model(dtype: torch.dtype = torch.float32) -> dict[str, torch.Tensor]:
+    """Tensors that readers get wrong: equal shapes, odd sizes, a scalar, one element, no elements. No two elements are equal."""
+    shapes = {
+        "head.weight": (3, 5),
+        "body.0.weight": (5, 3),
+        "body.0.bias": (5,),
+        "body.1.weight": (5, 3),
+        "body.1.bias": (1,),
+        "body.empty": (0, 4),
+        "body.scale": (),
+        "body.2.weight": (2, 3, 7),
+    }
+    made, first = {}, 1
+    for name, shape in shapes.items():
+        made[name] = torch.arange(first, first + math.prod(shape)).reshape(shape).to(dtype)
+        first += math.prod(shape)
+    return made
+
+
+def parts(vector: torch.Tensor, world_size: int) -> list[tuple[torch.Tensor, int]]:
+    """A vector cut over ranks as torch.chunk cuts it: each rank's part, and how many elements at its end are padding (-7)."""
+    size = math.ceil(vector.numel() / world_size)
+    cut = []
+    for rank in range(world_size):
+        own = vector[rank * size : (rank + 1) * size]
+        cut.append((torch.cat([own, torch.full((size - own.numel(),), -7).to(vector.dtype)]), size - own.numel()))
+    return cut
+
+
+def write(path: Path, root: object) -> Path:
+    """A file by torch.save, in a directory that is made where it is not there."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    torch.save(root, path)
+    return path
+
+
+def damage(path: Path) -> Iterator[Path]:
+    """The file in several states of damage, one after another; it is whole again at the end."""
+    whole = path.read_bytes()
+    for data in (b"", whole[: len(whole) // 2], whole[:-1], b"\0" * len(whole), whole[: len(whole) // 3] * 3):
+        path.write_bytes(data)
+        yield path
+    path.write_bytes(whole)
 
 
 def zero12(

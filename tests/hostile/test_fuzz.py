@@ -29,8 +29,22 @@ EXAMPLES = int(os.environ.get("ZCKPT_FUZZ", "60"))
 MOST_SECONDS = 5
 MOST_KIB = 300 << 10
 
-Seed = tuple[str, str, bool]
-"""Directory of a checkpoint, a file in it, and whether the pickle inside that file is edited rather than the file."""
+Seed = tuple[str | Callable[[Path], object], str, bool]
+"""Directory of a checkpoint or what writes one, a file in it, and whether the pickle in that file is edited, not the file."""
+
+
+def safetensors_directory(home: Path) -> None:
+    """Two shards and their index."""
+    import numpy
+    from safetensors.numpy import save_file
+
+    home.mkdir()
+    shards = {f"model-0000{n}-of-00002.safetensors": {f"w{n}": numpy.arange(6, dtype="f4")} for n in (1, 2)}
+    for name, tensors in shards.items():
+        save_file(tensors, home / name)
+    names = {tensor: name for name, tensors in shards.items() for tensor in tensors}
+    (home / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": names}))
+
 
 SEEDS: dict[str, Seed] = {
     "torch zip": ("zero2/fp32_w1/checkpoint", "*/mp_rank_00_model_states.pt", False),
@@ -41,8 +55,8 @@ SEEDS: dict[str, Seed] = {
     "experts": ("moe/*/checkpoint", "*/layer_*_expert_0_*.pt", True),
     "DCP metadata": ("dcp/boxes_w4/checkpoint", "**/.metadata", False),
     "DCP data": ("dcp/dtypes_w2/checkpoint", "**/*.distcp", False),
-    "safetensors": ("safetensors", "model-00001-of-00002.safetensors", False),
-    "index": ("safetensors", "model.safetensors.index.json", False),
+    "safetensors": (safetensors_directory, "model-00001-of-00002.safetensors", False),
+    "index": (safetensors_directory, "model.safetensors.index.json", False),
 }
 
 _INTERESTING = (
@@ -96,27 +110,14 @@ def with_pickle(data: bytes, change: Callable[[bytes], bytes]) -> bytes:
     return made.getvalue()
 
 
-def safetensors_directory(home: Path) -> None:
-    """Two shards and their index."""
-    import numpy
-    from safetensors.numpy import save_file
-
-    shards = {f"model-0000{n}-of-00002.safetensors": {f"w{n}": numpy.arange(6, dtype="f4")} for n in (1, 2)}
-    for name, tensors in shards.items():
-        save_file(tensors, home / name)
-    names = {tensor: name for name, tensors in shards.items() for tensor in tensors}
-    (home / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": names}))
-
-
 @pytest.fixture(scope="module")
 def homes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """A copy of each seed's checkpoint."""
     made = {}
     for number, (kind, (source, _, _)) in enumerate(SEEDS.items()):
         made[kind] = tmp_path_factory.mktemp("seeds") / str(number)
-        if source == "safetensors":
-            made[kind].mkdir()
-            safetensors_directory(made[kind])
+        if callable(source):
+            source(made[kind])
         else:
             shutil.copytree(sorted(FIXTURES.glob(source))[0], made[kind])
     return made

@@ -17,12 +17,11 @@ from zckpt.checks.soundness import Examined
 from zckpt.containers import TensorRef
 from zckpt.core.catalog import TensorEntry
 from zckpt.engine.independent import differences
-from zckpt.layouts.dcp import read as dcp
 from zckpt.layouts.joining.totals import as_float
 from zckpt.layouts.run.agreement import disagreements, unlike
 from zckpt.layouts.run.training import ParameterGroup, Training
 from zckpt.layouts.run.values import number_in
-from zckpt.layouts.save.listing import DCP_METADATA, MODEL_NAME, SHARD_NAME, UNIVERSAL, Listing, is_deepspeed_file
+from zckpt.layouts.save.listing import MODEL_NAME, SHARD_NAME, Listing
 from zckpt.layouts.save.module_states import WRAPPERS, as_mapping, read_model_states, whole
 from zckpt.layouts.universal import read as universal
 
@@ -96,7 +95,7 @@ def compare_runs(source: Examined, output: Examined) -> Comparison:
         odd = list(_odd_files(source, here))
         found.only += [f"what not all ranks say ({examples(odd)})"] * bool(odd)
         found.problems += _odd_files(output, there)
-    if source.catalog.source.layout == "dcp" and (left := dcp.left_out(source.place.listing)):
+    if left := layouts.family_of(source.place.listing).left_out(source.place.listing):
         found.only.append(f"tensors of other state dicts ({examples(left)})")
     if beside := _beside(source.place.listing):
         found.only.append(f"what lies beside DeepSpeed's own entries in the optimizer files ({examples(beside)})")
@@ -105,9 +104,10 @@ def compare_runs(source: Examined, output: Examined) -> Comparison:
 
 def _strangers(source: Listing, output: Listing) -> list[str]:
     """What else somebody put among the files of a tag."""
-    if not source.tag or source.matching(DCP_METADATA):
+    family = layouts.family_by_names(source)
+    if not source.tag or not family.tagged:
         return []
-    return [n for n in source.files if not (is_deepspeed_file(n) or n.startswith(f"{UNIVERSAL}/") or n in output.files)]
+    return [name for name in source.files if not family.owns(name) and name not in output.files]
 
 
 def _training(side: Examined) -> Training | ZckptError:

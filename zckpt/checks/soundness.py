@@ -7,9 +7,10 @@ errors; an error means that the question itself could not be answered.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
+from zckpt import layouts
 from zckpt.base.errors import NotACheckpointError, UnsupportedError, UsageError, ZckptError
 from zckpt.base.pace import DEFAULT_PACE, Pace
 from zckpt.base.words import examples
@@ -32,11 +33,10 @@ from zckpt.engine import replicas
 from zckpt.engine.tensor_statistics import Tally
 from zckpt.jobs.open import open_catalog, strip_wrappers
 from zckpt.jobs.options import OpenOptions
-from zckpt.layouts.dcp import read as dcp
 from zckpt.layouts.places import Place, find
 from zckpt.layouts.run import agreement
-from zckpt.layouts.save.listing import DCP_METADATA, Listing, ReadOptions
-from zckpt.layouts.save.origins import FileOrigin, contradictions, of_other_ages, origin, save_files
+from zckpt.layouts.save.listing import ReadOptions
+from zckpt.layouts.save.origins import FileOrigin, contradictions, of_other_ages, origin
 from zckpt.output import manifest as manifests
 from zckpt.output.address import RECORD
 from zckpt.output.manifest import Manifest
@@ -186,7 +186,8 @@ def _open(
 def _open_files(state: Examined, facts: Manifest | None) -> None:
     """Opens every file of the save: those of the layout, those that hold elements, and those that a manifest names."""
     listing = state.place.listing
-    paths = {listing.files[name]: name for name in save_files(listing)}
+    family = layouts.family_by_names(listing)
+    paths = {listing.files[name]: name for name in family.containers(listing)}
     for store in state.catalog.stores() if state.catalog is not None else ():
         paths.setdefault(store.path, "")
     known = {file.path: file for file in facts.files} if facts is not None else {}
@@ -194,16 +195,16 @@ def _open_files(state: Examined, facts: Manifest | None) -> None:
     if listing.tag and facts is not None:
         home = state.place.home
     problems: list[str] = []
-    for path, found in _items_of(listing):
+    data_files = dict(family.records(listing)) if family.records is not None else {}
+    for path, found in data_files.items():
         paths[path] = ""
         known_as = known.pop(fs.relative(path, home), None)
         if isinstance(found, ZckptError):
             problems.append(str(found))
         else:
             state.files.append(checked_parts(fs.file_store(path), found, known_as.crc32 if known_as else None))
-    opened = {file.store.path for file in state.files}
     for path, name in paths.items():
-        if path in opened or path.endswith(".distcp"):
+        if path in data_files:
             continue
         known_as = known.pop(fs.relative(path, home), None)
         try:
@@ -224,15 +225,6 @@ def _open_files(state: Examined, facts: Manifest | None) -> None:
     else:  # the catalog told of the first of them
         first = state.checks[-1].problems[0]
         state.add("files", told, [problem for problem in problems if problem != first])
-
-
-def _items_of(listing: Listing) -> Iterator[tuple[str, list[tuple[str, int, int, int]] | ZckptError]]:
-    """The data files of a save of torch.distributed.checkpoint, which are no containers but full of them."""
-    if listing.matching(DCP_METADATA):
-        try:
-            yield from dcp.records(listing)
-        except ZckptError:  # the catalog told of it
-            return
 
 
 def _check_save(state: Examined) -> None:

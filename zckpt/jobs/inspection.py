@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from zckpt import layouts
 from zckpt.base.errors import ZckptError
 from zckpt.base.words import count, ranges, row, size
 from zckpt.core.catalog import Catalog, Role, TensorEntry
@@ -19,10 +20,9 @@ from zckpt.jobs.inspection_rows import expert_rows, file_rows, slice_lines
 from zckpt.jobs.open import open_catalog, strip_wrappers
 from zckpt.jobs.options import OpenOptions
 from zckpt.jobs.rank_files import Grid, bad_ranks, experts_as_json, files_as_json, grid_of, slices_as_json
-from zckpt.layouts.dcp import read as dcp
 from zckpt.layouts.places import Place, find
-from zckpt.layouts.plain import read as huggingface
 from zckpt.layouts.run import agreement
+from zckpt.layouts.save.family import Family
 from zckpt.layouts.save.listing import UNIVERSAL_POINTER, ReadOptions
 from zckpt.storage import paths
 
@@ -216,13 +216,8 @@ def _resumable(place: Place, catalog: Catalog | None, grid: Grid) -> Verdict:
     if catalog is None:
         return Verdict(False, "the checkpoint cannot be read (see export)")
     source = catalog.source
-    if source.layout == "dcp" and source.optimizer_states:
-        return Verdict(True, "by torch.distributed.checkpoint.load, on any number of ranks")
     if source.zero_stage is None:
-        layout = dcp if source.layout == "dcp" else huggingface
-        if unread := layout.unread_states(place.listing):
-            return Verdict(False, f"there are optimizer states that zckpt does not read: {unread}")
-        return Verdict(False, "weights alone, without optimizer states")
+        return _resumable_elsewhere(layouts.family_of(place.listing), place, catalog)
     if bad := bad_ranks(grid):
         whose = f"rank {bad[0]}" if len(bad) == 1 else f"ranks {ranges(bad)}"
         return Verdict(False, f"files of {whose} are missing, damaged or of another save")
@@ -242,6 +237,15 @@ def _resumable(place: Place, catalog: Catalog | None, grid: Grid) -> Verdict:
     split = "and the same tensor and pipeline split " if catalog.topology.tp * catalog.topology.pp > 1 else ""
     others = "for others, run zckpt reshard or zckpt to-universal first"
     return Verdict(True, f"at data-parallel world size {catalog.topology.dp} {split}({others}){pointer}")
+
+
+def _resumable_elsewhere(family: Family, place: Place, catalog: Catalog) -> Verdict:
+    """Of a save that is not DeepSpeed's."""
+    if catalog.source.optimizer_states:
+        return Verdict(bool(family.resumes), family.resumes or f"no program is known that resumes from {family.name}")
+    if unread := family.unread_states(place.listing):
+        return Verdict(False, f"there are optimizer states that zckpt does not read: {unread}")
+    return Verdict(False, "weights alone, without optimizer states")
 
 
 def _resumable_universal(place: Place, catalog: Catalog) -> str:

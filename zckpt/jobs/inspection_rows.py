@@ -12,8 +12,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from zckpt.base.words import count, ranges, row, size, wrapped
 from zckpt.core.catalog import TensorEntry, Topology
 from zckpt.core.fragments import Fragment
-from zckpt.jobs.rank_files import Cell, Grid, Rows, file_of
-from zckpt.layouts.save.listing import EXPERT_NAME, EXPERT_OPTIMIZER_NAME, LAYER_NAME, Listing
+from zckpt.jobs.rank_files import Cell, Grid, Rows, file_of, other_files
+from zckpt.layouts.save.listing import Listing
 
 _KINDS = {"model": "model", "optim": "optimizer"}
 _MOST_EXPERTS = 8
@@ -44,10 +44,9 @@ def file_rows(grid: Grid, listing: Listing, topology: Topology | None, width: in
         yield from wrapped(text, width, " " * indent)
     if len(grid) > 1 and topology is not None:
         yield from row("", f"mp_rank is {_numbering(topology)}", width)
-    for what, patterns in (("layer", (LAYER_NAME,)), ("expert", (EXPERT_NAME, EXPERT_OPTIMIZER_NAME))):
-        names = [name for pattern in patterns for name in listing.matching(pattern)]
-        if names:
-            yield from row("" if table else "files", f"{count(len(names), f'{what} file')} such as {names[0]}", width)
+    for what, others in itertools.groupby(other_files(listing), key=lambda file: file.kind.partition(" ")[0]):
+        names = [file.name for file in others]
+        yield from row("" if table else "files", f"{count(len(names), f'{what} file')} such as {names[0]}", width)
 
 
 def _alike(grid: Grid) -> Iterator[tuple[list[int], dict[tuple[int, ...], list[str]]]]:

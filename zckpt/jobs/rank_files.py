@@ -7,24 +7,17 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
+from zckpt import layouts
 from zckpt.base import limits
 from zckpt.base.errors import ZckptError
 from zckpt.core.catalog import Catalog, TensorEntry, Topology
 from zckpt.core.fragments import FileStore, Fragment
-from zckpt.layouts.save.listing import (
-    DCP_DATA,
-    EXPERT_NAME,
-    EXPERT_OPTIMIZER_NAME,
-    LAYER_NAME,
-    MODEL_NAME,
-    SHARD_NAME,
-    Listing,
-)
-from zckpt.layouts.save.module_states import as_mapping
-from zckpt.layouts.universal import read as universal
+from zckpt.layouts.save.family import Family, NamedFile, RankFacts
+from zckpt.layouts.save.listing import Listing
 from zckpt.storage.paths import size
 
 Rows = Mapping[int, Mapping[str, "Cell"]]
@@ -53,101 +46,115 @@ Grid = Mapping[int, Rows]
 
 
 def grid_of(listing: Listing, catalog: Catalog | None) -> dict[int, Rows]:
-    """All files of ranks, by model-parallel rank; nothing for what is no checkpoint."""
-    if data := listing.matching(DCP_DATA):
-        return {0: _data_files(listing, data)}
-    if universal.match(listing) is None:
-        return _copies(listing)
-    ranks = set(listing.model_parallel_ranks())
-    if catalog is not None and ranks:
-        ranks |= set(range(catalog.topology.tp * catalog.topology.pp))
-    return {rank: _rows(listing, catalog, rank) for rank in sorted(ranks)}
+    """All files of ranks, by model-parallel rank; nothing for files that are not a rank's.
+
+    Where every rank has files, those that are missing, left over or of another save are found. Of other families, such as
+    torch.distributed.checkpoint, it is the files that are there.
+    """
+    family = layouts.family_by_names(listing)
+    found: dict[int, list[_RankFile]] = {}
+    for file in family.named_files(listing.files):
+        if file.of_rank:
+            found.setdefault(file.axes.get("mp", 0), []).append(_looked_at(listing, family, file))
+    topology = None if catalog is None else catalog.topology
+    if topology is not None and found and family.every_rank:
+        for mp_rank in range(topology.tp * topology.pp):
+            found.setdefault(mp_rank, [])
+    shared = [kind for kind, pattern, of_rank in family.files if of_rank and "dp" not in pattern.groupindex]
+    return {
+        mp_rank: _complete(files, shared, topology) if family.every_rank else _present(files)
+        for mp_rank, files in sorted(found.items())
+    }
 
 
-def _data_files(listing: Listing, names: list[str]) -> Rows:
-    """What each rank wrote of a save of torch.distributed.checkpoint."""
+class _RankFile(NamedTuple):
+    """A file, and whose it is.
+
+    Attributes:
+        kind: "model", "optim", ...
+        rank: data-parallel; None where all ranks share the file.
+        cell: its state, as far as it can be seen without the other files.
+        facts: what it says of its save.
+    """
+
+    kind: str
+    rank: int | None
+    cell: Cell
+    facts: RankFacts
+
+
+def _looked_at(listing: Listing, family: Family, file: NamedFile) -> _RankFile:
+    nbytes, facts = size(listing.files[file.name]), RankFacts()
+    cell = Cell(file.name, nbytes) if nbytes else Cell(file.name, 0, "empty", "0 bytes")
+    try:
+        if nbytes and family.facts is not None:
+            facts = family.facts(listing, file.name)
+    except ZckptError as error:
+        cell = Cell(file.name, nbytes, "unreadable", error.what)
+    return _RankFile(file.kind, file.axes.get("dp"), cell, facts)
+
+
+def _present(files: Sequence[_RankFile]) -> Rows:
     rows: dict[int, dict[str, Cell]] = {}
-    for name in names:
-        rank, number = name.removeprefix("__").removesuffix(".distcp").split("_")
-        nbytes = size(listing.files[name])
-        cell = Cell(name, nbytes) if nbytes else Cell(name, 0, "empty", "0 bytes")
-        rows.setdefault(int(rank), {})[f"data {number}"] = cell
+    for file in files:
+        rows.setdefault(file.rank or 0, {})[file.kind] = file.cell
     return dict(sorted(rows.items()))
 
 
-def _copies(listing: Listing) -> dict[int, Rows]:
-    """The model files of a universal checkpoint: copies of those of the run that it was made of, whatever its shape was."""
-    grid: dict[int, dict[int, dict[str, Cell]]] = {}
-    for pattern in (MODEL_NAME, SHARD_NAME):
-        for name in listing.matching(pattern):
-            numbers = (match := pattern.fullmatch(name)) and match.groupdict()
-            if numbers:
-                rows = grid.setdefault(int(numbers["mp"]), {})
-                rows[int(numbers.get("dp", 0))] = {"model": _facts(listing, name)[0]}
-    return {rank: dict(sorted(rows.items())) for rank, rows in sorted(grid.items())}
+def _complete(files: Sequence[_RankFile], shared: Sequence[str], topology: Topology | None) -> Rows:
+    """The files of one model-parallel rank, with those that should be there; `shared`: kinds that all data ranks share."""
+    own = {(file.rank, file.kind): file for file in files if file.rank is not None}
+    if not own:
+        return _present(files)
+    kinds = list(dict.fromkeys(sorted(kind for _, kind in own)))
+    world_size = _world_size(files, topology)
+    steps = {kind: _usual(file.facts.step for file in own.values() if file.kind == kind) for kind in kinds}
+    rows: dict[int, dict[str, Cell]] = {}
+    for rank in sorted({*range(world_size), *(file.rank for file in own.values() if file.rank is not None)}):
+        rows[rank] = {}
+        for kind in kinds:
+            if (file := own.get((rank, kind))) is not None:
+                rows[rank][kind] = _judged(file, rank, world_size, steps[kind])
+            elif rank < world_size:
+                rows[rank][kind] = Cell("", state="missing")
+    whole = {file.kind: file.cell for file in files if file.rank is None}
+    missing = {kind: Cell("", state="missing") for kind in shared if kind not in (*kinds, *whole)}
+    rows[0] = {**whole, **missing, **rows.get(0, {})}
+    return rows
 
 
-def _rows(listing: Listing, catalog: Catalog | None, mp_rank: int) -> dict[int, dict[str, Cell]]:
-    files = {kind: listing.shards(kind, mp_rank) for kind in ("model", "optim")}
-    single = [n for n in listing.matching(MODEL_NAME) if int(n.split("_")[2]) == mp_rank]
-    columns = [kind for kind, names in files.items() if names]
-    facts = {
-        name: _facts(listing, name) for names in (*files.values(), dict(enumerate(single))) for name in names.values()
-    }
-    if not columns:
-        return {0: {"model": facts[single[0]][0]}} if single else {}
-    counts = Counter(count for _, count, _ in facts.values() if count)
-    world_size = catalog.topology.dp if catalog else counts.most_common(1)[0][0] if counts else 0
-    world_size = max(world_size, 1) if counts or catalog else 1 + max(max(files[kind]) for kind in columns)
-    world_size = min(world_size, limits.RANKS)
-    usual = {
-        kind: (Counter(facts[name][2] for name in files[kind].values()).most_common(1)[0][0], world_size)
-        for kind in columns
-    }
-    matrix: dict[int, dict[str, Cell]] = {}
-    for rank in sorted(set(range(world_size)).union(*(files[kind] for kind in columns))):
-        row: dict[str, Cell] = {}
-        for kind in columns:
-            name = files[kind].get(rank)
-            if name is None:
-                if rank < world_size:
-                    row[kind] = Cell("", state="missing")
-                continue
-            cell, count, step = facts[name]
-            if cell.state == "ok" and rank >= world_size:
-                cell = replace(cell, state="extra", reason=f"the save had world size {world_size}")
-            elif cell.state == "ok" and (step != usual[kind][0] or (count is not None and count > world_size)):
-                cell = replace(cell, state="other save", reason=f"step {step}, world size {count or 'not said'}")
-            row[kind] = cell
-        matrix[rank] = row
-    if single:
-        matrix[0] = {"model": facts[single[0]][0], **matrix.get(0, {})}
-    elif not files["model"]:
-        matrix[0] = {"model": Cell("", state="missing"), **matrix.get(0, {})}
-    return matrix
+def _world_size(files: Sequence[_RankFile], topology: Topology | None) -> int:
+    """Data-parallel ranks of the save: as it was read, or as most files say, or as many as there are files of."""
+    said = [file.facts.world_size for file in files if file.facts.world_size]
+    if topology is not None:
+        return min(topology.dp, limits.RANKS)
+    return min(_usual(said) or 1 + max(file.rank or 0 for file in files), limits.RANKS)
 
 
-def _facts(listing: Listing, name: str) -> tuple[Cell, int | None, object]:
-    """A file's cell, the world size it names, and the step it names."""
-    path = listing.files[name]
-    nbytes = size(path)
-    if not nbytes:
-        return Cell(name, 0, "empty", "0 bytes"), None, None
-    try:
-        if name.endswith("_optim_states.pt"):
-            return Cell(name, nbytes), _partition_count(listing.open(name).root, path), None
-        numbers = listing.numbers(name, "dp_world_size", "global_steps")
-    except ZckptError as error:
-        return Cell(name, nbytes, "unreadable", error.what), None, None
-    return Cell(name, nbytes), numbers.get("dp_world_size"), numbers.get("global_steps")
+def _usual(values: Iterable[int | None]) -> int | None:
+    """The most frequent value; None for no values."""
+    return next((value for value, _ in Counter(values).most_common(1)), None)
 
 
-def _partition_count(root: object, path: str) -> int | None:
-    state = as_mapping(root, "a checkpoint file", path).get("optimizer_state_dict")
-    count = state.get("partition_count") if isinstance(state, Mapping) else None
-    if isinstance(count, list | tuple):  # groups of experts, which come last, have others
-        count = next(iter(count), None)
-    return count if isinstance(count, int) else None
+def _judged(file: _RankFile, rank: int, world_size: int, usual_step: int | None) -> Cell:
+    """The file's state, now that the world size and the step of the save are known."""
+    cell, count, step = file.cell, file.facts.world_size, file.facts.step
+    if cell.state != "ok":
+        return cell
+    if rank >= world_size:
+        return replace(cell, state="extra", reason=f"the save had world size {world_size}")
+    if step != usual_step or (count is not None and count > world_size):
+        said = [f"{what} {number}" for what, number in (("step", step), ("world size", count)) if number is not None]
+        return replace(cell, state="other save", reason=", ".join(said) or "it names no step")
+    return cell
+
+
+def other_files(listing: Listing) -> list[NamedFile]:
+    """Files of a save that are not one rank's, such as those of layers and experts, kind by kind."""
+    family = layouts.family_by_names(listing)
+    found = [file for file in family.named_files(listing.files) if not file.of_rank and file.kind]
+    order = [kind.kind for kind in family.files]
+    return sorted(found, key=lambda file: order.index(file.kind))
 
 
 def bad_ranks(grid: Grid) -> list[int]:
@@ -171,17 +178,11 @@ def files_as_json(listing: Listing, grid: Grid, topology: Topology | None) -> li
         for rank, cells in rows.items()
         for kind, cell in cells.items()
     ]  # fmt: skip
-    kinds = {"layer": LAYER_NAME, "expert": EXPERT_NAME, "expert optim": EXPERT_OPTIMIZER_NAME}
-    for kind, pattern in kinds.items():
-        for name in listing.matching(pattern):
-            match = pattern.fullmatch(name)
-            numbers = match.groupdict() if match else {}
-            nbytes = size(listing.files[name])
-            place = {axis: int(number) for axis, number in numbers.items() if number is not None}
-            if "mp" in place:
-                place["mp_rank"] = place.pop("mp")
-            state, reason = ("ok", "") if nbytes else ("empty", "0 bytes")
-            found.append({**place, "kind": kind, "file": name, "bytes": nbytes, "state": state, "reason": reason})
+    for file in other_files(listing):
+        nbytes = size(listing.files[file.name])
+        place = {"mp_rank" if axis == "mp" else axis: number for axis, number in file.axes.items()}
+        state, reason = ("ok", "") if nbytes else ("empty", "0 bytes")
+        found.append({**place, "kind": file.kind, "file": file.name, "bytes": nbytes, "state": state, "reason": reason})
     return found
 
 

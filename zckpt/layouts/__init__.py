@@ -1,80 +1,90 @@
-"""What a family of files means: the list of layouts, and the choice among them.
+"""What a family of files means: the families that zckpt reads, and the choice among them.
 
-A layout is a module with `match(listing)`, which says None or why not, and `read(listing)`, which gives a catalog.
+Each family is a package that exports one value, `FAMILY`: see `save.family`, and docs/extending.md for how to add one.
 """
 
 from __future__ import annotations
 
-from typing import Protocol
-
 from zckpt.base.errors import NotACheckpointError, UnsupportedError, UsageError
 from zckpt.core.catalog import Catalog
-from zckpt.layouts.dcp import read as dcp
-from zckpt.layouts.moe import read as moe
-from zckpt.layouts.parallel import read as model_parallel
-from zckpt.layouts.plain import read as huggingface
+from zckpt.layouts import dcp, moe, parallel, plain, universal, zero
 from zckpt.layouts.run import agreement, usage
 from zckpt.layouts.run.training import Training
+from zckpt.layouts.save.family import Family
 from zckpt.layouts.save.listing import Listing
-from zckpt.layouts.universal import read as universal
-from zckpt.layouts.zero import unsharded, unsharded_training, zero3, zero12
+
+FAMILIES: tuple[Family, ...] = (
+    universal.FAMILY,
+    moe.FAMILY,
+    parallel.FAMILY,
+    zero.FAMILY,
+    dcp.FAMILY,
+    plain.FAMILY,
+)
+"""In the order in which they are asked: the first that knows the files reads them.
+
+The first four have the same files, each is a special case of those after it, and `zero` would take all of their saves. `plain`
+takes any single file, so it is last.
+"""
 
 
-class Layout(Protocol):
-    """What a module of this package offers."""
-
-    def match(self, listing: Listing) -> str | None:
-        """None when it reads these files; otherwise why not."""
-
-    def read(self, listing: Listing, *, allow_unknown: bool = False) -> Catalog:
-        """The catalog of these files."""
+def is_of_save(name: str) -> bool:
+    """Whether a file of this name belongs to a save of some family, plain weights aside."""
+    return any(family.owns(name) for family in FAMILIES if not family.fallback)
 
 
-class TrainingLayout(Layout, Protocol):
-    """A layout whose saves hold what a run needs to go on."""
+def family_of(listing: Listing) -> Family:
+    """The first family that knows the files; it may have to open some.
 
-    def read_training(self, listing: Listing, *, allow_unknown: bool = False) -> Training:
-        """What is there beside the weights."""
+    Raises:
+        NotACheckpointError: there is none; lists why not.
+        ZckptError: a file that had to be opened is damaged.
+    """
+    refusals: list[str] = []
+    for family in FAMILIES:
+        refusal = family.match(listing)
+        if refusal is None:
+            return family
+        refusals.append(f"{family.name}: {refusal}")
+    raise NotACheckpointError(
+        "holds nothing that zckpt can read",
+        file=listing.directory,
+        found="; ".join(refusals),
+        remedy="Give the directory that holds 'latest', a tag directory such as global_step500, or a weights file.",
+    )
 
 
-LAYOUTS: dict[str, Layout] = {
-    "universal": universal,
-    "mixture of experts": moe,
-    "model parallel": model_parallel,
-    "ZeRO-3": zero3,
-    "ZeRO-1/2": zero12,
-    "DeepSpeed without ZeRO": unsharded,
-    "torch.distributed.checkpoint": dcp,
-    "plain weights": huggingface,
-}
+def family_by_names(listing: Listing) -> Family:
+    """The first family that has files of these names, for a save that cannot be read: opens nothing.
 
-
-WITH_TRAINING: dict[str, TrainingLayout] = {
-    "universal": universal,
-    "mixture of experts": moe,
-    "model parallel": model_parallel,
-    "ZeRO-3": zero3,
-    "ZeRO-1/2": zero12,
-    "DeepSpeed without ZeRO": unsharded_training,
-    "torch.distributed.checkpoint": dcp,
-}
+    Of DeepSpeed's families, only universal checkpoints are told apart from the others.
+    """
+    for family in FAMILIES[:-1]:
+        if family.directory:
+            is_there = any(name.startswith(f"{family.directory}/") for name in listing.files)
+        else:
+            is_there = any(map(family.owns, listing.files))
+        if is_there:
+            return family
+    return FAMILIES[-1]
 
 
 def read(listing: Listing, *, allow_unknown: bool = False) -> Catalog:
-    """The catalog of a save, by the first layout that knows its files.
+    """The catalog of a save, by the first family that knows its files.
 
     Raises:
-        NotACheckpointError: none does; lists each layout's refusal.
+        NotACheckpointError: there is none.
         InconsistentError: elements of master weights are used by no tensor, or by two.
-        UsageError: a key is asked for of a layout that has no keys.
+        UsageError: a key was given for a save that has no keys.
     """
-    name = _detect(listing)
-    if listing.wishes.key and LAYOUTS[name] is not dcp:
+    family = family_of(listing)
+    if listing.wishes.key and not family.has_keys:
         raise UsageError(
-            "a key of a checkpoint that has none", file=listing.directory, found=f"{name}, --key {listing.wishes.key}",
+            "holds one state dict, so --key has nothing to choose from", file=listing.directory,
+            found=f"{family.name}, --key {listing.wishes.key}",
             remedy="Leave --key out: only saves of torch.distributed.checkpoint hold several state dicts.",
         )  # fmt: skip
-    catalog = LAYOUTS[name].read(listing, allow_unknown=allow_unknown)
+    catalog = family.read(listing, allow_unknown=allow_unknown)
     usage.check_masters(listing, catalog.claims)
     catalog.claims.forget()
     return catalog
@@ -87,32 +97,17 @@ def read_training(listing: Listing, *, allow_unknown: bool = False) -> Training:
         UnsupportedError: this kind of save does not hold it, or zckpt does not read it.
         InconsistentError: its files are not of one run.
     """
-    name = _detect(listing)
-    if name not in WITH_TRAINING:
+    family = family_of(listing)
+    if family.read_training is None:
         raise UnsupportedError(
-            "a checkpoint without optimizer states that zckpt could read",
+            "holds no optimizer states that zckpt can read",
             file=listing.directory,
-            found=name,
-            expected=f"{', '.join(WITH_TRAINING)} have them",
+            found=family.name,
+            expected=", ".join(each.name for each in FAMILIES if each.read_training),
+            remedy="Convert its weights alone: zckpt to-fp32, to-bf16.",
         )
     agreement.check(listing)
-    training = WITH_TRAINING[name].read_training(listing, allow_unknown=allow_unknown)
+    training = family.read_training(listing, allow_unknown=allow_unknown)
     usage.check_states(listing, training.claims)
     training.claims.forget()
     return training
-
-
-def _detect(listing: Listing) -> str:
-    """The first layout that knows the files."""
-    refusals: list[str] = []
-    for name, layout in LAYOUTS.items():
-        refusal = layout.match(listing)
-        if refusal is None:
-            return name
-        refusals.append(f"{name}: {refusal}")
-    raise NotACheckpointError(
-        "nothing that zckpt can read",
-        file=listing.directory,
-        found="; ".join(refusals),
-        remedy="Give the directory that holds 'latest', a tag directory such as global_step500, or a weights file.",
-    )

@@ -1,9 +1,10 @@
 """From the path a person gives to the files of one save: `latest`, tags, trainers' folders, shards on several disks.
 
-For `checkpoint`. A path may be: the directory with `latest`; a tag directory itself; a trainer's output directory with
-`checkpoint-500/` in it; an Accelerate `pytorch_model/` or Lightning `*.ckpt/checkpoint/` folder; one rank's file; a save
-of torch.distributed.checkpoint, a directory of such (`step-100/`), or accelerate's with `pytorch_model_fsdp_0/` in it; or
-plain weights, as a file or a directory. The file `latest` itself means the tag that it names.
+For `jobs.open`, and for the trainer. What a save looks like, the families say (`layouts.FAMILIES`). A path may be: the
+directory with `latest`; a tag directory itself; a trainer's output directory with `checkpoint-500/` in it; an Accelerate
+`pytorch_model/` or Lightning `*.ckpt/checkpoint/` folder; one rank's file; a save of torch.distributed.checkpoint, a directory
+of such (`step-100/`), or accelerate's with `pytorch_model_fsdp_0/` in it; or plain weights, as a file or a directory. The file
+`latest` itself means the tag that it names.
 Source: DeepSpeed runtime/engine.py `load_checkpoint` (`latest`); transformers trainer_utils.py `get_last_checkpoint`;
 accelerate accelerator.py `save_state`; Lightning strategies/deepspeed.py `save_checkpoint` (tag "checkpoint").
 """
@@ -13,26 +14,20 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import NamedTuple
 
+from zckpt import layouts
 from zckpt.base.errors import IncompleteError, NotACheckpointError, UnsafeError, UsageError, ZckptError
-from zckpt.base.words import examples
-from zckpt.layouts.save.listing import (
-    UNIVERSAL,
-    UNIVERSAL_POINTER,
-    Listing,
-    is_dcp_file,
-    is_deepspeed_file,
-    list_files,
-    natural,
-)
+from zckpt.base.words import count, examples
+from zckpt.layouts.save.family import Family
+from zckpt.layouts.save.listing import UNIVERSAL_POINTER, Listing, list_files, natural
 from zckpt.output.saves import displaced
 from zckpt.storage import fsspec_io, paths
 
 _TRAINER = re.compile(r"checkpoint-\d+")
 _ACCELERATE = re.compile(r"pytorch_model_fsdp_\d+")
 _POINTERS = ("latest", UNIVERSAL_POINTER)
-_PLAIN = re.compile(r"(?:model|pytorch_model|adapter_model)(?:\.safetensors|\.bin)(?:\.index\.json)?")
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +45,22 @@ class Place:
     home: str
     tags: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
+
+
+class _Look(NamedTuple):
+    """A directory that is looked into.
+
+    Attributes:
+        path: of the directory.
+        tag: which save is wanted, if the user says it.
+        also: directories laid over it.
+        names: of what is in it, in natural order.
+    """
+
+    path: str
+    tag: str | None
+    also: Sequence[str]
+    names: Sequence[str]
 
 
 def find(path: str, tag: str | None = None, also: Sequence[str] = ()) -> Place:
@@ -70,12 +81,12 @@ def find(path: str, tag: str | None = None, also: Sequence[str] = ()) -> Place:
         path = path.rstrip("/")
         fsspec_io.refresh(path)
     if paths.is_file(path):
-        name = os.path.basename(path)
+        name, path = os.path.basename(path), paths.parent(path)
+        file = os.path.join(path, name)
         if name in _POINTERS:
-            return find(paths.parent(path), tag or (_latest(path) if name == UNIVERSAL_POINTER else None), also)
-        if not is_deepspeed_file(name) and (name.endswith(".safetensors") or not _is_dcp(name)):
-            return Place(Listing(path, "", {name: path}), paths.parent(path))
-        path = paths.parent(path)
+            return find(path, tag or (_latest(file) if name == UNIVERSAL_POINTER else None), also)
+        if name.endswith(".safetensors") or not layouts.is_of_save(name):
+            return Place(Listing(file, "", {name: file}), path)
     if not paths.is_dir(path):
         raise NotACheckpointError(
             "no such file or directory", file=path,
@@ -84,34 +95,16 @@ def find(path: str, tag: str | None = None, also: Sequence[str] = ()) -> Place:
     for root in also:
         if not paths.is_dir(root):
             raise NotACheckpointError("no such directory", file=root, remedy="--also takes a directory.")
-    names = _entries(path)
-    if any(is_deepspeed_file(name) for name in names) or UNIVERSAL in names:
-        return _tag_directory(path, tag, also)
-    if any(map(_is_dcp, names)) or any(_is_dcp(name) for root in also for name in _entries(root)):
-        return _dcp_directory(path, tag, also)
-    models = [name for name in names if _ACCELERATE.fullmatch(name) and paths.is_dir(os.path.join(path, name))]
-    if models and tag in (None, *models):
-        return _accelerate(path, tag or models[0], models, also)
-    tags = _tags(path, names, also)
-    if tag is not None or _pointer(names) or tags:
-        return _in_home(path, tag, tags, also, names)
-    trainers = [name for name in names if _TRAINER.fullmatch(name) and paths.is_dir(os.path.join(path, name))]
-    for newest in sorted(trainers, key=natural, reverse=True):
-        inner = os.path.join(path, newest)
-        inner_names = _entries(inner)
-        if _pointer(inner_names) or _tags(inner, inner_names, ()):
-            place = find(inner, tag, also)
-            note = f"{path!r} holds {len(trainers)} trainer checkpoints: the newest, {newest!r}, is taken."
-            return Place(place.listing, place.home, place.tags, (note, *place.notes))
-    if any(_PLAIN.fullmatch(name) for name in names):
-        return Place(list_files(path, "", also), path)
+    look = _Look(path, tag, also, _entries(path))
+    for what in (_save, _accelerate, _home, _trainers, _weights):
+        if (place := what(look)) is not None:
+            return place
     raise NotACheckpointError(
         "no checkpoint",
         file=path,
-        found=f"{len(names):,} entries" + (f" such as {examples(names)}" if names else ""),
-        expected="'latest', a tag directory with *_states.pt or *.distcp files, checkpoint-N folders, or weights files are "
-        "looked for",
-        remedy="Files moved out of their global_step* directory must go back into it.",
+        found=count(len(look.names), "entry", "entries") + (f" such as {examples(look.names)}" if look.names else ""),
+        expected="'latest', a tag directory with *_states.pt or *.distcp files, checkpoint-N folders, or weights files",
+        remedy="Put files that were moved out of their global_step* directory back into it.",
     )
 
 
@@ -120,7 +113,7 @@ def has_saves(path: str) -> bool:
     if not os.path.isdir(path):
         return os.path.exists(path)
     names = _entries(path)
-    if any(_is_of_save(name) or _PLAIN.fullmatch(name) for name in names) or UNIVERSAL in names:
+    if any(family.is_save(names) for family in layouts.FAMILIES):
         return True
     inner = (os.path.join(path, name) for name in names if _TRAINER.fullmatch(name))
     return bool(_pointer(names) or _tags(path, names, ())) or any(map(has_saves, inner))
@@ -128,15 +121,130 @@ def has_saves(path: str) -> bool:
 
 def is_taken(name: str) -> bool:
     """Whether an entry of this name means something to `find`, so that no tag may have it."""
-    fixed = ("latest", "latest_universal", UNIVERSAL)
-    known = (_ACCELERATE, _PLAIN)
-    return name.casefold() in fixed or _is_of_save(name) or any(pattern.fullmatch(name) for pattern in known)
+    if name.casefold() in (*_POINTERS, *(family.directory for family in layouts.FAMILIES)):
+        return True
+    return _ACCELERATE.fullmatch(name) is not None or any(family.owns(name) for family in layouts.FAMILIES)
 
 
 def latest_of(path: str) -> str | None:
     """What `latest` in a directory says; None where there is none."""
     place = os.path.join(path, "latest")
     return _latest(place) if os.path.isfile(place) else None
+
+
+# ---- what a directory may be, in the order in which it is asked ---------------------------------------------------------
+
+
+def _save(look: _Look) -> Place | None:
+    """A save itself: a tag directory beside others, or one that has no tag."""
+    family = next(filter(None, (_family_in(look, family) for family in layouts.FAMILIES)), None)
+    if family is None:
+        return None
+    real = paths.absolute(look.path)
+    name, home = os.path.basename(real), paths.parent(real)
+    if look.tag not in (None, name):
+        raise UsageError(
+            f"is itself a save, and not {look.tag!r}", file=look.path, found=f"--tag {look.tag}",
+            remedy="Leave --tag out, or give the directory above it.",
+        )  # fmt: skip
+    if family.tagged:
+        siblings = _tags(home, _entries(home), ()) if paths.is_readable(home) else (name,)
+        return Place(_listing(look.path, name, _laid_over(look, name)), home, siblings)
+    has_config = (place for place in (look.path, home) if paths.is_file(os.path.join(place, "config.json")))
+    return Place(_listing(look.path, "", look.also), next(has_config, look.path))
+
+
+def _family_in(look: _Look, family: Family) -> Family | None:
+    """The family, if the directory is one of its saves; without tags, all files may be in directories laid over this one."""
+    over = () if family.tagged or family.fallback else look.also
+    names = [*look.names, *(name for root in over for name in _entries(root))]
+    return family if not family.fallback and family.is_save(names) else None
+
+
+def _accelerate(look: _Look) -> Place | None:
+    """What accelerate's `save_state` leaves of an FSDP run: models and optimizers in directories of their own."""
+    models = _directories(look, _ACCELERATE)
+    name = look.tag or next(iter(models), "")
+    if name not in models:
+        return None
+    several = f"{look.path!r} holds {len(models)} models: {name!r} is taken; --tag takes another."
+    listing = _listing(os.path.join(look.path, name), "", _laid_over(look, name))
+    return Place(listing, look.path, tuple(models), () if len(models) == 1 or look.tag else (several,))
+
+
+def _home(look: _Look) -> Place | None:
+    """The directory that holds tags: one is wanted, or named by `latest`, or the only or the last one."""
+    path, tags = look.path, _tags(look.path, look.names, look.also)
+    pointer = _pointer(look.names)
+    if look.tag is None and pointer is None and not tags:
+        return None
+    notes: tuple[str, ...] = ()
+    tag, origin = look.tag, "--tag"
+    if tag is None:
+        if pointer is not None:
+            tag, origin = _latest(os.path.join(path, pointer)), repr(pointer)
+        elif len(tags) == 1:
+            tag = tags[0]
+            notes = (f"There is no 'latest' in {path!r}: its only tag, {tag!r}, is taken.",)
+        elif _are_steps(path, tags):
+            tag = tags[-1]
+            notes = (f"{path!r} holds {len(tags)} saves: the last, {tag!r}, is taken; --tag takes another.",)
+        else:
+            raise IncompleteError(
+                "no 'latest'", file=path, found=f"{len(tags)} tags ({', '.join(tags)})",
+                remedy=f"Choose one: --tag {tags[-1]}.",
+            )  # fmt: skip
+    _check_tag(tag, path, origin)
+    directory = os.path.join(path, tag)
+    roots = _laid_over(look, tag)
+    if not paths.is_dir(directory) and not paths.is_remote(path):
+        directory = displaced(path).get(tag, directory)
+    if not paths.is_dir(directory):
+        roots = [root for root in roots if paths.is_dir(root)]
+        if not roots:
+            raise IncompleteError(
+                f"no save of the tag that {origin} names", file=path, found=f"{tag!r} is not there",
+                expected=f"tags {', '.join(tags)} are" if tags else "",
+                remedy="Choose one with --tag." if tags else "Copy the tag directory here.",
+            )  # fmt: skip
+        directory = roots.pop(0)
+    return Place(_listing(directory, tag, roots), path, tags, notes)
+
+
+def _trainers(look: _Look) -> Place | None:
+    """A trainer's output: the newest of its `checkpoint-N` folders that holds saves."""
+    folders = _directories(look, _TRAINER)
+    for newest in reversed(folders):
+        inner = os.path.join(look.path, newest)
+        names = _entries(inner)
+        if _pointer(names) or _tags(inner, names, ()):
+            place = find(inner, look.tag, look.also)
+            note = f"{look.path!r} holds {count(len(folders), 'trainer checkpoint')}: the newest, {newest!r}, is taken."
+            return replace(place, notes=(note, *place.notes))
+    return None
+
+
+def _weights(look: _Look) -> Place | None:
+    """Files that are read where there is nothing else."""
+    if any(family.fallback and family.is_save(look.names) for family in layouts.FAMILIES):
+        return Place(_listing(look.path, "", look.also), look.path)
+    return None
+
+
+def _listing(directory: str, tag: str, also: Sequence[str]) -> Listing:
+    below = tuple(family.directory for family in layouts.FAMILIES if family.directory)
+    return list_files(directory, tag, also, layouts.is_of_save, below)
+
+
+def _laid_over(look: _Look, tag: str) -> list[str]:
+    """Further roots: each may be the checkpoint's directory on another disk, or its tag directory."""
+    inner = [os.path.join(root, tag) for root in look.also]
+    return [place if paths.is_dir(place) else root for place, root in zip(inner, look.also, strict=True)]
+
+
+def _directories(look: _Look, pattern: re.Pattern[str]) -> list[str]:
+    """Names of the directories there that match, in natural order."""
+    return [n for n in look.names if pattern.fullmatch(n) and paths.is_dir(os.path.join(look.path, n))]
 
 
 def _entries(directory: str) -> list[str]:
@@ -158,105 +266,23 @@ def _tags(path: str, names: Sequence[str], also: Sequence[str]) -> tuple[str, ..
             inner = os.path.join(root, name)
             if name.startswith("."):  # a save that never came to its end
                 continue
-            if paths.is_dir(inner) and paths.is_readable(inner) and any(map(_is_of_save, paths.names(inner))):
+            if paths.is_dir(inner) and paths.is_readable(inner) and any(map(layouts.is_of_save, paths.names(inner))):
                 found.add(name)
     return tuple(sorted(found, key=natural))
 
 
-def _is_dcp(name: str) -> bool:
-    return is_dcp_file(name) or name.endswith(".distcp")
-
-
-def _is_of_save(name: str) -> bool:
-    return is_deepspeed_file(name) or _is_dcp(name)
-
-
-def _dcp_directory(path: str, tag: str | None, also: Sequence[str]) -> Place:
-    """A save of torch.distributed.checkpoint; the model's config lies in it or beside it."""
-    real = paths.absolute(path)
-    if tag is not None and tag != os.path.basename(real):
-        raise UsageError(
-            "a tag that is not in the checkpoint", file=path, found=f"--tag {tag}",
-            remedy="This directory is itself a save: leave --tag out, or give its parent.",
-        )  # fmt: skip
-    places = (path, paths.parent(real))
-    has_config = [place for place in places if paths.is_file(os.path.join(place, "config.json"))]
-    return Place(list_files(path, "", also), has_config[0] if has_config else path)
-
-
-def _accelerate(path: str, name: str, models: Sequence[str], also: Sequence[str]) -> Place:
-    """What accelerate's `save_state` leaves of an FSDP run: models and optimizers in directories of their own."""
-    roots = [_overlay(root, name) for root in also]
-    notes = (
-        () if len(models) == 1 else (f"{path!r} holds {len(models)} models: {name!r} is taken; --tag takes another.",)
-    )
-    return Place(list_files(os.path.join(path, name), "", roots), path, tuple(models), notes)
-
-
-def _tag_directory(path: str, tag: str | None, also: Sequence[str]) -> Place:
-    real = paths.absolute(path)
-    name, home = os.path.basename(real), paths.parent(real)
-    if tag is not None and tag != name:
-        raise UsageError(
-            "a tag that is not in the checkpoint", file=path, found=f"--tag {tag}",
-            remedy="This directory is itself a tag directory: leave --tag out, or give its parent.",
-        )  # fmt: skip
-    roots = [_overlay(root, name) for root in also]
-    siblings = _tags(home, _entries(home), ()) if paths.is_readable(home) else (name,)
-    return Place(list_files(path, name, roots), home, siblings)
-
-
-def _in_home(path: str, tag: str | None, tags: tuple[str, ...], also: Sequence[str], names: Sequence[str]) -> Place:
-    notes: tuple[str, ...] = ()
-    origin = "--tag"
-    if tag is None:
-        if pointer := _pointer(names):
-            tag, origin = _latest(os.path.join(path, pointer)), repr(pointer)
-        elif len(tags) == 1:
-            tag = tags[0]
-            notes = (f"There is no 'latest' in {path!r}: its only tag, {tag!r}, is taken.",)
-        elif _are_steps(path, tags):
-            tag = tags[-1]
-            notes = (f"{path!r} holds {len(tags)} saves: the last, {tag!r}, is taken; --tag takes another.",)
-        else:
-            raise IncompleteError(
-                "no 'latest'", file=path, found=f"{len(tags)} tags ({', '.join(tags)})",
-                remedy=f"Choose one: --tag {tags[-1]}.",
-            )  # fmt: skip
-    _check_tag(tag, path, origin)
-    directory = os.path.join(path, tag)
-    roots = [_overlay(root, tag) for root in also]
-    if not paths.is_dir(directory) and not paths.is_remote(path):
-        directory = displaced(path).get(tag, directory)
-    if not paths.is_dir(directory):
-        roots = [root for root in roots if paths.is_dir(root)]
-        if not roots:
-            raise IncompleteError(
-                f"no save of the tag that {origin} names", file=path, found=f"{tag!r} is not there",
-                expected=f"tags {', '.join(tags)} are" if tags else "",
-                remedy="Choose one with --tag." if tags else "Copy the tag directory here.",
-            )  # fmt: skip
-        directory = roots.pop(0)
-    return Place(list_files(directory, tag, roots), path, tags, notes)
-
-
 def _are_steps(path: str, tags: Sequence[str]) -> bool:
-    """Whether saves of torch.distributed.checkpoint are numbered (`step-100`): they have no `latest`."""
-    inner = [os.path.join(path, tag) for tag in tags]
-    if not all(paths.is_dir(place) and any(map(_is_dcp, paths.names(place))) for place in inner):
-        return False
+    """Whether tags are saves of families without `latest`, numbered alike (`step-100`, `step-200`)."""
+    untagged = [family for family in layouts.FAMILIES if not family.tagged and not family.fallback]
+    for inner in (os.path.join(path, tag) for tag in tags):
+        if not paths.is_dir(inner) or not any(family.is_save(paths.names(inner)) for family in untagged):
+            return False
     return len({re.sub(r"\d+", "#", tag) for tag in tags}) == 1
 
 
 def _pointer(names: Sequence[str]) -> str | None:
     """The file that names the newest tag: `latest`, or that of universal checkpoints where there is no other."""
     return next((pointer for pointer in _POINTERS if pointer in names), None)
-
-
-def _overlay(root: str, tag: str) -> str:
-    """A further root may be the checkpoint's directory on another disk, or its tag directory."""
-    inner = os.path.join(root, tag)
-    return inner if paths.is_dir(inner) else root
 
 
 def _latest(path: str) -> str:

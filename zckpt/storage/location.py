@@ -11,7 +11,7 @@ import os
 import re
 import stat
 from abc import abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar, Literal, Protocol
 
@@ -111,8 +111,8 @@ class Location(os.PathLike[str]):
         """Names of everything in a directory. Raises OSError."""
 
     @abstractmethod
-    def file_names(self, below: str = "") -> list[str]:
-        """Names of the files in a directory, and `below/...` of all files under that directory in it. Raises OSError."""
+    def file_names(self, below: Sequence[str] = ()) -> list[str]:
+        """Names of the files in a directory, and `NAME/...` of all under each directory `NAME` of `below`. Raises OSError."""
 
     @abstractmethod
     def size(self) -> int:
@@ -202,10 +202,10 @@ class LocalPath(Location):
     def names(self) -> list[str]:  # noqa: D102
         return os.listdir(self.path)
 
-    def file_names(self, below: str = "") -> list[str]:  # noqa: D102
+    def file_names(self, below: Sequence[str] = ()) -> list[str]:  # noqa: D102
         with os.scandir(self.path) as entries:
             names = [entry.name for entry in entries if entry.is_file()]
-        for root, _, found in os.walk(os.path.join(self.path, below)) if below else ():
+        for root, _, found in (step for name in below for step in os.walk(os.path.join(self.path, name))):
             names += [os.path.relpath(os.path.join(root, name), self.path).replace(os.sep, "/") for name in found]
         return names
 
@@ -281,10 +281,11 @@ class Address(Location):
     def names(self) -> list[str]:  # noqa: D102
         return sorted(fsspec_io.entries(self.path))
 
-    def file_names(self, below: str = "") -> list[str]:  # noqa: D102
+    def file_names(self, below: Sequence[str] = ()) -> list[str]:  # noqa: D102
         kinds = fsspec_io.entries(self.path)
-        inner = fsspec_io.walk((self / below).path) if kinds.get(below) == "directory" else []
-        return sorted(name for name, kind in kinds.items() if kind == "file") + [f"{below}/{name}" for name in inner]
+        inner = [name for name in below if kinds.get(name) == "directory"]
+        names = sorted(name for name, kind in kinds.items() if kind == "file")
+        return names + [f"{name}/{file}" for name in inner for file in fsspec_io.walk((self / name).path)]
 
     def size(self) -> int:  # noqa: D102
         return fsspec_io.status(self.path).size

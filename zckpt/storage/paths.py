@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Literal
 
 from zckpt.base.errors import UsageError
@@ -42,7 +42,7 @@ def names(directory: str) -> list[str]:
     return locate(directory).names()
 
 
-def file_names(directory: str, below: str = "") -> list[str]:
+def file_names(directory: str, below: Sequence[str] = ()) -> list[str]:
     """As `Location.file_names`."""
     return locate(directory).file_names(below)
 

@@ -34,8 +34,12 @@ from zckpt.containers.container import open_input
 from zckpt.containers.tensor_ref import MAX_DIMS, MAX_NUMBER
 from zckpt.core.catalog import numel_of
 from zckpt.core.dtypes import DType
-from zckpt.layouts.save.listing import DCP_DATA, DCP_METADATA, DCP_SAFETENSORS, Listing
+from zckpt.layouts.save.listing import Listing
 from zckpt.storage import paths as fs
+
+METADATA = re.compile(r"\.metadata|__\d+\.metadata")
+DATA = re.compile(r"__(?P<dp>\d+)_(?P<number>\d+)\.distcp")
+SAFETENSORS = re.compile(r"shard-(?P<rank>\d{5})-model-\d{5}-of-\d{5}\.safetensors")
 
 Shape = tuple[int, ...]
 Path = tuple[str | int, ...]
@@ -108,19 +112,19 @@ def read_metadata(listing: Listing) -> Metadata:
         UnsafeError: it would run code, or names files elsewhere.
         UnsupportedError: its bytes were transformed, or are a kind of item that zckpt does not know.
     """
-    names = listing.matching(DCP_METADATA)
+    names = listing.matching(METADATA)
     if ".metadata" in names:
         return _Pickled(listing, ".metadata").metadata
     if names:
         return _merged(listing, [_Pickled(listing, name).metadata for name in names])
-    if shards := listing.matching(DCP_SAFETENSORS):
+    if shards := listing.matching(SAFETENSORS):
         return _of_safetensors(listing, shards)
     raise missing_metadata(listing)
 
 
 def missing_metadata(listing: Listing) -> IncompleteError:
     """The error for data files alone: nobody can tell which tensor is where in them."""
-    data = listing.matching(DCP_DATA)
+    data = listing.matching(DATA)
     ranks = sorted({int(name.split("_")[2]) for name in data})
     nbytes = sum(fs.size(listing.files[name]) for name in data)
     found = f"{len(data):,} data files of ranks {ranges(ranks)}, {nbytes:,} bytes, such as {examples(data, 1)}"

@@ -21,12 +21,21 @@ from zckpt.containers.container import open_input
 from zckpt.core.catalog import Catalog, Role, Source, Topology
 from zckpt.core.dtypes import F32
 from zckpt.layouts.dcp.items import Items, stored_in
-from zckpt.layouts.dcp.metadata import BytesItem, Metadata, TensorItem, rank_of, read_metadata
+from zckpt.layouts.dcp.metadata import (
+    DATA,
+    METADATA,
+    SAFETENSORS,
+    BytesItem,
+    Metadata,
+    TensorItem,
+    rank_of,
+    read_metadata,
+)
 from zckpt.layouts.dcp.optimizer import States
 from zckpt.layouts.dcp.state import DcpModel, model_of, optimizers_of
 from zckpt.layouts.run.training import Training
 from zckpt.layouts.run.values import step_of
-from zckpt.layouts.save.listing import DCP_DATA, DCP_METADATA, DCP_SAFETENSORS, Listing, list_files
+from zckpt.layouts.save.listing import Listing, list_files
 from zckpt.storage import paths as fs
 
 _ACCELERATE = re.compile(r"pytorch_model_fsdp(_\d+)")
@@ -39,7 +48,7 @@ _DEEPSPEED = "0.19.8"
 
 def match(listing: Listing) -> str | None:
     """None when this layout reads the files; otherwise why not."""
-    there = any(listing.matching(pattern) for pattern in (DCP_METADATA, DCP_DATA, DCP_SAFETENSORS))
+    there = any(listing.matching(pattern) for pattern in (METADATA, DATA, SAFETENSORS))
     return None if there else "no .metadata and no *.distcp"
 
 
@@ -103,7 +112,7 @@ def read(listing: Listing, *, allow_unknown: bool = False) -> Catalog:
     kept, aliases = _ties(save.model.items)
     tensors = save.items.tensors(kept, roles)
     ranks = {rank for rank in map(rank_of, listing.files) if rank is not None}
-    if not listing.matching(DCP_METADATA):
+    if not listing.matching(METADATA):
         notes += (f"The shards do not say how many they were: those of ranks {ranges(sorted(ranks))} are here.",)
     return Catalog(
         tensors,
@@ -210,12 +219,16 @@ def read_training(listing: Listing, *, allow_unknown: bool = False) -> Training:
 def records(listing: Listing) -> Iterator[tuple[str, list[tuple[str, int, int, int]] | ZckptError]]:
     """(path of a data file, its torch files' records with their checksums, or what is wrong with it), of a whole save.
 
-    A record is (name, byte offset, bytes, stored CRC-32); none where the writer was told to store none.
-
-    Raises:
-        ZckptError: what the save says of itself cannot be read.
+    A record is (name, byte offset, bytes, stored CRC-32). There are none where the save cannot say what is in its data files:
+    `read` raises the reason. Files of `SAFETENSORS` are containers.
     """
-    for name, places in stored_in(read_metadata(listing)).items():
+    if not listing.matching(METADATA):
+        return
+    try:
+        stored = stored_in(read_metadata(listing))
+    except ZckptError:
+        return
+    for name, places in stored.items():
         path = listing.files.get(name) or os.path.join(listing.directory, name)
         found: list[tuple[str, int, int, int]] = []
         try:

@@ -1,6 +1,6 @@
 """Checkpoints of models that are split over ranks: tensor parallel, pipeline parallel, and ZeRO of any stage under both.
 
-For `layouts.detect`. Each model-parallel rank's files are read as a save of their own, of slices under the names they have
+For `layouts.FAMILIES`. Each model-parallel rank's files are read as a save of their own, of slices under the names they have
 there (`zero12`, `zero3`, `unsharded`); the slices of one pipeline stage are joined (`slices`, `rules`), and the stages are
 put one after another. A parameter that several stages hold is tied: its copies must agree, and one is kept.
 

@@ -1,1 +1,17 @@
 """Plain weights: safetensors and torch files, single or in shards with an index."""
+
+import re
+
+from zckpt.layouts.plain import read as _read
+from zckpt.layouts.save.family import Family, FileKind
+
+_NAMES = re.compile(r"(?:model|pytorch_model|adapter_model)(?:\.safetensors|\.bin)(?:\.index\.json)?")
+
+FAMILY = Family(
+    name="plain weights",
+    files=(FileKind("", _NAMES, of_rank=False),),
+    match=_read.match,
+    read=_read.read,
+    fallback=True,
+    unread_states=_read.unread_states,
+)

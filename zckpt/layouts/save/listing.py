@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from zckpt.base.errors import InconsistentError, NotACheckpointError, ZckptError
@@ -23,21 +23,12 @@ LAYER_NAME = re.compile(r"layer_(?P<layer>\d+)-(?:model_(?P<tp>\d+)-)?model_stat
 EXPERT_NAME = re.compile(r"layer_(?P<layer>\d+)_expert_(?P<expert>\d+)_mp_rank_(?P<mp>\d+)_model_states\.pt")
 EXPERT_OPTIMIZER_NAME = re.compile(r"expp_rank_(?P<ep>\d+)_mp_rank_(?P<mp>\d+)_optim_states\.pt")
 _DEEPSPEED = (SHARD_NAME, MODEL_NAME, LAYER_NAME, EXPERT_NAME, EXPERT_OPTIMIZER_NAME)
-_RANK_FILE = re.compile(r"zckpt_rank_\d+_states\.pt")
-DCP_METADATA = re.compile(r"\.metadata|__\d+\.metadata")
-DCP_DATA = re.compile(r"__(?P<rank>\d+)_\d+\.distcp")
-DCP_SAFETENSORS = re.compile(r"shard-(?P<rank>\d{5})-model-\d{5}-of-\d{5}\.safetensors")
-
+RANK_FILE = re.compile(r"zckpt_rank_\d+_states\.pt")
 UNIVERSAL = "zero"
 """Directory of a universal checkpoint with the files of each parameter, in directories of the parameters' names."""
 
 UNIVERSAL_POINTER = "latest_universal"
 """The file that names the tag of the newest universal checkpoint, as `latest` does of others."""
-
-
-def is_dcp_file(name: str) -> bool:
-    """Whether a file of this name belongs to a save of torch.distributed.checkpoint."""
-    return any(pattern.fullmatch(name) for pattern in (DCP_METADATA, DCP_DATA, DCP_SAFETENSORS))
 
 
 def is_deepspeed_file(name: str) -> bool:
@@ -52,7 +43,7 @@ def rank_file(rank: int) -> str:
 
 def is_rank_file(name: str) -> bool:
     """Whether a file of this name is one of `rank_file`."""
-    return _RANK_FILE.fullmatch(name) is not None
+    return RANK_FILE.fullmatch(name) is not None
 
 
 def is_trainers_file(name: str) -> bool:
@@ -157,31 +148,45 @@ class Listing:
         return [name for name in self.files if pattern.fullmatch(name)]
 
 
-def list_files(directory: str, tag: str, also: Iterable[str] = ()) -> Listing:
+def list_files(
+    directory: str,
+    tag: str,
+    also: Iterable[str] = (),
+    belongs: Callable[[str], bool] = is_deepspeed_file,
+    below: Sequence[str] = (UNIVERSAL,),
+) -> Listing:
     """The save in `directory`, with the files of further directories laid over it.
 
+    Args:
+        directory: whose files count first.
+        tag: of the save; empty where it has none.
+        also: the further directories.
+        belongs: whether a file of a name is part of a save, so that there cannot be two different ones. Of any other name,
+            the first is taken.
+        below: directories in these whose files are listed too, as `below/...`.
+
     Raises:
-        InconsistentError: the same file name is in two directories with different contents.
+        InconsistentError: the same file of the save is in two directories with different contents.
         NotACheckpointError: a directory cannot be listed.
     """
     files: dict[str, str] = {}
     for root in (directory, *also):
-        for name in _names(root):
+        for name in _names(root, below):
             path = os.path.join(root, name)
             if name not in files:
                 files[name] = path
-            elif (is_deepspeed_file(name) or is_dcp_file(name)) and not fs.same_content(files[name], path):
+            elif belongs(name) and not fs.same_content(files[name], path):
                 raise InconsistentError(
-                    f"two different files called {name!r}",
+                    f"there are two different files called {name!r}",
                     found=f"{files[name]!r} and {path!r} differ",
                     remedy="One of them is of another save: leave that directory out, or remove the file.",
                 )
     return Listing(directory, tag, {name: files[name] for name in sorted(files, key=natural)})
 
 
-def _names(directory: str) -> list[str]:
+def _names(directory: str, below: Sequence[str]) -> list[str]:
     try:
-        return fs.file_names(directory, below=UNIVERSAL)
+        return fs.file_names(directory, below)
     except ZckptError:
         raise
     except OSError as error:

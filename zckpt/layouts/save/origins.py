@@ -15,7 +15,9 @@ from dataclasses import dataclass
 from zckpt.base.errors import InconsistentError
 from zckpt.base.words import examples
 from zckpt.containers import Container
-from zckpt.layouts.save.listing import Listing, is_trainers_file
+from zckpt.layouts.save.family import RankFacts
+from zckpt.layouts.save.listing import Listing
+from zckpt.layouts.save.module_states import as_mapping
 from zckpt.storage import paths as files
 
 APART_S = 600
@@ -63,9 +65,21 @@ def _whole(value: object) -> int | None:
     return value if type(value) is int else None
 
 
-def save_files(listing: Listing) -> list[str]:
-    """Names of the files that belong to the save, by DeepSpeed's rules and the trainer's."""
-    return [name for name in listing.files if is_trainers_file(name)]
+def rank_facts(listing: Listing, name: str) -> RankFacts:
+    """What a file of one rank says of its save; of a model file that is not open yet, only what is cheap to read.
+
+    Raises:
+        ZckptError: the file is damaged.
+    """
+    if not name.endswith("_optim_states.pt"):
+        numbers = listing.numbers(name, "dp_world_size", "global_steps")
+        return RankFacts(numbers.get("dp_world_size"), numbers.get("global_steps"))
+    root = as_mapping(listing.open(name).root, "a checkpoint file", listing.files[name])
+    state = root.get("optimizer_state_dict")
+    count = state.get("partition_count") if isinstance(state, Mapping) else None
+    if isinstance(count, list | tuple):  # groups of experts, which come last, have others
+        count = next(iter(count), None)
+    return RankFacts(_whole(count), None)
 
 
 def contradictions(origins: Sequence[FileOrigin]) -> Iterator[str]:

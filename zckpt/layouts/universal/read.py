@@ -1,6 +1,6 @@
 """Universal checkpoints: each parameter whole in files of its own, so that any machine shape can load it.
 
-For `layouts.detect`. A tag directory holds `zero/<parameter>/fp32.pt` and one such file per optimizer state,
+For `layouts.FAMILIES`. A tag directory holds `zero/<parameter>/fp32.pt` and one such file per optimizer state,
 `zero/optimizer_state.pt` with what is left of one rank's optimizer file, and copies of the model files, in which buffers and
 frozen parameters lie.
 

@@ -1,1 +1,30 @@
 """DeepSpeed's own files: ZeRO-1, -2, -3, the bf16 optimizer, and runs without ZeRO; read and written."""
+
+from zckpt.layouts.save.family import Family, FileKind
+from zckpt.layouts.save.listing import (
+    EXPERT_NAME,
+    EXPERT_OPTIMIZER_NAME,
+    LAYER_NAME,
+    MODEL_NAME,
+    RANK_FILE,
+    SHARD_NAME,
+)
+from zckpt.layouts.save.origins import rank_facts
+from zckpt.layouts.zero import read as _read
+
+FAMILY = Family(
+    name="DeepSpeed",
+    files=(  # of models that are split over ranks and of experts too: their families differ in nothing else
+        FileKind("{kind}", SHARD_NAME),
+        FileKind("model", MODEL_NAME),
+        FileKind("layer", LAYER_NAME, of_rank=False),
+        FileKind("expert", EXPERT_NAME, of_rank=False),
+        FileKind("expert optim", EXPERT_OPTIMIZER_NAME, of_rank=False),
+    ),
+    match=_read.match,
+    read=_read.read,
+    read_training=_read.read_training,
+    tagged=True,
+    further=(RANK_FILE,),
+    facts=rank_facts,
+)

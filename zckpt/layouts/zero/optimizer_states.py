@@ -14,13 +14,11 @@ from zckpt.base.errors import CorruptError, IncompleteError, InconsistentError, 
 from zckpt.base.words import ranges
 from zckpt.containers import TensorRef, brief, enum_value
 from zckpt.core.dtypes import BF16, F16, F32, DType
-from zckpt.core.fragments import Fragment
 from zckpt.layouts.run.training import ParameterGroup
 from zckpt.layouts.run.values import SCALER, as_list, missing_ranks, step_of
 from zckpt.layouts.save.listing import Listing
 from zckpt.layouts.save.module_states import ModelStates, as_mapping, as_tensor, rank_count
 from zckpt.layouts.save.origins import check_alike
-from zckpt.layouts.zero.partition import VectorRun
 
 
 @dataclass(frozen=True, slots=True)
@@ -245,20 +243,3 @@ def precision_of(model: ModelStates) -> DType:
         if isinstance(section, Mapping) and section.get("enabled") is True:
             return dtype
     return F32
-
-
-def fragment_of(vector: TensorRef, piece: VectorRun, start: int, file: str) -> Fragment:
-    """A piece of a parameter, whose first element is number `start`, as it lies in a rank's vector.
-
-    Raises:
-        InconsistentError: the vector is shorter than the piece needs.
-    """
-    if piece.offset + piece.count > vector.numel:
-        raise InconsistentError(
-            "an optimizer state that is shorter than its master weights",
-            file=file,
-            found=f"{vector.numel:,} elements",
-            expected=f"at least {piece.offset + piece.count:,}",
-            remedy="A file is of another save, or its layout is unknown. Nothing was written.",
-        )
-    return Fragment(vector.store, vector.byte_offset + piece.offset * vector.dtype.itemsize, start, piece.count)

@@ -21,18 +21,11 @@ import math
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from itertools import accumulate
-from typing import NamedTuple, TypeVar
+from typing import TypeVar
+
+from zckpt.layouts.run.vectors import VectorRun
 
 Name = TypeVar("Name")
-
-
-class VectorRun(NamedTuple):
-    """Elements [start, start + count) of a parameter, at element `offset` of vector number `index`."""
-
-    index: int  # type: ignore[assignment]  # tuple's method of this name is not needed
-    offset: int
-    start: int
-    count: int  # type: ignore[assignment]  # tuple's method of this name is not needed
 
 
 def flat_offsets(numels: Sequence[int], paddings: Sequence[int] | None = None) -> tuple[list[int], int]:

@@ -1,6 +1,6 @@
 """DeepSpeed without ZeRO: one model file, with fp32 masters of a half-precision run in its `optimizer`.
 
-For `layouts.detect`. fp32 runs hold everything in `module`. fp16 and bf16 runs keep masters in the optimizer, without
+For `zero.read`. fp32 runs hold everything in `module`. fp16 and bf16 runs keep masters in the optimizer, without
 names: `fp32_groups` (unfused: one tensor per parameter) or `fp32_groups_flat` (fused: one vector per group). Groups follow
 the optimizer's, and within a group parameters stand in the model's order. So masters are a merge of G sequences in
 model order; each guess is proved by `cast(master) == weight` on the ends of the parameter.
@@ -25,16 +25,8 @@ from zckpt.layouts.save.module_states import ModelStates, as_tensor, read_model_
 from zckpt.layouts.zero.assembly import assemble
 
 
-def match(listing: Listing) -> str | None:
-    """None when this layout reads the files; otherwise why not."""
-    if listing.shards("optim") or listing.shards("model"):
-        return "zero_pp_rank_* files, as ZeRO writes"
-    return None if listing.matching(MODEL_NAME) else "no mp_rank_00_model_states.pt"
-
-
-def read(listing: Listing, *, allow_unknown: bool = False) -> Catalog:
-    """The catalog of a save without ZeRO; arguments and errors as in `zero12.read`."""
-    del allow_unknown  # nothing here is laid out by unknown rules
+def read(listing: Listing) -> Catalog:
+    """The catalog of a save without ZeRO; errors as in `zero12.read`."""
     model = read_model_states(listing, listing.matching(MODEL_NAME)[0])
     world_size = model.ranks("dp_world_size") or 1
     if model.is_zero():

@@ -8,7 +8,6 @@ Source: DeepSpeed 0.19.8, runtime/fp16/{fused,unfused}_optimizer.py `state_dict`
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -16,8 +15,8 @@ from zckpt.base.errors import IncompleteError, InconsistentError
 from zckpt.containers import TensorRef
 from zckpt.core.catalog import TensorEntry
 from zckpt.core.dtypes import F16
-from zckpt.core.fragments import Fragment
 from zckpt.layouts.run.training import ParameterGroup, Training, new_scaler
+from zckpt.layouts.run.vectors import unflatten
 from zckpt.layouts.save.listing import MODEL_NAME, Listing
 from zckpt.layouts.save.module_states import ModelStates, as_mapping, as_tensor, read_model_states, whole
 from zckpt.layouts.zero import unsharded
@@ -25,29 +24,17 @@ from zckpt.layouts.zero import unsharded
 Names = Sequence[Sequence[str]]
 
 
-def match(listing: Listing) -> str | None:
-    """None when this layout reads the files; otherwise why not."""
-    return unsharded.match(listing)
-
-
-def read(listing: Listing, *, allow_unknown: bool = False) -> Any:
-    """The catalog; see `unsharded.read`."""
-    return unsharded.read(listing, allow_unknown=allow_unknown)
-
-
-def read_training(listing: Listing, *, allow_unknown: bool = False, names: Names | None = None) -> Training:
+def read_training(listing: Listing, names: Names | None = None) -> Training:
     """What the run needs beside its weights.
 
     Args:
         listing: the files.
-        allow_unknown: nothing here is laid out by unknown rules.
         names: the parameters of each group of the optimizer, in its order, where a run knows them.
 
     Raises:
         IncompleteError: the file holds no optimizer.
         InconsistentError: nobody knows which parameters the states belong to.
     """
-    del allow_unknown
     return training_of(read_model_states(listing, listing.matching(MODEL_NAME)[0]), names)
 
 
@@ -153,16 +140,10 @@ def _cut(
     per_element: Sequence[str],
 ) -> Iterator[tuple[str, dict[str, TensorEntry]]]:  # fmt: skip
     """The states of a group whose parameters lie end to end in one vector."""
-    at = 0
-    for name, shape in zip(names, shapes, strict=True):
-        numel = math.prod(shape)
-        found: dict[str, TensorEntry] = {}
-        for key in per_element:
-            ref = as_tensor(state[key], key, model.file)
-            fragment = Fragment(ref.store, ref.byte_offset + at * ref.dtype.itemsize, 0, numel)
-            found[key] = TensorEntry(name, shape, ref.dtype, "parameter", (fragment,))
-        yield name, found
-        at += numel
+    refs = {key: as_tensor(state[key], key, model.file) for key in per_element}
+    held = {key: unflatten(dict(zip(names, shapes, strict=True)), [(ref, ref.numel)]) for key, ref in refs.items()}
+    for name in names:
+        yield name, {key: entries[name] for key, entries in held.items()}
 
 
 def _scaler(optimizer: Mapping[str, Any]) -> dict[str, object]:

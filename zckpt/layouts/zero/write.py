@@ -27,8 +27,8 @@ from zckpt.core.dtypes import BF16, F16, DType
 from zckpt.core.fragments import FileStore
 from zckpt.core.plan import OutputFile
 from zckpt.layouts.run.training import Form, ParameterGroup, Training, new_scaler
+from zckpt.layouts.run.vectors import VectorRun
 from zckpt.layouts.zero.partition import (
-    VectorRun,
     alignment_paddings,
     flat_offsets,
     flat_pieces,

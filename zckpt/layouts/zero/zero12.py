@@ -1,6 +1,6 @@
 """Where each parameter lies in the flat fp32 groups of a ZeRO-1 or ZeRO-2 checkpoint, the bf16 optimizer's included.
 
-For `layouts.detect`. Arithmetic and the words used here: [Note: flat groups, partitions, padding] in `partition`.
+For `zero.read`. Arithmetic and the words used here: [Note: flat groups, partitions, padding] in `partition`.
 Source: DeepSpeed 0.19.8, runtime/zero/stage_1_and_2.py and runtime/bf16_optimizer.py `state_dict`.
 """
 
@@ -17,13 +17,13 @@ from zckpt.core.fragments import Fragment
 from zckpt.layouts.joining.rules import rules_of_checkpoint
 from zckpt.layouts.run.training import Form, ParameterGroup, Training
 from zckpt.layouts.run.values import missing_model_file
+from zckpt.layouts.run.vectors import VectorRun, fragment_of
 from zckpt.layouts.save.listing import MODEL_NAME, Listing
 from zckpt.layouts.save.module_states import ModelStates, Shape, read_model_states, with_replica, without_shapes
 from zckpt.layouts.zero.assembly import assemble
 from zckpt.layouts.zero.optimizer_states import (
     OptimizerShard,
     check_ranks,
-    fragment_of,
     group_of,
     per_element,
     precision_of,
@@ -31,7 +31,7 @@ from zckpt.layouts.zero.optimizer_states import (
     scaler_of,
     state_vector,
 )
-from zckpt.layouts.zero.partition import VectorRun, flat_offsets, flat_pieces, in_original_order
+from zckpt.layouts.zero.partition import flat_offsets, flat_pieces, in_original_order
 
 _KNOWN = frozenset((
     *("loss_scaler", "dynamic_loss_scale", "overflow", "clip_grad", "base_optimizer_state",),
@@ -39,13 +39,6 @@ _KNOWN = frozenset((
     *("groups_padding", "param_alignment_paddings", "partition_count", "ds_version",),
     *("param_slice_mappings", "universal_checkpoint_info", "ds_config", "param_shapes",),
 ))  # fmt: skip
-
-
-def match(listing: Listing) -> str | None:
-    """None when this layout reads the files; otherwise why not."""
-    if listing.shards("model"):
-        return "one model file per rank, as ZeRO-3 writes"
-    return None if listing.shards("optim") else "no *_optim_states.pt"
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,6 +1,6 @@
 """Where each parameter lies in the flat fp32 sub-groups of a ZeRO-3 checkpoint, hpZ and MiCS included.
 
-For `layouts.detect`. Arithmetic and the words used here: [Note: flat groups, partitions, padding] in `partition`.
+For `zero.read`. Arithmetic and the words used here: [Note: flat groups, partitions, padding] in `partition`.
 hpZ and CPU offload change nothing on disk. MiCS cuts over `mics_shard_size` ranks and repeats the cut for each further
 group of ranks: the first group is read, the others are replicas that checks compare.
 Source: DeepSpeed 0.19.8, runtime/zero/stage3.py `_rigid_state_dict`; 0.15.4, runtime/zero/mics.py.
@@ -19,6 +19,7 @@ from zckpt.core.catalog import Catalog, Padding, Replica, Source, TensorEntry
 from zckpt.core.fragments import Fragment
 from zckpt.layouts.run.training import Training
 from zckpt.layouts.run.values import missing_model_file, missing_ranks
+from zckpt.layouts.run.vectors import fragment_of
 from zckpt.layouts.save.listing import Listing
 from zckpt.layouts.save.module_states import ModelStates, Shape, read_model_states, without_shapes
 from zckpt.layouts.save.origins import check_alike
@@ -26,7 +27,6 @@ from zckpt.layouts.zero.assembly import assemble
 from zckpt.layouts.zero.optimizer_states import (
     OptimizerShard,
     check_ranks,
-    fragment_of,
     group_of,
     per_element,
     precision_of,
@@ -41,11 +41,6 @@ _KNOWN = frozenset((
     *("optimizer_state_dict", "fp32_flat_groups", "clip_grad", "ds_version", "ds_config",),
     *("param_shapes", "ds_zero_partition_groups",),
 ))  # fmt: skip
-
-
-def match(listing: Listing) -> str | None:
-    """None when this layout reads the files; otherwise why not."""
-    return None if listing.shards("model") else "no zero_pp_rank_*_model_states.pt"
 
 
 @dataclass(frozen=True, slots=True)

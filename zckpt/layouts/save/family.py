@@ -1,0 +1,162 @@
+"""What zckpt asks of a family of saves: one value for each, which the family's package exports as `FAMILY`.
+
+For `layouts`, which lists the families, and for everything that has to know one from another: `places` (is a directory a
+save, and of which family), `jobs.rank_files` (which file is whose part), `jobs.inspection`, `checks.soundness` and
+`checks.resumable`. A new family is a package with such a value, and a line in `layouts.FAMILIES`.
+
+There is no field for writing: each writer takes a target of its own kind, so the jobs call `lay_out` of the family they write.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple, Protocol
+
+from zckpt.base.errors import ZckptError
+from zckpt.core.catalog import Catalog
+from zckpt.layouts.save.listing import Listing
+
+if TYPE_CHECKING:
+    from zckpt.layouts.run.training import Training
+
+Record = tuple[str, int, int, int]
+"""A checksummed part of a file: name, byte offset, bytes, CRC-32 (0 where the writer stored none)."""
+
+
+class FileKind(NamedTuple):
+    """The files of one kind that a save may have.
+
+    Attributes:
+        kind: what `inspect` calls them; `{group}` stands for what a named group of the pattern found.
+        pattern: matches the whole name. Its groups are numbers of axes, but for `kind`: `dp` is the data-parallel rank, `mp`
+            the model-parallel rank (both 0 where the pattern has no such group).
+        of_rank: whether the file is one rank's part of the model or of the optimizer, and so belongs in the table of ranks
+            that `inspect` prints. Others (of a layer, of an expert) are listed below the table.
+    """
+
+    kind: str
+    pattern: re.Pattern[str]
+    of_rank: bool = True
+
+
+class NamedFile(NamedTuple):
+    """A file of a save, and what its name says.
+
+    Attributes:
+        name: of the file.
+        kind: as `inspect` calls it, such as "optim".
+        of_rank: see `FileKind`.
+        axes: number of each axis that the name has, such as {"dp": 3, "mp": 0}.
+    """
+
+    name: str
+    kind: str
+    of_rank: bool
+    axes: Mapping[str, int]
+
+
+class RankFacts(NamedTuple):
+    """What one rank's file says of its save; None where it does not say."""
+
+    world_size: int | None = None
+    step: int | None = None
+
+
+class Read(Protocol):
+    """Reads the catalog of a save; `allow_unknown`: go on although files hold keys that the family does not know."""
+
+    def __call__(self, listing: Listing, *, allow_unknown: bool = False) -> Catalog:
+        """Raises what is wrong with the save."""
+
+
+class ReadTraining(Protocol):
+    """Reads what a run needs beside the weights of a save; `allow_unknown` as in `Read`."""
+
+    def __call__(self, listing: Listing, *, allow_unknown: bool = False) -> Training:
+        """Raises what is wrong with the save."""
+
+
+def _no_states(listing: Listing) -> str:
+    return ""
+
+
+def _no_names(listing: Listing) -> list[str]:
+    return []
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """A family of saves.
+
+    Attributes:
+        name: what messages call it.
+        files: the files of a save, by their names.
+        match: None when the family reads these files, otherwise why not, in words. It is asked of every save, in the order
+            of `layouts.FAMILIES`, until one answers None: look at names first, open a file only where names cannot tell
+            (a damaged file raises its error there), and refuse what an earlier family leaves to a later one.
+        read: the catalog of a save that `match` accepted.
+        read_training: what a run needs beside the weights; None where zckpt reads weights only.
+        directory: a directory of a save whose files, at any depth, belong to it; empty for none.
+        tagged: a save is one of several directories (tags) beside a file `latest`, which names the newest; config and
+            tokenizer files lie beside the tags. Otherwise they lie in the save or beside it, and of saves that are numbered
+            alike (`step-100`, `step-200`) the last is the newest.
+        fallback: its files may lie in a directory that holds other saves, which are then preferred.
+        further: names of files that the trainer may put among them: they are checked, but are no part of the model.
+        has_keys: a save may hold several state dicts, of which `--key` chooses one.
+        resumes: how a run resumes from a save with optimizer states, after "resume yes:"; empty for DeepSpeed's own, where
+            `inspect` derives it from the ranks.
+        every_rank: a save has files of every rank, so that one without is not complete.
+        facts: what a rank's file says of its save, by the file's name, as cheaply as possible; may raise what is wrong with
+            the file. With it, `inspect` finds files of other saves, and the last ranks' files if they are missing. None where
+            files say nothing.
+        records: (path, checksummed parts or what is wrong) of each data file, where those are no containers of
+            `zckpt.containers`; None where they are.
+        unread_states: optimizer states that are there and are not read, in words; empty where there are none.
+        left_out: names of tensors that neither `read` nor `read_training` gives.
+    """
+
+    name: str
+    files: tuple[FileKind, ...]
+    match: Callable[[Listing], str | None]
+    read: Read
+    read_training: ReadTraining | None = None
+    directory: str = ""
+    tagged: bool = False
+    fallback: bool = False
+    further: tuple[re.Pattern[str], ...] = ()
+    has_keys: bool = False
+    resumes: str = ""
+    every_rank: bool = True
+    facts: Callable[[Listing, str], RankFacts] | None = None
+    records: Callable[[Listing], Iterator[tuple[str, list[Record] | ZckptError]]] | None = None
+    unread_states: Callable[[Listing], str] = _no_states
+    left_out: Callable[[Listing], list[str]] = _no_names
+
+    def owns(self, name: str) -> bool:
+        """Whether a file of this name belongs to a save of the family."""
+        if self.directory and name.startswith(f"{self.directory}/"):
+            return True
+        return any(kind.pattern.fullmatch(name) for kind in self.files)
+
+    def is_save(self, names: Iterable[str]) -> bool:
+        """Whether a directory with entries of these names is a save of the family."""
+        return any(name == self.directory or self.owns(name) for name in names)
+
+    def named_files(self, names: Iterable[str]) -> Iterator[NamedFile]:
+        """The files with a kind, and what their names say."""
+        for name in names:
+            for kind, pattern, of_rank in self.files:
+                if match := pattern.fullmatch(name):
+                    found = match.groupdict()
+                    axes = {axis: int(number) for axis, number in found.items() if (number or "").isdecimal()}
+                    yield NamedFile(name, kind.format_map(found), of_rank, axes)
+                    break
+
+    def containers(self, listing: Listing) -> list[str]:
+        """Names of the files of a save that open on their own, whether they hold tensors or not."""
+        if self.records is not None or self.fallback:
+            return []
+        patterns = (*(kind.pattern for kind in self.files), *self.further)
+        return [name for name in listing.files if any(pattern.fullmatch(name) for pattern in patterns)]
