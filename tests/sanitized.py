@@ -42,7 +42,7 @@ from zckpt.core.dtypes import ALL, BF16, F16, F32, F64, DType  # noqa: E402
 from zckpt.core.fragments import FileStore, Fragment, MemoryStore  # noqa: E402
 from zckpt.core.plan import Checksum, OutputFile, Plan  # noqa: E402
 from zckpt.engine import batches  # noqa: E402
-from zckpt.engine.move import run  # noqa: E402
+from zckpt.engine.move import Mode, run  # noqa: E402
 from zckpt.engine.reference import cast  # noqa: E402
 from zckpt.engine.scan import scan  # noqa: E402
 from zckpt.engine.scan_requests import looks_against, looks_at  # noqa: E402
@@ -154,7 +154,7 @@ def sinks(root: Path) -> None:
     plan, data = many_files(root)
     taken: dict[str, bytearray] = {output.path: bytearray() for output, _ in plan.files}
     hand = {name: got.extend for name, got in taken.items()}
-    run(plan, "", sinks=hand, streamed=True, engine="native", threads=6, window=4096)
+    run(plan, "", consumers=hand, mode=Mode.STREAMED, engine="native", threads=6, window=4096)
     assert b"".join(taken[f"f{n}"] for n in range(12)) == data
     kept: list[Any] = []
     for name in ("f0", "f7"):
@@ -162,8 +162,8 @@ def sinks(root: Path) -> None:
             run(
                 plan,
                 "",
-                sinks={**hand, name: lambda view: kept.append(np.frombuffer(view[:64], "u1"))},
-                streamed=True,
+                consumers={**hand, name: lambda view: kept.append(np.frombuffer(view[:64], "u1"))},
+                mode=Mode.STREAMED,
                 threads=6,
                 window=4096,
             )
@@ -174,13 +174,13 @@ def sinks(root: Path) -> None:
         raise LookupError(threading.current_thread().name)
 
     with contextlib.suppress(LookupError):
-        run(plan, "", sinks=dict.fromkeys(hand, refuse), streamed=True, threads=6, window=4096)
+        run(plan, "", consumers=dict.fromkeys(hand, refuse), mode=Mode.STREAMED, threads=6, window=4096)
 
     def stop(written: int) -> None:
         raise KeyboardInterrupt
 
     with contextlib.suppress(KeyboardInterrupt):
-        run(plan, "", sinks=hand, streamed=True, threads=6, window=4096, progress=stop)
+        run(plan, "", consumers=hand, mode=Mode.STREAMED, threads=6, window=4096, progress=stop)
 
 
 def faults(root: Path) -> None:

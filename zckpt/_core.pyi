@@ -1,4 +1,4 @@
-"""The mover's engine, built from zckpt/csrc; see zckpt/mover.py for the structs that the byte strings hold."""
+"""The engine of moves and scans, built from zckpt/csrc. zckpt.engine.batches packs the structs that the byte strings hold."""
 
 from collections.abc import Callable
 
@@ -14,7 +14,7 @@ def run(
     give_back: bool,
     bytes_per_s: int,
     progress: Callable[[int], None] | None,
-    sinks: list[Callable[[memoryview, int], object] | None],
+    consumers: list[Callable[[memoryview, int], object] | None],
 ) -> tuple[tuple[str, int, int, int, str], list[tuple[int, int, int, int]], list[tuple[int, int, float]]]: ...
 def scan(
     stores: bytes,

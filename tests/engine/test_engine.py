@@ -25,7 +25,7 @@ from zckpt.core.catalog import TensorEntry
 from zckpt.core.dtypes import F32
 from zckpt.core.fragments import FileStore, Fragment
 from zckpt.core.plan import OutputFile, Plan
-from zckpt.engine.move import run
+from zckpt.engine.move import Mode, run
 from zckpt.engine.scan import scan
 from zckpt.storage.paths import file_store
 
@@ -118,7 +118,7 @@ def test_threads_have_bounds(threads: int, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="number of threads"):
         Options(threads=threads)
     with pytest.raises(UsageError, match="number of threads"):
-        run(plan_of(tmp_path), "", streamed=True, threads=threads)
+        run(plan_of(tmp_path), "", mode=Mode.STREAMED, threads=threads)
     with pytest.raises(UsageError, match="number of threads"):
         scan([], threads=threads)
 
@@ -128,7 +128,7 @@ def test_buffers_have_bounds(window: int, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="size of a buffer"):
         Options(buffer=window)
     with pytest.raises(UsageError, match="size of a buffer"):
-        run(plan_of(tmp_path), "", streamed=True, window=window)
+        run(plan_of(tmp_path), "", mode=Mode.STREAMED, window=window)
 
 
 # ---- sinks that keep what they are lent -------------------------------------------------------------------------------
@@ -152,10 +152,10 @@ def test_what_is_kept_of_a_view_is_an_error_and_keeps_its_bytes(keep: str, engin
         kept.append((mine, bytes(mine)))
 
     plan = plan_of(tmp_path)
-    with pytest.raises(UsageError, match="keeps what it is handed"):
-        run(plan, "", sinks={"a": sink}, streamed=True, engine=engine, threads=4, window=4096)
+    with pytest.raises(UsageError, match="keeps the bytes it gets"):
+        run(plan, "", consumers={"a": sink}, mode=Mode.STREAMED, engine=engine, threads=4, window=4096)
     for _ in range(3):  # whoever comes next does not get the same memory
-        run(plan_of(tmp_path), "", streamed=True, threads=4, window=4096)
+        run(plan_of(tmp_path), "", mode=Mode.STREAMED, threads=4, window=4096)
     ((mine, bytes_then),) = kept
     assert bytes(mine) == bytes_then and any(bytes_then)
     del mine
@@ -171,7 +171,7 @@ def test_a_sink_that_keeps_a_view_and_raises(tmp_path: Path) -> None:
         raise LookupError("enough")
 
     with pytest.raises(LookupError, match="enough"):
-        run(plan_of(tmp_path), "", sinks={"a": sink}, streamed=True, engine="native", threads=4, window=4096)
+        run(plan_of(tmp_path), "", consumers={"a": sink}, mode=Mode.STREAMED, engine="native", threads=4, window=4096)
     assert bytes(kept[0]) == b"x" * 40
 
 
@@ -189,8 +189,8 @@ def test_a_sink_that_holds_the_very_view(tmp_path: Path) -> None:
         ctypes.pythonapi.PyObject_GetBuffer(ctypes.py_object(view), ctypes.byref(buffer), 0)
         kept.append(buffer)
 
-    with pytest.raises(UsageError, match="keeps what it is handed"):
-        run(plan_of(tmp_path), "", sinks={"a": sink}, streamed=True, engine="native", threads=2, window=4096)
+    with pytest.raises(UsageError, match="keeps the bytes it gets"):
+        run(plan_of(tmp_path), "", consumers={"a": sink}, mode=Mode.STREAMED, engine="native", threads=2, window=4096)
     for buffer in kept:
         ctypes.pythonapi.PyBuffer_Release(ctypes.byref(buffer))
 
@@ -207,7 +207,15 @@ def test_sinks_may_run_on_several_threads_and_fail_on_all(tmp_path: Path) -> Non
         raise LookupError("enough")
 
     with pytest.raises(LookupError, match="enough"):
-        run(plan_of(tmp_path), "", sinks={"a": sink, "b": sink}, streamed=True, engine="native", threads=4, window=4096)
+        run(
+            plan_of(tmp_path),
+            "",
+            consumers={"a": sink, "b": sink},
+            mode=Mode.STREAMED,
+            engine="native",
+            threads=4,
+            window=4096,
+        )
 
 
 # ---- file systems that take no direct writes ----------------------------------------------------------------------------

@@ -29,7 +29,8 @@ from zckpt.core.dtypes import BF16, BY_NAME, F16, F32, F64, DType
 from zckpt.core.fragments import FileStore, Fragment, MemoryStore
 from zckpt.core.overlaps import embed, transposed
 from zckpt.core.plan import Checksum, OutputFile, Plan
-from zckpt.engine.move import output_failed, run
+from zckpt.engine.move import Mover, run
+from zckpt.engine.output_files import output_failed
 from zckpt.engine.reference import cast as reference_cast
 from zckpt.storage.paths import file_store
 from zckpt.team.part_move import begin, move
@@ -169,7 +170,8 @@ def test_transposed_matrices_by_tiles(
     assert sum(1 for _ in plan.moves()) <= 3 * len(pieces) + 2 + hole * rows
     begin(plan, str(root / "shared"))  # and by several processes, each of which has a part of the file
     for rank in range(3):
-        move(part_of(plan, rank, 3), str(root / "shared"), moved=lambda piece: None, window=4096, threads=threads)
+        part = part_of(plan, rank, 3)
+        move(Mover(part, window=4096, threads=threads), part, str(root / "shared"), lambda piece: None)
     assert (root / "shared" / file.path).read_bytes()[10:] == wanted
 
 

@@ -14,7 +14,7 @@ from plans import NUMEL, plan_of
 from zckpt.base.errors import OutputError
 from zckpt.core.plan import Checksum, Plan
 from zckpt.engine import batches
-from zckpt.engine.move import run
+from zckpt.engine.move import Mode, run
 
 ENGINES = [("reference", 1), ("native", 1), ("native", 2), ("native", 7)]
 
@@ -27,7 +27,7 @@ def engine(request: pytest.FixtureRequest) -> dict[str, object]:
 def test_a_sink_is_handed_the_file(engine: dict[str, object], tmp_path: Path) -> None:
     (tmp_path / "out").mkdir()
     hashes = {name: hashlib.sha256() for name in "ab"}
-    run(plan_of(tmp_path), str(tmp_path / "out"), sinks={n: h.update for n, h in hashes.items()}, **engine)
+    run(plan_of(tmp_path), str(tmp_path / "out"), consumers={n: h.update for n, h in hashes.items()}, **engine)
     for name, digest in hashes.items():
         data = (tmp_path / "out" / name).read_bytes()
         assert data[:40] == b"x" * 40 and data.endswith(b"end")
@@ -38,7 +38,7 @@ def test_in_batches_of_any_size(engine: dict[str, object], tmp_path: Path, monke
     monkeypatch.setattr(batches, "MOST_MOVES", 1)
     (tmp_path / "out").mkdir()
     taken = bytearray()
-    run(plan_of(tmp_path, ("a",)), str(tmp_path / "out"), sinks={"a": taken.extend}, **engine)
+    run(plan_of(tmp_path, ("a",)), str(tmp_path / "out"), consumers={"a": taken.extend}, **engine)
     assert (tmp_path / "out" / "a").read_bytes() == taken
 
 
@@ -50,7 +50,7 @@ def test_files_in_passing_are_written_over_what_lies_there(engine: dict[str, obj
     (out / "a").write_bytes(b"old" * len(wanted["a"]))
     (out / "b").write_bytes(b"old")
     inode, hashes = (out / "a").stat().st_ino, {name: hashlib.sha256() for name in "ab"}
-    report = run(plan, str(out), sinks={n: h.update for n, h in hashes.items()}, passing=True, **engine)
+    report = run(plan, str(out), consumers={n: h.update for n, h in hashes.items()}, mode=Mode.PASSING, **engine)
     assert {name: (out / name).read_bytes() for name in "ab"} == wanted and (out / "a").stat().st_ino == inode
     assert {name: h.digest() for name, h in hashes.items()} == {
         n: hashlib.sha256(d).digest() for n, d in wanted.items()
@@ -63,7 +63,7 @@ def test_files_in_passing_never_follow_a_link(engine: dict[str, object], tmp_pat
     (tmp_path / "elsewhere").write_text("mine")
     (tmp_path / "out" / "a").symlink_to(tmp_path / "elsewhere")
     with pytest.raises(OutputError):
-        run(plan_of(tmp_path), str(tmp_path / "out"), passing=True, **engine)
+        run(plan_of(tmp_path), str(tmp_path / "out"), mode=Mode.PASSING, **engine)
     assert (tmp_path / "elsewhere").read_text() == "mine"
 
 
@@ -73,9 +73,9 @@ def test_files_in_passing_keep_nothing_of_what_was_there(tmp_path: Path) -> None
     ((output, store),) = plan.files
     short = replace(output, literals=output.literals[1:])
     with pytest.raises(ValueError, match="what was there"):
-        run(Plan(((short, store),), plan.pairs), str(tmp_path), passing=True)
+        run(Plan(((short, store),), plan.pairs), str(tmp_path), mode=Mode.PASSING)
     with pytest.raises(ValueError, match="in order"):
-        run(plan_of(tmp_path, ("a",), (Checksum(40, 8, (0,)),)), str(tmp_path), passing=True)
+        run(plan_of(tmp_path, ("a",), (Checksum(40, 8, (0,)),)), str(tmp_path), mode=Mode.PASSING)
 
 
 def test_streamed_files_are_nowhere_but_in_their_sinks(engine: dict[str, object], tmp_path: Path) -> None:
@@ -84,7 +84,7 @@ def test_streamed_files_are_nowhere_but_in_their_sinks(engine: dict[str, object]
     run(plan, str(tmp_path / "out"), **engine)
     taken = {name: bytearray() for name in "ab"}
     before = sorted(tmp_path.rglob("*"))
-    report = run(plan, "/nonexistent", sinks={n: t.extend for n, t in taken.items()}, streamed=True, **engine)
+    report = run(plan, "/nonexistent", consumers={n: t.extend for n, t in taken.items()}, mode=Mode.STREAMED, **engine)
     assert sorted(tmp_path.rglob("*")) == before
     assert report.bytes_written == sum(map(len, taken.values()))
     assert all((tmp_path / "out" / name).read_bytes() == data for name, data in taken.items())
@@ -96,7 +96,7 @@ def test_checksums_are_told(engine: dict[str, object], tmp_path: Path) -> None:
     (tmp_path / "out").mkdir()
     covered = (Checksum(40, 2 * NUMEL, (1,)), Checksum(50 + 2 * NUMEL, 2 * NUMEL, (5, 9)))
     plan = plan_of(tmp_path, ("a",), covered)
-    (told,) = run(plan, "", streamed=True, **engine).files
+    (told,) = run(plan, "", mode=Mode.STREAMED, **engine).files
     assert (told,) == run(plan, str(tmp_path / "out"), **engine).files
     data = (tmp_path / "out" / "a").read_bytes()
     assert told.slots.keys() == {1, 5, 9} and told.crc32 == zlib.crc32(data)
@@ -104,7 +104,7 @@ def test_checksums_are_told(engine: dict[str, object], tmp_path: Path) -> None:
         crc = zlib.crc32(data[c.start : c.start + c.nbytes]).to_bytes(4, "little")
         assert {told.slots[slot] for slot in c.slots} == {crc} == {data[slot : slot + 4] for slot in c.slots}
     with pytest.raises(ValueError, match="not known in order"):
-        run(plan, "", streamed=True, sinks={"a": len}, **engine)
+        run(plan, "", mode=Mode.STREAMED, consumers={"a": len}, **engine)
 
 
 def test_what_a_sink_raises_ends_the_run(engine: dict[str, object], tmp_path: Path) -> None:
@@ -116,13 +116,13 @@ def test_what_a_sink_raises_ends_the_run(engine: dict[str, object], tmp_path: Pa
             raise LookupError("enough")
 
     with pytest.raises(LookupError, match="enough"):
-        run(plan_of(tmp_path), "", sinks={"a": sink}, streamed=True, **engine)
+        run(plan_of(tmp_path), "", consumers={"a": sink}, mode=Mode.STREAMED, **engine)
     assert len(calls) <= 2
 
 
 def test_a_view_that_was_kept_is_dead(tmp_path: Path) -> None:
     kept: list[memoryview] = []
-    run(plan_of(tmp_path), "", sinks={"a": kept.append}, streamed=True, engine="native")
+    run(plan_of(tmp_path), "", consumers={"a": kept.append}, mode=Mode.STREAMED, engine="native")
     with pytest.raises(ValueError, match="released"):
         kept[0][0]
 
@@ -140,7 +140,7 @@ def test_a_run_that_is_stopped_leaves_nobody_waiting(tmp_path: Path) -> None:
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        run(plan_of(tmp_path), "", sinks={"a": sink}, streamed=True, threads=4, window=4096, progress=progress)
+        run(plan_of(tmp_path), "", consumers={"a": sink}, mode=Mode.STREAMED, threads=4, window=4096, progress=progress)
 
 
 def test_by_file(tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ import torch
 
 import zckpt
 from zckpt.base.errors import InconsistentError, OutputError, UsageError
-from zckpt.engine.move import run
+from zckpt.engine.move import Mover, run
 from zckpt.jobs.convert import prepare
 from zckpt.jobs.options import Options, ReshardOptions
 from zckpt.jobs.reshard import prepare as prepare_reshard
@@ -94,7 +94,7 @@ def test_parts_make_the_whole(
     for index in reversed(range(count)):
         part = part_of(plan, index, count)
         sizes.append(part.bytes_read + sum(entry.nbytes for _, entry in part.pairs))
-        move(part, str(quick_path / "many"), moved=pieces.append, engine=engine)
+        move(Mover(part, engine=engine), part, str(quick_path / "many"), pieces.append)
     crcs = {}
     for output, _ in plan.files:
         here = [piece.crcs for piece in pieces if piece.path == output.path]

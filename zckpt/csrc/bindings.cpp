@@ -82,21 +82,21 @@ nb::list as_list(const std::vector<zckpt::PartialCrc>& crcs) {
 }
 
 nb::tuple run(nb::bytes stores, nb::bytes moves, nb::bytes literals, nb::bytes ranges, nb::bytes blob, unsigned threads,
-              uint64_t window, bool clamp, bool give_back, uint64_t bytes_per_s, nb::object progress, nb::list sinks) {
+              uint64_t window, bool clamp, bool give_back, uint64_t bytes_per_s, nb::object progress, nb::list consumers) {
   const zckpt::Batch batch{structs<zckpt::Store>(stores), structs<zckpt::Move>(moves), structs<zckpt::Literal>(literals),
                            structs<zckpt::Range>(ranges), blob.c_str()};
   check(batch, threads, window);
   for (const auto& l : batch.literals)
     if (l.dst >= batch.stores.size() || l.at + l.length > blob.size()) throw std::invalid_argument("a literal with impossible numbers");
-  if (sinks.size() && sinks.size() != batch.stores.size()) throw std::invalid_argument("a sink or None for each store");
+  if (consumers.size() && consumers.size() != batch.stores.size()) throw std::invalid_argument("a consumer or None for each store");
   std::vector<bool> ordered;
-  for (nb::handle sink : sinks) ordered.push_back(!sink.is_none());
+  for (nb::handle consumer : consumers) ordered.push_back(!consumer.is_none());
   Ticker ticker(std::move(progress));
-  std::optional<nb::python_error> refused;  // by a sink; the first of them
-  const auto sink = [&](uint32_t store, uint64_t offset, zckpt::Bytes& buffer, uint64_t from, uint64_t length) {
+  std::optional<nb::python_error> refused;  // by a consumer; the first of them
+  const auto consume = [&](uint32_t store, uint64_t offset, zckpt::Bytes& buffer, uint64_t from, uint64_t length) {
     nb::gil_scoped_acquire acquire;
     try {
-      zckpt::lend(sinks[store], buffer, from, length, offset);
+      zckpt::lend(consumers[store], buffer, from, length, offset);
     } catch (nb::python_error& error) {
       if (!refused) refused.emplace(std::move(error));
       return zckpt::Handed::kRefused;
@@ -106,7 +106,7 @@ nb::tuple run(nb::bytes stores, nb::bytes moves, nb::bytes literals, nb::bytes r
   zckpt::Result result;
   {
     nb::gil_scoped_release release;
-    result = zckpt::run(batch, {threads, window, clamp, give_back, bytes_per_s, ordered}, std::ref(ticker), sink);
+    result = zckpt::run(batch, {threads, window, clamp, give_back, bytes_per_s, ordered}, std::ref(ticker), consume);
   }
   ticker.rethrow();
   if (refused) throw std::move(*refused);
@@ -151,10 +151,10 @@ nb::tuple cast(int from, int to, nb::bytes data, bool clamp) {
 }  // namespace
 
 NB_MODULE(_core, m) {
-  m.doc() = "The mover's engine; see zckpt/mover.py.";
+  m.doc() = "The engine of moves and scans; see zckpt/engine.";
   nb::class_<zckpt::Lent>(m, "Lent", nb::type_slots(zckpt::lent_slots));
   m.def("run", &run, "stores"_a, "moves"_a, "literals"_a, "ranges"_a, "blob"_a, "threads"_a, "window"_a, "clamp"_a,
-        "give_back"_a, "bytes_per_s"_a, "progress"_a.none(), "sinks"_a);
+        "give_back"_a, "bytes_per_s"_a, "progress"_a.none(), "consumers"_a);
   m.def("scan", &scan, "stores"_a, "moves"_a, "looks"_a, "ranges"_a, "rounded"_a, "atol"_a, "rtol"_a, "threads"_a, "give_back"_a,
         "bytes_per_s"_a, "progress"_a.none());
   m.def("cast", &cast, "source"_a, "target"_a, "data"_a, "clamp"_a = false, "Casts bytes, for tests.");

@@ -13,8 +13,8 @@
 //  4. One positional write: direct I/O when the whole window is there and the file system allows it (no page cache to fill
 //     and flush later), otherwise plain. The unaligned tail of a file always goes the plain way, and so does the rest of a file
 //     once a direct write of it was refused as such (FUSE, disks of larger blocks).
-//  5. A file that a sink wants (to hash it, or to send it elsewhere) is handed over window by window: whoever holds window k
-//     waits for the holder of k - 1. Windows are taken in order, so the one whose turn it is never waits.
+//  5. A file that a consumer wants (to hash it, or to send it elsewhere) is handed over window by window: the thread with window k
+//     waits for the thread with k - 1. Windows are taken in order, so the one whose turn it is never waits.
 // Memory: threads x (window + staging), whatever the size of the model. Results do not depend on the number of threads.
 #include "mover.h"
 
@@ -46,8 +46,8 @@ struct Window {
 
 class Run : Engine {
  public:
-  Run(const Batch& batch, const Settings& settings, const Sink& sink)
-      : Engine(batch, settings), sink_(sink), plain_(batch.stores.size()) {
+  Run(const Batch& batch, const Settings& settings, const Consumer& consumer)
+      : Engine(batch, settings), consumer_(consumer), plain_(batch.stores.size()) {
     plan();
   }
 
@@ -57,11 +57,11 @@ class Run : Engine {
   }
 
  private:
-  const Sink& sink_;
+  const Consumer& consumer_;
   std::vector<Item> items_;
   std::vector<Window> windows_;
   std::vector<std::atomic<bool>> plain_;  // stores that refused a direct write
-  std::vector<size_t> turns_;             // store -> the turn of the window that is next to be handed to its sink
+  std::vector<size_t> turns_;             // store -> the turn of the window that is next to be handed to its consumer
 
   bool ordered(uint32_t store) const { return !settings_.ordered.empty() && settings_.ordered[store]; }
 
@@ -184,8 +184,8 @@ class Run : Engine {
       if (stop_) throw Stop{};
     }
     for (const auto& [begin, end] : filled) {
-      const Handed handed = sink_(dst, begin, buffer, begin - window.start, end - begin);
-      if (handed != Handed::kTaken) fail(handed == Handed::kKept ? "kept" : "sink", 0, dst, begin);
+      const Handed handed = consumer_(dst, begin, buffer, begin - window.start, end - begin);
+      if (handed != Handed::kTaken) fail(handed == Handed::kKept ? "kept" : "consumer", 0, dst, begin);
     }
     std::lock_guard lock(mutex_);
     ++turns_[dst];
@@ -292,8 +292,8 @@ class Run : Engine {
 
 }  // namespace
 
-Result run(const Batch& batch, const Settings& settings, const std::function<bool(uint64_t)>& tick, const Sink& sink) {
-  return Run(batch, settings, sink).go(tick);
+Result run(const Batch& batch, const Settings& settings, const std::function<bool(uint64_t)>& tick, const Consumer& consumer) {
+  return Run(batch, settings, consumer).go(tick);
 }
 
 }  // namespace zckpt

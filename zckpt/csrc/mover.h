@@ -12,7 +12,7 @@
 
 namespace zckpt {
 
-// Plain structs, packed by zckpt/mover.py with the same field order. Offsets, pitches and steps are bytes.
+// Plain structs, packed by zckpt/engine/batches.py with the same field order. Offsets, pitches and steps are bytes.
 struct Store {
   int64_t fd;         // -1: memory
   int64_t direct_fd;  // -1: none
@@ -48,7 +48,7 @@ struct PartialCrc {
 };
 
 struct Failure {
-  const char* kind = "";  // "read", "write", "cast", "sink", "kept", "memory", "threads", "engine"; empty: none
+  const char* kind = "";  // "read", "write", "cast", "consumer", "kept", "memory", "threads", "engine"; empty: none
   int error = 0;          // of a read or write: errno, or kEndOfFile
   uint32_t store = 0;
   uint64_t offset = 0;
@@ -66,14 +66,14 @@ struct Settings {
   bool clamp;
   bool give_back;        // what was read leaves the page cache
   uint64_t bytes_per_s;  // at most so many are read and written, together; 0: no limit
-  std::vector<bool> ordered = {};  // stores whose bytes `sink` is handed
+  std::vector<bool> ordered = {};  // stores whose bytes the consumer gets
 };
 
-// Is handed an output file's bytes in the order of the file, while they are warm, on one thread after the other. They lie
-// `from` bytes into `buffer`, which is used again afterwards; whoever still looks into it must own it from then on: then the
-// sink takes it, and says so. Everything but kTaken stops everything.
+// Gets an output file's bytes in the order of the file, while they are warm, on one thread after the other. They are
+// `from` bytes into `buffer`, which is used again afterwards. A consumer that still looks into it takes the buffer and returns
+// kKept. Everything but kTaken stops the run.
 enum class Handed { kTaken, kRefused, kKept };
-using Sink = std::function<Handed(uint32_t store, uint64_t offset, Bytes& buffer, uint64_t from, uint64_t length)>;
+using Consumer = std::function<Handed(uint32_t store, uint64_t offset, Bytes& buffer, uint64_t from, uint64_t length)>;
 
 struct Batch {
   std::vector<Store> stores;
@@ -91,6 +91,6 @@ struct Result {
 
 // Runs on its own threads; `tick` is called on the caller's thread every 50 ms with the bytes written so far, and
 // stops everything by returning false.
-Result run(const Batch& batch, const Settings& settings, const std::function<bool(uint64_t)>& tick, const Sink& sink);
+Result run(const Batch& batch, const Settings& settings, const std::function<bool(uint64_t)>& tick, const Consumer& consumer);
 
 }  // namespace zckpt

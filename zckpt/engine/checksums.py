@@ -6,6 +6,7 @@ the length of B, so parts may be done in any order, on any thread.
 
 from __future__ import annotations
 
+import os
 import struct
 import zlib
 from bisect import bisect_left
@@ -13,6 +14,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import NamedTuple
 
 from zckpt.core.plan import OutputFile
+from zckpt.storage.descriptors import write_all
 
 try:
     from zckpt._core import crc32 as _crc32
@@ -139,6 +141,44 @@ def file_checksums(output: OutputFile, crcs: Mapping[int, int]) -> tuple[int, di
     for start, patched in _patched(output, slots):
         parts[start] = (start, len(patched), zlib.crc32(patched))
     return join(parts.values(), 0, output.size), slots
+
+
+def seal(fd: int, output: OutputFile, parts: Iterable[Partial] | None) -> tuple[int, dict[int, bytes]]:
+    """Fills in the checksums of a file that has all its elements and literals.
+
+    Args:
+        fd: of the file, open for reading and writing.
+        output: the file.
+        parts: CRCs of its elements, each part within one of `element_ranges`; bytes that no part covers are zeros.
+            None to read the file again.
+
+    Returns:
+        The CRC of the whole file, and what was filled in: byte offset -> bytes.
+
+    Raises:
+        OSError: the file cannot be read or written.
+    """
+    ordered = None if parts is None else sorted(parts)
+    crcs: dict[int, int] = {}
+    for start, nbytes in element_ranges(output):
+        if ordered is None:
+            crcs[start] = crc_of_file(fd, start, nbytes)
+        else:
+            within = ordered[bisect_left(ordered, (start,)) : bisect_left(ordered, (start + nbytes,))]
+            crcs[start] = join(within, start, nbytes)
+    crc, slots = file_checksums(output, crcs)
+    for slot, data in slots.items():
+        write_all(fd, data, slot)
+    return crc, slots
+
+
+def crc_of_file(fd: int, start: int, nbytes: int) -> int:
+    """The CRC of bytes of a file, which are read again."""
+    crc, stop = 0, start + nbytes
+    while start < stop and (data := os.pread(fd, min(stop - start, 1 << 20), start)):
+        crc = crc32(data, crc)
+        start += len(data)
+    return crc
 
 
 def _patched(output: OutputFile, slots: Mapping[int, bytes]) -> Iterator[tuple[int, bytes]]:

@@ -1,32 +1,33 @@
 """Runs a plan: opens the files, hands batches of moves to an engine, fills in checksums, syncs.
 
 For every job that moves weights. There are two engines. The native one (`zckpt._core`, C++) works on threads in constant
-memory; the reference one (`mover_reference`, Python) is slow, obviously right, and what the native one is tested against.
+memory; the reference one (`reference`, Python) is slow, obviously right, and what the native one is tested against.
 A plan is streamed, batch by batch (`batches`).
 """
 
 from __future__ import annotations
 
 import contextlib
-import errno
 import os
 import tempfile
 import warnings
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, NoReturn
+from enum import Enum, auto
+from typing import Literal, TypeVar
 
-from zckpt.base.errors import OutputError, UnsafeError, UnsupportedError, ZckptError, read_error
+from zckpt.base.errors import UnsafeError, UnsupportedError, read_error
 from zckpt.base.pace import engine_error, gives_back, pace, thread_count, window_bytes
 from zckpt.core.dtypes import CAST_TARGETS
 from zckpt.core.fragments import FileStore
 from zckpt.core.plan import OutputFile, Plan
 from zckpt.engine.batches import Batch, batches, element_bytes, ranges
-from zckpt.engine.checksums import Partial, file_checksums, join
-from zckpt.engine.ordered_output import Ordered, Sink, kept
+from zckpt.engine.checksums import Partial, joined, seal
+from zckpt.engine.ordered_output import Consumer, OrderedOutput, keeps_bytes
+from zckpt.engine.output_files import create, opened
 from zckpt.engine.prefetch import localized, moved_near
 from zckpt.engine.reference import run_batch as reference_batch
-from zckpt.storage.descriptors import MOST_STORES, OpenFiles
+from zckpt.storage.descriptors import OpenFiles
 from zckpt.storage.fsync_queue import Syncing
 
 try:
@@ -81,10 +82,23 @@ class MoveReport:
     files: tuple[Written, ...] = ()
 
 
+class Mode(Enum):
+    """What becomes of the files of a plan."""
+
+    DURABLE = auto()
+    """Each is made anew, made durable and reported."""
+    PASSING = auto()
+    """Each is on its way elsewhere and need not outlive a crash: it stays in the page cache, a file that exists is
+    overwritten in place, and none is reported."""
+    STREAMED = auto()
+    """Each exists for its consumer and its checksums only: nothing is written under the root. It is reported."""
+
+
 def run(
     plan: Plan,
     root: str,
     *,
+    mode: Mode = Mode.DURABLE,
     threads: int | None = None,
     overflow: Literal["error", "inf", "clamp"] = "error",
     engine: Literal["auto", "native", "reference"] = "auto",
@@ -94,105 +108,72 @@ def run(
     bytes_per_s: int | None = None,
     done: Collection[str] = (),
     finished: Callable[[Written], None] | None = None,
-    sinks: Mapping[str, Sink] | None = None,
-    streamed: bool = False,
-    passing: bool = False,
+    consumers: Mapping[str, Consumer] | None = None,
 ) -> MoveReport:
     """Writes every file of a plan under `root`, and fills every memory destination.
 
     Args:
         plan: what goes where.
-        root: an existing private directory.
+        root: an existing work directory.
+        mode: what becomes of the files.
         threads: of the native engine; results do not depend on it.
         overflow: "clamp" makes numbers too large for the target its largest finite number, otherwise they become
-            infinite; both are reported. Whether they are an error is the caller's to say.
-        engine: "auto" takes the native one where it was built.
+            infinite; both are reported. The caller decides whether they are an error.
+        engine: "auto" uses the native one where it was built.
         progress: called with the bytes written so far, about every 50 ms.
         window: bytes written at once, per thread.
         keep_cache: whether the page cache keeps what is read; None: unless the job is larger than memory.
-        bytes_per_s: at most so many are read and written, together.
-        done: paths of files that are there already: they are left alone.
-        finished: called with each file as soon as it is complete and durable.
-        sinks: path of an output file -> what is handed its bytes in order, to hash them or to send them elsewhere. Only
+        bytes_per_s: the most that are read and written, together.
+        done: paths of files that exist already and are left alone.
+        finished: called with each file that is reported, as soon as it is.
+        consumers: path of an output file -> what gets its bytes in order, to hash them or to send them elsewhere. Only
             for files without checksums, whose first bytes are known before the last.
-        streamed: write nothing under `root`: the files exist for their sinks and checksums only.
-        passing: the files are on their way elsewhere, and need not outlive a crash: they are left to the page cache, a file
-            that is there is written over where it lies, and none is reported.
 
     Raises:
         CorruptError: a source ends too early. InconsistentError: it changed meanwhile.
         ResourceError: there is too little memory, or no thread starts.
-        UsageError: so many threads, or so large a buffer, cannot be; or a sink keeps what it is handed.
+        UsageError: the number of threads or the size of the buffer is impossible, or a consumer keeps the bytes it gets.
         OutputError: a file cannot be written. UnsupportedError: there is no such cast, or a streamed file's bytes do
             not come in order.
-        UnsafeError: a file of the plan would lie outside `root`.
+        UnsafeError: a file of the plan would be outside `root`.
     """
-    chosen = choose(engine)
-    sinks = sinks or {}
-    count, window = thread_count(threads), window_bytes(window)
-    refuse(plan, sinks, passing=passing)
-    raise_file_limit()
-    give_back = gives_back(keep_cache, plan.bytes_read + plan.bytes_written)
-    work = Work(plan, chosen, overflow == "clamp", count, window, give_back, bytes_per_s or 0)
-    work.sinks = {id(store): Ordered(sinks[output.path]) for output, store in plan.files if output.path in sinks}
-    complete: list[Written] = []
-    written = sum(output.size for output, _ in plan.files if output.path in done)
-    nowhere = streamed and chosen == "native"
+    mover = Mover(
+        plan, overflow=overflow, engine=engine, threads=threads, window=window,
+        keep_cache=keep_cache, bytes_per_s=bytes_per_s,
+    )  # fmt: skip
+    consumers = consumers or {}
+    refuse(plan, consumers, mode)
+    mover.ordered = {
+        id(store): OrderedOutput(consumers[output.path]) for output, store in plan.files if output.path in consumers
+    }
+    reported: list[Written] = []
+
+    def report(file: Written) -> None:
+        reported.append(file)
+        if finished is not None:
+            finished(file)
+
     with contextlib.ExitStack() as stack:
-        if streamed and not nowhere:  # the reference engine does not write in order
+        nowhere = mode is Mode.STREAMED and mover.engine == "native"
+        if mode is Mode.STREAMED and not nowhere:  # the reference engine does not write in order
             root = stack.enter_context(tempfile.TemporaryDirectory())
-        outputs = {
-            id(store): os.devnull if nowhere else os.path.join(root, output.path) for output, store in plan.files
-        }
-        files = stack.enter_context(
-            opened(plan, root, outputs, give_back=give_back, direct=not passing and not streamed)
-        )
-
-        def done_with(file: Written) -> None:
-            complete.append(file)
-            if finished is not None:
-                finished(file)
-
+        paths = {id(store): os.devnull if nowhere else os.path.join(root, output.path) for output, store in plan.files}
+        direct = mode is Mode.DURABLE
+        files = stack.enter_context(opened(plan, root, paths, give_back=mover.give_back, direct=direct))
         for output, store in plan.files:
             if output.path not in done and not nowhere:
-                create(outputs[id(store)], output.size, anew=not passing)
-        with Syncing(done_with, give_back=give_back) as syncing:
+                create(paths[id(store)], output.size, anew=mode is not Mode.PASSING)
 
-            def tick(now: int) -> None:
-                syncing.settle(wait=False)
-                if progress is not None:
-                    progress(written + now)
+        def finish(output: OutputFile, store: FileStore) -> Written | None:
+            mover.hand_over(output, store, files)
+            return None if mode is Mode.PASSING else mover.seal(output, store, files)
 
-            for batch in localized(batches(plan, done, summed=not passing), moved_near):
-                work.do(batch, files, tick)
-                written += batch.nbytes
-                syncing.settle()
-                for output, store in batch.finished:
-                    if passing:
-                        work.hand_over(output, store, files)
-                    elif streamed:
-                        done_with(work.finish(output, store, files))
-                    else:
-                        syncing.add(work.finish(output, store, files), files.of(store)[0])
-                    files.close(outputs[id(store)])
-    return MoveReport(plan.bytes_read, written, work.overflows, chosen, tuple(complete))
-
-
-@contextlib.contextmanager
-def opened(
-    plan: Plan, root: str, outputs: Mapping[int, str], *, give_back: bool, direct: bool = True
-) -> Iterator[OpenFiles]:
-    """The files of a plan, of which `outputs` says by store where they are. Trouble with one is told of as what it is; at
-    the end, sources must be what they were.
-    """
-    with OpenFiles(outputs, give_back=give_back, direct=direct) as files:
-        try:
-            yield files
-        except OSError as error:
-            if isinstance(error, ZckptError):
-                raise
-            output_failed(error, root, plan)
-        files.check_sources()
+        written = mover.carry_out(
+            batches(plan, done, summed=mode is not Mode.PASSING), files, paths, finish, report,
+            durable=mode is Mode.DURABLE, progress=progress,
+            before=sum(output.size for output, _ in plan.files if output.path in done),
+        )  # fmt: skip
+    return MoveReport(plan.bytes_read, written, mover.overflows, mover.engine, tuple(reported))
 
 
 def choose(engine: Literal["auto", "native", "reference"]) -> str:
@@ -205,15 +186,25 @@ def choose(engine: Literal["auto", "native", "reference"]) -> str:
         raise UnsupportedError("an engine that was not built", found="zckpt._core is missing")
     chosen = "reference" if engine == "reference" or native_run is None else "native"
     if engine == "auto" and chosen == "reference":
-        warnings.warn("zckpt's C++ engine was not built: the slow Python one is used.", RuntimeWarning, stacklevel=3)
+        warnings.warn("zckpt's C++ engine was not built: the slow Python one is used.", RuntimeWarning, stacklevel=4)
     return chosen
 
 
-def refuse(plan: Plan, sinks: Mapping[str, Sink], *, passing: bool = False) -> None:
-    """Raises for casts that there are not, for paths that lead elsewhere, for sinks of what is not known in order, and for
-    files in passing of which not every byte is written.
+def refuse(plan: Plan, consumers: Collection[str] = (), mode: Mode = Mode.DURABLE) -> None:
+    """Refuses what cannot be carried out.
+
+    Args:
+        plan: what goes where.
+        consumers: paths of the files whose bytes are wanted in order.
+        mode: what becomes of the files.
+
+    Raises:
+        UnsupportedError: there is no such cast.
+        UnsafeError: a path leads elsewhere.
+        ValueError: a file's bytes are not known in order, or not every byte of a passing file is written.
     """
-    if any(output.checksums and (passing or output.path in sinks) for output, _ in plan.files):
+    passing = mode is Mode.PASSING
+    if any(output.checksums and (passing or output.path in consumers) for output, _ in plan.files):
         raise ValueError("a file with checksums is not known in order")
     if passing:
         filled = element_bytes(plan)
@@ -233,164 +224,148 @@ def refuse(plan: Plan, sinks: Mapping[str, Sink], *, passing: bool = False) -> N
             )  # fmt: skip
 
 
-def raise_file_limit() -> None:
-    """Lets this process open as many files as a batch may name."""
-    import resource
-
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = 2 * MOST_STORES + 256
-    if soft != resource.RLIM_INFINITY and soft < wanted and (hard == resource.RLIM_INFINITY or hard > soft):
-        resource.setrlimit(
-            resource.RLIMIT_NOFILE, (wanted if hard == resource.RLIM_INFINITY else min(wanted, hard), hard)
-        )
+T = TypeVar("T")
 
 
-def create(path: str, size: int, *, anew: bool = True) -> None:
-    """A file of full size; one that is there is an error, or keeps its pages and what they hold."""
-    os.makedirs(os.path.dirname(path), exist_ok=True)
-    fd = os.open(path, os.O_RDWR | os.O_CREAT | (os.O_EXCL if anew else os.O_NOFOLLOW) | os.O_CLOEXEC, 0o666)
-    try:
-        os.ftruncate(fd, size)
-    finally:
-        os.close(fd)
+class Mover:
+    """One plan carried out by one engine, and what is known of its files so far: CRCs of their parts, and overflows.
 
+    Arguments are those of `run`.
 
-class Work:
-    """Batches, done by one engine; and what is known of the files so far: CRCs of their parts, and overflows."""
+    Attributes:
+        engine: "native" or "reference".
+        give_back: whether the page cache forgets what is read and written.
+        overflows: number of the pair in the plan -> what its cast has lost so far.
+        ordered: id of an output's store -> what gets its bytes in order.
+    """
 
     def __init__(
-        self, plan: Plan, engine: str, clamp: bool, threads: int, window: int, give_back: bool, bytes_per_s: int
+        self,
+        plan: Plan,
+        *,
+        overflow: Literal["error", "inf", "clamp"] = "error",
+        engine: Literal["auto", "native", "reference"] = "auto",
+        threads: int | None = None,
+        window: int | None = None,
+        keep_cache: bool | None = None,
+        bytes_per_s: int | None = None,
     ) -> None:
-        self.engine = engine
-        self.clamp = clamp
-        self.threads = threads
-        self.window = window
-        self.give_back = give_back
-        self.bytes_per_s = bytes_per_s
-        self.spend = pace(bytes_per_s)
+        self.engine = choose(engine)
+        self.give_back = gives_back(keep_cache, plan.bytes_read + plan.bytes_written)
         self.overflows: dict[int, CastLoss] = {}
-        self.ranges: dict[int, list[tuple[int, int, int]]] = {}
-        for number, (store, start, nbytes) in enumerate(ranges(plan)):
-            self.ranges.setdefault(id(store), []).append((number, start, nbytes))
-        self.tensors: dict[int, set[int]] = {}
+        self.ordered: dict[int, OrderedOutput] = {}
+        self._clamp = overflow == "clamp"
+        self._threads = thread_count(threads)
+        self._window = window_bytes(window)
+        self._bytes_per_s = bytes_per_s or 0
+        self._spend = pace(bytes_per_s)
+        self._ranges: dict[int, list[int]] = {}
+        for number, (store, _, _) in enumerate(ranges(plan)):
+            self._ranges.setdefault(id(store), []).append(number)
+        self._tensors: dict[int, set[int]] = {}
         for number, (_, entry) in enumerate(plan.pairs):
             for fragment in entry.fragments:
-                self.tensors.setdefault(id(fragment.store), set()).add(number)
-        self.parts: dict[int, list[Partial]] = {}
-        self.sinks: dict[int, Ordered] = {}
+                self._tensors.setdefault(id(fragment.store), set()).add(number)
+        self._crcs: dict[int, list[Partial]] = {}
 
-    def do(self, batch: Batch, files: OpenFiles, progress: Callable[[int], None] | None) -> None:
-        """Runs a batch."""
+    def carry_out(
+        self,
+        parts: Iterable[Batch],
+        files: OpenFiles,
+        paths: Mapping[int, str],
+        finish: Callable[[OutputFile, FileStore], T | None],
+        report: Callable[[T], None],
+        *,
+        durable: bool = True,
+        progress: Callable[[int], None] | None = None,
+        before: int = 0,
+    ) -> int:
+        """Runs the plan's batches, one after the other, while the files of earlier ones are synced.
+
+        Args:
+            parts: the plan, as `batches` cuts it.
+            files: that are open; the outputs exist.
+            paths: id of an output's store -> its path.
+            finish: called when all of a file's elements are in it; returns what `report` is called with, if anything.
+            report: called when the file is durable.
+            durable: sync the files; otherwise `report` is called at once.
+            progress: called with the bytes written so far.
+            before: bytes that were written earlier.
+
+        Returns:
+            Bytes written, `before` included.
+        """
+        with Syncing(report, give_back=self.give_back) as syncing:
+
+            def tick(now: int) -> None:
+                syncing.settle(wait=False)
+                if progress is not None:
+                    progress(before + now)
+
+            for batch in localized(parts, moved_near):
+                self._do(batch, files, tick)
+                before += batch.nbytes
+                syncing.settle()
+                for output, store in batch.finished:
+                    file = finish(output, store)
+                    if file is not None and durable:
+                        syncing.add(file, files.of(store)[0])
+                    elif file is not None:
+                        report(file)
+                    files.close(paths[id(store)])
+        return before
+
+    def _do(self, batch: Batch, files: OpenFiles, progress: Callable[[int], None]) -> None:
+        descriptors = [files.of(store) for store in batch.stores]
         if self.engine == "reference":
-            lost = reference_batch(
-                batch.stores,
-                [files.of(store) for store in batch.stores],
-                batch.moves,
-                batch.literals,
-                self.clamp,
-                self.spend,
-            )
-            if progress:
-                progress(batch.nbytes)
+            lost = reference_batch(batch.stores, descriptors, batch.moves, batch.literals, self._clamp, self._spend)
+            progress(batch.nbytes)
         else:
-            lost = self._do_native(batch, files, progress)
+            lost = self._do_native(batch, descriptors, progress)
         for tensor, count, largest in lost:
             old = self.overflows.get(tensor, CastLoss(0, 0.0))
             self.overflows[tensor] = CastLoss(old.count + count, max(old.largest, largest))
 
     def _do_native(
-        self, batch: Batch, files: OpenFiles, progress: Callable[[int], None] | None
+        self, batch: Batch, descriptors: Sequence[tuple[int, int]], progress: Callable[[int], None]
     ) -> list[tuple[int, int, float]]:
         (kind, number, store, offset, text), crcs, overflows = native_run(
-            *batch.packed([files.of(store) for store in batch.stores]),
-            threads=self.threads,
-            window=self.window,
-            clamp=self.clamp,
-            give_back=self.give_back,
-            bytes_per_s=self.bytes_per_s,
-            progress=progress,
-            sinks=[self.sinks.get(id(store)) for store in batch.stores] if self.sinks else [],
+            *batch.packed(descriptors),
+            self._threads,
+            self._window,
+            self._clamp,
+            self.give_back,
+            self._bytes_per_s,
+            progress,
+            [self.ordered.get(id(store)) for store in batch.stores] if self.ordered else [],
         )
         if kind:
             where = str(batch.stores[store])
             if kind == "write":
                 raise OSError(number, os.strerror(number), where)
             if kind == "kept":
-                raise kept(where)
+                raise keeps_bytes(where)
             raise read_error(where, number, offset) if kind == "read" else engine_error(kind, text)
         for number, crc, offset, length in crcs:
-            self.parts.setdefault(number, []).append((offset, length, crc))
+            self._crcs.setdefault(number, []).append((offset, length, crc))
         return overflows
 
-    def finish(self, output: OutputFile, store: FileStore, files: OpenFiles) -> Written:
-        """Fills in the CRCs of a complete file, and hands its sink what did not come in order."""
-        self.hand_over(output, store, files)
-        fd, _ = files.of(store)
-        crcs: dict[int, int] = {}
-        for number, start, nbytes in self.ranges.get(id(store), ()):
-            parts = self.parts.pop(number, ())
-            crcs[start] = crc_of_file(fd, start, nbytes) if self.engine == "reference" else join(parts, start, nbytes)
-        crc, slots = file_checksums(output, crcs)
-        for slot, data in slots.items():
-            write(fd, data, slot)
+    def hand_over(self, output: OutputFile, store: FileStore, files: OpenFiles) -> None:
+        """Gives the consumer of a complete file what did not come in order."""
+        if id(store) in self.ordered:
+            self.ordered[id(store)].finish(files.of(store)[0], output)
+
+    def seal(self, output: OutputFile, store: FileStore, files: OpenFiles) -> Written:
+        """Fills in the checksums of a file that has all its elements."""
+        crc, slots = seal(files.of(store)[0], output, self.crcs(store))
         return Written(output.path, output.size, crc, self.lost(store), slots)
 
-    def hand_over(self, output: OutputFile, store: FileStore, files: OpenFiles) -> None:
-        """Hands the sink of a complete file what did not come in order."""
-        if id(store) in self.sinks:
-            self.sinks[id(store)].finish(files.of(store)[0], output)
+    def crcs(self, store: FileStore) -> list[Partial] | None:
+        """CRCs of parts of a file, each within one range of elements, once; None where the engine takes none."""
+        parts = [self._crcs.pop(number, ()) for number in self._ranges.get(id(store), ())]
+        return None if self.engine == "reference" else [crc for within in parts for crc in joined(within)]
 
     def lost(self, store: FileStore) -> dict[int, CastLoss]:
         """What casts have lost so far of the tensors in a file."""
-        here = self.overflows.keys() & self.tensors.get(id(store), set())
+        here = self.overflows.keys() & self._tensors.get(id(store), set())
         return {number: self.overflows[number] for number in sorted(here)}
-
-
-def crc_of_file(fd: int, start: int, nbytes: int) -> int:
-    """The CRC of bytes of a file, read again."""
-    import zlib
-
-    crc, stop = 0, start + nbytes
-    while start < stop and (data := os.pread(fd, min(stop - start, 1 << 20), start)):
-        crc = zlib.crc32(data, crc)
-        start += len(data)
-    return crc
-
-
-def write(fd: int, data: bytes, offset: int) -> None:
-    """Writes all of it."""
-    while data:
-        done = os.pwrite(fd, data, offset)
-        data, offset = data[done:], offset + done
-
-
-def output_failed(error: OSError, root: str, plan: Plan) -> NoReturn:
-    """Says what is wrong with an output."""
-    import resource
-
-    what, remedy = "a disk that is full", "Free some room, or choose an OUT on another disk."
-    found, expected = os.strerror(error.errno or 0), f"{plan.bytes_written:,} bytes are needed"
-    match error.errno:
-        case errno.ENOSPC:
-            state = os.statvfs(root) if os.path.isdir(root) else None
-            free = "no more files fit on it" if state and state.f_files and not state.f_favail else ""
-            found += f"; {free or f'{state.f_bavail * state.f_frsize if state else 0:,} bytes are free'}"
-        case errno.EDQUOT:
-            what, remedy = "a disk quota that is used up", "Have it raised, or choose an OUT on another disk."
-        case errno.EFBIG:
-            largest = max((output.size for output, _ in plan.files), default=0)
-            limit, _ = resource.getrlimit(resource.RLIMIT_FSIZE)
-            mine = limit != resource.RLIM_INFINITY and limit < largest
-            what = "a limit on the size of a file"
-            found += f"; this process may write {limit:,} bytes to a file (ulimit -f)" if mine else ""
-            expected = f"the largest file has {largest:,} bytes"
-            remedy = "Raise the limit (ulimit -f), or write smaller files (--max-shard-size)."
-        case _:
-            raise OutputError(
-                "an output that cannot be written", file=error.filename or root, found=error.strerror or str(error),
-                remedy="Nothing was published.",
-            ) from error  # fmt: skip
-    raise OutputError(
-        what, file=os.path.dirname(root) or root, found=found, expected=expected,
-        remedy=f"Nothing was published. {remedy}",
-    ) from error  # fmt: skip

@@ -16,6 +16,7 @@ from zckpt.base.errors import read_error
 from zckpt.core.dtypes import BF16, F16, F32, F64, DType
 from zckpt.core.fragments import FileStore, Store
 from zckpt.core.plan import Move
+from zckpt.storage.descriptors import write_all
 
 _PART = 1 << 20
 """Elements handled at once: memory stays bounded."""
@@ -86,10 +87,8 @@ def read_elements(store: Store, fd: int, offset: int, count: int, step: int, ite
 def _write(store: Store, fd: int, data: bytes, offset: int) -> None:
     if not isinstance(store, FileStore):
         ctypes.memmove(store.address + offset, data, len(data))
-        return
-    while data:
-        done = os.pwrite(fd, data, offset)
-        data, offset = data[done:], offset + done
+    else:
+        write_all(fd, data, offset)
 
 
 def cast(data: bytes, source: DType, target: DType, byteorder: str, clamp: bool) -> tuple[bytes, int, float]:

@@ -14,7 +14,7 @@ from functools import partial
 
 from zckpt.core.catalog import Catalog
 from zckpt.core.plan import Plan
-from zckpt.engine.move import run
+from zckpt.engine.move import Mode, run
 from zckpt.hub import privacy
 from zckpt.jobs.convert import PlannedConversion, output_dtype
 from zckpt.jobs.options import Options
@@ -129,7 +129,7 @@ def _write_shard(plan: Plan, options: Options, directory: str, progress: Progres
     name, hashed = plan.files[0][0].path, hashlib.sha256()
     moved = run(
         plan, directory, overflow=options.overflow, progress=progress, window=options.buffer,
-        sinks={name: hashed.update}, passing=True, **options.pace,
+        consumers={name: hashed.update}, mode=Mode.PASSING, **options.pace,
     )  # fmt: skip
     overflows_of([named(moved.overflows, [entry.name for _, entry in plan.pairs])], plan, options.overflow)
     return os.path.join(directory, name), hashed.hexdigest()

@@ -23,7 +23,7 @@ from zckpt.engine.move import run
 from zckpt.live.parts import LocalModel
 from zckpt.live.ranks import Ranks, attempt
 from zckpt.live.shares import CHUNK_BYTES, Contribution, ContributionPart, chunks
-from zckpt.storage.descriptors import forget
+from zckpt.storage.descriptors import forget, write_all
 from zckpt.storage.fsync_queue import make_durable
 
 _LARGE = 1 << 20
@@ -96,9 +96,8 @@ class Files:
             view = memoryview(data.numpy())  # type: ignore[arg-type]
             self._sum(chunk, view)
             for offset, nbytes in chunk.runs:
-                while nbytes:
-                    done = os.pwrite(self._open[place], view[:nbytes], offset)
-                    view, offset, nbytes = view[done:], offset + done, nbytes - done
+                write_all(self._open[place], view[:nbytes], offset)
+                view = view[nbytes:]
             if len(chunk.runs) == 1 and chunk.nbytes >= _LARGE:  # its way to the disk begins while the next is cast
                 forget(self._open[place], *chunk.runs[0])
 

@@ -17,8 +17,6 @@ import json
 import os
 import re
 import warnings
-import zlib
-from bisect import bisect_left
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -33,7 +31,7 @@ from zckpt.core.catalog import TensorEntry
 from zckpt.core.dtypes import F32, SHORT_NAMES, DType
 from zckpt.core.fragments import FileStore
 from zckpt.core.plan import OutputFile, Plan, literal_file
-from zckpt.engine.checksums import Partial, element_ranges, file_checksums, join
+from zckpt.engine.checksums import Partial, seal
 from zckpt.engine.move import run
 from zckpt.jobs.convert import output_dtype
 from zckpt.jobs.options import to_dtype
@@ -322,16 +320,10 @@ def _publish(work: _Work, sums: Sums) -> None:
     finished = []
     for number, (output, _) in enumerate(work.files):
         path = os.path.join(work.staging.directory, output.path)
-        parts = sums.get(number, [])
-        if parts is not None:
-            parts = sorted(parts)
-        crcs = {
-            start: _crc_of(path, start, nbytes) if parts is None else join(_within(parts, start, nbytes), start, nbytes)
-            for start, nbytes in element_ranges(output)
-        }
-        crc, slots = file_checksums(output, crcs)
-        if slots:
-            _patch(path, slots)
+        with open(path, "r+b") as file:
+            crc, slots = seal(file.fileno(), output, sums.get(number, []))
+            if slots:
+                make_durable(file.fileno())
         finished.append(Finished(output.path, output.size, crc))
     manifest = Manifest(
         version=__version__,
@@ -345,26 +337,3 @@ def _publish(work: _Work, sums: Sums) -> None:
     work.staging.commit(manifest)
     for note in work.staging.notes:
         warnings.warn(note, stacklevel=2)
-
-
-def _within(parts: list[Partial], start: int, nbytes: int) -> list[Partial]:
-    return parts[bisect_left(parts, (start,)) : bisect_left(parts, (start + nbytes,))]
-
-
-def _crc_of(path: str, start: int, nbytes: int) -> int:
-    """Of a range that ranks filled with many small pieces: it is read once more."""
-    crc = 0
-    with open(path, "rb") as file:
-        file.seek(start)
-        while nbytes and (data := file.read(min(nbytes, 1 << 20))):
-            nbytes, crc = nbytes - len(data), zlib.crc32(data, crc)
-    return crc
-
-
-def _patch(path: str, slots: Mapping[int, bytes]) -> None:
-    with open(path, "r+b") as file:
-        for offset, data in slots.items():
-            file.seek(offset)
-            file.write(data)
-        file.flush()
-        make_durable(file.fileno())

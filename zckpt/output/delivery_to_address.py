@@ -21,7 +21,7 @@ from zckpt.base.pace import Pace
 from zckpt.base.words import examples
 from zckpt.core.plan import OutputFile, Plan
 from zckpt.engine.batches import progress_after
-from zckpt.engine.move import run
+from zckpt.engine.move import Mode, run
 from zckpt.output import manifest
 from zckpt.output.address import CONFIG, MOST_SMALL_BYTES, Place, Record, Sent, give_up, recover, settle
 from zckpt.output.contents import WEIGHTS
@@ -194,8 +194,8 @@ class _Sending:
             else:
                 stack.enter_context(upload)
             moved = run(
-                plan, "", overflow=self._order.overflow, progress=progress, window=self._order.buffer, streamed=True,
-                sinks={plan.files[0][0].path: upload.write}, **self._order.pace,
+                plan, "", overflow=self._order.overflow, progress=progress, window=self._order.buffer,
+                mode=Mode.STREAMED, consumers={plan.files[0][0].path: upload.write}, **self._order.pace,
             )  # fmt: skip
             file = replace(as_finished(moved.files[0], names), path=actual)
             overflows_of([file.overflows], plan, self._order.overflow)
@@ -337,7 +337,7 @@ def _with_checksums(plan: Plan, pace: Pace) -> Plan:
     if not output.checksums:
         return plan
     literals = [(offset, bytearray(data)) for offset, data in output.literals]
-    for slot, crc in run(plan, "", streamed=True, **pace).files[0].slots.items():
+    for slot, crc in run(plan, "", mode=Mode.STREAMED, **pace).files[0].slots.items():
         at, data = next((at, data) for at, data in literals if at <= slot < at + len(data))
         data[slot - at : slot - at + len(crc)] = crc
     known: OutputFile = replace(output, literals=tuple((at, bytes(data)) for at, data in literals), checksums=())

@@ -120,6 +120,17 @@ def forget(fd: int, offset: int = 0, nbytes: int = 0) -> None:
         os.posix_fadvise(fd, offset, nbytes, os.POSIX_FADV_DONTNEED)
 
 
+def write_all(fd: int, data: bytes | memoryview, offset: int) -> None:
+    """Writes all of it at a byte offset.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    while data:
+        done = os.pwrite(fd, data, offset)
+        data, offset = data[done:], offset + done
+
+
 def _open_output(path: str, size: int) -> tuple[int, int]:
     fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
     direct = -1

@@ -1,36 +1,23 @@
-"""The mover's work in pieces, where several processes write the same files: one makes them, each moves its part, one seals.
+"""A move in parts, where several processes write the same files: one makes them, each moves its part, one seals them.
 
-For `shares`. Everything else is as in `mover`.
+For `partition`. Everything else is as in `engine.move`.
 """
 
 from __future__ import annotations
 
 import os
-from bisect import bisect_left
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Literal
 
-from zckpt.base.pace import gives_back, thread_count, window_bytes
+from zckpt.core.fragments import FileStore
 from zckpt.core.plan import OutputFile, Plan
-from zckpt.engine.batches import batches, element_bytes, progress_after
-from zckpt.engine.checksums import Partial, element_ranges, file_checksums, join, joined
-from zckpt.engine.move import (
-    CastLoss,
-    Work,
-    choose,
-    crc_of_file,
-    create,
-    opened,
-    output_failed,
-    raise_file_limit,
-    refuse,
-    write,
-)
-from zckpt.engine.prefetch import localized, moved_near
-from zckpt.storage.descriptors import OpenFiles
-from zckpt.storage.fsync_queue import Syncing, make_durable
+from zckpt.engine import checksums
+from zckpt.engine.batches import batches, element_bytes
+from zckpt.engine.checksums import Partial
+from zckpt.engine.move import CastLoss, Mover, refuse
+from zckpt.engine.output_files import create, opened, output_failed
+from zckpt.storage.descriptors import write_all
+from zckpt.storage.fsync_queue import make_durable
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +27,7 @@ class WrittenPart:
     Attributes:
         path: of the file, as in the plan.
         nbytes: bytes of elements.
-        crcs: of its parts; None where the engine takes none while it writes.
+        crcs: of its parts; None where the engine computes none while it writes.
         overflows: number of the pair in the plan -> what this process's casts have lost of it so far.
     """
 
@@ -55,83 +42,62 @@ def begin(plan: Plan, root: str, done: Collection[str] = ()) -> None:
 
     Args:
         plan: the whole.
-        root: an existing private directory.
-        done: paths of files that are there already.
+        root: an existing work directory.
+        done: paths of files that exist already.
 
     Raises:
-        ZckptError: as in `mover.run`.
+        ZckptError: as in `move.run`.
     """
-    refuse(plan, {})
-    with _opened(plan, root, give_back=False) as (files, outputs):
+    refuse(plan)
+    paths = _paths(plan, root)
+    with opened(plan, root, paths, give_back=False) as files:
         for output, store in plan.files:
             if output.path not in done:
-                create(outputs[id(store)], output.size)
+                create(paths[id(store)], output.size)
                 fd, _ = files.of(store)
                 for offset, data in output.literals:
-                    write(fd, data, offset)
-                files.close(outputs[id(store)])
+                    write_all(fd, data, offset)
+                files.close(paths[id(store)])
 
 
 def move(
+    mover: Mover,
     part: Plan,
     root: str,
-    *,
     moved: Callable[[WrittenPart], None],
-    overflow: Literal["error", "inf", "clamp"] = "error",
-    engine: Literal["auto", "native", "reference"] = "auto",
     progress: Callable[[int], None] | None = None,
-    window: int | None = None,
-    threads: int | None = None,
-    keep_cache: bool | None = None,
-    bytes_per_s: int | None = None,
-) -> str:
-    """Moves one process's part into files that `begin` made. Literals and CRC slots are left alone.
+) -> None:
+    """Moves one process's part into files that `begin` made. Literals and checksums are left alone.
 
     Args:
+        mover: of the part.
         part: only files that it moves something into are in it.
         root: where they are.
-        moved: called with each file's piece as soon as it is durable.
-        overflow: as in `mover.run`, like all that follow.
-        engine: which.
-        progress: told of bytes.
-        window: bytes written at once.
-        threads: of the engine.
-        keep_cache: whether it keeps what is read.
-        bytes_per_s: at most.
-
-    Returns:
-        The engine, "native" or "reference".
+        moved: called with what was put into each file, as soon as it is durable.
+        progress: called with the bytes moved so far.
 
     Raises:
-        ZckptError: as in `mover.run`.
+        ZckptError: as in `move.run`.
     """
-    chosen = choose(engine)
-    give_back = gives_back(keep_cache, part.bytes_read + part.bytes_written)
-    clamp, rate = overflow == "clamp", bytes_per_s or 0
-    work = Work(part, chosen, clamp, thread_count(threads), window_bytes(window), give_back, rate)
-    nbytes, written = element_bytes(part), 0
-    with _opened(part, root, give_back=give_back) as (files, outputs), Syncing(moved) as syncing:
-        for batch in localized(batches(part, bare=True), moved_near):
-            work.do(batch, files, progress_after(progress, written))
-            written += batch.nbytes
-            syncing.settle(wait=False)
-            for output, store in batch.finished:
-                numbers = (number for number, _, _ in work.ranges.get(id(store), ()))
-                crcs = tuple(crc for number in numbers for crc in joined(work.parts.pop(number, ())))
-                taken = None if chosen == "reference" else crcs
-                syncing.add(WrittenPart(output.path, nbytes[id(store)], taken, work.lost(store)), files.of(store)[0])
-                files.close(outputs[id(store)])
-    return chosen
+    nbytes, paths = element_bytes(part), _paths(part, root)
+
+    def finish(output: OutputFile, store: FileStore) -> WrittenPart:
+        crcs = mover.crcs(store)
+        taken = None if crcs is None else tuple(crcs)
+        return WrittenPart(output.path, nbytes[id(store)], taken, mover.lost(store))
+
+    with opened(part, root, paths, give_back=mover.give_back) as files:
+        mover.carry_out(batches(part, bare=True), files, paths, finish, moved, progress=progress)
 
 
 def seal(plan: Plan, output: OutputFile, root: str, crcs: Iterable[Partial] | None) -> tuple[int, dict[int, bytes]]:
-    """Fills in the CRCs of a file that all have moved their parts into, and makes it durable.
+    """Fills in the checksums of a file that all processes have moved their parts into, and makes it durable.
 
     Args:
         plan: the whole.
         output: the file.
         root: where it is.
-        crcs: of all its pieces; None to read it again.
+        crcs: of all its parts; None to read it again.
 
     Returns:
         The CRC of the whole file, and by byte offset what was filled in.
@@ -139,32 +105,14 @@ def seal(plan: Plan, output: OutputFile, root: str, crcs: Iterable[Partial] | No
     Raises:
         OutputError: it cannot be written.
     """
-    parts = None if crcs is None else sorted(crcs)
     try:
-        fd = os.open(os.path.join(root, output.path), os.O_RDWR | os.O_CLOEXEC)
-        try:
-            found: dict[int, int] = {}
-            for start, nbytes in element_ranges(output):
-                if parts is None:
-                    found[start] = crc_of_file(fd, start, nbytes)
-                else:
-                    here = parts[bisect_left(parts, (start,)) : bisect_left(parts, (start + nbytes,))]
-                    found[start] = join(here, start, nbytes)
-            crc, slots = file_checksums(output, found)
-            for slot, data in slots.items():
-                write(fd, data, slot)
-            make_durable(fd)
-            return crc, slots
-        finally:
-            os.close(fd)
+        with open(os.path.join(root, output.path), "r+b", buffering=0) as file:
+            sealed = checksums.seal(file.fileno(), output, crcs)
+            make_durable(file.fileno())
+            return sealed
     except OSError as error:
         output_failed(error, root, plan)
 
 
-@contextmanager
-def _opened(plan: Plan, root: str, *, give_back: bool) -> Iterator[tuple[OpenFiles, dict[int, str]]]:
-    """As `mover.opened`, with the outputs' paths by store."""
-    raise_file_limit()
-    outputs = {id(store): os.path.join(root, output.path) for output, store in plan.files}
-    with opened(plan, root, outputs, give_back=give_back) as files:
-        yield files, outputs
+def _paths(plan: Plan, root: str) -> dict[int, str]:
+    return {id(store): os.path.join(root, output.path) for output, store in plan.files}

@@ -15,7 +15,7 @@ from zckpt.core.fragments import Fragment
 from zckpt.core.plan import OutputFile, Plan
 from zckpt.engine.batches import element_bytes, progress_after
 from zckpt.engine.checksums import Partial
-from zckpt.engine.move import CastLoss, Written
+from zckpt.engine.move import CastLoss, Mover, Written
 from zckpt.team.part_move import WrittenPart, begin, move, seal
 from zckpt.team.together import Team
 
@@ -223,14 +223,14 @@ def _move(
     pace: Pace,
 ) -> str:
     rate = pace["bytes_per_s"]
-    return move(
-        part_of(plan, team.rank, team.size, done),
-        root,
-        moved=moved,
+    part = part_of(plan, team.rank, team.size, done)
+    mover = Mover(
+        part,
         overflow="clamp" if overflow == "clamp" else "inf",
-        progress=watch,
         window=window,
         threads=pace["threads"],
         keep_cache=not gives_back(pace["keep_cache"], plan.bytes_read + plan.bytes_written),
         bytes_per_s=None if rate is None else max(1, rate // team.size),
     )
+    move(mover, part, root, moved, watch)
+    return mover.engine

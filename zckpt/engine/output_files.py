@@ -1,0 +1,98 @@
+"""The files of a plan: made, opened together with its sources, and what is wrong when one cannot be written.
+
+For `move`, and for `team.part_move`, where several processes write the same files.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+from collections.abc import Iterator, Mapping
+from typing import NoReturn
+
+from zckpt.base.errors import OutputError, ZckptError
+from zckpt.core.plan import Plan
+from zckpt.storage.descriptors import MOST_STORES, OpenFiles
+
+
+@contextlib.contextmanager
+def opened(
+    plan: Plan, root: str, paths: Mapping[int, str], *, give_back: bool, direct: bool = True
+) -> Iterator[OpenFiles]:
+    """The files of a plan.
+
+    Args:
+        plan: that is carried out.
+        root: where its files are.
+        paths: id of an output's store -> its path.
+        give_back: whether the page cache forgets what is read.
+        direct: whether outputs may go past the page cache.
+
+    Raises:
+        OutputError: an output could not be opened or written.
+        CorruptError, InconsistentError: at the end, a source is not what it was.
+    """
+    raise_file_limit()
+    with OpenFiles(paths, give_back=give_back, direct=direct) as files:
+        try:
+            yield files
+        except OSError as error:
+            if isinstance(error, ZckptError):
+                raise
+            output_failed(error, root, plan)
+        files.check_sources()
+
+
+def raise_file_limit() -> None:
+    """Lets this process open as many files as a batch may name."""
+    import resource
+
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = 2 * MOST_STORES + 256
+    if soft != resource.RLIM_INFINITY and soft < wanted and (hard == resource.RLIM_INFINITY or hard > soft):
+        resource.setrlimit(
+            resource.RLIMIT_NOFILE, (wanted if hard == resource.RLIM_INFINITY else min(wanted, hard), hard)
+        )
+
+
+def create(path: str, size: int, *, anew: bool = True) -> None:
+    """A file of full size; one that is there is an error, or keeps its pages and what they hold."""
+    os.makedirs(os.path.dirname(path), exist_ok=True)
+    fd = os.open(path, os.O_RDWR | os.O_CREAT | (os.O_EXCL if anew else os.O_NOFOLLOW) | os.O_CLOEXEC, 0o666)
+    try:
+        os.ftruncate(fd, size)
+    finally:
+        os.close(fd)
+
+
+def output_failed(error: OSError, root: str, plan: Plan) -> NoReturn:
+    """Says what is wrong with an output."""
+    import resource
+
+    what, remedy = "a disk that is full", "Free some room, or choose an OUT on another disk."
+    found, expected = os.strerror(error.errno or 0), f"{plan.bytes_written:,} bytes are needed"
+    match error.errno:
+        case errno.ENOSPC:
+            state = os.statvfs(root) if os.path.isdir(root) else None
+            free = "no more files fit on it" if state and state.f_files and not state.f_favail else ""
+            found += f"; {free or f'{state.f_bavail * state.f_frsize if state else 0:,} bytes are free'}"
+        case errno.EDQUOT:
+            what, remedy = "a disk quota that is used up", "Have it raised, or choose an OUT on another disk."
+        case errno.EFBIG:
+            largest = max((output.size for output, _ in plan.files), default=0)
+            limit, _ = resource.getrlimit(resource.RLIMIT_FSIZE)
+            mine = limit != resource.RLIM_INFINITY and limit < largest
+            what = "a limit on the size of a file"
+            found += f"; this process may write {limit:,} bytes to a file (ulimit -f)" if mine else ""
+            expected = f"the largest file has {largest:,} bytes"
+            remedy = "Raise the limit (ulimit -f), or write smaller files (--max-shard-size)."
+        case _:
+            raise OutputError(
+                "an output that cannot be written", file=error.filename or root, found=error.strerror or str(error),
+                remedy="Nothing was published.",
+            ) from error  # fmt: skip
+    raise OutputError(
+        what, file=os.path.dirname(root) or root, found=found, expected=expected,
+        remedy=f"Nothing was published. {remedy}",
+    ) from error  # fmt: skip
