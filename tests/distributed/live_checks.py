@@ -23,7 +23,8 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 import zckpt
 from zckpt import live
 from zckpt.base.errors import CastError, InconsistentError, OutputError, UnsupportedError, UsageError
-from zckpt.live import export, meeting, ranks, shares
+from zckpt.live import export, ranks, shares
+from zckpt.team import meeting
 
 CHECKS.clear()  # those of `checks`
 

@@ -24,9 +24,9 @@ from torch import nn
 from zckpt import runtime
 from zckpt.base.errors import InconsistentError, OutputError, UnsupportedError, UsageError, ZckptError
 from zckpt.jobs.open import open_catalog
-from zckpt.live import meeting
 from zckpt.runtime import exchange, saving
 from zckpt.runtime import state as run_state
+from zckpt.team import meeting
 
 KINDS: dict[str, dict[str, Any]] = {
     "AdamW": {}, "Lamb": {}, "Adam": {"weight_decay": 0.1}, "Adagrad": {}, "Lion": {}, "SGD": {"momentum": 0.9},

@@ -29,8 +29,8 @@ from zckpt.naming.transform import Form
 from zckpt.team import together
 from zckpt.team.part_move import WrittenPart, begin, move, seal
 from zckpt.team.partition import GRAIN, part_of
-from zckpt.team.rendezvous import DirectoryBoard
-from zckpt.team.together import Team, seat
+from zckpt.team.rendezvous import DirectoryRendezvous
+from zckpt.team.together import Team, launched
 
 TESTS = Path(__file__).parents[1]
 FIXTURES = TESTS.parent / "fixtures"
@@ -197,9 +197,9 @@ def test_a_process_that_is_killed(launcher: str, victim: int, zero2: Path, quick
     assert killed["seconds"] < 60
     told = killed["err"][survivor]
     if launcher == "slurm" or victim == 1:
-        assert "lost a process" in told and f"process {victim} of 2" in told and "The same command goes on" in told
+        assert "is gone" in told and f"process {victim} of 2" in told and "Run the same command again" in told
     else:
-        assert "went away" in told or "lost a process" in told  # the store went with its process
+        assert "lost touch" in told or "is gone" in told  # the store went with its process
     assert again["codes"] == [0, 0, 0], again["err"]
     assert alone["codes"] == [0]
     assert contents(quick_path / "out") == contents(quick_path / "whole")
@@ -273,7 +273,7 @@ def both(path: Path, first: Any, second: Any, lost_s: float = 60.0) -> list[Base
 
     def member(rank: int, work: Any) -> None:
         try:
-            with Team(rank, 2, DirectoryBoard(str(path / "board")), lost_s) as those:
+            with Team(rank, 2, DirectoryRendezvous(str(path / "board")), lost_s) as those:
                 work(those)
         except BaseException as error:
             ended[rank] = error
@@ -336,10 +336,10 @@ def test_what_is_planted_where_processes_meet(kind: str, tmp_path: Path) -> None
     victim = tmp_path / "victim"
     victim.mkdir()
     (tmp_path / "board").symlink_to(victim) if kind == "link" else (tmp_path / "board").write_text("x")
-    with pytest.raises(OutputError, match="stands where processes meet"):
-        DirectoryBoard(str(tmp_path / "board")).put("hello/1", b"x")
-    with pytest.raises(OutputError, match="stands where processes meet"):
-        DirectoryBoard(str(tmp_path / "board")).open()
+    with pytest.raises(OutputError, match="is in the way"):
+        DirectoryRendezvous(str(tmp_path / "board")).put("hello/1", b"x")
+    with pytest.raises(OutputError, match="is in the way"):
+        DirectoryRendezvous(str(tmp_path / "board")).open()
     assert list(victim.iterdir()) == []
 
 
@@ -359,15 +359,15 @@ TORCH = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "h", "MASTER_PORT": "1"}
         ({"RANK": "1", "WORLD_SIZE": "2"}, (0, 1)),
     ],
 )
-def test_seats(environ: dict[str, str], wanted: tuple[int, int]) -> None:
-    found = seat(environ)
+def test_ranks_that_launchers_give(environ: dict[str, str], wanted: tuple[int, int]) -> None:
+    found = launched(environ)
     assert (found.rank, found.size) == wanted
 
 
 @pytest.mark.parametrize("bad", [{"RANK": "2"}, {"RANK": "x"}, {"WORLD_SIZE": "-1"}])
-def test_impossible_seats(bad: dict[str, str]) -> None:
-    with pytest.raises(UsageError, match="impossible numbers"):
-        seat({**TORCH, **bad})
+def test_impossible_ranks(bad: dict[str, str]) -> None:
+    with pytest.raises(UsageError, match="impossible number"):
+        launched({**TORCH, **bad})
 
 
 def test_a_library_call_is_alone(zero2: Path, quick_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,10 +21,11 @@ from zckpt.core.plan import Plan
 from zckpt.engine.checksums import Partial, crc32
 from zckpt.engine.move import run
 from zckpt.live.parts import LocalModel
-from zckpt.live.ranks import Ranks, attempt
+from zckpt.live.ranks import Ranks
 from zckpt.live.shares import CHUNK_BYTES, Contribution, ContributionPart, chunks
 from zckpt.storage.descriptors import forget, write_all
 from zckpt.storage.fsync_queue import make_durable
+from zckpt.team.meeting import attempt
 
 _LARGE = 1 << 20
 

@@ -39,7 +39,7 @@ from zckpt.layouts.plain import read as huggingface
 from zckpt.layouts.save.companions import true_dtype
 from zckpt.live.carry import Brought, Files, Lost, Memory, bring
 from zckpt.live.parts import LocalModel, held_by, unwrap
-from zckpt.live.ranks import Ranks, attempt, first_error
+from zckpt.live.ranks import Ranks
 from zckpt.live.shares import Contribution, ElementPlace, Tensor, jobs, settle
 from zckpt.output.checks import check_output, check_space
 from zckpt.output.contents import replacement
@@ -48,6 +48,7 @@ from zckpt.output.journal import Finished
 from zckpt.output.manifest import Manifest
 from zckpt.output.staging import Staging
 from zckpt.storage.fsync_queue import make_durable
+from zckpt.team.meeting import attempt, first_error
 
 _WEIGHTS = re.compile(r"(model|pytorch_model)(-\d{5}-of-\d{5})?\.(safetensors|bin)(\.index\.json)?")
 

@@ -1,28 +1,20 @@
-"""What ranks say to each other while they save together; a process alone says it to itself.
+"""What ranks send each other while they save together: objects and elements, by torch's collectives. One process keeps its own.
 
-For `export`. They begin by meeting, so that a rank that does not come has a name (`meeting`). Whatever fails on one rank after
+For `export`. They begin by meeting (`team.meeting`), so that an absent rank is named. Whatever fails on one rank after
 that is raised on every rank, at the next point where all meet: nobody waits for a rank that has given up.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, ClassVar, TypeVar
 
 import torch
 import torch.distributed as dist
 
-from zckpt.live.meeting import ENTRY_S, Meetings
+from zckpt.team.meeting import ENTRY_S, Meetings
 
 Value = TypeVar("Value")
-
-
-def attempt(function: Callable[[], Value]) -> Value | Exception:
-    """What a function gives, or the error it ends with."""
-    try:
-        return function()
-    except Exception as error:
-        return error
 
 
 class Ranks:
@@ -69,10 +61,10 @@ class Ranks:
 
     def scatter(self, values: Sequence[Value] | Exception) -> Value:
         """On each rank its value of those that rank 0 gives; or rank 0's error, raised on all."""
-        told: list[Any] = [values] * self.size if isinstance(values, Exception) else list(values)
-        mine: list[Any] = told[:1] if self.size == 1 else [None]
+        given: list[Any] = [values] * self.size if isinstance(values, Exception) else list(values)
+        mine: list[Any] = given[:1] if self.size == 1 else [None]
         if self.size > 1:
-            dist.scatter_object_list(mine, told if self.rank == 0 else None)
+            dist.scatter_object_list(mine, given if self.rank == 0 else None)
         if isinstance(mine[0], Exception):
             raise mine[0]
         found: Value = mine[0]
@@ -87,13 +79,3 @@ class Ranks:
         data = torch.empty(nbytes, dtype=torch.uint8, device=self._device)
         dist.recv(data, rank)
         return data.cpu()
-
-
-def first_error(values: Sequence[Value | Exception]) -> list[Value]:
-    """The values; or raises what went wrong first, by rank."""
-    found: list[Value] = []
-    for value in values:
-        if isinstance(value, Exception):
-            raise value
-        found.append(value)
-    return found

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, cast
 from zckpt.base.errors import InconsistentError
 from zckpt.base.words import ranges
 from zckpt.layouts.places import has_saves, latest_of
-from zckpt.live.meeting import ENTRY_S, LOAD_S, Meetings
+from zckpt.team.meeting import ENTRY_S, LOAD_S, Meetings
 
 if TYPE_CHECKING:
     from zckpt.hub import PushReport

@@ -25,7 +25,6 @@ from zckpt.core.overlaps import clip
 from zckpt.jobs.open import open_catalog
 from zckpt.jobs.options import OpenOptions
 from zckpt.layouts.save.listing import Listing, list_files
-from zckpt.live.meeting import Meetings
 from zckpt.runtime import gradients
 from zckpt.runtime.engine import Engine
 from zckpt.runtime.generators import set_rng_state
@@ -34,6 +33,7 @@ from zckpt.runtime.nodes import Want, spread
 from zckpt.runtime.saved_run import LoadOptions, SavedRun, has, read
 from zckpt.runtime.sharded_parameter import ShardedParameter
 from zckpt.runtime.state import buffers_of, put_part
+from zckpt.team.meeting import Meetings
 
 _log = logging.getLogger("zckpt.runtime")
 

@@ -28,11 +28,11 @@ from zckpt.layouts.places import latest_of
 from zckpt.layouts.save.listing import is_deepspeed_file
 from zckpt.layouts.save.module_states import RESERVED
 from zckpt.layouts.zero.torch_files import Pair
-from zckpt.live.ranks import attempt, first_error
 from zckpt.runtime.description import part_of_rank
 from zckpt.runtime.engine import Engine
 from zckpt.runtime.exchange import Exchange, RankStore, Rounds, Streamed
 from zckpt.runtime.sharded_parameter import ShardedParameter
+from zckpt.team.meeting import attempt, first_error
 
 _SMALL_BYTES = 1 << 16
 """Tensors up to here go with the index: step counters, random generators."""

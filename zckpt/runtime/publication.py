@@ -13,10 +13,10 @@ from dataclasses import dataclass
 
 from zckpt.base.errors import OutputError, ZckptError
 from zckpt.layouts.save.listing import MODEL_NAME, SHARD_NAME, is_trainers_file, list_files, natural
-from zckpt.live.meeting import Meetings
 from zckpt.output.durable import make_directories
 from zckpt.output.saves import SaveStaging
 from zckpt.runtime.tags import LATEST, SCRIPT, check_places
+from zckpt.team.meeting import Meetings
 
 _log = logging.getLogger("zckpt.runtime")
 

@@ -33,7 +33,6 @@ from zckpt.engine.move import run
 from zckpt.layouts.zero import write_unsharded
 from zckpt.layouts.zero.torch_files import Laid, Pair
 from zckpt.layouts.zero.write import lay_out_rank, sketch
-from zckpt.live.meeting import ENTRY_S, Meetings
 from zckpt.output.saves import STAGED
 from zckpt.runtime import rank_states
 from zckpt.runtime.background import Saving
@@ -45,6 +44,7 @@ from zckpt.runtime.publication import Publication, Wanted
 from zckpt.runtime.rank_states import digest_of
 from zckpt.runtime.state import RunState, capture
 from zckpt.runtime.tags import check_tag
+from zckpt.team.meeting import ENTRY_S, Meetings
 
 _log = logging.getLogger("zckpt.runtime")
 

@@ -70,14 +70,14 @@ def free_bytes(path: str) -> int:
     return shutil.disk_usage(path).free
 
 
-def board_for(out: str, job: str) -> str:
+def rendezvous_for(out: str, job: str) -> str:
     """Where several processes that write an output leave each other notes."""
     return f"{directory_for(out)}-together-{job}"
 
 
-def remove_boards(out: str, but: str = "") -> None:
+def remove_rendezvous(out: str, but: str = "") -> None:
     """Removes what earlier runs of several processes left; for who holds the output's lock."""
-    parent, name = os.path.split(board_for(out, ""))
+    parent, name = os.path.split(rendezvous_for(out, ""))
     for entry in os.listdir(parent):
         path = os.path.join(parent, entry)
         if entry.startswith(name) and path != but and not os.path.islink(path):

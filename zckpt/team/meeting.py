@@ -1,10 +1,10 @@
-"""Where the ranks of a run meet: everybody says a word and hears everybody's, or learns who is absent.
+"""Where processes meet: each says a word and hears everybody's, or learns who is absent, or whose work has failed.
 
-For saving and loading, here and in `runtime`. It goes through the store that the process group was made with, not through a
-collective: a collective that some ranks never enter hangs until a watchdog ends the run, half an hour later and without a name.
-Rank 0 collects the words and posts the minutes; so a meeting costs each other rank two requests. A meeting that some did not
-come to is held again, under the same number, when all call it; minutes that a rank has read, or that call it absent, are of
-the first time.
+For processes that convert together (`together`), and for ranks that train, save and load (`live`, `runtime`). It goes through
+notes (`rendezvous`), not through a collective: a collective that some ranks never enter hangs until a watchdog ends the run,
+half an hour later and without a name. Rank 0 collects the words and posts the minutes, so a meeting costs each other rank two
+notes. A meeting that some did not come to is held again, under the same number, when all call it; minutes that a rank has
+read, or that call it absent, are of the first time.
 """
 
 from __future__ import annotations
@@ -12,13 +12,12 @@ from __future__ import annotations
 import contextlib
 import json
 import time
-from collections.abc import Sequence
-from typing import Any
-
-from torch.distributed import DistError, distributed_c10d
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
 from zckpt.base.errors import InconsistentError, OutputError
 from zckpt.base.words import ranges
+from zckpt.team.rendezvous import Rendezvous, StoreRendezvous, awaited, default_store
 
 ENTRY_S = 45.0
 """How long a meeting waits for ranks that should come at the same moment."""
@@ -32,8 +31,27 @@ WORK_S = 1800.0
 _EXTRA_S = 10.0
 """How much longer the others wait than rank 0, which says who is absent."""
 
-
 _UNCHANGED = "Nothing was published; what was there before is as it was."
+
+Value = TypeVar("Value")
+
+
+def attempt(function: Callable[[], Value]) -> Value | Exception:
+    """What a function returns, or the error it ends with."""
+    try:
+        return function()
+    except Exception as error:
+        return error
+
+
+def first_error(values: Sequence[Value | Exception]) -> list[Value]:
+    """The values of all ranks; or raises the error of the first rank that has one."""
+    found: list[Value] = []
+    for value in values:
+        if isinstance(value, Exception):
+            raise value
+        found.append(value)
+    return found
 
 
 class Meetings:
@@ -43,15 +61,26 @@ class Meetings:
         name: of the series; no other may have it.
         rank: of this process.
         size: of the world.
+        rendezvous: where notes are left; by default the store of the default process group.
+        check: called while this rank waits; an error that it raises ends the wait.
     """
 
-    def __init__(self, name: str, rank: int, size: int) -> None:
+    def __init__(
+        self,
+        name: str,
+        rank: int,
+        size: int,
+        rendezvous: Rendezvous | None = None,
+        check: Callable[[], object] | None = None,
+    ) -> None:
         self.rank, self.size = rank, size
         self._name, self._place, self._number = name, "", 0
         self._old: list[str] = []
         self._read = b""
-        store: Any = distributed_c10d._get_default_store() if size > 1 else None
-        self._store = None if store is None else store.clone()  # other threads have their own connection
+        self._check = check
+        self._rendezvous = rendezvous
+        if rendezvous is None and size > 1:  # other threads have their own connection
+            self._rendezvous = StoreRendezvous(default_store().clone(), "zckpt/")
 
     def begin(self, place: str) -> None:
         """Meetings from now on are those of a place in the run, such as a step: ranks that missed some find each other."""
@@ -59,16 +88,16 @@ class Meetings:
             self._place, self._number = place, 0
 
     def server(self) -> object:
-        """Whoever has it keeps the store that ranks meet in, even when the process group is destroyed meanwhile."""
-        return None if self._store is None else distributed_c10d._get_default_store()
+        """What keeps the store that ranks meet in, even when the process group is destroyed meanwhile."""
+        return None if self._rendezvous is None else default_store()
 
-    def meet(self, what: str, word: Any = None, *, within_s: float = WORK_S) -> list[Any]:
+    def meet(self, what: str, word: Any = None, *, within_s: float | None = WORK_S) -> list[Any]:
         """Waits for all.
 
         Args:
-            what: everybody is about to do, for errors.
+            what: the call that brings everybody here, for errors.
             word: what this rank says, as JSON has it.
-            within_s: after so many seconds without some ranks it fails.
+            within_s: after so many seconds without some ranks it fails; None: it waits as long as `check` lets it.
 
         Returns:
             The words, by rank.
@@ -77,85 +106,60 @@ class Meetings:
             InconsistentError: some ranks did not come; it names them.
             OutputError: the store is gone.
         """
-        if self._store is None:
+        if self._rendezvous is None:
             return [word]
-        try:
-            return self._meet(what, word, within_s)
-        except DistError as error:
-            raise OutputError(
-                f"{what} that lost touch with the other ranks", found=str(error).splitlines()[0],
-                remedy="The process that their store lay in has ended, which is rank 0's or torchrun's.",
-            ) from error  # fmt: skip
-
-    def _meet(self, what: str, word: Any, within_s: float) -> list[Any]:
-        assert self._store is not None
-        prefix = f"zckpt/{self._name}/{self._place}/{self._number}"
-        minutes, keys = f"{prefix}/minutes", [f"{prefix}/{rank}" for rank in range(self.size)]
-        self._store.set(keys[self.rank], json.dumps(word))
+        place = f"{self._name}/{self._place}/{self._number}"
+        minutes, keys = f"{place}/minutes", [f"{place}/{rank}" for rank in range(self.size)]
+        self._rendezvous.put(keys[self.rank], json.dumps(word).encode())
         if self.rank == 0:
-            absent = self._missing(keys, within_s)
-            words = [] if absent else [json.loads(self._store.get(key)) for key in keys]
-            self._store.set(minutes, json.dumps([absent, words, time.time()]))
+            came = awaited(self._rendezvous, keys, within_s, check=self._check)
+            absent = [rank for rank, key in enumerate(keys) if key not in came]
+            words = [] if absent else [json.loads(came[key]) for key in keys]
+            self._rendezvous.put(minutes, json.dumps([absent, words, time.time()]).encode())
             for key in (*self._old, *keys):
-                self._store.delete_key(key)
+                self._rendezvous.drop(key)
             self._old = [] if absent else [minutes]  # by the next meeting all will have read it
         else:
-            absent, words = self._minutes(minutes, within_s + _EXTRA_S)
+            absent, words = self._minutes(self._rendezvous, minutes, within_s)
             if not words:
-                absent = absent or [rank for rank, key in enumerate(keys) if not self._store.check([key])]
-                self._store.delete_key(keys[self.rank])
+                absent = absent or [rank for rank, key in enumerate(keys) if self._rendezvous.get(key) is None]
+                self._rendezvous.drop(keys[self.rank])
         if not words:
             raise InconsistentError(
-                f"{what} that not every rank takes part in",
-                found=f"ranks {ranges(absent)} did not come within {within_s:.0f} s",
+                f"not every rank called {what}",
+                found=f"ranks {ranges(absent)} did not come within {within_s or 0:.0f} s",
                 expected=f"all {self.size} ranks call it, at the same step",
                 remedy="Call it outside of any `if rank == 0`. Nothing was changed, and the run may go on.",
             )
         self._number += 1
         return words
 
-    def _minutes(self, key: str, within_s: float) -> tuple[list[int], list[Any]]:
+    def _minutes(self, rendezvous: Rendezvous, key: str, within_s: float | None) -> tuple[list[int], list[Any]]:
         """Who was absent, and the words, as rank 0 posts them; nothing where it does not in time."""
-        assert self._store is not None
-        until = time.monotonic() + within_s
-        while not self._missing([key], until - time.monotonic()):
-            posted = self._store.get(key)
-            absent, words, _ = json.loads(posted)
-            if posted != self._read and self.rank not in absent:
-                self._read = posted
-                return absent, words
-            if time.monotonic() > until:
-                break
-            time.sleep(0.1)
-        return [], []
 
-    def _missing(self, keys: Sequence[str], within_s: float) -> list[int]:
-        """The numbers of the keys that do not appear in time.
+        def of_this_meeting(note: bytes) -> bool:
+            return note != self._read and self.rank not in json.loads(note)[0]
 
-        It looks again and again: a store that waits serves nobody else.
-        """
-        assert self._store is not None
-        until, pause_s = time.monotonic() + within_s, 0.001
-        missing = list(range(len(keys)))
-        while missing := [number for number in missing if not self._store.check([keys[number]])]:
-            if time.monotonic() > until:
-                break
-            time.sleep(pause_s)
-            pause_s = min(2 * pause_s, 0.1)
-        return missing
+        patience_s = None if within_s is None else within_s + _EXTRA_S
+        posted = awaited(rendezvous, [key], patience_s, check=self._check, valid=of_this_meeting)
+        if not posted:
+            return [], []
+        self._read = posted[key]
+        absent, words, _ = json.loads(self._read)
+        return absent, words
 
     def part(self) -> None:
-        """After the last meeting of a piece of work: rank 0, whose process may hold the store, leaves last."""
-        if self._store is None:
+        """After the last meeting of some work: rank 0, whose process may hold the store, leaves last."""
+        if self._rendezvous is None:
             return
-        keys = [f"zckpt/{self._name}/{self._place}/left {rank}" for rank in range(1, self.size)]
-        with contextlib.suppress(DistError):
+        keys = [f"{self._name}/{self._place}/left {rank}" for rank in range(1, self.size)]
+        with contextlib.suppress(OutputError):
             if self.rank:
-                self._store.set(keys[self.rank - 1], "")
+                self._rendezvous.put(keys[self.rank - 1], b"left")
             else:
-                self._missing(keys, _EXTRA_S)
+                awaited(self._rendezvous, keys, _EXTRA_S)
                 for key in keys:
-                    self._store.delete_key(key)
+                    self._rendezvous.drop(key)
 
     def agree(
         self,
@@ -169,7 +173,7 @@ class Meetings:
         """A meeting after work that may have failed: if it did anywhere, it did everywhere.
 
         Args:
-            what: everybody has done, for errors.
+            what: the call that everybody is in, for errors.
             error: that this rank's work ended with.
             word: what this rank says otherwise.
             within_s: as for `meet`.
@@ -188,7 +192,7 @@ class Meetings:
         failed = [rank for rank, one in enumerate(said) if one["error"] is not None]
         if failed:
             raise OutputError(
-                f"{what} that failed on another rank",
+                f"{what} failed on another rank",
                 found=f"ranks {ranges(failed)}: {said[failed[0]]['error']}",
                 remedy=state,
             )

@@ -1,6 +1,7 @@
-"""Boards: places where processes leave each other short notes. Without a server of ours: torch's store, or a directory.
+"""Where processes leave each other short notes, without a server of ours: torch.distributed's store, or a directory.
 
-For `together`. A note has a key and is put there whole; who looks for one that is not there yet gets None, and looks again.
+For `meeting` and `together`. A note has a key and appears whole. Nobody is notified of one: who waits for it looks again and
+again (`awaited`), for a store that waits serves nobody else.
 """
 
 from __future__ import annotations
@@ -8,95 +9,158 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
+import time
+from collections.abc import Callable, Collection, Iterator
 from datetime import timedelta
 from stat import S_ISDIR
 from typing import Any, Protocol
 
 from zckpt.base.errors import OutputError, UsageError
 
-GONE = "a place where processes meet that went away"
 
-
-class Board(Protocol):
+class Rendezvous(Protocol):
     """What both kinds can do."""
 
     def open(self) -> None:
         """Makes it, empty; one process does so."""
 
     def put(self, key: str, note: bytes) -> bool:
-        """Leaves a note, in place of an earlier one; False where there is no board yet."""
+        """Leaves a note, in place of an earlier one; False where the rendezvous is not open yet."""
 
     def get(self, key: str) -> bytes | None:
-        """The note, if it is there."""
+        """The note; None where there is none."""
 
     def drop(self, key: str) -> None:
-        """Takes a note off."""
+        """Removes a note."""
 
     def close(self) -> None:
-        """Removes the board; the process that made it does so, as the last one."""
+        """Removes the rendezvous; the process that made it does so, as the last one."""
 
 
-class StoreBoard:
-    """Notes in the key-value store of torch.distributed, which torchrun's agent holds, or else rank 0.
+def wait(condition: Callable[[], bool], within_s: float | None, check: Callable[[], object] | None = None) -> bool:
+    """Waits until something holds.
 
     Args:
-        host: where the store is.
-        port: of it there.
+        condition: is looked at ever less often, at last ten times a second.
+        within_s: for so many seconds; None without end.
+        check: called between two looks; an error that it raises ends the wait.
+
+    Returns:
+        Whether it holds.
+    """
+    began, pause_s = time.monotonic(), 0.001
+    while not condition():
+        if within_s is not None and time.monotonic() - began > within_s:
+            return False
+        if check is not None:
+            check()
+        time.sleep(pause_s)
+        pause_s = min(2 * pause_s, 0.1)
+    return True
+
+
+def awaited(
+    rendezvous: Rendezvous,
+    keys: Collection[str],
+    within_s: float | None,
+    *,
+    check: Callable[[], object] | None = None,
+    valid: Callable[[bytes], bool] = bool,
+) -> dict[str, bytes]:
+    """The notes of these keys, as far as they come in time; notes that are not valid do not count.
+
+    `within_s` and `check` are as for `wait`.
+    """
+    found: dict[str, bytes] = {}
+
+    def complete() -> bool:
+        for key in keys:
+            if key not in found and (note := rendezvous.get(key)) is not None and valid(note):
+                found[key] = note
+        return len(found) == len(keys)
+
+    wait(complete, within_s, check)
+    return found
+
+
+class StoreRendezvous:
+    """Notes in a key-value store of torch.distributed.
+
+    Args:
+        store: see `tcp_store` and `default_store`.
         prefix: of all keys.
-        serve: whether this process holds the store.
-        within_s: how long to try to reach it.
     """
 
-    def __init__(self, host: str, port: int, prefix: str, *, serve: bool, within_s: float) -> None:
-        try:
-            from torch.distributed import TCPStore  # type: ignore[attr-defined]
-        except ImportError as error:
-            raise UsageError(
-                "processes of torchrun in an environment without torch", found=str(error),
-                remedy="Install torch, or start them with srun; or take RANK out of the environment to work alone.",
-            ) from error  # fmt: skip
-        self._prefix = prefix
-        try:
-            self._store: Any = TCPStore(
-                host, port, is_master=serve, timeout=timedelta(seconds=within_s), wait_for_workers=False
-            )
-        except RuntimeError as error:
-            raise OutputError(
-                "a store of torch.distributed that cannot be reached", found=f"{host}:{port}, {_first_line(error)}",
-                remedy="Nothing was changed. Check MASTER_ADDR and MASTER_PORT, and that process 0 has started.",
-            ) from error  # fmt: skip
+    def __init__(self, store: Any, prefix: str) -> None:
+        self._store, self._prefix = store, prefix
 
     def open(self) -> None:
-        """Nothing is to be made."""
+        """Does nothing: the store is there."""
 
     def put(self, key: str, note: bytes) -> bool:
         """Leaves a note."""
-        with _told():
+        with _in_touch():
             self._store.set(self._prefix + key, note)
         return True
 
     def get(self, key: str) -> bytes | None:
-        """The note, if it is there. It looks and does not wait: a store that waits serves nobody else."""
-        with _told():
+        """The note; None where there is none."""
+        with _in_touch():
             return bytes(self._store.get(self._prefix + key)) if self._store.check([self._prefix + key]) else None
 
     def drop(self, key: str) -> None:
-        """Takes a note off."""
-        with _told():
+        """Removes a note."""
+        with _in_touch():
             self._store.delete_key(self._prefix + key)
 
     def close(self) -> None:
-        """Nothing is to be removed."""
+        """Does nothing: the store ends with the process that holds it."""
+
+
+def tcp_store(host: str, port: int, *, serve: bool, within_s: float) -> Any:
+    """The store that torchrun's agent holds, or else rank 0.
+
+    Args:
+        host: where the store is.
+        port: of it there.
+        serve: whether this process holds the store.
+        within_s: how long to try to reach it.
+
+    Raises:
+        UsageError: torch is not installed. OutputError: the store cannot be reached.
+    """
+    try:
+        from torch.distributed import TCPStore  # type: ignore[attr-defined]
+    except ImportError as error:
+        raise UsageError(
+            "processes of torchrun need torch, which cannot be imported", found=str(error),
+            remedy="Install torch, or start them with srun; or take RANK out of the environment to work alone.",
+        ) from error  # fmt: skip
+    try:
+        return TCPStore(host, port, is_master=serve, timeout=timedelta(seconds=within_s), wait_for_workers=False)
+    except RuntimeError as error:
+        raise OutputError(
+            "the store of torch.distributed cannot be reached", found=f"{host}:{port}, {_first_line(error)}",
+            remedy="Nothing was changed. Check MASTER_ADDR and MASTER_PORT, and that process 0 has started.",
+        ) from error  # fmt: skip
+
+
+def default_store() -> Any:
+    """The store that this process's default process group was made with. It is kept while something refers to it."""
+    from torch.distributed import distributed_c10d
+
+    return distributed_c10d._get_default_store()
 
 
 @contextlib.contextmanager
-def _told() -> Any:
+def _in_touch() -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
         raise OutputError(
-            GONE, found=f"torch.distributed's store: {_first_line(error)}",
-            remedy="The process that held it has ended, or its machine. Nothing was published; the same command goes on.",
+            "lost touch with the other processes", found=f"torch.distributed's store: {_first_line(error)}",
+            remedy="The process that holds the store (rank 0 or torchrun) or its machine has ended. See what it printed, "
+            "and start again. Nothing was published.",
         ) from error  # fmt: skip
 
 
@@ -104,8 +168,8 @@ def _first_line(error: Exception) -> str:
     return (str(error).splitlines() or [type(error).__name__])[0][:200]
 
 
-class DirectoryBoard:
-    """Notes as files of a directory that all processes see. It is the owner's own.
+class DirectoryRendezvous:
+    """Notes as files of a directory that all processes see and nobody else may open.
 
     Args:
         path: of the directory.
@@ -125,7 +189,7 @@ class DirectoryBoard:
         os.mkdir(self.path, 0o700)
 
     def put(self, key: str, note: bytes) -> bool:
-        """Leaves a note: who looks sees all of it or nothing."""
+        """Leaves a note; readers see all of it or nothing."""
         if not self._is_ours():
             return False
         self._number += 1
@@ -140,19 +204,18 @@ class DirectoryBoard:
         return True
 
     def get(self, key: str) -> bytes | None:
-        """The note, if it is there."""
+        """The note; None where there is none."""
         try:
             with open(self._place(key), "rb") as file:
                 return file.read()
         except FileNotFoundError:
-            with contextlib.suppress(
-                OSError
-            ):  # a network file system looks anew for names when the directory is opened
+            # A network file system looks anew for names when the directory is opened.
+            with contextlib.suppress(OSError):
                 os.close(os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC))
             return None
 
     def drop(self, key: str) -> None:
-        """Takes a note off."""
+        """Removes a note."""
         with contextlib.suppress(FileNotFoundError):
             os.unlink(self._place(key))
 
@@ -164,10 +227,10 @@ class DirectoryBoard:
         return os.path.join(self.path, key.replace("/", "."))
 
     def _is_ours(self) -> bool:
-        """Whether the directory is there.
+        """Whether the directory exists.
 
         Raises:
-            OutputError: it is somebody else's.
+            OutputError: it is no directory, or another user's.
         """
         try:
             stat = os.lstat(self.path)
@@ -175,7 +238,8 @@ class DirectoryBoard:
             return False
         if not S_ISDIR(stat.st_mode) or stat.st_uid != os.geteuid():
             raise OutputError(
-                "something that stands where processes meet", file=self.path,
+                "is in the way: the processes meet in a directory of this name", file=self.path,
+                found="something else, or another user's directory",
                 remedy="Nothing was changed. Move it away, or choose another OUT.",
             )  # fmt: skip
         return True

@@ -1,13 +1,13 @@
 """Several processes at one job: who they are, how they agree, and how the others learn that one of them is gone.
 
-For `delivery`, when torchrun or srun started more than one `zckpt`. Process 0 leads. There is no service of ours: notes lie
-on a board (`boards`), which is torch.distributed's store under torchrun, and under SLURM a directory beside the output.
+For `delivery`, when torchrun or srun started more than one `zckpt`. Process 0 leads. They leave each other notes
+(`rendezvous`): in torch.distributed's store under torchrun, under SLURM in a directory beside the output.
 
 [Note: who is alive]
 Every process renews a note with a number, once in a while, from a thread of its own. Process 0 watches all others, and all
 others watch process 0: a note that stays the same for too long means that its process, or the machine, is gone. A process
-on the same machine is also looked for by its number, which tells at once. Who fails says so in the same note. So nobody
-waits for one who will not come; and as long as everybody lives, a wait may take as long as the work does.
+on the same machine is also looked for by its number, which tells at once. A process that fails says so in the same note. So
+nobody waits for a process that will not come; and as long as all are alive, a wait may take as long as the work does.
 """
 
 from __future__ import annotations
@@ -25,8 +25,9 @@ from typing import Any, Literal
 from zckpt.base.errors import OutputError, UsageError, ZckptError, add_note
 from zckpt.base.words import ranges
 from zckpt.storage import processes
-from zckpt.storage.output_places import board_for, remove_boards
-from zckpt.team.rendezvous import Board, DirectoryBoard, StoreBoard
+from zckpt.storage.output_places import remove_rendezvous, rendezvous_for
+from zckpt.team.meeting import Meetings
+from zckpt.team.rendezvous import DirectoryRendezvous, Rendezvous, StoreRendezvous, awaited, tcp_store, wait
 
 JOIN_S = 600.0
 """How long the processes wait for each other at the start: they read the checkpoint's indexes before they meet."""
@@ -38,17 +39,18 @@ BEAT_S = 2.0
 LOOK_S = 1.0
 LEAVE_S = 10.0
 
+_RESUME = "Run the same command again to resume, with any number of processes."
 _ALONE = "To work alone, take RANK, or SLURM_STEP_ID, out of the environment."
 
 
 @dataclass(frozen=True, slots=True)
-class Seat:
-    """This process's place among those that were started together.
+class Launched:
+    """What a launcher says of this process.
 
     Attributes:
-        rank: its number.
+        rank: its number among those that were started together.
         size: how many they are.
-        kind: what their board is.
+        kind: where they leave notes: in torch.distributed's store, or in files.
         where: host and port of the store; or what tells these processes from others that write beside the same output.
     """
 
@@ -58,7 +60,7 @@ class Seat:
     where: str
 
 
-def seat(environ: Mapping[str, str]) -> Seat:
+def launched(environ: Mapping[str, str]) -> Launched:
     """What torchrun or srun says; one process alone where neither does.
 
     A SLURM batch script is no step of its job, so a `zckpt` that it runs without srun is alone.
@@ -76,15 +78,17 @@ def seat(environ: Mapping[str, str]) -> Seat:
         names = ("SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT")
         where = "-".join("".join(c for c in environ.get(name, "0") if c.isalnum()) for name in names)
     else:
-        return Seat(0, 1, "files", "")
+        return Launched(0, 1, "files", "")
     try:
-        found = Seat(int(environ[rank]), int(environ.get(size, "1")), kind, where)
+        found = Launched(int(environ[rank]), int(environ.get(size, "1")), kind, where)
     except ValueError:
-        found = Seat(-1, 0, kind, where)
+        found = Launched(-1, 0, kind, where)
     if not 0 <= found.rank < found.size:
         raise UsageError(
-            "processes with impossible numbers", found=f"{rank}={environ.get(rank)}, {size}={environ.get(size)}"
-        )
+            "the launcher gave this process an impossible number",
+            found=f"{rank}={environ.get(rank)}, {size}={environ.get(size)}",
+            expected=f"0 <= {rank} < {size}", remedy=f"Start all processes with torchrun or srun. {_ALONE}",
+        )  # fmt: skip
     return found
 
 
@@ -100,9 +104,9 @@ def allow() -> None:
     _asked = True
 
 
-def here() -> Seat:
-    """This process's seat; alone unless `allow` was called."""
-    return seat(os.environ if _asked else {})
+def here() -> Launched:
+    """What the launcher says of this process; it is alone unless `allow` was called."""
+    return launched(os.environ if _asked else {})
 
 
 def speaks() -> bool:
@@ -114,7 +118,7 @@ def speaks() -> bool:
 
 
 def team(out: str) -> Team:
-    """Those who write an output, to be used as a context manager.
+    """The processes that write an output, to be used as a context manager.
 
     Args:
         out: the output's path.
@@ -123,15 +127,18 @@ def team(out: str) -> Team:
     if mine.size == 1:
         return Team(0, 1)
     if mine.kind == "files":
-        return Team(mine.rank, mine.size, DirectoryBoard(board_for(out, mine.where)), LOST_S["files"])
+        return Team(mine.rank, mine.size, DirectoryRendezvous(rendezvous_for(out, mine.where)), LOST_S["files"])
     host, _, port = mine.where.rpartition(":")
     serve = mine.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
     prefix = f"zckpt/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}/"
     try:
         number = int(port)
     except ValueError as error:
-        raise UsageError("a MASTER_PORT that is no number", found=repr(port)) from error
-    return Team(mine.rank, mine.size, StoreBoard(host, number, prefix, serve=serve, within_s=JOIN_S), LOST_S["store"])
+        raise UsageError(
+            "MASTER_PORT is not a number", found=repr(port), remedy=f"Set it to the port of process 0's store. {_ALONE}"
+        ) from error
+    store = tcp_store(host, number, serve=serve, within_s=JOIN_S)
+    return Team(mine.rank, mine.size, StoreRendezvous(store, prefix), LOST_S["store"])
 
 
 class Team:
@@ -140,16 +147,16 @@ class Team:
     Args:
         rank: of this process; 0 leads.
         size: how many there are.
-        board: where notes are left; None for one process alone.
+        rendezvous: where notes are left; None for one process alone.
         lost_s: a process that was silent for so many seconds is gone.
     """
 
-    def __init__(self, rank: int, size: int, board: Board | None = None, lost_s: float = 60.0) -> None:
+    def __init__(self, rank: int, size: int, rendezvous: Rendezvous | None = None, lost_s: float = 60.0) -> None:
         self.rank, self.size = rank, size
-        self._board = board
+        self._rendezvous = rendezvous
         self._lost_s = lost_s
         self._session = ""
-        self._meetings = 0
+        self._meetings: Meetings | None = None
         self._posted = 0
         self._heard = [0] * size
         self._seen: dict[int, tuple[bytes, float]] = {}
@@ -160,8 +167,11 @@ class Team:
         self._thread: threading.Thread | None = None
 
     def __enter__(self) -> Team:
-        if self._board is not None:
-            self._join(self._board)
+        if self._rendezvous is not None:
+            self._session = f"{self._join(self._rendezvous)}/"
+            self._meetings = Meetings(
+                f"{self._session}meeting", self.rank, self.size, self._rendezvous, self.check_alive
+            )
             self._seen = {rank: (b"", time.monotonic()) for rank in range(self.size)}
             self._beat(0)
             self._thread = threading.Thread(target=self._beats, name="zckpt-beat", daemon=True)
@@ -169,58 +179,55 @@ class Team:
         return self
 
     def sweep(self, out: str) -> None:
-        """Process 0 alone holds the output's lock: what dead processes left beside it can go."""
-        remove_boards(out, self._board.path if isinstance(self._board, DirectoryBoard) else "")
+        """Removes what dead processes left beside an output, whose lock process 0 alone holds."""
+        mine = self._rendezvous
+        remove_rendezvous(out, mine.path if isinstance(mine, DirectoryRendezvous) else "")
 
     # ---- joining ------------------------------------------------------------------------------------------------------
 
-    def _join(self, board: Board) -> None:
-        """All find each other. Notes of an earlier run answer nobody: each process knows its own by a word of chance."""
+    def _join(self, rendezvous: Rendezvous) -> str:
+        """Finds the other processes; returns the name of this session.
+
+        A process that waits says a random word, and joins the session whose welcome repeats it: notes of an earlier run do not.
+        """
         word = os.urandom(8).hex()
-        until = time.monotonic() + JOIN_S
         if self.rank == 0:
-            board.open()
-            came: dict[int, str] = {}
-            for pause_s in _pauses(until):
-                for rank in set(range(1, self.size)) - came.keys():
-                    if (hello := board.get(f"hello/{rank}")) is not None:
-                        came[rank] = hello.decode()
-                if len(came) == self.size - 1:
-                    break
-                time.sleep(pause_s)
-            absent = sorted(set(range(1, self.size)) - came.keys())
+            rendezvous.open()
+            greetings = {f"hello/{rank}": rank for rank in range(1, self.size)}
+            came = {greetings[key]: note.decode() for key, note in awaited(rendezvous, greetings, JOIN_S).items()}
+            absent = sorted(set(greetings.values()) - came.keys())
             welcome: dict[str, Any] = {"session": word, "words": {str(r): w for r, w in came.items()}, "absent": absent}
-            board.put("welcome", json.dumps(welcome).encode())
+            rendezvous.put("welcome", json.dumps(welcome).encode())
             if absent:
-                for pause_s in _pauses(time.monotonic() + LEAVE_S):
-                    if all(board.get(f"farewell/{rank}") is not None for rank in came):
-                        break
-                    time.sleep(pause_s)
-                board.close()
+                awaited(rendezvous, [f"farewell/{rank}" for rank in came], LEAVE_S)
+                rendezvous.close()
         else:
-            welcome = self._welcomed(board, word, until + LEAVE_S)
+            welcome = self._welcomed(rendezvous, word)
             if welcome["absent"]:
-                board.put(f"farewell/{self.rank}", b"")
+                rendezvous.put(f"farewell/{self.rank}", b"farewell")
         if welcome["absent"]:
             raise OutputError(
-                "a job that not every process came to",
+                "not every process of the job came",
                 found=f"processes {ranges(welcome['absent'])} of {self.size} did not come within {JOIN_S:.0f} s",
-                remedy=f"Nothing was changed. See what they say, and start all again. {_ALONE}",
+                remedy=f"Nothing was changed. See what those processes printed, and start all again. {_ALONE}",
             )
-        self._session = f"{welcome['session']}/"
+        return str(welcome["session"])
 
-    def _welcomed(self, board: Board, word: str, until: float) -> dict[str, Any]:
+    def _welcomed(self, rendezvous: Rendezvous, word: str) -> dict[str, Any]:
+        """What process 0 answers to this process's word."""
         again = 0.0
-        for pause_s in _pauses(until):
-            if time.monotonic() >= again:
-                board.put(f"hello/{self.rank}", word.encode())
+
+        def greet() -> None:
+            nonlocal again
+            if time.monotonic() >= again:  # where process 0 had not opened the rendezvous, the last greeting is lost
+                rendezvous.put(f"hello/{self.rank}", word.encode())
                 again = time.monotonic() + 1
-            note = board.get("welcome")
-            welcome = {} if note is None else json.loads(note)
-            if welcome.get("words", {}).get(str(self.rank)) == word:
-                return dict(welcome)
-            time.sleep(pause_s)
-        return {"absent": [0]}
+
+        def answers(note: bytes) -> bool:
+            return bool(json.loads(note).get("words", {}).get(str(self.rank)) == word)
+
+        found = awaited(rendezvous, ["welcome"], JOIN_S + LEAVE_S, check=greet, valid=answers)
+        return dict(json.loads(found["welcome"])) if found else {"absent": [0]}
 
     # ---- who is alive -------------------------------------------------------------------------------------------------
 
@@ -228,11 +235,11 @@ class Team:
         number = 0
         while not self._over.wait(BEAT_S):
             number += 1
-            with contextlib.suppress(ZckptError, OSError):  # whoever needs the board next will say so
+            with contextlib.suppress(ZckptError, OSError):  # the next call that needs the rendezvous raises it
                 self._beat(number)
 
     def _beat(self, number: int) -> None:
-        assert self._board is not None
+        assert self._rendezvous is not None
         state = {
             "beat": number,
             "host": os.uname().nodename,
@@ -240,16 +247,16 @@ class Team:
             "moved": self._moved[self.rank],
             "end": self._end,
         }
-        self._board.put(f"{self._session}state/{self.rank}", json.dumps(state).encode())
+        self._rendezvous.put(f"{self._session}state/{self.rank}", json.dumps(state).encode())
 
-    def look(self, *, now: bool = False) -> None:
-        """Makes sure that those are alive whom this process depends on.
+    def check_alive(self, *, now: bool = False) -> None:
+        """Makes sure that the processes which this one depends on are alive; looks once a second, or now.
 
         Raises:
-            ZckptError: of the kind that another process failed with.
-            OutputError: one is gone.
+            ZckptError: another process failed; of the kind that it failed with.
+            OutputError: a process is gone.
         """
-        if self._board is None or (time.monotonic() < self._next_look and not now):
+        if self._rendezvous is None or (time.monotonic() < self._next_look and not now):
             return
         self._next_look = time.monotonic() + LOOK_S
         for rank in range(1, self.size) if self.rank == 0 else (0,):
@@ -257,21 +264,21 @@ class Team:
             end, host, process = state.get("end"), state.get("host"), processes.parse(state.get("process", ""))
             if end and end["text"]:
                 raise _KINDS.get(end["code"], OutputError)(
-                    "a job that another process could not go on with", found=f"process {rank} on {host}: {end['text']}"
+                    "another process of the job failed", found=f"process {rank} on {host}: {end['text']}"
                 )
             silent = time.monotonic() - self._seen[rank][1]
             if end is None and (silent > self._lost_s or self._is_dead(rank)):
                 raise OutputError(
-                    "a job that lost a process",
+                    "another process of the job is gone",
                     found=f"process {rank} of {self.size}"
                     + (f", number {process.number} on {host}, " if process else " ")
                     + (f"was silent for {silent:.0f} s" if silent > self._lost_s else "has ended without a word"),
-                    remedy="Nothing was published. The same command goes on, with any number of processes.",
+                    remedy=f"Nothing was published. {_RESUME}",
                 )
 
     def _state(self, rank: int) -> dict[str, Any]:
-        assert self._board is not None
-        note = self._board.get(f"{self._session}state/{rank}") or b""
+        assert self._rendezvous is not None
+        note = self._rendezvous.get(f"{self._session}state/{rank}") or b""
         if note != self._seen[rank][0]:
             self._seen[rank] = (note, time.monotonic())
         state: dict[str, Any] = json.loads(note) if note else {}
@@ -285,14 +292,14 @@ class Team:
         return process is not None and process.is_dead() and self._state(rank).get("end") is None
 
     def watched(self, progress: Callable[[int], None] | None) -> Callable[[int], None]:
-        """`progress`, told of what all processes have moved; on the way, it looks who is alive.
+        """`progress` for what all processes have moved, which also checks who is alive.
 
-        It is called with this process's bytes so far, or with 0 just to have it look.
+        It is called with the bytes that this process has moved so far, or with 0 just to check.
         """
 
         def moved(nbytes: int) -> None:
             self._moved[self.rank] = max(nbytes, self._moved[self.rank])
-            self.look()
+            self.check_alive()
             if progress is not None:
                 progress(sum(self._moved))
 
@@ -301,43 +308,28 @@ class Team:
     # ---- talking ------------------------------------------------------------------------------------------------------
 
     def meet(self, word: Any = None) -> list[Any]:
-        """Everybody says a word, as JSON has it, and hears everybody's; waits as long as all live.
+        """Everybody says a word, as JSON has it, and hears everybody's; waits as long as all are alive.
+
+        Returns:
+            The words, by rank.
 
         Raises:
-            ZckptError: see `look`.
+            ZckptError: see `check_alive`.
         """
-        if self._board is None:
-            return [word]
-        self._meetings += 1
-        place = f"{self._session}meeting/{self._meetings}"
-        if self.rank:
-            self._board.put(f"{place}/{self.rank}", json.dumps(word).encode())
-            return list(self._awaited(f"{place}/all"))
-        words = [word, *(self._awaited(f"{place}/{rank}") for rank in range(1, self.size))]
-        self._board.put(f"{place}/all", json.dumps(words).encode())
-        return words
-
-    def _awaited(self, key: str) -> Any:
-        assert self._board is not None
-        for pause_s in _pauses(None):
-            if (note := self._board.get(key)) is not None:
-                return json.loads(note)
-            self.look()
-            time.sleep(pause_s)
-        raise AssertionError("pauses have no end")
+        return [word] if self._meetings is None else self._meetings.meet("zckpt", word, within_s=None)
 
     def post(self, word: Any) -> None:
-        """Leaves process 0 a word that it reads when it likes."""
-        assert self._board is not None
-        self._board.put(f"{self._session}post/{self.rank}/{self._posted}", json.dumps(word).encode())
+        """Leaves process 0 a word, which it finds among its `news`."""
+        assert self._rendezvous is not None
+        self._rendezvous.put(f"{self._session}post/{self.rank}/{self._posted}", json.dumps(word).encode())
         self._posted += 1
 
     def news(self) -> Iterator[tuple[int, Any]]:
-        """(process, word) of what came since; for process 0."""
-        assert self._board is not None
+        """(process, word) of what was posted since the last call; for process 0."""
+        assert self._rendezvous is not None
         for rank in range(1, self.size):
-            while (note := self._board.get(key := f"{self._session}post/{rank}/{self._heard[rank]}")) is not None:
-                self._board.drop(key)
+            while (note := self._rendezvous.get(key := f"{self._session}post/{rank}/{self._heard[rank]}")) is not None:
+                self._rendezvous.drop(key)
                 self._heard[rank] += 1
                 yield rank, json.loads(note)
 
@@ -346,7 +338,7 @@ class Team:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self._board is None:
+        if self._rendezvous is None:
             return
         self._over.set()
         if self._thread is not None:
@@ -357,34 +349,25 @@ class Team:
         self._end = {"code": error.code if isinstance(error, ZckptError) else "", "text": text}
         with contextlib.suppress(ZckptError, OSError):
             self._beat(-1)
-            if self.rank == 0:  # whose process may hold the board
-                for pause_s in _pauses(time.monotonic() + LEAVE_S):
-                    others = range(1, self.size)
-                    if all(self._state(rank).get("end") is not None or self._is_dead(rank) for rank in others):
-                        break
-                    time.sleep(pause_s)
+            if self.rank == 0:  # whose process may hold the store
+                wait(self._others_ended, LEAVE_S)
         if self.rank == 0:
-            self._board.close()
+            self._rendezvous.close()
+
+    def _others_ended(self) -> bool:
+        return all(self._state(rank).get("end") is not None or self._is_dead(rank) for rank in range(1, self.size))
 
     def _explain(self, error: BaseException) -> None:
         """Says why a process is asked to end: launchers end all when one has ended."""
         try:
-            self.look(now=True)
+            self.check_alive(now=True)
         except ZckptError as cause:
             add_note(error, f"{cause}")
         else:
             add_note(
                 error, f"This was process {self.rank} of {self.size}. Where one ends, torchrun and srun end the others: "
-                "see what the others say. The same command goes on, with any number of processes."
+                f"see what the others say. {_RESUME}"
             )  # fmt: skip
 
 
 _KINDS = {kind.code: kind for kind in ZckptError.__subclasses__()}
-
-
-def _pauses(until: float | None) -> Iterator[float]:
-    """Seconds to wait before looking again, longer and longer, up to a time."""
-    pause_s = 0.002
-    while until is None or time.monotonic() < until:
-        yield pause_s
-        pause_s = min(2 * pause_s, 0.2)
