@@ -19,9 +19,11 @@ from zckpt.core.catalog import TensorEntry
 from zckpt.core.dtypes import BF16, F16, F32, F64, DType
 from zckpt.core.fragments import FileStore, Fragment
 from zckpt.core.plan import OutputFile, Plan
+from zckpt.engine.elements import ElementReader
 from zckpt.engine.move import run
 from zckpt.engine.reference import cast as reference_cast
-from zckpt.engine.replicas import rounded
+from zckpt.engine.replicas import first_difference
+from zckpt.engine.rounding import rounded
 from zckpt.engine.scan import scan
 from zckpt.engine.scan_requests import looks_against
 from zckpt.engine.tensor_statistics import Relation
@@ -141,6 +143,18 @@ WANTED = {
 }
 
 
+TINY = {
+    F64: np.concatenate([np.arange(1, 9, dtype="<u8").view("<f8"), np.ldexp(np.arange(-9.0, 9), -149)]),
+    F32: np.arange(1, 30, dtype="<u4").view("<f4"),
+}
+TINY_COPIES = {
+    (source, target): data.tobytes() if source == target
+    else data.astype("<f8").tobytes() if target == F64
+    else native_cast(source.number, target.number, data.tobytes())[0]
+    for source, data in TINY.items() for target in (F64, F32, F16, BF16)
+}  # fmt: skip
+
+
 @pytest.mark.parametrize("pair", WANTED, ids=lambda pair: f"{pair[0]}-{pair[1]}")
 @pytest.mark.parametrize("engine", ["native", "reference"])
 def test_moves_round_alike(engine: str, pair: tuple[DType, DType], host: None, tmp_path: Path) -> None:
@@ -179,3 +193,18 @@ def test_replicas_round_alike(dtype: DType, host: None) -> None:
         assert rounded(math.ldexp(2 * whole + 1, unit - 1), dtype) == math.ldexp(whole + whole % 2, unit)
         assert rounded(math.ldexp(4 * whole + 3, unit - 2), dtype) == math.ldexp(whole + 1, unit)
     assert rounded(1.7e308, dtype) == np.inf and rounded(-1.7e308, dtype) == -np.inf
+
+
+@pytest.mark.parametrize("source", [F64, F32], ids=str)
+@pytest.mark.parametrize("target", [F64, F32, F16, BF16], ids=str)
+def test_replicas_are_compared_alike(source: DType, target: DType, host: None, tmp_path: Path) -> None:
+    """Small numbers that a host flushes to zero are neither the same as others, nor different from themselves."""
+    masters, copies = TINY[source], TINY_COPIES[source, target]
+    numel, others = len(masters), bytearray(copies)
+    others[-target.itemsize] ^= 2  # the last number is another, but as small
+    for name, data in {"m": masters.tobytes(), "c": copies, "other": others}.items():
+        (tmp_path / name).write_bytes(data)
+    m, c, other = ((Fragment(file_store(tmp_path / name), 0, 0, numel),) for name in ("m", "c", "other"))
+    with ElementReader() as reader:
+        assert first_difference(reader, (m, source), (c, target), [(0, numel)]) is None
+        assert first_difference(reader, (m, source), (other, target), [(0, numel)]) is not None

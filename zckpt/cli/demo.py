@@ -169,7 +169,7 @@ def _tensors(path: str) -> dict[str, TensorRef]:
 def _equal(found: TensorRef, truth: TensorRef) -> bool:
     """Whether every element is the truth's, rounded to the dtype that was written."""
     from zckpt.core.dtypes import BF16, F32
-    from zckpt.engine.replicas import rounded
+    from zckpt.engine.rounding import rounded
 
     if found.shape != truth.shape:
         return False

@@ -1,8 +1,9 @@
 """Whether an output is exactly what its checkpoint says, found out the slow way.
 
 For `verify`. Every element of the output is derived from the shards once more and compared as bytes. Nothing here is what
-wrote the output: no plan, no router, no C++, only the catalogs' geometry, `pread` and the reference cast. A mistake in the
-fast path is therefore found here, not repeated.
+wrote the output: no plan, no router, no C++, only the catalogs' geometry, `pread` (`elements`) and the reference cast. A
+mistake in the fast path is therefore found here, not repeated. Where the C++ engine was not built, the reader of elements and
+the cast are those that wrote the output, and only plan and router are checked.
 """
 
 from __future__ import annotations
@@ -10,18 +11,17 @@ from __future__ import annotations
 import os
 import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 from zckpt.base.pace import pace, thread_count
 from zckpt.core.catalog import TensorEntry
-from zckpt.core.fragments import FileStore, Run, runs_in_order
+from zckpt.core.fragments import FileStore
 from zckpt.core.overlaps import clip
-from zckpt.engine.prefetch import check_unchanged, in_memory
-from zckpt.engine.reference import cast, read_elements
-from zckpt.storage import fsspec_io
-from zckpt.storage.descriptors import OpenFiles
+from zckpt.engine.elements import ElementReader, elements
+from zckpt.engine.prefetch import check_unchanged
+from zckpt.engine.reference import cast
 
 _PART = 1 << 20
 """Elements compared at once."""
@@ -73,7 +73,7 @@ def differences(
     def work() -> None:
         nonlocal done
         try:
-            with OpenFiles(most=64) as files:
+            with ElementReader() as reader:
                 while not stop.is_set():
                     with lock:
                         part = next(parts, None)
@@ -81,9 +81,9 @@ def differences(
                         break
                     number, first, last = part
                     source, output = pairs[number]
-                    wide = elements(source, first, last, files)
+                    wide = reader.read(elements(source, first, last))
                     expected, _, _ = cast(wide, source.dtype, output.dtype, sys.byteorder, clamp)
-                    actual = elements(output, first, last, files)
+                    actual = reader.read(elements(output, first, last))
                     with lock:
                         if expected != actual:
                             count, place = _compared(expected, actual, output.dtype.itemsize)
@@ -92,7 +92,7 @@ def differences(
                         spend(len(wide) + len(actual))
                         if progress:
                             progress(done)
-                files.check_sources()
+                reader.check_sources()
         except BaseException:
             stop.set()
             raise
@@ -122,39 +122,6 @@ def _parts(pairs: Sequence[tuple[TensorEntry, TensorEntry]]) -> Iterator[tuple[i
 def _file_of(entry: TensorEntry, element: int) -> str:
     (fragment,) = clip(entry.fragments, element, element + 1, entry.dtype.itemsize)
     return os.path.basename(str(fragment.store))
-
-
-def elements(entry: TensorEntry, start: int, stop: int, files: OpenFiles) -> bytes:
-    """Elements [start, stop) of a tensor, in the machine's byte order.
-
-    Raises:
-        CorruptError: a file ends too early, or cannot be read.
-    """
-    itemsize, dtype = entry.dtype.itemsize, entry.dtype
-    runs: Iterable[Run] = runs_in_order(clip(entry.fragments, start, stop, itemsize), itemsize)
-    if any(fragment.store.is_remote for fragment in entry.fragments):
-        runs = _fetched(list(runs), itemsize)
-    parts: list[bytes] = []
-    for run in runs:
-        data = read_elements(run.store, files.of(run.store)[0], run.byte_offset, run.count, run.store_step, itemsize)
-        parts.append(cast(data, dtype, dtype, run.store.byteorder, False)[0])
-    return b"".join(parts)
-
-
-def _fetched(runs: Sequence[Run], itemsize: int) -> Iterator[Run]:
-    """The same runs, of memory where they are of files on other machines: near ones come in one request."""
-    far = [run for run in runs if run.store.is_remote]
-    spans = (fsspec_io.Range(str(r.store), r.byte_offset, r.byte_offset + _span(r, itemsize)) for r in far)
-    blocks = iter(fsspec_io.fetch(list(spans)))
-    for run in runs:
-        if run.store.is_remote:
-            block, begin = next(blocks)
-            run = run._replace(store=in_memory(block, run.store), byte_offset=run.byte_offset - begin)
-        yield run
-
-
-def _span(run: Run, itemsize: int) -> int:
-    return ((run.count - 1) * run.store_step + 1) * itemsize
 
 
 def _compared(expected: bytes, actual: bytes, itemsize: int) -> tuple[int, int]:

@@ -1,21 +1,20 @@
 """The reference engine: one row after another with `pread`, numpy and `pwrite`. Slow, and obviously right.
 
-For `mover`, where the C++ engine was not built, and for tests, which hold that engine to it byte by byte.
+For `move`, where the C++ engine was not built, and for tests, which hold that engine to it byte by byte.
 """
 
 from __future__ import annotations
 
 import ctypes
 import math
-import os
-import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from zckpt.base.errors import read_error
 from zckpt.core.dtypes import BF16, F16, F32, F64, DType
 from zckpt.core.fragments import FileStore, Store
 from zckpt.core.plan import Move
+from zckpt.engine.elements import native, read_elements
+from zckpt.engine.rounding import MANTISSA, narrowed, ones
 from zckpt.storage.descriptors import write_all
 
 _PART = 1 << 20
@@ -60,30 +59,6 @@ def run_batch(
     return overflows
 
 
-def read_elements(store: Store, fd: int, offset: int, count: int, step: int, itemsize: int) -> bytes:
-    """Elements `step` elements apart, as they lie there; `fd` is for files of this machine.
-
-    Raises:
-        CorruptError: the file ends too early, or cannot be read.
-    """
-    if step != 1:
-        return b"".join(read_elements(store, fd, offset + i * step * itemsize, 1, 1, itemsize) for i in range(count))
-    nbytes = count * itemsize
-    if not isinstance(store, FileStore):
-        return ctypes.string_at(store.address + offset, nbytes)
-    parts: list[bytes] = []
-    while nbytes:
-        try:
-            part = os.pread(fd, nbytes, offset)
-        except OSError as error:
-            raise read_error(store.path, error.errno or 0, offset) from error
-        if not part:
-            raise read_error(store.path, -1, offset)
-        parts.append(part)
-        offset, nbytes = offset + len(part), nbytes - len(part)
-    return b"".join(parts)
-
-
 def _write(store: Store, fd: int, data: bytes, offset: int) -> None:
     if not isinstance(store, FileStore):
         ctypes.memmove(store.address + offset, data, len(data))
@@ -97,8 +72,7 @@ def cast(data: bytes, source: DType, target: DType, byteorder: str, clamp: bool)
     """
     import numpy as np
 
-    if byteorder != sys.byteorder and source.component > 1:
-        data = np.frombuffer(data, f"u{min(source.component, 8)}").byteswap().tobytes()
+    data = native(data, source, byteorder)
     if source == target:
         return data, 0, 0.0
     with np.errstate(all="ignore"):
@@ -109,7 +83,7 @@ def cast(data: bytes, source: DType, target: DType, byteorder: str, clamp: bool)
         if target == BF16:
             result[np.isnan(wide)] = 0x7FC0
         sign = 1 << (8 * size - 1)
-        infinity = _ones(8 * size - 1) - _ones(_MANTISSA[target])
+        infinity = ones(8 * size - 1) - ones(MANTISSA[target])
         lost = ((result & (sign - 1)) == infinity) & np.isfinite(wide)
         count = int(lost.sum())
         largest = float(np.abs(wide[lost]).max()) if count else 0.0
@@ -118,38 +92,16 @@ def cast(data: bytes, source: DType, target: DType, byteorder: str, clamp: bool)
     return result.astype(f"u{size}").tobytes(), count, largest
 
 
-_MANTISSA = {F64: 52, F32: 23, F16: 10, BF16: 7}
-"""Bits of it that are stored."""
-
-
-def _ones(count: int) -> int:
-    return (1 << count) - 1
-
-
 def _narrowed(bits: Any, target: DType) -> Any:
-    """The bits of binary floats, of 4 or 8 bytes, in a narrower form: in whole numbers, so that nothing is rounded twice."""
+    """The bits of float32 or float64 numbers, as unsigned arrays, in a narrower form."""
     import numpy as np
 
-    kept, dropped = _MANTISSA[target], _MANTISSA[F64 if bits.dtype.itemsize == 8 else F32]
     width, size = 8 * bits.dtype.itemsize, 8 * target.itemsize
-    bits = bits.astype(np.uint64)
-    magnitude = (bits & _ones(width - 1)).astype(np.int64)
-    exponent, fraction = magnitude >> dropped, magnitude & _ones(dropped)
-    mantissa = np.where(exponent > 0, fraction | 1 << dropped, fraction)
-    # The number is mantissa * 2 ** (power - dropped), and the last bit that stays is worth 2 ** (unit - kept).
-    power = np.maximum(exponent, 1) - _ones(width - 2 - dropped)
-    unit = np.maximum(power, 1 - _ones(size - 2 - kept))
-    away = np.minimum(dropped - kept + unit - power, dropped + 2)  # bits that go; so many are less than half of a unit
-    rest, half = mantissa & ((1 << away) - 1), 1 << (away - 1)
-    whole = mantissa >> away
-    whole += (rest > half) | ((rest == half) & (whole & 1 > 0))
-    # A mantissa that became 2 ** (kept + 1) carries into the exponent by itself.
-    infinity = _ones(size - 1) - _ones(kept)
-    result = np.minimum(whole + ((unit - 1 + _ones(size - 2 - kept)) << kept), infinity)
-    payload = fraction >> (dropped - kept)
-    special = exponent == _ones(width - 1 - dropped)
-    result = np.where(special, np.where(fraction > 0, infinity | 1 << (kept - 1) | payload, infinity), result)
-    return (result.astype(np.uint64) | (bits >> (width - 1)) << (size - 1)).astype(f"u{target.itemsize}")
+    magnitude = narrowed(
+        (bits & bits.dtype.type(ones(width - 1))).astype(np.int64), F64 if width == 64 else F32, target
+    )
+    sign = (bits >> bits.dtype.type(width - 1)).astype(np.uint64) << np.uint64(size - 1)
+    return (magnitude.astype(np.uint64) | sign).astype(f"u{target.itemsize}")
 
 
 def widen(data: bytes, source: DType) -> Any:

@@ -13,7 +13,8 @@ from zckpt.base.errors import UnsupportedError
 from zckpt.core.dtypes import BY_NAME, DType
 from zckpt.core.fragments import Store
 from zckpt.core.plan import Move
-from zckpt.engine.reference import cast, read_elements, widen
+from zckpt.engine.elements import native, read_elements
+from zckpt.engine.reference import cast, widen
 from zckpt.engine.tensor_statistics import Relation, Tally
 
 _PART = 1 << 18
@@ -57,15 +58,11 @@ def scan_batch(
                     b = read_elements(stores[dst], descriptors[dst][0], at, n, move.dst_step, move.dst_dtype.itemsize)
                     if how & SUM_OTHER:
                         take_sums(dst, at, b)
-                    b = _native(b, move.dst_dtype, stores[dst])
-                a = _native(a, move.src_dtype, stores[src])
+                    b = native(b, move.dst_dtype, stores[dst].byteorder)
+                a = native(a, move.src_dtype, stores[src].byteorder)
                 tally = tally_of(a, move.src_dtype, b if how & AGAINST else None, move.dst_dtype, number, relation)
                 tallies.append((move.tensor, tally))
     return crcs, tallies
-
-
-def _native(data: bytes, dtype: DType, store: Store) -> bytes:
-    return cast(data, dtype, dtype, store.byteorder, False)[0]
 
 
 def tally_of(

@@ -16,8 +16,7 @@ from zckpt.base.errors import UnsupportedError
 from zckpt.core.catalog import TensorEntry
 from zckpt.core.dtypes import F32
 from zckpt.core.fragments import ComputedStore, Fragment
-from zckpt.engine.independent import elements
-from zckpt.storage.descriptors import OpenFiles
+from zckpt.engine.elements import ElementReader, elements
 
 if TYPE_CHECKING:
     import numpy
@@ -68,7 +67,7 @@ def _array_of(entry: TensorEntry) -> numpy.ndarray[Any, Any]:
     """The elements of a tensor, in memory."""
     import numpy
 
-    with OpenFiles() as files:
-        data = elements(entry, 0, entry.numel, files)
-        files.check_sources()
+    with ElementReader() as reader:
+        data = reader.read(elements(entry, 0, entry.numel))
+        reader.check_sources()
     return numpy.frombuffer(data, entry.dtype.numpy)

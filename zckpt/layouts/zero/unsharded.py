@@ -18,7 +18,8 @@ from zckpt.base.words import examples
 from zckpt.containers import TensorRef
 from zckpt.core.catalog import Catalog, Replica, Source, TensorEntry
 from zckpt.core.fragments import Fragment
-from zckpt.engine.replicas import ElementReader, first_difference
+from zckpt.engine.elements import ElementReader
+from zckpt.engine.replicas import first_difference
 from zckpt.layouts.run.values import missing_ranks
 from zckpt.layouts.save.listing import MODEL_NAME, Listing
 from zckpt.layouts.save.module_states import ModelStates, as_tensor, read_model_states, whole

@@ -1,0 +1,144 @@
+"""Elements of tensors, read from where their fragments are: slow, and without plan, router or C++.
+
+For what checks the engine (`reference`, `scan_reference`, `independent`) and for what reads a few numbers (`replicas`, totals of
+slices). It shares nothing with the engine that it checks but the geometry of the catalogs (`runs_in_order`, `clip`).
+"""
+
+from __future__ import annotations
+
+import array
+import ctypes
+import os
+from collections.abc import Iterable, Iterator, Sequence
+from typing import NamedTuple
+
+from zckpt.base.errors import read_error
+from zckpt.core.catalog import TensorEntry
+from zckpt.core.dtypes import DType
+from zckpt.core.fragments import FileStore, Fragment, Run, Store, runs_in_order
+from zckpt.core.overlaps import clip
+from zckpt.engine.prefetch import in_memory
+from zckpt.storage import fsspec_io
+from zckpt.storage.descriptors import OpenFiles
+
+_SPAN_BYTES = 1 << 20
+"""Elements that are apart are read together with what is between them, so many bytes at once."""
+
+
+class Wanted(NamedTuple):
+    """Elements [start, stop) of the tensor that fragments make up."""
+
+    fragments: Sequence[Fragment]
+    dtype: DType
+    start: int
+    stop: int
+
+
+class ElementReader:
+    """Reads elements from many files, of which the last ones stay open; use as a context manager."""
+
+    def __init__(self) -> None:
+        self._files = OpenFiles(most=64)
+        self._fetched: dict[fsspec_io.Range, bytes] = {}
+
+    def __enter__(self) -> ElementReader:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._files.__exit__()
+
+    def read(self, wanted: Wanted) -> bytes:
+        """Elements in the machine's byte order.
+
+        Raises:
+            CorruptError: a file ends too early, or cannot be read.
+            InconsistentError: it is not what it was when the checkpoint was opened.
+            RemoteError: it could not be fetched.
+        """
+        size, runs = wanted.dtype.itemsize, list(_runs(wanted))
+        fetched = self._fetched
+        if any(_range(run, size) not in fetched for run in runs if run.store.is_remote):
+            fetched = _fetch([wanted])
+        parts: list[bytes] = []
+        for run in runs:
+            store, offset = run.store, run.byte_offset
+            if store.is_remote:
+                store, offset = in_memory(fetched[_range(run, size)], store), 0
+            data = read_elements(store, self._files.of(store)[0], offset, run.count, run.store_step, size)
+            parts.append(native(data, wanted.dtype, store.byteorder))
+        return b"".join(parts)
+
+    def fetch_ahead(self, wanted: Iterable[Wanted]) -> None:
+        """Fetches what the next calls of `read` will want from other machines, in few requests."""
+        self._fetched = _fetch(wanted)
+
+    def check_sources(self) -> None:
+        """Makes sure that no file changed while it was read; raises CorruptError or InconsistentError."""
+        self._files.check_sources()
+
+
+def elements(entry: TensorEntry, start: int, stop: int) -> Wanted:
+    """Elements [start, stop) of a tensor."""
+    return Wanted(entry.fragments, entry.dtype, start, stop)
+
+
+def _runs(wanted: Wanted) -> Iterator[Run]:
+    size = wanted.dtype.itemsize
+    return runs_in_order(clip(wanted.fragments, wanted.start, wanted.stop, size), size)
+
+
+def _range(run: Run, itemsize: int) -> fsspec_io.Range:
+    """The bytes of a file from a run's first element to its last."""
+    span = ((run.count - 1) * run.store_step + 1) * itemsize
+    return fsspec_io.Range(str(run.store), run.byte_offset, run.byte_offset + span)
+
+
+def _fetch(wanted: Iterable[Wanted]) -> dict[fsspec_io.Range, bytes]:
+    ranges = [_range(run, w.dtype.itemsize) for w in wanted for run in _runs(w) if run.store.is_remote]
+    blocks = fsspec_io.fetch(ranges) if ranges else ()
+    return {r: block[r.start - at : r.stop - at] for r, (block, at) in zip(ranges, blocks, strict=True)}
+
+
+def read_elements(store: Store, fd: int, offset: int, count: int, step: int, itemsize: int) -> bytes:
+    """Elements `step` elements apart, as they are in the store; `fd` is for files of this machine.
+
+    Raises:
+        CorruptError: the file ends too early, or cannot be read.
+    """
+    if step == 1 or count == 1:
+        return _read(store, fd, offset, count * itemsize)
+    if step == 0:
+        return _read(store, fd, offset, itemsize) * count
+    parts: list[bytes] = []
+    most = max(1, _SPAN_BYTES // (step * itemsize))
+    for first in range(0, count, most):
+        n = min(most, count - first)
+        data = _read(store, fd, offset + first * step * itemsize, ((n - 1) * step + 1) * itemsize)
+        parts.extend(data[at : at + itemsize] for at in range(0, len(data), step * itemsize))
+    return b"".join(parts)
+
+
+def _read(store: Store, fd: int, offset: int, nbytes: int) -> bytes:
+    if not isinstance(store, FileStore):
+        return ctypes.string_at(store.address + offset, nbytes)
+    parts: list[bytes] = []
+    while nbytes:
+        try:
+            part = os.pread(fd, nbytes, offset)
+        except OSError as error:
+            raise read_error(store.path, error.errno or 0, offset) from error
+        if not part:
+            raise read_error(store.path, -1, offset)
+        parts.append(part)
+        offset, nbytes = offset + len(part), nbytes - len(part)
+    return b"".join(parts)
+
+
+def native(data: bytes, dtype: DType, byteorder: str) -> bytes:
+    """Elements in the machine's byte order."""
+    width = dtype.swap(byteorder)
+    if not width:
+        return data
+    numbers = array.array({2: "H", 4: "I", 8: "Q"}[width], data)
+    numbers.byteswap()
+    return numbers.tobytes()
