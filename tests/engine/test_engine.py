@@ -74,7 +74,7 @@ MOVE = "test_engine.run(test_engine.small_plan(root := Path(sys.argv[1])), str(r
 def test_a_buffer_that_does_not_fit_is_an_error(tmp_path: Path) -> None:
     work = MOVE.format(how="threads=1, window=1 << 30")
     told = child(tmp_path, work, lambda: resource.setrlimit(resource.RLIMIT_AS, (GIB, GIB)))
-    assert told.startswith("ResourceError too little memory") and "--buffer" in told
+    assert told.startswith("ResourceError there is too little memory") and "--buffer" in told
 
 
 def stacks(stack: int, space: int) -> None:
