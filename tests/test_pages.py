@@ -1,0 +1,203 @@
+"""Every command and snippet of README.md and docs/ runs as it is printed, in the order of the page."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Mapping
+from contextlib import ExitStack
+from pathlib import Path
+
+import fsspec
+import pytest
+from hub_server import HubServer
+from pages import BIN, ROOT, Reader, blocks_of, check_options, indented_code
+from s3_server import S3Server
+
+import zckpt
+
+FIXTURES = ROOT / "fixtures"
+PAGES = ["README.md", "SECURITY.md", *(f"docs/{path.name}" for path in sorted((ROOT / "docs").glob("*.md")))]
+TOKEN = "hf_meWrites0123456789"
+
+MODEL = """
+import torch, zckpt
+model = torch.nn.Module()
+with zckpt.open_checkpoint("out/checkpoint-500") as _checkpoint:
+    for _name in _checkpoint:
+        *_path, _leaf = _name.split(".")
+        _parent = model
+        for _part in _path:
+            if _part not in _parent._modules:
+                _parent.add_module(_part, torch.nn.Module())
+            _parent = _parent._modules[_part]
+        _parent.register_buffer(_leaf, torch.zeros(_checkpoint[_name].shape))
+"""
+"""A model with the checkpoint's names and shapes, without the seconds that importing transformers takes."""
+
+TRAINING = """
+import torch
+torch.set_num_threads(1)
+class _Model(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(8, 8)
+    def forward(self, x):
+        return self.layer(x).square().mean()
+model, batch, steps, tokens, engine_or_model = _Model(), torch.ones(2, 8), 2, 0, _Model()
+batches = iter(lambda: batch, None)
+"""
+
+PEFT = """
+import torch, types, sys, json
+class PeftModel:  # what is shown is that the directory is one that PEFT loads; tests/interop/test_peft.py has PEFT load it
+    @staticmethod
+    def from_pretrained(base, path):
+        from safetensors.torch import load_file
+        assert json.load(open(path + "adapter_config.json"))["peft_type"] == "LORA"
+        return load_file(path + "adapter_model.safetensors")
+base = None
+"""
+
+FSDP = """
+import torch, warnings
+from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_state_dict, set_state_dict
+import torch.distributed.checkpoint, zckpt
+model = torch.nn.Module()
+with zckpt.open_checkpoint("out/checkpoint-500") as _checkpoint:
+    for _name in _checkpoint:
+        *_path, _leaf = _name.split(".")
+        _parent = model
+        for _part in _path:
+            if _part not in _parent._modules:
+                _parent.add_module(_part, torch.nn.Module())
+            _parent = _parent._modules[_part]
+        if _checkpoint.catalog[_name].role == "buffer":
+            _parent.register_buffer(_leaf, torch.zeros_like(_checkpoint[_name]))
+        else:
+            _parent.register_parameter(_leaf, torch.nn.Parameter(torch.zeros(_checkpoint[_name].shape)))
+optimizer = torch.optim.AdamW(model.parameters())
+"""
+
+GIVEN = {"model": MODEL, "training": TRAINING, "peft": PEFT, "fsdp": FSDP}
+
+CHECKPOINTS = {
+    "out/checkpoint-500": "transformers/llama_zero3",
+    "lora/checkpoint-500": "peft/lora_zero2",
+    "megatron": "megatron/llama_zero2_tp2_dp2",
+}
+"""Path -> fixture, for every page."""
+
+MORE = {
+    "docs/dcp.md": {"run/step-1000": "dcp/fsdp2_nested_w2"},
+    "docs/huggingface.md": {"neox": "megatron/neox_pp2_tp2_dp2", "pipeline": "pipeline/zero1_pp2_dp2"},
+    "docs/peft.md": {"several/checkpoint-500": "peft/several_zero3", "out/checkpoint-500": "peft/lora_zero2"},
+    "docs/reshaping.md": {"tensor-parallel": "tensor/plain_tp2"},
+}
+"""Page -> path -> fixture, for what only one page has."""
+
+
+CONVERTED = ("docs/push.md", "docs/verify.md")
+"""Pages that begin with weights/, made of out/checkpoint-500."""
+
+
+def put(fixture: str, place: Path) -> None:
+    """A fixture's checkpoint under the name that a page uses, with its tag called global_step500."""
+    shutil.copytree(FIXTURES / fixture / "checkpoint", place)
+    latest = place / "latest"
+    if latest.is_file():
+        (place / latest.read_text()).rename(place / "global_step500")
+        latest.write_text("global_step500")
+
+
+def prepare(page: str, home: Path) -> None:
+    for name, fixture in {**CHECKPOINTS, **MORE.get(page, {})}.items():
+        put(fixture, home / name)
+    if page in CONVERTED:
+        zckpt.convert(home / "out" / "checkpoint-500", home / "weights", dtype="bf16")
+    shutil.copy(FIXTURES / CHECKPOINTS["megatron"] / "config.json", home / "llama.json")
+    (home / "text.txt").write_text("It was the best of times, it was the worst of times.\n" * 200)
+    config = {
+        "train_micro_batch_size_per_gpu": 2,
+        "zero_optimization": {"stage": 3},
+        "bf16": {"enabled": True},
+        "optimizer": {"type": "AdamW", "params": {"lr": 0.001}},
+    }
+    (home / "ds_config.json").write_text(json.dumps(config))
+
+
+class World:
+    """What a page's commands find outside of their directory: a hub, and an object store; each started when it is used."""
+
+    def __init__(self, home: Path) -> None:
+        self._home, self._stack = home, ExitStack()
+
+    def __enter__(self) -> World:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
+
+    def environment(self, page: str) -> dict[str, str]:
+        mine = {
+            name: value
+            for name, value in os.environ.items()
+            if not name.startswith(("HF_", "HUGGING", "AWS_", "ZCKPT_"))
+        }
+        found = {
+            **mine, "PATH": f"{BIN}{os.pathsep}{mine.get('PATH', '')}", "HOME": str(self._home / "home"), "NO_COLOR": "1",
+            "COLUMNS": "120", "OMP_NUM_THREADS": "1", "HF_HUB_DISABLE_XET": "1", "HF_HOME": str(self._home / "hf"),
+            "PYTHONWARNINGS": "ignore",
+        }  # fmt: skip
+        text = (ROOT / page).read_text()
+        if "zckpt push" in text or "hf://" in text:
+            found |= {"HF_ENDPOINT": self._hub().url, "HF_TOKEN": TOKEN}
+        if "s3://" in text:
+            found |= self._store()
+        return found
+
+    def _hub(self) -> HubServer:
+        server = self._stack.enter_context(HubServer(self._home / "server"))
+        server.user("me", TOKEN, orgs={"my-org": "admin"})
+        run = FIXTURES / "zero3" / "bf16_w2" / "checkpoint"
+        files = {f"checkpoint-500/{f.relative_to(run)}": f.read_bytes() for f in run.rglob("*") if f.is_file()}
+        server.create("me/my-run", files=files)
+        return server
+
+    def _store(self) -> Mapping[str, str]:
+        server = self._stack.enter_context(S3Server())
+        found = {
+            "AWS_ENDPOINT_URL": server.url, "AWS_ACCESS_KEY_ID": "key-of-tests", "AWS_SECRET_ACCESS_KEY": "secret-of-tests",
+            "AWS_DEFAULT_REGION": "us-east-1", "AWS_CONFIG_FILE": "/nonexistent", "AWS_EC2_METADATA_DISABLED": "true",
+        }  # fmt: skip
+        store = fsspec.filesystem("s3", endpoint_url=server.url, key="k", secret="s", skip_instance_cache=True)
+        store.mkdir("bucket")
+        store.put(str(self._home / "page" / "out" / "checkpoint-500"), "bucket/run/checkpoint-500", recursive=True)
+        return found
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if blocks_of(page)])
+def test_a_page_does_what_it_says(page: str, tmp_path: Path) -> None:
+    home = tmp_path / "page"
+    (tmp_path / "home").mkdir()
+    home.mkdir()
+    prepare(page, home)
+    with World(tmp_path) as world, Reader(home, world.environment(page), GIVEN) as reader:
+        for block in blocks_of(page):
+            reader.follow(block)
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_no_code_escapes(page: str) -> None:
+    assert indented_code(page) == []
+    assert all(block.about for block in blocks_of(page) if block.mark)
+
+
+def test_an_option_that_does_not_exist_is_found() -> None:
+    block = next(block for block in blocks_of("docs/many.md") if block.mark == "not run")
+    check_options(block)
+    with pytest.raises(Exception, match="--nosuch"):
+        check_options(
+            type(block)(block.place, "sh", block.text.replace("zckpt to-bf16", "zckpt to-bf16 --nosuch"), "", "")
+        )
