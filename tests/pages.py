@@ -102,6 +102,11 @@ def check_options(block: Block) -> None:
                 pass
 
 
+def _unwrapped(text: str) -> str:
+    """Text in one line: pages and terminals have lines of different widths."""
+    return " ".join(text.split())
+
+
 class Reader:
     """Somebody who follows a page. Use as a context manager.
 
@@ -144,16 +149,16 @@ class Reader:
         errors = subprocess.STDOUT if together else subprocess.PIPE
         return subprocess.run(
             ["bash", "-c", script], cwd=self._directory, env=self._environment, text=True, stdout=subprocess.PIPE,
-            stderr=errors, timeout=300,
+            stderr=errors, timeout=600,
         )  # fmt: skip
 
     def _console(self, block: Block) -> None:
         for part in re.split(r"^\$ ", block.text, flags=re.MULTILINE)[1:]:
             command, expected = re.match(r"((?:[^\n]*\\\n)*[^\n]*\n)(.*)", part, re.DOTALL).groups()  # type: ignore[union-attr]
             printed = self._shell(command, together=True).stdout
-            pattern = re.escape(expected.strip()).replace(re.escape("..."), ".*?")
+            pattern = re.escape(_unwrapped(expected)).replace(re.escape("..."), ".*?")
             shown = f"{block.place}: {command}\nprints:\n{printed}\nthe page has:\n{expected}"
-            assert re.fullmatch(pattern, printed.strip(), re.DOTALL), shown
+            assert re.fullmatch(pattern, _unwrapped(printed)), shown
 
     def _execute(self, code: str, name: str) -> None:
         if self._python is None:

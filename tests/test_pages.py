@@ -44,7 +44,7 @@ class _Model(torch.nn.Module):
         super().__init__()
         self.layer = torch.nn.Linear(8, 8)
     def forward(self, x):
-        return self.layer(x).square().mean()
+        return self.layer(x.to(self.layer.weight.dtype)).square().mean()
 model, batch, steps, tokens, engine_or_model = _Model(), torch.ones(2, 8), 2, 0, _Model()
 batches = iter(lambda: batch, None)
 """
@@ -80,7 +80,14 @@ with zckpt.open_checkpoint("out/checkpoint-500") as _checkpoint:
 optimizer = torch.optim.AdamW(model.parameters())
 """
 
-GIVEN = {"model": MODEL, "training": TRAINING, "peft": PEFT, "fsdp": FSDP}
+ENGINE = """
+import zckpt.runtime
+engine, *_ = zckpt.runtime.initialize(model=model, config="ds_config.json")
+engine.backward(engine(batch))
+engine.step()
+"""
+
+GIVEN = {"model": MODEL, "training": TRAINING, "engine": ENGINE, "peft": PEFT, "fsdp": FSDP}
 
 CHECKPOINTS = {
     "out/checkpoint-500": "transformers/llama_zero3",
@@ -99,7 +106,7 @@ MORE = {
 
 
 CONVERTED = ("docs/push.md", "docs/verify.md")
-"""Pages that begin with weights/, made of out/checkpoint-500."""
+"""Pages that begin with weights/ and resumable/, made of out/checkpoint-500."""
 
 
 def put(fixture: str, place: Path) -> None:
@@ -116,6 +123,7 @@ def prepare(page: str, home: Path) -> None:
         put(fixture, home / name)
     if page in CONVERTED:
         zckpt.convert(home / "out" / "checkpoint-500", home / "weights", dtype="bf16")
+        zckpt.reshard(home / "out" / "checkpoint-500", home / "resumable", world_size=4)
     shutil.copy(FIXTURES / CHECKPOINTS["megatron"] / "config.json", home / "llama.json")
     (home / "text.txt").write_text("It was the best of times, it was the worst of times.\n" * 200)
     config = {
@@ -147,7 +155,7 @@ class World:
         }
         found = {
             **mine, "PATH": f"{BIN}{os.pathsep}{mine.get('PATH', '')}", "HOME": str(self._home / "home"), "NO_COLOR": "1",
-            "COLUMNS": "120", "OMP_NUM_THREADS": "1", "HF_HUB_DISABLE_XET": "1", "HF_HOME": str(self._home / "hf"),
+            "COLUMNS": "80", "OMP_NUM_THREADS": "1", "HF_HUB_DISABLE_XET": "1", "HF_HOME": str(self._home / "hf"),
             "PYTHONWARNINGS": "ignore",
         }  # fmt: skip
         text = (ROOT / page).read_text()
