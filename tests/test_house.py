@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 import subprocess
 import sys
@@ -47,6 +48,26 @@ def test_the_page_draws_the_house() -> None:
         named = {word for name in re.findall(r"`([\w.]+)`", homes[f"`{room.name}`"]) for word in name.split(".")}
         missing += [f"{room.name}.{path.stem}" for path in room.glob("*.py") if path.stem not in {"__init__", *named}]
     assert missing == []
+
+
+def test_words_that_are_no_longer_used_name_nothing() -> None:
+    """The glossary's "Not: `word`" holds for every name in the package, alone or between underscores."""
+    glossary = (TESTS.parent / "ARCHITECTURE.md").read_text().split("\n## Words\n")[1]
+    dropped = {
+        word for sentence in re.findall(r"Not:\s((?:`\w+`(?:,\s)?)+)", glossary) for word in sentence.split("`")[1::2]
+    }
+    assert dropped
+    found = set()
+    for path in ROOT.rglob("*.py"):
+        names = {path.stem}
+        for node in ast.walk(ast.parse(path.read_text())):
+            names |= {
+                value
+                for field in ("id", "attr", "name", "arg", "asname")
+                if isinstance(value := getattr(node, field, 0), str)
+            }
+        found |= {(str(path.relative_to(ROOT)), name) for name in names if dropped & {*re.split(r"[_.]", name.lower())}}
+    assert sorted(found) == []
 
 
 @pytest.mark.parametrize("kind", errors.ZckptError.__subclasses__())
