@@ -45,7 +45,7 @@ from zckpt.engine import batches  # noqa: E402
 from zckpt.engine.move import Mode, run  # noqa: E402
 from zckpt.engine.reference import cast  # noqa: E402
 from zckpt.engine.scan import scan  # noqa: E402
-from zckpt.engine.scan_requests import looks_against, looks_at  # noqa: E402
+from zckpt.engine.scan_requests import comparisons, requests_of  # noqa: E402
 from zckpt.engine.tensor_statistics import Relation  # noqa: E402
 from zckpt.storage.paths import file_store  # noqa: E402
 
@@ -208,10 +208,13 @@ def scans(root: Path) -> None:
     odd = tuple(Fragment(a, 3 + 4 * k, k, 1, 35_000, 2, 2) for k in (0, 1))
     wide, narrow = entry(a, F32, (70_000,), 0, *odd), entry(b, BF16, (70_000,), 3)
     for relation in (Relation(rounded=True), Relation(atol=1e-3, rtol=1e-2), Relation()):
-        one = scan(looks_against(wide, narrow, 0), relation=relation, engine="native", threads=6)
-        two = scan(looks_against(wide, narrow, 0), relation=relation, engine="reference")
-        assert one.tallies[0].differ == two.tallies[0].differ and one.tallies[0].nonzero == two.tallies[0].nonzero
-    assert scan(looks_at(wide, 0), engine="native", threads=6).tallies[0].count == 70_000
+        one = scan(comparisons(wide, narrow, 0), relation=relation, engine="native", threads=6)
+        two = scan(comparisons(wide, narrow, 0), relation=relation, engine="reference")
+        assert (
+            one.statistics[0].differ == two.statistics[0].differ
+            and one.statistics[0].nonzero == two.statistics[0].nonzero
+        )
+    assert scan(requests_of(wide, 0), engine="native", threads=6).statistics[0].count == 70_000
 
 
 def main() -> None:

@@ -29,7 +29,7 @@ from zckpt.containers import torch_zip
 from zckpt.core import plan
 from zckpt.core.fragments import FileStore
 from zckpt.engine import scan as scan_module
-from zckpt.engine.scan_requests import AGAINST, Sum, looks_at_bytes
+from zckpt.engine.scan_requests import AGAINST, CrcRange, request_of_bytes
 from zckpt.jobs.open import open_catalog
 from zckpt.storage.paths import file_store
 
@@ -620,5 +620,5 @@ def test_stores_with_one_path_are_one_file(tmp_path: Path) -> None:
     path = tmp_path / "f"
     path.write_bytes(bytes(range(100)))
     a, b = file_store(path), file_store(path)
-    report = scan_module.scan([looks_at_bytes(a, 0, 100)], [Sum(b, 0, 100)])
-    assert report.sums[0]
+    report = scan_module.scan([request_of_bytes(a, 0, 100)], [CrcRange(b, 0, 100)])
+    assert report.crcs[0]

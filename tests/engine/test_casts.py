@@ -25,7 +25,7 @@ from zckpt.engine.reference import cast as reference_cast
 from zckpt.engine.replicas import first_difference
 from zckpt.engine.rounding import rounded
 from zckpt.engine.scan import scan
-from zckpt.engine.scan_requests import looks_against
+from zckpt.engine.scan_requests import comparisons
 from zckpt.engine.tensor_statistics import Relation
 from zckpt.storage.paths import file_store
 
@@ -180,9 +180,9 @@ def test_scans_measure_alike(host: None, tmp_path: Path) -> None:
         TensorEntry(name, (len(a),), F32, "parameter", (Fragment(file_store(tmp_path / name), 0, 0, len(a)),))
         for name in ("a", "b")
     ]
-    found = scan(looks_against(entries[0], entries[1], 0), relation=Relation(atol=0.0, rtol=0.5), engine="native")
-    tally = found.tallies[0]
-    assert tally.nonzero == len(a) and tally.max_rel > 0.9 and tally.max_abs == math.ldexp(4998, -149)
+    found = scan(comparisons(entries[0], entries[1], 0), relation=Relation(atol=0.0, rtol=0.5), engine="native")
+    statistics = found.statistics[0]
+    assert statistics.nonzero == len(a) and statistics.max_rel > 0.9 and statistics.max_abs == math.ldexp(4998, -149)
 
 
 @pytest.mark.parametrize("dtype", [F32, F16, BF16], ids=str)

@@ -106,8 +106,8 @@ def test_the_threads_that_start_do_the_work_of_all(tmp_path: Path) -> None:
 def test_a_scan_without_threads_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "s").write_bytes(bytes(1 << 16))
     work = (
-        "from zckpt.engine.scan_requests import looks_at_bytes; store = test_engine.file_store(sys.argv[1] + '/s');"
-        "test_engine.scan([looks_at_bytes(store, 0, 1 << 16)], engine='native')"
+        "from zckpt.engine.scan_requests import request_of_bytes; store = test_engine.file_store(sys.argv[1] + '/s');"
+        "test_engine.scan([request_of_bytes(store, 0, 1 << 16)], engine='native')"
     )
     told = child(tmp_path, work, lambda: stacks(64 * GIB, 32 * GIB))
     assert told.startswith("ResourceError no thread could be started")

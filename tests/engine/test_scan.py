@@ -24,8 +24,16 @@ from zckpt.core.fragments import Fragment
 from zckpt.engine import scan_requests as looks
 from zckpt.engine.checksums import join
 from zckpt.engine.scan import scan
-from zckpt.engine.scan_requests import NUMBERS, SUM_SOURCE, Sum, look_at, looks_against, looks_at, looks_at_bytes
-from zckpt.engine.tensor_statistics import Relation, Tally
+from zckpt.engine.scan_requests import (
+    CRC_SOURCE,
+    NUMBERS,
+    CrcRange,
+    comparisons,
+    request_of,
+    request_of_bytes,
+    requests_of,
+)
+from zckpt.engine.tensor_statistics import Relation, Statistics
 from zckpt.storage.paths import file_store
 
 ENGINES = [("reference", 1), ("native", 1), ("native", 4)]
@@ -51,8 +59,8 @@ def stored(path: Path, data: bytes, dtype: DType, shape: tuple[int, ...], byteor
     return TensorEntry(path.name, shape, dtype, "parameter", (Fragment(file_store(path, byteorder), 3, 0, numel),))
 
 
-def agree(a: Tally, b: Tally) -> None:
-    exact = [f for f in Tally.__slots__ if f not in ("dot", "square", "other_square")]
+def agree(a: Statistics, b: Statistics) -> None:
+    exact = [f for f in Statistics.__slots__ if f not in ("dot", "square", "other_square")]
     assert [getattr(a, f) for f in exact] == [getattr(b, f) for f in exact]
     for name in ("dot", "square", "other_square"):
         x, y = getattr(a, name), getattr(b, name)
@@ -82,7 +90,7 @@ def numbers(rng: np.random.Generator, dtype: DType, numel: int) -> bytes:
 @pytest.mark.parametrize("byteorder", ["little", "big"])
 def test_numbers_are_counted_alike(dtype: DType, byteorder: str, tmp_path: Path) -> None:
     entry = stored(tmp_path / "a", numbers(np.random.default_rng(1), dtype, 70_001), dtype, (70_001,), byteorder)
-    found = [scan(looks_at(entry, 7), engine=name, threads=n).tallies for name, n in ENGINES]
+    found = [scan(requests_of(entry, 7), engine=name, threads=n).statistics for name, n in ENGINES]
     assert all(f.keys() == {7} for f in found)
     for other in found[1:]:
         agree(found[0][7], other[7])
@@ -97,10 +105,10 @@ def test_what_is_not_finite_is_counted_as_torch_does(engine: dict[str, object], 
             tensor = torch.tensor([math.nan, math.inf, -math.inf, 0.0, -0.0, 1.0]).to(getattr(torch, dtype.torch_name))
             every = tensor.numpy().tobytes()
         entry = stored(tmp_path / dtype.name, every, dtype, (tensor.numel(),))
-        tally = scan(looks_at(entry, 0), **engine).tallies[0]
-        assert tally.nan == int(tensor.isnan().sum())
-        assert tally.inf == int(tensor.isinf().sum())
-        assert tally.nonzero == int((tensor != 0).sum())
+        statistics = scan(requests_of(entry, 0), **engine).statistics[0]
+        assert statistics.nan == int(tensor.isnan().sum())
+        assert statistics.inf == int(tensor.isinf().sum())
+        assert statistics.nonzero == int((tensor != 0).sum())
 
 
 PAIRS = [(F32, F32), (F32, BF16), (F16, F32), (F64, F32), (BF16, F16), (BF16, BF16), (BY_NAME["F8_E4M3"], F32)]
@@ -134,7 +142,7 @@ def test_two_tensors_are_compared_alike(data: st.DataObject, tmp_path_factory: p
         relations.append(Relation(rounded=True))
     for relation in relations:
         found = [
-            scan(looks_against(*entries, 3), relation=relation, engine=name, threads=n).tallies[3]
+            scan(comparisons(*entries, 3), relation=relation, engine=name, threads=n).statistics[3]
             for name, n in ENGINES
         ]
         for other in found[1:]:
@@ -146,11 +154,11 @@ def test_bits_count_and_tolerances_forgive(engine: dict[str, object], tmp_path: 
     x = np.array([1.0, -0.0, math.nan, 2.0, 1e-8, math.inf], "<f4")
     y = np.array([1.0, 0.0, math.nan, 2.5, 0.0, -math.inf], "<f4")
     pair = stored(tmp_path / "x", x.tobytes(), F32, (6,)), stored(tmp_path / "y", y.tobytes(), F32, (6,))
-    exact = scan(looks_against(*pair, 0), **engine).tallies[0]
+    exact = scan(comparisons(*pair, 0), **engine).statistics[0]
     assert (exact.differ, exact.first, exact.max_abs, exact.nan, exact.other_inf) == (4, 1, math.inf, 1, 1)
-    close = scan(looks_against(*pair, 0), relation=Relation(atol=1e-6), **engine).tallies[0]
+    close = scan(comparisons(*pair, 0), relation=Relation(atol=1e-6), **engine).statistics[0]
     assert (close.differ, close.first) == (2, 3)
-    looser = scan(looks_against(*pair, 0), relation=Relation(rtol=0.2, atol=1e-6), **engine).tallies[0]
+    looser = scan(comparisons(*pair, 0), relation=Relation(rtol=0.2, atol=1e-6), **engine).statistics[0]
     assert (looser.differ, looser.first) == (1, 5)
 
 
@@ -161,20 +169,20 @@ def test_a_rounded_copy_is_torchs(engine: dict[str, object], half: DType, tmp_pa
     copy = masters.to(getattr(torch, half.torch_name))
     a = stored(tmp_path / "a", masters.numpy().tobytes(), F32, (50_000,))
     b = stored(tmp_path / "b", copy.view(torch.int16).numpy().tobytes(), half, (50_000,))
-    tally = scan(looks_against(a, b, 0), relation=Relation(rounded=True), **engine).tallies[0]
-    assert (tally.differ, tally.first, tally.nan, tally.inf) == (0, None, 1, 1)
+    statistics = scan(comparisons(a, b, 0), relation=Relation(rounded=True), **engine).statistics[0]
+    assert (statistics.differ, statistics.first, statistics.nan, statistics.inf) == (0, None, 1, 1)
     copy[777] += 64
     b = stored(tmp_path / "c", copy.view(torch.int16).numpy().tobytes(), half, (50_000,))
-    tally = scan(looks_against(a, b, 0), relation=Relation(rounded=True), **engine).tallies[0]
-    assert (tally.differ, tally.first) == (1, 777)
+    statistics = scan(comparisons(a, b, 0), relation=Relation(rounded=True), **engine).statistics[0]
+    assert (statistics.differ, statistics.first) == (1, 777)
 
 
 def test_cosine(engine: dict[str, object], tmp_path: Path) -> None:
     x, y = np.random.default_rng(0).standard_normal((2, 9999)).astype("<f4")
     pair = stored(tmp_path / "x", x.tobytes(), F32, (9999,)), stored(tmp_path / "y", y.tobytes(), F32, (9999,))
-    found = scan(looks_against(*pair, 0), **engine).tallies[0].cosine
+    found = scan(comparisons(*pair, 0), **engine).statistics[0].cosine
     assert math.isclose(found, float(x @ y / np.linalg.norm(x) / np.linalg.norm(y)), rel_tol=1e-4)
-    assert scan(looks_against(pair[0], pair[0], 0), **engine).tallies[0].cosine == 1.0
+    assert scan(comparisons(pair[0], pair[0], 0), **engine).statistics[0].cosine == 1.0
 
 
 def test_every_cut_of_both_sides(engine: dict[str, object], tmp_path: Path) -> None:
@@ -194,13 +202,13 @@ def test_every_cut_of_both_sides(engine: dict[str, object], tmp_path: Path) -> N
     a = TensorEntry("x", (60, 64), i32, "buffer", tuple(columns))
     b = TensorEntry("x", (60, 64), i32, "buffer", tuple(rows))
     for pair in ((a, b), (b, a)):
-        tally = scan(looks_against(*pair, 0), **engine).tallies[0]
-        assert (tally.count, tally.differ, tally.first) == (60 * 64, 1, 41 * 64 + 7)
+        statistics = scan(comparisons(*pair, 0), **engine).statistics[0]
+        assert (statistics.count, statistics.differ, statistics.first) == (60 * 64, 1, 41 * 64 + 7)
     transposed = tuple(Fragment(file_store(tmp_path / "r0"), 4 * c, 20 * c, 1, 20, 1, 64) for c in range(64))
     flipped = TensorEntry("t", (64, 20), i32, "buffer", transposed)
     (tmp_path / "t").write_bytes(np.ascontiguousarray(other[:20].T).tobytes())
     straight = TensorEntry("t", (64, 20), i32, "buffer", (Fragment(file_store(tmp_path / "t"), 0, 0, 1280),))
-    assert scan(looks_against(flipped, straight, 0), **engine).tallies[0].differ == 0
+    assert scan(comparisons(flipped, straight, 0), **engine).statistics[0].differ == 0
 
 
 @pytest.mark.parametrize("byteorder", ["little", "big"])
@@ -209,20 +217,20 @@ def test_checksums_of_what_passes_by(engine: dict[str, object], byteorder: str, 
     path = tmp_path / "f"
     path.write_bytes(data)
     store = file_store(path, byteorder)
-    sums = [Sum(store, 0, 5), Sum(store, 5, 1_999_995), Sum(store, 2_000_000, 1_000_000)]
+    sums = [CrcRange(store, 0, 5), CrcRange(store, 5, 1_999_995), CrcRange(store, 2_000_000, 1_000_000)]
     tensors = [
         TensorEntry(str(i), (n,), F32, "parameter", (Fragment(store, at, 0, n),))
         for i, (at, n) in enumerate([(100, 10), (140, 400_000), (2_100_000, 1000)])
     ]
-    looks = [look_at(entry.fragments[0], F32, i, NUMBERS | SUM_SOURCE) for i, entry in enumerate(tensors)]
+    looks = [request_of(entry.fragments[0], F32, i, NUMBERS | CRC_SOURCE) for i, entry in enumerate(tensors)]
     gaps = [(0, 100), (1_600_140, 499_860), (2_104_000, 896_000)]
-    looks += [looks_at_bytes(store, start, nbytes) for start, nbytes in gaps]
+    looks += [request_of_bytes(store, start, nbytes) for start, nbytes in gaps]
     report = scan(looks, sums, **engine)
     for number, wanted in enumerate(sums):
-        crc = join(report.sums[number], wanted.start, wanted.nbytes)
+        crc = join(report.crcs[number], wanted.start, wanted.nbytes)
         assert crc == zlib.crc32(data[wanted.start : wanted.start + wanted.nbytes])
     assert report.bytes_read == len(data)
-    assert report.tallies[1].count == 400_000
+    assert report.statistics[1].count == 400_000
 
 
 def test_small_neighbours_are_one_read(tmp_path: Path) -> None:
@@ -231,8 +239,8 @@ def test_small_neighbours_are_one_read(tmp_path: Path) -> None:
     store = file_store(path)
     entries = [TensorEntry(str(i), (10,), F32, "parameter", (Fragment(store, 40 * i, 0, 10),)) for i in range(10_000)]
     inject(False, 0, 0)
-    report = scan((look for i, entry in enumerate(entries) for look in looks_at(entry, i)), engine="native")
-    assert len(report.tallies) == 10_000 and calls(False) == 1
+    report = scan((look for i, entry in enumerate(entries) for look in requests_of(entry, i)), engine="native")
+    assert len(report.statistics) == 10_000 and calls(False) == 1
 
 
 def test_large_looks_are_cut_for_their_batches(
@@ -243,8 +251,8 @@ def test_large_looks_are_cut_for_their_batches(
     y = x.copy()
     y[4321] = 9
     pair = stored(tmp_path / "x", x.tobytes(), F32, (5000,)), stored(tmp_path / "y", y.tobytes(), F32, (5000,))
-    tally = scan(looks_against(*pair, 0), **engine).tallies[0]
-    assert (tally.count, tally.differ, tally.first) == (5000, 1, 4321)
+    statistics = scan(comparisons(*pair, 0), **engine).statistics[0]
+    assert (statistics.count, statistics.differ, statistics.first) == (5000, 1, 4321)
 
 
 @pytest.mark.parametrize("nth", [1, 2, 3])
@@ -253,10 +261,10 @@ def test_faults_of_the_disk(nth: int, tmp_path: Path) -> None:
     pair = stored(tmp_path / "x", x.tobytes(), F32, (1 << 20,)), stored(tmp_path / "y", x.tobytes(), F32, (1 << 20,))
     for kind in (-2, errno.EINTR):
         inject(False, nth, kind)
-        assert scan(looks_against(*pair, 0), engine="native").tallies[0].differ == 0
+        assert scan(comparisons(*pair, 0), engine="native").statistics[0].differ == 0
     inject(False, nth, errno.EIO)
     with pytest.raises(CorruptError, match="cannot be read"):
-        scan(looks_against(*pair, 0), engine="native")
+        scan(comparisons(*pair, 0), engine="native")
 
 
 def test_a_file_that_shrank_or_changed(engine: dict[str, object], tmp_path: Path) -> None:
@@ -264,7 +272,7 @@ def test_a_file_that_shrank_or_changed(engine: dict[str, object], tmp_path: Path
     before = os.stat(tmp_path / "x")
     os.truncate(tmp_path / "x", 20_000)
     with pytest.raises(InconsistentError, match="changed"):
-        scan(looks_at(entry, 0), **engine)
+        scan(requests_of(entry, 0), **engine)
     os.utime(tmp_path / "x", ns=(before.st_atime_ns, before.st_mtime_ns))
     with pytest.raises(CorruptError, match="ends too early"):
-        scan(looks_at(entry, 0), **engine)
+        scan(requests_of(entry, 0), **engine)

@@ -24,16 +24,16 @@ from zckpt.engine.checksums import join
 from zckpt.engine.scan import scan
 from zckpt.engine.scan_requests import (
     AGAINST,
+    CRC_OTHER,
+    CRC_SOURCE,
     NUMBERS,
-    SUM_OTHER,
-    SUM_SOURCE,
-    Look,
-    Sum,
-    look_at,
-    looks_against,
-    looks_at_bytes,
+    CrcRange,
+    ScanRequest,
+    comparisons,
+    request_of,
+    request_of_bytes,
 )
-from zckpt.engine.tensor_statistics import Relation, Tally
+from zckpt.engine.tensor_statistics import Relation, Statistics
 
 _SMALL_BYTES = 64 << 10
 
@@ -151,9 +151,9 @@ class Findings:
     records: int
     wrong_records: tuple[tuple[str, str], ...]
     wrong_files: tuple[str, ...]
-    tensors: dict[str, Tally] = field(default_factory=dict[str, Tally])
-    copies: tuple[tuple[str, Replica, Tally], ...] = ()
-    padding: tuple[Tally, ...] = ()
+    tensors: dict[str, Statistics] = field(default_factory=dict[str, Statistics])
+    copies: tuple[tuple[str, Replica, Statistics], ...] = ()
+    padding: tuple[Statistics, ...] = ()
 
 
 def examine(
@@ -174,7 +174,7 @@ def examine(
         CorruptError: a file ends too early, or cannot be read.
     """
     parts = [_parts(file) for file in files]
-    sums = [Sum(file.store, *part) for file, own in zip(files, parts, strict=True) for part in own]
+    sums = [CrcRange(file.store, *part) for file, own in zip(files, parts, strict=True) for part in own]
     tour = _Tour(catalog, {file.store: own for file, own in zip(files, parts, strict=True)})
     total = sum(nbytes for own in parts for _, nbytes in own)
     report = scan(tour.looks(), sums, relation=Relation(rounded=True), total_bytes=total, progress=progress, **pace)
@@ -184,7 +184,7 @@ def examine(
     for file, own in zip(files, parts, strict=True):
         crcs = {}
         for start, nbytes in own:
-            crcs[start] = (start, nbytes, join(report.sums.get(number, ()), start, nbytes))
+            crcs[start] = (start, nbytes, join(report.crcs.get(number, ()), start, nbytes))
             number += 1
         for name, offset, nbytes, crc in file.records:
             records += 1
@@ -193,15 +193,15 @@ def examine(
         if file.crc32 is not None and join(crcs.values(), 0, file.store.size) != file.crc32:
             wrong_files.append(file.name)
     entries = tour.entries
-    tallies = {e.name: report.tallies.get(i, Tally()) for i, e in enumerate(entries) if isinstance(e, TensorEntry)}
-    padding = tuple(report.tallies.get(i, Tally()) for i, e in enumerate(entries) if isinstance(e, Padding))
+    counted = {e.name: report.of(i) for i, e in enumerate(entries) if isinstance(e, TensorEntry)}
+    padding = tuple(report.of(i) for i, e in enumerate(entries) if isinstance(e, Padding))
     copies = tuple(
-        (e.name, replica, report.tallies.get(tour.number_of(i, copy), Tally()))
+        (e.name, replica, report.of(tour.number_of(i, copy)))
         for i, e in enumerate(entries)
         if isinstance(e, TensorEntry)
         for copy, replica in enumerate(e.replicas)
     )
-    return Findings(report.bytes_read, records, tuple(wrong_records), tuple(wrong_files), tallies, copies, padding)
+    return Findings(report.bytes_read, records, tuple(wrong_records), tuple(wrong_files), counted, copies, padding)
 
 
 def _parts(file: CheckedFile) -> list[tuple[int, int]]:
@@ -297,13 +297,13 @@ class _Tour:
                     end, last = stop, unit
         return shared
 
-    def _pair_looks(self, number: int, entry: TensorEntry) -> Iterator[Look]:
+    def _pair_looks(self, number: int, entry: TensorEntry) -> Iterator[ScanRequest]:
         """A tensor against its copy, and once more for each further copy."""
         for index, replica in enumerate(entry.replicas):
             copy = replace(entry, dtype=replica.dtype, fragments=replica.fragments, replicas=())
-            yield from looks_against(replace(entry, replicas=()), copy, self.number_of(number, index))
+            yield from comparisons(replace(entry, replicas=()), copy, self.number_of(number, index))
 
-    def looks(self) -> Iterator[Look]:
+    def looks(self) -> Iterator[ScanRequest]:
         """All looks, file by file, in the order of each file."""
         for path in sorted(self._wanted.keys() | self._units.keys()):
             rest = self._unclaimed(path)
@@ -317,22 +317,22 @@ class _Tour:
                 yield gap
                 gap = next(rest, None)
 
-    def _unit_looks(self, number: int, index: int, unit: int) -> Iterator[Look]:
+    def _unit_looks(self, number: int, index: int, unit: int) -> Iterator[ScanRequest]:
         entry = self.entries[number]
         free = unit not in self._shared
         if index != _ALL:
             fragment = entry.fragments[index]
-            how = NUMBERS | (SUM_SOURCE if free and _is_dense(fragment) else 0)
-            yield look_at(fragment, entry.dtype, number, how)
+            how = NUMBERS | (CRC_SOURCE if free and _is_dense(fragment) else 0)
+            yield request_of(fragment, entry.dtype, number, how)
             return
         assert isinstance(entry, TensorEntry)
         for look in self._pair_looks(number, entry):
             in_source, in_other = _dense_sides(look.move) if free else (False, False)
             in_source = in_source and look.move.tensor == number  # further copies read it again
-            how = NUMBERS | AGAINST | (SUM_SOURCE if in_source else 0) | (SUM_OTHER if in_other else 0)
+            how = NUMBERS | AGAINST | (CRC_SOURCE if in_source else 0) | (CRC_OTHER if in_other else 0)
             yield look._replace(how=how)
 
-    def _unclaimed(self, path: str) -> Iterator[Look]:
+    def _unclaimed(self, path: str) -> Iterator[ScanRequest]:
         """What is wanted of a file, where no look at numbers counts for it."""
         if path not in self._wanted:
             return
@@ -344,7 +344,7 @@ class _Tour:
             number = first
             while number < len(runs) and runs[number][0] < high:
                 start, stop = runs[number]
-                yield looks_at_bytes(store, max(start, low), min(stop, high) - max(start, low))
+                yield request_of_bytes(store, max(start, low), min(stop, high) - max(start, low))
                 number += 1
 
     def _gaps(self, path: str, size: int) -> Iterator[tuple[int, int]]:
@@ -383,9 +383,9 @@ def _rows(flat: array[int], width: int) -> Iterator[tuple[int, ...]]:
         yield tuple(column[row] for column in columns)
 
 
-def non_finite(tallies: dict[str, Tally]) -> dict[str, tuple[int, int]]:
+def non_finite(counted: dict[str, Statistics]) -> dict[str, tuple[int, int]]:
     """Name -> (NaNs, infinities), where there are any."""
-    return {name: (tally.nan, tally.inf) for name, tally in tallies.items() if tally.nan or tally.inf}
+    return {name: (one.nan, one.inf) for name, one in counted.items() if one.nan or one.inf}
 
 
 def numel_of(padding: Sequence[Padding]) -> int:

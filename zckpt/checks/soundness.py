@@ -30,7 +30,7 @@ from zckpt.checks.verdict import Check, few
 from zckpt.containers import open_container
 from zckpt.core.catalog import Catalog, Replica, TensorEntry
 from zckpt.engine import replicas
-from zckpt.engine.tensor_statistics import Tally
+from zckpt.engine.tensor_statistics import Statistics
 from zckpt.jobs.open import open_catalog, strip_wrappers
 from zckpt.jobs.options import OpenOptions
 from zckpt.layouts.places import Place, find
@@ -294,9 +294,12 @@ def _add_copies(state: Examined, catalog: Catalog, bad: Sequence[tuple[Replica, 
 
 def _add_whole_copies(state: Examined, catalog: Catalog, findings: Findings) -> None:
     bad = [
-        (replica, f"{name!r}: {tally.differ:,} of {tally.count:,} elements, the first is number {tally.first:,}")
-        for name, replica, tally in findings.copies
-        if tally.differ
+        (
+            replica,
+            f"{name!r}: {statistics.differ:,} of {statistics.count:,} elements, the first is number {statistics.first:,}",
+        )
+        for name, replica, statistics in findings.copies
+        if statistics.differ
     ]
     _add_copies(state, catalog, bad, "in every element")
 
@@ -326,12 +329,12 @@ def check_compared(
     return findings.bytes_read
 
 
-def _add_padding(state: Examined, catalog: Catalog, found: Sequence[Tally]) -> None:
+def _add_padding(state: Examined, catalog: Catalog, found: Sequence[Statistics]) -> None:
     """Whether padding is zero, where the layout says that it is."""
     problems = [
-        f"{tally.nonzero:,} of {tally.count:,} elements in {os.path.basename(str(pad.fragments[0].store))!r} are not zero"
-        for pad, tally in zip(catalog.zeros, found, strict=True)
-        if tally.nonzero
+        f"{one.nonzero:,} of {one.count:,} elements in {os.path.basename(str(pad.fragments[0].store))!r} are not zero"
+        for pad, one in zip(catalog.zeros, found, strict=True)
+        if one.nonzero
     ]
     state.add(
         "padding",

@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import os
 import tempfile
-import warnings
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
@@ -23,6 +22,7 @@ from zckpt.core.fragments import FileStore
 from zckpt.core.plan import OutputFile, Plan
 from zckpt.engine.batches import Batch, batches, element_bytes, ranges
 from zckpt.engine.checksums import Partial, joined, seal
+from zckpt.engine.choice import choose
 from zckpt.engine.ordered_output import Consumer, OrderedOutput, keeps_bytes
 from zckpt.engine.output_files import create, opened
 from zckpt.engine.prefetch import localized, moved_near
@@ -176,20 +176,6 @@ def run(
     return MoveReport(plan.bytes_read, written, mover.overflows, mover.engine, tuple(reported))
 
 
-def choose(engine: Literal["auto", "native", "reference"]) -> str:
-    """Which engine works, "native" or "reference"; a person is told of the slow one.
-
-    Raises:
-        UnsupportedError: the one that is wanted was not built.
-    """
-    if engine == "native" and native_run is None:
-        raise UnsupportedError("an engine that was not built", found="zckpt._core is missing")
-    chosen = "reference" if engine == "reference" or native_run is None else "native"
-    if engine == "auto" and chosen == "reference":
-        warnings.warn("zckpt's C++ engine was not built: the slow Python one is used.", RuntimeWarning, stacklevel=4)
-    return chosen
-
-
 def refuse(plan: Plan, consumers: Collection[str] = (), mode: Mode = Mode.DURABLE) -> None:
     """Refuses what cannot be carried out.
 
@@ -250,7 +236,7 @@ class Mover:
         keep_cache: bool | None = None,
         bytes_per_s: int | None = None,
     ) -> None:
-        self.engine = choose(engine)
+        self.engine = choose(engine, built=native_run is not None)
         self.give_back = gives_back(keep_cache, plan.bytes_read + plan.bytes_written)
         self.overflows: dict[int, CastLoss] = {}
         self.ordered: dict[int, OrderedOutput] = {}

@@ -1,4 +1,4 @@
-"""Sources on other machines, for mover and scan: the byte ranges of a batch are fetched, and its moves then read memory.
+"""Sources on other machines, for `move` and `scan`: the byte ranges of a batch are fetched, and its moves then read memory.
 
 A batch names a bounded number of such bytes (`batches.MOST_REMOTE_BYTES`). While the engine works on one, the next is
 fetched, so memory is two of them, whatever the checkpoint. Local sources pass as they are.
@@ -23,8 +23,8 @@ def localized(batches: Iterable[AnyBatch], near: Callable[[AnyBatch], AnyBatch])
     """The same batches, in order, with sources in reach of the engines.
 
     Args:
-        batches: of moves or looks.
-        near: gives a batch whose sources lie in memory.
+        batches: of moves or scan requests.
+        near: returns a batch whose sources are in memory.
 
     Raises:
         RemoteError: a source could not be fetched.

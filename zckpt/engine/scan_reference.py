@@ -1,4 +1,4 @@
-"""The reference engine of a scan: one look after another, with numpy. Slow, and obviously right.
+"""The reference engine of a scan: one request after another, with numpy. Slow, and obviously right.
 
 For `scan`, where the C++ engine was not built, and for tests, which hold that engine to it.
 """
@@ -11,63 +11,54 @@ from typing import Any
 
 from zckpt.base.errors import UnsupportedError
 from zckpt.core.dtypes import BY_NAME, DType
-from zckpt.core.fragments import Store
-from zckpt.core.plan import Move
 from zckpt.engine.elements import native, read_elements
 from zckpt.engine.reference import cast, widen
-from zckpt.engine.tensor_statistics import Relation, Tally
+from zckpt.engine.scan_requests import AGAINST, CRC_OTHER, CRC_SOURCE, NUMBERS, ScanBatch
+from zckpt.engine.tensor_statistics import Relation, Statistics
 
 _PART = 1 << 18
 """Elements looked at together."""
 
-NUMBERS, AGAINST, SUM_SOURCE, SUM_OTHER = 1, 2, 4, 8
-
 
 def scan_batch(
-    stores: Sequence[Store],
-    descriptors: Sequence[tuple[int, int]],
-    moves: Sequence[tuple[int, int, Move]],
-    looks: Sequence[int],
-    ranges: Sequence[tuple[int, int, int, int]],
-    relation: Relation,
-) -> tuple[list[tuple[int, int, int, int]], list[tuple[int, Tally]]]:
-    """Carries out a batch; returns partial CRCs (range, CRC, offset, bytes) and tallies (tensor, tally)."""
+    batch: ScanBatch, descriptors: Sequence[tuple[int, int]], relation: Relation
+) -> tuple[list[tuple[int, int, int, int]], list[tuple[int, Statistics]]]:
+    """Scans a batch; returns partial CRCs (range, CRC, offset, bytes) and what was counted of tensors (tensor, statistics)."""
     crcs: list[tuple[int, int, int, int]] = []
-    tallies: list[tuple[int, Tally]] = []
+    found: list[tuple[int, Statistics]] = []
 
-    def take_sums(number: int, offset: int, data: bytes) -> None:
-        for store, range_, start, nbytes in ranges:
+    def take_crcs(number: int, offset: int, data: bytes) -> None:
+        for store, range_, start, nbytes in batch.ranges:
             low, high = max(offset, start), min(offset + len(data), start + nbytes)
             if store == number and low < high:
                 crcs.append((range_, zlib.crc32(data[low - offset : high - offset]), low, high - low))
 
-    for (src, dst, move), how in zip(moves, looks, strict=True):
+    def read(number: int, offset: int, count: int, step: int, dtype: DType, *, crc: int) -> bytes:
+        store = batch.stores[number]
+        data = read_elements(store, descriptors[number][0], offset, count, step, dtype.itemsize)
+        if crc:
+            take_crcs(number, offset, data)
+        return native(data, dtype, store.byteorder)
+
+    for (src, dst, move), how in zip(batch.moves, batch.flags, strict=True):
+        a_dtype, b_dtype = move.src_dtype, move.dst_dtype
         for row in range(move.rows):
             for first in range(0, move.count, _PART):
                 n = min(_PART, move.count - first)
-                at = move.src_offset + row * move.src_pitch + first * move.src_step * move.src_dtype.itemsize
-                a = read_elements(stores[src], descriptors[src][0], at, n, move.src_step, move.src_dtype.itemsize)
-                if how & SUM_SOURCE:
-                    take_sums(src, at, a)
-                if not how & (NUMBERS | AGAINST):
-                    continue
-                number = move.start + row * move.pitch + first
-                b = b""
+                at = move.src_offset + row * move.src_pitch + first * move.src_step * a_dtype.itemsize
+                a, b = read(src, at, n, move.src_step, a_dtype, crc=how & CRC_SOURCE), None
                 if how & AGAINST:
-                    at = move.dst_offset + row * move.dst_pitch + first * move.dst_step * move.dst_dtype.itemsize
-                    b = read_elements(stores[dst], descriptors[dst][0], at, n, move.dst_step, move.dst_dtype.itemsize)
-                    if how & SUM_OTHER:
-                        take_sums(dst, at, b)
-                    b = native(b, move.dst_dtype, stores[dst].byteorder)
-                a = native(a, move.src_dtype, stores[src].byteorder)
-                tally = tally_of(a, move.src_dtype, b if how & AGAINST else None, move.dst_dtype, number, relation)
-                tallies.append((move.tensor, tally))
-    return crcs, tallies
+                    at = move.dst_offset + row * move.dst_pitch + first * move.dst_step * b_dtype.itemsize
+                    b = read(dst, at, n, move.dst_step, b_dtype, crc=how & CRC_OTHER)
+                if how & (NUMBERS | AGAINST):
+                    number = move.start + row * move.pitch + first
+                    found.append((move.tensor, statistics_of(a, a_dtype, b, b_dtype, number, relation)))
+    return crcs, found
 
 
-def tally_of(
+def statistics_of(
     a: bytes, a_dtype: DType, b: bytes | None, b_dtype: DType, start: int = 0, relation: Relation | None = None
-) -> Tally:
+) -> Statistics:
     """What there is to count of numbers, or of two arrays of them."""
     import numpy as np
 
@@ -79,21 +70,21 @@ def tally_of(
         x = widen(a, a_dtype).astype(np.float64)
         counts = (len(x), int(np.isnan(x).sum()), int(np.isinf(x).sum()), int((x != 0).sum()))
         if b is None:
-            return Tally(*counts)
+            return Statistics(*counts)
         if (a_dtype.kind == "float") != (b_dtype.kind == "float"):
-            raise UnsupportedError("numbers that cannot be compared", found=f"{a_dtype} and {b_dtype}")
+            raise UnsupportedError("these numbers cannot be compared", found=f"{a_dtype} and {b_dtype}")
         y = widen(b, b_dtype).astype(np.float64)
         if relation.rounded:
             x = widen(cast(a, a_dtype, b_dtype, "little", False)[0], b_dtype).astype(np.float64)
         differ = ~_same(a, a_dtype, x, b, b_dtype, y, relation)
         first = start + int(differ.argmax()) if differ.any() else None
         if relation.rounded:
-            return Tally(*counts, differ=int(differ.sum()), first=first)
+            return Statistics(*counts, differ=int(differ.sum()), first=first)
         finite = np.isfinite(x) & np.isfinite(y)
         gap, larger = np.abs(x - y)[finite], np.maximum(np.abs(x), np.abs(y))[finite]
         apart = (~finite & (x != y) & ~(np.isnan(x) & np.isnan(y))).any()
         p, q = x[finite], y[finite]
-        return Tally(
+        return Statistics(
             *counts,
             int(np.isnan(y).sum()),
             int(np.isinf(y).sum()),

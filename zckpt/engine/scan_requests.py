@@ -1,6 +1,6 @@
-"""Looks: what a scan is to read and why, in parts of bounded size, with what lies on other machines in reach.
+"""What a scan reads and why, in parts of bounded size, with what is on other machines fetched.
 
-For `scan`, and for those who ask it: `verify` and `diff`.
+For `scan`, and for its callers: `verify`, `diff` and `delivery`.
 """
 
 from __future__ import annotations
@@ -19,21 +19,21 @@ from zckpt.engine.prefetch import in_memory
 from zckpt.storage import fsspec_io
 from zckpt.storage.descriptors import MOST_STORES
 
-NUMBERS, AGAINST, SUM_SOURCE, SUM_OTHER = 1, 2, 4, 8
-"""What a look is for; the flags of `csrc/scan.h`."""
+NUMBERS, AGAINST, CRC_SOURCE, CRC_OTHER = 1, 2, 4, 8
+"""What a request is for; the flags of `csrc/scan.h`."""
 
 _MOST_BYTES = 8 << 30
-"""Of one batch: every part of it has a tally until its end."""
+"""Of one batch: every part of it has a statistics until its end."""
 
 
-class Look(NamedTuple):
-    """One move's source, to be looked at; with `AGAINST`, to be compared with its destination."""
+class ScanRequest(NamedTuple):
+    """One move's source, to be read; with `AGAINST`, to be compared with its destination."""
 
     move: Move
     how: int
 
 
-class Sum(NamedTuple):
+class CrcRange(NamedTuple):
     """Bytes of a file whose CRC-32 is wanted."""
 
     store: FileStore
@@ -41,15 +41,15 @@ class Sum(NamedTuple):
     nbytes: int
 
 
-def looks_at(entry: TensorEntry | Padding, tensor: int) -> Iterator[Look]:
-    """Looks at all elements of a tensor."""
+def requests_of(entry: TensorEntry | Padding, tensor: int) -> Iterator[ScanRequest]:
+    """Requests for all elements of a tensor."""
     for fragment in entry.fragments:
         if fragment.numel:
-            yield look_at(fragment, entry.dtype, tensor)
+            yield request_of(fragment, entry.dtype, tensor)
 
 
-def look_at(fragment: Fragment, dtype: DType, tensor: int, how: int = NUMBERS) -> Look:
-    """A look at all elements of a fragment."""
+def request_of(fragment: Fragment, dtype: DType, tensor: int, how: int = NUMBERS) -> ScanRequest:
+    """A request for all elements of a fragment."""
     step = fragment.store_pitch * dtype.itemsize
     move = Move(
         *(fragment.store, fragment.byte_offset, fragment.store, fragment.byte_offset, fragment.count, dtype, dtype),
@@ -60,17 +60,17 @@ def look_at(fragment: Fragment, dtype: DType, tensor: int, how: int = NUMBERS) -
         start=fragment.start,
         pitch=fragment.pitch,
     )
-    return Look(move, how)
+    return ScanRequest(move, how)
 
 
-def looks_against(a: TensorEntry, b: TensorEntry, tensor: int) -> Iterator[Look]:
+def comparisons(a: TensorEntry, b: TensorEntry, tensor: int) -> Iterator[ScanRequest]:
     """Comparisons of all elements of two tensors of one shape."""
-    return (Look(move, NUMBERS | AGAINST) for move in route(a, b, tensor))
+    return (ScanRequest(move, NUMBERS | AGAINST) for move in route(a, b, tensor))
 
 
-def looks_at_bytes(store: FileStore, start: int, nbytes: int) -> Look:
-    """Reads bytes for their CRC only."""
-    return Look(Move(store, start, store, start, nbytes, U8, U8, 0), SUM_SOURCE)
+def request_of_bytes(store: FileStore, start: int, nbytes: int) -> ScanRequest:
+    """A request for bytes, for their CRC only."""
+    return ScanRequest(Move(store, start, store, start, nbytes, U8, U8, 0), CRC_SOURCE)
 
 
 @dataclass(slots=True)
@@ -78,33 +78,33 @@ class ScanBatch(Batch):
     """A batch, with what is to be done to each of its moves.
 
     Attributes:
-        looks: flags, move by move.
-        places: of a batch that was fetched, range by range: number of the sum, and the byte of the file at which its store
+        flags: of the requests, move by move.
+        places: of a batch that was fetched, range by range: number of the CRC range, and the byte of the file at which its store
             begins.
         far_bytes: that are to be fetched.
     """
 
-    looks: list[int] = field(default_factory=list[int])
+    flags: list[int] = field(default_factory=list[int])
     places: list[tuple[int, int]] = field(default_factory=list[tuple[int, int]])
     far_bytes: int = 0
 
 
-def look_batches(looks: Iterable[Look], sums: Sequence[Sum]) -> Iterator[ScanBatch]:
-    """Looks in parts of bounded size."""
+def scan_batches(requests: Iterable[ScanRequest], crc_ranges: Sequence[CrcRange]) -> Iterator[ScanBatch]:
+    """Requests in parts of bounded size."""
     by_path: dict[str, list[tuple[int, int, int]]] = {}
-    for number, wanted in enumerate(sums):
+    for number, wanted in enumerate(crc_ranges):
         by_path.setdefault(wanted.store.path, []).append((number, wanted.start, wanted.nbytes))
     batch = ScanBatch()
     reach: dict[str, tuple[int, int]] = {}  # file on another machine -> its bytes that were named last
-    for look in looks:
-        for part in _parts(look):
+    for request in requests:
+        for part in _parts(request):
             for store in (part.move.src, part.move.dst):
                 if id(store) not in batch.numbers:
                     ranges = by_path.get(str(store), ())
                     batch.ranges += [(batch.number(store), *numbers) for numbers in ranges]
             batch.add(part.move, _nbytes(part))
-            batch.looks.append(part.how)
-            for path, start, stop in _far(part):  # looks that name the same bytes share them
+            batch.flags.append(part.how)
+            for path, start, stop in _far(part):  # requests that name the same bytes share them
                 first, last = reach.get(path, (stop, stop))
                 shared = max(0, min(stop, last) - max(start, first))
                 batch.far_bytes += stop - start - shared
@@ -121,31 +121,33 @@ def look_batches(looks: Iterable[Look], sums: Sequence[Sum]) -> Iterator[ScanBat
         yield batch
 
 
-def _nbytes(look: Look) -> int:
-    numel = look.move.count * look.move.rows
-    return numel * look.move.src_dtype.itemsize + (numel * look.move.dst_dtype.itemsize if look.how & AGAINST else 0)
+def _nbytes(request: ScanRequest) -> int:
+    numel = request.move.count * request.move.rows
+    return numel * request.move.src_dtype.itemsize + (
+        numel * request.move.dst_dtype.itemsize if request.how & AGAINST else 0
+    )
 
 
-def _far(look: Look) -> Iterator[tuple[str, int, int]]:
-    """(file, first byte, one past the last) of what a look reads on other machines: its source, then the other side."""
-    move = look.move
+def _far(request: ScanRequest) -> Iterator[tuple[str, int, int]]:
+    """(file, first byte, one past the last) of what a request reads on other machines: its source, then the other side."""
+    move = request.move
     sides = [(move.src, move.src_offset, move.src_pitch, move.src_step, move.src_dtype)]
-    if look.how & AGAINST:
+    if request.how & AGAINST:
         sides.append((move.dst, move.dst_offset, move.dst_pitch, move.dst_step, move.dst_dtype))
     for store, offset, pitch, step, dtype in sides:
         if store.is_remote:
             yield str(store), offset, offset + (move.rows - 1) * pitch + ((move.count - 1) * step + 1) * dtype.itemsize
 
 
-def _parts(look: Look) -> Iterator[Look]:
-    """A look, halved until it is not too large for a batch, nor for memory where it lies on another machine."""
-    move = look.move
-    spans = [stop - start for _, start, stop in _far(look)]
+def _parts(request: ScanRequest) -> Iterator[ScanRequest]:
+    """A request, halved until it is not too large for a batch, nor for memory where its bytes come from another machine."""
+    move = request.move
+    spans = [stop - start for _, start, stop in _far(request)]
     most = max(move.src_dtype.itemsize, move.dst_dtype.itemsize) * move.count
     if (most <= _MOST_BYTES or move.rows > 1) and (
         not spans or max(spans) <= SLAB_BYTES or move.count * move.rows == 1
     ):
-        yield look
+        yield request
         return
     if move.rows > 1:
         first, step = move.rows // 2, move.pitch
@@ -155,17 +157,17 @@ def _parts(look: Look) -> Iterator[Look]:
         first, step = move.count // 2, 1
         parts = move._replace(count=first), move._replace(count=move.count - first)
         a, b = move.src_step * move.src_dtype.itemsize, move.dst_step * move.dst_dtype.itemsize
-    yield from _parts(Look(parts[0], look.how))
+    yield from _parts(ScanRequest(parts[0], request.how))
     second = parts[1]._replace(
         src_offset=move.src_offset + first * a, dst_offset=move.dst_offset + first * b, start=move.start + first * step
     )
-    yield from _parts(Look(second, look.how))
+    yield from _parts(ScanRequest(second, request.how))
 
 
 def near(batch: ScanBatch) -> ScanBatch:
-    """A batch of looks with what lies on other machines in memory; errors as for `remote.fetch`."""
-    looks = [Look(move, how) for how, (_, _, move) in zip(batch.looks, batch.moves, strict=True)]
-    fetched = iter(fsspec_io.fetch([fsspec_io.Range(*span) for look in looks for span in _far(look)]))
+    """A batch with what is on other machines in memory; errors as for `fsspec_io.fetch`."""
+    requests = [ScanRequest(move, how) for how, (_, _, move) in zip(batch.flags, batch.moves, strict=True)]
+    fetched = iter(fsspec_io.fetch([fsspec_io.Range(*span) for request in requests for span in _far(request)]))
     found = ScanBatch()
     wanted: dict[str, list[tuple[int, int, int]]] = {}
     for path, start, stop, of in sorted(
@@ -173,8 +175,8 @@ def near(batch: ScanBatch) -> ScanBatch:
     ):
         wanted.setdefault(path, []).append((start, stop, of))
 
-    def sum_up(path: str, store: Store, begin: int, size: int) -> None:
-        """The sums that are wanted of bytes of a file, of which the store holds `size`, from `begin` on."""
+    def want_crcs(path: str, store: Store, begin: int, size: int) -> None:
+        """Notes the CRCs that are wanted of bytes of a file, of which the store holds `size`, from `begin` on."""
         own = wanted.get(path, [])
         for start, stop, of in own[max(0, bisect_right(own, (begin,)) - 1) :]:
             if start >= begin + size:
@@ -196,13 +198,13 @@ def near(batch: ScanBatch) -> ScanBatch:
             key = id(block), store.byteorder
             held = memory.get(key) or memory.setdefault(key, in_memory(block, store))
         if id(held) not in found.numbers and isinstance(store, FileStore):
-            sum_up(str(store), held, begin, held.size)
+            want_crcs(str(store), held, begin, held.size)
         return held, begin
 
-    for move, how in looks:
+    for move, how in requests:
         src, a = taken(move.src)
         dst, b = taken(move.dst) if how & AGAINST else (src, a)
         near_by = move._replace(src=src, src_offset=move.src_offset - a, dst=dst, dst_offset=move.dst_offset - b)
-        found.add(near_by, _nbytes(Look(move, how)))
-        found.looks.append(how)
+        found.add(near_by, _nbytes(ScanRequest(move, how)))
+        found.flags.append(how)
     return found

@@ -1,6 +1,6 @@
 """What was counted of a tensor, or of two that should be the same: the values that a scan gives.
 
-For `scan` and those who read its reports. The figures are those of `csrc/tally.h`.
+For `scan` and those who read its reports. The figures are those of `csrc/statistics.h`.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Relation:
 
 
 @dataclass(frozen=True, slots=True)
-class Tally:
+class Statistics:
     """Counts of numbers. Complex ones count as two.
 
     Attributes:
@@ -65,9 +65,9 @@ class Tally:
     square: float = 0.0
     other_square: float = 0.0
 
-    def __add__(self, later: Tally) -> Tally:
+    def __add__(self, later: Statistics) -> Statistics:
         firsts = [first for first in (self.first, later.first) if first is not None]
-        return Tally(
+        return Statistics(
             self.count + later.count,
             self.nan + later.nan,
             self.inf + later.inf,

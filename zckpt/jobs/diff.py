@@ -16,8 +16,8 @@ from zckpt.base.words import count, examples, wrapped
 from zckpt.core.catalog import Catalog, TensorEntry
 from zckpt.core.dtypes import DType
 from zckpt.engine.scan import scan
-from zckpt.engine.scan_requests import Look, looks_against
-from zckpt.engine.tensor_statistics import Relation, Tally
+from zckpt.engine.scan_requests import ScanRequest, comparisons
+from zckpt.engine.tensor_statistics import Relation, Statistics
 from zckpt.jobs.open import open_catalog, strip_wrappers
 from zckpt.jobs.options import OpenOptions
 from zckpt.layouts.save.listing import ReadOptions
@@ -43,7 +43,7 @@ class TensorDiff:
     name: str
     shapes: tuple[tuple[int, ...], tuple[int, ...]]
     dtypes: tuple[DType, DType]
-    statistics: Tally | None
+    statistics: Statistics | None
     same: bool
 
     def as_json(self) -> dict[str, object]:
@@ -197,20 +197,20 @@ def diff(
     relation = Relation(atol=atol, rtol=rtol)
     compared = [_are_comparable(x, y) for _, x, y in pairs.values()]
 
-    def looks() -> Iterator[Look]:
+    def looks() -> Iterator[ScanRequest]:
         for number, ((_, x, y), can_be) in enumerate(zip(pairs.values(), compared, strict=True)):
             if can_be:
-                yield from looks_against(x, y, number)
+                yield from comparisons(x, y, number)
 
     total = sum(x.nbytes + y.nbytes for _, x, y in pairs.values())
     with reported(progress, total, "diff") as watch:
         report = scan(looks(), relation=relation, total_bytes=total, progress=watch, **pace)
     tensors: list[TensorDiff] = []
     for number, ((name, x, y), can_be) in enumerate(zip(pairs.values(), compared, strict=True)):
-        tally = report.tallies.get(number, Tally()) if can_be else None
+        statistics = report.of(number) if can_be else None
         dtypes_fit = x.dtype == y.dtype or relation.is_tolerant
-        same = tally is not None and not tally.differ and dtypes_fit
-        tensors.append(TensorDiff(name, (x.shape, y.shape), (x.dtype, y.dtype), tally, same))
+        same = statistics is not None and not statistics.differ and dtypes_fit
+        tensors.append(TensorDiff(name, (x.shape, y.shape), (x.dtype, y.dtype), statistics, same))
     only_a = tuple(name for name in names_a if name not in names_b)
     only_b = tuple(name for name in (*right, *right.aliases) if name not in set(names_a))
     return Diff(only_a, only_b, tuple(tensors), (*(f"A: {n}" for n in told_a), *(f"B: {n}" for n in told_b)))

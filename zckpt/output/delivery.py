@@ -27,7 +27,7 @@ from zckpt.engine.checksums import join
 from zckpt.engine.move import CastLoss as Overflowed
 from zckpt.engine.move import Written, run
 from zckpt.engine.scan import scan
-from zckpt.engine.scan_requests import Sum, looks_at_bytes
+from zckpt.engine.scan_requests import CrcRange, request_of_bytes
 from zckpt.output.checks import check_space
 from zckpt.output.journal import Finished
 from zckpt.output.manifest import Manifest
@@ -309,14 +309,14 @@ def still_sound(
         store = files.file_store(os.path.join(directory, path))
         try:
             report = scan(
-                [looks_at_bytes(store, 0, store.size)] if store.size else [],
-                [Sum(store, 0, store.size)],
+                [request_of_bytes(store, 0, store.size)] if store.size else [],
+                [CrcRange(store, 0, store.size)],
                 progress=progress_after(progress, read),
                 **pace,
             )
         except CorruptError:
             continue
-        if join(report.sums.get(0, ()), 0, store.size) == file.crc32:
+        if join(report.crcs.get(0, ()), 0, store.size) == file.crc32:
             sound[path] = file
             read += store.size
     return sound
