@@ -1,15 +1,18 @@
-"""A real S3 server on loopback (moto's), which counts what it sends and can be told to fail."""
+"""A real S3 server on loopback (moto's), which counts what it sends and can be made to fail."""
 
 from __future__ import annotations
 
-import logging
+import io
+import socketserver
+import sys
 import threading
 from collections.abc import Callable, Iterable
 from typing import Any
+from urllib.parse import unquote
 
+from moto.backends import get_backend
 from moto.moto_api._internal import mock_random  # noqa: F401  # loads moto's backends before threads use them
 from moto.server import DomainDispatcherApplication, create_backend_app
-from werkzeug.serving import make_server
 
 
 class S3Server:
@@ -23,14 +26,14 @@ class S3Server:
     """
 
     def __init__(self) -> None:
-        logging.getLogger("werkzeug").setLevel(logging.ERROR)
         self.requests: list[tuple[str, str, str, str]] = []
         self.sent = 0
         self.failing: Callable[[str, str, str], bool] = lambda method, path, query: False
         self.losing: Callable[[str, str, str], bool] = lambda method, path, query: False
         self._app = DomainDispatcherApplication(create_backend_app)
-        self._server = make_server("127.0.0.1", 0, self._answer, threaded=True)
-        self.url = f"http://127.0.0.1:{self._server.server_port}"
+        self._server = _Server(("127.0.0.1", 0), _Connection)
+        self._server.app = self._answer
+        self.url = f"http://127.0.0.1:{self._server.server_address[1]}"
 
     def __enter__(self) -> S3Server:
         self._thread = threading.Thread(target=self._server.serve_forever, daemon=True)
@@ -41,6 +44,28 @@ class S3Server:
         self._server.shutdown()
         self._thread.join()
         self._server.server_close()
+
+    def files(self, bucket: str) -> dict[str, bytes]:
+        """Name -> bytes of all that is in a bucket, without a request."""
+        return {name: key.value for name, key in self._bucket(bucket).keys.items()}
+
+    def restore(self, bucket: str, files: dict[str, bytes]) -> None:
+        """Makes a bucket hold these files, and no unfinished upload, without a request."""
+        store = self._bucket(bucket)
+        for name, key in list(store.keys.items()):
+            if name not in files or key.value != files[name]:
+                store.keys.pop(name)
+        for name in set(files) - set(store.keys):
+            self._backend.put_object(bucket, name, files[name])
+        for upload in list(store.multiparts):
+            del store.multiparts[upload]
+
+    @property
+    def _backend(self) -> Any:
+        return get_backend("s3")["123456789012"]["aws"]
+
+    def _bucket(self, name: str) -> Any:
+        return self._backend.buckets[name]
 
     def _answer(self, environ: dict[str, Any], start_response: Callable[..., Any]) -> Iterable[bytes]:
         method, path, query = (environ[key] for key in ("REQUEST_METHOD", "PATH_INFO", "QUERY_STRING"))
@@ -58,3 +83,48 @@ class S3Server:
     def _failed(self, start_response: Callable[..., Any]) -> Iterable[bytes]:
         start_response("500 Internal Server Error", [("Content-Length", "0")])
         return [b""]
+
+
+class _Server(socketserver.ThreadingTCPServer):
+    allow_reuse_address = daemon_threads = True
+    app: Callable[..., Iterable[bytes]]
+
+
+class _Connection(socketserver.StreamRequestHandler):
+    """Any number of requests on one connection, which werkzeug's server does not offer."""
+
+    disable_nagle_algorithm = True
+    server: _Server
+
+    def handle(self) -> None:
+        while line := self.rfile.readline():
+            method, target, _ = line.decode("latin-1").split()
+            headers: dict[str, str] = {}
+            while (line := self.rfile.readline()).strip():
+                name, _, value = line.decode("latin-1").partition(":")
+                headers[name.upper().replace("-", "_")] = value.strip()
+            if headers.get("EXPECT"):
+                self.wfile.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+            body = self.rfile.read(int(headers.get("CONTENT_LENGTH", 0)))
+            self._answer(method, target, headers, body)
+
+    def _answer(self, method: str, target: str, headers: dict[str, str], body: bytes) -> None:
+        path, _, query = target.partition("?")
+        environ = {f"HTTP_{name}": value for name, value in headers.items()} | {
+            "REQUEST_METHOD": method, "SCRIPT_NAME": "", "PATH_INFO": unquote(path, "latin-1"), "RAW_URI": target,
+            "REQUEST_URI": target, "QUERY_STRING": query, "CONTENT_LENGTH": str(len(body)),
+            "CONTENT_TYPE": headers.get("CONTENT_TYPE", ""), "SERVER_NAME": "127.0.0.1",
+            "SERVER_PORT": str(self.server.server_address[1]), "SERVER_PROTOCOL": "HTTP/1.1", "REMOTE_ADDR": "127.0.0.1",
+            "wsgi.version": (1, 0), "wsgi.url_scheme": "http", "wsgi.input": io.BytesIO(body), "wsgi.errors": sys.stderr,
+            "wsgi.multithread": True, "wsgi.multiprocess": False, "wsgi.run_once": False,
+        }  # fmt: skip
+        head: list[str] = []
+
+        def start(status: str, fields: list[tuple[str, str]], *_: object) -> None:
+            head[:] = [f"HTTP/1.1 {status}", *(f"{name}: {value}" for name, value in fields)]
+
+        answer = b"".join(self.server.app(environ, start))
+        if not any(line.lower().startswith("content-length:") for line in head):
+            head.append(f"Content-Length: {len(answer)}")
+        text = "".join(f"{line}\r\n" for line in (*head, "")).encode("latin-1")
+        self.wfile.write(text + (answer if method != "HEAD" else b""))

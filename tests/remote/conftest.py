@@ -8,6 +8,8 @@ import fsspec
 import pytest
 from s3_server import S3Server
 
+from zckpt.storage import fsspec_io
+
 
 @pytest.fixture(scope="package")
 def server() -> Iterator[S3Server]:
@@ -32,6 +34,23 @@ def s3(server: S3Server, monkeypatch: pytest.MonkeyPatch) -> Iterator[S3Server]:
     memory = fsspec.filesystem("memory")
     if memory.exists("/m"):
         memory.rm("/m", recursive=True)
+
+
+@pytest.fixture
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """zckpt tries nothing a second time."""
+    monkeypatch.setattr(fsspec_io, "_TRIES", 1)
+
+
+@pytest.fixture
+def once(s3: S3Server, impatient: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[S3Server]:
+    """A server where nobody tries nothing a second time."""
+    monkeypatch.setenv("AWS_MAX_ATTEMPTS", "1")
+    monkeypatch.setattr("s3fs.core.S3FileSystem.retries", 1)
+    fsspec.filesystem("s3").clear_instance_cache()
+    yield s3
+    s3.failing = s3.losing = lambda method, path, query: False
+    fsspec.filesystem("s3").clear_instance_cache()
 
 
 @pytest.fixture(params=["s3://bkt", "memory://m"])

@@ -7,40 +7,26 @@ fresh reader looks; then the same command must end well, and in another branch a
 from __future__ import annotations
 
 import contextlib
-import io
 import json
 import subprocess
 import sys
-import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import fsspec
 import pytest
-import torch
+from address_models import SHAPES, Killed, Model, fails, look, source, three_models
 from addresses import RECORD, tree
 from fsspec.implementations.local import LocalFileSystem
 from fsspec.implementations.memory import MemoryFileSystem
 from s3_server import S3Server
-from safetensors.torch import load, save_file
 
 import zckpt
-from zckpt.base.errors import CastError, CorruptError, InconsistentError, OutputError, UnsafeError, ZckptError
-from zckpt.jobs.options import Options
-from zckpt.storage import fsspec_io, uploads
+from zckpt.base.errors import CorruptError, InconsistentError, OutputError, UnsafeError, ZckptError
+from zckpt.storage import uploads
 
-FILES = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json")
-"""In the order in which transformers looks for them."""
-
-INDEX_FIRST = (FILES[1], FILES[0], FILES[3], FILES[2])
-"""As vLLM does, which loads no file that an index does not name."""
-
-Tree = dict[str, bytes]
-
-
-class Killed(BaseException):
-    """What nobody may handle."""
+pytestmark = pytest.mark.usefixtures("impatient")
 
 
 class Requests:
@@ -90,100 +76,10 @@ def requests(monkeypatch: pytest.MonkeyPatch) -> Requests:
     return asked
 
 
-@pytest.fixture(autouse=True)
-def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fsspec_io, "_TRIES", 1)
-
-
-def source(place: Path, seed: int, scale: float = 1.0) -> Path:
-    """Weights with a config and a tokenizer, all different for each seed."""
-    place.mkdir()
-    generator = torch.Generator().manual_seed(seed)
-    tensors = {f"layer{i}.weight": scale * torch.randn(10, 10, generator=generator) for i in range(4)}
-    save_file(tensors, place / "model.safetensors", {"format": "pt"})
-    (place / "config.json").write_text(json.dumps({"model_type": "llama", "seed": seed}))
-    (place / "tokenizer.json").write_text(json.dumps({"seed": seed}))
-    return place
-
-
-class Model:
-    """What a command writes: the shape of the output, and what loaders then find."""
-
-    def __init__(self, path: Path, **options: Any) -> None:
-        self.path, self.options = path, options
-        self.tensors = load((path / "model.safetensors").read_bytes())
-        self.seed = json.loads((path / "config.json").read_text())["seed"]
-
-    def write(self, out: str, *, overwrite: bool = True) -> zckpt.Report:
-        return zckpt.convert(self.path, out, options=Options(**self.options, overwrite=overwrite))
-
-    def is_in(self, found: dict[str, torch.Tensor]) -> bool:
-        return found.keys() == self.tensors.keys() and all(torch.equal(found[n], t) for n, t in self.tensors.items())
-
-
-def loaded(files: Tree, order: tuple[str, ...]) -> dict[str, torch.Tensor] | None:
-    """The weights that a loader takes; None where there are none to take. What is named and missing fails."""
-    name = next((name for name in order if name in files), None)
-    if name is None:
-        return None
-    names = set(json.loads(files[name])["weight_map"].values()) if name.endswith(".json") else {name}
-    tensors: dict[str, torch.Tensor] = {}
-    for shard in names:
-        tensors |= load(files[shard]) if shard.endswith(".safetensors") else torch.load(io.BytesIO(files[shard]))
-    return tensors
-
-
-def look(files: Tree, *models: Model) -> Model | None:
-    """Which of the models a directory holds, for each kind of loader; None where none loads. A mix fails."""
-    found: set[Model | None] = set()
-    for order in (FILES, INDEX_FIRST):
-        tensors = loaded(files, order)
-        assert tensors is None or any(model.is_in(tensors) for model in models), "a mix of weights"
-        if tensors is None or "config.json" not in files:
-            found.add(None)
-            continue
-        (model,) = (model for model in models if model.is_in(tensors))
-        found.add(model)
-        for name in ("config.json", "tokenizer.json"):
-            assert json.loads(files[name])["seed"] == model.seed, f"weights of one model with the {name} of another"
-    manifest = json.loads(files.get("zckpt.json", b'{"files": []}'))["files"]
-    if manifest and all(zlib.crc32(files.get(f["path"], b"")) == int(f["crc32"], 16) for f in manifest):
-        (model,) = found  # what passes `verify` is what loaders take
-        assert model is not None
-        assert {f["path"] for f in manifest} <= set(files)
-    return found.pop() if len(found) == 1 else None
-
-
-SHAPES: dict[str, tuple[dict[str, Any] | None, dict[str, Any]]] = {
-    "nothing to shards": (None, {"max_shard_size": 900}),
-    "nothing to one": (None, {}),
-    "shards to as many": ({"max_shard_size": 900}, {"max_shard_size": 900}),
-    "shards to fewer": ({"max_shard_size": 500}, {"max_shard_size": 900}),
-    "one to shards": ({}, {"max_shard_size": 900}),
-    "shards to one": ({"max_shard_size": 900}, {}),
-    "one to one": ({}, {}),
-    "bin to safetensors": ({"format": "bin", "max_shard_size": 900}, {"max_shard_size": 900}),
-    "safetensors to bin": ({"max_shard_size": 900}, {"format": "bin"}),
-}
-
-
-@pytest.fixture
-def models(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[Model | None, Model, Model]:
-    """The old one, the new one, and one that cannot be written as fp16."""
-    old, new = SHAPES[request.param]
-    a = None if old is None else Model(source(tmp_path / "a", 1), **old)
-    return a, Model(source(tmp_path / "b", 2), **new), Model(source(tmp_path / "c", 3, 1e6), **new)
-
-
-def fails(model: Model, out: str) -> None:
-    with pytest.raises(CastError):
-        zckpt.convert(model.path, out, dtype="fp16", options=Options(**model.options, overwrite=True))
-
-
 @pytest.mark.parametrize("mode", ["killed", "refused", "lost", "down"])
-@pytest.mark.parametrize("models", SHAPES, indirect=True)
-def test_every_request_of_a_run(models: tuple[Model | None, Model, Model], mode: str, requests: Requests) -> None:
-    old, new, bad = models
+@pytest.mark.parametrize("shape", SHAPES)
+def test_every_request_of_a_run(shape: str, mode: str, requests: Requests, tmp_path: Path) -> None:
+    old, new, bad = three_models(tmp_path, shape)
     store, out = MemoryFileSystem.store, "memory://m/out"
     if old is not None:
         old.write(out)
@@ -230,50 +126,6 @@ def test_every_request_of_a_run(models: tuple[Model | None, Model, Model], mode:
             assert bad.write(out).tensors == 4
             assert look(tree(out), bad) is bad and len(tree(out)) <= len(after), "something was left"
     assert outcomes >= {new} and (old is None or old in outcomes)
-
-
-@pytest.fixture
-def once(s3: S3Server, monkeypatch: pytest.MonkeyPatch) -> Iterator[S3Server]:
-    """A server whose client tries nothing a second time."""
-    monkeypatch.setenv("AWS_MAX_ATTEMPTS", "1")
-    monkeypatch.setattr("s3fs.core.S3FileSystem.retries", 1)
-    fsspec.filesystem("s3").clear_instance_cache()
-    yield s3
-    s3.failing = s3.losing = lambda method, path, query: False
-    fsspec.filesystem("s3").clear_instance_cache()
-
-
-@pytest.mark.parametrize(
-    ("models", "mode"), [("shards to as many", "lost"), ("one to one", "down")], indirect=["models"]
-)
-def test_every_change_at_a_real_server(models: tuple[Model, Model, Model], mode: str, once: S3Server) -> None:
-    """Requests that change something; of the others the test above knows."""
-    old, new, bad = models
-    nth, count, outcomes = 0, 0, set[Model | None]()
-
-    def at(method: str, path: str, query: str) -> bool:
-        nonlocal count
-        count += method != "GET" and method != "HEAD"
-        return (count == nth and method not in ("GET", "HEAD")) or (mode == "down" and count >= nth)
-
-    while count >= nth:
-        nth, count, out = nth + 1, 0, f"s3://bkt/{nth + 1}"
-        old.write(out)
-        setattr(once, "losing" if mode == "lost" else "failing", at)
-        succeeded = False
-        with contextlib.suppress(ZckptError):
-            new.write(out)
-            succeeded = True
-        once.failing = once.losing = lambda method, path, query: False
-        found = look(tree(out), old, new)
-        outcomes.add(found)
-        assert found is new or not succeeded
-        if nth % 2:
-            fails(bad, out)
-            assert look(tree(out), old, new) in (old, new), "a run that failed lost something"
-        else:
-            assert new.write(out).tensors == 4 and look(tree(out), new) is new
-    assert nth > 5 and outcomes >= {old, new}
 
 
 # ---- one file --------------------------------------------------------------------------------------------------------

@@ -73,10 +73,12 @@ class Upload:
         """Gives the upload up, unless it is complete. Never fails; what was sent may take room until the store forgets it."""
         if self._collects or self._is_complete:
             return
-        with contextlib.suppress(Exception):
-            self._file.discard()
-        with contextlib.suppress(Exception):
-            self._file.closed = True  # or its destructor would complete the upload
+        try:
+            with contextlib.suppress(Exception):
+                self._file.discard()
+        finally:
+            with contextlib.suppress(Exception):
+                self._file.closed = True  # or its destructor would complete the upload
         if self._target != self._path:
             with contextlib.suppress(Exception):
                 self._file.close()
