@@ -23,6 +23,7 @@ from zckpt.containers.opcodes import OPCODES
 from zckpt.containers.pickles import load_pickle
 from zckpt.core.dtypes import F32
 from zckpt.core.fragments import FileStore
+from zckpt.layouts.joining.patterns import Patterns
 
 MAX_PEAK_BYTES = 64 << 20
 MAX_SECONDS = 10
@@ -787,3 +788,40 @@ def test_at_least_fifty_attacks():
     assert len(ATTACKS) + len(CODE) >= 50
     assert all(issubclass(error, ZckptError) for _, errors in ATTACKS.values() for error in errors)
     assert not os.path.exists("/tmp/canary")
+
+
+@pytest.mark.parametrize(
+    "pattern",
+    ["(a+)+!", "(a*)*!", "(a|a)*!", "(?:a|b|ab)*!", "a?" * 40 + "a" * 40, "(a|a)" * 40 + "!", ".*.*.*.*.*!", "(a{1,99}){9}!",
+     "((a{1,100}){1,100}){1,100}", "(?=(a+))(a+)+!", "(" * 2000 + ")" * 2000, "a" * 5000],
+    ids=range(12),
+)  # fmt: skip
+def test_a_regular_expression_that_never_ends(pattern):
+    begin = time.process_time()
+    with pytest.raises(UnsafeError):
+        Patterns("file").match(pattern, "a" * 200)
+    assert time.process_time() - begin < 2
+
+
+def test_many_regular_expressions_that_take_a_second_each():
+    patterns = Patterns("file")
+    patterns._left = 10**7
+    with pytest.raises(UnsafeError):
+        for number in range(99):
+            patterns.match(f".*.*{number}", "a" * 400)
+
+
+@pytest.mark.parametrize("pattern", ["[", "(", r"(\1a)", "a{9999999999}"])
+def test_a_regular_expression_that_is_none(pattern):
+    with pytest.raises((CorruptError, UnsafeError)):
+        Patterns("file").match(pattern, "a")
+
+
+@pytest.mark.parametrize(
+    ("pattern", "name", "fits"),
+    [(r"^layers\.0\.weight$", "layers.0.weight", True), (r".*\.experts\.w[123]$", "a.experts.w4", False),
+     (r"\d+.word_embeddings.weight", "12.word_embeddings.weight.x", True), (r"^(\d+\.)?(weight|bias)$", "7.bias", True),
+     (r".*(norm|ln_f)[\w.]*\.(weight|bias)$", "x" * 500 + ".norm.1.weight", True), (r"(?i)A{2}(?:b|c)", "aac", True)],
+)  # fmt: skip
+def test_regular_expressions_of_real_checkpoints(pattern, name, fits):
+    assert Patterns("file").match(pattern, name) is fits

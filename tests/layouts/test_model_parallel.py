@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 
-from zckpt.base.errors import IncompleteError, InconsistentError, UnsupportedError, UsageError, ZckptError
+from zckpt.base.errors import IncompleteError, InconsistentError, UnsafeError, UnsupportedError, UsageError, ZckptError
 from zckpt.checks.verify import verify
 from zckpt.core.catalog import Catalog, TensorEntry
 from zckpt.core.dtypes import F32
@@ -28,6 +28,7 @@ from zckpt.jobs.open import open_catalog, read_tensor
 from zckpt.jobs.options import OpenOptions, Options
 from zckpt.jobs.reshard import reshard
 from zckpt.layouts.joining import rules, slices
+from zckpt.layouts.joining.patterns import Patterns
 from zckpt.layouts.save.listing import ReadOptions
 from zckpt.output.delivery import fingerprint
 
@@ -154,7 +155,7 @@ def test_an_affine_map_says_the_same_as_the_categories() -> None:
         "kv": affine.segmented_map((10, 3), [(6, False), (4, True)], 0, 2, [[4, 2]]),
     }
     info = {"affine_map": {"version": 1, "params": {f"^{name}$": found.to_dict() for name, found in maps.items()}}}
-    found = rules.CheckpointRules("file", info)
+    found = rules.CheckpointRules("file", info, Patterns("file"))
     for name, described in maps.items():
         whole = torch.rand(described.logical_shape)
         shards = [described.extract(whole, rank).contiguous() for rank in range(2)]
@@ -271,6 +272,14 @@ def test_information_that_says_it_cannot_be_joined(tensor: Path, tmp_path: Path)
 
     edit(next(tensor.glob("*/mp_rank_00*")), forbid)
     assert "cut by heads" in refused(UnsupportedError, tensor, tmp_path).found
+
+
+def test_information_with_a_pattern_that_never_ends(tensor: Path, tmp_path: Path) -> None:
+    def attack(root: dict[str, Any]) -> None:
+        root["universal_checkpoint_info"]["tp_replicated_parameter_patterns"] = ["^(([a-z.]+)+)+!"]
+
+    edit(next(tensor.glob("*/mp_rank_00*")), attack)
+    assert "([a-z.]+)+" in refused(UnsafeError, tensor, tmp_path).found
 
 
 def test_a_topology_that_cannot_be(tensor: Path, tmp_path: Path) -> None:

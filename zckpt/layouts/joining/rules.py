@@ -16,7 +16,7 @@ import math
 import os
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from zckpt.base.errors import CorruptError, InconsistentError, UnsupportedError, UsageError
@@ -24,6 +24,7 @@ from zckpt.base.words import examples
 from zckpt.containers import Placeholder
 from zckpt.containers.tensor_ref import MAX_FRAGMENTS
 from zckpt.core.fragments import Block
+from zckpt.layouts.joining.patterns import Patterns
 from zckpt.layouts.joining.slices import Joint, SliceRows, concatenated, parts, replicated, totalled
 from zckpt.layouts.save.module_states import ModelStates, Shape
 
@@ -121,6 +122,7 @@ class CheckpointRules:
 
     file: str
     info: Mapping[str, object]
+    patterns: Patterns = field(repr=False, compare=False)
 
     def joint(self, name: str, shapes: Sequence[Shape]) -> Joint:
         """As `Rules`: what no category names is laid end to end in dimension 0, as DeepSpeed does.
@@ -133,7 +135,7 @@ class CheckpointRules:
             (
                 why
                 for pattern, why in self._mapping("autotp_unsupported_parameter_patterns").items()
-                if re.match(pattern, name)
+                if self.patterns.match(pattern, name)
             ),
             None,
         )
@@ -175,7 +177,7 @@ class CheckpointRules:
 
     def _names(self, key: str, name: str) -> bool:
         patterns = self.info.get(key)
-        return any(re.match(str(p), name) for p in patterns) if isinstance(patterns, list | tuple) else False
+        return any(self.patterns.match(p, name) for p in patterns) if isinstance(patterns, list | tuple) else False
 
     def _by_category(self, name: str, shapes: Sequence[Shape]) -> Joint:
         if self._names("tp_replicated_parameter_patterns", name):
@@ -187,7 +189,7 @@ class CheckpointRules:
             return replace(joint, words={"cat_dim": 0, "param_n_sub_params": 2})
         for entry in _entries(self.info.get("parameter_with_sub_params")):
             for pattern in entry["patterns"]:
-                if re.match(pattern, name):
+                if self.patterns.match(pattern, name):
                     return self._sub_params(pattern, entry, shapes)
         return concatenated(shapes, 1 if self._names("parameter_with_row_parallelism_patterns", name) else 0)
 
@@ -225,7 +227,7 @@ class CheckpointRules:
         maps = found["params"]
         if not isinstance(maps, Mapping):
             raise TypeError("an affine map without parameters")
-        entry = next((value for pattern, value in maps.items() if re.match(pattern, name)), None)
+        entry = next((value for pattern, value in maps.items() if self.patterns.match(pattern, name)), None)
         return None if entry is None else _joint_of_map(entry, shapes)
 
 
@@ -322,7 +324,7 @@ def rules_of_checkpoint(model: ModelStates) -> CheckpointRules | None:
         return None
     if not isinstance(info, Mapping):
         raise CorruptError("universal-checkpoint information that is not a mapping", file=model.file)
-    return CheckpointRules(model.file, info)
+    return CheckpointRules(model.file, info, Patterns(model.file))
 
 
 def check_loads(rules: FileRules, names: Sequence[str]) -> None:
