@@ -24,6 +24,11 @@ def test_redaction(text: str, clean: str) -> None:
     assert redact(f"{text} my own", "", "my own") == f"{clean} ..."
 
 
+def test_a_short_secret_is_no_part_of_words() -> None:
+    assert redact("token a: a bad answer, key=a", "a") == "token ...: ... bad answer, key=..."
+    assert redact("xabcdx", "abcd") == "x...x"
+
+
 def test_fields_lie_below_each_other_and_wrap_at_the_width() -> None:
     error = IncompleteError(
         "2 of 8 rank files are missing", file="out/global_step500", found="optimizer files of ranks 0-5", expected="ranks 0-7",

@@ -220,9 +220,15 @@ _SECRETS = (
 
 
 def redact(text: str, *secrets: str) -> str:
-    """A text without the given secrets, and without what looks like one: tokens, passwords, signed addresses."""
+    """A text without the given secrets, and without what looks like one: tokens, passwords, signed addresses.
+
+    A given secret of fewer than four characters is replaced only where it is a word, not inside other words.
+    """
     for secret in filter(None, secrets):
-        text = text.replace(secret, "...")
+        if len(secret) < 4:
+            text = re.sub(rf"(?<!\w){re.escape(secret)}(?!\w)", "...", text)
+        else:
+            text = text.replace(secret, "...")
     for pattern, instead in _SECRETS:
         text = pattern.sub(instead, text)
     return text
