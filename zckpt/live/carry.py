@@ -10,7 +10,7 @@ import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
-from typing import Protocol
+from typing import Literal, Protocol
 
 import torch
 
@@ -180,37 +180,76 @@ def _carried(
     held: LocalModel, share: Sequence[Contribution], clamp: bool, lost: Lost
 ) -> Iterator[tuple[ContributionPart, torch.Tensor]]:
     """The bytes of every chunk, cast, in order; valid until the next is asked for."""
-    buffer = torch.empty(CHUNK_BYTES, dtype=torch.uint8)
-    waiting: list[tuple[ContributionPart, torch.Tensor, int]] = []
-    used = 0
-
-    def cast() -> Iterator[tuple[ContributionPart, torch.Tensor]]:
-        nonlocal used
-        pairs = [_pair(chunk, part, buffer, at) for chunk, part, at in waiting]
-        moved = run(Plan((), pairs), "", overflow="clamp" if clamp else "inf") if pairs else None
-        for number, found in (moved.overflows if moved else {}).items():
-            count, largest = lost.get(pairs[number][0].name, (0, 0.0))
-            lost[pairs[number][0].name] = (count + found.count, max(largest, found.largest))
-        for chunk, _, at in waiting:
-            yield chunk, buffer[at : at + chunk.nbytes]
-        waiting.clear()
-        used = 0
-
+    batch = _Batch(clamp, lost)
     name, local = "", torch.empty(0)
     for job in share:
         if job.name != name:
             name, local = job.name, held.read[job.name]().detach()
         for chunk in chunks(job):
-            part = elements(local, chunk.first, chunk.count).cpu().resolve_conj().resolve_neg()
+            if not batch.has_room_for(chunk):
+                yield from batch.cast()
+            part = batch.dense(local, chunk)
             if job.source == job.target.dtype:
-                yield from cast()
+                yield from batch.cast()
                 yield chunk, part.view(torch.uint8)
-                continue
-            if used + chunk.nbytes > CHUNK_BYTES:
-                yield from cast()
-            waiting.append((chunk, part, used))
-            used += -(-chunk.nbytes // 64) * 64
-    yield from cast()
+            else:
+                batch.add(chunk, part)
+    yield from batch.cast()
+
+
+class _Batch:
+    """Chunks that are cast together, in two buffers of `CHUNK_BYTES`: for copies of what is not dense, and for the results.
+
+    Args:
+        clamp: whether numbers too large for their dtype are clamped.
+        lost: which there were; filled in.
+    """
+
+    def __init__(self, clamp: bool, lost: Lost) -> None:
+        self._overflow: Literal["clamp", "inf"] = "clamp" if clamp else "inf"
+        self._lost = lost
+        self._copies, self._results = (torch.empty(CHUNK_BYTES, dtype=torch.uint8) for _ in range(2))
+        self._waiting: list[tuple[ContributionPart, torch.Tensor, int]] = []
+        self._copied = self._used = 0
+
+    def has_room_for(self, chunk: ContributionPart) -> bool:
+        """Whether its source and its result fit in the buffers."""
+        source = chunk.count * chunk.job.source.itemsize
+        return self._copied + source <= CHUNK_BYTES and self._used + chunk.nbytes <= CHUNK_BYTES
+
+    def dense(self, local: torch.Tensor, chunk: ContributionPart) -> torch.Tensor:
+        """A chunk's elements as a vector: a view of the model's memory where that is dense and this machine's, else a copy."""
+        if local.device.type == "cpu" and local.is_contiguous() and not (local.is_conj() or local.is_neg()):
+            return local.view(-1)[chunk.first : chunk.first + chunk.count]
+        nbytes = chunk.count * chunk.job.source.itemsize
+        out = self._copies[self._copied : self._copied + nbytes].view(local.dtype)
+        if local.device.type == "cpu":
+            fill(out, local, chunk.first)
+        else:
+            out.copy_(elements(local, chunk.first, chunk.count))
+        self._copied += _aligned(nbytes)
+        return out
+
+    def add(self, chunk: ContributionPart, part: torch.Tensor) -> None:
+        """Takes a chunk that has room, and its elements."""
+        self._waiting.append((chunk, part, self._used))
+        self._used += _aligned(chunk.nbytes)
+
+    def cast(self) -> Iterator[tuple[ContributionPart, torch.Tensor]]:
+        """What was taken, cast; the buffers are free again after that."""
+        pairs = [_pair(chunk, part, self._results, at) for chunk, part, at in self._waiting]
+        moved = run(Plan((), pairs), "", overflow=self._overflow) if pairs else None
+        for number, found in (moved.overflows if moved else {}).items():
+            count, largest = self._lost.get(pairs[number][0].name, (0, 0.0))
+            self._lost[pairs[number][0].name] = (count + found.count, max(largest, found.largest))
+        for chunk, _, at in self._waiting:
+            yield chunk, self._results[at : at + chunk.nbytes]
+        self._waiting.clear()
+        self._copied = self._used = 0
+
+
+def _aligned(nbytes: int) -> int:
+    return -(-nbytes // 64) * 64
 
 
 def elements(tensor: torch.Tensor, first: int, count: int) -> torch.Tensor:
@@ -218,11 +257,11 @@ def elements(tensor: torch.Tensor, first: int, count: int) -> torch.Tensor:
     if tensor.is_contiguous():
         return tensor.view(-1)[first : first + count]
     out = torch.empty(count, dtype=tensor.dtype, device=tensor.device)
-    _fill(out, tensor, first)
+    fill(out, tensor, first)
     return out
 
 
-def _fill(out: torch.Tensor, tensor: torch.Tensor, first: int) -> None:
+def fill(out: torch.Tensor, tensor: torch.Tensor, first: int) -> None:
     """Copies a run from `first` on: the end of a row of dim 0, whole rows, the beginning of a row."""
     if tensor.dim() == 1:
         out.copy_(tensor[first : first + out.numel()])
@@ -235,7 +274,7 @@ def _fill(out: torch.Tensor, tensor: torch.Tensor, first: int) -> None:
         if rows:
             out[:taken].view(rows, *tensor.shape[1:]).copy_(tensor[row : row + rows])
         else:
-            _fill(out[:taken], tensor[row], column)
+            fill(out[:taken], tensor[row], column)
         out, first = out[taken:], first + taken
 
 

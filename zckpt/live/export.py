@@ -2,7 +2,7 @@
 
 For training scripts, on every rank at once. `save_pretrained` writes the directory that `transformers` loads: rank 0 lays it
 out, makes the files and writes what holds no weights; every rank writes the bytes it owns at their places in the shared files,
-casting on the way. `consolidate` gives rank 0 the state dict. A rank needs `shares.CHUNK_BYTES` beside the model's own memory.
+casting on the way. `consolidate` gives rank 0 the state dict. A rank needs twice `shares.CHUNK_BYTES` beside the model's memory.
 
 [Note: the protocol] 1. Ranks offer what they hold (`parts`); rank 0 decides who brings what (`shares`), checks the output and
 makes its files. 2. Each rank is told its share, and says whether it sees the files. 3. Those that do write; the others send

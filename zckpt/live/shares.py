@@ -16,8 +16,8 @@ from zckpt.core.dtypes import DType
 from zckpt.core.fragments import Fragment
 from zckpt.live.parts import Offer
 
-CHUNK_BYTES = 16 << 20
-"""Of memory that a rank needs beside the model's own; measured: larger ones are no faster."""
+CHUNK_BYTES = 8 << 20
+"""A rank has two buffers of this size; measured: larger ones are no faster."""
 
 Key = tuple[int, int, int, int]
 
