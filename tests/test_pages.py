@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 from collections.abc import Mapping
 from contextlib import ExitStack
@@ -19,6 +20,8 @@ import zckpt
 
 FIXTURES = ROOT / "fixtures"
 PAGES = ["README.md", "SECURITY.md", *(f"docs/{path.name}" for path in sorted((ROOT / "docs").glob("*.md")))]
+ELSEWHERE = {"docs/extending.md": "tests/layouts/test_extending.py"}
+"""Page -> the test that runs what it prints."""
 TOKEN = "hf_meWrites0123456789"
 
 MODEL = """
@@ -185,7 +188,7 @@ class World:
         return found
 
 
-@pytest.mark.parametrize("page", [page for page in PAGES if blocks_of(page)])
+@pytest.mark.parametrize("page", [page for page in PAGES if blocks_of(page) and page not in ELSEWHERE])
 def test_a_page_does_what_it_says(page: str, tmp_path: Path) -> None:
     home = tmp_path / "page"
     (tmp_path / "home").mkdir()
@@ -198,7 +201,7 @@ def test_a_page_does_what_it_says(page: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("page", PAGES)
 def test_no_code_escapes(page: str) -> None:
-    assert indented_code(page) == []
+    assert indented_code(page) == [] and (ROOT / ELSEWHERE.get(page, "README.md")).exists()
     assert all(block.about for block in blocks_of(page) if block.mark)
 
 
@@ -209,3 +212,29 @@ def test_an_option_that_does_not_exist_is_found() -> None:
         check_options(
             type(block)(block.place, "sh", block.text.replace("zckpt to-bf16", "zckpt to-bf16 --nosuch"), "", "")
         )
+
+
+def anchors(page: Path) -> set[str]:
+    """What GitHub calls a page's headings."""
+    headings = re.findall(r"^#+ (.*)$", page.read_text(), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", [*PAGES, "ARCHITECTURE.md"])
+def test_what_a_page_points_at_is_there(page: str) -> None:
+    text = (ROOT / page).read_text()
+    lost = []
+    for link in re.findall(r"\]\(([^)\s]+)\)", text):
+        path, _, anchor = link.partition("#")
+        target = (ROOT / page).parent / path if path else ROOT / page
+        if "://" not in link and not (target.exists() and (not anchor or anchor in anchors(target))):
+            lost.append(link)
+    for path, name in re.findall(r"`((?:tests|zckpt|fixtures|benchmarks)/[\w/.]+)(?:::(\w+)\*?)?`", "" if page in ELSEWHERE else text):
+        if not (ROOT / path).exists() or (name and f"def {name}" not in (ROOT / path).read_text()):
+            lost.append(f"{path}::{name}")
+    assert lost == []
+
+
+def test_speeds_are_those_that_were_measured() -> None:
+    ratios = {page: {*re.findall(r"\*\*(\d\.\d\d)\*\*", (ROOT / page).read_text())} for page in PAGES}
+    assert ratios["README.md"] and ratios["README.md"] <= ratios["docs/benchmarks.md"]
