@@ -229,7 +229,9 @@ def test_what_a_page_points_at_is_there(page: str) -> None:
         target = (ROOT / page).parent / path if path else ROOT / page
         if "://" not in link and not (target.exists() and (not anchor or anchor in anchors(target))):
             lost.append(link)
-    for path, name in re.findall(r"`((?:tests|zckpt|fixtures|benchmarks)/[\w/.]+)(?:::(\w+)\*?)?`", "" if page in ELSEWHERE else text):
+    for path, name in re.findall(
+        r"`((?:tests|zckpt|fixtures|benchmarks)/[\w/.]+)(?:::(\w+)\*?)?`", "" if page in ELSEWHERE else text
+    ):
         if not (ROOT / path).exists() or (name and f"def {name}" not in (ROOT / path).read_text()):
             lost.append(f"{path}::{name}")
     assert lost == []
