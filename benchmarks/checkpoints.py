@@ -103,7 +103,7 @@ def work(home: Path, width: int, rounds: int) -> None:
     for stage, precision in CASES:
         engines = {"zckpt": make(runtime.initialize, stage, precision, width)}
         engines["deepspeed"] = make(deepspeed.initialize, stage, precision, width)
-        found["numel"] = sum(held.shape.numel() for held in engines["zckpt"].sharded.held)
+        found["numel"] = sum(held.shape.numel() for held in engines["zckpt"].sharded.parameters)
         times: dict[str, dict[str, list[float]]] = {"save": {}, "load": {}}
         for number in range(rounds + 1):
             for name, engine in engines.items():

@@ -204,7 +204,7 @@ def held_bytes(engine: Any) -> int:
     from torch.distributed.tensor import DTensor
 
     tensors: list[Any] = []
-    for held in engine.sharded.held:
+    for held in engine.sharded.parameters:
         tensors += [held.weight, held.weight.grad, held.master, None if held.master is None else held.master.grad]
         for module, name in held.holders:
             registered = module._parameters[name]

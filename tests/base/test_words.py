@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from zckpt.base.words import count, examples, joined, ranges, size
+from zckpt.base.words import count, examples, joined, ranges, ranks, size
 
 
 @pytest.mark.parametrize(
@@ -38,3 +38,7 @@ def test_lists() -> None:
     assert joined(["a", "b"], "or") == "a or b"
     assert examples("abcde") == "'a', 'b', 'c' and 2 more" and examples("ab") == "'a', 'b'"
     assert ranges([7, 0, 1, 2, 4, 5]) == "0-2, 4-5, 7" and ranges([]) == ""
+
+
+def test_ranks() -> None:
+    assert ranks([3]) == "rank 3" and ranks([0, 1, 2, 5]) == "ranks 0-2, 5"

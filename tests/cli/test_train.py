@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from zckpt.runtime.launch import first_host
+from zckpt.runtime.command.launch import first_host
 
 ENVIRONMENT = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "COLUMNS": "120"}
 PATIENCE_S = 240
@@ -149,7 +149,7 @@ def test_the_first_of_slurms_nodes(nodes: str, first: str) -> None:
 
 def test_what_cannot_work_is_said_before_anything_starts(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from zckpt.base.errors import ZckptError
-    from zckpt.runtime.train import TrainingJob, check
+    from zckpt.runtime.command.train import TrainingJob, check
 
     monkeypatch.chdir(home)
     (home / "plain.json").write_text(json.dumps({"train_batch_size": 4}))
@@ -161,12 +161,12 @@ def test_what_cannot_work_is_said_before_anything_starts(home: Path, monkeypatch
     (home / "odd.json").write_text(json.dumps({"model_type": "no-such-thing"}))
     cases = {
         "Pass --resume": TrainingJob("config.json", "text.txt", "old", 1),
-        "without an optimizer": TrainingJob("plain.json", "text.txt", "run", 1),
-        "a text file that is not there": TrainingJob("config.json", "none.txt", "run", 1),
-        "too little text": TrainingJob("config.json", "empty.txt", "run", 1),
-        "a model that is not there": TrainingJob("config.json", "text.txt", "run", 1, "gpt-5"),
+        "has no optimizer": TrainingJob("plain.json", "text.txt", "run", 1),
+        "none.txt: no such file": TrainingJob("config.json", "none.txt", "run", 1),
+        "has too little text": TrainingJob("config.json", "empty.txt", "run", 1),
+        "gpt-5: no such model": TrainingJob("config.json", "text.txt", "run", 1, "gpt-5"),
         "too few tokens for bytes": TrainingJob("config.json", "text.txt", "run", 1, "small.json"),
-        "transformers does not know": TrainingJob("config.json", "text.txt", "run", 1, "odd.json"),
+        "transformers cannot make a model": TrainingJob("config.json", "text.txt", "run", 1, "odd.json"),
     }
     for words, job in cases.items():
         with pytest.raises(ZckptError, match=words):

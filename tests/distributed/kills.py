@@ -27,7 +27,7 @@ import torch.distributed as dist
 from torch import nn
 
 from zckpt import runtime
-from zckpt.runtime import state as run_state
+from zckpt.runtime.checkpoints import state as run_state
 
 WORLD = 2
 
@@ -46,11 +46,11 @@ def begin(world: int, **checkpoint: object) -> runtime.Engine:
 def mark(engine: runtime.Engine, step: int) -> None:
     """Makes every number of the run its step."""
     engine.global_steps = engine.micro_steps = step
-    for held in engine.sharded.held:
-        assert held.master is not None
-        held.master.data.fill_(step)
-        states = {name: torch.full_like(held.master, step) for name in ("exp_avg", "exp_avg_sq")}
-        run_state.put_part(engine, held, states=states, scalars={"step": step})
+    for one in engine.sharded.parameters:
+        assert one.master is not None and engine.optimizer is not None
+        one.master.data.fill_(step)
+        states = {name: torch.full_like(one.master, step) for name in ("exp_avg", "exp_avg_sq")}
+        engine.optimizer.state[one.master].update(states, step=torch.tensor(float(step)))
 
 
 def saver(home: Path, rank: int, first: int, port: int, pipe: int) -> None:

@@ -13,7 +13,7 @@ from harness import check, main, world
 from saves import SCHEDULE, grouped
 
 from zckpt import runtime
-from zckpt.runtime import state as run_state
+from zckpt.runtime.checkpoints import state as run_state
 
 
 def begin(stage: int, precision: dict[str, Any]) -> runtime.Engine:
@@ -47,7 +47,10 @@ def others() -> dict[str, bool]:
             fine = fine and tensors.keys() == whole.keys()
             fine = fine and (not part.states or part.scalars == {"step": 3.0})
             for key in whole if fine else ():
-                fine = fine and torch.equal(tensors[key].view(-1), whole[key][part.start : part.start + part.count])
+                fine = fine and torch.equal(
+                    tensors[key].view(-1),
+                    whole[key][part.parameter.elements],
+                )
         out[f"{home.parent.parent.name} {home.name} into {stage}"] = bool(fine)
     return out
 

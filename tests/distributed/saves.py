@@ -24,8 +24,8 @@ from torch import nn
 from zckpt import runtime
 from zckpt.base.errors import InconsistentError, OutputError, UnsupportedError, UsageError, ZckptError
 from zckpt.jobs.open import open_catalog
-from zckpt.runtime import exchange, saving
-from zckpt.runtime import state as run_state
+from zckpt.runtime.checkpoints import exchange, saving
+from zckpt.runtime.checkpoints import state as run_state
 from zckpt.team import meeting
 
 KINDS: dict[str, dict[str, Any]] = {
@@ -67,7 +67,10 @@ def same_parts(a: Any, b: Any) -> bool:
 def truth(engine: runtime.Engine) -> dict[str, dict[str, torch.Tensor]]:
     """All masters and states, whole, and what goes with them; on every rank."""
     state = run_state.capture(engine)
-    mine = [(p.name, p.shape, p.start, p.count, {"": p.weight, **p.states}) for p in state.parts]
+    mine = [
+        (p.name, tuple(p.parameter.shape), p.parameter.start, p.parameter.count, {"": p.weight, **p.states})
+        for p in state.parts
+    ]
     everybody: list[Any] = [None] * world()
     dist.all_gather_object(everybody, mine)
     whole: dict[str, dict[str, torch.Tensor]] = {}
@@ -80,7 +83,7 @@ def truth(engine: runtime.Engine) -> dict[str, dict[str, torch.Tensor]]:
 
 
 def engine_shape(state: run_state.RunState, name: str) -> tuple[int, ...]:
-    return next(part.shape for part in state.parts if part.name == name)
+    return next(part.parameter.shape for part in state.parts if part.name == name)
 
 
 def grouped(model: nn.Module) -> list[dict[str, Any]]:
@@ -463,7 +466,10 @@ def without_a_shared_disk() -> dict[str, Any]:
             fine = fine and again.module.seen.item() == rank()
             mine_now = run_state.capture(again).parts
             out[f"{stage} into {target}"] = fine and all(
-                torch.equal(tensor.reshape(-1), found[part.name][key].view(-1)[part.start : part.start + part.count])
+                torch.equal(
+                    tensor.reshape(-1),
+                    found[part.name][key].view(-1)[part.parameter.elements],
+                )
                 for part in mine_now
                 for key, tensor in {"": part.weight, **part.states}.items()
             )

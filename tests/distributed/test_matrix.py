@@ -57,7 +57,7 @@ def test_buffers_of_ranks_in_another_world(outcome: Outcome, caplog: pytest.LogC
                 engine.load_checkpoint(place)
             model = torch.load(min(tag.glob("*mp_rank_00_model_states.pt")), weights_only=True)
             assert torch.equal(engine.module.middle.mean.float(), model["module"]["middle.mean"].float())
-            assert "such ranks take rank 0's" in caplog.text, cell
+            assert "these ranks take rank 0's" in caplog.text, cell
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()

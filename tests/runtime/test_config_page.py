@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from zckpt.runtime.config_fields import Section, keys_of, kind_of, named
 from zckpt.runtime.config_page import page
-from zckpt.runtime.config_sections import BF16, FP16, Config
-from zckpt.runtime.config_zero import OffloadOptimizer, OffloadParam, Zero
+from zckpt.runtime.ds_config.fields import Section, keys_of, kind_of, named
+from zckpt.runtime.ds_config.sections import BF16, FP16, Config
+from zckpt.runtime.ds_config.zero import OffloadOptimizer, OffloadParam, Zero
 
 PAGE = Path(__file__).parents[2] / "docs" / "config.md"
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from zckpt.base.errors import UnsupportedError, UsageError
-from zckpt.runtime.optim import Lamb, Lion, build_optimizer, check_elementwise
+from zckpt.runtime.optimizers.build import Lamb, Lion, build_optimizer, check_elementwise
 
 CPU = torch.device("cpu")
 

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from zckpt.base.errors import CastError
-from zckpt.runtime.config_sections import FP16
-from zckpt.runtime.precision import LossScaler, loss_scaler
+from zckpt.runtime.ds_config.sections import FP16
+from zckpt.runtime.optimizers.loss_scale import LossScaler, loss_scaler
 
 
 @pytest.fixture(scope="module")

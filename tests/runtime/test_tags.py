@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from zckpt.base.errors import OutputError, UsageError
-from zckpt.runtime.tags import check_places, check_tag
+from zckpt.runtime.checkpoints.tags import check_places, check_tag
 
 REFUSED = {
     "empty": [""],
@@ -43,8 +43,8 @@ def test_names_that_are_taken(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("mine")
     (tmp_path / "link").symlink_to(tmp_path / "tag")
     for tag in ("file", "link"):
-        with pytest.raises(OutputError, match=f"'{tag}'"):
+        with pytest.raises(OutputError, match=f"/{tag}: exists"):
             check_places(str(tmp_path), tag)
     (tmp_path / "latest").mkdir()
-    with pytest.raises(OutputError, match="'latest'"):
+    with pytest.raises(OutputError, match="/latest: exists"):
         check_places(str(tmp_path), "tag")

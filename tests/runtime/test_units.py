@@ -6,7 +6,7 @@ import pytest
 from torch import nn
 
 from zckpt.base.errors import UsageError
-from zckpt.runtime.units import find_units, merged
+from zckpt.runtime.sharded.units import find_units, merged
 
 
 class Block(nn.Module):

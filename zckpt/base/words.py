@@ -43,6 +43,11 @@ def examples(names: Iterable[object], limit: int = 3) -> str:
     return f"{text} and {more:,} more" if more > 0 else text
 
 
+def ranks(numbers: Sequence[int]) -> str:
+    """Ranks by their numbers: `rank 3`, `ranks 0-5, 7`."""
+    return f"rank{'' if len(numbers) == 1 else 's'} {ranges(numbers)}"
+
+
 def ranges(numbers: Sequence[int]) -> str:
     """Whole numbers as ranges: `0-5, 7`."""
     runs: list[list[int]] = []

@@ -14,8 +14,8 @@ from zckpt.cli import options
 from zckpt.cli.output import Console
 
 if TYPE_CHECKING:
-    from zckpt.runtime.metrics import Step
-    from zckpt.runtime.train import Outcome
+    from zckpt.runtime.command.metrics import Step
+    from zckpt.runtime.command.train import Outcome
 
 
 def register(app: typer.Typer) -> None:
@@ -53,8 +53,8 @@ def train(
 ) -> None:
     """Launches processes, or is one of them."""
     try:
-        from zckpt.runtime import train as run
-        from zckpt.runtime.launch import is_worker, launch
+        from zckpt.runtime.command import train as run
+        from zckpt.runtime.command.launch import is_worker, launch
     except ImportError as error:
         raise UnsupportedError(
             "training without its libraries", found=str(error), remedy="pip install 'zckpt[train]'"

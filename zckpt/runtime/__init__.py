@@ -6,11 +6,11 @@
         engine.backward(loss)
         engine.step()
 
-A script written for `deepspeed.initialize` ports by changing the import. docs/config.md says what each key of the config does.
+For a script written for `deepspeed.initialize`, change the import. docs/config.md says what each key of the config does.
 """
 
 from zckpt.runtime import zero
-from zckpt.runtime.config import read_config
+from zckpt.runtime.ds_config.read import read_config
 from zckpt.runtime.engine import Engine
 from zckpt.runtime.start import initialize
 

@@ -16,10 +16,10 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 from torch.optim import SGD, Adagrad, AdamW
 
-from zckpt.runtime.config_fields import Section, keys_of, kind_of, section_of
-from zckpt.runtime.config_sections import Config
-from zckpt.runtime.optim import Lamb, Lion
-from zckpt.runtime.schedules import SCHEDULES
+from zckpt.runtime.ds_config.fields import Section, keys_of, kind_of, section_of
+from zckpt.runtime.ds_config.sections import Config
+from zckpt.runtime.optimizers.lion_lamb import Lamb, Lion
+from zckpt.runtime.optimizers.schedules import SCHEDULES
 
 _HEAD = """# The config of the trainer
 
@@ -28,13 +28,13 @@ from the models that read it (`make golden`), so it cannot be out of date.
 
 - **used**: the engine acts on it.
 - **zckpt's own**: DeepSpeed does not have it.
-- *accepted*: it changes nothing here, for the reason given; which of them a config has is said once at the start.
-- *refused*: it asks for something that would change the training and is not built. Values that leave it off are accepted.
+- *accepted*: it changes nothing here, for the reason given. At the start the engine logs which of them a config has.
+- *refused*: it would change the training and is not built. Values that switch it off are accepted.
 
-An unknown key, at any depth, is an error that names the nearest right one; `initialize(..., allow_unknown=True)` leaves it out
-instead. `"auto"` takes its value from `initialize(..., auto={"optimizer.params.lr": 1e-4, ...})`. Of the batch sizes, two give
-the third, and "auto" means: from the other two. Keys that are only accepted need no value, and the three that transformers
-computes from a model's width get it so, or their defaults. Any other "auto" without a value is an error that names it.
+An unknown key, at any depth, is an error that names the most similar known key; `initialize(..., allow_unknown=True)` leaves it
+out instead. `"auto"` takes its value from `initialize(..., auto={"optimizer.params.lr": 1e-4, ...})`. Of the three batch sizes
+two give the third, and "auto" means: from the other two. Keys that are only accepted need no value. The three that transformers
+computes from a model's width are computed here too, or keep their defaults. Any other "auto" without a value is an error.
 """
 
 _WORDS = {"used": "**used**", "own": "**zckpt's own**", "unused": "*accepted*", "refused": "*refused*"}
@@ -121,10 +121,10 @@ def _arguments(built: dict[str, Callable[..., Any]], first: str) -> Iterator[str
         if cls is AdamW:
             yield f"| {name} | {_ADAM} |"
             continue
-        told = [
+        shown = [
             f"`{p.name}`" if p.default is inspect.Parameter.empty else f"`{p.name}={p.default!r}`" for p in parameters
         ]
-        yield f"| {name} | {', '.join(told)} |"
+        yield f"| {name} | {', '.join(shown)} |"
 
 
 def _escape(text: str) -> str:

@@ -1,7 +1,7 @@
-"""A loader for `training_data` that knows where it is.
+"""A loader for `training_data` that knows its position.
 
 For `initialize(..., training_data=...)`. Every rank gets its own samples, shuffled anew each epoch; epoch and batch are all
-the state, so a resumed run goes on with the next batch. torch's loader draws a seed whenever it is iterated: it gets a
+the state, so a resumed run continues with the next batch. torch's loader draws a seed whenever it is iterated: it gets a
 generator of its own for that, so that the global one is at the same place in a run that was resumed inside an epoch.
 """
 
@@ -25,8 +25,8 @@ class Loader:
         dataset: with length and items, or iterable; an iterable one has to give each rank its own samples.
         batch_size: samples per micro batch.
         world: all ranks.
-        collate_fn: makes a batch of samples; torch's own where not given.
-        drop_last: leave out what fills no whole batch.
+        collate_fn: makes a batch of samples; by default torch's own.
+        drop_last: leave out the last samples if they do not fill a batch.
         seed: of the order of samples.
 
     Attributes:
@@ -49,7 +49,7 @@ class Loader:
         self._generator = torch.Generator()
         sampler = None
         if not isinstance(dataset, IterableDataset):
-            sampler = _FromThere(dataset, num_replicas=world.size, rank=world.rank, seed=seed, drop_last=drop_last)
+            sampler = _RestOfEpoch(dataset, num_replicas=world.size, rank=world.rank, seed=seed, drop_last=drop_last)
         self._sampler = sampler
         self._loader: DataLoader[Any] = DataLoader(
             dataset,
@@ -84,15 +84,15 @@ class Loader:
         self.epoch, self.batch = self.epoch + 1, 0
 
     def state_dict(self) -> dict[str, int]:
-        """Where it is."""
+        """The position: `epoch`, and `batch` in it."""
         return {"epoch": self.epoch, "batch": self.batch}
 
     def load_state_dict(self, state_dict: Mapping[str, int]) -> None:
-        """Goes on from there."""
+        """Sets the position: the next batch is the one after it."""
         self.epoch, self.batch = state_dict["epoch"], state_dict["batch"]
 
 
-class _FromThere(DistributedSampler[Any]):
+class _RestOfEpoch(DistributedSampler[Any]):
     """A rank's share of an epoch without its first samples."""
 
     skip = 0

@@ -24,7 +24,7 @@ def rng_state() -> dict[str, Any]:
 
 
 def set_rng_state(state: Mapping[str, Any]) -> None:
-    """Takes up what `rng_state` gave, as far as it goes."""
+    """Restores what `rng_state` returned; generators that it does not have, or that are missing here, stay as they are."""
     if "python" in state:
         version, words, gauss = state["python"]
         random.setstate((version, tuple(words), gauss))

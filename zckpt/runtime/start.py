@@ -5,6 +5,7 @@ For scripts, as `zckpt.runtime.initialize`. The config is checked before the mod
 
 from __future__ import annotations
 
+import inspect
 import logging
 import os
 from collections.abc import Callable, Iterable, Mapping
@@ -16,18 +17,16 @@ from torch.optim import Optimizer
 from torch.utils.data import Dataset
 
 from zckpt.base.errors import UsageError
-from zckpt.base.words import examples
-from zckpt.runtime.buffers import cast_buffers
-from zckpt.runtime.config import Settings, batch_of, read_config
 from zckpt.runtime.data import Loader
+from zckpt.runtime.ds_config.read import Settings, batch_of, read_config
 from zckpt.runtime.engine import Engine
-from zckpt.runtime.inference import allow_inference_mode
-from zckpt.runtime.optim import Groups, build_optimizer, check_elementwise
-from zckpt.runtime.schedules import build_schedule
-from zckpt.runtime.sharded_parameter import ShardedParameter
-from zckpt.runtime.sharding import DTYPES, Precision, Sharded, shard
-from zckpt.runtime.units import Wrap
-from zckpt.runtime.watch import Watch
+from zckpt.runtime.optimizers.masters import chosen_of, groups_of, optimizer_on_masters
+from zckpt.runtime.optimizers.schedules import build_schedule
+from zckpt.runtime.sharded.buffers import cast_buffers
+from zckpt.runtime.sharded.inference import allow_inference_mode
+from zckpt.runtime.sharded.shard import DTYPES, Precision, shard
+from zckpt.runtime.sharded.units import Wrap
+from zckpt.runtime.sharded.watch import Watch
 from zckpt.runtime.world import join_world, mesh_of
 
 _log = logging.getLogger("zckpt.runtime")
@@ -47,47 +46,52 @@ def initialize(
     wrap: Wrap | Iterable[Wrap] | None = None,
     allow_unknown: bool = False,
 ) -> tuple[Engine, Optimizer | None, Loader | None, Any]:
-    """Shards a model and gives the engine that trains it.
+    """Shards a model and returns the engine that trains it. Every rank calls it, under torchrun, or one process alone.
+
+        engine, optimizer, loader, lr_scheduler = zckpt.runtime.initialize(model=model, config="ds_config.json")
 
     Args:
-        args: a namespace whose `deepspeed_config` is the config, for scripts that hand it over so.
-        model: the model; it is sharded in place. On every rank whole, or made under `zero.Init`.
-        optimizer: made over the model's parameters, or a function that makes one from parameters or groups; None takes
-            the config's.
-        model_parameters: parameters or parameter groups for the config's optimizer; all that require gradients where not
-            given.
+        args: a namespace; its attribute `deepspeed_config` is the config if `config` is not given.
+        model: the model, whole on every rank or made under `zero.Init`. It is sharded in place; rank 0's weights are taken.
+        optimizer: an optimizer made over the model's parameters, or a function that makes one from parameters or groups; by
+            default the config's.
+        model_parameters: parameters or parameter groups for the config's optimizer, or for the function; by default all
+            that require gradients.
         training_data: a dataset to make a loader of.
-        lr_scheduler: a schedule made over `optimizer`, or a function that makes one from the optimizer; None takes the
-            config's.
-        collate_fn: for the loader.
-        config: a path, a dict or JSON text: DeepSpeed's JSON.
+        lr_scheduler: a schedule made over `optimizer`, or a class or function that makes one when it is called with the
+            optimizer; by default the config's.
+        collate_fn: makes a batch of samples, for the loader; by default torch's own.
+        config: DeepSpeed's config: a path, a dict or JSON text. docs/config.md says what each key does.
         config_params: an old name of `config`.
-        auto: values for keys that say "auto".
-        wrap: which modules are gathered as one unit; see `zckpt.runtime.units.find_units`.
-        allow_unknown: leave out unknown keys of the config instead of refusing them.
+        auto: values for keys of the config that say "auto", nested as the config is or by dotted name
+            (`{"optimizer.params.lr": 1e-4}`).
+        wrap: the modules whose parameters are gathered together: class names, classes, modules of the model, functions that
+            take a module and return whether it is one; one or several. By default the model's repeated blocks.
+        allow_unknown: leave out unknown keys of the config and log them, instead of raising an error.
 
     Returns:
-        engine, optimizer, loader, schedule; what there is none of is None.
+        The engine, the optimizer, the loader and the schedule; None for each that there is none of.
 
     Raises:
-        UsageError: the config or the arguments contradict themselves.
-        UnsupportedError: the config asks for what is not built.
+        UsageError: the config or the arguments are wrong or contradict each other.
+        UnsupportedError: the config switches on a feature that is not built.
     """
     config = next((c for c in (config, config_params, getattr(args, "deepspeed_config", None)) if c is not None), None)
     if model is None or config is None:
-        raise UsageError("nothing to begin with", expected="initialize(model=..., config=...)")
+        raise UsageError(
+            f"initialize needs a {'model' if model is None else 'config'}",
+            expected="initialize(model=..., config=...)",
+            remedy=f"Pass {'the model' if model is None else 'a path, a dict or JSON text as config'}.",
+        )
     settings = read_config(config, auto=auto, hidden_size=_hidden_size(model), allow_unknown=allow_unknown)
     _check(settings, optimizer, lr_scheduler)
     world = join_world()
     batch = batch_of(settings, world.size)
     if world.rank == 0:
-        _speak(settings)
+        _log_unused(settings)
     trains = optimizer is not None or settings.config.optimizer.type is not None
-    groups = _groups(model, model_parameters)
-    chosen = {id(p): p for group in groups for p in group["params"]}
-    if isinstance(optimizer, Optimizer):
-        chosen = {id(p): p for group in optimizer.param_groups for p in group["params"] if p.numel()}
-    _check_parameters(model, chosen)
+    groups = groups_of(model, model_parameters)
+    chosen = chosen_of(model, groups, optimizer)
     names = {id(p): name for name, p in model.named_parameters()}
     cast_buffers(model, settings)
     precision = _precision(settings, trains=trains)
@@ -95,18 +99,19 @@ def initialize(
     allow_inference_mode(model)
     if world.size > 1:
         Watch(model, world)
-    built = None
+    built = schedule = loader = None
     if trains:
-        held = {one.name: one for one in sharded.held}
-        masters = {key: held[names[key]].make_master() for key in chosen if held[names[key]].trained}
-        built = _optimizer(settings, sharded, optimizer, groups, masters, {k: held[names[k]] for k in masters})
-    loader = None
+        by_name = {one.name: one for one in sharded.parameters}
+        masters = {id(p): by_name[names[id(p)]] for p in chosen if by_name[names[id(p)]].trained}
+        for one in masters.values():
+            one.make_master()
+        built = optimizer_on_masters(settings, optimizer, groups, masters, is_cut=sharded.size > 1)
+        schedule = _schedule(settings, lr_scheduler, built)
     if training_data is not None:
         drop_last = settings.config.dataloader_drop_last
         loader = Loader(training_data, batch.micro, world, collate_fn=collate_fn, drop_last=drop_last)
-    engine = Engine(model, settings, batch, world, sharded, built, loader)
-    engine.lr_scheduler = _schedule(settings, lr_scheduler, built)
-    return engine, built, loader, engine.lr_scheduler
+    engine = Engine(model, settings, batch, world, sharded, built, schedule, loader)
+    return engine, built, loader, schedule
 
 
 def _hidden_size(model: nn.Module) -> int | None:
@@ -120,69 +125,66 @@ def _hidden_size(model: nn.Module) -> int | None:
 
 
 def _check(settings: Settings, optimizer: object, lr_scheduler: object) -> None:
-    """What config and arguments may not ask of each other.
+    """Checks config and arguments against each other.
 
     Raises:
-        UsageError: they do.
+        UsageError: they contradict each other, or an argument is of no use.
     """
     config, stage = settings.config, settings.zero.stage
     trains = optimizer is not None or config.optimizer.type is not None
     schedules = lr_scheduler is not None or config.scheduler.type is not None
+    give = "Pass an optimizer to initialize, or add a section 'optimizer' to the config"
     if not trains and schedules:
-        raise UsageError("a schedule without an optimizer", file=settings.file)
+        raise UsageError("a schedule needs an optimizer, and there is none", file=settings.file, remedy=f"{give}.")
     if not trains and stage in (1, 2):
         raise UsageError(
-            f"ZeRO stage {stage} without an optimizer: there is nothing to shard",
+            f"ZeRO stage {stage} shards an optimizer's states, and there is no optimizer",
             file=settings.file,
-            remedy="Give an optimizer, or for inference choose stage 3 (sharded) or 0 (whole).",
+            remedy=f"{give}. For inference choose stage 3 (sharded) or 0 (whole).",
         )
-    if isinstance(lr_scheduler, torch.optim.lr_scheduler.LRScheduler) and not isinstance(optimizer, Optimizer):
+    if optimizer is not None and not isinstance(optimizer, Optimizer) and not callable(optimizer):
         raise UsageError(
-            "a schedule over an optimizer that was not given",
-            remedy="Give both, or give the schedule as a function of the optimizer.",
+            "optimizer is neither an optimizer nor a function that makes one",
+            found=f"a {type(optimizer).__name__}",
+            remedy="Pass a torch.optim.Optimizer, or a function: initialize(optimizer=lambda params: SGD(params, lr=0.1)).",
+        )
+    if lr_scheduler is not None:
+        _check_schedule(lr_scheduler, over_given=isinstance(optimizer, Optimizer))
+
+
+def _check_schedule(lr_scheduler: object, *, over_given: bool) -> None:
+    remedy = (
+        "Pass a function of the optimizer: initialize(lr_scheduler=lambda optimizer: StepLR(optimizer, step_size=100))."
+    )
+    if isinstance(lr_scheduler, type):
+        try:
+            inspect.signature(lr_scheduler).bind(None)
+        except TypeError as error:
+            what = f"lr_scheduler {lr_scheduler.__name__} cannot be made from an optimizer alone"
+            raise UsageError(what, found=str(error), remedy=remedy) from error
+    elif not callable(lr_scheduler) and not hasattr(lr_scheduler, "step"):
+        raise UsageError(
+            "lr_scheduler is neither a schedule nor a function that makes one",
+            found=f"a {type(lr_scheduler).__name__}, without a method step",
+            remedy=remedy,
+        )
+    if isinstance(lr_scheduler, torch.optim.lr_scheduler.LRScheduler) and not over_given:
+        raise UsageError(
+            "lr_scheduler is a schedule over an optimizer that initialize did not get",
+            found=f"a {type(lr_scheduler).__name__}",
+            remedy="Pass its optimizer too. Or pass a function of the optimizer: initialize(lr_scheduler=lambda optimizer: ...).",
         )
 
 
-def _speak(settings: Settings) -> None:
-    """Says once which keys change nothing, and why."""
+def _log_unused(settings: Settings) -> None:
+    """Logs which keys of the config change nothing, and why."""
     logger = logging.getLogger("zckpt")
-    if not logger.hasHandlers():  # nobody has set up logging: notes go to stderr
+    if not logger.hasHandlers():  # the script has set up no logging: notes go to stderr
         logger.addHandler(logging.StreamHandler())
         logger.setLevel(logging.INFO)
     if settings.unused:
-        _log.info(
-            "Keys of %s that change nothing here:\n%s",
-            settings.file,
-            "\n".join(f"  {key}: {why}" for key, why in settings.unused),
-        )
-
-
-def _groups(model: nn.Module, model_parameters: Iterable[Any] | None) -> Groups:
-    """Parameter groups, each with its own settings; one group of all parameters where none are given."""
-    given = list(model.parameters() if model_parameters is None else model_parameters)
-    if given and isinstance(given[0], dict):
-        groups = [{**group, "params": _as_list(group["params"])} for group in given]
-    else:
-        groups = [{"params": given}]
-    for group in groups:
-        group["params"] = [p for p in group["params"] if p.requires_grad and p.numel()]
-    return [group for group in groups if group["params"]]
-
-
-def _as_list(params: Any) -> list[nn.Parameter]:
-    several: list[Any] = [params] if isinstance(params, torch.Tensor) else list(params)
-    return [p[1] if isinstance(p, tuple) else p for p in several]
-
-
-def _check_parameters(model: nn.Module, chosen: Mapping[int, nn.Parameter]) -> None:
-    known = {id(p) for p in model.parameters()}
-    strange = [f"{tuple(p.shape)}" for key, p in chosen.items() if key not in known]
-    if strange:
-        raise UsageError(
-            "parameters that the model does not have",
-            found=f"{len(strange):,} in the optimizer, of shapes {examples(strange)}",
-            remedy="Make the optimizer over the parameters of the model that you hand in.",
-        )
+        lines = "\n".join(f"  {key}: {why}" for key, why in settings.unused)
+        _log.info("Keys of %s that change nothing here:\n%s", settings.file, lines)
 
 
 def _precision(settings: Settings, *, trains: bool) -> Precision:
@@ -193,70 +195,9 @@ def _precision(settings: Settings, *, trains: bool) -> Precision:
     return Precision(None if own == "fp32" else DTYPES[own], DTYPES[reduce], trains)
 
 
-def _optimizer(
-    settings: Settings,
-    sharded: Sharded,
-    given: Optimizer | Callable[[Any], Optimizer] | None,
-    groups: Groups,
-    masters: Mapping[int, nn.Parameter],
-    held: Mapping[int, ShardedParameter],
-) -> Optimizer:
-    """The optimizer on the masters.
-
-    Args:
-        settings: the config.
-        sharded: the model.
-        given: what the caller gave.
-        groups: parameter groups of the model's parameters as they were before sharding.
-        masters: by the `id` of these.
-        held: likewise.
-    """
-    if isinstance(given, Optimizer):
-        built = _move(given, masters, held)
-    else:
-        groups = [{**group, "params": [masters[id(p)] for p in group["params"]]} for group in groups]
-        if given is not None:
-            built = given(groups)
-        else:
-            config = settings.config.optimizer
-            device = next(iter(masters.values())).device
-            built = build_optimizer(config.type or "", config.params, groups, device)
-    if sharded.mesh["shard"].size() > 1:
-        check_elementwise(built, allowed=settings.config.zero_allow_untested_optimizer)
-    return built
-
-
-def _move(optimizer: Optimizer, masters: Mapping[int, nn.Parameter], held: Mapping[int, ShardedParameter]) -> Optimizer:
-    """Lets an optimizer that was made over the plain model go on with the masters, its states cut likewise."""
-    for group in optimizer.param_groups:
-        before = [p for p in group["params"] if id(p) in masters]
-        group["params"] = [masters[id(p)] for p in before]
-        for p in before:
-            state, one = optimizer.state.pop(p, None), held[id(p)]
-            if state:
-                optimizer.state[masters[id(p)]] = {name: _cut(value, one) for name, value in state.items()}
-    optimizer.param_groups[:] = [group for group in optimizer.param_groups if group["params"]]
-    return optimizer
-
-
-def _cut(value: Any, held: ShardedParameter) -> Any:
-    if not isinstance(value, torch.Tensor) or value.shape != held.shape or not value.ndim:
-        return value
-    if value.is_meta:
-        raise UsageError(
-            "an optimizer with states for parameters that have no numbers yet",
-            found=held.name,
-            remedy="Give the optimizer as a function: initialize(optimizer=lambda params: Adagrad(params)).",
-        )
-    assert held.master is not None
-    part = value.reshape(-1)[held.start : held.start + held.count].view(held.master.shape)
-    return part.to(held.master.device, copy=True)
-
-
-def _schedule(settings: Settings, given: Any, optimizer: Optimizer | None) -> Any:
-    if optimizer is None:
-        return None
+def _schedule(settings: Settings, given: Any, optimizer: Optimizer) -> Any:
+    """The schedule: the given one, what the given class or function makes, or the config's; None without any."""
     if given is not None:
-        return given if hasattr(given, "step") else given(optimizer)
+        return given(optimizer) if callable(given) else given
     config = settings.config.scheduler
     return build_schedule(config.type, config.params, optimizer) if config.type else None

@@ -1,12 +1,14 @@
 """Who takes part: ranks, device, process groups.
 
-For `engine` and `zero`. torchrun's variables are followed, or a group that exists already; without either, one process
-trains alone.
+For `start`, `zero` and `sharded`. A process group that exists is used, or one is made from torchrun's variables; without either,
+one process trains alone.
 """
 
 from __future__ import annotations
 
+import math
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -15,7 +17,7 @@ from torch._C._distributed_c10d import HashStore
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from zckpt.base.errors import UsageError
-from zckpt.runtime.config_zero import Zero
+from zckpt.runtime.ds_config.zero import Zero
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +31,7 @@ class World:
 
 
 def join_world() -> World:
-    """The world of this process; the default process group is made where there is none."""
+    """The world of this process; makes the default process group if there is none."""
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     if not dist.is_initialized():
         backend = "nccl" if torch.cuda.is_available() else "gloo"
@@ -51,7 +53,7 @@ def mesh_of(zero: Zero, world: World) -> DeviceMesh:
     Stage 0 shards over one rank. MiCS shards over groups of neighbours.
 
     Raises:
-        UsageError: a group size that does not divide the world.
+        UsageError: a group size does not divide the number of ranks.
     """
     size = 1 if zero.stage == 0 else world.size
     for name, value in (
@@ -60,8 +62,9 @@ def mesh_of(zero: Zero, world: World) -> DeviceMesh:
     ):
         if value > 0 and world.size % value:
             raise UsageError(
-                f"a {name} that does not divide the world size", found=f"{value}", expected=f"a divisor of {world.size}"
-            )
+                f"zero_optimization.{name} does not divide the number of ranks", found=f"{value}",
+                expected=f"a divisor of {world.size}", remedy="Correct it in the config, or use another number of ranks.",
+            )  # fmt: skip
     if zero.mics_shard_size > 0:
         size = zero.mics_shard_size
     if size == world.size:
@@ -77,3 +80,9 @@ def rows_of(length: int, size: int, rank: int) -> range:
     """
     step = -(-length // size)
     return range(min(rank * step, length), min((rank + 1) * step, length))
+
+
+def elements_of(shape: Sequence[int], size: int, rank: int) -> tuple[int, int]:
+    """The elements of a tensor, row-major, in the rows that one of `size` ranks holds: the first, and how many."""
+    rows, width = rows_of(shape[0], size, rank), math.prod(shape[1:])
+    return rows.start * width, len(rows) * width

@@ -20,27 +20,31 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
 from zckpt.base.errors import UsageError
-from zckpt.runtime.config import read_config
-from zckpt.runtime.config_zero import Zero
-from zckpt.runtime.deferred import Recorder, cut, defer, gather_rows, rows_held_by
-from zckpt.runtime.sharded_parameter import ShardedParameter, held_of
+from zckpt.runtime.ds_config.read import read_config
+from zckpt.runtime.ds_config.zero import Zero
+from zckpt.runtime.sharded.deferred import Recorder, cut, defer, gather_rows, rows_held_by
+from zckpt.runtime.sharded.parameter import ShardedParameter, sharded_parameter_of
 from zckpt.runtime.world import join_world, mesh_of
 
 __all__ = ["GatheredParameters", "Init"]
 
 
 class Init:
-    """Builds a model of which every rank keeps its own rows only; see [Note: deferred parameters] in `deferred`.
+    """Builds a model that no rank could hold whole: every rank keeps only its own rows of each parameter.
 
-    With the same seed the weights are those of the plain model. Where the seeds of the ranks differ, rank 0's is used
-    inside. Hand the model to `initialize`, with the same config.
+    Use it as a context manager around the model's constructor, and pass the model to `initialize` with the same config. With
+    the same seed the weights are those that the plain constructor makes. If the seeds of the ranks differ, rank 0's is used
+    inside.
 
     Args:
-        module: a model that exists, to be reduced to this rank's rows at once.
-        config_dict_or_path: the config; MiCS shares parameters among fewer ranks.
+        module: a model that exists already; every rank keeps only its rows of it from now on.
+        config_dict_or_path: the config: a path, a dict or JSON text. Under MiCS fewer ranks share a parameter.
         config: the same, by its other name.
-        enabled: False does nothing.
-        dtype: of the parameters, where it should not be what the model gives them.
+        enabled: False does nothing: every rank builds the whole model.
+        dtype: of the floating-point parameters, if it should not be the one that the model gives them.
+
+    Raises:
+        UsageError: the config is wrong; see `read_config`.
     """
 
     def __init__(
@@ -81,7 +85,7 @@ class Init:
 
 
 def _follow_rank_0() -> torch.Tensor | None:
-    """Gives the generator rank 0's state; its own, for later, where that was another."""
+    """Gives the random generator rank 0's state. Returns its own state, if that was another, to restore it later."""
     mine = torch.get_rng_state()
     first = mine.clone()
     if dist.get_world_size() == 1:
@@ -95,16 +99,19 @@ def _follow_rank_0() -> torch.Tensor | None:
 
 
 class GatheredParameters:
-    """Inside, parameters are whole; with `modifier_rank`, that rank's changes are kept.
+    """Makes parameters whole inside a `with` block; with `modifier_rank`, that rank's changes are kept.
 
-    The whole parameters are plain tensors, of master weights in fp32: they are what the context manager gives, and what the
-    modules hold inside (`model.head.weight`, `model.named_parameters()`). All ranks take part in entering and leaving.
+    Inside, the parameters are plain tensors in fp32, the master weights; frozen ones keep their dtype. They are what the
+    context manager returns, as a list, and what the modules hold (`model.head.weight`). Every rank has to enter and leave.
 
     Args:
         params: parameters as the modules hold them, one or several; of a model before or after `initialize`.
-        modifier_rank: the rank whose changes all ranks take over; None discards changes.
-        fwd_module: taken for the sake of scripts that give it; not needed.
-        enabled: False does nothing.
+        modifier_rank: the rank whose changes all ranks take over on leaving; None discards changes.
+        fwd_module: accepted for DeepSpeed's sake and not used.
+        enabled: False does nothing, and returns an empty list.
+
+    Raises:
+        UsageError: one of `params` is not a parameter of a model, or is sharded by something else.
     """
 
     def __init__(
@@ -136,15 +143,16 @@ class GatheredParameters:
 
 
 def _gather(parameter: torch.Tensor) -> tuple[nn.Parameter, Callable[[bool], None]]:
-    """A parameter made whole, and how to leave: with True, what it then is is kept."""
-    held = held_of(parameter)
-    if held is not None:
-        return _gather_held(held)
+    """A parameter made whole, and a function that undoes it; called with True, it keeps the changes."""
+    sharded = sharded_parameter_of(parameter)
+    if sharded is not None:
+        return _gather_sharded(sharded)
     if isinstance(parameter, DTensor) or not isinstance(parameter, nn.Parameter):
         raise UsageError(
-            "a parameter of another engine",
+            "GatheredParameters got a tensor that is no parameter of a model of zckpt.runtime",
             found=f"a {type(parameter).__name__} of shape {list(parameter.shape)}",
             expected="a parameter of a model, plain or sharded by zckpt.runtime",
+            remedy="Pass parameters of the model that initialize or zero.Init got, such as model.head.weight.",
         )
     rows = rows_held_by(parameter)
     if rows is None:
@@ -160,32 +168,32 @@ def _gather(parameter: torch.Tensor) -> tuple[nn.Parameter, Callable[[bool], Non
     return parameter, leave
 
 
-def _gather_held(held: ShardedParameter) -> tuple[nn.Parameter, Callable[[bool], None]]:
-    weight, part = held.weight, held.local()
-    if held.replicated:
-        part = held.local() if held.master is None else held.master.data
-        whole = nn.Parameter(part.clone(), requires_grad=held.trained)
-        spec = None
+def _gather_sharded(sharded: ShardedParameter) -> tuple[nn.Parameter, Callable[[bool], None]]:
+    weight = sharded.weight
+    part = sharded.part() if sharded.replicated else sharded.local()
+    spec = None
+    if sharded.replicated:
+        whole = nn.Parameter(part.clone(), requires_grad=sharded.trained)
     else:
         mesh = weight.device_mesh  # type: ignore[attr-defined]
-        values = gather_rows(part.to(mesh.device_type), held.shape, mesh.get_group("shard"))
-        whole, spec = nn.Parameter(values, requires_grad=held.trained), weight._spec  # type: ignore[attr-defined]
-        # Whoever took the parameter from the module before finds all of it there too.
+        values = gather_rows(part.to(mesh.device_type), sharded.shape, mesh.get_group("shard"))
+        whole, spec = nn.Parameter(values, requires_grad=sharded.trained), weight._spec  # type: ignore[attr-defined]
+        # Code that took the parameter from the module before finds all of it there too.
         weight._spec = DTensorSpec(mesh, (Replicate(),) * mesh.ndim, tensor_meta=spec.tensor_meta)  # type: ignore[attr-defined]
         weight._local_tensor = whole.data  # type: ignore[attr-defined]
-    _register(held, whole)
+    _register(sharded, whole)
 
     def leave(keep: bool) -> None:
         if keep:
-            part.view(-1).copy_(whole.data.reshape(-1)[held.start : held.start + held.count])
+            part.view(-1).copy_(whole.data.reshape(-1)[sharded.elements])
         if spec is not None:
             weight._spec, weight._local_tensor = spec, part  # type: ignore[attr-defined]
-        _register(held, weight)
-        held.give_back()
+        _register(sharded, weight)
+        sharded.give_back()
 
     return whole, leave
 
 
-def _register(held: ShardedParameter, parameter: nn.Parameter) -> None:
-    for module, name in held.holders:
+def _register(sharded: ShardedParameter, parameter: nn.Parameter) -> None:
+    for module, name in sharded.holders:
         module._parameters[name] = parameter

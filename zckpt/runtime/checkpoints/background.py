@@ -1,4 +1,4 @@
-"""Saves that go on while the script trains: nobody's error is lost, and the process waits for them when it ends.
+"""Saves that are made while the script trains: no error is lost, and the process waits for them when it ends.
 
 For `saving`.
 [Note: the end of a process] When its script has ended, well or not, Python first calls what `threading._register_atexit` was
@@ -40,14 +40,14 @@ class Saving(threading.Thread):
         self.start()
 
     def run(self) -> None:
-        """Saves, and says at once if it fails."""
+        """Saves, and logs at once that it failed."""
         try:
             assert self._work is not None
             self._work()
             _under_way.discard(self)
         except Exception as error:
             self._error = error
-            _log.error("The %s has failed: %s", self.what, error)
+            _log.error("The %s failed: %s", self.what, error)
         finally:
             self._work = self._keep = None  # the copy in memory is freed
 
@@ -65,18 +65,18 @@ class Saving(threading.Thread):
     def end(self) -> bool:
         """Waits until it is done, as the process ends: whether it went well."""
         if self.is_alive():
-            _log.info("The process ends when the %s is done.", self.what)
+            _log.info("The process waits for the %s, and then ends.", self.what)
         try:
             self.result()
         except Exception as error:
             if sys.stderr is not None:
-                sys.stderr.write(f"zckpt: the {self.what} has failed, and nobody asked: {error}\n")
+                sys.stderr.write(f"zckpt: the {self.what} failed: {error}\n")
             return False
         return True
 
 
 def _wait() -> None:
-    """Waits for saves that nobody waited for; if one failed, the process does not end with the status 0."""
+    """Waits for saves that the script did not wait for; if one failed, the exit status of the process is not 0."""
     ended_well = [saving.end() for saving in tuple(_under_way)]
     if not all(ended_well) and sys.stdout is not None:
         sys.stdout = _Unflushed(sys.stdout)

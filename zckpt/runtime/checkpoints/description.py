@@ -1,15 +1,14 @@
-"""What a run has to save, in the words of the layouts: a catalog of what all ranks hold, and all that is beside it.
+"""What a run has to save, in the terms of the layouts: a catalog of what all ranks hold, and all that is beside it.
 
-For saving. Nothing is copied: stores of a `RankStore` stand for what each rank holds, and every rank makes the same
-description but for what is its own: its random generators and, under stage 3, its client state.
+For saving. Nothing is copied: a `RankStore` stands for what each rank holds. Every rank makes the same description, except for
+what is its own: its random generators and, at stage 3, its client state.
 """
 
 from __future__ import annotations
 
-import math
 import struct
-from collections.abc import Hashable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Hashable, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -18,17 +17,18 @@ from zckpt.base.errors import UsageError
 from zckpt.base.words import examples
 from zckpt.containers import Placeholder
 from zckpt.core.catalog import Catalog, Replica, Role, Source, TensorEntry
-from zckpt.core.dtypes import BF16, BY_TORCH_NAME, F16, F32, F64, DType
+from zckpt.core.dtypes import BF16, F16, F32, F64, DType
 from zckpt.core.fragments import Fragment
 from zckpt.layouts.run.training import ParameterGroup, Training, new_scaler
 from zckpt.layouts.save.module_states import RESERVED
 from zckpt.layouts.zero.torch_files import Inline
 from zckpt.layouts.zero.write import ZeroTarget
-from zckpt.runtime.engine import Engine
-from zckpt.runtime.exchange import EVERY, RankStore
-from zckpt.runtime.inert import to_inert
-from zckpt.runtime.state import ParameterPart, RunState
-from zckpt.runtime.world import rows_of
+from zckpt.runtime.checkpoints.exchange import EVERY, RankStore
+from zckpt.runtime.checkpoints.inert import dtype_of, to_inert
+from zckpt.runtime.checkpoints.state import ParameterPart, RunState, names_of_tensors
+from zckpt.runtime.run import Run
+from zckpt.runtime.sharded.parameter import ShardedParameter
+from zckpt.runtime.world import elements_of
 
 DEEPSPEED = "0.19.8"
 """The version of DeepSpeed whose files these are."""
@@ -37,11 +37,6 @@ OWN = "zckpt"
 """The key of what DeepSpeed's files have no place for."""
 
 _PRECISIONS = {"fp32": F32, "bf16": BF16, "fp16": F16}
-
-
-def dtype_of(dtype: torch.dtype) -> DType:
-    """Of the layouts, of torch's."""
-    return BY_TORCH_NAME[str(dtype).removeprefix("torch.")]
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,19 +55,12 @@ class Described:
 def signature(state: RunState) -> Hashable:
     """What a description depends on."""
     parts = tuple(
-        (
-            part.name,
-            part.shape,
-            part.group,
-            part.weight.dtype,
-            part.dtype,
-            *((n, t.dtype) for n, t in part.states.items()),
-        )
-        for part in state.parts
+        (one.name, one.group, one.weight.dtype, *((name, state.dtype) for name, state in one.states.items()))
+        for one in state.parts
     )
     buffers = tuple((name, tuple(buffer.shape), buffer.dtype) for name, buffer in state.buffers.items())
     groups = tuple(group.names for group in state.groups)
-    return state.stage, state.precision, state.shard_size, parts, buffers, groups
+    return parts, buffers, groups
 
 
 def tensors_of(state: RunState) -> dict[Hashable, torch.Tensor]:
@@ -84,46 +72,48 @@ def tensors_of(state: RunState) -> dict[Hashable, torch.Tensor]:
     return found | {(name, "buffer"): buffer.detach().reshape(-1) for name, buffer in state.buffers.items()}
 
 
-def describe(engine: Engine, state: RunState) -> Described:
+def describe(state: RunState) -> Described:
     """What all ranks hold."""
+    size = state.run.sharded.size
     found: dict[str, TensorEntry] = {}
     states: dict[str, dict[str, TensorEntry]] = {}
     for part in state.parts:
+        parameter = part.parameter
         if part.group is None:
-            found[part.name] = _entry(part, state, dtype_of(part.weight.dtype), "frozen")
+            found[part.name] = _entry(parameter, size, dtype_of(part.weight.dtype), "frozen")
             continue
-        dtype = dtype_of(part.dtype)
+        dtype = dtype_of(parameter.dtype)
         module = F32 if dtype == F64 else dtype
-        replicas = (Replica(module, _fragments(part, state, module)),)
-        found[part.name] = _entry(part, state, F32, "parameter", replicas=replicas)
+        replicas = (Replica(module, _fragments(parameter, size, module)),)
+        found[part.name] = replace(_entry(parameter, size, F32, "parameter"), replicas=replicas)
         states[part.name] = {
-            name: _entry(part, state, dtype_of(tensor.dtype), "parameter", name) for name, tensor in part.states.items()
+            name: _entry(parameter, size, dtype_of(tensor.dtype), "parameter", name)
+            for name, tensor in part.states.items()
         }
     for name, buffer in state.buffers.items():
         dtype = dtype_of(buffer.dtype)
         store = RankStore(name, buffer.numel() * dtype.itemsize, rank=EVERY, key=(name, "buffer"))
         fragments = (Fragment(store, 0, 0, buffer.numel()),)
         found[name] = TensorEntry(name, tuple(buffer.shape), dtype, "buffer", fragments)
-    order = [name for name in _state_dict_names(engine) if name in found]
-    return Described(Catalog({name: found[name] for name in order}, Source("live", "the run"), state.aliases), states)
+    ordered = {name: found[name] for name in names_of_tensors(state.run) if name in found}
+    return Described(Catalog(ordered, Source("live", "the run"), state.aliases), states)
 
 
-def describe_training(
-    state: RunState, described: Described, client_state: Mapping[str, Any], clip_grad: float
-) -> Training:
+def describe_training(state: RunState, described: Described, client_state: Mapping[str, Any]) -> Training:
     """All that is beside the weights.
 
     Raises:
-        UsageError: the client state uses a name that is taken.
+        UsageError: the client state uses a name of the checkpoint's own.
         UnsupportedError: something in it cannot be written.
     """
+    run = state.run
+    config = run.settings.config
     taken = sorted(str(key) for key in client_state if key in RESERVED or key == OWN)
     if taken:
         raise UsageError(
-            "a client state that uses names of the checkpoint's own",
-            found=examples(taken),
-            remedy="Choose other names.",
-        )
+            "client_state uses names that the checkpoint itself uses", found=examples(taken),
+            remedy="Choose other names for these keys of client_state.",
+        )  # fmt: skip
     parts = {part.name: part for part in state.parts}
     groups = []
     for number, group in enumerate(state.groups):
@@ -135,10 +125,10 @@ def describe_training(
         )
     own = {
         "version": 1,
-        "optimizer": state.optimizer,
+        "optimizer": None if run.optimizer is None else type(run.optimizer).__name__,
         "micro_steps": state.counters["micro_steps"],
         "pending_micro_steps": state.counters["pending_micro_steps"],
-        "world_size": state.world_size,
+        "world_size": run.world_size,
         "differing_buffers": sorted(state.differing),
         "scaler": dict(state.scaler),
         "data": to_inert(state.data, "the loader's position"),
@@ -154,7 +144,7 @@ def describe_training(
         "skipped_steps": state.counters["skipped_steps"],
         "global_steps": state.counters["global_steps"],
         "global_samples": state.counters["global_samples"],
-        "ds_config": to_inert(state.config, "the config"),
+        "ds_config": to_inert(run.settings.raw, "the config"),
         "ds_version": DEEPSPEED,
         OWN: own,
         **to_inert(client_state, "client_state"),
@@ -162,78 +152,55 @@ def describe_training(
     return Training(
         groups=tuple(groups),
         states=described.states,
-        scaler=_scaler(state) | ({"clip_grad": clip_grad} if state.stage in (1, 2) else {}),
+        scaler=_scaler(state) | ({"clip_grad": config.gradient_clipping} if run.settings.zero.stage in (1, 2) else {}),
         model=model,
-        precision=_PRECISIONS[state.precision],
-        form="bf16" if _is_bf16_optimizer(state) else "zero",
+        precision=_PRECISIONS[config.precision],
+        form="bf16" if _is_bf16_optimizer(run) else "zero",
         beside={} if "all" in state.rng else {OWN: {"rng": _rng(state.rng)}},
     )
 
 
 def target_of(state: RunState, place: str) -> ZeroTarget:
-    """The save that DeepSpeed's engine would write from the same config, in a directory of this name."""
-    zero = state.config.get("zero_optimization")
-    zero = zero if isinstance(zero, Mapping) else {}
+    """The save that DeepSpeed's engine would write from the same config, in a directory of the name `place`."""
+    run, zero = state.run, state.run.settings.zero
     return ZeroTarget(
         tag=place,
-        stage=state.stage,
-        world_size=state.shard_size,
-        precision=_PRECISIONS[state.precision],
-        form="bf16" if _is_bf16_optimizer(state) else "zero",
-        round_robin=zero.get("round_robin_gradients") is True,
-        align=zero.get("parameter_alignment") is True,
-        sub_group_size=max(1, int(zero.get("sub_group_size", 1e9))),
+        stage=zero.stage,
+        world_size=run.sharded.size,
+        precision=_PRECISIONS[run.settings.config.precision],
+        form="bf16" if _is_bf16_optimizer(run) else "zero",
+        round_robin=zero.round_robin_gradients,
+        align=zero.parameter_alignment,
+        sub_group_size=max(1, zero.sub_group_size),
         plain=True,
-        copies=state.world_size // state.shard_size,
+        copies=run.world_size // run.sharded.size,
     )
 
 
-def _is_bf16_optimizer(state: RunState) -> bool:
+def _is_bf16_optimizer(run: Run) -> bool:
     """Whether DeepSpeed would take its bf16 optimizer. Source: 0.19.8, runtime/engine.py `_do_optimizer_sanity_check`."""
-    zero, types = state.config.get("zero_optimization"), state.config.get("data_types")
-    offload = zero.get("offload_optimizer") if isinstance(zero, Mapping) else None
-    offloads = isinstance(offload, Mapping) and offload.get("device", "none") != "none"
-    fp32 = isinstance(types, Mapping) and types.get("grad_accum_dtype") == "fp32"
-    return state.precision == "bf16" and state.stage == 1 and fp32 and not offloads
+    config, zero = run.settings.config, run.settings.zero
+    offloads = zero.offload_optimizer is not None and zero.offload_optimizer.device != "none"
+    fp32 = config.data_types.grad_accum_dtype == "fp32"
+    return config.precision == "bf16" and zero.stage == 1 and fp32 and not offloads
 
 
-def _entry(
-    part: ParameterPart, state: RunState, dtype: DType, role: Role, kind: str = "", replicas: tuple[Replica, ...] = ()
-) -> TensorEntry:
-    return TensorEntry(part.name, part.shape, dtype, role, _fragments(part, state, dtype, kind), replicas)
+def _entry(parameter: ShardedParameter, size: int, dtype: DType, role: Role, kind: str = "") -> TensorEntry:
+    fragments = _fragments(parameter, size, dtype, kind)
+    return TensorEntry(parameter.name, tuple(parameter.shape), dtype, role, fragments)
 
 
-def _fragments(part: ParameterPart, state: RunState, dtype: DType, kind: str = "") -> tuple[Fragment, ...]:
-    """Which rank holds which elements."""
-    key = (part.name, kind)
-    return tuple(
-        Fragment(
-            RankStore(f"{part.name} {kind} of rank {rank}", count * dtype.itemsize, rank=rank, key=key), 0, start, count
-        )
-        for rank, start, count in _holders(part, state)
-    )
-
-
-def _holders(part: ParameterPart, state: RunState) -> Iterator[tuple[int, int, int]]:
-    if part.replicated or state.shard_size == 1:
-        yield EVERY, 0, math.prod(part.shape)
-        return
-    for rank in range(state.shard_size):
-        start, count = part_of_rank(part.shape, state.shard_size, rank)
-        if count:
-            yield rank, start, count
-
-
-def part_of_rank(shape: Sequence[int], size: int, rank: int) -> tuple[int, int]:
-    """The elements of a parameter that one of `size` ranks holds: the first, and how many."""
-    rows, width = rows_of(shape[0], size, rank), math.prod(shape[1:])
-    return rows.start * width, len(rows) * width
-
-
-def _state_dict_names(engine: Engine) -> Iterator[str]:
-    for prefix, module in engine.module.named_modules():
-        for name in (*module._parameters, *module._buffers):
-            yield f"{prefix}.{name}" if prefix else name
+def _fragments(parameter: ShardedParameter, size: int, dtype: DType, kind: str = "") -> tuple[Fragment, ...]:
+    """Which of `size` ranks holds which elements."""
+    whole = parameter.replicated or size == 1
+    found = []
+    for rank in (EVERY,) if whole else range(size):
+        start, count = (0, parameter.shape.numel()) if whole else elements_of(parameter.shape, size, rank)
+        if count or whole:
+            title = f"{parameter.name} {kind} of rank {rank}"
+            store = RankStore(title, count * dtype.itemsize, rank=rank, key=(parameter.name, kind))
+            found.append(Fragment(store, 0, start, count))
+    return tuple(found)
 
 
 def _number(value: float) -> Inline:
@@ -258,41 +225,39 @@ def _rounded(value: float) -> float:
 
 def _scaler(state: RunState) -> dict[str, object]:
     """The loss scaler, in DeepSpeed's own class where its loader needs it: for fp16, and at stage 3."""
-    if _is_bf16_optimizer(state):
+    if _is_bf16_optimizer(state.run):
         return {}
-    if state.stage == 0:
+    config, stage = state.run.settings.config, state.run.settings.zero.stage
+    if stage == 0:
         return _plain_scaler(state)
     scaler: dict[str, object] = {"dynamic_loss_scale": "cur_iter" in state.scaler, "overflow": False}
-    if state.precision != "fp16" and state.stage < 3:
+    if config.precision != "fp16" and stage < 3:
         return scaler
-    dynamic = state.precision == "fp16" and "cur_iter" in state.scaler
+    dynamic = config.precision == "fp16" and "cur_iter" in state.scaler
     made = new_scaler(F16 if dynamic else F32)
     kept = made.state if isinstance(made.state, dict) else {}
     values: dict[str, object] = {**kept, **state.scaler}
     if dynamic:
-        fp16 = state.config.get("fp16") or {}
+        fp16 = config.fp16
         values |= {
-            "scale_window": fp16.get("loss_scale_window", 1000),
-            "min_scale": fp16.get("min_loss_scale", 1),
-            "delayed_shift": fp16.get("hysteresis", 2),
-            "consecutive_hysteresis": fp16.get("consecutive_hysteresis", False),
+            "scale_window": fp16.loss_scale_window,
+            "min_scale": fp16.min_loss_scale,
+            "delayed_shift": fp16.hysteresis,
+            "consecutive_hysteresis": fp16.consecutive_hysteresis,
         }
     return {"loss_scaler": Placeholder(made.module, made.name, (), values, called=True, new=True), **scaler}
 
 
 def _plain_scaler(state: RunState) -> dict[str, object]:
     """The loss scale as the optimizers without ZeRO keep it."""
-    steps = state.counters["global_steps"]
     if "cur_iter" not in state.scaler:
+        steps = state.counters["global_steps"]
         return {"dynamic_loss_scale": False, "cur_scale": state.scaler["cur_scale"], "cur_iter": steps}
-    fp16 = state.config.get("fp16") or {}
     return {
         "dynamic_loss_scale": True,
-        "cur_scale": state.scaler["cur_scale"],
-        "cur_iter": state.scaler["cur_iter"],
-        "last_overflow_iter": state.scaler["last_overflow_iter"],
+        **{name: state.scaler[name] for name in ("cur_scale", "cur_iter", "last_overflow_iter")},
         "scale_factor": 2.0,
-        "scale_window": fp16.get("loss_scale_window", 1000),
+        "scale_window": state.run.settings.config.fp16.loss_scale_window,
     }
 
 

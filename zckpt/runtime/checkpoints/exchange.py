@@ -1,14 +1,14 @@
-"""From the ranks that hold elements to the ranks that want them: in rounds of bounded size, and on into the mover.
+"""Elements on their way from the ranks that hold them to the ranks that want them, in rounds of bounded size.
 
 For saving, and for loading from several nodes' disks. Every rank knows what every rank holds and what every rank wants, so
-nobody asks: each computes the same rounds.
+each computes the same rounds without asking.
 [Note: rounds]
 What a rank wants is taken in the order of its files' bytes. What comes from the rank's own host memory goes straight from
 there; everything else is *staged*: it comes over the process group into a buffer. A round is a run of what is wanted of which
-at most `limit` bytes are staged. In round k everybody sends to everybody what their k-th rounds need, all in one all-to-all, and
-the mover takes over while round k + 1 is on its way. Two buffers for receiving and two for sending, of `limit` bytes per rank
+at most `limit` bytes are staged. In round k every rank sends every other what its k-th round needs, all in one all-to-all, and
+the engine writes them while round k + 1 is on its way. Two buffers for receiving and two for sending, of `limit` bytes per rank
 at most, are all the memory that it takes.
-[Note: failures] A rank that leaves in the middle of the rounds would leave the others waiting for ever. So the buffers are
+[Note: failures] A rank that left in the middle of the rounds would leave the others waiting for ever. So the buffers are
 allocated before the first round (`Exchange.rounds`), and ranks agree that all have theirs; a rank that fails after that carries
 on with the remaining rounds, whatever is in its buffers (`Rounds.__exit__`), and raises its error when they are over. Ranks
 agree once more after the rounds, and throw away what they received if anyone failed.
@@ -25,13 +25,14 @@ import torch
 import torch.distributed as dist
 
 from zckpt.base.errors import CorruptError, OutputError, add_note
+from zckpt.base.words import size
 from zckpt.core.dtypes import BY_TORCH_NAME
 from zckpt.core.fragments import FileStore, MemoryStore, Store
 from zckpt.core.plan import Move, Plan, route
 from zckpt.layouts.zero.torch_files import Pair
 
 BUDGET_BYTES = 160 << 20
-"""Of all buffers of the rounds together; the mover and the indexes of the files take the rest of 256 MiB."""
+"""Of all buffers of the rounds together; the engine and the indexes of the files take the rest of 256 MiB."""
 
 EVERY = -1
 """The rank of what every rank holds."""
@@ -47,7 +48,7 @@ class RankStore(FileStore):
     Attributes:
         rank: of the group that exchanges; EVERY where all hold the same.
         key: by which the rank finds its tensor, a vector of elements.
-        file: the elements lie in the file `path` of that rank instead.
+        file: the elements are in the file `path` of that rank instead.
     """
 
     rank: int = EVERY
@@ -75,7 +76,7 @@ class Sends:
     Attributes:
         pieces: receiver -> pieces, in the receiver's order.
         coming: sender -> staged bytes that come from it.
-        busy: whether anything is staged by anybody: otherwise nobody calls the collective.
+        busy: whether any rank stages anything: otherwise no rank calls the collective.
     """
 
     pieces: Sequence[Mapping[int, Sequence[MovePart]]] = ()
@@ -97,7 +98,7 @@ class Exchange:
         size: of the group.
         group: of processes; None for all.
         device: of the group's communication.
-        direct: whether what a rank holds is host memory that the mover can read.
+        direct: whether what a rank holds is host memory that the engine can read.
         tensors: by the key of a `RankStore`, what this rank holds.
     """
 
@@ -186,7 +187,9 @@ class Exchange:
             with open(store.path, "rb", buffering=0) as file:
                 file.seek(piece.move.src_offset + piece.first * dtype.itemsize)
                 if file.readinto(data) != len(data):
-                    raise CorruptError("a file that ends too early", file=store.path, remedy="It was cut short.")
+                    raise CorruptError(
+                        "ends too early", file=store.path, remedy="Copy this file again from where it is whole."
+                    )
             return torch.frombuffer(data, dtype=torch.uint8)
         first = piece.move.src_offset // dtype.itemsize + piece.first
         elements = self.tensors(store.key)[first : first + piece.count]
@@ -194,7 +197,7 @@ class Exchange:
 
 
 class Rounds:
-    """The rounds of one rank, as moves for the mover. Use as a context manager; see [Note: failures].
+    """The rounds of one rank, as moves for the engine. Use as a context manager; see [Note: failures].
 
     Iterating gives each round's moves after its elements have come, then None: by the next request they are carried out.
     """
@@ -210,8 +213,8 @@ class Rounds:
             self._outgoing = [torch.empty(sent, dtype=torch.uint8, device=exchange.device) for _ in range(2)]
         except RuntimeError as error:
             raise OutputError(
-                "no memory for the exchange between ranks", found=str(error).splitlines()[0],
-                expected=f"{2 * (received + sent):,} bytes on {exchange.device}",
+                "there is no memory for the exchange between ranks", found=str(error).splitlines()[0],
+                expected=f"{size(2 * (received + sent))} on {exchange.device}",
                 remedy="Free memory on this rank, or use more ranks.",
             ) from error  # fmt: skip
 
@@ -293,7 +296,7 @@ class Rounds:
             if exchange.is_staged(store, exchange.rank):
                 holder = exchange.holder(piece, exchange.rank)
                 address, places[holder] = places[holder], places[holder] + piece.nbytes
-            else:  # the mover casts what is held in another dtype
+            else:  # the engine casts what is held in another dtype
                 kept.append(elements := exchange.tensors(store.key))
                 address = elements[move.src_offset // dtype.itemsize + piece.first :].data_ptr()
                 dtype = BY_TORCH_NAME[str(elements.dtype).removeprefix("torch.")]

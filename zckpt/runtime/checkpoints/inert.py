@@ -1,4 +1,4 @@
-"""Values of a run as a checkpoint holds them, and back: nothing that needs a class of anybody's to be read.
+"""Values of a run as a checkpoint holds them, and back: nothing that needs somebody's class to be read.
 
 For saving and loading: client states, schedules, settings of parameter groups, random generators.
 """
@@ -38,11 +38,11 @@ def to_inert(value: Any, where: str) -> Any:
     if kind in _PLAIN:
         return value
     if isinstance(value, torch.Tensor):
-        return entry_of(value, where)
+        return _entry(value, where)
     if isinstance(value, torch.Size):
         return Size(value)
     if isinstance(value, torch.dtype):
-        return BY_TORCH_NAME[str(value).removeprefix("torch.")]
+        return dtype_of(value)
     if isinstance(value, torch.device):
         return str(value)
     if isinstance(value, Mapping):
@@ -63,26 +63,28 @@ def to_inert(value: Any, where: str) -> Any:
     if isinstance(value, range | slice):
         return value
     raise UnsupportedError(
-        "a value that a checkpoint cannot hold",
-        found=f"{where} is a {kind.__module__}.{kind.__qualname__}",
+        f"{where} cannot be saved in a checkpoint",
+        found=f"a {kind.__module__}.{kind.__qualname__}",
         expected="dicts, lists, numbers, text, tensors and arrays",
         remedy="Save its state_dict() or its fields instead.",
     )
 
 
-def entry_of(tensor: torch.Tensor, name: str, *, shape: tuple[int, ...] | None = None) -> TensorEntry:
-    """A tensor as an entry of its own memory, or of a copy of it where that is no dense memory of the host.
+def _entry(tensor: torch.Tensor, name: str) -> TensorEntry:
+    """A tensor as an entry of its own memory, or of a copy if that is not dense memory of the host.
 
     Raises:
         UnsupportedError: it is sparse, quantized or of a dtype that no checkpoint holds.
     """
-    dtype = BY_TORCH_NAME.get(str(tensor.dtype).removeprefix("torch."))
-    if dtype is None or tensor.layout is not torch.strided or tensor.is_meta:
-        raise UnsupportedError("a tensor that a checkpoint cannot hold", found=f"{name} is {tensor.dtype}")
+    if _name_of(tensor.dtype) not in BY_TORCH_NAME or tensor.layout is not torch.strided or tensor.is_meta:
+        raise UnsupportedError(
+            f"{name} cannot be saved in a checkpoint", found=f"a tensor of {tensor.dtype} and layout {tensor.layout}",
+            expected="a dense tensor with elements, of a dtype that safetensors or torch saves hold",
+            remedy="Convert it with .to_dense(), .dequantize() or .to(dtype) before you save it.",
+        )  # fmt: skip
     host = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
     store = MemoryStore(host.data_ptr(), host.numel() * host.element_size(), host)
-    shape = tuple(host.shape) if shape is None else shape
-    return TensorEntry(name, shape, dtype, "buffer", (Fragment(store, 0, 0, host.numel()),))
+    return TensorEntry(name, tuple(host.shape), dtype_of(host.dtype), "buffer", (Fragment(store, 0, 0, host.numel()),))
 
 
 def from_inert(value: Any) -> Any:
@@ -101,3 +103,21 @@ def from_inert(value: Any) -> Any:
         array = numpy.frombuffer(value.data, value.dtype).reshape(value.shape, order="F" if value.fortran else "C")
         return array.copy() if value.shape else array[()]
     return value
+
+
+def mapping(value: object) -> Mapping[str, Any]:
+    """The value if it is a mapping, otherwise an empty one: files may hold anything."""
+    return value if isinstance(value, Mapping) else {}
+
+
+def dtype_of(dtype: torch.dtype) -> DType:
+    """The core's dtype of one of torch's.
+
+    Raises:
+        KeyError: no file holds it.
+    """
+    return BY_TORCH_NAME[_name_of(dtype)]
+
+
+def _name_of(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -1,4 +1,4 @@
-"""What a script calls to save a run and to go on from where it was: DeepSpeed's methods of an engine.
+"""What a script calls to save a run and to continue it: DeepSpeed's methods of an engine.
 
 For `engine`. `saving` and `loading` do the work.
 """
@@ -10,29 +10,36 @@ import os
 import shutil
 import tempfile
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, cast
+from itertools import count
+from typing import TYPE_CHECKING, Any
 
 from zckpt.base.errors import InconsistentError
-from zckpt.base.words import ranges
+from zckpt.base.words import joined, ranks
 from zckpt.layouts.places import has_saves, latest_of
+from zckpt.live import save_pretrained
+from zckpt.runtime.checkpoints.attempt import Attempt
+from zckpt.runtime.checkpoints.background import Saving
+from zckpt.runtime.checkpoints.loading import load
+from zckpt.runtime.checkpoints.saved_run import LoadOptions
+from zckpt.runtime.checkpoints.saving import SaveOptions, save
+from zckpt.runtime.run import Run
 from zckpt.team.meeting import ENTRY_S, LOAD_S, Meetings
 
 if TYPE_CHECKING:
     from zckpt.hub import PushReport
-    from zckpt.runtime.background import Saving
-    from zckpt.runtime.engine import Engine
 
 _log = logging.getLogger("zckpt.runtime")
-_numbers = iter(range(1 << 62))
+_numbers = count()
 
 
-class Checkpoints:
-    """The part of an engine that saves and loads."""
+class CheckpointedRun(Run):
+    """A run that can be saved, loaded and published."""
 
-    _series: dict[str, Meetings] | None = None
-    _saving: Saving | None = None
-    _engine_number = -1
-    known_to_saves: object = None
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._series: dict[str, Meetings] = {}
+        self._number = next(_numbers)
+        self._saving: Saving | None = None
 
     def save_checkpoint(
         self,
@@ -42,35 +49,37 @@ class Checkpoints:
         save_latest: bool = True,
         exclude_frozen_parameters: bool = False,
     ) -> bool:
-        """Saves everything that the run needs to go on, in the files that DeepSpeed would write. Every rank calls it.
+        """Saves everything that the run needs to continue, in the files that DeepSpeed would write. Every rank calls it.
+
+        With `checkpoint.async_save` in the config it returns after a copy to host memory; see `wait_for_checkpoint`.
 
         Args:
-            save_dir: directory of the tags; it is made where it is not there.
-            tag: name of this save; `global_step<N>` where not given.
-            client_state: whatever the caller wants to find again: dicts, lists, numbers, text, tensors.
-            save_latest: let `latest` name this save.
+            save_dir: directory of the tags; it is created if it does not exist.
+            tag: name of this save; by default `global_step<N>`.
+            client_state: whatever the script wants to find again: dicts, lists, numbers, text, tensors, numpy arrays.
+            save_latest: let the file `latest` name this save.
             exclude_frozen_parameters: leave out parameters that are not trained; a load leaves them as they are.
 
         Returns:
             True.
 
         Raises:
-            ZckptError: one of its kinds says what is wrong; what was saved before is as it was.
+            UsageError: the tag cannot name a save, `client_state` uses names of the checkpoint's own, or there is no optimizer.
+            UnsupportedError: something in `client_state` cannot be saved.
+            InconsistentError: some ranks did not call it, or the ranks disagree on the tag.
+            OutputError: a file cannot be written, on this or on another rank. Earlier saves are unchanged after any error.
         """
-        from zckpt.runtime.saving import SaveOptions, save
-
         self.wait_for_checkpoint()
-        engine = cast("Engine", self)
-        name = f"global_step{engine.global_steps}" if tag is None else str(tag)
-        wishes = SaveOptions(os.fspath(save_dir), name, save_latest, exclude_frozen_parameters)
-        self._saving = save(engine, self._meetings("save"), wishes, client_state or {})
+        name = f"global_step{self.global_steps}" if tag is None else str(tag)
+        options = SaveOptions(os.fspath(save_dir), name, save_latest, exclude_frozen_parameters)
+        self._saving = save(self, self._meetings("save"), options, client_state or {})
         return True
 
     def wait_for_checkpoint(self) -> None:
-        """Waits until the last save is done, where saves are made in the background.
+        """Waits until the last save is complete, if saves are made in the background; otherwise returns at once.
 
         Raises:
-            ZckptError: it failed; what was saved before is as it was.
+            ZckptError: that save failed; earlier saves are unchanged.
         """
         saving, self._saving = self._saving, None
         if saving is not None:
@@ -86,77 +95,73 @@ class Checkpoints:
         *,
         load_module_strict: bool = True,
     ) -> tuple[str | None, dict[str, Any] | None]:
-        """Goes on from a checkpoint: of this trainer or of DeepSpeed, of any stage and world size. Every rank calls it.
+        """Continues from a checkpoint of this trainer or of DeepSpeed, of any stage and world size. Every rank calls it.
 
         Args:
-            load_dir: directory of the tags, a tag directory, or any other form of a checkpoint.
-            tag: which save; the one that `latest` names where not given.
-            load_optimizer_states: take up the optimizer's states, its settings and the loss scale.
-            load_lr_scheduler_states: take up the schedule.
-            load_module_only: nothing but weights.
-            load_module_strict: refuse a checkpoint that lacks tensors of the model; otherwise these stay as they are.
+            load_dir: directory of the tags, a tag directory, or any other form of a checkpoint that zckpt reads.
+            tag: which save; by default the one that `latest` names.
+            load_optimizer_states: load the optimizer's states, its settings and the loss scale.
+            load_lr_scheduler_states: load the schedule.
+            load_module_only: load nothing but weights and buffers.
+            load_module_strict: refuse a checkpoint that lacks tensors of the model; False leaves these as they are.
 
         Returns:
-            The directory of the save and the client state; (None, None) where `load_dir` holds no save at all.
+            The directory of the save and the client state; (None, None) if `load_dir` holds no save at all.
 
         Raises:
-            ZckptError: one of its kinds says what is wrong, here or on another rank, and whether anything was changed.
+            InconsistentError: the checkpoint is of another model or optimizer, or the ranks see different ones.
+            ZckptError: it is incomplete, corrupt or unreadable, here or on another rank. The error says whether anything was
+                changed: nothing, unless elements could not be read half-way.
         """
-        from zckpt.runtime.loading import load
-        from zckpt.runtime.saved_run import LoadOptions
-
         self.wait_for_checkpoint()
         path = os.fspath(load_dir)
         chosen = self._agree_on_save(path, None if tag is None else str(tag))
         if chosen is None:
-            _log.warning("No checkpoint in %r: the run begins anew.", path)
+            _log.warning("There is no checkpoint in %s: the run begins anew.", path)
             return None, None
-        wishes = LoadOptions(
+        options = LoadOptions(
             optimizer=load_optimizer_states and not load_module_only,
             schedule=load_lr_scheduler_states and not load_module_only,
             counters=not load_module_only,
             strict=load_module_strict,
         )
-        return load(cast("Engine", self), self._meetings("load"), path, chosen or None, wishes)
+        return load(self, self._meetings("load"), path, chosen or None, options)
 
     def push_to_hub(
         self, repo_id: str, dtype: str | None = None, *, scratch: str | None = None, **options: Any
     ) -> PushReport | None:
-        """Makes a model page of the run as it is now, between two steps. Every rank calls it.
+        """Publishes the model as it is now, between two steps, as a page on the hub. Every rank calls it.
 
         Args:
-            repo_id: "owner/name", or a name of one's own.
-            dtype: "fp32", "fp16" or "bf16"; that of the computation where not given.
-            scratch: directory, best one that all ranks share, in which the weights lie until they are sent.
-            options: of `zckpt.push_to_hub`: `private`, `revision`, `create_pr`, `message`, `token`, `license`, ...
+            repo_id: "owner/name", or a name under your own account.
+            dtype: "fp32", "fp16" or "bf16"; by default that of the computation.
+            scratch: directory for the weights until they are sent, if possible one that all ranks share; by default the
+                system's temporary directory.
+            options: those of `zckpt.push_to_hub`: `private`, `revision`, `create_pr`, `message`, `token`, `license`, ...
 
         Returns:
-            On rank 0 what was sent, elsewhere None.
+            On rank 0 what was sent, on other ranks None.
 
         Raises:
-            ZckptError: one of its kinds says what is wrong; nothing is published then.
+            ZckptError: the weights cannot be written or sent, here or on another rank; nothing is published then.
         """
         from zckpt.hub import push_to_hub
-        from zckpt.live import save_pretrained
 
-        engine, meetings = cast("Engine", self), self._meetings("push")
-        meetings.begin(f"{engine.micro_steps}")
+        meetings = self._meetings("push")
+        meetings.begin(f"{self.micro_steps}")
         place = None
-        if engine.global_rank == 0:
+        if self.global_rank == 0:
             if scratch is not None:
                 os.makedirs(scratch, exist_ok=True)
             place = tempfile.mkdtemp(prefix="zckpt-push-", dir=scratch)
         try:
             home = meetings.meet("push_to_hub", place, within_s=ENTRY_S)[0]
-            save_pretrained(engine, home, dtype or engine.settings.config.precision)
+            save_pretrained(self, home, dtype or self.settings.config.precision)
             report: PushReport | None = None
-            error: Exception | None = None
-            if engine.global_rank == 0:
-                try:
+            with Attempt() as tried:
+                if self.global_rank == 0:
                     report = push_to_hub(home, repo_id, scratch=scratch, **options)
-                except Exception as caught:
-                    error = caught
-            meetings.agree("push_to_hub", error)
+            meetings.agree("push_to_hub", tried.error)
             meetings.part()
             return report
         finally:
@@ -164,45 +169,43 @@ class Checkpoints:
                 shutil.rmtree(place, ignore_errors=True)
 
     def _agree_on_save(self, path: str, tag: str | None) -> str | None:
-        """The tag that every rank will load; empty where `path` alone says which; None where no rank sees a save.
+        """The tag that every rank will load; empty if `path` alone says which; None if no rank sees a save.
 
         Raises:
-            InconsistentError: some ranks see a save and others do not, or they were told different tags.
+            InconsistentError: some ranks see a save and others do not, or they want different tags.
         """
-        engine = cast("Engine", self)
         meetings = self._meetings("load")
-        meetings.begin(f"{engine.micro_steps}")
+        meetings.begin(f"{self.micro_steps}")
         word: list[Any] = []
-        error: Exception | None = None
-        try:
+        with Attempt() as tried:
             word = [tag, has_saves(path) or tag is not None, latest_of(path)]
-        except Exception as caught:
-            error = caught
-        said = meetings.agree("load_checkpoint", error, word, within_s=LOAD_S, state="Nothing was changed.")
-        tags = list(dict.fromkeys(one[0] for one in said))
-        blind = [rank for rank, one in enumerate(said) if not one[1]]
+        words = meetings.agree("load_checkpoint", tried.error, word, within_s=LOAD_S, state="Nothing was changed.")
+        tags = list(dict.fromkeys(one[0] for one in words))
+        blind = [rank for rank, one in enumerate(words) if not one[1]]
         if len(tags) > 1:
-            raise InconsistentError("ranks that disagree on the tag", found=", ".join(map(repr, tags)))
-        if len(blind) == len(said):
+            raise InconsistentError(
+                "the ranks disagree on the tag of load_checkpoint", found=joined([repr(one) for one in tags]),
+                expected="one tag", remedy="Nothing was changed. Pass the same tag on every rank, or none.",
+            )  # fmt: skip
+        if len(blind) == len(words):
             return None
-        if engine.settings.config.checkpoint.use_node_local_storage:
+        if self.settings.config.checkpoint.use_node_local_storage:
             return tag or ""
         if blind:
             raise InconsistentError(
-                "a checkpoint that not every rank sees", file=path, found=f"ranks {ranges(blind)} see no save there",
-                remedy="Nothing was changed. Where nodes share no disk, say checkpoint.use_node_local_storage: true.",
+                "not every rank sees a checkpoint here", file=path, found=f"no checkpoint on {ranks(blind)}",
+                expected="a directory that all ranks share",
+                remedy="Nothing was changed. Copy the checkpoint to where every node sees it. If each node has the files of "
+                "its own ranks, set checkpoint.use_node_local_storage to true.",
             )  # fmt: skip
-        return tag or said[0][2] or ""
+        return tag or words[0][2] or ""
 
     def _meetings(self, kind: str) -> Meetings:
         """The meetings of one kind of work.
 
         Each kind has a series of its own: a save in the background meets while the run pushes or loads.
         """
-        if self._series is None:
-            self._series, self._engine_number = {}, next(_numbers)
         if kind not in self._series:
-            engine = cast("Engine", self)
-            name = f"engine {self._engine_number} {kind}"
-            self._series[kind] = Meetings(name, engine.global_rank, engine.world_size)
+            name = f"engine {self._number} {kind}"
+            self._series[kind] = Meetings(name, self.global_rank, self.world_size)
         return self._series[kind]

@@ -1,4 +1,4 @@
-"""A checkpoint that lies on several nodes' disks, each holding the files of its own ranks: read as if it lay on one.
+"""A checkpoint on several nodes' disks, each of which has the files of its own ranks: read as if all were on one.
 
 For `loading`, under `use_node_local_storage`. Every rank gets the indexes of the files that it cannot see, and puts them into
 sparse files of the same names and sizes in a directory of its own: all that reads a checkpoint reads these. Elements are not
@@ -21,17 +21,18 @@ import torch.distributed as dist
 from zckpt.base.errors import IncompleteError, InconsistentError, OutputError
 from zckpt.containers import Placeholder, TensorRef, open_container
 from zckpt.core.catalog import TensorEntry, TensorPart
-from zckpt.core.dtypes import BY_TORCH_NAME
 from zckpt.core.fragments import FileStore, Fragment
-from zckpt.engine.move import run
+from zckpt.engine import move
 from zckpt.layouts.places import latest_of
 from zckpt.layouts.save.listing import is_deepspeed_file
 from zckpt.layouts.save.module_states import RESERVED
 from zckpt.layouts.zero.torch_files import Pair
-from zckpt.runtime.description import part_of_rank
-from zckpt.runtime.engine import Engine
-from zckpt.runtime.exchange import Exchange, RankStore, Rounds, Streamed
-from zckpt.runtime.sharded_parameter import ShardedParameter
+from zckpt.runtime.checkpoints.attempt import Attempt
+from zckpt.runtime.checkpoints.exchange import Exchange, RankStore, Streamed
+from zckpt.runtime.checkpoints.inert import dtype_of
+from zckpt.runtime.run import Run
+from zckpt.runtime.sharded.parameter import ShardedParameter
+from zckpt.runtime.world import elements_of
 from zckpt.team.meeting import attempt, first_error
 
 _SMALL_BYTES = 1 << 16
@@ -43,24 +44,25 @@ Want = tuple[TensorEntry, ShardedParameter | None, torch.Tensor]
 """An entry, the parameter whose part of it is wanted (None: all of it), and where that goes: a dense vector."""
 
 
-@dataclass(slots=True)
-class Nodes:
-    """Use as a context manager: the sparse files go when it ends.
+@dataclass(frozen=True, slots=True)
+class NodeFiles:
+    """A save whose files are on several nodes. Use as a context manager: the sparse files are removed when it ends.
 
     Attributes:
+        run: that loads it.
         directory: that holds the tag, with all files in it.
         tag: the save.
         owners: file name -> the first rank that sees it.
         visible: by rank, the names of the files that it sees.
     """
 
-    engine: Engine
+    run: Run
     directory: str
     tag: str
     owners: Mapping[str, int]
     visible: Sequence[frozenset[str]]
 
-    def __enter__(self) -> Nodes:
+    def __enter__(self) -> NodeFiles:
         return self
 
     def __exit__(
@@ -69,41 +71,45 @@ class Nodes:
         shutil.rmtree(self.directory, ignore_errors=True)
 
     def fill(self, wanted: Sequence[Want]) -> None:
-        """Fills tensors; every rank calls it, with the same entries in the same order."""
-        engine, rank = self.engine, self.engine.global_rank
-        rounds: Rounds | None = None
-        error: Exception | None = None
-        try:
+        """Fills tensors; every rank calls it, with the same entries in the same order.
+
+        Raises:
+            Exception: this rank's own, before any element has moved.
+            OutputError: another rank's.
+        """
+        run = self.run
+        with Attempt() as tried:
             host = [
                 tensor
                 if tensor.device.type == "cpu" and tensor.is_contiguous()
                 else torch.empty(tensor.shape, dtype=tensor.dtype)
                 for *_, tensor in wanted
             ]
-            pairs = [list(self._pairs(wanted, host, r)) for r in range(engine.world_size)]
+            pairs = [list(self._pairs(wanted, host, rank)) for rank in range(run.world_size)]
             places: dict[Hashable, torch.Tensor] = dict(enumerate(host))
-            exchange = Exchange(rank, engine.world_size, None, engine.device, True, places.__getitem__)
-            rounds = exchange.rounds(pairs[rank], exchange.sends(pairs))
-        except Exception as caught:
-            error = caught
-        _agree(engine.world_size, error)
-        assert rounds is not None
+            exchange = Exchange(run.global_rank, run.world_size, None, run.device, True, places.__getitem__)
+            rounds = exchange.rounds(pairs[run.global_rank], exchange.sends(pairs))
+        errors = _on_every_rank(run, lambda: None if tried.error is None else f"rank {run.global_rank}: {tried.error}")
+        if tried.error is not None:
+            raise tried.error
+        for error in filter(None, errors):
+            raise OutputError("the load failed on another rank", file=self.directory, found=error)
         with rounds:
-            run(Streamed((), pairs[rank], rounds), "", overflow="inf")
+            move.run(Streamed((), pairs[run.global_rank], rounds), "", overflow="inf")
         for (*_, tensor), copy in zip(wanted, host, strict=True):
             if copy is not tensor:
                 tensor.copy_(copy)
 
     def _pairs(self, wanted: Sequence[Want], host: Sequence[torch.Tensor], rank: int) -> Iterator[Pair]:
         """What a rank wants, of files as it sees them and of other ranks."""
-        size = self.engine.sharded.mesh["shard"].size()
-        for number, ((entry, held, _), tensor) in enumerate(zip(wanted, host, strict=True)):
+        size = self.run.sharded.size
+        for number, ((entry, parameter, _), tensor) in enumerate(zip(wanted, host, strict=True)):
             start, count = 0, entry.numel
-            if held is not None and not held.replicated and size > 1:
-                start, count = part_of_rank(held.shape, size, rank % size)
+            if parameter is not None and not parameter.replicated and size > 1:
+                start, count = elements_of(parameter.shape, size, rank % size)
             if count:
                 fragments = tuple(self._as_seen_by(fragment, rank) for fragment in entry.fragments)
-                dtype = BY_TORCH_NAME[str(tensor.dtype).removeprefix("torch.")]
+                dtype = dtype_of(tensor.dtype)
                 store = RankStore(entry.name, count * dtype.itemsize, rank=rank, key=number)
                 target = TensorPart(entry.name, entry.shape, dtype, (Fragment(store, 0, start, count),))
                 yield replace(entry, fragments=fragments, replicas=()), target
@@ -118,68 +124,56 @@ class Nodes:
         return replace(fragment, store=remote)
 
 
-def _agree(size: int, error: Exception | None) -> None:
-    """Raises an error of any rank on all of them.
-
-    Raises:
-        Exception: this rank's own.
-        OutputError: another rank's.
-    """
-    said: list[Any] = [None] * size
-    dist.all_gather_object(said, None if error is None else f"{error}")
-    if error is not None:
-        raise error
-    for rank, text in enumerate(said):
-        if text is not None:
-            raise OutputError("a load that failed on another rank", found=f"rank {rank}: {text}")
-
-
-def spread(engine: Engine, directory: str, tag: str | None) -> Nodes | None:
-    """The save, where no rank sees all of it; None where every rank sees the same files.
+def gather_indexes(run: Run, directory: str, tag: str | None) -> NodeFiles | None:
+    """The save, if no rank sees all of it; None if every rank sees the same files. Every rank calls it.
 
     Raises:
         ZckptError: some rank cannot read its files; every rank raises it.
-        InconsistentError: `latest` says different things on different nodes.
-        IncompleteError: no rank sees any file.
+        InconsistentError: `latest` differs from node to node.
+        IncompleteError: no rank sees a `latest`.
     """
-    if engine.world_size == 1:
+    if run.world_size == 1:
         return None
-    tags = _told(engine, lambda: latest_of(directory) if tag is None else tag)
-    known = {one for one in tags if one is not None}
+    tags = _on_every_rank(run, lambda: latest_of(directory) if tag is None else tag)
+    known = sorted({one for one in tags if one is not None})
     if len(known) > 1:
-        raise InconsistentError("nodes whose 'latest' differ", file=directory, found=", ".join(sorted(known)))
+        raise InconsistentError(
+            "'latest' differs from node to node", file=directory, found=", ".join(map(repr, known)),
+            remedy="Pass the tag of a save that every node has its files of: load_checkpoint(dir, tag=...).",
+        )  # fmt: skip
     if not known:
-        raise IncompleteError("no 'latest' on any node", file=directory, remedy="Give a tag.")
+        raise IncompleteError(
+            "no node has a file 'latest' here", file=directory, remedy="Pass a tag: load_checkpoint(dir, tag=...)."
+        )
     [tag] = known
     place = os.path.join(directory, tag)
-    visible = [frozenset(names) for names in _told(engine, lambda: _names(place))]
+    visible = [frozenset(names) for names in _on_every_rank(run, lambda: _names(place))]
     if len(set(visible)) == 1:
         return None
     owners = {
         name: next(rank for rank, one in enumerate(visible) if name in one) for name in frozenset().union(*visible)
     }
-    mine = [name for name, owner in owners.items() if owner == engine.global_rank]
-    everybody = _told(engine, lambda: {name: _index(os.path.join(place, name)) for name in mine})
+    mine = [name for name, owner in owners.items() if owner == run.global_rank]
+    indexes = _on_every_rank(run, lambda: {name: _index(os.path.join(place, name)) for name in mine})
     home = tempfile.mkdtemp(prefix="zckpt-nodes-")
     os.mkdir(os.path.join(home, tag))
-    for index in everybody:
-        for name, (size, parts) in index.items():
-            path = os.path.join(home, tag, name)
-            if name in visible[engine.global_rank]:
-                os.symlink(os.path.abspath(os.path.join(place, name)), path)
-                continue
-            with open(path, "xb") as file:
-                file.truncate(size)
-                for offset, data in parts:
-                    os.pwrite(file.fileno(), data, offset)
-    return Nodes(engine, home, tag, owners, visible)
+    for name, (size, parts) in ((name, index) for one in indexes for name, index in one.items()):
+        path = os.path.join(home, tag, name)
+        if name in visible[run.global_rank]:
+            os.symlink(os.path.abspath(os.path.join(place, name)), path)
+            continue
+        with open(path, "xb") as file:
+            file.truncate(size)
+            for offset, data in parts:
+                os.pwrite(file.fileno(), data, offset)
+    return NodeFiles(run, home, tag, owners, visible)
 
 
-def _told(engine: Engine, make: Callable[[], Value]) -> list[Value]:
-    """What `make` gives on every rank; an error of one is raised on all."""
-    said: list[Any] = [None] * engine.world_size
-    dist.all_gather_object(said, attempt(make))
-    return first_error(said)
+def _on_every_rank(run: Run, make: Callable[[], Value]) -> list[Value]:
+    """What `make` returns on every rank, by rank; an error of one rank is raised on all."""
+    results: list[Any] = [None] * run.world_size
+    dist.all_gather_object(results, attempt(make))
+    return first_error(results)
 
 
 def _names(place: str) -> list[str]:

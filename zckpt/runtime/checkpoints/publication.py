@@ -1,4 +1,4 @@
-"""How a save gets its name, and `latest` the save: in steps that may each be the last one.
+"""How a save gets its name, and `latest` names it: in steps after each of which the process may be killed.
 
 For `saving`. See its [Note: the order of a save].
 """
@@ -9,13 +9,12 @@ import contextlib
 import logging
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 from zckpt.base.errors import OutputError, ZckptError
 from zckpt.layouts.save.listing import MODEL_NAME, SHARD_NAME, is_trainers_file, list_files, natural
 from zckpt.output.durable import make_directories
 from zckpt.output.saves import SaveStaging
-from zckpt.runtime.tags import LATEST, SCRIPT, check_places
+from zckpt.runtime.checkpoints.tags import LATEST, SCRIPT, check_places
 from zckpt.team.meeting import Meetings
 
 _log = logging.getLogger("zckpt.runtime")
@@ -39,42 +38,28 @@ if __name__ == "__main__":
 """
 
 
-@dataclass(frozen=True, slots=True)
-class Wanted:
-    """What a save is to be.
-
-    Attributes:
-        directory: that holds the tags.
-        tag: of this save.
-        leader: whether this rank makes and renames directories.
-        latest: whether `latest` is to name it.
-        keep_last: tags that stay; None for all.
-    """
-
-    directory: str
-    tag: str
-    leader: bool
-    latest: bool
-    keep_last: int | None
-
-
 class Publication:
     """The work directory of a save, as one rank sees it.
 
     Args:
-        wanted: what the save is to be.
+        directory: that holds the tags.
+        tag: of this save.
+        leader: whether this rank makes and renames directories.
+        latest: whether `latest` is to name the save.
+        keep_last: tags that stay; None for all.
 
     Attributes:
         name: on a leader, of the work directory, in the directory that holds the tags.
     """
 
-    def __init__(self, wanted: Wanted) -> None:
-        self.wanted = wanted
+    def __init__(self, directory: str, tag: str, *, leader: bool, latest: bool, keep_last: int | None) -> None:
+        self.directory, self.tag = directory, tag
         self.name: str | None = None
-        self._staging = SaveStaging(wanted.directory, wanted.tag, is_trainers_file) if wanted.leader else None
+        self._latest, self._keep_last = latest, keep_last
+        self._staging = SaveStaging(directory, tag, is_trainers_file) if leader else None
 
     def begin(self) -> None:
-        """On a leader: makes the work directory, and brings to an end what killed runs have left.
+        """On a leader: makes the work directory, and finishes what killed runs have left.
 
         Raises:
             OutputError: the directory cannot be written, or another run saves this tag.
@@ -82,15 +67,15 @@ class Publication:
         if self._staging is None:
             return
         try:
-            make_directories(self.wanted.directory)
-            check_places(self.wanted.directory, self.wanted.tag)
+            make_directories(self.directory)
+            check_places(self.directory, self.tag)
             self._staging.begin()
             self.name = self._staging.name
         except OutputError:
             raise
         except OSError as error:
             raise OutputError(
-                "a checkpoint that cannot be written", file=self.wanted.directory, found=error.strerror or str(error),
+                "checkpoints cannot be written here", file=self.directory, found=error.strerror or str(error),
                 remedy="Nothing was changed. Check the path and its permissions.",
             ) from error  # fmt: skip
 
@@ -102,7 +87,7 @@ class Publication:
             rank: of this process.
         """
         nearest = next(name for name in reversed(names[: rank + 1]) if name is not None)
-        return os.path.join(self.wanted.directory, nearest)
+        return os.path.join(self.directory, nearest)
 
     def publish(self, meetings: Meetings) -> None:
         """Gives a written save its name, on every file system, and then lets `latest` name it.
@@ -128,8 +113,9 @@ class Publication:
             return error
         except OSError as error:
             found = OutputError(
-                "a checkpoint that could not be given its name",
-                file=os.path.join(self.wanted.directory, self.wanted.tag), found=error.strerror or str(error),
+                "the save is written but could not be given its name",
+                file=os.path.join(self.directory, self.tag), found=error.strerror or str(error),
+                remedy="Check the directory and its permissions, and save again.",
             )  # fmt: skip
             found.__cause__ = error
             return found
@@ -141,18 +127,18 @@ class Publication:
 
     def _name_it(self, staging: SaveStaging) -> None:
         staging.replace_file(SCRIPT, _STUB.encode(), 0o755)
-        if self.wanted.latest:
-            staging.replace_file(LATEST, self.wanted.tag.encode())
-        if self.wanted.keep_last is not None:
+        if self._latest:
+            staging.replace_file(LATEST, self.tag.encode())
+        if self._keep_last is not None:
             try:
-                staging.remove(_superfluous(self.wanted.directory, self.wanted.tag, self.wanted.keep_last))
+                staging.remove(_superfluous(self.directory, self.tag, self._keep_last))
             except OSError as error:  # the new one is good all the same
-                _log.warning("Older saves in %r could not be deleted: %s", self.wanted.directory, error)
-        self.end()  # before ranks agree that all is done: none of them finds work on a save that has ended
+                _log.warning("Older saves in %s could not be deleted: %s", self.directory, error)
+        self.end()  # before the ranks agree that all is done: none then finds traces of a save that has ended
 
 
 def _superfluous(directory: str, tag: str, keep: int) -> list[str]:
-    """The oldest saves, by their steps, beyond `keep`; never this one, nor that which `latest` names."""
+    """The oldest saves, by their steps, beyond `keep`; never this one, nor the one that `latest` names."""
     kept = {tag}
     with contextlib.suppress(OSError), open(os.path.join(directory, LATEST), encoding="utf-8") as file:
         kept.add(file.read().strip())

@@ -1,10 +1,10 @@
-"""What one rank alone has, in a file of its own: gradients of the micro batches since the last step, and its buffers.
+"""What only one rank has, in a file of its own: gradients of the micro batches since the last step, and its buffers.
 
 For saving and loading. DeepSpeed's files have no place for either, and its loader does not look at this one. A rank writes it
-only where it has something: a save after a step, of a model whose buffers are equal on all ranks, has no such file.
+only if it has something: a save after a step, of a model whose buffers are equal on all ranks, has no such file.
 [Note: buffers of ranks] A buffer that the forward changes (BatchNorm's) differs from rank to rank. Files of stage 3 hold every
-rank's; of the other stages, and of groups of ranks that write nothing (MiCS), they hold rank 0's. A rank whose buffers are
-others than rank 0's, as a digest says, then writes them here.
+rank's; of the other stages, and of groups of ranks that write nothing (MiCS), they hold rank 0's. A rank whose buffers differ
+from rank 0's, by a digest, then writes them here.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from zckpt.base.errors import InconsistentError
 from zckpt.containers import TensorRef
 from zckpt.layouts.save.listing import Listing, rank_file
 from zckpt.layouts.zero.torch_files import Laid, TorchFile
-from zckpt.runtime import gradients
-from zckpt.runtime.engine import Engine
-from zckpt.runtime.inert import to_inert
-from zckpt.runtime.state import RunState
+from zckpt.runtime.checkpoints.inert import mapping, to_inert
+from zckpt.runtime.checkpoints.state import RunState
+from zckpt.runtime.run import Run
+from zckpt.runtime.sharded import gradients
 
 MOMENT = ("global_steps", "micro_steps")
 """Counters that tell the saves of a run apart."""
@@ -35,7 +35,7 @@ class RankStates:
     """What a rank's file holds; its elements are still in the file.
 
     Attributes:
-        buffers: by name, where they are others than rank 0's.
+        buffers: by name, if they differ from rank 0's.
         gradients: of the micro batches since the last step, as `gradients.taken` gave them; None where they are not of a run
             in this shape.
     """
@@ -57,44 +57,32 @@ def digest_of(buffers: Mapping[str, torch.Tensor]) -> str:
 
 
 def lay_out(state: RunState, place: str) -> Laid | None:
-    """A rank's file, in a directory of the name `place`; None where it has nothing of its own."""
-    has_model_file = state.stage == 3 and state.rank < state.shard_size
-    has_buffers = state.rank in state.differing and not has_model_file
+    """A rank's file, in a directory of the name `place`; None if it has nothing of its own."""
+    run = state.run
+    has_model_file = run.settings.zero.stage == 3 and run.global_rank < run.sharded.size
+    has_buffers = run.global_rank in state.differing and not has_model_file
     between = bool(state.gradients) or state.counters["pending_micro_steps"] > 0
     if not has_buffers and not between:
         return None
     root: dict[str, Any] = {
-        "zckpt": {"version": 1, "moment": {key: state.counters[key] for key in MOMENT}, "shape": _shape(state)},
+        "zckpt": {"version": 1, "moment": {key: state.counters[key] for key in MOMENT}, "shape": _shape(run)},
         "global_steps": state.counters["global_steps"],
-        "dp_world_size": state.world_size,
+        "dp_world_size": run.world_size,
     }
     if has_buffers:
         root["buffers"] = to_inert(state.buffers, "buffers")
     if between:
         root["gradients"] = to_inert(state.gradients, "gradients")
-    file = TorchFile(f"{place}/{rank_file(state.rank)}")
+    file = TorchFile(f"{place}/{rank_file(run.global_rank)}")
     made, pairs = file.finish(file.adopt(root))
     return Laid((made,), tuple(pairs))
 
 
-def _shape(state: RunState) -> list[Any]:
-    """What a run that takes up gradients must have in common with the one that made them."""
-    return [state.stage, state.world_size, state.shard_size, state.precision, state.accumulation]
-
-
-def _shape_of(engine: Engine) -> list[Any]:
-    mesh, config = engine.sharded.mesh, engine.settings.config
-    sizes = [engine.zero_optimization_stage(), engine.world_size, mesh["shard"].size()]
-    return [*sizes, config.precision, engine.gradient_accumulation_steps()]
-
-
-def read(
-    engine: Engine, listing: Listing, moment: Mapping[str, object], called: Mapping[str, str]
-) -> RankStates | None:
+def read(run: Run, listing: Listing, moment: Mapping[str, object], called: Mapping[str, str]) -> RankStates | None:
     """The file of this rank, where there is one.
 
     Args:
-        engine: the run.
+        run: the run.
         listing: the save as this rank sees it.
         moment: `global_steps` and `micro_steps` when it was saved, as the other files say.
         called: for each name of the checkpoint, what the model calls it.
@@ -102,32 +90,38 @@ def read(
     Raises:
         InconsistentError: it is of another save.
     """
-    name = rank_file(engine.global_rank)
+    name = rank_file(run.global_rank)
     if name not in listing.files:
         return None
-    root = _mapping(listing.open(name).root)
-    own = _mapping(root.get("zckpt"))
+    root = mapping(listing.open(name).root)
+    own = mapping(root.get("zckpt"))
     if own.get("moment") != dict(moment):
         raise InconsistentError(
-            "a rank's file of another save",
+            "belongs to another save than the other files",
             file=listing.files[name],
-            found=f"{own.get('moment')}",
-            expected=f"{dict(moment)} in the other files",
-            remedy="Copy the files of one save.",
+            found=_counted(mapping(own.get("moment"))),
+            expected=f"{_counted(moment)}, as in the other files",
+            remedy="Copy all files of one save into this directory, or remove this file; an unfinished step then begins again.",
         )
-    if root.get("dp_world_size") != engine.world_size:
+    if root.get("dp_world_size") != run.world_size:
         return None
     found: dict[str, dict[str, Any]] | None = None
     if "gradients" in root:
         found = {
-            str(kind): {called.get(name, name): grad for name, grad in _mapping(grads).items()}
-            for kind, grads in _mapping(root["gradients"]).items()
+            str(kind): {called.get(name, name): grad for name, grad in mapping(grads).items()}
+            for kind, grads in mapping(root["gradients"]).items()
         }
-        if own.get("shape") != _shape_of(engine) or not gradients.fits(engine.module, engine.sharded.held, found):
+        if own.get("shape") != _shape(run) or not gradients.fits(run.module, run.sharded.parameters, found):
             found = None
-    buffers = {called.get(str(name), str(name)): ref for name, ref in _mapping(root.get("buffers")).items()}
+    buffers = {called.get(str(name), str(name)): ref for name, ref in mapping(root.get("buffers")).items()}
     return RankStates(buffers, found)
 
 
-def _mapping(value: object) -> Mapping[str, Any]:
-    return value if isinstance(value, Mapping) else {}
+def _counted(moment: Mapping[str, object]) -> str:
+    return ", ".join(f"{name} {moment.get(name)}" for name in MOMENT)
+
+
+def _shape(run: Run) -> list[Any]:
+    """What a run that takes up gradients must have in common with the run that made them."""
+    settings = run.settings
+    return [settings.zero.stage, run.world_size, run.sharded.size, settings.config.precision, run.batch.accumulation]

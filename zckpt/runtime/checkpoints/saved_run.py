@@ -15,7 +15,7 @@ import torch
 
 from zckpt import layouts
 from zckpt.base.errors import InconsistentError
-from zckpt.base.words import examples
+from zckpt.base.words import examples, joined
 from zckpt.containers import Placeholder, TensorRef
 from zckpt.core.catalog import Catalog, TensorEntry
 from zckpt.jobs.open import Opened, as_named_by
@@ -23,13 +23,13 @@ from zckpt.layouts.run.training import ParameterGroup, Training
 from zckpt.layouts.save.listing import Listing
 from zckpt.layouts.save.module_states import whole
 from zckpt.layouts.zero import unsharded_training
-from zckpt.runtime import rank_states
-from zckpt.runtime.description import OWN
-from zckpt.runtime.engine import Engine
-from zckpt.runtime.inert import from_inert
-from zckpt.runtime.rank_states import MOMENT, RankStates
-from zckpt.runtime.sharded_parameter import ShardedParameter
-from zckpt.runtime.state import buffers_of
+from zckpt.runtime.checkpoints import rank_states
+from zckpt.runtime.checkpoints.description import OWN
+from zckpt.runtime.checkpoints.inert import from_inert, mapping
+from zckpt.runtime.checkpoints.rank_states import MOMENT, RankStates
+from zckpt.runtime.checkpoints.state import buffers_of, group_members
+from zckpt.runtime.run import Run
+from zckpt.runtime.sharded.parameter import ShardedParameter
 
 _log = logging.getLogger("zckpt.runtime")
 
@@ -84,13 +84,13 @@ class Counters:
 
 @dataclass(frozen=True, slots=True)
 class SavedRun:
-    """A checkpoint, for one rank of a run; what is not wanted or not there is None or empty.
+    """A checkpoint, for one rank of a run; what the options leave out and what the files do not have is None or empty.
 
     Attributes:
         directory: of the save.
         catalog: the weights, under the model's names.
-        buffers: this rank's own, where they are others than those of `catalog`.
-        buffers_lost: buffers of ranks differed when the run was saved, and this rank's are not at hand.
+        buffers: this rank's own, if they differ from those of `catalog`.
+        buffers_lost: buffers differed from rank to rank when the run was saved, and this rank's are missing.
         precision: dtype of the module's own weights.
         groups: by the number of the group in the optimizer.
         scaler: state of the loss scale.
@@ -115,142 +115,133 @@ class SavedRun:
     client_state: dict[str, Any]
 
 
-def read(engine: Engine, opened: Opened, wishes: LoadOptions, seen: Listing) -> SavedRun:
+def read(run: Run, opened: Opened, options: LoadOptions, seen: Listing) -> SavedRun:
     """Reads and checks; changes nothing.
 
     Args:
-        engine: the run.
+        run: the run.
         opened: the checkpoint.
-        wishes: what of it is wanted.
+        options: what of it is wanted.
         seen: its files as this rank sees them.
 
     Raises:
         InconsistentError: it is of another model, or of another optimizer.
         ZckptError: another kind says what is wrong with it.
     """
-    catalog, called = as_named_by(_names(engine), opened.catalog)
-    _check_model(engine, catalog, wishes.strict)
-    training = _training(engine, opened, wishes, called)
+    catalog, called = as_named_by(_names(run), opened.catalog)
+    _check_model(run, catalog, options.strict)
+    training = _training(run, opened, options, called)
     rest: Mapping[str, Any] = {} if training is None else training.model
-    own = _mapping(rest.get(OWN))
+    own = mapping(rest.get(OWN))
     mine: RankStates | None = None
     groups: dict[int, SavedGroup] = {}
     if training is not None:
-        _check_states(engine, training)
-        mine = rank_states.read(engine, seen, {key: {**own, **rest}.get(key) for key in MOMENT}, called)
-        if wishes.optimizer:
-            groups = dict(_saved_groups(engine, training))
-    buffers = _own_buffers(engine, catalog, mine, seen, called) if engine.world_size > 1 else {}
-    schedule = rest.get("lr_scheduler") if wishes.schedule and engine.lr_scheduler is not None else None
+        _check_states(run, training)
+        mine = rank_states.read(run, seen, {key: {**own, **rest}.get(key) for key in MOMENT}, called)
+        if options.optimizer:
+            groups = dict(_saved_groups(run, training))
+    buffers = _own_buffers(run, catalog, mine, seen, called) if run.world_size > 1 else {}
+    schedule = rest.get("lr_scheduler") if options.schedule and run.lr_scheduler is not None else None
     return SavedRun(
         directory=opened.place.listing.directory,
         catalog=catalog,
         buffers=buffers,
-        buffers_lost=_lost(engine, own, buffers),
+        buffers_lost=_lost(run, own, buffers),
         precision=None if training is None else getattr(torch, training.precision.torch_name),
         groups=groups,
-        scaler=_scaler(training) if training is not None and wishes.optimizer else None,
+        scaler=_scaler(training) if training is not None and options.optimizer else None,
         schedule=None if schedule is None else from_inert(schedule),
-        counters=_counters(engine, rest, own) if wishes.counters else None,
-        rng=from_inert(dict(_rng(engine, opened, own))) if wishes.counters else {},
-        gradients=None if mine is None or not (wishes.counters and wishes.optimizer) else mine.gradients,
+        counters=_counters(run, rest, own) if options.counters else None,
+        rng=from_inert(dict(_rng(run, opened, own))) if options.counters else {},
+        gradients=None if mine is None or not (options.counters and options.optimizer) else mine.gradients,
         client_state={key: from_inert(value) for key, value in catalog.extras.items()},
     )
 
 
-def _names(engine: Engine) -> list[str]:
+def _names(run: Run) -> list[str]:
     """The names of all tensors of the model, the tied ones too."""
-    return [*(held.name for held in engine.sharded.held), *engine.sharded.aliases, *buffers_of(engine)]
+    return [*(one.name for one in run.sharded.parameters), *run.sharded.aliases, *buffers_of(run)]
 
 
-def _training(engine: Engine, opened: Opened, wishes: LoadOptions, called: Mapping[str, str]) -> Training | None:
+def _training(run: Run, opened: Opened, options: LoadOptions, called: Mapping[str, str]) -> Training | None:
     """What the checkpoint holds beside the weights, under the model's names.
 
     Args:
-        engine: the run.
+        run: the run.
         opened: the checkpoint.
-        wishes: what is wanted.
+        options: what is wanted.
         called: for each name of the checkpoint, what the model calls it.
     """
-    if not (wishes.optimizer or wishes.schedule or wishes.counters):
+    if not (options.optimizer or options.schedule or options.counters):
         return None
     if opened.catalog.source.layout == "unsharded":
         theirs = {ours: name for name, ours in called.items()}
-        groups = [[theirs.get(name, name) for name in group] for group in _groups(engine)]
+        groups = [[theirs.get(one.name, one.name) for one in members] for members in group_members(run)]
         training = unsharded_training.read_training(opened.place.listing, names=groups)
     else:
         training = layouts.read_training(opened.place.listing)
-    own = _mapping(training.model.get(OWN))
-    odd = {called.get(name, name): value for name, value in _mapping(own.get("scalars")).items()}
+    own = mapping(training.model.get(OWN))
+    odd = {called.get(name, name): value for name, value in mapping(own.get("scalars")).items()}
     return replace(
         training,
         model={**training.model, OWN: {**own, "scalars": odd}},
-        groups=tuple(replace(group, names=_renamed(group.names, called)) for group in training.groups),
+        groups=tuple(
+            replace(group, names=tuple(called.get(name, name) for name in group.names)) for group in training.groups
+        ),
         states={called.get(name, name): value for name, value in training.states.items()},
     )
 
 
-def _renamed(names: Iterable[str], called: Mapping[str, str]) -> tuple[str, ...]:
-    return tuple(called.get(name, name) for name in names)
-
-
-def _groups(engine: Engine) -> list[list[str]]:
-    """The names of the parameters of the run's optimizer."""
-    groups = [] if engine.optimizer is None else engine.optimizer.param_groups
-    names = {id(held.master): held.name for held in engine.sharded.held if held.master is not None}
-    return [[names[id(master)] for master in group["params"]] for group in groups]
-
-
-def _check_model(engine: Engine, catalog: Catalog, strict: bool) -> None:
-    """Every tensor of the model is there, in its shape; frozen ones may be missing together.
+def _check_model(run: Run, catalog: Catalog, strict: bool) -> None:
+    """Checks that every tensor of the model is there, in its shape; frozen ones may be missing together.
 
     Raises:
         InconsistentError: one is not.
     """
-    shapes = {held.name: tuple(held.shape) for held in engine.sharded.held}
-    shapes |= {name: tuple(buffer.shape) for name, buffer in buffers_of(engine).items()}
-    frozen = {held.name for held in engine.sharded.held if not held.trained}
+    shapes = {one.name: tuple(one.shape) for one in run.sharded.parameters}
+    shapes |= {name: tuple(buffer.shape) for name, buffer in buffers_of(run).items()}
+    frozen = {one.name for one in run.sharded.parameters if not one.trained}
     missing = [name for name in shapes if not has(catalog, name)]
-    without_frozen = frozen == set(missing)
-    if len(missing) == len(shapes) or (missing and strict and not without_frozen):
+    if len(missing) == len(shapes) or (missing and strict and frozen != set(missing)):
         raise InconsistentError(
-            "a checkpoint of another model", file=catalog.source.path, found=f"it has no {examples(missing)}",
-            expected=f"its names are such as {examples(catalog)}", remedy="Nothing was changed.",
+            "is a checkpoint of another model", file=catalog.source.path, found=f"tensors such as {examples(catalog)}",
+            expected=f"all tensors of the model, also {examples(missing)}",
+            remedy="Nothing was changed. Load the checkpoint into the model that was trained. To leave tensors that it "
+            "does not have as they are, pass load_module_strict=False.",
         )  # fmt: skip
-    if missing and engine.global_rank == 0:
-        _log.warning("%r has no %s: they stay as they are.", catalog.source.path, examples(missing))
-    shapes = {name: shape for name, shape in shapes.items() if name not in missing}
+    if missing and run.global_rank == 0:
+        _log.warning("%s does not have %s of the model: left as they are.", catalog.source.path, examples(missing))
     wrong = [
-        f"{name!r} is {list(catalog[name].shape)} and should be {list(shape)}"
+        f"{name!r} of shape {list(catalog[name].shape)} instead of {list(shape)}"
         for name, shape in shapes.items()
-        if catalog[name].shape != shape
+        if name not in missing and catalog[name].shape != shape
     ]
     if wrong:
         raise InconsistentError(
-            "a checkpoint of a model of other shapes", file=catalog.source.path, found=examples(wrong),
-            remedy="Nothing was changed.",
+            "has tensors of other shapes than the model", file=catalog.source.path,
+            found=joined(wrong if len(wrong) < 5 else [*wrong[:3], f"{len(wrong) - 3:,} more"]),
+            expected="the shapes of the model",
+            remedy="Nothing was changed. Make the model with the sizes that the checkpoint was trained with.",
         )  # fmt: skip
 
 
-def _check_states(engine: Engine, training: Training) -> None:
-    """The checkpoint's optimizer is of the run's kind, as far as either says.
+def _check_states(run: Run, training: Training) -> None:
+    """Checks that the checkpoint's optimizer is of the run's kind, as far as either says.
 
     Raises:
         InconsistentError: it is another one.
     """
-    if engine.optimizer is None:
+    if run.optimizer is None:
         return
-    ours = type(engine.optimizer).__name__
-    own = training.model.get(OWN)
-    theirs = own.get("optimizer") if isinstance(own, Mapping) else None
+    ours, theirs = type(run.optimizer).__name__, mapping(training.model.get(OWN)).get("optimizer")
     states = {state for states in training.states.values() for state in states}
     expected = _STATES.get(ours)
     if (isinstance(theirs, str) and _kind(theirs) != _kind(ours)) or (expected is not None and states - expected):
         raise InconsistentError(
-            "optimizer states of another optimizer",
+            "the checkpoint's optimizer states are those of another optimizer",
             found=f"{theirs or 'states'} ({', '.join(sorted(states))})",
             expected=f"{ours}" + (f" ({', '.join(sorted(expected))})" if expected else ""),
-            remedy="Nothing was changed. Load with load_optimizer_states=False, or train on with the optimizer before.",
+            remedy="Nothing was changed. Train on with the optimizer that the run had, or pass load_optimizer_states=False.",
         )
 
 
@@ -276,54 +267,44 @@ def has(catalog: Catalog, name: str) -> bool:
 
 
 def _own_buffers(
-    engine: Engine, catalog: Catalog, mine: RankStates | None, seen: Listing, called: Mapping[str, str]
+    run: Run, catalog: Catalog, mine: RankStates | None, seen: Listing, called: Mapping[str, str]
 ) -> dict[str, TensorEntry]:
     """This rank's buffers, where the save was made by as many ranks and holds each one's."""
     refs: Mapping[str, Any] = {} if mine is None else mine.buffers
     shards = seen.shards("model")
-    last = engine.world_size - 1
-    if not refs and engine.global_rank in shards and (last in shards) and max(shards) == last:
-        module = _mapping(_mapping(seen.open(shards[engine.global_rank]).root).get("module"))
+    last = run.world_size - 1
+    if not refs and run.global_rank in shards and (last in shards) and max(shards) == last:
+        module = mapping(mapping(seen.open(shards[run.global_rank]).root).get("module"))
         refs = {called.get(str(name), str(name)): ref for name, ref in module.items()}
     found: dict[str, TensorEntry] = {}
-    for name in buffers_of(engine):
+    for name in buffers_of(run):
         ref = refs.get(name)
         if isinstance(ref, TensorRef) and has(catalog, name) and tuple(ref.shape) == tuple(catalog[name].shape):
             found[name] = whole(name, ref, "buffer")
     return found
 
 
-def _lost(engine: Engine, own: Mapping[str, Any], buffers: Mapping[str, object]) -> bool:
-    """Whether ranks had buffers of their own, and this one's are not at hand."""
+def _lost(run: Run, own: Mapping[str, Any], buffers: Mapping[str, object]) -> bool:
+    """Whether ranks had buffers of their own, and this rank's are missing."""
     ranks = own.get("differing_buffers") or []
-    same_world = own.get("world_size") == engine.world_size
-    return engine.global_rank in ranks and not buffers if same_world else bool(ranks)
+    same_world = own.get("world_size") == run.world_size
+    return run.global_rank in ranks and not buffers if same_world else bool(ranks)
 
 
-def _saved_groups(engine: Engine, training: Training) -> Iterable[tuple[int, SavedGroup]]:
+def _saved_groups(run: Run, training: Training) -> Iterable[tuple[int, SavedGroup]]:
     """Settings and states, by the number of the group."""
     owner = {name: group for group in training.groups for name in group.names}
-    by_master = {id(held.master): held for held in engine.sharded.held if held.master is not None}
-    odd = _mapping(_mapping(training.model.get(OWN)).get("scalars"))
-    for number, group in enumerate([] if engine.optimizer is None else engine.optimizer.param_groups):
-        members = [by_master[id(master)] for master in group["params"]]
-        known = [held for held in members if held.name in owner]
+    odd = mapping(mapping(training.model.get(OWN)).get("scalars"))
+    for number, (members, group) in enumerate(zip(group_members(run), run.groups, strict=True)):
+        known = [one for one in members if one.name in owner]
         if known:
             settings = owner[known[0].name].settings
-            yield (
-                number,
-                SavedGroup(
-                    {key: from_inert(value) for key, value in settings.items() if key in _keys(group)},
-                    tuple(
-                        (
-                            held,
-                            training.states.get(held.name, {}),
-                            _mapping(odd.get(held.name)) or _scalars(owner[held.name]),
-                        )
-                        for held in known
-                    ),
-                ),
+            options = {key: from_inert(value) for key, value in settings.items() if key in _keys(group)}
+            states = (
+                (one, training.states.get(one.name, {}), mapping(odd.get(one.name)) or _scalars(owner[one.name]))
+                for one in known
             )
+            yield number, SavedGroup(options, tuple(states))
 
 
 def _keys(group: Mapping[str, Any]) -> set[str]:
@@ -347,25 +328,21 @@ def _number(value: object) -> float | None:
 
 
 def _scaler(training: Training) -> dict[str, Any]:
-    own = _mapping(_mapping(training.model.get(OWN)).get("scaler"))
+    own = mapping(mapping(training.model.get(OWN)).get("scaler"))
     if own:
         return dict(own)
     scaler = training.scaler.get("loss_scaler")
     state = scaler.state if isinstance(scaler, Placeholder) else training.scaler
-    return {key: value for key, value in _mapping(state).items() if isinstance(value, int | float)}
+    return {key: value for key, value in mapping(state).items() if isinstance(value, int | float)}
 
 
-def _mapping(value: object) -> Mapping[str, Any]:
-    return value if isinstance(value, Mapping) else {}
-
-
-def _counters(engine: Engine, rest: Mapping[str, Any], own: Mapping[str, Any]) -> Counters | None:
-    steps, accumulation = rest.get("global_steps"), engine.gradient_accumulation_steps()
+def _counters(run: Run, rest: Mapping[str, Any], own: Mapping[str, Any]) -> Counters | None:
+    steps, accumulation = rest.get("global_steps"), run.gradient_accumulation_steps()
     if not isinstance(steps, int):
         return None
     samples, skipped, data = rest.get("global_samples"), rest.get("skipped_steps"), own.get("data")
     micro, pending = own.get("micro_steps"), own.get("pending_micro_steps")
-    before = _mapping(rest.get("ds_config")).get("gradient_accumulation_steps")
+    before = mapping(rest.get("ds_config")).get("gradient_accumulation_steps")
     if not isinstance(micro, int):
         micro, pending = steps * accumulation, 0
     elif not isinstance(pending, int):  # a save of an earlier version
@@ -374,7 +351,7 @@ def _counters(engine: Engine, rest: Mapping[str, Any], own: Mapping[str, Any]) -
         micro = steps * accumulation + pending
     return Counters(
         global_steps=steps,
-        global_samples=samples if isinstance(samples, int) else steps * engine.train_batch_size(),
+        global_samples=samples if isinstance(samples, int) else steps * run.train_batch_size(),
         skipped_steps=skipped if isinstance(skipped, int) else 0,
         micro_steps=micro,
         pending=pending,
@@ -382,13 +359,13 @@ def _counters(engine: Engine, rest: Mapping[str, Any], own: Mapping[str, Any]) -
     )
 
 
-def _rng(engine: Engine, opened: Opened, own: Mapping[str, Any]) -> Mapping[str, Any]:
+def _rng(run: Run, opened: Opened, own: Mapping[str, Any]) -> Mapping[str, Any]:
     """The random generators of the rank of this number, where there was one in a world of the same size."""
     listing = opened.place.listing
     rngs, shards = own.get("rngs"), listing.shards("optim")
-    if isinstance(rngs, list) and len(rngs) == engine.world_size:
-        return _mapping(rngs[engine.global_rank])
-    if rngs is None and len(shards) == engine.world_size:
-        root = _mapping(listing.open(shards[engine.global_rank]).root)
-        return _mapping(_mapping(root.get(OWN)).get("rng"))
+    if isinstance(rngs, list) and len(rngs) == run.world_size:
+        return mapping(rngs[run.global_rank])
+    if rngs is None and len(shards) == run.world_size:
+        root = mapping(listing.open(shards[run.global_rank]).root)
+        return mapping(mapping(root.get(OWN)).get("rng"))
     return {}

@@ -20,30 +20,40 @@ from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 
 from zckpt.base.errors import InconsistentError, UsageError
+from zckpt.base.words import count, joined, ranks, size
 from zckpt.core.catalog import TensorPart
 from zckpt.core.dtypes import U8
 from zckpt.core.fragments import FileStore, Fragment, MemoryStore, Store
 from zckpt.core.plan import OutputFile
-from zckpt.engine.move import run
+from zckpt.engine import move
 from zckpt.layouts.zero import write_unsharded
 from zckpt.layouts.zero.torch_files import Laid, Pair
 from zckpt.layouts.zero.write import lay_out_rank, sketch
 from zckpt.output.saves import STAGED
-from zckpt.runtime import rank_states
-from zckpt.runtime.background import Saving
-from zckpt.runtime.description import Described, describe, describe_training, signature, target_of, tensors_of
-from zckpt.runtime.engine import Engine
-from zckpt.runtime.exchange import Exchange, Rounds, Sends, Streamed
-from zckpt.runtime.offload import home_of
-from zckpt.runtime.publication import Publication, Wanted
-from zckpt.runtime.rank_states import digest_of
-from zckpt.runtime.state import RunState, capture
-from zckpt.runtime.tags import check_tag
+from zckpt.runtime.checkpoints import rank_states
+from zckpt.runtime.checkpoints.attempt import Attempt
+from zckpt.runtime.checkpoints.background import Saving
+from zckpt.runtime.checkpoints.description import (
+    Described,
+    describe,
+    describe_training,
+    signature,
+    target_of,
+    tensors_of,
+)
+from zckpt.runtime.checkpoints.exchange import Exchange, Rounds, Sends, Streamed
+from zckpt.runtime.checkpoints.publication import Publication
+from zckpt.runtime.checkpoints.rank_states import digest_of
+from zckpt.runtime.checkpoints.state import RunState, capture
+from zckpt.runtime.checkpoints.tags import check_tag
+from zckpt.runtime.run import Run
+from zckpt.runtime.sharded.offload import home_of
 from zckpt.team.meeting import ENTRY_S, Meetings
 
 _log = logging.getLogger("zckpt.runtime")
@@ -51,7 +61,7 @@ _log = logging.getLogger("zckpt.runtime")
 
 @dataclass(frozen=True, slots=True)
 class SaveOptions:
-    """What the caller asks for.
+    """What the caller of `save_checkpoint` asks for.
 
     Attributes:
         directory: that holds the tags.
@@ -66,135 +76,126 @@ class SaveOptions:
     only_trained: bool = False
 
 
-def save(engine: Engine, meetings: Meetings, wishes: SaveOptions, client_state: Mapping[str, Any]) -> Saving | None:
+def save(run: Run, meetings: Meetings, options: SaveOptions, client_state: Mapping[str, Any]) -> Saving | None:
     """Saves a run; see [Note: the order of a save].
 
     Returns:
         Under `async_save`, the thread that does all but the first step, from a copy in host memory.
 
     Raises:
-        UsageError: the tag is no name of a directory, or the client state uses names that are taken.
+        UsageError: the tag cannot name a directory, or the client state uses names of the checkpoint's own.
         UnsupportedError: something in the client state cannot be written.
-        InconsistentError: some ranks did not come, or want another tag.
-        OutputError: a file cannot be written, here or elsewhere; what was there before is as it was.
+        InconsistentError: some ranks did not come, or have another tag.
+        OutputError: a file cannot be written, here or elsewhere; what was there before is unchanged.
     """
-    meetings.begin(f"{engine.micro_steps}")
-    publication = Publication(_enter(engine, meetings, wishes))
-    state, digest = None, ""
-    prepared: PlannedSave | None = None
-    error: Exception | None = None
+    meetings.begin(f"{run.micro_steps}")
+    publication = _enter(run, meetings, options)
     try:
-        try:
-            state = capture(engine)
-            digest = digest_of(state.buffers)
-            publication.begin()
-        except Exception as caught:
-            error = caught
-        said = meetings.agree("save_checkpoint", error, [digest, publication.name])
-        assert state is not None
-        root = publication.root([one[1] for one in said], engine.global_rank)
-        state = _with_all_generators(replace(state, differing=_others_than_first([one[0] for one in said])))
-        try:
-            _tell_of_gradients(state)
-            prepared = prepare(engine, _only_trained(state) if wishes.only_trained else state, client_state, STAGED)
-        except Exception as caught:
-            error = caught
-        meetings.agree("save_checkpoint", error)
-        assert prepared is not None
-        if engine.settings.config.checkpoint.async_save:
-            try:
-                prepared = in_memory(prepared)
-            except Exception as caught:
-                error = caught
-            meetings.agree("save_checkpoint", error)
-            what = f"save {publication.wanted.tag!r} in {publication.wanted.directory!r}"
-            return Saving(what, partial(_finish, meetings, publication, prepared, root), meetings.server())
+        planned, root = _plan_together(run, meetings, publication, options, client_state)
+        if run.settings.config.checkpoint.async_save:
+            with Attempt() as tried:
+                planned = in_memory(planned)
+            meetings.agree("save_checkpoint", tried.error)
+            what = f"save of {publication.tag!r} in {publication.directory}"
+            return Saving(what, partial(_finish, meetings, publication, planned, root), meetings.server())
     except BaseException:
         publication.end()
         raise
-    _finish(meetings, publication, prepared, root)
+    _finish(meetings, publication, planned, root)
     return None
 
 
-def _finish(meetings: Meetings, publication: Publication, prepared: PlannedSave, root: str) -> None:
+def _plan_together(
+    run: Run, meetings: Meetings, publication: Publication, options: SaveOptions, client_state: Mapping[str, Any]
+) -> tuple[PlannedSave, str]:
+    """The save, planned on every rank, and the directory that this rank's files are written in."""
+    with Attempt() as tried:
+        state = capture(run)
+        digest = digest_of(state.buffers)
+        publication.begin()
+    word = None if tried.error is not None else [digest, publication.name]
+    words = meetings.agree("save_checkpoint", tried.error, word)
+    root = publication.root([name for _, name in words], run.global_rank)
+    differing = frozenset(rank for rank, (theirs, _) in enumerate(words) if theirs != words[0][0])
+    state = _with_all_generators(replace(state, differing=differing))
+    with Attempt() as tried:
+        _warn_of_gradients(state)
+        planned = plan(_only_trained(state) if options.only_trained else state, client_state, STAGED)
+    meetings.agree("save_checkpoint", tried.error)
+    return planned, root
+
+
+def _finish(meetings: Meetings, publication: Publication, planned: PlannedSave, root: str) -> None:
     """Writes the files, and gives them their name when all ranks have."""
-    error: Exception | None = None
     try:
-        try:
-            write(prepared, root)
-        except Exception as caught:
-            error = caught
-        meetings.agree("save_checkpoint", error)
+        with Attempt() as tried:
+            write(planned, root)
+        meetings.agree("save_checkpoint", tried.error)
         publication.publish(meetings)
     finally:
         publication.end()
         meetings.part()
 
 
-def _enter(engine: Engine, meetings: Meetings, wishes: SaveOptions) -> Wanted:
+def _enter(run: Run, meetings: Meetings, options: SaveOptions) -> Publication:
     """Meets the others, and agrees on the tag."""
-    checkpoint = engine.settings.config.checkpoint
-    said = meetings.meet("save_checkpoint", wishes.tag, within_s=ENTRY_S)
-    tags = list(dict.fromkeys(said))
-    if len(tags) > 1:
-        told = "; ".join(
-            f"{t!r} on ranks {', '.join(str(r) for r, said_tag in enumerate(said) if said_tag == t)}" for t in tags
-        )
+    checkpoint = run.settings.config.checkpoint
+    words = meetings.meet("save_checkpoint", options.tag, within_s=ENTRY_S)
+    tag, *others = dict.fromkeys(words)
+    if others:
+        by_tag = {one: [rank for rank, word in enumerate(words) if word == one] for one in (tag, *others)}
+        found = joined([f"{one!r} on {ranks(numbers)}" for one, numbers in by_tag.items()])
         if checkpoint.tag_validation == "FAIL":
             raise InconsistentError(
-                "ranks that disagree on the tag", found=told, expected="one tag",
-                remedy="Nothing was written. Leave out of the tag whatever differs from rank to rank.",
+                "the ranks disagree on the tag of save_checkpoint", found=found, expected="one tag",
+                remedy="Nothing was written. Use a tag without anything that differs from rank to rank.",
             )  # fmt: skip
-        if checkpoint.tag_validation == "WARN" and (engine.global_rank == 0 or wishes.tag != tags[0]):
-            warnings.warn(f"Ranks disagree on the tag: {told}. Rank 0's is taken.", stacklevel=4)
-    tag = tags[0]
+        if checkpoint.tag_validation == "WARN" and (run.global_rank == 0 or options.tag != tag):
+            warnings.warn(f"The ranks disagree on the tag: {found}. Rank 0's is used.", stacklevel=4)
     check_tag(tag)
     local = checkpoint.use_node_local_storage
-    return Wanted(
-        directory=os.path.abspath(wishes.directory),
-        tag=tag,
-        leader=(engine.local_rank if local else engine.global_rank) == 0,
-        latest=wishes.latest,
+    return Publication(
+        os.path.abspath(options.directory),
+        tag,
+        leader=(run.local_rank if local else run.global_rank) == 0,
+        latest=options.latest,
         keep_last=checkpoint.keep_last,
     )
 
 
 def _only_trained(state: RunState) -> RunState:
-    parts = tuple(part for part in state.parts if part.trained)
+    parts = tuple(part for part in state.parts if part.parameter.trained)
     names = {part.name for part in parts}
     return replace(state, parts=parts, aliases={d: kept for d, kept in state.aliases.items() if kept in names})
 
 
-def _others_than_first(words: Sequence[str]) -> frozenset[int]:
-    return frozenset(rank for rank, word in enumerate(words) if word != words[0])
-
-
-def _tell_of_gradients(state: RunState) -> None:
-    """A save between micro batches is complete, but may be much larger."""
+def _warn_of_gradients(state: RunState) -> None:
+    """Warns that a save between micro batches has gradients in it, and may be much larger."""
     pending = state.counters["pending_micro_steps"]
-    if pending and state.rank == 0:
+    if pending and state.run.global_rank == 0:
         grads = [grad for kind in state.gradients.values() for grad in kind.values()]
         _log.warning(
-            "A save after %d of the %d micro batches of a step: each rank's gradients so far are saved too, "
-            "%s bytes of rank 0. Only a run of the same stage, precision, accumulation and number of ranks can "
-            "take them up; others begin the step anew. Save after a whole step to avoid both.",
+            "This save is made after %d of the %s of a step, so it holds each rank's gradients so far: %s on rank 0. Only a "
+            "run with the same stage, precision, accumulation and number of ranks can use them; any other begins the step "
+            "again. Save after a whole step to avoid both.",
             pending,
-            state.accumulation,
-            f"{sum(grad.numel() * grad.element_size() for grad in grads):,}",
+            count(state.run.batch.accumulation, "micro batch", "micro batches"),
+            size(sum(grad.numel() * grad.element_size() for grad in grads)),
         )
 
 
 def _with_all_generators(state: RunState) -> RunState:
-    """Where not every rank writes an optimizer file, rank 0 keeps the random generators of all."""
-    if state.stage and state.world_size == state.shard_size:
+    """If not every rank writes an optimizer file, rank 0 keeps the random generators of all."""
+    run = state.run
+    if run.settings.zero.stage and run.world_size == run.sharded.size:
         return state
-    rngs: list[dict[str, Any] | None] = [None] * state.world_size
+    rngs: list[dict[str, Any] | None] = [None] * run.world_size
     dist.all_gather_object(rngs, state.rng)
     return replace(state, rng={"all": rngs})
 
 
 @dataclass(frozen=True, slots=True)
-class Known:
+class _Known:
     """What saves of a run have in common, as long as its tensors have the same names, shapes and dtypes.
 
     Attributes:
@@ -206,6 +207,9 @@ class Known:
     signature: Hashable
     described: Described
     sends: Sends | None
+
+
+_known: WeakKeyDictionary[Run, _Known] = WeakKeyDictionary()
 
 
 @dataclass(frozen=True, slots=True)
@@ -223,43 +227,42 @@ class PlannedSave:
     rounds: Rounds | None
 
 
-def prepare(engine: Engine, state: RunState, client_state: Mapping[str, Any], place: str) -> PlannedSave:
+def plan(state: RunState, client_state: Mapping[str, Any], place: str) -> PlannedSave:
     """Everything but the work, for files in a directory of the name `place`. Writes nothing.
 
     Raises:
         ZckptError: as `save`.
     """
-    if not state.groups and state.stage:
+    run = state.run
+    if not state.groups and run.settings.zero.stage:
         raise UsageError(
-            "a save of a run without an optimizer",
-            remedy="There is nothing to go on from. engine.save_16bit_model(dir) writes the weights, sharded as they are.",
+            "save_checkpoint needs an optimizer, and this engine has none",
+            remedy="Call engine.save_16bit_model(dir) to write the weights.",
         )
-    takes_part = state.world_size == state.shard_size or engine.global_rank < state.shard_size
-    known, now = engine.known_to_saves, signature(state)
-    described = known.described if isinstance(known, Known) and known.signature == now else describe(engine, state)
-    training = describe_training(state, described, client_state, engine.settings.config.gradient_clipping)
-    exchange = _exchange(engine, state)
-    if not isinstance(known, Known) or known.signature != now:
+    takes_part = run.world_size == run.sharded.size or run.global_rank < run.sharded.size  # the first group writes
+    known, now = _known.get(run), signature(state)
+    described = known.described if known is not None and known.signature == now else describe(state)
+    training = describe_training(state, described, client_state)
+    exchange = _exchange(state)
+    target = target_of(state, place)
+    unsharded = None
+    if run.settings.zero.stage == 0 and takes_part:
+        unsharded = write_unsharded.lay_out(described.weights, training, place, run.world_size)
+    if known is None or known.signature != now:
         sends = None
-        if takes_part and state.stage == 0:
-            sends = exchange.sends(
-                [write_unsharded.lay_out(described.weights, training, place, state.world_size).pairs]
-            )
-        elif takes_part:
-            sends = exchange.sends(sketch(described.weights, training, target_of(state, place)))
-        engine.known_to_saves = known = Known(now, described, sends)
+        if takes_part:
+            wanted = [unsharded.pairs] if unsharded else sketch(described.weights, training, target)
+            sends = exchange.sends(wanted)
+        _known[run] = known = _Known(now, described, sends)
     own = rank_states.lay_out(state, place)
-    if not takes_part:  # the first group of ranks writes
-        return PlannedSave((), (), None) if own is None else _prepared([own], _alone(), Sends())
-    if state.stage == 0:
-        laid = write_unsharded.lay_out(described.weights, training, place, state.world_size)
-    else:
-        laid = lay_out_rank(described.weights, training, target_of(state, place), state.shard_rank)
+    if not takes_part:
+        return PlannedSave((), (), None) if own is None else _planned([own], _alone(), Sends())
+    laid = unsharded or lay_out_rank(described.weights, training, target, run.sharded.rank)
     assert known.sends is not None
-    return _prepared([laid] if own is None else [laid, own], exchange, known.sends)
+    return _planned([laid] if own is None else [laid, own], exchange, known.sends)
 
 
-def _prepared(several: Sequence[Laid], exchange: Exchange, sends: Sends) -> PlannedSave:
+def _planned(several: Sequence[Laid], exchange: Exchange, sends: Sends) -> PlannedSave:
     """All files of a rank, one after the other."""
     files = tuple(file for laid in several for file in laid.files)
     pairs = tuple(pair for laid in several for pair in laid.pairs)
@@ -268,35 +271,34 @@ def _prepared(several: Sequence[Laid], exchange: Exchange, sends: Sends) -> Plan
 
 def _alone() -> Exchange:
     """An exchange of which this rank is the only one, and holds nothing that is not in its pairs."""
-    held: dict[Hashable, torch.Tensor] = {}
-    return Exchange(0, 1, None, torch.device("cpu"), True, held.__getitem__)
+    nothing: dict[Hashable, torch.Tensor] = {}
+    return Exchange(0, 1, None, torch.device("cpu"), True, nothing.__getitem__)
 
 
-def _exchange(engine: Engine, state: RunState) -> Exchange:
-    home = home_of(engine.settings.zero, engine.device)
-    group = engine.sharded.shard_group if state.shard_size > 1 else None
-    tensors = tensors_of(state)
-    direct = home.type == "cpu"
-    return Exchange(state.shard_rank, state.shard_size, group, engine.device, direct, lambda key: tensors[key])
+def _exchange(state: RunState) -> Exchange:
+    run, sharded, tensors = state.run, state.run.sharded, tensors_of(state)
+    direct = home_of(run.settings.zero, run.device).type == "cpu"
+    group = sharded.group if sharded.size > 1 else None
+    return Exchange(sharded.rank, sharded.size, group, run.device, direct, tensors.__getitem__)
 
 
-def in_memory(prepared: PlannedSave) -> PlannedSave:
-    """The same save from a copy of all its elements in host memory: nobody else is needed to write it."""
-    if prepared.rounds is None:
-        return prepared
-    with prepared.rounds as rounds:
-        buffers = {id(store): torch.empty(store.size, dtype=torch.uint8) for _, store in prepared.files}
+def in_memory(planned: PlannedSave) -> PlannedSave:
+    """The same save from a copy of all its elements in host memory, which this rank can write without the others."""
+    if planned.rounds is None:
+        return planned
+    with planned.rounds as rounds:
+        buffers = {id(store): torch.empty(store.size, dtype=torch.uint8) for _, store in planned.files}
         stores = {key: MemoryStore(buffer.data_ptr(), buffer.numel(), buffer) for key, buffer in buffers.items()}
-        into = (move if move is None else move._replace(dst=stores[id(move.dst)]) for move in rounds)
-        run(Streamed((), prepared.pairs, into), "", overflow="inf")
+        into = (one if one is None else one._replace(dst=stores[id(one.dst)]) for one in rounds)
+        move.run(Streamed((), planned.pairs, into), "", overflow="inf")
     pairs = [
         (
-            TensorPart("", (size,), U8, (Fragment(stores[id(store)], offset, 0, size),)),
-            TensorPart("", (size,), U8, (Fragment(store, offset, 0, size),)),
+            TensorPart("", (nbytes,), U8, (Fragment(stores[id(store)], offset, 0, nbytes),)),
+            TensorPart("", (nbytes,), U8, (Fragment(store, offset, 0, nbytes),)),
         )
-        for store, offset, size in _ranges(prepared.pairs)
+        for store, offset, nbytes in _ranges(planned.pairs)
     ]
-    return PlannedSave(prepared.files, pairs, _alone().rounds(pairs, Sends()))
+    return PlannedSave(planned.files, pairs, _alone().rounds(pairs, Sends()))
 
 
 def _ranges(pairs: Sequence[Pair]) -> Iterator[tuple[Store, int, int]]:
@@ -304,24 +306,24 @@ def _ranges(pairs: Sequence[Pair]) -> Iterator[tuple[Store, int, int]]:
     last: tuple[Store, int, int] | None = None
     for _, part in pairs:
         for fragment in part.fragments:
-            size = fragment.count * part.dtype.itemsize
+            nbytes = fragment.count * part.dtype.itemsize
             if last is not None and last[0] is fragment.store and last[1] + last[2] == fragment.byte_offset:
-                last = (last[0], last[1], last[2] + size)
+                last = (last[0], last[1], last[2] + nbytes)
                 continue
             if last is not None:
                 yield last
-            last = (fragment.store, fragment.byte_offset, size)
+            last = (fragment.store, fragment.byte_offset, nbytes)
     if last is not None:
         yield last
 
 
-def write(prepared: PlannedSave, directory: str) -> None:
+def write(planned: PlannedSave, directory: str) -> None:
     """Writes and syncs this rank's files, and sends the others what theirs need.
 
     Raises:
         OutputError: a file cannot be written. The exchange was carried to its end.
     """
-    if prepared.rounds is None:
+    if planned.rounds is None:
         return
-    with prepared.rounds as rounds:
-        run(Streamed(prepared.files, prepared.pairs, rounds), directory, overflow="inf")
+    with planned.rounds as rounds:
+        move.run(Streamed(planned.files, planned.pairs, rounds), directory, overflow="inf")

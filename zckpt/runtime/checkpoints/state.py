@@ -1,58 +1,50 @@
-"""Everything a checkpoint of a run consists of, as plain values: who holds which elements of what.
+"""Everything that a checkpoint of a run consists of, as plain values: which rank holds which elements of what.
 
-For the checkpoint writer and reader. `capture` copies nothing: its tensors are the live ones, valid until the next step.
+For saving. `capture` copies nothing: its tensors are the live ones, valid until the next step.
 [Note: from parts to flat groups]
 Every tensor is a run of elements [start, start + count) of a row-major parameter, held by this rank; masters and states of one
 parameter are cut alike. A group's parameters, in the order of `StateGroup.names`, laid end to end make DeepSpeed's flat group;
-which ranks of a partition an element goes to is arithmetic on (name, element), so writing is routing (layouts.partition).
+which ranks of a partition an element goes to is arithmetic on (name, element), so writing is routing (`layouts.zero.partition`).
 A replicated part is the same on every rank, so are the parts of ranks with the same `shard_rank`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import nn
 
-from zckpt.base.errors import InconsistentError
-from zckpt.base.words import examples
-from zckpt.runtime.engine import Engine
-from zckpt.runtime.generators import rng_state, set_rng_state
-from zckpt.runtime.gradients import Gradients, taken
-from zckpt.runtime.sharded_parameter import ShardedParameter
+from zckpt.runtime.generators import rng_state
+from zckpt.runtime.run import Run
+from zckpt.runtime.sharded.gradients import Gradients, taken
+from zckpt.runtime.sharded.parameter import ShardedParameter
 
 
 @dataclass(frozen=True, slots=True)
 class ParameterPart:
-    """What this rank holds of one parameter.
+    """What this rank holds of one parameter and of its states.
 
     Attributes:
-        name: as `named_parameters` gave it before sharding; of tied ones the first.
-        shape: of the whole parameter.
-        start: the first element held here, row-major.
-        count: elements held here; 0 is possible.
-        replicated: every rank holds all elements.
-        dtype: that the parameter is computed with: that of its module weights.
-        weight: `count` elements: the fp32 master, or of a frozen parameter the numbers in `dtype`.
-        trained: whether it requires gradients.
-        group: the number of its parameter group; None where no optimizer updates it.
-        states: per-element states (`exp_avg`, ...), `count` elements each; none before the first step.
+        parameter: its name, shape, and which elements are held here.
+        weight: `count` elements: the fp32 master, or of a frozen parameter the numbers in its dtype.
+        group: the number of its parameter group; None if no optimizer updates it.
+        states: per-element states (`exp_avg`, ...), `count` elements each; empty before the first step.
         scalars: states of one number (`step`).
     """
 
-    name: str
-    shape: tuple[int, ...]
-    start: int
-    count: int
-    replicated: bool
-    dtype: torch.dtype
+    parameter: ShardedParameter
     weight: torch.Tensor
-    trained: bool
     group: int | None
     states: dict[str, torch.Tensor]
     scalars: dict[str, float]
+
+    @property
+    def name(self) -> str:
+        """As `named_parameters` gave it before the model was sharded; of tied ones the first."""
+        return self.parameter.name
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,197 +65,99 @@ class RunState:
     """A run between two micro batches.
 
     Attributes:
-        stage: ZeRO stage.
-        precision: fp32, bf16 or fp16.
-        rank: of this process.
-        world_size: all processes.
-        shard_rank: which part of each parameter is held here.
-        shard_size: how many parts there are; less than the world size at stage 0 and under MiCS.
+        run: for what does not change: config, ranks, optimizer.
         parts: in the model's order, tied parameters once.
-        groups: in the optimizer's order; none for inference.
+        groups: in the optimizer's order; empty for inference.
         aliases: names of tied parameters, with the name that is kept.
         buffers: persistent buffers by name, whole.
-        optimizer: class name; None for inference.
         counters: `global_steps`, `global_samples`, `micro_steps`, `pending_micro_steps`, `skipped_steps`.
         scaler: state of the loss scale.
-        scheduler: state of the schedule, where there is one.
-        data: position of the loader, where there is one.
-        rng: states of the random generators of this rank: `python`, `torch`, `cuda`, `numpy` where it is in use.
-        config: the JSON, with every "auto" filled in.
-        accumulation: micro batches per step.
+        scheduler: state of the schedule; None without one.
+        data: position of the loader; None without one.
+        rng: states of the random generators of this rank: `python`, `torch`, `cuda`, and `numpy` if it is imported.
         gradients: of the micro batches since the last step; see `gradients.taken`.
-        differing: the ranks whose buffers are others than rank 0's; nobody knows when the state is captured.
+        differing: the ranks whose buffers differ from rank 0's; empty until the ranks have compared them.
     """
 
-    stage: int
-    precision: str
-    rank: int
-    world_size: int
-    shard_rank: int
-    shard_size: int
+    run: Run
     parts: tuple[ParameterPart, ...]
     groups: tuple[StateGroup, ...]
     aliases: dict[str, str]
     buffers: dict[str, torch.Tensor]
-    optimizer: str | None
     counters: dict[str, int]
     scaler: dict[str, Any]
     scheduler: dict[str, Any] | None
     data: dict[str, Any] | None
     rng: dict[str, Any]
-    config: dict[str, Any]
-    accumulation: int
     gradients: Gradients
     differing: frozenset[int] = frozenset()
 
 
 _ONE_NUMBER = frozenset(("step", "eta", "mu", "mu_product"))
+"""States that are one number, also of a parameter of one element."""
+
 _COUNTERS = ("global_steps", "global_samples", "micro_steps", "pending_micro_steps", "skipped_steps")
 
 
 @torch.no_grad()
-def capture(engine: Engine) -> RunState:
+def capture(run: Run) -> RunState:
     """The state of a run, between two micro batches. No collective is called; every rank sees its own parts."""
-    groups = [] if engine.optimizer is None else engine.optimizer.param_groups
-    number = {id(master): index for index, group in enumerate(groups) for master in group["params"]}
-    names = {id(held.master): held.name for held in engine.sharded.held if held.master is not None}
-    mesh = engine.sharded.mesh
+    group_of = {id(master): number for number, group in enumerate(run.groups) for master in group["params"]}
     return RunState(
-        stage=engine.zero_optimization_stage(),
-        precision=engine.settings.config.precision,
-        rank=engine.global_rank,
-        world_size=engine.world_size,
-        shard_rank=mesh.get_local_rank("shard"),
-        shard_size=mesh["shard"].size(),
-        parts=tuple(_part(engine, held, number) for held in engine.sharded.held),
+        run=run,
+        parts=tuple(_part(run, parameter, group_of) for parameter in run.sharded.parameters),
         groups=tuple(
-            StateGroup(
-                tuple(names[id(master)] for master in group["params"]),
-                {name: value for name, value in group.items() if name != "params"},
-            )
-            for group in groups
+            StateGroup(tuple(one.name for one in members), {key: group[key] for key in group if key != "params"})
+            for members, group in zip(group_members(run), run.groups, strict=True)
         ),
-        aliases=dict(engine.sharded.aliases),
-        buffers=buffers_of(engine),
-        optimizer=None if engine.optimizer is None else type(engine.optimizer).__name__,
-        counters={name: getattr(engine, name) for name in _COUNTERS},
-        scaler=engine.scaler.state(),
-        scheduler=None if engine.lr_scheduler is None else engine.lr_scheduler.state_dict(),
-        data=None if engine.loader is None else engine.loader.state_dict(),
+        aliases=dict(run.sharded.aliases),
+        buffers=buffers_of(run),
+        counters={name: getattr(run, name) for name in _COUNTERS},
+        scaler=run.scaler.state(),
+        scheduler=None if run.lr_scheduler is None else run.lr_scheduler.state_dict(),
+        data=None if run.loader is None else run.loader.state_dict(),
         rng=rng_state(),
-        config=dict(engine.settings.raw),
-        accumulation=engine.gradient_accumulation_steps(),
-        gradients=taken(engine.module, engine.sharded.held),
+        gradients=taken(run.module, run.sharded.parameters),
     )
 
 
-def _part(engine: Engine, held: ShardedParameter, number: Mapping[int, int]) -> ParameterPart:
-    held.bind()
+def _part(run: Run, parameter: ShardedParameter, group_of: Mapping[int, int]) -> ParameterPart:
+    parameter.bind()
+    master = parameter.master
     states: dict[str, torch.Tensor] = {}
     scalars: dict[str, float] = {}
-    if held.master is not None and engine.optimizer is not None:
-        for name, value in engine.optimizer.state.get(held.master, {}).items():
-            if isinstance(value, torch.Tensor) and value.shape == held.master.shape and name not in _ONE_NUMBER:
+    if master is not None and run.optimizer is not None:
+        for name, value in run.optimizer.state.get(master, {}).items():
+            if isinstance(value, torch.Tensor) and value.shape == master.shape and name not in _ONE_NUMBER:
                 states[name] = value
-            elif isinstance(value, torch.Tensor | int | float) and (
-                not isinstance(value, torch.Tensor) or value.numel() == 1
-            ):
+            elif isinstance(value, int | float) or (isinstance(value, torch.Tensor) and value.numel() == 1):
                 scalars[name] = float(value)
-    return ParameterPart(
-        name=held.name,
-        shape=tuple(held.shape),
-        start=held.start,
-        count=held.count,
-        replicated=held.replicated,
-        dtype=held.dtype,
-        weight=held.local() if held.master is None else held.master.data,
-        trained=held.trained,
-        group=number.get(id(held.master)),
-        states=states,
-        scalars=scalars,
-    )
+    return ParameterPart(parameter, parameter.part(), group_of.get(id(master)), states, scalars)
 
 
-def buffers_of(engine: Engine) -> dict[str, torch.Tensor]:
+def group_members(run: Run) -> list[list[ShardedParameter]]:
+    """What this rank holds of the parameters in each group of the run's optimizer."""
+    by_master = {id(one.master): one for one in run.sharded.parameters if one.master is not None}
+    return [[by_master[id(master)] for master in group["params"]] for group in run.groups]
+
+
+def buffers_of(run: Run) -> dict[str, torch.Tensor]:
     """The persistent buffers of the model, by name."""
-    buffers: dict[str, torch.Tensor] = {}
-    for prefix, module in engine.module.named_modules():
-        for name, buffer in module._buffers.items():
-            if buffer is not None and name not in module._non_persistent_buffers_set:
-                buffers[f"{prefix}.{name}" if prefix else name] = buffer
-    return buffers
+    found: dict[str, torch.Tensor] = {}
+    for module, key, name in _places(run):
+        buffer = module._buffers.get(key)
+        if buffer is not None and key not in module._non_persistent_buffers_set:
+            found[name] = buffer
+    return found
 
 
-@torch.no_grad()
-def restore(engine: Engine, state: RunState) -> None:
-    """Puts a run back to where `capture` found it: bit by bit, on the same world, stage and model.
-
-    The reader of checkpoints makes such a state for this world and stage first; `parts` may be fewer, `states` may be
-    missing (an optimizer begins without). Nothing of `state` is kept.
-
-    Raises:
-        InconsistentError: parts that this rank does not hold. Nothing was changed.
-    """
-    held = {one.name: one for one in engine.sharded.held}
-    wrong = [
-        part.name
-        for part in state.parts
-        if part.name not in held
-        or (part.start, part.count, tuple(part.shape))
-        != (held[part.name].start, held[part.name].count, tuple(held[part.name].shape))
-    ]
-    if wrong:
-        raise InconsistentError("parts of parameters that this rank does not hold", found=examples(wrong))
-    for part in state.parts:
-        put_part(engine, held[part.name], part.weight, part.states, part.scalars)
-    buffers = buffers_of(engine)
-    for name, value in state.buffers.items():
-        buffers[name].copy_(value)
-    if engine.optimizer is not None:
-        for group, wanted in zip(engine.optimizer.param_groups, state.groups, strict=True):
-            group.update(wanted.options)
-    for name in _COUNTERS:
-        setattr(engine, name, state.counters.get(name, 0))
-    engine.scaler.load_state(state.scaler)
-    if engine.lr_scheduler is not None and state.scheduler is not None:
-        engine.lr_scheduler.load_state_dict(state.scheduler)
-    if engine.loader is not None and state.data is not None:
-        engine.loader.load_state_dict(state.data)
-    set_rng_state(state.rng)
+def names_of_tensors(run: Run) -> list[str]:
+    """The names of parameters and buffers in the order of the model's state dict, tied ones under each name."""
+    return [name for _, _, name in _places(run)]
 
 
-@torch.no_grad()
-def put_part(
-    engine: Engine,
-    held: ShardedParameter,
-    weight: torch.Tensor | None = None,
-    states: Mapping[str, torch.Tensor] | None = None,
-    scalars: Mapping[str, float] | None = None,
-) -> None:
-    """Sets this rank's part of one parameter.
-
-    Args:
-        engine: the engine.
-        held: one of `engine.sharded.held`.
-        weight: `count` elements for the master, or for the weight where there is no master.
-        states: per-element states by name, `count` elements each.
-        scalars: states of one number by name.
-    """
-    held.bind()
-    target = held.local() if held.master is None else held.master.data
-    if weight is not None:
-        target.copy_(weight.view(target.shape))
-        held.give_back()
-    if engine.optimizer is None or held.master is None or (not states and not scalars):
-        return
-    own = engine.optimizer.state[held.master]
-    for name, value in (states or {}).items():
-        own[name] = value.to(held.master.device, torch.float32, copy=True).view(held.master.shape)
-    group = next(g for g in engine.optimizer.param_groups if any(p is held.master for p in g["params"]))
-    device = held.master.device if group.get("fused") or group.get("capturable") else torch.device("cpu")
-    for name, number in (scalars or {}).items():
-        like = own.get(name)
-        if like is None or torch.is_tensor(like):
-            own[name] = torch.full_like(like, number) if like is not None else torch.tensor(number, device=device)
-        else:
-            own[name] = type(like)(number)
+def _places(run: Run) -> Iterator[tuple[nn.Module, str, str]]:
+    """Where parameters and buffers are registered: the module, the name there, and the name in the model."""
+    for prefix, module in run.module.named_modules():
+        for key in (*module._parameters, *module._buffers):
+            yield module, key, f"{prefix}.{key}" if prefix else key

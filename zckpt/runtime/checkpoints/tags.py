@@ -1,7 +1,7 @@
 """Which names a save may have.
 
-For `saving`. A tag is a directory beside `latest`, which names it in a line of text; whoever reads a checkpoint tells a tag from
-everything else by its name (`layouts.places`).
+For `saving`. A tag is a directory beside `latest`, which names it in a line of text; readers tell a tag from everything else by
+its name (`layouts.places`).
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ _MOST_BYTES = 255
 
 
 def check_tag(tag: str) -> None:
-    """Refuses a name that no save can have. Looks at nothing but the name, so that all ranks come to the same.
+    """Refuses a name that no save can have. Looks at the name only, so that all ranks come to the same result.
 
     Raises:
-        UsageError: it says why.
+        UsageError: the name cannot be used; the error says why.
     """
     why = ""
     if not tag:
@@ -41,7 +41,7 @@ def check_tag(tag: str) -> None:
         why = f"it has {len(os.fsencode(tag)):,} bytes, and names of files have at most {_MOST_BYTES}"
     if why:
         raise UsageError(
-            "a tag that no save can have", found=f"{tag!r:.300}: {why}", expected="a name such as global_step500",
+            "the tag cannot name a save", found=f"{tag!r:.300}: {why}", expected="a name such as global_step500",
             remedy="Nothing was written. Choose another tag.",
         )  # fmt: skip
 
@@ -60,8 +60,8 @@ def check_places(directory: str, tag: str) -> None:
             continue
         if S_ISDIR(mode) != of_directory:
             raise OutputError(
-                f"a name that a save needs is taken: {name!r}", file=directory,
-                found="a directory" if S_ISDIR(mode) else "no directory",
-                expected="a directory, or nothing" if of_directory else "a file, or nothing",
+                "exists, and a save cannot replace it", file=os.path.join(directory, name),
+                found="a directory" if S_ISDIR(mode) else "not a directory",
+                expected="a directory or nothing" if of_directory else "a file or nothing",
                 remedy="Nothing was written. Move it away, or choose another tag or directory.",
             )  # fmt: skip

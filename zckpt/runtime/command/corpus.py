@@ -12,12 +12,13 @@ import torch
 from torch.utils.data import Dataset
 
 from zckpt.base.errors import UsageError
+from zckpt.base.words import count
 
 _PART = 1 << 20
 
 
 class Blocks(Dataset[torch.Tensor]):
-    """Blocks of `length` tokens, one after another; what is left over at the end is not used.
+    """Blocks of `length` tokens, one after another; a shorter rest at the end is not used.
 
     Args:
         tokens: shape (n,), uint8 or int32.
@@ -47,12 +48,13 @@ def read_corpus(path: str, length: int, tokenizer: Any, wanted: int) -> Blocks:
         UsageError: there is no such file, or too little in it.
     """
     if not os.path.isfile(path):
-        raise UsageError("a text file that is not there", file=path, remedy="Give --data a file of text.")
+        raise UsageError("no such file", file=path, remedy="Pass the path of a text file as --data.")
     blocks = Blocks(_bytes(path) if tokenizer is None else _tokens(path, tokenizer), length)
     if len(blocks) < wanted:
         raise UsageError(
-            "too little text", file=path, found=f"{len(blocks):,} samples of {length:,} tokens",
+            "has too little text", file=path, found=f"{count(len(blocks), 'sample')} of {length:,} tokens",
             expected=f"at least {wanted:,}: one micro batch for every rank",
+            remedy="Use a longer text, a smaller batch size, or fewer processes.",
         )  # fmt: skip
     return blocks
 

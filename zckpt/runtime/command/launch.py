@@ -1,5 +1,4 @@
-"""How the processes of a run come about: torchrun's are taken as they are, a SLURM step's are told who they are, and `--nproc`
-starts some on this machine.
+"""Where the processes of a run come from: torchrun, a SLURM step, or `--nproc`, which starts some on this machine.
 
 For `zckpt train`.
 """
@@ -16,12 +15,13 @@ from pathlib import Path
 from types import FrameType
 
 from zckpt.base.errors import UsageError
+from zckpt.base.words import count
 
 _PORT = 29500
 
 
 def is_worker(environment: MutableMapping[str, str]) -> bool:
-    """Whether this process is one of several already; a task of a SLURM step learns its rank on the way.
+    """Whether this process is one of several already. In a task of a SLURM step it also sets torchrun's variables.
 
     `srun` starts one process per task: rank, size and node are SLURM's variables, and the first node is where ranks meet.
     Source: srun(1), "output environment variables".
@@ -46,15 +46,15 @@ def first_host(nodes: str) -> str:
 
 
 def launch(arguments: Sequence[str], processes: int) -> int:
-    """Starts `python -m zckpt` with some arguments on this machine so many times, as torchrun does, and waits.
+    """Starts `processes` times `python -m zckpt` with these arguments on this machine, as torchrun does, and waits.
 
-    SIGTERM and SIGINT are handed on to all, who end as they see fit.
+    SIGTERM and SIGINT are sent on to all of them.
 
     Returns:
-        0 where all did what they should, otherwise 2; they have said themselves what is wrong.
+        0 if all succeeded, otherwise 2; they have printed what is wrong.
 
     Raises:
-        UsageError: there are fewer GPUs.
+        UsageError: there are GPUs, but fewer than processes.
     """
     import torch
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -62,12 +62,12 @@ def launch(arguments: Sequence[str], processes: int) -> int:
 
     if torch.cuda.is_available() and torch.cuda.device_count() < processes:
         raise UsageError(
-            "more processes than GPUs", found=f"--nproc {processes}, {torch.cuda.device_count()} GPUs",
-            remedy="Each process takes one. CUDA_VISIBLE_DEVICES= trains on the CPU.",
+            f"--nproc {processes} needs as many GPUs", found=count(torch.cuda.device_count(), "GPU"),
+            remedy="Pass a smaller --nproc, or set CUDA_VISIBLE_DEVICES= to train on the CPU.",
         )  # fmt: skip
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // processes)))
     os.environ.setdefault("TORCHELASTIC_LOG_LEVEL", "CRITICAL")
-    before = {number: signal.signal(number, _hand_on) for number in (signal.SIGTERM, signal.SIGINT)}
+    before = {number: signal.signal(number, _send_on) for number in (signal.SIGTERM, signal.SIGINT)}
     config = LaunchConfig(
         min_nodes=1,
         max_nodes=1,
@@ -88,7 +88,7 @@ def launch(arguments: Sequence[str], processes: int) -> int:
     return 0
 
 
-def _hand_on(number: int, frame: FrameType | None) -> None:
+def _send_on(number: int, frame: FrameType | None) -> None:
     del frame
     for task in Path("/proc/self/task").iterdir():
         for child in task.joinpath("children").read_text().split():

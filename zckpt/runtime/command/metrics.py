@@ -1,4 +1,4 @@
-"""What a run tells of each step: a line of `metrics.jsonl`, and a picture of the losses.
+"""What a run reports of each step: a line of `metrics.jsonl`, and a picture of the losses.
 
 For `train`, on rank 0.
 """
@@ -22,7 +22,7 @@ class Step:
         loss: mean over all samples of the step.
         lr: of the first parameter group.
         scale: the loss scale; 1 without fp16.
-        grad_norm: of all gradients, before clipping; None where it was not computed or is not finite.
+        grad_norm: of all gradients, before clipping; None if it was not computed or is not finite.
         skipped: the gradients overflowed, and the step was left out.
         tokens_per_s: of all ranks together.
         memory_bytes: the most that rank 0 has held: of its GPU, or of its process.
@@ -41,11 +41,11 @@ class Step:
 
 
 class Metrics:
-    """The file of a run; one that goes on keeps the lines of the steps before.
+    """The metrics file of a run; a resumed run keeps the lines of the steps before.
 
     Args:
         directory: of the run.
-        after: the step that the run begins after; later lines are of a run that was left.
+        after: the step that the run begins after; lines of later steps are dropped.
     """
 
     def __init__(self, directory: str, after: int) -> None:
@@ -59,20 +59,20 @@ class Metrics:
         self._file = open(self._path, "a", encoding="utf-8")  # noqa: SIM115
 
     def add(self, step: Step) -> None:
-        """Writes a line; whoever looks at the file sees it at once."""
+        """Writes a line, and flushes it."""
         self.losses.append((step.step, step.loss))
         self._file.write(json.dumps(asdict(step)) + "\n")
         self._file.flush()
 
     def close(self) -> str | None:
-        """Ends the file and draws the picture; says why where it cannot."""
+        """Closes the file and draws the picture. Returns a sentence that says why, if it cannot."""
         self._file.close()
         if not self.losses:
             return None
         try:
             from matplotlib.figure import Figure
         except ImportError:
-            return f"No {PICTURE}: it is drawn by matplotlib. pip install 'zckpt[train]'"
+            return f"{PICTURE} was not drawn: matplotlib is not installed. Run: pip install 'zckpt[train]'"
         figure = Figure(figsize=(8, 4.5), layout="constrained")
         axes: Any = figure.subplots()
         axes.plot(*zip(*self.losses, strict=True), linewidth=1)

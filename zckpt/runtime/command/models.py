@@ -1,4 +1,4 @@
-"""What `--model` names: how it is built, its tokenizer, and where its weights are, if it has any.
+"""The model that `--model` names: how it is built, its tokenizer, and where its weights are, if it has any.
 
 For `train`. transformers is needed for any model but tiny-gpt.
 """
@@ -14,7 +14,7 @@ from typing import Any
 from torch import nn
 
 from zckpt.base.errors import UnsupportedError, UsageError
-from zckpt.runtime.tiny_gpt import TinyConfig, TinyGPT
+from zckpt.runtime.command.tiny_gpt import TinyConfig, TinyGPT
 
 TINY = "tiny-gpt"
 _LONGEST = 1024
@@ -30,7 +30,7 @@ class Model:
         build: makes it, with random weights in fp32.
         vocabulary: how many tokens it knows.
         length: tokens of a sample: what it was made for, at most 1,024.
-        tokenizer: of transformers; None where its tokens are bytes.
+        tokenizer: of transformers; None if its tokens are bytes.
         weights: the directory of its weights; None for a model that begins with random ones.
     """
 
@@ -57,21 +57,24 @@ def find_model(name: str) -> Model:
     path = name if os.path.isfile(name) else os.path.join(name, "config.json")
     if not os.path.isfile(path):
         raise UsageError(
-            "a model that is not there", file=name, expected=f"{TINY!r}, a config.json, or a directory that has one",
-            remedy="A model of the hub is downloaded first: hf download NAME --local-dir DIR.",
+            "no such model", file=name, expected=f"{TINY!r}, a config.json, or a directory that has one",
+            remedy="Correct --model. To train a model of the hub, download it first: hf download NAME --local-dir DIR.",
         )  # fmt: skip
     try:
         from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
     except ImportError as error:
         raise UnsupportedError(
-            "a model of transformers, which is not installed",
+            "needs transformers, which is not installed",
             file=name,
-            remedy=f"pip install transformers, or --model {TINY}.",
+            remedy=f"Run: pip install transformers. Or pass --model {TINY}.",
         ) from error
     try:
         config = AutoConfig.from_pretrained(path)
     except (ValueError, KeyError, OSError, json.JSONDecodeError) as error:
-        raise UsageError("a config.json that transformers does not know", file=path, found=str(error)) from error
+        raise UsageError(
+            "transformers cannot make a model of this config", file=path, found=str(error),
+            remedy="Update transformers, or pass the directory or config.json of another causal language model.",
+        ) from error  # fmt: skip
     whole = not os.path.isfile(name)
     tokenizer = None
     if whole and any(os.path.isfile(os.path.join(directory, file)) for file in _TOKENIZERS):
@@ -80,8 +83,8 @@ def find_model(name: str) -> Model:
     vocabulary = int(text.vocab_size)
     if tokenizer is None and vocabulary < 256:
         raise UsageError(
-            "a model without a tokenizer that has too few tokens for bytes", file=name, found=f"{vocabulary} tokens",
-            expected="at least 256",
+            "has no tokenizer, and too few tokens for bytes", file=name, found=f"{vocabulary} tokens",
+            expected="at least 256", remedy="Add the tokenizer's files to the directory, or choose another model.",
         )  # fmt: skip
     longest = getattr(text, "max_position_embeddings", None) or getattr(text, "n_positions", None) or _LONGEST
     weights = directory if whole and any(os.path.isfile(os.path.join(directory, file)) for file in _WEIGHTS) else None

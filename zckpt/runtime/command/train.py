@@ -1,7 +1,7 @@
 """A language model trained on a text file: the loop that `zckpt train` runs on every rank.
 
-For the command line, and as an example of how the engine is used. Everything that a run needs to go on is in its checkpoints,
-so a run that was stopped and goes on ends with the same weights as one that was not.
+For the command line, and as an example of how the engine is used. A checkpoint has everything that a run needs to continue, so
+a run that was stopped and resumed ends with the same weights as one that was not.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from zckpt import live
 from zckpt.base.errors import OutputError, UsageError
 from zckpt.jobs.open import open_catalog
 from zckpt.layouts.places import has_saves
-from zckpt.runtime.config import Settings, read_config
-from zckpt.runtime.corpus import Blocks, read_corpus
+from zckpt.runtime.command.corpus import Blocks, read_corpus
+from zckpt.runtime.command.metrics import Metrics, Step
+from zckpt.runtime.command.models import TINY, Model, find_model
 from zckpt.runtime.data import Loader
+from zckpt.runtime.ds_config.read import Settings, read_config
 from zckpt.runtime.engine import Engine
-from zckpt.runtime.metrics import Metrics, Step
-from zckpt.runtime.models import TINY, Model, find_model
 from zckpt.runtime.start import initialize
 from zckpt.runtime.world import World, join_world
 from zckpt.runtime.zero import Init
@@ -41,10 +41,10 @@ class TrainingJob:
         config: DeepSpeed's JSON.
         data: a text file.
         out: directory of checkpoints, metrics and the picture.
-        steps: optimizer steps in all, those of runs before included.
+        steps: optimizer steps in total, those of earlier runs included.
         model: "tiny-gpt", or a path; see `models.find_model`.
         save_every: a checkpoint every so many steps, and one at the end; None for the end only.
-        resume: go on from the last checkpoint in `out`, if there is one.
+        resume: continue from the last checkpoint in `out`, if there is one.
         seed: of weights, order of samples, and dropout.
         save_pretrained: directory for the weights at the end, in the dtype of the computation.
     """
@@ -73,9 +73,9 @@ class Outcome:
     """What a run did.
 
     Attributes:
-        began_after: the step that it went on from; 0 for a new one.
+        began_after: the step that it continued from; 0 for a new run.
         step: the last step.
-        first_loss: of the first step of this run; None where there was none.
+        first_loss: of the first step of this run; None if it made no step.
         last_loss: of the last one.
         tokens_per_s: of all ranks together, saving not counted.
         checkpoint: directory of the last save.
@@ -94,20 +94,20 @@ class Outcome:
 
 
 def check(job: TrainingJob) -> tuple[Settings, Model]:
-    """Reads the config and finds the model; what cannot work is found out before any process is started.
+    """Reads the config and finds the model, so that errors are found before any process is started.
 
     Raises:
         ZckptError: one of its kinds says what.
     """
     settings = read_config(job.config)
     if settings.config.optimizer.type is None:
-        raise UsageError("a config without an optimizer", file=job.config, remedy="Give it a section 'optimizer'.")
+        raise UsageError("has no optimizer", file=job.config, remedy="Add a section 'optimizer' to the config.")
     read_corpus(job.data, 1, None, 1)
     found = find_model(job.model)
     if os.path.isdir(job.out) and has_saves(job.out) and not job.resume:
         raise OutputError(
-            "a directory that has checkpoints of a run", file=job.out,
-            remedy="Pass --resume to go on with it, or another --out for a new run.",
+            "has checkpoints of an earlier run", file=job.out,
+            remedy="Pass --resume to continue that run, or another --out for a new one.",
         )  # fmt: skip
     return settings, found
 
@@ -182,7 +182,7 @@ def _begin(job: TrainingJob, settings: Settings, world: World, found: Model) -> 
 
 
 def _describe(engine: Engine, found: Model, out: str) -> None:
-    """Puts beside the checkpoints what makes their weights loadable: the config, and the tokenizer's files."""
+    """Writes beside the checkpoints what makes their weights loadable: the config, and the tokenizer's files."""
     os.makedirs(out, exist_ok=True)
     for name, text in live.small_files(engine.module, engine.settings.config.precision).items():
         with open(os.path.join(out, name), "w", encoding="utf-8") as file:
@@ -200,17 +200,17 @@ def _step(engine: Engine, batches: Iterator[torch.Tensor], length: int, asked: l
     """One optimizer step, and whether any rank was asked to stop."""
     began, skipped = time.perf_counter(), engine.skipped_steps
     lr = engine.get_lr()[0]
-    told = torch.zeros(2, device=engine.device)
+    totals = torch.zeros(2, device=engine.device)
     for _ in range(engine.batch.accumulation):
         tokens = next(batches).to(engine.device)
         loss = engine(input_ids=tokens, labels=tokens)["loss"]
         engine.backward(loss)
         engine.step()
-        told[0] += loss.detach().float() / engine.batch.accumulation / engine.world_size
-    told[1] = float(bool(asked))
+        totals[0] += loss.detach().float() / engine.batch.accumulation / engine.world_size
+    totals[1] = float(bool(asked))
     if engine.world_size > 1:
-        dist.all_reduce(told)
-    mean, stop = told.tolist()
+        dist.all_reduce(totals)
+    mean, stop = totals.tolist()
     norm = engine.get_global_grad_norm()
     step = Step(
         step=engine.global_steps,

@@ -9,36 +9,31 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from zckpt.base.errors import UnsupportedError, UsageError
-from zckpt.runtime.config_names import refused_keys
-from zckpt.runtime.config_sections import Config
+from zckpt.base.words import count
+from zckpt.runtime.ds_config.names import refused_keys
+from zckpt.runtime.ds_config.sections import Config
 
 
 def refuse_unbuilt(config: Config, raw: Mapping[str, Any], file: str) -> None:
-    """Raises for what this engine does not have.
+    """Raises for features that this engine does not have, all of them at once.
 
     Raises:
         UnsupportedError: such a feature is switched on.
     """
-    found = list(refused_keys(raw, Config, ""))
+    found = [f"{path} ({why})" for path, why in refused_keys(raw)]
+    for name in ("offload_param", "offload_optimizer"):
+        section = getattr(config.zero_optimization, name)
+        if section is not None and section.device == "nvme":
+            found.append(
+                f"zero_optimization.{name}.device = 'nvme' (offload to 'cpu': the host memory of all nodes together)"
+            )
     if found:
         raise UnsupportedError(
-            "features that this engine does not have",
+            f"switches on {count(len(found), 'feature that is', 'features that are')} not built",
             file=file,
-            found="; ".join(f"{path} ({why})" for path, why in found),
-            remedy="Remove them, or switch them off.",
+            found="; ".join(found),
+            remedy=f"Remove {'it' if len(found) == 1 else 'them'} from the config.",
         )
-    for name, section in (
-        ("offload_param", config.zero_optimization.offload_param),
-        ("offload_optimizer", config.zero_optimization.offload_optimizer),
-    ):
-        if section is not None and section.device == "nvme":
-            raise UnsupportedError(
-                "offloading to NVMe",
-                file=file,
-                found=f"zero_optimization.{name}.device = 'nvme'",
-                expected="'cpu' or 'none'",
-                remedy="Offload to the CPU: what fits in the host memory of all nodes together can be trained so.",
-            )
 
 
 def refuse_contradictions(config: Config, raw: Mapping[str, Any], file: str) -> None:
@@ -50,7 +45,7 @@ def refuse_contradictions(config: Config, raw: Mapping[str, Any], file: str) -> 
     found = list(_contradictions(config, raw))
     if found:
         raise UsageError(
-            "keys that contradict each other", file=file, found="; ".join(found), remedy="Change one of each pair."
+            "keys contradict each other", file=file, found="; ".join(found), remedy="Change one key of each pair."
         )
 
 

@@ -1,6 +1,6 @@
 """What a key of the config is: used, accepted without use, or refused.
 
-For the models in `config_zero` and `config_sections`; `config` reads by them and `config_page` prints them. One line of a
+For the models in `zero` and `sections`; `read` reads by them and `config_page` prints them. One line of a
 model is one key of DeepSpeed's JSON, and holds everything that is known about it.
 """
 
@@ -14,7 +14,7 @@ from pydantic.fields import FieldInfo
 
 
 class Section(BaseModel):
-    """One JSON object of the config. `config` has looked for unknown keys before pydantic sees the values."""
+    """One JSON object of the config. `read` has looked for unknown keys before pydantic sees the values."""
 
     model_config = ConfigDict(extra="forbid", populate_by_name=True, frozen=True, protected_namespaces=())
 
@@ -30,7 +30,7 @@ def own(default: Any, about: str, **constraints: Any) -> Any:
 
 
 def unused(default: Any, why: str, **constraints: Any) -> Any:
-    """A key that is accepted and changes nothing; `why` is told once."""
+    """A key that is accepted and changes nothing; `why` is logged when a config has it."""
     return Field(default, description=why, json_schema_extra={"kind": "unused"}, **constraints)
 
 

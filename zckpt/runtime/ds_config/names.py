@@ -1,6 +1,7 @@
-"""Walks over a config by the names of its keys: which are unknown, without use, refused.
+"""Walks over a config by the names of its keys: which are unknown, unused or refused.
 
-For `config`. A section that a model describes is walked into; one whose keys are known by name only is looked at once.
+For `read` and `checks`. Sections that a model describes are walked into; in those whose keys are known by name only, the names
+are looked at.
 """
 
 from __future__ import annotations
@@ -9,12 +10,16 @@ import difflib
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
-from zckpt.runtime.config_fields import Section, is_off, keys_of, kind_of, named, section_of
-from zckpt.runtime.config_sections import Config
+from pydantic.fields import FieldInfo
+
+from zckpt.runtime.ds_config.fields import Section, is_off, keys_of, kind_of, named, section_of
+from zckpt.runtime.ds_config.sections import Config
 
 
-def unknown_keys(raw: Mapping[str, Any], section: type[Section], prefix: str) -> Iterator[tuple[str, str]]:
-    """Dotted names that no model knows, each with the nearest that one does."""
+def unknown_keys(
+    raw: Mapping[str, Any], section: type[Section] = Config, prefix: str = ""
+) -> Iterator[tuple[str, str]]:
+    """Dotted names that no model knows, each with the most similar one that is known."""
     fields = dict(named(section))
     for key, value in raw.items():
         path = f"{prefix}{key}"
@@ -26,6 +31,32 @@ def unknown_keys(raw: Mapping[str, Any], section: type[Section], prefix: str) ->
             yield from unknown_keys(value, inner, f"{path}.")
         elif isinstance(value, Mapping) and keys is not None:
             yield from ((f"{path}.{name}", _nearest(name, f"{path}.", keys)) for name in value if name not in keys)
+
+
+def unused_keys(raw: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Dotted names that were given and change nothing, each with the reason."""
+    for path, _, field in _given(raw, Config, ""):
+        if kind_of(field) == "unused":
+            yield path, field.description or ""
+
+
+def refused_keys(raw: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Dotted names that switch on what is not built, each with the reason."""
+    for path, value, field in _given(raw, Config, ""):
+        if kind_of(field) == "refused" and not is_off(value) and value != field.default:
+            yield path, field.description or ""
+
+
+def _given(raw: Mapping[str, Any], section: type[Section], prefix: str) -> Iterator[tuple[str, Any, FieldInfo]]:
+    """Every known key that was given, with its value; of sections that a model describes, the keys inside."""
+    fields = dict(named(section))
+    for key, value in raw.items():
+        if key in fields:
+            inner = section_of(fields[key])
+            if isinstance(value, Mapping) and inner is not None:
+                yield from _given(value, inner, f"{prefix}{key}.")
+            else:
+                yield f"{prefix}{key}", value, fields[key]
 
 
 def _nearest(key: str, prefix: str, names: Collection[str]) -> str:
@@ -46,25 +77,3 @@ def _all_names(section: type[Section], prefix: str) -> Iterator[str]:
         if inner is not None:
             yield from _all_names(inner, f"{prefix}{name}.")
         yield from (f"{prefix}{name}.{key}" for key in keys_of(field) or ())
-
-
-def without_use(raw: Mapping[str, Any], section: type[Section], prefix: str) -> Iterator[tuple[str, str]]:
-    """Dotted names that were given and change nothing, each with the reason."""
-    fields = dict(named(section))
-    for key, value in raw.items():
-        field, inner = fields[key], section_of(fields[key])
-        if kind_of(field) == "unused":
-            yield f"{prefix}{key}", field.description or ""
-        elif isinstance(value, Mapping) and inner is not None:
-            yield from without_use(value, inner, f"{prefix}{key}.")
-
-
-def refused_keys(raw: Mapping[str, Any], section: type[Section], prefix: str) -> Iterator[tuple[str, str]]:
-    """Dotted names that switch on what is not built, each with a word on it."""
-    fields = dict(named(section))
-    for key, value in raw.items():
-        field, inner = fields[key], section_of(fields[key])
-        if kind_of(field) == "refused" and not is_off(value) and value != field.default:
-            yield f"{prefix}{key}", field.description or ""
-        elif isinstance(value, Mapping) and inner is not None:
-            yield from refused_keys(value, inner, f"{prefix}{key}.")

@@ -1,26 +1,25 @@
 """Reads a DeepSpeed config: what is asked for, checked as a whole before anything is built.
 
 For `initialize` and `zero.Init`. The order: JSON; unknown keys, at every depth; `"auto"`; values (pydantic); features
-that are not built; contradictions; the batch sizes. Everything that is wrong of one kind is told at once.
+that are not built; contradictions; the batch sizes. All that is wrong in one of these ways is reported at once.
 """
 
 from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from pydantic import ValidationError
 
 from zckpt.base.errors import UsageError
-from zckpt.base.words import examples
-from zckpt.runtime.config_checks import refuse_contradictions, refuse_unbuilt
-from zckpt.runtime.config_fields import Section, kind_of, named, section_of
-from zckpt.runtime.config_names import unknown_keys, without_use
-from zckpt.runtime.config_sections import BF16, Config
-from zckpt.runtime.config_zero import Zero
+from zckpt.base.words import count, examples
+from zckpt.runtime.ds_config.checks import refuse_contradictions, refuse_unbuilt
+from zckpt.runtime.ds_config.names import unknown_keys, unused_keys
+from zckpt.runtime.ds_config.sections import BF16, Config
+from zckpt.runtime.ds_config.zero import Zero
 
 Json = dict[str, Any]
 
@@ -74,28 +73,21 @@ def read_config(
     """Reads and checks a config.
 
     Args:
-        config: a path, JSON text, or what `json.load` gives.
+        config: a path, JSON text, or what `json.load` returns.
         auto: values for keys that say "auto": nested as the config is, or by dotted name (`optimizer.params.lr`).
-        hidden_size: the model's, for the keys that transformers computes from it.
-        allow_unknown: leave out unknown keys and say so, instead of refusing them.
+        hidden_size: the model's width, for the keys that transformers computes from it.
+        allow_unknown: leave out unknown keys and list them in `Settings.unused`, instead of raising an error.
 
     Raises:
         UsageError: not a config, unknown keys, "auto" without a value, wrong values, contradictions.
-        UnsupportedError: it asks for what is not built.
+        UnsupportedError: it switches on a feature that is not built.
     """
     raw, file = _load(config)
-    unknown = list(unknown_keys(raw, Config, ""))
+    unknown = list(unknown_keys(raw))
     if unknown and not allow_unknown:
-        raise UsageError(
-            f"unknown keys ({len(unknown):,})" if len(unknown) > 1 else "an unknown key",
-            file=file,
-            found=examples((path for path, _ in unknown), 10),
-            expected=examples((nearest for _, nearest in unknown), 10),
-            remedy="Correct or remove it: a key that is not read would train another model than you think.",
-        )
+        raise _unknown(unknown, file)
     for path, _ in unknown:
-        _drop(raw, path)
-    notes = [(path, "not known, left out as asked") for path, _ in unknown]
+        _pop(raw, path)
     _fill_auto(raw, file, _flat(auto or {}) | _computed(hidden_size))
     try:
         values = Config.model_validate(raw)
@@ -105,14 +97,29 @@ def read_config(
             for e in error.errors()
         ]
         raise UsageError(
-            "values that do not fit",
+            f"{count(len(wrong), 'value is', 'values are')} not valid",
             file=file,
             found="; ".join(wrong),
-            remedy="docs/config.md has the types.",
+            remedy=f"Correct {'it' if len(wrong) == 1 else 'them'}; docs/config.md lists the values of each key.",
         ) from error
     refuse_unbuilt(values, raw, file)
     refuse_contradictions(values, raw, file)
-    return Settings(values, raw, (*notes, *without_use(raw, Config, "")), file)
+    left_out = ((path, "not known, left out as asked") for path, _ in unknown)
+    return Settings(values, raw, (*left_out, *unused_keys(raw)), file)
+
+
+def _unknown(unknown: Sequence[tuple[str, str]], file: str) -> UsageError:
+    remedy = "Correct or remove it, or pass allow_unknown=True to train without it."
+    if len(unknown) == 1:
+        [(path, nearest)] = unknown
+        return UsageError(f"unknown key {path!r}; did you mean {nearest!r}?", file=file, remedy=remedy)
+    return UsageError(
+        f"{len(unknown)} unknown keys",
+        file=file,
+        found=examples((path for path, _ in unknown), 10),
+        expected=f"perhaps {examples((nearest for _, nearest in unknown), 10)}",
+        remedy=remedy.replace(" it", " them"),
+    )
 
 
 def batch_of(settings: Settings, world_size: int) -> BatchSizes:
@@ -125,10 +132,11 @@ def batch_of(settings: Settings, world_size: int) -> BatchSizes:
     total, micro, accumulation = (getattr(config, name) for name in _BATCH)
     if total is None and micro is None:
         raise UsageError(
-            "no batch size",
+            "has no batch size",
             file=settings.file,
             expected="train_batch_size or train_micro_batch_size_per_gpu",
-            remedy="train_batch_size = train_micro_batch_size_per_gpu x gradient_accumulation_steps x world size.",
+            remedy="Add one of the two. train_batch_size is train_micro_batch_size_per_gpu x gradient_accumulation_steps x "
+            "the number of processes.",
         )
     if total is None:
         accumulation = accumulation or 1
@@ -140,12 +148,12 @@ def batch_of(settings: Settings, world_size: int) -> BatchSizes:
         accumulation = total // (micro * world_size)
     if micro * accumulation * world_size != total or not micro or not accumulation:
         raise UsageError(
-            "batch sizes that do not multiply",
+            "the batch sizes contradict each other",
             file=settings.file,
             found=f"train_batch_size {total:,}",
             expected=f"train_micro_batch_size_per_gpu {micro:,} x gradient_accumulation_steps {accumulation:,} x "
             f"world size {world_size:,} = {micro * accumulation * world_size:,}",
-            remedy="Give two of the three, or make them agree.",
+            remedy="Give two of the three, or correct one.",
         )
     return BatchSizes(total, micro, accumulation)
 
@@ -161,16 +169,21 @@ def _load(config: str | os.PathLike[str] | Mapping[str, Any]) -> tuple[Json, str
                 text = handle.read()
         except OSError as error:
             raise UsageError(
-                "no config", file=file, found=error.strerror or str(error), expected="a path, a dict or JSON text"
-            ) from error
+                "the config cannot be read", file=file, found=error.strerror or str(error),
+                remedy="Pass the path of a JSON file, a dict, or JSON text.",
+            ) from error  # fmt: skip
     try:
         raw = json.loads(text, object_pairs_hook=_unique)
     except json.JSONDecodeError as error:
         raise UsageError(
-            "not JSON", file=file, found=f"{error.msg} in line {error.lineno}, column {error.colno}"
-        ) from error
+            "is not JSON", file=file, found=f"{error.msg} in line {error.lineno}, column {error.colno}",
+            remedy="Correct that place.",
+        ) from error  # fmt: skip
     if not isinstance(raw, dict):
-        raise UsageError("not a config", file=file, found=f"a {type(raw).__name__}", expected="an object")
+        raise UsageError(
+            "is not a config", file=file, found=f"a {type(raw).__name__}", expected="a JSON object",
+            remedy="Pass DeepSpeed's config: {...}.",
+        )  # fmt: skip
     return raw, file
 
 
@@ -178,7 +191,7 @@ def _unique(pairs: list[tuple[str, Any]]) -> Json:
     keys = [key for key, _ in pairs]
     twice = sorted({key for key in keys if keys.count(key) > 1})
     if twice:
-        raise UsageError("keys given twice", found=examples(twice), remedy="Remove one of each.")
+        raise UsageError("the config has keys twice", found=examples(twice), remedy="Remove one of each.")
     return dict(pairs)
 
 
@@ -187,14 +200,22 @@ def _refuse_value(value: object) -> object:
         return dict(value)
     if isinstance(value, os.PathLike):
         return os.fspath(value)
-    raise UsageError("a value that JSON does not have", found=repr(value))
+    raise UsageError(
+        "the config has a value that JSON does not have", found=repr(value),
+        remedy="Use numbers, text, true and false, lists and dicts.",
+    )  # fmt: skip
 
 
-def _drop(raw: Json, path: str) -> None:
-    *outer, last = path.split(".")
-    for key in outer:
+def _pop(raw: Json, path: str) -> Any:
+    """Takes a key out by its dotted name; a key that has been taken out already is None."""
+    place, _, last = path.rpartition(".")
+    return _section(raw, place).pop(last, None)
+
+
+def _section(raw: Json, path: str) -> Json:
+    for key in filter(None, path.split(".")):
         raw = raw[key]
-    raw.pop(last, None)
+    return raw
 
 
 def _flat(values: Mapping[str, Any], prefix: str = "") -> Json:
@@ -217,33 +238,21 @@ def _computed(hidden_size: int | None) -> Json:
 
 
 def _fill_auto(raw: Json, file: str, values: Json) -> None:
-    """Puts values in place of "auto". What arithmetic gives, a width would give, or nothing reads, may stay without."""
+    """Puts values in place of "auto". A key that arithmetic or a width would give, or that nothing reads, may stay without."""
+    unused = tuple(path for path, _ in unused_keys(raw))
     missing = []
     for path in [path for path, value in _flat(raw).items() if value == "auto" and path not in _OWN_AUTO]:
-        *outer, last = path.split(".")
-        place = raw
-        for key in outer:
-            place = place[key]
+        place, _, last = path.rpartition(".")
         if path in values:
-            place[last] = values[path]
-        elif path in _BATCH or path in _computed(0) or _has_no_use(path):
-            del place[last]
+            _section(raw, place)[last] = values[path]
+        elif path in _BATCH or path in _computed(0) or any(f"{path}.".startswith(f"{one}.") for one in unused):
+            _pop(raw, path)
         else:
             missing.append(path)
     if missing:
         raise UsageError(
-            'keys that say "auto" and have no value',
+            f'{count(len(missing), "key says", "keys say")} "auto", and no value was given',
             file=file,
             found=examples(missing, 20),
-            remedy=f"Pass their values: initialize(..., auto={{{missing[0]!r}: ...}}), or write them into the config.",
+            remedy=f"Pass values: initialize(..., auto={{{missing[0]!r}: ...}}). Or write them into the config.",
         )
-
-
-def _has_no_use(path: str) -> bool:
-    section: type[Section] | None = Config
-    for key in path.split("."):
-        field = dict(named(section))[key] if section is not None else None
-        if field is None or kind_of(field) == "unused":
-            return field is not None
-        section = section_of(field)
-    return False

@@ -1,6 +1,6 @@
 """DeepSpeed's JSON, key by key: the top level and every section but `zero_optimization`.
 
-For `config`, which reads by these models, and `config_page`, which prints them as docs/config.md. Sections that this engine
+For `read`, which reads by these models, and `config_page`, which prints them as docs/config.md. Sections that this engine
 has no part in are known by the names of their keys, so that a typo in them is found too.
 Source: DeepSpeed 0.19.8, runtime/config.py, runtime/constants.py, runtime/precision_config.py and the modules of each
 section; keys that only older versions know are among the refused. A test compares the names.
@@ -14,8 +14,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, field_validator
 
-from zckpt.runtime.config_fields import Section, foreign, own, refused, unused, used
-from zckpt.runtime.config_zero import Zero
+from zckpt.runtime.ds_config.fields import Section, foreign, own, refused, unused, used
+from zckpt.runtime.ds_config.zero import Zero
 
 Dtype = Literal["fp32", "fp16", "bf16"]
 _MASTERS = "master weights and optimizer states are always fp32"
@@ -114,7 +114,7 @@ class CheckpointSection(Section):
         _WRITER, "type io_buffer_size io_buffer_double io_multiplier show_statistics data_parallel decoupled"
     )
     keep_last: int | None = own(None, "after a good save, older tags beyond this many are deleted", ge=1)
-    async_save: bool = own(False, "training goes on while the files are written from a copy in host memory")
+    async_save: bool = own(False, "training continues while the files are written from a copy in host memory")
 
     @field_validator("tag_validation", mode="before")
     @classmethod

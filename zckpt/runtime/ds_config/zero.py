@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from zckpt.runtime.config_fields import Section, foreign, own, refused, unused, used
+from zckpt.runtime.ds_config.fields import Section, foreign, own, refused, unused, used
 
 _BUCKETS = "torch's engine makes one collective per unit; on CPUs see `reduce_bucket_size`"
 _COORDINATOR = "torch's engine gathers unit by unit, one ahead"

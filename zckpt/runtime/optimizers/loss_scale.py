@@ -1,7 +1,7 @@
 """The loss scale of fp16: fixed, or as large as the gradients allow.
 
-For `engine`. A step whose gradients overflow is skipped on every rank; each overflow uses up one of `hysteresis` chances,
-and the last one halves the scale. `loss_scale_window` steps without overflow double it and give the chances back.
+For `run`. A step whose gradients overflow is skipped on every rank; each overflow uses up one of `hysteresis` chances, and the
+last one halves the scale. `loss_scale_window` steps without overflow double it and give the chances back.
 Source: DeepSpeed 0.19.8, runtime/fp16/loss_scaler.py. tests/runtime/test_precision.py runs both side by side.
 """
 
@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from zckpt.base.errors import CastError
-from zckpt.runtime.config_sections import FP16
+from zckpt.runtime.ds_config.sections import FP16
 
 
 class LossScaler:
@@ -19,7 +19,7 @@ class LossScaler:
 
     Attributes:
         cur_scale: the scale of the next backward.
-        dynamic: whether it moves.
+        dynamic: whether it follows the gradients.
     """
 
     def __init__(self, scale: float = 1.0) -> None:
@@ -27,7 +27,7 @@ class LossScaler:
         self.dynamic = False
 
     def update(self, overflow: bool) -> str | None:
-        """Takes note of a step. Returns what became of the scale after an overflow, as part of a sentence."""
+        """Counts a step. Returns what happened to the scale after an overflow, as part of a sentence."""
         return "the loss scale is fixed" if overflow and self.cur_scale != 1.0 else None
 
     def state(self) -> dict[str, float | int | bool]:
@@ -55,18 +55,18 @@ class DynamicLossScaler(LossScaler):
         self.last_overflow_iter = -1
 
     def update(self, overflow: bool) -> str | None:
-        """Moves the scale after a step. Returns what became of it after an overflow.
+        """Adjusts the scale after a step. Returns what happened to it after an overflow.
 
         Raises:
             CastError: an overflow at the smallest scale.
         """
-        told = None
+        change = None
         if overflow:
-            told = self._overflowed()
+            change = self._overflowed()
         else:
             self._went_well()
         self.cur_iter += 1
-        return told
+        return change
 
     def _overflowed(self) -> str:
         self.last_overflow_iter = self.cur_iter
@@ -75,9 +75,9 @@ class DynamicLossScaler(LossScaler):
             return f"the loss scale stays {self.cur_scale:g}, hysteresis falls to {self.cur_hysteresis}"
         if self.cur_scale == self.min_scale:
             raise CastError(
-                "gradients that overflow fp16 at the smallest loss scale",
-                found=f"loss scale {self.cur_scale:g} is fp16.min_loss_scale",
-                remedy="Look at the loss and the learning rate of the last steps, or train in bf16.",
+                "the gradients overflow fp16 at the smallest loss scale",
+                found=f"loss scale {self.cur_scale:g}, which is fp16.min_loss_scale",
+                remedy="Check the loss and the learning rate of the last steps, or train in bf16.",
             )
         before, self.cur_scale = self.cur_scale, max(self.cur_scale / 2, self.min_scale)
         return f"the loss scale falls from {before:g} to {self.cur_scale:g}"

@@ -15,7 +15,7 @@ from typing import Any
 from torch.optim import Optimizer, lr_scheduler
 
 from zckpt.base.errors import UsageError
-from zckpt.base.words import examples
+from zckpt.base.words import count, examples
 
 Rates = float | Sequence[float]
 
@@ -37,7 +37,7 @@ class Schedule:
         return self._last_lr
 
     def step(self, last_batch_iteration: int | None = None) -> None:
-        """Goes one step on, or to a given step, and sets the rates."""
+        """Advances by one step, or to a given step, and sets the rates."""
         self.last_batch_iteration = (
             self.last_batch_iteration + 1 if last_batch_iteration is None else last_batch_iteration
         )
@@ -63,7 +63,10 @@ class Schedule:
             return [value] * groups
         if len(value) != groups:
             raise UsageError(
-                "a schedule for another number of groups", found=f"{len(value)} values of {name}", expected=f"{groups}"
+                "scheduler.params does not fit the number of parameter groups",
+                found=count(len(value), f"value of {name}", f"values of {name}"),
+                expected=f"one number, or {count(groups, 'value')}: one per parameter group",
+                remedy=f"Correct {name} in scheduler.params.",
             )
         return list(value)
 
@@ -262,7 +265,7 @@ class OneCycle(Schedule):
             self._set_momentum(self.min_moms)
 
     def step(self, last_batch_iteration: int | None = None) -> None:
-        """Goes one step on, or to a given step, and sets rates and momenta."""
+        """Advances by one step, or to a given step, and sets rates and momenta."""
         super().step(last_batch_iteration)
         self._set_momentum(self.get_mom())
 
@@ -310,7 +313,11 @@ class _Warmup:
     def __init__(self, steps: int, kind: str) -> None:
         self.steps = max(2, int(_positive(steps, "warmup_num_steps")))
         if kind not in ("log", "linear"):
-            raise UsageError("a warm-up of unknown kind", found=repr(kind), expected="'log' or 'linear'")
+            raise UsageError(
+                f"warmup_type {kind!r} is not known",
+                expected="'log' or 'linear'",
+                remedy="Correct it in scheduler.params.",
+            )
         self.log = kind == "log"
 
     def covers(self, step: int) -> bool:
@@ -322,7 +329,8 @@ class _Warmup:
 
 def _positive(value: float, name: str) -> float:
     if isinstance(value, bool) or value <= 0:
-        raise UsageError(f"a schedule's {name} that is not positive", found=repr(value))
+        remedy = f"Correct {name} in scheduler.params."
+        raise UsageError(f"{name} must be positive", found=repr(value), remedy=remedy)
     return value
 
 
@@ -342,21 +350,26 @@ def build_schedule(kind: str, params: Mapping[str, Any], optimizer: Optimizer) -
     }
     if kind not in known:
         raise UsageError(
-            "a scheduler of unknown type", found=repr(kind), expected=f"{', '.join(SCHEDULES)} or one of torch's"
+            f"scheduler.type {kind!r} is not known",
+            expected=f"{', '.join(SCHEDULES)}, or the name of a class of torch.optim.lr_scheduler",
+            remedy="Choose one of these, or pass lr_scheduler to initialize.",
         )
     try:
         inspect.signature(known[kind]).bind(optimizer, **params)
     except TypeError as error:
         accepted = list(inspect.signature(known[kind]).parameters)[1:]
         raise UsageError(
-            f"arguments that {kind} does not take",
-            found=f"scheduler.params: {error}",
+            f"{kind} does not take these scheduler.params",
+            found=f"{error}",
             expected=examples(accepted, 20),
+            remedy="Correct the names of the arguments, and add those that are missing.",
         ) from error
     try:
         return known[kind](optimizer, **params)
+    except UsageError:
+        raise
     except (TypeError, ValueError) as error:
         raise UsageError(
-            f"arguments that {kind} refuses", found=f"scheduler.params {dict(params)}: {error}",
+            f"{kind} does not accept these values of scheduler.params", found=f"{dict(params)}: {error}",
             remedy="Correct the value.",
         ) from error  # fmt: skip

@@ -11,13 +11,13 @@ import re
 
 from torch import nn
 
-from zckpt.runtime.config import Settings
-from zckpt.runtime.sharding import DTYPES
+from zckpt.runtime.ds_config.read import Settings
+from zckpt.runtime.sharded.shard import DTYPES
 
 
 def cast_buffers(model: nn.Module, settings: Settings) -> None:
     """Casts floating-point buffers as the config asks, in place."""
-    wish = settings.config.data_types.buffer_dtype
+    dtype = settings.config.data_types.buffer_dtype
     keep = _kept_in_fp32(model, settings)
     for prefix, module in model.named_modules():
         for name, buffer in module._buffers.items():
@@ -25,8 +25,8 @@ def cast_buffers(model: nn.Module, settings: Settings) -> None:
                 continue
             if keep is not None and keep.search(f"{prefix}.{name}" if prefix else name):
                 module._buffers[name] = buffer.float()
-            elif wish is not None:
-                module._buffers[name] = buffer.to(DTYPES[wish])
+            elif dtype is not None:
+                module._buffers[name] = buffer.to(DTYPES[dtype])
 
 
 def _kept_in_fp32(model: nn.Module, settings: Settings) -> re.Pattern[str] | None:

@@ -1,6 +1,6 @@
-"""Gathering and reducing over gloo, faster than gloo's own: every rank talks to every other at once.
+"""Gathering and reducing over gloo, faster than gloo's own: every rank sends to every other at once.
 
-For `sharding`, on CPUs. gloo gathers in a ring, of as many rounds as there are ranks, each as slow as the slowest; and it
+For `shard`, on CPUs. gloo gathers in a ring, of as many rounds as there are ranks, each as slow as the slowest; and it
 reduces everything everywhere to keep a part. Measured in benchmarks/results_trainer.md.
 """
 
@@ -15,7 +15,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 _TAG = 0x7A63
-"""Of messages that gather, so that those of a script, in the same group, are none of them."""
+"""Of messages that gather: a script's own messages in the same group have other tags."""
 
 
 class _Buffers:
@@ -59,7 +59,7 @@ class ExchangeAndAdd(_Buffers):
 
 
 class InPlace:
-    """The same of a rank that shares its parameters with nobody: what it would copy is where it is to be."""
+    """The same on a rank that shares its parameters with no other: input and output are the same buffer."""
 
     _last: torch.Tensor | None = None
 
@@ -73,12 +73,12 @@ class InPlace:
     def __call__(
         self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: Any, op: Any, async_op: bool = False
     ) -> None:
-        """Nothing: there is one part, and nobody to add."""
+        """Copies the only part, if it is not there already."""
         output_tensor.copy_(input_tensor)
 
 
 def use_on_gloo(model: nn.Module, group: Any) -> None:
-    """Lets every unit of a model gather and reduce so, where its ranks talk over gloo."""
+    """Lets every unit of a model gather and reduce in this way, if its ranks communicate over gloo."""
     if "nccl" in dist.get_backend(group):
         return
     for module in model.modules():

@@ -1,6 +1,6 @@
 """Building a model that no rank could hold: parameters keep this rank's rows only, from the moment they are made.
 
-For `zero.Init` and `sharding`.
+For `zero.Init` and `shard`.
 [Note: deferred parameters]
 While `Recorder` is active, a parameter that a module registers becomes a tensor of its shape on the meta device, and its
 numbers shrink to this rank's rows of dim 0. What the model's code then does to the parameter is seen op by op:
@@ -104,7 +104,7 @@ def rows_held_by(parameter: nn.Parameter) -> Rows | None:
 
 
 def defer(parameter: nn.Parameter, rows: Rows) -> None:
-    """Turns a parameter object into a deferred one, for everybody who holds it."""
+    """Turns a parameter object into a deferred one, for all that refer to it."""
     meta = torch.empty(rows.shape, dtype=rows.values.dtype, device="meta")
     torch.utils.swap_tensors(parameter, nn.Parameter(meta, requires_grad=parameter.requires_grad))
     setattr(parameter, _ATTRIBUTE, rows)
@@ -126,7 +126,7 @@ class Recorder(TorchDispatchMode):
         self._rows: dict[int, Rows] = {}
         self._kept: list[nn.Parameter] = []
         self._alive: list[torch.UntypedStorage] = []  # a place in `_rows` must not be given to another tensor
-        self._looks = _Looks(self)
+        self._device_mode = _DeviceMode(self)
         self._register: Callable[..., None] | None = None
 
     def __enter__(self) -> Recorder:
@@ -141,11 +141,11 @@ class Recorder(TorchDispatchMode):
 
         nn.Module.register_parameter = register_parameter  # type: ignore[method-assign,assignment]
         super().__enter__()  # type: ignore[no-untyped-call]
-        self._looks.__enter__()  # type: ignore[no-untyped-call]
+        self._device_mode.__enter__()  # type: ignore[no-untyped-call]
         return self
 
     def __exit__(self, *error: Any) -> None:
-        self._looks.__exit__(*error)  # type: ignore[no-untyped-call]
+        self._device_mode.__exit__(*error)  # type: ignore[no-untyped-call]
         super().__exit__(*error)  # type: ignore[no-untyped-call]
         if self._register is not None:
             nn.Module.register_parameter = self._register  # type: ignore[method-assign]
@@ -179,17 +179,30 @@ class Recorder(TorchDispatchMode):
             kwargs["device"] = self._home
         if not deferred or (func.is_view and not func._schema.is_mutable):
             return func(*args, **kwargs)
-        first = deferred[0]
-        alone = len(deferred) == 1 and func._schema.is_mutable and args and args[0] is first and self._is_all(first)
-        if alone and _alike(func, args[1:], kwargs):
+        first, name = deferred[0], func.overloadpacket.__name__
+        changes_one = (
+            len(deferred) == 1 and func._schema.is_mutable and args and args[0] is first and self._is_all(first)
+        )
+        if changes_one and _is_elementwise(func, args[1:], kwargs):
             func(self._rows[_place(first)].values, *args[1:], **kwargs)
             return first
-        if func.overloadpacket.__name__ == "_to_copy" and not args[1:] and "device" not in kwargs:
+        if name == "_to_copy" and not args[1:] and "device" not in kwargs:
             return self._converted(first, kwargs.get("dtype"))
-        overwrites = alone and (
-            torch.Tag.nondeterministic_seeded in func.tags or func.overloadpacket.__name__ in ("copy_", *_FILLS)
+        random = torch.Tag.nondeterministic_seeded in func.tags
+        overwrites = changes_one and (random or name in ("copy_", *_FILLS))
+        return self._on_whole(
+            func, args, kwargs, reads=not overwrites and not name.startswith("new_") and not name.endswith("_like")
         )
-        reads = not overwrites and not _only_shape(func)
+
+    def _on_whole(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, reads: bool) -> Any:
+        """Runs an op on whole parameters, and keeps this rank's rows of what it leaves in them.
+
+        Args:
+            func: the op.
+            args: its arguments, deferred parameters among them.
+            kwargs: likewise.
+            reads: gather the parameters; otherwise the op gets memory without their numbers.
+        """
         whole: dict[int, torch.Tensor] = {}
 
         def real(value: Any) -> Any:
@@ -198,15 +211,14 @@ class Recorder(TorchDispatchMode):
                 return value
             place = _place(value)
             if place not in whole:
-                empty = torch.empty(rows.shape, dtype=rows.values.dtype, device=rows.values.device)
-                whole[place] = rows.join() if reads else empty
+                whole[place] = rows.join() if reads else rows.values.new_empty(rows.shape)
             return whole[place].as_strided(value.size(), value.stride(), value.storage_offset())
 
         result = func(*tree_map(real, args), **tree_map(real, kwargs))
         if not func._schema.is_mutable:
             return result
-        for place in {_place(t) for t in deferred}:
-            self._rows[place].values = cut(whole[place], self.group).values
+        for place, tensor in whole.items():
+            self._rows[place].values = cut(tensor, self.group).values
         written = kwargs.get("out", args[0] if args else None)
         return written if self.rows_of(written) is not None else result
 
@@ -222,8 +234,8 @@ class Recorder(TorchDispatchMode):
         return tensor.shape == shape and tensor.is_contiguous() and not tensor.storage_offset()
 
 
-class _Looks(TorchFunctionMode):
-    """Lets deferred parameters look as if they were where their numbers are."""
+class _DeviceMode(TorchFunctionMode):
+    """Answers `is_meta` and `device` of a deferred parameter as its numbers would."""
 
     def __init__(self, recorder: Recorder) -> None:
         super().__init__()
@@ -232,14 +244,14 @@ class _Looks(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        if func in _LOOKS:
+        if func in _DEVICE_GETTERS:
             rows = self.recorder.rows_of(args[0])
             if rows is not None:
                 return func(rows.values)
         return func(*args, **(kwargs or {}))
 
 
-_LOOKS = tuple(vars(torch._C.TensorBase)[name].__get__ for name in ("is_meta", "device"))
+_DEVICE_GETTERS = tuple(vars(torch._C.TensorBase)[name].__get__ for name in ("is_meta", "device"))
 
 
 def _place(tensor: torch.Tensor) -> int:
@@ -247,14 +259,9 @@ def _place(tensor: torch.Tensor) -> int:
     return int(tensor.untyped_storage()._cdata)
 
 
-def _alike(func: Any, rest: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+def _is_elementwise(func: Any, rest: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
     """Whether an in-place op does the same to every element, whatever its neighbours are."""
     pointwise = torch.Tag.pointwise in func.tags or func.overloadpacket.__name__ in _FILLS
     others = tree_flatten((rest, dict(kwargs)))[0]
     scalar = all(not isinstance(other, torch.Tensor) or not other.ndim for other in others)
     return pointwise and scalar and torch.Tag.nondeterministic_seeded not in func.tags
-
-
-def _only_shape(func: Any) -> bool:
-    name = func.overloadpacket.__name__
-    return bool(name.startswith("new_") or name.endswith("_like"))

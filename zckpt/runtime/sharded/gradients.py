@@ -1,6 +1,6 @@
-"""Gradients of micro batches, wherever they lie until the step that uses them: to be forgotten, saved and put back.
+"""Gradients of micro batches, wherever they are until the step that uses them: to drop, save and restore them.
 
-For `engine`, and for saving and loading.
+For `run` and `checkpoints`.
 [Note: gradients between micro batches]
 *rows*: this rank's rows, on the weight; stages 2 and 3 reduce after every micro batch, and every stage after the last one.
 *whole*: of this rank alone, on the parameter as the computation sees it or beside it in the dtype of reductions; stages 0 and 1
@@ -20,16 +20,16 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from zckpt.runtime.sharded_parameter import ShardedParameter
+from zckpt.runtime.sharded.parameter import ShardedParameter
 
 Gradients = dict[str, dict[str, torch.Tensor]]
 """Kind -> name of a parameter, or number of a unit -> gradient; see [Note: gradients between micro batches]."""
 
 
 @torch.no_grad()
-def forget(model: nn.Module, held: Sequence[ShardedParameter]) -> None:
+def forget(model: nn.Module, parameters: Sequence[ShardedParameter]) -> None:
     """Drops all gradients of a model."""
-    for one in held:
+    for one in parameters:
         one.weight.grad = None
         if one.master is not None:
             one.master.grad = None
@@ -42,15 +42,15 @@ def forget(model: nn.Module, held: Sequence[ShardedParameter]) -> None:
 
 
 @torch.no_grad()
-def taken(model: nn.Module, held: Sequence[ShardedParameter]) -> Gradients:
-    """All gradients of a model as they lie, nothing copied; kinds that there are none of are not there."""
+def taken(model: nn.Module, parameters: Sequence[ShardedParameter]) -> Gradients:
+    """All gradients of a model as they are, without a copy; a kind that has no gradient has no key."""
     found: Gradients = {"rows": {}, "whole": {}, "masters": {}, "units": {}}
-    for one in held:
+    for one in parameters:
         if (grad := one.weight.grad) is not None:
             found["rows"][one.name] = grad._local_tensor if isinstance(grad, DTensor) else grad
         if one.master is not None and one.master.grad is not None:
             found["masters"][one.name] = one.master.grad
-    names = _names(held)
+    names = _names(parameters)
     for number, unit in enumerate(_units(model)):
         if unit._partial_reduce_output is not None:
             found["units"][str(number)] = unit._partial_reduce_output
@@ -67,10 +67,10 @@ def taken(model: nn.Module, held: Sequence[ShardedParameter]) -> Gradients:
 
 
 def fits(
-    model: nn.Module, held: Sequence[ShardedParameter], gradients: Mapping[str, Mapping[str, torch.Tensor]]
+    model: nn.Module, parameters: Sequence[ShardedParameter], gradients: Mapping[str, Mapping[str, torch.Tensor]]
 ) -> bool:
-    """Whether these are gradients of this model, cut as it is cut here."""
-    by_name = {one.name: one for one in held}
+    """Whether these gradients have the names and shapes of this rank's."""
+    by_name = {one.name: one for one in parameters}
     shapes: dict[str, dict[str, tuple[int, ...]]] = {
         "rows": {name: tuple(one.local().shape) for name, one in by_name.items()},
         "whole": {name: tuple(one.shape) for name, one in by_name.items()},
@@ -84,10 +84,10 @@ def fits(
 
 @torch.no_grad()
 def put(
-    model: nn.Module, held: Sequence[ShardedParameter], gradients: Mapping[str, Mapping[str, torch.Tensor]]
+    model: nn.Module, parameters: Sequence[ShardedParameter], gradients: Mapping[str, Mapping[str, torch.Tensor]]
 ) -> None:
-    """Puts back what `taken` gave, of a model without gradients. The tensors are kept."""
-    names = _names(held)
+    """Restores what `taken` returned, in a model without gradients. The tensors themselves are used."""
+    names = _names(parameters)
     rows, whole, masters, units = (gradients.get(kind, {}) for kind in ("rows", "whole", "masters", "units"))
     for number, unit in enumerate(_units(model)):
         if (partial := units.get(str(number))) is not None:
@@ -95,7 +95,7 @@ def put(
         for parameter in unit.fsdp_params:
             if (grad := whole.get(names[_place(parameter)])) is not None:
                 parameter.unsharded_accumulated_grad = grad.to(unit.device)
-    for one in held:
+    for one in parameters:
         if (grad := rows.get(one.name)) is not None:
             weight, local = one.weight, one.local()
             grad = grad.to(local.device)
@@ -123,6 +123,6 @@ def _place(parameter: Any) -> tuple[int, str]:
     return id(parameter._module_info.module), parameter._module_info.param_name
 
 
-def _names(held: Sequence[ShardedParameter]) -> dict[tuple[int, str], str]:
+def _names(parameters: Sequence[ShardedParameter]) -> dict[tuple[int, str], str]:
     """By the places where they are registered, the names of parameters."""
-    return {(id(module), name): one.name for one in held for module, name in one.holders}
+    return {(id(module), name): one.name for one in parameters for module, name in one.holders}

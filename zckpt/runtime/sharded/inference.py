@@ -15,7 +15,7 @@ from torch.distributed.fsdp import FSDPModule
 
 
 def allow_inference_mode(model: nn.Module) -> None:
-    """Lets the first forward of a sharded model be one under `inference_mode`: buffers are made as ordinary tensors before."""
+    """Lets the first forward of a sharded model run under `inference_mode`: buffers are made as ordinary tensors before."""
 
     def prepare(module: nn.Module, inputs: Any) -> None:
         if not torch.is_inference_mode_enabled():

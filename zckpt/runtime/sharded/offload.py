@@ -1,6 +1,6 @@
-"""Where parts of parameters live between steps: on the device, or in host memory.
+"""Where parts of parameters are between steps: on the device, or in host memory.
 
-For `sharding`. The engine keeps one part per parameter, its fp32 master, so `offload_optimizer` and `offload_param` ask for
+For `shard`. The engine keeps one part per parameter, its fp32 master, so `offload_optimizer` and `offload_param` ask for
 the same: the part, its gradient and the optimizer's states in host memory, and the optimizer's arithmetic there. What stays
 on the device is what the stage gathers. NVMe is refused when the config is read.
 """
@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
 
-from zckpt.runtime.config_zero import Zero
+from zckpt.runtime.ds_config.zero import Zero
 
 
 def offloads(zero: Zero) -> bool:
@@ -22,8 +22,10 @@ def offload_policy(zero: Zero) -> OffloadPolicy:
     """The policy for `fully_shard`; memory is page-locked where there is an accelerator to copy to."""
     if not offloads(zero):
         return OffloadPolicy()
-    wishes = [section.pin_memory for section in (zero.offload_optimizer, zero.offload_param) if section is not None]
-    pin = all(wishes) if zero.cpu_offload_use_pin_memory is None else zero.cpu_offload_use_pin_memory
+    sections = [section for section in (zero.offload_optimizer, zero.offload_param) if section is not None]
+    pin = zero.cpu_offload_use_pin_memory
+    if pin is None:
+        pin = all(section.pin_memory for section in sections)
     return CPUOffloadPolicy(pin_memory=pin and torch.cuda.is_available())
 
 

@@ -1,7 +1,7 @@
 """What this rank holds of one parameter.
 
-For `sharding`, which makes them, and everybody who needs weights, masters or gradients.
-[Note: held parameters]
+For `shard`, which makes them, and all that need weights, masters or gradients.
+[Note: sharded parameters]
 *weight* is the parameter as it is registered in the module between steps: a DTensor whose local part is this rank's rows of
 dim 0, or, where `fully_shard` cannot cut (scalars, parameters without elements), the whole tensor on every rank: *replicated*.
 *master* is what the optimizer updates: this rank's part as a plain fp32 tensor. For a sharded weight it is the same memory;
@@ -22,7 +22,7 @@ _ATTRIBUTE = "_zckpt_held"
 
 @dataclass(slots=True, eq=False)
 class ShardedParameter:
-    """What this rank holds of one parameter; see [Note: held parameters].
+    """What this rank holds of one parameter; see [Note: sharded parameters].
 
     Attributes:
         name: as `named_parameters` gives it; of tied ones the first.
@@ -56,9 +56,18 @@ class ShardedParameter:
         """Whether it has gradients."""
         return self.weight.requires_grad
 
+    @property
+    def elements(self) -> slice:
+        """This rank's elements of the whole parameter, row-major."""
+        return slice(self.start, self.start + self.count)
+
     def local(self) -> torch.Tensor:
-        """This rank's part of the weight, of the weight's own memory."""
+        """This rank's part of the weight, in the weight's own memory."""
         return self.weight._local_tensor if isinstance(self.weight, DTensor) else self.weight.data
+
+    def part(self) -> torch.Tensor:
+        """This rank's part with all its digits: of the master where there is one, otherwise of the weight. Not a copy."""
+        return self.local() if self.master is None else self.master.data
 
     @torch.no_grad()
     def make_master(self) -> nn.Parameter:
@@ -69,7 +78,7 @@ class ShardedParameter:
         return self.master
 
     def bind(self) -> None:
-        """Makes the master the weight's memory again, should something have replaced the weight's."""
+        """Lets the master use the weight's memory again, if something has replaced the weight's."""
         if self.master is not None and not self.replicated:
             local = self.local()
             if self.master.data_ptr() != local.data_ptr():
@@ -77,7 +86,7 @@ class ShardedParameter:
 
     @torch.no_grad()
     def take_gradient(self) -> None:
-        """Moves the gradient that a backward left to the master, or drops it where there is none."""
+        """Moves the gradient that a backward has left on the weight to the master, or drops it where there is no master."""
         grad, self.weight.grad = self.weight.grad, None
         if self.master is None or grad is None:
             return
@@ -89,12 +98,12 @@ class ShardedParameter:
 
     @torch.no_grad()
     def give_back(self) -> None:
-        """Rounds a replicated master into its weight; a sharded one is the weight."""
+        """Rounds a replicated master into its weight; a sharded master is the weight."""
         if self.master is not None and self.replicated and self.master.data_ptr() != self.weight.data_ptr():
             self.weight.copy_(self.master)
 
 
-def held_of(parameter: torch.Tensor) -> ShardedParameter | None:
-    """What is held of a parameter that was sharded here; None for any other."""
-    held = getattr(parameter, _ATTRIBUTE, None)
-    return held if isinstance(held, ShardedParameter) else None
+def sharded_parameter_of(parameter: torch.Tensor) -> ShardedParameter | None:
+    """What this rank holds of a parameter that `shard` has sharded; None for any other tensor."""
+    found = getattr(parameter, _ATTRIBUTE, None)
+    return found if isinstance(found, ShardedParameter) else None

@@ -10,7 +10,7 @@ smaller group; MiCS shards over one. Offloading keeps the parts in host memory.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,13 +22,13 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from zckpt.base.errors import UsageError
-from zckpt.runtime.collectives import use_on_gloo
-from zckpt.runtime.config_zero import Zero
-from zckpt.runtime.deferred import Rows, rows_held_by
-from zckpt.runtime.offload import home_of, offload_policy
-from zckpt.runtime.sharded_parameter import ShardedParameter
-from zckpt.runtime.units import Wrap, find_units, merged, parts_of
-from zckpt.runtime.world import World, rows_of
+from zckpt.runtime.ds_config.zero import Zero
+from zckpt.runtime.sharded.collectives import use_on_gloo
+from zckpt.runtime.sharded.deferred import Rows, rows_held_by
+from zckpt.runtime.sharded.offload import home_of, offload_policy
+from zckpt.runtime.sharded.parameter import ShardedParameter
+from zckpt.runtime.sharded.units import Wrap, find_units, merged, parts_of
+from zckpt.runtime.world import World, elements_of
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
@@ -53,19 +53,57 @@ class Sharded:
     """A model after `shard`.
 
     Attributes:
-        held: its parameters, in the model's order, tied ones once.
+        parameters: in the model's order, tied ones once.
         aliases: names of tied parameters, with the name that is kept.
         mesh: ranks as (replicate, shard).
     """
 
-    held: tuple[ShardedParameter, ...]
+    parameters: tuple[ShardedParameter, ...]
     aliases: dict[str, str]
     mesh: DeviceMesh
 
     @property
-    def shard_group(self) -> Any:
+    def group(self) -> Any:
         """The ranks that hold different rows of the same parameters."""
         return self.mesh.get_group("shard")
+
+    @property
+    def size(self) -> int:
+        """How many ranks these are; fewer than all at stage 0 and under MiCS."""
+        return self.mesh["shard"].size()
+
+    @property
+    def rank(self) -> int:
+        """The number of this process among these."""
+        return self.mesh.get_local_rank("shard")
+
+
+@dataclass(slots=True, eq=False)
+class _Original:
+    """A parameter of the model before it is sharded.
+
+    Attributes:
+        name: the first of its names in the model.
+        parameter: as the model has it; it is emptied when it is sharded.
+        shape: of the whole parameter.
+        rows: this rank's rows, of a model made under `zero.Init`.
+        dtype: that it will be computed with.
+        replicated: it stays whole on every rank, outside of `fully_shard`.
+        exact: the numbers of a replicated one before they are rounded to `dtype`.
+    """
+
+    name: str
+    parameter: nn.Parameter
+    shape: torch.Size
+    rows: Rows | None
+    dtype: torch.dtype
+    replicated: bool
+    exact: torch.Tensor | None = None
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether it is trained and sharded: such parameters of one unit have one dtype."""
+        return self.parameter.requires_grad and not self.replicated
 
 
 def shard(
@@ -88,94 +126,80 @@ def shard(
         world: all ranks.
         wrap: units, see `find_units`; the config's where not given.
     """
-    names, aliases = _names(model)
-    originals = {names[id(p)]: p for p in model.parameters()}
-    shapes = {name: p.shape for name, p in originals.items()}
-    deferred = {name: rows for name, p in originals.items() if (rows := rows_held_by(p)) is not None}
-    dtypes = {name: _dtype(p, precision) for name, p in originals.items()}
-    replicated = {name for name, p in originals.items() if not p.ndim or not p.numel()}
-    asked = zero.wrap if wrap is None else wrap
-    single = find_units(model, asked)
-    if len({dtypes[name] for name, p in originals.items() if p.requires_grad and name not in replicated}) > 1:
-        single, odd = _one_dtype_each([*single, model], names, dtypes, replicated)
-        replicated |= odd
-        units = [[unit] for unit in single]
-    else:
-        merge = asked is None and world.device.type == "cpu"
-        bucket = _bucket(model, zero) if merge else 0
-        units = [*(merged(single, model, bucket) if bucket else ([unit] for unit in single)), [model]]
-    ignored = {originals[name] for name in replicated}
-    exact: dict[str, torch.Tensor] = {}
+    originals, aliases = _originals(model, precision)
+    units = _units(model, originals, zero, world, zero.wrap if wrap is None else wrap)
+    ignored = {one.parameter for one in originals.values() if one.replicated}
     for unit, part in zip(units, parts_of(units), strict=True):
-        for parameter in part:
-            name = names[id(parameter)]
-            first = _prepare(parameter, dtypes[name], name in replicated, precision, world)
-            if first is not None:
-                exact[name] = first
-        trained = [dtypes[names[id(p)]] for p in part if p.requires_grad and p not in ignored]
+        inside = [originals[id(parameter)] for parameter in part]
+        for one in inside:
+            _prepare(one, precision, world)
+        compute = next((one.dtype for one in inside if one.is_cut), precision.compute)
         fully_shard(
             unit[0] if len(unit) == 1 else unit,
             mesh=mesh,
             reshard_after_forward=_reshard_after_forward(zero, is_root=unit[0] is model),
-            mp_policy=MixedPrecisionPolicy(
-                trained[0] if trained else precision.compute, precision.reduce, cast_forward_inputs=False
-            ),
+            mp_policy=MixedPrecisionPolicy(compute, precision.reduce, cast_forward_inputs=False),
             offload_policy=offload_policy(zero),
             ignored_params=ignored,
         )
-        for parameter in part:
-            if parameter not in ignored:  # an optimizer may still hold it
-                parameter.data = parameter.data.new_empty(0)
-    registered = dict(model.named_parameters())
-    for name, rows in deferred.items():
-        registered[name] = _materialise(model, registered[name], rows, dtypes[name], zero, world)
-        if name in replicated:
-            exact[name] = rows.values.to(world.device)
+        for one in inside:
+            if not one.replicated:  # an optimizer may still hold it
+                one.parameter.data = one.parameter.data.new_empty(0)
     for module in model.modules():
         for name, buffer in module._buffers.items():
             if buffer is not None:
                 module._buffers[name] = buffer.to(world.device)
-    rank, size = mesh.get_local_rank("shard"), mesh["shard"].size()
-    holders = _holders(model)
-    held = []
-    for name, shape in shapes.items():
-        start, count = 0, shape.numel()
-        if name not in replicated:
-            rows_here = rows_of(shape[0], size, rank)
-            width = count // shape[0]
-            start, count = rows_here.start * width, len(rows_here) * width
-        held.append(
-            ShardedParameter(
-                name=name,
-                shape=shape,
-                start=start,
-                count=count,
-                replicated=name in replicated,
-                dtype=dtypes[name],
-                weight=registered[name],
-                holders=tuple(holders[id(registered[name])]),
-                exact=exact.get(name),
-            )
-        )
+    parameters = _sharded_parameters(model, originals, zero, mesh, world)
     use_on_gloo(model, mesh.get_group("shard"))
     model.set_reduce_scatter_unused_params(zero.ignore_unused_parameters)  # type: ignore[operator]
-    return Sharded(tuple(held), aliases, mesh)
+    return Sharded(parameters, aliases, mesh)
 
 
-def _names(model: nn.Module) -> tuple[dict[int, str], dict[str, str]]:
-    """The name of each parameter, and the further names of tied ones."""
-    names: dict[int, str] = {}
+def _originals(model: nn.Module, precision: Precision) -> tuple[dict[int, _Original], dict[str, str]]:
+    """The parameters by their `id`, in the model's order, and the further names of tied ones with the first."""
+    found: dict[int, _Original] = {}
     aliases: dict[str, str] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        if id(parameter) in names:
-            aliases[name] = names[id(parameter)]
-        else:
-            names[id(parameter)] = name
-    return names, aliases
+    for name, p in model.named_parameters(remove_duplicate=False):
+        if id(p) in found:
+            aliases[name] = found[id(p)].name
+            continue
+        dtype = precision.compute if precision.compute and p.is_floating_point() else p.dtype
+        found[id(p)] = _Original(name, p, p.shape, rows_held_by(p), dtype, replicated=not p.ndim or not p.numel())
+    return found, aliases
 
 
-def _dtype(parameter: nn.Parameter, precision: Precision) -> torch.dtype:
-    return precision.compute if precision.compute and parameter.is_floating_point() else parameter.dtype
+def _units(
+    model: nn.Module, originals: Mapping[int, _Original], zero: Zero, world: World, wrap: Wrap | Iterable[Wrap] | None
+) -> list[list[nn.Module]]:
+    """The units for `fully_shard`, each as its modules; parameters that no unit can have become replicated."""
+    units = find_units(model, wrap)
+    if len({one.dtype for one in originals.values() if one.is_cut}) > 1:
+        return [[unit] for unit in _one_dtype_each([*units, model], originals)]
+    bucket = _bucket(model, zero) if wrap is None and world.device.type == "cpu" else 0
+    return [*(merged(units, model, bucket) if bucket else ([unit] for unit in units)), [model]]
+
+
+def _sharded_parameters(
+    model: nn.Module, originals: Mapping[int, _Original], zero: Zero, mesh: DeviceMesh, world: World
+) -> tuple[ShardedParameter, ...]:
+    """What this rank holds of each parameter, after `fully_shard`; deferred ones get their numbers."""
+    rank, size = mesh.get_local_rank("shard"), mesh["shard"].size()
+    weights, holders = dict(model.named_parameters()), _holders(model)
+    found = []
+    for one in originals.values():
+        weight = weights[one.name]
+        places = tuple(holders[id(weight)])
+        if one.rows is not None:
+            weight = _materialise(weight, one, one.rows, zero, world)
+            for module, name in places:
+                module._parameters[name] = weight
+        start, count = (0, one.shape.numel()) if one.replicated else elements_of(one.shape, size, rank)
+        found.append(
+            ShardedParameter(
+                one.name, one.shape, start, count, one.replicated, one.dtype, weight, places, exact=one.exact
+            )
+        )
+    return tuple(found)
 
 
 def _bucket(model: nn.Module, zero: Zero) -> int:
@@ -188,35 +212,30 @@ def _bucket(model: nn.Module, zero: Zero) -> int:
     return {2: zero.reduce_bucket_size, 3: 0}.get(zero.stage, everything)
 
 
-def _one_dtype_each(
-    units: list[nn.Module], names: dict[int, str], dtypes: dict[str, torch.dtype], replicated: set[str]
-) -> tuple[list[nn.Module], set[str]]:
-    """Units whose trained parameters have one dtype, as `fully_shard` needs.
+def _one_dtype_each(units: list[nn.Module], originals: Mapping[int, _Original]) -> list[nn.Module]:
+    """Units whose trained parameters have one dtype, as `fully_shard` needs; inner ones first.
 
     Modules of another dtype than most of their unit become units of their own. Where a single module mixes dtypes, the
-    parameters of the rarer one are left out.
-
-    Returns:
-        The units, inner ones first, and the names that are left out.
+    parameters of the rarer one become replicated.
     """
     out: list[nn.Module] = []
-    odd: set[str] = set()
     for unit, part in zip(units, parts_of([[unit] for unit in units]), strict=True):
-        mine = {id(p): p for p in part if p.requires_grad and names[id(p)] not in replicated}
+        inside = {id(p): originals[id(p)] for p in part if originals[id(p)].is_cut}
         sizes: Counter[torch.dtype] = Counter()
-        for p in mine.values():
-            sizes[dtypes[names[id(p)]]] += p.numel()
+        for one in inside.values():
+            sizes[one.dtype] += one.shape.numel()
         usual = sizes.most_common(1)[0][0] if sizes else None
-        strange = {key for key, p in mine.items() if dtypes[names[key]] != usual}
+        rare = {key for key, one in inside.items() if one.dtype != usual}
         for module in unit.modules():
             own = {id(p) for p in module._parameters.values() if p is not None}
-            alone = module is not unit and not any(True for _ in module.children()) and own <= strange
-            if own and alone and len({dtypes[names[key]] for key in own}) == 1 and not _is_tied(module, unit):
+            alone = module is not unit and not any(True for _ in module.children()) and own <= rare
+            if own and alone and len({originals[key].dtype for key in own}) == 1 and not _is_tied(module, unit):
                 out.append(module)
-                strange -= own
-        odd |= {names[key] for key in strange}
+                rare -= own
+        for key in rare:
+            originals[key].replicated = True
         out.append(unit)
-    return out, odd
+    return out
 
 
 def _is_tied(module: nn.Module, unit: nn.Module) -> bool:
@@ -226,19 +245,19 @@ def _is_tied(module: nn.Module, unit: nn.Module) -> bool:
 
 
 @torch.no_grad()
-def _prepare(
-    parameter: nn.Parameter, dtype: torch.dtype, replicated: bool, precision: Precision, world: World
-) -> torch.Tensor | None:
-    """Gives a parameter rank 0's numbers, in the dtype that is stored; what a replicated one was before is returned."""
-    stored = torch.float32 if parameter.requires_grad and precision.train and not replicated else dtype
+def _prepare(one: _Original, precision: Precision, world: World) -> None:
+    """Gives a parameter rank 0's numbers, in the dtype that is stored."""
+    parameter = one.parameter
+    stored = torch.float32 if one.is_cut and precision.train else one.dtype
     if parameter.is_meta:
         parameter.data = parameter.data.to(stored)
-        return None
+        return
     data = parameter.data.to(world.device).contiguous()
     if world.size > 1 and data.numel():
         dist.broadcast(data.view(-1).view(torch.uint8), 0)
     parameter.data = data.to(stored)
-    return data.clone() if replicated and parameter.requires_grad else None
+    if one.replicated and parameter.requires_grad:
+        one.exact = data.clone()
 
 
 def _reshard_after_forward(zero: Zero, *, is_root: bool) -> bool | int | None:
@@ -250,31 +269,27 @@ def _reshard_after_forward(zero: Zero, *, is_root: bool) -> bool | int | None:
 
 
 @torch.no_grad()
-def _materialise(
-    model: nn.Module, meta: nn.Parameter, rows: Rows, dtype: torch.dtype, zero: Zero, world: World
-) -> nn.Parameter:
-    """Puts a parameter with numbers where a deferred one is registered."""
-    if isinstance(meta, DTensor):
-        size = meta.device_mesh.size(-1)
-        if size != rows.size:
-            raise UsageError(
-                "a model made under zero.Init for another number of ranks",
-                found=f"its parameters are shared by {rows.size}",
-                expected=f"{size}, as the config says",
-                remedy="Give zero.Init the config that initialize gets.",
-            )
-        local = rows.values.to(home_of(zero, world.device), meta.dtype)
-        placed = DTensor.from_local(
-            local, meta.device_mesh, meta.placements, run_check=False, shape=meta.shape, stride=meta.stride()
-        )
-        weight = nn.Parameter(placed, requires_grad=meta.requires_grad)
-    else:
-        weight = nn.Parameter(rows.values.to(world.device, dtype), requires_grad=meta.requires_grad)
+def _materialise(meta: nn.Parameter, one: _Original, rows: Rows, zero: Zero, world: World) -> nn.Parameter:
+    """A parameter with numbers, for the place of a deferred one."""
+    if not isinstance(meta, DTensor):
+        weight = nn.Parameter(rows.values.to(world.device, one.dtype), requires_grad=meta.requires_grad)
         if world.size > 1 and weight.numel():
             dist.broadcast(weight.data.view(-1).view(torch.uint8), 0)
-    for module, name in _holders(model)[id(meta)]:
-        module._parameters[name] = weight
-    return weight
+        one.exact = rows.values.to(world.device)
+        return weight
+    size = meta.device_mesh.size(-1)
+    if size != rows.size:
+        raise UsageError(
+            "the model was made under zero.Init for another number of ranks",
+            found=f"parameters shared by {rows.size} ranks",
+            expected=f"{size} ranks, as the config says",
+            remedy="Pass the same config to zero.Init and to initialize.",
+        )
+    local = rows.values.to(home_of(zero, world.device), meta.dtype)
+    placed = DTensor.from_local(
+        local, meta.device_mesh, meta.placements, run_check=False, shape=meta.shape, stride=meta.stride()
+    )
+    return nn.Parameter(placed, requires_grad=meta.requires_grad)
 
 
 def _holders(model: nn.Module) -> dict[int, list[tuple[nn.Module, str]]]:

@@ -1,7 +1,7 @@
-"""A parameter that is used while its unit is not being called: which one it is, and where.
+"""A parameter that is used while its unit is not being called: finds out which one it is, and where.
 
-For `engine`. torch says only that an operator got mixed tensors. The statement that failed is still there, with its variables:
-what its expressions stand for is looked up, attribute by attribute, and nothing is called.
+For `engine`. torch says only that an operator got mixed tensors. The traceback has the statement that failed, with its variables:
+the values of its expressions are looked up, attribute by attribute, and nothing is called.
 """
 
 from __future__ import annotations
@@ -18,22 +18,22 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from zckpt.base.errors import UsageError
-from zckpt.runtime.sharded_parameter import held_of
+from zckpt.runtime.sharded.parameter import sharded_parameter_of
 
 _MIXED = "mixed torch.Tensor and DTensor"
 
 
 def explained(error: RuntimeError, model: nn.Module) -> UsageError | None:
-    """What the forward of a sharded model did that failed with torch's error of mixed tensors; None for any other error."""
+    """What is wrong in a forward that failed with torch's error about mixed tensors; None for any other error."""
     if _MIXED not in str(error):
         return None
     for frame, line in reversed(list(_frames(error.__traceback__))):
         for value in _values(frame, line):
-            held = held_of(value) if isinstance(value, torch.Tensor) else None
-            if held is not None:
-                unit = _unit_of(held.name, model)
+            found = sharded_parameter_of(value) if isinstance(value, torch.Tensor) else None
+            if found is not None:
+                unit = _unit_of(found.name, model)
                 return UsageError(
-                    f"parameter {held.name!r} is used while it is not gathered",
+                    f"parameter {found.name!r} is used while it is not gathered",
                     found=f"{frame.f_code.co_filename}, line {line}: {linecache.getline(frame.f_code.co_filename, line).strip()}",
                     expected=f"a use inside the forward of {unit!r}, which is gathered as one unit",
                     remedy=f"Call {unit!r}, so that its forward uses the parameter, or make a unit of a module that holds all "

@@ -1,7 +1,7 @@
 """Which modules are gathered as one unit.
 
-For `sharding`. A unit's parameters are gathered in one collective before its forward and dropped after it, so the units of a
-transformer are its blocks. What lies outside of every unit belongs to the model as a whole.
+For `shard`. A unit's parameters are gathered in one collective before its forward and dropped after it, so the units of a
+transformer are its blocks. What is outside of every unit belongs to the model as a whole.
 """
 
 from __future__ import annotations
@@ -41,16 +41,17 @@ def find_units(model: nn.Module, wrap: Wrap | Iterable[Wrap] | None = None) -> l
         found = [module for module in model.modules() if module is not model and _wanted(module, several)]
         if not found:
             raise UsageError(
-                "units that the model does not have",
+                "the model has no module that wrap names",
                 found=examples(getattr(w, "__name__", w) for w in several),
-                expected=f"a class among {examples(sorted({type(m).__name__ for m in model.modules()}), 20)}",
+                expected=f"classes among {examples(sorted({type(m).__name__ for m in model.modules()}), 20)}",
+                remedy="Correct zero_optimization.wrap, or initialize(wrap=...).",
             )
     shared = _owners(model)
     units = []
     for unit in reversed(found):  # children come after their parents
         inside = {id(module) for module in unit.modules()}
         if any(owner not in inside for p in unit.parameters() for owner in shared[id(p)]):
-            _log.info("%s shares parameters with other modules and is not a unit of its own", type(unit).__name__)
+            _log.info("%s shares parameters with other modules, so it is not gathered by itself.", type(unit).__name__)
         elif any(True for _ in unit.parameters()):
             units.append(unit)
     return units

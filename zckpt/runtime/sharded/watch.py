@@ -1,10 +1,10 @@
-"""Ranks that wait for each other for ever, because they do not call the same units: which unit it is.
+"""Ranks that wait for each other for ever, because they do not call the same units: finds out which unit it is.
 
 For `start`. A unit is gathered by all ranks together, so one that a rank leaves out (`if rank == 0: x = self.extra(x)`) hangs
 all of them until torch's own timeout, half an hour later and without a name.
 [Note: the watch] A hook notes the number of each unit that a forward calls, in a list. A thread looks every few seconds
-whether the list still grows. Where it has not for a while, the rank puts it into the store of the process group; rank 0
-compares them, and says what differs. Nothing goes to the store as long as the run goes on, and lists that only differ in
+whether the list still grows. If it has not for a while, the rank puts it into the store of the process group; rank 0
+compares them, and logs what differs. Nothing is put into the store as long as the run makes progress. Lists that differ only in
 how far they are mean nothing: a rank may be slow.
 """
 
@@ -14,7 +14,8 @@ import json
 import logging
 import threading
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -22,11 +23,11 @@ from torch import nn
 from torch.distributed import DistError, distributed_c10d
 from torch.distributed.fsdp import FSDPModule
 
-from zckpt.base.words import ranges
+from zckpt.base.words import ranks
 from zckpt.runtime.world import World
 
 STILL_S = 15.0
-"""A rank that has called no unit for so long tells what it has called."""
+"""A rank that has called no unit for so long reports what it has called."""
 LOOK_S = 5.0
 
 _log = logging.getLogger("zckpt.runtime")
@@ -65,9 +66,9 @@ class Watch(threading.Thread):
         weakref.finalize(model, self._over.set)
         modules = dict(model.named_modules())
         for number, name in enumerate(self._names):
-            modules[name].register_forward_pre_hook(_noting(self, number), prepend=True)
-        model.register_forward_pre_hook(_beginning(self), prepend=True)
-        model.register_forward_hook(_ending(self))
+            modules[name].register_forward_pre_hook(_hook(partial(self.note, number)), prepend=True)
+        model.register_forward_pre_hook(_hook(self.begin), prepend=True)
+        model.register_forward_hook(_hook(self.end))
         self.start()
 
     def begin(self) -> None:
@@ -85,25 +86,25 @@ class Watch(threading.Thread):
 
     def run(self) -> None:
         """Looks until the model is gone, the process group is, or the ranks are found to differ."""
-        last, still_s, told = (0, 0, True), 0.0, False
+        last, still_s, reported = (0, 0, True), 0.0, False
         while not self._over.wait(LOOK_S):
             state = (self._now.number, len(self._now.calls), self._now.done)
             if state != last:
-                last, still_s, told = state, 0.0, False
+                last, still_s, reported = state, 0.0, False
                 continue
             still_s += LOOK_S
             if still_s < STILL_S or not state[0]:
                 continue
             try:
-                if not told:
-                    self._tell()
-                    told = True
+                if not reported:
+                    self._report()
+                    reported = True
                 if self._rank == 0 and self._compare():
                     return
             except (DistError, RuntimeError, ValueError):  # the process group has been destroyed
                 return
 
-    def _tell(self) -> None:
+    def _report(self) -> None:
         _store().set(f"{self._prefix}/{self._rank}", json.dumps([self._before, self._now]))
 
     def _compare(self) -> bool:
@@ -115,23 +116,20 @@ class Watch(threading.Thread):
             known = {rank: by_number[number] for rank, by_number in forwards.items() if number in by_number}
             differing = difference(known)
             if differing is not None:
-                self._say(number, *differing)
+                self._log_difference(number, *differing)
                 return True
         return False
 
-    def _say(self, number: int, at: int, calls: Mapping[int, int | None]) -> None:
+    def _log_difference(self, number: int, at: int, calls: Mapping[int, int | None]) -> None:
         after = next(one for one in (self._before, self._now) if one.number == number).calls[:at]
         by_unit: dict[int | None, list[int]] = {}
         for rank, unit in calls.items():
             by_unit.setdefault(unit, []).append(rank)
-        what = "; ".join(
-            f"ranks {ranges(ranks)} {'end it' if unit is None else f'call {self._names[unit]!r}'}"
-            for unit, ranks in by_unit.items()
-        )
+        what = "; ".join(_does(ranks, None if unit is None else self._names[unit]) for unit, ranks in by_unit.items())
         _log.error(
-            "Ranks wait for each other for ever, since they do not call the same units. In forward %d, %s: %s. Every rank "
-            "has to call the same units in the same order: call one whose result a rank does not need, and add the result "
-            "times zero.",
+            "The ranks wait for each other for ever, because they do not call the same modules. In forward %d, %s: %s. Every "
+            "rank has to call the same modules in the same order. On a rank that does not need a module's result, call the "
+            "module all the same and add its result times zero.",
             number, f"after {self._names[after[-1]]!r}" if after else "at its beginning", what,
         )  # fmt: skip
 
@@ -158,25 +156,14 @@ def difference(forwards: Mapping[int, Forward]) -> tuple[int, dict[int, int | No
     return None
 
 
-def _noting(watch: Watch, unit: int) -> Any:
-    def note(module: nn.Module, inputs: Any) -> None:
+def _hook(note: Callable[[], None]) -> Any:
+    def hook(*_: Any) -> None:
         if not torch.compiler.is_compiling():  # a list in a compiled graph would have it compiled anew for each length
-            watch.note(unit)
+            note()
 
-    return note
-
-
-def _beginning(watch: Watch) -> Any:
-    def begin(module: nn.Module, inputs: Any) -> None:
-        if not torch.compiler.is_compiling():
-            watch.begin()
-
-    return begin
+    return hook
 
 
-def _ending(watch: Watch) -> Any:
-    def end(module: nn.Module, inputs: Any, output: Any) -> None:
-        if not torch.compiler.is_compiling():
-            watch.end()
-
-    return end
+def _does(numbers: list[int], name: str | None) -> str:
+    s = "s" if len(numbers) == 1 else ""
+    return f"{ranks(numbers)} end{s} it" if name is None else f"{ranks(numbers)} call{s} {name!r}"

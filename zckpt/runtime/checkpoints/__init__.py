@@ -1,0 +1,1 @@
+"""Saving and loading a run, in DeepSpeed's files. docs/training.md says what users can rely on."""

@@ -1,0 +1,1 @@
+"""DeepSpeed's JSON config: read, checked as a whole, and described key by key."""

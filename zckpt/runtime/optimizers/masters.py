@@ -1,0 +1,121 @@
+"""From the model's own parameters to master weights: what an optimizer gets when the model has been sharded.
+
+For `start`. An optimizer sees this rank's rows of every master weight as a plain fp32 tensor. Parameters are known by the `id`
+that they had before the model was sharded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from zckpt.base.errors import UsageError
+from zckpt.base.words import examples
+from zckpt.runtime.ds_config.read import Settings
+from zckpt.runtime.optimizers.build import Groups, build_optimizer, check_elementwise
+from zckpt.runtime.sharded.parameter import ShardedParameter
+
+
+def groups_of(model: nn.Module, model_parameters: Iterable[Any] | None) -> Groups:
+    """Parameter groups, each with its own settings: those given, or one of all parameters. Frozen parameters are left out."""
+    given = list(model.parameters() if model_parameters is None else model_parameters)
+    groups = [{**group} for group in given] if given and isinstance(given[0], dict) else [{"params": given}]
+    for group in groups:
+        several = [group["params"]] if isinstance(group["params"], torch.Tensor) else group["params"]
+        several = [p[1] if isinstance(p, tuple) else p for p in several]
+        group["params"] = [p for p in several if p.requires_grad and p.numel()]
+    return [group for group in groups if group["params"]]
+
+
+def chosen_of(model: nn.Module, groups: Groups, optimizer: object) -> list[nn.Parameter]:
+    """The parameters that will be trained.
+
+    Args:
+        model: before it is sharded.
+        groups: of `groups_of`.
+        optimizer: what the caller gave; one that is made over parameters chooses them.
+
+    Raises:
+        UsageError: some are not the model's.
+    """
+    if isinstance(optimizer, Optimizer):
+        groups = optimizer.param_groups
+    chosen = {id(p): p for group in groups for p in group["params"] if p.numel()}
+    known = {id(p) for p in model.parameters()}
+    strange = [f"{tuple(p.shape)}" for key, p in chosen.items() if key not in known]
+    if strange:
+        raise UsageError(
+            "the optimizer has parameters that the model does not have",
+            found=f"{len(strange):,} of them, of shapes {examples(strange)}",
+            remedy="Make the optimizer over the parameters of the model that you pass to initialize.",
+        )
+    return list(chosen.values())
+
+
+def optimizer_on_masters(
+    settings: Settings,
+    given: Optimizer | Callable[[Any], Optimizer] | None,
+    groups: Groups,
+    masters: Mapping[int, ShardedParameter],
+    *,
+    is_cut: bool,
+) -> Optimizer:
+    """The optimizer on the masters.
+
+    Args:
+        settings: the config.
+        given: what the caller gave; None makes the config's.
+        groups: parameter groups of the model's parameters as they were before the model was sharded.
+        masters: what this rank holds of each of these parameters, by `id`.
+        is_cut: whether the masters are rows of larger tensors.
+
+    Raises:
+        UsageError: it cannot be made, or may look across elements where masters are cut.
+    """
+    if not masters:
+        raise UsageError(
+            "the model has no parameter to train", expected="parameters with requires_grad",
+            remedy="Set requires_grad of some parameters, or for inference leave out the optimizer.",
+        )  # fmt: skip
+    if isinstance(given, Optimizer):
+        built = _moved(given, masters)
+    else:
+        groups = [{**group, "params": [masters[id(p)].master for p in group["params"]]} for group in groups]
+        if given is not None:
+            built = given(groups)
+        else:
+            config, device = settings.config.optimizer, groups[0]["params"][0].device
+            built = build_optimizer(config.type or "", config.params, groups, device)
+    if is_cut:
+        check_elementwise(built, allowed=settings.config.zero_allow_untested_optimizer)
+    return built
+
+
+def _moved(optimizer: Optimizer, masters: Mapping[int, ShardedParameter]) -> Optimizer:
+    """An optimizer that was made over the plain model, moved to the masters with its states."""
+    for group in optimizer.param_groups:
+        before = [p for p in group["params"] if id(p) in masters]
+        group["params"] = [masters[id(p)].master for p in before]
+        for p in before:
+            state, sharded = optimizer.state.pop(p, None), masters[id(p)]
+            if state:
+                optimizer.state[sharded.master] = {name: _cut(value, sharded) for name, value in state.items()}  # type: ignore[index]
+    optimizer.param_groups[:] = [group for group in optimizer.param_groups if group["params"]]
+    return optimizer
+
+
+def _cut(value: Any, sharded: ShardedParameter) -> Any:
+    if not isinstance(value, torch.Tensor) or value.shape != sharded.shape or not value.ndim:
+        return value
+    if value.is_meta:
+        raise UsageError(
+            "the optimizer has states for parameters that have no numbers yet",
+            found=f"states of {sharded.name!r}, in a model made under zero.Init",
+            remedy="Pass the optimizer as a function: initialize(optimizer=lambda params: Adagrad(params)).",
+        )
+    part = value.reshape(-1)[sharded.elements].view(sharded.part().shape)
+    return part.to(sharded.part().device, copy=True)

@@ -1,0 +1,1 @@
+"""The model, sharded: which rank holds what of each parameter, how parameters and gradients move, and what watches over it."""
