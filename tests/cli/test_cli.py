@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import json
 import os
+import re
 import signal
 import struct
 import subprocess
@@ -15,8 +16,8 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from zckpt.base.errors import UsageError
-from zckpt.cli import _foreign, app
+from zckpt.base.errors import UsageError, add_note
+from zckpt.cli import app, desk
 from zckpt.cli.options import parse_bytes, split_rename
 from zckpt.cli.output import Console, peak_rss_bytes
 
@@ -63,8 +64,10 @@ def checkpoint(request: pytest.FixtureRequest) -> Path:
 def test_help_is_the_golden_one(command: str) -> None:
     shown = CliRunner().invoke(app, [*filter(None, [command]), "--help"])
     assert shown.exit_code == 0
-    assert "Example: zckpt " in shown.output
-    result = zckpt(*filter(None, [command]), "--help")  # the runner has a width of its own
+    assert "Example: zckpt " in shown.output and "Exit status: 0 " in shown.output
+    result = zckpt(*filter(None, [command]), "--help", COLUMNS="80")  # the runner has a width of its own
+    assert "..." not in result.stdout.replace("[ARGS]...", "").replace("s3://...", "")
+    assert max(map(len, result.stdout.splitlines())) <= 80
     path = GOLDEN / f"help_{command or 'zckpt'}.txt"
     if os.environ.get("ZCKPT_GOLDEN") == "rewrite":
         path.parent.mkdir(exist_ok=True)
@@ -79,14 +82,42 @@ def test_every_golden_help_is_of_a_command() -> None:
 
 def test_version_and_no_arguments() -> None:
     assert zckpt("--version").stdout.startswith("zckpt 0.")
-    assert zckpt().returncode == 2
+    alone = zckpt()
+    assert alone.returncode == 2 and "Commands:" in alone.stderr and not alone.stdout
 
 
-@pytest.mark.parametrize("args", [["to-fp32", "only-one"], ["--nonsense"], ["to-fp32", "a", "b", "--threads", "0"]])
-def test_usage_errors_exit_2(args: list[str]) -> None:
-    result = zckpt(*args)
-    assert (result.returncode, result.stdout) == (2, "")
-    assert "Usage:" in result.stderr
+@pytest.mark.parametrize(
+    ("args", "first", "last"),
+    [
+        (
+            ["to-fp32", "only-one"],
+            "missing argument 'OUT'",
+            "Run 'zckpt to-fp32 --help' for its arguments and options.",
+        ),
+        (["--nonsense"], "no such option: --nonsense", "Run 'zckpt --help' for its arguments and options."),
+        (["to-fp3", "a"], "no such command 'to-fp3'", "'to-fp32'"),
+        (
+            ["inspect", "a", "b"],
+            "unexpected extra argument",
+            "Run 'zckpt inspect --help' for its arguments and options.",
+        ),
+        (["to-fp32", "a", "b", "--threads", "0"], "0 threads cannot be started", "Change --threads."),
+        (
+            ["to-fp32", "a", "b", "--tp", "0"],
+            "invalid value for '--tp': 0 is less than 1",
+            "Run 'zckpt to-fp32 --help'",
+        ),
+        (["to-fp32", "a", "b", "--buffer", "5XB"], "--buffer: '5XB' is not a size", "Change --buffer."),
+        (["to-fp32", "a", "b", "--rename", "abc"], "--rename 'abc' has no '='", "Put '=' between"),
+    ],
+)
+def test_usage_errors_are_errors_like_others(args: list[str], first: str, last: str) -> None:
+    result = zckpt(*args, "--json") if args[0] != "--nonsense" else zckpt(*args)
+    lines = result.stderr.splitlines()
+    assert result.returncode == 2 and lines[0].startswith(f"error: {first}") and last in lines[-1]
+    assert lines[-1].startswith("  fix       ")
+    if result.stdout:
+        assert json.loads(result.stdout)["error"] == "usage"
 
 
 def test_nothing_heavy_is_imported(weights: Path) -> None:
@@ -123,7 +154,7 @@ def test_a_conversion_speaks_on_stdout_only(weights: Path, tmp_path: Path, name:
     result = zckpt("to-fp32", weights, tmp_path / name)
     assert (result.returncode, result.stderr) == (0, "")
     what, how = result.stdout.splitlines()
-    assert "2 tensors, 5 elements as fp32" in what
+    assert ": 2 tensors as fp32, " in what
     assert how.startswith("load it with ")
     assert (tmp_path / name).exists()
 
@@ -137,7 +168,7 @@ def test_dry_run_writes_nothing(weights: Path, tmp_path: Path) -> None:
     before = sorted(tmp_path.iterdir())
     result = zckpt("to-fp32", weights, tmp_path / "out", "--dry-run")
     assert result.returncode == 0
-    assert "20 bytes read" in result.stdout
+    assert "would read 20 bytes and write " in result.stdout
     facts = json.loads(zckpt("to-fp32", weights, tmp_path / "out", "--dry-run", "--json").stdout)
     assert facts["dry_run"] is True
     assert facts["moves"] >= 1
@@ -246,18 +277,52 @@ def test_the_desk_says_one_field_a_line(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("error", "code", "words"),
+    ("error", "code", "first"),
     [
-        (OSError(28, "No space left on device", "/x/y"), "os", "/x/y: No space left on device"),
-        (MemoryError(), "memory", "out of memory"),
-        (KeyError("x"), "internal", "a mistake in zckpt itself: KeyError: 'x'"),
+        (OSError(28, "No space left on device", "/x/y"), "os", "error: /x/y: no space left on device"),
+        (MemoryError(), "memory", "error: out of memory"),
+        (KeyError("x\ny"), "internal", "error: internal error: KeyError: 'x\\ny'"),
+        (desk.Interrupted(), "interrupted", "error: interrupted; the output was not changed"),
     ],
 )
-def test_the_desk_names_foreign_errors(error: Exception, code: str, words: str) -> None:
-    found, text = _foreign(error)
-    assert found == code
-    assert words in text
-    assert "\n" not in text
+def test_the_desk_names_foreign_errors(
+    error: BaseException, code: str, first: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["zckpt", "inspect", "--json"])
+    assert desk.report(error) == 2
+    out, err = capsys.readouterr()
+    lines = err.splitlines()
+    assert lines[0] == first and all(line.startswith("  fix       ") for line in lines[1:])
+    assert json.loads(out)["error"] == code
+    assert code != "internal" or "ZCKPT_DEBUG=1" in lines[1]
+
+
+def test_notes_follow_an_error_and_secrets_do_not_show(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["zckpt", "push", "--token=secret", "--json"])
+    error = UsageError("is wrong", file="secret/x", remedy="Mend it.")
+    add_note(error, "a note on secret things")
+    desk.report(error)
+    out, err = capsys.readouterr()
+    assert err.splitlines() == ["error: .../x: is wrong", "  fix       Mend it.", "note: a note on ... things"]
+    assert json.loads(out)["notes"] == ["a note on ... things"]
+
+
+@pytest.mark.parametrize(("no_color", "painted"), [("", True), ("1", False)])
+def test_colours_are_for_terminals(no_color: str, painted: bool, tmp_path: Path) -> None:
+    import pty
+
+    environment = {**os.environ, "TERM": "xterm", "NO_COLOR": no_color, "COLUMNS": "40"}
+    master, slave = pty.openpty()
+    words = [sys.executable, "-m", "zckpt", "inspect", "a-name/nowhere"]
+    subprocess.run(words, env=environment, cwd=tmp_path, stderr=slave, stdout=subprocess.DEVNULL, check=False)
+    os.close(slave)
+    shown = os.read(master, 65536).decode()
+    os.close(master)
+    assert ("\x1b[" in shown) == painted and "\x1b[" not in zckpt("inspect", "nowhere").stderr
+    plain = re.sub(r"\x1b\[[0-9;]*m", "", shown).splitlines()
+    assert plain[0] == "error: a-name/nowhere: no such file or" and max(map(len, plain)) <= 40
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
@@ -279,7 +344,7 @@ def test_an_interruption_exits_2(number: signal.Signals, tmp_path: Path) -> None
     time.sleep(0.1)
     process.send_signal(number)
     stdout, stderr = process.communicate(timeout=30)
-    assert (process.returncode, stdout, stderr) == (2, "", "error: interrupted: nothing was published\n")
+    assert (process.returncode, stdout, stderr) == (2, "", "error: interrupted; the output was not changed\n")
 
 
 def test_a_closed_pipe_is_no_scandal(weights: Path) -> None:
@@ -328,7 +393,7 @@ def test_a_checkpoint_is_inspected_and_converted(checkpoint: Path, tmp_path: Pat
 
 
 def test_a_dry_run_tells_of_a_full_disk_but_goes_on(tmp_path: Path) -> None:
-    from zckpt.cli.output import lack_of_space
+    from zckpt.cli.written import lack_of_space
 
     assert lack_of_space(str(tmp_path / "out"), 1) == []
     (told,) = lack_of_space(str(tmp_path / "out"), 1 << 62)

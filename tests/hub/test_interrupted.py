@@ -136,7 +136,7 @@ def test_ctrl_c(checkpoint: Path, server: HubServer, shell: Shell, tmp_path: Pat
     process = shell(*arguments(checkpoint, tmp_path))
     out, err = process.communicate(timeout=240)
     assert (process.returncode, out) == (2, "")
-    assert "goes on from here" in err and "interrupted" in err
+    assert "Run the same command again to resume" in err and "interrupted" in err
     (left,) = (tmp_path / "scratch").iterdir()
     assert {file.name for file in left.iterdir()} == {"journal.jsonl", "lock"}
     again = shell(*arguments(checkpoint, tmp_path))

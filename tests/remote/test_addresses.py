@@ -476,7 +476,7 @@ def test_the_command_line(root: str, tmp_path: Path) -> None:
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
     assert "zero3" in run("inspect", f"{root}/ckpt")
-    assert "would get" in run("to-bf16", f"{root}/ckpt", f"{root}/out", "--dry-run")
+    assert "would hold" in run("to-bf16", f"{root}/ckpt", f"{root}/out", "--dry-run")
     assert tree(f"{root}/out") == {}
     assert "load it with" in run("to-bf16", f"{root}/ckpt", f"{root}/out")
     assert set(tree(f"{root}/out")) >= {"model.safetensors"}

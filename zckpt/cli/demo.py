@@ -1,6 +1,6 @@
-"""`zckpt demo`: a model trained, stopped, and gone on with in another form; its weights taken live and out of the checkpoint.
+"""`zckpt demo`: trains a model, stops, resumes in another form, and exports its weights live and from the checkpoint.
 
-Where there is no torch, a stored checkpoint is converted instead, and compared with the truth stored with it.
+Without torch, a stored checkpoint is converted and compared with the weights stored beside it.
 """
 
 from __future__ import annotations
@@ -17,6 +17,8 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
+from zckpt.base.words import count, examples, size
+from zckpt.cli.declared import command
 from zckpt.cli.output import Console
 
 if TYPE_CHECKING:
@@ -36,21 +38,25 @@ _CONFIG: dict[str, Any] = {
 
 def register(app: typer.Typer) -> None:
     """Adds the command."""
-    app.command(
+    command(
+        app,
         "demo",
-        help="Train a small model with ZeRO-3, go on with ZeRO-2 on other ranks, and prove its exported weights equal.",
-        epilog="Example: zckpt demo (exit status 1 when a number differs)",
+        summary="Train, resume, export and compare, in a minute.",
+        about="Train a small model with ZeRO-3, resume with ZeRO-2 on another number of ranks, and show that its weights are "
+        "exported bit for bit.",
+        example="zckpt demo",
+        status="0 equal, 1 a number differs, 2 error",
     )(demo)
 
 
 def demo() -> None:
-    """Trains and exports in a temporary directory; or converts what is stored."""
+    """Trains and exports in a temporary directory; without torch, converts a stored checkpoint."""
     sink = Console()
     if all(importlib.util.find_spec(name) for name in ("torch", "pydantic")):
         wrong = _train(sink)
     else:
         sink.notes(
-            ["Without torch a stored checkpoint is converted; pip install 'zckpt[train]' shows the trainer, too."]
+            ["torch is not installed, so a stored checkpoint is converted; pip install 'zckpt[train]' adds training"]
         )
         wrong = _convert(sink)
     if wrong:
@@ -58,9 +64,7 @@ def demo() -> None:
 
 
 def _train(sink: Console) -> list[str]:
-    """Two processes with ZeRO-3, then three with ZeRO-2; the weights that differ between the two ways out."""
-    from zckpt.base.words import examples
-
+    """Trains two processes with ZeRO-3, then three with ZeRO-2; returns the names of weights that the two exports differ in."""
     with tempfile.TemporaryDirectory(prefix="zckpt-demo-") as directory:
         home = Path(directory)
         sources = sorted(Path(__file__).parents[1].glob("[c-j]*/*.py"))
@@ -75,20 +79,18 @@ def _train(sink: Console) -> list[str]:
         _run(sink, home, "inspect", "run")
         _run(sink, home, "to-bf16", "run", "offline")
         differing, tensors, numel = _compare(*(str(home / way / "model.safetensors") for way in ("offline", "live")))
-        verdict = "equal, bit for bit"
-        if differing:
-            verdict = f"{len(differing):,} of {tensors:,} tensors differ: {examples(differing)}"
+        verdict = f"{len(differing):,} differ: {examples(differing)}" if differing else "equal, bit for bit"
         _say(
             sink,
             "",
-            "live/ was written by three processes out of their memory, offline/ was converted from the checkpoint:",
-            f"  {tensors:,} tensors, {numel:,} elements: {verdict}",
+            "Three processes wrote live/ from their memory; offline/ was converted from the checkpoint:",
+            f"  {count(tensors, 'tensor')}, {count(numel, 'element')}: {verdict}",
         )
         return differing
 
 
 def _run(sink: Console, home: Path, *words: str) -> None:
-    """Runs a command as a person would; one that fails ends the demo."""
+    """Runs a command as a person would; if it fails, the demo ends."""
     _say(sink, "", f"$ zckpt {' '.join(words)}")
     done = subprocess.run([sys.executable, "-m", "zckpt", *words], cwd=home, check=False)
     if done.returncode:
@@ -96,8 +98,7 @@ def _run(sink: Console, home: Path, *words: str) -> None:
 
 
 def _convert(sink: Console) -> list[str]:
-    """Inspects and converts a stored ZeRO-3 checkpoint; the tensors that differ from the stored truth."""
-    from zckpt.base.words import examples
+    """Inspects and converts a stored ZeRO-3 checkpoint; returns the tensors that differ from the weights stored beside it."""
     from zckpt.jobs.convert import convert
     from zckpt.jobs.inspection import inspect_checkpoint
 
@@ -113,15 +114,15 @@ def _convert(sink: Console) -> list[str]:
             report = convert(checkpoint, out, dtype=dtype)
             differing, tensors, numel = _compare(out, truth)
             wrong += differing
-            truly = "the stored truth" if dtype == "fp32" else f"the stored truth rounded to {dtype}"
-            verdict = f"{tensors:,} tensors, {numel:,} elements: equal to {truly}, bit for bit"
+            truly = "the stored weights" if dtype == "fp32" else f"the stored weights rounded to {dtype}"
+            verdict = f"{count(tensors, 'tensor')}, {count(numel, 'element')}: equal to {truly}, bit for bit"
             if differing:
                 verdict = f"{len(differing):,} of {tensors:,} tensors differ from {truly}: {examples(differing)}"
             _say(
                 sink,
                 "",
                 f"$ zckpt to-{dtype} {os.path.relpath(checkpoint)} {name}",
-                *(f"  {nbytes:>12,} bytes  {path}" for path, nbytes in report.files),
+                *(f"  {size(nbytes):>9}  {path}" for path, nbytes in report.files),
                 f"  {verdict}",
             )
     return wrong
@@ -141,7 +142,7 @@ def _fixture() -> str:
     if homes:
         return str(min(homes, key=lambda home: (home.name != _PREFERRED, home.name)))
     raise NotACheckpointError(
-        "no stored checkpoint to show", file=root, remedy="Run the demo in a clone of the repository, which holds them."
+        "holds no stored checkpoint", file=root, remedy="Run the demo in a clone of the repository."
     )
 
 
@@ -167,7 +168,7 @@ def _tensors(path: str) -> dict[str, TensorRef]:
 
 
 def _equal(found: TensorRef, truth: TensorRef) -> bool:
-    """Whether every element is the truth's, rounded to the dtype that was written."""
+    """Whether every element equals the stored one, rounded to the dtype that was written."""
     from zckpt.core.dtypes import BF16, F32
     from zckpt.engine.rounding import rounded
 

@@ -1,82 +1,104 @@
-"""`zckpt inspect`, `verify` and `diff`: what a checkpoint is, whether it is intact, and what two do not have in common."""
+"""`zckpt inspect`, `verify` and `diff`: what a checkpoint holds, whether it is intact, and how two differ."""
 
 from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Annotated
 
 import typer
 
 from zckpt.cli import options as o
-from zckpt.cli.output import Console
+from zckpt.cli.declared import command
+
+_checks = partial(typer.Option, rich_help_panel="Checks")
+Looked = Annotated[
+    str, typer.Argument(metavar="CKPT|FILE", help="Checkpoint directory, or a weights file.", show_default=False)
+]
+Converted = Annotated[
+    str | None,
+    typer.Argument(metavar="[CONVERTED]", help="Output that was made of CKPT, to compare.", show_default=False),
+]
+SideA = Annotated[str, typer.Argument(metavar="A", help="Checkpoint or weights.", show_default=False)]
+SideB = Annotated[str, typer.Argument(metavar="B", help="What to compare it with.", show_default=False)]
+Tensors = Annotated[bool, o.output("--tensors", help="List every tensor, and which files hold its elements.")]
+AllTensors = Annotated[bool, o.output("--tensors", help="List every tensor, also those that are the same.")]
+Deep = Annotated[bool, _checks("--deep", help="Read every byte: checksums, copies of weights, NaN and infinity.")]
+
+
+@dataclass(frozen=True, repr=False, eq=False)
+class Tolerance(o.Group):
+    """Which values count as equal."""
+
+    atol: Annotated[
+        float | None,
+        _checks("--atol", metavar="X", min=0, help="Equal if |a - b| <= X + Y |b|; by default bit for bit."),
+    ] = None
+    rtol: Annotated[float | None, _checks("--rtol", metavar="Y", min=0, help="See --atol.")] = None
 
 
 def register(app: typer.Typer) -> None:
     """Adds the commands."""
-    app.command(
+    command(
+        app,
         "inspect",
-        help="Tell what a checkpoint holds, what it lacks, and whether it can be exported and resumed.",
-        epilog="Example: zckpt inspect out/checkpoint-500 (exit status 1 when it cannot be exported)",
+        summary="Show what a checkpoint holds, and whether it is complete.",
+        about="Show what a checkpoint holds and what it lacks, and whether weights can be exported and training can resume.",
+        example="zckpt inspect out/checkpoint-500",
+        status="0 it can be exported, 1 it cannot, 2 error",
     )(inspect)
-    app.command(
+    command(
+        app,
         "verify",
-        help="Tell whether a checkpoint is complete and intact, whether CONVERTED is exactly what it says, and whether the "
-        "shards may be deleted. A directory with a zckpt.json is checked against it.",
-        epilog="Example: zckpt verify out/checkpoint-500 weights/ (exit status 1 when anything is wrong)",
+        summary="Check that a checkpoint, or what was made of it, is intact.",
+        about="Check that a checkpoint is complete and intact, that CONVERTED equals it, and whether the shards may be deleted. "
+        "A directory with a zckpt.json is checked against it.",
+        example="zckpt verify out/checkpoint-500 weights/",
+        status="0 nothing is wrong, 1 something is, 2 error",
     )(verify)
-    app.command(
+    command(
+        app,
         "diff",
-        help="Compare any two things zckpt reads, in any layout and dtype: names, shapes, dtypes, values.",
-        epilog="Example: zckpt diff out/checkpoint-500 weights/ --rtol 0.004 (exit status 0 same, 1 different)",
+        summary="Compare two checkpoints or weights files, in any layouts.",
+        about="Compare two checkpoints or weights files, in any layouts: names, shapes, dtypes and values.",
+        example="zckpt diff out/checkpoint-500 weights/ --rtol 0.004",
+        status="0 the same, 1 different, 2 error",
     )(diff)
 
 
-def inspect(
-    ckpt: o.Looked,
-    tag: o.Tag = None,
-    also: o.Also = None,
-    tp_rules: o.TpRules = None,
-    tp: o.Tp = None,
-    pp: o.Pp = None,
-    key: o.Key = None,
-    tensors: o.Tensors = False,
-    as_json: o.Json = False,
-) -> None:
-    """Prints an inspection; exit status 1 when the checkpoint cannot be exported."""
+def inspect(ckpt: Looked, source: o.Source, tensors: Tensors = False, *, shown: o.Shown) -> None:
+    """Prints an inspection; exit status 1 if the checkpoint cannot be exported."""
     from zckpt.jobs.inspection import inspect_checkpoint
 
-    inspection = inspect_checkpoint(ckpt, tag, also or (), o.wishes(tp_rules, tp, pp, key))
-    sink = Console(as_json=as_json)
+    sink = shown.console
+    inspection = inspect_checkpoint(ckpt, source.tag, source.also or (), source.read_options)
     sink.result(lambda: inspection.as_json(slices=tensors), lambda: inspection.lines(tensors=tensors, width=sink.width))
     if not inspection.exportable.ok:
         raise typer.Exit(1)
 
 
 def verify(
-    ckpt: o.Looked,
-    converted: o.Converted = None,
-    deep: o.Deep = False,
-    tag: o.Tag = None,
-    also: o.Also = None,
-    tp_rules: o.TpRules = None,
-    tp: o.Tp = None,
-    pp: o.Pp = None,
-    key: o.Key = None,
-    threads: o.Threads = None,
-    keep_cache: o.KeepCache = None,
-    limit_rate: o.LimitRate = None,
-    as_json: o.Json = False,
+    ckpt: Looked,
+    converted: Converted = None,
+    deep: Deep = False,
+    *,
+    source: o.Source,
+    speed: o.Speed,
+    shown: o.Shown,
 ) -> None:
-    """Prints a verification; exit status 1 when anything is wrong."""
+    """Prints a verification; exit status 1 if anything is wrong."""
     from zckpt.checks.verify import verify
 
-    sink = Console(as_json=as_json)
+    sink = shown.console
     with sink.progress(None, "verify") as progress:
         found = verify(
             ckpt,
             converted,
             deep=deep,
-            tag=tag,
-            also=also or (),
-            wishes=o.wishes(tp_rules, tp, pp, key),
-            pace=o.pace(threads, keep_cache, limit_rate),
+            tag=source.tag,
+            also=source.also or (),
+            wishes=source.read_options,
+            pace=speed.pace,
             progress=progress or False,
         )
     sink.result(found.as_json, lambda: found.lines(sink.width))
@@ -85,31 +107,22 @@ def verify(
 
 
 def diff(
-    a: o.SideA,
-    b: o.SideB,
-    tensors: o.AllTensors = False,
-    atol: o.Atol = None,
-    rtol: o.Rtol = None,
-    tp_rules: o.TpRules = None,
-    tp: o.Tp = None,
-    pp: o.Pp = None,
-    threads: o.Threads = None,
-    keep_cache: o.KeepCache = None,
-    limit_rate: o.LimitRate = None,
-    as_json: o.Json = False,
+    a: SideA,
+    b: SideB,
+    tolerance: Tolerance,
+    joining: o.Joining,
+    speed: o.Speed,
+    tensors: AllTensors = False,
+    *,
+    shown: o.Shown,
 ) -> None:
-    """Prints differences; exit status 1 when there are any."""
+    """Prints differences; exit status 1 if there are any."""
     from zckpt.jobs.diff import diff
 
-    sink = Console(as_json=as_json)
+    sink = shown.console
     with sink.progress(None, "diff") as progress:
         found = diff(
-            *(a, b),
-            atol=atol,
-            rtol=rtol,
-            wishes=o.wishes(tp_rules, tp, pp),
-            pace=o.pace(threads, keep_cache, limit_rate),
-            progress=progress or False,
+            a, b, **tolerance.options(), wishes=joining.read_options, pace=speed.pace, progress=progress or False
         )
     sink.notes(found.notes)
     sink.result(lambda: found.as_json(tensors=tensors), lambda: found.lines(tensors=tensors, width=sink.width))

@@ -1,15 +1,28 @@
-"""The options that commands share: declared once, so that they mean and say the same everywhere."""
+"""The options that commands share, in groups: a command declares the groups that it takes, and gets each as one value.
+
+A group is declared once, so that an option means and says the same everywhere. What its `options` returns are keyword arguments
+of the values in `jobs.options`.
+"""
 
 from __future__ import annotations
 
+import re
+from dataclasses import dataclass, fields
 from enum import Enum
-from typing import TYPE_CHECKING, Annotated
+from functools import partial
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
+from zckpt.base.errors import UsageError
+from zckpt.cli.output import Console
+
 if TYPE_CHECKING:
     from zckpt.base.pace import Pace
+    from zckpt.jobs.options import OpenOptions
     from zckpt.layouts.save.listing import ReadOptions
+
+    JobOptions = TypeVar("JobOptions", bound=OpenOptions)
 
 
 class Format(str, Enum):
@@ -35,46 +48,25 @@ class OverflowChoice(str, Enum):
     clamp = "clamp"
 
 
-def _print_version(wanted: bool) -> None:
-    if wanted:
-        from zckpt import __version__
-
-        typer.echo(f"zckpt {__version__}")
-        raise typer.Exit
-
-
 def split_rename(text: str) -> tuple[str, str]:
     r"""`REGEX=REPL` at its first `=`; one that is escaped (`\=`) or opens a lookaround (`(?=`, `(?<=`) does not count.
 
     Raises:
-        UsageError: there is none.
+        UsageError: there is no such `=`.
     """
-    import re
-
-    from zckpt.base.errors import UsageError
-
     found = re.fullmatch(r"((?:\(\?<?=|\\.|[^\\=])*)=(.*)", text, re.DOTALL)
     if not found:
-        raise UsageError(
-            "a --rename without '='", found=repr(text), expected="it is REGEX=REPL", remedy="Example: '^model\\.='."
-        )
+        remedy = r"Put '=' between pattern and replacement: --rename '^model\.='."
+        raise UsageError(f"--rename {text!r} has no '='", expected="REGEX=REPL", remedy=remedy)
     return found[1], found[2]
 
 
-def wishes(tp_rules: str | None, tp: int | None, pp: int | None, key: str | None = None) -> ReadOptions | None:
-    """What was said of a checkpoint that does not say it itself."""
-    from zckpt.layouts.save.listing import ReadOptions
-
-    return ReadOptions(tp_rules, tp, pp, key or "") if tp_rules or tp or pp or key else None
-
-
 def parse_bytes(text: str | None, option: str) -> int | None:
-    """`8MiB`, `500MB`, `1.5G` or a plain number, as bytes; None for None.
+    """`8MiB`, `500MB`, `1.5G`, `1GB/s` or a plain number, as bytes; None for None.
 
     Raises:
-        UsageError: it is no such thing, or nothing.
+        UsageError: it is something else, or 0.
     """
-    from zckpt.base.errors import UsageError
     from zckpt.storage.paths import to_bytes
 
     if text is None:
@@ -84,156 +76,251 @@ def parse_bytes(text: str | None, option: str) -> int | None:
     except UsageError:
         nbytes = 0
     if nbytes < 1:
-        raise UsageError(f"an {option} that is no number of bytes", found=repr(text), remedy="Examples: 8MiB, 500MB.")
+        raise UsageError(
+            f"{option}: {text!r} is not a size", expected="a number of bytes, or a form such as 500MB or 12GB",
+            remedy=f"Change {option}.",
+        )  # fmt: skip
     return nbytes
 
 
-def pace(threads: int | None, keep_cache: bool | None, limit_rate: str | None) -> Pace:
-    """How hard to work, from the options that say so."""
-    from zckpt.base.pace import thread_count
-
-    thread_count(threads)
-    return {
-        "threads": threads,
-        "keep_cache": keep_cache,
-        "bytes_per_s": parse_bytes(limit_rate, "--limit-rate"),
-    }
+def positive(value: int | None) -> int | None:
+    """A typer callback for whole numbers."""
+    if value is not None and value < 1:
+        raise typer.BadParameter(f"{value} is less than 1")
+    return value
 
 
-Version = Annotated[bool, typer.Option("--version", help="Print the version.", callback=_print_version, is_eager=True)]
+which = partial(typer.Option, rich_help_panel="Which checkpoint")
+_split = partial(typer.Option, rich_help_panel="Models split over ranks (tensor and pipeline parallelism)")
+what = partial(typer.Option, rich_help_panel="What to write")
+_tensors = partial(typer.Option, rich_help_panel="Which tensors")
+_names = partial(typer.Option, rich_help_panel="Names")
+_speed = partial(typer.Option, rich_help_panel="Speed")
+output = partial(typer.Option, rich_help_panel="Output")
 
 Checkpoint = Annotated[
     str,
     typer.Argument(metavar="CKPT", help="Checkpoint, tag or trainer output directory, or weights.", show_default=False),
 ]
-Looked = Annotated[
-    str, typer.Argument(metavar="CKPT|FILE", help="Checkpoint directory, or one weights file.", show_default=False)
-]
-Source = Annotated[
-    str, typer.Argument(metavar="SOURCE", help="Checkpoint, trainer output directory, or weights.", show_default=False)
-]
-Converted = Annotated[
-    str | None,
-    typer.Argument(metavar="[CONVERTED]", help="Output that was made from CKPT.", show_default=False),
-]
-SideA = Annotated[str, typer.Argument(metavar="A", help="Checkpoint, or weights.", show_default=False)]
-SideB = Annotated[str, typer.Argument(metavar="B", help="What to compare it with.", show_default=False)]
 Out = Annotated[
     str,
     typer.Argument(
         metavar="OUT",
-        help="One file (.safetensors, .bin, .pt), or else a directory of shards. Or an address: s3://..., hf://OWNER/NAME.",
+        help="A file (.safetensors, .bin, .pt), a directory for shards, or an address (s3://..., hf://OWNER/NAME).",
         show_default=False,
     ),
 ]
-Tag = Annotated[str | None, typer.Option("--tag", metavar="T", help="Which save, where there are several.")]
-Also = Annotated[
-    list[str] | None,
-    typer.Option("--also", metavar="DIR", help="Directory laid over CKPT: its parts from another node. Repeatable."),
-]
-TpRules = Annotated[
-    str | None,
-    typer.Option(
-        "--tp-rules",
-        metavar="RULES",
-        help="How tensor-parallel slices are joined: megatron, megatron-swiglu, neox, bloom, or a JSON file.",
-    ),
-]
-Tp = Annotated[
-    int | None, typer.Option("--tp", metavar="N", min=1, help="Tensor-parallel ranks, where the files do not say.")
-]
-Pp = Annotated[
-    int | None, typer.Option("--pp", metavar="N", min=1, help="Pipeline stages, where the files do not say.")
-]
-To = Annotated[
-    str | None,
-    typer.Option(
-        "--to", metavar="hf:NAME", help="Turn Megatron's or GPT-NeoX's model into hf:gpt-neox, hf:gpt2 or hf:llama."
-    ),
-]
-Config = Annotated[
-    str | None,
-    typer.Option(
-        "--config", metavar="FILE", help="The model's config.json for --to, where the run does not say it all."
-    ),
-]
-LayerNames = Annotated[
-    str | None, typer.Option("--layer-names", metavar="FILE", help="JSON file with names for a pipeline's layers.")
-]
-CastTo = Annotated[Dtype, typer.Option("--dtype", help="Dtype of the output.")]
-Key = Annotated[
-    str | None,
-    typer.Option("--key", metavar="KEY", help="Which state dict of a torch.distributed.checkpoint save, such as ema."),
-]
-FormatOption = Annotated[
-    Format | None, typer.Option("--format", help="Container of the output; by default what OUT's name says.")
-]
-CastOrKeep = Annotated[Dtype | None, typer.Option("--dtype", help="Of the weights; by default as they were saved.")]
 OutDirectory = Annotated[
-    str, typer.Argument(metavar="OUT", help="Directory for the new checkpoint.", show_default=False)
+    str, typer.Argument(metavar="OUT", help="Directory for the output, or an address.", show_default=False)
 ]
-Under = Annotated[
-    str, typer.Option("--under", metavar="KEY", help="The state dict's key for the weights; '' puts them on top.")
+Overflow = Annotated[
+    OverflowChoice, what("--overflow", help="For numbers too large for the dtype: stop, write infinity, or clamp.")
 ]
-OptimizerKey = Annotated[
-    str | None,
-    typer.Option("--optimizer", metavar="KEY", help="Write the optimizer's states too, under this key."),
-]
-CastOrConfig = Annotated[
-    Dtype | None,
-    typer.Option("--dtype", help="Of the weights; by default what config.json says, or plain weights' own."),
-]
-MaxShardSize = Annotated[str, typer.Option("--max-shard-size", metavar="S", help="Most bytes in one shard.")]
-Include = Annotated[
-    list[str] | None, typer.Option("--include", metavar="GLOB", help="Keep only tensors that match. Repeatable.")
-]
-Exclude = Annotated[
-    list[str] | None, typer.Option("--exclude", metavar="GLOB", help="Leave out tensors that match. Repeatable.")
-]
-ExcludeFrozen = Annotated[bool, typer.Option("--exclude-frozen", help="Leave out parameters that were not trained.")]
-StripPrefix = Annotated[str, typer.Option("--strip-prefix", metavar="P", help="Take P off every name that has it.")]
-Rename = Annotated[
-    list[str] | None,
-    typer.Option("--rename", metavar="REGEX=REPL", help="Replace in every name, in the order given. Repeatable."),
-]
-OverflowOption = Annotated[
-    OverflowChoice, typer.Option("--overflow", help="Numbers too large for the dtype: stop, make infinite, or clamp.")
-]
-Threads = Annotated[
-    int | None, typer.Option("--threads", metavar="N", min=1, help="Threads that move data; by default what fits.")
-]
-Buffer = Annotated[
-    str | None, typer.Option("--buffer", metavar="S", help="Bytes that each thread gathers and writes at once.")
-]
-KeepCache = Annotated[
-    bool | None,
-    typer.Option(
-        "--keep-cache/--no-cache-pollution",
-        help="Whether the page cache keeps what is read; by default unless the job is larger than memory.",
-        show_default=False,
-    ),
-]
-LimitRate = Annotated[
-    str | None,
-    typer.Option("--limit-rate", metavar="S", help="Most bytes a second, read and written together; e.g. 500MB."),
-]
-DryRun = Annotated[bool, typer.Option("--dry-run", help="Print the plan and write nothing.")]
-Overwrite = Annotated[
-    bool, typer.Option("--overwrite", help="Replace what zckpt wrote to OUT, once the new files are complete.")
-]
-AllowUnknownLayout = Annotated[
-    bool, typer.Option("--allow-unknown-layout", help="Convert though the layout cannot be proved.")
-]
-Tensors = Annotated[bool, typer.Option("--tensors", help="List every tensor and the slices it is made of.")]
-AllTensors = Annotated[bool, typer.Option("--tensors", help="List every tensor, also those that are the same.")]
-Deep = Annotated[
-    bool,
-    typer.Option("--deep", help="Read every byte: checksums, masters against their copies, NaN and infinity."),
-]
-Atol = Annotated[
-    float | None,
-    typer.Option("--atol", metavar="X", min=0, help="The same: |a - b| <= X + Y |b|. By default, bit for bit."),
-]
-Rtol = Annotated[float | None, typer.Option("--rtol", metavar="Y", min=0, help="See --atol.")]
-Json = Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout.")]
-Quiet = Annotated[bool, typer.Option("--quiet", help="Print errors only.")]
+MaxShardSize = Annotated[str, what("--max-shard-size", metavar="SIZE", help="Most bytes in one shard.")]
+
+
+@dataclass(frozen=True, repr=False, eq=False)
+class Group:
+    """Options that belong together. Groups have no repr and no comparison, which would cost time whenever zckpt starts."""
+
+    def options(self) -> dict[str, Any]:
+        """What was chosen, by the names of `jobs.options`."""
+        return {field.name: _plain(getattr(self, field.name)) for field in fields(self)}
+
+
+def _plain(value: object) -> object:
+    if isinstance(value, Dtype):
+        from zckpt.jobs.options import to_dtype
+
+        return to_dtype(value.value)
+    return tuple(value) if isinstance(value, list) else value.value if isinstance(value, Enum) else value
+
+
+@dataclass(frozen=True, repr=False, eq=False)
+class Joining(Group):
+    """What a checkpoint does not say of itself."""
+
+    key: Annotated[
+        str | None,
+        which("--key", metavar="KEY", help="State dict of a torch.distributed.checkpoint save, such as ema."),
+    ] = None
+    tp_rules: Annotated[
+        str | None,
+        _split(
+            "--tp-rules",
+            metavar="RULES",
+            help="How slices are joined: megatron, megatron-swiglu, neox, bloom, or a JSON file.",
+        ),
+    ] = None
+    tp: Annotated[
+        int | None,
+        _split("--tp", metavar="N", callback=positive, help="Tensor-parallel ranks, if the files do not say."),
+    ] = None
+    pp: Annotated[
+        int | None, _split("--pp", metavar="N", callback=positive, help="Pipeline stages, if the files do not say.")
+    ] = None
+
+    @property
+    def read_options(self) -> ReadOptions | None:
+        """The same as jobs take it."""
+        from zckpt.layouts.save.listing import ReadOptions
+
+        given = self.tp_rules or self.tp or self.pp or self.key
+        return ReadOptions(self.tp_rules, self.tp, self.pp, self.key or "") if given else None
+
+
+@dataclass(frozen=True, repr=False, eq=False)
+class Source(Joining):
+    """Which save is read, and how."""
+
+    tag: Annotated[
+        str | None, which("--tag", metavar="TAG", help="Which save, if there are several; by default that of 'latest'.")
+    ] = None
+    also: Annotated[
+        list[str] | None,
+        which("--also", metavar="DIR", help="Directory with other parts of CKPT, from another node. Repeatable."),
+    ] = None
+
+    def options(self) -> dict[str, Any]:  # noqa: D102
+        return {"tag": self.tag, "also": tuple(self.also or ()), "wishes": self.read_options}
+
+
+@dataclass(frozen=True, repr=False, eq=False)
+class Selection(Group):
+    """Which tensors are written."""
+
+    include: Annotated[
+        list[str] | None, _tensors("--include", metavar="GLOB", help="Write only tensors that match. Repeatable.")
+    ] = None
+    exclude: Annotated[
+        list[str] | None, _tensors("--exclude", metavar="GLOB", help="Leave out tensors that match. Repeatable.")
+    ] = None
+    exclude_frozen: Annotated[
+        bool, _tensors("--exclude-frozen", help="Leave out parameters that were not trained.")
+    ] = False
+
+    def options(self) -> dict[str, Any]:  # noqa: D102
+        return {**Group.options(self), "include": tuple(self.include or ()), "exclude": tuple(self.exclude or ())}
+
+
+@dataclass(frozen=True, repr=False, eq=False)
+class Names(Group):
+    """How tensors are called in the output."""
+
+    strip_prefix: Annotated[
+        str, _names("--strip-prefix", metavar="PREFIX", help="Remove PREFIX from every name that has it.")
+    ] = ""
+    rename: Annotated[
+        list[str] | None,
+        _names("--rename", metavar="REGEX=REPL", help="Replace in every name, in the order given. Repeatable."),
+    ] = None
+
+    def options(self) -> dict[str, Any]:  # noqa: D102
+        return {"strip_prefix": self.strip_prefix, "rename": [split_rename(text) for text in self.rename or ()]}
+
+
+@dataclass(frozen=True, repr=False, eq=False)
+class HubNames(Names):
+    """The same, and names as transformers has them."""
+
+    to: Annotated[
+        str | None,
+        _names(
+            "--to", metavar="hf:NAME", help="Write Megatron's or GPT-NeoX's model as hf:gpt-neox, hf:gpt2 or hf:llama."
+        ),
+    ] = None
+    config: Annotated[
+        str | None,
+        _names(
+            "--config", metavar="FILE", help="The model's config.json for --to, if the checkpoint lacks some of it."
+        ),
+    ] = None
+    layer_names: Annotated[
+        str | None, _names("--layer-names", metavar="FILE", help="JSON file with names for a pipeline's layers.")
+    ] = None
+
+    def options(self) -> dict[str, Any]:  # noqa: D102
+        from zckpt.naming.transform import Form
+
+        return {**Names.options(self), "form": Form(self.to, self.config, self.layer_names)}
+
+
+@dataclass(frozen=True, repr=False, eq=False)
+class Speed(Group):
+    """How hard to work."""
+
+    threads: Annotated[
+        int | None, _speed("--threads", metavar="N", help="Threads that move data; by default 2 to 4.")
+    ] = None
+    keep_cache: Annotated[
+        bool | None,
+        _speed(
+            "--keep-cache/--no-cache-pollution",
+            help="Whether the page cache keeps what is read; by default unless the job is larger than memory.",
+            show_default=False,
+        ),
+    ] = None
+    limit_rate: Annotated[
+        str | None,
+        _speed("--limit-rate", metavar="SIZE", help="Most bytes per second, read and written together, e.g. 500MB."),
+    ] = None
+
+    def options(self) -> dict[str, Any]:  # noqa: D102
+        return {**Group.options(self), "limit_rate": parse_bytes(self.limit_rate, "--limit-rate")}
+
+    @property
+    def pace(self) -> Pace:
+        """The same as engines take it."""
+        from zckpt.base.pace import thread_count
+
+        thread_count(self.threads)
+        rate = parse_bytes(self.limit_rate, "--limit-rate")
+        return {"threads": self.threads, "keep_cache": self.keep_cache, "bytes_per_s": rate}
+
+
+@dataclass(frozen=True, repr=False, eq=False)
+class WriteSpeed(Speed):
+    """The same, of commands that write."""
+
+    buffer: Annotated[
+        str | None, _speed("--buffer", metavar="SIZE", help="Bytes that each thread gathers and writes at once.")
+    ] = None
+
+    def options(self) -> dict[str, Any]:  # noqa: D102
+        return {**Speed.options(self), "buffer": parse_bytes(self.buffer, "--buffer")}
+
+
+@dataclass(frozen=True, repr=False, eq=False)
+class Writing(Group):
+    """Whether and how an output is written."""
+
+    dry_run: Annotated[bool, output("--dry-run", help="Print what would be written, and write nothing.")] = False
+    overwrite: Annotated[
+        bool, output("--overwrite", help="Replace what zckpt wrote to OUT, when the new files are complete.")
+    ] = False
+    allow_unknown_layout: Annotated[
+        bool, output("--allow-unknown-layout", help="Go on if zckpt cannot prove that it reads the layout correctly.")
+    ] = False
+
+    def options(self) -> dict[str, Any]:  # noqa: D102
+        return {"overwrite": self.overwrite, "allow_unknown_layout": self.allow_unknown_layout}
+
+
+@dataclass(frozen=True, repr=False, eq=False)
+class Shown(Group):
+    """What a command prints."""
+
+    as_json: Annotated[bool, output("--json", help="Print one JSON object on stdout.")] = False
+    quiet: Annotated[bool, output("--quiet", help="Print errors only.")] = False
+
+    @property
+    def console(self) -> Console:
+        """Where the command prints."""
+        return Console(as_json=self.as_json, quiet=self.quiet)
+
+
+def chosen(kind: type[JobOptions], *groups: Group, **more: Any) -> JobOptions:
+    """What groups of options ask of a job, as one value."""
+    for group in groups:
+        more |= group.options()
+    return kind(**more)

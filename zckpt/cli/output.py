@@ -1,24 +1,28 @@
-"""The one sink: results to stdout, everything else to stderr, progress only on a terminal."""
+"""Where a command prints: results to stdout, everything else to stderr, progress only on a terminal."""
 
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from typing import TextIO
 
-from zckpt.base.errors import OutputError
+import typer
+
 from zckpt.base.progress import bar
+from zckpt.base.words import wrapped
 from zckpt.team.together import speaks
 
 
 class Console:
-    """Where a command's words go.
+    """Where a command prints. Of several processes at one job, only the first prints.
 
     Args:
-        as_json: the result is one JSON object instead of lines.
-        quiet: no notes, no progress, and no lines; JSON that was asked for is still printed.
+        as_json: print the result as one JSON object instead of lines.
+        quiet: print no notes, progress or lines; JSON is printed all the same.
     """
 
     def __init__(self, *, as_json: bool = False, quiet: bool = False) -> None:
@@ -27,11 +31,11 @@ class Console:
 
     @property
     def width(self) -> int:
-        """Columns for tables and sentences of a result: the terminal's, or 80 where there is no terminal."""
+        """Columns for tables and sentences of a result: the terminal's, or 80 if there is no terminal."""
         return shutil.get_terminal_size().columns
 
     def result(self, facts: Callable[[], dict[str, object]], lines: Callable[[], Iterable[str]]) -> None:
-        """Prints the result, in the form that was asked for; only that form is made."""
+        """Prints the result as JSON or as lines; only the one that is printed is computed."""
         if self.as_json:
             sys.stdout.write(json.dumps(facts()) + "\n")
         elif not self.quiet:
@@ -39,15 +43,18 @@ class Console:
         sys.stdout.flush()
 
     def notes(self, notes: Iterable[str]) -> None:
-        """Sentences a person should see."""
+        """Prints sentences for a person."""
         if not self.quiet:
-            sys.stderr.writelines(f"note: {note}\n" for note in notes)
+            for note in notes:
+                first, *others = wrapped(f"note: {note}", stderr_width(), " " * 6)
+                lines = [label("note:", "yellow", sys.stderr) + first.removeprefix("note:"), *others]
+                sys.stderr.writelines(f"{line}\n" for line in lines)
 
     @contextmanager
     def progress(self, total: int | None, label: str) -> Iterator[Callable[[int], None] | None]:
-        """A bar on stderr, moved by calls with the bytes done so far; None where nobody watches.
+        """A bar on stderr, moved by calls with the bytes done so far; None if stderr is no terminal.
 
-        `total` is None where nobody knows yet how much there is to do.
+        `total` is the bytes to do, None if that is not known yet.
         """
         if self.quiet or not sys.stderr.isatty():
             yield None
@@ -57,7 +64,7 @@ class Console:
 
     @contextmanager
     def steps(self, total: int) -> Iterator[Callable[[int, dict[str, str]], None]]:
-        """A bar on stderr of steps; called with the steps done so far and facts to show. Nothing where nobody watches."""
+        """A bar on stderr of steps, called with the steps done so far and facts to show; it does nothing without a terminal."""
         if self.quiet or not sys.stderr.isatty():
             yield lambda done, facts: None
             return
@@ -76,26 +83,20 @@ def _advance(bar: object, done: int) -> None:
     bar.update(done - bar.n)  # type: ignore[attr-defined]
 
 
-def lack_of_space(out: str, needed_bytes: int) -> list[str]:
-    """What a dry run says of a disk that is too full; nothing otherwise."""
-    from zckpt.output.checks import check_space
-    from zckpt.storage.paths import is_remote
-
-    if not is_remote(out):
-        try:
-            check_space(out, needed_bytes)
-        except OutputError as error:
-            return [str(error)]
-    return []
+def stderr_width() -> int | None:
+    """Columns of the terminal that stderr is; None if it is none, so that logs have one line a sentence."""
+    return shutil.get_terminal_size().columns if sys.stderr.isatty() else None
 
 
-def already_done(out: str) -> str:
-    """What a command says that finds its own work done."""
-    return f"{out}: already done by this very command; every file matches its checksum, and nothing was written"
+def label(text: str, colour: str, stream: TextIO) -> str:
+    """A word in a colour, on a terminal and unless NO_COLOR is set."""
+    if not stream.isatty() or os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb":
+        return text
+    return typer.style(text, fg=colour, bold=True)
 
 
 def peak_rss_bytes() -> int:
-    """The most memory this process has held, in bytes."""
+    """The most memory that this process has had, in bytes."""
     try:
         with open("/proc/self/status", "rb") as file:
             for line in file:

@@ -5,14 +5,18 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Annotated
 from urllib.parse import unquote
 
 import typer
 
+from zckpt.base.words import count, size
 from zckpt.cli import options as o
+from zckpt.cli.declared import command
 from zckpt.cli.output import Console
+from zckpt.cli.written import duration, rate
 
 if TYPE_CHECKING:
     from zckpt.hub import PageTarget, PushReport, Ready
@@ -24,101 +28,104 @@ _ADDRESS = re.compile(
 )
 _SEEN = {
     "nothing": "",
-    "the same": "; is there already",
-    "another": "; replaces the file that is there",
-    "perhaps the same": "; replaces a file of the same size that is there, unless it is the same",
+    "the same": "; there already",
+    "another": "; replaces the one there",
+    "perhaps the same": "; replaces the one there, unless it is the same",
 }
 _OTHERS = ("datasets", "spaces", "buckets", "kernels")
 
 RepoId = Annotated[
-    str, typer.Argument(metavar="REPO_ID", help="OWNER/NAME, or a name of your own.", show_default=False)
+    str, typer.Argument(metavar="REPO_ID", help="OWNER/NAME, or NAME for a page of your own.", show_default=False)
 ]
-Revision = Annotated[str, typer.Option("--revision", metavar="R", help="Branch; made where it is not there.")]
-Visibility = Annotated[
-    bool | None, typer.Option("--private/--public", help="Who sees a page that is made: by default only you.")
-]
-CreatePr = Annotated[bool, typer.Option("--create-pr", help="Open a pull request instead of committing.")]
-Message = Annotated[str | None, typer.Option("--message", metavar="M", help="Of the commit.")]
-PathInRepo = Annotated[str, typer.Option("--path-in-repo", metavar="P", help="Directory in the repository.")]
-ScratchDir = Annotated[
-    str | None, typer.Option("--scratch", metavar="DIR", help="For shards on their way; by default in the hub's cache.")
-]
-MaxScratch = Annotated[
-    str | None,
-    typer.Option("--max-scratch", metavar="SIZE", help="Most bytes there; by default two of the largest shard."),
-]
-NoCard = Annotated[bool, typer.Option("--no-card", help="Write no model card where SOURCE has no README.md.")]
-License = Annotated[str | None, typer.Option("--license", metavar="L", help="For the card, as the hub names it.")]
-BaseModel = Annotated[str | None, typer.Option("--base-model", metavar="L", help="For the card: what was trained on.")]
-Token = Annotated[
-    str | None, typer.Option("--token", metavar="T", help="Access token; by default the one logged in, or HF_TOKEN.")
-]
-Endpoint = Annotated[
-    str | None, typer.Option("--endpoint", metavar="URL", help="Address of the hub; by default HF_ENDPOINT.")
-]
-Yes = Annotated[bool, typer.Option("--yes", help="Go on where the repository holds files.")]
-ShowOnly = Annotated[bool, typer.Option("--dry-run", help="Print exactly what would go up, and send nothing.")]
+_page = partial(typer.Option, rich_help_panel="Page")
+_card = partial(typer.Option, rich_help_panel="Model card")
+_hub = partial(typer.Option, rich_help_panel="Hub")
+
+
+@dataclass(frozen=True, repr=False, eq=False)
+class Weights(o.Group):
+    """The files of whole weights."""
+
+    dtype: Annotated[
+        o.Dtype | None, o.what("--dtype", help="By default what config.json says, or that of plain weights.")
+    ] = None
+    max_shard_size: o.MaxShardSize = "5GB"
+    overflow: o.Overflow = o.OverflowChoice.error
+
+
+@dataclass(frozen=True, repr=False, eq=False)
+class PageOptions(o.Group):
+    """Where a push goes, and what it adds; the fields of `hub.PageTarget`."""
+
+    revision: Annotated[str, _page("--revision", metavar="REV", help="Branch; made if it does not exist.")] = "main"
+    private: Annotated[
+        bool | None, _page("--private/--public", help="Who sees a new page; by default only you.", show_default=False)
+    ] = None
+    create_pr: Annotated[bool, _page("--create-pr", help="Open a pull request instead of committing.")] = False
+    message: Annotated[str | None, _page("--message", metavar="TEXT", help="Of the commit.")] = None
+    path_in_repo: Annotated[str, _page("--path-in-repo", metavar="DIR", help="Directory in the repository.")] = ""
+    yes: Annotated[bool, _page("--yes", help="Go on if the repository holds files already.")] = False
+    no_card: Annotated[bool, _card("--no-card", help="Write no model card if CKPT has no README.md.")] = False
+    license: Annotated[str | None, _card("--license", metavar="NAME", help="As the hub names it: apache-2.0.")] = None
+    base_model: Annotated[
+        str | None, _card("--base-model", metavar="REPO_ID", help="The model that was trained further.")
+    ] = None
+    token: Annotated[
+        str | None, _hub("--token", metavar="TOKEN", help="By default the one you logged in with, or HF_TOKEN.")
+    ] = None
+    endpoint: Annotated[
+        str | None, _hub("--endpoint", metavar="URL", help="Address of the hub; by default HF_ENDPOINT.")
+    ] = None
+    scratch: Annotated[
+        str | None,
+        _hub("--scratch", metavar="DIR", help="For shards before they are sent; by default in the hub's cache."),
+    ] = None
+    max_scratch: Annotated[
+        str | None, _hub("--max-scratch", metavar="SIZE", help="Most bytes there; by default two of the largest shard.")
+    ] = None
+
+    def target(self, repo_id: str) -> PageTarget:
+        """The same as `hub` takes it."""
+        from zckpt.hub import MESSAGE, PageTarget
+
+        given = o.Group.options(self)
+        given |= {"message": self.message or MESSAGE, "card": not given.pop("no_card")}
+        return PageTarget(repo_id, **{**given, "max_scratch": o.parse_bytes(self.max_scratch, "--max-scratch")})
 
 
 def register(app: typer.Typer) -> None:
     """Adds the command."""
-    app.command(
+    command(
+        app,
         "push",
-        help="Make a model page of a checkpoint: shards go up as they are made, and one commit shows them all.",
-        epilog="Example: zckpt push out/checkpoint-500 me/my-model --dtype bf16 --license apache-2.0",
+        summary="Make a model page on the Hugging Face hub of a checkpoint.",
+        about="Make a model page on the Hugging Face hub of a checkpoint. Shards are sent while they are made; one commit makes "
+        "all of them visible.",
+        example="zckpt push out/checkpoint-500 me/my-model --dtype bf16",
     )(push)
 
 
 def push(
-    source: o.Source,
+    ckpt: o.Checkpoint,
     repo_id: RepoId,
-    dtype: o.CastOrConfig = None,
-    tag: o.Tag = None,
-    revision: Revision = "main",
-    private: Visibility = None,
-    create_pr: CreatePr = False,
-    message: Message = None,
-    path_in_repo: PathInRepo = "",
-    max_shard_size: o.MaxShardSize = "5GB",
-    scratch: ScratchDir = None,
-    max_scratch: MaxScratch = None,
-    no_card: NoCard = False,
-    license_id: License = None,
-    base_model: BaseModel = None,
-    include: o.Include = None,
-    exclude: o.Exclude = None,
-    exclude_frozen: o.ExcludeFrozen = False,
-    overflow: o.OverflowOption = o.OverflowChoice.error,
-    also: o.Also = None,
-    tp_rules: o.TpRules = None,
-    tp: o.Tp = None,
-    pp: o.Pp = None,
-    key: o.Key = None,
-    threads: o.Threads = None,
-    token: Token = None,
-    endpoint: Endpoint = None,
-    dry_run: ShowOnly = False,
-    yes: Yes = False,
-    as_json: o.Json = False,
-    quiet: o.Quiet = False,
+    weights: Weights,
+    page: PageOptions,
+    selection: o.Selection,
+    source: o.Source,
+    speed: o.WriteSpeed,
+    dry_run: Annotated[bool, o.output("--dry-run", help="Print exactly what would be sent, and send nothing.")] = False,
+    *,
+    shown: o.Shown,
 ) -> None:
     """Pushes a checkpoint, or shows what would be pushed."""
-    if endpoint:
-        os.environ["HF_ENDPOINT"] = endpoint  # before huggingface_hub is loaded: all of it must know
-    from zckpt.hub import MESSAGE, PageTarget, load
+    if page.endpoint:
+        os.environ["HF_ENDPOINT"] = page.endpoint  # before huggingface_hub is imported, which reads it then
+    from zckpt.hub import load
     from zckpt.jobs.options import Options
 
-    chosen = Options(
-        tag=tag, also=also or (),
-                max_shard_size=max_shard_size, include=include or (), exclude=exclude or (), exclude_frozen=exclude_frozen,
-        overflow=overflow.value, threads=threads, wishes=o.wishes(tp_rules, tp, pp, key),
-    )  # fmt: skip
-    target = PageTarget(
-        repo_id, revision, path_in_repo, private, create_pr, message or MESSAGE, yes, token, endpoint, scratch,
-        o.parse_bytes(max_scratch, "--max-scratch"), not no_card, license_id, base_model,
-    )  # fmt: skip
-    prepared = load(source, dtype.value if dtype else None, chosen)
-    carry_out(prepared, target, Console(as_json=as_json, quiet=quiet), dry_run=dry_run)
+    options = o.chosen(Options, weights, selection, source, speed)
+    planned = load(ckpt, weights.dtype.value if weights.dtype else None, options)
+    carry_out(planned, page.target(repo_id), shown.console, dry_run=dry_run)
 
 
 def carry_out(prepared: PlannedConversion, target: PageTarget, sink: Console, *, dry_run: bool) -> None:
@@ -137,7 +144,7 @@ def carry_out(prepared: PlannedConversion, target: PageTarget, sink: Console, *,
         except Exception:
             raise
         except BaseException:
-            sink.notes(["The same command goes on from here: what the hub has is not made or sent again."])
+            sink.notes(["Run the same command again to resume: what the hub has is not sent again."])
             raise
     sink.notes((*report.notes, *notes))
     sink.result(lambda: _report_facts(ready, report), lambda: _report_lines(ready, report))
@@ -151,14 +158,16 @@ def to_page(source: str, out: str, options: Options, sink: Console, *, dry_run: 
 
     found = _ADDRESS.fullmatch(out.rstrip("/"))
     if not found or found["repo"].partition("/")[0] in _OTHERS:
-        raise UsageError("an address that is no model's", file=out, expected="hf://OWNER/NAME[@REVISION][/DIRECTORY]")
+        raise UsageError(
+            "is not the address of a model", file=out, expected="hf://OWNER/NAME[@REVISION][/DIRECTORY]",
+            remedy="Change OUT, or use zckpt push.",
+        )  # fmt: skip
     path = found["path"] or ""
     if path.endswith((".safetensors", ".bin", ".pt")) or options.format == "bin":
         raise UsageError(
-            "one file, or a .bin, for a page",
-            file=out,
-            remedy="Give the page or a directory in it; shards are safetensors.",
-        )
+            "a page gets shards in safetensors, and no single file or .bin", file=out,
+            remedy="Give the page, or a directory in it.",
+        )  # fmt: skip
     target = PageTarget(found["repo"], unquote(found["revision"] or "main"), path, yes=options.overwrite)
     carry_out(prepare(source, "", replace(options, format=None)), target, sink, dry_run=dry_run)
 
@@ -191,22 +200,23 @@ def _facts(ready: Ready) -> dict[str, object]:
 def _files(ready: Ready) -> Iterator[tuple[str, int, str]]:
     place = ready.target.place
     for shard in ready.cargo.shards:
-        yield place(shard.name), shard.nbytes, "made of the checkpoint" if shard.scratch_bytes else "goes up as it is"
+        yield place(shard.name), shard.nbytes, "made of the checkpoint" if shard.scratch_bytes else "sent as it is"
     for file in ready.cargo.small:
         yield place(file.name), file.nbytes, file.origin
 
 
 def _plan_lines(ready: Ready) -> Iterator[str]:
     target, cargo, page = ready.target, ready.cargo, ready.page
-    shown = "private" if (page.private if page.exists else target.private is not False) else "public"
-    state = f"{'' if page.exists else 'new, '}{shown}{', as a pull request' if target.create_pr else ''}"
+    seen = "private" if (page.private if page.exists else target.private is not False) else "public"
+    state = f"{'' if page.exists else 'new, '}{seen}{', as a pull request' if target.create_pr else ''}"
     listed = list(_files(ready))
-    yield f"{target.repo_id}@{target.revision} ({state}) would get {len(listed):,} files, {cargo.nbytes:,} bytes"
+    total = f"{count(len(listed), 'file')}, {size(cargo.nbytes)}"
+    yield f"{target.repo_id}@{target.revision} ({state}): would get {total}"
     for path, nbytes, origin in listed:
-        yield f"  {nbytes:>16,} bytes  {path}  ({origin}{_SEEN[ready.there[path]]})"
+        yield f"  {size(nbytes):>9}  {path} ({origin}{_SEEN[ready.there[path]]})"
     for path in ready.removed:
-        yield f"  {'removed':>22}  {path}  (other weights, which would be loaded instead)"
-    yield f"{len(cargo.catalog):,} tensors, {cargo.catalog.numel:,} elements; at most {ready.room:,} bytes of scratch"
+        yield f"  {'removed':>9}  {path} (other weights, which would be loaded instead)"
+    yield f"{count(len(cargo.catalog), 'tensor')}; at most {size(ready.room)} of scratch space"
 
 
 def _report_facts(ready: Ready, report: PushReport) -> dict[str, object]:
@@ -228,11 +238,12 @@ def _report_facts(ready: Ready, report: PushReport) -> dict[str, object]:
 
 
 def _report_lines(ready: Ready, report: PushReport) -> Iterator[str]:
-    nbytes = f"{len(report.files):,} files, {ready.cargo.nbytes:,} bytes"
+    files = f"{count(len(report.files), 'file')}, {size(ready.cargo.nbytes)}"
     if report.already_done:
-        yield f"already done: the page holds all {nbytes}; nothing was sent"
+        yield f"already done: the page holds all of {files}; nothing was sent"
         yield report.url
         return
-    yield f"{nbytes}; {report.bytes_sent:,} bytes of shards went up now; {report.seconds:.2f} s"
-    yield "read back: sizes, hashes and headers are those that were sent"
+    speed = rate(report.bytes_sent, report.seconds)
+    yield f"{files}; {size(report.bytes_sent)} of shards sent in {duration(report.seconds)}{speed}"
+    yield "read back: sizes, hashes and headers equal what was sent"
     yield report.pull_request or report.url

@@ -1,24 +1,23 @@
-"""`zckpt reshard` and `zckpt to-universal`: a checkpoint for another machine shape, and one for all of them."""
+"""`zckpt reshard` and `zckpt to-universal`: a checkpoint for another number of ranks, and one for any number."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable
+from dataclasses import dataclass
 from enum import Enum
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
+from zckpt.base.words import count
 from zckpt.cli import options as o
-from zckpt.cli.output import Console, already_done, lack_of_space, peak_rss_bytes
-
-if TYPE_CHECKING:
-    from zckpt.jobs.planned import Report
-    from zckpt.jobs.reshard import CheckpointTarget, PlannedReshard
+from zckpt.cli.declared import command
+from zckpt.cli.written import Words, finish
 
 
 class ModulePrecision(str, Enum):
-    """What the module's own weights can be."""
+    """Dtypes of the model's own weights."""
 
     keep = "keep"
     fp32 = "fp32"
@@ -26,178 +25,88 @@ class ModulePrecision(str, Enum):
     bf16 = "bf16"
 
 
-WorldSize = Annotated[
-    int,
-    typer.Option("--world-size", metavar="N", min=1, help="Data-parallel ranks that will resume.", show_default=False),
-]
-Stage = Annotated[
-    int | None, typer.Option("--stage", metavar="1|2|3", min=1, max=3, help="ZeRO stage; by default the one it has.")
-]
-PrecisionOption = Annotated[ModulePrecision, typer.Option("--precision", help="Dtype of the module's own weights.")]
+@dataclass(frozen=True, repr=False, eq=False)
+class Shape(o.Group):
+    """What the new checkpoint is for."""
+
+    world_size: Annotated[
+        int, o.what("--world-size", metavar="N", callback=o.positive, help="Data-parallel ranks.", show_default=False)
+    ]
+    stage: Annotated[
+        int | None, o.what("--stage", metavar="1|2|3", min=1, max=3, help="ZeRO stage; by default CKPT's.")
+    ] = None
+    precision: Annotated[ModulePrecision, o.what("--precision", help="Dtype of the model's own weights.")] = (
+        ModulePrecision.keep
+    )
+
+    def options(self) -> dict[str, object]:  # noqa: D102
+        from zckpt.jobs.options import to_dtype
+
+        precision = None if self.precision is ModulePrecision.keep else to_dtype(self.precision.value)
+        return {"world_size": self.world_size, "stage": self.stage, "precision": precision}
 
 
 def register(app: typer.Typer) -> None:
-    """Adds the command."""
-    app.command(
+    """Adds the commands."""
+    command(
+        app,
         "reshard",
-        help="Write a ZeRO checkpoint for another world size, stage or precision; DeepSpeed resumes from it as it is.",
-        epilog="Example: zckpt reshard out/checkpoint-500 resumable/ --world-size 4 --stage 3",
+        summary="Write a ZeRO checkpoint for another world size or stage.",
+        about="Write a ZeRO checkpoint for another world size, stage or precision. DeepSpeed resumes from it without changes.",
+        example="zckpt reshard out/checkpoint-500 resumable/ --world-size 4 --stage 3",
     )(reshard)
-    app.command(
+    command(
+        app,
         "to-universal",
-        help="Write a universal checkpoint, which DeepSpeed resumes from at any world size and tensor or pipeline split.",
-        epilog="Example: zckpt to-universal out/checkpoint-500 universal/",
+        summary="Write a universal checkpoint, for any number of ranks.",
+        about="Write a universal checkpoint. DeepSpeed resumes from it at any world size and any tensor or pipeline split.",
+        example="zckpt to-universal out/checkpoint-500 universal/",
     )(to_universal)
 
 
 def reshard(
     ckpt: o.Checkpoint,
     out: o.OutDirectory,
-    world_size: WorldSize,
-    stage: Stage = None,
-    precision: PrecisionOption = ModulePrecision.keep,
-    tag: o.Tag = None,
-    also: o.Also = None,
-    tp_rules: o.TpRules = None,
-    tp: o.Tp = None,
-    pp: o.Pp = None,
-    key: o.Key = None,
-    threads: o.Threads = None,
-    keep_cache: o.KeepCache = None,
-    limit_rate: o.LimitRate = None,
-    dry_run: o.DryRun = False,
-    overwrite: o.Overwrite = False,
-    allow_unknown_layout: o.AllowUnknownLayout = False,
-    as_json: o.Json = False,
-    quiet: o.Quiet = False,
+    shape: Shape,
+    source: o.Source,
+    speed: o.WriteSpeed,
+    writing: o.Writing,
+    shown: o.Shown,
 ) -> None:
-    """Plans, and unless it is a dry run carries out."""
-    from zckpt.jobs.options import ReshardOptions, to_dtype
+    """Writes a checkpoint of another shape."""
+    from zckpt.core.dtypes import SHORT_NAMES
+    from zckpt.jobs.options import ReshardOptions
     from zckpt.jobs.reshard import prepare
 
     began = time.perf_counter()
-    sink = Console(as_json=as_json, quiet=quiet)
-    options = ReshardOptions(
-        world_size=world_size,
-        stage=stage,
-        precision=None if precision is ModulePrecision.keep else to_dtype(precision.value),
-        tag=tag,
-        also=also or (),
-        overwrite=overwrite,
-        allow_unknown_layout=allow_unknown_layout,
-        wishes=o.wishes(tp_rules, tp, pp, key),
-        threads=threads,
-        keep_cache=keep_cache,
-        limit_rate=o.parse_bytes(limit_rate, "--limit-rate"),
-    )
-    prepared = prepare(ckpt, out, options)
-    what = f"ZeRO-{prepared.target.stage}, world size {world_size}, {prepared.target.precision.torch_name}"
-    facts = {"zero_stage": prepared.target.stage, "world_size": world_size}
-    _carry_out(prepared, what, facts, began, sink, dry_run=dry_run)
+    planned = prepare(ckpt, out, o.chosen(ReshardOptions, shape, source, speed, writing))
+    target = planned.target
+    facts: dict[str, object] = {
+        "tag": target.tag, "precision": target.precision.torch_name, "zero_stage": target.stage, "world_size": shape.world_size,
+    }  # fmt: skip
+    what = f"ZeRO-{target.stage} for {count(shape.world_size, 'rank')} in {SHORT_NAMES[target.precision]}, tag {target.tag}"
+    finish(planned, Words(what, _resume(planned.out), facts), began, writing, shown)
 
 
 def to_universal(
     ckpt: o.Checkpoint,
     out: o.OutDirectory,
-    tag: o.Tag = None,
-    also: o.Also = None,
-    tp_rules: o.TpRules = None,
-    tp: o.Tp = None,
-    pp: o.Pp = None,
-    key: o.Key = None,
-    threads: o.Threads = None,
-    keep_cache: o.KeepCache = None,
-    limit_rate: o.LimitRate = None,
-    dry_run: o.DryRun = False,
-    overwrite: o.Overwrite = False,
-    allow_unknown_layout: o.AllowUnknownLayout = False,
-    as_json: o.Json = False,
-    quiet: o.Quiet = False,
+    source: o.Source,
+    speed: o.WriteSpeed,
+    writing: o.Writing,
+    shown: o.Shown,
 ) -> None:
-    """Plans, and unless it is a dry run carries out."""
+    """Writes a universal checkpoint."""
     from zckpt.jobs.options import WriteOptions
     from zckpt.jobs.to_universal import prepare
 
     began = time.perf_counter()
-    sink = Console(as_json=as_json, quiet=quiet)
-    options = WriteOptions(
-        tag=tag,
-        also=also or (),
-        overwrite=overwrite,
-        allow_unknown_layout=allow_unknown_layout,
-        wishes=o.wishes(tp_rules, tp, pp, key),
-        threads=threads,
-        keep_cache=keep_cache,
-        limit_rate=o.parse_bytes(limit_rate, "--limit-rate"),
-    )
-    prepared = prepare(ckpt, out, options)
-    what = f"universal checkpoint of {len(prepared.catalog):,} tensors"
-    _carry_out(prepared, what, {}, began, sink, dry_run=dry_run)
+    planned = prepare(ckpt, out, o.chosen(WriteOptions, source, speed, writing))
+    target = planned.target
+    facts: dict[str, object] = {"tag": target.tag, "precision": target.precision.torch_name}
+    what = f"a universal checkpoint of {count(len(planned.catalog), 'tensor')}, tag {target.tag}"
+    finish(planned, Words(what, _resume(planned.out), facts), began, writing, shown)
 
 
-def _carry_out(
-    prepared: PlannedReshard[CheckpointTarget],
-    what: str,
-    facts: Mapping[str, object],
-    began: float,
-    sink: Console,
-    *,
-    dry_run: bool,
-) -> None:
-    from zckpt.jobs.planned import execute
-
-    sink.notes(prepared.notes)
-    what += f", tag {prepared.target.tag}"
-    if dry_run:
-        sink.notes(lack_of_space(prepared.out, prepared.plan.bytes_written))
-        told = {"dry_run": True, **_plan_facts(prepared), **facts}
-        sink.result(lambda: told, lambda: _plan_lines(prepared, what))
-        return
-    with sink.progress(prepared.plan.bytes_written, "write") as progress:
-        report = execute(prepared, progress)
-    seconds = time.perf_counter() - began
-    sink.result(
-        lambda: {
-            **_plan_facts(prepared),
-            **facts,
-            "bytes_written": report.bytes_written,
-            "kept": report.kept,
-            "already_done": report.already_done,
-            "seconds": seconds,
-            "peak_rss_bytes": peak_rss_bytes(),
-        },
-        lambda: _lines(prepared, what, report, seconds),
-    )
-
-
-def _plan_facts(prepared: PlannedReshard[CheckpointTarget]) -> dict[str, object]:
-    target, catalog = prepared.target, prepared.catalog
-    return {
-        "out": prepared.out,
-        "tag": target.tag,
-        "precision": target.precision.torch_name,
-        "files": [{"path": file.path, "bytes": file.size} for file, _ in prepared.plan.files],
-        "tensors": len(catalog),
-        "numel": catalog.numel,
-        "bytes_written": prepared.plan.bytes_written,
-        "notes": list(prepared.notes),
-    }
-
-
-def _plan_lines(prepared: PlannedReshard[CheckpointTarget], what: str) -> Iterator[str]:
-    yield f"{prepared.out} would get {what}"
-    for file, _ in prepared.plan.files:
-        yield f"  {file.size:>16,} bytes  {file.path}"
-    yield f"{prepared.plan.bytes_read:,} bytes read, {prepared.plan.bytes_written:,} bytes written"
-
-
-def _lines(prepared: PlannedReshard[CheckpointTarget], what: str, report: Report, seconds: float) -> Iterator[str]:
-    speed = report.bytes_written / 1e6 / max(seconds, 1e-9)
-    if report.already_done:
-        yield already_done(prepared.out)
-    else:
-        yield (
-            f"{prepared.out}: {what}; {report.bytes_written:,} bytes in {len(report.files):,} files, "
-            f"{seconds:.2f} s, {speed:,.0f} MB/s"
-        )
-    yield f"resume with engine.load_checkpoint({prepared.out!r})"
+def _resume(out: str) -> Callable[[set[str]], str]:
+    return lambda files: f"resume with engine.load_checkpoint({out!r})"

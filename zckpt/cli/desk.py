@@ -1,0 +1,102 @@
+"""The error desk: the only place where errors become lines.
+
+Whatever is wrong is printed in the form of `ZckptError.lines`, and as JSON on stdout where `--json` was asked for.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import re
+import sys
+import traceback
+from collections.abc import Iterator
+
+import typer
+
+from zckpt.base.errors import UsageError, ZckptError, redact
+from zckpt.base.words import wrapped
+from zckpt.cli.output import label, stderr_width
+from zckpt.team import together
+
+_ClickError = next(kind for kind in reversed(typer.BadParameter.__mro__) if hasattr(kind, "format_message"))
+"""The base of the errors that typer raises for a wrong command line."""
+
+
+class Interrupted(BaseException):
+    """Ctrl-C, or a request to end. It is no KeyboardInterrupt, because typer would handle that itself."""
+
+
+def report(error: BaseException) -> int:
+    """Prints an error; returns the exit status."""
+    if os.environ.get("ZCKPT_DEBUG") == "1":
+        sys.stderr.write(_masked("".join(traceback.format_exception(error))))
+    code, known = _known(error)
+    notes = list(getattr(error, "__notes__", ()))
+    facts = {**known.as_json(), "error": code, **({"notes": notes} if notes else {})}
+    width = stderr_width()
+    lines = [*known.lines(width), *(line for note in notes for line in wrapped(f"note: {note}", width, " " * 6))]
+    try:
+        sys.stderr.writelines(_painted(_masked(line)) + "\n" for line in lines)
+        if "--json" in sys.argv[1:] and together.speaks():
+            sys.stdout.write(_masked(json.dumps(facts) + "\n"))
+            sys.stdout.flush()
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return 2
+
+
+def _known(error: BaseException) -> tuple[str, ZckptError]:
+    """A code for programs, and the error with zckpt's fields."""
+    if isinstance(error, ZckptError):
+        return error.code, error
+    if isinstance(error, _ClickError):
+        return UsageError.code, _wrong_usage(error)
+    if isinstance(error, Interrupted):
+        return "interrupted", ZckptError("interrupted; the output was not changed")
+    if isinstance(error, MemoryError):
+        remedy = "Use fewer --threads, or a smaller --buffer. The output was not changed."
+        return "memory", ZckptError("out of memory", remedy=remedy)
+    if isinstance(error, OSError):
+        file = None if error.filename is None else os.fsdecode(error.filename)
+        remedy = "Solve this, then run the same command again. The output was not changed."
+        what = str(error.strerror or error)
+        return "os", ZckptError(what[:1].lower() + what[1:], file=file, remedy=remedy)
+    detail = " ".join(str(error).split())
+    remedy = "Run the same command with ZCKPT_DEBUG=1 in the environment, and report what it prints."
+    return "internal", ZckptError(f"internal error: {type(error).__name__}: {detail}", remedy=remedy)
+
+
+def _wrong_usage(error: BaseException) -> UsageError:
+    """What typer says of a wrong command line: an unknown option, a missing argument, a wrong value."""
+    first, *others = error.format_message().split(". ")  # type: ignore[attr-defined]
+    what = re.sub(r"^Got unexpected", "unexpected", first.rstrip("."))
+    context = getattr(error, "ctx", None)
+    command = "zckpt" if context is None else context.command_path
+    remedy = [f"{other.rstrip('.?')}?" if other.startswith("Did you") else f"{other.rstrip('.')}." for other in others]
+    return UsageError(
+        what[:1].lower() + what[1:],
+        remedy=" ".join([*remedy, f"Run '{command} --help' for its arguments and options."]),
+    )
+
+
+def _painted(line: str) -> str:
+    for word, colour in (("error:", "red"), ("note:", "yellow")):
+        if line.startswith(word):
+            return label(word, colour, sys.stderr) + line.removeprefix(word)
+    return line
+
+
+def _masked(text: str) -> str:
+    """A text without secrets: those that were given, and what looks like one."""
+    return redact(text, *_given())
+
+
+def _given() -> Iterator[str]:
+    """Secrets on the command line and in the environment."""
+    for before, after in itertools.pairwise(sys.argv):
+        if before == "--token":
+            yield after
+    yield from (argument.partition("=")[2] for argument in sys.argv if argument.startswith("--token="))
+    yield from (os.environ.get(name, "") for name in ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "AWS_SECRET_ACCESS_KEY"))

@@ -1,0 +1,165 @@
+"""What the commands that write an output do with a planned job: carry it out or print the plan, and say what was written.
+
+For `convert` and `reshape`.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, TypeVar
+
+from zckpt.base.errors import OutputError
+from zckpt.base.words import count, size
+from zckpt.cli.options import Shown, Writing
+from zckpt.cli.output import peak_rss_bytes
+
+if TYPE_CHECKING:
+    from zckpt.jobs.planned import Planned, Report
+
+_MOST_LISTED = 20
+
+
+@dataclass(frozen=True, slots=True)
+class Words:
+    """How a command speaks of its output.
+
+    Attributes:
+        what: the output, as in "OUT: 2 tensors as bf16".
+        use: how a person loads it, given the names of its files.
+        facts: of the command, for `--json`.
+    """
+
+    what: str
+    use: Callable[[set[str]], str]
+    facts: dict[str, object] = field(default_factory=dict[str, object])
+
+
+P = TypeVar("P", bound="Planned")
+
+
+def finish(
+    planned: P,
+    words: Words,
+    began: float,
+    writing: Writing,
+    shown: Shown,
+    execute: Callable[[P, Callable[[int], None] | None], Report] | None = None,
+    more: Callable[[Report], dict[str, object]] = lambda report: {},
+) -> None:
+    """Carries a job out, or prints its plan.
+
+    Args:
+        planned: the job.
+        words: how to speak of it.
+        began: when the command began, by `time.perf_counter`.
+        writing: whether this is a dry run.
+        shown: what to print.
+        execute: what carries it out; None for `jobs.planned.execute`.
+        more: facts of the report, for `--json`.
+    """
+    sink = shown.console
+    if writing.dry_run:
+        sink.notes(planned.notes)
+        sink.notes(lack_of_space(planned.out, planned.order.bytes_written))
+        sink.result(lambda: _plan_facts(planned, words), lambda: _plan_lines(planned, words))
+        return
+    from zckpt.jobs import planned as jobs
+
+    with sink.progress(planned.plan.bytes_written, "write") as progress:
+        report = (execute or jobs.execute)(planned, progress)
+    seconds = time.perf_counter() - began
+    sink.notes(report.notes)
+    sink.notes(
+        f"{name!r} has {count(number, 'element')} too large for the dtype; the largest is {largest:,}"
+        for name, (number, largest) in report.overflows.items()
+    )
+    sink.result(
+        lambda: {
+            "out": planned.out,
+            **words.facts,
+            "files": [{"path": path, "bytes": nbytes} for path, nbytes in report.files],
+            "tensors": report.tensors,
+            "numel": report.numel,
+            "bytes_written": report.bytes_written,
+            "seconds": seconds,
+            "peak_rss_bytes": peak_rss_bytes(),
+            "engine": report.engine,
+            "kept": report.kept,
+            "already_done": report.already_done,
+            "overflows": {name: {"count": n, "largest": repr(x)} for name, (n, x) in report.overflows.items()},
+            "notes": list(report.notes),
+            **more(report),
+        },
+        lambda: _lines(planned, words, report, seconds),
+    )
+
+
+def _files(planned: Planned) -> list[tuple[str, int]]:
+    """The files that a job would write, and their bytes."""
+    from zckpt.storage import paths
+
+    files = [(file.path, file.size) for file, _ in planned.plan.files]
+    return files + [(name, paths.size(path)) for path, name in planned.order.copies]
+
+
+def _plan_facts(planned: Planned, words: Words) -> dict[str, object]:
+    return {
+        "dry_run": True,
+        "out": planned.out,
+        **words.facts,
+        "files": [{"path": path, "bytes": nbytes} for path, nbytes in _files(planned)],
+        "tensors": len(planned.catalog),
+        "numel": planned.catalog.numel,
+        "moves": sum(1 for _ in planned.plan.moves()),
+        "bytes_read": planned.plan.bytes_read,
+        "bytes_written": planned.order.bytes_written,
+        "notes": list(planned.notes),
+    }
+
+
+def _plan_lines(planned: Planned, words: Words) -> Iterator[str]:
+    yield f"{planned.out}: would hold {words.what}"
+    files = _files(planned)
+    for path, nbytes in files[:_MOST_LISTED]:
+        yield f"  {size(nbytes):>9}  {path}"
+    if len(files) > _MOST_LISTED:
+        yield f"  and {len(files) - _MOST_LISTED:,} more files (--json lists all)"
+    yield f"would read {size(planned.plan.bytes_read)} and write {size(planned.order.bytes_written)}"
+
+
+def _lines(planned: Planned, words: Words, report: Report, seconds: float) -> Iterator[str]:
+    if report.already_done:
+        yield f"{planned.out}: already done; every file matches its checksum, and nothing was written"
+    else:
+        files = f"{size(report.bytes_written)} in {count(len(report.files), 'file')}"
+        yield f"{planned.out}: {words.what}, {files}, {duration(seconds)}{rate(report.bytes_written, seconds)}"
+    if report.kept:
+        yield f"resumed an interrupted run, which had finished {count(report.kept, 'file')}"
+    yield words.use({path for path, _ in report.files})
+
+
+def duration(seconds: float) -> str:
+    """A time for a person: `0.06 s`, `12.3 s`, `5 min 20 s`."""
+    if seconds < 60:
+        return f"{seconds:.2f} s" if seconds < 1 else f"{seconds:.1f} s"
+    return f"{seconds // 60:,.0f} min {seconds % 60:.0f} s"
+
+
+def rate(nbytes: int, seconds: float) -> str:
+    """`, 1.2 GB/s` where a job was long enough for that to mean something, else nothing."""
+    return f", {size(nbytes / seconds)}/s" if seconds >= 1 and nbytes >= 10**8 else ""
+
+
+def lack_of_space(out: str, needed_bytes: int) -> list[str]:
+    """A sentence for a dry run if the disk is too full."""
+    from zckpt.output.checks import check_space
+    from zckpt.storage import paths
+
+    if not paths.is_remote(out):
+        try:
+            check_space(out, needed_bytes)
+        except OutputError as error:
+            return [str(error)]
+    return []
