@@ -155,7 +155,7 @@ def test_newer_neox_llama(tp: int, key: int, tmp_path: Path) -> None:
             (Path(zckpt.__file__).parent / "layouts" / "joining" / "rule_files" / "neox.json").read_text()
         )
         (tmp_path / "rules.json").write_text(json.dumps(rules))
-        with pytest.raises(UnsupportedError, match="rank by rank"):
+        with pytest.raises(UnsupportedError, match="joined by other rules"):
             converted(home, tmp_path / "other", "llama", str(tmp_path / "rules.json"))
 
 

@@ -242,7 +242,7 @@ def test_a_resharded_run_goes_round(tmp_path: Path) -> None:
 
 
 def test_no_optimizer_to_write(tmp_path: Path) -> None:
-    with pytest.raises(UnsupportedError, match="without optimizer states"):
+    with pytest.raises(UnsupportedError, match="holds no optimizer states"):
         to_dcp(HOME / "dcp" / "boxes_w4" / "checkpoint", tmp_path / "out", optimizer="optim")
     assert not (tmp_path / "out").exists()
 

@@ -105,7 +105,7 @@ def test_without_model_files_it_says_so(universal: Path) -> None:
     tag = zero_of(universal).parent
     for path in tag.glob("*_model_states.pt"):
         path.unlink()
-    with pytest.raises(IncompleteError, match="without model files"):
+    with pytest.raises(IncompleteError, match="has no model files"):
         open_checkpoint(tag)
 
 

@@ -260,10 +260,10 @@ def size(metadata: Metadata, *shape: int) -> None:
 
 WRONG: dict[str, tuple[Callable[[Metadata], None], type[ZckptError], str]] = {
     "overlapping chunks": (lambda m: halves(m, (0, 4), (2, 6)), InconsistentError, "overlap"),
-    "a gap": (lambda m: halves(m, (0, 2), (4, 6)), IncompleteError, "no file holds"),
+    "a gap": (lambda m: halves(m, (0, 2), (4, 6)), IncompleteError, "are missing"),
     "a chunk missing": (lambda m: halves(m, (0, 3)), IncompleteError, "12 of 24"),
     "no chunks": (lambda m: halves(m), IncompleteError, "0 of 24"),
-    "a chunk outside": (lambda m: halves(m, (0, 3), (3, 7)), InconsistentError, "outside of its tensor"),
+    "a chunk outside": (lambda m: halves(m, (0, 3), (3, 7)), InconsistentError, "a chunk outside of tensor"),
     "chunks of another size than stored": (lambda m: halves(m, (0, 3), (3, 6)), InconsistentError, "not what"),
     "no place": (lambda m: m.storage_data.clear(), IncompleteError, "no file holds"),
     "beyond the end": (lambda m: place(m, offset=1 << 30), CorruptError, "ends before the end"),
@@ -279,7 +279,7 @@ WRONG: dict[str, tuple[Callable[[Metadata], None], type[ZckptError], str]] = {
     "a path of nothing": (lambda m: place(m, relative_path=""), UnsafeError, "elsewhere"),
     "a path that is a number": (lambda m: place(m, relative_path=5), UnsafeError, "elsewhere"),
     "a file that is not there": (lambda m: place(m, relative_path="__9_0.distcp"), IncompleteError, "ranks 9"),
-    "a directory": (lambda m: place(m, relative_path="inner"), IncompleteError, "missing data files"),
+    "a directory": (lambda m: place(m, relative_path="inner"), IncompleteError, "data files are missing"),
     "transformed bytes": (lambda m: place(m, transform_descriptors=["zstd"]), UnsupportedError, "zstd"),
     "a size of 2^62 squared": (lambda m: size(m, 1 << 62, 1 << 62), ZckptError, None),
     "9,999 dimensions": (lambda m: size(m, *(1,) * 9999), CorruptError, None),
@@ -293,14 +293,14 @@ WRONG: dict[str, tuple[Callable[[Metadata], None], type[ZckptError], str]] = {
     "an object's place": (
         lambda m: m.storage_data.update({MetadataIndex("model.w", (0, 0)): m.storage_data[MetadataIndex("step")]}),
         CorruptError,
-        "something else",
+        "another object",
     ),
-    "names that are numbers": (lambda m: m.state_dict_metadata.update({7: None}), CorruptError, "no text"),
+    "names that are numbers": (lambda m: m.state_dict_metadata.update({7: None}), CorruptError, "not a text"),
     "no description": (lambda m: m.state_dict_metadata.update({"x": None}), CorruptError, "TensorStorageMetadata"),
-    "nothing described": (lambda m: setattr(m, "state_dict_metadata", None), CorruptError, "without a state dict"),
-    "nothing stored": (lambda m: setattr(m, "storage_data", None), CorruptError, "where anything lies"),
+    "nothing described": (lambda m: setattr(m, "state_dict_metadata", None), CorruptError, "have no state dict"),
+    "nothing stored": (lambda m: setattr(m, "storage_data", None), CorruptError, "name no data files"),
     "objects only": (lambda m: m.state_dict_metadata.pop("model.w") and m.state_dict_metadata.pop("model.s"),
-                     NotACheckpointError, "without weights"),
+                     NotACheckpointError, "holds no weights"),
 }  # fmt: skip
 
 
@@ -388,7 +388,7 @@ def test_no_metadata(save: Path) -> None:
 
 def test_the_error_says_how_much_is_there(save: Path) -> None:
     changed(save, lambda m: halves(m, *((n, n + 1) for n in range(5))))
-    with pytest.raises(IncompleteError, match="5 chunks hold 20 of 24"):
+    with pytest.raises(IncompleteError, match="20 of 24 elements, in 5 chunks"):
         weights(save)
 
 
@@ -408,7 +408,7 @@ def test_an_optimizer_alone() -> None:
 def test_a_rank_that_saved_alone_is_missing(tmp_path: Path) -> None:
     shutil.copytree(FIXTURES / "alone_w2" / "checkpoint", tmp_path / "ckpt")
     (tmp_path / "ckpt" / "__1.metadata").unlink()
-    with pytest.raises(IncompleteError, match="metadata or shards of some ranks are missing"):
+    with pytest.raises(IncompleteError, match="metadata and data files of all ranks"):
         weights(tmp_path / "ckpt")
 
 

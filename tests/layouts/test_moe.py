@@ -267,7 +267,7 @@ def test_a_missing_expert_is_named(tmp_path: Path) -> None:
     checkpoint = copied("moe/zero1_w4", tmp_path)
     one(checkpoint, "layer_0_expert_2_*").unlink()
     error = refused(IncompleteError, checkpoint, tmp_path)
-    assert error.what == "missing experts of layer 0"
+    assert error.what == "files of experts of layer 0 are missing"
     assert "layer_0_expert_2_mp_rank_00_model_states.pt" in error.expected and "--also" in error.remedy
 
 
@@ -291,7 +291,7 @@ def test_missing_tensor_parallel_ranks(name: str, tmp_path: Path) -> None:
     """All files of one, or its model file where DeepSpeed did write one."""
     checkpoint = copied(name, tmp_path)
     one(checkpoint, "mp_rank_01_model_states.pt").unlink()
-    assert "no model states file of mp_rank 01" in refused(IncompleteError, checkpoint, tmp_path).what
+    assert "the model states file of mp_rank 01 is missing" in refused(IncompleteError, checkpoint, tmp_path).what
     for path in checkpoint.glob("*/*_mp_rank_01_*"):
         path.unlink()
     assert "01" in refused(IncompleteError, checkpoint, tmp_path).remedy

@@ -257,11 +257,9 @@ class Hub:
                     return found
                 if code in (409, 412):
                     raise MovedError(
-                        "somebody else committed meanwhile",
-                        file=target.label,
-                        expected=f"commit {parent[:12]}",
+                        "somebody else committed meanwhile", file=target.label, expected=f"commit {parent[:12]}",
                         remedy=RETRY,
-                    ) from error
+                    ) from error  # fmt: skip
                 raise
             return Committed(str(info.oid), str(info.pr_url or ""))
 

@@ -1,12 +1,12 @@
-"""Which tensors of a checkpoint are a PEFT adapter's, and what PEFT calls them in its own files.
+"""The tensors of a PEFT adapter in a checkpoint, and their names in PEFT's own files.
 
-For `adapters`, and for `forms`, by which `verify` looks for the same.
+For `to_peft`, and for `transform`, so that `verify` expects the same.
 
 [Note: an adapter's names] In the model's state dict an adapter's tensors are `<module>.lora_A.<adapter>.weight`, or
-`<module>.lora_embedding_A.<adapter>` where the parameter is a bare one; a module that is trained whole is
+`<module>.lora_embedding_A.<adapter>` if the parameter is not in a module; a module that is trained whole is
 `<module>.modules_to_save.<adapter>.<rest>`, beside `original_module`. In `adapter_model.safetensors` the adapter's name is
 left out, and of a module that is trained whole `modules_to_save` too; a DoRA magnitude loses its `.weight`. All begin with
-`base_model.model.`, also those of a model that adapters were injected into without PEFT's own wrapper.
+`base_model.model.`, also in a model into which adapters were injected without PEFT's own wrapper.
 Source: PEFT 0.21.2, utils/save_and_load.py `get_peft_model_state_dict`, utils/other.py `ModulesToSaveWrapper`;
 peft_model.py `save_pretrained` (files and sub-directories); transformers 5.23, integrations/peft.py (injected adapters).
 """
@@ -30,7 +30,7 @@ class Found:
     """One tensor of an adapter.
 
     Attributes:
-        adapter: whose it is.
+        adapter: the adapter's name.
         saved: its name in `adapter_model.safetensors`.
     """
 
@@ -39,7 +39,7 @@ class Found:
 
 
 def found_in(name: str) -> Found | None:
-    """What a tensor of the model is to an adapter, if anything; see [Note: an adapter's names]."""
+    """A tensor of the model as one of an adapter; None if it is not one; see [Note: an adapter's names]."""
     if match := _PROMPT.fullmatch(name):
         return Found(match["adapter"], "prompt_embeddings" if match["rest"] == "embedding.weight" else "")
     if match := _WHOLE.fullmatch(name):
@@ -54,25 +54,25 @@ def found_in(name: str) -> Found | None:
 
 
 def _rooted(name: str) -> str:
-    """From `base_model.` on, whatever the model was wrapped in."""
+    """The name from `base_model.` on, which is added if it is missing."""
     at = f".{name}".find(".base_model.")
     return name[at:] if at >= 0 else _BASE + name
 
 
 def adapters_in(catalog: Catalog) -> dict[str, Found]:
-    """Name -> what it is to an adapter, of all names that are something to one."""
+    """Name -> the adapter's tensor, for all tensors of adapters."""
     return {name: it for name in (*catalog, *catalog.aliases) if (it := found_in(name))}
 
 
 def only_adapter(catalog: Catalog, adapter: str, bias: str = "none") -> tuple[Catalog, tuple[str, ...]]:
-    """One adapter's tensors under the names PEFT gives them, and the names of those that are not of it.
+    """One adapter's tensors with PEFT's names, and the names of all other tensors.
 
-    Tied modules are there twice, as PEFT stores them (it wants to find both names); the tokens of tied ones are not.
+    Tied modules are stored twice, since PEFT loads both names; the trained tokens of tied ones are stored once.
 
     Args:
         catalog: a checkpoint of the whole model.
         adapter: its name.
-        bias: which biases of the base model belong to it, as its config says: "none", "all" or "lora_only".
+        bias: the biases of the base model that belong to it, as its config says: "none", "all" or "lora_only".
     """
     found = adapters_in(catalog)
     chosen = {

@@ -1,22 +1,22 @@
-"""Megatron's and GPT-NeoX's tensors as an architecture of transformers has them: names, and the order of rows.
+"""Megatron's and GPT-NeoX's tensors with the names and the order of rows of an architecture of transformers.
 
-For `--to hf:NAME`. What is called what, and which tensors are cut, reordered or transposed, is data: one file per architecture
-in `architecture_files`. Nothing is copied: a reordered tensor is the same fragments at other places (`overlaps.rearranged`).
+For `--to hf:NAME`. The names, and which tensors are cut, reordered or transposed, are data: one file for each architecture in
+`architecture_files`. Nothing is copied: a reordered tensor is the same fragments at other places (`overlaps.rearranged`).
 
 [Note: architecture files] The first entry of "tensors" whose "match" fits a tensor's local name (without the layer it is in)
-is taken. "to" is its name there, or a list of names it is cut into, or null for what is left out; {block} is the number of its
-transformer block and {1}, {2}, .. the match's groups. "cut" says that it is stacked: "qkv", or "halves". "order" is what a
-stack that stays one tensor is to be: "heads" (for each head its query, key and value) or "stacked". "transpose" turns
+applies. "to" is its new name, or a list of names for its parts, or null if it is left out; {block} is the number of its
+transformer block and {1}, {2}, .. the match's groups. "cut" says that it is stacked: "qkv", or "halves". "order" is the new
+order of a stack that stays one tensor: "heads" (for each head its query, key and value) or "stacked". "transpose" transposes
 matrices. "vocabulary" cuts off rows that a given config does not have. "config" is explained in `model_config`.
 
 [Note: local names] In a pipeline, and in GPT-NeoX's sequential form, names begin with the layer's number; blocks are
-the layers that hold attention, whatever stands before and after them. Otherwise the name itself has the block's number.
+the layers that hold attention, counted from 0. Otherwise the name itself has the block's number.
 
 [Note: the order of queries, keys and values] A fused weight is `groups` groups of rows, in each some rows of queries, then
-of keys, then of values. Its order is fully said by how many groups there are. GPT-NeoX has one per query head; with fewer
+of keys, then of values. The number of groups determines the order. GPT-NeoX has one per query head; with fewer
 key heads than query heads, since November 2024, one per tensor-parallel rank. Megatron since checkpoint version 2 has one
-per key head; version 1 one per element of a head (h, n, 3); version 0 one per tensor-parallel rank. What is grouped by
-ranks is only known when the rules that joined it laid slices end to end, as the built-in ones do.
+per key head; version 1 one per element of a head (h, n, 3); version 0 one per tensor-parallel rank. Groups by ranks are
+only known if the rules that joined the slices put them end to end, as the built-in ones do.
 Source: GPT-NeoX, tools/ckpts/convert_neox_to_hf.py; Megatron-DeepSpeed, tools/hf2megads_weight_converter.py and
 megatron/model/transformer.py; transformers 4, models/megatron_gpt2 `fix_query_key_value_ordering`.
 """
@@ -32,7 +32,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from zckpt.base.errors import InconsistentError, UnsupportedError
-from zckpt.base.words import examples
+from zckpt.base.words import count, examples
 from zckpt.core.catalog import Catalog, Replica, TensorEntry
 from zckpt.core.dtypes import DType
 from zckpt.core.fragments import Block, Fragment
@@ -40,17 +40,15 @@ from zckpt.core.overlaps import Pass, clip, rearranged, transposed
 
 FILES = os.path.join(os.path.dirname(__file__), "architecture_files")
 
-_PREFIXES = tuple(
-    map(
-        re.compile,
-        (
-            r"(?:.*\.)?layers\.(?P<block>\d+)\.(?P<local>.+)",
-            r"(?:sequential\.)?(?P<layer>\d+)\.(?P<local>.+)",
-            r"tied_modules\.[^.]+\.(?P<local>.+)",
-            r"(?:language_model\.)?(?:embedding\.|encoder\.|transformer\.)?(?P<local>.+)",
-        ),
+_PREFIXES = [
+    re.compile(pattern)
+    for pattern in (
+        r"(?:.*\.)?layers\.(?P<block>\d+)\.(?P<local>.+)",
+        r"(?:sequential\.)?(?P<layer>\d+)\.(?P<local>.+)",
+        r"tied_modules\.[^.]+\.(?P<local>.+)",
+        r"(?:language_model\.)?(?:embedding\.|encoder\.|transformer\.)?(?P<local>.+)",
     )
-)
+]
 _ATTENTION = re.compile(r"(?:self_)?attention\.")
 
 Shape = tuple[int, ...]
@@ -73,12 +71,12 @@ class Heads:
 
 @dataclass(frozen=True, slots=True)
 class RunFacts:
-    """What a checkpoint says of itself that its tensors do not show.
+    """Facts of a checkpoint that its tensors do not show.
 
     Attributes:
-        version: Megatron's checkpoint version; None where none is recorded.
+        version: Megatron's checkpoint version; None if it is not recorded.
         tp: tensor-parallel ranks that it was joined from.
-        rules: by which rules that was done; empty for the checkpoint's own.
+        rules: the rules that joined it; empty for the checkpoint's own.
     """
 
     version: float | None
@@ -88,7 +86,7 @@ class RunFacts:
 
 @dataclass(frozen=True, slots=True)
 class Located:
-    """A tensor's place in the model: its block, if it is in one, and its name there."""
+    """A tensor's place in the model: its block, if it is in one, and its local name."""
 
     block: int | None
     local: str
@@ -96,7 +94,7 @@ class Located:
 
 @dataclass(frozen=True, slots=True)
 class Architecture:
-    """An architecture file, read; see [Note: architecture files]."""
+    """An architecture file; see [Note: architecture files]."""
 
     name: str
     tensors: tuple[tuple[re.Pattern[str], Mapping[str, Any]], ...]
@@ -104,19 +102,19 @@ class Architecture:
 
 
 def names() -> list[str]:
-    """The architectures that there are files of."""
+    """The architectures that have a file."""
     return sorted(name.removesuffix(".json") for name in os.listdir(FILES) if name.endswith(".json"))
 
 
 def architecture(name: str) -> Architecture:
-    """One architecture, of `names`."""
+    """Reads an architecture, one of `names`."""
     with open(os.path.join(FILES, f"{name}.json"), "rb") as file:
         data = json.load(file)
     return Architecture(name, tuple((re.compile(rule["match"]), rule) for rule in data["tensors"]), data["config"])
 
 
 def located(catalog: Catalog) -> dict[str, Located]:
-    """Where every tensor is in the model; see [Note: local names]."""
+    """The place of every tensor in the model; see [Note: local names]."""
     found: dict[str, tuple[re.Match[str], str]] = {}
     for name in catalog.tensors:
         match = next(match for prefix in _PREFIXES if (match := prefix.fullmatch(name)))
@@ -133,10 +131,11 @@ def located(catalog: Catalog) -> dict[str, Located]:
 
 
 def heads_of(catalog: Catalog, query: int, size: int | None) -> Heads:
-    """How attention is divided, from the number of query heads and what the tensors show.
+    """How attention is divided, from the number of query heads and the tensors' shapes.
 
     Raises:
         InconsistentError: they do not fit each other.
+        UnsupportedError: there are no fused attention weights.
     """
     for name, place_ in located(catalog).items():
         if re.fullmatch(r"(?:self_)?attention\.query_key_value\.weight", place_.local):
@@ -146,24 +145,28 @@ def heads_of(catalog: Catalog, query: int, size: int | None) -> Heads:
             if not rest and 0 < key <= query and query % key == 0:
                 return Heads(query, key, size)
             raise InconsistentError(
-                f"heads that do not fit {name!r}", file=catalog.source.path,
-                found=f"{rows:,} rows for {query} query heads of {size} rows",
-                remedy="Give the model's config.json with --config.",
+                f"the heads do not fit {name!r}", file=catalog.source.path,
+                found=f"{rows:,} rows",
+                remedy="Pass the model's config.json with --config.",
+                expected=f"rows for {query} query heads of {size} rows, and for keys and values",
             )  # fmt: skip
-    raise UnsupportedError("a model without fused attention weights", file=catalog.source.path, found=examples(catalog))
+    raise UnsupportedError(
+        "the model has no fused attention weights", file=catalog.source.path, found=f"tensors {examples(catalog)}",
+        expected="tensors of Megatron or GPT-NeoX", remedy="Leave out --to.",
+    )  # fmt: skip
 
 
 def as_architecture(
     catalog: Catalog, wanted: Architecture, heads: Heads, origin: RunFacts, vocabulary: int | None
 ) -> Catalog:
-    """The tensors under the architecture's names, in its order of rows.
+    """The tensors with the architecture's names and order of rows.
 
     Args:
         catalog: Megatron's or GPT-NeoX's tensors, joined.
         wanted: the architecture.
         heads: how attention is divided.
-        origin: what is known of the checkpoint.
-        vocabulary: rows of the embeddings that are real; None for all.
+        origin: facts of the checkpoint.
+        vocabulary: rows of the embeddings to keep; None for all.
 
     Raises:
         UnsupportedError: a tensor has no place in the architecture.
@@ -187,7 +190,7 @@ def as_architecture(
 def _matched(
     catalog: Catalog, places: Mapping[str, Located], wanted: Architecture
 ) -> Iterator[tuple[TensorEntry, Mapping[str, Any], list[str]]]:
-    """Each tensor with its rule and its names there."""
+    """Each tensor with its rule and its new names."""
     homeless: list[str] = []
     for name, place_ in places.items():
         for pattern, rule in wanted.tensors:
@@ -203,15 +206,15 @@ def _matched(
             homeless.append(name)
     if homeless:
         raise UnsupportedError(
-            f"tensors that have no place in {wanted.config['fixed']['architectures'][0]}", file=catalog.source.path,
+            f"some tensors have no place in {wanted.config['fixed']['architectures'][0]}", file=catalog.source.path,
             found=examples(homeless),
-            remedy=f"Choose another --to ({', '.join(f'hf:{n}' for n in names())}), or leave them out with --exclude.",
+            remedy=f"Pass another --to ({', '.join(f'hf:{n}' for n in names())}), or leave them out with --exclude.",
         )  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
 class _Groups:
-    """Groups of queries, keys and values, and of the two halves of a gated MLP."""
+    """The number of groups of queries, keys and values, and of the two halves of a gated MLP."""
 
     attention: int
     gated: int
@@ -220,7 +223,7 @@ class _Groups:
 def _carried(
     entry: TensorEntry, rule: Mapping[str, Any], to: Sequence[str], heads: Heads, stacked: _Groups
 ) -> Iterator[TensorEntry]:
-    """The tensors that one becomes."""
+    """The tensors that one tensor becomes."""
     cut = rule.get("cut")
     if cut is None:
         yield replace(entry, name=to[0])
@@ -229,7 +232,9 @@ def _carried(
     if cut == "halves":
         groups = stacked.gated if rule.get("by") == "ranks" else 1
         if rows % (2 * groups):
-            raise InconsistentError(f"{rows} rows that are no two halves, of tensor {entry.name!r}")
+            raise InconsistentError(
+                f"tensor {entry.name!r} has no two halves", found=f"{rows:,} rows in {count(groups, 'group')}"
+            )
         for number, name in enumerate(to):
             yield _rows_of(entry, name, groups, (rows // groups // 2,) * 2, number)
         return
@@ -237,8 +242,9 @@ def _carried(
     groups = stacked.attention
     if rows != sum(widths) or any(width % groups for width in widths):
         raise InconsistentError(
-            f"queries, keys and values that do not fit the heads, of tensor {entry.name!r}",
-            found=f"{rows:,} rows in {groups:,} groups", expected=f"{sum(widths):,} for {heads}",
+            f"queries, keys and values do not fit the heads, in tensor {entry.name!r}",
+            found=f"{rows:,} rows in {groups:,} groups", expected=f"{sum(widths):,} rows for {heads}",
+            remedy="Pass the model's config.json with --config.",
         )  # fmt: skip
     inside = tuple(width // groups for width in widths)
     if len(to) == 3:
@@ -249,45 +255,36 @@ def _carried(
     if wanted == groups:
         yield replace(entry, name=to[0])
         return
-    # First the three tensors, one after another; then their rows in the groups that are wanted.
+    # First the three tensors, one after another; then their rows in the new groups.
     width = math.prod(rest)
-    yield _moved(
-        entry,
-        to[0],
-        entry.shape,
-        _stack(inside, groups, width),
-        _interleave([w // wanted for w in widths], wanted, width),
-    )
+    apart, together = _stack(inside, groups, width), _interleave([w // wanted for w in widths], wanted, width)
+    yield _moved(entry, to[0], entry.shape, apart, together)
 
 
 def _stack(inside: Sequence[int], groups: int, width: int) -> Pass:
     """Groups of rows of several tensors -> these tensors, one after another."""
     pitch = sum(inside) * width
+    starts = [sum(inside[:n]) * width for n in range(len(inside))]
     return [
-        (
-            Block(sum(inside[:n]) * width, own * width, groups, pitch, pitch, 1),
-            sum(inside[:n]) * groups * width,
-            own * width,
-        )
-        for n, own in enumerate(inside)
+        (Block(at, own * width, groups, pitch, pitch, 1), at * groups, own * width) for at, own in zip(starts, inside)
     ]
 
 
 def _interleave(inside: Sequence[int], groups: int, width: int) -> Pass:
-    """The other way round."""
+    """Several tensors, one after another -> groups of their rows."""
     pitch = sum(inside) * width
+    starts = [sum(inside[:n]) * width for n in range(len(inside))]
     return [
-        (Block(at * groups * width, own * width, groups, own * width, own * width, 1), at * width, pitch)
-        for n, own in enumerate(inside)
-        for at in (sum(inside[:n]),)
+        (Block(at * groups, own * width, groups, own * width, own * width, 1), at, pitch)
+        for at, own in zip(starts, inside)
     ]
 
 
 def _groups(places: Mapping[str, Located], heads: Heads, origin: RunFacts, path: str) -> _Groups:
-    """See [Note: the order of queries, keys and values].
+    """The number of groups; see [Note: the order of queries, keys and values].
 
     Raises:
-        UnsupportedError: nothing says what it is.
+        UnsupportedError: the checkpoint does not tell them.
     """
     locals_ = {place_.local for place_ in places.values()}
     gated = any(local.startswith("mlp.linear1.") for local in locals_)
@@ -301,8 +298,9 @@ def _groups(places: Mapping[str, Located], heads: Heads, origin: RunFacts, path:
             attention, by_rank = origin.tp, True
     elif any(local.startswith("self_attention.") for local in locals_):
         raise UnsupportedError(
-            "fused attention weights whose order nothing says", file=path, found="no checkpoint_version",
-            remedy="Convert from the checkpoint that Megatron itself wrote, which says it.",
+            "the order of the fused attention weights is unknown", file=path, found="no checkpoint_version",
+            remedy="Convert the checkpoint that Megatron itself wrote.",
+            expected="a checkpoint_version, as Megatron writes",
         )  # fmt: skip
     elif heads.key < heads.query and gated:  # the newer names came with the newer order
         attention, by_rank = origin.tp, True
@@ -310,14 +308,15 @@ def _groups(places: Mapping[str, Located], heads: Heads, origin: RunFacts, path:
         attention = heads.query
     if origin.tp > 1 and (by_rank or gated) and origin.rules not in ("neox", "megatron"):
         raise UnsupportedError(
-            "stacked rows that lie rank by rank, joined by other rules", file=path, found=origin.rules or "its own",
-            remedy="Use --tp-rules neox, or megatron for Megatron's checkpoints.",
+            "stacked rows of several ranks were joined by other rules", file=path,
+            found=f"rules {origin.rules}" if origin.rules else "the checkpoint's own rules",
+            remedy="Pass --tp-rules neox, or megatron for Megatron's checkpoints.",
         )  # fmt: skip
     return _Groups(attention, origin.tp)
 
 
 def _rows_of(entry: TensorEntry, name: str, groups: int, widths: Sequence[int], number: int) -> TensorEntry:
-    """One of the tensors that are stacked, group by group."""
+    """One of several tensors that are stacked in groups."""
     width = math.prod(entry.shape[1:])
     block, _, pitch = _stack(widths, groups, width)[number]
     return _moved(entry, name, (widths[number] * groups, *entry.shape[1:]), [(block, 0, pitch)])
@@ -335,7 +334,7 @@ def _turned(entry: TensorEntry) -> TensorEntry:
 
 
 def _moved(entry: TensorEntry, name: str, shape: Shape, *passes: Pass) -> TensorEntry:
-    """A tensor of another's rows, and of those of all its replicas; each pass takes what the one before has made."""
+    """A tensor of another one's rows, with its replicas; each pass rearranges the result of the one before."""
 
     def through(fragments: tuple[Fragment, ...], itemsize: int) -> tuple[Fragment, ...]:
         for rows in passes:
@@ -347,7 +346,7 @@ def _moved(entry: TensorEntry, name: str, shape: Shape, *passes: Pass) -> Tensor
 
 
 def _cut_rows(entry: TensorEntry, keep: int | None) -> TensorEntry:
-    """The first rows, where there are more than are real."""
+    """The first `keep` rows of a tensor that has more."""
     if keep is None or keep >= entry.shape[0]:
         return entry
     shape = (keep, *entry.shape[1:])
@@ -358,21 +357,22 @@ def _cut_rows(entry: TensorEntry, keep: int | None) -> TensorEntry:
 
 
 def _same(first: TensorEntry, other: TensorEntry) -> TensorEntry:
-    """A tensor that the checkpoint holds twice, as tied embeddings of a pipeline: a check compares them."""
+    """One entry for a tensor that the checkpoint holds twice, as tied embeddings of a pipeline; checks compare the two."""
     if (first.shape, first.dtype) != (other.shape, other.dtype):
         raise InconsistentError(
-            f"two tensors that would both be called {first.name!r}",
+            f"two tensors would both be called {first.name!r}",
             found=f"{first.dtype} {list(first.shape)} and {other.dtype} {list(other.shape)}",
+            expected="the same dtype and shape",
         )
     copy = Replica(other.dtype, other.fragments, "another layer", True)
     return replace(first, replicas=(*first.replicas, copy))
 
 
 def _check_blocks(tensors: Mapping[str, TensorEntry], catalog: Catalog) -> None:
-    """Every block holds the same tensors.
+    """Checks that every block holds the same tensors.
 
     Raises:
-        InconsistentError: one lacks some.
+        InconsistentError: tensors are missing in some.
     """
     held: dict[int, set[str]] = {}
     for name in tensors:
@@ -382,6 +382,6 @@ def _check_blocks(tensors: Mapping[str, TensorEntry], catalog: Catalog) -> None:
     lacking = {block: sorted(every - found) for block, found in sorted(held.items()) if every - found}
     if lacking or sorted(held) != list(range(len(held))):
         raise InconsistentError(
-            "blocks that do not hold the same tensors", file=catalog.source.path,
+            "blocks do not hold the same tensors", file=catalog.source.path,
             found="; ".join(f"block {b} lacks {examples(n)}" for b, n in list(lacking.items())[:3]) or f"blocks {sorted(held)}",
         )  # fmt: skip

@@ -1,9 +1,9 @@
-"""Weights in the form that the hub has them, where transformers keeps them in another one in memory.
+"""Weights in the form of the hub, for models that transformers has in another form in memory.
 
-For `forms`. Since version 5 transformers fuses some weights when it loads a model (all experts of a layer in one tensor, for
-one) and takes them apart again in `save_pretrained`. A checkpoint of such a model holds the fused ones. Its own mapping, run
-backwards, says what they become: it is run on tensors without memory, and what it gives are views of these, whose offsets and
-strides are the fragments. Nothing is computed and nothing is copied.
+For `transform`. Since version 5 transformers fuses some weights when it loads a model (such as all experts of a layer in one
+tensor) and takes them apart again in `save_pretrained`. A checkpoint of such a model holds the fused ones. Here transformers' own
+mapping is run backwards on tensors without memory. It returns views of these, whose offsets and strides are the fragments.
+Nothing is computed and nothing is copied.
 Source: transformers 5.23, core_model_loading.py `revert_weight_conversion`, conversion_mapping.py.
 """
 
@@ -17,7 +17,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from zckpt.base.words import examples
+from zckpt.base.words import count, examples
 from zckpt.core.catalog import Catalog, TensorEntry
 from zckpt.core.overlaps import rearranged, strided
 
@@ -26,29 +26,28 @@ if TYPE_CHECKING:
 
 
 def in_hub_form(catalog: Catalog, config: Mapping[str, object]) -> tuple[Catalog, tuple[str, ...]]:
-    """The catalog as `save_pretrained` would name and cut its tensors, and what a person should know of it.
+    """The catalog with its tensors named and cut as by `save_pretrained`, and notes for the user.
 
-    Without transformers 5, or for a model that it does not keep in another form, the catalog stays what it is; and so does one
-    whose names are not those of the model in memory.
+    The catalog stays as it is without transformers 5, for a model that has no other form in memory, and if its names are not
+    those of the model in memory.
     """
     if not _is_converted(config):
         return catalog, ()
     try:
-        with contextlib.redirect_stdout(sys.stderr):  # what is imported on the way may print
+        with contextlib.redirect_stdout(sys.stderr):  # imported modules may print
             found = _reverted(catalog, config)
-    except Exception as error:  # the mapping is transformers' own, and may not fit what it finds
-        told = " ".join(str(error).split())[:200]
-        return catalog, (f"The hub's form could not be found out ({type(error).__name__}: {told}): names stay.",)
+    except Exception as error:  # transformers' mapping may not fit these tensors
+        reason = " ".join(str(error).split())[:200]
+        return catalog, (f"Names stay as they are: transformers' mapping failed ({type(error).__name__}: {reason}).",)
     if found is None:
         return catalog, ()
     changed = len(found.tensors.keys() - catalog.tensors.keys())
-    return found, (
-        (f"{changed:,} tensors got the hub's names and form, by transformers' own mapping.",) if changed else ()
-    )
+    note = f"{count(changed, 'tensor')} got the hub's names and form, by transformers' own mapping."
+    return found, (note,) if changed else ()
 
 
 def _is_converted(config: Mapping[str, object]) -> bool:
-    """Whether transformers' mapping knows the model: a look into its source, since importing it takes seconds."""
+    """Whether transformers' mapping knows the model; its source is searched, since importing it takes seconds."""
     spec = importlib.util.find_spec("transformers")
     if spec is None or not spec.submodule_search_locations or not config.get("architectures"):
         return False
@@ -62,7 +61,7 @@ def _is_converted(config: Mapping[str, object]) -> bool:
 
 
 def _kinds(config: Mapping[str, object]) -> Iterator[str]:
-    """The names that a mapping may be registered under: model types, nested ones too, and classes."""
+    """The names of a mapping: model types, nested ones too, and classes."""
     architectures = config.get("architectures")
     yield from (str(name) for name in architectures) if isinstance(architectures, list) else ()
     if isinstance(kind := config.get("model_type"), str):
@@ -73,7 +72,7 @@ def _kinds(config: Mapping[str, object]) -> Iterator[str]:
 
 
 def _reverted(catalog: Catalog, config: Mapping[str, Any]) -> Catalog | None:
-    """By the mapping, run backwards on tensors without memory; None where the model is another one."""
+    """Runs the mapping backwards on tensors without memory; None if the tensors are not those of the model."""
     import torch
     import transformers
     from transformers.core_model_loading import revert_weight_conversion
@@ -101,7 +100,7 @@ def _reverted(catalog: Catalog, config: Mapping[str, Any]) -> Catalog | None:
 
 @contextlib.contextmanager
 def _views_only() -> Iterator[None]:
-    """Inside, no tensor is copied only to lie densely: it stays the view that it is."""
+    """Inside, `contiguous` copies nothing and returns the view itself."""
     from torch.overrides import TorchFunctionMode
 
     class Mode(TorchFunctionMode):
@@ -113,10 +112,10 @@ def _views_only() -> Iterator[None]:
 
 
 def _entry(name: str, view: torch.Tensor, catalog: Catalog, origin: Mapping[int, str]) -> TensorEntry:
-    """The tensor that a view stands for.
+    """The entry of a view.
 
     Raises:
-        ValueError: it is no view of any: it was computed.
+        ValueError: it is not a view of one of the tensors.
     """
     source = catalog.tensors.get(origin.get(view.untyped_storage()._cdata, ""))
     if source is None:

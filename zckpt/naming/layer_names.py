@@ -1,9 +1,9 @@
-"""Names for the layers of a pipeline, whose files know only numbers.
+"""Names for the layers of a pipeline, whose files only have numbers.
 
 For `--layer-names FILE`.
 
-[Note: layer name files] A JSON object: a layer's number, a range of numbers, or `tied_modules.<key>` -> what its tensors' names
-are to begin with, in which `{}` is the layer's number in its range, from 0. What is not listed keeps its name.
+[Note: layer name files] A JSON object: a layer's number, a range of numbers, or `tied_modules.<key>` -> the new beginning of its
+tensors' names, in which `{}` is the layer's number in its range, from 0. Layers that are not listed keep their names.
 Example: {"0": "embed", "2-25": "blocks.{}", "27": "", "tied_modules.embed": "embed"}: `2.attn.bias` becomes `blocks.0.attn.bias`,
 `27.weight` becomes `weight`.
 """
@@ -23,7 +23,7 @@ _LAYER = re.compile(r"(?:sequential\.)?(?P<layer>\d+|tied_modules\.[^.]+)\.(?P<l
 
 
 def read_layer_names(path: str) -> dict[str, str]:
-    """Layer -> what its names begin with, of the file at `path`.
+    """Reads a file of layer names: layer -> beginning of its names.
 
     Raises:
         UsageError: the file cannot be understood.
@@ -47,28 +47,33 @@ def read_layer_names(path: str) -> dict[str, str]:
                     raise ValueError(f"layer {layer} is listed twice")
                 found[str(layer)] = prefix.replace("{}", str(layer - first))
     except OSError as error:
-        raise UsageError("a file of layer names that is not there", file=path, found=error.strerror or "") from error
+        raise UsageError(
+            "the file of layer names cannot be read", file=path, found=error.strerror or str(error),
+            remedy="Check the path that is given with --layer-names.",
+        ) from error  # fmt: skip
     except (ValueError, AttributeError, RecursionError) as error:
         raise UsageError(
-            "a file of layer names that cannot be understood", file=path, found=str(error),
+            "the file of layer names is not of the right form", file=path, found=str(error),
             expected='{"0": "embed", "2-25": "blocks.{}", "tied_modules.embed": "embed"}',
+            remedy="Write it in this form: layers, or ranges of them, and the new beginnings of their names.",
         ) from error  # fmt: skip
     return found
 
 
 def with_layer_names(catalog: Catalog, prefixes: Mapping[str, str]) -> Catalog:
-    """The catalog with its layers' names, as `read_layer_names` gives them.
+    """The catalog with names for its layers, as `read_layer_names` returns them.
 
     Raises:
-        UsageError: none of its layers is among them.
+        UsageError: the catalog has none of these layers.
         InconsistentError: two tensors would have the same name.
     """
     layers = {match["layer"] for name in (*catalog, *catalog.aliases) if (match := _LAYER.fullmatch(name))}
     if not layers & prefixes.keys():
         raise UsageError(
-            "layer names that fit no layer of this checkpoint", file=catalog.source.path,
+            "the layer names fit no layer of this checkpoint", file=catalog.source.path,
             found=f"layers {examples(sorted(prefixes))}",
-            expected=f"layers such as {examples(sorted(layers))}" if layers else f"names such as {examples(catalog)} have none",
+            expected=f"layers {examples(sorted(layers))}" if layers else f"layers in names such as {examples(catalog)}",
+            remedy="List this checkpoint's layers in the file of --layer-names; zckpt inspect prints the names.",
         )  # fmt: skip
 
     def new_name(name: str) -> str:

@@ -1,12 +1,12 @@
 """The `config.json` of a Megatron or GPT-NeoX model that becomes one of transformers.
 
-For `forms`. What a config says comes from the tensors' own shapes, from the arguments that the run kept in its checkpoint
-(Megatron's `args`; GPT-NeoX's `args` and the files in `configs/`), or from a config that a person gives.
+For `transform`. The values of a config come from the tensors' shapes, from the arguments that the run kept in its checkpoint
+(Megatron's `args`; GPT-NeoX's `args` and the files in `configs/`), or from a config that the user gives.
 
-[Note: configs in architecture files] "fixed" entries are as they stand; "sizes" are a dimension of a tensor; "layers" and
-"heads" name what counts blocks and heads; "present" asks whether a tensor is there; "head" is the tensor whose absence means
-tied embeddings; "args" lists arguments by which a run may say it, and what the program takes when it does not; "refused"
-lists arguments with the values that they must not have, and why; "required" those that they must have where they are said.
+[Note: configs in architecture files] "fixed" entries are copied; "sizes" are a dimension of a tensor; "layers" and "heads" are
+the keys of the numbers of blocks and heads; "present" is whether a tensor exists; "head" is the tensor whose absence means
+tied embeddings; "args" lists arguments of the run that have the value, and the program's default; "refused" lists arguments
+with the values that they must not have, and why; "required" lists values that arguments must have if they are recorded.
 Source: GPT-NeoX, megatron/checkpointing.py `save_ds_checkpoint`, megatron/neox_arguments; Megatron-DeepSpeed,
 megatron/arguments.py; transformers 4, models/megatron_gpt2 (activation functions).
 """
@@ -18,13 +18,14 @@ import re
 from collections.abc import Mapping, Sequence
 
 from zckpt.base.errors import (
+    COPY_AGAIN,
     CorruptError,
     IncompleteError,
     InconsistentError,
     UnsupportedError,
     UsageError,
     ZckptError,
-)
+)  # fmt: skip
 from zckpt.base.words import examples
 from zckpt.containers import Placeholder, enum_value
 from zckpt.core.catalog import Catalog
@@ -34,7 +35,7 @@ from zckpt.storage import paths
 _PLAIN = (str, int, float, bool, type(None))
 
 _MOST_BYTES = 1 << 20
-"""Of one of GPT-NeoX's config files; theirs have a few thousand."""
+"""The most of a GPT-NeoX config file that is read; theirs have a few thousand."""
 
 
 def run_arguments(catalog: Catalog, directory: str) -> dict[str, object]:
@@ -59,31 +60,31 @@ def run_arguments(catalog: Catalog, directory: str) -> dict[str, object]:
             except ZckptError:
                 raise
             except (OSError, ValueError, yaml.YAMLError, RecursionError) as error:
-                raise CorruptError("a config file that cannot be read", file=path, found=str(error)) from error
+                raise CorruptError("cannot be read", file=path, found=str(error), remedy=COPY_AGAIN) from error
             arguments = {**(found if isinstance(found, dict) else {}), **arguments}
     plain = {str(name).replace("-", "_"): enum_value(value) for name, value in arguments.items()}
     return {name: value for name, value in plain.items() if isinstance(value, _PLAIN)}
 
 
 def origin_of(catalog: Catalog, rules: str) -> RunFacts:
-    """What the checkpoint says of itself, and by which rules it was joined."""
+    """Facts of the checkpoint, and the rules that joined it."""
     version = catalog.extras.get("checkpoint_version")
     return RunFacts(float(version) if isinstance(version, int | float) else None, catalog.topology.tp, rules)
 
 
 def query_heads(given: Mapping[str, object], arguments: Mapping[str, object], path: str) -> tuple[int, int | None]:
-    """The number of query heads, and the rows of one where that is said.
+    """The number of query heads, and the rows of a head, or None if they are not recorded.
 
     Raises:
-        UsageError: nothing says it.
+        UsageError: the number of heads is not recorded.
     """
     query = _number(("num_attention_heads", "n_head"), given, arguments)
     size = _number(("head_dim", "kv_channels"), given, arguments)
     if query is None:
         raise UsageError(
-            "a checkpoint that does not say how many attention heads the model has", file=path,
+            "the number of attention heads is not recorded", file=path,
             found="no 'args' with num_attention_heads, and no configs/*.yml",
-            remedy="Give the model's config.json with --config.",
+            remedy="Pass the model's config.json with --config.",
         )  # fmt: skip
     return query, size
 
@@ -100,7 +101,7 @@ def make_config(
     """The config of tensors that have the architecture's names.
 
     Raises:
-        UnsupportedError: the run had what the architecture has not.
+        UnsupportedError: the run used something that the architecture does not have.
     """
     data = wanted.config
     refused = [
@@ -115,8 +116,8 @@ def make_config(
     ]
     if refused:
         raise UnsupportedError(
-            f"a model that {data['fixed']['architectures'][0]} is not", file=catalog.source.path,
-            found=", ".join(refused), remedy="If it is one all the same, give its config.json with --config.",
+            f"the model is not a {data['fixed']['architectures'][0]}", file=catalog.source.path,
+            found=", ".join(refused), remedy="If it is one all the same, pass its config.json with --config.",
         )  # fmt: skip
     config: dict[str, object] = {**data["fixed"], **_sizes(wanted, catalog)}
     config.update({key: getattr(heads, part) for key, part in data["heads"].items()})
@@ -132,17 +133,17 @@ def make_config(
 
 
 def _sizes(wanted: Architecture, catalog: Catalog) -> dict[str, int]:
-    """What a config says of sizes, as the tensors have them.
+    """The sizes in a config, from the tensors' shapes.
 
     Raises:
-        IncompleteError: one of them is not there.
+        IncompleteError: one of these tensors is missing.
     """
     sizes = wanted.config["sizes"]
     missing = [name for name, _ in sizes.values() if name not in catalog]
     if missing:
         raise IncompleteError(
-            f"tensors that {wanted.config['fixed']['architectures'][0]} cannot do without", file=catalog.source.path,
-            found=f"no {examples(missing)}", remedy="They lie in files of other layers or stages: copy these too.",
+            f"tensors of {wanted.config['fixed']['architectures'][0]} are missing", file=catalog.source.path,
+            found=f"no {examples(missing)}", remedy="Copy the files of the other layers or stages, which hold them, here too.",
         )  # fmt: skip
     blocks = {match[1] for name in catalog if (match := re.search(r"\.(\d+)\.", name))}
     return {key: catalog[name].shape[dim] for key, (name, dim) in sizes.items()} | {
@@ -151,37 +152,39 @@ def _sizes(wanted: Architecture, catalog: Catalog) -> dict[str, int]:
 
 
 def check_config(config: Mapping[str, object], wanted: Architecture, catalog: Catalog) -> None:
-    """A config that was given is the model's.
+    """Checks that a config is of the architecture and has the tensors' sizes.
 
     Raises:
-        InconsistentError: it is not.
+        InconsistentError: it is of another model.
     """
     data = wanted.config
     if config.get("model_type") != data["fixed"]["model_type"]:
         raise InconsistentError(
-            "a config of another architecture", found=f"model_type {config.get('model_type')!r}",
-            expected=repr(data["fixed"]["model_type"]), file=catalog.source.path,
+            "the config is of another architecture", found=f"model_type {config.get('model_type')!r}",
+            expected=f"model_type {data['fixed']['model_type']!r}", file=catalog.source.path,
+            remedy="Pass the config.json of this model with --config, or another --to.",
         )  # fmt: skip
     found = _sizes(wanted, catalog)
     wrong = [
-        f"{key} is {config[key]}, and {size:,} in the tensors"
+        f"{key} {config[key]}, but {size:,} in the tensors"
         for key, size in found.items()
         if config.get(key) not in (None, size)
     ]
     if wrong:
         raise InconsistentError(
-            "a config that is not that of the tensors", file=catalog.source.path, found="; ".join(wrong)
-        )
+            "the config does not fit the tensors", file=catalog.source.path, found="; ".join(wrong),
+            remedy="Pass the config.json of this model with --config.",
+        )  # fmt: skip
 
 
 def _activation(arguments: Mapping[str, object], path: str) -> str:
-    """The activation function by transformers' name. Megatron's fused GELU is the one by tanh."""
+    """The activation function by transformers' name. Megatron's fused GELU uses tanh."""
     name = arguments.get("activation") or ("gelu_new" if arguments.get("openai_gelu") else "gelu")
     if name == "gelu":
         return "gelu_fast" if arguments.get("bias_gelu_fusion") else "gelu"
     if name not in ("gelu_new", "relu", "silu"):
         raise UnsupportedError(
-            "an activation function that has no name in transformers", file=path, found=str(name),
-            remedy="Give the model's config.json with --config.",
+            "the activation function has no name in transformers", file=path, found=str(name),
+            remedy="Pass the model's config.json with --config.",
         )  # fmt: skip
     return str(name)

@@ -1,8 +1,8 @@
-"""The form that a model's tensors take in an output: under which names, and in which order of rows.
+"""The names and the order of rows that a model's tensors get in an output.
 
-For `convert`, and for `verify`, which must look for the same. Layers of a pipeline get names (`--layer-names`); Megatron's
-and GPT-NeoX's models become models of transformers (`--to hf:NAME`); what transformers keeps in another form in memory gets
-that of the hub.
+For `convert`, and for `verify`, which must expect the same. Layers of a pipeline get names (`--layer-names`); Megatron's and
+GPT-NeoX's models become models of transformers (`--to hf:NAME`); weights that transformers has in another form in memory get
+the form of the hub.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from zckpt.naming.model_config import check_config, make_config, origin_of, quer
 
 @dataclass(frozen=True, slots=True)
 class Form:
-    """What a person wants to be done to names and rows.
+    """Options: the names and rows of an output.
 
     Attributes:
-        to: "hf:gpt-neox", "hf:gpt2" or "hf:llama": the architecture that the tensors are to be in.
-        config: the model's config or the path of its `config.json`, where the checkpoint does not say enough to make one.
+        to: the architecture of the output: "hf:gpt-neox", "hf:gpt2" or "hf:llama".
+        config: the model's config or the path of its `config.json`, if the checkpoint does not say enough to make one.
         layer_names: names for a pipeline's layers, or the path of a file with them.
     """
 
@@ -38,20 +38,23 @@ class Form:
     layer_names: str | Mapping[str, str] | None = None
 
     def __post_init__(self) -> None:
-        """Raises UsageError for an architecture that there is not, before a checkpoint is looked at."""
+        """Raises UsageError for an unknown architecture, before a checkpoint is opened."""
         if self.to is not None and self.to not in (known := [f"hf:{name}" for name in names()]):
-            raise UsageError("an unknown --to", found=repr(self.to), expected=f"{', '.join(known)} are known")
+            raise UsageError(
+                "the architecture is unknown", found=f"--to {self.to}", expected=f"one of {', '.join(known)}",
+                remedy="Pass one of these with --to.",
+            )  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
 class Formed:
-    """A catalog in the form that is wanted.
+    """A catalog with the names and rows of the output.
 
     Attributes:
-        catalog: under its new names.
-        config: the config that it then has; None for the one beside the checkpoint, if there is one.
-        notes: sentences a person should see.
-        recorded: what a manifest has to say so that `formed_again` finds the same.
+        catalog: with its new names.
+        config: its config; None for the one beside the checkpoint, if there is one.
+        notes: sentences for the user.
+        recorded: facts for the manifest, from which `formed_again` finds the same.
         left_out: tensors of the checkpoint that are not in it.
     """
 
@@ -68,29 +71,35 @@ def matches(name: str, globs: Sequence[str]) -> bool:
 
 
 def formed(catalog: Catalog, place: Place, form: Form, *, to_directory: bool, exclude: Sequence[str] = ()) -> Formed:
-    """The catalog in the form that is wanted.
+    """The catalog in the form that the options ask for.
 
     Args:
-        catalog: what was read.
-        place: where.
-        form: what is wanted.
+        catalog: the checkpoint.
+        place: where it is.
+        form: the options.
         to_directory: whether the output is one that `from_pretrained` loads; a single file keeps the model's own names.
-        exclude: globs; what has no place in another architecture can be left out before.
+        exclude: globs of tensors to leave out, which may have no place in another architecture.
 
     Raises:
-        UsageError: the wishes contradict each other, or name what there is not.
-        UnsupportedError, InconsistentError: the tensors cannot be brought into the form.
+        UsageError: the options contradict each other, or do not fit the checkpoint.
+        UnsupportedError, InconsistentError: the tensors do not fit the form.
     """
     if form.layer_names is not None:
         if form.to:
-            raise UsageError("two ways to name layers", found="--layer-names and --to", remedy="Leave one of them out.")
+            raise UsageError(
+                "layers would be named twice", found="--layer-names and --to", remedy="Leave one of these out."
+            )
         said = form.layer_names
         prefixes = read_layer_names(said) if isinstance(said, str) else said
         return Formed(with_layer_names(catalog, prefixes), recorded={"form": {"layer_names": dict(prefixes)}})
     if form.to is not None:
         return _converted(catalog, place, form.to, form.config, exclude)
     if form.config is not None:
-        raise UsageError("a --config without --to", found="--config", remedy="Add --to hf:llama, or leave it out.")
+        raise UsageError(
+            "--config is of use only with --to",
+            found="--config without --to",
+            remedy="Add --to, such as --to hf:llama, or leave out --config.",
+        )
     config = read_config(place.home) if to_directory else None
     if config is None:
         return Formed(catalog)
@@ -99,7 +108,7 @@ def formed(catalog: Catalog, place: Place, form: Form, *, to_directory: bool, ex
 
 
 def formed_again(catalog: Catalog, place: Place, recorded: Mapping[str, Any], exclude: Sequence[str] = ()) -> Formed:
-    """The form that a manifest says an output of this catalog has; arguments and errors as in `formed`."""
+    """The form of an output, by the facts in its manifest; other arguments and errors as in `formed`."""
     if "adapter" in recorded:
         own, others = only_adapter(catalog, str(recorded["adapter"]), str(recorded.get("bias")))
         return Formed(own, left_out=others)
@@ -110,7 +119,7 @@ def formed_again(catalog: Catalog, place: Place, recorded: Mapping[str, Any], ex
 def _converted(
     catalog: Catalog, place: Place, to: str, config: str | Mapping[str, Any] | None, exclude: Sequence[str]
 ) -> Formed:
-    """As another architecture."""
+    """The catalog as another architecture."""
     left_out = tuple(name for name in catalog.tensors if matches(name, exclude))
     catalog = catalog.select(lambda entry: entry.name not in left_out)
     wanted = architecture(to.removeprefix("hf:"))

@@ -12,8 +12,8 @@ import math
 import os
 from collections.abc import Iterable, Mapping, Sequence
 
-from zckpt.base.errors import CorruptError, IncompleteError, InconsistentError, UnsupportedError
-from zckpt.base.words import examples, ranges
+from zckpt.base.errors import COPY_AGAIN, OTHER_SAVE, CorruptError, IncompleteError, InconsistentError, UnsupportedError
+from zckpt.base.words import count, examples, ranges
 from zckpt.containers import Placeholder, TensorRef, brief
 from zckpt.containers.container import open_input
 from zckpt.containers.tensor_ref import MAX_FRAGMENTS
@@ -108,10 +108,10 @@ class Items:
             lost = sorted({rank for rank in map(rank_of, missing) if rank is not None})
             there = [file for file in self.listing.files if file.endswith(".distcp")]
             raise IncompleteError(
-                "missing data files",
+                "data files are missing",
                 file=self.listing.directory,
-                found=f"{len(there):,} are there, {examples(missing)} not",
-                expected=f"the metadata name {len(there) + len(missing):,}",
+                found=f"{count(len(there), 'file')}, without {examples(missing)}",
+                expected=f"{count(len(there) + len(missing), 'file')}, as the metadata say",
                 remedy=f"Copy {f'those of ranks {ranges(lost)}' if lost else 'them'} from the nodes that wrote them "
                 "(--also DIR lays further directories over this one), or use another save.",
             )
@@ -138,18 +138,21 @@ class Items:
         ref = chunk.place if isinstance(chunk.place, TensorRef) else self._roots[chunk.place]
         file = self.file if isinstance(chunk.place, TensorRef) else self._path(chunk.place.file)
         if not isinstance(ref, TensorRef):
-            kind = f"a kind of tensor that zckpt does not read, {item.name!r}"
+            kind = f"the kind of tensor {item.name!r} is not supported"
             if isinstance(ref, Placeholder):
-                raise UnsupportedError(kind, file=file, found=str(ref), expected="dense, strided tensors are read")
-            raise CorruptError(f"something else where {item.name!r} should be", file=file, found=brief(ref))
+                remedy = "Save it again as a dense tensor."
+                raise UnsupportedError(
+                    kind, file=file, found=str(ref), expected="a dense, strided tensor", remedy=remedy
+                )
+            raise CorruptError(
+                f"holds another object instead of {item.name!r}", file=file, found=brief(ref), remedy=COPY_AGAIN
+            )
         if (ref.shape, ref.dtype) != (chunk.sizes, item.dtype):
             raise InconsistentError(
-                f"a chunk of {item.name!r} that is not what the metadata say",
-                file=file,
-                found=f"{ref.dtype} of {list(ref.shape)}",
-                expected=f"{item.dtype} of {list(chunk.sizes)}",
-                remedy="The data file or the metadata are of another save.",
-            )
+                f"the data of {item.name!r} is not what the metadata say", file=file,
+                found=f"{ref.dtype} of {list(ref.shape)}", expected=f"{item.dtype} of {list(chunk.sizes)}",
+                remedy="Copy the metadata and the data files of one save again.",
+            )  # fmt: skip
         return ref
 
     def _embedded(self, item: TensorItem, chunk: DcpChunk) -> Sequence[Fragment]:
@@ -162,9 +165,10 @@ class Items:
             pieces = len(fragments) * (1 if all(f.rows == 1 for f in fragments) else math.prod(shape[:dim]))
             if self._fragments + pieces > MAX_FRAGMENTS:
                 raise UnsupportedError(
-                    f"a tensor {item.name!r} in too many scattered pieces",
+                    f"tensor {item.name!r} is scattered over too many pieces",
                     file=self.file,
                     found=f"a chunk {list(chunk.sizes)} of {list(item.size)}, {self._fragments + pieces:,} pieces so far",
+                    remedy="Save it again as a full state dict, or with another sharding.",
                 )
             fragments = embed(fragments, shape, dim, chunk.offsets[dim], item.size[dim], item.dtype.itemsize)
             shape[dim] = item.size[dim]
@@ -176,22 +180,26 @@ class Items:
         numel, held = math.prod(item.size), sum(chunk.numel for chunk in chunks)
         cut = [d for d, extent in enumerate(item.size) if any(chunk.sizes[d] != extent for chunk in chunks)]
         if len(cut) > MAX_CUT_DIMS:
-            raise UnsupportedError(f"a tensor {item.name!r} cut in {len(cut)} dimensions", file=self.file)
+            raise UnsupportedError(
+                f"tensor {item.name!r} is cut in {len(cut)} dimensions",
+                file=self.file,
+                remedy="Save it again as a full state dict, or with fewer sharded dimensions.",
+                expected="a cut in at most two dimensions",
+            )
         boxes = ([(chunk.offsets[d], chunk.offsets[d] + chunk.sizes[d]) for d in cut] for chunk in chunks)
         if not numel or (held == numel and tile(boxes, [item.size[d] for d in cut])):
             return
         for a, b in itertools.combinations(chunks[:_MOST_COMPARED], 2):
             if all(x < y + n and y < x + m for x, m, y, n in zip(a.offsets, a.sizes, b.offsets, b.sizes)):
                 raise InconsistentError(
-                    f"chunks that overlap, of tensor {item.name!r}",
-                    file=self.file,
+                    f"chunks of tensor {item.name!r} overlap", file=self.file,
                     found=f"sizes {list(a.sizes)} at {list(a.offsets)}, and {list(b.sizes)} at {list(b.offsets)}",
-                    expected="each element should be in one chunk",
-                )
+                    expected="each element in one chunk", remedy=OTHER_SAVE,
+                )  # fmt: skip
         raise IncompleteError(
-            f"elements that no file holds, of tensor {item.name!r}",
+            f"elements of tensor {item.name!r} are missing",
             file=self.file,
-            found=f"{len(chunks):,} chunks hold {held:,} of {numel:,} elements",
-            expected=f"its shape is {list(item.size)}",
-            remedy="The metadata or shards of some ranks are missing: copy them here, or use another save.",
+            found=f"{held:,} of {numel:,} elements, in {count(len(chunks), 'chunk')}",
+            expected=f"all elements of shape {list(item.size)}",
+            remedy="Copy the metadata and data files of all ranks here, or use another save.",
         )

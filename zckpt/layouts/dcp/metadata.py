@@ -22,12 +22,14 @@ from typing import Any, NamedTuple
 
 from zckpt.base import limits
 from zckpt.base.errors import (
+    COPY_AGAIN,
+    OTHER_SAVE,
     CorruptError,
     IncompleteError,
     InconsistentError,
     UnsafeError,
     UnsupportedError,
-)
+)  # fmt: skip
 from zckpt.base.words import examples, ranges
 from zckpt.containers import Placeholder, TensorRef, brief, load_pickle
 from zckpt.containers.container import open_input
@@ -132,12 +134,12 @@ def missing_metadata(listing: Listing) -> IncompleteError:
     if begun:
         found += f", and {begun[0]!r}, which the save did not finish"
     return IncompleteError(
-        "no .metadata, which says what lies where",
+        "the file .metadata is missing",
         file=listing.directory,
         found=found,
-        expected="rank 0 writes it last, when all ranks are done",
-        remedy="Either the save was interrupted: use an older one. Or the file, whose name begins with a dot, was not "
-        "copied: copy it from where rank 0 saved (`cp DIR/* ..` leaves it out), or lay that directory over this one with --also.",
+        expected="a .metadata file, which rank 0 writes last",
+        remedy="Use an older save if this one was interrupted. If the file was not copied, because its name begins with a dot "
+        "(`cp DIR/* ..` leaves it out), copy it from where rank 0 saved, or pass that directory with --also.",
     )
 
 
@@ -150,18 +152,17 @@ class _Pickled:
         with open_input(self.file) as source:
             if source.size > limits.METADATA_BYTES:
                 raise UnsupportedError(
-                    "metadata that are too large",
-                    file=self.file,
-                    found=f"{source.size:,} bytes",
-                    remedy=limits.REMEDY,
-                )
+                    "the metadata are too large", file=self.file, found=f"{source.size:,} bytes", remedy=limits.REMEDY,
+                )  # fmt: skip
             data = source.read(0, source.size, "the metadata")
         if not data:
-            raise CorruptError("empty metadata", file=self.file, remedy="The save did not finish. Use an older one.")
+            raise CorruptError(
+                "the metadata are empty", file=self.file, remedy="Use an older save: this one did not finish."
+            )
         most = max(limits.PICKLE_COST, limits.METADATA_COST_PER_BYTE * len(data))
         root = load_pickle(data, file=self.file, most=most)
         if not isinstance(root, Placeholder) or root.name != "Metadata" or not isinstance(root.state, Mapping):
-            raise self.corrupt("a file that is not torch's checkpoint metadata", brief(root))
+            raise self.corrupt("is not a metadata file of torch.distributed.checkpoint", brief(root))
         self.state = root.state
         self.places = dict(self._places(root.state.get("storage_data")))
         paths = root.state.get("planner_data")
@@ -172,45 +173,45 @@ class _Pickled:
         self.metadata = Metadata(self.file, items, self.paths is not None, version if isinstance(version, str) else "")
 
     def corrupt(self, what: str, found: str) -> CorruptError:
-        return CorruptError(what, file=self.file, found=found, remedy="Copy that file again.")
+        return CorruptError(what, file=self.file, found=found, remedy=COPY_AGAIN)
 
     def fields(self, value: object, kind: str) -> Mapping[str, Any]:
         """The attributes of an object of torch's class of this name."""
         if not isinstance(value, Placeholder) or value.name != kind or not isinstance(value.state, Mapping):
-            raise self.corrupt(f"something else where a {kind} belongs", brief(value))
+            raise self.corrupt(f"holds another object instead of a {kind}", brief(value))
         return value.state
 
     def shape(self, value: object, what: str) -> Shape:
         """A tuple of counts."""
         if not isinstance(value, tuple | list) or len(value) > MAX_DIMS:
-            raise self.corrupt(f"{what} that are none", brief(value))
+            raise self.corrupt(f"{what} cannot be read", brief(value))
         if not all(type(n) is int and 0 <= n <= MAX_NUMBER for n in value):
-            raise self.corrupt(f"{what} with impossible numbers", f"{list(value)!r:.200}")
+            raise self.corrupt(f"{what} have impossible numbers", f"{list(value)!r:.200}")
         return tuple(value)
 
     def _described(self) -> Iterator[tuple[str, object]]:
         described = self.state.get("state_dict_metadata")
         if not isinstance(described, Mapping):
-            raise self.corrupt("metadata without a state dict", brief(described))
+            raise self.corrupt("the metadata have no state dict", brief(described))
         for name, value in described.items():
             if type(name) is not str:
-                raise self.corrupt("an item whose name is no text", brief(name))
+                raise self.corrupt("the name of an item is not a text", brief(name))
             yield name, value
 
     def _places(self, stored: object) -> Iterator[tuple[tuple[str, Shape | None], ItemPlace]]:
         """(name, offsets) -> where that chunk lies; offsets None for bytes."""
         if not isinstance(stored, Mapping):
-            raise self.corrupt("metadata that do not say where anything lies", brief(stored))
+            raise self.corrupt("the metadata name no data files", brief(stored))
         for index, info in stored.items():
             key, at = self.fields(index, "MetadataIndex"), self.fields(info, "_StorageInfo")
             name, offsets = key.get("fqn"), key.get("offset")
             if type(name) is not str:
-                raise self.corrupt("an item whose name is no text", brief(name))
+                raise self.corrupt("the name of an item is not a text", brief(name))
             file, numbers = at.get("relative_path"), (at.get("offset"), at.get("length"))
             if at.get("transform_descriptors"):
                 raise UnsupportedError(
-                    f"transformed bytes of {name!r}", file=self.file, found=f"{at['transform_descriptors']!r:.80}",
-                    remedy="They were compressed or encrypted by an extension of the writer's. Save again without it.",
+                    f"the bytes of {name!r} are transformed", file=self.file, found=f"{at['transform_descriptors']!r:.80}",
+                    remedy="Save it again without the extension that compressed or encrypted it.",
                 )  # fmt: skip
             file = self.checked_path(file)
             offset, length = self.shape(numbers, f"the place of {name!r}")
@@ -230,19 +231,17 @@ class _Pickled:
             if not any(part in ("", ".", "..") for part in parts):
                 return path
         raise UnsafeError(
-            "metadata that name a file elsewhere",
-            file=self.file,
-            found=f"{brief(path)}",
-            expected="data files lie in the checkpoint's own directory",
-            remedy="Nothing was read from there.",
-        )
+            "the metadata name a file elsewhere", file=self.file, found=brief(path),
+            expected="data files in the checkpoint's own directory",
+            remedy="Do not use this checkpoint unless you know who made it. Nothing was read from there.",
+        )  # fmt: skip
 
     def _path(self, name: str) -> Path:
         if self.paths is None:
             return (name,)
         path = self.paths.get(name, (name,))
         if not isinstance(path, tuple | list) or not path or not all(type(key) in (str, int) for key in path):
-            raise self.corrupt(f"a path of {name!r} that is none", brief(path))
+            raise self.corrupt(f"the path of {name!r} cannot be read", brief(path))
         return tuple(path)
 
     def _item(self, name: str, value: object) -> TensorItem | BytesItem:
@@ -253,7 +252,7 @@ class _Pickled:
         numel_of(size, name=name, file=self.file)
         chunks = described.get("chunks")
         if not isinstance(chunks, list | tuple):
-            raise self.corrupt(f"chunks of {name!r} that are none", brief(chunks))
+            raise self.corrupt(f"chunks of {name!r} cannot be read", brief(chunks))
         cut = {(chunk.offsets, chunk.sizes): chunk for chunk in (self._chunk(name, size, chunk) for chunk in chunks)}
         dtype = self._dtype(name, described.get("properties"))
         return TensorItem(name, self._path(name), dtype, size, tuple(cut.values()))
@@ -264,21 +263,21 @@ class _Pickled:
         sizes = self.shape(described.get("sizes"), f"the sizes of a chunk of {name!r}")
         if len(offsets) != len(size) or len(sizes) != len(size):
             raise self.corrupt(
-                f"a chunk of {name!r} with other dimensions", f"{list(sizes)} at {list(offsets)} of {list(size)}"
+                f"chunks of {name!r} have other dimensions", f"{list(sizes)} at {list(offsets)} of {list(size)}"
             )
         if any(offset + extent > whole for offset, extent, whole in zip(offsets, sizes, size, strict=True)):
             raise InconsistentError(
-                f"a chunk outside of its tensor {name!r}",
-                file=self.file,
-                found=f"sizes {list(sizes)} at offsets {list(offsets)}",
-                expected=f"the tensor is {list(size)}",
-            )
+                f"the metadata place a chunk outside of tensor {name!r}", file=self.file,
+                found=f"sizes {list(sizes)} at offsets {list(offsets)}", expected=f"chunks within {list(size)}",
+                remedy=COPY_AGAIN,
+            )  # fmt: skip
         place = self.places.get((name, offsets))
         if place is None and 0 not in sizes:
             raise IncompleteError(
-                f"a chunk of {name!r} that no file holds",
+                f"no file holds a chunk of tensor {name!r}",
                 file=self.file,
                 found=f"sizes {list(sizes)} at {list(offsets)}",
+                remedy="Copy the metadata and data files of all ranks here, or use another save.",
             )
         return DcpChunk(offsets, sizes, place or ItemPlace("", 0, 0))
 
@@ -286,12 +285,18 @@ class _Pickled:
         """`TensorProperties` pickles itself as a tuple that begins with the dtype and the layout."""
         state = value.state if isinstance(value, Placeholder) and value.name == "TensorProperties" else None
         if not isinstance(state, tuple) or len(state) < 2:
-            raise self.corrupt(f"properties of {name!r} that are none", brief(state))
+            raise self.corrupt(f"properties of {name!r} cannot be read", brief(state))
         dtype, layout = state[:2]
         if isinstance(layout, Placeholder) and layout.args not in ((), ("torch.strided",)):
-            raise UnsupportedError(f"a sparse tensor {name!r}", file=self.file, found=brief(layout.args[0]))
+            raise UnsupportedError(
+                f"tensor {name!r} is sparse", file=self.file, found=brief(layout.args[0]),
+                remedy="Save it again as a dense tensor.",
+            )  # fmt: skip
         if not isinstance(dtype, DType):
-            raise UnsupportedError(f"a dtype of {name!r} that zckpt does not know", file=self.file, found=brief(dtype))
+            raise UnsupportedError(
+                f"the dtype of tensor {name!r} is unknown", file=self.file, found=brief(dtype),
+                remedy="Save that tensor in another dtype.",
+            )  # fmt: skip
         return dtype
 
 
@@ -311,11 +316,9 @@ def _merged(listing: Listing, parts: list[Metadata]) -> Metadata:
                 (known.size, known.dtype) != (item.size, item.dtype)
             ):  # fmt: skip
                 raise InconsistentError(
-                    f"ranks that do not agree on {name!r}",
-                    file=part.file,
-                    found=_described(item),
-                    expected=_described(known),
-                )
+                    f"ranks do not agree on {name!r}", file=part.file, found=_described(item),
+                    expected=_described(known), remedy=OTHER_SAVE,
+                )  # fmt: skip
             chunks = {(chunk.offsets, chunk.sizes): chunk for chunk in (*item.chunks, *known.chunks)}
             items[name] = TensorItem(name, known.path, known.dtype, known.size, tuple(chunks.values()))
     return Metadata(listing.directory, items, any(part.nested for part in parts), parts[0].version)
@@ -344,23 +347,23 @@ def _of_safetensors(listing: Listing, names: list[str]) -> Metadata:
             info = json.loads(container.metadata.get("DCP_SHARDING_INFO", "{}"))
         except (ValueError, RecursionError) as error:
             raise CorruptError(
-                "sharding information that cannot be read", file=listing.files[name], found=str(error)
+                "the sharding information cannot be read", file=listing.files[name], found=str(error), remedy=COPY_AGAIN
             ) from error
         for key, ref in root.items() if isinstance(root, Mapping) else ():
             said = info.get(key) if isinstance(info, dict) else None
             offsets = tuple(said.get("saved_offsets", ())) if isinstance(said, dict) else (0,) * len(ref.shape)
             if len(offsets) != len(ref.shape) or not all(type(n) is int and 0 <= n <= MAX_NUMBER for n in offsets):
                 raise CorruptError(
-                    f"impossible offsets of {key!r}", file=listing.files[name], found=f"{offsets!r:.200}"
-                )
+                    f"the offsets of {key!r} are impossible", file=listing.files[name], found=f"{offsets!r:.200}",
+                    remedy=COPY_AGAIN,
+                )  # fmt: skip
             ends = [offset + extent for offset, extent in zip(offsets, ref.shape, strict=True)]
             gathered = found.setdefault(key, _Gathered(ref.dtype, ends))
             if gathered.dtype != ref.dtype or len(gathered.size) != len(ends):
                 raise InconsistentError(
-                    f"ranks that do not agree on {key!r}",
-                    file=listing.files[name],
-                    found=f"{ref.dtype} of {list(ref.shape)}",
-                )
+                    f"ranks do not agree on {key!r}", file=listing.files[name],
+                    found=f"{ref.dtype} of {list(ref.shape)}", remedy=OTHER_SAVE,
+                )  # fmt: skip
             gathered.size = [max(a, b) for a, b in zip(gathered.size, ends, strict=True)]
             gathered.chunks.setdefault((offsets, ref.shape), DcpChunk(offsets, ref.shape, ref))
     items: dict[str, TensorItem | BytesItem] = {}

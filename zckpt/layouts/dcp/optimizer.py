@@ -11,7 +11,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from zckpt.base.errors import CorruptError, InconsistentError, UnsupportedError
+from zckpt.base.errors import COPY_AGAIN, CorruptError, InconsistentError, UnsupportedError
 from zckpt.base.words import examples
 from zckpt.containers import TensorRef, brief
 from zckpt.core.catalog import TensorEntry
@@ -100,7 +100,9 @@ class States:
         if self._list is not None:
             listed = self.value(self._list)
             if not isinstance(listed, list | tuple) or not all(isinstance(group, Mapping) for group in listed):
-                raise CorruptError("parameter groups that are none", file=self.items.file, found=brief(listed))
+                raise CorruptError(
+                    "the parameter groups cannot be read", file=self.items.file, found=brief(listed), remedy=COPY_AGAIN
+                )
             return [(group.get("params"), {k: v for k, v in group.items() if k != "params"}) for group in listed]
         if self._listed:
             groups = [self._listed[number] for number in sorted(self._listed)]
@@ -133,17 +135,17 @@ class States:
         listed = list(params) if isinstance(params, list | tuple) else []
         if any(type(param) is not str for param in listed):
             raise UnsupportedError(
-                "optimizer states under numbers instead of parameter names",
+                "optimizer states have numbers instead of parameter names",
                 file=self.items.file,
                 found=examples(listed),
-                expected="torch.distributed.checkpoint.state_dict.get_state_dict gives names",
-                remedy="The weights can be converted all the same.",
+                expected="parameter names, as torch.distributed.checkpoint.state_dict.get_state_dict gives them",
+                remedy="Save it again with get_state_dict, or convert the weights alone (to-fp32).",
             )
         missing = [param for param in listed if plain_name(param) not in self._names]
         if missing:
             raise InconsistentError(
-                "an optimizer of another model", file=self.items.file, found=f"parameters {examples(missing)}",
-                expected=f"the model has {examples(self._names)}",
+                "the optimizer is of another model", file=self.items.file, found=f"parameters {examples(missing)}",
+                expected=f"parameters of the model, such as {examples(self._names)}",
             )  # fmt: skip
         return [self._names[plain_name(param)] for param in listed]
 
@@ -175,10 +177,10 @@ class States:
                 first = shared.setdefault(state, value)
                 if first is not value and _comparable(first) != _comparable(value):
                     raise InconsistentError(
-                        f"parameters of one group with different values of {state!r}",
+                        f"parameters of one group have different values of {state!r}",
                         file=self.items.file,
                         found=f"{_comparable(value)} of {name!r}",
-                        expected=f"{_comparable(first)} as those before it",
+                        expected=f"{_comparable(first)}, as the parameters before it",
                     )
         return shared
 
@@ -192,11 +194,10 @@ class States:
             for state, item in states.items():
                 if item.size != self.shapes[name]:
                     raise UnsupportedError(
-                        f"an optimizer state {state!r} of another shape than its parameter {name!r}",
-                        file=self.items.file,
-                        found=f"{list(item.size)}",
-                        expected=f"{list(self.shapes[name])}",
-                    )
+                        f"optimizer state {state!r} has another shape than its parameter {name!r}",
+                        file=self.items.file, found=f"{list(item.size)}", expected=f"{list(self.shapes[name])}",
+                        remedy="Convert the weights alone (to-fp32).",
+                    )  # fmt: skip
         wanted = {item.name: item for states in self.tensors.values() for item in states.values()}
         entries = self.items.tensors(wanted, dict.fromkeys(wanted, "parameter"))
         return {

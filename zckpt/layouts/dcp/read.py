@@ -76,7 +76,7 @@ def load(listing: Listing) -> DcpSave:
     flat = [name for name in model.items if _FLAT.search(name)]
     if flat:
         raise UnsupportedError(
-            "flat parameters of FSDP, whose shapes only the model knows",
+            "holds flat parameters of FSDP, whose shapes only the model knows",
             file=listing.directory,
             found=examples(flat),
             remedy="Load them with the model that saved them, and save again with StateDictType.SHARDED_STATE_DICT.",
@@ -199,11 +199,9 @@ def read_training(listing: Listing, *, allow_unknown: bool = False) -> Training:
     save = load(listing)
     if not save.optimizers:
         raise UnsupportedError(
-            "a checkpoint without optimizer states",
-            file=listing.directory,
-            found="weights only",
-            expected="an item 'param_groups' is looked for",
-        )
+            "holds no optimizer states", file=listing.directory, found="weights only",
+            expected="an item 'param_groups'", remedy="Convert the weights alone (to-fp32).",
+        )  # fmt: skip
     groups = tuple(group for states in save.optimizers for group in states.groups())
     entries = {name: states for o in save.optimizers for name, states in o.entries().items()}
     precisions = Counter(save.model.items[name].dtype for name in entries)

@@ -122,11 +122,11 @@ def model_of(metadata: Metadata, key: str = "") -> DcpModel:
     tensors = {n: i for n, i in metadata.items.items() if isinstance(i, TensorItem) and n not in owned}
     if not tensors:
         raise NotACheckpointError(
-            "a checkpoint without weights",
+            "holds no weights",
             file=metadata.file,
             found=f"{len(owned):,} items of an optimizer" if owned else f"{len(metadata.items):,} items, no tensor",
-            expected="weights are wanted",
-            remedy="They may lie in a directory beside it, such as pytorch_model_fsdp_0.",
+            expected="the tensors of a model",
+            remedy="Give the directory that has them; it may be beside this one, such as pytorch_model_fsdp_0.",
         )
     if key:
         chosen = {
@@ -134,8 +134,9 @@ def model_of(metadata: Metadata, key: str = "") -> DcpModel:
         }
         if not chosen:
             raise UsageError(
-                "a key that the checkpoint does not have", file=metadata.file, found=f"--key {key}",
-                expected=f"its tensors are under {examples(dict.fromkeys(map(_section, (paths[n] for n in tensors))), 6)}",
+                "the checkpoint does not have this key", file=metadata.file, found=f"--key {key}",
+                expected=f"one of {examples(dict.fromkeys(map(_section, (paths[n] for n in tensors))), 6)}",
+                remedy="Pass one of these with --key.",
             )  # fmt: skip
         return DcpModel(key, chosen, ())
     section, alone = _choose({name: paths[name] for name in tensors}, tensors)

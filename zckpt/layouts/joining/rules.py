@@ -19,7 +19,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
-from zckpt.base.errors import CorruptError, InconsistentError, UnsupportedError, UsageError
+from zckpt.base.errors import COPY_AGAIN, CorruptError, InconsistentError, UnsupportedError, UsageError
 from zckpt.base.words import examples
 from zckpt.containers import Placeholder
 from zckpt.containers.tensor_ref import MAX_FRAGMENTS
@@ -69,11 +69,9 @@ class FileRules:
                 raise ValueError(f"no way of joining is called {how!r}")
         except (ValueError, TypeError, IndexError) as error:
             raise InconsistentError(
-                f"a rule that does not fit tensor {name!r}",
-                file=self.path,
-                found=str(error),
+                f"the rule does not fit tensor {name!r}", file=self.path, found=str(error),
                 expected=json.dumps(dict(rule)),
-            ) from error
+            ) from error  # fmt: skip
         keep = rule.get("keep")
         return replace(joint, keep=keep) if isinstance(keep, int) else joint
 
@@ -106,12 +104,14 @@ def rules_of_file(name: str) -> FileRules:
         rules = tuple((re.compile(rule["match"]), {**rule, "join": rule["join"]}) for rule in listed)
     except OSError as error:
         raise UsageError(
-            "no such rules", file=name, found=error.strerror or "", expected=f"{', '.join(known)}, or a JSON file"
-        ) from error
+            "no such rules", file=name, found=error.strerror or "", expected=f"{', '.join(known)}, or a JSON file",
+            remedy="Pass one of these with --tp-rules.",
+        ) from error  # fmt: skip
     except (ValueError, KeyError, TypeError, RecursionError, re.error) as error:
         raise UsageError(
-            "a rule file that cannot be understood", file=path, found=f"{type(error).__name__}: {error}",
+            "the file of rules cannot be read", file=path, found=f"{type(error).__name__}: {error}",
             expected='{"rules": [{"match": "REGEX", "join": 0}, ..]}',
+            remedy="Write the rules in this form.",
         ) from error  # fmt: skip
     return FileRules(path, rules)
 
@@ -140,14 +140,17 @@ class CheckpointRules:
             None,
         )
         if reason is not None:
-            raise UnsupportedError(f"a tensor that cannot be joined, {name!r}", file=self.file, found=str(reason))
+            raise UnsupportedError(
+                f"tensor {name!r} cannot be joined", file=self.file, found=str(reason),
+                remedy="Pass other rules with --tp-rules, or leave the tensor out with --exclude.",
+            )  # fmt: skip
         if len(shapes) == 1 and self._ranks() > 1:  # it was joined since: what it says is of the run before
             return replicated(shapes)
         try:
             joint = self._affine(name, shapes) or self._by_category(name, shapes)
         except (ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
             raise InconsistentError(
-                f"universal-checkpoint information that does not fit tensor {name!r}",
+                f"the universal-checkpoint information does not fit tensor {name!r}",
                 file=self.file,
                 found=f"{error}; the slices have shapes {examples(map(list, shapes))}",
             ) from error
@@ -281,7 +284,10 @@ def _joint_of_map(entry: Mapping[str, Any], shapes: Sequence[Shape]) -> Joint:
             raise ValueError(f"slice {rank} of shape {held['shard_shape']}")
         for piece in held["pieces"]:
             if float(piece.get("scale", 1.0)) != 1.0:
-                raise UnsupportedError("a scaled slice", found=f"scale {piece['scale']}", expected="slices as they are")
+                raise UnsupportedError(
+                    "slices are scaled", found=f"scale {piece['scale']}", expected="slices with scale 1",
+                    remedy="Pass other rules with --tp-rules, or leave the tensor out with --exclude.",
+                )  # fmt: skip
             blocks = _blocks(rank, piece)
             if min(int(r) for r in piece["locations"]) == rank:
                 own += blocks
@@ -323,7 +329,7 @@ def rules_of_checkpoint(model: ModelStates) -> CheckpointRules | None:
     if info is None:
         return None
     if not isinstance(info, Mapping):
-        raise CorruptError("universal-checkpoint information that is not a mapping", file=model.file)
+        raise CorruptError("its universal-checkpoint information is not a mapping", file=model.file, remedy=COPY_AGAIN)
     return CheckpointRules(model.file, info, Patterns(model.file))
 
 
@@ -335,15 +341,16 @@ def check_loads(rules: FileRules, names: Sequence[str]) -> None:
     """
     if not any(pattern.match(name) for pattern, _ in rules.rules for name in names):
         raise UsageError(
-            "rules that fit no tensor of this checkpoint", file=rules.path, found=f"names such as {examples(names)}"
-        )
+            "the rules fit no tensor of this checkpoint", file=rules.path, found=f"names such as {examples(names)}",
+            remedy="Pass rules for these names with --tp-rules.",
+        )  # fmt: skip
 
 
 def unknown_rule(name: str, shapes: Sequence[Shape], file: str) -> UnsupportedError:
     """The error for slices that no rule covers."""
     return UnsupportedError(
-        f"slices of tensor {name!r} that no rule says how to join",
+        f"no rule says how to join the slices of tensor {name!r}",
         file=file,
         found=f"shapes {examples(list(shape) for shape in shapes)} on {len(shapes)} tensor-parallel ranks",
-        remedy="Give rules: --tp-rules megatron, neox, or a JSON file.",
+        remedy="Pass --tp-rules megatron, neox, or a JSON file with rules.",
     )

@@ -18,7 +18,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
-from zckpt.base.errors import InconsistentError
+from zckpt.base.errors import OTHER_SAVE, InconsistentError
 from zckpt.core.catalog import Padding, Replica, TensorEntry
 from zckpt.core.fragments import Block, ComputedStore, Fragment
 from zckpt.core.overlaps import clip, place
@@ -121,7 +121,9 @@ def join(name: str, slices: Sequence[TensorEntry], joint: Joint) -> TensorEntry:
     first = slices[0]
     if len({entry.dtype for entry in slices}) > 1:
         raise InconsistentError(
-            f"slices of tensor {name!r} in several dtypes", found=", ".join(sorted({e.dtype.name for e in slices}))
+            f"slices of tensor {name!r} have several dtypes",
+            found=", ".join(sorted({e.dtype.name for e in slices})),
+            remedy=OTHER_SAVE,
         )
     itemsize = first.dtype.itemsize
     if joint.total:

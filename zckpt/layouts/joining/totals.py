@@ -32,7 +32,11 @@ def total_of(slices: Sequence[TensorEntry], total: Literal["mean", "sum"]) -> by
 
     first = slices[0]
     if not first.dtype.numpy or first.dtype.kind != "float":
-        raise UnsupportedError(f"the {total} of slices of {first.dtype}", found=repr(first.name))
+        raise UnsupportedError(
+            f"cannot compute the {total} of slices of {first.dtype}",
+            found=f"tensor {first.name!r}",
+            remedy="Pass another rule for it with --tp-rules, or leave it out with --exclude.",
+        )
     summed = numpy.zeros(first.numel, first.dtype.numpy)
     for entry in slices:
         summed += _array_of(entry)
@@ -50,7 +54,11 @@ def as_float(entry: TensorEntry) -> TensorEntry:
     if entry.dtype.kind == "float":
         return replace(entry, replicas=())
     if entry.dtype.kind == "complex":
-        raise UnsupportedError("complex numbers as floats", found=repr(entry.name))
+        raise UnsupportedError(
+            "cannot convert complex numbers to floats",
+            found=f"tensor {entry.name!r}",
+            remedy="Leave it out with --exclude.",
+        )
     store = ComputedStore(
         entry.numel * 4, lambda: bytearray(_array_of(entry).astype("<f4").tobytes()), sources_of([entry])
     )

@@ -20,7 +20,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from zckpt.base.errors import CorruptError, IncompleteError, InconsistentError, UnsupportedError
+from zckpt.base.errors import COPY_AGAIN, OTHER_SAVE, CorruptError, IncompleteError, InconsistentError, UnsupportedError
 from zckpt.base.words import examples, ranges
 from zckpt.containers import TensorRef, brief
 from zckpt.core.catalog import Role, TensorEntry
@@ -160,8 +160,9 @@ class Layers:
         layer, number, local = found
         if number >= len(layer.held[rank]):
             raise InconsistentError(
-                f"more experts on a rank than layer {layer.number} of the model has", found=repr(name),
+                f"ranks hold more experts than layer {layer.number} of the model has", found=repr(name),
                 expected=f"{len(layer.held[rank])} of {layer.experts} experts on each of {layer.ep} ranks",
+                remedy=OTHER_SAVE,
             )  # fmt: skip
         return f"{layer.prefix}.{layer.held[rank][number]}.{local}"
 
@@ -195,9 +196,9 @@ class Layers:
             ep = layer.experts // share if share else ranks(layer)
             if ep < 1 or layer.experts % ep or (share and ep * share != layer.experts):
                 raise InconsistentError(
-                    f"experts of layer {layer.number} that cannot be spread over ranks",
+                    f"experts of layer {layer.number} cannot be spread over the ranks",
                     found=f"{share or layer.experts // max(ep, 1)} of {layer.experts} experts on a rank",
-                    remedy="Files are of different saves. Copy those of one save again, or choose another tag.",
+                    remedy="Copy the files of one save again, or choose another tag.",
                 )
             spread.append(layer.spread(ep))
         return Layers(spread)
@@ -225,8 +226,8 @@ def read_layers(listing: Listing, model: ModelStates, mp_ranks: range | None = N
     counts = model.root.get("num_experts")
     if not isinstance(counts, list | tuple) or not all(isinstance(n, int) and 0 < n <= _MOST for n in counts):
         raise UnsupportedError(
-            "a mixture of experts that does not say how many experts its layers have",
-            file=model.file, found=f"num_experts {brief(counts)}", expected="DeepSpeed 0.6 or later lists them per layer",
+            "does not say how many experts its layers have", file=model.file, found=f"num_experts {brief(counts)}",
+            expected="a number for each layer, as DeepSpeed 0.6 or later writes",
             remedy="Load it with the DeepSpeed that wrote it and save it with a newer one.",
         )  # fmt: skip
     recorded = records(model)
@@ -234,12 +235,10 @@ def read_layers(listing: Listing, model: ModelStates, mp_ranks: range | None = N
     strange = [name for (number, expert), name in files.items() if not _is_one(counts, number, expert)]
     if strange:
         raise InconsistentError(
-            "files of experts that the model does not have",
-            file=listing.directory,
-            found=examples(strange),
+            "holds files of experts that the model does not have", file=listing.directory, found=examples(strange),
             expected=f"layers of experts 0-{len(counts) - 1}, of {examples(counts)} experts",
-            remedy="They are left over from another save: move them away.",
-        )
+            remedy="Move them away: another save left them over.",
+        )  # fmt: skip
     first = mp_ranks[0] if mp_ranks else 0
     layers = [_layer(listing, n, count, recorded.get(n), files, first) for n, count in enumerate(counts)]
     return Layers(layers)
@@ -260,8 +259,8 @@ def _files(listing: Listing, mp_ranks: range | None) -> dict[tuple[int, int], st
         key = int(match["layer"]), int(match["expert"])
         if key in found:
             raise InconsistentError(
-                f"two files of expert {key[1]} of layer {key[0]}", file=listing.directory,
-                found=f"{found[key]!r} and {name!r}", remedy="One of them is of another save: move it away.",
+                f"two files hold expert {key[1]} of layer {key[0]}", file=listing.directory,
+                found=f"{found[key]!r} and {name!r}", remedy="Move the one of another save away.",
             )  # fmt: skip
         found[key] = name
     return found
@@ -285,10 +284,10 @@ def _layer(
     if missing:
         names = [f"layer_{number}_expert_{expert}_mp_rank_{mp_rank:02d}_model_states.pt" for expert in missing[:3]]
         raise IncompleteError(
-            f"missing experts of layer {number}",
+            f"files of experts of layer {number} are missing",
             file=listing.directory,
             found=f"files of {experts - len(missing)} experts",
-            expected=f"{experts} experts; of {ranges(missing)} there is none: {examples(names)}",
+            expected=f"files of {experts} experts, with {ranges(missing)}: {examples(names)}",
             remedy="Copy them from the nodes that wrote them (--also DIR lays further directories over this one).",
         )
     weights: dict[int, dict[str, TensorRef]] = {}
@@ -298,11 +297,11 @@ def _layer(
         prefixes[expert], weights[expert] = _expert(listing, name, expert, recorded is not None)
         if prefixes[expert] != prefixes[0] or _forms(weights[expert]) != _forms(weights[0]):
             raise InconsistentError(
-                f"experts of layer {number} that are not alike",
+                f"experts of layer {number} are not alike",
                 file=listing.files[name],
                 found=f"{prefixes[expert]!r} with {examples(weights[expert])}",
                 expected=f"as in {files[number, 0]!r}: {prefixes[0]!r} with {examples(weights[0])}",
-                remedy="One of the files is of another save. Copy the layer's files again, or choose another tag.",
+                remedy="Copy the layer's files of one save again, or choose another tag.",
             )
     return Layer(number, prefixes[0], experts, held, weights, recorded is not None)
 
@@ -328,9 +327,9 @@ def _expert(listing: Listing, name: str, expert: int, stacked: bool) -> tuple[st
         weights[match["local"]] = ref
     if notes or len(prefixes) != 1:
         raise CorruptError(
-            "an expert's file that does not hold what its name says", file=file,
+            "does not hold the expert of its name", file=file,
             found=notes[0] if notes else f"names of {len(prefixes)} layers", expected=f"the weights of expert {expert}",
-            remedy="Copy it again.",
+            remedy=COPY_AGAIN,
         )  # fmt: skip
     return prefixes.pop(), weights
 
@@ -350,8 +349,9 @@ def _placement(recorded: Mapping[str, object], experts: int, file: str) -> tuple
     placed_experts = [number for numbers in held for number in numbers]
     if any(type(n) is not int for n in placed_experts) or sorted(placed_experts) != list(range(experts)):
         raise InconsistentError(
-            "a placement of experts that does not place each of them once", file=file, found=brief(held),
+            "the placement of experts does not place each of them once", file=file, found=brief(held),
             expected=f"{experts} experts on {brief(ep)} ranks",
+            remedy=COPY_AGAIN,
         )  # fmt: skip
     return tuple(held)
 

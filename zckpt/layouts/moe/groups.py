@@ -18,7 +18,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
-from zckpt.base.errors import IncompleteError, InconsistentError, UnsupportedError
+from zckpt.base.errors import OTHER_SAVE, IncompleteError, InconsistentError, UnsupportedError
 from zckpt.base.words import examples, ranges
 from zckpt.core.catalog import Padding, TensorEntry
 from zckpt.layouts.moe.experts import Layers, sharers
@@ -159,7 +159,10 @@ def _shape(name: str, model: ModelStates, layers: Layers) -> Shape:
         ref, stack = owner[0].weights[0].get(owner[2]), (len(owner[0].held[0]),) if owner[0].stacked else ()
     if ref is None:
         raise IncompleteError(
-            "a parameter without a weight", file=model.file, found=f"masters of {name!r} in the optimizer files"
+            "the weight of a parameter is missing",
+            file=model.file,
+            found=f"master weights of {name!r} in the optimizer files, and no weight",
+            remedy="Copy the model files of the same save again.",
         )
     return (*stack, *ref.shape)
 
@@ -170,14 +173,15 @@ def _owner(number: int, shapes: Mapping[str, Shape], layers: Layers, save: Save)
     spread = {owner[0].ep if owner else None for owner in found.values()}
     if len(spread) > 1:
         raise InconsistentError(
-            f"an optimizer group that is not of one data-parallel group, {number}", file=save.model.file,
-            found=examples(found), expected="experts in groups of their own, by the ranks they are spread over",
+            f"optimizer group {number} is not of one data-parallel group", file=save.model.file,
+            found=examples(found), expected="groups of experts alone, by the ranks they are spread over",
         )  # fmt: skip
     ep = next(iter(spread), None)
     if ep is not None and save.world_size % ep:
         raise InconsistentError(
-            f"experts spread over {ep} ranks", file=save.model.file, found=f"a world size of {save.world_size}"
-        )
+            f"experts over {ep} ranks do not fit the world size", file=save.model.file,
+            found=f"world size {save.world_size}", remedy=OTHER_SAVE,
+        )  # fmt: skip
     return ep
 
 
@@ -238,7 +242,8 @@ def _check_recorded(save: zero3.Zero3Save, numbers: Sequence[int], ranks: range)
             named = entry.get("partition_ranks")
             if named != list(ranks):
                 raise UnsupportedError(
-                    "experts on other ranks than zckpt knows", file=save.shards[rank].file,
+                    "experts are on other ranks than zckpt knows", file=save.shards[rank].file,
                     found=f"sub-group {entry.get('sub_group')} is shared by ranks {named}",
                     expected=f"ranks {ranges(list(ranks))}",
+                    remedy="Convert it with the DeepSpeed that wrote it (zero_to_fp32.py).",
                 )  # fmt: skip

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 
-from zckpt.base.errors import InconsistentError
+from zckpt.base.errors import OTHER_SAVE, InconsistentError
 from zckpt.containers import TensorRef
 from zckpt.core.catalog import Catalog, Replica, Role, Source, TensorEntry
 from zckpt.layouts.joining.rules import rules_of_checkpoint
@@ -105,8 +105,9 @@ class MixtureReader:
                 joint = owner[0].joint([entry.shape for entry in entries])
             except ValueError as error:
                 raise InconsistentError(
-                    f"stacked experts that do not fit layer {owner[0].number}", file=self.model.file, found=str(error)
-                ) from error
+                    f"stacked experts do not fit layer {owner[0].number}", file=self.model.file, found=str(error),
+                    remedy=OTHER_SAVE,
+                ) from error  # fmt: skip
             found[name] = join(name, entries, joint)
         return found
 

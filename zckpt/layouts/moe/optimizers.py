@@ -70,9 +70,9 @@ class Optimizers:
                 continue
             if rank in self.states:
                 raise InconsistentError(
-                    "two optimizer files of the same experts", file=listing.files[name],
-                    found=f"{os.path.basename(self._files[rank][1])} is of expert-parallel rank {rank} too",
-                    remedy="One of them is left over from another save: move it away.",
+                    "two optimizer files hold the same experts", file=listing.files[name],
+                    found=f"{os.path.basename(self._files[rank][1])!r}, also of expert-parallel rank {rank}",
+                    remedy="Move the one of another save away.",
                 )  # fmt: skip
             root = as_mapping(listing.open(name).root, "an experts' optimizer file", listing.files[name])
             self.states[rank], self._files[rank] = root.get("optimizer"), (home, listing.files[name])
@@ -120,9 +120,9 @@ class Optimizers:
         if rank not in self._files:
             likely = sorted(self._models)[rank % len(self._models)]
             raise IncompleteError(
-                "a missing optimizer file of experts", file=self._listing.directory,
-                found=f"those of {len(self.states)} expert-parallel ranks",
-                expected=f"'expp_rank_{rank}_mp_rank_{likely:02d}_optim_states.pt' is missing",
+                "optimizer files of experts are missing", file=self._listing.directory,
+                found=f"files of {len(self.states)} expert-parallel ranks",
+                expected=f"'expp_rank_{rank}_mp_rank_{likely:02d}_optim_states.pt'",
                 remedy="Copy it from the node that wrote it (--also DIR lays further directories over this one).",
             )  # fmt: skip
         return self._files[rank]
@@ -140,8 +140,10 @@ class Optimizers:
         """
         if any(layer.stacked for layer in layers.all):
             raise UnsupportedError(
-                "stacked experts without ZeRO", file=model.file, found="AutoEP's, in an optimizer per expert-parallel rank",
-                expected="AutoEP's optimizer states under ZeRO, and those of DeepSpeed's own layer, are read",
+                "cannot read the optimizer states of stacked experts without ZeRO", file=model.file,
+                found="AutoEP, with an optimizer on each expert-parallel rank",
+                expected="AutoEP under ZeRO, or DeepSpeed's own experts",
+                remedy="Convert the weights alone (to-fp32).",
             )  # fmt: skip
         order: dict[tuple[str, int], int] = {}
         for rank in range(layers.ep):

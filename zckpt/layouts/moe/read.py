@@ -174,9 +174,9 @@ class Split(model_parallel.ParallelSave):
         """A stage without experts has no files of any."""
         if strange := [match[0] for match in _expert_files(self.listing, range(rank, rank + 1))]:
             raise InconsistentError(
-                "files of experts that the model does not have", file=self.listing.directory, found=examples(strange),
-                expected=f"mp_rank {rank:02d} is of a pipeline stage without experts",
-                remedy="They are left over from another save: move them away.",
+                "holds files of experts that the model does not have", file=self.listing.directory, found=examples(strange),
+                expected=f"no experts of mp_rank {rank:02d}, a pipeline stage without experts",
+                remedy="Move them away: another save left them over.",
             )  # fmt: skip
 
     def _of_all(self, ranks: range) -> MixtureReader:

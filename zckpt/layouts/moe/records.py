@@ -10,7 +10,7 @@ import itertools
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
-from zckpt.base.errors import CorruptError
+from zckpt.base.errors import COPY_AGAIN, CorruptError
 from zckpt.containers import brief
 from zckpt.layouts.run.training import Training
 from zckpt.layouts.save.module_states import ModelStates, as_mapping
@@ -30,7 +30,10 @@ def records(model: ModelStates) -> dict[int, Mapping[str, object]]:
         entry = as_mapping(entry, "AutoEP's record of a layer", model.file)
         number, prefix = entry.get("moe_layer_id"), entry.get("expert_key_prefix")
         if not isinstance(number, int) or not isinstance(prefix, str):
-            raise CorruptError("AutoEP's record of a layer without number or name", file=model.file, found=brief(entry))
+            raise CorruptError(
+                "AutoEP's record of a layer has no number or name", file=model.file, found=brief(entry),
+                remedy=COPY_AGAIN,
+            )  # fmt: skip
         found[number] = entry
     return found
 

@@ -18,7 +18,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from zckpt.base.errors import CorruptError, IncompleteError, InconsistentError, UsageError
+from zckpt.base.errors import COPY_AGAIN, OTHER_SAVE, CorruptError, IncompleteError, InconsistentError, UsageError
 from zckpt.containers import TensorRef
 from zckpt.core.catalog import Catalog, Padding, Replica, Source, TensorEntry, Topology
 from zckpt.layouts.joining.rules import Rules, check_loads, rules_of_checkpoint, rules_of_file, unknown_rule
@@ -92,7 +92,7 @@ class ParallelSave:
         missing = sorted(set(range(tp * pp)) - set(ranks))
         if missing:
             raise IncompleteError(
-                "missing model-parallel ranks",
+                "files of model-parallel ranks are missing",
                 file=listing.directory,
                 found=f"files of mp_rank {', '.join(f'{rank:02d}' for rank in ranks)}",
                 expected=f"{pp} pipeline stages of {tp} tensor-parallel ranks",
@@ -115,7 +115,7 @@ class ParallelSave:
         names += self.listing.shards("model", rank).values()
         if not names:
             raise IncompleteError(
-                f"no model states file of mp_rank {rank:02d}",
+                f"the model states file of mp_rank {rank:02d} is missing",
                 file=self.listing.directory,
                 remedy="Copy it from the node that wrote it (--also DIR lays further directories over this one).",
             )
@@ -141,9 +141,9 @@ class ParallelSave:
             tp, pp = total, 1
         if tp * pp != total and tp * pp < len(models):
             raise UsageError(
-                "a topology that is not that of the files", file=self.listing.directory,
+                "the files are of another topology", file=self.listing.directory,
                 found=f"{len(models)} model-parallel ranks", expected=f"{pp} pipeline stages of {tp} tensor-parallel ranks",
-                remedy="Say --tp and --pp as the run had them.",
+                remedy="Pass --tp and --pp as the run had them.",
             )  # fmt: skip
         return Topology(recorded.dp, tp, pp)
 
@@ -198,7 +198,7 @@ class ParallelSave:
         tensors = flatten(root, notes)
         if notes:
             raise CorruptError(
-                "a layer file that holds more than tensors", file=self.listing.files[file], found=notes[0]
+                "holds more than tensors", file=self.listing.files[file], found=notes[0], remedy=COPY_AGAIN
             )
         return tensors
 
@@ -209,8 +209,8 @@ class ParallelSave:
         for (layer, _), file in self.layers.items():
             if all(model.is_zero() for model in models) and str(layer) not in owned and self._layer_tensors(file):
                 raise InconsistentError(
-                    "a layer file that no stage knows", file=self.listing.files[file],
-                    remedy="It is of another save, or of another run. Move it away.",
+                    "no pipeline stage uses this layer file", file=self.listing.files[file],
+                    remedy="Move it away: it is of another save or run.",
                 )  # fmt: skip
 
     def _rules(self, model: ModelStates) -> Rules | None:
@@ -241,10 +241,11 @@ class ParallelSave:
         held = [entry for entry in slices if entry is not None]
         if len(held) < len(slices):
             raise IncompleteError(
-                f"a tensor that not all tensor-parallel ranks hold, {name!r}",
+                f"tensor {name!r} is not in the files of all tensor-parallel ranks",
                 file=self.listing.directory,
                 found=f"slices of ranks {', '.join(str(n) for n, entry in enumerate(slices) if entry is not None)}",
                 expected=f"{len(slices)} slices",
+                remedy="Copy the files of the other ranks again, or choose another tag.",
             )
         joint = self._joint(name, held)
         padding += cut_off(name, held, joint)
@@ -343,8 +344,9 @@ def _tied(first: TensorEntry, other: TensorEntry, stage: int) -> TensorEntry:
     """A tensor that a further stage holds too: it must be the same there."""
     if (first.shape, first.dtype) != (other.shape, other.dtype):
         raise InconsistentError(
-            f"a tensor that two pipeline stages hold differently, {first.name!r}",
+            f"two pipeline stages hold tensor {first.name!r} differently",
             found=f"{first.dtype} {list(first.shape)} and {other.dtype} {list(other.shape)}",
+            remedy=OTHER_SAVE,
         )
     copies = [Replica(other.dtype, other.fragments, f"pipeline stage {stage}", True)]
     copies += [

@@ -14,13 +14,14 @@ from dataclasses import dataclass
 from typing import Literal
 
 from zckpt.base.errors import (
+    COPY_AGAIN,
     CorruptError,
     IncompleteError,
     NotACheckpointError,
     UnsafeError,
     UnsupportedError,
     ZckptError,
-)
+)  # fmt: skip
 from zckpt.base.words import examples
 from zckpt.containers import Container, TensorRef, safetensors_file, torch_zip
 from zckpt.containers.skeleton import TensorSpec
@@ -107,16 +108,20 @@ def _shards(listing: Listing, index_name: str) -> list[str]:
         shards = sorted(set(json.loads(files.read(path))["weight_map"].values()))
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CorruptError(
-            "an index that cannot be read", file=path, found=f"{type(error).__name__}: {error}"
+            "the index cannot be read", file=path, found=f"{type(error).__name__}: {error}", remedy=COPY_AGAIN
         ) from error
     for shard in shards:
         if not isinstance(shard, str) or os.path.basename(shard) != shard or shard in ("", ".", ".."):
-            raise UnsafeError("an index that names a file outside its directory", file=path, found=f"{shard!r:.80}")
+            raise UnsafeError(
+                "the index names a file outside its directory", file=path, found=f"{shard!r:.80}",
+                remedy="Do not use these weights unless you know who made them.",
+            )  # fmt: skip
     missing = [shard for shard in shards if shard not in listing.files]
     if missing:
         raise IncompleteError(
-            "missing shards", file=listing.directory, found=examples(missing), remedy="Copy them again."
-        )
+            "shards are missing", file=listing.directory, found=examples(missing),
+            remedy="Copy them to this directory.", expected="all shards that the index names",
+        )  # fmt: skip
     return shards
 
 
@@ -126,10 +131,18 @@ def _state_dict(container: Container, file: str, notes: list[str]) -> dict[str, 
         if isinstance(root, Mapping) and isinstance(root.get(key), Mapping) and not _has_tensors(root):
             root = root[key]
     if not isinstance(root, Mapping):
-        raise NotACheckpointError("a file that holds no state dict", file=file, found=type(root).__name__)
+        raise NotACheckpointError(
+            "holds no state dict", file=file, found=type(root).__name__,
+            remedy="Save the model's state_dict() with torch.save, and give that file.",
+            expected="a dict of names and tensors",
+        )  # fmt: skip
     state = flatten(root, notes)
     if not state:
-        raise NotACheckpointError("a file that holds no tensors", file=file, found=f"{len(root):,} other entries")
+        raise NotACheckpointError(
+            "holds no tensors", file=file, found=f"{len(root):,} other entries",
+            remedy="Save the model's state_dict() with torch.save, and give that file.",
+            expected="a dict of names and tensors",
+        )  # fmt: skip
     return state
 
 
@@ -141,7 +154,7 @@ def _refuse_part(container: Container, file: str, *, named: bool) -> None:
     inside = rank_parts.by_contents(root)
     if found := inside or (rank_parts.by_name(os.path.basename(file), root) if named else ""):
         raise IncompleteError(
-            "one rank's part of a model, not a whole model",
+            "holds one rank's part of a model",
             file=file,
             found=found,
             remedy="Save the whole model on one rank (a full state dict), or all parts with torch.distributed.checkpoint, "
@@ -149,6 +162,7 @@ def _refuse_part(container: Container, file: str, *, named: bool) -> None:
             if inside
             else "Give the directory of a checkpoint that zckpt reads. If this file holds the whole model, rename it, or "
             "convert with --allow-unknown-layout.",
+            expected="a whole model",
         )
 
 
@@ -178,7 +192,7 @@ def _refuse_placeholders(tensors: Mapping[str, TensorEntry], listing: Listing) -
     empty = [entry.name for entry in tensors.values() if entry.shape == (0,) and entry.role == "parameter"]
     if empty and not _is_of_recorded_shapes(listing.directory):
         raise IncompleteError(
-            "ZeRO-3 placeholders instead of weights",
+            "holds ZeRO-3 placeholders instead of weights",
             file=listing.directory,
             found=f"{len(empty):,} of {len(tensors):,} tensors have no elements ({examples(empty)})",
             remedy=f"The weights are in the sharded checkpoint: run zckpt on {_hint(listing.directory)}. "
@@ -245,7 +259,7 @@ def lay_out(
     strange = [f"{entry.name} ({dtype})" for entry, dtype in wanted if dtype.name not in IN_SAFETENSORS]
     if target.format == "safetensors" and strange:
         raise UnsupportedError(
-            "a dtype that safetensors cannot hold",
+            "safetensors cannot hold these dtypes",
             found=examples(strange),
             remedy="Use --format bin, or an OUT ending in .bin.",
         )

@@ -10,7 +10,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from zckpt.base.errors import InconsistentError
+from zckpt.base.errors import OTHER_SAVE, InconsistentError
 from zckpt.containers import TensorRef
 from zckpt.core.catalog import Role, TensorEntry
 from zckpt.core.fragments import Fragment
@@ -34,11 +34,11 @@ def fragment_of(vector: TensorRef, piece: VectorRun, start: int, file: str) -> F
     """
     if piece.offset + piece.count > vector.numel:
         raise InconsistentError(
-            "holds an optimizer state that is shorter than its master weights",
+            "optimizer state is shorter than its master weights",
             file=file,
             found=f"{vector.numel:,} elements",
-            expected=f"at least {piece.offset + piece.count:,}",
-            remedy="The file is of another save, or its layout is unknown. Nothing was written.",
+            expected=f"{piece.offset + piece.count:,} elements or more",
+            remedy=OTHER_SAVE,
         )
     return Fragment(vector.store, vector.byte_offset + piece.offset * vector.dtype.itemsize, start, piece.count)
 

@@ -22,7 +22,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from zckpt.base.errors import CorruptError, IncompleteError, InconsistentError
+from zckpt.base.errors import COPY_AGAIN, OTHER_SAVE, CorruptError, IncompleteError, InconsistentError
 from zckpt.containers import TensorRef, enum_value
 from zckpt.core.catalog import Catalog, Source, TensorEntry, Topology
 from zckpt.core.fragments import Fragment
@@ -90,18 +90,19 @@ class _Save:
         file = self.parameters.get(name, {}).get(state)
         if file is None:
             raise IncompleteError(
-                f"a universal checkpoint without {state!r} of parameter {name!r}", file=self.listing.directory,
+                f"{state!r} of parameter {name!r} is missing", file=self.listing.directory,
                 expected=f"{HOME}{name}/{state}.pt", remedy="Copy it again, or convert the original checkpoint again.",
             )  # fmt: skip
         root = self.listing.open(file).root
         ref = root.get("param") if isinstance(root, Mapping) else root
         if not isinstance(ref, TensorRef):
-            raise CorruptError("a file of a universal checkpoint that holds no tensor", file=self.listing.files[file])
+            raise CorruptError("holds no tensor", file=self.listing.files[file], remedy=COPY_AGAIN)
         own = ref.shape if isinstance(root, Mapping) else shape
         if ref.numel != math.prod(own) or (len(self.models) == 1 and own[1:] != shape[1:]):
             raise InconsistentError(
-                f"a tensor of another shape than {name!r} has", file=self.listing.files[file],
+                f"its tensor has another shape than parameter {name!r}", file=self.listing.files[file],
                 found=str(list(ref.shape)), expected=str(list(shape)),
+                remedy=OTHER_SAVE,
             )  # fmt: skip
         return whole(name, ref, "parameter", own)
 
@@ -115,9 +116,9 @@ def _load(listing: Listing) -> _Save:
     models = list(_models(listing))
     if not models:
         raise IncompleteError(
-            "a universal checkpoint without model files", file=listing.directory, found=f"{HOME} only",
+            "the universal checkpoint has no model files", file=listing.directory, found=f"{HOME} only",
             expected="mp_rank_*_model_states.pt, or zero_pp_rank_*_model_states.pt, beside it",
-            remedy="Copy them from the checkpoint that it was made of.",
+            remedy="Copy them from the checkpoint that it was made from.",
         )  # fmt: skip
     left: Mapping[str, object] = {}
     if STATE in listing.files:
@@ -138,9 +139,7 @@ def beside(listing: Listing) -> dict[str, TensorRef]:
             root = listing.open(states[MASTER]).root
             ref = root.get("param") if isinstance(root, Mapping) else root
             if not isinstance(ref, TensorRef):
-                raise CorruptError(
-                    "a file of a universal checkpoint that holds no tensor", file=listing.files[states[MASTER]]
-                )
+                raise CorruptError("holds no tensor", file=listing.files[states[MASTER]], remedy=COPY_AGAIN)
             found[name] = ref
     return found
 
@@ -280,8 +279,9 @@ def _scalars(save: _Save, names: Sequence[str]) -> dict[str, object]:
     for file, step in steps.items():
         if step_of(step) != step_of(steps[files[0]]):
             raise InconsistentError(
-                "a step count that is not that of the other parameters", file=save.listing.files[file],
-                found=str(step_of(step)), expected=f"{files[0]!r} says {step_of(steps[files[0]])}",
+                "the step count differs from that of other parameters", file=save.listing.files[file],
+                found=f"step {step_of(step)}", expected=f"step {step_of(steps[files[0]])}, as in {files[0]!r}",
+                remedy=OTHER_SAVE,
             )  # fmt: skip
     if steps:
         return {_STEP: steps[files[0]]}

@@ -96,10 +96,10 @@ def _check_experts(catalog: Catalog) -> None:
     own = sum(is_own(name) for name in catalog.tensors)
     if topology.experts and (topology.tp * topology.pp > 1 or (own and topology.ep > 1)):
         raise UnsupportedError(
-            "experts that have no universal form in DeepSpeed", file=catalog.source.path,
+            "DeepSpeed has no universal form for these experts", file=catalog.source.path,
             found=f"tensors of DeepSpeed's own experts over {topology.ep} ranks" if own else "AutoEP under AutoTP",
             expected="AutoEP without tensor parallelism, or all experts on every rank",
-            remedy="zckpt reshard: experts become ordinary parameters; or convert the weights alone (to-fp32).",
+            remedy="Use zckpt reshard, which makes experts ordinary parameters, or convert the weights alone (to-fp32).",
         )  # fmt: skip
 
 
@@ -113,13 +113,14 @@ def _directory(name: str, path: str) -> str:
     parts = name.split("/")
     if "\0" in name or any(part in ("", ".", "..") for part in parts):
         raise UnsafeError(
-            "a parameter whose name is no path", file=path, found=f"{name!r:.200}",
-            remedy="A universal checkpoint has a directory of each parameter's name. Nothing was written.",
+            "the name of a parameter is not a path", file=path, found=f"{name!r:.200}",
+            remedy="Use zckpt reshard instead: a universal checkpoint names directories by parameters.",
         )  # fmt: skip
     if any(len(os.fsencode(part)) > _LONGEST for part in parts):
         raise UnsupportedError(
-            "a parameter whose name is too long for a directory", file=path, found=f"{name!r:.100}",
+            "the name of a parameter is too long for a directory", file=path, found=f"{name!r:.100}",
             expected=f"at most {_LONGEST} bytes",
+            remedy="Use zckpt reshard instead: a universal checkpoint names directories by parameters.",
         )  # fmt: skip
     return name
 

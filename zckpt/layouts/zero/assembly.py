@@ -118,8 +118,6 @@ def _check_frozen(model: ModelStates, tensors: Mapping[str, TensorEntry], aliase
     ]
     if empty or placeholders:
         raise IncompleteError(
-            "parameters whose elements no file holds",
-            file=model.file,
-            found=examples(empty or placeholders),
-            remedy="They are ZeRO-3 placeholders: the weights lie in the zero_pp_rank_* files of the same save.",
-        )
+            "the weights of some parameters are empty", file=model.file, found=examples(empty or placeholders),
+            remedy="Convert the directory with the zero_pp_rank_* files of the same save: this file holds placeholders.",
+        )  # fmt: skip

@@ -10,7 +10,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from zckpt.base.errors import CorruptError, IncompleteError, InconsistentError, UnsupportedError
+from zckpt.base.errors import COPY_AGAIN, CorruptError, IncompleteError, InconsistentError, UnsupportedError
 from zckpt.base.words import ranges
 from zckpt.containers import TensorRef, brief, enum_value
 from zckpt.core.dtypes import BF16, F16, F32, DType
@@ -80,31 +80,34 @@ def _read(listing: Listing, rank: int, name: str, known: frozenset[str], allow_u
     file = listing.files[name]
     root = as_mapping(listing.open(name).root, "an optimizer states file", file)
     if "optimizer_state_dict" not in root:
-        raise CorruptError("a file that is not an optimizer states file", file=file, found="no 'optimizer_state_dict'")
+        raise CorruptError(
+            "is not an optimizer states file", file=file, found="no 'optimizer_state_dict'", remedy=COPY_AGAIN
+        )
     state = as_mapping(root["optimizer_state_dict"], "optimizer_state_dict", file)
     unknown = sorted(str(key) for key in state.keys() - known)
     if unknown and not allow_unknown:
         raise UnsupportedError(
-            "an optimizer file with keys that may change the layout",
-            file=file,
-            found=", ".join(repr(key) for key in unknown),
-            remedy="zckpt does not know them and will not guess. If you know that they do not move weights, "
-            "pass --allow-unknown-layout.",
-        )
+            "holds keys that may change the layout", file=file, found=", ".join(repr(key) for key in unknown),
+            remedy="If you know that these keys do not move weights, pass --allow-unknown-layout.",
+            expected="keys that zckpt knows",
+        )  # fmt: skip
     if "local_sub_partitions_of_fp32_groups" in state:
         raise UnsupportedError(
-            "a ZeRO-1 checkpoint of a DeepSpeed before 0.3.17", file=file, found="sub-partitions",
+            "is a ZeRO-1 checkpoint of a DeepSpeed before 0.3.17", file=file, found="sub-partitions",
             remedy="Load it with the DeepSpeed that wrote it and save it with a newer one.",
         )  # fmt: skip
     vectors = state.get("single_partition_of_fp32_groups", state.get("fp32_flat_groups"))
     if not isinstance(vectors, list | tuple):
         raise CorruptError(
-            "an optimizer file without fp32 master weights", file=file, found=f"keys {', '.join(map(str, state))}"
+            "holds no fp32 master weights", file=file, found=f"keys {', '.join(map(str, state))}", remedy=COPY_AGAIN
         )
     refs = tuple(as_tensor(vector, "a flat group", file) for vector in vectors)
     for ref in refs:
         if not ref.is_contiguous or len(ref.shape) != 1:
-            raise CorruptError("a flat group that is not a dense vector", file=file, found=f"shape {list(ref.shape)}")
+            raise CorruptError(
+                "the flat group of master weights is not a dense vector", file=file, found=f"shape {list(ref.shape)}",
+                remedy=COPY_AGAIN,
+            )  # fmt: skip
     base = state.get("base_optimizer_state", state.get("optimizer_state_dict"))
     states, settings = _inner_state(base, len(refs))
     steps = (
@@ -128,7 +131,10 @@ def _stage(state: Mapping[str, object], file: str) -> int | None:
     stage = enum_value(state.get("zero_stage"))
     if stage is None or (isinstance(stage, int) and 1 <= stage <= 3):
         return stage
-    raise UnsupportedError("an unknown ZeRO stage", file=file, found=brief(stage), expected="1, 2 and 3 are known")
+    raise UnsupportedError(
+        "the ZeRO stage is unknown", file=file, found=brief(stage), expected="stage 1, 2 or 3",
+        remedy="Convert it with the DeepSpeed that wrote it (zero_to_fp32.py).",
+    )  # fmt: skip
 
 
 def _count(value: object) -> int | None:
@@ -143,7 +149,9 @@ def _paddings(value: object, file: str) -> tuple[tuple[int, ...], ...] | None:
     groups: list[tuple[int, ...]] = []
     for group in value if isinstance(value, list | tuple) else [None]:
         if not isinstance(group, list | tuple) or not all(isinstance(n, int) and n >= 0 for n in group):
-            raise CorruptError("alignment paddings that are not whole numbers", file=file, found=brief(group))
+            raise CorruptError(
+                "alignment paddings are not whole numbers", file=file, found=brief(group), remedy=COPY_AGAIN
+            )
         groups.append(tuple(group))
     return tuple(groups)
 
@@ -189,11 +197,11 @@ def check_ranks(listing: Listing, shards: list[OptimizerShard], model: ModelStat
     extra = sorted(ranks - set(range(recorded)))
     if extra:
         raise InconsistentError(
-            "rank files of another save",
+            "holds rank files of another save",
             file=listing.directory,
             found=f"optimizer files of ranks {ranges(extra)}",
-            expected=f"the save had world size {recorded}",
-            remedy="They are left over from an earlier save with more ranks: move them away.",
+            expected=f"ranks 0-{recorded - 1} (world size {recorded})",
+            remedy="Move these files away: an earlier save with more ranks left them over.",
         )
     return recorded
 
@@ -208,12 +216,10 @@ def state_vector(shard: OptimizerShard, number: int, state: str) -> TensorRef:
     if isinstance(found, TensorRef) and found.is_contiguous and len(found.shape) == 1:
         return found
     raise IncompleteError(
-        f"no optimizer state {state!r} of flat group {number}",
-        file=shard.file,
-        found=", ".join(repr(name) for name in shard.states[number]) or "no states at all",
-        expected="other ranks' files have it",
-        remedy="Copy that file again, or choose another tag.",
-    )
+        f"optimizer state {state!r} of flat group {number} is missing", file=shard.file,
+        found=f"states {', '.join(map(repr, shard.states[number]))}" if shard.states[number] else "no states",
+        expected=f"{state!r}, as in other ranks' files", remedy="Copy that file again, or choose another tag.",
+    )  # fmt: skip
 
 
 def group_of(names: tuple[str, ...], shard: OptimizerShard, number: int, flat_group: int) -> ParameterGroup:

@@ -101,7 +101,11 @@ class TorchFile:
         if not isinstance(value, dict | list | tuple | Mapping | Placeholder | NumpyArray):
             return value
         if id(value) in above:
-            raise UnsupportedError("a value that contains itself", found=type(value).__name__)
+            raise UnsupportedError(
+                "cannot write a value that contains itself",
+                found=type(value).__name__,
+                remedy="Remove it from what the checkpoint saves beside its tensors, or convert the weights alone (to-fp32).",
+            )
         above.add(id(value))
         try:
             if isinstance(value, Mapping):

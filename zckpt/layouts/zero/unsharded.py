@@ -158,9 +158,7 @@ def assign(weights: Sequence[TensorEntry], groups: Sequence[GroupMasters], file:
         solutions = solutions or _solutions(reader, weights, groups, skipping=True)
     if len(solutions) != 1:
         raise InconsistentError(
-            "master weights without names that cannot be told apart"
-            if solutions
-            else "master weights that fit no parameter",
+            "master weights without names cannot be told apart" if solutions else "master weights fit no parameters",
             file=file,
             found=f"{len(groups)} groups of {sum(group.numel for group in groups):,} elements",
             expected=f"{len(weights):,} parameters such as {examples(weight.name for weight in weights)}",

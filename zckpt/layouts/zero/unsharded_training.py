@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from zckpt.base.errors import IncompleteError, InconsistentError
+from zckpt.base.errors import COPY_AGAIN, IncompleteError, InconsistentError
 from zckpt.containers import TensorRef
 from zckpt.core.catalog import TensorEntry
 from zckpt.core.dtypes import F16
@@ -44,7 +44,7 @@ def training_of(model: ModelStates, names: Names | None = None) -> Training:
     inner = optimizer.get("optimizer_state_dict", optimizer) if isinstance(optimizer, Mapping) else None
     if not isinstance(optimizer, Mapping) or not isinstance(inner, Mapping) or "param_groups" not in inner:
         raise IncompleteError(
-            "a checkpoint without optimizer states", file=model.file,
+            "holds no optimizer states", file=model.file,
             remedy="Load its weights alone: load_module_only=True.",
         )  # fmt: skip
     is_flat = "fp32_groups_flat" in optimizer
@@ -93,7 +93,9 @@ def _is_of(value: TensorRef, name: str) -> bool:
 def _shape(model: ModelStates, name: str) -> tuple[int, ...]:
     if name not in model.module:
         raise InconsistentError(
-            f"optimizer states of a parameter {name!r} that the file does not hold", file=model.file,
+            f"the parameter {name!r} is missing", file=model.file,
+            remedy=COPY_AGAIN,
+            found="its optimizer states",
         )  # fmt: skip
     return model.module[name].shape
 
@@ -120,9 +122,9 @@ def _names(
         if len(names) == groups and (counts is None or [len(members) for members in names] == list(counts)):
             return [list(members) for members in names]
     raise InconsistentError(
-        "optimizer states without names, which cannot be told apart", file=model.file,
+        "optimizer states without names cannot be told apart", file=model.file,
         found=f"{groups} groups" + (f" of {', '.join(map(str, counts))} parameters" if counts else ""),
-        remedy="Load it in a run with the same parameter groups, or load its weights alone: load_module_only=True.",
+        remedy="Load it in a run with the same parameter groups, or load its weights alone (load_module_only=True).",
     )  # fmt: skip
 
 

@@ -125,9 +125,9 @@ def _writer(catalog: Catalog, training: Training, target: ZeroTarget) -> _Stage1
     trained = [name for name, entry in catalog.tensors.items() if entry.role == "parameter"]
     if sorted(owned) != sorted(trained):
         raise InconsistentError(
-            "parameter groups that are not the trainable parameters",
+            "the parameter groups are not the trainable parameters",
             file=catalog.source.path,
-            found=examples(set(owned) ^ set(trained)),
+            found=f"only in one of them: {examples(set(owned) ^ set(trained))}",
         )
     return _Stage3(catalog, training, target) if target.stage == 3 else _Stage12(catalog, training, target)
 

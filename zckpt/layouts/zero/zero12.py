@@ -10,7 +10,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from zckpt.base.errors import CorruptError, InconsistentError
+from zckpt.base.errors import COPY_AGAIN, OTHER_SAVE, CorruptError, InconsistentError
 from zckpt.containers import TensorRef
 from zckpt.core.catalog import Catalog, Padding, Source, TensorEntry
 from zckpt.core.fragments import Fragment
@@ -76,11 +76,10 @@ def load(
     counts = {len(shard.vectors) for shard in shards}
     if counts != {len(model.param_shapes)}:
         raise InconsistentError(
-            "optimizer groups that do not match the model's",
-            file=shards[0].file,
-            found=f"{sorted(counts)} groups of masters",
-            expected=f"{len(model.param_shapes)} in {model.file!r}",
-        )
+            "the optimizer groups do not match the model's", file=shards[0].file,
+            found=f"{sorted(counts)} groups of master weights",
+            expected=f"{len(model.param_shapes)} groups, as in {model.file!r}", remedy=OTHER_SAVE,
+        )  # fmt: skip
     return Zero12Save(model, shards, world_size)
 
 
@@ -150,11 +149,11 @@ class _Group:
         left = [max(0, vector.numel - own) for vector, own in zip(vectors, real, strict=True)]
         if sum(left) >= 2 * len(vectors):
             raise InconsistentError(
-                f"padding of optimizer group {self.number} that is too long",
+                f"the padding of optimizer group {self.number} is too long",
                 file=files[max(range(len(left)), key=left.__getitem__)],
-                found=f"{sum(left):,} elements behind the last parameter",
-                expected=f"fewer than {2 * len(vectors)} make {len(vectors)} equal parts of even length",
-                remedy="A file is of another save, or its layout is unknown. Nothing was written.",
+                found=f"{sum(left):,} elements after the last parameter",
+                expected=f"fewer than {2 * len(vectors)} elements",
+                remedy=OTHER_SAVE,
             )
         for rank, (own, count) in enumerate(zip(real, left, strict=True)):
             yield VectorRun(rank, own, 0, count)
@@ -228,11 +227,9 @@ def _group_paddings(
     found = len(paddings[number]) if number < len(paddings) else 0
     if found != expected:
         raise CorruptError(
-            f"alignment paddings of group {number} that do not fit its parameters",
-            file=shard.file,
-            found=f"{found} paddings",
-            expected=f"{expected} parameters",
-        )
+            f"alignment paddings of optimizer group {number} do not fit its parameters", file=shard.file,
+            found=f"{found} paddings", expected=f"{expected} paddings", remedy=COPY_AGAIN,
+        )  # fmt: skip
     return paddings[number]
 
 
@@ -284,15 +281,16 @@ def _check_lengths(number: int, parameters: int, total: int, save: Zero12Save) -
         real = max(0, min(size, total - rank * size))
         if length not in (real, size) or padded < total or (size != total and padded - total >= 2 * world_size):
             raise InconsistentError(
-                f"element counts of optimizer group {number} that do not add up",
+                f"element counts of optimizer group {number} do not add up",
                 file=save.shards[rank].file,
                 found=f"{length:,} elements in this rank's partition (rank 0 has {size:,}, all ranks {sum(lengths):,})",
-                expected=f"{real:,} of the {total:,} that its {parameters:,} parameters need",
-                remedy="A file is of another save, or its layout is unknown. Nothing was written.",
+                expected=f"{real:,} elements, of the {total:,} that its {parameters:,} parameters need",
+                remedy=OTHER_SAVE,
             )
     dtypes = {vector.dtype.name for vector in vectors}
     if len(dtypes) != 1:
         raise InconsistentError(
-            f"master weights of several dtypes in optimizer group {number}",
+            f"master weights of optimizer group {number} have several dtypes",
             file=save.shards[0].file, found=", ".join(sorted(dtypes)),
+            remedy=OTHER_SAVE,
         )  # fmt: skip

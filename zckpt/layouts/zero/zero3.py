@@ -12,7 +12,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from zckpt.base.errors import IncompleteError, InconsistentError
+from zckpt.base.errors import OTHER_SAVE, IncompleteError, InconsistentError
 from zckpt.base.words import examples
 from zckpt.containers import TensorRef
 from zckpt.core.catalog import Catalog, Padding, Replica, Source, TensorEntry
@@ -144,12 +144,9 @@ def _proved_size(model: ModelStates, shards: Sequence[OptimizerShard], world_siz
     wanted = sum(partition_numel(numel, world_size) for numel in numels)
     odd = next((shard for shard in shards if held[shard.rank] != wanted), shards[0])
     raise InconsistentError(
-        "element counts that do not add up",
-        file=odd.file,
-        found=f"{held[odd.rank]:,} elements of masters",
-        expected=f"{len(numels):,} parameters cut over {world_size} ranks need {wanted:,} on each",
-        remedy="A file is of another save, or its layout is unknown. Nothing was written.",
-    )
+        "element counts do not add up", file=odd.file, found=f"{held[odd.rank]:,} elements of master weights",
+        expected=f"{wanted:,} elements, of {len(numels):,} parameters over {world_size} ranks", remedy=OTHER_SAVE,
+    )  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -297,10 +294,10 @@ def frozen(save: Zero3Save) -> dict[str, TensorEntry]:
                 if all(name not in model.frozen_fragments for model in models.values()):
                     break  # saved without frozen parameters
                 raise IncompleteError(
-                    f"a piece of the frozen parameter {name!r} that is not there",
+                    f"part of the frozen parameter {name!r} is missing",
                     file=models[rank].file,
-                    found="nothing" if ref is None else f"{ref.numel:,} elements",
-                    expected=f"rank {rank} holds {len(held):,} of them",
+                    found="no elements" if ref is None else f"{ref.numel:,} elements",
+                    expected=f"{len(held):,} elements on rank {rank}",
                     remedy="Copy that file again, or choose another tag.",
                 )
             pieces.append((ref, held))
@@ -308,10 +305,9 @@ def frozen(save: Zero3Save) -> dict[str, TensorEntry]:
             dtypes = {ref.dtype for ref, _ in pieces}
             if len(dtypes) != 1:
                 raise InconsistentError(
-                    f"pieces of the frozen parameter {name!r} in several dtypes",
-                    file=models[0].file,
-                    found=examples(dtype.name for dtype in dtypes),
-                )
+                    f"parts of the frozen parameter {name!r} have several dtypes", file=models[0].file,
+                    found=examples(dtype.name for dtype in dtypes), remedy=OTHER_SAVE,
+                )  # fmt: skip
             fragments = tuple(Fragment(r.store, r.byte_offset, h.start, len(h)) for r, h in pieces if len(h))
             found[name] = TensorEntry(name, shape, dtypes.pop(), "frozen", fragments)
     return found
