@@ -19,7 +19,7 @@ def run(
 def scan(
     stores: bytes,
     moves: bytes,
-    looks: bytes,
+    requests: bytes,
     ranges: bytes,
     rounded: bool,
     atol: float,

@@ -115,12 +115,12 @@ nb::tuple run(nb::bytes stores, nb::bytes moves, nb::bytes literals, nb::bytes r
   return nb::make_tuple(as_tuple(result.failure), as_list(result.crcs), overflows);
 }
 
-nb::tuple scan(nb::bytes stores, nb::bytes moves, nb::bytes looks, nb::bytes ranges, bool rounded, double atol, double rtol,
+nb::tuple scan(nb::bytes stores, nb::bytes moves, nb::bytes requests, nb::bytes ranges, bool rounded, double atol, double rtol,
                unsigned threads, bool give_back, uint64_t bytes_per_s, nb::object progress) {
   const zckpt::Batch batch{structs<zckpt::Store>(stores), structs<zckpt::Move>(moves), {}, structs<zckpt::Range>(ranges), nullptr};
-  const auto how = structs<zckpt::Look>(looks);
+  const auto how = structs<zckpt::Request>(requests);
   check(batch, threads, 4096);
-  if (how.size() != batch.moves.size()) throw std::invalid_argument("a look for each move");
+  if (how.size() != batch.moves.size()) throw std::invalid_argument("a request for each move");
   Ticker ticker(std::move(progress));
   zckpt::Scanned scanned;
   {
@@ -128,13 +128,13 @@ nb::tuple scan(nb::bytes stores, nb::bytes moves, nb::bytes looks, nb::bytes ran
     scanned = zckpt::scan(batch, how, {rounded, atol, rtol}, {threads, 4096, false, give_back, bytes_per_s}, std::ref(ticker));
   }
   ticker.rethrow();
-  nb::list tallies;
-  for (const auto& [tensor, t] : scanned.tallies) {
+  nb::list statistics;
+  for (const auto& [tensor, t] : scanned.statistics) {
     const nb::object first = t.differ ? nb::cast(t.first) : nb::none();
-    tallies.append(nb::make_tuple(tensor, t.count, t.nan, t.inf, t.nonzero, t.other_nan, t.other_inf, t.differ, first, t.max_abs, t.max_rel,
+    statistics.append(nb::make_tuple(tensor, t.count, t.nan, t.inf, t.nonzero, t.other_nan, t.other_inf, t.differ, first, t.max_abs, t.max_rel,
                                   t.dot, t.square, t.other_square));
   }
-  return nb::make_tuple(as_tuple(scanned.failure), as_list(scanned.crcs), tallies);
+  return nb::make_tuple(as_tuple(scanned.failure), as_list(scanned.crcs), statistics);
 }
 
 nb::tuple cast(int from, int to, nb::bytes data, bool clamp) {
@@ -155,7 +155,7 @@ NB_MODULE(_core, m) {
   nb::class_<zckpt::Lent>(m, "Lent", nb::type_slots(zckpt::lent_slots));
   m.def("run", &run, "stores"_a, "moves"_a, "literals"_a, "ranges"_a, "blob"_a, "threads"_a, "window"_a, "clamp"_a,
         "give_back"_a, "bytes_per_s"_a, "progress"_a.none(), "consumers"_a);
-  m.def("scan", &scan, "stores"_a, "moves"_a, "looks"_a, "ranges"_a, "rounded"_a, "atol"_a, "rtol"_a, "threads"_a, "give_back"_a,
+  m.def("scan", &scan, "stores"_a, "moves"_a, "requests"_a, "ranges"_a, "rounded"_a, "atol"_a, "rtol"_a, "threads"_a, "give_back"_a,
         "bytes_per_s"_a, "progress"_a.none());
   m.def("cast", &cast, "source"_a, "target"_a, "data"_a, "clamp"_a = false, "Casts bytes, for tests.");
   m.def("crc32", &crc32_of, "data"_a, "crc"_a = 0);

@@ -173,11 +173,9 @@ void Engine::gather(uint32_t number, uint64_t first, uint64_t count, const Targe
 
 void Engine::gather_across(uint32_t number, const Across& part, const Target& target, char* staging) {
   const Move& m = batch_.moves[number];
-  const uint64_t size = kItemSize[m.src_dtype], out_size = kItemSize[m.dst_dtype], pitch = static_cast<uint64_t>(m.src_pitch);
+  const uint64_t size = kItemSize[m.src_dtype], pitch = static_cast<uint64_t>(m.src_pitch);
   const bool single = part.first + 1 == part.last;
   const uint64_t begin = single ? part.low : 0, end = single ? part.high : m.rows;
-  alignas(64) char tile[kTile * kTile * 16];
-  uint64_t rows[kTile][2];
   const uint64_t most = kStaging / kTile / size;  // columns, so that a tile's rows are there at once
   for (uint64_t column = part.first; column < part.last; column += most) {
     const uint64_t columns = std::min(most, part.last - column), strip = columns * size;
@@ -185,35 +183,40 @@ void Engine::gather_across(uint32_t number, const Across& part, const Target& ta
     const uint64_t staged = bridged ? pitch : strip, held = (kStaging - strip) / staged + 1;
     for (uint64_t row = begin; row < end; row += held) {
       if (stop_) throw Stop{};
-      const uint64_t n = std::min(held, end - row), from = place(m, row * m.count + column);
+      const uint64_t n = std::min(held, end - row);
       if (bridged) {
-        read(m.src, staging, (n - 1) * pitch + strip, from, true);
+        read(m.src, staging, (n - 1) * pitch + strip, place(m, row * m.count + column), true);
       } else {
         for (uint64_t r = 0; r < n; ++r) read(m.src, staging + r * strip, strip, place(m, (row + r) * m.count + column), true);
       }
       for (uint64_t r = 0; r < n; r += kTile)
-        for (uint64_t c = 0; c < columns; c += kTile) {
-          const uint64_t height = std::min(kTile, n - r), width = std::min(kTile, columns - c);
-          for (uint64_t i = 0; i < height; ++i) {  // each element once, though neighbours may be of another window
-            const uint64_t at = row + r + i, low = column + c == part.first && at < part.low;
-            const uint64_t high = width - (column + c + width == part.last && at >= part.high);
-            if (low < high) convert(m, staging + (r + i) * staged + (c + low) * size, high - low, tile + (i * width + low) * out_size);
-          }
-          for (uint64_t i = 0; i < width; ++i) {
-            const uint64_t low = column + c + i == part.first ? part.low : 0, high = column + c + i + 1 == part.last ? part.high : m.rows;
-            rows[i][0] = low > row + r ? std::min(low - row - r, height) : 0;
-            rows[i][1] = high > row + r ? std::min(high - row - r, height) : 0;
-          }
-          char* out = target.at(row + r, column + c);
-          switch (out_size) {
-            case 1: turn<uint8_t>(tile, width, width, rows, out, target.step); break;
-            case 2: turn<uint16_t>(tile, width * 2, width, rows, out, target.step); break;
-            case 4: turn<uint32_t>(tile, width * 4, width, rows, out, target.step); break;
-            case 8: turn<uint64_t>(tile, width * 8, width, rows, out, target.step); break;
-            default: turn<std::array<uint64_t, 2>>(tile, width * 16, width, rows, out, target.step);
-          }
-        }
+        for (uint64_t c = 0; c < columns; c += kTile)
+          turn_tile(m, part, {row + r, column + c, std::min(kTile, n - r), std::min(kTile, columns - c), staging + r * staged + c * size, staged}, target);
     }
+  }
+}
+
+void Engine::turn_tile(const Move& m, const Across& part, const Tile& from, const Target& target) {
+  const uint64_t size = kItemSize[m.src_dtype], out_size = kItemSize[m.dst_dtype], width = from.columns, height = from.rows;
+  alignas(64) char tile[kTile * kTile * 16];
+  for (uint64_t i = 0; i < height; ++i) {  // each element once, though neighbours may be of another window
+    const uint64_t at = from.row + i, low = from.column == part.first && at < part.low;
+    const uint64_t high = width - (from.column + width == part.last && at >= part.high);
+    if (low < high) convert(m, from.data + i * from.pitch + low * size, high - low, tile + (i * width + low) * out_size);
+  }
+  uint64_t rows[kTile][2];
+  for (uint64_t i = 0; i < width; ++i) {
+    const uint64_t column = from.column + i, low = column == part.first ? part.low : 0, high = column + 1 == part.last ? part.high : m.rows;
+    rows[i][0] = low > from.row ? std::min(low - from.row, height) : 0;
+    rows[i][1] = high > from.row ? std::min(high - from.row, height) : 0;
+  }
+  char* out = target.at(from.row, from.column);
+  switch (out_size) {
+    case 1: turn<uint8_t>(tile, width, width, rows, out, target.step); break;
+    case 2: turn<uint16_t>(tile, width * 2, width, rows, out, target.step); break;
+    case 4: turn<uint32_t>(tile, width * 4, width, rows, out, target.step); break;
+    case 8: turn<uint64_t>(tile, width * 8, width, rows, out, target.step); break;
+    default: turn<std::array<uint64_t, 2>>(tile, width * 16, width, rows, out, target.step);
   }
 }
 

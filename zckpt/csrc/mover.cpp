@@ -89,12 +89,12 @@ class Run : Engine {
       cut(first, last);
     }
     turns_.resize(batch_.stores.size());
-    take_turns();
+    interleave_files();
   }
 
   // Deals the windows of files that are written without direct I/O, of as many as there are threads: one that is done makes room
   // for the next.
-  void take_turns() {
+  void interleave_files() {
     std::vector<Window> dealt;
     dealt.reserve(windows_.size());
     std::vector<std::pair<size_t, size_t>> open;  // [next, end) of the windows of a file

@@ -1,9 +1,9 @@
 // How a scan runs.
-//  1. Looks are cut into parts of at most a window. Dense parts are sorted by file and place; parts that follow each other
+//  1. Requests are cut into parts of at most a window. Dense parts are sorted by file and place; parts that follow each other
 //     without a hole make one job, which is one read. So a file of many small tensors is still read in large runs.
-//  2. A thread takes the next job, takes the CRCs of what it read, and looks at each part; what a part is to be compared
+//  2. A thread takes the next job, takes the CRCs of what it read, and counts each part; what a part is to be compared
 //     with is read part by part.
-//  3. Every part has a tally of its own. They are added up in the order of the tensors at the end, so that sums do not
+//  3. Every part has statistics of its own. They are added up in the order of the tensors at the end, so that sums do not
 //     depend on the threads.
 #include "scan.h"
 
@@ -17,8 +17,8 @@ namespace {
 
 constexpr uint64_t kWindow = 1 << 20;  // fixed, since the last bits of sums depend on it
 
-struct Part {  // `count` elements of a look from `first` on; dense ones lie at `offset` of the first array's store
-  uint32_t look;
+struct Part {  // `count` elements of a request from `first` on; dense ones lie at `offset` of the first array's store
+  uint32_t request;
   bool dense;
   uint64_t first, count, offset, nbytes;
 };
@@ -30,8 +30,8 @@ struct Job {
 class Scan : Engine {
  public:
   // `batch` holds each move twice: the first array to be gathered, then the second.
-  Scan(const Batch& batch, const std::vector<Look>& looks, const Relation& relation, const Settings& settings)
-      : Engine(batch, settings), looks_(looks), relation_(relation) {
+  Scan(const Batch& batch, const std::vector<Request>& requests, const Relation& relation, const Settings& settings)
+      : Engine(batch, settings), requests_(requests), relation_(relation) {
     plan();
   }
 
@@ -41,31 +41,31 @@ class Scan : Engine {
     for (size_t i = 0; i < order.size(); ++i) order[i] = i;
     std::sort(order.begin(), order.end(), [this](size_t a, size_t b) {
       const uint32_t x = first(a).tensor, y = first(b).tensor;
-      return x != y ? x < y : parts_[a].look != parts_[b].look ? parts_[a].look < parts_[b].look : parts_[a].first < parts_[b].first;
+      return x != y ? x < y : parts_[a].request != parts_[b].request ? parts_[a].request < parts_[b].request : parts_[a].first < parts_[b].first;
     });
     const PlainFloats floats;  // of the caller
     Scanned scanned{std::move(result_.failure), std::move(result_.crcs), {}};
     for (const size_t i : order) {
-      if (!tallies_[i].count) continue;
-      if (scanned.tallies.empty() || scanned.tallies.back().first != first(i).tensor) scanned.tallies.emplace_back(first(i).tensor, Tally{});
-      scanned.tallies.back().second.add(tallies_[i]);
+      if (!statistics_[i].count) continue;
+      if (scanned.statistics.empty() || scanned.statistics.back().first != first(i).tensor) scanned.statistics.emplace_back(first(i).tensor, Statistics{});
+      scanned.statistics.back().second.add(statistics_[i]);
     }
     return scanned;
   }
 
  private:
-  const std::vector<Look>& looks_;
+  const std::vector<Request>& requests_;
   const Relation relation_;
   std::vector<Part> parts_;
   std::vector<Job> jobs_;
-  std::vector<Tally> tallies_;
+  std::vector<Statistics> statistics_;
 
-  const Move& first(size_t part) const { return batch_.moves[parts_[part].look]; }
-  const Move& second(size_t part) const { return batch_.moves[looks_.size() + parts_[part].look]; }
+  const Move& first(size_t part) const { return batch_.moves[parts_[part].request]; }
+  const Move& second(size_t part) const { return batch_.moves[requests_.size() + parts_[part].request]; }
 
   void plan() {
-    for (uint32_t i = 0; i < looks_.size(); ++i) {
-      const Move &a = batch_.moves[i], &b = batch_.moves[looks_.size() + i];
+    for (uint32_t i = 0; i < requests_.size(); ++i) {
+      const Move &a = batch_.moves[i], &b = batch_.moves[requests_.size() + i];
       const uint64_t size = kItemSize[a.src_dtype], step = kWindow / std::max<uint64_t>(size, kItemSize[b.src_dtype]);
       const bool dense = static_cast<uint64_t>(a.src_step) == size && (a.rows == 1 || static_cast<uint64_t>(a.src_pitch) == a.count * size);
       for (uint64_t at = 0, total = a.count * a.rows; at < total; at += step) {
@@ -74,10 +74,10 @@ class Scan : Engine {
       }
     }
     std::stable_sort(parts_.begin(), parts_.end(), [this](const Part& x, const Part& y) {
-      const uint32_t a = batch_.moves[x.look].src, b = batch_.moves[y.look].src;
+      const uint32_t a = batch_.moves[x.request].src, b = batch_.moves[y.request].src;
       return a != b ? a < b : x.dense != y.dense ? y.dense : x.offset < y.offset;
     });
-    tallies_.resize(parts_.size());
+    statistics_.resize(parts_.size());
     uint64_t end = 0, length = 0;
     for (size_t i = 0; i < parts_.size(); ++i) {
       const Part& part = parts_[i];
@@ -99,7 +99,7 @@ class Scan : Engine {
     if (!parts_[job.first].dense) {
       std::vector<Segment> segments;
       const Part& part = parts_[job.first];
-      gather(part.look, part.first, part.count, packed(first(job.first), part.first, window), buffers.staging.get(), segments);
+      gather(part.request, part.first, part.count, packed(first(job.first), part.first, window), buffers.staging.get(), segments);
       read_segments(segments, buffers.staging.get());
       examine(job.first, window, buffers);
       return;
@@ -110,7 +110,7 @@ class Scan : Engine {
     for (size_t i = job.first; i < job.last;) {  // parts that count for the CRCs and follow each other are taken together
       const uint64_t from = parts_[i].offset;
       uint64_t to = from;
-      for (; i < job.last && looks_[parts_[i].look].how & kSumSrc; ++i) to = parts_[i].offset + parts_[i].nbytes;
+      for (; i < job.last && requests_[parts_[i].request].how & kCrcSource; ++i) to = parts_[i].offset + parts_[i].nbytes;
       if (to > from) take_crcs(src, from, to, window + (from - begin));
       if (to == from) ++i;
     }
@@ -124,27 +124,27 @@ class Scan : Engine {
 
   void examine(size_t number, const char* data, Buffers& buffers) {
     const Part& part = parts_[number];
-    const Look& look = looks_[part.look];
+    const Request& request = requests_[part.request];
     const Move &a = first(number), &b = second(number);
     uint64_t nbytes = part.nbytes;
-    if (look.how & kAgainst) {
+    if (request.how & kAgainst) {
       char* other = buffers.other.get();
       std::vector<Segment> segments;
-      gather(static_cast<uint32_t>(looks_.size() + part.look), part.first, part.count, packed(b, part.first, other), buffers.staging.get(), segments);
+      gather(static_cast<uint32_t>(requests_.size() + part.request), part.first, part.count, packed(b, part.first, other), buffers.staging.get(), segments);
       read_segments(segments, buffers.staging.get());
       const uint64_t size = part.count * kItemSize[b.src_dtype], offset = place(b, part.first);
-      if (look.how & kSumDst) take_crcs(b.src, offset, offset + size, other);
-      const bool rows = a.rows > 1 && look.pitch != a.count;  // whose elements are not numbered through
+      if (request.how & kCrcOther) take_crcs(b.src, offset, offset + size, other);
+      const bool rows = a.rows > 1 && request.pitch != a.count;  // whose elements are not numbered through
       for (uint64_t done = 0, n; done < part.count; done += n) {
-        const uint64_t e = part.first + done, at = look.start + (rows ? e / a.count * look.pitch + e % a.count : e);
+        const uint64_t e = part.first + done, at = request.start + (rows ? e / a.count * request.pitch + e % a.count : e);
         n = rows ? std::min(part.count - done, a.count - e % a.count) : part.count;
         if (!compare(relation_, static_cast<DType>(a.src_dtype), data + done * kItemSize[a.src_dtype], static_cast<DType>(b.src_dtype),
-                     other + done * kItemSize[b.src_dtype], n, at, tallies_[number]))
+                     other + done * kItemSize[b.src_dtype], n, at, statistics_[number]))
           fail("cast", 0, a.src, a.src_offset);
       }
       nbytes += size;
-    } else if (look.how & kNumbers) {
-      zckpt::look(static_cast<DType>(a.src_dtype), data, part.count, tallies_[number]);
+    } else if (request.how & kNumbers) {
+      count(static_cast<DType>(a.src_dtype), data, part.count, statistics_[number]);
     }
     done_bytes_ += nbytes;
   }
@@ -152,24 +152,24 @@ class Scan : Engine {
 
 }  // namespace
 
-Scanned scan(const Batch& batch, const std::vector<Look>& looks, const Relation& relation, const Settings& settings,
+Scanned scan(const Batch& batch, const std::vector<Request>& requests, const Relation& relation, const Settings& settings,
              const std::function<bool(uint64_t)>& tick) {
   Batch both{batch.stores, {}, {}, batch.ranges, nullptr};
   for (Move m : batch.moves) {
     m.dst_dtype = m.src_dtype;
     both.moves.push_back(m);
   }
-  for (size_t i = 0; i < looks.size(); ++i) {
+  for (size_t i = 0; i < requests.size(); ++i) {
     Move m = batch.moves[i];
     m.src = m.dst;
     m.src_offset = m.dst_offset;
     m.src_pitch = m.dst_pitch;
     m.src_step = m.dst_step;
     m.src_dtype = m.dst_dtype;
-    m.swap = looks[i].dst_swap;
+    m.swap = requests[i].dst_swap;
     both.moves.push_back(m);
   }
-  return Scan(both, looks, relation, settings).go(tick);
+  return Scan(both, requests, relation, settings).go(tick);
 }
 
 }  // namespace zckpt

@@ -5,30 +5,30 @@
 #include <vector>
 
 #include "mover.h"
-#include "tally.h"
+#include "statistics.h"
 
 namespace zckpt {
 
 // Goes with the move of the same number. The move's source is the first array; its destination the second, if any.
-struct Look {
+struct Request {
   uint64_t start, pitch;  // number, in its tensor, of its first element; from row to row
   uint8_t how;            // of the flags below
   uint8_t dst_swap, unused[6];
 };
-static_assert(sizeof(Look) == 24);
+static_assert(sizeof(Request) == 24);
 
-constexpr uint8_t kNumbers = 1;  // look at the first array
-constexpr uint8_t kAgainst = 2;  // compare it with the second
-constexpr uint8_t kSumSrc = 4;   // the first array's bytes count for the CRCs; it is dense
-constexpr uint8_t kSumDst = 8;   // the second's do; it is dense, in the machine's byte order
+constexpr uint8_t kNumbers = 1;   // count the first array
+constexpr uint8_t kAgainst = 2;   // compare it with the second
+constexpr uint8_t kCrcSource = 4; // the first array's bytes count for the CRCs; it is dense
+constexpr uint8_t kCrcOther = 8;  // the second's do; it is dense, in the machine's byte order
 
 struct Scanned {
   Failure failure;
   std::vector<PartialCrc> crcs;
-  std::vector<std::pair<uint32_t, Tally>> tallies;  // by tensor
+  std::vector<std::pair<uint32_t, Statistics>> statistics;  // by tensor
 };
 
-Scanned scan(const Batch& batch, const std::vector<Look>& looks, const Relation& relation, const Settings& settings,
+Scanned scan(const Batch& batch, const std::vector<Request>& requests, const Relation& relation, const Settings& settings,
              const std::function<bool(uint64_t)>& tick);
 
 }  // namespace zckpt

@@ -1,7 +1,7 @@
 // Blocks of numbers are widened to doubles and looked at twice: a quick pass for what is finite, written so that the
 // compiler makes vector code of it, and a careful one for the rest. Sums run in eight lanes of a fixed order, so that every
 // machine gets the same last bit.
-#include "tally.h"
+#include "statistics.h"
 
 #include <algorithm>
 #include <array>
@@ -226,42 +226,42 @@ uint64_t count_differences(const Block& block, size_t n, bool finite) {
   return UINT64_MAX;
 }
 
-void find_differences(const Block& block, size_t n, bool finite, uint64_t start, Tally& tally) {
+void find_differences(const Block& block, size_t n, bool finite, uint64_t start, Statistics& statistics) {
   const uint64_t known = count_differences(block, n, finite);
-  if (known <= n) tally.differ += known;
-  if (known == 0 || (known <= n && tally.first < start)) return;
+  if (known <= n) statistics.differ += known;
+  if (known == 0 || (known <= n && statistics.first < start)) return;
   for (size_t i = 0; i < n; ++i) {
     if (block.same(i)) continue;
-    tally.first = std::min(tally.first, start + i);
+    statistics.first = std::min(statistics.first, start + i);
     if (known <= n) return;
-    ++tally.differ;
+    ++statistics.differ;
   }
 }
 
-void take_lanes(const Lanes& lanes, Tally& tally) {
-  tally.max_abs = std::max(tally.max_abs, *std::max_element(lanes.max_abs, lanes.max_abs + kLanes));
-  tally.max_rel = std::max(tally.max_rel, *std::max_element(lanes.max_rel, lanes.max_rel + kLanes));
-  tally.dot += sum(lanes.dot);
-  tally.square += sum(lanes.square);
-  tally.other_square += sum(lanes.other);
+void take_lanes(const Lanes& lanes, Statistics& statistics) {
+  statistics.max_abs = std::max(statistics.max_abs, *std::max_element(lanes.max_abs, lanes.max_abs + kLanes));
+  statistics.max_rel = std::max(statistics.max_rel, *std::max_element(lanes.max_rel, lanes.max_rel + kLanes));
+  statistics.dot += sum(lanes.dot);
+  statistics.square += sum(lanes.square);
+  statistics.other_square += sum(lanes.other);
 }
 
-void measure_carefully(double x, double y, Tally& tally) {
+void measure_carefully(double x, double y, Statistics& statistics) {
   if (std::isfinite(x) && std::isfinite(y)) {
     const double d = std::fabs(x - y), m = std::max(std::fabs(x), std::fabs(y));
-    tally.max_abs = std::max(tally.max_abs, d);
-    tally.max_rel = std::max(tally.max_rel, d / (m > 0 ? m : 1));
-    tally.dot += x * y;
-    tally.square += x * x;
-    tally.other_square += y * y;
+    statistics.max_abs = std::max(statistics.max_abs, d);
+    statistics.max_rel = std::max(statistics.max_rel, d / (m > 0 ? m : 1));
+    statistics.dot += x * y;
+    statistics.square += x * x;
+    statistics.other_square += y * y;
   } else if (x != y && !(std::isnan(x) && std::isnan(y))) {
-    tally.max_abs = tally.max_rel = kInfinity;
+    statistics.max_abs = statistics.max_rel = kInfinity;
   }
 }
 
 }  // namespace
 
-void Tally::add(const Tally& later) {
+void Statistics::add(const Statistics& later) {
   count += later.count;
   nan += later.nan;
   inf += later.inf;
@@ -277,18 +277,18 @@ void Tally::add(const Tally& later) {
   other_square += later.other_square;
 }
 
-void look(DType dtype, const void* data, size_t n, Tally& tally) {
-  if (real(dtype) != dtype) return look(real(dtype), data, 2 * n, tally);
+void count(DType dtype, const void* data, size_t n, Statistics& statistics) {
+  if (real(dtype) != dtype) return count(real(dtype), data, 2 * n, statistics);
   const Counts c = count_any(dtype, data, n);
-  tally.count += n;
-  tally.nan += c.nan;
-  tally.inf += c.inf;
-  tally.nonzero += c.nonzero;
+  statistics.count += n;
+  statistics.nan += c.nan;
+  statistics.inf += c.inf;
+  statistics.nonzero += c.nonzero;
 }
 
-bool compare(const Relation& relation, DType a_dtype, const void* a, DType b_dtype, const void* b, size_t n, uint64_t start, Tally& tally) {
+bool compare(const Relation& relation, DType a_dtype, const void* a, DType b_dtype, const void* b, size_t n, uint64_t start, Statistics& statistics) {
   if (real(a_dtype) != a_dtype && real(b_dtype) != b_dtype)
-    return compare(relation, real(a_dtype), a, real(b_dtype), b, 2 * n, 2 * start, tally);
+    return compare(relation, real(a_dtype), a, real(b_dtype), b, 2 * n, 2 * start, statistics);
   if (real(a_dtype) != a_dtype || real(b_dtype) != b_dtype || is_float(a_dtype) != is_float(b_dtype)) return false;
   const size_t a_size = kItemSize[a_dtype], b_size = kItemSize[b_dtype];
   alignas(64) double x[kBlockNumbers], y[kBlockNumbers];
@@ -297,10 +297,10 @@ bool compare(const Relation& relation, DType a_dtype, const void* a, DType b_dty
     const size_t m = std::min(kBlockNumbers, n - first), whole = m / kLanes * kLanes;
     const char *a_block = static_cast<const char*>(a) + first * a_size, *b_block = static_cast<const char*>(b) + first * b_size;
     const Counts in_a = count_any(a_dtype, a_block, m);
-    tally.count += m;
-    tally.nan += in_a.nan;
-    tally.inf += in_a.inf;
-    tally.nonzero += in_a.nonzero;
+    statistics.count += m;
+    statistics.nan += in_a.nan;
+    statistics.inf += in_a.inf;
+    statistics.nonzero += in_a.nonzero;
     if (relation.rounded) {
       const void* expected = a_block;
       if (a_dtype != b_dtype) {
@@ -311,13 +311,13 @@ bool compare(const Relation& relation, DType a_dtype, const void* a, DType b_dty
       if (!std::memcmp(expected, b_block, m * b_size)) continue;
       widen(b_dtype, expected, 0, m, x);
       widen(b_dtype, b_block, 0, m, y);
-      find_differences({relation, b_dtype, b_dtype, expected, b_block, 0, x, y}, m, false, start + first, tally);
+      find_differences({relation, b_dtype, b_dtype, expected, b_block, 0, x, y}, m, false, start + first, statistics);
       continue;
     }
     const bool identical = a_dtype == b_dtype && !std::memcmp(a_block, b_block, m * a_size);
     const Counts in_b = identical ? in_a : count_any(b_dtype, b_block, m);
-    tally.other_nan += in_b.nan;
-    tally.other_inf += in_b.inf;
+    statistics.other_nan += in_b.nan;
+    statistics.other_inf += in_b.inf;
     const bool finite = !(in_a.nan || in_a.inf || in_b.nan || in_b.inf);
     Lanes lanes;
     widen(a_dtype, a_block, 0, m, x);
@@ -325,17 +325,17 @@ bool compare(const Relation& relation, DType a_dtype, const void* a, DType b_dty
       measure_same(x, whole, lanes);
       std::copy(lanes.square, lanes.square + kLanes, lanes.dot);
       std::copy(lanes.square, lanes.square + kLanes, lanes.other);
-      take_lanes(lanes, tally);
-      for (size_t i = whole; i < m; ++i) measure_carefully(x[i], x[i], tally);
+      take_lanes(lanes, statistics);
+      for (size_t i = whole; i < m; ++i) measure_carefully(x[i], x[i], statistics);
       continue;
     }
     widen(b_dtype, b_block, 0, m, y);
     if (finite) {
       measure(x, y, whole, lanes);
-      take_lanes(lanes, tally);
+      take_lanes(lanes, statistics);
     }
-    for (size_t i = finite ? whole : 0; i < m; ++i) measure_carefully(x[i], y[i], tally);
-    if (!identical) find_differences({relation, a_dtype, b_dtype, a, b, first, x, y}, m, finite, start + first, tally);
+    for (size_t i = finite ? whole : 0; i < m; ++i) measure_carefully(x[i], y[i], statistics);
+    if (!identical) find_differences({relation, a_dtype, b_dtype, a, b, first, x, y}, m, finite, start + first, statistics);
   }
   return true;
 }

@@ -9,7 +9,7 @@ namespace zckpt {
 
 // Complex numbers count as two. Sums and maxima are taken where both numbers are finite; a number that is finite or NaN on
 // one side only is infinitely different.
-struct Tally {
+struct Statistics {
   uint64_t count = 0;
   uint64_t nan = 0, inf = 0, nonzero = 0;  // of the first array
   uint64_t other_nan = 0, other_inf = 0;   // of the second
@@ -18,7 +18,7 @@ struct Tally {
   double max_abs = 0, max_rel = 0;         // |a - b|, and that divided by the larger of |a| and |b|
   double dot = 0, square = 0, other_square = 0;
 
-  void add(const Tally& later);
+  void add(const Statistics& later);
 };
 
 struct Relation {
@@ -27,10 +27,10 @@ struct Relation {
 };
 
 // Counts what is not finite and what is not zero.
-void look(DType dtype, const void* data, size_t n, Tally& tally);
+void count(DType dtype, const void* data, size_t n, Statistics& statistics);
 
-// Compares `n` numbers; `start` is the number of the first. All but `rounded` comparisons also count as `look` does.
+// Compares `n` numbers; `start` is the number of the first. All but `rounded` comparisons also count as `count` does.
 // False when the two dtypes cannot be compared.
-bool compare(const Relation& relation, DType a_dtype, const void* a, DType b_dtype, const void* b, size_t n, uint64_t start, Tally& tally);
+bool compare(const Relation& relation, DType a_dtype, const void* a, DType b_dtype, const void* b, size_t n, uint64_t start, Statistics& statistics);
 
 }  // namespace zckpt

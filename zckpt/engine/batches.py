@@ -1,6 +1,6 @@
-"""A plan in parts of bounded size, in the form both engines take: a plan of any size never lies in memory whole.
+"""A plan in parts of bounded size, in the form both engines take: a plan of any size is never in memory whole.
 
-For `mover`.
+For `move`.
 """
 
 from __future__ import annotations
@@ -17,10 +17,9 @@ from zckpt.storage.descriptors import MOST_STORES
 
 MOST_MOVES = 16384
 LEAST_BYTES = 64 << 20
-"""A file that is complete ends its batch, and is on record from then on. Smaller ones share a batch, for its threads'
-sake."""
+"""A file that is complete ends its batch, and is reported then. Smaller files share a batch, so that all threads have work."""
 MOST_REMOTE_BYTES = 32 << 20
-"""Bytes of sources on other machines that a batch names: they lie in memory while it runs."""
+"""Bytes of sources on other machines that a batch names: they are in memory while it runs."""
 
 _STORE = struct.Struct("=qqQQ")
 _MOVE = struct.Struct("=IIQQQQqqqqIBBBB")
@@ -106,71 +105,97 @@ def batches(plan: Plan, done: Collection[str] = (), *, bare: bool = False, summe
 
     Args:
         plan: what goes where.
-        done: paths of files that are there already: nothing goes into them.
+        done: paths of files that exist already: nothing goes into them.
         bare: leave out the literals.
-        summed: take the CRCs of runs of elements.
+        summed: compute the CRCs of runs of elements.
     """
-    unfinished = {id(store): (output, store) for output, store in plan.files if output.path not in done}
-    skipped = {id(store) for output, store in plan.files if output.path in done}
-    literals = {place: deque(() if bare else sorted(output.literals)) for place, (output, _) in unfinished.items()}
-    missing = element_bytes(plan)
-    by_store: dict[int, list[tuple[int, int, int]]] = {}
-    for number, (store, start, nbytes) in enumerate(ranges(plan) if summed else ()):
-        by_store.setdefault(id(store), []).append((number, start, nbytes))
-    batch = Batch()
-
-    def attend(store: Store, stop: int) -> None:
-        """The file takes part in the batch, with its literals before byte `stop`."""
-        number = batch.numbers.get(id(store))
-        if number is None:
-            number = batch.number(store)
-            batch.ranges += [(number, *numbers) for numbers in by_store.get(id(store), ())]
-        pending = literals.get(id(store))
-        while pending and pending[0][0] < stop:
-            offset, data = pending.popleft()
-            batch.literals.append((number, offset, data))
-            batch.nbytes += len(data)
-
-    tensor, reach = -1, 0
-    last: Store | None = None
+    cutter = _Cutter(plan, done, bare=bare, summed=summed)
     for move in plan.moves():
-        if move is None:
-            if batch.stores:
-                yield batch
-                batch = Batch()
-            continue
-        place = id(move.dst)
-        if place in skipped:
-            continue
+        if move is None or cutter.ends_before(move):
+            yield from cutter.cut()
+        if move is not None:
+            cutter.add(move)
+    for store in [store for _, store in cutter.unfinished.values()]:
+        if len(cutter.batch.stores) >= MOST_STORES:
+            yield from cutter.cut()
+        cutter.finish(store)
+    yield from cutter.cut()
+
+
+class _Cutter:
+    """A plan that is cut into batches while its moves pass by.
+
+    Attributes:
+        batch: that is being filled.
+        unfinished: id of a store -> the file, of which elements or literals are still to come.
+    """
+
+    def __init__(self, plan: Plan, done: Collection[str], *, bare: bool, summed: bool) -> None:
+        self.batch = Batch()
+        self.unfinished = {id(store): (output, store) for output, store in plan.files if output.path not in done}
+        self._skipped = {id(store) for output, store in plan.files if output.path in done}
+        self._literals = {
+            place: deque(() if bare else sorted(output.literals)) for place, (output, _) in self.unfinished.items()
+        }
+        self._missing = element_bytes(plan)
+        self._ranges: dict[int, list[tuple[int, int, int]]] = {}
+        for number, (store, start, nbytes) in enumerate(ranges(plan) if summed else ()):
+            self._ranges.setdefault(id(store), []).append((number, start, nbytes))
+        self._tensor, self._reach = -1, 0  # of the last move
+        self._last: Store | None = None
+
+    def cut(self) -> Iterator[Batch]:
+        """The batch, if there is anything in it; the next one begins."""
+        if self.batch.stores:
+            yield self.batch
+            self.batch = Batch()
+
+    def ends_before(self, move: Move) -> bool:
+        """Whether the batch is large enough, and can end here."""
+        if id(move.dst) in self._skipped:
+            return False
+        batch = self.batch
         # Nothing is torn apart without need: slices that interleave want to meet in one window.
-        apart = move.tensor != tensor or (move.dst is last and move.dst_offset >= reach)
-        whole = apart or len(batch.moves) >= 8 * MOST_MOVES
+        apart = move.tensor != self._tensor or (move.dst is self._last and move.dst_offset >= self._reach)
         is_full = (
             len(batch.moves) >= MOST_MOVES
             or batch.remote_bytes >= MOST_REMOTE_BYTES
             or (batch.finished and batch.nbytes >= LEAST_BYTES)
         )
-        if (whole and is_full) or len(batch.stores) >= MOST_STORES - 1:
-            yield batch
-            batch = Batch()
-        reach = max(_end(move), reach if move.dst is last else 0)
-        tensor, last = move.tensor, move.dst
-        attend(move.dst, move.dst_offset)
+        whole = apart or len(batch.moves) >= 8 * MOST_MOVES
+        return bool(whole and is_full) or len(batch.stores) >= MOST_STORES - 1
+
+    def add(self, move: Move) -> None:
+        """One more move; its file is finished where it is the last."""
+        place = id(move.dst)
+        if place in self._skipped:
+            return
+        self._reach = max(_end(move), self._reach if move.dst is self._last else 0)
+        self._tensor, self._last = move.tensor, move.dst
+        self._attend(move.dst, move.dst_offset)
         nbytes = move.count * move.rows * move.dst_dtype.itemsize
-        batch.add(move, nbytes)
-        if place in unfinished:
-            missing[place] -= nbytes
-            if not missing[place]:
-                attend(move.dst, move.dst.size)
-                batch.finished.append(unfinished.pop(place))
-    for output, store in unfinished.values():
-        if len(batch.stores) >= MOST_STORES:
-            yield batch
-            batch = Batch()
-        attend(store, store.size)
-        batch.finished.append((output, store))
-    if batch.stores:
-        yield batch
+        self.batch.add(move, nbytes)
+        if place in self.unfinished:
+            self._missing[place] -= nbytes
+            if not self._missing[place]:
+                self.finish(move.dst)
+
+    def finish(self, store: Store) -> None:
+        """The file is complete after this batch."""
+        self._attend(store, store.size)
+        self.batch.finished.append(self.unfinished.pop(id(store)))
+
+    def _attend(self, store: Store, stop: int) -> None:
+        """The file takes part in the batch, with its literals before byte `stop`."""
+        number = self.batch.numbers.get(id(store))
+        if number is None:
+            number = self.batch.number(store)
+            self.batch.ranges += [(number, *numbers) for numbers in self._ranges.get(id(store), ())]
+        pending = self._literals.get(id(store))
+        while pending and pending[0][0] < stop:
+            offset, data = pending.popleft()
+            self.batch.literals.append((number, offset, data))
+            self.batch.nbytes += len(data)
 
 
 def _end(move: Move) -> int:
@@ -180,7 +205,7 @@ def _end(move: Move) -> int:
 
 
 def progress_after(progress: Callable[[int], None] | None, base: int) -> Callable[[int], None] | None:
-    """`progress`, told of `base` bytes more than it is called with."""
+    """A function that calls `progress` with `base` bytes more than it is called with."""
     return None if progress is None else lambda now: progress(base + now)
 
 

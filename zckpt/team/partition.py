@@ -1,4 +1,4 @@
-"""Shares a plan among processes: who moves which bytes of the output, and when a file has got all of them.
+"""Divides a plan among processes: which of them moves which bytes of the output, and when a file has all of its bytes.
 
 For `delivery`. Every process makes the same plan, and so knows its own part of it: a range of the output's bytes, of as much
 work as the others'. Process 0 makes the files, and completes each as soon as all parts of it are there.
@@ -63,7 +63,7 @@ def part_of(plan: Plan, index: int, count: int, done: Collection[str] = ()) -> P
 
 
 _Place = tuple[int, int, int, Fragment]
-"""Number of the file, byte offset in it, number of the pair, and what lies there."""
+"""Number of the file, byte offset in it, number of the pair, and the fragment there."""
 
 
 def _fragments(plan: Plan) -> Iterator[tuple[int, Fragment]]:
@@ -84,7 +84,7 @@ def _border(
 
 
 def _elements_before(fragment: Fragment, file: int, itemsize: int, border: tuple[int, int]) -> int:
-    """How many of a fragment's elements lie before a border: all or none of those in rows that lie apart."""
+    """How many of a fragment's elements are before a border; rows that are apart are never divided."""
     if file != border[0]:
         return fragment.numel if file < border[0] else 0
     block = fragment.block()
@@ -119,18 +119,18 @@ class _Files:
         for path in [path for path, nbytes in self.missing.items() if not nbytes]:
             self._complete(path)
 
-    def take(self, rank: int, piece: WrittenPart) -> None:
-        """A process's part of a file is there."""
-        for number, lost in piece.overflows.items():
+    def take(self, rank: int, part: WrittenPart) -> None:
+        """A process's part of a file is durable."""
+        for number, lost in part.overflows.items():
             self._lost.setdefault(number, {})[rank] = lost
-        crcs = self._crcs[piece.path]
-        if crcs is None or piece.crcs is None:
-            self._crcs[piece.path] = None
+        crcs = self._crcs[part.path]
+        if crcs is None or part.crcs is None:
+            self._crcs[part.path] = None
         else:
-            crcs += piece.crcs
-        self.missing[piece.path] -= piece.nbytes
-        if not self.missing[piece.path]:
-            self._complete(piece.path)
+            crcs += part.crcs
+        self.missing[part.path] -= part.nbytes
+        if not self.missing[part.path]:
+            self._complete(part.path)
 
     def _complete(self, path: str) -> None:
         output, crcs = self._outputs[path], self._crcs.pop(path)
@@ -160,13 +160,13 @@ def lead(
     """Process 0's work: makes the files, moves its own part, and completes what all have moved their parts into.
 
     Args:
-        team: those who work.
+        team: the processes.
         plan: the whole.
-        root: the private directory; empty but for the files of `done`.
-        done: files that are there already.
+        root: the work directory; empty but for the files of `done`.
+        done: paths of files that exist already.
         finished: called with each file as soon as it is complete and durable.
-        overflow: as in `mover.run`, like what follows.
-        progress: told of bytes that all have moved.
+        overflow: as in `move.run`.
+        progress: called with the bytes that all have moved.
         window: bytes written at once.
         pace: of each process; a limit to all of them is shared.
 
@@ -181,8 +181,8 @@ def lead(
             overflows = {int(number): CastLoss(*facts) for number, facts in lost.items()}
             files.take(rank, WrittenPart(path, nbytes, None if crcs is None else tuple(map(tuple, crcs)), overflows))
 
-    def moved(piece: WrittenPart) -> None:
-        files.take(0, piece)
+    def moved(part: WrittenPart) -> None:
+        files.take(0, part)
         listen()
 
     kept = sum(output.size for output, _ in plan.files if output.path in done)
@@ -200,12 +200,12 @@ def lead(
 def follow(team: Team, plan: Plan, *, overflow: str, window: int | None, pace: Pace) -> None:
     """The other processes' work; arguments as in `lead`."""
     begun = team.meet()[0]
-    if begun is None:  # an earlier run had done it all
+    if begun is None:  # an earlier run has written all files
         return
 
-    def moved(piece: WrittenPart) -> None:
-        lost = {number: (one.count, one.largest) for number, one in piece.overflows.items()}
-        team.post((piece.path, piece.nbytes, piece.crcs, lost))
+    def moved(part: WrittenPart) -> None:
+        lost = {number: (one.count, one.largest) for number, one in part.overflows.items()}
+        team.post((part.path, part.nbytes, part.crcs, lost))
 
     _move(team, plan, begun["root"], begun["done"], moved, overflow, team.watched(None), window, pace)
     team.meet()
