@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Literal
+from typing import Literal, get_args
 
 from zckpt.base.errors import COPY_AGAIN, CorruptError, IncompleteError, InconsistentError
 from zckpt.core.claims import Claims, Held, Span
@@ -21,6 +21,7 @@ from zckpt.core.fragments import FileStore, Fragment
 from zckpt.core.overlaps import first_gap
 
 Role = Literal["parameter", "frozen", "buffer"]
+_ROLES = frozenset(get_args(Role))
 
 MAX_NUMEL = 2**63 - 1
 """The most elements of a tensor: torch counts them in signed 64-bit numbers."""
@@ -124,6 +125,10 @@ class TensorEntry:
         fragments: cover the shape exactly once; sorted by their first element.
         replicas: other places that must hold the same numbers.
         flat: whether every fragment is a single row of elements.
+
+    Raises:
+        IncompleteError: some elements have no place. InconsistentError: some have two. CorruptError: some are beyond the end
+            of their file. TypeError: an argument is of another type, or no such role.
     """
 
     name: str
@@ -135,6 +140,8 @@ class TensorEntry:
     flat: bool = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
+        if self.role not in _ROLES:
+            raise TypeError(f"role of {self.name!r} is {self.role!r}, not one of {sorted(_ROLES)}")
         _put_in_order(self)
         numel = self.numel
         try:
@@ -181,6 +188,10 @@ def held_as_padding(padding: Iterable[Padding]) -> Iterator[Held]:
 
 def _put_in_order(held: TensorPart | TensorEntry) -> None:
     """Checks the shape, and that the fragments are inside their stores; sorts them and sets `flat`."""
+    if not isinstance(held.shape, tuple) or not all(isinstance(extent, int) for extent in held.shape):
+        raise TypeError(f"shape of {held.name!r} is {held.shape!r}, not a tuple of int")
+    if not isinstance(held.dtype, DType) or not isinstance(held.fragments, tuple):
+        raise TypeError(f"{held.name!r} has dtype {held.dtype!r} and fragments {held.fragments!r:.80}, not a DType and a tuple")
     numel_of(held.shape, name=held.name)
     itemsize = held.dtype.itemsize
     flat = in_order = True
