@@ -191,7 +191,9 @@ def _put_in_order(held: TensorPart | TensorEntry) -> None:
     if not isinstance(held.shape, tuple) or not all(isinstance(extent, int) for extent in held.shape):
         raise TypeError(f"shape of {held.name!r} is {held.shape!r}, not a tuple of int")
     if not isinstance(held.dtype, DType) or not isinstance(held.fragments, tuple):
-        raise TypeError(f"{held.name!r} has dtype {held.dtype!r} and fragments {held.fragments!r:.80}, not a DType and a tuple")
+        raise TypeError(
+            f"{held.name!r} has dtype {held.dtype!r} and fragments {held.fragments!r:.80}, not a DType and a tuple"
+        )
     numel_of(held.shape, name=held.name)
     itemsize = held.dtype.itemsize
     flat = in_order = True

@@ -48,7 +48,7 @@ class Place:
 
 
 class _Look(NamedTuple):
-    """A directory that is looked into.
+    """A directory that is searched for a save.
 
     Attributes:
         path: of the directory.
@@ -94,13 +94,13 @@ def find(path: str, tag: str | None = None, also: Sequence[str] = ()) -> Place:
         )  # fmt: skip
     for root in also:
         if not paths.is_dir(root):
-            raise NotACheckpointError("no such directory", file=root, remedy="--also takes a directory.")
+            raise NotACheckpointError("no such directory", file=root, remedy="Give --also a directory that exists.")
     look = _Look(path, tag, also, _entries(path))
     for what in (_save, _accelerate, _home, _trainers, _weights):
         if (place := what(look)) is not None:
             return place
     raise NotACheckpointError(
-        "no checkpoint",
+        "holds no checkpoint",
         file=path,
         found=count(len(look.names), "entry", "entries") + (f" such as {examples(look.names)}" if look.names else ""),
         expected="'latest', a tag directory with *_states.pt or *.distcp files, checkpoint-N folders, or weights files",
@@ -167,7 +167,7 @@ def _accelerate(look: _Look) -> Place | None:
     name = look.tag or next(iter(models), "")
     if name not in models:
         return None
-    several = f"{look.path!r} holds {len(models)} models: {name!r} is taken; --tag takes another."
+    several = f"{look.path!r} holds {len(models)} models: {name!r} is taken. Pass --tag for another."
     listing = _listing(os.path.join(look.path, name), "", _laid_over(look, name))
     return Place(listing, look.path, tuple(models), () if len(models) == 1 or look.tag else (several,))
 
@@ -188,10 +188,11 @@ def _home(look: _Look) -> Place | None:
             notes = (f"There is no 'latest' in {path!r}: its only tag, {tag!r}, is taken.",)
         elif _are_steps(path, tags):
             tag = tags[-1]
-            notes = (f"{path!r} holds {len(tags)} saves: the last, {tag!r}, is taken; --tag takes another.",)
+            notes = (f"{path!r} holds {len(tags)} saves: the last, {tag!r}, is taken. Pass --tag for another.",)
         else:
             raise IncompleteError(
-                "no 'latest'", file=path, found=f"{len(tags)} tags ({', '.join(tags)})",
+                "has no file 'latest' to say which save is meant", file=path,
+                found=f"{count(len(tags), 'tag')}: {', '.join(tags)}",
                 remedy=f"Choose one: --tag {tags[-1]}.",
             )  # fmt: skip
     _check_tag(tag, path, origin)
@@ -203,8 +204,8 @@ def _home(look: _Look) -> Place | None:
         roots = [root for root in roots if paths.is_dir(root)]
         if not roots:
             raise IncompleteError(
-                f"no save of the tag that {origin} names", file=path, found=f"{tag!r} is not there",
-                expected=f"tags {', '.join(tags)} are" if tags else "",
+                f"has no save of the tag that {origin} names", file=path, found=f"no directory {tag!r}",
+                expected=f"one of the tags {', '.join(tags)}" if tags else "",
                 remedy="Choose one with --tag." if tags else "Copy the tag directory here.",
             )  # fmt: skip
         directory = roots.pop(0)
@@ -219,7 +220,8 @@ def _trainers(look: _Look) -> Place | None:
         names = _entries(inner)
         if _pointer(names) or _tags(inner, names, ()):
             place = find(inner, look.tag, look.also)
-            note = f"{look.path!r} holds {count(len(folders), 'trainer checkpoint')}: the newest, {newest!r}, is taken."
+            several = f"{count(len(folders), 'folder')} of a trainer's checkpoints"
+            note = f"{look.path!r} holds {several}: the newest, {newest!r}, is taken."
             return replace(place, notes=(note, *place.notes))
     return None
 
@@ -254,7 +256,10 @@ def _entries(directory: str) -> list[str]:
         raise
     except OSError as error:
         raise NotACheckpointError(
-            "a directory that cannot be read", file=directory, found=error.strerror or str(error)
+            "cannot be listed",
+            file=directory,
+            found=error.strerror or str(error),
+            remedy="Give yourself permission to read the directory, or choose another.",
         ) from error
 
 
@@ -264,7 +269,7 @@ def _tags(path: str, names: Sequence[str], also: Sequence[str]) -> tuple[str, ..
     for root, entries in ((path, names), *((root, _entries(root)) for root in also)):
         for name in entries:
             inner = os.path.join(root, name)
-            if name.startswith("."):  # a save that never came to its end
+            if name.startswith("."):  # a save that was not finished
                 continue
             if paths.is_dir(inner) and paths.is_readable(inner) and any(map(layouts.is_of_save, paths.names(inner))):
                 found.add(name)
@@ -291,9 +296,11 @@ def _latest(path: str) -> str:
     except ZckptError:
         raise
     except (OSError, UnicodeDecodeError) as error:
-        raise NotACheckpointError("a 'latest' that cannot be read", file=path, found=str(error)) from error
+        raise NotACheckpointError(
+            "cannot be read", file=path, found=str(error), remedy="Choose a tag with --tag."
+        ) from error
     if not text:
-        raise IncompleteError("an empty 'latest'", file=path, remedy="Choose a tag with --tag.")
+        raise IncompleteError("is empty", file=path, expected="the name of a tag", remedy="Choose a tag with --tag.")
     return text
 
 
@@ -301,9 +308,9 @@ def _check_tag(tag: str, path: str, origin: str) -> None:
     parts = tag.replace("\\", "/").split("/")
     if os.path.isabs(tag) or "\0" in tag or "\n" in tag or any(part in ("", ".", "..") for part in parts):
         raise UnsafeError(
-            f"a tag that points elsewhere, from {origin}",
+            f"has a tag that points outside it, in {origin}",
             file=path,
             found=f"{tag!r:.200}",
-            expected="a tag is the name of a directory beside 'latest'",
-            remedy="Nothing was read from there. Correct it, or choose a tag with --tag.",
+            expected="the name of a directory beside 'latest'",
+            remedy="Correct it, or choose a tag with --tag. Nothing was read from there.",
         )

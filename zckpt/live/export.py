@@ -36,7 +36,7 @@ from zckpt.engine.move import run
 from zckpt.jobs.convert import output_dtype
 from zckpt.jobs.options import to_dtype
 from zckpt.layouts.plain import read as huggingface
-from zckpt.layouts.save.companions import true_dtype
+from zckpt.layouts.save.companions import with_dtype
 from zckpt.live.carry import Brought, Files, Lost, Memory, bring
 from zckpt.live.parts import LocalModel, held_by, unwrap
 from zckpt.live.ranks import Ranks
@@ -276,7 +276,7 @@ def small_files(model: nn.Module, dtype: str | DType) -> dict[str, str]:
         if not facts.get("architectures"):
             kinds = [kind.__name__ for kind in type(model).__mro__ if not kind.__name__.startswith("FSDP")]
             facts["architectures"] = kinds[:1]
-        files["config.json"] = json.dumps(true_dtype(facts, to_dtype(dtype)), indent=2, ensure_ascii=False) + "\n"
+        files["config.json"] = json.dumps(with_dtype(facts, to_dtype(dtype)), indent=2, ensure_ascii=False) + "\n"
     generation: Any = getattr(model, "generation_config", None)
     if hasattr(generation, "to_json_string"):
         files["generation_config.json"] = generation.to_json_string()

@@ -20,14 +20,11 @@ from functools import partial
 
 from zckpt.base.errors import OTHER_SAVE, IncompleteError, InconsistentError, UnsupportedError
 from zckpt.base.words import examples, ranges
-from zckpt.core.catalog import Padding, TensorEntry
 from zckpt.layouts.moe.experts import Layers, sharers
-from zckpt.layouts.run.training import Training
 from zckpt.layouts.save.module_states import ModelStates, Shape
 from zckpt.layouts.zero import zero3, zero12
 from zckpt.layouts.zero.optimizer_states import OptimizerShard
-
-Save = zero12.Zero12Save | zero3.Zero3Save
+from zckpt.layouts.zero.read import Save
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,18 +40,6 @@ class GroupShare:
     save: Save
     groups: tuple[int, ...]
     rank: int | None
-
-    def masters(self) -> dict[str, TensorEntry]:
-        """Trainable parameters by name; stacked experts are those of this rank."""
-        return zero3.masters(self.save) if isinstance(self.save, zero3.Zero3Save) else zero12.masters(self.save)
-
-    def padding(self) -> Iterator[Padding]:
-        """What of the masters belongs to no parameter."""
-        return zero3.padding(self.save) if isinstance(self.save, zero3.Zero3Save) else zero12.padding(self.save)
-
-    def training(self) -> Training:
-        """Optimizer states and groups, alike."""
-        return zero3.training(self.save) if isinstance(self.save, zero3.Zero3Save) else zero12.training(self.save)
 
 
 def parts_of(save: Save, model: ModelStates, layers: Layers, *, data_first: bool) -> Iterator[GroupShare]:

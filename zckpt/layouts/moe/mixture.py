@@ -14,11 +14,11 @@ from functools import cached_property
 
 from zckpt.base.errors import OTHER_SAVE, InconsistentError
 from zckpt.containers import TensorRef
-from zckpt.core.catalog import Catalog, Replica, Role, Source, TensorEntry
+from zckpt.core.catalog import Catalog, Replica, Role, TensorEntry
 from zckpt.layouts.joining.rules import rules_of_checkpoint
 from zckpt.layouts.joining.slices import Joint, join
 from zckpt.layouts.moe.experts import Layer, Layers, sharers
-from zckpt.layouts.moe.groups import Save, parts_of, with_shapes
+from zckpt.layouts.moe.groups import parts_of, with_shapes
 from zckpt.layouts.moe.optimizers import NamedMasters, Optimizers, spread_of
 from zckpt.layouts.moe.records import modules, second_routers, without_experts
 from zckpt.layouts.run.agreement import merged
@@ -26,8 +26,10 @@ from zckpt.layouts.run.training import ParameterGroup, Training
 from zckpt.layouts.run.values import missing_model_file, missing_ranks
 from zckpt.layouts.save.listing import MODEL_NAME, Listing
 from zckpt.layouts.save.module_states import ModelStates, Shape
-from zckpt.layouts.zero import unsharded, zero3, zero12
-from zckpt.layouts.zero.assembly import assemble
+from zckpt.layouts.zero import read as zero
+from zckpt.layouts.zero import unsharded
+from zckpt.layouts.zero.assembly import assemble, source_of
+from zckpt.layouts.zero.read import Save
 
 
 class MixtureReader:
@@ -83,7 +85,7 @@ class MixtureReader:
         found: dict[str, TensorEntry] = {}
         slices: dict[str, dict[int, TensorEntry]] = {}
         for part in self.parts:
-            for name, entry in part.masters().items():
+            for name, entry in zero.masters_of(part.save).items():
                 if part.rank is not None and self._is_stacked(name):
                     slices.setdefault(name, {})[part.rank] = entry
                 else:
@@ -124,16 +126,9 @@ class MixtureReader:
                 masters[name] = weight
         for name, copy in weights.items():
             masters[name] = replace(masters[name], replicas=(*masters[name].replicas, copy))
-        source = Source(
-            layout=f"zero{self._stage}" if self._stage else "unsharded",
-            path=self.listing.directory,
-            tag=self.listing.tag,
-            framework=("DeepSpeed", self.model.version),
-            zero_stage=self._stage,
-            global_steps=self.model.number("global_steps"),
-            optimizer_states=self._state_names(),
-            notes=() if trained else unsharded.without_masters(self.model),
-        )
+        notes = () if trained else unsharded.without_masters(self.model)
+        stage = self.save.stage if self.save else 0
+        source = source_of(self.listing, self.model, stage, self._state_names(), notes)
         topology = replace(
             self.model.topology(self.world_size),
             ep=self.layers.ep,
@@ -142,13 +137,9 @@ class MixtureReader:
         if self.save is None:
             catalog = assemble(self.model, masters, source, topology, frozen={})
             return unsharded.frozen_without_master(catalog, trained) if trained else catalog
-        frozen = zero3.frozen(replace(self.save, model=self.model)) if isinstance(self.save, zero3.Zero3Save) else None
-        padding = (pad for part in self.parts for pad in part.padding())
+        frozen = zero.frozen_of(replace(self.save, model=self.model))
+        padding = (pad for part in self.parts for pad in zero.padding_of(part.save))
         return assemble(self.model, masters, source, topology, frozen, padding)
-
-    @property
-    def _stage(self) -> int:
-        return 3 if isinstance(self.save, zero3.Zero3Save) else self.save.stage if self.save else 0
 
     def _state_names(self) -> tuple[str, ...]:
         return self.save.shards[0].state_names if self.save else unsharded.state_names(self.first_state)
@@ -165,7 +156,7 @@ class MixtureReader:
         """What the run needs beside its weights; of slices, the first model-parallel rank's."""
         if self.save is None:
             return self.training_of(self.mp_ranks[0])
-        held = [(part, part.training()) for part in self.parts]
+        held = [(part, zero.training_of(part.save)) for part in self.parts]
         states: dict[str, Mapping[str, TensorEntry]] = {}
         slices: dict[str, dict[str, dict[int, TensorEntry]]] = {}
         groups: dict[int, ParameterGroup] = {}
@@ -209,7 +200,7 @@ class MixtureReader:
 
     def _joined(self) -> dict[str, Joint]:
         """What a universal checkpoint says of each parameter: by the checkpoint's own rules, and of stacks."""
-        rules = rules_of_checkpoint(self.model) if self._stage < 3 else None
+        rules = rules_of_checkpoint(self.model) if self.save is None or self.save.stage < 3 else None
         found: dict[str, Joint] = {}
         for name, shape in ((name, shape) for group in self.model.param_shapes for name, shape in group.items()):
             if (owner := self.layers.owner(name)) is not None and owner[0].stacked:
@@ -222,17 +213,14 @@ class MixtureReader:
 
 def load(listing: Listing, allow_unknown: bool, model: ModelStates, layers: Layers, mp_rank: int = 0) -> Save | None:
     """One model-parallel rank's files as a ZeRO save, whose groups are not yet told apart; None without ZeRO."""
-    if listing.shards("model", mp_rank):
-        return zero3.load(listing, mp_rank, allow_unknown=allow_unknown)
     optimizers = listing.shards("optim", mp_rank).values()
-    if not optimizers:
-        if not model.is_zero():
-            return None
+    if optimizers and not listing.shards("model", mp_rank) and not model.is_zero():
+        model = with_shapes(model, [listing.open(name).root for name in optimizers], layers)
+    save = zero.load(listing, mp_rank, allow_unknown=allow_unknown, model=model)
+    if save is None and model.is_zero():
         world_size = model.ranks("dp_world_size") or 1
         raise missing_ranks(listing, "optimizer", [], list(range(world_size)), world_size)
-    if not model.is_zero():
-        model = with_shapes(model, [listing.open(name).root for name in optimizers], layers)
-    return zero12.load(listing, mp_rank, allow_unknown=allow_unknown, model=model)
+    return save
 
 
 def model_name(listing: Listing, mp_rank: int = 0) -> str:

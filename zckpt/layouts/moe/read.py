@@ -31,7 +31,7 @@ from zckpt.base.words import examples
 from zckpt.containers import Placeholder
 from zckpt.core.catalog import Catalog, Source, Topology
 from zckpt.layouts.moe.experts import Layers, is_own, read_layers
-from zckpt.layouts.moe.groups import Save, told_apart
+from zckpt.layouts.moe.groups import told_apart
 from zckpt.layouts.moe.mixture import MixtureReader, load, model_name
 from zckpt.layouts.moe.records import second_routers, without_experts
 from zckpt.layouts.parallel import read as model_parallel
@@ -40,8 +40,10 @@ from zckpt.layouts.run.agreement import merged
 from zckpt.layouts.run.training import Training
 from zckpt.layouts.save.listing import EXPERT_NAME, EXPERT_OPTIMIZER_NAME, MODEL_NAME, Listing
 from zckpt.layouts.save.module_states import ModelStates, read_model_states
-from zckpt.layouts.zero import unsharded, zero3, zero12
+from zckpt.layouts.zero import read as zero
+from zckpt.layouts.zero import unsharded, zero3
 from zckpt.layouts.zero.assembly import assemble
+from zckpt.layouts.zero.read import Save
 
 
 def match(listing: Listing) -> str | None:
@@ -59,7 +61,7 @@ def _counts(root: object) -> bool:
 
 
 def read(listing: Listing, *, allow_unknown: bool = False) -> Catalog:
-    """The catalog of a mixture of experts; arguments as in `zero12.read`.
+    """The catalog of a mixture of experts; arguments as in `zero12.load`.
 
     Raises:
         IncompleteError: an expert's file, or a rank's, is missing.
@@ -139,9 +141,9 @@ class Split(model_parallel.ParallelSave):
         save = load(self.listing, self.allow_unknown, model, layers, rank)
         if spread is None:
             reader = MixtureReader(self.listing, save, save.model if save else model, layers, own)
-            catalog, shard = reader.catalog(), save.shards[0] if save else None
+            catalog = reader.catalog()
             self.held[rank] = catalog.topology
-            return ModelSlice(catalog, reader.model, reader.training, shard)
+            return ModelSlice(catalog, reader.model, reader.training, save)
         if save is None:
             model = replace(model, shared=dict(second_routers(model)))
             if rank == stage[0]:
@@ -160,15 +162,10 @@ class Split(model_parallel.ParallelSave):
         dense, _ = told_apart(save, spread)
         shared = {**dense.model.shared, **dict(second_routers(dense.model))}
         dense = replace(dense, model=replace(dense.model, shared=shared))
-        source = Source("", self.listing.directory)
         if isinstance(dense, zero3.Zero3Save):
             zero3.check_lengths(dense)
-            catalog = assemble(
-                dense.model, zero3.masters(dense), source, self.topology, zero3.frozen(dense), zero3.padding(dense)
-            )
-            return ModelSlice(catalog, save.model, lambda: zero3.training(dense), dense.shards[0])
-        catalog = assemble(dense.model, zero12.masters(dense), source, self.topology, padding=zero12.padding(dense))
-        return ModelSlice(catalog, save.model, lambda: zero12.training(dense), dense.shards[0])
+        catalog = zero.catalog_of(dense, Source("", self.listing.directory), self.topology)
+        return ModelSlice(catalog, save.model, lambda: zero.training_of(dense), dense)
 
     def _check_none(self, rank: int) -> None:
         """A stage without experts has no files of any."""

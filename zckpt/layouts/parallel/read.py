@@ -29,9 +29,10 @@ from zckpt.layouts.run.values import missing_ranks
 from zckpt.layouts.save.listing import LAYER_NAME, MODEL_NAME, Listing
 from zckpt.layouts.save.module_states import ModelStates, as_mapping, flatten, read_model_states
 from zckpt.layouts.save.origins import check_alike
-from zckpt.layouts.zero import unsharded, unsharded_training, zero3, zero12
-from zckpt.layouts.zero.assembly import assemble
-from zckpt.layouts.zero.optimizer_states import OptimizerShard
+from zckpt.layouts.zero import read as zero
+from zckpt.layouts.zero import unsharded, unsharded_training
+from zckpt.layouts.zero.assembly import assemble, source_of
+from zckpt.layouts.zero.read import Save
 
 
 def match(listing: Listing) -> str | None:
@@ -45,7 +46,7 @@ def match(listing: Listing) -> str | None:
 
 
 def read(listing: Listing, *, allow_unknown: bool = False) -> Catalog:
-    """The catalog of a model-parallel save; arguments as in `zero12.read`.
+    """The catalog of a model-parallel save; arguments as in `zero12.load`.
 
     Raises:
         IncompleteError: slices or stages are missing.
@@ -69,13 +70,13 @@ class ModelSlice:
         catalog: of slices.
         model: the model file.
         training: how to read what goes with them.
-        shard: the first of its optimizer files, under ZeRO.
+        save: its files, under ZeRO.
     """
 
     catalog: Catalog
     model: ModelStates
     training: Callable[[], Training]
-    shard: OptimizerShard | None = None
+    save: Save | None = None
 
 
 class ParallelSave:
@@ -151,28 +152,17 @@ class ParallelSave:
         """What one model-parallel rank holds. Whoever knows more of its files says it here."""
         if self.layers and not model.module:
             model = replace(model, module=self._stage_module(rank, model, tied))
-        shard: OptimizerShard | None = None
-        if not self.listing.shards("optim", rank):
-            if model.is_zero():
-                size = model.ranks("dp_world_size") or 1
-                raise missing_ranks(self.listing, f"mp_rank_{rank:02d} optimizer", [], list(range(size)), size)
-            masters, _ = unsharded.masters(model)
-            training = lambda: unsharded_training.training_of(model)  # noqa: E731
-            catalog = assemble(model, masters, Source("", self.listing.directory), self.topology, frozen={})
-        elif self.listing.shards("model", rank):
-            save = zero3.load(self.listing, rank, allow_unknown=self.allow_unknown)
-            source = Source("", self.listing.directory)
-            catalog = assemble(
-                save.model, zero3.masters(save), source, self.topology, zero3.frozen(save), zero3.padding(save)
-            )
-            return ModelSlice(catalog, save.model, lambda: zero3.training(save), save.shards[0])
-        else:
-            flat = zero12.load(self.listing, rank, allow_unknown=self.allow_unknown, model=model)
-            source = Source("", self.listing.directory)
-            catalog = assemble(model, zero12.masters(flat), source, self.topology, padding=zero12.padding(flat))
-            shard = flat.shards[0]
-            training = lambda: zero12.training(flat)  # noqa: E731
-        return ModelSlice(catalog, model, training, shard)
+        source = Source("", self.listing.directory)
+        save = zero.load(self.listing, rank, allow_unknown=self.allow_unknown, model=model)
+        if save is not None:
+            catalog = zero.catalog_of(save, source, self.topology)
+            return ModelSlice(catalog, save.model, lambda: zero.training_of(save), save)
+        if model.is_zero():
+            size = model.ranks("dp_world_size") or 1
+            raise missing_ranks(self.listing, f"mp_rank_{rank:02d} optimizer", [], list(range(size)), size)
+        masters, _ = unsharded.masters(model)
+        catalog = assemble(model, masters, source, self.topology, frozen={})
+        return ModelSlice(catalog, model, lambda: unsharded_training.training_of(model))
 
     def _stage_module(self, rank: int, model: ModelStates, tied: Mapping[str, str]) -> dict[str, TensorRef]:
         """The tensors of a stage's layer files under their global names; of a run without ZeRO, those of all layers."""
@@ -261,37 +251,20 @@ class ParallelSave:
                 first = tensors.get(entry.name)
                 tensors[entry.name] = entry if first is None else _tied(first, entry, number)
             aliases |= stage[0].catalog.aliases
-        model = self.stages[0][0].model
-        stage_of_zero = self._zero_stage()
+        model, save = self.stages[0][0].model, self.stages[0][0].save
         dp = self._data_parallel()
-        source = Source(
-            layout=f"zero{stage_of_zero}" if stage_of_zero else "unsharded",
-            path=self.listing.directory,
-            tag=self.listing.tag,
-            framework=("DeepSpeed", model.version),
-            zero_stage=stage_of_zero,
-            global_steps=model.number("global_steps"),
-            optimizer_states=tuple(self._state_names()),
-            notes=(*self._notes(), *model.notes),
-        )
+        notes = (*self._notes(), *model.notes)
+        source = source_of(self.listing, model, save.stage if save else 0, tuple(self._state_names()), notes)
         kept = {dropped: kept for dropped, kept in aliases.items() if kept in tensors and dropped not in tensors}
         views = tuple(view for stage in self.stages for held in stage for view in held.catalog.views)
         return Catalog(tensors, source, kept, replace(self.topology, dp=dp), model.extras, tuple(padding), views)
-
-    def _zero_stage(self) -> int:
-        ranks = self.listing.shards("optim", 0)
-        if not ranks:
-            return 0
-        if self.listing.shards("model", 0):
-            return 3
-        return zero12.load(self.listing, 0, allow_unknown=self.allow_unknown, model=self.stages[0][0].model).stage
 
     def _data_parallel(self) -> int:
         return len(self.listing.shards("optim", 0)) or self.topology.dp
 
     def _state_names(self) -> Iterator[str]:
         first = self.stages[0][0]
-        if first.shard is None:
+        if first.save is None:
             yield from unsharded.state_names(first.model.root.get("optimizer"))
         else:
             yield from dict.fromkeys(state for group in first.training().groups for state in group.states)
@@ -394,5 +367,5 @@ def _check_steps(listing: Listing, slices: Sequence[ModelSlice]) -> None:
     """All model files are of one save, and all optimizer files: those of a single rank were compared with each other."""
     models = (held.model for held in slices)
     check_alike(listing, "the step", {os.path.basename(model.file): model.number("global_steps") for model in models})
-    shards = [held.shard for held in slices if held.shard is not None]
+    shards = [held.save.shards[0] for held in slices if held.save is not None]
     check_alike(listing, "the step", {shard.name: shard.step for shard in shards if shard.step is not None})

@@ -1,6 +1,6 @@
 """The small files that make a directory of weights loadable: the config, tokenizer and processor files, and model code.
 
-For `convert`, `reshard` and `hub`. They lie beside the checkpoint's tag directories, where a trainer put them.
+For `convert`, `reshard` and `hub`. Trainers put them beside the tag directories of a checkpoint.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from zckpt.storage.json_files import read_json
 _MOST_BYTES = 16 << 20
 """Of a config."""
 
-# What makes a directory of weights loadable, where it lies beside the checkpoint. Everything else stays where it is.
+# What makes a directory of weights loadable. Everything else stays where it is.
 _BESIDE = re.compile(
     r"generation_config\.json|tokenizer[\w.-]*|special_tokens_map\.json|added_tokens\.json|vocab\.(?:json|txt)|merges\.txt"
     r"|\w*\.(?:model|tiktoken)|(?:pre|image_|video_|feature_)?processor_config\.json|preprocessor_config\.json"
@@ -31,12 +31,12 @@ _BESIDE = re.compile(
 def config_file(
     home: str, dtype: DType, config: Mapping[str, object] | None = None
 ) -> tuple[OutputFile, FileStore] | None:
-    """The model's `config.json`, in which the dtype is made true; None where there is none.
+    """The model's `config.json` with the dtype of the output; None where there is none.
 
     Args:
-        home: where it lies.
+        home: the directory that it is in.
         dtype: of the weights.
-        config: what it says; None for what the file does.
+        config: what it is to say; None for what the file in `home` says.
 
     Raises:
         As `read_config`.
@@ -45,7 +45,7 @@ def config_file(
         config = read_config(home)
         if config is None:
             return None
-    text = json.dumps(true_dtype(config, dtype), indent=2, ensure_ascii=False) + "\n"
+    text = json.dumps(with_dtype(config, dtype), indent=2, ensure_ascii=False) + "\n"
     return literal_file("config.json", text.encode())
 
 
@@ -63,17 +63,23 @@ def config_of(path: str) -> dict[str, object]:
     """The config in a file; errors as in `read_config`."""
     config = read_json(path, _MOST_BYTES, "a config.json")
     if not isinstance(config, dict):
-        raise CorruptError("a config.json that is not an object", file=path, found=type(config).__name__)
+        raise CorruptError(
+            "is not a JSON object",
+            file=path,
+            found=type(config).__name__,
+            expected="a model's config",
+            remedy="Copy the config.json of the model again.",
+        )
     return config
 
 
-def true_dtype(config: object, dtype: DType, *, top: bool = True) -> object:
-    """A model's config with `dtype` (transformers 5) or `torch_dtype` (4) made true, in those nested in it too."""
+def with_dtype(config: object, dtype: DType, *, top: bool = True) -> object:
+    """A model's config with its `dtype` (transformers 5) or `torch_dtype` (4) replaced, in configs nested in it too."""
     if not isinstance(config, dict):
         return config
     keys = [key for key in ("dtype", "torch_dtype") if isinstance(config.get(key), str)]
     nested = {
-        key: true_dtype(value, dtype, top=False)
+        key: with_dtype(value, dtype, top=False)
         for key, value in config.items()
         if isinstance(value, dict) and key != "quantization_config"
     }
@@ -82,5 +88,5 @@ def true_dtype(config: object, dtype: DType, *, top: bool = True) -> object:
 
 
 def companions(home: str) -> list[tuple[str, str]]:
-    """(path, name) of what lies beside the checkpoint and belongs to the model: tokenizer, processor, code."""
+    """(path, name) of files beside the checkpoint that belong to the model: tokenizer, processor, code."""
     return [(os.path.join(home, name), name) for name in sorted(paths.file_names(home)) if _BESIDE.fullmatch(name)]

@@ -1,4 +1,4 @@
-"""The files of one save, over one directory or several that are laid over each other.
+"""The files of one save, in one directory or in several that are laid over each other.
 
 For every layout: a `Listing` knows names and paths, opens each file at most once, and reads no tensor byte.
 Facts about DeepSpeed's file names: runtime/engine.py `_get_ckpt_name`, `_get_zero_ckpt_name` (0.3.16 - 0.19.8).
@@ -58,13 +58,13 @@ def natural(name: str) -> list[tuple[int, int | str]]:
 
 @dataclass(frozen=True, slots=True)
 class ReadOptions:
-    """What a person says of files that do not say it themselves.
+    """Facts of a save that its files do not record, as the user gives them.
 
     Attributes:
         tp_rules: name or path of rules by which tensor-parallel slices are joined.
         tp: tensor-parallel ranks.
         pp: pipeline stages.
-        key: which state dict is wanted, where a save of torch.distributed.checkpoint holds several.
+        key: which state dict is read, where a save of torch.distributed.checkpoint holds several.
     """
 
     tp_rules: str | None = None
@@ -73,7 +73,7 @@ class ReadOptions:
     key: str = ""
 
     def as_json(self) -> dict[str, object]:
-        """Those that were said."""
+        """Those that were given."""
         said = {"tp_rules": self.tp_rules, "tp": self.tp, "pp": self.pp, "key": self.key or None}
         return {name: value for name, value in said.items() if value is not None}
 
@@ -83,10 +83,10 @@ class Listing:
     """The files of one save.
 
     Attributes:
-        directory: the tag directory (or the single file) as a person would name it.
+        directory: the tag directory, or the single file, for messages.
         tag: the tag; empty for files that have none.
         files: file name -> path, in natural order; those of a universal checkpoint's parameters below `zero/`.
-        wishes: what a person says of them.
+        wishes: what the files do not record.
     """
 
     directory: str
@@ -109,7 +109,7 @@ class Listing:
         return iter(self._opened.items())
 
     def numbers(self, name: str, *keys: str) -> dict[str, int]:
-        """Whole numbers that a file says, such as its step; of a file that is not open yet, only if that is cheap."""
+        """Whole numbers in a file by their keys, such as its step; those that it does not have are left out."""
         if name not in self._opened and is_torch_zip(self.files[name]):
             return torch_zip.peek(self.files[name], keys)
         root = self.open(name).root
@@ -130,10 +130,11 @@ class Listing:
         for rank, name in self._ranks.get((kind, mp_rank), ()):
             if rank in by_rank:
                 raise InconsistentError(
-                    f"two files that claim the partition of rank {rank}",
+                    f"has two files of rank {rank}",
                     file=self.directory,
                     found=f"{by_rank[rank]!r} and {name!r}",
-                    remedy="One of them is of another save: move it away.",
+                    expected="one of them: the other is of another save",
+                    remedy="Move the other away.",
                 )
             by_rank[rank] = name
         return dict(sorted(by_rank.items()))
@@ -179,7 +180,7 @@ def list_files(
                 raise InconsistentError(
                     f"there are two different files called {name!r}",
                     found=f"{files[name]!r} and {path!r} differ",
-                    remedy="One of them is of another save: leave that directory out, or remove the file.",
+                    remedy="Leave out the directory that is of another save, or remove the file there.",
                 )
     return Listing(directory, tag, {name: files[name] for name in sorted(files, key=natural)})
 
@@ -191,5 +192,8 @@ def _names(directory: str, below: Sequence[str]) -> list[str]:
         raise
     except OSError as error:
         raise NotACheckpointError(
-            "a directory that cannot be read", file=directory, found=error.strerror or str(error)
+            "cannot be listed",
+            file=directory,
+            found=error.strerror or str(error),
+            remedy="Give yourself permission to read the directory, or choose another.",
         ) from error

@@ -1,8 +1,8 @@
-"""Whether the files of a save belong together, as far as they say where they come from.
+"""Whether the files of a save belong together, by what they record of it.
 
-For the readers, which refuse what would make the tensors wrong, and for `verify`, which tells of everything that disagrees,
-over any layout that DeepSpeed writes. A file says the step, the world size and DeepSpeed's version; its modification time
-says when it was written, or copied.
+For the readers, which refuse what would make the tensors wrong, and for `verify`, which reports everything that disagrees.
+DeepSpeed's files record the step, the world size and DeepSpeed's version; the modification time of any file says when it was
+written, or copied.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from zckpt.layouts.save.module_states import as_mapping
 from zckpt.storage import paths as files
 
 APART_S = 600
-"""Ranks write at the same time; files ten minutes older or younger than the rest were not written with them."""
+"""Ranks write at the same time: a file ten minutes older or younger than the rest was not written with them."""
 
 _MOST = 4
-"""Different values that a sentence names."""
+"""Different values that a sentence names at most."""
 
 
 @dataclass(frozen=True, slots=True)
 class FileOrigin:
-    """What one file says.
+    """What one file records of its save.
 
     Attributes:
         file: its name.
@@ -47,7 +47,7 @@ class FileOrigin:
 
 
 def origin(listing: Listing, name: str, container: Container) -> FileOrigin:
-    """What a file of a save says."""
+    """What a file of a save records, with its modification time."""
     root = container.root if isinstance(container.root, Mapping) else {}
     inner = root.get("optimizer_state_dict")
     state = inner if isinstance(inner, Mapping) else {}
@@ -95,21 +95,21 @@ def contradictions(origins: Sequence[FileOrigin]) -> Iterator[str]:
 
 
 def disagreement(fact: str, said: Mapping[str, int | str | None]) -> str:
-    """What files do not agree on, and who says what, the usual first; empty where they agree.
+    """What files do not agree on, and which file says what, the most frequent first; empty where they agree.
 
     Args:
-        fact: in words.
+        fact: what they say something about, in words.
         said: file -> what it says; None for nothing.
     """
     counts = Counter(said.values())
     if len(counts) < 2:
         return ""
     files = {value: [file for file, own in said.items() if own == value] for value, _ in counts.most_common(_MOST)}
-    told = (
+    said_by = (
         f"{examples(names)} say{'s' * (len(names) == 1)} {'nothing' if value is None else value}"
         for value, names in files.items()
     )
-    return f"they do not agree on {fact}: {'; '.join(told)}"
+    return f"they do not agree on {fact}: {'; '.join(said_by)}"
 
 
 def check_alike(listing: Listing, fact: str, said: Mapping[str, int | str | None]) -> None:
@@ -122,7 +122,7 @@ def check_alike(listing: Listing, fact: str, said: Mapping[str, int | str | None
         usual, count = Counter(said.values()).most_common(1)[0]
         odd = examples(file for file, value in said.items() if value != usual)
         raise InconsistentError(
-            "files of different saves",
+            "holds files of different saves",
             file=listing.directory,
             found=words,
             remedy=f"Copy {odd if 2 * count > len(said) else 'the files of one save'} again, or choose another tag.",

@@ -24,14 +24,14 @@ from dataclasses import dataclass, replace
 
 from zckpt.base.errors import COPY_AGAIN, OTHER_SAVE, CorruptError, IncompleteError, InconsistentError
 from zckpt.containers import TensorRef, enum_value
-from zckpt.core.catalog import Catalog, Source, TensorEntry, Topology
+from zckpt.core.catalog import Catalog, TensorEntry, Topology
 from zckpt.core.fragments import Fragment
 from zckpt.layouts.moe.records import second_routers, without_experts
 from zckpt.layouts.run.training import ParameterGroup, Training
 from zckpt.layouts.run.values import SCALER, as_list, step_of
 from zckpt.layouts.save.listing import MODEL_NAME, SHARD_NAME, UNIVERSAL, Listing
 from zckpt.layouts.save.module_states import ModelStates, Shape, as_mapping, read_model_states, whole, with_replica
-from zckpt.layouts.zero.assembly import assemble
+from zckpt.layouts.zero.assembly import assemble, source_of
 from zckpt.layouts.zero.optimizer_states import precision_of
 from zckpt.layouts.zero.partition import in_original_order
 
@@ -166,15 +166,8 @@ def read(listing: Listing, *, allow_unknown: bool = False) -> Catalog:
     del allow_unknown
     save = _load(listing)
     model = save.models[0]
-    source = Source(
-        layout="universal",
-        path=listing.directory,
-        tag=listing.tag,
-        framework=("DeepSpeed", model.version),
-        zero_stage=save.stage,
-        global_steps=model.number("global_steps"),
-        optimizer_states=save.states() if all(name in save.parameters for name in save.shapes) else (),
-    )
+    states = save.states() if all(name in save.parameters for name in save.shapes) else ()
+    source = source_of(listing, model, save.stage, states, layout="universal")
     masters = {name: with_replica(save.entry(name, MASTER, shape), model) for name, shape in save.shapes.items()}
     frozen = {
         name: entry for name, shape in model.frozen_shapes.items() if (entry := _frozen(listing, model, name, shape))

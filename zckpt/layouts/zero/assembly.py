@@ -1,6 +1,6 @@
-"""Puts a save's tensors together: masters from the optimizer files, everything else from the model file.
+"""Puts the tensors of a DeepSpeed save together: masters from the optimizer files, everything else from the model file.
 
-For zero12, zero3 and unsharded: the rules of what wins, what is tied and in which order are the same for all.
+For all of DeepSpeed's families, and no other: what wins, what is tied and in which order follows from DeepSpeed's model files.
 
 A name of the model's state dict is, in this order: tied to another name (then it is an alias); a master; a frozen
 parameter; a buffer; or a parameter that no optimizer owns (kept as it lies in the model file).
@@ -15,7 +15,38 @@ from zckpt.base.errors import IncompleteError
 from zckpt.base.words import examples
 from zckpt.containers import TensorRef
 from zckpt.core.catalog import Catalog, Padding, Role, Source, TensorEntry, Topology
+from zckpt.layouts.save.listing import Listing
 from zckpt.layouts.save.module_states import ModelStates, views_of, whole
+
+
+def source_of(
+    listing: Listing,
+    model: ModelStates,
+    stage: int,
+    states: tuple[str, ...],
+    notes: tuple[str, ...] = (),
+    layout: str = "",
+) -> Source:
+    """Where a DeepSpeed save comes from.
+
+    Args:
+        listing: the files.
+        model: a model file.
+        stage: ZeRO stage; 0 without ZeRO.
+        states: names of the optimizer states of elements.
+        notes: for a person.
+        layout: name of the layout; empty for that of the stage.
+    """
+    return Source(
+        layout=layout or (f"zero{stage}" if stage else "unsharded"),
+        path=listing.directory,
+        tag=listing.tag,
+        framework=("DeepSpeed", model.version),
+        zero_stage=stage,
+        global_steps=model.number("global_steps"),
+        optimizer_states=states,
+        notes=notes,
+    )
 
 
 def assemble(
@@ -44,6 +75,7 @@ def assemble(
     aliases = {
         dropped: kept for dropped, kept in model.shared.items() if kept != dropped and dropped not in owned
     }  # zero-size tensors share a null address, so DeepSpeed calls them tied; they have entries of their own
+    loose: Role = "frozen" if model.is_zero() else "parameter"
     by_place: dict[object, str] = {}
     tensors: dict[str, TensorEntry] = {}
     for name, ref in model.module.items():
@@ -55,7 +87,7 @@ def assemble(
             aliases[name] = kept
             continue
         else:
-            tensors[name] = whole(name, ref, "buffer" if _is_buffer(model, name) else _loose_role(model))
+            tensors[name] = whole(name, ref, "buffer" if name in model.buffer_names else loose)
         if ref.numel:
             by_place.setdefault(ref.place, name)
     tensors.update(owned)  # names that the state dict lacks: it was saved without frozen parameters, say
@@ -82,14 +114,6 @@ def _whole_frozen(model: ModelStates) -> dict[str, TensorEntry]:
     return frozen
 
 
-def _is_buffer(model: ModelStates, name: str) -> bool:
-    return name in model.buffer_names
-
-
-def _loose_role(model: ModelStates) -> Role:
-    return "frozen" if model.is_zero() else "parameter"
-
-
 def _resolve(
     aliases: Mapping[str, str], module: Mapping[str, TensorRef], tensors: Mapping[str, TensorEntry]
 ) -> dict[str, str]:
@@ -114,7 +138,7 @@ def _check_frozen(model: ModelStates, tensors: Mapping[str, TensorEntry], aliase
     placeholders = [
         name
         for name, entry in tensors.items()
-        if model.is_zero() and name not in recorded and entry.shape == (0,) and not _is_buffer(model, name)
+        if model.is_zero() and name not in recorded and entry.shape == (0,) and name not in model.buffer_names
     ]
     if empty or placeholders:
         raise IncompleteError(

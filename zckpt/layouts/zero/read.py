@@ -1,14 +1,25 @@
-"""Saves of DeepSpeed of one model-parallel rank: which of `zero3`, `zero12` and `unsharded` reads the files.
+"""Saves of DeepSpeed of one model-parallel rank: which of `zero3`, `zero12` and `unsharded` reads the files, and how.
 
-A ZeRO-3 save has a model file of each data-parallel rank, ZeRO-1 and -2 have one model file, and optimizer files of each rank.
+For `FAMILY`, and for `parallel` and `moe`, which put several such saves together. A ZeRO-3 save has a model file of each
+data-parallel rank; ZeRO-1 and -2 have one model file; all have optimizer files of each rank.
 """
 
 from __future__ import annotations
 
-from zckpt.core.catalog import Catalog
+from collections.abc import Iterator
+from dataclasses import replace
+
+from zckpt.core.catalog import Catalog, Padding, Source, TensorEntry, Topology
+from zckpt.layouts.joining.rules import rules_of_checkpoint
 from zckpt.layouts.run.training import Training
 from zckpt.layouts.save.listing import MODEL_NAME, Listing
+from zckpt.layouts.save.module_states import ModelStates
 from zckpt.layouts.zero import unsharded, unsharded_training, zero3, zero12
+from zckpt.layouts.zero.assembly import assemble, source_of
+from zckpt.layouts.zero.zero3 import Zero3Save
+from zckpt.layouts.zero.zero12 import Zero12Save
+
+Save = Zero12Save | Zero3Save
 
 
 def match(listing: Listing) -> str | None:
@@ -18,18 +29,57 @@ def match(listing: Listing) -> str | None:
 
 
 def read(listing: Listing, *, allow_unknown: bool = False) -> Catalog:
-    """The catalog of a save; arguments and errors as in `zero12.read`."""
-    if listing.shards("model"):
-        return zero3.read(listing, allow_unknown=allow_unknown)
-    if listing.shards("optim"):
-        return zero12.read(listing, allow_unknown=allow_unknown)
-    return unsharded.read(listing)
+    """The catalog of a save; errors as in `zero12.load`."""
+    save = load(listing, allow_unknown=allow_unknown)
+    if save is None:
+        return unsharded.read(listing)
+    source = source_of(listing, save.model, save.stage, save.shards[0].state_names)
+    return catalog_of(save, source, save.model.topology(save.world_size))
 
 
 def read_training(listing: Listing, *, allow_unknown: bool = False) -> Training:
-    """What the run needs beside its weights; arguments and errors as in `zero12.read_training`."""
-    if listing.shards("model"):
-        return zero3.read_training(listing, allow_unknown=allow_unknown)
-    if listing.shards("optim"):
-        return zero12.read_training(listing, allow_unknown=allow_unknown)
-    return unsharded_training.read_training(listing)
+    """What the run needs beside its weights; errors as in `zero12.load`."""
+    save = load(listing, allow_unknown=allow_unknown)
+    if save is None:
+        return unsharded_training.read_training(listing)
+    rules = rules_of_checkpoint(save.model) if isinstance(save, Zero12Save) else None
+    if rules is None:
+        return training_of(save)
+    shapes = {name: shape for group in save.model.param_shapes for name, shape in group.items()}
+    return replace(training_of(save), joined={name: rules.joint(name, [shape]) for name, shape in shapes.items()})
+
+
+def load(
+    listing: Listing, mp_rank: int = 0, *, allow_unknown: bool = False, model: ModelStates | None = None
+) -> Save | None:
+    """The files of one model-parallel rank of a ZeRO run; None without ZeRO. Arguments and errors as in `zero12.load`."""
+    if listing.shards("model", mp_rank):
+        return zero3.load(listing, mp_rank, allow_unknown=allow_unknown)
+    if listing.shards("optim", mp_rank):
+        return zero12.load(listing, mp_rank, allow_unknown=allow_unknown, model=model)
+    return None
+
+
+def catalog_of(save: Save, source: Source, topology: Topology) -> Catalog:
+    """The catalog of one model-parallel rank's files."""
+    return assemble(save.model, masters_of(save), source, topology, frozen_of(save), padding_of(save))
+
+
+def masters_of(save: Save) -> dict[str, TensorEntry]:
+    """Trainable parameters by name."""
+    return zero3.masters(save) if isinstance(save, Zero3Save) else zero12.masters(save)
+
+
+def frozen_of(save: Save) -> dict[str, TensorEntry] | None:
+    """Frozen parameters by name; None where they are whole in the model file."""
+    return zero3.frozen(save) if isinstance(save, Zero3Save) else None
+
+
+def padding_of(save: Save) -> Iterator[Padding]:
+    """What of the masters belongs to no parameter."""
+    return zero3.padding(save) if isinstance(save, Zero3Save) else zero12.padding(save)
+
+
+def training_of(save: Save) -> Training:
+    """What the run needs beside its weights. Raises IncompleteError for a rank without a state that others have."""
+    return zero3.training(save) if isinstance(save, Zero3Save) else zero12.training(save)

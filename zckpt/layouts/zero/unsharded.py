@@ -16,33 +16,24 @@ from dataclasses import dataclass, replace
 from zckpt.base.errors import InconsistentError
 from zckpt.base.words import examples
 from zckpt.containers import TensorRef
-from zckpt.core.catalog import Catalog, Replica, Source, TensorEntry
+from zckpt.core.catalog import Catalog, Replica, TensorEntry
 from zckpt.core.fragments import Fragment
 from zckpt.engine.elements import ElementReader
 from zckpt.engine.replicas import first_difference
 from zckpt.layouts.run.values import missing_ranks
 from zckpt.layouts.save.listing import MODEL_NAME, Listing
 from zckpt.layouts.save.module_states import ModelStates, as_tensor, read_model_states, whole
-from zckpt.layouts.zero.assembly import assemble
+from zckpt.layouts.zero.assembly import assemble, source_of
 
 
 def read(listing: Listing) -> Catalog:
-    """The catalog of a save without ZeRO; errors as in `zero12.read`."""
+    """The catalog of a save without ZeRO; errors as in `zero12.load`."""
     model = read_model_states(listing, listing.matching(MODEL_NAME)[0])
     world_size = model.ranks("dp_world_size") or 1
     if model.is_zero():
         raise missing_ranks(listing, "optimizer", [], list(range(world_size)), world_size)
     found, notes = masters(model)
-    source = Source(
-        layout="unsharded",
-        path=listing.directory,
-        tag=listing.tag,
-        framework=("DeepSpeed", model.version),
-        zero_stage=0,
-        global_steps=model.number("global_steps"),
-        optimizer_states=state_names(model.root.get("optimizer")),
-        notes=notes,
-    )
+    source = source_of(listing, model, 0, state_names(model.root.get("optimizer")), notes)
     catalog = assemble(model, found, source, model.topology(world_size), frozen={})
     return frozen_without_master(catalog, found) if found else catalog
 

@@ -8,19 +8,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from zckpt.base.errors import COPY_AGAIN, OTHER_SAVE, CorruptError, InconsistentError
 from zckpt.containers import TensorRef
-from zckpt.core.catalog import Catalog, Padding, Source, TensorEntry
+from zckpt.core.catalog import Padding, TensorEntry
 from zckpt.core.fragments import Fragment
-from zckpt.layouts.joining.rules import rules_of_checkpoint
 from zckpt.layouts.run.training import Form, ParameterGroup, Training
 from zckpt.layouts.run.values import missing_model_file
 from zckpt.layouts.run.vectors import VectorRun, fragment_of
 from zckpt.layouts.save.listing import MODEL_NAME, Listing
 from zckpt.layouts.save.module_states import ModelStates, Shape, read_model_states, with_replica, without_shapes
-from zckpt.layouts.zero.assembly import assemble
 from zckpt.layouts.zero.optimizer_states import (
     OptimizerShard,
     check_ranks,
@@ -63,7 +61,17 @@ class Zero12Save:
 def load(
     listing: Listing, mp_rank: int = 0, *, allow_unknown: bool = False, model: ModelStates | None = None
 ) -> Zero12Save:
-    """The files of one model-parallel rank, whose model file may have been read; otherwise as `read`."""
+    """The files of one model-parallel rank.
+
+    Args:
+        listing: all files.
+        mp_rank: which rank's.
+        allow_unknown: go on although an optimizer file holds keys that this version of zckpt does not know.
+        model: the model file, if it has been read.
+
+    Raises:
+        IncompleteError, InconsistentError, CorruptError, UnsupportedError: see those.
+    """
     name = next((n for n in listing.matching(MODEL_NAME) if int(n.split("_")[2]) == mp_rank), None)
     shards = read_shards(listing, _KNOWN, mp_rank, allow_unknown=allow_unknown)
     if model is None:
@@ -81,40 +89,6 @@ def load(
             expected=f"{len(model.param_shapes)} groups, as in {model.file!r}", remedy=OTHER_SAVE,
         )  # fmt: skip
     return Zero12Save(model, shards, world_size)
-
-
-def read(listing: Listing, *, allow_unknown: bool = False) -> Catalog:
-    """The catalog of a ZeRO-1 or ZeRO-2 save.
-
-    Args:
-        listing: the files.
-        allow_unknown: convert though an optimizer file holds keys that this version of zckpt does not know.
-
-    Raises:
-        IncompleteError, InconsistentError, CorruptError, UnsupportedError: see those.
-    """
-    save = load(listing, allow_unknown=allow_unknown)
-    source = Source(
-        layout=f"zero{save.stage}",
-        path=listing.directory,
-        tag=listing.tag,
-        framework=("DeepSpeed", save.model.version),
-        zero_stage=save.stage,
-        global_steps=save.model.number("global_steps"),
-        optimizer_states=save.shards[0].state_names,
-    )
-    topology = save.model.topology(save.world_size)
-    return assemble(save.model, masters(save), source, topology, padding=padding(save))
-
-
-def read_training(listing: Listing, *, allow_unknown: bool = False) -> Training:
-    """What the run needs beside its weights; arguments and errors as in `read`."""
-    save = load(listing, allow_unknown=allow_unknown)
-    rules = rules_of_checkpoint(save.model)
-    if rules is None:
-        return training(save)
-    shapes = {name: shape for group in save.model.param_shapes for name, shape in group.items()}
-    return replace(training(save), joined={name: rules.joint(name, [shape]) for name, shape in shapes.items()})
 
 
 def _configured_stage(model: ModelStates) -> int:

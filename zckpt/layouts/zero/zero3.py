@@ -11,11 +11,12 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 from zckpt.base.errors import OTHER_SAVE, IncompleteError, InconsistentError
 from zckpt.base.words import examples
 from zckpt.containers import TensorRef
-from zckpt.core.catalog import Catalog, Padding, Replica, Source, TensorEntry
+from zckpt.core.catalog import Padding, Replica, TensorEntry
 from zckpt.core.fragments import Fragment
 from zckpt.layouts.run.training import Training
 from zckpt.layouts.run.values import missing_model_file, missing_ranks
@@ -23,7 +24,6 @@ from zckpt.layouts.run.vectors import fragment_of
 from zckpt.layouts.save.listing import Listing
 from zckpt.layouts.save.module_states import ModelStates, Shape, read_model_states, without_shapes
 from zckpt.layouts.save.origins import check_alike
-from zckpt.layouts.zero.assembly import assemble
 from zckpt.layouts.zero.optimizer_states import (
     OptimizerShard,
     check_ranks,
@@ -62,10 +62,11 @@ class Zero3Save:
     shards: list[OptimizerShard]
     world_size: int
     shard_size: int
+    stage: ClassVar[int] = 3
 
 
 def load(listing: Listing, mp_rank: int = 0, *, allow_unknown: bool = False) -> Zero3Save:
-    """The files of one model-parallel rank; arguments and errors as in `zero12.read`."""
+    """The files of one model-parallel rank; arguments and errors as in `zero12.load`."""
     names = listing.shards("model", mp_rank)
     if not names:
         raise missing_model_file(listing)
@@ -82,27 +83,6 @@ def load(listing: Listing, mp_rank: int = 0, *, allow_unknown: bool = False) -> 
         raise missing_ranks(listing, "model", sorted(names), missing, world_size)
     _check_steps(listing, names)
     return Zero3Save(listing, names, model, shards, world_size, _shard_size(model, shards, world_size))
-
-
-def read(listing: Listing, *, allow_unknown: bool = False) -> Catalog:
-    """The catalog of a ZeRO-3 save; arguments and errors as in `zero12.read`."""
-    save = load(listing, allow_unknown=allow_unknown)
-    source = Source(
-        layout="zero3",
-        path=listing.directory,
-        tag=listing.tag,
-        framework=("DeepSpeed", save.model.version),
-        zero_stage=3,
-        global_steps=save.model.number("global_steps"),
-        optimizer_states=save.shards[0].state_names,
-    )
-    topology = save.model.topology(save.world_size)
-    return assemble(save.model, masters(save), source, topology, frozen(save), padding(save))
-
-
-def read_training(listing: Listing, *, allow_unknown: bool = False) -> Training:
-    """What the run needs beside its weights; arguments and errors as in `zero12.read`."""
-    return training(load(listing, allow_unknown=allow_unknown))
 
 
 def _check_steps(listing: Listing, names: Mapping[int, str]) -> None:
