@@ -123,7 +123,7 @@ def rate_up(root: Any) -> None:
         ("model", lambda root: root.update(global_steps=99), "step"),
         ("model", lambda root: root.update(skipped_steps=99), "the model file: 'skipped_steps' is 99"),
         ("model", lambda root: root["lr_scheduler"].update(last_batch_iteration=99), "'last_batch_iteration' is 99"),
-        ("model", lambda root: root.pop("lr_scheduler"), "the model file has no 'lr_scheduler'"),
+        ("model", lambda root: root.pop("lr_scheduler"), "the model file lacks 'lr_scheduler'"),
     ],
 )
 def test_what_one_rank_says_otherwise(kind: str, harm: Callable[[Any], object], words: str, tmp_path: Path) -> None:

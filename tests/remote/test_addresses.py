@@ -136,7 +136,7 @@ def test_shards_at_several_addresses(root: str, tmp_path: Path) -> None:
     put(checkpoint / "latest", f"{root}/0/latest")
     for file in home.iterdir():
         put(file, f"{root}/{int('rank_2' in file.name)}/{home.name}/{file.name}")
-    with pytest.raises(IncompleteError, match="missing rank files"):
+    with pytest.raises(IncompleteError, match="files are missing"):
         zckpt.convert(f"{root}/0", tmp_path / "out.bin")
     prepared = prepare(f"{root}/0", str(tmp_path / "out.bin"), Options(also=[f"{root}/1"]))
     execute(prepared)

@@ -1,4 +1,4 @@
-"""Whether files are still the bytes that were written: checksums in them and about them, padding, and sound numbers.
+"""Whether files still have the bytes that were written: checksums in them and of them, padding, and finite numbers.
 
 For `verify`. One pass over the files, each byte read once, in the order of the files: the CRCs of zip records, those of
 whole files that a manifest names, counts of NaN and infinity, and the comparison of masters with their half-precision
@@ -46,8 +46,8 @@ class CheckedFile:
         store: the file.
         records: (name, byte offset, bytes, CRC-32) of a zip file's records; empty where it has no checksums.
         crc32: of the whole file, as a manifest has it.
-        index_bytes: of what is no elements, where it has no records.
-        whole: whether all its bytes are wanted; otherwise those of its records.
+        index_bytes: bytes that are not elements, where it has no records.
+        whole: whether all its bytes are read; otherwise those of its records.
     """
 
     store: FileStore

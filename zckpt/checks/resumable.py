@@ -1,7 +1,7 @@
-"""Whether a run can go on from an output as it can from its checkpoint: states, step counts, settings, client state.
+"""Whether a run can resume from an output as it can from its checkpoint: states, step counts, settings, client state.
 
-For `verify`. Weights are not looked at here. What can be told from the indexes is told; elements are handed on in pairs, to
-be derived from the shards once more and compared as bytes.
+For `verify`. Weights are not compared here. What the indexes show is compared at once; elements are returned in pairs, to be
+derived from the shards once more and compared as bytes.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 
 from zckpt import layouts
 from zckpt.base.errors import ZckptError
-from zckpt.base.words import examples
+from zckpt.base.words import count, examples
 from zckpt.checks.reread import misplaced_states
 from zckpt.checks.soundness import Examined
 from zckpt.containers import TensorRef
@@ -26,7 +26,7 @@ from zckpt.layouts.save.module_states import WRAPPERS, as_mapping, read_model_st
 from zckpt.layouts.universal import read as universal
 
 Pair = tuple[str, TensorEntry, TensorEntry]
-"""What it is, in words; in the checkpoint; in the output."""
+"""What it is, in words; the tensor of the checkpoint; that of the output."""
 
 
 @dataclass(slots=True)
@@ -36,7 +36,7 @@ class Comparison:
     Attributes:
         held: what is in the output, in words; empty where it holds weights alone.
         only: what is only in the shards, in words.
-        problems: what is wrong, without looking at the elements of tensors.
+        problems: what is wrong, as far as it shows without the elements of tensors.
         pairs: tensors of both sides that must be equal.
     """
 
@@ -46,7 +46,7 @@ class Comparison:
     pairs: list[Pair] = field(default_factory=list[Pair])
 
     def same(self, a: object, b: object, where: str) -> None:
-        """Two inert values must be equal; tensors in them are handed on."""
+        """Compares two inert values; tensors in them are added to `pairs`."""
         self.problems += unlike(a, b, where, self.pairs)
 
 
@@ -55,7 +55,7 @@ _OF_MODEL = ("schedules", "counters", "client state")
 
 
 def compare_runs(source: Examined, output: Examined) -> Comparison:
-    """What a run needs to go on, in the checkpoint and in the output; both have a catalog."""
+    """What a run needs to resume, in the checkpoint and in the output; both have a catalog."""
     assert source.catalog is not None and output.catalog is not None
     found = Comparison()
     if strangers := _strangers(source.place.listing, output.place.listing):
@@ -71,7 +71,7 @@ def compare_runs(source: Examined, output: Examined) -> Comparison:
         return found
     here = _training(source)
     if isinstance(here, ZckptError):
-        found.only.append(f"whatever else a run needs to go on, which zckpt does not read ({here.what})")
+        found.only.append(f"whatever else a run needs to resume, which zckpt does not read ({here.what})")
         return found
     for side, training in ((source, here), (output, there)):
         assert side.catalog is not None
@@ -93,17 +93,17 @@ def compare_runs(source: Examined, output: Examined) -> Comparison:
         _compare_beside(found, source, output.place.listing)
     else:
         odd = list(_odd_files(source, here))
-        found.only += [f"what not all ranks say ({examples(odd)})"] * bool(odd)
+        found.only += [f"what some ranks' files say otherwise ({examples(odd)})"] * bool(odd)
         found.problems += _odd_files(output, there)
     if left := layouts.family_of(source.place.listing).left_out(source.place.listing):
         found.only.append(f"tensors of other state dicts ({examples(left)})")
     if beside := _beside(source.place.listing):
-        found.only.append(f"what lies beside DeepSpeed's own entries in the optimizer files ({examples(beside)})")
+        found.only.append(f"further entries of the optimizer files ({examples(beside)})")
     return found
 
 
 def _strangers(source: Listing, output: Listing) -> list[str]:
-    """What else somebody put among the files of a tag."""
+    """Files in a tag directory that are not of the save."""
     family = layouts.family_by_names(source)
     if not source.tag or not family.tagged:
         return []
@@ -120,7 +120,7 @@ def _training(side: Examined) -> Training | ZckptError:
 def _compare_states(
     found: Comparison, here: Training, there: Training, names: Mapping[str, str], others: Mapping[str, str]
 ) -> None:
-    """Every state that an element has: masters are among the weights."""
+    """The optimizer states of every element; masters are compared with the weights."""
     held = {others.get(name, name): dict(states) for name, states in there.states.items()}
     missing: list[str] = []
     for name, states in here.states.items():
@@ -138,15 +138,19 @@ def _compare_states(
                 found.pairs.append((what, entry, other))
     strange = [f"{state} of {name!r}" for name, states in held.items() for state in states]
     if missing:
-        found.problems.append(f"{len(missing):,} optimizer states of the checkpoint are not in it: {examples(missing)}")
+        found.problems.append(
+            f"it lacks {count(len(missing), 'optimizer state')} of the checkpoint: {examples(missing)}"
+        )
     if strange:
-        found.problems.append(f"{len(strange):,} optimizer states in it are not of the checkpoint: {examples(strange)}")
+        found.problems.append(
+            f"it has {count(len(strange), 'optimizer state')} that the checkpoint has not: {examples(strange)}"
+        )
     kinds = dict.fromkeys(state for states in here.states.values() for state in states)
     found.held += [f"the optimizer states ({', '.join(kinds)})"] * bool(kinds)
 
 
 def _odd_copies(training: Training) -> list[str]:
-    """States that several ranks hold, and not alike: those of the first are taken."""
+    """States that several ranks hold and that differ between them: those of the first are taken."""
     copies = [
         (f"{state} of {name!r} on {copy.rank}", replace(entry, replicas=()), replace(entry, fragments=copy.fragments))
         for name, states in training.states.items()
@@ -159,15 +163,15 @@ def _odd_copies(training: Training) -> list[str]:
 def _compare_groups(
     found: Comparison, here: Training, there: Training, names: Mapping[str, str], others: Mapping[str, str]
 ) -> None:
-    """Parameter groups: who is in them, their settings, and states that are one value for all of them."""
+    """Parameter groups: their parameters, their settings, and states that are one value for all of them."""
     found.held += _BESIDE_STATES
     own, other = ([group for group in run.groups if group.names] for run in (here, there))
     if len(own) != len(other):
-        found.problems.append(f"{len(other)} parameter groups, in the checkpoint {len(own)}")
+        found.problems.append(f"it has {count(len(other), 'parameter group')}, the checkpoint {len(own)}")
         return
     for number, (a, b) in enumerate(zip(own, other, strict=True)):
         if [names.get(name, name) for name in a.names] != [others.get(name, name) for name in b.names]:
-            found.problems.append(f"parameter group {number} has other parameters, or in another order")
+            found.problems.append(f"parameter group {number} has other parameters, or the same in another order")
         found.problems += _unlike_group(number, a, b.scalars, b.settings, found.pairs)
 
 
@@ -186,7 +190,7 @@ def _numbers(values: Mapping[str, object]) -> dict[str, object]:
 
 
 def _compare_scalers(found: Comparison, here: Training, there: Training) -> None:
-    """The loss scaler, which begins anew in another precision and is no part of torch's own checkpoints."""
+    """The loss scaler. It starts again in another precision, and torch's own checkpoints have no place for it."""
     if here.precision != there.precision or not there.scaler:
         found.only += ["the loss scaler"] * bool(here.scaler)
         return
@@ -204,7 +208,7 @@ def _compare_model(found: Comparison, here: Training, there: Training) -> None:
 
 
 def _neutral(model: Mapping[str, object], other_precision: bool) -> dict[str, object]:
-    """A model file's entries, with nothing in the config of what another shape or precision changes there."""
+    """A model file's entries, without those of the config that another shape or precision changes."""
     config = model.get("ds_config")
     if not isinstance(config, Mapping):
         return dict(model)
@@ -216,19 +220,19 @@ def _neutral(model: Mapping[str, object], other_precision: bool) -> dict[str, ob
 
 
 def _compare_copies(found: Comparison, source: Listing, output: Listing) -> None:
-    """A universal checkpoint has the model files as they were; AutoEP's loader finds its record once more in there."""
+    """A universal checkpoint has the model files as they were; AutoEP's record is in them twice."""
     for name in _model_files(source):
         if name not in output.files:
-            found.problems.append(f"{name!r} is not in it")
+            found.problems.append(f"it lacks {name!r}")
             continue
-        own, other = (as_mapping(listing.open(name).root, "a model file", name) for listing in (source, output))
+        own, other = (as_mapping(listing.open(name).root, "its content", name) for listing in (source, output))
         if own.get("ds_autoep_layers") is not None:
             own, other = ({**root, "universal_checkpoint_info": None} for root in (own, other))
         found.same(own, other, repr(name))
 
 
 def _compare_beside(found: Comparison, source: Examined, output: Listing) -> None:
-    """What is not trained has files of its own in a universal checkpoint, as floats; of tied names, the module's own."""
+    """In a universal checkpoint, tensors that are not trained have files of their own, as floats; so have tied names."""
     assert source.catalog is not None
     for raw, ref in universal.beside(output).items():
         name = source.names.get(raw, WRAPPERS.sub("", raw))
@@ -249,7 +253,7 @@ def _model_files(listing: Listing) -> list[str]:
 
 
 def _odd_files(side: Examined, training: Training) -> Iterator[str]:
-    """What files say of the run, where it is not what the first one says: a reader takes that one's word for it."""
+    """Where files do not say of the run what the first one says, which is the one that readers take."""
     assert side.catalog is not None
     listing = side.place.listing
     odd: dict[str, list[str]] = {}
@@ -273,7 +277,7 @@ _OPTIMIZER_FILE = frozenset(("optimizer_state_dict", "ds_config", "ds_version", 
 
 
 def _beside(listing: Listing) -> list[str]:
-    """Entries of optimizer files that no writer of another shape could carry along: random states of the ranks."""
+    """Entries of optimizer files that no other shape has a place for, such as random states of the ranks."""
     shards = (name for name in listing.matching(SHARD_NAME) if name.endswith("_optim_states.pt"))
     roots = (listing.open(name).root for name in shards)
     return sorted({str(key) for root in roots if isinstance(root, Mapping) for key in root.keys() - _OPTIMIZER_FILE})

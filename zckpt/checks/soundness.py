@@ -1,6 +1,6 @@
 """Is a checkpoint complete and intact?
 
-For `verify`. What can be told is told, all of it: a damaged file does not hide another one. Problems are findings, not
+For `verify`. Everything that is wrong is reported: a damaged file does not hide another one. Problems are findings, not
 errors; an error means that the question itself could not be answered.
 """
 
@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from zckpt import layouts
 from zckpt.base.errors import NotACheckpointError, UnsupportedError, UsageError, ZckptError
 from zckpt.base.pace import DEFAULT_PACE, Pace
-from zckpt.base.words import examples
+from zckpt.base.words import count, examples, joined, size
 from zckpt.checks.integrity import (
     CheckedFile,
     Findings,
@@ -46,17 +46,17 @@ from zckpt.storage.descriptors import forget
 
 @dataclass(slots=True)
 class Examined:
-    """What is found out of a checkpoint or output, check by check.
+    """What has been found out about a checkpoint or output, check by check.
 
     Attributes:
         place: where it is.
-        catalog: its tensors, under the model's own names; None when they cannot be told.
+        catalog: its tensors, under the model's own names; None when they cannot be read.
         files: those of the save that can be opened.
-        origins: what they say of their save.
+        origins: what they record of their save.
         checks: the questions and answers so far.
         notes: sentences a person should see.
         numbers: tensor -> (NaNs, infinities), where there are any; None where they were not counted.
-        names: as the files have them -> the model's own.
+        names: of tensors, as the files have them -> the model's own.
         whole: whether every byte was read.
         unread_bytes: of elements that no check has read.
     """
@@ -93,7 +93,7 @@ def examined(
     pace: Pace = DEFAULT_PACE,
     progress: Callable[[int], None] | None = None,
 ) -> Examined:
-    """Everything that one checkpoint or output tells of itself.
+    """Everything that one checkpoint or output shows by itself.
 
     Args:
         path: of the checkpoint.
@@ -101,8 +101,7 @@ def examined(
         also: directories laid over it.
         wishes: what a person says of a model-parallel checkpoint that does not say it itself.
         deep: read every byte, count NaN and infinity.
-        whole: read every byte, from the disk and not from what the page cache remembers of it. What has a manifest is
-            always read whole.
+        whole: read every byte, from the disk and not from the page cache. An output with a manifest is always read whole.
         pace: how hard to work.
         progress: called with the bytes read so far.
 
@@ -125,7 +124,7 @@ def examined(
     except ZckptError as error:  # a disk that does not give back what it was given
         state.add("bytes", "", [str(error)])
     if unknown is not None and all(check.ok for check in state.checks if check.name != "tensors"):
-        raise unknown  # nothing is damaged: zckpt cannot tell
+        raise unknown  # nothing is damaged: zckpt cannot read it
     state.notes.extend(of_other_ages(state.origins))
     return state
 
@@ -142,21 +141,22 @@ def _manifest_of(state: Examined, path: str) -> Manifest | None:
         state.add("manifest", "", [str(error)])
         return None
     if tag and not any(file.path.startswith(f"{tag}/") for file in facts.files):
-        return None  # what else lies beside the tags has a manifest
+        return None  # the manifest is of something else beside the tags
     home = os.path.dirname(place)
     problems: list[str] = []
     for file in facts.files:
         where = os.path.join(home, file.path)
         if not fs.is_file(where):
             problems.append(f"{file.path!r} is missing")
-        elif (size := fs.size(where)) != file.nbytes:
-            problems.append(f"{file.path!r} has {size:,} bytes, not {file.nbytes:,}")
+        elif (nbytes := fs.size(where)) != file.nbytes:
+            problems.append(f"{file.path!r} has {nbytes:,} bytes, not {file.nbytes:,}")
     named = {file.path.partition("/")[0] for file in facts.files} | {os.path.basename(place), RECORD}
     if fs.is_dir(path) and (strangers := sorted(set(fs.names(home)) - named)):
-        state.notes.append(f"{examples(strangers)} {'is' if len(strangers) == 1 else 'are'} not in the manifest.")
+        verb = "is" if len(strangers) == 1 else "are"
+        state.notes.append(f"{examples(strangers)} {verb} not in the manifest.")
     made = f"made by zckpt {facts.version} from {facts.source.get('layout')} {facts.source.get('tag') or ''}".rstrip()
-    count = "its file is" if len(facts.files) == 1 else f"all {len(facts.files):,} files are"
-    state.add("manifest", f"{count} there, of the right size; {made}", problems)
+    files = "its file exists and has" if len(facts.files) == 1 else f"all {len(facts.files):,} files exist and have"
+    state.add("manifest", f"{files} the right size; {made}", problems)
     return facts
 
 
@@ -174,11 +174,13 @@ def _open(
     state.catalog, stripped = strip_wrappers(opened.catalog)
     state.names = dict(zip(opened.catalog.tensors, state.catalog.tensors, strict=True))
     state.notes.extend((*opened.catalog.source.notes, *stripped))
-    count = len(state.catalog)
-    state.add("tensors", f"{count:,} tensors, {state.catalog.numel:,} elements, each held once")
+    tensors, elements = count(len(state.catalog), "tensor"), count(state.catalog.numel, "element")
+    state.add("tensors", f"{tensors}, {elements}, each stored exactly once")
     found, elsewhere = misplaced(opened.place.listing, opened.catalog)
     if found:
-        told = f"{found:,} tensors lie where a second reader, which shares no code with the first, finds them"
+        told = (
+            f"a second reader, which shares no code with the first, finds {count(found, 'tensor')} in the same places"
+        )
         state.add("places", told, few(elsewhere, "tensors are not read where the files have them"))
     return None
 
@@ -219,10 +221,10 @@ def _open_files(state: Examined, facts: Manifest | None) -> None:
         where = os.path.join(home, path)
         if fs.is_file(where):
             state.files.append(CheckedFile(fs.file_store(where), (), file.crc32))
-    told = "1 file opens" if len(paths) == 1 else f"all {len(paths):,} open"
+    told = "1 file can be read" if len(paths) == 1 else f"all {len(paths):,} can be read"
     if not problems or state.catalog is not None:
         state.add("files", told, problems)
-    else:  # the catalog told of the first of them
+    else:  # the first of them is reported by "tensors"
         first = state.checks[-1].problems[0]
         state.add("files", told, [problem for problem in problems if problem != first])
 
@@ -231,46 +233,45 @@ def _check_save(state: Examined) -> None:
     if state.origins:
         steps = [f"step {o.step:,}" for o in state.origins if o.step is not None]
         versions = [f"DeepSpeed {o.version}" for o in state.origins if o.version is not None]
-        count = len(state.origins)
-        told = ", ".join([f"{count:,} file{'s' * (count > 1)} of one save", *steps[:1], *versions[:1]])
+        told = ", ".join([f"{count(len(state.origins), 'file')} of one save", *steps[:1], *versions[:1]])
         state.add("save", told, list(contradictions(state.origins)))
-    if state.catalog is not None:  # else it is told why
+    if state.catalog is not None:  # else "tensors" says why
         _check_optimizers(state)
 
 
 def _check_optimizers(state: Examined) -> None:
-    """Whether a run could go on from what all ranks say of their optimizers."""
+    """Whether a run could resume from what all ranks' files say of their optimizers."""
     listing = state.place.listing
     try:
-        count = len(agreement.files_of_optimizers(listing))
+        files = len(agreement.files_of_optimizers(listing))
         bad = [str(bad) for bad in agreement.contradictions(listing)]
     except ZckptError as error:
-        count, bad = 2, [str(error)]
-    if count > 1:
-        told = f"{count:,} optimizer files agree on step counts, settings and loss scale"
+        files, bad = 2, [str(error)]
+    if files > 1:
+        told = f"{files:,} optimizer files agree on step counts, settings and loss scale"
         state.add("optimizer", told, few(bad, "places at which optimizer files disagree"))
 
 
 def _check_ends(state: Examined) -> None:
-    """The quick look: both ends of every fragment, all padding, and the small records of every zip file."""
+    """The quick check: both ends of every fragment, all padding, and the small records of every zip file."""
     state.unread_bytes = sum(file.large_bytes for file in state.files)
-    count, problems = 0, []
+    records, problems = 0, []
     for file in state.files:
         try:
             right, wrong = small_records(file)
         except ZckptError as error:
             problems.append(str(error))
             continue
-        count += right
-        problems += [f"record {name!r} of {file.name!r} has not the bytes that were written" for name in wrong]
-    if count or problems:
-        told = f"{count:,} indexes and small records are right"
+        records += right
+        problems += [f"record {name!r} of {file.name!r} does not match its checksum" for name in wrong]
+    if records or problems:
+        told = count(records, "small record matches its checksum", "indexes and small records match their checksums")
         state.add("checksums", told, problems)
     catalog = state.catalog
     if catalog is None:
         return
     bad = [
-        (replica, f"{entry.name!r}: element {element:,} is {value!r} and in its copy {copy!r}")
+        (replica, f"{entry.name!r}: element {element:,} is {value!r}, in its copy {copy!r}")
         for entry, replica, (element, value, copy) in replicas.disagreements(catalog)
     ]
     _add_copies(state, catalog, bad, "at both ends of every fragment")
@@ -283,20 +284,20 @@ _COPIES = {"masters": ("masters", "their half-precision copies"), "copies": ("te
 
 
 def _add_copies(state: Examined, catalog: Catalog, bad: Sequence[tuple[Replica, str]], where: str) -> None:
-    """Whether masters are the model's own weights, and whether ranks agree on what several of them hold."""
+    """Whether masters equal the model's own weights, and whether ranks agree on what several of them hold."""
     for name, (what, copies) in _COPIES.items():
         of_ranks = name == "copies"
-        count = sum(any(bool(r.rank) == of_ranks for r in entry.replicas) for entry in catalog.tensors.values())
-        if count:
+        held = sum(any(bool(r.rank) == of_ranks for r in entry.replicas) for entry in catalog.tensors.values())
+        if held:
             problems = [told for replica, told in bad if bool(replica.rank) == of_ranks]
-            state.add(name, f"{count:,} agree with {copies}, {where}", few(problems, f"{what} disagree with {copies}"))
+            state.add(name, f"{held:,} agree with {copies}, {where}", few(problems, f"{what} disagree with {copies}"))
 
 
 def _add_whole_copies(state: Examined, catalog: Catalog, findings: Findings) -> None:
     bad = [
         (
             replica,
-            f"{name!r}: {statistics.differ:,} of {statistics.count:,} elements, the first is number {statistics.first:,}",
+            f"{name!r}: {statistics.differ:,} of {count(statistics.count, 'element')}, the first is number {statistics.first:,}",
         )
         for name, replica, statistics in findings.copies
         if statistics.differ
@@ -307,10 +308,13 @@ def _add_whole_copies(state: Examined, catalog: Catalog, findings: Findings) -> 
 def check_compared(
     state: Examined, further: Sequence[TensorEntry], pace: Pace, progress: Callable[[int], None] | None = None
 ) -> int:
-    """Checks the bytes that an output was compared with, where only ends were looked at so far. Returns the bytes read.
+    """Checks the bytes that an output was compared with, if only ends of fragments were read so far.
 
-    These are the elements of the catalog and of `further` tensors: each record that holds some of them is what was written,
-    and every element is what its copies are.
+    These are the elements of the catalog and of `further` tensors: each record that holds some of them must match its
+    checksum, and every element must equal its copies.
+
+    Returns:
+        The bytes read.
     """
     if state.whole or state.catalog is None:
         return 0
@@ -323,44 +327,44 @@ def check_compared(
     except ZckptError as error:
         state.add("bytes", "", [str(error)])
         return 0
-    _add_sums(state, findings, "bytes that the output was compared with")
+    _add_sums(state, findings, "that the output was compared with")
     _add_whole_copies(state, copied, findings)
     state.unread_bytes = max(0, state.unread_bytes - without - sum(file.large_bytes for file in held))
     return findings.bytes_read
 
 
 def _add_padding(state: Examined, catalog: Catalog, found: Sequence[Statistics]) -> None:
-    """Whether padding is zero, where the layout says that it is."""
+    """Whether padding is zero where it should be."""
     problems = [
-        f"{one.nonzero:,} of {one.count:,} elements in {os.path.basename(str(pad.fragments[0].store))!r} are not zero"
+        f"{one.nonzero:,} of {count(one.count, 'element')} in {os.path.basename(str(pad.fragments[0].store))!r} are not zero"
         for pad, one in zip(catalog.zeros, found, strict=True)
         if one.nonzero
     ]
     state.add(
         "padding",
-        f"{numel_of(catalog.zeros):,} elements, all zero",
+        f"{count(numel_of(catalog.zeros), 'element')}, all zero",
         few(problems, "vectors whose padding is not zero"),
     )
 
 
 def _add_sums(state: Examined, findings: Findings, what: str, further: Sequence[str] = ()) -> None:
-    """Whether bytes are those that were written, as far as there are checksums.
+    """Whether bytes match their checksums, where there are some.
 
     Args:
         state: gets the check.
         findings: of reading them.
-        what: was read, in words.
+        what: the bytes that were read, in words.
         further: what else has checksums, in words.
     """
-    problems = [f"record {r!r} of {f!r} has not the bytes that were written" for f, r in findings.wrong_records]
-    problems = few(problems, "records have not the bytes that were written")
-    problems += [f"{name!r} has not the bytes that the manifest names" for name in findings.wrong_files]
-    sums = [*[f"{findings.records:,} records"] * bool(findings.records), *further]
-    told = f"checksums of {' and '.join(sums)} are right" if sums else "there are no checksums to compare"
-    state.add("bytes", f"{findings.bytes_read:,} {what}; {told}", problems)
+    problems = [f"record {r!r} of {f!r} does not match its checksum" for f, r in findings.wrong_records]
+    problems = few(problems, "records do not match their checksums")
+    problems += [f"{name!r} does not match its checksum in the manifest" for name in findings.wrong_files]
+    sums = [*[count(findings.records, "record")] * bool(findings.records), *further]
+    told = f"the checksums of {joined(sums)} match" if sums else "there are no checksums"
+    state.add("bytes", f"{size(findings.bytes_read)} {what}; {told}", problems)
     if without := [f.name for f in state.files if not f.records and f.crc32 is None]:
-        one = "holds no checksums: whether its" if len(without) == 1 else "hold no checksums: whether their"
-        state.notes.append(f"{examples(without)} {one} bytes are those that were written cannot be seen.")
+        holds = "holds" if len(without) == 1 else "hold"
+        state.notes.append(f"{examples(without)} {holds} no checksums, so changed bytes cannot be found there.")
 
 
 def _check_bytes(
@@ -370,8 +374,8 @@ def _check_bytes(
     catalog = state.catalog
     findings = examine(catalog, state.files, pace, progress)
     state.whole = True
-    count = 0 if facts is None else sum(file.crc32 is not None for file in state.files)
-    _add_sums(state, findings, "bytes read", [f"{count:,} file{'s' * (count > 1)} of the manifest"] * bool(facts))
+    listed = 0 if facts is None else sum(file.crc32 is not None for file in state.files)
+    _add_sums(state, findings, "read", [f"{count(listed, 'file')} of the manifest"] * bool(facts))
     if catalog is None:
         return
     _add_whole_copies(state, catalog, findings)
@@ -382,5 +386,5 @@ def _check_bytes(
         trained = [name for name in state.numbers if catalog.tensors[name].role != "buffer"]
         nan, inf = (sum(state.numbers[name][i] for name in trained) for i in (0, 1))
         told = "no parameter holds NaN or infinity"
-        problems = [f"{nan:,} NaN and {inf:,} infinite in {len(trained):,} parameters"] if trained else []
+        problems = [f"{nan:,} NaN and {inf:,} infinite in {count(len(trained), 'parameter')}"] if trained else []
         state.add("numbers", told, problems)

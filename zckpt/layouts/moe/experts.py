@@ -313,7 +313,7 @@ def _forms(weights: Mapping[str, TensorRef]) -> dict[str, tuple[Shape, str]]:
 def _expert(listing: Listing, name: str, expert: int, stacked: bool) -> tuple[str, dict[str, TensorRef]]:
     """The prefix of an expert's names, and its weights by local name."""
     file = listing.files[name]
-    root = as_mapping(listing.open(name).root, "an expert's file", file)
+    root = as_mapping(listing.open(name).root, "its content", file)
     notes: list[str] = []
     tensors = flatten({key: value for key, value in root.items() if key != _FOLDING}, notes)
     prefixes: set[str] = set()

@@ -74,7 +74,7 @@ class Optimizers:
                     found=f"{os.path.basename(self._files[rank][1])!r}, also of expert-parallel rank {rank}",
                     remedy="Move the one of another save away.",
                 )  # fmt: skip
-            root = as_mapping(listing.open(name).root, "an experts' optimizer file", listing.files[name])
+            root = as_mapping(listing.open(name).root, "its content", listing.files[name])
             self.states[rank], self._files[rank] = root.get("optimizer"), (home, listing.files[name])
             steps[name] = steps_of(root.get("optimizer"))
         check_alike(listing, "the step", {name: step for name, step in steps.items() if step is not None})

@@ -184,7 +184,7 @@ class ParallelSave:
 
     def _layer_tensors(self, file: str) -> dict[str, TensorRef]:
         notes: list[str] = []
-        root = as_mapping(self.listing.open(file).root, "a layer file", self.listing.files[file])
+        root = as_mapping(self.listing.open(file).root, "its content", self.listing.files[file])
         tensors = flatten(root, notes)
         if notes:
             raise CorruptError(

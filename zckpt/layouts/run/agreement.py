@@ -1,14 +1,13 @@
-"""Whether the optimizer files of a save are of one run: step counts, settings and loss scaler, file by file.
+"""Whether the optimizer files of a DeepSpeed save are of one run: step counts, settings and loss scaler, file by file.
 
-For `layouts.read_training`, which refuses what would make a run go on otherwise than it stopped, and for `verify`. One look at
-the files for every layout: ranks of data, tensor, pipeline and expert parallelism all step together and are told the same
-settings.
+For `layouts.read_training`, which refuses files that do not agree, and for `verify`. It is one check for all of DeepSpeed's
+families: ranks of data, tensor, pipeline and expert parallelism all step together and have the same settings.
 
-[Note: what must agree] What the run's config and schedule tell an optimizer (`BINDING`), its step, and the loss scaler are the
-same in all files. What an optimizer finds for itself (Prodigy's `d`, Adafactor's `RMS`) may be each rank's own: that is told, and
-the first rank's is taken. Groups of experts may stand in any order, but each name's in that of the groups that they were split
-from; so a group is known by its name, where it has one, else by its number. A stage of a pipeline may have fewer groups than the
-others: only files with as many groups are compared group by group.
+[Note: what must agree] What the run's config and schedule set (`BINDING`), the step, and the loss scaler are the same in all
+files. What an optimizer finds for itself (Prodigy's `d`, Adafactor's `RMS`) may differ from rank to rank: that is reported, and
+the first rank's is taken. Groups of experts may be in any order, but those of one name are in the order of the groups that they
+were split from; so a group is known by its name, where it has one, else by its number. A stage of a pipeline may have fewer
+groups than the others: only files with as many groups are compared group by group.
 Source: DeepSpeed 0.19.8, moe/utils.py `split_params_into_different_moe_groups_for_optimizer`; `state_dict` of its optimizers.
 """
 
@@ -19,7 +18,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from zckpt.base.errors import InconsistentError
-from zckpt.base.words import examples
+from zckpt.base.words import count, examples
 from zckpt.containers import NumpyArray, Placeholder, TensorRef, brief
 from zckpt.core.catalog import TensorEntry
 from zckpt.layouts.run.training import ParameterGroup
@@ -28,7 +27,7 @@ from zckpt.layouts.save.listing import EXPERT_OPTIMIZER_NAME, MODEL_NAME, SHARD_
 from zckpt.layouts.save.module_states import whole
 
 BINDING = frozenset(("lr", "initial_lr", "betas", "momentum", "eps", "weight_decay"))
-"""Settings that come from outside, and so are the same on all ranks."""
+"""Settings that come from the config or a schedule, and so are the same on all ranks."""
 
 _OF_SCALE = ("cur_scale", "cur_iter", "last_overflow_iter", "scale_factor", "scale_window", "base_optimizer_state_step")
 _OF_LAST_STEP = "overflow"
@@ -38,12 +37,12 @@ _ENTRIES = ((SHARD_NAME, "optimizer_state_dict"), (EXPERT_OPTIMIZER_NAME, "optim
 
 @dataclass(frozen=True, slots=True)
 class Disagreement:
-    """What one file says otherwise than another.
+    """A difference between what two optimizer files say.
 
     Attributes:
         file: its name.
-        told: what, and what the other says, which is named.
-        binding: whether it must not be; see [Note: what must agree].
+        told: the difference, as a clause that names the other file.
+        binding: whether it is an error; see [Note: what must agree].
     """
 
     file: str
@@ -56,7 +55,7 @@ class Disagreement:
 
 @dataclass(frozen=True, slots=True)
 class _Said:
-    """What one file says: by topic, in words, what must agree and what may be the rank's own."""
+    """What one file says, by topic in words: what must agree (`scaler`, `groups`), and what may differ (`own`)."""
 
     file: str
     rank: str
@@ -71,7 +70,7 @@ def files_of_optimizers(listing: Listing) -> list[str]:
 
 
 def disagreements(listing: Listing) -> Iterator[Disagreement]:
-    """What optimizer files say otherwise than the first of their kind does; none where there is one file or none.
+    """The differences between each optimizer file and the first of its kind; none where there are fewer than two files.
 
     Raises:
         CorruptError: a file ends before the step that it holds.
@@ -93,24 +92,24 @@ def disagreements(listing: Listing) -> Iterator[Disagreement]:
 
 
 def contradictions(listing: Listing) -> list[Disagreement]:
-    """The disagreements that must not be; errors as in `disagreements`."""
+    """The differences that are errors; raises as `disagreements` does."""
     return [bad for bad in disagreements(listing) if bad.binding]
 
 
 def check(listing: Listing) -> None:
-    """Makes sure that a run can go on from a save's optimizer files as it stopped.
+    """Makes sure that a run can resume from a save's optimizer files.
 
     Raises:
         InconsistentError: they do not agree on a step, a setting or the loss scaler.
     """
     if found := contradictions(listing):
-        more = f" ({len(found) - 1:,} more such places)" if len(found) > 1 else ""
+        more = f" (and {count(len(found) - 1, 'more difference')})" if len(found) > 1 else ""
         raise InconsistentError(
-            "optimizer files of different saves",
+            "has optimizer files of different saves",
             file=listing.directory,
             found=f"{found[0]}{more}",
-            remedy="Copy the files of one save again, or choose another tag. Weights alone can be converted: zckpt to-fp32, "
-            "to-bf16.",
+            remedy="Copy the files of one save again, or choose another tag. To convert the weights alone, run zckpt to-fp32 or "
+            "zckpt to-bf16.",
         )
 
 
@@ -137,7 +136,7 @@ def merged(stages: Iterable[Iterable[ParameterGroup]]) -> tuple[ParameterGroup, 
 
 
 def _alike(a: ParameterGroup, b: ParameterGroup) -> bool:
-    """Whether two groups are told the same, and are called the same."""
+    """Whether two groups have the same settings and the same name."""
     x, y = ({**_binding(group.settings), **{k: group.settings.get(k) for k in ("name", "moe")}} for group in (a, b))
     return not list(unlike(x, y, "", []))
 
@@ -243,11 +242,11 @@ def unlike(
     """Places at which two inert values are not equal, as sentences. Tensors are added to `pairs` to be compared.
 
     Args:
-        a: what is right.
-        b: what is compared with it.
+        a: the right value.
+        b: the value that is compared with it.
         where: what they are, for the sentences.
         pairs: gets the tensors.
-        there: where `a` is, for the sentences.
+        there: where `a` is from, for the sentences.
     """
     left = [(a, b, where)]
     seen: set[tuple[int, int]] = set()
@@ -269,9 +268,9 @@ def unlike(
             case Mapping(), Mapping():
                 left += [(value, y[key], f"{at}: {key!r:.80}") for key, value in x.items() if key in y]
                 if missing := [key for key in x if key not in y]:
-                    yield f"{at} has no {examples(missing)}, which {there} has"
+                    yield f"{at} lacks {examples(missing)}, unlike {there}"
                 if strange := [key for key in y if key not in x]:
-                    yield f"{at} has {examples(strange)}, which {there} has not"
+                    yield f"{at} has {examples(strange)}, unlike {there}"
             case list() | tuple(), list() | tuple() if len(x) == len(y):
                 left += [(p, q, at) for p, q in zip(x, y, strict=True)]
             case _ if _is_leaf(x) and _is_leaf(y) and (x == y or (x != x and y != y)):

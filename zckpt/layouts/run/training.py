@@ -1,7 +1,7 @@
-"""What a run needs beside its weights to go on: optimizer states, settings, counters, schedules.
+"""What a run needs beside its weights to continue: optimizer states, settings, counters, schedules.
 
-For the readers of ZeRO saves, which make it, and for the writers and the trainer. Masters are not in it: they are the
-catalog's trainable parameters.
+Families read it (`read_training`), and writers and the trainer use it. Masters are not in it: they are the catalog's
+trainable parameters.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-from zckpt.base.errors import InconsistentError
+from zckpt.base.errors import OTHER_SAVE, InconsistentError
 from zckpt.containers import Placeholder
 from zckpt.core.catalog import Padding, TensorEntry, held_as_padding, held_by
 from zckpt.core.claims import Claims
@@ -51,7 +51,7 @@ class Training:
             `ds_config`, client state; inert values.
         precision: dtype of the module's own weights.
         form: who wrote the optimizer files.
-        raw: all that the first rank's optimizer file says, inert: what a universal checkpoint keeps of it.
+        raw: everything in the first rank's optimizer file, inert: a universal checkpoint keeps some of it.
         joined: parameter -> how its slices make up the whole, where the checkpoint has rules for that; a parameter that
             is not there is whole on every rank, or laid end to end in dimension 0.
         beside: what a rank's optimizer file holds beside DeepSpeed's own entries; for writing.
@@ -86,11 +86,11 @@ class Training:
         """One state of a parameter.
 
         Raises:
-            InconsistentError: it has none of that name, though others have.
+            InconsistentError: it has no state of that name, though other parameters have.
         """
         found = self.states.get(name, {}).get(state)
         if found is None:
-            raise InconsistentError(f"no optimizer state {state!r} of parameter {name!r}")
+            raise InconsistentError(f"there is no optimizer state {state!r} of parameter {name!r}", remedy=OTHER_SAVE)
         return found
 
 

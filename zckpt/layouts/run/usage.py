@@ -1,8 +1,8 @@
-"""Whether every element of the vectors that optimizers keep is a parameter's, or padding that a layout names.
+"""Whether every element of the vectors that optimizers keep belongs to a parameter, or is padding that a layout names.
 
-For `layouts`, which asks it of whatever any family of files gave: no family can leave it out. A family that skips a parameter,
-reads a vector of one rank for another's, or takes for padding what is none, leaves elements that nothing reads. What should
-be read is found here once more, by the keys of the files alone. That nothing is read twice, catalogs see to themselves.
+For `layouts`, which checks what any family gave. A family that skips a parameter, reads the vector of one rank for that of
+another, or takes a parameter for padding leaves elements that nothing reads. What should be read is found here once more, by
+the keys in DeepSpeed's files alone. Catalogs themselves check that nothing is read twice.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from typing import NamedTuple
 
-from zckpt.base.errors import InconsistentError
+from zckpt.base.errors import OTHER_SAVE, InconsistentError
 from zckpt.containers import TensorRef
 from zckpt.core.claims import Claims, Span
 from zckpt.layouts.save.listing import EXPERT_OPTIMIZER_NAME, MODEL_NAME, SHARD_NAME, UNIVERSAL, Listing
@@ -108,9 +108,9 @@ def _check(vectors: Iterable[_Vector], claims: Claims) -> None:
     vector = found[span]
     first, stop = ((at - span.start) // vector.ref.dtype.itemsize for at in (gap.start, gap.stop))
     raise InconsistentError(
-        "elements of an optimizer that no parameter has",
+        "holds elements of an optimizer that no parameter has",
         file=span.store.path if hasattr(span.store, "path") else "",
-        found=f"elements {first:,}-{stop - 1:,} of {vector.what} ({vector.ref.numel:,} elements) are used by no tensor",
-        expected="each is a parameter's, or padding that the layout has",
-        remedy="Files of different saves are mixed, or the layout is not understood. Nothing was written.",
+        found=f"elements {first:,}-{stop - 1:,} of {vector.what} ({vector.ref.numel:,} elements) that no tensor uses",
+        expected="only elements of parameters, and padding that the layout has",
+        remedy=OTHER_SAVE,
     )

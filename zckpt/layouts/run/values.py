@@ -1,14 +1,14 @@
-"""Values that files of any layout hold, and the errors for files that are not there.
+"""Values that files of any layout hold, and the errors for files that are missing.
 
-For every family that reads optimizer states.
+For every family.
 """
 
 from __future__ import annotations
 
 import struct
 
-from zckpt.base.errors import CorruptError, IncompleteError
-from zckpt.base.words import ranges
+from zckpt.base.errors import COPY_AGAIN, CorruptError, IncompleteError
+from zckpt.base.words import count, ranges
 from zckpt.containers import TensorRef
 from zckpt.layouts.save.listing import Listing
 from zckpt.storage import paths
@@ -40,7 +40,9 @@ def number_in(ref: TensorRef) -> int | float | bytes:
     """
     data = paths.read(ref.store.path, ref.dtype.itemsize, ref.byte_offset)
     if len(data) < ref.dtype.itemsize:
-        raise CorruptError("a file that ends too early", file=ref.store.path, found=f"no byte at {ref.byte_offset:,}")
+        raise CorruptError(
+            "ends too early", file=ref.store.path, found=f"no byte at {ref.byte_offset:,}", remedy=COPY_AGAIN
+        )
     order = "<" if ref.store.byteorder == "little" else ">"
     code = _CODES.get(ref.dtype.name)
     number: int | float | bytes = struct.unpack(order + code, data)[0] if code else data
@@ -50,21 +52,25 @@ def number_in(ref: TensorRef) -> int | float | bytes:
 def missing_ranks(
     listing: Listing, kind: str, found: list[int], missing: list[int], world_size: int
 ) -> IncompleteError:
-    """The error for rank files that are not there."""
+    """The error for rank files that are missing; `kind` is what they hold, such as "optimizer"."""
+    whose = f"{'rank' if len(missing) == 1 else 'ranks'} {ranges(missing)}"
+    files = count(world_size, f"{kind} file is", f"{kind} files are")
     return IncompleteError(
-        "missing rank files",
+        f"{len(missing):,} of {files} missing ({whose})",
         file=listing.directory,
-        found=f"{kind} files of ranks {ranges(found)}" if found else f"no {kind} files",
-        expected=f"the save had world size {world_size} (ranks {ranges(missing)} missing)",
-        remedy=f"Copy the {kind} files of ranks {ranges(missing)} from the nodes that wrote them (--also DIR lays further "
-        "directories over this one), or choose another tag.",
+        found=f"{kind} files of {'rank' if len(found) == 1 else 'ranks'} {ranges(found)}"
+        if found
+        else f"no {kind} file",
+        expected=f"world size {world_size}",
+        remedy=f"Copy the {kind} files of {whose} from the nodes that wrote them (--also DIR lays another directory over this "
+        "one), or choose another tag.",
     )
 
 
 def missing_model_file(listing: Listing) -> IncompleteError:
     """The error for a save without a model states file."""
     return IncompleteError(
-        "no model states file",
+        "has no model states file",
         file=listing.directory,
         found="optimizer files only",
         expected="mp_rank_00_model_states.pt (ZeRO-1, -2) or zero_pp_rank_*_model_states.pt (ZeRO-3) beside them",

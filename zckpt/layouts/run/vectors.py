@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from zckpt.base.errors import OTHER_SAVE, InconsistentError
+from zckpt.base.words import count
 from zckpt.containers import TensorRef
 from zckpt.core.catalog import Role, TensorEntry
 from zckpt.core.fragments import Fragment
@@ -62,23 +63,23 @@ def unflatten(
     if not shapes:
         return {}
     file = runs[0][0].store.path if runs else ""
-    wanted, held = sum(math.prod(shape) for shape in shapes.values()), sum(count for _, count in runs)
+    wanted, held = sum(math.prod(shape) for shape in shapes.values()), sum(used for _, used in runs)
     if wanted != held or not runs:
         raise InconsistentError(
             "does not hold as many elements as its parameters have",
             file=file,
-            found=f"{held:,} elements in {len(runs)} vectors",
-            expected=f"{wanted:,} of {len(shapes)} parameters",
-            remedy="A file is of another save. Copy the files of one save again.",
+            found=f"{count(held, 'element')} in {count(len(runs), 'vector')}",
+            expected=f"{wanted:,} for {count(len(shapes), 'parameter')}",
+            remedy=OTHER_SAVE,
         )
-    for ref, count in runs:
-        if not ref.is_contiguous or not 0 <= count <= ref.numel or ref.dtype != runs[0][0].dtype:
+    for ref, used in runs:
+        if not ref.is_contiguous or not 0 <= used <= ref.numel or ref.dtype != runs[0][0].dtype:
             raise InconsistentError(
                 "holds a flat vector that does not fit the others",
                 file=ref.store.path,
                 found=f"{ref.dtype} {list(ref.shape)}",
-                expected=f"a dense vector of {runs[0][0].dtype} with at least {count:,} elements",
-                remedy="A file is of another save. Copy the files of one save again.",
+                expected=f"a dense vector of {runs[0][0].dtype} with at least {used:,} elements",
+                remedy=OTHER_SAVE,
             )
     entries: dict[str, TensorEntry] = {}
     index = at = 0
@@ -87,9 +88,9 @@ def unflatten(
         fragments: list[Fragment] = []
         while done < numel:
             ref, stop = runs[index]
-            if count := min(numel - done, stop - at):
-                fragments.append(Fragment(ref.store, ref.byte_offset + at * ref.dtype.itemsize, done, count))
-            done, at = done + count, at + count
+            if step := min(numel - done, stop - at):
+                fragments.append(Fragment(ref.store, ref.byte_offset + at * ref.dtype.itemsize, done, step))
+            done, at = done + step, at + step
             if at == stop:
                 index, at = index + 1, 0
         entries[name] = TensorEntry(name, shape, runs[0][0].dtype, role, tuple(fragments))

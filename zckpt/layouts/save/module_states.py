@@ -1,4 +1,4 @@
-"""What a DeepSpeed `*_model_states.pt` file says, as one checked value.
+"""What a DeepSpeed `*_model_states.pt` file records, as one checked value.
 
 For the ZeRO layouts and the unsharded one. Nothing here knows how masters are partitioned.
 Source: DeepSpeed runtime/engine.py `_common_checkpoint_state`, `_get_zero_param_shapes`, `_get_shared_params` (0.19.8);
@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
 from zckpt.base import limits
-from zckpt.base.errors import CorruptError, UnsupportedError
+from zckpt.base.errors import COPY_AGAIN, CorruptError, UnsupportedError
 from zckpt.containers import Placeholder, TensorRef, brief
 from zckpt.core.catalog import Replica, Role, TensorEntry, Topology
 from zckpt.core.claims import Span
@@ -108,7 +108,7 @@ class ModelStates:
         return rank_count(self.number(key), key, self.file)
 
     def is_zero(self) -> bool:
-        """Whether the optimizer was sharded, so that masters lie in other files."""
+        """Whether the optimizer was sharded, so that masters are in other files."""
         return self.root.get("param_shapes") is not None
 
     def topology(self, dp: int) -> Topology:
@@ -128,7 +128,7 @@ def rank_count(count: int | None, what: str, file: str) -> int | None:
     """
     if count is not None and count > limits.RANKS:
         raise UnsupportedError(
-            "an impossible number of ranks", file=file, found=f"{what} is {count:,}", expected=f"at most {limits.RANKS:,}",
+            "records an impossible number of ranks", file=file, found=f"{what} {count:,}", expected=f"at most {limits.RANKS:,}",
             remedy=limits.REMEDY,
         )  # fmt: skip
     return count
@@ -140,18 +140,16 @@ def read_model_states(listing: Listing, name: str, *, module: Mapping[str, Tenso
     Args:
         listing: all files.
         name: of this one.
-        module: the weights, where they lie in other files (a pipeline's layer files).
+        module: the weights, where they are in other files (a pipeline's layer files).
 
     Raises:
         CorruptError: it is not what its name says.
         UnsupportedError: DeepSpeed's version is too old to have recorded what is needed.
     """
     file = listing.files[name]
-    root = as_mapping(listing.open(name).root, "a model states file", file)
+    root = as_mapping(listing.open(name).root, "its content", file)
     if "module" not in root:
-        raise CorruptError(
-            "a file that is not a model states file", file=file, found="no entry 'module'", remedy="Copy it again."
-        )
+        raise CorruptError("is not a model states file", file=file, found="no entry 'module'", remedy=COPY_AGAIN)
     notes: list[str] = []
     if module is None:
         module = flatten(as_mapping(root["module"], "the module's state dict", file), notes)
@@ -182,15 +180,15 @@ def without_shapes(model: ModelStates) -> UnsupportedError:
     numbers = re.match(r"(\d+)\.(\d+)\.(\d+)", model.version)
     if numbers and tuple(map(int, numbers.groups())) >= (0, 3, 16):
         return UnsupportedError(
-            "a model file of a ZeRO run without parameter shapes", file=model.file,
+            "records no parameter shapes", file=model.file,
             found=f"no 'param_shapes', written by DeepSpeed {model.version}",
-            expected=f"{model.version} writes them where the engine has an optimizer",
-            remedy="Save it from an engine with an optimizer; or the entry was taken out: copy the file as it was written.",
+            expected="the shapes, which DeepSpeed writes where its engine has an optimizer",
+            remedy="Save from an engine with an optimizer. If the entry was taken out, copy the file as it was written.",
         )  # fmt: skip
     return UnsupportedError(
-        "a checkpoint of a DeepSpeed too old to record parameter shapes", file=model.file,
+        "is of a DeepSpeed too old to record parameter shapes", file=model.file,
         found=f"version {model.version or 'not recorded'}, and no 'param_shapes'",
-        expected="0.3.16 or later writes them",
+        expected="version 0.3.16 or later",
         remedy="Load it with the DeepSpeed that wrote it and save it with a newer one.",
     )  # fmt: skip
 
@@ -198,12 +196,12 @@ def without_shapes(model: ModelStates) -> UnsupportedError:
 def whole(
     name: str, ref: TensorRef, role: Role, shape: Shape | None = None, replicas: tuple[Replica, ...] = ()
 ) -> TensorEntry:
-    """A tensor that lies whole in one file, perhaps recorded under another shape of as many elements."""
+    """A tensor that is whole in one file, perhaps recorded under another shape of as many elements."""
     return TensorEntry(name, ref.shape if shape is None else shape, ref.dtype, role, ref.fragments(), replicas)
 
 
 def views_of(refs: Iterable[TensorRef]) -> Iterator[Span]:
-    """Bytes of storages that several of these tensors are views of, or one more than once: so says the file itself.
+    """Bytes of storages that several of these tensors are views of, or one more than once, by the file itself.
 
     Tensors that are views of one storage side by side share nothing. Those in the same place are tied, and are not views.
     """
@@ -238,7 +236,7 @@ _DEEPEST = 64
 
 
 def flatten(state: Mapping[str, object], notes: list[str], prefix: str = "") -> dict[str, TensorRef]:
-    """A state dict's tensors under dotted names; what is no tensor is left out and said in `notes`."""
+    """A state dict's tensors under dotted names; what is no tensor is left out, with a sentence in `notes`."""
     tensors: dict[str, TensorRef] = {}
     for key, value in state.items():
         name = f"{prefix}{key}"
@@ -248,9 +246,10 @@ def flatten(state: Mapping[str, object], notes: list[str], prefix: str = "") -> 
             tensors.update(flatten(value, notes, name + "."))
         elif isinstance(value, Placeholder) and "_rebuild" in value.name:
             raise UnsupportedError(
-                f"a kind of tensor that zckpt does not read, {name!r}",
+                f"has a tensor of a kind that zckpt does not read, {name!r}",
                 found=str(value),
-                expected="dense, strided tensors are read",
+                expected="dense, strided tensors",
+                remedy="Save it as a dense tensor.",
             )
         else:
             notes.append(f"{name!r} in the state dict is not a tensor ({type(value).__name__}): left out.")
@@ -260,14 +259,14 @@ def flatten(state: Mapping[str, object], notes: list[str], prefix: str = "") -> 
 def as_mapping(value: object, what: str, file: str) -> Mapping[str, object]:
     """`value`, which must be a mapping."""
     if not isinstance(value, Mapping):
-        raise CorruptError(f"{what} that is not a mapping", file=file, found=type(value).__name__)
+        raise CorruptError(f"{what} is not a mapping", file=file, found=type(value).__name__, remedy=COPY_AGAIN)
     return value
 
 
 def as_tensor(value: object, what: str, file: str) -> TensorRef:
     """`value`, which must be a tensor."""
     if not isinstance(value, TensorRef):
-        raise CorruptError(f"{what} that is not a tensor", file=file, found=type(value).__name__)
+        raise CorruptError(f"{what} is not a tensor", file=file, found=type(value).__name__, remedy=COPY_AGAIN)
     return value
 
 
@@ -278,9 +277,12 @@ def _sequence(value: object) -> list[object]:
 def _shapes(value: object, file: str) -> dict[str, Shape]:
     shapes: dict[str, Shape] = {}
     for name, shape in as_mapping(value, "param_shapes", file).items():
-        if not isinstance(shape, tuple | list) or not all(isinstance(dim, int) for dim in shape):
+        if not isinstance(shape, tuple | list) or not all(type(dim) is int for dim in shape):
             raise CorruptError(
-                f"a shape of {name!r} that is not a list of whole numbers", file=file, found=brief(shape)
+                f"records a shape of {name!r} that is not a list of whole numbers",
+                file=file,
+                found=brief(shape),
+                remedy=COPY_AGAIN,
             )
         shapes[str(name)] = tuple(shape)
     return shapes

@@ -74,7 +74,7 @@ def rank_facts(listing: Listing, name: str) -> RankFacts:
     if not name.endswith("_optim_states.pt"):
         numbers = listing.numbers(name, "dp_world_size", "global_steps")
         return RankFacts(numbers.get("dp_world_size"), numbers.get("global_steps"))
-    root = as_mapping(listing.open(name).root, "a checkpoint file", listing.files[name])
+    root = as_mapping(listing.open(name).root, "its content", listing.files[name])
     state = root.get("optimizer_state_dict")
     count = state.get("partition_count") if isinstance(state, Mapping) else None
     if isinstance(count, list | tuple):  # groups of experts, which come last, have others

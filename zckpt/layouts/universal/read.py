@@ -122,7 +122,7 @@ def _load(listing: Listing) -> _Save:
         )  # fmt: skip
     left: Mapping[str, object] = {}
     if STATE in listing.files:
-        left = as_mapping(listing.open(STATE).root, "an optimizer state", listing.files[STATE])
+        left = as_mapping(listing.open(STATE).root, "its content", listing.files[STATE])
     return _Save(listing, parameters, models, left)
 
 

@@ -78,7 +78,7 @@ def read_shards(
 
 def _read(listing: Listing, rank: int, name: str, known: frozenset[str], allow_unknown: bool) -> OptimizerShard:
     file = listing.files[name]
-    root = as_mapping(listing.open(name).root, "an optimizer states file", file)
+    root = as_mapping(listing.open(name).root, "its content", file)
     if "optimizer_state_dict" not in root:
         raise CorruptError(
             "is not an optimizer states file", file=file, found="no 'optimizer_state_dict'", remedy=COPY_AGAIN
