@@ -74,7 +74,7 @@ def test_every_byte_is_read_once(path: Path, monkeypatch: pytest.MonkeyPatch) ->
     real = scan_module._run_native
 
     def watched(batch: Any, *more: Any) -> Any:
-        for how, (_, _, move) in zip(batch.looks, batch.moves, strict=True):
+        for how, (_, _, move) in zip(batch.flags, batch.moves, strict=True):
             sides = [(move.src, move.src_offset, move.src_dtype, move.src_pitch, move.src_step)]
             if how & AGAINST:
                 sides.append((move.dst, move.dst_offset, move.dst_dtype, move.dst_pitch, move.dst_step))
@@ -297,9 +297,7 @@ def test_padding_of_real_checkpoints(name: str, file: str, deep: bool, tmp_path:
     found = wrong(zckpt.verify(home, deep=deep))
     assert padded and found.keys() == {"padding"}
     assert len(found["padding"]) == len(padded)
-    assert all(
-        "1 of " in problem and f"elements in {path.name!r} are not zero" in problem for problem in found["padding"]
-    )
+    assert all("1 of " in problem and f" in {path.name!r} are not zero" in problem for problem in found["padding"])
 
 
 def test_numbers_that_are_none_are_counted(tmp_path: Path) -> None:

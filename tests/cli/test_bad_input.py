@@ -368,7 +368,7 @@ def test_latest_means_the_tag_that_it_names(zero2: Path, out: Path) -> None:
     assert zckpt.verify(zero2 / "latest", out).ok
     remove(out)
     (zero2 / "latest").write_text("global_step9")
-    assert "'global_step9' is not there" in refused(IncompleteError, zero2 / "latest", out).found
+    assert "'global_step9'" in refused(IncompleteError, zero2 / "latest", out).found
     (zero2 / "latest_universal").write_text("global_step5")
     assert zckpt.verify(zero2 / "latest_universal").ok
 
