@@ -1,12 +1,8 @@
-"""docs/config.md, made from the models: what each key does here.
-
-python -m zckpt.runtime.config_page > docs/config.md
-"""
+"""docs/config.md, made from the models: what each key does here. `make golden` writes it."""
 
 from __future__ import annotations
 
 import inspect
-import sys
 import types
 import typing
 from collections.abc import Callable, Iterator
@@ -129,7 +125,3 @@ def _arguments(built: dict[str, Callable[..., Any]], first: str) -> Iterator[str
 
 def _escape(text: str) -> str:
     return text.replace("|", "\\|")
-
-
-if __name__ == "__main__":
-    sys.stdout.write(page())

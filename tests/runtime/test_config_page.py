@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from config_page import page
 
-from zckpt.runtime.config_page import page
 from zckpt.runtime.ds_config.fields import Section, keys_of, kind_of, named
 from zckpt.runtime.ds_config.sections import BF16, FP16, Config
 from zckpt.runtime.ds_config.zero import OffloadOptimizer, OffloadParam, Zero

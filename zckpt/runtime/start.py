@@ -78,11 +78,8 @@ def initialize(
     """
     config = next((c for c in (config, config_params, getattr(args, "deepspeed_config", None)) if c is not None), None)
     if model is None or config is None:
-        raise UsageError(
-            f"initialize needs a {'model' if model is None else 'config'}",
-            expected="initialize(model=..., config=...)",
-            remedy=f"Pass {'the model' if model is None else 'a path, a dict or JSON text as config'}.",
-        )
+        missing = "model" if model is None else "config"
+        raise UsageError(f"initialize needs a {missing}", remedy=f"Pass it: initialize({missing}=...).")
     settings = read_config(config, auto=auto, hidden_size=_hidden_size(model), allow_unknown=allow_unknown)
     _check(settings, optimizer, lr_scheduler)
     world = join_world()
@@ -92,7 +89,7 @@ def initialize(
     trains = optimizer is not None or settings.config.optimizer.type is not None
     groups = groups_of(model, model_parameters)
     chosen = chosen_of(model, groups, optimizer)
-    names = {id(p): name for name, p in model.named_parameters()}
+    names = [(id(p), name) for name, p in model.named_parameters() if p in chosen]
     cast_buffers(model, settings)
     precision = _precision(settings, trains=trains)
     sharded = shard(model, settings.zero, precision, mesh_of(settings.zero, world), world, wrap)
@@ -102,9 +99,7 @@ def initialize(
     built = schedule = loader = None
     if trains:
         by_name = {one.name: one for one in sharded.parameters}
-        masters = {id(p): by_name[names[id(p)]] for p in chosen if by_name[names[id(p)]].trained}
-        for one in masters.values():
-            one.make_master()
+        masters = {key: by_name[name] for key, name in names if by_name[name].trained}
         built = optimizer_on_masters(settings, optimizer, groups, masters, is_cut=sharded.size > 1)
         schedule = _schedule(settings, lr_scheduler, built)
     if training_data is not None:

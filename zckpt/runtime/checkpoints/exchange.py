@@ -9,15 +9,15 @@ at most `limit` bytes are staged. In round k every rank sends every other what i
 the engine writes them while round k + 1 is on its way. Two buffers for receiving and two for sending, of `limit` bytes per rank
 at most, are all the memory that it takes.
 [Note: failures] A rank that left in the middle of the rounds would leave the others waiting for ever. So the buffers are
-allocated before the first round (`Exchange.rounds`), and ranks agree that all have theirs; a rank that fails after that carries
+allocated before the first round (by `Rounds`), and ranks agree that all have theirs; a rank that fails after that carries
 on with the remaining rounds, whatever is in its buffers (`Rounds.__exit__`), and raises its error when they are over. Ranks
 agree once more after the rounds, and throw away what they received if anyone failed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, NamedTuple
 
@@ -69,24 +69,23 @@ class MovePart(NamedTuple):
         return self.count * self.move.src_dtype.itemsize
 
 
-@dataclass(frozen=True, slots=True)
-class Sends:
-    """What this rank sends and receives, round by round.
+@dataclass(slots=True)
+class RoundPlan:
+    """What this rank sends and receives in one round.
 
     Attributes:
-        pieces: receiver -> pieces, in the receiver's order.
+        sent: receiver -> pieces, in the receiver's order.
         coming: sender -> staged bytes that come from it.
         busy: whether any rank stages anything: otherwise no rank calls the collective.
     """
 
-    pieces: Sequence[Mapping[int, Sequence[MovePart]]] = ()
-    coming: Sequence[Mapping[int, int]] = ()
-    busy: Sequence[bool] = ()
+    sent: dict[int, list[MovePart]] = field(default_factory=dict)
+    coming: dict[int, int] = field(default_factory=dict)
+    busy: bool = False
 
-    def most_bytes(self) -> tuple[int, int]:
-        """The most bytes that one round receives, and the most that one sends."""
-        sent = (sum(piece.nbytes for one in round_.values() for piece in one) for round_ in self.pieces)
-        return max((sum(round_.values()) for round_ in self.coming), default=0), max(sent, default=0)
+    def bytes_to(self, rank: int) -> int:
+        """How many bytes a rank gets from this one."""
+        return sum(piece.nbytes for piece in self.sent.get(rank, ()))
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,35 +141,23 @@ class Exchange:
         if pieces:
             yield pieces
 
-    def sends(self, pairs_by_rank: Iterable[Sequence[Pair]]) -> Sends:
+    def plan_rounds(self, pairs_by_rank: Iterable[Sequence[Pair]]) -> list[RoundPlan]:
         """What this rank sends and receives, given what every rank of the group wants."""
-        rounds: list[dict[int, list[MovePart]]] = []
-        coming: list[dict[int, int]] = []
-        busy: list[bool] = []
+        plans: list[RoundPlan] = []
         for rank, pairs in enumerate(pairs_by_rank):
             for number, pieces in enumerate(self.rounds_of(pairs, rank)):
-                if number == len(rounds):
-                    rounds.append({})
-                    coming.append({})
-                    busy.append(False)
+                if number == len(plans):
+                    plans.append(RoundPlan())
+                plan = plans[number]
                 staged = [piece for piece in pieces if self.is_staged(piece.move.src, rank)]
-                busy[number] |= bool(staged)
+                plan.busy |= bool(staged)
                 mine = [piece for piece in staged if self.holder(piece, rank) == self.rank]
                 if mine:
-                    rounds[number][rank] = mine
-                if rank == self.rank:
-                    for piece in staged:
-                        holder = self.holder(piece, rank)
-                        coming[number][holder] = coming[number].get(holder, 0) + piece.nbytes
-        return Sends(rounds, coming, busy)
-
-    def rounds(self, pairs: Sequence[Pair], sends: Sends) -> Rounds:
-        """The rounds that give this rank what it wants and others what they want of it, with the buffers for them.
-
-        Raises:
-            OutputError: there is no memory for the buffers.
-        """
-        return Rounds(self, pairs, sends)
+                    plan.sent[rank] = mine
+                for piece in staged if rank == self.rank else ():
+                    holder = self.holder(piece, rank)
+                    plan.coming[holder] = plan.coming.get(holder, 0) + piece.nbytes
+        return plans
 
     def holder(self, piece: MovePart, rank: int) -> int:
         """Who sends a staged piece to a rank."""
@@ -200,14 +187,24 @@ class Rounds:
     """The rounds of one rank, as moves for the engine. Use as a context manager; see [Note: failures].
 
     Iterating gives each round's moves after its elements have come, then None: by the next request they are carried out.
+
+    Args:
+        exchange: who takes part.
+        pairs: what this rank wants.
+        plans: what it sends and receives, round by round.
+
+    Raises:
+        OutputError: there is no memory for the buffers.
     """
 
-    def __init__(self, exchange: Exchange, pairs: Sequence[Pair], sends: Sends) -> None:
-        self._exchange, self._sends = exchange, sends
+    def __init__(self, exchange: Exchange, pairs: Sequence[Pair], plans: Sequence[RoundPlan]) -> None:
+        self._exchange, self._plans = exchange, plans
         self._own = exchange.rounds_of(pairs, exchange.rank)
         self._number = 0  # of the next round
         self._under_way: list[_Coming] = []
-        received, sent = sends.most_bytes()
+        ranks = range(exchange.size)
+        received = max((sum(plan.coming.values()) for plan in plans), default=0)
+        sent = max((sum(map(plan.bytes_to, ranks)) for plan in plans), default=0)
         try:
             self._incoming = [torch.empty(received, dtype=torch.uint8, device=exchange.device) for _ in range(2)]
             self._outgoing = [torch.empty(sent, dtype=torch.uint8, device=exchange.device) for _ in range(2)]
@@ -236,7 +233,7 @@ class Rounds:
         try:
             for coming in self._under_way:
                 coming.wait()
-            while self._number < len(self._sends.busy):
+            while self._number < len(self._plans):
                 self._call(()).wait()
         except RuntimeError as lost:
             add_note(error, f"The exchange between ranks was broken off: {str(lost).splitlines()[0]}")
@@ -244,29 +241,28 @@ class Rounds:
     def _start(self) -> _Coming | None:
         """Sends what others need in the next round, and begins to receive; None after the last one."""
         pieces = next(self._own, None)
-        if pieces is None and self._number >= len(self._sends.busy):
+        if pieces is None and self._number >= len(self._plans):
             return None
-        if self._number < len(self._sends.busy) and self._sends.busy[self._number]:
-            at, outgoing = 0, self._outgoing[self._number % 2]
-            for piece in self._sent():
+        plan = self._plan()
+        at, outgoing = 0, self._outgoing[self._number % 2]
+        for rank in range(self._exchange.size):
+            for piece in plan.sent.get(rank, ()):
                 outgoing[at : at + piece.nbytes].copy_(self._exchange.bytes_of(piece))
                 at += piece.nbytes
         return self._call(pieces or ())
 
-    def _sent(self) -> Iterator[MovePart]:
-        """What this rank sends in the next round, by receiver."""
-        pieces = self._sends.pieces[self._number]
-        return (piece for rank in range(self._exchange.size) for piece in pieces.get(rank, ()))
+    def _plan(self) -> RoundPlan:
+        """Of the next round; after the last plan this rank may still have moves of its own memory."""
+        return self._plans[self._number] if self._number < len(self._plans) else RoundPlan()
 
     def _call(self, pieces: Sequence[MovePart]) -> _Coming:
         """The collective of the next round, whatever is in the buffers; in a round in which nothing is staged there is none."""
-        number, exchange, sends = self._number, self._exchange, self._sends
+        number, exchange, plan = self._number, self._exchange, self._plan()
         self._number += 1
-        if number >= len(sends.busy) or not sends.busy[number]:
+        if not plan.busy:
             return _Coming(pieces, (), torch.empty(0, dtype=torch.uint8), None)
-        ranks = range(exchange.size)
-        sizes = [sends.coming[number].get(rank, 0) for rank in ranks]
-        lengths = [sum(piece.nbytes for piece in sends.pieces[number].get(rank, ())) for rank in ranks]
+        sizes = [plan.coming.get(rank, 0) for rank in range(exchange.size)]
+        lengths = [plan.bytes_to(rank) for rank in range(exchange.size)]
         incoming = self._incoming[number % 2][: sum(sizes)]
         outgoing = self._outgoing[number % 2][: sum(lengths)]
         if exchange.size == 1:

@@ -28,7 +28,7 @@ from zckpt.layouts.save.listing import is_deepspeed_file
 from zckpt.layouts.save.module_states import RESERVED
 from zckpt.layouts.zero.torch_files import Pair
 from zckpt.runtime.checkpoints.attempt import Attempt
-from zckpt.runtime.checkpoints.exchange import Exchange, RankStore, Streamed
+from zckpt.runtime.checkpoints.exchange import Exchange, RankStore, Rounds, Streamed
 from zckpt.runtime.checkpoints.inert import dtype_of
 from zckpt.runtime.run import Run
 from zckpt.runtime.sharded.parameter import ShardedParameter
@@ -88,7 +88,7 @@ class NodeFiles:
             pairs = [list(self._pairs(wanted, host, rank)) for rank in range(run.world_size)]
             places: dict[Hashable, torch.Tensor] = dict(enumerate(host))
             exchange = Exchange(run.global_rank, run.world_size, None, run.device, True, places.__getitem__)
-            rounds = exchange.rounds(pairs[run.global_rank], exchange.sends(pairs))
+            rounds = Rounds(exchange, pairs[run.global_rank], exchange.plan_rounds(pairs))
         errors = _on_every_rank(run, lambda: None if tried.error is None else f"rank {run.global_rank}: {tried.error}")
         if tried.error is not None:
             raise tried.error

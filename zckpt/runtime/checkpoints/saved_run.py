@@ -343,10 +343,8 @@ def _counters(run: Run, rest: Mapping[str, Any], own: Mapping[str, Any]) -> Coun
     samples, skipped, data = rest.get("global_samples"), rest.get("skipped_steps"), own.get("data")
     micro, pending = own.get("micro_steps"), own.get("pending_micro_steps")
     before = mapping(rest.get("ds_config")).get("gradient_accumulation_steps")
-    if not isinstance(micro, int):
+    if not isinstance(micro, int) or not isinstance(pending, int):  # a save of DeepSpeed
         micro, pending = steps * accumulation, 0
-    elif not isinstance(pending, int):  # a save of an earlier version
-        pending = micro % before if isinstance(before, int) and before > 0 else 0
     if before is not None and before != accumulation:
         micro = steps * accumulation + pending
     return Counters(

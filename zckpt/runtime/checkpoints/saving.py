@@ -47,7 +47,7 @@ from zckpt.runtime.checkpoints.description import (
     target_of,
     tensors_of,
 )
-from zckpt.runtime.checkpoints.exchange import Exchange, Rounds, Sends, Streamed
+from zckpt.runtime.checkpoints.exchange import Exchange, RoundPlan, Rounds, Streamed
 from zckpt.runtime.checkpoints.publication import Publication
 from zckpt.runtime.checkpoints.rank_states import digest_of
 from zckpt.runtime.checkpoints.state import RunState, capture
@@ -201,12 +201,12 @@ class _Known:
     Attributes:
         signature: of these.
         described: what all ranks hold.
-        sends: what this rank sends to others; None on a rank that takes no part.
+        plans: what this rank sends and receives, round by round; None on a rank that takes no part.
     """
 
     signature: Hashable
     described: Described
-    sends: Sends | None
+    plans: Sequence[RoundPlan] | None
 
 
 _known: WeakKeyDictionary[Run, _Known] = WeakKeyDictionary()
@@ -249,24 +249,24 @@ def plan(state: RunState, client_state: Mapping[str, Any], place: str) -> Planne
     if run.settings.zero.stage == 0 and takes_part:
         unsharded = write_unsharded.lay_out(described.weights, training, place, run.world_size)
     if known is None or known.signature != now:
-        sends = None
+        plans = None
         if takes_part:
             wanted = [unsharded.pairs] if unsharded else sketch(described.weights, training, target)
-            sends = exchange.sends(wanted)
-        _known[run] = known = _Known(now, described, sends)
+            plans = exchange.plan_rounds(wanted)
+        _known[run] = known = _Known(now, described, plans)
     own = rank_states.lay_out(state, place)
     if not takes_part:
-        return PlannedSave((), (), None) if own is None else _planned([own], _alone(), Sends())
+        return PlannedSave((), (), None) if own is None else _planned([own], _alone(), ())
     laid = unsharded or lay_out_rank(described.weights, training, target, run.sharded.rank)
-    assert known.sends is not None
-    return _planned([laid] if own is None else [laid, own], exchange, known.sends)
+    assert known.plans is not None
+    return _planned([laid] if own is None else [laid, own], exchange, known.plans)
 
 
-def _planned(several: Sequence[Laid], exchange: Exchange, sends: Sends) -> PlannedSave:
+def _planned(several: Sequence[Laid], exchange: Exchange, plans: Sequence[RoundPlan]) -> PlannedSave:
     """All files of a rank, one after the other."""
     files = tuple(file for laid in several for file in laid.files)
     pairs = tuple(pair for laid in several for pair in laid.pairs)
-    return PlannedSave(files, pairs, exchange.rounds(pairs, sends))
+    return PlannedSave(files, pairs, Rounds(exchange, pairs, plans))
 
 
 def _alone() -> Exchange:
@@ -298,7 +298,7 @@ def in_memory(planned: PlannedSave) -> PlannedSave:
         )
         for store, offset, nbytes in _ranges(planned.pairs)
     ]
-    return PlannedSave(planned.files, pairs, _alone().rounds(pairs, Sends()))
+    return PlannedSave(planned.files, pairs, Rounds(_alone(), pairs, ()))
 
 
 def _ranges(pairs: Sequence[Pair]) -> Iterator[tuple[Store, int, int]]:

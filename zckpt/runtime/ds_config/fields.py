@@ -1,6 +1,6 @@
 """What a key of the config is: used, accepted without use, or refused.
 
-For the models in `zero` and `sections`; `read` reads by them and `config_page` prints them. One line of a
+For the models in `zero` and `sections`; `read` reads by them, and docs/config.md is made from them. One line of a
 model is one key of DeepSpeed's JSON, and holds everything that is known about it.
 """
 

@@ -1,6 +1,6 @@
 """DeepSpeed's JSON, key by key: the top level and every section but `zero_optimization`.
 
-For `read`, which reads by these models, and `config_page`, which prints them as docs/config.md. Sections that this engine
+For `read`, which reads by these models, and for docs/config.md, which is made from them. Sections that this engine
 has no part in are known by the names of their keys, so that a typo in them is found too.
 Source: DeepSpeed 0.19.8, runtime/config.py, runtime/constants.py, runtime/precision_config.py and the modules of each
 section; keys that only older versions know are among the refused. A test compares the names.

@@ -31,7 +31,7 @@ def groups_of(model: nn.Module, model_parameters: Iterable[Any] | None) -> Group
     return [group for group in groups if group["params"]]
 
 
-def chosen_of(model: nn.Module, groups: Groups, optimizer: object) -> list[nn.Parameter]:
+def chosen_of(model: nn.Module, groups: Groups, optimizer: object) -> set[nn.Parameter]:
     """The parameters that will be trained.
 
     Args:
@@ -44,16 +44,15 @@ def chosen_of(model: nn.Module, groups: Groups, optimizer: object) -> list[nn.Pa
     """
     if isinstance(optimizer, Optimizer):
         groups = optimizer.param_groups
-    chosen = {id(p): p for group in groups for p in group["params"] if p.numel()}
-    known = {id(p) for p in model.parameters()}
-    strange = [f"{tuple(p.shape)}" for key, p in chosen.items() if key not in known]
+    chosen = {p for group in groups for p in group["params"] if p.numel()}
+    strange = [f"{tuple(p.shape)}" for p in chosen - set(model.parameters())]
     if strange:
         raise UsageError(
             "the optimizer has parameters that the model does not have",
             found=f"{len(strange):,} of them, of shapes {examples(strange)}",
             remedy="Make the optimizer over the parameters of the model that you pass to initialize.",
         )
-    return list(chosen.values())
+    return chosen
 
 
 def optimizer_on_masters(
@@ -64,7 +63,7 @@ def optimizer_on_masters(
     *,
     is_cut: bool,
 ) -> Optimizer:
-    """The optimizer on the masters.
+    """Makes the masters, and the optimizer on them.
 
     Args:
         settings: the config.
@@ -81,6 +80,8 @@ def optimizer_on_masters(
             "the model has no parameter to train", expected="parameters with requires_grad",
             remedy="Set requires_grad of some parameters, or for inference leave out the optimizer.",
         )  # fmt: skip
+    for sharded in masters.values():
+        sharded.make_master()
     if isinstance(given, Optimizer):
         built = _moved(given, masters)
     else:
