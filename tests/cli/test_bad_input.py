@@ -38,6 +38,7 @@ from zckpt.jobs.inspection import inspect_checkpoint
 from zckpt.naming.transform import Form
 from zckpt.output.checks import check_space
 from zckpt.output.work_directory import is_unfinished
+from zckpt.storage.location import locate
 
 OPTIM = "zero_pp_rank_{}_mp_rank_00_optim_states.pt"
 MODEL3 = "zero_pp_rank_{}_mp_rank_00_model_states.pt"
@@ -447,7 +448,7 @@ def test_existing_directory(zero2: Path, tmp_path: Path) -> None:
         zckpt.convert(zero2, place, dtype="bf16")
     zckpt.convert(zero2, place, dtype="bf16", options=Options(overwrite=True, format="bin"))
     assert sorted(path.name for path in place.iterdir()) == ["pytorch_model.bin", "zckpt.json"]
-    with pytest.raises(OutputError, match="already a directory"):
+    with pytest.raises(OutputError, match="found a directory"):
         (tmp_path / "x.bin").mkdir()
         zckpt.convert(zero2, tmp_path / "x.bin")
 
@@ -484,7 +485,7 @@ def test_unreadable_file(zero2: Path, out: Path) -> None:
 
 def test_too_little_space(tmp_path: Path) -> None:
     with pytest.raises(OutputError, match="too little free disk"):
-        check_space(str(tmp_path / "new" / "out"), 1 << 60)
+        check_space(locate(tmp_path / "new" / "out"), 1 << 60)
 
 
 def test_a_full_disk(tmp_path: Path, out: Path) -> None:

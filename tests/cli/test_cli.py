@@ -394,7 +394,8 @@ def test_a_checkpoint_is_inspected_and_converted(checkpoint: Path, tmp_path: Pat
 
 def test_a_dry_run_tells_of_a_full_disk_but_goes_on(tmp_path: Path) -> None:
     from zckpt.cli.written import lack_of_space
+    from zckpt.storage.location import locate
 
-    assert lack_of_space(str(tmp_path / "out"), 1) == []
-    (told,) = lack_of_space(str(tmp_path / "out"), 1 << 62)
+    assert lack_of_space(locate(tmp_path / "out"), 1) == []
+    (told,) = lack_of_space(locate(tmp_path / "out"), 1 << 62)
     assert "too little free disk" in told

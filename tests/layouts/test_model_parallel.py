@@ -30,7 +30,7 @@ from zckpt.jobs.reshard import reshard
 from zckpt.layouts.joining import rules, slices
 from zckpt.layouts.joining.patterns import Patterns
 from zckpt.layouts.save.listing import ReadOptions
-from zckpt.output.delivery import fingerprint
+from zckpt.output.order import fingerprint
 
 FIXTURES = Path(__file__).parents[2] / "fixtures"
 

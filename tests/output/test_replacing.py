@@ -28,6 +28,7 @@ from zckpt.output.journal import Journal, Seal
 from zckpt.output.manifest import job_of
 from zckpt.output.work_directory import WorkDirectory
 from zckpt.storage import output_places
+from zckpt.storage.location import locate
 
 
 @pytest.fixture(scope="module")
@@ -188,12 +189,12 @@ def test_a_mount_point_is_written_into(mounted: Path, checkpoint: Path, wanted: 
 
 def test_room_is_asked_of_the_file_system_that_the_bytes_go_to(mounted: Path) -> None:
     with pytest.raises(OutputError, match="too little free disk"):
-        check_space(str(mounted), 9 << 20)
-    check_space(str(mounted), 1 << 20)
-    check_space(str(mounted / "inside"), 1 << 20)
+        check_space(locate(mounted), 9 << 20)
+    check_space(locate(mounted), 1 << 20)
+    check_space(locate(mounted / "inside"), 1 << 20)
     shutil.rmtree(mounted / "inside", ignore_errors=True)
     with pytest.raises(OutputError, match="too little free disk"):
-        check_space(str(mounted / "inside"), 9 << 20)
+        check_space(locate(mounted / "inside"), 9 << 20)
 
 
 def test_a_file_that_is_mounted_is_refused_before_any_work(checkpoint: Path, tmp_path: Path) -> None:
@@ -203,7 +204,7 @@ def test_a_file_that_is_mounted_is_refused_before_any_work(checkpoint: Path, tmp
     if os.geteuid() or subprocess.run(["mount", "--bind", source, out], capture_output=True, check=False).returncode:
         pytest.skip("mounting needs root, and a kernel that lets it")
     try:
-        with pytest.raises(OutputError, match="mounted on"):
+        with pytest.raises(OutputError, match="mount point"):
             convert(checkpoint, out, overwrite=True)
     finally:
         subprocess.run(["umount", str(out)], check=True)

@@ -159,7 +159,7 @@ def test_other_jobs(root: str, tmp_path: Path) -> None:
         zckpt.reshard(source, tmp_path / name / "resharded", world_size=3)
         zckpt.to_universal(source, tmp_path / name / "universal")
     assert local_tree(tmp_path / "want") == local_tree(tmp_path / "out")
-    with pytest.raises(UnsupportedError, match="behind an address"):
+    with pytest.raises(UnsupportedError, match="an address cannot be OUT"):
         zckpt.reshard(checkpoint, f"{root}/r", world_size=3)
 
 
@@ -298,11 +298,11 @@ def test_an_output_that_is_there(root: str, tmp_path: Path) -> None:
     checkpoint = FIXTURES / SMALL / "checkpoint"
     put(checkpoint, f"{root}/out")
     before = tree(f"{root}/out")
-    with pytest.raises(OutputError, match="is there already"):
+    with pytest.raises(OutputError, match="already exists"):
         zckpt.convert(checkpoint, f"{root}/out")
     assert tree(f"{root}/out") == before
     zckpt.convert(checkpoint, f"{root}/one.bin")
-    with pytest.raises(OutputError, match="is there already"):
+    with pytest.raises(OutputError, match="already exists"):
         zckpt.convert(checkpoint, f"{root}/one.bin", dtype="bf16")
     zckpt.convert(checkpoint, f"{root}/one.bin", dtype="bf16", options=Options(overwrite=True))
     zckpt.convert(checkpoint, tmp_path / "want.bin", dtype="bf16")
@@ -359,7 +359,7 @@ def test_an_overflow_keeps_nothing(root: str, tmp_path: Path) -> None:
 def test_no_output_touches_its_input(source: str, out: str) -> None:
     put(FIXTURES / SMALL / "checkpoint", source)
     before = tree(source)
-    with pytest.raises(OutputError, match="the input lies in"):
+    with pytest.raises(OutputError, match="the input in "):
         zckpt.convert(source, out, options=Options(overwrite=True))
     assert tree(source) == before and before
 
@@ -376,7 +376,7 @@ def test_no_local_output_touches_its_input_by_another_spelling(out: str, tmp_pat
     ]
     place = out.format(tmp_path / "ck")
     for job in jobs:
-        with pytest.raises(OutputError, match="the input lies in"):
+        with pytest.raises(OutputError, match="the input in "):
             job()
     assert local_tree(tmp_path) == before
 

@@ -251,12 +251,12 @@ def test_what_this_job_made_is_not_made_again(out: str, overwrite: bool, root: s
     assert before == after, "something was written"
 
     other = Model(source(tmp_path / "b", 2), max_shard_size=900)
-    with pytest.raises(OutputError, match="is there already"):
+    with pytest.raises(OutputError, match="already exists"):
         other.write(address, overwrite=False)
     name = next(name for name in tree(address) if name.endswith("safetensors") or not name)
     path = f"{address}/{name}".rstrip("/")
     fsspec.filesystem(root[: root.index(":")]).pipe_file(path, b"damage")
-    with pytest.raises(OutputError, match="is there already"):
+    with pytest.raises(OutputError, match="already exists"):
         model.write(address, overwrite=False)
     assert not model.write(address).already_done
     assert look({**tree(address), **({"model.safetensors": tree(address)[""], "config.json": b'{"seed": 1}',

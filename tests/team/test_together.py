@@ -259,7 +259,7 @@ def test_what_goes_wrong_is_told_to_all(zero2: Path, quick_path: Path) -> None:
     assert others["codes"] == [2, 2] and "asked for different things" in others["err"][0]
     assert absent["codes"] == [2, None, 2]
     assert all("processes 1 of 3 did not come" in absent["err"][rank] for rank in (0, 2))
-    assert exists["codes"] == [2, 2] and all("an output that exists" in told for told in exists["err"])
+    assert exists["codes"] == [2, 2] and all("already exists" in told for told in exists["err"])
     assert elsewhere["codes"] == [2, 2] and all("did not come" in told for told in elsewhere["err"])
     assert sorted(path.name for path in quick_path.iterdir()) == ["ckpt", "there"]
 

@@ -56,7 +56,7 @@ class ZckptError(Exception):
         remedy: str = "",
     ) -> None:
         self.what = what
-        self.file = None if file is None else os.fspath(file)
+        self.file = None if file is None else _shown(os.fspath(file))
         self.found = found
         self.expected = expected
         self.remedy = remedy
@@ -217,6 +217,10 @@ _SECRETS = (
     (re.compile(r"(https?://[^\s?'\"<>]+)\?[^\s'\"<>]+"), r"\1?..."),
     (re.compile(r"(?i)([?&](?:X-Amz-[\w-]+|Signature|token|sig)=)[^&\s]+"), r"\1..."),
 )
+
+
+def _shown(path: str) -> str:
+    return redact(path) if "://" in path else path
 
 
 def redact(text: str, *secrets: str) -> str:

@@ -35,13 +35,12 @@ from zckpt.jobs.open import open_catalog, strip_wrappers
 from zckpt.jobs.options import OpenOptions
 from zckpt.layouts.places import Place, find
 from zckpt.layouts.run import agreement
-from zckpt.layouts.save.listing import ReadOptions
 from zckpt.layouts.save.origins import FileOrigin, contradictions, of_other_ages, origin
 from zckpt.output import manifest as manifests
 from zckpt.output.address import RECORD
 from zckpt.output.manifest import Manifest
-from zckpt.storage import paths as fs
 from zckpt.storage.descriptors import forget
+from zckpt.storage.location import Location, locate
 
 
 @dataclass(slots=True)
@@ -83,10 +82,8 @@ class Examined:
 
 
 def examined(
-    path: str,
-    tag: str | None = None,
-    also: Sequence[str] = (),
-    wishes: ReadOptions | None = None,
+    path: Location,
+    options: OpenOptions,
     *,
     deep: bool = False,
     whole: bool = False,
@@ -97,9 +94,7 @@ def examined(
 
     Args:
         path: of the checkpoint.
-        tag: which save.
-        also: directories laid over it.
-        wishes: what a person says of a model-parallel checkpoint that does not say it itself.
+        options: which save, and how it is read.
         deep: read every byte, count NaN and infinity.
         whole: read every byte, from the disk and not from the page cache. An output with a manifest is always read whole.
         pace: how hard to work.
@@ -108,11 +103,11 @@ def examined(
     Raises:
         NotACheckpointError: there is nothing to look at. UnsupportedError: zckpt cannot read it.
     """
-    state = Examined(find(path, tag, also))
+    state = Examined(find(path.path, options.tag, [os.fspath(root) for root in options.also]))
     facts = _manifest_of(state, path)
-    unknown = _open(state, path, tag, also, wishes)
+    unknown = _open(state, path, options)
     _open_files(state, facts)
-    for file in state.files if whole and not fs.is_remote(path) else ():
+    for file in state.files if whole and not path.is_remote else ():
         with open(file.store.path, "rb") as data:
             forget(data.fileno())
     _check_save(state)
@@ -129,10 +124,10 @@ def examined(
     return state
 
 
-def _manifest_of(state: Examined, path: str) -> Manifest | None:
+def _manifest_of(state: Examined, path: Location) -> Manifest | None:
     """The manifest, after making sure that the files it names are there, of the right size."""
     tag = state.place.listing.tag
-    place = manifests.find(state.place.home if tag else path)
+    place = manifests.find(locate(state.place.home) if tag else path)
     if place is None:
         return None
     try:
@@ -142,16 +137,16 @@ def _manifest_of(state: Examined, path: str) -> Manifest | None:
         return None
     if tag and not any(file.path.startswith(f"{tag}/") for file in facts.files):
         return None  # the manifest is of something else beside the tags
-    home = os.path.dirname(place)
+    home = place.parent
     problems: list[str] = []
     for file in facts.files:
-        where = os.path.join(home, file.path)
-        if not fs.is_file(where):
+        where = home / file.path
+        if not where.is_file():
             problems.append(f"{file.path!r} is missing")
-        elif (nbytes := fs.size(where)) != file.nbytes:
+        elif (nbytes := where.size()) != file.nbytes:
             problems.append(f"{file.path!r} has {nbytes:,} bytes, not {file.nbytes:,}")
-    named = {file.path.partition("/")[0] for file in facts.files} | {os.path.basename(place), RECORD}
-    if fs.is_dir(path) and (strangers := sorted(set(fs.names(home)) - named)):
+    named = {file.path.partition("/")[0] for file in facts.files} | {place.name, RECORD}
+    if path.is_dir() and (strangers := sorted(set(home.names()) - named)):
         verb = "is" if len(strangers) == 1 else "are"
         state.notes.append(f"{examples(strangers)} {verb} not in the manifest.")
     made = f"made by zckpt {facts.version} from {facts.source.get('layout')} {facts.source.get('tag') or ''}".rstrip()
@@ -160,12 +155,10 @@ def _manifest_of(state: Examined, path: str) -> Manifest | None:
     return facts
 
 
-def _open(
-    state: Examined, path: str, tag: str | None, also: Sequence[str], wishes: ReadOptions | None
-) -> ZckptError | None:
+def _open(state: Examined, path: Location, options: OpenOptions) -> ZckptError | None:
     """Reads the catalog. Returns an error that is no finding, unless damage explains it."""
     try:
-        opened = open_catalog(path, OpenOptions(tag=tag, also=also, wishes=wishes))
+        opened = open_catalog(path, options)
     except ZckptError as error:
         state.add("tensors", "", [str(error)])
         strange = isinstance(error, NotACheckpointError) and not state.place.listing.tag
@@ -193,22 +186,24 @@ def _open_files(state: Examined, facts: Manifest | None) -> None:
     for store in state.catalog.stores() if state.catalog is not None else ():
         paths.setdefault(store.path, "")
     known = {file.path: file for file in facts.files} if facts is not None else {}
-    home = listing.directory if fs.is_dir(listing.directory) else os.path.dirname(listing.directory)
+    home = locate(listing.directory)
+    if not home.is_dir():
+        home = home.parent
     if listing.tag and facts is not None:
-        home = state.place.home
+        home = locate(state.place.home)
     problems: list[str] = []
     data_files = dict(family.records(listing)) if family.records is not None else {}
     for path, found in data_files.items():
         paths[path] = ""
-        known_as = known.pop(fs.relative(path, home), None)
+        known_as = known.pop(locate(path).relative_to(home), None)
         if isinstance(found, ZckptError):
             problems.append(str(found))
         else:
-            state.files.append(checked_parts(fs.file_store(path), found, known_as.crc32 if known_as else None))
+            state.files.append(checked_parts(locate(path).store(), found, known_as.crc32 if known_as else None))
     for path, name in paths.items():
         if path in data_files:
             continue
-        known_as = known.pop(fs.relative(path, home), None)
+        known_as = known.pop(locate(path).relative_to(home), None)
         try:
             container = listing.open(name) if name else open_container(path)
             state.files.append(checked_file(container, known_as.crc32 if known_as else None))
@@ -218,9 +213,9 @@ def _open_files(state: Examined, facts: Manifest | None) -> None:
         if name:
             state.origins.append(origin(listing, name, container))
     for path, file in known.items():  # config and tokenizer files: bytes without tensors
-        where = os.path.join(home, path)
-        if fs.is_file(where):
-            state.files.append(CheckedFile(fs.file_store(where), (), file.crc32))
+        where = home / path
+        if where.is_file():
+            state.files.append(CheckedFile(where.store(), (), file.crc32))
     told = "1 file can be read" if len(paths) == 1 else f"all {len(paths):,} can be read"
     if not problems or state.catalog is not None:
         state.add("files", told, problems)

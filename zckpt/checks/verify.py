@@ -22,13 +22,13 @@ from zckpt.core.dtypes import CAST_TARGETS, is_lossless
 from zckpt.engine.batches import progress_after
 from zckpt.engine.independent import differences
 from zckpt.jobs.convert import output_dtype, select
-from zckpt.jobs.options import Options, to_dtype
+from zckpt.jobs.options import OpenOptions, Options, to_dtype
 from zckpt.layouts.places import Place
 from zckpt.layouts.save.listing import ReadOptions
 from zckpt.naming.transform import formed_again
 from zckpt.output import manifest as manifests
 from zckpt.output.manifest import Manifest
-from zckpt.storage import paths
+from zckpt.storage.location import Location, locate, location_of
 
 
 def verify(
@@ -69,12 +69,12 @@ def verify(
         assert zckpt.verify("out/checkpoint-500", "weights/").ok
     """
     with reported(progress, None, "verify") as watch:
-        roots = [os.fspath(root) for root in also]
-        state = examined(paths.local(checkpoint), tag, roots, wishes, deep=deep, pace=pace, progress=watch)
+        options = OpenOptions(tag=tag, also=also, wishes=wishes)
+        state = examined(locate(checkpoint), options, deep=deep, pace=pace, progress=watch)
         deletable = None
         if converted is not None:
             read = sum(file.store.size for file in state.files) if deep else 0
-            deletable = _compare(state, paths.local(converted), pace, progress_after(watch, read))
+            deletable = _compare(state, locate(converted), pace, progress_after(watch, read))
     return Verification(
         path=redact(state.place.listing.directory),
         about=_about(state.catalog),
@@ -101,12 +101,14 @@ def _about(catalog: Catalog | None) -> str:
     return ", ".join(words)
 
 
-def _compare(state: Examined, converted: str, pace: Pace, progress: Callable[[int], None] | None) -> tuple[bool, str]:
+def _compare(
+    state: Examined, converted: Location, pace: Pace, progress: Callable[[int], None] | None
+) -> tuple[bool, str]:
     """Adds checks on the output; returns whether the shards may be deleted, and why."""
-    output = examined(converted, whole=True, pace=pace, progress=progress)
+    output = examined(converted, OpenOptions(), whole=True, pace=pace, progress=progress)
     read = sum(file.store.size for file in output.files)
     problems = [problem for check in output.checks for problem in check.problems]
-    state.add("output", f"{redact(converted)}: intact", problems)
+    state.add("output", f"{redact(converted.path)}: intact", problems)
     state.notes += output.notes
     if state.catalog is None or output.catalog is None:
         state.add("equal", "", ["not compared, because one of the two cannot be read"])
@@ -217,9 +219,9 @@ def _deletable(
     state: Examined, output: Examined, left_out: list[str], rounded: list[str], run: Comparison
 ) -> tuple[bool, str]:
     """Whether the output holds all weights, and why; which other parts of the run it holds, and which only the shards."""
-    shards = state.place.listing.directory
-    homes = [shards] if paths.is_file(shards) else {os.path.dirname(f.store.path) for f in state.files}
-    inside = [f.name for f in output.files if any(paths.is_within(f.store.path, home) for home in homes)]
+    shards = locate(state.place.listing.directory)
+    homes = [shards] if shards.is_file() else {location_of(f.store).parent for f in state.files}
+    inside = [f.name for f in output.files if any(location_of(f.store).is_within(home) for home in homes)]
     wrong = sum(len(check.problems) for check in state.checks)
     if wrong:
         return False, count(wrong, "problem was found", "problems were found")

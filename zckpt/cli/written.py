@@ -17,6 +17,7 @@ from zckpt.cli.output import peak_rss_bytes
 
 if TYPE_CHECKING:
     from zckpt.jobs.planned import Planned, Report
+    from zckpt.storage.location import Location
 
 _MOST_LISTED = 20
 
@@ -62,7 +63,7 @@ def finish(
     sink = shown.console
     if writing.dry_run:
         sink.notes(planned.notes)
-        sink.notes(lack_of_space(planned.out, planned.order.bytes_written))
+        sink.notes(lack_of_space(planned.order.out, planned.order.bytes_written))
         sink.result(lambda: _plan_facts(planned, words), lambda: _plan_lines(planned, words))
         return
     from zckpt.jobs import planned as jobs
@@ -98,10 +99,8 @@ def finish(
 
 def _files(planned: Planned) -> list[tuple[str, int]]:
     """The files that a job would write, and their bytes."""
-    from zckpt.storage import paths
-
     files = [(file.path, file.size) for file, _ in planned.plan.files]
-    return files + [(name, paths.size(path)) for path, name in planned.order.copies]
+    return files + [(name, file.size()) for file, name in planned.order.copies]
 
 
 def _plan_facts(planned: Planned, words: Words) -> dict[str, object]:
@@ -152,14 +151,12 @@ def rate(nbytes: int, seconds: float) -> str:
     return f", {size(nbytes / seconds)}/s" if seconds >= 1 and nbytes >= 10**8 else ""
 
 
-def lack_of_space(out: str, needed_bytes: int) -> list[str]:
+def lack_of_space(out: Location, needed_bytes: int) -> list[str]:
     """A sentence for a dry run if the disk is too full."""
     from zckpt.output.checks import check_space
-    from zckpt.storage import paths
 
-    if not paths.is_remote(out):
-        try:
-            check_space(out, needed_bytes)
-        except OutputError as error:
-            return [str(error)]
+    try:
+        check_space(out, needed_bytes)
+    except OutputError as error:
+        return [str(error)]
     return []

@@ -18,8 +18,9 @@ from zckpt.engine.move import Mode, run
 from zckpt.hub import privacy
 from zckpt.jobs.convert import PlannedConversion, output_dtype
 from zckpt.jobs.options import Options
-from zckpt.output.delivery import fingerprint, named, overflows_of
+from zckpt.output.order import fingerprint, named, overflows_of
 from zckpt.storage import paths
+from zckpt.storage.location import locate
 
 Progress = Callable[[int], None] | None
 
@@ -156,16 +157,16 @@ def cargo_of(prepared: PlannedConversion) -> Cargo:
             add(output.path, b"".join(data for _, data in output.literals), "written by zckpt")
     wanted = [
         *prepared.order.copies,
-        *((os.path.join(home, name), name) for name in ("README.md", *(INDEX,) * bool(ready))),
+        *((locate(home) / name, name) for name in ("README.md", *(INDEX,) * bool(ready))),
     ]
-    for path, name in wanted:
-        if not paths.is_file(path):
+    for file, name in wanted:
+        if not file.is_file():
             continue
-        nbytes = paths.size(path)
-        if nbytes > _KEPT_IN_MEMORY and not privacy.is_cleaned(name) and not paths.is_remote(path):
-            small.append(SmallFile(name, nbytes, path, "copied from beside the checkpoint"))
+        nbytes = file.size()
+        if nbytes > _KEPT_IN_MEMORY and not privacy.is_cleaned(name) and not file.is_remote:
+            small.append(SmallFile(name, nbytes, file.path, "copied from beside the checkpoint"))
         else:
-            add(name, paths.read(path), "copied from beside the checkpoint")
+            add(name, file.read(), "copied from beside the checkpoint")
     shards = ready or shards_of(prepared.plan, prepared.options)
     return Cargo(shards, tuple(small), prepared.catalog, _dtype(prepared), _config(small), tuple(notes))
 

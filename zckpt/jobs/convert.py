@@ -22,11 +22,9 @@ from zckpt.jobs.planned import Planned, Report, carried_out, protected
 from zckpt.layouts.plain.read import Format, WeightsTarget, lay_out
 from zckpt.layouts.save.companions import companions, config_file
 from zckpt.naming.transform import formed, matches
-from zckpt.output import delivery_to_address
-from zckpt.output.checks import check_output, keep_apart
-from zckpt.output.delivery import Order
-from zckpt.storage import paths as files
-from zckpt.storage.output_places import resolved
+from zckpt.output.delivery import check_output
+from zckpt.output.order import Order
+from zckpt.storage.location import Location, locate
 
 _SUFFIXES: dict[str, Format] = {".safetensors": "safetensors", ".bin": "bin", ".pt": "bin"}
 
@@ -92,10 +90,12 @@ def convert(
     began = time.perf_counter()
     options = options or Options()
     chosen = replace(options, dtype=to_dtype(dtype), tag=tag or options.tag, also=also or options.also)
-    return carried_out(prepare(os.fspath(checkpoint), os.fspath(out), chosen), progress, "convert", began)
+    return carried_out(prepare(checkpoint, out, chosen), progress, "convert", began)
 
 
-def prepare(checkpoint: str, out: str, options: Options, opened: Opened | None = None) -> PlannedConversion:
+def prepare(
+    checkpoint: str | os.PathLike[str], out: str | os.PathLike[str], options: Options, opened: Opened | None = None
+) -> PlannedConversion:
     """Everything but the work: opens, selects, lays out, and refuses what cannot succeed. Writes nothing.
 
     Args:
@@ -104,11 +104,17 @@ def prepare(checkpoint: str, out: str, options: Options, opened: Opened | None =
         options: what is to be done.
         opened: the checkpoint, where it is open already.
     """
-    out = files.local(out)
+    source, place = locate(checkpoint), locate(out)
+    if place.path.lower().startswith("hf://"):
+        raise UsageError(
+            "a page of the hub cannot be OUT here", file=place, remedy="Use zckpt.push_to_hub(checkpoint, repo_id)."
+        )
     if opened is None:
-        opened = open_catalog(checkpoint, options)
-    target, single = _target(out, options)
-    _check_output(out, single, options, protected(opened, checkpoint, beside=options.beside))
+        opened = open_catalog(source, options)
+    target, single = _target(place, options)
+    if place.path:
+        inputs = protected(opened, source, beside=options.beside)
+        check_output(place, single=single, overwrite=options.overwrite, protected=inputs, merge=options.merge)
     catalog, stripped = strip_wrappers(opened.catalog)
     form = formed(catalog, opened.place, options.form, to_directory=not single, exclude=options.exclude)
     catalog = select(form.catalog, options)
@@ -120,19 +126,8 @@ def prepare(checkpoint: str, out: str, options: Options, opened: Opened | None =
         destination = replace(destination, files=(*destination.files, *([config] if config else [])))
     plan = Plan(destination.files, [(catalog.tensors[name], entry) for name, entry in destination.entries.items()])
     copies = () if single else companions(opened.place.home)
-    order = order_for(options, plan, out, catalog, copies, form.recorded, single=single)
+    order = order_for(options, plan, place, catalog, copies, form.recorded, single=single)
     return PlannedConversion(opened, order, opened.catalog.source.notes + stripped + form.notes, options)
-
-
-def _check_output(out: str, single: bool, options: Options, inputs: set[str]) -> None:
-    if files.is_remote(out):
-        if out.lower().startswith("hf://"):
-            raise UsageError("a hub's page as OUT", file=out, remedy="Use zckpt.push_to_hub(checkpoint, repo_id).")
-        keep_apart(out, inputs)
-        delivery_to_address.check_output(out, single=single, overwrite=options.overwrite, merge=options.merge)
-    elif out:
-        overwrite = options.overwrite or options.merge
-        check_output(out, single=single, overwrite=overwrite, protected=inputs, merge=options.merge)
 
 
 _SELECTION = ("include", "exclude", "exclude_frozen", "strip_prefix", "rename", "overflow")
@@ -149,9 +144,9 @@ def _recorded(options: Options) -> dict[str, object]:
 def order_for(
     options: Options,
     plan: Plan,
-    out: str,
+    out: Location,
     catalog: Catalog,
-    copies: Iterable[tuple[str, str]],
+    copies: Iterable[tuple[Location, str]],
     recorded: Mapping[str, object] | None = None,
     *,
     single: bool = False,
@@ -185,18 +180,17 @@ def output_dtype(entry: TensorEntry, dtype: DType | None) -> DType:
     return dtype
 
 
-def _target(out: str, options: Options) -> tuple[WeightsTarget, bool]:
-    suffix = os.path.splitext(out.rstrip("/"))[1]
-    single = suffix in _SUFFIXES and not out.endswith("/")
+def _target(out: Location, options: Options) -> tuple[WeightsTarget, bool]:
+    suffix = os.path.splitext(out.name)[1]
+    single = suffix in _SUFFIXES and not out.path.endswith("/")
     wanted = options.format
     if single:
         if wanted is not None and wanted != _SUFFIXES[suffix]:
             raise UsageError(
-                "a format that does not fit OUT's name", found=f"--format {wanted} and {out!r}",
+                f"--format {wanted} does not fit the name of OUT", file=out, found=f"the suffix {suffix}",
                 remedy="Leave --format out, or change the name.",
             )  # fmt: skip
-        name = os.path.basename(out if files.is_remote(out) else resolved(out))
-        return WeightsTarget(_SUFFIXES[suffix], file=name), True
+        return WeightsTarget(_SUFFIXES[suffix], file=out.resolved().name), True
     return WeightsTarget(wanted or "safetensors", max_shard_size=options.max_shard_size), False
 
 

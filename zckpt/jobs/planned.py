@@ -14,9 +14,9 @@ from zckpt.core.catalog import Catalog
 from zckpt.core.plan import Plan
 from zckpt.engine import replicas
 from zckpt.jobs.open import Opened
-from zckpt.output import delivery_to_address
-from zckpt.output.delivery import Delivered, Order, deliver
-from zckpt.storage import paths as files
+from zckpt.output.delivery import deliver
+from zckpt.output.order import Delivered, Order
+from zckpt.storage.location import Location, locate
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,8 +45,8 @@ class Planned:
 
     @property
     def out(self) -> str:
-        """The output's path or address."""
-        return self.order.out
+        """The output's path or address, for people."""
+        return self.order.out.path
 
     def check(self) -> tuple[str, ...]:
         """Makes sure that the checkpoint does not contradict itself; returns sentences that a person should see.
@@ -81,8 +81,7 @@ def execute(planned: Planned, progress: Callable[[int], None] | None = None) -> 
     """
     began = time.perf_counter()
     notes = (*planned.notes, *planned.check())
-    send = delivery_to_address.send if files.is_remote(planned.out) else deliver
-    done = send(planned.order, progress)
+    done = deliver(planned.order, progress)
     return Report(
         **{**asdict(done), "notes": (*notes, *done.notes)},
         tensors=len(planned.catalog),
@@ -97,11 +96,10 @@ def carried_out(planned: Planned, progress: Progress, label: str, began: float) 
         return replace(execute(planned, watch), seconds=time.perf_counter() - began)
 
 
-def protected(opened: Opened, checkpoint: str, *, beside: bool = False) -> set[str]:
+def protected(opened: Opened, checkpoint: Location, *, beside: bool = False) -> set[Location]:
     """What the output must leave alone: the shards' directories, and the checkpoint's own unless `beside` is set."""
     listing = opened.place.listing
     if listing.directory in listing.files.values():  # one file
-        return {listing.directory}
-    shards = {files.parent(path) for path in listing.files.values()}
-    home = files.local(checkpoint)
-    return shards if beside or not listing.tag or not files.is_dir(home) else {*shards, home}
+        return {locate(listing.directory)}
+    shards = {locate(path).parent for path in listing.files.values()}
+    return shards if beside or not listing.tag or not checkpoint.is_dir() else {*shards, checkpoint}

@@ -25,9 +25,9 @@ from zckpt.layouts.save.companions import companions, config_file
 from zckpt.layouts.save.listing import ReadOptions
 from zckpt.layouts.zero.torch_files import Laid
 from zckpt.layouts.zero.write import DEFAULT_SUB_GROUP_SIZE, ZeroTarget, lay_out
-from zckpt.output.checks import check_output
-from zckpt.output.delivery import Order
-from zckpt.storage.paths import local
+from zckpt.output.checks import check_path
+from zckpt.output.order import Order
+from zckpt.storage.location import Location, locate
 
 
 class CheckpointTarget(Protocol):
@@ -60,19 +60,21 @@ class PlannedReshard(Planned, Generic[T_co]):
     target: T_co
 
 
-def opened_run(checkpoint: str, out: str, options: WriteOptions) -> tuple[Opened, Training]:
+def opened_run(source: Location, out: Location, options: WriteOptions) -> tuple[Opened, Training]:
     """A checkpoint with all that a run needs to resume, once it is clear that `out` may be written.
 
     Raises:
         ZckptError: one of its kinds says what is wrong.
     """
-    opened = open_catalog(checkpoint, options)
+    opened = open_catalog(source, options)
     training = layouts.read_training(opened.place.listing, allow_unknown=options.allow_unknown_layout)
-    check_output(out, single=False, overwrite=options.overwrite, protected=protected(opened, checkpoint))
+    check_path(out, single=False, overwrite=options.overwrite, protected=protected(opened, source))
     return opened, training
 
 
-def prepare(checkpoint: str, out: str, options: ReshardOptions) -> PlannedReshard[ZeroTarget]:
+def prepare(
+    checkpoint: str | os.PathLike[str], out: str | os.PathLike[str], options: ReshardOptions
+) -> PlannedReshard[ZeroTarget]:
     """Everything but the work. Writes nothing.
 
     Args:
@@ -83,17 +85,19 @@ def prepare(checkpoint: str, out: str, options: ReshardOptions) -> PlannedReshar
     Raises:
         ZckptError: one of its kinds says what is wrong.
     """
-    out = local(out)
-    opened, training = opened_run(checkpoint, out, options)
+    source, place = locate(checkpoint), locate(out)
+    opened, training = opened_run(source, place, options)
     target = target_of(
         opened.catalog, training, options.world_size, options.stage, options.precision or training.precision
     )
     training = replace(training, model=_with_config(training.model, target, training.precision))
     laid = lay_out(opened.catalog, training, target)
-    return planned(opened, target, laid, out, "latest", options)
+    return planned(opened, target, laid, place, "latest", options)
 
 
-def planned(opened: Opened, target: T, laid: Laid, out: str, pointer: str, options: WriteOptions) -> PlannedReshard[T]:
+def planned(
+    opened: Opened, target: T, laid: Laid, out: Location, pointer: str, options: WriteOptions
+) -> PlannedReshard[T]:
     """The files of a save, with the file that names its tag, and the model's config with the dtype of the weights."""
     home = opened.place.home
     config = config_file(home, target.precision)
@@ -190,4 +194,4 @@ def reshard(
         world_size=world_size, stage=stage, precision=dtype, tag=tag, also=also, overwrite=overwrite,
         allow_unknown_layout=allow_unknown_layout, wishes=wishes,
     )  # fmt: skip
-    return carried_out(prepare(os.fspath(checkpoint), os.fspath(out), options), progress, "reshard", began)
+    return carried_out(prepare(checkpoint, out, options), progress, "reshard", began)

@@ -29,8 +29,8 @@ from zckpt.layouts.run.training import ParameterGroup, Training
 from zckpt.layouts.run.values import number_in
 from zckpt.layouts.save.companions import companions, config_file
 from zckpt.layouts.save.module_states import whole
-from zckpt.output.checks import check_output
-from zckpt.storage.paths import local
+from zckpt.output.checks import check_path
+from zckpt.storage.location import locate
 
 
 def to_dcp(
@@ -77,15 +77,15 @@ def to_dcp(
         options, DcpOptions, dtype=None if dtype is None else to_dtype(dtype), under=under, optimizer=optimizer,
         tag=tag or options.tag, also=also or options.also,
     )  # fmt: skip
-    return carried_out(prepare(os.fspath(checkpoint), os.fspath(out), chosen), progress, "to dcp", began)
+    return carried_out(prepare(checkpoint, out, chosen), progress, "to dcp", began)
 
 
-def prepare(checkpoint: str, out: str, options: DcpOptions) -> PlannedConversion:
+def prepare(checkpoint: str | os.PathLike[str], out: str | os.PathLike[str], options: DcpOptions) -> PlannedConversion:
     """Everything but the work; arguments as for `to_dcp`. Writes nothing."""
-    out = local(out)
-    opened = open_catalog(checkpoint, options)
-    inputs = protected(opened, checkpoint, beside=options.beside)
-    check_output(out, single=False, overwrite=options.overwrite, protected=inputs)
+    source, place = locate(checkpoint), locate(out)
+    opened = open_catalog(source, options)
+    inputs = protected(opened, source, beside=options.beside)
+    check_path(place, single=False, overwrite=options.overwrite, protected=inputs)
     stripped, notes = strip_wrappers(opened.catalog)
     catalog = select(stripped, options)
     save = DcpWriter(options.max_file_bytes)
@@ -99,7 +99,7 @@ def prepare(checkpoint: str, out: str, options: DcpOptions) -> PlannedConversion
     files, pairs = save.finish()
     if (config := config_file(opened.place.home, options.dtype or usual_dtype(catalog.tensors.values()))) is not None:
         files.append(config)
-    order = order_for(options, Plan(tuple(files), pairs), out, catalog, companions(opened.place.home))
+    order = order_for(options, Plan(tuple(files), pairs), place, catalog, companions(opened.place.home))
     return PlannedConversion(opened, order, opened.catalog.source.notes + notes, options)
 
 

@@ -27,9 +27,10 @@ from zckpt.jobs.planned import Report, execute, protected
 from zckpt.layouts.plain.read import Destination, WeightsTarget, lay_out
 from zckpt.layouts.save.companions import companions
 from zckpt.naming.adapter_names import Found, adapters_in, only_adapter
-from zckpt.output.checks import check_output
+from zckpt.output.checks import check_path
 from zckpt.storage import paths
 from zckpt.storage.json_files import read_json
+from zckpt.storage.location import locate
 
 WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
 
@@ -104,17 +105,17 @@ def to_peft(
     """
     began = time.perf_counter()
     options = PeftOptions(dtype=to_dtype(dtype), adapter=adapter, tag=tag, also=also, overwrite=overwrite)
-    planned = prepare(os.fspath(checkpoint), os.fspath(out), options)
+    planned = prepare(checkpoint, out, options)
     with reported(progress, planned.plan.bytes_written, "to peft") as watch:
         return replace(carry_out(planned, watch), seconds=time.perf_counter() - began)
 
 
-def prepare(checkpoint: str, out: str, options: PeftOptions) -> PlannedAdapter:
+def prepare(checkpoint: str | os.PathLike[str], out: str | os.PathLike[str], options: PeftOptions) -> PlannedAdapter:
     """Everything but the work. Writes nothing."""
-    out = paths.local(out)
-    opened = open_catalog(checkpoint, options)
-    shielded = protected(opened, checkpoint, beside=options.beside)
-    check_output(out, single=False, overwrite=options.overwrite, protected=shielded)
+    source, place = locate(checkpoint), locate(out)
+    opened = open_catalog(source, options)
+    shielded = protected(opened, source, beside=options.beside)
+    check_path(place, single=False, overwrite=options.overwrite, protected=shielded)
     catalog, stripped = strip_wrappers(opened.catalog)
     found = adapters_in(catalog)
     names = sorted({it.adapter for it in found.values()})
@@ -135,7 +136,7 @@ def prepare(checkpoint: str, out: str, options: PeftOptions) -> PlannedAdapter:
     order = order_for(
         options,
         Plan(destination.files, [(selected[name], entry) for name, entry in destination.entries.items()]),
-        out,
+        place,
         own,
         companions(opened.place.home),
         {"form": {"adapter": adapter, "bias": bias}},

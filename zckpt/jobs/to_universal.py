@@ -17,10 +17,12 @@ from zckpt.jobs.planned import Report, carried_out
 from zckpt.jobs.reshard import PlannedReshard, opened_run, planned
 from zckpt.layouts.save.listing import UNIVERSAL_POINTER, ReadOptions
 from zckpt.layouts.universal.write import UniversalTarget, lay_out
-from zckpt.storage.paths import local
+from zckpt.storage.location import locate
 
 
-def prepare(checkpoint: str, out: str, options: WriteOptions) -> PlannedReshard[UniversalTarget]:
+def prepare(
+    checkpoint: str | os.PathLike[str], out: str | os.PathLike[str], options: WriteOptions
+) -> PlannedReshard[UniversalTarget]:
     """Everything but the work. Writes nothing.
 
     Args:
@@ -31,13 +33,16 @@ def prepare(checkpoint: str, out: str, options: WriteOptions) -> PlannedReshard[
     Raises:
         ZckptError: one of its kinds says what is wrong.
     """
-    out = local(out)
-    opened, training = opened_run(checkpoint, out, options)
+    source, place = locate(checkpoint), locate(out)
+    opened, training = opened_run(source, place, options)
     if opened.catalog.source.layout == "universal":
-        raise UsageError("a checkpoint that is universal already", file=checkpoint)
+        raise UsageError(
+            "is universal already", file=source,
+            remedy="Load it as it is, or use reshard to write a checkpoint for one world size.",
+        )  # fmt: skip
     target = UniversalTarget(f"{opened.catalog.source.tag or 'global_step0'}_universal", training.precision)
     laid = lay_out(opened.catalog, training, opened.place.listing, target)
-    return planned(opened, target, laid, out, UNIVERSAL_POINTER, options)
+    return planned(opened, target, laid, place, UNIVERSAL_POINTER, options)
 
 
 def to_universal(
@@ -80,4 +85,4 @@ def to_universal(
     options = WriteOptions(
         tag=tag, also=also, overwrite=overwrite, allow_unknown_layout=allow_unknown_layout, wishes=wishes
     )
-    return carried_out(prepare(os.fspath(checkpoint), os.fspath(out), options), progress, "to universal", began)
+    return carried_out(prepare(checkpoint, out, options), progress, "to universal", began)

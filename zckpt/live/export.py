@@ -41,13 +41,14 @@ from zckpt.live.carry import Brought, Files, Lost, Memory, bring
 from zckpt.live.parts import LocalModel, held_by, unwrap
 from zckpt.live.ranks import Ranks
 from zckpt.live.shares import Contribution, ElementPlace, Tensor, jobs, settle
-from zckpt.output.checks import check_output, check_space
+from zckpt.output.checks import check_path, check_space
 from zckpt.output.contents import replacement
-from zckpt.output.delivery import Overflow, overflow_error
 from zckpt.output.journal import Finished
 from zckpt.output.manifest import Manifest
+from zckpt.output.order import Overflow, overflow_error
 from zckpt.output.staging import Staging
 from zckpt.storage.fsync_queue import make_durable
+from zckpt.storage.location import LocalPath
 from zckpt.team.meeting import attempt, first_error
 
 _WEIGHTS = re.compile(r"(model|pytorch_model)(-\d{5}-of-\d{5})?\.(safetensors|bin)(\.index\.json)?")
@@ -225,8 +226,8 @@ def _planned(
     laid = huggingface.lay_out(entries, aliases, target)
     files = (*laid.files, *(literal_file(name, text.encode()) for name, text in small.items()))
     if os.path.lexists(out) and not os.path.isdir(out):
-        check_output(out, single=False, overwrite=False, protected=())
-    check_space(out, sum(output.size for output, _ in files))
+        check_path(LocalPath(out), single=False, overwrite=False, protected=())
+    check_space(LocalPath(out), sum(output.size for output, _ in files))
     number = {id(store): index for index, (_, store) in enumerate(files)}
     places = {
         name: ElementPlace(number[id(fragment.store)], fragment.byte_offset, entry.dtype)
@@ -249,7 +250,7 @@ def _refuse_other_weights(out: str, names: Collection[str]) -> None:
     Raises:
         OutputError: there are others.
     """
-    others = [name for name in replacement(out, names, merge=True).rivals if _WEIGHTS.fullmatch(name)]
+    others = [name for name in replacement(LocalPath(out), names, merge=True).rivals if _WEIGHTS.fullmatch(name)]
     if others:
         raise OutputError(
             "weights in the directory that zckpt did not write", file=out, found=examples(others),

@@ -42,12 +42,13 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from zckpt.base.errors import NotACheckpointError, OutputError, UnsafeError, redact
+from zckpt.base.errors import NotACheckpointError, OutputError, UnsafeError
 from zckpt.base.words import examples
 from zckpt.output.journal import Finished
 from zckpt.output.manifest import NAME as MANIFEST
-from zckpt.storage import fsspec_io, paths, uploads
+from zckpt.storage import fsspec_io, uploads
 from zckpt.storage.json_files import read_json
+from zckpt.storage.location import Location
 
 CONFIG = "config.json"
 RECORD = ".zckpt-job.json"
@@ -130,30 +131,38 @@ class Place:
         single: whether it is one file.
     """
 
-    def __init__(self, out: str, *, single: bool) -> None:
-        self.out = out.rstrip("/")
+    def __init__(self, out: Location, *, single: bool) -> None:
+        self.out = out.absolute()
         self.single = single
-        self.own = self.out.rpartition("/")[2] if single else ""
-        self._prefix = self.out[: len(self.out) - len(self.own)] if single else f"{self.out}/"
+        self.own = self.out.name if single else ""
+        self._home = self.out.parent if single else self.out
         self.manifest = f"{self.own}.{MANIFEST}" if single else MANIFEST
         self.record = self.own + RECORD
 
-    def at(self, name: str) -> str:
-        """The address of one of the output's files."""
-        return self._prefix + name
+    def at(self, name: str) -> Location:
+        """Where one of the output's files is."""
+        return self._home / name
 
     def names(self) -> set[str]:
         """What is there: of a directory everything, of one file what belongs to it."""
         if self.single:
-            return {n for n in (self.own, self.manifest, self.record) if fsspec_io.kind(self.at(n)) is not None}
+            return {n for n in (self.own, self.manifest, self.record) if fsspec_io.kind(self.at(n).path) is not None}
         try:
-            return set(paths.names(self.out)) if paths.is_dir(self.out) else set()
+            return set(self.out.names()) if self.out.is_dir() else set()
         except NotACheckpointError:
             return set()
 
     def read(self, name: str) -> bytes:
         """A small file's bytes."""
-        return paths.read(self.at(name))
+        return self.at(name).read()
+
+    def put(self, name: str, data: bytes) -> None:
+        """Sends a small file."""
+        uploads.put(self.at(name).path, data)
+
+    def mark(self, name: str) -> str:
+        """As `fsspec_io.mark`."""
+        return fsspec_io.mark(self.at(name).path)
 
     def read_record(self) -> Record | None:
         """The record that is there, if there is one.
@@ -169,30 +178,29 @@ class Place:
             return _parsed(found)
         except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
             raise OutputError(
-                "a record of a run that zckpt did not write", file=redact(self.at(self.record)), found=f"{error!r:.100}",
+                "a record of a run that zckpt did not write", file=self.at(self.record), found=f"{error!r:.100}",
                 remedy="Nothing was changed. Remove it if nobody else uses it, or choose another OUT.",
             ) from error  # fmt: skip
 
     def write_record(self, record: Record) -> None:
         """Leaves a record."""
-        uploads.put(self.at(self.record), json.dumps(record.as_json()).encode())
+        self.put(self.record, json.dumps(record.as_json()).encode())
 
     def remove(self, names: Collection[str]) -> None:
         """Removes files."""
         for name in sorted(names):
-            uploads.remove(self.at(name))
+            uploads.remove(self.at(name).path)
 
     def sent(self, file: Finished) -> Sent:
         """A file that has just been sent."""
-        return Sent(file, fsspec_io.mark(self.at(file.path)))
+        return Sent(file, self.mark(file.path))
 
     def has(self, sent: Sent) -> bool:
         """Whether a file is still what was sent: by its mark, or where that says nothing, by every byte."""
-        address = self.at(sent.file.path)
         try:
-            if sent.mark and fsspec_io.mark(address) == sent.mark:
+            if sent.mark and self.mark(sent.file.path) == sent.mark:
                 return True
-            size = paths.size(address)
+            size = self.at(sent.file.path).size()
             return size == sent.file.nbytes and self.checksum(sent.file.path, size) == sent.file.crc32
         except NotACheckpointError:
             return False
@@ -201,7 +209,7 @@ class Place:
         """The CRC-32 of a file that is there, read in pieces."""
         crc, block = 0, uploads.PART_BYTES
         for offset in range(0, nbytes, block):
-            crc = zlib.crc32(paths.read(self.at(name), min(block, nbytes - offset), offset), crc)
+            crc = zlib.crc32(self.at(name).read(min(block, nbytes - offset), offset), crc)
         return crc
 
     def made_by(self, job: str) -> Record | None:
@@ -242,7 +250,7 @@ def give_up(place: Place, record: Record, but: Collection[str] = ()) -> None:
         record = replace(record, state="staging", contents={}, heads=(), old=())
         place.write_record(record)  # from here on nobody finishes it
     for name, data in sorted(record.deleted.items(), key=lambda item: (_rank(place, item[0]), item[0])):
-        uploads.put(place.at(name), data)
+        place.put(name, data)
     place.remove(set(record.names) - set(but))
     if but:
         return
@@ -269,7 +277,7 @@ def settle(place: Place, record: Record, complete: Callable[[], None] | None = N
     lost = [sent.file.path for sent in record.sent if _is_missing(place, sent)] if complete is None else []
     if lost:
         raise OutputError(
-            "a new output that cannot be completed", file=redact(place.out), found=f"{examples(lost)} is gone",
+            "a new output that cannot be completed", file=place.out, found=f"{examples(lost)} is gone",
             expected=f"{place.record!r} says that a run had sent it, and was about to put it in place",
             remedy=f"Put the file back and run the command again; or remove {place.record!r} and choose another OUT.",
         )  # fmt: skip
@@ -278,11 +286,11 @@ def settle(place: Place, record: Record, complete: Callable[[], None] | None = N
         complete()
     indexes = [name for name in record.contents if name.endswith(".index.json")]
     for name in indexes:
-        uploads.put(place.at(name), record.contents[name])
+        place.put(name, record.contents[name])
     place.remove(record.heads)
     others = {name for name in record.contents if name not in indexes}
     for name in sorted(others, key=lambda name: (_rank(place, name), name)):
-        uploads.put(place.at(name), record.contents[name])
+        place.put(name, record.contents[name])
     place.remove(record.old)
     made = [sent.file for sent in record.sent]
     made += [Finished(name, len(data), zlib.crc32(data)) for name, data in record.contents.items()]
@@ -294,7 +302,7 @@ def settle(place: Place, record: Record, complete: Callable[[], None] | None = N
 def _is_missing(place: Place, sent: Sent) -> bool:
     """Whether a file that was sent is not there any more, in its size."""
     try:
-        return paths.size(place.at(sent.file.path)) != sent.file.nbytes
+        return place.at(sent.file.path).size() != sent.file.nbytes
     except NotACheckpointError:
         return True
 
@@ -303,7 +311,7 @@ def _has_appeared(place: Place, record: Record) -> bool:
     """Whether the one file of the output is the new one."""
     (wanted,) = (sent.file for sent in record.sent if sent.file.path == record.head)
     try:
-        now = fsspec_io.mark(place.at(record.head))
+        now = place.mark(record.head)
     except NotACheckpointError:
         return False
     return not (now and now == record.before) and place.has(Sent(wanted, ""))

@@ -5,101 +5,125 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable
 
-from zckpt.base.errors import OutputError, UnsupportedError, redact
+from zckpt.base.errors import OutputError, UnsupportedError
+from zckpt.base.words import size
 from zckpt.output import manifest
 from zckpt.output.contents import replacement
 from zckpt.output.work_directory import is_unfinished, left_bytes
-from zckpt.storage import paths
+from zckpt.storage.location import LocalPath, Location
 from zckpt.storage.output_places import directory_for, entries, free_bytes, is_mount, resolved
 
 
-def check_output(out: str, *, single: bool, overwrite: bool, protected: Iterable[str], merge: bool = False) -> None:
-    """Refuses an output that must not be written.
+def check_path(
+    out: Location, *, single: bool, overwrite: bool, protected: Iterable[Location], merge: bool = False
+) -> None:
+    """Refuses an output on this machine that must not be written.
 
     Args:
-        out: the output's path.
+        out: the output.
         single: whether it is one file rather than a directory.
         overwrite: whether an existing output may be replaced. One that an interrupted run left unfinished is no reason to
-            refuse, nor is one that this very command may have made: who goes on with it looks again.
-        protected: files and directories of the input: the output may not be, lie in, or hold one of them.
+            refuse, nor is one that this very command may have made: the run that resumes it checks again.
+        protected: files and directories of the input: the output may not be, be in, or hold one of them.
         merge: whether files are put into a directory that exists.
 
     Raises:
-        OutputError: one of these.
+        OutputError: one of these. UnsupportedError: it is an address.
     """
-    if paths.is_remote(out):
-        raise UnsupportedError("an output behind an address", file=out, remedy="Choose an OUT on this machine.")
+    if out.is_remote:
+        raise UnsupportedError(
+            "an address cannot be OUT of this command", file=out,
+            remedy="Write to a directory on this machine, and copy that to the address.",
+        )  # fmt: skip
     keep_apart(out, protected)
-    out = resolved(out)
-    if not os.path.lexists(out):
+    path = resolved(out.path)
+    if not os.path.lexists(path):
         return
-    if os.path.isdir(out) == single:
-        kind, wanted = ("a directory", "a file") if single else ("a file", "a directory")
+    check_kind(out, "directory" if os.path.isdir(path) else "file", single=single)
+    if single and is_mount(path):
         raise OutputError(
-            f"an output that is already {kind}",
-            file=out,
-            expected=f"this OUT would be {wanted}",
-            remedy="Nothing was changed. A name ending in .safetensors, .bin or .pt is written as one file, "
-            "anything else as a directory.",
-        )
-    if single and is_mount(out):
-        raise OutputError(
-            "a file as output that something is mounted on", file=out, found="a mount point keeps its file",
-            remedy="Nothing was changed. Mount the directory that the file is to lie in, or choose another OUT.",
+            "cannot be replaced", file=path, found="a file that is a mount point",
+            remedy="Mount the directory that holds the file instead, or choose another OUT. Nothing was changed.",
         )  # fmt: skip
     if not single and overwrite and not merge:
         for place in (os.getcwd(), os.path.expanduser("~")):
-            if paths.is_within(place, out):
+            if LocalPath(place).is_within(LocalPath(path)):
                 raise OutputError(
-                    "an output that would replace a directory in use", file=out, found=f"{place!r} lies in it"
-                )
-    if is_unfinished(out):
+                    "a directory in use cannot be replaced", file=path, found=f"{place!r} is in it",
+                    remedy="Choose another OUT, or start the command in another directory. Nothing was changed.",
+                )  # fmt: skip
+    if is_unfinished(path):
         return
-    if not overwrite and not manifest.job_of(manifest.path_for(out, single=single)):
-        refuse_existing(out)
+    if not (overwrite or merge) and not manifest.job_of(manifest.path_for(path, single=single)):
+        refuse_existing(path)
     if not single and overwrite and not merge:
-        replacement(out, (), merge=False)
+        replacement(LocalPath(path), (), merge=False)
 
 
-def keep_apart(out: str, protected: Iterable[str]) -> None:
-    """Refuses an output that would touch the input: one that is, lies in, or holds one of its files or directories.
+def check_kind(out: Location, found: str | None, *, single: bool) -> None:
+    """Refuses an output that would replace a file by a directory, or a directory by a file.
+
+    Args:
+        out: the output.
+        found: "file", "directory", or None for nothing.
+        single: whether the new output is a file.
+
+    Raises:
+        OutputError: it would.
+    """
+    wanted = "file" if single else "directory"
+    if found not in (None, wanted):
+        raise OutputError(
+            "already exists", file=out, found=f"a {found}", expected=f"a {wanted}, by the name of OUT",
+            remedy="Choose another OUT. A name that ends in .safetensors, .bin or .pt is written as one file, any other name "
+            "as a directory. Nothing was changed.",
+        )  # fmt: skip
+
+
+def keep_apart(out: Location, protected: Iterable[Location]) -> None:
+    """Refuses an output that would touch the input: one that is, is in, or holds one of its files or directories.
 
     Raises:
         OutputError: it is such an output.
     """
-    for home in sorted(set(protected)):
-        inside = paths.is_within(out, home)
-        if inside or paths.is_within(home, out):
+    for home in sorted(set(protected), key=str):
+        inside = out.is_within(home)
+        if inside or home.is_within(out):
             raise OutputError(
-                "an output inside the input" if inside else "an output that would replace the input",
-                file=redact(out), found=f"the input lies in {redact(home)!r}",
-                remedy="Nothing was changed. Choose an OUT elsewhere.",
+                "the output would be inside the input" if inside else "the output would replace the input",
+                file=out, found=f"the input in {home!r}", remedy="Choose an OUT elsewhere. Nothing was changed.",
             )  # fmt: skip
 
 
-def refuse_existing(out: str) -> None:
-    """Refuses an output that is there already; an empty directory is not, nor is an empty mount point.
+def refuse_existing(path: str) -> None:
+    """Refuses a local output that exists; an empty directory does not count, nor does an empty mount point.
 
     Raises:
-        OutputError: it is.
+        OutputError: it exists.
     """
-    if not os.path.lexists(out) or (os.path.isdir(out) and not entries(out)):
-        return
-    raise OutputError(
-        "an output that exists",
-        file=out,
-        found="is there already and is not empty" if os.path.isdir(out) else "is there already",
-        remedy="Nothing was changed. Choose another OUT, or pass --overwrite to replace it when the new one is complete.",
-    )
+    if os.path.isdir(path):
+        if entries(path):
+            raise exists(LocalPath(path), is_directory=True)
+    elif os.path.lexists(path):
+        raise exists(LocalPath(path), is_directory=False)
 
 
-def check_space(out: str, needed_bytes: int) -> None:
-    """Finds out before the first byte whether the disk has room. What an earlier run left will be used or removed.
+def exists(out: Location, *, is_directory: bool) -> OutputError:
+    """The error for an output that exists and must not be replaced."""
+    return OutputError(
+        "already exists", file=out, found="a directory that is not empty" if is_directory else "a file",
+        remedy="Choose another OUT, or pass --overwrite to replace it once the new output is complete. Nothing was changed.",
+    )  # fmt: skip
+
+
+def check_space(out: Location, needed_bytes: int) -> None:
+    """Makes sure before the first byte is written that the disk has room. What an earlier run left is used or removed.
 
     Raises:
-        OutputError: it has not.
+        OutputError: it has too little.
     """
-    check_free(os.path.dirname(directory_for(out)), needed_bytes - left_bytes(out), out)
+    if not out.is_remote:
+        check_free(os.path.dirname(directory_for(out.path)), needed_bytes - left_bytes(out.path), out.path)
 
 
 def check_free(place: str, needed_bytes: int, out: str) -> None:
@@ -111,9 +135,6 @@ def check_free(place: str, needed_bytes: int, out: str) -> None:
     free = free_bytes(place)
     if free < needed_bytes:
         raise OutputError(
-            "too little free disk",
-            file=out,
-            found=f"{free:,} bytes free",
-            expected=f"{needed_bytes:,} bytes are needed",
-            remedy="Nothing was written. Free some room, choose an OUT on another disk, or a smaller dtype (to-bf16).",
-        )
+            "too little free disk space", file=out, found=f"{size(free)} free", expected=f"{size(needed_bytes)}",
+            remedy="Free some space, choose an OUT on another disk, or a smaller dtype (to-bf16). Nothing was written.",
+        )  # fmt: skip

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from zckpt.base.errors import OutputError, ZckptError
 from zckpt.base.words import examples
 from zckpt.output import manifest
+from zckpt.storage.location import Location
 from zckpt.storage.output_places import entries
 
 WEIGHTS = re.compile(
@@ -40,8 +41,8 @@ class Replacement:
     rivals: tuple[str, ...]
 
 
-def replacement(out: str, names: Collection[str], *, merge: bool) -> Replacement:
-    """What a new output replaces in a directory that exists.
+def replacement(out: Location, names: Collection[str], *, merge: bool) -> Replacement:
+    """What a new output replaces in a directory of this machine that exists.
 
     Args:
         out: the directory.
@@ -51,50 +52,82 @@ def replacement(out: str, names: Collection[str], *, merge: bool) -> Replacement
     Raises:
         OutputError: files are in the way that zckpt did not write.
     """
-    facts = manifest.path_for(out, single=False)
-    listed = _listed(out, facts, merge=merge)
+    listed = listed_in(out, entries(out.path), merge=merge)
     new = {*names, manifest.NAME}
-    files, untouched = _survey(out, {*listed, *new})
+    files, untouched = _survey(out.path, {*listed, *new})
+    return decided(out, files, untouched, listed, new, merge=merge)
+
+
+def listed_in(out: Location, there: Collection[str], *, merge: bool) -> set[str]:
+    """The files that are zckpt's to delete: its manifest, and those that the manifest lists.
+
+    Args:
+        out: the directory.
+        there: names of what is in it.
+        merge: whether an output without a manifest that can be read is allowed.
+
+    Raises:
+        OutputError: it is not allowed, and there is none.
+    """
+    if manifest.NAME in there:
+        try:
+            return {manifest.NAME, *(file.path for file in manifest.read(out / manifest.NAME).files)}
+        except ZckptError as error:
+            if not merge:
+                raise OutputError(
+                    f"{manifest.NAME} cannot be read, so zckpt does not know which files it may delete", file=out,
+                    found=str(error), remedy="Move the directory away, or choose another OUT. Nothing was changed.",
+                ) from error  # fmt: skip
+    elif there and not merge:
+        raise OutputError(
+            "zckpt did not write this directory", file=out, found=f"no {manifest.NAME}, but {examples(sorted(there))}",
+            expected=f"a {manifest.NAME}, which lists the files that --overwrite may replace",
+            remedy="Move these files away, or choose another OUT. Nothing was changed.",
+        )  # fmt: skip
+    return {manifest.NAME} if merge else set()
+
+
+def decided(
+    out: Location,
+    files: Collection[str],
+    untouched: Collection[str],
+    listed: Collection[str],
+    new: Collection[str],
+    *,
+    merge: bool,
+) -> Replacement:
+    """What becomes of the files of a directory, wherever it is.
+
+    Args:
+        out: the directory, for messages.
+        files: that are in it, relative to it.
+        untouched: directories in it that hold nothing that is listed or new.
+        listed: files that are zckpt's to delete.
+        new: files of the new output, its manifest among them.
+        merge: whether files of these names are replaced, whoever wrote them.
+
+    Raises:
+        OutputError: files are in the way that zckpt did not write.
+    """
     if merge:
         gone = {name for name in files if name in new or (name in listed and WEIGHTS.fullmatch(name))}
     else:
         gone = set(listed) & set(files)
     stays = [name for name in files if name not in gone]
     rivals = [name for name in stays if WEIGHTS.fullmatch(name) and name not in new]
-    blocked = _in_the_way(stays, untouched, new)
-    if blocked:
+    if blocked := _in_the_way(stays, untouched, new):
         raise OutputError(
-            "files in the output's place that zckpt did not write", file=out, found=examples(blocked),
-            expected="a new file would have this name",
-            remedy="Nothing was changed. Move them away, or choose another OUT.",
+            "files that zckpt did not write are in the way", file=out, found=examples(blocked),
+            expected="no file or directory with the name of a new one",
+            remedy="Move them away, or choose another OUT. Nothing was changed.",
         )  # fmt: skip
     if rivals and not merge:
         raise OutputError(
-            "other weights in the output's directory", file=out, found=examples(rivals),
-            expected="a loader might take them instead of the new ones, and zckpt did not write them",
-            remedy="Nothing was changed. Move them away, or choose another OUT.",
+            "holds weights that zckpt did not write", file=out, found=examples(rivals),
+            expected="no weights that a loader might take instead of the new ones",
+            remedy="Move them away, or choose another OUT. Nothing was changed.",
         )  # fmt: skip
     return Replacement(tuple(sorted(gone)), tuple(stays), tuple(untouched), tuple(rivals))
-
-
-def _listed(out: str, facts: str, *, merge: bool) -> set[str]:
-    """The files that are zckpt's to delete."""
-    if os.path.isfile(facts):
-        try:
-            return {manifest.NAME, *(file.path for file in manifest.read(facts).files)}
-        except ZckptError as error:
-            if not merge:
-                raise OutputError(
-                    "an output whose zckpt.json cannot be read: nobody knows which files are zckpt's", file=out,
-                    found=str(error), remedy="Nothing was changed. Move the directory away, or choose another OUT.",
-                ) from error  # fmt: skip
-    elif not merge and (names := entries(out)):
-        raise OutputError(
-            "a directory that zckpt did not write", file=out, found=f"no zckpt.json, but {examples(names)}",
-            expected="--overwrite replaces only files that a zckpt.json lists",
-            remedy="Nothing was changed. Move the directory away, or choose another OUT.",
-        )  # fmt: skip
-    return {manifest.NAME} if merge else set()
 
 
 def _survey(out: str, names: Collection[str]) -> tuple[list[str], list[str]]:

@@ -16,91 +16,50 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from hashlib import sha256
 
-from zckpt.base.errors import InconsistentError, OutputError, UnsupportedError, ZckptError, add_note, redact
+from zckpt.base.errors import InconsistentError, UnsupportedError, ZckptError, add_note
 from zckpt.base.pace import Pace
-from zckpt.base.words import examples
 from zckpt.core.plan import OutputFile, Plan
 from zckpt.engine.batches import progress_after
 from zckpt.engine.move import Mode, run
-from zckpt.output import manifest
 from zckpt.output.address import CONFIG, MOST_SMALL_BYTES, Place, Record, Sent, give_up, recover, settle
-from zckpt.output.contents import WEIGHTS
-from zckpt.output.delivery import Delivered, Order, as_finished, fingerprint, manifest_of, overflows_of
+from zckpt.output.checks import check_kind, exists
+from zckpt.output.contents import WEIGHTS, decided, listed_in
 from zckpt.output.journal import Finished
+from zckpt.output.order import Delivered, Order, as_finished, fingerprint, manifest_of, overflows_of
 from zckpt.storage import fsspec_io
-from zckpt.storage import paths as files
+from zckpt.storage.location import Location
 from zckpt.storage.uploads import Upload
 
 _INDEX = ".index.json"
 _SHARD = re.compile(r"(.+?)((?:-[0-9a-f]{8})?)(-\d{5}-of-\d{5}\.\w+)")
 
 
-def check_output(out: str, *, single: bool, overwrite: bool, merge: bool = False) -> None:
-    """Refuses an output that must not be written.
-
-    Args:
-        out: its address.
-        single: whether it is one file.
-        overwrite: whether an existing one may be replaced.
-        merge: whether files are put into a directory that exists.
-
-    Raises:
-        OutputError: it must not.
-    """
-    fsspec_io.refresh(out)
-    place = Place(out, single=single)
-    kind = fsspec_io.kind(place.out)
-    if kind == ("directory" if single else "file"):
-        raise OutputError(
-            f"an output that is already a {kind}", file=redact(out), expected="this OUT would be none",
-            remedy="Nothing was changed. A name ending in .safetensors, .bin or .pt is written as one file, "
-            "anything else as a directory.",
-        )  # fmt: skip
+def check_address(out: Location, *, single: bool, overwrite: bool, merge: bool = False) -> None:
+    """Refuses an output at an address that must not be written; arguments and errors as for `checks.check_path`."""
+    place = Place(out.refreshed(), single=single)
+    check_kind(out, fsspec_io.kind(place.out.path), single=single)
     there = place.names()
-    if place.record not in there:  # where a run left a record, whoever writes looks again
+    if place.record not in there:  # where a run left a record, the run that writes checks again
         _replaced(place, there, (), overwrite=overwrite, merge=merge)
 
 
 def _replaced(
     place: Place, there: Collection[str], new: Collection[str], *, overwrite: bool, merge: bool
 ) -> frozenset[str]:
-    """The files that the new output replaces, or that go with the old one: those that the old one's `zckpt.json` lists.
+    """The files that the new output replaces, or that belong to the old one: those that the old one's `zckpt.json` lists.
 
     Raises:
         OutputError: the output exists and is not to be replaced, or files are in the way that zckpt did not write.
     """
     there = {name for name in there if name != place.record}
     if there and not (overwrite or merge):
-        raise OutputError(
-            "an output that exists", file=redact(place.out),
-            found="is there already" + ("" if place.single else " and is not empty"),
-            remedy="Nothing was changed. Choose another OUT, or pass --overwrite to replace it when the new one is complete.",
-        )  # fmt: skip
+        raise exists(place.out, is_directory=not place.single)
     if place.single or not there:
         return frozenset(there)
-    if place.manifest in there:
-        listed = {place.manifest, *(file.path for file in manifest.read(place.at(place.manifest)).files)}
-    elif merge:
-        listed = set[str]()
-    else:
-        raise OutputError(
-            "a directory that zckpt did not write", file=redact(place.out), found=f"no zckpt.json, but {examples(sorted(there))}",
-            expected="--overwrite replaces only files that a zckpt.json lists",
-            remedy="Nothing was changed. Move these files away, or choose another OUT.",
-        )  # fmt: skip
-    if merge:
-        return frozenset(
-            {*(name for name in listed if WEIGHTS.fullmatch(name)), *new, place.manifest} & {*listed, *there}
-        )
-    strangers = there - listed - {name.partition("/")[0] for name in listed if "/" in name}
-    blocked = sorted(name for name in strangers if name in new or WEIGHTS.fullmatch(name))
-    if blocked:
-        raise OutputError(
-            "files in the output's place that zckpt did not write", file=redact(place.out), found=examples(blocked),
-            expected="a new file would have this name, or a loader might take the old one instead",
-            remedy="Nothing was changed. Move them away, or choose another OUT.",
-        )  # fmt: skip
-    return frozenset(listed)
+    listed = listed_in(place.out, there, merge=merge)
+    inner = {name for name in listed if "/" in name}
+    files = there - {name.partition("/")[0] for name in inner} | inner
+    return frozenset(decided(place.out, files, (), listed, {*new, place.manifest}, merge=merge).deleted)
 
 
 def send(order: Order, progress: Callable[[int], None] | None = None) -> Delivered:
@@ -113,8 +72,7 @@ def send(order: Order, progress: Callable[[int], None] | None = None) -> Deliver
     Raises:
         OutputError: the output exists, or files are in the way. RemoteError: the store failed.
     """
-    fsspec_io.refresh(order.out)
-    place = Place(order.out, single=order.single)
+    place = Place(order.out.refreshed(), single=order.single)
     job = fingerprint(order.plan, order.copies, order.overflow, order.single, sorted(map(repr, order.options.items())))
     kept = recover(place, job)
     done = place.made_by(job)
@@ -152,7 +110,7 @@ class _Sending:
         self._left = {sent.file.path: sent for sent in kept}
         self._parts = {part.files[0][0].path: part for part in order.plan.by_file()}
         self._small = {name: text for name, part in self._parts.items() if (text := _literal(name, part)) is not None}
-        self._copies = {name: files.read(path) for path, name in order.copies}
+        self._copies = {name: file.read() for file, name in order.copies}
         large = [name for name in self._parts if name not in self._small]
         there = place.names() - self._left.keys()
         new = {*self._parts, *self._copies, place.manifest}
@@ -188,7 +146,7 @@ class _Sending:
         plan = _with_checksums(self._parts[name], self._order.pace)
         names = [entry.name for _, entry in plan.pairs]
         with contextlib.ExitStack() as stack:
-            upload = Upload(self._place.at(actual), plan.bytes_written)
+            upload = Upload(self._place.at(actual).path, plan.bytes_written)
             if name == self._head:
                 self._upload = upload
             else:
@@ -211,7 +169,7 @@ class _Sending:
 
     def seal(self) -> None:
         """Records that all is there, what is still to be written, and what goes then."""
-        place, old = self._place, self._old & (self._there | {name for name in self._old if "/" in name})
+        place, old = self._place, self._old
         wanted = {
             **self._copies,
             **{n: _renamed(t, self._names) if n.endswith(_INDEX) else t for n, t in self._small.items()},
@@ -238,7 +196,7 @@ class _Sending:
             state="sealed",
             sent=(*self._left.values(), *self._sent.values(), *map(place.sent, same)),
             head=self._head,
-            before=fsspec_io.mark(place.at(self._head)) if self._head in self._there else "",
+            before=place.mark(self._head) if self._head in self._there else "",
             contents={**contents, place.manifest: facts},
             deleted={name: place.read(name) for name in gate & self._there if name in old or name in wanted},
             heads=tuple(sorted(going - shards - gate)),
@@ -247,7 +205,7 @@ class _Sending:
         nbytes = sum(map(len, (*sealed.contents.values(), *sealed.deleted.values())))
         if nbytes > MOST_SMALL_BYTES:
             raise UnsupportedError(
-                "small files beside the weights that are too large for an address", file=redact(place.out),
+                "small files beside the weights that are too large for an address", file=place.out,
                 found=f"{nbytes:,} bytes in all", expected=f"at most {MOST_SMALL_BYTES:,}",
                 remedy="Convert to a directory on this machine, and copy that.",
             )  # fmt: skip
@@ -297,7 +255,7 @@ class _Sending:
 
 def _taken(place: Place) -> InconsistentError:
     return InconsistentError(
-        "two runs that write to one address", file=redact(place.out), found="another run has begun there meanwhile",
+        "two runs that write to one address", file=place.out, found="another run has begun there meanwhile",
         remedy="This one has stopped. Run one at a time.",
     )  # fmt: skip
 

@@ -19,9 +19,9 @@ from dataclasses import dataclass
 
 from zckpt.base.errors import CorruptError, IncompleteError, UnsafeError
 from zckpt.output.journal import Finished
-from zckpt.storage import paths as files
 from zckpt.storage.fsync_queue import make_durable
 from zckpt.storage.json_files import read_json
+from zckpt.storage.location import Location
 
 NAME = "zckpt.json"
 
@@ -91,13 +91,13 @@ def job_of(path: str) -> str:
     return ""
 
 
-def find(path: str) -> str | None:
-    """The manifest that goes with a directory or file, if there is one."""
-    place = path_for(path, single=not files.is_dir(path))
-    return place if files.is_file(place) else None
+def find(place: Location) -> Location | None:
+    """The manifest that belongs to a directory or file, if there is one."""
+    found = place / NAME if place.is_dir() else place.parent / f"{place.name}.{NAME}"
+    return found if found.is_file() else None
 
 
-def read(path: str) -> Manifest:
+def read(path: str | os.PathLike[str]) -> Manifest:
     """A manifest, checked.
 
     Raises:
@@ -114,7 +114,7 @@ def read(path: str) -> Manifest:
             "numel": int(numel),
             "files": list(entries),
         }:
-            listed = tuple(_file(entry, path) for entry in entries)
+            listed = tuple(_file(entry, os.fspath(path)) for entry in entries)
         case _:
             raise CorruptError("a manifest that zckpt did not write", file=path, found="other entries than it has")
     if not listed:

@@ -26,8 +26,8 @@ from zckpt.output.durable import make_directories, sync, sync_tree
 from zckpt.output.journal import Finished, Journal, write_seal
 from zckpt.output.manifest import Manifest
 from zckpt.output.work_directory import WorkDirectory, left_by_others
-from zckpt.storage import paths as files
 from zckpt.storage.fsync_queue import make_durable
+from zckpt.storage.location import LocalPath, Location
 from zckpt.storage.output_places import entries, keeps_its_name, resolved
 
 _HOPELESS = (CastError, InconsistentError, UsageError, UnsupportedError)
@@ -146,7 +146,7 @@ class Staging:
             refuse_existing(self.out)
         if self._single or not os.path.isdir(self.out) or not entries(self.out):
             return None
-        return replacement(self.out, names, merge=self._merge)
+        return replacement(LocalPath(self.out), names, merge=self._merge)
 
     def make_again(self, damaged: Collection[str]) -> None:
         """The output that this job has made is not what it was: it is made again, if it may be replaced.
@@ -202,19 +202,19 @@ class Staging:
                 files = "1 finished file is" if done == 1 else f"{done:,} finished files are"
                 add_note(error, f"{files} kept in {self._work.path!r}: the same command goes on from there.")
 
-    def copy(self, path: str, name: str) -> Finished:
+    def copy(self, file: Location, name: str) -> Finished:
         """Copies a small file that belongs to the output, and syncs it."""
         crc, nbytes = 0, 0
         target = os.path.join(self.directory, name)
         try:
             with open(target, "wb") as copy:
-                for block in files.blocks(path):
+                for block in file.blocks():
                     crc, nbytes = zlib.crc32(block, crc), nbytes + len(block)
                     copy.write(block)
                 copy.flush()
                 make_durable(copy.fileno())
         except OSError as error:
-            raise OutputError("a file that cannot be copied", file=path, found=error.strerror or str(error)) from error
+            raise OutputError("a file that cannot be copied", file=file, found=error.strerror or str(error)) from error
         return Finished(name, nbytes, crc)
 
     def commit(self, facts: Manifest) -> None:
@@ -271,7 +271,7 @@ class Staging:
             return False
         if changes is None:
             return True
-        if changes.untouched or files.is_within(os.getcwd(), self.out):
+        if changes.untouched or LocalPath(os.getcwd()).is_within(LocalPath(self.out)):
             return False
         return _like(self.out, self.directory) and _linked(changes.stays, self.out, self.directory)
 

@@ -91,6 +91,10 @@ class Location(os.PathLike[str]):
         """As `os.path.abspath`; an address is absolute already, and loses slashes at its end."""
 
     @abstractmethod
+    def resolved(self) -> Location:
+        """As `absolute`; where it is a symbolic link, what it points to."""
+
+    @abstractmethod
     def refreshed(self) -> Location:
         """The same location, once everything that was remembered about an address is forgotten."""
 
@@ -187,6 +191,10 @@ class LocalPath(Location):
     def absolute(self) -> Location:  # noqa: D102
         return LocalPath(os.path.abspath(self.path))
 
+    def resolved(self) -> Location:  # noqa: D102
+        path = os.path.abspath(self.path)
+        return LocalPath(os.path.realpath(path) if os.path.islink(path) else path)
+
     def refreshed(self) -> Location:  # noqa: D102
         return self
 
@@ -265,6 +273,8 @@ class Address(Location):
     def absolute(self) -> Location:  # noqa: D102
         return Address(self.path.rstrip("/"))
 
+    resolved = absolute
+
     def refreshed(self) -> Location:  # noqa: D102
         fsspec_io.refresh(self.path)
         return self.absolute()
@@ -334,6 +344,11 @@ def locate(path: str | os.PathLike[str]) -> Location:
     if found := _LOCAL.match(text):
         return LocalPath(text[found.end() :])
     return Address(text) if "://" in text and _ADDRESS.match(text) else LocalPath(text)
+
+
+def location_of(store: FileStore) -> Location:
+    """Where a file of elements is."""
+    return Address(store.path) if store.is_remote else LocalPath(store.path)
 
 
 @dataclass(frozen=True, slots=True)

@@ -35,6 +35,7 @@ from zckpt.layouts.save.listing import Listing
 from zckpt.layouts.save.module_states import flatten, views_of, whole
 from zckpt.output import manifest as manifests
 from zckpt.storage import paths as files
+from zckpt.storage.location import locate
 
 Format = Literal["safetensors", "bin"]
 
@@ -202,7 +203,7 @@ def _refuse_placeholders(tensors: Mapping[str, TensorEntry], listing: Listing) -
 
 def _is_of_recorded_shapes(path: str) -> bool:
     """Whether zckpt made these weights from a checkpoint that records shapes, as their `zckpt.json` says."""
-    place = manifests.find(path) or manifests.find(os.path.dirname(path))
+    place = manifests.find(locate(path)) or manifests.find(locate(path).parent)
     if place is None:
         return False
     try:

@@ -16,6 +16,7 @@ from zckpt.core.fragments import FileStore
 from zckpt.core.plan import OutputFile, literal_file
 from zckpt.storage import paths
 from zckpt.storage.json_files import read_json
+from zckpt.storage.location import Location, locate
 
 _MOST_BYTES = 16 << 20
 """Of a config."""
@@ -87,6 +88,7 @@ def with_dtype(config: object, dtype: DType, *, top: bool = True) -> object:
     return {**config, **nested, **named}
 
 
-def companions(home: str) -> list[tuple[str, str]]:
-    """(path, name) of files beside the checkpoint that belong to the model: tokenizer, processor, code."""
-    return [(os.path.join(home, name), name) for name in sorted(paths.file_names(home)) if _BESIDE.fullmatch(name)]
+def companions(home: str) -> list[tuple[Location, str]]:
+    """(where it is, name) of files beside the checkpoint that belong to the model: tokenizer, processor, code."""
+    directory = locate(home)
+    return [(directory / name, name) for name in sorted(directory.file_names()) if _BESIDE.fullmatch(name)]
