@@ -17,8 +17,7 @@ import zckpt
 from zckpt.base import errors
 
 ROOT = Path(zckpt.__file__).parent
-FAMILIES = ("dcp", "joining", "moe", "parallel", "plain", "universal", "zero")
-DONE = ("checks", "containers", "core", "hub", "naming", "team", *(f"layouts/{family}" for family in FAMILIES))
+DONE = ("checks", "containers", "core", "hub", "layouts", "naming", "team")
 """Packages whose messages have this form."""
 
 BASES = {

@@ -1,4 +1,4 @@
-"""The items of a torch.distributed.checkpoint save: their torch files opened, their chunks made into tensors.
+"""Opens the items of a torch.distributed.checkpoint save, and makes tensors of their chunks.
 
 For `dcp`. Each item is a torch file within a data file; only its headers are read. A chunk is a box of its tensor: its
 fragments are those of the torch file's tensor, embedded once per dimension that is cut.
@@ -34,7 +34,7 @@ def _places(item: TensorItem | BytesItem) -> list[ItemPlace]:
 
 
 def stored_in(metadata: Metadata) -> dict[str, dict[ItemPlace, str]]:
-    """Data file -> each torch file in it, in their order, and the first item that lies there."""
+    """Data file -> each torch file in it, in their order, and the first item in that."""
     found: dict[ItemPlace, str] = {}
     for item in metadata.items.values():
         for place in _places(item):
@@ -53,7 +53,7 @@ _MOST_COMPARED = 1000
 
 
 class Items:
-    """The items of one save; opened when they are asked for, each once.
+    """The items of one save; each is opened once, when it is used.
 
     Args:
         listing: the files.
@@ -71,7 +71,7 @@ class Items:
 
         Raises:
             IncompleteError: data files are missing.
-            CorruptError: one ends too early, or holds something else there.
+            CorruptError: one ends too early, or holds another object there.
         """
         wanted = sorted(set(places) - self._roots.keys())
         self._check_there({place.file for place in wanted})
@@ -83,11 +83,11 @@ class Items:
         return self._roots
 
     def open_all(self, items: Iterable[TensorItem | BytesItem]) -> None:
-        """Opens all that these items need, file by file; later calls find them open."""
+        """Opens all torch files of these items, data file by data file; later calls do not open them again."""
         self.open(place for item in items for place in _places(item))
 
     def value(self, item: TensorItem | BytesItem) -> object:
-        """The inert value of a pickled object, or the place of a tensor that was not cut.
+        """The inert value of a pickled object, or of a tensor that was not cut.
 
         Raises:
             UnsupportedError: a tensor was cut.
@@ -121,7 +121,7 @@ class Items:
 
         Raises:
             IncompleteError, InconsistentError: the chunks do not cover a tensor, or cover it twice.
-            UnsupportedError: a tensor is of a kind that zckpt does not read, or in millions of pieces.
+            UnsupportedError: zckpt does not read a tensor of this kind, or in millions of pieces.
         """
         self.open_all(items.values())
         return {name: self._tensor(name, item, roles[name]) for name, item in items.items()}
@@ -176,7 +176,7 @@ class Items:
         return fragments
 
     def _check_cover(self, item: TensorItem, chunks: Sequence[DcpChunk]) -> None:
-        """The chunks are the tensor: every element in exactly one."""
+        """Checks that every element of a tensor is in exactly one chunk."""
         numel, held = math.prod(item.size), sum(chunk.numel for chunk in chunks)
         cut = [d for d, extent in enumerate(item.size) if any(chunk.sizes[d] != extent for chunk in chunks)]
         if len(cut) > MAX_CUT_DIMS:

@@ -1,4 +1,4 @@
-"""What a save of torch.distributed.checkpoint says of itself: which chunk of which tensor lies where.
+"""Reads the metadata of a torch.distributed.checkpoint save: the place of each chunk of each tensor.
 
 For `dcp`. There are three forms. `.metadata` is a pickle of a `Metadata` object for all ranks; `__R.metadata` is the same
 for one rank that saved without the others; and safetensors shards say in their headers where their tensors belong.
@@ -48,7 +48,7 @@ Path = tuple[str | int, ...]
 
 
 class ItemPlace(NamedTuple):
-    """Where an item's torch file lies: `length` bytes at `offset` of a file of the save."""
+    """The place of an item's torch file: `length` bytes at `offset` of a file of the save."""
 
     file: str
     offset: int
@@ -56,7 +56,7 @@ class ItemPlace(NamedTuple):
 
 
 class DcpChunk(NamedTuple):
-    """A box of a tensor, and its torch file, or where it lies in a safetensors file."""
+    """A box of a tensor, and its torch file, or its place in a safetensors file."""
 
     offsets: Shape
     sizes: Shape
@@ -81,7 +81,7 @@ class TensorItem:
 
 @dataclass(frozen=True, slots=True)
 class BytesItem:
-    """A pickled object: its path in the state dict, and where it lies; None when no file holds it."""
+    """A pickled object: its path in the state dict, and its place; None if it is in no file."""
 
     name: str
     path: Path
@@ -90,10 +90,10 @@ class BytesItem:
 
 @dataclass(frozen=True, slots=True)
 class Metadata:
-    """A save's items, in the order of the state dict where it is recorded.
+    """A save's items, in the order of the state dict if it is recorded.
 
     Attributes:
-        file: where it was said.
+        file: the file that describes them.
         items: by name.
         nested: whether the paths are recorded, and not only names.
         version: of the format, or an empty string.
@@ -106,11 +106,11 @@ class Metadata:
 
 
 def read_metadata(listing: Listing) -> Metadata:
-    """What a save says of itself.
+    """The metadata of a save.
 
     Raises:
-        IncompleteError: it does not: there are data files, but no metadata.
-        CorruptError: what it says cannot be.
+        IncompleteError: there are data files, but no metadata.
+        CorruptError: the metadata contradict themselves.
         UnsafeError: it would run code, or names files elsewhere.
         UnsupportedError: its bytes were transformed, or are a kind of item that zckpt does not know.
     """
@@ -125,7 +125,7 @@ def read_metadata(listing: Listing) -> Metadata:
 
 
 def missing_metadata(listing: Listing) -> IncompleteError:
-    """The error for data files alone: nobody can tell which tensor is where in them."""
+    """The error for data files without metadata."""
     data = listing.matching(DATA)
     ranks = sorted({int(name.split("_")[2]) for name in data})
     nbytes = sum(fs.size(listing.files[name]) for name in data)
@@ -199,7 +199,7 @@ class _Pickled:
             yield name, value
 
     def _places(self, stored: object) -> Iterator[tuple[tuple[str, Shape | None], ItemPlace]]:
-        """(name, offsets) -> where that chunk lies; offsets None for bytes."""
+        """(name, offsets) -> the place of that chunk; offsets are None for bytes."""
         if not isinstance(stored, Mapping):
             raise self.corrupt("the metadata name no data files", brief(stored))
         for index, info in stored.items():
@@ -221,10 +221,10 @@ class _Pickled:
             )
 
     def checked_path(self, path: object) -> str:
-        """A data file's path: beside the metadata or below them.
+        """A data file's path, after checking that it is beside the metadata or below them.
 
         Raises:
-            UnsafeError: this one is to lie elsewhere.
+            UnsafeError: it is elsewhere.
         """
         if type(path) is str and "\0" not in path:
             parts = path.replace("\\", "/").split("/")  # of an absolute one, the first is empty
@@ -301,7 +301,7 @@ class _Pickled:
 
 
 def _merged(listing: Listing, parts: list[Metadata]) -> Metadata:
-    """What ranks that saved alone say together: each knows only its own chunks.
+    """The metadata of ranks that saved alone, together: each has only its own chunks.
 
     Raises:
         InconsistentError: they do not agree on a tensor.
@@ -330,7 +330,7 @@ def _described(item: TensorItem | BytesItem) -> str:
 
 @dataclass(slots=True)
 class _Gathered:
-    """A tensor of safetensors shards in the making."""
+    """A tensor of safetensors shards, while its chunks are collected."""
 
     dtype: DType
     size: list[int]
@@ -378,6 +378,6 @@ _RANK = re.compile(r"__(\d+)_|shard-(\d{5})-")
 
 
 def rank_of(name: str) -> int | None:
-    """The rank that wrote a data file, by its name; None where the name does not say."""
+    """The rank that wrote a data file, by its name; None for other names."""
     match = _RANK.match(name)
     return None if match is None else int(match[1]) if match[1] else int(match[2]) - 1

@@ -27,7 +27,7 @@ Settings = Mapping[str, Item]
 
 
 def plain_name(name: str) -> str:
-    """A parameter's name as the optimizer's state has it: without what wrappers put in."""
+    """A parameter's name in the optimizer's state, without the parts that wrappers add."""
     return WRAPPERS.sub("", name).removeprefix("module.")
 
 
@@ -83,7 +83,7 @@ class States:
         return None
 
     def is_of_model(self) -> bool:
-        """Whether it owns any of the model's parameters, or owns them under numbers, so that nobody can tell."""
+        """Whether it owns any of the model's parameters, or has numbers instead of names."""
         if self.tensors or self.singles or self._flat:
             return True
         owned = [param for params, _ in self._groups() if isinstance(params, list | tuple) for param in params]
@@ -117,7 +117,7 @@ class States:
         return self._regrouped()
 
     def _regrouped(self) -> list[tuple[object, dict[str, object]]]:
-        """Flattened, each parameter has settings of its own: those with the same ones were a group."""
+        """The groups of a flattened optimizer: parameters with the same settings were a group."""
         self.items.open_all(item for settings in self._flat.values() for item in settings.values())
         groups: dict[str, tuple[list[str], dict[str, object]]] = {}
         for name, settings in self._flat.items():
@@ -130,7 +130,7 @@ class States:
 
         Raises:
             UnsupportedError: they are numbers, as a plain optimizer has them.
-            InconsistentError: the model does not have one.
+            InconsistentError: the model does not have one of them.
         """
         listed = list(params) if isinstance(params, list | tuple) else []
         if any(type(param) is not str for param in listed):

@@ -43,7 +43,7 @@ _ACCELERATE = re.compile(r"pytorch_model_fsdp(_\d+)")
 _FLAT = re.compile(r"(?:^|\.)_?flat_param(?:_\d+)?$")
 
 _DEEPSPEED = "0.19.8"
-"""The DeepSpeed whose files zckpt writes: a run that comes from elsewhere has to name one."""
+"""The version of DeepSpeed that is recorded for a run from elsewhere: the one whose files zckpt writes."""
 
 
 def match(listing: Listing) -> str | None:
@@ -57,7 +57,7 @@ class DcpSave:
     """A save, read.
 
     Attributes:
-        metadata: what it says of itself.
+        metadata: its metadata.
         model: the weights that were chosen.
         items: opens them.
         optimizers: of the model's parameters.
@@ -91,7 +91,7 @@ def load(listing: Listing) -> DcpSave:
 
 
 def _beside(listing: Listing) -> Listing | None:
-    """The optimizer's own directory, as accelerate makes it."""
+    """The optimizer's own directory, which accelerate makes."""
     home, name = os.path.split(fs.absolute(listing.directory))
     found = _ACCELERATE.fullmatch(name)
     path = os.path.join(home, f"optimizer{found[1]}") if found else ""
@@ -103,7 +103,8 @@ def read(listing: Listing, *, allow_unknown: bool = False) -> Catalog:
 
     Raises:
         IncompleteError, InconsistentError, CorruptError, UnsafeError, UnsupportedError: see those.
-        NotACheckpointError: it holds no weights. UsageError: nothing under the key that was asked for.
+        NotACheckpointError: it holds no weights.
+        UsageError: there are no weights under the key of the options.
     """
     del allow_unknown  # nothing here is laid out by unknown rules
     save = load(listing)
@@ -131,7 +132,7 @@ def read(listing: Listing, *, allow_unknown: bool = False) -> Catalog:
 
 
 def _trained(save: DcpSave) -> tuple[set[str], tuple[str, ...]]:
-    """The parameters that optimizers own, and why none are known where that is so."""
+    """The parameters that optimizers own; or the reason why they are not known."""
     try:
         return {name for states in save.optimizers for name in states.parameters()}, ()
     except (UnsupportedError, InconsistentError) as error:
@@ -139,16 +140,16 @@ def _trained(save: DcpSave) -> tuple[set[str], tuple[str, ...]]:
 
 
 def unread_states(listing: Listing) -> str:
-    """Why optimizer states of a save are not read, in words; empty where there are none, or they are read."""
+    """Why optimizer states of a save are not read, in words; empty if they are read, or there are none."""
     _, notes = _trained(load(listing))
     return notes[0].rstrip(".") if notes else ""
 
 
 def _roles(items: Mapping[str, TensorItem], trained: set[str]) -> dict[str, Role]:
-    """What the tensors are: parameters that an optimizer owns, those that none does, and buffers.
+    """The roles of the tensors: parameters that an optimizer owns, other parameters, and buffers.
 
-    A save does not say which tensors are buffers. Numbers that are not floating are; so are floating ones that nobody
-    trained, where they are whole and the trained ones are cut: FSDP cuts parameters, frozen or not, and no buffers.
+    A save does not record buffers. Tensors that are not floating are taken for buffers, and so are floating ones without an
+    optimizer that are whole while the trained ones are cut: FSDP cuts parameters, frozen or not, and no buffers.
     """
     cut = [name for name in trained if name in items and len(items[name].chunks) > 1]
     whole = [name for name in trained if name in items and len(items[name].chunks) == 1 and items[name].size[:1] > (1,)]
@@ -164,7 +165,7 @@ def _roles(items: Mapping[str, TensorItem], trained: set[str]) -> dict[str, Role
 
 
 def _ties(items: Mapping[str, TensorItem]) -> tuple[dict[str, TensorItem], dict[str, str]]:
-    """Tensors by the first of their names, and further names of those that lie in the very same places."""
+    """Tensors by the first of their names, and the other names of those that share their places."""
     by_place: dict[object, str] = {}
     kept: dict[str, TensorItem] = {}
     aliases: dict[str, str] = {}
@@ -178,7 +179,7 @@ def _ties(items: Mapping[str, TensorItem]) -> tuple[dict[str, TensorItem], dict[
 
 
 def _steps(save: DcpSave) -> int | None:
-    """Optimizer steps, by the first parameter that counts them; else a number called so."""
+    """Optimizer steps: of the first parameter that counts them, or an item of such a name."""
     for states in save.optimizers:
         for singles in states.singles.values():
             if "step" in singles:
@@ -190,10 +191,10 @@ def _steps(save: DcpSave) -> int | None:
 
 
 def read_training(listing: Listing, *, allow_unknown: bool = False) -> Training:
-    """What the run needs beside its weights, as far as it is there; arguments and errors as in `read`.
+    """What the run needs beside its weights, as far as the save has it; arguments and errors as in `read`.
 
     Raises:
-        UnsupportedError: there is no optimizer, or its states are under numbers.
+        UnsupportedError: there is no optimizer, or it has numbers instead of names.
     """
     del allow_unknown
     save = load(listing)
@@ -215,9 +216,9 @@ def read_training(listing: Listing, *, allow_unknown: bool = False) -> Training:
 
 
 def records(listing: Listing) -> Iterator[tuple[str, list[tuple[str, int, int, int]] | ZckptError]]:
-    """(path of a data file, its torch files' records with their checksums, or what is wrong with it), of a whole save.
+    """(path of a data file, its torch files' records with their checksums, or its error), for a whole save.
 
-    A record is (name, byte offset, bytes, stored CRC-32). There are none where the save cannot say what is in its data files:
+    A record is (name, byte offset, bytes, stored CRC-32). There are none if the metadata cannot be read:
     `read` raises the reason. Files of `SAFETENSORS` are containers.
     """
     if not listing.matching(METADATA):
@@ -250,9 +251,9 @@ def _others(save: DcpSave) -> dict[str, TensorItem | BytesItem]:
 
 
 def _rest(save: DcpSave) -> dict[str, object]:
-    """Everything that is neither weights nor optimizer: counters, schedules, a trainer's state, as it was nested.
+    """All items that are neither weights nor optimizer (counters, schedules, a trainer's state), nested as in the state dict.
 
-    DeepSpeed's loader wants its own counters, and a version, in every save.
+    DeepSpeed's loader needs its own counters, and a version, in every save; they are added.
     """
     steps = _steps(save)
     rest: dict[str, object] = {}
@@ -275,5 +276,5 @@ def left_out(listing: Listing) -> list[str]:
 
 
 def _is_large(item: TensorItem) -> bool:
-    """Part of another model, then: an average, a teacher."""
+    """Whether a tensor is so large that it belongs to another model, such as an average or a teacher."""
     return len(item.chunks) != 1 or math.prod(item.size) * item.dtype.itemsize > _SMALL_BYTES

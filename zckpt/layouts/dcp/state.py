@@ -1,4 +1,4 @@
-"""Which items of a torch.distributed.checkpoint save are a model's weights, and which an optimizer's states.
+"""Finds the items of a torch.distributed.checkpoint save that are a model's weights, and an optimizer's states.
 
 For `dcp`. A save is one state dict, nested as its writer liked: `{"model": .., "optim": ..}`, `{"app": {"model": ..}}`, the
 weights on top with `optimizer` beside them (torchtitan), or nothing but weights. Pure functions on `Metadata`.
@@ -31,7 +31,7 @@ class DcpModel:
     Attributes:
         key: the dotted key of the state dict they are in; empty for the top.
         items: name in the model -> tensor.
-        notes: what was chosen and what left out, as sentences.
+        notes: sentences on what was chosen and left out.
     """
 
     key: str
@@ -57,12 +57,12 @@ class DcpOptimizer:
 
 
 def dotted(path: Iterable[str | int]) -> str:
-    """A path as torch writes it."""
+    """A path with dots, as torch writes it."""
     return ".".join(map(str, path))
 
 
 def paths_of(metadata: Metadata) -> dict[str, Path]:
-    """Name -> path. Where no paths are recorded, the dots before a part that torch names are taken for nesting."""
+    """Name -> path. If no paths are recorded, they are split at the dots before a part that torch names."""
     if metadata.nested:
         return {name: item.path for name, item in metadata.items.items()}
     heads = {name.split("param_groups")[0].rstrip(".") for name in metadata.items if _is_part(name, "param_groups")}
@@ -105,13 +105,13 @@ def optimizers_of(metadata: Metadata) -> dict[str, DcpOptimizer]:
 
 
 def _part_at(path: Path, part: str) -> int | None:
-    """Where a path has this key, or one that begins with it and a dot."""
+    """The index in a path of this key, or of one that begins with it and a dot."""
     found = (at for at, key in enumerate(path) if key == part or (type(key) is str and key.startswith(part + ".")))
     return next(found, None)
 
 
 def model_of(metadata: Metadata, key: str = "") -> DcpModel:
-    """The weights: those under `key`, or those that the save itself calls the model.
+    """The weights: those under `key`, or those under a key that names a model.
 
     Raises:
         UsageError: there is nothing under `key`.
@@ -154,10 +154,10 @@ def _section(path: Path) -> str:
 
 
 def _choose(paths: Mapping[str, Path], tensors: Mapping[str, TensorItem]) -> tuple[Path, bool]:
-    """The section that holds the model, and whether only what is on top of it is meant.
+    """The section that holds the model, and whether only its top level is meant.
 
-    That is the one with a name of `MODEL_KEYS`; else the top, where most elements lie there; else the only one. Where
-    there are several, and none is called a model, all are taken.
+    That is the one with a name of `MODEL_KEYS`; or the top, if it has most of the elements; or the only one. If there are
+    several and none has such a name, all are taken.
     """
     named = {
         path[: at + 1]

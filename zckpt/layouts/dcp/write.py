@@ -1,4 +1,4 @@
-"""How a save of torch.distributed.checkpoint is laid out: `.metadata`, and data files that any number of ranks can load.
+"""Lays out a save of torch.distributed.checkpoint: `.metadata`, and data files that any number of ranks can load.
 
 For `to_dcp`. The words are those of `dcp_metadata`, whose reading is the check: what is laid out here is what it reads.
 
@@ -32,7 +32,7 @@ _METADATA = "torch.distributed.checkpoint.metadata"
 
 @dataclass(slots=True)
 class _DataFile:
-    """A `.distcp` file in the making: torch files, one after another."""
+    """A `.distcp` file that is being laid out: torch files, one after another."""
 
     path: str
     size: int
@@ -53,7 +53,7 @@ class _DataFile:
 
 @dataclass(slots=True)
 class _Laid:
-    """A tensor's chunks, and for each the file, byte and first element of what it holds."""
+    """A tensor's chunks, and for each its file, byte offset and first element."""
 
     source: TensorEntry
     dtype: DType
@@ -61,7 +61,7 @@ class _Laid:
 
 
 class DcpWriter:
-    """A save in the making: items are added one after another, then it is finished.
+    """A save that is being laid out: items are added one after another, then it is finished.
 
     Args:
         max_file_bytes: a data file that would become larger is followed by another; a chunk is never split.
@@ -92,22 +92,22 @@ class DcpWriter:
         self._add(path, (dtype, source.shape, tuple(chunks)))
 
     def number(self, path: Path, dtype: DType, data: bytes) -> None:
-        """A tensor without dimensions, whose bytes are known."""
+        """Adds a tensor without dimensions, with its bytes."""
         spec = TensorSpec("", dtype, ())
         skeleton = torch_zip.skeleton_of(spec, [spec])
         skeleton = replace(skeleton, literals=(*skeleton.literals, (skeleton.offsets[""], data)))
         self._add(path, (dtype, (), (DcpChunk((), (), self._append(skeleton)[0]),)))
 
     def value(self, path: Path, value: object) -> None:
-        """A pickled object.
+        """Adds a pickled object.
 
         Raises:
-            UnsupportedError: nothing that `emit` writes.
+            UnsupportedError: `emit` cannot write it.
         """
         self._add(path, self._append(torch_zip.skeleton_of(value, []))[0])
 
     def again(self, path: Path, known: Path) -> None:
-        """One more item that is what another one is, in the same place."""
+        """Adds an item with the same value and place as another one."""
         self._add(path, self._items[dotted(known)])
 
     def _add(self, path: Path, item: tuple[DType, Shape, tuple[DcpChunk, ...]] | ItemPlace) -> None:
@@ -169,7 +169,7 @@ def cut(shape: Shape, itemsize: int, chunk_bytes: int) -> Iterator[tuple[Shape, 
     Args:
         shape: of the tensor.
         itemsize: bytes of one element.
-        chunk_bytes: of a chunk at most, where one row is not more.
+        chunk_bytes: the most bytes of a chunk, unless one row has more.
     """
     dim = next((dim for dim, extent in enumerate(shape) if extent > 1), len(shape))
     if not math.prod(shape) or dim == len(shape):

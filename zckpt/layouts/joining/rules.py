@@ -1,6 +1,6 @@
-"""Which rule each parameter of a tensor-parallel checkpoint is joined by.
+"""The rule by which each parameter of a tensor-parallel checkpoint is joined.
 
-For `model_parallel`. Rules are looked for in this order: what the user gave (`--tp-rules`), the affine map of newer
+For `parallel`. Rules are looked for in this order: what the user gave (`--tp-rules`), the affine map of newer
 DeepSpeed versions, then the regular expressions of universal-checkpoint information. Names are matched as `re.match` does.
 
 [Note: rule files] A JSON object {"rules": [..]}; the first rule whose "match" fits a name is taken. A rule has a "join":
@@ -35,7 +35,7 @@ class Rules(Protocol):
     """Says how slices are joined."""
 
     def joint(self, name: str, shapes: Sequence[Shape]) -> Joint | None:
-        """How the slices of a parameter make up the whole; None when no rule covers it."""
+        """How the slices of a parameter make up the whole; None if no rule covers it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +91,7 @@ def _widths(shapes: Sequence[Shape], dim: int, count: object) -> list[list[int]]
 
 
 def rules_of_file(name: str) -> FileRules:
-    """The rules called `megatron` or `neox`, or those of a file.
+    """Reads the rules called `megatron` or `neox`, or those of a file.
 
     Raises:
         UsageError: there is no such file, or it is not of the form of [Note: rule files].
@@ -118,18 +118,18 @@ def rules_of_file(name: str) -> FileRules:
 
 @dataclass(frozen=True, slots=True)
 class CheckpointRules:
-    """Universal-checkpoint information, as a checkpoint carries it."""
+    """The universal-checkpoint information in a checkpoint."""
 
     file: str
     info: Mapping[str, object]
     patterns: Patterns = field(repr=False, compare=False)
 
     def joint(self, name: str, shapes: Sequence[Shape]) -> Joint:
-        """As `Rules`: what no category names is laid end to end in dimension 0, as DeepSpeed does.
+        """As `Rules`: parameters of no category are put end to end in dimension 0, as DeepSpeed does.
 
         Raises:
             UnsupportedError: the checkpoint itself says that it cannot be joined.
-            InconsistentError: what it says does not fit its slices.
+            InconsistentError: its information does not fit its slices.
         """
         reason = next(
             (
@@ -160,7 +160,7 @@ class CheckpointRules:
         return joint
 
     def _ranks(self) -> int:
-        """Tensor-parallel ranks that it speaks of; 0 where it names none."""
+        """Tensor-parallel ranks that it records; 0 if it does not."""
         maps = self._mapping("affine_map").get("params")
         entries = list(maps.values()) if isinstance(maps, Mapping) else []
         counts = [
@@ -197,7 +197,7 @@ class CheckpointRules:
         return concatenated(shapes, 1 if self._names("parameter_with_row_parallelism_patterns", name) else 0)
 
     def _sub_params(self, pattern: str, entry: Mapping[str, object], shapes: Sequence[Shape]) -> Joint:
-        """Stacked tensors of unlike width, perhaps under a shape of more dimensions than the slices have."""
+        """Joins stacked tensors of unlike width, perhaps with more dimensions than the slices have."""
         dim, view = entry["partition_dim"], entry["shape"]
         if not isinstance(dim, int) or not isinstance(view, list | tuple):
             raise TypeError("sub-parameters without shape")
@@ -221,7 +221,7 @@ class CheckpointRules:
         return replace(joint, words=words)
 
     def _affine(self, name: str, shapes: Sequence[Shape]) -> Joint | None:
-        """By the affine map: blocks of elements, each with its place in the whole and in the slices that hold it."""
+        """Joins by the affine map: blocks of elements, each with its place in the whole and in the slices that hold it."""
         found = self._mapping("affine_map")
         if not found:
             return None
@@ -235,7 +235,7 @@ class CheckpointRules:
 
 
 def _halves(shapes: Sequence[Shape]) -> list[list[int]]:
-    """Each slice holds half of each of two tensors; of an odd slice, torch.chunk gives the first the larger half."""
+    """Joins slices that hold half of each of two tensors; of an odd one, the first half is larger, as by torch.chunk."""
     first = [-(-shape[0] // 2) for shape in shapes]
     return [first, [shape[0] - half for shape, half in zip(shapes, first)]]
 
@@ -247,7 +247,7 @@ def _entries(value: object) -> list[Mapping[str, list[str]]]:
 
 
 def _viewed(shapes: Sequence[Shape], view: Sequence[object], dim: int, widths: Sequence[Sequence[int]]) -> list[Shape]:
-    """The slices' shapes under a view of as many elements, in which one dimension may be -1."""
+    """The slices' shapes in a view of as many elements, in which one dimension may be -1."""
     seen: list[Shape] = []
     for rank, shape in enumerate(shapes):
         dims = [sum(d) if isinstance(d, list | tuple) else d for d in view]
@@ -270,7 +270,7 @@ def _joint_of_map(entry: Mapping[str, Any], shapes: Sequence[Shape]) -> Joint:
     """A `ParamAffineMap` that was saved.
 
     Raises:
-        UnsupportedError: a block is scaled, and so would be its optimizer states.
+        UnsupportedError: a block is scaled.
     """
     ranks, shape = entry["ranks"], tuple(entry["logical_shape"])
     if not isinstance(ranks, Mapping):
@@ -306,7 +306,7 @@ def _where(piece: SliceRows) -> tuple[int, ...]:
 
 
 def _blocks(rank: int, piece: Mapping[str, Any]) -> list[SliceRows]:
-    """A block of any dimensions as rows: the innermost ones folded while both sides go on without a gap."""
+    """A block of any dimensions as rows: inner dimensions are folded as long as both sides are dense."""
     (source, source_strides), (dest, dest_strides) = piece["source"], piece["dest"]
     dims = list(zip(piece["shape"], source_strides, dest_strides, strict=True))
     if any(extent == 0 for extent, _, _ in dims):
@@ -324,7 +324,7 @@ def _blocks(rank: int, piece: Mapping[str, Any]) -> list[SliceRows]:
 
 
 def rules_of_checkpoint(model: ModelStates) -> CheckpointRules | None:
-    """The universal-checkpoint information of a model file; None where it has none."""
+    """The universal-checkpoint information of a model file; None if it has none."""
     info = model.root.get("universal_checkpoint_info")
     if info is None:
         return None
@@ -334,10 +334,10 @@ def rules_of_checkpoint(model: ModelStates) -> CheckpointRules | None:
 
 
 def check_loads(rules: FileRules, names: Sequence[str]) -> None:
-    """A rule file whose rules fit nothing is the wrong one.
+    """Checks that at least one rule of a file fits a name.
 
     Raises:
-        UsageError: none fits.
+        UsageError: no rule fits.
     """
     if not any(pattern.match(name) for pattern, _ in rules.rules for name in names):
         raise UsageError(

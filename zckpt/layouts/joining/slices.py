@@ -1,4 +1,4 @@
-"""How the slices that tensor-parallel ranks hold of a parameter make up the whole: the geometry, and the rules that say so.
+"""How the slices of tensor-parallel ranks make up a whole parameter: the geometry.
 
 For `model_parallel`. A rule turns the shapes of the slices into a `Joint`: which rows of which slice go where in the whole
 (see `overlaps.place`), which ranks hold only copies, and whether the copies are to be averaged or added up. The rules come
@@ -30,7 +30,7 @@ Total = Literal["mean", "sum"]
 
 @dataclass(frozen=True, slots=True)
 class SliceRows:
-    """Rows of one rank's slice, and where they go: their first element's number in the whole, and their pitch there."""
+    """Rows of one rank's slice, with their first element's number in the whole, and their pitch there."""
 
     rank: int
     rows: Block
@@ -44,12 +44,12 @@ class Joint:
 
     Attributes:
         shape: of the whole.
-        pieces: which rows go where; they cover the whole exactly once.
-        copies: rank -> pieces that make up the whole as well, with what that rank holds of what others hold too: they
-            must agree.
-        total: the whole is not any rank's, but the mean or sum of all.
-        keep: rows of the first dimension that are real; the others are padding, and cut off.
-        words: what a universal checkpoint says of it (`cat_dim`, ..).
+        pieces: the rows and their places; they cover the whole exactly once.
+        copies: rank -> pieces that also make up the whole, with that rank's copies of what others hold too; the copies must
+            agree.
+        total: "mean" or "sum" if the whole is that of all slices.
+        keep: rows of the first dimension to keep; the others are padding.
+        words: the entries for it in a universal checkpoint (`cat_dim`, ..).
     """
 
     shape: Shape
@@ -66,7 +66,7 @@ def whole_of(shape: Shape, rank: int = 0) -> SliceRows:
 
 
 def replicated(shapes: Sequence[Shape]) -> Joint:
-    """Every rank holds the same."""
+    """Joins slices that are all the same."""
     shape = shapes[0]
     if any(other != shape for other in shapes):
         raise ValueError("copies of different shapes")
@@ -74,12 +74,12 @@ def replicated(shapes: Sequence[Shape]) -> Joint:
 
 
 def totalled(shapes: Sequence[Shape], total: Total) -> Joint:
-    """Every rank holds a part of a sum, or its own idea of the same."""
+    """Joins slices by their mean or sum."""
     return Joint(shapes[0], (), total=total)
 
 
 def parts(shapes: Sequence[Shape], dim: int, widths: Sequence[Sequence[int]]) -> Joint:
-    """Each slice holds its part of several tensors that are stacked; `widths[part][rank]` of them, in dimension `dim`.
+    """Joins slices that hold parts of several stacked tensors; `widths[part][rank]` is their extent in dimension `dim`.
 
     Raises:
         ValueError: the widths are not those of the slices.
@@ -107,7 +107,7 @@ def parts(shapes: Sequence[Shape], dim: int, widths: Sequence[Sequence[int]]) ->
 
 
 def concatenated(shapes: Sequence[Shape], dim: int) -> Joint:
-    """Slices laid one after another in a dimension."""
+    """Joins slices end to end in a dimension."""
     joint = parts(shapes, dim, [[shape[dim] if 0 <= dim < len(shape) else 0 for shape in shapes]])
     return Joint(joint.shape, joint.pieces, words={"cat_dim": dim})
 
@@ -158,7 +158,7 @@ def join(name: str, slices: Sequence[TensorEntry], joint: Joint) -> TensorEntry:
 
 
 def cut(entry: TensorEntry, keep: int | None) -> TensorEntry:
-    """The first `keep` rows of the first dimension; all of them where there are no more, or it is None."""
+    """The first `keep` rows of the first dimension; all rows if it is None."""
     if keep is None or not entry.shape or keep >= entry.shape[0]:
         return entry
     shape = (keep, *entry.shape[1:])
@@ -169,7 +169,7 @@ def cut(entry: TensorEntry, keep: int | None) -> TensorEntry:
 
 
 def cut_off(name: str, slices: Sequence[TensorEntry], joint: Joint) -> Iterator[Padding]:
-    """What slices hold beyond the rows that are real: of the whole, and of copies of it."""
+    """The rows of slices that are cut off: of the whole, and of copies of it."""
     if joint.keep is None or joint.total:
         return
     entry = join(name, slices, replace(joint, keep=None))

@@ -1,7 +1,7 @@
-"""What is not a move: the mean or the sum of what several ranks hold, and whole numbers as floats.
+"""Elements that are computed: the mean or the sum of several ranks' slices, and whole numbers as floats.
 
 For `slices` and `universal`. Such tensors are small (norms, biases, counters); they are computed in memory when their
-elements are asked for, in the order of additions of the tools they come from, so that the result is theirs to the bit.
+elements are used, in the order of additions of the tools they come from, so that the result is the same bit for bit.
 Source: DeepSpeed 0.19.8, checkpoint/ds_to_universal.py: `sum(slices) / len(slices)`; gpt-neox,
 tools/ckpts/convert_neox_to_hf.py, likewise.
 """
@@ -26,7 +26,7 @@ def total_of(slices: Sequence[TensorEntry], total: Literal["mean", "sum"]) -> by
     """The elements of the mean or sum, in the slices' dtype.
 
     Raises:
-        UnsupportedError: a dtype that numpy cannot add up.
+        UnsupportedError: numpy cannot add up the dtype.
     """
     import numpy
 
@@ -46,10 +46,10 @@ def total_of(slices: Sequence[TensorEntry], total: Literal["mean", "sum"]) -> by
 
 
 def as_float(entry: TensorEntry) -> TensorEntry:
-    """A tensor as fp32 numbers, as torch's `.float()` gives them: floats are cast on the way, others in memory.
+    """A tensor as fp32 numbers, as by torch's `.float()`: floats are cast by the engine, others in memory.
 
     Raises:
-        UnsupportedError: complex numbers.
+        UnsupportedError: the numbers are complex.
     """
     if entry.dtype.kind == "float":
         return replace(entry, replicas=())
@@ -67,7 +67,7 @@ def as_float(entry: TensorEntry) -> TensorEntry:
 
 
 def sources_of(entries: Sequence[TensorEntry]) -> list[tuple[Sequence[Fragment], int]]:
-    """What is read to compute something of these tensors."""
+    """The sources of elements that are computed from these tensors."""
     return [(entry.fragments, entry.dtype.itemsize) for entry in entries]
 
 

@@ -47,7 +47,7 @@ class Layer:
         number: among the model's layers of experts, as in file names.
         prefix: of the names of its parameters.
         experts: how many it has.
-        held: expert-parallel rank -> numbers of the experts it holds, in its own order; empty while not known.
+        held: expert-parallel rank -> numbers of its experts, in its own order; empty if not known.
         weights: expert -> local name -> module weight, from its file; empty where the save has no such files.
         stacked: whether all experts' weights are one tensor, as AutoEP keeps them.
     """
@@ -66,7 +66,7 @@ class Layer:
 
     @property
     def home(self) -> str:
-        """The module that its experts and its gate are in."""
+        """The module with its experts and its gate."""
         return self.prefix.removesuffix(".deepspeed_experts").rpartition(".")[0]
 
     def spread(self, ep: int) -> Layer:
@@ -75,7 +75,7 @@ class Layer:
         return replace(self, held=tuple(tuple(range(rank * share, (rank + 1) * share)) for rank in range(ep)))
 
     def module(self) -> dict[str, TensorRef]:
-        """The weights of its files under the names that they have among all experts; nothing for stacked ones."""
+        """The weights of its files, with the names that they have among all experts; empty for stacked ones."""
         if self.stacked:
             return {}
         return {
@@ -85,7 +85,7 @@ class Layer:
         }
 
     def stacks(self, role: Role, rank: int | None = None) -> dict[str, TensorEntry]:
-        """Stacked weights, put together from the experts' files: of all experts, or of those of a rank."""
+        """Stacked weights made of the experts' files: of all experts, or of those of a rank."""
         if not self.stacked or not self.weights:
             return {}
         wanted = range(self.experts) if rank is None else self.held[rank]
@@ -106,7 +106,7 @@ class Layer:
         """How the stacked weights that the expert-parallel ranks hold make up the whole.
 
         Raises:
-            ValueError: they are not of the experts that the ranks are said to hold.
+            ValueError: they do not have the experts of their ranks.
         """
         own = shapes[0][1:]
         if [(len(held), *own) for held in self.held] != list(shapes):
@@ -121,7 +121,7 @@ class Layer:
 
 
 class Layers:
-    """All layers of experts of a model, and what they call their parameters."""
+    """All layers of experts of a model, with the names of their parameters."""
 
     def __init__(self, layers: Sequence[Layer]) -> None:
         self.all = tuple(layers)
@@ -145,11 +145,11 @@ class Layers:
         return (layer, 0, local) if layer is not None and layer.stacked else None
 
     def those(self, names: Iterable[str], *, experts: bool) -> list[str]:
-        """Those of some names that are experts', or all others."""
+        """The names that are experts', or all other names."""
         return [name for name in names if (self.owner(name) is not None) == experts]
 
     def name_on(self, rank: int, name: str) -> str:
-        """The name that a parameter which an expert-parallel rank calls `name` has among all experts.
+        """The name among all experts of the parameter `name` of an expert-parallel rank.
 
         Raises:
             InconsistentError: that rank has no such expert.
@@ -167,21 +167,21 @@ class Layers:
         return f"{layer.prefix}.{layer.held[rank][number]}.{local}"
 
     def names_everywhere(self, name: str) -> list[str]:
-        """What a parameter that the first rank calls `name` is among all experts, one per expert-parallel rank."""
+        """The names among all experts of the first rank's parameter `name`, one per expert-parallel rank."""
         found = self.owner(name)
         if found is None or found[0].stacked:
             return [name]
         return [self.name_on(rank, name) for rank in range(found[0].ep)]
 
     def spread(self, names: Iterable[str], ranks: Callable[[Layer], int]) -> Layers:
-        """The layers, with ranks for those of which nothing tells them.
+        """The layers, with ranks for those that have none yet.
 
         Args:
-            names: of parameters and buffers, as the first rank calls them: it says how many experts a rank has.
+            names: of the first rank's parameters and buffers; they show how many experts a rank has.
             ranks: expert-parallel ranks of a layer that has no such names.
 
         Raises:
-            InconsistentError: a layer's experts cannot be spread so.
+            InconsistentError: a layer's experts cannot be spread over these ranks.
         """
         held: dict[str, set[int]] = {}
         for name in names:
@@ -205,17 +205,17 @@ class Layers:
 
 
 def is_own(name: str) -> bool:
-    """Whether a parameter or buffer is of one of DeepSpeed's own experts."""
+    """Whether a parameter or buffer belongs to one of DeepSpeed's own experts."""
     return _OWN.fullmatch(name) is not None
 
 
 def read_layers(listing: Listing, model: ModelStates, mp_ranks: range | None = None) -> Layers:
-    """All layers of experts, whose ranks are known only where AutoEP recorded them.
+    """All layers of experts; their ranks are known only if AutoEP recorded them.
 
     Args:
         listing: all files.
         model: any model file of these ranks.
-        mp_ranks: whose files of experts, each expert's being of one of them; None for all files.
+        mp_ranks: the model-parallel ranks whose files of experts are read; None for all.
 
     Raises:
         IncompleteError: an expert's file is missing.
@@ -274,7 +274,7 @@ def _layer(
     files: Mapping[tuple[int, int], str],
     mp_rank: int,
 ) -> Layer:
-    """One layer: its experts' files, which must all be there and be alike."""
+    """One layer; checks that all of its experts' files exist and are alike."""
     held: tuple[tuple[int, ...], ...] = ()
     if recorded is not None:
         held = _placement(recorded, experts, listing.directory)
@@ -335,7 +335,7 @@ def _expert(listing: Listing, name: str, expert: int, stacked: bool) -> tuple[st
 
 
 def _placement(recorded: Mapping[str, object], experts: int, file: str) -> tuple[tuple[int, ...], ...]:
-    """Which experts each expert-parallel rank holds, in its own order."""
+    """The experts of each expert-parallel rank, in its own order."""
     ep, placed = recorded.get("ep_size"), recorded.get("expert_placement")
     held: list[tuple[int, ...]] = []
     if isinstance(placed, Mapping):

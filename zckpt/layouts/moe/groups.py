@@ -29,12 +29,12 @@ from zckpt.layouts.zero.read import Save
 
 @dataclass(frozen=True, slots=True)
 class GroupShare:
-    """What one data-parallel group of ranks shares.
+    """The part of a save that one data-parallel group of ranks shares.
 
     Attributes:
         save: its files, with the names that experts have among all.
         groups: numbers of its parameter groups among all.
-        rank: expert-parallel rank; None for what is not experts'.
+        rank: expert-parallel rank; None for the part without experts.
     """
 
     save: Save
@@ -43,7 +43,7 @@ class GroupShare:
 
 
 def parts_of(save: Save, model: ModelStates, layers: Layers, *, data_first: bool) -> Iterator[GroupShare]:
-    """The parts of a save: first what is not experts', then by expert-parallel rank.
+    """The parts of a save: first the one without experts, then one for each expert-parallel rank.
 
     Args:
         save: all files; `param_shapes` have the names that experts have on the first rank.
@@ -103,15 +103,15 @@ def told_apart(save: Save, layers: Layers) -> tuple[Save, Save]:
 
 
 def with_shapes(model: ModelStates, optimizers: Sequence[object], layers: Layers) -> ModelStates:
-    """A model file with the shapes that DeepSpeed left out: of a run of its bf16 optimizer whose config has no ZeRO.
+    """A model file with the shapes that DeepSpeed left out, in a run of its bf16 optimizer without ZeRO in the config.
 
-    The optimizer files name what each rank's part of a group holds, in order, and the weights have the shapes. Groups are
-    told by their names, since ranks may list them in different orders.
+    The optimizer files name the parameters of each rank's part of a group, in order, and the weights have the shapes. Groups
+    are known by their names, since ranks may list them in different orders.
 
     Args:
         model: the model file.
-        optimizers: what each data-parallel rank's optimizer file holds.
-        layers: of experts; which ranks hold them need not be known.
+        optimizers: the contents of each data-parallel rank's optimizer file.
+        layers: of experts; their ranks need not be known.
 
     Raises:
         IncompleteError: a parameter has no weight.
@@ -171,7 +171,7 @@ def _owner(number: int, shapes: Mapping[str, Shape], layers: Layers, save: Save)
 
 
 def _order(shard: OptimizerShard, listed: Sequence[Mapping[str, Shape]]) -> list[int]:
-    """Where each of the groups that the model file lists stands in a rank's file; see [Note: groups of experts]."""
+    """The number in a rank's file of each group that the model file lists; see [Note: groups of experts]."""
     mappings = shard.root.get("param_slice_mappings")
     mappings = list(mappings) if isinstance(mappings, list | tuple) else []
     order: dict[int, int] = {}
@@ -214,10 +214,10 @@ def _pick(shard: OptimizerShard, groups: Sequence[int]) -> OptimizerShard:
 
 
 def _check_recorded(save: zero3.Zero3Save, numbers: Sequence[int], ranks: range) -> None:
-    """The ranks that share a sub-group are those that its files name.
+    """Checks that the ranks that share a sub-group are those that its files name.
 
     Raises:
-        UnsupportedError: they are others.
+        UnsupportedError: they are other ranks.
     """
     for rank in ranks:
         recorded = save.shards[rank].root.get("ds_zero_partition_groups")

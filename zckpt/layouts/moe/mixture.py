@@ -1,4 +1,4 @@
-"""A mixture of experts, put together from what its ranks hold: masters, stacks of experts, names among all.
+"""A mixture of experts, joined from its ranks' parts: masters, stacks of experts, names among all experts.
 
 For `moe`. Layers and their files: `experts`; what each data-parallel group of ranks holds under ZeRO: `expert_groups`.
 Experts' files hold module weights: they name and shape the experts, and prove the masters.
@@ -33,15 +33,15 @@ from zckpt.layouts.zero.read import Save
 
 
 class MixtureReader:
-    """What a set of data-parallel ranks holds: of a model that is not split, everything.
+    """Reads the part of a set of data-parallel ranks: for a model that is not split, everything.
 
     Args:
         listing: the files.
         save: what of them is ZeRO's, if any.
         model: the first model file.
         layers: of experts.
-        mp_ranks: the model-parallel ranks whose data-parallel ranks these are.
-        slices: without ZeRO, the model files of all of these; the first one alone where they are not told.
+        mp_ranks: the model-parallel ranks that these ranks belong to.
+        slices: without ZeRO, the model files of all of these; None for the first one alone.
     """
 
     def __init__(
@@ -97,7 +97,7 @@ class MixtureReader:
         return owner is not None and owner[0].stacked
 
     def _stacked(self, slices: Mapping[str, Mapping[int, TensorEntry]]) -> dict[str, TensorEntry]:
-        """Stacked weights, or states of them, from what each expert-parallel rank holds."""
+        """Stacked weights, or states of them, joined from those of each expert-parallel rank."""
         found: dict[str, TensorEntry] = {}
         for name, held in slices.items():
             owner = self.layers.owner(name)
@@ -187,7 +187,7 @@ class MixtureReader:
         )
 
     def training_of(self, mp_rank: int) -> Training:
-        """Without ZeRO: what the run of one of the model-parallel ranks needs beside its weights, with all experts."""
+        """Without ZeRO: what the run of one model-parallel rank needs beside its weights, with all experts."""
         first = next(training for home, training in self._trainings if home == mp_rank)
         states = {name: own for _, training in self._trainings for name, own in training.states.items()}
         groups = merged([training.groups for _, training in self._trainings])
@@ -199,7 +199,7 @@ class MixtureReader:
         return list(self.optimizers.trainings(self.model, self.layers, self._rank_in))
 
     def _joined(self) -> dict[str, Joint]:
-        """What a universal checkpoint says of each parameter: by the checkpoint's own rules, and of stacks."""
+        """Words of a universal checkpoint on each parameter: by the checkpoint's own rules, and on stacks."""
         rules = rules_of_checkpoint(self.model) if self.save is None or self.save.stage < 3 else None
         found: dict[str, Joint] = {}
         for name, shape in ((name, shape) for group in self.model.param_shapes for name, shape in group.items()):
@@ -212,7 +212,7 @@ class MixtureReader:
 
 
 def load(listing: Listing, allow_unknown: bool, model: ModelStates, layers: Layers, mp_rank: int = 0) -> Save | None:
-    """One model-parallel rank's files as a ZeRO save, whose groups are not yet told apart; None without ZeRO."""
+    """One model-parallel rank's files as a ZeRO save, with experts among the rest; None without ZeRO."""
     optimizers = listing.shards("optim", mp_rank).values()
     if optimizers and not listing.shards("model", mp_rank) and not model.is_zero():
         model = with_shapes(model, [listing.open(name).root for name in optimizers], layers)
@@ -233,7 +233,7 @@ def model_name(listing: Listing, mp_rank: int = 0) -> str:
 
 
 def _everywhere(model: ModelStates, layers: Layers) -> ModelStates:
-    """The first rank's model file, with all experts under the names they have among all, after what else their layer has."""
+    """The first rank's model file with all experts, named as among all, after the rest of their layer."""
     homes = {layer.home: layer for layer in layers.all}
     last = {home: name for name in model.module for home in modules(name) if home in homes}
     after: dict[str, dict[str, TensorRef]] = {}

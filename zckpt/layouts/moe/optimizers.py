@@ -1,4 +1,4 @@
-"""Experts without ZeRO: every expert-parallel rank has an optimizer's state of its own, with masters of all that it holds.
+"""Experts without ZeRO: every expert-parallel rank has an optimizer state of its own, with all of its masters.
 
 For `mixture`. Masters have no names: `unsharded.assign` tells whose they are. Where experts are spread over tensor-parallel
 ranks too, what a rank holds beside them is a slice: that of the model-parallel rank that its file names.
@@ -34,7 +34,7 @@ class NamedMasters:
     Attributes:
         experts: of experts, each with a weight of its own.
         stacks: of stacked experts, by expert-parallel rank of their layer.
-        dense: model-parallel rank -> of what it holds beside experts.
+        dense: model-parallel rank -> its masters beside those of experts.
     """
 
     experts: dict[str, TensorEntry] = field(default_factory=dict[str, TensorEntry])
@@ -43,7 +43,7 @@ class NamedMasters:
 
 
 class Optimizers:
-    """The optimizers' states of ranks that share experts; all have taken as many steps.
+    """The optimizers' states of ranks that share experts; all have taken the same number of steps.
 
     Args:
         listing: the files.
@@ -53,7 +53,7 @@ class Optimizers:
         states: rank in the widest expert-parallel group -> its optimizer's state.
 
     Raises:
-        InconsistentError: they have not, or two files are of the same experts.
+        InconsistentError: numbers of steps differ, or two files are of the same experts.
     """
 
     def __init__(self, listing: Listing, models: Mapping[int, ModelStates]) -> None:
@@ -81,12 +81,12 @@ class Optimizers:
 
     @property
     def keep_masters(self) -> bool:
-        """Whether any of them has masters: an fp32 run has none."""
+        """Whether any of them has masters; an fp32 run does not."""
         states = (*(model.root.get("optimizer") for model in self._models.values()), *self.states.values())
         return any(unsharded.master_groups(state, "") is not None for state in states)
 
     def masters(self, model: ModelStates, layers: Layers, rank_in: Callable[[Layer, int], int]) -> NamedMasters:
-        """The masters that they keep, if any.
+        """The masters, if there are any.
 
         Args:
             model: the first model file, with all experts under the names they have among all.
@@ -130,12 +130,13 @@ class Optimizers:
     def trainings(
         self, model: ModelStates, layers: Layers, rank_in: Callable[[Layer, int], int]
     ) -> Iterator[tuple[int, Training]]:
-        """Of each expert-parallel rank: the model-parallel rank of its slices, and what a run of it needs beside its weights.
+        """For each expert-parallel rank: the model-parallel rank of its slices, and what its run needs beside its weights.
 
         Arguments as in `masters`; all have their groups in the first one's order.
 
         Raises:
-            IncompleteError: a rank's file is missing. InconsistentError: nobody knows whose the states are.
+            IncompleteError: a rank's file is missing.
+            InconsistentError: the parameters of the states cannot be found.
             UnsupportedError: experts are stacked.
         """
         if any(layer.stacked for layer in layers.all):
@@ -163,7 +164,7 @@ class Optimizers:
     def _held(
         self, rank: int, home: int, model: ModelStates, layers: Layers, rank_in: Callable[[Layer, int], int]
     ) -> ModelStates:
-        """The model file with what one expert-parallel rank holds, under the names that experts have among all."""
+        """The model file with the experts of one expert-parallel rank, named as among all."""
         own, module = self._models[home].module, dict[str, TensorRef]()
         for name, ref in model.module.items():
             owner = layers.owner(name)
@@ -173,7 +174,7 @@ class Optimizers:
 
 
 def _weights(held: ModelStates, layers: Layers, rank: int, rank_in: Callable[[Layer, int], int]) -> list[TensorEntry]:
-    """What may have a master, in the order of a rank's optimizer: AutoEP's new routers come last."""
+    """The weights that may have a master, in the order of a rank's optimizer: AutoEP's new routers come last."""
     weights = unsharded.candidates(held)
     routers = tuple(f"{layer.home}.router." for layer in layers.all if layer.stacked)
     weights.sort(key=lambda weight: weight.name.startswith(routers))
@@ -198,7 +199,7 @@ _GROUP = re.compile(r"ep_size_(\d+)")
 def spread_of(layers: Layers, optimizer: object) -> dict[int, int]:
     """Experts in a layer -> ranks they are spread over, by an optimizer's groups: `ep_size_2` is of two ranks.
 
-    Where groups of several sizes are there, layers with the same number of experts are taken to be spread alike, so
+    If there are groups of several sizes, layers with the same number of experts are taken to be spread alike, so
     that the groups have as many elements as their layers on one rank.
     """
     sizes = [_GROUP.fullmatch(str(settings.get("name"))) for settings, _ in parameter_groups(optimizer)]

@@ -55,7 +55,7 @@ def match(listing: Listing) -> str | None:
 
 
 def _counts(root: object) -> bool:
-    """Whether a model file says that there are experts; of a pipeline, in its own stage."""
+    """Whether a model file records experts; in a pipeline, in its own stage."""
     counts = root.get("num_experts") if isinstance(root, Mapping) else None
     return isinstance(counts, list) and bool(counts)
 
@@ -72,12 +72,12 @@ def read(listing: Listing, *, allow_unknown: bool = False) -> Catalog:
 
 
 def read_training(listing: Listing, *, allow_unknown: bool = False) -> Training:
-    """What the run needs beside its weights, of experts under the names they have among all; as in `read`."""
+    """What the run needs beside its weights, with experts named as among all; arguments and errors as in `read`."""
     return _open(listing, allow_unknown).training()
 
 
 def _open(listing: Listing, allow_unknown: bool) -> MixtureReader | Split:
-    """Of a model that is split over tensor-parallel ranks, experts may be too, or are spread over all ranks."""
+    """Opens a save: experts of a model that is split over tensor-parallel ranks may be split too, or be spread over all ranks."""
     ranks = len(listing.model_parallel_ranks())
     if ranks < 2 and listing.numbers(model_name(listing), "mp_world_size").get("mp_world_size", 1) < 2:
         model = read_model_states(listing, model_name(listing))
@@ -107,7 +107,7 @@ class Split(model_parallel.ParallelSave):
         return [range(first, first + tp) for first in range(0, tp * self.topology.pp, tp)]
 
     def _model(self, rank: int) -> ModelStates:
-        """A rank's model file, or what can be known of it; see [Note: model files that DeepSpeed does not write]."""
+        """A rank's model file, or one made of what is known of it; see [Note: model files that DeepSpeed does not write]."""
         written = [int(name.split("_")[2]) for name in self.listing.matching(MODEL_NAME)]
         shards = self.listing.shards("optim", rank).values()
         before = max((other for other in written if other < rank), default=None)
@@ -129,7 +129,7 @@ class Split(model_parallel.ParallelSave):
             )
 
     def slice_of(self, rank: int, model: ModelStates, tied: Mapping[str, str]) -> ModelSlice:
-        """Of a rank: all its slices, or those that are not experts'."""
+        """A rank's slices: all, or those that are not experts'."""
         stage = self._stages()[rank // self.topology.tp]
         if self.topology.pp > 1 and not _counts(model.root):
             self._check_none(rank)
@@ -168,7 +168,7 @@ class Split(model_parallel.ParallelSave):
         return ModelSlice(catalog, save.model, lambda: zero.training_of(dense), dense)
 
     def _check_none(self, rank: int) -> None:
-        """A stage without experts has no files of any."""
+        """Checks that a stage without experts has no files of experts."""
         if strange := [match[0] for match in _expert_files(self.listing, range(rank, rank + 1))]:
             raise InconsistentError(
                 "holds files of experts that the model does not have", file=self.listing.directory, found=examples(strange),
@@ -177,7 +177,7 @@ class Split(model_parallel.ParallelSave):
             )  # fmt: skip
 
     def _of_all(self, ranks: range) -> MixtureReader:
-        """What all ranks of a stage hold of experts, as a mixture of nothing else; without ZeRO, beside the first's slices."""
+        """The experts of all ranks of a stage, as a mixture of experts alone; without ZeRO, beside the first rank's slices."""
         layers, saves = self.spread[ranks[0]], [self.saves[rank] for rank in ranks if rank in self.saves]
         if not saves:
             models = [self._model(rank) for rank in ranks]
@@ -229,7 +229,7 @@ class Split(model_parallel.ParallelSave):
 
 
 def _those(training: Training, layers: Layers, *, experts: bool) -> Training:
-    """What a run needs of experts alone, or of all else alone."""
+    """What a run needs for experts alone, or for all else alone."""
     named = ((group, tuple(layers.those(group.names, experts=experts))) for group in training.groups)
     groups = tuple(replace(group, names=names) for group, names in named if names)
     states = {name: training.states[name] for name in layers.those(training.states, experts=experts)}
@@ -255,7 +255,7 @@ def _sizes(model: ModelStates) -> dict[str, int]:
 
 
 def _held_sizes(optimizers: Iterable[object]) -> dict[str, int]:
-    """The same as a rank's optimizer files hold them."""
+    """The same, by a rank's optimizer files."""
     sizes: dict[str, int] = {}
     for root in optimizers:
         state = root.get("optimizer_state_dict") if isinstance(root, Mapping) else None

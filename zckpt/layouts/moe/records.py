@@ -1,4 +1,4 @@
-"""What a model file records of experts: where AutoEP put them, its second routers, and what misleads once they are ordinary.
+"""The facts on experts in a model file: AutoEP's placement of them, its second routers, and facts to be removed.
 
 For the readers of saves with experts: `experts`, `mixture`, `universal`.
 Source: DeepSpeed 0.19.8, runtime/engine.py `_save_moe_checkpoint`, module_inject/auto_ep_layer.py.
@@ -20,7 +20,7 @@ def records(model: ModelStates) -> dict[int, Mapping[str, object]]:
     """What AutoEP recorded, by the layer's number.
 
     Raises:
-        CorruptError: a record does not say which layer it is of.
+        CorruptError: a record does not name its layer.
     """
     listed = model.root.get("ds_autoep_layers")
     if listed is None:
@@ -44,7 +44,7 @@ def modules(name: str) -> Iterator[str]:
 
 
 def second_routers(model: ModelStates) -> Iterator[tuple[str, str]]:
-    """AutoEP keeps a layer's router under the name it had before too, and does not record that they are one."""
+    """The second names of routers: AutoEP saves a layer's router under its former name too, without recording it."""
     homes = {str(entry["expert_key_prefix"]).rpartition(".")[0] for entry in records(model).values()}
     for name, ref in model.module.items():
         for home in homes.intersection(modules(name)):
@@ -60,7 +60,7 @@ _OF_EXPERTS = frozenset(("num_experts", "ds_autoep_layers", "folding", "universa
 
 
 def without_experts(training: Training) -> Training:
-    """A run as it is where experts are ordinary parameters: what its files say of them would mislead."""
+    """A run without its files' facts on experts, which are wrong once experts are ordinary parameters."""
     groups = (
         replace(group, settings={key: value for key, value in group.settings.items() if key != "moe"})
         for group in training.groups

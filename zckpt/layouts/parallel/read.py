@@ -1,4 +1,4 @@
-"""Checkpoints of models that are split over ranks: tensor parallel, pipeline parallel, and ZeRO of any stage under both.
+"""Checkpoints of models that are split over ranks: tensor parallel, pipeline parallel, and both with ZeRO of any stage.
 
 For `layouts.FAMILIES`. Each model-parallel rank's files are read as a save of their own, of slices under the names they have
 there (`zero12`, `zero3`, `unsharded`); the slices of one pipeline stage are joined (`slices`, `rules`), and the stages are
@@ -52,7 +52,7 @@ def read(listing: Listing, *, allow_unknown: bool = False) -> Catalog:
         IncompleteError: slices or stages are missing.
         InconsistentError: slices are of different saves, or do not fit their rules; tied copies differ.
         UnsupportedError: no rule says how a tensor's slices are joined.
-        UsageError: the wrong rules were given.
+        UsageError: the rules that were given do not fit.
     """
     return ParallelSave(listing, allow_unknown).catalog()
 
@@ -64,12 +64,12 @@ def read_training(listing: Listing, *, allow_unknown: bool = False) -> Training:
 
 @dataclass(frozen=True, slots=True)
 class ModelSlice:
-    """What one model-parallel rank holds.
+    """The slices of one model-parallel rank.
 
     Attributes:
         catalog: of slices.
         model: the model file.
-        training: how to read what goes with them.
+        training: reads what the run needs beside them.
         save: its files, under ZeRO.
     """
 
@@ -111,7 +111,7 @@ class ParallelSave:
     # -- what is there -----------------------------------------------------------------------------------------------
 
     def _model(self, rank: int) -> ModelStates:
-        """A rank's model file; of ZeRO-3, any of its data-parallel ranks'. A pipeline's has weights if it has experts."""
+        """A rank's model file; under ZeRO-3, of any data-parallel rank. In a pipeline it has weights if it has experts."""
         names = [n for n in self.listing.matching(MODEL_NAME) if int(n.split("_")[2]) == rank]
         names += self.listing.shards("model", rank).values()
         if not names:
@@ -125,7 +125,7 @@ class ParallelSave:
         return read_model_states(self.listing, names[0], module={} if elsewhere else None)
 
     def _topology(self, models: Mapping[int, ModelStates]) -> Topology:
-        """Ranks per axis: what the user said, what the files say, or what their number allows."""
+        """Ranks per axis: from the options, from the files, or from their number."""
         first = models[min(models)]
         recorded = first.topology(first.ranks("dp_world_size") or 1)
         wished = self.listing.wishes
@@ -149,7 +149,7 @@ class ParallelSave:
         return Topology(recorded.dp, tp, pp)
 
     def slice_of(self, rank: int, model: ModelStates, tied: Mapping[str, str]) -> ModelSlice:
-        """What one model-parallel rank holds. Whoever knows more of its files says it here."""
+        """The slices of one model-parallel rank; overridden for saves with more files."""
         if self.layers and not model.module:
             model = replace(model, module=self._stage_module(rank, model, tied))
         source = Source("", self.listing.directory)
@@ -193,7 +193,7 @@ class ParallelSave:
         return tensors
 
     def _check_layers(self, models: Iterable[ModelStates]) -> None:
-        """Layers that no stage lists hold nothing: an activation has a file too."""
+        """Checks that layer files that no stage lists are empty, as those of activations are."""
         models = list(models)
         owned = {layer for model in models for layer in _layers_of({*_parameters(model), *model.buffer_names})}
         for (layer, _), file in self.layers.items():
@@ -222,7 +222,7 @@ class ParallelSave:
         return joint
 
     def _stage_tensors(self, stage: Sequence[ModelSlice], padding: list[Padding]) -> Iterator[TensorEntry]:
-        """The whole tensors of one pipeline stage; what slices hold beyond them goes into `padding`."""
+        """The whole tensors of one pipeline stage; elements of slices beyond them are added to `padding`."""
         names = dict.fromkeys(name for held in stage for name in held.catalog.tensors)
         for name in names:
             yield self._whole(name, [held.catalog.tensors.get(name) for held in stage], padding)
@@ -308,13 +308,13 @@ class ParallelSave:
 
 
 def _not_read(name: str, held: Sequence[Training]) -> Iterator[Padding]:
-    """The states of a tied parameter on a further stage: the first stage's are those of all."""
+    """The states of a tied parameter on further stages, which are not read; the first stage's are used."""
     entries = (entry for training in held for entry in training.states[name].values())
     return (Padding(e.dtype, e.fragments, "the same states on another stage", zero=False) for e in entries)
 
 
 def _tied(first: TensorEntry, other: TensorEntry, stage: int) -> TensorEntry:
-    """A tensor that a further stage holds too: it must be the same there."""
+    """One entry for a tensor that a further stage holds too, after checking that both are alike."""
     if (first.shape, first.dtype) != (other.shape, other.dtype):
         raise InconsistentError(
             f"two pipeline stages hold tensor {first.name!r} differently",
@@ -364,7 +364,7 @@ def _tied_names(models: Iterable[ModelStates]) -> dict[str, str]:
 
 
 def _check_steps(listing: Listing, slices: Sequence[ModelSlice]) -> None:
-    """All model files are of one save, and all optimizer files: those of a single rank were compared with each other."""
+    """Checks that the model files of all ranks, and the optimizer files of all ranks, are of one save."""
     models = (held.model for held in slices)
     check_alike(listing, "the step", {os.path.basename(model.file): model.number("global_steps") for model in models})
     shards = [held.save.shards[0] for held in slices if held.save is not None]

@@ -1,6 +1,6 @@
-"""Whether a file of plain weights holds one rank's part of a model, as far as its name and its contents tell.
+"""Finds files of plain weights that hold one rank's part of a model, by their names and contents.
 
-For `layouts.huggingface`: a part converts, verifies and uploads as well as a model does, and is none. Evidence is a name
+For `read`: a part could be converted, verified and uploaded like a model, without being one. The evidence is a name
 (`model_world_size_8_rank_3.pt`, `checkpoint-shard0.pt`), torch's DTensors and ShardedTensors, flat parameters of FSDP and
 FairScale, FairScale's `shard_metadata`, and parameters under FSDP's own names that are all vectors.
 Source: torch 2.13, distributed/fsdp/_state_dict_utils.py (`_local_post_state_dict_hook`), _flat_param.py (`FLAT_PARAM`);
@@ -29,7 +29,7 @@ _DEEPEST = 8
 
 
 def by_contents(root: Mapping[object, object]) -> str:
-    """What in a file says that it holds one rank's part, in words; empty where nothing does."""
+    """The evidence in a file that it holds one rank's part, in words; empty if there is none."""
     if _METADATA in root:
         return f"an entry {_METADATA!r}"
     values = dict(_values(root))
@@ -46,7 +46,7 @@ def by_contents(root: Mapping[object, object]) -> str:
 
 
 def by_name(file: str, root: Mapping[object, object]) -> str:
-    """What in the name of a file says that it holds one rank's part, in words; empty where nothing does."""
+    """The evidence in a file's name that it holds one rank's part, in words; empty if there is none."""
     found = _NAME.search(file)
     if not found or _ALONE.search(file):
         return ""
@@ -65,7 +65,7 @@ def _values(state: Mapping[object, object], prefix: str = "", depth: int = 0) ->
 
 
 def _class_of(value: object) -> str:
-    """The name of a placeholder's class; of a tensor's subclass, which is rebuilt by a function, that of its own class."""
+    """The name of a placeholder's class; of the subclass of a tensor, which a function rebuilds."""
     if not isinstance(value, Placeholder):
         return ""
     first = value.args[0] if value.args else None

@@ -68,7 +68,7 @@ def read(listing: Listing, *, allow_unknown: bool = False) -> Catalog:
     """The catalog of plain weights.
 
     Raises:
-        IncompleteError: shards are missing; or, where `allow_unknown` is off, parameters have no elements (ZeRO-3
+        IncompleteError: shards are missing; or, unless `allow_unknown` is set, parameters have no elements (ZeRO-3
             placeholders), or a file holds one rank's part of a model.
         UnsafeError: the index names files outside its directory.
     """
@@ -148,7 +148,7 @@ def _state_dict(container: Container, file: str, notes: list[str]) -> dict[str, 
 
 
 def _refuse_part(container: Container, file: str, *, named: bool) -> None:
-    """One rank's part of a model is no model, whatever is in it; `named`: it is what a person gave as the checkpoint."""
+    """Raises IncompleteError for one rank's part of a model; `named`: the user gave this file as the checkpoint."""
     root = container.root
     if not isinstance(root, Mapping):
         return
@@ -168,7 +168,7 @@ def _refuse_part(container: Container, file: str, *, named: bool) -> None:
 
 
 def unread_states(listing: Listing) -> str:
-    """Optimizer states that lie in plain weights or beside them, and are not read, in words; empty where none are seen."""
+    """Optimizer states in plain weights or beside them, which are not read, in words; empty if none are found."""
     found = [
         f"the entry {key!r} of {name!r}"
         for name, container in listing.opened()
@@ -189,7 +189,7 @@ def _has_tensors(root: Mapping[str, object]) -> bool:
 
 
 def _refuse_placeholders(tensors: Mapping[str, TensorEntry], listing: Listing) -> None:
-    """ZeRO-3 leaves tensors of shape (0,) in a model's own state dict; plain weights do not record another shape."""
+    """Raises IncompleteError for tensors of shape (0,), which ZeRO-3 leaves in a model's own state dict."""
     empty = [entry.name for entry in tensors.values() if entry.shape == (0,) and entry.role == "parameter"]
     if empty and not _is_of_recorded_shapes(listing.directory):
         raise IncompleteError(
@@ -213,7 +213,7 @@ def _is_of_recorded_shapes(path: str) -> bool:
 
 
 def _hint(path: str) -> str:
-    """Where the real weights probably are."""
+    """The place where the weights probably are."""
     place = os.path.dirname(os.path.abspath(path)) if os.path.isfile(path) else os.path.abspath(path)
     for directory in (place, os.path.dirname(place)):
         if os.path.isfile(os.path.join(directory, "latest")):
@@ -223,7 +223,7 @@ def _hint(path: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class WeightsTarget:
-    """How plain weights are to be written.
+    """The form in which plain weights are written.
 
     Attributes:
         format: the container.
@@ -238,7 +238,7 @@ class WeightsTarget:
 
 @dataclass(frozen=True, slots=True)
 class Destination:
-    """Files to be written, and where in them each tensor goes."""
+    """Files to be written, and the place in them of each tensor."""
 
     files: tuple[tuple[OutputFile, FileStore], ...]
     entries: Mapping[str, TensorEntry]
@@ -247,10 +247,10 @@ class Destination:
 def lay_out(
     wanted: Sequence[tuple[TensorEntry, DType]], aliases: Mapping[str, str], target: WeightsTarget
 ) -> Destination:
-    """Where each tensor goes.
+    """Lays out the files, and the place of each tensor in them.
 
     Args:
-        wanted: tensors with the dtype each is to have.
+        wanted: the tensors, each with its new dtype.
         aliases: dropped name -> kept name.
         target: the form of the output.
 

@@ -1,4 +1,4 @@
-"""Universal checkpoints: each parameter whole in files of its own, so that any machine shape can load it.
+"""Universal checkpoints: each parameter is whole, in files of its own, so that any number of ranks can load it.
 
 For `layouts.FAMILIES`. A tag directory holds `zero/<parameter>/fp32.pt` and one such file per optimizer state,
 `zero/optimizer_state.pt` with what is left of one rank's optimizer file, and copies of the model files, in which buffers and
@@ -56,7 +56,7 @@ class _Save:
         listing: all files.
         parameters: parameter -> state -> name of its file.
         models: the first model file of each model-parallel rank.
-        left: what is left of one rank's optimizer file.
+        left: the rest of one rank's optimizer file.
     """
 
     listing: Listing
@@ -66,26 +66,26 @@ class _Save:
 
     @property
     def shapes(self) -> dict[str, Shape]:
-        """Trainable parameters; shapes are of one rank's slices where there are several model-parallel ranks."""
+        """Shapes of trainable parameters; of one rank's slices if there are several model-parallel ranks."""
         return {name: shape for model in self.models for group in model.param_shapes for name, shape in group.items()}
 
     @property
     def stage(self) -> int:
-        """ZeRO stage of the run: its optimizer names it, but for the bf16 optimizer, of stage 1."""
+        """ZeRO stage of the run: as its optimizer names it, or 1 for the bf16 optimizer."""
         stage = enum_value(self.left.get("zero_stage"))
         return stage if isinstance(stage, int) else 1
 
     def states(self) -> tuple[str, ...]:
-        """Names of the optimizer states of elements."""
+        """Names of the per-element optimizer states."""
         found = dict.fromkeys(state for name in self.shapes for state in self.parameters[name])
         return tuple(state for state in found if state not in (MASTER, _STEP))
 
     def entry(self, name: str, state: str, shape: Shape) -> TensorEntry:
-        """The masters or a state of a parameter.
+        """The master weights or a state of a parameter.
 
         Raises:
             IncompleteError: its file is missing.
-            CorruptError, InconsistentError: the file holds something else.
+            CorruptError, InconsistentError: the file holds another object.
         """
         file = self.parameters.get(name, {}).get(state)
         if file is None:
@@ -127,10 +127,10 @@ def _load(listing: Listing) -> _Save:
 
 
 def beside(listing: Listing) -> dict[str, TensorRef]:
-    """What is not trained, and tied names, in files of their own: not what is read, but what DeepSpeed might.
+    """Frozen tensors and tied names in files of their own, which zckpt does not read, but DeepSpeed may.
 
     Raises:
-        CorruptError: a file is not what its name says.
+        CorruptError: a file does not hold what its name says.
     """
     save = _load(listing)
     found: dict[str, TensorRef] = {}
@@ -157,7 +157,7 @@ def _models(listing: Listing) -> Iterator[ModelStates]:
 
 
 def read(listing: Listing, *, allow_unknown: bool = False) -> Catalog:
-    """The catalog of a universal checkpoint; everything in it has a name, so nothing is unknown.
+    """The catalog of a universal checkpoint.
 
     Raises:
         IncompleteError: a parameter's file, or the model files, are missing.
@@ -176,7 +176,7 @@ def read(listing: Listing, *, allow_unknown: bool = False) -> Catalog:
 
 
 def _elsewhere(save: _Save) -> Iterator[tuple[str, TensorEntry]]:
-    """What the model file lacks, since it lay in files of experts: in fp32, as all is that no optimizer owns."""
+    """Tensors that are not in the model file, since they were in files of experts; in fp32, as all without an optimizer."""
     model = save.models[0]
     known = {*save.shapes, *model.module, *model.shared}
     for name, files in save.parameters.items():
@@ -188,7 +188,7 @@ def _elsewhere(save: _Save) -> Iterator[tuple[str, TensorEntry]]:
 
 
 def _frozen(listing: Listing, model: ModelStates, name: str, shape: Shape) -> TensorEntry | None:
-    """A frozen parameter: whole in the model file, or, of stage 3, in pieces in all ranks' files, one after another."""
+    """A frozen parameter: whole in the model file, or at stage 3 in pieces in all ranks' files, one after another."""
     ref = model.frozen_fragments.get(name) or model.module.get(name)
     if ref is None:
         return None  # saved without frozen parameters
@@ -262,7 +262,7 @@ def _names_by_group(save: _Save, settings: Sequence[Mapping[str, object]]) -> li
 
 
 def _scalars(save: _Save, names: Sequence[str]) -> dict[str, object]:
-    """The step: in a file of each parameter's own, or in what is left of the optimizer file.
+    """The step: from a file of each parameter, or from the rest of the optimizer file.
 
     Raises:
         InconsistentError: parameters of one group have taken different numbers of steps.

@@ -1,4 +1,4 @@
-"""How a universal checkpoint is laid out: the files that DeepSpeed's `ds_to_universal` writes, value for value.
+"""Lays out a universal checkpoint: the files that DeepSpeed's `ds_to_universal` writes, value for value.
 
 For `zckpt to-universal`. What is in them, and in which form: [Note: two forms] in `universal`.
 Source: DeepSpeed 0.19.8, checkpoint/ds_to_universal.py.
@@ -32,14 +32,14 @@ class UniversalTarget:
 
     Attributes:
         tag: its directory.
-        precision: dtype of the module's own weights, which are copied as they are.
+        precision: dtype of the module's own weights, which are copied.
     """
 
     tag: str
     precision: DType
 
     def as_json(self) -> dict[str, object]:
-        """What a manifest says of it."""
+        """Its facts for a manifest."""
         return {"precision": self.precision.torch_name}
 
 
@@ -53,8 +53,8 @@ def lay_out(catalog: Catalog, training: Training, listing: Listing, target: Univ
         target: where it goes.
 
     Raises:
-        UnsafeError: a parameter's name is no path below `zero/`.
-        UnsupportedError: a parameter's name is too long for a directory; experts that DeepSpeed has no universal form for.
+        UnsafeError: a parameter's name is not a path below `zero/`.
+        UnsupportedError: a parameter's name is too long for a directory, or DeepSpeed has no universal form for experts.
     """
     _check_experts(catalog)
     files: list[tuple[OutputFile, FileStore]] = []
@@ -91,7 +91,7 @@ def lay_out(catalog: Catalog, training: Training, listing: Listing, target: Univ
 
 
 def _check_experts(catalog: Catalog) -> None:
-    """Refuses what DeepSpeed's engine could not load; see [Note: universal experts] in `universal`."""
+    """Raises UnsupportedError for experts that DeepSpeed's engine could not load; see [Note: universal experts] in `universal`."""
     topology = catalog.topology
     own = sum(is_own(name) for name in catalog.tensors)
     if topology.experts and (topology.tp * topology.pp > 1 or (own and topology.ep > 1)):
@@ -109,7 +109,7 @@ _END_TO_END = Joint((), (), words={"cat_dim": 0})
 
 
 def _directory(name: str, path: str) -> str:
-    """A parameter's name as a path, which DeepSpeed looks for as it is."""
+    """A parameter's name as a path; DeepSpeed looks for exactly this path."""
     parts = name.split("/")
     if "\0" in name or any(part in ("", ".", "..") for part in parts):
         raise UnsafeError(
@@ -132,7 +132,7 @@ _LONGEST = 255
 def _tensor_file(
     path: str, entry: TensorEntry, joint: Joint | None, dtype: DType | None = None
 ) -> tuple[tuple[OutputFile, FileStore], list[Pair]]:
-    """One tensor in a file: with words on how it was joined, or, where there are none, bare and flat."""
+    """A file of one tensor: with words on how it was joined, or, if there are none, bare and flat."""
     file = TorchFile(path)
     if joint is None:
         return file.finish(file.tensor(replace(entry, shape=(entry.numel,), replicas=()), dtype))
@@ -140,7 +140,7 @@ def _tensor_file(
 
 
 def _others(catalog: Catalog) -> Iterator[tuple[str, TensorEntry]]:
-    """What the optimizer does not own, tied names too, as the module holds it."""
+    """The module's tensors that the optimizer does not own, with tied names."""
     for name, entry in catalog.tensors.items():
         if entry.role != "parameter":
             yield name, entry
@@ -155,9 +155,9 @@ _SHARDED = ("base_optimizer_state", "param_slice_mappings", "single_partition_of
 
 
 def _left(training: Training, stage_3: bool, ranks: int) -> dict[str, object]:
-    """What is left of one rank's optimizer file when its partitions are gone; of stage 3, where they stay, all.
+    """One rank's optimizer file without its partitions; at stage 3, with them.
 
-    DeepSpeed's converter says of each group, of experts too, that all data-parallel ranks share it, without padding.
+    As DeepSpeed's converter does, it says of each group, of experts too, that all data-parallel ranks share it, without padding.
     """
     raw = training.raw
     inner = raw.get("optimizer_state_dict" if stage_3 else "base_optimizer_state")
@@ -176,7 +176,7 @@ def _left(training: Training, stage_3: bool, ranks: int) -> dict[str, object]:
 def _model_file(
     listing: Listing, name: str, path: str, stage_3: bool
 ) -> tuple[tuple[OutputFile, FileStore], list[Pair]] | None:
-    """A model file of a run with AutoEP, whose record is where the engine looks for it; None for another run's."""
+    """A model file of a run with AutoEP, with its record where the engine looks for it; None for other runs."""
     root = listing.open(name).root
     record = root.get("ds_autoep_layers") if isinstance(root, Mapping) else None
     if not isinstance(root, Mapping) or not isinstance(record, list):
@@ -197,7 +197,7 @@ _OF_LAYER = ("moe_layer_id", "module_path", "expert_key_prefix", "num_experts", 
 
 
 def _copy(path: str, name: str) -> tuple[tuple[OutputFile, FileStore], list[Pair]]:
-    """A file as it is, byte for byte."""
+    """A copy of a file, byte for byte."""
     source = file_store(path)
     store = FileStore(name, source.size)
     of, to = (

@@ -3,7 +3,7 @@
 For all of DeepSpeed's families, and no other: what wins, what is tied and in which order follows from DeepSpeed's model files.
 
 A name of the model's state dict is, in this order: tied to another name (then it is an alias); a master; a frozen
-parameter; a buffer; or a parameter that no optimizer owns (kept as it lies in the model file).
+parameter; a buffer; or a parameter that no optimizer owns (as it is in the model file).
 """
 
 from __future__ import annotations
@@ -64,11 +64,11 @@ def assemble(
         masters: name -> trainable parameter, from the optimizer files.
         source: where it all comes from; notes are added.
         topology: ranks per axis.
-        frozen: name -> frozen parameter, where they do not lie whole in the model file.
-        padding: what of the optimizer files belongs to no parameter.
+        frozen: name -> frozen parameter, if the model file does not hold them whole.
+        padding: elements of the optimizer files that belong to no parameter.
 
     Raises:
-        IncompleteError: a parameter's recorded shape is not empty, but nothing holds its elements.
+        IncompleteError: a parameter's recorded shape is not empty, but its elements are in no file.
     """
     owned = dict(masters)
     owned.update(frozen if frozen is not None else _whole_frozen(model))
@@ -117,7 +117,7 @@ def _whole_frozen(model: ModelStates) -> dict[str, TensorEntry]:
 def _resolve(
     aliases: Mapping[str, str], module: Mapping[str, TensorRef], tensors: Mapping[str, TensorEntry]
 ) -> dict[str, str]:
-    """Aliases whose kept name is really there; chains are followed to their end."""
+    """The aliases whose kept name exists; chains of aliases are followed to their end."""
     resolved: dict[str, str] = {}
     for dropped in aliases:
         kept, seen = dropped, {dropped}
@@ -130,7 +130,7 @@ def _resolve(
 
 
 def _check_frozen(model: ModelStates, tensors: Mapping[str, TensorEntry], aliases: Mapping[str, str]) -> None:
-    """A parameter with a non-empty recorded shape never comes out empty."""
+    """Checks that parameters whose recorded shape is not empty have elements."""
     recorded = {name: shape for group in (*model.param_shapes, model.frozen_shapes) for name, shape in group.items()}
     empty = [
         n for n, s in recorded.items() if n in tensors and tensors[n].shape != s and not tensors[n].numel and 0 not in s

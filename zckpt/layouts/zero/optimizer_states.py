@@ -1,4 +1,4 @@
-"""What the `*_optim_states.pt` files of a ZeRO save say, and whether they belong together.
+"""Reads the `*_optim_states.pt` files of a ZeRO save, and checks that they belong together.
 
 For zero12 and zero3. Reads the index of each file; of tensors, at most the one number a step counter is.
 Source: DeepSpeed runtime/engine.py `_save_zero_checkpoint`; `state_dict` of the ZeRO and bf16 optimizers (0.19.8).
@@ -28,13 +28,13 @@ class OptimizerShard:
     Attributes:
         file: its path.
         rank: data-parallel rank, from its name.
-        stage: ZeRO stage; None where the file does not say (bf16 optimizer).
-        partition_count: ranks that share a group, or None where the file does not say.
+        stage: ZeRO stage; None if the file does not record it (bf16 optimizer).
+        partition_count: ranks that share a group, or None if the file does not record it.
         vectors: flat fp32 masters, one per group (ZeRO-1/2) or sub-group (ZeRO-3).
         alignment_paddings: per group and parameter, elements that follow it; None for none.
         states: per flat group, the wrapped optimizer's states by name: vectors like the masters', or single values.
         settings: the wrapped optimizer's parameter groups (learning rate, ...); empty in the elastic form.
-        step: the optimizer's step count, or None where no state has one.
+        step: the optimizer's step count, or None if no state has one.
         root: everything in `optimizer_state_dict`.
     """
 
@@ -61,7 +61,7 @@ class OptimizerShard:
 
 
 def per_element(states: Mapping[str, object]) -> dict[str, TensorRef]:
-    """Those of a group's states that are vectors: the others, such as the step, are one value for the whole group."""
+    """The states of a group that are vectors; the others, such as the step, are one value for the whole group."""
     return {name: value for name, value in states.items() if isinstance(value, TensorRef) and value.shape}
 
 
@@ -177,7 +177,7 @@ def _inner_state(base: object, count: int) -> tuple[tuple[Mapping[str, object], 
 
 
 def check_ranks(listing: Listing, shards: list[OptimizerShard], model: ModelStates) -> int:
-    """The world size, after making sure that every rank's file is there and of the same save.
+    """Checks that every rank's file exists and is of the same save; returns the world size.
 
     Raises:
         IncompleteError: rank files are missing.
@@ -210,7 +210,7 @@ def state_vector(shard: OptimizerShard, number: int, state: str) -> TensorRef:
     """A per-element optimizer state of one of the shard's flat groups.
 
     Raises:
-        IncompleteError: it is not there.
+        IncompleteError: it is missing.
     """
     found = shard.states[number].get(state)
     if isinstance(found, TensorRef) and found.is_contiguous and len(found.shape) == 1:
@@ -235,12 +235,12 @@ def group_of(names: tuple[str, ...], shard: OptimizerShard, number: int, flat_gr
 
 
 def scaler_of(shard: OptimizerShard) -> dict[str, object]:
-    """The loss scaler, and what is kept beside it."""
+    """The loss scaler, and the values that are stored beside it."""
     return {key: shard.root[key] for key in SCALER if key in shard.root}
 
 
 def precision_of(model: ModelStates) -> DType:
-    """The dtype of the module's trained weights, placeholders or not; by the config where they are not in the file."""
+    """The dtype of the module's trained weights or their placeholders; from the config if they are not in the file."""
     for name in (name for shapes in model.param_shapes for name in shapes):
         if name in model.module:
             return model.module[name].dtype

@@ -51,7 +51,7 @@ def flat_pieces(offset: int, numel: int, partition_size: int) -> Iterator[Vector
 
 
 def round_robin(count: int, world_size: int) -> list[int]:
-    """The order in which `round_robin_gradients` lays the parameters of a group: 0, world_size, .., 1, world_size + 1, ..
+    """The order of a group's parameters under `round_robin_gradients`: 0, world_size, .., 1, world_size + 1, ..
 
     Source: DeepSpeed 0.19.8, runtime/zero/stage_1_and_2.py `_round_robin_reorder`.
     """
@@ -64,7 +64,7 @@ def in_order(order: Sequence[int], names: Sequence[Name]) -> list[Name]:
 
 
 def in_original_order(laid: Sequence[Name], world_size: int) -> list[Name]:
-    """Parameters that `round_robin` laid, in the order they had before."""
+    """Parameters in the order of `round_robin`, put back into their own order."""
     placed = sorted(zip(round_robin(len(laid), world_size), laid, strict=True), key=lambda pair: pair[0])
     return [name for _, name in placed]
 
@@ -126,7 +126,7 @@ def partition_of(numel: int, world_size: int, rank: int) -> range:
 
 
 class SubGroups:
-    """Finds places in the vectors (sub-groups) that one rank's run of pieces was cut into."""
+    """Finds places in the vectors (sub-groups) of one rank, which its run of pieces is cut into."""
 
     def __init__(self, lengths: Sequence[int]) -> None:
         self.lengths = tuple(lengths)
@@ -134,7 +134,7 @@ class SubGroups:
         self.total = self._starts[-1]
 
     def pieces(self, offset: int, count: int) -> Iterator[VectorRun]:
-        """Where elements [offset, offset + count) of the run lie; `index` is the sub-group. Never beyond `total`."""
+        """The places of elements [offset, offset + count) of the run, up to `total`; `index` is the sub-group."""
         done = 0
         while done < count and offset + done < self.total:
             index = bisect_right(self._starts, offset + done) - 1

@@ -76,7 +76,7 @@ def frozen_of(save: Save) -> dict[str, TensorEntry] | None:
 
 
 def padding_of(save: Save) -> Iterator[Padding]:
-    """What of the masters belongs to no parameter."""
+    """The elements of the masters that belong to no parameter."""
     return zero3.padding(save) if isinstance(save, Zero3Save) else zero12.padding(save)
 
 

@@ -1,4 +1,4 @@
-"""A torch file in the making: any inert object, and for each tensor in it where its elements come from.
+"""A torch file that is being laid out: any inert object, and for each tensor in it the source of its elements.
 
 For the layouts that write checkpoints. The file is known to the last byte before an element is moved: its records'
 places, the moves into them, and zeros where a vector is padded.
@@ -48,11 +48,11 @@ class Filling(NamedTuple):
 
 
 class TorchFile:
-    """One file in the making.
+    """One file that is being laid out.
 
     Args:
         path: relative to the output directory.
-        sketch: nobody wants the file itself, only which elements go into it, in their order.
+        sketch: whether only the elements and their order are needed, and not the file.
     """
 
     def __init__(self, path: str, *, sketch: bool = False) -> None:
@@ -74,13 +74,13 @@ class TorchFile:
         return spec
 
     def vector(self, fillings: Iterable[Filling], numel: int, dtype: DType) -> TensorSpec:
-        """A vector of `numel` elements, made of parts of tensors in this order; zeros where none is."""
+        """A vector of `numel` elements, made of parts of tensors in this order; the rest is zeros."""
         spec = self._spec(dtype, (numel,))
         self._fillings[spec.name] = list(fillings)
         return spec
 
     def adopt(self, value: Any) -> Any:
-        """An inert value that came from another file, with its tensors as tensors of this one.
+        """An inert value of another file, with its tensors as tensors of this one.
 
         Raises:
             UnsupportedError: it contains itself.

@@ -39,7 +39,7 @@ def read(listing: Listing) -> Catalog:
 
 
 def frozen_without_master(catalog: Catalog, masters: Mapping[str, TensorEntry]) -> Catalog:
-    """The catalog of a run that keeps masters: what the optimizer does not own was not trained."""
+    """The catalog of a run with masters, in which parameters without a master are frozen."""
     tensors = {
         name: replace(entry, role="frozen") if entry.role == "parameter" and name not in masters else entry
         for name, entry in catalog.tensors.items()
@@ -48,7 +48,7 @@ def frozen_without_master(catalog: Catalog, masters: Mapping[str, TensorEntry]) 
 
 
 def masters(model: ModelStates) -> tuple[dict[str, TensorEntry], tuple[str, ...]]:
-    """fp32 masters by name, as far as the optimizer keeps any, and what a person should know of them.
+    """fp32 masters by name, if the optimizer has any, and notes on them for the user.
 
     Raises:
         InconsistentError: they fit no parameters.
@@ -60,13 +60,13 @@ def masters(model: ModelStates) -> tuple[dict[str, TensorEntry], tuple[str, ...]
 
 
 def without_masters(model: ModelStates) -> tuple[str, ...]:
-    """What a person should know of a save that keeps no masters."""
+    """Notes for the user on a save without masters."""
     half = any(ref.dtype.name in ("F16", "BF16") for ref in model.module.values())
     return ("This save holds no fp32 master weights: the half-precision module weights are used.",) if half else ()
 
 
 def masters_by_group(model: ModelStates) -> list[list[str]]:
-    """The names of the parameters whose masters each group of the optimizer holds, in its order.
+    """The names of the parameters of each of the optimizer's groups, in the order of its masters.
 
     Raises:
         InconsistentError: they fit no parameters.
@@ -95,7 +95,7 @@ class GroupMasters:
         return sum(ref.numel for ref in self.tensors)
 
     def at(self, place: int, shape: tuple[int, ...]) -> tuple[Fragment, int] | None:
-        """The master of a parameter of this shape at `place`, and the next place; None when it cannot be there."""
+        """The master of a parameter of this shape at `place`, and the next place; None if it does not fit there."""
         numel = math.prod(shape)
         if self.is_flat:
             vector = self.tensors[0]
@@ -114,7 +114,7 @@ class GroupMasters:
 
 
 def master_groups(optimizer: object, file: str) -> list[GroupMasters] | None:
-    """The masters in an optimizer's state, or None when it has none."""
+    """The masters in an optimizer's state, or None if it has no masters."""
     if not isinstance(optimizer, Mapping):
         return None
     flat, unfused = optimizer.get("fp32_groups_flat"), optimizer.get("fp32_groups")
@@ -139,7 +139,7 @@ def candidates(model: ModelStates) -> list[TensorEntry]:
 
 
 def assign(weights: Sequence[TensorEntry], groups: Sequence[GroupMasters], file: str) -> dict[str, TensorEntry]:
-    """The masters by name: which weight each of them belongs to.
+    """The masters by name, found by comparing them with the weights.
 
     Raises:
         InconsistentError: no assignment, or more than one, agrees with the weights.
@@ -171,8 +171,8 @@ def _solutions(
 ) -> list[_Solution]:
     """At most two ways to merge the groups into the model's order; `skipping`: some parameters have no master.
 
-    Depth first with its own stack, since models have more parameters than Python has frames. States that led nowhere
-    are remembered, so the work is bounded by parameters x places that are really reached.
+    Depth first with its own stack, since models have more parameters than Python has frames. States without a solution
+    are remembered, so the work is bounded by parameters x places that are reached.
     """
     if not skipping and sum(weight.numel for weight in weights) != sum(group.numel for group in groups):
         return []

@@ -1,4 +1,4 @@
-"""What a run needs beside its weights, of a save without ZeRO: states by number, whose names are to be found.
+"""What a run needs beside its weights, from a save without ZeRO: it has states by number, for which names are found here.
 
 For resharding and for the trainer. An optimizer numbers its parameters group by group and keeps no names. They are known
 where the trainer wrote the file, where a run says them, where masters tell them (see `unsharded`), and where all parameters
@@ -29,11 +29,11 @@ def read_training(listing: Listing, names: Names | None = None) -> Training:
 
     Args:
         listing: the files.
-        names: the parameters of each group of the optimizer, in its order, where a run knows them.
+        names: the parameters of each group of the optimizer, in its order, if a run knows them.
 
     Raises:
         IncompleteError: the file holds no optimizer.
-        InconsistentError: nobody knows which parameters the states belong to.
+        InconsistentError: the parameters of the states cannot be found.
     """
     return training_of(read_model_states(listing, listing.matching(MODEL_NAME)[0]), names)
 
@@ -106,7 +106,7 @@ def _names(
     """The parameters of each group.
 
     Raises:
-        InconsistentError: nobody knows them.
+        InconsistentError: they cannot be found.
     """
     own = model.root.get("zckpt")
     candidates: list[Names] = []
@@ -129,7 +129,7 @@ def _names(
 
 
 def _parameters(model: ModelStates) -> list[str]:
-    """The floating-point tensors that are no buffers, tied ones once."""
+    """The floating-point tensors that are not buffers, tied ones once."""
     places: dict[object, str] = {}
     for name, ref in model.module.items():
         if name not in model.buffer_names and ref.dtype.kind == "float" and ref.numel:
@@ -141,7 +141,7 @@ def _cut(
     model: ModelStates, names: Sequence[str], shapes: Sequence[tuple[int, ...]], state: Mapping[str, object],
     per_element: Sequence[str],
 ) -> Iterator[tuple[str, dict[str, TensorEntry]]]:  # fmt: skip
-    """The states of a group whose parameters lie end to end in one vector."""
+    """The states of a group whose parameters are end to end in one vector."""
     refs = {key: as_tensor(state[key], key, model.file) for key in per_element}
     held = {key: unflatten(dict(zip(names, shapes, strict=True)), [(ref, ref.numel)]) for key, ref in refs.items()}
     for name in names:
@@ -149,7 +149,7 @@ def _cut(
 
 
 def _scaler(optimizer: Mapping[str, Any]) -> dict[str, object]:
-    """The loss scaler in the form that the ZeRO optimizers keep."""
+    """The loss scaler in the form of the ZeRO optimizers."""
     kept: dict[str, object] = {key: optimizer[key] for key in ("clip_grad", "dynamic_loss_scale") if key in optimizer}
     if "cur_scale" in optimizer and optimizer.get("dynamic_loss_scale"):
         scaler = new_scaler(F16)

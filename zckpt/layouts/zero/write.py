@@ -1,4 +1,4 @@
-"""How a ZeRO save of any stage and world size is laid out: DeepSpeed's files, names and contents.
+"""Lays out a ZeRO save of any stage and world size: DeepSpeed's files, names and contents.
 
 For resharding and for the trainer. The sources may be files or a live model's memory; the arithmetic is `partition`'s, as
 in reading, so that what is written here is what `zero12` and `zero3` read.
@@ -53,7 +53,7 @@ class ZeroTarget:
         stage: 1, 2 or 3.
         world_size: data-parallel ranks.
         precision: dtype of the module's own weights.
-        form: whose optimizer files; "bf16" at stage 1 only.
+        form: the optimizer that the files are for; "bf16" at stage 1 only.
         round_robin: lay parameters as `round_robin_gradients` does; stages 1 and 2.
         align: pad between parameters as `parameter_alignment` does; stages 1 and 2.
         sub_group_size: elements of a rank from which on a sub-group is full; stage 3.
@@ -73,7 +73,7 @@ class ZeroTarget:
     copies: int = 1
 
     def as_json(self) -> dict[str, object]:
-        """What a manifest says of it."""
+        """Its facts for a manifest."""
         return {"stage": self.stage, "world_size": self.world_size, "precision": self.precision.torch_name}
 
     def file_of(self, rank: int, kind: str) -> str:
@@ -107,7 +107,7 @@ def lay_out_rank(catalog: Catalog, training: Training, target: ZeroTarget, rank:
 
 
 def sketch(catalog: Catalog, training: Training, target: ZeroTarget) -> Iterator[Sequence[Pair]]:
-    """What goes into the files of each rank, in their order, but not where in them; otherwise as `lay_out`."""
+    """The elements of each rank's files in their order, without their places; otherwise as `lay_out`."""
     writer = _writer(catalog, training, target)
     writer.sketch = True
     for rank in range(target.world_size):
@@ -138,7 +138,7 @@ def _files(writer: _Stage12 | _Stage3, rank: int) -> Laid:
 
 
 class _ZeroWriter:
-    """What the stages share: the model file, and what surrounds the vectors in the optimizer files."""
+    """The common part of all stages: the model file, and the values around the vectors in the optimizer files."""
 
     sketch = False
 
@@ -156,11 +156,11 @@ class _ZeroWriter:
         return names
 
     def file(self, path: str) -> TorchFile:
-        """A file in the making."""
+        """A file that is being laid out."""
         return TorchFile(path, sketch=self.sketch)
 
     def listed(self) -> list[Sequence[str]]:
-        """The parameters as `param_shapes` lists them: those of a flat vector together."""
+        """The parameters as in `param_shapes`: grouped by flat vectors."""
         return [group.names for group in self.groups]
 
     def model_root(
@@ -204,11 +204,11 @@ class _ZeroWriter:
         return self.training.state(name, state)
 
     def dtype_of(self, group: ParameterGroup, state: str | None) -> DType:
-        """Of the vector of a group's masters, or of one of its states."""
+        """The dtype of a group's vector of masters, or of one of its states."""
         return self.source(group.names[0], state).dtype
 
     def module_dtype(self, entry: TensorEntry) -> DType:
-        """Of a tensor in the module: what it was, unless another precision is wanted; buffers keep theirs."""
+        """The dtype of a tensor in the module: its own, or that of the new precision; buffers keep theirs."""
         if entry.role == "buffer" or entry.dtype.kind != "float":
             return entry.dtype
         if self.target.precision != self.training.precision:
@@ -218,14 +218,14 @@ class _ZeroWriter:
         return entry.dtype if entry.role == "frozen" else self.target.precision
 
     def weight(self, file: TorchFile, entry: TensorEntry) -> TensorSpec:
-        """A parameter or buffer as the module holds it: as it was saved, or rounded from the master."""
+        """The module's parameter or buffer: as it was saved, or rounded from the master."""
         dtype, copy = self.module_dtype(entry), entry.own_copy
         if copy is not None and copy.dtype == dtype:
             return file.tensor(replace(entry, dtype=dtype, fragments=copy.fragments, replicas=()))
         return file.tensor(entry, dtype)
 
     def scaler(self) -> dict[str, object]:
-        """The loss scaler and what is kept beside it; a new one where the precision is another one's."""
+        """The loss scaler and the values beside it; a new one if the precision changes."""
         kept = dict(self.training.scaler)
         if self.target.precision != self.training.precision:
             for key in ("loss_scaler", "dynamic_loss_scale", "overflow"):

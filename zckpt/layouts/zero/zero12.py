@@ -1,4 +1,4 @@
-"""Where each parameter lies in the flat fp32 groups of a ZeRO-1 or ZeRO-2 checkpoint, the bf16 optimizer's included.
+"""Where each parameter is in the flat fp32 groups of a ZeRO-1 or ZeRO-2 checkpoint, the bf16 optimizer's included.
 
 For `zero.read`. Arithmetic and the words used here: [Note: flat groups, partitions, padding] in `partition`.
 Source: DeepSpeed 0.19.8, runtime/zero/stage_1_and_2.py and runtime/bf16_optimizer.py `state_dict`.
@@ -41,7 +41,7 @@ _KNOWN = frozenset((
 
 @dataclass(frozen=True, slots=True)
 class Zero12Save:
-    """One model-parallel rank's files of a save, read and found to belong together."""
+    """One model-parallel rank's files of a save, read and checked."""
 
     model: ModelStates
     shards: list[OptimizerShard]
@@ -54,7 +54,7 @@ class Zero12Save:
 
     @property
     def form(self) -> Form:
-        """Whose files they are: the ZeRO optimizers name their stage, the bf16 optimizer does not."""
+        """The optimizer that wrote the files: the ZeRO optimizers name their stage, the bf16 optimizer does not."""
         return "zero" if "zero_stage" in self.shards[0].root else "bf16"
 
 
@@ -92,14 +92,14 @@ def load(
 
 
 def _configured_stage(model: ModelStates) -> int:
-    """The bf16 optimizer's files do not name the stage; the config does, and stage 1 is the only one it runs at."""
+    """The stage of the bf16 optimizer, whose files do not name it: from the config, which can only say 1."""
     stage = model.zero_config.get("stage")
     return stage if isinstance(stage, int) and stage in (1, 2) else 1
 
 
 @dataclass(frozen=True, slots=True)
 class _Group:
-    """One optimizer group: where its parameters lie in the vectors that the ranks hold of it."""
+    """One optimizer group, and the places of its parameters in the ranks' vectors."""
 
     number: int
     shapes: Mapping[str, Shape]
@@ -108,16 +108,16 @@ class _Group:
     size: int
 
     def alignment(self) -> Iterator[VectorRun]:
-        """What lies between the parameters."""
+        """The padding between the parameters."""
         stops = (offset + math.prod(shape) for shape, offset in zip(self.shapes.values(), self.offsets, strict=True))
         for stop, start in zip(stops, [*self.offsets, self.total][1:], strict=True):
             yield from flat_pieces(stop, start - stop, self.size)
 
     def end(self, vectors: Sequence[TensorRef], files: Sequence[str]) -> Iterator[VectorRun]:
-        """What fills up the group, so that all ranks share it evenly: states still have it where masters do not.
+        """Elements that fill up the group, so that all ranks share it evenly; states may have them where masters do not.
 
         Raises:
-            InconsistentError: it is more than that needs.
+            InconsistentError: there are more than that needs.
         """
         real = [max(0, min(self.size, self.total - rank * self.size)) for rank in range(len(vectors))]
         left = [max(0, vector.numel - own) for vector, own in zip(vectors, real, strict=True)]
@@ -133,7 +133,7 @@ class _Group:
             yield VectorRun(rank, own, 0, count)
 
     def entries(self, vectors: Sequence[TensorRef], files: Sequence[str]) -> Iterator[TensorEntry]:
-        """The parameters in vectors cut as the masters are: these themselves, or an optimizer state."""
+        """The parameters in vectors with the layout of the masters: the masters, or an optimizer state."""
         dtype = vectors[0].dtype
         for (name, shape), offset in zip(self.shapes.items(), self.offsets, strict=True):
             pieces = flat_pieces(offset, math.prod(shape), self.size)
@@ -166,7 +166,7 @@ def training(save: Zero12Save) -> Training:
     """What the run needs beside its weights.
 
     Raises:
-        IncompleteError: a rank lacks a state that others have.
+        IncompleteError: a rank's file does not have a state that others have.
     """
     groups: list[ParameterGroup] = []
     padding: list[Padding] = []
@@ -211,9 +211,9 @@ _ADAM = ("exp_avg", "exp_avg_sq")
 
 
 def padding(save: Zero12Save) -> Iterator[Padding]:
-    """What belongs to no parameter, of the masters and of Adam's moments, vector by vector; all of it is zero.
+    """The elements of the masters and of Adam's moments that belong to no parameter, vector by vector; all are zero.
 
-    DeepSpeed fills it with zeros, in masters and gradients; so no step changes them, nor the moments of Adam and its kin.
+    DeepSpeed fills them with zeros, in masters and gradients; so no step of an optimizer such as Adam changes them.
     """
     for group in _groups(save):
         yield from _padding(group, save.shards, None)
@@ -223,7 +223,7 @@ def padding(save: Zero12Save) -> Iterator[Padding]:
 
 
 def _padding(group: _Group, shards: Sequence[OptimizerShard], state: str | None) -> Iterator[Padding]:
-    """Of the masters or of a state that is cut as they are, vector by vector: as the group was laid out, whatever is read."""
+    """The padding of the masters, or of a state with the same layout, vector by vector."""
     number = group.number
     vectors = [shard.vectors[number] if state is None else state_vector(shard, number, state) for shard in shards]
     files = [shard.file for shard in shards]
@@ -242,7 +242,7 @@ def _padding(group: _Group, shards: Sequence[OptimizerShard], state: str | None)
 
 
 def _check_lengths(number: int, parameters: int, total: int, save: Zero12Save) -> None:
-    """Every rank holds its whole partition, or what is left of it without the padding at the end.
+    """Checks that every rank holds its whole partition, or all of it but the padding at the end.
 
     Raises:
         InconsistentError: the element counts do not add up.

@@ -1,4 +1,4 @@
-"""Where each parameter lies in the flat fp32 sub-groups of a ZeRO-3 checkpoint, hpZ and MiCS included.
+"""Where each parameter is in the flat fp32 sub-groups of a ZeRO-3 checkpoint, hpZ and MiCS included.
 
 For `zero.read`. Arithmetic and the words used here: [Note: flat groups, partitions, padding] in `partition`.
 hpZ and CPU offload change nothing on disk. MiCS cuts over `mics_shard_size` ranks and repeats the cut for each further
@@ -45,7 +45,7 @@ _KNOWN = frozenset((
 
 @dataclass(frozen=True, slots=True)
 class Zero3Save:
-    """One model-parallel rank's files of a save, read and found to belong together.
+    """One model-parallel rank's files of a save, read and checked.
 
     Attributes:
         listing: all files.
@@ -53,7 +53,7 @@ class Zero3Save:
         model: that of the first rank.
         shards: optimizer files, by rank.
         world_size: data-parallel ranks.
-        shard_size: ranks that one parameter is cut over: the world, or fewer under MiCS.
+        shard_size: ranks that one parameter is cut over: all, or fewer under MiCS.
     """
 
     listing: Listing
@@ -86,7 +86,7 @@ def load(listing: Listing, mp_rank: int = 0, *, allow_unknown: bool = False) -> 
 
 
 def _check_steps(listing: Listing, names: Mapping[int, str]) -> None:
-    """Every rank's model file is of the same save; most are read for nothing but that.
+    """Checks that every rank's model file is of the same save; most are read only for that.
 
     Raises:
         InconsistentError: they are not.
@@ -96,9 +96,9 @@ def _check_steps(listing: Listing, names: Mapping[int, str]) -> None:
 
 
 def _shard_size(model: ModelStates, shards: Sequence[OptimizerShard], world_size: int) -> int:
-    """Ranks that one parameter is cut over: the world, or fewer under MiCS. The lengths of the vectors prove it.
+    """Ranks that one parameter is cut over: all, or fewer under MiCS; found by the lengths of the vectors.
 
-    A save of experts has parts that are cut over fewer ranks, as it records: `check_lengths` proves those.
+    A save of experts has parts that are cut over fewer ranks, as it records: `check_lengths` checks those.
 
     Raises:
         InconsistentError: no way of cutting gives the lengths that the files have.
@@ -109,7 +109,7 @@ def _shard_size(model: ModelStates, shards: Sequence[OptimizerShard], world_size
 
 
 def check_lengths(save: Zero3Save) -> None:
-    """Every rank of a part of a save holds what it should; errors as in `load`."""
+    """Checks the number of elements on every rank of a part of a save; errors as in `load`."""
     _proved_size(save.model, save.shards, save.world_size)
 
 
@@ -139,7 +139,7 @@ class _Place:
 
 
 def _places(save: Zero3Save) -> Iterator[_Place]:
-    """In flat order: `param_shapes` lists them by sub-group, but nothing depends on how."""
+    """The places of all parameters, in flat order."""
     offset = 0
     for name, shape in (item for listed in save.model.param_shapes for item in listed.items()):
         yield _Place(name, shape, offset)
@@ -147,7 +147,7 @@ def _places(save: Zero3Save) -> Iterator[_Place]:
 
 
 def masters(save: Zero3Save) -> dict[str, TensorEntry]:
-    """Trainable parameters by name; under MiCS, what further groups of ranks hold are replicas."""
+    """Trainable parameters by name; under MiCS, those of further groups of ranks are replicas."""
     size = save.shard_size
     lengths = [SubGroups([vector.numel for vector in shard.vectors]) for shard in save.shards]
     found: dict[str, TensorEntry] = {}
@@ -165,7 +165,7 @@ def masters(save: Zero3Save) -> dict[str, TensorEntry]:
 def _pieces(
     place: _Place, shards: Sequence[OptimizerShard], lengths: Sequence[SubGroups], state: str | None = None
 ) -> Iterator[Fragment]:
-    """Of the masters, or of a state that is cut as they are."""
+    """The pieces of a parameter in the masters, or in a state with the same layout."""
     for rank, (shard, sub_groups) in enumerate(zip(shards, lengths, strict=True)):
         held = partition_of(math.prod(place.shape), len(shards), rank)
         for piece in sub_groups.pieces(place.offset, len(held)):
@@ -173,7 +173,7 @@ def _pieces(
 
 
 def padding(save: Zero3Save) -> Iterator[Padding]:
-    """What no parameter has of the masters: the ends of the last pieces of each parameter. It is whatever the memory held."""
+    """The elements of the masters behind the last piece of each parameter. They have arbitrary values."""
     lengths = [SubGroups([vector.numel for vector in shard.vectors]) for shard in save.shards]
     for place in _places(save):
         for first in range(0, len(save.shards), save.shard_size):
@@ -184,7 +184,7 @@ def padding(save: Zero3Save) -> Iterator[Padding]:
 def _padding(
     place: _Place, shards: Sequence[OptimizerShard], lengths: Sequence[SubGroups], state: str | None = None
 ) -> Iterator[Padding]:
-    """As `_pieces`: what fills up the last pieces of a parameter."""
+    """As `_pieces`: the elements that fill up the last pieces of a parameter."""
     numel = math.prod(place.shape)
     size = partition_numel(numel, len(shards))
     fragments: list[Fragment] = []
@@ -200,7 +200,7 @@ def _padding(
 
 
 def _copies(save: Zero3Save) -> Iterator[Padding]:
-    """The states that further groups of ranks have, which are not read: their masters were compared."""
+    """The states of further groups of ranks; they are not read, but their masters are compared."""
     for shard in save.shards[save.shard_size :]:
         for vector in (ref for states in shard.states for ref in per_element(states).values()):
             yield Padding(vector.dtype, vector.fragments(), "the same states in another MiCS group", zero=False)
@@ -214,7 +214,7 @@ def training(save: Zero3Save) -> Training:
     """What the run needs beside its weights.
 
     Raises:
-        IncompleteError: a rank lacks a state that others have.
+        IncompleteError: a rank's file does not have a state that others have.
     """
     shards = save.shards[: save.shard_size]
     first = shards[0]
@@ -257,7 +257,7 @@ def owners(shard: OptimizerShard) -> dict[int, int]:
 
 
 def frozen(save: Zero3Save) -> dict[str, TensorEntry]:
-    """Frozen parameters by name: each rank's model file holds its piece, the last ones padded or short.
+    """Frozen parameters by name: each rank's model file holds a piece, of which the last may be padded or short.
 
     Raises:
         IncompleteError: a rank does not hold its piece.
