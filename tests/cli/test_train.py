@@ -181,14 +181,17 @@ def test_the_demo_proves_itself(tmp_path: Path) -> None:
     done = begin(tmp_path, [sys.executable, "-m", "zckpt", "demo"])
     out, err = end(done)
     assert (done.returncode, err) == (0, ""), out
-    assert "data 3" in out and out.endswith("53 tensors, 875,264 elements: equal, bit for bit\n")
+    assert "parallelism data 3\n" in out and out.endswith(
+        "$ zckpt diff offline live\nthe same: 52 tensors, bit for bit\n"
+    )
 
 
 def test_without_torch_the_demo_converts(tmp_path: Path) -> None:
     hide = "import sys; sys.modules['torch'] = None; import zckpt.cli; zckpt.cli.main()"
     done = begin(tmp_path, [sys.executable, "-c", hide, "demo"])
     out, err = end(done)
-    assert done.returncode == 0 and out.count("bit for bit") == 3 and "zckpt[train]" in err
+    assert done.returncode == 0 and out.count("the same: 10 tensors, bit for bit") == 2 and "zckpt[train]" in err
+    assert "The shards may be deleted: every weight is in the output, rounded to BF16" in out
     done = begin(tmp_path, [sys.executable, "-c", hide, *command("--out", "run", "--steps", 1)[3:]])
     out, err = end(done)
     assert (done.returncode, out) == (2, "") and "pip install 'zckpt[train]'" in err

@@ -26,7 +26,7 @@ class Weights(o.Group):
     format: Annotated[
         o.Format | None, o.what("--format", help="Container of the output; by default what OUT's name says.")
     ] = None
-    max_shard_size: o.MaxShardSize = "5GB"
+    max_shard_size: o.MaxShardSize = o.SHARD_BYTES
     overflow: o.Overflow = o.OverflowChoice.error
 
 

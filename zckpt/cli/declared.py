@@ -90,11 +90,11 @@ def grouped(function: Callable[..., None]) -> Callable[..., None]:
 @lru_cache
 def _fields(kind: type) -> list[inspect.Parameter]:
     hints = get_type_hints(kind, include_extras=True)
-    empty = inspect.Parameter.empty
-    return [
-        inspect.Parameter(
-            field.name, inspect.Parameter.KEYWORD_ONLY, annotation=hints[field.name],
-            default=empty if field.default is dataclasses.MISSING else field.default,
+    found: list[inspect.Parameter] = []
+    for field in dataclasses.fields(kind):
+        known = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
+        default = inspect.Parameter.empty if known is dataclasses.MISSING else known
+        found.append(
+            inspect.Parameter(field.name, inspect.Parameter.KEYWORD_ONLY, annotation=hints[field.name], default=default)
         )
-        for field in dataclasses.fields(kind)
-    ]  # fmt: skip
+    return found

@@ -71,7 +71,7 @@ def inspect(ckpt: Looked, source: o.Source, tensors: Tensors = False, *, shown: 
     from zckpt.jobs.inspection import inspect_checkpoint
 
     sink = shown.console
-    inspection = inspect_checkpoint(ckpt, source.tag, source.also or (), source.read_options)
+    inspection = inspect_checkpoint(ckpt, source.tag, source.also, source.read_options)
     sink.result(lambda: inspection.as_json(slices=tensors), lambda: inspection.lines(tensors=tensors, width=sink.width))
     if not inspection.exportable.ok:
         raise typer.Exit(1)
@@ -96,7 +96,7 @@ def verify(
             converted,
             deep=deep,
             tag=source.tag,
-            also=source.also or (),
+            also=source.also,
             wishes=source.read_options,
             pace=speed.pace,
             progress=progress or False,

@@ -7,7 +7,7 @@ of the values in `jobs.options`.
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from enum import Enum
 from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 import typer
 
 from zckpt.base.errors import UsageError
+from zckpt.base.pace import thread_count
 from zckpt.cli.output import Console
 
 if TYPE_CHECKING:
@@ -61,25 +62,16 @@ def split_rename(text: str) -> tuple[str, str]:
     return found[1], found[2]
 
 
-def parse_bytes(text: str | None, option: str) -> int | None:
-    """`8MiB`, `500MB`, `1.5G`, `1GB/s` or a plain number, as bytes; None for None.
-
-    Raises:
-        UsageError: it is something else, or 0.
-    """
+def size_in_bytes(text: str | int) -> int:
+    """A typer parser of sizes: `8MiB`, `500MB`, `1.5G`, `1GB/s` or a plain number, as bytes."""
     from zckpt.storage.paths import to_bytes
 
-    if text is None:
-        return None
     try:
-        nbytes = to_bytes(text.strip().upper().removesuffix("/S"))
+        nbytes = to_bytes(str(text).strip().upper().removesuffix("/S"))
     except UsageError:
         nbytes = 0
     if nbytes < 1:
-        raise UsageError(
-            f"{option}: {text!r} is not a size", expected="a number of bytes, or a form such as 500MB or 12GB",
-            remedy=f"Change {option}.",
-        )  # fmt: skip
+        raise typer.BadParameter(f"{text!r} is not a size; use bytes or a form such as 12GB")
     return nbytes
 
 
@@ -116,7 +108,17 @@ OutDirectory = Annotated[
 Overflow = Annotated[
     OverflowChoice, what("--overflow", help="For numbers too large for the dtype: stop, write infinity, or clamp.")
 ]
-MaxShardSize = Annotated[str, what("--max-shard-size", metavar="SIZE", help="Most bytes in one shard.")]
+MaxShardSize = Annotated[
+    int,
+    what(
+        "--max-shard-size",
+        metavar="SIZE",
+        parser=size_in_bytes,
+        help="Most bytes in one shard; by default 5GB.",
+        show_default=False,
+    ),
+]
+SHARD_BYTES = 5 * 10**9
 
 
 @dataclass(frozen=True, repr=False, eq=False)
@@ -177,12 +179,12 @@ class Source(Joining):
         str | None, which("--tag", metavar="TAG", help="Which save, if there are several; by default that of 'latest'.")
     ] = None
     also: Annotated[
-        list[str] | None,
+        list[str],
         which("--also", metavar="DIR", help="Directory with other parts of CKPT, from another node. Repeatable."),
-    ] = None
+    ] = field(default_factory=list)
 
     def options(self) -> dict[str, Any]:  # noqa: D102
-        return {"tag": self.tag, "also": tuple(self.also or ()), "wishes": self.read_options}
+        return {"tag": self.tag, "also": tuple(self.also), "wishes": self.read_options}
 
 
 @dataclass(frozen=True, repr=False, eq=False)
@@ -190,17 +192,14 @@ class Selection(Group):
     """Which tensors are written."""
 
     include: Annotated[
-        list[str] | None, _tensors("--include", metavar="GLOB", help="Write only tensors that match. Repeatable.")
-    ] = None
+        list[str], _tensors("--include", metavar="GLOB", help="Write only tensors that match. Repeatable.")
+    ] = field(default_factory=list)
     exclude: Annotated[
-        list[str] | None, _tensors("--exclude", metavar="GLOB", help="Leave out tensors that match. Repeatable.")
-    ] = None
+        list[str], _tensors("--exclude", metavar="GLOB", help="Leave out tensors that match. Repeatable.")
+    ] = field(default_factory=list)
     exclude_frozen: Annotated[
         bool, _tensors("--exclude-frozen", help="Leave out parameters that were not trained.")
     ] = False
-
-    def options(self) -> dict[str, Any]:  # noqa: D102
-        return {**Group.options(self), "include": tuple(self.include or ()), "exclude": tuple(self.exclude or ())}
 
 
 @dataclass(frozen=True, repr=False, eq=False)
@@ -211,12 +210,12 @@ class Names(Group):
         str, _names("--strip-prefix", metavar="PREFIX", help="Remove PREFIX from every name that has it.")
     ] = ""
     rename: Annotated[
-        list[str] | None,
+        list[str],
         _names("--rename", metavar="REGEX=REPL", help="Replace in every name, in the order given. Repeatable."),
-    ] = None
+    ] = field(default_factory=list)
 
     def options(self) -> dict[str, Any]:  # noqa: D102
-        return {"strip_prefix": self.strip_prefix, "rename": [split_rename(text) for text in self.rename or ()]}
+        return {"strip_prefix": self.strip_prefix, "rename": [split_rename(text) for text in self.rename]}
 
 
 @dataclass(frozen=True, repr=False, eq=False)
@@ -261,21 +260,19 @@ class Speed(Group):
         ),
     ] = None
     limit_rate: Annotated[
-        str | None,
-        _speed("--limit-rate", metavar="SIZE", help="Most bytes per second, read and written together, e.g. 500MB."),
+        int | None,
+        _speed(
+            "--limit-rate",
+            metavar="SIZE",
+            parser=size_in_bytes,
+            help="Most bytes per second, read and written, e.g. 500MB.",
+        ),
     ] = None
-
-    def options(self) -> dict[str, Any]:  # noqa: D102
-        return {**Group.options(self), "limit_rate": parse_bytes(self.limit_rate, "--limit-rate")}
 
     @property
     def pace(self) -> Pace:
         """The same as engines take it."""
-        from zckpt.base.pace import thread_count
-
-        thread_count(self.threads)
-        rate = parse_bytes(self.limit_rate, "--limit-rate")
-        return {"threads": self.threads, "keep_cache": self.keep_cache, "bytes_per_s": rate}
+        return {"threads": thread_count(self.threads), "keep_cache": self.keep_cache, "bytes_per_s": self.limit_rate}
 
 
 @dataclass(frozen=True, repr=False, eq=False)
@@ -283,11 +280,11 @@ class WriteSpeed(Speed):
     """The same, of commands that write."""
 
     buffer: Annotated[
-        str | None, _speed("--buffer", metavar="SIZE", help="Bytes that each thread gathers and writes at once.")
+        int | None,
+        _speed(
+            "--buffer", metavar="SIZE", parser=size_in_bytes, help="Bytes that each thread gathers and writes at once."
+        ),
     ] = None
-
-    def options(self) -> dict[str, Any]:  # noqa: D102
-        return {**Speed.options(self), "buffer": parse_bytes(self.buffer, "--buffer")}
 
 
 @dataclass(frozen=True, repr=False, eq=False)

@@ -49,7 +49,7 @@ class Weights(o.Group):
     dtype: Annotated[
         o.Dtype | None, o.what("--dtype", help="By default what config.json says, or that of plain weights.")
     ] = None
-    max_shard_size: o.MaxShardSize = "5GB"
+    max_shard_size: o.MaxShardSize = o.SHARD_BYTES
     overflow: o.Overflow = o.OverflowChoice.error
 
 
@@ -81,7 +81,13 @@ class PageOptions(o.Group):
         _hub("--scratch", metavar="DIR", help="For shards before they are sent; by default in the hub's cache."),
     ] = None
     max_scratch: Annotated[
-        str | None, _hub("--max-scratch", metavar="SIZE", help="Most bytes there; by default two of the largest shard.")
+        int | None,
+        _hub(
+            "--max-scratch",
+            metavar="SIZE",
+            parser=o.size_in_bytes,
+            help="Most bytes there; by default two of the largest shard.",
+        ),
     ] = None
 
     def target(self, repo_id: str) -> PageTarget:
@@ -90,7 +96,7 @@ class PageOptions(o.Group):
 
         given = o.Group.options(self)
         given |= {"message": self.message or MESSAGE, "card": not given.pop("no_card")}
-        return PageTarget(repo_id, **{**given, "max_scratch": o.parse_bytes(self.max_scratch, "--max-scratch")})
+        return PageTarget(repo_id, **given)
 
 
 def register(app: typer.Typer) -> None:
