@@ -315,6 +315,23 @@ def test_a_work_directory_with_a_seal_is_not_removed(tmp_path: Path) -> None:
     assert (Path(work.files) / "w").read_bytes() == b"the only copy"
 
 
+def test_a_child_that_was_forked_meanwhile_does_not_keep_the_lock(tmp_path: Path) -> None:
+    work = WorkDirectory(str(tmp_path / "out"))
+    work.take()
+    reading, writing = os.pipe()
+    child = os.fork()
+    if not child:
+        os.close(writing)
+        os.read(reading, 1)  # as a worker of a DataLoader, until it is told to end
+        os._exit(0)
+    work.release(remove=False)
+    other = WorkDirectory(str(tmp_path / "out"))
+    other.take()
+    other.release(remove=True)
+    os.close(writing)
+    os.waitpid(child, 0)
+
+
 def test_a_sealed_output_waits_while_something_else_has_its_name(checkpoint: Path, out: Path) -> None:
     work = WorkDirectory(str(out))
     work.take()
@@ -353,7 +370,7 @@ def test_a_scratch_directory_that_went_away(tmp_path: Path, monkeypatch: pytest.
         assert os.path.exists(os.path.join(room.path, "lock"))
         room.remember("identity", "name", "00" * 32)
         monkeypatch.setattr(fcntl, "flock", real)
-        with pytest.raises(zckpt.UsageError, match="two pushes"), scratch.opened(str(tmp_path), "page"):
+        with pytest.raises(zckpt.UsageError, match="another push"), scratch.opened(str(tmp_path), "page"):
             pass
 
 

@@ -19,15 +19,20 @@ import pytest
 import synth
 import torch
 from outputs import earlier_output
+from typer.testing import CliRunner
 
 import zckpt
 from zckpt import Options
 from zckpt._core import inject
 from zckpt.base.errors import CastError, InconsistentError, OutputError, UnsafeError
+from zckpt.cli import app
+from zckpt.core.dtypes import BF16
 from zckpt.core.fragments import FileStore
 from zckpt.core.plan import OutputFile, Plan
 from zckpt.engine import batches
 from zckpt.engine.move import run
+from zckpt.jobs.convert import prepare
+from zckpt.jobs.planned import execute
 from zckpt.output import commit, journal
 from zckpt.output.journal import Finished, Journal, Seal
 from zckpt.output.work_directory import WorkDirectory
@@ -98,13 +103,25 @@ def test_a_full_disk_keeps_what_is_done(checkpoint: Path, out: Path, wanted: dic
     assert list(out.parent.iterdir()) == [private_directory]
     assert any(str(private_directory) in note and "goes on" in note for note in error.__notes__)
     before = {path.name: path.stat().st_mtime_ns for path in (private_directory / "files").iterdir()}
-    report = convert(checkpoint, out)
+    said: list[str] = []
+    report = execute(prepare(checkpoint, out, replace(OPTIONS, dtype=BF16)), None, said.append)
     assert report.kept >= 3
+    total = len(contents(out)) - 1  # the manifest is not counted
+    assert said == [f"resuming an interrupted conversion: {report.kept} of {total} files are already complete"]
+    assert report.notes[-1] == said[0]
     assert contents(out) == wanted
     assert list(out.parent.iterdir()) == [out]
     same = [name for name, then in before.items() if (out / name).stat().st_mtime_ns == then]
     assert len(same) == report.kept
     assert zckpt.convert(checkpoint, out.parent / "again", dtype="bf16").kept == 0
+
+
+def test_the_command_says_once_that_it_resumes(checkpoint: Path, out: Path) -> None:
+    interrupted(checkpoint, out)
+    done = CliRunner().invoke(app, ["to-bf16", str(checkpoint), str(out), "--max-shard-size", "200000"])
+    assert done.exit_code == 0
+    said = " ".join(done.stderr.split())
+    assert said.count("note: resuming an interrupted conversion: ") == 1 and "files are already complete" in said
 
 
 def test_every_interruption_is_gone_on_with(checkpoint: Path, out: Path, wanted: dict[str, bytes]) -> None:

@@ -28,6 +28,7 @@ class Console:
     def __init__(self, *, as_json: bool = False, quiet: bool = False) -> None:
         self.as_json = as_json and speaks()
         self.quiet = quiet or not speaks()
+        self._said: set[str] = set()
 
     @property
     def width(self) -> int:
@@ -43,12 +44,18 @@ class Console:
         sys.stdout.flush()
 
     def notes(self, notes: Iterable[str]) -> None:
-        """Prints sentences for a person."""
+        """Prints sentences for a person, each once; above the bar, if there is one."""
         if not self.quiet:
             for note in notes:
+                if note in self._said:
+                    continue
+                self._said.add(note)
                 first, *others = wrapped(f"note: {note}", stderr_width(), " " * 6)
                 lines = [label("note:", "yellow", sys.stderr) + first.removeprefix("note:"), *others]
-                sys.stderr.writelines(f"{line}\n" for line in lines)
+                if (tqdm := sys.modules.get("tqdm")) is not None:  # a bar may be there
+                    tqdm.tqdm.write("\n".join(lines), file=sys.stderr)
+                else:
+                    sys.stderr.writelines(f"{line}\n" for line in lines)
 
     @contextmanager
     def progress(self, total: int | None, label: str) -> Iterator[Callable[[int], None] | None]:

@@ -46,7 +46,7 @@ def finish(
     began: float,
     writing: Writing,
     shown: Shown,
-    execute: Callable[[P, Callable[[int], None] | None], Report] | None = None,
+    execute: Callable[[P, Callable[[int], None] | None, Callable[[str], None]], Report] | None = None,
     more: Callable[[Report], dict[str, object]] = lambda report: {},
 ) -> None:
     """Carries a job out, or prints its plan.
@@ -69,7 +69,7 @@ def finish(
     from zckpt.jobs import planned as jobs
 
     with sink.progress(planned.plan.bytes_written, "write") as progress:
-        report = (execute or jobs.execute)(planned, progress)
+        report = (execute or jobs.execute)(planned, progress, lambda note: sink.notes([note]))
     seconds = time.perf_counter() - began
     sink.notes(report.notes)
     sink.notes(
@@ -134,8 +134,6 @@ def _lines(planned: Planned, words: Words, report: Report, seconds: float) -> It
     else:
         files = f"{size(report.bytes_written)} in {count(len(report.files), 'file')}"
         yield f"{planned.out}: {words.what}, {files}, {duration(seconds)}{rate(report.bytes_written, seconds)}"
-    if report.kept:
-        yield f"resumed an interrupted run, which had finished {count(report.kept, 'file')}"
     yield words.use({path for path, _ in report.files})
 
 

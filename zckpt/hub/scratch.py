@@ -105,7 +105,7 @@ def opened(directory: str, *page: object) -> Iterator[Scratch]:
         scratch.clear()  # shards of a push that was killed
         yield scratch
     finally:
-        os.close(lock)
+        locks.release(lock)
 
 
 def _path(directory: str, page: tuple[object, ...]) -> str:
@@ -115,8 +115,10 @@ def _path(directory: str, page: tuple[object, ...]) -> str:
 def _locked(path: str) -> int:
     """Makes a directory, if it does not exist, and takes its lock."""
     try:
-        make_directories(path)
-        return locks.take(os.path.join(path, _LOCK))
+        while True:
+            with contextlib.suppress(FileNotFoundError):  # a push that has just ended removed it
+                make_directories(path)
+                return locks.take(os.path.join(path, _LOCK))
     except locks.HeldError as error:
         raise UsageError(
             "another push to the same page is running", file=path, found=str(error), remedy="Wait until it has ended."

@@ -144,9 +144,13 @@ def prepare(checkpoint: str | os.PathLike[str], out: str | os.PathLike[str], opt
     return PlannedAdapter(opened, order, tuple(notes), options, adapter)
 
 
-def carry_out(planned: PlannedAdapter, progress: Callable[[int], None] | None = None) -> AdapterReport:
-    """Checks, moves and commits, and looks whether the adapter was trained."""
-    report = execute(planned, progress)
+def carry_out(
+    planned: PlannedAdapter,
+    progress: Callable[[int], None] | None = None,
+    say: Callable[[str], None] = lambda note: None,
+) -> AdapterReport:
+    """Checks, moves and commits, and looks whether the adapter was trained; arguments as for `planned.execute`."""
+    report = execute(planned, progress, say)
     untrained = tuple(_zeros(planned))
     notes = report.notes
     if untrained:

@@ -23,7 +23,7 @@ from zckpt.engine.scan_requests import CrcRange, request_of_bytes
 from zckpt.output import delivery_to_address
 from zckpt.output.checks import check_path, check_space, keep_apart
 from zckpt.output.journal import Finished
-from zckpt.output.order import Delivered, Order, as_finished, fingerprint, manifest_of, overflows_of, seen
+from zckpt.output.order import Delivered, Order, as_finished, fingerprint, manifest_of, overflows_of, resumed, seen
 from zckpt.output.staging import Staging, is_there
 from zckpt.storage.location import LocalPath, Location
 from zckpt.team.partition import follow, lead
@@ -41,25 +41,32 @@ def check_output(
         check_path(out, single=single, overwrite=overwrite, protected=protected, merge=merge)
 
 
-def deliver(order: Order, progress: Callable[[int], None] | None = None) -> Delivered:
-    """Moves, publishes, and goes on with what is left of an interrupted run of the same job.
+def deliver(
+    order: Order, progress: Callable[[int], None] | None = None, say: Callable[[str], None] = lambda note: None
+) -> Delivered:
+    """Moves and commits, and resumes an interrupted run of the same job.
+
+    Args:
+        order: what is to be delivered.
+        progress: called with the bytes written so far.
+        say: called with what a person should know while it runs.
 
     Raises:
         ZckptError: one of its kinds says what is wrong; nothing stands under the output's name then that did not before.
     """
     if order.out.is_remote:
-        return delivery_to_address.send(order, progress)
+        return delivery_to_address.send(order, progress, say)
     check_space(order.out, order.bytes_written)
     with team(order.out.path) as those:
         if those.size > 1:
             _agree(those, order)
         if those.rank == 0:
-            return _lead(those, order, progress)
+            return _lead(those, order, progress, say)
         follow(those, order.plan, overflow=order.overflow, window=order.buffer, pace=order.pace)
         return _delivered_elsewhere(those.meet()[0])
 
 
-def _lead(those: Team, order: Order, progress: Callable[[int], None] | None) -> Delivered:
+def _lead(those: Team, order: Order, progress: Callable[[int], None] | None, say: Callable[[str], None]) -> Delivered:
     """The work of one process alone, or of the one that leads others."""
     names = [entry.name for _, entry in order.plan.pairs]
     job = fingerprint(order.plan, order.copies, order.overflow, order.single)
@@ -75,6 +82,9 @@ def _lead(those: Team, order: Order, progress: Callable[[int], None] | None) -> 
         if not staging.published:
             kept = still_sound(staging.directory, staging.left, order.pace, watch)
         made, engine = dict(kept), "native"
+        notes = resumed(len(kept), order) if not staging.published else ()
+        for note in notes:
+            say(note)
         if not staging.published:
             staging.keep(kept)
 
@@ -105,7 +115,7 @@ def _lead(those: Team, order: Order, progress: Callable[[int], None] | None) -> 
         engine=engine,
         kept=len(sizes) if staging.published else len(kept),
         overflows=overflows,
-        notes=staging.notes,
+        notes=(*notes, *staging.notes),
         already_done=staging.published,
     )
     those.meet(asdict(delivered))

@@ -25,7 +25,7 @@ from zckpt.output.address import CONFIG, MOST_SMALL_BYTES, Place, Record, Sent, 
 from zckpt.output.checks import check_kind, exists
 from zckpt.output.contents import WEIGHTS, decided, listed_in
 from zckpt.output.journal import Finished
-from zckpt.output.order import Delivered, Order, as_finished, fingerprint, manifest_of, overflows_of
+from zckpt.output.order import Delivered, Order, as_finished, fingerprint, manifest_of, overflows_of, resumed
 from zckpt.storage import fsspec_io
 from zckpt.storage.location import Location
 from zckpt.storage.uploads import Upload
@@ -62,12 +62,15 @@ def _replaced(
     return frozenset(decided(place.out, files, (), listed, {*new, place.manifest}, merge=merge).deleted)
 
 
-def send(order: Order, progress: Callable[[int], None] | None = None) -> Delivered:
+def send(
+    order: Order, progress: Callable[[int], None] | None = None, say: Callable[[str], None] = lambda note: None
+) -> Delivered:
     """As `delivery.deliver`, to an address.
 
     Args:
         order: what is to be delivered.
         progress: called with the bytes sent so far.
+        say: called with what a person should know while it runs.
 
     Raises:
         OutputError: the output exists, or files are in the way. RemoteError: the store failed.
@@ -82,6 +85,9 @@ def send(order: Order, progress: Callable[[int], None] | None = None) -> Deliver
         overflows = overflows_of((file.overflows for file in listed), order.plan, order.overflow)
         return Delivered(sizes, "native", len(sizes), overflows, (), already_done=True)
     sending = _Sending(order, place, job, kept, progress)
+    notes = resumed(len(kept), order)
+    for note in notes:
+        say(note)
     try:
         sending.stage()
         sending.seal()
@@ -89,7 +95,7 @@ def send(order: Order, progress: Callable[[int], None] | None = None) -> Deliver
         sending.withdraw()
         raise
     sending.commit()
-    return sending.delivered()
+    return replace(sending.delivered(), notes=notes)
 
 
 class _Sending:

@@ -5,6 +5,7 @@ For work directories and for the scratch directory of a push.
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import os
 
@@ -14,7 +15,7 @@ class HeldError(Exception):
 
 
 def take(path: str) -> int:
-    """Locks a file, which is made where there is none. Closing the descriptor gives the lock up.
+    """Locks a file, which is made where there is none, until `release`, or until every process that has it has ended.
 
     Raises:
         HeldError: another process has it.
@@ -37,3 +38,15 @@ def take(path: str) -> int:
         os.close(lock)
         raise
     return lock
+
+
+def release(lock: int) -> None:
+    """Unlocks and closes what `take` returned.
+
+    A child that was forked meanwhile, such as a worker of a DataLoader, has the same open file: without unlocking, it would
+    keep the lock until it ends.
+    """
+    with contextlib.suppress(OSError):
+        fcntl.flock(lock, fcntl.LOCK_UN)
+    with contextlib.suppress(OSError):
+        os.close(lock)

@@ -15,6 +15,7 @@ from typing import Literal
 from zckpt.base.errors import CastError
 from zckpt.base.pace import DEFAULT_PACE, Pace
 from zckpt.base.version import __version__
+from zckpt.base.words import count
 from zckpt.core.catalog import Catalog
 from zckpt.core.dtypes import SHORT_NAMES, DType
 from zckpt.core.fragments import FileStore, Store
@@ -95,6 +96,16 @@ class Delivered:
     def bytes_written(self) -> int:
         """Bytes of all files; none where it was already done."""
         return 0 if self.already_done else sum(nbytes for _, nbytes in self.files)
+
+
+def resumed(kept: int, order: Order) -> tuple[str, ...]:
+    """The note that an interrupted run is resumed; nothing where none of its files could be kept."""
+    if not kept:
+        return ()
+    verb = "is" if kept == 1 else "are"
+    return (
+        f"resuming an interrupted conversion: {kept:,} of {count(len(order.names), 'file')} {verb} already complete",
+    )
 
 
 def as_finished(written: Written, names: Sequence[str]) -> Finished:
@@ -192,9 +203,9 @@ def overflows_of(
     """
     lost: dict[str, tuple[int, float]] = {}
     for file in made:
-        for name, (count, largest) in file.items():
+        for name, (number, largest) in file.items():
             before = lost.get(name, (0, 0.0))
-            lost[name] = (max(before[0], count), max(before[1], largest))
+            lost[name] = (max(before[0], number), max(before[1], largest))
     if lost and overflow == "error":
         raise overflow_error(lost, (entry.dtype for _, entry in plan.pairs if entry.name in lost))
     return lost

@@ -98,8 +98,7 @@ class WorkDirectory:
             self.remove()
         if self._lock >= 0:
             lock, self._lock = self._lock, -1
-            with contextlib.suppress(OSError):
-                os.close(lock)
+            locks.release(lock)
 
     def remove(self) -> None:
         """Removes the directory, unless a commit that is not complete needs what lies in it.
