@@ -80,7 +80,7 @@ def test_ranks_that_do_not_come_are_named(outcome: Outcome) -> None:
         assert len(given) == 3
         for name, told in given.items():
             assert (
-                told.startswith(f"not every rank called {name.split()[0]}") and f"ranks {1 - rank} did not come" in told
+                told.startswith(f"not every rank called {name.split()[0]}") and f"rank {1 - rank} did not come" in told
             )
 
 

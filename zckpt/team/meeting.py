@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 from zckpt.base.errors import InconsistentError, OutputError
-from zckpt.base.words import ranges
+from zckpt.base.words import ranks
 from zckpt.team.rendezvous import Rendezvous, StoreRendezvous, awaited, default_store
 
 ENTRY_S = 45.0
@@ -127,7 +127,7 @@ class Meetings:
         if not words:
             raise InconsistentError(
                 f"not every rank called {what}",
-                found=f"ranks {ranges(absent)} did not come within {within_s or 0:.0f} s",
+                found=f"{ranks(absent)} did not come within {within_s or 0:.0f} s",
                 expected=f"all {self.size} ranks call it, at the same step",
                 remedy="Call it outside of any `if rank == 0`. Nothing was changed, and the run may go on.",
             )
@@ -193,7 +193,7 @@ class Meetings:
         if failed:
             raise OutputError(
                 f"{what} failed on another rank",
-                found=f"ranks {ranges(failed)}: {said[failed[0]]['error']}",
+                found=f"{ranks(failed)}: {said[failed[0]]['error']}",
                 remedy=state,
             )
         return [one["word"] for one in said]
