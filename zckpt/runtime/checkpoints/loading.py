@@ -105,7 +105,7 @@ def _open(
         opened = open_catalog(directory, OpenOptions(tag=tag))
         saved = read(run, opened, options, opened.place.listing)
         return saved, _fill, saved.directory
-    stack.enter_context(nodes)
+    stack.callback(nodes.close)
     place = os.path.join(directory, nodes.tag)
     opened = open_catalog(nodes.directory, OpenOptions(tag=nodes.tag))
     here = list_files(place, nodes.tag) if os.path.isdir(place) else Listing(place, nodes.tag, {})

@@ -12,7 +12,6 @@ import shutil
 import tempfile
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from types import TracebackType
 from typing import Any, TypeVar
 
 import torch
@@ -46,7 +45,7 @@ Want = tuple[TensorEntry, ShardedParameter | None, torch.Tensor]
 
 @dataclass(frozen=True, slots=True)
 class NodeFiles:
-    """A save whose files are on several nodes. Use as a context manager: the sparse files are removed when it ends.
+    """A save whose files are on several nodes; `close` it.
 
     Attributes:
         run: that loads it.
@@ -62,12 +61,8 @@ class NodeFiles:
     owners: Mapping[str, int]
     visible: Sequence[frozenset[str]]
 
-    def __enter__(self) -> NodeFiles:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def close(self) -> None:
+        """Removes the sparse files."""
         shutil.rmtree(self.directory, ignore_errors=True)
 
     def fill(self, wanted: Sequence[Want]) -> None:

@@ -36,7 +36,7 @@ class RankStates:
 
     Attributes:
         buffers: by name, if they differ from rank 0's.
-        gradients: of the micro batches since the last step, as `gradients.taken` gave them; None where they are not of a run
+        gradients: of the micro batches since the last step, as `gradients.taken` gave them; None if they are not of a run
             in this shape.
     """
 
@@ -79,7 +79,7 @@ def lay_out(state: RunState, place: str) -> Laid | None:
 
 
 def read(run: Run, listing: Listing, moment: Mapping[str, object], called: Mapping[str, str]) -> RankStates | None:
-    """The file of this rank, where there is one.
+    """The file of this rank; None if there is none.
 
     Args:
         run: the run.

@@ -51,7 +51,7 @@ def kind_of(field: FieldInfo) -> str:
 
 
 def keys_of(field: FieldInfo) -> list[str] | None:
-    """The known names inside a foreign section; None where anything goes or there is nothing inside."""
+    """The known names inside a foreign section; None if any name is accepted or there is nothing inside."""
     extra = field.json_schema_extra
     keys = extra.get("keys") if isinstance(extra, dict) else None
     return [str(key) for key in keys] if isinstance(keys, list) else None

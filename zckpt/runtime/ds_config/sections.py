@@ -21,7 +21,7 @@ Dtype = Literal["fp32", "fp16", "bf16"]
 _MASTERS = "master weights and optimizer states are always fp32"
 _WRITER = "zckpt has one writer"
 _GONE = "DeepSpeed has removed it"
-_MONITOR = "no monitor is built in: log what `engine.get_lr()` and its like give"
+_MONITOR = "no monitor is built in: log what `engine.get_lr()` and similar methods return"
 
 
 class FP16(Section):
@@ -107,7 +107,7 @@ class CheckpointSection(Section):
 
     tag_validation: Literal["WARN", "IGNORE", "FAIL"] = used("WARN", "what to do when ranks disagree on the tag")
     use_node_local_storage: bool = used(False, "each node writes its own files; no shared file system is needed")
-    load_universal: bool = unused(False, "what kind of checkpoint it is is found out on loading")
+    load_universal: bool = unused(False, "a load finds out the kind of checkpoint by itself")
     parallel_write: Any = foreign(_WRITER, "pipeline_stage")
     checkpoint_serialization: bool = unused(True, "files are always torch's zip files")
     writer: Any = foreign(
@@ -157,7 +157,7 @@ class Config(Section):
     wall_clock_breakdown: bool = unused(False, "torch.profiler shows more")
     memory_breakdown: bool = unused(False, "torch.profiler shows more")
     dump_state: bool = unused(False, "docs/config.md says what each key does")
-    disable_allgather: bool = unused(False, "nothing to choose from")
+    disable_allgather: bool = unused(False, "there is only one way")
     disable_python_gc: bool = unused(False, "call gc.disable()")
     log_level: str | None = unused(None, "logging.getLogger('zckpt.runtime') is a logger like any other")
     vocabulary_size: int | None = unused(None, "only a hint in DeepSpeed")

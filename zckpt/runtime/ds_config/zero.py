@@ -9,8 +9,8 @@ from typing import Any, Literal
 
 from zckpt.runtime.ds_config.fields import Section, foreign, own, refused, unused, used
 
-_BUCKETS = "torch's engine makes one collective per unit; on CPUs see `reduce_bucket_size`"
-_COORDINATOR = "torch's engine gathers unit by unit, one ahead"
+_BUCKETS = "one collective per unit; on CPUs see `reduce_bucket_size`"
+_COORDINATOR = "units are gathered one by one, one ahead"
 _NVME = "for device nvme"
 _QUANTIZED = "ZeRO++ quantization is not built"
 
@@ -18,25 +18,25 @@ Device = Literal["none", "cpu", "nvme"]
 
 
 class OffloadParam(Section):
-    """Where the shards of parameters live between steps."""
+    """Where the shards of parameters are between steps."""
 
     device: Device = used("none", "`cpu` keeps the shards of parameters in host memory; `nvme` is refused for now")
     nvme_path: str | None = unused(None, _NVME)
     buffer_count: int = unused(5, _NVME)
     buffer_size: int = unused(int(1e8), _NVME)
     max_in_cpu: int = unused(int(1e9), _NVME)
-    pin_memory: bool = used(True, "page-locked host memory, where there is an accelerator")
+    pin_memory: bool = used(True, "page-locked host memory, if there is an accelerator")
 
 
 class OffloadOptimizer(Section):
-    """Where the master weights and the optimizer's states live."""
+    """Where the master weights and the optimizer's states are."""
 
     device: Device = used(
         "none", "`cpu` keeps master weights, their gradients and the states in host memory; `nvme` is refused for now"
     )
     nvme_path: str | None = unused(None, _NVME)
     buffer_count: int = unused(4, _NVME)
-    pin_memory: bool = used(True, "page-locked host memory, where there is an accelerator")
+    pin_memory: bool = used(True, "page-locked host memory, if there is an accelerator")
     pipeline: bool = unused(False, _NVME)
     pipeline_read: bool = unused(False, _NVME)
     pipeline_write: bool = unused(False, _NVME)
@@ -58,19 +58,21 @@ class Zero(Section):
     mics_shard_size: int = used(-1, "MiCS: shard over groups of this many ranks, replicate across groups; stage 3")
     mics_hierarchical_params_gather: bool = unused(False, "one all-gather inside the shard group does it")
     ignore_unused_parameters: bool = used(
-        True, "a parameter without gradient counts as one of zeros; false makes it an error that names it"
+        True, "a parameter without a gradient counts as zeros; false raises an error that names it"
     )
     compute_grad_norm: bool = used(
         True, "false skips the norm at stages 1 and 2 where nothing needs it: no clipping, no fp16"
     )
     sub_group_size: int = used(int(1e9), "elements after which a checkpoint of stage 3 begins the next sub-group", ge=0)
-    load_from_fp32_weights: bool = used(True, "load masters from masters; false takes them from the module weights")
+    load_from_fp32_weights: bool = used(
+        True, "load the exact fp32 weights; false rounds them to the precision of the computation"
+    )
     cpu_offload: bool | None = used(None, "old name: true is `offload_optimizer: {device: cpu}`")
     cpu_offload_param: bool | None = used(None, "old name: true is `offload_param: {device: cpu}`")
     cpu_offload_use_pin_memory: bool | None = used(None, "old name: `pin_memory` of the two above")
-    elastic_checkpoint: bool = unused(False, "checkpoints are written in the rigid form and read in both")
+    elastic_checkpoint: bool = unused(False, "checkpoints are written in DeepSpeed's rigid form, and read in both")
     round_robin_gradients: bool = used(
-        False, "checkpoints lay parameters in this order; each rank reduces its own rows either way"
+        False, "checkpoints have parameters in that order; each rank reduces its own rows either way"
     )
     parameter_alignment: bool = used(False, "checkpoints have this padding between parameters")
     contiguous_gradients: bool = unused(True, _BUCKETS)
@@ -82,7 +84,7 @@ class Zero(Section):
     use_multi_rank_bucket_allreduce: bool = unused(True, _BUCKETS)
     allgather_partitions: bool = unused(True, _BUCKETS)
     allgather_bucket_size: int = unused(int(5e8), _BUCKETS)
-    overlap_comm: bool | None = unused(None, "torch's engine always overlaps where the device can")
+    overlap_comm: bool | None = unused(None, "always overlapped, if the device can")
     prefetch_bucket_size: int = unused(int(5e7), _COORDINATOR, alias="stage3_prefetch_bucket_size")
     param_persistence_threshold: int = unused(
         int(1e5),
@@ -99,11 +101,11 @@ class Zero(Section):
         False, "weights are saved without gathering them", alias="stage3_gather_16bit_weights_on_model_save"
     )
     stage3_gather_fp16_weights_on_model_save: bool = unused(False, "weights are saved without gathering them")
-    memory_efficient_linear: bool = unused(True, "nothing holds on to gathered weights")
+    memory_efficient_linear: bool = unused(True, "gathered weights are never kept")
     pipeline_loading_checkpoint: bool = unused(False, "each rank reads only its own bytes")
     override_module_apply: bool = unused(True, "`zero.Init` follows every initialisation, `Module.apply` too")
     log_trace_cache_warnings: bool = unused(False, "there is no trace cache")
-    enable_sanity_checks: bool = unused(False, "what is checked is always checked")
+    enable_sanity_checks: bool = unused(False, "all checks are always made")
     save_muon_momentum_buffer_in_memory: bool = unused(False, _NVME)
     leaf_module: Any = foreign("a unit is gathered whole, whatever is in it; see `wrap`", "classes names name_suffixes")
     legacy_stage1: bool = refused(False, "DeepSpeed refuses it too")
@@ -118,16 +120,16 @@ class Zero(Section):
         "refused",
     )
     wrap: str | list[str] | None = own(
-        None, "class names of the modules that are gathered as one unit; found by themselves where not given"
+        None, "class names of the modules that are gathered as one unit; by default the model's repeated blocks"
     )
 
     @property
     def offloads_optimizer(self) -> bool:
-        """Whether masters and states live in host memory."""
+        """Whether masters and states are in host memory."""
         section = self.offload_optimizer
         return bool(self.cpu_offload) or (section is not None and section.device == "cpu" and section.ratio > 0)
 
     @property
     def offloads_param(self) -> bool:
-        """Whether the shards of parameters live in host memory."""
+        """Whether the shards of parameters are in host memory."""
         return bool(self.cpu_offload_param) or (self.offload_param is not None and self.offload_param.device == "cpu")

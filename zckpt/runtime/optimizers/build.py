@@ -1,7 +1,7 @@
 """The optimizer that a config asks for.
 
 For `masters`. An optimizer sees this rank's rows of every master weight as a plain fp32 tensor, and nothing of sharding. That
-is right for every optimizer that treats each element by itself; others are refused where there are shards. Lamb needs the norm
+is right for every optimizer that treats each element by itself; others are an error if there are shards. Lamb needs the norm
 of whole tensors, and gets a function that sums over shards.
 Source: DeepSpeed 0.19.8, runtime/engine.py `_configure_basic_optimizer`.
 """

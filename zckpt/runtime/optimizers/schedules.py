@@ -113,7 +113,7 @@ class WarmupLR(Schedule):
     Args:
         optimizer: whose groups are set.
         warmup_min_lr: one or one per group.
-        warmup_max_lr: one or one per group; the groups' own rates where not given.
+        warmup_max_lr: one or one per group; the groups' own rates if not given.
         warmup_num_steps: at least 2 are taken.
         warmup_type: `log` or `linear`.
         last_batch_iteration: where to begin.
@@ -217,9 +217,9 @@ class OneCycle(Schedule):
         cycle_max_lr: one or one per group.
         decay_lr_rate: after the cycle the rate is divided by 1 + this x intervals of `decay_step_size`.
         cycle_first_step_size: steps of the way up.
-        cycle_second_step_size: steps of the way down; as many as up where not given.
+        cycle_second_step_size: steps of the way down; as many as up if not given.
         cycle_first_stair_count: stairs of the way up; 0 is a slope.
-        cycle_second_stair_count: stairs of the way down; as many as up where not given.
+        cycle_second_stair_count: stairs of the way down; as many as up if not given.
         decay_step_size: 0 never decays.
         cycle_momentum: move the first beta too.
         cycle_min_mom: one or one per group.

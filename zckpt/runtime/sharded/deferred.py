@@ -68,7 +68,7 @@ def cut(tensor: torch.Tensor, group: Any, dtype: torch.dtype | None = None) -> R
     Args:
         tensor: the whole, on every rank.
         group: the ranks that share it.
-        dtype: to keep floating-point numbers in; their own where not given.
+        dtype: to keep floating-point numbers in; their own if not given.
     """
     tensor = part = tensor.detach()
     size = dist.get_world_size(group)

@@ -19,7 +19,7 @@ def offloads(zero: Zero) -> bool:
 
 
 def offload_policy(zero: Zero) -> OffloadPolicy:
-    """The policy for `fully_shard`; memory is page-locked where there is an accelerator to copy to."""
+    """The policy for `fully_shard`; memory is page-locked if there is an accelerator to copy to."""
     if not offloads(zero):
         return OffloadPolicy()
     sections = [section for section in (zero.offload_optimizer, zero.offload_param) if section is not None]

@@ -66,7 +66,7 @@ class ShardedParameter:
         return self.weight._local_tensor if isinstance(self.weight, DTensor) else self.weight.data
 
     def part(self) -> torch.Tensor:
-        """This rank's part with all its digits: of the master where there is one, otherwise of the weight. Not a copy."""
+        """This rank's part with all its digits: of the master if there is one, otherwise of the weight. Not a copy."""
         return self.local() if self.master is None else self.master.data
 
     @torch.no_grad()
@@ -86,7 +86,7 @@ class ShardedParameter:
 
     @torch.no_grad()
     def take_gradient(self) -> None:
-        """Moves the gradient that a backward has left on the weight to the master, or drops it where there is no master."""
+        """Moves the gradient that a backward has left on the weight to the master, or drops it if there is no master."""
         grad, self.weight.grad = self.weight.grad, None
         if self.master is None or grad is None:
             return

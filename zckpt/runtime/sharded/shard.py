@@ -124,7 +124,7 @@ def shard(
         precision: dtypes.
         mesh: of `mesh_of`.
         world: all ranks.
-        wrap: units, see `find_units`; the config's where not given.
+        wrap: units, see `find_units`; the config's if not given.
     """
     originals, aliases = _originals(model, precision)
     units = _units(model, originals, zero, world, zero.wrap if wrap is None else wrap)
