@@ -205,7 +205,7 @@ def examine(
 
 
 def _parts(file: CheckedFile) -> list[tuple[int, int]]:
-    """(start, bytes) of what is wanted of a file: its records and, of a whole one, what lies between them."""
+    """(start, bytes) of the parts of a file that are read: its records and, of a whole file, what is between them."""
     parts: list[tuple[int, int]] = []
     at = 0
     for _, offset, nbytes, _ in sorted(file.records, key=lambda record: record[1]):
@@ -234,7 +234,7 @@ class _Tour:
     """Looks at tensors and at the rest of what is wanted of files, file by file; made so that each byte is read once.
 
     What is looked at for its numbers counts for the checksums at the same time, if it is one dense run and nothing else
-    reads it (tied weights and views may lie on the same bytes). Everything that is left is read for its checksum alone.
+    reads it (tied weights and views may share bytes). Everything that is left is read for its checksum alone.
     Places are kept as plain numbers: there are millions in a large checkpoint.
     """
 
@@ -369,7 +369,7 @@ def _is_dense(fragment: Fragment) -> bool:
 
 
 def _dense_sides(move: Move) -> tuple[bool, bool]:
-    """Whether each side of a comparison lies in one run of bytes; those of the second are seen after they were swapped."""
+    """Whether each side of a comparison is one run of bytes; those of the second are seen after they were swapped."""
     a, b = move.count * move.src_dtype.itemsize, move.count * move.dst_dtype.itemsize
     in_source = move.src_step == 1 and (move.rows == 1 or move.src_pitch == a)
     in_other = move.dst_step == 1 and (move.rows == 1 or move.dst_pitch == b)

@@ -1,4 +1,4 @@
-"""Where the elements of each trained parameter lie in a ZeRO save, found a second time.
+"""Where the elements of each trained parameter are in a ZeRO save, found a second time.
 
 For `verify`; where files name their tensors, `reread_named` does it. Nothing here is what reads a save: no layout, no partition
 arithmetic, no catalog, only the keys of the files and the way in which DeepSpeed's own `zero_to_fp32.py` goes about it. Of
@@ -210,7 +210,7 @@ def misplaced(listing: Listing, catalog: Catalog) -> tuple[int, list[str]]:
 
 
 def misplaced_states(listing: Listing, training: Training, masters: Mapping[str, TensorEntry]) -> tuple[int, list[str]]:
-    """The same of the optimizer's states; `masters` are the catalog's tensors, beside which each state has to lie."""
+    """The same of the optimizer's states; `masters` are the catalog's tensors, beside which each state has to be."""
     count, bad = _misplaced(found_again(listing), training.states)
     named, elsewhere = misplaced_named_states(listing, training)
     beside, odd = _beside(listing, training, masters)
@@ -218,7 +218,7 @@ def misplaced_states(listing: Listing, training: Training, masters: Mapping[str,
 
 
 def _beside(listing: Listing, training: Training, masters: Mapping[str, TensorEntry]) -> tuple[int, list[str]]:
-    """States that lie elsewhere than their masters, which other numbers prove, or a rank's copy of them.
+    """States that are not beside their masters, whose place other numbers prove, or beside a rank's copy of these.
 
     The states of a vector of masters are vectors beside it, cut alike. Where an fp32 run without ZeRO keeps no masters, they are
     beside the weights, if all parameters are of one group: it has the model's order.

@@ -1,4 +1,4 @@
-"""Where tensors lie that files themselves name, found a second time: plain weights, layer files, universal files, chunks.
+"""Where the tensors are that files themselves name, found a second time: plain weights, layer files, universal files, chunks.
 
 For `verify`, as `reread` is for the vectors of ZeRO: nothing here is what reads a save. The names in a file, or its own name,
 or the metadata of torch.distributed.checkpoint, say where a tensor begins; there what is read of that file must begin too.
@@ -105,7 +105,7 @@ def _files_of_parameters(listing: Listing) -> Mapping[tuple[str, str], str]:
 
 
 def _in_universal(listing: Listing, wanted: Wanted) -> tuple[int, list[str]]:
-    """Each parameter and state lies in a file that is called so."""
+    """Each parameter and state is in a file of its name."""
     places = _files_of_parameters(listing)
     count, bad = 0, list[str]()
     for (name, state), entry in wanted.items():
@@ -127,7 +127,7 @@ class _Chunk(NamedTuple):
 
 
 def _in_chunks(listing: Listing, wanted: Wanted) -> tuple[int, list[str]]:
-    """The first element of every chunk lies where torch's metadata say."""
+    """The first element of every chunk is where torch's metadata say."""
     chunks: dict[str, list[_Chunk]] = {}
     for name, chunk in _chunks(listing):
         chunks.setdefault(name, []).append(chunk)

@@ -61,9 +61,9 @@ def compare_runs(source: Examined, output: Examined) -> Comparison:
     if strangers := _strangers(source.place.listing, output.place.listing):
         found.only.append(f"files that are not DeepSpeed's ({examples(strangers)})")
     there = _training(output)
-    told = output.catalog.source
+    made = output.catalog.source
     if isinstance(there, ZckptError):
-        if told.zero_stage or told.optimizer_states:
+        if made.zero_stage or made.optimizer_states:
             found.problems.append(str(there))
         states = source.catalog.source.optimizer_states
         found.only += [f"the optimizer states ({', '.join(states)})"] * bool(states)
@@ -83,11 +83,11 @@ def compare_runs(source: Examined, output: Examined) -> Comparison:
         found.only.append(f"optimizer states that ranks hold differently ({examples(drifted)})")
     _compare_groups(found, here, there, *names)
     _compare_scalers(found, here, there)
-    if told.layout == "dcp":
+    if made.layout == "dcp":
         found.only += _OF_MODEL
     else:
         _compare_model(found, here, there)
-    if told.layout == "universal":
+    if made.layout == "universal":
         if source.catalog.source.zero_stage:  # of a run without ZeRO the file is made
             _compare_copies(found, source.place.listing, output.place.listing)
         _compare_beside(found, source, output.place.listing)

@@ -58,7 +58,7 @@ def open_catalog(path: str | os.PathLike[str], options: OpenOptions | None = Non
     options = options or OpenOptions()
     place = find(os.fspath(path), options.tag, [os.fspath(root) for root in options.also])
     if options.wishes is not None:
-        place = replace(place, listing=replace(place.listing, wishes=options.wishes))
+        place = replace(place, listing=replace(place.listing, options=options.wishes))
     catalog = layouts.read(place.listing, allow_unknown=options.allow_unknown_layout)
     return Opened(replace(catalog, source=replace(catalog.source, notes=place.notes + catalog.source.notes)), place)
 

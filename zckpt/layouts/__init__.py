@@ -57,7 +57,7 @@ def family_of(listing: Listing) -> Family:
 def family_by_names(listing: Listing) -> Family:
     """The first family that has files of these names, for a save that cannot be read: opens nothing.
 
-    Of DeepSpeed's families, only universal checkpoints are told apart from the others.
+    Of DeepSpeed's families, only universal checkpoints are distinguished from the others.
     """
     for family in FAMILIES[:-1]:
         if family.directory:
@@ -78,10 +78,10 @@ def read(listing: Listing, *, allow_unknown: bool = False) -> Catalog:
         UsageError: a key was given for a save that has no keys.
     """
     family = family_of(listing)
-    if listing.wishes.key and not family.has_keys:
+    if listing.options.key and not family.has_keys:
         raise UsageError(
             "holds one state dict, so --key has nothing to choose from", file=listing.directory,
-            found=f"{family.name}, --key {listing.wishes.key}",
+            found=f"{family.name}, --key {listing.options.key}",
             remedy="Leave --key out: only saves of torch.distributed.checkpoint hold several state dicts.",
         )  # fmt: skip
     catalog = family.read(listing, allow_unknown=allow_unknown)

@@ -36,7 +36,7 @@ class Place:
 
     Attributes:
         listing: its files.
-        home: the directory beside whose tag directories config and tokenizer files lie.
+        home: the directory that has config and tokenizer files, and the tag directories.
         tags: all tags there, in natural order.
         notes: what was chosen on the way, as sentences.
     """

@@ -132,7 +132,7 @@ def _converted(
     arguments = run_arguments(catalog, place.listing.directory)
     heads = heads_of(catalog, *query_heads(given or {}, arguments, catalog.source.path))
     vocabulary = (given or {}).get("vocab_size")
-    origin = origin_of(catalog, place.listing.wishes.tp_rules or "")
+    origin = origin_of(catalog, place.listing.options.tp_rules or "")
     catalog = as_architecture(catalog, wanted, heads, origin, vocabulary if isinstance(vocabulary, int) else None)
     if given is None:
         given = make_config(wanted, catalog, heads, arguments)

@@ -72,7 +72,7 @@ class DcpSave:
 def load(listing: Listing) -> DcpSave:
     """The files of a save; errors as in `read`."""
     metadata = read_metadata(listing)
-    model = model_of(metadata, listing.wishes.key)
+    model = model_of(metadata, listing.options.key)
     flat = [name for name in model.items if _FLAT.search(name)]
     if flat:
         raise UnsupportedError(

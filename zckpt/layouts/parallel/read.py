@@ -128,11 +128,11 @@ class ParallelSave:
         """Ranks per axis: from the options, from the files, or from their number."""
         first = models[min(models)]
         recorded = first.topology(first.ranks("dp_world_size") or 1)
-        wished = self.listing.wishes
+        given = self.listing.options
         total = max(len(models), first.ranks("mp_world_size") or 1)
-        if wished.tp or wished.pp:
-            tp = wished.tp or total // (wished.pp or 1)
-            pp = wished.pp or total // tp
+        if given.tp or given.pp:
+            tp = given.tp or total // (given.pp or 1)
+            pp = given.pp or total // tp
         elif recorded.tp * recorded.pp > 1:
             tp, pp = recorded.tp, recorded.pp
         elif self.layers:
@@ -204,8 +204,8 @@ class ParallelSave:
                 )  # fmt: skip
 
     def _rules(self, model: ModelStates) -> Rules | None:
-        if self.listing.wishes.tp_rules:
-            rules = rules_of_file(self.listing.wishes.tp_rules)
+        if self.listing.options.tp_rules:
+            rules = rules_of_file(self.listing.options.tp_rules)
             check_loads(rules, list(self.stages[0][0].catalog))
             return rules
         return rules_of_checkpoint(model)
@@ -270,8 +270,8 @@ class ParallelSave:
             yield from dict.fromkeys(state for group in first.training().groups for state in group.states)
 
     def _notes(self) -> Iterator[str]:
-        if self.listing.wishes.tp_rules:
-            yield f"Slices were joined by the rules of {self.listing.wishes.tp_rules!r}."
+        if self.listing.options.tp_rules:
+            yield f"Slices were joined by the rules of {self.listing.options.tp_rules!r}."
         if self.layers and self.topology.pp > 1:
             yield (
                 "Names are those of the pipeline: <layer>.<name>, and tied_modules.<key>.<name> for tied layers; "

@@ -169,8 +169,7 @@ def _optimizer(listing: Listing, name: str) -> tuple[str, Mapping[str, object]] 
     for pattern, entry in _ENTRIES:
         match = pattern.fullmatch(name)
         if match and match.groupdict().get("kind") != "model":
-            root = listing.open(name).root
-            found = root.get(entry) if isinstance(root, Mapping) else None
+            found = listing.entry(name, entry)
             return (match["mp"], found) if isinstance(found, Mapping) else None
     return None
 

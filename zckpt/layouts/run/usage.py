@@ -13,6 +13,7 @@ from typing import NamedTuple
 from zckpt.base.errors import OTHER_SAVE, InconsistentError
 from zckpt.containers import TensorRef
 from zckpt.core.claims import Claims, Span
+from zckpt.layouts.run.values import as_list
 from zckpt.layouts.save.listing import EXPERT_OPTIMIZER_NAME, MODEL_NAME, SHARD_NAME, UNIVERSAL, Listing
 
 _MASTERS = ("single_partition_of_fp32_groups", "fp32_flat_groups", "fp32_groups_flat", "fp32_groups")
@@ -46,55 +47,39 @@ def check_states(listing: Listing, claims: Claims) -> None:
 
 def _masters(listing: Listing) -> Iterator[_Vector]:
     if any(name.startswith(f"{UNIVERSAL}/") for name in listing.files):
-        return  # each parameter has a file of its own, and is it
-    for state in _optimizers(listing):
+        return  # each parameter has a file of its own
+    states = list(_shards(listing))
+    if not states:  # files of experts repeat what model files say
+        whole = listing.matching(EXPERT_OPTIMIZER_NAME) or listing.matching(MODEL_NAME)
+        states = [state for name in whole if isinstance(state := listing.entry(name, "optimizer"), Mapping)]
+    for state in states:
         for key in _MASTERS:
-            for number, held in enumerate(_listed(state.get(key))):
+            for number, held in enumerate(as_list(state.get(key))):
                 yield from (_Vector(ref, f"group {number} of {key!r}") for ref in _tensors(held))
 
 
 def _states(listing: Listing) -> Iterator[_Vector]:
-    for name in listing.matching(SHARD_NAME) if not listing.matching(EXPERT_OPTIMIZER_NAME) else ():
-        for state in _in_shard(listing, name):
-            base = next((state[key] for key in _WRAPPED if key in state), None)
-            held = base.get("state") if isinstance(base, Mapping) else base
-            groups = held.items() if isinstance(held, Mapping) else enumerate(_listed(held))
-            for number, own in groups:
-                for key, value in own.items() if isinstance(own, Mapping) else ():
-                    if isinstance(value, TensorRef) and value.shape:
-                        yield _Vector(value, f"{key!r} of group {number}")
+    for state in _shards(listing) if not listing.matching(EXPERT_OPTIMIZER_NAME) else ():
+        base = next((state[key] for key in _WRAPPED if key in state), None)
+        held = base.get("state") if isinstance(base, Mapping) else base
+        for number, own in held.items() if isinstance(held, Mapping) else enumerate(as_list(held)):
+            for key, value in own.items() if isinstance(own, Mapping) else ():
+                if isinstance(value, TensorRef) and value.shape:
+                    yield _Vector(value, f"{key!r} of group {number}")
 
 
-def _optimizers(listing: Listing) -> Iterator[Mapping[str, object]]:
-    """What each file keeps of an optimizer."""
-    shards = [name for name in listing.matching(SHARD_NAME) if name.endswith("_optim_states.pt")]
-    for name in shards:
-        yield from _in_shard(listing, name)
-    whole = listing.matching(EXPERT_OPTIMIZER_NAME) or listing.matching(
-        MODEL_NAME
-    )  # the former repeat what the latter say
-    for name in whole if not shards else ():
-        root = listing.open(name).root
-        state = root.get("optimizer") if isinstance(root, Mapping) else None
-        if isinstance(state, Mapping):
-            yield state
-
-
-def _in_shard(listing: Listing, name: str) -> Iterator[Mapping[str, object]]:
-    if name.endswith("_optim_states.pt"):
-        root = listing.open(name).root
-        state = root.get("optimizer_state_dict") if isinstance(root, Mapping) else None
-        if isinstance(state, Mapping):
-            yield state
-
-
-def _listed(value: object) -> list[object]:
-    return list(value) if isinstance(value, list | tuple) else []
+def _shards(listing: Listing) -> Iterator[Mapping[str, object]]:
+    """What the optimizer file of each rank of a ZeRO run keeps."""
+    for name in listing.matching(SHARD_NAME):
+        if name.endswith("_optim_states.pt"):
+            state = listing.entry(name, "optimizer_state_dict")
+            if isinstance(state, Mapping):
+                yield state
 
 
 def _tensors(value: object) -> Iterator[TensorRef]:
     """A tensor, or those in a list."""
-    for each in value if isinstance(value, list | tuple) else [value]:
+    for each in as_list(value) or [value]:
         if isinstance(each, TensorRef):
             yield each
 

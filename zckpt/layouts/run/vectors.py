@@ -1,6 +1,6 @@
-"""Parameters that lie end to end in flat vectors, of one rank or of several.
+"""Parameters that are stored end to end in flat vectors, of one rank or of several.
 
-For every family that keeps flat vectors. How long each rank's part is, and where padding lies, a family knows for itself: see
+For every family that keeps flat vectors. How long each rank's part is, and where padding is, differs from family to family: see
 [Note: flat groups, partitions, padding] in `zero.partition` for DeepSpeed's ways.
 """
 
@@ -28,7 +28,7 @@ class VectorRun(NamedTuple):
 
 
 def fragment_of(vector: TensorRef, piece: VectorRun, start: int, file: str) -> Fragment:
-    """A piece of a parameter, whose first element is number `start`, as it lies in a rank's vector.
+    """A piece of a parameter, whose first element is number `start`, as it is stored in a rank's vector.
 
     Raises:
         InconsistentError: the vector is shorter than the piece needs.
@@ -47,10 +47,10 @@ def fragment_of(vector: TensorRef, piece: VectorRun, start: int, file: str) -> F
 def unflatten(
     shapes: Mapping[str, Shape], runs: Sequence[tuple[TensorRef, int]], role: Role = "parameter"
 ) -> dict[str, TensorEntry]:
-    """Parameters that lie end to end in the first elements of vectors, one vector after another.
+    """Parameters that are stored end to end in the first elements of vectors, one vector after another.
 
     Args:
-        shapes: name -> shape, in the order in which the parameters lie.
+        shapes: name -> shape, in the order in which the parameters are stored.
         runs: dense vectors of one dtype, and how many elements of each are parameters'. What is behind them is padding.
         role: of the parameters.
 

@@ -100,9 +100,9 @@ class Family:
         read_training: what a run needs beside the weights; None where zckpt reads weights only.
         directory: a directory of a save whose files, at any depth, belong to it; empty for none.
         tagged: a save is one of several directories (tags) beside a file `latest`, which names the newest; config and
-            tokenizer files lie beside the tags. Otherwise they lie in the save or beside it, and of saves that are numbered
+            tokenizer files are beside the tags. Otherwise they are in the save or beside it, and of saves that are numbered
             alike (`step-100`, `step-200`) the last is the newest.
-        fallback: its files may lie in a directory that holds other saves, which are then preferred.
+        fallback: its files may be in a directory that holds other saves, which are then preferred.
         further: names of files that the trainer may put among them: they are checked, but are no part of the model.
         has_keys: a save may hold several state dicts, of which `--key` chooses one.
         resumes: how a run resumes from a save with optimizer states, after "resume yes:"; empty for DeepSpeed's own, where

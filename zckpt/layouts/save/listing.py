@@ -41,14 +41,9 @@ def rank_file(rank: int) -> str:
     return f"zckpt_rank_{rank}_states.pt"
 
 
-def is_rank_file(name: str) -> bool:
-    """Whether a file of this name is one of `rank_file`."""
-    return RANK_FILE.fullmatch(name) is not None
-
-
 def is_trainers_file(name: str) -> bool:
     """Whether the trainer may have written a file of this name into a save."""
-    return is_deepspeed_file(name) or is_rank_file(name)
+    return is_deepspeed_file(name) or RANK_FILE.fullmatch(name) is not None
 
 
 def natural(name: str) -> list[tuple[int, int | str]]:
@@ -86,13 +81,13 @@ class Listing:
         directory: the tag directory, or the single file, for messages.
         tag: the tag; empty for files that have none.
         files: file name -> path, in natural order; those of a universal checkpoint's parameters below `zero/`.
-        wishes: what the files do not record.
+        options: facts that the files do not record.
     """
 
     directory: str
     tag: str
     files: Mapping[str, str]
-    wishes: ReadOptions = ReadOptions()
+    options: ReadOptions = ReadOptions()
     _opened: dict[str, Container] = field(default_factory=dict[str, Container], repr=False)
     _ranks: dict[tuple[str, int], list[tuple[int, str]]] = field(
         default_factory=dict[tuple[str, int], "list[tuple[int, str]]"], repr=False
@@ -103,6 +98,11 @@ class Listing:
         if name not in self._opened:
             self._opened[name] = open_container(self.files[name])
         return self._opened[name]
+
+    def entry(self, name: str, key: str) -> object:
+        """What a file has under a key; None where it has no such key, or is no mapping. Errors as in `open`."""
+        root = self.open(name).root
+        return root.get(key) if isinstance(root, Mapping) else None
 
     def opened(self) -> Iterator[tuple[str, Container]]:
         """The files that are open already, by name."""

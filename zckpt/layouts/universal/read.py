@@ -24,7 +24,7 @@ from dataclasses import dataclass, replace
 
 from zckpt.base.errors import COPY_AGAIN, OTHER_SAVE, CorruptError, IncompleteError, InconsistentError
 from zckpt.containers import TensorRef, enum_value
-from zckpt.core.catalog import Catalog, TensorEntry, Topology
+from zckpt.core.catalog import Catalog, Role, TensorEntry, Topology
 from zckpt.core.fragments import Fragment
 from zckpt.layouts.moe.records import second_routers, without_experts
 from zckpt.layouts.run.training import ParameterGroup, Training
@@ -93,11 +93,8 @@ class _Save:
                 f"{state!r} of parameter {name!r} is missing", file=self.listing.directory,
                 expected=f"{HOME}{name}/{state}.pt", remedy="Copy it again, or convert the original checkpoint again.",
             )  # fmt: skip
-        root = self.listing.open(file).root
-        ref = root.get("param") if isinstance(root, Mapping) else root
-        if not isinstance(ref, TensorRef):
-            raise CorruptError("holds no tensor", file=self.listing.files[file], remedy=COPY_AGAIN)
-        own = ref.shape if isinstance(root, Mapping) else shape
+        ref = _tensor(self.listing, file)
+        own = ref.shape if isinstance(self.listing.open(file).root, Mapping) else shape
         if ref.numel != math.prod(own) or (len(self.models) == 1 and own[1:] != shape[1:]):
             raise InconsistentError(
                 f"its tensor has another shape than parameter {name!r}", file=self.listing.files[file],
@@ -126,6 +123,15 @@ def _load(listing: Listing) -> _Save:
     return _Save(listing, parameters, models, left)
 
 
+def _tensor(listing: Listing, file: str) -> TensorRef:
+    """The tensor that a file of a parameter holds, in either form; see [Note: two forms]."""
+    root = listing.open(file).root
+    ref = root.get("param") if isinstance(root, Mapping) else root
+    if not isinstance(ref, TensorRef):
+        raise CorruptError("holds no tensor", file=listing.files[file], remedy=COPY_AGAIN)
+    return ref
+
+
 def beside(listing: Listing) -> dict[str, TensorRef]:
     """Frozen tensors and tied names in files of their own, which zckpt does not read, but DeepSpeed may.
 
@@ -133,15 +139,8 @@ def beside(listing: Listing) -> dict[str, TensorRef]:
         CorruptError: a file does not hold what its name says.
     """
     save = _load(listing)
-    found: dict[str, TensorRef] = {}
-    for name, states in save.parameters.items():
-        if name not in save.shapes and MASTER in states:
-            root = listing.open(states[MASTER]).root
-            ref = root.get("param") if isinstance(root, Mapping) else root
-            if not isinstance(ref, TensorRef):
-                raise CorruptError("holds no tensor", file=listing.files[states[MASTER]], remedy=COPY_AGAIN)
-            found[name] = ref
-    return found
+    files = {name: states[MASTER] for name, states in save.parameters.items() if MASTER in states}
+    return {name: _tensor(listing, file) for name, file in files.items() if name not in save.shapes}
 
 
 def _models(listing: Listing) -> Iterator[ModelStates]:
@@ -181,10 +180,8 @@ def _elsewhere(save: _Save) -> Iterator[tuple[str, TensorEntry]]:
     known = {*save.shapes, *model.module, *model.shared}
     for name, files in save.parameters.items():
         if name not in known and MASTER in files:
-            root = save.listing.open(files[MASTER]).root
-            ref = root.get("param") if isinstance(root, Mapping) else root
-            if isinstance(ref, TensorRef):
-                yield name, whole(name, ref, "frozen" if name in model.frozen_shapes else "buffer")
+            role: Role = "frozen" if name in model.frozen_shapes else "buffer"
+            yield name, whole(name, _tensor(save.listing, files[MASTER]), role)
 
 
 def _frozen(listing: Listing, model: ModelStates, name: str, shape: Shape) -> TensorEntry | None:
