@@ -91,7 +91,7 @@ def lay_out(catalog: Catalog, training: Training, listing: Listing, target: Univ
 
 
 def _check_experts(catalog: Catalog) -> None:
-    """Raises UnsupportedError for experts that DeepSpeed's engine could not load; see [Note: universal experts] in `universal`."""
+    """Raises UnsupportedError for experts that DeepSpeed's engine could not load; see [Note: universal experts] in `read`."""
     topology = catalog.topology
     own = sum(is_own(name) for name in catalog.tensors)
     if topology.experts and (topology.tp * topology.pp > 1 or (own and topology.ep > 1)):
