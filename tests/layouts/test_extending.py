@@ -29,6 +29,13 @@ def module_of(name: str, code: str) -> ModuleType:
     return made
 
 
+def test_what_the_page_names_is_there() -> None:
+    text = (ROOT / "docs/extending.md").read_text()
+    named = [path for path in re.findall(r"`((?:zckpt|tests|fixtures)/[\w./]+)`", text) if "fairscale" not in path]
+    assert len(named) > 12
+    assert [path for path in named if not (ROOT / path).exists()] == []
+
+
 @pytest.fixture
 def installed(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     """The family of the page, as its line adds it."""
