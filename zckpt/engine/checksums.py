@@ -1,6 +1,6 @@
-"""CRC-32s of whole files, joined from those of their parts: what was taken while data passed by is not taken again.
+"""CRC-32s of whole files, joined from those of their parts, which the engine computes while it moves or reads the data.
 
-For `mover`, which writes files, and `scan`, which reads them. The CRC of A followed by B follows from the CRCs of both and
+For `move`, which writes files, and `scan`, which reads them. The CRC of A followed by B follows from the CRCs of both and
 the length of B, so parts may be done in any order, on any thread.
 """
 

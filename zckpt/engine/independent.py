@@ -1,4 +1,4 @@
-"""Whether an output is exactly what its checkpoint says, found out the slow way.
+"""Whether an output is exactly what its checkpoint says, derived a second time.
 
 For `verify`. Every element of the output is derived from the shards once more and compared as bytes. Nothing here is what
 wrote the output: no plan, no router, no C++, only the catalogs' geometry, `pread` (`elements`) and the reference cast. A
@@ -29,11 +29,11 @@ _PART = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """What is not as it should be in one tensor of the output.
+    """What differs in one tensor of the output.
 
     Attributes:
         number: of the pair.
-        count: elements whose bytes are others.
+        count: elements whose bytes differ.
         first: the first of them.
         file: name of the file of the output that holds it.
     """
@@ -52,13 +52,13 @@ def differences(
     bytes_per_s: int | None = None,
     progress: Callable[[int], None] | None = None,
 ) -> list[Difference]:
-    """The tensors of an output that are not their source, rounded to the output's dtype.
+    """The tensors of an output that differ from their source, rounded to the output's dtype.
 
     Args:
         pairs: (source, output); of as many elements, in dtypes that can be cast.
         clamp: numbers too large became the largest finite one instead of infinity.
         threads: that read and compare.
-        bytes_per_s: at most so many are read.
+        bytes_per_s: the most that is read.
         progress: called with the bytes read so far.
 
     Raises:

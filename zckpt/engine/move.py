@@ -16,7 +16,7 @@ from enum import Enum, auto
 from typing import Literal, TypeVar
 
 from zckpt.base.errors import UnsafeError, UnsupportedError, read_error
-from zckpt.base.pace import engine_error, gives_back, pace, thread_count, window_bytes
+from zckpt.base.pace import Pace, engine_error, gives_back, pace, thread_count, window_bytes
 from zckpt.core.dtypes import CAST_TARGETS
 from zckpt.core.fragments import FileStore
 from zckpt.core.plan import OutputFile, Plan
@@ -80,6 +80,18 @@ class MoveReport:
     overflows: dict[int, CastLoss]
     engine: str
     files: tuple[Written, ...] = ()
+
+
+class MoveOptions(Pace):
+    """What `run` takes of a job's options.
+
+    Attributes:
+        overflow: what becomes of numbers too large for the target's dtype.
+        window: bytes written at once, per thread; None for the default.
+    """
+
+    overflow: Literal["error", "inf", "clamp"]
+    window: int | None
 
 
 class Mode(Enum):
@@ -200,13 +212,17 @@ def refuse(plan: Plan, consumers: Collection[str] = (), mode: Mode = Mode.DURABL
     for source, destination in plan.pairs:
         a, b = source.dtype, destination.dtype
         if a != b and not (a.kind == "float" and b in CAST_TARGETS):
-            raise UnsupportedError(f"a cast of tensor {source.name!r}", found=f"{a} to {b}")
+            raise UnsupportedError(
+                f"tensor {source.name!r} cannot be cast", found=f"{a} to {b}", expected="floats to fp32, fp16 or bf16",
+                remedy="Leave the tensor out (--exclude), or write it in its own dtype.",
+            )  # fmt: skip
     for output, _ in plan.files:
         parts = output.path.split("/")
         if any(part in ("", ".", "..") for part in parts) or "\0" in output.path:
             raise UnsafeError(
-                "an output file that would lie elsewhere", found=f"{output.path!r:.200}",
-                remedy="Nothing was written. The checkpoint's names were made to do harm, or need --rename.",
+                "a file would be written outside of the output", found=f"{output.path!r:.200}",
+                expected="a path below the output without '..'",
+                remedy="If you know the checkpoint's author, rename its tensors (--rename). Nothing was written.",
             )  # fmt: skip
 
 

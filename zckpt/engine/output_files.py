@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping
 from typing import NoReturn
 
 from zckpt.base.errors import OutputError, ZckptError
+from zckpt.base.words import size
 from zckpt.core.plan import Plan
 from zckpt.storage.descriptors import MOST_STORES, OpenFiles
 
@@ -57,7 +58,7 @@ def raise_file_limit() -> None:
 
 
 def create(path: str, size: int, *, anew: bool = True) -> None:
-    """A file of full size; one that is there is an error, or keeps its pages and what they hold."""
+    """Makes a file of full size. One that exists is an error when `anew`, and otherwise keeps its pages and their content."""
     os.makedirs(os.path.dirname(path), exist_ok=True)
     fd = os.open(path, os.O_RDWR | os.O_CREAT | (os.O_EXCL if anew else os.O_NOFOLLOW) | os.O_CLOEXEC, 0o666)
     try:
@@ -67,32 +68,35 @@ def create(path: str, size: int, *, anew: bool = True) -> None:
 
 
 def output_failed(error: OSError, root: str, plan: Plan) -> NoReturn:
-    """Says what is wrong with an output."""
+    """Raises OutputError for an output that could not be written."""
     import resource
 
-    what, remedy = "a disk that is full", "Free some room, or choose an OUT on another disk."
-    found, expected = os.strerror(error.errno or 0), f"{plan.bytes_written:,} bytes are needed"
+    file, what, remedy = (
+        os.path.dirname(root) or root,
+        "the disk is full",
+        "Free some room, or choose an OUT on another disk.",
+    )
+    found, expected = error.strerror or str(error), f"room for {size(plan.bytes_written)}"
     match error.errno:
         case errno.ENOSPC:
             state = os.statvfs(root) if os.path.isdir(root) else None
-            free = "no more files fit on it" if state and state.f_files and not state.f_favail else ""
-            found += f"; {free or f'{state.f_bavail * state.f_frsize if state else 0:,} bytes are free'}"
+            full = state and state.f_files and not state.f_favail
+            found = (
+                "no room for another file" if full else f"{size(state.f_bavail * state.f_frsize if state else 0)} free"
+            )
         case errno.EDQUOT:
-            what, remedy = "a disk quota that is used up", "Have it raised, or choose an OUT on another disk."
+            what, remedy = "the disk quota is used up", "Have it raised, or choose an OUT on another disk."
         case errno.EFBIG:
             largest = max((output.size for output, _ in plan.files), default=0)
             limit, _ = resource.getrlimit(resource.RLIMIT_FSIZE)
             mine = limit != resource.RLIM_INFINITY and limit < largest
-            what = "a limit on the size of a file"
-            found += f"; this process may write {limit:,} bytes to a file (ulimit -f)" if mine else ""
-            expected = f"the largest file has {largest:,} bytes"
+            what = "a file would be larger than allowed"
+            found = f"a limit of {size(limit)} for this process's files (ulimit -f)" if mine else found
+            expected = f"room for {size(largest)} in the largest file"
             remedy = "Raise the limit (ulimit -f), or write smaller files (--max-shard-size)."
         case _:
-            raise OutputError(
-                "an output that cannot be written", file=error.filename or root, found=error.strerror or str(error),
-                remedy="Nothing was published.",
-            ) from error  # fmt: skip
+            file, what, expected = error.filename or root, "cannot be written", ""
+            remedy = "Check that the disk works and that you may write there, or choose another OUT."
     raise OutputError(
-        what, file=os.path.dirname(root) or root, found=found, expected=expected,
-        remedy=f"Nothing was published. {remedy}",
-    ) from error  # fmt: skip
+        what, file=file, found=found, expected=expected, remedy=f"{remedy} Nothing was published."
+    ) from error

@@ -1,7 +1,7 @@
 """Sources on other machines, for `move` and `scan`: the byte ranges of a batch are fetched, and its moves then read memory.
 
 A batch names a bounded number of such bytes (`batches.MOST_REMOTE_BYTES`). While the engine works on one, the next is
-fetched, so memory is two of them, whatever the checkpoint. Local sources pass as they are.
+fetched, so two of them are in memory, whatever the size of the checkpoint. Local sources stay as they are.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ AnyBatch = TypeVar("AnyBatch", bound=Batch)
 
 
 def localized(batches: Iterable[AnyBatch], near: Callable[[AnyBatch], AnyBatch]) -> Iterator[AnyBatch]:
-    """The same batches, in order, with sources in reach of the engines.
+    """The same batches, in order, with sources that the engines can read.
 
     Args:
         batches: of moves or scan requests.
@@ -28,7 +28,7 @@ def localized(batches: Iterable[AnyBatch], near: Callable[[AnyBatch], AnyBatch])
 
     Raises:
         RemoteError: a source could not be fetched.
-        InconsistentError: a source changed since the checkpoint was opened; known when all is moved.
+        InconsistentError: a source changed since the checkpoint was opened; raised after the last batch.
     """
     seen: dict[str, FileStore] = {}
     pool: ThreadPoolExecutor | None = None
@@ -61,14 +61,14 @@ def check_unchanged(stores: Iterable[FileStore]) -> None:
     for store in stores:
         if fsspec_io.status(store.path).identity != store.identity:
             raise InconsistentError(
-                "a file that changed while it was read", file=redact(store.path),
+                "changed while it was read", file=redact(store.path),
                 found="another size, version or time than when it was opened",
-                remedy="Something still writes to the checkpoint. Wait until it is done, and start again.",
+                remedy="Wait until nothing writes to the checkpoint any more, and start again.",
             )  # fmt: skip
 
 
 def moved_near(batch: Batch) -> Batch:
-    """A batch of moves whose sources lie in memory; errors as for `remote.fetch`."""
+    """A batch of moves whose sources are in memory; errors as for `fsspec_io.fetch`."""
     wanted = [
         fsspec_io.Range(move.src.path, move.src_offset, move.src_offset + span_bytes(move))
         for _, _, move in batch.moves
@@ -93,6 +93,6 @@ def moved_near(batch: Batch) -> Batch:
 
 
 def in_memory(block: bytes, source: Store) -> MemoryStore:
-    """Bytes that were fetched, as a store of the same byte order."""
+    """Fetched bytes as a store, of the byte order of the source."""
     address = ctypes.cast(ctypes.c_char_p(block), ctypes.c_void_p).value or 0
     return MemoryStore(address, len(block), block, source.byteorder)

@@ -1,4 +1,4 @@
-"""The reference engine: one row after another with `pread`, numpy and `pwrite`. Slow, and obviously right.
+"""The reference engine: one row after another with `pread`, numpy and `pwrite`. Slow and simple.
 
 For `move`, where the C++ engine was not built, and for tests, which hold that engine to it byte by byte.
 """
@@ -29,7 +29,7 @@ def run_batch(
     clamp: bool,
     spend: Callable[[int], None],
 ) -> list[tuple[int, int, float]]:
-    """Runs a batch; returns (tensor, count, largest) for casts that overflowed. `spend` is told of bytes moved.
+    """Runs a batch; returns (tensor, count, largest) for casts that overflowed. `spend` is called with the bytes moved.
 
     Raises:
         CorruptError: a source ends too early.

@@ -1,8 +1,8 @@
 """Whether two places hold the same numbers: `cast(master) == weight`, read at both ends of every fragment.
 
 For layouts that must prove a guess, and for conversions before anything is published. A layout that is shifted by even
-one element cannot pass: some fragment's end then holds a neighbour's number. A handful of elements per fragment is read,
-so a checkpoint of any size is checked in a moment. Pure Python: it runs where numpy is not worth its import.
+one element cannot pass: some fragment's end then holds a neighbour's number. A few elements per fragment are read, so a
+checkpoint of any size is checked in a moment. Nothing here imports numpy, which takes longer than the check.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import array
 from collections.abc import Iterable, Iterator, Sequence
 
 from zckpt.base.errors import InconsistentError
-from zckpt.base.words import examples
+from zckpt.base.words import count, examples
 from zckpt.core.catalog import Catalog, Replica, TensorEntry
 from zckpt.core.dtypes import DType
 from zckpt.core.fragments import Fragment
@@ -130,21 +130,21 @@ def _disagreement(
     path: str, names: list[str], entry: TensorEntry, replica: Replica, difference: tuple[int, float, float]
 ) -> InconsistentError:
     element, value, found = difference
-    told = f"{len(names):,} tensors differ ({examples(names)}): element {element:,} of {entry.name!r} is {value!r} "
+    here = f"element {element:,} of {entry.name!r} is {value!r}"
     if replica.rank:
         return InconsistentError(
-            f"tensors that {replica.rank} holds otherwise than the first",
+            f"{replica.rank} holds other numbers than the first in {count(len(names), 'tensor')}: {examples(names)}",
             file=path,
-            found=f"{told} in one copy and {found!r} in the other",
-            expected="they are copies of each other",
-            remedy="Files of different saves are mixed, or the copies drifted apart in training. Nothing was written. "
-            "A rule can average them: --tp-rules.",
+            found=f"{here} in one copy and {found!r} in the other",
+            expected="equal copies",
+            remedy="Copy all files of one save again. If the copies drifted apart in training, average them with a rule "
+            "(--tp-rules). Nothing was written.",
         )
     return InconsistentError(
-        "master weights that are not those of the model's own weights",
+        f"the optimizer's fp32 weights are not the model's in {count(len(names), 'tensor')}: {examples(names)}",
         file=path,
-        found=f"{told} as a master and {found!r} as a weight",
-        expected="the master rounded to the weight's dtype should be the weight",
-        remedy="Files of different saves are mixed, or the layout is not understood. Nothing was written. "
-        "--allow-unknown-layout converts all the same.",
+        found=f"{here} for the optimizer and {found!r} in the model",
+        expected="the optimizer's number, rounded to the model's dtype, in the model",
+        remedy="Copy all files of one save again. If they are of one save, zckpt does not know this layout: "
+        "--allow-unknown-layout converts it unchecked. Nothing was written.",
     )

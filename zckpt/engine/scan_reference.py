@@ -1,4 +1,4 @@
-"""The reference engine of a scan: one request after another, with numpy. Slow, and obviously right.
+"""The reference engine of a scan: one request after another, with numpy. Slow and simple.
 
 For `scan`, where the C++ engine was not built, and for tests, which hold that engine to it.
 """

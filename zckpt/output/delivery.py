@@ -62,7 +62,7 @@ def deliver(
             _agree(those, order)
         if those.rank == 0:
             return _lead(those, order, progress, say)
-        follow(those, order.plan, overflow=order.overflow, window=order.buffer, pace=order.pace)
+        follow(those, order.plan, order.how)
         return _delivered_elsewhere(those.meet()[0])
 
 
@@ -94,14 +94,12 @@ def _lead(those: Team, order: Order, progress: Callable[[int], None] | None, say
 
             if those.size > 1:
                 engine = lead(
-                    those, order.plan, staging.directory, done=kept, finished=finished, overflow=order.overflow,
-                    progress=progress, window=order.buffer, pace=order.pace,
-                )  # fmt: skip
+                    those, order.plan, staging.directory, order.how, done=kept, finished=finished, progress=progress
+                )
             else:
                 engine = run(
-                    order.plan, staging.directory, overflow=order.overflow, progress=progress, window=order.buffer,
-                    done=kept, finished=finished, **order.pace,
-                ).engine  # fmt: skip
+                    order.plan, staging.directory, progress=progress, done=kept, finished=finished, **order.how
+                ).engine
         else:
             those.meet()
         overflows = overflows_of((file.overflows for file in made.values()), order.plan, order.overflow)

@@ -158,8 +158,8 @@ class _Sending:
             else:
                 stack.enter_context(upload)
             moved = run(
-                plan, "", overflow=self._order.overflow, progress=progress, window=self._order.buffer,
-                mode=Mode.STREAMED, consumers={plan.files[0][0].path: upload.write}, **self._order.pace,
+                plan, "", mode=Mode.STREAMED, progress=progress,
+                consumers={plan.files[0][0].path: upload.write}, **self._order.how,
             )  # fmt: skip
             file = replace(as_finished(moved.files[0], names), path=actual)
             overflows_of([file.overflows], plan, self._order.overflow)

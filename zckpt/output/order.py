@@ -21,6 +21,7 @@ from zckpt.core.dtypes import SHORT_NAMES, DType
 from zckpt.core.fragments import FileStore, Store
 from zckpt.core.plan import Plan
 from zckpt.engine.move import CastLoss as Overflowed
+from zckpt.engine.move import MoveOptions
 from zckpt.engine.move import Written
 from zckpt.output.journal import Finished
 from zckpt.output.manifest import Manifest
@@ -60,6 +61,11 @@ class Order:
     merge: bool = False
     buffer: int | None = None
     pace: Pace = field(default_factory=lambda: DEFAULT_PACE)
+
+    @property
+    def how(self) -> MoveOptions:
+        """The options of its move."""
+        return {"overflow": self.overflow, "window": self.buffer, **self.pace}
 
     @property
     def bytes_written(self) -> int:

@@ -9,13 +9,13 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 
-from zckpt.base.pace import Pace, gives_back
+from zckpt.base.pace import gives_back
 from zckpt.core.catalog import TensorPart
 from zckpt.core.fragments import Fragment
 from zckpt.core.plan import OutputFile, Plan
 from zckpt.engine.batches import element_bytes, progress_after
 from zckpt.engine.checksums import Partial
-from zckpt.engine.move import CastLoss, Mover, Written
+from zckpt.engine.move import CastLoss, MoveOptions, Mover, Written
 from zckpt.team.part_move import WrittenPart, begin, move, seal
 from zckpt.team.together import Team
 
@@ -149,13 +149,11 @@ def lead(
     team: Team,
     plan: Plan,
     root: str,
+    how: MoveOptions,
     *,
     done: Collection[str],
     finished: Callable[[Written], None],
-    overflow: str,
     progress: Callable[[int], None] | None,
-    window: int | None,
-    pace: Pace,
 ) -> str:
     """Process 0's work: makes the files, moves its own part, and completes what all have moved their parts into.
 
@@ -163,15 +161,13 @@ def lead(
         team: the processes.
         plan: the whole.
         root: the work directory; empty but for the files of `done`.
+        how: as `move.run` takes it, for each process; a limit on bytes per second is shared by all.
         done: paths of files that exist already.
         finished: called with each file as soon as it is complete and durable.
-        overflow: as in `move.run`.
         progress: called with the bytes that all have moved.
-        window: bytes written at once.
-        pace: of each process; a limit to all of them is shared.
 
     Returns:
-        The engine.
+        The engine, "native" or "reference".
     """
     begin(plan, root, done)
     files = _Files(plan, root, done, finished)
@@ -188,7 +184,7 @@ def lead(
     kept = sum(output.size for output, _ in plan.files if output.path in done)
     watch = team.watched(progress_after(progress, kept))
     team.meet({"root": root, "done": list(done)})
-    engine = _move(team, plan, root, done, moved, overflow, watch, window, pace)
+    engine = _move(team, plan, root, how, done, moved, watch)
     while files.missing:
         listen()
         watch(0)
@@ -197,7 +193,7 @@ def lead(
     return engine
 
 
-def follow(team: Team, plan: Plan, *, overflow: str, window: int | None, pace: Pace) -> None:
+def follow(team: Team, plan: Plan, how: MoveOptions) -> None:
     """The other processes' work; arguments as in `lead`."""
     begun = team.meet()[0]
     if begun is None:  # an earlier run has written all files
@@ -207,7 +203,7 @@ def follow(team: Team, plan: Plan, *, overflow: str, window: int | None, pace: P
         lost = {number: (one.count, one.largest) for number, one in part.overflows.items()}
         team.post((part.path, part.nbytes, part.crcs, lost))
 
-    _move(team, plan, begun["root"], begun["done"], moved, overflow, team.watched(None), window, pace)
+    _move(team, plan, begun["root"], how, begun["done"], moved, team.watched(None))
     team.meet()
 
 
@@ -215,22 +211,16 @@ def _move(
     team: Team,
     plan: Plan,
     root: str,
+    how: MoveOptions,
     done: Collection[str],
     moved: Callable[[WrittenPart], None],
-    overflow: str,
     watch: Callable[[int], None],
-    window: int | None,
-    pace: Pace,
 ) -> str:
-    rate = pace["bytes_per_s"]
     part = part_of(plan, team.rank, team.size, done)
-    mover = Mover(
-        part,
-        overflow="clamp" if overflow == "clamp" else "inf",
-        window=window,
-        threads=pace["threads"],
-        keep_cache=not gives_back(pace["keep_cache"], plan.bytes_read + plan.bytes_written),
-        bytes_per_s=None if rate is None else max(1, rate // team.size),
-    )
+    rate, forget = how["bytes_per_s"], gives_back(how["keep_cache"], plan.bytes_read + plan.bytes_written)
+    mine: MoveOptions = {
+        **how, "keep_cache": not forget, "bytes_per_s": None if rate is None else max(1, rate // team.size)
+    }  # fmt: skip
+    mover = Mover(part, **mine)
     move(mover, part, root, moved, watch)
     return mover.engine
