@@ -21,8 +21,7 @@ from zckpt.core.dtypes import SHORT_NAMES, DType
 from zckpt.core.fragments import FileStore, Store
 from zckpt.core.plan import Plan
 from zckpt.engine.move import CastLoss as Overflowed
-from zckpt.engine.move import MoveOptions
-from zckpt.engine.move import Written
+from zckpt.engine.move import MoveOptions, Written
 from zckpt.output.journal import Finished
 from zckpt.output.manifest import Manifest
 from zckpt.storage.location import Location, location_of
