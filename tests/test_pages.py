@@ -183,6 +183,8 @@ class World:
             "AWS_DEFAULT_REGION": "us-east-1", "AWS_CONFIG_FILE": "/nonexistent", "AWS_EC2_METADATA_DISABLED": "true",
         }  # fmt: skip
         store = fsspec.filesystem("s3", endpoint_url=server.url, key="k", secret="s", skip_instance_cache=True)
+        if store.exists("bucket"):  # of another page: all of moto's servers in a process have the same buckets
+            store.rm("bucket", recursive=True)
         store.mkdir("bucket")
         store.put(str(self._home / "page" / "out" / "checkpoint-500"), "bucket/run/checkpoint-500", recursive=True)
         return found
