@@ -10,7 +10,7 @@ from zckpt.core.catalog import TensorEntry
 from zckpt.core.dtypes import BF16, F32
 from zckpt.core.fragments import FileStore, Fragment
 from zckpt.core.plan import Checksum, OutputFile, Plan
-from zckpt.storage.paths import file_store
+from zckpt.storage.location import file_store
 
 NUMEL = 70_001
 

@@ -47,7 +47,7 @@ from zckpt.engine.reference import cast  # noqa: E402
 from zckpt.engine.scan import scan  # noqa: E402
 from zckpt.engine.scan_requests import comparisons, requests_of  # noqa: E402
 from zckpt.engine.tensor_statistics import Relation  # noqa: E402
-from zckpt.storage.paths import file_store  # noqa: E402
+from zckpt.storage.location import file_store  # noqa: E402
 
 RNG = np.random.default_rng(0)
 TARGETS = (F32, F16, BF16)

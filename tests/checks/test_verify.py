@@ -31,7 +31,7 @@ from zckpt.core.fragments import FileStore
 from zckpt.engine import scan as scan_module
 from zckpt.engine.scan_requests import AGAINST, CrcRange, request_of_bytes
 from zckpt.jobs.open import open_catalog
-from zckpt.storage.paths import file_store
+from zckpt.storage.location import file_store
 
 FIXTURES = sorted(path.parent for path in (Path(__file__).parents[2] / "fixtures").glob("*/*/how.json"))
 OPTIM = "zero_pp_rank_{}_mp_rank_00_optim_states.pt"

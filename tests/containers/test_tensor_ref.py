@@ -11,7 +11,7 @@ from zckpt.base.errors import CorruptError, UnsupportedError
 from zckpt.containers.tensor_ref import MAX_FRAGMENTS, StorageRef
 from zckpt.core.dtypes import BF16, F32, I16, U8
 from zckpt.core.overlaps import first_gap
-from zckpt.storage.paths import file_store
+from zckpt.storage.location import file_store
 
 STORAGE = np.arange(97, dtype="<i2")
 

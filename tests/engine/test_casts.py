@@ -27,7 +27,7 @@ from zckpt.engine.rounding import rounded
 from zckpt.engine.scan import scan
 from zckpt.engine.scan_requests import comparisons
 from zckpt.engine.tensor_statistics import Relation
-from zckpt.storage.paths import file_store
+from zckpt.storage.location import file_store
 
 
 def value(bits: np.ndarray, dtype: DType) -> np.ndarray:

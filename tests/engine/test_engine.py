@@ -27,7 +27,7 @@ from zckpt.core.fragments import FileStore, Fragment
 from zckpt.core.plan import OutputFile, Plan
 from zckpt.engine.move import Mode, run
 from zckpt.engine.scan import scan
-from zckpt.storage.paths import file_store
+from zckpt.storage.location import file_store
 
 GIB = 1 << 30
 NUMEL = 1 << 20

@@ -32,7 +32,7 @@ from zckpt.core.plan import Checksum, OutputFile, Plan
 from zckpt.engine.move import Mover, run
 from zckpt.engine.output_files import output_failed
 from zckpt.engine.reference import cast as reference_cast
-from zckpt.storage.paths import file_store
+from zckpt.storage.location import file_store
 from zckpt.team.part_move import begin, move
 from zckpt.team.partition import part_of
 
@@ -642,7 +642,7 @@ CHILD = """
     import os, sys
     from zckpt.core.catalog import TensorEntry
     from zckpt.core.dtypes import F32
-    from zckpt.storage.paths import file_store
+    from zckpt.storage.location import file_store
     from zckpt.core.fragments import FileStore, Fragment
     from zckpt.engine.move import run
     from zckpt.core.plan import OutputFile, Plan
@@ -734,7 +734,7 @@ def test_more_sources_than_descriptors(tmp_path: Path) -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (700, 700))
     from zckpt.core.catalog import TensorEntry
     from zckpt.core.dtypes import F32
-    from zckpt.storage.paths import file_store
+    from zckpt.storage.location import file_store
     from zckpt.core.fragments import FileStore, Fragment
     from zckpt.engine.move import run
     from zckpt.core.plan import OutputFile, Plan
@@ -763,7 +763,7 @@ def test_more_outputs_than_descriptors(tmp_path: Path) -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (700, 700))
     from zckpt.core.catalog import TensorEntry
     from zckpt.core.dtypes import F32
-    from zckpt.storage.paths import file_store
+    from zckpt.storage.location import file_store
     from zckpt.core.fragments import FileStore, Fragment
     from zckpt.engine.move import run
     from zckpt.core.plan import Checksum, OutputFile, Plan

@@ -34,7 +34,7 @@ from zckpt.engine.scan_requests import (
     requests_of,
 )
 from zckpt.engine.tensor_statistics import Relation, Statistics
-from zckpt.storage.paths import file_store
+from zckpt.storage.location import file_store
 
 ENGINES = [("reference", 1), ("native", 1), ("native", 4)]
 

@@ -19,10 +19,10 @@ from safetensors.torch import load, load_file, save_file
 
 import zckpt
 from zckpt.base.errors import CastError, OutputError, UsageError
+from zckpt.base.sizes import to_bytes
 from zckpt.hub import PageTarget, PushReport, cargo_of, prepare, push_to_hub
 from zckpt.hub import load as plan_push
 from zckpt.jobs.options import Options
-from zckpt.storage.paths import to_bytes
 
 Pusher = Callable[..., PushReport]
 Shell = Callable[..., "subprocess.Popen[str]"]

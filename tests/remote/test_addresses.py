@@ -38,7 +38,8 @@ from zckpt.jobs.to_dcp import to_dcp
 from zckpt.jobs.to_peft import to_peft
 from zckpt.layouts.save.listing import ReadOptions
 from zckpt.naming.transform import Form
-from zckpt.storage import fsspec_io, paths, uploads
+from zckpt.storage import fsspec_io, uploads
+from zckpt.storage.location import locate
 
 SOME = [
     "zero3/bf16_w2",
@@ -405,7 +406,7 @@ def test_an_output_among_the_shards_is_found_however_it_is_spelled(tmp_path: Pat
     ],
 )
 def test_what_lies_within_what(path: str, directory: str, inside: bool) -> None:
-    assert paths.is_within(path, directory) == inside
+    assert locate(path).is_within(locate(directory)) == inside
 
 
 # ---- addresses -------------------------------------------------------------------------------------------------------
@@ -461,7 +462,7 @@ def test_without_credentials(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) ->
     ],
 )
 def test_parents(path: str, above: str) -> None:
-    assert paths.parent(path) == above
+    assert str(locate(path).parent) == above
 
 
 def test_the_command_line(root: str, tmp_path: Path) -> None:

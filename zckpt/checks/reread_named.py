@@ -19,7 +19,7 @@ from zckpt.core.catalog import Catalog, TensorEntry
 from zckpt.core.fragments import Fragment
 from zckpt.layouts.run.training import Training
 from zckpt.layouts.save.listing import UNIVERSAL, Listing
-from zckpt.storage import paths as fs
+from zckpt.storage.location import locate
 
 _CHUNKS = ".metadata"
 _LAYER = re.compile(r"layer_(\d+)-model_")
@@ -153,7 +153,7 @@ def _holds(place: tuple[str, int] | None, chunk: _Chunk) -> bool:
 def _chunks(listing: Listing) -> Iterator[tuple[str, _Chunk]]:
     """The chunks with elements that `.metadata` lists, by the item's name."""
     path = listing.files[_CHUNKS]
-    data = fs.read(path)
+    data = locate(path).read()
     root = load_pickle(data, file=path, most=max(limits.PICKLE_COST, limits.METADATA_COST_PER_BYTE * len(data)))
     state = _fields(root)
     described = state.get("state_dict_metadata")

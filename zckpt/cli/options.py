@@ -64,7 +64,7 @@ def split_rename(text: str) -> tuple[str, str]:
 
 def size_in_bytes(text: str | int) -> int:
     """A typer parser of sizes: `8MiB`, `500MB`, `1.5G`, `1GB/s` or a plain number, as bytes."""
-    from zckpt.storage.paths import to_bytes
+    from zckpt.base.sizes import to_bytes
 
     try:
         nbytes = to_bytes(str(text).strip().upper().removesuffix("/S"))

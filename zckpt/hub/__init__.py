@@ -20,7 +20,6 @@ from zckpt.jobs.convert import prepare as plan_conversion
 from zckpt.jobs.open import Opened, open_catalog
 from zckpt.jobs.options import Options, to_dtype
 from zckpt.layouts.save.companions import read_config
-from zckpt.storage import paths
 
 __all__ = [
     "MESSAGE", "Cargo", "PageTarget", "PushReport", "Ready", "cargo_of", "execute", "load", "prepare", "push_to_hub", "shards_of",
@@ -105,7 +104,7 @@ def push_to_hub(
 
 def load(source: str, dtype: str | DType | None, options: Options) -> PlannedConversion:
     """Plans the conversion of a push; the arguments are those of `push_to_hub`."""
-    opened = open_catalog(paths.local(source), options)
+    opened = open_catalog(source, options)
     chosen = _usual_dtype(opened) if dtype is None else to_dtype(dtype)
     return plan_conversion(source, "", replace(options, dtype=chosen, format="safetensors"), opened=opened)
 

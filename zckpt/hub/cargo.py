@@ -19,7 +19,6 @@ from zckpt.hub import privacy
 from zckpt.jobs.convert import PlannedConversion, output_dtype
 from zckpt.jobs.options import Options
 from zckpt.output.order import fingerprint, named, overflows_of
-from zckpt.storage import paths
 from zckpt.storage.location import locate
 
 Progress = Callable[[int], None] | None
@@ -65,7 +64,7 @@ class SmallFile:
 
     def read(self) -> bytes:
         """Its bytes."""
-        return paths.read(self.content) if isinstance(self.content, str) else self.content
+        return locate(self.content).read() if isinstance(self.content, str) else self.content
 
     def hashes(self) -> frozenset[str]:
         """The names that the hub may give its bytes: SHA-256 as a large file, git's SHA-1 of a blob as a small one."""
@@ -179,7 +178,7 @@ def _ready_shards(prepared: PlannedConversion) -> list[Shard]:
         (known := before.tensors.get(name)) is None or output_dtype(known, options.dtype) != known.dtype
         for name in prepared.catalog
     )
-    is_plain = before.source.layout == "plain" and not paths.is_remote(listing.directory)
+    is_plain = before.source.layout == "plain" and not locate(listing.directory).is_remote
     if not is_plain or changes or len(before) != len(prepared.catalog):
         return []
     found = {os.path.basename(store.path): store.path for store in before.stores()}
@@ -193,9 +192,9 @@ def _ready_shards(prepared: PlannedConversion) -> list[Shard]:
 
 def _ready_shard(name: str, path: str) -> Shard:
     """A safetensors file that is sent as it is."""
-    header = paths.read(path, 8 + int.from_bytes(paths.read(path, 8), "little"))
-    nbytes = paths.size(path)
-    identity = repr(paths.file_store(path).identity) + str(nbytes) + path
+    header = locate(path).read(8 + int.from_bytes(locate(path).read(8), "little"))
+    nbytes = locate(path).size()
+    identity = repr(locate(path).store().identity) + str(nbytes) + path
     return Shard(name, nbytes, 0, header, identity, lambda _, progress: _hash(path, progress))
 
 

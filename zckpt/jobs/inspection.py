@@ -24,7 +24,7 @@ from zckpt.layouts.places import Place, find
 from zckpt.layouts.run import agreement
 from zckpt.layouts.save.family import Family
 from zckpt.layouts.save.listing import UNIVERSAL_POINTER, ReadOptions
-from zckpt.storage import paths
+from zckpt.storage.location import locate
 
 _ROLES: tuple[tuple[Role, str], ...] = (("parameter", "trainable"), ("frozen", "frozen"))
 
@@ -231,7 +231,7 @@ def _resumable(place: Place, catalog: Catalog | None, grid: Grid) -> Verdict:
     if source.layout == "universal":
         return Verdict(True, _resumable_universal(place, catalog))
     latest = os.path.join(place.home, "latest")
-    pointer = "" if paths.is_file(latest) else "; there is no 'latest', so pass the tag to load_checkpoint"
+    pointer = "" if locate(latest).is_file() else "; there is no 'latest', so pass the tag to load_checkpoint"
     if source.zero_stage == 0:
         return Verdict(True, f"at any data-parallel world size{pointer}")
     split = "and the same tensor and pipeline split " if catalog.topology.tp * catalog.topology.pp > 1 else ""
@@ -252,5 +252,7 @@ def _resumable_universal(place: Place, catalog: Catalog) -> str:
     """How a run resumes from a universal checkpoint."""
     stages = "ZeRO stage 3" if catalog.source.zero_stage == 3 else "ZeRO stages 1 and 2"
     pointer = os.path.join(place.home, UNIVERSAL_POINTER)
-    how = "" if paths.is_file(pointer) else f"; there is no {UNIVERSAL_POINTER!r}, so pass the tag to load_checkpoint"
+    how = (
+        "" if locate(pointer).is_file() else f"; there is no {UNIVERSAL_POINTER!r}, so pass the tag to load_checkpoint"
+    )
     return f"at any world size, with {stages} (set checkpoint.load_universal in DeepSpeed's config{how})"

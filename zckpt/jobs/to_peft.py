@@ -28,7 +28,6 @@ from zckpt.layouts.plain.read import Destination, WeightsTarget, lay_out
 from zckpt.layouts.save.companions import companions
 from zckpt.naming.adapter_names import Found, adapters_in, only_adapter
 from zckpt.output.checks import check_path
-from zckpt.storage import paths
 from zckpt.storage.json_files import read_json
 from zckpt.storage.location import locate
 
@@ -190,7 +189,7 @@ def _config_path(opened: Opened, adapter: str, *, alone: bool) -> str | None:
     places = [os.path.join(home, adapter, CONFIG) for home in homes if os.path.basename(adapter) == adapter]
     if alone or adapter == "default":
         places += [os.path.join(home, CONFIG) for home in homes]
-    return next((path for path in places if paths.is_file(path)), None)
+    return next((path for path in places if locate(path).is_file()), None)
 
 
 def _read_config(path: str) -> Mapping[str, object]:
@@ -201,7 +200,7 @@ def _read_config(path: str) -> Mapping[str, object]:
 
 
 def _with_config(destination: Destination, path: str) -> Destination:
-    return Destination((*destination.files, literal_file(CONFIG, paths.read(path))), destination.entries)
+    return Destination((*destination.files, literal_file(CONFIG, locate(path).read())), destination.entries)
 
 
 def _check_method(adapter: str, found: Mapping[str, Found], config: Mapping[str, object], path: str) -> None:

@@ -23,7 +23,7 @@ from zckpt.base.words import count, examples
 from zckpt.layouts.save.family import Family
 from zckpt.layouts.save.listing import UNIVERSAL_POINTER, Listing, list_files, natural
 from zckpt.output.saves import displaced
-from zckpt.storage import fsspec_io, paths
+from zckpt.storage.location import locate
 
 _TRAINER = re.compile(r"checkpoint-\d+")
 _ACCELERATE = re.compile(r"pytorch_model_fsdp_\d+")
@@ -76,24 +76,21 @@ def find(path: str, tag: str | None = None, also: Sequence[str] = ()) -> Place:
         IncompleteError: `latest` is missing and there are several tags, or it names a tag that is not there.
         UnsafeError: `latest` or `tag` points outside the directory.
     """
-    path = paths.local(path)
-    if paths.is_remote(path):
-        path = path.rstrip("/")
-        fsspec_io.refresh(path)
-    if paths.is_file(path):
-        name, path = os.path.basename(path), paths.parent(path)
+    path = locate(path).refreshed().path
+    if locate(path).is_file():
+        name, path = os.path.basename(path), locate(path).parent.path
         file = os.path.join(path, name)
         if name in _POINTERS:
             return find(path, tag or (_latest(file) if name == UNIVERSAL_POINTER else None), also)
         if name.endswith(".safetensors") or not layouts.is_of_save(name):
             return Place(Listing(file, "", {name: file}), path)
-    if not paths.is_dir(path):
+    if not locate(path).is_dir():
         raise NotACheckpointError(
             "no such file or directory", file=path,
             remedy="Give the directory that holds 'latest', a tag directory such as global_step500, or a weights file.",
         )  # fmt: skip
     for root in also:
-        if not paths.is_dir(root):
+        if not locate(root).is_dir():
             raise NotACheckpointError("no such directory", file=root, remedy="Give --also a directory that exists.")
     look = _Look(path, tag, also, _entries(path))
     for what in (_save, _accelerate, _home, _trainers, _weights):
@@ -140,17 +137,17 @@ def _save(look: _Look) -> Place | None:
     family = next(filter(None, (_family_in(look, family) for family in layouts.FAMILIES)), None)
     if family is None:
         return None
-    real = paths.absolute(look.path)
-    name, home = os.path.basename(real), paths.parent(real)
+    real = locate(look.path).absolute().path
+    name, home = os.path.basename(real), locate(real).parent.path
     if look.tag not in (None, name):
         raise UsageError(
             f"is itself a save, and not {look.tag!r}", file=look.path, found=f"--tag {look.tag}",
             remedy="Leave --tag out, or give the directory above it.",
         )  # fmt: skip
     if family.tagged:
-        siblings = _tags(home, _entries(home), ()) if paths.is_readable(home) else (name,)
+        siblings = _tags(home, _entries(home), ()) if locate(home).is_readable() else (name,)
         return Place(_listing(look.path, name, _laid_over(look, name)), home, siblings)
-    has_config = (place for place in (look.path, home) if paths.is_file(os.path.join(place, "config.json")))
+    has_config = (place for place in (look.path, home) if locate(os.path.join(place, "config.json")).is_file())
     return Place(_listing(look.path, "", look.also), next(has_config, look.path))
 
 
@@ -198,10 +195,10 @@ def _home(look: _Look) -> Place | None:
     _check_tag(tag, path, origin)
     directory = os.path.join(path, tag)
     roots = _laid_over(look, tag)
-    if not paths.is_dir(directory) and not paths.is_remote(path):
+    if not locate(directory).is_dir() and not locate(path).is_remote:
         directory = displaced(path).get(tag, directory)
-    if not paths.is_dir(directory):
-        roots = [root for root in roots if paths.is_dir(root)]
+    if not locate(directory).is_dir():
+        roots = [root for root in roots if locate(root).is_dir()]
         if not roots:
             raise IncompleteError(
                 f"has no save of the tag that {origin} names", file=path, found=f"no directory {tag!r}",
@@ -241,17 +238,17 @@ def _listing(directory: str, tag: str, also: Sequence[str]) -> Listing:
 def _laid_over(look: _Look, tag: str) -> list[str]:
     """Further roots: each may be the checkpoint's directory on another disk, or its tag directory."""
     inner = [os.path.join(root, tag) for root in look.also]
-    return [place if paths.is_dir(place) else root for place, root in zip(inner, look.also, strict=True)]
+    return [place if locate(place).is_dir() else root for place, root in zip(inner, look.also, strict=True)]
 
 
 def _directories(look: _Look, pattern: re.Pattern[str]) -> list[str]:
     """Names of the directories there that match, in natural order."""
-    return [n for n in look.names if pattern.fullmatch(n) and paths.is_dir(os.path.join(look.path, n))]
+    return [n for n in look.names if pattern.fullmatch(n) and locate(os.path.join(look.path, n)).is_dir()]
 
 
 def _entries(directory: str) -> list[str]:
     try:
-        return sorted(paths.names(directory), key=natural)
+        return sorted(locate(directory).names(), key=natural)
     except ZckptError:
         raise
     except OSError as error:
@@ -265,13 +262,17 @@ def _entries(directory: str) -> list[str]:
 
 def _tags(path: str, names: Sequence[str], also: Sequence[str]) -> tuple[str, ...]:
     """Names of directories that hold a save's files, here or in the directories laid over this one."""
-    found: set[str] = set() if paths.is_remote(path) else set(displaced(path))
+    found: set[str] = set() if locate(path).is_remote else set(displaced(path))
     for root, entries in ((path, names), *((root, _entries(root)) for root in also)):
         for name in entries:
             inner = os.path.join(root, name)
             if name.startswith("."):  # a save that was not finished
                 continue
-            if paths.is_dir(inner) and paths.is_readable(inner) and any(map(layouts.is_of_save, paths.names(inner))):
+            if (
+                locate(inner).is_dir()
+                and locate(inner).is_readable()
+                and any(map(layouts.is_of_save, locate(inner).names()))
+            ):
                 found.add(name)
     return tuple(sorted(found, key=natural))
 
@@ -280,7 +281,7 @@ def _are_steps(path: str, tags: Sequence[str]) -> bool:
     """Whether tags are saves of families without `latest`, numbered alike (`step-100`, `step-200`)."""
     untagged = [family for family in layouts.FAMILIES if not family.tagged and not family.fallback]
     for inner in (os.path.join(path, tag) for tag in tags):
-        if not paths.is_dir(inner) or not any(family.is_save(paths.names(inner)) for family in untagged):
+        if not locate(inner).is_dir() or not any(family.is_save(locate(inner).names()) for family in untagged):
             return False
     return len({re.sub(r"\d+", "#", tag) for tag in tags}) == 1
 
@@ -292,7 +293,7 @@ def _pointer(names: Sequence[str]) -> str | None:
 
 def _latest(path: str) -> str:
     try:
-        text = paths.read(path, 4096).decode().strip()
+        text = locate(path).read(4096).decode().strip()
     except ZckptError:
         raise
     except (OSError, UnicodeDecodeError) as error:

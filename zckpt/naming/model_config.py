@@ -30,7 +30,7 @@ from zckpt.base.words import examples
 from zckpt.containers import Placeholder, enum_value
 from zckpt.core.catalog import Catalog
 from zckpt.naming.architectures import Architecture, Heads, RunFacts
-from zckpt.storage import paths
+from zckpt.storage.location import locate
 
 _PLAIN = (str, int, float, bool, type(None))
 
@@ -48,15 +48,15 @@ def run_arguments(catalog: Catalog, directory: str) -> dict[str, object]:
     state = kept.state if isinstance(kept, Placeholder) else kept
     arguments = dict(state) if isinstance(state, Mapping) else {}
     configs = os.path.join(directory, "configs")
-    if paths.is_dir(configs):
+    if locate(configs).is_dir():
         import yaml
 
-        for name in sorted(paths.names(configs)):
+        for name in sorted(locate(configs).names()):
             path = os.path.join(configs, name)
-            if not name.endswith((".yml", ".yaml", ".json")) or not paths.is_file(path):
+            if not name.endswith((".yml", ".yaml", ".json")) or not locate(path).is_file():
                 continue
             try:
-                found = yaml.safe_load(paths.read(path, _MOST_BYTES))
+                found = yaml.safe_load(locate(path).read(_MOST_BYTES))
             except ZckptError:
                 raise
             except (OSError, ValueError, yaml.YAMLError, RecursionError) as error:

@@ -23,7 +23,7 @@ from zckpt.core.fragments import Fragment
 from zckpt.core.overlaps import embed, tile
 from zckpt.layouts.dcp.metadata import BytesItem, DcpChunk, ItemPlace, Metadata, TensorItem, rank_of
 from zckpt.layouts.save.listing import Listing
-from zckpt.storage import paths as fs
+from zckpt.storage.location import locate
 
 
 def _places(item: TensorItem | BytesItem) -> list[ItemPlace]:
@@ -103,7 +103,7 @@ class Items:
         return self.listing.files.get(file) or os.path.join(self.listing.directory, file)
 
     def _check_there(self, files: set[str]) -> None:
-        missing = sorted(file for file in files if not fs.is_file(self._path(file)))
+        missing = sorted(file for file in files if not locate(self._path(file)).is_file())
         if missing:
             lost = sorted({rank for rank in map(rank_of, missing) if rank is not None})
             there = [file for file in self.listing.files if file.endswith(".distcp")]

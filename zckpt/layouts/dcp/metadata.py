@@ -37,7 +37,7 @@ from zckpt.containers.tensor_ref import MAX_DIMS, MAX_NUMBER
 from zckpt.core.catalog import numel_of
 from zckpt.core.dtypes import DType
 from zckpt.layouts.save.listing import Listing
-from zckpt.storage import paths as fs
+from zckpt.storage.location import locate
 
 METADATA = re.compile(r"\.metadata|__\d+\.metadata")
 DATA = re.compile(r"__(?P<dp>\d+)_(?P<number>\d+)\.distcp")
@@ -128,7 +128,7 @@ def missing_metadata(listing: Listing) -> IncompleteError:
     """The error for data files without metadata."""
     data = listing.matching(DATA)
     ranks = sorted({int(name.split("_")[2]) for name in data})
-    nbytes = sum(fs.size(listing.files[name]) for name in data)
+    nbytes = sum(locate(listing.files[name]).size() for name in data)
     found = f"{len(data):,} data files of ranks {ranges(ranks)}, {nbytes:,} bytes, such as {examples(data, 1)}"
     begun = [name for name in listing.files if name.endswith(".metadata.tmp")]
     if begun:

@@ -36,7 +36,7 @@ from zckpt.layouts.dcp.state import DcpModel, model_of, optimizers_of
 from zckpt.layouts.run.training import Training
 from zckpt.layouts.run.values import step_of
 from zckpt.layouts.save.listing import Listing, list_files
-from zckpt.storage import paths as fs
+from zckpt.storage.location import locate
 
 _ACCELERATE = re.compile(r"pytorch_model_fsdp(_\d+)")
 
@@ -92,10 +92,10 @@ def load(listing: Listing) -> DcpSave:
 
 def _beside(listing: Listing) -> Listing | None:
     """The optimizer's own directory, which accelerate makes."""
-    home, name = os.path.split(fs.absolute(listing.directory))
+    home, name = os.path.split(locate(listing.directory).absolute().path)
     found = _ACCELERATE.fullmatch(name)
     path = os.path.join(home, f"optimizer{found[1]}") if found else ""
-    return list_files(path, "") if path and fs.is_file(os.path.join(path, ".metadata")) else None
+    return list_files(path, "") if path and locate(os.path.join(path, ".metadata")).is_file() else None
 
 
 def read(listing: Listing, *, allow_unknown: bool = False) -> Catalog:

@@ -22,6 +22,7 @@ from zckpt.base.errors import (
     UnsupportedError,
     ZckptError,
 )  # fmt: skip
+from zckpt.base.sizes import to_bytes
 from zckpt.base.words import examples
 from zckpt.containers import Container, TensorRef, safetensors_file, torch_zip
 from zckpt.containers.skeleton import TensorSpec
@@ -34,7 +35,6 @@ from zckpt.layouts.plain import rank_parts
 from zckpt.layouts.save.listing import Listing
 from zckpt.layouts.save.module_states import flatten, views_of, whole
 from zckpt.output import manifest as manifests
-from zckpt.storage import paths as files
 from zckpt.storage.location import locate
 
 Format = Literal["safetensors", "bin"]
@@ -106,7 +106,7 @@ def _role(ref: TensorRef) -> Role:
 def _shards(listing: Listing, index_name: str) -> list[str]:
     path = listing.files[index_name]
     try:
-        shards = sorted(set(json.loads(files.read(path))["weight_map"].values()))
+        shards = sorted(set(json.loads(locate(path).read())["weight_map"].values()))
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CorruptError(
             "the index cannot be read", file=path, found=f"{type(error).__name__}: {error}", remedy=COPY_AGAIN
@@ -176,9 +176,9 @@ def unread_states(listing: Listing) -> str:
         for key in map(str, container.root)
         if "optim" in key.lower()
     ]
-    directory = files.parent(listing.directory) if files.is_file(listing.directory) else listing.directory
+    directory = locate(listing.directory).parent.path if locate(listing.directory).is_file() else listing.directory
     try:
-        found += [f"the file {name!r}" for name in sorted(files.names(directory)) if "optim" in name.lower()]
+        found += [f"the file {name!r}" for name in sorted(locate(directory).names()) if "optim" in name.lower()]
     except (ZckptError, OSError):  # a directory that may not be listed
         pass
     return f"{', '.join(found[:3])}{f' and {len(found) - 3:,} more' if len(found) > 3 else ''}"
@@ -298,7 +298,7 @@ def _split(specs: Mapping[str, TensorSpec], target: WeightsTarget) -> dict[str, 
         dict(specs),
         get_storage_size=lambda spec: spec.nbytes,
         filename_pattern=_PATTERNS[target.format],
-        max_shard_size=files.to_bytes(target.max_shard_size),
+        max_shard_size=to_bytes(target.max_shard_size),
     )
     return {name: list(names) for name, names in split.filename_to_tensors.items()}
 

@@ -11,7 +11,7 @@ from zckpt.base.errors import COPY_AGAIN, CorruptError, IncompleteError
 from zckpt.base.words import count, ranges
 from zckpt.containers import TensorRef
 from zckpt.layouts.save.listing import Listing
-from zckpt.storage import paths
+from zckpt.storage.location import locate
 
 SCALER = ("loss_scaler", "dynamic_loss_scale", "overflow", "clip_grad")
 """Entries of an optimizer file that are the loss scaler and what is kept beside it."""
@@ -38,7 +38,7 @@ def number_in(ref: TensorRef) -> int | float | bytes:
     Raises:
         CorruptError: the file ends before it.
     """
-    data = paths.read(ref.store.path, ref.dtype.itemsize, ref.byte_offset)
+    data = locate(ref.store.path).read(ref.dtype.itemsize, ref.byte_offset)
     if len(data) < ref.dtype.itemsize:
         raise CorruptError(
             "ends too early", file=ref.store.path, found=f"no byte at {ref.byte_offset:,}", remedy=COPY_AGAIN

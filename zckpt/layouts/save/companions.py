@@ -14,7 +14,6 @@ from zckpt.base.errors import CorruptError
 from zckpt.core.dtypes import DType
 from zckpt.core.fragments import FileStore
 from zckpt.core.plan import OutputFile, literal_file
-from zckpt.storage import paths
 from zckpt.storage.json_files import read_json
 from zckpt.storage.location import Location, locate
 
@@ -57,7 +56,7 @@ def read_config(home: str) -> dict[str, object] | None:
         CorruptError: it is no JSON object. NotACheckpointError: it cannot be read.
     """
     path = os.path.join(home, "config.json")
-    return config_of(path) if paths.is_file(path) else None
+    return config_of(path) if locate(path).is_file() else None
 
 
 def config_of(path: str) -> dict[str, object]:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 from zckpt.base.errors import InconsistentError, NotACheckpointError, ZckptError
 from zckpt.containers import Container, is_torch_zip, open_container, torch_zip
-from zckpt.storage import paths as fs
+from zckpt.storage.location import locate
 
 SHARD_NAME = re.compile(
     r"(?P<prefix>bf16_|fp16_)?zero_pp_rank_(?P<dp>\d+)_mp_rank_(?P<mp>\d+)_(?P<kind>model|optim)_states\.pt"
@@ -176,7 +176,7 @@ def list_files(
             path = os.path.join(root, name)
             if name not in files:
                 files[name] = path
-            elif belongs(name) and not fs.same_content(files[name], path):
+            elif belongs(name) and not locate(files[name]).has_bytes_of(locate(path)):
                 raise InconsistentError(
                     f"there are two different files called {name!r}",
                     found=f"{files[name]!r} and {path!r} differ",
@@ -187,7 +187,7 @@ def list_files(
 
 def _names(directory: str, below: Sequence[str]) -> list[str]:
     try:
-        return fs.file_names(directory, below)
+        return locate(directory).file_names(below)
     except ZckptError:
         raise
     except OSError as error:

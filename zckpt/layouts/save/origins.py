@@ -7,7 +7,6 @@ written, or copied.
 
 from __future__ import annotations
 
-import os
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,7 +17,7 @@ from zckpt.containers import Container
 from zckpt.layouts.save.family import RankFacts
 from zckpt.layouts.save.listing import Listing
 from zckpt.layouts.save.module_states import as_mapping
-from zckpt.storage import paths as files
+from zckpt.storage.location import locate
 
 APART_S = 600
 """Ranks write at the same time: a file ten minutes older or younger than the rest was not written with them."""
@@ -57,7 +56,7 @@ def origin(listing: Listing, name: str, container: Container) -> FileOrigin:
         _whole(root.get("global_steps")),
         _whole(root.get("dp_world_size")),
         version if isinstance(version, str) else None,
-        None if files.is_remote(listing.files[name]) else os.path.getmtime(listing.files[name]),
+        locate(listing.files[name]).written_s(),
     )
 
 

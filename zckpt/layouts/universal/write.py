@@ -23,7 +23,7 @@ from zckpt.layouts.save.listing import LAYER_NAME, MODEL_NAME, SHARD_NAME, Listi
 from zckpt.layouts.universal.read import HOME, MASTER, STATE
 from zckpt.layouts.zero.torch_files import Laid, Pair, TorchFile
 from zckpt.layouts.zero.write import ZeroTarget, lay_out_model
-from zckpt.storage.paths import file_store
+from zckpt.storage.location import file_store
 
 
 @dataclass(frozen=True, slots=True)

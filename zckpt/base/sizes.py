@@ -1,0 +1,19 @@
+"""Sizes as a person writes them, such as `12GB`, for options and arguments of every room."""
+
+from __future__ import annotations
+
+import re
+
+from zckpt.base.errors import UsageError
+
+
+def to_bytes(size: int | str) -> int:
+    """A size such as "12GB" (decimal, as the hub counts) or "8GiB", in bytes.
+
+    Raises:
+        UsageError: it is none.
+    """
+    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?)(i?)B?\s*", str(size), re.IGNORECASE)
+    if not found:
+        raise UsageError("a size that is none", found=repr(size), expected="it is a number of bytes, or like 12GB")
+    return int(float(found[1]) * (1024 if found[3] else 1000) ** " KMGT".index(found[2].upper() or " "))
