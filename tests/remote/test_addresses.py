@@ -85,7 +85,7 @@ JOBS = {
         ("moe/tensor_w4", ""),
         ("autoep/zero3_w4", ""),
         ("dcp/accelerate_fsdp2_w2", ""),
-        ("dcp/boxes_w4", "without optimizer states"),
+        ("dcp/boxes_w4", "no optimizer states"),
     ],
 )
 def test_split_models_behind_an_address(name: str, refused: str, tmp_path: Path) -> None:
