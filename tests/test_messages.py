@@ -17,13 +17,18 @@ import zckpt
 from zckpt.base import errors
 
 ROOT = Path(zckpt.__file__).parent
-DONE = ("checks", "containers", "core", "hub", "layouts", "naming", "team")
+DONE = ("base", "checks", "cli", "containers", "core", "hub", "jobs", "layouts", "naming", "storage", "team")
 """Packages whose messages have this form."""
 
 BASES = {
     name for name, value in vars(errors).items() if isinstance(value, type) and issubclass(value, errors.ZckptError)
 }
 NEED_FIX = {"UsageError", "NotACheckpointError", "IncompleteError", "OutputError", "UnsupportedError", "AccessError"}
+_CLAUSE = re.compile(
+    r"an? (?:(?!that |which |whose |without )[\w'\0-]+ )+?(?:can|cannot|gets|has|is|may|must|needs|would) "
+)
+"""A subject with "a", and its verb."""
+
 _NAME = "\0"
 """Stands for a value that is put into a message."""
 
@@ -65,7 +70,7 @@ def messages(package: Path) -> Iterator[Message]:
 def faults(message: Message) -> Iterator[str]:
     """What is wrong with a message's form."""
     for text in message.fields["what"]:
-        if re.match(r"(?:an?|no such [^\0]* that) ", text):
+        if re.match(r"(?:an?|no such [^\0]* that) ", text) and not _CLAUSE.match(text):
             yield f"a noun phrase, not a clause: {text!r}"
         if re.match(r"[A-Z][a-z]* ", text) and not text.startswith(("DeepSpeed", "AutoEP")):
             yield f"begins with a capital: {text!r}"

@@ -432,7 +432,7 @@ def test_file_addresses_are_local_paths(tmp_path: Path) -> None:
         ("s3://no-such-bucket/x", NotACheckpointError, "no such file"),
         ("memory://nothing", NotACheckpointError, "no such file"),
         ("gs://b/x", UsageError, "gcsfs"),
-        ("qqq://b/x", UsageError, "unknown kind"),
+        ("qqq://b/x", UsageError, "kind of address is unknown"),
     ],
 )
 def test_addresses_of_nothing(address: str, kind: type[Exception], words: str, tmp_path: Path) -> None:

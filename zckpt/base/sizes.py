@@ -15,5 +15,7 @@ def to_bytes(size: int | str) -> int:
     """
     found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?)(i?)B?\s*", str(size), re.IGNORECASE)
     if not found:
-        raise UsageError("a size that is none", found=repr(size), expected="it is a number of bytes, or like 12GB")
+        remedy = "Use one of these forms."
+        expected = "a number of bytes, or a form such as 12GB"
+        raise UsageError(f"{size!r} is not a size", expected=expected, remedy=remedy)
     return int(float(found[1]) * (1024 if found[3] else 1000) ** " KMGT".index(found[2].upper() or " "))

@@ -107,7 +107,7 @@ def prepare(
     source, place = locate(checkpoint), locate(out)
     if place.path.lower().startswith("hf://"):
         raise UsageError(
-            "a page of the hub cannot be OUT here", file=place, remedy="Use zckpt.push_to_hub(checkpoint, repo_id)."
+            "OUT cannot be a page of the hub here", file=place, remedy="Use zckpt.push_to_hub(checkpoint, repo_id)."
         )
     if opened is None:
         opened = open_catalog(source, options)
@@ -219,14 +219,20 @@ def select(catalog: Catalog, options: Options) -> Catalog:
 
         selected = catalog.select(wanted).rename(renamed)
     except re.error as error:
-        raise UsageError("a --rename that is no regular expression", found=str(error)) from error
+        raise UsageError(
+            "--rename is not a regular expression",
+            found=str(error),
+            remedy="Write --rename as PATTERN=REPLACEMENT, in the syntax of Python's re.",
+        ) from error
     if not selected.tensors:
         raise UsageError(
-            "nothing to convert", file=catalog.source.path, found=f"no tensor is left of {len(catalog):,}",
+            "there is nothing to convert", file=catalog.source.path, found=f"none of {len(catalog):,} tensors selected",
             remedy=f"Check --include and --exclude; names look like {examples(catalog)}.",
         )  # fmt: skip
     if not all(selected.tensors) or any("\0" in name for name in selected.tensors):
-        raise UsageError("a tensor without a name", found="an empty name", remedy="Change --rename or --strip-prefix.")
+        raise UsageError(
+            "--rename or --strip-prefix would leave a tensor without a name", remedy="Change these options."
+        )
     return selected
 
 

@@ -132,7 +132,9 @@ class Checkpoint(Mapping[str, "Tensor"]):
 
     def __init__(self, opened: Opened, framework: Literal["pt", "np"] = "pt") -> None:
         if framework not in ("pt", "np"):
-            raise UsageError("an unknown framework", found=repr(framework), expected="'pt' and 'np' are known")
+            raise UsageError(
+                "the framework is unknown", found=repr(framework), expected="'pt' or 'np'", remedy="Use one of these."
+            )
         self._framework = framework
         self.catalog, _ = strip_wrappers(opened.catalog)
         self._closed = False
@@ -183,10 +185,10 @@ class Checkpoint(Mapping[str, "Tensor"]):
             )  # fmt: skip
         near = difflib.get_close_matches(str(name), list(itertools.islice(self, _COMPARED_NAMES)), 3)
         raise NoTensorError(
-            "no tensor of that name",
+            f"there is no tensor {name!r}",
             file=self.catalog.source.path,
-            found=f"no {name!r} among {len(self):,} names",
-            expected=f"such as {examples(near or itertools.islice(self, 3))}" if len(self) else "",
+            found=f"{len(self):,} other names",
+            expected=f"names such as {examples(near or itertools.islice(self, 3))}" if len(self) else "",
         )
 
     def get_tensor(self, name: str) -> Tensor:
@@ -257,8 +259,8 @@ def read_tensor(entry: TensorEntry, framework: Literal["pt", "np"]) -> Tensor:
 
         if not entry.dtype.numpy:
             raise UsageError(
-                "a dtype that numpy does not have",
-                found=f"{entry.name!r} is {entry.dtype}",
+                f"numpy has no dtype for tensor {entry.name!r}",
+                found=str(entry.dtype),
                 remedy="Use framework='pt'.",
             )
         array = numpy.empty(entry.shape, dtype=entry.dtype.numpy)

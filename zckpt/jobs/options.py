@@ -143,7 +143,12 @@ class ReshardOptions(WriteOptions):
     def __post_init__(self) -> None:
         WriteOptions.__post_init__(self)  # slots: `super()` does not know this class
         if self.world_size < 1 or self.stage not in (None, 1, 2, 3):
-            raise UsageError("an impossible target", found=f"world size {self.world_size}, stage {self.stage}")
+            raise UsageError(
+                "the target is impossible",
+                found=f"world size {self.world_size}, stage {self.stage}",
+                remedy="Change --world-size or --stage.",
+                expected="a world size of 1 or more, and stage 1, 2 or 3",
+            )
 
 
 T = TypeVar("T", bound=OpenOptions)

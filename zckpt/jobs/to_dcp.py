@@ -12,7 +12,7 @@ import time
 from collections.abc import Mapping, Sequence
 
 from zckpt import layouts
-from zckpt.base.errors import InconsistentError, UsageError
+from zckpt.base.errors import OTHER_SAVE, InconsistentError, UsageError
 from zckpt.base.progress import Progress
 from zckpt.containers import TensorRef
 from zckpt.core.catalog import Catalog
@@ -106,7 +106,12 @@ def prepare(checkpoint: str | os.PathLike[str], out: str | os.PathLike[str], opt
 def _path(key: str) -> Path:
     parts = tuple(key.split(".")) if key else ()
     if not all(parts):
-        raise UsageError("a key with empty parts", found=repr(key), expected="such as model or app.model")
+        raise UsageError(
+            f"{key!r} is not a key",
+            found="an empty part",
+            expected="names separated by single dots, such as model or app.model",
+            remedy="Change --under or --optimizer.",
+        )
     return parts
 
 
@@ -121,20 +126,26 @@ def _add_optimizer(
     """
     if model_key and (key == model_key[: len(key)] or model_key == key[: len(model_key)]):
         raise UsageError(
-            "two keys of which one is in the other", found=f"--under {dotted(model_key)}, --optimizer {dotted(key)}"
+            "one of two keys is inside the other",
+            found=f"--under {dotted(model_key)}, --optimizer {dotted(key)}",
+            remedy="Choose keys side by side, such as --under model --optimizer optim.",
         )
     if catalog.tensors.keys() != stripped.tensors.keys():
         raise UsageError(
-            "an optimizer of other weights than those that are written",
+            "the optimizer states would not fit the weights",
             found="--include, --exclude, --exclude-frozen, --strip-prefix or --rename",
-            remedy="Leave them out, or leave --optimizer out.",
+            remedy="Leave these options out, or leave --optimizer out.",
         )
     training = layouts.read_training(opened.place.listing, allow_unknown=options.allow_unknown_layout)
     names = dict(zip(opened.catalog.tensors, stripped.tensors, strict=True))
     for group in training.groups:
         _add_states(save, key, group, training, names)
     if not key or any(name.startswith(f"{dotted(key)}.") for name in catalog if not model_key):
-        raise UsageError("an optimizer among the weights", found=f"--optimizer {dotted(key)!r}")
+        raise UsageError(
+            "the optimizer would be among the weights",
+            found=f"--optimizer {dotted(key)!r}",
+            remedy="Pass --under, such as --under model, or another --optimizer.",
+        )
     for number, group in enumerate(training.groups):
         for setting, value in group.settings.items():
             if setting != "params":
@@ -166,7 +177,7 @@ def _add_states(
 def _number(value: object) -> float:
     found = number_in(value) if isinstance(value, TensorRef) and value.numel == 1 else value
     if not isinstance(found, int | float):
-        raise InconsistentError("a step counter that is no number", found=type(found).__name__)
+        raise InconsistentError("the step counter is not a number", found=type(found).__name__, remedy=OTHER_SAVE)
     return float(found)
 
 

@@ -168,18 +168,23 @@ def _chosen(adapter: str | None, names: Sequence[str], catalog: Catalog) -> str:
     """
     if not names:
         raise UsageError(
-            "a checkpoint without an adapter", file=catalog.source.path,
+            "the checkpoint has no adapter", file=catalog.source.path,
             found=f"{len(catalog):,} tensors such as {examples(catalog)}",
             expected="names with 'lora_A.<adapter>', 'modules_to_save.<adapter>' or the like",
-            remedy="For the whole model, use to-bf16.",
+            remedy="Use to-bf16 for the whole model.",
         )  # fmt: skip
     if adapter is None and len(names) > 1:
         raise UsageError(
-            "several adapters", file=catalog.source.path, found=", ".join(map(repr, names)),
-            remedy=f"Choose one: --adapter {names[0]}.",
+            "the checkpoint has several adapters", file=catalog.source.path, found=", ".join(map(repr, names)),
+            remedy=f"Choose one of them, such as --adapter {names[0]}.",
         )  # fmt: skip
     if adapter is not None and adapter not in names:
-        raise UsageError(f"no adapter called {adapter!r}", file=catalog.source.path, found=", ".join(map(repr, names)))
+        raise UsageError(
+            f"there is no adapter {adapter!r}",
+            file=catalog.source.path,
+            found=", ".join(map(repr, names)),
+            remedy="Pass one of these with --adapter.",
+        )
     return adapter or names[0]
 
 
@@ -195,7 +200,7 @@ def _config_path(opened: Opened, adapter: str, *, alone: bool) -> str | None:
 def _read_config(path: str) -> Mapping[str, object]:
     config = read_json(path, 16 << 20, f"an {CONFIG}")
     if not isinstance(config, dict):
-        raise CorruptError(f"an {CONFIG} that is not an object", file=path, found=type(config).__name__)
+        raise CorruptError(f"{CONFIG} is not an object", file=path, found=type(config).__name__)
     return config
 
 
@@ -214,7 +219,7 @@ def _check_method(adapter: str, found: Mapping[str, Found], config: Mapping[str,
     encoder = [name for name, it in found.items() if it.adapter == adapter and not it.saved]
     if (method is not None and method not in _TYPES) or ranks or encoder:
         raise UnsupportedError(
-            f"an adapter, {adapter!r}, whose file is computed and not copied", file=path,
+            f"the file of adapter {adapter!r} is computed, not copied, by PEFT", file=path,
             found=f"peft_type {method}" + (", with ranks that were pruned" if ranks else "")
             + (f", with {examples(encoder)}" if encoder else ""),
             remedy="Take the whole model with to-fp32, load it into the PEFT model, and save that with save_pretrained.",

@@ -75,13 +75,18 @@ class OpenFiles:
     def _open_source(self, store: FileStore) -> int:
         if store.is_remote:
             raise UnsupportedError(
-                "a file behind an address", file=redact(store.path), remedy="Copy it to this machine first."
+                "is at an address, and can be read here only from a local disk",
+                file=redact(store.path),
+                remedy="Copy it to this machine first.",
             )
         try:
             fd = os.open(store.path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
         except OSError as error:
             raise CorruptError(
-                "a file that can no longer be read", file=store.path, found=error.strerror or str(error)
+                "can no longer be read",
+                file=store.path,
+                found=error.strerror or str(error),
+                remedy="Check the disk, and run the same command again.",
             ) from error
         try:
             _check_identity(store, os.fstat(fd))
@@ -101,7 +106,12 @@ class OpenFiles:
             try:
                 stat = os.stat(path)
             except OSError as error:
-                raise CorruptError("a file that vanished while it was read", file=path, found=str(error)) from error
+                raise CorruptError(
+                    "was removed while it was read",
+                    file=path,
+                    found=str(error),
+                    remedy="Put it back, and run the same command again.",
+                ) from error
             _check_identity(store, stat)
 
     def close(self, path: str) -> None:
@@ -144,8 +154,8 @@ def _open_output(path: str, size: int) -> tuple[int, int]:
 def _check_identity(store: FileStore, stat: os.stat_result) -> None:
     if store.identity != (0, 0, 0) and (stat.st_dev, stat.st_ino, stat.st_mtime_ns) != store.identity:
         raise InconsistentError(
-            "a file that changed while it was read",
+            "changed while it was read",
             file=store.path,
             found="another file or modification time than when it was opened",
-            remedy="Something still writes to the checkpoint. Wait until it is done, and start again.",
+            remedy="Wait until nothing writes to the checkpoint any more, and run the same command again.",
         )

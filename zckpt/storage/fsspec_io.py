@@ -79,11 +79,16 @@ def filesystem(address: str) -> tuple[Any, str]:
         fs, path = url_to_fs(address)
     except ImportError as error:
         raise UsageError(
-            "an address that needs a package", file=redact(address), found=str(error),
+            "the package for this kind of address is missing", file=redact(address), found=str(error),
             remedy="Install fsspec and the backend for this kind of address (s3fs, gcsfs, ...).",
         ) from error  # fmt: skip
     except ValueError as error:
-        raise UsageError("an address of an unknown kind", file=redact(address), found=str(error)) from error
+        raise UsageError(
+            "the kind of address is unknown",
+            file=redact(address),
+            found=str(error),
+            remedy="Use a local path, or an address of a kind that fsspec knows, such as s3://BUCKET/PATH.",
+        ) from error
     return fs, str(path)
 
 
@@ -100,16 +105,18 @@ def told(address: str) -> Iterator[None]:
     except ZckptError:
         raise
     except FileNotFoundError as error:
-        raise NotACheckpointError("no such file or directory", file=redact(address), found=_line(error)) from error
+        raise NotACheckpointError(
+            "no such file or directory", file=redact(address), found=_line(error), remedy="Check the address."
+        ) from error
     except PermissionError as error:
         raise AccessError(
-            "an address that may not be used", file=redact(address), found=_line(error),
+            "the credentials do not allow this", file=redact(address), found=_line(error),
             remedy="Check the credentials that the backend finds in the environment.",
         ) from error  # fmt: skip
     except Exception as error:  # a backend's own kinds are not known here
         if _UNREACHED & {kind.__name__ for kind in type(error).__mro__}:
             raise RemoteError(
-                "no connection to an address", file=redact(address), found=_line(error),
+                "no connection to this address", file=redact(address), found=_line(error),
                 remedy="Check the network of this machine, its proxy (HTTPS_PROXY) and the store's endpoint; then try again.",
             ) from error  # fmt: skip
         kind = AccessError if "Credentials" in type(error).__name__ else RemoteError
@@ -226,8 +233,9 @@ def _whole(wanted: Range) -> bytes:
         data = _one(fs, path, wanted.start, wanted.stop)
         if len(data) != wanted.stop - wanted.start:
             raise RemoteError(
-                "an answer of the wrong length", file=redact(wanted.address), found=f"{len(data):,} bytes",
-                expected=f"{wanted.stop - wanted.start:,} were asked for, from byte {wanted.start:,} on",
+                "the server sent an answer of the wrong length", file=redact(wanted.address), found=f"{len(data):,} bytes",
+                expected=f"{wanted.stop - wanted.start:,} bytes, from byte {wanted.start:,} on",
+                remedy="Run the same command again.",
             )  # fmt: skip
         return data
 

@@ -55,7 +55,7 @@ def check_size(data: bytes, path: str, what: str) -> None:
     needed += 48 * data.count(b",") + 72 * data.count(b"[") + 240 * data.count(b"{")
     if needed > limits.JSON_MEMORY_BYTES:
         raise UnsupportedError(
-            f"{what} that would fill the memory",
+            f"{what} would take too much memory",
             file=path,
             found=f"{len(data):,} bytes, {data.count(b','):,} items",
             remedy=limits.REMEDY,

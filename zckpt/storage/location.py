@@ -239,7 +239,8 @@ class LocalPath(Location):
         return _LocalFile(self.path, descriptor, found.st_size, (found.st_dev, found.st_ino, found.st_mtime_ns))
 
     def _unreadable(self, found: str) -> NotACheckpointError:
-        return NotACheckpointError("cannot be read", file=self.path, found=found, expected="a file")
+        remedy = "Check the path and its permissions."
+        return NotACheckpointError("cannot be read", file=self.path, found=found, expected="a file", remedy=remedy)
 
     def read(self, nbytes: int | None = None, offset: int = 0) -> bytes:  # noqa: D102
         with open(self.path, "rb") as file:
