@@ -269,13 +269,16 @@ def _check_ends(state: Examined) -> None:
         (replica, f"{entry.name!r}: element {element:,} is {value!r}, in its copy {copy!r}")
         for entry, replica, (element, value, copy) in replicas.disagreements(catalog)
     ]
-    _add_copies(state, catalog, bad, "at both ends of every fragment")
+    _add_copies(state, catalog, bad, "at both ends of every stored run")
     if catalog.zeros:
         findings = examine(replace(catalog, tensors={}, aliases={}), [], DEFAULT_PACE)
         _add_padding(state, catalog, findings.padding)
 
 
-_COPIES = {"masters": ("masters", "their half-precision copies"), "copies": ("tensors", "the copies of other ranks")}
+_COPIES = {
+    "masters": ("fp32 weights of the optimizer", "the model's half-precision weights"),
+    "copies": ("tensors", "the copies of other ranks"),
+}
 
 
 def _add_copies(state: Examined, catalog: Catalog, bad: Sequence[tuple[Replica, str]], where: str) -> None:
@@ -285,7 +288,8 @@ def _add_copies(state: Examined, catalog: Catalog, bad: Sequence[tuple[Replica, 
         held = sum(any(bool(r.rank) == of_ranks for r in entry.replicas) for entry in catalog.tensors.values())
         if held:
             problems = [told for replica, told in bad if bool(replica.rank) == of_ranks]
-            state.add(name, f"{held:,} agree with {copies}, {where}", few(problems, f"{what} disagree with {copies}"))
+            told = f"{held:,} {what} agree with {copies}, {where}"
+            state.add(name, told, few(problems, f"{what} disagree with {copies}"))
 
 
 def _add_whole_copies(state: Examined, catalog: Catalog, findings: Findings) -> None:

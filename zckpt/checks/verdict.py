@@ -83,8 +83,9 @@ class Verification:
         """
         yield from wrapped(f"{self.path}: {self.about}", width, "    ")
         for check in self.checks:
-            yield from row(check.name, check.told if check.ok else f"NO: {check.problems[0]}", width)
-            for problem in check.problems[1:]:
+            first, *others = [problem.replace(f"{self.path}/", "") for problem in check.problems] or [""]
+            yield from row(check.name, check.told if check.ok else f"NO: {first}", width)
+            for problem in others:
                 yield from row("", problem, width)
         for name, (nan, inf) in (self.numbers or {}).items():
             yield from row("", f"{name}: {nan:,} NaN, {inf:,} infinite", width)

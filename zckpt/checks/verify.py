@@ -48,7 +48,7 @@ def verify(
         checkpoint: a checkpoint, or plain weights; here or behind an address.
         converted: an output that was made from it: every tensor is derived from the shards once more and compared; if it is a
             checkpoint, so is the optimizer's state.
-        deep: read every byte of the checkpoint: checksums, masters against their half-precision copies, NaN and infinity.
+        deep: read every byte of the checkpoint: checksums, copies of weights, NaN and infinity.
             Without it, and with `converted`, the bytes are read that the output was made of. What has a `zckpt.json` is
             always read whole, and so is `converted`.
         tag: which save, where there are several; by default the one that `latest` names.

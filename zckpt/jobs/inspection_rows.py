@@ -68,12 +68,15 @@ def _runs(rows: Rows) -> dict[tuple[int, ...], list[str]]:
 
 
 def _states(cells: Mapping[str, Cell]) -> list[str]:
-    """Of each kind of file: what it is, and its state where that is not "ok"."""
-    states = []
+    """Of each kind of file: what it is, and its state if that is not "ok"; sound data files of DCP are counted."""
+    data = sum(kind not in _KINDS and cell.state == "ok" for kind, cell in cells.items())
+    states = [count(data, "data file")] if data else []
     for kind, cell in cells.items():
-        name = _KINDS.get(kind, f"{kind} file" if kind.isalpha() else kind)
         reason = f" ({cell.reason})" if cell.reason else ""
-        states.append(name if cell.state == "ok" else f"{name} {cell.state}{reason}")
+        if cell.state != "ok":
+            states.append(f"{_KINDS.get(kind, cell.file)} {cell.state}{reason}")
+        elif kind in _KINDS:
+            states.append(_KINDS[kind])
     return states
 
 
