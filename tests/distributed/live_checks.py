@@ -142,8 +142,8 @@ def foreign() -> dict[str, bool]:
                 out[f"{kind} {name} tensors"] = equal(load(home / "out"), wanted)
                 if name == "fp32" and rank() == 0:
                     torch.save(dict(many_kinds().state_dict()), home / "plain.bin")
-                    wishes = zckpt.Options(max_shard_size=500)
-                    zckpt.convert(home / "plain.bin", home / "offline", dtype=name, options=wishes)
+                    chosen = zckpt.Options(max_shard_size=500)
+                    zckpt.convert(home / "plain.bin", home / "offline", dtype=name, options=chosen)
                     out[f"{kind} {name} files"] = same_files(home / "out", home / "offline")
                 dist.barrier()
             state = live.consolidate(model, name)
@@ -193,8 +193,8 @@ def engines() -> dict[str, bool]:
                 engine.save_checkpoint(home / "run")
                 live.save_pretrained(engine, home / "live", target, max_shard_size=300)
                 if rank() == 0:
-                    wishes = zckpt.Options(max_shard_size=300)
-                    zckpt.convert(home / "run", home / "offline", dtype=target, options=wishes)
+                    chosen = zckpt.Options(max_shard_size=300)
+                    zckpt.convert(home / "run", home / "offline", dtype=target, options=chosen)
                     out[f"{name} {target} files"] = same_files(home / "live", home / "offline")
             with Shared() as home:
                 if target == "fp32":

@@ -81,8 +81,8 @@ NEOX_CLIENT = {"args": {"num_layers": 3, "hidden_size": 16, "num_attention_heads
 
 def converted(home: Path, out: Path, to: str, rules: str | None = None, **form: Any) -> Any:
     """The model that `from_pretrained` makes of it; it finds nothing missing and nothing unexpected."""
-    wishes = ReadOptions(tp_rules=rules) if rules else None
-    zckpt.convert(home, out, options=zckpt.Options(form=Form(f"hf:{to}", **form), wishes=wishes))
+    read_options = ReadOptions(tp_rules=rules) if rules else None
+    zckpt.convert(home, out, options=zckpt.Options(form=Form(f"hf:{to}", **form), read_options=read_options))
     model, info = transformers.AutoModelForCausalLM.from_pretrained(out, output_loading_info=True)
     assert not info["missing_keys"] and not info["unexpected_keys"] and not info["mismatched_keys"]
     return model.eval()
@@ -365,7 +365,9 @@ def test_runs_of_deepspeed(home: Path, tmp_path: Path) -> None:
             assert same_bits(part, own), name
     with torch.no_grad():
         assert model(input_ids=torch.arange(6)[None]).logits.isfinite().all()
-    assert zckpt.verify(home / "checkpoint", tmp_path / "out", wishes=ReadOptions(tp_rules=ASKED[how["kind"]][1])).ok
+    assert zckpt.verify(
+        home / "checkpoint", tmp_path / "out", read_options=ReadOptions(tp_rules=ASKED[how["kind"]][1])
+    ).ok
 
 
 def test_there_are_fixtures() -> None:

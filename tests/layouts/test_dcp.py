@@ -94,7 +94,7 @@ def test_a_training_states_own_items_go_along() -> None:
 
 @pytest.mark.parametrize("key", ["ema", "model"])
 def test_a_key_takes_another_state_dict(key: str) -> None:
-    opened = open_catalog(str(FIXTURES / "averaged_w2" / "checkpoint"), OpenOptions(wishes=ReadOptions(key=key)))
+    opened = open_catalog(str(FIXTURES / "averaged_w2" / "checkpoint"), OpenOptions(read_options=ReadOptions(key=key)))
     catalog, _ = strip_wrappers(opened.catalog)
     for name, tensor in load_file(FIXTURES / "averaged_w2" / "truth.safetensors").items():
         assert same_bits(read_tensor(catalog[name], "pt"), tensor * (0.5 if key == "ema" else 1))
@@ -102,10 +102,10 @@ def test_a_key_takes_another_state_dict(key: str) -> None:
 
 def test_unknown_keys_are_refused() -> None:
     with pytest.raises(UsageError, match="'model', 'ema'"):
-        open_catalog(str(FIXTURES / "averaged_w2" / "checkpoint"), OpenOptions(wishes=ReadOptions(key="other")))
+        open_catalog(str(FIXTURES / "averaged_w2" / "checkpoint"), OpenOptions(read_options=ReadOptions(key="other")))
     with pytest.raises(UsageError, match="one state dict"):
         open_catalog(
-            str(FIXTURES.parent / "zero3" / "bf16_w2" / "checkpoint"), OpenOptions(wishes=ReadOptions(key="ema"))
+            str(FIXTURES.parent / "zero3" / "bf16_w2" / "checkpoint"), OpenOptions(read_options=ReadOptions(key="ema"))
         )
 
 

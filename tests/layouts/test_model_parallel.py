@@ -60,8 +60,8 @@ def rule_file(tmp_path: Path) -> Path:
     return path
 
 
-def opened(path: Path, **wishes: Any) -> Catalog:
-    return open_catalog(str(path), OpenOptions(wishes=ReadOptions(**wishes))).catalog
+def opened(path: Path, **read_options: Any) -> Catalog:
+    return open_catalog(str(path), OpenOptions(read_options=ReadOptions(**read_options))).catalog
 
 
 def edit(path: Path, change: Any) -> None:
@@ -72,7 +72,7 @@ def edit(path: Path, change: Any) -> None:
 
 def test_a_rule_file_joins_what_says_nothing_itself(plain: Path, rule_file: Path, tmp_path: Path) -> None:
     truth = load_file(FIXTURES / "tensor" / "plain_tp2" / "truth.safetensors")
-    convert(plain, tmp_path / "out.safetensors", options=Options(wishes=ReadOptions(tp_rules=str(rule_file))))
+    convert(plain, tmp_path / "out.safetensors", options=Options(read_options=ReadOptions(tp_rules=str(rule_file))))
     found = load_file(tmp_path / "out.safetensors")
     assert found.keys() == truth.keys()
     for name, tensor in truth.items():
@@ -174,9 +174,9 @@ def test_an_affine_map_says_the_same_as_the_categories() -> None:
         assert torch.equal(read_tensor(slices.join(name, entries, joint), "pt"), whole), name
 
 
-def refused(kind: type[ZckptError], checkpoint: Path, tmp_path: Path, **wishes: Any) -> ZckptError:
+def refused(kind: type[ZckptError], checkpoint: Path, tmp_path: Path, **read_options: Any) -> ZckptError:
     with pytest.raises(kind) as caught:
-        convert(checkpoint, tmp_path / "out", options=Options(wishes=ReadOptions(**wishes)))
+        convert(checkpoint, tmp_path / "out", options=Options(read_options=ReadOptions(**read_options)))
     assert not (tmp_path / "out").exists()
     return caught.value
 
@@ -302,12 +302,12 @@ def test_down_to_plain_data_parallelism(name: str, tmp_path: Path) -> None:
 
 
 def test_verify_knows_rules_and_computed_tensors(plain: Path, rule_file: Path, tmp_path: Path) -> None:
-    wishes, out = ReadOptions(tp_rules=str(rule_file)), tmp_path / "out"
-    convert(plain, out, dtype="bf16", options=Options(wishes=wishes))
+    read_options, out = ReadOptions(tp_rules=str(rule_file)), tmp_path / "out"
+    convert(plain, out, dtype="bf16", options=Options(read_options=read_options))
     assert json.loads((out / "zckpt.json").read_text())["options"] == {"wishes": {"tp_rules": str(rule_file)}}
-    found = verify(plain, out, deep=True, wishes=wishes)
+    found = verify(plain, out, deep=True, read_options=read_options)
     assert found.ok and found.deletable is not None and found.deletable[0]
-    assert diff(plain, out, wishes=wishes, rtol=2**-8).same
+    assert diff(plain, out, read_options=read_options, rtol=2**-8).same
     with pytest.raises(UnsupportedError, match="no rule says"):
         verify(plain, out)
 
@@ -317,7 +317,9 @@ def test_another_mean_is_another_job(plain: Path, rule_file: Path) -> None:
     jobs = set()
     for how in ("mean", "sum", "mean"):
         rule_file.write_text(json.dumps(RULES).replace("mean", how))
-        prepared = prepare(str(plain), str(plain.parent / "out"), Options(wishes=ReadOptions(tp_rules=str(rule_file))))
+        prepared = prepare(
+            str(plain), str(plain.parent / "out"), Options(read_options=ReadOptions(tp_rules=str(rule_file)))
+        )
         jobs.add(fingerprint(prepared.plan, ()))
     assert len(jobs) == 2
 
@@ -328,7 +330,7 @@ def test_ranks_that_drifted_apart_are_told_of(plain: Path, rule_file: Path, deep
     held = torch.load(path, weights_only=False)
     held["module"]["norm.weight"][3] += 1
     torch.save(held, path)
-    checks = verify(plain, deep=deep, wishes=ReadOptions(tp_rules=str(rule_file))).checks
+    checks = verify(plain, deep=deep, read_options=ReadOptions(tp_rules=str(rule_file))).checks
     problems = [problem for check in checks for problem in check.problems]
     assert len(problems) == 1 and "'norm.weight'" in problems[0] and "element" in problems[0]
     assert [check.name for check in checks if check.problems] == ["copies"]

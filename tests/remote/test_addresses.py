@@ -113,11 +113,11 @@ def test_split_models_behind_an_address(name: str, refused: str, tmp_path: Path)
 def test_megatrons_names_and_slices(name: str, to: str, rules: str, tmp_path: Path) -> None:
     checkpoint = FIXTURES / "megatron" / name / "checkpoint"
     address = put(checkpoint, "memory://m/ckpt")
-    options = Options(form=Form(f"hf:{to}"), wishes=ReadOptions(tp_rules=rules))
+    options = Options(form=Form(f"hf:{to}"), read_options=ReadOptions(tp_rules=rules))
     for source, out in ((checkpoint, "want"), (address, "out")):
         zckpt.convert(source, tmp_path / out, dtype="bf16", options=options)
     assert local_tree(tmp_path / "want") == local_tree(tmp_path / "out")
-    found = zckpt.verify(address, tmp_path / "out", wishes=options.wishes)
+    found = zckpt.verify(address, tmp_path / "out", read_options=options.read_options)
     assert found.ok, list(found.lines())
 
 

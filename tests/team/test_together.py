@@ -80,7 +80,7 @@ def test_parts_make_the_whole(
         ).plan
     elif kind == "hf":
         checkpoint = str(FIXTURES / "megatron/llama_zero2_tp2_dp2/checkpoint")
-        options = Options(form=Form("hf:llama"), wishes=ReadOptions(tp_rules="megatron-swiglu"))
+        options = Options(form=Form("hf:llama"), read_options=ReadOptions(tp_rules="megatron-swiglu"))
         plan = prepare(checkpoint, str(quick_path / "x.bin"), options).plan
     else:
         options = Options(max_shard_size=30_000)

@@ -38,7 +38,7 @@ def verify(
     deep: bool = False,
     tag: str | None = None,
     also: Sequence[str | os.PathLike[str]] = (),
-    wishes: ReadOptions | None = None,
+    read_options: ReadOptions | None = None,
     pace: Pace = DEFAULT_PACE,
     progress: Progress = None,
 ) -> Verification:
@@ -53,7 +53,7 @@ def verify(
             always read whole, and so is `converted`.
         tag: which save, where there are several; by default the one that `latest` names.
         also: directories that hold other parts of the same checkpoint, such as other nodes' disks.
-        wishes: how tensor- and pipeline-parallel files are joined, where they do not say it themselves.
+        read_options: how tensor- and pipeline-parallel files are joined, where they do not say it themselves.
         pace: threads, bytes per second, and whether the page cache keeps what is read; None for each default.
         progress: a function that is called with the bytes read so far (a second argument, the total, is None: how much there
             is to read is found on the way); None shows a bar in a terminal or notebook, False shows none.
@@ -69,7 +69,7 @@ def verify(
         assert zckpt.verify("out/checkpoint-500", "weights/").ok
     """
     with reported(progress, None, "verify") as watch:
-        options = OpenOptions(tag=tag, also=also, wishes=wishes)
+        options = OpenOptions(tag=tag, also=also, read_options=read_options)
         state = examined(locate(checkpoint), options, deep=deep, pace=pace, progress=watch)
         deletable = None
         if converted is not None:

@@ -97,7 +97,7 @@ def verify(
             deep=deep,
             tag=source.tag,
             also=source.also,
-            wishes=source.read_options,
+            read_options=source.read_options,
             pace=speed.pace,
             progress=progress or False,
         )
@@ -122,7 +122,7 @@ def diff(
     sink = shown.console
     with sink.progress(None, "diff") as progress:
         found = diff(
-            a, b, **tolerance.options(), wishes=joining.read_options, pace=speed.pace, progress=progress or False
+            a, b, **tolerance.options(), read_options=joining.read_options, pace=speed.pace, progress=progress or False
         )
     sink.notes(found.notes)
     sink.result(lambda: found.as_json(tensors=tensors), lambda: found.lines(tensors=tensors, width=sink.width))

@@ -184,7 +184,7 @@ class Source(Joining):
     ] = field(default_factory=list)
 
     def options(self) -> dict[str, Any]:  # noqa: D102
-        return {"tag": self.tag, "also": tuple(self.also), "wishes": self.read_options}
+        return {"tag": self.tag, "also": tuple(self.also), "read_options": self.read_options}
 
 
 @dataclass(frozen=True, repr=False, eq=False)

@@ -138,7 +138,7 @@ def _recorded(options: Options) -> dict[str, object]:
     usual = Options()
     asked = {name: getattr(options, name) for name in _SELECTION}
     recorded = {name: value for name, value in asked.items() if value and value != getattr(usual, name)}
-    return recorded | ({} if options.wishes is None else {"wishes": options.wishes.as_json()})
+    return recorded | ({} if options.read_options is None else {"wishes": options.read_options.as_json()})
 
 
 def order_for(

@@ -159,7 +159,7 @@ def diff(
     *,
     atol: float | None = None,
     rtol: float | None = None,
-    wishes: ReadOptions | None = None,
+    read_options: ReadOptions | None = None,
     pace: Pace = DEFAULT_PACE,
     progress: Progress = None,
 ) -> Diff:
@@ -173,7 +173,7 @@ def diff(
         b: anything zckpt reads, in any other layout.
         atol: absolute tolerance.
         rtol: relative tolerance.
-        wishes: how tensor- and pipeline-parallel files are joined, where they do not say it themselves.
+        read_options: how tensor- and pipeline-parallel files are joined, where they do not say it themselves.
         pace: threads, bytes per second, and whether the page cache keeps what is read; None for each default.
         progress: a function that is called with the bytes read so far, and with the total if it takes a second argument; None
             shows a bar in a terminal or notebook, False shows none.
@@ -187,7 +187,7 @@ def diff(
     Example:
         assert zckpt.diff("out/checkpoint-500", "weights/", rtol=2**-8).same
     """
-    (left, told_a), (right, told_b) = _opened(a, wishes), _opened(b, wishes)
+    (left, told_a), (right, told_b) = _opened(a, read_options), _opened(b, read_options)
     names_a, names_b = [*left, *left.aliases], {*right, *right.aliases}
     pairs: dict[tuple[int, int], tuple[str, TensorEntry, TensorEntry]] = {}
     for name in names_a:
@@ -216,8 +216,8 @@ def diff(
     return Diff(only_a, only_b, tuple(tensors), (*(f"A: {n}" for n in told_a), *(f"B: {n}" for n in told_b)))
 
 
-def _opened(path: str | os.PathLike[str], wishes: ReadOptions | None) -> tuple[Catalog, tuple[str, ...]]:
-    opened = open_catalog(os.fspath(path), OpenOptions(wishes=wishes))
+def _opened(path: str | os.PathLike[str], read_options: ReadOptions | None) -> tuple[Catalog, tuple[str, ...]]:
+    opened = open_catalog(os.fspath(path), OpenOptions(read_options=read_options))
     catalog, stripped = strip_wrappers(opened.catalog)
     return catalog, opened.catalog.source.notes + stripped
 

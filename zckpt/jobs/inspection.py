@@ -174,7 +174,7 @@ def inspect_checkpoint(
     path: str | os.PathLike[str],
     tag: str | None = None,
     also: Sequence[str | os.PathLike[str]] = (),
-    wishes: ReadOptions | None = None,
+    read_options: ReadOptions | None = None,
 ) -> Inspection:
     """Reports what a checkpoint or a weights file holds; reads indexes only, kilobytes per file.
 
@@ -182,7 +182,7 @@ def inspect_checkpoint(
         path: a checkpoint directory, tag directory, trainer's output directory, weights, or an address (`s3://...`).
         tag: which save, where there are several; by default the one that `latest` names.
         also: directories that hold other parts of the same checkpoint, such as other nodes' disks.
-        wishes: how tensor- and pipeline-parallel files are joined, where they do not say it themselves.
+        read_options: how tensor- and pipeline-parallel files are joined, where they do not say it themselves.
 
     Returns:
         The facts. A checkpoint that is damaged or incomplete is reported, not raised: `exportable.reason` says what is wrong.
@@ -200,7 +200,7 @@ def inspect_checkpoint(
     catalog: Catalog | None = None
     notes: tuple[str, ...] = place.notes
     try:
-        opened = open_catalog(path, OpenOptions(tag=tag, also=also, wishes=wishes))
+        opened = open_catalog(path, OpenOptions(tag=tag, also=also, read_options=read_options))
     except ZckptError as error:
         exportable = Verdict(False, str(error).replace(place.listing.directory + os.sep, ""))
     else:

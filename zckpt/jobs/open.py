@@ -57,8 +57,8 @@ def open_catalog(path: str | os.PathLike[str], options: OpenOptions | None = Non
     """
     options = options or OpenOptions()
     place = find(os.fspath(path), options.tag, [os.fspath(root) for root in options.also])
-    if options.wishes is not None:
-        place = replace(place, listing=replace(place.listing, options=options.wishes))
+    if options.read_options is not None:
+        place = replace(place, listing=replace(place.listing, options=options.read_options))
     catalog = layouts.read(place.listing, allow_unknown=options.allow_unknown_layout)
     return Opened(replace(catalog, source=replace(catalog.source, notes=place.notes + catalog.source.notes)), place)
 
@@ -286,7 +286,7 @@ def open_checkpoint(
     *,
     framework: Literal["pt", "np"] = "pt",
     also: Sequence[str | os.PathLike[str]] = (),
-    wishes: ReadOptions | None = None,
+    read_options: ReadOptions | None = None,
 ) -> Checkpoint:
     """Opens a checkpoint as a lazy mapping from names to tensors; reads indexes only, kilobytes per file.
 
@@ -298,7 +298,7 @@ def open_checkpoint(
         tag: which save, where there are several; by default the one that `latest` names.
         framework: "pt" for torch tensors, "np" for numpy arrays (which have no bf16).
         also: directories that hold other parts of the same checkpoint, such as other nodes' disks.
-        wishes: how tensor- and pipeline-parallel files are joined, where they do not say it themselves.
+        read_options: how tensor- and pipeline-parallel files are joined, where they do not say it themselves.
 
     Returns:
         A mapping. `checkpoint[name]` is a tensor, `checkpoint.get_slice(name)[:16]` reads these rows only,
@@ -314,4 +314,4 @@ def open_checkpoint(
             weight = ckpt["model.embed_tokens.weight"]
             rows = ckpt.get_slice("lm_head.weight")[:16]
     """
-    return Checkpoint(open_catalog(path, OpenOptions(tag=tag, also=also, wishes=wishes)), framework)
+    return Checkpoint(open_catalog(path, OpenOptions(tag=tag, also=also, read_options=read_options)), framework)

@@ -29,13 +29,13 @@ class OpenOptions:
     Attributes:
         tag: which save, where there are several.
         also: directories laid over the checkpoint: its parts from other nodes' disks.
-        wishes: how tensor- and pipeline-parallel files are joined, where they do not say it themselves.
+        read_options: how tensor- and pipeline-parallel files are joined, where they do not say it themselves.
         allow_unknown_layout: go on though optimizer files hold keys that zckpt does not know.
     """
 
     tag: str | None = None
     also: Sequence[str | os.PathLike[str]] = ()
-    wishes: ReadOptions | None = None
+    read_options: ReadOptions | None = None
     allow_unknown_layout: bool = False
 
 

@@ -155,7 +155,7 @@ def reshard(
     also: Sequence[str | os.PathLike[str]] = (),
     overwrite: bool = False,
     allow_unknown_layout: bool = False,
-    wishes: ReadOptions | None = None,
+    read_options: ReadOptions | None = None,
     progress: Progress = None,
 ) -> Report:
     """Writes a ZeRO checkpoint for another world size, stage or precision, from which DeepSpeed and zckpt's trainer resume.
@@ -172,7 +172,7 @@ def reshard(
         also: directories that hold other parts of the same checkpoint, such as other nodes' disks.
         overwrite: replace an existing output: the files that its `zckpt.json` lists.
         allow_unknown_layout: continue although an optimizer file holds keys that zckpt does not know.
-        wishes: how tensor- and pipeline-parallel files are joined, where they do not say it themselves.
+        read_options: how tensor- and pipeline-parallel files are joined, where they do not say it themselves.
         progress: a function that is called with the bytes written so far, and with the total if it takes a second argument; None
             shows a bar in a terminal or notebook, False shows none.
 
@@ -192,6 +192,6 @@ def reshard(
     dtype = None if precision == "keep" else to_dtype(precision)
     options = ReshardOptions(
         world_size=world_size, stage=stage, precision=dtype, tag=tag, also=also, overwrite=overwrite,
-        allow_unknown_layout=allow_unknown_layout, wishes=wishes,
+        allow_unknown_layout=allow_unknown_layout, read_options=read_options,
     )  # fmt: skip
     return carried_out(prepare(checkpoint, out, options), progress, "reshard", began)

@@ -53,7 +53,7 @@ def to_universal(
     also: Sequence[str | os.PathLike[str]] = (),
     overwrite: bool = False,
     allow_unknown_layout: bool = False,
-    wishes: ReadOptions | None = None,
+    read_options: ReadOptions | None = None,
     progress: Progress = None,
 ) -> Report:
     """Writes DeepSpeed's universal checkpoint, which loads at any world size.
@@ -65,7 +65,7 @@ def to_universal(
         also: directories that hold other parts of the same checkpoint, such as other nodes' disks.
         overwrite: replace an existing output: the files that its `zckpt.json` lists.
         allow_unknown_layout: continue although an optimizer file holds keys that zckpt does not know.
-        wishes: how tensor- and pipeline-parallel files are joined, where they do not say it themselves.
+        read_options: how tensor- and pipeline-parallel files are joined, where they do not say it themselves.
         progress: a function that is called with the bytes written so far, and with the total if it takes a second argument; None
             shows a bar in a terminal or notebook, False shows none.
 
@@ -83,6 +83,6 @@ def to_universal(
     """
     began = time.perf_counter()
     options = WriteOptions(
-        tag=tag, also=also, overwrite=overwrite, allow_unknown_layout=allow_unknown_layout, wishes=wishes
+        tag=tag, also=also, overwrite=overwrite, allow_unknown_layout=allow_unknown_layout, read_options=read_options
     )
     return carried_out(prepare(checkpoint, out, options), progress, "to universal", began)

@@ -133,8 +133,8 @@ def _agree(those: Team, order: Order) -> None:
     Raises:
         UsageError: they were asked for other things. InconsistentError: they see other files.
     """
-    wishes = (order.overflow, order.single, order.overwrite, order.merge, order.dtype and order.dtype.name)
-    job = fingerprint(order.plan, order.copies, *wishes, sorted(map(repr, order.options.items())), state=seen)
+    asked = (order.overflow, order.single, order.overwrite, order.merge, order.dtype and order.dtype.name)
+    job = fingerprint(order.plan, order.copies, *asked, sorted(map(repr, order.options.items())), state=seen)
     here = {"job": job, "out": os.path.realpath(order.out), "asked": sys.argv[1:], "host": os.uname().nodename}
     said = those.meet(here)
     for rank, other in enumerate(said):
