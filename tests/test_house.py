@@ -25,9 +25,10 @@ def test_no_module_is_longer_than_a_person_can_read() -> None:
 
 
 def rows_of(page: str, heading: str) -> dict[str, str]:
-    """First cell -> the others, of the tables under a heading of ARCHITECTURE.md."""
+    """First cell -> the others, of the tables and lists under a heading of ARCHITECTURE.md."""
     part = page.split(f"\n## {heading}\n")[1].split("\n## ")[0]
     cells = [line.strip("|").split("|") for line in part.splitlines() if line.startswith("| ")]
+    cells += [item.split(": ", 1) for item in re.split(r"^- ", part, flags=re.MULTILINE)[1:] if ": " in item]
     return {row[0].strip(): "|".join(row[1:]) for row in cells if not set(row[0]) <= set("- ")}
 
 
@@ -52,6 +53,11 @@ def test_the_page_draws_the_house() -> None:
         named = {word for name in re.findall(r"`([\w.]+)`", homes[f"`{room.name}`"]) for word in name.split(".")}
         missing += [f"{room.name}.{path.stem}" for path in room.glob("*.py") if path.stem not in {"__init__", *named}]
     assert missing == []
+
+
+def test_the_page_fits_its_width() -> None:
+    lines = (TESTS.parent / "ARCHITECTURE.md").read_text().splitlines()
+    assert [line for line in lines if len(line) > 130] == []
 
 
 def test_words_that_are_no_longer_used_name_nothing() -> None:
