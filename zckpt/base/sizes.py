@@ -11,7 +11,7 @@ def to_bytes(size: int | str) -> int:
     """A size such as "12GB" (decimal, as the hub counts) or "8GiB", in bytes.
 
     Raises:
-        UsageError: it is none.
+        UsageError: `size` is of another form.
     """
     found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?)(i?)B?\s*", str(size), re.IGNORECASE)
     if not found:
