@@ -157,7 +157,7 @@ def test_what_goes_wrong_is_said_and_writes_nothing(tmp_path: Path) -> None:
     loaded = torch.load(path, weights_only=False)
     loaded["optimizer_state_dict"]["single_partition_of_fp32_groups"][0][0] = 1e6
     torch.save(loaded, path)
-    with pytest.raises(InconsistentError, match="master weights that are not"):
+    with pytest.raises(InconsistentError, match="fp32 weights are not the model"):
         reshard(broken, out, world_size=1)
     model = next(broken.glob("*/mp_rank*"))
     state = torch.load(model, weights_only=False)
