@@ -394,7 +394,7 @@ def test_what_is_planted_where_work_is_kept(kind: str, checkpoint: Path, out: Pa
     (victim / "journal").write_bytes(b"precious")
     planted = out.parent / ".out.zckpt"
     planted.symlink_to(victim) if kind == "link" else planted.write_bytes(b"x")
-    with pytest.raises(OutputError, match="stands where work is kept"):
+    with pytest.raises(OutputError, match="needs this name"):
         convert(checkpoint, out)
     assert contents(victim) == {"journal": b"precious"} and not out.exists()
 

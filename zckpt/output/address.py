@@ -178,8 +178,8 @@ class Place:
             return _parsed(found)
         except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
             raise OutputError(
-                "a record of a run that zckpt did not write", file=self.at(self.record), found=f"{error!r:.100}",
-                remedy="Nothing was changed. Remove it if nobody else uses it, or choose another OUT.",
+                "is a record that zckpt did not write", file=self.at(self.record), found=f"{error!r:.100}",
+                remedy="Remove it if nobody else uses it, or choose another OUT. Nothing was changed.",
             ) from error  # fmt: skip
 
     def write_record(self, record: Record) -> None:
@@ -277,8 +277,8 @@ def settle(place: Place, record: Record, complete: Callable[[], None] | None = N
     lost = [sent.file.path for sent in record.sent if _is_missing(place, sent)] if complete is None else []
     if lost:
         raise OutputError(
-            "a new output that cannot be completed", file=place.out, found=f"{examples(lost)} is gone",
-            expected=f"{place.record!r} says that a run had sent it, and was about to put it in place",
+            "the new output cannot be completed", file=place.out, found=f"{examples(lost)} missing",
+            expected=f"all files that an interrupted run sent, by its record {place.record!r}",
             remedy=f"Put the file back and run the command again; or remove {place.record!r} and choose another OUT.",
         )  # fmt: skip
     place.remove(record.deleted)

@@ -227,10 +227,9 @@ class Commit:
 
     def _changed(self, path: str) -> OutputError:
         return OutputError(
-            "an output that somebody else has changed while it was being replaced", file=path,
-            found="another file or directory than was there before",
-            remedy=f"The new output is complete in {self._work.path!r}. Move away what is in its place, and run the "
-            "same command again.",
+            "somebody else has changed this output while it was being replaced", file=path,
+            found="a file or directory that was not there before",
+            remedy=f"Move it away, and run the same command again. The new output is complete in {self._work.path!r}.",
         )  # fmt: skip
 
     def undo(self) -> bool:
@@ -320,9 +319,9 @@ def recover(work: WorkDirectory, out: str) -> Record:
         strange = record.seal.single and not own.issuperset(record.seal.enter)
         if strange or os.path.islink(work.files) or os.path.islink(work.aside):
             raise OutputError(
-                "a work directory that zckpt did not make", file=work.path,
+                "zckpt did not make this work directory", file=work.path,
                 found="a file of another name" if strange else "a link in it",
-                remedy="Nothing was changed. Move it away.",
+                remedy="Move it away. Nothing was changed.",
             )  # fmt: skip
         try:
             if not commit.is_whole() and commit.undo():  # a machine's crash took what a disk said it had
@@ -333,9 +332,9 @@ def recover(work: WorkDirectory, out: str) -> Record:
             raise
         except OSError as error:
             raise OutputError(
-                "an output that an earlier run had complete, and that could not be given its name",
+                "an earlier run completed this output, which could not be given its name",
                 file=out, found=error.strerror or str(error),
-                remedy=f"Nothing is lost: the new files, and what they replace, are in {work.path!r} and {out!r}. "
-                "Remove the cause, and run the same command again.",
+                remedy="Remove the cause, and run the same command again. Nothing is lost: the new files, and those that they "
+                f"replace, are in {work.path!r} and {out!r}.",
             ) from error  # fmt: skip
     return record

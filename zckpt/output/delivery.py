@@ -142,15 +142,15 @@ def _agree(those: Team, order: Order) -> None:
             continue
         if other["asked"] != said[0]["asked"]:
             raise UsageError(
-                "processes that were asked for different things",
+                "the processes have different arguments",
                 found=f"process {rank}: {shlex.join(other['asked'])}; process 0: {shlex.join(said[0]['asked'])}",
-                remedy="Nothing was changed. Start all of them with the same arguments.",
+                remedy="Start all of them with the same arguments. Nothing was changed.",
             )
         raise InconsistentError(
-            "processes that see different files",
+            "the processes see different files",
             found=f"process {rank} on {other['host']} does not see what process 0 on {said[0]['host']} sees",
             expected="the same paths, sizes and modification times, and one output",
-            remedy="Nothing was changed. Put the checkpoint and OUT on a file system that all machines share.",
+            remedy="Put the checkpoint and OUT on a file system that all machines share. Nothing was changed.",
         )
 
 

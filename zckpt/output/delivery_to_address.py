@@ -18,6 +18,7 @@ from hashlib import sha256
 
 from zckpt.base.errors import InconsistentError, UnsupportedError, ZckptError, add_note
 from zckpt.base.pace import Pace
+from zckpt.base.words import size
 from zckpt.core.plan import OutputFile, Plan
 from zckpt.engine.batches import progress_after
 from zckpt.engine.move import Mode, run
@@ -211,8 +212,8 @@ class _Sending:
         nbytes = sum(map(len, (*sealed.contents.values(), *sealed.deleted.values())))
         if nbytes > MOST_SMALL_BYTES:
             raise UnsupportedError(
-                "small files beside the weights that are too large for an address", file=place.out,
-                found=f"{nbytes:,} bytes in all", expected=f"at most {MOST_SMALL_BYTES:,}",
+                "the small files beside the weights are too large for an address", file=place.out,
+                found=f"{size(nbytes)} in all", expected=f"at most {size(MOST_SMALL_BYTES)}",
                 remedy="Convert to a directory on this machine, and copy that.",
             )  # fmt: skip
         self._check_mine()
@@ -261,8 +262,8 @@ class _Sending:
 
 def _taken(place: Place) -> InconsistentError:
     return InconsistentError(
-        "two runs that write to one address", file=place.out, found="another run has begun there meanwhile",
-        remedy="This one has stopped. Run one at a time.",
+        "another run writes to the same address", file=place.out, found="a record of that run",
+        remedy="Wait until the other run has ended. This one has stopped.",
     )  # fmt: skip
 
 

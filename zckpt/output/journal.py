@@ -135,8 +135,8 @@ def _seal(facts: Mapping[str, Any], path: str) -> Seal:
 
 def _foreign(path: str, found: str) -> OutputError:
     return OutputError(
-        "a journal that zckpt did not write", file=path, found=found,
-        remedy="Nothing was changed. Move the directory that it lies in away.",
+        "is a journal that zckpt did not write", file=path, found=found,
+        remedy="Move the directory that holds it away. Nothing was changed.",
     )  # fmt: skip
 
 

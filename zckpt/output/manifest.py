@@ -116,9 +116,13 @@ def read(path: str | os.PathLike[str]) -> Manifest:
         }:
             listed = tuple(_file(entry, os.fspath(path)) for entry in entries)
         case _:
-            raise CorruptError("a manifest that zckpt did not write", file=path, found="other entries than it has")
+            raise CorruptError(
+                "is not a manifest of zckpt", file=path, found="other entries", remedy="Copy it again from the output."
+            )
     if not listed:
-        raise IncompleteError("a manifest that names no files", file=path)
+        raise IncompleteError(
+            "names no files", file=path, remedy="Make the output again, or verify it without this manifest."
+        )
     return Manifest(version, source, dtype, options, tensors, numel, listed)
 
 
@@ -128,10 +132,18 @@ def _file(entry: object, manifest: str) -> Finished:
             parts = path.split("/")
             if os.path.isabs(path) or "\0" in path or any(part in ("", ".", "..") for part in parts):
                 raise UnsafeError(
-                    "a manifest that names a file outside its directory", file=manifest, found=f"{path!r:.80}"
+                    "names a file outside its directory",
+                    file=manifest,
+                    found=f"{path!r:.80}",
+                    remedy="Do not use this manifest; if you know its author, report it.",
                 )
             try:
                 return Finished(path, nbytes, int(crc, 16))
             except ValueError:
                 pass
-    raise CorruptError("a manifest that zckpt did not write", file=manifest, found="an entry that is no file")
+    raise CorruptError(
+        "is not a manifest of zckpt",
+        file=manifest,
+        found="an entry that is not a file",
+        remedy="Copy it again from the output.",
+    )

@@ -207,8 +207,8 @@ def _recover(work: WorkDirectory, directory: str, is_ours: Callable[[str], bool]
         or os.path.islink(work.aside)
     ):
         raise OutputError(
-            "work on a save that no save has left", file=work.path, found="a journal that names other files",
-            remedy="Nothing was changed. Remove this directory.",
+            "zckpt did not make this work directory", file=work.path, found="a journal that names files of no save",
+            remedy="Remove this directory. Nothing was changed.",
         )  # fmt: skip
     recover(work, os.path.join(directory, tag))
 

@@ -93,12 +93,14 @@ class Staging:
             if isinstance(error, OutputError):
                 raise
             raise OutputError(
-                "an output that cannot be written", file=self.out, found=error.strerror or str(error),
-                remedy="Nothing was changed. Check the path and its permissions.",
+                "cannot be written", file=self.out, found=error.strerror or str(error),
+                remedy="Check the path and its permissions. Nothing was changed.",
             ) from error  # fmt: skip
         try:
             if not self._work.is_locked:
-                self.notes = ("This file system has no locks: an interrupted conversion would begin anew.",)
+                self.notes = (
+                    "This file system has no locks, so an interrupted conversion would start from the beginning.",
+                )
             self._recover()
             self._journal = Journal(self._work.journal, self._job)
             facts = manifest.path_for(self.out, single=self._single)
@@ -156,9 +158,9 @@ class Staging:
         """
         if not (self._overwrite or self._merge):
             raise OutputError(
-                "an output that this command has made, and that is damaged", file=self.out, found=examples(damaged),
-                expected="files as their manifest has them",
-                remedy="Nothing was changed. Pass --overwrite to make it again.",
+                "this command made this output, and it is damaged", file=self.out, found=f"changed: {examples(damaged)}",
+                expected="files with the checksums of their manifest",
+                remedy="Pass --overwrite to make the output again. Nothing was changed.",
             )  # fmt: skip
         self.published, self.left = False, {}
         self._begin()
@@ -182,7 +184,10 @@ class Staging:
             self._journal.begin({path: self.left[path] for path in kept})
         except OSError as error:
             raise OutputError(
-                "an output that cannot be written", file=self.directory, found=error.strerror or str(error)
+                "cannot be written",
+                file=self.directory,
+                found=error.strerror or str(error),
+                remedy="Check the disk and the permissions, and run the same command again.",
             ) from error
 
     def finished(self, file: Finished) -> None:
@@ -214,7 +219,10 @@ class Staging:
                 copy.flush()
                 make_durable(copy.fileno())
         except OSError as error:
-            raise OutputError("a file that cannot be copied", file=file, found=error.strerror or str(error)) from error
+            raise OutputError(
+                "cannot be copied", file=file, found=error.strerror or str(error),
+                remedy="Check this file and the disk of OUT, and run the same command again.",
+            ) from error  # fmt: skip
         return Finished(name, nbytes, crc)
 
     def commit(self, facts: Manifest) -> None:
@@ -261,8 +269,9 @@ class Staging:
 
     def _unnamed(self, error: OSError, *, undone: bool = True) -> OutputError:
         return OutputError(
-            "an output that could not be given its name", file=self.out, found=error.strerror or str(error),
-            remedy="" if undone else "Nothing is lost, and the new output is complete: the same command brings this to an end.",
+            "the new output could not be given its name", file=self.out, found=error.strerror or str(error),
+            remedy="Remove the cause, and run the same command again. "
+            + ("The old output is as it was." if undone else "Nothing is lost, and the new output is complete."),
         )  # fmt: skip
 
     def _can_swap(self, changes: Replacement | None) -> bool:

@@ -71,8 +71,8 @@ class WorkDirectory:
                 continue
             except locks.HeldError as error:
                 raise OutputError(
-                    "an output that another run is writing", file=self.path, found=str(error),
-                    remedy="Nothing was changed. Wait until that run has ended, or choose another OUT.",
+                    "another run is writing this output", file=self.path, found=str(error),
+                    remedy="Wait until that run has ended, or choose another OUT. Nothing was changed.",
                 ) from error  # fmt: skip
             except OSError as error:
                 if error.errno not in _NO_LOCKS:
@@ -133,9 +133,10 @@ def _made(path: str) -> bool:
     if S_ISDIR(stat.st_mode) and stat.st_uid == os.geteuid():
         return False
     raise OutputError(
-        "something that stands where work is kept until it is complete", file=path,
-        found=f"a directory of user {stat.st_uid}" if S_ISDIR(stat.st_mode) else "no directory",
-        remedy="Nothing was changed. Move it away, or choose another OUT.",
+        "zckpt needs this name for its work directory", file=path,
+        found=f"a directory of user {stat.st_uid}" if S_ISDIR(stat.st_mode) else "something that is not a directory",
+        expected="nothing, or a directory of your own",
+        remedy="Move it away, or choose another OUT. Nothing was changed.",
     )  # fmt: skip
 
 
