@@ -47,15 +47,18 @@ def begin(initialize: Any, stage: int, name: str, zero: dict[str, Any], more: di
     return initialize(model=model, optimizer=optimizer, config=config)[0]
 
 
-def train(engine: Any, start: int, steps: int) -> list[float]:
+def train(engine: Any, start: int, steps: int, accumulation: int = 1) -> list[float]:
+    """The mean loss of each step."""
     out = []
-    for [tokens] in small.batches(steps, dist.get_rank(), dist.get_world_size(), 1, start):
-        loss = engine(tokens)
-        engine.backward(loss)
-        engine.step()
-        total = loss.detach().float().clone()
+    for micro_batches in small.batches(steps, dist.get_rank(), dist.get_world_size(), accumulation, start):
+        total = torch.zeros(())
+        for tokens in micro_batches:
+            loss = engine(tokens)
+            engine.backward(loss)
+            engine.step()
+            total += loss.detach().float()
         dist.all_reduce(total)
-        out.append(total.item() / dist.get_world_size())
+        out.append(total.item() / dist.get_world_size() / accumulation)
     return out
 
 
@@ -95,6 +98,28 @@ def both_ways(home: Path, number: int) -> dict[str, Any]:
     return out
 
 
+def between_micro_batches(home: Path, stage: int) -> dict[str, Any]:
+    """Losses of DeepSpeed from a save of this trainer between two micro batches on, and of this trainer without that save."""
+    import deepspeed
+
+    variant = (stage, "fp32", {}, {"gradient_accumulation_steps": 2})
+    straight = begin(runtime.initialize, *variant)
+    train(straight, 0, 4, 2)
+    engine = begin(runtime.initialize, *variant)
+    train(engine, 0, 4, 2)
+    [[first, _]] = small.batches(1, dist.get_rank(), dist.get_world_size(), 2, 4)
+    engine.backward(engine(first))
+    engine.step()
+    where = str(home / f"between{stage}")
+    engine.save_checkpoint(where)
+    other = begin(deepspeed.initialize, *variant, seed=1)
+    path, _ = other.load_checkpoint(where)
+    return {
+        "is_between": engine.micro_steps == 9 and path is not None, "steps": other.global_steps,
+        "found": train(other, 4, 4, 2), "wanted": train(straight, 4, 4, 2),
+    }  # fmt: skip
+
+
 def gone_on(engine: Any, where: str, variant: Any) -> dict[str, Any]:
     """What an engine makes of a checkpoint."""
     path, client = engine.load_checkpoint(where)
@@ -112,6 +137,8 @@ def main() -> None:
     results: dict[str, Any] = {"home": {"value": str(out)}}
     for number, (stage, name, zero, more) in enumerate(VARIANTS):
         results[" ".join(map(str, (stage, name, *zero, *more)))] = {"value": both_ways(out, number)}
+    for stage in range(4):
+        results[f"between {stage}"] = {"value": between_micro_batches(out, stage)}
     (out / f"rank_{dist.get_rank()}.json").write_text(json.dumps(results))
     dist.destroy_process_group()
 

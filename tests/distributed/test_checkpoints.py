@@ -293,6 +293,15 @@ def test_deepspeed_goes_on(outcome: Outcome, variant: str) -> None:
 
 
 @pytest.mark.xdist_group("deepspeed goes on")
+@pytest.mark.parametrize("stage", range(4))
+def test_deepspeed_begins_a_step_again_that_was_saved_between_micro_batches(outcome: Outcome, stage: int) -> None:
+    pytest.importorskip("deepspeed", reason="DeepSpeed is not installed")
+    for run in outcome("deepspeed_goes_on.py", 2, f"between {stage}"):
+        assert run["is_between"] and run["steps"] == 4
+        assert max(abs(a - b) / abs(b) for a, b in zip(run["found"], run["wanted"], strict=True)) <= 1e-5
+
+
+@pytest.mark.xdist_group("deepspeed goes on")
 @pytest.mark.parametrize("variant", GOING_ON)
 def test_the_files_are_deepspeeds(outcome: Outcome, variant: str) -> None:
     """DeepSpeed's own save, and what this trainer makes of it: the same names, keys, types, shapes and numbers."""
