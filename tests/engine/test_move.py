@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import itertools
+import mmap
 import os
 import struct
 import subprocess
@@ -434,7 +435,6 @@ def test_a_limit_of_the_rate(engine: dict[str, object], tmp_path: Path) -> None:
 def resident(path: Path) -> int:
     """Pages of a file that the page cache holds."""
     import ctypes
-    import mmap
 
     size = path.stat().st_size
     pages = -(-size // mmap.PAGESIZE)
@@ -457,17 +457,19 @@ def test_the_page_cache_is_given_back(tmp_path: Path) -> None:
         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
     if resident(tmp_path / "s"):
         pytest.skip("this file system lives in the page cache")
-    for keep, most in ((False, 0), (True, None)):
+    pages = len(data) // mmap.PAGESIZE
+
+    def held(keep: bool) -> int:
+        """Pages of the source that a run leaves in the cache. The kernel keeps a few that another processor has just used."""
         to = FileStore("out", len(data))
-        plan = Plan(
-            ((OutputFile("out", len(data)), to),),
-            [(whole("x", (len(data) // 4,), F32, source), whole("x", (len(data) // 4,), F32, to))],
-        )
-        run(plan, str(tmp_path), keep_cache=keep)
+        pairs = [(whole("x", (len(data) // 4,), F32, source), whole("x", (len(data) // 4,), F32, to))]
+        run(Plan(((OutputFile("out", len(data)), to),), pairs), str(tmp_path), keep_cache=keep)
         assert (tmp_path / "out").read_bytes() == data
         (tmp_path / "out").unlink()
-        held = resident(tmp_path / "s")
-        assert held == most if most is not None else held == len(data) // 4096
+        return resident(tmp_path / "s")
+
+    assert any(held(False) <= pages // 50 for _ in range(5))
+    assert any(held(True) >= pages - pages // 50 for _ in range(5))
 
 
 def test_the_page_cache_is_given_back_by_default_above_the_size_of_memory(monkeypatch: pytest.MonkeyPatch) -> None:
