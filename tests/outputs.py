@@ -1,4 +1,4 @@
-"""Outputs that are there already: as an earlier run of zckpt would have left them."""
+"""What is in an output, and outputs as an earlier run of zckpt would have left them."""
 
 from __future__ import annotations
 
@@ -8,6 +8,12 @@ from pathlib import Path
 
 from zckpt.output.journal import Finished
 from zckpt.output.manifest import Manifest, path_for
+
+
+def contents(directory: Path) -> dict[str, bytes]:
+    """Path -> bytes of all files in a directory."""
+    found = {path.relative_to(directory).as_posix(): path for path in directory.rglob("*") if path.is_file()}
+    return {name: path.read_bytes() for name, path in found.items()}
 
 
 def earlier_output(place: Path, files: Mapping[str, bytes], *, single: bool = False) -> dict[str, bytes]:

@@ -33,6 +33,18 @@ def model(dtype: torch.dtype = torch.float32) -> dict[str, torch.Tensor]:
     return made
 
 
+def two_groups(scale: int = 1) -> list[dict[str, torch.Tensor]]:
+    """Random tensors in two groups; each dimension of a matrix is `scale` times as large."""
+    generator = torch.Generator().manual_seed(0)
+    return [
+        {
+            "a.weight": torch.randn(7 * scale, 5 * scale, generator=generator),
+            "b.bias": torch.randn(11, generator=generator),
+        },
+        {"c.weight": torch.randn(3 * scale, 9 * scale, generator=generator)},
+    ]
+
+
 def parts(vector: torch.Tensor, world_size: int) -> list[tuple[torch.Tensor, int]]:
     """A vector cut over ranks as torch.chunk cuts it: each rank's part, and how many elements at its end are padding (-7)."""
     size = math.ceil(vector.numel() / world_size)
@@ -201,3 +213,9 @@ def _piece(tensor: torch.Tensor, world_size: int, rank: int) -> torch.Tensor:
     padded = torch.full((size * world_size,), 5.0).to(tensor.dtype)
     padded[: tensor.numel()] = tensor.reshape(-1)
     return padded[rank * size : (rank + 1) * size].clone()
+
+
+def vectors(path: Path, count: int, numel: int, world_size: int) -> Path:
+    """A ZeRO-2 checkpoint of one group of random vectors, each one element longer than the one before."""
+    generator = torch.Generator().manual_seed(0)
+    return zero12(path, [{f"w{i}": torch.randn(numel + i, generator=generator) for i in range(count)}], world_size)

@@ -38,17 +38,9 @@ OPTIM = "zero_pp_rank_{}_mp_rank_00_optim_states.pt"
 MODEL = "mp_rank_00_model_states.pt"
 
 
-def groups() -> list[dict[str, torch.Tensor]]:
-    generator = torch.Generator().manual_seed(0)
-    return [
-        {"a.weight": torch.randn(70, 50, generator=generator), "b.bias": torch.randn(11, generator=generator)},
-        {"c.weight": torch.randn(30, 90, generator=generator)},
-    ]
-
-
 @pytest.fixture
 def checkpoint(tmp_path: Path) -> Path:
-    return synth.zero12(tmp_path / "ckpt", groups(), 3)
+    return synth.zero12(tmp_path / "ckpt", synth.two_groups(10), 3)
 
 
 def check_of(found: Verification, name: str) -> Any:
@@ -107,7 +99,7 @@ def test_every_byte_is_read_once(path: Path, monkeypatch: pytest.MonkeyPatch) ->
 @pytest.mark.parametrize("world", [1, 2, 5])
 @pytest.mark.parametrize("make", [synth.zero12, synth.zero3])
 def test_padding_and_ranks_of_any_number(make: Any, world: int, tmp_path: Path) -> None:
-    checkpoint = make(tmp_path / "ckpt", groups(), world)
+    checkpoint = make(tmp_path / "ckpt", synth.two_groups(10), world)
     found = zckpt.verify(checkpoint, deep=True)
     assert found.ok and found.numbers == {}
     assert f"world size {world}" in found.about
@@ -301,7 +293,7 @@ def test_padding_of_real_checkpoints(name: str, file: str, deep: bool, tmp_path:
 
 
 def test_numbers_that_are_none_are_counted(tmp_path: Path) -> None:
-    tensors = groups()
+    tensors = synth.two_groups(10)
     tensors[0]["a.weight"][3, 4:6] = math.nan
     tensors[0]["a.weight"][9, 9] = -math.inf
     tensors[1]["c.weight"][0, 0] = math.inf
@@ -311,7 +303,7 @@ def test_numbers_that_are_none_are_counted(tmp_path: Path) -> None:
     assert found.numbers == {"a.weight": (2, 1), "c.weight": (0, 1), "mask": (0, 3)}
     assert wrong(found) == {"numbers": ("2 NaN and 2 infinite in 2 parameters",)}
     assert zckpt.verify(checkpoint).numbers is None
-    only_buffers = synth.zero12(tmp_path / "fine", groups(), 3, buffers=buffers)
+    only_buffers = synth.zero12(tmp_path / "fine", synth.two_groups(10), 3, buffers=buffers)
     assert zckpt.verify(only_buffers, deep=True).ok
 
 
@@ -320,7 +312,7 @@ def test_numbers_that_are_none_are_counted(tmp_path: Path) -> None:
     [("global_steps", 9, "step"), ("ds_version", "0.1.0", "DeepSpeed version"), ("dp_world_size", 7, "world size")],
 )
 def test_files_of_several_saves(tmp_path: Path, key: str, value: object, told: str) -> None:
-    checkpoint = synth.zero3(tmp_path / "ckpt", groups(), 3)
+    checkpoint = synth.zero3(tmp_path / "ckpt", synth.two_groups(10), 3)
     name = "zero_pp_rank_2_mp_rank_00_model_states.pt"
     edit(checkpoint / "global_step5" / name, lambda root: root.update({key: value}))
     (problem,) = wrong(zckpt.verify(checkpoint))["save"]
@@ -339,7 +331,7 @@ def test_files_of_another_age_are_pointed_out(checkpoint: Path) -> None:
 def test_files_without_checksums(tmp_path: Path) -> None:
     torch.serialization.set_crc32_options(False)
     try:
-        checkpoint = synth.zero12(tmp_path / "ckpt", groups(), 2)
+        checkpoint = synth.zero12(tmp_path / "ckpt", synth.two_groups(10), 2)
     finally:
         torch.serialization.set_crc32_options(True)
     found = zckpt.verify(checkpoint, deep=True)
@@ -446,7 +438,7 @@ def test_manifests_of_strangers(checkpoint: Path, tmp_path: Path, text: str) -> 
 
 
 def test_an_output_made_by_others(checkpoint: Path, tmp_path: Path) -> None:
-    state = {name: tensor for group in groups() for name, tensor in group.items()}
+    state = {name: tensor for group in synth.two_groups(10) for name, tensor in group.items()}
     torch.save(state, tmp_path / "their.bin")
     found = zckpt.verify(checkpoint, tmp_path / "their.bin")
     assert found.ok and "bit for bit" in check_of(found, "equal").told
@@ -502,7 +494,7 @@ def ulp_up(state: dict[str, torch.Tensor]) -> None:
 def test_any_difference_is_found(
     harm: Callable[[dict[str, torch.Tensor]], object], told: str, dtype: torch.dtype, checkpoint: Path, tmp_path: Path
 ) -> None:
-    state = {name: tensor.to(dtype) for group in groups() for name, tensor in group.items()}
+    state = {name: tensor.to(dtype) for group in synth.two_groups(10) for name, tensor in group.items()}
     harm(state)
     torch.save(state, tmp_path / "out.bin")
     found = zckpt.verify(checkpoint, tmp_path / "out.bin")

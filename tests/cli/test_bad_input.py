@@ -44,22 +44,14 @@ OPTIM = "zero_pp_rank_{}_mp_rank_00_optim_states.pt"
 MODEL3 = "zero_pp_rank_{}_mp_rank_00_model_states.pt"
 
 
-def groups() -> list[dict[str, torch.Tensor]]:
-    generator = torch.Generator().manual_seed(0)
-    return [
-        {"a.weight": torch.randn(7, 5, generator=generator), "b.bias": torch.randn(11, generator=generator)},
-        {"c.weight": torch.randn(3, 9, generator=generator)},
-    ]
-
-
 @pytest.fixture
 def zero2(tmp_path: Path) -> Path:
-    return synth.zero12(tmp_path / "ckpt", groups(), 3)
+    return synth.zero12(tmp_path / "ckpt", synth.two_groups(1), 3)
 
 
 @pytest.fixture
 def zero3(tmp_path: Path) -> Path:
-    return synth.zero3(tmp_path / "ckpt", groups(), 3)
+    return synth.zero3(tmp_path / "ckpt", synth.two_groups(1), 3)
 
 
 @pytest.fixture
@@ -181,7 +173,7 @@ def test_all_optimizer_files_missing(zero2: Path, out: Path) -> None:
 def test_missing_model_files(zero2: Path, out: Path, tmp_path: Path) -> None:
     (zero2 / "global_step5" / "mp_rank_00_model_states.pt").unlink()
     assert "mp_rank_00_model_states.pt" in refused(IncompleteError, zero2, out).expected
-    third = synth.zero3(tmp_path / "third", groups(), 3)
+    third = synth.zero3(tmp_path / "third", synth.two_groups(1), 3)
     (third / "global_step5" / MODEL3.format(1)).unlink()
     assert "(rank 1)" in refused(IncompleteError, third, out).what
 
@@ -219,7 +211,7 @@ def test_a_record_shorter_than_its_tensor(zero2: Path, out: Path) -> None:
 
 
 def test_a_rank_of_another_world_size(zero2: Path, out: Path, tmp_path: Path) -> None:
-    other = synth.zero12(tmp_path / "other", groups(), 4)
+    other = synth.zero12(tmp_path / "other", synth.two_groups(1), 4)
     shutil.copy(other / "global_step5" / OPTIM.format(1), zero2 / "global_step5")
     assert f"{OPTIM.format(1)!r} says 4" in refused(InconsistentError, zero2, out).found
 
@@ -230,7 +222,7 @@ def test_a_rank_left_over_from_a_larger_run(zero2: Path, out: Path) -> None:
 
 
 def test_a_rank_of_another_step(zero3: Path, out: Path, tmp_path: Path) -> None:
-    other = synth.zero3(tmp_path / "other", groups(), 3, step=9)
+    other = synth.zero3(tmp_path / "other", synth.two_groups(1), 3, step=9)
     shutil.copy(other / "global_step5" / OPTIM.format(2), zero3 / "global_step5")
     error = refused(InconsistentError, zero3, out)
     assert f"{OPTIM.format(2)!r} says 9" in error.found and f"Copy {OPTIM.format(2)!r} again" in error.remedy
@@ -243,7 +235,7 @@ def test_two_files_that_claim_one_partition(zero2: Path, out: Path) -> None:
 
 @pytest.mark.parametrize("make", [synth.zero12, synth.zero3])
 def test_element_counts_that_do_not_add_up(make: Any, tmp_path: Path, out: Path) -> None:
-    checkpoint = make(tmp_path / "ckpt", groups(), 2)
+    checkpoint = make(tmp_path / "ckpt", synth.two_groups(1), 2)
 
     def shorten(root: Any) -> None:
         state = root["optimizer_state_dict"]
@@ -321,7 +313,7 @@ def test_shards_on_several_disks(zero2: Path, out: Path, tmp_path: Path) -> None
     for also in (node, node / "global_step5"):
         zckpt.convert(zero2, out, also=[str(also)], options=Options(overwrite=True))
     remove(out)
-    other = synth.zero12(tmp_path / "other", [{n: t + 1 for n, t in g.items()} for g in groups()], 3)
+    other = synth.zero12(tmp_path / "other", [{n: t + 1 for n, t in g.items()} for g in synth.two_groups(1)], 3)
     error = refused(InconsistentError, zero2, out, also=[str(other)])
     assert "differ" in error.found
 
@@ -408,7 +400,7 @@ def test_a_version_that_is_too_old(zero2: Path, out: Path, version: str | None) 
 
 @pytest.mark.parametrize("stage", [2, 3])
 def test_a_version_that_is_not_too_old(tmp_path: Path, out: Path, stage: int) -> None:
-    checkpoint = (synth.zero12 if stage == 2 else synth.zero3)(tmp_path / "c", groups(), 2)
+    checkpoint = (synth.zero12 if stage == 2 else synth.zero3)(tmp_path / "c", synth.two_groups(1), 2)
     for path in checkpoint.glob("*/*model_states.pt"):
         edit(path, lambda root: root.pop("param_shapes"))
     error = refused(UnsupportedError, checkpoint, out)
@@ -416,7 +408,7 @@ def test_a_version_that_is_not_too_old(tmp_path: Path, out: Path, stage: int) ->
 
 
 def test_shapes_before_0_3_17(tmp_path: Path, out: Path) -> None:
-    checkpoint = synth.zero12(tmp_path / "ckpt", groups()[:1], 2)
+    checkpoint = synth.zero12(tmp_path / "ckpt", synth.two_groups(1)[:1], 2)
 
     def age(root: Any) -> None:
         root["param_shapes"] = OrderedDict((name, tuple(shape)) for name, shape in root["param_shapes"][0].items())
@@ -425,7 +417,7 @@ def test_shapes_before_0_3_17(tmp_path: Path, out: Path) -> None:
 
     edit(checkpoint / "global_step5" / "mp_rank_00_model_states.pt", age)
     zckpt.convert(checkpoint, out)
-    assert all(torch.equal(load_file(out)[name], tensor) for name, tensor in groups()[0].items())
+    assert all(torch.equal(load_file(out)[name], tensor) for name, tensor in synth.two_groups(1)[0].items())
 
 
 # ---- the output ------------------------------------------------------------------------------------------------------
@@ -528,7 +520,7 @@ def test_fp16_overflow(tmp_path: Path, out: Path) -> None:
 
 def test_what_safetensors_cannot_hold(tmp_path: Path, out: Path) -> None:
     buffers = {"z": torch.ones(2, dtype=torch.complex128)}
-    checkpoint = synth.zero12(tmp_path / "ckpt", groups(), 2, buffers=buffers)
+    checkpoint = synth.zero12(tmp_path / "ckpt", synth.two_groups(1), 2, buffers=buffers)
     assert ".bin" in refused(UnsupportedError, checkpoint, out).remedy
     zckpt.convert(checkpoint, out.with_suffix(".bin"))
     assert torch.equal(torch.load(out.with_suffix(".bin"), weights_only=True)["z"], buffers["z"])

@@ -6,37 +6,28 @@ import errno
 import os
 import random
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import synth
-import torch
+from outputs import contents
 
 import zckpt
 from zckpt import Options
 from zckpt._core import calls, inject
 from zckpt.base.errors import CorruptError, InconsistentError, OutputError, ZckptError
-from zckpt.engine import batches
+
+pytestmark = pytest.mark.usefixtures("every_file_counts")
 
 OPTIONS = Options(max_shard_size=200_000, threads=2)
 SHORT = -2
 
 
-@pytest.fixture(autouse=True)
-def clean(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(batches, "LEAST_BYTES", 0)
-    yield
-    inject(False, 0, 0)
-    inject(True, 0, 0)
-
-
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    generator = torch.Generator().manual_seed(0)
-    group = {f"w{i}": torch.randn(60_000 + i, generator=generator) for i in range(6)}
-    return synth.zero12(tmp_path_factory.mktemp("faults") / "ckpt", [group], 3)
+    return synth.vectors(tmp_path_factory.mktemp("faults") / "ckpt", 6, 60_000, 3)
 
 
 @pytest.fixture(scope="module")
@@ -44,16 +35,6 @@ def wanted(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[s
     out = tmp_path_factory.mktemp("wanted") / "out"
     zckpt.convert(checkpoint, out, dtype="bf16", options=OPTIONS)
     return contents(out)
-
-
-@pytest.fixture
-def out(quick_path: Path) -> Path:
-    (quick_path / "place").mkdir()
-    return quick_path / "place" / "out"
-
-
-def contents(directory: Path) -> dict[str, bytes]:
-    return {path.name: path.read_bytes() for path in directory.iterdir()}
 
 
 def attempt(checkpoint: Path, out: Path, wanted: dict[str, bytes]) -> ZckptError | None:

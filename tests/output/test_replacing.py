@@ -15,8 +15,7 @@ from typing import Any
 
 import pytest
 import synth
-import torch
-from outputs import earlier_output
+from outputs import contents, earlier_output
 
 import zckpt
 from zckpt import Options
@@ -33,20 +32,13 @@ from zckpt.storage.location import locate
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    generator = torch.Generator().manual_seed(0)
-    group = {f"w{i}": torch.randn(20_000 + i, generator=generator) for i in range(3)}
-    return synth.zero12(tmp_path_factory.mktemp("replacing") / "ckpt", [group], 2)
+    return synth.vectors(tmp_path_factory.mktemp("replacing") / "ckpt", 3, 20_000, 2)
 
 
 @pytest.fixture
 def out(tmp_path: Path) -> Path:
     (tmp_path / "place").mkdir()
     return tmp_path / "place" / "out"
-
-
-def contents(directory: Path) -> dict[str, bytes]:
-    found = {path.relative_to(directory).as_posix(): path for path in directory.rglob("*") if path.is_file()}
-    return {name: path.read_bytes() for name, path in found.items()}
 
 
 def convert(checkpoint: Path, out: Path, dtype: str = "bf16", **options: Any) -> zckpt.Report:

@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 import synth
 import torch
-from outputs import earlier_output
+from outputs import contents, earlier_output
 from typer.testing import CliRunner
 
 import zckpt
@@ -29,7 +29,6 @@ from zckpt.cli import app
 from zckpt.core.dtypes import BF16
 from zckpt.core.fragments import FileStore
 from zckpt.core.plan import OutputFile, Plan
-from zckpt.engine import batches
 from zckpt.engine.move import run
 from zckpt.jobs.convert import prepare
 from zckpt.jobs.planned import execute
@@ -38,39 +37,20 @@ from zckpt.output.journal import Finished, Journal, Seal
 from zckpt.output.work_directory import WorkDirectory
 from zckpt.storage import processes
 
+pytestmark = pytest.mark.usefixtures("every_file_counts")
+
 OPTIONS = Options(max_shard_size=200_000, threads=2)
 RANK1 = "zero_pp_rank_1_mp_rank_00_optim_states.pt"
 
 
-@pytest.fixture(autouse=True)
-def every_file_counts(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Files are on record as soon as they are complete, however small."""
-    monkeypatch.setattr(batches, "LEAST_BYTES", 0)
-    yield
-    inject(False, 0, 0)
-    inject(True, 0, 0)
-
-
 @pytest.fixture(scope="module")
 def original(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    generator = torch.Generator().manual_seed(0)
-    group = {f"w{i}": torch.randn(80_000 + i, generator=generator) for i in range(8)}
-    return synth.zero12(tmp_path_factory.mktemp("resume") / "ckpt", [group], 3)
+    return synth.vectors(tmp_path_factory.mktemp("resume") / "ckpt", 8, 80_000, 3)
 
 
 @pytest.fixture
 def checkpoint(original: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(original, tmp_path / "ckpt"))
-
-
-@pytest.fixture
-def out(quick_path: Path) -> Path:
-    (quick_path / "place").mkdir()
-    return quick_path / "place" / "out"
-
-
-def contents(directory: Path) -> dict[str, bytes]:
-    return {path.name: path.read_bytes() for path in directory.iterdir()}
 
 
 def convert(checkpoint: Path, out: Path, **options: Any) -> zckpt.Report:

@@ -1,0 +1,26 @@
+"""What the tests of conversions that fail or are killed share."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from zckpt._core import inject
+from zckpt.engine import batches
+
+
+@pytest.fixture
+def every_file_counts(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Files are on record as soon as they are complete, however small; injected faults end with the test."""
+    monkeypatch.setattr(batches, "LEAST_BYTES", 0)
+    yield
+    inject(False, 0, 0)
+    inject(True, 0, 0)
+
+
+@pytest.fixture
+def out(quick_path: Path) -> Path:
+    (quick_path / "place").mkdir()
+    return quick_path / "place" / "out"
