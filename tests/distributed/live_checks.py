@@ -23,7 +23,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 import zckpt
 from zckpt import live
 from zckpt.base.errors import CastError, InconsistentError, OutputError, UnsupportedError, UsageError
-from zckpt.live import export, ranks, shares
+from zckpt.live import assignment, export, ranks
 from zckpt.team import meeting
 
 CHECKS.clear()  # those of `checks`
@@ -163,11 +163,11 @@ def boxes() -> dict[str, bool]:
                 truth = torch.randn(shape)
                 model = nn.Module()
                 model.w = nn.Parameter(distribute_tensor(truth, mesh, (first, second)))
-                for small_chunks in (shares.CHUNK_BYTES, 12):
-                    before, shares.CHUNK_BYTES = shares.CHUNK_BYTES, small_chunks
+                for small_pieces in (assignment.PIECE_BYTES, 12):
+                    before, assignment.PIECE_BYTES = assignment.PIECE_BYTES, small_pieces
                     state = live.consolidate(model)
-                    shares.CHUNK_BYTES = before
-                    key = f"{shape} {first} {second} {small_chunks}"
+                    assignment.PIECE_BYTES = before
+                    key = f"{shape} {first} {second} {small_pieces}"
                     out[key] = equal(state, {"w": truth}) if rank() == 0 else state == {}
     return out
 

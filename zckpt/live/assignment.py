@@ -1,8 +1,8 @@
-"""Who brings which elements where: rank 0 decides it once, from what all ranks offer, and each rank gets its share.
+"""Which rank brings which elements where: rank 0 decides it, from what all ranks offer, and sends each rank its contributions.
 
 For `export`. Making the `TensorEntry` of every tensor is the check that the ranks together hold each element.
-[Note: chunks] A job is a fragment of this rank's memory of one tensor; it is carried in chunks of at most `CHUNK_BYTES`, each a
-run of that memory. Whoever knows the job knows its chunks, so a rank that receives them needs no headers.
+[Note: pieces] A contribution is a fragment of a rank's memory of one tensor. It is sent in pieces of at most `PIECE_BYTES`, each
+a run of that memory. A rank that knows the contribution knows its pieces, so pieces need no headers.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from zckpt.core.dtypes import DType
 from zckpt.core.fragments import Fragment
 from zckpt.live.parts import Offer
 
-CHUNK_BYTES = 8 << 20
+PIECE_BYTES = 8 << 20
 """A rank has two buffers of this size; measured: larger ones are no faster."""
 
 Key = tuple[int, int, int, int]
 
 
 @dataclass(frozen=True, slots=True)
-class Tensor:
+class SharedTensor:
     """A tensor as all ranks together hold it.
 
     Attributes:
@@ -56,9 +56,13 @@ class Contribution:
 
 @dataclass(frozen=True, slots=True)
 class ContributionPart:
-    """Part of a job: `count` elements from `first` on of the rank's memory, and the (byte offset, bytes) they fill."""
+    """`count` elements of a contribution, from element `first` of the rank's memory on.
 
-    job: Contribution
+    Attributes:
+        runs: (byte offset, bytes) that they fill at their target.
+    """
+
+    of: Contribution
     first: int
     count: int
     runs: tuple[tuple[int, int], ...]
@@ -66,17 +70,20 @@ class ContributionPart:
     @property
     def nbytes(self) -> int:
         """Bytes in the target's dtype."""
-        return self.count * self.job.target.dtype.itemsize
+        return self.count * self.of.target.dtype.itemsize
 
 
-def settle(offered: Sequence[Sequence[Offer]]) -> dict[str, Tensor]:
-    """Who brings what, by tensor, in the order of the first rank that knows it.
+def assign(offered: Sequence[Sequence[Offer]]) -> dict[str, SharedTensor]:
+    """Chooses for all elements of each tensor the rank that brings them.
 
     Args:
         offered: by rank.
 
+    Returns:
+        By name, in the order of the first rank that has the tensor.
+
     Raises:
-        IncompleteError: some elements are nowhere. InconsistentError: ranks hold different models.
+        IncompleteError: no rank has some of the elements. InconsistentError: ranks have different models.
     """
     names: dict[str, None] = {}
     by_rank = [{offer.part.name: offer for offer in offers} for offers in offered]
@@ -84,12 +91,12 @@ def settle(offered: Sequence[Sequence[Offer]]) -> dict[str, Tensor]:
         names.update(dict.fromkeys(offers))
     busy = [0] * len(by_rank)
     return {
-        name: _settled({rank: offers[name] for rank, offers in enumerate(by_rank) if name in offers}, busy)
+        name: _assigned({rank: offers[name] for rank, offers in enumerate(by_rank) if name in offers}, busy)
         for name in names
     }
 
 
-def _settled(offers: Mapping[int, Offer], busy: list[int]) -> Tensor:
+def _assigned(offers: Mapping[int, Offer], busy: list[int]) -> SharedTensor:
     known = next(iter(offers.values()))
     holders = {rank: offer for rank, offer in offers.items() if offer.part.fragments}
     first = next(iter(holders.values()), known)
@@ -98,9 +105,10 @@ def _settled(offers: Mapping[int, Offer], busy: list[int]) -> Tensor:
     if wrong:
         other = offers[wrong[0]].part
         raise InconsistentError(
-            f"ranks with different models: tensor {name!r}",
+            f"the ranks have different models: tensor {name!r} differs",
             found=f"{other.dtype} {list(other.shape)} on rank {wrong[0]}",
-            expected=f"{dtype} {list(shape)}",
+            expected=f"{dtype} {list(shape)}, as on the other ranks",
+            remedy="Build the model with the same configuration on every rank.",
         )
     candidates: dict[Key, list[int]] = {}
     where: dict[tuple[int, Key], Fragment] = {}
@@ -116,7 +124,7 @@ def _settled(offers: Mapping[int, Offer], busy: list[int]) -> Tensor:
         fragment = where[chosen, key]
         busy[chosen] += fragment.numel * dtype.itemsize
         owners.append((chosen, fragment))
-    return Tensor(_entry(name, shape, dtype, role, [fragment for _, fragment in owners]), tuple(owners))
+    return SharedTensor(_entry(name, shape, dtype, role, [fragment for _, fragment in owners]), tuple(owners))
 
 
 def _entry(name: str, shape: tuple[int, ...], dtype: DType, role: Role, fragments: list[Fragment]) -> TensorEntry:
@@ -124,26 +132,28 @@ def _entry(name: str, shape: tuple[int, ...], dtype: DType, role: Role, fragment
         return TensorEntry(name, shape, dtype, role, tuple(fragments))
     except IncompleteError as error:
         raise IncompleteError(
-            f"elements that no rank holds, of tensor {name!r}",
+            f"no rank has some of the elements of tensor {name!r}",
             found=error.found,
             expected=error.expected,
-            remedy="Every rank has to take part, with the model that it trains.",
+            remedy="Make the call on every rank, with the model that the rank trains.",
         ) from error
 
 
-def jobs(tensors: Mapping[str, Tensor], targets: Mapping[str, ElementPlace], size: int) -> list[list[Contribution]]:
+def contributions(
+    tensors: Mapping[str, SharedTensor], targets: Mapping[str, ElementPlace], size: int
+) -> list[list[Contribution]]:
     """What each of `size` ranks brings, in the order of the targets."""
-    shares: list[list[Contribution]] = [[] for _ in range(size)]
+    out: list[list[Contribution]] = [[] for _ in range(size)]
     for name, target in targets.items():
         for rank, fragment in tensors[name].owners:
-            shares[rank].append(Contribution(name, tensors[name].entry.dtype, fragment, target))
-    return shares
+            out[rank].append(Contribution(name, tensors[name].entry.dtype, fragment, target))
+    return out
 
 
-def chunks(job: Contribution) -> Iterator[ContributionPart]:
-    """A job in parts, in the order of the rank's memory; see [Note: chunks]."""
-    fragment, source = job.fragment, job.source.itemsize
-    most = max(1, CHUNK_BYTES // max(source, job.target.dtype.itemsize))
+def pieces(contribution: Contribution) -> Iterator[ContributionPart]:
+    """A contribution in pieces, in the order of the rank's memory; see [Note: pieces]."""
+    fragment, source, target = contribution.fragment, contribution.source.itemsize, contribution.target
+    most = max(1, PIECE_BYTES // max(source, target.dtype.itemsize))
     if fragment.rows > 1 and fragment.count == fragment.pitch == fragment.store_pitch:
         fragment = replace(fragment, count=fragment.numel, rows=1, pitch=0, store_pitch=0)
     together = max(1, most // max(1, fragment.count)) if fragment.store_pitch == fragment.count else 1
@@ -152,6 +162,6 @@ def chunks(job: Contribution) -> Iterator[ContributionPart]:
         for column in range(0, fragment.count, most):
             count = min(most, fragment.count - column)
             first = fragment.byte_offset // source + row * fragment.store_pitch + column
-            size, at = job.target.dtype.itemsize, fragment.start + column
-            runs = tuple((job.target.byte_offset + (at + r * fragment.pitch) * size, count * size) for r in rows)
-            yield ContributionPart(job, first, count * len(rows), runs)
+            size, at = target.dtype.itemsize, fragment.start + column
+            runs = tuple((target.byte_offset + (at + r * fragment.pitch) * size, count * size) for r in rows)
+            yield ContributionPart(contribution, first, count * len(rows), runs)

@@ -1,6 +1,6 @@
-"""Elements from this rank's memory to where they belong: cast, chunk by chunk, into files, a state dict, or to rank 0.
+"""Brings elements from this rank's memory to files, to a state dict, or to rank 0, cast piece by piece.
 
-For `export`. The mover casts; chunks of many small tensors are cast together.
+For `export`. The engine casts; pieces of many small tensors are cast together.
 """
 
 from __future__ import annotations
@@ -20,9 +20,10 @@ from zckpt.core.fragments import Fragment, MemoryStore
 from zckpt.core.plan import Plan
 from zckpt.engine.checksums import Partial, crc32
 from zckpt.engine.move import run
+from zckpt.live.assignment import PIECE_BYTES, Contribution, ContributionPart, pieces
+from zckpt.live.loading import is_direct
 from zckpt.live.parts import LocalModel
 from zckpt.live.ranks import Ranks
-from zckpt.live.shares import CHUNK_BYTES, Contribution, ContributionPart, chunks
 from zckpt.storage.descriptors import forget, write_all
 from zckpt.storage.fsync_queue import make_durable
 from zckpt.team.meeting import attempt
@@ -47,10 +48,10 @@ class Brought:
 
 
 class ContributionSink(Protocol):
-    """Where chunks end up."""
+    """What takes pieces."""
 
-    def put(self, chunk: ContributionPart, data: torch.Tensor) -> None:
-        """Takes a chunk's bytes."""
+    def put(self, piece: ContributionPart, data: torch.Tensor) -> None:
+        """Takes a piece's bytes."""
 
 
 class Memory:
@@ -59,11 +60,11 @@ class Memory:
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
         self._bytes = [tensor.reshape(-1).view(torch.uint8) for tensor in tensors]
 
-    def put(self, chunk: ContributionPart, data: torch.Tensor) -> None:
+    def put(self, piece: ContributionPart, data: torch.Tensor) -> None:
         """Copies them into place."""
         at = 0
-        for offset, nbytes in chunk.runs:
-            self._bytes[chunk.job.target.place][offset : offset + nbytes] = data[at : at + nbytes]
+        for offset, nbytes in piece.runs:
+            self._bytes[piece.of.target.place][offset : offset + nbytes] = data[at : at + nbytes]
             at += nbytes
 
 
@@ -88,26 +89,26 @@ class Files:
         for descriptor in self._open.values():
             os.close(descriptor)
 
-    def put(self, chunk: ContributionPart, data: torch.Tensor) -> None:
+    def put(self, piece: ContributionPart, data: torch.Tensor) -> None:
         """Writes them at their places."""
-        place = chunk.job.target.place
+        place = piece.of.target.place
         with self._failing(place):
             if place not in self._open:
                 self._open[place] = os.open(self._paths[place], os.O_WRONLY | os.O_CLOEXEC)
             view = memoryview(data.numpy())  # type: ignore[arg-type]
-            self._sum(chunk, view)
-            for offset, nbytes in chunk.runs:
+            self._sum(piece, view)
+            for offset, nbytes in piece.runs:
                 write_all(self._open[place], view[:nbytes], offset)
                 view = view[nbytes:]
-            if len(chunk.runs) == 1 and chunk.nbytes >= _LARGE:  # its way to the disk begins while the next is cast
-                forget(self._open[place], *chunk.runs[0])
+            if len(piece.runs) == 1 and piece.nbytes >= _LARGE:  # its way to the disk begins while the next is cast
+                forget(self._open[place], *piece.runs[0])
 
-    def _sum(self, chunk: ContributionPart, view: memoryview) -> None:
-        parts = self.sums.setdefault(chunk.job.target.place, [])
-        if len(chunk.runs) > 1:
-            self.sums[chunk.job.target.place] = None
+    def _sum(self, piece: ContributionPart, view: memoryview) -> None:
+        parts = self.sums.setdefault(piece.of.target.place, [])
+        if len(piece.runs) > 1:
+            self.sums[piece.of.target.place] = None
         elif parts is not None:
-            [(offset, nbytes)] = chunk.runs
+            [(offset, nbytes)] = piece.runs
             parts.append((offset, nbytes, crc32(view)))
 
     def sync(self) -> None:
@@ -122,8 +123,8 @@ class Files:
             yield
         except OSError as error:
             raise OutputError(
-                "an output that cannot be written", file=self._paths[place], found=error.strerror or str(error),
-                remedy="Nothing was published.",
+                "cannot be written", file=self._paths[place], found=error.strerror or str(error),
+                remedy="Make room or get the right to write there, and save again. The output was not changed.",
             ) from error  # fmt: skip
 
 
@@ -136,69 +137,77 @@ def bring(
     *,
     clamp: bool = False,
 ) -> Brought | Exception:
-    """Brings this rank's chunks to the sink, or to rank 0 where there is none; rank 0 also those of the senders.
+    """Brings this rank's pieces to the sink, or to rank 0 where this rank has no sink.
+
+    Args:
+        world: all ranks.
+        held: this rank's part of the model.
+        mine: what this rank brings.
+        sink: what takes the pieces.
+        senders: on rank 0, the ranks without a sink, and what they send.
+        clamp: whether numbers too large for their dtype are clamped; otherwise they become infinite.
 
     Returns:
-        What was written; or what went wrong: others are not left waiting.
+        What was written, or the error: this rank still sends and receives all pieces, so no other rank waits for it.
     """
     lost: Lost = {}
     source = _carried(held, mine, clamp, lost)
     if sink is None:
         return _send(world, mine, source) or Brought(lost)
     failed = attempt(lambda: _put_all(sink, source))
-    for rank, share in senders:
-        for job in share:
-            for chunk in chunks(job):
-                data = world.receive(chunk.nbytes, rank)
+    for rank, contributions in senders:
+        for contribution in contributions:
+            for piece in pieces(contribution):
+                data = world.receive(piece.nbytes, rank)
                 if failed is None:
-                    failed = attempt(lambda chunk=chunk, data=data: sink.put(chunk, data))  # type: ignore[misc]
+                    failed = attempt(lambda piece=piece, data=data: sink.put(piece, data))  # type: ignore[misc]
     if failed is None and isinstance(sink, Files):
         failed = attempt(sink.sync)
     return failed or Brought(lost, sink.sums if isinstance(sink, Files) else {})
 
 
 def _put_all(sink: ContributionSink, source: Iterator[tuple[ContributionPart, torch.Tensor]]) -> None:
-    for chunk, data in source:
-        sink.put(chunk, data)
+    for piece, data in source:
+        sink.put(piece, data)
 
 
 def _send(
     world: Ranks, mine: Sequence[Contribution], source: Iterator[tuple[ContributionPart, torch.Tensor]]
 ) -> Exception | None:
-    """Every chunk that rank 0 waits for; zeros after an error."""
+    """Sends rank 0 every piece that it waits for; zeros after an error."""
     failed: Exception | None = None
-    for job in mine:
-        for chunk in chunks(job):
+    for contribution in mine:
+        for piece in pieces(contribution):
             data = attempt(lambda: next(source)[1]) if failed is None else failed
             if isinstance(data, Exception):
-                failed, data = data, torch.zeros(chunk.nbytes, dtype=torch.uint8)
+                failed, data = data, torch.zeros(piece.nbytes, dtype=torch.uint8)
             world.send(data)
     return failed
 
 
 def _carried(
-    held: LocalModel, share: Sequence[Contribution], clamp: bool, lost: Lost
+    held: LocalModel, mine: Sequence[Contribution], clamp: bool, lost: Lost
 ) -> Iterator[tuple[ContributionPart, torch.Tensor]]:
-    """The bytes of every chunk, cast, in order; valid until the next is asked for."""
+    """The bytes of every piece, cast, in order; valid until the next is asked for."""
     batch = _Batch(clamp, lost)
     name, local = "", torch.empty(0)
-    for job in share:
-        if job.name != name:
-            name, local = job.name, held.read[job.name]().detach()
-        for chunk in chunks(job):
-            if not batch.has_room_for(chunk):
+    for contribution in mine:
+        if contribution.name != name:
+            name, local = contribution.name, held.read[contribution.name]().detach()
+        for piece in pieces(contribution):
+            if not batch.has_room_for(piece):
                 yield from batch.cast()
-            part = batch.dense(local, chunk)
-            if job.source == job.target.dtype:
+            part = batch.dense(local, piece)
+            if contribution.source == contribution.target.dtype:
                 yield from batch.cast()
-                yield chunk, part.view(torch.uint8)
+                yield piece, part.view(torch.uint8)
             else:
-                batch.add(chunk, part)
+                batch.add(piece, part)
     yield from batch.cast()
 
 
 class _Batch:
-    """Chunks that are cast together, in two buffers of `CHUNK_BYTES`: for copies of what is not dense, and for the results.
+    """Chunks that are cast together, in two buffers of `PIECE_BYTES`: for copies of what is not dense, and for the results.
 
     Args:
         clamp: whether numbers too large for their dtype are clamped.
@@ -208,42 +217,39 @@ class _Batch:
     def __init__(self, clamp: bool, lost: Lost) -> None:
         self._overflow: Literal["clamp", "inf"] = "clamp" if clamp else "inf"
         self._lost = lost
-        self._copies, self._results = (torch.empty(CHUNK_BYTES, dtype=torch.uint8) for _ in range(2))
+        self._copies, self._results = (torch.empty(PIECE_BYTES, dtype=torch.uint8) for _ in range(2))
         self._waiting: list[tuple[ContributionPart, torch.Tensor, int]] = []
         self._copied = self._used = 0
 
-    def has_room_for(self, chunk: ContributionPart) -> bool:
+    def has_room_for(self, piece: ContributionPart) -> bool:
         """Whether its source and its result fit in the buffers."""
-        source = chunk.count * chunk.job.source.itemsize
-        return self._copied + source <= CHUNK_BYTES and self._used + chunk.nbytes <= CHUNK_BYTES
+        source = piece.count * piece.of.source.itemsize
+        return self._copied + source <= PIECE_BYTES and self._used + piece.nbytes <= PIECE_BYTES
 
-    def dense(self, local: torch.Tensor, chunk: ContributionPart) -> torch.Tensor:
-        """A chunk's elements as a vector: a view of the model's memory where that is dense and this machine's, else a copy."""
-        if local.device.type == "cpu" and local.is_contiguous() and not (local.is_conj() or local.is_neg()):
-            return local.view(-1)[chunk.first : chunk.first + chunk.count]
-        nbytes = chunk.count * chunk.job.source.itemsize
+    def dense(self, local: torch.Tensor, piece: ContributionPart) -> torch.Tensor:
+        """A piece's elements as a vector: a view of the model's memory where that is dense and this machine's, else a copy."""
+        if is_direct(local):
+            return local.view(-1)[piece.first : piece.first + piece.count]
+        nbytes = piece.count * piece.of.source.itemsize
         out = self._copies[self._copied : self._copied + nbytes].view(local.dtype)
-        if local.device.type == "cpu":
-            fill(out, local, chunk.first)
-        else:
-            out.copy_(elements(local, chunk.first, chunk.count))
+        fill(out, local, piece.first)
         self._copied += _aligned(nbytes)
         return out
 
-    def add(self, chunk: ContributionPart, part: torch.Tensor) -> None:
-        """Takes a chunk that has room, and its elements."""
-        self._waiting.append((chunk, part, self._used))
-        self._used += _aligned(chunk.nbytes)
+    def add(self, piece: ContributionPart, part: torch.Tensor) -> None:
+        """Takes a piece that has room, and its elements."""
+        self._waiting.append((piece, part, self._used))
+        self._used += _aligned(piece.nbytes)
 
     def cast(self) -> Iterator[tuple[ContributionPart, torch.Tensor]]:
         """What was taken, cast; the buffers are free again after that."""
-        pairs = [_pair(chunk, part, self._results, at) for chunk, part, at in self._waiting]
+        pairs = [_pair(piece, part, self._results, at) for piece, part, at in self._waiting]
         moved = run(Plan((), pairs), "", overflow=self._overflow) if pairs else None
         for number, found in (moved.overflows if moved else {}).items():
             count, largest = self._lost.get(pairs[number][0].name, (0, 0.0))
             self._lost[pairs[number][0].name] = (count + found.count, max(largest, found.largest))
-        for chunk, _, at in self._waiting:
-            yield chunk, self._results[at : at + chunk.nbytes]
+        for piece, _, at in self._waiting:
+            yield piece, self._results[at : at + piece.nbytes]
         self._waiting.clear()
         self._copied = self._used = 0
 
@@ -252,19 +258,10 @@ def _aligned(nbytes: int) -> int:
     return -(-nbytes // 64) * 64
 
 
-def elements(tensor: torch.Tensor, first: int, count: int) -> torch.Tensor:
-    """A run of a tensor's elements in row-major order, as a vector: a view where its memory is dense, else a copy of the run."""
-    if tensor.is_contiguous():
-        return tensor.view(-1)[first : first + count]
-    out = torch.empty(count, dtype=tensor.dtype, device=tensor.device)
-    fill(out, tensor, first)
-    return out
-
-
 def fill(out: torch.Tensor, tensor: torch.Tensor, first: int) -> None:
-    """Copies a run from `first` on: the end of a row of dim 0, whole rows, the beginning of a row."""
-    if tensor.dim() == 1:
-        out.copy_(tensor[first : first + out.numel()])
+    """Fills a vector with a tensor's elements from number `first` (row-major) on, in as few copies as rows of dim 0 allow."""
+    if tensor.dim() < 2 or tensor.is_contiguous():
+        out.copy_(tensor.view(-1)[first : first + out.numel()])
         return
     width = tensor[0].numel()
     while out.numel():
@@ -279,13 +276,13 @@ def fill(out: torch.Tensor, tensor: torch.Tensor, first: int) -> None:
 
 
 def _pair(
-    chunk: ContributionPart, part: torch.Tensor, buffer: torch.Tensor, at: int
+    piece: ContributionPart, part: torch.Tensor, buffer: torch.Tensor, at: int
 ) -> tuple[TensorEntry, TensorEntry]:
-    job = chunk.job
-    of = MemoryStore(part.data_ptr(), part.numel() * part.element_size(), part)
-    to = MemoryStore(buffer.data_ptr(), buffer.numel(), buffer)
-    shape = (chunk.count,)
+    """A piece as a move from the elements `part` to byte `at` of the buffer."""
+    of, count = piece.of, piece.count
+    source = MemoryStore(part.data_ptr(), part.numel() * part.element_size(), part)
+    target = MemoryStore(buffer.data_ptr(), buffer.numel(), buffer)
     return (
-        TensorEntry(job.name, shape, job.source, "parameter", (Fragment(of, 0, 0, chunk.count),)),
-        TensorEntry(job.name, shape, job.target.dtype, "parameter", (Fragment(to, at, 0, chunk.count),)),
+        TensorEntry(of.name, (count,), of.source, "parameter", (Fragment(source, 0, 0, count),)),
+        TensorEntry(of.name, (count,), of.target.dtype, "parameter", (Fragment(target, at, 0, count),)),
     )

@@ -2,12 +2,13 @@
 
 For training scripts, on every rank at once. `save_pretrained` writes the directory that `transformers` loads: rank 0 lays it
 out, makes the files and writes what holds no weights; every rank writes the bytes it owns at their places in the shared files,
-casting on the way. `consolidate` gives rank 0 the state dict. A rank needs twice `shares.CHUNK_BYTES` beside the model's memory.
+casting on the way. `consolidate` gives rank 0 the state dict. A rank needs twice
+`assignment.PIECE_BYTES` beside the model's memory.
 
-[Note: the protocol] 1. Ranks offer what they hold (`parts`); rank 0 decides who brings what (`shares`), checks the output and
-makes its files. 2. Each rank is told its share, and says whether it sees the files. 3. Those that do write; the others send
-their chunks to rank 0. All sync. 4. Rank 0 publishes, and all learn how it went. An error anywhere is raised everywhere, and
-nothing is published.
+[Note: the protocol] 1. Ranks offer what they hold (`parts`); rank 0 decides who brings what (`assignment`), checks the output and
+makes its files. 2. Each rank gets its share, and reports whether it sees the files. 3. Ranks that see them write; the others
+send their pieces to rank 0. All sync. 4. Rank 0 publishes and reports the result. An error on any rank is raised on every rank,
+and nothing is published.
 """
 
 from __future__ import annotations
@@ -37,10 +38,10 @@ from zckpt.jobs.convert import output_dtype
 from zckpt.jobs.options import to_dtype
 from zckpt.layouts.plain import read as huggingface
 from zckpt.layouts.save.companions import with_dtype
+from zckpt.live.assignment import Contribution, ElementPlace, SharedTensor, assign, contributions
 from zckpt.live.carry import Brought, Files, Lost, Memory, bring
-from zckpt.live.parts import LocalModel, held_by, unwrap
+from zckpt.live.parts import LocalModel, local_model, unwrap
 from zckpt.live.ranks import Ranks
-from zckpt.live.shares import Contribution, ElementPlace, Tensor, jobs, settle
 from zckpt.output.checks import check_path, check_space
 from zckpt.output.contents import replacement
 from zckpt.output.journal import Finished
@@ -74,17 +75,17 @@ def consolidate(
     """
     world = Ranks("consolidate")
     wanted = None if dtype is None else to_dtype(_name(dtype))
-    given = attempt(lambda: held_by(engine_or_model))
+    given = attempt(lambda: local_model(engine_or_model))
     said = world.gather(given if isinstance(given, Exception) else given.offers)
     state: dict[str, torch.Tensor] = {}
 
     def plan() -> list[list[Contribution]]:
-        tensors = _chosen(settle(first_error(said)), exclude_frozen)
+        tensors = _chosen(assign(first_error(said)), exclude_frozen)
         for name, tensor in tensors.items():
             torch_name = _dtype_of(tensor.entry, wanted).torch_name
             state[name] = torch.empty(tensor.entry.shape, dtype=getattr(torch, torch_name))
         places = {n: ElementPlace(i, 0, _dtype_of(t.entry, wanted)) for i, (n, t) in enumerate(tensors.items())}
-        return jobs(tensors, places, world.size)
+        return contributions(tensors, places, world.size)
 
     shares = attempt(plan) if world.rank == 0 else []
     mine = world.scatter(shares)
@@ -130,20 +131,23 @@ def save_pretrained(
         ZckptError: another kind says what is wrong. Every rank raises it, and nothing was published.
     """
     if os.path.basename(file) != file:
-        raise UsageError("a weights file outside of its directory", found=repr(file))
+        raise UsageError(
+            "the name of the weights file contains a directory", found=repr(file), expected="a name such as 'model.safetensors'",
+            remedy="Pass the directory as out_dir, and only the file's name as file.",
+        )  # fmt: skip
     world = Ranks("save_pretrained")
     wanted = None if dtype is None else to_dtype(_name(dtype))
     container: huggingface.Format = "bin" if file.endswith((".bin", ".pt")) else "safetensors"
     target = huggingface.WeightsTarget(container, file=file, max_shard_size=max_shard_size)
     with contextlib.ExitStack() as stack:
-        given = attempt(lambda: held_by(engine_or_model))
+        given = attempt(lambda: local_model(engine_or_model))
         said = world.gather(given if isinstance(given, Exception) else given.offers)
         work: _Work | None = None
 
         def plan() -> list[_Share]:
             nonlocal work
             aliases = given.aliases if isinstance(given, LocalModel) else {}
-            tensors = _chosen(settle(first_error(said)), exclude_frozen)
+            tensors = _chosen(assign(first_error(said)), exclude_frozen)
             small = small_files(engine_or_model, wanted or _usual(tensors))
             work = _planned(tensors, aliases, os.fspath(out_dir), wanted, target, small, world.size)
             stack.enter_context(work.staging)
@@ -158,13 +162,13 @@ def save_pretrained(
         far = [rank for rank, seen in enumerate(first_error(world.gather(sees))) if not seen]
         if far:
             warnings.warn(
-                f"{len(far):,} of {world.size:,} ranks do not see {os.fspath(out_dir)!r}: their weights go through rank 0, "
-                "parameter by parameter. A shared file system is faster.",
+                f"{len(far):,} of {world.size:,} ranks do not see {os.fspath(out_dir)!r}. Rank 0 writes their weights for them. "
+                "A file system that all ranks share is faster.",
                 stacklevel=2,
             )
         senders = [(rank, work.shares[rank]) for rank in far] if work else []
         sink = stack.enter_context(Files(share.paths)) if sees else None
-        brought = bring(world, given, share.jobs, sink, senders, clamp=overflow == "clamp")
+        brought = bring(world, given, share.contributions, sink, senders, clamp=overflow == "clamp")
         _end(world, brought, lambda sums: _publish(work, sums) if work else None, overflow, wanted)
 
 
@@ -172,10 +176,13 @@ def _name(dtype: str | DType | torch.dtype) -> str | DType:
     return str(dtype) if isinstance(dtype, torch.dtype) else dtype
 
 
-def _chosen(tensors: Mapping[str, Tensor], exclude_frozen: bool) -> dict[str, Tensor]:
+def _chosen(tensors: Mapping[str, SharedTensor], exclude_frozen: bool) -> dict[str, SharedTensor]:
     chosen = {n: t for n, t in tensors.items() if not (exclude_frozen and t.entry.role == "frozen")}
     if not chosen:
-        raise UsageError("a model without weights", found="no parameter and no buffer")
+        raise UsageError(
+            "the model has no weights to save", found="no parameter and no buffer",
+            remedy="Pass the model itself; with exclude_frozen=True only parameters that are trained count.",
+        )  # fmt: skip
     return chosen
 
 
@@ -183,7 +190,7 @@ def _dtype_of(entry: TensorEntry, wanted: DType | None) -> DType:
     return entry.dtype if wanted is None else output_dtype(entry, wanted)
 
 
-def _usual(tensors: Mapping[str, Tensor]) -> DType:
+def _usual(tensors: Mapping[str, SharedTensor]) -> DType:
     """The dtype that most parameters have."""
     sizes: dict[DType, int] = {}
     for tensor in tensors.values():
@@ -194,15 +201,15 @@ def _usual(tensors: Mapping[str, Tensor]) -> DType:
 
 @dataclass(frozen=True, slots=True)
 class _Share:
-    """What a rank is told: all files, and the jobs that are its own."""
+    """What rank 0 sends a rank: the paths of all files, and what the rank brings."""
 
     paths: list[str]
-    jobs: list[Contribution]
+    contributions: list[Contribution]
 
 
 @dataclass(frozen=True, slots=True)
 class _Work:
-    """What rank 0 knows: the files, the private directory they are made in, and everybody's jobs."""
+    """What rank 0 knows: the files, the directory they are made in, and what each rank brings."""
 
     files: tuple[tuple[OutputFile, FileStore], ...]
     staging: Staging
@@ -213,7 +220,7 @@ class _Work:
 
 
 def _planned(
-    tensors: Mapping[str, Tensor],
+    tensors: Mapping[str, SharedTensor],
     aliases: Mapping[str, str],
     out: str,
     wanted: DType | None,
@@ -239,7 +246,7 @@ def _planned(
     if os.path.isdir(out):
         _refuse_other_weights(out, names)
     staging = Staging(out, single=False, names=names, merge=True)
-    return _Work(files, staging, jobs(tensors, places, size), wanted, len(tensors), numel)
+    return _Work(files, staging, contributions(tensors, places, size), wanted, len(tensors), numel)
 
 
 def _refuse_other_weights(out: str, names: Collection[str]) -> None:
@@ -253,14 +260,14 @@ def _refuse_other_weights(out: str, names: Collection[str]) -> None:
     others = [name for name in replacement(LocalPath(out), names, merge=True).rivals if _WEIGHTS.fullmatch(name)]
     if others:
         raise OutputError(
-            "weights in the directory that zckpt did not write", file=out, found=examples(others),
-            expected="a loader might take them instead of the new ones",
-            remedy="Nothing was changed. Move them away, or choose another directory.",
+            "has weights that zckpt did not write", file=out, found=examples(others),
+            expected="no weights that a loader might take instead of the new ones",
+            remedy="Move them away, or choose another directory. Nothing was changed.",
         )  # fmt: skip
 
 
 def small_files(model: nn.Module, dtype: str | DType) -> dict[str, str]:
-    """What makes a directory of weights loadable: `config.json`, in which the dtype is made true, and `generation_config.json`.
+    """What makes a directory of weights loadable: `config.json`, with the dtype of the weights, and `generation_config.json`.
 
     Args:
         model: one with a config as transformers' have it; others give nothing.
@@ -294,7 +301,11 @@ def _end(
     overflow: Overflow,
     dtype: DType | None,
 ) -> None:
-    """All ranks learn whether all is well; rank 0 publishes then, with the CRCs that all took."""
+    """Rank 0 publishes if no rank failed, with the checksums of all ranks; every rank learns the result.
+
+    Raises:
+        ZckptError: the first rank's error, on every rank.
+    """
     outcomes = world.gather(outcome)
 
     def conclude() -> list[None]:
@@ -309,7 +320,7 @@ def _end(
                 sums[place] = None if parts is None or known is None else known + parts
         if lost and overflow == "error" and dtype is not None:
             error = overflow_error(lost, [dtype])
-            error.remedy = "Nothing was published. Choose bf16, or pass overflow='clamp' or overflow='inf'."
+            error.remedy = "Choose bf16, or pass overflow='clamp' or overflow='inf'. Nothing was published."
             raise error
         publish(sums)
         return [None] * world.size

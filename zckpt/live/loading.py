@@ -1,9 +1,9 @@
 """Loading: a checkpoint's elements straight into the memory of a model that exists.
 
-For `load_state_dict_from_zero_checkpoint` and whoever has a catalog and a `torch.nn.Module`. The usual way makes a
-state dict first, a second copy of all weights; here a tensor in CPU memory is a `MemoryStore` like any other
-destination, so the mover reads, casts and writes once. Tensors on other devices, and those whose elements are
-scattered, are filled piece by piece through one small buffer.
+For `load_state_dict_from_zero_checkpoint` and other callers that have a catalog and a `torch.nn.Module`. The usual way makes a
+state dict first, a second copy of all weights. Here a tensor in CPU memory is a `MemoryStore` like any other destination, so
+the engine reads, casts and writes once. Tensors on other devices, and those that are not contiguous, are filled piece by piece
+through one buffer.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from zckpt.base.errors import InconsistentError, UnsupportedError, UsageError
-from zckpt.base.words import examples
+from zckpt.base.words import count, examples
 from zckpt.core.catalog import Catalog, TensorEntry
 from zckpt.core.dtypes import BY_TORCH_NAME, CAST_TARGETS, DType
 from zckpt.core.fragments import Block, Fragment, MemoryStore
@@ -25,7 +25,7 @@ from zckpt.core.plan import Plan
 from zckpt.engine import replicas
 from zckpt.engine.move import run
 from zckpt.jobs.open import as_named_by
-from zckpt.live.slices import local_part, master_of, put_in_slices
+from zckpt.live.slices import local_part, master_of, reshard_modules
 
 BUFFER_BYTES = 16 << 20
 """Of the one buffer that tensors outside contiguous CPU memory are filled through."""
@@ -35,7 +35,7 @@ _ALIGNMENT = 64
 
 @dataclass(frozen=True, slots=True)
 class LoadReport:
-    """What found no partner.
+    """Names that only one side has.
 
     Attributes:
         missing: names of the model's tensors that the checkpoint does not hold; they were left as they were.
@@ -64,7 +64,7 @@ def load_into(model: torch.nn.Module, catalog: Catalog) -> LoadReport:
         InconsistentError: no name is the same, shapes differ, or the checkpoint contradicts itself. The model is
             unchanged.
     """
-    put_in_slices(model)
+    reshard_modules(model)
     groups = tensors_of(model)
     catalog, _ = as_named_by((name for names, _ in groups for name in names), catalog)
     _refuse_wrong_kinds(groups, catalog)
@@ -80,11 +80,11 @@ def load_into(model: torch.nn.Module, catalog: Catalog) -> LoadReport:
             missing.extend(names)
     if groups and not pairs:
         raise InconsistentError(
-            "a checkpoint that has nothing of this model",
+            "has no tensor of this model",
             file=catalog.source.path,
             found=f"names such as {examples(catalog)}",
-            expected=f"the model's are such as {examples(missing)}",
-            remedy="The model is unchanged. Load into the module that was trained, without what wraps it.",
+            expected=f"names of the model, such as {examples(missing)}",
+            remedy="Load into the module that was trained, without what wraps it. The model is unchanged.",
         )
     unexpected = tuple(name for name in catalog if name not in used)
     _refuse_wrong_shapes(pairs, catalog)
@@ -97,7 +97,7 @@ def load_into(model: torch.nn.Module, catalog: Catalog) -> LoadReport:
 
 
 def _here(entry: TensorEntry, tensor: torch.Tensor) -> list[tuple[TensorEntry, torch.Tensor]]:
-    """What of a tensor is to be filled in this process: all of it, its part, and its master where that is another."""
+    """What of a tensor this process fills: all of it or its part, and the master where that is other memory."""
     if isinstance(tensor, DTensor):
         local, fragments = local_part(entry.name, tensor)
         parts = [_cut_out(entry, fragment, local.element_size()) for fragment in fragments]
@@ -141,14 +141,14 @@ def move(wanted: Iterable[tuple[TensorEntry, torch.Tensor]]) -> None:
         too_large |= _through_buffer(pieces)
     if too_large:
         warnings.warn(
-            f"Numbers too large for their dtype became infinite, in {len(too_large):,} tensors: "
+            f"Numbers too large for their dtype became infinite in {count(len(too_large), 'tensor')}: "
             f"{examples(sorted(too_large))}.",
             stacklevel=3,
         )
 
 
 def is_direct(tensor: torch.Tensor) -> bool:
-    """Whether the mover can write to a tensor's memory as it lies."""
+    """Whether the engine can read and write a tensor's memory as a vector."""
     return tensor.device.type == "cpu" and tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
 
 
@@ -162,13 +162,13 @@ def _placed(entry: TensorEntry, dtype: DType, store: MemoryStore, byte_offset: i
 
 
 def _run(pairs: Sequence[tuple[TensorEntry, TensorEntry]]) -> set[str]:
-    """Moves; the names of tensors in which numbers became infinite."""
+    """Carries out moves. Returns the names of tensors in which numbers became infinite."""
     report = run(Plan((), pairs), "", overflow="inf")
     return {pairs[number][1].name for number in report.overflows}
 
 
 def _through_buffer(wanted: Iterable[tuple[TensorEntry, torch.Tensor, DType]]) -> set[str]:
-    """Fills tensors of any device and strides piece by piece; many small pieces share one run of the mover.
+    """Fills tensors of any device and strides piece by piece; many small pieces share one run of the engine.
 
     Args:
         wanted: entries, their tensors, and the dtypes that the elements have in the buffer.
@@ -237,7 +237,7 @@ def _place(tensor: torch.Tensor) -> object:
 
 
 def is_plain(tensor: torch.Tensor) -> bool:
-    """Whether a tensor is strided memory and nothing else."""
+    """Whether a tensor is strided memory, neither a subclass nor sparse."""
     return type(tensor.data) is torch.Tensor and tensor.layout is torch.strided
 
 
@@ -264,20 +264,20 @@ def _refuse_wrong_kinds(groups: Sequence[tuple[list[str], torch.Tensor]], catalo
             meta.append(names[0])
     if placeholders:
         raise UsageError(
-            "a model of ZeRO-3 placeholders: its weights are spread over the ranks",
-            found=f"{len(placeholders):,} parameters have no elements here ({examples(placeholders)})",
+            "the model has ZeRO-3 placeholders: its weights are spread over the ranks",
+            found=f"{count(len(placeholders), 'parameter')} without elements ({examples(placeholders)})",
             remedy="Load before deepspeed.initialize and outside zero.Init, or inside "
             "deepspeed.zero.GatheredParameters(list(model.parameters()), modifier_rank=0).",
         )
     if meta:
         raise UsageError(
-            "a model without memory",
-            found=f"{len(meta):,} tensors are on the meta device ({examples(meta)})",
+            "the model has no memory to load into",
+            found=f"{count(len(meta), 'tensor')} on the meta device ({examples(meta)})",
             remedy="Call model.to_empty(device='cpu') first.",
         )
     if strange:
         raise UnsupportedError(
-            "tensors that are not plain memory",
+            "the model has tensors that are not plain memory",
             found=examples(strange),
             remedy="Load before the model is quantized.",
         )
@@ -285,28 +285,28 @@ def _refuse_wrong_kinds(groups: Sequence[tuple[list[str], torch.Tensor]], catalo
 
 def _refuse_wrong_shapes(pairs: Sequence[tuple[TensorEntry, torch.Tensor]], catalog: Catalog) -> None:
     bad = [
-        f"{entry.name!r} is {list(entry.shape)} and should be {list(tensor.shape)}"
+        f"{entry.name!r} {list(entry.shape)}, in the model {list(tensor.shape)}"
         for entry, tensor in pairs
         if entry.shape != tuple(tensor.shape)
     ]
     if bad:
         raise InconsistentError(
-            f"{len(bad):,} tensors of other shapes than the model's",
+            f"{count(len(bad), 'tensor')} of the checkpoint and of the model differ in shape",
             file=catalog.source.path,
             found="; ".join(bad),
-            remedy="The model is unchanged. Build it with the configuration that it was trained with.",
+            remedy="Build the model with the configuration that it was trained with. It is unchanged.",
         )
 
 
 def _warn_of(report: LoadReport, catalog: Catalog) -> None:
-    told: list[str] = []
+    sentences: list[str] = []
     if report.missing:
-        told.append(
-            f"{len(report.missing):,} tensors of the model are not in the checkpoint ({examples(report.missing)})"
+        sentences.append(
+            f"not in the checkpoint: {count(len(report.missing), 'tensor')} of the model ({examples(report.missing)})"
         )
     if report.unexpected:
-        told.append(
-            f"{len(report.unexpected):,} of the checkpoint are not in the model ({examples(report.unexpected)})"
+        sentences.append(
+            f"not in the model: {count(len(report.unexpected), 'tensor')} of the checkpoint ({examples(report.unexpected)})"
         )
-    if told:
-        warnings.warn(f"{catalog.source.path!r}: {'; '.join(told)}.", stacklevel=3)
+    if sentences:
+        warnings.warn(f"{catalog.source.path!r}: {'; '.join(sentences)}.", stacklevel=3)

@@ -1,11 +1,11 @@
-"""What this process holds of a live model: names, shapes, and which elements of every tensor lie in its memory.
+"""What this process has of a live model: names, shapes, and which elements of every tensor are in its memory.
 
 For `export`. A plain module, one under `fully_shard` (DTensors of any mesh, cut along any dimensions), one that zckpt's trainer
 sharded, and one that DeepSpeed trains at stage 1, 2 or 3: its fp32 masters, not the half-precision copies it computes with.
 
-[Note: offers] Every rank offers what it has of each tensor; several may offer the same elements. Whose are taken is decided by
-one rank for all (`shares`): replicas that sharding keeps equal are written by whoever has least to do, copies that nothing keeps
-equal (buffers, plain parameters) come from the lowest rank.
+[Note: offers] Every rank offers what it has of each tensor; several ranks may offer the same elements. Rank 0 decides whose it
+takes (`assignment`): replicas that sharding keeps equal come from the rank that has least to write, and copies that nothing keeps
+equal (buffers, plain parameters) from the lowest rank.
 Source: torch 2.13, distributed/tensor/_utils.py; DeepSpeed 0.19.8, utils/tensor_fragment.py (`_hp_mapping`: stages 1 and 2,
 and the bf16 optimizer) and runtime/zero/stage3.py (`ds_tensor`, `get_local_fp32_param`); checked by tests/interop.
 """
@@ -29,7 +29,7 @@ from zckpt.core.dtypes import BY_TORCH_NAME, DType
 from zckpt.core.fragments import Fragment, MemoryStore
 from zckpt.layouts.save.module_states import WRAPPERS
 from zckpt.live.loading import is_plain, tensors_of
-from zckpt.live.slices import local_part, master_of, put_in_slices
+from zckpt.live.slices import local_part, master_of, reshard_modules
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,12 +75,12 @@ def unwrap(model: nn.Module) -> nn.Module:
         model = inner
 
 
-def held_by(model: nn.Module) -> LocalModel:
+def local_model(model: nn.Module) -> LocalModel:
     """What this process has of a model, between two steps. Copies nothing, and calls no other rank.
 
     Raises:
-        UnsupportedError: a tensor is cut in a way that is not known.
-        UsageError: the model has no memory.
+        UnsupportedError: zckpt does not know how a tensor is cut.
+        UsageError: the model is on the meta device.
     """
     _refuse_parallel(model)
     engine, model = model, unwrap(model)
@@ -88,10 +88,10 @@ def held_by(model: nn.Module) -> LocalModel:
     for module in model.modules():
         if type(module).__name__ == "FullyShardedDataParallel":
             raise UnsupportedError(
-                "a model under FullyShardedDataParallel (FSDP1)",
+                "the model is under FullyShardedDataParallel (FSDP1), whose parts zckpt does not read",
                 remedy="Shard it with torch.distributed.fsdp.fully_shard, or save it with torch.distributed.checkpoint.",
             )
-    put_in_slices(model)
+    reshard_modules(model)
     offers: list[Offer] = []
     read: dict[str, Callable[[], torch.Tensor]] = {}
     aliases: dict[str, str] = {}
@@ -121,11 +121,15 @@ def _elements(name: str, tensor: torch.Tensor, places: Places) -> Found:
     whole = tensor.data if master is None else master
     if not is_plain(whole):
         raise UnsupportedError(
-            f"tensor {name!r} that is not plain memory", found=f"a {type(whole).__name__}, {whole.layout}"
+            f"tensor {name!r} is not plain memory",
+            found=f"a {type(whole).__name__}, {whole.layout}",
+            remedy="Save it before it is quantized, or save the state dict with torch.save.",
         )
     if whole.is_meta:
         raise UsageError(
-            "a model without memory", found=f"{name!r} is on the meta device", remedy="Give it weights first."
+            "the model has no weights yet",
+            found=f"{name!r} is on the meta device",
+            remedy="Call model.to_empty(device='cpu') and load weights first.",
         )
     return tuple(whole.shape), whole.dtype, _dense(whole, 0, whole.numel()), False, lambda: whole
 
@@ -150,7 +154,8 @@ def _of_stage_3(name: str, parameter: Any) -> Found:
             part = parameter.ds_tensor
         if part is None or part.numel() < count:
             raise UnsupportedError(
-                f"tensor {name!r} whose part is not in memory", remedy="Weights on NVMe cannot be taken live."
+                f"this rank's part of tensor {name!r} is not in memory, but on NVMe",
+                remedy="Call engine.save_checkpoint, and convert the checkpoint: zckpt to-bf16.",
             )
         held: torch.Tensor = part.detach().reshape(-1)[:count]
         return held
@@ -205,7 +210,11 @@ def _dense(local: torch.Tensor, start: int, count: int) -> tuple[Fragment, ...]:
 def _dtype(name: str, dtype: torch.dtype) -> DType:
     known = BY_TORCH_NAME.get(str(dtype).removeprefix("torch."))
     if known is None:
-        raise UnsupportedError(f"tensor {name!r} of a dtype that zckpt does not know", found=str(dtype))
+        raise UnsupportedError(
+            f"tensor {name!r} has a dtype that zckpt does not know",
+            found=str(dtype),
+            remedy="Convert the tensor first.",
+        )
     return known
 
 
@@ -222,6 +231,6 @@ def _refuse_parallel(engine: Any) -> None:
         what = f"experts that ranks share ({examples(experts)})"
     if what:
         raise UnsupportedError(
-            f"live weights of a DeepSpeed engine with {what}",
+            f"the DeepSpeed engine has {what}; zckpt does not take its weights from memory",
             remedy="Call engine.save_checkpoint, and convert the checkpoint: zckpt to-bf16.",
         )

@@ -1,4 +1,4 @@
-"""Which elements of a tensor that ranks share lie in this process.
+"""Which elements of a tensor that ranks share are in this process's memory.
 
 For `loading` and `parts`: a DTensor, cut along any dimensions of its mesh, as fragments of the whole.
 Source: torch 2.13, distributed/tensor/_utils.py; `fully_shard` leaves a DTensor where a parameter was.
@@ -24,20 +24,26 @@ def local_part(name: str, tensor: DTensor) -> tuple[torch.Tensor, tuple[Fragment
     """This process's part of a tensor, and which elements of the whole it has; the store stands for its dense memory.
 
     Raises:
-        UnsupportedError: it is not known which.
+        UnsupportedError: the tensor has a placement that zckpt does not know.
     """
     mesh = tensor.device_mesh
     local: torch.Tensor = tensor.detach().to_local()  # type: ignore[attr-defined]
     if mesh.get_coordinate() is None or not local.numel():
         return local, ()
     if any(not (p.is_replicate() or isinstance(p, Shard | _StridedShard)) for p in tensor.placements):
-        raise UnsupportedError(f"tensor {name!r} of a placement that is not known", found=str(tensor.placements))
+        raise UnsupportedError(
+            f"tensor {name!r} has a placement that zckpt does not know",
+            found=str(tensor.placements),
+            expected="Shard and Replicate",
+            remedy="Redistribute the tensor first: tensor.redistribute(...).",
+        )
     extent, offsets = compute_local_shape_and_global_offset(tensor.shape, mesh, tensor.placements)
     if tuple(extent) != tuple(local.shape):
         raise UnsupportedError(
-            f"tensor {name!r} whose part has another shape than its placement says",
+            f"this rank's part of tensor {name!r} has another shape than its placement says",
             found=str(list(local.shape)),
             expected=f"{list(extent)}, by {tensor.placements}",
+            remedy="Report it to zckpt, with the versions of torch and of what sharded the model.",
         )
     size, current = local.element_size(), list(extent)
     fragments: tuple[Fragment, ...] = (Fragment(MemoryStore(0, local.numel() * size), 0, 0, local.numel()),)
@@ -48,8 +54,8 @@ def local_part(name: str, tensor: DTensor) -> tuple[torch.Tensor, tuple[Fragment
     return local, fragments
 
 
-def put_in_slices(model: nn.Module) -> None:
-    """Between steps, `fully_shard` may still hold parameters whole: afterwards the modules hold this process's parts."""
+def reshard_modules(model: nn.Module) -> None:
+    """Makes every module hold this process's parts: between steps, `fully_shard` may still hold parameters whole."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
