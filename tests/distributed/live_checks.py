@@ -295,7 +295,7 @@ def no_shared_files() -> dict[str, Any]:
                 export.os.path.exists = seen
             name = f"{len(blind)}"
             out[name] = equal(load(home / "out"), wanted)
-            out[f"{name} told"] = [str(w.message) for w in told if "rank 0" in str(w.message)]
+            out[f"{name} told"] = [str(w.message) for w in told if "Rank 0 writes" in str(w.message)]
     return out
 
 
