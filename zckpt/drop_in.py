@@ -31,9 +31,9 @@ from zckpt.base.errors import NotACheckpointError, ZckptError
 from zckpt.core.catalog import Catalog, TensorEntry
 from zckpt.core.dtypes import F32, DType
 from zckpt.engine import replicas
-from zckpt.jobs.convert import convert, output_dtype
+from zckpt.jobs.convert import convert
 from zckpt.jobs.open import open_catalog, strip_wrappers
-from zckpt.jobs.options import OpenOptions, Options, to_dtype
+from zckpt.jobs.options import OpenOptions, Options, output_dtype, to_dtype
 
 if TYPE_CHECKING:
     Path = str | os.PathLike[str]

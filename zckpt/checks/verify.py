@@ -21,8 +21,8 @@ from zckpt.core.catalog import Catalog, TensorEntry
 from zckpt.core.dtypes import CAST_TARGETS, is_lossless
 from zckpt.engine.batches import progress_after
 from zckpt.engine.independent import differences
-from zckpt.jobs.convert import output_dtype, select
-from zckpt.jobs.options import OpenOptions, Options, to_dtype
+from zckpt.jobs.convert import select
+from zckpt.jobs.options import OpenOptions, Options, output_dtype, to_dtype
 from zckpt.layouts.places import Place
 from zckpt.layouts.save.listing import ReadOptions
 from zckpt.naming.transform import formed_again

@@ -16,8 +16,8 @@ from zckpt.core.catalog import Catalog
 from zckpt.core.plan import Plan
 from zckpt.engine.move import Mode, run
 from zckpt.hub import privacy
-from zckpt.jobs.convert import PlannedConversion, output_dtype
-from zckpt.jobs.options import Options
+from zckpt.jobs.convert import PlannedConversion
+from zckpt.jobs.options import Options, output_dtype
 from zckpt.output.order import fingerprint, named, overflows_of
 from zckpt.storage.location import locate
 

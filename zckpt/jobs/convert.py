@@ -13,11 +13,11 @@ from zckpt.base.errors import UsageError
 from zckpt.base.progress import Progress
 from zckpt.base.words import count, examples
 from zckpt.core.catalog import Catalog, TensorEntry
-from zckpt.core.dtypes import BF16, F16, F32, DType
+from zckpt.core.dtypes import F32, DType
 from zckpt.core.plan import Plan
 from zckpt.engine import replicas
 from zckpt.jobs.open import Opened, open_catalog, strip_wrappers
-from zckpt.jobs.options import Options, to_dtype
+from zckpt.jobs.options import Options, output_dtype, to_dtype
 from zckpt.jobs.planned import Planned, Report, carried_out, protected
 from zckpt.layouts.plain.read import Format, WeightsTarget, lay_out
 from zckpt.layouts.save.companions import companions, config_file
@@ -166,18 +166,6 @@ def order_for(
         buffer=options.buffer,
         pace=options.pace,
     )
-
-
-def output_dtype(entry: TensorEntry, dtype: DType | None) -> DType:
-    """The dtype a tensor gets: floating parameters take the one asked for, if one is; buffers keep theirs.
-
-    Half-precision buffers are lifted when fp32 is asked for. Integers, bools and complex numbers are never touched.
-    """
-    if entry.dtype.kind != "float" or dtype is None:
-        return entry.dtype
-    if entry.role == "buffer":
-        return F32 if dtype == F32 and entry.dtype in (F16, BF16) else entry.dtype
-    return dtype
 
 
 def _target(out: Location, options: Options) -> tuple[WeightsTarget, bool]:

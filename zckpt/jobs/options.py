@@ -12,7 +12,8 @@ from typing import Literal, TypeVar
 
 from zckpt.base.errors import UsageError
 from zckpt.base.pace import Pace, thread_count, window_bytes
-from zckpt.core.dtypes import BY_TORCH_NAME, CAST_TARGETS, F32, SHORT_NAMES, DType
+from zckpt.core.catalog import TensorEntry
+from zckpt.core.dtypes import BF16, BY_TORCH_NAME, CAST_TARGETS, F16, F32, SHORT_NAMES, DType
 from zckpt.layouts.plain.read import Format
 from zckpt.layouts.save.listing import ReadOptions
 from zckpt.naming.transform import Form
@@ -176,3 +177,15 @@ def to_dtype(dtype: str | DType) -> DType:
             remedy="Use one of these, or their names in torch.",
         )  # fmt: skip
     return found
+
+
+def output_dtype(entry: TensorEntry, dtype: DType | None) -> DType:
+    """The dtype a tensor gets: floating parameters take the one asked for, if one is; buffers keep theirs.
+
+    Half-precision buffers are lifted when fp32 is asked for. Integers, bools and complex numbers are never touched.
+    """
+    if entry.dtype.kind != "float" or dtype is None:
+        return entry.dtype
+    if entry.role == "buffer":
+        return F32 if dtype == F32 and entry.dtype in (F16, BF16) else entry.dtype
+    return dtype

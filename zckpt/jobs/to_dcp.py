@@ -18,9 +18,9 @@ from zckpt.containers import TensorRef
 from zckpt.core.catalog import Catalog
 from zckpt.core.dtypes import F32, DType
 from zckpt.core.plan import Plan
-from zckpt.jobs.convert import PlannedConversion, order_for, output_dtype, select, usual_dtype
+from zckpt.jobs.convert import PlannedConversion, order_for, select, usual_dtype
 from zckpt.jobs.open import Opened, open_catalog, strip_wrappers
-from zckpt.jobs.options import DcpOptions, Options, extended, to_dtype
+from zckpt.jobs.options import DcpOptions, Options, extended, output_dtype, to_dtype
 from zckpt.jobs.planned import Report, carried_out, protected
 from zckpt.layouts.dcp.metadata import Path
 from zckpt.layouts.dcp.state import dotted

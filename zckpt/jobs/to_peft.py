@@ -20,9 +20,9 @@ from zckpt.base.words import count, examples
 from zckpt.core.catalog import Catalog, TensorEntry
 from zckpt.core.dtypes import DType
 from zckpt.core.plan import Plan, literal_file
-from zckpt.jobs.convert import PlannedConversion, order_for, output_dtype
+from zckpt.jobs.convert import PlannedConversion, order_for
 from zckpt.jobs.open import Opened, open_catalog, strip_wrappers
-from zckpt.jobs.options import PeftOptions, to_dtype
+from zckpt.jobs.options import PeftOptions, output_dtype, to_dtype
 from zckpt.jobs.planned import Report, execute, protected
 from zckpt.layouts.plain.read import Destination, WeightsTarget, lay_out
 from zckpt.layouts.save.companions import companions

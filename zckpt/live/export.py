@@ -34,8 +34,7 @@ from zckpt.core.fragments import FileStore
 from zckpt.core.plan import OutputFile, Plan, literal_file
 from zckpt.engine.checksums import Partial, seal
 from zckpt.engine.move import run
-from zckpt.jobs.convert import output_dtype
-from zckpt.jobs.options import to_dtype
+from zckpt.jobs.options import output_dtype, to_dtype
 from zckpt.layouts.plain import read as huggingface
 from zckpt.layouts.save.companions import with_dtype
 from zckpt.live.assignment import Contribution, ElementPlace, SharedTensor, assign, contributions
