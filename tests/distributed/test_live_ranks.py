@@ -64,7 +64,7 @@ def test_failures_are_everybodys(outcome: Outcome) -> None:
         assert given.pop("clamp") == [65504.0] and "found a file" in given.pop("a file")
         words = {
             "meta": "'late' is on the meta device",
-            "shapes": "'weight': F32 [3, 3] on rank 1, but F32 [2, 3]",
+            "shapes": "found F32 [3, 3] on rank 1; expected F32 [2, 3]",
             "large": "'blocks.1.up.weight' (78 elements, largest 1e+06)",
             "file": "'a/b.bin'",
             "sparse": "torch.sparse_coo",
