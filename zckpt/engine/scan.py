@@ -131,7 +131,10 @@ def _run_native(
     if kind == "read":
         raise read_error(str(batch.stores[store]), number, offset)
     if kind == "cast":
-        raise UnsupportedError("has numbers that cannot be compared with the other's", file=str(batch.stores[store]))
+        raise UnsupportedError(
+            "integers cannot be compared with floating-point numbers", file=str(batch.stores[store]),
+            remedy="Convert one of the two to the dtype of the other, then compare again.",
+        )  # fmt: skip
     if kind:
         raise engine_error(kind, text)
     return crcs, [(one[0], Statistics(*one[1:])) for one in found]

@@ -72,7 +72,10 @@ def statistics_of(
         if b is None:
             return Statistics(*counts)
         if (a_dtype.kind == "float") != (b_dtype.kind == "float"):
-            raise UnsupportedError("these numbers cannot be compared", found=f"{a_dtype} and {b_dtype}")
+            raise UnsupportedError(
+                "integers cannot be compared with floating-point numbers", found=f"{a_dtype} and {b_dtype}",
+                remedy="Convert one of the two to the dtype of the other, then compare again.",
+            )  # fmt: skip
         y = widen(b, b_dtype).astype(np.float64)
         if relation.rounded:
             x = widen(cast(a, a_dtype, b_dtype, "little", False)[0], b_dtype).astype(np.float64)

@@ -346,5 +346,8 @@ def _parsed(found: Any) -> Record:
 
 def _name(name: object) -> str:
     if not isinstance(name, str) or any(part in ("", ".", "..") for part in name.split("/")):
-        raise UnsafeError("a record of a run that names a file elsewhere", found=f"{name!r:.80}")
+        raise UnsafeError(
+            "the record of an interrupted run names a file outside its output", found=f"{name!r:.80}",
+            remedy="Nothing was read from there. Delete the record, then run the command again.",
+        )  # fmt: skip
     return name

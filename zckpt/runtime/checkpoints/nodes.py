@@ -88,7 +88,10 @@ class NodeFiles:
         if tried.error is not None:
             raise tried.error
         for error in filter(None, errors):
-            raise OutputError("the load failed on another rank", file=self.directory, found=error)
+            raise OutputError(
+                "the load failed on another rank", file=self.directory, found=error,
+                remedy="Mend what that rank reports, then start all ranks again.",
+            )  # fmt: skip
         with rounds:
             move.run(Streamed((), pairs[run.global_rank], rounds), "", overflow="inf")
         for (*_, tensor), copy in zip(wanted, host, strict=True):
