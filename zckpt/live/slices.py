@@ -17,7 +17,7 @@ from zckpt.base.errors import UnsupportedError
 from zckpt.core.fragments import Fragment, MemoryStore
 from zckpt.core.overlaps import embed
 
-_HELD = "_zckpt_held"  # what the trainer of `runtime` leaves on a parameter
+_SHARDED_PARAMETER = "_zckpt_sharded_parameter"  # set by `runtime.sharded` on the parameters that it trains
 
 
 def local_part(name: str, tensor: DTensor) -> tuple[torch.Tensor, tuple[Fragment, ...]]:
@@ -63,7 +63,7 @@ def reshard_modules(model: nn.Module) -> None:
 
 def master_of(parameter: torch.Tensor) -> torch.Tensor | None:
     """The fp32 master that the trainer keeps of a whole parameter beside it; None where the parameter is its own."""
-    master: torch.Tensor | None = getattr(getattr(parameter, _HELD, None), "master", None)
+    master: torch.Tensor | None = getattr(getattr(parameter, _SHARDED_PARAMETER, None), "master", None)
     if master is None or isinstance(parameter, DTensor) or master.data_ptr() == parameter.data_ptr():
         return None
     return master.data

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-_ATTRIBUTE = "_zckpt_held"
+_ATTRIBUTE = "_zckpt_sharded_parameter"
 
 
 @dataclass(slots=True, eq=False)
