@@ -216,6 +216,13 @@ def test_every_damaged_file_is_told(checkpoint: Path) -> None:
     assert found.about == "cannot be read whole"
 
 
+def test_a_file_that_cannot_be_read_is_not_counted_as_read(checkpoint: Path) -> None:
+    path = checkpoint / "global_step5" / OPTIM.format(0)
+    path.write_bytes(path.read_bytes()[:1000])
+    text = "\n".join(zckpt.verify(checkpoint).lines())
+    assert "can be read; the other one is under 'tensors'" in text
+
+
 def test_a_damaged_pickle_is_found_without_reading_everything(checkpoint: Path) -> None:
     path = checkpoint / "global_step5" / OPTIM.format(1)
     offset = next(offset for name, offset, _, _ in torch_zip.records(path) if name.endswith("/version"))

@@ -219,9 +219,12 @@ def _open_files(state: Examined, facts: Manifest | None) -> None:
     told = "1 file can be read" if len(paths) == 1 else f"all {len(paths):,} can be read"
     if not problems or state.catalog is not None:
         state.add("files", told, problems)
-    else:  # the first of them is reported by "tensors"
-        first = state.checks[-1].problems[0]
-        state.add("files", told, [problem for problem in problems if problem != first])
+    else:  # "tensors" reports the first of them
+        reported = state.checks[-1].problems[0]
+        others = [problem for problem in problems if problem != reported]
+        if len(others) < len(problems):
+            told = f"{len(paths) - 1:,} of {count(len(paths), 'file')} can be read; the other one is under 'tensors'"
+        state.add("files", told, others)
 
 
 def _check_save(state: Examined) -> None:
