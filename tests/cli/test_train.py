@@ -75,7 +75,7 @@ def test_sigterm_saves_and_the_run_goes_on(home: Path) -> None:
     assert (home / "run" / "latest").read_text() == f"global_step{stopped_at}"
     again = begin(home, command("--out", "run", "--steps", stopped_at + 1, "--resume"))
     out, err = end(again)
-    assert (again.returncode, err) == (0, "") and out.startswith(f"done: steps {stopped_at + 1}-{stopped_at + 1} of")
+    assert (again.returncode, err) == (0, "") and out.startswith(f"done: step {stopped_at + 1:,} of")
     assert [line["step"] for line in steps(home)] == list(range(1, stopped_at + 2))
     assert steps(home)[-1].keys() == {
         "step", "loss", "lr", "scale", "grad_norm", "skipped", "tokens_per_s", "memory_bytes", "time_s",

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from zckpt.base.errors import UnsupportedError
-from zckpt.base.words import size
+from zckpt.base.words import count, size
 from zckpt.cli import options
 from zckpt.cli.declared import command
 from zckpt.cli.output import Console
@@ -104,10 +104,12 @@ def _facts(step: Step) -> dict[str, str]:
 
 def _lines(outcome: Outcome, out: str) -> Iterator[str]:
     how = "stopped as asked" if outcome.stopped else "done"
-    steps = (
-        f"steps {outcome.began_after + 1:,}-{outcome.step:,}" if outcome.step > outcome.began_after else "no step left"
-    )
-    yield f"{how}: {steps} of the run in {out}"
+    first, last = outcome.began_after + 1, outcome.step
+    if first > last:
+        made = f"the run in {out} has {count(last, 'step')}"
+        yield f"{how}: {made}, as before" if outcome.stopped else f"nothing to do: {made} already"
+    else:
+        yield f"{how}: {f'step {first:,}' if first == last else f'steps {first:,}-{last:,}'} of the run in {out}"
     if outcome.first_loss is not None:
         yield f"  loss        {outcome.first_loss:.4f} -> {outcome.last_loss:.4f}, {outcome.tokens_per_s:,.0f} tokens/s"
     yield f"  checkpoint  {outcome.checkpoint}"
