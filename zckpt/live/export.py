@@ -319,7 +319,7 @@ def _end(
                 sums[place] = None if parts is None or known is None else known + parts
         if lost and overflow == "error" and dtype is not None:
             error = overflow_error(lost, [dtype])
-            error.remedy = "Choose bf16, or pass overflow='clamp' or overflow='inf'. Nothing was published."
+            error.remedy = "Choose bf16, or pass overflow='clamp' or overflow='inf'. Nothing was written."
             raise error
         publish(sums)
         return [None] * world.size

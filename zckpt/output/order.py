@@ -15,7 +15,7 @@ from typing import Literal
 from zckpt.base.errors import CastError
 from zckpt.base.pace import DEFAULT_PACE, Pace
 from zckpt.base.version import __version__
-from zckpt.base.words import count
+from zckpt.base.words import count, joined
 from zckpt.core.catalog import Catalog
 from zckpt.core.dtypes import SHORT_NAMES, DType
 from zckpt.core.fragments import FileStore, Store
@@ -218,12 +218,13 @@ def overflows_of(
 
 def overflow_error(overflows: Mapping[str, tuple[int, float]], dtypes: Iterable[DType]) -> CastError:
     """The error for numbers that a cast to these dtypes would make infinite."""
-    targets = sorted({dtype.torch_name for dtype in dtypes})
+    targets = joined(sorted({dtype.torch_name for dtype in dtypes}))
     worst = sorted(overflows, key=lambda name: -overflows[name][1])
-    told = ", ".join(f"{n!r} ({overflows[n][0]:,} elements, largest {overflows[n][1]:,.6g})" for n in worst[:5])
+    found = ", ".join(f"{n!r} ({count(overflows[n][0], 'element')}, largest {overflows[n][1]:,.6g})" for n in worst[:5])
     more = f" and {len(worst) - 5:,} more" if len(worst) > 5 else ""
     return CastError(
-        f"{len(worst):,} tensors with numbers too large for {' and '.join(targets)}",
-        found=told + more,
-        remedy="Nothing was published. Use to-bf16, or --overflow clamp or --overflow inf if that is what you want.",
+        f"{count(len(worst), 'tensor has', 'tensors have')} numbers too large for {targets}",
+        found=found + more,
+        expected=f"numbers that {targets} can hold",
+        remedy="Use to-bf16, or pass --overflow clamp or --overflow inf if that is what you want. Nothing was written.",
     )

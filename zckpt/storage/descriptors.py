@@ -75,9 +75,11 @@ class OpenFiles:
     def _open_source(self, store: FileStore) -> int:
         if store.is_remote:
             raise UnsupportedError(
-                "is at an address, and can be read here only from a local disk",
+                "cannot be read from an address by this command",
                 file=redact(store.path),
-                remedy="Copy it to this machine first.",
+                found="an address",
+                expected="a file on a local disk",
+                remedy="Copy it to this machine, and pass the path of the copy.",
             )
         try:
             fd = os.open(store.path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
@@ -86,6 +88,7 @@ class OpenFiles:
                 "can no longer be read",
                 file=store.path,
                 found=error.strerror or str(error),
+                expected="the file that was planned with",
                 remedy="Check the disk, and run the same command again.",
             ) from error
         try:
@@ -109,7 +112,8 @@ class OpenFiles:
                 raise CorruptError(
                     "was removed while it was read",
                     file=path,
-                    found=str(error),
+                    found=error.strerror or str(error),
+                    expected="the same file until the command ends",
                     remedy="Put it back, and run the same command again.",
                 ) from error
             _check_identity(store, stat)
@@ -156,6 +160,7 @@ def _check_identity(store: FileStore, stat: os.stat_result) -> None:
         raise InconsistentError(
             "changed while it was read",
             file=store.path,
-            found="another file or modification time than when it was opened",
-            remedy="Wait until nothing writes to the checkpoint any more, and run the same command again.",
+            found="another file or modification time",
+            expected="the file and modification time from when it was opened",
+            remedy="Wait until no other program writes to the checkpoint, and run the same command again.",
         )

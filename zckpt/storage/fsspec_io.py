@@ -14,6 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple, TypeVar
 
 from zckpt.base.errors import AccessError, NotACheckpointError, RemoteError, UsageError, ZckptError, redact
+from zckpt.base.words import count
 
 GAP_BYTES = 64 << 10
 """Ranges closer than this are fetched as one: a request costs about as much as these bytes."""
@@ -80,6 +81,7 @@ def filesystem(address: str) -> tuple[Any, str]:
     except ImportError as error:
         raise UsageError(
             "the package for this kind of address is missing", file=redact(address), found=str(error),
+            expected="fsspec and its backend for this kind of address",
             remedy="Install fsspec and the backend for this kind of address (s3fs, gcsfs, ...).",
         ) from error  # fmt: skip
     except ValueError as error:
@@ -87,6 +89,7 @@ def filesystem(address: str) -> tuple[Any, str]:
             "the kind of address is unknown",
             file=redact(address),
             found=str(error),
+            expected="a local path, or an address of a kind that fsspec knows",
             remedy="Use a local path, or an address of a kind that fsspec knows, such as s3://BUCKET/PATH.",
         ) from error
     return fs, str(path)
@@ -106,11 +109,13 @@ def told(address: str) -> Iterator[None]:
         raise
     except FileNotFoundError as error:
         raise NotACheckpointError(
-            "no such file or directory", file=redact(address), found=_line(error), remedy="Check the address."
-        ) from error
+            "no such file or directory", file=redact(address), found=_line(error), expected="a file or directory here",
+            remedy="Check the address.",
+        ) from error  # fmt: skip
     except PermissionError as error:
         raise AccessError(
             "the credentials do not allow this", file=redact(address), found=_line(error),
+            expected="credentials that may read it, and write it if it is an output",
             remedy="Check the credentials that the backend finds in the environment.",
         ) from error  # fmt: skip
     except Exception as error:  # a backend's own kinds are not known here
@@ -119,8 +124,16 @@ def told(address: str) -> Iterator[None]:
                 "no connection to this address", file=redact(address), found=_line(error),
                 remedy="Check the network of this machine, its proxy (HTTPS_PROXY) and the store's endpoint; then try again.",
             ) from error  # fmt: skip
-        kind = AccessError if "Credentials" in type(error).__name__ else RemoteError
-        raise kind("an address that failed", file=redact(address), found=_line(error)) from error
+        if "Credentials" in type(error).__name__:
+            raise AccessError(
+                "no credentials for this address", file=redact(address), found=_line(error),
+                expected="credentials where the backend looks for them",
+                remedy="Set the credentials that the backend needs, in the environment or in its own settings.",
+            ) from error  # fmt: skip
+        raise RemoteError(
+            "the store failed", file=redact(address), found=_line(error), expected="an answer to the request",
+            remedy="Run the same command again. If it fails again, check the address, the credentials and the store's service.",
+        ) from error  # fmt: skip
 
 
 def _line(error: BaseException) -> str:
@@ -233,8 +246,8 @@ def _whole(wanted: Range) -> bytes:
         data = _one(fs, path, wanted.start, wanted.stop)
         if len(data) != wanted.stop - wanted.start:
             raise RemoteError(
-                "the server sent an answer of the wrong length", file=redact(wanted.address), found=f"{len(data):,} bytes",
-                expected=f"{wanted.stop - wanted.start:,} bytes, from byte {wanted.start:,} on",
+                "the server sent an answer of the wrong length", file=redact(wanted.address), found=count(len(data), 'byte'),
+                expected=f"{count(wanted.stop - wanted.start, 'byte')} from byte {wanted.start:,} on",
                 remedy="Run the same command again.",
             )  # fmt: skip
         return data
