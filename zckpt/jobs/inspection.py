@@ -11,8 +11,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from zckpt import layouts
+from zckpt.base import words
 from zckpt.base.errors import ZckptError
-from zckpt.base.words import count, ranges, row, size
+from zckpt.base.words import count, row, size
 from zckpt.core.catalog import Catalog, Role, TensorEntry
 from zckpt.core.dtypes import CAST_TARGETS, SHORT_NAMES
 from zckpt.jobs.inspection_rows import expert_rows, file_rows, slice_lines
@@ -218,8 +219,7 @@ def _resumable(place: Place, catalog: Catalog | None, grid: Grid) -> Verdict:
     if source.zero_stage is None:
         return _resumable_elsewhere(layouts.family_of(place.listing), place, catalog)
     if bad := bad_ranks(grid):
-        whose = f"rank {bad[0]}" if len(bad) == 1 else f"ranks {ranges(bad)}"
-        return Verdict(False, f"files of {whose} are missing, damaged or of another save")
+        return Verdict(False, f"files of {words.ranks(bad)} are missing, damaged or of another save")
     try:
         contradictions = agreement.contradictions(place.listing)
     except ZckptError as error:

@@ -13,7 +13,7 @@ import os
 from collections.abc import Iterable, Mapping, Sequence
 
 from zckpt.base.errors import COPY_AGAIN, OTHER_SAVE, CorruptError, IncompleteError, InconsistentError, UnsupportedError
-from zckpt.base.words import count, examples, ranges
+from zckpt.base.words import count, examples, ranks
 from zckpt.containers import Placeholder, TensorRef, brief
 from zckpt.containers.container import open_input
 from zckpt.containers.tensor_ref import MAX_FRAGMENTS
@@ -112,7 +112,7 @@ class Items:
                 file=self.listing.directory,
                 found=f"{count(len(there), 'file')}, without {examples(missing)}",
                 expected=f"{count(len(there) + len(missing), 'file')}, as the metadata say",
-                remedy=f"Copy {f'those of ranks {ranges(lost)}' if lost else 'them'} from the nodes that wrote them "
+                remedy=f"Copy {f'those of {ranks(lost)}' if lost else 'them'} from the nodes that wrote them "
                 "(--also DIR lays further directories over this one), or use another save.",
             )
 

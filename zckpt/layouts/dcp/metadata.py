@@ -30,7 +30,7 @@ from zckpt.base.errors import (
     UnsafeError,
     UnsupportedError,
 )  # fmt: skip
-from zckpt.base.words import examples, ranges
+from zckpt.base.words import count, examples, ranks
 from zckpt.containers import Placeholder, TensorRef, brief, load_pickle
 from zckpt.containers.container import open_input
 from zckpt.containers.tensor_ref import MAX_DIMS, MAX_NUMBER
@@ -127,9 +127,9 @@ def read_metadata(listing: Listing) -> Metadata:
 def missing_metadata(listing: Listing) -> IncompleteError:
     """The error for data files without metadata."""
     data = listing.matching(DATA)
-    ranks = sorted({int(name.split("_")[2]) for name in data})
+    writers = sorted({int(name.split("_")[2]) for name in data})
     nbytes = sum(locate(listing.files[name]).size() for name in data)
-    found = f"{len(data):,} data files of ranks {ranges(ranks)}, {nbytes:,} bytes, such as {examples(data, 1)}"
+    found = f"{count(len(data), 'data file')} of {ranks(writers)}, {nbytes:,} bytes, such as {examples(data, 1)}"
     begun = [name for name in listing.files if name.endswith(".metadata.tmp")]
     if begun:
         found += f", and {begun[0]!r}, which the save did not finish"

@@ -14,8 +14,9 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
+from zckpt.base import words
 from zckpt.base.errors import InconsistentError, UnsupportedError, ZckptError
-from zckpt.base.words import examples, ranges
+from zckpt.base.words import examples
 from zckpt.containers import torch_zip
 from zckpt.containers.container import open_input
 from zckpt.core.catalog import Catalog, Role, Source, Topology
@@ -114,7 +115,7 @@ def read(listing: Listing, *, allow_unknown: bool = False) -> Catalog:
     tensors = save.items.tensors(kept, roles)
     ranks = {rank for rank in map(rank_of, listing.files) if rank is not None}
     if not listing.matching(METADATA):
-        notes += (f"The shards do not say how many they were: those of ranks {ranges(sorted(ranks))} are here.",)
+        notes += (f"The shards do not say how many ranks wrote them: shards of {words.ranks(sorted(ranks))} are here.",)
     return Catalog(
         tensors,
         Source(

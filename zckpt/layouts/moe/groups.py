@@ -18,8 +18,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
+from zckpt.base import words
 from zckpt.base.errors import OTHER_SAVE, IncompleteError, InconsistentError, UnsupportedError
-from zckpt.base.words import examples, ranges
+from zckpt.base.words import examples
 from zckpt.layouts.moe.experts import Layers, sharers
 from zckpt.layouts.save.module_states import ModelStates, Shape
 from zckpt.layouts.zero import zero3, zero12
@@ -229,6 +230,6 @@ def _check_recorded(save: zero3.Zero3Save, numbers: Sequence[int], ranks: range)
                 raise UnsupportedError(
                     "experts are on other ranks than zckpt knows", file=save.shards[rank].file,
                     found=f"sub-group {entry.get('sub_group')} is shared by ranks {named}",
-                    expected=f"ranks {ranges(list(ranks))}",
+                    expected=words.ranks(list(ranks)),
                     remedy="Convert it with the DeepSpeed that wrote it (zero_to_fp32.py).",
                 )  # fmt: skip

@@ -124,8 +124,9 @@ class Split(model_parallel.ParallelSave):
         yield from super()._notes()
         if self.unwritten:
             yield (
-                f"DeepSpeed does not write {examples(self.unwritten)} where experts lie on fewer ranks than there are "
-                "tensor-parallel ones, and cannot load such a save: masters are read, and no copy of their slices proves them."
+                f"DeepSpeed does not write {examples(self.unwritten)} if experts are on fewer ranks than there are "
+                "tensor-parallel ranks, and cannot load such a save. Slices of these ranks come from the fp32 master weights of "
+                "the optimizer, without a second copy to check them against."
             )
 
     def slice_of(self, rank: int, model: ModelStates, tied: Mapping[str, str]) -> ModelSlice:

@@ -18,6 +18,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from zckpt.base import words
 from zckpt.base.errors import COPY_AGAIN, OTHER_SAVE, CorruptError, IncompleteError, InconsistentError, UsageError
 from zckpt.containers import TensorRef
 from zckpt.core.catalog import Catalog, Padding, Replica, Source, TensorEntry, Topology
@@ -233,7 +234,7 @@ class ParallelSave:
             raise IncompleteError(
                 f"tensor {name!r} is not in the files of all tensor-parallel ranks",
                 file=self.listing.directory,
-                found=f"slices of ranks {', '.join(str(n) for n, entry in enumerate(slices) if entry is not None)}",
+                found=f"slices of {words.ranks([n for n, entry in enumerate(slices) if entry is not None])}",
                 expected=f"{len(slices)} slices",
                 remedy="Copy the files of the other ranks again, or choose another tag.",
             )
@@ -274,8 +275,8 @@ class ParallelSave:
             yield f"Slices were joined by the rules of {self.listing.options.tp_rules!r}."
         if self.layers and self.topology.pp > 1:
             yield (
-                "Names are those of the pipeline: <layer>.<name>, and tied_modules.<key>.<name> for tied layers; "
-                "--layer-names or --to give others."
+                "Tensors have the names that DeepSpeed's pipeline gives them: <layer>.<name>, and "
+                "tied_modules.<key>.<name> for tied layers. Use --layer-names or --to for other names."
             )
 
     def training(self) -> Training:

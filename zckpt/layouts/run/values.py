@@ -8,7 +8,7 @@ from __future__ import annotations
 import struct
 
 from zckpt.base.errors import COPY_AGAIN, CorruptError, IncompleteError
-from zckpt.base.words import count, ranges
+from zckpt.base.words import count, ranks
 from zckpt.containers import TensorRef
 from zckpt.layouts.save.listing import Listing
 from zckpt.storage.location import locate
@@ -53,14 +53,12 @@ def missing_ranks(
     listing: Listing, kind: str, found: list[int], missing: list[int], world_size: int
 ) -> IncompleteError:
     """The error for rank files that are missing; `kind` is what they hold, such as "optimizer"."""
-    whose = f"{'rank' if len(missing) == 1 else 'ranks'} {ranges(missing)}"
+    whose = ranks(missing)
     files = count(world_size, f"{kind} file is", f"{kind} files are")
     return IncompleteError(
         f"{len(missing):,} of {files} missing ({whose})",
         file=listing.directory,
-        found=f"{kind} files of {'rank' if len(found) == 1 else 'ranks'} {ranges(found)}"
-        if found
-        else f"no {kind} file",
+        found=f"{kind} files of {ranks(found)}" if found else f"no {kind} file",
         expected=f"world size {world_size}",
         remedy=f"Copy the {kind} files of {whose} from the nodes that wrote them (--also DIR lays another directory over this "
         "one), or choose another tag.",

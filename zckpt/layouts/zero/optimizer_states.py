@@ -10,8 +10,8 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from zckpt.base import words
 from zckpt.base.errors import COPY_AGAIN, CorruptError, IncompleteError, InconsistentError, UnsupportedError
-from zckpt.base.words import ranges
 from zckpt.containers import TensorRef, brief, enum_value
 from zckpt.core.dtypes import BF16, F16, F32, DType
 from zckpt.layouts.run.training import ParameterGroup
@@ -199,8 +199,8 @@ def check_ranks(listing: Listing, shards: list[OptimizerShard], model: ModelStat
         raise InconsistentError(
             "holds rank files of another save",
             file=listing.directory,
-            found=f"optimizer files of ranks {ranges(extra)}",
-            expected=f"ranks 0-{recorded - 1} (world size {recorded})",
+            found=f"optimizer files of {words.ranks(extra)}",
+            expected=f"{words.ranks(range(recorded))} (world size {recorded})",
             remedy="Move these files away: an earlier save with more ranks left them over.",
         )
     return recorded

@@ -62,7 +62,11 @@ def masters(model: ModelStates) -> tuple[dict[str, TensorEntry], tuple[str, ...]
 def without_masters(model: ModelStates) -> tuple[str, ...]:
     """Notes for the user on a save without masters."""
     half = any(ref.dtype.name in ("F16", "BF16") for ref in model.module.values())
-    return ("This save holds no fp32 master weights: the half-precision module weights are used.",) if half else ()
+    return (
+        ("This save holds no fp32 master weights of the optimizer: the half-precision module weights are used.",)
+        if half
+        else ()
+    )
 
 
 def masters_by_group(model: ModelStates) -> list[list[str]]:
