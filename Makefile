@@ -3,6 +3,8 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/pip --disable-pip-version-check install -q -c constraints.txt
+# The package from this tree, its engine with what the tests need of it.
+EDITABLE := $(PIP) --no-build-isolation -C cmake.define.ZCKPT_TESTING=ON -e
 CORE := $(wildcard zckpt/csrc/* CMakeLists.txt)
 
 FUZZ_EXAMPLES ?= 3000
@@ -57,15 +59,15 @@ clean:
 	@mkdir -p .make
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(PIP) scikit-build-core nanobind cmake ninja
-	$(PIP) --no-build-isolation -e .
+	$(EDITABLE) .
 	@$(BIN)/python -c 'import zckpt._core' || echo 'zckpt: the C++ engine was not built: the slow Python one will be used. What failed: pip install -v .'
 	@touch $@
 
 # The engine once more: every warning an error, and with sanitizers. What users install is built without, for a newer compiler has
 # newer warnings.
 .make/strict/built: OPTIONS = -DZCKPT_STRICT=ON
-.make/asan/built: OPTIONS = -DZCKPT_SANITIZE=address,undefined
-.make/tsan/built: OPTIONS = -DZCKPT_SANITIZE=thread
+.make/asan/built: OPTIONS = -DZCKPT_TESTING=ON -DZCKPT_SANITIZE=address,undefined
+.make/tsan/built: OPTIONS = -DZCKPT_TESTING=ON -DZCKPT_SANITIZE=thread
 .make/%/built: .make/zckpt
 	@mkdir -p $(@D)
 	$(BIN)/cmake -S . -B $(@D) -G Ninja -DCMAKE_BUILD_TYPE=Release -DPython_EXECUTABLE=$(CURDIR)/$(BIN)/python $(OPTIONS) > $(@D)/log
@@ -80,7 +82,7 @@ clean:
 # What the tests need: torch first and pinned, since others would pull it unpinned.
 .make/test: .make/zckpt
 	$(PIP) 'setuptools<81' torch
-	$(PIP) --no-build-isolation -e '.[test]'
+	$(EDITABLE) '.[test]'
 	@touch $@
 
 # DeepSpeed itself, for the tests against the real thing. A machine where it will not install still runs the others.

@@ -99,6 +99,16 @@ def test_nothing_there(tmp_path: Path, out: Path) -> None:
     assert error.file == str(tmp_path / "nowhere") and "latest" in error.remedy
 
 
+def test_a_directory_one_too_high(zero2: Path, out: Path, tmp_path: Path) -> None:
+    """The fix names the directory that would do, and works when it is followed."""
+    above = tmp_path / "experiment"
+    above.mkdir()
+    assert "global_step*" in refused(NotACheckpointError, above, out).remedy
+    zero2.rename(above / "run")
+    assert refused(NotACheckpointError, above, out).remedy == f"Give the checkpoint's own directory: '{above / 'run'}'."
+    zckpt.convert(above / "run", out)
+
+
 def test_no_latest_and_several_tags(zero2: Path, out: Path) -> None:
     shutil.copytree(zero2 / "global_step5", zero2 / "global_step10")
     (zero2 / "latest").unlink()
@@ -372,7 +382,7 @@ def test_an_architecture_that_there_is_not(out: Path, tmp_path: Path) -> None:
         with pytest.raises(UsageError) as caught:
             zckpt.convert(tmp_path / "nothing", out, options=Options(form=Form(to)))
         error = caught.value
-        assert error.found == repr(to) and "hf:llama" in error.expected
+        assert to in error.found and "hf:llama" in error.expected
 
 
 @pytest.mark.parametrize(

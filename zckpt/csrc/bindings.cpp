@@ -137,6 +137,7 @@ nb::tuple scan(nb::bytes stores, nb::bytes moves, nb::bytes requests, nb::bytes 
   return nb::make_tuple(as_tuple(scanned.failure), as_list(scanned.crcs), statistics);
 }
 
+#ifdef ZCKPT_TESTING
 nb::tuple cast(int from, int to, nb::bytes data, bool clamp) {
   if (from < 0 || to < 0 || from >= zckpt::kDTypes || to >= zckpt::kDTypes) throw std::invalid_argument("dtype");
   const size_t n = data.size() / zckpt::kItemSize[from];
@@ -147,6 +148,7 @@ nb::tuple cast(int from, int to, nb::bytes data, bool clamp) {
     throw std::invalid_argument("no such cast");
   return nb::make_tuple(nb::bytes(out.data(), out.size()), overflow.count, overflow.largest);
 }
+#endif
 
 }  // namespace
 
@@ -157,14 +159,16 @@ NB_MODULE(_core, m) {
         "give_back"_a, "bytes_per_s"_a, "progress"_a.none(), "consumers"_a);
   m.def("scan", &scan, "stores"_a, "moves"_a, "requests"_a, "ranges"_a, "rounded"_a, "atol"_a, "rtol"_a, "threads"_a, "give_back"_a,
         "bytes_per_s"_a, "progress"_a.none());
-  m.def("cast", &cast, "source"_a, "target"_a, "data"_a, "clamp"_a = false, "Casts bytes, for tests.");
   m.def("crc32", &crc32_of, "data"_a, "crc"_a = 0);
   m.def("crc32_combine", &zckpt::crc32_combine, "a"_a, "b"_a, "nbytes_b"_a);
-  m.def("inject", &zckpt::inject, "write"_a, "nth"_a, "kind"_a, "Makes the n-th read or write misbehave, for tests.");
-  m.def("calls", &zckpt::calls, "write"_a, "Reads or writes since `inject`, for tests.");
   m.def("forget", &zckpt::forget, "fd"_a, "offset"_a = 0, "nbytes"_a = 0);
   m.def("exchange", [](const std::string& a, const std::string& b) { return zckpt::exchange(a.c_str(), b.c_str()); }, "a"_a, "b"_a);
   m.def("is_in_memory", &zckpt::is_in_memory, "fd"_a);
+#ifdef ZCKPT_TESTING
+  m.def("cast", &cast, "source"_a, "target"_a, "data"_a, "clamp"_a = false, "Casts bytes.");
+  m.def("inject", &zckpt::inject, "write"_a, "nth"_a, "kind"_a, "Makes the n-th read or write misbehave.");
+  m.def("calls", &zckpt::calls, "write"_a, "Reads or writes since `inject`.");
   m.def("use_vector_paths", [](bool on) { zckpt::vector_paths = on; }, "on"_a);
   m.def("has_vector_paths", [] { return zckpt::has(zckpt::Unit::kHalves); });
+#endif
 }

@@ -17,12 +17,18 @@
 namespace zckpt {
 namespace {
 
+#ifdef ZCKPT_TESTING
 struct Fault {
   std::atomic<long> calls{0}, nth{0};  // nth 0: off
   std::atomic<int> kind{0};
   // The kind of misbehaviour for this call, or 0.
   int next() { return calls.fetch_add(1, std::memory_order_relaxed) + 1 == nth.load(std::memory_order_relaxed) ? kind.load() : 0; }
 };
+#else
+struct Fault {
+  static constexpr int next() { return 0; }
+};
+#endif
 Fault faults[2];
 
 template <typename Call>
@@ -91,6 +97,7 @@ bool is_in_memory(int fd) {
 #endif
 }
 
+#ifdef ZCKPT_TESTING
 void inject(bool write, long nth, int kind) {
   faults[write].kind = kind;
   faults[write].calls = 0;
@@ -98,5 +105,6 @@ void inject(bool write, long nth, int kind) {
 }
 
 long calls(bool write) { return faults[write].calls; }
+#endif
 
 }  // namespace zckpt

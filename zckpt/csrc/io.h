@@ -19,7 +19,7 @@ int exchange(const char* a, const char* b);
 // Whether a file lies on a file system that is memory and has no disk (tmpfs, ramfs).
 bool is_in_memory(int fd);
 
-// For tests: the n-th call (from 1) of read or write misbehaves. `kind` is an errno, kShort for a short count, or
+// Only in builds for tests (ZCKPT_TESTING): the n-th call (from 1) of read or write misbehaves. `kind` is an errno, kShort for a short count, or
 // kKill, which ends the process as SIGKILL would.
 constexpr int kShort = -2, kKill = -3;
 void inject(bool write, long nth, int kind);

@@ -20,7 +20,11 @@ namespace zckpt {
 
 enum class Unit { kHalves, kFolding };  // AVX2 with F16C; carry-less multiplication
 
+#ifdef ZCKPT_TESTING
 inline std::atomic<bool> vector_paths{true};  // tests switch them off
+#else
+constexpr bool vector_paths = true;
+#endif
 
 inline bool has(Unit unit) {
 #if defined(ZCKPT_X86)

@@ -28,6 +28,8 @@ from zckpt.storage.location import locate
 _TRAINER = re.compile(r"checkpoint-\d+")
 _ACCELERATE = re.compile(r"pytorch_model_fsdp_\d+")
 _POINTERS = ("latest", UNIVERSAL_POINTER)
+_MOST_LOOKED_INTO = 100
+"""Directories that are looked into to suggest one that holds a checkpoint."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,13 +98,16 @@ def find(path: str, tag: str | None = None, also: Sequence[str] = ()) -> Place:
     for what in (_save, _accelerate, _home, _trainers, _weights):
         if (place := what(look)) is not None:
             return place
+    below = [os.path.join(path, name) for name in look.names[:_MOST_LOOKED_INTO]]
+    below = [inner for inner in below if os.path.isdir(inner) and has_saves(inner)]
     raise NotACheckpointError(
-        "holds no checkpoint",
+        "holds no checkpoint" + (" itself" if below else ""),
         file=path,
         found=count(len(look.names), "entry", "entries") + (f" such as {examples(look.names)}" if look.names else ""),
         expected="'latest', a tag directory with *_states.pt or *.distcp files, checkpoint-N folders, or weights files",
-        remedy="Put files that were moved out of their global_step* directory back into it.",
-    )
+        remedy=f"Give the checkpoint's own directory: {examples(below)}." if below
+        else "Put files that were moved out of their global_step* directory back into it.",
+    )  # fmt: skip
 
 
 def has_saves(path: str) -> bool:
