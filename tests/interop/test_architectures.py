@@ -260,7 +260,7 @@ def test_what_does_not_fit_is_named(gpt2_home: tuple[Path, Any], tmp_path: Path)
     assert "position_embeddings" in refused(UnsupportedError, home, tmp_path, "llama").found
     path = tmp_path / "mine.json"
     path.write_text(json.dumps({**wanted.config.to_dict(), "n_layer": 4}))
-    assert "n_layer is 4, and 3" in refused(InconsistentError, home, tmp_path, config=str(path)).found
+    assert "n_layer 4, but 3" in refused(InconsistentError, home, tmp_path, config=str(path)).found
     path.write_text(json.dumps({**wanted.config.to_dict(), "n_head": 3}))
     assert "3 query heads" in refused(InconsistentError, home, tmp_path, config=str(path)).found
     path.write_text(json.dumps({**wanted.config.to_dict(), "model_type": "opt"}))

@@ -307,7 +307,7 @@ def test_the_command(tmp_path: Path) -> None:
         str(tmp_path / "out"),
     ]
     planned = subprocess.run([*command, "--adapter", "other", "--dry-run"], capture_output=True, text=True, check=True)
-    assert "4 tensors, 80 elements" in planned.stdout and not (tmp_path / "out").exists()
+    assert "adapter 'other', 4 tensors as fp32" in planned.stdout and not (tmp_path / "out").exists()
     done = subprocess.run(
         [*command, "--adapter", "other", "--dtype", "bf16", "--json"], capture_output=True, text=True, check=True
     )
