@@ -13,7 +13,6 @@ import torch
 import zckpt
 from zckpt import layouts
 from zckpt.base.errors import InconsistentError, ZckptError
-from zckpt.checks.soundness import examined
 from zckpt.jobs.inspection import inspect_checkpoint
 from zckpt.jobs.open import open_catalog
 from zckpt.layouts.save.listing import natural
@@ -169,7 +168,7 @@ def test_states_that_are_none(junk: Any, tmp_path: Path) -> None:
     """An answer, whatever lies where an optimizer's state should."""
     checkpoint = copied("experts", tmp_path)
     edit(optimizer_files(checkpoint)[-1], lambda outer, inner: outer.update(base_optimizer_state=junk))
-    examined(str(checkpoint))
+    zckpt.verify(checkpoint)
     with pytest.raises(ZckptError):
         zckpt.reshard(checkpoint, tmp_path / "out", world_size=2)
     assert not (tmp_path / "out").exists()
