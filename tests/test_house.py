@@ -60,6 +60,15 @@ def test_the_page_fits_its_width() -> None:
     assert [line for line in lines if len(line) > 130] == []
 
 
+def test_a_class_name_means_one_thing() -> None:
+    """But for private classes, whose names end at their module."""
+    places: dict[str, list[str]] = {}
+    for path in ROOT.rglob("*.py"):
+        for name in re.findall(r"^class ([A-Za-z]\w*)", path.read_text(), re.MULTILINE):
+            places.setdefault(name, []).append(str(path.relative_to(ROOT)))
+    assert {name: where for name, where in places.items() if len(where) > 1} == {}
+
+
 def test_words_that_are_no_longer_used_name_nothing() -> None:
     """The glossary's "Not: `word`" holds for every name in the package, alone or between underscores."""
     glossary = (TESTS.parent / "ARCHITECTURE.md").read_text().split("\n## Words\n")[1]

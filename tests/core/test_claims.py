@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 import zckpt
 from zckpt.base.errors import InconsistentError, UnsupportedError
 from zckpt.core.catalog import Catalog, Padding, Replica, Source, TensorEntry
-from zckpt.core.claims import Claims, Held, Span
+from zckpt.core.claims import ByteSpan, Claim, Claims
 from zckpt.core.dtypes import F32
 from zckpt.core.fragments import ComputedStore, FileStore, Fragment
 
@@ -56,7 +56,7 @@ def test_a_tensor_reads_no_byte_twice() -> None:
 
 
 def test_views_that_the_file_itself_has_may_share() -> None:
-    shared = (Span(STORE, 0, 28),)
+    shared = (ByteSpan(STORE, 0, 28),)
     catalog(entry("a", 0), entry("b", 12), views=shared)
     with pytest.raises(InconsistentError):
         catalog(entry("a", 0), entry("b", 12), entry("c", 40), entry("d", 44), views=shared)
@@ -106,7 +106,7 @@ def bytes_of(fragment: Fragment) -> list[int]:
 @given(st.lists(pitched, max_size=5))
 def test_interleaved_rows_meet_only_where_they_do(fragments: list[Fragment]) -> None:
     read = list(itertools.chain.from_iterable(map(bytes_of, fragments)))
-    held = [Held(str(number), 0, 4, (fragment,)) for number, fragment in enumerate(fragments)]
+    held = [Claim(str(number), 0, 4, (fragment,)) for number, fragment in enumerate(fragments)]
     if len(set(read)) < len(read):
         with pytest.raises(InconsistentError):
             Claims(held)
@@ -114,7 +114,7 @@ def test_interleaved_rows_meet_only_where_they_do(fragments: list[Fragment]) -> 
     claims = Claims(held)
     end = max(read, default=0) + 8
     gap = next((at for at in range(end) if at not in read), None)
-    found = next(claims.unused([Span(STORE, 0, end)]), None)
+    found = next(claims.unused([ByteSpan(STORE, 0, end)]), None)
     assert (found.start if found else None) == gap
     if found:
         assert not set(range(found.start, found.stop)) & set(read)
@@ -123,7 +123,7 @@ def test_interleaved_rows_meet_only_where_they_do(fragments: list[Fragment]) -> 
 def test_columns_of_one_matrix_cost_little() -> None:
     rows = columns = 3000
     held = [
-        Held(str(c), 0, 4, (Fragment(FileStore("m", 4 * rows * columns), 4 * c, 0, 1, rows, 1, columns),))
+        Claim(str(c), 0, 4, (Fragment(FileStore("m", 4 * rows * columns), 4 * c, 0, 1, rows, 1, columns),))
         for c in range(columns)
     ]
     began = time.process_time()
@@ -133,7 +133,7 @@ def test_columns_of_one_matrix_cost_little() -> None:
 
 def test_what_is_too_scattered_is_said_to_be() -> None:
     """Rows of unlike pitch whose ranges all meet: comparing all pairs would take hours."""
-    held = [Held(str(n), 0, 1, (Fragment(STORE, n, 0, 1, 500, 1, 997 + 2 * n),)) for n in range(500)]
+    held = [Claim(str(n), 0, 1, (Fragment(STORE, n, 0, 1, 500, 1, 997 + 2 * n),)) for n in range(500)]
     with pytest.raises((UnsupportedError, InconsistentError)):
         Claims(held)
 

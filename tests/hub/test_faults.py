@@ -17,7 +17,7 @@ import zckpt
 from zckpt.base.errors import AccessError, CorruptError, RemoteError
 from zckpt.hub import PushReport, cargo, patience
 from zckpt.hub.client import Hub
-from zckpt.hub.operations import Sent
+from zckpt.hub.operations import SentFile
 from zckpt.hub.pipeline import Stopped
 
 Pusher = Callable[..., PushReport]
@@ -239,7 +239,7 @@ def test_a_sender_whose_push_ended_waits_for_nothing(
 
     hub = Hub(TOKEN, server.url, lambda _: None)
     file = checkpoint / "config.json"
-    sent = Sent("a.safetensors", file.stat().st_size, hashlib.sha256(file.read_bytes()).hexdigest(), "")
+    sent = SentFile("a.safetensors", file.stat().st_size, hashlib.sha256(file.read_bytes()).hexdigest(), "")
     hub.api.create_repo("alice/m")
     server.fault("POST", "objects/batch", times=1000, status=500, call=lambda: ended.append(True))
     with pytest.raises(Stopped):

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, repr=False, eq=False)
-class Weights(o.Group):
+class WeightOptions(o.Group):
     """The files of whole weights."""
 
     format: Annotated[
@@ -87,10 +87,10 @@ def _register(app: typer.Typer, dtype: str) -> None:
     def convert(
         ckpt: o.Checkpoint,
         out: o.Out,
-        weights: Weights,
+        weights: WeightOptions,
         selection: o.Selection,
         names: o.HubNames,
-        source: o.Source,
+        source: o.SourceOptions,
         speed: o.WriteSpeed,
         writing: o.Writing,
         shown: o.Shown,
@@ -114,7 +114,7 @@ def to_dcp(
     state: StateDict,
     selection: o.Selection,
     names: o.Names,
-    source: o.Source,
+    source: o.SourceOptions,
     speed: o.WriteSpeed,
     writing: o.Writing,
     shown: o.Shown,
@@ -133,7 +133,7 @@ def to_peft(
     ckpt: o.Checkpoint,
     out: o.OutDirectory,
     adapter: Adapter,
-    source: o.Source,
+    source: o.SourceOptions,
     speed: o.WriteSpeed,
     writing: o.Writing,
     shown: o.Shown,

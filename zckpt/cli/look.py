@@ -66,7 +66,7 @@ def register(app: typer.Typer) -> None:
     )(diff)
 
 
-def inspect(ckpt: Looked, source: o.Source, tensors: Tensors = False, *, shown: o.Shown) -> None:
+def inspect(ckpt: Looked, source: o.SourceOptions, tensors: Tensors = False, *, shown: o.Shown) -> None:
     """Prints an inspection; exit status 1 if the checkpoint cannot be exported."""
     from zckpt.jobs.inspection import inspect_checkpoint
 
@@ -82,7 +82,7 @@ def verify(
     converted: Converted = None,
     deep: Deep = False,
     *,
-    source: o.Source,
+    source: o.SourceOptions,
     speed: o.Speed,
     shown: o.Shown,
 ) -> None:

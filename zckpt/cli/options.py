@@ -172,7 +172,7 @@ class Joining(Group):
 
 
 @dataclass(frozen=True, repr=False, eq=False)
-class Source(Joining):
+class SourceOptions(Joining):
     """Which save is read, and how."""
 
     tag: Annotated[

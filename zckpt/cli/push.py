@@ -43,7 +43,7 @@ _hub = partial(typer.Option, rich_help_panel="Hub")
 
 
 @dataclass(frozen=True, repr=False, eq=False)
-class Weights(o.Group):
+class PageWeights(o.Group):
     """The files of whole weights."""
 
     dtype: Annotated[
@@ -114,10 +114,10 @@ def register(app: typer.Typer) -> None:
 def push(
     ckpt: o.Checkpoint,
     repo_id: RepoId,
-    weights: Weights,
+    weights: PageWeights,
     page: PageOptions,
     selection: o.Selection,
-    source: o.Source,
+    source: o.SourceOptions,
     speed: o.WriteSpeed,
     dry_run: Annotated[bool, o.output("--dry-run", help="Print exactly what would be sent, and send nothing.")] = False,
     *,

@@ -68,7 +68,7 @@ def reshard(
     ckpt: o.Checkpoint,
     out: o.OutDirectory,
     shape: Shape,
-    source: o.Source,
+    source: o.SourceOptions,
     speed: o.WriteSpeed,
     writing: o.Writing,
     shown: o.Shown,
@@ -91,7 +91,7 @@ def reshard(
 def to_universal(
     ckpt: o.Checkpoint,
     out: o.OutDirectory,
-    source: o.Source,
+    source: o.SourceOptions,
     speed: o.WriteSpeed,
     writing: o.Writing,
     shown: o.Shown,

@@ -26,7 +26,7 @@ _run = partial(typer.Option, rich_help_panel="Run")
 
 
 @dataclass(frozen=True, repr=False, eq=False)
-class Run(options.Group):
+class RunOptions(options.Group):
     """What is trained, on what and how long; the fields of `TrainingJob`."""
 
     data: Annotated[str, _run("--data", metavar="FILE.txt", help="Text to train on.", show_default=False)]
@@ -64,7 +64,7 @@ def register(app: typer.Typer) -> None:
 
 def train(
     config: Annotated[str, typer.Argument(metavar="CONFIG.json", help="DeepSpeed's config.", show_default=False)],
-    asked: Run,
+    asked: RunOptions,
     nproc: Annotated[
         int, _run("--nproc", metavar="N", callback=options.positive, help="Processes on this machine.")
     ] = 1,

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from typing import Literal, get_args
 
 from zckpt.base.errors import COPY_AGAIN, CorruptError, IncompleteError, InconsistentError
-from zckpt.core.claims import Claims, Held, Span
+from zckpt.core.claims import ByteSpan, Claim, Claims
 from zckpt.core.dtypes import DType
 from zckpt.core.fragments import FileStore, Fragment
 from zckpt.core.overlaps import first_gap
@@ -173,17 +173,17 @@ class TensorEntry:
         return next((replica for replica in self.replicas if not replica.rank), None)
 
 
-def held_by(tensors: Iterable[tuple[str, TensorEntry]]) -> Iterator[Held]:
+def held_by(tensors: Iterable[tuple[str, TensorEntry]]) -> Iterator[Claim]:
     """The elements that tensors and their replicas read."""
     for name, entry in tensors:
-        yield Held(name, 0, entry.dtype.itemsize, entry.fragments)
+        yield Claim(name, 0, entry.dtype.itemsize, entry.fragments)
         for number, replica in enumerate(entry.replicas, 1):
-            yield Held(name, number, replica.dtype.itemsize, replica.fragments)
+            yield Claim(name, number, replica.dtype.itemsize, replica.fragments)
 
 
-def held_as_padding(padding: Iterable[Padding]) -> Iterator[Held]:
+def held_as_padding(padding: Iterable[Padding]) -> Iterator[Claim]:
     """The elements that belong to no tensor."""
-    return (Held(f"padding ({pad.why})", 0, pad.dtype.itemsize, pad.fragments) for pad in padding)
+    return (Claim(f"padding ({pad.why})", 0, pad.dtype.itemsize, pad.fragments) for pad in padding)
 
 
 def _put_in_order(held: TensorPart | TensorEntry) -> None:
@@ -294,7 +294,7 @@ class Catalog(Mapping[str, TensorEntry]):
     topology: Topology = Topology()
     extras: Mapping[str, object] = field(default_factory=dict[str, object])
     padding: tuple[Padding, ...] = ()
-    views: tuple[Span, ...] = ()
+    views: tuple[ByteSpan, ...] = ()
     claims: Claims = field(default_factory=Claims, repr=False, compare=False)
 
     def __post_init__(self) -> None:

@@ -29,7 +29,7 @@ _MOST_COMPARED = 2_000_000
 _FAR = 1 << 64
 
 
-class Span(NamedTuple):
+class ByteSpan(NamedTuple):
     """Bytes [start, stop) of a store."""
 
     store: Store
@@ -37,7 +37,7 @@ class Span(NamedTuple):
     stop: int
 
 
-class Held(NamedTuple):
+class Claim(NamedTuple):
     """The elements that one tensor reads.
 
     Attributes:
@@ -58,7 +58,7 @@ class _Claim(NamedTuple):
 
     start: int
     stop: int
-    held: Held
+    held: Claim
     block: Block
 
 
@@ -74,11 +74,11 @@ class Claims:
         UnsupportedError: they are too scattered to compare.
     """
 
-    def __init__(self, held: Sequence[Held] = (), views: Sequence[Span] = ()) -> None:
+    def __init__(self, held: Sequence[Claim] = (), views: Sequence[ByteSpan] = ()) -> None:
         self._known = {(id(own.fragments), own.itemsize) for own in held}
         self._kept = [own.fragments for own in held]  # kept alive, so that their `id` stays theirs
         self._held = list(_with_sources(held))
-        self._views: dict[Hashable, list[Span]] = {}
+        self._views: dict[Hashable, list[ByteSpan]] = {}
         for view in views:
             self._views.setdefault(_key(view.store), []).append(view)
         spans, self._holed = _spans(self._held)
@@ -105,7 +105,7 @@ class Claims:
             claims.sort(key=lambda claim: claim.start)
         return found
 
-    def include(self, held: Iterable[Held]) -> bool:
+    def include(self, held: Iterable[Claim]) -> bool:
         """Whether all of these were checked: the same fragments, under any names.
 
         A tensor of a checked catalog may get several names later, for an output that cannot tie them.
@@ -116,7 +116,7 @@ class Claims:
         """Frees the memory that only `unused` needs."""
         self._sorted.clear()
 
-    def unused(self, spans: Iterable[Span]) -> Iterator[Span]:
+    def unused(self, spans: Iterable[ByteSpan]) -> Iterator[ByteSpan]:
         """Of each span, the first range of bytes that no tensor reads, if there is one."""
         holed: dict[Hashable, tuple[Sequence[int], Sequence[int]]] = {}
         for span in spans:
@@ -128,15 +128,15 @@ class Claims:
             base = _base(span.store)
             gap = _first_gap(starts, stops, span.start + base, span.stop + base)
             if gap is not None:
-                yield Span(span.store, gap[0] - base, gap[1] - base)
+                yield ByteSpan(span.store, gap[0] - base, gap[1] - base)
 
 
-def _with_sources(held: Iterable[Held]) -> Iterator[Held]:
+def _with_sources(held: Iterable[Claim]) -> Iterator[Claim]:
     """The same, with the sources of computed elements in their place."""
     for own in held:
         store = own.fragments[0].store if len(own.fragments) == 1 else None
         if isinstance(store, ComputedStore):
-            yield from (Held(own.owner, own.copy, itemsize, fragments) for fragments, itemsize in store.sources)
+            yield from (Claim(own.owner, own.copy, itemsize, fragments) for fragments, itemsize in store.sources)
         else:
             yield own
 
@@ -152,7 +152,7 @@ def _base(store: Store) -> int:
     return store.address if isinstance(store, MemoryStore) else 0
 
 
-def _spans(held: Iterable[Held]) -> tuple[dict[Hashable, array[int]], set[Hashable]]:
+def _spans(held: Iterable[Claim]) -> tuple[dict[Hashable, array[int]], set[Hashable]]:
     """(start, stop, start, stop, ..) for each store, and the stores in which claims have holes or overlap themselves."""
     by_store: dict[Store, array[int]] = {}
     holed: set[Store] = set()
@@ -187,7 +187,7 @@ def _follow(starts: Sequence[int], stops: Sequence[int]) -> bool:
     return all(map(le, stops, islice(starts, 1, None)))
 
 
-def _claim(fragment: Fragment, held: Held) -> _Claim:
+def _claim(fragment: Fragment, held: Claim) -> _Claim:
     start, row = fragment.byte_offset + _base(fragment.store), fragment.count * held.itemsize
     pitch = fragment.store_pitch * held.itemsize
     if fragment.rows == 1 or pitch == row:
@@ -202,7 +202,7 @@ def _rows(block: Block) -> Iterator[tuple[int, int]]:
         yield block.start + row * block.pitch, block.start + row * block.pitch + block.count
 
 
-def _check(claims: Iterable[_Claim], views: Sequence[Span]) -> None:
+def _check(claims: Iterable[_Claim], views: Sequence[ByteSpan]) -> None:
     """Raises if claims on one store, sorted by their first byte, meet; compares those whose ranges meet."""
     shared = sorted((view.start + _base(view.store), view.stop + _base(view.store)) for view in views)
     group: list[_Claim] = []

@@ -87,7 +87,7 @@ def _after_zeros(crc: int, count: int) -> int:
     return crc
 
 
-class Span(NamedTuple):
+class CrcSpan(NamedTuple):
     """Bytes [start, start + nbytes) of an output file; `data` where they are known, None where they are elements."""
 
     start: int
@@ -95,19 +95,19 @@ class Span(NamedTuple):
     data: bytes | None
 
 
-def spans(output: OutputFile) -> Iterator[Span]:
+def spans(output: OutputFile) -> Iterator[CrcSpan]:
     """A file's literals and what lies between them, in order, cut wherever one of its checksums begins or ends."""
     cuts = sorted({edge for c in output.checksums for edge in (c.start, c.start + c.nbytes)})
     at = cut = 0
 
-    def pieces(stop: int, literal: bytes | None) -> Iterator[Span]:
+    def pieces(stop: int, literal: bytes | None) -> Iterator[CrcSpan]:
         nonlocal at, cut
         start = at
         while at < stop:
             while cut < len(cuts) and cuts[cut] <= at:
                 cut += 1
             end = min(stop, cuts[cut]) if cut < len(cuts) else stop
-            yield Span(at, end - at, None if literal is None else literal[at - start : end - start])
+            yield CrcSpan(at, end - at, None if literal is None else literal[at - start : end - start])
             at = end
 
     for offset, data in sorted(output.literals):

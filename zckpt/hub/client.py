@@ -17,9 +17,9 @@ from importlib.metadata import version
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from zckpt.base.errors import AccessError, RemoteError, UsageError
-from zckpt.hub.operations import Sent, Watched
+from zckpt.hub.operations import SentFile, Watched
 from zckpt.hub.patience import RETRY, Passing, answer, patiently, status
-from zckpt.hub.target import Committed, Page, PageTarget, RemoteFile
+from zckpt.hub.target import Committed, Page, PageFile, PageTarget
 
 if TYPE_CHECKING:
     from huggingface_hub import CommitOperationAdd
@@ -100,7 +100,7 @@ class Hub:
             return Page(exists=True, private=getattr(found, "private", None))
         return Page(True, str(found.sha), found.private, self.tree(repo_id, str(found.sha)))
 
-    def tree(self, repo_id: str, revision: str) -> dict[str, RemoteFile]:
+    def tree(self, repo_id: str, revision: str) -> dict[str, PageFile]:
         """Path -> file, of all files at a revision."""
         from huggingface_hub.hf_api import RepoFile
 
@@ -108,7 +108,7 @@ class Hub:
             f"listing {repo_id}", lambda: list(self.api.list_repo_tree(repo_id, recursive=True, revision=revision))
         )
         files = [entry for entry in listed if isinstance(entry, RepoFile)]
-        return {f.path: RemoteFile(f.size, f.lfs.sha256 if f.lfs else str(f.blob_id)) for f in files}
+        return {f.path: PageFile(f.size, f.lfs.sha256 if f.lfs else str(f.blob_id)) for f in files}
 
     def read(self, repo_id: str, path: str, revision: str, nbytes: int | None = None) -> bytes:
         """A file's bytes, or its first `nbytes` by a range request."""
@@ -167,7 +167,7 @@ class Hub:
             return self._xet[repo_id]
 
     def send(
-        self, repo_id: str, revision: str, file: Sent, path: str, watch: Callable[[int], None], *, create_pr: bool
+        self, repo_id: str, revision: str, file: SentFile, path: str, watch: Callable[[int], None], *, create_pr: bool
     ) -> bool:
         """Sends one large file, unless the hub has it.
 

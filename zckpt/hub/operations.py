@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class Sent:
+class SentFile:
     """A large file that is, or will be, at the hub.
 
     Attributes:

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 
 from zckpt.hub.cargo import Progress, Shard
 from zckpt.hub.client import Hub
-from zckpt.hub.operations import Sent
+from zckpt.hub.operations import SentFile
 from zckpt.hub.scratch import Scratch
 from zckpt.hub.target import Page, PageTarget
 
@@ -55,13 +55,13 @@ class Pipeline:
         self._error: BaseException | None = None
         self._over = False
         self._used = 0
-        self._done: dict[str, Sent] = {}
+        self._done: dict[str, SentFile] = {}
         self._on_the_way: dict[str, int] = {}
         self._skipped_bytes = 0
         self.made = self.sent = 0
         self.not_sent: set[str] = set()
 
-    def again(self) -> list[Sent]:
+    def again(self) -> list[SentFile]:
         """Makes and sends the shards that were not sent; for a hub that does not have them after all."""
         lost, self.not_sent = self.not_sent, set()
         for name in lost:
@@ -69,7 +69,7 @@ class Pipeline:
         self._skipped_bytes, self._over = 0, False
         return self._run([shard for shard in self._shards if shard.name in lost], {})
 
-    def run(self) -> list[Sent]:
+    def run(self) -> list[SentFile]:
         """Makes and sends all shards; returns them in order, as they are at the hub then. None is left in the scratch directory.
 
         Raises:
@@ -80,7 +80,7 @@ class Pipeline:
         present = self._hub.present(self._target.repo_id, [(sha256, s.nbytes) for s, sha256 in known]) if known else ()
         return self._run(self._shards, {shard.name: sha256 for shard, sha256 in known if sha256 in present})
 
-    def _run(self, shards: Sequence[Shard], present: Mapping[str, str]) -> list[Sent]:
+    def _run(self, shards: Sequence[Shard], present: Mapping[str, str]) -> list[SentFile]:
         """Makes and sends some shards; `present` is name -> hash of those that the hub has."""
         largest = max((shard.scratch_bytes for shard in shards), default=0)
         senders = max(1, min(_MOST_SENDERS, self._room // largest if largest else _MOST_SENDERS, len(shards)))
@@ -165,10 +165,10 @@ class Pipeline:
                 self.not_sent.add(shard.name)
             self._arrived(shard, sha256)
 
-    def _described(self, shard: Shard, sha256: str) -> Sent:
+    def _described(self, shard: Shard, sha256: str) -> SentFile:
         path = self._target.place(shard.name)
         old = self._page.files.get(path)
-        return Sent(path, shard.nbytes, sha256, old.oid if old else "")
+        return SentFile(path, shard.nbytes, sha256, old.oid if old else "")
 
     def _arrived(self, shard: Shard, sha256: str) -> None:
         with self._changed:

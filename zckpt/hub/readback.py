@@ -9,13 +9,13 @@ from collections.abc import Mapping
 
 from zckpt.base.errors import CorruptError
 from zckpt.hub.client import Hub
-from zckpt.hub.target import RemoteFile
+from zckpt.hub.target import PageFile
 
 Wanted = Mapping[str, tuple[int, frozenset[str]]]
 """Path -> size, and the hashes that its bytes may have at the hub (SHA-256 as a large file, git's SHA-1 as a small one)."""
 
 
-def differences(found: Mapping[str, RemoteFile], wanted: Wanted) -> list[str]:
+def differences(found: Mapping[str, PageFile], wanted: Wanted) -> list[str]:
     """A line for each wanted file that is not at the hub, or has other bytes there."""
     wrong: list[str] = []
     for path, (size, oids) in wanted.items():

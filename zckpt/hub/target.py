@@ -45,7 +45,7 @@ class PageTarget:
 
 
 @dataclass(frozen=True, slots=True)
-class RemoteFile:
+class PageFile:
     """A file of a repository.
 
     Attributes:
@@ -71,7 +71,7 @@ class Page:
     exists: bool
     head: str = ""
     private: bool | None = None
-    files: Mapping[str, RemoteFile] = field(default_factory=dict[str, RemoteFile])
+    files: Mapping[str, PageFile] = field(default_factory=dict[str, PageFile])
 
 
 @dataclass(frozen=True, slots=True)

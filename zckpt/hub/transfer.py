@@ -17,7 +17,7 @@ from zckpt.hub import attributes, checks, scratch
 from zckpt.hub.card import card
 from zckpt.hub.cargo import Cargo, Progress, SmallFile
 from zckpt.hub.client import Hub, MovedError, quietly
-from zckpt.hub.operations import Sent, small_operations
+from zckpt.hub.operations import SentFile, small_operations
 from zckpt.hub.pipeline import Pipeline
 from zckpt.hub.readback import Wanted, differences, read_back
 from zckpt.hub.target import Committed, Page, PageTarget
@@ -228,7 +228,7 @@ def _send_and_commit(ready: Ready, page: Page, pipeline: Pipeline) -> tuple[Comm
     return _commit(ready, page, pipeline.again())
 
 
-def _commit(ready: Ready, page: Page, sent: Sequence[Sent]) -> tuple[Committed, Wanted, list[str]]:
+def _commit(ready: Ready, page: Page, sent: Sequence[SentFile]) -> tuple[Committed, Wanted, list[str]]:
     """The one commit, tried once more if the revision moved; with what it must hold, and notes for the user."""
     from huggingface_hub import CommitOperationDelete
 

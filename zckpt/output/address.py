@@ -61,7 +61,7 @@ _MOST_RECORD_BYTES = 2 * MOST_SMALL_BYTES
 
 
 @dataclass(frozen=True, slots=True)
-class Sent:
+class SentToAddress:
     """A file at an address.
 
     Attributes:
@@ -74,7 +74,7 @@ class Sent:
 
 
 @dataclass(frozen=True, slots=True)
-class Record:
+class AddressRecord:
     """What a run says of itself at the address that it writes to.
 
     Attributes:
@@ -97,14 +97,14 @@ class Record:
     run: str
     state: str = "staging"
     names: tuple[str, ...] = ()
-    sent: tuple[Sent, ...] = ()
+    sent: tuple[SentToAddress, ...] = ()
     head: str = ""
     before: str = ""
     contents: Mapping[str, bytes] = field(default_factory=dict[str, bytes])
     deleted: Mapping[str, bytes] = field(default_factory=dict[str, bytes])
     heads: tuple[str, ...] = ()
     old: tuple[str, ...] = ()
-    last: Record | None = None
+    last: AddressRecord | None = None
 
     def as_json(self) -> dict[str, object]:
         """The record's file."""
@@ -123,7 +123,7 @@ class Record:
         }  # fmt: skip
 
 
-class Place:
+class OutputAddress:
     """An output's address: a directory, or one file with what goes with it beside.
 
     Args:
@@ -164,7 +164,7 @@ class Place:
         """As `fsspec_io.mark`."""
         return fsspec_io.mark(self.at(name).path)
 
-    def read_record(self) -> Record | None:
+    def read_record(self) -> AddressRecord | None:
         """The record that is there, if there is one.
 
         Raises:
@@ -182,7 +182,7 @@ class Place:
                 remedy="Remove it if nobody else uses it, or choose another OUT. Nothing was changed.",
             ) from error  # fmt: skip
 
-    def write_record(self, record: Record) -> None:
+    def write_record(self, record: AddressRecord) -> None:
         """Leaves a record."""
         self.put(self.record, json.dumps(record.as_json()).encode())
 
@@ -191,11 +191,11 @@ class Place:
         for name in sorted(names):
             uploads.remove(self.at(name).path)
 
-    def sent(self, file: Finished) -> Sent:
+    def sent(self, file: Finished) -> SentToAddress:
         """A file that has just been sent."""
-        return Sent(file, self.mark(file.path))
+        return SentToAddress(file, self.mark(file.path))
 
-    def has(self, sent: Sent) -> bool:
+    def has(self, sent: SentToAddress) -> bool:
         """Whether a file is still what was sent: by its mark, or where that says nothing, by every byte."""
         try:
             if sent.mark and self.mark(sent.file.path) == sent.mark:
@@ -212,7 +212,7 @@ class Place:
             crc = zlib.crc32(self.at(name).read(min(block, nbytes - offset), offset), crc)
         return crc
 
-    def made_by(self, job: str) -> Record | None:
+    def made_by(self, job: str) -> AddressRecord | None:
         """The record of a finished run of this very job whose files are all as it left them."""
         record = self.read_record()
         if record is None or record.state != "done" or record.job != job or not job:
@@ -220,7 +220,7 @@ class Place:
         return record if all(self.has(sent) for sent in record.sent) else None
 
 
-def recover(place: Place, job: str) -> tuple[Sent, ...]:
+def recover(place: OutputAddress, job: str) -> tuple[SentToAddress, ...]:
     """Puts right what an interrupted run left at an address; see [Note: the protocol].
 
     Args:
@@ -244,7 +244,7 @@ def recover(place: Place, job: str) -> tuple[Sent, ...]:
     return kept
 
 
-def give_up(place: Place, record: Record, but: Collection[str] = ()) -> None:
+def give_up(place: OutputAddress, record: AddressRecord, but: Collection[str] = ()) -> None:
     """Removes what a run wrote, and puts back what it had deleted. Its record goes last, or stays while files do."""
     if record.state == "sealed":
         record = replace(record, state="staging", contents={}, heads=(), old=())
@@ -260,7 +260,7 @@ def give_up(place: Place, record: Record, but: Collection[str] = ()) -> None:
         place.remove([place.record])
 
 
-def settle(place: Place, record: Record, complete: Callable[[], None] | None = None) -> bool:
+def settle(place: OutputAddress, record: AddressRecord, complete: Callable[[], None] | None = None) -> bool:
     """Carries out what is sealed.
 
     Args:
@@ -295,11 +295,11 @@ def settle(place: Place, record: Record, complete: Callable[[], None] | None = N
     made = [sent.file for sent in record.sent]
     made += [Finished(name, len(data), zlib.crc32(data)) for name, data in record.contents.items()]
     sent = tuple(place.sent(file) for file in made)
-    place.write_record(Record(record.job, record.run, "done", sent=sent))
+    place.write_record(AddressRecord(record.job, record.run, "done", sent=sent))
     return True
 
 
-def _is_missing(place: Place, sent: Sent) -> bool:
+def _is_missing(place: OutputAddress, sent: SentToAddress) -> bool:
     """Whether a file that was sent is not there any more, in its size."""
     try:
         return place.at(sent.file.path).size() != sent.file.nbytes
@@ -307,22 +307,22 @@ def _is_missing(place: Place, sent: Sent) -> bool:
         return True
 
 
-def _has_appeared(place: Place, record: Record) -> bool:
+def _has_appeared(place: OutputAddress, record: AddressRecord) -> bool:
     """Whether the one file of the output is the new one."""
     (wanted,) = (sent.file for sent in record.sent if sent.file.path == record.head)
     try:
         now = place.mark(record.head)
     except NotACheckpointError:
         return False
-    return not (now and now == record.before) and place.has(Sent(wanted, ""))
+    return not (now and now == record.before) and place.has(SentToAddress(wanted, ""))
 
 
-def _rank(place: Place, name: str) -> int:
+def _rank(place: OutputAddress, name: str) -> int:
     """Where a small file stands in the order of a commit: `config.json` late, the manifest last."""
     return {CONFIG: 1, place.manifest: 2}.get(name, 0)
 
 
-def _parsed(found: Any) -> Record:
+def _parsed(found: Any) -> AddressRecord:
     match found:
         case {"job": str(job), "run": str(run), "state": "staging" | "sealed" | "done" as state, "last": last}:
             pass
@@ -331,11 +331,11 @@ def _parsed(found: Any) -> Record:
     text: dict[str, list[str]] = {}
     for key in ("names", "heads", "old"):
         text[key] = [_name(name) for name in found[key]]
-    sent: list[Sent] = []
+    sent: list[SentToAddress] = []
     for path, nbytes, crc, mark, overflows in found["sent"]:
         lost = {str(name): (int(n), float(x)) for name, (n, x) in overflows.items()}
-        sent.append(Sent(Finished(_name(path), int(nbytes), int(crc), lost), str(mark)))
-    return Record(
+        sent.append(SentToAddress(Finished(_name(path), int(nbytes), int(crc), lost), str(mark)))
+    return AddressRecord(
         job=job, run=run, state=str(state), names=tuple(text["names"]), sent=tuple(sent),
         head=_name(found["head"]) if found["head"] else "", before=str(found["before"]),
         contents={_name(name): base64.b64decode(data) for name, data in found["contents"].items()},

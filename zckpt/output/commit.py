@@ -15,7 +15,7 @@ from collections.abc import Iterable
 from zckpt.base.errors import OutputError
 from zckpt.output import journal, manifest
 from zckpt.output.durable import exchange, sync, sync_tree
-from zckpt.output.journal import Record, Seal
+from zckpt.output.journal import JournalRecord, Seal
 from zckpt.output.work_directory import WorkDirectory
 
 
@@ -299,7 +299,7 @@ def _remove_empty(directory: str) -> None:
             os.rmdir(root)
 
 
-def recover(work: WorkDirectory, out: str) -> Record:
+def recover(work: WorkDirectory, out: str) -> JournalRecord:
     """Brings to an end what a run had sealed that was killed.
 
     Args:

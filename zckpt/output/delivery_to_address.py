@@ -22,7 +22,16 @@ from zckpt.base.words import size
 from zckpt.core.plan import OutputFile, Plan
 from zckpt.engine.batches import progress_after
 from zckpt.engine.move import Mode, run
-from zckpt.output.address import CONFIG, MOST_SMALL_BYTES, Place, Record, Sent, give_up, recover, settle
+from zckpt.output.address import (
+    CONFIG,
+    MOST_SMALL_BYTES,
+    AddressRecord,
+    OutputAddress,
+    SentToAddress,
+    give_up,
+    recover,
+    settle,
+)
 from zckpt.output.checks import check_kind, exists
 from zckpt.output.contents import WEIGHTS, decided, listed_in
 from zckpt.output.journal import Finished
@@ -37,7 +46,7 @@ _SHARD = re.compile(r"(.+?)((?:-[0-9a-f]{8})?)(-\d{5}-of-\d{5}\.\w+)")
 
 def check_address(out: Location, *, single: bool, overwrite: bool, merge: bool = False) -> None:
     """Refuses an output at an address that must not be written; arguments and errors as for `checks.check_path`."""
-    place = Place(out.refreshed(), single=single)
+    place = OutputAddress(out.refreshed(), single=single)
     check_kind(out, fsspec_io.kind(place.out.path), single=single)
     there = place.names()
     if place.record not in there:  # where a run left a record, the run that writes checks again
@@ -45,7 +54,7 @@ def check_address(out: Location, *, single: bool, overwrite: bool, merge: bool =
 
 
 def _replaced(
-    place: Place, there: Collection[str], new: Collection[str], *, overwrite: bool, merge: bool
+    place: OutputAddress, there: Collection[str], new: Collection[str], *, overwrite: bool, merge: bool
 ) -> frozenset[str]:
     """The files that the new output replaces, or that belong to the old one: those that the old one's `zckpt.json` lists.
 
@@ -76,7 +85,7 @@ def send(
     Raises:
         OutputError: the output exists, or files are in the way. RemoteError: the store failed.
     """
-    place = Place(order.out.refreshed(), single=order.single)
+    place = OutputAddress(order.out.refreshed(), single=order.single)
     job = fingerprint(order.plan, order.copies, order.overflow, order.single, sorted(map(repr, order.options.items())))
     kept = recover(place, job)
     done = place.made_by(job)
@@ -111,7 +120,12 @@ class _Sending:
     """
 
     def __init__(
-        self, order: Order, place: Place, job: str, kept: tuple[Sent, ...], progress: Callable[[int], None] | None
+        self,
+        order: Order,
+        place: OutputAddress,
+        job: str,
+        kept: tuple[SentToAddress, ...],
+        progress: Callable[[int], None] | None,
     ) -> None:
         self._order, self._place, self._progress = order, place, progress
         self._left = {sent.file.path: sent for sent in kept}
@@ -127,10 +141,10 @@ class _Sending:
         self._head = large[0] if len(large) == 1 and not is_indexed else ""
         self._names = {name: name for name in large} if self._head else _free_names(large, there, job)
         self._upload: Upload | None = None
-        self._sent: dict[str, Sent] = {}
+        self._sent: dict[str, SentToAddress] = {}
         self._engine = "native"
         before = place.read_record()
-        self._record = Record(
+        self._record = AddressRecord(
             job, secrets.token_hex(8), names=() if self._head else tuple(self._names.values()), sent=kept,
             last=before.last if before is not None and before.state != "done" else before,
         )  # fmt: skip
@@ -166,7 +180,7 @@ class _Sending:
             overflows_of([file.overflows], plan, self._order.overflow)
         self._engine = moved.engine
         if name == self._head:
-            self._sent[actual] = Sent(file, "")
+            self._sent[actual] = SentToAddress(file, "")
         else:
             self._sent[actual] = self._place.sent(file)
             self._check_mine()
@@ -260,7 +274,7 @@ class _Sending:
         return Delivered(listed, self._engine, len(self._left), overflows, ())
 
 
-def _taken(place: Place) -> InconsistentError:
+def _taken(place: OutputAddress) -> InconsistentError:
     return InconsistentError(
         "another run writes to the same address", file=place.out, found="a record of that run",
         remedy="Wait until the other run has ended. This one has stopped.",

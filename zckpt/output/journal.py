@@ -66,7 +66,7 @@ class Seal:
 
 
 @dataclass(frozen=True, slots=True)
-class Record:
+class JournalRecord:
     """What a journal says.
 
     Attributes:
@@ -82,14 +82,14 @@ class Record:
     done: bool = False
 
 
-def read(path: str) -> Record:
+def read(path: str) -> JournalRecord:
     """A journal; an empty record where there is none, or no whole first line."""
     lines = _lines(path)
     match next(lines, None):
         case {"job": str(job)}:
             pass
         case _:
-            return Record()
+            return JournalRecord()
     finished: dict[str, Finished] = {}
     seal: Seal | None = None
     done = False
@@ -104,7 +104,7 @@ def read(path: str) -> Record:
                 seal, done = None, end == "done"
             case _:
                 pass
-    return Record(job, finished, seal, done)
+    return JournalRecord(job, finished, seal, done)
 
 
 def _seal(facts: Mapping[str, Any], path: str) -> Seal:

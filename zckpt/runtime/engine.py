@@ -36,7 +36,7 @@ class Engine(CheckpointedRun):
         engine.backward(loss)
         engine.step()
 
-    Attributes that the engine does not have are those of the model. `Run` lists the engine's own.
+    Attributes that the engine does not have are those of the model. `TrainingRun` lists the engine's own.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:

@@ -21,7 +21,7 @@ from zckpt.runtime.sharded.shard import Sharded
 from zckpt.runtime.world import World
 
 
-class Run(nn.Module):
+class TrainingRun(nn.Module):
     """A model that trains sharded, between two micro batches.
 
     Attributes:

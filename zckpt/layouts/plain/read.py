@@ -27,7 +27,7 @@ from zckpt.base.words import examples
 from zckpt.containers import Container, TensorRef, safetensors_file, torch_zip
 from zckpt.containers.skeleton import TensorSpec
 from zckpt.core.catalog import Catalog, Role, Source, TensorEntry
-from zckpt.core.claims import Span
+from zckpt.core.claims import ByteSpan
 from zckpt.core.dtypes import IN_SAFETENSORS, DType
 from zckpt.core.fragments import FileStore, Fragment
 from zckpt.core.plan import OutputFile, literal_file
@@ -77,7 +77,7 @@ def read(listing: Listing, *, allow_unknown: bool = False) -> Catalog:
     tensors: dict[str, TensorEntry] = {}
     aliases: dict[str, str] = {}
     notes: list[str] = []
-    views: list[Span] = []
+    views: list[ByteSpan] = []
     for shard in names:
         container = listing.open(shard)
         by_place: dict[object, str] = {}

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from zckpt.base.errors import OTHER_SAVE, InconsistentError
 from zckpt.containers import TensorRef
-from zckpt.core.claims import Claims, Span
+from zckpt.core.claims import ByteSpan, Claims
 from zckpt.layouts.run.values import as_list
 from zckpt.layouts.save.listing import EXPERT_OPTIMIZER_NAME, MODEL_NAME, SHARD_NAME, UNIVERSAL, Listing
 
@@ -85,7 +85,7 @@ def _tensors(value: object) -> Iterator[TensorRef]:
 
 
 def _check(vectors: Iterable[_Vector], claims: Claims) -> None:
-    found = {Span(v.ref.store, v.ref.byte_offset, v.ref.byte_stop): v for v in vectors if v.ref.numel}
+    found = {ByteSpan(v.ref.store, v.ref.byte_offset, v.ref.byte_stop): v for v in vectors if v.ref.numel}
     gap = next(claims.unused(found), None)
     if gap is None:
         return

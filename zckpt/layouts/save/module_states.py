@@ -15,7 +15,7 @@ from zckpt.base import limits
 from zckpt.base.errors import COPY_AGAIN, CorruptError, UnsupportedError
 from zckpt.containers import Placeholder, TensorRef, brief
 from zckpt.core.catalog import Replica, Role, TensorEntry, Topology
-from zckpt.core.claims import Span
+from zckpt.core.claims import ByteSpan
 from zckpt.layouts.save.listing import Listing
 
 Shape = tuple[int, ...]
@@ -200,7 +200,7 @@ def whole(
     return TensorEntry(name, ref.shape if shape is None else shape, ref.dtype, role, ref.fragments(), replicas)
 
 
-def views_of(refs: Iterable[TensorRef]) -> Iterator[Span]:
+def views_of(refs: Iterable[TensorRef]) -> Iterator[ByteSpan]:
     """Bytes of storages that several of these tensors are views of, or one more than once, by the file itself.
 
     Tensors that are views of one storage side by side share nothing. Those in the same place are tied, and are not views.
@@ -215,12 +215,12 @@ def views_of(refs: Iterable[TensorRef]) -> Iterator[Span]:
         for ref in sorted(held.values(), key=lambda ref: ref.byte_offset):
             if first is None or ref.byte_offset >= stop:
                 if first is not None and count > 1:
-                    yield Span(first.store, first.byte_offset, stop)
+                    yield ByteSpan(first.store, first.byte_offset, stop)
                 first, stop, count = ref, ref.byte_stop, 0
             stop = max(stop, ref.byte_stop)
             count += 2 if ref.repeats else 1
         if first is not None and count > 1:
-            yield Span(first.store, first.byte_offset, stop)
+            yield ByteSpan(first.store, first.byte_offset, stop)
 
 
 def with_replica(entry: TensorEntry, model: ModelStates) -> TensorEntry:

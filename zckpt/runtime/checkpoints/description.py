@@ -26,7 +26,7 @@ from zckpt.layouts.zero.write import ZeroTarget
 from zckpt.runtime.checkpoints.exchange import EVERY, RankStore
 from zckpt.runtime.checkpoints.inert import dtype_of, to_inert
 from zckpt.runtime.checkpoints.state import ParameterPart, RunState, names_of_tensors
-from zckpt.runtime.run import Run
+from zckpt.runtime.run import TrainingRun
 from zckpt.runtime.sharded.parameter import ShardedParameter
 from zckpt.runtime.world import elements_of
 
@@ -177,7 +177,7 @@ def target_of(state: RunState, place: str) -> ZeroTarget:
     )
 
 
-def _is_bf16_optimizer(run: Run) -> bool:
+def _is_bf16_optimizer(run: TrainingRun) -> bool:
     """Whether DeepSpeed would take its bf16 optimizer. Source: 0.19.8, runtime/engine.py `_do_optimizer_sanity_check`."""
     config, zero = run.settings.config, run.settings.zero
     offloads = zero.offload_optimizer is not None and zero.offload_optimizer.device != "none"

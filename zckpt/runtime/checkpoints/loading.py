@@ -33,7 +33,7 @@ from zckpt.runtime.checkpoints.nodes import Want, gather_indexes
 from zckpt.runtime.checkpoints.saved_run import LoadOptions, SavedRun, has, read
 from zckpt.runtime.checkpoints.state import buffers_of, group_members
 from zckpt.runtime.generators import set_rng_state
-from zckpt.runtime.run import Run
+from zckpt.runtime.run import TrainingRun
 from zckpt.runtime.sharded import gradients
 from zckpt.runtime.sharded.parameter import ShardedParameter
 from zckpt.team.meeting import Meetings
@@ -60,7 +60,7 @@ class Room:
 
 
 def load(
-    run: Run, meetings: Meetings, directory: str, tag: str | None, options: LoadOptions
+    run: TrainingRun, meetings: Meetings, directory: str, tag: str | None, options: LoadOptions
 ) -> tuple[str, dict[str, Any]]:
     """Loads a checkpoint; see [Note: the order of a load].
 
@@ -96,7 +96,7 @@ def load(
 
 
 def _open(
-    run: Run, directory: str, tag: str | None, options: LoadOptions, stack: ExitStack
+    run: TrainingRun, directory: str, tag: str | None, options: LoadOptions, stack: ExitStack
 ) -> tuple[SavedRun, Fill, str]:
     """The checkpoint, what fills tensors from it, and its directory; `stack` closes it."""
     local = run.settings.config.checkpoint.use_node_local_storage
@@ -124,7 +124,7 @@ def _part(entry: TensorEntry, parameter: ShardedParameter) -> TensorEntry:
     return TensorEntry(entry.name, (count,), entry.dtype, entry.role, fragments)
 
 
-def _room(run: Run, saved: SavedRun) -> Room:
+def _room(run: TrainingRun, saved: SavedRun) -> Room:
     """Where all elements go; states that the optimizer does not have yet are made."""
     wanted: list[Want] = []
     catalog = saved.catalog
@@ -149,7 +149,7 @@ def _room(run: Run, saved: SavedRun) -> Room:
 
 
 @torch.no_grad()
-def _take_up(run: Run, saved: SavedRun, room: Room, fill: Fill) -> None:
+def _take_up(run: TrainingRun, saved: SavedRun, room: Room, fill: Fill) -> None:
     """Replaces everything but counters and generators."""
     run.reshard()
     run.zero_grad()
@@ -174,7 +174,7 @@ def _take_up(run: Run, saved: SavedRun, room: Room, fill: Fill) -> None:
         run.lr_scheduler.load_state_dict(saved.schedule)
 
 
-def _put_states(run: Run, room: Room) -> None:
+def _put_states(run: TrainingRun, room: Room) -> None:
     """Gives the optimizer the states that were filled; a number becomes what the optimizer had, or a tensor of one."""
     assert run.optimizer is not None
     group_of = {
@@ -201,7 +201,7 @@ def _undefined(error: Exception) -> Exception:
     return made
 
 
-def _set_counters(run: Run, saved: SavedRun, *, begins_step_again: bool) -> None:
+def _set_counters(run: TrainingRun, saved: SavedRun, *, begins_step_again: bool) -> None:
     """Sets counters, the loader's position and random generators; a step that was begun continues or begins again."""
     counters = saved.counters
     if counters is not None:

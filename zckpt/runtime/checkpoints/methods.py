@@ -22,7 +22,7 @@ from zckpt.runtime.checkpoints.background import Saving
 from zckpt.runtime.checkpoints.loading import load
 from zckpt.runtime.checkpoints.saved_run import LoadOptions
 from zckpt.runtime.checkpoints.saving import SaveOptions, save
-from zckpt.runtime.run import Run
+from zckpt.runtime.run import TrainingRun
 from zckpt.team.meeting import ENTRY_S, LOAD_S, Meetings
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ _log = logging.getLogger("zckpt.runtime")
 _numbers = count()
 
 
-class CheckpointedRun(Run):
+class CheckpointedRun(TrainingRun):
     """A run that can be saved, loaded and published."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:

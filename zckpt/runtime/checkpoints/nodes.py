@@ -29,7 +29,7 @@ from zckpt.layouts.zero.torch_files import Pair
 from zckpt.runtime.checkpoints.attempt import Attempt
 from zckpt.runtime.checkpoints.exchange import Exchange, RankStore, Rounds, Streamed
 from zckpt.runtime.checkpoints.inert import dtype_of
-from zckpt.runtime.run import Run
+from zckpt.runtime.run import TrainingRun
 from zckpt.runtime.sharded.parameter import ShardedParameter
 from zckpt.runtime.world import elements_of
 from zckpt.team.meeting import attempt, first_error
@@ -55,7 +55,7 @@ class NodeFiles:
         visible: by rank, the names of the files that it sees.
     """
 
-    run: Run
+    run: TrainingRun
     directory: str
     tag: str
     owners: Mapping[str, int]
@@ -122,7 +122,7 @@ class NodeFiles:
         return replace(fragment, store=remote)
 
 
-def gather_indexes(run: Run, directory: str, tag: str | None) -> NodeFiles | None:
+def gather_indexes(run: TrainingRun, directory: str, tag: str | None) -> NodeFiles | None:
     """The save, if no rank sees all of it; None if every rank sees the same files. Every rank calls it.
 
     Raises:
@@ -167,7 +167,7 @@ def gather_indexes(run: Run, directory: str, tag: str | None) -> NodeFiles | Non
     return NodeFiles(run, home, tag, owners, visible)
 
 
-def _on_every_rank(run: Run, make: Callable[[], Value]) -> list[Value]:
+def _on_every_rank(run: TrainingRun, make: Callable[[], Value]) -> list[Value]:
     """What `make` returns on every rank, by rank; an error of one rank is raised on all."""
     results: list[Any] = [None] * run.world_size
     dist.all_gather_object(results, attempt(make))

@@ -23,7 +23,7 @@ from zckpt.layouts.save.listing import Listing, rank_file
 from zckpt.layouts.zero.torch_files import Laid, TorchFile
 from zckpt.runtime.checkpoints.inert import mapping, to_inert
 from zckpt.runtime.checkpoints.state import RunState
-from zckpt.runtime.run import Run
+from zckpt.runtime.run import TrainingRun
 from zckpt.runtime.sharded import gradients
 
 MOMENT = ("global_steps", "micro_steps")
@@ -78,7 +78,9 @@ def lay_out(state: RunState, place: str) -> Laid | None:
     return Laid((made,), tuple(pairs))
 
 
-def read(run: Run, listing: Listing, moment: Mapping[str, object], called: Mapping[str, str]) -> RankStates | None:
+def read(
+    run: TrainingRun, listing: Listing, moment: Mapping[str, object], called: Mapping[str, str]
+) -> RankStates | None:
     """The file of this rank; None if there is none.
 
     Args:
@@ -121,7 +123,7 @@ def _counted(moment: Mapping[str, object]) -> str:
     return ", ".join(f"{name} {moment.get(name)}" for name in MOMENT)
 
 
-def _shape(run: Run) -> list[Any]:
+def _shape(run: TrainingRun) -> list[Any]:
     """What a run that takes up gradients must have in common with the run that made them."""
     settings = run.settings
     return [settings.zero.stage, run.world_size, run.sharded.size, settings.config.precision, run.batch.accumulation]

@@ -28,7 +28,7 @@ from zckpt.runtime.checkpoints.description import OWN
 from zckpt.runtime.checkpoints.inert import from_inert, mapping
 from zckpt.runtime.checkpoints.rank_states import MOMENT, RankStates
 from zckpt.runtime.checkpoints.state import buffers_of, group_members
-from zckpt.runtime.run import Run
+from zckpt.runtime.run import TrainingRun
 from zckpt.runtime.sharded.parameter import ShardedParameter
 
 _log = logging.getLogger("zckpt.runtime")
@@ -115,7 +115,7 @@ class SavedRun:
     client_state: dict[str, Any]
 
 
-def read(run: Run, opened: Opened, options: LoadOptions, seen: Listing) -> SavedRun:
+def read(run: TrainingRun, opened: Opened, options: LoadOptions, seen: Listing) -> SavedRun:
     """Reads and checks; changes nothing.
 
     Args:
@@ -158,12 +158,12 @@ def read(run: Run, opened: Opened, options: LoadOptions, seen: Listing) -> Saved
     )
 
 
-def _names(run: Run) -> list[str]:
+def _names(run: TrainingRun) -> list[str]:
     """The names of all tensors of the model, the tied ones too."""
     return [*(one.name for one in run.sharded.parameters), *run.sharded.aliases, *buffers_of(run)]
 
 
-def _training(run: Run, opened: Opened, options: LoadOptions, called: Mapping[str, str]) -> Training | None:
+def _training(run: TrainingRun, opened: Opened, options: LoadOptions, called: Mapping[str, str]) -> Training | None:
     """What the checkpoint holds beside the weights, under the model's names.
 
     Args:
@@ -192,7 +192,7 @@ def _training(run: Run, opened: Opened, options: LoadOptions, called: Mapping[st
     )
 
 
-def _check_model(run: Run, catalog: Catalog, strict: bool) -> None:
+def _check_model(run: TrainingRun, catalog: Catalog, strict: bool) -> None:
     """Checks that every tensor of the model is there, in its shape; frozen ones may be missing together.
 
     Raises:
@@ -225,7 +225,7 @@ def _check_model(run: Run, catalog: Catalog, strict: bool) -> None:
         )  # fmt: skip
 
 
-def _check_states(run: Run, training: Training) -> None:
+def _check_states(run: TrainingRun, training: Training) -> None:
     """Checks that the checkpoint's optimizer is of the run's kind, as far as either says.
 
     Raises:
@@ -267,7 +267,7 @@ def has(catalog: Catalog, name: str) -> bool:
 
 
 def _own_buffers(
-    run: Run, catalog: Catalog, mine: RankStates | None, seen: Listing, called: Mapping[str, str]
+    run: TrainingRun, catalog: Catalog, mine: RankStates | None, seen: Listing, called: Mapping[str, str]
 ) -> dict[str, TensorEntry]:
     """This rank's buffers, where the save was made by as many ranks and holds each one's."""
     refs: Mapping[str, Any] = {} if mine is None else mine.buffers
@@ -284,14 +284,14 @@ def _own_buffers(
     return found
 
 
-def _lost(run: Run, own: Mapping[str, Any], buffers: Mapping[str, object]) -> bool:
+def _lost(run: TrainingRun, own: Mapping[str, Any], buffers: Mapping[str, object]) -> bool:
     """Whether ranks had buffers of their own, and this rank's are missing."""
     ranks = own.get("differing_buffers") or []
     same_world = own.get("world_size") == run.world_size
     return run.global_rank in ranks and not buffers if same_world else bool(ranks)
 
 
-def _saved_groups(run: Run, training: Training) -> Iterable[tuple[int, SavedGroup]]:
+def _saved_groups(run: TrainingRun, training: Training) -> Iterable[tuple[int, SavedGroup]]:
     """Settings and states, by the number of the group."""
     owner = {name: group for group in training.groups for name in group.names}
     odd = mapping(mapping(training.model.get(OWN)).get("scalars"))
@@ -336,7 +336,7 @@ def _scaler(training: Training) -> dict[str, Any]:
     return {key: value for key, value in mapping(state).items() if isinstance(value, int | float)}
 
 
-def _counters(run: Run, rest: Mapping[str, Any], own: Mapping[str, Any]) -> Counters | None:
+def _counters(run: TrainingRun, rest: Mapping[str, Any], own: Mapping[str, Any]) -> Counters | None:
     steps, accumulation = rest.get("global_steps"), run.gradient_accumulation_steps()
     if not isinstance(steps, int):
         return None
@@ -357,7 +357,7 @@ def _counters(run: Run, rest: Mapping[str, Any], own: Mapping[str, Any]) -> Coun
     )
 
 
-def _rng(run: Run, opened: Opened, own: Mapping[str, Any]) -> Mapping[str, Any]:
+def _rng(run: TrainingRun, opened: Opened, own: Mapping[str, Any]) -> Mapping[str, Any]:
     """The random generators of the rank of this number, where there was one in a world of the same size."""
     listing = opened.place.listing
     rngs, shards = own.get("rngs"), listing.shards("optim")

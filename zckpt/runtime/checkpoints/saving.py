@@ -52,7 +52,7 @@ from zckpt.runtime.checkpoints.publication import Publication
 from zckpt.runtime.checkpoints.rank_states import digest_of
 from zckpt.runtime.checkpoints.state import RunState, capture
 from zckpt.runtime.checkpoints.tags import check_tag
-from zckpt.runtime.run import Run
+from zckpt.runtime.run import TrainingRun
 from zckpt.runtime.sharded.offload import home_of
 from zckpt.team.meeting import ENTRY_S, Meetings
 
@@ -76,7 +76,7 @@ class SaveOptions:
     only_trained: bool = False
 
 
-def save(run: Run, meetings: Meetings, options: SaveOptions, client_state: Mapping[str, Any]) -> Saving | None:
+def save(run: TrainingRun, meetings: Meetings, options: SaveOptions, client_state: Mapping[str, Any]) -> Saving | None:
     """Saves a run; see [Note: the order of a save].
 
     Returns:
@@ -106,7 +106,11 @@ def save(run: Run, meetings: Meetings, options: SaveOptions, client_state: Mappi
 
 
 def _plan_together(
-    run: Run, meetings: Meetings, publication: Publication, options: SaveOptions, client_state: Mapping[str, Any]
+    run: TrainingRun,
+    meetings: Meetings,
+    publication: Publication,
+    options: SaveOptions,
+    client_state: Mapping[str, Any],
 ) -> tuple[PlannedSave, str]:
     """The save, planned on every rank, and the directory that this rank's files are written in."""
     with Attempt() as tried:
@@ -137,7 +141,7 @@ def _finish(meetings: Meetings, publication: Publication, planned: PlannedSave, 
         meetings.part()
 
 
-def _enter(run: Run, meetings: Meetings, options: SaveOptions) -> Publication:
+def _enter(run: TrainingRun, meetings: Meetings, options: SaveOptions) -> Publication:
     """Meets the others, and agrees on the tag."""
     checkpoint = run.settings.config.checkpoint
     words = meetings.meet("save_checkpoint", options.tag, within_s=ENTRY_S)
@@ -209,7 +213,7 @@ class _Known:
     plans: Sequence[RoundPlan] | None
 
 
-_known: WeakKeyDictionary[Run, _Known] = WeakKeyDictionary()
+_known: WeakKeyDictionary[TrainingRun, _Known] = WeakKeyDictionary()
 
 
 @dataclass(frozen=True, slots=True)

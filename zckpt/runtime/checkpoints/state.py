@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from zckpt.runtime.generators import rng_state
-from zckpt.runtime.run import Run
+from zckpt.runtime.run import TrainingRun
 from zckpt.runtime.sharded.gradients import Gradients, taken
 from zckpt.runtime.sharded.parameter import ShardedParameter
 
@@ -79,7 +79,7 @@ class RunState:
         differing: the ranks whose buffers differ from rank 0's; empty until the ranks have compared them.
     """
 
-    run: Run
+    run: TrainingRun
     parts: tuple[ParameterPart, ...]
     groups: tuple[StateGroup, ...]
     aliases: dict[str, str]
@@ -100,7 +100,7 @@ _COUNTERS = ("global_steps", "global_samples", "micro_steps", "pending_micro_ste
 
 
 @torch.no_grad()
-def capture(run: Run) -> RunState:
+def capture(run: TrainingRun) -> RunState:
     """The state of a run, between two micro batches. No collective is called; every rank sees its own parts."""
     group_of = {id(master): number for number, group in enumerate(run.groups) for master in group["params"]}
     return RunState(
@@ -121,7 +121,7 @@ def capture(run: Run) -> RunState:
     )
 
 
-def _part(run: Run, parameter: ShardedParameter, group_of: Mapping[int, int]) -> ParameterPart:
+def _part(run: TrainingRun, parameter: ShardedParameter, group_of: Mapping[int, int]) -> ParameterPart:
     parameter.bind()
     master = parameter.master
     states: dict[str, torch.Tensor] = {}
@@ -135,13 +135,13 @@ def _part(run: Run, parameter: ShardedParameter, group_of: Mapping[int, int]) ->
     return ParameterPart(parameter, parameter.part(), group_of.get(id(master)), states, scalars)
 
 
-def group_members(run: Run) -> list[list[ShardedParameter]]:
+def group_members(run: TrainingRun) -> list[list[ShardedParameter]]:
     """What this rank holds of the parameters in each group of the run's optimizer."""
     by_master = {id(one.master): one for one in run.sharded.parameters if one.master is not None}
     return [[by_master[id(master)] for master in group["params"]] for group in run.groups]
 
 
-def buffers_of(run: Run) -> dict[str, torch.Tensor]:
+def buffers_of(run: TrainingRun) -> dict[str, torch.Tensor]:
     """The persistent buffers of the model, by name."""
     found: dict[str, torch.Tensor] = {}
     for module, key, name in _places(run):
@@ -151,12 +151,12 @@ def buffers_of(run: Run) -> dict[str, torch.Tensor]:
     return found
 
 
-def names_of_tensors(run: Run) -> list[str]:
+def names_of_tensors(run: TrainingRun) -> list[str]:
     """The names of parameters and buffers in the order of the model's state dict, tied ones under each name."""
     return [name for _, _, name in _places(run)]
 
 
-def _places(run: Run) -> Iterator[tuple[nn.Module, str, str]]:
+def _places(run: TrainingRun) -> Iterator[tuple[nn.Module, str, str]]:
     """Where parameters and buffers are registered: the module, the name there, and the name in the model."""
     for prefix, module in run.module.named_modules():
         for key in (*module._parameters, *module._buffers):
