@@ -19,7 +19,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from torch.utils.data import Dataset, IterableDataset
 
 from zckpt import runtime, verify
-from zckpt.base.errors import InconsistentError
+from zckpt.base.errors import InconsistentError, UsageError
 
 
 @pytest.fixture(autouse=True)
@@ -295,6 +295,20 @@ def test_gradients_of_another_save_are_refused(tmp_path: Path) -> None:
     ):
         engine.load_checkpoint(tmp_path)
     assert all(torch.equal(a, b) for a, b in zip(before.values(), whole(engine).values(), strict=True))
+
+
+def test_a_refused_tag_leaves_the_saves_as_they_are(tmp_path: Path) -> None:
+    """Each of these names once made later saves or loads fail."""
+    engine = start(Net(), config())
+    engine.save_checkpoint(tmp_path, "first")
+    before = sorted(path.name for path in tmp_path.iterdir())
+    for tag in ("zero", "mp_rank_00_model_states.pt", "latest", "zero_to_fp32.py", " x", "x "):
+        with pytest.raises(UsageError):
+            engine.save_checkpoint(tmp_path, tag)
+        assert sorted(path.name for path in tmp_path.iterdir()) == before
+        assert engine.load_checkpoint(tmp_path)[0] == str(tmp_path / "first")
+    engine.save_checkpoint(tmp_path, "x" * 240)
+    assert engine.load_checkpoint(tmp_path)[0] == str(tmp_path / ("x" * 240))
 
 
 def whole(engine: runtime.Engine) -> dict[str, torch.Tensor]:
