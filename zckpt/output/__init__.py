@@ -1,4 +1,4 @@
-"""An output appears whole or not at all: one protocol for everything that zckpt writes on a local file system.
+"""Writes outputs so that a reader sees all of an output or nothing of it: one protocol for all files on a local file system.
 
 For every job that writes files, and for the trainer's saves.
 
@@ -12,6 +12,6 @@ For every job that writes files, and for the trainer's saves.
     zckpt's to move), the order makes every moment safe: what is replaced is moved into the work directory, indexes first;
     then the new files are moved in, indexes and manifest last. A reader sees the old output, the new one, or no index.
  4. Clean. Only what was replaced is deleted: files that the old `zckpt.json` lists, or that have new versions.
- 5. Recover. Whoever takes the work directory next first finishes what is sealed. What is still to be done follows from what
-    still lies there, never from sizes or checksums. A work directory with a seal is never removed.
+ 5. Recover. The next run that takes the work directory first finishes a sealed commit. It finds the remaining steps by
+    looking at which files have not been moved yet, never by sizes or checksums. A work directory with a seal is never removed.
 """

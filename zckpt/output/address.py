@@ -1,21 +1,21 @@
-"""Outputs at addresses: how a new one takes the place of an old one where nothing can be renamed.
+"""Replaces an output at an address by a new one, in stores that cannot rename files.
 
-For `streaming`. A store has no rename, and no step that changes two files. So the order of single steps makes every moment safe:
-a reader finds the old output, the new one, or an output that is plainly not loadable; never parts of both.
+For `delivery_to_address`. A store has no rename, and no step that changes two files. So single steps are done in an
+order in which a reader always finds the old output, the new one, or an output that no loader accepts; never parts of both.
 
 [Note: the protocol]
- 1. Stage. A record, `.zckpt-job.json` at the address, says what is about to be written. The shards are sent under names that
-    nothing has yet: where a name is taken, all shards get names with a part of their own, such as
+ 1. Stage. A record, `.zckpt-job.json` at the address, lists what is about to be written. The shards are sent under names that
+    no file has yet: where a name is taken, a part is added to the names of all shards, as in
     `model-1a2b3c4d-00001-of-00002.safetensors`. An output that is one file keeps its name; the end of its upload waits for 3.
- 2. Seal. The record now holds all that is still to be written (index, config, tokenizer, manifest: small files) and what is
-    then to be deleted: of the old output, only what its own `zckpt.json` lists.
+ 2. Seal. The record now holds the small files that are still to be written (index, config, tokenizer, manifest) and lists
+    the files that are deleted after that: of the old output, only those that its own `zckpt.json` lists.
  3. Commit. In this order: the old `zckpt.json` goes, and where small files change, the old `config.json` too (no loader takes
     weights without it); the index, or the one file, appears; old indexes and small files go; new small files appear,
     `config.json` late and `zckpt.json` last.
- 4. Clean. The old shards go. The record becomes a note of what was done: by it the same command knows its output again.
- 5. Recover. Whoever writes there next first looks at the record. What was not sealed is removed (or gone on with, by the same
-    command). What was sealed is finished: each step may be done twice. An output of one file whose upload was not completed
-    is given up, and what 3 had deleted is put back from the record.
+ 4. Clean. The old shards are deleted. The record now says what was done, so that the same command recognizes its output.
+ 5. Recover. The next run that writes to the address first reads the record. It removes files of an unsealed run (the same
+    command keeps them and continues). It finishes a sealed run: each step may be done twice. If the upload of an output of one
+    file was not completed, it gives that output up, and puts back from the record what step 3 had deleted.
 
 What loaders see while 3 runs; transformers takes `model.safetensors` before `model.safetensors.index.json`, vLLM and others the
 index before the file, and each of these pairs is whole at any moment:
@@ -30,7 +30,7 @@ index before the file, and each of these pairs is whole at any moment:
 | `.bin` | `.safetensors` | as from nothing; then the old index or file goes |
 | `.safetensors` | `.bin` | the old index or file goes; the new one is there before |
 
-There is no lock at an address. Two runs at a time are noticed by the record, which is then another's: the first run stops.
+There is no lock at an address. A run that finds the record of another run stops.
 """
 
 from __future__ import annotations
@@ -52,10 +52,10 @@ from zckpt.storage.location import Location
 
 CONFIG = "config.json"
 RECORD = ".zckpt-job.json"
-"""What a run says of itself, in a directory; of one file it lies beside, as `model.bin.zckpt-job.json`."""
+"""Name of a run's record in an output directory; the record of one file is beside it, as `model.bin.zckpt-job.json`."""
 
 MOST_SMALL_BYTES = 96 << 20
-"""Of all small files of an output together: they pass through the record, which has to be readable."""
+"""The most bytes of all small files of an output together: they are stored in the record, which is read whole."""
 
 _MOST_RECORD_BYTES = 2 * MOST_SMALL_BYTES
 
@@ -66,7 +66,7 @@ class SentToAddress:
 
     Attributes:
         file: what is known of its bytes.
-        mark: what the store says of it and changes when it is written again; "" where it says nothing.
+        mark: text that changes when the file is written again (see `fsspec_io.mark`); "" if the store has no such fact.
     """
 
     file: Finished
@@ -78,19 +78,19 @@ class AddressRecord:
     """What a run says of itself at the address that it writes to.
 
     Attributes:
-        job: fingerprint of all that decides the output's bytes.
-        run: tells one run from another.
+        job: fingerprint of everything that the output's bytes depend on.
+        run: a random name of the run.
         state: "staging", "sealed" or "done".
-        names: of the files that are about to be sent, and that nothing had before.
-        sent: those of them that are there; of what is sealed, also small files that stay as they are, and the one file; of
-            what is done, all files and the manifest.
-        head: of an output that is one file, its name; otherwise "".
-        before: what lay under `head` when the record was sealed: its mark, or "" for nothing or nothing known.
+        names: of the files that are about to be sent; no file had these names before.
+        sent: files of `names` that were sent. In a sealed record, also small files that stay as they are, and the one file.
+            In a record that is done, all files and the manifest.
+        head: name of an output that is one file; "" for a directory.
+        before: mark of the file `head` when the record was sealed; "" if there was none or its mark is not known.
         contents: small files that are written at the commit, in this order.
-        deleted: small files that the commit deletes first, with their bytes: they are put back if it is given up.
-        heads: old indexes and small files, which go when the new weights are there.
-        old: old shards, which go last.
-        last: the record that was there before; None for none.
+        deleted: small files that the commit deletes first, with their bytes: they are written back if the run is given up.
+        heads: old indexes and small files, which are deleted when the new weights are there.
+        old: old shards, which are deleted last.
+        last: the record that was there before; None if there was no record.
     """
 
     job: str
@@ -107,7 +107,7 @@ class AddressRecord:
     last: AddressRecord | None = None
 
     def as_json(self) -> dict[str, object]:
-        """The record's file."""
+        """The contents of the record's file, for `json.dumps`."""
         return {
             "zckpt": "what a run wrote here, or was about to write; the next run reads it",
             "job": self.job, "run": self.run, "state": self.state, "names": list(self.names),
@@ -144,7 +144,7 @@ class OutputAddress:
         return self._home / name
 
     def names(self) -> set[str]:
-        """What is there: of a directory everything, of one file what belongs to it."""
+        """Names of the files that exist: all in a directory; of one file, it and its manifest and record."""
         if self.single:
             return {n for n in (self.own, self.manifest, self.record) if fsspec_io.kind(self.at(n).path) is not None}
         try:
@@ -206,7 +206,7 @@ class OutputAddress:
             return False
 
     def checksum(self, name: str, nbytes: int) -> int:
-        """The CRC-32 of a file that is there, read in pieces."""
+        """The CRC-32 of the first `nbytes` bytes of an existing file, read in pieces."""
         crc, block = 0, uploads.PART_BYTES
         for offset in range(0, nbytes, block):
             crc = zlib.crc32(self.at(name).read(min(block, nbytes - offset), offset), crc)
@@ -225,10 +225,10 @@ def recover(place: OutputAddress, job: str) -> tuple[SentToAddress, ...]:
 
     Args:
         place: the address.
-        job: what is to be written there now.
+        job: fingerprint of the job that is about to write there.
 
     Returns:
-        Files that an interrupted run of the same job had sent, as they still are: nobody needs to send them again.
+        Files that an interrupted run of the same job had sent and that are unchanged: they need not be sent again.
 
     Raises:
         OutputError: the new output cannot be completed, and the old one is gone.
@@ -248,7 +248,7 @@ def give_up(place: OutputAddress, record: AddressRecord, but: Collection[str] = 
     """Removes what a run wrote, and puts back what it had deleted. Its record goes last, or stays while files do."""
     if record.state == "sealed":
         record = replace(record, state="staging", contents={}, heads=(), old=())
-        place.write_record(record)  # from here on nobody finishes it
+        place.write_record(record)  # from here on no run finishes it
     for name, data in sorted(record.deleted.items(), key=lambda item: (_rank(place, item[0]), item[0])):
         place.put(name, data)
     place.remove(set(record.names) - set(but))
@@ -266,10 +266,10 @@ def settle(place: OutputAddress, record: AddressRecord, complete: Callable[[], N
     Args:
         place: the address.
         record: the seal.
-        complete: makes the one file of the output appear; None when another run was to do that.
+        complete: makes the one file of the output appear; None if an interrupted run was to do that.
 
     Returns:
-        Whether the new output is in place. False: it was given up, and the old one is there as it was.
+        True if the new output is in place; False if it was given up, and the old one is unchanged.
     """
     if record.head and complete is None and not _has_appeared(place, record):
         give_up(place, record)

@@ -1,4 +1,4 @@
-"""What must not be written: refused before any work is done."""
+"""Checks before any work is done that an output may be written, and that there is room for it."""
 
 from __future__ import annotations
 
@@ -22,13 +22,14 @@ def check_path(
     Args:
         out: the output.
         single: whether it is one file rather than a directory.
-        overwrite: whether an existing output may be replaced. One that an interrupted run left unfinished is no reason to
-            refuse, nor is one that this very command may have made: the run that resumes it checks again.
+        overwrite: whether an existing output may be replaced. An output that an interrupted run left unfinished, or that the
+            same command may have made, is not refused: the run that resumes it checks again.
         protected: files and directories of the input: the output may not be, be in, or hold one of them.
         merge: whether files are put into a directory that exists.
 
     Raises:
-        OutputError: one of these. UnsupportedError: it is an address.
+        OutputError: the output must not be written.
+        UnsupportedError: it is an address.
     """
     if out.is_remote:
         raise UnsupportedError(
@@ -65,11 +66,11 @@ def check_kind(out: Location, found: str | None, *, single: bool) -> None:
 
     Args:
         out: the output.
-        found: "file", "directory", or None for nothing.
+        found: "file" or "directory"; None if nothing exists there.
         single: whether the new output is a file.
 
     Raises:
-        OutputError: it would.
+        OutputError: it would replace one by the other.
     """
     wanted = "file" if single else "directory"
     if found not in (None, wanted):
@@ -81,10 +82,10 @@ def check_kind(out: Location, found: str | None, *, single: bool) -> None:
 
 
 def keep_apart(out: Location, protected: Iterable[Location]) -> None:
-    """Refuses an output that would touch the input: one that is, is in, or holds one of its files or directories.
+    """Refuses an output that would change the input.
 
     Raises:
-        OutputError: it is such an output.
+        OutputError: the output is one of the input's files or directories, is in one, or contains one.
     """
     for home in sorted(set(protected), key=str):
         inside = out.is_within(home)
@@ -96,7 +97,7 @@ def keep_apart(out: Location, protected: Iterable[Location]) -> None:
 
 
 def refuse_existing(path: str) -> None:
-    """Refuses a local output that exists; an empty directory does not count, nor does an empty mount point.
+    """Refuses a local output that exists; an empty directory or mount point is accepted.
 
     Raises:
         OutputError: it exists.
@@ -117,17 +118,17 @@ def exists(out: Location, *, is_directory: bool) -> OutputError:
 
 
 def check_space(out: Location, needed_bytes: int) -> None:
-    """Makes sure before the first byte is written that the disk has room. What an earlier run left is used or removed.
+    """Checks before the first byte is written that the disk has room; bytes that an earlier run left count as free.
 
     Raises:
-        OutputError: it has too little.
+        OutputError: the disk has too little room.
     """
     if not out.is_remote:
         check_free(os.path.dirname(directory_for(out.path)), needed_bytes - left_bytes(out.path), out.path)
 
 
 def check_free(place: str, needed_bytes: int, out: str) -> None:
-    """Makes sure of room for `out` on the file system of a place.
+    """Checks that the file system of `place` has room for `out`.
 
     Raises:
         OutputError: there is too little.

@@ -1,8 +1,8 @@
-"""A sealed output gets its name; what it replaced is deleted. Each step may be the last one that a process does.
+"""Gives a sealed output its name, and deletes what it replaces. The process may be killed after each step.
 
-[Note: what is still to be done] A staged directory that still has its inode number in the work directory has not changed
-places. A staged file that is still there has not been moved; an old file that still has its inode number under the output's
-name has not been moved away. So every step can be told from those that were done, and doing them again does no harm.
+[Note: what is still to be done] If the staged directory still has its inode number in the work directory, it has not been
+exchanged. If a staged file is still there, it has not been moved; if an old file still has its inode number under the output's
+name, it has not been moved away. So `Commit` finds out which steps were done, and doing a step twice does no harm.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from zckpt.output.work_directory import WorkDirectory
 
 
 def inode(path: str) -> int:
-    """The inode number of what has a name, links not followed; 0 where nothing has it."""
+    """The inode number of a path, links not followed; 0 if it does not exist."""
     try:
         return os.lstat(path).st_ino
     except (FileNotFoundError, NotADirectoryError):
@@ -28,18 +28,18 @@ def inode(path: str) -> int:
 
 
 def is_index(path: str) -> bool:
-    """Whether readers begin at this file: without it they find nothing of what it names."""
+    """Whether readers begin at this file: without it they do not find the files that it names."""
     name = os.path.basename(path)
     return name.endswith(".index.json") or name in (".metadata", "latest", "latest_universal")
 
 
 def in_order(paths: Iterable[str]) -> list[str]:
-    """Data first, then the indexes that name them, the manifest last: a reader never follows an index to a missing file."""
+    """Sorts data first, then indexes, then the manifest: a reader that follows an index never finds a file missing."""
     return sorted(paths, key=lambda path: (is_manifest(path), is_index(path), path))
 
 
 def is_manifest(path: str) -> bool:
-    """Whether this is an output's manifest."""
+    """Whether the path is that of an output's manifest."""
     return path == manifest.NAME or path.endswith(f".{manifest.NAME}")
 
 
@@ -53,15 +53,15 @@ def seal_of(
     files: Iterable[journal.Finished] = (),
     by_file: bool = False,
 ) -> Seal:
-    """What a commit is to do: worked out before it begins, from what lies in the work directory and under the name.
+    """Plans a commit before it begins, from the files in the work directory and under the output's name.
 
     Args:
-        work: the files are staged there.
+        work: the work directory that the files are staged in.
         out: the output's path.
         single: whether it is one file, with its manifest.
-        swap: whether the whole directory changes places; else files are moved one by one.
-        deleted: files of the old output that go, relative to its directory.
-        files: those of the new output, but for its manifest.
+        swap: whether the whole directory is exchanged; otherwise files are moved one by one.
+        deleted: files of the old output to delete, relative to its directory.
+        files: of the new output, without its manifest.
         by_file: whether old directories are left where they are, and only files are moved out of them.
     """
     deleted = tuple(sorted(deleted))
@@ -81,12 +81,12 @@ def seal_of(
 
 
 def _above(paths: Iterable[str]) -> set[str]:
-    """The directories that these paths lie in."""
+    """All directories above these paths."""
     return {path[:at] for path in paths for at, letter in enumerate(path) if letter == "/"}
 
 
 def _units(out: str, deleted: set[str], below: str = "") -> list[str]:
-    """The fewest names that stand for these files: a directory that holds nothing else is one."""
+    """These files as the fewest paths: a directory that holds no other file is one path."""
     units: list[str] = []
     above = _above(deleted)
     for entry in os.listdir(os.path.join(out, below)):
@@ -108,7 +108,7 @@ def _ends(root: str, directories: list[str]) -> list[str]:
 
 
 def _entering(staged: str, out: str, leaving: set[str], below: str = "") -> list[str]:
-    """What is to be moved: directories as wholes, where the output has none of that name, or has none any more."""
+    """Paths to move into the output: a directory whole if the output has none of its name, or moves it away."""
     found: list[str] = []
     for entry in os.listdir(os.path.join(staged, below)):
         path = os.path.join(below, entry)
@@ -120,12 +120,12 @@ def _entering(staged: str, out: str, leaving: set[str], below: str = "") -> list
 
 
 class Commit:
-    """What a seal says, step by step.
+    """Carries out the steps of a seal.
 
     Args:
-        work: the work directory, which is this process's.
+        work: the work directory; this process holds its lock.
         out: the output's path.
-        seal: what is to be done.
+        seal: the steps.
     """
 
     def __init__(self, work: WorkDirectory, out: str, seal: Seal) -> None:
@@ -148,10 +148,10 @@ class Commit:
         )
 
     def carry_out(self) -> None:
-        """Does what is left to do; the output has its name then, durably.
+        """Does the steps that are left; after that the output has its name, durably.
 
         Raises:
-            OutputError: somebody has put other files there since.
+            OutputError: another program has put files there since the seal was written.
             OSError: a step failed.
         """
         if self._seal.how == "swap":
@@ -185,7 +185,7 @@ class Commit:
                 os.rename(staged, out)
 
     def _without_swapping(self) -> Seal:
-        """The same, file by file: for directories that cannot be renamed though nothing is mounted there (overlayfs)."""
+        """The seal for moving file by file: for directories that are no mount points and cannot be renamed (overlayfs)."""
         work, seal = self._work, self._seal
         for root, _, names in os.walk(work.files):
             for name in names:
@@ -233,7 +233,7 @@ class Commit:
         )  # fmt: skip
 
     def undo(self) -> bool:
-        """Puts back what was moved; whether all is as it was before. Where it is not, the seal must stay."""
+        """Moves everything back. Returns whether that succeeded and the seal was withdrawn; if not, the seal must stay."""
         staged, aside, seal = self._work.files, self._work.aside, self._seal
         try:
             if seal.how == "swap":
@@ -257,7 +257,7 @@ class Commit:
         return True
 
     def clean(self) -> None:
-        """Deletes what was replaced, once the new output has its name."""
+        """Deletes the replaced files; call it when the new output has its name."""
         for displaced in (self._work.aside, self._work.files):
             if inode(displaced):
                 self._discard(displaced, "")
@@ -269,7 +269,7 @@ class Commit:
         journal.end_seal(self._work.journal, "done")
 
     def _discard(self, displaced: str, below: str) -> None:
-        """Deletes what the seal names, and further names of files that stay; puts anything else into the new output."""
+        """Deletes files that the seal lists, and second names of files that stay; moves all others into the new output."""
         deleted = set(self._seal.deleted)
         above = _above(deleted)
         inside = os.path.join(displaced, below)
@@ -288,7 +288,7 @@ class Commit:
         os.rmdir(inside)
 
     def _keep(self, old: str, new: str) -> None:
-        """Somebody made this after the new directory was filled: it is not zckpt's to delete."""
+        """Moves a file that another program made after the new directory was filled: zckpt must not delete it."""
         os.makedirs(os.path.dirname(new), exist_ok=True)
         os.rename(old, new)
 
@@ -303,14 +303,14 @@ def recover(work: WorkDirectory, out: str) -> JournalRecord:
     """Brings to an end what a run had sealed that was killed.
 
     Args:
-        work: a work directory that is this process's.
+        work: the work directory; this process holds its lock.
         out: the output's path.
 
     Returns:
-        What its journal said.
+        The journal's record, as it was before.
 
     Raises:
-        OutputError: it cannot be done; nothing is lost.
+        OutputError: the commit cannot be finished; no file is lost.
     """
     record = journal.read(work.journal)
     if record.seal is not None:
@@ -324,7 +324,7 @@ def recover(work: WorkDirectory, out: str) -> JournalRecord:
                 remedy="Move it away. Nothing was changed.",
             )  # fmt: skip
         try:
-            if not commit.is_whole() and commit.undo():  # a machine's crash took what a disk said it had
+            if not commit.is_whole() and commit.undo():  # the machine crashed, and files that were synced are not whole
                 return journal.read(work.journal)
             commit.carry_out()
             commit.clean()

@@ -1,7 +1,7 @@
-"""What an output's directory holds already: what a new output replaces, what stays, and what must not be there.
+"""Decides which files of an existing output directory a new output replaces, and which files stay.
 
-Only files that the directory's own `zckpt.json` lists are zckpt's to delete. Everything else is somebody's: it stays, or it
-is a reason to refuse, where the new output would write over it or where a loader would take it instead of the new weights.
+zckpt deletes only files that the directory's own `zckpt.json` lists. All other files stay. The output is refused if it would
+write over one of them, or if a loader would read one of them instead of the new weights.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ WEIGHTS = re.compile(
     r"(model|pytorch_model|diffusion_pytorch_model|adapter_model|consolidated)[\w.-]*\.(safetensors|bin|pt|pth|ckpt|h5|msgpack)"
     r"(\.index\.json)?|[\w.-]+\.(safetensors|bin)\.index\.json"
 )
-"""Files that loaders take for a model's weights, by their names."""
+"""Names of files that loaders read as a model's weights."""
 
 
 @dataclass(frozen=True, slots=True)
 class Replacement:
-    """What becomes of a directory's files when a new output takes its place. Paths are relative to it.
+    """What happens to a directory's files when a new output replaces it. Paths are relative to it.
 
     Attributes:
-        deleted: files that are replaced, or that belong to the old output alone.
+        deleted: files that are replaced, or that belong only to the old output.
         stays: other files and links.
-        untouched: directories that hold nothing that is replaced; nobody looked into them.
-        rivals: of what stays, weights that a loader might take instead of the new ones.
+        untouched: directories without files that are replaced; they were not listed.
+        rivals: files of `stays` that a loader might read instead of the new weights.
     """
 
     deleted: tuple[str, ...]
@@ -42,15 +42,15 @@ class Replacement:
 
 
 def replacement(out: Location, names: Collection[str], *, merge: bool) -> Replacement:
-    """What a new output replaces in a directory of this machine that exists.
+    """What a new output replaces in an existing directory of this machine.
 
     Args:
         out: the directory.
         names: files of the new output.
-        merge: whether files of these names are the caller's to replace, whoever wrote them.
+        merge: whether files with these names are replaced even if zckpt did not write them.
 
     Raises:
-        OutputError: files are in the way that zckpt did not write.
+        OutputError: files that zckpt did not write are in the way.
     """
     listed = listed_in(out, entries(out.path), merge=merge)
     new = {*names, manifest.NAME}
@@ -59,15 +59,15 @@ def replacement(out: Location, names: Collection[str], *, merge: bool) -> Replac
 
 
 def listed_in(out: Location, there: Collection[str], *, merge: bool) -> set[str]:
-    """The files that are zckpt's to delete: its manifest, and those that the manifest lists.
+    """The files that zckpt may delete: its manifest, and the files that the manifest lists.
 
     Args:
         out: the directory.
         there: names of what is in it.
-        merge: whether an output without a manifest that can be read is allowed.
+        merge: whether a directory without a readable manifest is allowed.
 
     Raises:
-        OutputError: it is not allowed, and there is none.
+        OutputError: it is not allowed, and there is no readable manifest.
     """
     if manifest.NAME in there:
         try:
@@ -96,18 +96,18 @@ def decided(
     *,
     merge: bool,
 ) -> Replacement:
-    """What becomes of the files of a directory, wherever it is.
+    """What happens to the files of a directory, on this machine or at an address.
 
     Args:
         out: the directory, for messages.
-        files: that are in it, relative to it.
-        untouched: directories in it that hold nothing that is listed or new.
-        listed: files that are zckpt's to delete.
-        new: files of the new output, its manifest among them.
-        merge: whether files of these names are replaced, whoever wrote them.
+        files: files in it, relative to it.
+        untouched: directories in it without a file of `listed` or `new`.
+        listed: files that zckpt may delete.
+        new: files of the new output, with its manifest.
+        merge: whether files with these names are replaced even if zckpt did not write them.
 
     Raises:
-        OutputError: files are in the way that zckpt did not write.
+        OutputError: files that zckpt did not write are in the way.
     """
     if merge:
         gone = {name for name in files if name in new or (name in listed and WEIGHTS.fullmatch(name))}
@@ -131,7 +131,7 @@ def decided(
 
 
 def _survey(out: str, names: Collection[str]) -> tuple[list[str], list[str]]:
-    """Files and links in a directory, and directories in it which none of these names lies in."""
+    """Files and links in a directory, and the directories in it that contain none of these names."""
     entered = {path[:at] for path in names for at, letter in enumerate(path) if letter == "/"}
     files: list[str] = []
     untouched: list[str] = []
@@ -152,6 +152,6 @@ def _survey(out: str, names: Collection[str]) -> tuple[list[str], list[str]]:
 
 
 def _in_the_way(stays: Collection[str], untouched: Collection[str], new: Collection[str]) -> list[str]:
-    """What stays though a new file, or a directory of new files, is to have its name."""
+    """Paths that stay and have the name of a new file or of a directory of new files."""
     above = {path[:at] for path in new for at, letter in enumerate(path) if letter == "/"}
     return sorted(path for path in (*stays, *untouched) if path in new or path in above)

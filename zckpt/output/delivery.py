@@ -1,7 +1,7 @@
-"""Carries a plan out and delivers what it makes, whole, with its manifest; goes on where an interrupted run ended.
+"""Carries out a plan and publishes its output whole, with a manifest; resumes an interrupted run.
 
-For every job that writes files. An interrupted run is gone on with when it was the same job, and only with files that are
-still what it wrote.
+For every job that writes files. A run resumes an earlier one if that was the same job, and keeps those of its files that are
+unchanged.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from zckpt.team.together import Team, team
 def check_output(
     out: Location, *, single: bool, overwrite: bool, protected: Iterable[Location], merge: bool = False
 ) -> None:
-    """Refuses an output that must not be written, before any work is done; arguments and errors as for `check_path`."""
+    """Refuses an output that must not be written, before any work is done; arguments and errors as in `check_path`."""
     if out.is_remote:
         keep_apart(out, protected)
         delivery_to_address.check_address(out, single=single, overwrite=overwrite, merge=merge)
@@ -44,15 +44,15 @@ def check_output(
 def deliver(
     order: Order, progress: Callable[[int], None] | None = None, say: Callable[[str], None] = lambda note: None
 ) -> Delivered:
-    """Moves and commits, and resumes an interrupted run of the same job.
+    """Writes and publishes an output, and resumes an interrupted run of the same job.
 
     Args:
-        order: what is to be delivered.
+        order: the output and how it is made.
         progress: called with the bytes written so far.
-        say: called with what a person should know while it runs.
+        say: called with sentences for a person while it runs.
 
     Raises:
-        ZckptError: one of its kinds says what is wrong; nothing stands under the output's name then that did not before.
+        ZckptError: one of its kinds says what is wrong; what had the output's name before is unchanged then.
     """
     if order.out.is_remote:
         return delivery_to_address.send(order, progress, say)
@@ -67,7 +67,7 @@ def deliver(
 
 
 def _lead(those: Team, order: Order, progress: Callable[[int], None] | None, say: Callable[[str], None]) -> Delivered:
-    """The work of one process alone, or of the one that leads others."""
+    """The work of the only process, or of process 0 of several."""
     names = [entry.name for _, entry in order.plan.pairs]
     job = fingerprint(order.plan, order.copies, order.overflow, order.single)
     watch = progress if those.size == 1 else those.watched(None)
@@ -121,17 +121,18 @@ def _lead(those: Team, order: Order, progress: Callable[[int], None] | None, say
 
 
 def _delivered_elsewhere(told: Any) -> Delivered:
-    """What process 0 says was delivered."""
+    """The `Delivered` of process 0, from what it sent."""
     overflows = {name: (int(count), float(largest)) for name, (count, largest) in told["overflows"].items()}
     files = tuple((path, nbytes) for path, nbytes in told["files"])
     return Delivered(files, told["engine"], told["kept"], overflows, (), told["already_done"])
 
 
 def _agree(those: Team, order: Order) -> None:
-    """Makes sure that all processes are about to do the same.
+    """Checks that all processes have the same job.
 
     Raises:
-        UsageError: they were asked for other things. InconsistentError: they see other files.
+        UsageError: they have different arguments.
+        InconsistentError: they see different files.
     """
     asked = (order.overflow, order.single, order.overwrite, order.merge, order.dtype and order.dtype.name)
     job = fingerprint(order.plan, order.copies, *asked, sorted(map(repr, order.options.items())), state=seen)
@@ -157,7 +158,7 @@ def _agree(those: Team, order: Order) -> None:
 def still_sound(
     directory: str, left: Mapping[str, Finished], pace: Pace, progress: Callable[[int], None] | None = None
 ) -> dict[str, Finished]:
-    """What an earlier run finished and is still what it wrote: every byte of it is read again."""
+    """The files of `left` that still have their sizes and checksums, by path; reads every byte of them."""
     sound: dict[str, Finished] = {}
     read = 0
     for path, file in left.items():

@@ -1,8 +1,7 @@
-"""Outputs on other machines: each file is sent while it is made, in order, by multi-part upload; no copy on this disk.
+"""Writes outputs to addresses: sends each file while it is made, by multi-part upload, without a copy on this disk.
 
-For conversions whose OUT is an address (`s3://bucket/weights`). How the new output takes the old one's place is the business of
-`output.address`. A `.bin` file has its checksums before its numbers, so its numbers are read twice: once for the checksums,
-once to send them.
+For conversions whose OUT is an address (`s3://bucket/weights`). `output.address` replaces the old output by the new one.
+A `.bin` file has its checksums before its numbers, so its numbers are read twice: for the checksums, and to send them.
 """
 
 from __future__ import annotations
@@ -49,17 +48,17 @@ def check_address(out: Location, *, single: bool, overwrite: bool, merge: bool =
     place = OutputAddress(out.refreshed(), single=single)
     check_kind(out, fsspec_io.kind(place.out.path), single=single)
     there = place.names()
-    if place.record not in there:  # where a run left a record, the run that writes checks again
+    if place.record not in there:  # after an interrupted run, `send` checks again
         _replaced(place, there, (), overwrite=overwrite, merge=merge)
 
 
 def _replaced(
     place: OutputAddress, there: Collection[str], new: Collection[str], *, overwrite: bool, merge: bool
 ) -> frozenset[str]:
-    """The files that the new output replaces, or that belong to the old one: those that the old one's `zckpt.json` lists.
+    """The files of the old output that are deleted or replaced: those that its `zckpt.json` lists.
 
     Raises:
-        OutputError: the output exists and is not to be replaced, or files are in the way that zckpt did not write.
+        OutputError: the output exists and must not be replaced, or files that zckpt did not write are in the way.
     """
     there = {name for name in there if name != place.record}
     if there and not (overwrite or merge):
@@ -78,12 +77,13 @@ def send(
     """As `delivery.deliver`, to an address.
 
     Args:
-        order: what is to be delivered.
+        order: the output and how it is made.
         progress: called with the bytes sent so far.
-        say: called with what a person should know while it runs.
+        say: called with sentences for a person while it runs.
 
     Raises:
-        OutputError: the output exists, or files are in the way. RemoteError: the store failed.
+        OutputError: the output exists, or files are in the way.
+        RemoteError: the store failed.
     """
     place = OutputAddress(order.out.refreshed(), single=order.single)
     job = fingerprint(order.plan, order.copies, order.overflow, order.single, sorted(map(repr, order.options.items())))
@@ -112,10 +112,10 @@ class _Sending:
     """One run that sends an output.
 
     Args:
-        order: what is to be delivered.
-        place: where to.
-        job: its fingerprint.
-        kept: what an interrupted run of the same job had sent.
+        order: the output and how it is made.
+        place: the output's address.
+        job: fingerprint of the order.
+        kept: files that an interrupted run of the same job had sent.
         progress: called with the bytes sent so far.
     """
 
@@ -150,7 +150,7 @@ class _Sending:
         )  # fmt: skip
 
     def stage(self) -> None:
-        """Sends the shards, or all but the end of the one file."""
+        """Sends the shards, or the one file without completing its upload."""
         self._place.write_record(self._record)
         done = 0
         for name, actual in sorted(self._names.items()):
@@ -163,7 +163,7 @@ class _Sending:
         overflows_of((sent.file.overflows for sent in self._sent.values()), self._order.plan, self._order.overflow)
 
     def _made(self, name: str, actual: str, progress: Callable[[int], None] | None) -> Finished:
-        """Sends one large file. It appears only if no cast of it is an error, and the one file of an output not yet."""
+        """Sends one large file. A shard appears unless a cast is an error; the only file of an output appears at the commit."""
         plan = _with_checksums(self._parts[name], self._order.pace)
         names = [entry.name for _, entry in plan.pairs]
         with contextlib.ExitStack() as stack:
@@ -189,7 +189,7 @@ class _Sending:
         return file
 
     def seal(self) -> None:
-        """Records that all is there, what is still to be written, and what goes then."""
+        """Writes the sealed record: what was sent, what is still to be written, and what is deleted after that."""
         place, old = self._place, self._old
         wanted = {
             **self._copies,
@@ -233,15 +233,15 @@ class _Sending:
         self._check_mine()
         if not all(place.has(sent) for sent in self._record.sent):
             raise _taken(place)
-        self._record = sealed  # even where the answer to the next request is lost
+        self._record = sealed  # set first: the next request may succeed although its answer is lost
         place.write_record(sealed)
 
     def commit(self) -> None:
-        """Puts the output in place; where the store fails on the way, looks once more and finishes, or gives it up."""
+        """Puts the output in place; if the store fails, tries once more to finish it, or gives it up and raises."""
         try:
             with contextlib.ExitStack() as stack:
                 if self._upload is not None:
-                    stack.callback(self._upload.discard)  # or its destructor would complete it one day
+                    stack.callback(self._upload.discard)  # otherwise its destructor would complete it
                 settle(self._place, self._record, self._upload.complete if self._upload else lambda: None)
         except ZckptError as error:
             try:
@@ -249,12 +249,12 @@ class _Sending:
                     return
                 note = "The new output was given up; the old one, if there was one, is as it was."
             except ZckptError:
-                note = f"{self._place.record!r} there says how far this came: the same command goes on from there."
+                note = f"The address has a record of this run ({self._place.record!r}). Run the same command again to resume it."
             add_note(error, note)
             raise
 
     def withdraw(self) -> None:
-        """Removes whatever was sent, unless another run is at work there."""
+        """Removes the files that were sent, unless another run writes to the address."""
         if self._upload is not None:
             self._upload.discard()
         with contextlib.suppress(Exception):
@@ -267,7 +267,7 @@ class _Sending:
             raise _taken(self._place)
 
     def delivered(self) -> Delivered:
-        """What to tell of it."""
+        """The files and facts of the output."""
         files = [*(sent.file for sent in self._record.sent), *(_file(n, d) for n, d in self._record.contents.items())]
         listed = tuple((file.path, file.nbytes) for file in files if file.path != self._place.manifest)
         overflows = overflows_of((file.overflows for file in files), self._order.plan, self._order.overflow)
@@ -286,14 +286,14 @@ def _file(name: str, data: bytes) -> Finished:
 
 
 def _literal(name: str, part: Plan) -> bytes | None:
-    """The bytes of a small file that are known before anything is read; None for a file of tensors."""
+    """The bytes of a JSON file that are all in the plan; None for a file of tensors."""
     output = part.files[0][0]
     known = b"".join(data for _, data in sorted(output.literals))
     return known if name.endswith(".json") and len(known) == output.size else None
 
 
 def _free_names(shards: Collection[str], there: Collection[str], job: str) -> dict[str, str]:
-    """Name -> name that nothing has: their own where all of these are free, otherwise with a part that the job gives."""
+    """Shard -> the name it is sent under: its own if all names are free, otherwise with eight digits that follow from the job."""
     named = {name: name for name in shards}
     while any(name in there for name in named.values()):
         job = sha256(job.encode()).hexdigest()
@@ -302,7 +302,7 @@ def _free_names(shards: Collection[str], there: Collection[str], job: str) -> di
 
 
 def _renamed(index: bytes, names: Mapping[str, str]) -> bytes:
-    """An index that names the shards as they are called."""
+    """An index with the names that the shards are sent under."""
     if all(name == actual for name, actual in names.items()):
         return index
     facts = json.loads(index)
@@ -311,7 +311,7 @@ def _renamed(index: bytes, names: Mapping[str, str]) -> bytes:
 
 
 def _with_checksums(plan: Plan, pace: Pace) -> Plan:
-    """The plan of a file whose checksums are in its literals already, found by a first pass that writes nothing."""
+    """The plan of one file with its checksums filled in; computes them by a first pass that writes nothing."""
     ((output, store),) = plan.files
     if not output.checksums:
         return plan

@@ -1,4 +1,4 @@
-"""Names that last: directories that are durable when these functions return, and the exchange of two names."""
+"""Makes files and names in directories durable, and exchanges two names in one step."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ def sync(path: str) -> None:
 
 
 def sync_tree(directory: str) -> None:
-    """Makes the names in a directory and in all below it durable; the files themselves are so already."""
+    """Makes the names in a directory and in all below it durable; does not sync the files themselves."""
     for root, _, _ in os.walk(directory, topdown=False):
         sync(root)
 
 
 def make_directories(path: str) -> list[str]:
-    """Makes a directory and those that it lies in, and makes each new name durable.
+    """Makes a directory and its missing parents, and makes each new name durable.
 
     Returns:
         The directories that were missing, the innermost first.
@@ -41,7 +41,7 @@ def make_directories(path: str) -> list[str]:
 
 
 def exchange(a: str, b: str) -> bool:
-    """Two names change places, for all to see at once; False where that cannot be done."""
+    """Exchanges two names in one step (Linux: RENAME_EXCHANGE). Returns False if that is not supported here."""
     try:
         from zckpt import _core
     except ImportError:  # pragma: no cover - depends on the build

@@ -1,10 +1,9 @@
-"""What a run has done so far, so that the next one need not do it again; and what it was about to replace.
+"""The journal of a run: the files that it finished, and the seal of its commit.
 
 A journal is a text file of JSON lines: first the job, then each finished file as soon as it is durable, then the seal. A
-crash can only cut its last line short, which is then ignored. The job is a fingerprint of all that decides the output's bytes:
-files of another job are of no use; its seal is, since what it says must be brought to an end by whoever comes next. Lines
-about files are left to the file system to write in its own time: what a machine's crash takes of them is done again. A seal
-is durable before anything gets or loses a name.
+crash can only cut its last line short; `read` ignores that line. The job is a fingerprint of everything that the output's bytes
+depend on. A run uses the finished files only of its own job, but must finish a sealed commit of any job. Lines about files are
+not synced: if the machine crashes, files whose lines are lost are made again. A seal is synced before any name is changed.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from zckpt.storage.fsync_queue import make_durable
 
 @dataclass(frozen=True, slots=True)
 class Finished:
-    """A file that is complete.
+    """A complete file.
 
     Attributes:
         path: relative to the output.
@@ -39,20 +38,20 @@ class Finished:
 
 @dataclass(frozen=True, slots=True)
 class Seal:
-    """A complete output, and what its commit does.
+    """A complete output, and the steps of its commit.
 
-    Paths are relative to the output's directory; for a single file, to the directory that the file lies in. Inode numbers
-    tell what was there from what somebody else has put there since; 0 is nothing.
+    Paths are relative to the output's directory; for a single file, to the directory that the file is in. By inode numbers,
+    `Commit` recognizes files that another program has put there since; 0 means no file.
 
     Attributes:
-        how: "swap": the staged directory and the output's change places. "order": files are moved one by one.
+        how: "swap": the staged directory and the output's are exchanged. "order": files are moved one by one.
         single: whether the output is one file.
         staged: inode of the staged directory.
-        old: inode of what has the output's name.
-        leave: for "order": (path, inode) of what is moved into the work directory first.
-        enter: for "order": what is moved out of it then.
-        deleted: files of the old output, which go in the end.
-        files: those of the new output, but for its manifest: (path, bytes, CRC-32).
+        old: inode of the old output.
+        leave: for "order": (path, inode) of the old files and directories that are moved into the work directory first.
+        enter: for "order": paths that are moved from the work directory to the output after that.
+        deleted: files of the old output, which are deleted last.
+        files: (path, bytes, CRC-32) of the new output's files, without its manifest.
     """
 
     how: Literal["swap", "order"]
@@ -70,9 +69,9 @@ class JournalRecord:
     """What a journal says.
 
     Attributes:
-        job: whose it is; None where there is no journal.
-        finished: by path, what is recorded as complete.
-        seal: what is to be brought to an end; None where nothing is.
+        job: fingerprint of its job; None if there is no journal.
+        finished: the finished files, by path.
+        seal: of a commit that is not finished; None if there is no such commit.
         done: whether a sealed output of this job got its name.
     """
 
@@ -108,10 +107,10 @@ def read(path: str) -> JournalRecord:
 
 
 def _seal(facts: Mapping[str, Any], path: str) -> Seal:
-    """A seal, checked: whoever can put a work directory beside an output must not have files elsewhere moved or deleted.
+    """Checks a seal: a work directory made by an attacker must not move or delete files outside the output.
 
     Raises:
-        OutputError: zckpt did not write it.
+        OutputError: zckpt did not write the seal.
     """
     try:
         seal = Seal(
@@ -141,14 +140,14 @@ def _foreign(path: str, found: str) -> OutputError:
 
 
 class Journal:
-    """The journal of one job, to be written.
+    """Writes the journal of one job.
 
     Args:
         path: of the file.
-        job: fingerprint; what stands in the file for another job is forgotten.
+        job: fingerprint; entries of another job in the file are dropped.
 
     Attributes:
-        finished: by path, what is recorded as complete.
+        finished: the finished files, by path.
         done: whether the output of this job got its name.
     """
 
@@ -161,7 +160,7 @@ class Journal:
         self._fd = -1
 
     def begin(self, kept: Mapping[str, Finished]) -> None:
-        """Writes the journal anew, with what is kept of an earlier run."""
+        """Starts a new journal file with the files that are kept of an earlier run."""
         self.finished = {}
         self.done = False
         fresh = f"{self.path}.new"
@@ -182,24 +181,24 @@ class Journal:
         """Closes the file."""
         if self._fd >= 0:
             fd, self._fd = self._fd, -1
-            with contextlib.suppress(OSError):  # what was synced is there
+            with contextlib.suppress(OSError):  # lines that were synced are in the file
                 os.close(fd)
 
 
 def write_seal(path: str, seal: Seal) -> None:
-    """Adds a seal to a journal; it is durable then."""
+    """Appends a seal to a journal, durably."""
     _append(path, {"seal": asdict(seal)})
 
 
 def end_seal(path: str, end: Literal["done", "withdrawn"]) -> None:
-    """Says that what a seal says is done, or that nothing of it is."""
+    """Appends the end of a seal, durably: its commit is done, or was undone."""
     _append(path, {"end": end})
 
 
 def _append(path: str, line: Mapping[str, object]) -> None:
     fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW)
     try:
-        os.write(fd, b"\n")  # ends a line that was cut short
+        os.write(fd, b"\n")  # ends a last line that a crash cut short
         _write(fd, line)
         make_durable(fd)
     finally:
@@ -213,7 +212,7 @@ def _write(fd: int, line: Mapping[str, object]) -> None:
 
 
 def _lines(path: str) -> Iterator[dict[str, object]]:
-    """The whole lines of the file; none where there is no such file."""
+    """The whole lines of the file that are JSON objects; nothing if the file cannot be read."""
     try:
         with open(path, "rb") as file:
             for text in file:

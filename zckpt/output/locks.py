@@ -1,4 +1,4 @@
-"""A lock on a file in a directory, which dies with its process: who holds it owns the directory.
+"""Locks a directory by a file in it. The lock ends with its process.
 
 For work directories and for the scratch directory of a push.
 """
@@ -11,17 +11,19 @@ import os
 
 
 class HeldError(Exception):
-    """Another process holds the lock; the text says which, if it is known."""
+    """Another process holds the lock; the text names it if it is known."""
 
 
 def take(path: str) -> int:
-    """Locks a file, which is made where there is none, until `release`, or until every process that has it has ended.
+    """Locks a file, and makes it if it is missing. The lock lasts until `release`, or until all processes that have it open end.
+
+    Returns:
+        The lock's descriptor, for `release`.
 
     Raises:
-        HeldError: another process has it.
-        FileNotFoundError: the directory, or the file that was locked, has gone away meanwhile: the lock of a file that has
-            no name any more keeps nobody out. Whoever wants it begins again.
-        OSError: there are no locks here, or the file cannot be made.
+        HeldError: another process holds the lock.
+        FileNotFoundError: the directory or the file was removed meanwhile, so the lock would keep no process out. Try again.
+        OSError: the file system has no locks, or the file cannot be made.
     """
     lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
     try:
@@ -43,8 +45,7 @@ def take(path: str) -> int:
 def release(lock: int) -> None:
     """Unlocks and closes what `take` returned.
 
-    A child that was forked meanwhile, such as a worker of a DataLoader, has the same open file: without unlocking, it would
-    keep the lock until it ends.
+    Closing alone is not enough: a child that was forked meanwhile, such as a worker of a DataLoader, has the same open file.
     """
     with contextlib.suppress(OSError):
         fcntl.flock(lock, fcntl.LOCK_UN)

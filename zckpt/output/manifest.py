@@ -1,12 +1,13 @@
-"""`zckpt.json`: what an output was made from, and the size and checksum of each of its files.
+"""The manifest `zckpt.json`: what an output was made from, and the size and checksum of each of its files.
 
-For `convert`, which writes one beside every output, and `verify`, which checks an output against it. It lies in a directory
-of weights as `zckpt.json`, beside a single file as `model.bin.zckpt.json`. Its bytes follow from the input and the options
-alone: no times, no paths of the machine, nothing that depends on threads. The checksums are CRC-32s, taken while the files
-were written: they find what disks and copies do to files, not what an enemy does.
+For `convert`, which writes a manifest with every output, and `verify`, which checks an output against it. In a directory of
+weights its name is `zckpt.json`, beside a single file `model.bin.zckpt.json`. Its bytes depend only on the input and the
+options, not on times, paths or threads. The checksums are CRC-32s, computed while the files were written: they detect damage by
+disks and copies, but no deliberate change.
 
-Which job made an output, paths and times of its sources included, is an attribute of the file (`user.zckpt.job`) and not in it:
-it means something only on the machine that it was made on. File systems that have no such attributes go without.
+The fingerprint of the job, which covers paths and times of its sources, is in an extended attribute of the file
+(`user.zckpt.job`), because it means something only on the machine that made the output. If the file system has no such
+attributes, it is not stored.
 """
 
 from __future__ import annotations
@@ -36,11 +37,11 @@ class Manifest:
     Attributes:
         version: of zckpt.
         source: what it was made from: layout, tag, step, framework and its version, ranks per axis.
-        dtype: that floating parameters were given, e.g. "bf16".
-        options: what was asked for beyond that and changes the tensors: selection, names, overflow.
+        dtype: of floating parameters, such as "bf16".
+        options: further options that change the tensors: selection, names, overflow.
         tensors: how many; tied names count once.
         numel: elements in them.
-        files: all files of the output but the manifest itself.
+        files: all files of the output, without the manifest itself.
     """
 
     version: str
@@ -69,12 +70,12 @@ class Manifest:
 
 
 def path_for(out: str, *, single: bool) -> str:
-    """Where the manifest of an output lies."""
+    """The path of an output's manifest."""
     return f"{out.rstrip(os.sep)}.{NAME}" if single else os.path.join(out, NAME)
 
 
 def write(path: str, contents: bytes, job: str) -> None:
-    """Writes a manifest, durably, and marks it with the fingerprint of the job, if there is one."""
+    """Writes a manifest, durably, and stores the fingerprint `job`, if it is not empty, in its attribute."""
     with open(path, "wb") as file:
         file.write(contents)
         file.flush()
@@ -85,23 +86,24 @@ def write(path: str, contents: bytes, job: str) -> None:
 
 
 def job_of(path: str) -> str:
-    """The fingerprint of the job that wrote a manifest; "" where that is not known."""
+    """The fingerprint of the job that wrote a manifest; "" if it is not known."""
     with contextlib.suppress(OSError, AttributeError):
         return os.getxattr(path, _JOB, follow_symlinks=False).decode(errors="replace")
     return ""
 
 
 def find(place: Location) -> Location | None:
-    """The manifest that belongs to a directory or file, if there is one."""
+    """The manifest that belongs to a directory or file; None if there is no such file."""
     found = place / NAME if place.is_dir() else place.parent / f"{place.name}.{NAME}"
     return found if found.is_file() else None
 
 
 def read(path: str | os.PathLike[str]) -> Manifest:
-    """A manifest, checked.
+    """Reads and checks a manifest.
 
     Raises:
-        CorruptError: it is none.
+        CorruptError: it is not a manifest.
+        IncompleteError: it lists no files.
         UnsafeError: it names files outside its directory.
     """
     match read_json(path, _MOST_BYTES, "a manifest"):

@@ -1,6 +1,6 @@
-"""What is to be delivered, what was, its manifest, and the fingerprint that tells one job from another.
+"""Orders for outputs: what is to be written, what was written, the manifest, and the fingerprint of a job.
 
-For the two ways of delivering, to a path of this machine and to an address, and for the jobs that order.
+For `delivery` (a path of this machine), `delivery_to_address`, and the jobs that make orders.
 """
 
 from __future__ import annotations
@@ -31,21 +31,21 @@ Overflow = Literal["error", "inf", "clamp"]
 
 @dataclass(frozen=True, slots=True)
 class Order:
-    """What is to be delivered.
+    """An output that is to be written.
 
     Attributes:
         plan: where every byte goes.
-        out: where the output goes.
-        catalog: what it is made from.
-        dtype: that floating numbers are cast to; None where they keep theirs.
-        options: what was asked for beyond that and changes the output; they stand in the manifest.
+        out: the output's path or address.
+        catalog: of the input.
+        dtype: that floating numbers are cast to; None to keep their dtypes.
+        options: further options that change the output; they are written to the manifest.
         single: whether the output is one file.
-        copies: (where it is, name) of small files copied beside.
+        copies: (location, name in the output) of small files to copy.
         overflow: what to do with numbers too large for the dtype.
         overwrite: replace an existing output.
         merge: put the files into an existing directory instead of replacing it.
         buffer: bytes that each thread gathers and writes at once; None for the default.
-        pace: how hard to work.
+        pace: threads and I/O settings.
     """
 
     plan: Plan
@@ -63,31 +63,31 @@ class Order:
 
     @property
     def how(self) -> MoveOptions:
-        """The options of its move."""
+        """The options of the engine's run."""
         return {"overflow": self.overflow, "window": self.buffer, **self.pace}
 
     @property
     def bytes_written(self) -> int:
-        """Bytes of all files, the manifest left out."""
+        """Bytes of all files, without the manifest."""
         return self.plan.bytes_written + sum(file.size() for file, _ in self.copies)
 
     @property
     def names(self) -> set[str]:
-        """The names of all files, the manifest left out."""
+        """The names of all files, without the manifest."""
         return {output.path for output, _ in self.plan.files} | {name for _, name in self.copies}
 
 
 @dataclass(frozen=True, slots=True)
 class Delivered:
-    """What was delivered.
+    """An output that was written.
 
     Attributes:
-        files: (path relative to the output, bytes), the manifest left out.
+        files: (path relative to the output, bytes), without the manifest.
         engine: "native" or "reference".
-        kept: how many of them an earlier run had finished.
+        kept: how many of the files an earlier run had finished.
         overflows: tensor name -> (elements that became infinite or were clamped, the largest of them).
-        notes: sentences a person should see.
-        already_done: whether this very job had made the output before, so that nothing was written.
+        notes: sentences for a person.
+        already_done: whether an earlier run of the same job had made the output, so that nothing was written.
     """
 
     files: tuple[tuple[str, int], ...]
@@ -99,12 +99,12 @@ class Delivered:
 
     @property
     def bytes_written(self) -> int:
-        """Bytes of all files; none where it was already done."""
+        """Bytes of all files; 0 if the output was already done."""
         return 0 if self.already_done else sum(nbytes for _, nbytes in self.files)
 
 
 def resumed(kept: int, order: Order) -> tuple[str, ...]:
-    """The note that an interrupted run is resumed; nothing where none of its files could be kept."""
+    """The note that an interrupted run is resumed; no note if none of its files could be kept."""
     if not kept:
         return ()
     verb = "is" if kept == 1 else "are"
@@ -114,17 +114,17 @@ def resumed(kept: int, order: Order) -> tuple[str, ...]:
 
 
 def as_finished(written: Written, names: Sequence[str]) -> Finished:
-    """What goes on record of a file; `names` are those of the plan's tensors."""
+    """The journal's facts of a file that the engine wrote; `names` are those of the plan's tensors, in its order."""
     return Finished(written.path, written.nbytes, written.crc32, named(written.overflows, names))
 
 
 def named(overflows: Mapping[int, Overflowed], names: Sequence[str]) -> dict[str, tuple[int, float]]:
-    """Tensor name -> (elements whose cast overflowed, the largest of them); `names` are those of the plan's tensors."""
+    """Tensor name -> (elements whose cast overflowed, the largest of them); `names` as in `as_finished`."""
     return {names[number]: (found.count, found.largest) for number, found in overflows.items()}
 
 
 def manifest_of(order: Order, made: Iterable[Finished]) -> Manifest:
-    """The manifest that goes with an order's files."""
+    """The manifest of an order's output."""
     return Manifest(
         version=__version__,
         source=order.catalog.source.as_json(order.catalog.topology),
@@ -142,13 +142,13 @@ def fingerprint(
     *options: object,
     state: Callable[[Store], tuple[object, ...]] | None = None,
 ) -> str:
-    """What changes whenever the output's bytes could: the plan, the state of its sources, and the options.
+    """A SHA-256 of everything that the output's bytes depend on: the plan, the state of its sources, and the options.
 
     Args:
-        plan: what goes where.
-        copies: (where it is, name) of small files copied beside.
-        options: whatever else changes bytes.
-        state: what to say of a source; by default, all that changes when it is written again.
+        plan: of the output.
+        copies: (location, name in the output) of small files to copy.
+        options: everything else that changes bytes.
+        state: the facts of a source that count; by default, all that change when it is written again.
     """
     from hashlib import sha256
 
@@ -184,7 +184,7 @@ _GEOMETRY = attrgetter("byte_offset", "start", "count", "rows", "pitch", "store_
 
 
 def _state(store: Store) -> tuple[object, ...]:
-    """What changes when a file is written again, whatever is done to its modification time; of memory, its bytes."""
+    """Facts that change when a file is written again, even if its modification time is reset; for memory, a hash of its bytes."""
     if not isinstance(store, FileStore):
         from hashlib import sha256
 
@@ -194,17 +194,22 @@ def _state(store: Store) -> tuple[object, ...]:
 
 
 def seen(store: Store) -> tuple[object, ...]:
-    """Of a source's state, what machines that share a file system see alike."""
+    """The facts of a source that are the same on all machines that share a file system."""
     return (str(store), store.size, store.identity[2] if isinstance(store, FileStore) else 0)
 
 
 def overflows_of(
     made: Iterable[Mapping[str, tuple[int, float]]], plan: Plan, overflow: Overflow
 ) -> dict[str, tuple[int, float]]:
-    """Tensor name -> (elements whose cast overflowed, the largest of them), over all files, from those of each.
+    """Tensor name -> (elements whose cast overflowed, the largest of them) over all files.
+
+    Args:
+        made: the same for each file.
+        plan: of all files.
+        overflow: what to do with such numbers.
 
     Raises:
-        CastError: there are some, and `overflow` says that this is an error.
+        CastError: there are such numbers, and `overflow` is "error".
     """
     lost: dict[str, tuple[int, float]] = {}
     for file in made:

@@ -1,11 +1,11 @@
-"""Saves of a run, each a directory of the name of its tag beside `latest`: put in their places as outputs are.
+"""Writes the saves of a run, each a directory named by its tag beside `latest`, by the protocol of `zckpt.output`.
 
-For the trainer, which writes them, and for `layouts.places`, which finds them.
-[Note: work on a save] A save is staged in `.zckpt-` and sixteen digits that follow from its tag, so that the next save of
-the tag finds what a killed run has left, however long the tag is. The journal there says which tag it is. Where the file
-system cannot exchange two directories, there is a moment in which the tag has no directory, though `latest` may name it:
-then a seal says that the staged save is whole, readers take it from where it lies (`displaced`), and the next save of any
-tag finishes the commit (`finish_others`). Readers change nothing.
+For the trainer, which writes saves, and for `layouts.places`, which finds them.
+[Note: work on a save] A save is staged in a directory `.zckpt-` and sixteen digits that follow from its tag, so that the next
+save of the tag finds the work of a killed run. The journal there names the tag. On file systems that cannot exchange two
+directories, there is a moment in which the tag has no directory although `latest` may name it. If a run is killed then, a seal
+says that the staged save is whole, readers use the staged directory (`displaced`), and the next save of any tag finishes the
+commit (`finish_others`). Readers change nothing.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ STAGED = "files"
 
 
 def displaced(directory: str) -> dict[str, str]:
-    """Whole saves that have lost their place for the moment: tag -> where they lie; see [Note: work on a save]."""
+    """Tag -> staged directory, of whole saves whose tag has no directory; see [Note: work on a save]."""
     found: dict[str, str] = {}
     with contextlib.suppress(OSError):
         for path in _work_on_saves(directory):
@@ -45,12 +45,12 @@ def displaced(directory: str) -> dict[str, str]:
 
 
 class SaveStaging:
-    """A save that is being made.
+    """Stages and commits one save.
 
     Args:
         directory: that holds the tags.
         tag: of the save.
-        is_ours: whether a file of this name in a save is replaced; others that lie in a save of this tag are kept.
+        is_ours: whether a file of this name is one of a save; other files in an older save of the tag are kept.
     """
 
     def __init__(self, directory: str, tag: str, is_ours: Callable[[str], bool]) -> None:
@@ -62,11 +62,11 @@ class SaveStaging:
 
     @property
     def name(self) -> str:
-        """Of the work directory, in the directory that holds the tags."""
+        """The work directory's name."""
         return os.path.basename(self._work.path)
 
     def begin(self) -> None:
-        """Makes the work directory, and brings to an end what runs that were killed have left beside the tags.
+        """Makes the work directory, and finishes the commits of killed runs beside the tags.
 
         Raises:
             OutputError: another run saves the same tag.
@@ -86,16 +86,16 @@ class SaveStaging:
             raise
 
     def _empty(self) -> None:
-        """Makes `files` in the work directory an empty one."""
+        """Makes `files` in the work directory an empty directory."""
         if inode(self._work.files):
             shutil.rmtree(self._work.files)
         os.mkdir(self._work.files)
 
     def seal(self) -> None:
-        """Says durably that all files are there.
+        """Syncs the staged names and writes the seal, durably.
 
         Raises:
-            OSError: it cannot be said.
+            OSError: the seal cannot be written.
         """
         staged = self._work.files
         sync_tree(staged)
@@ -114,7 +114,7 @@ class SaveStaging:
         """Gives the save its name, and deletes what it replaces.
 
         Raises:
-            OSError: it cannot be done; what was there before is as it was, or the next save finishes this one.
+            OSError: a step failed. The old save is unchanged, or the next save finishes this commit.
         """
         assert self._seal is not None
         commit = Commit(self._work, self._out, self._seal)
@@ -123,11 +123,11 @@ class SaveStaging:
         except OSError:
             commit.undo()
             raise
-        with contextlib.suppress(OSError):  # the next save does it
+        with contextlib.suppress(OSError):  # the next save cleans
             commit.clean()
 
     def replace_file(self, name: str, data: bytes, mode: int | None = None) -> None:
-        """Puts a small file beside the tags, whole or not at all; one that has these bytes already stays."""
+        """Replaces a small file beside the tags in one step, durably; does nothing if it has these bytes already."""
         path = os.path.join(self._directory, name)
         with contextlib.suppress(OSError), open(path, "rb") as old:
             if old.read() == data:
@@ -143,25 +143,25 @@ class SaveStaging:
         sync(self._directory)
 
     def remove(self, tags: Collection[str]) -> None:
-        """Deletes other saves. Half a save never stands under its tag.
+        """Deletes other saves: renames each away from its tag first, so that a tag never names half a save.
 
         Raises:
-            OSError: it cannot be done; those that still have their tags are whole.
+            OSError: a save cannot be renamed; saves that still have their tags are whole.
         """
         if journal.read(self._work.journal).seal is not None:
-            return  # what this save replaced could not be deleted: the next one does it first
+            return  # this commit could not be cleaned: the next save does that first
         self._empty()
         for tag in tags:
             os.rename(os.path.join(self._directory, tag), os.path.join(self._work.files, tag))
         sync(self._directory)
 
     def end(self) -> None:
-        """Removes the work directory, unless a commit still needs it, and gives up its lock."""
+        """Removes the work directory, unless a commit still needs it, and releases its lock."""
         _release(self._work)
 
 
 def finish_others(directory: str, is_ours: Callable[[str], bool], but: str = "") -> None:
-    """Brings to an end what runs that were killed have left; leaves alone what others work on, or what is not ours."""
+    """Finishes the commits of killed runs; skips work directories that are in use or that zckpt did not make."""
     for path in _work_on_saves(directory):
         if path != but:
             with contextlib.suppress(OSError):
@@ -169,10 +169,10 @@ def finish_others(directory: str, is_ours: Callable[[str], bool], but: str = "")
 
 
 def finish(path: str, directory: str, is_ours: Callable[[str], bool]) -> None:
-    """Brings to an end what a run has left in a work directory.
+    """Finishes the commit in a work directory if its run has ended, and removes the directory.
 
     Raises:
-        OSError: somebody works there, or it cannot be done.
+        OSError: another run uses it, or a step failed.
     """
     record = journal.read(os.path.join(path, "journal"))
     work = WorkDirectory(os.path.join(directory, record.job or "none"), path)
@@ -180,7 +180,7 @@ def finish(path: str, directory: str, is_ours: Callable[[str], bool]) -> None:
     process = processes.parse(text)
     if process is None:
         work.take()
-        if not work.is_locked:  # there are no locks: only the next save of its tag takes it over
+        if not work.is_locked:  # without locks only the next save of the same tag may take it over
             _release(work)
             return
     elif not process.is_dead():
@@ -192,7 +192,7 @@ def finish(path: str, directory: str, is_ours: Callable[[str], bool]) -> None:
 
 
 def _recover(work: WorkDirectory, directory: str, is_ours: Callable[[str], bool]) -> None:
-    """Brings a sealed commit to an end, if it is one that a save has made: a checkpoint may come from a stranger."""
+    """Finishes a sealed commit after checking that it is one of a save: a checkpoint may come from an attacker."""
     record = journal.read(work.journal)
     if record.seal is None:
         return

@@ -1,10 +1,10 @@
-"""An output that is being made: staged, sealed, committed, cleaned; gone on with where an earlier run was interrupted.
+"""Stages, seals, commits and cleans one output; resumes the work of an interrupted run.
 
-For every job that writes files; see the note in `zckpt.output`. Files that an earlier run of the same job recorded are kept when
-their bytes still have the recorded checksum. Where a run fails, the work directory stays if a finished file lies in it and the
-same command could go on with it; otherwise it is removed. An output that this very job has made already is not made again.
-Modes of files and directories follow the umask, but for the work directory, which is the owner's own, and for an output's
-directory that is replaced: the new one has its mode.
+For every job that writes files; see the note in `zckpt.output`. Files that an earlier run of the same job recorded are kept if
+their bytes still have the recorded checksum. If a run fails, its work directory stays if it has a finished file that the same
+command could keep; otherwise it is removed. An output that the same job has already made is not made again. Modes of files and
+directories follow the umask, with two exceptions: only the owner can use the work directory, and a directory that replaces
+another has that one's mode.
 """
 
 from __future__ import annotations
@@ -31,27 +31,27 @@ from zckpt.storage.location import LocalPath, Location
 from zckpt.storage.output_places import entries, keeps_its_name, resolved
 
 _HOPELESS = (CastError, InconsistentError, UsageError, UnsupportedError)
-"""The same command would fail again, or must not trust what was made so far."""
+"""After these errors the same command would fail again, or must not trust the files made so far."""
 
 
 class Staging:
-    """An output that is being made; use as a context manager and call `commit` when all is written.
+    """One output; use as a context manager and call `commit` when all files are written.
 
     Args:
         out: the output's path.
         single: whether the output is the one file `basename(out)`, with its manifest beside it.
-        names: of the output's files, as far as they are known; those that must not be written over are found early then.
-        job: fingerprint of all that decides the output's bytes; what an earlier run of the same job finished is kept.
-        overwrite: whether an output that exists is replaced: the files that its `zckpt.json` lists.
-        merge: for a directory: replace files of the new ones' names in one that exists, whoever wrote them.
+        names: of the output's files as far as they are known, to find early which files must not be written over.
+        job: fingerprint of everything that the output's bytes depend on; files of an earlier run of the same job are kept.
+        overwrite: whether the files of an existing output are replaced: those that its `zckpt.json` lists.
+        merge: for a directory: write into an existing one, and replace files of the new names even if zckpt did not write them.
 
     Attributes:
         directory: where files are to be written.
-        home: the directory that the output's files lie in when all is done.
-        left: by path, files of an earlier run, as its journal has them. Whoever has read them again calls `keep`.
-        published: an earlier run of the same job has made this very output, by all that is known of it. Its files are in
-            `left` and lie in `home`: whoever has read them again is done, or calls `make_again`.
-        notes: sentences a person should see.
+        home: the directory that the output's files are in after the commit.
+        left: files of an earlier run by path, as in its journal. The caller checks their bytes, then calls `keep`.
+        published: whether an earlier run of the same job has made this output. Its files are in `left`, and their place is
+            `home`. The caller checks their bytes and is done, or calls `make_again`.
+        notes: sentences for a person.
     """
 
     def __init__(
@@ -117,7 +117,7 @@ class Staging:
         return self
 
     def _recover(self) -> None:
-        """Brings to an end what runs before this one had sealed, wherever they worked."""
+        """Finishes the sealed commits of earlier runs, in all places where they may have worked."""
         if recover(self._work, self.out).seal is not None:
             self._work.was_there = False
         for path in (*self._work.dead, *left_by_others(self.out, self._work.path)):
@@ -128,21 +128,21 @@ class Staging:
             other.release(remove=True)
 
     def _is_mine(self, facts: str) -> bool:
-        """Whether this very job wrote the output that is there."""
+        """Whether the same job wrote the existing output."""
         return self._journal.done or manifest.job_of(facts) == self._job
 
     def _begin(self) -> None:
-        """Looks whether the output may be made, and what there is of it."""
+        """Checks that the output may be made, and finds the files that an earlier run left."""
         self._check(self._names)
         if self._job:
             there = self._journal.finished.items()
             self.left = {path: file for path, file in there if is_there(self.directory, file)}
 
     def _check(self, names: Collection[str]) -> Replacement | None:
-        """What files of these names replace in a directory that exists; None where there is nothing.
+        """What files of these names replace in an existing directory; None if there is no directory, or it is empty.
 
         Raises:
-            OutputError: the output must not be replaced, or not all that lies there.
+            OutputError: the output, or a file in it, must not be replaced.
         """
         if not (self._overwrite or self._merge):
             refuse_existing(self.out)
@@ -151,10 +151,10 @@ class Staging:
         return replacement(LocalPath(self.out), names, merge=self._merge)
 
     def make_again(self, damaged: Collection[str]) -> None:
-        """The output that this job has made is not what it was: it is made again, if it may be replaced.
+        """Starts the output again, because files that an earlier run of this job published are damaged.
 
         Raises:
-            OutputError: it may not.
+            OutputError: the output must not be replaced.
         """
         if not (self._overwrite or self._merge):
             raise OutputError(
@@ -171,7 +171,7 @@ class Staging:
                 os.rmdir(made)
 
     def keep(self, kept: Collection[str]) -> None:
-        """Begins the work: of what an earlier run left, only `kept` stays."""
+        """Begins the work: removes all files of an earlier run from the work directory, except `kept`."""
         try:
             for root, directories, names in os.walk(self.directory, topdown=False):
                 for path in (os.path.join(root, name) for name in (*names, *directories)):
@@ -199,16 +199,16 @@ class Staging:
     ) -> None:
         self._journal.close()
         done = len(self._journal.finished)
-        goes_on = error is not None and done and self._work.is_locked and not isinstance(error, _HOPELESS)
-        self._work.release(remove=not goes_on or self._committed)
+        can_resume = error is not None and done and self._work.is_locked and not isinstance(error, _HOPELESS)
+        self._work.release(remove=not can_resume or self._committed)
         if error is not None:
             self._forget_parents()
-            if goes_on:
+            if can_resume:
                 files = "1 finished file is" if done == 1 else f"{done:,} finished files are"
-                add_note(error, f"{files} kept in {self._work.path!r}: the same command goes on from there.")
+                add_note(error, f"{files} kept in {self._work.path!r}. Run the same command again to resume.")
 
     def copy(self, file: Location, name: str) -> Finished:
-        """Copies a small file that belongs to the output, and syncs it."""
+        """Copies a small file into the output, and syncs it."""
         crc, nbytes = 0, 0
         target = os.path.join(self.directory, name)
         try:
@@ -232,8 +232,8 @@ class Staging:
             facts: the manifest.
 
         Raises:
-            OutputError: it could not be done. The old output, if there was one, is as it was; where even that could not be
-                done, nothing is lost, and the next run on this output brings it to an end.
+            OutputError: a step failed. The old output, if there was one, is unchanged; or, if it could not be restored, no file
+                is lost, and the next run on this output finishes the commit.
         """
         changes = self._check(_files_in(self.directory))
         if changes is not None and changes.rivals:
@@ -264,7 +264,7 @@ class Staging:
                 raise
             raise self._unnamed(error, undone=undone) from error
         self._committed = True
-        with contextlib.suppress(OSError):  # the next run on this output does it
+        with contextlib.suppress(OSError):  # the next run on this output cleans
             commit.clean()
 
     def _unnamed(self, error: OSError, *, undone: bool = True) -> OutputError:
@@ -275,7 +275,7 @@ class Staging:
         )  # fmt: skip
 
     def _can_swap(self, changes: Replacement | None) -> bool:
-        """Makes the staged directory ready to take the place of the one that is there; False where it cannot."""
+        """Prepares the staged directory to replace the old one in one step. Returns False if that is not possible."""
         if keeps_its_name(self.out):
             return False
         if changes is None:
@@ -286,7 +286,7 @@ class Staging:
 
 
 def is_there(directory: str, file: Finished) -> bool:
-    """Whether there is a plain file of this name and size."""
+    """Whether the directory has a regular file of this name and size."""
     try:
         stat = os.lstat(os.path.join(directory, file.path))
     except (OSError, ValueError):
@@ -301,7 +301,7 @@ def _files_in(directory: str) -> set[str]:
 
 
 def _like(old: str, new: str) -> bool:
-    """Gives the new directory the mode and owner of the old one; False where it has more that cannot be had."""
+    """Gives the new directory the mode and owner of the old one. Returns False if that fails, or the old one has attributes."""
     stat = os.stat(old)
     try:
         attributes = os.listxattr(old)
@@ -319,7 +319,7 @@ def _like(old: str, new: str) -> bool:
 
 
 def _linked(names: Collection[str], old: str, new: str) -> bool:
-    """Gives files that stay a second name in the new directory; False where the file system does not allow that."""
+    """Makes hard links in the new directory to files that stay. Returns False if the file system does not allow that."""
     made: list[str] = []
     try:
         for name in names:

@@ -1,8 +1,8 @@
-"""The work directory of an output: who may use it, and what dead runs left in it.
+"""The work directory of an output: makes it, locks it, and finds those that dead runs left.
 
-It is `.OUT.zckpt`, so that the next run finds it. Whoever holds the lock in it owns it; a lock dies with its process, so what
-nobody holds was left by a dead run. Where the file system has no locks, every run has a directory of its own, with its
-process in the name.
+Its name is `.OUT.zckpt`, so that the next run finds it. The process that holds the lock in it owns it. A lock ends with its
+process, so a directory whose lock is free was left by a dead run. On file systems without locks, each run has a directory of
+its own, with its process in the name.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ class WorkDirectory:
 
     Args:
         out: the output's path.
-        path: of the directory, where it is not the usual one.
+        path: of the directory, if it is not the usual one.
 
     Attributes:
         path: of the directory.
-        is_locked: whether nobody else can use it, and the next run can find it.
+        is_locked: whether this process holds its lock, so that the next run can find it and no other run can use it.
         was_there: whether a dead run left it.
-        dead: directories of runs that have ended, where there are no locks.
+        dead: directories of runs that have ended, on file systems without locks.
     """
 
     def __init__(self, out: str, path: str = "") -> None:
@@ -49,7 +49,7 @@ class WorkDirectory:
 
     @property
     def aside(self) -> str:
-        """Where lies what a commit replaces."""
+        """Where a commit moves what it replaces."""
         return os.path.join(self.path, "aside")
 
     @property
@@ -61,13 +61,13 @@ class WorkDirectory:
         """Makes the directory, or takes it over.
 
         Raises:
-            OutputError: another run has it, or it is not ours to use.
+            OutputError: another run uses it, or it belongs to another user.
         """
         while self._lock < 0:
             try:
                 self.was_there = not _made(self.path)
                 self._lock = locks.take(os.path.join(self.path, "lock"))
-            except FileNotFoundError:  # the run that had it has ended, and removed it
+            except FileNotFoundError:  # the run that had it ended and removed it
                 continue
             except locks.HeldError as error:
                 raise OutputError(
@@ -93,7 +93,7 @@ class WorkDirectory:
         self.was_there = False
 
     def release(self, *, remove: bool) -> None:
-        """Lets go of the directory; removes it before, or leaves it to the next run."""
+        """Releases the lock; with `remove`, removes the directory first."""
         if remove:
             self.remove()
         if self._lock >= 0:
@@ -101,14 +101,14 @@ class WorkDirectory:
             locks.release(lock)
 
     def remove(self) -> None:
-        """Removes the directory, unless a commit that is not complete needs what lies in it.
+        """Removes the directory, unless an unfinished commit needs its files.
 
-        The lock goes last, so that nobody takes over half a directory.
+        Removes the lock last, so that no run takes over half a directory.
         """
         try:
             if journal.read(self.journal).seal is not None:
                 return
-        except OutputError:  # nobody knows what lies here
+        except OutputError:  # zckpt did not write the journal, so it does not know these files
             return
         shutil.rmtree(self.files, ignore_errors=True)
         for name in ("journal.new", "journal", "lock"):
@@ -119,10 +119,13 @@ class WorkDirectory:
 
 
 def _made(path: str) -> bool:
-    """Makes the directory, or makes sure of the one that is there: who else writes to it could lead us elsewhere.
+    """Makes the directory, or checks that an existing one belongs to this user: another user could put links in it.
+
+    Returns:
+        Whether it was made.
 
     Raises:
-        OutputError: it is not ours.
+        OutputError: it belongs to another user, or is not a directory.
     """
     try:
         os.mkdir(path, 0o700)
@@ -141,7 +144,7 @@ def _made(path: str) -> bool:
 
 
 def _of_dead_processes(path: str) -> list[str]:
-    """The directories that processes left where there are no locks, and that have certainly ended."""
+    """Work directories that dead processes left on a file system without locks."""
     parent, name = os.path.split(path)
     found: list[str] = []
     for entry in os.listdir(parent):
@@ -153,7 +156,7 @@ def _of_dead_processes(path: str) -> list[str]:
 
 
 def left_by_others(out: str, but: str) -> list[str]:
-    """Other places where an earlier run may have left work on this output: it was a mount point then, or was none."""
+    """Work directories of earlier runs in the other place: OUT was a mount point then and is not now, or the reverse."""
     return [
         path for path in (beside(out), inside(out)) if path != but and os.path.isfile(os.path.join(path, "journal"))
     ]
@@ -165,7 +168,7 @@ def is_unfinished(out: str) -> bool:
 
 
 def left_bytes(out: str) -> int:
-    """Bytes on disk that an earlier run left: they will be used, or removed."""
+    """Bytes on disk that an earlier run left; a new run uses or removes them."""
     total = 0
     for root, _, names in os.walk(directory_for(out)):
         for name in names:

@@ -1,1 +1,1 @@
-"""Where bytes lie: paths and addresses, descriptors, syncing, small JSON files."""
+"""Access to files: paths and addresses, descriptors, syncing, small JSON files."""

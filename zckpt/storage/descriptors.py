@@ -1,6 +1,6 @@
-"""The files of a run: opened when needed, never too many at once, and sources the very ones that were planned with.
+"""Opens the files of a run when they are needed, at most `MOST_STORES` at once, and checks that no source has changed.
 
-For `mover` and `scan`.
+For `engine.move` and `engine.scan`.
 """
 
 from __future__ import annotations
@@ -13,24 +13,24 @@ from zckpt.base.errors import CorruptError, InconsistentError, UnsupportedError,
 from zckpt.core.fragments import FileStore, Store
 
 MOST_STORES = 512
-"""Files that one batch may name: all of them are open while it runs."""
+"""The most files that one batch may name: all of them are open while it runs."""
 
 try:
     from zckpt._core import is_in_memory
 except ImportError:  # pragma: no cover - depends on the build; the Python engine has no use for direct I/O
 
     def is_in_memory(fd: int) -> bool:
-        """Whether it has no disk to save a copy for."""
+        """Whether a file's file system is in memory, so that direct I/O is of no use."""
         return True
 
 
 class OpenFiles:
-    """Descriptors by store. The least recently used are closed where there are too many: never one of a batch in progress.
+    """Descriptors by store. Closes the least recently used one if there are too many; a batch never names more than that.
 
     Args:
         outputs: id of a destination's store -> its path; everything else is a source.
-        give_back: whether the page cache is to forget a source when it is closed.
-        direct: whether outputs may go past the page cache.
+        give_back: whether to drop a source's pages from the page cache when it is closed.
+        direct: whether outputs may be written with direct I/O.
         most: files open at once.
     """
 
@@ -57,7 +57,7 @@ class OpenFiles:
             self.close(path)
 
     def of(self, store: Store) -> tuple[int, int]:
-        """A plain descriptor, and a direct one where that is worth it; -1 for none."""
+        """A store's descriptor, and one for direct I/O; -1 for memory, and where direct I/O is not used."""
         if not isinstance(store, FileStore):
             return -1, -1
         path = self._outputs.get(id(store), store.path)
@@ -100,10 +100,11 @@ class OpenFiles:
         return fd
 
     def check_sources(self) -> None:
-        """Makes sure that nothing changed while it was read.
+        """Checks that no source changed while it was read.
 
         Raises:
-            CorruptError, InconsistentError: it did.
+            CorruptError: a source was removed.
+            InconsistentError: a source was changed.
         """
         for path, store in self._seen.items():
             try:
@@ -124,12 +125,12 @@ class OpenFiles:
             if fd >= 0:
                 if self._give_back and path in self._seen:
                     forget(fd)
-                with contextlib.suppress(OSError):  # what was synced is there
+                with contextlib.suppress(OSError):  # synced bytes are on the disk
                     os.close(fd)
 
 
 def forget(fd: int, offset: int = 0, nbytes: int = 0) -> None:
-    """Lets the page cache forget a file's clean pages, all or those of a range; dirty ones begin their way to the disk."""
+    """Drops a file's clean pages from the page cache, all or those of a range, and starts writing dirty ones to the disk."""
     if hasattr(os, "posix_fadvise"):
         os.posix_fadvise(fd, offset, nbytes, os.POSIX_FADV_DONTNEED)
 
@@ -148,7 +149,7 @@ def write_all(fd: int, data: bytes | memoryview, offset: int) -> None:
 def _open_output(path: str, size: int) -> tuple[int, int]:
     fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
     direct = -1
-    # Memory file systems accept direct I/O, but have no disk to save a copy for.
+    # Memory file systems accept direct I/O, but it saves no copy there.
     if size >= 1 << 20 and hasattr(os, "O_DIRECT") and not is_in_memory(fd):
         with contextlib.suppress(OSError):
             direct = os.open(path, os.O_WRONLY | os.O_DIRECT | os.O_CLOEXEC)

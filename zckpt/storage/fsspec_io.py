@@ -1,7 +1,7 @@
-"""Files that fsspec reaches (`s3://`, `gs://`, `hf://`, `memory://`): what is there, and byte ranges of it.
+"""Lists and reads files at addresses (`s3://`, `gs://`, `hf://`, `memory://`) through fsspec.
 
-For `files`, `fetching` and `uploads`, which sends files there. fsspec is imported when an address is first used. What its
-backends raise becomes one of zckpt's errors here, and nowhere else.
+For `location`, `engine.prefetch` and `uploads`. fsspec is imported when an address is first used. Only this module turns
+exceptions of its backends into zckpt's errors.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _THREADS = 8
 _TRIES = 4
 _BLOCK = 64 << 10
 _MOST_BLOCKS = 64
-"""That a `RemoteFile` keeps."""
+"""How many blocks a `RemoteFile` keeps."""
 
 _NAMING = (
     "ETag",
@@ -38,7 +38,7 @@ _NAMING = (
     "updated",
     "created",
 )
-"""What the file systems call the facts that change when a file is written again."""
+"""The keys of fsspec's backends for facts that change when a file is written again."""
 
 _UNREACHED = {
     "TransportError",
@@ -48,7 +48,7 @@ _UNREACHED = {
     "HTTPClientError",
     "ClientConnectionError",
 }
-"""Bases of what HTTP libraries raise where there was no answer at all."""
+"""Names of the exceptions that HTTP libraries raise if no answer came."""
 
 T = TypeVar("T")
 
@@ -62,7 +62,7 @@ class Range(NamedTuple):
 
 
 class Status(NamedTuple):
-    """A file's size, and what changes when it is written anew, in the form of `FileStore.identity`."""
+    """A file's size in bytes, and its identity in the form of `FileStore.identity`, which changes when it is written again."""
 
     size: int
     identity: tuple[int, int, int]
@@ -97,11 +97,12 @@ def filesystem(address: str) -> tuple[Any, str]:
 
 @contextlib.contextmanager
 def told(address: str) -> Iterator[None]:
-    """Makes zckpt's errors of whatever a backend raises.
+    """Turns exceptions of a backend into zckpt's errors.
 
     Raises:
-        NotACheckpointError: there is no such file. AccessError: it may not be read or written.
-        RemoteError: anything else.
+        NotACheckpointError: there is no such file.
+        AccessError: it may not be read or written.
+        RemoteError: the backend failed in another way.
     """
     try:
         yield
@@ -118,7 +119,7 @@ def told(address: str) -> Iterator[None]:
             expected="credentials that may read it, and write it if it is an output",
             remedy="Check the credentials that the backend finds in the environment.",
         ) from error  # fmt: skip
-    except Exception as error:  # a backend's own kinds are not known here
+    except Exception as error:  # backends have exceptions of their own
         if _UNREACHED & {kind.__name__ for kind in type(error).__mro__}:
             raise RemoteError(
                 "no connection to this address", file=redact(address), found=_line(error),
@@ -141,7 +142,7 @@ def _line(error: BaseException) -> str:
 
 
 def kind(address: str) -> str | None:
-    """What is there: "file", "directory", or None for nothing."""
+    """What exists at the address: "file" or "directory"; None for nothing."""
     fs, path = filesystem(address)
     try:
         with told(address):
@@ -151,12 +152,12 @@ def kind(address: str) -> str | None:
 
 
 def refresh(address: str) -> None:
-    """Forgets listings that fsspec has kept."""
+    """Drops the listings that fsspec has cached."""
     filesystem(address)[0].invalidate_cache()
 
 
 def entries(address: str) -> dict[str, str]:
-    """Name -> "file" or "directory", of everything in a directory."""
+    """Name -> "file" or "directory", for all entries of a directory."""
     fs, path = filesystem(address)
     with told(address):
         found = fs.ls(path, detail=True)
@@ -167,7 +168,7 @@ def entries(address: str) -> dict[str, str]:
 
 
 def walk(address: str) -> list[str]:
-    """Paths of all files under a directory, as seen from there."""
+    """Paths of all files under a directory, relative to it."""
     fs, path = filesystem(address)
     with told(address):
         found = fs.find(path)
@@ -176,7 +177,7 @@ def walk(address: str) -> list[str]:
 
 
 def status(address: str) -> Status:
-    """A file's size and identity, asked for anew."""
+    """A file's size and identity, without fsspec's cache."""
     found = _facts(address)
     return Status(int(found["size"]), (0, 1, _digest(found)))
 
@@ -194,7 +195,7 @@ def _digest(found: dict[str, Any]) -> int:
 
 
 def mark(address: str) -> str:
-    """What changes when a file is written again; "" where the store tells no more than its size.
+    """A text that changes when a file is written again; "" if the store knows only its size.
 
     Raises:
         NotACheckpointError: there is no such file.
@@ -210,13 +211,13 @@ def read(address: str, offset: int, nbytes: int) -> bytes:
 
 
 def fetch(ranges: Sequence[Range]) -> list[tuple[bytes, int]]:
-    """Ranges of one or many files, near ones in one request, several requests at a time.
+    """Reads ranges of one or more files: near ranges in one request, several requests at a time.
 
     Returns:
-        For each range a block of bytes and the place in the file at which the block begins; ranges share blocks.
+        For each range, a block of bytes that contains it, and the byte offset of the block in the file; ranges share blocks.
 
     Raises:
-        RemoteError: fewer bytes came than were asked for, several times.
+        RemoteError: the store failed, or sent fewer bytes than the range has, in each of several attempts.
     """
     order = sorted(range(len(ranges)), key=lambda number: ranges[number])
     merged: list[Range] = []
@@ -256,7 +257,7 @@ def _whole(wanted: Range) -> bytes:
 
 
 def _one(fs: Any, path: str, start: int, stop: int) -> bytes:
-    """One request for one range, and no byte more."""
+    """Reads one range in one request, without reading ahead."""
     if getattr(fs, "async_impl", False):
         return bytes(fs.cat_file(path, start=start, end=stop))
     with fs.open(path, "rb", cache_type="none") as file:
@@ -265,10 +266,10 @@ def _one(fs: Any, path: str, start: int, stop: int) -> bytes:
 
 
 def patiently(address: str, attempt: Callable[[], T]) -> T:
-    """Does what may be done twice; tries again after failures that may pass.
+    """Calls `attempt`, which may be done twice, and tries again after a `RemoteError`, with growing pauses.
 
     Raises:
-        RemoteError: it failed each time.
+        RemoteError: every attempt failed.
     """
     for number in range(_TRIES):
         try:
@@ -282,7 +283,7 @@ def patiently(address: str, attempt: Callable[[], T]) -> T:
 
 
 class RemoteFile:
-    """One file that is open for reading: a few blocks are kept, so that reading a header costs one request, not ten.
+    """One file open for reading. Keeps a few blocks, so that reading a header takes one request instead of ten.
 
     Args:
         address: of the file.

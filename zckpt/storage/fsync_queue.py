@@ -1,6 +1,6 @@
-"""Complete files become durable while the next ones are written; whoever waits for that is told of each in turn.
+"""Syncs complete files in threads while the next ones are written, and reports each file in order when it is durable.
 
-For `mover`. A disk answers to a sync when all that it holds back is written: one file at a time, that is a pause after each.
+For `engine.move`. A sync waits until the disk has written what it holds back: with one file at a time, a pause after each.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 SYNCS = 8
-"""At once: file systems that keep a journal answer many in one commit."""
+"""Syncs at once: file systems with a journal complete many of them in one commit."""
 MOST = 128
-"""Files on their way, each with a descriptor."""
+"""The most files in the queue, each with a descriptor."""
 
 
 def make_durable(fd: int) -> None:
@@ -32,17 +32,17 @@ def make_durable(fd: int) -> None:
         try:
             fcntl.fcntl(fd, full)
             return
-        except OSError:  # not every file system knows it
+        except OSError:  # not supported by every file system
             pass
     os.fsync(fd)
 
 
 class Syncing(Generic[T]):
-    """Files on their way to the disk, the oldest first; use as a context manager.
+    """A queue of files that are being synced; use as a context manager.
 
     Args:
-        done: told of each file, in the order in which they were added, as soon as it is durable.
-        give_back: whether the page cache is to forget it then.
+        done: called with each file when it is durable, in the order in which files were added.
+        give_back: whether to drop its pages from the page cache then.
     """
 
     def __init__(self, done: Callable[[T], None], *, give_back: bool = False) -> None:
@@ -52,7 +52,7 @@ class Syncing(Generic[T]):
         self._pending: deque[tuple[T, Future[None]]] = deque()
 
     def add(self, file: T, fd: int) -> None:
-        """A file that is complete; its descriptor may be closed. Errors as in `settle`, of earlier ones."""
+        """Adds a complete file; the caller may close `fd` after this. Raises errors of earlier files as in `settle`."""
         from concurrent.futures import ThreadPoolExecutor
 
         while len(self._pending) >= MOST:
@@ -69,10 +69,10 @@ class Syncing(Generic[T]):
             os.close(fd)
 
     def settle(self, *, wait: bool = True) -> None:
-        """Tells of the files that are durable, and waits for the others unless `wait` is False.
+        """Reports files that are durable, and with `wait` waits for the others.
 
         Raises:
-            OSError: one could not be written; later ones are not told of.
+            OSError: a file could not be written; later files are not reported.
         """
         while self._pending and (wait or self._pending[0][1].done()):
             self._next()
@@ -91,7 +91,7 @@ class Syncing(Generic[T]):
         try:
             if error is None:
                 self.settle()
-            elif isinstance(error, Exception):  # what is durable need not be done again
+            elif isinstance(error, Exception):  # a resumed run keeps the files that are durable
                 with contextlib.suppress(OSError):
                     self.settle()
         finally:

@@ -1,7 +1,7 @@
-"""JSON files of strangers: read whole only when they are small enough, and made objects only when these will be.
+"""Reads untrusted JSON files with limits on their size and on the memory of the parsed objects.
 
-For indexes, configs, manifests and safetensors headers. A byte of JSON can become sixty of Python objects, so a file that
-would need more memory than any honest one is refused before it is parsed.
+For indexes, configs, manifests and safetensors headers. A byte of JSON can become sixty bytes of Python objects, so a file that
+would need more memory than any real one is refused before it is parsed.
 """
 
 from __future__ import annotations
@@ -20,11 +20,12 @@ def read_json(path: str | os.PathLike[str], most_bytes: int, what: str) -> Any:
 
     Args:
         path: of the file.
-        most_bytes: that it may have.
-        what: names it in errors.
+        most_bytes: the most bytes that it may have.
+        what: what the file should be, for errors, such as "a manifest".
 
     Raises:
-        NotACheckpointError: it cannot be opened, or is not a file. CorruptError: it is not JSON.
+        NotACheckpointError: it cannot be opened, or is not a file.
+        CorruptError: it is not JSON.
         UnsupportedError: it is too large.
     """
     location = locate(path)
@@ -46,10 +47,10 @@ def read_json(path: str | os.PathLike[str], most_bytes: int, what: str) -> Any:
 
 
 def check_size(data: bytes, path: str, what: str) -> None:
-    """Refuses a document whose objects would need too much memory: lists, dicts, their items and the text itself.
+    """Refuses a JSON document that would need too much memory: its lists, dicts, their items and the text itself.
 
     Raises:
-        UnsupportedError: it is one.
+        UnsupportedError: it would.
     """
     needed = (2 if data.isascii() else 6) * len(data)
     needed += 48 * data.count(b",") + 72 * data.count(b"[") + 240 * data.count(b"{")

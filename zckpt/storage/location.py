@@ -1,8 +1,8 @@
-"""Where a path leads: to a file or directory of this machine, or behind an address (`s3://bucket/run`) that fsspec reaches.
+"""Locations of files: a path on this machine, or an address (`s3://bucket/run`) that fsspec can reach.
 
-For every module that lists, measures or reads input files. `locate` looks at the text once; everything above holds the
-`Location` that it returns and asks that. Of a local path, nothing of fsspec is imported. The elements of tensors do not
-pass here: the engine reads local files itself, and `engine.prefetch` brings it the ranges of the others.
+For every module that lists, measures or reads input files. `locate` turns a text into a `Location`, which other modules keep
+and call. Local paths do not import fsspec. The elements of tensors are not read here: the engine reads local files itself, and
+`engine.prefetch` fetches ranges of files at addresses.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _ADDRESS = re.compile(r"[A-Za-z][A-Za-z0-9+.:-]*://")
 _LOCAL = re.compile(r"(?:file|local)://", re.IGNORECASE)
 _CACHES = re.compile(r"(?:(?:simplecache|filecache|blockcache|cached)::)+", re.IGNORECASE)
 _SAME = {"s3a": "s3", "s3n": "s3", "gcs": "gs", "az": "abfs", "abfss": "abfs", "adl": "abfs", "ssh": "sftp"}
-"""Kinds of addresses that mean the same store as another kind."""
+"""Kind of address -> the kind that means the same store."""
 
 _WITHOUT_HOST = ("memory", "hf")
 
@@ -52,12 +52,12 @@ class OpenFile(Protocol):
 
 @dataclass(frozen=True, repr=False)
 class Location(os.PathLike[str]):
-    """A file or directory that may exist or not. `str()` and `os.fspath` give its path, `location / name` what is in it.
+    """A file or directory, which need not exist. `str()` and `os.fspath` return its path, `location / name` an entry of it.
 
     Attributes:
-        path: as a person gave it, for messages.
+        path: as the user gave it.
         is_remote: whether it is an address.
-        block_bytes: that `blocks` reads at once.
+        block_bytes: how many bytes `blocks` reads at once.
     """
 
     path: str
@@ -88,15 +88,15 @@ class Location(os.PathLike[str]):
 
     @abstractmethod
     def absolute(self) -> Location:
-        """As `os.path.abspath`; an address is absolute already, and loses slashes at its end."""
+        """As `os.path.abspath`; an address loses slashes at its end."""
 
     @abstractmethod
     def resolved(self) -> Location:
-        """As `absolute`; where it is a symbolic link, what it points to."""
+        """As `absolute`; for a symbolic link, its target."""
 
     @abstractmethod
     def refreshed(self) -> Location:
-        """The same location, once everything that was remembered about an address is forgotten."""
+        """The same location; for an address, drops everything cached about it."""
 
     @abstractmethod
     def is_file(self) -> bool:
@@ -108,11 +108,11 @@ class Location(os.PathLike[str]):
 
     @abstractmethod
     def is_readable(self) -> bool:
-        """Whether a directory may be listed; True for every address, of which only the attempt tells."""
+        """Whether a directory may be listed; always True for an address, where only an attempt shows it."""
 
     @abstractmethod
     def names(self) -> list[str]:
-        """Names of everything in a directory. Raises OSError."""
+        """Names of all entries of a directory. Raises OSError."""
 
     @abstractmethod
     def file_names(self, below: Sequence[str] = ()) -> list[str]:
@@ -124,11 +124,11 @@ class Location(os.PathLike[str]):
 
     @abstractmethod
     def state(self) -> tuple[int, ...]:
-        """Numbers that change when a file is written again, whatever is done to its modification time. Raises OSError."""
+        """Numbers that change when a file is written again, even if its modification time is reset. Raises OSError."""
 
     @abstractmethod
     def written_s(self) -> float | None:
-        """When a file was last written, in seconds; None for an address, which tells when it was uploaded."""
+        """When a file was last written, in seconds since 1970; None for an address, which knows only when it was uploaded."""
 
     @abstractmethod
     def open(self) -> OpenFile:
@@ -144,21 +144,21 @@ class Location(os.PathLike[str]):
 
     @abstractmethod
     def store(self, byteorder: Literal["little", "big"] = "little") -> FileStore:
-        """An existing file, as a place of elements. Raises OSError."""
+        """A `FileStore` for an existing file, for the engine. Raises OSError."""
 
     @abstractmethod
     def relative_to(self, directory: Location) -> str:
-        """Its path as seen from a directory that holds it."""
+        """Its path relative to a directory that contains it."""
 
     @abstractmethod
     def _spellings(self) -> tuple[str, str]:
-        """Its path in one spelling: first with `..` as a name like others, then with `..` resolved."""
+        """Its path in a normal form: first with `..` kept as a name, then with `..` resolved."""
 
     def is_within(self, directory: Location) -> bool:
-        """Whether it is a directory or file, or is in it, however the two are spelled.
+        """Whether it is the same as `directory` (which may be a file), or is in it, for all spellings of the two.
 
         Local paths are compared with their links resolved, addresses with the kind (`s3` and `s3a`), the host, and slashes
-        made the same. A store may keep `..` as it is or resolve it, so that either reading counts.
+        normalized. A store may keep `..` as a name or resolve it, so both forms are compared.
         """
         return any(
             inner == outer or inner.startswith(outer.rstrip("/") + "/")
@@ -229,7 +229,9 @@ class LocalPath(Location):
 
     def open(self) -> OpenFile:  # noqa: D102
         try:
-            descriptor = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # a named pipe must not block
+            descriptor = os.open(
+                self.path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK
+            )  # do not wait for a named pipe's writer
         except (OSError, ValueError) as error:
             raise self._unreadable(getattr(error, "strerror", None) or str(error)) from error
         found = os.fstat(descriptor)

@@ -1,4 +1,4 @@
-"""Where an output lies, and where work on it lies until it is complete."""
+"""Paths of an output and of its work directory."""
 
 from __future__ import annotations
 
@@ -7,20 +7,20 @@ import re
 import shutil
 
 WORK = ".zckpt"
-"""The work directory's name where it lies in the output."""
+"""The work directory's name if it is in the output."""
 
 _USUAL = re.compile(rf"{re.escape(WORK)}(-.*)?|lost\+found")
-"""Names in a mount point that are nobody's data."""
+"""Names in a mount point that are not data of a user."""
 
 
 def resolved(out: str) -> str:
-    """The output's absolute path; where OUT is a symbolic link, what it points to."""
+    """The output's absolute path; if OUT is a symbolic link, its target."""
     path = os.path.abspath(out)
     return os.path.realpath(path) if os.path.islink(path) else path
 
 
 def is_mount(path: str) -> bool:
-    """Whether something is mounted there, a bind mount of the same file system too."""
+    """Whether the path is a mount point, or a bind mount of the same file system."""
     if os.path.ismount(path):
         return True
     wanted = os.fsencode(os.path.realpath(path))
@@ -37,13 +37,13 @@ def _unescaped(point: bytes) -> bytes:
 
 
 def keeps_its_name(out: str) -> bool:
-    """Whether OUT is a directory that cannot change places with another: a mount point, or in a directory that is not ours."""
+    """Whether OUT is a directory that cannot be renamed: a mount point, or in a directory that this user cannot write."""
     out = resolved(out)
     return os.path.isdir(out) and (is_mount(out) or not os.access(os.path.dirname(out), os.W_OK | os.X_OK))
 
 
 def directory_for(out: str) -> str:
-    """Where work on an output lies until it is complete: on the same file system, so that files need only be renamed."""
+    """The work directory of an output: on the same file system, so that files can be renamed into the output."""
     return inside(out) if keeps_its_name(out) else beside(out)
 
 
@@ -54,29 +54,29 @@ def beside(out: str) -> str:
 
 
 def inside(out: str) -> str:
-    """The work directory in an output that keeps its name."""
+    """The work directory in an output that cannot be renamed."""
     return os.path.join(resolved(out), WORK)
 
 
 def entries(directory: str) -> list[str]:
-    """The names in an output's directory, but for those that every mount point may have, and for zckpt's own work."""
+    """The names in an output's directory, without zckpt's work directories and `lost+found`."""
     return sorted(name for name in os.listdir(directory) if not _USUAL.fullmatch(name))
 
 
 def free_bytes(path: str) -> int:
-    """Free room on the file system of a path, or of the nearest directory above it that is there."""
+    """Free bytes on the file system of a path, or of the nearest existing directory above it."""
     while not os.path.isdir(path):
         path = os.path.dirname(path)
     return shutil.disk_usage(path).free
 
 
 def rendezvous_for(out: str, job: str) -> str:
-    """Where several processes that write an output leave each other notes."""
+    """The directory in which several processes that write one output exchange files."""
     return f"{directory_for(out)}-together-{job}"
 
 
 def remove_rendezvous(out: str, but: str = "") -> None:
-    """Removes what earlier runs of several processes left; for who holds the output's lock."""
+    """Removes such directories of earlier runs, except `but`; only the process with the output's lock may call it."""
     parent, name = os.path.split(rendezvous_for(out, ""))
     for entry in os.listdir(parent):
         path = os.path.join(parent, entry)

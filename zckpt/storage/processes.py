@@ -1,7 +1,7 @@
-"""Which process: told apart from one of another machine, another container or another time that has the same number.
+"""Identifies a process across machines, containers and restarts, and finds out whether it has ended.
 
-For directories that several runs may leave beside each other, where the file system has no locks. A process number alone
-says nothing: containers have process numbers of their own, machines may share a host name, and numbers are given again.
+For work directories on file systems without locks. A process number is not enough: containers have process numbers of their
+own, machines may share a host name, and the system uses numbers again.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ class Process:
     """One process.
 
     Attributes:
-        boot: of its machine since it was last started; "0" where that is not known.
-        space: the namespace of its number; "0" where that is not known.
+        boot: identifies the last start of its machine; "0" if not known.
+        space: the namespace of its number; "0" if not known.
         number: of the process.
-        started: when, in clock ticks since the machine was started; "0" where that is not known.
+        started: start time in clock ticks since the machine was started; "0" if not known.
     """
 
     boot: str
@@ -31,23 +31,23 @@ class Process:
         return f"{self.boot}-{self.space}-{self.number}-{self.started}"
 
     def is_dead(self) -> bool:
-        """Whether it has certainly ended; False for processes that cannot be seen from here."""
+        """Whether it has ended; False also for processes of other machines and containers, of which this is not known."""
         if (self.boot, self.space) != (_boot(), _space()) or "0" in (self.boot, self.space):
             return False
         return _started(self.number) not in (self.started, "0")
 
 
 NAME = re.compile(r"([0-9a-f]+)-(\d+)-(\d+)-(\d+)")
-"""How a process is written in the name of a directory."""
+"""A process as written in the name of a directory."""
 
 
 def this_process() -> Process:
-    """The one that calls."""
+    """The process that calls."""
     return Process(_boot(), _space(), os.getpid(), _started(os.getpid()) or "0")
 
 
 def parse(text: str) -> Process | None:
-    """The process that `str` wrote; None for any other text."""
+    """The inverse of `str(process)`; None for any other text."""
     found = NAME.fullmatch(text)
     return Process(found[1], found[2], int(found[3]), found[4]) if found else None
 
@@ -68,7 +68,7 @@ def _space() -> str:
 
 
 def _started(number: int) -> str:
-    """When a process was started; "" where there is none of this number, "0" where that cannot be read."""
+    """Start time of a process; "" if there is no process of this number, "0" if the time cannot be read."""
     try:
         with open(f"/proc/{number}/stat", "rb") as file:
             return file.read().rpartition(b")")[2].split()[19].decode()

@@ -1,8 +1,8 @@
-"""Files sent to addresses: each appears under its name whole, in one step, or not at all.
+"""Sends files to addresses so that each appears whole under its name, in one step.
 
-For `output.address` and `streaming`. An object store shows a file when its upload is completed. fsspec's memory shows it from the
-first byte on, so what goes there is collected first. A kind of store that has directories and renames is given the file under
-another name, which is then changed.
+For `output.address` and `output.delivery_to_address`. An object store shows a file when its upload is completed. fsspec's memory
+store shows it from the first byte on, so its bytes are collected first. To a store with directories and renames, the file is
+sent under another name and then renamed.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from zckpt.base.errors import NotACheckpointError
 from zckpt.storage.fsspec_io import filesystem, patiently, told
 
 PART_BYTES = 16 << 20
-"""Of a multi-part upload, for files up to a terabyte or so."""
+"""Bytes of a part of a multi-part upload; files above about 150 GB have larger parts."""
 
 _MOST_PARTS = 9_000
 _RENAMING = {"sftp", "ssh", "ftp", "smb", "webdav", "dav", "hdfs", "arrow_hdfs", "webhdfs", "webHDFS", "dbfs", "ofs"}
@@ -24,11 +24,11 @@ _UNFINISHED = ".zckpt-part"
 
 
 class Upload:
-    """One file on its way to an address. As a context manager it is completed, or given up when there was an error.
+    """One file that is sent to an address. A context manager: completes it, or discards it after an error.
 
     Args:
-        address: where it goes.
-        nbytes: how large it will be; decides the size of parts.
+        address: of the file.
+        nbytes: the file's size, from which the size of parts follows.
     """
 
     def __init__(self, address: str, nbytes: int) -> None:
@@ -45,12 +45,12 @@ class Upload:
     def _opened(self, part: int) -> Any:
         try:
             return self._fs.open(self._target, "wb", block_size=part)
-        except FileNotFoundError:  # a kind that has directories
+        except FileNotFoundError:  # a store with directories
             self._fs.makedirs(self._target.rpartition("/")[0], exist_ok=True)
             return self._fs.open(self._target, "wb", block_size=part)
 
     def write(self, data: bytes | memoryview) -> None:
-        """The next bytes."""
+        """Sends the next bytes."""
         with told(self.address):
             self._file.write(data)
 
@@ -58,7 +58,7 @@ class Upload:
         """Makes the file appear.
 
         Raises:
-            RemoteError: the store failed. Where an answer was lost, the file may be there all the same.
+            RemoteError: the store failed. If only the answer was lost, the file may exist all the same.
         """
         with told(self.address):
             if self._collects:
@@ -70,7 +70,7 @@ class Upload:
         self._is_complete = True
 
     def discard(self) -> None:
-        """Gives the upload up, unless it is complete. Never fails; what was sent may take room until the store forgets it."""
+        """Aborts the upload, unless it is complete. Raises nothing; a store may keep the parts that were sent for some time."""
         if self._collects or self._is_complete:
             return
         try:
@@ -78,7 +78,7 @@ class Upload:
                 self._file.discard()
         finally:
             with contextlib.suppress(Exception):
-                self._file.closed = True  # or its destructor would complete the upload
+                self._file.closed = True  # otherwise its destructor would complete the upload
         if self._target != self._path:
             with contextlib.suppress(Exception):
                 self._file.close()
@@ -102,7 +102,7 @@ class Upload:
 
 
 def put(address: str, data: bytes) -> None:
-    """Sends a small file; tries again after failures that may pass."""
+    """Sends a small file; tries again as in `patiently`."""
 
     def attempt() -> None:
         with Upload(address, len(data)) as upload:
@@ -112,7 +112,7 @@ def put(address: str, data: bytes) -> None:
 
 
 def remove(address: str) -> None:
-    """Removes a file; one that is not there is no failure. Tries again after failures that may pass."""
+    """Removes a file if it exists; tries again as in `patiently`."""
     fs, path = filesystem(address)
     with contextlib.suppress(NotACheckpointError):
         patiently(address, lambda: fs.rm_file(path))
