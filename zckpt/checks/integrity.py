@@ -1,4 +1,4 @@
-"""Whether files still have the bytes that were written: checksums in them and of them, padding, and finite numbers.
+"""Checks that files still have the bytes that were written: checksums, padding, and counts of NaN and infinity.
 
 For `verify`. One pass over the files, each byte read once, in the order of the files: the CRCs of zip records, those of
 whole files that a manifest names, counts of NaN and infinity, and the comparison of masters with their half-precision
@@ -40,7 +40,7 @@ _SMALL_BYTES = 64 << 10
 
 @dataclass(frozen=True, slots=True)
 class CheckedFile:
-    """A file, with what is known of its bytes.
+    """A file and its known checksums.
 
     Attributes:
         store: the file.
@@ -175,9 +175,9 @@ def examine(
     """
     parts = [_parts(file) for file in files]
     sums = [CrcRange(file.store, *part) for file, own in zip(files, parts, strict=True) for part in own]
-    tour = _Tour(catalog, {file.store: own for file, own in zip(files, parts, strict=True)})
+    order = _ScanOrder(catalog, {file.store: own for file, own in zip(files, parts, strict=True)})
     total = sum(nbytes for own in parts for _, nbytes in own)
-    report = scan(tour.looks(), sums, relation=Relation(rounded=True), total_bytes=total, progress=progress, **pace)
+    report = scan(order.requests(), sums, relation=Relation(rounded=True), total_bytes=total, progress=progress, **pace)
     number, records = 0, 0
     wrong_records: list[tuple[str, str]] = []
     wrong_files: list[str] = []
@@ -192,11 +192,11 @@ def examine(
                 wrong_records.append((file.name, name))
         if file.crc32 is not None and join(crcs.values(), 0, file.store.size) != file.crc32:
             wrong_files.append(file.name)
-    entries = tour.entries
+    entries = order.entries
     counted = {e.name: report.of(i) for i, e in enumerate(entries) if isinstance(e, TensorEntry)}
     padding = tuple(report.of(i) for i, e in enumerate(entries) if isinstance(e, Padding))
     copies = tuple(
-        (e.name, replica, report.of(tour.number_of(i, copy)))
+        (e.name, replica, report.of(order.number_of(i, copy)))
         for i, e in enumerate(entries)
         if isinstance(e, TensorEntry)
         for copy, replica in enumerate(e.replicas)
@@ -230,12 +230,12 @@ def _runs(parts: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
     return runs
 
 
-class _Tour:
-    """Looks at tensors and at the rest of what is wanted of files, file by file; made so that each byte is read once.
+class _ScanOrder:
+    """The scan requests for tensors and checksums, file by file, such that each byte is read once.
 
-    What is looked at for its numbers counts for the checksums at the same time, if it is one dense run and nothing else
-    reads it (tied weights and views may share bytes). Everything that is left is read for its checksum alone.
-    Places are kept as plain numbers: there are millions in a large checkpoint.
+    A read for statistics also counts for the checksum if it is one dense run and no other request reads it (tied weights and
+    views may share bytes). All other bytes are read only for the checksum. Places are kept in arrays of integers, because a
+    large checkpoint has millions.
     """
 
     def __init__(self, catalog: Catalog | None, wanted: Mapping[FileStore, Sequence[tuple[int, int]]]) -> None:
@@ -265,8 +265,8 @@ class _Tour:
         if first is None:
             return
         self._unit(first, number, _ALL)
-        for look in self._pair_looks(number, entry):
-            move, numel = look.move, look.move.count * look.move.rows
+        for request in self._pair_requests(number, entry):
+            move, numel = request.move, request.move.count * request.move.rows
             in_source, in_other = _dense_sides(move)
             if in_source and move.tensor == number:
                 self._claim(move.src, move.src_offset, numel * move.src_dtype.itemsize)
@@ -297,14 +297,14 @@ class _Tour:
                     end, last = stop, unit
         return shared
 
-    def _pair_looks(self, number: int, entry: TensorEntry) -> Iterator[ScanRequest]:
+    def _pair_requests(self, number: int, entry: TensorEntry) -> Iterator[ScanRequest]:
         """A tensor against its copy, and once more for each further copy."""
         for index, replica in enumerate(entry.replicas):
             copy = replace(entry, dtype=replica.dtype, fragments=replica.fragments, replicas=())
             yield from comparisons(replace(entry, replicas=()), copy, self.number_of(number, index))
 
-    def looks(self) -> Iterator[ScanRequest]:
-        """All looks, file by file, in the order of each file."""
+    def requests(self) -> Iterator[ScanRequest]:
+        """All requests, file by file, in the order of each file."""
         for path in sorted(self._wanted.keys() | self._units.keys()):
             rest = self._unclaimed(path)
             gap = next(rest, None)
@@ -312,12 +312,12 @@ class _Tour:
                 while gap is not None and gap.move.src_offset < offset:
                     yield gap
                     gap = next(rest, None)
-                yield from self._unit_looks(number, index, unit)
+                yield from self._unit_requests(number, index, unit)
             while gap is not None:
                 yield gap
                 gap = next(rest, None)
 
-    def _unit_looks(self, number: int, index: int, unit: int) -> Iterator[ScanRequest]:
+    def _unit_requests(self, number: int, index: int, unit: int) -> Iterator[ScanRequest]:
         entry = self.entries[number]
         free = unit not in self._shared
         if index != _ALL:
@@ -326,14 +326,14 @@ class _Tour:
             yield request_of(fragment, entry.dtype, number, how)
             return
         assert isinstance(entry, TensorEntry)
-        for look in self._pair_looks(number, entry):
-            in_source, in_other = _dense_sides(look.move) if free else (False, False)
-            in_source = in_source and look.move.tensor == number  # further copies read it again
+        for request in self._pair_requests(number, entry):
+            in_source, in_other = _dense_sides(request.move) if free else (False, False)
+            in_source = in_source and request.move.tensor == number  # further copies read it again
             how = NUMBERS | AGAINST | (CRC_SOURCE if in_source else 0) | (CRC_OTHER if in_other else 0)
-            yield look._replace(how=how)
+            yield request._replace(how=how)
 
     def _unclaimed(self, path: str) -> Iterator[ScanRequest]:
-        """What is wanted of a file, where no look at numbers counts for it."""
+        """Requests for the wanted bytes of a file that no request for statistics covers."""
         if path not in self._wanted:
             return
         store, runs = self._wanted[path]
@@ -348,7 +348,7 @@ class _Tour:
                 number += 1
 
     def _gaps(self, path: str, size: int) -> Iterator[tuple[int, int]]:
-        """The bytes of a file that no claim counts for."""
+        """The bytes of a file that no claim covers."""
         at = 0
         for start, stop, unit in _rows(self._claims.get(path, array("q")), 3):
             if unit in self._shared:

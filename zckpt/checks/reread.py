@@ -1,10 +1,9 @@
-"""Where the elements of each trained parameter are in a ZeRO save, found a second time.
+"""Finds the elements of each trained parameter in a ZeRO save a second time, without the code that reads saves.
 
-For `verify`; where files name their tensors, `reread_named` does it. Nothing here is what reads a save: no layout, no partition
-arithmetic, no catalog, only the keys of the files and the way in which DeepSpeed's own `zero_to_fp32.py` goes about it. Of
-stages 1 and 2, the vectors of all ranks laid end to end are the group, in which parameters follow each other; of stage 3, each
-rank's vectors laid end to end hold its piece of every parameter. A reader that takes neighbours of one shape, or ranks, for
-each other is found here, though its output is whole.
+For `verify`; `reread_named` does the same for files that name their tensors. This module uses no layout and no partition
+arithmetic, only the keys of the files and the method of DeepSpeed's own `zero_to_fp32.py`. In stages 1 and 2, the vectors of
+all ranks end to end are the group, in which parameters follow each other. In stage 3, each rank's vectors end to end hold its
+piece of every parameter. The comparison finds a reader that confuses ranks, or neighbours of one shape.
 
 Experts have other names on every rank. Those of stage 3 are stacks: each rank's model file says which experts it has, and each
 sub-group which ranks share it. Those of stages 1 and 2 have half-precision weights in files of their own, which prove them.

@@ -1,8 +1,8 @@
-"""Where the tensors are that files themselves name, found a second time: plain weights, layer files, universal files, chunks.
+"""Finds tensors that files name a second time: plain weights, layer files, universal files, chunks.
 
-For `verify`, as `reread` is for the vectors of ZeRO: nothing here is what reads a save. The names in a file, or its own name,
-or the metadata of torch.distributed.checkpoint, say where a tensor begins; there what is read of that file must begin too.
-Names that are not in the files as the catalog has them (experts by their numbers on a rank) are not looked at.
+For `verify`, as `reread` is for the vectors of ZeRO, and without the code that reads saves. The names in a file, the file's
+name, or the metadata of torch.distributed.checkpoint say where a tensor begins; the catalog must begin to read it there. Tensors
+whose names in the files differ from the catalog's (experts by their numbers on a rank) are skipped.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Models that live in memory: a checkpoint loaded into one, and its weights taken out, whole, while it trains.
+"""Loads checkpoints into models in memory, and saves the whole weights of a model while it trains.
 
-For scripts that train: `save_pretrained` and `consolidate`; for `drop_in` and whoever has a catalog and a module: `load_into`.
-The only rooms with torch at module level, beside `drop_in` and `runtime`.
+`save_pretrained` and `consolidate` are for training scripts, `load_into` for `drop_in` and other callers with a catalog and a
+module. Only this package, `drop_in` and `runtime` import torch at module level.
 """
 
 from zckpt.live.export import consolidate, save_pretrained, small_files

@@ -1,8 +1,8 @@
-"""Which rank brings which elements where: rank 0 decides it, from what all ranks offer, and sends each rank its contributions.
+"""Decides on rank 0, from the offers of all ranks, which rank contributes which elements, and where they go.
 
 For `export`. Making the `TensorEntry` of every tensor is the check that the ranks together hold each element.
 [Note: pieces] A contribution is a fragment of a rank's memory of one tensor. It is sent in pieces of at most `PIECE_BYTES`, each
-a run of that memory. A rank that knows the contribution knows its pieces, so pieces need no headers.
+a run of that memory. The pieces follow from the contribution, so they are sent without headers.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class ElementPlace:
 
 @dataclass(frozen=True, slots=True)
 class Contribution:
-    """Elements that a rank brings: a fragment of its memory of tensor `name`, in dtype `source`."""
+    """Elements that a rank contributes: a fragment of its memory of tensor `name`, in dtype `source`."""
 
     name: str
     source: DType
@@ -74,13 +74,13 @@ class ContributionPart:
 
 
 def assign(offered: Sequence[Sequence[Offer]]) -> dict[str, SharedTensor]:
-    """Chooses for all elements of each tensor the rank that brings them.
+    """Chooses for all elements of each tensor the rank that contributes them.
 
     Args:
-        offered: by rank.
+        offered: the offers of each rank.
 
     Returns:
-        By name, in the order of the first rank that has the tensor.
+        Tensors by name, in the order of the first rank that has the tensor.
 
     Raises:
         IncompleteError: no rank has some of the elements. InconsistentError: ranks have different models.
@@ -142,7 +142,7 @@ def _entry(name: str, shape: tuple[int, ...], dtype: DType, role: Role, fragment
 def contributions(
     tensors: Mapping[str, SharedTensor], targets: Mapping[str, ElementPlace], size: int
 ) -> list[list[Contribution]]:
-    """What each of `size` ranks brings, in the order of the targets."""
+    """The contributions of each of `size` ranks, in the order of the targets."""
     out: list[list[Contribution]] = [[] for _ in range(size)]
     for name, target in targets.items():
         for rank, fragment in tensors[name].owners:

@@ -1,4 +1,4 @@
-"""Brings elements from this rank's memory to files, to a state dict, or to rank 0, cast piece by piece.
+"""Writes elements from this rank's memory to files or a state dict, or sends them to rank 0, cast piece by piece.
 
 For `export`. The engine casts; pieces of many small tensors are cast together.
 """
@@ -36,11 +36,11 @@ Lost = dict[str, tuple[int, float]]
 
 @dataclass(frozen=True, slots=True)
 class Brought:
-    """What is known of the bytes that a rank wrote.
+    """Facts of the bytes that a rank wrote.
 
     Attributes:
-        lost: what casts did.
-        sums: by file, the CRCs of parts; None for a file that gets many small pieces: it is read again.
+        lost: numbers that casts changed.
+        sums: by file, the CRCs of its parts; None for a file that gets many small pieces and is read again for its CRC.
     """
 
     lost: Lost = field(default_factory=dict[str, tuple[int, float]])
@@ -48,7 +48,7 @@ class Brought:
 
 
 class ContributionSink(Protocol):
-    """What takes pieces."""
+    """Takes the bytes of pieces."""
 
     def put(self, piece: ContributionPart, data: torch.Tensor) -> None:
         """Takes a piece's bytes."""
@@ -61,7 +61,7 @@ class Memory:
         self._bytes = [tensor.reshape(-1).view(torch.uint8) for tensor in tensors]
 
     def put(self, piece: ContributionPart, data: torch.Tensor) -> None:
-        """Copies them into place."""
+        """Copies the bytes to their places."""
         at = 0
         for offset, nbytes in piece.runs:
             self._bytes[piece.of.target.place][offset : offset + nbytes] = data[at : at + nbytes]
@@ -69,7 +69,7 @@ class Memory:
 
 
 class Files:
-    """Files that exist in full size; they are synced when all is written.
+    """Writes pieces to files that exist in full size.
 
     Attributes:
         sums: as in `Brought`.
@@ -90,7 +90,7 @@ class Files:
             os.close(descriptor)
 
     def put(self, piece: ContributionPart, data: torch.Tensor) -> None:
-        """Writes them at their places."""
+        """Writes the bytes at their places."""
         place = piece.of.target.place
         with self._failing(place):
             if place not in self._open:
@@ -100,7 +100,7 @@ class Files:
             for offset, nbytes in piece.runs:
                 write_all(self._open[place], view[:nbytes], offset)
                 view = view[nbytes:]
-            if len(piece.runs) == 1 and piece.nbytes >= _LARGE:  # its way to the disk begins while the next is cast
+            if len(piece.runs) == 1 and piece.nbytes >= _LARGE:  # the system writes it while the next piece is cast
                 forget(self._open[place], *piece.runs[0])
 
     def _sum(self, piece: ContributionPart, view: memoryview) -> None:
@@ -112,7 +112,7 @@ class Files:
             parts.append((offset, nbytes, crc32(view)))
 
     def sync(self) -> None:
-        """Makes what was written durable, and seen by other nodes."""
+        """Syncs what was written, so that it is durable and other nodes see it."""
         for place, descriptor in self._open.items():
             with self._failing(place):
                 make_durable(descriptor)
@@ -137,18 +137,18 @@ def bring(
     *,
     clamp: bool = False,
 ) -> Brought | Exception:
-    """Brings this rank's pieces to the sink, or to rank 0 where this rank has no sink.
+    """Writes this rank's pieces to the sink, or sends them to rank 0 if this rank has no sink.
 
     Args:
         world: all ranks.
         held: this rank's part of the model.
-        mine: what this rank brings.
-        sink: what takes the pieces.
-        senders: on rank 0, the ranks without a sink, and what they send.
+        mine: this rank's contributions.
+        sink: takes the pieces; None to send them to rank 0.
+        senders: on rank 0, the ranks without a sink and their contributions.
         clamp: whether numbers too large for their dtype are clamped; otherwise they become infinite.
 
     Returns:
-        What was written, or the error: this rank still sends and receives all pieces, so no other rank waits for it.
+        What was written, or the error. After an error this rank still sends and receives all pieces, so that no rank waits.
     """
     lost: Lost = {}
     source = _carried(held, mine, clamp, lost)
@@ -174,7 +174,7 @@ def _put_all(sink: ContributionSink, source: Iterator[tuple[ContributionPart, to
 def _send(
     world: Ranks, mine: Sequence[Contribution], source: Iterator[tuple[ContributionPart, torch.Tensor]]
 ) -> Exception | None:
-    """Sends rank 0 every piece that it waits for; zeros after an error."""
+    """Sends rank 0 all pieces; zeros after an error. Returns the error, if any."""
     failed: Exception | None = None
     for contribution in mine:
         for piece in pieces(contribution):
@@ -188,7 +188,7 @@ def _send(
 def _carried(
     held: LocalModel, mine: Sequence[Contribution], clamp: bool, lost: Lost
 ) -> Iterator[tuple[ContributionPart, torch.Tensor]]:
-    """The bytes of every piece, cast, in order; valid until the next is asked for."""
+    """The bytes of every piece, cast, in order; each is valid until the next one is requested."""
     batch = _Batch(clamp, lost)
     name, local = "", torch.empty(0)
     for contribution in mine:
@@ -207,11 +207,11 @@ def _carried(
 
 
 class _Batch:
-    """Chunks that are cast together, in two buffers of `PIECE_BYTES`: for copies of what is not dense, and for the results.
+    """Pieces that are cast together, in two buffers of `PIECE_BYTES`: for copies of what is not dense, and for results.
 
     Args:
         clamp: whether numbers too large for their dtype are clamped.
-        lost: which there were; filled in.
+        lost: numbers that casts changed; filled in.
     """
 
     def __init__(self, clamp: bool, lost: Lost) -> None:
@@ -227,7 +227,7 @@ class _Batch:
         return self._copied + source <= PIECE_BYTES and self._used + piece.nbytes <= PIECE_BYTES
 
     def dense(self, local: torch.Tensor, piece: ContributionPart) -> torch.Tensor:
-        """A piece's elements as a vector: a view of the model's memory where that is dense and this machine's, else a copy."""
+        """A piece's elements as a vector: a view of the model's memory if that is dense CPU memory, otherwise a copy."""
         if is_direct(local):
             return local.view(-1)[piece.first : piece.first + piece.count]
         nbytes = piece.count * piece.of.source.itemsize
@@ -237,12 +237,12 @@ class _Batch:
         return out
 
     def add(self, piece: ContributionPart, part: torch.Tensor) -> None:
-        """Takes a piece that has room, and its elements."""
+        """Adds a piece that has room, and its elements."""
         self._waiting.append((piece, part, self._used))
         self._used += _aligned(piece.nbytes)
 
     def cast(self) -> Iterator[tuple[ContributionPart, torch.Tensor]]:
-        """What was taken, cast; the buffers are free again after that."""
+        """The added pieces, cast; the buffers are free after that."""
         pairs = [_pair(piece, part, self._results, at) for piece, part, at in self._waiting]
         moved = run(Plan((), pairs), "", overflow=self._overflow) if pairs else None
         for number, found in (moved.overflows if moved else {}).items():

@@ -1,14 +1,13 @@
-"""Weights out of a model that trains: whole, without ever being gathered.
+"""Saves the whole weights of a model while it trains, without gathering them on one rank.
 
-For training scripts, on every rank at once. `save_pretrained` writes the directory that `transformers` loads: rank 0 lays it
-out, makes the files and writes what holds no weights; every rank writes the bytes it owns at their places in the shared files,
-casting on the way. `consolidate` gives rank 0 the state dict. A rank needs twice
-`assignment.PIECE_BYTES` beside the model's memory.
+For training scripts, called on every rank. `save_pretrained` writes a directory that `transformers` loads: rank 0 plans it,
+makes the files and writes those without weights; every rank casts its elements and writes them at their places in the shared
+files. `consolidate` returns the state dict on rank 0. A rank needs twice `assignment.PIECE_BYTES` beside the model's memory.
 
-[Note: the protocol] 1. Ranks offer what they hold (`parts`); rank 0 decides who brings what (`assignment`), checks the output and
-makes its files. 2. Each rank gets its share, and reports whether it sees the files. 3. Ranks that see them write; the others
-send their pieces to rank 0. All sync. 4. Rank 0 publishes and reports the result. An error on any rank is raised on every rank,
-and nothing is published.
+[Note: the protocol] 1. Ranks offer the elements they have (`parts`); rank 0 assigns contributions (`assignment`), checks the
+output and makes its files. 2. Each rank gets its share, and reports whether it sees the files. 3. Ranks that see them write;
+others send their pieces to rank 0. All sync. 4. Rank 0 publishes and reports the result. An error on any rank is raised on every
+rank, and nothing is published.
 """
 
 from __future__ import annotations
@@ -57,15 +56,15 @@ _WEIGHTS = re.compile(r"(model|pytorch_model)(-\d{5}-of-\d{5})?\.(safetensors|bi
 def consolidate(
     engine_or_model: nn.Module, dtype: str | DType | torch.dtype | None = None, *, exclude_frozen: bool = False
 ) -> dict[str, torch.Tensor]:
-    """The whole state dict, on rank 0. Every rank calls it.
+    """Returns the whole state dict on rank 0. Call it on every rank.
 
     Args:
         engine_or_model: as for `save_pretrained`.
-        dtype: of floating parameters; None keeps each as it is trained: masters are fp32.
+        dtype: of floating parameters; None keeps each as it is trained (fp32 for the optimizer's master weights).
         exclude_frozen: leave out parameters that are not trained.
 
     Returns:
-        On rank 0, tensors by name in CPU memory; tied names have the same object. Elsewhere nothing.
+        On rank 0, tensors by name in CPU memory; tied names have the same object. On other ranks an empty dict.
 
     Raises:
         CastError: numbers too large for `dtype`.
@@ -107,13 +106,13 @@ def save_pretrained(
     overflow: Overflow = "error",
     file: str = "",
 ) -> None:
-    """Writes a directory that `from_pretrained` loads. Every rank calls it, between two steps; nothing is gathered.
+    """Writes a directory that `from_pretrained` loads. Call it on every rank, between two steps; nothing is gathered.
 
     Args:
         engine_or_model: a model, plain or under `fully_shard`; zckpt's engine; or DeepSpeed's, of stages 1 to 3. Trained
-            parameters are their fp32 masters.
-        out_dir: made where it is not there; in one that is, weights that its `zckpt.json` lists are replaced, other files
-            stay. Other weights of a model are a reason to refuse it.
+            parameters are saved from the optimizer's fp32 master weights.
+        out_dir: made if it is missing. In an existing one, weights that its `zckpt.json` lists are replaced and other files
+            stay; it is refused if it has other weights of a model.
         dtype: of floating parameters ("bf16", torch.bfloat16, ..); None keeps each as it is trained.
         max_shard_size: of a weights file.
         exclude_frozen: leave out parameters that are not trained.
@@ -121,7 +120,7 @@ def save_pretrained(
         file: the name of the only weights file; one ending in .bin or .pt is torch's format.
 
     Warns:
-        UserWarning: some ranks do not see `out_dir`, and send what they hold to rank 0.
+        UserWarning: some ranks do not see `out_dir`, and send their elements to rank 0.
 
     Raises:
         CastError: numbers too large for `dtype`.
@@ -200,7 +199,7 @@ def _usual(tensors: Mapping[str, SharedTensor]) -> DType:
 
 @dataclass(frozen=True, slots=True)
 class _Share:
-    """What rank 0 sends a rank: the paths of all files, and what the rank brings."""
+    """What rank 0 sends to a rank: the paths of all files, and the rank's contributions."""
 
     paths: list[str]
     contributions: list[Contribution]
@@ -208,7 +207,7 @@ class _Share:
 
 @dataclass(frozen=True, slots=True)
 class _Work:
-    """What rank 0 knows: the files, the directory they are made in, and what each rank brings."""
+    """The plan on rank 0: the files, their staging, and the contributions of each rank."""
 
     files: tuple[tuple[OutputFile, FileStore], ...]
     staging: Staging
@@ -251,10 +250,10 @@ def _planned(
 def _refuse_other_weights(out: str, names: Collection[str]) -> None:
     """Refuses a directory that would hold weights of two models: a loader takes one of them, or shards of both.
 
-    Weights that the directory's own zckpt.json lists are replaced, and files of the new ones' names.
+    Weights that the directory's own zckpt.json lists, and files of the new names, are replaced instead.
 
     Raises:
-        OutputError: there are others.
+        OutputError: there are other weights.
     """
     others = [name for name in replacement(LocalPath(out), names, merge=True).rivals if _WEIGHTS.fullmatch(name)]
     if others:

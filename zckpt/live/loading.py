@@ -1,9 +1,8 @@
-"""Loading: a checkpoint's elements straight into the memory of a model that exists.
+"""Loads a checkpoint's elements directly into the memory of an existing model.
 
-For `load_state_dict_from_zero_checkpoint` and other callers that have a catalog and a `torch.nn.Module`. The usual way makes a
-state dict first, a second copy of all weights. Here a tensor in CPU memory is a `MemoryStore` like any other destination, so
-the engine reads, casts and writes once. Tensors on other devices, and those that are not contiguous, are filled piece by piece
-through one buffer.
+For `load_state_dict_from_zero_checkpoint` and other callers that have a catalog and a `torch.nn.Module`. It makes no state dict,
+which would be a second copy of all weights: a tensor in CPU memory is a `MemoryStore`, and the engine reads, casts and writes
+once. Tensors on other devices, and those that are not contiguous, are filled piece by piece through one buffer.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ from zckpt.jobs.open import as_named_by
 from zckpt.live.slices import local_part, master_of, reshard_modules
 
 BUFFER_BYTES = 16 << 20
-"""Of the one buffer that tensors outside contiguous CPU memory are filled through."""
+"""Size of the buffer through which tensors outside contiguous CPU memory are filled."""
 
 _ALIGNMENT = 64
 
@@ -97,7 +96,7 @@ def load_into(model: torch.nn.Module, catalog: Catalog) -> LoadReport:
 
 
 def _here(entry: TensorEntry, tensor: torch.Tensor) -> list[tuple[TensorEntry, torch.Tensor]]:
-    """What of a tensor this process fills: all of it or its part, and the master where that is other memory."""
+    """What this process fills of a tensor: all of it or its part, and its fp32 master weight if that is other memory."""
     if isinstance(tensor, DTensor):
         local, fragments = local_part(entry.name, tensor)
         parts = [_cut_out(entry, fragment, local.element_size()) for fragment in fragments]
@@ -109,7 +108,7 @@ def _here(entry: TensorEntry, tensor: torch.Tensor) -> list[tuple[TensorEntry, t
 
 
 def _cut_out(entry: TensorEntry, of: Fragment, itemsize: int) -> tuple[Fragment, ...]:
-    """The elements that a fragment of memory wants, numbered as they lie there."""
+    """The elements of a fragment of memory, numbered by their places in that memory."""
     rows = Block(of.start, of.count, of.rows, of.pitch, of.pitch, 1)
     return place(entry.fragments, rows, of.byte_offset // itemsize, of.store_pitch, entry.dtype.itemsize)
 

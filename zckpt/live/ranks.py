@@ -1,7 +1,7 @@
-"""What ranks send each other while they save together: objects and elements, by torch's collectives. One process keeps its own.
+"""Sends objects and elements between ranks that save together, by torch's collectives; with one process, does nothing.
 
-For `export`. They begin by meeting (`team.meeting`), so that an absent rank is named. Whatever fails on one rank after
-that is raised on every rank, at the next point where all meet: nobody waits for a rank that has given up.
+For `export`. The ranks first meet (`team.meeting`), so that an error names an absent rank. An error on one rank after that is
+raised on every rank at the next collective call, so that no rank waits for one that has stopped.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Ranks:
             self._meet(what)
 
     def _meet(self, what: str) -> None:
-        """With a series of meetings for each default process group that this process has been in."""
+        """Meets all ranks; each default process group has a series of meetings of its own."""
         known, group = Ranks._meetings, dist.group.WORLD
         if known is None or known[0] is not group:
             Ranks._groups += 1
@@ -52,7 +52,7 @@ class Ranks:
         known[1].meet(what, within_s=ENTRY_S)
 
     def gather(self, value: Value | Exception) -> list[Value | Exception]:
-        """On rank 0 what each rank gives; elsewhere nothing."""
+        """On rank 0 the values of all ranks, in their order; on other ranks an empty list."""
         if self.size == 1:
             return [value]
         out: list[Any] | None = [None] * self.size if self.rank == 0 else None
@@ -71,11 +71,11 @@ class Ranks:
         return found
 
     def send(self, data: torch.Tensor) -> None:
-        """Bytes for rank 0."""
+        """Sends bytes to rank 0."""
         dist.send(data.to(self._device), 0)
 
     def receive(self, nbytes: int, rank: int) -> torch.Tensor:
-        """Bytes from a rank, in memory of the CPU."""
+        """Receives bytes from a rank, into CPU memory."""
         data = torch.empty(nbytes, dtype=torch.uint8, device=self._device)
         dist.recv(data, rank)
         return data.cpu()

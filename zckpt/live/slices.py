@@ -1,4 +1,4 @@
-"""Which elements of a tensor that ranks share are in this process's memory.
+"""Finds the elements of a sharded tensor that are in this process's memory.
 
 For `loading` and `parts`: a DTensor, cut along any dimensions of its mesh, as fragments of the whole.
 Source: torch 2.13, distributed/tensor/_utils.py; `fully_shard` leaves a DTensor where a parameter was.
@@ -62,7 +62,7 @@ def reshard_modules(model: nn.Module) -> None:
 
 
 def master_of(parameter: torch.Tensor) -> torch.Tensor | None:
-    """The fp32 master that the trainer keeps of a whole parameter beside it; None where the parameter is its own."""
+    """The fp32 master weight that the trainer keeps beside a whole parameter; None if it keeps none in other memory."""
     master: torch.Tensor | None = getattr(getattr(parameter, _SHARDED_PARAMETER, None), "master", None)
     if master is None or isinstance(parameter, DTensor) or master.data_ptr() == parameter.data_ptr():
         return None
