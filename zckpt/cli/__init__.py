@@ -5,7 +5,6 @@ Exit status: 0 done or yes, 1 the answer is no, 2 an error. Nothing heavy is imp
 
 from __future__ import annotations
 
-import gc
 import os
 import signal
 import sys
@@ -57,7 +56,6 @@ def _top(
 
 def main() -> None:
     """Runs a command; an error is printed by `desk`, with exit status 2."""
-    gc.disable()  # a plan is millions of objects in no cycle: looking for one takes a tenth of the time
     warnings.formatwarning = lambda message, *_, **__: f"note: {message}\n"
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, _interrupt)

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import re
-import secrets
 import zlib
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
@@ -145,7 +145,7 @@ class _Sending:
         self._engine = "native"
         before = place.read_record()
         self._record = AddressRecord(
-            job, secrets.token_hex(8), names=() if self._head else tuple(self._names.values()), sent=kept,
+            job, os.urandom(8).hex(), names=() if self._head else tuple(self._names.values()), sent=kept,
             last=before.last if before is not None and before.state != "done" else before,
         )  # fmt: skip
 
