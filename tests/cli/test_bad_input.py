@@ -228,7 +228,7 @@ def test_a_rank_of_another_world_size(zero2: Path, out: Path, tmp_path: Path) ->
 
 def test_a_rank_left_over_from_a_larger_run(zero2: Path, out: Path) -> None:
     shutil.copy(zero2 / "global_step5" / OPTIM.format(1), zero2 / "global_step5" / OPTIM.format(7))
-    assert "ranks 7" in refused(InconsistentError, zero2, out).found
+    assert "rank 7" in refused(InconsistentError, zero2, out).found
 
 
 def test_a_rank_of_another_step(zero3: Path, out: Path, tmp_path: Path) -> None:

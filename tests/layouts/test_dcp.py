@@ -144,7 +144,7 @@ def test_parts_on_two_disks(tmp_path: Path) -> None:
         for path in (FIXTURES / "fsdp2_tp_w4" / "checkpoint").iterdir():
             if (path.name == ".metadata" and rank == 0) or path.name.startswith((f"__{rank}_", f"__{rank + 2}_")):
                 shutil.copy(path, tmp_path / str(rank))
-    with pytest.raises(IncompleteError, match=r"ranks 3"):
+    with pytest.raises(IncompleteError, match=r"rank 3"):
         weights(tmp_path / "0")
     truth = load_file(FIXTURES / "fsdp2_tp_w4" / "truth.safetensors")
     for first, second in ((0, 1), (1, 0)):
@@ -278,7 +278,7 @@ WRONG: dict[str, tuple[Callable[[Metadata], None], type[ZckptError], str]] = {
     "a path with NUL": (lambda m: place(m, relative_path="a\0b"), UnsafeError, "elsewhere"),
     "a path of nothing": (lambda m: place(m, relative_path=""), UnsafeError, "elsewhere"),
     "a path that is a number": (lambda m: place(m, relative_path=5), UnsafeError, "elsewhere"),
-    "a file that is not there": (lambda m: place(m, relative_path="__9_0.distcp"), IncompleteError, "ranks 9"),
+    "a file that is not there": (lambda m: place(m, relative_path="__9_0.distcp"), IncompleteError, "rank 9"),
     "a directory": (lambda m: place(m, relative_path="inner"), IncompleteError, "data files are missing"),
     "transformed bytes": (lambda m: place(m, transform_descriptors=["zstd"]), UnsupportedError, "zstd"),
     "a size of 2^62 squared": (lambda m: size(m, 1 << 62, 1 << 62), ZckptError, None),
