@@ -20,13 +20,11 @@ from zckpt.engine.checksums import join
 from zckpt.engine.move import Written, run
 from zckpt.engine.scan import scan
 from zckpt.engine.scan_requests import CrcRange, request_of_bytes
-from zckpt.output import delivery_to_address
 from zckpt.output.checks import check_path, check_space, keep_apart
 from zckpt.output.journal import Finished
 from zckpt.output.order import Delivered, Order, as_finished, fingerprint, manifest_of, overflows_of, resumed, seen
 from zckpt.output.staging import Staging, is_there
 from zckpt.storage.location import LocalPath, Location
-from zckpt.team.partition import follow, lead
 from zckpt.team.together import Team, team
 
 
@@ -35,6 +33,8 @@ def check_output(
 ) -> None:
     """Refuses an output that must not be written, before any work is done; arguments and errors as in `check_path`."""
     if out.is_remote:
+        from zckpt.output import delivery_to_address
+
         keep_apart(out, protected)
         delivery_to_address.check_address(out, single=single, overwrite=overwrite, merge=merge)
     else:
@@ -55,6 +55,8 @@ def deliver(
         ZckptError: one of its kinds says what is wrong; what had the output's name before is unchanged then.
     """
     if order.out.is_remote:
+        from zckpt.output import delivery_to_address
+
         return delivery_to_address.send(order, progress, say)
     check_space(order.out, order.bytes_written)
     with team(order.out.path) as those:
@@ -62,6 +64,8 @@ def deliver(
             _agree(those, order)
         if those.rank == 0:
             return _lead(those, order, progress, say)
+        from zckpt.team.partition import follow
+
         follow(those, order.plan, order.how)
         return _delivered_elsewhere(those.meet()[0])
 
@@ -93,6 +97,8 @@ def _lead(those: Team, order: Order, progress: Callable[[int], None] | None, say
                 staging.finished(made[written.path])
 
             if those.size > 1:
+                from zckpt.team.partition import lead
+
                 engine = lead(
                     those, order.plan, staging.directory, order.how, done=kept, finished=finished, progress=progress
                 )
