@@ -12,6 +12,7 @@ from typing import Any, ClassVar, TypeVar
 import torch
 import torch.distributed as dist
 
+from zckpt.live.device import CPU, device_of_messages
 from zckpt.team.meeting import ENTRY_S, Meetings
 
 Value = TypeVar("Value")
@@ -38,8 +39,7 @@ class Ranks:
         together = dist.is_available() and dist.is_initialized()
         self.rank = dist.get_rank() if together else 0
         self.size = dist.get_world_size() if together else 1
-        gpu = together and "nccl" in str(dist.get_backend()) and "gloo" not in str(dist.get_backend())
-        self._device = torch.device("cuda", torch.cuda.current_device()) if gpu else torch.device("cpu")
+        self._device = device_of_messages() if together else CPU
         if self.size > 1:
             self._meet(what)
 

@@ -57,7 +57,7 @@ class Loader:
             sampler=sampler,
             collate_fn=collate_fn,
             drop_last=drop_last,
-            pin_memory=world.device.type == "cuda",
+            pin_memory=world.device.type != "cpu",
             generator=self._generator,
         )
 

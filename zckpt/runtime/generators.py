@@ -1,4 +1,4 @@
-"""The random generators of a process: Python's, torch's, numpy's where it is in use.
+"""The random generators of a process: Python's, torch's, the accelerator's by its kind, numpy's where it is in use.
 
 For `state`, which saves and restores them, and for `data`.
 """
@@ -12,12 +12,15 @@ from typing import Any
 
 import torch
 
+from zckpt.live.device import generator_state, set_generator_state
+
 
 def rng_state() -> dict[str, Any]:
     """The states of this process's random generators, copied."""
     state: dict[str, Any] = {"python": random.getstate(), "torch": torch.get_rng_state()}
-    if torch.cuda.is_available() and torch.cuda.is_initialized():
-        state["cuda"] = torch.cuda.get_rng_state()
+    on_device = generator_state()
+    if on_device is not None:
+        state[on_device[0]] = on_device[1]
     if "numpy" in sys.modules:
         state["numpy"] = sys.modules["numpy"].random.get_state(legacy=False)
     return state
@@ -30,8 +33,7 @@ def set_rng_state(state: Mapping[str, Any]) -> None:
         random.setstate((version, tuple(words), gauss))
     if "torch" in state:
         torch.set_rng_state(state["torch"])
-    if "cuda" in state and torch.cuda.is_available():
-        torch.cuda.set_rng_state(state["cuda"])
+    set_generator_state(state)
     if "numpy" in state:
         import numpy
 

@@ -17,6 +17,7 @@ from torch._C._distributed_c10d import HashStore
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from zckpt.base.errors import UsageError
+from zckpt.live.device import default_backend, use_device
 from zckpt.runtime.ds_config.zero import Zero
 
 
@@ -34,17 +35,12 @@ def join_world() -> World:
     """The world of this process; makes the default process group if there is none."""
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     if not dist.is_initialized():
-        backend = "nccl" if torch.cuda.is_available() else "gloo"
+        backend = default_backend()
         if "RANK" in os.environ:
             dist.init_process_group(backend)
         else:
             dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1)
-    on_gpu = torch.cuda.is_available() and "nccl" in dist.get_backend()
-    index = local_rank % max(1, torch.cuda.device_count())  # a scheduler may show each process its own GPU only
-    device = torch.device("cuda", index) if on_gpu else torch.device("cpu")
-    if on_gpu:
-        torch.cuda.set_device(device)
-    return World(dist.get_rank(), dist.get_world_size(), local_rank, device)
+    return World(dist.get_rank(), dist.get_world_size(), local_rank, use_device(local_rank))
 
 
 def mesh_of(zero: Zero, world: World) -> DeviceMesh:

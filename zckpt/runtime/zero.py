@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
 from zckpt.base.errors import UsageError
+from zckpt.live.device import device_of_messages
 from zckpt.runtime.ds_config.read import read_config
 from zckpt.runtime.ds_config.zero import Zero
 from zckpt.runtime.sharded.deferred import Recorder, cut, defer, gather_rows, rows_held_by
@@ -90,8 +91,7 @@ def _follow_rank_0() -> torch.Tensor | None:
     first = mine.clone()
     if dist.get_world_size() == 1:
         return None
-    on_gpu = "nccl" in dist.get_backend()
-    carrier = first.cuda() if on_gpu else first
+    carrier = first.to(device_of_messages())
     dist.broadcast(carrier, 0)
     first = carrier.cpu()
     torch.set_rng_state(first)

@@ -74,7 +74,7 @@ class RunState:
         scaler: state of the loss scale.
         scheduler: state of the schedule; None without one.
         data: position of the loader; None without one.
-        rng: states of the random generators of this rank: `python`, `torch`, `cuda`, and `numpy` if it is imported.
+        rng: states of the random generators of this rank: `python`, `torch`, `cuda` or another kind of accelerator, `numpy`.
         gradients: of the micro batches since the last step; see `gradients.taken`.
         differing: the ranks whose buffers differ from rank 0's; empty until the ranks have compared them.
     """

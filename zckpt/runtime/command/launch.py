@@ -56,14 +56,17 @@ def launch(arguments: Sequence[str], processes: int) -> int:
     Raises:
         UsageError: there are GPUs, but fewer than processes.
     """
-    import torch
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-    if torch.cuda.is_available() and torch.cuda.device_count() < processes:
+    from zckpt.live.device import accelerator, device_count, hidden_by
+
+    kind = accelerator()
+    if kind is not None and device_count() < processes:
+        hide = hidden_by(kind)
         raise UsageError(
-            f"--nproc {processes} needs as many GPUs", found=count(torch.cuda.device_count(), "GPU"),
-            remedy="Pass a smaller --nproc, or set CUDA_VISIBLE_DEVICES= to train on the CPU.",
+            f"--nproc {processes} needs as many GPUs", found=count(device_count(), "GPU"),
+            remedy=f"Pass a smaller --nproc, or set {hide} to train on the CPU." if hide else "Pass a smaller --nproc.",
         )  # fmt: skip
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // processes)))
     os.environ.setdefault("TORCHELASTIC_LOG_LEVEL", "CRITICAL")

@@ -22,6 +22,7 @@ from zckpt import live
 from zckpt.base.errors import OutputError, UsageError
 from zckpt.jobs.open import open_catalog
 from zckpt.layouts.places import has_saves
+from zckpt.live.device import peak_memory
 from zckpt.runtime.command.corpus import Blocks, read_corpus
 from zckpt.runtime.command.metrics import Metrics, Step
 from zckpt.runtime.command.models import TINY, Model, find_model
@@ -220,18 +221,10 @@ def _step(engine: Engine, batches: Iterator[torch.Tensor], length: int, asked: l
         grad_norm=norm if norm is not None and norm < float("inf") else None,
         skipped=engine.skipped_steps > skipped,
         tokens_per_s=engine.batch.total * length / (time.perf_counter() - began),
-        memory_bytes=_memory(engine.device),
+        memory_bytes=peak_memory(engine.device),
         time_s=time.time(),
     )
     return step, stop > 0
-
-
-def _memory(device: torch.device) -> int:
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
-    import resource
-
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 @contextmanager

@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 
 from zckpt.base.errors import UnsupportedError, UsageError
 from zckpt.base.words import count, examples, joined
+from zckpt.live.device import has_fused_kernels
 from zckpt.runtime.optimizers.lion_lamb import Lamb, Lion
 
 Groups = list[dict[str, Any]]
@@ -60,7 +61,7 @@ def build_optimizer(kind: str, params: Mapping[str, Any], groups: Groups, device
             remedy="Remove or correct them in optimizer.params.",
         )
     if "fused" in accepted and kwargs.get("fused") is None and not kwargs.get("foreach"):
-        kwargs["fused"] = device.type == "cpu" or (device.type == "cuda" and cls is not torch.optim.Adagrad)
+        kwargs["fused"] = has_fused_kernels(device, cls)
     try:
         if not isinstance(kwargs.get("lr", 0.0), int | float):
             raise TypeError(f"lr is {kwargs['lr']!r}")

@@ -78,9 +78,7 @@ class InPlace:
 
 
 def use_on_gloo(model: nn.Module, group: Any) -> None:
-    """Lets every unit of a model gather and reduce in this way, if its ranks communicate over gloo."""
-    if "nccl" in dist.get_backend(group):
-        return
+    """Lets every unit of a model on CPUs gather and reduce in this way."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
             if group.size() == 1:

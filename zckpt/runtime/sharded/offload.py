@@ -10,6 +10,7 @@ from __future__ import annotations
 import torch
 from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
 
+from zckpt.live.device import pins
 from zckpt.runtime.ds_config.zero import Zero
 
 
@@ -26,7 +27,7 @@ def offload_policy(zero: Zero) -> OffloadPolicy:
     pin = zero.cpu_offload_use_pin_memory
     if pin is None:
         pin = all(section.pin_memory for section in sections)
-    return CPUOffloadPolicy(pin_memory=pin and torch.cuda.is_available())
+    return CPUOffloadPolicy(pin_memory=pin and pins())
 
 
 def home_of(zero: Zero, device: torch.device) -> torch.device:

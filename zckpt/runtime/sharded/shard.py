@@ -150,7 +150,8 @@ def shard(
             if buffer is not None:
                 module._buffers[name] = buffer.to(world.device)
     parameters = _sharded_parameters(model, originals, zero, mesh, world)
-    use_on_gloo(model, mesh.get_group("shard"))
+    if world.device.type == "cpu":
+        use_on_gloo(model, mesh.get_group("shard"))
     model.set_reduce_scatter_unused_params(zero.ignore_unused_parameters)  # type: ignore[operator]
     return Sharded(parameters, aliases, mesh)
 

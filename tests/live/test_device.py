@@ -1,0 +1,111 @@
+"""Which device a process uses and who communicates for it; a GPU itself is `make gpu-check`'s."""
+
+from __future__ import annotations
+
+import random
+import re
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import zckpt
+from zckpt.live import device
+from zckpt.runtime.generators import rng_state, set_rng_state
+
+
+def test_no_other_module_names_a_kind_of_device():
+    found = []
+    for path in Path(zckpt.__file__).parent.rglob("*.py"):
+        text = re.sub(r"`[^`]*`", "", path.read_text())
+        if path.name != "device.py" and re.search(r"torch\.(cuda|xpu|accelerator)\b|\.cuda\(|\bnccl\b", text):
+            found.append(str(path))
+    assert found == []
+
+
+class Machine:
+    """Stands for torch on a machine with two accelerators of one kind."""
+
+    def __init__(self, kind, monkeypatch):
+        self.kind, self.current, self.state = kind, 0, torch.tensor([1, 2, 3], dtype=torch.uint8)
+        monkeypatch.setattr(torch, "accelerator", self)
+        monkeypatch.setattr(torch, "get_device_module", lambda asked: self)
+
+    def is_available(self):
+        return True
+
+    is_initialized = is_available
+
+    def current_accelerator(self):
+        return torch.device(self.kind)
+
+    def device_count(self):
+        return 2
+
+    def set_device_index(self, index):
+        self.current = index
+
+    def current_device_index(self):
+        return self.current
+
+    def get_rng_state(self):
+        return self.state
+
+    def set_rng_state(self, state):
+        self.state = state
+
+    def max_memory_allocated(self, asked):
+        return 4096 + asked.index
+
+
+@pytest.mark.parametrize(
+    ("kind", "backends", "trains_on", "sends_from"),
+    [
+        ("cuda", "cuda:nccl", "cuda:1", "cuda:1"),
+        ("cuda", "cpu:gloo,cuda:nccl", "cuda:1", "cpu"),  # as init_process_group() without a backend makes it
+        ("cuda", "cpu:gloo,cuda:gloo", "cpu", "cpu"),  # init_process_group("gloo"): a script that wants the CPU
+        ("xpu", "xpu:xccl", "xpu:1", "xpu:1"),
+        ("xpu", "cpu:gloo,cuda:gloo", "cpu", "cpu"),
+        ("mps", "cpu:gloo,mps:gloo", "cpu", "cpu"),
+    ],
+)
+def test_device_of_a_group(kind, backends, trains_on, sends_from, monkeypatch):
+    Machine(kind, monkeypatch)
+    monkeypatch.setattr(dist, "get_backend_config", lambda group: backends)
+    assert str(device.use_device(local_rank=3)) == trains_on
+    assert str(device.device_of_messages()) == sends_from
+
+
+@pytest.mark.parametrize(("kind", "backend"), [("cuda", "nccl"), ("xpu", "xccl"), ("vulkan", "gloo")])
+def test_backend_is_torchs(kind, backend, monkeypatch):
+    Machine(kind, monkeypatch)
+    assert device.default_backend() == backend
+
+
+def test_random_generators_of_an_accelerator(monkeypatch):
+    before = torch.get_rng_state(), random.getstate()
+    machine = Machine("cuda", monkeypatch)
+    saved = rng_state()
+    assert saved["cuda"] is machine.state  # the name that it has in files
+    machine.state = None
+    set_rng_state(saved)
+    assert machine.state is saved["cuda"]
+    machine.kind, machine.state = "xpu", None
+    set_rng_state(saved)  # of a run on other GPUs: stays as it is
+    assert machine.state is None
+    assert torch.equal(torch.get_rng_state(), before[0]) and random.getstate() == before[1]
+
+
+def test_memory(monkeypatch):
+    assert device.peak_memory(device.CPU) > 64 << 20
+    Machine("cuda", monkeypatch)
+    assert device.peak_memory(torch.device("cuda", 1)) == 4097
+
+
+def test_fused_kernels():
+    adam, adagrad = torch.optim.Adam, torch.optim.Adagrad
+    assert device.has_fused_kernels(torch.device("cpu"), adagrad)
+    assert device.has_fused_kernels(torch.device("xpu"), adam)
+    assert not device.has_fused_kernels(torch.device("cuda"), adagrad)
+    assert not device.has_fused_kernels(torch.device("mps"), adam)
