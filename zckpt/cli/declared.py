@@ -25,7 +25,8 @@ class Command(TyperCommand):
     def collect_usage_pieces(self, ctx: Any) -> list[str]:
         """What the usage line shows after the command's name."""
         params: list[Any] = self.get_params(ctx)
-        return [*(param.metavar for param in params if param.param_type_name == "argument"), "[OPTIONS]"]
+        arguments = [param.metavar for param in params if param.param_type_name == "argument"]
+        return [*arguments, "[OPTIONS]"] if ctx.allow_interspersed_args else ["[OPTIONS]", *arguments]
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
         """Writes the groups, in the order in which the command declares them; --help is in the last one."""
@@ -43,7 +44,14 @@ class Command(TyperCommand):
 
 
 def command(
-    app: typer.Typer, name: str, *, summary: str, about: str, example: str, status: str = DONE
+    app: typer.Typer,
+    name: str,
+    *,
+    summary: str,
+    about: str,
+    example: str,
+    status: str = DONE,
+    passes_on: bool = False,
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Adds a function to the commands.
 
@@ -54,11 +62,15 @@ def command(
         about: what it does, in a sentence or two.
         example: one call, with a comment if needed.
         status: what each exit status means.
+        passes_on: everything after the first argument is an argument too, also what looks like an option.
     """
 
     def register(function: Callable[..., None]) -> Callable[..., None]:
         epilog = f"Exit status: {status}\n\nExample: {example}"
-        app.command(name, cls=Command, short_help=summary, help=about, epilog=epilog)(grouped(function))
+        settings = {"allow_interspersed_args": not passes_on}
+        app.command(name, cls=Command, short_help=summary, help=about, epilog=epilog, context_settings=settings)(
+            grouped(function)
+        )
         return function
 
     return register

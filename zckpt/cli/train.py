@@ -84,7 +84,7 @@ def train(
     if not is_worker(os.environ) and nproc > 1:
         run.check(job)
         words = [*job.arguments(), *(["--json"] if shown.as_json else []), *(["--quiet"] if shown.quiet else [])]
-        raise typer.Exit(launch(words, nproc))
+        raise typer.Exit(2 if launch(words, nproc) else 0)
     gc.enable()  # what is quick for one plan would fill memory in a run of weeks
     first = os.environ.get("RANK", "0") == "0"
     sink = Console(as_json=shown.as_json, quiet=shown.quiet or not first)

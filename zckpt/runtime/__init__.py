@@ -17,14 +17,16 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from zckpt.runtime import checkpointing, zero
+    from zckpt.runtime.alias import as_deepspeed
     from zckpt.runtime.ds_config.read import read_config
     from zckpt.runtime.engine import Engine
     from zckpt.runtime.start import initialize
 
-__all__ = ["Engine", "checkpointing", "initialize", "read_config", "zero"]
+__all__ = ["Engine", "as_deepspeed", "checkpointing", "initialize", "read_config", "zero"]
 
 _HOMES = {
     "Engine": "engine",
+    "as_deepspeed": "alias",
     "initialize": "start",
     "read_config": "ds_config.read",
 }

@@ -1,6 +1,6 @@
 """Where the processes of a run come from: torchrun, a SLURM step, or `--nproc`, which starts some on this machine.
 
-For `zckpt train`.
+For `zckpt train` and `zckpt run`.
 """
 
 from __future__ import annotations
@@ -51,7 +51,8 @@ def launch(arguments: Sequence[str], processes: int) -> int:
     SIGTERM and SIGINT are sent on to all of them.
 
     Returns:
-        0 if all succeeded, otherwise 2; they have printed what is wrong.
+        0 if all succeeded, otherwise the exit status of the first that failed, as a shell shows it: 128 + n for signal n. They
+        have printed what is wrong.
 
     Raises:
         UsageError: there are GPUs, but fewer than processes.
@@ -83,8 +84,9 @@ def launch(arguments: Sequence[str], processes: int) -> int:
     )
     try:
         elastic_launch(config, sys.executable)("-m", "zckpt", *arguments)
-    except ChildFailedError:
-        return 2
+    except ChildFailedError as error:
+        status = int(error.get_first_failure()[1].exitcode)
+        return status if status >= 0 else 128 - status
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)

@@ -8,6 +8,7 @@ section; keys that only older versions know are among the refused. A test compar
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
@@ -252,6 +253,11 @@ class Config(Section):
     @classmethod
     def _oldest_form(cls, value: object) -> object:
         return {"stage": int(value)} if isinstance(value, bool) else value
+
+    @field_validator("steps_per_print", mode="before")
+    @classmethod
+    def _never(cls, value: object) -> object:
+        return None if value == math.inf else value  # what accelerate writes
 
     @field_validator("communication_data_type", "gradient_allreduce_op", mode="before")
     @classmethod
