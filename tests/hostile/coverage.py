@@ -30,6 +30,7 @@ with atheris.instrument_imports(include=["zckpt.containers", "zckpt.storage.json
 from zckpt.base.errors import ZckptError  # noqa: E402
 from zckpt.core.dtypes import F32  # noqa: E402
 from zckpt.core.fragments import FileStore  # noqa: E402
+from zckpt.storage.location import locate  # noqa: E402
 
 FIXTURES = Path(__file__).parents[2] / "fixtures"
 MOST_BYTES = 1 << 16
@@ -78,7 +79,7 @@ TARGETS: dict[str, tuple[Callable[[bytes], object], Callable[[], list[bytes]]]] 
     "pickle": (lambda data: load_pickle(data, file="x", persistent_load=lambda _: _storage), pickles),
     "zip": (lambda data: open_container(stored(data)), torch_zips),
     "safetensors": (lambda data: open_container(stored(data)), safetensors),
-    "metadata": (lambda data: read_metadata(Listing("x", "", {".metadata": stored(data)})), metadata),
+    "metadata": (lambda data: read_metadata(Listing(locate("x"), "", {".metadata": locate(stored(data))})), metadata),
 }
 
 

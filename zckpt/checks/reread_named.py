@@ -8,7 +8,6 @@ whose names in the files differ from the catalog's (experts by their numbers on 
 from __future__ import annotations
 
 import math
-import os
 import re
 from collections.abc import Iterator, Mapping
 from typing import NamedTuple
@@ -32,7 +31,7 @@ def misplaced_tensors(listing: Listing, catalog: Catalog) -> tuple[int, list[str
         return _in_chunks(listing, own)
     count, bad = _in_universal(listing, own)
     universal = _files_of_parameters(listing)
-    by_path = {path: name for name, path in listing.files.items()}
+    by_path = {place.path: name for name, place in listing.files.items()}
     named: dict[str, dict[str, TensorRef]] = {}
     for name, entry in catalog.tensors.items():
         if entry.own_copy is not None or (name, "") in universal:
@@ -112,7 +111,7 @@ def _in_universal(listing: Listing, wanted: Wanted) -> tuple[int, list[str]]:
         file = places.get((name, state))
         if file is not None and entry.numel and entry.role == "parameter":
             count += 1
-            if set(_by_file(entry)) != {listing.files[file]}:
+            if set(_by_file(entry)) != {listing.files[file].path}:
                 bad.append(f"{_what(name, state)} is not read from {file!r}")
     return count, bad
 
@@ -152,7 +151,7 @@ def _holds(place: tuple[str, int] | None, chunk: _Chunk) -> bool:
 
 def _chunks(listing: Listing) -> Iterator[tuple[str, _Chunk]]:
     """The chunks with elements that `.metadata` lists, by the item's name."""
-    path = listing.files[_CHUNKS]
+    path = listing.files[_CHUNKS].path
     data = locate(path).read()
     root = load_pickle(data, file=path, most=max(limits.PICKLE_COST, limits.METADATA_COST_PER_BYTE * len(data)))
     state = _fields(root)
@@ -175,7 +174,7 @@ def _chunks(listing: Listing) -> Iterator[tuple[str, _Chunk]]:
             for offset, extent in zip(offsets, size, strict=True):
                 element = element * extent + offset
             file = str(at["relative_path"])
-            where = listing.files.get(file) or os.path.join(listing.directory, file)
+            where = listing.where(file).path
             start, length = (n if isinstance(n, int) else 0 for n in (at["offset"], at["length"]))
             yield name, _Chunk(element, where, start, start + length)
 

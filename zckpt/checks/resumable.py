@@ -83,11 +83,12 @@ def compare_runs(source: Examined, output: Examined) -> Comparison:
         found.only.append(f"optimizer states that ranks hold differently ({examples(drifted)})")
     _compare_groups(found, here, there, *names)
     _compare_scalers(found, here, there)
-    if made.layout == "dcp":
-        found.only += _OF_MODEL
-    else:
+    family = layouts.family_of(output.place.listing)
+    if family.holds_run:
         _compare_model(found, here, there)
-    if made.layout == "universal":
+    else:
+        found.only += _OF_MODEL
+    if family.keeps_model_files:
         if source.catalog.source.zero_stage:  # of a run without ZeRO the file is made
             _compare_copies(found, source.place.listing, output.place.listing)
         _compare_beside(found, source, output.place.listing)

@@ -103,7 +103,7 @@ def examined(
     Raises:
         NotACheckpointError: there is nothing to look at. UnsupportedError: zckpt cannot read it.
     """
-    state = Examined(find(path.path, options.tag, [os.fspath(root) for root in options.also]))
+    state = Examined(find(path, options.tag, [locate(root) for root in options.also]))
     facts = _manifest_of(state, path)
     unknown = _open(state, path, options)
     _open_files(state, facts)
@@ -127,7 +127,7 @@ def examined(
 def _manifest_of(state: Examined, path: Location) -> Manifest | None:
     """The manifest, after making sure that the files it names are there, of the right size."""
     tag = state.place.listing.tag
-    place = manifests.find(locate(state.place.home) if tag else path)
+    place = manifests.find(state.place.home if tag else path)
     if place is None:
         return None
     try:
@@ -182,15 +182,15 @@ def _open_files(state: Examined, facts: Manifest | None) -> None:
     """Opens every file of the save: those of the layout, those that hold elements, and those that a manifest names."""
     listing = state.place.listing
     family = layouts.family_by_names(listing)
-    paths = {listing.files[name]: name for name in family.containers(listing)}
+    paths = {listing.files[name].path: name for name in family.containers(listing)}
     for store in state.catalog.stores() if state.catalog is not None else ():
         paths.setdefault(store.path, "")
     known = {file.path: file for file in facts.files} if facts is not None else {}
-    home = locate(listing.directory)
+    home = listing.directory
     if not home.is_dir():
         home = home.parent
     if listing.tag and facts is not None:
-        home = locate(state.place.home)
+        home = state.place.home
     problems: list[str] = []
     data_files = dict(family.records(listing)) if family.records is not None else {}
     for path, found in data_files.items():

@@ -76,7 +76,7 @@ def verify(
             read = sum(file.store.size for file in state.files) if deep else 0
             deletable = _compare(state, locate(converted), pace, progress_after(watch, read))
     return Verification(
-        path=redact(state.place.listing.directory),
+        path=redact(state.place.listing.directory.path),
         about=_about(state.catalog),
         deep=deep,
         checks=tuple(state.checks),
@@ -219,7 +219,7 @@ def _deletable(
     state: Examined, output: Examined, left_out: list[str], rounded: list[str], run: Comparison
 ) -> tuple[bool, str]:
     """Whether the output holds all weights, and why; which other parts of the run it holds, and which only the shards."""
-    shards = locate(state.place.listing.directory)
+    shards = state.place.listing.directory
     homes = [shards] if shards.is_file() else {location_of(f.store).parent for f in state.files}
     inside = [f.name for f in output.files if any(location_of(f.store).is_within(home) for home in homes)]
     wrong = sum(len(check.problems) for check in state.checks)

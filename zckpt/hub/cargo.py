@@ -178,7 +178,7 @@ def _ready_shards(prepared: PlannedConversion) -> list[Shard]:
         (known := before.tensors.get(name)) is None or output_dtype(known, options.dtype) != known.dtype
         for name in prepared.catalog
     )
-    is_plain = before.source.layout == "plain" and not locate(listing.directory).is_remote
+    is_plain = before.source.layout == "plain" and not listing.directory.is_remote
     if not is_plain or changes or len(before) != len(prepared.catalog):
         return []
     found = {os.path.basename(store.path): store.path for store in before.stores()}

@@ -66,7 +66,7 @@ class Inspection:
     def as_json(self, *, slices: bool = False) -> dict[str, object]:
         """What `zckpt inspect --json` prints, as a dict; with `slices`, also which files hold each tensor's elements."""
         listing, catalog = self.place.listing, self.catalog
-        facts: dict[str, object] = {"path": listing.directory, "tag": listing.tag, "tags": list(self.place.tags)}
+        facts: dict[str, object] = {"path": listing.directory.path, "tag": listing.tag, "tags": list(self.place.tags)}
         if catalog is not None:
             source, topology = catalog.source, catalog.topology
             facts |= {
@@ -100,7 +100,7 @@ class Inspection:
         """
         listing, catalog = self.place.listing, self.catalog
         topology = None
-        yield listing.directory
+        yield listing.directory.path
         if catalog is not None:
             topology = None if catalog.source.layout == "universal" else catalog.topology
             yield from _catalog_rows(catalog, self.place, width)
@@ -196,13 +196,13 @@ def inspect_checkpoint(
         if found.exportable.ok:
             print(found.as_json()["numel"], "parameters")
     """
-    place = find(os.fspath(path), tag, [os.fspath(root) for root in also])
+    place = find(locate(path), tag, [locate(root) for root in also])
     catalog: Catalog | None = None
     notes: tuple[str, ...] = place.notes
     try:
         opened = open_catalog(path, OpenOptions(tag=tag, also=also, read_options=read_options))
     except ZckptError as error:
-        exportable = Verdict(False, str(error).replace(place.listing.directory + os.sep, ""))
+        exportable = Verdict(False, str(error).replace(place.listing.directory.path + os.sep, ""))
     else:
         place = opened.place
         catalog, stripped = strip_wrappers(opened.catalog)
@@ -229,8 +229,7 @@ def _resumable(place: Place, catalog: Catalog | None, grid: Grid) -> Verdict:
         return Verdict(False, f"optimizer files disagree: {contradictions[0]}{more}")
     if source.layout == "universal":
         return Verdict(True, _resumable_universal(place, catalog))
-    latest = os.path.join(place.home, "latest")
-    pointer = "" if locate(latest).is_file() else "; there is no 'latest', so pass the tag to load_checkpoint"
+    pointer = "" if (place.home / "latest").is_file() else "; there is no 'latest', so pass the tag to load_checkpoint"
     if source.zero_stage == 0:
         return Verdict(True, f"at any data-parallel world size{pointer}")
     split = "and the same tensor and pipeline split " if catalog.topology.tp * catalog.topology.pp > 1 else ""
@@ -250,8 +249,6 @@ def _resumable_elsewhere(family: Family, place: Place, catalog: Catalog) -> Verd
 def _resumable_universal(place: Place, catalog: Catalog) -> str:
     """How a run resumes from a universal checkpoint."""
     stages = "ZeRO stage 3" if catalog.source.zero_stage == 3 else "ZeRO stages 1 and 2"
-    pointer = os.path.join(place.home, UNIVERSAL_POINTER)
-    how = (
-        "" if locate(pointer).is_file() else f"; there is no {UNIVERSAL_POINTER!r}, so pass the tag to load_checkpoint"
-    )
+    has_pointer = (place.home / UNIVERSAL_POINTER).is_file()
+    how = "" if has_pointer else f"; there is no {UNIVERSAL_POINTER!r}, so pass the tag to load_checkpoint"
     return f"at any world size, with {stages} (set checkpoint.load_universal in DeepSpeed's config{how})"

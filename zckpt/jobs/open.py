@@ -25,6 +25,7 @@ from zckpt.jobs.options import OpenOptions
 from zckpt.layouts.places import Place, find
 from zckpt.layouts.save.listing import ReadOptions
 from zckpt.layouts.save.module_states import WRAPPERS
+from zckpt.storage.location import locate
 
 if TYPE_CHECKING:
     import numpy
@@ -56,7 +57,7 @@ def open_catalog(path: str | os.PathLike[str], options: OpenOptions | None = Non
         ZckptError: one of its kinds says what is wrong.
     """
     options = options or OpenOptions()
-    place = find(os.fspath(path), options.tag, [os.fspath(root) for root in options.also])
+    place = find(locate(path), options.tag, [locate(root) for root in options.also])
     if options.read_options is not None:
         place = replace(place, listing=replace(place.listing, options=options.read_options))
     catalog = layouts.read(place.listing, allow_unknown=options.allow_unknown_layout)

@@ -16,7 +16,7 @@ from zckpt.engine import replicas
 from zckpt.jobs.open import Opened
 from zckpt.output.delivery import deliver
 from zckpt.output.order import Delivered, Order
-from zckpt.storage.location import Location, locate
+from zckpt.storage.location import Location
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,6 +107,6 @@ def protected(opened: Opened, checkpoint: Location, *, beside: bool = False) -> 
     """What the output must leave alone: the shards' directories, and the checkpoint's own unless `beside` is set."""
     listing = opened.place.listing
     if listing.directory in listing.files.values():  # one file
-        return {locate(listing.directory)}
-    shards = {locate(path).parent for path in listing.files.values()}
+        return {listing.directory}
+    shards = {place.parent for place in listing.files.values()}
     return shards if beside or not listing.tag or not checkpoint.is_dir() else {*shards, checkpoint}

@@ -18,7 +18,6 @@ from zckpt.core.catalog import Catalog, TensorEntry, Topology
 from zckpt.core.fragments import FileStore, Fragment
 from zckpt.layouts.save.family import Family, NamedFile, RankFacts
 from zckpt.layouts.save.listing import Listing
-from zckpt.storage.location import locate
 
 Rows = Mapping[int, Mapping[str, "Cell"]]
 """Data-parallel rank -> kind of file ("model", "optim") -> its state."""
@@ -84,7 +83,7 @@ class _RankFile(NamedTuple):
 
 
 def _looked_at(listing: Listing, family: Family, file: NamedFile) -> _RankFile:
-    nbytes, facts = locate(listing.files[file.name]).size(), RankFacts()
+    nbytes, facts = listing.files[file.name].size(), RankFacts()
     cell = Cell(file.name, nbytes) if nbytes else Cell(file.name, 0, "empty", "0 bytes")
     try:
         if nbytes and family.facts is not None:
@@ -179,7 +178,7 @@ def files_as_json(listing: Listing, grid: Grid, topology: Topology | None) -> li
         for kind, cell in cells.items()
     ]  # fmt: skip
     for file in other_files(listing):
-        nbytes = locate(listing.files[file.name]).size()
+        nbytes = listing.files[file.name].size()
         place = {"mp_rank" if axis == "mp" else axis: number for axis, number in file.axes.items()}
         state, reason = ("ok", "") if nbytes else ("empty", "0 bytes")
         found.append({**place, "kind": file.kind, "file": file.name, "bytes": nbytes, "state": state, "reason": reason})

@@ -191,10 +191,10 @@ def _chosen(adapter: str | None, names: Sequence[str], catalog: Catalog) -> str:
 def _config_path(opened: Opened, adapter: str, *, alone: bool) -> str | None:
     """The adapter's `adapter_config.json`: of any but the default one, in a sub-directory of its name."""
     homes = dict.fromkeys((opened.place.home, opened.place.listing.directory))
-    places = [os.path.join(home, adapter, CONFIG) for home in homes if os.path.basename(adapter) == adapter]
+    places = [home / adapter / CONFIG for home in homes if os.path.basename(adapter) == adapter]
     if alone or adapter == "default":
-        places += [os.path.join(home, CONFIG) for home in homes]
-    return next((path for path in places if locate(path).is_file()), None)
+        places += [home / CONFIG for home in homes]
+    return next((place.path for place in places if place.is_file()), None)
 
 
 def _read_config(path: str) -> Mapping[str, object]:

@@ -21,9 +21,9 @@ from zckpt import layouts
 from zckpt.base.errors import IncompleteError, NotACheckpointError, UnsafeError, UsageError, ZckptError
 from zckpt.base.words import count, examples
 from zckpt.layouts.save.family import Family
-from zckpt.layouts.save.listing import UNIVERSAL_POINTER, Listing, list_files, natural
+from zckpt.layouts.save.listing import UNIVERSAL_POINTER, Listing, list_files, listed, natural
 from zckpt.output.saves import displaced
-from zckpt.storage.location import locate
+from zckpt.storage.location import Location, locate
 
 _TRAINER = re.compile(r"checkpoint-\d+")
 _ACCELERATE = re.compile(r"pytorch_model_fsdp_\d+")
@@ -44,7 +44,7 @@ class Place:
     """
 
     listing: Listing
-    home: str
+    home: Location
     tags: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
 
@@ -59,13 +59,13 @@ class _Look(NamedTuple):
         names: of what is in it, in natural order.
     """
 
-    path: str
+    path: Location
     tag: str | None
-    also: Sequence[str]
+    also: Sequence[Location]
     names: Sequence[str]
 
 
-def find(path: str, tag: str | None = None, also: Sequence[str] = ()) -> Place:
+def find(path: Location, tag: str | None = None, also: Sequence[Location] = ()) -> Place:
     """The save that `path` means.
 
     Args:
@@ -78,28 +78,28 @@ def find(path: str, tag: str | None = None, also: Sequence[str] = ()) -> Place:
         IncompleteError: `latest` is missing and there are several tags, or it names a tag that is not there.
         UnsafeError: `latest` or `tag` points outside the directory.
     """
-    path = locate(path).refreshed().path
-    if locate(path).is_file():
-        name, path = os.path.basename(path), locate(path).parent.path
-        file = os.path.join(path, name)
+    path = path.refreshed()
+    if path.is_file():
+        name, path = path.name, path.parent
+        file = path / name
         if name in _POINTERS:
             return find(path, tag or (_latest(file) if name == UNIVERSAL_POINTER else None), also)
         if name.endswith(".safetensors") or not layouts.is_of_save(name):
             return Place(Listing(file, "", {name: file}), path)
-    if not locate(path).is_dir():
+    if not path.is_dir():
         raise NotACheckpointError(
             "no such file or directory", file=path,
             remedy="Give the directory that holds 'latest', a tag directory such as global_step500, or a weights file.",
         )  # fmt: skip
     for root in also:
-        if not locate(root).is_dir():
+        if not root.is_dir():
             raise NotACheckpointError("no such directory", file=root, remedy="Give --also a directory that exists.")
-    look = _Look(path, tag, also, _entries(path))
+    look = _Look(path, tag, also, listed(path))
     for what in (_save, _accelerate, _home, _trainers, _weights):
         if (place := what(look)) is not None:
             return place
-    below = [os.path.join(path, name) for name in look.names[:_MOST_LOOKED_INTO]]
-    below = [inner for inner in below if os.path.isdir(inner) and has_saves(inner)]
+    below = [] if path.is_remote else [path / name for name in look.names[:_MOST_LOOKED_INTO]]
+    below = [inner for inner in below if inner.is_dir() and has_saves(inner)]
     raise NotACheckpointError(
         "holds no checkpoint" + (" itself" if below else ""),
         file=path,
@@ -110,14 +110,14 @@ def find(path: str, tag: str | None = None, also: Sequence[str] = ()) -> Place:
     )  # fmt: skip
 
 
-def has_saves(path: str) -> bool:
+def has_saves(path: Location) -> bool:
     """Whether there is anything that `find` would look into: false for a directory that a run is yet to fill."""
-    if not os.path.isdir(path):
-        return os.path.exists(path)
-    names = _entries(path)
+    if not path.is_dir():
+        return path.is_file()
+    names = listed(path)
     if any(family.is_save(names) for family in layouts.FAMILIES):
         return True
-    inner = (os.path.join(path, name) for name in names if _TRAINER.fullmatch(name))
+    inner = (path / name for name in names if _TRAINER.fullmatch(name))
     return bool(_pointer(names) or _tags(path, names, ())) or any(map(has_saves, inner))
 
 
@@ -128,10 +128,10 @@ def is_taken(name: str) -> bool:
     return _ACCELERATE.fullmatch(name) is not None or any(family.owns(name) for family in layouts.FAMILIES)
 
 
-def latest_of(path: str) -> str | None:
+def latest_of(path: Location) -> str | None:
     """What `latest` in a directory says; None where there is none."""
-    place = os.path.join(path, "latest")
-    return _latest(place) if os.path.isfile(place) else None
+    pointer = path / "latest"
+    return _latest(pointer) if pointer.is_file() else None
 
 
 # ---- what a directory may be, in the order in which it is asked ---------------------------------------------------------
@@ -142,24 +142,23 @@ def _save(look: _Look) -> Place | None:
     family = next(filter(None, (_family_in(look, family) for family in layouts.FAMILIES)), None)
     if family is None:
         return None
-    real = locate(look.path).absolute().path
-    name, home = os.path.basename(real), locate(real).parent.path
+    name, home = look.path.name, look.path.absolute().parent
     if look.tag not in (None, name):
         raise UsageError(
             f"is itself a save, and not {look.tag!r}", file=look.path, found=f"--tag {look.tag}",
             remedy="Leave --tag out, or give the directory above it.",
         )  # fmt: skip
     if family.tagged:
-        siblings = _tags(home, _entries(home), ()) if locate(home).is_readable() else (name,)
+        siblings = _tags(home, listed(home), ()) if home.is_readable() else (name,)
         return Place(_listing(look.path, name, _laid_over(look, name)), home, siblings)
-    has_config = (place for place in (look.path, home) if locate(os.path.join(place, "config.json")).is_file())
+    has_config = (place for place in (look.path, home) if (place / "config.json").is_file())
     return Place(_listing(look.path, "", look.also), next(has_config, look.path))
 
 
 def _family_in(look: _Look, family: Family) -> Family | None:
     """The family, if the directory is one of its saves; without tags, all files may be in directories laid over this one."""
     over = () if family.tagged or family.fallback else look.also
-    names = [*look.names, *(name for root in over for name in _entries(root))]
+    names = [*look.names, *(name for root in over for name in listed(root))]
     return family if not family.fallback and family.is_save(names) else None
 
 
@@ -170,7 +169,7 @@ def _accelerate(look: _Look) -> Place | None:
     if name not in models:
         return None
     several = f"{look.path!r} holds {len(models)} models: {name!r} is taken. Pass --tag for another."
-    listing = _listing(os.path.join(look.path, name), "", _laid_over(look, name))
+    listing = _listing(look.path / name, "", _laid_over(look, name))
     return Place(listing, look.path, tuple(models), () if len(models) == 1 or look.tag else (several,))
 
 
@@ -184,7 +183,7 @@ def _home(look: _Look) -> Place | None:
     tag, origin = look.tag, "--tag"
     if tag is None:
         if pointer is not None:
-            tag, origin = _latest(os.path.join(path, pointer)), repr(pointer)
+            tag, origin = _latest(path / pointer), repr(pointer)
         elif len(tags) == 1:
             tag = tags[0]
             notes = (f"There is no 'latest' in {path!r}: its only tag, {tag!r}, is taken.",)
@@ -198,12 +197,12 @@ def _home(look: _Look) -> Place | None:
                 remedy=f"Choose one: --tag {tags[-1]}.",
             )  # fmt: skip
     _check_tag(tag, path, origin)
-    directory = os.path.join(path, tag)
+    directory = path / tag
     roots = _laid_over(look, tag)
-    if not locate(directory).is_dir() and not locate(path).is_remote:
-        directory = displaced(path).get(tag, directory)
-    if not locate(directory).is_dir():
-        roots = [root for root in roots if locate(root).is_dir()]
+    if not path.is_remote and not directory.is_dir():
+        directory = locate(displaced(path.path).get(tag, directory))
+    if not directory.is_dir():
+        roots = [root for root in roots if root.is_dir()]
         if not roots:
             raise IncompleteError(
                 f"has no save of the tag that {origin} names", file=path, found=f"no directory {tag!r}",
@@ -218,8 +217,8 @@ def _trainers(look: _Look) -> Place | None:
     """A trainer's output: the newest of its `checkpoint-N` folders that holds saves."""
     folders = _directories(look, _TRAINER)
     for newest in reversed(folders):
-        inner = os.path.join(look.path, newest)
-        names = _entries(inner)
+        inner = look.path / newest
+        names = listed(inner)
         if _pointer(names) or _tags(inner, names, ()):
             place = find(inner, look.tag, look.also)
             several = f"{count(len(folders), 'folder')} of a trainer's checkpoints"
@@ -235,58 +234,39 @@ def _weights(look: _Look) -> Place | None:
     return None
 
 
-def _listing(directory: str, tag: str, also: Sequence[str]) -> Listing:
+def _listing(directory: Location, tag: str, also: Sequence[Location]) -> Listing:
     below = tuple(family.directory for family in layouts.FAMILIES if family.directory)
     return list_files(directory, tag, also, layouts.is_of_save, below)
 
 
-def _laid_over(look: _Look, tag: str) -> list[str]:
+def _laid_over(look: _Look, tag: str) -> list[Location]:
     """Further roots: each may be the checkpoint's directory on another disk, or its tag directory."""
-    inner = [os.path.join(root, tag) for root in look.also]
-    return [place if locate(place).is_dir() else root for place, root in zip(inner, look.also, strict=True)]
+    return [inner if (inner := root / tag).is_dir() else root for root in look.also]
 
 
 def _directories(look: _Look, pattern: re.Pattern[str]) -> list[str]:
     """Names of the directories there that match, in natural order."""
-    return [n for n in look.names if pattern.fullmatch(n) and locate(os.path.join(look.path, n)).is_dir()]
+    return [n for n in look.names if pattern.fullmatch(n) and (look.path / n).is_dir()]
 
 
-def _entries(directory: str) -> list[str]:
-    try:
-        return sorted(locate(directory).names(), key=natural)
-    except ZckptError:
-        raise
-    except OSError as error:
-        raise NotACheckpointError(
-            "cannot be listed",
-            file=directory,
-            found=error.strerror or str(error),
-            remedy="Give yourself permission to read the directory, or choose another.",
-        ) from error
-
-
-def _tags(path: str, names: Sequence[str], also: Sequence[str]) -> tuple[str, ...]:
+def _tags(path: Location, names: Sequence[str], also: Sequence[Location]) -> tuple[str, ...]:
     """Names of directories that hold a save's files, here or in the directories laid over this one."""
-    found: set[str] = set() if locate(path).is_remote else set(displaced(path))
-    for root, entries in ((path, names), *((root, _entries(root)) for root in also)):
+    found: set[str] = set() if path.is_remote else set(displaced(path.path))
+    for root, entries in ((path, names), *((root, listed(root)) for root in also)):
         for name in entries:
-            inner = os.path.join(root, name)
             if name.startswith("."):  # a save that was not finished
                 continue
-            if (
-                locate(inner).is_dir()
-                and locate(inner).is_readable()
-                and any(map(layouts.is_of_save, locate(inner).names()))
-            ):
+            inner = root / name
+            if inner.is_dir() and inner.is_readable() and any(map(layouts.is_of_save, inner.names())):
                 found.add(name)
     return tuple(sorted(found, key=natural))
 
 
-def _are_steps(path: str, tags: Sequence[str]) -> bool:
+def _are_steps(path: Location, tags: Sequence[str]) -> bool:
     """Whether tags are saves of families without `latest`, numbered alike (`step-100`, `step-200`)."""
     untagged = [family for family in layouts.FAMILIES if not family.tagged and not family.fallback]
-    for inner in (os.path.join(path, tag) for tag in tags):
-        if not locate(inner).is_dir() or not any(family.is_save(locate(inner).names()) for family in untagged):
+    for inner in (path / tag for tag in tags):
+        if not inner.is_dir() or not any(family.is_save(inner.names()) for family in untagged):
             return False
     return len({re.sub(r"\d+", "#", tag) for tag in tags}) == 1
 
@@ -296,9 +276,9 @@ def _pointer(names: Sequence[str]) -> str | None:
     return next((pointer for pointer in _POINTERS if pointer in names), None)
 
 
-def _latest(path: str) -> str:
+def _latest(path: Location) -> str:
     try:
-        text = locate(path).read(4096).decode().strip()
+        text = path.read(4096).decode().strip()
     except ZckptError:
         raise
     except (OSError, UnicodeDecodeError) as error:
@@ -310,7 +290,7 @@ def _latest(path: str) -> str:
     return text
 
 
-def _check_tag(tag: str, path: str, origin: str) -> None:
+def _check_tag(tag: str, path: Location, origin: str) -> None:
     parts = tag.replace("\\", "/").split("/")
     if os.path.isabs(tag) or "\0" in tag or "\n" in tag or any(part in ("", ".", "..") for part in parts):
         raise UnsafeError(

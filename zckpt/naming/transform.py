@@ -129,7 +129,7 @@ def _converted(
         beside = read_config(place.home)
         if beside is not None and beside.get("model_type") == wanted.config["fixed"]["model_type"]:
             given = beside
-    arguments = run_arguments(catalog, place.listing.directory)
+    arguments = run_arguments(catalog, place.listing.directory.path)
     heads = heads_of(catalog, *query_heads(given or {}, arguments, catalog.source.path))
     vocabulary = (given or {}).get("vocab_size")
     origin = origin_of(catalog, place.listing.options.tp_rules or "")

@@ -18,6 +18,7 @@ FAMILY = Family(
     read=_read.read,
     read_training=_read.read_training,
     has_keys=True,
+    holds_run=False,
     every_rank=False,  # a rank that had nothing to write has no file
     resumes="by torch.distributed.checkpoint.load, on any number of ranks",
     records=_read.records,

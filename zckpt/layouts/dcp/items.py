@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import itertools
 import math
-import os
 from collections.abc import Iterable, Mapping, Sequence
 
 from zckpt.base.errors import COPY_AGAIN, OTHER_SAVE, CorruptError, IncompleteError, InconsistentError, UnsupportedError
@@ -23,7 +22,6 @@ from zckpt.core.fragments import Fragment
 from zckpt.core.overlaps import embed, tile
 from zckpt.layouts.dcp.metadata import BytesItem, DcpChunk, ItemPlace, Metadata, TensorItem, rank_of
 from zckpt.layouts.save.listing import Listing
-from zckpt.storage.location import locate
 
 
 def _places(item: TensorItem | BytesItem) -> list[ItemPlace]:
@@ -76,7 +74,7 @@ class Items:
         wanted = sorted(set(places) - self._roots.keys())
         self._check_there({place.file for place in wanted})
         for file, here in itertools.groupby(wanted, key=lambda place: place.file):
-            with open_input(self._path(file)) as source:
+            with open_input(self.listing.where(file).path) as source:
                 for place in here:
                     part = source.part(place.offset, place.length, "an item")
                     self._roots[place] = read_input(part).root
@@ -99,11 +97,8 @@ class Items:
             raise kind(f"an item {item.name!r} in {len(places)} pieces", file=self.file, expected="one is needed")
         return self.open(places)[places[0]]
 
-    def _path(self, file: str) -> str:
-        return self.listing.files.get(file) or os.path.join(self.listing.directory, file)
-
     def _check_there(self, files: set[str]) -> None:
-        missing = sorted(file for file in files if not locate(self._path(file)).is_file())
+        missing = sorted(file for file in files if not self.listing.where(file).is_file())
         if missing:
             lost = sorted({rank for rank in map(rank_of, missing) if rank is not None})
             there = [file for file in self.listing.files if file.endswith(".distcp")]
@@ -136,7 +131,7 @@ class Items:
 
     def _ref(self, item: TensorItem, chunk: DcpChunk) -> TensorRef:
         ref = chunk.place if isinstance(chunk.place, TensorRef) else self._roots[chunk.place]
-        file = self.file if isinstance(chunk.place, TensorRef) else self._path(chunk.place.file)
+        file = self.file if isinstance(chunk.place, TensorRef) else self.listing.where(chunk.place.file).path
         if not isinstance(ref, TensorRef):
             kind = f"the kind of tensor {item.name!r} is not supported"
             if isinstance(ref, Placeholder):

@@ -37,7 +37,6 @@ from zckpt.containers.tensor_ref import MAX_DIMS, MAX_NUMBER
 from zckpt.core.catalog import numel_of
 from zckpt.core.dtypes import DType
 from zckpt.layouts.save.listing import Listing
-from zckpt.storage.location import locate
 
 METADATA = re.compile(r"\.metadata|__\d+\.metadata")
 DATA = re.compile(r"__(?P<dp>\d+)_(?P<number>\d+)\.distcp")
@@ -128,7 +127,7 @@ def missing_metadata(listing: Listing) -> IncompleteError:
     """The error for data files without metadata."""
     data = listing.matching(DATA)
     writers = sorted({int(name.split("_")[2]) for name in data})
-    nbytes = sum(locate(listing.files[name]).size() for name in data)
+    nbytes = sum(listing.files[name].size() for name in data)
     found = f"{count(len(data), 'data file')} of {ranks(writers)}, {nbytes:,} bytes, such as {examples(data, 1)}"
     begun = [name for name in listing.files if name.endswith(".metadata.tmp")]
     if begun:
@@ -148,7 +147,7 @@ class _Pickled:
 
     def __init__(self, listing: Listing, name: str) -> None:
         self.listing = listing
-        self.file = listing.files[name]
+        self.file = listing.files[name].path
         with open_input(self.file) as source:
             if source.size > limits.METADATA_BYTES:
                 raise UnsupportedError(
@@ -321,7 +320,7 @@ def _merged(listing: Listing, parts: list[Metadata]) -> Metadata:
                 )  # fmt: skip
             chunks = {(chunk.offsets, chunk.sizes): chunk for chunk in (*item.chunks, *known.chunks)}
             items[name] = TensorItem(name, known.path, known.dtype, known.size, tuple(chunks.values()))
-    return Metadata(listing.directory, items, any(part.nested for part in parts), parts[0].version)
+    return Metadata(listing.directory.path, items, any(part.nested for part in parts), parts[0].version)
 
 
 def _described(item: TensorItem | BytesItem) -> str:
@@ -347,21 +346,24 @@ def _of_safetensors(listing: Listing, names: list[str]) -> Metadata:
             info = json.loads(container.metadata.get("DCP_SHARDING_INFO", "{}"))
         except (ValueError, RecursionError) as error:
             raise CorruptError(
-                "the sharding information cannot be read", file=listing.files[name], found=str(error), remedy=COPY_AGAIN
+                "the sharding information cannot be read",
+                file=listing.files[name].path,
+                found=str(error),
+                remedy=COPY_AGAIN,
             ) from error
         for key, ref in root.items() if isinstance(root, Mapping) else ():
             said = info.get(key) if isinstance(info, dict) else None
             offsets = tuple(said.get("saved_offsets", ())) if isinstance(said, dict) else (0,) * len(ref.shape)
             if len(offsets) != len(ref.shape) or not all(type(n) is int and 0 <= n <= MAX_NUMBER for n in offsets):
                 raise CorruptError(
-                    f"the offsets of {key!r} are impossible", file=listing.files[name], found=f"{offsets!r:.200}",
+                    f"the offsets of {key!r} are impossible", file=listing.files[name].path, found=f"{offsets!r:.200}",
                     remedy=COPY_AGAIN,
                 )  # fmt: skip
             ends = [offset + extent for offset, extent in zip(offsets, ref.shape, strict=True)]
             gathered = found.setdefault(key, _Gathered(ref.dtype, ends))
             if gathered.dtype != ref.dtype or len(gathered.size) != len(ends):
                 raise InconsistentError(
-                    f"ranks do not agree on {key!r}", file=listing.files[name],
+                    f"ranks do not agree on {key!r}", file=listing.files[name].path,
                     found=f"{ref.dtype} of {list(ref.shape)}", remedy=OTHER_SAVE,
                 )  # fmt: skip
             gathered.size = [max(a, b) for a, b in zip(gathered.size, ends, strict=True)]
@@ -369,9 +371,9 @@ def _of_safetensors(listing: Listing, names: list[str]) -> Metadata:
     items: dict[str, TensorItem | BytesItem] = {}
     for key, gathered in found.items():
         size = tuple(gathered.size)
-        numel_of(size, name=key, file=listing.directory)
+        numel_of(size, name=key, file=listing.directory.path)
         items[key] = TensorItem(key, (key,), gathered.dtype, size, tuple(gathered.chunks.values()))
-    return Metadata(listing.directory, items, False)
+    return Metadata(listing.directory.path, items, False)
 
 
 _RANK = re.compile(r"__(\d+)_|shard-(\d{5})-")

@@ -8,7 +8,6 @@ Source: torch/distributed/checkpoint/state_dict.py (2.13); accelerate 1.15, util
 from __future__ import annotations
 
 import math
-import os
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping
@@ -37,7 +36,6 @@ from zckpt.layouts.dcp.state import DcpModel, model_of, optimizers_of
 from zckpt.layouts.run.training import Training
 from zckpt.layouts.run.values import step_of
 from zckpt.layouts.save.listing import Listing, list_files
-from zckpt.storage.location import locate
 
 _ACCELERATE = re.compile(r"pytorch_model_fsdp(_\d+)")
 
@@ -93,10 +91,11 @@ def load(listing: Listing) -> DcpSave:
 
 def _beside(listing: Listing) -> Listing | None:
     """The optimizer's own directory, which accelerate makes."""
-    home, name = os.path.split(locate(listing.directory).absolute().path)
-    found = _ACCELERATE.fullmatch(name)
-    path = os.path.join(home, f"optimizer{found[1]}") if found else ""
-    return list_files(path, "") if path and locate(os.path.join(path, ".metadata")).is_file() else None
+    found = _ACCELERATE.fullmatch(listing.directory.name)
+    if found is None:
+        return None
+    optimizer = listing.directory.absolute().parent / f"optimizer{found[1]}"
+    return list_files(optimizer, "") if (optimizer / ".metadata").is_file() else None
 
 
 def read(listing: Listing, *, allow_unknown: bool = False) -> Catalog:
@@ -120,7 +119,7 @@ def read(listing: Listing, *, allow_unknown: bool = False) -> Catalog:
         tensors,
         Source(
             layout="dcp",
-            path=listing.directory,
+            path=listing.directory.path,
             tag=listing.tag,
             framework=("torch.distributed.checkpoint", save.metadata.version),
             global_steps=_steps(save),
@@ -229,7 +228,7 @@ def records(listing: Listing) -> Iterator[tuple[str, list[tuple[str, int, int, i
     except ZckptError:
         return
     for name, places in stored.items():
-        path = listing.files.get(name) or os.path.join(listing.directory, name)
+        path = listing.where(name).path
         found: list[tuple[str, int, int, int]] = []
         try:
             with open_input(path) as file:

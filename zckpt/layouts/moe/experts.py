@@ -277,7 +277,7 @@ def _layer(
     """One layer; checks that all of its experts' files exist and are alike."""
     held: tuple[tuple[int, ...], ...] = ()
     if recorded is not None:
-        held = _placement(recorded, experts, listing.directory)
+        held = _placement(recorded, experts, listing.directory.path)
         if recorded.get("checkpoint_format") not in (None, "per_expert_files"):
             return Layer(number, str(recorded["expert_key_prefix"]), experts, held, {}, True)
     missing = [expert for expert in range(experts) if (number, expert) not in files]
@@ -298,7 +298,7 @@ def _layer(
         if prefixes[expert] != prefixes[0] or _forms(weights[expert]) != _forms(weights[0]):
             raise InconsistentError(
                 f"experts of layer {number} are not alike",
-                file=listing.files[name],
+                file=listing.files[name].path,
                 found=f"{prefixes[expert]!r} with {examples(weights[expert])}",
                 expected=f"as in {files[number, 0]!r}: {prefixes[0]!r} with {examples(weights[0])}",
                 remedy="Copy the layer's files of one save again, or choose another tag.",
@@ -312,7 +312,7 @@ def _forms(weights: Mapping[str, TensorRef]) -> dict[str, tuple[Shape, str]]:
 
 def _expert(listing: Listing, name: str, expert: int, stacked: bool) -> tuple[str, dict[str, TensorRef]]:
     """The prefix of an expert's names, and its weights by local name."""
-    file = listing.files[name]
+    file = listing.files[name].path
     root = as_mapping(listing.open(name).root, "its content", file)
     notes: list[str] = []
     tensors = flatten({key: value for key, value in root.items() if key != _FOLDING}, notes)

@@ -70,12 +70,12 @@ class Optimizers:
                 continue
             if rank in self.states:
                 raise InconsistentError(
-                    "two optimizer files hold the same experts", file=listing.files[name],
+                    "two optimizer files hold the same experts", file=listing.files[name].path,
                     found=f"{os.path.basename(self._files[rank][1])!r}, also of expert-parallel rank {rank}",
                     remedy="Move the one of another save away.",
                 )  # fmt: skip
-            root = as_mapping(listing.open(name).root, "its content", listing.files[name])
-            self.states[rank], self._files[rank] = root.get("optimizer"), (home, listing.files[name])
+            root = as_mapping(listing.open(name).root, "its content", listing.files[name].path)
+            self.states[rank], self._files[rank] = root.get("optimizer"), (home, listing.files[name].path)
             steps[name] = steps_of(root.get("optimizer"))
         check_alike(listing, "the step", {name: step for name, step in steps.items() if step is not None})
 

@@ -153,7 +153,7 @@ class Split(model_parallel.ParallelSave):
             masters = whole.unsharded.dense.get(rank) if whole.unsharded else None
             if not masters:
                 return super().slice_of(rank, model, tied)
-            catalog = assemble(model, masters, Source("", self.listing.directory), self.topology, frozen={})
+            catalog = assemble(model, masters, Source("", self.listing.directory.path), self.topology, frozen={})
             return ModelSlice(
                 unsharded.frozen_without_master(catalog, masters),
                 model,
@@ -165,7 +165,7 @@ class Split(model_parallel.ParallelSave):
         dense = replace(dense, model=replace(dense.model, shared=shared))
         if isinstance(dense, zero3.Zero3Save):
             zero3.check_lengths(dense)
-        catalog = zero.catalog_of(dense, Source("", self.listing.directory), self.topology)
+        catalog = zero.catalog_of(dense, Source("", self.listing.directory.path), self.topology)
         return ModelSlice(catalog, save.model, lambda: zero.training_of(dense), dense)
 
     def _check_none(self, rank: int) -> None:

@@ -153,7 +153,7 @@ class ParallelSave:
         """The slices of one model-parallel rank; overridden for saves with more files."""
         if self.layers and not model.module:
             model = replace(model, module=self._stage_module(rank, model, tied))
-        source = Source("", self.listing.directory)
+        source = Source("", self.listing.directory.path)
         save = zero.load(self.listing, rank, allow_unknown=self.allow_unknown, model=model)
         if save is not None:
             catalog = zero.catalog_of(save, source, self.topology)
@@ -185,11 +185,11 @@ class ParallelSave:
 
     def _layer_tensors(self, file: str) -> dict[str, TensorRef]:
         notes: list[str] = []
-        root = as_mapping(self.listing.open(file).root, "its content", self.listing.files[file])
+        root = as_mapping(self.listing.open(file).root, "its content", self.listing.files[file].path)
         tensors = flatten(root, notes)
         if notes:
             raise CorruptError(
-                "holds more than tensors", file=self.listing.files[file], found=notes[0], remedy=COPY_AGAIN
+                "holds more than tensors", file=self.listing.files[file].path, found=notes[0], remedy=COPY_AGAIN
             )
         return tensors
 
@@ -200,7 +200,7 @@ class ParallelSave:
         for (layer, _), file in self.layers.items():
             if all(model.is_zero() for model in models) and str(layer) not in owned and self._layer_tensors(file):
                 raise InconsistentError(
-                    "no pipeline stage uses this layer file", file=self.listing.files[file],
+                    "no pipeline stage uses this layer file", file=self.listing.files[file].path,
                     remedy="Move it away: it is of another save or run.",
                 )  # fmt: skip
 
@@ -219,7 +219,7 @@ class ParallelSave:
             return replicated(shapes)
         joint = self.rules.joint(name, shapes) if self.rules else None
         if joint is None:
-            raise unknown_rule(name, shapes, self.listing.directory)
+            raise unknown_rule(name, shapes, self.listing.directory.path)
         return joint
 
     def _stage_tensors(self, stage: Sequence[ModelSlice], padding: list[Padding]) -> Iterator[TensorEntry]:

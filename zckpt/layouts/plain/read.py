@@ -35,7 +35,7 @@ from zckpt.layouts.plain import rank_parts
 from zckpt.layouts.save.listing import Listing
 from zckpt.layouts.save.module_states import flatten, views_of, whole
 from zckpt.output import manifest as manifests
-from zckpt.storage.location import locate
+from zckpt.storage.location import Location
 
 Format = Literal["safetensors", "bin"]
 
@@ -82,8 +82,8 @@ def read(listing: Listing, *, allow_unknown: bool = False) -> Catalog:
         container = listing.open(shard)
         by_place: dict[object, str] = {}
         if not allow_unknown:
-            _refuse_part(container, listing.files[shard], named=listing.directory == listing.files[shard])
-        state = _state_dict(container, listing.files[shard], notes)
+            _refuse_part(container, listing.files[shard].path, named=listing.directory == listing.files[shard])
+        state = _state_dict(container, listing.files[shard].path, notes)
         views += views_of(state.values())
         for tensor, ref in state.items():
             kept = by_place.setdefault(ref.place, tensor) if ref.numel else tensor
@@ -95,7 +95,7 @@ def read(listing: Listing, *, allow_unknown: bool = False) -> Catalog:
         aliases.update({d: k for d, k in said.items() if k in tensors and d not in tensors and d != "format"})
     if not allow_unknown:
         _refuse_placeholders(tensors, listing)
-    source = Source(layout="plain", path=listing.directory, tag=listing.tag, notes=tuple(notes))
+    source = Source(layout="plain", path=listing.directory.path, tag=listing.tag, notes=tuple(notes))
     return Catalog(tensors, source, aliases, views=tuple(views))
 
 
@@ -106,7 +106,7 @@ def _role(ref: TensorRef) -> Role:
 def _shards(listing: Listing, index_name: str) -> list[str]:
     path = listing.files[index_name]
     try:
-        shards = sorted(set(json.loads(locate(path).read())["weight_map"].values()))
+        shards = sorted(set(json.loads(path.read())["weight_map"].values()))
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CorruptError(
             "the index cannot be read", file=path, found=f"{type(error).__name__}: {error}", remedy=COPY_AGAIN
@@ -176,9 +176,9 @@ def unread_states(listing: Listing) -> str:
         for key in map(str, container.root)
         if "optim" in key.lower()
     ]
-    directory = locate(listing.directory).parent.path if locate(listing.directory).is_file() else listing.directory
+    directory = listing.directory.parent if listing.directory.is_file() else listing.directory
     try:
-        found += [f"the file {name!r}" for name in sorted(locate(directory).names()) if "optim" in name.lower()]
+        found += [f"the file {name!r}" for name in sorted(directory.names()) if "optim" in name.lower()]
     except (ZckptError, OSError):  # a directory that may not be listed
         pass
     return f"{', '.join(found[:3])}{f' and {len(found) - 3:,} more' if len(found) > 3 else ''}"
@@ -201,9 +201,9 @@ def _refuse_placeholders(tensors: Mapping[str, TensorEntry], listing: Listing) -
         )
 
 
-def _is_of_recorded_shapes(path: str) -> bool:
+def _is_of_recorded_shapes(path: Location) -> bool:
     """Whether zckpt made these weights from a checkpoint that records shapes, as their `zckpt.json` says."""
-    place = manifests.find(locate(path)) or manifests.find(locate(path).parent)
+    place = manifests.find(path) or manifests.find(path.parent)
     if place is None:
         return False
     try:
@@ -212,11 +212,11 @@ def _is_of_recorded_shapes(path: str) -> bool:
         return False
 
 
-def _hint(path: str) -> str:
+def _hint(path: Location) -> str:
     """The place where the weights probably are."""
-    place = os.path.dirname(os.path.abspath(path)) if os.path.isfile(path) else os.path.abspath(path)
-    for directory in (place, os.path.dirname(place)):
-        if os.path.isfile(os.path.join(directory, "latest")):
+    place = path.parent if path.is_file() else path.absolute()
+    for directory in (place, place.parent):
+        if (directory / "latest").is_file():
             return f"{directory!r}"
     return "the folder that holds 'latest' and global_step*"
 

@@ -6,7 +6,6 @@ For `convert`, `reshard` and `hub`. Trainers put them beside the tag directories
 from __future__ import annotations
 
 import json
-import os
 import re
 from collections.abc import Mapping
 
@@ -15,7 +14,7 @@ from zckpt.core.dtypes import DType
 from zckpt.core.fragments import FileStore
 from zckpt.core.plan import OutputFile, literal_file
 from zckpt.storage.json_files import read_json
-from zckpt.storage.location import Location, locate
+from zckpt.storage.location import Location
 
 _MOST_BYTES = 16 << 20
 """Of a config."""
@@ -29,7 +28,7 @@ _BESIDE = re.compile(
 
 
 def config_file(
-    home: str, dtype: DType, config: Mapping[str, object] | None = None
+    home: Location, dtype: DType, config: Mapping[str, object] | None = None
 ) -> tuple[OutputFile, FileStore] | None:
     """The model's `config.json` with the dtype of the output; None where there is none.
 
@@ -49,14 +48,14 @@ def config_file(
     return literal_file("config.json", text.encode())
 
 
-def read_config(home: str) -> dict[str, object] | None:
+def read_config(home: Location) -> dict[str, object] | None:
     """The `config.json` in a directory; None where there is none.
 
     Raises:
         CorruptError: it is no JSON object. NotACheckpointError: it cannot be read.
     """
-    path = os.path.join(home, "config.json")
-    return config_of(path) if locate(path).is_file() else None
+    path = home / "config.json"
+    return config_of(path.path) if path.is_file() else None
 
 
 def config_of(path: str) -> dict[str, object]:
@@ -87,7 +86,6 @@ def with_dtype(config: object, dtype: DType, *, top: bool = True) -> object:
     return {**config, **nested, **named}
 
 
-def companions(home: str) -> list[tuple[Location, str]]:
+def companions(home: Location) -> list[tuple[Location, str]]:
     """(where it is, name) of files beside the checkpoint that belong to the model: tokenizer, processor, code."""
-    directory = locate(home)
-    return [(directory / name, name) for name in sorted(directory.file_names()) if _BESIDE.fullmatch(name)]
+    return [(home / name, name) for name in sorted(home.file_names()) if _BESIDE.fullmatch(name)]

@@ -115,6 +115,8 @@ class Family:
             `zckpt.containers`; None where they are.
         unread_states: optimizer states that are there and are not read, in words; empty where there are none.
         left_out: names of tensors that neither `read` nor `read_training` gives.
+        holds_run: a save with optimizer states has a place for the schedules, counters and settings of the run too.
+        keeps_model_files: a save made from another has its model files as they were.
     """
 
     name: str
@@ -133,6 +135,8 @@ class Family:
     records: Callable[[Listing], Iterator[tuple[str, list[Record] | ZckptError]]] | None = None
     unread_states: Callable[[Listing], str] = _no_states
     left_out: Callable[[Listing], list[str]] = _no_names
+    holds_run: bool = True
+    keeps_model_files: bool = False
 
     def owns(self, name: str) -> bool:
         """Whether a file of this name belongs to a save of the family."""

@@ -6,14 +6,13 @@ Facts about DeepSpeed's file names: runtime/engine.py `_get_ckpt_name`, `_get_ze
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from zckpt.base.errors import InconsistentError, NotACheckpointError, ZckptError
 from zckpt.containers import Container, is_torch_zip, open_container, torch_zip
-from zckpt.storage.location import locate
+from zckpt.storage.location import Location
 
 SHARD_NAME = re.compile(
     r"(?P<prefix>bf16_|fp16_)?zero_pp_rank_(?P<dp>\d+)_mp_rank_(?P<mp>\d+)_(?P<kind>model|optim)_states\.pt"
@@ -78,20 +77,24 @@ class Listing:
     """The files of one save.
 
     Attributes:
-        directory: the tag directory, or the single file, for messages.
+        directory: the tag directory, or the single file.
         tag: the tag; empty for files that have none.
-        files: file name -> path, in natural order; those of a universal checkpoint's parameters below `zero/`.
+        files: file name -> where it is, in natural order; those of a universal checkpoint's parameters below `zero/`.
         options: facts that the files do not record.
     """
 
-    directory: str
+    directory: Location
     tag: str
-    files: Mapping[str, str]
+    files: Mapping[str, Location]
     options: ReadOptions = ReadOptions()
     _opened: dict[str, Container] = field(default_factory=dict[str, Container], repr=False)
     _ranks: dict[tuple[str, int], list[tuple[int, str]]] = field(
         default_factory=dict[tuple[str, int], "list[tuple[int, str]]"], repr=False
     )
+
+    def where(self, name: str) -> Location:
+        """Where a file is, or would be if it is missing."""
+        return self.files.get(name) or self.directory / name
 
     def open(self, name: str) -> Container:
         """The container of one file; opened once."""
@@ -150,9 +153,9 @@ class Listing:
 
 
 def list_files(
-    directory: str,
+    directory: Location,
     tag: str,
-    also: Iterable[str] = (),
+    also: Iterable[Location] = (),
     belongs: Callable[[str], bool] = is_deepspeed_file,
     below: Sequence[str] = (UNIVERSAL,),
 ) -> Listing:
@@ -170,24 +173,28 @@ def list_files(
         InconsistentError: the same file of the save is in two directories with different contents.
         NotACheckpointError: a directory cannot be listed.
     """
-    files: dict[str, str] = {}
+    files: dict[str, Location] = {}
     for root in (directory, *also):
-        for name in _names(root, below):
-            path = os.path.join(root, name)
+        for name in listed(root, lambda root: root.file_names(below)):
             if name not in files:
-                files[name] = path
-            elif belongs(name) and not locate(files[name]).has_bytes_of(locate(path)):
+                files[name] = root / name
+            elif belongs(name) and not files[name].has_bytes_of(root / name):
                 raise InconsistentError(
                     f"there are two different files called {name!r}",
-                    found=f"{files[name]!r} and {path!r} differ",
+                    found=f"{files[name]!r} and {root / name!r} differ",
                     remedy="Leave out the directory that is of another save, or remove the file there.",
                 )
     return Listing(directory, tag, {name: files[name] for name in sorted(files, key=natural)})
 
 
-def _names(directory: str, below: Sequence[str]) -> list[str]:
+def listed(directory: Location, names: Callable[[Location], list[str]] = lambda root: root.names()) -> list[str]:
+    """What is in a directory, in natural order; `names`: which of it.
+
+    Raises:
+        NotACheckpointError: it cannot be listed.
+    """
     try:
-        return locate(directory).file_names(below)
+        return sorted(names(directory), key=natural)
     except ZckptError:
         raise
     except OSError as error:

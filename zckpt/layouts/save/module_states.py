@@ -146,7 +146,7 @@ def read_model_states(listing: Listing, name: str, *, module: Mapping[str, Tenso
         CorruptError: it is not what its name says.
         UnsupportedError: DeepSpeed's version is too old to have recorded what is needed.
     """
-    file = listing.files[name]
+    file = listing.files[name].path
     root = as_mapping(listing.open(name).root, "its content", file)
     if "module" not in root:
         raise CorruptError("is not a model states file", file=file, found="no entry 'module'", remedy=COPY_AGAIN)

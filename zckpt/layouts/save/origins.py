@@ -17,7 +17,6 @@ from zckpt.containers import Container
 from zckpt.layouts.save.family import RankFacts
 from zckpt.layouts.save.listing import Listing
 from zckpt.layouts.save.module_states import as_mapping
-from zckpt.storage.location import locate
 
 APART_S = 600
 """Ranks write at the same time: a file ten minutes older or younger than the rest was not written with them."""
@@ -56,7 +55,7 @@ def origin(listing: Listing, name: str, container: Container) -> FileOrigin:
         _whole(root.get("global_steps")),
         _whole(root.get("dp_world_size")),
         version if isinstance(version, str) else None,
-        locate(listing.files[name]).written_s(),
+        listing.files[name].written_s(),
     )
 
 
@@ -73,7 +72,7 @@ def rank_facts(listing: Listing, name: str) -> RankFacts:
     if not name.endswith("_optim_states.pt"):
         numbers = listing.numbers(name, "dp_world_size", "global_steps")
         return RankFacts(numbers.get("dp_world_size"), numbers.get("global_steps"))
-    root = as_mapping(listing.open(name).root, "its content", listing.files[name])
+    root = as_mapping(listing.open(name).root, "its content", listing.files[name].path)
     state = root.get("optimizer_state_dict")
     count = state.get("partition_count") if isinstance(state, Mapping) else None
     if isinstance(count, list | tuple):  # groups of experts, which come last, have others

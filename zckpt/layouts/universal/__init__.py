@@ -13,5 +13,6 @@ FAMILY = replace(
     read=_read.read,
     read_training=_read.read_training,
     directory=UNIVERSAL,
+    keeps_model_files=True,
     every_rank=False,  # its model files are copies of those of the run that it was made of, whatever its ranks were
 )

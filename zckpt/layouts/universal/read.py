@@ -97,7 +97,7 @@ class _Save:
         own = ref.shape if isinstance(self.listing.open(file).root, Mapping) else shape
         if ref.numel != math.prod(own) or (len(self.models) == 1 and own[1:] != shape[1:]):
             raise InconsistentError(
-                f"its tensor has another shape than parameter {name!r}", file=self.listing.files[file],
+                f"its tensor has another shape than parameter {name!r}", file=self.listing.files[file].path,
                 found=str(list(ref.shape)), expected=str(list(shape)),
                 remedy=OTHER_SAVE,
             )  # fmt: skip
@@ -119,7 +119,7 @@ def _load(listing: Listing) -> _Save:
         )  # fmt: skip
     left: Mapping[str, object] = {}
     if STATE in listing.files:
-        left = as_mapping(listing.open(STATE).root, "its content", listing.files[STATE])
+        left = as_mapping(listing.open(STATE).root, "its content", listing.files[STATE].path)
     return _Save(listing, parameters, models, left)
 
 
@@ -128,7 +128,7 @@ def _tensor(listing: Listing, file: str) -> TensorRef:
     root = listing.open(file).root
     ref = root.get("param") if isinstance(root, Mapping) else root
     if not isinstance(ref, TensorRef):
-        raise CorruptError("holds no tensor", file=listing.files[file], remedy=COPY_AGAIN)
+        raise CorruptError("holds no tensor", file=listing.files[file].path, remedy=COPY_AGAIN)
     return ref
 
 
@@ -269,7 +269,7 @@ def _scalars(save: _Save, names: Sequence[str]) -> dict[str, object]:
     for file, step in steps.items():
         if step_of(step) != step_of(steps[files[0]]):
             raise InconsistentError(
-                "the step count differs from that of other parameters", file=save.listing.files[file],
+                "the step count differs from that of other parameters", file=save.listing.files[file].path,
                 found=f"step {step_of(step)}", expected=f"step {step_of(steps[files[0]])}, as in {files[0]!r}",
                 remedy=OTHER_SAVE,
             )  # fmt: skip

@@ -23,7 +23,7 @@ from zckpt.layouts.save.listing import LAYER_NAME, MODEL_NAME, SHARD_NAME, Listi
 from zckpt.layouts.universal.read import HOME, MASTER, STATE
 from zckpt.layouts.zero.torch_files import Laid, Pair, TorchFile
 from zckpt.layouts.zero.write import ZeroTarget, lay_out_model
-from zckpt.storage.location import file_store
+from zckpt.storage.location import Location
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,9 +84,9 @@ def lay_out(catalog: Catalog, training: Training, listing: Listing, target: Univ
     if not catalog.source.zero_stage:  # of a run without ZeRO there are none that say whose parameters are whose
         laid = lay_out_model(catalog, training, ZeroTarget(target.tag, 1, 1, target.precision))
         return Laid((*files, *laid.files), (*pairs, *laid.pairs))
-    for name, path in listing.files.items():
+    for name, place in listing.files.items():
         if MODEL_NAME.fullmatch(name) or ((m := SHARD_NAME.fullmatch(name)) and m["kind"] == "model"):
-            add(_model_file(listing, name, f"{target.tag}/{name}", stage_3) or _copy(path, f"{target.tag}/{name}"))
+            add(_model_file(listing, name, f"{target.tag}/{name}", stage_3) or _copy(place, f"{target.tag}/{name}"))
     return Laid(tuple(files), tuple(pairs))
 
 
@@ -196,9 +196,9 @@ def _model_file(
 _OF_LAYER = ("moe_layer_id", "module_path", "expert_key_prefix", "num_experts", "num_local_experts", "ep_size")
 
 
-def _copy(path: str, name: str) -> tuple[tuple[OutputFile, FileStore], list[Pair]]:
+def _copy(place: Location, name: str) -> tuple[tuple[OutputFile, FileStore], list[Pair]]:
     """A copy of a file, byte for byte."""
-    source = file_store(path)
+    source = place.store()
     store = FileStore(name, source.size)
     of, to = (
         TensorEntry(name, (source.size,), U8, "buffer", (Fragment(where, 0, 0, source.size),) if source.size else ())

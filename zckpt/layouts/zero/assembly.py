@@ -39,7 +39,7 @@ def source_of(
     """
     return Source(
         layout=layout or (f"zero{stage}" if stage else "unsharded"),
-        path=listing.directory,
+        path=listing.directory.path,
         tag=listing.tag,
         framework=("DeepSpeed", model.version),
         zero_stage=stage,

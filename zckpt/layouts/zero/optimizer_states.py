@@ -77,7 +77,7 @@ def read_shards(
 
 
 def _read(listing: Listing, rank: int, name: str, known: frozenset[str], allow_unknown: bool) -> OptimizerShard:
-    file = listing.files[name]
+    file = listing.files[name].path
     root = as_mapping(listing.open(name).root, "its content", file)
     if "optimizer_state_dict" not in root:
         raise CorruptError(

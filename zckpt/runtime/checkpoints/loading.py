@@ -11,7 +11,6 @@ and the run's state is undefined.
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -36,6 +35,7 @@ from zckpt.runtime.generators import set_rng_state
 from zckpt.runtime.run import TrainingRun
 from zckpt.runtime.sharded import gradients
 from zckpt.runtime.sharded.parameter import ShardedParameter
+from zckpt.storage.location import locate
 from zckpt.team.meeting import Meetings
 
 _log = logging.getLogger("zckpt.runtime")
@@ -106,10 +106,10 @@ def _open(
         saved = read(run, opened, options, opened.place.listing)
         return saved, _fill, saved.directory
     stack.callback(nodes.close)
-    place = os.path.join(directory, nodes.tag)
+    place = locate(directory) / nodes.tag
     opened = open_catalog(nodes.directory, OpenOptions(tag=nodes.tag))
-    here = list_files(place, nodes.tag) if os.path.isdir(place) else Listing(place, nodes.tag, {})
-    return read(run, opened, options, here), nodes.fill, place
+    here = list_files(place, nodes.tag) if place.is_dir() else Listing(place, nodes.tag, {})
+    return read(run, opened, options, here), nodes.fill, place.path
 
 
 def _fill(wanted: Sequence[Want]) -> None:

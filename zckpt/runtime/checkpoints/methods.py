@@ -23,6 +23,7 @@ from zckpt.runtime.checkpoints.loading import load
 from zckpt.runtime.checkpoints.saved_run import LoadOptions
 from zckpt.runtime.checkpoints.saving import SaveOptions, save
 from zckpt.runtime.run import TrainingRun
+from zckpt.storage.location import locate
 from zckpt.team.meeting import ENTRY_S, LOAD_S, Meetings
 
 if TYPE_CHECKING:
@@ -178,7 +179,7 @@ class CheckpointedRun(TrainingRun):
         meetings.begin(f"{self.micro_steps}")
         word: list[Any] = []
         with Attempt() as tried:
-            word = [tag, has_saves(path) or tag is not None, latest_of(path)]
+            word = [tag, has_saves(locate(path)) or tag is not None, latest_of(locate(path))]
         words = meetings.agree("load_checkpoint", tried.error, word, within_s=LOAD_S, state="Nothing was changed.")
         tags = list(dict.fromkeys(one[0] for one in words))
         blind = [rank for rank, one in enumerate(words) if not one[1]]

@@ -32,6 +32,7 @@ from zckpt.runtime.checkpoints.inert import dtype_of
 from zckpt.runtime.run import TrainingRun
 from zckpt.runtime.sharded.parameter import ShardedParameter
 from zckpt.runtime.world import elements_of
+from zckpt.storage.location import locate
 from zckpt.team.meeting import attempt, first_error
 
 _SMALL_BYTES = 1 << 16
@@ -132,7 +133,7 @@ def gather_indexes(run: TrainingRun, directory: str, tag: str | None) -> NodeFil
     """
     if run.world_size == 1:
         return None
-    tags = _on_every_rank(run, lambda: latest_of(directory) if tag is None else tag)
+    tags = _on_every_rank(run, lambda: latest_of(locate(directory)) if tag is None else tag)
     known = sorted({one for one in tags if one is not None})
     if len(known) > 1:
         raise InconsistentError(

@@ -15,6 +15,7 @@ from zckpt.layouts.save.listing import MODEL_NAME, SHARD_NAME, is_trainers_file,
 from zckpt.output.durable import make_directories
 from zckpt.output.saves import SaveStaging
 from zckpt.runtime.checkpoints.tags import LATEST, SCRIPT, check_places
+from zckpt.storage.location import locate
 from zckpt.team.meeting import Meetings
 
 _log = logging.getLogger("zckpt.runtime")
@@ -160,7 +161,7 @@ def _saves(directory: str) -> list[str]:
 
 def _steps(path: str) -> int:
     """The steps that a save was made after; -1 where it does not say."""
-    listing = list_files(path, os.path.basename(path))
+    listing = list_files(locate(path), os.path.basename(path))
     for name in listing.files:
         shard = SHARD_NAME.fullmatch(name)
         if MODEL_NAME.fullmatch(name) or (shard is not None and shard["kind"] == "model"):

@@ -100,7 +100,7 @@ def read(
     if own.get("moment") != dict(moment):
         raise InconsistentError(
             "belongs to another save than the other files",
-            file=listing.files[name],
+            file=listing.files[name].path,
             found=_counted(mapping(own.get("moment"))),
             expected=f"{_counted(moment)}, as in the other files",
             remedy="Copy all files of one save into this directory, or remove this file; an unfinished step then begins again.",

@@ -143,7 +143,7 @@ def read(run: TrainingRun, opened: Opened, options: LoadOptions, seen: Listing) 
     buffers = _own_buffers(run, catalog, mine, seen, called) if run.world_size > 1 else {}
     schedule = rest.get("lr_scheduler") if options.schedule and run.lr_scheduler is not None else None
     return SavedRun(
-        directory=opened.place.listing.directory,
+        directory=opened.place.listing.directory.path,
         catalog=catalog,
         buffers=buffers,
         buffers_lost=_lost(run, own, buffers),

@@ -32,6 +32,7 @@ from zckpt.runtime.engine import Engine
 from zckpt.runtime.start import initialize
 from zckpt.runtime.world import World, join_world
 from zckpt.runtime.zero import Init
+from zckpt.storage.location import locate
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +106,7 @@ def check(job: TrainingJob) -> tuple[Settings, Model]:
         raise UsageError("has no optimizer", file=job.config, remedy="Add a section 'optimizer' to the config.")
     read_corpus(job.data, 1, None, 1)
     found = find_model(job.model)
-    if os.path.isdir(job.out) and has_saves(job.out) and not job.resume:
+    if os.path.isdir(job.out) and has_saves(locate(job.out)) and not job.resume:
         raise OutputError(
             "has checkpoints of an earlier run", file=job.out,
             remedy="Pass --resume to continue that run, or another --out for a new one.",
