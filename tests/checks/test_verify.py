@@ -403,7 +403,7 @@ def test_damage_to_a_checkpoint_of_ours_shows_in_its_manifest(tmp_path: Path, st
     else:
         zckpt.reshard(source, out, world_size=2, stage=int(stage))
     found = zckpt.verify(out)
-    assert not wrong(found) and "all " in check_of(found, "manifest").told
+    assert not wrong(found) and "all " in check_of(found, "manifest").answer
     path = max(out.rglob("*model_states.pt"), key=lambda p: p.stat().st_size)
     data = bytearray(path.read_bytes())
     data[-1] ^= 1
@@ -448,7 +448,7 @@ def test_an_output_made_by_others(checkpoint: Path, tmp_path: Path) -> None:
     state = {name: tensor for group in synth.two_groups(10) for name, tensor in group.items()}
     torch.save(state, tmp_path / "their.bin")
     found = zckpt.verify(checkpoint, tmp_path / "their.bin")
-    assert found.ok and "bit for bit" in check_of(found, "equal").told
+    assert found.ok and "bit for bit" in check_of(found, "equal").answer
     save_file({name: tensor.bfloat16() for name, tensor in state.items()}, tmp_path / "their.safetensors")
     found = zckpt.verify(checkpoint, tmp_path / "their.safetensors")
     assert found.ok and "rounded to BF16" in found.deletable[1]

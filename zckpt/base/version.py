@@ -1,3 +1,3 @@
-"""zckpt's version, for whoever writes it into a file."""
+"""zckpt's version, for all that write it into files."""
 
 __version__ = "0.1.0"

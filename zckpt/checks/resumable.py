@@ -269,7 +269,7 @@ def _odd_files(side: Examined, training: Training) -> Iterator[str]:
     for bad in differences([(a, b) for _, a, b in pairs]):
         odd.setdefault(f"{pairs[bad.number][0]} has another tensor", []).append(names[bad.number])
     for other in disagreements(listing):
-        odd.setdefault(other.told, []).append(other.file)
+        odd.setdefault(other.difference, []).append(other.file)
     for what, files in odd.items():
         yield f"{what} (in {examples(files)})"
 

@@ -26,7 +26,7 @@ from zckpt.checks.integrity import (
     small_records,
 )
 from zckpt.checks.reread import misplaced
-from zckpt.checks.verdict import Check, few
+from zckpt.checks.verdict import Check, summarized
 from zckpt.containers import open_container
 from zckpt.core.catalog import Catalog, Replica, TensorEntry
 from zckpt.engine import replicas
@@ -76,9 +76,9 @@ class Examined:
         """Whether nothing is wrong so far."""
         return all(check.ok for check in self.checks)
 
-    def add(self, name: str, told: str, problems: Sequence[str] = ()) -> None:
+    def add(self, name: str, answer: str, problems: Sequence[str] = ()) -> None:
         """One more check."""
-        self.checks.append(Check(name, told, tuple(problems)))
+        self.checks.append(Check(name, answer, tuple(problems)))
 
 
 def examined(
@@ -171,10 +171,10 @@ def _open(state: Examined, path: Location, options: OpenOptions) -> ZckptError |
     state.add("tensors", f"{tensors}, {elements}, each stored exactly once")
     found, elsewhere = misplaced(opened.place.listing, opened.catalog)
     if found:
-        told = (
+        answer = (
             f"a second reader, which shares no code with the first, finds {count(found, 'tensor')} in the same places"
         )
-        state.add("places", told, few(elsewhere, "tensors are not read where the files have them"))
+        state.add("places", answer, summarized(elsewhere, "tensors are not read where the files have them"))
     return None
 
 
@@ -216,23 +216,23 @@ def _open_files(state: Examined, facts: Manifest | None) -> None:
         where = home / path
         if where.is_file():
             state.files.append(CheckedFile(where.store(), (), file.crc32))
-    told = "1 file can be read" if len(paths) == 1 else f"all {len(paths):,} can be read"
+    answer = "1 file can be read" if len(paths) == 1 else f"all {len(paths):,} can be read"
     if not problems or state.catalog is not None:
-        state.add("files", told, problems)
+        state.add("files", answer, problems)
     else:  # "tensors" reports the first of them
         reported = state.checks[-1].problems[0]
         others = [problem for problem in problems if problem != reported]
         if len(others) < len(problems):
-            told = f"{len(paths) - 1:,} of {count(len(paths), 'file')} can be read; the other one is under 'tensors'"
-        state.add("files", told, others)
+            answer = f"{len(paths) - 1:,} of {count(len(paths), 'file')} can be read; the other one is under 'tensors'"
+        state.add("files", answer, others)
 
 
 def _check_save(state: Examined) -> None:
     if state.origins:
         steps = [f"step {o.step:,}" for o in state.origins if o.step is not None]
         versions = [f"DeepSpeed {o.version}" for o in state.origins if o.version is not None]
-        told = ", ".join([f"{count(len(state.origins), 'file')} of one save", *steps[:1], *versions[:1]])
-        state.add("save", told, list(contradictions(state.origins)))
+        answer = ", ".join([f"{count(len(state.origins), 'file')} of one save", *steps[:1], *versions[:1]])
+        state.add("save", answer, list(contradictions(state.origins)))
     if state.catalog is not None:  # else "tensors" says why
         _check_optimizers(state)
 
@@ -246,8 +246,8 @@ def _check_optimizers(state: Examined) -> None:
     except ZckptError as error:
         files, bad = 2, [str(error)]
     if files > 1:
-        told = f"{files:,} optimizer files agree on step counts, settings and loss scale"
-        state.add("optimizer", told, few(bad, "places at which optimizer files disagree"))
+        answer = f"{files:,} optimizer files agree on step counts, settings and loss scale"
+        state.add("optimizer", answer, summarized(bad, "places at which optimizer files disagree"))
 
 
 def _check_ends(state: Examined) -> None:
@@ -263,8 +263,8 @@ def _check_ends(state: Examined) -> None:
         records += right
         problems += [f"record {name!r} of {file.name!r} does not match its checksum" for name in wrong]
     if records or problems:
-        told = count(records, "small record matches its checksum", "indexes and small records match their checksums")
-        state.add("checksums", told, problems)
+        answer = count(records, "small record matches its checksum", "indexes and small records match their checksums")
+        state.add("checksums", answer, problems)
     catalog = state.catalog
     if catalog is None:
         return
@@ -290,9 +290,9 @@ def _add_copies(state: Examined, catalog: Catalog, bad: Sequence[tuple[Replica, 
         of_ranks = name == "copies"
         held = sum(any(bool(r.rank) == of_ranks for r in entry.replicas) for entry in catalog.tensors.values())
         if held:
-            problems = [told for replica, told in bad if bool(replica.rank) == of_ranks]
-            told = f"{held:,} {what} agree with {copies}, {where}"
-            state.add(name, told, few(problems, f"{what} disagree with {copies}"))
+            problems = [answer for replica, answer in bad if bool(replica.rank) == of_ranks]
+            answer = f"{held:,} {what} agree with {copies}, {where}"
+            state.add(name, answer, summarized(problems, f"{what} disagree with {copies}"))
 
 
 def _add_whole_copies(state: Examined, catalog: Catalog, findings: Findings) -> None:
@@ -345,7 +345,7 @@ def _add_padding(state: Examined, catalog: Catalog, found: Sequence[Statistics])
     state.add(
         "padding",
         f"{count(numel_of(catalog.zeros), 'element')}, all zero",
-        few(problems, "vectors whose padding is not zero"),
+        summarized(problems, "vectors whose padding is not zero"),
     )
 
 
@@ -359,11 +359,11 @@ def _add_sums(state: Examined, findings: Findings, what: str, further: Sequence[
         further: what else has checksums, in words.
     """
     problems = [f"record {r!r} of {f!r} does not match its checksum" for f, r in findings.wrong_records]
-    problems = few(problems, "records do not match their checksums")
+    problems = summarized(problems, "records do not match their checksums")
     problems += [f"{name!r} does not match its checksum in the manifest" for name in findings.wrong_files]
     sums = [*[count(findings.records, "record")] * bool(findings.records), *further]
-    told = f"the checksums of {joined(sums)} match" if sums else "there are no checksums"
-    state.add("bytes", f"{size(findings.bytes_read)} {what}; {told}", problems)
+    answer = f"the checksums of {joined(sums)} match" if sums else "there are no checksums"
+    state.add("bytes", f"{size(findings.bytes_read)} {what}; {answer}", problems)
     if without := [f.name for f in state.files if not f.records and f.crc32 is None]:
         holds = "holds" if len(without) == 1 else "hold"
         state.notes.append(f"{examples(without)} {holds} no checksums, so changed bytes cannot be found there.")
@@ -387,6 +387,6 @@ def _check_bytes(
         state.numbers = non_finite(findings.tensors)
         trained = [name for name in state.numbers if catalog.tensors[name].role != "buffer"]
         nan, inf = (sum(state.numbers[name][i] for name in trained) for i in (0, 1))
-        told = "no parameter holds NaN or infinity"
+        answer = "no parameter holds NaN or infinity"
         problems = [f"{nan:,} NaN and {inf:,} infinite in {count(len(trained), 'parameter')}"] if trained else []
-        state.add("numbers", told, problems)
+        state.add("numbers", answer, problems)

@@ -17,12 +17,12 @@ class Check:
 
     Attributes:
         name: of the question, one word.
-        told: what was found, if nothing is wrong.
+        answer: what was found, if nothing is wrong.
         problems: what is wrong, as sentences.
     """
 
     name: str
-    told: str
+    answer: str
     problems: tuple[str, ...] = ()
 
     @property
@@ -68,7 +68,9 @@ class Verification:
             "about": self.about,
             "ok": self.ok,
             "deep": self.deep,
-            "checks": [{"name": c.name, "ok": c.ok, "told": c.told, "problems": list(c.problems)} for c in self.checks],
+            "checks": [
+                {"name": c.name, "ok": c.ok, "told": c.answer, "problems": list(c.problems)} for c in self.checks
+            ],
             "numbers": counted,
             "deletable": None if self.deletable is None else {"ok": self.deletable[0], "reason": self.deletable[1]},
             "unread_bytes": self.unread_bytes,
@@ -84,7 +86,7 @@ class Verification:
         yield from wrapped(f"{self.path}: {self.about}", width, "    ")
         for check in self.checks:
             first, *others = [problem.replace(f"{self.path}/", "") for problem in check.problems] or [""]
-            yield from row(check.name, check.told if check.ok else f"NO: {first}", width)
+            yield from row(check.name, check.answer if check.ok else f"NO: {first}", width)
             for problem in others:
                 yield from row("", problem, width)
         for name, (nan, inf) in (self.numbers or {}).items():
@@ -102,6 +104,6 @@ class Verification:
             yield from wrapped(sentence, width)
 
 
-def few(problems: list[str], what: str) -> list[str]:
+def summarized(problems: list[str], what: str) -> list[str]:
     """At most three problems, after their number."""
     return [f"{len(problems):,} {what}", *problems[:3]] if len(problems) > 3 else problems

@@ -16,7 +16,7 @@ from zckpt.base.progress import Progress, reported
 from zckpt.base.words import count, examples, joined
 from zckpt.checks.resumable import Comparison, Pair, compare_runs
 from zckpt.checks.soundness import Examined, check_compared, examined
-from zckpt.checks.verdict import Verification, few
+from zckpt.checks.verdict import Verification, summarized
 from zckpt.core.catalog import Catalog, TensorEntry
 from zckpt.core.dtypes import CAST_TARGETS, is_lossless
 from zckpt.engine.batches import progress_after
@@ -124,9 +124,9 @@ def _compare(
     if run.held:  # the model's own weights are to be there too, or to be the rounded masters
         run.pairs += _half_precision(pairs)
     clamp = facts is not None and facts.options.get("overflow") == "clamp"
-    told = progress_after(progress, read)
+    watch = progress_after(progress, read)
     both = [*pairs, *((a, b) for _, a, b in run.pairs)]
-    bad = differences(both, clamp=clamp, threads=pace["threads"], bytes_per_s=pace["bytes_per_s"], progress=told)
+    bad = differences(both, clamp=clamp, threads=pace["threads"], bytes_per_s=pace["bytes_per_s"], progress=watch)
     names = [*(repr(b.name) for _, b in pairs), *(what for what, _, _ in run.pairs)]
     others = [
         f"{names[d.number]}: {count(d.count, 'element differs', 'elements differ')}, the first is number {d.first:,} "
@@ -134,13 +134,13 @@ def _compare(
         for d in bad
     ]
     weights = sum(d.number < len(pairs) for d in bad)
-    problems += few(others[:weights], "tensors differ from the checkpoint")
+    problems += summarized(others[:weights], "tensors differ from the checkpoint")
     rounded = sorted({str(b.dtype) for a, b in pairs if not is_lossless(a.dtype, b.dtype)})
     state.add(
         "equal", f"{count(len(pairs), 'tensor equals', 'tensors equal')} the checkpoint{_exactly(rounded)}", problems
     )
     if run.held or run.problems:
-        problems = few([*run.problems, *others[weights:]], "parts of the run differ from the checkpoint")
+        problems = summarized([*run.problems, *others[weights:]], "parts of the run differ from the checkpoint")
         state.add("run", f"{joined(run.held)} equal the checkpoint, bit for bit", problems)
     if untied:
         state.notes.append(f"{examples(untied)}: not in the output, but tied to a tensor that is.")

@@ -50,7 +50,7 @@ void Engine::work_through(size_t count, const std::function<bool(uint64_t)>& tic
     Pool pool(*this);
     pool.reserve(threads);
     for (unsigned i = 0; i < threads; ++i) {
-      std::unique_lock lock(mutex_);  // whoever has started waits for it to be counted
+      std::unique_lock lock(mutex_);  // a thread that has started waits for it to be counted
       try {
         pool.emplace_back([this] { thread(); });
         ++running_;

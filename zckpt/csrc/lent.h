@@ -8,7 +8,7 @@
 
 namespace zckpt {
 
-// What the view looks into. It counts whoever looks: the view that is handed over, slices of it, and arrays made of it.
+// What the view looks into. It counts every reader: the view that is handed over, slices of it, and arrays made of it.
 struct Lent {
   char* data;
   Py_ssize_t nbytes;

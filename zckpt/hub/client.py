@@ -84,7 +84,7 @@ class Hub:
         """What a repository holds at a revision now."""
         from huggingface_hub.utils import RepositoryNotFoundError, RevisionNotFoundError
 
-        def look(at: str | None) -> Any:
+        def info(at: str | None) -> Any:
             try:
                 return self.api.repo_info(repo_id, revision=at)
             except RevisionNotFoundError:
@@ -92,11 +92,11 @@ class Hub:
             except RepositoryNotFoundError:
                 return None
 
-        found = self.do(f"looking at {repo_id}", lambda: look(revision))
+        found = self.do(f"looking at {repo_id}", lambda: info(revision))
         if found is None:
             return Page(exists=False)
         if found == "no revision":
-            found = self.do(f"looking at {repo_id}", lambda: look(None))
+            found = self.do(f"looking at {repo_id}", lambda: info(None))
             return Page(exists=True, private=getattr(found, "private", None))
         return Page(True, str(found.sha), found.private, self.tree(repo_id, str(found.sha)))
 

@@ -187,7 +187,7 @@ def diff(
     Example:
         assert zckpt.diff("out/checkpoint-500", "weights/", rtol=2**-8).same
     """
-    (left, told_a), (right, told_b) = _opened(a, read_options), _opened(b, read_options)
+    (left, notes_a), (right, notes_b) = _opened(a, read_options), _opened(b, read_options)
     names_a, names_b = [*left, *left.aliases], {*right, *right.aliases}
     pairs: dict[tuple[int, int], tuple[str, TensorEntry, TensorEntry]] = {}
     for name in names_a:
@@ -213,7 +213,7 @@ def diff(
         tensors.append(TensorDiff(name, (x.shape, y.shape), (x.dtype, y.dtype), statistics, same))
     only_a = tuple(name for name in names_a if name not in names_b)
     only_b = tuple(name for name in (*right, *right.aliases) if name not in set(names_a))
-    return Diff(only_a, only_b, tuple(tensors), (*(f"A: {n}" for n in told_a), *(f"B: {n}" for n in told_b)))
+    return Diff(only_a, only_b, tuple(tensors), (*(f"A: {n}" for n in notes_a), *(f"B: {n}" for n in notes_b)))
 
 
 def _opened(path: str | os.PathLike[str], read_options: ReadOptions | None) -> tuple[Catalog, tuple[str, ...]]:

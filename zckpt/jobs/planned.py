@@ -74,21 +74,21 @@ class Report(Delivered):
 
 
 def execute(
-    planned: Planned, progress: Callable[[int], None] | None = None, say: Callable[[str], None] = lambda note: None
+    planned: Planned, progress: Callable[[int], None] | None = None, on_note: Callable[[str], None] = lambda note: None
 ) -> Report:
     """Checks, moves and commits; resumes an interrupted run of the same job.
 
     Args:
         planned: the job.
         progress: called with the bytes written so far.
-        say: called with those of the report's notes that a person should see before the work is done.
+        on_note: called with those of the report's notes that a person should see before the work is done.
 
     Raises:
         ZckptError: one of its kinds says what is wrong; what was under the output's name before is still there.
     """
     began = time.perf_counter()
     notes = (*planned.notes, *planned.check())
-    done = deliver(planned.order, progress, say)
+    done = deliver(planned.order, progress, on_note)
     return Report(
         **{**asdict(done), "notes": (*notes, *done.notes)},
         tensors=len(planned.catalog),

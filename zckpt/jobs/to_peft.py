@@ -146,10 +146,10 @@ def prepare(checkpoint: str | os.PathLike[str], out: str | os.PathLike[str], opt
 def carry_out(
     planned: PlannedAdapter,
     progress: Callable[[int], None] | None = None,
-    say: Callable[[str], None] = lambda note: None,
+    on_note: Callable[[str], None] = lambda note: None,
 ) -> AdapterReport:
     """Checks, moves and commits, and looks whether the adapter was trained; arguments as for `planned.execute`."""
-    report = execute(planned, progress, say)
+    report = execute(planned, progress, on_note)
     untrained = tuple(_zeros(planned))
     notes = report.notes
     if untrained:

@@ -136,18 +136,18 @@ def _survey(out: str, names: Collection[str]) -> tuple[list[str], list[str]]:
     files: list[str] = []
     untouched: list[str] = []
 
-    def look(below: str) -> None:
+    def walk(below: str) -> None:
         inside = os.path.join(out, below)
         for entry in entries(inside) if not below else sorted(os.listdir(inside)):
             path = os.path.join(below, entry)
             if not os.path.isdir(place := os.path.join(out, path)) or os.path.islink(place):
                 files.append(path)
             elif path in entered:
-                look(path)
+                walk(path)
             else:
                 untouched.append(path)
 
-    look("")
+    walk("")
     return files, untouched
 
 

@@ -42,14 +42,14 @@ def check_output(
 
 
 def deliver(
-    order: Order, progress: Callable[[int], None] | None = None, say: Callable[[str], None] = lambda note: None
+    order: Order, progress: Callable[[int], None] | None = None, on_note: Callable[[str], None] = lambda note: None
 ) -> Delivered:
     """Writes and publishes an output, and resumes an interrupted run of the same job.
 
     Args:
         order: the output and how it is made.
         progress: called with the bytes written so far.
-        say: called with sentences for a person while it runs.
+        on_note: called with sentences for a person while it runs.
 
     Raises:
         ZckptError: one of its kinds says what is wrong; what had the output's name before is unchanged then.
@@ -57,28 +57,30 @@ def deliver(
     if order.out.is_remote:
         from zckpt.output import delivery_to_address
 
-        return delivery_to_address.send(order, progress, say)
+        return delivery_to_address.send(order, progress, on_note)
     check_space(order.out, order.bytes_written)
-    with team(order.out.path) as those:
-        if those.size > 1:
-            _agree(those, order)
-        if those.rank == 0:
-            return _lead(those, order, progress, say)
+    with team(order.out.path) as processes:
+        if processes.size > 1:
+            _agree(processes, order)
+        if processes.rank == 0:
+            return _lead(processes, order, progress, on_note)
         from zckpt.team.partition import follow
 
-        follow(those, order.plan, order.how)
-        return _delivered_elsewhere(those.meet()[0])
+        follow(processes, order.plan, order.how)
+        return _delivered_elsewhere(processes.meet()[0])
 
 
-def _lead(those: Team, order: Order, progress: Callable[[int], None] | None, say: Callable[[str], None]) -> Delivered:
+def _lead(
+    processes: Team, order: Order, progress: Callable[[int], None] | None, on_note: Callable[[str], None]
+) -> Delivered:
     """The work of the only process, or of process 0 of several."""
     names = [entry.name for _, entry in order.plan.pairs]
     job = fingerprint(order.plan, order.copies, order.overflow, order.single)
-    watch = progress if those.size == 1 else those.watched(None)
+    watch = progress if processes.size == 1 else processes.watched(None)
     with Staging(
         order.out.path, single=order.single, names=order.names, job=job, overwrite=order.overwrite, merge=order.merge
     ) as staging:
-        those.sweep(order.out.path)
+        processes.sweep(order.out.path)
         if staging.published:
             kept = still_sound(staging.home, staging.left, order.pace, watch)
             if damaged := staging.left.keys() - kept.keys():
@@ -88,7 +90,7 @@ def _lead(those: Team, order: Order, progress: Callable[[int], None] | None, say
         made, engine = dict(kept), "native"
         notes = resumed(len(kept), order) if not staging.published else ()
         for note in notes:
-            say(note)
+            on_note(note)
         if not staging.published:
             staging.keep(kept)
 
@@ -96,18 +98,18 @@ def _lead(those: Team, order: Order, progress: Callable[[int], None] | None, say
                 made[written.path] = as_finished(written, names)
                 staging.finished(made[written.path])
 
-            if those.size > 1:
+            if processes.size > 1:
                 from zckpt.team.partition import lead
 
                 engine = lead(
-                    those, order.plan, staging.directory, order.how, done=kept, finished=finished, progress=progress
+                    processes, order.plan, staging.directory, order.how, done=kept, finished=finished, progress=progress
                 )
             else:
                 engine = run(
                     order.plan, staging.directory, progress=progress, done=kept, finished=finished, **order.how
                 ).engine
         else:
-            those.meet()
+            processes.meet()
         overflows = overflows_of((file.overflows for file in made.values()), order.plan, order.overflow)
         if not staging.published:
             made.update((name, staging.copy(file, name)) for file, name in order.copies)
@@ -122,18 +124,18 @@ def _lead(those: Team, order: Order, progress: Callable[[int], None] | None, say
         notes=(*notes, *staging.notes),
         already_done=staging.published,
     )
-    those.meet(asdict(delivered))
+    processes.meet(asdict(delivered))
     return delivered
 
 
-def _delivered_elsewhere(told: Any) -> Delivered:
+def _delivered_elsewhere(outcome: Any) -> Delivered:
     """The `Delivered` of process 0, from what it sent."""
-    overflows = {name: (int(count), float(largest)) for name, (count, largest) in told["overflows"].items()}
-    files = tuple((path, nbytes) for path, nbytes in told["files"])
-    return Delivered(files, told["engine"], told["kept"], overflows, (), told["already_done"])
+    overflows = {name: (int(count), float(largest)) for name, (count, largest) in outcome["overflows"].items()}
+    files = tuple((path, nbytes) for path, nbytes in outcome["files"])
+    return Delivered(files, outcome["engine"], outcome["kept"], overflows, (), outcome["already_done"])
 
 
-def _agree(those: Team, order: Order) -> None:
+def _agree(processes: Team, order: Order) -> None:
     """Checks that all processes have the same job.
 
     Raises:
@@ -143,7 +145,7 @@ def _agree(those: Team, order: Order) -> None:
     asked = (order.overflow, order.single, order.overwrite, order.merge, order.dtype and order.dtype.name)
     job = fingerprint(order.plan, order.copies, *asked, sorted(map(repr, order.options.items())), state=seen)
     here = {"job": job, "out": os.path.realpath(order.out), "asked": sys.argv[1:], "host": os.uname().nodename}
-    said = those.meet(here)
+    said = processes.meet(here)
     for rank, other in enumerate(said):
         if (other["job"], other["out"]) == (said[0]["job"], said[0]["out"]):
             continue

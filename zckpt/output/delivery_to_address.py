@@ -72,14 +72,14 @@ def _replaced(
 
 
 def send(
-    order: Order, progress: Callable[[int], None] | None = None, say: Callable[[str], None] = lambda note: None
+    order: Order, progress: Callable[[int], None] | None = None, on_note: Callable[[str], None] = lambda note: None
 ) -> Delivered:
     """As `delivery.deliver`, to an address.
 
     Args:
         order: the output and how it is made.
         progress: called with the bytes sent so far.
-        say: called with sentences for a person while it runs.
+        on_note: called with sentences for a person while it runs.
 
     Raises:
         OutputError: the output exists, or files are in the way.
@@ -97,7 +97,7 @@ def send(
     sending = _Sending(order, place, job, kept, progress)
     notes = resumed(len(kept), order)
     for note in notes:
-        say(note)
+        on_note(note)
     try:
         sending.stage()
         sending.seal()

@@ -154,29 +154,29 @@ def fingerprint(
 
     digest = sha256()
 
-    def say(*facts: object) -> None:
+    def add(*facts: object) -> None:
         digest.update(repr(facts).encode("utf-8", "surrogatepass"))
 
-    say(__version__, *options)
+    add(__version__, *options)
     for output, _ in plan.files:
-        say(output.path, output.size, output.checksums)
+        add(output.path, output.size, output.checksums)
         for offset, data in output.literals:
-            say(offset, len(data))
+            add(offset, len(data))
             digest.update(data)
     numbers: dict[int, int] = {}
     for source, destination in plan.pairs:
-        say(source.name, source.dtype.name, destination.dtype.name)
+        add(source.name, source.dtype.name, destination.dtype.name)
         for entry in (source, destination):
             places: list[tuple[object, ...]] = []
             for fragment in entry.fragments:
                 store = fragment.store
                 if id(store) not in numbers:
                     numbers[id(store)] = len(numbers)
-                    say((state or _state)(store) if entry is source else str(store))
+                    add((state or _state)(store) if entry is source else str(store))
                 places.append((numbers[id(store)], _GEOMETRY(fragment)))
-            say(places)
+            add(places)
     for file, name in copies:
-        say(name, *file.state())
+        add(name, *file.state())
     return digest.hexdigest()
 
 

@@ -96,7 +96,7 @@ def filesystem(address: str) -> tuple[Any, str]:
 
 
 @contextlib.contextmanager
-def told(address: str) -> Iterator[None]:
+def as_zckpt_errors(address: str) -> Iterator[None]:
     """Turns exceptions of a backend into zckpt's errors.
 
     Raises:
@@ -145,7 +145,7 @@ def kind(address: str) -> str | None:
     """What exists at the address: "file" or "directory"; None for nothing."""
     fs, path = filesystem(address)
     try:
-        with told(address):
+        with as_zckpt_errors(address):
             return str(fs.info(path)["type"])
     except NotACheckpointError:
         return None
@@ -159,7 +159,7 @@ def refresh(address: str) -> None:
 def entries(address: str) -> dict[str, str]:
     """Name -> "file" or "directory", for all entries of a directory."""
     fs, path = filesystem(address)
-    with told(address):
+    with as_zckpt_errors(address):
         found = fs.ls(path, detail=True)
     above = path.rstrip("/")
     names = {str(entry["name"]).rstrip("/").rpartition("/")[2]: str(entry["type"]) for entry in found
@@ -170,7 +170,7 @@ def entries(address: str) -> dict[str, str]:
 def walk(address: str) -> list[str]:
     """Paths of all files under a directory, relative to it."""
     fs, path = filesystem(address)
-    with told(address):
+    with as_zckpt_errors(address):
         found = fs.find(path)
     above = path.strip("/") + "/"
     return sorted(str(name).lstrip("/").removeprefix(above) for name in found)
@@ -184,7 +184,7 @@ def status(address: str) -> Status:
 
 def _facts(address: str) -> dict[str, Any]:
     fs, path = filesystem(address)
-    with told(address):
+    with as_zckpt_errors(address):
         fs.invalidate_cache(path)
         return dict(fs.info(path))
 
@@ -273,7 +273,7 @@ def patiently(address: str, attempt: Callable[[], T]) -> T:
     """
     for number in range(_TRIES):
         try:
-            with told(address):
+            with as_zckpt_errors(address):
                 return attempt()
         except RemoteError:
             if number == _TRIES - 1:

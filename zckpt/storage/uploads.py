@@ -13,7 +13,7 @@ from types import TracebackType
 from typing import Any
 
 from zckpt.base.errors import NotACheckpointError
-from zckpt.storage.fsspec_io import filesystem, patiently, told
+from zckpt.storage.fsspec_io import as_zckpt_errors, filesystem, patiently
 
 PART_BYTES = 16 << 20
 """Bytes of a part of a multi-part upload; files above about 150 GB have larger parts."""
@@ -39,7 +39,7 @@ class Upload:
         self._is_complete = False
         self._target = self._path + _UNFINISHED if kinds & _RENAMING else self._path
         part = max(PART_BYTES, ((nbytes // _MOST_PARTS >> 20) + 1) << 20)
-        with told(address):
+        with as_zckpt_errors(address):
             self._file: Any = io.BytesIO() if self._collects else self._opened(part)
 
     def _opened(self, part: int) -> Any:
@@ -51,7 +51,7 @@ class Upload:
 
     def write(self, data: bytes | memoryview) -> None:
         """Sends the next bytes."""
-        with told(self.address):
+        with as_zckpt_errors(self.address):
             self._file.write(data)
 
     def complete(self) -> None:
@@ -60,7 +60,7 @@ class Upload:
         Raises:
             RemoteError: the store failed. If only the answer was lost, the file may exist all the same.
         """
-        with told(self.address):
+        with as_zckpt_errors(self.address):
             if self._collects:
                 self._fs.pipe_file(self._path, self._file.getvalue())
             else:

@@ -144,7 +144,7 @@ class Layers:
         layer = self._by_prefix.get(prefix)
         return (layer, 0, local) if layer is not None and layer.stacked else None
 
-    def those(self, names: Iterable[str], *, experts: bool) -> list[str]:
+    def owned(self, names: Iterable[str], *, experts: bool) -> list[str]:
         """The names that are experts', or all other names."""
         return [name for name in names if (self.owner(name) is not None) == experts]
 

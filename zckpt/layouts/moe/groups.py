@@ -81,13 +81,13 @@ def parts_of(save: Save, model: ModelStates, layers: Layers, *, data_first: bool
                 yield GroupShare(zero12.Zero12Save(own, shards, len(ranks)), tuple(numbers), rank)
 
 
-def told_apart(save: Save, layers: Layers) -> tuple[Save, Save]:
+def split_by_experts(save: Save, layers: Layers) -> tuple[Save, Save]:
     """A save without its experts, and one of nothing else; the experts' weights are in their own files."""
     listed = save.model.param_shapes
     orders = [_order(shard, listed) for shard in save.shards]
 
-    def those(experts: bool) -> Save:
-        own = partial(layers.those, experts=experts)
+    def half(experts: bool) -> Save:
+        own = partial(layers.owned, experts=experts)
         numbers = [number for number, shapes in enumerate(listed) if bool(own(shapes)) or not (shapes or experts)]
         model = replace(
             save.model,
@@ -100,7 +100,7 @@ def told_apart(save: Save, layers: Layers) -> tuple[Save, Save]:
         shards = [_pick(shard, [order[n] for n in numbers]) for shard, order in zip(save.shards, orders, strict=True)]
         return replace(save, model=model, shards=shards)
 
-    return those(False), those(True)
+    return half(False), half(True)
 
 
 def with_shapes(model: ModelStates, optimizers: Sequence[object], layers: Layers) -> ModelStates:

@@ -31,7 +31,7 @@ from zckpt.base.words import examples
 from zckpt.containers import Placeholder
 from zckpt.core.catalog import Catalog, Source, Topology
 from zckpt.layouts.moe.experts import Layers, is_own, read_layers
-from zckpt.layouts.moe.groups import told_apart
+from zckpt.layouts.moe.groups import split_by_experts
 from zckpt.layouts.moe.mixture import MixtureReader, load, model_name
 from zckpt.layouts.moe.records import second_routers, without_experts
 from zckpt.layouts.parallel import read as model_parallel
@@ -160,7 +160,7 @@ class Split(model_parallel.ParallelSave):
                 lambda: _those(whole.training_of(rank), whole.layers, experts=False),
             )
         self.saves[rank] = save
-        dense, _ = told_apart(save, spread)
+        dense, _ = split_by_experts(save, spread)
         shared = {**dense.model.shared, **dict(second_routers(dense.model))}
         dense = replace(dense, model=replace(dense.model, shared=shared))
         if isinstance(dense, zero3.Zero3Save):
@@ -183,7 +183,7 @@ class Split(model_parallel.ParallelSave):
         if not saves:
             models = [self._model(rank) for rank in ranks]
             return MixtureReader(self.listing, None, models[0], layers, ranks, models)
-        apart = [told_apart(save, layers)[1] for save in saves]
+        apart = [split_by_experts(save, layers)[1] for save in saves]
         shards = [shard for same in zip(*(save.shards for save in apart), strict=True) for shard in same]
         save = replace(apart[0], shards=shards, world_size=len(shards))
         if isinstance(save, zero3.Zero3Save):
@@ -204,8 +204,8 @@ class Split(model_parallel.ParallelSave):
         for ranks in self._stages():
             if whole := self.whole.get(ranks[0]):
                 experts = whole.catalog()
-                tensors |= {name: experts.tensors[name] for name in whole.layers.those(experts.tensors, experts=True)}
-                aliases |= {name: experts.aliases[name] for name in whole.layers.those(experts.aliases, experts=True)}
+                tensors |= {name: experts.tensors[name] for name in whole.layers.owned(experts.tensors, experts=True)}
+                aliases |= {name: experts.aliases[name] for name in whole.layers.owned(experts.aliases, experts=True)}
                 padding += experts.padding
                 views += experts.views
                 stages.append(experts.topology)
@@ -231,9 +231,9 @@ class Split(model_parallel.ParallelSave):
 
 def _those(training: Training, layers: Layers, *, experts: bool) -> Training:
     """What a run needs for experts alone, or for all else alone."""
-    named = ((group, tuple(layers.those(group.names, experts=experts))) for group in training.groups)
+    named = ((group, tuple(layers.owned(group.names, experts=experts))) for group in training.groups)
     groups = tuple(replace(group, names=names) for group, names in named if names)
-    states = {name: training.states[name] for name in layers.those(training.states, experts=experts)}
+    states = {name: training.states[name] for name in layers.owned(training.states, experts=experts)}
     return replace(training, groups=groups, states=states)
 
 

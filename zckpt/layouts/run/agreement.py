@@ -41,16 +41,16 @@ class Disagreement:
 
     Attributes:
         file: its name.
-        told: the difference, as a clause that names the other file.
+        difference: as a clause that names the other file.
         binding: whether it is an error; see [Note: what must agree].
     """
 
     file: str
-    told: str
+    difference: str
     binding: bool
 
     def __str__(self) -> str:
-        return f"in {self.file!r}, {self.told}"
+        return f"in {self.file!r}, {self.difference}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,8 +160,8 @@ def _unlike(
         x, y = a[topic], b[topic]
         if "step" not in x or "step" not in y:  # no state yet, or one that counts no steps
             x, y = ({key: value for key, value in side.items() if key != "step"} for side in (x, y))
-        for told in unlike(x, y, topic, [], repr(first.file)):
-            yield Disagreement(other.file, told, binding)
+        for difference in unlike(x, y, topic, [], repr(first.file)):
+            yield Disagreement(other.file, difference, binding)
 
 
 def _optimizer(listing: Listing, name: str) -> tuple[str, Mapping[str, object]] | None:
