@@ -10,7 +10,7 @@ from zckpt.core.catalog import TensorEntry
 from zckpt.core.dtypes import BF16, F32
 from zckpt.core.fragments import FileStore, Fragment
 from zckpt.core.plan import Checksum, OutputFile, Plan
-from zckpt.storage.location import file_store
+from zckpt.storage.location import locate
 
 NUMEL = 70_001
 
@@ -19,7 +19,7 @@ def plan_of(root: Path, names: tuple[str, ...] = ("a", "b"), checksums: tuple[Ch
     """Two tensors a file, the first in interleaved halves, between literals at both ends and in the middle."""
     values = np.random.default_rng(0).standard_normal(2 * NUMEL).astype("<f4")
     (root / "s").write_bytes(values.tobytes())
-    source = file_store(root / "s")
+    source = locate(root / "s").store()
     files, pairs = [], []
     for name in names:
         first, second, end = 40, 40 + 2 * NUMEL + 10, 50 + 4 * NUMEL

@@ -47,7 +47,7 @@ from zckpt.engine.reference import cast  # noqa: E402
 from zckpt.engine.scan import scan  # noqa: E402
 from zckpt.engine.scan_requests import comparisons, requests_of  # noqa: E402
 from zckpt.engine.tensor_statistics import Relation  # noqa: E402
-from zckpt.storage.location import file_store  # noqa: E402
+from zckpt.storage.location import locate  # noqa: E402
 
 RNG = np.random.default_rng(0)
 TARGETS = (F32, F16, BF16)
@@ -87,7 +87,7 @@ def plans(root: Path) -> list[Plan]:
             b"pad" + RNG.standard_normal(numel).astype("<f8" if source == F64 else "<f4").tobytes()[: numel * size]
         )
         for byteorder in ("little", "big"):
-            store = file_store(path, byteorder)
+            store = locate(path).store(byteorder)
             to = FileStore("out", 5 * numel * out + 99)
             cut = [Fragment(store, 3 + size * n, n, min(5001, numel - n)) for n in range(0, numel, 5001)]
             pitched = [Fragment(store, 3 + size * k, k, 1, (numel + 2 - k) // 3, 3, 3) for k in range(3)]
@@ -140,7 +140,7 @@ def many_files(root: Path) -> tuple[Plan, bytes]:
     """Twelve outputs of one source, in interleaved rows."""
     data = RNG.standard_normal(120_000).astype("<f4")
     (root / "many").write_bytes(data.tobytes())
-    store, files, pairs = file_store(root / "many"), [], []
+    store, files, pairs = locate(root / "many").store(), [], []
     for n in range(12):
         to = FileStore(f"f{n}", 40_000)
         files.append((OutputFile(to.path, to.size), to))
@@ -204,7 +204,7 @@ def scans(root: Path) -> None:
     data = RNG.standard_normal(70_000).astype("<f4")
     (root / "a").write_bytes(b"pad" + data.tobytes())
     (root / "b").write_bytes(b"pad" + cast(data.tobytes(), F32, BF16, "little", False)[0])
-    a, b = file_store(root / "a"), file_store(root / "b")
+    a, b = locate(root / "a").store(), locate(root / "b").store()
     odd = tuple(Fragment(a, 3 + 4 * k, k, 1, 35_000, 2, 2) for k in (0, 1))
     wide, narrow = entry(a, F32, (70_000,), 0, *odd), entry(b, BF16, (70_000,), 3)
     for relation in (Relation(rounded=True), Relation(atol=1e-3, rtol=1e-2), Relation()):

@@ -31,7 +31,7 @@ from zckpt.core.fragments import FileStore
 from zckpt.engine import scan as scan_module
 from zckpt.engine.scan_requests import AGAINST, CrcRange, request_of_bytes
 from zckpt.jobs.open import open_catalog
-from zckpt.storage.location import file_store
+from zckpt.storage.location import locate
 
 FIXTURES = sorted(path.parent for path in (Path(__file__).parents[2] / "fixtures").glob("*/*/how.json"))
 OPTIM = "zero_pp_rank_{}_mp_rank_00_optim_states.pt"
@@ -616,6 +616,6 @@ def test_json_is_what_it_says(checkpoint: Path, tmp_path: Path) -> None:
 def test_stores_with_one_path_are_one_file(tmp_path: Path) -> None:
     path = tmp_path / "f"
     path.write_bytes(bytes(range(100)))
-    a, b = file_store(path), file_store(path)
+    a, b = locate(path).store(), locate(path).store()
     report = scan_module.scan([request_of_bytes(a, 0, 100)], [CrcRange(b, 0, 100)])
     assert report.crcs[0]

@@ -11,7 +11,7 @@ from zckpt.base.errors import CorruptError, UnsupportedError
 from zckpt.containers.tensor_ref import MAX_FRAGMENTS, StorageRef
 from zckpt.core.dtypes import BF16, F32, I16, U8
 from zckpt.core.overlaps import first_gap
-from zckpt.storage.location import file_store
+from zckpt.storage.location import locate
 
 STORAGE = np.arange(97, dtype="<i2")
 
@@ -20,7 +20,7 @@ STORAGE = np.arange(97, dtype="<i2")
 def storage(tmp_path_factory):
     path = tmp_path_factory.mktemp("views") / "storage"
     path.write_bytes(b"head" + STORAGE.tobytes())
-    return StorageRef("0", I16, len(STORAGE), "cpu", file_store(path), 4)
+    return StorageRef("0", I16, len(STORAGE), "cpu", locate(path).store(), 4)
 
 
 @st.composite

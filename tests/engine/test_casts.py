@@ -27,7 +27,7 @@ from zckpt.engine.rounding import rounded
 from zckpt.engine.scan import scan
 from zckpt.engine.scan_requests import comparisons
 from zckpt.engine.tensor_statistics import Relation
-from zckpt.storage.location import file_store
+from zckpt.storage.location import locate
 
 
 def value(bits: np.ndarray, dtype: DType) -> np.ndarray:
@@ -161,7 +161,7 @@ def test_moves_round_alike(engine: str, pair: tuple[DType, DType], host: None, t
     source, target = pair
     data = NUMBERS[source]
     (tmp_path / "s").write_bytes(data.tobytes())
-    store, to = file_store(tmp_path / "s"), FileStore("out", len(data) * target.itemsize)
+    store, to = locate(tmp_path / "s").store(), FileStore("out", len(data) * target.itemsize)
     entries = [
         TensorEntry("x", (len(data),), dtype, "parameter", (Fragment(place, 0, 0, len(data)),))
         for place, dtype in ((store, source), (to, target))
@@ -177,7 +177,7 @@ def test_scans_measure_alike(host: None, tmp_path: Path) -> None:
     (tmp_path / "a").write_bytes(a.tobytes())
     (tmp_path / "b").write_bytes(np.roll(a, 1).tobytes())
     entries = [
-        TensorEntry(name, (len(a),), F32, "parameter", (Fragment(file_store(tmp_path / name), 0, 0, len(a)),))
+        TensorEntry(name, (len(a),), F32, "parameter", (Fragment(locate(tmp_path / name).store(), 0, 0, len(a)),))
         for name in ("a", "b")
     ]
     found = scan(comparisons(entries[0], entries[1], 0), relation=Relation(atol=0.0, rtol=0.5), engine="native")
@@ -204,7 +204,7 @@ def test_replicas_are_compared_alike(source: DType, target: DType, host: None, t
     others[-target.itemsize] ^= 2  # the last number is another, but as small
     for name, data in {"m": masters.tobytes(), "c": copies, "other": others}.items():
         (tmp_path / name).write_bytes(data)
-    m, c, other = ((Fragment(file_store(tmp_path / name), 0, 0, numel),) for name in ("m", "c", "other"))
+    m, c, other = ((Fragment(locate(tmp_path / name).store(), 0, 0, numel),) for name in ("m", "c", "other"))
     with ElementReader() as reader:
         assert first_difference(reader, (m, source), (c, target), [(0, numel)]) is None
         assert first_difference(reader, (m, source), (other, target), [(0, numel)]) is not None

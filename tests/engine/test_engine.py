@@ -27,7 +27,7 @@ from zckpt.core.fragments import FileStore, Fragment
 from zckpt.core.plan import OutputFile, Plan
 from zckpt.engine.move import Mode, run
 from zckpt.engine.scan import scan
-from zckpt.storage.location import file_store
+from zckpt.storage.location import locate
 
 GIB = 1 << 30
 NUMEL = 1 << 20
@@ -52,7 +52,7 @@ def small_plan(root: Path) -> Plan:
     source = root / "source"
     if not source.exists():
         source.write_bytes(np.arange(NUMEL, dtype="<f4").tobytes())
-    store, to = file_store(source), FileStore("out", 4 * NUMEL)
+    store, to = locate(source).store(), FileStore("out", 4 * NUMEL)
     entries = [TensorEntry("x", (NUMEL,), F32, "parameter", (Fragment(place, 0, 0, NUMEL),)) for place in (store, to)]
     return Plan(((OutputFile("out", 4 * NUMEL), to),), [(entries[0], entries[1])])
 
@@ -106,7 +106,7 @@ def test_the_threads_that_start_do_the_work_of_all(tmp_path: Path) -> None:
 def test_a_scan_without_threads_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "s").write_bytes(bytes(1 << 16))
     work = (
-        "from zckpt.engine.scan_requests import request_of_bytes; store = test_engine.file_store(sys.argv[1] + '/s');"
+        "from zckpt.engine.scan_requests import request_of_bytes; store = test_engine.locate(sys.argv[1] + '/s').store();"
         "test_engine.scan([request_of_bytes(store, 0, 1 << 16)], engine='native')"
     )
     told = child(tmp_path, work, lambda: stacks(64 * GIB, 32 * GIB))

@@ -33,7 +33,7 @@ from zckpt.core.plan import Checksum, OutputFile, Plan
 from zckpt.engine.move import Mover, run
 from zckpt.engine.output_files import output_failed
 from zckpt.engine.reference import cast as reference_cast
-from zckpt.storage.location import file_store
+from zckpt.storage.location import locate
 from zckpt.team.part_move import begin, move
 from zckpt.team.partition import part_of
 
@@ -57,7 +57,7 @@ def no_faults() -> Iterator[None]:
 
 def source_file(path: Path, data: bytes, byteorder: str = "little") -> FileStore:
     path.write_bytes(data)
-    return file_store(path, byteorder)
+    return locate(path).store(byteorder)
 
 
 def whole(name: str, shape: tuple[int, ...], dtype: DType, store: object, offset: int = 0) -> TensorEntry:
@@ -644,7 +644,7 @@ CHILD = """
     import os, sys
     from zckpt.core.catalog import TensorEntry
     from zckpt.core.dtypes import F32
-    from zckpt.storage.location import file_store
+    from zckpt.storage.location import locate
     from zckpt.core.fragments import FileStore, Fragment
     from zckpt.engine.move import run
     from zckpt.core.plan import OutputFile, Plan
@@ -653,7 +653,7 @@ CHILD = """
     with open(source, "wb") as file:
         file.truncate(megabytes << 20)
     numel = (megabytes << 20) // 4
-    store, to = file_store(source), FileStore("out", megabytes << 20)
+    store, to = locate(source).store(), FileStore("out", megabytes << 20)
     entry = lambda s: TensorEntry("x", (numel,), F32, "parameter", (Fragment(s, 0, 0, numel),))
     plan = Plan(((OutputFile("out", megabytes << 20), to),), [(entry(store), entry(to))])
 """
@@ -736,7 +736,7 @@ def test_more_sources_than_descriptors(tmp_path: Path) -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (700, 700))
     from zckpt.core.catalog import TensorEntry
     from zckpt.core.dtypes import F32
-    from zckpt.storage.location import file_store
+    from zckpt.storage.location import locate
     from zckpt.core.fragments import FileStore, Fragment
     from zckpt.engine.move import run
     from zckpt.core.plan import OutputFile, Plan
@@ -745,7 +745,7 @@ def test_more_sources_than_descriptors(tmp_path: Path) -> None:
     for i in range(n - 1):
         path = os.path.join(root, f"s{i}")
         open(path, "wb").write(i.to_bytes(4, "little"))
-        stores.append(file_store(path))
+        stores.append(locate(path).store())
     order = [*range(511), 0, *range(511, n - 1)]  # the second batch begins with a source of the first one's
     stores = [stores[i] for i in order]
     source = TensorEntry("x", (n,), F32, "parameter", tuple(Fragment(s, 0, i, 1) for i, s in enumerate(stores)))
@@ -765,7 +765,7 @@ def test_more_outputs_than_descriptors(tmp_path: Path) -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (700, 700))
     from zckpt.core.catalog import TensorEntry
     from zckpt.core.dtypes import F32
-    from zckpt.storage.location import file_store
+    from zckpt.storage.location import locate
     from zckpt.core.fragments import FileStore, Fragment
     from zckpt.engine.move import run
     from zckpt.core.plan import Checksum, OutputFile, Plan
@@ -775,7 +775,7 @@ def test_more_outputs_than_descriptors(tmp_path: Path) -> None:
     files = [
         (OutputFile(f"o{i}", 9, ((0, b"*"),), (Checksum(1, 4, (5,)),)), FileStore(f"o{i}", 9)) for i in range(n)
     ]
-    source = TensorEntry("x", (n,), F32, "parameter", (Fragment(file_store(path), 0, 0, n),))
+    source = TensorEntry("x", (n,), F32, "parameter", (Fragment(locate(path).store(), 0, 0, n),))
     target = tuple(Fragment(store, 1, i, 1) for i, (_, store) in enumerate(files))
     run(Plan(tuple(files), [(source, TensorEntry("x", (n,), F32, "parameter", target))]), root)
     import zlib

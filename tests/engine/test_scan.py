@@ -34,7 +34,7 @@ from zckpt.engine.scan_requests import (
     requests_of,
 )
 from zckpt.engine.tensor_statistics import Relation, Statistics
-from zckpt.storage.location import file_store
+from zckpt.storage.location import locate
 
 ENGINES = [("reference", 1), ("native", 1), ("native", 4)]
 
@@ -56,7 +56,7 @@ def stored(path: Path, data: bytes, dtype: DType, shape: tuple[int, ...], byteor
         data = np.frombuffer(data, f"u{min(dtype.component, 8)}").byteswap().tobytes()
     path.write_bytes(b"pad" + data)
     numel = math.prod(shape)
-    return TensorEntry(path.name, shape, dtype, "parameter", (Fragment(file_store(path, byteorder), 3, 0, numel),))
+    return TensorEntry(path.name, shape, dtype, "parameter", (Fragment(locate(path).store(byteorder), 3, 0, numel),))
 
 
 def agree(a: Statistics, b: Statistics) -> None:
@@ -194,20 +194,20 @@ def test_every_cut_of_both_sides(engine: dict[str, object], tmp_path: Path) -> N
     columns = []
     for i in range(2):
         (tmp_path / f"c{i}").write_bytes(np.ascontiguousarray(tensor[:, 32 * i : 32 * i + 32]).tobytes())
-        columns.append(Fragment(file_store(tmp_path / f"c{i}"), 0, 32 * i, 32, 60, 64, 32))
+        columns.append(Fragment(locate(tmp_path / f"c{i}").store(), 0, 32 * i, 32, 60, 64, 32))
     rows = []
     for i in range(3):
         (tmp_path / f"r{i}").write_bytes(other[20 * i : 20 * i + 20].tobytes())
-        rows.append(Fragment(file_store(tmp_path / f"r{i}"), 0, 20 * 64 * i, 20 * 64))
+        rows.append(Fragment(locate(tmp_path / f"r{i}").store(), 0, 20 * 64 * i, 20 * 64))
     a = TensorEntry("x", (60, 64), i32, "buffer", tuple(columns))
     b = TensorEntry("x", (60, 64), i32, "buffer", tuple(rows))
     for pair in ((a, b), (b, a)):
         statistics = scan(comparisons(*pair, 0), **engine).statistics[0]
         assert (statistics.count, statistics.differ, statistics.first) == (60 * 64, 1, 41 * 64 + 7)
-    transposed = tuple(Fragment(file_store(tmp_path / "r0"), 4 * c, 20 * c, 1, 20, 1, 64) for c in range(64))
+    transposed = tuple(Fragment(locate(tmp_path / "r0").store(), 4 * c, 20 * c, 1, 20, 1, 64) for c in range(64))
     flipped = TensorEntry("t", (64, 20), i32, "buffer", transposed)
     (tmp_path / "t").write_bytes(np.ascontiguousarray(other[:20].T).tobytes())
-    straight = TensorEntry("t", (64, 20), i32, "buffer", (Fragment(file_store(tmp_path / "t"), 0, 0, 1280),))
+    straight = TensorEntry("t", (64, 20), i32, "buffer", (Fragment(locate(tmp_path / "t").store(), 0, 0, 1280),))
     assert scan(comparisons(flipped, straight, 0), **engine).statistics[0].differ == 0
 
 
@@ -216,7 +216,7 @@ def test_checksums_of_what_passes_by(engine: dict[str, object], byteorder: str, 
     data = os.urandom(3_000_000)
     path = tmp_path / "f"
     path.write_bytes(data)
-    store = file_store(path, byteorder)
+    store = locate(path).store(byteorder)
     sums = [CrcRange(store, 0, 5), CrcRange(store, 5, 1_999_995), CrcRange(store, 2_000_000, 1_000_000)]
     tensors = [
         TensorEntry(str(i), (n,), F32, "parameter", (Fragment(store, at, 0, n),))
@@ -236,7 +236,7 @@ def test_checksums_of_what_passes_by(engine: dict[str, object], byteorder: str, 
 def test_small_neighbours_are_one_read(tmp_path: Path) -> None:
     path = tmp_path / "f"
     path.write_bytes(bytes(400_000))
-    store = file_store(path)
+    store = locate(path).store()
     entries = [TensorEntry(str(i), (10,), F32, "parameter", (Fragment(store, 40 * i, 0, 10),)) for i in range(10_000)]
     inject(False, 0, 0)
     report = scan((look for i, entry in enumerate(entries) for look in requests_of(entry, i)), engine="native")

@@ -378,8 +378,3 @@ class _LocalFile:
 
     def __exit__(self, *_: object) -> None:
         os.close(self.descriptor)
-
-
-def file_store(path: str | os.PathLike[str], byteorder: Literal["little", "big"] = "little") -> FileStore:
-    """As `Location.store`."""
-    return locate(path).store(byteorder)
