@@ -22,17 +22,14 @@ from torch.utils._pytree import tree_map
 from zckpt.base.errors import UsageError
 from zckpt.base.words import examples
 from zckpt.live import save_pretrained
-from zckpt.runtime.checkpoints.methods import CheckpointedRun
-from zckpt.runtime.monitor.monitor import MonitorMaster
+from zckpt.runtime.methods.states import DeepSpeedRun
 from zckpt.runtime.optimizers.lion_lamb import Lamb
-from zckpt.runtime.profiling.observer import Observer
-from zckpt.runtime.profiling.timer import SynchronizedWallClockTimer
 from zckpt.runtime.sharded.ungathered import explained
 
 _log = logging.getLogger("zckpt.runtime")
 
 
-class Engine(CheckpointedRun):
+class Engine(DeepSpeedRun):
     """A sharded model with its optimizer, made by `initialize`: call it, then `backward`, then `step`.
 
         loss = engine(batch)
@@ -49,8 +46,6 @@ class Engine(CheckpointedRun):
         self._masters = [one.master for one in self.sharded.parameters if one.master is not None]
         if isinstance(self.optimizer, Lamb):
             self.optimizer.sum_over_shards = self._sum_over_shards
-        self.observer = Observer(self)
-        self.observer.describe(vars(self))
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """The model's forward, with its arguments and its result. Every rank calls it.
@@ -61,8 +56,7 @@ class Engine(CheckpointedRun):
         if self.settings.config.fp16.enabled and self.settings.config.fp16.auto_cast:
             inputs, kwargs = tree_map(_to_half, (inputs, kwargs))
         try:
-            with self.observer.forward():
-                result = self.module(*inputs, **kwargs)
+            result = self.module(*inputs, **kwargs)
         except RuntimeError as error:
             raise explained(error, self.module) or error from error.__cause__
         if not torch.is_grad_enabled():
@@ -92,14 +86,11 @@ class Engine(CheckpointedRun):
             )
         if scale_wrt_gas:
             loss = loss / self.batch.accumulation
-        self.observer.backward_begins(loss)
         last = self.is_gradient_accumulation_boundary() or not self.settings.config.managed_gradient_accumulation
         self._reduce_next(last)
         (loss.float() * self.cur_scale).backward(retain_graph=retain_graph)
-        self.observer.backward_reduces()
         for parameter in self._replicated:
             parameter.take_gradient()
-        self.observer.backward_ended()
         self._backwards += 1
         return loss
 
@@ -114,31 +105,15 @@ class Engine(CheckpointedRun):
             CastError: fp16 gradients overflow at the smallest loss scale.
         """
         self._need_optimizer("step")
-        self._applied, self._stepping, before = False, True, self.global_steps
-        self.observer.step_begins()
+        self._applied, self._stepping = False, True
         try:
             last = self.is_gradient_accumulation_boundary()
             if last:
                 self._update(lr_kwargs or {})
         finally:
             self._stepping = False
-        self.observer.step_ended(last, before)
         self.micro_steps += 1
         self.pending_micro_steps = 0 if last else self.pending_micro_steps + 1
-
-    @property
-    def monitor(self) -> MonitorMaster:
-        """Writes events to the monitors that the config switches on: `engine.monitor.write_events([(name, value, samples)])`."""
-        return self.observer.monitor
-
-    @property
-    def timers(self) -> SynchronizedWallClockTimer:
-        """Timers by name, in milliseconds: `engine.timers("fwd").elapsed()`."""
-        return self.observer.timers
-
-    def get_wall_clock_timers(self) -> dict[str, float]:
-        """Milliseconds of the last step's parts by name; empty without `wall_clock_breakdown`."""
-        return self.observer.wall_clock
 
     def save_16bit_model(
         self, save_dir: str | os.PathLike[str], save_filename: str = "", exclude_frozen_parameters: bool = False

@@ -5,7 +5,6 @@ For scripts, as `zckpt.runtime.initialize`. The config is checked before the mod
 
 from __future__ import annotations
 
-import gc
 import inspect
 import logging
 import os
@@ -18,10 +17,11 @@ from torch.optim import Optimizer
 from torch.utils.data import Dataset
 
 from zckpt.base.errors import UsageError
+from zckpt.runtime.arguments import config_of, refuse_parallel
+from zckpt.runtime.comm.comm import DEFAULT_PORT, init_distributed
 from zckpt.runtime.data import Loader
 from zckpt.runtime.ds_config.read import Settings, batch_of, read_config
 from zckpt.runtime.engine import Engine
-from zckpt.runtime.monitor.monitor import check_libraries
 from zckpt.runtime.optimizers.masters import chosen_of, groups_of, optimizer_on_masters
 from zckpt.runtime.optimizers.schedules import build_schedule
 from zckpt.runtime.sharded.buffers import cast_buffers
@@ -41,8 +41,12 @@ def initialize(
     model_parameters: Iterable[Any] | None = None,
     training_data: Dataset[Any] | None = None,
     lr_scheduler: Any = None,
+    distributed_port: int = DEFAULT_PORT,
+    mpu: Any = None,
+    dist_init_required: bool | None = None,
     collate_fn: Callable[[list[Any]], Any] | None = None,
     config: str | os.PathLike[str] | Mapping[str, Any] | None = None,
+    mesh_param: Any = None,
     config_params: str | os.PathLike[str] | Mapping[str, Any] | None = None,
     auto: Mapping[str, Any] | None = None,
     wrap: Wrap | Iterable[Wrap] | None = None,
@@ -53,7 +57,7 @@ def initialize(
         engine, optimizer, loader, lr_scheduler = zckpt.runtime.initialize(model=model, config="ds_config.json")
 
     Args:
-        args: a namespace; its attribute `deepspeed_config` is the config if `config` is not given.
+        args: a namespace, whose attribute `deepspeed_config` may be the config.
         model: the model, whole on every rank or made under `zero.Init`. It is sharded in place; rank 0's weights are taken.
         optimizer: an optimizer made over the model's parameters, or a function that makes one from parameters or groups; by
             default the config's.
@@ -62,8 +66,12 @@ def initialize(
         training_data: a dataset to make a loader of.
         lr_scheduler: a schedule made over `optimizer`, or a class or function that makes one when it is called with the
             optimizer; by default the config's.
+        distributed_port: of rank 0, for processes whose launcher sets no MASTER_PORT.
+        mpu: the script's parallelism, as an object with DeepSpeed's methods; only data parallelism is built.
+        dist_init_required: False: there has to be a process group already.
         collate_fn: makes a batch of samples, for the loader; by default torch's own.
         config: DeepSpeed's config: a path, a dict or JSON text. docs/config.md says what each key does.
+        mesh_param: sizes of data and sequence parallelism; only data parallelism is built.
         config_params: an old name of `config`.
         auto: values for keys of the config that say "auto", nested as the config is or by dotted name
             (`{"optimizer.params.lr": 1e-4}`).
@@ -78,15 +86,14 @@ def initialize(
         UsageError: the config or the arguments are wrong or contradict each other.
         UnsupportedError: the config switches on a feature that is not built.
     """
-    config = next((c for c in (config, config_params, getattr(args, "deepspeed_config", None)) if c is not None), None)
+    config = config_of(args, config, config_params)
     if model is None or config is None:
         missing = "model" if model is None else "config"
         raise UsageError(f"initialize needs a {missing}", remedy=f"Pass it: initialize({missing}=...).")
+    refuse_parallel(mpu, mesh_param)
     settings = read_config(config, auto=auto, hidden_size=_hidden_size(model), allow_unknown=allow_unknown)
     _check(settings, optimizer, lr_scheduler)
-    check_libraries(settings.config, settings.file)
-    if settings.config.disable_python_gc:
-        gc.disable()
+    init_distributed(distributed_port=distributed_port, dist_init_required=dist_init_required)
     world = join_world()
     batch = batch_of(settings, world.size)
     if world.rank == 0:
@@ -111,6 +118,7 @@ def initialize(
         drop_last = settings.config.dataloader_drop_last
         loader = Loader(training_data, batch.micro, world, collate_fn=collate_fn, drop_last=drop_last)
     engine = Engine(model, settings, batch, world, sharded, built, schedule, loader)
+    engine.remember_arguments(optimizer, lr_scheduler, training_data, collate_fn)
     return engine, built, loader, schedule
 
 
@@ -182,11 +190,6 @@ def _log_unused(settings: Settings) -> None:
     if not logger.hasHandlers():  # the script has set up no logging: notes go to stderr
         logger.addHandler(logging.StreamHandler())
         logger.setLevel(logging.INFO)
-    if settings.config.log_level is not None:
-        _log.setLevel(settings.config.log_level.upper())
-    if settings.missed:
-        lines = "\n".join(f"  {key}: {why}" for key, why in settings.missed)
-        _log.warning("Keys of %s that ask for what is not shown here:\n%s", settings.file, lines)
     if settings.unused:
         lines = "\n".join(f"  {key}: {why}" for key, why in settings.unused)
         _log.info("Keys of %s that change nothing here:\n%s", settings.file, lines)

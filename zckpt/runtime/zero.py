@@ -24,10 +24,19 @@ from zckpt.live.device import device_of_messages
 from zckpt.runtime.ds_config.read import read_config
 from zckpt.runtime.ds_config.zero import Zero
 from zckpt.runtime.sharded.deferred import Recorder, cut, defer, gather_rows, rows_held_by
+from zckpt.runtime.sharded.external import register_external_parameter, unregister_external_parameter
+from zckpt.runtime.sharded.labels import ZeroParamStatus, ZeroParamType, label
 from zckpt.runtime.sharded.parameter import ShardedParameter, sharded_parameter_of
 from zckpt.runtime.world import join_world, mesh_of
 
-__all__ = ["GatheredParameters", "Init"]
+__all__ = [
+    "GatheredParameters",
+    "Init",
+    "ZeroParamStatus",
+    "ZeroParamType",
+    "register_external_parameter",
+    "unregister_external_parameter",
+]
 
 
 class Init:
@@ -181,6 +190,10 @@ def _gather_sharded(sharded: ShardedParameter) -> tuple[nn.Parameter, Callable[[
         # Code that took the parameter from the module before finds all of it there too.
         weight._spec = DTensorSpec(mesh, (Replicate(),) * mesh.ndim, tensor_meta=spec.tensor_meta)  # type: ignore[attr-defined]
         weight._local_tensor = whole.data  # type: ignore[attr-defined]
+    is_labelled = hasattr(weight, "ds_id")
+    for one in (weight, whole) if is_labelled else ():
+        whole.ds_id = weight.ds_id  # type: ignore[attr-defined]
+        label(one, sharded.shape, part, whole=True)
     _register(sharded, whole)
 
     def leave(keep: bool) -> None:
@@ -188,6 +201,8 @@ def _gather_sharded(sharded: ShardedParameter) -> tuple[nn.Parameter, Callable[[
             part.view(-1).copy_(whole.data.reshape(-1)[sharded.elements])
         if spec is not None:
             weight._spec, weight._local_tensor = spec, part  # type: ignore[attr-defined]
+        if is_labelled:
+            label(weight, sharded.shape, part)
         _register(sharded, weight)
         sharded.give_back()
 

@@ -9,12 +9,15 @@ import logging
 import os
 import shutil
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from itertools import count
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from zckpt.base.errors import InconsistentError
 from zckpt.base.words import joined, ranks
+from zckpt.jobs.open import open_checkpoint
 from zckpt.layouts.places import has_saves, latest_of
 from zckpt.live import save_pretrained
 from zckpt.runtime.checkpoints.attempt import Attempt
@@ -23,6 +26,7 @@ from zckpt.runtime.checkpoints.loading import load
 from zckpt.runtime.checkpoints.saved_run import LoadOptions
 from zckpt.runtime.checkpoints.saving import SaveOptions, save
 from zckpt.runtime.run import TrainingRun
+from zckpt.runtime.zero import GatheredParameters
 from zckpt.storage.location import locate
 from zckpt.team.meeting import ENTRY_S, LOAD_S, Meetings
 
@@ -90,21 +94,24 @@ class CheckpointedRun(TrainingRun):
         self,
         load_dir: str | os.PathLike[str],
         tag: object = None,
+        load_module_strict: bool = True,
         load_optimizer_states: bool = True,
         load_lr_scheduler_states: bool = True,
         load_module_only: bool = False,
-        *,
-        load_module_strict: bool = True,
+        custom_load_fn: Callable[..., Any] | None = None,
     ) -> tuple[str | None, dict[str, Any] | None]:
         """Continues from a checkpoint of this trainer or of DeepSpeed, of any stage and world size. Every rank calls it.
 
         Args:
             load_dir: directory of the tags, a tag directory, or any other form of a checkpoint that zckpt reads.
             tag: which save; by default the one that `latest` names.
+            load_module_strict: refuse a checkpoint that lacks tensors of the model; False leaves these as they are.
             load_optimizer_states: load the optimizer's states, its settings and the loss scale.
             load_lr_scheduler_states: load the schedule.
             load_module_only: load nothing but weights and buffers.
-            load_module_strict: refuse a checkpoint that lacks tensors of the model; False leaves these as they are.
+            custom_load_fn: puts the weights into the module, whatever their names. Every rank calls it with `src`, a mapping
+                whose tensors are read when they are asked for, fp32 and whole, and `dst`, the module with whole parameters.
+                With `load_module_only` nothing else is read; otherwise all of the checkpoint is loaded before.
 
         Returns:
             The directory of the save and the client state; (None, None) if `load_dir` holds no save at all.
@@ -120,13 +127,33 @@ class CheckpointedRun(TrainingRun):
         if chosen is None:
             _log.warning("There is no checkpoint in %s: the run begins anew.", path)
             return None, None
+        if custom_load_fn is not None and load_module_only:
+            return self._load_by(path, chosen or None, custom_load_fn)
         options = LoadOptions(
             optimizer=load_optimizer_states and not load_module_only,
             schedule=load_lr_scheduler_states and not load_module_only,
             counters=not load_module_only,
             strict=load_module_strict,
         )
-        return load(self, self._meetings("load"), path, chosen or None, options)
+        found = load(self, self._meetings("load"), path, chosen or None, options)
+        if custom_load_fn is not None:
+            self._load_by(path, chosen or None, custom_load_fn)
+        return found
+
+    @torch.no_grad()
+    def _load_by(
+        self, path: str, tag: str | None, custom_load_fn: Callable[..., Any]
+    ) -> tuple[str | None, dict[str, Any] | None]:
+        """Lets a function put whole weights into the module. Returns the directory of the save and an empty client state."""
+        meetings = self._meetings("load")
+        meetings.begin(f"{self.micro_steps}")
+        self.reshard()
+        whole = GatheredParameters([one.weight for one in self.sharded.parameters], modifier_rank=0)
+        with whole, Attempt() as tried, open_checkpoint(path, tag=tag) as opened:
+            custom_load_fn(src=opened, dst=self.module)
+        state = "The weights may have been changed in part: load a checkpoint before you go on."
+        meetings.agree("load_checkpoint with custom_load_fn", tried.error, within_s=LOAD_S, state=state)
+        return (path if tag is None else os.path.join(path, tag)), {}
 
     def push_to_hub(
         self, repo_id: str, dtype: str | None = None, *, scratch: str | None = None, **options: Any

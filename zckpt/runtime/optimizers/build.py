@@ -23,7 +23,8 @@ from zckpt.runtime.optimizers.lion_lamb import Lamb, Lion
 Groups = list[dict[str, Any]]
 
 _TORCHS = "Adadelta Adagrad Adam AdamW Adamax ASGD NAdam RAdam RMSprop Rprop SGD"
-ELEMENTWISE = frozenset((*_TORCHS.split(), "Lion", "Lamb"))
+_DEEPSPEEDS = "FusedAdam FusedLamb FusedLion DeepSpeedCPUAdam DeepSpeedCPUAdagrad DeepSpeedCPULion"
+ELEMENTWISE = frozenset((*_TORCHS.split(), *_DEEPSPEEDS.split(), "Lion", "Lamb"))
 """Optimizers that may see shards, by the names of their classes; Lamb by its own means."""
 
 _NOT_BUILT = frozenset(("muon", "muadam", "muadamw", "musgd", "onebitadam", "onebitlamb", "zerooneadam"))

@@ -27,6 +27,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map
 
+from zckpt.runtime.sharded.labels import label
 from zckpt.runtime.world import rows_of
 
 _ATTRIBUTE = "_zckpt_rows"
@@ -108,6 +109,7 @@ def defer(parameter: nn.Parameter, rows: Rows) -> None:
     meta = torch.empty(rows.shape, dtype=rows.values.dtype, device="meta")
     torch.utils.swap_tensors(parameter, nn.Parameter(meta, requires_grad=parameter.requires_grad))
     setattr(parameter, _ATTRIBUTE, rows)
+    label(parameter, rows.shape, rows.values)
 
 
 class Recorder(TorchDispatchMode):

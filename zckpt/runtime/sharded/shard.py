@@ -25,6 +25,7 @@ from zckpt.base.errors import UsageError
 from zckpt.runtime.ds_config.zero import Zero
 from zckpt.runtime.sharded.collectives import use_on_gloo
 from zckpt.runtime.sharded.deferred import Rows, rows_held_by
+from zckpt.runtime.sharded.labels import label
 from zckpt.runtime.sharded.offload import home_of, offload_policy
 from zckpt.runtime.sharded.parameter import ShardedParameter
 from zckpt.runtime.sharded.units import Wrap, find_units, merged, parts_of
@@ -150,6 +151,9 @@ def shard(
             if buffer is not None:
                 module._buffers[name] = buffer.to(world.device)
     parameters = _sharded_parameters(model, originals, zero, mesh, world)
+    if zero.stage == 3:
+        for found in parameters:
+            label(found.weight, found.shape, found.local())
     if world.device.type == "cpu":
         use_on_gloo(model, mesh.get_group("shard"))
     model.set_reduce_scatter_unused_params(zero.ignore_unused_parameters)  # type: ignore[operator]

@@ -14,6 +14,7 @@ from torch import nn
 
 from zckpt.base.errors import UsageError
 from zckpt.base.words import examples
+from zckpt.runtime.sharded.external import uses_of, z3_leaf_module
 
 Wrap = str | type[nn.Module] | nn.Module | Callable[[nn.Module], bool]
 
@@ -46,10 +47,21 @@ def find_units(model: nn.Module, wrap: Wrap | Iterable[Wrap] | None = None) -> l
                 expected=f"classes among {examples(sorted({type(m).__name__ for m in model.modules()}), 20)}",
                 remedy="Correct zero_optimization.wrap, or initialize(wrap=...).",
             )
-    shared = _owners(model)
+    leaves = list(_outermost(model, z3_leaf_module))
+    if leaves:  # in the model's order, and nothing inside of a leaf
+        within = {id(inner) for leaf in leaves for inner in leaf.modules()} - {id(leaf) for leaf in leaves}
+        chosen = {id(module) for module in (*found, *leaves)} - within
+        found = [module for module in model.modules() if id(module) in chosen]
+    shared, uses = _owners(model), uses_of(model)
     units = []
     for unit in reversed(found):  # children come after their parents
         inside = {id(module) for module in unit.modules()}
+        own = {id(p) for p in unit.parameters()}
+        if any(parameter in own and id(user) not in inside for user, parameter in uses):
+            _log.info(
+                "%s has a parameter that another module uses, so it is not gathered by itself.", type(unit).__name__
+            )
+            continue
         if any(owner not in inside for p in unit.parameters() for owner in shared[id(p)]):
             _log.info("%s shares parameters with other modules, so it is not gathered by itself.", type(unit).__name__)
         elif any(True for _ in unit.parameters()):

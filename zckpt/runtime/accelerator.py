@@ -1,0 +1,285 @@
+"""The device as DeepSpeed scripts ask for it: `get_accelerator().device_name()`, `.synchronize()`, `.memory_allocated()`.
+
+For scripts. Everything is asked of torch's own module for the device (`torch.get_device_module`); on a CPU, memory is what the
+process holds, and there is nothing to wait for.
+Source: DeepSpeed 0.19.8, accelerator/abstract_accelerator.py and cpu_accelerator.py, for the names and for a CPU's answers.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+
+from zckpt.live.device import accelerator, default_backend
+
+__all__ = ["Accelerator", "DeepSpeedAccelerator", "get_accelerator"]
+
+
+class Accelerator:
+    """The device of this process.
+
+    Args:
+        kind: "cuda", "xpu", "cpu", ...: torch's name of the kind of device.
+    """
+
+    def __init__(self, kind: str) -> None:
+        self._name = kind
+        self._module: Any = None if kind == "cpu" else torch.get_device_module(kind)
+        self._most = 0
+
+    # The device.
+
+    def is_available(self) -> bool:
+        """Whether there is such a device."""
+        return self._module is None or bool(self._module.is_available())
+
+    def device_name(self, device_index: int | None = None) -> str:
+        """The device as torch takes it: "cuda", or "cuda:1"; on a CPU always "cpu"."""
+        return self._name if self._module is None or device_index is None else f"{self._name}:{device_index}"
+
+    def device(self, device_index: int | None = None) -> Any:
+        """A context manager that makes a device the current one."""
+        return nullcontext() if self._module is None else self._module.device(device_index)
+
+    def set_device(self, device_index: int) -> None:
+        """Makes a device the current one."""
+        if self._module is not None:
+            self._module.set_device(device_index)
+
+    def current_device(self) -> int:
+        """The number of the current device; on a CPU that of the process on its node."""
+        return int(os.environ.get("LOCAL_RANK", "0")) if self._module is None else int(self._module.current_device())
+
+    def current_device_name(self) -> str:
+        """The current device as torch takes it."""
+        return self._name if self._module is None else f"{self._name}:{self.current_device()}"
+
+    def device_count(self) -> int:
+        """How many devices this process sees; 1 on a CPU."""
+        return 1 if self._module is None else int(self._module.device_count())
+
+    def synchronize(self, device_index: int | None = None) -> None:
+        """Waits until the device has done all its work."""
+        if self._module is not None:
+            self._module.synchronize(device_index)
+
+    def communication_backend_name(self) -> str:
+        """The backend of collectives that torch names for the device."""
+        return default_backend()
+
+    def is_synchronized_device(self) -> bool:
+        """Whether a call returns only when its work is done: a CPU."""
+        return self._module is None
+
+    def use_host_timers(self) -> bool:
+        """Likewise."""
+        return self._module is None
+
+    def resolves_data_dependency(self) -> bool:
+        """Likewise."""
+        return self._module is None
+
+    def handles_memory_backpressure(self) -> bool:
+        """Likewise."""
+        return self._module is None
+
+    def visible_devices_envs(self) -> list[str]:
+        """The variables that say which devices a process sees."""
+        return {"cuda": ["CUDA_VISIBLE_DEVICES"], "xpu": ["ZE_AFFINITY_MASK"]}.get(self._name, [])
+
+    def lazy_call(self, callback: Callable[[], Any]) -> Any:
+        """Calls a function, at once."""
+        return callback()
+
+    # Random numbers.
+
+    def random(self) -> Any:
+        """Torch's module of random generators."""
+        return torch.random
+
+    def manual_seed(self, seed: int) -> Any:
+        """Seeds the generator of the current device."""
+        return torch.manual_seed(seed) if self._module is None else self._module.manual_seed(seed)
+
+    def manual_seed_all(self, seed: int) -> Any:
+        """Seeds the generators of all devices."""
+        return torch.manual_seed(seed) if self._module is None else self._module.manual_seed_all(seed)
+
+    def initial_seed(self) -> int:
+        """What the current device's generator was seeded with."""
+        return int(torch.initial_seed() if self._module is None else self._module.initial_seed())
+
+    def get_rng_state(self, device_index: int | None = None) -> torch.Tensor:
+        """The state of the generator."""
+        if self._module is None:
+            return torch.get_rng_state()
+        state: torch.Tensor = self._module.get_rng_state(*([] if device_index is None else [device_index]))
+        return state
+
+    def set_rng_state(self, new_state: torch.Tensor, device_index: int | None = None) -> None:
+        """Sets the state of the generator."""
+        if self._module is None:
+            torch.set_rng_state(new_state)
+        else:
+            self._module.set_rng_state(new_state, *([] if device_index is None else [device_index]))
+
+    def default_generator(self, device_index: int) -> Any:
+        """The generator of a device."""
+        return torch.default_generator if self._module is None else self._module.default_generators[device_index]
+
+    # Streams.
+
+    @property
+    def Stream(self) -> Any:
+        """The class of streams; None on a CPU."""
+        return getattr(self._module, "Stream", None)
+
+    @property
+    def Event(self) -> Any:
+        """The class of events; None on a CPU."""
+        return getattr(self._module, "Event", None)
+
+    def stream(self, stream: Any) -> Any:
+        """A context manager that makes a stream the current one."""
+        return nullcontext() if self._module is None else self._module.stream(stream)
+
+    def current_stream(self, device_index: int | None = None) -> Any:
+        """The current stream; None on a CPU."""
+        return None if self._module is None else self._module.current_stream(device_index)
+
+    def default_stream(self, device_index: int | None = None) -> Any:
+        """The default stream; None on a CPU."""
+        return None if self._module is None else self._module.default_stream(device_index)
+
+    # Memory, in bytes.
+
+    def empty_cache(self) -> None:
+        """Gives memory that torch keeps back to the device."""
+        if self._module is not None:
+            self._module.empty_cache()
+
+    def memory_allocated(self, device_index: int | None = None) -> int:
+        """Memory of tensors; on a CPU what the process holds."""
+        return self._asked("memory_allocated", device_index)
+
+    def max_memory_allocated(self, device_index: int | None = None) -> int:
+        """The most of it; on a CPU, of the moments when it was asked for."""
+        return self._asked("max_memory_allocated", device_index)
+
+    def memory_reserved(self, device_index: int | None = None) -> int:
+        """Memory that torch has of the device."""
+        return self._asked("memory_reserved", device_index)
+
+    def max_memory_reserved(self, device_index: int | None = None) -> int:
+        """The most of it."""
+        return self._asked("max_memory_reserved", device_index)
+
+    memory_cached = memory_reserved
+    max_memory_cached = max_memory_reserved
+
+    def reset_peak_memory_stats(self, device_index: int | None = None) -> None:
+        """Begins to look for the most anew."""
+        if self._module is None:
+            self._most = _resident()
+        else:
+            self._module.reset_peak_memory_stats(device_index)
+
+    reset_max_memory_allocated = reset_peak_memory_stats
+    reset_max_memory_cached = reset_peak_memory_stats
+
+    def memory_stats(self, device_index: int | None = None) -> dict[str, Any]:
+        """Torch's statistics of the device's memory; of a CPU the two that there are."""
+        if self._module is not None:
+            return dict(self._module.memory_stats(device_index))
+        now = self.memory_allocated()
+        return {"allocated_bytes.all.current": now, "allocated_bytes.all.peak": self._most}
+
+    def total_memory(self, device_index: int | None = None) -> int:
+        """All memory of the device; of a CPU, of the machine."""
+        if self._module is None:
+            return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        return int(self._module.get_device_properties(device_index or self.current_device()).total_memory)
+
+    def available_memory(self, device_index: int | None = None) -> int:
+        """Memory that is free."""
+        if self._module is None:
+            return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
+        return int(self._module.mem_get_info(device_index)[0])
+
+    def _asked(self, name: str, device_index: int | None) -> int:
+        if self._module is not None:
+            return int(getattr(self._module, name)(device_index))
+        now = _resident()
+        self._most = max(self._most, now)
+        return self._most if name.startswith("max") else now
+
+    # Tensors.
+
+    def is_bf16_supported(self) -> bool:
+        """Whether it computes in bf16."""
+        return bool(getattr(self._module, "is_bf16_supported", lambda: True)())
+
+    def is_fp16_supported(self) -> bool:
+        """Whether it computes in fp16."""
+        return True
+
+    def is_fp64_supported(self) -> bool:
+        """Whether it computes in fp64."""
+        return True
+
+    def is_triton_supported(self) -> bool:
+        """Whether Triton's kernels run on it."""
+        return self._name == "cuda"
+
+    def supported_dtypes(self) -> list[torch.dtype]:
+        """The dtypes that it computes in."""
+        return [torch.float32, torch.float16, *([torch.bfloat16] if self.is_bf16_supported() else [])]
+
+    def on_accelerator(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor is on a device of this kind."""
+        return tensor.device.type == self._name
+
+    def pin_memory(self, tensor: torch.Tensor, make_copy: bool = True, match_shape: bool = True) -> torch.Tensor:
+        """A copy of a tensor in page-locked memory; on a CPU the tensor itself."""
+        return tensor if self._module is None else tensor.pin_memory()
+
+    def is_pinned(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor is in page-locked memory."""
+        return self._module is not None and tensor.is_pinned()
+
+    def range_push(self, msg: str, domain: Any = None, category: Any = None) -> None:
+        """Begins a range that NVIDIA's profiler shows; on other devices nothing."""
+        if self._name == "cuda":
+            self._module.nvtx.range_push(msg)
+
+    def range_pop(self, domain: Any = None) -> None:
+        """Ends it."""
+        if self._name == "cuda":
+            self._module.nvtx.range_pop()
+
+    def __getattr__(self, name: str) -> Any:
+        if name.endswith("Tensor"):  # FloatTensor, HalfTensor, ...: constructors on the device
+            dtype = {"BFloat16": "bfloat16", "Byte": "uint8", "Int": "int32"}.get(name[:-6], name[:-6].lower())
+            return functools.partial(torch.tensor, dtype=getattr(torch, dtype), device=self.current_device_name())
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+
+
+DeepSpeedAccelerator = Accelerator
+
+
+@functools.cache
+def get_accelerator() -> Accelerator:
+    """The device of this process: its accelerator, or the CPU."""
+    found = accelerator()
+    return Accelerator("cpu" if found is None else found.type)
+
+
+def _resident() -> int:
+    """Memory that this process holds, in bytes."""
+    with open("/proc/self/statm", encoding="ascii") as file:
+        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")

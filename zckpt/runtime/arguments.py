@@ -1,0 +1,73 @@
+"""Command-line arguments of training scripts: `deepspeed.add_config_arguments(parser)`.
+
+Source: DeepSpeed 0.19.8, __init__.py.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+from typing import Any
+
+from zckpt.base.errors import UnsupportedError, UsageError
+
+__all__ = ["add_config_arguments", "config_of", "refuse_parallel"]
+
+
+def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    """Adds `--deepspeed` and `--deepspeed_config` to a parser, and returns it. `initialize(args=...)` reads the second."""
+    group = parser.add_argument_group("DeepSpeed", "DeepSpeed configurations")
+    for name in ("deepspeed", "deepscale"):
+        old = "old name of --deepspeed" if name == "deepscale" else "the script trains with an engine"
+        group.add_argument(f"--{name}", default=False, action="store_true", help=old)
+        old = "old name of --deepspeed_config" if name == "deepscale" else "path of the JSON config"
+        group.add_argument(f"--{name}_config", default=None, type=str, help=old)
+    return parser
+
+
+def config_of(args: Any, config: Any, config_params: Any) -> Any:
+    """The one config of the three places where a script may give it; None for none.
+
+    Raises:
+        UsageError: it is given both in the arguments and to `initialize`.
+    """
+    names = ("deepspeed_config", "deepscale_config")
+    told = [value for name in names if (value := getattr(args, name, None)) is not None]
+    given = [value for value in (config, config_params) if value is not None]
+    if len(told) + bool(given) > 1:
+        raise UsageError(
+            "initialize got two configs",
+            found=" and ".join(_shown(one) for one in (*told, *given)),
+            remedy="Pass one: in args.deepspeed_config, or as initialize(config=...).",
+        )
+    return (*told, *given, None)[0]
+
+
+def refuse_parallel(mpu: Any, mesh_param: Any) -> None:
+    """Raises for model or sequence parallelism; an `mpu` of data parallelism alone is fine.
+
+    Args:
+        mpu: an object with DeepSpeed's methods, such as `get_model_parallel_world_size`.
+        mesh_param: the sizes of data and sequence parallelism.
+
+    Raises:
+        UnsupportedError: parameters or sequences should be cut between ranks.
+    """
+    kinds = ("model_parallel", "tensor_model_parallel", "slice_parallel", "pipe_parallel", "pipeline_model_parallel")
+    found = []
+    for kind in kinds:
+        ask = getattr(mpu, f"get_{kind}_world_size", None)
+        if ask is not None and ask() > 1:
+            found.append(f"{kind.replace('_', ' ')} world size {ask()}")
+    if mesh_param is not None and len(mesh_param) > 1 and mesh_param[1] > 1:
+        found.append(f"sequence parallel size {mesh_param[1]}")
+    if found:
+        raise UnsupportedError(
+            "initialize trains data parallel only",
+            found=", ".join(found),
+            remedy="Leave mpu and mesh_param out: stage 3 shares the parameters of the plain model out over all ranks.",
+        )
+
+
+def _shown(config: Any) -> str:
+    return os.fspath(config) if isinstance(config, str | os.PathLike) else f"a {type(config).__name__}"

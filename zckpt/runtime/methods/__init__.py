@@ -1,0 +1,1 @@
+"""What scripts call of an engine beside forward, backward and step: DeepSpeed's methods and attributes."""

@@ -1,0 +1,158 @@
+"""Adam as DeepSpeed names it: `FusedAdam`, `DeepSpeedCPUAdam`. torch's fused kernels do the work.
+
+For scripts that make their own optimizer. Source: DeepSpeed 0.19.8, ops/adam/fused_adam.py and cpu_adam.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+
+from zckpt.base.errors import UnsupportedError
+from zckpt.runtime.unbuilt import unbuilt
+
+__all__ = ["DeepSpeedCPUAdam", "FusedAdam", "OnebitAdam"]
+
+OnebitAdam = unbuilt("OnebitAdam")
+
+
+class FusedAdam(torch.optim.AdamW):
+    """Adam with decoupled weight decay, or without: states `exp_avg`, `exp_avg_sq`.
+
+    Args:
+        params: parameters or groups.
+        lr: learning rate.
+        bias_correction: of both averages, for the first steps.
+        betas: of the two averages.
+        eps: added to the root.
+        adam_w_mode: decoupled weight decay; False adds it to the gradient.
+        weight_decay: none by default.
+        amsgrad: refused, as in DeepSpeed.
+        set_grad_none: `zero_grad` drops gradients; False fills them with zeros.
+
+    Raises:
+        UnsupportedError: `amsgrad` is set.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float = 1e-3,
+        bias_correction: bool = True,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        adam_w_mode: bool = True,
+        weight_decay: float = 0.0,
+        amsgrad: bool = False,
+        set_grad_none: bool = True,
+    ) -> None:
+        if amsgrad:
+            raise UnsupportedError(
+                f"{type(self).__name__} with amsgrad is not built", remedy="Use torch.optim.AdamW(amsgrad=True)."
+            )
+        self.adam_w_mode, self.set_grad_none = int(adam_w_mode), set_grad_none
+        super().__init__(params, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
+        self.defaults.update(bias_correction=bias_correction, fused=True, foreach=None)
+        for group in self.param_groups:
+            group.setdefault("bias_correction", bias_correction)
+            group["fused"] = True  # not passed to torch: it would refuse the parameters of a model made under zero.Init
+
+    def zero_grad(self, set_to_none: bool | None = None) -> None:
+        """Drops the gradients, or fills them with zeros."""
+        super().zero_grad(self.set_grad_none if set_to_none is None else set_to_none)
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """One step; a closure is called first."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        decays = [group["weight_decay"] for group in self.param_groups]
+        sizes = {id(group): group["params"] for group in self.param_groups}
+        try:
+            for group in self.param_groups:
+                if not self.adam_w_mode and group["weight_decay"]:
+                    params = [p for p in group["params"] if p.grad is not None]
+                    torch._foreach_add_([p.grad for p in params], params, alpha=group["weight_decay"])
+                    group["weight_decay"] = 0.0
+                if not group.get("bias_correction", True):
+                    self._without_correction(group)
+                    group["params"] = []
+            super().step()
+        finally:
+            for group, decay in zip(self.param_groups, decays, strict=True):
+                group["weight_decay"], group["params"] = decay, sizes[id(group)]
+        return loss
+
+    def _without_correction(self, group: dict[str, Any]) -> None:
+        """A step whose averages are taken as they are."""
+        params = [p for p in group["params"] if p.grad is not None]
+        if not params:
+            return
+        for p in params:
+            if not self.state[p]:
+                self.state[p] = {
+                    "step": torch.zeros(()),
+                    "exp_avg": torch.zeros_like(p),
+                    "exp_avg_sq": torch.zeros_like(p),
+                }
+            self.state[p]["step"] += 1
+        grads = [p.grad for p in params]
+        first, second = ([self.state[p][name] for p in params] for name in ("exp_avg", "exp_avg_sq"))
+        (beta1, beta2), rate = group["betas"], float(group["lr"])
+        torch._foreach_lerp_(first, grads, 1 - beta1)
+        torch._foreach_mul_(second, beta2)
+        torch._foreach_addcmul_(second, grads, grads, 1 - beta2)
+        roots = torch._foreach_add(torch._foreach_sqrt(second), group["eps"])
+        torch._foreach_mul_(params, 1 - rate * group["weight_decay"])
+        torch._foreach_addcdiv_(params, first, roots, -rate)
+
+
+class DeepSpeedCPUAdam(FusedAdam):
+    """The same for master weights in host memory, with the arguments that DeepSpeed has for that.
+
+    Args:
+        model_params: parameters or groups.
+        lr: as for `FusedAdam`, and so are those that follow.
+        bias_correction: likewise.
+        betas: likewise.
+        eps: likewise.
+        weight_decay: likewise.
+        amsgrad: refused.
+        adamw_mode: `adam_w_mode`.
+        fp32_optimizer_states: always; False is refused.
+
+    Raises:
+        UnsupportedError: `amsgrad` is set, or `fp32_optimizer_states` is not.
+    """
+
+    def __init__(
+        self,
+        model_params: Iterable[Any],
+        lr: float = 1e-3,
+        bias_correction: bool = True,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        amsgrad: bool = False,
+        adamw_mode: bool = True,
+        fp32_optimizer_states: bool = True,
+    ) -> None:
+        refuse_half_states(self, fp32_optimizer_states)
+        super().__init__(model_params, lr, bias_correction, betas, eps, adamw_mode, weight_decay, amsgrad)
+
+
+def refuse_half_states(optimizer: torch.optim.Optimizer, fp32_optimizer_states: bool) -> None:
+    """Raises for optimizer states that should not be in fp32.
+
+    Raises:
+        UnsupportedError: `fp32_optimizer_states` is False.
+    """
+    if not fp32_optimizer_states:
+        raise UnsupportedError(
+            f"{type(optimizer).__name__} with fp32_optimizer_states set to false is not built",
+            remedy="Leave that argument out: master weights and optimizer states are always fp32.",
+        )

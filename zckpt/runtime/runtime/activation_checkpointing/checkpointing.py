@@ -1,0 +1,3 @@
+"""`deepspeed.runtime.activation_checkpointing.checkpointing`: the functions of `zckpt.runtime.checkpointing`."""
+
+from zckpt.runtime.checkpointing import *  # noqa: F403

@@ -1,0 +1,190 @@
+"""`deepspeed.runtime.utils`: memory, seeds, norms and devices. Source: DeepSpeed 0.19.8, runtime/utils.py."""
+
+from __future__ import annotations
+
+import gc
+import os
+import random
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from zckpt.runtime.accelerator import get_accelerator
+
+__all__ = [
+    "DummyOptim",
+    "clip_grad_norm_",
+    "empty_cache",
+    "ensure_directory_exists",
+    "get_global_norm",
+    "get_global_norm_of_tensors",
+    "get_ma_status",
+    "memory_status",
+    "move_to_device",
+    "noop_context",
+    "noop_decorator",
+    "partition_balanced",
+    "partition_uniform",
+    "see_memory_usage",
+    "set_random_seed",
+]
+
+GIB = 1 << 30
+
+
+class DummyOptim:
+    """A place for parameters where no optimizer is.
+
+    Args:
+        params: the parameters.
+    """
+
+    def __init__(self, params: Iterable[torch.Tensor]) -> None:
+        self.param_groups: list[dict[str, Any]] = [{"params": list(params)}]
+
+
+noop_context = nullcontext
+
+
+def noop_decorator(func: Callable[..., Any]) -> Callable[..., Any]:
+    """The function itself."""
+    return func
+
+
+def ensure_directory_exists(filename: str) -> None:
+    """Makes the directory of a file, if it is not there."""
+    os.makedirs(os.path.dirname(filename), exist_ok=True)
+
+
+def set_random_seed(seed: int) -> None:
+    """Seeds Python's, numpy's and torch's generators."""
+    import numpy
+
+    random.seed(seed)
+    numpy.random.seed(seed)
+    torch.manual_seed(seed)
+
+
+def move_to_device(item: Any, device: Any, criterion_func: Callable[[torch.Tensor], bool] | None = None) -> Any:
+    """The same lists, tuples and dicts with their tensors on a device.
+
+    Args:
+        item: a tensor, or a container of tensors.
+        device: where to.
+        criterion_func: says which tensors are moved; by default all.
+    """
+    if isinstance(item, torch.Tensor):
+        return item.to(device) if criterion_func is None or criterion_func(item) else item
+    if isinstance(item, list | tuple):
+        return type(item)([move_to_device(one, device, criterion_func) for one in item])
+    if isinstance(item, dict):
+        return type(item)({name: move_to_device(one, device, criterion_func) for name, one in item.items()})
+    return item
+
+
+def get_global_norm(norm_list: Sequence[float]) -> float:
+    """The norm of tensors whose norms these are."""
+    return float(sum(float(norm) ** 2 for norm in norm_list) ** 0.5)
+
+
+def get_global_norm_of_tensors(
+    input_tensors: Sequence[torch.Tensor], norm_type: float = 2, mpu: Any = None, moe_ep_group: Any = None
+) -> torch.Tensor:
+    """The norm of these tensors together, on this rank."""
+    norms = [torch.linalg.vector_norm(tensor.detach().float(), norm_type) for tensor in input_tensors]
+    total: torch.Tensor = torch.linalg.vector_norm(torch.stack(norms), norm_type)
+    return total
+
+
+def clip_grad_norm_(
+    parameters: torch.Tensor | Iterable[torch.Tensor], max_norm: float, norm_type: float = 2, mpu: Any = None
+) -> torch.Tensor:
+    """Clips the gradients of plain parameters and returns their norm; an engine clips by `gradient_clipping`."""
+    return nn.utils.clip_grad_norm_(parameters, max_norm, norm_type)
+
+
+def partition_uniform(num_items: int, num_parts: int) -> list[int]:
+    """The bounds of parts of equal length: `num_parts` + 1 numbers, the first 0 and the last `num_items`."""
+    size, more = divmod(num_items, num_parts)
+    bounds = [0]
+    for part in range(num_parts):
+        bounds.append(bounds[-1] + size + (part < more))
+    return bounds
+
+
+def partition_balanced(weights: Sequence[float], num_parts: int) -> list[int]:
+    """The bounds of parts of which the heaviest is as light as can be.
+
+    Args:
+        weights: of the items, in their order.
+        num_parts: how many parts; some are empty if there are fewer items.
+    """
+    if len(weights) <= num_parts:
+        return partition_uniform(len(weights), num_parts)
+    sums = [0.0]
+    for weight in weights:
+        sums.append(sums[-1] + weight)
+    best = [[0.0] + [float("inf")] * len(weights)]
+    cuts: list[list[int]] = []
+    for _ in range(num_parts):
+        row, cut = [float("inf")] * len(sums), [0] * len(sums)
+        row[0] = 0.0
+        for end in range(1, len(sums)):
+            for begin in range(end):
+                heaviest = max(best[-1][begin], sums[end] - sums[begin])
+                if heaviest < row[end]:
+                    row[end], cut[end] = heaviest, begin
+        best.append(row)
+        cuts.append(cut)
+    bounds = [len(weights)]
+    for cut in reversed(cuts):
+        bounds.append(cut[bounds[-1]])
+    return bounds[::-1]
+
+
+def empty_cache() -> None:
+    """Gives memory that torch keeps back to the device, and begins to look for the most anew."""
+    get_accelerator().empty_cache()
+    get_accelerator().reset_peak_memory_stats()
+
+
+def get_ma_status() -> int:
+    """Memory of tensors on rank 0, in bytes; 0 on other ranks."""
+    return get_accelerator().memory_allocated() if _rank() == 0 else 0
+
+
+def memory_status(msg: str, print_rank: int = -1, reset_max: bool = False) -> None:
+    """Prints how much memory tensors have, on one rank, or on all with -1."""
+    if reset_max:
+        get_accelerator().reset_peak_memory_stats()
+    if print_rank in (-1, _rank()):
+        now, most = get_accelerator().memory_allocated() / GIB, get_accelerator().max_memory_allocated() / GIB
+        print(f"RANK={_rank()} MEMSTATS {msg} current alloc={now:.4f}GB max={most:.4f}GB")  # noqa: T201
+
+
+def see_memory_usage(message: str, force: bool = False) -> None:
+    """Prints, on rank 0, how much memory the device and the machine have in use; only with `force`, as in DeepSpeed."""
+    if not force or _rank() != 0:
+        return
+    gc.collect()
+    device = get_accelerator()
+    facts = {
+        "MA": device.memory_allocated(),
+        "Max_MA": device.max_memory_allocated(),
+        "CA": device.memory_reserved(),
+        "Max_CA": device.max_memory_reserved(),
+    }
+    pages, free = os.sysconf("SC_PHYS_PAGES"), os.sysconf("SC_AVPHYS_PAGES")
+    used = (pages - free) * os.sysconf("SC_PAGE_SIZE") / GIB
+    print(message)  # noqa: T201
+    print("  ".join(f"{name} {value / GIB:.2f} GB" for name, value in facts.items()))  # noqa: T201
+    print(f"CPU Virtual Memory:  used = {used:.2f} GB, percent = {100 * (1 - free / pages):.1f}%")  # noqa: T201
+    device.reset_peak_memory_stats()
+
+
+def _rank() -> int:
+    return dist.get_rank() if dist.is_initialized() else 0

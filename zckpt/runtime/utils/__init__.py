@@ -1,0 +1,70 @@
+"""What DeepSpeed scripts find under `deepspeed.utils`."""
+
+from zckpt.runtime.parameters import (
+    safe_get_full_fp32_param,
+    safe_get_full_grad,
+    safe_get_full_optimizer_state,
+    safe_get_local_fp32_param,
+    safe_get_local_grad,
+    safe_get_local_optimizer_state,
+    safe_set_full_fp32_param,
+    safe_set_full_grad,
+    safe_set_full_optimizer_state,
+    safe_set_local_fp32_param,
+    safe_set_local_grad,
+    safe_set_local_optimizer_state,
+    safe_update_full_grad_vectorized,
+)
+from zckpt.runtime.sharded.external import (
+    get_z3_leaf_modules,
+    set_z3_leaf_module,
+    set_z3_leaf_modules,
+    set_z3_leaf_modules_by_name,
+    set_z3_leaf_modules_by_suffix,
+    unset_z3_leaf_modules,
+    z3_leaf_module,
+    z3_leaf_parameter,
+)
+from zckpt.runtime.utils import groups, logging, zero_to_fp32
+from zckpt.runtime.utils.logging import log_dist, log_dist_once, logger, set_log_level_from_string
+from zckpt.runtime.utils.small import OnDevice, RepeatingLoader, instrument_w_nvtx, recursive_getattr, recursive_setattr
+from zckpt.runtime.utils.tensor_fragment import get_full_hp_grad, get_full_hp_param, set_full_hp_param
+
+__all__ = [
+    "OnDevice",
+    "RepeatingLoader",
+    "get_full_hp_grad",
+    "get_full_hp_param",
+    "get_z3_leaf_modules",
+    "groups",
+    "instrument_w_nvtx",
+    "log_dist",
+    "log_dist_once",
+    "logger",
+    "logging",
+    "recursive_getattr",
+    "recursive_setattr",
+    "safe_get_full_fp32_param",
+    "safe_get_full_grad",
+    "safe_get_full_optimizer_state",
+    "safe_get_local_fp32_param",
+    "safe_get_local_grad",
+    "safe_get_local_optimizer_state",
+    "safe_set_full_fp32_param",
+    "safe_set_full_grad",
+    "safe_set_full_optimizer_state",
+    "safe_set_local_fp32_param",
+    "safe_set_local_grad",
+    "safe_set_local_optimizer_state",
+    "safe_update_full_grad_vectorized",
+    "set_full_hp_param",
+    "set_log_level_from_string",
+    "set_z3_leaf_module",
+    "set_z3_leaf_modules",
+    "set_z3_leaf_modules_by_name",
+    "set_z3_leaf_modules_by_suffix",
+    "unset_z3_leaf_modules",
+    "z3_leaf_module",
+    "z3_leaf_parameter",
+    "zero_to_fp32",
+]
