@@ -108,6 +108,12 @@ def test_auto() -> None:
     assert read_config(raw, auto=values).zero.reduce_bucket_size == 500_000_000
     assert "stage3_max_live_parameters" not in settings.raw["zero_optimization"]
     assert batch_of(settings, 4) == BatchSizes(24, 3, 2)
+    early = read_config(raw, early=True)  # zero.Init, before the Trainer knows them
+    assert early.zero.stage == 3 and early.config.optimizer.params == early.config.scheduler.params == {}
+
+
+def test_accelerate_never_prints() -> None:
+    assert read_config({"train_batch_size": 1, "steps_per_print": float("inf")}).config.steps_per_print is None
 
 
 @pytest.mark.parametrize(

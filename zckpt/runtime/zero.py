@@ -71,7 +71,7 @@ class Init:
         if not enabled:
             return
         asked = config_dict_or_path if config is None else config
-        zero = Zero(stage=3) if asked is None else read_config(asked).zero
+        zero = Zero(stage=3) if asked is None else read_config(asked, early=True).zero
         world = join_world()
         group = mesh_of(zero, world).get_group("shard")
         if module is None:

@@ -69,6 +69,7 @@ def read_config(
     auto: Mapping[str, Any] | None = None,
     hidden_size: int | None = None,
     allow_unknown: bool = False,
+    early: bool = False,
 ) -> Settings:
     """Reads and checks a config.
 
@@ -77,6 +78,7 @@ def read_config(
         auto: values for keys that say "auto": nested as the config is, or by dotted name (`optimizer.params.lr`).
         hidden_size: the model's width, for the keys that transformers computes from it.
         allow_unknown: leave out unknown keys and list them in `Settings.unused`, instead of raising an error.
+        early: the values of "auto" may come later: keys without one have their defaults.
 
     Raises:
         UsageError: not a config, unknown keys, "auto" without a value, wrong values, contradictions.
@@ -88,7 +90,7 @@ def read_config(
         raise _unknown(unknown, file)
     for path, _ in unknown:
         _pop(raw, path)
-    _fill_auto(raw, file, _flat(auto or {}) | _computed(hidden_size))
+    _fill_auto(raw, file, _flat(auto or {}) | _computed(hidden_size), early=early)
     try:
         values = Config.model_validate(raw)
     except ValidationError as error:
@@ -237,7 +239,7 @@ def _computed(hidden_size: int | None) -> Json:
     }
 
 
-def _fill_auto(raw: Json, file: str, values: Json) -> None:
+def _fill_auto(raw: Json, file: str, values: Json, *, early: bool) -> None:
     """Puts values in place of "auto". A key that arithmetic or a width would give, or that nothing reads, may stay without."""
     unused = tuple(path for path, _ in unused_keys(raw))
     missing = []
@@ -245,7 +247,7 @@ def _fill_auto(raw: Json, file: str, values: Json) -> None:
         place, _, last = path.rpartition(".")
         if path in values:
             _section(raw, place)[last] = values[path]
-        elif path in _BATCH or path in _computed(0) or any(f"{path}.".startswith(f"{one}.") for one in unused):
+        elif early or path in _BATCH or path in _computed(0) or any(f"{path}.".startswith(f"{one}.") for one in unused):
             _pop(raw, path)
         else:
             missing.append(path)
