@@ -7,11 +7,14 @@ from __future__ import annotations
 
 import argparse
 import os
+from collections.abc import Iterable
 from typing import Any
+
+import torch.distributed as dist
 
 from zckpt.base.errors import UnsupportedError, UsageError
 
-__all__ = ["add_config_arguments", "config_of", "refuse_parallel"]
+__all__ = ["add_config_arguments", "config_of", "refuse_parallel", "refuse_partial"]
 
 
 def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
@@ -66,6 +69,29 @@ def refuse_parallel(mpu: Any, mesh_param: Any) -> None:
             "initialize trains data parallel only",
             found=", ".join(found),
             remedy="Leave mpu and mesh_param out: stage 3 shares the parameters of the plain model out over all ranks.",
+        )
+
+
+def refuse_partial(groups: Iterable[Any], quantized: bool) -> None:
+    """Raises for what `zero.Init` does not do: parameters that some ranks share, or that are quantized.
+
+    Args:
+        groups: process groups that a script has passed; None, or a group of all ranks, is fine.
+        quantized: whether it asked for quantization.
+
+    Raises:
+        UnsupportedError: see above.
+    """
+    for group in groups:
+        if group is not None and dist.get_world_size(group) != dist.get_world_size():
+            raise UnsupportedError(
+                "zero.Init got a group of some of the ranks",
+                found=f"{dist.get_world_size(group)} of {dist.get_world_size()} ranks",
+                remedy="Leave the group out. For groups that share parameters set zero_optimization.mics_shard_size.",
+            )
+    if quantized:
+        raise UnsupportedError(
+            "zero.Init with quantized weights is not built", remedy="Leave zero_quantized_weights out."
         )
 
 

@@ -21,6 +21,7 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
 from zckpt.base.errors import UsageError
 from zckpt.live.device import device_of_messages
+from zckpt.runtime.arguments import refuse_parallel, refuse_partial
 from zckpt.runtime.ds_config.read import read_config
 from zckpt.runtime.ds_config.zero import Zero
 from zckpt.runtime.sharded.deferred import Recorder, cut, defer, gather_rows, rows_held_by
@@ -48,23 +49,49 @@ class Init:
 
     Args:
         module: a model that exists already; every rank keeps only its rows of it from now on.
+        data_parallel_group: the ranks that share parameters: all, since other groups are not built.
+        mem_efficient_linear: for DeepSpeed's sake: gathered weights are never kept.
+        remote_device: for DeepSpeed's sake: rows are where the model makes its parameters, until `initialize`.
+        pin_memory: for DeepSpeed's sake: rows are page-locked by `initialize`, if the config asks for it.
         config_dict_or_path: the config: a path, a dict or JSON text. Under MiCS fewer ranks share a parameter.
         config: the same, by its other name.
         enabled: False does nothing: every rank builds the whole model.
         dtype: of the floating-point parameters, if it should not be the one that the model gives them.
+        mpu: the script's parallelism; only data parallelism is built.
+        zero_param_parallel_group: as `data_parallel_group`.
+        zero_quantized_weights: refused: not built.
+        zero_quantized_nontrainable_weights: likewise.
+        sequence_data_parallel_group: as `data_parallel_group`.
+        param_swapper: for DeepSpeed's sake: offloading is what the config says.
+        tensor_overrides: for DeepSpeed's sake: every initialisation is followed.
 
     Raises:
         UsageError: the config is wrong; see `read_config`.
+        UnsupportedError: other ranks than all should share parameters, or parameters should be quantized.
     """
 
     def __init__(
         self,
         module: nn.Module | None = None,
+        data_parallel_group: Any = None,
+        mem_efficient_linear: bool = True,
+        remote_device: Any = None,
+        pin_memory: bool = False,
         config_dict_or_path: str | os.PathLike[str] | Mapping[str, Any] | None = None,
         config: str | os.PathLike[str] | Mapping[str, Any] | None = None,
         enabled: bool = True,
         dtype: torch.dtype | None = None,
+        mpu: Any = None,
+        zero_param_parallel_group: Any = None,
+        zero_quantized_weights: bool = False,
+        zero_quantized_nontrainable_weights: bool = False,
+        sequence_data_parallel_group: Any = None,
+        param_swapper: Any = None,
+        tensor_overrides: Any = None,
     ) -> None:
+        refuse_parallel(mpu, None)
+        groups = (data_parallel_group, zero_param_parallel_group, sequence_data_parallel_group)
+        refuse_partial(groups, zero_quantized_weights or zero_quantized_nontrainable_weights)
         self.enabled = enabled
         self._recorder: Recorder | None = None
         self._own_seed: torch.Tensor | None = None

@@ -10,6 +10,8 @@ from typing import Any
 
 import torch
 
+_HOST = torch.device("cpu")
+
 __all__ = [
     "clone_tensors_for_torch_save",
     "get_layer_ckpt_name_for_rank",
@@ -33,7 +35,7 @@ def get_layer_ckpt_name_for_rank(base_folder: str, layer_id: str, tp_rank: int) 
     return os.path.join(base_folder, f"{layer_id}-model_{tp_rank:02d}_model_states.pt")
 
 
-def clone_tensors_for_torch_save(item: Any, device: torch.device | str = "cpu") -> Any:
+def clone_tensors_for_torch_save(item: Any, device: torch.device | str = _HOST) -> Any:
     """The same lists, tuples and dicts with copies of their tensors, each in memory of its own.
 
     Args:

@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch.distributed import GroupMember, P2POp, ProcessGroup, ReduceOp
 
 from zckpt.base.errors import UnsupportedError, UsageError
+from zckpt.live.device import default_backend
 from zckpt.runtime.world import join_world
 
 DEFAULT_PORT = 29500
@@ -82,7 +83,7 @@ def init_distributed(
     auto_mpi_discovery: bool = True,
     distributed_port: int = DEFAULT_PORT,
     verbose: bool = True,
-    timeout: timedelta | None = None,
+    timeout: timedelta = default_pg_timeout,
     init_method: str | None = None,
     dist_init_required: bool | None = None,
     config: Any = None,
@@ -96,7 +97,7 @@ def init_distributed(
         auto_mpi_discovery: take rank and size from Open MPI's variables where torchrun's are missing.
         distributed_port: of rank 0, where MASTER_PORT is not set.
         verbose: for DeepSpeed's sake; nothing is logged.
-        timeout: of collectives; by default DEEPSPEED_TIMEOUT minutes, or 10.
+        timeout: of collectives.
         init_method: torch's.
         dist_init_required: False: there has to be a group already.
         config: for DeepSpeed's logger of collectives; not read.
@@ -120,19 +121,11 @@ def init_distributed(
         os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
     if "RANK" in os.environ:
         os.environ.setdefault("MASTER_PORT", str(distributed_port))
-    if dist_backend is None and timeout is None and init_method is None and rank < 0 and world_size < 0:
-        join_world()
-        return
     given: dict[str, Any] = {"rank": rank, "world_size": world_size} if rank >= 0 and world_size > 0 else {}
     if init_method is None and not given and "RANK" not in os.environ:
-        if dist_backend is None or dist_backend in ("gloo", "nccl"):
-            join_world()
-            return
-        raise UsageError(
-            "init_distributed finds no ranks to join", found=f"backend {dist_backend}, and no variable RANK",
-            remedy="Start the script with torchrun, or pass rank, world_size and init_method.",
-        )  # fmt: skip
-    dist.init_process_group(dist_backend, init_method=init_method, timeout=timeout or default_pg_timeout, **given)
+        join_world()
+        return
+    dist.init_process_group(dist_backend or default_backend(), init_method=init_method, timeout=timeout, **given)
 
 
 def _named(function: Callable[..., Any], names: str) -> Callable[..., Any]:

@@ -59,6 +59,8 @@ class DeepSpeedRun(OffloadableRun):
         strict: bool = True,
         custom_load_fn: Callable[..., Any] | None = None,
         fetch_z3_params: bool = False,
+        z3_params_to_fetch: Any = None,
+        allowed_missing_keys: Any = None,
     ) -> None:
         """Puts whole weights into the module, at every stage. Every rank calls it with the same ones.
 
@@ -67,6 +69,8 @@ class DeepSpeedRun(OffloadableRun):
             strict: the names have to be those of the model.
             custom_load_fn: puts them into the module itself, which is whole then: `custom_load_fn(src=..., dst=module)`.
             fetch_z3_params: for DeepSpeed's sake: parameters are always gathered.
+            z3_params_to_fetch: likewise.
+            allowed_missing_keys: names that may be missing although `strict` is set.
 
         Raises:
             UsageError: names differ, and `strict` is set.
@@ -80,7 +84,7 @@ class DeepSpeedRun(OffloadableRun):
             own = {name for name, _ in self.module.named_parameters(remove_duplicate=False)}
             own |= {name for name, _ in self.module.named_buffers(remove_duplicate=False)}
             kept = {*torch.nn.Module.state_dict(self.module)}
-            if strict and (wrong := kept ^ set(state)):
+            if strict and (wrong := (kept ^ set(state)) - set(allowed_missing_keys or ())):
                 raise UsageError(
                     "the state dict has other names than the model", found=examples(sorted(wrong)),
                     remedy="Pass the state dict of such a model, or strict=False.",

@@ -1,0 +1,238 @@
+"""DeepSpeed's names: scripts find them here, with DeepSpeed's arguments, and what is not built says so."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import inspect
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import zckpt.runtime as deepspeed
+from zckpt import runtime
+from zckpt.base.errors import UnsupportedError
+from zckpt.runtime.engine import Engine
+
+# Who calls what of an engine: names that these call on what `initialize` returns, read from their sources.
+CALLED = {
+    "transformers 5.23": "backward step train eval module optimizer lr_scheduler save_checkpoint load_checkpoint "
+    "get_global_grad_norm compile zero_optimization_stage zero_gather_16bit_weights_on_model_save save_16bit_model "
+    "parameters named_parameters state_dict config",
+    "accelerate 1.15": "backward step set_gradient_accumulation_boundary is_gradient_accumulation_boundary no_sync destroy "
+    "zero_gather_16bit_weights_on_model_save _zero3_consolidated_16bit_state_dict save_checkpoint load_checkpoint "
+    "zero_optimization_stage gradient_accumulation_steps get_lr optimizer lr_scheduler was_step_applied",
+    "lightning 2.6": "backward step save_checkpoint load_checkpoint optimizer lr_scheduler zero_optimization_partition_weights "
+    "set_train_micro_batch_size set_train_batch_size zero_grad",
+    "DeepSpeedExamples": "backward step train eval forward local_rank global_rank device bfloat16_enabled fp16_enabled "
+    "gradient_accumulation_steps train_batch training_dataloader save_checkpoint destroy parameters offload_states "
+    "reload_states data_parallel_group module optimizer config zero_optimization_stage",
+    "Megatron-DeepSpeed": "train_batch eval_batch get_lr micro_steps global_steps global_samples train_batch_size "
+    "train_micro_batch_size_per_gpu set_train_batch_size get_batch_info is_gradient_accumulation_boundary wall_clock_breakdown "
+    "load_checkpoint save_checkpoint zero_optimization loss_scale skipped_steps dp_world_size mpu set_dataiterator "
+    "gradient_clipping communication_data_type",
+    "scripts": "set_lr monitor_is_elsewhere module_state_dict load_module_state_dict save_fp16_model deepspeed_io get_mom "
+    "dump_state dataloader_drop_last zero_cpu_offload zero_offload_optimizer zero_offload_param optimizer_name "
+    "scheduler_name get_data_parallel_rank get_model_parallel_rank world_size mp_world_size empty_partition_cache "
+    "dynamic_loss_scale initial_dynamic_scale get_data_types steps_per_print is_compiled client_optimizer "
+    "client_lr_scheduler coalesce_grad_reduction",
+}  # fmt: skip
+CALLED["scripts"] = CALLED["scripts"].replace("monitor_is_elsewhere ", "")
+NAMES = sorted({name for names in CALLED.values() for name in names.split()})
+
+# What differs from DeepSpeed on purpose: its default, or an argument that is added at the end.
+OWN_DEFAULTS = {
+    ("save_16bit_model", "save_filename"),
+    ("compile", "backend"),
+    ("compile", "compile_kwargs"),
+    ("Init", "tensor_overrides"),
+}
+
+PATHS = {
+    "": "initialize add_config_arguments init_distributed DeepSpeedEngine DeepSpeedConfig DeepSpeedConfigError "
+    "DeepSpeedOptimizer DeepSpeedDataLoader get_accelerator comm zero utils ops checkpointing moe pipe runtime OnDevice logger "
+    "log_dist PipelineModule init_inference tp_model_init __version__",
+    "comm": "init_distributed get_rank get_world_size get_local_rank is_initialized all_reduce all_gather barrier broadcast "
+    "all_gather_into_tensor reduce_scatter_tensor all_to_all_single new_group ReduceOp destroy_process_group send recv",
+    "comm.comm": "init_distributed",
+    "accelerator": "get_accelerator",
+    "zero": "Init GatheredParameters register_external_parameter",
+    "runtime.zero": "Init GatheredParameters register_external_parameter TiledLinear",
+    "runtime.zero.partition_parameters": "ZeroParamStatus ZeroParamType Init GatheredParameters",
+    "runtime.zero.offload_config": "OffloadDeviceEnum OffloadStateTypeEnum",
+    "runtime.zero.config": "DeepSpeedZeroConfig ZeroStageEnum",
+    "runtime.zero.stage3": "unwrap_model_for_generation",
+    "runtime.zero.utils": "is_zero_supported_optimizer is_zero_param",
+    "runtime.engine": "DeepSpeedEngine",
+    "runtime.config": "DeepSpeedConfig DeepSpeedConfigError ADAM_OPTIMIZER LAMB_OPTIMIZER",
+    "runtime.base_optimizer": "DeepSpeedOptimizer",
+    "runtime.dataloader": "DeepSpeedDataLoader RepeatingLoader",
+    "runtime.lr_schedules": "WarmupLR WarmupDecayLR WarmupCosineLR OneCycle LRRangeTest VALID_LR_SCHEDULES",
+    "runtime.utils": "see_memory_usage move_to_device set_random_seed clip_grad_norm_ memory_status partition_balanced "
+    "partition_uniform get_global_norm ensure_directory_exists",
+    "runtime.fp16.loss_scaler": "LossScaler DynamicLossScaler",
+    "runtime.activation_checkpointing.checkpointing": "checkpoint configure is_configured reset",
+    "runtime.constants": "ROUTE_TRAIN ROUTE_EVAL",
+    "checkpointing": "checkpoint configure is_configured reset non_reentrant_checkpoint",
+    "ops.adam": "FusedAdam DeepSpeedCPUAdam",
+    "ops.adagrad": "DeepSpeedCPUAdagrad",
+    "ops.lamb": "FusedLamb",
+    "ops.lion": "FusedLion DeepSpeedCPULion",
+    "moe.utils": "split_params_into_different_moe_groups_for_optimizer is_moe_param has_moe_layers",
+    "moe.layer": "MoE",
+    "pipe": "PipelineModule LayerSpec TiedLayerSpec",
+    "utils": "logger log_dist RepeatingLoader OnDevice safe_get_full_fp32_param safe_set_full_fp32_param safe_get_full_grad "
+    "safe_set_full_grad safe_get_full_optimizer_state safe_set_full_optimizer_state safe_get_local_fp32_param "
+    "safe_set_local_fp32_param safe_get_local_grad safe_set_local_grad safe_get_local_optimizer_state "
+    "safe_set_local_optimizer_state safe_update_full_grad_vectorized set_z3_leaf_modules unset_z3_leaf_modules "
+    "get_z3_leaf_modules z3_leaf_module set_z3_leaf_module set_z3_leaf_modules_by_name set_z3_leaf_modules_by_suffix groups "
+    "get_full_hp_param instrument_w_nvtx set_log_level_from_string",
+    "utils.groups": "get_data_parallel_world_size get_data_parallel_rank _get_data_parallel_group",
+    "utils.logging": "logger log_dist print_dist",
+    "utils.zero_to_fp32": "get_fp32_state_dict_from_zero_checkpoint convert_zero_checkpoint_to_fp32_state_dict",
+    "checkpoint.utils": "clone_tensors_for_torch_save get_model_ckpt_name_for_rank get_zero_ckpt_name_for_rank",
+    "checkpoint.constants": "OPTIMIZER_STATE_DICT PARAM_SHAPES ZERO_STAGE",
+}  # fmt: skip
+"""Module below `deepspeed` -> names that scripts import from it."""
+
+UNBUILT = {
+    "": "init_inference tp_model_init PipelineModule DeepSpeedTransformerLayer InferenceEngine",
+    "pipe": "LayerSpec",
+    "moe.layer": "MoE",
+    "runtime.zero": "TiledLinear",
+    "runtime.fp16.onebit": "OnebitAdam",
+    "ops.adam": "OnebitAdam",
+}
+
+
+def engine_of(config: dict[str, Any] | None = None, **arguments: Any) -> Engine:
+    torch.manual_seed(0)
+    config = {"train_batch_size": 4, "optimizer": {"type": "Adam", "params": {"lr": 0.1}}, **(config or {})}
+    return runtime.initialize(model=nn.Linear(3, 1), config=config, **arguments)[0]
+
+
+@pytest.fixture(scope="module")
+def engine() -> Engine:
+    return engine_of()
+
+
+def module_of(package: str, path: str) -> Any:
+    """A module; one that DeepSpeed has under a second name only as an attribute is found too."""
+    try:
+        return importlib.import_module(f"{package}.{path}".rstrip("."))
+    except ModuleNotFoundError:
+        return functools.reduce(getattr, path.split("."), importlib.import_module(package))
+
+
+def pairs(table: dict[str, str]) -> list[tuple[str, str]]:
+    return [(path, name) for path, names in table.items() for name in names.split()]
+
+
+def test_every_path_has_its_names() -> None:
+    missing = [f"{path}.{name}" for path, name in pairs(PATHS) if not hasattr(module_of("zckpt.runtime", path), name)]
+    assert missing == []
+
+
+def test_attributes_are_enough_after_one_import() -> None:
+    assert deepspeed.ops.adam.FusedAdam and deepspeed.moe.layer.MoE and deepspeed.utils.logging.logger
+    assert deepspeed.runtime.lr_schedules.VALID_LR_SCHEDULES and deepspeed.runtime.zero.GatheredParameters
+    assert deepspeed.zero.Init is deepspeed.runtime.zero.Init
+
+
+@pytest.mark.parametrize(("path", "name"), pairs(UNBUILT))
+def test_what_is_not_built_says_so(path: str, name: str) -> None:
+    found = getattr(module_of("zckpt.runtime", path), name)
+    with pytest.raises(UnsupportedError) as caught:
+        found(1, two=2)
+    assert repr(name) in caught.value.what and caught.value.remedy
+    if not name[0].islower():
+        assert not isinstance(nn.Linear(1, 1), found)
+        with pytest.raises(UnsupportedError):
+            type("Own", (found,), {})(3)
+
+
+@pytest.mark.parametrize("who", CALLED)
+def test_the_engine_has_what_is_called(engine: Engine, who: str) -> None:
+    own = [name for name in CALLED[who].split() if not hasattr(type(engine), name) and name not in vars(engine)]
+    assert [name for name in own if name not in engine._modules] == []
+
+
+@pytest.fixture(scope="module")
+def theirs() -> Any:
+    pytest.importorskip("deepspeed", reason="DeepSpeed is not installed")
+    import logging
+
+    logging.getLogger("DeepSpeed").handlers.clear()
+    from deepspeed import DeepSpeedEngine
+    from deepspeed.runtime.pipe.engine import PipelineEngine
+
+    batches = {name: getattr(PipelineEngine, name) for name in ("train_batch", "eval_batch", "set_dataiterator")}
+    return type("DeepSpeeds", (DeepSpeedEngine,), batches)
+
+
+def differences(ours: Any, real: Any, name: str) -> list[str]:
+    """What a call that fits DeepSpeed's signature may meet here that is other."""
+    if getattr(real, "__name__", "") == "log_wrapper":  # a collective that DeepSpeed's logger counts
+        real = inspect.getclosurevars(real).nonlocals["func"]
+    try:
+        one, other = inspect.signature(ours).parameters, inspect.signature(inspect.unwrap(real)).parameters
+    except (TypeError, ValueError):
+        return []
+    if any(p.kind is p.VAR_KEYWORD for p in one.values()):
+        return []
+    found = []
+    for place, (key, parameter) in enumerate(other.items()):
+        if key == "debug" or parameter.kind in (parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL):
+            continue
+        if key not in one:
+            found.append(f"{name} has no argument {key}")
+        elif list(one).index(key) != place:
+            found.append(f"{name}: {key} is not argument {place}")
+        elif (name, key) not in OWN_DEFAULTS and not _alike(one[key].default, parameter.default):
+            found.append(f"{name}: {key} = {one[key].default!r}, not {parameter.default!r}")
+    return found
+
+
+def _alike(ours: object, real: object) -> bool:
+    if inspect.isclass(real) or callable(real) or real is None or isinstance(real, dict):
+        return True
+    return getattr(ours, "value", ours) == getattr(real, "value", real)
+
+
+def test_the_engines_methods_take_deepspeeds_arguments(theirs: Any) -> None:
+    found = []
+    for name in NAMES:
+        real, ours = getattr(theirs, name, None), getattr(Engine, name, None)
+        if inspect.isfunction(real) and inspect.isfunction(ours):
+            found += differences(ours, real, name)
+    assert found == []
+
+
+_MADE_BY_THE_ENGINE = (
+    "DeepSpeedDataLoader",
+    "DeepSpeedZeroConfig",
+    "LossScaler",
+    "DynamicLossScaler",
+    "DeepSpeedEngine",
+)
+
+
+def test_functions_take_deepspeeds_arguments(theirs: Any) -> None:
+    found: list[str] = []
+    for path, name in pairs(PATHS):
+        real, ours = getattr(module_of("deepspeed", path), name, None), getattr(module_of("zckpt.runtime", path), name)
+        if not callable(real) or not callable(ours) or name in _MADE_BY_THE_ENGINE:
+            continue
+        if inspect.isclass(ours) and issubclass(
+            ours, (torch.nn.Module, Exception, torch.optim.lr_scheduler.LRScheduler)
+        ):
+            continue
+        found += differences(ours, real, name)
+    assert found == []
+
+
+def test_every_name_is_deepspeeds(theirs: Any) -> None:
+    strange = [f"{path}.{name}" for path, name in pairs(PATHS) if not hasattr(module_of("deepspeed", path), name)]
+    assert strange == []
