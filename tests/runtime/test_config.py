@@ -112,6 +112,13 @@ def test_auto() -> None:
     assert early.zero.stage == 3 and early.config.optimizer.params == early.config.scheduler.params == {}
 
 
+def test_offload_param_below_stage_3_is_left_out() -> None:
+    """As DeepSpeed does; accelerate's plugin writes it for every stage."""
+    settings = read_config(SMALLEST | {"zero_optimization": {"stage": 2, "offload_param": {"device": "cpu"}}})
+    assert not settings.zero.offloads_param and "zero_optimization.offload_param" in dict(settings.unused)
+    assert read_config(SMALLEST | {"zero_optimization": {"stage": 2, "offload_param": {"device": "none"}}}).unused == ()
+
+
 def test_accelerate_never_prints() -> None:
     assert read_config({"train_batch_size": 1, "steps_per_print": float("inf")}).config.steps_per_print is None
 
@@ -158,7 +165,6 @@ ZERO3 = {"zero_optimization": {"stage": 3}}
         ({"bf16": {}, "bfloat16": {}}, "old name"),
         ({"data_types": {"param_dtype": "bf16"}}, "param_dtype bf16 and the precision fp32"),
         ({"zero_optimization": {"offload_optimizer": {"device": "cpu"}}}, "stage 0 and offload_optimizer"),
-        ({"zero_optimization": {"stage": 2, "offload_param": {"device": "cpu"}}}, "stage 2 and offload_param"),
         ({"zero_optimization": {"stage": 2, "zero_hpz_partition_size": 2}}, "zero_hpz_partition_size"),
         ({"zero_optimization": {"stage": 1, "mics_shard_size": 2}}, "mics_shard_size"),
         (

@@ -69,8 +69,6 @@ def _contradictions(config: Config, raw: Mapping[str, Any]) -> Iterator[str]:
         yield "offload_optimizer.ratio between 0 and 1: shards are offloaded whole"
     if zero.offloads_optimizer and stage == 0:
         yield "zero_optimization.stage 0 and offload_optimizer (stages 1 to 3)"
-    if zero.offloads_param and stage != 3:
-        yield f"zero_optimization.stage {stage} and offload_param (stage 3)"
     if zero.zero_hpz_partition_size > 1 and stage != 3:
         yield f"zero_optimization.stage {stage} and zero_hpz_partition_size (stage 3)"
     if zero.mics_shard_size > 0 and stage != 3:

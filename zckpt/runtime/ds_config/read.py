@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -107,7 +107,13 @@ def read_config(
     refuse_unbuilt(values, raw, file)
     refuse_contradictions(values, raw, file)
     left_out = ((path, "not known, left out as asked") for path, _ in unknown)
-    return Settings(values, raw, (*left_out, *unused_keys(raw)), file)
+    return Settings(values, raw, (*left_out, *unused_keys(raw), *_unused_at(values.zero_optimization)), file)
+
+
+def _unused_at(zero: Zero) -> Iterator[tuple[str, str]]:
+    """Keys that change nothing at this stage, and the reason."""
+    if zero.stage < 3 and (zero.cpu_offload_param or (zero.offload_param and zero.offload_param.device != "none")):
+        yield "zero_optimization.offload_param", f"stage {zero.stage} cuts no parameters; DeepSpeed leaves it out too"
 
 
 def _unknown(unknown: Sequence[tuple[str, str]], file: str) -> UsageError:

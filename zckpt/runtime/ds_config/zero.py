@@ -50,7 +50,7 @@ class Zero(Section):
     """What is sharded, and how."""
 
     stage: int = used(0, "0 replicates, 1 shards optimizer states, 2 also gradients, 3 also parameters", ge=0, le=3)
-    offload_param: OffloadParam | None = used(None, "see below; stage 3")
+    offload_param: OffloadParam | None = used(None, "see below; without effect below stage 3, as in DeepSpeed")
     offload_optimizer: OffloadOptimizer | None = used(None, "see below; stages 1 to 3")
     zero_hpz_partition_size: int = used(
         1, "hpZ: after forward, parameters stay gathered over groups of this many ranks; stage 3", ge=0
@@ -132,4 +132,5 @@ class Zero(Section):
     @property
     def offloads_param(self) -> bool:
         """Whether the shards of parameters are in host memory."""
-        return bool(self.cpu_offload_param) or (self.offload_param is not None and self.offload_param.device == "cpu")
+        section = self.offload_param
+        return self.stage == 3 and (bool(self.cpu_offload_param) or (section is not None and section.device == "cpu"))
