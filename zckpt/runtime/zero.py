@@ -28,6 +28,7 @@ from zckpt.runtime.sharded.deferred import Recorder, cut, defer, gather_rows, ro
 from zckpt.runtime.sharded.external import register_external_parameter, unregister_external_parameter
 from zckpt.runtime.sharded.labels import ZeroParamStatus, ZeroParamType, label
 from zckpt.runtime.sharded.parameter import ShardedParameter, sharded_parameter_of
+from zckpt.runtime.sharded.pretrained import take_over
 from zckpt.runtime.world import join_world, mesh_of
 
 __all__ = [
@@ -102,7 +103,7 @@ class Init:
         world = join_world()
         group = mesh_of(zero, world).get_group("shard")
         if module is None:
-            self._recorder = Recorder(group, dtype)
+            self._recorder = Recorder(group, dtype, first=take_over)
             return
         for parameter in list(module.parameters()):
             if rows_held_by(parameter) is None:
@@ -141,7 +142,8 @@ class GatheredParameters:
     context manager returns, as a list, and what the modules hold (`model.head.weight`). Every rank has to enter and leave.
 
     Args:
-        params: parameters as the modules hold them, one or several; of a model before or after `initialize`.
+        params: parameters as the modules hold them, one or several; of a model before or after `initialize`. Buffers among
+            them are left as they are.
         modifier_rank: the rank whose changes all ranks take over on leaving; None discards changes.
         fwd_module: accepted for DeepSpeed's sake and not used.
         enabled: False does nothing, and returns an empty list.
@@ -158,14 +160,18 @@ class GatheredParameters:
         enabled: bool = True,
     ) -> None:
         several = [params] if isinstance(params, torch.Tensor) else list(params)
+        if any(isinstance(one, nn.Parameter) for one in several):
+            several = [one for one in several if isinstance(one, nn.Parameter)]  # buffers are whole everywhere
         self._params = list({id(p): p for p in several}.values()) if enabled else []
         self._modifier_rank = modifier_rank
         self._inside: list[tuple[nn.Parameter, Callable[[bool], None]]] = []
 
     @torch.no_grad()
     def __enter__(self) -> list[nn.Parameter]:
-        self._inside = [_gather(parameter) for parameter in self._params]
-        return [whole for whole, _ in self._inside]
+        order = sorted(range(len(self._params)), key=lambda place: _order(self._params[place]))
+        gathered = {place: _gather(self._params[place]) for place in order}
+        self._inside = [gathered[place] for place in order]
+        return [gathered[place][0] for place in range(len(self._params))]
 
     @torch.no_grad()
     def __exit__(self, *error: Any) -> None:
@@ -176,6 +182,13 @@ class GatheredParameters:
                 dist.broadcast(whole.data.view(-1).view(torch.uint8), self._modifier_rank)
             leave(keep)
         self._inside = []
+
+
+def _order(parameter: torch.Tensor) -> tuple[int, str]:
+    """A key that sorts parameters alike on all ranks, also if they come out of a set."""
+    rows = rows_held_by(parameter) if isinstance(parameter, nn.Parameter) else None
+    sharded = sharded_parameter_of(parameter)
+    return -1 if rows is None else rows.number, "" if sharded is None else sharded.name
 
 
 def _gather(parameter: torch.Tensor) -> tuple[nn.Parameter, Callable[[bool], None]]:

@@ -16,13 +16,18 @@ are: torch's own initialisations leave meta tensors alone.
 from __future__ import annotations
 
 import functools
+import itertools
+import math
+import mmap
+import sys
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map
@@ -32,6 +37,7 @@ from zckpt.runtime.world import rows_of
 
 _ATTRIBUTE = "_zckpt_rows"
 _FILLS = frozenset(("fill_", "zero_"))
+_numbers = itertools.count()
 
 
 @dataclass(slots=True, eq=False)
@@ -42,11 +48,13 @@ class Rows:
         values: shape (rows, ...); a parameter without dims or elements is whole on every rank.
         shape: of the whole parameter.
         group: the ranks that share it, in the order of their rows.
+        number: counts the parameters in the order in which they were made, which is the same on all ranks.
     """
 
     values: torch.Tensor
     shape: torch.Size
     group: Any
+    number: int = field(default_factory=lambda: next(_numbers))
 
     @property
     def size(self) -> int:
@@ -63,13 +71,23 @@ class Rows:
         return self.values.clone() if self.whole else gather_rows(self.values, self.shape, self.group)
 
 
-def cut(tensor: torch.Tensor, group: Any, dtype: torch.dtype | None = None) -> Rows:
+class DeferredParameter(nn.Parameter):
+    """A parameter on the meta device that says where its rows are, when it is asked for its device."""
+
+    @property
+    def device(self) -> torch.device:  # type: ignore[override]
+        rows = rows_held_by(self)
+        return torch.device("meta") if rows is None else rows.values.device
+
+
+def cut(tensor: torch.Tensor, group: Any, dtype: torch.dtype | None = None, *, unwritten: bool = False) -> Rows:
     """This rank's rows of a whole tensor, in memory of their own.
 
     Args:
         tensor: the whole, on every rank.
         group: the ranks that share it.
         dtype: to keep floating-point numbers in; their own if not given.
+        unwritten: its numbers are any that were in the memory, and are not copied.
     """
     tensor = part = tensor.detach()
     size = dist.get_world_size(group)
@@ -77,7 +95,24 @@ def cut(tensor: torch.Tensor, group: Any, dtype: torch.dtype | None = None) -> R
         rows = rows_of(tensor.shape[0], size, dist.get_rank(group))
         part = tensor[rows.start : rows.stop]
     dtype = dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
-    return Rows(part.to(dtype, copy=True).contiguous(), tensor.shape, group)
+    values = room(part.shape, dtype, tensor.device)
+    if not unwritten:
+        values.copy_(part)
+    return Rows(values, tensor.shape, group)
+
+
+def room(shape: Iterable[int], dtype: torch.dtype, device: torch.device | str = "cpu") -> torch.Tensor:
+    """A tensor of any numbers, in memory that goes back to the system as soon as nobody needs it.
+
+    What is larger than a mebibyte has pages of its own: among tensors of many sizes, made and freed in turn, malloc's heap
+    would grow to twice what is in it.
+    """
+    shape = tuple(shape)
+    nbytes = math.prod(shape) * dtype.itemsize
+    if torch.device(device).type != "cpu" or nbytes < 1 << 20 or sys.platform != "linux":
+        return torch.empty(shape, dtype=dtype, device=device)
+    pages = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    return torch.frombuffer(pages, dtype=dtype).view(shape)
 
 
 def gather_rows(values: torch.Tensor, shape: Iterable[int], group: Any) -> torch.Tensor:
@@ -105,11 +140,18 @@ def rows_held_by(parameter: nn.Parameter) -> Rows | None:
 
 
 def defer(parameter: nn.Parameter, rows: Rows) -> None:
-    """Turns a parameter object into a deferred one, for all that refer to it."""
+    """Turns a parameter object into a deferred one, for all that refer to it; it keeps its attributes."""
     meta = torch.empty(rows.shape, dtype=rows.values.dtype, device="meta")
-    torch.utils.swap_tensors(parameter, nn.Parameter(meta, requires_grad=parameter.requires_grad))
+    attributes = dict(vars(parameter))
+    torch.utils.swap_tensors(parameter, DeferredParameter(meta, requires_grad=parameter.requires_grad))
+    vars(parameter).update(attributes)
     setattr(parameter, _ATTRIBUTE, rows)
     label(parameter, rows.shape, rows.values)
+
+
+def recording() -> Recorder | None:
+    """The recorder that is active; None outside of `zero.Init`."""
+    return _active[-1] if _active else None
 
 
 class Recorder(TorchDispatchMode):
@@ -118,16 +160,23 @@ class Recorder(TorchDispatchMode):
     Args:
         group: the ranks that share each parameter.
         dtype: of floating-point parameters, where they should have another than the model gives them.
+        first: called once, when the first parameter is registered.
     """
 
-    def __init__(self, group: Any, dtype: torch.dtype | None = None) -> None:
+    def __init__(
+        self, group: Any, dtype: torch.dtype | None = None, first: Callable[[], None] = lambda: None
+    ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.group = group
         self.dtype = dtype
+        self.makes_meta = False
+        self._first: Callable[[], None] | None = first
         self._home = torch.device("cpu")
         self._rows: dict[int, Rows] = {}
         self._kept: list[nn.Parameter] = []
         self._alive: list[torch.UntypedStorage] = []  # a place in `_rows` must not be given to another tensor
+        self._fresh: int | None = None  # what `torch.empty` gave, if no op but views came after it
+        self._passing: list[StorageWeakRef] = []  # of tensors that may never become parameters
         self._device_mode = _DeviceMode(self)
         self._register: Callable[..., None] | None = None
 
@@ -138,36 +187,82 @@ class Recorder(TorchDispatchMode):
         @functools.wraps(plain)
         def register_parameter(module: nn.Module, name: str, param: nn.Parameter | None) -> None:
             plain(module, name, param)
-            if type(param) is nn.Parameter and recorder.rows_of(param) is None and not param.is_meta:
+            if recorder._first is not None:
+                recorder._first, once = None, recorder._first
+                once()
+            if type(param) not in (nn.Parameter, DeferredParameter):
+                return
+            if recorder.rows_of(param) is not None:
+                recorder.keep(param)
+            elif not param.is_meta:
                 recorder.adopt(param)
 
         nn.Module.register_parameter = register_parameter  # type: ignore[method-assign,assignment]
         super().__enter__()  # type: ignore[no-untyped-call]
         self._device_mode.__enter__()  # type: ignore[no-untyped-call]
+        _active.append(self)
         return self
 
     def __exit__(self, *error: Any) -> None:
+        _active.remove(self)
         self._device_mode.__exit__(*error)  # type: ignore[no-untyped-call]
         super().__exit__(*error)  # type: ignore[no-untyped-call]
         if self._register is not None:
             nn.Module.register_parameter = self._register  # type: ignore[method-assign]
         for parameter in self._kept:  # its data may have been exchanged since it was adopted
             setattr(parameter, _ATTRIBUTE, self._rows[_place(parameter)])
+        for held in (self._rows, self._kept, self._alive, self._passing):  # who holds this may not hold replaced ones
+            held.clear()  # type: ignore[attr-defined]
 
     def adopt(self, parameter: nn.Parameter) -> None:
         """Defers a parameter that has numbers."""
         with torch.utils._python_dispatch._disable_current_modes(), torch._C.DisableTorchFunction():
-            rows = cut(parameter, self.group, self.dtype)
+            unwritten = self._fresh is not None and self._fresh == _place(parameter)
+            rows = cut(parameter, self.group, self.dtype, unwritten=unwritten)
             defer(parameter, rows)
             self._know(parameter, rows)
         self._kept.append(parameter)
+
+    def keep(self, parameter: nn.Parameter) -> None:
+        """Takes over a parameter that was made of a deferred tensor, such as of one that `hold` gave."""
+        rows = self._rows[_place(parameter)]
+        if rows_held_by(parameter) is rows:
+            return
+        with torch.utils._python_dispatch._disable_current_modes(), torch._C.DisableTorchFunction():
+            if self.dtype is not None and rows.values.is_floating_point():
+                rows.values = rows.values.to(self.dtype)
+            defer(parameter, rows)
+            self._know(parameter, rows)
+        self._kept.append(parameter)
+
+    def hold(self, rows: Rows) -> torch.Tensor:
+        """A deferred tensor with these rows, for the memory that they are in; they are freed with it."""
+        with torch.utils._python_dispatch._disable_current_modes(), torch._C.DisableTorchFunction():
+            meta = torch.empty(rows.shape, dtype=rows.values.dtype, device="meta")
+            self._know(meta, rows, passing=True)
+        return meta
+
+    def whole(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A tensor with its numbers: gathered, if it is deferred. All ranks of the group take part."""
+        rows = self.rows_of(tensor)
+        if rows is None:
+            return tensor
+        with torch.utils._python_dispatch._disable_current_modes(), torch._C.DisableTorchFunction():
+            return rows.join()
 
     def rows_of(self, value: object) -> Rows | None:
         """The rows of a deferred parameter or a view of one; None for everything else."""
         return self._rows.get(_place(value)) if isinstance(value, torch.Tensor) else None
 
-    def _know(self, tensor: torch.Tensor, rows: Rows) -> None:
-        self._alive.append(tensor.untyped_storage())
+    def _know(self, tensor: torch.Tensor, rows: Rows, *, passing: bool = False) -> None:
+        for gone in [one for one in self._passing if one.expired()]:
+            self._passing.remove(gone)
+            self._rows.pop(gone.cdata, None)
+        storage = tensor.untyped_storage()
+        if passing:
+            self._passing.append(StorageWeakRef(storage))
+        else:
+            self._alive.append(storage)
         self._rows[_place(tensor)] = rows
         self._home = rows.values.device
 
@@ -177,10 +272,15 @@ class Recorder(TorchDispatchMode):
         """Runs an op where its numbers are."""
         kwargs = dict(kwargs or {})
         deferred = [t for t in tree_flatten((args, kwargs))[0] if self.rows_of(t) is not None]
-        if torch.device(kwargs.get("device") or "cpu").type == "meta":  # a value for a parameter, made where it is
-            kwargs["device"] = self._home
+        if _is_meta(kwargs.get("device")) and not self.makes_meta:
+            kwargs["device"] = self._home  # a value for a parameter, made where it is
         if not deferred or (func.is_view and not func._schema.is_mutable):
-            return func(*args, **kwargs)
+            result = func(*args, **kwargs)
+            if func.overloadpacket is torch.ops.aten.empty:
+                self._fresh = _place(result)
+            elif not func.is_view:
+                self._fresh = None
+            return result
         first, name = deferred[0], func.overloadpacket.__name__
         changes_one = (
             len(deferred) == 1 and func._schema.is_mutable and args and args[0] is first and self._is_all(first)
@@ -188,7 +288,8 @@ class Recorder(TorchDispatchMode):
         if changes_one and _is_elementwise(func, args[1:], kwargs):
             func(self._rows[_place(first)].values, *args[1:], **kwargs)
             return first
-        if name == "_to_copy" and not args[1:] and "device" not in kwargs:
+        stays = kwargs.get("device") in (None, self._rows[_place(first)].values.device)
+        if name == "_to_copy" and not args[1:] and stays and self._is_all(first):
             return self._converted(first, kwargs.get("dtype"))
         random = torch.Tag.nondeterministic_seeded in func.tags
         overwrites = changes_one and (random or name in ("copy_", *_FILLS))
@@ -228,7 +329,7 @@ class Recorder(TorchDispatchMode):
         rows = self._rows[_place(tensor)]
         values = rows.values.to(dtype or rows.values.dtype, copy=True)
         meta = torch.empty(tensor.shape, dtype=values.dtype, device="meta")
-        self._know(meta, Rows(values, rows.shape, rows.group))
+        self._know(meta, Rows(values, rows.shape, rows.group), passing=True)
         return meta
 
     def _is_all(self, tensor: torch.Tensor) -> bool:
@@ -236,8 +337,14 @@ class Recorder(TorchDispatchMode):
         return tensor.shape == shape and tensor.is_contiguous() and not tensor.storage_offset()
 
 
+_active: list[Recorder] = []
+
+
 class _DeviceMode(TorchFunctionMode):
-    """Answers `is_meta` and `device` of a deferred parameter as its numbers would."""
+    """Answers `is_meta` and `device` of a deferred parameter as its numbers would.
+
+    It also notes when the model's code itself asks for the meta device, as inside `with torch.device("meta")`.
+    """
 
     def __init__(self, recorder: Recorder) -> None:
         super().__init__()
@@ -250,10 +357,21 @@ class _DeviceMode(TorchFunctionMode):
             rows = self.recorder.rows_of(args[0])
             if rows is not None:
                 return func(rows.values)
-        return func(*args, **(kwargs or {}))
+        kwargs = kwargs or {}
+        if not _is_meta(kwargs.get("device")):
+            return func(*args, **kwargs)
+        self.recorder.makes_meta, before = True, self.recorder.makes_meta
+        try:
+            return func(*args, **kwargs)
+        finally:
+            self.recorder.makes_meta = before
 
 
 _DEVICE_GETTERS = tuple(vars(torch._C.TensorBase)[name].__get__ for name in ("is_meta", "device"))
+
+
+def _is_meta(device: Any) -> bool:
+    return device is not None and torch.device(device).type == "meta"
 
 
 def _place(tensor: torch.Tensor) -> int:

@@ -196,6 +196,7 @@ def _sharded_parameters(
         places = tuple(holders[id(weight)])
         if one.rows is not None:
             weight = _materialise(weight, one, one.rows, zero, world)
+            one.rows.values = one.rows.values.new_empty(0)  # where this is another dtype's memory, it is free now
             for module, name in places:
                 module._parameters[name] = weight
         start, count = (0, one.shape.numel()) if one.replicated else elements_of(one.shape, size, rank)
@@ -255,6 +256,7 @@ def _prepare(one: _Original, precision: Precision, world: World) -> None:
     parameter = one.parameter
     stored = torch.float32 if one.is_cut and precision.train else one.dtype
     if parameter.is_meta:
+        parameter.__class__ = nn.Parameter
         parameter.data = parameter.data.to(stored)
         return
     data = parameter.data.to(world.device).contiguous()
