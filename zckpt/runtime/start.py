@@ -25,7 +25,7 @@ from zckpt.runtime.engine import Engine
 from zckpt.runtime.optimizers.masters import chosen_of, groups_of, optimizer_on_masters
 from zckpt.runtime.optimizers.schedules import build_schedule
 from zckpt.runtime.sharded.buffers import cast_buffers
-from zckpt.runtime.sharded.inference import allow_inference_mode
+from zckpt.runtime.sharded.inference import allow_inference
 from zckpt.runtime.sharded.shard import DTYPES, Precision, shard
 from zckpt.runtime.sharded.units import Wrap
 from zckpt.runtime.sharded.watch import Watch
@@ -105,7 +105,7 @@ def initialize(
     cast_buffers(model, settings)
     precision = _precision(settings, trains=trains)
     sharded = shard(model, settings.zero, precision, mesh_of(settings.zero, world), world, wrap)
-    allow_inference_mode(model)
+    allow_inference(model)
     if world.size > 1:
         Watch(model, world)
     built = schedule = loader = None

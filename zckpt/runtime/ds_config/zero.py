@@ -85,7 +85,7 @@ class Zero(Section):
     allgather_partitions: bool = unused(True, _BUCKETS)
     allgather_bucket_size: int = unused(int(5e8), _BUCKETS)
     overlap_comm: bool | None = unused(None, "always overlapped, if the device can")
-    prefetch_bucket_size: int = unused(int(5e7), _COORDINATOR, alias="stage3_prefetch_bucket_size")
+    prefetch_bucket_size: int | float = unused(int(5e7), _COORDINATOR, alias="stage3_prefetch_bucket_size")
     param_persistence_threshold: int = unused(
         int(1e5),
         "small parameters are gathered with their unit at no extra call",

@@ -72,12 +72,17 @@ class Rows:
 
 
 class DeferredParameter(nn.Parameter):
-    """A parameter on the meta device that says where its rows are, when it is asked for its device."""
+    """A parameter on the meta device that tells scripts where its rows are, when they ask for its device.
+
+    torch's own code is told the truth: it makes results on that device, and would make some of no numbers.
+    """
 
     @property
     def device(self) -> torch.device:  # type: ignore[override]
+        """Where its rows are."""
         rows = rows_held_by(self)
-        return torch.device("meta") if rows is None else rows.values.device
+        asks = str(sys._getframe(1).f_globals.get("__name__"))
+        return torch.device("meta") if rows is None or asks.partition(".")[0] == "torch" else rows.values.device
 
 
 def cut(tensor: torch.Tensor, group: Any, dtype: torch.dtype | None = None, *, unwritten: bool = False) -> Rows:
@@ -104,12 +109,12 @@ def cut(tensor: torch.Tensor, group: Any, dtype: torch.dtype | None = None, *, u
 def room(shape: Iterable[int], dtype: torch.dtype, device: torch.device | str = "cpu") -> torch.Tensor:
     """A tensor of any numbers, in memory that goes back to the system as soon as nobody needs it.
 
-    What is larger than a mebibyte has pages of its own: among tensors of many sizes, made and freed in turn, malloc's heap
+    What is larger than 128 KiB has pages of its own: among tensors of many sizes, made and freed in turn, malloc's heap
     would grow to twice what is in it.
     """
     shape = tuple(shape)
     nbytes = math.prod(shape) * dtype.itemsize
-    if torch.device(device).type != "cpu" or nbytes < 1 << 20 or sys.platform != "linux":
+    if torch.device(device).type != "cpu" or nbytes < 1 << 17 or sys.platform != "linux":
         return torch.empty(shape, dtype=dtype, device=device)
     pages = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     return torch.frombuffer(pages, dtype=dtype).view(shape)
@@ -163,9 +168,7 @@ class Recorder(TorchDispatchMode):
         first: called once, when the first parameter is registered.
     """
 
-    def __init__(
-        self, group: Any, dtype: torch.dtype | None = None, first: Callable[[], None] = lambda: None
-    ) -> None:
+    def __init__(self, group: Any, dtype: torch.dtype | None = None, first: Callable[[], None] = lambda: None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.group = group
         self.dtype = dtype
@@ -175,7 +178,7 @@ class Recorder(TorchDispatchMode):
         self._rows: dict[int, Rows] = {}
         self._kept: list[nn.Parameter] = []
         self._alive: list[torch.UntypedStorage] = []  # a place in `_rows` must not be given to another tensor
-        self._fresh: int | None = None  # what `torch.empty` gave, if no op but views came after it
+        self._fresh: StorageWeakRef | None = None  # what `torch.empty` gave, if no op but views came after it
         self._passing: list[StorageWeakRef] = []  # of tensors that may never become parameters
         self._device_mode = _DeviceMode(self)
         self._register: Callable[..., None] | None = None
@@ -188,9 +191,9 @@ class Recorder(TorchDispatchMode):
         def register_parameter(module: nn.Module, name: str, param: nn.Parameter | None) -> None:
             plain(module, name, param)
             if recorder._first is not None:
-                recorder._first, once = None, recorder._first
+                once, recorder._first = recorder._first, None
                 once()
-            if type(param) not in (nn.Parameter, DeferredParameter):
+            if param is None or type(param) not in (nn.Parameter, DeferredParameter):
                 return
             if recorder.rows_of(param) is not None:
                 recorder.keep(param)
@@ -212,12 +215,12 @@ class Recorder(TorchDispatchMode):
         for parameter in self._kept:  # its data may have been exchanged since it was adopted
             setattr(parameter, _ATTRIBUTE, self._rows[_place(parameter)])
         for held in (self._rows, self._kept, self._alive, self._passing):  # who holds this may not hold replaced ones
-            held.clear()  # type: ignore[attr-defined]
+            held.clear()
 
     def adopt(self, parameter: nn.Parameter) -> None:
         """Defers a parameter that has numbers."""
         with torch.utils._python_dispatch._disable_current_modes(), torch._C.DisableTorchFunction():
-            unwritten = self._fresh is not None and self._fresh == _place(parameter)
+            unwritten = self._fresh is not None and self._fresh.cdata == _place(parameter)
             rows = cut(parameter, self.group, self.dtype, unwritten=unwritten)
             defer(parameter, rows)
             self._know(parameter, rows)
@@ -250,6 +253,10 @@ class Recorder(TorchDispatchMode):
         with torch.utils._python_dispatch._disable_current_modes(), torch._C.DisableTorchFunction():
             return rows.join()
 
+    def forget_fresh(self) -> None:
+        """Takes what `torch.empty` gave for written: somebody has its memory."""
+        self._fresh = None
+
     def rows_of(self, value: object) -> Rows | None:
         """The rows of a deferred parameter or a view of one; None for everything else."""
         return self._rows.get(_place(value)) if isinstance(value, torch.Tensor) else None
@@ -277,10 +284,11 @@ class Recorder(TorchDispatchMode):
         if not deferred or (func.is_view and not func._schema.is_mutable):
             result = func(*args, **kwargs)
             if func.overloadpacket is torch.ops.aten.empty:
-                self._fresh = _place(result)
+                self._fresh = StorageWeakRef(result.untyped_storage())  # so that its place is not given to another
             elif not func.is_view:
                 self._fresh = None
             return result
+        self._fresh = None
         first, name = deferred[0], func.overloadpacket.__name__
         changes_one = (
             len(deferred) == 1 and func._schema.is_mutable and args and args[0] is first and self._is_all(first)
@@ -358,6 +366,8 @@ class _DeviceMode(TorchFunctionMode):
             if rows is not None:
                 return func(rows.values)
         kwargs = kwargs or {}
+        if getattr(func, "__name__", "") in _GIVES_MEMORY:
+            self.recorder.forget_fresh()
         if not _is_meta(kwargs.get("device")):
             return func(*args, **kwargs)
         self.recorder.makes_meta, before = True, self.recorder.makes_meta
@@ -367,6 +377,7 @@ class _DeviceMode(TorchFunctionMode):
             self.recorder.makes_meta = before
 
 
+_GIVES_MEMORY = frozenset(("numpy", "data_ptr", "__array__", "__dlpack__", "untyped_storage", "storage"))
 _DEVICE_GETTERS = tuple(vars(torch._C.TensorBase)[name].__get__ for name in ("is_meta", "device"))
 
 

@@ -52,7 +52,12 @@ def take_over() -> None:
 
     @functools.wraps(original)
     def load(
-        model: nn.Module, state_dict: Any, checkpoint_files: Sequence[str] | None, load_config: Any, *rest: Any, **more: Any
+        model: nn.Module,
+        state_dict: Any,
+        checkpoint_files: Sequence[str] | None,
+        load_config: Any,
+        *rest: Any,
+        **more: Any,
     ) -> Any:
         recorder = _recorder_of(model)
         if recorder is None or load_config.is_quantized or (state_dict is None and checkpoint_files is None):
@@ -71,7 +76,7 @@ def _recorder_of(model: nn.Module) -> Recorder | None:
 
 
 def _load(
-    model: nn.Module,
+    model: Any,
     state_dict: Mapping[str, Any] | None,
     files: Sequence[str],
     load_config: Any,
@@ -148,9 +153,7 @@ class _Stored:
                 rows = rows_of(entry.shape[0], dist.get_world_size(group), dist.get_rank(group))
                 width = entry.numel // entry.shape[0]
                 fragments = clip(entry.fragments, rows.start * width, rows.stop * width, entry.dtype.itemsize)
-                part = TensorEntry(
-                    entry.name, (len(rows), *entry.shape[1:]), entry.dtype, entry.role, fragments
-                )
+                part = TensorEntry(entry.name, (len(rows), *entry.shape[1:]), entry.dtype, entry.role, fragments)
             else:
                 part = entry
             values = room(part.shape, getattr(torch, entry.dtype.torch_name))

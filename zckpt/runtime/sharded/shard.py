@@ -256,7 +256,6 @@ def _prepare(one: _Original, precision: Precision, world: World) -> None:
     parameter = one.parameter
     stored = torch.float32 if one.is_cut and precision.train else one.dtype
     if parameter.is_meta:
-        parameter.__class__ = nn.Parameter
         parameter.data = parameter.data.to(stored)
         return
     data = parameter.data.to(world.device).contiguous()
