@@ -1,5 +1,7 @@
 """What the ranks do in `test_pretrained.py`: transformers loads and makes models, each rank its own part."""
 
+# ruff: noqa: E402
+
 from __future__ import annotations
 
 import contextlib
@@ -7,14 +9,17 @@ import ctypes
 import gc
 import json
 import sys
-import types
 from collections.abc import Callable, Iterator
-from importlib.machinery import ModuleSpec
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+
+import zckpt.runtime
+
+zckpt.runtime.as_deepspeed()  # before transformers looks for DeepSpeed
+
 import transformers as t
 from harness import check, main, rank, world
 from safetensors.torch import save_file
@@ -22,7 +27,6 @@ from torch import nn
 from transformers.integrations import HfDeepSpeedConfig
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
-import zckpt.runtime
 from zckpt.runtime import zero
 from zckpt.runtime.sharded.deferred import rows_held_by
 
@@ -297,25 +301,5 @@ def memory_of_a_load() -> dict[str, list[float]]:
     return out
 
 
-def import_as_deepspeed() -> None:
-    """What transformers imports as `deepspeed` is our trainer."""
-    if hasattr(zckpt.runtime, "DeepSpeedEngine"):
-        zckpt.runtime.as_deepspeed()
-        return
-    made = {}
-    for name in ("", ".accelerator", ".runtime", ".runtime.zero", ".runtime.zero.partition_parameters"):
-        made[name] = sys.modules["deepspeed" + name] = types.ModuleType("deepspeed" + name)
-        made[name].__path__ = []
-        made[name].__spec__ = ModuleSpec("deepspeed" + name, None, is_package=True)
-    made[""].__dict__.update(
-        zero=zero, comm=dist, initialize=zckpt.runtime.initialize, DeepSpeedEngine=zckpt.runtime.Engine
-    )
-    made[".accelerator"].get_accelerator = lambda: types.SimpleNamespace(current_device_name=lambda: "cpu")  # type: ignore[attr-defined]
-    places = made[".runtime.zero.partition_parameters"]
-    places.zero_wrapper_for_fp_tensor_constructor = None  # type: ignore[attr-defined]
-    made[".runtime.zero"].partition_parameters = places  # type: ignore[attr-defined]
-
-
 if __name__ == "__main__":
-    import_as_deepspeed()
     main()

@@ -2,9 +2,10 @@
 
 For `start`. `fully_shard` makes the buffers that a unit's parameters are gathered into in the unit's first forward, and
 keeps them; made under `inference_mode`, they are tensors that it can never write to again.
-[Note: parts of a model] `generate` of an encoder-decoder model calls the encoder, not the model. Parameters of the model's own unit,
-such as the embeddings that both share, are not gathered then. A hook before every module between a unit and those that hold its
-parameters gathers them if nobody has, and frees them afterwards. A training forward is not helped so: its backward needs them again.
+[Note: parts of a model] `generate` of an encoder-decoder model calls the encoder, not the model. Parameters of the model's own
+unit, such as the embeddings that both share, are not gathered then. A hook before every module between a unit and those that hold
+its parameters gathers them if nobody has, and frees them afterwards. A training forward is not helped so: its backward needs them
+again.
 Source: torch 2.13, distributed/fsdp/_fully_shard/_fsdp_param.py `init_all_gather_outputs` and `alloc_all_gather_outputs`,
 _fsdp_state.py `_lazy_init`: the first unit that is called takes itself for the model, if the model has not been asked before.
 """

@@ -197,6 +197,7 @@ def _sharded_parameters(
         if one.rows is not None:
             weight = _materialise(weight, one, one.rows, zero, world)
             one.rows.values = one.rows.values.new_empty(0)  # where this is another dtype's memory, it is free now
+            vars(one.parameter).pop("ds_tensor", None)
             for module, name in places:
                 module._parameters[name] = weight
         start, count = (0, one.shape.numel()) if one.replicated else elements_of(one.shape, size, rank)
