@@ -233,3 +233,22 @@ def test_where_forwards_differ() -> None:
     assert of(([0, 1], False), ([0], True)) == (1, {0: 1, 1: None})
     assert of(([0, 2], False), ([0, 1], False), ([0], False)) == (1, {0: 2, 1: 1})
     assert of(([], True), ([], False)) is None
+
+
+def test_the_models_own_state_is_whole_on_one_rank_alone(outcome: Outcome) -> None:
+    given = outcome("checks.py", 2, "own_states")
+    told = {name: value for rank in given for name, value in rank.items()}
+    kinds = ["0 bf16", "1 fp32", "2 bf16", "2 fp16"]
+    assert all(told[f"{what} {kind}"] for what in ("alone", "parameters", "loaded", "near") for kind in kinds)
+    refused = [value for name, value in told.items() if name.startswith("refused")]
+    assert len(refused) == 3 and all("engine.save_16bit_model(dir) on every rank" in value for value in refused)
+
+
+def test_a_script_steps_the_optimizer_itself(outcome: Outcome) -> None:
+    [given, other] = outcome("checks.py", 2, "scripts_own_steps")
+    assert given == other and given["after"] == [True]
+    for stage in range(4):
+        assert given[f"same {stage}"] and given[f"back {stage}"]
+        assert given[f"facts {stage}"] == [[4, 8, 0, False, 0.00075]] * 2
+    assert [what.split()[0] for what in given["refused"]] == ["optimizer.step", "a", "the"]
+    assert given["unscaled"] == "loss.backward() without the loss scale that fp16 needs"

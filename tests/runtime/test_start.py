@@ -39,7 +39,7 @@ def test_a_schedule_over_the_given_optimizer() -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     schedule = StepLR(optimizer, 1)
     engine = runtime.initialize(model=model, config=CONFIG, optimizer=optimizer, lr_scheduler=schedule)[0]
-    assert engine.lr_scheduler is schedule and engine.optimizer is optimizer
+    assert engine.lr_scheduler is schedule and engine.basic_optimizer is optimizer
 
 
 @pytest.mark.parametrize(

@@ -29,7 +29,7 @@ from zckpt.core.dtypes import BY_TORCH_NAME, DType
 from zckpt.core.fragments import Fragment, MemoryStore
 from zckpt.layouts.save.module_states import WRAPPERS
 from zckpt.live.loading import is_plain, tensors_of
-from zckpt.live.slices import local_part, master_of, reshard_modules
+from zckpt.live.slices import local_part, master_of, part_of, reshard_modules
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,11 +91,13 @@ def local_model(model: nn.Module) -> LocalModel:
                 "the model is under FullyShardedDataParallel (FSDP1), whose parts zckpt does not read",
                 remedy="Shard it with torch.distributed.fsdp.fully_shard, or save it with torch.distributed.checkpoint.",
             )
-    reshard_modules(model)
+    if all(part_of(parameter) is parameter for parameter in model.parameters()):
+        reshard_modules(model)
     offers: list[Offer] = []
     read: dict[str, Callable[[], torch.Tensor]] = {}
     aliases: dict[str, str] = {}
-    for names, tensor in tensors_of(model):
+    for names, registered in tensors_of(model):
+        tensor = part_of(registered)
         kept, *dropped = (WRAPPERS.sub("", name) for name in names)
         aliases.update((name, kept) for name in dropped if name != kept)
         role: Role = "buffer"
@@ -114,7 +116,7 @@ def _elements(name: str, tensor: torch.Tensor, places: Places) -> Found:
     master = master_of(tensor)
     if isinstance(tensor, DTensor):
         return _of_dtensor(name, tensor)
-    if hasattr(tensor, "ds_id"):
+    if hasattr(tensor, "ds_process_group"):  # zckpt's trainer has others of DeepSpeed's attributes too
         return _of_stage_3(name, tensor)
     if hasattr(tensor, "_hp_mapping"):
         return _of_stage_1_and_2(tensor, places)

@@ -61,6 +61,12 @@ def reshard_modules(model: nn.Module) -> None:
             module.reshard()
 
 
+def part_of(parameter: torch.Tensor) -> torch.Tensor:
+    """The parameter with this process's part, where the trainer registers a whole copy between steps; any other is itself."""
+    trained = getattr(parameter, _SHARDED_PARAMETER, None)
+    return parameter if getattr(trained, "whole", None) is not parameter else trained.weight  # type: ignore[union-attr]
+
+
 def master_of(parameter: torch.Tensor) -> torch.Tensor | None:
     """The fp32 master weight that the trainer keeps beside a whole parameter; None if it keeps none in other memory."""
     master: torch.Tensor | None = getattr(getattr(parameter, _SHARDED_PARAMETER, None), "master", None)

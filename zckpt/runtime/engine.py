@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.utils._pytree import tree_map
 
@@ -24,6 +25,8 @@ from zckpt.base.words import examples
 from zckpt.live import save_pretrained
 from zckpt.runtime.methods.states import DeepSpeedRun
 from zckpt.runtime.optimizers.lion_lamb import Lamb
+from zckpt.runtime.sharded import gradients
+from zckpt.runtime.sharded.direct import DirectBackwards, forget_scaled, mark_scaled, of_engine
 from zckpt.runtime.sharded.ungathered import explained
 
 _log = logging.getLogger("zckpt.runtime")
@@ -44,8 +47,14 @@ class Engine(DeepSpeedRun):
         self._backwards = 0
         self._replicated = [one for one in self.sharded.parameters if one.replicated]
         self._masters = [one.master for one in self.sharded.parameters if one.master is not None]
-        if isinstance(self.optimizer, Lamb):
-            self.optimizer.sum_over_shards = self._sum_over_shards
+        self._unreduced = self._counted = False
+        self._direct: DirectBackwards | None = None
+        if self.optimizer is not None:
+            self.optimizer.belong_to(self)
+            self._direct = DirectBackwards(self.module, self.sharded.parameters, self._begin_direct)
+            self.module.register_forward_hook(self._forward_ended)
+        if isinstance(self.basic_optimizer, Lamb):
+            self.basic_optimizer.sum_over_shards = self._sum_over_shards
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """The model's forward, with its arguments and its result. Every rank calls it.
@@ -59,9 +68,22 @@ class Engine(DeepSpeedRun):
             result = self.module(*inputs, **kwargs)
         except RuntimeError as error:
             raise explained(error, self.module) or error from error.__cause__
-        if not torch.is_grad_enabled():
+        if not torch.is_grad_enabled() and self.settings.zero.stage == 3:
             self.reshard()
         return result
+
+    def scale(self, loss: torch.Tensor) -> torch.Tensor:
+        """The loss multiplied by the loss scale of fp16, for `engine.scale(loss).backward()`; without fp16 as it is.
+
+        Args:
+            loss: one number; it is not divided by the micro batches of a step: its backward does that.
+
+        Raises:
+            UsageError: there is no optimizer, or the loss has more than one element.
+        """
+        self._need_optimizer("scale")
+        _check_loss(loss, "scale")
+        return mark_scaled(loss.float() * self.cur_scale) if self.settings.config.fp16.enabled else loss
 
     def backward(self, loss: torch.Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> torch.Tensor:
         """Computes the gradients of a loss, and adds them to those of the micro batches before. Every rank calls it.
@@ -78,20 +100,16 @@ class Engine(DeepSpeedRun):
             UsageError: there is no optimizer, or the loss has more than one element.
         """
         self._need_optimizer("backward")
-        if loss.numel() != 1:
-            raise UsageError(
-                "backward needs a loss of one element",
-                found=f"a loss of shape {list(loss.shape)}",
-                remedy="Reduce the loss first, for example with loss.mean().",
-            )
+        _check_loss(loss, "backward")
         if scale_wrt_gas:
             loss = loss / self.batch.accumulation
-        last = self.is_gradient_accumulation_boundary() or not self.settings.config.managed_gradient_accumulation
-        self._reduce_next(last)
-        (loss.float() * self.cur_scale).backward(retain_graph=retain_graph)
+        self._reduce_next()
+        with of_engine():
+            (loss.float() * self.cur_scale).backward(retain_graph=retain_graph)
         for parameter in self._replicated:
             parameter.take_gradient()
         self._backwards += 1
+        self._counted = True
         return loss
 
     def step(self, lr_kwargs: dict[str, Any] | None = None) -> None:
@@ -105,15 +123,32 @@ class Engine(DeepSpeedRun):
             CastError: fp16 gradients overflow at the smallest loss scale.
         """
         self._need_optimizer("step")
+        assert self.optimizer is not None
         self._applied, self._stepping = False, True
         try:
             last = self.is_gradient_accumulation_boundary()
             if last:
-                self._update(lr_kwargs or {})
+                self.optimizer.step()
+                if self._applied and self.lr_scheduler is not None:
+                    self.lr_scheduler.step(**(lr_kwargs or {}))
+                self._count_step()
         finally:
             self._stepping = False
         self.micro_steps += 1
         self.pending_micro_steps = 0 if last else self.pending_micro_steps + 1
+
+    def apply_gradients(self) -> None:
+        """Updates the weights from the gradients that there are, and drops these: what the optimizer's `step` does.
+
+        Raises:
+            CastError: fp16 gradients overflow at the smallest loss scale.
+        """
+        self._update()
+        if not self._stepping:  # the script decides when a step is complete
+            managed = self.settings.config.managed_gradient_accumulation
+            self.micro_steps += self.batch.accumulation - self.pending_micro_steps if managed else self._backwards
+            self.pending_micro_steps = 0
+            self._count_step()
 
     def save_16bit_model(
         self, save_dir: str | os.PathLike[str], save_filename: str = "", exclude_frozen_parameters: bool = False
@@ -132,8 +167,11 @@ class Engine(DeepSpeedRun):
         save_pretrained(self, save_dir, dtype, exclude_frozen=exclude_frozen_parameters, file=save_filename)
         return True
 
-    def _update(self, lr_kwargs: dict[str, Any]) -> None:
+    def _update(self) -> None:
         assert self.optimizer is not None
+        if self._unreduced:
+            gradients.reduce_pending(self.module)
+            self._unreduced = False
         self.reshard()
         grads = self._gradients()
         scale = self.cur_scale
@@ -141,6 +179,7 @@ class Engine(DeepSpeedRun):
         overflow = norm is not None and not math.isfinite(norm) and self._checks_overflow()
         self._norm = float("inf") if overflow else None if norm is None else norm / scale
         change = self.scaler.update(overflow)
+        self._applied, self.optimizer.overflow = not overflow, overflow
         if overflow:
             self.skipped_steps += 1
             if self.global_rank == 0:
@@ -148,13 +187,13 @@ class Engine(DeepSpeedRun):
                 _log.warning("Step %d is skipped: its gradients are not finite%s.", self.global_steps + 1, why)
         else:
             self._multiply(grads, scale)
-            self.optimizer.step()
+            self.optimizer.update_masters()
             for parameter in self._replicated:
                 parameter.give_back()
-            if self.lr_scheduler is not None:
-                self.lr_scheduler.step(**lr_kwargs)
-            self._applied = True
         self.zero_grad()
+        self.gather()
+
+    def _count_step(self) -> None:
         self.global_steps += 1
         managed = self.settings.config.managed_gradient_accumulation
         micros = self.batch.accumulation if managed else self._backwards
@@ -227,16 +266,37 @@ class Engine(DeepSpeedRun):
         if factor != 1.0 and grads:
             torch._foreach_mul_(grads, factor)
 
-    def _reduce_next(self, last: bool) -> None:
+    def _forward_ended(self, module: nn.Module, inputs: Any, output: Any) -> None:
+        if self._direct is not None and torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            self._direct.attach()
+            self._counted = False
+            forget_scaled()
+
+    def _begin_direct(self, scaled: bool) -> int:
+        """A backward that the script has begun reaches the first parameter. Returns what its gradients are divided by."""
+        if self.settings.config.fp16.enabled and not scaled and (self.scaler.dynamic or self.cur_scale != 1.0):
+            raise UsageError(
+                "loss.backward() without the loss scale that fp16 needs",
+                expected=f"a loss multiplied by {self.cur_scale:g}",
+                remedy="Call engine.backward(loss) or engine.scale(loss).backward() instead.",
+            )
+        self._reduce_next()
+        if not self._counted:
+            self._backwards += 1
+            self._counted = True
+        return self.batch.accumulation
+
+    def _reduce_next(self) -> None:
         """Sets what the next backward does with its gradients; see [Note: stages] in `shard`."""
+        last = self.is_gradient_accumulation_boundary() or not self.settings.config.managed_gradient_accumulation
         root = self.module
         assert isinstance(root, FSDPModule)
         if self.settings.zero.stage < 2:
             root.set_requires_gradient_sync(last)
+            self._unreduced = not last
         elif self.sharded.mesh.ndim == 2:
             root.set_requires_all_reduce(last)
-        if self.settings.zero.stage < 3:
-            root.set_reshard_after_backward(last)
+            self._unreduced = not last
 
     def _need_optimizer(self, what: str) -> None:
         if self.optimizer is None:
@@ -244,6 +304,15 @@ class Engine(DeepSpeedRun):
                 f"{what} needs an optimizer, and this engine has none",
                 remedy="Pass an optimizer to initialize, or add a section 'optimizer' to the config.",
             )
+
+
+def _check_loss(loss: torch.Tensor, what: str) -> None:
+    if loss.numel() != 1:
+        raise UsageError(
+            f"{what} needs a loss of one element",
+            found=f"a loss of shape {list(loss.shape)}",
+            remedy="Reduce the loss first, for example with loss.mean().",
+        )
 
 
 def _to_half(value: Any) -> Any:

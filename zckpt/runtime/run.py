@@ -5,6 +5,7 @@ For `engine`, which trains a run, and `checkpoints`, which save and load one.
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -15,10 +16,32 @@ from torch.optim import Optimizer
 
 from zckpt.runtime.data import Loader
 from zckpt.runtime.ds_config.read import BatchSizes, Settings
+from zckpt.runtime.optimizers.handle import EngineOptimizer
 from zckpt.runtime.optimizers.loss_scale import loss_scaler
 from zckpt.runtime.sharded import gradients
 from zckpt.runtime.sharded.shard import Sharded
+from zckpt.runtime.sharded.whole import WholeParameters, refuse_state_dict
 from zckpt.runtime.world import World
+
+
+class MissingAttribute(AttributeError):
+    """An attribute that neither the engine nor its model has.
+
+    Args:
+        engine: that was asked.
+        name: of the attribute.
+    """
+
+    def __init__(self, engine: nn.Module, name: str) -> None:
+        super().__init__(name=name, obj=engine)
+        self._own = [own for own in dir(type(engine)) if not own.startswith("_")]
+        model = type(engine.module)
+        self._model = (model.__bases__[-1] if issubclass(model, FSDPModule) else model).__name__
+
+    def __str__(self) -> str:
+        text = f"'Engine' object has no attribute {self.name!r}, and neither has its model, a {self._model}"
+        near = difflib.get_close_matches(str(self.name), self._own, 1)
+        return f"{text}. The engine has {near[0]!r}." if near else text
 
 
 class TrainingRun(nn.Module):
@@ -29,10 +52,11 @@ class TrainingRun(nn.Module):
         settings: the config that was read.
         batch: the batch sizes.
         sharded: what this rank holds.
-        optimizer: on the masters of `sharded`; None for inference.
+        optimizer: what scripts hold of the one on the masters of `sharded`; None for inference.
         lr_scheduler: stepped after each step that was not skipped; None without one.
         loader: of `training_data`; None without it.
         scaler: the loss scale.
+        whole: keeps parameters whole between steps, at stages 0 to 2.
         device: of the computation.
         global_steps: optimizer steps, the skipped ones too.
         global_samples: samples of these steps.
@@ -48,7 +72,7 @@ class TrainingRun(nn.Module):
         batch: BatchSizes,
         world: World,
         sharded: Sharded,
-        optimizer: Optimizer | None,
+        optimizer: EngineOptimizer | None,
         lr_scheduler: Any,
         loader: Loader | None,
     ) -> None:
@@ -58,6 +82,11 @@ class TrainingRun(nn.Module):
         self.optimizer, self.lr_scheduler, self.loader = optimizer, lr_scheduler, loader
         self.scaler = loss_scaler(settings.config.fp16)
         self.device = world.device
+        self.whole: WholeParameters | None = None
+        if settings.zero.stage < 3:
+            self.whole = WholeParameters(module, sharded.parameters)
+        else:
+            refuse_state_dict(module)
         self.global_steps = self.global_samples = self.skipped_steps = 0
         self.micro_steps = self.pending_micro_steps = 0
         self._norm: float | None = None
@@ -79,6 +108,11 @@ class TrainingRun(nn.Module):
     def world_size(self) -> int:
         """The number of processes."""
         return self.world.size
+
+    @property
+    def basic_optimizer(self) -> Optimizer | None:
+        """The optimizer on the masters itself; None for inference."""
+        return None if self.optimizer is None else self.optimizer.optimizer
 
     @property
     def cur_scale(self) -> float:
@@ -147,8 +181,13 @@ class TrainingRun(nn.Module):
         """Drops all gradients, those of the micro batches since the last step too."""
         gradients.forget(self.module, self.sharded.parameters)
 
+    def gather(self) -> None:
+        """Gathers the parameters that are whole between steps: all of them at stages 0 to 2. Every rank calls it."""
+        if self.whole is not None:
+            self.whole.gather()
+
     def reshard(self) -> None:
-        """Frees the parameters that were gathered; between steps none is."""
+        """Frees the parameters that were gathered."""
         for module in self.module.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()
@@ -160,4 +199,6 @@ class TrainingRun(nn.Module):
             module = self.__dict__.get("_modules", {}).get("module")
             if module is None:
                 raise
-            return getattr(module, name)
+            if hasattr(module, name) or hasattr(type(module), name):
+                return getattr(module, name)
+            raise MissingAttribute(self, name) from None

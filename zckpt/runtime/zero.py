@@ -220,6 +220,8 @@ def _gather(parameter: torch.Tensor) -> tuple[nn.Parameter, Callable[[bool], Non
 def _gather_sharded(sharded: ShardedParameter) -> tuple[nn.Parameter, Callable[[bool], None]]:
     weight = sharded.weight
     part = sharded.part() if sharded.replicated else sharded.local()
+    if sharded.whole is not None and sharded.is_whole:
+        return _gather_held(sharded, sharded.whole, part)
     spec = None
     if sharded.replicated:
         whole = nn.Parameter(part.clone(), requires_grad=sharded.trained)
@@ -247,6 +249,22 @@ def _gather_sharded(sharded: ShardedParameter) -> tuple[nn.Parameter, Callable[[
         sharded.give_back()
 
     return whole, leave
+
+
+def _gather_held(
+    sharded: ShardedParameter, held: nn.Parameter, part: torch.Tensor
+) -> tuple[nn.Parameter, Callable[[bool], None]]:
+    """The same for a parameter that the modules hold whole: inside, its numbers are the masters'."""
+    mesh, rounded = sharded.weight.device_mesh, held.data  # type: ignore[attr-defined]
+    held.data = gather_rows(part.to(mesh.device_type), sharded.shape, mesh.get_group("shard"))
+
+    def leave(keep: bool) -> None:
+        if keep:
+            part.view(-1).copy_(held.data.reshape(-1)[sharded.elements])
+            rounded.copy_(held.data)
+        held.data = rounded
+
+    return held, leave
 
 
 def _register(sharded: ShardedParameter, parameter: nn.Parameter) -> None:

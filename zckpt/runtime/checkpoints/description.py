@@ -125,7 +125,7 @@ def describe_training(state: RunState, described: Described, client_state: Mappi
         )
     own = {
         "version": 1,
-        "optimizer": None if run.optimizer is None else type(run.optimizer).__name__,
+        "optimizer": None if run.basic_optimizer is None else type(run.basic_optimizer).__name__,
         "micro_steps": state.counters["micro_steps"],
         "pending_micro_steps": state.counters["pending_micro_steps"],
         "world_size": run.world_size,

@@ -86,6 +86,7 @@ def load(
                 gradients.put(run.module, run.sharded.parameters, from_inert(saved.gradients))
         error = None if tried.error is None else _undefined(tried.error)
         meetings.agree("load_checkpoint", error, state=_UNDEFINED)
+    run.gather()
     _set_counters(run, saved, begins_step_again=not takes_gradients)
     if lost and run.global_rank == 0:
         _log.warning(

@@ -233,7 +233,7 @@ def _check_states(run: TrainingRun, training: Training) -> None:
     """
     if run.optimizer is None:
         return
-    ours, theirs = type(run.optimizer).__name__, mapping(training.model.get(OWN)).get("optimizer")
+    ours, theirs = type(run.basic_optimizer).__name__, mapping(training.model.get(OWN)).get("optimizer")
     states = {state for states in training.states.values() for state in states}
     expected = _STATES.get(ours)
     if (isinstance(theirs, str) and _kind(theirs) != _kind(ours)) or (expected is not None and states - expected):

@@ -1,4 +1,4 @@
-"""Gradients of micro batches, wherever they are until the step that uses them: to drop, save and restore them.
+"""Gradients of micro batches, wherever they are until the step that uses them: to drop, reduce, save and restore them.
 
 For `run` and `checkpoints`.
 [Note: gradients between micro batches]
@@ -18,12 +18,16 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.distributed.tensor import DTensor
 
 from zckpt.runtime.sharded.parameter import ShardedParameter
 
 Gradients = dict[str, dict[str, torch.Tensor]]
 """Kind -> name of a parameter, or number of a unit -> gradient; see [Note: gradients between micro batches]."""
+
+_SWITCHES = ("reduce_grads", "all_reduce_grads", "reshard_after_backward", "reduce_scatter_unused_params")
+"""Of a unit: what its next backward does with gradients."""
 
 
 @torch.no_grad()
@@ -33,12 +37,36 @@ def forget(model: nn.Module, parameters: Sequence[ShardedParameter]) -> None:
         one.weight.grad = None
         if one.master is not None:
             one.master.grad = None
-    for unit in _units(model):
+    for unit in units_of(model):
         unit._partial_reduce_output = None
         for parameter in unit.fsdp_params:
             parameter.unsharded_accumulated_grad = None
             if (unsharded := getattr(parameter, "_unsharded_param", None)) is not None:
                 unsharded.grad = None
+
+
+@torch.no_grad()
+def reduce_pending(model: nn.Module) -> None:
+    """Reduces the gradients that are still whole, of backwards that were not the last of a step. Every rank calls it.
+
+    Source: torch 2.13, distributed/fsdp/_fully_shard/_fsdp_state.py `_root_post_backward_final_callback`.
+    """
+    units = list(units_of(model))
+    for unit in units:
+        before = [getattr(unit, name) for name in _SWITCHES]
+        unused = unit._partial_reduce_output is not None or before[3]  # zeros carry it to the other groups of ranks
+        for name, value in zip(_SWITCHES, (True, True, False, unused), strict=True):
+            setattr(unit, name, value)
+        unit.post_backward()
+        for name, value in zip(_SWITCHES, before, strict=True):
+            setattr(unit, name, value)
+    for unit in units:
+        unit.finalize_backward()
+        unit._training_state = TrainingState.IDLE
+        for state in unit.comm_ctx.reduce_scatter_states:
+            if state.event is not None:
+                unit.device_handle.current_stream().wait_event(state.event)
+        unit.comm_ctx.reduce_scatter_states.clear()
 
 
 @torch.no_grad()
@@ -50,8 +78,8 @@ def taken(model: nn.Module, parameters: Sequence[ShardedParameter]) -> Gradients
             found["rows"][one.name] = grad._local_tensor if isinstance(grad, DTensor) else grad
         if one.master is not None and one.master.grad is not None:
             found["masters"][one.name] = one.master.grad
-    names = _names(parameters)
-    for number, unit in enumerate(_units(model)):
+    names = names_of_places(parameters)
+    for number, unit in enumerate(units_of(model)):
         if unit._partial_reduce_output is not None:
             found["units"][str(number)] = unit._partial_reduce_output
         for parameter in unit.fsdp_params:
@@ -62,7 +90,7 @@ def taken(model: nn.Module, parameters: Sequence[ShardedParameter]) -> Gradients
             else:
                 grad = grad + fresh
             if grad is not None:
-                found["whole"][names[_place(parameter)]] = grad
+                found["whole"][names[place_of(parameter)]] = grad
     return {kind: grads for kind, grads in found.items() if grads}
 
 
@@ -76,7 +104,7 @@ def fits(
         "whole": {name: tuple(one.shape) for name, one in by_name.items()},
         "masters": {name: tuple(one.master.shape) for name, one in by_name.items() if one.master is not None},
     }
-    count = sum(1 for _ in _units(model))
+    count = sum(1 for _ in units_of(model))
     return all(number.isdecimal() and int(number) < count for number in gradients.get("units", ())) and all(
         shapes[kind].get(name) == tuple(grad.shape) for kind in shapes for name, grad in gradients.get(kind, {}).items()
     )
@@ -87,13 +115,13 @@ def put(
     model: nn.Module, parameters: Sequence[ShardedParameter], gradients: Mapping[str, Mapping[str, torch.Tensor]]
 ) -> None:
     """Restores what `taken` returned, in a model without gradients. The tensors themselves are used."""
-    names = _names(parameters)
+    names = names_of_places(parameters)
     rows, whole, masters, units = (gradients.get(kind, {}) for kind in ("rows", "whole", "masters", "units"))
-    for number, unit in enumerate(_units(model)):
+    for number, unit in enumerate(units_of(model)):
         if (partial := units.get(str(number))) is not None:
             unit._partial_reduce_output = partial.to(unit.device)
         for parameter in unit.fsdp_params:
-            if (grad := whole.get(names[_place(parameter)])) is not None:
+            if (grad := whole.get(names[place_of(parameter)])) is not None:
                 parameter.unsharded_accumulated_grad = grad.to(unit.device)
     for one in parameters:
         if (grad := rows.get(one.name)) is not None:
@@ -108,7 +136,7 @@ def put(
             one.master.grad = grad.to(one.master.device)
 
 
-def _units(model: nn.Module) -> Iterator[Any]:
+def units_of(model: nn.Module) -> Iterator[Any]:
     """What `fully_shard` keeps of each unit: modules that share one have the same."""
     seen: set[int] = set()
     for module in model.modules():
@@ -119,10 +147,11 @@ def _units(model: nn.Module) -> Iterator[Any]:
                     yield unit
 
 
-def _place(parameter: Any) -> tuple[int, str]:
+def place_of(parameter: Any) -> tuple[int, str]:
+    """Where a parameter of `fully_shard` is registered: the module's `id`, and the name there."""
     return id(parameter._module_info.module), parameter._module_info.param_name
 
 
-def _names(parameters: Sequence[ShardedParameter]) -> dict[tuple[int, str], str]:
+def names_of_places(parameters: Sequence[ShardedParameter]) -> dict[tuple[int, str], str]:
     """By the places where they are registered, the names of parameters."""
     return {(id(module), name): one.name for one in parameters for module, name in one.holders}

@@ -35,6 +35,7 @@ class ShardedParameter:
         holders: the modules that it is registered in, and its names there.
         exact: the first numbers of a replicated parameter, before they were rounded to `dtype`.
         master: None for a parameter that no optimizer updates.
+        whole: what the modules hold instead of `weight` while it is gathered; only where it is between steps (see `whole`).
     """
 
     name: str
@@ -47,6 +48,7 @@ class ShardedParameter:
     holders: tuple[tuple[nn.Module, str], ...]
     exact: torch.Tensor | None = None
     master: nn.Parameter | None = None
+    whole: nn.Parameter | None = None
 
     def __post_init__(self) -> None:
         setattr(self.weight, _ATTRIBUTE, self)
@@ -60,6 +62,17 @@ class ShardedParameter:
     def elements(self) -> slice:
         """This rank's elements of the whole parameter, row-major."""
         return slice(self.start, self.start + self.count)
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether the modules hold the whole parameter now."""
+        module, name = self.holders[0]
+        return self.whole is not None and module._parameters[name] is self.whole
+
+    def hold(self, whole: nn.Parameter) -> None:
+        """Names the parameter that the modules hold while it is gathered."""
+        self.whole = whole
+        setattr(whole, _ATTRIBUTE, self)
 
     def local(self) -> torch.Tensor:
         """This rank's part of the weight, in the weight's own memory."""

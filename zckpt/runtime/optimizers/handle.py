@@ -1,0 +1,226 @@
+"""The optimizer that `initialize` returns: what scripts step, schedule and save.
+
+For `start` and `engine`. It stands in front of the optimizer on the masters, and makes of `step()` the engine's whole update:
+gradients are reduced, checked for overflow, unscaled and clipped, and the updated weights come back to the model.
+Source: DeepSpeed 0.19.8, runtime/zero/stage_1_and_2.py and stage3.py `step`, `zero_grad`, `loss_scale`, `set_lr`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
+
+import torch
+from torch.optim import Optimizer
+
+from zckpt.base.errors import UsageError
+from zckpt.runtime.optimizers.loss_scale import LossScaler
+
+_OWN = "zckpt"
+
+
+class Updates(Protocol):
+    """What the optimizer asks of its engine."""
+
+    scaler: LossScaler
+
+    def apply_gradients(self) -> None:
+        """One update of the weights."""
+
+    def backward(self, loss: torch.Tensor, retain_graph: bool = False) -> torch.Tensor:
+        """The gradients of a loss."""
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drops all gradients."""
+
+    def gather(self) -> None:
+        """Makes the model's weights those of the masters again."""
+
+    def get_global_grad_norm(self) -> float | None:
+        """The norm of the last step's gradients."""
+
+
+class EngineOptimizer(Optimizer):
+    """An optimizer on master weights, as a script holds it.
+
+    `step` does what the engine's step does at the end of its micro batches, except that it neither steps the engine's schedule
+    nor waits for `gradient_accumulation_steps`: who calls it decides when. It uses the gradients up. All that it does not have
+    is the optimizer's on the masters.
+
+    Attributes:
+        optimizer: the optimizer on the masters.
+        overflow: whether the last step was skipped, because its gradients were not finite.
+    """
+
+    def __init__(self, optimizer: Optimizer) -> None:  # Optimizer's own constructor would make groups of its own
+        self.optimizer = optimizer
+        self.overflow = False
+        self.custom_loss_scaler = False
+        self._engine: Updates | None = None
+        self._updating = False
+        optimizer.register_step_pre_hook(self._refuse_alone)
+
+    def belong_to(self, engine: Updates) -> None:
+        """Names the engine whose weights it updates."""
+        self._engine = engine
+
+    @property
+    def engine(self) -> Updates:
+        """The engine whose weights it updates."""
+        if self._engine is None:
+            raise UsageError(
+                "the optimizer has no engine yet", remedy="Use the optimizer after initialize has returned."
+            )
+        return self._engine
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """The parameter groups, of masters."""
+        return self.optimizer.param_groups
+
+    @param_groups.setter
+    def param_groups(self, groups: list[dict[str, Any]]) -> None:
+        self.optimizer.param_groups = groups
+
+    @property
+    def state(self) -> Any:
+        """The states, by master."""
+        return self.optimizer.state
+
+    @state.setter
+    def state(self, state: Any) -> None:
+        self.optimizer.state = state
+
+    @property
+    def defaults(self) -> dict[str, Any]:
+        """The settings of groups that name none."""
+        return self.optimizer.defaults
+
+    @defaults.setter
+    def defaults(self, defaults: dict[str, Any]) -> None:
+        self.optimizer.defaults = defaults
+
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+        """Updates the weights from the gradients that there are, and drops these. Every rank calls it.
+
+        Raises:
+            UsageError: there is a closure.
+            CastError: fp16 gradients overflow at the smallest loss scale.
+        """
+        if closure is not None:
+            raise UsageError(
+                "optimizer.step takes no closure",
+                remedy="Compute the loss and call engine.backward(loss) before optimizer.step().",
+            )
+        self.engine.apply_gradients()
+
+    def update_masters(self) -> None:
+        """One step of the optimizer on the masters, for the engine."""
+        self._updating = True
+        try:
+            self.optimizer.step()
+        finally:
+            self._updating = False
+
+    def _refuse_alone(self, optimizer: Optimizer, args: object, kwargs: object) -> None:
+        if not self._updating:
+            raise UsageError(
+                "the step of an optimizer that was given to initialize does not train the model",
+                remedy="Call engine.step(), or step() of the optimizer that initialize returned.",
+            )
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drops all gradients, those of the micro batches since the last step too."""
+        self.engine.zero_grad(set_to_none)
+
+    def backward(self, loss: torch.Tensor, retain_graph: bool = False) -> None:
+        """The engine's `backward`."""
+        self.engine.backward(loss, retain_graph=retain_graph)
+
+    @property
+    def cur_scale(self) -> float:
+        """The loss scale of the next backward; 1 without fp16."""
+        return self.engine.scaler.cur_scale
+
+    @cur_scale.setter
+    def cur_scale(self, scale: float) -> None:
+        self.engine.scaler.cur_scale = float(scale)
+
+    loss_scale = cur_scale
+
+    @property
+    def dynamic_loss_scale(self) -> bool:
+        """Whether the loss scale follows the gradients."""
+        return self.engine.scaler.dynamic
+
+    @property
+    def loss_scaler(self) -> LossScaler:
+        """What keeps the loss scale."""
+        return self.engine.scaler
+
+    @property
+    def _global_grad_norm(self) -> float | None:
+        return self.engine.get_global_grad_norm()
+
+    def get_lr(self) -> float:
+        """The learning rate of the first group."""
+        return float(self.param_groups[0]["lr"])
+
+    def set_lr(self, lr: float) -> None:
+        """Sets the learning rate of all groups."""
+        for group in self.param_groups:
+            group["lr"] = lr
+
+    def state_dict(self) -> dict[str, Any]:
+        """The optimizer's state as torch has it, with this rank's masters and the loss scale under a key of their own."""
+        masters = [[master.data for master in group["params"]] for group in self.param_groups]
+        own = {"masters": masters, "scaler": self.engine.scaler.state()}
+        return {**self.optimizer.state_dict(), _OWN: own}
+
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Takes up what `state_dict` gave, on the same rank of as many; the weights follow the masters. Every rank calls it.
+
+        Raises:
+            UsageError: it is of another rank, or of another model.
+        """
+        own = state_dict.get(_OWN)
+        if own is not None:
+            masters = [list(group["params"]) for group in self.param_groups]
+            found = [[tuple(master.shape) for master in group] for group in own["masters"]]
+            expected = [[tuple(master.shape) for master in group] for group in masters]
+            if found != expected:
+                raise UsageError(
+                    "the optimizer's state does not fit this rank",
+                    found=f"masters of shapes {found[:1]}",
+                    expected=f"masters of shapes {expected[:1]}",
+                    remedy="Use engine.save_checkpoint and engine.load_checkpoint, which fit a run to any number of ranks.",
+                )
+        self.optimizer.load_state_dict({key: state_dict[key] for key in ("state", "param_groups")})
+        if own is None:
+            return
+        for group, saved in zip(self.param_groups, own["masters"], strict=True):
+            for master, before in zip(group["params"], saved, strict=True):
+                master.copy_(before)
+        self.engine.scaler.load_state(own["scaler"])
+        self.engine.gather()
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Refused: what is trained is decided when the model is sharded.
+
+        Raises:
+            UsageError: always.
+        """
+        raise UsageError(
+            "a parameter group cannot be added after initialize",
+            found=f"a group of {len(list(param_group.get('params', ())))} parameters",
+            remedy="Pass all groups to initialize(model_parameters=...); give those that train later a learning rate of 0.",
+        )
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "optimizer":
+            raise AttributeError(name)
+        return getattr(self.optimizer, name)
+
+    def __repr__(self) -> str:
+        return repr(self.optimizer)
