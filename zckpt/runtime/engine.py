@@ -70,6 +70,7 @@ class Engine(DeepSpeedRun):
             raise explained(error, self.module) or error from error.__cause__
         if not torch.is_grad_enabled() and self.settings.zero.stage == 3:
             self.reshard()
+        self._forward_ended(self.module, inputs, result)  # a compiled module has left its hooks out
         return result
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:

@@ -49,6 +49,8 @@ def safe_set_full_fp32_param(param: torch.Tensor, value: torch.Tensor) -> None:
     if (one := _trained(param)) is not None:
         _put(one.part(), _rows_of(one, value))
         one.give_back()
+        if one.whole is not None and one.is_whole:
+            one.whole.copy_(value)
 
 
 @torch.no_grad()
@@ -127,6 +129,7 @@ def safe_set_local_fp32_param(param: torch.Tensor, value: torch.Tensor) -> None:
     if (one := _trained(param)) is not None:
         _put(one.part(), value)
         one.give_back()
+        one.drop()
 
 
 @torch.no_grad()

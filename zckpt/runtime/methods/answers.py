@@ -150,14 +150,9 @@ class AnsweringRun(CheckpointedRun):
         self.loader = loader
 
     @property
-    def basic_optimizer(self) -> Any:
-        """The optimizer; None for inference."""
-        return self.optimizer
-
-    @property
     def param_names(self) -> dict[torch.nn.Parameter, str]:
         """The module's parameters with their names."""
-        return {one.weight: one.name for one in self.sharded.parameters}
+        return {(one.weight if one.whole is None else one.whole): one.name for one in self.sharded.parameters}
 
     def communication_data_type(self) -> torch.dtype:
         """The dtype of gradient reductions."""

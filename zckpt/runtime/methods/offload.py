@@ -83,6 +83,7 @@ class OffloadableRun(BatchedRun):
             non_blocking: return before the copies are done.
         """
         self._move(self.device, list(OffloadStateTypeEnum), non_blocking)
+        self.gather()
 
     @torch.no_grad()
     def _move(self, device: torch.device, wanted: list[OffloadStateTypeEnum], non_blocking: bool) -> None:

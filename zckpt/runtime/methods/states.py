@@ -15,6 +15,7 @@ from zckpt.base.errors import UnsupportedError, UsageError
 from zckpt.base.words import examples
 from zckpt.live import consolidate
 from zckpt.runtime.accelerator import get_accelerator
+from zckpt.runtime.checkpoints.state import buffers_of
 from zckpt.runtime.methods.offload import OffloadableRun
 from zckpt.runtime.parameters import remember_optimizer
 from zckpt.runtime.zero import GatheredParameters
@@ -80,20 +81,24 @@ class DeepSpeedRun(OffloadableRun):
         with GatheredParameters([one.weight for one in self.sharded.parameters], modifier_rank=0):
             if custom_load_fn is not None:
                 custom_load_fn(src=state, dst=self.module)
-                return
-            own = {name for name, _ in self.module.named_parameters(remove_duplicate=False)}
-            own |= {name for name, _ in self.module.named_buffers(remove_duplicate=False)}
-            kept = {*torch.nn.Module.state_dict(self.module)}
-            if strict and (wrong := (kept ^ set(state)) - set(allowed_missing_keys or ())):
-                raise UsageError(
-                    "the state dict has other names than the model", found=examples(sorted(wrong)),
-                    remedy="Pass the state dict of such a model, or strict=False.",
-                )  # fmt: skip
-            tensors: dict[str, torch.Tensor] = {}
-            tensors.update(self.module.named_parameters(remove_duplicate=False))
-            tensors.update(self.module.named_buffers(remove_duplicate=False))
-            for name in own & set(state):
-                tensors[name].data.copy_(state[name])
+            else:
+                self._put_whole(state, strict, set(allowed_missing_keys or ()))
+        self.gather()
+
+    def _put_whole(self, state: Mapping[str, Any], strict: bool, may_lack: set[str]) -> None:
+        own = {name for name, _ in self.module.named_parameters(remove_duplicate=False)}
+        kept = own | buffers_of(self).keys()
+        own |= {name for name, _ in self.module.named_buffers(remove_duplicate=False)}
+        if strict and (wrong := (kept ^ set(state)) - may_lack):
+            raise UsageError(
+                "the state dict has other names than the model", found=examples(sorted(wrong)),
+                remedy="Pass the state dict of such a model, or strict=False.",
+            )  # fmt: skip
+        tensors: dict[str, torch.Tensor] = {}
+        tensors.update(self.module.named_parameters(remove_duplicate=False))
+        tensors.update(self.module.named_buffers(remove_duplicate=False))
+        for name in own & set(state):
+            tensors[name].data.copy_(state[name])
 
     def _consolidated_16bit_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Any] | None:
         """The whole weights in the dtype of the computation, on rank 0 in host memory; None on others. Every rank calls it."""
@@ -152,7 +157,8 @@ class DeepSpeedRun(OffloadableRun):
 
     def empty_partition_cache(self) -> None:
         """Frees gathered parameters, and gives memory that torch keeps back to the device."""
-        self.reshard()
+        if self.whole is None:
+            self.reshard()
         get_accelerator().empty_cache()
 
     def destroy(self) -> None:

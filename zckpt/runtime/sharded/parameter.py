@@ -11,6 +11,7 @@ Rows of dim 0 are a run of elements, so a part is (start, count) of the row-majo
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -49,6 +50,7 @@ class ShardedParameter:
     exact: torch.Tensor | None = None
     master: nn.Parameter | None = None
     whole: nn.Parameter | None = None
+    _drop: Callable[[], None] | None = None
 
     def __post_init__(self) -> None:
         setattr(self.weight, _ATTRIBUTE, self)
@@ -69,10 +71,15 @@ class ShardedParameter:
         module, name = self.holders[0]
         return self.whole is not None and module._parameters[name] is self.whole
 
-    def hold(self, whole: nn.Parameter) -> None:
-        """Names the parameter that the modules hold while it is gathered."""
-        self.whole = whole
+    def hold(self, whole: nn.Parameter, drop: Callable[[], None]) -> None:
+        """Names the parameter that the modules hold while it is gathered, and what drops it."""
+        self.whole, self._drop = whole, drop
         setattr(whole, _ATTRIBUTE, self)
+
+    def drop(self) -> None:
+        """Lets the next forward gather the parameter once more, since this rank's part has changed."""
+        if self.is_whole and self._drop is not None:
+            self._drop()
 
     def local(self) -> torch.Tensor:
         """This rank's part of the weight, in the weight's own memory."""

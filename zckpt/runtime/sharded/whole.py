@@ -51,7 +51,7 @@ class WholeParameters:
                     hook.remove()
             for one in unit.fsdp_params:
                 one._post_load_hook_handle.remove()  # it looks for a part where the whole is
-                self._by_name[names[place_of(one)]].hold(one._unsharded_param)
+                self._by_name[names[place_of(one)]].hold(one._unsharded_param, unit.reshard)
         _refuse(model, self._refuse_parts)
         model.register_load_state_dict_pre_hook(lambda *_: self._refuse_parts())  # type: ignore[no-untyped-call]
         model.register_load_state_dict_post_hook(lambda module, keys: self.take_up())  # type: ignore[no-untyped-call]
@@ -87,7 +87,7 @@ class WholeParameters:
         if all(unit.is_unsharded for unit in units_of(self._model)):
             return
         raise UsageError(
-            "the model's parameters are in parts after a load into the model",
+            "the model's parameters are in parts now",
             remedy="Call engine.gather() on every rank first.",
         )
 
