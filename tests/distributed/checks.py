@@ -529,7 +529,11 @@ def handed_in() -> dict[str, Any]:
         engine, given, _, used = runtime.initialize(
             model=model, optimizer=optimizer, lr_scheduler=schedule, config=settings
         )
-        assert given is optimizer and used is schedule and [g["lr"] for g in optimizer.param_groups] == engine.get_lr()
+        assert (
+            given.optimizer is optimizer
+            and used is schedule
+            and [g["lr"] for g in optimizer.param_groups] == engine.get_lr()
+        )
         train(engine, 5)
         out[name] = distance(engine, plain(make, halving))
         model = small.make()
