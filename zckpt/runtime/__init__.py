@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from zckpt.runtime.ds_config.attributes import DeepSpeedConfig
     from zckpt.runtime.ds_config.read import read_config
     from zckpt.runtime.engine import Engine
+    from zckpt.runtime.estimation.live import estimate
     from zckpt.runtime.runtime.base_optimizer import DeepSpeedOptimizer
     from zckpt.runtime.start import initialize
     from zckpt.runtime.utils import OnDevice, log_dist, logger
@@ -42,6 +43,7 @@ __all__ = [
     "checkpoint",
     "checkpointing",
     "comm",
+    "estimate",
     "get_accelerator",
     "init_distributed",
     "initialize",
@@ -67,6 +69,7 @@ _HOMES = {
     "PipelineModule": "pipe",
     "add_config_arguments": "arguments",
     "as_deepspeed": "alias",
+    "estimate": "estimation.live",
     "get_accelerator": "accelerator",
     "init_distributed": "comm",
     "initialize": "start",

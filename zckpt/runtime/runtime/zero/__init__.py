@@ -1,6 +1,6 @@
 """`deepspeed.runtime.zero`: the names of `zckpt.runtime.zero`."""
 
-from zckpt.runtime.runtime.zero import config, offload_config, partition_parameters, stage3, utils
+from zckpt.runtime.runtime.zero import config, offload_config, partition_parameters, stage3, stage_1_and_2, utils
 from zckpt.runtime.runtime.zero.partition_parameters import (
     GatheredParameters,
     Init,
@@ -25,5 +25,6 @@ __all__ = [
     "partition_parameters",
     "register_external_parameter",
     "stage3",
+    "stage_1_and_2",
     "utils",
 ]

@@ -1,0 +1,117 @@
+"""`zckpt estimate`: what training a model needs, before anything is started."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Annotated
+
+import typer
+
+from zckpt.cli import options as o
+from zckpt.cli.declared import command
+
+_run = partial(typer.Option, rich_help_panel="Run")
+_memory = partial(typer.Option, rich_help_panel="Memory")
+
+
+@dataclass(frozen=True, repr=False, eq=False)
+class PlannedRun(o.Group):
+    """What is estimated for."""
+
+    gpus: Annotated[int, _run("--gpus", metavar="N", callback=o.positive, help="GPUs per node.")] = 1
+    nodes: Annotated[int, _run("--nodes", metavar="M", callback=o.positive, help="Nodes.")] = 1
+    config: Annotated[
+        str | None,
+        _run("--config", metavar="FILE.json", help="DeepSpeed's config: what it asks for is estimated too."),
+    ] = None
+    optimizer: Annotated[str, _run("--optimizer", metavar="NAME", help="Without --config.")] = "Adam"
+    micro_batch: Annotated[
+        int, _run("--micro-batch", metavar="N", callback=o.positive, help="Samples per GPU, where no config says it.")
+    ] = 1
+    accumulation: Annotated[
+        int, _run("--accumulation", metavar="N", callback=o.positive, help="Micro batches per step, likewise.")
+    ] = 1
+    seq_length: Annotated[
+        int | None,
+        _run(
+            "--seq-length", metavar="N", callback=o.positive,
+            help="Tokens of a sample; by default what the model was made for, at most 2,048.",
+        ),
+    ] = None  # fmt: skip
+    adapter: Annotated[
+        str | None,
+        _run("--adapter", metavar="DIR", help="LoRA adapter; by default the one beside the model's config."),
+    ] = None
+
+
+@dataclass(frozen=True, repr=False, eq=False)
+class Room(o.Group):
+    """The memory that there is."""
+
+    memory: Annotated[str | None, _memory("--memory", metavar="SIZE", help="Of a GPU, to say what fits.")] = None
+    cpu_memory: Annotated[str | None, _memory("--cpu-memory", metavar="SIZE", help="Of a node, likewise.")] = None
+
+
+def register(app: typer.Typer) -> None:
+    """Adds the command."""
+    command(
+        app,
+        "estimate",
+        summary="Say how much memory training a model needs.",
+        about="Say how much memory of a GPU and of a node training a model with ZeRO needs, for every stage, offload and "
+        "precision, and what fits. MODEL is a config.json, a directory with one, a checkpoint, or a model of the hub.",
+        example="zckpt estimate meta-llama/Llama-3.1-8B --gpus 8 --memory 80GB",
+        status="0 it fits or no memory is given, 1 it does not fit, 2 error",
+    )(estimate)
+
+
+def estimate(
+    model: Annotated[str, typer.Argument(metavar="MODEL", help="Model to be trained.", show_default=False)],
+    planned: PlannedRun,
+    room: Room,
+    *,
+    shown: o.Shown,
+) -> None:
+    """Prints an estimate; exit status 1 if it does not fit in the memory that was given."""
+    from zckpt.base.sizes import to_bytes
+    from zckpt.estimate.choices import RunShape, estimate_choices
+    from zckpt.estimate.sources import Unknown, find_source
+
+    run = RunShape(
+        planned.gpus, planned.nodes, planned.optimizer, None, planned.micro_batch, planned.seq_length,
+        planned.accumulation,
+    )  # fmt: skip
+    given = [None if one is None else to_bytes(one) for one in (room.memory, room.cpu_memory)]
+    source = find_source(model, planned.adapter)
+    size = source.model
+    if isinstance(size, Unknown):
+        try:
+            from zckpt.runtime.estimation.live import built_by_transformers
+        except ImportError as error:
+            raise _missing(error) from error
+        size = built_by_transformers(size)
+    size = source.complete(size)
+    asked, file = None, ""
+    if planned.config is not None:
+        try:
+            from zckpt.runtime.estimation.asked import asked_of
+        except ImportError as error:
+            raise _missing(error) from error
+        width = (size.config or {}).get("hidden_size")
+        run, asked, file = asked_of(planned.config, run, width=width if isinstance(width, int) else None)
+    found = estimate_choices(size, run, memory=given[0], host_memory=given[1], asked=asked, file=file)
+    sink = shown.console
+    sink.result(found.as_json, lambda: found.lines(sink.width))
+    if not found.ok:
+        raise typer.Exit(1)
+
+
+def _missing(error: ImportError) -> Exception:
+    from zckpt.base.errors import UnsupportedError
+
+    return UnsupportedError(
+        "this estimate needs libraries that are not installed",
+        found=str(error),
+        remedy="Run pip install 'zckpt[train]'.",
+    )

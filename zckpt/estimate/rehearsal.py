@@ -1,0 +1,300 @@
+"""A training step in bytes: what a rank allocates and frees, in the order in which the trainer does it, and the peak.
+
+For `choices`. Nothing is allocated here.
+[Note: a step] Between steps a rank holds its parts: of trained parameters the fp32 weights and the optimizer's states, of frozen
+ones the weights in the dtype of the computation. A group of units is gathered into one buffer and copied out of it. Stages 0 to
+2 keep it gathered from the first forward of a step to the last backward; stage 3 drops a unit after its forward and gathers it
+again. Gradients of a group are whole until its backward has ended, are copied into one buffer, and reduced; this rank's part of
+the result becomes fp32. Without an accelerator the groups of stages 0 to 2 are large (`runtime.sharded.shard`), and a reduction
+needs one more buffer (`runtime.sharded.collectives`).
+Source: torch 2.13, distributed/fsdp/_fully_shard; checked by tests/estimate/test_measured.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from zckpt.estimate.activations import Activations
+from zckpt.estimate.sizes import ModelSize, ParameterSize
+
+BYTES = {"fp32": 4, "fp16": 2, "bf16": 2}
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """How a model is trained, as far as memory depends on it.
+
+    Attributes:
+        stage: of ZeRO.
+        offload: parts, their gradients and the optimizer's states are in host memory; without an accelerator it changes nothing.
+        precision: fp32, fp16 or bf16.
+        ranks: all processes.
+        shards: ranks that share a parameter; 1 at stage 0.
+        accumulation: micro batches in a step.
+        states: fp32 numbers that the optimizer keeps for each element.
+        temporaries: fp32 numbers for each element that a step of the optimizer needs for a moment.
+        reduce_bytes: of an element in gradient reductions.
+        accelerator: a GPU computes; otherwise the host, and its memory is what `device` counts.
+        bucket: parameters per collective at stage 2 without an accelerator.
+        checkpointing: activations of a unit are computed again in the backward.
+    """
+
+    stage: int
+    offload: bool = False
+    precision: str = "bf16"
+    ranks: int = 1
+    shards: int = 1
+    accumulation: int = 1
+    states: int = 2
+    temporaries: int = 0
+    reduce_bytes: int = 2
+    accelerator: bool = True
+    bucket: int = int(5e8)
+    checkpointing: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Peak:
+    """Bytes of one rank.
+
+    Attributes:
+        weights: fp32 weights of trained parameters, and frozen weights: this rank's part.
+        optimizer: the optimizer's states.
+        gradients: this rank's part, in fp32, as the optimizer gets it.
+        states: those of `weights` and `optimizer` that are on the device all the time.
+        buffers: on the device at the moment of the peak, whatever is neither a state nor an activation: the model's buffers,
+            gathered weights, gradients, what is sent and received.
+        activations: on the device at the moment of the peak.
+        device: the largest sum on the device at any moment: `states`, `buffers` and `activations` together.
+        host: the same in host memory.
+    """
+
+    weights: int
+    optimizer: int
+    gradients: int
+    states: int
+    buffers: int
+    activations: int
+    device: int
+    host: int
+
+
+class _Ledger:
+    """What is allocated on the device, by what it is, and the largest sum so far."""
+
+    def __init__(self, held: int) -> None:
+        self.held = held
+        self.buffers = self.activations = 0
+        self.most = (held, 0, 0)
+
+    def add(self, nbytes: int, activations: int = 0) -> None:
+        self.buffers += nbytes
+        self.activations += activations
+        now = self.held + self.buffers + self.activations
+        if now > self.most[0]:
+            self.most = (now, self.buffers, self.activations)
+
+
+@dataclass(frozen=True, slots=True)
+class _Block:
+    """A unit, or what is outside of all units, as one step sees it; in bytes of the computation's dtype unless said."""
+
+    whole: int
+    part: int
+    grads: int
+    grad_elements: int
+    grad_part_elements: int
+    front: int = 0
+    """Of `grads`, those that the backward computes last."""
+
+
+def rehearse(model: ModelSize, setting: Setting, activations: Activations | None = None) -> Peak:
+    """The bytes of a rank in a step: what it keeps, and the largest sum at any moment.
+
+    Args:
+        model: its parameters.
+        setting: how it is trained.
+        activations: bytes of activations; None counts none.
+    """
+    compute, shards = BYTES[setting.precision], setting.shards
+    weights = sum(one.part(shards) * (4 if one.trained else compute) for one in model.parameters)
+    trained = sum(one.part(shards) for one in model.parameters if one.trained)
+    optimizer, gradients = trained * 4 * setting.states, trained * 4
+    step = _Step(model, setting, activations or Activations())
+    away = setting.offload and setting.accelerator
+    held = 0 if away else weights + optimizer
+    ledger = _Ledger(held)
+    ledger.add(model.buffer_bytes)
+    for micro in range(min(setting.accumulation, 2)):
+        step.forward(ledger, first=micro == 0)
+        step.backward(ledger, last=micro == min(setting.accumulation, 2) - 1)
+    temporaries = trained * 4 * setting.temporaries
+    ledger.add(0 if away else temporaries)
+    device, buffers, moment = ledger.most
+    host = weights + optimizer + gradients + temporaries if away else 0
+    return Peak(weights, optimizer, gradients, held, buffers, moment, device, host)
+
+
+class _Step:
+    """What one rank does in a step; see [Note: a step]."""
+
+    def __init__(self, model: ModelSize, setting: Setting, activations: Activations) -> None:
+        self.setting, self.activations = setting, activations
+        self.compute = BYTES[setting.precision]
+        self.root = self._block((*model.before, *model.after), front=model.before, tied=model.tied)
+        self.largest = max((one.numel * self.compute for one in model.parameters if one.trained), default=0)
+        self.blocks = [self._block(unit.parameters) for unit in model.units]
+        self.groups = self._groups(model)
+        self.sharded_grads = 0
+        self.whole_grads = 0
+
+    def _block(
+        self, parameters: Sequence[ParameterSize], front: Sequence[ParameterSize] = (), tied: bool = False
+    ) -> _Block:
+        shards, trained = self.setting.shards, [one for one in parameters if one.trained]
+        part = sum(one.part(shards) for one in parameters)
+        grad_part = sum(one.part(shards) for one in trained)
+        last = 0 if tied else sum(one.numel for one in front if one.trained)
+        grads = sum(one.numel for one in trained)
+        return _Block(
+            part * shards * self.compute, part * self.compute, grads * self.compute, grad_part * shards, grad_part,
+            last * self.compute,
+        )  # fmt: skip
+
+    def _groups(self, model: ModelSize) -> list[list[int]]:
+        """Numbers of blocks that are gathered and reduced together, in the order of the forward; the rest goes with the root."""
+        numbers = list(range(len(self.blocks)))
+        bucket = {2: self.setting.bucket, 3: 0}.get(self.setting.stage, model.numel)
+        if self.setting.accelerator or not bucket:
+            return [[number] for number in numbers]
+        groups: list[list[int]] = [[]]
+        room = bucket
+        for number in reversed(numbers):
+            numel = sum(one.numel for one in model.units[number].parameters)
+            if numel > room:
+                groups.append([])
+                room = bucket
+            groups[-1].append(number)
+            room -= numel
+        if sum(one.numel for one in (*model.before, *model.after)) <= room:
+            groups.pop()
+        return [group[::-1] for group in groups if group][::-1]
+
+    def _gathered(self, group: Sequence[int] | None) -> _Block:
+        """A group as one; None is the root's, with the blocks that no other group has."""
+        if group is None:
+            taken = {number for one in self.groups for number in one}
+            blocks = [self.root, *(block for number, block in enumerate(self.blocks) if number not in taken)]
+        else:
+            blocks = [self.blocks[number] for number in group]
+        return _Block(
+            sum(block.whole for block in blocks),
+            sum(block.part for block in blocks),
+            sum(block.grads for block in blocks),
+            sum(block.grad_elements for block in blocks),
+            sum(block.grad_part_elements for block in blocks),
+            self.root.front,
+        )
+
+    def _gather(self, ledger: _Ledger, group: _Block, waiting: int) -> int:
+        """Gathers a group; `waiting` is a buffer of an earlier one, freed meanwhile. Returns the bytes of its own buffer."""
+        if self.setting.shards == 1:
+            ledger.add(group.whole)
+            return 0
+        ledger.add(group.whole)  # the buffer
+        ledger.add(-waiting)
+        ledger.add(group.whole)  # what is copied out of it
+        return group.whole
+
+    def forward(self, ledger: _Ledger, *, first: bool) -> None:
+        """The forward of a micro batch."""
+        stage, acts = self.setting.stage, self.activations
+        keep = acts.unit_input if self.setting.checkpointing else acts.unit
+        waiting = self._gather(ledger, self._gathered(None), 0) if first or stage == 3 else 0
+        ledger.add(0, acts.embedding)
+        starts = {group[0]: group for group in self.groups}
+        ends = {group[-1]: group for group in self.groups}
+        for number in range(len(self.blocks)):
+            if number in starts and (first or stage == 3):
+                waiting = self._gather(ledger, self._gathered(starts[number]), waiting)
+            ledger.add(0, acts.unit)
+            ledger.add(0, keep - acts.unit)
+            if number in ends and stage == 3:
+                ledger.add(-self._gathered(ends[number]).whole)
+        ledger.add(0, acts.head + acts.head_forward)
+        ledger.add(-waiting, -acts.head_forward)
+
+    def backward(self, ledger: _Ledger, *, last: bool) -> None:
+        """The backward of a micro batch, with the reductions that the stage makes then."""
+        stage, acts, setting = self.setting.stage, self.activations, self.setting
+        reduces = last or stage >= 2
+        keep = acts.unit_input if setting.checkpointing else acts.unit
+        again = self.whole_grads > 0
+        sent = 0
+        starts = {group[0]: group for group in self.groups}
+        ends = {group[-1]: group for group in self.groups}
+        late = self.root.front
+        ledger.add(0, acts.head_backward)
+        self._grow(ledger, self.root.grads - late, again)
+        ledger.add(0, -acts.head - acts.head_backward)
+        prefetched = 0
+        for number in reversed(range(len(self.blocks))):
+            if number in ends and stage == 3:
+                ledger.add(0 if prefetched else self._buffer(ends[number]))
+                ledger.add(self._gathered(ends[number]).whole)
+                ledger.add(-self._buffer(ends[number]))
+                before = [group for group in self.groups if group[-1] < number]
+                prefetched = self._buffer(before[-1]) if before else 0
+                ledger.add(prefetched)
+            ledger.add(0, acts.unit - keep + acts.unit_backward)
+            self._grow(ledger, self.blocks[number].grads, again)
+            ledger.add(0, -acts.unit - acts.unit_backward)
+            if number in starts and reduces:
+                sent = self._reduce(ledger, self._gathered(starts[number]), sent, last=last, held=0)
+        self._grow(ledger, late, again)
+        ledger.add(0, -acts.embedding)
+        if reduces:
+            sent = self._reduce(ledger, self._gathered(None), sent, last=last, held=late)
+            ledger.add(-sent)
+        if not reduces:
+            self.whole_grads = 1
+
+    def _buffer(self, group: Sequence[int]) -> int:
+        return 0 if self.setting.shards == 1 else self._gathered(group).whole
+
+    def _grow(self, ledger: _Ledger, grads: int, again: bool) -> None:
+        """Gradients appear; those of an earlier micro batch are added to, one parameter at a time."""
+        if again:
+            ledger.add(min(grads, self.largest))
+            ledger.add(-min(grads, self.largest))
+        else:
+            ledger.add(grads)
+
+    def _reduce(self, ledger: _Ledger, group: _Block, sent: int, *, last: bool, held: int) -> int:
+        """Reduces a group's gradients. Returns the bytes of the buffer that they were sent from, which is still there."""
+        setting = self.setting
+        if last or setting.stage == 3:
+            ledger.add(-group.whole)
+        ledger.add(-sent)
+        whole, part = group.grad_elements * setting.reduce_bytes, group.grad_part_elements * setting.reduce_bytes
+        ledger.add(whole)
+        ledger.add(-group.grads)
+        if setting.shards > 1 and not setting.accelerator:
+            ledger.add(part + whole + held)
+            ledger.add(-whole - held)
+        elif setting.shards > 1 or setting.accelerator:
+            ledger.add(part)
+        full = group.grad_part_elements * 4
+        own = setting.shards > 1 or setting.accelerator
+        if setting.reduce_bytes != 4:
+            ledger.add(full)
+            ledger.add(-part if own else 0)
+        elif not own:
+            whole = 0  # the buffer becomes the gradient
+        if setting.offload and setting.accelerator:
+            ledger.add(-full)
+        elif self.sharded_grads >= full and setting.accumulation > 1 and setting.stage >= 2 and last:
+            ledger.add(-full)  # added to what the micro batches before left
+        self.sharded_grads += full if not last else 0
+        return whole

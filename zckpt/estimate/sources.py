@@ -1,0 +1,167 @@
+"""From what a person names to a model's parameters: a config.json, a checkpoint, an adapter, a model of the hub.
+
+For the command. Reads indexes and configs only, and imports no torch: a kind of model that has no formula is `Unknown`, and left
+to who can build it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from zckpt.base.errors import NotACheckpointError, UsageError
+from zckpt.estimate.adapters import with_adapter
+from zckpt.estimate.known_models import known_model
+from zckpt.estimate.sizes import ModelSize, ParameterSize, model_of
+from zckpt.jobs.open import open_catalog, strip_wrappers
+from zckpt.jobs.options import OpenOptions
+from zckpt.layouts.save.companions import config_of
+from zckpt.storage.location import Location, locate
+
+_CONFIG, _ADAPTER = "config.json", "adapter_config.json"
+_HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
+
+
+@dataclass(frozen=True, slots=True)
+class Unknown:
+    """A model whose parameters no formula gives.
+
+    Attributes:
+        config: what its config.json holds.
+        file: where that is.
+        name: of the model, for messages.
+    """
+
+    config: Mapping[str, Any]
+    file: str
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """What a person's word stands for.
+
+    Attributes:
+        model: its parameters, or what is known of a model that has to be built.
+        adapter: the adapter's config and its file, if there is one that is not part of `model` yet.
+    """
+
+    model: ModelSize | Unknown
+    adapter: tuple[Mapping[str, Any], str] | None
+
+    def complete(self, model: ModelSize) -> ModelSize:
+        """The model with the adapter, if there is one; errors as in `with_adapter`."""
+        return model if self.adapter is None else with_adapter(model, *self.adapter)
+
+
+def find_source(name: str, adapter: str | None = None, options: OpenOptions | None = None) -> Source:
+    """Finds a model.
+
+    Args:
+        name: a config.json, a directory with one, a checkpoint or plain weights in any form that `open_catalog` reads, a
+            directory of PEFT's, or a model of the hub: from the hub's cache, or else its config.json is fetched.
+        adapter: an adapter_config.json or a directory with one; by default the one beside the config.
+        options: which save, and how it is read.
+
+    Raises:
+        UsageError: there is nothing of this name.
+        ZckptError: one of its kinds says what is wrong with the checkpoint.
+    """
+    place = locate(name)
+    if not place.is_file() and not place.is_dir():
+        if place.is_remote or not _HUB_NAME.fullmatch(name) or name.startswith("."):
+            raise UsageError(
+                "no such file or directory", file=name,
+                expected="a config.json, a directory with one, a checkpoint, or the name of a model of the hub",
+                remedy="Correct the path or the name.",
+            )  # fmt: skip
+        place = locate(_from_hub(name))
+    given = None if adapter is None else _adapter_file(locate(adapter))
+    directory = place if place.is_dir() else place.parent
+    beside = directory / _ADAPTER
+    if given is None and beside.is_file() and place.name in (_CONFIG, _ADAPTER, directory.name):
+        given = beside
+    found = None if given is None else (config_of(str(given)), str(given))
+    if found is not None and not (directory / _CONFIG).is_file() and not _has_save(directory):
+        base = found[0].get("base_model_name_or_path")
+        if not isinstance(base, str) or not base:
+            raise UsageError(
+                "does not say which model it is for", file=found[1], found="no base_model_name_or_path",
+                remedy="Pass the base model as MODEL, and this directory with --adapter.",
+            )  # fmt: skip
+        return replace(find_source(base, None, options), adapter=found)
+    if place.is_file() and place.name.endswith(".json") and "index" not in place.name:
+        return Source(_by_config(config_of(str(place)), str(place), name), found)
+    try:
+        model = _by_checkpoint(str(place), name, options or OpenOptions())
+    except NotACheckpointError:
+        if not (directory / _CONFIG).is_file():
+            raise
+        return Source(_by_config(config_of(str(directory / _CONFIG)), str(directory / _CONFIG), name), found)
+    if model.trained < model.numel:  # the checkpoint says itself what is trained
+        found = None
+    return Source(model, found)
+
+
+def _adapter_file(place: Location) -> Location:
+    file = place / _ADAPTER if place.is_dir() else place
+    if not file.is_file():
+        raise UsageError(
+            "no such adapter", file=str(place), expected="an adapter_config.json, or a directory with one",
+            remedy="Correct --adapter.",
+        )  # fmt: skip
+    return file
+
+
+def _has_save(directory: Location) -> bool:
+    names = directory.names()
+    return any(name in ("latest", ".metadata") or name.startswith(("global_step", "checkpoint-")) for name in names)
+
+
+def _from_hub(name: str) -> str:
+    """The config.json of a model of the hub, in the hub's cache."""
+    from huggingface_hub import hf_hub_download, try_to_load_from_cache
+    from huggingface_hub.errors import EntryNotFoundError
+
+    for file in (_CONFIG, _ADAPTER):
+        cached = try_to_load_from_cache(name, file)
+        if isinstance(cached, str):
+            return cached
+    try:
+        try:
+            return str(hf_hub_download(name, _CONFIG))
+        except EntryNotFoundError as error:
+            if type(error).__name__ == "LocalEntryNotFoundError":
+                raise
+            return str(hf_hub_download(name, _ADAPTER))
+    except Exception as error:  # whatever the hub's client raises: no network, no such model, no access
+        raise UsageError(
+            "no such file or directory, and the hub gives no model of this name", file=name,
+            found=f"{type(error).__name__}: {' '.join(str(error).split())[:200]}",
+            expected="a config.json, a directory with one, a checkpoint, or the name of a model of the hub",
+            remedy="Correct the path or the name. For a model of the hub that is not in its cache, go online.",
+        ) from error  # fmt: skip
+
+
+def _by_config(config: Mapping[str, Any], file: str, name: str) -> ModelSize | Unknown:
+    return known_model(config, name) or Unknown(config, file, name)
+
+
+def _by_checkpoint(path: str, name: str, options: OpenOptions) -> ModelSize:
+    opened = open_catalog(path, options)
+    catalog, _ = strip_wrappers(opened.catalog)
+    entries = list(catalog.tensors.values())
+    sizes = [
+        ParameterSize(entry.name, entry.shape, entry.role == "parameter") for entry in entries if entry.role != "buffer"
+    ]
+    nbytes = sum(entry.nbytes for entry in entries if entry.role == "buffer")
+    config = None
+    for home in (locate(path) if locate(path).is_dir() else locate(path).parent, locate(opened.place.home)):
+        if (home / _CONFIG).is_file():
+            config = config_of(str(home / _CONFIG))
+            break
+    model = model_of(sizes, name=name, counted="the checkpoint", buffer_bytes=nbytes, config=config)
+    kept = set(catalog.aliases.values())
+    return replace(model, tied=any(one.name in kept for one in model.before))

@@ -1,0 +1,96 @@
+"""What a config of the trainer asks for, as far as memory depends on it.
+
+For `estimate`, and for the command, which imports no torch for it.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from zckpt.base.errors import UnsupportedError
+from zckpt.estimate.choices import RunShape
+from zckpt.estimate.rehearsal import BYTES
+from zckpt.runtime.ds_config.read import Settings, batch_of, read_config
+
+Asked = tuple[int, bool, str]
+"""Stage, offload and precision."""
+
+_AUTO: dict[str, Any] = {
+    "optimizer.params.lr": 1e-3,
+    "optimizer.params.betas": [0.9, 0.999],
+    "optimizer.params.eps": 1e-8,
+    "optimizer.params.weight_decay": 0.0,
+    "gradient_clipping": 1.0,
+    "fp16.enabled": False,
+    "bf16.enabled": True,
+}
+"""For keys that say "auto" and on which memory does not depend; and mixed precision, as most train now."""
+
+
+def asked_of(
+    config: str | os.PathLike[str] | Mapping[str, Any],
+    run: RunShape,
+    *,
+    auto: Mapping[str, Any] | None = None,
+    width: int | None = None,
+) -> tuple[RunShape, Asked, str]:
+    """Reads a config.
+
+    Args:
+        config: as `zckpt.runtime.initialize` takes it.
+        run: GPUs, nodes, and what the config does not say.
+        auto: values for keys that say "auto"; by default bf16, and whatever memory does not depend on.
+        width: of the model, for the keys that transformers computes from it.
+
+    Returns:
+        The shape of the run, what the config asks for, and its file for messages.
+
+    Raises:
+        UsageError: the config is wrong; see `read_config`.
+        UnsupportedError: it asks for what the estimate does not count.
+    """
+    values = {**_AUTO, **_schedule(config), **(auto or {})}
+    settings = read_config(config, auto=values, hidden_size=width)
+    zero, own = settings.zero, settings.config
+    if zero.zero_hpz_partition_size > 1:
+        raise UnsupportedError(
+            "asks for a secondary partition, which the estimate does not count", file=settings.file,
+            found=f"zero_hpz_partition_size {zero.zero_hpz_partition_size}", remedy="Remove it for the estimate.",
+        )  # fmt: skip
+    if own.train_batch_size or own.train_micro_batch_size_per_gpu:
+        batch = batch_of(settings, run.ranks)
+        run = replace(run, micro_batch=batch.micro, accumulation=batch.accumulation)
+    elif own.gradient_accumulation_steps:
+        run = replace(run, accumulation=own.gradient_accumulation_steps)
+    reduce = own.communication_data_type
+    run = replace(
+        run,
+        optimizer=own.optimizer.type or run.optimizer,
+        states=_states(settings),
+        bucket=zero.reduce_bucket_size,
+        shards=max(zero.mics_shard_size, 0),
+        reduce_bytes=BYTES[reduce] if reduce else 0,
+        fp32_below_2=own.data_types.grad_accum_dtype == "fp32",
+    )
+    return run, (zero.stage, zero.offloads_optimizer or zero.offloads_param, own.precision), settings.file
+
+
+def _schedule(config: object) -> dict[str, Any]:
+    """Values for a schedule's arguments that say "auto", which only a run would know."""
+    names = ("warmup_min_lr", "warmup_max_lr", "warmup_num_steps", "total_num_steps")
+    return {f"scheduler.params.{name}": 1 for name in names}
+
+
+def _states(settings: Settings) -> int | None:
+    """How many numbers the optimizer keeps for each element where its arguments say so; None for what is usual for it."""
+    name, params = (settings.config.optimizer.type or "").lower(), settings.config.optimizer.params
+    if name in ("adam", "adamw") and params.get("amsgrad"):
+        return 3
+    if name == "sgd" and params.get("momentum"):
+        return 1
+    if name == "rmsprop":
+        return 1 + bool(params.get("momentum")) + bool(params.get("centered"))
+    return None

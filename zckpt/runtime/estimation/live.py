@@ -1,0 +1,161 @@
+"""What a model in memory needs, or one that transformers builds without memory.
+
+For scripts, as `zckpt.runtime.estimate`, and for the command where no formula knows a kind of model.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from zckpt.base.errors import UnsupportedError
+from zckpt.base.sizes import to_bytes
+from zckpt.estimate.choices import PRECISIONS, Estimate, RunShape, estimate_choices
+from zckpt.estimate.deepspeed_formula import parameters_of
+from zckpt.estimate.sizes import ModelSize, ParameterSize, Unit
+from zckpt.estimate.sources import Unknown
+from zckpt.runtime.estimation.asked import asked_of
+from zckpt.runtime.sharded.units import Wrap, find_units
+
+
+def estimate(
+    model: nn.Module,
+    config: str | os.PathLike[str] | Mapping[str, Any] | None = None,
+    *,
+    gpus: int = 1,
+    nodes: int = 1,
+    memory: int | str | None = None,
+    cpu_memory: int | str | None = None,
+    seq_length: int | None = None,
+    micro_batch: int = 1,
+    accumulation: int = 1,
+    optimizer: str = "Adam",
+    accelerator: bool = True,
+    auto: Mapping[str, Any] | None = None,
+    wrap: Wrap | Iterable[Wrap] | None = None,
+) -> Estimate:
+    """What training a model needs, by GPU and by node, for every stage, offload, precision, with and without checkpointing.
+
+        print(*zckpt.runtime.estimate(model, gpus=8, memory="80GB").lines(), sep=chr(10))
+
+    Nothing is allocated. Frozen parameters (`requires_grad=False`) have no gradients and no states.
+
+    Args:
+        model: before `initialize`; on any device, also meta, or made under `zero.Init`.
+        config: DeepSpeed's; its stage, precision, optimizer and batch sizes are taken.
+        gpus: per node.
+        nodes: how many.
+        memory: of a GPU, in bytes or as "80GB", to say what fits.
+        cpu_memory: host memory of a node.
+        seq_length: tokens of a sample; by default what the model was made for, at most 2,048.
+        micro_batch: samples per rank and forward, where the config does not say it.
+        accumulation: micro batches in a step, where the config does not say it.
+        optimizer: where the config does not say it.
+        accelerator: False for a run on CPUs: the figures are then of processes.
+        auto: values for keys of the config that say "auto".
+        wrap: as in `initialize`.
+
+    Raises:
+        UsageError: an argument or the config is wrong.
+    """
+    run = RunShape(gpus, nodes, optimizer, None, micro_batch, seq_length, accumulation, accelerator)
+    asked, file = None, ""
+    size = size_of(model, wrap=wrap)
+    if config is not None:
+        width = (size.config or {}).get("hidden_size")
+        run, asked, file = asked_of(config, run, auto=auto, width=width if isinstance(width, int) else None)
+    given = [None if one is None else to_bytes(one) for one in (memory, cpu_memory)]
+    return estimate_choices(
+        size, run, precisions=PRECISIONS, memory=given[0], host_memory=given[1], asked=asked, file=file
+    )
+
+
+def size_of(
+    model: nn.Module,
+    *,
+    name: str = "",
+    counted: str = "the model in memory",
+    wrap: Wrap | Iterable[Wrap] | None = None,
+) -> ModelSize:
+    """The parameters of a model, in the units that the trainer gathers.
+
+    Args:
+        model: the model.
+        name: for messages; by default its class.
+        counted: from what it was counted.
+        wrap: as in `initialize`.
+    """
+    sizes: dict[int, ParameterSize] = {}
+    tied: set[str] = set()
+    for key, p in model.named_parameters(remove_duplicate=False):
+        if id(p) in sizes:
+            tied.add(sizes[id(p)].name)
+        else:
+            shape = tuple(getattr(p, "ds_shape", None) or p.shape)
+            sizes[id(p)] = ParameterSize(key, shape, p.requires_grad)
+    names = {id(module): key for key, module in model.named_modules()}
+    inner = find_units(model, wrap)
+    inside: dict[int, tuple[nn.Module, list[int]]] = {}
+    taken: set[int] = set()
+    for unit in inner:
+        own = [id(p) for p in unit.parameters() if id(p) not in taken]
+        taken |= set(own)
+        inside[id(unit)] = (unit, list(dict.fromkeys(own)))
+    units = tuple(Unit(names[key], tuple(sizes[p] for p in own)) for key, (_, own) in reversed(inside.items()) if own)
+    order = list(sizes)
+    first = min((order.index(p) for p in taken), default=len(order))
+    outside = [(at, one) for at, one in enumerate(sizes.values()) if order[at] not in taken]
+    before = tuple(one for at, one in outside if at < first)
+    _, largest = parameters_of(model)
+    return ModelSize(
+        name or type(model).__name__, counted, before, units, tuple(one for at, one in outside if at >= first),
+        tied=any(one.name in tied for one in before),
+        buffer_bytes=sum(b.numel() * b.element_size() for b in model.buffers()),
+        largest_layer=largest, config=_config_of(model),
+    )  # fmt: skip
+
+
+def built_by_transformers(unknown: Unknown) -> ModelSize:
+    """The parameters of a model of transformers, which is built without memory.
+
+    Raises:
+        UnsupportedError: transformers is not installed, or does not know the model.
+    """
+    remedy = (
+        "Install transformers and torch (pip install transformers torch), in a version that knows this kind of model."
+    )
+    try:
+        import transformers
+    except ImportError as error:
+        raise UnsupportedError(
+            "there is no formula for this kind of model, and transformers is not installed to build it",
+            file=unknown.file, found=f"model_type {unknown.config.get('model_type')!r}", remedy=remedy,
+        ) from error  # fmt: skip
+    try:
+        config = transformers.AutoConfig.for_model(**unknown.config)
+        head = (unknown.config.get("architectures") or [None])[0]
+        kind = getattr(transformers, str(head), None)
+        with torch.device("meta"):
+            model = kind(config) if kind is not None else transformers.AutoModel.from_config(config)  # type: ignore[no-untyped-call]
+    except Exception as error:  # whatever the code of a model raises on a config that it does not like
+        raise UnsupportedError(
+            "transformers cannot make a model of this config", file=unknown.file,
+            found=f"{type(error).__name__}: {' '.join(str(error).split())[:200]}", remedy=remedy,
+        ) from error  # fmt: skip
+    model.tie_weights()
+    return size_of(model, name=unknown.name, counted="config.json, built by transformers without memory")
+
+
+def _config_of(model: nn.Module) -> Mapping[str, Any] | None:
+    """The config of a model of transformers, also inside PEFT's wrapper."""
+    base: Any = model
+    if hasattr(model, "get_base_model"):
+        base = base.get_base_model()
+    config: Any = getattr(base, "config", None)
+    if not callable(getattr(config, "to_dict", None)):
+        return None
+    return {**config.to_dict(), "architectures": [type(base).__name__]}
