@@ -46,7 +46,7 @@ class PlannedRun(o.Group):
 
 
 @dataclass(frozen=True, repr=False, eq=False)
-class Room(o.Group):
+class MemoryGiven(o.Group):
     """The memory that there is."""
 
     memory: Annotated[str | None, _memory("--memory", metavar="SIZE", help="Of a GPU, to say what fits.")] = None
@@ -69,7 +69,7 @@ def register(app: typer.Typer) -> None:
 def estimate(
     model: Annotated[str, typer.Argument(metavar="MODEL", help="Model to be trained.", show_default=False)],
     planned: PlannedRun,
-    room: Room,
+    room: MemoryGiven,
     *,
     shown: o.Shown,
 ) -> None:

@@ -40,7 +40,7 @@ class Unknown:
 
 
 @dataclass(frozen=True, slots=True)
-class Source:
+class NamedModel:
     """What a person's word stands for.
 
     Attributes:
@@ -56,7 +56,7 @@ class Source:
         return model if self.adapter is None else with_adapter(model, *self.adapter)
 
 
-def find_source(name: str, adapter: str | None = None, options: OpenOptions | None = None) -> Source:
+def find_source(name: str, adapter: str | None = None, options: OpenOptions | None = None) -> NamedModel:
     """Finds a model.
 
     Args:
@@ -93,16 +93,16 @@ def find_source(name: str, adapter: str | None = None, options: OpenOptions | No
             )  # fmt: skip
         return replace(find_source(base, None, options), adapter=found)
     if place.is_file() and place.name.endswith(".json") and "index" not in place.name:
-        return Source(_by_config(config_of(str(place)), str(place), name), found)
+        return NamedModel(_by_config(config_of(str(place)), str(place), name), found)
     try:
         model = _by_checkpoint(str(place), name, options or OpenOptions())
     except NotACheckpointError:
         if not (directory / _CONFIG).is_file():
             raise
-        return Source(_by_config(config_of(str(directory / _CONFIG)), str(directory / _CONFIG), name), found)
+        return NamedModel(_by_config(config_of(str(directory / _CONFIG)), str(directory / _CONFIG), name), found)
     if model.trained < model.numel:  # the checkpoint says itself what is trained
         found = None
-    return Source(model, found)
+    return NamedModel(model, found)
 
 
 def _adapter_file(place: Location) -> Location:
