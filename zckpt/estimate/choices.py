@@ -344,7 +344,7 @@ def _row(cells: tuple[str, ...], gives: bool, fits: str = "fits") -> str:
         return f"{cells[0]:<14}{cells[2]:^41}{'':>8}{cells[7]:>11}".rstrip()
     first = f"{cells[0]:<5}  {cells[1]:<7}"
     rest = "".join(f" {cell:>{width}}" for cell, width in zip(cells[2:], _WIDTHS[2:], strict=True))
-    return f"{first}{rest}{f' {fits:>5}' if gives else ''}"
+    return f"{first}{rest}{f' {fits:>4}' if gives else ''}"
 
 
 def _size(nbytes: int) -> str:
