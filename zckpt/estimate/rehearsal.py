@@ -3,7 +3,7 @@
 For `choices`. Nothing is allocated here.
 [Note: a step] Between steps a rank holds its parts: of trained parameters the fp32 weights and the optimizer's states, of frozen
 ones the weights in the dtype of the computation. A group of units is gathered into one buffer and copied out of it. Stages 0 to
-2 keep it gathered from the first forward of a step to the last backward; stage 3 drops a unit after its forward and gathers it
+2 keep it gathered, also between steps; stage 3 drops a unit after its forward and gathers it
 again. Gradients of a group are whole until its backward has ended, are copied into one buffer, and reduced; this rank's part of
 the result becomes fp32. Without an accelerator the groups of stages 0 to 2 are large (`runtime.sharded.shard`), and a reduction
 needs one more buffer (`runtime.sharded.collectives`).
@@ -274,7 +274,7 @@ class _Step:
     def _reduce(self, ledger: _Ledger, group: _Block, sent: int, *, last: bool, held: int) -> int:
         """Reduces a group's gradients. Returns the bytes of the buffer that they were sent from, which is still there."""
         setting = self.setting
-        if last or setting.stage == 3:
+        if setting.stage == 3:
             ledger.add(-group.whole)
         ledger.add(-sent)
         whole, part = group.grad_elements * setting.reduce_bytes, group.grad_part_elements * setting.reduce_bytes
