@@ -11,7 +11,9 @@ import torch
 import torch.distributed as dist
 
 import zckpt
-from zckpt.live import device
+from zckpt import live
+from zckpt.jobs.open import open_catalog
+from zckpt.live import assignment, carry, device, loading
 from zckpt.runtime.generators import rng_state, set_rng_state
 
 
@@ -109,3 +111,79 @@ def test_fused_kernels():
     assert device.has_fused_kernels(torch.device("xpu"), adam)
     assert not device.has_fused_kernels(torch.device("cuda"), adagrad)
     assert not device.has_fused_kernels(torch.device("mps"), adam)
+
+
+class Delayed:
+    """A device that copies nothing before somebody waits for it: who reads or reuses memory too early gets wrong numbers."""
+
+    def __init__(self, monkeypatch):
+        self.asked, self.done, self.under_way_while_working = [], 0, []
+        monkeypatch.setattr(device, "copy", lambda target, source: self.asked.append((target, source)))
+        monkeypatch.setattr(device, "copies_of", self.copies_of)
+        for module in (carry, loading):
+            monkeypatch.setattr(module, "is_direct", lambda tensor: False)
+            monkeypatch.setattr(module, "run", self.working(module.run))
+        for module in (assignment, carry):
+            monkeypatch.setattr(module, "PIECE_BYTES", 512)
+        monkeypatch.setattr(loading, "BUFFER_BYTES", 512)
+
+    def copies_of(self, devices):
+        assert all(isinstance(one, torch.device) for one in devices)
+        last = len(self.asked)
+
+        def wait():
+            for target, source in self.asked[self.done : last]:
+                target.copy_(source)
+            self.done = max(self.done, last)
+
+        return wait
+
+    def working(self, run):
+        def spied(*arguments, **more):
+            self.under_way_while_working.append(len(self.asked) > self.done)
+            return run(*arguments, **more)
+
+        return spied
+
+
+def model_of(tensors):
+    model = torch.nn.Module()
+    for name, tensor in tensors.items():
+        model.register_parameter(name, torch.nn.Parameter(tensor))
+    return model
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_copies_overlap_with_writing_and_reading(tmp_path, monkeypatch, dtype):
+    """Of weights that are cast on the way to the files, and of those that are not."""
+    truth = {f"w{number}": torch.randn(3 + 17 * number, 5) for number in range(6)}
+    slow = Delayed(monkeypatch)
+    live.save_pretrained(model_of(truth), tmp_path / "out", dtype)
+    worked = slow.under_way_while_working
+    if dtype == torch.bfloat16:
+        assert len(worked) > 4 and worked[:-1] == [True] * (len(worked) - 1)
+    slow.under_way_while_working = worked = []
+    model = model_of({name: torch.zeros(tensor.shape) for name, tensor in truth.items()})
+    live.load_into(model, open_catalog(str(tmp_path / "out")).catalog)
+    assert len(worked) > 4 and worked[1:] == [True] * (len(worked) - 1)
+    assert slow.done == len(slow.asked)
+    for name, tensor in truth.items():
+        assert torch.equal(getattr(model, name).data, tensor.to(dtype).float())
+
+
+def resident(field):
+    return int(re.search(rf"{field}:\s+(\d+) kB", Path("/proc/self/status").read_text())[1]) << 10
+
+
+def test_memory_beside_the_model_is_bounded(tmp_path):
+    """192 MiB that are not dense go through 24 MiB of buffers on the way out, and through 32 MiB on the way in."""
+    model = model_of({f"w{number}": torch.ones(2048, 4096).t() for number in range(6)})
+    live.save_pretrained(model_of({"w": torch.ones(8)}), tmp_path / "first")  # what is imported and started once
+    for job in (
+        lambda: live.save_pretrained(model, tmp_path / "out", torch.bfloat16),
+        lambda: live.load_into(model, open_catalog(str(tmp_path / "out")).catalog),
+    ):
+        Path("/proc/self/clear_refs").write_text("5")
+        before = resident("VmRSS")
+        job()
+        assert resident("VmHWM") - before < 64 << 20

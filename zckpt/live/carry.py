@@ -1,13 +1,14 @@
 """Writes elements from this rank's memory to files or a state dict, or sends them to rank 0, cast piece by piece.
 
-For `export`. The engine casts; pieces of many small tensors are cast together.
+For `export`. The engine casts; pieces of many small tensors are cast together. A device's elements come through page-locked
+buffers, the next ones while the last ones are cast and written.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Literal, Protocol
@@ -20,6 +21,7 @@ from zckpt.core.fragments import Fragment, MemoryStore
 from zckpt.core.plan import Plan
 from zckpt.engine.checksums import Partial, crc32
 from zckpt.engine.move import run
+from zckpt.live import device
 from zckpt.live.assignment import PIECE_BYTES, Contribution, ContributionPart, pieces
 from zckpt.live.loading import is_direct
 from zckpt.live.parts import LocalModel
@@ -189,69 +191,82 @@ def _carried(
     held: LocalModel, mine: Sequence[Contribution], clamp: bool, lost: Lost
 ) -> Iterator[tuple[ContributionPart, torch.Tensor]]:
     """The bytes of every piece, cast, in order; each is valid until the next one is requested."""
-    batch = _Batch(clamp, lost)
+    results = torch.empty(PIECE_BYTES, dtype=torch.uint8)
+    batch, before = (_Batch(results, clamp, lost) for _ in range(2))
     name, local = "", torch.empty(0)
     for contribution in mine:
         if contribution.name != name:
             name, local = contribution.name, held.read[contribution.name]().detach()
         for piece in pieces(contribution):
             if not batch.has_room_for(piece):
-                yield from batch.cast()
-            part = batch.dense(local, piece)
-            if contribution.source == contribution.target.dtype:
-                yield from batch.cast()
-                yield piece, part.view(torch.uint8)
-            else:
-                batch.add(piece, part)
+                batch.start()
+                yield from before.cast()
+                batch, before = before, batch
+            batch.add(piece, local)
+    batch.start()
+    yield from before.cast()
     yield from batch.cast()
 
 
 class _Batch:
-    """Pieces that are cast together, in two buffers of `PIECE_BYTES`: for copies of what is not dense, and for results.
+    """Pieces that are cast together. Those that are not dense host memory are copied to a buffer of `PIECE_BYTES` first.
+
+    There are two batches: copies from a device for the one go on while the other is cast and written.
 
     Args:
+        results: a buffer of `PIECE_BYTES` for what casts give; the two share it.
         clamp: whether numbers too large for their dtype are clamped.
         lost: numbers that casts changed; filled in.
     """
 
-    def __init__(self, clamp: bool, lost: Lost) -> None:
+    def __init__(self, results: torch.Tensor, clamp: bool, lost: Lost) -> None:
         self._overflow: Literal["clamp", "inf"] = "clamp" if clamp else "inf"
         self._lost = lost
-        self._copies, self._results = (torch.empty(PIECE_BYTES, dtype=torch.uint8) for _ in range(2))
-        self._waiting: list[tuple[ContributionPart, torch.Tensor, int]] = []
-        self._copied = self._used = 0
+        self._results = results
+        self._copies: torch.Tensor | None = None
+        self._waiting: list[tuple[ContributionPart, torch.Tensor, int | None]] = []
+        self._devices: set[torch.device] = set()
+        self._copied: Callable[[], None] = lambda: None
+        self._taken = self._used = 0
 
     def has_room_for(self, piece: ContributionPart) -> bool:
         """Whether its source and its result fit in the buffers."""
         source = piece.count * piece.of.source.itemsize
-        return self._copied + source <= PIECE_BYTES and self._used + piece.nbytes <= PIECE_BYTES
+        return self._taken + source <= PIECE_BYTES and self._used + piece.nbytes <= PIECE_BYTES
 
-    def dense(self, local: torch.Tensor, piece: ContributionPart) -> torch.Tensor:
-        """A piece's elements as a vector: a view of the model's memory if that is dense CPU memory, otherwise a copy."""
-        if is_direct(local):
-            return local.view(-1)[piece.first : piece.first + piece.count]
+    def add(self, piece: ContributionPart, local: torch.Tensor) -> None:
+        """Adds a piece that has room, and begins to copy it from the tensor that holds it, if it has to be copied."""
         nbytes = piece.count * piece.of.source.itemsize
-        out = self._copies[self._copied : self._copied + nbytes].view(local.dtype)
-        fill(out, local, piece.first)
-        self._copied += _aligned(nbytes)
-        return out
-
-    def add(self, piece: ContributionPart, part: torch.Tensor) -> None:
-        """Adds a piece that has room, and its elements."""
-        self._waiting.append((piece, part, self._used))
+        if is_direct(local):
+            part = local.view(-1)[piece.first : piece.first + piece.count]
+        else:
+            if self._copies is None:
+                self._copies = device.host_buffer(PIECE_BYTES, local.device)
+            part = self._copies[self._taken : self._taken + nbytes].view(local.dtype)
+            fill(part, local, piece.first)
+            self._devices.add(local.device)
+        is_cast = piece.of.source != piece.of.target.dtype
+        self._waiting.append((piece, part, self._used if is_cast else None))
+        self._taken += _aligned(nbytes)
         self._used += _aligned(piece.nbytes)
 
+    def start(self) -> None:
+        """Ends the batch: what is copied after this belongs to another one."""
+        self._copied = device.copies_of(self._devices)
+
     def cast(self) -> Iterator[tuple[ContributionPart, torch.Tensor]]:
-        """The added pieces, cast; the buffers are free after that."""
-        pairs = [_pair(piece, part, self._results, at) for piece, part, at in self._waiting]
+        """The pieces of a batch that was ended, in order; after that it is empty."""
+        self._copied()
+        pairs = [_pair(piece, part, self._results, at) for piece, part, at in self._waiting if at is not None]
         moved = run(Plan((), pairs), "", overflow=self._overflow) if pairs else None
         for number, found in (moved.overflows if moved else {}).items():
             count, largest = self._lost.get(pairs[number][0].name, (0, 0.0))
             self._lost[pairs[number][0].name] = (count + found.count, max(largest, found.largest))
-        for piece, _, at in self._waiting:
-            yield piece, self._results[at : at + piece.nbytes]
+        for piece, part, at in self._waiting:
+            yield piece, part.view(torch.uint8) if at is None else self._results[at : at + piece.nbytes]
         self._waiting.clear()
-        self._copied = self._used = 0
+        self._devices.clear()
+        self._taken = self._used = 0
 
 
 def _aligned(nbytes: int) -> int:
@@ -261,7 +276,7 @@ def _aligned(nbytes: int) -> int:
 def fill(out: torch.Tensor, tensor: torch.Tensor, first: int) -> None:
     """Fills a vector with a tensor's elements from number `first` (row-major) on, in as few copies as rows of dim 0 allow."""
     if tensor.dim() < 2 or tensor.is_contiguous():
-        out.copy_(tensor.view(-1)[first : first + out.numel()])
+        device.copy(out, tensor.view(-1)[first : first + out.numel()])
         return
     width = tensor[0].numel()
     while out.numel():
@@ -269,7 +284,7 @@ def fill(out: torch.Tensor, tensor: torch.Tensor, first: int) -> None:
         rows = out.numel() // width if not column else 0
         taken = rows * width if rows else min(out.numel(), width - column)
         if rows:
-            out[:taken].view(rows, *tensor.shape[1:]).copy_(tensor[row : row + rows])
+            device.copy(out[:taken].view(rows, *tensor.shape[1:]), tensor[row : row + rows])
         else:
             fill(out[:taken], tensor[row], column)
         out, first = out[taken:], first + taken

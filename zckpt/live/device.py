@@ -8,7 +8,7 @@ Source: torch 2.6 to 2.13, `torch.accelerator`, `torch.get_device_module`, distr
 from __future__ import annotations
 
 import resource
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -78,6 +78,31 @@ def has_fused_kernels(device: torch.device, optimizer: type[torch.optim.Optimize
 def pins() -> bool:
     """Whether host memory can be page-locked: there is an accelerator to copy to."""
     return accelerator() is not None
+
+
+def host_buffer(nbytes: int, device: torch.device) -> torch.Tensor:
+    """Bytes of host memory to copy to or from a device; page-locked if that is an accelerator, so that copies need not wait."""
+    return torch.empty(nbytes, dtype=torch.uint8, pin_memory=device.type != "cpu" and pins())
+
+
+def copy(target: torch.Tensor, source: torch.Tensor) -> None:
+    """Copies elements. Between a device and page-locked memory the copy goes on in the background: see `copies_of`."""
+    target.copy_(source, non_blocking=True)
+
+
+def copies_of(devices: Iterable[torch.device]) -> Callable[[], None]:
+    """A function that waits until everything is done that `copy` has been asked for on these devices by now."""
+    marks: list[torch.Event] = []
+    for device in {device for device in devices if device.type != "cpu"}:
+        mark = torch.Event(device)
+        mark.record(torch.accelerator.current_stream(device))
+        marks.append(mark)
+
+    def wait() -> None:
+        for mark in marks:
+            mark.synchronize()
+
+    return wait
 
 
 def peak_memory(device: torch.device) -> int:

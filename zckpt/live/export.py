@@ -2,7 +2,7 @@
 
 For training scripts, called on every rank. `save_pretrained` writes a directory that `transformers` loads: rank 0 plans it,
 makes the files and writes those without weights; every rank casts its elements and writes them at their places in the shared
-files. `consolidate` returns the state dict on rank 0. A rank needs twice `assignment.PIECE_BYTES` beside the model's memory.
+files. `consolidate` returns the state dict on rank 0. A rank needs three times `assignment.PIECE_BYTES` beside the model.
 
 [Note: the protocol] 1. Ranks offer the elements they have (`parts`); rank 0 assigns contributions (`assignment`), checks the
 output and makes its files. 2. Each rank gets its share, and reports whether it sees the files. 3. Ranks that see them write;

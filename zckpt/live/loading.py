@@ -2,13 +2,14 @@
 
 For `load_state_dict_from_zero_checkpoint` and other callers that have a catalog and a `torch.nn.Module`. It makes no state dict,
 which would be a second copy of all weights: a tensor in CPU memory is a `MemoryStore`, and the engine reads, casts and writes
-once. Tensors on other devices, and those that are not contiguous, are filled piece by piece through one buffer.
+once. Tensors on other devices, and those that are not contiguous, are filled piece by piece through two buffers, page-locked for
+a device: one is copied to it while the other is filled.
 """
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -24,6 +25,7 @@ from zckpt.core.plan import Plan
 from zckpt.engine import replicas
 from zckpt.engine.move import run
 from zckpt.jobs.open import as_named_by
+from zckpt.live import device
 from zckpt.live.slices import local_part, master_of, reshard_modules
 
 BUFFER_BYTES = 16 << 20
@@ -172,33 +174,62 @@ def _through_buffer(wanted: Iterable[tuple[TensorEntry, torch.Tensor, DType]]) -
     Args:
         wanted: entries, their tensors, and the dtypes that the elements have in the buffer.
     """
-    buffer = torch.empty(BUFFER_BYTES, dtype=torch.uint8)
-    store = MemoryStore(buffer.data_ptr(), BUFFER_BYTES, buffer)
+    filling, leaving = _Buffer(), _Buffer()
     too_large: set[str] = set()
-    pairs: list[tuple[TensorEntry, TensorEntry]] = []
-    copies: list[tuple[torch.Tensor, torch.Tensor]] = []
-    used = 0
-
-    def flush() -> None:
-        too_large.update(_run(pairs))
-        for target, part in copies:
-            target.copy_(part)
-        pairs.clear()
-        copies.clear()
-
     for entry, tensor, dtype in wanted:
         for start, part in _parts(tensor, BUFFER_BYTES // dtype.itemsize):
-            nbytes = part.numel() * dtype.itemsize
-            if used + nbytes > BUFFER_BYTES:
-                flush()
-                used = 0
-            fragments = clip(entry.fragments, start, start + part.numel(), entry.dtype.itemsize)
-            source = TensorEntry(entry.name, tuple(part.shape), entry.dtype, entry.role, fragments)
-            pairs.append((source, _placed(source, dtype, store, used)))
-            copies.append((part, buffer[used : used + nbytes].view(getattr(torch, dtype.torch_name)).view(part.shape)))
-            used += -(-nbytes // _ALIGNMENT) * _ALIGNMENT
-    flush()
+            if not filling.has_room_for(part.numel() * dtype.itemsize):
+                too_large |= filling.empty()
+                filling, leaving = leaving, filling
+            filling.add(entry, start, part, dtype)
+    too_large |= filling.empty()
+    leaving.wait()
+    filling.wait()
     return too_large
+
+
+class _Buffer:
+    """Memory of `BUFFER_BYTES` on the way to tensors. There are two: one leaves for a device while the other is filled."""
+
+    def __init__(self) -> None:
+        self._memory: torch.Tensor | None = None
+        self._pairs: list[tuple[TensorEntry, TensorEntry]] = []
+        self._copies: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._used = 0
+        self.wait: Callable[[], None] = lambda: None
+
+    def has_room_for(self, nbytes: int) -> bool:
+        """Whether so many bytes fit in beside those that were added."""
+        return self._used + nbytes <= BUFFER_BYTES
+
+    def add(self, entry: TensorEntry, start: int, part: torch.Tensor, dtype: DType) -> None:
+        """Adds elements of an entry, from number `start` on, for a part of a tensor."""
+        if self._memory is None:
+            self._memory = device.host_buffer(BUFFER_BYTES, part.device)
+        memory, nbytes = self._memory, part.numel() * dtype.itemsize
+        store = MemoryStore(memory.data_ptr(), BUFFER_BYTES, memory)
+        fragments = clip(entry.fragments, start, start + part.numel(), entry.dtype.itemsize)
+        source = TensorEntry(entry.name, tuple(part.shape), entry.dtype, entry.role, fragments)
+        self._pairs.append((source, _placed(source, dtype, store, self._used)))
+        elements = memory[self._used : self._used + nbytes].view(getattr(torch, dtype.torch_name))
+        self._copies.append((part, elements.view(part.shape)))
+        self._used += -(-nbytes // _ALIGNMENT) * _ALIGNMENT
+
+    def empty(self) -> set[str]:
+        """Reads what was added, as soon as the copies before have left, and begins to copy it to the tensors.
+
+        Returns:
+            The names of tensors in which numbers became infinite.
+        """
+        self.wait()
+        too_large = _run(self._pairs)
+        for target, elements in self._copies:
+            device.copy(target, elements)
+        self.wait = device.copies_of(target.device for target, _ in self._copies)
+        self._pairs.clear()
+        self._copies.clear()
+        self._used = 0
+        return too_large
 
 
 def _parts(tensor: torch.Tensor, most: int, start: int = 0) -> Iterator[tuple[int, torch.Tensor]]:
