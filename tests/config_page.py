@@ -25,6 +25,7 @@ from the models that read it (`make golden`), so it cannot be out of date.
 - **used**: the engine acts on it.
 - **zckpt's own**: DeepSpeed does not have it.
 - *accepted*: it changes nothing here, for the reason given. At the start the engine logs which of them a config has.
+- *without effect*: it asks for something to be shown that is not; a warning at the start says so.
 - *refused*: it would change the training and is not built. Values that switch it off are accepted.
 
 An unknown key, at any depth, is an error that names the most similar known key; `initialize(..., allow_unknown=True)` leaves it
@@ -33,7 +34,13 @@ two give the third, and "auto" means: from the other two. Keys that are only acc
 computes from a model's width are computed here too, or keep their defaults. Any other "auto" without a value is an error.
 """
 
-_WORDS = {"used": "**used**", "own": "**zckpt's own**", "unused": "*accepted*", "refused": "*refused*"}
+_WORDS = {
+    "used": "**used**",
+    "own": "**zckpt's own**",
+    "unused": "*accepted*",
+    "missed": "*without effect*",
+    "refused": "*refused*",
+}
 
 
 def page() -> str:

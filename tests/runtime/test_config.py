@@ -73,13 +73,19 @@ def test_all_unknown_keys_at_once() -> None:
 
 def test_keys_without_use_are_listed_with_the_reason() -> None:
     zero = {"stage": 2, "overlap_comm": True, "allgather_bucket_size": 5e8, "stage3_prefetch_bucket_size": 7}
-    settings = read_config(SMALLEST | {"zero_optimization": zero, "wall_clock_breakdown": False})
+    settings = read_config(SMALLEST | {"zero_optimization": zero, "disable_allgather": False})
     reasons = dict(settings.unused)
     assert reasons.keys() == {
         "zero_optimization.overlap_comm", "zero_optimization.allgather_bucket_size",
-        "zero_optimization.stage3_prefetch_bucket_size", "wall_clock_breakdown",
+        "zero_optimization.stage3_prefetch_bucket_size", "disable_allgather",
     }  # fmt: skip
     assert all(reasons.values())
+
+
+def test_keys_that_ask_for_what_is_not_shown_are_listed_apart() -> None:
+    asked = read_config(SMALLEST | {"comms_logger": {"enabled": True, "verbose": True}})
+    assert [key for key, _ in asked.missed] == ["comms_logger"] and asked.unused == ()
+    assert read_config(SMALLEST | {"comms_logger": {"enabled": False}}).missed == ()
 
 
 def test_auto() -> None:

@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 from config_page import page
 
-from zckpt.runtime.ds_config.fields import Section, keys_of, kind_of, named
+from zckpt.runtime.ds_config.fields import Section, keys_of, kind_of, named, section_of
+from zckpt.runtime.ds_config.reports import FlopsProfilerSection, ThroughputSection
 from zckpt.runtime.ds_config.sections import BF16, FP16, Config
 from zckpt.runtime.ds_config.zero import OffloadOptimizer, OffloadParam, Zero
 
@@ -107,5 +108,15 @@ def test_the_names_inside_foreign_sections_are_deepspeeds(deepspeed: Any) -> Non
         "comms_logger": CommsLoggerConfig, "tensorboard": TensorBoardConfig, "wandb": WandbConfig,
         "csv_monitor": CSVConfig, "comet": CometConfig, "compile": CompileConfig, "hybrid_engine": HybridEngineConfig,
     }.items():  # fmt: skip
-        assert names_of(theirs) - set(keys_of(Config.model_fields[name]) or ()) == set(), name
+        section = section_of(Config.model_fields[name])
+        ours = known(section) if section is not None else set(keys_of(Config.model_fields[name]) or ())
+        assert names_of(theirs) - ours == set(), name
+        for key, field in section.model_fields.items() if section is not None else ():
+            assert field.default == theirs.model_fields[key].default, f"{name}.{key}"
+    from deepspeed.profiling.config import DeepSpeedFlopsProfilerConfig
+    from deepspeed.utils.config import DeepSpeedThroughputTimerConfig
+
+    theirs = vars(DeepSpeedFlopsProfilerConfig({}))
+    assert {name: field.default for name, field in FlopsProfilerSection.model_fields.items()} == theirs
+    assert names_of(DeepSpeedThroughputTimerConfig) == known(ThroughputSection)
     assert names_of(ZenFlowConfig) - set(keys_of(Zero.model_fields["zenflow"]) or ()) == set()

@@ -24,7 +24,10 @@ from zckpt.base.errors import UsageError
 from zckpt.base.words import examples
 from zckpt.live import save_pretrained
 from zckpt.runtime.methods.states import DeepSpeedRun
+from zckpt.runtime.monitor.monitor import MonitorMaster
 from zckpt.runtime.optimizers.lion_lamb import Lamb
+from zckpt.runtime.profiling.observer import Observer
+from zckpt.runtime.profiling.timer import SynchronizedWallClockTimer
 from zckpt.runtime.sharded import gradients
 from zckpt.runtime.sharded.direct import DirectBackwards, forget_scaled, mark_scaled, of_engine
 from zckpt.runtime.sharded.ungathered import explained
@@ -55,6 +58,8 @@ class Engine(DeepSpeedRun):
             self.module.register_forward_hook(self._forward_ended)
         if isinstance(self.basic_optimizer, Lamb):
             self.basic_optimizer.sum_over_shards = self._sum_over_shards
+        self.observer = Observer(self)
+        self.observer.describe(vars(self))
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """The model's forward, with its arguments and its result. Every rank calls it.
@@ -65,7 +70,8 @@ class Engine(DeepSpeedRun):
         if self.settings.config.fp16.enabled and self.settings.config.fp16.auto_cast:
             inputs, kwargs = tree_map(_to_half, (inputs, kwargs))
         try:
-            result = self.module(*inputs, **kwargs)
+            with self.observer.forward():
+                result = self.module(*inputs, **kwargs)
         except RuntimeError as error:
             raise explained(error, self.module) or error from error.__cause__
         if not torch.is_grad_enabled() and self.settings.zero.stage == 3:
@@ -104,11 +110,14 @@ class Engine(DeepSpeedRun):
         _check_loss(loss, "backward")
         if scale_wrt_gas:
             loss = loss / self.batch.accumulation
+        self.observer.backward_begins(loss)
         self._reduce_next()
         with of_engine():
             (loss.float() * self.cur_scale).backward(retain_graph=retain_graph)
+        self.observer.backward_reduces()
         for parameter in self._replicated:
             parameter.take_gradient()
+        self.observer.backward_ended()
         self._backwards += 1
         self._counted = True
         return loss
@@ -125,7 +134,8 @@ class Engine(DeepSpeedRun):
         """
         self._need_optimizer("step")
         assert self.optimizer is not None
-        self._applied, self._stepping = False, True
+        self._applied, self._stepping, before = False, True, self.global_steps
+        self.observer.step_begins()
         try:
             last = self.is_gradient_accumulation_boundary()
             if last:
@@ -135,6 +145,7 @@ class Engine(DeepSpeedRun):
                 self._count_step()
         finally:
             self._stepping = False
+        self.observer.step_ended(last, before)
         self.micro_steps += 1
         self.pending_micro_steps = 0 if last else self.pending_micro_steps + 1
 
@@ -144,12 +155,31 @@ class Engine(DeepSpeedRun):
         Raises:
             CastError: fp16 gradients overflow at the smallest loss scale.
         """
-        self._update()
-        if not self._stepping:  # the script decides when a step is complete
+        if self._stepping:
+            self._update()
+        else:  # the script decides when a step is complete
+            before = self.global_steps
+            self.observer.step_begins()
+            self._update()
             managed = self.settings.config.managed_gradient_accumulation
             self.micro_steps += self.batch.accumulation - self.pending_micro_steps if managed else self._backwards
             self.pending_micro_steps = 0
             self._count_step()
+            self.observer.step_ended(True, before)
+
+    @property
+    def monitor(self) -> MonitorMaster:
+        """Writes events to the monitors that the config switches on: `engine.monitor.write_events([(name, value, samples)])`."""
+        return self.observer.monitor
+
+    @property
+    def timers(self) -> SynchronizedWallClockTimer:
+        """Timers by name, in milliseconds: `engine.timers("fwd").elapsed()`."""
+        return self.observer.timers
+
+    def get_wall_clock_timers(self) -> dict[str, float]:
+        """Milliseconds of the last step's parts by name; empty without `wall_clock_breakdown`."""
+        return self.observer.wall_clock
 
     def save_16bit_model(
         self, save_dir: str | os.PathLike[str], save_filename: str = "", exclude_frozen_parameters: bool = False
@@ -281,6 +311,7 @@ class Engine(DeepSpeedRun):
                 expected=f"a loss multiplied by {self.cur_scale:g}",
                 remedy="Call engine.backward(loss) or engine.scale(loss).backward() instead.",
             )
+        self.observer.backward_begins(None)
         self._reduce_next()
         if not self._counted:
             self._backwards += 1

@@ -5,6 +5,7 @@ For scripts, as `zckpt.runtime.initialize`. The config is checked before the mod
 
 from __future__ import annotations
 
+import gc
 import inspect
 import logging
 import os
@@ -22,6 +23,7 @@ from zckpt.runtime.comm.comm import DEFAULT_PORT, init_distributed
 from zckpt.runtime.data import Loader
 from zckpt.runtime.ds_config.read import Settings, batch_of, read_config
 from zckpt.runtime.engine import Engine
+from zckpt.runtime.monitor.monitor import check_libraries
 from zckpt.runtime.optimizers.handle import EngineOptimizer
 from zckpt.runtime.optimizers.masters import chosen_of, groups_of, optimizer_on_masters
 from zckpt.runtime.optimizers.schedules import build_schedule
@@ -94,6 +96,9 @@ def initialize(
     refuse_parallel(mpu, mesh_param)
     settings = read_config(config, auto=auto, hidden_size=_hidden_size(model), allow_unknown=allow_unknown)
     _check(settings, optimizer, lr_scheduler)
+    check_libraries(settings.config, settings.file)
+    if settings.config.disable_python_gc:
+        gc.disable()
     init_distributed(distributed_port=distributed_port, dist_init_required=dist_init_required)
     world = join_world()
     batch = batch_of(settings, world.size)
@@ -193,6 +198,11 @@ def _log_unused(settings: Settings) -> None:
     if not logger.hasHandlers():  # the script has set up no logging: notes go to stderr
         logger.addHandler(logging.StreamHandler())
         logger.setLevel(logging.INFO)
+    if settings.config.log_level is not None:
+        _log.setLevel(settings.config.log_level.upper())
+    if settings.missed:
+        lines = "\n".join(f"  {key}: {why}" for key, why in settings.missed)
+        _log.warning("Keys of %s that ask for what is not shown here:\n%s", settings.file, lines)
     if settings.unused:
         lines = "\n".join(f"  {key}: {why}" for key, why in settings.unused)
         _log.info("Keys of %s that change nothing here:\n%s", settings.file, lines)

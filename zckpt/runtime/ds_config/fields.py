@@ -1,4 +1,4 @@
-"""What a key of the config is: used, accepted without use, or refused.
+"""What a key of the config is: used, accepted without use, missed with a warning, or refused.
 
 For the models in `zero` and `sections`; `read` reads by them, and docs/config.md is made from them. One line of a
 model is one key of DeepSpeed's JSON, and holds everything that is known about it.
@@ -34,6 +34,11 @@ def unused(default: Any, why: str, **constraints: Any) -> Any:
     return Field(default, description=why, json_schema_extra={"kind": "unused"}, **constraints)
 
 
+def missed(default: Any, why: str, **constraints: Any) -> Any:
+    """A key that asks for something to be shown, and shows nothing; `why` is a warning where a config switches it on."""
+    return Field(default, description=why, json_schema_extra={"kind": "missed"}, **constraints)
+
+
 def refused(default: Any, why: str, **constraints: Any) -> Any:
     """A key that would change the training in a way this engine does not know: only values that switch it off pass."""
     return Field(default, description=why, json_schema_extra={"kind": "refused"}, **constraints)
@@ -45,7 +50,7 @@ def foreign(why: str, keys: str, kind: str = "unused") -> Any:
 
 
 def kind_of(field: FieldInfo) -> str:
-    """`used`, `own`, `unused` or `refused`."""
+    """`used`, `own`, `unused`, `missed` or `refused`."""
     extra = field.json_schema_extra
     return str(extra.get("kind", "used")) if isinstance(extra, dict) else "used"
 

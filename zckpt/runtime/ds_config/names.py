@@ -1,4 +1,4 @@
-"""Walks over a config by the names of its keys: which are unknown, unused or refused.
+"""Walks over a config by the names of its keys: which are unknown, unused, missed or refused.
 
 For `read` and `checks`. Sections that a model describes are walked into; in those whose keys are known by name only, the names
 are looked at.
@@ -37,6 +37,13 @@ def unused_keys(raw: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     """Dotted names that were given and change nothing, each with the reason."""
     for path, _, field in _given(raw, Config, ""):
         if kind_of(field) == "unused":
+            yield path, field.description or ""
+
+
+def missed_keys(raw: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Dotted names that ask for something to be shown that is not, each with the reason."""
+    for path, value, field in _given(raw, Config, ""):
+        if kind_of(field) == "missed" and not is_off(value) and value != field.default:
             yield path, field.description or ""
 
 

@@ -17,7 +17,7 @@ from pydantic import ValidationError
 from zckpt.base.errors import UsageError
 from zckpt.base.words import count, examples
 from zckpt.runtime.ds_config.checks import refuse_contradictions, refuse_unbuilt
-from zckpt.runtime.ds_config.names import unknown_keys, unused_keys
+from zckpt.runtime.ds_config.names import missed_keys, unknown_keys, unused_keys
 from zckpt.runtime.ds_config.sections import BF16, Config
 from zckpt.runtime.ds_config.zero import Zero
 
@@ -44,12 +44,14 @@ class Settings:
         config: the values.
         raw: the JSON, with every "auto" filled in.
         unused: keys that were given and change nothing, each with the reason.
+        missed: keys that ask for something to be shown that is not, each with the reason.
         file: where it was read from, for messages.
     """
 
     config: Config
     raw: Json
     unused: tuple[tuple[str, str], ...]
+    missed: tuple[tuple[str, str], ...]
     file: str
 
     @property
@@ -107,7 +109,13 @@ def read_config(
     refuse_unbuilt(values, raw, file)
     refuse_contradictions(values, raw, file)
     left_out = ((path, "not known, left out as asked") for path, _ in unknown)
-    return Settings(values, raw, (*left_out, *unused_keys(raw), *_unused_at(values.zero_optimization)), file)
+    return Settings(
+        values,
+        raw,
+        (*left_out, *unused_keys(raw), *_unused_at(values.zero_optimization)),
+        tuple(missed_keys(raw)),
+        file,
+    )
 
 
 def _unused_at(zero: Zero) -> Iterator[tuple[str, str]]:
@@ -247,7 +255,7 @@ def _computed(hidden_size: int | None) -> Json:
 
 def _fill_auto(raw: Json, file: str, values: Json, *, early: bool) -> None:
     """Puts values in place of "auto". A key that arithmetic or a width would give, or that nothing reads, may stay without."""
-    unused = tuple(path for path, _ in unused_keys(raw))
+    unused = tuple(path for path, _ in (*unused_keys(raw), *missed_keys(raw)))
     missing = []
     for path in [path for path, value in _flat(raw).items() if value == "auto" and path not in _OWN_AUTO]:
         place, _, last = path.rpartition(".")

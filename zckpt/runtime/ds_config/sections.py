@@ -16,13 +16,20 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, field_validator
 
 from zckpt.runtime.ds_config.fields import Section, foreign, own, refused, unused, used
+from zckpt.runtime.ds_config.reports import (
+    CometSection,
+    CSVSection,
+    FlopsProfilerSection,
+    TensorBoardSection,
+    TimersSection,
+    WandbSection,
+)
 from zckpt.runtime.ds_config.zero import Zero
 
 Dtype = Literal["fp32", "fp16", "bf16"]
 _MASTERS = "master weights and optimizer states are always fp32"
 _WRITER = "zckpt has one writer"
 _GONE = "DeepSpeed has removed it"
-_MONITOR = "no monitor is built in: log what `engine.get_lr()` and similar methods return"
 
 
 class FP16(Section):
@@ -155,12 +162,18 @@ class Config(Section):
     zero_force_ds_cpu_optimizer: bool = unused(True, "torch's own CPU kernels are used")
     steps_per_print: int | None = used(None, "log step, skipped steps and rates every so many steps")
     dataloader_drop_last: bool = used(False, "of the loader made from `training_data`")
-    wall_clock_breakdown: bool = unused(False, "torch.profiler shows more")
-    memory_breakdown: bool = unused(False, "torch.profiler shows more")
-    dump_state: bool = unused(False, "docs/config.md says what each key does")
+    wall_clock_breakdown: bool = used(
+        False, "rank 0 prints the milliseconds of each micro batch's and each step's parts"
+    )
+    memory_breakdown: bool = used(False, "rank 0 prints the memory in use before and after each of these parts")
+    dump_state: bool = used(False, "rank 0 prints the engine's attributes and the config at the start")
     disable_allgather: bool = unused(False, "there is only one way")
-    disable_python_gc: bool = unused(False, "call gc.disable()")
-    log_level: str | None = unused(None, "logging.getLogger('zckpt.runtime') is a logger like any other")
+    disable_python_gc: bool = used(
+        False, "switches Python's collector of garbage off; `gc.collect()` collects when you call it"
+    )
+    log_level: Literal["debug", "info", "warning", "error", "critical"] | None = used(
+        None, "of what the trainer logs, by the logger `zckpt.runtime`"
+    )
     vocabulary_size: int | None = unused(None, "only a hint in DeepSpeed")
     seq_parallel_communication_data_type: Dtype | None = unused(None, "for sequence parallelism")
     use_data_before_expert_parallelism: bool = unused(False, "for expert parallelism")
@@ -173,18 +186,15 @@ class Config(Section):
     aio: Any = foreign(
         "for device nvme", "block_size queue_depth intra_op_parallelism single_submit overlap_events use_gds"
     )
-    comms_logger: Any = foreign("torch.profiler shows collectives", "enabled prof_all prof_ops verbose debug")
-    flops_profiler: Any = foreign(
-        "torch.utils.flop_counter counts",
-        "enabled recompute_fwd_factor profile_step module_depth top_modules detailed output_file",
+    comms_logger: Any = foreign(
+        "collectives are not timed: torch.profiler shows them", "enabled prof_all prof_ops verbose debug", "missed"
     )
-    timers: Any = foreign("nothing is timed", "throughput")
-    tensorboard: Any = foreign(_MONITOR, "enabled output_path job_name")
-    wandb: Any = foreign(_MONITOR, "enabled group team project")
-    csv_monitor: Any = foreign(_MONITOR, "enabled output_path job_name")
-    comet: Any = foreign(
-        _MONITOR, "enabled samples_log_interval project workspace api_key experiment_name experiment_key online mode"
-    )
+    flops_profiler: FlopsProfilerSection = used(FlopsProfilerSection(), "see below")
+    timers: TimersSection = used(TimersSection(), "see below")
+    tensorboard: TensorBoardSection = used(TensorBoardSection(), "see below")
+    wandb: WandbSection = used(WandbSection(), "see below")
+    csv_monitor: CSVSection = used(CSVSection(), "see below")
+    comet: CometSection = used(CometSection(), "see below")
     pipeline: Any = foreign(
         "pipeline parallelism is not built; a model that is no pipeline does not need it",
         "stages partition seed_layers activation_checkpoint_interval pipe_partitioned grad_partitioned",
@@ -259,7 +269,7 @@ class Config(Section):
     def _never(cls, value: object) -> object:
         return None if value == math.inf else value  # what accelerate writes
 
-    @field_validator("communication_data_type", "gradient_allreduce_op", mode="before")
+    @field_validator("communication_data_type", "gradient_allreduce_op", "log_level", mode="before")
     @classmethod
     def _lower(cls, value: object) -> object:
         return value.lower() if isinstance(value, str) else value
