@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import math
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -73,13 +75,53 @@ def test_sigterm_saves_and_the_run_goes_on(home: Path) -> None:
     stopped_at = outcome["step"]
     assert outcome["stopped"] and stopped_at == len(steps(home)) < 100_000
     assert (home / "run" / "latest").read_text() == f"global_step{stopped_at}"
-    again = begin(home, command("--out", "run", "--steps", stopped_at + 1, "--resume"))
+    told = ("--resume", "--eval-data", "text.txt")
+    again = begin(home, command("--out", "run", "--steps", stopped_at + 1, *told))
     out, err = end(again)
-    assert (again.returncode, err) == (0, "") and out.startswith(f"done: step {stopped_at + 1:,} of")
+    assert again.returncode == 0 and out.startswith(f"done: step {stopped_at + 1:,} of"), err
+    first, line = err.splitlines()
+    assert first.startswith("training tiny-gpt, 842,496 parameters, on 1 rank, ZeRO stage 3, fp32; steps "), err
+    assert line.startswith(f"step {stopped_at + 1:,}/{stopped_at + 1:,}  loss ") and "  perplexity " in line, err
+    last = steps(home)[-1]
+    assert last["perplexity"] == math.exp(last["eval_loss"]) and f"perplexity {last['perplexity']:,.2f}\n" in out
     assert [line["step"] for line in steps(home)] == list(range(1, stopped_at + 2))
     assert steps(home)[-1].keys() == {
-        "step", "loss", "lr", "scale", "grad_norm", "skipped", "tokens_per_s", "memory_bytes", "time_s",
+        "step", "loss", "lr", "scale", "grad_norm", "skipped", "tokens_per_s", "memory_bytes", "time_s", "eval_loss",
+        "perplexity",
     }  # fmt: skip
+
+
+def rank_of(launcher: int, rank: int) -> int:
+    """The process of a rank that a launcher started."""
+    for path in Path("/proc").glob("[0-9]*"):
+        try:
+            words = (path / "environ").read_bytes().split(b"\0")
+            parent = int((path / "stat").read_text().rsplit(")", 1)[1].split()[1])
+        except OSError:
+            continue
+        if parent == launcher and f"RANK={rank}".encode() in words:
+            return int(path.name)
+    raise AssertionError(f"no rank {rank}")
+
+
+def test_a_rank_that_hangs_or_dies_is_named(home: Path) -> None:
+    process = begin(home, command("--out", "run", "--steps", 100_000, "--nproc", 2, "--log-every", 1_000_000))
+    wait_for(home, 2, process)
+    stopped, killed = rank_of(process.pid, 1), rank_of(process.pid, 0)
+    os.kill(stopped, signal.SIGSTOP)
+    assert process.stderr is not None
+    said = [process.stderr.readline() for _ in range(3)][2]  # two lines tell of the beginning
+    assert said.startswith("The ranks wait for rank 1, which does not run: "), said
+    assert f"(process {stopped} on {socket.gethostname()})" in said and " of step " in said
+    os.kill(stopped, signal.SIGCONT)
+    assert process.stderr.readline() == "The ranks go on.\n"
+    at = steps(home)[-1]["step"]
+    os.kill(killed, signal.SIGKILL)
+    out, err = end(process)
+    assert (process.returncode, out) == (2, "")
+    assert err.startswith("error: rank 0 was killed by SIGKILL, and the run ended\n"), err
+    where = re.search(rf"found     process {killed} on \S+ was in .* of step (\d+)\n", err)
+    assert where is not None and int(where[1]) >= at and "--resume" in err and len(err.splitlines()) == 3, err
 
 
 def test_a_terminal_sees_a_bar(home: Path) -> None:
@@ -180,7 +222,10 @@ def test_what_cannot_work_is_said_before_anything_starts(home: Path, monkeypatch
 def test_the_demo_proves_itself(tmp_path: Path) -> None:
     done = begin(tmp_path, [sys.executable, "-m", "zckpt", "demo"])
     out, err = end(done)
-    assert (done.returncode, err) == (0, ""), out
+    assert done.returncode == 0 and all(line.startswith(("training ", "step ")) for line in err.splitlines()), (
+        out,
+        err,
+    )
     assert "parallelism data 3\n" in out and out.endswith(
         "$ zckpt diff offline live\nthe same: 52 tensors, bit for bit\n"
     )

@@ -57,6 +57,16 @@ class Console:
                 else:
                     sys.stderr.writelines(f"{line}\n" for line in lines)
 
+    def line(self, text: str) -> None:
+        """Prints a line on stderr, above the bar if there is one; none with --json, which is for programs."""
+        if self.quiet or self.as_json:
+            return
+        if (tqdm := sys.modules.get("tqdm")) is not None and sys.stderr.isatty():
+            tqdm.tqdm.write(text, file=sys.stderr)
+        else:
+            sys.stderr.write(f"{text}\n")
+            sys.stderr.flush()
+
     @contextmanager
     def progress(self, total: int | None, label: str) -> Iterator[Callable[[int], None] | None]:
         """A bar on stderr, moved by calls with the bytes done so far; None if stderr is no terminal.

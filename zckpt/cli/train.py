@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import gc
 import os
-from collections.abc import Iterator
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import redirect_stdout
 from dataclasses import asdict, dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Annotated
@@ -16,6 +18,7 @@ from zckpt.base.words import count, size
 from zckpt.cli import options
 from zckpt.cli.declared import command
 from zckpt.cli.output import Console
+from zckpt.cli.progress_lines import ProgressLines
 
 if TYPE_CHECKING:
     from zckpt.runtime.command.metrics import Step
@@ -49,6 +52,19 @@ class RunOptions(options.Group):
     save_pretrained: Annotated[
         str | None, _run("--save-pretrained", metavar="DIR", help="At the end, write the weights there too.")
     ] = None
+    eval_data: Annotated[
+        str | None,
+        _run("--eval-data", metavar="FILE.txt", help="Text that is not trained on, for a loss and perplexity."),
+    ] = None
+    eval_every: Annotated[
+        int | None,
+        _run(
+            "--eval-every", metavar="N", callback=options.positive, help="Evaluate every N steps, not only at the end."
+        ),
+    ] = None
+    log_every: Annotated[
+        int, _run("--log-every", metavar="N", callback=options.positive, help="Print a line every N steps.")
+    ] = 10
 
 
 def register(app: typer.Typer) -> None:
@@ -84,15 +100,21 @@ def train(
     if not is_worker(os.environ) and nproc > 1:
         run.check(job)
         words = [*job.arguments(), *(["--json"] if shown.as_json else []), *(["--quiet"] if shown.quiet else [])]
-        raise typer.Exit(2 if launch(words, nproc) else 0)
+        raise typer.Exit(2 if launch(words, nproc, named=True) else 0)
     gc.enable()  # what is quick for one plan would fill memory in a run of weeks
     first = os.environ.get("RANK", "0") == "0"
     sink = Console(as_json=shown.as_json, quiet=shown.quiet or not first)
-    with sink.steps(asked.steps) as show:
-        outcome = run.train(job, lambda step: show(step.step, _facts(step)))
+    with sink.steps(asked.steps) as show, redirect_stdout(sys.stderr):  # stdout is for the result
+        lines = ProgressLines(asked.steps, asked.log_every, sink.line)
+        outcome = run.train(job, lambda step: _report(step, show, lines), lambda sentence: sink.line(sentence))
     if first:
         sink.notes(outcome.notes)
         sink.result(lambda: asdict(outcome), lambda: _lines(outcome, asked.out))
+
+
+def _report(step: Step, show: Callable[[int, dict[str, str]], None], lines: ProgressLines) -> None:
+    show(step.step, _facts(step))
+    lines.add(step)
 
 
 def _facts(step: Step) -> dict[str, str]:
@@ -112,4 +134,6 @@ def _lines(outcome: Outcome, out: str) -> Iterator[str]:
         yield f"{how}: {f'step {first:,}' if first == last else f'steps {first:,}-{last:,}'} of the run in {out}"
     if outcome.first_loss is not None:
         yield f"  loss        {outcome.first_loss:.4f} -> {outcome.last_loss:.4f}, {outcome.tokens_per_s:,.0f} tokens/s"
+    if outcome.eval_loss is not None:
+        yield f"  evaluation  loss {outcome.eval_loss:.4f}, perplexity {outcome.perplexity:,.2f}"
     yield f"  checkpoint  {outcome.checkpoint}"

@@ -35,7 +35,7 @@ class Blocks(Dataset[torch.Tensor]):
         return self._tokens[index * self._length : (index + 1) * self._length].long()
 
 
-def read_corpus(path: str, length: int, tokenizer: Any, wanted: int) -> Blocks:
+def read_corpus(path: str, length: int, tokenizer: Any, wanted: int, option: str = "--data") -> Blocks:
     """The samples of a text file.
 
     Args:
@@ -43,18 +43,19 @@ def read_corpus(path: str, length: int, tokenizer: Any, wanted: int) -> Blocks:
         length: tokens of a sample.
         tokenizer: of transformers; None for bytes.
         wanted: how many samples are needed at least.
+        option: that named the file, for the message.
 
     Raises:
         UsageError: there is no such file, or too little in it.
     """
     if not os.path.isfile(path):
-        raise UsageError("no such file", file=path, remedy="Pass the path of a text file as --data.")
+        raise UsageError("no such file", file=path, remedy=f"Pass the path of a text file as {option}.")
     blocks = Blocks(_bytes(path) if tokenizer is None else _tokens(path, tokenizer), length)
     if len(blocks) < wanted:
         raise UsageError(
             "has too little text", file=path, found=f"{count(len(blocks), 'sample')} of {length:,} tokens",
-            expected=f"at least {wanted:,}: one micro batch for every rank",
-            remedy="Use a longer text, a smaller batch size, or fewer processes.",
+            expected=f"at least {wanted:,}" + (": one micro batch for every rank" if option == "--data" else ""),
+            remedy="Use a longer text, a smaller batch size, or fewer processes." if option == "--data" else "Use a longer text.",
         )  # fmt: skip
     return blocks
 

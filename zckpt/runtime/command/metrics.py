@@ -1,4 +1,4 @@
-"""What a run reports of each step: a line of `metrics.jsonl`, and a picture of the losses.
+"""What a run reports of each step: a line of `metrics.jsonl`, and a picture of losses and learning rates.
 
 For `train`, on rank 0.
 """
@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 FILE, PICTURE = "metrics.jsonl", "loss.png"
+_MANY = 200
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +28,8 @@ class Step:
         tokens_per_s: of all ranks together.
         memory_bytes: the most that rank 0 has held: of its GPU, or of its process.
         time_s: seconds since 1970.
+        eval_loss: mean loss on the text of `--eval-data` after the step; None if it was not computed.
+        perplexity: e to `eval_loss`.
     """
 
     step: int
@@ -38,6 +41,8 @@ class Step:
     tokens_per_s: float
     memory_bytes: int
     time_s: float
+    eval_loss: float | None = None
+    perplexity: float | None = None
 
 
 class Metrics:
@@ -46,13 +51,15 @@ class Metrics:
     Args:
         directory: of the run.
         after: the step that the run begins after; lines of later steps are dropped.
+        title: of the picture.
     """
 
-    def __init__(self, directory: str, after: int) -> None:
+    def __init__(self, directory: str, after: int, title: str = "") -> None:
         self._path = os.path.join(directory, FILE)
         self._picture = os.path.join(directory, PICTURE)
+        self._title = title
         kept = [line for line in _lines(self._path) if line["step"] <= after]
-        self.losses = [(int(line["step"]), float(line["loss"])) for line in kept]
+        self._shown = [(line["step"], line["loss"], line["lr"], line.get("eval_loss")) for line in kept]
         with open(self._path + ".new", "w", encoding="utf-8") as file:
             file.writelines(json.dumps(line) + "\n" for line in kept)
         os.replace(self._path + ".new", self._path)
@@ -60,26 +67,58 @@ class Metrics:
 
     def add(self, step: Step) -> None:
         """Writes a line, and flushes it."""
-        self.losses.append((step.step, step.loss))
+        self._shown.append((step.step, step.loss, step.lr, step.eval_loss))
         self._file.write(json.dumps(asdict(step)) + "\n")
         self._file.flush()
 
     def close(self) -> str | None:
         """Closes the file and draws the picture. Returns a sentence that says why, if it cannot."""
         self._file.close()
-        if not self.losses:
+        if not self._shown:
             return None
         try:
             from matplotlib.figure import Figure
         except ImportError:
             return f"{PICTURE} was not drawn: matplotlib is not installed. Run: pip install 'zckpt[train]'"
-        figure = Figure(figsize=(8, 4.5), layout="constrained")
-        axes: Any = figure.subplots()
-        axes.plot(*zip(*self.losses, strict=True), linewidth=1)
-        axes.set(xlabel="step", ylabel="loss")
-        axes.grid(alpha=0.3)
+        steps, losses, rates, _ = zip(*self._shown, strict=True)
+        evaluated = [(step, loss) for step, _, _, loss in self._shown if loss is not None]
+        figure = Figure(figsize=(11, 4.5), layout="constrained")
+        figure.suptitle(self._title)
+        left, right = figure.subplots(1, 2, width_ratios=(2, 1))
+        many = len(steps) > _MANY
+        dots = {"marker": "o", "markersize": 3} if len(steps) < 3 else {}
+        left.plot(steps, losses, linewidth=0.8, alpha=0.35 if many else 1.0, label="training, each step", **dots)
+        if many:
+            width = len(steps) // 50
+            left.plot(
+                steps, _smooth(losses, width), linewidth=1.6, color="C0", label=f"training, mean of {width} steps"
+            )
+        if evaluated:
+            left.plot(*zip(*evaluated, strict=True), "o-", color="C1", markersize=4, label="evaluation")
+        if many or evaluated:
+            left.legend()
+        right.plot(steps, rates, linewidth=1.2, color="C2", **dots)
+        _name(left, "Loss", "loss (nats per token)")
+        _name(right, "Learning rate", "learning rate")
         figure.savefig(self._picture, dpi=120)
         return None
+
+
+def _name(axes: Any, title: str, unit: str) -> None:
+    from matplotlib.ticker import MaxNLocator
+
+    axes.set(title=title, xlabel="optimizer step", ylabel=unit)
+    axes.xaxis.set_major_locator(MaxNLocator(nbins=6, integer=True))
+    axes.grid(alpha=0.3)
+
+
+def _smooth(values: tuple[float, ...], width: int) -> list[float]:
+    """At each step the mean of the last `width` values, or of fewer at the beginning."""
+    total, out = 0.0, []
+    for number, value in enumerate(values):
+        total += value - (values[number - width] if number >= width else 0.0)
+        out.append(total / min(number + 1, width))
+    return out
 
 
 def _lines(path: str) -> list[dict[str, Any]]:

@@ -1,0 +1,260 @@
+"""Which rank the others wait for: one that is stopped, killed, or still busy with something.
+
+For `train`. Ranks compute together, so one that does not come makes all wait, until a collective's timeout ends the run without a
+name. [Note: the lookout] Every rank notes what it does (`at`). A thread of each puts this note and a count that always grows into
+the store of the process group, every few seconds. A rank whose note has not changed for a while reads the notes of all: a count
+that no longer grows is a process that is stopped or gone; a rank that has noted less than others is the one they wait for. The
+lowest rank that still runs says so. A process that the launcher started also writes its note into a file, from which the launcher
+reads where a rank was when it died.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import socket
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+
+from zckpt.base.words import joined, ranks
+from zckpt.runtime.world import World
+
+BEAT_S = 2.0
+"""Between two notes of a rank."""
+SILENT_S = 7.0
+"""A count that has not grown for so long is a process that does not run."""
+STILL_S = 6.0
+"""A rank that has done the same for so long looks at what the others do."""
+LATE_S = 30.0
+"""A rank that is behind the others for so long is named."""
+EQUAL_S = 120.0
+"""If all ranks do the same for so long, it is said in which line each is."""
+NOTES = "ZCKPT_TRAIN_NOTES"
+"""Variable with the directory for notes; the launcher sets it."""
+
+_log = logging.getLogger("zckpt.runtime")
+
+
+@dataclass(frozen=True, slots=True)
+class Doing:
+    """What a rank does.
+
+    Attributes:
+        number: how many things it has begun, the same on all ranks that do the same.
+        step: the optimizer step, from 1; 0 before the first.
+        what: in words that follow "is": "in forward".
+        since_s: for how long.
+        beat: grows as long as the process runs.
+        process: its number, and its machine.
+        line: where its main thread is; empty until somebody waits.
+    """
+
+    number: int
+    step: int
+    what: str
+    since_s: float
+    beat: int
+    process: str
+    line: str = ""
+
+    def __str__(self) -> str:
+        at = f" of step {self.step:,}" if self.step else ""
+        return f"{self.what}{at} for {self.since_s:.0f} s"
+
+
+class Lookout(threading.Thread):
+    """Notes what this rank does, and names the rank that all wait for.
+
+    Args:
+        world: all ranks.
+        say: called with a sentence; by default it is logged as an error.
+        main: the thread that trains.
+    """
+
+    def __init__(self, world: World, say: Callable[[str], None] | None = None) -> None:
+        super().__init__(name="zckpt lookout", daemon=True)
+        self._rank, self._size = world.rank, world.size
+        self._say = say or (lambda sentence: _log.error("%s", sentence))
+        self._main = threading.current_thread().ident
+        self._process = f"process {os.getpid()} on {socket.gethostname()}"
+        self._now, self._began = Doing(0, 0, "starting", 0.0, 0, self._process), time.monotonic()
+        self._over = threading.Event()
+        self._file = os.path.join(os.environ[NOTES], str(world.rank)) if NOTES in os.environ else None
+        self._grew: dict[int, tuple[int, float]] = {}
+        self._said: str | None = None
+        self._store: Any = None
+        self._write()
+        if self._size > 1 and dist.is_initialized():
+            self.start()
+
+    def at(self, step: int, what: str) -> None:
+        """Notes what begins now.
+
+        Args:
+            step: the optimizer step, from 1.
+            what: in words that follow "is".
+        """
+        self._now = replace(self._now, number=self._now.number + 1, step=step, what=what, line="")
+        self._began = time.monotonic()
+        self._write()
+
+    def failed(self, why: str) -> None:
+        """Notes why this rank ends."""
+        self._now = replace(self._now, what=f"{self._now.what} ({' '.join(why.split())})")
+        self._write()
+
+    def close(self) -> None:
+        """Ends the thread, and notes that this rank has nothing more to do."""
+        self._over.set()
+        if self.is_alive():
+            self.join(BEAT_S * 2)
+            try:
+                self._put(replace(self._now, beat=_DONE))
+            except RuntimeError:  # the rank that had the store is gone
+                pass
+
+    def missing(self) -> dict[int, Doing]:
+        """The ranks whose processes no longer run, with their last notes; takes some seconds. Empty if the store is gone too."""
+        try:
+            store = _store()
+            first = _read(store, self._size)
+            time.sleep(SILENT_S)
+            return {
+                rank: one
+                for rank, one in _read(store, self._size).items()
+                if one.beat == first[rank].beat and rank != self._rank
+            }
+        except (RuntimeError, KeyError, ValueError):
+            return {}
+
+    def run(self) -> None:
+        """Beats and looks until the run is over."""
+        beat = 0
+        while not self._over.wait(BEAT_S):
+            beat += 1
+            still_s = time.monotonic() - self._began
+            self._now = replace(self._now, beat=beat, line=_line(self._main) if still_s > STILL_S else "")
+            try:
+                self._put(replace(self._now, since_s=still_s))
+                if still_s > STILL_S:
+                    self._look(_read(self._store, self._size))
+                elif self._said is not None:
+                    self._tell(None)
+            except (RuntimeError, ValueError, KeyError):  # the process group is gone, or a rank has not begun
+                continue
+
+    def _look(self, notes: Mapping[int, Doing]) -> None:
+        """Says which rank is waited for, if this is the rank to say it."""
+        now = time.monotonic()
+        for rank, one in notes.items():
+            if self._grew.get(rank, (-1, 0.0))[0] != one.beat:
+                self._grew[rank] = one.beat, now
+        silent = [rank for rank in notes if now - self._grew[rank][1] > SILENT_S and rank != self._rank]
+        if any(rank < self._rank and rank not in silent for rank in notes):
+            return
+        if silent:
+            self._tell(sorted(silent), _silence({rank: notes[rank] for rank in silent}))
+            return
+        first, last = min(one.number for one in notes.values()), max(one.number for one in notes.values())
+        behind = {rank: one for rank, one in notes.items() if one.number < last}
+        behind = {rank: one for rank, one in behind.items() if one.number == first}
+        if behind and min(one.since_s for one in behind.values()) > LATE_S:
+            self._tell(sorted(behind), _lateness(behind, {r: one for r, one in notes.items() if r not in behind}))
+        elif first == last and min(one.since_s for one in notes.values()) > EQUAL_S and "saving" not in self._now.what:
+            self._tell([], _stillness(notes))
+
+    def _tell(self, who: list[int] | None, sentence: str = "The ranks go on.") -> None:
+        """Says a sentence, once for the same ranks."""
+        key = None if who is None else str(who)
+        if key != self._said:
+            self._said = key
+            self._say(sentence)
+
+    def _put(self, note: Doing) -> None:
+        if self._store is None:
+            self._store = _store()
+        self._store.set(f"{_PREFIX}{self._rank}", json.dumps(asdict(note)))
+
+    def _write(self) -> None:
+        if self._file is not None:
+            with open(self._file + ".new", "w", encoding="utf-8") as file:
+                json.dump(asdict(self._now), file)
+            os.replace(self._file + ".new", self._file)
+
+
+def last_note(directory: str | os.PathLike[str], rank: int) -> Doing | None:
+    """What a rank of the launcher's noted last; `since_s` is 0."""
+    try:
+        return Doing(**json.loads(Path(directory, str(rank)).read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError):
+        return None
+
+
+_PREFIX, _DONE = "zckpt/lookout/", -1
+
+
+def _store() -> Any:
+    """A connection of this thread's own to the store of the process group."""
+    store: Any = distributed_c10d._get_default_store()
+    return store.clone()
+
+
+def _read(store: Any, size: int) -> dict[int, Doing]:
+    """The notes of all ranks that are not done.
+
+    Raises:
+        KeyError: a rank has not noted anything yet.
+    """
+    keys = [f"{_PREFIX}{rank}" for rank in range(size)]
+    if not store.check(keys):
+        raise KeyError
+    notes = {rank: Doing(**json.loads(text)) for rank, text in enumerate(store.multi_get(keys))}
+    return {rank: one for rank, one in notes.items() if one.beat != _DONE}
+
+
+def _silence(silent: Mapping[int, Doing]) -> str:
+    verb = "does" if len(silent) == 1 else "do"
+    was = "; ".join(
+        f"rank {rank} was {note.what} of step {note.step:,} ({note.process})"
+        for rank, note in sorted(silent.items())[:5]
+    )
+    return (
+        f"The ranks wait for {ranks(sorted(silent))}, which {verb} not run: stopped or killed, or the machine does not "
+        f"answer. When it last did, {was}."
+    )
+
+
+def _lateness(behind: Mapping[int, Doing], others: Mapping[int, Doing]) -> str:
+    late = "; ".join(
+        f"rank {rank} is {note}{f', at {note.line}' if note.line else ''} ({note.process})"
+        for rank, note in sorted(behind.items())[:5]
+    )
+    waiting = joined(sorted({note.what for note in others.values()}))
+    return f"The ranks wait for {ranks(sorted(behind))}: {late}. The others are {waiting} by now."
+
+
+def _stillness(notes: Mapping[int, Doing]) -> str:
+    places: dict[str, list[int]] = {}
+    for rank, note in notes.items():
+        places.setdefault(note.line or "an unknown line", []).append(rank)
+    note = next(iter(notes.values()))
+    where = "; ".join(f"{ranks(who)} at {line}" for line, who in places.items())
+    return f"All ranks are {note}: {where}."
+
+
+def _line(thread: int | None) -> str:
+    """The innermost line of a thread that is not torch's own: `data.py, line 12, in read`."""
+    frame = sys._current_frames().get(thread or 0)
+    found = traceback.extract_stack(frame) if frame is not None else []
+    own = [one for one in found if f"{os.sep}torch{os.sep}" not in one.filename] or found
+    return f"{os.path.basename(own[-1].filename)}, line {own[-1].lineno}, in {own[-1].name}" if own else ""
