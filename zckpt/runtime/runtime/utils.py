@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import os
 import random
 from collections.abc import Callable, Iterable, Sequence
@@ -14,6 +13,7 @@ import torch.distributed as dist
 from torch import nn
 
 from zckpt.runtime.accelerator import get_accelerator
+from zckpt.runtime.profiling.memory import see_memory_usage
 
 __all__ = [
     "DummyOptim",
@@ -164,26 +164,6 @@ def memory_status(msg: str, print_rank: int = -1, reset_max: bool = False) -> No
     if print_rank in (-1, _rank()):
         now, most = get_accelerator().memory_allocated() / GIB, get_accelerator().max_memory_allocated() / GIB
         print(f"RANK={_rank()} MEMSTATS {msg} current alloc={now:.4f}GB max={most:.4f}GB")  # noqa: T201
-
-
-def see_memory_usage(message: str, force: bool = False) -> None:
-    """Prints, on rank 0, how much memory the device and the machine have in use; only with `force`, as in DeepSpeed."""
-    if not force or _rank() != 0:
-        return
-    gc.collect()
-    device = get_accelerator()
-    facts = {
-        "MA": device.memory_allocated(),
-        "Max_MA": device.max_memory_allocated(),
-        "CA": device.memory_reserved(),
-        "Max_CA": device.max_memory_reserved(),
-    }
-    pages, free = os.sysconf("SC_PHYS_PAGES"), os.sysconf("SC_AVPHYS_PAGES")
-    used = (pages - free) * os.sysconf("SC_PAGE_SIZE") / GIB
-    print(message)  # noqa: T201
-    print("  ".join(f"{name} {value / GIB:.2f} GB" for name, value in facts.items()))  # noqa: T201
-    print(f"CPU Virtual Memory:  used = {used:.2f} GB, percent = {100 * (1 - free / pages):.1f}%")  # noqa: T201
-    device.reset_peak_memory_stats()
 
 
 def _rank() -> int:
