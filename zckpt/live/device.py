@@ -105,6 +105,12 @@ def copies_of(devices: Iterable[torch.device]) -> Callable[[], None]:
     return wait
 
 
+def synchronize() -> None:
+    """Waits until the accelerator has done all that this process asked of it; without one does nothing."""
+    if accelerator() is not None:
+        torch.accelerator.synchronize()
+
+
 def peak_memory(device: torch.device) -> int:
     """The most bytes that this process has had: of the accelerator's memory by tensors, or of host memory for the CPU."""
     if device.type == "cpu":

@@ -93,7 +93,7 @@ def init_distributed(
     """Makes the default process group, if there is none: of torchrun's variables, or of this process alone.
 
     Args:
-        dist_backend: "nccl", "gloo", ...; by default the one that torch names for the device.
+        dist_backend: as in torch, such as "gloo"; by default the one that torch names for the device.
         auto_mpi_discovery: take rank and size from Open MPI's variables where torchrun's are missing.
         distributed_port: of rank 0, where MASTER_PORT is not set.
         verbose: for DeepSpeed's sake; nothing is logged.

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from zckpt.live.device import synchronize
 from zckpt.runtime.monitor.monitor import MonitorMaster
 from zckpt.runtime.profiling.flops_profiler import FlopsProfiler
 from zckpt.runtime.profiling.memory import device_memory, see_memory_usage
@@ -185,7 +186,7 @@ class Observer:
 
     def _synchronize(self) -> None:
         if self._device.type != "cpu":
-            torch.accelerator.synchronize(self._device)
+            synchronize()
 
     def _write_step(self) -> None:
         loss, self._loss = self._loss, None

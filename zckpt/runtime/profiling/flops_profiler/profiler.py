@@ -22,7 +22,7 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
 
 from zckpt.base.errors import UsageError
-from zckpt.live.device import accelerator
+from zckpt.live.device import synchronize
 from zckpt.runtime.profiling.flops_profiler import table
 from zckpt.runtime.profiling.flops_profiler.units import (
     duration_to_string,
@@ -276,6 +276,5 @@ def _attention(query: Any, key: Any, value: Any, *more: Any, **named: Any) -> in
 
 
 def _clock() -> float:
-    if accelerator() is not None:
-        torch.accelerator.synchronize()
+    synchronize()
     return time.perf_counter()
