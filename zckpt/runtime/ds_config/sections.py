@@ -177,6 +177,7 @@ class Config(Section):
     vocabulary_size: int | None = unused(None, "only a hint in DeepSpeed")
     seq_parallel_communication_data_type: Dtype | None = unused(None, "for sequence parallelism")
     use_data_before_expert_parallelism: bool = unused(False, "for expert parallelism")
+    cuda_visible_devices: Any = unused(None, "set the variable CUDA_VISIBLE_DEVICES")
     allgather_size: int | None = unused(None, "for the oldest form of `zero_optimization`")
     activation_checkpointing: Any = foreign(
         "sets up DeepSpeed's own checkpoint(): torch.utils.checkpoint needs no set-up",

@@ -153,7 +153,8 @@ def shard(
     parameters = _sharded_parameters(model, originals, zero, mesh, world)
     if zero.stage == 3:
         for found in parameters:
-            label(found.weight, found.shape, found.local())
+            if not found.replicated:
+                label(found.weight, found.shape, found.local())
     if world.device.type == "cpu":
         use_on_gloo(model, mesh.get_group("shard"))
     model.set_reduce_scatter_unused_params(zero.ignore_unused_parameters)  # type: ignore[operator]
