@@ -239,7 +239,9 @@ def test_the_models_own_state_is_whole_on_one_rank_alone(outcome: Outcome) -> No
     given = outcome("checks.py", 2, "own_states")
     told = {name: value for rank in given for name, value in rank.items()}
     kinds = ["0 bf16", "1 fp32", "2 bf16", "2 fp16"]
-    assert all(told[f"{what} {kind}"] for what in ("alone", "parameters", "loaded", "near") for kind in kinds)
+    assert all(
+        told[f"{what} {kind}"] for what in ("alone", "parameters", "loaded", "near", "written") for kind in kinds
+    )
     refused = [value for name, value in told.items() if name.startswith("refused")]
     assert len(refused) == 3 and all("engine.save_16bit_model(dir) on every rank" in value for value in refused)
 

@@ -6,6 +6,8 @@ Source: torch 2.13, distributed/tensor/_utils.py; `fully_shard` leaves a DTensor
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
@@ -56,15 +58,24 @@ def local_part(name: str, tensor: DTensor) -> tuple[torch.Tensor, tuple[Fragment
 
 def reshard_modules(model: nn.Module) -> None:
     """Makes every module hold this process's parts: between steps, `fully_shard` may still hold parameters whole."""
+    for parameter in model.parameters():
+        part_of(parameter)
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
 
 
 def part_of(parameter: torch.Tensor) -> torch.Tensor:
-    """The parameter with this process's part, where the trainer registers a whole copy between steps; any other is itself."""
-    trained = getattr(parameter, _SHARDED_PARAMETER, None)
-    return parameter if getattr(trained, "whole", None) is not parameter else trained.weight  # type: ignore[union-attr]
+    """The parameter with this process's part, where the trainer registers a whole copy between steps; any other is itself.
+
+    The part has then what was written to the copy.
+    """
+    trained: Any = getattr(parameter, _SHARDED_PARAMETER, None)
+    if getattr(trained, "whole", None) is not parameter:
+        return parameter
+    trained.take_up()
+    part: torch.Tensor = trained.weight
+    return part
 
 
 def master_of(parameter: torch.Tensor) -> torch.Tensor | None:

@@ -51,6 +51,7 @@ def safe_set_full_fp32_param(param: torch.Tensor, value: torch.Tensor) -> None:
         one.give_back()
         if one.whole is not None and one.is_whole:
             one.whole.copy_(value)
+            one.settle()
 
 
 @torch.no_grad()
@@ -176,6 +177,7 @@ def _trained(param: torch.Tensor) -> ShardedParameter | None:
             "the parameter is not one of a model that initialize got", found=f"a {type(param).__name__}",
             remedy="Take it from the engine: engine.module.head.weight, or engine.module.named_parameters().",
         )  # fmt: skip
+    one.take_up()
     return one if one.trained and one.master is not None else None
 
 

@@ -187,7 +187,9 @@ class TrainingRun(nn.Module):
             self.whole.gather()
 
     def reshard(self) -> None:
-        """Frees the parameters that were gathered."""
+        """Frees the parameters that were gathered, when the parts have what scripts have written to them."""
+        if self.whole is not None:
+            self.whole.take_up()
         for module in self.module.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()

@@ -255,6 +255,7 @@ def _gather_held(
     sharded: ShardedParameter, held: nn.Parameter, part: torch.Tensor
 ) -> tuple[nn.Parameter, Callable[[bool], None]]:
     """The same for a parameter that the modules hold whole: inside, its numbers are the masters'."""
+    sharded.take_up()
     mesh, rounded = sharded.weight.device_mesh, held.data  # type: ignore[attr-defined]
     held.data = gather_rows(part.to(mesh.device_type), sharded.shape, mesh.get_group("shard"))
 
@@ -262,6 +263,7 @@ def _gather_held(
         if keep:
             part.view(-1).copy_(held.data.reshape(-1)[sharded.elements])
             rounded.copy_(held.data)
+            sharded.settle()
         held.data = rounded
 
     return held, leave

@@ -34,7 +34,10 @@ class Updates(Protocol):
         """Drops all gradients."""
 
     def gather(self) -> None:
-        """Makes the model's weights those of the masters again."""
+        """Gathers the model's weights from the masters."""
+
+    def reshard(self) -> None:
+        """Drops the gathered weights."""
 
     def get_global_grad_norm(self) -> float | None:
         """The norm of the last step's gradients."""
@@ -199,6 +202,7 @@ class EngineOptimizer(Optimizer):
         self.optimizer.load_state_dict({key: state_dict[key] for key in ("state", "param_groups")})
         if own is None:
             return
+        self.engine.reshard()
         for group, saved in zip(self.param_groups, own["masters"], strict=True):
             for master, before in zip(group["params"], saved, strict=True):
                 master.copy_(before)

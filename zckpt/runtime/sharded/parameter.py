@@ -51,6 +51,7 @@ class ShardedParameter:
     master: nn.Parameter | None = None
     whole: nn.Parameter | None = None
     _drop: Callable[[], None] | None = None
+    _version: int | None = None
 
     def __post_init__(self) -> None:
         setattr(self.weight, _ATTRIBUTE, self)
@@ -75,6 +76,27 @@ class ShardedParameter:
         """Names the parameter that the modules hold while it is gathered, and what drops it."""
         self.whole, self._drop = whole, drop
         setattr(whole, _ATTRIBUTE, self)
+
+    def settle(self) -> None:
+        """The whole parameter has just been gathered: both sides are equal."""
+        self._version = None if self.master is None else self.master._version
+
+    @torch.no_grad()
+    def take_up(self) -> None:
+        """Takes what a script has written to the whole parameter into this rank's part, element by element.
+
+        A part in other memory than the device's is not looked at if it is trained; nor is a master that the script has changed
+        itself.
+        """
+        if self.whole is None or not self.is_whole:
+            return
+        local = self.local()
+        if self.master is not None and (local.device != self.whole.device or self.master._version != self._version):
+            return
+        rows = self.whole.detach().reshape(-1)[self.elements].view(local.shape).to(local.device)
+        same = local.to(rows.dtype) == rows
+        if not same.all():
+            local.copy_(torch.where(same, local, rows.to(local.dtype)))
 
     def drop(self) -> None:
         """Lets the next forward gather the parameter once more, since this rank's part has changed."""

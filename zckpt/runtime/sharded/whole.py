@@ -6,7 +6,8 @@ For `run` and `engine`.
 them. At stages 0 to 2 they are gathered when a step has updated the masters, and held until the next step does. So
 `module.state_dict()`, `module.parameters()` and `save_pretrained` find plain tensors of the computation's dtype on every rank,
 and ask no other rank. The next forward finds them gathered: there are as many collectives as without. A whole parameter is
-no master: what a script writes to it is taken over by `take_up`, and otherwise lost at the next step.
+no master: what a script writes to it (the average of another network's weights, for one) is taken into the rank's part before
+the part is used: by a step, a save, an export.
 At stage 3 a state dict would be rows that only this rank can use, so it is refused.
 Source: torch 2.13, distributed/fsdp/_fully_shard/_fsdp_param_group.py `unshard`, `_register_state_dict_hooks`.
 """
@@ -54,7 +55,7 @@ class WholeParameters:
                 self._by_name[names[place_of(one)]].hold(one._unsharded_param, unit.reshard)
         _refuse(model, self._refuse_parts)
         model.register_load_state_dict_pre_hook(lambda *_: self._refuse_parts())  # type: ignore[no-untyped-call]
-        model.register_load_state_dict_post_hook(lambda module, keys: self.take_up())  # type: ignore[no-untyped-call]
+        model.register_load_state_dict_post_hook(lambda module, keys: self.take_all())  # type: ignore[no-untyped-call]
 
     @torch.no_grad()
     def gather(self) -> None:
@@ -62,10 +63,17 @@ class WholeParameters:
         with torch.inference_mode(False):
             for module in self._modules:
                 module.unshard()
+        for one in self._by_name.values():
+            one.settle()
+
+    def take_up(self) -> None:
+        """Takes what scripts have written to the whole parameters into this rank's parts."""
+        for one in self._by_name.values():
+            one.take_up()
 
     @torch.no_grad()
-    def take_up(self) -> None:
-        """Takes the numbers of the whole parameters into the masters: this rank's rows."""
+    def take_all(self) -> None:
+        """Takes the numbers of the whole parameters into the masters, after `load_state_dict`: this rank's rows."""
         for one in self._by_name.values():
             if one.replicated:
                 if one.master is not None and one.master.data_ptr() != one.weight.data_ptr():
@@ -73,6 +81,7 @@ class WholeParameters:
             elif one.whole is not None:
                 self._put_back(one, one.whole)
                 one.local().view(-1).copy_(one.whole.reshape(-1)[one.elements])
+                one.settle()
 
     @staticmethod
     def _put_back(one: ShardedParameter, whole: nn.Parameter) -> None:
