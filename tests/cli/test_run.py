@@ -1,4 +1,7 @@
-"""`zckpt run`: a script under it is as under `python`, but for what `import deepspeed` gives."""
+"""`zckpt run`: a script under it is as under `python`, but for what `import deepspeed` gives.
+
+tests/interop/test_trainer.py starts it by torchrun.
+"""
 
 from __future__ import annotations
 
@@ -50,12 +53,12 @@ def home(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def start(home: Path, *words: str, launcher: tuple[str, ...] = ()) -> subprocess.CompletedProcess[str]:
+def start(home: Path, *words: str) -> subprocess.CompletedProcess[str]:
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "COLUMNS": "120"}
     for name in ("RANK", "WORLD_SIZE", "SLURM_PROCID"):
         environment.pop(name, None)
     return subprocess.run(
-        [sys.executable, *launcher, "-m", "zckpt", "run", *words], cwd=home, env=environment, text=True, capture_output=True,
+        [sys.executable, "-m", "zckpt", "run", *words], cwd=home, env=environment, text=True, capture_output=True,
         timeout=240, check=False,
     )  # fmt: skip
 
@@ -92,10 +95,3 @@ def test_a_module_by_two_processes_of_our_own(home: Path) -> None:
     for rank in range(2):
         facts = facts_of(home / "scripts", rank)
         assert (facts["argv"], facts["size"], facts["same"], facts["beside"]) == (["die", "0"], "2", True, 5)
-
-
-def test_under_torchrun(home: Path) -> None:
-    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2")
-    done = start(home, "scripts/script.py", "quietly", "0", launcher=torchrun)
-    assert done.returncode == 0, done.stderr
-    assert [facts_of(home, rank)["size"] for rank in range(2)] == ["2", "2"]

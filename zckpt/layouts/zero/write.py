@@ -59,6 +59,7 @@ class ZeroTarget:
         sub_group_size: elements of a rank from which on a sub-group is full; stage 3.
         plain: leave out what only DeepSpeed's converters need, for the sake of files without foreign classes.
         copies: groups of ranks that hold the same, of which one writes (MiCS).
+        no_frozen: frozen parameters are left out; DeepSpeed's loader must then not find an empty collection of them.
     """
 
     tag: str
@@ -71,6 +72,7 @@ class ZeroTarget:
     sub_group_size: int = DEFAULT_SUB_GROUP_SIZE
     plain: bool = False
     copies: int = 1
+    no_frozen: bool = False
 
     def as_json(self) -> dict[str, object]:
         """Its facts for a manifest."""
@@ -167,7 +169,7 @@ class _ZeroWriter:
         self, file: TorchFile, rank: int, module: Mapping[str, object], frozen: Mapping[str, object]
     ) -> dict[str, object]:
         """The object of a model file."""
-        world_size, stage_1 = self.target.world_size, self.target.stage == 1
+        world_size, none = self.target.world_size, self.target.stage == 1 or self.target.no_frozen
         sizes = {name: Size(entry.shape) for name, entry in self.frozen.items()}
         return {
             "module": dict(module),
@@ -176,9 +178,9 @@ class _ZeroWriter:
             "param_shapes": [
                 {name: Size(self.catalog.tensors[name].shape) for name in names} for names in self.listed()
             ],
-            "frozen_param_shapes": None if stage_1 else sizes,
+            "frozen_param_shapes": None if none else sizes,
             "shared_params": dict(self.catalog.aliases) if rank == 0 else {},
-            "frozen_param_fragments": None if stage_1 else dict(frozen),
+            "frozen_param_fragments": None if none else dict(frozen),
             **file.adopt(self.training.model),
             "dp_world_size": world_size * self.target.copies,
             "mp_world_size": 1,

@@ -174,6 +174,8 @@ def target_of(state: RunState, place: str) -> ZeroTarget:
         sub_group_size=max(1, zero.sub_group_size),
         plain=True,
         copies=run.world_size // run.sharded.size,
+        no_frozen=all(part.group is not None for part in state.parts)
+        and not all(p.trained for p in run.sharded.parameters),
     )
 
 

@@ -1,0 +1,96 @@
+"""transformers' Trainer and accelerate on this engine, against the same on DeepSpeed itself: losses, checkpoints, resuming."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("deepspeed")
+
+HERE = Path(__file__).parent
+BOUND = 2e-6
+"""Of a loss: four of fp32's steps at 4; the two engines add the ranks' gradients in different orders."""
+STAGES = [f"stage {stage}" for stage in range(4)]
+RUNS = [*STAGES, "LoRA 3"]
+FILES = {
+    "config.json", "generation_config.json", "global_step2", "latest", "model.safetensors", "rng_state_0.pth", "rng_state_1.pth",
+    "trainer_state.json", "training_args.bin", "zero_to_fp32.py",
+}  # fmt: skip
+
+Results = dict[str, dict[str, Any]]
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Both engines, each on two ranks of its own, at the same time."""
+    home = tmp_path_factory.mktemp("trainer")
+    own = {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1"}
+    environment = {**os.environ, **own}
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+    prefix = {"zckpt": ["-m", "zckpt", "run"], "deepspeed": []}
+    started = {}
+    for engine in ("zckpt", "deepspeed"):
+        (home / engine).mkdir()
+        command = [*launcher, *prefix[engine], str(HERE / "trainer_worker.py"), str(home), engine]
+        with (home / f"{engine}.log").open("w") as log:
+            started[engine] = subprocess.Popen(command, env=environment, stdout=log, stderr=subprocess.STDOUT)
+    for engine, process in started.items():
+        try:
+            status = process.wait(timeout=280)
+        finally:
+            process.kill()
+        told = [line for line in (home / f"{engine}.log").read_text().splitlines() if "rank" in line]
+        assert status == 0, "\n".join([engine, *told[-40:]])
+    return home
+
+
+@pytest.fixture(scope="module")
+def results(home: Path) -> dict[str, Results]:
+    return {engine: json.loads((home / f"{engine}_0.json").read_text()) for engine in ("zckpt", "deepspeed")}
+
+
+def assert_alike(ours: list[Any], theirs: list[Any]) -> None:
+    """Rows of numbers within the bound; at stage 0 DeepSpeed's Trainer has no norm of the gradients in fp32."""
+    assert len(ours) == len(theirs)
+    for mine, other in zip(ours, theirs, strict=True):
+        pairs = [(a, b) for a, b in zip(mine, other, strict=True) if a is not None and b is not None]
+        assert [a for a, _ in pairs] == pytest.approx([b for _, b in pairs], abs=BOUND), (ours, theirs)
+
+
+@pytest.mark.parametrize("run", RUNS)
+def test_the_trainer(results: dict[str, Results], home: Path, run: str) -> None:
+    """Losses, norms, rates and evaluations are DeepSpeed's; the best checkpoint is loaded at the end; files are the Trainer's."""
+    ours, theirs = (results[engine][run] for engine in ("zckpt", "deepspeed"))
+    assert_alike(ours["history"], theirs["history"])
+    at_save, at_end = (row[1] for row in ours["history"] if len(row) == 2)
+    assert ours["best"] == pytest.approx(at_save, abs=BOUND) and at_end < at_save - 1e-3 and ours["steps"] == 4
+    found = {path.name for path in (home / "zckpt" / run / "checkpoint-2").iterdir()}
+    assert found >= FILES if run != "LoRA 3" else "adapter_model.safetensors" in found
+    assert results["zckpt"][f"{run} weights"] == pytest.approx(at_save, abs=1e-5)
+
+
+@pytest.mark.parametrize("run", RUNS)
+def test_resuming_across_the_engines(results: dict[str, Results], run: str) -> None:
+    """Each goes on from the other's checkpoint as the other itself went on."""
+    for resumed, whole in (("zckpt", "deepspeed"), ("deepspeed", "zckpt")):
+        assert_alike(results[resumed][f"{run} resumed"]["history"], results[whole][run]["history"])
+
+
+def test_bf16_with_the_trainers_optimizer_and_schedule(results: dict[str, Results]) -> None:
+    whole, resumed = (results["zckpt"][f"bf16, the Trainer's optimizer{end}"]["history"] for end in ("", ", resumed"))
+    assert whole == resumed and whole[3][1] == pytest.approx(results["zckpt"]["stage 3"]["history"][3][1], abs=0.02)
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_a_loop_with_accelerate(results: dict[str, Results], stage: int) -> None:
+    ours, theirs = (results[engine][f"accelerate {stage}"] for engine in ("zckpt", "deepspeed"))
+    assert_alike(ours["losses"], theirs["losses"])
+    assert_alike(ours["again"], ours["losses"][4:])
+    assert ours["shapes"] == theirs["shapes"] and ours["shapes"]["model.embed_tokens.weight"] == [64, 32]
+    assert ours["kind"].removeprefix("FSDP") == theirs["kind"]
