@@ -8,14 +8,23 @@ Source: DeepSpeed 0.19.8, runtime/activation_checkpointing/checkpointing.py.
 
 from __future__ import annotations
 
+import itertools
 import os
+import sys
+import time
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
+import torch.distributed as dist
 from torch.utils import checkpoint as torchs
 
 from zckpt.base.errors import UsageError
+from zckpt.live.device import pins, synchronize
+from zckpt.runtime.ds_config.read import read_activations
+from zckpt.runtime.ds_config.reports import ActivationSection
 
 __all__ = [
     "checkpoint",
@@ -33,12 +42,13 @@ class CheckpointingOptions:
     """What `configure` was told; the names are those of its arguments.
 
     Attributes:
-        partition_activations: share kept activations out over the ranks of a tensor-parallel group.
-        contiguous_checkpointing: keep them end to end in one buffer.
+        partition_activations: share kept activations out over the ranks of a tensor-parallel group; there is none, and it
+            changes nothing, as in DeepSpeed without one.
+        contiguous_checkpointing: keep them end to end in one buffer; without effect.
         num_checkpoints: how many there will be, for the size of that buffer.
-        checkpoint_in_cpu: keep them in host memory.
+        checkpoint_in_cpu: keep arguments in host memory until the backward.
         synchronize: wait for the device before and after each call.
-        profile: log how long each forward takes.
+        profile: print how long each call takes, in the backward too.
     """
 
     partition_activations: bool = False
@@ -55,9 +65,33 @@ _options: CheckpointingOptions | None = None
 def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Calls a function, keeps its arguments only, and calls it again in the backward. Returns what the function returns.
 
-    Random numbers in the second call are those of the first.
+    Random numbers in the second call are those of the first. `configure`, or the config's section `activation_checkpointing`,
+    says where the arguments are kept, and whether calls are timed.
     """
-    return torchs.checkpoint(function, *args, use_reentrant=False, **kwargs)
+    chosen = _options or CheckpointingOptions()
+    called = _watched(function, chosen) if chosen.synchronize or chosen.profile else function
+    leaves_device = chosen.checkpoint_in_cpu and pins()  # without an accelerator they are in host memory as it is
+    with torch.autograd.graph.save_on_cpu(pin_memory=True) if leaves_device else nullcontext():
+        return torchs.checkpoint(called, *args, use_reentrant=False, **kwargs)
+
+
+def _watched(function: Callable[..., Any], chosen: CheckpointingOptions) -> Callable[..., Any]:
+    """The function, with its calls timed; the first is the forward, others are in the backward."""
+    names = itertools.chain(["forward"], itertools.repeat("forward again, in backward"))
+
+    def called(*args: Any, **kwargs: Any) -> Any:
+        synchronize()
+        began = time.perf_counter()
+        try:
+            return function(*args, **kwargs)
+        finally:
+            synchronize()
+            name, spent = next(names), (time.perf_counter() - began) * 1000.0
+            if chosen.profile and not (dist.is_initialized() and dist.get_rank()):
+                sys.stdout.write(f"[Rank 0] time (ms) | {name}: {spent:.2f}\n")
+                sys.stdout.flush()
+
+    return called
 
 
 def non_reentrant_checkpoint(function: Callable[..., Any], *args: Any) -> Any:
@@ -99,7 +133,23 @@ def configure(
         "profile": profile,
     }
     chosen: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
-    _set(replace(CheckpointingOptions(), **chosen))
+    _set(replace(_from(None if deepspeed_config is None else read_activations(deepspeed_config)), **chosen))
+
+
+def configure_once(section: ActivationSection) -> None:
+    """Sets what the config of an engine says, unless the script has called `configure` itself."""
+    if not is_configured() and section != ActivationSection():
+        global _options
+        _options = _from(section)
+
+
+def _from(section: ActivationSection | None) -> CheckpointingOptions:
+    if section is None:
+        return CheckpointingOptions()
+    return CheckpointingOptions(
+        section.partition_activations, section.contiguous_memory_optimization, section.number_checkpoints,
+        section.cpu_checkpointing, section.synchronize_checkpoint_boundary, section.profile,
+    )  # fmt: skip
 
 
 def is_configured() -> bool:

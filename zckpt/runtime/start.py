@@ -19,6 +19,7 @@ from torch.utils.data import Dataset
 
 from zckpt.base.errors import UsageError
 from zckpt.runtime.arguments import config_of, refuse_parallel
+from zckpt.runtime.checkpointing import configure_once
 from zckpt.runtime.comm.comm import DEFAULT_PORT, init_distributed
 from zckpt.runtime.data import Loader
 from zckpt.runtime.ds_config.read import Settings, batch_of, read_config
@@ -97,6 +98,7 @@ def initialize(
     settings = read_config(config, auto=auto, hidden_size=_hidden_size(model), allow_unknown=allow_unknown)
     _check(settings, optimizer, lr_scheduler)
     check_libraries(settings.config, settings.file)
+    configure_once(settings.config.activation_checkpointing)
     if settings.config.disable_python_gc:
         gc.disable()
     init_distributed(distributed_port=distributed_port, dist_init_required=dist_init_required)

@@ -18,6 +18,7 @@ from zckpt.base.errors import UsageError
 from zckpt.base.words import count, examples
 from zckpt.runtime.ds_config.checks import refuse_contradictions, refuse_unbuilt
 from zckpt.runtime.ds_config.names import missed_keys, unknown_keys, unused_keys
+from zckpt.runtime.ds_config.reports import ActivationSection
 from zckpt.runtime.ds_config.sections import BF16, Config
 from zckpt.runtime.ds_config.zero import Zero
 
@@ -122,6 +123,23 @@ def _unused_at(zero: Zero) -> Iterator[tuple[str, str]]:
     """Keys that change nothing at this stage, and the reason."""
     if zero.stage < 3 and (zero.cpu_offload_param or (zero.offload_param and zero.offload_param.device != "none")):
         yield "zero_optimization.offload_param", f"stage {zero.stage} cuts no parameters; DeepSpeed leaves it out too"
+
+
+def read_activations(config: str | os.PathLike[str] | Mapping[str, Any]) -> ActivationSection:
+    """The section `activation_checkpointing` of a config, of which no other key is looked at.
+
+    Raises:
+        UsageError: not a config, or the section has unknown keys or wrong values.
+    """
+    raw, file = _load(config)
+    try:
+        return ActivationSection.model_validate(raw.get("activation_checkpointing", {}))
+    except ValidationError as error:
+        raise UsageError(
+            "the section activation_checkpointing is not valid", file=file,
+            found="; ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors()),
+            remedy="Correct it; docs/config.md lists its keys.",
+        ) from error  # fmt: skip
 
 
 def _unknown(unknown: Sequence[tuple[str, str]], file: str) -> UsageError:

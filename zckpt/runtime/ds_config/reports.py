@@ -1,4 +1,4 @@
-"""The sections of what a run shows of itself: monitors, timers and profilers.
+"""The sections of what a run shows of itself (monitors, timers, profilers), and of activations that are computed again.
 
 For `sections`. Source: DeepSpeed 0.19.8, monitor/config.py, profiling/config.py, utils/config.py, comm/config.py and
 runtime/activation_checkpointing/config.py.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from zckpt.runtime.ds_config.fields import Section, used
+from zckpt.runtime.ds_config.fields import Section, missed, unused, used
 
 _DIRECTORY = "files are written in `output_path`/`job_name`; by default in the directory that the script runs in"
 
@@ -77,3 +77,16 @@ class TimersSection(Section):
     """What is timed."""
 
     throughput: ThroughputSection = used(ThroughputSection(), "see below")
+
+
+class ActivationSection(Section):
+    """What `zckpt.runtime.checkpointing.checkpoint` does, which computes activations again in the backward."""
+
+    partition_activations: bool = missed(False, "there are no tensor-parallel ranks to share kept activations out over")
+    number_checkpoints: int | None = unused(None, "only for the size of the buffer of `contiguous_memory_optimization`")
+    contiguous_memory_optimization: bool = missed(False, "kept activations are not copied into one buffer")
+    synchronize_checkpoint_boundary: bool = used(
+        False, "wait for the device before and after each call, in the backward too"
+    )
+    profile: bool = used(False, "rank 0 prints the milliseconds of each call, and of each one again in the backward")
+    cpu_checkpointing: bool = used(False, "keep the arguments of a call in host memory until the backward")

@@ -17,6 +17,7 @@ from pydantic import AfterValidator, field_validator
 
 from zckpt.runtime.ds_config.fields import Section, foreign, own, refused, unused, used
 from zckpt.runtime.ds_config.reports import (
+    ActivationSection,
     CometSection,
     CSVSection,
     FlopsProfilerSection,
@@ -179,11 +180,7 @@ class Config(Section):
     use_data_before_expert_parallelism: bool = unused(False, "for expert parallelism")
     cuda_visible_devices: Any = unused(None, "set the variable CUDA_VISIBLE_DEVICES")
     allgather_size: int | None = unused(None, "for the oldest form of `zero_optimization`")
-    activation_checkpointing: Any = foreign(
-        "sets up DeepSpeed's own checkpoint(): torch.utils.checkpoint needs no set-up",
-        "partition_activations number_checkpoints contiguous_memory_optimization synchronize_checkpoint_boundary profile "
-        "cpu_checkpointing",
-    )
+    activation_checkpointing: ActivationSection = used(ActivationSection(), "see below")
     aio: Any = foreign(
         "for device nvme", "block_size queue_depth intra_op_parallelism single_submit overlap_events use_gds"
     )
