@@ -10,7 +10,7 @@ CORE := $(wildcard zckpt/csrc/* CMakeLists.txt)
 FUZZ_EXAMPLES ?= 3000
 FUZZ_SECONDS ?= 120
 
-.PHONY: demo test proofs fuzz check sanitize bench fixtures golden clean interop
+.PHONY: demo test proofs fuzz check sanitize bench fixtures golden clean interop gpu-check gpu-wheels old-torch
 
 demo: .make/zckpt .make/train
 	$(BIN)/zckpt demo
@@ -35,8 +35,38 @@ sanitize: .make/asan/built .make/tsan/built
 	  UBSAN_OPTIONS=halt_on_error=1:print_stacktrace=1 PYTHONMALLOC=malloc $(BIN)/python tests/sanitized.py .make/asan/_core.*so
 	LD_PRELOAD="$$($(CXX) -print-file-name=libtsan.so)" TSAN_OPTIONS=halt_on_error=1 setarch -R $(BIN)/python tests/sanitized.py .make/tsan/_core.*so
 
+# The trainer, live export and loading with the oldest torch that they take, in a second environment beside the first.
+OLD_TORCH ?= 2.6.0
+old-torch: .make/old-torch
+	.venv-old/bin/python benchmarks/gpu_check.py --cpu --ranks 2
+	.venv-old/bin/python -m pytest -n 2 --dist loadgroup -q tests/runtime tests/live/test_device.py tests/test_drop_in.py
+	.venv-old/bin/python -m pytest -q tests/distributed/test_engine.py -k 'fp32-2 or bf16-2 or fp16-2 or optimizers or every_element or unused'
+.make/old-torch: .make/test
+	$(BIN)/python -m venv --clear .venv-old
+	.venv-old/bin/pip --disable-pip-version-check install -q --no-deps torch==$(OLD_TORCH) sympy==1.13.1
+	.venv-old/bin/python tests/old_torch.py $(VENV)
+	@touch $@
+
 bench: .make/zckpt .make/test interop
 	$(BIN)/python benchmarks/run.py
+
+# Checks and measures the trainer and live models on a machine with a GPU and torch: GPU_PYTHON is the Python that has it. What is
+# missing beside torch comes from .make/wheels, which `make gpu-wheels` fills where there is a network, or else from the index.
+GPU_PYTHON ?= python3
+GPU_NEEDS := pydantic pydantic-core annotated-types typing-inspection typing-extensions typer click rich shellingham tqdm \
+  huggingface_hub safetensors pyyaml filelock fsspec packaging requests scikit-build-core nanobind pathspec
+GPU_PIP = $(GPU_PYTHON) -m pip --disable-pip-version-check
+GPU_MISSING = $(shell for name in $(GPU_NEEDS); do $(GPU_PIP) show -q $$name 2>/dev/null || echo $$name; done)
+gpu-check:
+	@mkdir -p .make/wheels
+	@$(if $(GPU_MISSING),$(GPU_PIP) install -q --no-deps --target .make/gpu --find-links .make/wheels $(if $(wildcard .make/wheels/*.whl),--no-index) $(GPU_MISSING))
+	PYTHONPATH=.make/gpu $(GPU_PIP) install -q --no-deps --no-index --no-build-isolation --upgrade --target .make/gpu .
+	PYTHONPATH=$(CURDIR)/.make/gpu $(GPU_PYTHON) benchmarks/gpu_check.py $(ARGS)
+
+# For `make gpu-check` on a machine without a network, with the Python of this version.
+GPU_VERSION ?= 3.12
+gpu-wheels:
+	$(PYTHON) -m pip --disable-pip-version-check download -q --no-deps --only-binary=:all: --python-version $(GPU_VERSION) -d .make/wheels $(GPU_NEEDS)
 
 fixtures: .make/zckpt .make/test interop
 	for script in fixtures/generate*.py; do $(BIN)/python $$script || exit 1; done
@@ -53,7 +83,7 @@ golden: .make/zckpt .make/test
 	ZCKPT_GOLDEN=rewrite $(BIN)/python -m pytest -q tests/cli tests/runtime/test_config_page.py
 
 clean:
-	rm -rf $(VENV) .make build
+	rm -rf $(VENV) .venv-old .make build
 
 # The package, built from zckpt/csrc; rebuilt when the C++ or the set-up changes.
 .make/zckpt: pyproject.toml constraints.txt $(CORE)

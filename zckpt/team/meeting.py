@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 
 from zckpt.base.errors import InconsistentError, OutputError
 from zckpt.base.words import ranks
-from zckpt.team.rendezvous import Rendezvous, StoreRendezvous, awaited, default_store
+from zckpt.team.rendezvous import Rendezvous, StoreRendezvous, awaited, default_store, own_connection
 
 ENTRY_S = 45.0
 """How long a meeting waits for ranks that should come at the same moment."""
@@ -80,7 +80,7 @@ class Meetings:
         self._check = check
         self._rendezvous = rendezvous
         if rendezvous is None and size > 1:  # other threads have their own connection
-            self._rendezvous = StoreRendezvous(default_store().clone(), "zckpt/")
+            self._rendezvous = StoreRendezvous(own_connection(default_store()), "zckpt/")
 
     def begin(self, place: str) -> None:
         """Meetings from now on are those of a place in the run, such as a step: ranks that missed some find each other."""

@@ -10,6 +10,7 @@ import contextlib
 import os
 import shutil
 import time
+import uuid
 from collections.abc import Callable, Collection, Iterator
 from datetime import timedelta
 from stat import S_ISDIR
@@ -150,6 +151,24 @@ def default_store() -> Any:
     from torch.distributed import distributed_c10d
 
     return distributed_c10d._get_default_store()
+
+
+def own_connection(store: Any) -> Any:
+    """A store with the same notes, over a connection that no other thread waits on.
+
+    Source: torch 2.6 to 2.13, distributed/distributed_c10d.py; stores clone themselves from some version after 2.8 on.
+    """
+    from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
+
+    if hasattr(store, "clone"):
+        return store.clone()
+    inner: Any = store
+    while isinstance(inner, PrefixStore):
+        inner = inner.underlying_store
+    if not isinstance(inner, TCPStore):
+        return store
+    space = bytes(store.compare_set("zckpt space", "", uuid.uuid4().hex)).decode()  # the prefixes are not to be read
+    return PrefixStore(f"zckpt {space}", TCPStore(inner.host, inner.port, is_master=False, timeout=inner.timeout))  # type: ignore[attr-defined]
 
 
 @contextlib.contextmanager

@@ -14,6 +14,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
+from zckpt.runtime.sharded.older_torch import communicate
+
 _TAG = 0x7A63
 """Of messages that gather: a script's own messages in the same group have other tags."""
 
@@ -79,10 +81,8 @@ class InPlace:
 
 def use_on_gloo(model: nn.Module, group: Any) -> None:
     """Lets every unit of a model on CPUs gather and reduce in this way."""
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            if group.size() == 1:
-                module.set_custom_reduce_scatter(InPlace())  # type: ignore[arg-type]
-                continue
-            module.set_custom_all_gather(SendToAll())  # type: ignore[arg-type]
-            module.set_custom_reduce_scatter(ExchangeAndAdd())  # type: ignore[arg-type]
+    assert isinstance(model, FSDPModule)
+    if group.size() == 1:
+        communicate(model, None, InPlace)
+    else:
+        communicate(model, SendToAll, ExchangeAndAdd)

@@ -33,6 +33,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map
 
 from zckpt.runtime.sharded.labels import label
+from zckpt.runtime.sharded.older_torch import gather
 from zckpt.runtime.world import rows_of
 
 _ATTRIBUTE = "_zckpt_rows"
@@ -134,7 +135,7 @@ def gather_rows(values: torch.Tensor, shape: Iterable[int], group: Any) -> torch
     padded = values.new_zeros((step, *inner))
     padded[: values.shape[0]] = values
     whole = values.new_empty((step * size, *inner))
-    dist.all_gather_single(whole.view(-1).view(torch.uint8), padded.view(-1).view(torch.uint8), group=group)
+    gather(whole.view(-1).view(torch.uint8), padded.view(-1).view(torch.uint8), group)
     return whole[:length]
 
 

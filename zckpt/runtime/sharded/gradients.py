@@ -21,6 +21,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.distributed.tensor import DTensor
 
+from zckpt.runtime.sharded.older_torch import groups_of
 from zckpt.runtime.sharded.parameter import ShardedParameter
 
 Gradients = dict[str, dict[str, torch.Tensor]]
@@ -141,7 +142,7 @@ def units_of(model: nn.Module) -> Iterator[Any]:
     seen: set[int] = set()
     for module in model.modules():
         if isinstance(module, FSDPModule):
-            for unit in module._get_fsdp_state()._fsdp_param_groups:
+            for unit in groups_of(module):
                 if id(unit) not in seen:
                     seen.add(id(unit))
                     yield unit

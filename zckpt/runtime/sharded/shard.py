@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 
 from zckpt.base.errors import UsageError
@@ -27,6 +27,7 @@ from zckpt.runtime.sharded.collectives import use_on_gloo
 from zckpt.runtime.sharded.deferred import Rows, rows_held_by
 from zckpt.runtime.sharded.labels import label
 from zckpt.runtime.sharded.offload import home_of, offload_policy
+from zckpt.runtime.sharded.older_torch import allow_frozen_dtypes, reduce_unused, shard_unit
 from zckpt.runtime.sharded.parameter import ShardedParameter
 from zckpt.runtime.sharded.units import Wrap, find_units, merged, parts_of
 from zckpt.runtime.world import World, elements_of
@@ -135,13 +136,13 @@ def shard(
         for one in inside:
             _prepare(one, precision, world)
         compute = next((one.dtype for one in inside if one.is_cut), precision.compute)
-        fully_shard(
-            unit[0] if len(unit) == 1 else unit,
+        shard_unit(
+            unit,
+            ignored,
+            _reshard_after_forward(zero, is_root=unit[0] is model),
             mesh=mesh,
-            reshard_after_forward=_reshard_after_forward(zero, is_root=unit[0] is model),
             mp_policy=MixedPrecisionPolicy(compute, precision.reduce, cast_forward_inputs=False),
             offload_policy=offload_policy(zero),
-            ignored_params=ignored,
         )
         for one in inside:
             if not one.replicated:  # an optimizer may still hold it
@@ -157,7 +158,8 @@ def shard(
                 label(found.weight, found.shape, found.local())
     if world.device.type == "cpu":
         use_on_gloo(model, mesh.get_group("shard"))
-    model.set_reduce_scatter_unused_params(zero.ignore_unused_parameters)  # type: ignore[operator]
+    allow_frozen_dtypes(model)  # type: ignore[arg-type]
+    reduce_unused(model, zero.ignore_unused_parameters)  # type: ignore[arg-type]
     return Sharded(parameters, aliases, mesh)
 
 
