@@ -316,7 +316,7 @@ def test_runs_of_elements_of_any_memory(form):
 
 
 def test_weights_of_scattered_memory_are_exported_piece_by_piece(tmp_path):
-    """256 MiB that no view makes dense are never there twice: they pass through two buffers of 8 MiB."""
+    """256 MiB that no view makes dense are never there twice: they pass through three buffers of 8 MiB."""
     script = f"""
 import torch, resource
 from torch import nn
@@ -338,7 +338,7 @@ for dtype in ("bf16", None):
         [sys.executable, "-c", script], capture_output=True, text=True, check=True, env=environment, timeout=200
     )
     growth = [int(line) for line in done.stdout.split()]
-    assert max(growth) < 24, growth  # 16 of buffers, and what the allocator and the first import of a module keep
+    assert max(growth) < 32, growth  # 24 of buffers, and what the allocator and the first import of a module keep
     assert load_file(tmp_path / "out" / "model.safetensors")["tied"].shape == (8192, 8192)
 
 

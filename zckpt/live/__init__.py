@@ -4,6 +4,7 @@
 module. Only this package, `drop_in` and `runtime` import torch at module level.
 """
 
+from zckpt.live import old_torch  # noqa: F401  # says so before the others fail
 from zckpt.live.export import consolidate, save_pretrained, small_files
 from zckpt.live.loading import LoadReport, load_into, move
 
