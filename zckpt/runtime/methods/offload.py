@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from zckpt.base.errors import UsageError
 from zckpt.runtime.methods.batches import BatchedRun
+from zckpt.runtime.sharded.older_torch import groups_of
 
 
 class OffloadDeviceEnum(str, Enum):
@@ -93,7 +94,7 @@ class OffloadableRun(BatchedRun):
             self.module.to(device, non_blocking=non_blocking)
             for module in self.module.modules():  # what `fully_shard` keeps of each weight
                 if isinstance(module, FSDPModule):
-                    for group in module._get_fsdp_state()._fsdp_param_groups:
+                    for group in groups_of(module):
                         for parameter in group.fsdp_params:
                             parameter.reset_sharded_param()
             for one in self.sharded.parameters:

@@ -18,6 +18,8 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
+from zckpt.runtime.sharded.older_torch import groups_of
+
 
 def allow_inference(model: nn.Module) -> None:
     """Lets the first forward of a sharded model run under `inference_mode`, and its parts be called by themselves."""
@@ -62,7 +64,7 @@ class _Part:
         if torch.is_grad_enabled():
             return
         for unit in self._units:
-            if not all(group.is_unsharded for group in unit._get_fsdp_state()._fsdp_param_groups):
+            if not all(group.is_unsharded for group in groups_of(unit)):
                 self._root._get_fsdp_state()._lazy_init()
                 gathered.append(unit)
                 with torch.inference_mode(False), torch.no_grad():
@@ -83,7 +85,7 @@ def _between(model: nn.Module) -> list[tuple[nn.Module, list[FSDPModule]]]:
     for name, unit in modules.items():
         if not isinstance(unit, FSDPModule) or names[id(unit)][0] != name:
             continue
-        parameters = [p for group in unit._get_fsdp_state()._fsdp_param_groups for p in group.fsdp_params]
+        parameters = [p for group in groups_of(unit) for p in group.fsdp_params]
         holders = {id(m): m for p in parameters for m in (p._module_info.module, *p._module_info.shared_modules)}
         for place in (place for holder in holders for place in names[holder]):
             while place != name and (place.startswith(f"{name}.") or not name):
