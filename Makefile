@@ -40,7 +40,6 @@ OLD_TORCH ?= 2.6.0
 old-torch: .make/old-torch
 	.venv-old/bin/python benchmarks/gpu_check.py --cpu --ranks 2
 	.venv-old/bin/python -m pytest -n 2 --dist loadgroup -q tests/runtime tests/live/test_device.py tests/test_drop_in.py
-	.venv-old/bin/python -m pytest -q tests/distributed/test_engine.py -k 'fp32-2 or bf16-2 or fp16-2 or optimizers or every_element or unused'
 .make/old-torch: .make/test
 	$(BIN)/python -m venv --clear .venv-old
 	.venv-old/bin/pip --disable-pip-version-check install -q --no-deps torch==$(OLD_TORCH) sympy==1.13.1
