@@ -5,6 +5,8 @@ from __future__ import annotations
 import functools
 import importlib
 import inspect
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -236,3 +238,24 @@ def test_functions_take_deepspeeds_arguments(theirs: Any) -> None:
 def test_every_name_is_deepspeeds(theirs: Any) -> None:
     strange = [f"{path}.{name}" for path, name in pairs(PATHS) if not hasattr(module_of("deepspeed", path), name)]
     assert strange == []
+
+
+def rows_of_the_page() -> tuple[str, list[str]]:
+    """The section of docs/training.md on names, and what is in the first cells of its tables."""
+    page = (Path(__file__).parents[2] / "docs" / "training.md").read_text()
+    section = page.split("\n## DeepSpeed's names\n")[1].split("\n## ")[0]
+    cells = [line.split("|")[1] for line in section.splitlines() if line.startswith("| `")]
+    return section, [name for cell in cells for name in re.findall(r"`([\w.]+)`", cell)]
+
+
+def test_the_page_tells_names_that_are_there(engine: Engine) -> None:
+    section, names = rows_of_the_page()
+    assert len(names) > 60
+    for name in names:
+        if name != "set":
+            found = functools.reduce(lambda place, part: getattr(place, part, None), name.split("."), deepspeed)
+            assert found is not None or hasattr(engine, name), name
+    assert [path for path in PATHS if path and not any(name.startswith(path.split(".")[0]) for name in names)] == []
+    unbuilt = importlib.import_module("zckpt.runtime.unbuilt")
+    told = section.split("an error says what to use:")[1]
+    assert re.findall(r"`(\w+)`", told) == sorted(unbuilt._INSTEAD)
