@@ -153,6 +153,7 @@ class CheckpointedRun(TrainingRun):
             custom_load_fn(src=opened, dst=self.module)
         state = "The weights may have been changed in part: load a checkpoint before you go on."
         meetings.agree("load_checkpoint with custom_load_fn", tried.error, within_s=LOAD_S, state=state)
+        self.gather()
         return (path if tag is None else os.path.join(path, tag)), {}
 
     def push_to_hub(

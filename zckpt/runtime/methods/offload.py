@@ -11,12 +11,11 @@ from enum import Enum
 from typing import Any
 
 import torch
-from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from zckpt.base.errors import UsageError
 from zckpt.runtime.methods.batches import BatchedRun
-from zckpt.runtime.sharded.older_torch import groups_of
+from zckpt.runtime.sharded.gradients import units_of
 
 
 class OffloadDeviceEnum(str, Enum):
@@ -85,22 +84,14 @@ class OffloadableRun(BatchedRun):
         """
         self._move(self.device, list(OffloadStateTypeEnum), non_blocking)
         self.gather()
+        self.gather()
 
     @torch.no_grad()
     def _move(self, device: torch.device, wanted: list[OffloadStateTypeEnum], non_blocking: bool) -> None:
         self.reshard()
         in_host_memory = self.settings.zero.offloads_optimizer
         if any(kind in wanted for kind in _WEIGHTS) and not in_host_memory:
-            self.module.to(device, non_blocking=non_blocking)
-            for module in self.module.modules():  # what `fully_shard` keeps of each weight
-                if isinstance(module, FSDPModule):
-                    for group in groups_of(module):
-                        for parameter in group.fsdp_params:
-                            parameter.reset_sharded_param()
-            for one in self.sharded.parameters:
-                if one.replicated and one.master is not None:
-                    one.master.data = one.master.data.to(device, non_blocking=non_blocking)
-                one.bind()
+            self._move_weights(device, non_blocking)
         if OffloadStateTypeEnum.lp_grads in wanted:
             for one in self.sharded.parameters:
                 grad: Any = one.weight.grad
@@ -111,3 +102,18 @@ class OffloadableRun(BatchedRun):
                 for name, value in states.items():
                     if isinstance(value, torch.Tensor) and value.ndim:
                         states[name] = value.to(device, non_blocking=non_blocking)
+
+    def _move_weights(self, device: torch.device, non_blocking: bool) -> None:
+        for one in self.sharded.parameters:
+            weight: Any = one.weight
+            if not isinstance(weight, DTensor):
+                weight.data = weight.data.to(device, non_blocking=non_blocking)
+                if one.master is not None and one.master.device != device:
+                    one.master.data = one.master.data.to(device, non_blocking=non_blocking)
+            elif weight._local_tensor.device != device:
+                weight._local_tensor = weight._local_tensor.to(device, non_blocking=non_blocking)
+        for unit in units_of(self.module):  # what `fully_shard` keeps of each weight
+            for parameter in unit.fsdp_params:
+                parameter.reset_sharded_param()
+        for one in self.sharded.parameters:
+            one.bind()
