@@ -27,7 +27,8 @@ from zckpt.runtime.sharded.parameter import ShardedParameter
 Gradients = dict[str, dict[str, torch.Tensor]]
 """Kind -> name of a parameter, or number of a unit -> gradient; see [Note: gradients between micro batches]."""
 
-_SWITCHES = ("reduce_grads", "all_reduce_grads", "reshard_after_backward", "reduce_scatter_unused_params")
+_UNUSED = "reduce_scatter_unused_params"
+_SWITCHES = ("reduce_grads", "all_reduce_grads", "reshard_after_backward", _UNUSED)
 """Of a unit: what its next backward does with gradients."""
 
 
@@ -54,20 +55,26 @@ def reduce_pending(model: nn.Module) -> None:
     """
     units = list(units_of(model))
     for unit in units:
-        before = [getattr(unit, name) for name in _SWITCHES]
-        unused = unit._partial_reduce_output is not None or before[3]  # zeros carry it to the other groups of ranks
-        for name, value in zip(_SWITCHES, (True, True, False, unused), strict=True):
-            setattr(unit, name, value)
+        switches = [name for name in _SWITCHES if hasattr(unit, name)]
+        before = {name: getattr(unit, name) for name in switches}
+        unused = unit._partial_reduce_output is not None  # zeros carry it to the other groups of ranks
+        wanted = {"reshard_after_backward": False, _UNUSED: unused or before.get(_UNUSED)}
+        for name in switches:
+            setattr(unit, name, wanted.get(name, True))
         unit.post_backward()
-        for name, value in zip(_SWITCHES, before, strict=True):
+        for name, value in before.items():
             setattr(unit, name, value)
     for unit in units:
         unit.finalize_backward()
         unit._training_state = TrainingState.IDLE
-        for state in unit.comm_ctx.reduce_scatter_states:
-            if state.event is not None:
+        several = getattr(unit.comm_ctx, "reduce_scatter_states", None)
+        for state in [unit.comm_ctx.reduce_scatter_state] if several is None else several:
+            if state is not None and state.event is not None:
                 unit.device_handle.current_stream().wait_event(state.event)
-        unit.comm_ctx.reduce_scatter_states.clear()
+        if several is None:  # before torch 2.13
+            unit.comm_ctx.reduce_scatter_state = None
+        else:
+            several.clear()
 
 
 @torch.no_grad()
