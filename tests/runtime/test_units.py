@@ -6,6 +6,7 @@ import pytest
 from torch import nn
 
 from zckpt.base.errors import UsageError
+from zckpt.runtime import utils
 from zckpt.runtime.sharded.units import find_units, merged
 
 
@@ -73,3 +74,15 @@ def test_units_that_fill_a_bucket_are_one(bucket: int, expected: list[list[int]]
     model = nn.Sequential(*(nn.Linear(2, 2) for _ in range(3)), nn.Linear(1, 2))
     units = list(model)[:3][::-1]  # 6 parameters each, 4 outside of them
     assert merged(units, model, bucket) == [[model[i] for i in group] for group in expected]
+
+
+def test_a_leaf_is_one_unit_whatever_it_contains() -> None:
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)) for _ in range(2)))
+    assert find_units(model, nn.Linear) == [model[1][1], model[1][0], model[0][1], model[0][0]]
+    utils.set_z3_leaf_module(model[0], True)
+    assert find_units(model, nn.Linear) == [model[1][1], model[1][0], model[0]]
+    assert utils.get_z3_leaf_modules(model) == [model[0]]
+    assert utils.set_z3_leaf_modules_by_name(model, ["1", "9"], raise_if_not_found=False) == ([model[1]], ["9"])
+    assert find_units(model, nn.Linear) == [model[1], model[0]]
+    with pytest.raises(UsageError, match="no such modules"):
+        utils.set_z3_leaf_modules(model, ["Conv2d"])
