@@ -1,0 +1,130 @@
+"""Writes a model's whole weights in the middle of somebody else's training loop, and never stops that loop by itself.
+
+For `trainer_weights` and `lightning_weights`, on every rank. The weights come from memory, each rank's part from that rank
+(`live.save_pretrained`). Where zckpt cannot take them from memory (FSDP1, states on NVMe), rank 0 converts the checkpoint that the
+loop has just written; the attempt has shown that all ranks have come so far, so all of its files are there.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch.distributed as dist
+from torch import nn
+
+from zckpt.base.errors import UnsupportedError, UsageError, ZckptError
+from zckpt.base.words import count
+from zckpt.hub import push_to_hub
+from zckpt.jobs.convert import convert
+from zckpt.jobs.options import Options
+from zckpt.live.export import save_pretrained
+from zckpt.output.order import Overflow
+
+_log = logging.getLogger("zckpt.integrations")
+
+When = Literal["save", "end"]
+OnError = Literal["log", "raise"]
+
+
+@dataclass(frozen=True, slots=True)
+class WeightsOptions:
+    """How weights are written; see `TrainerWeights` for each."""
+
+    dtype: str | None = "bf16"
+    max_shard_size: int | str = "5GB"
+    exclude_frozen: bool = False
+    overflow: Overflow = "error"
+    push_to: str | None = None
+    push_options: Mapping[str, Any] = field(default_factory=dict)
+    on_error: OnError = "log"
+    when: When = "save"
+
+    def __post_init__(self) -> None:
+        for name, known in {"on_error": ("log", "raise"), "when": ("save", "end")}.items():
+            if getattr(self, name) not in known:
+                raise UsageError(
+                    f"{name} has a value that the callback does not know", found=repr(getattr(self, name)),
+                    expected=" or ".join(map(repr, known)), remedy=f"Pass {name}={known[0]!r} or {name}={known[1]!r}.",
+                )  # fmt: skip
+
+
+class WeightsWriter:
+    """Writes weights as the options say, and remembers what went wrong.
+
+    Attributes:
+        failures: directory -> error, for those that could not be written or pushed.
+    """
+
+    def __init__(self, options: WeightsOptions) -> None:
+        self.options = options
+        self.failures: dict[str, Exception] = {}
+
+    def write(self, model: nn.Module, directory: str, *, checkpoint: str | None = None, companion: Any = None) -> bool:
+        """Writes a model's weights to a directory that `from_pretrained` loads. Every rank calls it, between two steps.
+
+        Args:
+            model: as for `live.save_pretrained`.
+            directory: made if it is missing.
+            checkpoint: what the loop has just saved, with the same names; read if the memory cannot be.
+            companion: has a method `save_pretrained(directory)`, such as a tokenizer; saved beside the weights.
+
+        Returns:
+            Whether this rank did its part.
+
+        Raises:
+            Exception: whatever went wrong, with `on_error="raise"`. Otherwise it is logged, and training continues.
+        """
+        try:
+            self._write(model, directory, checkpoint, companion)
+        except Exception as error:
+            if self.options.on_error == "raise":
+                raise
+            self.failures[directory] = error
+            if _is_first():
+                told = str(error) if isinstance(error, ZckptError) else f"{type(error).__name__}: {error}"
+                _log.error("The weights were not written to %s; training continues. %s", directory, told)
+            return False
+        return True
+
+    def tell_of_failures(self) -> None:
+        """Says once more, at the end of a run, where weights are missing."""
+        if self.failures and _is_first():
+            number, places = count(len(self.failures), "directory", "directories"), ", ".join(self.failures)
+            _log.error("Weights are missing or were not pushed in %s: %s", number, places)
+
+    def _write(self, model: nn.Module, directory: str, checkpoint: str | None, companion: Any) -> None:
+        asked = self.options
+        try:
+            save_pretrained(
+                model,
+                directory,
+                asked.dtype,
+                asked.max_shard_size,
+                exclude_frozen=asked.exclude_frozen,
+                overflow=asked.overflow,
+            )
+        except UnsupportedError:
+            if checkpoint is None or asked.exclude_frozen:
+                raise
+            if _is_first():
+                made = Options(max_shard_size=asked.max_shard_size, overflow=asked.overflow)
+                convert(checkpoint, directory, dtype=asked.dtype or "fp32", options=made, progress=False)
+        if not _is_first():
+            return
+        if hasattr(companion, "save_pretrained"):
+            companion.save_pretrained(directory)
+        if asked.push_to is not None:
+            push_to_hub(directory, asked.push_to, **asked.push_options)
+
+
+def _is_first() -> bool:
+    return not dist.is_initialized() or dist.get_rank() == 0
+
+
+def beside(checkpoint: str) -> str:
+    """Where the weights of a checkpoint lie that is one file, or a directory of another library's: beside it."""
+    return f"{os.path.splitext(checkpoint)[0]}.weights"
