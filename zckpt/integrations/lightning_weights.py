@@ -20,14 +20,14 @@ class LightningWeights(Callback):  # type: ignore[misc,unused-ignore]
 
         trainer = Trainer(strategy="deepspeed_stage_3", callbacks=[ModelCheckpoint(...), LightningWeights(part="model")])
 
-    The weights of `epoch=0-step=500.ckpt`, a file or a directory, lie beside it in `epoch=0-step=500.weights`, and are deleted
-    with it; at the end they lie in `weights` under `default_root_dir`. Works with DeepSpeedStrategy (stages 1 to 3),
+    The weights of `epoch=0-step=500.ckpt`, a file or a directory, lie beside it in `epoch=0-step=500.weights`, and are
+    deleted with it; at the end they lie in `weights` under `default_root_dir`. Works with DeepSpeedStrategy (stages 1 to 3),
     ModelParallelStrategy, DDP and on one device. With FSDPStrategy, rank 0 converts the checkpoint instead, if `part` is not given.
 
     Args:
         dtype: of floating-point parameters: "bf16", "fp16", "fp32"; None keeps each as it is trained.
-        part: the attribute of the LightningModule that is the model, such as "model"; its names have no prefix then, and if it is
-            a transformers model, `from_pretrained` loads the directory. By default the whole LightningModule.
+        part: the attribute of the LightningModule that is the model, such as "model"; its names have no prefix then, and if it
+            is a transformers model, `from_pretrained` loads the directory. By default the whole LightningModule.
         when: "save" for each save, "end" for the end of the training only.
         max_shard_size: of a weights file.
         exclude_frozen: leave out parameters that are not trained.

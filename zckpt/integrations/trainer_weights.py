@@ -17,9 +17,10 @@ class TrainerWeights(TrainerCallback):  # type: ignore[misc,unused-ignore]
 
         trainer = Trainer(model, args, train_dataset=data, callbacks=[TrainerWeights(dtype="bf16")])
 
-    Works under DeepSpeed's stages 1 to 3, under zckpt's trainer, FSDP2, DDP and on one device. The weights are the optimizer's fp32
-    weights, rounded to `dtype`. They lie in `weights` inside the checkpoint's directory, which the Trainer deletes together; at the
-    end in `weights` inside the output directory. The tokenizer, or what else is the Trainer's `processing_class`, is saved with them.
+    Works under DeepSpeed's stages 1 to 3, under zckpt's trainer, FSDP2, DDP and on one device. The weights are the
+    optimizer's fp32 weights, rounded to `dtype`. They lie in `weights` inside the checkpoint's directory, which the Trainer
+    deletes together; at the end in `weights` inside the output directory. The tokenizer, or what else is the Trainer's
+    `processing_class`, is saved with them.
 
     Args:
         dtype: of floating-point parameters: "bf16", "fp16", "fp32"; None keeps each as it is trained.

@@ -1,8 +1,8 @@
 """Writes a model's whole weights in the middle of somebody else's training loop, and never stops that loop by itself.
 
 For `trainer_weights` and `lightning_weights`, on every rank. The weights come from memory, each rank's part from that rank
-(`live.save_pretrained`). Where zckpt cannot take them from memory (FSDP1, states on NVMe), rank 0 converts the checkpoint that the
-loop has just written; the attempt has shown that all ranks have come so far, so all of its files are there.
+(`live.save_pretrained`). Where zckpt cannot take them from memory (FSDP1, states on NVMe), rank 0 converts the checkpoint that
+the loop has just written; the attempt has shown that all ranks have come so far, so all of its files are there.
 """
 
 from __future__ import annotations
