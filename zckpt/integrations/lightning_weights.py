@@ -22,7 +22,8 @@ class LightningWeights(Callback):  # type: ignore[misc,unused-ignore]
 
     The weights of `epoch=0-step=500.ckpt`, a file or a directory, lie beside it in `epoch=0-step=500.weights`, and are
     deleted with it; at the end they lie in `weights` under `default_root_dir`. Works with DeepSpeedStrategy (stages 1 to 3),
-    ModelParallelStrategy, DDP and on one device. With FSDPStrategy, rank 0 converts the checkpoint instead, if `part` is not given.
+    ModelParallelStrategy, DDP and on one device. With FSDPStrategy, rank 0 converts the checkpoint instead, if `part` is not
+    given.
 
     Args:
         dtype: of floating-point parameters: "bf16", "fp16", "fp32"; None keeps each as it is trained.
