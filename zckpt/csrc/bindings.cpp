@@ -12,8 +12,10 @@
 #include "io.h"
 #include "lent.h"
 #include "mover.h"
+#include "optimizers.h"
 #include "scan.h"
 #include "simd.h"
+#include "swapping.h"
 
 namespace nb = nanobind;
 using namespace nb::literals;
@@ -137,6 +139,32 @@ nb::tuple scan(nb::bytes stores, nb::bytes moves, nb::bytes requests, nb::bytes 
   return nb::make_tuple(as_tuple(scanned.failure), as_list(scanned.crcs), statistics);
 }
 
+// Rows of an optimizer's step, by their addresses; 0 for no second state.
+void step(int rule, nb::bytes rates, uintptr_t weights, uintptr_t gradients, uintptr_t first, uintptr_t second, size_t count, unsigned threads) {
+  const auto numbers = structs<zckpt::Rates>(rates);
+  if (rule < 0 || rule >= zckpt::kRules || numbers.size() != 1 || threads < 1 || threads > 1 << 16) throw std::invalid_argument("an impossible step");
+  const auto which = static_cast<zckpt::Rule>(rule);
+  if (count && (!weights || !gradients || !first || (which == zckpt::Rule::kAdam && !second))) throw std::invalid_argument("a step without memory");
+  const auto at = [](uintptr_t address) { return reinterpret_cast<float*>(address); };  // NOLINT
+  nb::gil_scoped_release release;
+  zckpt::step(which, numbers[0], at(weights), at(gradients), at(first), at(second), count, threads);
+}
+
+uint64_t begin_swap(zckpt::Swapper& swapper, int fd, bool write, nb::bytes stretches) {
+  const auto all = structs<zckpt::Stretch>(stretches);
+  nb::gil_scoped_release release;
+  return swapper.begin(fd, write, all);
+}
+
+nb::tuple wait_for_swap(zckpt::Swapper& swapper, uint64_t number) {
+  zckpt::Swapper::Outcome outcome;
+  {
+    nb::gil_scoped_release release;
+    outcome = swapper.wait(number);
+  }
+  return nb::make_tuple(outcome.error, outcome.offset);
+}
+
 #ifdef ZCKPT_TESTING
 nb::tuple cast(int from, int to, nb::bytes data, bool clamp) {
   if (from < 0 || to < 0 || from >= zckpt::kDTypes || to >= zckpt::kDTypes) throw std::invalid_argument("dtype");
@@ -153,12 +181,23 @@ nb::tuple cast(int from, int to, nb::bytes data, bool clamp) {
 }  // namespace
 
 NB_MODULE(_core, m) {
+  nb::set_leak_warnings(false);  // a run may hold its transfers until the process ends
   m.doc() = "The engine of moves and scans; see zckpt/engine.";
   nb::class_<zckpt::Lent>(m, "Lent", nb::type_slots(zckpt::lent_slots));
   m.def("run", &run, "stores"_a, "moves"_a, "literals"_a, "ranges"_a, "blob"_a, "threads"_a, "window"_a, "clamp"_a,
         "give_back"_a, "bytes_per_s"_a, "progress"_a.none(), "consumers"_a);
   m.def("scan", &scan, "stores"_a, "moves"_a, "requests"_a, "ranges"_a, "rounded"_a, "atol"_a, "rtol"_a, "threads"_a, "give_back"_a,
         "bytes_per_s"_a, "progress"_a.none());
+  m.def("step", &step, "rule"_a, "rates"_a, "weights"_a, "gradients"_a, "first"_a, "second"_a, "count"_a, "threads"_a);
+  nb::class_<zckpt::Swapper>(m, "Swapper")
+      .def("__init__",
+           [](zckpt::Swapper* self, unsigned threads, uint64_t block) {
+             if (threads < 1 || threads > 1024 || !block) throw std::invalid_argument("threads or block");
+             new (self) zckpt::Swapper(threads, block);
+           },
+           "threads"_a, "block"_a)
+      .def("begin", &begin_swap, "fd"_a, "write"_a, "stretches"_a)
+      .def("wait", &wait_for_swap, "number"_a);
   m.def("crc32", &crc32_of, "data"_a, "crc"_a = 0);
   m.def("crc32_combine", &zckpt::crc32_combine, "a"_a, "b"_a, "nbytes_b"_a);
   m.def("forget", &zckpt::forget, "fd"_a, "offset"_a = 0, "nbytes"_a = 0);

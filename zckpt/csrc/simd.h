@@ -18,7 +18,7 @@
 
 namespace zckpt {
 
-enum class Unit { kHalves, kFolding };  // AVX2 with F16C; carry-less multiplication
+enum class Unit { kHalves, kFolding, kMultiplyAdd };  // AVX2 with F16C; carry-less multiplication; AVX2 with FMA
 
 #ifdef ZCKPT_TESTING
 inline std::atomic<bool> vector_paths{true};  // tests switch them off
@@ -30,7 +30,8 @@ inline bool has(Unit unit) {
 #if defined(ZCKPT_X86)
   static const bool halves = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("f16c");
   static const bool folding = __builtin_cpu_supports("pclmul") && __builtin_cpu_supports("sse4.1");
-  return vector_paths && (unit == Unit::kHalves ? halves : folding);
+  static const bool multiply_add = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
+  return vector_paths && (unit == Unit::kHalves ? halves : unit == Unit::kFolding ? folding : multiply_add);
 #else
   (void)unit;
   return false;

@@ -33,6 +33,7 @@ from zckpt.runtime.sharded.inference import allow_inference
 from zckpt.runtime.sharded.shard import DTYPES, Precision, shard
 from zckpt.runtime.sharded.units import Wrap
 from zckpt.runtime.sharded.watch import Watch
+from zckpt.runtime.swap.install import Swap
 from zckpt.runtime.world import join_world, mesh_of
 
 _log = logging.getLogger("zckpt.runtime")
@@ -118,11 +119,15 @@ def initialize(
     allow_inference(model)
     if world.size > 1:
         Watch(model, world)
+    swap = Swap(settings, model, sharded, trains=trains) if settings.zero.nvme else None
     built = schedule = loader = None
     if trains:
         by_name = {one.name: one for one in sharded.parameters}
         masters = {key: by_name[name] for key, name in names if by_name[name].trained}
-        built = EngineOptimizer(optimizer_on_masters(settings, optimizer, groups, masters, is_cut=sharded.size > 1))
+        built = optimizer_on_masters(settings, optimizer, groups, masters, is_cut=sharded.size > 1)
+        if swap is not None:
+            swap.take(built)
+        built = EngineOptimizer(built)
         schedule = _schedule(settings, lr_scheduler, built)
     if training_data is not None:
         drop_last = settings.config.dataloader_drop_last

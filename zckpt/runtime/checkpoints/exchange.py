@@ -30,6 +30,7 @@ from zckpt.core.dtypes import BY_TORCH_NAME
 from zckpt.core.fragments import FileStore, MemoryStore, Store
 from zckpt.core.plan import Move, Plan, route
 from zckpt.layouts.zero.torch_files import Pair
+from zckpt.runtime.swap.files import place_of
 
 BUDGET_BYTES = 160 << 20
 """Of all buffers of the rounds together; the engine and the indexes of the files take the rest of 256 MiB."""
@@ -288,16 +289,20 @@ class Rounds:
             if not isinstance(store, RankStore):
                 yield move
                 continue
-            dtype = move.src_dtype
+            dtype, swapped = move.src_dtype, None
             if exchange.is_staged(store, exchange.rank):
                 holder = exchange.holder(piece, exchange.rank)
                 address, places[holder] = places[holder], places[holder] + piece.nbytes
             else:  # the engine casts what is held in another dtype
                 kept.append(elements := exchange.tensors(store.key))
+                swapped = place_of(elements)
                 address = elements[move.src_offset // dtype.itemsize + piece.first :].data_ptr()
                 dtype = BY_TORCH_NAME[str(elements.dtype).removeprefix("torch.")]
             to = move.dst_offset + piece.first * move.dst_dtype.itemsize
-            yield move._replace(src=MEMORY, src_offset=address, dst_offset=to, count=piece.count, src_dtype=dtype)
+            source, at = (
+                (MEMORY, address) if swapped is None else (swapped[0], swapped[1] + address - elements.data_ptr())
+            )
+            yield move._replace(src=source, src_offset=at, dst_offset=to, count=piece.count, src_dtype=dtype)
         yield None
 
 

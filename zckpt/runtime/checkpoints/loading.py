@@ -35,6 +35,7 @@ from zckpt.runtime.generators import set_rng_state
 from zckpt.runtime.run import TrainingRun
 from zckpt.runtime.sharded import gradients
 from zckpt.runtime.sharded.parameter import ShardedParameter
+from zckpt.runtime.swap.install import mend, state_room
 from zckpt.storage.location import locate
 from zckpt.team.meeting import Meetings
 
@@ -143,7 +144,7 @@ def _room(run: TrainingRun, saved: SavedRun) -> Room:
         for name, entry in entries.items():
             old = there.get(name)
             fits = isinstance(old, torch.Tensor) and old.shape == master.shape and old.is_contiguous()
-            own[name] = old if fits else torch.empty_like(master, memory_format=torch.contiguous_format)
+            own[name] = old if fits else state_room(optimizer, master, name)
             wanted.append((entry, parameter, own[name].view(-1)))
         states.append((parameter, own, numbers))
     return Room(wanted, states)
@@ -190,6 +191,7 @@ def _put_states(run: TrainingRun, room: Room) -> None:
         state = run.optimizer.state[parameter.master]
         state.clear()
         state.update(own | scalars)
+    mend(run.optimizer)
 
 
 def _undefined(error: Exception) -> Exception:

@@ -21,12 +21,6 @@ def refuse_unbuilt(config: Config, raw: Mapping[str, Any], file: str) -> None:
         UnsupportedError: such a feature is switched on.
     """
     found = [f"{path} ({why})" for path, why in refused_keys(raw)]
-    for name in ("offload_param", "offload_optimizer"):
-        section = getattr(config.zero_optimization, name)
-        if section is not None and section.device == "nvme":
-            found.append(
-                f"zero_optimization.{name}.device = 'nvme' (offload to 'cpu': the host memory of all nodes together)"
-            )
     if found:
         raise UnsupportedError(
             f"switches on {count(len(found), 'feature that is', 'features that are')} not built",
@@ -67,6 +61,11 @@ def _contradictions(config: Config, raw: Mapping[str, Any]) -> Iterator[str]:
             yield f"zero_optimization.{old} and zero_optimization.{new}"
     if zero.offload_optimizer is not None and zero.offload_optimizer.ratio not in (0.0, 1.0):
         yield "offload_optimizer.ratio between 0 and 1: shards are offloaded whole"
+    for name, section in zero.nvme.items():
+        if not section.nvme_path:
+            yield f"{name}.device 'nvme' and no {name}.nvme_path, the directory for its file"
+    if zero.nvme and config.checkpoint.async_save:
+        yield "device 'nvme' and checkpoint.async_save, which copies everything into memory first"
     if zero.offloads_optimizer and stage == 0:
         yield "zero_optimization.stage 0 and offload_optimizer (stages 1 to 3)"
     if zero.zero_hpz_partition_size > 1 and stage != 3:

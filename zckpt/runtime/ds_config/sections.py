@@ -131,6 +131,19 @@ class CheckpointSection(Section):
         return value.upper() if isinstance(value, str) else value
 
 
+class Aio(Section):
+    """How files of device nvme are read and written: past the page cache, many blocks at a time."""
+
+    block_size: int = used(1 << 20, "bytes of one read or write, at most; rounded to whole pages", gt=0)
+    queue_depth: int = used(
+        8, "times `intra_op_parallelism` reads and writes are under way at a time, at most 64", gt=0
+    )
+    intra_op_parallelism: int = used(1, "see `queue_depth`", gt=0)
+    single_submit: bool = unused(False, "each block is a call of its own")
+    overlap_events: bool = unused(True, "blocks are always under way at the same time")
+    use_gds: bool = refused(False, "not built: files are read into host memory")
+
+
 class Config(Section):
     """The top level."""
 
@@ -181,9 +194,7 @@ class Config(Section):
     cuda_visible_devices: Any = unused(None, "set the variable CUDA_VISIBLE_DEVICES")
     allgather_size: int | None = unused(None, "for the oldest form of `zero_optimization`")
     activation_checkpointing: ActivationSection = used(ActivationSection(), "see below")
-    aio: Any = foreign(
-        "for device nvme", "block_size queue_depth intra_op_parallelism single_submit overlap_events use_gds"
-    )
+    aio: Aio = used(Aio(), "see below")
     comms_logger: Any = foreign(
         "collectives are not timed: torch.profiler shows them", "enabled prof_all prof_ops verbose debug", "missed"
     )

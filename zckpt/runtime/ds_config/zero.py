@@ -11,7 +11,7 @@ from zckpt.runtime.ds_config.fields import Section, foreign, own, refused, unuse
 
 _BUCKETS = "one collective per unit; on CPUs see `reduce_bucket_size`"
 _COORDINATOR = "units are gathered one by one, one ahead"
-_NVME = "for device nvme"
+_OVERLAPPED = "reads and writes overlap the arithmetic unless `buffer_count` is 1"
 _QUANTIZED = "ZeRO++ quantization is not built"
 
 Device = Literal["none", "cpu", "nvme"]
@@ -20,11 +20,13 @@ Device = Literal["none", "cpu", "nvme"]
 class OffloadParam(Section):
     """Where the shards of parameters are between steps."""
 
-    device: Device = used("none", "`cpu` keeps the shards of parameters in host memory; `nvme` is refused for now")
-    nvme_path: str | None = unused(None, _NVME)
-    buffer_count: int = unused(5, _NVME)
-    buffer_size: int = unused(int(1e8), _NVME)
-    max_in_cpu: int = unused(int(1e9), _NVME)
+    device: Device = used("none", "`cpu` keeps the shards of parameters in host memory, `nvme` in a file")
+    nvme_path: str | None = used(None, "for device nvme: the directory of the file, on a local disk")
+    buffer_count: int = used(5, "for device nvme: times `buffer_size` elements are read ahead of the gathers", ge=0)
+    buffer_size: int = used(int(1e8), "for device nvme: see `buffer_count`", ge=0)
+    max_in_cpu: int = used(
+        int(1e9), "for device nvme: so many elements of a rank's shards stay in host memory; 0 moves all", ge=0
+    )
     pin_memory: bool = used(True, "page-locked host memory, if there is an accelerator")
 
 
@@ -32,15 +34,19 @@ class OffloadOptimizer(Section):
     """Where the master weights and the optimizer's states are."""
 
     device: Device = used(
-        "none", "`cpu` keeps master weights, their gradients and the states in host memory; `nvme` is refused for now"
+        "none",
+        "`cpu` keeps master weights, their gradients and the states in host memory; `nvme` keeps the states in a file, and in "
+        "half precision the master weights",
     )
-    nvme_path: str | None = unused(None, _NVME)
-    buffer_count: int = unused(4, _NVME)
+    nvme_path: str | None = used(None, "for device nvme: the directory of the file, on a local disk")
+    buffer_count: int = used(
+        4, "for device nvme: sub-groups in memory at a time: one is updated, others are read or written", ge=0
+    )
     pin_memory: bool = used(True, "page-locked host memory, if there is an accelerator")
-    pipeline: bool = unused(False, _NVME)
-    pipeline_read: bool = unused(False, _NVME)
-    pipeline_write: bool = unused(False, _NVME)
-    fast_init: bool = unused(False, _NVME)
+    pipeline: bool = unused(False, _OVERLAPPED)
+    pipeline_read: bool = unused(False, _OVERLAPPED)
+    pipeline_write: bool = unused(False, _OVERLAPPED)
+    fast_init: bool = unused(False, "states begin as zeros that nobody writes")
     ratio: float = used(1.0, "all or nothing: only 0 and 1", ge=0.0, le=1.0)
     super_offload: bool = refused(False, "not built")
     cpuadam_cores_perc: float = unused(0.8, "for `super_offload`")
@@ -63,7 +69,12 @@ class Zero(Section):
     compute_grad_norm: bool = used(
         True, "false skips the norm at stages 1 and 2 where nothing needs it: no clipping, no fp16"
     )
-    sub_group_size: int = used(int(1e9), "elements after which a checkpoint of stage 3 begins the next sub-group", ge=0)
+    sub_group_size: int = used(
+        int(1e9),
+        "elements after which a checkpoint of stage 3 begins the next sub-group; with device nvme at most so many are updated "
+        "at a time",
+        ge=0,
+    )
     load_from_fp32_weights: bool = used(
         True, "load the exact fp32 weights; false rounds them to the precision of the computation"
     )
@@ -106,7 +117,7 @@ class Zero(Section):
     override_module_apply: bool = unused(True, "`zero.Init` follows every initialisation, `Module.apply` too")
     log_trace_cache_warnings: bool = unused(False, "there is no trace cache")
     enable_sanity_checks: bool = unused(False, "all checks are always made")
-    save_muon_momentum_buffer_in_memory: bool = unused(False, _NVME)
+    save_muon_momentum_buffer_in_memory: bool = unused(False, "for Muon, which is not built")
     leaf_module: Any = foreign("a unit is gathered whole, whatever is in it; see `wrap`", "classes names name_suffixes")
     legacy_stage1: bool = refused(False, "DeepSpeed refuses it too")
     zero_quantized_weights: bool = refused(False, _QUANTIZED)
@@ -125,12 +136,19 @@ class Zero(Section):
 
     @property
     def offloads_optimizer(self) -> bool:
-        """Whether masters and states are in host memory."""
+        """Whether masters and states are in host memory or in files."""
         section = self.offload_optimizer
-        return bool(self.cpu_offload) or (section is not None and section.device == "cpu" and section.ratio > 0)
+        return bool(self.cpu_offload) or (section is not None and section.device != "none" and section.ratio > 0)
 
     @property
     def offloads_param(self) -> bool:
-        """Whether the shards of parameters are in host memory."""
+        """Whether the shards of parameters are in host memory or in files."""
         section = self.offload_param
-        return self.stage == 3 and (bool(self.cpu_offload_param) or (section is not None and section.device == "cpu"))
+        return self.stage == 3 and (bool(self.cpu_offload_param) or (section is not None and section.device != "none"))
+
+    @property
+    def nvme(self) -> dict[str, OffloadParam | OffloadOptimizer]:
+        """The sections whose device is nvme, by their keys."""
+        param = self.offload_param if self.stage == 3 else None
+        both = {"offload_param": param, "offload_optimizer": self.offload_optimizer}
+        return {name: one for name, one in both.items() if one is not None and one.device == "nvme"}

@@ -2,7 +2,8 @@
 
 For `shard`. The engine keeps one part per parameter, its fp32 master, so `offload_optimizer` and `offload_param` ask for
 the same: the part, its gradient and the optimizer's states in host memory, and the optimizer's arithmetic there. What stays
-on the device is what the stage gathers. NVMe is refused when the config is read.
+on the device is what the stage gathers. For device nvme that is
+host memory too, mapped from a file: see `swap`.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ def offload_policy(zero: Zero) -> OffloadPolicy:
     pin = zero.cpu_offload_use_pin_memory
     if pin is None:
         pin = all(section.pin_memory for section in sections)
-    return CPUOffloadPolicy(pin_memory=pin and pins())
+    return CPUOffloadPolicy(pin_memory=pin and not zero.nvme and pins())
 
 
 def home_of(zero: Zero, device: torch.device) -> torch.device:

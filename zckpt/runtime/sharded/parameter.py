@@ -37,6 +37,7 @@ class ShardedParameter:
         exact: the first numbers of a replicated parameter, before they were rounded to `dtype`.
         master: None for a parameter that no optimizer updates.
         whole: what the modules hold instead of `weight` while it is gathered; only where it is between steps (see `whole`).
+        on_use: called before somebody gets the part, who may change it; None where that is nobody's concern.
     """
 
     name: str
@@ -52,6 +53,7 @@ class ShardedParameter:
     whole: nn.Parameter | None = None
     _drop: Callable[[], None] | None = None
     _version: int | None = None
+    on_use: Callable[[], None] | None = None
 
     def __post_init__(self) -> None:
         setattr(self.weight, _ATTRIBUTE, self)
@@ -106,11 +108,17 @@ class ShardedParameter:
 
     def local(self) -> torch.Tensor:
         """This rank's part of the weight, in the weight's own memory."""
+        if self.on_use is not None:
+            self.on_use()
+        return self._local()
+
+    def _local(self) -> torch.Tensor:
         return self.weight._local_tensor if isinstance(self.weight, DTensor) else self.weight.data
 
     def part(self) -> torch.Tensor:
         """This rank's part with all its digits: of the master if there is one, otherwise of the weight. Not a copy."""
-        return self.local() if self.master is None else self.master.data
+        local = self.local()
+        return local if self.master is None else self.master.data
 
     @torch.no_grad()
     def make_master(self) -> nn.Parameter:
@@ -123,7 +131,7 @@ class ShardedParameter:
     def bind(self) -> None:
         """Lets the master use the weight's memory again, if something has replaced the weight's."""
         if self.master is not None and not self.replicated:
-            local = self.local()
+            local = self._local()
             if self.master.data_ptr() != local.data_ptr():
                 self.master.data = local
 
