@@ -14,7 +14,6 @@ import importlib.util
 import itertools
 import os
 import shutil
-import struct
 import sys
 import tempfile
 import threading
@@ -218,47 +217,11 @@ def scans(root: Path) -> None:
     assert scan(requests_of(wide, 0), engine="native", threads=6).statistics[0].count == 70_000
 
 
-def steps() -> None:
-    """Every rule of an optimizer, of any length, on one thread and several: vectors and the portable path agree."""
-    rates = np.array([1e-2, 0.99, 0.0, 0.9, 0.1, 0.999, 0.001, 0.03, 1e-8], "<f4").tobytes()
-    for rule, numel, threads in itertools.product(range(3), (0, 1, 7, 8, 4099, 200_003), (1, 4)):
-        made = []
-        data = np.abs(RNG.standard_normal((4, numel))).astype("<f4")
-        for vector in (True, False):
-            core.use_vector_paths(vector)
-            rows = data.copy()
-            core.step(rule, rates, *(rows[n].ctypes.data for n in range(4)), numel, threads)
-            made.append(rows)
-        assert (made[0] == made[1]).all()
-    core.use_vector_paths(True)
-
-
-def swaps(root: Path) -> None:
-    """Blocks on many threads, several jobs at a time; a read that fails; a swapper that goes while it works."""
-    data = RNG.integers(0, 255, 1 << 20, dtype=np.uint8)
-    back = np.zeros_like(data)
-    with open(root / "swap", "w+b") as file:
-        for threads in (1, 7):
-            swapper = core.Swapper(threads, 4096)
-            cuts = [(k * 65536, 65536) for k in range(16)]
-            for array, write in ((data, True), (back, False)):
-                packed = (struct.pack("<3Q", array.ctypes.data + at, at, nbytes) for at, nbytes in cuts)
-                numbers = [swapper.begin(file.fileno(), write, one) for one in packed]
-                assert all(swapper.wait(number) == (0, 0) for number in numbers)
-            assert (data == back).all()
-            core.inject(False, 3, errno.EIO)
-            whole = struct.pack("<3Q", back.ctypes.data, 0, back.nbytes)
-            assert swapper.wait(swapper.begin(file.fileno(), False, whole))[0] == errno.EIO
-            core.inject(False, 0, 0)
-            swapper.begin(file.fileno(), False, whole)
-            del swapper
-
-
 def main() -> None:
     batches.LEAST_BYTES = 0
     root = Path(tempfile.mkdtemp(prefix="zckpt-sanitized-"))
     try:
-        for work in (lambda _: casts(), lambda _: steps(), swaps, moves, lambda _: memory(), sinks, faults, scans):
+        for work in (lambda _: casts(), moves, lambda _: memory(), sinks, faults, scans):
             work(root)
     finally:
         shutil.rmtree(root)

@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 
 pytest.importorskip("deepspeed")
-pytestmark = pytest.mark.xdist_group("trainer")
 
 HERE = Path(__file__).parent
 BOUND = 2e-6

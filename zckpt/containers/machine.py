@@ -160,6 +160,8 @@ class Machine:
                 raise TypeError("calls that only pass on a call")
             passed, arguments, named = _FORWARDS[name](*args)
             made = self.call(passed, arguments, named, forwards + 1)
+            if name == _OF_SUBCLASS and type(made) is Placeholder:
+                made.state = args[3]
             return as_new(made) if name.startswith("copyreg.") else made
         elif name == "builtins.getattr" and (member := _member(*args)):
             return member
@@ -256,12 +258,15 @@ def _size(value: object) -> int:
 _TEXTS = {str, bytes, bytearray}
 _COPIED = {list, tuple, dict, set, frozenset}
 
+_OF_SUBCLASS = "torch._tensor._rebuild_from_type_v2"
+"""How torch writes an instance of a subclass of Tensor, such as a DTensor: (function, class, arguments, state)."""
+
 _FORWARDS: Mapping[str, Callable[..., tuple[Any, ...]]] = {
-    "torch._tensor._rebuild_from_type_v2": lambda function, kind, args, state: (function, args, None),
+    _OF_SUBCLASS: lambda function, kind, args, state: (function, args, None),
     "copyreg.__newobj__": lambda kind, *args: (kind, args, None),
     "copyreg.__newobj_ex__": lambda kind, args, kwargs: (kind, args, kwargs),
 }
-"""Calls that only pass on a call; attributes that Python code set on a tensor are dropped."""
+"""Calls that only pass on a call; attributes that Python code set on a plain tensor are dropped."""
 
 _MOST_FORWARDS = 8
 """The most such calls in one another."""

@@ -27,6 +27,10 @@ from zckpt.storage.location import Location, locate
 
 _TRAINER = re.compile(r"checkpoint-\d+")
 _ACCELERATE = re.compile(r"pytorch_model_fsdp_\d+")
+_STEP = re.compile(r"(?:(?:global_step|iter|step)[_-]?)?0*(?P<number>\d+)|release")
+_STEP_POINTER = "latest_checkpointed_iteration.txt"
+_ROLES = ("actor", "critic", "ref", "model", "weights", "dist_ckpt")
+"""Directories in a step of a run that hold one of its models: of verl the first three; of others the only one."""
 _POINTERS = ("latest", UNIVERSAL_POINTER)
 _MOST_LOOKED_INTO = 100
 """Directories that are looked into to suggest one that holds a checkpoint."""
@@ -95,7 +99,7 @@ def find(path: Location, tag: str | None = None, also: Sequence[Location] = ()) 
         if not root.is_dir():
             raise NotACheckpointError("no such directory", file=root, remedy="Give --also a directory that exists.")
     look = _Look(path, tag, also, listed(path))
-    for what in (_save, _accelerate, _home, _trainers, _weights):
+    for what in (_save, _accelerate, _role, _run, _home, _trainers, _weights):
         if (place := what(look)) is not None:
             return place
     below = [] if path.is_remote else [path / name for name in look.names[:_MOST_LOOKED_INTO]]
@@ -151,7 +155,8 @@ def _save(look: _Look) -> Place | None:
     if family.tagged:
         siblings = _tags(home, listed(home), ()) if home.is_readable() else (name,)
         return Place(_listing(look.path, name, _laid_over(look, name)), home, siblings)
-    has_config = (place for place in (look.path, home) if (place / "config.json").is_file())
+    homes = (look.path / "huggingface", look.path, home)
+    has_config = (place for place in homes if (place / "config.json").is_file())
     return Place(_listing(look.path, "", look.also), next(has_config, look.path))
 
 
@@ -171,6 +176,50 @@ def _accelerate(look: _Look) -> Place | None:
     several = f"{look.path!r} holds {len(models)} models: {name!r} is taken. Pass --tag for another."
     listing = _listing(look.path / name, "", _laid_over(look, name))
     return Place(listing, look.path, tuple(models), () if len(models) == 1 or look.tag else (several,))
+
+
+def _role(look: _Look) -> Place | None:
+    """A step of a run with a directory for each of its models: the first of `_ROLES`, or `--tag`."""
+    roles = [name for name in _ROLES if name in look.names and _is_save(look.path / name)]
+    name = look.tag or next(iter(roles), "")
+    if name not in roles:
+        return None
+    several = f"{look.path!r} holds {examples(roles)}: {name!r} is taken. Pass --tag for another."
+    place = find(look.path / name, None, _laid_over(look, name))
+    return replace(
+        place, tags=tuple(roles), notes=(*([several] if len(roles) > 1 and not look.tag else []), *place.notes)
+    )
+
+
+def _run(look: _Look) -> Place | None:
+    """The directory of a run of verl or Megatron: the step that a file names, or the newest one."""
+    steps = [name for name in _directories(look, _STEP) if any(_is_save(look.path / name / role) for role in _ROLES)]
+    if _STEP_POINTER in look.names:
+        steps = _directories(look, _STEP)
+    if not steps:
+        return None
+    newest = steps[-1]
+    if _STEP_POINTER in look.names:
+        said = _latest(look.path / _STEP_POINTER)
+        newest = next((name for name in steps if said in (name, _STEP.sub(r"\g<number>", name))), "")
+        if not newest and look.tag is None:
+            raise IncompleteError(
+                f"has no save of the step that {_STEP_POINTER!r} names", file=look.path, found=examples(steps),
+                expected=f"a directory of step {said:.40}", remedy="Choose one with --tag.",
+            )  # fmt: skip
+    step, _, role = (look.tag or newest).partition("/")
+    if step not in steps:
+        return None
+    several = (
+        f"{look.path!r} holds {count(len(steps), 'step')}: the newest, {step!r}, is taken. Pass --tag for another."
+    )
+    place = find(look.path / step, role or None, _laid_over(look, step))
+    notes = (several, *place.notes) if len(steps) > 1 and look.tag is None else place.notes
+    return replace(place, tags=tuple(steps), notes=notes)
+
+
+def _is_save(path: Location) -> bool:
+    return path.is_dir() and any(family.is_save(path.names()) for family in layouts.FAMILIES)
 
 
 def _home(look: _Look) -> Place | None:

@@ -20,14 +20,14 @@ from zckpt.containers.torch_zip import read_input
 from zckpt.core.catalog import Role, TensorEntry
 from zckpt.core.fragments import Fragment
 from zckpt.core.overlaps import embed, tile
-from zckpt.layouts.dcp.metadata import BytesItem, DcpChunk, ItemPlace, Metadata, TensorItem, rank_of
+from zckpt.layouts.dcp.metadata import BytesItem, DcpChunk, InertValue, ItemPlace, Metadata, TensorItem, rank_of
 from zckpt.layouts.save.listing import Listing
 
 
 def _places(item: TensorItem | BytesItem) -> list[ItemPlace]:
     """The torch files of an item."""
     if isinstance(item, BytesItem):
-        return [] if item.place is None else [item.place]
+        return [item.place] if isinstance(item.place, ItemPlace) else []
     return [chunk.place for chunk in item.chunks if isinstance(chunk.place, ItemPlace) and chunk.numel]
 
 
@@ -91,6 +91,12 @@ class Items:
             UnsupportedError: a tensor was cut.
             IncompleteError: no file holds it.
         """
+        if isinstance(item, BytesItem) and isinstance(item.place, InertValue):
+            return item.place.value
+        if isinstance(item, TensorItem) and len(item.chunks) == 1:
+            (chunk,) = item.chunks
+            if chunk.sizes == item.size and isinstance(chunk.place, TensorRef):
+                return chunk.place
         places = _places(item)
         if len(places) != 1 or (isinstance(item, TensorItem) and item.chunks[0].sizes != item.size):
             kind = UnsupportedError if places else IncompleteError
@@ -127,7 +133,7 @@ class Items:
         fragments: list[Fragment] = []
         for chunk in chunks:
             fragments += self._embedded(item, chunk)
-        return TensorEntry(name, item.size, item.dtype, role, tuple(fragments))
+        return TensorEntry(name, item.shape, item.dtype, role, tuple(fragments))
 
     def _ref(self, item: TensorItem, chunk: DcpChunk) -> TensorRef:
         ref = chunk.place if isinstance(chunk.place, TensorRef) else self._roots[chunk.place]

@@ -69,22 +69,37 @@ class DcpChunk(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class TensorItem:
-    """A tensor: its path in the state dict, what it is, and the chunks it was cut into."""
+    """A tensor: its path in the state dict, what it is, and the chunks it was cut into.
+
+    `view` is the tensor's own shape where it was flattened before it was cut, so that `size` has one dimension.
+    """
 
     name: str
     path: Path
     dtype: DType
     size: Shape
     chunks: tuple[DcpChunk, ...]
+    view: Shape | None = None
+
+    @property
+    def shape(self) -> Shape:
+        """The tensor's own shape."""
+        return self.size if self.view is None else self.view
+
+
+class InertValue(NamedTuple):
+    """A pickled object that has been read."""
+
+    value: object
 
 
 @dataclass(frozen=True, slots=True)
 class BytesItem:
-    """A pickled object: its path in the state dict, and its place; None if it is in no file."""
+    """A pickled object: its path in the state dict, and its place, or itself; None if it is in no file."""
 
     name: str
     path: Path
-    place: ItemPlace | None
+    place: ItemPlace | InertValue | None
 
 
 @dataclass(frozen=True, slots=True)

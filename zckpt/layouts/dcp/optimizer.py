@@ -192,10 +192,10 @@ class States:
         """
         for name, states in self.tensors.items():
             for state, item in states.items():
-                if item.size != self.shapes[name]:
+                if item.shape != self.shapes[name]:
                     raise UnsupportedError(
                         f"optimizer state {state!r} has another shape than its parameter {name!r}",
-                        file=self.items.file, found=f"{list(item.size)}", expected=f"{list(self.shapes[name])}",
+                        file=self.items.file, found=f"{list(item.shape)}", expected=f"{list(self.shapes[name])}",
                         remedy="Convert the weights alone (to-fp32).",
                     )  # fmt: skip
         wanted = {item.name: item for states in self.tensors.values() for item in states.values()}
@@ -213,7 +213,7 @@ def _number(path: Path) -> tuple[int, str] | None:
 
 
 def _is_single(item: TensorItem, state: str, shape: Shape) -> bool:
-    return math.prod(item.size) == 1 and (state == "step" or item.size != shape)
+    return math.prod(item.size) == 1 and (state == "step" or item.shape != shape)
 
 
 def _comparable(value: object) -> object:

@@ -70,7 +70,11 @@ class DcpSave:
 
 def load(listing: Listing) -> DcpSave:
     """The files of a save; errors as in `read`."""
-    metadata = read_metadata(listing)
+    return load_items(listing, read_metadata(listing))
+
+
+def load_items(listing: Listing, metadata: Metadata) -> DcpSave:
+    """A save of these items; errors as in `read`."""
     model = model_of(metadata, listing.options.key)
     flat = [name for name in model.items if _FLAT.search(name)]
     if flat:
@@ -107,13 +111,17 @@ def read(listing: Listing, *, allow_unknown: bool = False) -> Catalog:
         UsageError: there are no weights under the key of the options.
     """
     del allow_unknown  # nothing here is laid out by unknown rules
-    save = load(listing)
+    return catalog_of(load(listing), listing)
+
+
+def catalog_of(save: DcpSave, listing: Listing) -> Catalog:
+    """The catalog of a save's items; errors as in `read`."""
     trained, notes = _trained(save)
     roles = _roles(save.model.items, trained)
     kept, aliases = _ties(save.model.items)
     tensors = save.items.tensors(kept, roles)
     ranks = {rank for rank in map(rank_of, listing.files) if rank is not None}
-    if not listing.matching(METADATA):
+    if listing.matching(SAFETENSORS) and not listing.matching(METADATA):
         notes += (f"The shards do not say how many ranks wrote them: shards of {words.ranks(sorted(ranks))} are here.",)
     return Catalog(
         tensors,
@@ -141,7 +149,12 @@ def _trained(save: DcpSave) -> tuple[set[str], tuple[str, ...]]:
 
 def unread_states(listing: Listing) -> str:
     """Why optimizer states of a save are not read, in words; empty if they are read, or there are none."""
-    _, notes = _trained(load(listing))
+    return unread_in(load(listing))
+
+
+def unread_in(save: DcpSave) -> str:
+    """The same, of a save's items."""
+    _, notes = _trained(save)
     return notes[0].rstrip(".") if notes else ""
 
 
@@ -197,7 +210,11 @@ def read_training(listing: Listing, *, allow_unknown: bool = False) -> Training:
         UnsupportedError: there is no optimizer, or it has numbers instead of names.
     """
     del allow_unknown
-    save = load(listing)
+    return training_of(load(listing), listing)
+
+
+def training_of(save: DcpSave, listing: Listing) -> Training:
+    """What a run needs beside the weights, of a save's items; errors as in `read_training`."""
     if not save.optimizers:
         raise UnsupportedError(
             "holds no optimizer states", file=listing.directory, found="weights only",

@@ -13,7 +13,8 @@ import re
 from collections.abc import Iterator, Mapping
 
 from zckpt.base.words import examples
-from zckpt.containers import Placeholder, TensorRef
+from zckpt.containers import TensorRef
+from zckpt.layouts.save.cut_tensors import class_of, cut_tensor
 
 _NAME = re.compile(r"(?<![a-z])(rank|shard)[-_.]?\d+(?!\d)(?!_of_1(?!\d))", re.IGNORECASE)
 _ALONE = re.compile(r"world_size_1_", re.IGNORECASE)
@@ -33,9 +34,9 @@ def by_contents(root: Mapping[object, object]) -> str:
     if _METADATA in root:
         return f"an entry {_METADATA!r}"
     values = dict(_values(root))
-    sharded = [name for name, value in values.items() if _class_of(value) in _SHARDED]
+    sharded = [name for name, value in values.items() if _is_part(name, value)]
     if sharded:
-        return f"{_class_of(values[sharded[0]])}s: {examples(sharded)}"
+        return f"{class_of(values[sharded[0]])}s: {examples(sharded)}"
     tensors = {name: value for name, value in values.items() if isinstance(value, TensorRef)}
     if flat := [name for name in tensors if _FLAT.fullmatch(name)]:
         return f"flat parameters: {examples(flat)}"
@@ -64,10 +65,9 @@ def _values(state: Mapping[object, object], prefix: str = "", depth: int = 0) ->
             yield f"{prefix}{key}", value
 
 
-def _class_of(value: object) -> str:
-    """The name of a placeholder's class; of the subclass of a tensor, which a function rebuilds."""
-    if not isinstance(value, Placeholder):
-        return ""
-    first = value.args[0] if value.args else None
-    named = first if "_rebuild" in value.name and isinstance(first, Placeholder) else value
-    return named.name.rpartition(".")[2]
+def _is_part(name: str, value: object) -> bool:
+    """Whether a value is some rows of a tensor: on one rank, DTensors are whole."""
+    if class_of(value) not in _SHARDED:
+        return False
+    cut = cut_tensor(value, name, "")
+    return cut is None or cut.whole is None

@@ -16,6 +16,7 @@ from zckpt.base.errors import COPY_AGAIN, CorruptError, UnsupportedError
 from zckpt.containers import Placeholder, TensorRef, brief
 from zckpt.core.catalog import Replica, Role, TensorEntry, Topology
 from zckpt.core.claims import ByteSpan
+from zckpt.layouts.save.cut_tensors import cut_tensor
 from zckpt.layouts.save.listing import Listing
 
 Shape = tuple[int, ...]
@@ -244,6 +245,8 @@ def flatten(state: Mapping[str, object], notes: list[str], prefix: str = "") -> 
             tensors[name] = value
         elif isinstance(value, Mapping) and name.count(".") < _DEEPEST:
             tensors.update(flatten(value, notes, name + "."))
+        elif (cut := cut_tensor(value, name, "")) is not None and cut.whole is not None:
+            tensors[name] = cut.whole
         elif isinstance(value, Placeholder) and "_rebuild" in value.name:
             raise UnsupportedError(
                 f"has a tensor of a kind that zckpt does not read, {name!r}",

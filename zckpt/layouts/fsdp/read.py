@@ -1,0 +1,311 @@
+"""Reads rank files: the files of all ranks become one save of torch.distributed.checkpoint, whose chunks are in torch files.
+
+For `layouts`. verl and its kin write `model_world_size_4_rank_0.pt`, with `optim_...` and `extra_state_...` beside it; other
+trainers write `rank0.pt` or `model_rank_0.pt`. Every rank's state dict has the same names. A tensor that was cut says which part
+the rank has (`save.cut_tensors`); any other tensor is the same on every rank, and the copies are compared by `verify`.
+
+[Note: numbered states] `optimizer.state_dict()` numbers the parameters in the order of its groups. Where it has one group, of
+as many parameters as the model has cut tensors, with states of their shapes, that is the order of the model's state dict. Where
+only PEFT's tensors are trained, it is their order. In any other case the numbers cannot be named from the files, and the states
+are not read. FSDP1 with `use_orig_params` keeps of each state the elements of the flattened parameter that the rank has: those
+of all ranks, end to end, are the state.
+Source: verl 0.6, utils/checkpoint/fsdp_checkpoint_manager.py; torch 2.13, optim/optimizer.py `state_dict`.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+
+from zckpt.base import words
+from zckpt.base.errors import OTHER_SAVE, InconsistentError, UnsupportedError
+from zckpt.base.words import examples
+from zckpt.containers import TensorRef
+from zckpt.core.catalog import Catalog, Replica, TensorEntry, Topology
+from zckpt.core.dtypes import DType
+from zckpt.layouts.dcp import read as dcp
+from zckpt.layouts.dcp.metadata import BytesItem, DcpChunk, InertValue, Metadata, Path, TensorItem
+from zckpt.layouts.run.training import Training
+from zckpt.layouts.run.values import missing_ranks
+from zckpt.layouts.save.cut_tensors import Shape, class_of, cut_tensor
+from zckpt.layouts.save.listing import Listing, natural
+from zckpt.layouts.save.module_states import as_mapping
+
+VERL = re.compile(r"(?P<kind>model|optim|extra_state)_world_size_\d+_rank_(?P<dp>\d+)\.pt")
+ANY = re.compile(
+    r"(?!(?:bf16_|fp16_)?zero_pp_rank|zckpt_rank)(?P<kind>[\w.-]*?)(?<![A-Za-z])[Rr]ank[-_]?(?P<dp>\d+)[\w.-]*?\.(?:pt|pth|bin|ckpt)"
+)
+_WORLD = re.compile(r"world_size_(\d+)")
+_MODEL, _OPTIMIZER = "model", "optim"
+_GROUPS = (_OPTIMIZER, "param_groups")
+_ADAPTER = re.compile(r"(?:^|\.)(?:lora_|modules_to_save\.)")
+_DEEPEST = 8
+"""Mappings in mappings that are looked into."""
+
+
+def match(listing: Listing) -> str | None:
+    """None when this layout reads the files; otherwise why not. Opens one file whose name does not say it."""
+    names = listing.matching(VERL)
+    if any(name.startswith(_MODEL) for name in names):
+        return None
+    if listing.directory in listing.files.values():
+        return "one file"
+    for name in listing.matching(ANY)[:1] if not names else ():
+        root = listing.open(name).root
+        if isinstance(root, Mapping) and any(class_of(v) in _CUT for _, v in _leaves(root)):
+            return None
+    return "no model_world_size_*_rank_*.pt, and no *rank*.pt with DTensors or ShardedTensors"
+
+
+_CUT = ("DTensor", "ShardedTensor")
+
+
+def read(listing: Listing, *, allow_unknown: bool = False) -> Catalog:
+    """The catalog of a save of rank files.
+
+    Raises:
+        IncompleteError: ranks are missing. InconsistentError: ranks do not agree, or their files are of two saves.
+        UnsupportedError: tensors do not say how they were cut.
+    """
+    del allow_unknown  # nothing here is laid out by unknown rules
+    ranks = _RankFiles(listing)
+    save = ranks.save()
+    catalog = dcp.catalog_of(save, listing)
+    tensors = {name: ranks.with_copies(entry, save) for name, entry in catalog.tensors.items()}
+    notes = catalog.source.notes
+    if len(ranks.mesh) > 1:
+        notes += (f"The ranks were a mesh of {' x '.join(f'{n} {name}' for name, n in ranks.mesh.items())}.",)
+    source = replace(catalog.source, layout="fsdp", framework=("torch.distributed", ""), notes=notes)
+    return replace(catalog, tensors=tensors, topology=Topology(dp=ranks.world_size), source=source)
+
+
+def read_training(listing: Listing, *, allow_unknown: bool = False) -> Training:
+    """The optimizer's states, if their parameters can be named; arguments and errors as in `read`."""
+    del allow_unknown
+    return dcp.training_of(_RankFiles(listing).save(), listing)
+
+
+def unread_states(listing: Listing) -> str:
+    """Why optimizer states of a save are not read, in words; empty if they are read, or there are none."""
+    return dcp.unread_in(_RankFiles(listing).save())
+
+
+@dataclass(slots=True)
+class _Gathered:
+    """A tensor, while the ranks' parts of it are collected.
+
+    Attributes:
+        dtype: of its elements.
+        size: of the whole.
+        is_cut: whether it says which part a rank has.
+        boxes: offsets and sizes of a part -> where each rank that has it keeps it.
+        view: its own shape, where it was flattened before it was cut.
+    """
+
+    dtype: DType
+    size: Shape
+    is_cut: bool
+    boxes: dict[tuple[Shape, Shape], list[tuple[int, TensorRef]]] = field(
+        default_factory=dict[tuple[Shape, Shape], "list[tuple[int, TensorRef]]"]
+    )
+    view: Shape | None = None
+
+    @property
+    def shape(self) -> Shape:
+        """The tensor's own shape."""
+        return self.size if self.view is None else self.view
+
+
+class _RankFiles:
+    """The files of one save.
+
+    Attributes:
+        listing: of them.
+        mesh: name -> size of each dimension of the largest mesh that its tensors name.
+        world_size: ranks.
+    """
+
+    def __init__(self, listing: Listing) -> None:
+        self.listing = listing
+        self.mesh: Mapping[str, int] = {}
+        self._runs: dict[Path, dict[int, TensorRef]] = {}
+        self._tensors: dict[Path, _Gathered] = {}
+        self._values: dict[Path, object] = {}
+        kinds = self._kinds()
+        for kind in kinds:
+            for rank, name in kinds[kind].items():
+                root = as_mapping(listing.open(name).root, "its content", listing.files[name].path)
+                self._gather(_placed(kind, root, len(kinds)), rank, listing.files[name].path)
+        there = next(iter(kinds.values()))
+        self.world_size = max(len(there), math.prod(self.mesh.values()))
+        if missing := sorted(set(range(self.world_size)) - set(there)):
+            raise missing_ranks(listing, "rank", sorted(there), missing, self.world_size)
+        self._check_cut()
+        self._name_states()
+
+    def _kinds(self) -> dict[str, dict[int, str]]:
+        """Kind of file -> rank -> its name: the model's first.
+
+        Raises:
+            IncompleteError, InconsistentError: as in `read`.
+        """
+        found: dict[str, dict[int, str]] = {}
+        worlds: dict[int, str] = {}
+        pattern = VERL if self.listing.matching(VERL) else ANY
+        for name in self.listing.files:
+            if (match := pattern.fullmatch(name)) and match["kind"] != "extra_state":
+                found.setdefault(match["kind"], {})[int(match["dp"])] = name
+                worlds |= {int(size): name for size in _WORLD.findall(name)}
+        if len(worlds) > 1:
+            raise InconsistentError(
+                "holds rank files of several world sizes", file=self.listing.directory,
+                found=examples([worlds[size] for size in sorted(worlds)]), expected="files of one save", remedy=OTHER_SAVE,
+            )  # fmt: skip
+        if pattern is ANY and len(found) > 1:
+            found = {
+                kind: names for kind, names in found.items() if _holds_cut(self.listing, next(iter(names.values())))
+            }
+        world_size = max(next(iter(worlds), 0), *(max(names) + 1 for names in found.values()))
+        for kind, names in found.items():
+            if missing := sorted(set(range(world_size)) - set(names)):
+                raise missing_ranks(self.listing, kind.strip("._-") or "rank", sorted(names), missing, world_size)
+        return dict(sorted(found.items(), key=lambda item: (item[0] != _MODEL, natural(item[0]))))
+
+    def _gather(self, leaves: Iterator[tuple[Path, object]], rank: int, file: str) -> None:
+        """Adds what one rank's file holds."""
+        for path, value in leaves:
+            name = ".".join(map(str, path[1:]))
+            cut = cut_tensor(value, name, file)
+            if cut is None and not isinstance(value, TensorRef):
+                self._values.setdefault(path, value)
+                continue
+            dtype, size = (cut.dtype, cut.size) if cut else (value.dtype, value.shape)  # type: ignore[attr-defined]
+            if cut is None and path[:2] == (_OPTIMIZER, "state") and len(size) == 1:
+                self._runs.setdefault(path, {})[rank] = value  # type: ignore[assignment]
+                continue
+            held = self._tensors.setdefault(path, _Gathered(dtype, size, cut is not None))
+            if (held.dtype, held.size, held.is_cut) != (dtype, size, cut is not None):
+                raise InconsistentError(
+                    f"ranks do not agree on {name!r}", file=file, found=f"{dtype} {list(size)}",
+                    expected=f"{held.dtype} {list(held.size)}, as rank 0 has it", remedy=OTHER_SAVE,
+                )  # fmt: skip
+            if cut is not None and len(cut.axes) > len(self.mesh):
+                self.mesh = cut.axes
+            for offsets, ref in cut.boxes if cut else (((0,) * len(size), value),):
+                assert isinstance(ref, TensorRef)
+                held.boxes.setdefault((offsets, ref.shape), []).append((rank, ref))
+
+    def _check_cut(self) -> None:
+        """Raises UnsupportedError where several ranks hold tensors that do not say how they were cut."""
+        of_model = [held for path, held in self._tensors.items() if path[0] != _OPTIMIZER]
+        if self.world_size > 1 and of_model and not any(held.is_cut for held in of_model):
+            raise UnsupportedError(
+                "its tensors do not say which part of the model a rank has", file=self.listing.directory,
+                found=f"plain tensors in the files of {self.world_size} ranks",
+                expected="DTensors or ShardedTensors, or the file of 1 rank",
+                remedy="If each rank's file is a whole model, convert one of them. Otherwise load them with the program that "
+                "wrote them, and save again with StateDictType.SHARDED_STATE_DICT.",
+            )  # fmt: skip
+
+    def _name_states(self) -> None:
+        """Puts the names of parameters in place of numbers; see [Note: numbered states]."""
+        state = (_OPTIMIZER, "state")
+        groups = {path[2] for path in self._values if path[:2] == _GROUPS}
+        numbers = {path[2] for path in (*self._tensors, *self._values, *self._runs) if path[:2] == state}
+        cut = [path for path, held in self._tensors.items() if path[0] == _MODEL and held.is_cut]
+        adapters = [path for path in cut if _ADAPTER.search(str(path[1]))]
+        trained = next((some for some in (cut, adapters) if numbers == set(range(len(some)))), None)
+        if groups != {0} or trained is None:
+            return
+        states = dict(self._tensors)
+        for path, runs in self._runs.items():
+            states[path] = _joined(runs, self._tensors[trained[int(path[2])]].size, self._shards())
+        for number, of in enumerate(trained):
+            sizes = {held.shape for p, held in states.items() if p[:3] == (*state, number) and held.shape != ()}
+            if sizes - {self._tensors[of].size}:
+                return
+        names = [path[1] for path in trained]
+
+        def renamed(path: Path) -> Path:
+            return (*state, names[int(path[2])], *path[3:]) if path[:2] == state else path
+
+        self._tensors = {renamed(path): held for path, held in states.items()}
+        self._values = {renamed(path): value for path, value in self._values.items()}
+        self._values[(*_GROUPS, 0, "params")] = names
+
+    def _shards(self) -> int:
+        """Ranks that share one copy of the model: under hybrid sharding, the last dimension of the mesh."""
+        return next(reversed(list(self.mesh.values())), self.world_size)
+
+    # -- what they are together --------------------------------------------------------------------------------------
+
+    def save(self) -> dcp.DcpSave:
+        """The same as a save of torch.distributed.checkpoint; errors as in `read`."""
+        items: dict[str, TensorItem | BytesItem] = {}
+        for path, held in self._tensors.items():
+            name = ".".join(map(str, path))
+            chunks = (DcpChunk(offsets, sizes, refs[0][1]) for (offsets, sizes), refs in held.boxes.items())
+            items[name] = TensorItem(name, path, held.dtype, held.size, tuple(chunks), held.view)
+        for path, value in self._values.items():
+            name = ".".join(map(str, path))
+            items[name] = BytesItem(name, path, InertValue(value))
+        return dcp.load_items(self.listing, Metadata(self.listing.directory.path, items, True))
+
+    def with_copies(self, entry: TensorEntry, save: dcp.DcpSave) -> TensorEntry:
+        """A tensor with what further ranks hold of it too, as replicas."""
+        held = self._tensors[save.model.items[entry.name].path]
+        replicas: list[Replica] = []
+        for number in range(1, min(map(len, held.boxes.values()), default=0)):
+            chunks = [DcpChunk(*box, refs[number][1]) for box, refs in held.boxes.items()]
+            item = TensorItem(entry.name, (), held.dtype, held.size, tuple(chunks))
+            copy = save.items.tensors({entry.name: item}, {entry.name: entry.role})[entry.name]
+            whose = words.ranks(sorted(refs[number][0] for refs in held.boxes.values()))
+            replicas.append(Replica(held.dtype, copy.fragments, whose, True))
+        role = entry.role if held.is_cut or not any(h.is_cut for h in self._tensors.values()) else "buffer"
+        return replace(entry, replicas=tuple(replicas), role=role)
+
+
+def _joined(runs: Mapping[int, TensorRef], shape: Shape, ranks: int) -> _Gathered:
+    """The elements of a flattened tensor, of which each of `ranks` ranks has the next ones; others have copies."""
+    first = next(iter(runs.values()))
+    whole = _Gathered(first.dtype, (), True, view=shape)
+    at = 0
+    for rank, ref in sorted(runs.items()):
+        if rank < ranks and ref.numel:
+            whole.boxes[(at,), ref.shape] = [(rank, ref)]
+            at += ref.numel
+    whole.size = (at,)
+    if at != math.prod(shape):
+        whole.view = None
+    return whole
+
+
+def _placed(kind: str, root: Mapping[str, object], kinds: int) -> Iterator[tuple[Path, object]]:
+    """What a file holds, under paths that begin with `model` or `optim`."""
+    head = kind if kind in (_MODEL, _OPTIMIZER) else _MODEL if kinds == 1 else kind
+    nested = any(isinstance(value, Mapping) and any(_leaves(value)) for value in root.values())
+    if head == _MODEL and not nested:
+        yield from (((_MODEL, str(key)), value) for key, value in root.items())
+    else:
+        yield from (((head, *path) if head == _OPTIMIZER else path, value) for path, value in _leaves(root))
+
+
+def _holds_cut(listing: Listing, name: str) -> bool:
+    root = listing.open(name).root
+    return isinstance(root, Mapping) and any(class_of(value) in _CUT for _, value in _leaves(root))
+
+
+def _leaves(value: object, path: Path = ()) -> Iterator[tuple[Path, object]]:
+    """All values in mappings and in lists of mappings, under their paths."""
+    inner: Iterator[tuple[object, object]] | None = None
+    if len(path) < _DEEPEST and isinstance(value, Mapping):
+        inner = iter(value.items())
+    elif len(path) < _DEEPEST and isinstance(value, list) and value and all(isinstance(one, Mapping) for one in value):
+        inner = iter(enumerate(value))
+    if inner is None:
+        yield path, value
+        return
+    for key, below in inner:
+        yield from _leaves(below, (*path, key if type(key) is int else str(key)))

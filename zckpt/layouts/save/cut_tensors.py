@@ -1,0 +1,247 @@
+"""Tensors that torch cut over ranks, as one rank's file holds them: DTensors and ShardedTensors.
+
+For `fsdp`, and for families whose files may hold such tensors whole. A pickle holds the rank's own elements and the facts from
+which torch knows their place: for a DTensor the mesh, the rank's coordinate in it and a placement for each dimension of the
+mesh; for a ShardedTensor the offsets themselves.
+
+[Note: strided shards] Placements apply from left to right: with `(Shard(0), Shard(0))` on a mesh of 2 x 2, the first dimension
+of the mesh halves the rows, and the second halves each half. FSDP over tensor parallelism is the other way round: the
+tensor-parallel dimension, which is the last of the mesh, cuts first. torch writes that as `_StridedShard(0, split_factor=2)` for
+the first one: it applies after the dimensions to its right whose sizes multiply to `split_factor`. Each rank's elements are a
+box either way.
+Source: torch 2.13, distributed/tensor/placement_types.py, _dtensor_spec.py (`shard_order`), device_mesh.py, _tensor.py
+(`_rebuild_from_type_v2`); distributed/_shard/sharded_tensor/api.py (`__getstate__`). Until 2.7 a mesh had a tensor `mesh`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from zckpt.base.errors import COPY_AGAIN, CorruptError, InconsistentError, UnsupportedError
+from zckpt.containers import Placeholder, TensorRef, brief
+from zckpt.containers.tensor_ref import MAX_DIMS, MAX_NUMBER
+from zckpt.core.dtypes import DType
+
+Shape = tuple[int, ...]
+DENSE = "Save it again as a dense tensor."
+
+
+@dataclass(frozen=True, slots=True)
+class CutTensor:
+    """One rank's part of a tensor.
+
+    Attributes:
+        dtype: of its elements.
+        size: shape of the whole tensor.
+        boxes: (offsets in the whole tensor, elements) of what this rank has; boxes without elements are left out.
+        axes: name -> size of each dimension of the mesh; empty for a ShardedTensor.
+    """
+
+    dtype: DType
+    size: Shape
+    boxes: tuple[tuple[Shape, TensorRef], ...]
+    axes: Mapping[str, int]
+
+    @property
+    def whole(self) -> TensorRef | None:
+        """All of its elements, if this rank has them all."""
+        return self.boxes[0][1] if len(self.boxes) == 1 and self.boxes[0][1].shape == self.size else None
+
+
+def class_of(value: object) -> str:
+    """The name of the class of an object, or of the subclass of Tensor that a function rebuilds; empty for other values."""
+    if not isinstance(value, Placeholder):
+        return ""
+    first = value.args[0] if value.args else None
+    named = first if "_rebuild" in value.name and isinstance(first, Placeholder) else value
+    return named.name.rpartition(".")[2]
+
+
+def cut_tensor(value: object, name: str, file: str) -> CutTensor | None:
+    """The rank's part of a tensor; None for a value that is no tensor cut over ranks.
+
+    Args:
+        value: of a pickle.
+        name: of the tensor, for errors.
+        file: that holds it, for errors.
+
+    Raises:
+        CorruptError: it contradicts itself. UnsupportedError: it is sparse, or a sum that was not made yet.
+    """
+    kind = class_of(value)
+    if kind not in ("DTensor", "ShardedTensor"):
+        return None
+    assert isinstance(value, Placeholder)
+    reader = _CutTensors(name, file)
+    try:
+        return reader.of_dtensor(value) if kind == "DTensor" else reader.of_sharded_tensor(value)
+    except (TypeError, ValueError, LookupError) as error:
+        raise reader.corrupt(str(error)) from error
+
+
+class _CutTensors:
+    """Reads one value; ValueError and its kin mean that the pickle is damaged."""
+
+    def __init__(self, name: str, file: str) -> None:
+        self.name = name
+        self.file = file
+
+    def corrupt(self, found: str) -> CorruptError:
+        return CorruptError(
+            f"tensor {self.name!r} contradicts itself", file=self.file, found=found[:200], remedy=COPY_AGAIN
+        )
+
+    def _facts(self, value: Placeholder) -> tuple[DType, Shape]:
+        """The dtype and whole shape, of the arguments of `_rebuild_wrapper_subclass`."""
+        _, dtype, size, *rest = value.args
+        layout = rest[2] if len(rest) > 2 else None
+        if isinstance(layout, Placeholder) and layout.args not in ((), ("torch.strided",)):
+            raise UnsupportedError(
+                f"tensor {self.name!r} is sparse", file=self.file, found=brief(layout.args[0]), remedy=DENSE
+            )
+        if not isinstance(dtype, DType):
+            raise UnsupportedError(
+                f"the dtype of tensor {self.name!r} is unknown", file=self.file, found=brief(dtype),
+                remedy="Save that tensor in another dtype.",
+            )  # fmt: skip
+        return dtype, _shape(size)
+
+    def _elements(self, value: object, dtype: DType, size: Shape) -> TensorRef:
+        if isinstance(value, TensorRef) and (value.dtype, value.shape) == (dtype, size):
+            return value
+        if isinstance(value, TensorRef):
+            raise InconsistentError(
+                f"the rank's part of {self.name!r} is not what its placement says", file=self.file,
+                found=f"{value.dtype} {list(value.shape)}", expected=f"{dtype} {list(size)}", remedy=COPY_AGAIN,
+            )  # fmt: skip
+        raise UnsupportedError(
+            f"the kind of tensor {self.name!r} is not supported", file=self.file, found=brief(value),
+            expected="dense elements in the rank's part", remedy=DENSE,
+        )  # fmt: skip
+
+    # -- DTensors ----------------------------------------------------------------------------------------------------
+
+    def of_dtensor(self, value: Placeholder) -> CutTensor:
+        dtype, size = self._facts(value)
+        held = _attributes(value)
+        spec = _attributes(held["_spec"])
+        mesh = _attributes(spec["mesh"])
+        extents = _mesh_shape(mesh)
+        coordinate = _shape(mesh.get("_coordinate_on_dim"))
+        placements = spec["placements"]
+        if not isinstance(placements, tuple | list) or not len(placements) == len(extents) == len(coordinate):
+            raise ValueError(f"{brief(placements)} on a mesh {list(extents)}, rank at {list(coordinate)}")
+        if not all(0 <= at < extent for at, extent in zip(coordinate, extents, strict=True)):
+            raise ValueError(f"a rank at {list(coordinate)} of a mesh {list(extents)}")
+        offsets, local = [0] * len(size), list(size)
+        for dim, mesh_dim in self._cuts(placements, extents, len(size), spec.get("shard_order")):
+            step = -(-local[dim] // extents[mesh_dim])
+            first = min(step * coordinate[mesh_dim], local[dim])
+            offsets[dim] += first
+            local[dim] = min(step, local[dim] - first)
+        names = mesh.get("_mesh_dim_names", mesh.get("mesh_dim_names"))
+        named = names if isinstance(names, tuple | list) and len(names) == len(extents) else range(len(extents))
+        axes = {str(name): extent for name, extent in zip(named, extents, strict=True)}
+        ref = self._elements(held["_local_tensor"], dtype, tuple(local))
+        return CutTensor(dtype, size, ((tuple(offsets), ref),) if ref.numel or not math.prod(size) else (), axes)
+
+    def _cuts(self, placements: Sequence[object], extents: Shape, dims: int, order: object) -> list[tuple[int, int]]:
+        """(dimension of the tensor, dimension of the mesh) of each cut, in the order in which they apply."""
+        by_dim: dict[int, list[int]] = {}
+        for mesh_dim in reversed(range(len(placements))):
+            kind, fields = class_of(placements[mesh_dim]), _attributes(placements[mesh_dim])
+            if kind == "Replicate":
+                continue
+            if kind not in ("Shard", "_StridedShard"):
+                raise UnsupportedError(
+                    f"tensor {self.name!r} is not cut by rows or columns", file=self.file, found=f"placement {kind}",
+                    expected="Shard or Replicate", remedy="Reduce it to whole values before you save it: full_tensor().",
+                )  # fmt: skip
+            dim = fields.get("dim", 0)
+            if type(dim) is not int or not -dims <= dim < dims:
+                raise ValueError(f"a cut of dimension {brief(dim)} of {dims}")
+            cuts = by_dim.setdefault(dim % dims, [])
+            cuts.insert(
+                _after(cuts, extents, fields.get("split_factor", 1) if kind == "_StridedShard" else 1), mesh_dim
+            )
+        for dim, mesh_dims in _explicit(order):
+            if sorted(by_dim.get(dim, ())) != sorted(mesh_dims):
+                raise ValueError(f"dimension {dim} is cut by {by_dim.get(dim)}, and in the order {mesh_dims}")
+            by_dim[dim] = mesh_dims
+        return [(dim, mesh_dim) for dim, mesh_dims in by_dim.items() for mesh_dim in mesh_dims]
+
+    # -- ShardedTensors ----------------------------------------------------------------------------------------------
+
+    def of_sharded_tensor(self, value: Placeholder) -> CutTensor:
+        dtype, size = self._facts(value)
+        state = value.state
+        if not isinstance(state, tuple | list) or not isinstance(state[0], list | tuple):
+            raise ValueError(f"its state is {brief(state)}")
+        boxes: list[tuple[Shape, TensorRef]] = []
+        for shard in map(_attributes, state[0]):
+            facts = _attributes(shard["metadata"])
+            offsets, sizes = _shape(facts["shard_offsets"]), _shape(facts["shard_sizes"])
+            if not len(offsets) == len(sizes) == len(size):
+                raise ValueError(f"a shard of {list(sizes)} at {list(offsets)} in {list(size)}")
+            ref = self._elements(shard["tensor"], dtype, sizes)
+            if ref.numel or not math.prod(size):
+                boxes.append((offsets, ref))
+        return CutTensor(dtype, size, tuple(boxes), {})
+
+
+def _attributes(value: object) -> Mapping[str, object]:
+    """An object's attributes: its `__dict__`, with its slots where it has some."""
+    state = value.state if isinstance(value, Placeholder) else None
+    found: dict[str, object] = {}
+    for part in state if isinstance(state, tuple) else (state,):
+        if isinstance(part, Mapping):
+            found |= part
+    return found
+
+
+def _after(cuts: Sequence[int], extents: Shape, factor: object) -> int:
+    """How many of the cuts come before one that applies to `factor` parts; see [Note: strided shards]."""
+    parts = 1
+    for number, mesh_dim in enumerate(cuts):
+        if parts == factor:
+            return number
+        parts *= extents[mesh_dim]
+    if parts != factor:
+        raise ValueError(f"split_factor {brief(factor)} among cuts into {parts} parts")
+    return len(cuts)
+
+
+def _explicit(order: object) -> list[tuple[int, list[int]]]:
+    """(dimension, dimensions of the mesh in the order in which they cut it), where a spec says it."""
+    found: list[tuple[int, list[int]]] = []
+    for entry in order if isinstance(order, tuple | list) else ():
+        dim, mesh_dims = entry.args if isinstance(entry, Placeholder) else entry
+        if type(dim) is not int:
+            raise ValueError(f"an order of cuts of dimension {brief(dim)}")
+        found.append((dim, list(_shape(mesh_dims))))
+    return found
+
+
+def _mesh_shape(mesh: Mapping[str, object]) -> Shape:
+    """The size of each dimension of a mesh."""
+    for key in ("mesh", "_mesh"):
+        if isinstance(ranks := mesh.get(key), TensorRef):
+            return ranks.shape
+    layout = _attributes(mesh["_layout"])
+    axes = layout.get("axes")
+    shape = [_attributes(axis)["shape"] for axis in axes] if isinstance(axes, tuple | list) else layout["shape"]
+    if isinstance(shape, int):
+        return (shape,)
+    if not isinstance(shape, tuple | list):
+        raise ValueError(f"a mesh of shape {brief(shape)}")
+    return tuple(extent if isinstance(extent, int) else math.prod(_shape(extent)) for extent in shape)
+
+
+def _shape(value: object) -> Shape:
+    if not isinstance(value, tuple | list) or len(value) > MAX_DIMS:
+        raise ValueError(f"{brief(value)} instead of sizes")
+    if not all(type(extent) is int and 0 <= extent <= MAX_NUMBER for extent in value):
+        raise ValueError(f"sizes {brief(value)}")
+    return tuple(value)
