@@ -19,9 +19,9 @@ test: .make/zckpt .make/test interop
 	$(BIN)/python -m pytest -n 2 --dist loadgroup -q
 
 # What `make test` does a systematic part of: every request of every kind of run at an S3 server fails, in every way; models are
-# loaded by four ranks.
+# loaded by four ranks; every kind of run with device nvme.
 proofs: .make/zckpt .make/test
-	ZCKPT_PROOFS=1 $(BIN)/python -m pytest -n 2 -q tests/remote/test_commit_at_s3.py tests/distributed/test_pretrained.py tests/interop/test_callbacks.py
+	ZCKPT_PROOFS=1 $(BIN)/python -m pytest -n 2 -q tests/remote/test_commit_at_s3.py tests/distributed/test_pretrained.py tests/distributed/test_swap.py tests/interop/test_callbacks.py
 
 check: .make/zckpt .make/test .make/strict/built
 	$(BIN)/ruff format --check .

@@ -27,10 +27,19 @@ VARIANTS: list[tuple[int, str, dict[str, Any], dict[str, Any]]] = [
     (2, "bf16", {"parameter_alignment": True}, {}),
     (3, "bf16", {"sub_group_size": 40}, {}),
     (1, "bf16", {}, {"data_types": {"grad_accum_dtype": "fp32"}}),
+    (1, "fp32", {"nvme": ["offload_optimizer"]}, {}),
+    (2, "bf16", {"nvme": ["offload_optimizer"]}, {}),
+    (3, "bf16", {"nvme": ["offload_optimizer", "offload_param"]}, {}),
 ]
+"""Stage, precision, keys of `zero_optimization`, more. `nvme`: sections with device nvme, not in DeepSpeed's own runs."""
 
 
 def begin(initialize: Any, stage: int, name: str, zero: dict[str, Any], more: dict[str, Any], seed: int = 0) -> Any:
+    sections = zero.get("nvme", []) if initialize is runtime.initialize else []
+    zero = {key: value for key, value in zero.items() if key != "nvme"}
+    for section in sections:
+        zero[section] = {"device": "nvme", "nvme_path": f"{sys.argv[1]}/swap{stage}"}
+        zero[section] |= {"max_in_cpu": 0} if section == "offload_param" else {}
     config = {
         "train_batch_size": small.GLOBAL_BATCH,
         "gradient_accumulation_steps": 1,
@@ -85,6 +94,8 @@ def both_ways(home: Path, number: int) -> dict[str, Any]:
         train(engine, 0, 4)
         where = str(home / f"{name}{number}")
         engine.save_checkpoint(where, client_state={"seen": {"it": [4]}})
+        if "nvme" in variant[2] and saver is runtime:
+            assert list((home / f"swap{variant[0]}").glob("zckpt-swap-*"))
         wanted = train(engine, 4, 5)
         other = begin(loader.initialize, *variant, seed=1)
         out[name] = gone_on(other, where, variant) | {"wanted": wanted, "rates": engine.get_lr()}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import os
 import sys
 import warnings
 from pathlib import Path
@@ -15,6 +16,9 @@ from torch import nn
 
 from zckpt import _core, runtime
 from zckpt.base.errors import InconsistentError, OutputError
+
+IS_WHOLE = bool(os.environ.get("ZCKPT_PROOFS"))
+"""Whether every kind of run is tried, or those that have little in common."""
 
 ADAM = {"type": "AdamW", "params": {"lr": 1e-2, "weight_decay": 0.1}}
 
@@ -80,13 +84,16 @@ def parity(path: Path) -> dict[str, Any]:
     for stage, precision, kinds in (
         (1, "bf16", ["optimizer"]),
         (2, "fp32", ["optimizer"]),
-        (3, "bf16", ["optimizer", "optimizer+param"]),
+        (3, "bf16", ["optimizer", "optimizer+param"] if IS_WHOLE else ["optimizer"]),
         (3, "fp32", ["optimizer+param", "param"]),
     ):
         wanted = train(begin(stage, precision, {}), 3)
         for kind in kinds:
             found[f"{stage} {precision} {kind}"] = [wanted, train(begin(stage, precision, offloads(path, kind)), 3)]
-    for name, params in {"Adagrad": {}, "Lion": {"lr": 1e-3}, "SGD": {"lr": 0.1, "momentum": 0.9}, "Rprop": {}}.items():
+    others = {"Lion": {"lr": 1e-3}, "SGD": {"lr": 0.1, "momentum": 0.9}}
+    if IS_WHOLE:
+        others |= {"Adagrad": {}, "Rprop": {}}
+    for name, params in others.items():
         optimizer = {"type": name, "params": params}
         wanted = train(begin(3, "bf16", {}, optimizer), 3)
         engine = begin(3, "bf16", offloads(path, "optimizer+param"), optimizer)
@@ -109,6 +116,8 @@ def resumes(path: Path) -> dict[str, Any]:
         found[f"{stage} back"] = [wanted, train(second, 2)]
         for save in ("memory", "files"):
             for name, zero in (("memory", {}), ("files", swap)):
+                if name == save and not IS_WHOLE:
+                    continue
                 engine = begin(stage, "bf16", zero)
                 engine.load_checkpoint(path / f"{save}{stage}")
                 found[f"{stage} {save} {name}"] = [wanted, train(engine, 2)]

@@ -275,6 +275,7 @@ def test_a_process_ends_when_its_save_is_done(tmp_path: Path) -> None:
 
 GOING_ON = [
     *SAVES, "2 fp32 round_robin_gradients", "2 bf16 parameter_alignment", "3 bf16 sub_group_size", "1 bf16 data_types",
+    "1 fp32 nvme", "2 bf16 nvme", "3 bf16 nvme",
 ]  # fmt: skip
 
 

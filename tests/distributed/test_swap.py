@@ -20,6 +20,7 @@ from zckpt.drop_in import get_fp32_state_dict_from_zero_checkpoint
 from zckpt.runtime.swap.files import SwapFile
 
 HERE = Path(__file__).parent
+IS_WHOLE = bool(os.environ.get("ZCKPT_PROOFS"))
 
 
 @pytest.fixture(scope="module")
@@ -164,6 +165,18 @@ def test_files_of_killed_processes_are_removed_and_those_of_living_ones_are_not(
     assert (tmp_path / "zckpt-swap-of-somebody").exists()
     first.close()
     assert not os.path.exists(first.path) and os.path.exists(second.path)
+
+
+def test_a_run_goes_on_after_its_ranks_were_killed(tmp_path: Path) -> None:
+    """In the update of a step and in a save; `swap_kills` compares losses, verifies the checkpoint and looks for swap files."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    command = [sys.executable, str(HERE / "swap_kills.py"), str(tmp_path)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=280)
+    assert done.returncode == 0, done.stderr[-4000:]
+    told = json.loads(done.stdout)
+    *before, last = told["began"]
+    assert len(before) == (8 if IS_WHOLE else 5) and told["counts"]["step"]["write"] > 20
+    assert set(before) == {1} and last == 2, "the last kill comes after the save is published"
 
 
 def test_a_full_disk_is_an_error_that_says_how_much_is_missing(tmp_path: Path) -> None:

@@ -178,6 +178,9 @@ class SwappedStep:
         return loss
 
     def _is_swapped(self, master: torch.Tensor) -> bool:
+        """Whether the step goes through files; a parameter of which this rank has no row gets its empty states in memory."""
+        if not master.numel():
+            return False
         return id(master) in self._rows or (self._file is not None and master.numel() > 1 and master.dtype == _F32)
 
     def _reserve(self) -> None:
