@@ -80,6 +80,7 @@ PATHS = {
     "checkpointing": "checkpoint configure is_configured reset non_reentrant_checkpoint",
     "ops.adam": "FusedAdam DeepSpeedCPUAdam",
     "ops.adagrad": "DeepSpeedCPUAdagrad",
+    "ops.aio": "AsyncIOBuilder",
     "ops.lamb": "FusedLamb",
     "ops.lion": "FusedLion DeepSpeedCPULion",
     "moe.utils": "split_params_into_different_moe_groups_for_optimizer is_moe_param has_moe_layers",
@@ -153,6 +154,21 @@ def test_what_is_not_built_says_so(path: str, name: str) -> None:
         assert not isinstance(nn.Linear(1, 1), found)
         with pytest.raises(UnsupportedError):
             type("Own", (found,), {})(3)
+
+
+def test_device_nvme_may_be_used_and_deepspeeds_library_says_that_it_is_not_here() -> None:
+    """As transformers' own test of device nvme asks."""
+    builder = deepspeed.ops.aio.AsyncIOBuilder
+    assert deepspeed.ops.__compatible_ops__[builder.NAME] and builder().is_compatible()
+    with pytest.raises(UnsupportedError, match="not built here") as caught:
+        builder().load()
+    assert "device nvme" in caught.value.remedy
+
+
+def test_every_part_that_deepspeed_can_build_is_told_of(theirs: Any) -> None:
+    real = importlib.import_module("deepspeed.ops.op_builder.all_ops").ALL_OPS
+    assert set(real) - set(deepspeed.ops.__compatible_ops__) == set()
+    assert importlib.import_module("deepspeed.ops.aio").AsyncIOBuilder.NAME == deepspeed.ops.aio.AsyncIOBuilder.NAME
 
 
 @pytest.mark.parametrize("who", CALLED)
