@@ -164,6 +164,13 @@ def faults(path: Path) -> dict[str, Any]:
                 told.append([type(error).__name__, str(error)])
             engine.zero_grad()
             engine.optimizer.step = swapped
+        if write:
+            _core.inject(True, 3, errno.ENOSPC)
+            try:
+                engine.load_checkpoint(path / "whole")
+            except OutputError as error:
+                found["load"] = str(error)
+            _core.inject(True, 0, 0)
         engine.load_checkpoint(path / "whole")
         found["write" if write else "read"] = [told, wanted, train(engine, 1)]
     return found

@@ -66,6 +66,13 @@ def test_a_disk_that_fails_is_named_and_a_load_mends_the_run(told: list[dict[str
         assert after == wanted
 
 
+def test_a_disk_that_fails_in_a_load_is_named(told: list[dict[str, Any]]) -> None:
+    for found in told:
+        said = found["faults"]["load"]
+        assert "zckpt-swap-" in said and "cannot be written" in said and "No space left" in said
+        assert "load a checkpoint again" in said
+
+
 def test_saves_are_whole_and_the_same_as_those_from_memory(home: Path, told: list[dict[str, Any]]) -> None:
     assert told
     for stage in (2, 3):

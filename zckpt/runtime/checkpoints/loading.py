@@ -3,8 +3,8 @@
 For `Engine.load_checkpoint`. A rank reads the indexes of all files, and of their elements only those it holds itself.
 [Note: the order of a load]
 1. Every rank reads and checks all but the elements, and makes room for them. If one fails, all fail, and nothing has changed.
-2. Elements go straight into the run's memory: there is no room for a second copy. If that fails on one rank, it fails on all,
-and the run's state is undefined.
+2. Elements go straight into the run's memory, or through a buffer into its swap files: there is no room for a second copy. If
+that fails on one rank, it fails on all, and the run's state is undefined.
 3. Counters and generators follow, when all ranks have got this far.
 """
 
@@ -35,6 +35,7 @@ from zckpt.runtime.generators import set_rng_state
 from zckpt.runtime.run import TrainingRun
 from zckpt.runtime.sharded import gradients
 from zckpt.runtime.sharded.parameter import ShardedParameter
+from zckpt.runtime.swap.filling import Filled, fill_through
 from zckpt.runtime.swap.install import mend, state_room
 from zckpt.storage.location import locate
 from zckpt.team.meeting import Meetings
@@ -116,12 +117,20 @@ def _open(
 
 def _fill(wanted: Sequence[Want]) -> None:
     """Fills tensors from files that this rank sees."""
-    live.move([(entry if one is None else _part(entry, one), tensor) for entry, one, tensor in wanted])
+
+    def read_pieces(pieces: Sequence[Filled]) -> None:
+        live.move([(_piece(*wanted[one.number], one.start, one.memory.numel()), one.memory) for one in pieces])
+
+    fill_through([tensor for *_, tensor in wanted], read_pieces)
 
 
-def _part(entry: TensorEntry, parameter: ShardedParameter) -> TensorEntry:
-    """The elements that this rank holds, as a vector."""
-    start, count = parameter.start, parameter.count
+def _piece(
+    entry: TensorEntry, parameter: ShardedParameter | None, whole: torch.Tensor, start: int, count: int
+) -> TensorEntry:
+    """A run of the elements that this rank holds, as a vector; everything of what is no parameter."""
+    if parameter is None and count == whole.numel():
+        return entry
+    start += 0 if parameter is None else parameter.start
     fragments = clip(entry.fragments, start, start + count, entry.dtype.itemsize)
     return TensorEntry(entry.name, (count,), entry.dtype, entry.role, fragments)
 

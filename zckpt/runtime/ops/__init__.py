@@ -8,9 +8,10 @@ __compatible_ops__ = {
     **dict.fromkeys(("async_io", "cpu_adagrad", "cpu_adam", "cpu_lion", "fused_adam", "fused_lamb", "fused_lion"), True),
     **dict.fromkeys(
         (
-            "cutlass_ops", "dc", "deepspeed_ccl_comm", "deepspeed_not_implemented", "deepspeed_shm_comm", "evoformer_attn", "fp_quantizer", "gds",
-            "inference_core_ops", "pin_memory", "quantizer", "ragged_device_ops", "ragged_ops", "random_ltd", "spatial_inference",
-            "stochastic_transformer", "transformer", "transformer_inference", "utils",
+            "cutlass_ops", "dc", "deepspeed_ccl_comm", "deepspeed_not_implemented", "deepspeed_shm_comm",
+            "evoformer_attn", "fp_quantizer", "gds", "inference_core_ops", "pin_memory", "quantizer",
+            "ragged_device_ops", "ragged_ops", "random_ltd", "spatial_inference", "stochastic_transformer",
+            "transformer", "transformer_inference", "utils",
         ),
         False,
     ),

@@ -159,12 +159,18 @@ def padded(nbytes: int) -> int:
 
 def place_of(tensor: torch.Tensor) -> tuple[FileStore, int] | None:
     """The swap file that a tensor is a piece of, and where in it, in bytes; None for a tensor in memory."""
+    found = file_of(tensor)
+    return None if found is None else (found[0].store(), found[1])
+
+
+def file_of(tensor: torch.Tensor) -> tuple[SwapFile, int] | None:
+    """The same, with the file itself."""
     if tensor.device.type != "cpu" or not tensor.numel():
         return None
     for file in _open:
         offset = file.offset_of(tensor.data_ptr())
         if offset is not None:
-            return file.store(), offset
+            return file, offset
     return None
 
 

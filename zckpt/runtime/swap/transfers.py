@@ -119,8 +119,7 @@ class Transfer:
             raise OutputError(
                 f"the swap file cannot be {'written' if self.write else 'read'} at byte {offset:,}", file=self.file.path,
                 found="the file ends there" if error < 0 else os.strerror(error),
-                remedy="Check the disk of nvme_path. Then start the run again from its last checkpoint: this step is only "
-                "partly done.",
+                remedy="Check the disk of nvme_path. Then start the run again from its last checkpoint.",
             )  # fmt: skip
 
 
