@@ -35,15 +35,15 @@ def config_of(args: Any, config: Any, config_params: Any) -> Any:
         UsageError: it is given both in the arguments and to `initialize`.
     """
     names = ("deepspeed_config", "deepscale_config")
-    told = [value for name in names if (value := getattr(args, name, None)) is not None]
+    given_by_args = [value for name in names if (value := getattr(args, name, None)) is not None]
     given = [value for value in (config, config_params) if value is not None]
-    if len(told) + bool(given) > 1:
+    if len(given_by_args) + bool(given) > 1:
         raise UsageError(
             "initialize got two configs",
-            found=" and ".join(_shown(one) for one in (*told, *given)),
+            found=" and ".join(_shown(one) for one in (*given_by_args, *given)),
             remedy="Pass one: in args.deepspeed_config, or as initialize(config=...).",
         )
-    return (*told, *given, None)[0]
+    return (*given_by_args, *given, None)[0]
 
 
 def refuse_parallel(mpu: Any, mesh_param: Any) -> None:

@@ -39,7 +39,7 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class CheckpointingOptions:
-    """What `configure` was told; the names are those of its arguments.
+    """The arguments of `configure`, under their names.
 
     Attributes:
         partition_activations: share kept activations out over the ranks of a tensor-parallel group; there is none, and it

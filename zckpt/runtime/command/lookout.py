@@ -95,6 +95,7 @@ class Lookout(threading.Thread):
         self._store: Any = None
         self._write()
         if self._size > 1 and dist.is_initialized():
+            self._put(self._now)  # before training: a rank that stops in the first seconds is known too
             self.start()
 
     def at(self, step: int, what: str) -> None:

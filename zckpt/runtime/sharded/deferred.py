@@ -75,7 +75,7 @@ class Rows:
 class DeferredParameter(nn.Parameter):
     """A parameter on the meta device that tells scripts where its rows are, when they ask for its device.
 
-    torch's own code is told the truth: it makes results on that device, and would make some of no numbers.
+    torch's own code sees the real device: it makes results on that device, and would make some of no numbers.
     """
 
     @property
