@@ -37,6 +37,15 @@ def test_the_trainer_goes_on_with_whole_weights_beside_each_checkpoint(tmp_path:
                 assert said["left"] == ["checkpoint-4"] and said["equal"] and said["dtype"] == "torch.bfloat16", way
 
 
+@pytest.mark.parametrize("way", ["fsdp2", pytest.param("ddp", marks=RARE)])
+def test_lightning_on_two_ranks(tmp_path: Path, way: str) -> None:
+    run_ranks(2, tmp_path, WORKER.with_name("lightning_worker.py"), WAY=way)
+    for rank in range(2):
+        said = json.loads((tmp_path / f"rank_{rank}.json").read_text())
+        assert said == {"failed": [], "equal": True}
+    assert [path.name for path in tmp_path.glob("*.weights")] == ["step=4.weights"]
+
+
 def lightning_module() -> Any:
     import lightning.pytorch as pl
 
