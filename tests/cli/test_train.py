@@ -10,6 +10,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -110,7 +111,10 @@ def test_a_rank_that_hangs_or_dies_is_named(home: Path) -> None:
     stopped, killed = rank_of(process.pid, 1), rank_of(process.pid, 0)
     os.kill(stopped, signal.SIGSTOP)
     assert process.stderr is not None
+    patience = threading.Timer(PATIENCE_S, lambda: (os.kill(stopped, signal.SIGCONT), process.kill()))
+    patience.start()
     said = [process.stderr.readline() for _ in range(3)][2]  # two lines tell of the beginning
+    patience.cancel()
     assert said.startswith("The ranks wait for rank 1, which does not run: "), said
     assert f"(process {stopped} on {socket.gethostname()})" in said and " of step " in said
     os.kill(stopped, signal.SIGCONT)

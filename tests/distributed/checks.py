@@ -147,7 +147,7 @@ def parts_and_wholes() -> dict[str, Any]:
         ]
         out[f"{stage} run"] = [
             [list(group.names) for group in state.groups], state.aliases, sorted(state.buffers), state.counters,
-            type(engine.optimizer).__name__, engine.zero_optimization_stage(), engine.settings.config.precision,
+            type(engine.basic_optimizer).__name__, engine.zero_optimization_stage(), engine.settings.config.precision,
             engine.sharded.rank, engine.sharded.size,
         ]  # fmt: skip
         full = whole(engine)

@@ -48,7 +48,8 @@ def mark(engine: runtime.Engine, step: int) -> None:
     engine.global_steps = engine.micro_steps = step
     for one in engine.sharded.parameters:
         assert one.master is not None and engine.optimizer is not None
-        one.master.data.fill_(step)
+        with torch.no_grad():
+            one.master.fill_(step)
         states = {name: torch.full_like(one.master, step) for name in ("exp_avg", "exp_avg_sq")}
         engine.optimizer.state[one.master].update(states, step=torch.tensor(float(step)))
 
