@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -16,5 +17,9 @@ def run_ranks(world_size: int, path: Path, worker: Path, **environment: str) -> 
         [*command, str(worker), str(path)], env={**os.environ, **own}, capture_output=True, text=True, check=False,
         timeout=280,
     )  # fmt: skip
-    told = [line for line in (done.stdout + done.stderr).splitlines() if "rank" in line or "exitcode" in line]
+    told = [
+        line
+        for line in (done.stdout + done.stderr).splitlines()
+        if re.search(r"rank|exitcode|terminate called|what\(\)", line)
+    ]
     assert done.returncode == 0, "\n".join(told[-60:])
