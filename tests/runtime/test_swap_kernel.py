@@ -14,6 +14,7 @@ from zckpt.runtime.optimizers.lion_lamb import Lion
 from zckpt.runtime.swap import kernels
 from zckpt.runtime.swap.kernels import kernel_of, rates, step
 
+OLD = tuple(map(int, torch.__version__.split(".")[:2])) < (2, 13)
 KINDS = {"Adam": torch.optim.Adam, "AdamW": torch.optim.AdamW, "Adagrad": torch.optim.Adagrad, "Lion": Lion}
 
 
@@ -63,6 +64,8 @@ def test_every_number_is_torchs(kind: str, path: str) -> None:
         theirs = KINDS[kind]([weight], **asked, **own)  # type: ignore[arg-type]
         group = theirs.param_groups[0]
         kernel = kernel_of(theirs, group)
+        if kernel is None and OLD:
+            pytest.skip("this torch rounds otherwise: its own step runs")
         assert kernel is not None
         mine = weight.detach().clone()
         states = [torch.full_like(mine, asked.get("initial_accumulator_value", 0.0)) for _ in kernel.states]
@@ -101,7 +104,7 @@ def test_what_the_kernel_does_not_know_is_left_to_torch() -> None:
         torch.optim.AdamW([weight]),
     ):
         assert kernel_of(optimizer, optimizer.param_groups[0]) is None
-    for decoupled in (False, True):
+    for decoupled in () if OLD else (False, True):
         optimizer = torch.optim.Adam([weight], weight_decay=0.1, decoupled_weight_decay=decoupled, fused=True)
         assert kernel_of(optimizer, optimizer.param_groups[0]) is not None
 

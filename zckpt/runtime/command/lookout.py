@@ -24,10 +24,10 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
-from torch.distributed import distributed_c10d
 
 from zckpt.base.words import joined, ranks
 from zckpt.runtime.world import World
+from zckpt.team.rendezvous import default_store, own_connection
 
 BEAT_S = 2.0
 """Between two notes of a rank."""
@@ -127,7 +127,7 @@ class Lookout(threading.Thread):
     def missing(self) -> dict[int, Doing]:
         """The ranks whose processes no longer run, with their last notes; takes some seconds. Empty if the store is gone too."""
         try:
-            store = _store()
+            store = own_connection(default_store())
             first = _read(store, self._size)
             time.sleep(SILENT_S)
             return {
@@ -183,7 +183,7 @@ class Lookout(threading.Thread):
 
     def _put(self, note: Doing) -> None:
         if self._store is None:
-            self._store = _store()
+            self._store = own_connection(default_store())
         self._store.set(f"{_PREFIX}{self._rank}", json.dumps(asdict(note)))
 
     def _write(self) -> None:
@@ -202,12 +202,6 @@ def last_note(directory: str | os.PathLike[str], rank: int) -> Doing | None:
 
 
 _PREFIX, _DONE = "zckpt/lookout/", -1
-
-
-def _store() -> Any:
-    """A connection of this thread's own to the store of the process group."""
-    store: Any = distributed_c10d._get_default_store()
-    return store.clone()
 
 
 def _read(store: Any, size: int) -> dict[int, Doing]:

@@ -20,11 +20,12 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from torch.distributed import DistError, distributed_c10d
+from torch.distributed import DistError
 from torch.distributed.fsdp import FSDPModule
 
 from zckpt.base.words import ranks
 from zckpt.runtime.world import World
+from zckpt.team.rendezvous import default_store, own_connection
 
 STILL_S = 15.0
 """A rank that has called no unit for so long reports what it has called."""
@@ -105,10 +106,10 @@ class Watch(threading.Thread):
                 return
 
     def _report(self) -> None:
-        _store().set(f"{self._prefix}/{self._rank}", json.dumps([self._before, self._now]))
+        own_connection(default_store()).set(f"{self._prefix}/{self._rank}", json.dumps([self._before, self._now]))
 
     def _compare(self) -> bool:
-        store = _store()
+        store = own_connection(default_store())
         keys = {rank: f"{self._prefix}/{rank}" for rank in range(self._size)}
         found = {rank: json.loads(store.get(key)) for rank, key in keys.items() if store.check([key])}
         forwards = {rank: {one[0]: Forward(*one) for one in both} for rank, both in found.items()}
@@ -132,12 +133,6 @@ class Watch(threading.Thread):
             "module all the same and add its result times zero.",
             number, f"after {self._names[after[-1]]!r}" if after else "at its beginning", what,
         )  # fmt: skip
-
-
-def _store() -> Any:
-    """A connection of this thread's own to the store of the process group."""
-    store: Any = distributed_c10d._get_default_store()
-    return store.clone()
 
 
 def difference(forwards: Mapping[int, Forward]) -> tuple[int, dict[int, int | None]] | None:
