@@ -94,6 +94,15 @@ def test_what_a_run_directory_means(tmp_path: Path) -> None:
     assert open_catalog(str(actor.parent), OpenOptions(tag="critic")).place.listing.directory.name == "critic"
 
 
+def test_latest_counts_beside_the_pointer_of_megatron(tmp_path: Path) -> None:
+    """Megatron-DeepSpeed writes both."""
+    run = Path(shutil.copytree(FIXTURES.parent / "zero2/bf16_w2/checkpoint", tmp_path / "run"))
+    tag = (run / "latest").read_text()
+    shutil.copytree(run / tag, run / "global_step7")
+    (run / "latest_checkpointed_iteration.txt").write_text("7")
+    assert open_catalog(str(run)).place.listing.tag == tag
+
+
 def test_an_output_has_the_config_and_is_verified(tmp_path: Path) -> None:
     source, out = FIXTURES / "fsdp2_w2" / "checkpoint", tmp_path / "out"
     zckpt.convert(source, out)

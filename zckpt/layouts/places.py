@@ -192,7 +192,12 @@ def _role(look: _Look) -> Place | None:
 
 
 def _run(look: _Look) -> Place | None:
-    """The directory of a run of verl or Megatron: the step that a file names, or the newest one."""
+    """The directory of a run of verl or Megatron: the step that a file names, or the newest one.
+
+    Megatron-DeepSpeed writes such a file beside `latest`, which is then what counts.
+    """
+    if _pointer(look.names) is not None:
+        return None
     steps = [name for name in _directories(look, _STEP) if any(_is_save(look.path / name / role) for role in _ROLES)]
     if _STEP_POINTER in look.names:
         steps = _directories(look, _STEP)

@@ -27,6 +27,7 @@ from zckpt.core.catalog import Catalog, Replica, TensorEntry, Topology
 from zckpt.core.dtypes import DType
 from zckpt.layouts.dcp import read as dcp
 from zckpt.layouts.dcp.metadata import BytesItem, DcpChunk, InertValue, Metadata, Path, TensorItem
+from zckpt.layouts.dcp.state import dotted
 from zckpt.layouts.run.training import Training
 from zckpt.layouts.run.values import missing_ranks
 from zckpt.layouts.save.cut_tensors import Shape, class_of, cut_tensor
@@ -37,6 +38,7 @@ VERL = re.compile(r"(?P<kind>model|optim|extra_state)_world_size_\d+_rank_(?P<dp
 ANY = re.compile(
     r"(?!(?:bf16_|fp16_)?zero_pp_rank|zckpt_rank)(?P<kind>[\w.-]*?)(?<![A-Za-z])[Rr]ank[-_]?(?P<dp>\d+)[\w.-]*?\.(?:pt|pth|bin|ckpt)"
 )
+_CUT = ("DTensor", "ShardedTensor")
 _WORLD = re.compile(r"world_size_(\d+)")
 _MODEL, _OPTIMIZER = "model", "optim"
 _GROUPS = (_OPTIMIZER, "param_groups")
@@ -52,14 +54,9 @@ def match(listing: Listing) -> str | None:
         return None
     if listing.directory in listing.files.values():
         return "one file"
-    for name in listing.matching(ANY)[:1] if not names else ():
-        root = listing.open(name).root
-        if isinstance(root, Mapping) and any(class_of(v) in _CUT for _, v in _leaves(root)):
-            return None
+    if not names and any(_holds_cut(listing, name) for name in listing.matching(ANY)[:1]):
+        return None
     return "no model_world_size_*_rank_*.pt, and no *rank*.pt with DTensors or ShardedTensors"
-
-
-_CUT = ("DTensor", "ShardedTensor")
 
 
 def read(listing: Listing, *, allow_unknown: bool = False) -> Catalog:
@@ -176,13 +173,13 @@ class _RankFiles:
     def _gather(self, leaves: Iterator[tuple[Path, object]], rank: int, file: str) -> None:
         """Adds what one rank's file holds."""
         for path, value in leaves:
-            name = ".".join(map(str, path[1:]))
+            name = dotted(path[1:])
             cut = cut_tensor(value, name, file)
             if cut is None and not isinstance(value, TensorRef):
                 self._values.setdefault(path, value)
                 continue
             dtype, size = (cut.dtype, cut.size) if cut else (value.dtype, value.shape)  # type: ignore[attr-defined]
-            if cut is None and path[:2] == (_OPTIMIZER, "state") and len(size) == 1:
+            if cut is None and path[:2] == (_OPTIMIZER, "state") and type(path[2]) is int and len(size) == 1:
                 self._runs.setdefault(path, {})[rank] = value  # type: ignore[assignment]
                 continue
             held = self._tensors.setdefault(path, _Gathered(dtype, size, cut is not None))
@@ -199,8 +196,9 @@ class _RankFiles:
 
     def _check_cut(self) -> None:
         """Raises UnsupportedError where several ranks hold tensors that do not say how they were cut."""
-        of_model = [held for path, held in self._tensors.items() if path[0] != _OPTIMIZER]
-        if self.world_size > 1 and of_model and not any(held.is_cut for held in of_model):
+        of_model = [held.is_cut for path, held in self._tensors.items() if path[0] != _OPTIMIZER]
+        self._are_cut = any(of_model)
+        if self.world_size > 1 and of_model and not self._are_cut:
             raise UnsupportedError(
                 "its tensors do not say which part of the model a rank has", file=self.listing.directory,
                 found=f"plain tensors in the files of {self.world_size} ranks",
@@ -222,9 +220,8 @@ class _RankFiles:
         states = dict(self._tensors)
         for path, runs in self._runs.items():
             states[path] = _joined(runs, self._tensors[trained[int(path[2])]].size, self._shards())
-        for number, of in enumerate(trained):
-            sizes = {held.shape for p, held in states.items() if p[:3] == (*state, number) and held.shape != ()}
-            if sizes - {self._tensors[of].size}:
+        for path, held in states.items():
+            if path[:2] == state and held.shape not in ((), self._tensors[trained[int(path[2])]].size):
                 return
         names = [path[1] for path in trained]
 
@@ -245,11 +242,11 @@ class _RankFiles:
         """The same as a save of torch.distributed.checkpoint; errors as in `read`."""
         items: dict[str, TensorItem | BytesItem] = {}
         for path, held in self._tensors.items():
-            name = ".".join(map(str, path))
+            name = dotted(path)
             chunks = (DcpChunk(offsets, sizes, refs[0][1]) for (offsets, sizes), refs in held.boxes.items())
             items[name] = TensorItem(name, path, held.dtype, held.size, tuple(chunks), held.view)
         for path, value in self._values.items():
-            name = ".".join(map(str, path))
+            name = dotted(path)
             items[name] = BytesItem(name, path, InertValue(value))
         return dcp.load_items(self.listing, Metadata(self.listing.directory.path, items, True))
 
@@ -263,7 +260,7 @@ class _RankFiles:
             copy = save.items.tensors({entry.name: item}, {entry.name: entry.role})[entry.name]
             whose = words.ranks(sorted(refs[number][0] for refs in held.boxes.values()))
             replicas.append(Replica(held.dtype, copy.fragments, whose, True))
-        role = entry.role if held.is_cut or not any(h.is_cut for h in self._tensors.values()) else "buffer"
+        role = entry.role if held.is_cut or not self._are_cut else "buffer"
         return replace(entry, replicas=tuple(replicas), role=role)
 
 
