@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from zckpt.base.errors import UnsupportedError
+from zckpt.runtime.optimizers.lion_lamb import called, with_states
 from zckpt.runtime.unbuilt import unbuilt
 
 __all__ = ["DeepSpeedCPUAdam", "FusedAdam", "OnebitAdam"]
@@ -66,10 +67,7 @@ class FusedAdam(torch.optim.AdamW):
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """One step; a closure is called first."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = called(closure)
         decays = [group["weight_decay"] for group in self.param_groups]
         sizes = {id(group): group["params"] for group in self.param_groups}
         try:
@@ -89,19 +87,9 @@ class FusedAdam(torch.optim.AdamW):
 
     def _without_correction(self, group: dict[str, Any]) -> None:
         """A step whose averages are taken as they are."""
-        params = [p for p in group["params"] if p.grad is not None]
+        params, grads, first, second = with_states(self, group, ("exp_avg", "exp_avg_sq"))
         if not params:
             return
-        for p in params:
-            if not self.state[p]:
-                self.state[p] = {
-                    "step": torch.zeros(()),
-                    "exp_avg": torch.zeros_like(p),
-                    "exp_avg_sq": torch.zeros_like(p),
-                }
-            self.state[p]["step"] += 1
-        grads = [p.grad for p in params]
-        first, second = ([self.state[p][name] for p in params] for name in ("exp_avg", "exp_avg_sq"))
         (beta1, beta2), rate = group["betas"], float(group["lr"])
         torch._foreach_lerp_(first, grads, 1 - beta1)
         torch._foreach_mul_(second, beta2)

@@ -38,9 +38,9 @@ class Lion(Optimizer):
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         """One step; a closure is called first."""
-        loss = _called(closure)
+        loss = called(closure)
         for group in self.param_groups:
-            params, grads, averages = _with_states(self, group, ("exp_avg",))
+            params, grads, averages = with_states(self, group, ("exp_avg",))
             if not params:
                 continue
             lr, (beta1, beta2) = float(group["lr"]), group["betas"]
@@ -94,9 +94,9 @@ class Lamb(Optimizer):
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         """One step; a closure is called first."""
-        loss = _called(closure)
+        loss = called(closure)
         for group in self.param_groups:
-            params, grads, first, second = _with_states(self, group, ("exp_avg", "exp_avg_sq"))
+            params, grads, first, second = with_states(self, group, ("exp_avg", "exp_avg_sq"))
             if not params:
                 continue
             (beta1, beta2), eps = group["betas"], group["eps"]
@@ -128,7 +128,7 @@ class Lamb(Optimizer):
         return torch.where((weights != 0) & (steps != 0), ratios, torch.ones_like(ratios))
 
 
-def _with_states(optimizer: Optimizer, group: Mapping[str, Any], names: tuple[str, ...]) -> list[list[torch.Tensor]]:
+def with_states(optimizer: Optimizer, group: Mapping[str, Any], names: tuple[str, ...]) -> list[list[torch.Tensor]]:
     """Parameters that have a gradient, their gradients, and the states of these names; counts the step."""
     params = [p for p in group["params"] if p.grad is not None]
     for p in params:
@@ -140,7 +140,7 @@ def _with_states(optimizer: Optimizer, group: Mapping[str, Any], names: tuple[st
     return [params, [p.grad for p in params], *([optimizer.state[p][name] for p in params] for name in names)]
 
 
-def _called(closure: Callable[[], float] | None) -> float | None:
+def called(closure: Callable[[], float] | None) -> float | None:
     """The loss that a closure returns, computed with gradients."""
     if closure is None:
         return None
