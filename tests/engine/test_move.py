@@ -28,8 +28,9 @@ from zckpt.core import dtypes
 from zckpt.core.catalog import TensorEntry
 from zckpt.core.dtypes import BF16, BY_NAME, F16, F32, F64, DType
 from zckpt.core.fragments import FileStore, Fragment, MemoryStore
-from zckpt.core.overlaps import embed, transposed
+from zckpt.core.overlaps import embed
 from zckpt.core.plan import Checksum, OutputFile, Plan
+from zckpt.core.views import transposed
 from zckpt.engine.move import Mover, run
 from zckpt.engine.output_files import output_failed
 from zckpt.engine.reference import cast as reference_cast

@@ -18,7 +18,8 @@ import zckpt
 from zckpt.core.catalog import TensorEntry
 from zckpt.core.dtypes import F32
 from zckpt.core.fragments import Fragment, MemoryStore
-from zckpt.core.overlaps import rearranged, strided, transposed
+from zckpt.core.overlaps import rearranged
+from zckpt.core.views import strided, transposed
 from zckpt.jobs.open import read_tensor
 
 transformers = pytest.importorskip("transformers", minversion="5")

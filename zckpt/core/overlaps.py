@@ -253,6 +253,41 @@ def clip(fragments: Sequence[Fragment], start: int, stop: int, itemsize: int) ->
     )
 
 
+def cut(fragments: Sequence[Fragment], bounds: Sequence[int], itemsize: int) -> list[tuple[Fragment, ...]]:
+    """The fragments of a tensor's pieces, each renumbered from 0; the time is linear in fragments and pieces.
+
+    Args:
+        fragments: sorted by their start.
+        bounds: the first element of each piece and, at the end, one past the last one's; ascending.
+        itemsize: bytes of one element.
+    """
+    pieces: list[list[Fragment]] = [[] for _ in bounds[1:]]
+    for fragment in fragments:
+        if not fragment.numel:
+            continue
+        start, stop = fragment.start, fragment.stop
+        at = max(0, bisect_right(bounds, start) - 1)
+        while at < len(pieces) and bounds[at] < stop:
+            low, high = bounds[at], bounds[at + 1]
+            if low <= start and stop <= high:
+                pieces[at].append(_shifted(fragment, -low))
+                break
+            block = fragment.block()
+            for overlap in overlaps(Block(low, high - low, 1, 0, 0, 1), block):
+                pieces[at].append(_part(fragment, block.step, overlap, overlap.start - low, itemsize))
+            at += 1
+    return [tuple(piece) for piece in pieces]
+
+
+def shifted(fragments: Sequence[Fragment], by: int) -> tuple[Fragment, ...]:
+    """The same fragments in a tensor that has `by` more elements in front."""
+    return tuple(fragments) if not by else tuple(_shifted(fragment, by) for fragment in fragments)
+
+
+def _shifted(f: Fragment, by: int) -> Fragment:
+    return Fragment(f.store, f.byte_offset, f.start + by, f.count, f.rows, f.pitch, f.store_pitch) if by else f
+
+
 def _part(fragment: Fragment, step: int, o: Overlap, start: int, itemsize: int) -> Fragment:
     """The part of a fragment that is the `b` side of an overlap, with its first element numbered `start`."""
     byte_offset = fragment.byte_offset + o.b * itemsize
@@ -310,46 +345,13 @@ Pass = Sequence[tuple[Block, int, int]]
 
 
 def rearranged(fragments: Sequence[Fragment], rows: Pass, itemsize: int) -> tuple[Fragment, ...]:
-    """The fragments of a tensor that is made of rows of another one."""
-    placed = (part for block, start, pitch in rows for part in place(fragments, block, start, pitch, itemsize))
+    """The fragments of a tensor that is made of rows of another one, whose fragments are sorted by their start."""
+    apart = all(a.stop <= b.start for a, b in itertools.pairwise(fragments))
+    placed: list[Fragment] = []
+    for block, start, pitch in rows:
+        near = list(touching(fragments, block.start, block.stop, flat=True)) if apart else fragments
+        placed += place(near, block, start, pitch, itemsize)
     return tuple(sorted(placed, key=_start_of))
-
-
-def transposed(fragments: Sequence[Fragment], rows: int, columns: int, itemsize: int) -> tuple[Fragment, ...]:
-    """The fragments of a matrix of `rows` by `columns`, as those of the transposed one: each row becomes a column."""
-    turned: list[Fragment] = []
-    for run in runs_in_order(fragments, itemsize):
-        done = 0
-        while done < run.count:
-            row, column = divmod(run.start + done, columns)
-            held = min(columns - column, run.count - done)
-            byte_offset = run.byte_offset + done * run.store_step * itemsize
-            several = (held, rows, run.store_step) if held > 1 else (1, 0, 0)
-            turned.append(Fragment(run.store, byte_offset, column * rows + row, 1, *several))
-            done += held
-    return tuple(sorted(turned, key=_start_of))
-
-
-def strided(offset: int, shape: Sequence[int], strides: Sequence[int]) -> list[tuple[Block, int, int]]:
-    """A strided view of a dense tensor, as rows of that tensor, as long as possible.
-
-    Args:
-        offset: the view's first element in the tensor.
-        shape: of the view, which is itself numbered row-major.
-        strides: elements of the tensor from one index to the next, for each dimension.
-    """
-    own = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
-    if 0 in shape:
-        return []
-    dims = sorted((step, extent, to) for extent, step, to in zip(shape, strides, own, strict=True) if extent > 1)
-    count = 1
-    while dims and dims[0][0] == count == dims[0][2]:
-        count *= dims.pop(0)[1]
-    step, rows, to = dims.pop(0) if dims else (count, 1, count)
-    places = [(offset, 0)]
-    for outer, extent, outer_to in dims:
-        places = [(of + n * outer, at + n * outer_to) for of, at in places for n in range(extent)]
-    return [(Block(of, count, rows, step, step, 1), at, to) for of, at in places]
 
 
 def _single_rows(o: Overlap) -> Iterator[Overlap]:

@@ -19,7 +19,8 @@ from typing import TYPE_CHECKING, Any
 
 from zckpt.base.words import count, examples
 from zckpt.core.catalog import Catalog, TensorEntry
-from zckpt.core.overlaps import rearranged, strided
+from zckpt.core.overlaps import rearranged
+from zckpt.core.views import strided
 
 if TYPE_CHECKING:
     import torch

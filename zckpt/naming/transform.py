@@ -1,8 +1,7 @@
 """The names and the order of rows that a model's tensors get in an output.
 
-For `convert`, and for `verify`, which must expect the same. Layers of a pipeline get names (`--layer-names`); Megatron's and
-GPT-NeoX's models become models of transformers (`--to hf:NAME`); weights that transformers has in another form in memory get
-the form of the hub.
+For `convert`, and for `verify`, which must expect the same. Layers of a pipeline get names (`--layer-names`); models of other
+writers become models of transformers (`--to hf`); weights that transformers has in another form in memory get the hub's.
 """
 
 from __future__ import annotations
@@ -17,10 +16,14 @@ from zckpt.core.catalog import Catalog
 from zckpt.layouts.places import Place
 from zckpt.layouts.save.companions import config_of, read_config
 from zckpt.naming.adapter_names import only_adapter
-from zckpt.naming.architectures import architecture, as_architecture, heads_of, names
+from zckpt.naming.compose import compose
+from zckpt.naming.decompose import decomposed
+from zckpt.naming.facts import facts_of, with_parts
+from zckpt.naming.families import check_config, make_config, model_types
 from zckpt.naming.hub_form import in_hub_form
 from zckpt.naming.layer_names import read_layer_names, with_layer_names
-from zckpt.naming.model_config import check_config, make_config, origin_of, query_heads, run_arguments
+from zckpt.naming.recognise import by_config, by_parts
+from zckpt.naming.schemes import families, scheme, scheme_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +31,7 @@ class Form:
     """Options: the names and rows of an output.
 
     Attributes:
-        to: the architecture of the output: "hf:gpt-neox", "hf:gpt2" or "hf:llama".
+        to: "hf" for a model of transformers, whose family is found, or "hf:NAME" for the family NAME (`naming.schemes.families`).
         config: the model's config or the path of its `config.json`, if the checkpoint does not say enough to make one.
         layer_names: names for a pipeline's layers, or the path of a file with them.
     """
@@ -39,9 +42,9 @@ class Form:
 
     def __post_init__(self) -> None:
         """Raises UsageError for an unknown architecture, before a checkpoint is opened."""
-        if self.to is not None and self.to not in (known := [f"hf:{name}" for name in names()]):
+        if self.to not in (None, "hf") and self.to not in (known := [f"hf:{name}" for name in families()]):
             raise UsageError(
-                "the architecture is unknown", found=f"--to {self.to}", expected=f"one of {', '.join(known)}",
+                "the architecture is unknown", found=f"--to {self.to}", expected=f"hf, or one of {', '.join(known)}",
                 remedy="Pass one of these with --to.",
             )  # fmt: skip
 
@@ -98,7 +101,7 @@ def formed(catalog: Catalog, place: Place, form: Form, *, to_directory: bool, ex
         raise UsageError(
             "--config is of use only with --to",
             found="--config without --to",
-            remedy="Add --to, such as --to hf:llama, or leave out --config.",
+            remedy="Add --to, such as --to hf, or leave out --config.",
         )
     config = read_config(place.home) if to_directory else None
     if config is None:
@@ -119,23 +122,28 @@ def formed_again(catalog: Catalog, place: Place, recorded: Mapping[str, Any], ex
 def _converted(
     catalog: Catalog, place: Place, to: str, config: str | Mapping[str, Any] | None, exclude: Sequence[str]
 ) -> Formed:
-    """The catalog as another architecture."""
+    """The catalog as a model of transformers."""
     left_out = tuple(name for name in catalog.tensors if matches(name, exclude))
     catalog = catalog.select(lambda entry: entry.name not in left_out)
-    wanted = architecture(to.removeprefix("hf:"))
     given = config_of(config) if isinstance(config, str) else config
-    recorded = {"to": to, **({} if given is None else {"config": dict(given)})}
+    said = {} if given is None else {"config": dict(given)}
+    name = to.removeprefix("hf").removeprefix(":")
+    notes: tuple[str, ...] = ()
+    beside = read_config(place.home) if given is None else None
+    if not name and (known := given or beside) is not None:
+        name, notes = by_config(known, "--config" if given else "the config.json beside it")
+    if beside is not None and name and beside.get("model_type") in model_types(scheme(f"hf-{name}")):
+        given = beside
+    directory, rules = place.listing.directory.path, place.listing.options.tp_rules or ""
+    source = scheme_of(catalog.tensors, catalog.source.path, prefer=f"hf-{name}")
+    found = decomposed(catalog, source, facts_of(catalog, given, directory, rules))
+    facts = with_parts(found.facts, found.parts)
+    if not name:
+        name, notes = by_parts(found.parts, facts)
+    family = scheme(f"hf-{name}")
+    tensors = compose(found.parts, family, found.facts, found.origins)
     if given is None:
-        beside = read_config(place.home)
-        if beside is not None and beside.get("model_type") == wanted.config["fixed"]["model_type"]:
-            given = beside
-    arguments = run_arguments(catalog, place.listing.directory.path)
-    heads = heads_of(catalog, *query_heads(given or {}, arguments, catalog.source.path))
-    vocabulary = (given or {}).get("vocab_size")
-    origin = origin_of(catalog, place.listing.options.tp_rules or "")
-    catalog = as_architecture(catalog, wanted, heads, origin, vocabulary if isinstance(vocabulary, int) else None)
-    if given is None:
-        given = make_config(wanted, catalog, heads, arguments)
+        given = make_config(family, found.parts, facts)
     else:
-        check_config(given, wanted, catalog)
-    return Formed(catalog, given, recorded={"form": recorded}, left_out=left_out)
+        check_config(given, family, found.parts, facts)
+    return Formed(tensors, given, (*notes, *found.notes), {"form": {"to": f"hf:{name}", **said}}, left_out)

@@ -1,0 +1,250 @@
+"""Parts of a model, put together into the tensors of a writer by its scheme."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+from zckpt.base.errors import IncompleteError, InconsistentError, UnsupportedError
+from zckpt.base.words import examples
+from zckpt.core.catalog import Catalog, TensorEntry
+from zckpt.naming.decompose import same
+from zckpt.naming.facts import Facts, with_parts
+from zckpt.naming.parts import filled, numbered
+from zckpt.naming.rows import grouped, paired, stacked, turned, with_rows
+from zckpt.naming.schemes import NamingRule, Scheme
+
+_Numbers = tuple[int, int]
+_Held = dict[str, dict[_Numbers, TensorEntry]]
+"""Template of a part -> its block and expert -> the part. What is used is taken out."""
+
+
+class _Made(NamedTuple):
+    """A tensor that was put together.
+
+    Attributes:
+        place: sorts tensors as a model has them.
+        rule: that made it.
+        block: in which it is; -1 outside of blocks.
+        entry: the tensor.
+    """
+
+    place: tuple[int, ...]
+    rule: NamingRule
+    block: int
+    entry: TensorEntry
+
+
+def compose(parts: Catalog, scheme: Scheme, facts: Facts, origins: Mapping[str, str] | None = None) -> Catalog:
+    """The model's tensors as a writer names, fuses, stacks and orders them.
+
+    Args:
+        parts: as `decompose` returns them.
+        scheme: the writer's.
+        facts: as they were for `decompose`; what the parts show is added here.
+        origins: name of a part -> the tensor that it is from, for errors.
+
+    Raises:
+        UnsupportedError: some parts have no place in the scheme.
+        IncompleteError: parts are missing, without which the model is not one of the scheme.
+        InconsistentError: blocks do not hold the same tensors, or parts do not fit each other.
+        UsageError: a fact that is needed is not known.
+    """
+    facts = _as_written(with_parts(facts, parts), scheme)
+    held: _Held = {}
+    for name, entry in parts.tensors.items():
+        part, block, expert = numbered(name)
+        held.setdefault(part, {})[block, expert] = entry
+    _tie(held, facts)
+    routed = frozenset(block for block, _ in held.get("blocks.{b}.router.weight", {}))
+    first = next((rule.number for rule in scheme.rules if any("{b}" in p for p in rule.parts or ())), 0)
+    made: list[_Made] = []
+    for rule in scheme.rules:
+        if rule.parts is not None and facts.meet(rule.when):
+            made += _made_by(rule, rule.parts, held, facts, first)
+    _check_used(held, scheme, parts, facts, origins or {})
+    made.sort(key=lambda one: one.place)
+    if scheme.is_of_transformers:
+        _check_complete(made, scheme, facts, routed)
+    _check_blocks(made, facts, routed)
+    tensors = {one.entry.name: one.entry for one in made}
+    return replace(parts, tensors=tensors, aliases={})
+
+
+def _as_written(facts: Facts, scheme: Scheme) -> Facts:
+    """The facts, with those that the scheme gives values for writing."""
+    return facts.having(
+        **{
+            fact: facts.number(value) if isinstance(value, str) else value
+            for fact, value in scheme.written.items()
+            if not isinstance(value, str) or facts.whole(value)
+        }
+    )
+
+
+def _tie(held: _Held, facts: Facts) -> None:
+    """Makes a head that the model ties a replica of the embedding, which checks compare."""
+    head, embedding = held.get("head.weight"), held.get("embedding.weight")
+    if facts.get("tied") is True and head and embedding:
+        whole, again = embedding[-1, -1], head.pop((-1, -1))
+        embedding[-1, -1] = same(whole, replace(again, name=whole.name))
+
+
+def _made_by(rule: NamingRule, templates: Sequence[str], held: _Held, facts: Facts, first: int) -> Iterator[_Made]:
+    """The tensors that a rule makes of the parts that are there, which it takes out of `held`."""
+    own = [held.get(template) for template in templates]
+    there = [parts for parts in own if parts]
+    if len(there) < len(templates):
+        return
+    numbers = [at for at in there[0] if all(at in parts for parts in there[1:])]
+    phase = 1 if "{b}" in templates[0] else 0 if rule.number < first else 2
+
+    def fused(at: _Numbers) -> TensorEntry:
+        parts = [held_.pop(at) for held_ in there]
+        name = filled(rule.names[0], *at)
+        if rule.is_plain:
+            return replace(parts[0], name=name) if parts[0].name != name else parts[0]
+        return _fused(name, parts, rule, facts)
+
+    if not rule.stack:
+        for at in numbers:
+            place = (phase, at[0], rule.number, at[1])
+            yield _Made(place, rule, at[0], fused(at))
+        return
+    stacks: dict[_Numbers, list[_Numbers]] = {}
+    for block, expert in sorted(numbers):
+        stacks.setdefault((-1 if "b" in rule.stack else block, -1 if "e" in rule.stack else expert), []).append(
+            (block, expert)
+        )
+    for at, inner in stacks.items():
+        lead = _lead(rule, inner, facts)
+        name = filled(rule.names[0], *at)
+        yield _Made((phase, at[0], rule.number, at[1]), rule, at[0], stacked(name, [fused(one) for one in inner], lead))
+
+
+def _lead(rule: NamingRule, numbers: Sequence[_Numbers], facts: Facts) -> tuple[int, ...]:
+    """The extents of a stack's leading axes.
+
+    Raises:
+        InconsistentError: a block or expert in it is missing.
+    """
+    axes = [sorted({at["be".index(axis)] for at in numbers}) for axis in rule.stack]
+    lead = tuple(len(axis) for axis in axes)
+    full = 1
+    for extent in lead:
+        full *= extent
+    if full != len(numbers) or any(axis != list(range(len(axis))) for axis in axes):
+        raise InconsistentError(
+            f"blocks or experts are missing in {rule.names[0]!r}", file=facts.path,
+            found=" x ".join(f"{axis[0]}-{axis[-1]}" for axis in axes) + f", {len(numbers):,} in all",
+            expected="all of them, numbered from 0",
+        )  # fmt: skip
+    return lead
+
+
+def _fused(name: str, parts: Sequence[TensorEntry], rule: NamingRule, facts: Facts) -> TensorEntry:
+    """One tensor, without its leading axes."""
+    if rule.vocabulary and (rows := facts.whole("padded_vocabulary")):
+        parts = [with_rows(part, max(rows, part.shape[0])) for part in parts]
+    if rule.pairs:
+        heads = facts.number("query_heads" if rule.pairs == "query" else "key_heads")
+        parts = [paired(part, heads, apart=False) for part in parts]
+    groups = 1
+    if len(parts) > 1 and rule.rows != "joined":
+        groups = parts[0].shape[0] if rule.rows == "alternating" else facts.number(rule.rows)
+    entry = grouped(name, parts, groups)
+    return turned(entry) if rule.transpose else entry
+
+
+def _check_used(held: _Held, scheme: Scheme, parts: Catalog, facts: Facts, origins: Mapping[str, str]) -> None:
+    """Checks that every part was used.
+
+    Raises:
+        IncompleteError: a part was not, since another part of its tensor is missing.
+        UnsupportedError: no rule takes it.
+    """
+    left = [filled(template, *at) for template, own in held.items() for at in own]
+    if not left:
+        return
+    takers = {p: rule for rule in scheme.rules for p in rule.parts or () if facts.meet(rule.when)}
+    for name in left:
+        part, *at = numbered(name)
+        rule = takers.get(part)
+        lacking = [filled(p, *at) for p in (rule.parts or ())] if rule else []
+        lacking = [p for p in lacking if p not in parts.tensors]
+        if lacking:
+            raise IncompleteError(
+                f"parts are missing beside {origins.get(name, name)!r}", file=facts.path, found=f"no {examples(lacking)}",
+                remedy="Copy the files of the other layers or stages, which hold them, here too.",
+            )  # fmt: skip
+    what = scheme.config["fixed"]["architectures"][0] if scheme.config else f"the scheme {scheme.name}"
+    raise UnsupportedError(
+        f"some tensors have no place in {what}", file=facts.path,
+        found=examples(dict.fromkeys(origins.get(name, name) for name in left)),
+        remedy="Pass another --to, or leave them out with --exclude.",
+    )  # fmt: skip
+
+
+def _is_there(rule: NamingRule, routed: bool) -> bool:
+    """Whether a rule's tensor is in blocks with experts, or in those without."""
+    part = (rule.parts or ("",))[0]
+    if part.startswith("blocks.{b}.mlp."):
+        return not routed
+    return routed or not part.startswith(("blocks.{b}.router", "blocks.{b}.experts.", "blocks.{b}.shared"))
+
+
+def _check_complete(made: Sequence[_Made], scheme: Scheme, facts: Facts, routed: frozenset[int]) -> None:
+    """Checks that a model of transformers has all tensors that none is without.
+
+    Raises:
+        IncompleteError: some are missing everywhere.
+    """
+    found = {part for one in made for part in one.rule.parts or ()}
+    blocks = {one.block for one in made if one.block >= 0}
+    kinds = {block in routed for block in blocks} or {False}
+    missing = [
+        rule.names[0].replace("{b}", "0").replace("{e}", "0")
+        for rule in scheme.rules
+        if rule.parts is not None
+        and not rule.optional
+        and facts.meet(rule.when)
+        and not found.issuperset(rule.parts)
+        and not (rule.parts == ("head.weight",) and facts.get("tied") is True)
+        and any(_is_there(rule, kind) for kind in kinds)
+    ]
+    if missing:
+        raise IncompleteError(
+            f"tensors of {scheme.config['fixed']['architectures'][0]} are missing", file=facts.path,
+            found=f"no {examples(missing)}", remedy="Copy the files of the other layers or stages, which hold them, here too.",
+        )  # fmt: skip
+
+
+def _check_blocks(made: Sequence[_Made], facts: Facts, routed: frozenset[int]) -> None:
+    """Checks that every block holds the same tensors, those with experts and those without apart, and all experts.
+
+    Raises:
+        InconsistentError: tensors are missing in some.
+    """
+    held: dict[int, dict[str, int]] = {}
+    for one in made:
+        if one.block >= 0:
+            name = one.rule.names[0].replace("{b}.", "")
+            own = held.setdefault(one.block, {})
+            own[name] = own.get(name, 0) + 1
+    lacking: dict[int, list[str]] = {}
+    for kind in (True, False):
+        alike = {block: own for block, own in held.items() if (block in routed) is kind}
+        most: dict[str, int] = {}
+        for own in alike.values():
+            for name, number in own.items():
+                most[name] = max(most.get(name, 0), number)
+        for block, own in alike.items():
+            if own != most:
+                lacking[block] = sorted(name for name, number in most.items() if own.get(name, 0) < number)
+    if lacking or sorted(held) != list(range(len(held))):
+        raise InconsistentError(
+            "blocks do not hold the same tensors", file=facts.path,
+            found="; ".join(f"block {b} lacks {examples(n)}" for b, n in sorted(lacking.items())[:3])
+            or f"blocks {sorted(held)}",
+        )  # fmt: skip

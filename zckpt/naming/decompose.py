@@ -1,0 +1,260 @@
+"""A writer's tensors, taken apart into the parts of the model by its scheme."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from zckpt.base.errors import InconsistentError, UnsupportedError
+from zckpt.base.words import count, examples
+from zckpt.core.catalog import Catalog, Replica, TensorEntry, replace_name
+from zckpt.naming.facts import Facts
+from zckpt.naming.groups import with_groups
+from zckpt.naming.local_names import local_names
+from zckpt.naming.parts import filled
+from zckpt.naming.rows import paired, rows_of, split, turned, with_rows
+from zckpt.naming.schemes import Fit, NamingRule, Scheme
+
+_SHARES = {"query": "query_heads", "key": "key_heads", "value": "key_heads"}
+
+
+@dataclass(frozen=True, slots=True)
+class Decomposed:
+    """A model in parts.
+
+    Attributes:
+        parts: by their names; `aliases` says if the head is the embedding.
+        facts: those that were given, and what taking the tensors apart has shown.
+        origins: name of a part -> the tensor that it is from.
+        notes: sentences about what was left out.
+    """
+
+    parts: Catalog
+    facts: Facts
+    origins: Mapping[str, str]
+    notes: tuple[str, ...]
+
+
+def decompose(catalog: Catalog, scheme: Scheme, facts: Facts) -> Catalog:
+    """The parts of the model whose tensors a writer named by its scheme; errors as in `decomposed`."""
+    return decomposed(catalog, scheme, facts).parts
+
+
+def decomposed(catalog: Catalog, scheme: Scheme, facts: Facts) -> Decomposed:
+    """The same, with where the parts come from and what was left out.
+
+    Raises:
+        UnsupportedError: no rule takes some tensors.
+        InconsistentError: a tensor's rows do not fit the facts, or two tensors that are one part have different shapes.
+        UsageError: a fact that is needed is not known.
+    """
+    fits = _all_fit(catalog, scheme)
+    facts = _completed(catalog, scheme, fits, facts)
+    tensors: dict[str, TensorEntry] = {}
+    origins: dict[str, str] = {}
+    left_out: dict[str, int] = {}
+    for name, entry in catalog.tensors.items():
+        rule = _rule_of(name, fits[name], facts)
+        if rule.parts is None:
+            left_out[rule.note] = left_out.get(rule.note, 0) + 1
+            continue
+        for part in _parts_of(entry, rule, fits[name], facts):
+            first = tensors.get(part.name)
+            tensors[part.name] = part if first is None else same(first, part)
+            origins.setdefault(part.name, name)
+    aliases = _aliases(catalog, scheme, facts)
+    aliases = {d: k for d, k in aliases.items() if d not in tensors and k in tensors}
+    notes = tuple(f"{note} ({count(number, 'tensor')})." for note, number in left_out.items() if note)
+    return Decomposed(replace(catalog, tensors=tensors, aliases=aliases), facts, origins, notes)
+
+
+def same(first: TensorEntry, other: TensorEntry) -> TensorEntry:
+    """One entry for a tensor that the checkpoint holds twice, as tied embeddings of a pipeline; checks compare the two."""
+    if (first.shape, first.dtype) != (other.shape, other.dtype):
+        raise InconsistentError(
+            f"two tensors would both be called {first.name!r}",
+            found=f"{first.dtype} {list(first.shape)} and {other.dtype} {list(other.shape)}",
+            expected="the same dtype and shape",
+        )
+    copy = Replica(other.dtype, other.fragments, "another layer", True)
+    return replace(first, replicas=(*first.replicas, copy))
+
+
+def _all_fit(catalog: Catalog, scheme: Scheme) -> dict[str, Fit]:
+    """The rules that take each tensor, and each alias.
+
+    Raises:
+        UnsupportedError: no rule takes some tensors.
+    """
+    fits = scheme.fits(catalog.tensors)
+    left = [name for name, fit in fits.items() if fit is None]
+    if left:
+        raise UnsupportedError(
+            f"some tensors have no place in the scheme {scheme.name}", file=catalog.source.path, found=examples(left),
+            remedy="Leave them out with --exclude, or leave out --to.",
+        )  # fmt: skip
+    return {name: fit for name, fit in fits.items() if fit is not None}
+
+
+def _rule_of(name: str, fit: Fit, facts: Facts) -> NamingRule:
+    """The first rule that takes a tensor and whose facts fit."""
+    for rule in fit.rules:
+        if facts.meet(rule.when):
+            return rule
+    wanted = fit.rules[0].when
+    raise UnsupportedError(
+        f"no rule takes tensor {name!r} of such a model", file=facts.path,
+        found=", ".join(f"{fact} {facts.get(fact)}" for fact in wanted),
+        expected=", ".join(f"{fact} {' or '.join(map(str, values))}" for fact, values in wanted.items()),
+        remedy="Pass the model's config.json with --config.",
+    )  # fmt: skip
+
+
+def _aliases(catalog: Catalog, scheme: Scheme, facts: Facts) -> dict[str, str]:
+    """The aliases of tensors that are each one part."""
+    if not catalog.aliases:
+        return {}
+    fits = scheme.fits([*catalog.aliases, *catalog.aliases.values()])
+
+    def part(name: str) -> str | None:
+        fit = fits[name]
+        rule = None if fit is None else next((rule for rule in fit.rules if facts.meet(rule.when)), None)
+        if fit is None or rule is None or rule.parts is None or len(rule.parts) != 1 or rule.stack:
+            return None
+        return filled(rule.parts[0], fit.block, fit.expert)
+
+    found = {part(dropped): part(kept) for dropped, kept in catalog.aliases.items()}
+    return {dropped: kept for dropped, kept in found.items() if dropped and kept and dropped != kept}
+
+
+def _parts_of(entry: TensorEntry, rule: NamingRule, fit: Fit, facts: Facts) -> list[TensorEntry]:
+    """The parts in one tensor."""
+    templates = rule.parts or ()
+    if rule.is_plain:
+        return [replace_name(entry, filled(templates[0], fit.block, fit.expert))]
+    lead = entry.shape[: len(rule.stack)]
+    shape = entry.shape[len(rule.stack) :]
+    if len(lead) < len(rule.stack):
+        raise InconsistentError(
+            f"tensor {entry.name!r} has too few dimensions", file=facts.path, found=f"shape {list(entry.shape)}",
+            expected=f"{count(len(rule.stack), 'leading axis', 'leading axes')} and a parameter",
+        )  # fmt: skip
+    places = [_numbers(rule.stack, index, fit) for index in itertools.product(*map(range, lead))]
+    names = [[filled(template, *place) for template in templates] for place in places]
+    if rule.rows == "joined" and not rule.transpose:
+        shapes = [(rows, *shape[1:]) for rows in _widths(entry, rule, shape, facts)] if len(templates) > 1 else [shape]
+        held = split(entry, [piece for own in names for piece in zip(own, shapes)])
+    else:
+        items = split(entry, [(own[0], shape) for own in names]) if rule.stack else [entry]
+        held = [part for item, own in zip(items, names) for part in _unfused(item, rule, own, facts)]
+    if rule.pairs:
+        heads = facts.number(_SHARES[rule.pairs])
+        held = [paired(part, heads, apart=True) for part in held]
+    vocabulary = facts.whole("vocabulary") if rule.vocabulary else None
+    if vocabulary is not None:
+        held = [with_rows(part, min(vocabulary, part.shape[0])) for part in held]
+    return held
+
+
+def _numbers(stack: Sequence[str], index: Sequence[int], fit: Fit) -> tuple[int, int]:
+    """Block and expert of one place in a stack."""
+    own = dict(zip(stack, index))
+    return own.get("b", fit.block), own.get("e", fit.expert)
+
+
+def _unfused(item: TensorEntry, rule: NamingRule, names: Sequence[str], facts: Facts) -> Iterator[TensorEntry]:
+    """The parts in a tensor that is not stacked."""
+    if rule.transpose:
+        item = turned(item)
+    if len(names) == 1:
+        yield replace_name(item, names[0])
+        return
+    widths = _widths(item, rule, item.shape, facts)
+    groups = widths[0] if rule.rows == "alternating" else 1 if rule.rows == "joined" else facts.number(rule.rows)
+    if any(width % groups for width in widths):
+        raise _unfit(item, f"{count(item.shape[0], 'row')} in {count(groups, 'group')}", facts)
+    inside = [width // groups for width in widths]
+    for number, name in enumerate(names):
+        yield rows_of(item, name, groups, inside, number)
+
+
+def _widths(entry: TensorEntry, rule: NamingRule, shape: Sequence[int], facts: Facts) -> list[int]:
+    """The rows of each part in a tensor of a shape; parts other than queries, keys and values have equally many."""
+    words = [template.split(".")[-2 if rule.kind else -1] for template in rule.parts or ()]
+    words = [word if word not in ("weight", "bias") else "" for word in words]
+    if set(words) == set(_SHARES):
+        shares = [facts.number(_SHARES[word]) for word in words]
+    elif set(words) == {"query_down", "key_value_down"}:
+        sizes = {"query_down": facts.number("query_rank")}
+        sizes["key_value_down"] = facts.number("key_value_rank") + facts.number("rotary_size")
+        shares = [sizes[word] for word in words]
+    else:
+        shares = [1] * len(words)
+    rows = shape[0] if shape else 0
+    if rows % sum(shares):
+        raise _unfit(entry, f"{rows:,} rows", facts)
+    return [share * (rows // sum(shares)) for share in shares]
+
+
+def _unfit(entry: TensorEntry, found: str, facts: Facts) -> InconsistentError:
+    heads = f"{facts.get('query_heads')} query heads and {facts.get('key_heads')} key heads"
+    return InconsistentError(
+        f"the rows of tensor {entry.name!r} do not fit its parts", file=facts.path, found=found,
+        expected=f"rows for {heads}" if facts.get("query_heads") else "rows for each part",
+        remedy="Pass the model's config.json with --config.",
+    )  # fmt: skip
+
+
+def _completed(catalog: Catalog, scheme: Scheme, fits: Mapping[str, Fit], facts: Facts) -> Facts:
+    """The facts, with those that fused tensors' shapes show: key_heads, head_size, gated."""
+    fused: tuple[TensorEntry, int, int] | None = None
+    has_gate = False
+    up: dict[str, int] = {}
+    down: dict[str, int] = {}
+    for name, fit in fits.items():
+        rule = fit.rules[0]
+        has_gate = has_gate or all(any(".gate." in part for part in each.parts or ()) for each in fit.rules)
+        if rule.parts is None or not rule.parts[0].endswith(".weight"):
+            continue
+        shape = catalog.tensors[name].shape[len(rule.stack) :]
+        if len(shape) != 2:
+            continue
+        rows, columns = reversed(shape) if rule.transpose else shape
+        words = [template.split(".") for template in rule.parts]
+        if fused is None and {word[-2] for word in words} == set(_SHARES):
+            fused = catalog.tensors[name], rows, columns
+        if words[-1][-2] == "up" or words[0][-2] == "up":
+            up.setdefault(words[0][-3], rows)
+        elif words[0][-2] == "down":
+            down.setdefault(words[0][-3], columns)
+        if fused and up.keys() & down.keys():
+            break
+    where = next((where for where in up if where in down), None)
+    if has_gate or where is not None:
+        facts = facts.having(gated=has_gate or up[where or ""] == 2 * down[where or ""])
+    if fused is not None:
+        facts = _with_heads(facts, *fused)
+    if scheme.has_local_names and fused is not None:
+        facts = with_groups(facts, local_names(catalog.tensors).values())
+    return facts
+
+
+def _with_heads(facts: Facts, entry: TensorEntry, rows: int, columns: int) -> Facts:
+    """How attention is divided, from the number of query heads and the shape of a fused weight.
+
+    Raises:
+        InconsistentError: they do not fit each other.
+    """
+    query = facts.number("query_heads")
+    known = facts.whole("key_heads")
+    size = facts.whole("head_size") or (rows // (query + 2 * known) if known else columns // query)
+    key, rest = divmod(rows - query * size, 2 * size) if size else (0, 1)
+    if rest or not 0 < key <= query or query % key:
+        raise InconsistentError(
+            f"the heads do not fit {entry.name!r}", file=facts.path,
+            found=f"{rows:,} rows",
+            remedy="Pass the model's config.json with --config.",
+            expected=f"rows for {query} query heads of {size} rows, and for keys and values",
+        )  # fmt: skip
+    return facts.having(key_heads=key, head_size=size)

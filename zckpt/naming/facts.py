@@ -1,0 +1,223 @@
+"""Facts of a model that its tensors' names do not show: how many heads, experts and words, and what the run said of itself.
+
+For `decompose`, `compose` and `families`. They come from a config.json, from the arguments that a run kept in its checkpoint
+(Megatron's `args`, GPT-NeoX's `args` and `configs/`, a `run_config`), and from tensors' shapes, which are believed first.
+Source: GPT-NeoX, megatron/checkpointing.py `save_ds_checkpoint`, megatron/neox_arguments; Megatron-LM, training/arguments.py.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from zckpt.base.errors import COPY_AGAIN, CorruptError, UsageError, ZckptError
+from zckpt.containers import Placeholder, enum_value
+from zckpt.core.catalog import Catalog
+from zckpt.naming.parts import numbered
+from zckpt.storage.location import locate
+
+_PLAIN = (str, int, float, bool, type(None))
+
+_MOST_BYTES = 1 << 20
+"""The most of a GPT-NeoX config file that is read; theirs have a few thousand."""
+
+_KEYS = {
+    "query_heads": ("num_attention_heads", "n_head"),
+    "head_size": ("head_dim", "kv_channels"),
+    "query_rank": ("q_lora_rank",),
+    "key_value_rank": ("kv_lora_rank",),
+    "rotary_size": ("qk_rope_head_dim", "qk_pos_emb_head_dim"),
+}
+"""Fact -> keys of a config or arguments of a run that say it."""
+
+SHAPES = {
+    "vocabulary": ("embedding.weight", 0),
+    "hidden": ("embedding.weight", 1),
+    "positions": ("positions.weight", 0),
+    "intermediate": ("blocks.{b}.mlp.up.weight", 0),
+    "expert_intermediate": ("blocks.{b}.experts.{e}.up.weight", 0),
+    "shared_intermediate": ("blocks.{b}.shared.up.weight", 0),
+    "query_rows": ("blocks.{b}.attention.query.weight", 0),
+    "key_rows": ("blocks.{b}.attention.key.weight", 0),
+    "query_rank": ("blocks.{b}.attention.query_down.weight", 0),
+    "key_value_rank": ("blocks.{b}.attention.key_value_up.weight", 1),
+}
+"""Fact -> a part, and the dimension of it that is the fact."""
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """What is known of a model.
+
+    Attributes:
+        values: fact -> its value: query_heads, key_heads, head_size, blocks, experts, vocabulary, hidden, intermediate, tied,
+            gated, ranks (tensor-parallel ones), version (Megatron's, of checkpoints), ...
+        arguments: of the run, by its own names with `_`; plain values.
+        config: transformers' config of the model, where there is one.
+        path: the checkpoint, for errors.
+    """
+
+    values: Mapping[str, object] = field(default_factory=dict[str, object])
+    arguments: Mapping[str, object] = field(default_factory=dict[str, object])
+    config: Mapping[str, Any] | None = None
+    path: str = ""
+
+    def get(self, name: str) -> object:
+        """A fact; None if it is not known."""
+        return self.values.get(name)
+
+    def whole(self, name: str) -> int | None:
+        """A fact that is a positive whole number; None if it is not known."""
+        value = self.values.get(name)
+        return value if type(value) is int and value > 0 else None
+
+    def number(self, name: str) -> int:
+        """A fact that is a number of things.
+
+        Raises:
+            UsageError: it is not known.
+        """
+        value = self.whole(name)
+        if value is None:
+            raise UsageError(
+                f"the number of {_SAID.get(name, name.replace('_', ' '))} is not recorded", file=self.path,
+                found="no arguments of the run and no config that say it",
+                remedy="Pass the model's config.json with --config.",
+            )  # fmt: skip
+        return value
+
+    def meet(self, when: Mapping[str, tuple[object, ...]]) -> bool:
+        """Whether each fact has one of the values; a fact that is not known is false, or none."""
+        return all((self.values.get(name) or False) in values for name, values in when.items())
+
+    def having(self, **more: object) -> Facts:
+        """These and others; a None changes nothing."""
+        return replace(self, values={**self.values, **{k: v for k, v in more.items() if v is not None}})
+
+
+_SAID = {"query_heads": "attention heads", "key_heads": "key heads"}
+
+
+def facts_of(
+    catalog: Catalog, config: Mapping[str, Any] | None = None, directory: str | None = None, rules: str = ""
+) -> Facts:
+    """What a checkpoint and a config say of the model, before its tensors are taken apart.
+
+    Args:
+        catalog: the checkpoint.
+        config: transformers' config of the model, if there is one.
+        directory: of the save, in which GPT-NeoX keeps its configs.
+        rules: the rules that joined tensor-parallel slices; empty for the checkpoint's own.
+
+    Raises:
+        CorruptError: one of GPT-NeoX's config files cannot be read.
+    """
+    arguments = run_arguments(catalog, directory)
+    version = catalog.extras.get("checkpoint_version")
+    given = _flat(config or {})
+    values: dict[str, object] = {name: _number(keys, given, arguments) for name, keys in _KEYS.items()}
+    values["key_heads"] = _key_heads(given, arguments)
+    values["tied"] = _tied(given, arguments)
+    values["version"] = float(version) if isinstance(version, int | float) else None
+    values["ranks"] = catalog.topology.tp
+    values["rules"] = rules
+    vocabulary = given.get("vocab_size")
+    values["vocabulary"] = vocabulary if isinstance(vocabulary, int) else None
+    return Facts(
+        {name: value for name, value in values.items() if value is not None}, arguments, config, catalog.source.path
+    )
+
+
+def with_parts(facts: Facts, parts: Catalog) -> Facts:
+    """The facts, with what the parts' names and shapes show: sizes, numbers of blocks and experts, heads, gates."""
+    first: dict[str, tuple[int, ...]] = {}
+    blocks, experts, dense = -1, -1, -1
+    for name, entry in parts.tensors.items():
+        part, block, expert = numbered(name)
+        blocks, experts = max(blocks, block), max(experts, expert)
+        if part.startswith("blocks.{b}.mlp."):
+            dense = max(dense, block)
+        first.setdefault(part, entry.shape)
+    found: dict[str, object] = {
+        fact: first[part][dim] for fact, (part, dim) in SHAPES.items() if part in first and len(first[part]) > dim
+    }
+    found |= {"blocks": blocks + 1 or None, "experts": experts + 1 or None, "dense_blocks": dense + 1}
+    found["gated"] = any(f"blocks.{{b}}.{where}.gate.weight" in first for where in ("mlp", "experts.{e}", "shared"))
+    found["biased_norms"] = "final_norm.bias" in first
+    tied = "head.weight" in parts.aliases or (
+        "head.weight" not in parts.tensors and "embedding.weight" in parts.tensors
+    )
+    found["tied"] = True if tied and facts.get("tied") is not False else None
+    query, size = facts.whole("query_heads"), facts.whole("head_size")
+    rows, key_rows = found.pop("query_rows", None), found.pop("key_rows", None)
+    if query and isinstance(rows, int) and isinstance(key_rows, int) and rows % query == 0:
+        size = rows // query
+        found |= {"head_size": size, "key_heads": key_rows // size if key_rows % size == 0 else None}
+    return facts.having(**found)
+
+
+def run_arguments(catalog: Catalog, directory: str | None) -> dict[str, object]:
+    """The arguments of the run, as far as the checkpoint kept them, with `_` in their names.
+
+    Raises:
+        CorruptError: one of GPT-NeoX's config files cannot be read.
+    """
+    arguments: dict[str, object] = {}
+    for key in ("run_config", "args"):
+        kept = catalog.extras.get(key)
+        state = kept.state if isinstance(kept, Placeholder) else kept
+        if isinstance(state, Mapping):
+            inner = state.get("model") if key == "run_config" else None
+            arguments.update(inner if isinstance(inner, Mapping) else state)
+    configs = os.path.join(directory, "configs") if directory else ""
+    if configs and locate(configs).is_dir():
+        import yaml
+
+        for name in sorted(locate(configs).names()):
+            path = os.path.join(configs, name)
+            if not name.endswith((".yml", ".yaml", ".json")) or not locate(path).is_file():
+                continue
+            try:
+                found = yaml.safe_load(locate(path).read(_MOST_BYTES))
+            except ZckptError:
+                raise
+            except (OSError, ValueError, yaml.YAMLError, RecursionError) as error:
+                raise CorruptError("cannot be read", file=path, found=str(error), remedy=COPY_AGAIN) from error
+            arguments = {**(found if isinstance(found, dict) else {}), **arguments}
+    plain = {str(name).replace("-", "_"): enum_value(value) for name, value in arguments.items()}
+    return {name: value for name, value in plain.items() if isinstance(value, _PLAIN)}
+
+
+def _flat(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """A config with the keys of the text model that is nested in it."""
+    text = config.get("text_config")
+    return {**config, **text} if isinstance(text, Mapping) else config
+
+
+def _number(keys: Sequence[str], *places: Mapping[str, object]) -> int | None:
+    """The first positive whole number that one of the keys has in one of the places."""
+    values = (place.get(key) for place in places for key in keys)
+    return next((value for value in values if type(value) is int and value > 0), None)
+
+
+def _key_heads(config: Mapping[str, object], arguments: Mapping[str, object]) -> int | None:
+    """The number of key heads, where a config or the arguments say it for certain.
+
+    Falcon says it by `multi_query` and `new_decoder_architecture`; Megatron's `num_query_groups` counts only with
+    `group_query_attention`.
+    """
+    if config.get("model_type") == "falcon" and config.get("new_decoder_architecture") is not True:
+        return 1 if config.get("multi_query", True) else _number(("num_attention_heads", "n_head"), config)
+    if (said := _number(("num_key_value_heads", "num_kv_heads"), config)) is not None:
+        return said
+    return _number(("num_query_groups",), arguments) if arguments.get("group_query_attention") is True else None
+
+
+def _tied(config: Mapping[str, object], arguments: Mapping[str, object]) -> bool | None:
+    """Whether the head is the embedding, as far as it is said."""
+    if isinstance(said := config.get("tie_word_embeddings"), bool):
+        return said
+    untied = arguments.get("untie_embeddings_and_output_weights")
+    return not untied if isinstance(untied, bool) else None

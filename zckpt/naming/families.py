@@ -1,0 +1,164 @@
+"""Families of transformers: which one a model is of, and the `config.json` that it gets.
+
+For `transform`. The values of a config come from the parts' shapes, from the arguments that the run kept in its checkpoint,
+or from a config that the user gives.
+
+[Note: configs in schemes] Keys of "config": "fixed" entries are copied; "facts" is key -> a fact, or [a fact, the value where it
+is not known], or a part whose presence is meant; "args" is key -> [names of arguments of the run that have the value, the
+training program's default]; "activation" is the key of the activation function; "also" is a list of {"if": argument -> values,
+"set": key -> value, or a mapping of keys}, where a value ["arg", name, default] is an argument; "refused" is argument -> [values
+that it must not have, why]; "required" is argument -> values that it must have if it is recorded.
+"recognised": "model_type" lists those of configs; "rank" orders families that fit equally (the lowest is taken); "when" gives
+facts and arguments that the run must have, if nothing else says the family.
+Source: Megatron-DeepSpeed, megatron/arguments.py; transformers 4, models/megatron_gpt2 (activation functions).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from zckpt.base.errors import IncompleteError, InconsistentError, UnsupportedError
+from zckpt.base.words import examples
+from zckpt.core.catalog import Catalog
+from zckpt.naming.facts import SHAPES, Facts
+from zckpt.naming.parts import numbered
+from zckpt.naming.schemes import Scheme
+
+_ACTIVATIONS = ("gelu_new", "relu", "silu", "gelu_pytorch_tanh")
+
+
+def architecture_of(family: Scheme) -> str:
+    """The name of the class in transformers."""
+    return str(family.config["fixed"]["architectures"][0])
+
+
+def refusals(family: Scheme, arguments: Mapping[str, object]) -> list[str]:
+    """What the run used that the family does not have."""
+    refused = [
+        f"{name} {arguments[name]} ({why})"
+        for name, (values, why) in family.config.get("refused", {}).items()
+        if name in arguments and arguments[name] in values
+    ]
+    return refused + [
+        f"{name} {arguments[name]} (not {' or '.join(map(str, values))})"
+        for name, values in family.config.get("required", {}).items()
+        if arguments.get(name) not in (None, *values)
+    ]
+
+
+def make_config(family: Scheme, parts: Catalog, facts: Facts) -> dict[str, object]:
+    """The config of a model in parts.
+
+    Args:
+        family: one of transformers.
+        parts: of the model.
+        facts: with what the parts show.
+
+    Raises:
+        UnsupportedError: the run used something that the family does not have.
+        IncompleteError: parts are missing whose sizes are needed.
+        UsageError: a fact that is needed is not known.
+    """
+    data, arguments = family.config, facts.arguments
+    refused = refusals(family, arguments)
+    if refused:
+        raise UnsupportedError(
+            f"the model is not a {architecture_of(family)}", file=facts.path,
+            found=", ".join(refused), remedy="If it is one all the same, pass its config.json with --config.",
+        )  # fmt: skip
+    config: dict[str, object] = {**data["fixed"], **_from_facts(family, parts, facts)}
+    config["tie_word_embeddings"] = facts.get("tied") is True
+    if arguments.get("norm") == "rmsnorm":  # GPT-NeoX has an epsilon for each kind of norm
+        arguments = {name: value for name, value in arguments.items() if name != "layernorm_epsilon"}
+    for key, (names, default) in data.get("args", {}).items():
+        config[key] = next((arguments[name] for name in names if arguments.get(name) is not None), default)
+    if "activation" in data and arguments:
+        config[data["activation"]] = _activation(arguments, facts.path)
+    for also in data.get("also", ()):
+        if all(arguments.get(name) in values for name, values in also["if"].items()):
+            config.update({key: _value(value, arguments) for key, value in also["set"].items()})
+    return config
+
+
+def _value(value: Any, arguments: Mapping[str, object]) -> Any:
+    """A value of a config, in which `["arg", name, default]` is an argument of the run."""
+    if isinstance(value, dict):
+        return {key: _value(inner, arguments) for key, inner in value.items()}
+    if isinstance(value, list) and value[:1] == ["arg"]:
+        found = arguments.get(value[1])
+        return value[2] if found is None else found
+    return value
+
+
+def _from_facts(family: Scheme, parts: Catalog, facts: Facts) -> dict[str, object]:
+    """The values of a config that are facts.
+
+    Raises:
+        IncompleteError: a part is missing that shows one.
+        UsageError: one is not known.
+    """
+    found: dict[str, object] = {}
+    missing: list[str] = []
+    there = {numbered(name).part for name in parts.tensors}
+    for key, said in family.config["facts"].items():
+        name, default = said if isinstance(said, list) else (said, None)
+        if "." in name:
+            found[key] = name in there
+        elif (value := facts.get(name)) is not None:
+            found[key] = value
+        elif isinstance(said, list):
+            found[key] = default
+        elif name in SHAPES:
+            missing += [rule.names[0] for rule in family.rules if SHAPES[name][0] in (rule.parts or ())][:1]
+        else:
+            found[key] = facts.number(name)
+    if missing:
+        raise IncompleteError(
+            f"tensors of {architecture_of(family)} are missing", file=facts.path, found=f"no {examples(missing)}",
+            remedy="Copy the files of the other layers or stages, which hold them, here too.",
+        )  # fmt: skip
+    return found
+
+
+def check_config(config: Mapping[str, object], family: Scheme, parts: Catalog, facts: Facts) -> None:
+    """Checks that a config is of the family and has the tensors' sizes.
+
+    Raises:
+        InconsistentError: it is of another model.
+    """
+    types = model_types(family)
+    if config.get("model_type") not in types:
+        raise InconsistentError(
+            "the config is of another architecture", found=f"model_type {config.get('model_type')!r}",
+            expected=f"model_type {' or '.join(map(repr, types))}", file=facts.path,
+            remedy="Pass the config.json of this model with --config, or another --to.",
+        )  # fmt: skip
+    wrong = [
+        f"{key} {config[key]}, but {value:,} in the tensors"
+        for key, value in _from_facts(family, parts, facts).items()
+        if type(value) is int and config.get(key) not in (None, value)
+    ]
+    if wrong:
+        raise InconsistentError(
+            "the config does not fit the tensors", file=facts.path, found="; ".join(wrong),
+            remedy="Pass the config.json of this model with --config.",
+        )  # fmt: skip
+
+
+def model_types(family: Scheme) -> list[str]:
+    """The `model_type`s of configs of a family."""
+    return [str(family.config["fixed"]["model_type"]), *family.recognised.get("model_type", ())]
+
+
+def _activation(arguments: Mapping[str, object], path: str) -> str:
+    """The activation function by transformers' name. Megatron's fused GELU uses tanh."""
+    name = arguments.get("activation") or ("gelu_new" if arguments.get("openai_gelu") else "gelu")
+    if name == "gelu":
+        return "gelu_fast" if arguments.get("bias_gelu_fusion") else "gelu"
+    if name not in _ACTIVATIONS:
+        raise UnsupportedError(
+            "the activation function has no name in transformers", file=path, found=str(name),
+            remedy="Pass the model's config.json with --config.",
+        )  # fmt: skip
+    return str(name)

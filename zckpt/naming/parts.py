@@ -1,0 +1,92 @@
+"""The parts that a model consists of, by names of zckpt's own: unfused, unstacked, one block and one expert each.
+
+For `schemes`, whose files say how a writer names, fuses, stacks and orders them. `{b}` is a block's number, `{e}` an expert's;
+the name of each part but the bare ones ends in `.weight` or `.bias`. A matrix has one row for each output, as in torch. Rows of
+queries and keys with rotary positions lie in halves: in each head first the first elements of all pairs, then the second.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import NamedTuple
+
+PARTS = {
+    "embedding": "vectors of the vocabulary",
+    "positions": "learned vectors of positions",
+    "embedding_norm": "norm of the embeddings, before the first block",
+    "final_norm": "norm after the last block",
+    "head": "from hidden values to the vocabulary; absent where it is the embedding",
+    "blocks.{b}.attention_norm": "norm before attention",
+    "blocks.{b}.attention_output_norm": "norm after attention, before the residual is added",
+    "blocks.{b}.mlp_norm": "norm before the MLP or the experts",
+    "blocks.{b}.mlp_output_norm": "norm after the MLP, before the residual is added",
+    "blocks.{b}.attention.query": "queries of all heads",
+    "blocks.{b}.attention.key": "keys of all key heads",
+    "blocks.{b}.attention.value": "values of all key heads",
+    "blocks.{b}.attention.output": "from the heads back to hidden values",
+    "blocks.{b}.attention.query_norm": "norm of each head's queries",
+    "blocks.{b}.attention.key_norm": "norm of each head's keys",
+    "blocks.{b}.attention.query_down": "queries of low rank (MLA)",
+    "blocks.{b}.attention.query_down_norm": "norm of these",
+    "blocks.{b}.attention.query_up": "from these to the queries of all heads",
+    "blocks.{b}.attention.key_value_down": "keys and values of low rank, then the keys' rotary part (MLA)",
+    "blocks.{b}.attention.key_value_down_norm": "norm of those of low rank",
+    "blocks.{b}.attention.key_value_up": "from these to the keys and values of all heads",
+    "blocks.{b}.mlp.gate": "the half of a gated MLP that goes through the activation function",
+    "blocks.{b}.mlp.up": "the other half; alone in an MLP without a gate",
+    "blocks.{b}.mlp.down": "from the MLP's values back to hidden values",
+    "blocks.{b}.router": "scores of the experts",
+    "blocks.{b}.experts.{e}.gate": "as mlp.gate, of one expert",
+    "blocks.{b}.experts.{e}.up": "as mlp.up",
+    "blocks.{b}.experts.{e}.down": "as mlp.down",
+    "blocks.{b}.shared.gate": "as mlp.gate, of the experts that take every token",
+    "blocks.{b}.shared.up": "as mlp.up",
+    "blocks.{b}.shared.down": "as mlp.down",
+    "blocks.{b}.shared_gate": "how much these experts count for a token",
+}
+"""Parts that have a weight, and often a bias: name without that suffix -> what it is."""
+
+BARE = {
+    "blocks.{b}.attention.sinks": "scores that each head's attention always has beside those of the tokens",
+    "blocks.{b}.router.correction": "what is added to the router's scores to choose experts, and not to weigh them",
+}
+"""Parts without a suffix."""
+
+KINDS = ("weight", "bias")
+
+ALL = frozenset((*(f"{name}.{kind}" for name in PARTS for kind in KINDS), *BARE))
+"""Every part's name, with `{b}` and `{e}` for numbers."""
+
+_NUMBERED = re.compile(r"blocks\.(\d+)\.(?:experts\.(\d+)\.)?")
+
+
+class Numbered(NamedTuple):
+    """A part's name, taken apart.
+
+    Attributes:
+        part: with `{b}` and `{e}`, one of `ALL` if it is a part.
+        block: its block; -1 outside of blocks.
+        expert: its expert; -1 if it is not of one expert.
+    """
+
+    part: str
+    block: int
+    expert: int
+
+
+def numbered(name: str) -> Numbered:
+    """A part's name as its template and its numbers."""
+    match = _NUMBERED.match(name)
+    if match is None:
+        return Numbered(name, -1, -1)
+    block, expert = match.groups()
+    if expert is None:
+        return Numbered("blocks.{b}." + name[match.end() :], int(block), -1)
+    return Numbered("blocks.{b}.experts.{e}." + name[match.end() :], int(block), int(expert))
+
+
+def filled(template: str, block: int, expert: int) -> str:
+    """A template with its numbers."""
+    if "{" not in template:
+        return template
+    return template.replace("{b}", str(block)).replace("{e}", str(expert))

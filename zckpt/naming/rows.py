@@ -1,0 +1,195 @@
+"""Tensors cut into their parts, and parts put together: the same fragments, renumbered, with their replicas. Nothing is copied.
+
+For `decompose` and `compose`. [Note: groups of rows] Several parts lie in one tensor as `groups` groups of rows, each with some
+rows of every part; one group is one part after the other, and groups with a row of each are rows in turn.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from zckpt.base.errors import InconsistentError
+from zckpt.core.catalog import Replica, TensorEntry
+from zckpt.core.dtypes import DType
+from zckpt.core.fragments import Block, ComputedStore, Fragment
+from zckpt.core.overlaps import cut, place, rearranged, shifted
+from zckpt.core.views import transposed
+
+Shape = tuple[int, ...]
+Fragments = tuple[Fragment, ...]
+Renumber = Callable[[Fragments, int], Fragments]
+"""(fragments, bytes of an element) -> fragments elsewhere."""
+
+
+def moved(entry: TensorEntry, name: str, shape: Shape, move: Renumber) -> TensorEntry:
+    """A tensor of another one's elements, with its replicas."""
+    replicas = tuple(replace(r, fragments=move(r.fragments, r.dtype.itemsize)) for r in entry.replicas)
+    return TensorEntry(name, shape, entry.dtype, entry.role, move(entry.fragments, entry.dtype.itemsize), replicas)
+
+
+def split(entry: TensorEntry, pieces: Sequence[tuple[str, Shape]]) -> list[TensorEntry]:
+    """A tensor's pieces, which lie end to end: their names and shapes are given."""
+    bounds = [0, *itertools.accumulate(math.prod(shape) for _, shape in pieces)]
+    own = cut(entry.fragments, bounds, entry.dtype.itemsize)
+    if not entry.replicas:
+        return [
+            TensorEntry(name, shape, entry.dtype, entry.role, fragments)
+            for (name, shape), fragments in zip(pieces, own, strict=True)
+        ]
+    copies = [cut(replica.fragments, bounds, replica.dtype.itemsize) for replica in entry.replicas]
+    return [
+        TensorEntry(
+            name, shape, entry.dtype, entry.role, own[at],
+            tuple(replace(r, fragments=copy[at]) for r, copy in zip(entry.replicas, copies, strict=True)),
+        )
+        for at, (name, shape) in enumerate(pieces)
+    ]  # fmt: skip
+
+
+def rows_of(entry: TensorEntry, name: str, groups: int, widths: Sequence[int], number: int) -> TensorEntry:
+    """One of several parts; see [Note: groups of rows].
+
+    Args:
+        entry: the tensor that holds them all.
+        name: of the part.
+        groups: how many there are.
+        widths: rows of each part in a group.
+        number: which part.
+    """
+    width = math.prod(entry.shape[1:])
+    own, pitch = widths[number] * width, sum(widths) * width
+    block = Block(sum(widths[:number]) * width, own, groups, pitch, pitch, 1)
+    shape = (widths[number] * groups, *entry.shape[1:])
+    return moved(entry, name, shape, lambda fragments, itemsize: rearranged(fragments, [(block, 0, own)], itemsize))
+
+
+def grouped(name: str, parts: Sequence[TensorEntry], groups: int) -> TensorEntry:
+    """Several parts in one tensor; see [Note: groups of rows].
+
+    Raises:
+        InconsistentError: they have not all one dtype, one row's shape, and rows for that many groups.
+    """
+    first = parts[0]
+    if len(parts) == 1:
+        return first if first.name == name else replace(first, name=name)
+    rest = first.shape[1:]
+    for part in parts[1:]:
+        if part.dtype != first.dtype or part.shape[1:] != rest or not part.shape:
+            raise InconsistentError(
+                f"parts of {name!r} do not fit each other", found=f"{first.name!r} {first.dtype} {list(first.shape)} and "
+                f"{part.name!r} {part.dtype} {list(part.shape)}", expected="one dtype, and rows of one length",
+            )  # fmt: skip
+    if any(part.shape[0] % groups for part in parts):
+        raise InconsistentError(
+            f"rows of {first.name!r} and others do not fit into {name!r}",
+            found=" and ".join(f"{part.shape[0]:,}" for part in parts) + " rows", expected=f"a multiple of {groups:,} each",
+        )  # fmt: skip
+    width = math.prod(rest)
+    inside = [part.shape[0] // groups * width for part in parts]
+    pitch = sum(inside)
+    starts = [0, *itertools.accumulate(inside)]
+
+    def together(held: Sequence[Fragments], itemsize: int) -> Fragments:
+        if groups == 1:
+            return tuple(f for own, at in zip(held, starts) for f in shifted(own, at))
+        passes = [Block(0, own, groups, own, own, 1) for own in inside]
+        placed = (f for own, block, at in zip(held, passes, starts) for f in place(own, block, at, pitch, itemsize))
+        return tuple(sorted(placed, key=lambda fragment: fragment.start))
+
+    return _made(name, (sum(part.shape[0] for part in parts), *rest), parts, together)
+
+
+def stacked(name: str, items: Sequence[TensorEntry], lead: Shape) -> TensorEntry:
+    """Equal tensors in one, with leading axes.
+
+    Raises:
+        InconsistentError: they have not all one dtype and shape.
+    """
+    first = items[0]
+    numel = first.numel
+    for item in items:
+        if item.dtype != first.dtype or item.shape != first.shape:
+            raise InconsistentError(
+                f"parts of {name!r} do not fit each other", found=f"{first.name!r} {first.dtype} {list(first.shape)} and "
+                f"{item.name!r} {item.dtype} {list(item.shape)}", expected="one dtype and shape",
+            )  # fmt: skip
+
+    def together(held: Sequence[Fragments], itemsize: int) -> Fragments:
+        return tuple(f for number, own in enumerate(held) for f in shifted(own, number * numel))
+
+    return _made(name, (*lead, *first.shape), items, together)
+
+
+def _made(
+    name: str, shape: Shape, parts: Sequence[TensorEntry], together: Callable[[Sequence[Fragments], int], Fragments]
+) -> TensorEntry:
+    """A tensor of several, with the replicas that all of them have."""
+    first = parts[0]
+    role = first.role if all(part.role == first.role for part in parts) else "parameter"
+    replicas: list[Replica] = []
+    for number in range(min(len(part.replicas) for part in parts)):
+        copies = [part.replicas[number] for part in parts]
+        one = copies[0]
+        if all((copy.dtype, copy.rank) == (one.dtype, one.rank) for copy in copies):
+            fragments = together([copy.fragments for copy in copies], one.dtype.itemsize)
+            replicas.append(Replica(one.dtype, fragments, one.rank, all(copy.whole for copy in copies)))
+    fragments = together([part.fragments for part in parts], first.dtype.itemsize)
+    return TensorEntry(name, shape, first.dtype, role, fragments, tuple(replicas))
+
+
+def turned(entry: TensorEntry) -> TensorEntry:
+    """The transposed matrix; of any other tensor, itself."""
+    if len(entry.shape) != 2:
+        return entry
+    rows, columns = entry.shape
+    return moved(entry, entry.name, (columns, rows), lambda fragments, size: transposed(fragments, rows, columns, size))
+
+
+def paired(entry: TensorEntry, heads: int, *, apart: bool) -> TensorEntry:
+    """A part whose heads' rows are neighbouring pairs, with them in two halves; or the other way.
+
+    Args:
+        entry: rows of `heads` heads.
+        heads: how many.
+        apart: from pairs to halves; False for from halves to pairs.
+
+    Raises:
+        InconsistentError: heads have an odd number of rows, or the rows are no multiple of them.
+    """
+    rows, width = entry.shape[0], math.prod(entry.shape[1:])
+    if rows % (2 * heads):
+        raise InconsistentError(
+            f"the rows of {entry.name!r} are not pairs in heads", found=f"{rows:,} rows",
+            expected=f"an even number for each of {heads:,} heads",
+        )  # fmt: skip
+    half = rows // heads // 2
+    order: list[tuple[Block, int, int]] = []
+    for head, second in itertools.product(range(heads), (0, 1)):
+        halves, pairs = (head * 2 + second) * half * width, (head * half * 2 + second) * width
+        if apart:
+            order.append((Block(pairs, width, half, 2 * width, 2 * width, 1), halves, width))
+        else:
+            order.append((Block(halves, width, half, width, width, 1), pairs, 2 * width))
+    return moved(entry, entry.name, entry.shape, lambda fragments, size: rearranged(fragments, order, size))
+
+
+def with_rows(entry: TensorEntry, rows: int) -> TensorEntry:
+    """The tensor with so many rows: the first of them, or with rows of zeros behind them."""
+    if rows == entry.shape[0]:
+        return entry
+    rest = entry.shape[1:]
+    if rows < entry.shape[0]:
+        return split(entry, [(entry.name, (rows, *rest)), ("", (entry.shape[0] - rows, *rest))])[0]
+    numel = entry.numel
+    more = rows * math.prod(rest) - numel
+
+    def padded(fragments: Fragments, dtype: DType) -> Fragments:
+        nbytes = more * dtype.itemsize
+        return (*fragments, Fragment(ComputedStore(nbytes, lambda: bytearray(nbytes), ()), 0, numel, more))
+
+    replicas = tuple(replace(r, fragments=padded(r.fragments, r.dtype)) for r in entry.replicas)
+    fragments = padded(entry.fragments, entry.dtype)
+    return TensorEntry(entry.name, (rows, *rest), entry.dtype, entry.role, fragments, replicas)

@@ -1,0 +1,254 @@
+"""Schemes: how one writer names, fuses, stacks and orders the parts of a model, as data that works in both directions.
+
+`decompose` takes a writer's tensors apart into `parts`, `compose` puts parts together as another writer has them. So any writer's
+names become any other's, and no pair of writers is written down. Schemes are the files in `scheme_files`.
+
+[Note: how to write a scheme] A JSON object: "scheme" (the file's name without .json), "version" (1), "about", and "tensors", a
+list of rules. A rule has
+- "name": the tensor's name, or a list of spellings that are read, of which the first is written. `{b}` and `{e}` are the numbers
+  of a block and of an expert, `{kind}` is `weight` or `bias`, `*` is anything.
+- "parts": the names of the parts in it (`naming.parts` lists them), or null if it is left out; with "note", a sentence is said.
+- "rows": how several parts lie in the first dimension: "joined" (one after the other; it is so where nothing is said), "groups:N"
+  (N groups of rows, with rows of each part in every group; N is a fact such as key_heads), "alternating" (a row of each in turn).
+- "transpose": true for a tensor whose last two dimensions are those of the parts, exchanged. All else is meant after that.
+- "pairs": "query" or "key": a head's rows are rotary pairs side by side; the part has them as two halves.
+- "stack": ["b"], ["e"] or ["b", "e"]: leading axes, in that order, for numbers that are not in the name.
+- "vocabulary": true where rows may be padding behind the vocabulary: those beyond the fact `vocabulary` are cut off when it is
+  read, and rows of zeros are added up to the fact `padded_vocabulary`, if there is one, when it is written.
+- "when": facts and the values (or lists of values) that they must have for the rule to count.
+- "optional": true if a model of this kind may be without it; biases of a `{kind}` are always optional.
+Of two rules whose names fit, the first whose facts fit is taken. When it is written, a rule makes a tensor if all of its parts
+are there; a part is used once, by the first such rule. Further keys: "prefixes" are beginnings of names that are taken off when
+all tensors have them; "local_names" reads names without what wraps them and a pipeline's layers by their numbers (`local_names`);
+"written" gives facts their values for writing. "config" and "recognised" of transformers' families are explained in `families`.
+
+Example: {"name": "h.{b}.qkv.{kind}", "parts": ["blocks.{b}.attention.query.{kind}", "blocks.{b}.attention.key.{kind}",
+"blocks.{b}.attention.value.{kind}"], "rows": "groups:query_heads"}.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from zckpt.base.errors import UnsupportedError
+from zckpt.base.words import count, examples
+from zckpt.naming.local_names import local_names, local_template
+from zckpt.naming.parts import KINDS
+
+FILES = os.path.join(os.path.dirname(__file__), "scheme_files")
+
+_PLACES = {"{b}": r"(?P<b>\d+)", "{e}": r"(?P<e>\d+)", "*": ".*"}
+
+
+@dataclass(frozen=True, slots=True)
+class NamingRule:
+    """One rule of a scheme; see [Note: how to write a scheme].
+
+    Attributes:
+        number: its place in the scheme.
+        names: spellings of the tensor's name, of which the first is written; without `{kind}`.
+        parts: names of the parts; None if the tensor is left out.
+        kind: what `{kind}` stands for in them; empty where it is not used.
+        rows: "joined", "alternating" or the fact that is the number of groups.
+        transpose: whether the last two dimensions are exchanged.
+        pairs: "query", "key" or empty.
+        stack: leading axes.
+        vocabulary: whether rows may be padding.
+        when: facts that must have one of these values.
+        optional: whether a model may be without it.
+        note: what is said if the tensor is left out.
+    """
+
+    number: int
+    names: tuple[str, ...]
+    parts: tuple[str, ...] | None
+    kind: str = ""
+    rows: str = "joined"
+    transpose: bool = False
+    pairs: str = ""
+    stack: tuple[str, ...] = ()
+    vocabulary: bool = False
+    when: Mapping[str, tuple[object, ...]] = field(default_factory=dict[str, "tuple[object, ...]"])
+    optional: bool = False
+    note: str = ""
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether the tensor is one part, as it is."""
+        return (
+            self.parts is not None
+            and len(self.parts) == 1
+            and not (self.stack or self.transpose or self.pairs or self.vocabulary)
+        )
+
+
+class Fit(NamedTuple):
+    """A tensor's name and the rules that take it.
+
+    Attributes:
+        rules: in their order.
+        block: its number in the name; -1 without one.
+        expert: likewise.
+    """
+
+    rules: tuple[NamingRule, ...]
+    block: int
+    expert: int
+
+
+@dataclass(frozen=True, slots=True)
+class Scheme:
+    """One writer's scheme.
+
+    Attributes:
+        name: of its file.
+        about: what it is, for a person.
+        rules: in the order in which they are asked.
+        prefixes: beginnings of names that may be taken off.
+        has_local_names: whether names are read without what wraps them.
+        written: fact -> its value, or the fact that it equals, when tensors are written.
+        config: how transformers' config is made; empty for other writers.
+        recognised: what says that a model is of this family.
+    """
+
+    name: str
+    about: str
+    rules: tuple[NamingRule, ...]
+    prefixes: tuple[str, ...] = ()
+    has_local_names: bool = False
+    written: Mapping[str, object] = field(default_factory=dict[str, object])
+    config: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    recognised: Mapping[str, Any] = field(default_factory=dict[str, Any])
+
+    @property
+    def is_of_transformers(self) -> bool:
+        """Whether its tensors are those of a model of transformers."""
+        return bool(self.config)
+
+    def fits(self, names: Iterable[str]) -> dict[str, Fit | None]:
+        """Each tensor's name with the rules that take it; None where none does."""
+        plain = list(names)
+        prefix = next((p for p in self.prefixes if plain and all(name.startswith(p) for name in plain)), "")
+        local = local_names(plain) if self.has_local_names else {name: name[len(prefix) :] for name in plain}
+        fit = _fitter(self)
+        return {name: fit(own) for name, own in local.items()}
+
+
+def _fitter(scheme: Scheme) -> Any:
+    """A function from a name to its `Fit`, which asks the rules once for all names that differ in numbers only."""
+    patterns = [
+        (re.compile(_pattern(local_template(name) if scheme.has_local_names else name)), rule)
+        for rule in scheme.rules
+        for name in rule.names
+    ]
+    known: dict[str, list[tuple[re.Pattern[str], NamingRule]]] = {}
+
+    def fit(name: str) -> Fit | None:
+        skeleton = ".".join(["0" if word.isdecimal() else word for word in name.split(".")])
+        near = known.get(skeleton)
+        if near is None:
+            near = known[skeleton] = [(p, rule) for p, rule in patterns if p.fullmatch(name) or p.fullmatch(skeleton)]
+        rules: dict[int, NamingRule] = {}
+        numbers: dict[str, str] = {}
+        for pattern, rule in near:
+            if match := pattern.fullmatch(name):
+                rules[rule.number] = rule
+                numbers = {**match.groupdict(), **numbers}
+        if not rules:
+            return None
+        return Fit(tuple(rules[n] for n in sorted(rules)), int(numbers.get("b", -1)), int(numbers.get("e", -1)))
+
+    return fit
+
+
+def _pattern(template: str) -> str:
+    """The regular expression of a template; a number that is there twice must be the same."""
+    pattern = ""
+    for piece in re.split(r"(\{b\}|\{e\}|\*)", template):
+        text = _PLACES.get(piece, re.escape(piece))
+        name = re.match(r"\(\?P(<\w>)", text)
+        pattern += f"(?P={name[1][1]})" if name and f"(?P{name[1]}" in pattern else text
+    return pattern
+
+
+def schemes() -> tuple[str, ...]:
+    """The names of all schemes."""
+    return tuple(sorted(name.removesuffix(".json") for name in os.listdir(FILES) if name.endswith(".json")))
+
+
+def families() -> tuple[str, ...]:
+    """The names of transformers' families, as `--to hf:NAME` takes them."""
+    return tuple(name.removeprefix("hf-") for name in schemes() if name.startswith("hf-"))
+
+
+@functools.cache
+def scheme(name: str) -> Scheme:
+    """Reads a scheme, one of `schemes`."""
+    with open(os.path.join(FILES, f"{name}.json"), "rb") as file:
+        data = json.load(file)
+    rules: list[NamingRule] = []
+    for written in data["tensors"]:
+        names = written["name"] if isinstance(written["name"], list) else [written["name"]]
+        for kind in KINDS if any("{kind}" in text for text in (*names, *(written["parts"] or ()))) else ("",):
+            rules.append(_rule(len(rules), written, names, kind))
+    keys = {key: data.get(key, {}) for key in ("written", "config", "recognised")}
+    return Scheme(
+        data["scheme"], data["about"], tuple(rules), tuple(data.get("prefixes", ())), data.get("local_names", False), **keys
+    )  # fmt: skip
+
+
+def _rule(number: int, written: Mapping[str, Any], names: Iterable[str], kind: str) -> NamingRule:
+    parts = written["parts"]
+    when = {
+        fact: tuple(value) if isinstance(value, list) else (value,) for fact, value in written.get("when", {}).items()
+    }
+    return NamingRule(
+        number,
+        tuple(text.replace("{kind}", kind) for text in names),
+        None if parts is None else tuple(text.replace("{kind}", kind) for text in parts),
+        kind,
+        written.get("rows", "joined").removeprefix("groups:"),
+        written.get("transpose", False),
+        written.get("pairs", ""),
+        tuple(written.get("stack", ())),
+        written.get("vocabulary", False),
+        when,
+        kind == "bias" or written.get("optional", False),
+        written.get("note", ""),
+    )
+
+
+def scheme_of(names: Iterable[str], path: str, prefer: str = "") -> Scheme:
+    """The scheme that takes all tensors of these names; of several, writers' before transformers' families.
+
+    Args:
+        names: of all tensors.
+        path: of the checkpoint, for errors.
+        prefer: a scheme that is taken if it fits.
+
+    Raises:
+        UnsupportedError: none does; says what the nearest one does not take.
+    """
+    names = list(names)
+    near: tuple[int, str, list[str]] | None = None
+    for name in sorted(schemes(), key=lambda name: (name != prefer, name.startswith("hf-"), name)):
+        left = [tensor for tensor, fit in scheme(name).fits(names).items() if fit is None]
+        if not left:
+            return scheme(name)
+        if near is None or len(left) < near[0]:
+            near = len(left), name, left
+    left = near[2] if near else names
+    nearest = near[1] if near else ""
+    of_all = len(left) == len(names)
+    raise UnsupportedError(
+        "no scheme of names takes its tensors" if of_all else f"some tensors have no place in the scheme {nearest}",
+        file=path, found=f"{count(len(left), 'tensor')} such as {examples(left)}" if of_all else examples(left),
+        expected=f"names of one of these: {', '.join(schemes())}",
+        remedy="Leave --to out to keep the names." if of_all else "Leave them out with --exclude, or leave out --to.",
+    )  # fmt: skip
