@@ -4,14 +4,17 @@ For `to_dcp`. The words are those of `dcp_metadata`, whose reading is the check:
 
 [Note: how tensors are cut] A rank that loads reads every chunk that holds a row of its shard, and reads it whole. So large
 tensors are cut, by rows of their first dimension: of it `fully_shard` gives each rank a run. Example: 10 rows of 30 MiB in
-chunks of 64 MiB are cut into 2, 2, 2, 2, 2 rows; rank 1 of 3, which holds rows 4-7, reads the third and fourth chunk.
+chunks of 64 MiB are cut into 2, 2, 2, 2, 2 rows; rank 1 of 3, which holds rows 4-7, reads the third and fourth chunk. Where
+one row is larger, as in stacked layers or experts, each row is cut again, by the next dimension: (4, 10) rows of 30 MiB are
+cut into 4 x 5 chunks.
 Source: torch/distributed/checkpoint/{filesystem,metadata,default_planner,_nested_dict}.py (2.3 - 2.13).
 """
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from zckpt.containers import Placeholder, TensorSpec, torch_zip
@@ -20,7 +23,7 @@ from zckpt.containers.skeleton import Skeleton
 from zckpt.core.catalog import TensorEntry
 from zckpt.core.dtypes import DType
 from zckpt.core.fragments import FileStore, Fragment
-from zckpt.core.plan import Checksum, OutputFile
+from zckpt.core.plan import Checksum, OutputFile, literal_file
 from zckpt.layouts.dcp.metadata import DcpChunk, ItemPlace, Path, Shape
 from zckpt.layouts.dcp.state import dotted
 
@@ -66,11 +69,13 @@ class DcpWriter:
     Args:
         max_file_bytes: a data file that would become larger is followed by another; a chunk is never split.
         chunk_bytes: see [Note: how tensors are cut].
+        directory: of the output that the save is in; empty for the output itself.
     """
 
-    def __init__(self, max_file_bytes: int, chunk_bytes: int = CHUNK_BYTES) -> None:
+    def __init__(self, max_file_bytes: int, chunk_bytes: int = CHUNK_BYTES, *, directory: str = "") -> None:
         self.max_file_bytes = max_file_bytes
         self.chunk_bytes = chunk_bytes
+        self.directory = directory and directory + "/"
         self._files: list[_DataFile] = []
         self._tensors: list[_Laid] = []
         self._paths: dict[str, Path] = {}
@@ -110,6 +115,12 @@ class DcpWriter:
         """Adds an item with the same value and place as another one."""
         self._add(path, self._items[dotted(known)])
 
+    def values(self, paths: Iterable[Path], value: object) -> None:
+        """Adds the same pickled object several times, with one place."""
+        place = self._append(torch_zip.skeleton_of(value, []))[0]
+        for path in paths:
+            self._add(path, place)
+
     def _add(self, path: Path, item: tuple[DType, Shape, tuple[DcpChunk, ...]] | ItemPlace) -> None:
         self._paths[dotted(path)] = path
         self._items[dotted(path)] = item
@@ -121,13 +132,13 @@ class DcpWriter:
 
     def finish(self) -> tuple[list[tuple[OutputFile, FileStore]], list[tuple[TensorEntry, TensorEntry]]]:
         """The files, and (source, destination) of each tensor in the order of their bytes."""
-        stores = {file.path: FileStore(file.path, file.size) for file in self._files}
+        stores = {file.path: FileStore(self.directory + file.path, file.size) for file in self._files}
         files = [
-            (OutputFile(file.path, file.size, tuple(file.literals), tuple(file.checksums)), stores[file.path])
+            (OutputFile(store.path, file.size, tuple(file.literals), tuple(file.checksums)), store)
             for file in self._files
+            for store in (stores[file.path],)
         ]
-        metadata = self._metadata()
-        files.append((OutputFile(".metadata", len(metadata), ((0, metadata),)), FileStore(".metadata", len(metadata))))
+        files.append(literal_file(f"{self.directory}.metadata", self._metadata()))
         pairs: list[tuple[TensorEntry, TensorEntry]] = []
         for laid in self._tensors:
             fragments = tuple(Fragment(stores[file.path], at, start, count) for file, at, start, count in laid.runs)
@@ -164,21 +175,25 @@ class DcpWriter:
 
 
 def cut(shape: Shape, itemsize: int, chunk_bytes: int) -> Iterator[tuple[Shape, Shape]]:
-    """(offsets, sizes) of a tensor's chunks: runs of rows of its first dimension that has several.
+    """(offsets, sizes) of a tensor's chunks, in the order of their elements; see [Note: how tensors are cut].
 
     Args:
         shape: of the tensor.
         itemsize: bytes of one element.
-        chunk_bytes: the most bytes of a chunk, unless one row has more.
+        chunk_bytes: the most bytes of a chunk, unless one row of the last dimension but one has more.
     """
+    numel = math.prod(shape)
     dim = next((dim for dim, extent in enumerate(shape) if extent > 1), len(shape))
-    if not math.prod(shape) or dim == len(shape):
+    if not numel or dim == len(shape):
         yield (0,) * len(shape), shape
         return
+    while dim < len(shape) - 2 and math.prod(shape[dim + 1 :]) * itemsize > chunk_bytes:
+        dim += 1
     rows = max(1, chunk_bytes // (math.prod(shape[dim + 1 :]) * itemsize))
-    for row in range(0, shape[dim], rows):
-        sizes = (*shape[:dim], min(rows, shape[dim] - row), *shape[dim + 1 :])
-        yield tuple(row if d == dim else 0 for d in range(len(shape))), sizes
+    behind, whole = (0,) * (len(shape) - dim - 1), shape[dim + 1 :]
+    for before in itertools.product(*map(range, shape[:dim])):
+        for row in range(0, shape[dim], rows):
+            yield (*before, row, *behind), (*(1 for _ in before), min(rows, shape[dim] - row), *whole)
 
 
 def _first(offsets: Sequence[int], shape: Shape) -> int:
