@@ -207,7 +207,7 @@ def _unfit(entry: TensorEntry, found: str, facts: Facts) -> InconsistentError:
 
 
 def _completed(catalog: Catalog, scheme: Scheme, fits: Mapping[str, Fit], facts: Facts) -> Facts:
-    """The facts, with those that fused tensors' shapes show: key_heads, head_size, gated."""
+    """The facts, with those that names and fused tensors' shapes show: key_heads, head_size, gated, latent (MLA)."""
     fused: tuple[TensorEntry, int, int] | None = None
     has_gate = False
     up: dict[str, int] = {}
@@ -230,6 +230,8 @@ def _completed(catalog: Catalog, scheme: Scheme, fits: Mapping[str, Fit], facts:
             down.setdefault(words[0][-3], columns)
         if fused and up.keys() & down.keys():
             break
+    if any(".key_value_down." in part for fit in fits.values() for part in fit.rules[0].parts or ()):
+        facts = facts.having(latent=True)
     where = next((where for where in up if where in down), None)
     if has_gate or where is not None:
         facts = facts.having(gated=has_gate or up[where or ""] == 2 * down[where or ""])
