@@ -55,6 +55,7 @@ SEEDS: dict[str, Seed] = {
     "experts": ("moe/*/checkpoint", "*/layer_*_expert_0_*.pt", True),
     "DCP metadata": ("dcp/boxes_w4/checkpoint", "**/.metadata", False),
     "DCP data": ("dcp/dtypes_w2/checkpoint", "**/*.distcp", False),
+    "FairScale's metadata": ("fairscale/metaseq_w4/checkpoint", "*-shard1.pt", True),
     "safetensors": (safetensors_directory, "model-00001-of-00002.safetensors", False),
     "index": (safetensors_directory, "model.safetensors.index.json", False),
 }

@@ -14,7 +14,9 @@ from zckpt.base.errors import IncompleteError
 from zckpt.jobs.inspection import inspect_checkpoint
 
 FIXTURES = Path(__file__).parents[2] / "fixtures"
-PARTS = sorted(path for path in (FIXTURES / "parts").glob("*.pt") if not path.name.startswith("model_world_size"))
+WHOLE = ("model_world_size", "checkpoint-shard")
+"""Files that are read together with those of the other ranks beside them."""
+PARTS = sorted(path for path in (FIXTURES / "parts").glob("*.pt") if not path.name.startswith(WHOLE))
 
 # ---- in lines
 
@@ -84,7 +86,7 @@ def test_one_ranks_part_is_no_model(path: Path, name: str, tmp_path: Path) -> No
 
 def test_there_are_parts() -> None:
     assert {path.name.rstrip("01.pt") for path in PARTS} == {
-        "checkpoint-shard", "local_rank_", "parameters_", "sharded_",
+        "local_rank_", "parameters_", "sharded_",
     }  # fmt: skip
 
 

@@ -31,7 +31,7 @@ def module_of(name: str, code: str) -> ModuleType:
 
 def test_what_the_page_names_is_there() -> None:
     text = (ROOT / "docs/extending.md").read_text()
-    named = [path for path in re.findall(r"`((?:zckpt|tests|fixtures)/[\w./]+)`", text) if "fairscale" not in path]
+    named = [path for path in re.findall(r"`((?:zckpt|tests|fixtures)/[\w./]+)`", text) if "flat_shards" not in path]
     assert len(named) > 12
     assert [path for path in named if not (ROOT / path).exists()] == []
 
@@ -39,9 +39,9 @@ def test_what_the_page_names_is_there() -> None:
 @pytest.fixture
 def installed(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     """The family of the page, as its line adds it."""
-    family = module_of("zckpt.layouts.fairscale", BLOCKS[0])
-    monkeypatch.setitem(sys.modules, "zckpt.layouts.fairscale", family)
-    monkeypatch.setattr(layouts, "fairscale", family, raising=False)
+    family = module_of("zckpt.layouts.flat_shards", BLOCKS[0])
+    monkeypatch.setitem(sys.modules, "zckpt.layouts.flat_shards", family)
+    monkeypatch.setattr(layouts, "flat_shards", family, raising=False)
     families: dict[str, Any] = {}
     exec(BLOCKS[1], dict(vars(layouts)), families)
     assert families["FAMILIES"][1:] == layouts.FAMILIES
@@ -51,7 +51,7 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
 @pytest.fixture
 def template() -> ModuleType:
-    return module_of("test_fairscale", BLOCKS[2])
+    return module_of("test_flat_shards", BLOCKS[2])
 
 
 def test_the_test_of_the_page_passes(installed: ModuleType, template: ModuleType, tmp_path: Path) -> None:

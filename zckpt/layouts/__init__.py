@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from zckpt.base.errors import NotACheckpointError, UnsupportedError, UsageError
 from zckpt.core.catalog import Catalog
-from zckpt.layouts import dcp, fsdp, moe, parallel, plain, universal, zero
+from zckpt.layouts import dcp, fairscale, fsdp, moe, parallel, plain, universal, zero
 from zckpt.layouts.run import agreement, usage
 from zckpt.layouts.run.training import Training
 from zckpt.layouts.save.family import Family
@@ -21,6 +21,7 @@ FAMILIES: tuple[Family, ...] = (
     dcp.FAMILY,
     fsdp.FAMILY,
     fsdp.ANY_NAME,
+    fairscale.FAMILY,
     plain.FAMILY,
 )
 """In the order in which they are asked: the first that knows the files reads them.

@@ -20,6 +20,7 @@ from typing import NamedTuple
 from zckpt import layouts
 from zckpt.base.errors import IncompleteError, NotACheckpointError, UnsafeError, UsageError, ZckptError
 from zckpt.base.words import count, examples
+from zckpt.layouts.save.apart import last_of, one_of, saves_in
 from zckpt.layouts.save.family import Family
 from zckpt.layouts.save.listing import UNIVERSAL_POINTER, Listing, list_files, listed, natural
 from zckpt.output.saves import displaced
@@ -88,6 +89,11 @@ def find(path: Location, tag: str | None = None, also: Sequence[Location] = ()) 
         file = path / name
         if name in _POINTERS:
             return find(path, tag or (_latest(file) if name == UNIVERSAL_POINTER else None), also)
+        for family in layouts.FAMILIES:
+            if (save := family.save_of(name)) is not None:
+                listing = one_of(_listing(path, save, also), family, save)
+                if family.match(listing) is None:
+                    return Place(listing, path)
         if name.endswith(".safetensors") or not layouts.is_of_save(name):
             return Place(Listing(file, "", {name: file}), path)
     if not path.is_dir():
@@ -99,7 +105,7 @@ def find(path: Location, tag: str | None = None, also: Sequence[Location] = ()) 
         if not root.is_dir():
             raise NotACheckpointError("no such directory", file=root, remedy="Give --also a directory that exists.")
     look = _Look(path, tag, also, listed(path))
-    for what in (_save, _accelerate, _role, _run, _home, _trainers, _weights):
+    for what in (_save, _accelerate, _role, _run, _wanted, _home, _trainers, _several, _weights):
         if (place := what(look)) is not None:
             return place
     below = [] if path.is_remote else [path / name for name in look.names[:_MOST_LOOKED_INTO]]
@@ -278,6 +284,27 @@ def _trainers(look: _Look) -> Place | None:
             several = f"{count(len(folders), 'folder')} of a trainer's checkpoints"
             note = f"{look.path!r} holds {several}: the newest, {newest!r}, is taken."
             return replace(place, notes=(note, *place.notes))
+    return None
+
+
+def _wanted(look: _Look) -> Place | None:
+    """One of several saves in a directory, by `--tag`."""
+    return None if look.tag is None else _several(look)
+
+
+def _several(look: _Look) -> Place | None:
+    """Saves whose files lie in one directory, each under names of its own: the last one, or `--tag`."""
+    for family in layouts.FAMILIES:
+        saves = saves_in(look.names, family)
+        if not saves or (look.tag is not None and look.tag not in saves):
+            continue
+        chosen = look.tag or last_of(saves, look.path)
+        place = Place(one_of(_listing(look.path, chosen, look.also), family, chosen), look.path)
+        if family.match(place.listing) is not None:
+            continue
+        several = f"{look.path!r} holds {count(len(saves), 'save')}: {chosen!r} is taken. Pass --tag for another."
+        notes = (several,) if len(saves) > 1 and look.tag is None else ()
+        return replace(place, tags=tuple(filter(None, saves)), notes=notes)
     return None
 
 

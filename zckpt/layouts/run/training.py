@@ -16,6 +16,7 @@ from zckpt.core.catalog import Padding, TensorEntry, held_as_padding, held_by
 from zckpt.core.claims import Claims
 from zckpt.core.dtypes import F16, DType
 from zckpt.layouts.joining.slices import Joint
+from zckpt.layouts.run.values import is_plain
 
 Form = Literal["zero", "bf16"]
 """Who wrote the optimizer files: the ZeRO optimizers, or DeepSpeed's `BF16_Optimizer` (fp32 gradient accumulation)."""
@@ -109,3 +110,14 @@ def new_scaler(precision: DType) -> Placeholder:
         "raise_error_at_min_scale": True, "dtype": F16,
     }  # fmt: skip
     return Placeholder(module, "DynamicLossScaler", (), state, called=True, new=True)
+
+
+def client_state(root: Mapping[str, object], steps: int | None) -> dict[str, object]:
+    """The counters that DeepSpeed needs in every save, and of a trainer's own file what is numbers, texts and lists of such.
+
+    Args:
+        root: what the file holds.
+        steps: optimizer steps, or None where it does not say.
+    """
+    rest = {key: value for key, value in root.items() if value is not None and is_plain(value)}
+    return {**rest, "global_steps": steps or 0, "skipped_steps": 0, "ds_version": "0.19.8"}

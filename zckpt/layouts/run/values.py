@@ -29,6 +29,20 @@ def step_of(value: object) -> int | None:
     return int(value) if isinstance(value, int | float) and abs(value) < 2**53 else None
 
 
+_DEEPEST = 16
+"""Lists and mappings in each other, of a trainer's own values."""
+
+
+def is_plain(value: object, depth: int = 0) -> bool:
+    """Whether a value is made of numbers, texts, lists and mappings alone: no tensors, and no objects of a trainer's classes."""
+    if value is None or isinstance(value, bool | int | float | str):
+        return True
+    if depth == _DEEPEST or not isinstance(value, list | tuple | dict):
+        return False
+    inner = [*value.keys(), *value.values()] if isinstance(value, dict) else value
+    return all(is_plain(one, depth + 1) for one in inner)
+
+
 _CODES = {"F64": "d", "F32": "f", "I64": "q", "I32": "i"}
 
 

@@ -116,6 +116,8 @@ class Family:
         unread_states: optimizer states that are there and are not read, in words; empty where there are none.
         left_out: names of tensors that neither `read` nor `read_training` gives.
         holds_run: a save with optimizer states has a place for the schedules, counters and settings of the run too.
+        apart: the group of the files' patterns that tells one save from others in the same directory, such as
+            `checkpoint_last` of `checkpoint_last-shard0.pt`; empty where a directory is one save.
         keeps_model_files: a save made from another has its model files as they were.
     """
 
@@ -137,6 +139,7 @@ class Family:
     left_out: Callable[[Listing], list[str]] = _no_names
     holds_run: bool = True
     keeps_model_files: bool = False
+    apart: str = ""
 
     def owns(self, name: str) -> bool:
         """Whether a file of this name belongs to a save of the family."""
@@ -157,6 +160,13 @@ class Family:
                     axes = {axis: int(number) for axis, number in found.items() if (number or "").isdecimal()}
                     yield NamedFile(name, kind.format_map(found), of_rank, axes)
                     break
+
+    def save_of(self, name: str) -> str | None:
+        """What tells the save of a file from others in its directory; None for files of no save of its own."""
+        for kind in self.files if self.apart else ():
+            if match := kind.pattern.fullmatch(name):
+                return match[self.apart] or ""
+        return None
 
     def containers(self, listing: Listing) -> list[str]:
         """Names of the files of a save that open on their own, whether they hold tensors or not."""

@@ -1,0 +1,353 @@
+"""Reads what each rank of FairScale's FullyShardedDataParallel saved: `local_state_dict` and `local_metadata_dict`.
+
+For `fairscale.states`. fairseq writes `checkpoint_last-shard0.pt` with the entries `model` and `fsdp_metadata`, metaseq the
+same with `shard_metadata`; a script of one's own may call the file `shard0.pt` and have the tensors on top. A wrapped module's
+parameters lie end to end in a vector `flat_param_0`, or each in a vector of its own; of either, a rank has one of equal parts,
+and what is behind the last element is padding, whose length the rank's own metadata say: 5 elements over 4 ranks are 2, 2, 1, 0.
+
+[Note: FairScale's experts] A module with `no_broadcast_optim_state` is each rank's own: all ranks have it whole, under the same
+names, with other numbers. FairScale's own consolidation takes rank 0's. Here `experts.I` of rank R becomes `experts.{R *
+experts of a rank + I}`, which is how `MOELayer` sends tokens to experts. Without such a number in the names nothing says what
+the ranks' modules are.
+
+[Note: FairScale's tied names] `shared_param_info` has (kept, dropped) of each module, below its path, with the last parts of
+the two names in each other's places: ("embed.table", "head.weight") where `head.table` is `embed.weight`. FairScale's own
+consolidation reads those of the last module alone, and without its path.
+Source: fairscale 0.4.13, nn/data_parallel/fully_sharded_data_parallel.py (`_get_shard`, `local_metadata_dict`,
+`consolidate_shard_weights`), nn/misc/flatten_params_wrapper.py (`_init_flatten_params`), nn/moe/moe_layer.py; fairseq 0.12 and
+metaseq 0.0.1, trainer.py (`state_dict`, `checkpoint_suffix`).
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from zckpt.base.errors import COPY_AGAIN, OTHER_SAVE, CorruptError, InconsistentError, UnsupportedError
+from zckpt.base.words import count, examples
+from zckpt.containers import TensorRef, brief
+from zckpt.containers.tensor_ref import MAX_DIMS, MAX_NUMBER
+from zckpt.layouts.run.values import missing_ranks, step_of
+from zckpt.layouts.save.family import RankFacts
+from zckpt.layouts.save.listing import Listing
+from zckpt.layouts.save.module_states import Shape, as_mapping, as_tensor
+
+NAME = re.compile(r"(?:(?P<save>.+?)[-_.])?shard[-_]?(?P<dp>\d+)\.(?:pt|pth|bin|ckpt)")
+_EXPERT = re.compile(r"(?P<head>(?:^|.*\.)experts\.)(?P<number>\d+)(?P<tail>\..*)")
+_PART_OF_MODEL = re.compile(r"-(?P<kind>model_part|rank)-\d+$")
+_MODELS = ("model", "state_dict", "model_state_dict", "weights")
+
+
+class Own(NamedTuple):
+    """What the metadata of one rank say of one stored parameter.
+
+    Attributes:
+        key: in the state dict.
+        shapes: name in the model -> shape, in the order in which they lie in it.
+        padding: elements behind them on this rank.
+        alone: whether each rank has one of its own.
+    """
+
+    key: str
+    shapes: Mapping[str, Shape]
+    padding: int
+    alone: bool
+
+    @property
+    def numel(self) -> int:
+        """Elements of all its parameters, on all ranks together."""
+        return sum(math.prod(shape) for shape in self.shapes.values())
+
+
+class Held(NamedTuple):
+    """A stored parameter: the model's parameters that lie in it, and the ranks whose parts, end to end, are it.
+
+    Attributes:
+        key: in their state dicts.
+        shapes: name in the model -> shape, in order.
+        used: rank -> how many elements of its part are parameters'.
+    """
+
+    key: str
+    shapes: Mapping[str, Shape]
+    used: Mapping[int, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Rank:
+    """One rank's file.
+
+    Attributes:
+        file: its path.
+        root: everything in it.
+        model: its state dict.
+        params: key -> what the metadata say of it.
+        buffers: names of the buffers.
+        tied: dropped name -> kept name.
+    """
+
+    file: str
+    root: Mapping[str, object]
+    model: Mapping[str, object]
+    params: Mapping[str, Own]
+    buffers: frozenset[str]
+    tied: Mapping[str, str]
+
+    def tensor(self, key: str) -> TensorRef:
+        """A tensor of the state dict."""
+        return as_tensor(self.model.get(key), repr(key), self.file)
+
+
+def match(listing: Listing) -> str | None:
+    """None when this layout reads the files; otherwise why not. Opens the first one."""
+    if listing.directory in listing.files.values():
+        return "one file"
+    for name in listing.matching(NAME)[:1]:
+        root = listing.open(name).root
+        if isinstance(root, Mapping) and metadata_in(root) is not None:
+            return None
+    return "no *shard0.pt with FairScale's metadata"
+
+
+def facts(listing: Listing, name: str) -> RankFacts:
+    """The world size that one rank's parts tell, if it is the only one that fits; and the step, where a trainer says it."""
+    rank = read_rank(listing, name)
+    least, most = world_sizes([rank])
+    return RankFacts(least if least == most else None, step_in(rank.root))
+
+
+def step_in(root: Mapping[str, object]) -> int | None:
+    """Optimizer steps, as fairseq and metaseq count them; None where a file does not say."""
+    history = root.get("optimizer_history")
+    last = history[-1] if isinstance(history, list | tuple) and history else None
+    return step_of(last.get("num_updates")) if isinstance(last, Mapping) else None
+
+
+def read_ranks(listing: Listing) -> list[Rank]:
+    """All ranks' files, in order.
+
+    Raises:
+        IncompleteError: files are missing. InconsistentError: they are of several saves. CorruptError: one contradicts itself.
+        UnsupportedError: they are parts of a model that was split by tensor parallelism, or of fairseq's experts.
+    """
+    names: dict[int, str] = {}
+    for name in listing.matching(NAME):
+        found = NAME.fullmatch(name)
+        assert found is not None
+        if part := _PART_OF_MODEL.search(found["save"] or ""):
+            raise UnsupportedError(
+                "holds parts of a model that were cut by more than FairScale", file=listing.directory,
+                found=f"{part[0][1:]!r} in the name {name!r}", expected="names such as checkpoint_last-shard0.pt",
+                remedy="Join the parts first, with metaseq.scripts.consolidate_fsdp_shards.",
+            )  # fmt: skip
+        if names.setdefault(int(found["dp"]), name) != name:
+            raise InconsistentError(
+                f"has two files of rank {int(found['dp'])}", file=listing.directory,
+                found=f"{names[int(found['dp'])]!r} and {name!r}", expected="files of one save", remedy=OTHER_SAVE,
+            )  # fmt: skip
+    there = sorted(names)
+    if missing := sorted(set(range(there[-1])) - set(there)):
+        raise missing_ranks(listing, "shard", there, missing, 1 + there[-1])
+    ranks = [read_rank(listing, names[rank]) for rank in there]
+    for rank in ranks[1:]:
+        _check_like(ranks[0], rank)
+    least, most = world_sizes(ranks)
+    if len(ranks) < least:
+        raise missing_ranks(listing, "shard", there, list(range(len(ranks), least)), least)
+    if len(ranks) > most:
+        raise InconsistentError(
+            "has more files than its parts need", file=listing.directory, found=f"{len(ranks)} shard files",
+            expected=f"{most}, as the sizes of the parts say", remedy=OTHER_SAVE,
+        )  # fmt: skip
+    return ranks
+
+
+def world_sizes(ranks: list[Rank]) -> tuple[int, int]:
+    """The least and the greatest number of ranks over which parts of these sizes can have been cut.
+
+    Every rank's part, with its padding, has ceil(elements / ranks) elements.
+    """
+    least, most = 1, MAX_NUMBER
+    for key, own in ranks[0].params.items():
+        part = ranks[0].tensor(key).numel
+        if own.alone or not own.numel or not part:
+            continue
+        least = max(least, -(-own.numel // part))
+        if part > 1:
+            most = min(most, -(-own.numel // (part - 1)) - 1)
+    return least, max(least, most)
+
+
+def holders(ranks: list[Rank], *, allow_unknown: bool = False) -> list[Held]:
+    """The stored parameters, in the order of the state dict; see [Note: FairScale's experts].
+
+    Raises:
+        UnsupportedError: each rank has a module of its own, whose names do not say which it is; unless `allow_unknown` is set,
+        which
+            takes rank 0's.
+    """
+    found: list[Held] = []
+    local = _experts_of_a_rank(ranks[0])
+    for key in (key for key in ranks[0].model if key in ranks[0].params):
+        first = ranks[0].params[key]
+        if not first.alone or len(ranks) == 1:
+            used = {n: rank.tensor(key).numel - rank.params[key].padding for n, rank in enumerate(ranks)}
+            found.append(Held(key, first.shapes, used))
+            continue
+        named = [_EXPERT.fullmatch(name) for name in first.shapes]
+        if not all(named):
+            if not allow_unknown:
+                raise UnsupportedError(
+                    "holds modules that each rank has of its own, under the same names", file=ranks[0].file,
+                    found=examples(first.shapes), expected="'experts.', and a number, in these names",
+                    remedy="To take those of rank 0, as FairScale's consolidate_shard_weights does, convert with "
+                    "--allow-unknown-layout.",
+                )  # fmt: skip
+            found.append(Held(key, first.shapes, {0: first.numel}))
+            continue
+        for number in range(len(ranks)):
+            shapes = {_renumbered(name, number, local): shape for name, shape in first.shapes.items()}
+            found.append(Held(key, shapes, {number: first.numel}))
+    return found
+
+
+def _experts_of_a_rank(rank: Rank) -> dict[str, int]:
+    """Name up to the number -> how many experts a rank has there."""
+    numbers: dict[str, set[int]] = {}
+    for own in rank.params.values():
+        for name in own.shapes if own.alone else ():
+            if expert := _EXPERT.fullmatch(name):
+                numbers.setdefault(expert["head"], set()).add(int(expert["number"]))
+    return {head: 1 + max(own) for head, own in numbers.items()}
+
+
+def _renumbered(name: str, rank: int, local: Mapping[str, int]) -> str:
+    expert = _EXPERT.fullmatch(name)
+    assert expert is not None
+    return f"{expert['head']}{rank * local[expert['head']] + int(expert['number'])}{expert['tail']}"
+
+
+# -- one file --------------------------------------------------------------------------------------------------------
+
+
+def read_rank(listing: Listing, name: str) -> Rank:
+    """One rank's file, checked.
+
+    Raises:
+        CorruptError: it has no metadata of FairScale, or they do not fit its tensors.
+    """
+    file = listing.files[name].path
+    root = as_mapping(listing.open(name).root, "its content", file)
+    metadata = metadata_in(root)
+    if metadata is None:
+        raise CorruptError(
+            "has no metadata of FairScale", file=file, found=f"entries {examples(map(str, root))}",
+            expected="an entry with 'param_metadata', as local_metadata_dict() gives it", remedy=COPY_AGAIN,
+        )  # fmt: skip
+    try:
+        params = {own.key: own for own in _params(metadata)}
+        tied = dict(_tied(metadata))
+        buffers = frozenset(map(str, metadata.get("buffer_names") or ()))
+    except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
+        raise CorruptError(
+            "its metadata cannot be read", file=file, found=f"{type(error).__name__}: {error}"[:200], remedy=COPY_AGAIN
+        ) from error
+    if not params:
+        raise CorruptError("its metadata name no parameters", file=file, found="none", remedy=COPY_AGAIN)
+    rank = Rank(file, root, _model(root, params), params, buffers, tied)
+    for key, own in params.items():
+        _check_part(rank, key, own)
+    return rank
+
+
+def _check_part(rank: Rank, key: str, own: Own) -> None:
+    numel = rank.tensor(key).numel
+    used = own.numel == numel - own.padding if own.alone else numel - own.padding <= own.numel
+    if own.padding > numel or not used:
+        raise InconsistentError(
+            f"the rank's part of {key!r} is not what its metadata say", file=rank.file, found=count(numel, "element"),
+            expected=f"{'' if own.alone else 'a part of '}{own.numel:,}, and {own.padding:,} behind them", remedy=OTHER_SAVE,
+        )  # fmt: skip
+
+
+def _check_like(first: Rank, other: Rank) -> None:
+    """Raises InconsistentError where two ranks do not have the same parameters in parts of the same size."""
+    for key in dict.fromkeys((*first.params, *other.params)):
+        a, b = first.params.get(key), other.params.get(key)
+        same = a is not None and b is not None and list(a.shapes.items()) == list(b.shapes.items())
+        if not same or first.tensor(key).numel != other.tensor(key).numel:
+            raise InconsistentError(
+                f"ranks do not agree on {key!r}", file=other.file, found=_described(other, key),
+                expected=f"{_described(first, key)}, as rank 0 has it", remedy=OTHER_SAVE,
+            )  # fmt: skip
+
+
+def _described(rank: Rank, key: str) -> str:
+    own = rank.params.get(key)
+    if own is None:
+        return "no such parameter"
+    return f"{count(rank.tensor(key).numel, 'element')} of {count(len(own.shapes), 'parameter')}"
+
+
+def metadata_in(root: Mapping[Any, object]) -> Mapping[str, Any] | None:
+    """The metadata in a file, under whatever key."""
+    for value in root.values():
+        if isinstance(value, Mapping) and isinstance(value.get("param_metadata"), list | tuple):
+            return value
+    return None
+
+
+def _model(root: Mapping[str, object], params: Mapping[str, Own]) -> Mapping[str, object]:
+    """The state dict in a file: under a usual key, under another, or on top."""
+    below = [*(root.get(key) for key in _MODELS), *root.values()]
+    for state in (*below, root):
+        if isinstance(state, Mapping) and all(isinstance(state.get(key), TensorRef) for key in params):
+            return state
+    return root
+
+
+def _params(metadata: Mapping[str, Any]) -> Iterator[Own]:
+    for module in metadata["param_metadata"]:
+        home = _home(module)
+        alone = bool(module.get("no_broadcast_optim_state", False))
+        for key, own in module["params"].items():
+            shapes = {f"{home}{name}": _shape(shape) for name, shape in zip(own["names"], own["shapes"], strict=True)}
+            if len(shapes) != len(own["names"]):
+                raise ValueError(f"a name twice in {brief(own['names'])}")
+            yield Own(f"{home}{key}", shapes, _whole(own["padding"]), alone)
+
+
+def _tied(metadata: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """(dropped name, kept name); see [Note: FairScale's tied names]."""
+    for module in metadata["param_metadata"]:
+        home = _home(module)
+        there = {name for own in module["params"].values() for name in own["names"]}
+        for said_kept, said_dropped in module.get("shared_param_info") or ():
+            (kept_in, _, a), (dropped_in, _, b) = said_kept.rpartition("."), said_dropped.rpartition(".")
+            swapped = (".".join(filter(None, (kept_in, b))), ".".join(filter(None, (dropped_in, a))))
+            for kept, dropped in (swapped, (said_kept, said_dropped)):
+                if kept in there and dropped not in there:
+                    yield f"{home}{dropped}", f"{home}{kept}"
+                    break
+
+
+def _home(module: Mapping[str, Any]) -> str:
+    path = module["fsdp_path"]
+    if type(path) is not str:
+        raise TypeError(f"{brief(path)} is not the path of a module")
+    return f"{path}." if path else ""
+
+
+def _shape(value: object) -> Shape:
+    if not isinstance(value, tuple | list) or len(value) > MAX_DIMS:
+        raise ValueError(f"{brief(value)} instead of a shape")
+    return tuple(map(_whole, value))
+
+
+def _whole(value: object) -> int:
+    if type(value) is not int or not 0 <= value <= MAX_NUMBER:
+        raise ValueError(f"{brief(value)} instead of a number of elements")
+    return value
