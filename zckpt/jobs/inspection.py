@@ -83,6 +83,7 @@ class Inspection:
                 "aliases": dict(catalog.aliases),
                 "optimizer": list(source.optimizer_states),
                 "steps": source.global_steps,
+                "details": dict(source.details),
                 "tensors": [_tensor_json(entry, slices) for entry in catalog.tensors.values()],
             }
         facts["files"] = files_as_json(listing, self.grid, catalog.topology if catalog else None)
@@ -135,6 +136,8 @@ def _catalog_rows(catalog: Catalog, place: Place, width: int | None) -> Iterator
         ranks = "any: each parameter is stored whole"
     if source.layout != "plain":
         yield from row("parallelism", ranks, width)
+    for label, text in source.details:
+        yield from row(label, text, width)
     roles = Counter(entry.role for entry in catalog.tensors.values())
     kinds = [
         f"{roles[role]:,} {word} ({count(_numel(catalog, role), 'element')})" for role, word in _ROLES if roles[role]

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from zckpt.base.errors import NotACheckpointError, UnsupportedError, UsageError
 from zckpt.core.catalog import Catalog
-from zckpt.layouts import dcp, fairscale, fsdp, moe, parallel, plain, universal, zero
+from zckpt.layouts import dcp, fairscale, fsdp, megatron_core, moe, parallel, plain, universal, zero
 from zckpt.layouts.run import agreement, usage
 from zckpt.layouts.run.training import Training
 from zckpt.layouts.save.family import Family
@@ -18,6 +18,7 @@ FAMILIES: tuple[Family, ...] = (
     moe.FAMILY,
     parallel.FAMILY,
     zero.FAMILY,
+    megatron_core.FAMILY,
     dcp.FAMILY,
     fsdp.FAMILY,
     fsdp.ANY_NAME,

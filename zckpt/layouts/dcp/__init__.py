@@ -3,7 +3,7 @@
 import re
 
 from zckpt.layouts.dcp import read as _read
-from zckpt.layouts.dcp.metadata import DATA, METADATA, SAFETENSORS
+from zckpt.layouts.dcp.files import DATA, METADATA, SAFETENSORS
 from zckpt.layouts.save.family import Family, FileKind
 
 FAMILY = Family(

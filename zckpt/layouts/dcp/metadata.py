@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import json
 import math
-import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -30,17 +29,16 @@ from zckpt.base.errors import (
     UnsafeError,
     UnsupportedError,
 )  # fmt: skip
-from zckpt.base.words import count, examples, ranks
 from zckpt.containers import Placeholder, TensorRef, brief, load_pickle
 from zckpt.containers.container import open_input
 from zckpt.containers.tensor_ref import MAX_DIMS, MAX_NUMBER
 from zckpt.core.catalog import numel_of
 from zckpt.core.dtypes import DType
+from zckpt.layouts.dcp.files import METADATA, SAFETENSORS, missing_metadata
 from zckpt.layouts.save.listing import Listing
 
-METADATA = re.compile(r"\.metadata|__\d+\.metadata")
-DATA = re.compile(r"__(?P<dp>\d+)_(?P<number>\d+)\.distcp")
-SAFETENSORS = re.compile(r"shard-(?P<rank>\d{5})-model-\d{5}-of-\d{5}\.safetensors")
+_ROOTS = ("Metadata", "MCoreMetadata")
+"""Classes of what is pickled: torch's, and Megatron-Core's of some versions, which has the same attributes."""
 
 Shape = tuple[int, ...]
 Path = tuple[str | int, ...]
@@ -111,12 +109,14 @@ class Metadata:
         items: by name.
         nested: whether the paths are recorded, and not only names.
         version: of the format, or an empty string.
+        beside: what Megatron-Core's planner adds of tensors, by their names; empty where it added nothing.
     """
 
     file: str
     items: Mapping[str, TensorItem | BytesItem]
     nested: bool
     version: str = ""
+    beside: Mapping[object, object] = field(default_factory=dict[object, object])
 
 
 def read_metadata(listing: Listing) -> Metadata:
@@ -138,25 +138,6 @@ def read_metadata(listing: Listing) -> Metadata:
     raise missing_metadata(listing)
 
 
-def missing_metadata(listing: Listing) -> IncompleteError:
-    """The error for data files without metadata."""
-    data = listing.matching(DATA)
-    writers = sorted({int(name.split("_")[2]) for name in data})
-    nbytes = sum(listing.files[name].size() for name in data)
-    found = f"{count(len(data), 'data file')} of {ranks(writers)}, {nbytes:,} bytes, such as {examples(data, 1)}"
-    begun = [name for name in listing.files if name.endswith(".metadata.tmp")]
-    if begun:
-        found += f", and {begun[0]!r}, which the save did not finish"
-    return IncompleteError(
-        "the file .metadata is missing",
-        file=listing.directory,
-        found=found,
-        expected="a .metadata file, which rank 0 writes last",
-        remedy="Use an older save if this one was interrupted. If the file was not copied, because its name begins with a dot "
-        "(`cp DIR/* ..` leaves it out), copy it from where rank 0 saved, or pass that directory with --also.",
-    )
-
-
 class _Pickled:
     """One metadata pickle, checked; `metadata` is the result."""
 
@@ -175,7 +156,7 @@ class _Pickled:
             )
         most = max(limits.PICKLE_COST, limits.METADATA_COST_PER_BYTE * len(data))
         root = load_pickle(data, file=self.file, most=most)
-        if not isinstance(root, Placeholder) or root.name != "Metadata" or not isinstance(root.state, Mapping):
+        if not isinstance(root, Placeholder) or root.name not in _ROOTS or not isinstance(root.state, Mapping):
             raise self.corrupt("is not a metadata file of torch.distributed.checkpoint", brief(root))
         self.state = root.state
         self.places = dict(self._places(root.state.get("storage_data")))
@@ -184,7 +165,9 @@ class _Pickled:
         found = {name: self._item(name, value) for name, value in self._described()}
         items = {name: found.pop(name) for name in [*(self.paths or ())] if name in found} | found
         version = root.state.get("version")
-        self.metadata = Metadata(self.file, items, self.paths is not None, version if isinstance(version, str) else "")
+        version, beside = version if isinstance(version, str) else "", root.state.get("mcore_data")
+        nested = self.paths is not None
+        self.metadata = Metadata(self.file, items, nested, version, beside if isinstance(beside, Mapping) else {})
 
     def corrupt(self, what: str, found: str) -> CorruptError:
         return CorruptError(what, file=self.file, found=found, remedy=COPY_AGAIN)
@@ -389,12 +372,3 @@ def _of_safetensors(listing: Listing, names: list[str]) -> Metadata:
         numel_of(size, name=key, file=listing.directory.path)
         items[key] = TensorItem(key, (key,), gathered.dtype, size, tuple(gathered.chunks.values()))
     return Metadata(listing.directory.path, items, False)
-
-
-_RANK = re.compile(r"__(\d+)_|shard-(\d{5})-")
-
-
-def rank_of(name: str) -> int | None:
-    """The rank that wrote a data file, by its name; None for other names."""
-    match = _RANK.match(name)
-    return None if match is None else int(match[1]) if match[1] else int(match[2]) - 1

@@ -20,17 +20,9 @@ from zckpt.containers import torch_zip
 from zckpt.containers.container import open_input
 from zckpt.core.catalog import Catalog, Role, Source, Topology
 from zckpt.core.dtypes import F32
+from zckpt.layouts.dcp.files import DATA, METADATA, SAFETENSORS, rank_of
 from zckpt.layouts.dcp.items import Items, stored_in
-from zckpt.layouts.dcp.metadata import (
-    DATA,
-    METADATA,
-    SAFETENSORS,
-    BytesItem,
-    Metadata,
-    TensorItem,
-    rank_of,
-    read_metadata,
-)
+from zckpt.layouts.dcp.metadata import BytesItem, Metadata, TensorItem, read_metadata
 from zckpt.layouts.dcp.optimizer import States
 from zckpt.layouts.dcp.state import DcpModel, model_of, optimizers_of
 from zckpt.layouts.run.training import Training
@@ -41,7 +33,7 @@ _ACCELERATE = re.compile(r"pytorch_model_fsdp(_\d+)")
 
 _FLAT = re.compile(r"(?:^|\.)_?flat_param(?:_\d+)?$")
 
-_DEEPSPEED = "0.19.8"
+DEEPSPEED = "0.19.8"
 """The version of DeepSpeed that is recorded for a run from elsewhere: the one whose files zckpt writes."""
 
 
@@ -282,7 +274,7 @@ def _rest(save: DcpSave) -> dict[str, object]:
             below = inner.setdefault(str(key), {})
             inner = below if isinstance(below, dict) else {}
         inner[str(item.path[-1])] = save.items.value(item)
-    counters = {"global_steps": steps or 0, "skipped_steps": 0, "ds_version": _DEEPSPEED}
+    counters = {"global_steps": steps or 0, "skipped_steps": 0, "ds_version": DEEPSPEED}
     return {**rest, **counters}
 
 

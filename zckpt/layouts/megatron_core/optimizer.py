@@ -1,0 +1,105 @@
+"""What a Megatron-Core save says of its optimizer: which parameters are in which group, settings, states, the step.
+
+For `megatron_core`. The groups of the first rank are in the common state, without names of parameters. Megatron-Core makes them
+by rule, and each parameter's group follows from it: experts have an optimizer of their own, embeddings and the head may have
+their own learning rate, and biases and vectors have `wd_mult` 0. Layers and experts that are stacked add dimensions, which do
+not count. Where the rule leaves a choice, as with groups that a script made, the states are not given.
+Source: megatron-core 0.9 - 0.16.1, optimizer/__init__.py `_get_param_groups`; optimizer/optimizer.py.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from zckpt.base.errors import UnsupportedError
+from zckpt.base.words import count
+from zckpt.layouts.megatron_core.contents import MegatronItems
+from zckpt.layouts.megatron_core.run_state import MegatronRun
+from zckpt.layouts.run.training import ParameterGroup
+
+_MEGATRONS_OWN = re.compile(r"params|.*_mult|is_.*|default_config|(?:max|min)_lr|pre_.*|step|param_.*")
+"""Settings of a group that only Megatron-Core's schedules read."""
+
+_LAYERS = re.compile(r"\blayers\.(?!\d)")
+_EXPERTS = re.compile(r"\bexperts\.experts\.(?!\d)")
+_EXPERT = re.compile(r"\bexperts\b")
+_ENDS_OF_MODEL = ("embedding.word_embeddings.weight", "output_layer.weight")
+
+
+@dataclass(frozen=True, slots=True)
+class _Group:
+    """A group of the common state."""
+
+    settings: Mapping[str, object]
+
+    def takes(self, name: str, is_vector: bool) -> bool:
+        """Whether a parameter is in it, by Megatron-Core's rule."""
+        own = self.settings
+        if "is_expert_parallel" in own and bool(own["is_expert_parallel"]) != bool(_EXPERT.search(name)):
+            return False
+        if own.get("is_decoupled_lr") and not name.endswith(_ENDS_OF_MODEL):
+            return False
+        decays = own.get("wd_mult")
+        return not isinstance(decays, int | float) or (decays == 0) == is_vector
+
+    def kept(self) -> dict[str, object]:
+        """The settings that any optimizer has."""
+        kept = {key: value for key, value in self.settings.items() if not _MEGATRONS_OWN.fullmatch(key)}
+        return {**kept, "weight_decay": 0.0} if self.settings.get("wd_mult") == 0 else kept
+
+
+def parameter_groups(held: MegatronItems, run: MegatronRun, file: str) -> list[ParameterGroup]:
+    """The groups that own a save's parameters, with their settings and the step.
+
+    Raises:
+        UnsupportedError: the common state does not say which group a parameter is in.
+    """
+    groups = list(_groups(run))
+    members: list[list[str]] = [[] for _ in groups]
+    for name in held.weights:
+        if name not in held.states:
+            continue
+        is_vector = name.endswith(".bias") or len(held.weights[name].shape) - _stacked(name) <= 1
+        taking = [number for number, group in enumerate(groups) if group.takes(name, is_vector)]
+        decoupled = [number for number in taking if groups[number].settings.get("is_decoupled_lr")]
+        if len(taking := decoupled or taking) != 1:
+            raise UnsupportedError(
+                f"does not say which parameter group {name!r} is in", file=file,
+                found=f"{count(len(groups), 'group')}, {len(taking)} of which may have it",
+                expected="the groups that Megatron-Core makes by itself", remedy="Convert the weights alone (to-fp32).",
+            )  # fmt: skip
+        members[taking[0]].append(name)
+    made: list[ParameterGroup] = []
+    for group, names in zip(groups, members, strict=True):
+        if names:
+            states = dict.fromkeys(state for name in names for state in held.states[name] if state != "param")
+            step = group.settings.get("step", _common_step(run))
+            made.append(ParameterGroup(tuple(names), group.kept(), {"step": step}, tuple(states)))
+    return made
+
+
+def _groups(run: MegatronRun) -> Iterator[_Group]:
+    """The groups of all optimizers of the common state."""
+    for own in run.optimizers():
+        inner = own.get("optimizer", own)
+        listed = inner.get("param_groups") if isinstance(inner, Mapping) else None
+        for group in listed if isinstance(listed, list) else ():
+            if isinstance(group, Mapping):
+                yield _Group({str(key): value for key, value in group.items()})
+
+
+def _common_step(run: MegatronRun) -> object:
+    """The step that all parameters share; the iteration where no optimizer says it."""
+    for own in run.optimizers():
+        inner = own.get("optimizer")
+        state = inner.get("state") if isinstance(inner, Mapping) else None
+        if isinstance(state, Mapping) and "common_step" in state:
+            return state["common_step"]
+    return run.step or 0
+
+
+def _stacked(name: str) -> int:
+    """Dimensions of a tensor that count layers and experts."""
+    return len(_LAYERS.findall(name)) + len(_EXPERTS.findall(name))

@@ -1,0 +1,227 @@
+"""Reads Megatron-Core's distributed checkpoints: a save of torch.distributed.checkpoint whose names say what its items are.
+
+For `layouts`. Shapes and places in the metadata are those of the whole model, whatever the tensor, pipeline and expert parallel
+sizes were. What an item is, `contents` says; what the run was, `run_state`. The fp32 weights that an optimizer has by name are
+taken, and the model's own weights are their replicas, which `verify` compares.
+Source: megatron-core 0.9 - 0.16.1, dist_checkpointing; Megatron-LM, megatron/training/checkpointing.py.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from zckpt.base.errors import InconsistentError, NotACheckpointError, UnsupportedError, ZckptError
+from zckpt.base.words import count, examples
+from zckpt.core.catalog import Catalog, Replica, Role, Source, TensorEntry
+from zckpt.core.dtypes import F32
+from zckpt.layouts.dcp import read as dcp
+from zckpt.layouts.dcp.files import METADATA, rank_of
+from zckpt.layouts.dcp.items import Items
+from zckpt.layouts.dcp.metadata import Metadata, TensorItem, read_metadata
+from zckpt.layouts.megatron_core.contents import MegatronItems, has_names, shape_before, sorted_items
+from zckpt.layouts.megatron_core.flattened import unflattened
+from zckpt.layouts.megatron_core.optimizer import parameter_groups
+from zckpt.layouts.megatron_core.run_state import CONFIG, MegatronRun, backend, run_state
+from zckpt.layouts.run.training import Training
+from zckpt.layouts.save.family import Record
+from zckpt.layouts.save.listing import Listing
+
+_BACKEND = "torch_dist"
+_BUFFERS = ("expert_bias", "local_tokens_per_expert", "inv_freq", "max_logits")
+"""Ends of names of floating buffers."""
+
+
+def match(listing: Listing) -> str | None:
+    """None when this layout reads the files; otherwise why not. Reads the metadata's bytes if there is no metadata.json."""
+    if backend(listing):
+        return None
+    files = [listing.files[name] for name in listing.matching(METADATA)]
+    if any(has_names(file.read()) for file in files):
+        return None
+    return f"no {CONFIG} of Megatron-Core, and no names of its models"
+
+
+@dataclass(frozen=True, slots=True)
+class MegatronSave:
+    """A save, read.
+
+    Attributes:
+        metadata: its metadata.
+        items: opens them.
+        held: what they are.
+        run: what the save says of its run.
+    """
+
+    metadata: Metadata
+    items: Items
+    held: MegatronItems
+    run: MegatronRun
+
+    def shape(self, item: TensorItem) -> tuple[int, ...]:
+        """The shape of the tensor that an item holds, flattened or not."""
+        return shape_before(self.metadata.beside, item) or item.shape
+
+    def entries(self, items: dict[str, TensorItem], roles: dict[str, Role]) -> dict[str, TensorEntry]:
+        """Whole tensors by name, in the shapes that they have in the model."""
+        found = self.items.tensors(items, roles)
+        for name, item in items.items():
+            if (shape := shape_before(self.metadata.beside, item)) is not None:
+                found[name] = unflattened(found[name], shape)
+        return found
+
+
+def load(listing: Listing) -> MegatronSave:
+    """The files of a save; errors as in `read`."""
+    if (written := backend(listing)) not in ("", _BACKEND):
+        raise UnsupportedError(
+            f"is in Megatron-Core's format {written!r}", file=listing.directory, found=f"{CONFIG} with {written!r}",
+            expected=_BACKEND, remedy="Load it with the Megatron-Core that wrote it, and save again with --dist-ckpt-format "
+            "torch_dist.",
+        )  # fmt: skip
+    metadata = read_metadata(listing)
+    items = Items(listing, metadata.file)
+    save = MegatronSave(metadata, items, sorted_items(metadata), run_state(listing, metadata, items))
+    if not save.held.weights:
+        raise NotACheckpointError(
+            "holds no weights", file=metadata.file, found=f"{count(len(metadata.items), 'item')}, none of a model",
+            expected="the tensors of a model", remedy="Give the directory that has them.",
+        )  # fmt: skip
+    return save
+
+
+def read(listing: Listing, *, allow_unknown: bool = False) -> Catalog:
+    """The catalog of a save.
+
+    Raises:
+        IncompleteError, InconsistentError, CorruptError, UnsafeError, UnsupportedError: see those.
+        NotACheckpointError: it holds no weights.
+    """
+    del allow_unknown  # nothing here is laid out by unknown rules
+    save = load(listing)
+    held, run = save.held, save.run
+    roles = {name: _role(name, item, held) for name, item in held.weights.items()}
+    tensors = save.entries(held.weights, roles)
+    masters = {name: states["param"] for name, states in held.states.items() if "param" in states}
+    _check_masters(save, masters)
+    for name, entry in save.entries(masters, dict.fromkeys(masters, "parameter")).items():
+        own = tensors[name]
+        tensors[name] = replace(entry, replicas=(Replica(own.dtype, own.fragments),))
+    writers = {rank for rank in map(rank_of, listing.files) if rank is not None}
+    states = dict.fromkeys(state for own in held.states.values() for state in own if state != "param")
+    return Catalog(
+        tensors,
+        Source(
+            layout="megatron-core",
+            path=listing.directory.path,
+            tag=listing.tag,
+            framework=("Megatron-Core", ""),
+            global_steps=run.step,
+            optimizer_states=tuple(states),
+            notes=tuple(_notes(save)),
+            details=run.details(),
+        ),
+        topology=run.topology(len(writers)),
+        extras=run.extras(),
+    )
+
+
+def _check_masters(save: MegatronSave, masters: dict[str, TensorItem]) -> None:
+    """Raises InconsistentError where fp32 weights are not those of the model."""
+    for name, item in masters.items():
+        weight = save.held.weights.get(name)
+        if weight is None or save.shape(item) != save.shape(weight):
+            raise InconsistentError(
+                "the optimizer is of another model", file=save.metadata.file,
+                found=f"fp32 weights of {name!r}, {list(save.shape(item))}",
+                expected=f"{list(save.shape(weight))}, as the model has" if weight else f"one of {examples(save.held.weights)}",
+            )  # fmt: skip
+
+
+def _role(name: str, item: TensorItem, held: MegatronItems) -> Role:
+    """What a tensor is: a parameter that the optimizer owns, another one, or a buffer."""
+    if item.dtype.kind not in ("float", "complex") or name.endswith(_BUFFERS):
+        return "buffer"
+    return "parameter" if name in held.states or not held.states else "frozen"
+
+
+def _notes(save: MegatronSave) -> Iterator[str]:
+    held = save.held
+    if reason := _unnamed(save):
+        halves = sorted({item.dtype.name for item in held.weights.values() if item.dtype != F32})
+        yield f"{reason}: the weights are the model's own{f', in {examples(halves)}' if halves else ''}."
+    if held.others:
+        yield f"Left out: {count(len(held.others), 'tensor')} of the optimizer, such as {held.others[0]!r}."
+
+
+def _unnamed(save: MegatronSave) -> str:
+    """Why states of an optimizer that is there are not read; empty where they are, or there is none."""
+    if save.held.states or not (save.held.buckets or save.run.sharding):
+        return ""
+    kind = save.run.sharding or "flat buckets"
+    return f"The optimizer's states do not name parameters ({kind}), and are not read"
+
+
+def read_training(listing: Listing, *, allow_unknown: bool = False) -> Training:
+    """What the run needs beside its weights, as far as the save has it; arguments and errors as in `read`.
+
+    Raises:
+        UnsupportedError: there is no optimizer, or its states do not name parameters.
+    """
+    del allow_unknown
+    save = load(listing)
+    held, run = save.held, save.run
+    if not held.states:
+        reason = _unnamed(save)
+        raise UnsupportedError(
+            "holds no optimizer states that name their parameters" if reason else "holds no optimizer states",
+            file=listing.directory, found=run.sharding or "weights only", expected="optimizer states by name (fully_reshardable)",
+            remedy="Load it with Megatron-Core, and save again with --dist-ckpt-optim-fully-reshardable; or convert the weights "
+            "alone (to-bf16)." if reason else "Convert the weights alone (to-fp32, to-bf16).",
+        )  # fmt: skip
+    groups = parameter_groups(held, run, save.metadata.file)
+    entries: dict[str, dict[str, TensorEntry]] = {}
+    for state in dict.fromkeys(state for group in groups for state in group.states):
+        items = {name: own[state] for name, own in held.states.items() if state in own and name in held.weights}
+        for name, entry in save.entries(items, dict.fromkeys(items, "parameter")).items():
+            if entry.shape != save.shape(held.weights[name]):
+                raise UnsupportedError(
+                    f"optimizer state {state!r} has another shape than its parameter {name!r}", file=save.metadata.file,
+                    found=f"{list(entry.shape)}", expected=f"{list(save.shape(held.weights[name]))}",
+                    remedy="Convert the weights alone (to-fp32).",
+                )  # fmt: skip
+            entries.setdefault(name, {})[state] = entry
+    precisions = Counter(held.weights[name].dtype for name in entries)
+    return Training(groups=tuple(groups), states=entries, scaler={}, model=_rest(run),
+                    precision=precisions.most_common(1)[0][0] if precisions else F32)  # fmt: skip
+
+
+_KEPT = ("args", "checkpoint_version", "opt_param_scheduler", "num_floating_point_operations_so_far")
+
+
+def _rest(run: MegatronRun) -> dict[str, object]:
+    """Counters and arguments of the run. DeepSpeed's loader needs its own counters in every save; they are added."""
+    kept = {key: run.common[key] for key in _KEPT if key in run.common}
+    return {
+        **kept,
+        "iteration": run.step,
+        "global_steps": run.step or 0,
+        "skipped_steps": 0,
+        "ds_version": dcp.DEEPSPEED,
+    }
+
+
+def unread_states(listing: Listing) -> str:
+    """Why optimizer states of a save are not read, in words; empty if they are read, or there are none."""
+    return _unnamed(load(listing))
+
+
+def left_out(listing: Listing) -> list[str]:
+    """Names of tensors that are neither the model's nor the optimizer's."""
+    return load(listing).held.others
+
+
+def records(listing: Listing) -> Iterator[tuple[str, list[Record] | ZckptError]]:
+    """As those of `dcp`, with the file of the common state."""
+    yield from dcp.records(listing)
