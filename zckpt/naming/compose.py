@@ -213,6 +213,13 @@ def _check_complete(made: Sequence[_Made], scheme: Scheme, facts: Facts, routed:
         and not (rule.parts == ("head.weight",) and facts.get("tied") is True)
         and any(_is_there(rule, kind) for kind in kinds)
     ]
+    for group in scheme.together:
+        if 0 < len(found.intersection(group)) < len(group):
+            missing += [
+                rule.names[0]
+                for rule in scheme.rules
+                if set(rule.parts or ()) & set(group) and not found.issuperset(rule.parts or ())
+            ]
     if missing:
         raise IncompleteError(
             f"tensors of {scheme.config['fixed']['architectures'][0]} are missing", file=facts.path,

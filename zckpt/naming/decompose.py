@@ -102,6 +102,8 @@ def _rule_of(name: str, fit: Fit, facts: Facts) -> NamingRule:
     for rule in fit.rules:
         if facts.meet(rule.when):
             return rule
+    if len(fit.rules) == 1 and not facts.contradict(fit.rules[0].when):
+        return fit.rules[0]
     wanted = fit.rules[0].when
     raise UnsupportedError(
         f"no rule takes tensor {name!r} of such a model", file=facts.path,
@@ -181,8 +183,7 @@ def _unfused(item: TensorEntry, rule: NamingRule, names: Sequence[str], facts: F
 
 def _widths(entry: TensorEntry, rule: NamingRule, shape: Sequence[int], facts: Facts) -> list[int]:
     """The rows of each part in a tensor of a shape; parts other than queries, keys and values have equally many."""
-    words = [template.split(".")[-2 if rule.kind else -1] for template in rule.parts or ()]
-    words = [word if word not in ("weight", "bias") else "" for word in words]
+    words = [template.split(".")[-2] for template in rule.parts or ()]
     if set(words) == set(_SHARES):
         shares = [facts.number(_SHARES[word]) for word in words]
     elif set(words) == {"query_down", "key_value_down"}:

@@ -89,8 +89,19 @@ class Facts:
         return value
 
     def meet(self, when: Mapping[str, tuple[object, ...]]) -> bool:
-        """Whether each fact has one of the values; a fact that is not known is false, or none."""
-        return all((self.values.get(name) or False) in values for name, values in when.items())
+        """Whether each fact has one of the values; a fact that is not known is false."""
+        return all((self._said(name) or False) in values for name, values in when.items())
+
+    def contradict(self, when: Mapping[str, tuple[object, ...]]) -> bool:
+        """Whether a fact that is known has none of the values."""
+        return any(self._said(name) is not None and self._said(name) not in values for name, values in when.items())
+
+    def _said(self, name: str) -> object:
+        """A fact, or what the config or the run's arguments have under that name."""
+        for where in (self.values, self.config or {}, self.arguments):
+            if (value := where.get(name)) is not None:
+                return value
+        return None
 
     def having(self, **more: object) -> Facts:
         """These and others; a None changes nothing."""
@@ -145,6 +156,7 @@ def with_parts(facts: Facts, parts: Catalog) -> Facts:
     }
     found |= {"blocks": blocks + 1 or None, "experts": experts + 1 or None, "dense_blocks": dense + 1}
     found["gated"] = any(f"blocks.{{b}}.{where}.gate.weight" in first for where in ("mlp", "experts.{e}", "shared"))
+    found["two_norms"] = "blocks.{b}.mlp_norm.weight" in first
     found["biased_norms"] = "final_norm.bias" in first
     tied = "head.weight" in parts.aliases or (
         "head.weight" not in parts.tensors and "embedding.weight" in parts.tensors
@@ -212,12 +224,14 @@ def _key_heads(config: Mapping[str, object], arguments: Mapping[str, object]) ->
         return 1 if config.get("multi_query", True) else _number(("num_attention_heads", "n_head"), config)
     if (said := _number(("num_key_value_heads", "num_kv_heads"), config)) is not None:
         return said
-    return _number(("num_query_groups",), arguments) if arguments.get("group_query_attention") is True else None
+    return None if arguments.get("group_query_attention") is False else _number(("num_query_groups",), arguments)
 
 
 def _tied(config: Mapping[str, object], arguments: Mapping[str, object]) -> bool | None:
     """Whether the head is the embedding, as far as it is said."""
     if isinstance(said := config.get("tie_word_embeddings"), bool):
+        return said
+    if isinstance(said := arguments.get("share_embeddings_and_output_weights"), bool):
         return said
     untied = arguments.get("untie_embeddings_and_output_weights")
     return not untied if isinstance(untied, bool) else None

@@ -7,7 +7,8 @@ or from a config that the user gives.
 is not known], or a part whose presence is meant; "args" is key -> [names of arguments of the run that have the value, the
 training program's default]; "activation" is the key of the activation function; "also" is a list of {"if": argument -> values,
 "set": key -> value, or a mapping of keys}, where a value ["arg", name, default] is an argument; "refused" is argument -> [values
-that it must not have, why]; "required" is argument -> values that it must have if it is recorded.
+that it must not have, why]; "required" is argument -> values that it must have if it is recorded; "given" is true if a config
+cannot be made.
 "recognised": "model_type" lists those of configs; "rank" orders families that fit equally (the lowest is taken); "when" gives
 facts and arguments that the run must have, if nothing else says the family.
 Source: Megatron-DeepSpeed, megatron/arguments.py; transformers 4, models/megatron_gpt2 (activation functions).
@@ -61,6 +62,11 @@ def make_config(family: Scheme, parts: Catalog, facts: Facts) -> dict[str, objec
         UsageError: a fact that is needed is not known.
     """
     data, arguments = family.config, facts.arguments
+    if data.get("given"):
+        raise UnsupportedError(
+            f"the config of a {architecture_of(family)} cannot be made from a run's arguments", file=facts.path,
+            found="no config.json of such a model beside it", remedy="Pass the model's config.json with --config.",
+        )  # fmt: skip
     refused = refusals(family, arguments)
     if refused:
         raise UnsupportedError(

@@ -40,7 +40,11 @@ def by_parts(parts: Catalog, facts: Facts) -> tuple[str, tuple[str, ...]]:
     """
     there = {numbered(name).part for name in parts.tensors}
     alike = [each for each in (scheme(f"hf-{name}") for name in families()) if _has_parts(each, there, facts)]
-    fitting = [each for each in alike if not refusals(each, facts.arguments) and _is_meant(each, facts)]
+    fitting = [
+        each
+        for each in alike
+        if not refusals(each, facts.arguments) and _is_meant(each, facts) and not each.config.get("given")
+    ]
     if not fitting:
         reasons = [f"{each.name[3:]}: {', '.join(refusals(each, facts.arguments)) or 'not said'}" for each in alike]
         raise UnsupportedError(
@@ -68,7 +72,8 @@ def _has_parts(family: Scheme, there: set[str], facts: Facts) -> bool:
         for part in rule.parts or ()
         if not part.startswith(("blocks.{b}.mlp.", "head.")) or (part.startswith("blocks.{b}.mlp.") and not routed)
     }
-    return there <= taken and needed <= there
+    apart = any(0 < len(there.intersection(group)) < len(group) for group in family.together)
+    return there <= taken and needed <= there and not apart
 
 
 def _is_meant(family: Scheme, facts: Facts) -> bool:

@@ -17,10 +17,12 @@ list of rules. A rule has
   read, and rows of zeros are added up to the fact `padded_vocabulary`, if there is one, when it is written.
 - "when": facts and the values (or lists of values) that they must have for the rule to count.
 - "optional": true if a model of this kind may be without it; biases of a `{kind}` are always optional.
-Of two rules whose names fit, the first whose facts fit is taken. When it is written, a rule makes a tensor if all of its parts
-are there; a part is used once, by the first such rule. Further keys: "prefixes" are beginnings of names that are taken off when
-all tensors have them; "local_names" reads names without what wraps them and a pipeline's layers by their numbers (`local_names`);
-"written" gives facts their values for writing. "config" and "recognised" of transformers' families are explained in `families`.
+Of two rules whose names fit, the first whose facts fit is taken; a fact is looked up in the config and in the run's arguments
+too, and one that is not known is false. When it is written, a rule makes a tensor if all of its parts are there; a part is
+used once, by the first such rule. Further keys: "prefixes" are beginnings of names that are taken off when all tensors have
+them; "local_names" reads names without what wraps them, and a pipeline's layers by their numbers (`local_names`); "written"
+gives facts their values for writing; "together" lists parts of which a model has all or none. "config" and "recognised" of
+transformers' families are explained in `families`.
 
 Example: {"name": "h.{b}.qkv.{kind}", "parts": ["blocks.{b}.attention.query.{kind}", "blocks.{b}.attention.key.{kind}",
 "blocks.{b}.attention.value.{kind}"], "rows": "groups:query_heads"}.
@@ -113,6 +115,7 @@ class Scheme:
         prefixes: beginnings of names that may be taken off.
         has_local_names: whether names are read without what wraps them.
         written: fact -> its value, or the fact that it equals, when tensors are written.
+        together: parts of which a model has all or none, such as the biases that one setting switches on.
         config: how transformers' config is made; empty for other writers.
         recognised: what says that a model is of this family.
     """
@@ -123,6 +126,7 @@ class Scheme:
     prefixes: tuple[str, ...] = ()
     has_local_names: bool = False
     written: Mapping[str, object] = field(default_factory=dict[str, object])
+    together: tuple[tuple[str, ...], ...] = ()
     config: Mapping[str, Any] = field(default_factory=dict[str, Any])
     recognised: Mapping[str, Any] = field(default_factory=dict[str, Any])
 
@@ -199,7 +203,8 @@ def scheme(name: str) -> Scheme:
             rules.append(_rule(len(rules), written, names, kind))
     keys = {key: data.get(key, {}) for key in ("written", "config", "recognised")}
     return Scheme(
-        data["scheme"], data["about"], tuple(rules), tuple(data.get("prefixes", ())), data.get("local_names", False), **keys
+        data["scheme"], data["about"], tuple(rules), tuple(data.get("prefixes", ())), data.get("local_names", False),
+        together=tuple(map(tuple, data.get("together", ()))), **keys,
     )  # fmt: skip
 
 
