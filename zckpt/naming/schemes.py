@@ -195,7 +195,11 @@ def families() -> tuple[str, ...]:
 def scheme(name: str) -> Scheme:
     """Reads a scheme, one of `schemes`."""
     with open(os.path.join(FILES, f"{name}.json"), "rb") as file:
-        data = json.load(file)
+        return parsed(json.load(file))
+
+
+def parsed(data: Mapping[str, Any]) -> Scheme:
+    """The scheme that a file's JSON says."""
     rules: list[NamingRule] = []
     for written in data["tensors"]:
         names = written["name"] if isinstance(written["name"], list) else [written["name"]]
