@@ -57,6 +57,8 @@ def decomposed(catalog: Catalog, scheme: Scheme, facts: Facts) -> Decomposed:
     for name, entry in catalog.tensors.items():
         rule = _rule_of(name, fits[name], facts)
         if rule.parts is None:
+            if rule.refused:
+                raise _refused(name, rule, facts)
             left_out[rule.note] = left_out.get(rule.note, 0) + 1
             continue
         for part in _parts_of(entry, rule, fits[name], facts):
@@ -67,6 +69,14 @@ def decomposed(catalog: Catalog, scheme: Scheme, facts: Facts) -> Decomposed:
     aliases = {d: k for d, k in aliases.items() if d not in tensors and k in tensors}
     notes = tuple(f"{note} ({count(number, 'tensor')})." for note, number in left_out.items() if note)
     return Decomposed(replace(catalog, tensors=tensors, aliases=aliases), facts, origins, notes)
+
+
+def _refused(name: str, rule: NamingRule, facts: Facts) -> UnsupportedError:
+    return UnsupportedError(
+        "its weights are in a form that cannot be taken apart", file=facts.path, found=f"{name!r}, which is {rule.refused}",
+        expected="weights of bf16, fp16 or fp32",
+        remedy="Load the model with transformers, with dequantize=True in its quantization config, save it, and convert that.",
+    )  # fmt: skip
 
 
 def same(first: TensorEntry, other: TensorEntry) -> TensorEntry:

@@ -131,6 +131,7 @@ def facts_of(
     values: dict[str, object] = {name: _number(keys, given, arguments) for name, keys in _KEYS.items()}
     values["key_heads"] = _key_heads(given, arguments)
     values["tied"] = _tied(given, arguments)
+    values["window"] = _window(arguments)
     values["version"] = float(version) if isinstance(version, int | float) else None
     values["ranks"] = catalog.topology.tp
     values["rules"] = rules
@@ -144,17 +145,22 @@ def facts_of(
 def with_parts(facts: Facts, parts: Catalog) -> Facts:
     """The facts, with what the parts' names and shapes show: sizes, numbers of blocks and experts, heads, gates."""
     first: dict[str, tuple[int, ...]] = {}
-    blocks, experts, dense = -1, -1, -1
+    blocks, experts, dense, routed = -1, -1, set[int](), set[int]()
     for name, entry in parts.tensors.items():
         part, block, expert = numbered(name)
         blocks, experts = max(blocks, block), max(experts, expert)
         if part.startswith("blocks.{b}.mlp."):
-            dense = max(dense, block)
+            dense.add(block)
+        elif part == "blocks.{b}.router.weight":
+            routed.add(block)
         first.setdefault(part, entry.shape)
     found: dict[str, object] = {
         fact: first[part][dim] for fact, (part, dim) in SHAPES.items() if part in first and len(first[part]) > dim
     }
-    found |= {"blocks": blocks + 1 or None, "experts": experts + 1 or None, "dense_blocks": dense + 1}
+    found |= {"blocks": blocks + 1 or None, "experts": experts + 1 or None, "dense_blocks": len(dense)}
+    found["blocks_without_experts"] = sorted(dense) if routed else []
+    found["later_dense_blocks"] = max(dense, default=-1) > min(routed, default=blocks)
+    found["shared_experts"] = _times(found.get("shared_intermediate"), found.get("expert_intermediate"))
     found["gated"] = any(f"blocks.{{b}}.{where}.gate.weight" in first for where in ("mlp", "experts.{e}", "shared"))
     found["two_norms"] = "blocks.{b}.mlp_norm.weight" in first
     found["biased_norms"] = "final_norm.bias" in first
@@ -167,7 +173,24 @@ def with_parts(facts: Facts, parts: Catalog) -> Facts:
     if query and isinstance(rows, int) and isinstance(key_rows, int) and rows % query == 0:
         size = rows // query
         found |= {"head_size": size, "key_heads": key_rows // size if key_rows % size == 0 else None}
-    return facts.having(**found)
+    return facts.having(**found, **_latent(first, query))
+
+
+def _latent(shapes: Mapping[str, tuple[int, ...]], heads: int | None) -> dict[str, object]:
+    """Sizes of a head of attention through low ranks (MLA): of its keys without and with positions, and of its values."""
+    parts = [f"blocks.{{b}}.attention.{name}.weight" for name in ("key_value_up", "key_value_down", "output")]
+    if heads is None or any(len(shapes.get(part, ())) != 2 for part in parts):
+        return {}
+    up, down, output = (shapes[part] for part in parts)
+    value = output[1] // heads
+    return {"value_size": value, "key_size": up[0] // heads - value, "rotary_size": down[0] - up[1]}
+
+
+def _times(whole: object, part: object) -> int | None:
+    """How often a size is in another; None if it is not a whole number of times."""
+    if not isinstance(whole, int) or not isinstance(part, int) or part == 0 or whole % part:
+        return None
+    return whole // part
 
 
 def run_arguments(catalog: Catalog, directory: str | None) -> dict[str, object]:
@@ -199,7 +222,21 @@ def run_arguments(catalog: Catalog, directory: str | None) -> dict[str, object]:
                 raise CorruptError("cannot be read", file=path, found=str(error), remedy=COPY_AGAIN) from error
             arguments = {**(found if isinstance(found, dict) else {}), **arguments}
     plain = {str(name).replace("-", "_"): enum_value(value) for name, value in arguments.items()}
-    return {name: value for name, value in plain.items() if isinstance(value, _PLAIN)}
+    return {name: value for name, value in plain.items() if _is_plain(value)}
+
+
+def _window(arguments: Mapping[str, object]) -> int | None:
+    """How many tokens a window of attention has; Megatron's `window_size` counts those before the token itself."""
+    said = arguments.get("window_size")
+    before = said[0] if isinstance(said, list | tuple) and said else None
+    return before + 1 if isinstance(before, int) else None
+
+
+def _is_plain(value: object) -> bool:
+    """Whether a value is one that a config may have, or a list of such."""
+    if isinstance(value, list | tuple):
+        return all(isinstance(one, _PLAIN) for one in value)
+    return isinstance(value, _PLAIN)
 
 
 def _flat(config: Mapping[str, Any]) -> Mapping[str, Any]:

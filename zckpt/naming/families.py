@@ -6,9 +6,9 @@ or from a config that the user gives.
 [Note: configs in schemes] Keys of "config": "fixed" entries are copied; "facts" is key -> a fact, or [a fact, the value where it
 is not known], or a part whose presence is meant; "args" is key -> [names of arguments of the run that have the value, the
 training program's default]; "activation" is the key of the activation function; "also" is a list of {"if": argument -> values,
-"set": key -> value, or a mapping of keys}, where a value ["arg", name, default] is an argument; "refused" is argument -> [values
-that it must not have, why]; "required" is argument -> values that it must have if it is recorded; "given" is true if a config
-cannot be made.
+"set": key -> value, or a mapping of keys}; "refused" is argument or fact -> [values that it must not have, why]; "required" is
+argument or fact -> values that it must have if it is recorded; "given" is true if a config cannot be made. Where a value ["arg",
+name or names, default] stands in "facts" or "set", it is that argument of the run.
 "recognised": "model_type" lists those of configs; "rank" orders families that fit equally (the lowest is taken); "when" gives
 facts and arguments that the run must have, if nothing else says the family.
 Source: Megatron-DeepSpeed, megatron/arguments.py; transformers 4, models/megatron_gpt2 (activation functions).
@@ -34,8 +34,9 @@ def architecture_of(family: Scheme) -> str:
     return str(family.config["fixed"]["architectures"][0])
 
 
-def refusals(family: Scheme, arguments: Mapping[str, object]) -> list[str]:
-    """What the run used that the family does not have."""
+def refusals(family: Scheme, facts: Facts) -> list[str]:
+    """What the run used, or the model has, that the family does not have."""
+    arguments = {**facts.values, **facts.arguments}
     refused = [
         f"{name} {arguments[name]} ({why})"
         for name, (values, why) in family.config.get("refused", {}).items()
@@ -67,7 +68,7 @@ def make_config(family: Scheme, parts: Catalog, facts: Facts) -> dict[str, objec
             f"the config of a {architecture_of(family)} cannot be made from a run's arguments", file=facts.path,
             found="no config.json of such a model beside it", remedy="Pass the model's config.json with --config.",
         )  # fmt: skip
-    refused = refusals(family, arguments)
+    refused = refusals(family, facts)
     if refused:
         raise UnsupportedError(
             f"the model is not a {architecture_of(family)}", file=facts.path,
@@ -92,8 +93,8 @@ def _value(value: Any, arguments: Mapping[str, object]) -> Any:
     if isinstance(value, dict):
         return {key: _value(inner, arguments) for key, inner in value.items()}
     if isinstance(value, list) and value[:1] == ["arg"]:
-        found = arguments.get(value[1])
-        return value[2] if found is None else found
+        names = value[1] if isinstance(value[1], list) else [value[1]]
+        return next((arguments[name] for name in names if arguments.get(name) is not None), value[2])
     return value
 
 
@@ -114,7 +115,7 @@ def _from_facts(family: Scheme, parts: Catalog, facts: Facts) -> dict[str, objec
         elif (value := facts.get(name)) is not None:
             found[key] = value
         elif isinstance(said, list):
-            found[key] = default
+            found[key] = _value(default, facts.arguments)
         elif name in SHAPES:
             missing += [rule.names[0] for rule in family.rules if SHAPES[name][0] in (rule.parts or ())][:1]
         else:
@@ -125,6 +126,11 @@ def _from_facts(family: Scheme, parts: Catalog, facts: Facts) -> dict[str, objec
             remedy="Copy the files of the other layers or stages, which hold them, here too.",
         )  # fmt: skip
     return found
+
+
+def _is_shown(said: Any, facts: Facts) -> bool:
+    """Whether a value of a config is a fact that is known, and no default."""
+    return not isinstance(said, list) or facts.get(said[0]) is not None
 
 
 def check_config(config: Mapping[str, object], family: Scheme, parts: Catalog, facts: Facts) -> None:
@@ -143,7 +149,7 @@ def check_config(config: Mapping[str, object], family: Scheme, parts: Catalog, f
     wrong = [
         f"{key} {config[key]}, but {value:,} in the tensors"
         for key, value in _from_facts(family, parts, facts).items()
-        if type(value) is int and config.get(key) not in (None, value)
+        if type(value) is int and config.get(key) not in (None, value) and _is_shown(family.config["facts"][key], facts)
     ]
     if wrong:
         raise InconsistentError(

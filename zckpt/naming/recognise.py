@@ -41,12 +41,10 @@ def by_parts(parts: Catalog, facts: Facts) -> tuple[str, tuple[str, ...]]:
     there = {numbered(name).part for name in parts.tensors}
     alike = [each for each in (scheme(f"hf-{name}") for name in families()) if _has_parts(each, there, facts)]
     fitting = [
-        each
-        for each in alike
-        if not refusals(each, facts.arguments) and _is_meant(each, facts) and not each.config.get("given")
+        each for each in alike if not refusals(each, facts) and _is_meant(each, facts) and not each.config.get("given")
     ]
     if not fitting:
-        reasons = [f"{each.name[3:]}: {', '.join(refusals(each, facts.arguments)) or 'not said'}" for each in alike]
+        reasons = [f"{each.name[3:]}: {', '.join(refusals(each, facts)) or 'not said'}" for each in alike]
         raise UnsupportedError(
             "the family of the model is not known", file=facts.path,
             found="; ".join(reasons) or f"parts that none of transformers' families in zckpt has, of {len(parts):,}",

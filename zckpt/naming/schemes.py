@@ -16,6 +16,8 @@ list of rules. A rule has
 - "vocabulary": true where rows may be padding behind the vocabulary: those beyond the fact `vocabulary` are cut off when it is
   read, and rows of zeros are added up to the fact `padded_vocabulary`, if there is one, when it is written.
 - "when": facts and the values (or lists of values) that they must have for the rule to count.
+- "beside": another tensor's name: the rule counts only where that tensor is there, with the same numbers.
+- "refused": for tensors in a form that cannot be taken apart, with parts null: what the form is.
 - "optional": true if a model of this kind may be without it; biases of a `{kind}` are always optional.
 Of two rules whose names fit, the first whose facts fit is taken; a fact is looked up in the config and in the run's arguments
 too, and one that is not known is false. When it is written, a rule makes a tensor if all of its parts are there; a part is
@@ -65,6 +67,8 @@ class NamingRule:
         when: facts that must have one of these values.
         optional: whether a model may be without it.
         note: what is said if the tensor is left out.
+        beside: the name of a tensor that must be there for the rule to count; empty for none.
+        refused: the form of a tensor that cannot be taken apart; empty for none.
     """
 
     number: int
@@ -79,6 +83,8 @@ class NamingRule:
     when: Mapping[str, tuple[object, ...]] = field(default_factory=dict[str, "tuple[object, ...]"])
     optional: bool = False
     note: str = ""
+    beside: str = ""
+    refused: str = ""
 
     @property
     def is_plain(self) -> bool:
@@ -140,12 +146,17 @@ class Scheme:
         plain = list(names)
         prefix = next((p for p in self.prefixes if plain and all(name.startswith(p) for name in plain)), "")
         local = local_names(plain) if self.has_local_names else {name: name[len(prefix) :] for name in plain}
-        fit = _fitter(self)
+        fit = _fitter(self, frozenset(local.values()))
         return {name: fit(own) for name, own in local.items()}
 
 
-def _fitter(scheme: Scheme) -> Any:
-    """A function from a name to its `Fit`, which asks the rules once for all names that differ in numbers only."""
+def _fitter(scheme: Scheme, there: frozenset[str]) -> Any:
+    """A function from a name to its `Fit`, which asks the rules once for all names that differ in numbers only.
+
+    Args:
+        scheme: whose rules are asked.
+        there: the names of all tensors.
+    """
     patterns = [
         (re.compile(_pattern(local_template(name) if scheme.has_local_names else name)), rule)
         for rule in scheme.rules
@@ -161,7 +172,8 @@ def _fitter(scheme: Scheme) -> Any:
         rules: dict[int, NamingRule] = {}
         numbers: dict[str, str] = {}
         for pattern, rule in near:
-            if match := pattern.fullmatch(name):
+            match = pattern.fullmatch(name)
+            if match and (not rule.beside or _numbered(rule.beside, match) in there):
                 rules[rule.number] = rule
                 numbers = {**match.groupdict(), **numbers}
         if not rules:
@@ -169,6 +181,13 @@ def _fitter(scheme: Scheme) -> Any:
         return Fit(tuple(rules[n] for n in sorted(rules)), int(numbers.get("b", -1)), int(numbers.get("e", -1)))
 
     return fit
+
+
+def _numbered(template: str, match: re.Match[str]) -> str:
+    """A template with the numbers that a name has."""
+    for key, number in match.groupdict().items():
+        template = template.replace(f"{{{key}}}", number)
+    return template
 
 
 def _pattern(template: str) -> str:
@@ -230,6 +249,8 @@ def _rule(number: int, written: Mapping[str, Any], names: Iterable[str], kind: s
         when,
         kind == "bias" or written.get("optional", False),
         written.get("note", ""),
+        written.get("beside", ""),
+        written.get("refused", ""),
     )
 
 
