@@ -15,11 +15,13 @@ from safetensors.torch import load_file, save_file
 
 import zckpt
 from zckpt.base.errors import UnsupportedError
+from zckpt.jobs.open import read_tensor
+from zckpt.naming.compose import compose
 from zckpt.naming.decompose import decomposed
 from zckpt.naming.facts import facts_of, with_parts
 from zckpt.naming.families import make_config
 from zckpt.naming.recognise import by_parts
-from zckpt.naming.schemes import scheme
+from zckpt.naming.schemes import scheme, scheme_of
 from zckpt.naming.transform import Form
 
 transformers = pytest.importorskip("transformers", minversion="5")
@@ -169,6 +171,25 @@ def test_a_config_from_the_arguments_of_a_run(kind: str, tmp_path: Path) -> None
     odd = {"_name_or_path", "architectures", "dtype", "num_nextn_predict_layers", "num_mtp_layers"}
     said = [key for key, value in wanted.items() if key not in odd and value is not None]
     assert {key: found[key] for key in said} == {key: wanted[key] for key in said}
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_there_and_back_in_megatron_cores_names(kind: str, tmp_path: Path) -> None:
+    """Layers are numbered where some have no experts, as Megatron-Core does for a `moe_layer_freq` that is a list."""
+    model = made(kind)
+    model.save_pretrained(tmp_path)
+    catalog = zckpt.open_checkpoint(tmp_path).catalog
+    own, core = scheme(f"hf-{family(kind)}"), scheme("megatron-core")
+    facts = facts_of(catalog, model.config.to_dict())
+    parts = decomposed(catalog, own, facts).parts
+    layers = "stacked" if kind in ("mixtral", "gpt-oss") else "numbered"
+    theirs = compose(parts, core, facts.having(layers=layers))
+    assert scheme_of(theirs.tensors, "").name == "megatron-core"
+    again = decomposed(theirs, core, facts)
+    found = compose(again.parts, own, again.facts)
+    assert found.tensors.keys() == catalog.tensors.keys()
+    truth = all_of(tmp_path)
+    assert all(same_bits(read_tensor(entry, "pt"), truth[name]) for name, entry in found.tensors.items())
 
 
 AUTO = {
