@@ -7,7 +7,18 @@ from __future__ import annotations
 
 from zckpt.base.errors import NotACheckpointError, UnsupportedError, UsageError
 from zckpt.core.catalog import Catalog
-from zckpt.layouts import dcp, fairscale, fsdp, megatron_core, moe, parallel, plain, universal, zero
+from zckpt.layouts import (
+    dcp,
+    fairscale,
+    fsdp,
+    megatron_core,
+    moe,
+    parallel,
+    plain,
+    torch_checkpointing,
+    universal,
+    zero,
+)
 from zckpt.layouts.run import agreement, usage
 from zckpt.layouts.run.training import Training
 from zckpt.layouts.save.family import Family
@@ -20,9 +31,11 @@ FAMILIES: tuple[Family, ...] = (
     zero.FAMILY,
     megatron_core.FAMILY,
     dcp.FAMILY,
+    torch_checkpointing.FAMILY,
     fsdp.FAMILY,
     fsdp.ANY_NAME,
     fairscale.FAMILY,
+    torch_checkpointing.WITHOUT_METADATA,
     plain.FAMILY,
 )
 """In the order in which they are asked: the first that knows the files reads them.
@@ -63,6 +76,8 @@ def family_by_names(listing: Listing) -> Family:
 
     Of DeepSpeed's families, only universal checkpoints are distinguished from the others.
     """
+    if listing.directory in listing.files.values():  # one file
+        return FAMILIES[-1]
     for family in FAMILIES[:-1]:
         if family.directory:
             is_there = any(name.startswith(f"{family.directory}/") for name in listing.files)

@@ -16,8 +16,9 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 from zckpt.base import words
 from zckpt.base.errors import OTHER_SAVE, InconsistentError, UnsupportedError
@@ -30,7 +31,7 @@ from zckpt.layouts.dcp.metadata import BytesItem, DcpChunk, InertValue, Metadata
 from zckpt.layouts.dcp.state import dotted
 from zckpt.layouts.run.training import Training
 from zckpt.layouts.run.values import missing_ranks
-from zckpt.layouts.save.cut_tensors import Shape, class_of, cut_tensor
+from zckpt.layouts.save.cut_tensors import CutTensor, Shape, class_of, cut_tensor
 from zckpt.layouts.save.listing import Listing, natural
 from zckpt.layouts.save.module_states import as_mapping
 
@@ -41,7 +42,6 @@ ANY = re.compile(
 _CUT = ("DTensor", "ShardedTensor")
 _WORLD = re.compile(r"world_size_(\d+)")
 _MODEL, _OPTIMIZER = "model", "optim"
-_GROUPS = (_OPTIMIZER, "param_groups")
 _ADAPTER = re.compile(r"(?:^|\.)(?:lora_|modules_to_save\.)")
 _DEEPEST = 8
 """Mappings in mappings that are looked into."""
@@ -67,7 +67,7 @@ def read(listing: Listing, *, allow_unknown: bool = False) -> Catalog:
         UnsupportedError: tensors do not say how they were cut.
     """
     del allow_unknown  # nothing here is laid out by unknown rules
-    ranks = _RankFiles(listing)
+    ranks = RankFiles(listing, _files(listing))
     save = ranks.save()
     catalog = dcp.catalog_of(save, listing)
     tensors = {name: ranks.with_copies(entry, save) for name, entry in catalog.tensors.items()}
@@ -81,12 +81,26 @@ def read(listing: Listing, *, allow_unknown: bool = False) -> Catalog:
 def read_training(listing: Listing, *, allow_unknown: bool = False) -> Training:
     """The optimizer's states, if their parameters can be named; arguments and errors as in `read`."""
     del allow_unknown
-    return dcp.training_of(_RankFiles(listing).save(), listing)
+    return dcp.training_of(RankFiles(listing, _files(listing)).save(), listing)
 
 
 def unread_states(listing: Listing) -> str:
     """Why optimizer states of a save are not read, in words; empty if they are read, or there are none."""
-    return dcp.unread_in(_RankFiles(listing).save())
+    return dcp.unread_in(RankFiles(listing, _files(listing)).save())
+
+
+class RankFile(NamedTuple):
+    """One rank's file.
+
+    Attributes:
+        rank: its number.
+        path: for errors.
+        leaves: path -> value of all that it holds; a tensor that was cut may be a `CutTensor`.
+    """
+
+    rank: int
+    path: str
+    leaves: Iterable[tuple[Path, object]]
 
 
 @dataclass(slots=True)
@@ -115,71 +129,51 @@ class _Gathered:
         return self.size if self.view is None else self.view
 
 
-class _RankFiles:
+class RankFiles:
     """The files of one save.
 
-    Attributes:
+    Args:
         listing: of them.
+        files: what each holds.
+        optimizer: the key that the optimizer's state dict is under.
+
+    Attributes:
         mesh: name -> size of each dimension of the largest mesh that its tensors name.
         world_size: ranks.
+
+    Raises:
+        IncompleteError: ranks are missing. InconsistentError: ranks do not agree.
+        UnsupportedError: tensors do not say how they were cut.
     """
 
-    def __init__(self, listing: Listing) -> None:
+    def __init__(self, listing: Listing, files: Iterable[RankFile], optimizer: str = _OPTIMIZER) -> None:
         self.listing = listing
+        self._optimizer = optimizer
         self.mesh: Mapping[str, int] = {}
         self._runs: dict[Path, dict[int, TensorRef]] = {}
         self._tensors: dict[Path, _Gathered] = {}
         self._values: dict[Path, object] = {}
-        kinds = self._kinds()
-        for kind in kinds:
-            for rank, name in kinds[kind].items():
-                root = as_mapping(listing.open(name).root, "its content", listing.files[name].path)
-                self._gather(_placed(kind, root, len(kinds)), rank, listing.files[name].path)
-        there = next(iter(kinds.values()))
+        there: set[int] = set()
+        for file in files:
+            self._gather(file)
+            there.add(file.rank)
         self.world_size = max(len(there), math.prod(self.mesh.values()))
         if missing := sorted(set(range(self.world_size)) - set(there)):
             raise missing_ranks(listing, "rank", sorted(there), missing, self.world_size)
         self._check_cut()
         self._name_states()
 
-    def _kinds(self) -> dict[str, dict[int, str]]:
-        """Kind of file -> rank -> its name: the model's first.
-
-        Raises:
-            IncompleteError, InconsistentError: as in `read`.
-        """
-        found: dict[str, dict[int, str]] = {}
-        worlds: dict[int, str] = {}
-        pattern = VERL if self.listing.matching(VERL) else ANY
-        for name in self.listing.files:
-            if (match := pattern.fullmatch(name)) and match["kind"] != "extra_state":
-                found.setdefault(match["kind"], {})[int(match["dp"])] = name
-                worlds |= {int(size): name for size in _WORLD.findall(name)}
-        if len(worlds) > 1:
-            raise InconsistentError(
-                "holds rank files of several world sizes", file=self.listing.directory,
-                found=examples([worlds[size] for size in sorted(worlds)]), expected="files of one save", remedy=OTHER_SAVE,
-            )  # fmt: skip
-        if pattern is ANY and len(found) > 1:
-            found = {
-                kind: names for kind, names in found.items() if _holds_cut(self.listing, next(iter(names.values())))
-            }
-        world_size = max(next(iter(worlds), 0), *(max(names) + 1 for names in found.values()))
-        for kind, names in found.items():
-            if missing := sorted(set(range(world_size)) - set(names)):
-                raise missing_ranks(self.listing, kind.strip("._-") or "rank", sorted(names), missing, world_size)
-        return dict(sorted(found.items(), key=lambda item: (item[0] != _MODEL, natural(item[0]))))
-
-    def _gather(self, leaves: Iterator[tuple[Path, object]], rank: int, file: str) -> None:
+    def _gather(self, held_by: RankFile) -> None:
         """Adds what one rank's file holds."""
-        for path, value in leaves:
+        rank, file = held_by.rank, held_by.path
+        for path, value in held_by.leaves:
             name = dotted(path[1:])
-            cut = cut_tensor(value, name, file)
+            cut = value if isinstance(value, CutTensor) else cut_tensor(value, name, file)
             if cut is None and not isinstance(value, TensorRef):
                 self._values.setdefault(path, value)
                 continue
             dtype, size = (cut.dtype, cut.size) if cut else (value.dtype, value.shape)  # type: ignore[attr-defined]
-            if cut is None and path[:2] == (_OPTIMIZER, "state") and type(path[2]) is int and len(size) == 1:
+            if cut is None and path[:2] == (self._optimizer, "state") and type(path[2]) is int and len(size) == 1:
                 self._runs.setdefault(path, {})[rank] = value  # type: ignore[assignment]
                 continue
             held = self._tensors.setdefault(path, _Gathered(dtype, size, cut is not None))
@@ -196,7 +190,7 @@ class _RankFiles:
 
     def _check_cut(self) -> None:
         """Raises UnsupportedError where several ranks hold tensors that do not say how they were cut."""
-        of_model = [held.is_cut for path, held in self._tensors.items() if path[0] != _OPTIMIZER]
+        of_model = [held.is_cut for path, held in self._tensors.items() if path[0] != self._optimizer]
         self._are_cut = any(of_model)
         if self.world_size > 1 and of_model and not self._are_cut:
             raise UnsupportedError(
@@ -209,8 +203,8 @@ class _RankFiles:
 
     def _name_states(self) -> None:
         """Puts the names of parameters in place of numbers; see [Note: numbered states]."""
-        state = (_OPTIMIZER, "state")
-        groups = {path[2] for path in self._values if path[:2] == _GROUPS}
+        state, groups_at = (self._optimizer, "state"), (self._optimizer, "param_groups")
+        groups = {path[2] for path in self._values if path[:2] == groups_at}
         numbers = {path[2] for path in (*self._tensors, *self._values, *self._runs) if path[:2] == state}
         cut = [path for path, held in self._tensors.items() if path[0] == _MODEL and held.is_cut]
         adapters = [path for path in cut if _ADAPTER.search(str(path[1]))]
@@ -230,7 +224,7 @@ class _RankFiles:
 
         self._tensors = {renamed(path): held for path, held in states.items()}
         self._values = {renamed(path): value for path, value in self._values.items()}
-        self._values[(*_GROUPS, 0, "params")] = names
+        self._values[(*groups_at, 0, "params")] = names
 
     def _shards(self) -> int:
         """Ranks that share one copy of the model: under hybrid sharding, the last dimension of the mesh."""
@@ -264,6 +258,43 @@ class _RankFiles:
         return replace(entry, replicas=tuple(replicas), role=role)
 
 
+def _kinds(listing: Listing) -> dict[str, dict[int, str]]:
+    """Kind of file -> rank -> its name: the model's first.
+
+    Raises:
+        IncompleteError, InconsistentError: as in `read`.
+    """
+    found: dict[str, dict[int, str]] = {}
+    worlds: dict[int, str] = {}
+    pattern = VERL if listing.matching(VERL) else ANY
+    for name in listing.files:
+        if (match := pattern.fullmatch(name)) and match["kind"] != "extra_state":
+            found.setdefault(match["kind"], {})[int(match["dp"])] = name
+            worlds |= {int(size): name for size in _WORLD.findall(name)}
+    if len(worlds) > 1:
+        raise InconsistentError(
+            "holds rank files of several world sizes", file=listing.directory,
+            found=examples([worlds[size] for size in sorted(worlds)]), expected="files of one save", remedy=OTHER_SAVE,
+        )  # fmt: skip
+    if pattern is ANY and len(found) > 1:
+        found = {kind: names for kind, names in found.items() if _holds_cut(listing, next(iter(names.values())))}
+    world_size = max(next(iter(worlds), 0), *(max(names) + 1 for names in found.values()))
+    for kind, names in found.items():
+        if missing := sorted(set(range(world_size)) - set(names)):
+            raise missing_ranks(listing, kind.strip("._-") or "rank", sorted(names), missing, world_size)
+    return dict(sorted(found.items(), key=lambda item: (item[0] != _MODEL, natural(item[0]))))
+
+
+def _files(listing: Listing) -> Iterator[RankFile]:
+    """The files of a save, and what they hold; errors as in `read`."""
+    kinds = _kinds(listing)
+    for kind in kinds:
+        for rank, name in kinds[kind].items():
+            file = listing.files[name].path
+            root = as_mapping(listing.open(name).root, "its content", file)
+            yield RankFile(rank, file, _placed(kind, root, len(kinds)))
+
+
 def _joined(runs: Mapping[int, TensorRef], shape: Shape, ranks: int) -> _Gathered:
     """The elements of a flattened tensor, of which each of `ranks` ranks has the next ones; others have copies."""
     first = next(iter(runs.values()))
@@ -282,19 +313,19 @@ def _joined(runs: Mapping[int, TensorRef], shape: Shape, ranks: int) -> _Gathere
 def _placed(kind: str, root: Mapping[str, object], kinds: int) -> Iterator[tuple[Path, object]]:
     """What a file holds, under paths that begin with `model` or `optim`."""
     head = kind if kind in (_MODEL, _OPTIMIZER) else _MODEL if kinds == 1 else kind
-    nested = any(isinstance(value, Mapping) and any(_leaves(value)) for value in root.values())
+    nested = any(isinstance(value, Mapping) and any(leaves(value)) for value in root.values())
     if head == _MODEL and not nested:
         yield from (((_MODEL, str(key)), value) for key, value in root.items())
     else:
-        yield from (((head, *path) if head == _OPTIMIZER else path, value) for path, value in _leaves(root))
+        yield from (((head, *path) if head == _OPTIMIZER else path, value) for path, value in leaves(root))
 
 
 def _holds_cut(listing: Listing, name: str) -> bool:
     root = listing.open(name).root
-    return isinstance(root, Mapping) and any(class_of(value) in _CUT for _, value in _leaves(root))
+    return isinstance(root, Mapping) and any(class_of(value) in _CUT for _, value in leaves(root))
 
 
-def _leaves(value: object, path: Path = ()) -> Iterator[tuple[Path, object]]:
+def leaves(value: object, path: Path = ()) -> Iterator[tuple[Path, object]]:
     """All values in mappings and in lists of mappings, under their paths."""
     inner: Iterator[tuple[object, object]] | None = None
     if len(path) < _DEEPEST and isinstance(value, Mapping):
@@ -305,4 +336,4 @@ def _leaves(value: object, path: Path = ()) -> Iterator[tuple[Path, object]]:
         yield path, value
         return
     for key, below in inner:
-        yield from _leaves(below, (*path, key if type(key) is int else str(key)))
+        yield from leaves(below, (*path, key if type(key) is int else str(key)))

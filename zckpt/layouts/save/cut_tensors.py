@@ -18,6 +18,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from zckpt.base.errors import COPY_AGAIN, CorruptError, InconsistentError, UnsupportedError
 from zckpt.containers import Placeholder, TensorRef, brief
@@ -50,6 +51,27 @@ class CutTensor:
         return self.boxes[0][1] if len(self.boxes) == 1 and self.boxes[0][1].shape == self.size else None
 
 
+class Placement(NamedTuple):
+    """What one dimension of a mesh does to a tensor.
+
+    Attributes:
+        kind: "Shard", "_StridedShard", "Replicate", or torch's name of another one, which is refused.
+        dim: the dimension of the tensor that it cuts.
+        split_factor: see [Note: strided shards].
+    """
+
+    kind: str
+    dim: object = 0
+    split_factor: object = 1
+
+
+class Part(NamedTuple):
+    """The box that a rank has of a tensor: its first index and its size in each dimension."""
+
+    offsets: Shape
+    sizes: Shape
+
+
 def class_of(value: object) -> str:
     """The name of the class of an object, or of the subclass of Tensor that a function rebuilds; empty for other values."""
     if not isinstance(value, Placeholder):
@@ -74,21 +96,27 @@ def cut_tensor(value: object, name: str, file: str) -> CutTensor | None:
     if kind not in ("DTensor", "ShardedTensor"):
         return None
     assert isinstance(value, Placeholder)
-    reader = _CutTensors(name, file)
+    reader = CutReader(name, file)
     try:
         return reader.of_dtensor(value) if kind == "DTensor" else reader.of_sharded_tensor(value)
     except (TypeError, ValueError, LookupError) as error:
         raise reader.corrupt(str(error)) from error
 
 
-class _CutTensors:
-    """Reads one value; ValueError and its kin mean that the pickle is damaged."""
+class CutReader:
+    """Reads one tensor; ValueError and its kin mean that the file is damaged.
+
+    Args:
+        name: of the tensor, for errors.
+        file: that holds it, for errors.
+    """
 
     def __init__(self, name: str, file: str) -> None:
         self.name = name
         self.file = file
 
     def corrupt(self, found: str) -> CorruptError:
+        """The error for a tensor whose facts do not fit each other."""
         return CorruptError(
             f"tensor {self.name!r} contradicts itself", file=self.file, found=found[:200], remedy=COPY_AGAIN
         )
@@ -124,6 +152,7 @@ class _CutTensors:
     # -- DTensors ----------------------------------------------------------------------------------------------------
 
     def of_dtensor(self, value: Placeholder) -> CutTensor:
+        """A pickled DTensor."""
         dtype, size = self._facts(value)
         held = _attributes(value)
         spec = _attributes(held["_spec"])
@@ -131,27 +160,52 @@ class _CutTensors:
         extents = _mesh_shape(mesh)
         coordinate = _shape(mesh.get("_coordinate_on_dim"))
         placements = spec["placements"]
-        if not isinstance(placements, tuple | list) or not len(placements) == len(extents) == len(coordinate):
-            raise ValueError(f"{brief(placements)} on a mesh {list(extents)}, rank at {list(coordinate)}")
+        if not isinstance(placements, tuple | list):
+            raise ValueError(f"placements {brief(placements)}")
+        part = self.part(
+            size,
+            [_placement(placement) for placement in placements],
+            extents,
+            coordinate,
+            spec.get("shard_order"),
+        )
+        names = mesh.get("_mesh_dim_names", mesh.get("mesh_dim_names"))
+        named = names if isinstance(names, tuple | list) and len(names) == len(extents) else range(len(extents))
+        axes = {str(name): extent for name, extent in zip(named, extents, strict=True)}
+        return self.cut(dtype, size, [(part, held["_local_tensor"])], axes)
+
+    def cut(
+        self, dtype: DType, size: Shape, parts: Sequence[tuple[Part, object]], axes: Mapping[str, int]
+    ) -> CutTensor:
+        """The tensor whose parts these are; errors where a part's elements are not of its size and dtype."""
+        refs = [(part.offsets, self._elements(value, dtype, part.sizes)) for part, value in parts]
+        return CutTensor(dtype, size, tuple(box for box in refs if box[1].numel or not math.prod(size)), axes)
+
+    def part(
+        self, size: Shape, placements: Sequence[Placement], extents: Shape, coordinate: Shape, order: object = None
+    ) -> Part:
+        """What the rank at `coordinate` of a mesh of `extents` has of a tensor.
+
+        Raises:
+            ValueError: these contradict each other. UnsupportedError: it is not cut by rows or columns.
+        """
+        if not len(placements) == len(extents) == len(coordinate):
+            raise ValueError(f"{len(placements)} placements on a mesh {list(extents)}, rank at {list(coordinate)}")
         if not all(0 <= at < extent for at, extent in zip(coordinate, extents, strict=True)):
             raise ValueError(f"a rank at {list(coordinate)} of a mesh {list(extents)}")
         offsets, local = [0] * len(size), list(size)
-        for dim, mesh_dim in self._cuts(placements, extents, len(size), spec.get("shard_order")):
+        for dim, mesh_dim in self._cuts(placements, extents, len(size), order):
             step = -(-local[dim] // extents[mesh_dim])
             first = min(step * coordinate[mesh_dim], local[dim])
             offsets[dim] += first
             local[dim] = min(step, local[dim] - first)
-        names = mesh.get("_mesh_dim_names", mesh.get("mesh_dim_names"))
-        named = names if isinstance(names, tuple | list) and len(names) == len(extents) else range(len(extents))
-        axes = {str(name): extent for name, extent in zip(named, extents, strict=True)}
-        ref = self._elements(held["_local_tensor"], dtype, tuple(local))
-        return CutTensor(dtype, size, ((tuple(offsets), ref),) if ref.numel or not math.prod(size) else (), axes)
+        return Part(tuple(offsets), tuple(local))
 
-    def _cuts(self, placements: Sequence[object], extents: Shape, dims: int, order: object) -> list[tuple[int, int]]:
+    def _cuts(self, placements: Sequence[Placement], extents: Shape, dims: int, order: object) -> list[tuple[int, int]]:
         """(dimension of the tensor, dimension of the mesh) of each cut, in the order in which they apply."""
         by_dim: dict[int, list[int]] = {}
         for mesh_dim in reversed(range(len(placements))):
-            kind, fields = class_of(placements[mesh_dim]), _attributes(placements[mesh_dim])
+            kind, dim, factor = placements[mesh_dim]
             if kind == "Replicate":
                 continue
             if kind not in ("Shard", "_StridedShard"):
@@ -159,13 +213,10 @@ class _CutTensors:
                     f"tensor {self.name!r} is not cut by rows or columns", file=self.file, found=f"placement {kind}",
                     expected="Shard or Replicate", remedy="Reduce it to whole values before you save it: full_tensor().",
                 )  # fmt: skip
-            dim = fields.get("dim", 0)
             if type(dim) is not int or not -dims <= dim < dims:
                 raise ValueError(f"a cut of dimension {brief(dim)} of {dims}")
             cuts = by_dim.setdefault(dim % dims, [])
-            cuts.insert(
-                _after(cuts, extents, fields.get("split_factor", 1) if kind == "_StridedShard" else 1), mesh_dim
-            )
+            cuts.insert(_after(cuts, extents, factor if kind == "_StridedShard" else 1), mesh_dim)
         for dim, mesh_dims in _explicit(order):
             if sorted(by_dim.get(dim, ())) != sorted(mesh_dims):
                 raise ValueError(f"dimension {dim} is cut by {by_dim.get(dim)}, and in the order {mesh_dims}")
@@ -175,20 +226,25 @@ class _CutTensors:
     # -- ShardedTensors ----------------------------------------------------------------------------------------------
 
     def of_sharded_tensor(self, value: Placeholder) -> CutTensor:
+        """A pickled ShardedTensor."""
         dtype, size = self._facts(value)
         state = value.state
         if not isinstance(state, tuple | list) or not isinstance(state[0], list | tuple):
             raise ValueError(f"its state is {brief(state)}")
-        boxes: list[tuple[Shape, TensorRef]] = []
+        parts: list[tuple[Part, object]] = []
         for shard in map(_attributes, state[0]):
             facts = _attributes(shard["metadata"])
             offsets, sizes = _shape(facts["shard_offsets"]), _shape(facts["shard_sizes"])
             if not len(offsets) == len(sizes) == len(size):
                 raise ValueError(f"a shard of {list(sizes)} at {list(offsets)} in {list(size)}")
-            ref = self._elements(shard["tensor"], dtype, sizes)
-            if ref.numel or not math.prod(size):
-                boxes.append((offsets, ref))
-        return CutTensor(dtype, size, tuple(boxes), {})
+            parts.append((Part(offsets, sizes), shard["tensor"]))
+        return self.cut(dtype, size, parts, {})
+
+
+def _placement(value: object) -> Placement:
+    """A placement as torch pickles it."""
+    fields = _attributes(value)
+    return Placement(class_of(value), fields.get("dim", 0), fields.get("split_factor", 1))
 
 
 def _attributes(value: object) -> Mapping[str, object]:

@@ -103,6 +103,7 @@ class Family:
             tokenizer files are beside the tags. Otherwise they are in the save or beside it, and of saves that are numbered
             alike (`step-100`, `step-200`) the last is the newest.
         fallback: its files may be in a directory that holds other saves, which are then preferred.
+        common: files of a save whose names are so common that they do not tell that they belong to one; as `files` otherwise.
         further: names of files that the trainer may put among them: they are checked, but are no part of the model.
         has_keys: a save may hold several state dicts, of which `--key` chooses one.
         resumes: how a run resumes from a save with optimizer states, after "resume yes:"; empty for DeepSpeed's own, where
@@ -129,6 +130,7 @@ class Family:
     directory: str = ""
     tagged: bool = False
     fallback: bool = False
+    common: tuple[FileKind, ...] = ()
     further: tuple[re.Pattern[str], ...] = ()
     has_keys: bool = False
     resumes: str = ""
@@ -154,7 +156,7 @@ class Family:
     def named_files(self, names: Iterable[str]) -> Iterator[NamedFile]:
         """The files with a kind, and what their names say."""
         for name in names:
-            for kind, pattern, of_rank in self.files:
+            for kind, pattern, of_rank in (*self.files, *self.common):
                 if match := pattern.fullmatch(name):
                     found = match.groupdict()
                     axes = {axis: int(number) for axis, number in found.items() if (number or "").isdecimal()}
