@@ -56,6 +56,7 @@ SEEDS: dict[str, Seed] = {
     "DCP metadata": ("dcp/boxes_w4/checkpoint", "**/.metadata", False),
     "DCP data": ("dcp/dtypes_w2/checkpoint", "**/*.distcp", False),
     "FairScale's metadata": ("fairscale/metaseq_w4/checkpoint", "*-shard1.pt", True),
+    "torch_checkpointing's metadata": ("torch_checkpointing/safetensors_w4/checkpoint", "metadata.pkl", False),
     "safetensors": (safetensors_directory, "model-00001-of-00002.safetensors", False),
     "index": (safetensors_directory, "model.safetensors.index.json", False),
 }

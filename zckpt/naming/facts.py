@@ -53,7 +53,7 @@ class Facts:
 
     Attributes:
         values: fact -> its value: query_heads, key_heads, head_size, blocks, experts, vocabulary, hidden, intermediate, tied,
-            gated, ranks (tensor-parallel ones), version (Megatron's, of checkpoints), ...
+            gated, ranks (tensor-parallel ones), version (Megatron's, of checkpoints), model_type (of the config), ...
         arguments: of the run, by its own names with `_`; plain values.
         config: transformers' config of the model, where there is one.
         path: the checkpoint, for errors.
@@ -132,6 +132,7 @@ def facts_of(
     values["key_heads"] = _key_heads(given, arguments)
     values["tied"] = _tied(given, arguments)
     values["window"] = _window(arguments)
+    values["model_type"] = kind if isinstance(kind := (config or {}).get("model_type"), str) else None
     values["version"] = float(version) if isinstance(version, int | float) else None
     values["ranks"] = catalog.topology.tp
     values["rules"] = rules

@@ -20,5 +20,5 @@ FAMILY = Family(
     unread_states=_read.unread_states,
 )
 
-WITHOUT_METADATA = replace(FAMILY, files=FAMILY.common, common=(), fallback=True)
+WITHOUT_METADATA = replace(FAMILY, files=FAMILY.common, common=(), match=_read.match_files, fallback=True)
 """The same without `metadata.pkl`, which is written where an item has a resharder. DTensors say themselves how they were cut."""

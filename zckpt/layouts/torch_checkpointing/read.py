@@ -46,9 +46,12 @@ _TORCH = "TorchSerialization"
 
 
 def match(listing: Listing) -> str | None:
-    """None when this layout reads the files; otherwise why not. Opens one file where there is no metadata.pkl."""
-    if METADATA in listing.files:
-        return None
+    """None when this layout reads the files; otherwise why not."""
+    return None if METADATA in listing.files else f"no {METADATA}"
+
+
+def match_files(listing: Listing) -> str | None:
+    """The same where there is no metadata.pkl. Opens one file."""
     if listing.directory in listing.files.values():
         return "one file"
     first = [name for name in listing.matching(ITEM) if _number(name) == 0]
@@ -56,7 +59,7 @@ def match(listing: Listing) -> str | None:
         root = listing.open(name).root
         if isinstance(root, Mapping) and any(class_of(value) == "DTensor" for _, value in leaves(root)):
             return None
-    return f"no {METADATA}"
+    return "no <item>_<rank>.pt with DTensors"
 
 
 def read(listing: Listing, *, allow_unknown: bool = False) -> Catalog:
