@@ -65,7 +65,7 @@ class Placement(NamedTuple):
     split_factor: object = 1
 
 
-class Part(NamedTuple):
+class CutPart(NamedTuple):
     """The box that a rank has of a tensor: its first index and its size in each dimension."""
 
     offsets: Shape
@@ -175,7 +175,7 @@ class CutReader:
         return self.cut(dtype, size, [(part, held["_local_tensor"])], axes)
 
     def cut(
-        self, dtype: DType, size: Shape, parts: Sequence[tuple[Part, object]], axes: Mapping[str, int]
+        self, dtype: DType, size: Shape, parts: Sequence[tuple[CutPart, object]], axes: Mapping[str, int]
     ) -> CutTensor:
         """The tensor whose parts these are; errors where a part's elements are not of its size and dtype."""
         refs = [(part.offsets, self._elements(value, dtype, part.sizes)) for part, value in parts]
@@ -183,7 +183,7 @@ class CutReader:
 
     def part(
         self, size: Shape, placements: Sequence[Placement], extents: Shape, coordinate: Shape, order: object = None
-    ) -> Part:
+    ) -> CutPart:
         """What the rank at `coordinate` of a mesh of `extents` has of a tensor.
 
         Raises:
@@ -199,7 +199,7 @@ class CutReader:
             first = min(step * coordinate[mesh_dim], local[dim])
             offsets[dim] += first
             local[dim] = min(step, local[dim] - first)
-        return Part(tuple(offsets), tuple(local))
+        return CutPart(tuple(offsets), tuple(local))
 
     def _cuts(self, placements: Sequence[Placement], extents: Shape, dims: int, order: object) -> list[tuple[int, int]]:
         """(dimension of the tensor, dimension of the mesh) of each cut, in the order in which they apply."""
@@ -231,13 +231,13 @@ class CutReader:
         state = value.state
         if not isinstance(state, tuple | list) or not isinstance(state[0], list | tuple):
             raise ValueError(f"its state is {brief(state)}")
-        parts: list[tuple[Part, object]] = []
+        parts: list[tuple[CutPart, object]] = []
         for shard in map(_attributes, state[0]):
             facts = _attributes(shard["metadata"])
             offsets, sizes = _shape(facts["shard_offsets"]), _shape(facts["shard_sizes"])
             if not len(offsets) == len(sizes) == len(size):
                 raise ValueError(f"a shard of {list(sizes)} at {list(offsets)} in {list(size)}")
-            parts.append((Part(offsets, sizes), shard["tensor"]))
+            parts.append((CutPart(offsets, sizes), shard["tensor"]))
         return self.cut(dtype, size, parts, {})
 
 

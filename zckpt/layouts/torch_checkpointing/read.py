@@ -33,7 +33,7 @@ from zckpt.layouts.dcp.metadata import Path
 from zckpt.layouts.fsdp.read import RankFile, RankFiles, leaves
 from zckpt.layouts.run.training import Training
 from zckpt.layouts.run.values import missing_ranks
-from zckpt.layouts.save.cut_tensors import CutReader, CutTensor, Part, Placement, Shape, class_of
+from zckpt.layouts.save.cut_tensors import CutPart, CutReader, CutTensor, Placement, Shape, class_of
 from zckpt.layouts.save.family import Record
 from zckpt.layouts.save.listing import Listing
 from zckpt.storage.location import Location
@@ -288,7 +288,7 @@ class _Save:
         if said["type"] == "default_tensor_v1":
             pieces = zip(data["global_offsets"], data["local_offsets"], data["local_sizes"], strict=True)
             parts = [
-                (Part(_shape(offsets), _shape(sizes)), _narrowed(value, _shape(local), _shape(sizes)))
+                (CutPart(_shape(offsets), _shape(sizes)), _narrowed(value, _shape(local), _shape(sizes)))
                 for offsets, local, sizes in pieces
             ]
             return reader.cut(value.dtype, size, parts, {})
