@@ -103,7 +103,11 @@ MORE = {
     "docs/dcp.md": {"run/step-1000": "dcp/fsdp2_nested_w2"},
     "docs/fairscale.md": {"run": "fairscale/fairseq_w3"},
     "docs/rank-files.md": {"run": "ranks/fsdp2_w2", "saves/step-1000": "torch_checkpointing/torch_files_w2"},
-    "docs/huggingface.md": {"neox": "megatron/neox_pp2_tp2_dp2", "pipeline": "pipeline/zero1_pp2_dp2"},
+    "docs/huggingface.md": {
+        "neox": "megatron/neox_pp2_tp2_dp2",
+        "pipeline": "pipeline/zero1_pp2_dp2",
+        "megatron-run": "mcore/stages_tp2_pp2",
+    },
     "docs/peft.md": {"several/checkpoint-500": "peft/several_zero3", "out/checkpoint-500": "peft/lora_zero2"},
     "docs/reshaping.md": {"tensor-parallel": "tensor/plain_tp2"},
 }

@@ -225,7 +225,9 @@ class HubNames(Names):
     to: Annotated[
         str | None,
         _names(
-            "--to", metavar="hf:NAME", help="Write Megatron's or GPT-NeoX's model as hf:gpt-neox, hf:gpt2 or hf:llama."
+            "--to",
+            metavar="hf[:NAME]",
+            help="Write the model as transformers has it; NAME is its family, such as llama.",
         ),
     ] = None
     config: Annotated[

@@ -28,12 +28,14 @@ class Decomposed:
         facts: those that were given, and what taking the tensors apart has shown.
         origins: name of a part -> the tensor that it is from.
         notes: sentences about what was left out.
+        left_out: tensors that are not among the parts though they may be of use: those whose rule has a note.
     """
 
     parts: Catalog
     facts: Facts
     origins: Mapping[str, str]
     notes: tuple[str, ...]
+    left_out: tuple[str, ...] = ()
 
 
 def decompose(catalog: Catalog, scheme: Scheme, facts: Facts) -> Catalog:
@@ -53,22 +55,29 @@ def decomposed(catalog: Catalog, scheme: Scheme, facts: Facts) -> Decomposed:
     facts = _completed(catalog, scheme, fits, facts)
     tensors: dict[str, TensorEntry] = {}
     origins: dict[str, str] = {}
-    left_out: dict[str, int] = {}
+    left_out: dict[str, list[str]] = {}
+    padding = 0
     for name, entry in catalog.tensors.items():
         rule = _rule_of(name, fits[name], facts)
         if rule.parts is None:
             if rule.refused:
                 raise _refused(name, rule, facts)
-            left_out[rule.note] = left_out.get(rule.note, 0) + 1
+            left_out.setdefault(rule.note, []).append(name)
             continue
+        if rule.vocabulary and entry.shape:
+            padding = max(padding, entry.shape[0] - (facts.whole("vocabulary") or entry.shape[0]))
         for part in _parts_of(entry, rule, fits[name], facts):
             first = tensors.get(part.name)
             tensors[part.name] = part if first is None else same(first, part)
             origins.setdefault(part.name, name)
     aliases = _aliases(catalog, scheme, facts)
     aliases = {d: k for d, k in aliases.items() if d not in tensors and k in tensors}
-    notes = tuple(f"{note} ({count(number, 'tensor')})." for note, number in left_out.items() if note)
-    return Decomposed(replace(catalog, tensors=tensors, aliases=aliases), facts, origins, notes)
+    notes = [f"{note} ({count(len(names), 'tensor')})." for note, names in left_out.items() if note]
+    if padding:
+        words = facts.number("vocabulary")
+        notes.append(f"{count(padding, 'row')} of padding behind the {words:,} rows of the vocabulary were left out.")
+    names = tuple(name for note, left in left_out.items() if note for name in left)
+    return Decomposed(replace(catalog, tensors=tensors, aliases=aliases), facts, origins, tuple(notes), names)
 
 
 def _refused(name: str, rule: NamingRule, facts: Facts) -> UnsupportedError:

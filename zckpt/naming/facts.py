@@ -205,7 +205,7 @@ def run_arguments(catalog: Catalog, directory: str | None) -> dict[str, object]:
         kept = catalog.extras.get(key)
         state = kept.state if isinstance(kept, Placeholder) else kept
         if isinstance(state, Mapping):
-            inner = state.get("model") if key == "run_config" else None
+            inner = next((state[n] for n in ("model", "config") if key == "run_config" and n in state), None)
             arguments.update(inner if isinstance(inner, Mapping) else state)
     configs = os.path.join(directory, "configs") if directory else ""
     if configs and locate(configs).is_dir():

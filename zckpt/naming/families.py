@@ -9,8 +9,9 @@ training program's default]; "activation" is the key of the activation function;
 "set": key -> value, or a mapping of keys}; "refused" is argument or fact -> [values that it must not have, why]; "required" is
 argument or fact -> values that it must have if it is recorded; "given" is true if a config cannot be made. Where a value ["arg",
 name or names, default] stands in "facts" or "set", it is that argument of the run.
-"recognised": "model_type" lists those of configs; "rank" orders families that fit equally (the lowest is taken); "when" gives
-facts and arguments that the run must have, if nothing else says the family.
+"recognised": "model_type" lists those of configs; "rank" orders families that fit equally (the lowest is taken); "classes" are
+regular expressions for the class in a run's config (`_target_`), from its beginning; "when" gives facts and arguments that
+the run must have, if nothing else says the family.
 Source: Megatron-DeepSpeed, megatron/arguments.py; transformers 4, models/megatron_gpt2 (activation functions).
 """
 

@@ -5,17 +5,16 @@ For `transform`, when a user asks for `--to hf` and names no family.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Mapping, Sequence
 
 from zckpt.base.errors import UnsupportedError
-from zckpt.base.words import joined
+from zckpt.base.words import examples, joined
 from zckpt.core.catalog import Catalog
 from zckpt.naming.facts import Facts
 from zckpt.naming.families import model_types, refusals
 from zckpt.naming.parts import numbered
 from zckpt.naming.schemes import Scheme, families, scheme
-
-_REMEDY = "Pass the family with --to hf:NAME, or the model's config.json with --config."
 
 
 def by_config(config: Mapping[str, object], where: str) -> tuple[str, tuple[str, ...]]:
@@ -32,24 +31,35 @@ def by_config(config: Mapping[str, object], where: str) -> tuple[str, tuple[str,
     return "", ()
 
 
-def by_parts(parts: Catalog, facts: Facts) -> tuple[str, tuple[str, ...]]:
+def by_parts(parts: Catalog, facts: Facts, origins: Mapping[str, str] | None = None) -> tuple[str, tuple[str, ...]]:
     """The family that a model's parts and the arguments of its run fit, and a note with the evidence.
+
+    Args:
+        parts: of the model.
+        facts: with what the parts show.
+        origins: name of a part -> the tensor that it is from, for the error.
 
     Raises:
         UnsupportedError: they fit none; says what comes near.
     """
-    there = {numbered(name).part for name in parts.tensors}
-    alike = [each for each in (scheme(f"hf-{name}") for name in families()) if _has_parts(each, there, facts)]
+    there = {numbered(name).part: name for name in parts.tensors}
+    every = [scheme(f"hf-{name}") for name in families()]
+    alike = [each for each in every if not any(_unlike(each, there, facts))]
     fitting = [
         each for each in alike if not refusals(each, facts) and _is_meant(each, facts) and not each.config.get("given")
     ]
     if not fitting:
-        reasons = [f"{each.name[3:]}: {', '.join(refusals(each, facts)) or 'not said'}" for each in alike]
         raise UnsupportedError(
             "the family of the model is not known", file=facts.path,
-            found="; ".join(reasons) or f"parts that none of transformers' families in zckpt has, of {len(parts):,}",
-            expected=f"one of {', '.join(families())}", remedy=_REMEDY,
+            found=_nearest(alike, every, there, facts, origins or {}), expected=f"one of {', '.join(families())}",
+            remedy="Pass the family with --to hf:NAME, or the model's config.json with --config.",
         )  # fmt: skip
+    if (said := facts.arguments.get("_target_")) is not None:
+        kind = str(said).rpartition(".")[2]
+        named = [each for each in fitting if any(re.match(p, kind) for p in each.recognised.get("classes", ()))]
+        if named:
+            name = named[0].name.removeprefix("hf-")
+            return name, (f"The model is written as hf:{name}, since the run's config says {kind}.",)
     fitting.sort(key=lambda each: (each.recognised.get("rank", 9), each.name))
     names = [each.name.removeprefix("hf-") for each in fitting]
     evidence = "its tensors and the run's arguments fit" if facts.arguments else "its tensors fit"
@@ -59,19 +69,47 @@ def by_parts(parts: Catalog, facts: Facts) -> tuple[str, tuple[str, ...]]:
     return names[0], (note,)
 
 
-def _has_parts(family: Scheme, there: set[str], facts: Facts) -> bool:
-    """Whether a family has a place for all parts, and needs none that is not there."""
-    taken = {part for rule in family.rules for part in rule.parts or () if facts.meet(rule.when)}
-    routed = "blocks.{b}.router.weight" in there
+def _nearest(
+    alike: Sequence[Scheme], every: Sequence[Scheme], there: Mapping[str, str], facts: Facts, origins: Mapping[str, str]
+) -> str:
+    """What keeps a model from being of the families that come near."""
+    if alike:
+        reasons = {each.name: ", ".join(refusals(each, facts)) for each in alike}
+        return "; ".join(
+            f"hf:{name.removeprefix('hf-')}: {why or 'tensors that fit, and nothing that says it'}"
+            for name, why in reasons.items()
+        )
+    near = min(every, key=lambda each: sum(map(len, _unlike(each, there, facts))))
+    alien, lacking = _unlike(near, there, facts)
+    texts = [
+        f"no place for {examples(dict.fromkeys(origins.get(there[part], there[part]) for part in sorted(alien)))}"
+    ] * bool(alien)
+    texts += [f"no {examples(_written(near, sorted(lacking)))}"] * bool(lacking)
+    return f"hf:{near.name.removeprefix('hf-')}, the nearest: {' and '.join(texts)}"
+
+
+def _written(family: Scheme, parts: Sequence[str]) -> list[str]:
+    """The names of the tensors in which a family has some parts."""
+    return list(dict.fromkeys(r.names[0] for part in parts for r in family.rules if part in (r.parts or ())))
+
+
+def _unlike(family: Scheme, there: Mapping[str, str], facts: Facts) -> tuple[set[str], set[str]]:
+    """Parts that are there and that a family has no place for, and parts that it needs and that are not there."""
+    rules = [rule for rule in family.rules if rule.parts is not None and facts.meet(rule.when)]
+    taken = {part for rule in rules for part in rule.parts or ()}
+    routed, dense = "blocks.{b}.router.weight" in there, "blocks.{b}.mlp.up.weight" in there
     needed = {
         part
-        for rule in family.rules
-        if not rule.optional and facts.meet(rule.when)
+        for rule in rules
+        if not rule.optional
         for part in rule.parts or ()
-        if not part.startswith(("blocks.{b}.mlp.", "head.")) or (part.startswith("blocks.{b}.mlp.") and not routed)
+        if part != "head.weight" and (dense or not routed or not part.startswith("blocks.{b}.mlp."))
     }
-    apart = any(0 < len(there.intersection(group)) < len(group) for group in family.together)
-    return there <= taken and needed <= there and not apart
+    lacking = needed - there.keys()
+    for group in family.together:
+        held = there.keys() & set(group)
+        lacking |= set(group) - held if held else set()
+    return there.keys() - taken, lacking
 
 
 def _is_meant(family: Scheme, facts: Facts) -> bool:

@@ -129,9 +129,10 @@ def _converted(
     said = {} if given is None else {"config": dict(given)}
     name = to.removeprefix("hf").removeprefix(":")
     notes: tuple[str, ...] = ()
-    beside = read_config(place.home) if given is None else None
-    if not name and (known := given or beside) is not None:
-        name, notes = by_config(known, "--config" if given else "the config.json beside it")
+    beside, where = (None, "--config") if given is not None else _config_beside(place)
+    known = beside if given is None else given
+    if not name and known is not None:
+        name, notes = by_config(known, where)
     if beside is not None and name and beside.get("model_type") in model_types(scheme(f"hf-{name}")):
         given = beside
     directory, rules = place.listing.directory.path, place.listing.options.tp_rules or ""
@@ -139,11 +140,23 @@ def _converted(
     found = decomposed(catalog, source, facts_of(catalog, given, directory, rules))
     facts = with_parts(found.facts, found.parts)
     if not name:
-        name, notes = by_parts(found.parts, facts)
+        name, notes = by_parts(found.parts, facts, found.origins)
     family = scheme(f"hf-{name}")
     tensors = compose(found.parts, family, found.facts, found.origins)
     if given is None:
         given = make_config(family, found.parts, facts)
     else:
         check_config(given, family, found.parts, facts)
-    return Formed(tensors, given, (*notes, *found.notes), {"form": {"to": f"hf:{name}", **said}}, left_out)
+    return Formed(
+        tensors, given, (*notes, *found.notes), {"form": {"to": f"hf:{name}", **said}}, (*left_out, *found.left_out)
+    )
+
+
+def _config_beside(place: Place) -> tuple[dict[str, object] | None, str]:
+    """The `config.json` in or beside a save, and where it is; (None, "") where there is none. Errors as in `read_config`."""
+    save = place.listing.directory
+    homes = [place.home] if save.is_file() else [place.home, save, save.parent]
+    for home in [below for each in homes for below in (each, each / "huggingface")]:
+        if (config := read_config(home)) is not None:
+            return config, f"{(home / 'config.json')!r}"
+    return None, ""
