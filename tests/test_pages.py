@@ -102,7 +102,11 @@ CHECKPOINTS = {
 MORE = {
     "docs/dcp.md": {"run/step-1000": "dcp/fsdp2_nested_w2"},
     "docs/fairscale.md": {"run": "fairscale/fairseq_w3"},
-    "docs/rank-files.md": {"run": "ranks/fsdp2_w2", "saves/step-1000": "torch_checkpointing/torch_files_w2"},
+    "docs/rank-files.md": {
+        "run": "ranks/fsdp2_w2",
+        "saves/step-1000": "torch_checkpointing/torch_files_w2",
+        "local": "flat/local_uneven_w3",
+    },
     "docs/huggingface.md": {
         "neox": "megatron/neox_pp2_tp2_dp2",
         "pipeline": "pipeline/zero1_pp2_dp2",
@@ -130,6 +134,8 @@ def put(fixture: str, place: Path) -> None:
 def prepare(page: str, home: Path) -> None:
     for name, fixture in {**CHECKPOINTS, **MORE.get(page, {})}.items():
         put(fixture, home / name)
+    if page == "docs/rank-files.md":
+        shutil.copy(FIXTURES / "flat/local_uneven_w3/shapes.json", home)
     if page in CONVERTED:
         zckpt.convert(home / "out" / "checkpoint-500", home / "weights", dtype="bf16")
         zckpt.reshard(home / "out" / "checkpoint-500", home / "resumable", world_size=4)

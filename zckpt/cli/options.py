@@ -146,6 +146,10 @@ class Joining(Group):
         str | None,
         which("--key", metavar="KEY", help="State dict of a torch.distributed.checkpoint save, such as ema."),
     ] = None
+    shapes: Annotated[
+        str | None,
+        which("--shapes", metavar="FROM", help="Weights or JSON that say the shapes in FSDP's flat parameters."),
+    ] = None
     tp_rules: Annotated[
         str | None,
         _split(
@@ -167,8 +171,8 @@ class Joining(Group):
         """The same as jobs take it."""
         from zckpt.layouts.save.listing import ReadOptions
 
-        given = self.tp_rules or self.tp or self.pp or self.key
-        return ReadOptions(self.tp_rules, self.tp, self.pp, self.key or "") if given else None
+        given = self.tp_rules or self.tp or self.pp or self.key or self.shapes
+        return ReadOptions(self.tp_rules, self.tp, self.pp, self.key or "", self.shapes or "") if given else None
 
 
 @dataclass(frozen=True, repr=False, eq=False)

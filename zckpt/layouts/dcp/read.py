@@ -11,18 +11,19 @@ import math
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 
 from zckpt.base import words
 from zckpt.base.errors import InconsistentError, UnsupportedError, ZckptError
-from zckpt.base.words import examples
 from zckpt.containers import torch_zip
 from zckpt.containers.container import open_input
 from zckpt.core.catalog import Catalog, Role, Source, Topology
 from zckpt.core.dtypes import F32
+from zckpt.layouts.dcp import flat
 from zckpt.layouts.dcp.files import DATA, METADATA, SAFETENSORS, rank_of
 from zckpt.layouts.dcp.items import Items, stored_in
-from zckpt.layouts.dcp.metadata import BytesItem, Metadata, TensorItem, read_metadata
+from zckpt.layouts.dcp.metadata import BytesItem, Metadata, Path, TensorItem, read_metadata
 from zckpt.layouts.dcp.optimizer import States
 from zckpt.layouts.dcp.state import DcpModel, model_of, optimizers_of
 from zckpt.layouts.run.training import Training
@@ -30,8 +31,6 @@ from zckpt.layouts.run.values import step_of
 from zckpt.layouts.save.listing import Listing, list_files
 
 _ACCELERATE = re.compile(r"pytorch_model_fsdp(_\d+)")
-
-_FLAT = re.compile(r"(?:^|\.)_?flat_param(?:_\d+)?$")
 
 DEEPSPEED = "0.19.8"
 """The version of DeepSpeed that is recorded for a run from elsewhere: the one whose files zckpt writes."""
@@ -65,20 +64,15 @@ def load(listing: Listing) -> DcpSave:
     return load_items(listing, read_metadata(listing))
 
 
-def load_items(listing: Listing, metadata: Metadata) -> DcpSave:
-    """A save of these items; errors as in `read`."""
+def load_items(listing: Listing, metadata: Metadata, padded: AbstractSet[Path] = frozenset()) -> DcpSave:
+    """A save of these items; `padded`: paths of flat parameters that were plain vectors. Errors as in `read`."""
     model = model_of(metadata, listing.options.key)
-    flat = [name for name in model.items if _FLAT.search(name)]
-    if flat:
-        raise UnsupportedError(
-            "holds flat parameters of FSDP, whose shapes only the model knows",
-            file=listing.directory,
-            found=examples(flat),
-            remedy="Load them with the model that saved them, and save again with StateDictType.SHARDED_STATE_DICT.",
-        )
     items = Items(listing, metadata.file)
-    shapes = {name: item.size for name, item in model.items.items()}
-    states = [States(optimizer, items, shapes) for optimizer in optimizers_of(metadata).values()]
+    inside = flat.units(model, listing, padded)
+    model = flat.split_model(model, inside, items, listing)
+    shapes = {name: item.shape for name, item in model.items.items()}
+    found = (flat.split_optimizer(optimizer, inside, items) for optimizer in optimizers_of(metadata).values())
+    states = [States(optimizer, items, shapes) for optimizer in found]
     if not states and (beside := _beside(listing)):
         other = read_metadata(beside)
         states = [States(o, Items(beside, other.file), shapes) for o in optimizers_of(other).values()]
@@ -256,7 +250,7 @@ _SMALL_BYTES = 1 << 16
 def _others(save: DcpSave) -> dict[str, TensorItem | BytesItem]:
     owned = {item.name for o in optimizers_of(save.metadata).values() for _, item in (*o.states, *o.settings)}
     owned |= {item.name for item in save.model.items.values()}
-    return {name: item for name, item in save.metadata.items.items() if name not in owned}
+    return {n: item for n, item in save.metadata.items.items() if n not in owned and not flat.FLAT.search(n)}
 
 
 def _rest(save: DcpSave) -> dict[str, object]:

@@ -27,12 +27,14 @@ from zckpt.containers import TensorRef
 from zckpt.core.catalog import Catalog, Replica, TensorEntry, Topology
 from zckpt.core.dtypes import DType
 from zckpt.layouts.dcp import read as dcp
+from zckpt.layouts.dcp.flat import FLAT
 from zckpt.layouts.dcp.metadata import BytesItem, DcpChunk, InertValue, Metadata, Path, TensorItem
 from zckpt.layouts.dcp.state import dotted
 from zckpt.layouts.run.training import Training
 from zckpt.layouts.run.values import missing_ranks
 from zckpt.layouts.save.cut_tensors import CutTensor, Shape, class_of, cut_tensor
 from zckpt.layouts.save.listing import Listing, natural
+from zckpt.layouts.save.model_shapes import own_name, read_shapes
 from zckpt.layouts.save.module_states import as_mapping
 
 VERL = re.compile(r"(?P<kind>model|optim|extra_state)_world_size_\d+_rank_(?P<dp>\d+)\.pt")
@@ -151,6 +153,7 @@ class RankFiles:
         self._optimizer = optimizer
         self.mesh: Mapping[str, int] = {}
         self._runs: dict[Path, dict[int, TensorRef]] = {}
+        self._flat: dict[Path, dict[int, TensorRef]] = {}
         self._tensors: dict[Path, _Gathered] = {}
         self._values: dict[Path, object] = {}
         there: set[int] = set()
@@ -160,6 +163,7 @@ class RankFiles:
         self.world_size = max(len(there), math.prod(self.mesh.values()))
         if missing := sorted(set(range(self.world_size)) - set(there)):
             raise missing_ranks(listing, "rank", sorted(there), missing, self.world_size)
+        self._tensors |= {path: _joined(runs, None, self.world_size) for path, runs in self._flat.items()}
         self._check_cut()
         self._name_states()
 
@@ -175,6 +179,9 @@ class RankFiles:
             dtype, size = (cut.dtype, cut.size) if cut else (value.dtype, value.shape)  # type: ignore[attr-defined]
             if cut is None and path[:2] == (self._optimizer, "state") and type(path[2]) is int and len(size) == 1:
                 self._runs.setdefault(path, {})[rank] = value  # type: ignore[assignment]
+                continue
+            if cut is None and path[0] == _MODEL and len(size) == 1 and FLAT.search(name):
+                self._flat.setdefault(path, {})[rank] = value  # type: ignore[assignment]
                 continue
             held = self._tensors.setdefault(path, _Gathered(dtype, size, cut is not None))
             if (held.dtype, held.size, held.is_cut) != (dtype, size, cut is not None):
@@ -201,23 +208,38 @@ class RankFiles:
                 "wrote them, and save again with StateDictType.SHARDED_STATE_DICT.",
             )  # fmt: skip
 
+    def _trained(self) -> Iterator[list[tuple[str, bool, Shape]]]:
+        """What an optimizer's numbers may mean: (name, whether it is a flat parameter, shape) of each trained parameter."""
+        cut = [
+            (str(path[1]), FLAT.search(str(path[-1])) is not None, held.size)
+            for path, held in self._tensors.items()
+            if path[0] == _MODEL and held.is_cut
+        ]
+        yield cut
+        yield [one for one in cut if _ADAPTER.search(one[0])]
+        if self.listing.options.shapes and any(flat for _, flat, _ in cut):
+            whole = {own_name(str(path[1])) for path, held in self._tensors.items() if not held.is_cut}
+            said = read_shapes(self.listing.options.shapes).shapes
+            yield [(name, False, shape) for name, shape in said.items() if name not in whole]
+
     def _name_states(self) -> None:
         """Puts the names of parameters in place of numbers; see [Note: numbered states]."""
         state, groups_at = (self._optimizer, "state"), (self._optimizer, "param_groups")
         groups = {path[2] for path in self._values if path[:2] == groups_at}
         numbers = {path[2] for path in (*self._tensors, *self._values, *self._runs) if path[:2] == state}
-        cut = [path for path, held in self._tensors.items() if path[0] == _MODEL and held.is_cut]
-        adapters = [path for path in cut if _ADAPTER.search(str(path[1]))]
-        trained = next((some for some in (cut, adapters) if numbers == set(range(len(some)))), None)
+        trained = next((some for some in self._trained() if numbers == set(range(len(some)))), None)
         if groups != {0} or trained is None:
             return
         states = dict(self._tensors)
         for path, runs in self._runs.items():
-            states[path] = _joined(runs, self._tensors[trained[int(path[2])]].size, self._shards())
+            flat, own = trained[int(path[2])][1:]
+            states[path] = _joined(runs, None if flat else own, self._shards())
+            if flat:  # it may end with padding
+                states[path].size = own
         for path, held in states.items():
-            if path[:2] == state and held.shape not in ((), self._tensors[trained[int(path[2])]].size):
+            if path[:2] == state and held.shape not in ((), trained[int(path[2])][2]):
                 return
-        names = [path[1] for path in trained]
+        names = [name for name, _, _ in trained]
 
         def renamed(path: Path) -> Path:
             return (*state, names[int(path[2])], *path[3:]) if path[:2] == state else path
@@ -242,11 +264,14 @@ class RankFiles:
         for path, value in self._values.items():
             name = dotted(path)
             items[name] = BytesItem(name, path, InertValue(value))
-        return dcp.load_items(self.listing, Metadata(self.listing.directory.path, items, True))
+        metadata = Metadata(self.listing.directory.path, items, True)
+        return dcp.load_items(self.listing, metadata, self._flat.keys())
 
     def with_copies(self, entry: TensorEntry, save: dcp.DcpSave) -> TensorEntry:
         """A tensor with what further ranks hold of it too, as replicas."""
-        held = self._tensors[save.model.items[entry.name].path]
+        held = self._tensors.get(save.model.items[entry.name].path)
+        if held is None:  # of a flat parameter
+            return entry
         replicas: list[Replica] = []
         for number in range(1, min(map(len, held.boxes.values()), default=0)):
             chunks = [DcpChunk(*box, refs[number][1]) for box, refs in held.boxes.items()]
@@ -288,15 +313,20 @@ def _kinds(listing: Listing) -> dict[str, dict[int, str]]:
 def _files(listing: Listing) -> Iterator[RankFile]:
     """The files of a save, and what they hold; errors as in `read`."""
     kinds = _kinds(listing)
+    views = {key for name in kinds.get(_MODEL, {}).values() for key in _views_of_flat(listing.open(name).root)}
     for kind in kinds:
         for rank, name in kinds[kind].items():
             file = listing.files[name].path
             root = as_mapping(listing.open(name).root, "its content", file)
+            root = {key: value for key, value in root.items() if kind != _MODEL or key not in views}
             yield RankFile(rank, file, _placed(kind, root, len(kinds)))
 
 
-def _joined(runs: Mapping[int, TensorRef], shape: Shape, ranks: int) -> _Gathered:
-    """The elements of a flattened tensor, of which each of `ranks` ranks has the next ones; others have copies."""
+def _joined(runs: Mapping[int, TensorRef], shape: Shape | None, ranks: int) -> _Gathered:
+    """The elements of a flattened tensor, of which each of `ranks` ranks has the next ones; others have copies.
+
+    `shape` is the tensor's own; None for a vector of which that is not known.
+    """
     first = next(iter(runs.values()))
     whole = _Gathered(first.dtype, (), True, view=shape)
     at = 0
@@ -305,7 +335,7 @@ def _joined(runs: Mapping[int, TensorRef], shape: Shape, ranks: int) -> _Gathere
             whole.boxes[(at,), ref.shape] = [(rank, ref)]
             at += ref.numel
     whole.size = (at,)
-    if at != math.prod(shape):
+    if shape is None or at != math.prod(shape):
         whole.view = None
     return whole
 
@@ -320,9 +350,26 @@ def _placed(kind: str, root: Mapping[str, object], kinds: int) -> Iterator[tuple
         yield from (((head, *path) if head == _OPTIMIZER else path, value) for path, value in leaves(root))
 
 
+def _views_of_flat(root: object) -> Iterator[str]:
+    """Names of what a flat parameter in the same file holds too, as FSDP1 with `use_orig_params` has it."""
+    tensors = root if isinstance(root, Mapping) else {}
+    flat = {
+        ref.storage_key
+        for name, value in tensors.items()
+        if FLAT.search(str(name)) and (cut := cut_tensor(value, str(name), "")) is not None
+        for _, ref in cut.boxes
+    }
+    for name, value in tensors.items():
+        if flat and isinstance(value, TensorRef) and value.storage_key in flat:
+            yield str(name)
+
+
 def _holds_cut(listing: Listing, name: str) -> bool:
     root = listing.open(name).root
-    return isinstance(root, Mapping) and any(class_of(value) in _CUT for _, value in leaves(root))
+    return isinstance(root, Mapping) and any(
+        class_of(value) in _CUT or (isinstance(value, TensorRef) and path and FLAT.search(str(path[-1])))
+        for path, value in leaves(root)
+    )
 
 
 def leaves(value: object, path: Path = ()) -> Iterator[tuple[Path, object]]:

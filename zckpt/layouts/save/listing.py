@@ -59,12 +59,14 @@ class ReadOptions:
         tp: tensor-parallel ranks.
         pp: pipeline stages.
         key: which state dict is read, where a save of torch.distributed.checkpoint holds several.
+        shapes: a file that says the names and shapes of the model's parameters, in order, where flat ones are saved.
     """
 
     tp_rules: str | None = None
     tp: int | None = None
     pp: int | None = None
     key: str = ""
+    shapes: str = ""
 
     def as_json(self) -> dict[str, object]:
         """Those that were given."""

@@ -1,0 +1,125 @@
+"""The names and shapes of a model's parameters, in the model's order, from a file that the user names (`--shapes FROM`).
+
+For families whose files do not say them. FROM is a torch file of the model's state dict, whose names stand in the model's
+order; or JSON, `{"embed.weight": [7, 5], ...}` in that order. A safetensors file is written with its tensors sorted by name, so
+it counts only where they are in another order.
+Source: safetensors 0.6, src/tensor.rs `prepare`; torch 2.13, nn/modules/module.py `state_dict`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from zckpt.base.errors import CorruptError, NotACheckpointError, UnsupportedError
+from zckpt.base.words import examples
+from zckpt.containers import TensorRef, brief, open_container
+from zckpt.containers.tensor_ref import MAX_DIMS, MAX_NUMBER
+from zckpt.layouts.save.module_states import WRAPPERS, Shape, flatten
+from zckpt.storage.json_files import read_json
+from zckpt.storage.location import locate
+
+_MOST_BYTES = 64 << 20
+"""Of a JSON file: a million names."""
+
+_STATES = ("model", "state_dict", "model_state_dict", "module")
+MAKE = (
+    "On any machine, make one of the model: json.dump({n: list(p.shape) for n, p in model.named_parameters()}, "
+    'open("shapes.json", "w")).'
+)
+
+
+class ModelShapes(NamedTuple):
+    """A model's tensors.
+
+    Attributes:
+        file: that says them.
+        shapes: name -> shape, in the model's order.
+        tied: further name of a tensor -> the name in `shapes`.
+    """
+
+    file: str
+    shapes: Mapping[str, Shape]
+    tied: Mapping[str, str]
+
+
+def read_shapes(path: str) -> ModelShapes:
+    """What a file says of a model; errors name the file.
+
+    Raises:
+        UnsupportedError: it does not say the order of the tensors, or it is a model's config.
+        CorruptError, NotACheckpointError: it is no such file.
+    """
+    place = locate(path)
+    if not place.is_file():
+        raise NotACheckpointError(
+            "is not a file", file=path, expected="a torch file of the model's weights, or a JSON file of names and shapes",
+            remedy=f"Correct --shapes. {MAKE}",
+        )  # fmt: skip
+    if place.name.endswith(".json"):
+        return ModelShapes(path, dict(_of_json(path)), {})
+    container = open_container(place)
+    root = container.root
+    for key in _STATES:
+        inner = root.get(key) if isinstance(root, Mapping) else None
+        root = inner if isinstance(inner, Mapping) else root
+    tensors = flatten(root, []) if isinstance(root, Mapping) else {}
+    if not tensors:
+        raise NotACheckpointError("holds no tensors", file=path, remedy=f"Correct --shapes. {MAKE}")
+    if container.kind == "safetensors" and _is_sorted(tensors):
+        raise UnsupportedError(
+            "does not say the order of the model's parameters", file=path,
+            found="tensors sorted by name, as safetensors has them",
+            expected="a torch file of the model's weights, or a JSON file of names and shapes", remedy=MAKE,
+        )  # fmt: skip
+    shapes: dict[str, Shape] = {}
+    tied: dict[str, str] = {}
+    places: dict[object, str] = {}
+    for name, ref in tensors.items():
+        if ref.dtype.kind not in ("float", "complex"):  # a buffer
+            continue
+        own = own_name(name)
+        kept = places.setdefault(ref.place, own) if ref.numel else own
+        if kept == own:
+            shapes[own] = ref.shape
+        else:
+            tied[own] = kept
+    return ModelShapes(path, shapes, tied)
+
+
+def _is_sorted(tensors: Mapping[str, TensorRef]) -> bool:
+    """Whether the tensors of each dtype stand in the order of their names, as a writer of safetensors puts them."""
+    names: dict[str, list[str]] = {}
+    for name, ref in tensors.items():
+        names.setdefault(ref.dtype.name, []).append(name)
+    return all(own == sorted(own) for own in names.values()) and any(len(own) > 1 for own in names.values())
+
+
+def own_name(name: str) -> str:
+    """A parameter's name without what wrappers put into it."""
+    return WRAPPERS.sub("", name).replace("_fpw_module.", "").removeprefix("module.")
+
+
+def _of_json(path: str) -> Mapping[str, Shape]:
+    root = read_json(path, _MOST_BYTES, "a file of names and shapes")
+    if isinstance(root, Mapping) and ("model_type" in root or "architectures" in root):
+        raise UnsupportedError(
+            "is a config, which does not say the order of the model's parameters", file=path,
+            found=f"a model of type {brief(root.get('model_type'))}",
+            expected="a torch file of the model's weights, or a JSON file of names and shapes", remedy=MAKE,
+        )  # fmt: skip
+    if not isinstance(root, Mapping) or not root or not all(map(_is_shape, root.values())):
+        odd = [name for name, shape in root.items() if not _is_shape(shape)] if isinstance(root, Mapping) else []
+        raise CorruptError(
+            "is no file of names and shapes", file=path, found=f"{examples(odd)}" if odd else brief(root),
+            expected='{"embed.weight": [7, 5], ...}', remedy=MAKE,
+        )  # fmt: skip
+    return {own_name(name): tuple(shape) for name, shape in root.items()}
+
+
+def _is_shape(value: object) -> bool:
+    return (
+        isinstance(value, list)
+        and len(value) <= MAX_DIMS
+        and all(type(extent) is int and 0 <= extent <= MAX_NUMBER for extent in value)
+    )
