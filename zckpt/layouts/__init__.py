@@ -32,9 +32,9 @@ FAMILIES: tuple[Family, ...] = (
     megatron_core.FAMILY,
     dcp.FAMILY,
     torch_checkpointing.FAMILY,
+    fairscale.FAMILY,
     fsdp.FAMILY,
     fsdp.ANY_NAME,
-    fairscale.FAMILY,
     torch_checkpointing.WITHOUT_METADATA,
     plain.FAMILY,
 )
