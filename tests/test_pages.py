@@ -111,6 +111,7 @@ MORE = {
         "neox": "megatron/neox_pp2_tp2_dp2",
         "pipeline": "pipeline/zero1_pp2_dp2",
         "megatron-run": "mcore/stages_tp2_pp2",
+        "mixtral-run": "fused/mixtral_zero3",
     },
     "docs/peft.md": {"several/checkpoint-500": "peft/several_zero3", "out/checkpoint-500": "peft/lora_zero2"},
     "docs/reshaping.md": {"tensor-parallel": "tensor/plain_tp2"},

@@ -241,3 +241,13 @@ def test_models_that_deepspeed_split(name: str, tmp_path: Path) -> None:
         truth["lm_head.weight"] = truth["model.embed_tokens.weight"]
     assert found.keys() == truth.keys()
     assert all(same_bits(found[key], truth[key]) for key in truth)
+
+
+@pytest.mark.parametrize("name", ["mixtral_zero3", "qwen3_moe_zero2"])
+def test_the_same_as_transformers_own_mapping(name: str, tmp_path: Path) -> None:
+    """Of a ZeRO save, which holds what was in memory; `verify` expects the same names."""
+    source = FIXTURES / "fused" / name / "checkpoint"
+    to_hf(source, tmp_path / "out")
+    assert "transformers' own mapping" in zckpt.convert(source, tmp_path / "theirs").notes[-1]
+    assert_same_files(tmp_path / "out", tmp_path / "theirs")
+    assert zckpt.verify(source, tmp_path / "out").ok
