@@ -101,6 +101,7 @@ CHECKPOINTS = {
 
 MORE = {
     "docs/dcp.md": {"run/step-1000": "dcp/fsdp2_nested_w2"},
+    "docs/megatron-core.md": {"run": "mcore/reshardable_dp2"},
     "docs/fairscale.md": {"run": "fairscale/fairseq_w3"},
     "docs/rank-files.md": {
         "run": "ranks/fsdp2_w2",

@@ -57,6 +57,8 @@ SEEDS: dict[str, Seed] = {
     "DCP data": ("dcp/dtypes_w2/checkpoint", "**/*.distcp", False),
     "FairScale's metadata": ("fairscale/metaseq_w4/checkpoint", "*-shard1.pt", True),
     "torch_checkpointing's metadata": ("torch_checkpointing/safetensors_w4/checkpoint", "metadata.pkl", False),
+    "Megatron-Core metadata": ("mcore/model_space_tp2_dp2_0_12/checkpoint", "**/.metadata", False),
+    "Megatron-Core arguments": ("mcore/stages_tp2_pp2/checkpoint", "**/common.pt", True),
     "safetensors": (safetensors_directory, "model-00001-of-00002.safetensors", False),
     "index": (safetensors_directory, "model.safetensors.index.json", False),
 }

@@ -2,16 +2,32 @@
 
 from __future__ import annotations
 
+import argparse
+import hashlib
+import json
 import shutil
+import warnings
+from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from bits import same_bits
 from safetensors.torch import load_file
+from torch.distributed.checkpoint import DefaultSavePlanner
 
+import zckpt
+from zckpt import layouts
+from zckpt.base.errors import CorruptError, IncompleteError, UnsupportedError, ZckptError
+from zckpt.containers import TensorRef
+from zckpt.jobs.inspection import inspect_checkpoint
 from zckpt.jobs.open import open_catalog, read_tensor
+from zckpt.jobs.options import OpenOptions
+from zckpt.layouts.megatron_core.flattened import unflattened
+from zckpt.layouts.run.values import number_in
 
 FIXTURES = Path(__file__).parents[2] / "fixtures" / "mcore"
 NAMES = sorted(path.parent.name for path in FIXTURES.glob("*/how.json"))
@@ -34,6 +50,12 @@ def tensor(entry: Any) -> torch.Tensor:
     return found
 
 
+def save(state: dict[str, Any], path: Path, *, flatten: bool = True) -> None:
+    planner = DefaultSavePlanner(flatten_state_dict=flatten)
+    with warnings.catch_warnings(action="ignore"):
+        dcp.save(state, checkpoint_id=path, no_dist=True, planner=planner)
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_weights_are_the_live_models(name: str) -> None:
     catalog = open_catalog(str(FIXTURES / name / "checkpoint")).catalog
@@ -44,3 +66,233 @@ def test_weights_are_the_live_models(name: str) -> None:
         assert same_bits(tensor(entry), states[f"param/{key}"] if named else truth[key]), key
         assert bool(entry.replicas) == named
         assert entry.role == "parameter"
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_states_are_the_live_optimizers(name: str) -> None:
+    opened = open_catalog(str(FIXTURES / name / "checkpoint"))
+    states = {key: value for key, value in truth_of(name, "optimizer").items() if not key.startswith("param/")}
+    if not states or name in NAMELESS:
+        with pytest.raises(UnsupportedError, match="holds no optimizer states"):
+            layouts.read_training(opened.place.listing)
+        assert not opened.catalog.source.optimizer_states
+        assert bool(states) == any("do not name parameters" in note for note in opened.catalog.source.notes)
+        return
+    training = layouts.read_training(opened.place.listing)
+    found = {f"{state}/{n}": entry for n, own in training.states.items() for state, entry in own.items()}
+    assert found.keys() == states.keys()
+    assert all(same_bits(tensor(entry), states[key]) for key, entry in found.items())
+    vectors = {n for n in opened.catalog.tensors if n.endswith(("layer_norm_weight", "layernorm.weight", "bias"))}
+    for group in training.groups:
+        assert (group.settings["weight_decay"] == 0) == (set(group.names) <= vectors)
+        assert [number(group.scalars["step"]), group.settings["lr"]] == [2, 0.05]
+    assert {n for group in training.groups for n in group.names} == set(opened.catalog.tensors)
+
+
+def number(value: object) -> object:
+    return number_in(value) if isinstance(value, TensorRef) else value
+
+
+def test_inspect_says_what_the_run_was() -> None:
+    found = inspect_checkpoint(str(FIXTURES / "stages_tp2_pp2/checkpoint"))
+    facts: Any = found.as_json()
+    assert (facts["topology"]["tp"], facts["topology"]["pp"], facts["steps"]) == (2, 2, 2)
+    assert "query groups 2" in facts["details"]["model"] and "vocabulary 16" in facts["details"]["model"]
+    for name, kind in {"reshardable_dp2": "fully_reshardable", "buckets": "dp_reshardable"}.items():
+        found = inspect_checkpoint(str(FIXTURES / name / "checkpoint"))
+        assert any(line.split() == ["sharding", kind] for line in found.lines())
+        assert found.resumable.ok == (kind == "fully_reshardable")
+    extras = open_catalog(str(FIXTURES / "moe_ep2/checkpoint")).catalog.extras
+    assert isinstance(extras["args"], Mapping) and extras["args"]["num_experts"] == 2
+
+
+@pytest.mark.parametrize("name", ["model_space_tp2_dp2_0_12", "moe_ep2", "buckets"])
+def test_outputs_hold_weights_alone(name: str, tmp_path: Path) -> None:
+    source = FIXTURES / name / "checkpoint"
+    zckpt.convert(source, tmp_path / "out", dtype="bf16")
+    truth = truth_of(name)
+    found = load_file(tmp_path / "out" / "model.safetensors")
+    assert found.keys() == truth.keys() and all(same_bits(found[n], truth[n]) for n in truth)
+    checked = zckpt.verify(source, tmp_path / "out", deep=True)
+    assert checked.ok and any("Megatron-Core" in line for line in checked.lines())
+
+
+def test_other_layouts_of_the_same_run(tmp_path: Path) -> None:
+    source = FIXTURES / "model_space_tp2_dp2_0_12" / "checkpoint"
+    zckpt.to_dcp(source, tmp_path / "dcp", optimizer="optim")
+    zckpt.reshard(source, tmp_path / "zero", world_size=3, stage=2)
+    states = truth_of("model_space_tp2_dp2_0_12", "optimizer")
+    for place in (tmp_path / "dcp", tmp_path / "zero"):
+        assert zckpt.diff(source, place).same
+        opened = open_catalog(str(place))
+        training = layouts.read_training(opened.place.listing)
+        for key, value in states.items():
+            state, _, name = key.partition("/")
+            entry = opened.catalog.tensors[name] if state == "param" else training.states[name][state]
+            assert same_bits(tensor(entry), value), key
+
+
+# -- where saves are found -----------------------------------------------------------------------------------------------
+
+
+def test_run_directories(tmp_path: Path) -> None:
+    run = copy_of("stages_tp2_pp2", tmp_path)
+    step = run / "iter_0000002"
+    shutil.copytree(step, run / "iter_0000010")
+    for path in (run, step, step / "__0_0.distcp", step / "common.pt"):
+        assert open_catalog(str(path)).place.listing.directory.name == "iter_0000002"
+    other = open_catalog(str(run), OpenOptions(tag="iter_0000010"))
+    assert other.place.listing.directory.name == "iter_0000010"
+    released = open_catalog(str(FIXTURES / "layers_by_number_tp2_0_14/checkpoint"))
+    assert released.place.listing.directory.name == "release"
+
+
+@pytest.mark.parametrize("inner", ["actor/dist_ckpt", "dist_ckpt", "weights"])
+def test_saves_in_directories_of_others(inner: str, tmp_path: Path) -> None:
+    """Those of verl and NeMo 2."""
+    home = tmp_path / "global_step_3"
+    shutil.copytree(FIXTURES / "stages_tp2_pp2/checkpoint/iter_0000002", home / inner)
+    hub = (home / inner).parent / "huggingface"
+    hub.mkdir()
+    (hub / "config.json").write_text('{"model_type": "tiny"}')
+    opened = open_catalog(str(home))
+    assert opened.place.listing.directory.path == str(home / inner) and opened.catalog.source.layout == "megatron-core"
+    assert opened.place.home.path == str(hub)
+
+
+def test_a_config_as_yaml_stands_for_arguments(tmp_path: Path) -> None:
+    run = copy_of("stages_tp2_pp2", tmp_path)
+    step = run / "iter_0000002"
+    torch.save({"iteration": 7, "checkpoint_version": 3.0}, step / "common.pt")
+    (step / "run_config.yaml").write_text("model:\n  num_layers: 2\n  tensor_model_parallel_size: 2\ntrain: {}\n")
+    catalog = open_catalog(str(step)).catalog
+    assert catalog.extras["args"] == {"num_layers": 2, "tensor_model_parallel_size": 2}
+    assert (catalog.topology.tp, catalog.source.global_steps) == (2, 7)
+    (step / "run_config.yaml").write_text("model: !!python/object/apply:os.system ['true']\n")
+    assert "args" not in open_catalog(str(step)).catalog.extras
+    (step / "common.pt").unlink()
+    assert len(open_catalog(str(step)).catalog) == 9
+
+
+# -- forms that no wheel on CPU writes, as torch writes them -----------------------------------------------------------------
+
+
+def test_the_common_state_as_an_item(tmp_path: Path) -> None:
+    common = {"args": argparse.Namespace(num_layers=2, hidden_size=4), "iteration": 5}
+    weights = {"decoder.layers.mlp.linear_fc1.weight": torch.randn(2, 6, 4)}
+    objects = {"common_state/shard_0_1": [common], "rng_state/shard_0_1": [1], "decoder._extra_state/shard_0_1": [None]}
+    save({**weights, **objects}, tmp_path / "save", flatten=False)
+    metadata = tmp_path / "save" / ".metadata"
+    data = metadata.read_bytes()
+    (tmp_path / "save" / "metadata.json").write_text('{"sharded_backend": "torch_dist"}')
+    named = data.replace(b"\x8c\x08Metadata\x94", b"\x8c\x0dMCoreMetadata\x94", 1)
+    assert named != data
+    metadata.write_bytes(refitted(named, len(named) - len(data)))
+    catalog = open_catalog(str(tmp_path / "save")).catalog
+    assert same_bits(tensor(catalog["decoder.layers.mlp.linear_fc1.weight"]), next(iter(weights.values())))
+    assert list(catalog) == list(weights) and catalog.source.global_steps == 5
+    assert isinstance(catalog.extras["args"], Mapping) and catalog.extras["args"]["hidden_size"] == 4
+
+
+def refitted(data: bytes, grown: int) -> bytes:
+    """A pickle whose first frame became longer."""
+    at = data.index(b"\x95") + 1
+    return data[:at] + (int.from_bytes(data[at : at + 8], "little") + grown).to_bytes(8, "little") + data[at + 8 :]
+
+
+def test_fsdp_dtensor(tmp_path: Path) -> None:
+    names = ["decoder.layers.0.mlp.linear_fc1.weight_w", "decoder.layers.0.input_layernorm.weight"]
+    weights = {names[0]: torch.randn(6, 4), names[1]: torch.randn(4)}
+    states = {n: {s: torch.randn_like(t) for s in ("exp_avg", "exp_avg_sq")} for n, t in weights.items()}
+    settings = {n: {"lr": 0.1, "wd_mult": float(t.dim() > 1), "weight_decay": 0.1} for n, t in weights.items()}
+    state = {
+        "model": {f"module.{n}": t for n, t in weights.items()},
+        "optimizer": {
+            "state": {f"module.module.module.{n}": {**s, "step": torch.tensor(3.0)} for n, s in states.items()},
+            "param_to_group_meta": {f"module.module.module.{n}": own for n, own in settings.items()},
+        },
+        "args": argparse.Namespace(num_layers=1), "iteration": 3, "rng_state": [1],
+    }  # fmt: skip
+    save(state, tmp_path / "save")
+    opened = open_catalog(str(tmp_path / "save"))
+    assert opened.catalog.source.layout == "megatron-core" and opened.catalog.source.global_steps == 3
+    assert {n: same_bits(tensor(e), weights[n]) for n, e in opened.catalog.tensors.items()} == dict.fromkeys(
+        weights, True
+    )
+    training = layouts.read_training(opened.place.listing)
+    assert all(same_bits(tensor(training.states[n][s]), t) for n, own in states.items() for s, t in own.items())
+    assert [(g.names, g.settings["weight_decay"]) for g in training.groups] == [((names[0],), 0.1), ((names[1],), 0.0)]
+    assert [number(group.scalars["step"]) for group in training.groups] == [3, 3]
+
+
+# -- what is wrong -------------------------------------------------------------------------------------------------------
+
+
+def test_missing_files_are_named(tmp_path: Path) -> None:
+    step = copy_of("stages_tp2_pp2", tmp_path) / "iter_0000002"
+    (step / "__2_1.distcp").unlink()
+    with pytest.raises(IncompleteError, match=r"__2_1\.distcp"):
+        open_catalog(str(step))
+    assert not zckpt.verify(step).ok
+    (step / ".metadata").unlink()
+    with pytest.raises(IncompleteError, match=r"\.metadata is missing"):
+        open_catalog(str(step))
+
+
+def test_files_of_another_save_are_found(tmp_path: Path) -> None:
+    step = copy_of("stages_tp2_pp2", tmp_path) / "iter_0000002"
+    shutil.copy(FIXTURES / "buckets/checkpoint/iter_0000002/__0_0.distcp", step / "__2_1.distcp")
+    with pytest.raises(ZckptError, match=r"__2_1\.distcp"):
+        open_catalog(str(step))
+
+
+def test_fp32_weights_of_another_model_are_found(tmp_path: Path) -> None:
+    step = copy_of("reshardable_dp2", tmp_path) / "iter_0000002"
+    assert zckpt.verify(step, deep=True).ok
+    truth = truth_of("reshardable_dp2")["decoder.layers.mlp.linear_fc2.weight"]
+    weight = truth.view(torch.uint8).numpy().tobytes()
+    held = [path for path in step.glob("*.distcp") if weight in path.read_bytes()]
+    for path in held:
+        path.write_bytes(path.read_bytes().replace(weight, weight[:2] + b"\x01\x41" + weight[4:]))
+    assert len(held) == 1
+    found = zckpt.verify(step, deep=True)
+    assert any(
+        "linear_fc2" in problem for check in found.checks if check.name == "masters" for problem in check.problems
+    )
+
+
+def test_shapes_that_contradict_each_other(tmp_path: Path) -> None:
+    entry = open_catalog(str(FIXTURES / "stages_tp2_pp2/checkpoint")).catalog["decoder.layers.mlp.linear_fc2.weight"]
+    boxes = replace(entry, shape=(2, 16, 12))
+    for shape in ((2, 32), (3, 128), (0, 384), (2, 192, 1)):
+        with pytest.raises(CorruptError, match="does not fit its parts"):
+            unflattened(boxes, shape)
+
+
+def test_zarr_is_named(tmp_path: Path) -> None:
+    (tmp_path / "metadata.json").write_text('{"sharded_backend": "zarr", "sharded_backend_version": 1}')
+    torch.save({"iteration": 1}, tmp_path / "common.pt")
+    (tmp_path / "output_layer.weight").mkdir()
+    with pytest.raises(UnsupportedError, match="zarr"):
+        open_catalog(str(tmp_path))
+
+
+def test_listed_digests_are_compared(tmp_path: Path) -> None:
+    step = copy_of("stages_tp2_pp2", tmp_path) / "iter_0000002"
+    sums = {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in step.iterdir()}
+    (step / "integrity.json").write_text(json.dumps({"algorithm": "sha256", "files": sums}))
+    assert zckpt.verify(step, deep=True).ok and zckpt.verify(step).ok
+    (step / "metadata.json").write_text((step / "metadata.json").read_text() + " ")
+    assert zckpt.verify(step).ok
+    found = zckpt.verify(step, deep=True)
+    assert [problem for check in found.checks for problem in check.problems] == [
+        "'metadata.json' does not have the SHA-256 that the save lists"
+    ]
+    (step / "integrity.json").write_text(json.dumps({"files": {"../x": ""}}))
+    assert any("elsewhere" in problem for check in zckpt.verify(step).checks for problem in check.problems)
+
+
+def test_a_plain_save_of_torch_is_no_megatrons(tmp_path: Path) -> None:
+    save({"model": {"decoder.layers.0.self_attn.weight": torch.ones(2)}}, tmp_path)
+    (tmp_path / "metadata.json").write_text("[not json")
+    assert open_catalog(str(tmp_path)).catalog.source.layout == "dcp"

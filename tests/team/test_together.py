@@ -67,7 +67,9 @@ def zero2(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("count", [1, 2, 3, 7])
 @pytest.mark.parametrize("engine", ["native", "reference"])
 @pytest.mark.parametrize(
-    "kind", ["transformers/llama_zero2", "zero3/groups_w3", "reshard", "hf"], ids=lambda kind: kind.replace("/", " ")
+    "kind",
+    ["transformers/llama_zero2", "zero3/groups_w3", "mcore/model_space_tp2_dp2_0_12", "reshard", "hf"],
+    ids=lambda kind: kind.replace("/", " "),
 )
 def test_parts_make_the_whole(
     kind: str, engine: Any, count: int, quick_path: Path, monkeypatch: pytest.MonkeyPatch

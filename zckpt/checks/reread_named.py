@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from zckpt.base import limits
@@ -135,8 +135,13 @@ def _in_chunks(listing: Listing, wanted: Wanted) -> tuple[int, list[str]]:
         ends.setdefault(name.rpartition(".")[2], []).append(name)
     count, bad = 0, list[str]()
     for (name, state), entry in wanted.items():
-        full = f"{name}.{state}" if state else name
-        called = [own for own in ends.get(full.rpartition(".")[2], ()) if own == full or own.endswith(f".{full}")]
+        fulls = [f"{name}.{state}", f"{state}.{name}"] if state else [name]  # the second is Megatron-Core's
+        called = [
+            own
+            for full in fulls
+            for own in ends.get(full.rpartition(".")[2], ())
+            if own == full or own.endswith(f".{full}")
+        ]
         if called and entry.numel:
             count += 1
             starts = {f.start: (str(f.store), f.byte_offset) for f in entry.fragments if f.numel}
@@ -157,6 +162,7 @@ def _chunks(listing: Listing) -> Iterator[tuple[str, _Chunk]]:
     state = _fields(root)
     described = state.get("state_dict_metadata")
     stored = state.get("storage_data")
+    beside = state.get("mcore_data")
     items = {str(n): _fields(item) for n, item in described.items()} if isinstance(described, Mapping) else {}
     sizes = {
         (name, tuple(own["offsets"])): tuple(own["sizes"])
@@ -170,13 +176,40 @@ def _chunks(listing: Listing) -> Iterator[tuple[str, _Chunk]]:
         if not isinstance(offsets, tuple | list) or not isinstance(size, tuple | list):
             continue
         if math.prod(sizes.get((name, tuple(offsets)), (0,))):
-            element = 0
-            for offset, extent in zip(offsets, size, strict=True):
-                element = element * extent + offset
+            element = _number(offsets, size)
+            if (shape := _fields_of(beside, name).get(_SHAPE)) is not None and isinstance(shape, tuple | list):
+                element = _in_box(element, size, shape)
             file = str(at["relative_path"])
             where = listing.where(file).path
             start, length = (n if isinstance(n, int) else 0 for n in (at["offset"], at["length"]))
             yield name, _Chunk(element, where, start, start + length)
+
+
+_SHAPE = "nd_reformulated_orig_global_shape"
+"""Megatron-Core's: the shape of a tensor that was saved as boxes, each laid out flat; see `layouts.megatron_core`."""
+
+
+def _number(indexes: Sequence[int], shape: Sequence[int]) -> int:
+    number = 0
+    for index, extent in zip(indexes, shape, strict=True):
+        number = number * extent + index
+    return number
+
+
+def _in_box(element: int, size: Sequence[int], shape: Sequence[int]) -> int:
+    """Where an element of the flat boxes is in the tensor."""
+    box, inside = divmod(element, size[-1])
+    indexes: list[int] = []
+    for boxes, extent in zip(reversed(size[:-1]), reversed(shape), strict=True):
+        box, which = divmod(box, boxes)
+        inside, index = divmod(inside, extent // boxes)
+        indexes.append(which * (extent // boxes) + index)
+    return _number(indexes[::-1], shape)
+
+
+def _fields_of(value: object, name: str) -> Mapping[str, object]:
+    own = value.get(name) if isinstance(value, Mapping) else None
+    return own if isinstance(own, Mapping) else {}
 
 
 def _fields(value: object) -> Mapping[str, object]:

@@ -14,6 +14,7 @@ from zckpt import layouts
 from zckpt.base.errors import NotACheckpointError, UnsupportedError, UsageError, ZckptError
 from zckpt.base.pace import DEFAULT_PACE, Pace
 from zckpt.base.words import count, examples, joined, size
+from zckpt.checks.digests import compared
 from zckpt.checks.integrity import (
     CheckedFile,
     Findings,
@@ -118,6 +119,8 @@ def examined(
             _check_ends(state)
     except ZckptError as error:  # a disk that does not give back what it was given
         state.add("bytes", "", [str(error)])
+    if (digests := compared(state.place.listing, read=deep or whole)) is not None:
+        state.add("digests", *digests)
     if unknown is not None and all(check.ok for check in state.checks if check.name != "tensors"):
         raise unknown  # nothing is damaged: zckpt cannot read it
     state.notes.extend(of_other_ages(state.origins))

@@ -32,6 +32,7 @@ _STEP = re.compile(r"(?:(?:global_step|iter|step)[_-]?)?0*(?P<number>\d+)|releas
 _STEP_POINTER = "latest_checkpointed_iteration.txt"
 _ROLES = ("actor", "critic", "ref", "model", "weights", "dist_ckpt")
 """Directories in a step of a run that hold one of its models: of verl the first three; of others the only one."""
+_INNER = "dist_ckpt"
 _POINTERS = ("latest", UNIVERSAL_POINTER)
 _MOST_LOOKED_INTO = 100
 """Directories that are looked into to suggest one that holds a checkpoint."""
@@ -161,7 +162,7 @@ def _save(look: _Look) -> Place | None:
     if family.tagged:
         siblings = _tags(home, listed(home), ()) if home.is_readable() else (name,)
         return Place(_listing(look.path, name, _laid_over(look, name)), home, siblings)
-    homes = (look.path / "huggingface", look.path, home)
+    homes = (look.path / "huggingface", look.path, home, home / "huggingface")
     has_config = (place for place in homes if (place / "config.json").is_file())
     return Place(_listing(look.path, "", look.also), next(has_config, look.path))
 
@@ -186,7 +187,7 @@ def _accelerate(look: _Look) -> Place | None:
 
 def _role(look: _Look) -> Place | None:
     """A step of a run with a directory for each of its models: the first of `_ROLES`, or `--tag`."""
-    roles = [name for name in _ROLES if name in look.names and _is_save(look.path / name)]
+    roles = [name for name in _ROLES if name in look.names and _has_model(look.path / name)]
     name = look.tag or next(iter(roles), "")
     if name not in roles:
         return None
@@ -204,7 +205,7 @@ def _run(look: _Look) -> Place | None:
     """
     if _pointer(look.names) is not None:
         return None
-    steps = [name for name in _directories(look, _STEP) if any(_is_save(look.path / name / role) for role in _ROLES)]
+    steps = [name for name in _directories(look, _STEP) if any(_has_model(look.path / name / role) for role in _ROLES)]
     if _STEP_POINTER in look.names:
         steps = _directories(look, _STEP)
     if not steps:
@@ -227,6 +228,11 @@ def _run(look: _Look) -> Place | None:
     place = find(look.path / step, role or None, _laid_over(look, step))
     notes = (several, *place.notes) if len(steps) > 1 and look.tag is None else place.notes
     return replace(place, tags=tuple(steps), notes=notes)
+
+
+def _has_model(path: Location) -> bool:
+    """Whether a directory of one of a run's models is a save, or holds one, as verl's do that Megatron-Core wrote."""
+    return _is_save(path) or _is_save(path / _INNER)
 
 
 def _is_save(path: Location) -> bool:

@@ -4,6 +4,7 @@ import re
 
 from zckpt.layouts.dcp.files import DATA, METADATA
 from zckpt.layouts.megatron_core import read as _read
+from zckpt.layouts.megatron_core.run_state import digests
 from zckpt.layouts.save.family import Family, FileKind
 
 FAMILY = Family(
@@ -22,4 +23,5 @@ FAMILY = Family(
     records=_read.records,
     unread_states=_read.unread_states,
     left_out=_read.left_out,
+    digests=digests,
 )

@@ -39,12 +39,14 @@ class MegatronItems:
     Attributes:
         weights: name of a parameter or buffer -> tensor.
         states: name of a parameter -> state -> tensor; the fp32 weights are `param`.
+        steps: name of a parameter -> the number of its steps, where each parameter has its own.
         buckets: names of items of an optimizer that do not name parameters.
         others: names of tensors that are neither.
     """
 
     weights: dict[str, TensorItem] = field(default_factory=dict[str, TensorItem])
     states: dict[str, dict[str, TensorItem]] = field(default_factory=dict[str, "dict[str, TensorItem]"])
+    steps: dict[str, TensorItem] = field(default_factory=dict[str, TensorItem])
     buckets: list[str] = field(default_factory=list[str])
     others: list[str] = field(default_factory=list[str])
 
@@ -66,7 +68,10 @@ def sorted_items(metadata: Metadata) -> MegatronItems:
             found.weights[plain_name(name)] = item
         elif (named := _state(name, item.path)) is not None:
             owner, state = named
-            found.states.setdefault(owner, {})["param" if state in MASTERS else state] = item
+            if state == "step":
+                found.steps[owner] = item
+            else:
+                found.states.setdefault(owner, {})["param" if state in MASTERS else state] = item
         else:
             found.others.append(name)
     return found
@@ -81,17 +86,21 @@ def _state(name: str, path: Path) -> tuple[str, str] | None:
 
 
 def has_names(metadata: bytes) -> bool:
-    """Whether the pickle of a save's metadata has names that only Megatron-Core's models have."""
-    return any(name in metadata for name in _SIGNS)
+    """Whether the pickle of a save's metadata has names that Megatron-Core gives items, or wraps its own models' names in."""
+    return any(sign in metadata for sign in _SIGNS) or (
+        b"model.module." in metadata and any(name in metadata for name in _OF_MODELS)
+    )
 
 
 _SIGNS = (
-    b"self_attention.linear_",
-    b"mlp.linear_fc1",
-    b"mixer.in_proj.",
     b"_extra_state/shard_",
+    b"rng_state/shard_",
     b"common_state/shard_",
+    b"param_to_group_meta",
+    b"optimizer.state.exp_avg.",
+    b"optimizer.distributed.dp_group_idx_",
 )
+_OF_MODELS = (b"self_attention.linear_", b"mlp.linear_fc1", b"mixer.in_proj.")
 
 
 def shape_before(beside: Mapping[object, object], item: TensorItem) -> tuple[int, ...] | None:

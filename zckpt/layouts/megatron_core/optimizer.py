@@ -15,7 +15,9 @@ from dataclasses import dataclass
 
 from zckpt.base.errors import UnsupportedError
 from zckpt.base.words import count
-from zckpt.layouts.megatron_core.contents import MegatronItems
+from zckpt.layouts.dcp.items import Items
+from zckpt.layouts.dcp.metadata import BytesItem, Metadata, TensorItem
+from zckpt.layouts.megatron_core.contents import MegatronItems, plain_name
 from zckpt.layouts.megatron_core.run_state import MegatronRun
 from zckpt.layouts.run.training import ParameterGroup
 
@@ -25,6 +27,7 @@ _MEGATRONS_OWN = re.compile(r"params|.*_mult|is_.*|default_config|(?:max|min)_lr
 _LAYERS = re.compile(r"\blayers\.(?!\d)")
 _EXPERTS = re.compile(r"\bexperts\.experts\.(?!\d)")
 _EXPERT = re.compile(r"\bexperts\b")
+_SETTINGS = ("optimizer", "param_to_group_meta")
 _ENDS_OF_MODEL = ("embedding.word_embeddings.weight", "output_layer.weight")
 
 
@@ -74,10 +77,30 @@ def parameter_groups(held: MegatronItems, run: MegatronRun, file: str) -> list[P
     made: list[ParameterGroup] = []
     for group, names in zip(groups, members, strict=True):
         if names:
-            states = dict.fromkeys(state for name in names for state in held.states[name] if state != "param")
-            step = group.settings.get("step", _common_step(run))
-            made.append(ParameterGroup(tuple(names), group.kept(), {"step": step}, tuple(states)))
+            made.append(_made(held, group, names, group.settings.get("step", _common_step(run))))
     return made
+
+
+def named_groups(held: MegatronItems, metadata: Metadata, items: Items) -> list[ParameterGroup]:
+    """The groups of `fsdp_dtensor`, which has each parameter's settings: those with the same are a group; none elsewhere."""
+    own: dict[str, dict[str, BytesItem | TensorItem]] = {}
+    for item in metadata.items.values():
+        if item.path[:2] == _SETTINGS and len(item.path) > 3:
+            own.setdefault(plain_name(str(item.path[2])), {})[str(item.path[3])] = item
+    items.open_all(item for settings in own.values() for item in settings.values())
+    items.open_all(held.steps.values())
+    groups: dict[str, tuple[_Group, object, list[str]]] = {}
+    for name, settings in own.items():
+        if name in held.states:
+            group = _Group({key: items.value(item) for key, item in settings.items()})
+            step = items.value(held.steps[name]) if name in held.steps else group.settings.get("step", 0)
+            groups.setdefault(repr(sorted(group.settings.items())), (group, step, []))[2].append(name)
+    return [_made(held, group, names, step) for group, step, names in groups.values()]
+
+
+def _made(held: MegatronItems, group: _Group, names: list[str], step: object) -> ParameterGroup:
+    states = dict.fromkeys(state for name in names for state in held.states[name] if state != "param")
+    return ParameterGroup(tuple(names), group.kept(), {"step": step}, tuple(states))
 
 
 def _groups(run: MegatronRun) -> Iterator[_Group]:

@@ -13,7 +13,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from zckpt.base.errors import InconsistentError, NotACheckpointError, UnsupportedError, ZckptError
-from zckpt.base.words import count, examples
+from zckpt.base.words import count, examples, joined
+from zckpt.containers import is_torch_zip, torch_zip
 from zckpt.core.catalog import Catalog, Replica, Role, Source, TensorEntry
 from zckpt.core.dtypes import F32
 from zckpt.layouts.dcp import read as dcp
@@ -22,8 +23,8 @@ from zckpt.layouts.dcp.items import Items
 from zckpt.layouts.dcp.metadata import Metadata, TensorItem, read_metadata
 from zckpt.layouts.megatron_core.contents import MegatronItems, has_names, shape_before, sorted_items
 from zckpt.layouts.megatron_core.flattened import unflattened
-from zckpt.layouts.megatron_core.optimizer import parameter_groups
-from zckpt.layouts.megatron_core.run_state import CONFIG, MegatronRun, backend, run_state
+from zckpt.layouts.megatron_core.optimizer import named_groups, parameter_groups
+from zckpt.layouts.megatron_core.run_state import COMMON, CONFIG, MegatronRun, backend, run_state
 from zckpt.layouts.run.training import Training
 from zckpt.layouts.save.family import Record
 from zckpt.layouts.save.listing import Listing
@@ -149,8 +150,8 @@ def _role(name: str, item: TensorItem, held: MegatronItems) -> Role:
 def _notes(save: MegatronSave) -> Iterator[str]:
     held = save.held
     if reason := _unnamed(save):
-        halves = sorted({item.dtype.name for item in held.weights.values() if item.dtype != F32})
-        yield f"{reason}: the weights are the model's own{f', in {examples(halves)}' if halves else ''}."
+        halves = sorted({item.dtype.torch_name for item in held.weights.values() if item.dtype != F32})
+        yield f"{reason}: the weights are the model's own{f', in {joined(halves)}' if halves else ''}."
     if held.others:
         yield f"Left out: {count(len(held.others), 'tensor')} of the optimizer, such as {held.others[0]!r}."
 
@@ -180,7 +181,7 @@ def read_training(listing: Listing, *, allow_unknown: bool = False) -> Training:
             remedy="Load it with Megatron-Core, and save again with --dist-ckpt-optim-fully-reshardable; or convert the weights "
             "alone (to-bf16)." if reason else "Convert the weights alone (to-fp32, to-bf16).",
         )  # fmt: skip
-    groups = parameter_groups(held, run, save.metadata.file)
+    groups = named_groups(held, save.metadata, save.items) or parameter_groups(held, run, save.metadata.file)
     entries: dict[str, dict[str, TensorEntry]] = {}
     for state in dict.fromkeys(state for group in groups for state in group.states):
         items = {name: own[state] for name, own in held.states.items() if state in own and name in held.weights}
@@ -225,3 +226,9 @@ def left_out(listing: Listing) -> list[str]:
 def records(listing: Listing) -> Iterator[tuple[str, list[Record] | ZckptError]]:
     """As those of `dcp`, with the file of the common state."""
     yield from dcp.records(listing)
+    if COMMON in listing.files and is_torch_zip(listing.files[COMMON]):
+        path = listing.files[COMMON].path
+        try:
+            yield path, torch_zip.records(path)
+        except ZckptError as error:
+            yield path, error

@@ -11,8 +11,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
-from zckpt.base.errors import ZckptError
-from zckpt.containers import Placeholder
+from zckpt.base.errors import COPY_AGAIN, CorruptError, UnsafeError, UnsupportedError, ZckptError
+from zckpt.containers import Placeholder, brief
 from zckpt.core.catalog import Topology
 from zckpt.layouts.dcp.items import Items
 from zckpt.layouts.dcp.metadata import BytesItem, Metadata
@@ -23,9 +23,11 @@ from zckpt.storage.location import Location
 
 COMMON = "common.pt"
 CONFIG = "metadata.json"
+_DIGESTS = "integrity.json"
 _COMMON_ITEM = "common_state"
 _MOST_YAML_BYTES = 1 << 20
 _MOST_JSON_BYTES = 1 << 20
+_MOST_DIGEST_BYTES = 64 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,6 +128,33 @@ def backend(listing: Listing) -> str:
         return ""  # the names of the tensors tell it too
     kind = found.get("sharded_backend") if isinstance(found, dict) else None
     return kind if isinstance(kind, str) else ""
+
+
+def digests(listing: Listing) -> dict[str, str]:
+    """File name -> SHA-256, as `integrity.json` lists them; nothing where there is no such file.
+
+    Raises:
+        CorruptError: it cannot be read. UnsafeError: it names files elsewhere. UnsupportedError: it is of another algorithm.
+    """
+    if _DIGESTS not in listing.files:
+        return {}
+    path = listing.files[_DIGESTS].path
+    found = read_json(path, _MOST_DIGEST_BYTES, "an integrity.json")
+    files = found.get("files") if isinstance(found, dict) else None
+    if not isinstance(files, dict) or not all(isinstance(digest, str) for digest in files.values()):
+        raise CorruptError("is not an integrity.json", file=path, found=brief(found), remedy=COPY_AGAIN)
+    if (kind := found.get("algorithm", "sha256")) != "sha256":
+        raise UnsupportedError(
+            "has checksums of another kind", file=path, found=brief(kind), expected="sha256",
+            remedy="Check it with Megatron-Core, or remove the file to verify the save without it.",
+        )  # fmt: skip
+    for name in files:
+        if any(part in ("", ".", "..") for part in name.replace("\\", "/").split("/")) or "\0" in name:
+            raise UnsafeError(
+                "names a file elsewhere", file=path, found=brief(name), expected="files of the save",
+                remedy="Do not use this checkpoint unless you know who made it. Nothing was read from there.",
+            )  # fmt: skip
+    return files
 
 
 def run_state(listing: Listing, metadata: Metadata, items: Items) -> MegatronRun:

@@ -82,6 +82,10 @@ def _no_states(listing: Listing) -> str:
     return ""
 
 
+def _no_digests(listing: Listing) -> Mapping[str, str]:
+    return {}
+
+
 def _no_names(listing: Listing) -> list[str]:
     return []
 
@@ -119,6 +123,7 @@ class Family:
         holds_run: a save with optimizer states has a place for the schedules, counters and settings of the run too.
         apart: the group of the files' patterns that tells one save from others in the same directory, such as
             `checkpoint_last` of `checkpoint_last-shard0.pt`; empty where a directory is one save.
+        digests: file name -> SHA-256 in hexadecimal, where the trainer recorded them in the save.
         keeps_model_files: a save made from another has its model files as they were.
     """
 
@@ -139,6 +144,7 @@ class Family:
     records: Callable[[Listing], Iterator[tuple[str, list[Record] | ZckptError]]] | None = None
     unread_states: Callable[[Listing], str] = _no_states
     left_out: Callable[[Listing], list[str]] = _no_names
+    digests: Callable[[Listing], Mapping[str, str]] = _no_digests
     holds_run: bool = True
     keeps_model_files: bool = False
     apart: str = ""
