@@ -103,6 +103,7 @@ MORE = {
     "docs/dcp.md": {"run/step-1000": "dcp/fsdp2_nested_w2"},
     "docs/megatron-core.md": {"run": "mcore/reshardable_dp2"},
     "docs/fairscale.md": {"run": "fairscale/fairseq_w3"},
+    "docs/megatron-legacy.md": {"run": "megatron_legacy/llama_tp2_pp2"},
     "docs/rank-files.md": {
         "run": "ranks/fsdp2_w2",
         "saves/step-1000": "torch_checkpointing/torch_files_w2",

@@ -59,6 +59,8 @@ SEEDS: dict[str, Seed] = {
     "torch_checkpointing's metadata": ("torch_checkpointing/safetensors_w4/checkpoint", "metadata.pkl", False),
     "Megatron-Core metadata": ("mcore/model_space_tp2_dp2_0_12/checkpoint", "**/.metadata", False),
     "Megatron-Core arguments": ("mcore/stages_tp2_pp2/checkpoint", "**/common.pt", True),
+    "Megatron's ranks": ("megatron_legacy/moe_ep2/checkpoint", "**/mp_rank_00_001/model_optim_rng.pt", True),
+    "Megatron's masters": ("megatron_legacy/moe_ep2/checkpoint", "**/mp_rank_00_000/distrib_optim.pt", True),
     "safetensors": (safetensors_directory, "model-00001-of-00002.safetensors", False),
     "index": (safetensors_directory, "model.safetensors.index.json", False),
 }

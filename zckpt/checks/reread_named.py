@@ -21,6 +21,8 @@ from zckpt.layouts.save.listing import UNIVERSAL, Listing
 from zckpt.storage.location import locate
 
 _CHUNKS = ".metadata"
+_BY_RANK = "megatron-legacy"
+"""The layout whose files number layers and experts by rank, so that a name is there another tensor's."""
 _LAYER = re.compile(r"layer_(\d+)-model_")
 
 
@@ -30,6 +32,8 @@ def misplaced_tensors(listing: Listing, catalog: Catalog) -> tuple[int, list[str
     if _CHUNKS in listing.files:
         return _in_chunks(listing, own)
     count, bad = _in_universal(listing, own)
+    if catalog.source.layout == _BY_RANK:
+        return 0, []
     universal = _files_of_parameters(listing)
     by_path = {place.path: name for name, place in listing.files.items()}
     named: dict[str, dict[str, TensorRef]] = {}

@@ -54,6 +54,8 @@ def grid_of(listing: Listing, catalog: Catalog | None) -> dict[int, Rows]:
     found: dict[int, list[_RankFile]] = {}
     for file in family.named_files(listing.files):
         if file.of_rank:
+            if family.axes is not None:
+                file = file._replace(axes=family.axes(listing, file.name))
             found.setdefault(file.axes.get("mp", 0), []).append(_looked_at(listing, family, file))
     topology = None if catalog is None else catalog.topology
     if topology is not None and found and family.every_rank:

@@ -5,6 +5,8 @@ Each family is a package that exports one value, `FAMILY`: see `save.family`, an
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from zckpt.base.errors import NotACheckpointError, UnsupportedError, UsageError
 from zckpt.core.catalog import Catalog
 from zckpt.layouts import (
@@ -12,6 +14,7 @@ from zckpt.layouts import (
     fairscale,
     fsdp,
     megatron_core,
+    megatron_legacy,
     moe,
     parallel,
     plain,
@@ -32,6 +35,7 @@ FAMILIES: tuple[Family, ...] = (
     megatron_core.FAMILY,
     dcp.FAMILY,
     torch_checkpointing.FAMILY,
+    megatron_legacy.FAMILY,
     fairscale.FAMILY,
     fsdp.FAMILY,
     fsdp.ANY_NAME,
@@ -48,6 +52,11 @@ takes any single file, so it is last.
 def is_of_save(name: str) -> bool:
     """Whether a file of this name belongs to a save of some family, plain weights aside."""
     return any(family.owns(name) for family in FAMILIES if not family.fallback)
+
+
+def is_save(names: Sequence[str]) -> bool:
+    """Whether a directory with entries of these names is a save of some family, plain weights aside."""
+    return any(family.is_save(names) for family in FAMILIES if not family.fallback)
 
 
 def family_of(listing: Listing) -> Family:

@@ -85,6 +85,7 @@ def find(path: Location, tag: str | None = None, also: Sequence[Location] = ()) 
         UnsafeError: `latest` or `tag` points outside the directory.
     """
     path = path.refreshed()
+    path = next(filter(None, (family.above_ranks(path) for family in layouts.FAMILIES)), path)
     if path.is_file():
         name, path = path.name, path.parent
         file = path / name
@@ -136,7 +137,8 @@ def is_taken(name: str) -> bool:
     """Whether an entry of this name means something to `find`, so that no tag may have it."""
     if name.casefold() in (*_POINTERS, *(family.directory for family in layouts.FAMILIES)):
         return True
-    return _ACCELERATE.fullmatch(name) is not None or any(family.owns(name) for family in layouts.FAMILIES)
+    taken = (family.owns(name) or family.holds_files(name) for family in layouts.FAMILIES)
+    return _ACCELERATE.fullmatch(name) is not None or any(taken)
 
 
 def latest_of(path: Location) -> str | None:
@@ -169,7 +171,7 @@ def _save(look: _Look) -> Place | None:
 
 def _family_in(look: _Look, family: Family) -> Family | None:
     """The family, if the directory is one of its saves; without tags, all files may be in directories laid over this one."""
-    over = () if family.tagged or family.fallback else look.also
+    over = () if family.tagged or family.fallback or _STEP_POINTER in look.names else look.also
     names = [*look.names, *(name for root in over for name in listed(root))]
     return family if not family.fallback and family.is_save(names) else None
 
@@ -322,7 +324,9 @@ def _weights(look: _Look) -> Place | None:
 
 
 def _listing(directory: Location, tag: str, also: Sequence[Location]) -> Listing:
-    below = tuple(family.directory for family in layouts.FAMILIES if family.directory)
+    below = [family.directory for family in layouts.FAMILIES if family.directory]
+    entries = dict.fromkeys(name for root in (directory, *also) for name in listed(root))
+    below += (name for name in entries if any(family.holds_files(name) for family in layouts.FAMILIES))
     return list_files(directory, tag, also, layouts.is_of_save, below)
 
 
@@ -344,7 +348,7 @@ def _tags(path: Location, names: Sequence[str], also: Sequence[Location]) -> tup
             if name.startswith("."):  # a save that was not finished
                 continue
             inner = root / name
-            if inner.is_dir() and inner.is_readable() and any(map(layouts.is_of_save, inner.names())):
+            if inner.is_dir() and inner.is_readable() and layouts.is_save(inner.names()):
                 found.add(name)
     return tuple(sorted(found, key=natural))
 

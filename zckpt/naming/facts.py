@@ -223,6 +223,8 @@ def run_arguments(catalog: Catalog, directory: str | None) -> dict[str, object]:
                 raise CorruptError("cannot be read", file=path, found=str(error), remedy=COPY_AGAIN) from error
             arguments = {**(found if isinstance(found, dict) else {}), **arguments}
     plain = {str(name).replace("-", "_"): enum_value(value) for name, value in arguments.items()}
+    if plain.get("position_embedding_type") == "rope":  # Megatron's newer word; beside it the older one may be False
+        plain["use_rotary_position_embeddings"] = True
     return {name: value for name, value in plain.items() if _is_plain(value)}
 
 

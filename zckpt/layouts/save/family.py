@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 from zckpt.base.errors import ZckptError
 from zckpt.core.catalog import Catalog
 from zckpt.layouts.save.listing import Listing
+from zckpt.storage.location import Location
 
 if TYPE_CHECKING:
     from zckpt.layouts.run.training import Training
@@ -103,6 +104,9 @@ class Family:
         read: the catalog of a save that `match` accepted.
         read_training: what a run needs beside the weights; None where zckpt reads weights only.
         directory: a directory of a save whose files, at any depth, belong to it; empty for none.
+        directories: names of directories of a save, of which there may be several: what they hold belongs to it by the patterns
+            of `files`, which begin with the directory's name.
+        axes: the place of one of `files` in the table of ranks, where its name alone does not say it; may open it.
         tagged: a save is one of several directories (tags) beside a file `latest`, which names the newest; config and
             tokenizer files are beside the tags. Otherwise they are in the save or beside it, and of saves that are numbered
             alike (`step-100`, `step-200`) the last is the newest.
@@ -133,6 +137,8 @@ class Family:
     read: Read
     read_training: ReadTraining | None = None
     directory: str = ""
+    directories: re.Pattern[str] | None = None
+    axes: Callable[[Listing, str], Mapping[str, int]] | None = None
     tagged: bool = False
     fallback: bool = False
     common: tuple[FileKind, ...] = ()
@@ -157,7 +163,20 @@ class Family:
 
     def is_save(self, names: Iterable[str]) -> bool:
         """Whether a directory with entries of these names is a save of the family."""
-        return any(name == self.directory or self.owns(name) for name in names)
+        return any(name == self.directory or self.holds_files(name) or self.owns(name) for name in names)
+
+    def holds_files(self, name: str) -> bool:
+        """Whether a directory of this name, in a save, holds files of it; see `directories`."""
+        return self.directories is not None and self.directories.fullmatch(name) is not None
+
+    def above_ranks(self, path: Location) -> Location | None:
+        """The save of which `path` is a directory that holds its files, or a file in one; see `directories`."""
+        inner = path.absolute()
+        if self.holds_files(inner.parent.name) and self.owns(f"{inner.parent.name}/{inner.name}") and path.is_file():
+            return inner.parent.parent
+        if self.holds_files(inner.name) and path.is_dir() and any(self.owns(f"{inner.name}/{n}") for n in path.names()):
+            return inner.parent
+        return None
 
     def named_files(self, names: Iterable[str]) -> Iterator[NamedFile]:
         """The files with a kind, and what their names say."""

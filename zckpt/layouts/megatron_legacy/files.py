@@ -1,0 +1,197 @@
+"""Which files a legacy save of Megatron-LM has, and whose part each is.
+
+[Note: directories of ranks] A rank writes `mp_rank_{tensor rank:02d}/model_optim_rng.pt`; if the run has several pipeline stages,
+`_{stage:03d}` follows the number, and if it has several expert ranks, `_{expert rank:03d}` follows. So the second of two numbers
+may be either; the run's `args` tell, which every file has. Of ranks that hold the same, one writes: those in the first group of
+`expert data parallelism`. Where experts are not cut by the tensor rank (`expert_tensor_parallel_size` 1), tensor and expert rank
+count up together: two of each leave `mp_rank_00_000` and `mp_rank_01_001` only.
+Source: Megatron-LM core_v0.12.3, megatron/training/checkpointing.py `get_checkpoint_name`, `save_checkpoint`;
+megatron/core/parallel_state.py `RankGenerator` (order tp-cp-ep-dp-pp).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from zckpt.base import limits
+from zckpt.base.errors import IncompleteError, InconsistentError, UnsupportedError, ZckptError
+from zckpt.base.words import examples
+from zckpt.containers import Placeholder, enum_value
+from zckpt.layouts.save.listing import Listing
+from zckpt.layouts.save.module_states import as_mapping, flatten
+
+DIRECTORY = re.compile(r"mp_rank_\d{2,}(?:_\d{3,}){0,2}")
+_IN = r"mp_rank_(?P<first>\d{2,})(?:_(?P<second>\d{3,}))?(?:_(?P<third>\d{3,}))?/"
+MODEL = re.compile(_IN + r"model_optim_rng\.pt")
+OPTIMIZER = re.compile(_IN + r"distrib_optim\.pt")
+
+
+class ModelRank(NamedTuple):
+    """A model-parallel rank."""
+
+    tp: int
+    pp: int
+    ep: int
+
+
+@dataclass(frozen=True, slots=True)
+class RunSplit:
+    """How a run was split.
+
+    Attributes:
+        tp: tensor-parallel ranks.
+        pp: pipeline stages.
+        ep: expert-parallel ranks.
+        etp: tensor-parallel ranks that share an expert: 1, or `tp`.
+    """
+
+    tp: int
+    pp: int
+    ep: int
+    etp: int
+
+    def rank_of(self, numbers: Sequence[int]) -> ModelRank | None:
+        """Whose directory has these numbers; None if no rank of this split has it."""
+        rest = list(numbers[1:])
+        pp = rest.pop(0) if self.pp > 1 and rest else 0
+        ep = rest.pop(0) if self.ep > 1 and rest else 0
+        rank = ModelRank(numbers[0], pp, ep)
+        fits = len(numbers) == 1 + (self.pp > 1) + (self.ep > 1) and not rest
+        return rank if fits and rank.tp < self.tp and rank.pp < self.pp and rank.ep < self.ep else None
+
+    def directory_of(self, rank: ModelRank) -> str:
+        """The directory of a rank."""
+        name = f"mp_rank_{rank.tp:02d}"
+        name += f"_{rank.pp:03d}" if self.pp > 1 else ""
+        return name + (f"_{rank.ep:03d}" if self.ep > 1 else "")
+
+    def writers(self) -> list[ModelRank]:
+        """The ranks that a whole model takes; see [Note: directories of ranks]."""
+        if self.etp == self.tp:
+            pairs = {(tp, ep) for tp in range(self.tp) for ep in range(self.ep)}
+        else:
+            pairs = {(number % self.tp, number % self.ep) for number in range(max(self.tp, self.ep))}
+        return [ModelRank(tp, pp, ep) for pp in range(self.pp) for tp, ep in sorted(pairs)]
+
+
+def match(listing: Listing) -> str | None:
+    """None when this layout reads the files; otherwise why not."""
+    return None if listing.matching(MODEL) else "no mp_rank_*/model_optim_rng.pt"
+
+
+def arguments(listing: Listing, name: str) -> dict[str, object]:
+    """Megatron's `args` in a file: plain values, enumerations by their values; empty where there are none."""
+    kept = listing.entry(name, "args")
+    state = kept.state if isinstance(kept, Placeholder) else kept
+    return {str(key): enum_value(value) for key, value in state.items()} if isinstance(state, Mapping) else {}
+
+
+def split_of(listing: Listing) -> RunSplit:
+    """How the run was split, as its files say.
+
+    Raises:
+        UnsupportedError: they do not say it, or it is a split whose directories do not hold all parts.
+    """
+    name = listing.matching(MODEL)[0]
+    args, file = arguments(listing, name), listing.files[name].path
+    given = listing.options
+    numbers = [_numbers(each) for each in listing.matching(MODEL)]
+    if not args and not (given.tp or given.pp) and _is_unclear(listing, name, max(map(len, numbers))):
+        raise UnsupportedError(
+            "does not say what the numbers of its directories count", file=file, found="no 'args'",
+            expected="Megatron's args with its parallel sizes", remedy="Pass --tp and --pp as the run had them.",
+        )  # fmt: skip
+    tp = given.tp or _size(args, "tensor_model_parallel_size", "model_parallel_size") or 1 + max(n[0] for n in numbers)
+    pp = given.pp or _size(args, "pipeline_model_parallel_size")
+    ep = _size(args, "expert_model_parallel_size") or 1
+    if pp is None:
+        pp = 1 + max(each[1] for each in numbers if len(each) > 1) if any(len(each) > 1 for each in numbers) else 1
+    etp = _size(args, "expert_tensor_parallel_size") or tp
+    if max(tp, pp, ep, etp) > limits.RANKS or tp * pp * ep > limits.RANKS:
+        raise UnsupportedError(
+            "records an impossible number of ranks", file=file, found=f"{tp:,} x {pp:,} x {ep:,}",
+            expected=f"at most {limits.RANKS:,}", remedy=limits.REMEDY,
+        )  # fmt: skip
+    if not args.get("num_experts"):
+        etp = tp
+    if etp not in (1, tp) or args.get("moe_extended_tp"):
+        raise UnsupportedError(
+            "has experts that are cut in a way whose parts its directories do not tell apart", file=file,
+            found=f"tensor parallelism {tp}, of experts {etp}"
+            + (", moe_extended_tp" if args.get("moe_extended_tp") else ""),
+            expected="experts that are whole, or cut like the rest of the model",
+            remedy="Load it with Megatron-LM, and save it with --ckpt-format torch_dist.",
+        )  # fmt: skip
+    return RunSplit(tp, pp, ep, etp)
+
+
+def _is_unclear(listing: Listing, name: str, numbers: int) -> bool:
+    """Whether a second number in the directories' names may be that of an expert rank."""
+    return numbers > 2 or (numbers == 2 and any("experts." in own for own in flatten(root_of(listing, name), [])))
+
+
+def ranks_of(listing: Listing, split: RunSplit) -> dict[ModelRank, str]:
+    """Rank -> its directory.
+
+    Raises:
+        InconsistentError: a directory is of another split. IncompleteError: a rank's is missing.
+    """
+    found: dict[ModelRank, str] = {}
+    for name in listing.matching(MODEL):
+        rank = split.rank_of(_numbers(name))
+        if rank is None:
+            raise InconsistentError(
+                "is of no rank of this save", file=listing.files[name].path,
+                found=f"{name.partition('/')[0]!r} in a run of {_described(split)}",
+                expected=f"directories such as {split.directory_of(ModelRank(0, 0, 0))!r}",
+                remedy="Move the directory away: it is of another save.",
+            )  # fmt: skip
+        found[rank] = name.partition("/")[0]
+    missing = [rank for rank in split.writers() if rank not in found]
+    if missing:
+        names = [split.directory_of(rank) for rank in missing]
+        raise IncompleteError(
+            "directories of ranks are missing", file=listing.directory,
+            found=f"{examples(sorted(found.values()))} of a run of {_described(split)}", expected=f"{examples(names)} too",
+            remedy=f"Copy {examples(names, 8)} from the nodes that wrote them "
+            "(--also DIR lays further directories over this one).",
+        )  # fmt: skip
+    return dict(sorted(found.items(), key=lambda item: (item[0].pp, item[0].ep, item[0].tp)))
+
+
+def axes_of(listing: Listing, name: str) -> Mapping[str, int]:
+    """The place of a file in the table of ranks: `mp` counts tensor ranks within stages, `dp` is the expert rank."""
+    numbers = _numbers(name)
+    try:
+        split = split_of(listing)
+    except ZckptError:  # which the reader reports
+        return {"mp": numbers[0], "dp": 0}
+    rank = split.rank_of(numbers)
+    return {"mp": numbers[0], "dp": 0} if rank is None else {"mp": rank.pp * split.tp + rank.tp, "dp": rank.ep}
+
+
+def root_of(listing: Listing, name: str) -> Mapping[str, object]:
+    """What a file holds.
+
+    Raises:
+        CorruptError: it is no mapping.
+    """
+    return as_mapping(listing.open(name).root, "its content", listing.files[name].path)
+
+
+def _numbers(name: str) -> list[int]:
+    return [int(number) for number in re.findall(r"\d+", name.partition("/")[0])]
+
+
+def _size(args: Mapping[str, object], *keys: str) -> int | None:
+    values = (args.get(key) for key in keys)
+    return next((value for value in values if type(value) is int and value > 0), None)
+
+
+def _described(split: RunSplit) -> str:
+    sizes = {"tensor": split.tp, "pipeline": split.pp, "expert": split.ep}
+    said = [f"{axis} parallelism {size}" for axis, size in sizes.items() if size > 1]
+    return ", ".join(said) or "one rank"

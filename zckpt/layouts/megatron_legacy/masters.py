@@ -1,0 +1,304 @@
+"""The fp32 masters of a rank, which have no names: where each parameter's must be, and the proof that it is there.
+
+[Note: buckets] `distrib_optim.pt` holds vectors, one for each virtual stage and dtype of parameters (and others for the
+parameters of experts): the parameters in the reverse order of the model, each beginning at a multiple of 64 elements (before
+core 0.8: at any). They are divided into buckets, whose padding at the end is not saved. A bucket ends where it has reached a
+size, which the run's arguments give, and before and behind an embedding that two stages share. Which of these ways a version
+has is not recorded, so each is tried; the first whose length is right and whose ends, rounded, are the weights is taken.
+Source: Megatron-LM core_v0.7.0, core_v0.12.3, core_v0.16.1, megatron/core/distributed/param_and_grad_buffer.py,
+megatron/core/optimizer/distrib_optimizer.py `get_parameter_state_dp_zero`; megatron/training/training.py `get_model`.
+
+[Note: groups] Without the distributed optimizer, `fp32_from_fp16_params` has a list of masters for each parameter group: those of
+`wd_mult` 0 are biases and vectors, in the order of the model; experts have groups of their own.
+Source: megatron/core/optimizer/__init__.py `_get_param_groups`, optimizer.py `Float16OptimizerWithFloat16Params.state_dict`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from zckpt.containers import TensorRef
+from zckpt.core.catalog import Padding
+from zckpt.core.dtypes import F32, DType
+from zckpt.core.fragments import Fragment
+from zckpt.engine.elements import ElementReader
+from zckpt.engine.replicas import first_difference
+from zckpt.layouts.megatron_legacy.stages import RankTensor, TensorsOfRank
+from zckpt.layouts.run.values import as_list
+
+_BUCKET = 40_000_000
+_PER_RANK = 1_000_000
+_ALIGNED = 64
+_SHARED = ("embedding.word_embeddings.weight", "output_layer.weight", "word_embeddings_for_head.weight")
+
+
+@dataclass(frozen=True, slots=True)
+class Masters:
+    """Masters of some of a rank's parameters.
+
+    Attributes:
+        states: index of the parameter in `TensorsOfRank.tensors` -> state (`param` is the master) -> its elements.
+        padding: state -> elements between them.
+    """
+
+    states: Mapping[int, Mapping[str, tuple[Fragment, ...]]]
+    padding: Mapping[str, tuple[Padding, ...]] = field(default_factory=dict[str, tuple[Padding, ...]])
+
+
+class _Way(NamedTuple):
+    """How a version lays parameters into buckets."""
+
+    aligned: int
+    moves: bool
+    """Whether a parameter that begins a bucket because it is shared begins where the padded bucket before it ends."""
+
+
+_WAYS = (_Way(_ALIGNED, True), _Way(_ALIGNED, False), _Way(1, True), _Way(1, False))
+
+
+def masters_of(
+    rank: TensorsOfRank, optimizer: object, args: Mapping[str, object], reader: ElementReader
+) -> Masters | None:
+    """The masters of a rank, proved against its weights.
+
+    Args:
+        rank: its tensors.
+        optimizer: what its `distrib_optim.pt` holds; None where there is no such file.
+        args: Megatron's.
+        reader: for the proof.
+
+    Returns:
+        None if they cannot be named; no masters where the rank has none.
+    """
+    if optimizer is None:
+        return _of_groups(rank, reader)
+    states = optimizer if isinstance(optimizer, list) else [optimizer]
+    has_experts = len(states) > 1
+    found: dict[int, Mapping[str, tuple[Fragment, ...]]] = {}
+    padding: dict[str, tuple[Padding, ...]] = {}
+    for at, state in enumerate(states):
+        if state is None:
+            continue
+        own = _of_vectors(rank, state, args, reader, bool(at) if has_experts else None)
+        if own is None:
+            return None
+        found.update(own.states)
+        for name, pads in own.padding.items():
+            padding[name] = (*padding.get(name, ()), *pads)
+    return Masters(found, padding)
+
+
+# ---- vectors --------------------------------------------------------------------------------------------------------
+
+
+def _of_vectors(
+    rank: TensorsOfRank, state: object, args: Mapping[str, object], reader: ElementReader, experts: bool | None
+) -> Masters | None:
+    """See [Note: buckets]; `experts`: whether these are the parameters of experts, or the others; None for both."""
+    if not isinstance(state, Mapping) or not state.get("buckets_coalesced"):
+        return None
+    vectors = [
+        vector for _, own in sorted((k, v) for k, v in state.items() if type(k) is int) for vector in _items(own)
+    ]
+    buffers = list(_buffers(rank, experts))
+    if len(vectors) != len(buffers):
+        return None
+    found: dict[int, Mapping[str, tuple[Fragment, ...]]] = {}
+    padding: dict[str, tuple[Padding, ...]] = {}
+    for (chunk, dtype, members), (key, vector) in zip(buffers, vectors, strict=True):
+        refs = {name: ref for name, ref in vector.items() if isinstance(ref, TensorRef) and ref.shape}
+        master = refs.get("param")
+        if master is None or dtype not in as_list(key) or any(not _is_vector(ref, master) for ref in refs.values()):
+            return None
+        size = _bucket_size(rank, chunk, args)
+        laid = (_starts(rank, members, way, size, args) for way in _WAYS)
+        proved = next((each for each in laid if _proved(rank, each, master, reader)), None)
+        if proved is None:
+            return None
+        starts, _ = proved
+        for index, start in starts.items():
+            numel = rank.tensors[index].ref.numel
+            found[index] = {name: _run(ref, start, numel) for name, ref in refs.items()}
+        for name, ref in refs.items():
+            gaps = tuple(_run(ref, start, numel)[0] for start, numel in _gaps(rank, starts, ref.numel))
+            padding[name] = (*padding.get(name, ()), *([Padding(ref.dtype, gaps)] if gaps else []))
+    return Masters(found, padding)
+
+
+def _items(own: object) -> Iterator[tuple[object, Mapping[str, object]]]:
+    for key, vector in own.items() if isinstance(own, Mapping) else ():
+        if isinstance(vector, Mapping):
+            yield key, vector
+
+
+def _is_vector(ref: TensorRef, master: TensorRef) -> bool:
+    return ref.dtype == F32 and ref.is_contiguous and ref.shape == master.shape
+
+
+def _run(ref: TensorRef, start: int, numel: int) -> tuple[Fragment, ...]:
+    return (Fragment(ref.store, ref.byte_offset + start * ref.dtype.itemsize, 0, numel),) if numel else ()
+
+
+def _buffers(rank: TensorsOfRank, experts: bool | None) -> Iterator[tuple[int, DType, list[int]]]:
+    """(virtual stage, dtype, indexes of parameters), in the order of the vectors."""
+    for chunk in range(rank.chunks):
+        members: dict[DType, list[int]] = {}
+        for index, held in enumerate(rank.tensors):
+            if held.chunk == chunk and not held.is_buffer and experts in (None, held.expert):
+                members.setdefault(held.ref.dtype, []).append(index)
+        yield from ((chunk, dtype, own) for dtype, own in members.items())
+
+
+def _bucket_size(rank: TensorsOfRank, chunk: int, args: Mapping[str, object]) -> int | None:
+    """Elements at which a bucket is full; None for one bucket."""
+    if (
+        not args.get("overlap_grad_reduce")
+        or rank.rank.pp
+        or chunk
+        or args.get("overlap_param_gather_with_optimizer_step")
+    ):
+        return None
+    number, size = args.get("ddp_num_buckets"), args.get("ddp_bucket_size")
+    if type(number) is int and number > 0:
+        return sum(held.ref.numel for held in rank.tensors if not held.is_buffer) // number
+    return size if type(size) is int else max(_BUCKET, _PER_RANK * _data_parallel(args))
+
+
+def _data_parallel(args: Mapping[str, object]) -> int:
+    """Ranks that share a vector of parameters that are not of experts."""
+    numbers = (args.get(key) for key in ("world_size", "tensor_model_parallel_size", "pipeline_model_parallel_size"))
+    world, tp, pp = (number if type(number) is int and number > 0 else 1 for number in numbers)
+    return max(1, world // (tp * pp))
+
+
+def _starts(
+    rank: TensorsOfRank, members: Sequence[int], way: _Way, size: int | None, args: Mapping[str, object]
+) -> tuple[dict[int, int], int]:
+    """Parameter -> the element of the vector at which it begins, and the vector's length; see [Note: buckets]."""
+    ranks = _data_parallel(args)
+    padded = math.lcm(ranks, 128) if not args.get("ddp_pad_buckets_for_high_nccl_busbw") else math.lcm(ranks, 1 << 16)
+    shared = _is_shared(rank, args)
+    starts: dict[int, int] = {}
+    at = bucket = behind = (
+        0  # elements of the padded buffer: the next one, the bucket's first; and saved ones before it
+    )
+    is_empty = True
+    for index in reversed(members):
+        held, numel = rank.tensors[index], rank.tensors[index].ref.numel
+        at += -at % way.aligned
+        alone = shared and held.local.endswith(_SHARED)
+        if alone:
+            if not way.moves and at % ranks:
+                at += -at % padded
+            if not is_empty:
+                behind, bucket = behind + at - bucket, at + -at % padded
+                at = bucket if way.moves else at
+        starts[index] = behind + at - bucket
+        at += numel
+        is_empty = False
+        if alone or (size is not None and at - bucket >= size):
+            behind, bucket = behind + at - bucket, at + -at % padded
+            at, is_empty = bucket, True
+    return starts, behind + at - bucket
+
+
+def _is_shared(rank: TensorsOfRank, args: Mapping[str, object]) -> bool:
+    """Whether two pipeline stages share the embedding."""
+    stages = args.get("pipeline_model_parallel_size")
+    return type(stages) is int and stages > 1 and not args.get("untie_embeddings_and_output_weights")
+
+
+def _gaps(rank: TensorsOfRank, starts: Mapping[int, int], numel: int) -> Iterator[tuple[int, int]]:
+    done = 0
+    for index, start in sorted(starts.items(), key=lambda item: item[1]):
+        if start > done:
+            yield done, start - done
+        done = start + rank.tensors[index].ref.numel
+    if numel > done:
+        yield done, numel - done
+
+
+def _proved(rank: TensorsOfRank, laid: tuple[dict[int, int], int], master: TensorRef, reader: ElementReader) -> bool:
+    """Whether a vector is as long as it should be, and its masters are the weights when they are rounded."""
+    starts, numel = laid
+    held = sum(rank.tensors[index].ref.numel for index in starts)
+    if numel != master.numel or held + sum(gap for _, gap in _gaps(rank, starts, numel)) != numel:
+        return False
+    own = ((rank.tensors[index], start) for index, start in starts.items())
+    return all(_agree(each, _run(master, start, each.ref.numel), reader) for each, start in own)
+
+
+def _agree(held: RankTensor, fragments: tuple[Fragment, ...], reader: ElementReader) -> bool:
+    return first_difference(reader, (fragments, F32), (held.ref.fragments(), held.ref.dtype)) is None
+
+
+# ---- groups ---------------------------------------------------------------------------------------------------------
+
+
+def _of_groups(rank: TensorsOfRank, reader: ElementReader) -> Masters | None:
+    """See [Note: groups]."""
+    kept = rank.root.get("optimizer")
+    states = [state for state in (kept if isinstance(kept, list) else [kept]) if isinstance(state, Mapping)]
+    found: dict[int, Mapping[str, tuple[Fragment, ...]]] = {}
+    lists = [(state, as_list(_masters_in(state))) for state in states]
+    every = [group for state in states for group in group_facts(state)]
+    apart = {key for key in ("is_expert_parallel", "is_decoupled_lr") if any(group.get(key) for group in every)}
+    for state, groups in lists:
+        facts = group_facts(state)
+        if groups and len(facts) != len(groups):
+            return None
+        for own, refs in zip(facts, groups):
+            members = list(_members(rank, own, apart))
+            refs_here = [ref for ref in as_list(refs) if isinstance(ref, TensorRef)]
+            if [ref.shape for ref in refs_here] != [rank.tensors[index].ref.shape for index in members]:
+                return None
+            moments = _moments(state, own, refs_here)
+            for index, ref, beside in zip(members, refs_here, moments, strict=True):
+                found[index] = {"param": ref.fragments(), **beside}
+    if any(not _agree(rank.tensors[index], own["param"], reader) for index, own in found.items()):
+        return None
+    return Masters(found)
+
+
+def _masters_in(state: Mapping[str, object]) -> object:
+    return next((state[key] for key in ("fp32_from_fp16_params", "fp32_from_fp16") if key in state), None)
+
+
+def _moments(
+    state: Mapping[str, object], group: Mapping[str, object], masters: Sequence[TensorRef]
+) -> list[dict[str, tuple[Fragment, ...]]]:
+    """The further states of a group's masters; none if the group has other parameters too, so that numbers are not theirs."""
+    inner = state.get("optimizer")
+    held = inner.get("state") if isinstance(inner, Mapping) else None
+    numbers = as_list(group.get("params"))
+    found: list[dict[str, tuple[Fragment, ...]]] = [{} for _ in masters]
+    for own, number, master in zip(found, numbers if len(numbers) == len(masters) else (), masters, strict=False):
+        states = held.get(number) if isinstance(held, Mapping) and type(number) is int else None
+        for name, ref in states.items() if isinstance(states, Mapping) else ():
+            if isinstance(ref, TensorRef) and ref.shape == master.shape and ref.dtype == F32 and ref.shape:
+                own[str(name)] = ref.fragments()
+    return found
+
+
+def group_facts(state: Mapping[str, object]) -> list[Mapping[str, object]]:
+    """The parameter groups of an optimizer's state."""
+    inner = state.get("optimizer")
+    groups = inner.get("param_groups") if isinstance(inner, Mapping) else None
+    return [group for group in as_list(groups) if isinstance(group, Mapping)]
+
+
+def _members(rank: TensorsOfRank, group: Mapping[str, object], apart: set[str]) -> Iterator[int]:
+    """The half-precision parameters of a group, in order; `apart`: what other than weight decay sets groups apart."""
+    for index, held in enumerate(rank.tensors):
+        if held.is_buffer or held.ref.dtype.itemsize != 2:
+            continue
+        own = {
+            "wd_mult": not (held.local.endswith(".bias") or len(held.ref.shape) == 1),
+            "is_expert_parallel": held.expert and "is_expert_parallel" in apart,
+            "is_decoupled_lr": held.local.endswith(_SHARED) and "is_decoupled_lr" in apart,
+        }
+        if all(bool(group.get(key, key == "wd_mult")) == value for key, value in own.items()):
+            yield index

@@ -1,0 +1,137 @@
+"""The optimizer of a legacy save: its moments by the names of parameters, where the masters could be named, and its groups.
+
+For `megatron_legacy`. Moments lie as the masters do, in the same vectors or lists, so what proves where a master is proves where
+its moments are. Which parameter is in which group follows from Megatron's rule: biases and vectors have `wd_mult` 0.
+Source: Megatron-LM core_v0.12.3, megatron/core/optimizer/__init__.py `_get_param_groups`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Mapping
+
+from zckpt.base.errors import UnsupportedError
+from zckpt.base.words import count, examples
+from zckpt.core.catalog import Catalog, TensorEntry
+from zckpt.layouts.megatron_legacy import files
+from zckpt.layouts.megatron_legacy.masters import group_facts
+from zckpt.layouts.megatron_legacy.read import LegacySave
+from zckpt.layouts.run.training import ParameterGroup, Training
+from zckpt.layouts.run.values import as_list
+from zckpt.layouts.save.listing import Listing
+
+_MEGATRONS_OWN = re.compile(r"params|.*_mult|is_.*|(?:max|min)_lr|pre_.*|step|start_.*|end_.*|default_config")
+"""Settings of a group that only Megatron's schedules read."""
+
+_EXPERT = re.compile(r".*\.(?:experts|local_experts)\..+")
+_KEPT = ("args", "checkpoint_version", "iteration", "opt_param_scheduler", "num_floating_point_operations_so_far")
+
+
+def read_training(listing: Listing, *, allow_unknown: bool = False) -> Training:
+    """The moments, groups and counters of a run; errors as in `read.read`.
+
+    Raises:
+        UnsupportedError: the moments cannot be named.
+    """
+    del allow_unknown
+    save = LegacySave(listing)
+    catalog = save.catalog()
+    if reason := unnamed_states(catalog, save):
+        raise UnsupportedError(
+            "has optimizer states that cannot be named", file=listing.directory, found=reason,
+            expected="moments in the order of this model's parameters", remedy="Convert the weights alone (to-fp32).",
+        )  # fmt: skip
+    trained = {name: entry for name, entry in catalog.tensors.items() if entry.role == "parameter"}
+    states: dict[str, dict[str, TensorEntry]] = {name: {} for name in trained}
+    for state in save.state_names():
+        for _, entry in save.stage_tensors(state):
+            name = save.kept_name(entry.name, trained)
+            if name in states and state not in states[name]:
+                moments = TensorEntry(name, entry.shape, entry.dtype, entry.role, entry.fragments)
+                states[name][state] = moments
+    groups = _groups(save, trained)
+    precisions = Counter(copy.dtype for entry in trained.values() if (copy := entry.own_copy) is not None)
+    kept = {key: save.root[key] for key in _KEPT if key in save.root}
+    step = catalog.source.global_steps or 0
+    model = {**kept, "global_steps": step, "global_samples": 0, "skipped_steps": 0, "lr_scheduler": None}
+    return Training(tuple(groups), states, {}, model, precisions.most_common(1)[0][0])
+
+
+def unnamed_states(catalog: Catalog, save: LegacySave) -> str:
+    """Why the moments of a save are not named, in words; empty if they are."""
+    names = save.state_names()
+    if not names:
+        return "no moments beside masters that have names"
+    masters = {name for name, entry in catalog.tensors.items() if entry.own_copy is not None}
+    without = [n for n, entry in catalog.tensors.items() if entry.role == "parameter" and n not in masters]
+    return f"{count(len(without), 'parameter')} without masters, such as {examples(without, 1)}" if without else ""
+
+
+def unread_states(listing: Listing) -> str:
+    """Why optimizer states that are there are not read, in words; empty where there are none, or they are."""
+    has_vectors = bool(listing.matching(files.OPTIMIZER))
+    if not has_vectors and not listing.entry(listing.matching(files.MODEL)[0], "optimizer"):
+        return ""
+    save = LegacySave(listing)
+    return unnamed_states(save.catalog(), save)
+
+
+def _groups(save: LegacySave, trained: Mapping[str, TensorEntry]) -> list[ParameterGroup]:
+    """The groups with their parameters, in the order of the model.
+
+    Raises:
+        UnsupportedError: a parameter is in none of them, or in several.
+    """
+    kept = save.root.get("optimizer")
+    facts = [
+        group
+        for own in (kept if isinstance(kept, list) else [kept])
+        if isinstance(own, Mapping)
+        for group in group_facts(own)
+    ]
+    members: list[list[str]] = [[] for _ in facts]
+    apart = {key for key in ("is_expert_parallel", "is_decoupled_lr") if any(group.get(key) for group in facts)}
+    for name, entry in trained.items():
+        own = {
+            "wd_mult": not (name.endswith(".bias") or len(entry.shape) == 1),
+            "is_expert_parallel": "is_expert_parallel" in apart and _EXPERT.fullmatch(name) is not None,
+            "is_decoupled_lr": "is_decoupled_lr" in apart
+            and name.endswith(("word_embeddings.weight", "output_layer.weight")),
+        }
+        taking = [
+            number
+            for number, group in enumerate(facts)
+            if all(bool(group.get(k, k == "wd_mult")) == v for k, v in own.items())
+        ]
+        if len(taking) != 1:
+            raise UnsupportedError(
+                f"does not say which parameter group {name!r} is in", file=save.listing.directory,
+                found=f"{count(len(facts), 'group')}, {len(taking)} of which may have it",
+                expected="the groups that Megatron-LM makes by itself", remedy="Convert the weights alone (to-fp32).",
+            )  # fmt: skip
+        members[taking[0]].append(name)
+    return [
+        ParameterGroup(tuple(names), _settings(group), {"step": _step(save, group)}, tuple(save.state_names()))
+        for group, names in zip(facts, members, strict=True)
+        if names
+    ]
+
+
+def _settings(group: Mapping[str, object]) -> dict[str, object]:
+    kept = {key: value for key, value in group.items() if not _MEGATRONS_OWN.fullmatch(str(key))}
+    return {**kept, "weight_decay": 0.0} if group.get("wd_mult") == 0 else kept
+
+
+def _step(save: LegacySave, group: Mapping[str, object]) -> object:
+    """The optimizer's step: of the group, of its first parameter, or the iteration."""
+    if "step" in group:
+        return group["step"]
+    kept = save.root.get("optimizer")
+    for own in kept if isinstance(kept, list) else [kept]:
+        inner = own.get("optimizer") if isinstance(own, Mapping) else None
+        state = inner.get("state") if isinstance(inner, Mapping) else None
+        for each in state.values() if isinstance(state, Mapping) else ():
+            if isinstance(each, Mapping) and "step" in each and as_list(group.get("params")):
+                return each["step"]
+    return save.root.get("iteration") or 0
