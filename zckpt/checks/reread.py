@@ -17,6 +17,7 @@ import math
 import re
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 from zckpt.checks.reread_named import misplaced_named_states, misplaced_tensors
@@ -28,6 +29,7 @@ from zckpt.layouts.save.listing import Listing
 
 _EXPERTS = re.compile(r"expp_rank_(?P<mp>\d+)_mp_rank_(?P<dp>\d+)_(?P<kind>optim)_states\.pt")
 _FILE = re.compile(r"(?:bf16_)?(?:zero_pp_rank_(?P<dp>\d+)_)?mp_rank_(?P<mp>\d+)_(?P<kind>model|optim)_states\.pt")
+_SWAPPED = re.compile(r"offloaded_tensors/rank(?P<rank>\d+)/(?P<label>.+)\.tensor\.swp")
 _FLAT = ("single_partition_of_fp32_groups", "fp32_flat_groups", "fp32_groups_flat", "fp32_groups")
 
 
@@ -64,13 +66,43 @@ def found_again(listing: Listing) -> dict[int, Parts]:
             return {}
         groups = shapes if isinstance(shapes, list | tuple) else [shapes]
         numels = [{str(n): _numel(s) for n, s in _mapping(group).items()} for group in groups]
-        states = [_mapping(_mapping(listing.open(names[d]).root).get("optimizer_state_dict")) for d in sorted(names)]
+        states = [_optimizer(listing, names[d]) for d in sorted(names)]
         if root.get("num_experts"):
             roots = [_mapping(listing.open(name).root) for name in _models_of(listing)]
             return {mp: _stacks([dict(_mapping(group)) for group in groups], states, roots)}
         config = _mapping(_mapping(root.get("ds_config")).get("zero_optimization"))
         found[mp] = _stage_3(numels, states, config) if is_stage_3 else _stage_12(numels, states)
     return found
+
+
+def _optimizer(listing: Listing, name: str) -> Mapping[str, object]:
+    """What a file has of an optimizer; tensors without elements are those of the swap files that they name, up to their ends."""
+    root = _mapping(listing.open(name).root)
+    held = _mapping(root.get("optimizer_state_dict", root.get("optimizer")))
+    match = _FILE.fullmatch(name)
+    swapped = {file: at for file in listing.files if (at := _SWAPPED.fullmatch(file))}
+    if not swapped or match is None or match["dp"] is None:
+        return held
+    parts = {other["mp"] for other in map(_FILE.fullmatch, listing.files) if other}
+    rank = int(match["dp"]) * len(parts) + int(match["mp"])
+    stores = {at["label"]: listing.files[file].store() for file, at in swapped.items() if int(at["rank"]) == rank}
+
+    def stored(value: object) -> object:
+        label = (value.attributes or {}).get("ds_id") if isinstance(value, TensorRef) and value.shape == (0,) else None
+        store = stores.get(str(label)) if label else None
+        if store is None or not isinstance(value, TensorRef):
+            return value
+        return TensorRef(
+            store, 0, value.dtype, (store.size // value.dtype.itemsize,), (1,), store.path, 0, store.size, 0
+        )
+
+    flat, base = held.get("fp32_flat_groups"), _mapping(held.get("optimizer_state_dict"))
+    states = {
+        number: {state: stored(value) for state, value in _mapping(own).items()}
+        for number, own in _mapping(base.get("state")).items()
+    }
+    vectors = [stored(vector) for vector in flat] if isinstance(flat, list | tuple) else flat
+    return {**held, "fp32_flat_groups": vectors, "optimizer_state_dict": {**base, "state": states}}
 
 
 def _stage_12(groups: Sequence[Mapping[str, int]], ranks: Sequence[Mapping[str, object]]) -> Parts:
@@ -91,10 +123,10 @@ def _stage_3(
     groups: Sequence[Mapping[str, int]], ranks: Sequence[Mapping[str, object]], config: Mapping[str, object]
 ) -> Parts:
     numels = {name: numel for group in groups for name, numel in group.items()}
-    lines = [_vectors(rank) for rank in ranks]
+    world = len(ranks)
+    lines = [_without_ends(_vectors(rank), groups, world) for rank in ranks]
     held = sum(vector.numel for vector, _ in lines[0])
     several = config.get("mics_shard_size")
-    world = len(ranks)
     if isinstance(several, int) and 0 < several < world and held != sum(-(-n // world) for n in numels.values()):
         world = several
     found: Parts = {}
@@ -105,6 +137,17 @@ def _stage_3(
         found[name] = [part for rank, own in enumerate(real) for part in _cut(lines[rank], at, at + own)]
         at += piece
     return found
+
+
+def _without_ends(line: Line, groups: Sequence[Mapping[str, int]], world: int) -> Line:
+    """A rank's vectors; those in swap files without what is behind their group's pieces."""
+    if len(line) != len(groups):
+        return line
+    pieces = [sum(-(-numel // world) for numel in group.values()) for group in groups]
+    return [
+        (replace(ref, shape=(min(own, ref.numel),)) if _SWAPPED.search(ref.store.path) else ref, state)
+        for (ref, state), own in zip(line, pieces, strict=True)
+    ]
 
 
 def _models_of(listing: Listing) -> list[str]:
@@ -226,7 +269,7 @@ def _beside(listing: Listing, training: Training, masters: Mapping[str, TensorEn
     for name in listing.files:
         match = _FILE.fullmatch(name) or _EXPERTS.fullmatch(name)
         root = _mapping(listing.open(name).root) if match and (match["kind"] == "optim" or not match["dp"]) else {}
-        optimizer = _mapping(root.get("optimizer_state_dict", root.get("optimizer")))
+        optimizer = _optimizer(listing, name) if root else {}
         for ref, beside in _vectors(optimizer) or _weights(root, optimizer):
             lines.setdefault(ref.store.path, []).append((ref.byte_offset, ref, beside))
     for line in lines.values():

@@ -203,10 +203,15 @@ def _open_files(state: Examined, facts: Manifest | None) -> None:
             problems.append(str(found))
         else:
             state.files.append(checked_parts(locate(path).store(), found, known_as.crc32 if known_as else None))
+    raw = {listing.files[name].path for name in listing.files if family.is_raw(name)}
+    paths.update(dict.fromkeys(raw, ""))
     for path, name in paths.items():
         if path in data_files:
             continue
         known_as = known.pop(locate(path).relative_to(home), None)
+        if path in raw:
+            state.files.append(CheckedFile(locate(path).store(), (), known_as.crc32 if known_as else None))
+            continue
         try:
             container = listing.open(name) if name else open_container(path)
             state.files.append(checked_file(container, known_as.crc32 if known_as else None))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 from zckpt.base import limits
@@ -162,6 +163,8 @@ class Machine:
             made = self.call(passed, arguments, named, forwards + 1)
             if name == _OF_SUBCLASS and type(made) is Placeholder:
                 made.state = args[3]
+            elif name == _OF_SUBCLASS and type(made) is TensorRef and type(args[3]) is dict:
+                return replace(made, attributes=args[3])
             return as_new(made) if name.startswith("copyreg.") else made
         elif name == "builtins.getattr" and (member := _member(*args)):
             return member
@@ -259,14 +262,15 @@ _TEXTS = {str, bytes, bytearray}
 _COPIED = {list, tuple, dict, set, frozenset}
 
 _OF_SUBCLASS = "torch._tensor._rebuild_from_type_v2"
-"""How torch writes an instance of a subclass of Tensor, such as a DTensor: (function, class, arguments, state)."""
+"""How torch writes an instance of a subclass of Tensor, such as a DTensor, and a tensor on which Python code set attributes:
+(function, class, arguments, state)."""
 
 _FORWARDS: Mapping[str, Callable[..., tuple[Any, ...]]] = {
     _OF_SUBCLASS: lambda function, kind, args, state: (function, args, None),
     "copyreg.__newobj__": lambda kind, *args: (kind, args, None),
     "copyreg.__newobj_ex__": lambda kind, args, kwargs: (kind, args, kwargs),
 }
-"""Calls that only pass on a call; attributes that Python code set on a plain tensor are dropped."""
+"""Calls that only pass on a call."""
 
 _MOST_FORWARDS = 8
 """The most such calls in one another."""

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import itertools
 import math
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from zckpt.base.errors import COPY_AGAIN, CorruptError, UnsupportedError
 from zckpt.containers.inert import brief
@@ -103,6 +104,7 @@ class TensorRef:
         storage_offset: elements from the storage's start to the tensor's first.
         storage_nbytes: bytes in the storage.
         storage_byte_offset: of the storage's first byte, from the start of the file.
+        attributes: those that Python code set on it, such as DeepSpeed's `ds_id`; None for none.
     """
 
     store: FileStore
@@ -114,6 +116,7 @@ class TensorRef:
     storage_offset: int
     storage_nbytes: int
     storage_byte_offset: int
+    attributes: Mapping[object, object] | None = field(default=None, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         if 0 in self.shape:

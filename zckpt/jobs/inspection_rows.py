@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from zckpt.base.words import count, ranges, row, size, wrapped
 from zckpt.core.catalog import TensorEntry, Topology
 from zckpt.core.fragments import Fragment
-from zckpt.jobs.rank_files import Cell, Grid, Rows, file_of, other_files
+from zckpt.jobs.rank_files import SWAP, Cell, Grid, Rows, file_of, other_files
 from zckpt.layouts.save.listing import Listing
 
 _KINDS = {"model": "model", "optim": "optimizer"}
@@ -68,16 +68,17 @@ def _runs(rows: Rows) -> dict[tuple[int, ...], list[str]]:
 
 
 def _states(cells: Mapping[str, Cell]) -> list[str]:
-    """Of each kind of file: what it is, and its state if that is not "ok"; sound data files of DCP are counted."""
-    data = sum(kind not in _KINDS and cell.state == "ok" for kind, cell in cells.items())
-    states = [count(data, "data file")] if data else []
+    """Of each kind of file: what it is, and its state if that is not "ok"; sound data files of DCP and swap files are counted."""
+    sound = [kind for kind, cell in cells.items() if kind not in _KINDS and cell.state == "ok"]
+    swapped = sum(kind.startswith(f"{SWAP} ") for kind in sound)
+    states = [count(len(sound) - swapped, "data file")] if len(sound) > swapped else []
     for kind, cell in cells.items():
         reason = f" ({cell.reason})" if cell.reason else ""
         if cell.state != "ok":
-            states.append(f"{_KINDS.get(kind, cell.file)} {cell.state}{reason}")
+            states.append(f"{_KINDS.get(kind) or cell.file or kind} {cell.state}{reason}")
         elif kind in _KINDS:
             states.append(_KINDS[kind])
-    return states
+    return states + [count(swapped, "swap file")] * bool(swapped)
 
 
 def _numbering(topology: Topology) -> str:

@@ -19,6 +19,9 @@ from zckpt.core.fragments import FileStore, Fragment
 from zckpt.layouts.save.family import Family, NamedFile, RankFacts
 from zckpt.layouts.save.listing import Listing
 
+SWAP = "swap"
+"""What kinds of swap files begin with; their names follow."""
+
 Rows = Mapping[int, Mapping[str, "Cell"]]
 """Data-parallel rank -> kind of file ("model", "optim") -> its state."""
 
@@ -62,10 +65,30 @@ def grid_of(listing: Listing, catalog: Catalog | None) -> dict[int, Rows]:
         for mp_rank in range(topology.tp * topology.pp):
             found.setdefault(mp_rank, [])
     shared = [kind for kind, pattern, of_rank in family.files if of_rank and "dp" not in pattern.groupindex]
-    return {
+    grid = {
         mp_rank: _complete(files, shared, topology) if family.every_rank else _present(files)
         for mp_rank, files in sorted(found.items())
     }
+    return {mp_rank: _with_swapped(listing, found[mp_rank], rows) for mp_rank, rows in grid.items()}
+
+
+def _with_swapped(listing: Listing, files: Sequence[_RankFile], rows: Rows) -> Rows:
+    """The same, with the swap files that optimizer files name."""
+    swapped = {file.rank: file.facts.swapped for file in files if file.facts.swapped}
+    return {
+        rank: {
+            **cells,
+            **{f"{SWAP} {os.path.basename(name)}": _swap_file(listing, name) for name in swapped.get(rank, ())},
+        }
+        for rank, cells in rows.items()
+    }
+
+
+def _swap_file(listing: Listing, name: str) -> Cell:
+    if name not in listing.files:
+        return Cell("", state="missing")
+    nbytes = listing.files[name].size()
+    return Cell(name, nbytes) if nbytes else Cell(name, 0, "empty", "0 bytes")
 
 
 class _RankFile(NamedTuple):

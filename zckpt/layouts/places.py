@@ -324,10 +324,11 @@ def _weights(look: _Look) -> Place | None:
 
 
 def _listing(directory: Location, tag: str, also: Sequence[Location]) -> Listing:
-    below = [family.directory for family in layouts.FAMILIES if family.directory]
+    families = layouts.FAMILIES
+    below = [name for family in families for name in (family.directory, family.raw_directory) if name]
     entries = dict.fromkeys(name for root in (directory, *also) for name in listed(root))
-    below += (name for name in entries if any(family.holds_files(name) for family in layouts.FAMILIES))
-    return list_files(directory, tag, also, layouts.is_of_save, below)
+    below += (name for name in entries if any(family.holds_files(name) for family in families))
+    return list_files(directory, tag, also, layouts.is_of_save, tuple(dict.fromkeys(below)))
 
 
 def _laid_over(look: _Look, tag: str) -> list[Location]:

@@ -51,30 +51,44 @@ def _masters(listing: Listing) -> Iterator[_Vector]:
     states = list(_shards(listing))
     if not states:  # files of experts repeat what model files say
         whole = listing.matching(EXPERT_OPTIMIZER_NAME) or listing.matching(MODEL_NAME)
-        states = [state for name in whole if isinstance(state := listing.entry(name, "optimizer"), Mapping)]
-    for state in states:
+        states = [((0, 0), state) for name in whole if isinstance(state := listing.entry(name, "optimizer"), Mapping)]
+    for rank, state in states:
         for key in _MASTERS:
             for number, held in enumerate(as_list(state.get(key))):
-                yield from (_Vector(ref, f"group {number} of {key!r}") for ref in _tensors(held))
+                refs = (_stored(listing, rank, ref) for ref in _tensors(held))
+                yield from (_Vector(ref, f"group {number} of {key!r}") for ref in refs)
 
 
 def _states(listing: Listing) -> Iterator[_Vector]:
-    for state in _shards(listing) if not listing.matching(EXPERT_OPTIMIZER_NAME) else ():
+    for rank, state in _shards(listing) if not listing.matching(EXPERT_OPTIMIZER_NAME) else ():
         base = next((state[key] for key in _WRAPPED if key in state), None)
         held = base.get("state") if isinstance(base, Mapping) else base
         for number, own in held.items() if isinstance(held, Mapping) else enumerate(as_list(held)):
             for key, value in own.items() if isinstance(own, Mapping) else ():
                 if isinstance(value, TensorRef) and value.shape:
-                    yield _Vector(value, f"{key!r} of group {number}")
+                    yield _Vector(_stored(listing, rank, value), f"{key!r} of group {number}")
 
 
-def _shards(listing: Listing) -> Iterator[Mapping[str, object]]:
-    """What the optimizer file of each rank of a ZeRO run keeps."""
+def _shards(listing: Listing) -> Iterator[tuple[tuple[int, int], Mapping[str, object]]]:
+    """Data- and model-parallel rank of each rank of a ZeRO run, and what its optimizer file keeps."""
     for name in listing.matching(SHARD_NAME):
-        if name.endswith("_optim_states.pt"):
+        found = SHARD_NAME.fullmatch(name)
+        if found and found["kind"] == "optim":
             state = listing.entry(name, "optimizer_state_dict")
             if isinstance(state, Mapping):
-                yield state
+                yield (int(found["dp"]), int(found["mp"])), state
+
+
+def _stored(listing: Listing, rank: tuple[int, int], ref: TensorRef) -> TensorRef:
+    """All of its swap file, where a vector has its elements in one; otherwise the vector."""
+    label = (ref.attributes or {}).get("ds_id")
+    if ref.numel or not isinstance(label, str):
+        return ref
+    name = listing.swap_file(*rank, label)
+    if name not in listing.files:
+        return ref
+    store = listing.files[name].store()
+    return TensorRef(store, 0, ref.dtype, (store.size // ref.dtype.itemsize,), (1,), name, 0, store.size, 0)
 
 
 def _tensors(value: object) -> Iterator[TensorRef]:

@@ -59,10 +59,17 @@ class NamedFile(NamedTuple):
 
 
 class RankFacts(NamedTuple):
-    """What one rank's file says of its save; None where it does not say."""
+    """What one rank's file says of its save; None where it does not say.
+
+    Attributes:
+        world_size: data-parallel ranks.
+        step: of the run.
+        swapped: names of the files that hold elements which this file leaves out.
+    """
 
     world_size: int | None = None
     step: int | None = None
+    swapped: tuple[str, ...] = ()
 
 
 class Read(Protocol):
@@ -107,6 +114,8 @@ class Family:
         directories: names of directories of a save, of which there may be several: what they hold belongs to it by the patterns
             of `files`, which begin with the directory's name.
         axes: the place of one of `files` in the table of ranks, where its name alone does not say it; may open it.
+        raw_directory: a directory of a save that belongs to it as `directory` does, but does not tell that it is one; its files
+            hold elements and nothing else. Empty for none.
         tagged: a save is one of several directories (tags) beside a file `latest`, which names the newest; config and
             tokenizer files are beside the tags. Otherwise they are in the save or beside it, and of saves that are numbered
             alike (`step-100`, `step-200`) the last is the newest.
@@ -139,6 +148,7 @@ class Family:
     directory: str = ""
     directories: re.Pattern[str] | None = None
     axes: Callable[[Listing, str], Mapping[str, int]] | None = None
+    raw_directory: str = ""
     tagged: bool = False
     fallback: bool = False
     common: tuple[FileKind, ...] = ()
@@ -157,9 +167,13 @@ class Family:
 
     def owns(self, name: str) -> bool:
         """Whether a file of this name belongs to a save of the family."""
-        if self.directory and name.startswith(f"{self.directory}/"):
+        if (self.directory and name.startswith(f"{self.directory}/")) or self.is_raw(name):
             return True
         return any(kind.pattern.fullmatch(name) for kind in self.files)
+
+    def is_raw(self, name: str) -> bool:
+        """Whether a file of this name holds elements and nothing else."""
+        return bool(self.raw_directory) and name.startswith(f"{self.raw_directory}/")
 
     def is_save(self, names: Iterable[str]) -> bool:
         """Whether a directory with entries of these names is a save of the family."""

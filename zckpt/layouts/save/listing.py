@@ -26,6 +26,12 @@ RANK_FILE = re.compile(r"zckpt_rank_\d+_states\.pt")
 UNIVERSAL = "zero"
 """Directory of a universal checkpoint with the files of each parameter, in directories of the parameters' names."""
 
+SWAPPED = "offloaded_tensors"
+"""Directory of a save with copies of the swap files of a run whose optimizer is on NVMe, in directories of the ranks."""
+
+SWAP_NAME = re.compile(rf"{SWAPPED}/rank(?P<rank>\d+)/(?P<file>[^/]+\.tensor\.swp)")
+"""A swap file; `rank` is the rank among all, in which tensor-parallel ranks come first."""
+
 UNIVERSAL_POINTER = "latest_universal"
 """The file that names the tag of the newest universal checkpoint, as `latest` does of others."""
 
@@ -127,12 +133,8 @@ class Listing:
         Raises:
             InconsistentError: two files claim the same rank (a `bf16_` and a plain one).
         """
-        if not self._ranks:
-            for name in self.files:
-                if match := SHARD_NAME.fullmatch(name):
-                    self._ranks.setdefault((match["kind"], int(match["mp"])), []).append((int(match["dp"]), name))
         by_rank: dict[int, str] = {}
-        for rank, name in self._ranks.get((kind, mp_rank), ()):
+        for rank, name in self._shards_by_rank().get((kind, mp_rank), ()):
             if rank in by_rank:
                 raise InconsistentError(
                     f"has two files of rank {rank}",
@@ -143,6 +145,19 @@ class Listing:
                 )
             by_rank[rank] = name
         return dict(sorted(by_rank.items()))
+
+    def _shards_by_rank(self) -> Mapping[tuple[str, int], list[tuple[int, str]]]:
+        """(kind, model-parallel rank) -> data-parallel ranks and names of files."""
+        if not self._ranks:
+            for name in self.files:
+                if match := SHARD_NAME.fullmatch(name):
+                    self._ranks.setdefault((match["kind"], int(match["mp"])), []).append((int(match["dp"]), name))
+        return self._ranks
+
+    def swap_file(self, dp_rank: int, mp_rank: int, label: str) -> str:
+        """The name of a swap file of a rank; `label` is the `ds_id` of the vector in it."""
+        parts = {mp for _, mp in self._shards_by_rank()}
+        return f"{SWAPPED}/rank{dp_rank * len(parts) + mp_rank:02d}/{label}.tensor.swp"
 
     def model_parallel_ranks(self) -> list[int]:
         """The numbers in `mp_rank_XX` of all files, sorted."""

@@ -13,9 +13,9 @@ from dataclasses import dataclass
 
 from zckpt.base.errors import InconsistentError
 from zckpt.base.words import examples
-from zckpt.containers import Container
+from zckpt.containers import Container, TensorRef
 from zckpt.layouts.save.family import RankFacts
-from zckpt.layouts.save.listing import Listing
+from zckpt.layouts.save.listing import SHARD_NAME, Listing
 from zckpt.layouts.save.module_states import as_mapping
 
 APART_S = 600
@@ -77,7 +77,24 @@ def rank_facts(listing: Listing, name: str) -> RankFacts:
     count = state.get("partition_count") if isinstance(state, Mapping) else None
     if isinstance(count, list | tuple):  # groups of experts, which come last, have others
         count = next(iter(count), None)
-    return RankFacts(_whole(count), None)
+    swapped = tuple(_swapped(listing, name, state))
+    is_swapped = any("-" in label or label in listing.files for label in swapped)  # else a group of empty parameters
+    return RankFacts(_whole(count), None, swapped if is_swapped else ())
+
+
+def _swapped(listing: Listing, name: str, state: object) -> Iterator[str]:
+    """The swap files of the vectors that an optimizer file has without elements."""
+    match = SHARD_NAME.fullmatch(name)
+    state = state if isinstance(state, Mapping) else {}
+    vectors, base = state.get("fp32_flat_groups"), state.get("optimizer_state_dict")
+    states = base.get("state") if isinstance(base, Mapping) else None
+    held = [*vectors] if isinstance(vectors, list | tuple) else []
+    for own in states.values() if isinstance(states, Mapping) else ():
+        held += own.values() if isinstance(own, Mapping) else ()
+    for value in held if match else ():
+        label = (value.attributes or {}).get("ds_id") if isinstance(value, TensorRef) and value.shape == (0,) else None
+        if match and isinstance(label, str):
+            yield listing.swap_file(int(match["dp"]), int(match["mp"]), label)
 
 
 def contradictions(origins: Sequence[FileOrigin]) -> Iterator[str]:

@@ -8,6 +8,7 @@ from zckpt.layouts.save.listing import (
     MODEL_NAME,
     RANK_FILE,
     SHARD_NAME,
+    SWAPPED,
 )
 from zckpt.layouts.save.origins import rank_facts
 from zckpt.layouts.zero import read as _read
@@ -24,6 +25,7 @@ FAMILY = Family(
     match=_read.match,
     read=_read.read,
     read_training=_read.read_training,
+    raw_directory=SWAPPED,
     tagged=True,
     further=(RANK_FILE,),
     facts=rank_facts,

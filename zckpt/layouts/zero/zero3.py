@@ -35,6 +35,7 @@ from zckpt.layouts.zero.optimizer_states import (
     state_vector,
 )
 from zckpt.layouts.zero.partition import SubGroups, partition_numel, partition_of
+from zckpt.layouts.zero.swapped import tail_of, with_swapped
 
 _KNOWN = frozenset((
     *("zero_stage", "loss_scaler", "dynamic_loss_scale", "overflow", "partition_count",),
@@ -82,6 +83,7 @@ def load(listing: Listing, mp_rank: int = 0, *, allow_unknown: bool = False) -> 
     if missing:
         raise missing_ranks(listing, "model", sorted(names), missing, world_size)
     _check_steps(listing, names)
+    shards = [with_swapped(listing, shard, model, mp_rank, world_size) for shard in shards]
     return Zero3Save(listing, names, model, shards, world_size, _shard_size(model, shards, world_size))
 
 
@@ -173,12 +175,14 @@ def _pieces(
 
 
 def padding(save: Zero3Save) -> Iterator[Padding]:
-    """The elements of the masters behind the last piece of each parameter. They have arbitrary values."""
+    """The elements of the masters behind the last piece of each parameter, and at the end of swap files: arbitrary values."""
     lengths = [SubGroups([vector.numel for vector in shard.vectors]) for shard in save.shards]
     for place in _places(save):
         for first in range(0, len(save.shards), save.shard_size):
             group = slice(first, first + save.shard_size)
             yield from _padding(place, save.shards[group], lengths[group])
+    for vector in (vector for shard in save.shards for vector in shard.vectors):
+        yield from tail_of(vector)
 
 
 def _padding(
@@ -234,6 +238,8 @@ def training(save: Zero3Save) -> Training:
             states[place.name][state] = TensorEntry(place.name, place.shape, dtype, "parameter", fragments)
             padding += _padding(place, shards, lengths, state)
     padding += _copies(save)
+    vectors = (ref for shard in save.shards for own in shard.states for ref in per_element(own).values())
+    padding += (tail for vector in vectors for tail in tail_of(vector))
     firsts = {owner: number for number, owner in reversed(owned.items())}
     groups = tuple(group_of(tuple(listed), first, n, firsts.get(n, 0)) for n, listed in enumerate(names))
     return Training(

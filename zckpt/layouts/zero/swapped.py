@@ -1,0 +1,153 @@
+"""Masters and optimizer states that were on NVMe when ZeRO-3 saved: their elements are in swap files beside the optimizer files.
+
+For `zero3`. [Note: swap files] With `offload_optimizer.device: nvme`, each rank keeps the masters and states of large sub-groups
+(from 1 MiB on) in files below `nvme_path`, and every save copies these to `<tag>/offloaded_tensors/rankDD/`. In the optimizer
+file such a sub-group is a vector without elements, whose attribute `ds_id` names the file: `0_65` (the ids of the first and the
+last parameter) for `0_65.tensor.swp`, and `exp_avg-0_65` for that of a state. The file is the vector's elements, raw and
+little-endian, and behind them padding up to a multiple of what one request writes. Nobody looks at `nvme_path`: there, the run
+goes on. The directory may hold further files, for DeepSpeed copies whatever an earlier run left in `nvme_path`.
+Source: DeepSpeed 0.19.8, runtime/engine.py `save_checkpoint`; runtime/zero/stage3.py `_create_fp32_partitions`;
+runtime/swap_tensor/optimizer_utils.py.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+
+from zckpt.base.errors import COPY_AGAIN, OTHER_SAVE, IncompleteError, InconsistentError, UnsupportedError
+from zckpt.base.words import count
+from zckpt.containers import TensorRef, brief
+from zckpt.core.catalog import Padding
+from zckpt.core.dtypes import BF16, F16, F32, DType
+from zckpt.core.fragments import Fragment
+from zckpt.layouts.save.listing import SWAP_NAME, SWAPPED, Listing
+from zckpt.layouts.save.module_states import ModelStates
+from zckpt.layouts.zero.optimizer_states import OptimizerShard
+from zckpt.layouts.zero.partition import partition_numel
+
+_SUFFIX = ".tensor.swp"
+_HALF_MASTERS = (("bf16", "bf16_master_weights_and_grads", BF16), ("fp16", "fp16_master_weights_and_grads", F16))
+
+
+def with_swapped(
+    listing: Listing, shard: OptimizerShard, model: ModelStates, mp_rank: int, world_size: int
+) -> OptimizerShard:
+    """The rank's file with vectors in swap files in place of those that it has without elements.
+
+    Args:
+        listing: all files.
+        shard: the rank's optimizer file.
+        model: a model file of the same model-parallel rank.
+        mp_rank: the model-parallel rank.
+        world_size: data-parallel ranks.
+
+    Raises:
+        IncompleteError: a swap file is missing, or too short.
+        InconsistentError: there are not as many sub-groups as the model file says.
+        UnsupportedError: the optimizer file does not name the swap file.
+    """
+    empty = [number for number, vector in enumerate(shard.vectors) if not vector.numel]
+    if not empty:
+        return shard
+    if len(model.param_shapes) != len(shard.vectors):
+        raise InconsistentError(
+            "does not hold the sub-groups that the model file has", file=shard.file,
+            found=count(len(shard.vectors), "sub-group"), expected=count(len(model.param_shapes), "sub-group"),
+            remedy=OTHER_SAVE,
+        )  # fmt: skip
+    vectors, states = list(shard.vectors), list(shard.states)
+    for number in empty:
+        numel = sum(
+            partition_numel(math.prod(shape), _ranks_of(number, shard, model, world_size))
+            for shape in model.param_shapes[number].values()
+        )
+        if not numel:
+            continue
+        swap = _SwapFiles(listing, shard, mp_rank, number, numel)
+        vectors[number] = swap.vector(vectors[number], "", _dtype_of_masters(model))
+        states[number] = {
+            name: swap.vector(value, name, value.dtype)
+            if isinstance(value, TensorRef) and value.shape == (0,)
+            else value
+            for name, value in states[number].items()
+        }
+    return replace(shard, vectors=tuple(vectors), states=tuple(states))
+
+
+def _ranks_of(number: int, shard: OptimizerShard, model: ModelStates, world_size: int) -> int:
+    """How many ranks share a sub-group: all, but fewer of experts and under MiCS."""
+    recorded = shard.root.get("ds_zero_partition_groups")
+    for entry in recorded if isinstance(recorded, list) else ():
+        if isinstance(entry, Mapping) and entry.get("sub_group") == number:
+            ranks = entry.get("partition_count")
+            return ranks if isinstance(ranks, int) and ranks > 0 else world_size
+    mics = model.zero_config.get("mics_shard_size")
+    return mics if isinstance(mics, int) and 0 < mics < world_size else world_size
+
+
+def _dtype_of_masters(model: ModelStates) -> DType:
+    """By the config: of vectors without elements, DeepSpeed keeps no dtype."""
+    for name, key, dtype in _HALF_MASTERS:
+        section = model.config.get(name)
+        if isinstance(section, Mapping) and section.get(key) is True:
+            return dtype
+    return F32
+
+
+class _SwapFiles:
+    """Those of one sub-group of one rank."""
+
+    def __init__(self, listing: Listing, shard: OptimizerShard, mp_rank: int, number: int, numel: int) -> None:
+        self.listing = listing
+        self.shard = shard
+        self.mp_rank = mp_rank
+        self.number = number
+        self.numel = numel
+
+    def vector(self, empty: TensorRef, state: str, dtype: DType) -> TensorRef:
+        """The elements of the masters, or of a state, for which the optimizer file has an empty tensor."""
+        name = self.listing.swap_file(self.shard.rank, self.mp_rank, self._label(empty, state))
+        place, nbytes = self.listing.where(name), self.numel * dtype.itemsize
+        what = f"the {f'optimizer state {state!r}' if state else 'master weights'} of sub-group {self.number}"
+        expected = f"{nbytes:,} bytes, which are {count(self.numel, 'element')} of {dtype}"
+        if name not in self.listing.files:
+            raise IncompleteError(
+                f"is missing, which holds {what}", file=place, found=self._found(name), expected=f"a file of at least {expected}",
+                remedy=f"Copy the directory {SWAPPED!r} of rank {self.shard.rank} from the node that wrote it (--also DIR lays "
+                "another directory over this one), or choose another tag.",
+            )  # fmt: skip
+        store = place.store()
+        if store.size < nbytes:
+            raise IncompleteError(
+                f"is too short for {what}", file=place, found=f"{store.size:,} bytes", expected=f"at least {expected}",
+                remedy=COPY_AGAIN,
+            )  # fmt: skip
+        return TensorRef(store, 0, dtype, (self.numel,), (1,), name, 0, store.size, 0)
+
+    def _label(self, empty: TensorRef, state: str) -> str:
+        label = (empty.attributes or {}).get("ds_id")
+        if isinstance(label, str) and label and "/" not in label:
+            return label
+        raise UnsupportedError(
+            f"does not say which swap file holds sub-group {self.number}", file=self.shard.file,
+            found=f"an empty tensor with ds_id {brief(label)}" if label else "an empty tensor without ds_id",
+            expected="the attribute ds_id, as DeepSpeed writes it",
+            remedy="Copy the optimizer files as DeepSpeed wrote them.",
+        )  # fmt: skip
+
+    def _found(self, name: str) -> str:
+        if not self.listing.matching(SWAP_NAME):
+            return f"no directory {SWAPPED!r}: the run kept its optimizer on NVMe"
+        directory = os.path.dirname(name)
+        return f"{count(sum(os.path.dirname(other) == directory for other in self.listing.files), 'file')} in {directory!r}"
+
+
+def tail_of(vector: TensorRef) -> Iterator[Padding]:
+    """What is behind the elements of a vector in a swap file; nothing for any other vector."""
+    rest = (vector.storage_nbytes - vector.nbytes) // vector.dtype.itemsize
+    if vector.storage_key.endswith(_SUFFIX) and rest:
+        fragment = Fragment(vector.store, vector.byte_stop, 0, rest)
+        yield Padding(vector.dtype, (fragment,), "the end of a swap file", zero=False)
