@@ -20,8 +20,9 @@ test: .make/zckpt .make/test interop
 
 # What `make test` does a systematic part of: every request of every kind of run at an S3 server fails, in every way; models are
 # loaded by four ranks; every kind of run with device nvme.
-proofs: .make/zckpt .make/test
-	ZCKPT_PROOFS=1 $(BIN)/python -m pytest -n 2 -q tests/remote/test_commit_at_s3.py tests/distributed/test_pretrained.py tests/distributed/test_swap.py tests/interop/test_callbacks.py
+proofs: .make/zckpt .make/test .make/verl
+	ZCKPT_PROOFS=1 $(BIN)/python -m pytest -n 2 -q tests/remote/test_commit_at_s3.py tests/distributed/test_pretrained.py tests/distributed/test_swap.py tests/interop/test_callbacks.py \
+	  tests/layouts/test_ranks.py
 
 check: .make/zckpt .make/test .make/strict/built
 	$(BIN)/ruff format --check .
@@ -46,7 +47,11 @@ old-torch: .make/old-torch
 	.venv-old/bin/python tests/old_torch.py $(VENV)
 	@touch $@
 
-bench: .make/zckpt .make/test interop
+# verl's merger of rank files, without what the rest of verl needs: a second opinion, and a rival.
+.make/verl:
+	$(PIP) --no-deps --target .make/verl.new verl==0.9.1 && mv .make/verl.new $@
+
+bench: .make/zckpt .make/test interop .make/verl
 	$(BIN)/python benchmarks/run.py
 
 # Checks and measures the trainer and live models on a machine with a GPU and torch: GPU_PYTHON is the Python that has it. What is

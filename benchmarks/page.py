@@ -33,6 +33,10 @@ TITLES = {
         "cost push some tenths of a second more.",
     ),
     "dcp": ("torch.distributed.checkpoint", "A save of two ranks, sharded as `fully_shard` does."),
+    "rank files": (
+        "Rank files of FSDP",
+        "fp32 DTensors of 8 ranks, as verl saves them. verl's merger writes bf16; the rest of verl is not installed.",
+    ),
     "tuning": (
         "Threads, buffers, page cache",
         "`to-fp32` of ZeRO-3 whose files lie on the disk: the defaults beside their neighbours.",

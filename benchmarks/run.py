@@ -24,6 +24,7 @@ import growth
 import hub
 import loading
 import page
+import ranks
 import reshaping
 import tuning
 from measure import ROOT, WORK, machine
@@ -36,6 +37,7 @@ SECTIONS = {
     "checking": checking.measure,
     "push": hub.measure,
     "dcp": dcp.measure,
+    "rank files": ranks.measure,
     "tuning": tuning.measure,
     "growth": growth.measure,
 }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
 import pickle
 import shutil
 from pathlib import Path
@@ -133,6 +134,57 @@ def test_an_adapter_of_peft(tmp_path: Path) -> None:
     found = load_file(tmp_path / "out" / "adapter_model.safetensors")
     assert len(found) == 4
     assert all(same_bits(tensor, truth[name.replace(".weight", ".default.weight")]) for name, tensor in found.items())
+
+
+@pytest.mark.skipif("ZCKPT_PROOFS" not in os.environ, reason="make proofs runs it")
+def test_verls_own_merger_gives_the_same(tmp_path: Path) -> None:
+    """Where it reads the files at all: it takes no ShardedTensors, no tensor parallelism, and no mesh without names or of an
+    older torch."""
+    import verl_merger
+
+    refused = []
+    for name in NAMES:
+        source = copy_of(name, tmp_path)
+        how = json.loads((FIXTURES / name / "how.json").read_text())
+        (source / "fsdp_config.json").write_text(json.dumps({"world_size": how["world_size"]}))
+        try:
+            theirs = verl_merger.merged(source)
+        except (AssertionError, AttributeError, RuntimeError, OSError):
+            refused.append(name)
+            continue
+        ours = {name: tensor.bfloat16() for name, tensor in tensors_of(source).items()}
+        assert ours.keys() == theirs.keys()
+        assert all(same_bits(ours[n], theirs[n]) for n in ours)
+    assert set(refused) == {name for name in NAMES if name.startswith(("old_", "sharded_", "tp_", "any_", "fsdp2_"))}
+
+
+def test_peft_loads_the_adapter_of_a_run_that_wrote_verls_facts_alone(tmp_path: Path) -> None:
+    """verl writes no adapter_config.json: rank, alpha and task are in `lora_train_meta.json`."""
+    from peft import PeftModel
+
+    out = tmp_path / "out"
+    assert any("lora_train_meta.json" in note for note in zckpt.to_peft(FIXTURES / "lora_w2" / "checkpoint", out).notes)
+    base = torch.nn.Module()
+    truth = load_file(FIXTURES / "lora_w2" / "truth.safetensors")
+    for name in ("body", "head", "other"):  # `other` is like them, and has no LoRA
+        weight = truth.get(f"base_model.model.{name}.base_layer.weight", torch.ones(3, 3))
+        base.add_module(name, torch.nn.Linear(*reversed(weight.shape)))
+    base.prepare_inputs_for_generation = None  # PEFT asks every causal language model for it
+    model = PeftModel.from_pretrained(base, str(out))
+    loaded = {name: tensor for name, tensor in model.state_dict().items() if "lora_" in name}
+    assert loaded.keys() == {name for name in truth if "lora_" in name}
+    assert all(same_bits(tensor, truth[name]) for name, tensor in loaded.items())
+    assert model.base_model.model.body.scaling == {"default": 2.0}
+    assert zckpt.verify(FIXTURES / "lora_w2" / "checkpoint", out).ok
+
+
+@pytest.mark.parametrize("meta", ["{}", "[]", '{"r": "8", "lora_alpha": 4}', '{"r": 8, "lora_alpha": 4}'])
+def test_facts_of_another_adapter_are_refused(meta: str, tmp_path: Path) -> None:
+    source = copy_of("lora_w2", tmp_path)
+    (source / "lora_train_meta.json").write_text(meta)
+    with pytest.raises(ZckptError, match=r"lora_train_meta.json"):
+        zckpt.to_peft(source, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
 
 
 # -- what is wrong ---------------------------------------------------------------------------------------------------

@@ -88,8 +88,7 @@ def _optimizer(listing: Listing, name: str) -> Mapping[str, object]:
     stores = {at["label"]: listing.files[file].store() for file, at in swapped.items() if int(at["rank"]) == rank}
 
     def stored(value: object) -> object:
-        label = (value.attributes or {}).get("ds_id") if isinstance(value, TensorRef) and value.shape == (0,) else None
-        store = stores.get(str(label)) if label else None
+        store = stores.get(_label(value))
         if store is None or not isinstance(value, TensorRef):
             return value
         return TensorRef(
@@ -97,12 +96,29 @@ def _optimizer(listing: Listing, name: str) -> Mapping[str, object]:
         )
 
     flat, base = held.get("fp32_flat_groups"), _mapping(held.get("optimizer_state_dict"))
-    states = {
-        number: {state: stored(value) for state, value in _mapping(own).items()}
-        for number, own in _mapping(base.get("state")).items()
-    }
-    vectors = [stored(vector) for vector in flat] if isinstance(flat, list | tuple) else flat
+    vectors = list(flat) if isinstance(flat, list | tuple) else []
+    states: dict[object, object] = dict(_mapping(base.get("state")).items())
+    for number, vector in enumerate(vectors):
+        own = _mapping(states.get(number))
+        is_empty = isinstance(vector, TensorRef) and vector.shape == (0,)
+        if is_empty or any("-" in _label(value) for value in own.values()) or _is_large(vector, _mapping(root)):
+            vectors[number] = stored(vector)
+            states[number] = {key: stored(value) if "-" in _label(value) else value for key, value in own.items()}
     return {**held, "fp32_flat_groups": vectors, "optimizer_state_dict": {**base, "state": states}}
+
+
+def _label(value: object) -> str:
+    """The name that DeepSpeed gives a tensor that it swaps: `0_65`, or `exp_avg-0_65`."""
+    return str((value.attributes or {}).get("ds_id", "")) if isinstance(value, TensorRef) else ""
+
+
+def _is_large(vector: object, root: Mapping[str, object]) -> bool:
+    """Whether a run whose optimizer is on NVMe, by the config in its file, swapped a vector even if the file has elements."""
+    config = _mapping(root.get("ds_config"))
+    offload = _mapping(_mapping(config.get("zero_optimization")).get("offload_optimizer"))
+    block = _mapping(config.get("aio")).get("block_size")
+    least = max(1 << 20, block if isinstance(block, int) else 0)
+    return offload.get("device") == "nvme" and isinstance(vector, TensorRef) and vector.nbytes >= least
 
 
 def _stage_12(groups: Sequence[Mapping[str, int]], ranks: Sequence[Mapping[str, object]]) -> Parts:

@@ -42,7 +42,7 @@ def misplaced_tensors(listing: Listing, catalog: Catalog) -> tuple[int, list[str
             continue  # masters have no names in their file
         for path, fragments in _by_file(entry).items():
             file = by_path.get(path)
-            if file is None or file.endswith("_optim_states.pt"):
+            if file is None or file.endswith(("_optim_states.pt", ".tensor.swp")):
                 continue
             if file not in named:
                 named[file] = dict(_tensors(listing.open(file).root))

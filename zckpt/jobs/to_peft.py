@@ -8,6 +8,7 @@ Source: PEFT 0.21.2, peft_model.py `save_pretrained` (files and sub-directories)
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import time
@@ -26,6 +27,7 @@ from zckpt.jobs.options import PeftOptions, output_dtype, to_dtype
 from zckpt.jobs.planned import Report, execute, protected
 from zckpt.layouts.plain.read import Destination, WeightsTarget, lay_out
 from zckpt.layouts.save.companions import companions
+from zckpt.naming.adapter_config import META, config_of_meta
 from zckpt.naming.adapter_names import Found, adapters_in, only_adapter
 from zckpt.output.checks import check_path
 from zckpt.storage.json_files import read_json
@@ -127,11 +129,14 @@ def prepare(checkpoint: str | os.PathLike[str], out: str | os.PathLike[str], opt
     selected = own.tensors
     wanted = [(entry, output_dtype(entry, options.dtype)) for entry in selected.values()]
     destination = lay_out(wanted, {}, WeightsTarget("safetensors", file=WEIGHTS))
+    made = None if config_path else _made_config(opened, adapter, selected, found)
     if config_path:
-        destination = _with_config(destination, config_path)
+        destination = _with_config(destination, locate(config_path).read())
+    elif made:
+        destination = _with_config(destination, made[1].encode())
     notes = [*opened.catalog.source.notes, *stripped, *_loose(catalog, found, others)]
     if not config_path:
-        notes.append(_without_config(adapter, selected))
+        notes.append(made[0] if made else _without_config(adapter, selected))
     order = order_for(
         options,
         Plan(destination.files, [(selected[name], entry) for name, entry in destination.entries.items()]),
@@ -204,8 +209,21 @@ def _read_config(path: str) -> Mapping[str, object]:
     return config
 
 
-def _with_config(destination: Destination, path: str) -> Destination:
-    return Destination((*destination.files, literal_file(CONFIG, locate(path).read())), destination.entries)
+def _made_config(
+    opened: Opened, adapter: str, selected: Mapping[str, TensorEntry], found: Mapping[str, Found]
+) -> tuple[str, str] | None:
+    """A sentence and a config, from what verl keeps of a LoRA; None where it kept nothing. Errors as in `config_of_meta`."""
+    path = opened.place.listing.directory / META
+    if not path.is_file():
+        return None
+    whole = [name for name, it in found.items() if it.adapter == adapter and ".modules_to_save." in name]
+    config = config_of_meta(read_json(path.path, 1 << 20, f"a {META}"), path.path, selected, whole, opened.catalog)
+    note = f"{CONFIG} is made of {META!r} and the tensors: it names no base model, and no lora_dropout."
+    return note, json.dumps(config, indent=2) + "\n"
+
+
+def _with_config(destination: Destination, text: bytes) -> Destination:
+    return Destination((*destination.files, literal_file(CONFIG, text)), destination.entries)
 
 
 def _check_method(adapter: str, found: Mapping[str, Found], config: Mapping[str, object], path: str) -> None:

@@ -21,10 +21,27 @@ _WRAPPED = ("base_optimizer_state", "optimizer_state_dict")
 
 
 class _Vector(NamedTuple):
-    """A tensor of an optimizer file that holds elements of parameters, and what it is, for errors."""
+    """A tensor of an optimizer file that holds elements of parameters.
+
+    Attributes:
+        ref: the tensor.
+        what: it is, for errors.
+        swapped: all of the file that has its elements in its place, unless an earlier run left it.
+    """
 
     ref: TensorRef
     what: str
+    swapped: TensorRef | None = None
+
+    def used(self, claims: Claims) -> TensorRef:
+        """Of the two, the one that has to be used."""
+        if self.swapped is None or (self.ref.numel and next(claims.unused([_span(self.ref)]), None) is None):
+            return self.ref
+        return self.swapped
+
+
+def _span(ref: TensorRef) -> ByteSpan:
+    return ByteSpan(ref.store, ref.byte_offset, ref.byte_stop)
 
 
 def check_masters(listing: Listing, claims: Claims) -> None:
@@ -55,8 +72,8 @@ def _masters(listing: Listing) -> Iterator[_Vector]:
     for rank, state in states:
         for key in _MASTERS:
             for number, held in enumerate(as_list(state.get(key))):
-                refs = (_stored(listing, rank, ref) for ref in _tensors(held))
-                yield from (_Vector(ref, f"group {number} of {key!r}") for ref in refs)
+                what = f"group {number} of {key!r}"
+                yield from (_Vector(ref, what, _swap_file(listing, rank, ref)) for ref in _tensors(held))
 
 
 def _states(listing: Listing) -> Iterator[_Vector]:
@@ -66,7 +83,7 @@ def _states(listing: Listing) -> Iterator[_Vector]:
         for number, own in held.items() if isinstance(held, Mapping) else enumerate(as_list(held)):
             for key, value in own.items() if isinstance(own, Mapping) else ():
                 if isinstance(value, TensorRef) and value.shape:
-                    yield _Vector(_stored(listing, rank, value), f"{key!r} of group {number}")
+                    yield _Vector(value, f"{key!r} of group {number}", _swap_file(listing, rank, value))
 
 
 def _shards(listing: Listing) -> Iterator[tuple[tuple[int, int], Mapping[str, object]]]:
@@ -79,14 +96,12 @@ def _shards(listing: Listing) -> Iterator[tuple[tuple[int, int], Mapping[str, ob
                 yield (int(found["dp"]), int(found["mp"])), state
 
 
-def _stored(listing: Listing, rank: tuple[int, int], ref: TensorRef) -> TensorRef:
-    """All of its swap file, where a vector has its elements in one; otherwise the vector."""
+def _swap_file(listing: Listing, rank: tuple[int, int], ref: TensorRef) -> TensorRef | None:
+    """All of the swap file that a vector names, if it is there."""
     label = (ref.attributes or {}).get("ds_id")
-    if ref.numel or not isinstance(label, str):
-        return ref
-    name = listing.swap_file(*rank, label)
+    name = listing.swap_file(*rank, label) if isinstance(label, str) else ""
     if name not in listing.files:
-        return ref
+        return None
     store = listing.files[name].store()
     return TensorRef(store, 0, ref.dtype, (store.size // ref.dtype.itemsize,), (1,), name, 0, store.size, 0)
 
@@ -99,7 +114,8 @@ def _tensors(value: object) -> Iterator[TensorRef]:
 
 
 def _check(vectors: Iterable[_Vector], claims: Claims) -> None:
-    found = {ByteSpan(v.ref.store, v.ref.byte_offset, v.ref.byte_stop): v for v in vectors if v.ref.numel}
+    wanted = (vector._replace(ref=vector.used(claims)) for vector in vectors)
+    found = {_span(vector.ref): vector for vector in wanted if vector.ref.numel}
     gap = next(claims.unused(found), None)
     if gap is None:
         return

@@ -77,24 +77,32 @@ def rank_facts(listing: Listing, name: str) -> RankFacts:
     count = state.get("partition_count") if isinstance(state, Mapping) else None
     if isinstance(count, list | tuple):  # groups of experts, which come last, have others
         count = next(iter(count), None)
-    swapped = tuple(_swapped(listing, name, state))
-    is_swapped = any("-" in label or label in listing.files for label in swapped)  # else a group of empty parameters
-    return RankFacts(_whole(count), None, swapped if is_swapped else ())
+    return RankFacts(_whole(count), None, tuple(_swapped(listing, name, state)))
 
 
 def _swapped(listing: Listing, name: str, state: object) -> Iterator[str]:
-    """The swap files of the vectors that an optimizer file has without elements."""
+    """The swap files of vectors that an optimizer file has no elements of, or only those of a buffer."""
     match = SHARD_NAME.fullmatch(name)
     state = state if isinstance(state, Mapping) else {}
     vectors, base = state.get("fp32_flat_groups"), state.get("optimizer_state_dict")
-    states = base.get("state") if isinstance(base, Mapping) else None
-    held = [*vectors] if isinstance(vectors, list | tuple) else []
-    for own in states.values() if isinstance(states, Mapping) else ():
-        held += own.values() if isinstance(own, Mapping) else ()
-    for value in held if match else ():
-        label = (value.attributes or {}).get("ds_id") if isinstance(value, TensorRef) and value.shape == (0,) else None
-        if match and isinstance(label, str):
-            yield listing.swap_file(int(match["dp"]), int(match["mp"]), label)
+    held = base.get("state") if isinstance(base, Mapping) else None
+    states = held if isinstance(held, Mapping) else {}
+    for number, vector in enumerate(vectors if isinstance(vectors, list | tuple) else ()):
+        own = states.get(number)
+        labels = {key: _label(value) for key, value in own.items()} if isinstance(own, Mapping) else {}
+        swapped = [label for key, label in labels.items() if label.startswith(f"{key}-")]
+        label = _label(vector)
+        if match is None or not label:
+            continue
+        master = listing.swap_file(int(match["dp"]), int(match["mp"]), label)
+        if swapped or (isinstance(vector, TensorRef) and not vector.numel and master in listing.files):
+            yield master
+        yield from (listing.swap_file(int(match["dp"]), int(match["mp"]), label) for label in swapped)
+
+
+def _label(value: object) -> str:
+    label = (value.attributes or {}).get("ds_id") if isinstance(value, TensorRef) else None
+    return label if isinstance(label, str) else ""
 
 
 def contradictions(origins: Sequence[FileOrigin]) -> Iterator[str]:

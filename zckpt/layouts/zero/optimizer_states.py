@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from zckpt.base import words
-from zckpt.base.errors import COPY_AGAIN, CorruptError, IncompleteError, InconsistentError, UnsupportedError
+from zckpt.base.errors import COPY_AGAIN, CorruptError, IncompleteError, InconsistentError, UnsupportedError, ZckptError
 from zckpt.containers import TensorRef, brief, enum_value
 from zckpt.core.dtypes import BF16, F16, F32, DType
 from zckpt.layouts.run.training import ParameterGroup
@@ -36,6 +36,7 @@ class OptimizerShard:
         settings: the wrapped optimizer's parameter groups (learning rate, ...); empty in the elastic form.
         step: the optimizer's step count, or None if no state has one.
         root: everything in `optimizer_state_dict`.
+        absent: `ds_id` of a state -> why its swap file cannot be read; see `swapped`.
     """
 
     file: str
@@ -48,6 +49,7 @@ class OptimizerShard:
     settings: tuple[Mapping[str, object], ...]
     step: int | None
     root: Mapping[str, object]
+    absent: Mapping[str, ZckptError] = field(default_factory=dict[str, ZckptError])
 
     @property
     def name(self) -> str:
@@ -213,6 +215,8 @@ def state_vector(shard: OptimizerShard, number: int, state: str) -> TensorRef:
         IncompleteError: it is missing.
     """
     found = shard.states[number].get(state)
+    if isinstance(found, TensorRef) and (error := shard.absent.get(str((found.attributes or {}).get("ds_id")))):
+        raise error
     if isinstance(found, TensorRef) and found.is_contiguous and len(found.shape) == 1:
         return found
     raise IncompleteError(

@@ -1,11 +1,14 @@
 """Masters and optimizer states that were on NVMe when ZeRO-3 saved: their elements are in swap files beside the optimizer files.
 
 For `zero3`. [Note: swap files] With `offload_optimizer.device: nvme`, each rank keeps the masters and states of large sub-groups
-(from 1 MiB on) in files below `nvme_path`, and every save copies these to `<tag>/offloaded_tensors/rankDD/`. In the optimizer
-file such a sub-group is a vector without elements, whose attribute `ds_id` names the file: `0_65` (the ids of the first and the
-last parameter) for `0_65.tensor.swp`, and `exp_avg-0_65` for that of a state. The file is the vector's elements, raw and
-little-endian, and behind them padding up to a multiple of what one request writes. Nobody looks at `nvme_path`: there, the run
-goes on. The directory may hold further files, for DeepSpeed copies whatever an earlier run left in `nvme_path`.
+(from 1 MiB on) in files below `nvme_path`, and every save copies these to `<tag>/offloaded_tensors/rankDD/`. The attribute
+`ds_id` of the vector in the optimizer file names the file: `0_65` (the ids of the first and the last parameter) for
+`0_65.tensor.swp`, and `exp_avg-0_65` for that of a state; only states of such sub-groups have one. The file is the vector's
+elements, raw and little-endian, and behind them padding up to a multiple of what one request writes.
+In the optimizer file such a vector is empty. With `pipeline_read` or `pipeline_write` it is not: it is a view of a buffer which
+has been used for other sub-groups since, so that its elements are theirs; zero_to_fp32.py takes them. Only the file is right.
+Nobody looks at `nvme_path`: there, the run goes on. The directory may hold further files, and files may be longer than what is
+written to them now, for DeepSpeed never removes what an earlier run left in `nvme_path`, and copies all of it.
 Source: DeepSpeed 0.19.8, runtime/engine.py `save_checkpoint`; runtime/zero/stage3.py `_create_fp32_partitions`;
 runtime/swap_tensor/optimizer_utils.py.
 """
@@ -17,7 +20,7 @@ import os
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
-from zckpt.base.errors import COPY_AGAIN, OTHER_SAVE, IncompleteError, InconsistentError, UnsupportedError
+from zckpt.base.errors import COPY_AGAIN, OTHER_SAVE, IncompleteError, InconsistentError, UnsupportedError, ZckptError
 from zckpt.base.words import count
 from zckpt.containers import TensorRef, brief
 from zckpt.core.catalog import Padding
@@ -29,13 +32,14 @@ from zckpt.layouts.zero.optimizer_states import OptimizerShard
 from zckpt.layouts.zero.partition import partition_numel
 
 _SUFFIX = ".tensor.swp"
+_LEAST_BYTES = 1 << 20
 _HALF_MASTERS = (("bf16", "bf16_master_weights_and_grads", BF16), ("fp16", "fp16_master_weights_and_grads", F16))
 
 
 def with_swapped(
     listing: Listing, shard: OptimizerShard, model: ModelStates, mp_rank: int, world_size: int
 ) -> OptimizerShard:
-    """The rank's file with vectors in swap files in place of those that it has without elements.
+    """The rank's file with the vectors in swap files in place of those that stand for them.
 
     Args:
         listing: all files.
@@ -45,12 +49,12 @@ def with_swapped(
         world_size: data-parallel ranks.
 
     Raises:
-        IncompleteError: a swap file is missing, or too short.
+        IncompleteError: a swap file of masters is missing, or too short; of states, `state_vector` raises it.
         InconsistentError: there are not as many sub-groups as the model file says.
         UnsupportedError: the optimizer file does not name the swap file.
     """
-    empty = [number for number, vector in enumerate(shard.vectors) if not vector.numel]
-    if not empty:
+    swapped = [number for number in range(len(shard.vectors)) if _is_swapped(number, shard, model)]
+    if not swapped:
         return shard
     if len(model.param_shapes) != len(shard.vectors):
         raise InconsistentError(
@@ -59,22 +63,43 @@ def with_swapped(
             remedy=OTHER_SAVE,
         )  # fmt: skip
     vectors, states = list(shard.vectors), list(shard.states)
-    for number in empty:
+    absent: dict[str, ZckptError] = {}
+    for number in swapped:
         numel = sum(
             partition_numel(math.prod(shape), _ranks_of(number, shard, model, world_size))
             for shape in model.param_shapes[number].values()
         )
         if not numel:
             continue
-        swap = _SwapFiles(listing, shard, mp_rank, number, numel)
-        vectors[number] = swap.vector(vectors[number], "", _dtype_of_masters(model))
-        states[number] = {
-            name: swap.vector(value, name, value.dtype)
-            if isinstance(value, TensorRef) and value.shape == (0,)
-            else value
-            for name, value in states[number].items()
-        }
-    return replace(shard, vectors=tuple(vectors), states=tuple(states))
+        files = _SwapFiles(listing, shard, mp_rank, number, numel)
+        vectors[number] = files.vector(vectors[number], "", _dtype_of_masters(model))
+        own = dict(states[number])
+        for name, value in own.items():
+            if isinstance(value, TensorRef) and (label := _label(value)).startswith(f"{name}-"):
+                try:
+                    own[name] = files.vector(value, name, value.dtype)
+                except IncompleteError as error:  # the weights are there all the same
+                    own[name], absent[label] = replace(value, shape=(0,), stride=(1,)), error
+        states[number] = own
+    return replace(shard, vectors=tuple(vectors), states=tuple(states), absent=absent)
+
+
+def _label(vector: TensorRef) -> str:
+    """The `ds_id` of a vector; empty if it has none."""
+    label = (vector.attributes or {}).get("ds_id")
+    return label if isinstance(label, str) else ""
+
+
+def _is_swapped(number: int, shard: OptimizerShard, model: ModelStates) -> bool:
+    """Whether the elements of a sub-group are in swap files, whatever the optimizer file has; see [Note: swap files]."""
+    vector = shard.vectors[number]
+    states = shard.states[number].items()
+    if not vector.numel or any(isinstance(v, TensorRef) and _label(v).startswith(f"{n}-") for n, v in states):
+        return True
+    offload, aio = model.zero_config.get("offload_optimizer"), model.config.get("aio")
+    block = aio.get("block_size") if isinstance(aio, Mapping) else None
+    least = max(_LEAST_BYTES, block if isinstance(block, int) else 0)
+    return isinstance(offload, Mapping) and offload.get("device") == "nvme" and vector.nbytes >= least
 
 
 def _ranks_of(number: int, shard: OptimizerShard, model: ModelStates, world_size: int) -> int:
@@ -107,9 +132,21 @@ class _SwapFiles:
         self.number = number
         self.numel = numel
 
-    def vector(self, empty: TensorRef, state: str, dtype: DType) -> TensorRef:
-        """The elements of the masters, or of a state, for which the optimizer file has an empty tensor."""
-        name = self.listing.swap_file(self.shard.rank, self.mp_rank, self._label(empty, state))
+    def vector(self, stands_for: TensorRef, state: str, dtype: DType) -> TensorRef:
+        """The elements of the masters, or of a state, that the optimizer file has a tensor for.
+
+        Raises:
+            IncompleteError, UnsupportedError: as in `with_swapped`.
+        """
+        label = _label(stands_for)
+        if not label or "/" in label:
+            raise UnsupportedError(
+                f"does not say which swap file holds sub-group {self.number}", file=self.shard.file,
+                found=f"a tensor with ds_id {brief(label)}" if label else "an empty tensor without ds_id",
+                expected="the attribute ds_id, as DeepSpeed writes it",
+                remedy="Copy the optimizer files as DeepSpeed wrote them.",
+            )  # fmt: skip
+        name = self.listing.swap_file(self.shard.rank, self.mp_rank, label)
         place, nbytes = self.listing.where(name), self.numel * dtype.itemsize
         what = f"the {f'optimizer state {state!r}' if state else 'master weights'} of sub-group {self.number}"
         expected = f"{nbytes:,} bytes, which are {count(self.numel, 'element')} of {dtype}"
@@ -125,18 +162,7 @@ class _SwapFiles:
                 f"is too short for {what}", file=place, found=f"{store.size:,} bytes", expected=f"at least {expected}",
                 remedy=COPY_AGAIN,
             )  # fmt: skip
-        return TensorRef(store, 0, dtype, (self.numel,), (1,), name, 0, store.size, 0)
-
-    def _label(self, empty: TensorRef, state: str) -> str:
-        label = (empty.attributes or {}).get("ds_id")
-        if isinstance(label, str) and label and "/" not in label:
-            return label
-        raise UnsupportedError(
-            f"does not say which swap file holds sub-group {self.number}", file=self.shard.file,
-            found=f"an empty tensor with ds_id {brief(label)}" if label else "an empty tensor without ds_id",
-            expected="the attribute ds_id, as DeepSpeed writes it",
-            remedy="Copy the optimizer files as DeepSpeed wrote them.",
-        )  # fmt: skip
+        return TensorRef(store, 0, dtype, (self.numel,), (1,), name, 0, store.size, 0, stands_for.attributes)
 
     def _found(self, name: str) -> str:
         if not self.listing.matching(SWAP_NAME):
