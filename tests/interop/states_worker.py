@@ -1,9 +1,9 @@
 """One rank of real DeepSpeed that loads reshards of other shapes' checkpoints: `torchrun .. states_worker.py JOBS.json`.
 
-JOBS is a list of objects: `load` (the checkpoint), `stage`, `precision`, `state` (a safetensors file of the module's tensors,
-under ROLE/NAME, and of optimizer states, under STATE/NAME), `groups` (lists of names), `aliases` (name -> name of the same
-tensor). The model is a bag of parameters of these names: what an engine loads does not depend on what it computes. Rank 0 writes
-`JOBS.json.told`: of each job what differs from `state`, and how many tensors were compared.
+JOBS is a list of objects: `load` (the checkpoint), `stage`, `zero` (more of that section of the config), `precision`, `state` (a
+safetensors file of the module's tensors, under ROLE/NAME, and of optimizer states, under STATE/NAME), `groups` (lists of names),
+`aliases` (name -> name of the same tensor). The model is a bag of parameters of these names: what an engine loads does not depend
+on what it computes. Rank 0 writes `JOBS.json.told`: of each job what differs from `state`, and how many tensors were compared.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def run(job: dict[str, Any]) -> tuple[list[str], int]:
         "train_micro_batch_size_per_gpu": 1,
         "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": False,
-        "zero_optimization": {"stage": job["stage"], "stage3_param_persistence_threshold": 0},
+        "zero_optimization": {"stage": job["stage"], "stage3_param_persistence_threshold": 0, **job["zero"]},
         **({"bf16": {"enabled": True}} if job["precision"] == "bf16" else {}),
     }
     engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)

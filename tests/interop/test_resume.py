@@ -175,8 +175,10 @@ SHAPES = [
     ("moe/pipeline_bf16_pp2_dp2", 2),
     ("autoep/zero2_w4", 2),
     ("autoep/zero3_w4", 3),
+    ("nvme/bf16_w2", 3),
+    ("nvme/pipelined_w2", 2),
 ]
-"""Fixtures of other shapes, and the stage they come down to."""
+"""Fixtures of other shapes, and the stage they come down to; of the last two, the optimizer was on NVMe."""
 
 
 @pytest.mark.xdist_group("resume")
@@ -200,6 +202,7 @@ def test_other_shapes_load_as_plain_data_parallelism(tmp_path: Path) -> None:
                 "aliases": dict(opened.catalog.aliases),
                 "precision": "bf16" if training.precision == BF16 else "fp32",
                 "groups": [list(group.names) for group in training.groups],
+                "zero": {"sub_group_size": 200} if name == "nvme/bf16_w2" else {},  # as its run's config has it
             }
         )
     path = tmp_path / "jobs.json"

@@ -10,6 +10,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+import torch
 from bits import same_bits
 from safetensors.torch import load_file
 
@@ -97,7 +98,7 @@ def test_a_missing_swap_file_is_named(state: str, tmp_path: Path) -> None:
 
 
 def test_a_save_without_its_swap_files_says_where_they_are(tmp_path: Path) -> None:
-    """DeepSpeed before 0.12.3 did not copy them; and some people copy the .pt files alone."""
+    """Old versions of DeepSpeed did not copy them; and some people copy the .pt files alone."""
     place = copy_of("fp16_w1", tmp_path)
     shutil.rmtree(place / TAG / "offloaded_tensors")
     with pytest.raises(IncompleteError) as error:
@@ -178,3 +179,15 @@ def test_damage_is_an_error_or_changes_numbers_alone(tmp_path: Path) -> None:
     path = swap_files(place)[0]
     path.write_bytes(bytes([path.read_bytes()[0] ^ 1]) + path.read_bytes()[1:])
     assert not zckpt.verify(place, tmp_path / "out").ok
+
+
+def test_frozen_parameters_that_were_on_nvme_are_not_in_the_save(tmp_path: Path) -> None:
+    """DeepSpeed writes its placeholder for what was swapped, `torch.tensor(1).half()`, as the fragment of each rank."""
+    place = copy_of("fp16_w1", tmp_path)
+    for path in (place / TAG).glob("*_model_states.pt"):
+        root = torch.load(path, weights_only=False)
+        root["frozen_param_fragments"]["body.weight"] = torch.tensor(1).half()
+        torch.save(root, path)
+    with pytest.raises(IncompleteError, match=r"frozen parameter 'body\.weight'") as error:
+        open_catalog(str(place))
+    assert "offload_param" in error.value.expected

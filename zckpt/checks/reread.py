@@ -17,10 +17,10 @@ import math
 import re
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from typing import NamedTuple
 
 from zckpt.checks.reread_named import misplaced_named_states, misplaced_tensors
+from zckpt.checks.reread_swapped import FILE, Line, mapping, optimizer_of, without_ends
 from zckpt.containers import TensorRef
 from zckpt.core.catalog import Catalog, TensorEntry
 from zckpt.core.fragments import ComputedStore, Fragment
@@ -28,8 +28,6 @@ from zckpt.layouts.run.training import Training
 from zckpt.layouts.save.listing import Listing
 
 _EXPERTS = re.compile(r"expp_rank_(?P<mp>\d+)_mp_rank_(?P<dp>\d+)_(?P<kind>optim)_states\.pt")
-_FILE = re.compile(r"(?:bf16_)?(?:zero_pp_rank_(?P<dp>\d+)_)?mp_rank_(?P<mp>\d+)_(?P<kind>model|optim)_states\.pt")
-_SWAPPED = re.compile(r"offloaded_tensors/rank(?P<rank>\d+)/(?P<label>.+)\.tensor\.swp")
 _FLAT = ("single_partition_of_fp32_groups", "fp32_flat_groups", "fp32_groups_flat", "fp32_groups")
 
 
@@ -52,7 +50,7 @@ def found_again(listing: Listing) -> dict[int, Parts]:
     ranks: dict[int, dict[int, str]] = {}
     is_stage_3 = False
     for name in listing.files:
-        if match := _FILE.fullmatch(name):
+        if match := FILE.fullmatch(name):
             if match["kind"] == "optim":
                 ranks.setdefault(int(match["mp"]), {})[int(match["dp"] or 0)] = name
             else:
@@ -60,65 +58,19 @@ def found_again(listing: Listing) -> dict[int, Parts]:
                 is_stage_3 = is_stage_3 or match["dp"] is not None
     found: dict[int, Parts] = {}
     for mp, names in sorted(ranks.items()):
-        root = _mapping(listing.open(models[mp]).root) if mp in models else {}
+        root = mapping(listing.open(models[mp]).root) if mp in models else {}
         shapes = root.get("param_shapes")
         if not shapes or (root.get("num_experts") and not (is_stage_3 and len(ranks) == 1)):
             return {}
         groups = shapes if isinstance(shapes, list | tuple) else [shapes]
-        numels = [{str(n): _numel(s) for n, s in _mapping(group).items()} for group in groups]
-        states = [_optimizer(listing, names[d]) for d in sorted(names)]
+        numels = [{str(n): _numel(s) for n, s in mapping(group).items()} for group in groups]
+        states = [optimizer_of(listing, names[d]) for d in sorted(names)]
         if root.get("num_experts"):
-            roots = [_mapping(listing.open(name).root) for name in _models_of(listing)]
-            return {mp: _stacks([dict(_mapping(group)) for group in groups], states, roots)}
-        config = _mapping(_mapping(root.get("ds_config")).get("zero_optimization"))
+            roots = [mapping(listing.open(name).root) for name in _models_of(listing)]
+            return {mp: _stacks([dict(mapping(group)) for group in groups], states, roots)}
+        config = mapping(mapping(root.get("ds_config")).get("zero_optimization"))
         found[mp] = _stage_3(numels, states, config) if is_stage_3 else _stage_12(numels, states)
     return found
-
-
-def _optimizer(listing: Listing, name: str) -> Mapping[str, object]:
-    """What a file has of an optimizer; tensors without elements are those of the swap files that they name, up to their ends."""
-    root = _mapping(listing.open(name).root)
-    held = _mapping(root.get("optimizer_state_dict", root.get("optimizer")))
-    match = _FILE.fullmatch(name)
-    swapped = {file: at for file in listing.files if (at := _SWAPPED.fullmatch(file))}
-    if not swapped or match is None or match["dp"] is None:
-        return held
-    parts = {other["mp"] for other in map(_FILE.fullmatch, listing.files) if other}
-    rank = int(match["dp"]) * len(parts) + int(match["mp"])
-    stores = {at["label"]: listing.files[file].store() for file, at in swapped.items() if int(at["rank"]) == rank}
-
-    def stored(value: object) -> object:
-        store = stores.get(_label(value))
-        if store is None or not isinstance(value, TensorRef):
-            return value
-        return TensorRef(
-            store, 0, value.dtype, (store.size // value.dtype.itemsize,), (1,), store.path, 0, store.size, 0
-        )
-
-    flat, base = held.get("fp32_flat_groups"), _mapping(held.get("optimizer_state_dict"))
-    vectors = list(flat) if isinstance(flat, list | tuple) else []
-    states: dict[object, object] = dict(_mapping(base.get("state")).items())
-    for number, vector in enumerate(vectors):
-        own = _mapping(states.get(number))
-        is_empty = isinstance(vector, TensorRef) and vector.shape == (0,)
-        if is_empty or any("-" in _label(value) for value in own.values()) or _is_large(vector, _mapping(root)):
-            vectors[number] = stored(vector)
-            states[number] = {key: stored(value) if "-" in _label(value) else value for key, value in own.items()}
-    return {**held, "fp32_flat_groups": vectors, "optimizer_state_dict": {**base, "state": states}}
-
-
-def _label(value: object) -> str:
-    """The name that DeepSpeed gives a tensor that it swaps: `0_65`, or `exp_avg-0_65`."""
-    return str((value.attributes or {}).get("ds_id", "")) if isinstance(value, TensorRef) else ""
-
-
-def _is_large(vector: object, root: Mapping[str, object]) -> bool:
-    """Whether a run whose optimizer is on NVMe, by the config in its file, swapped a vector even if the file has elements."""
-    config = _mapping(root.get("ds_config"))
-    offload = _mapping(_mapping(config.get("zero_optimization")).get("offload_optimizer"))
-    block = _mapping(config.get("aio")).get("block_size")
-    least = max(1 << 20, block if isinstance(block, int) else 0)
-    return offload.get("device") == "nvme" and isinstance(vector, TensorRef) and vector.nbytes >= least
 
 
 def _stage_12(groups: Sequence[Mapping[str, int]], ranks: Sequence[Mapping[str, object]]) -> Parts:
@@ -140,7 +92,7 @@ def _stage_3(
 ) -> Parts:
     numels = {name: numel for group in groups for name, numel in group.items()}
     world = len(ranks)
-    lines = [_without_ends(_vectors(rank), groups, world) for rank in ranks]
+    lines = [without_ends(_vectors(rank), groups, world) for rank in ranks]
     held = sum(vector.numel for vector, _ in lines[0])
     several = config.get("mics_shard_size")
     if isinstance(several, int) and 0 < several < world and held != sum(-(-n // world) for n in numels.values()):
@@ -155,21 +107,10 @@ def _stage_3(
     return found
 
 
-def _without_ends(line: Line, groups: Sequence[Mapping[str, int]], world: int) -> Line:
-    """A rank's vectors; those in swap files without what is behind their group's pieces."""
-    if len(line) != len(groups):
-        return line
-    pieces = [sum(-(-numel // world) for numel in group.values()) for group in groups]
-    return [
-        (replace(ref, shape=(min(own, ref.numel),)) if _SWAPPED.search(ref.store.path) else ref, state)
-        for (ref, state), own in zip(line, pieces, strict=True)
-    ]
-
-
 def _models_of(listing: Listing) -> list[str]:
     """Each data-parallel rank's model file."""
     matches = [
-        match for match in map(_FILE.fullmatch, listing.files) if match and match["kind"] == "model" and match["dp"]
+        match for match in map(FILE.fullmatch, listing.files) if match and match["kind"] == "model" and match["dp"]
     ]
     return [match[0] for match in sorted(matches, key=lambda match: int(match["dp"]))]
 
@@ -185,7 +126,7 @@ def _stacks(
         teams: dict[tuple[int, ...], None] = {}
         for rank in ranks:
             listed = rank.get("ds_zero_partition_groups")
-            entries = [_mapping(e) for e in listed] if isinstance(listed, list | tuple) else []
+            entries = [mapping(e) for e in listed] if isinstance(listed, list | tuple) else []
             own = next((e.get("partition_ranks") for e in entries if e.get("sub_group") == number), None)
             teams[tuple(own) if isinstance(own, list | tuple) else tuple(range(len(ranks)))] = None
         at: dict[tuple[int, ...], int] = dict.fromkeys(teams, 0)
@@ -204,15 +145,11 @@ def _stacks(
 def _first_expert(model: Mapping[str, object], name: str) -> int:
     """The first expert that a rank has of the layer that a stack is of."""
     listed = model.get("ds_autoep_layers")
-    layers = [_mapping(layer) for layer in listed] if isinstance(listed, list | tuple) else []
+    layers = [mapping(layer) for layer in listed] if isinstance(listed, list | tuple) else []
     firsts = (
         layer.get("global_expert_start") for layer in layers if name.startswith(f"{layer.get('expert_key_prefix')}.")
     )
     return next((first for first in firsts if isinstance(first, int)), 0)
-
-
-Line = Sequence[tuple[TensorRef, Mapping[str, TensorRef]]]
-"""Vectors with the states that go with them."""
 
 
 def _cut(line: Line, start: int, stop: int) -> Iterator[Part]:
@@ -233,25 +170,21 @@ def _vectors(rank: Mapping[str, object]) -> Line:
     base = rank.get("base_optimizer_state", rank.get("optimizer_state_dict"))
     states: list[object] = list(base) if isinstance(base, list | tuple) else []
     if isinstance(base, Mapping):
-        held, groups = _mapping(base.get("state")), base.get("param_groups")
-        numbers = [n for g in (groups if isinstance(groups, list) else ()) for n in _mapping(g).get("params") or ()]  # type: ignore[attr-defined]
+        held, groups = mapping(base.get("state")), base.get("param_groups")
+        numbers = [n for g in (groups if isinstance(groups, list) else ()) for n in mapping(g).get("params") or ()]  # type: ignore[attr-defined]
         states = [held.get(n) for n in numbers] or list(held.values())
     listed = list(vectors) if isinstance(vectors, list | tuple) else []
     refs = [
         v for held in listed for v in (held if isinstance(held, list | tuple) else [held]) if isinstance(v, TensorRef)
     ]
     return [
-        (ref, {str(n): v for n, v in _mapping(state).items() if isinstance(v, TensorRef) and v.shape})
+        (ref, {str(n): v for n, v in mapping(state).items() if isinstance(v, TensorRef) and v.shape})
         for ref, state in itertools.zip_longest(refs, states[: len(refs)])
     ]
 
 
 def _numel(shape: object) -> int:
     return math.prod(dim for dim in shape if isinstance(dim, int)) if isinstance(shape, Iterable) else 0
-
-
-def _mapping(value: object) -> Mapping[str, object]:
-    return value if isinstance(value, Mapping) else {}
 
 
 Run = tuple[str, int, int]
@@ -283,9 +216,9 @@ def _beside(listing: Listing, training: Training, masters: Mapping[str, TensorEn
     """
     lines: _Lines = {}
     for name in listing.files:
-        match = _FILE.fullmatch(name) or _EXPERTS.fullmatch(name)
-        root = _mapping(listing.open(name).root) if match and (match["kind"] == "optim" or not match["dp"]) else {}
-        optimizer = _optimizer(listing, name) if root else {}
+        match = FILE.fullmatch(name) or _EXPERTS.fullmatch(name)
+        root = mapping(listing.open(name).root) if match and (match["kind"] == "optim" or not match["dp"]) else {}
+        optimizer = optimizer_of(listing, name) if root else {}
         for ref, beside in _vectors(optimizer) or _weights(root, optimizer):
             lines.setdefault(ref.store.path, []).append((ref.byte_offset, ref, beside))
     for line in lines.values():
@@ -320,16 +253,16 @@ def _parts_in(lines: _Lines, fragments: Sequence[Fragment]) -> Iterator[Part]:
 
 def _weights(root: Mapping[str, object], optimizer: Mapping[str, object]) -> Line:
     """The weights of an fp32 run without ZeRO, each with its states, where all are of one group."""
-    states, groups = _mapping(optimizer.get("state")), optimizer.get("param_groups")
+    states, groups = mapping(optimizer.get("state")), optimizer.get("param_groups")
     buffers, seen = root.get("buffer_names"), dict[object, TensorRef]()
-    for name, ref in _mapping(root.get("module")).items():
+    for name, ref in mapping(root.get("module")).items():
         is_buffer = isinstance(buffers, list | tuple | set) and name in buffers
         if isinstance(ref, TensorRef) and ref.dtype.kind == "float" and ref.numel and not is_buffer:
             seen.setdefault(ref.place, ref)
     if not isinstance(groups, list) or len(groups) != 1 or len(states) != len(seen):
         return []
     return [
-        (ref, {str(n): v for n, v in _mapping(state).items() if isinstance(v, TensorRef) and v.shape})
+        (ref, {str(n): v for n, v in mapping(state).items() if isinstance(v, TensorRef) and v.shape})
         for ref, state in zip(seen.values(), states.values(), strict=True)
     ]
 

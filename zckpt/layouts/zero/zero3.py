@@ -262,6 +262,16 @@ def owners(shard: OptimizerShard) -> dict[int, int]:
     )
 
 
+def _on_nvme(name: str, model: ModelStates) -> IncompleteError:
+    """Of a frozen parameter that was on NVMe, DeepSpeed saves a number that stands for nothing."""
+    return IncompleteError(
+        f"does not hold the frozen parameter {name!r}", file=model.file, found="one number in place of its elements",
+        expected="the rank's part of it, which DeepSpeed leaves out if offload_param keeps it on NVMe",
+        remedy="Take the frozen weights from the model that the run began with: save again with "
+        "exclude_frozen_parameters=True, or with offload_param on 'cpu'.",
+    )  # fmt: skip
+
+
 def frozen(save: Zero3Save) -> dict[str, TensorEntry]:
     """Frozen parameters by name: each rank's model file holds a piece, of which the last may be padded or short.
 
@@ -279,6 +289,8 @@ def frozen(save: Zero3Save) -> dict[str, TensorEntry]:
             if ref is None or ref.numel < len(held) or not ref.is_contiguous:
                 if all(name not in model.frozen_fragments for model in models.values()):
                     break  # saved without frozen parameters
+                if ref is not None and ref.shape == () and len(held) > 1:
+                    raise _on_nvme(name, models[rank])
                 raise IncompleteError(
                     f"part of the frozen parameter {name!r} is missing",
                     file=models[rank].file,
