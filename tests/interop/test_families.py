@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,9 @@ from zckpt.core.fragments import Fragment, MemoryStore
 from zckpt.jobs.open import read_tensor
 from zckpt.naming.compose import compose
 from zckpt.naming.decompose import decomposed
-from zckpt.naming.facts import facts_of
+from zckpt.naming.facts import facts_of, with_parts
+from zckpt.naming.families import make_config
+from zckpt.naming.recognise import by_parts
 from zckpt.naming.schemes import families, scheme, schemes
 from zckpt.naming.transform import Form
 
@@ -142,6 +145,122 @@ def test_there_and_back(saved: tuple[str, Path, Any]) -> None:
         assert_same_tensors(compose(again.parts, own, again.facts), tensors)
         crossed.add(name)
     assert crossed or family in ("gemma2", "gemma3", "glm4", "qwen3"), family
+
+
+ARGS = {
+    "num_layers": 2, "hidden_size": 16, "num_attention_heads": 4, "num_query_groups": 2, "group_query_attention": True,
+    "max_position_embeddings": 16, "norm_epsilon": 0.003, "rotary_base": 500, "rotary_percent": 1.0, "swiglu": True,
+    "normalization": "RMSNorm", "position_embedding_type": "rope", "untie_embeddings_and_output_weights": True,
+    "apply_layernorm_1p": False, "rotary_interleaved": False, "add_bias_linear": False, "use_rope_scaling": False,
+}  # fmt: skip
+CLASSIC = {**ARGS, "normalization": "LayerNorm", "swiglu": False, "group_query_attention": False, "num_query_groups": 1}
+ZERO_CENTERED = {**ARGS, "apply_layernorm_1p": True, "swiglu": False, "untie_embeddings_and_output_weights": False}
+EQUAL = {"rms_norm_eps": 0.003, "rope_parameters": {"rope_type": "default", "rope_theta": 500.0}}
+SCALED = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "rope_theta": 500.0,
+          "original_max_position_embeddings": 8192}  # fmt: skip
+HALF = {"rope_type": "default", "rope_theta": 500.0, "partial_rotary_factor": 0.5}
+RUNS: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
+    "llama": (ARGS, EQUAL, "llama"),
+    "llama-tied": (
+        {**ARGS, "untie_embeddings_and_output_weights": False, "use_rope_scaling": True, "rope_scaling_factor": 8.0},
+        {**EQUAL, "rope_parameters": SCALED}, "llama",
+    ),
+    "mistral": ({**ARGS, "_target_": "bridge.MistralModelProvider"}, EQUAL, "mistral"),
+    "qwen2": (ARGS, EQUAL, "qwen2"),
+    "qwen3": (ARGS, EQUAL, "qwen3"),
+    "gemma2": (ZERO_CENTERED, EQUAL, "gemma2"),
+    "phi3": ({**ARGS, "_target_": "bridge.Phi3ModelProvider"}, EQUAL, "phi3"),
+    "glm4": ({**ARGS, "rotary_interleaved": True, "rotary_percent": 0.5}, {**EQUAL, "rope_parameters": HALF}, "glm4"),
+    "gpt2": (
+        {**CLASSIC, "position_embedding_type": "learned_absolute", "untie_embeddings_and_output_weights": False},
+        {"layer_norm_epsilon": 0.003, "activation_function": "gelu"}, "gpt2",
+    ),
+    "gpt-neox": (
+        {**CLASSIC, "rotary_percent": 0.5}, {"layer_norm_eps": 0.003, "use_parallel_residual": False, "rope_parameters": HALF},
+        "gpt-neox",
+    ),
+}  # fmt: skip
+"""Model -> the arguments of a run of Megatron, what of them is in the config, and the family."""
+
+
+@pytest.mark.parametrize("kind", RUNS)
+def test_the_config_is_made_from_the_arguments_of_a_run(kind: str) -> None:
+    """As Megatron-Core names it, without any config: the family is found, and the model computes the same logits."""
+    arguments, more, family = RUNS[kind]
+    _, name, given = MODELS[kind]
+    model_class = getattr(transformers, CLASSES.get(name, f"{name}ForCausalLM"))
+    torch.manual_seed(7)
+    model = model_class(getattr(transformers, f"{name}Config")(**{**given, **more})).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_()
+    own = scheme(f"hf-{family}")
+    tensors = {
+        n: t.detach()
+        for n, t in model.state_dict().items()
+        if n != "lm_head.weight" or not model.config.tie_word_embeddings
+    }
+    catalog = as_catalog(tensors)
+    start = decomposed(catalog, own, facts_of(catalog, model.config.to_dict()))
+    core = scheme("megatron-core")
+    theirs = replace(compose(start.parts, core, start.facts), extras={"args": arguments, "checkpoint_version": 3.0})
+    found = decomposed(theirs, core, facts_of(theirs))
+    facts = with_parts(found.facts, found.parts)
+    assert by_parts(found.parts, facts)[0] == family
+    made = make_config(own, found.parts, facts)
+    again = model_class(model_class.config_class.from_dict(made)).eval()
+    composed = compose(found.parts, own, found.facts)
+    weights = {n.replace("embed_out", "lm_head"): read_tensor(composed[n], "pt") for n in composed}
+    left = again.load_state_dict(weights, strict=False)
+    assert not left.unexpected_keys and left.missing_keys in ([], ["lm_head.weight"])
+    again.tie_weights()
+    tokens = torch.arange(12).reshape(2, 6)
+    with torch.no_grad():
+        assert torch.equal(again(input_ids=tokens).logits, model(input_ids=tokens).logits)
+
+
+MCORE = Path(__file__).parents[2] / "fixtures" / "mcore"
+SAVES = {"stages_tp2_pp2": "llama", "moe_ep2": "mixtral"}
+
+
+def by_hand(truth: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The tensors of Llama or Mixtral from those of Megatron-Core, with torch's own functions: 4 heads, 2 of keys."""
+    out = {"model.embed_tokens.weight": truth["embedding.word_embeddings.weight"], "lm_head.weight": truth["output_layer.weight"],
+           "model.norm.weight": truth["decoder.final_layernorm.weight"]}  # fmt: skip
+    layers = {name.removeprefix("decoder.layers."): tensor for name, tensor in truth.items() if ".layers." in name}
+    for b in range(len(layers["self_attention.linear_proj.weight"])):
+        own = {name: tensor[b] for name, tensor in layers.items()}
+        q, k, v = own["self_attention.linear_qkv.weight"].view(2, 4, 4, 16).split([2, 1, 1], dim=1)
+        new = {"self_attn.q_proj": q, "self_attn.k_proj": k, "self_attn.v_proj": v}
+        new = {name: tensor.reshape(-1, 16) for name, tensor in new.items()}
+        new["self_attn.o_proj"] = own["self_attention.linear_proj.weight"]
+        new["input_layernorm"] = own["self_attention.linear_qkv.layer_norm_weight"]
+        new["post_attention_layernorm"] = own["mlp.linear_fc1.layer_norm_weight"]
+        if "mlp.router.weight" in own:
+            new["block_sparse_moe.gate"] = own["mlp.router.weight"]
+            for e in range(2):
+                expert = f"block_sparse_moe.experts.{e}."
+                new[expert + "w1"], new[expert + "w3"] = own["mlp.experts.experts.linear_fc1.weight"][e].chunk(2)
+                new[expert + "w2"] = own["mlp.experts.experts.linear_fc2.weight"][e]
+        else:
+            new["mlp.gate_proj"], new["mlp.up_proj"] = own["mlp.linear_fc1.weight"].chunk(2)
+            new["mlp.down_proj"] = own["mlp.linear_fc2.weight"]
+        out |= {f"model.layers.{b}.{name}.weight": tensor for name, tensor in new.items()}
+    return out
+
+
+@pytest.mark.parametrize("save", SAVES)
+def test_saves_of_megatron_core(save: str, tmp_path: Path) -> None:
+    """Of the real one: its arguments say the family, and every weight is the live model's."""
+    options = zckpt.Options(form=Form("hf"))
+    zckpt.convert(MCORE / save / "checkpoint", tmp_path / "out", dtype="bf16", options=options)
+    found, info = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", output_loading_info=True)
+    assert not info["missing_keys"] and not info["unexpected_keys"] and not info["mismatched_keys"]
+    assert found.config.model_type == SAVES[save]
+    truth = load_file(MCORE / save / "truth.safetensors")
+    written = load_file(tmp_path / "out" / "model.safetensors")
+    assert_same_tensors(as_catalog(written), by_hand(truth))
+    assert zckpt.verify(MCORE / save / "checkpoint", tmp_path / "out").ok
 
 
 def test_every_family_is_tried_here() -> None:

@@ -161,6 +161,18 @@ def test_a_scheme_is_found_by_names() -> None:
         scheme_of([*llama, "strange"], "x")
 
 
+def test_names_that_families_share_are_told_apart_by_what_is_missing() -> None:
+    """Gemma 2 and GLM-4 have Llama's `post_attention_layernorm`, but mean another norm by it."""
+    for family in ("llama", "qwen3", "gemma2", "glm4", "phi3", "gpt2"):
+        names = [
+            n.replace("{b}", "0")
+            for rule in scheme(f"hf-{family}").rules
+            for n in rule.names[:1]
+            if not rule.optional and rule.parts
+        ]
+        assert scheme_of(names, "x").name == f"hf-{family}"
+
+
 def llama_parts(*more: str, bias: str = "") -> Catalog:
     hidden = {name: torch.zeros(4, 4) for name in ("embedding.weight", "head.weight")}
     norms = {

@@ -141,13 +141,18 @@ class Scheme:
         """Whether its tensors are those of a model of transformers."""
         return bool(self.config)
 
-    def fits(self, names: Iterable[str]) -> dict[str, Fit | None]:
-        """Each tensor's name with the rules that take it; None where none does."""
+    def fits(self, names: Iterable[str], asked: Iterable[str] | None = None) -> dict[str, Fit | None]:
+        """Tensors' names with the rules that take them; None where none does.
+
+        Args:
+            names: of all tensors.
+            asked: those of them that are looked up; None for all.
+        """
         plain = list(names)
         prefix = next((p for p in self.prefixes if plain and all(name.startswith(p) for name in plain)), "")
         local = local_names(plain) if self.has_local_names else {name: name[len(prefix) :] for name in plain}
         fit = _fitter(self, frozenset(local.values()))
-        return {name: fit(own) for name, own in local.items()}
+        return {name: fit(local[name]) for name in (plain if asked is None else asked)}
 
 
 def _fitter(scheme: Scheme, there: frozenset[str]) -> Any:
@@ -165,7 +170,7 @@ def _fitter(scheme: Scheme, there: frozenset[str]) -> Any:
     known: dict[str, list[tuple[re.Pattern[str], NamingRule]]] = {}
 
     def fit(name: str) -> Fit | None:
-        skeleton = ".".join(["0" if word.isdecimal() else word for word in name.split(".")])
+        skeleton = _skeleton(name)
         near = known.get(skeleton)
         if near is None:
             near = known[skeleton] = [(p, rule) for p, rule in patterns if p.fullmatch(name) or p.fullmatch(skeleton)]
@@ -181,6 +186,11 @@ def _fitter(scheme: Scheme, there: frozenset[str]) -> Any:
         return Fit(tuple(rules[n] for n in sorted(rules)), int(numbers.get("b", -1)), int(numbers.get("e", -1)))
 
     return fit
+
+
+def _skeleton(name: str) -> str:
+    """A name with 0 for every number."""
+    return ".".join(["0" if word.isdecimal() else word for word in name.split(".")])
 
 
 def _numbered(template: str, match: re.Match[str]) -> str:
@@ -255,7 +265,9 @@ def _rule(number: int, written: Mapping[str, Any], names: Iterable[str], kind: s
 
 
 def scheme_of(names: Iterable[str], path: str, prefer: str = "") -> Scheme:
-    """The scheme that takes all tensors of these names; of several, writers' before transformers' families.
+    """The scheme that takes all tensors of these names; of several, the one that lacks fewest, writers' before families'.
+
+    Families of transformers share names that mean other parts: what one of them needs, beside what is there, tells them apart.
 
     Args:
         names: of all tensors.
@@ -266,19 +278,35 @@ def scheme_of(names: Iterable[str], path: str, prefer: str = "") -> Scheme:
         UnsupportedError: none does; says what the nearest one does not take.
     """
     names = list(names)
+    alike = list({_skeleton(name): name for name in reversed(names)}.values())
     near: tuple[int, str, list[str]] | None = None
-    for name in sorted(schemes(), key=lambda name: (name != prefer, name.startswith("hf-"), name)):
-        left = [tensor for tensor, fit in scheme(name).fits(names).items() if fit is None]
+    found: list[tuple[bool, int, int, str]] = []
+    for name in sorted(schemes(), key=lambda name: (name != prefer, name)):
+        own = scheme(name)
+        fits = own.fits(names, None if own.has_local_names else alike)
+        left = [tensor for tensor, fit in fits.items() if fit is None]
         if not left:
-            return scheme(name)
-        if near is None or len(left) < near[0]:
+            if name == prefer:
+                return own
+            found.append((own.is_of_transformers, _lacking(own, fits), own.recognised.get("rank", 9), name))
+        elif near is None or len(left) < near[0]:
             near = len(left), name, left
-    left = near[2] if near else names
+    if found:
+        return scheme(min(found)[3])
     nearest = near[1] if near else ""
+    left = [name for name, fit in scheme(nearest).fits(names).items() if fit is None] if near else names
     of_all = len(left) == len(names)
+    writers = ", ".join(name for name in schemes() if not name.startswith("hf-"))
     raise UnsupportedError(
         "no scheme of names takes its tensors" if of_all else f"some tensors have no place in the scheme {nearest}",
         file=path, found=f"{count(len(left), 'tensor')} such as {examples(left)}" if of_all else examples(left),
-        expected=f"names of one of these: {', '.join(schemes())}",
+        expected=f"names of one of these: {writers}, or of a family of transformers ({', '.join(families())})",
         remedy="Leave --to out to keep the names." if of_all else "Leave them out with --exclude, or leave out --to.",
     )  # fmt: skip
+
+
+def _lacking(own: Scheme, fits: Mapping[str, Fit | None]) -> int:
+    """How many rules whose tensors every model of a scheme has, whatever its facts, took no tensor."""
+    used = {rule.number for fit in fits.values() if fit for rule in fit.rules}
+    needed = {rule.number for rule in own.rules if rule.parts and not (rule.optional or rule.when or rule.beside)}
+    return len(needed - used)
