@@ -20,9 +20,9 @@ test: .make/zckpt .make/test interop
 
 # What `make test` does a systematic part of: every request of every kind of run at an S3 server fails, in every way; models are
 # loaded by four ranks; every kind of run with device nvme.
-proofs: .make/zckpt .make/test .make/verl
+proofs: .make/zckpt .make/test .make/verl .make/megatron-core
 	ZCKPT_PROOFS=1 $(BIN)/python -m pytest -n 2 -q tests/remote/test_commit_at_s3.py tests/distributed/test_pretrained.py tests/distributed/test_swap.py tests/interop/test_callbacks.py \
-	  tests/layouts/test_ranks.py
+	  tests/layouts/test_ranks.py tests/interop/test_to_mcore.py
 
 check: .make/zckpt .make/test .make/strict/built
 	$(BIN)/ruff format --check .
@@ -121,7 +121,11 @@ clean:
 	@touch $@
 
 # DeepSpeed itself, for the tests against the real thing. A machine where it will not install still runs the others.
-interop: .make/interop
+interop: .make/interop .make/megatron-core
 .make/interop: .make/test
 	DS_ACCELERATOR=cpu $(PIP) --no-build-isolation deepspeed || echo 'deepspeed did not install: its tests will be skipped'
+	@touch $@
+# Megatron-Core, which loads and saves what zckpt writes; it needs torch and numpy only.
+.make/megatron-core: .make/test
+	$(PIP) --no-deps megatron-core
 	@touch $@

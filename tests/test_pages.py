@@ -103,6 +103,7 @@ MORE = {
     "docs/dcp.md": {"run/step-1000": "dcp/fsdp2_nested_w2"},
     "docs/megatron-core.md": {"run": "mcore/reshardable_dp2"},
     "docs/nvme-offload.md": {"run": "nvme/bf16_w2"},
+    "docs/to-mcore.md": {"llama": "transformers/llama_zero3"},
     "docs/fairscale.md": {"run": "fairscale/fairseq_w3"},
     "docs/megatron-legacy.md": {"run": "megatron_legacy/llama_tp2_pp2"},
     "docs/rank-files.md": {

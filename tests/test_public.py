@@ -22,6 +22,7 @@ from zckpt import drop_in
 
 ROOT = Path(__file__).parent.parent
 ZERO3 = ROOT / "fixtures" / "zero3" / "bf16_w2" / "checkpoint"
+LLAMA = ROOT / "fixtures" / "transformers" / "llama_zero3" / "checkpoint"
 LORA = ROOT / "fixtures" / "peft" / "lora_zero2" / "checkpoint"
 
 
@@ -59,6 +60,7 @@ def calls(given: OnlyPathLike, tag: OnlyPathLike, out: OnlyPathLike, where: Path
         "open_checkpoint": lambda: zckpt.open_checkpoint(given, also=[more]),
         "reshard": lambda: zckpt.reshard(given, out, world_size=1, also=[more]),
         "to_dcp": lambda: zckpt.to_dcp(given, out, also=[more]),
+        "to_mcore": lambda: zckpt.to_mcore(OnlyPathLike(LLAMA), out, also=[more]),
         "to_peft": lambda: zckpt.to_peft(OnlyPathLike(LORA), out, also=[more]),
         "to_universal": lambda: zckpt.to_universal(given, out, also=[more]),
         "verify": lambda: (zckpt.convert(given, converted), zckpt.verify(given, converted, also=[more])),

@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from zckpt.jobs.planned import Report
     from zckpt.jobs.reshard import reshard
     from zckpt.jobs.to_dcp import to_dcp
+    from zckpt.jobs.to_mcore import to_mcore
     from zckpt.jobs.to_peft import AdapterReport, to_peft
     from zckpt.jobs.to_universal import to_universal
     from zckpt.layouts.save.listing import ReadOptions
@@ -85,6 +86,7 @@ __all__ = [
     "push_to_hub",
     "reshard",
     "to_dcp",
+    "to_mcore",
     "to_peft",
     "to_universal",
     "verify",
@@ -112,6 +114,7 @@ _HOMES = {
     "push_to_hub": "hub",
     "reshard": "jobs.reshard",
     "to_dcp": "jobs.to_dcp",
+    "to_mcore": "jobs.to_mcore",
     "to_peft": "jobs.to_peft",
     "to_universal": "jobs.to_universal",
     "verify": "checks.verify",

@@ -115,7 +115,7 @@ def _compare(
         return False, "the checkpoint or the output cannot be read"
     place = manifests.find(converted)
     facts = manifests.read(place) if place is not None and output.ok else None
-    if facts is not None and not facts.dtype:  # a checkpoint in another form: nothing was cast or left out
+    if facts is not None and not facts.dtype and "form" not in facts.options:  # nothing was cast, renamed or left out
         facts = None
     wanted, left_out = _wanted(state.catalog, state.place, facts)
     problems, pairs, untied = _pairs(wanted, output.catalog, facts)
@@ -172,6 +172,10 @@ def _wanted(catalog: Catalog, place: Place, facts: Manifest | None) -> tuple[Cat
     try:
         chosen = Options(**options)
         left_out: tuple[str, ...] = ()
+        if isinstance(form, Mapping) and "names" in form:  # here options mean the checkpoint's names
+            kept = select(catalog, replace(chosen, rename=(), strip_prefix=""))
+            dropped = catalog.tensors.keys() - kept.tensors.keys() - kept.aliases.keys()
+            return formed_again(select(catalog, chosen), place, form).catalog, sorted(dropped)
         if isinstance(form, Mapping):
             again = formed_again(catalog, place, form, chosen.exclude)
             catalog, left_out = again.catalog, again.left_out
@@ -192,7 +196,7 @@ def _pairs(
 ) -> tuple[list[str], list[tuple[TensorEntry, TensorEntry]], list[str]]:
     """Problems found without reading an element; the pairs to compare; tied names that the output lacks."""
     names, there = {*wanted, *wanted.aliases}, {*output, *output.aliases}
-    dtype = to_dtype(facts.dtype) if facts is not None else None
+    dtype = to_dtype(facts.dtype) if facts is not None and facts.dtype else None
     problems: list[str] = []
     untied = sorted(name for name in wanted.aliases if name not in there and wanted.aliases[name] in there)
     missing = sorted(names - there - set(untied))

@@ -1,4 +1,4 @@
-"""`zckpt to-fp32`, `to-fp16`, `to-bf16`: whole weights; `to-dcp`: the same in shards again; `to-peft`: the adapter alone."""
+"""`zckpt to-fp32`, `to-fp16`, `to-bf16`: whole weights; `to-dcp`, `to-mcore`: in shards again; `to-peft`: the adapter alone."""
 
 from __future__ import annotations
 
@@ -41,6 +41,43 @@ class StateDict(o.Group):
     optimizer: Annotated[
         str | None, o.what("--optimizer", metavar="KEY", help="Write the optimizer's state too, under this key.")
     ] = None
+    names: Annotated[
+        str | None,
+        o.what(
+            "--names", metavar="SCHEME", help="Name tensors as a program does: torchtitan, megatron-core, hf, hf:NAME."
+        ),
+    ] = None
+    config: Annotated[
+        str | None,
+        o.what("--config", metavar="FILE", help="The model's config.json for --names, if none is beside CKPT."),
+    ] = None
+    overflow: o.Overflow = o.OverflowChoice.error
+
+
+@dataclass(frozen=True, repr=False, eq=False)
+class MegatronModel(o.Group):
+    """What a Megatron-Core checkpoint holds."""
+
+    dtype: Annotated[o.Dtype | None, o.what("--dtype", help="Of the weights; by default as they were saved.")] = None
+    config: Annotated[
+        str | None, o.what("--config", metavar="FILE", help="The model's config.json, if none is beside CKPT.")
+    ] = None
+    tensor_parallel: Annotated[
+        int,
+        o.what("--tensor-parallel", metavar="N", callback=o.positive, help="Ranks for which the vocabulary is padded."),
+    ] = 1
+    make_vocab_size_divisible_by: Annotated[
+        int,
+        o.what(
+            "--make-vocab-size-divisible-by",
+            metavar="N",
+            callback=o.positive,
+            help="As Megatron's option: times --tensor-parallel, the vocabulary is a multiple of it.",
+        ),
+    ] = 128
+    numbered_layers: Annotated[
+        bool, o.what("--numbered-layers", help="Number layers in names (non_homogeneous_layers), not stack them.")
+    ] = False
     overflow: o.Overflow = o.OverflowChoice.error
 
 
@@ -67,6 +104,14 @@ def register(app: typer.Typer) -> None:
         "ranks.",
         example="zckpt to-dcp out/checkpoint-500 fsdp/ --optimizer optim",
     )(to_dcp)
+    command(
+        app,
+        "to-mcore",
+        summary="Write a checkpoint of Megatron-Core (torch_dist).",
+        about="Write a model of transformers as a checkpoint of Megatron-Core (torch_dist), which loads at any tensor, "
+        "pipeline and expert parallel sizes.",
+        example="zckpt to-mcore Qwen3-8B/ megatron/ --dtype bf16 --tensor-parallel 2",
+    )(to_mcore)
     command(
         app,
         "to-peft",
@@ -127,6 +172,34 @@ def to_dcp(
     options = o.chosen(DcpOptions, state, selection, names, source, speed, writing)
     planned = prepare(ckpt, out, options)
     finish(planned, _words(planned, state.dtype.value if state.dtype else "saved"), began, writing, shown)
+
+
+def to_mcore(
+    ckpt: o.Checkpoint,
+    out: o.OutDirectory,
+    model: MegatronModel,
+    selection: o.Selection,
+    names: o.Names,
+    source: o.SourceOptions,
+    speed: o.WriteSpeed,
+    writing: o.Writing,
+    shown: o.Shown,
+) -> None:
+    """Writes a checkpoint of Megatron-Core."""
+    from zckpt.jobs.options import MegatronOptions
+    from zckpt.jobs.to_mcore import prepare
+
+    began = time.perf_counter()
+    planned = prepare(ckpt, out, o.chosen(MegatronOptions, model, selection, names, source, speed, writing))
+    dtype = model.dtype.value if model.dtype else "saved"
+    what = f"{count(len(planned.catalog), 'tensor')} as {dtype}"
+    finish(
+        planned,
+        Words(what, lambda files: f"load it with --load {out} --use-checkpoint-args", {"dtype": dtype}),
+        began,
+        writing,
+        shown,
+    )
 
 
 def to_peft(

@@ -6,9 +6,9 @@ For every job that opens a checkpoint or writes an output.
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from typing import Literal, TypeVar
+from typing import Any, Literal, TypeVar
 
 from zckpt.base.errors import UsageError
 from zckpt.base.pace import Pace, thread_count, window_bytes
@@ -108,11 +108,34 @@ class DcpOptions(Options):
     Attributes:
         under: the state dict's key for the weights; empty for its top.
         optimizer: its key for the optimizer's states and groups; None leaves them out.
-        max_file_bytes: of a data file, unless one tensor is larger.
+        names: whose names the tensors get: a scheme that can be written, "hf" or "hf:NAME"; None keeps the checkpoint's.
+        config: the model's config or the path of its `config.json`, for `names`; None for the one beside the checkpoint.
+        max_file_bytes: of a data file, unless one chunk is larger.
     """
 
     under: str = "model"
     optimizer: str | None = None
+    names: str | None = None
+    config: str | Mapping[str, Any] | None = None
+    max_file_bytes: int = 5 * 10**9
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MegatronOptions(Options):
+    """What `to_mcore` is to do.
+
+    Attributes:
+        config: the model's config or the path of its `config.json`; None for the one beside the checkpoint.
+        tensor_parallel: tensor-parallel ranks that the vocabulary is padded for.
+        make_vocab_size_divisible_by: as Megatron's option.
+        numbered_layers: number layers in names instead of stacking them.
+        max_file_bytes: of a data file, unless one chunk is larger.
+    """
+
+    config: str | Mapping[str, Any] | None = None
+    tensor_parallel: int = 1
+    make_vocab_size_divisible_by: int = 128
+    numbered_layers: bool = False
     max_file_bytes: int = 5 * 10**9
 
 

@@ -10,6 +10,8 @@ import os
 import struct
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
 
 from zckpt import layouts
 from zckpt.base.errors import OTHER_SAVE, InconsistentError, UsageError
@@ -29,6 +31,8 @@ from zckpt.layouts.run.training import ParameterGroup, Training
 from zckpt.layouts.run.values import number_in
 from zckpt.layouts.save.companions import companions, config_file
 from zckpt.layouts.save.module_states import whole
+from zckpt.naming.transform import Form, Formed, formed
+from zckpt.naming.writers import Naming, named
 from zckpt.output.checks import check_path
 from zckpt.storage.location import locate
 
@@ -40,6 +44,8 @@ def to_dcp(
     dtype: str | DType | None = None,
     under: str = "model",
     optimizer: str | None = None,
+    names: str | None = None,
+    config: str | os.PathLike[str] | Mapping[str, Any] | None = None,
     tag: str | None = None,
     also: Sequence[str | os.PathLike[str]] = (),
     options: Options | None = None,
@@ -53,6 +59,8 @@ def to_dcp(
         dtype: "fp32", "fp16" or "bf16" for floating parameters; None leaves every tensor as the checkpoint has it.
         under: the state dict's key for the weights, by default what torch's examples and accelerate call it; empty for its top.
         optimizer: its key for the optimizer's states and groups; None leaves them out.
+        names: whose names the tensors get: "torchtitan", "megatron-core" or another scheme, "hf" or "hf:NAME"; None keeps them.
+        config: the model's config.json for `names`, if there is none beside the checkpoint.
         tag: which save, where there are several; by default the one that `latest` names.
         also: directories that hold other parts of the same checkpoint, such as other nodes' disks.
         options: everything else, such as `Options(overwrite=True)`; its dtype is overridden by `dtype`.
@@ -75,6 +83,7 @@ def to_dcp(
     options = options or Options()
     chosen = extended(
         options, DcpOptions, dtype=None if dtype is None else to_dtype(dtype), under=under, optimizer=optimizer,
+        names=names, config=config if config is None or isinstance(config, Mapping) else os.fspath(config),
         tag=tag or options.tag, also=also or options.also,
     )  # fmt: skip
     return carried_out(prepare(checkpoint, out, chosen), progress, "to dcp", began)
@@ -87,7 +96,8 @@ def prepare(checkpoint: str | os.PathLike[str], out: str | os.PathLike[str], opt
     inputs = protected(opened, source, beside=options.beside)
     check_path(place, single=False, overwrite=options.overwrite, protected=inputs)
     stripped, notes = strip_wrappers(opened.catalog)
-    catalog = select(stripped, options)
+    form = _renamed(stripped, opened, options)
+    catalog = form.catalog
     save = DcpWriter(options.max_file_bytes)
     key = _path(options.under)
     for name, entry in catalog.tensors.items():
@@ -97,10 +107,33 @@ def prepare(checkpoint: str | os.PathLike[str], out: str | os.PathLike[str], opt
     if options.optimizer is not None:
         _add_optimizer(save, _path(options.optimizer), key, opened, stripped, catalog, options)
     files, pairs = save.finish()
-    if (config := config_file(opened.place.home, options.dtype or usual_dtype(catalog.tensors.values()))) is not None:
+    usual = options.dtype or usual_dtype(catalog.tensors.values())
+    if (config := config_file(opened.place.home, usual, form.config)) is not None:
         files.append(config)
-    order = order_for(options, Plan(tuple(files), pairs), place, catalog, companions(opened.place.home))
-    return PlannedConversion(opened, order, opened.catalog.source.notes + notes, options)
+    order = order_for(options, Plan(tuple(files), pairs), place, catalog, companions(opened.place.home), form.recorded)
+    return PlannedConversion(opened, order, opened.catalog.source.notes + notes + form.notes, options)
+
+
+def _renamed(catalog: Catalog, opened: Opened, options: DcpOptions) -> Formed:
+    """The tensors that are wanted, under the names that are wanted.
+
+    Raises:
+        UsageError: the optimizer's states are wanted too, or no scheme is called so.
+    """
+    names = options.names
+    if names is None:
+        return Formed(select(catalog, options))
+    if options.optimizer is not None:
+        raise UsageError(
+            "optimizer states would keep names that the weights do not have", found=f"--optimizer with --names {names}",
+            remedy="Leave one of these out.",
+        )  # fmt: skip
+    if names == "hf" or names.startswith("hf:"):
+        form = Form(to=names, config=options.config)
+        found = formed(catalog, opened.place, form, to_directory=True, exclude=options.exclude)
+        return replace(found, catalog=select(found.catalog, options))
+    model = named(select(catalog, options), opened.place, Naming(names, options.config))
+    return Formed(model.catalog, model.config, model.notes, model.recorded)
 
 
 def _path(key: str) -> Path:

@@ -24,6 +24,7 @@ from zckpt.naming.hub_form import in_hub_form
 from zckpt.naming.layer_names import read_layer_names, with_layer_names
 from zckpt.naming.recognise import by_config, by_parts
 from zckpt.naming.schemes import families, scheme, scheme_of
+from zckpt.naming.writers import named, naming_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,6 +116,9 @@ def formed_again(catalog: Catalog, place: Place, recorded: Mapping[str, Any], ex
     if "adapter" in recorded:
         own, others = only_adapter(catalog, str(recorded["adapter"]), str(recorded.get("bias")))
         return Formed(own, left_out=others)
+    if "names" in recorded:
+        model = named(catalog, place, naming_of(recorded))
+        return Formed(model.catalog, model.config, model.notes)
     form = Form(recorded.get("to"), recorded.get("config"), recorded.get("layer_names"))
     return formed(catalog, place, form, to_directory=recorded.get("hub") is True, exclude=exclude)
 

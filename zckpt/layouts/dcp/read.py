@@ -104,7 +104,7 @@ def catalog_of(save: DcpSave, listing: Listing) -> Catalog:
     """The catalog of a save's items; errors as in `read`."""
     trained, notes = _trained(save)
     roles = _roles(save.model.items, trained)
-    kept, aliases = _ties(save.model.items)
+    kept, aliases = ties(save.model.items)
     tensors = save.items.tensors(kept, roles)
     ranks = {rank for rank in map(rank_of, listing.files) if rank is not None}
     if listing.matching(SAFETENSORS) and not listing.matching(METADATA):
@@ -163,7 +163,7 @@ def _roles(items: Mapping[str, TensorItem], trained: set[str]) -> dict[str, Role
     return roles
 
 
-def _ties(items: Mapping[str, TensorItem]) -> tuple[dict[str, TensorItem], dict[str, str]]:
+def ties(items: Mapping[str, TensorItem]) -> tuple[dict[str, TensorItem], dict[str, str]]:
     """Tensors by the first of their names, and the other names of those that share their places."""
     by_place: dict[object, str] = {}
     kept: dict[str, TensorItem] = {}

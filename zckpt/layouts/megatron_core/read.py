@@ -103,7 +103,8 @@ def read(listing: Listing, *, allow_unknown: bool = False) -> Catalog:
     save = load(listing)
     held, run = save.held, save.run
     roles = {name: _role(name, item, held) for name, item in held.weights.items()}
-    tensors = save.entries(held.weights, roles)
+    kept, aliases = dcp.ties(held.weights)  # a save by `write` has further spellings of some names
+    tensors = save.entries(kept, roles)
     masters = {name: states["param"] for name, states in held.states.items() if "param" in states}
     _check_masters(save, masters)
     for name, entry in save.entries(masters, dict.fromkeys(masters, "parameter")).items():
@@ -123,6 +124,7 @@ def read(listing: Listing, *, allow_unknown: bool = False) -> Catalog:
             notes=tuple(_notes(save)),
             details=run.details(),
         ),
+        aliases=aliases,
         topology=run.topology(len(writers)),
         extras=run.extras(),
     )

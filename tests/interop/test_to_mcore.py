@@ -1,0 +1,116 @@
+"""Models of transformers, written by to-mcore, in Megatron-Core's own models: loaded, asked, saved, and read back."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from bits import same_bits
+from ranks import run_ranks
+from safetensors.torch import load_file, save_file
+
+import zckpt
+
+WORKER = Path(__file__).parent / "megatron_worker.py"
+PROOFS = bool(os.environ.get("ZCKPT_PROOFS"))
+
+SMALL = {
+    "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 48,
+    "vocab_size": 131, "max_position_embeddings": 64, "rms_norm_eps": 1e-6, "head_dim": 8,
+}  # fmt: skip
+ROUTED = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+LATENT = {
+    "num_key_value_heads": 4, "q_lora_rank": 12, "kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8,
+    "v_head_dim": 12, "n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2, "moe_intermediate_size": 24,
+    "first_k_dense_replace": 1, "n_group": 2, "topk_group": 1,
+}  # fmt: skip
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("Llama", {}),
+    "llama tied": ("Llama", {"tie_word_embeddings": True}),
+    "qwen2": ("Qwen2", {"tie_word_embeddings": True}),
+    "qwen3": ("Qwen3", {}),
+    "mixtral": ("Mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2}),
+    "qwen2-moe": ("Qwen2Moe", {**ROUTED, "shared_expert_intermediate_size": 24}),
+    "qwen3-moe": ("Qwen3Moe", {**ROUTED, "norm_topk_prob": True}),
+    "deepseek-v3": ("DeepseekV3", LATENT),
+}
+
+TP2, PP2, EP2 = (2, 1, 1), (1, 2, 1), (1, 1, 2)
+FEW = [
+    ("llama", TP2, "stacked"),
+    ("qwen2", PP2, "stacked"),
+    ("qwen3", TP2, "numbered"),
+    ("mixtral", EP2, "stacked"),
+    ("deepseek-v3", EP2, "numbered"),
+]  # fmt: skip
+ALL = [
+    (name, sizes, "numbered" if name == "deepseek-v3" else layers)
+    for name in MODELS
+    for sizes in (TP2, PP2, EP2)
+    for layers in ("stacked", "numbered")
+    if (name == "deepseek-v3") <= (layers == "numbered") and (sizes != EP2 or "-" in name or name == "mixtral")
+]
+
+TOLERANCE = 1e-5
+"""How far logits may be apart, of models whose logits are of the order of 1: both compute in fp32, in another order."""
+
+
+def made(name: str, directory: Path) -> Any:
+    """A random model, saved."""
+    kind, own = MODELS[name]
+    torch.manual_seed(len(name))
+    config = getattr(transformers, f"{kind}Config")(**{**SMALL, **own})
+    model = getattr(transformers, f"{kind}ForCausalLM")(config).eval()
+    with torch.no_grad():
+        for own_name, tensor in (*model.named_parameters(), *model.named_buffers()):
+            if "inv_freq" not in own_name:
+                tensor.normal_(1.0 if "norm" in own_name else 0.0, 0.1)
+    model.save_pretrained(directory)
+    return model
+
+
+def jobs(tmp_path: Path, cases: list[tuple[str, tuple[int, int, int], str]]) -> list[dict[str, Any]]:
+    """The jobs of a worker, with all that they need."""
+    found = []
+    for number, (name, sizes, layers) in enumerate(cases):
+        home = tmp_path / name.replace(" ", "_")
+        if not home.exists():
+            model = made(name, home / "hf")
+            words = torch.randint(0, SMALL["vocab_size"], (2, 12))
+            with torch.no_grad():
+                save_file({"words": words, "logits": model(words).logits.contiguous()}, home / "logits.safetensors")
+        out = home / f"mcore-{number}"
+        zckpt.to_mcore(home / "hf", out, tensor_parallel=sizes[0], numbered_layers=layers == "numbered", progress=False)
+        found.append({
+            "config": str(home / "hf"), "checkpoint": str(out), "sizes": sizes, "layers": layers,
+            "logits": str(home / "logits.safetensors"), "again": str(home / f"again-{number}"),
+        })  # fmt: skip
+    return found
+
+
+@pytest.mark.parametrize("cases", [ALL if PROOFS else FEW], ids=["all" if PROOFS else "few"])
+def test_megatron_core_loads_asks_and_saves(tmp_path: Path, cases: list[Any]) -> None:
+    """Logits are those of transformers; what Megatron-Core then saves is, exported, the same model bit for bit."""
+    work = jobs(tmp_path, cases)
+    path = tmp_path / "jobs.json"
+    path.write_text(json.dumps(work))
+    run_ranks(2, path, WORKER)
+    told = json.loads(Path(f"{path}.told").read_text())
+    for number, (job, case) in enumerate(zip(work, cases, strict=True)):
+        of_ranks = [rank[number] for rank in told]
+        assert any(rank["computed"] for rank in of_ranks)
+        assert max(rank["apart"] for rank in of_ranks) < TOLERANCE, (case, of_ranks)
+        out = Path(job["again"]) / "hf"
+        config = Path(job["config"]) / "config.json"
+        zckpt.convert(
+            job["again"], out, options=zckpt.Options(form=zckpt.Form(to="hf", config=str(config))), progress=False
+        )
+        found = {k: v for file in out.glob("*.safetensors") for k, v in load_file(file).items()}
+        truth = {k: v for file in Path(job["config"]).glob("*.safetensors") for k, v in load_file(file).items()}
+        assert found.keys() == truth.keys()
+        assert all(same_bits(found[key], truth[key]) for key in truth), case

@@ -1,0 +1,119 @@
+"""From a model of transformers, or any other that a scheme of names knows, to a checkpoint of Megatron-Core.
+
+For `zckpt to-mcore`. What is written is a run directory with one `torch_dist` save, `release`, which Megatron-Core loads at any
+tensor, pipeline and expert parallel sizes.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from zckpt.base.progress import Progress
+from zckpt.core.dtypes import DType
+from zckpt.core.plan import Plan
+from zckpt.jobs.convert import PlannedConversion, order_for, select, usual_dtype
+from zckpt.jobs.open import open_catalog, strip_wrappers
+from zckpt.jobs.options import MegatronOptions, Options, extended, output_dtype, to_dtype
+from zckpt.jobs.planned import Report, carried_out, protected
+from zckpt.layouts.megatron_core.write import MegatronTensor, lay_out
+from zckpt.layouts.save.companions import companions, config_file
+from zckpt.naming.megatron_arguments import megatron_arguments
+from zckpt.naming.writers import NUMBERED, Naming, named
+from zckpt.output.checks import check_path
+from zckpt.storage.location import locate
+
+
+def to_mcore(
+    checkpoint: str | os.PathLike[str],
+    out: str | os.PathLike[str],
+    *,
+    dtype: str | DType | None = None,
+    config: str | os.PathLike[str] | Mapping[str, Any] | None = None,
+    tensor_parallel: int = 1,
+    make_vocab_size_divisible_by: int = 128,
+    numbered_layers: bool = False,
+    tag: str | None = None,
+    also: Sequence[str | os.PathLike[str]] = (),
+    options: Options | None = None,
+    progress: Progress = None,
+) -> Report:
+    """Writes a model as a checkpoint that Megatron-Core loads (`torch_dist`), in constant memory.
+
+    Args:
+        checkpoint: as for `zckpt.convert`: a model of transformers, or a checkpoint in whose names a scheme of zckpt finds one.
+        out: the run directory: `latest_checkpointed_iteration.txt`, `release/`, config.json and tokenizer files.
+        dtype: "fp32", "fp16" or "bf16" for floating parameters; None leaves every tensor as the checkpoint has it.
+        config: the model's config.json, if there is none beside the checkpoint.
+        tensor_parallel: tensor-parallel ranks of the run; the vocabulary is padded for so many.
+        make_vocab_size_divisible_by: as Megatron's option: the padded vocabulary is a multiple of this times `tensor_parallel`.
+        numbered_layers: number layers in names (`non_homogeneous_layers`) instead of stacking them; without it they are
+            numbered only where not all are alike.
+        tag: which save, where there are several; by default the one that `latest` names.
+        also: directories that hold other parts of the same checkpoint, such as other nodes' disks.
+        options: everything else, such as `Options(overwrite=True)`; its dtype is overridden by `dtype`.
+        progress: a function that is called with the bytes written so far, and with the total if it takes a second argument; None
+            shows a bar in a terminal or notebook, False shows none.
+
+    Returns:
+        What was written: files, tensors, bytes, seconds, and notes for a person.
+
+    Raises:
+        UnsupportedError: a tensor has no place in Megatron-Core's models.
+        UsageError: something is not recorded that must be known, such as the number of heads; pass `config`.
+        OutputError: `out` exists (`Options(overwrite=True)` replaces it), cannot be written, or the disk is full.
+        ZckptError: another kind says what is wrong. Whatever is raised, `out` is as it was before.
+
+    Example:
+        zckpt.to_mcore("Qwen3-8B/", "megatron/", dtype="bf16", tensor_parallel=2)
+    """
+    began = time.perf_counter()
+    options = options or Options()
+    chosen = extended(
+        options, MegatronOptions, dtype=None if dtype is None else to_dtype(dtype), tag=tag or options.tag,
+        config=config if config is None or isinstance(config, Mapping) else os.fspath(config),
+        also=also or options.also, tensor_parallel=tensor_parallel,
+        make_vocab_size_divisible_by=make_vocab_size_divisible_by, numbered_layers=numbered_layers,
+    )  # fmt: skip
+    return carried_out(prepare(checkpoint, out, chosen), progress, "to mcore", began)
+
+
+def prepare(
+    checkpoint: str | os.PathLike[str], out: str | os.PathLike[str], options: MegatronOptions
+) -> PlannedConversion:
+    """Everything but the work; arguments as for `to_mcore`. Writes nothing."""
+    source, place = locate(checkpoint), locate(out)
+    opened = open_catalog(source, options)
+    inputs = protected(opened, source, beside=options.beside)
+    check_path(place, single=False, overwrite=options.overwrite, protected=inputs)
+    stripped, notes = strip_wrappers(opened.catalog)
+    multiple = options.make_vocab_size_divisible_by * options.tensor_parallel
+    layers = NUMBERED if options.numbered_layers else None
+    naming = Naming("megatron-core", options.config, layers, vocabulary_multiple=multiple)
+    model = named(select(stripped, options), opened.place, naming)
+    catalog = model.catalog
+    spellings: dict[str, list[str]] = {}
+    for spelling, name in catalog.aliases.items():
+        spellings.setdefault(name, []).append(spelling)
+    tensors = [
+        MegatronTensor(
+            entry, output_dtype(entry, options.dtype), model.stacked.get(name, 0), tuple(spellings.get(name, ()))
+        )
+        for name, entry in catalog.tensors.items()
+    ]
+    usual = options.dtype or usual_dtype(catalog.tensors.values())
+    arguments = megatron_arguments(model.facts, model.parts, model.config, options.make_vocab_size_divisible_by)
+    arguments |= {
+        "tensor_model_parallel_size": options.tensor_parallel,
+        "bf16": usual.torch_name == "bfloat16",
+        "fp16": usual.torch_name == "float16",
+    }
+    files, pairs = lay_out(
+        tensors, arguments, numbered_layers=model.facts.get("layers") == NUMBERED, max_file_bytes=options.max_file_bytes
+    )
+    if (config := config_file(opened.place.home, usual, model.config)) is not None:
+        files.append(config)
+    order = order_for(options, Plan(tuple(files), pairs), place, catalog, companions(opened.place.home), model.recorded)
+    return PlannedConversion(opened, order, opened.catalog.source.notes + notes + model.notes, options)

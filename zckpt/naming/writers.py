@@ -1,0 +1,184 @@
+"""A model's tensors as a training program names, fuses and stacks them: from transformers' names, or another program's.
+
+For `to_mcore` and `to_dcp`, and for `transform`, so that `verify` expects the same. Whose names the tensors have is found by
+itself; they are taken apart by that scheme and put together by the one that is asked for.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from zckpt.base.errors import UsageError
+from zckpt.base.words import count
+from zckpt.core.catalog import Catalog
+from zckpt.layouts.places import Place
+from zckpt.layouts.save.companions import config_of, read_config
+from zckpt.naming.compose import compose
+from zckpt.naming.decompose import Decomposed, decomposed
+from zckpt.naming.facts import Facts, facts_of, with_parts
+from zckpt.naming.families import make_config
+from zckpt.naming.hub_form import in_hub_form
+from zckpt.naming.parts import filled, numbered
+from zckpt.naming.recognise import by_config, by_parts
+from zckpt.naming.schemes import Scheme, scheme, scheme_of, schemes
+
+_BUFFERS = ("blocks.{b}.router.correction",)
+"""Parts that programs have as buffers, which keep their dtype."""
+
+STACKED, NUMBERED = "stacked", "numbered"
+"""How Megatron-Core has layers in names: all in one tensor, or each with its number."""
+
+
+@dataclass(frozen=True, slots=True)
+class Naming:
+    """Options: whose names tensors get.
+
+    Attributes:
+        writer: the scheme, one of `writers()`.
+        config: the model's config or the path of its `config.json`; None for the one beside the checkpoint.
+        layers: `STACKED` or `NUMBERED`; None for stacked where all blocks are alike. Schemes that do not know it do not use it.
+        vocabulary_multiple: rows of zeros are added to the embedding and the head up to a multiple of this; 1 adds none.
+    """
+
+    writer: str
+    config: str | Mapping[str, Any] | None = None
+    layers: str | None = None
+    vocabulary_multiple: int = 1
+
+    def __post_init__(self) -> None:
+        """Raises UsageError for an unknown scheme or an impossible multiple, before a checkpoint is opened."""
+        if self.writer not in writers():
+            raise UsageError(
+                "the scheme of names is unknown", found=f"--names {self.writer}", expected=f"one of {', '.join(writers())}",
+                remedy="Pass one of these with --names.",
+            )  # fmt: skip
+        if self.vocabulary_multiple < 1 or self.layers not in (None, STACKED, NUMBERED):
+            raise UsageError(
+                "the names are impossible", found=f"layers {self.layers}, vocabulary multiple {self.vocabulary_multiple}",
+                expected="stacked or numbered layers, and a multiple of 1 or more", remedy="Change these options.",
+            )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class RenamedModel:
+    """A model with a writer's names.
+
+    Attributes:
+        catalog: its tensors; `aliases` are further spellings of their names, where the writer has several.
+        parts: the parts that they were made of.
+        facts: what is known of the model.
+        config: transformers' config of it.
+        stacked: name of a tensor -> how many of its leading axes are layers or experts.
+        notes: sentences for the user.
+        recorded: facts for the manifest, from which `naming_of` makes the options.
+    """
+
+    catalog: Catalog
+    parts: Catalog
+    facts: Facts
+    config: Mapping[str, object]
+    stacked: Mapping[str, int] = field(default_factory=dict[str, int])
+    notes: tuple[str, ...] = ()
+    recorded: Mapping[str, object] = field(default_factory=dict[str, object])
+
+
+def writers() -> tuple[str, ...]:
+    """The schemes whose names can be written: those of training programs that have whole names."""
+    return tuple(name for name in schemes() if not name.startswith("hf-") and not scheme(name).has_local_names)
+
+
+def named(catalog: Catalog, place: Place, naming: Naming) -> RenamedModel:
+    """The tensors with a writer's names.
+
+    Args:
+        catalog: the checkpoint, under any names that a scheme takes.
+        place: where it is.
+        naming: the options.
+
+    Raises:
+        UnsupportedError: tensors have no place in a scheme.
+        InconsistentError, IncompleteError: tensors are missing, or do not fit the config.
+        UsageError: a fact that is needed is not known.
+    """
+    writer = scheme(naming.writer)
+    found, facts, config, notes = _in_parts(catalog, place, naming.config)
+    facts = facts.having(layers=naming.layers or (STACKED if _are_alike(found.parts) else NUMBERED))
+    padded = None
+    if naming.vocabulary_multiple > 1 and (words := facts.whole("vocabulary")):
+        padded = math.ceil(words / naming.vocabulary_multiple) * naming.vocabulary_multiple
+        facts = facts.having(padded_vocabulary=padded)
+        if padded > words:
+            notes += (
+                f"The vocabulary was padded from {words:,} to {padded:,} rows, a multiple of {naming.vocabulary_multiple:,}; "
+                f"{count(padded - words, 'row')} of the embedding and of the head are zero.",
+            )
+    tensors = compose(found.parts, writer, facts, found.origins)
+    tensors, stacked, aliases = _spelled(tensors, writer)
+    recorded = {
+        "names": naming.writer,
+        "layers": facts.get("layers"),
+        "vocabulary_multiple": naming.vocabulary_multiple,
+    }
+    if naming.config is not None:
+        recorded["config"] = dict(config)
+    catalog = replace(tensors, aliases=aliases)
+    return RenamedModel(catalog, found.parts, facts, config, stacked, (*notes, *found.notes), {"form": recorded})
+
+
+def naming_of(recorded: Mapping[str, Any]) -> Naming:
+    """The options, by the facts in a manifest."""
+    return Naming(
+        recorded["names"], recorded.get("config"), recorded.get("layers"), recorded.get("vocabulary_multiple", 1)
+    )
+
+
+def _in_parts(
+    catalog: Catalog, place: Place, config: str | Mapping[str, Any] | None
+) -> tuple[Decomposed, Facts, Mapping[str, object], tuple[str, ...]]:
+    """The model's parts, facts and config, and notes on it."""
+    given = config_of(config) if isinstance(config, str) else config
+    known = given if given is not None else read_config(place.home)
+    notes: tuple[str, ...] = ()
+    family = ""
+    if known is not None:
+        catalog, notes = in_hub_form(catalog, known)
+        family, _ = by_config(known, "the config")
+    source = scheme_of(catalog.tensors, catalog.source.path, prefer=f"hf-{family}")
+    directory, rules = place.listing.directory.path, place.listing.options.tp_rules or ""
+    found = decomposed(catalog, source, facts_of(catalog, known, directory, rules))
+    facts = with_parts(found.facts, found.parts)
+    if known is None:
+        family, more = by_parts(found.parts, facts)
+        notes += more
+        known = make_config(scheme(f"hf-{family}"), found.parts, facts)
+    return found, facts, known, notes
+
+
+def _are_alike(parts: Catalog) -> bool:
+    """Whether all blocks have the same parts."""
+    blocks: dict[int, set[str]] = {}
+    for name in parts.tensors:
+        part, block, expert = numbered(name)
+        if block >= 0 and expert <= 0:
+            blocks.setdefault(block, set()).add(part)
+    return len({frozenset(own) for own in blocks.values()}) < 2
+
+
+def _spelled(composed: Catalog, writer: Scheme) -> tuple[Catalog, dict[str, int], dict[str, str]]:
+    """The tensors with their roles, the number of each one's leading axes, and further spellings -> names."""
+    stacked: dict[str, int] = {}
+    aliases: dict[str, str] = {}
+    tensors = dict(composed.tensors)
+    for name, fit in writer.fits(composed.tensors).items():
+        rule = fit.rules[0] if fit is not None else None
+        if fit is None or rule is None:
+            continue
+        stacked[name] = len(rule.stack)
+        if rule.parts == _BUFFERS:
+            tensors[name] = replace(tensors[name], role="buffer")
+        for spelling in rule.names[1:]:
+            aliases[filled(spelling, fit.block, fit.expert)] = name
+    return replace(composed, tensors=tensors), stacked, aliases
