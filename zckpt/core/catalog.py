@@ -251,6 +251,7 @@ class Source:
         global_steps: optimizer steps at the save, or None if it is not recorded.
         optimizer_states: names of per-element optimizer states, e.g. ("exp_avg", "exp_avg_sq").
         notes: sentences for the user (a fallback taken, a prefix stripped).
+        prefix: the beginning of all names that the trainer's own wrapper of the model gave them; empty for none.
         details: further facts of the run, as (label, text): rows that `inspect` prints, and `details` of its JSON.
     """
 
@@ -262,6 +263,7 @@ class Source:
     global_steps: int | None = None
     optimizer_states: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
+    prefix: str = ""
     details: tuple[tuple[str, str], ...] = ()
 
     def as_json(self, topology: Topology) -> dict[str, object]:

@@ -75,9 +75,9 @@ def strip_wrappers(catalog: Catalog) -> tuple[Catalog, tuple[str, ...]]:
     if wrapped:
         catalog = catalog.rename(lambda name: WRAPPERS.sub("", name))
         notes.append(f"{examples(sorted(wrapped))} of torch's wrappers was stripped from the names.")
-    for prefix in ("_forward_module.", "module."):
+    for prefix in ("_forward_module.", "module.", catalog.source.prefix):
         names = [*catalog, *catalog.aliases]
-        if names and all(name.startswith(prefix) for name in names):
+        if prefix and names and all(name.startswith(prefix) for name in names):
             catalog = catalog.rename(lambda name, prefix=prefix: name.removeprefix(prefix))  # type: ignore[misc]
             notes.append(f"The leading {prefix!r} was stripped from the names.")
     return catalog, tuple(notes)

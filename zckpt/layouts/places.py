@@ -11,18 +11,19 @@ accelerate accelerator.py `save_state`; Lightning strategies/deepspeed.py `save_
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from zckpt import layouts
-from zckpt.base.errors import IncompleteError, NotACheckpointError, UnsafeError, UsageError, ZckptError
+from zckpt.base.errors import IncompleteError, NotACheckpointError, UsageError
 from zckpt.base.words import count, examples
+from zckpt.layouts.save import trainers
 from zckpt.layouts.save.apart import last_of, one_of, saves_in
 from zckpt.layouts.save.family import Family
 from zckpt.layouts.save.listing import UNIVERSAL_POINTER, Listing, list_files, listed, natural
+from zckpt.layouts.save.pointers import check_tag, read_pointer
 from zckpt.output.saves import displaced
 from zckpt.storage.location import Location, locate
 
@@ -90,7 +91,7 @@ def find(path: Location, tag: str | None = None, also: Sequence[Location] = ()) 
         name, path = path.name, path.parent
         file = path / name
         if name in _POINTERS:
-            return find(path, tag or (_latest(file) if name == UNIVERSAL_POINTER else None), also)
+            return find(path, tag or (read_pointer(file) if name == UNIVERSAL_POINTER else None), also)
         for family in layouts.FAMILIES:
             if (save := family.save_of(name)) is not None:
                 listing = one_of(_listing(path, save, also), family, save)
@@ -107,7 +108,7 @@ def find(path: Location, tag: str | None = None, also: Sequence[Location] = ()) 
         if not root.is_dir():
             raise NotACheckpointError("no such directory", file=root, remedy="Give --also a directory that exists.")
     look = _Look(path, tag, also, listed(path))
-    for what in (_save, _accelerate, _role, _run, _wanted, _home, _trainers, _several, _weights):
+    for what in (_save, _accelerate, _role, _run, _by_trainer, _wanted, _home, _trainers, _several, _weights):
         if (place := what(look)) is not None:
             return place
     below = [] if path.is_remote else [path / name for name in look.names[:_MOST_LOOKED_INTO]]
@@ -130,7 +131,9 @@ def has_saves(path: Location) -> bool:
     if any(family.is_save(names) for family in layouts.FAMILIES):
         return True
     inner = (path / name for name in names if _TRAINER.fullmatch(name))
-    return bool(_pointer(names) or _tags(path, names, ())) or any(map(has_saves, inner))
+    folder = trainers.folder_of(names)
+    known = _pointer(names) or trainers.saves_of(names) or _tags(path, names, ())
+    return bool(known) or (bool(folder) and has_saves(path / folder)) or any(map(has_saves, inner))
 
 
 def is_taken(name: str) -> bool:
@@ -144,7 +147,7 @@ def is_taken(name: str) -> bool:
 def latest_of(path: Location) -> str | None:
     """What `latest` in a directory says; None where there is none."""
     pointer = path / "latest"
-    return _latest(pointer) if pointer.is_file() else None
+    return read_pointer(pointer) if pointer.is_file() else None
 
 
 # ---- what a directory may be, in the order in which it is asked ---------------------------------------------------------
@@ -214,7 +217,7 @@ def _run(look: _Look) -> Place | None:
         return None
     newest = steps[-1]
     if _STEP_POINTER in look.names:
-        said = _latest(look.path / _STEP_POINTER)
+        said = read_pointer(look.path / _STEP_POINTER)
         newest = next((name for name in steps if said in (name, _STEP.sub(r"\g<number>", name))), "")
         if not newest and look.tag is None:
             raise IncompleteError(
@@ -251,7 +254,7 @@ def _home(look: _Look) -> Place | None:
     tag, origin = look.tag, "--tag"
     if tag is None:
         if pointer is not None:
-            tag, origin = _latest(path / pointer), repr(pointer)
+            tag, origin = read_pointer(path / pointer), repr(pointer)
         elif len(tags) == 1:
             tag = tags[0]
             notes = (f"There is no 'latest' in {path!r}: its only tag, {tag!r}, is taken.",)
@@ -264,7 +267,7 @@ def _home(look: _Look) -> Place | None:
                 found=f"{count(len(tags), 'tag')}: {', '.join(tags)}",
                 remedy=f"Choose one: --tag {tags[-1]}.",
             )  # fmt: skip
-    _check_tag(tag, path, origin)
+    check_tag(tag, path, origin)
     directory = path / tag
     roots = _laid_over(look, tag)
     if not path.is_remote and not directory.is_dir():
@@ -278,7 +281,8 @@ def _home(look: _Look) -> Place | None:
                 remedy="Choose one with --tag." if tags else "Copy the tag directory here.",
             )  # fmt: skip
         directory = roots.pop(0)
-    return Place(_listing(directory, tag, roots), path, tags, notes)
+    home = directory if (directory / "config.json").is_file() and not (path / "config.json").is_file() else path
+    return Place(_listing(directory, tag, roots), home, tags, notes)
 
 
 def _trainers(look: _Look) -> Place | None:
@@ -293,6 +297,30 @@ def _trainers(look: _Look) -> Place | None:
             note = f"{look.path!r} holds {several}: the newest, {newest!r}, is taken."
             return replace(place, notes=(note, *place.notes))
     return None
+
+
+def _by_trainer(look: _Look) -> Place | None:
+    """A run of Lightning or Composer, or the directory of its saves: the newest, or `--tag`."""
+    if folder := trainers.folder_of(look.names):
+        inner = look.path / folder
+        return find(inner, look.tag, _laid_over(look, folder)) if inner.is_dir() and has_saves(inner) else None
+    saves = trainers.saves_of(look.names)
+    if not saves or _pointer(look.names) or layouts.FAMILIES[-1].is_save(look.names):
+        return None
+    if look.tag is not None and look.tag not in saves:
+        return None
+    chosen = look.tag or trainers.newest_of(saves)
+    if not chosen:
+        raise IncompleteError(
+            "holds several saves, and no name says which is the newest", file=look.path, found=examples(saves),
+            remedy=f"Choose one: --tag {saves[-1]}.",
+        )  # fmt: skip
+    several = (
+        f"{look.path!r} holds {count(len(saves), 'save')}: the newest, {chosen!r}, is taken. Pass --tag for another."
+    )
+    place = find(look.path / chosen, None, _laid_over(look, chosen))
+    notes = (several, *place.notes) if len(saves) > 1 and look.tag is None else place.notes
+    return replace(place, tags=tuple(saves), notes=notes)
 
 
 def _wanted(look: _Look) -> Place | None:
@@ -366,29 +394,3 @@ def _are_steps(path: Location, tags: Sequence[str]) -> bool:
 def _pointer(names: Sequence[str]) -> str | None:
     """The file that names the newest tag: `latest`, or that of universal checkpoints where there is no other."""
     return next((pointer for pointer in _POINTERS if pointer in names), None)
-
-
-def _latest(path: Location) -> str:
-    try:
-        text = path.read(4096).decode().strip()
-    except ZckptError:
-        raise
-    except (OSError, UnicodeDecodeError) as error:
-        raise NotACheckpointError(
-            "cannot be read", file=path, found=str(error), remedy="Choose a tag with --tag."
-        ) from error
-    if not text:
-        raise IncompleteError("is empty", file=path, expected="the name of a tag", remedy="Choose a tag with --tag.")
-    return text
-
-
-def _check_tag(tag: str, path: Location, origin: str) -> None:
-    parts = tag.replace("\\", "/").split("/")
-    if os.path.isabs(tag) or "\0" in tag or "\n" in tag or any(part in ("", ".", "..") for part in parts):
-        raise UnsafeError(
-            f"has a tag that points outside it, in {origin}",
-            file=path,
-            found=f"{tag!r:.200}",
-            expected="the name of a directory beside 'latest'",
-            remedy="Correct it, or choose a tag with --tag. Nothing was read from there.",
-        )

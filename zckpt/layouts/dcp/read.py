@@ -119,10 +119,20 @@ def catalog_of(save: DcpSave, listing: Listing) -> Catalog:
             global_steps=_steps(save),
             optimizer_states=tuple(dict.fromkeys(s for o in save.optimizers for n in o.tensors.values() for s in n)),
             notes=save.model.notes + notes,
+            prefix=_prefix(save),
         ),
         aliases,
         Topology(dp=max(len(ranks), 1)),
     )
+
+
+_COMPOSER = ("state", "integrations", "huggingface")
+
+
+def _prefix(save: DcpSave) -> str:
+    """What Composer's wrapper of a transformers model puts before all names."""
+    is_composers = save.model.key == "state.model"
+    return "model." if is_composers and any(i.path[:3] == _COMPOSER for i in save.metadata.items.values()) else ""
 
 
 def _trained(save: DcpSave) -> tuple[set[str], tuple[str, ...]]:

@@ -88,13 +88,13 @@ def optimizers_of(metadata: Metadata) -> dict[str, DcpOptimizer]:
     paths = paths_of(metadata)
     homes: dict[Path, DcpOptimizer] = {}
     for path in paths.values():
-        at = _part_at(path, "param_groups")
+        at = next(_parts_at(path, "param_groups"), None)
         if at is not None:
             homes.setdefault(path[:at], DcpOptimizer(dotted(path[:at])))
     for name, path in paths.items():
         for part in ("state", "param_groups"):
-            at = _part_at(path, part)
-            if at is None or path[:at] not in homes:
+            at = next((at for at in _parts_at(path, part) if path[:at] in homes), None)
+            if at is None:
                 continue
             head = str(path[at])
             rest = (*((head[len(part) + 1 :],) if head != part else ()), *path[at + 1 :])
@@ -104,10 +104,9 @@ def optimizers_of(metadata: Metadata) -> dict[str, DcpOptimizer]:
     return {optimizer.key: optimizer for optimizer in homes.values()}
 
 
-def _part_at(path: Path, part: str) -> int | None:
-    """The index in a path of this key, or of one that begins with it and a dot."""
-    found = (at for at, key in enumerate(path) if key == part or (type(key) is str and key.startswith(part + ".")))
-    return next(found, None)
+def _parts_at(path: Path, part: str) -> Iterator[int]:
+    """The indices in a path of this key, or of one that begins with it and a dot. Composer has all under a key `state`."""
+    return (at for at, key in enumerate(path) if key == part or (type(key) is str and key.startswith(part + ".")))
 
 
 def model_of(metadata: Metadata, key: str = "") -> DcpModel:

@@ -11,7 +11,7 @@ import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from zckpt.base.errors import (
     COPY_AGAIN,
@@ -42,6 +42,10 @@ Format = Literal["safetensors", "bin"]
 _PATTERNS: dict[Format, str] = {"safetensors": "model{suffix}.safetensors", "bin": "pytorch_model{suffix}.bin"}
 _ADAPTERS = ("adapter_model.safetensors", "adapter_model.bin")
 _NESTED = ("state_dict", "model_state_dict", "module", "model")
+
+
+_COMPOSER = "integrations"
+"""Beside Composer's `state.model`: libraries whose models it wraps, such as huggingface."""
 
 
 def match(listing: Listing) -> str | None:
@@ -78,12 +82,14 @@ def read(listing: Listing, *, allow_unknown: bool = False) -> Catalog:
     aliases: dict[str, str] = {}
     notes: list[str] = []
     views: list[ByteSpan] = []
+    prefix = ""
     for shard in names:
         container = listing.open(shard)
         by_place: dict[object, str] = {}
         if not allow_unknown:
             _refuse_part(container, listing.files[shard].path, named=listing.directory == listing.files[shard])
         state = _state_dict(container, listing.files[shard].path, notes)
+        prefix = prefix or _prefix(container.root)
         views += views_of(state.values())
         for tensor, ref in state.items():
             kept = by_place.setdefault(ref.place, tensor) if ref.numel else tensor
@@ -95,7 +101,7 @@ def read(listing: Listing, *, allow_unknown: bool = False) -> Catalog:
         aliases.update({d: k for d, k in said.items() if k in tensors and d not in tensors and d != "format"})
     if not allow_unknown:
         _refuse_placeholders(tensors, listing)
-    source = Source(layout="plain", path=listing.directory.path, tag=listing.tag, notes=tuple(notes))
+    source = Source(layout="plain", path=listing.directory.path, tag=listing.tag, notes=tuple(notes), prefix=prefix)
     return Catalog(tensors, source, aliases, views=tuple(views))
 
 
@@ -128,6 +134,8 @@ def _shards(listing: Listing, index_name: str) -> list[str]:
 
 def _state_dict(container: Container, file: str, notes: list[str]) -> dict[str, TensorRef]:
     root = container.root
+    if inner := composers_state(root):
+        root = inner["model"]
     for key in _NESTED:
         if isinstance(root, Mapping) and isinstance(root.get(key), Mapping) and not _has_tensors(root):
             root = root[key]
@@ -147,12 +155,26 @@ def _state_dict(container: Container, file: str, notes: list[str]) -> dict[str, 
     return state
 
 
+def composers_state(root: object) -> Mapping[str, Any]:
+    """What Composer keeps under `state` in a file of a whole model, which its rank 0 writes; empty if the file is not one."""
+    state = root.get("state") if isinstance(root, Mapping) else None
+    is_state = isinstance(state, Mapping) and isinstance(state.get("model"), Mapping) and _COMPOSER in state
+    return state if is_state else {}
+
+
+def _prefix(root: object) -> str:
+    """What Composer's wrapper of a transformers model puts before all names."""
+    known = composers_state(root).get(_COMPOSER)
+    return "model." if isinstance(known, Mapping) and "huggingface" in known else ""
+
+
 def _refuse_part(container: Container, file: str, *, named: bool) -> None:
     """Raises IncompleteError for one rank's part of a model; `named`: the user gave this file as the checkpoint."""
     root = container.root
     if not isinstance(root, Mapping):
         return
     inside = rank_parts.by_contents(root)
+    named = named and not composers_state(root)
     if found := inside or (rank_parts.by_name(os.path.basename(file), root) if named else ""):
         raise IncompleteError(
             "holds one rank's part of a model",
@@ -173,7 +195,7 @@ def unread_states(listing: Listing) -> str:
         f"the entry {key!r} of {name!r}"
         for name, container in listing.opened()
         if container.kind != "safetensors" and isinstance(container.root, Mapping)
-        for key in map(str, container.root)
+        for key in map(str, composers_state(container.root) or container.root)
         if "optim" in key.lower()
     ]
     directory = listing.directory.parent if listing.directory.is_file() else listing.directory

@@ -1,0 +1,92 @@
+"""Saves of torchtitan's own checkpoint manager, of three versions: the same model as torchtitan's adapters give transformers."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from bits import same_bits
+from safetensors.torch import load_file
+
+import zckpt
+from zckpt.base.errors import UnsupportedError, UsageError
+from zckpt.jobs.open import open_catalog
+from zckpt.naming.transform import Form
+
+FIXTURES = Path(__file__).parents[2] / "fixtures" / "torchtitan"
+NAMES = sorted(path.parent.name for path in FIXTURES.glob("*/how.json"))
+
+
+def to_hf(name: str, out: Path, to: str = "hf", config: Any = None, **options: Any) -> Any:
+    config = config or str(FIXTURES / name / "hf" / "config.json")
+    return zckpt.convert(FIXTURES / name / "checkpoint", out, options=zckpt.Options(form=Form(to, config), **options))
+
+
+def assert_hub_form(out: Path, name: str) -> None:
+    found, truth = load_file(out / "model.safetensors"), load_file(FIXTURES / name / "hf" / "model.safetensors")
+    assert found.keys() == truth.keys()
+    assert all(same_bits(found[n], truth[n]) for n in truth)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_to_transformers_and_verified(name: str, tmp_path: Path) -> None:
+    to_hf(name, tmp_path / "out")
+    assert_hub_form(tmp_path / "out", name)
+    assert zckpt.verify(FIXTURES / name / "checkpoint", tmp_path / "out").ok
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert config["model_type"] == json.loads((FIXTURES / name / "hf" / "config.json").read_text())["model_type"]
+
+
+@pytest.mark.parametrize("name", ["llama3_0_3_0_w1", "deepseek_v3_0_3_0_w1"])
+def test_transformers_loads_it_whole(name: str, tmp_path: Path) -> None:
+    import transformers
+
+    to_hf(name, tmp_path / "out")
+    tokens = torch.arange(18).view(2, 9)
+    ours, info = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", output_loading_info=True)
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(FIXTURES / name / "hf")
+    assert not any(info.values()), info
+    with torch.no_grad():
+        assert torch.equal(ours(tokens).logits, theirs(tokens).logits)
+
+
+def test_a_config_beside_the_save_is_enough(tmp_path: Path) -> None:
+    run = tmp_path / "outputs" / "checkpoint"
+    shutil.copytree(FIXTURES / "qwen3_moe_0_3_0_w2" / "checkpoint" / "step-2", run / "step-100")
+    shutil.copytree(run / "step-100", run / "step-90")
+    shutil.copy(FIXTURES / "qwen3_moe_0_3_0_w2" / "hf" / "config.json", run / "step-100")
+    report = zckpt.convert(run, tmp_path / "out", options=zckpt.Options(form=Form("hf")))
+    assert_hub_form(tmp_path / "out", "qwen3_moe_0_3_0_w2")
+    assert any("'step-100'" in note for note in report.notes)
+    assert any("balancing its experts" in note and "1 tensor" in note for note in report.notes)
+
+
+def test_without_a_config_the_error_asks_for_one(tmp_path: Path) -> None:
+    """Nothing in a save of torchtitan tells how many heads a model has."""
+    with pytest.raises(UsageError, match="attention heads") as raised:
+        zckpt.convert(
+            FIXTURES / "llama3_0_3_0_w1" / "checkpoint", tmp_path / "out", options=zckpt.Options(form=Form("hf"))
+        )
+    assert "--config" in str(raised.value)
+
+
+def test_a_tensor_that_no_rule_takes_is_named(tmp_path: Path) -> None:
+    import torch.distributed.checkpoint as dcp
+
+    state = load_file(FIXTURES / "llama3_0_3_0_w1" / "truth.safetensors")
+    with pytest.warns(UserWarning, match="torch.distributed is"):
+        dcp.save(state | {"layers.0.attention.gate.weight": torch.ones(2)}, checkpoint_id=tmp_path / "save")
+    config = str(FIXTURES / "llama3_0_3_0_w1" / "hf" / "config.json")
+    with pytest.raises(UnsupportedError, match=r"layers\.0\.attention\.gate\.weight"):
+        zckpt.convert(tmp_path / "save", tmp_path / "out", options=zckpt.Options(form=Form("hf", config)))
+
+
+def test_what_is_not_the_model_is_left_out() -> None:
+    """Counters and schedules of the run, and the optimizer, whose fused name is no tensor of the model."""
+    opened = open_catalog(str(FIXTURES / "llama3_0_3_0_w1" / "checkpoint"))
+    assert opened.catalog.tensors.keys() == load_file(FIXTURES / "llama3_0_3_0_w1" / "truth.safetensors").keys()
+    assert opened.catalog.source.global_steps == 2

@@ -1,0 +1,43 @@
+"""Files that name a save, such as `latest`, and the tags that they or a user name.
+
+For `places`.
+"""
+
+from __future__ import annotations
+
+import os
+
+from zckpt.base.errors import IncompleteError, NotACheckpointError, UnsafeError, ZckptError
+from zckpt.storage.location import Location
+
+
+def read_pointer(path: Location) -> str:
+    """What a file such as `latest` says.
+
+    Raises:
+        NotACheckpointError: it cannot be read. IncompleteError: it is empty.
+    """
+    try:
+        text = path.read(4096).decode().strip()
+    except ZckptError:
+        raise
+    except (OSError, UnicodeDecodeError) as error:
+        raise NotACheckpointError(
+            "cannot be read", file=path, found=str(error), remedy="Choose a tag with --tag."
+        ) from error
+    if not text:
+        raise IncompleteError("is empty", file=path, expected="the name of a tag", remedy="Choose a tag with --tag.")
+    return text
+
+
+def check_tag(tag: str, path: Location, origin: str) -> None:
+    """Raises UnsafeError for a tag that is no name of a directory beside `latest`; `origin`: where it is from."""
+    parts = tag.replace("\\", "/").split("/")
+    if os.path.isabs(tag) or "\0" in tag or "\n" in tag or any(part in ("", ".", "..") for part in parts):
+        raise UnsafeError(
+            f"has a tag that points outside it, in {origin}",
+            file=path,
+            found=f"{tag!r:.200}",
+            expected="the name of a directory beside 'latest'",
+            remedy="Correct it, or choose a tag with --tag. Nothing was read from there.",
+        )

@@ -1,0 +1,59 @@
+"""The directories of Lightning's and Composer's runs: which entry of them is the newest save.
+
+For `places`. [Note: what they write] Lightning: `lightning_logs/version_3/checkpoints/epoch=0-step=100.ckpt`, where a save is a
+file (a state dict under `state_dict`), a directory of torch.distributed.checkpoint with `meta.pt`, or a directory that DeepSpeed
+wrote with the tag `checkpoint`; `last.ckpt` is the newest one again, or a link to it, and `last-v1.ckpt` that of a later run.
+Composer: `ep0-ba100-rank0.pt`, or a directory `ep0-ba100/` of torch.distributed.checkpoint; `latest-rank0.pt` is a link to the
+newest. Either has the model at `state.model`.
+Source: lightning 2.6, pytorch/callbacks/model_checkpoint.py, pytorch/strategies/{fsdp,model_parallel,deepspeed}.py; composer
+0.32, callbacks/checkpoint_saver.py, utils/checkpoint.py `_save_checkpoint`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+_LAST = re.compile(r"last(?:-v(?P<number>\d+))?\.ckpt")
+_COMPOSER = re.compile(r"ep(?P<epoch>\d+)-ba(?P<number>\d+)-rank0\.pt")
+_LATEST = "latest-rank0.pt"
+_STEP = re.compile(r"step=(?P<number>\d+)")
+_VERSION = re.compile(r"version_(?P<number>\d+)")
+
+
+def folder_of(names: Sequence[str]) -> str:
+    """The directory of a Lightning run to look into, of entries of these names; empty if none is one."""
+    shown = [name for name in names if not name.startswith(".")]
+    versions = [name for name in shown if _VERSION.fullmatch(name)]
+    if "lightning_logs" in shown:
+        return "lightning_logs"
+    if versions and len(versions) == len(shown):
+        return max(versions, key=lambda name: _number(_VERSION, name))
+    is_version = "checkpoints" in shown and (len(shown) == 1 or {"hparams.yaml", "metrics.csv"} & {*shown})
+    return "checkpoints" if is_version else ""
+
+
+def saves_of(names: Sequence[str]) -> list[str]:
+    """The entries that are saves of Lightning, or whole models of Composer."""
+    return [name for name in names if name.endswith(".ckpt") or name == _LATEST or _COMPOSER.fullmatch(name)]
+
+
+def newest_of(saves: Sequence[str]) -> str:
+    """The newest of several saves: what the trainer calls the last, or that of the greatest step; empty if no name says it."""
+    if _LATEST in saves:
+        return _LATEST
+    if last := [name for name in saves if _LAST.fullmatch(name)]:
+        return max(last, key=lambda name: _number(_LAST, name))
+    if len(saves) == 1:
+        return saves[0]
+    for pattern in (_STEP, _COMPOSER):
+        steps = {_number(pattern, name): name for name in saves}
+        if len(steps) == len(saves) and -1 not in steps:
+            return steps[max(steps)]
+    return ""
+
+
+def _number(pattern: re.Pattern[str], name: str) -> int:
+    """The number in a name; -1 if it has none, but 0 for `last.ckpt`."""
+    match = pattern.search(name)
+    return -1 if match is None else int(match["number"] or 0)
