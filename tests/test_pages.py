@@ -117,6 +117,11 @@ MORE = {
         "megatron-run": "mcore/stages_tp2_pp2",
         "mixtral-run": "fused/mixtral_zero3",
     },
+    "docs/torchtitan.md": {
+        "outputs/checkpoint": "torchtitan/llama3_0_3_0_w1",
+        "run": "trainers/lightning_w1",
+        "composer-run": "trainers/composer_w1",
+    },
     "docs/peft.md": {"several/checkpoint-500": "peft/several_zero3", "out/checkpoint-500": "peft/lora_zero2"},
     "docs/reshaping.md": {"tensor-parallel": "tensor/plain_tp2"},
 }
@@ -145,6 +150,8 @@ def prepare(page: str, home: Path) -> None:
         zckpt.convert(home / "out" / "checkpoint-500", home / "weights", dtype="bf16")
         zckpt.reshard(home / "out" / "checkpoint-500", home / "resumable", world_size=4)
     shutil.copy(FIXTURES / CHECKPOINTS["megatron"] / "config.json", home / "llama.json")
+    if page == "docs/torchtitan.md":
+        shutil.copy(FIXTURES / "torchtitan/llama3_0_3_0_w1/hf/config.json", home / "config.json")
     (home / "text.txt").write_text("It was the best of times, it was the worst of times.\n" * 200)
     config = {
         "train_micro_batch_size_per_gpu": 2,

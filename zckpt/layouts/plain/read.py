@@ -158,8 +158,9 @@ def _state_dict(container: Container, file: str, notes: list[str]) -> dict[str, 
 def composers_state(root: object) -> Mapping[str, Any]:
     """What Composer keeps under `state` in a file of a whole model, which its rank 0 writes; empty if the file is not one."""
     state = root.get("state") if isinstance(root, Mapping) else None
-    is_state = isinstance(state, Mapping) and isinstance(state.get("model"), Mapping) and _COMPOSER in state
-    return state if is_state else {}
+    if isinstance(state, Mapping) and isinstance(state.get("model"), Mapping) and _COMPOSER in state:
+        return state
+    return {}
 
 
 def _prefix(root: object) -> str:
