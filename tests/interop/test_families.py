@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -261,6 +262,29 @@ def test_saves_of_megatron_core(save: str, tmp_path: Path) -> None:
     written = load_file(tmp_path / "out" / "model.safetensors")
     assert_same_tensors(as_catalog(written), by_hand(truth))
     assert zckpt.verify(MCORE / save / "checkpoint", tmp_path / "out").ok
+
+
+@pytest.mark.parametrize("where", ["config.json", "huggingface/config.json", "run_config.yaml"])
+def test_what_is_beside_a_save_says_the_family(where: str, tmp_path: Path) -> None:
+    """Llama and Mistral have the same tensors. A config's vocabulary cuts the padding off, and a note says so."""
+    shutil.copytree(MCORE / "stages_tp2_pp2" / "checkpoint", tmp_path / "run")
+    path = tmp_path / "run" / where
+    path.parent.mkdir(exist_ok=True)
+    if where == "run_config.yaml":
+        path.write_text("model:\n  _target_: megatron.bridge.models.mistral.MistralModelProvider\n  num_layers: 2\n")
+    else:
+        path.write_text(
+            json.dumps({"model_type": "mistral", "vocab_size": 13, "num_attention_heads": 4, "head_dim": 4})
+        )
+    report = zckpt.convert(tmp_path / "run", tmp_path / "out", dtype="bf16", options=zckpt.Options(form=Form("hf")))
+    (said,) = (note for note in report.notes if "hf:mistral" in note)
+    assert ("MistralModelProvider" if where == "run_config.yaml" else where) in said
+    written = load_file(tmp_path / "out" / "model.safetensors")
+    cut = where != "run_config.yaml"
+    assert len(written["lm_head.weight"]) == len(written["model.embed_tokens.weight"]) == (13 if cut else 16)
+    assert any("3 rows of padding" in note for note in report.notes) == cut
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["model_type"] == "mistral"
+    assert zckpt.verify(tmp_path / "run", tmp_path / "out").ok
 
 
 def test_every_family_is_tried_here() -> None:

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from zckpt.base.errors import IncompleteError, InconsistentError, UnsupportedError, UsageError
+from zckpt.base.errors import CorruptError, IncompleteError, InconsistentError, UnsupportedError, UsageError
 from zckpt.core.catalog import Catalog, Source, TensorEntry
 from zckpt.core.dtypes import BF16, F32, DType
 from zckpt.core.fragments import FileStore, Fragment, MemoryStore
@@ -143,6 +143,20 @@ def test_nothing_is_lost_silently() -> None:
             made_of({"name": "{b}.qkv", "parts": [Q, K, V]}),
             Facts({"query_heads": 2}),
         )
+
+
+def test_numbers_that_no_model_has() -> None:
+    """In names and shapes of a stranger's file: they are refused before anything is done as many times."""
+    long = "language_model.encoder.layers." + "9" * 5000 + ".input_layernorm.weight"
+    with pytest.raises(UnsupportedError):
+        scheme_of([long], "x")
+    empty = TensorEntry("0.w13", (10**12, 0, 4), F32, "parameter", ())
+    mine = made_of({"name": "{b}.w13", "stack": ["e"], "parts": [GATE, UP]})
+    with pytest.raises(CorruptError, match="more blocks or experts"):
+        decomposed(Catalog({"0.w13": empty}, Source("test", "memory")), mine, Facts())
+    heads = Facts({"query_heads": 10**15, "key_heads": 10**15, "head_size": 1})
+    with pytest.raises(InconsistentError):
+        decomposed(of_tensors({"0.qkv": torch.randn(6, 2)}), made_of({"name": "{b}.qkv", "parts": [Q, K, V]}), heads)
 
 
 def test_a_head_that_is_the_embedding_is_compared() -> None:

@@ -216,7 +216,7 @@ def _check_complete(made: Sequence[_Made], scheme: Scheme, facts: Facts, routed:
     for group in scheme.together:
         if 0 < len(found.intersection(group)) < len(group):
             missing += [
-                rule.names[0]
+                rule.names[0].replace("{b}", "0")
                 for rule in scheme.rules
                 if set(rule.parts or ()) & set(group) and not found.issuperset(rule.parts or ())
             ]

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from zckpt.base.errors import InconsistentError, UnsupportedError
+from zckpt.base.errors import COPY_AGAIN, CorruptError, InconsistentError, UnsupportedError
 from zckpt.base.words import count, examples
 from zckpt.core.catalog import Catalog, Replica, TensorEntry, replace_name
 from zckpt.naming.facts import Facts
@@ -15,6 +16,9 @@ from zckpt.naming.local_names import local_names
 from zckpt.naming.parts import filled
 from zckpt.naming.rows import paired, rows_of, split, turned, with_rows
 from zckpt.naming.schemes import Fit, NamingRule, Scheme
+
+_MOST_STACKED = 1_000_000
+"""The most blocks x experts in one tensor; the largest models have some ten thousand."""
 
 _SHARES = {"query": "query_heads", "key": "key_heads", "value": "key_heads"}
 
@@ -160,6 +164,11 @@ def _parts_of(entry: TensorEntry, rule: NamingRule, fit: Fit, facts: Facts) -> l
         raise InconsistentError(
             f"tensor {entry.name!r} has too few dimensions", file=facts.path, found=f"shape {list(entry.shape)}",
             expected=f"{count(len(rule.stack), 'leading axis', 'leading axes')} and a parameter",
+        )  # fmt: skip
+    if math.prod(lead) > _MOST_STACKED:
+        raise CorruptError(
+            f"tensor {entry.name!r} has more blocks or experts than any model", file=facts.path,
+            found=f"shape {list(entry.shape)}", expected=f"at most {_MOST_STACKED:,} of them", remedy=COPY_AGAIN,
         )  # fmt: skip
     places = [_numbers(rule.stack, index, fit) for index in itertools.product(*map(range, lead))]
     names = [[filled(template, *place) for template in templates] for place in places]

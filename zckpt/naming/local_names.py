@@ -13,8 +13,8 @@ from collections.abc import Iterable
 _PREFIXES = [
     re.compile(pattern)
     for pattern in (
-        r"(?:.*\.)?layers\.(?P<block>\d+)\.(?P<local>.+)",
-        r"(?:sequential\.)?(?P<layer>\d+)\.(?P<local>.+)",
+        r"(?:.*\.)?layers\.(?P<block>\d{1,9})\.(?P<local>.+)",
+        r"(?:sequential\.)?(?P<layer>\d{1,9})\.(?P<local>.+)",
         r"tied_modules\.[^.]+\.(?P<local>.+)",
         r"(?:language_model\.)?(?:embedding\.|encoder\.|transformer\.)?(?P<local>.+)",
     )

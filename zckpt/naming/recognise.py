@@ -90,7 +90,8 @@ def _nearest(
 
 def _written(family: Scheme, parts: Sequence[str]) -> list[str]:
     """The names of the tensors in which a family has some parts."""
-    return list(dict.fromkeys(r.names[0] for part in parts for r in family.rules if part in (r.parts or ())))
+    names = (r.names[0] for part in parts for r in family.rules if part in (r.parts or ()))
+    return [name.replace("{b}", "0").replace("{e}", "0") for name in dict.fromkeys(names)]
 
 
 def _unlike(family: Scheme, there: Mapping[str, str], facts: Facts) -> tuple[set[str], set[str]]:

@@ -47,7 +47,7 @@ from zckpt.naming.parts import KINDS
 
 FILES = os.path.join(os.path.dirname(__file__), "scheme_files")
 
-_PLACES = {"{b}": r"(?P<b>\d+)", "{e}": r"(?P<e>\d+)", "*": ".*"}
+_PLACES = {"{b}": r"(?P<b>\d{1,9})", "{e}": r"(?P<e>\d{1,9})", "*": ".*"}
 
 
 @dataclass(frozen=True, slots=True)
