@@ -33,8 +33,8 @@ from zckpt.engine.scan_requests import AGAINST, CrcRange, request_of_bytes
 from zckpt.jobs.open import open_catalog
 from zckpt.storage.location import locate
 
-SAID = ("flat",)
-"""Fixtures that cannot be read without what the user says of them: tests/layouts/test_flat.py."""
+SAID = ("flat", "optimizers")
+"""Fixtures that cannot be read without what the user says of them, or not as directories: they have tests of their own."""
 FIXTURES = [
     path.parent
     for path in sorted((Path(__file__).parents[2] / "fixtures").glob("*/*/how.json"))

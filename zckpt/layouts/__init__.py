@@ -16,6 +16,7 @@ from zckpt.layouts import (
     megatron_core,
     megatron_legacy,
     moe,
+    numbered,
     parallel,
     plain,
     torch_checkpointing,
@@ -40,6 +41,7 @@ FAMILIES: tuple[Family, ...] = (
     fsdp.FAMILY,
     fsdp.ANY_NAME,
     torch_checkpointing.WITHOUT_METADATA,
+    numbered.FAMILY,
     plain.FAMILY,
 )
 """In the order in which they are asked: the first that knows the files reads them.

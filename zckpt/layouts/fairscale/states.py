@@ -20,7 +20,7 @@ from zckpt.layouts.fairscale.read import Held, Rank, holders, metadata_in, read_
 from zckpt.layouts.run.agreement import parameter_groups
 from zckpt.layouts.run.numbering import positions
 from zckpt.layouts.run.training import ParameterGroup, Training, client_state
-from zckpt.layouts.run.values import as_list, number_in
+from zckpt.layouts.run.values import as_list, keep_alike
 from zckpt.layouts.run.vectors import unflatten
 from zckpt.layouts.save.listing import Listing
 from zckpt.layouts.save.module_states import whole
@@ -248,7 +248,7 @@ def read_training(listing: Listing, *, allow_unknown: bool = False) -> Training:
             one = held[number]
             for state, first in optimizer.states[min(one.used)][number].items():
                 if not _is_vector(first):
-                    _share(shared, state, first, one.key, listing)
+                    keep_alike(shared, state, first, one.key, listing.directory.path)
                     continue
                 refs = {rank: _state_of(optimizer, ranks, rank, number, one, state) for rank in one.used}
                 for name, entry in _laid_out(one, refs, listing.directory.path).items():
@@ -274,14 +274,3 @@ def _state_of(optimizer: _Optimizer, ranks: Sequence[Rank], rank: int, number: i
             remedy="Convert the weights alone (to-fp32).",
         )  # fmt: skip
     return value
-
-
-def _share(shared: dict[str, object], state: str, value: object, key: str, listing: Listing) -> None:
-    """A state that is one value, such as the step, which all parameters of a group must have alike."""
-    known = shared.setdefault(state, value)
-    a, b = (number_in(v) if isinstance(v, TensorRef) else v for v in (known, value))
-    if a != b:
-        raise UnsupportedError(
-            f"parameters of one group have different values of {state!r}", file=listing.directory, found=f"{b} of {key!r}",
-            expected=f"{a}, as the parameters before it", remedy="Convert the weights alone (to-fp32).",
-        )  # fmt: skip

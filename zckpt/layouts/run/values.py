@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import struct
 
-from zckpt.base.errors import COPY_AGAIN, CorruptError, IncompleteError
+from zckpt.base.errors import COPY_AGAIN, CorruptError, IncompleteError, UnsupportedError
 from zckpt.base.words import count, ranks
 from zckpt.containers import TensorRef
 from zckpt.layouts.save.listing import Listing
@@ -61,6 +61,21 @@ def number_in(ref: TensorRef) -> int | float | bytes:
     code = _CODES.get(ref.dtype.name)
     number: int | float | bytes = struct.unpack(order + code, data)[0] if code else data
     return number
+
+
+def keep_alike(kept: dict[str, object], state: str, value: object, owner: str, file: str) -> None:
+    """Keeps an optimizer's state that is one value, such as the step, which all parameters of a group have alike.
+
+    Raises:
+        UnsupportedError: `owner` has another one than the parameters before it.
+    """
+    known = kept.setdefault(state, value)
+    a, b = (number_in(v) if isinstance(v, TensorRef) else v for v in (known, value))
+    if a != b:
+        raise UnsupportedError(
+            f"parameters of one group have different values of {state!r}", file=file, found=f"{b} of {owner!r}",
+            expected=f"{a}, as the parameters before it", remedy="Convert the weights alone (to-fp32).",
+        )  # fmt: skip
 
 
 def missing_ranks(

@@ -66,7 +66,7 @@ def read_shapes(path: str) -> ModelShapes:
     tensors = flatten(root, []) if isinstance(root, Mapping) else {}
     if not tensors:
         raise NotACheckpointError("holds no tensors", file=path, remedy=f"Correct --shapes. {MAKE}")
-    if container.kind == "safetensors" and _is_sorted(tensors):
+    if container.kind == "safetensors" and is_sorted(tensors):
         raise UnsupportedError(
             "does not say the order of the model's parameters", file=path,
             found="tensors sorted by name, as safetensors has them",
@@ -87,7 +87,7 @@ def read_shapes(path: str) -> ModelShapes:
     return ModelShapes(path, shapes, tied)
 
 
-def _is_sorted(tensors: Mapping[str, TensorRef]) -> bool:
+def is_sorted(tensors: Mapping[str, TensorRef]) -> bool:
     """Whether the tensors of each dtype stand in the order of their names, as a writer of safetensors puts them."""
     names: dict[str, list[str]] = {}
     for name, ref in tensors.items():
