@@ -29,7 +29,7 @@ _SHARD = re.compile(r"-\d{5}-of-\d{5}\.")
 _KEYS = ("optimizer", "optim", "optimizer_state_dict", "optimizer_state", "last_optimizer_state")
 
 
-class Files(NamedTuple):
+class OptimizerFiles(NamedTuple):
     """The files of a save.
 
     Attributes:
@@ -48,7 +48,7 @@ def match(listing: Listing) -> str | None:
     return None if find(listing) is not None else "no weights with an optimizer's state dict beside them"
 
 
-def find(listing: Listing) -> Files | None:
+def find(listing: Listing) -> OptimizerFiles | None:
     """The files of a save; None for anything else.
 
     Raises:
@@ -61,7 +61,7 @@ def find(listing: Listing) -> Files | None:
     if not weights.matching(_SHARD) and not name.endswith((".safetensors", ".json")):
         inside = state_dict_in(weights.open(name).root)
         if inside is not None and inside is not weights.open(name).root:
-            return Files(weights, {}, (weights.files[name].path, inside))
+            return OptimizerFiles(weights, {}, (weights.files[name].path, inside))
     beside = _beside(listing)
     ranks = {int(RANK.fullmatch(n)["dp"]): n for n in beside.matching(RANK)}  # type: ignore[index]
     try:
@@ -70,10 +70,10 @@ def find(listing: Listing) -> Files | None:
                 rank: (beside.files[n].path, state_dict_in(beside.open(n).root)) for rank, n in sorted(ranks.items())
             }
             held = {rank: (file, state) for rank, (file, state) in found.items() if state is not None}
-            return Files(weights, held, None) if held and len(held) == len(found) else None
+            return OptimizerFiles(weights, held, None) if held and len(held) == len(found) else None
         for n in beside.matching(WHOLE)[:1]:
             state = state_dict_in(beside.open(n).root)
-            return None if state is None else Files(weights, {}, (beside.files[n].path, state))
+            return None if state is None else OptimizerFiles(weights, {}, (beside.files[n].path, state))
     except ZckptError:  # `unread_states` names it
         pass
     return None

@@ -23,7 +23,7 @@ from zckpt.base.errors import InconsistentError, UnsupportedError, ZckptError
 from zckpt.base.words import count
 from zckpt.containers import TensorRef
 from zckpt.core.catalog import Catalog, TensorEntry, Topology
-from zckpt.layouts.numbered.files import Files, find
+from zckpt.layouts.numbered.files import OptimizerFiles, find
 from zckpt.layouts.plain import read as plain
 from zckpt.layouts.run.agreement import steps_of
 from zckpt.layouts.run.numbering import Extent, positions
@@ -123,13 +123,13 @@ def read_training(listing: Listing, *, allow_unknown: bool = False) -> Training:
     return Training(tuple(groups), states, {}, rest, precisions.most_common(1)[0][0])
 
 
-def _steps(files: Files) -> int | None:
+def _steps(files: OptimizerFiles) -> int | None:
     """Optimizer steps."""
     parts = [files.whole] if files.whole else list(files.ranks.values())
     return max((step for _, state in parts if (step := steps_of(state)) is not None), default=None)
 
 
-def _files(listing: Listing) -> Files:
+def _files(listing: Listing) -> OptimizerFiles:
     files = find(listing)
     if files is None:
         raise InconsistentError("its files have changed while they were read", file=listing.directory)
@@ -143,7 +143,7 @@ def _is_vector(value: object) -> bool:
 # -- names for numbers -----------------------------------------------------------------------------------------------
 
 
-def _named(files: Files, catalog: Catalog, listing: Listing) -> _Optimizer:
+def _named(files: OptimizerFiles, catalog: Catalog, listing: Listing) -> _Optimizer:
     """The optimizer with names.
 
     Raises:
@@ -186,7 +186,7 @@ def _extent(state: object) -> Extent:
     return next((value.shape for value in values if isinstance(value, TensorRef) and value.shape), None)
 
 
-def _in_order(files: Files, catalog: Catalog, listing: Listing) -> list[str]:
+def _in_order(files: OptimizerFiles, catalog: Catalog, listing: Listing) -> list[str]:
     """The tensors in the model's order: as `--shapes` says, or as the weights' files have them.
 
     Raises:
