@@ -50,6 +50,7 @@ SEEDS: dict[str, Seed] = {
     "torch zip": ("zero2/fp32_w1/checkpoint", "*/mp_rank_00_model_states.pt", False),
     "pickle of a model": ("zero3/bf16_w2/checkpoint", "*/zero_pp_rank_0_mp_rank_00_model_states.pt", True),
     "pickle of an optimizer": ("zero3/bf16_w2/checkpoint", "*/*zero_pp_rank_1_mp_rank_00_optim_states.pt", True),
+    "optimizer on NVMe": ("nvme/bf16_w2/checkpoint", "*/*zero_pp_rank_1_mp_rank_00_optim_states.pt", True),
     "torch stream": ("zero2/legacy_w2/checkpoint", "*/mp_rank_00_model_states.pt", False),
     "rules of slices": ("tensor/zero1_tp2_dp2/checkpoint", "*/mp_rank_00_model_states.pt", True),
     "experts": ("moe/*/checkpoint", "*/layer_*_expert_0_*.pt", True),

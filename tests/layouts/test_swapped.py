@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 
 import zckpt
 from zckpt import layouts
-from zckpt.base.errors import IncompleteError, InconsistentError
+from zckpt.base.errors import IncompleteError, InconsistentError, UnsupportedError
 from zckpt.checks import reread
 from zckpt.containers import TensorRef
 from zckpt.jobs.inspection import Inspection, inspect_checkpoint
@@ -191,3 +191,28 @@ def test_frozen_parameters_that_were_on_nvme_are_not_in_the_save(tmp_path: Path)
     with pytest.raises(IncompleteError, match=r"frozen parameter 'body\.weight'") as error:
         open_catalog(str(place))
     assert "offload_param" in error.value.expected
+
+
+@pytest.mark.parametrize("label", [None, "", "../../0_9", "/etc/passwd", "a" * 5000, "0_9\0", 7, ["0_9"]], ids=range(8))
+def test_names_that_are_none_of_a_swap_file(label: object, tmp_path: Path) -> None:
+    place = copy_of("fp16_w1", tmp_path)
+    for path in (place / TAG).glob("*_optim_states.pt"):
+        root = torch.load(path, weights_only=False)
+        vector = root["optimizer_state_dict"]["fp32_flat_groups"][0]
+        vector.ds_id = label
+        torch.save(root, path)
+    with pytest.raises(UnsupportedError, match="does not say which swap file"):
+        open_catalog(str(place))
+    with pytest.raises(UnsupportedError):
+        zckpt.verify(place)
+    assert not inspect_checkpoint(place).exportable.ok
+
+
+def test_addresses(tmp_path: Path) -> None:
+    fsspec = pytest.importorskip("fsspec")
+    files = fsspec.filesystem("memory")
+    files.put(str(FIXTURES / "bf16_w2" / "checkpoint"), "/swapped", recursive=True)
+    zckpt.convert("memory://swapped", tmp_path / "out.safetensors")
+    truth = load_file(FIXTURES / "bf16_w2" / "truth.safetensors")
+    found = load_file(tmp_path / "out.safetensors")
+    assert all(same_bits(found[name], truth[name]) for name in truth)

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
@@ -32,6 +33,7 @@ from zckpt.layouts.zero.optimizer_states import OptimizerShard
 from zckpt.layouts.zero.partition import partition_numel
 
 _SUFFIX = ".tensor.swp"
+_LABEL = re.compile(r"[\w-]{1,200}")
 _LEAST_BYTES = 1 << 20
 _HALF_MASTERS = (("bf16", "bf16_master_weights_and_grads", BF16), ("fp16", "fp16_master_weights_and_grads", F16))
 
@@ -139,10 +141,10 @@ class _SwapFiles:
             IncompleteError, UnsupportedError: as in `with_swapped`.
         """
         label = _label(stands_for)
-        if not label or "/" in label:
+        if not _LABEL.fullmatch(label):
             raise UnsupportedError(
                 f"does not say which swap file holds sub-group {self.number}", file=self.shard.file,
-                found=f"a tensor with ds_id {brief(label)}" if label else "an empty tensor without ds_id",
+                found=f"a tensor with ds_id {brief(label[:100])}" if label else "an empty tensor without ds_id",
                 expected="the attribute ds_id, as DeepSpeed writes it",
                 remedy="Copy the optimizer files as DeepSpeed wrote them.",
             )  # fmt: skip
