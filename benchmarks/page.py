@@ -37,6 +37,11 @@ TITLES = {
         "Rank files of FSDP",
         "fp32 DTensors of 8 ranks, as verl saves them. verl's merger writes bf16; the rest of verl is not installed.",
     ),
+    "megatron": (
+        "Megatron-Core",
+        "A bf16 model of Llama's shape, written as a `torch_dist` save and back. The rival loads all tensors with "
+        "Megatron-Core's own `dist_checkpointing`, takes them apart with torch and saves them; it makes no config.",
+    ),
     "tuning": (
         "Threads, buffers, page cache",
         "`to-fp32` of ZeRO-3 whose files lie on the disk: the defaults beside their neighbours.",

@@ -26,6 +26,7 @@ import loading
 import page
 import ranks
 import reshaping
+import torch_dist
 import tuning
 from measure import ROOT, WORK, machine
 
@@ -38,6 +39,7 @@ SECTIONS = {
     "push": hub.measure,
     "dcp": dcp.measure,
     "rank files": ranks.measure,
+    "megatron": torch_dist.measure,
     "tuning": tuning.measure,
     "growth": growth.measure,
 }
