@@ -10,9 +10,11 @@ from zckpt.naming.schemes import Scheme, families, scheme, schemes
 PAGE = Path(__file__).parents[2] / "docs" / "huggingface.md"
 BEGIN, END = "<!-- families: begin -->\n", "<!-- families: end -->\n"
 TITLES = {
-    "megatron-core": "Megatron-Core", "megatron": "Megatron-DeepSpeed", "gpt-neox": "GPT-NeoX", "torchtitan": "torchtitan",
-    "megatron-legacy": "older Megatron",
-}  # fmt: skip
+    "megatron-core": "Megatron-Core",
+    "megatron": "Megatron-DeepSpeed, older Megatron-LM",
+    "gpt-neox": "GPT-NeoX",
+    "torchtitan": "torchtitan",
+}
 
 
 def has_place(writer: Scheme, family: Scheme) -> bool:
