@@ -194,6 +194,15 @@ def test_the_second_number_is_told_by_args(tmp_path: Path) -> None:
         open_catalog(str(run))
 
 
+@pytest.mark.parametrize("size", [10**8, 10**18])
+def test_counts_of_ranks_are_not_counted_up_to(size: int, tmp_path: Path) -> None:
+    run = copy_of("fp32", tmp_path)
+    file = run / ITERATION / "mp_rank_00" / "model_optim_rng.pt"
+    edited(file, lambda root: vars(root["args"]).update(tensor_model_parallel_size=size))
+    with pytest.raises(UnsupportedError, match="number of ranks"):
+        open_catalog(str(run))
+
+
 def test_layers_that_are_missing(tmp_path: Path) -> None:
     run = copy_of("virtual_pp2", tmp_path)
     for rank in (0, 1):

@@ -86,6 +86,7 @@ JOBS = {
         ("autoep/zero3_w4", ""),
         ("dcp/accelerate_fsdp2_w2", ""),
         ("dcp/boxes_w4", "no optimizer states"),
+        ("megatron_legacy/tied_pp2_dp2", ""),
     ],
 )
 def test_split_models_behind_an_address(name: str, refused: str, tmp_path: Path) -> None:
