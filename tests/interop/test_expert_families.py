@@ -44,9 +44,9 @@ def in_memory(model: Any, path: Path) -> Path:
     return path
 
 
-def to_hf(source: Path, out: Path, to: str = "hf", **more: Any) -> Any:
+def to_hf(source: Path, out: Path, to: str = "hf", dtype: str = "fp32", **more: Any) -> Any:
     form = Form(to, **more)
-    return zckpt.convert(source, out, options=zckpt.Options(form=form))
+    return zckpt.convert(source, out, dtype=dtype, options=zckpt.Options(form=form))
 
 
 def loaded(path: Path) -> Any:
@@ -251,3 +251,22 @@ def test_the_same_as_transformers_own_mapping(name: str, tmp_path: Path) -> None
     assert "transformers' own mapping" in zckpt.convert(source, tmp_path / "theirs").notes[-1]
     assert_same_files(tmp_path / "out", tmp_path / "theirs")
     assert zckpt.verify(source, tmp_path / "out").ok
+
+
+def test_a_run_of_megatron_core(tmp_path: Path) -> None:
+    """Its arguments and tensors say that it is a Mixtral; its rows are taken apart here by torch."""
+    home = FIXTURES / "mcore" / "moe_ep2"
+    report = to_hf(home / "checkpoint", tmp_path / "out", dtype="bf16")
+    assert "hf:mixtral" in " ".join(report.notes)
+    model = loaded(tmp_path / "out")
+    truth, found = load_file(home / "truth.safetensors"), all_of(tmp_path / "out")
+    heads = truth["decoder.layers.self_attention.linear_qkv.weight"][0].view(2, 4, 4, 16)
+    gate, up = truth["decoder.layers.mlp.experts.experts.linear_fc1.weight"][0].chunk(2, 1)
+    wanted = {
+        "self_attn.q_proj": heads[:, :2].reshape(16, 16), "self_attn.k_proj": heads[:, 2].reshape(8, 16),
+        "self_attn.v_proj": heads[:, 3].reshape(8, 16), "block_sparse_moe.experts.1.w1": gate[1],
+        "block_sparse_moe.experts.1.w3": up[1], "block_sparse_moe.gate": truth["decoder.layers.mlp.router.weight"][0],
+        "post_attention_layernorm": truth["decoder.layers.mlp.linear_fc1.layer_norm_weight"][0],
+    }  # fmt: skip
+    assert all(same_bits(found[f"model.layers.0.{name}.weight"], tensor) for name, tensor in wanted.items())
+    assert (model.config.num_local_experts, model.config.num_experts_per_tok) == (2, 2)
