@@ -19,9 +19,12 @@ import torch.distributed as dist
 warnings.simplefilter("ignore")
 torch.cuda.current_device = lambda: "cpu"  # type: ignore[assignment]
 torch.cuda.synchronize = lambda *args: None  # type: ignore[assignment]
+_ones = torch.ones
+torch.ones = lambda *args, device=None, **kwargs: _ones(*args, device=None if device == "cuda" else device, **kwargs)  # type: ignore[assignment]
 torch.Tensor.cuda = lambda self, *args, **kwargs: self  # type: ignore[assignment,method-assign]
 
 from megatron.core import parallel_state
+from megatron.core.fusions.fused_bias_geglu import quick_gelu
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.transformer import MLATransformerConfig, TransformerConfig, dot_product_attention
@@ -61,20 +64,25 @@ on_cpu()
 def built(hf: Any, tp: int, pp: int, ep: int) -> GPTModel:
     """This rank's part of Megatron-Core's model for a config of transformers."""
     kind = hf.model_type
-    latent = kind == "deepseek_v3"
+    latent = kind in ("deepseek_v2", "deepseek_v3")
     settings: dict[str, Any] = {
         "num_layers": hf.num_hidden_layers, "hidden_size": hf.hidden_size, "num_attention_heads": hf.num_attention_heads,
         "num_query_groups": hf.num_key_value_heads, "ffn_hidden_size": hf.intermediate_size,
         "kv_channels": hf.v_head_dim if latent else getattr(hf, "head_dim", None), "layernorm_epsilon": hf.rms_norm_eps,
         "normalization": "RMSNorm", "gated_linear_unit": True, "activation_func": torch.nn.functional.silu,
-        "add_bias_linear": False, "add_qkv_bias": kind in ("qwen2", "qwen2_moe"), "use_cpu_initialization": True,
-        "qk_layernorm": latent or kind in ("qwen3", "qwen3_moe"), "params_dtype": torch.float32,
+        "add_bias_linear": False,
+        "add_qkv_bias": kind in ("qwen2", "qwen2_moe") or getattr(hf, "attention_bias", False),
+        "use_cpu_initialization": True,
+        "qk_layernorm": latent or kind in ("qwen3", "qwen3_moe") or getattr(hf, "use_qk_norm", False),
+        "params_dtype": torch.float32,
         "pipeline_dtype": torch.float32, "bias_activation_fusion": False, "bias_dropout_fusion": False,
         "apply_rope_fusion": False, "gradient_accumulation_fusion": False, "masked_softmax_fusion": False,
         "hidden_dropout": 0.0, "attention_dropout": 0.0, "persist_layer_norm": False, "tensor_model_parallel_size": tp,
         "pipeline_model_parallel_size": pp, "expert_model_parallel_size": ep, "sequence_parallel": False,
     }  # fmt: skip
     settings |= _experts(hf)
+    if kind == "gpt_oss":
+        settings |= _gpt_oss(hf)
     theta = hf.rope_parameters["rope_theta"]
     if latent:
         settings |= {
@@ -85,14 +93,36 @@ def built(hf: Any, tp: int, pp: int, ep: int) -> GPTModel:
     make = MLATransformerConfig if latent else TransformerConfig
     known = inspect.signature(make).parameters
     config = make(**{name: value for name, value in settings.items() if name in known})
+    yarn = {} if latent else {f"yarn_{name}": value for name, value in _yarn(hf.rope_parameters).items()}
+    for name, value in yarn.items():  # Megatron-Core reads them, and does not declare them
+        setattr(config, name, value)
     spec = get_gpt_decoder_block_spec(config, use_transformer_engine=False, normalization="RMSNorm")
     words = -(-hf.vocab_size // (WIDTH * tp)) * WIDTH * tp
     return GPTModel(
-        config, spec, vocab_size=words, max_sequence_length=hf.max_position_embeddings, position_embedding_type="rope",
-        rotary_base=theta, share_embeddings_and_output_weights=hf.tie_word_embeddings,
+        config, spec, vocab_size=words, max_sequence_length=hf.max_position_embeddings,
+        position_embedding_type="yarn" if yarn else "rope", rotary_base=theta,
+        rotary_percent=hf.rope_parameters.get("partial_rotary_factor", 1.0),
+        share_embeddings_and_output_weights=hf.tie_word_embeddings,
         pre_process=parallel_state.is_pipeline_first_stage(), post_process=parallel_state.is_pipeline_last_stage(),
         parallel_output=False,
     ).eval()  # fmt: skip
+
+
+def _yarn(rope: dict[str, Any]) -> dict[str, Any]:
+    """What scales rotary positions."""
+    if rope["rope_type"] != "yarn":
+        return {}
+    same = {name: rope[name] for name in ("beta_fast", "beta_slow", "original_max_position_embeddings")}
+    rounded = {"correction_range_round_to_int": rope["truncate"]}
+    return {**same, **rounded, "rotary_scaling_factor": rope["factor"], "mscale": None, "mscale_all_dim": None}
+
+
+def _gpt_oss(hf: Any) -> dict[str, Any]:
+    return {
+        "activation_func": quick_gelu, "glu_linear_offset": 1.0, "activation_func_clamp_value": hf.swiglu_limit,
+        "softmax_type": "learnable", "add_bias_linear": True, "window_size": (hf.sliding_window - 1, 0),
+        "window_attn_skip_freq": 2,
+    }  # fmt: skip
 
 
 def _experts(hf: Any) -> dict[str, Any]:
@@ -110,14 +140,18 @@ def _experts(hf: Any) -> dict[str, Any]:
         found |= {
             "moe_shared_expert_intermediate_size": hf.shared_expert_intermediate_size, "moe_shared_expert_gate": True
         }  # fmt: skip
-    if hf.model_type == "deepseek_v3":
+    if hf.model_type in ("deepseek_v2", "deepseek_v3", "glm4_moe"):
         dense = hf.first_k_dense_replace
         found |= {
-            "moe_layer_freq": [0] * dense + [1] * (hf.num_hidden_layers - dense), "moe_router_score_function": "sigmoid",
+            "moe_layer_freq": [0] * dense + [1] * (hf.num_hidden_layers - dense), "moe_router_pre_softmax": True,
             "moe_shared_expert_intermediate_size": hf.n_shared_experts * hf.moe_intermediate_size,
-            "moe_router_enable_expert_bias": True, "moe_router_num_groups": hf.n_group, "moe_router_pre_softmax": True,
-            "moe_router_group_topk": hf.topk_group, "moe_router_topk_scaling_factor": hf.routed_scaling_factor,
+            "moe_router_topk_scaling_factor": hf.routed_scaling_factor,
         }  # fmt: skip
+        if hf.model_type != "deepseek_v2":
+            found |= {
+                "moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True,
+                "moe_router_num_groups": hf.n_group, "moe_router_group_topk": hf.topk_group,
+            }  # fmt: skip
     return found
 
 

@@ -21,7 +21,6 @@ _SAME = {
     "init_method_std": ("initializer_range",),
     "attention_dropout": ("attention_dropout", "attn_pdrop"),
     "hidden_dropout": ("resid_pdrop", "hidden_dropout"),
-    "window_size": ("sliding_window",),
     "moe_router_topk": ("num_experts_per_tok", "num_experts_per_token"),
     "moe_router_num_groups": ("n_group",),
     "moe_router_group_topk": ("topk_group",),
@@ -63,6 +62,14 @@ _ALWAYS: dict[str, object] = {
     "rotary_interleaved": False,
     "squared_relu": False,
 }
+
+_SINKS: dict[str, object] = {
+    "softmax_type": "learnable",
+    "swiglu": False,
+    "quick_geglu": True,
+    "glu_linear_offset": 1.0,
+}
+"""Arguments of a model of gpt-oss, the only family whose attention has sinks."""
 
 _SILU = ("silu", "swish")
 _QUERY_KEY_NORMS = {"blocks.{b}.attention.query_norm.weight", "blocks.{b}.attention.key_value_down_norm.weight"}
@@ -110,6 +117,9 @@ def megatron_arguments(facts: Facts, parts: Catalog, config: Mapping[str, object
     }  # fmt: skip
     found |= _said(_SAME, config) | (_said(_ROPE, {**config, **rope}) if rotary else {})
     found |= _scaled(rope, "blocks.{b}.attention.key_value_down.weight" in there)
+    found |= _window(config)
+    if "blocks.{b}.attention.sinks" in there:
+        found |= _SINKS | {"activation_func_clamp_value": config.get("swiglu_limit")}
     if (base := found.get("rotary_base")) is not None and isinstance(base, float) and base.is_integer():
         found["rotary_base"] = int(base)
     if "blocks.{b}.router.weight" in there:
@@ -131,6 +141,19 @@ def _activation(config: Mapping[str, object]) -> object:
     )
 
 
+def _window(config: Mapping[str, object]) -> dict[str, object]:
+    """How far attention looks back, and in which layers it looks back to the beginning."""
+    tokens, kinds = config.get("sliding_window"), config.get("layer_types")
+    if not isinstance(tokens, int) or tokens < 1 or config.get("use_sliding_window") is False:
+        return {}
+    found: dict[str, object] = {"window_size": [tokens - 1, 0]}
+    if isinstance(kinds, list) and "full_attention" in kinds:
+        every = 1 + kinds.index("full_attention")
+        regular = all((kind == "full_attention") is (number % every == 0) for number, kind in enumerate(kinds, 1))
+        found["window_attn_skip_freq"] = every if regular else [int(kind != "full_attention") for kind in kinds]
+    return found
+
+
 def _scaled(rope: Mapping[str, object], latent: bool) -> dict[str, object]:
     """What scales rotary positions."""
     kind = rope.get("rope_type", rope.get("type"))
@@ -139,6 +162,13 @@ def _scaled(rope: Mapping[str, object], latent: bool) -> dict[str, object]:
         found["rope_type"] = "yarn" if kind == "yarn" else "rope"
     if kind == "yarn":
         found |= {argument: rope.get(key) for argument, key in _YARN.items()}
+        if not latent:
+            prefixed = ("beta_fast", "beta_slow", "original_max_position_embeddings")
+            found |= {f"yarn_{name}": found.pop(name) for name in prefixed}
+            found |= {
+                "position_embedding_type": "yarn",
+                "yarn_correction_range_round_to_int": rope.get("truncate", True),
+            }
     elif kind == "llama3":
         found |= {"use_rope_scaling": True, "rope_scaling_factor": rope.get("factor")}
     return found
