@@ -165,6 +165,15 @@ def test_a_head_that_is_the_embedding_is_compared() -> None:
     tied = compose(found.parts, mine, Facts({"tied": True}))
     assert list(tied) == ["emb"] and tied["emb"].replicas[0].whole
     assert list(compose(found.parts, mine, Facts())) == ["emb", "head"]
+    half = replace(found.parts["embedding.weight"], dtype=BF16, fragments=(Fragment(FileStore("/none", 12), 0, 0, 6),))
+    mixed = replace(found.parts, tensors={**found.parts.tensors, "embedding.weight": half})
+    kept = compose(mixed, mine, Facts({"tied": True}))["emb"]
+    assert kept.dtype == F32 and kept.replicas[0].dtype == BF16
+    long = replace(
+        found.parts, tensors={**found.parts.tensors, **of_tensors({"head.weight": torch.zeros(4, 2)}).tensors}
+    )
+    with pytest.raises(InconsistentError, match="would both be called"):
+        compose(long, mine, Facts({"tied": True}))
 
 
 def test_a_scheme_is_found_by_names() -> None:

@@ -93,7 +93,14 @@ def _refused(name: str, rule: NamingRule, facts: Facts) -> UnsupportedError:
 
 
 def same(first: TensorEntry, other: TensorEntry) -> TensorEntry:
-    """One entry for a tensor that the checkpoint holds twice, as tied embeddings of a pipeline; checks compare the two."""
+    """One entry for a tensor that the checkpoint holds twice, as tied embeddings of a pipeline; checks compare the two.
+
+    Of two floating dtypes, as of an fp32 weight of the optimizer and a model's own, the wider one is kept.
+    """
+    if first.dtype != other.dtype and first.dtype.kind == other.dtype.kind == "float" and first.shape == other.shape:
+        if other.dtype.itemsize > first.dtype.itemsize:
+            first, other = replace(other, name=first.name), first
+        return replace(first, replicas=(*first.replicas, Replica(other.dtype, other.fragments, "another layer", True)))
     if (first.shape, first.dtype) != (other.shape, other.dtype):
         raise InconsistentError(
             f"two tensors would both be called {first.name!r}",
