@@ -17,6 +17,8 @@ list of rules. A rule has
   read, and rows of zeros are added up to the fact `padded_vocabulary`, if there is one, when it is written.
 - "when": facts and the values (or lists of values) that they must have for the rule to count.
 - "beside": another tensor's name: the rule counts only where that tensor is there, with the same numbers.
+- "tied": true if the tensor is written, as another name of the embedding, for a model whose head is that too.
+- "zeros": with parts null: the fact that is the length of a vector of zeros, which is written for every block with a router.
 - "refused": for tensors in a form that cannot be taken apart, with parts null: what the form is.
 - "optional": true if a model of this kind may be without it; biases of a `{kind}` are always optional.
 Of two rules whose names fit, the first whose facts fit is taken; a fact is looked up in the config and in the run's arguments
@@ -69,6 +71,8 @@ class NamingRule:
         note: what is said if the tensor is left out.
         beside: the name of a tensor that must be there for the rule to count; empty for none.
         refused: the form of a tensor that cannot be taken apart; empty for none.
+        tied: whether it is written for a model that ties it.
+        zeros: the fact that is the number of zeros that are written; empty for none.
     """
 
     number: int
@@ -85,6 +89,8 @@ class NamingRule:
     note: str = ""
     beside: str = ""
     refused: str = ""
+    tied: bool = False
+    zeros: str = ""
 
     @property
     def is_plain(self) -> bool:
@@ -261,6 +267,8 @@ def _rule(number: int, written: Mapping[str, Any], names: Iterable[str], kind: s
         written.get("note", ""),
         written.get("beside", ""),
         written.get("refused", ""),
+        written.get("tied", False),
+        written.get("zeros", ""),
     )
 
 

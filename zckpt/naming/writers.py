@@ -6,6 +6,7 @@ itself; they are taken apart by that scheme and put together by the one that is 
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -13,7 +14,9 @@ from typing import Any
 
 from zckpt.base.errors import UsageError
 from zckpt.base.words import count
-from zckpt.core.catalog import Catalog
+from zckpt.core.catalog import Catalog, TensorEntry
+from zckpt.core.dtypes import F32
+from zckpt.core.fragments import ComputedStore, Fragment
 from zckpt.layouts.places import Place
 from zckpt.layouts.save.companions import config_of, read_config
 from zckpt.naming.compose import compose
@@ -116,7 +119,8 @@ def named(catalog: Catalog, place: Place, naming: Naming) -> RenamedModel:
                 f"{count(padded - words, 'row')} of the embedding and of the head are zero.",
             )
     tensors = compose(found.parts, writer, facts, found.origins)
-    tensors, stacked, aliases = _spelled(tensors, writer)
+    tensors, stacked, aliases = _spelled(_completed(tensors, writer, found.parts, facts), writer)
+    aliases |= _tied(tensors, writer, facts)
     recorded = {
         "names": naming.writer,
         "layers": facts.get("layers"),
@@ -165,6 +169,36 @@ def _are_alike(parts: Catalog) -> bool:
         if block >= 0 and expert <= 0:
             blocks.setdefault(block, set()).add(part)
     return len({frozenset(own) for own in blocks.values()}) < 2
+
+
+def _completed(composed: Catalog, writer: Scheme, parts: Catalog, facts: Facts) -> Catalog:
+    """The tensors, with those that the writer has beside the model's parts: zeros, as they are before training."""
+    tensors = dict(composed.tensors)
+    routed = [at.block for name in parts.tensors if (at := numbered(name)).part == "blocks.{b}.router.weight"]
+    for rule in writer.rules:
+        if rule.parts is not None or not rule.zeros or not routed:
+            continue
+        numel = with_parts(facts, parts).number(rule.zeros)
+        for block in routed:
+            name = filled(rule.names[0], block, -1)
+            nbytes = numel * F32.itemsize
+            store = ComputedStore(nbytes, functools.partial(bytearray, nbytes), ())
+            zeros = TensorEntry(name, (numel,), F32, "buffer", (Fragment(store, 0, 0, numel),))
+            tensors.setdefault(name, zeros)
+    return replace(composed, tensors=tensors)
+
+
+def _tied(composed: Catalog, writer: Scheme, facts: Facts) -> dict[str, str]:
+    """Names of the head -> the embedding's, where the model ties the two and the writer names both."""
+    named_by = {
+        rule.parts[0]: rule
+        for rule in writer.rules
+        if (rule.parts and rule.tied) or rule.parts == ("embedding.weight",)
+    }
+    embedding, head = named_by.get("embedding.weight"), named_by.get("head.weight")
+    if embedding is None or head is None or head.names[0] in composed.tensors or facts.get("tied") is not True:
+        return {}
+    return dict.fromkeys(head.names, embedding.names[0])
 
 
 def _spelled(composed: Catalog, writer: Scheme) -> tuple[Catalog, dict[str, int], dict[str, str]]:
