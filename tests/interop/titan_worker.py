@@ -1,4 +1,4 @@
-"""Loads saves that `to-dcp --names torchtitan` wrote into torchtitan's own models, by torch's own loader; all must be there, bit by bit.
+"""Loads saves of `to-dcp --names torchtitan` into torchtitan's own models by torch's own loader; all is there, bit by bit.
 
 For test_torchtitan, in an interpreter that finds torchtitan. Arguments: directories of pairs (save, fixture).
 """
