@@ -138,6 +138,19 @@ def read_metadata(listing: Listing) -> Metadata:
     raise missing_metadata(listing)
 
 
+_PLANS = b"\x8c\x0fall_local_plans\x94"
+
+
+def without_plans(data: bytes) -> bytes:
+    """The pickle without the last attribute, if that is `all_local_plans`: what each rank was to write, once more.
+
+    Megatron-Core keeps it, and it is as large as everything else. The key of the attribute, in protocol 4, is followed by its
+    value, and that by the end of the attributes, BUILD and STOP. What is behind STOP is not read.
+    """
+    at = data.find(_PLANS)
+    return data if at < 0 or data.find(_PLANS, at + 1) >= 0 else data[:at] + b"ub." + data[at + 3 :]
+
+
 class _Pickled:
     """One metadata pickle, checked; `metadata` is the result."""
 
@@ -155,7 +168,7 @@ class _Pickled:
                 "the metadata are empty", file=self.file, remedy="Use an older save: this one did not finish."
             )
         most = max(limits.PICKLE_COST, limits.METADATA_COST_PER_BYTE * len(data))
-        root = load_pickle(data, file=self.file, most=most)
+        root = load_pickle(without_plans(data), file=self.file, most=most)
         if not isinstance(root, Placeholder) or root.name not in _ROOTS or not isinstance(root.state, Mapping):
             raise self.corrupt("is not a metadata file of torch.distributed.checkpoint", brief(root))
         self.state = root.state
