@@ -171,7 +171,8 @@ class Machine:
         else:
             self.check_safe(function, (*args, *(kwargs or {}).values()))
         self.charge(PLACEHOLDER_COST)
-        return Placeholder(function.module, function.name, args, called=True, kwargs=dict(kwargs or {}))
+        named = dict(kwargs) if kwargs else _NOT_NAMED
+        return Placeholder(function.module, function.name, args, called=True, kwargs=named, items=_NO_ITEMS)
 
     def check_safe(self, function: Placeholder, args: tuple[object, ...]) -> None:
         """Raises UnsafeError for a call that would run code, of `function` or through it, as map(os.system, ...)."""
@@ -201,7 +202,7 @@ class Machine:
             self.charge(ENTRY_COST * len(items))
             target.update(map(plain_key, items))
         elif isinstance(target, list | Placeholder):
-            (target if isinstance(target, list) else target.items).extend(items)
+            (target if isinstance(target, list) else _items_of(target)).extend(items)
         else:
             raise TypeError(f"items for a {type(target).__name__}")
 
@@ -213,7 +214,7 @@ class Machine:
         if isinstance(target, dict):
             target.update((plain_key(key), value) for key, value in pairs)
         elif isinstance(target, Placeholder):
-            target.items.extend(itertools.starmap(Pair, pairs))
+            _items_of(target).extend(itertools.starmap(Pair, pairs))
         else:
             raise TypeError(f"entries for a {type(target).__name__}")
 
@@ -241,6 +242,18 @@ class Machine:
     def no_persistent_load(self, key: object) -> object:
         """For pickles outside of a torch file."""
         raise TypeError("a reference to something outside of it")
+
+
+_NOT_NAMED: dict[str, object] = {}
+_NO_ITEMS: list[object] = []
+"""Of all placeholders without any: the metadata of a large save are hundreds of thousands of objects."""
+
+
+def _items_of(value: Placeholder) -> list[object]:
+    """Its items, to be added to."""
+    if value.items is _NO_ITEMS:
+        value.items = []
+    return value.items
 
 
 def as_new(value: object) -> object:
