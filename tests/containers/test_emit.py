@@ -167,3 +167,8 @@ def test_names_cannot_smuggle_opcodes() -> None:
     inert.name = "OrderedDict\nR"
     with pytest.raises(UnsupportedError, match="cannot write a class of this name"):
         emit(inert, {})
+
+
+def test_a_large_dict_is_joined_piece_by_piece() -> None:
+    large = {f"layer {number}": {"offset": number, "shape": (number, 2)} for number in range(20_000)}
+    assert pickle.loads(emit({"a": large, "b": [large, 1]}, {})) == {"a": large, "b": [large, 1]}

@@ -19,6 +19,9 @@ from zckpt.containers.skeleton import TensorSpec
 from zckpt.core.dtypes import DType
 
 
+_MOST_PARTS = 1 << 14
+
+
 class Size(tuple[int, ...]):
     """A shape that is written as a `torch.Size`."""
 
@@ -38,14 +41,16 @@ def emit(root: object, keys: Mapping[str, str]) -> bytes:
     """
     emitter = _Emitter(keys)
     emitter.value(root)
-    return b"".join((b"\x80\x02", *emitter.parts, b"."))
+    emitter.join()
+    return b"".join((b"\x80\x02", emitter.joined, b"."))
 
 
 class _Emitter:
-    """`parts` is the pickle so far; `memo` is code of an object that is written once -> its number."""
+    """`joined` and behind it `parts` are the pickle so far; `memo` is code of an object that is written once -> its number."""
 
     def __init__(self, keys: Mapping[str, str]) -> None:
         self.keys = keys
+        self.joined = bytearray()
         self.parts: list[bytes] = []
         self.memo: dict[bytes, int] = {}
 
@@ -78,11 +83,18 @@ class _Emitter:
         else:
             raise _not_written("a value of this type", brief(value))
 
+    def join(self) -> None:
+        """Joins the parts so far: a part for each opcode takes ten times the room."""
+        self.joined += b"".join(self.parts)
+        self.parts.clear()
+
     def pairs(self, pairs: Iterable[tuple[object, object]]) -> None:
         self.parts.append(b"(")
         for key, value in pairs:
             self.value(key)
             self.value(value)
+            if len(self.parts) > _MOST_PARTS:
+                self.join()
         self.parts.append(b"u")
 
     def items(self, items: Iterable[object]) -> None:
