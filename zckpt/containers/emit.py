@@ -18,7 +18,6 @@ from zckpt.containers.inert import NumpyArray, Pair, Placeholder, brief
 from zckpt.containers.skeleton import TensorSpec
 from zckpt.core.dtypes import DType
 
-
 _MOST_PARTS = 1 << 14
 
 
