@@ -33,13 +33,7 @@ from zckpt.engine.scan_requests import AGAINST, CrcRange, request_of_bytes
 from zckpt.jobs.open import open_catalog
 from zckpt.storage.location import locate
 
-SAID = ("flat", "optimizers")
-"""Fixtures that cannot be read without what the user says of them, or not as directories: they have tests of their own."""
-FIXTURES = [
-    path.parent
-    for path in sorted((Path(__file__).parents[2] / "fixtures").glob("*/*/how.json"))
-    if path.parent.parent.name not in SAID
-]
+FIXTURES = sorted(path.parent for path in (Path(__file__).parents[2] / "fixtures").glob("*/*/how.json"))
 OPTIM = "zero_pp_rank_{}_mp_rank_00_optim_states.pt"
 MODEL = "mp_rank_00_model_states.pt"
 

@@ -21,7 +21,7 @@ from zckpt.layouts.dcp import flat
 from zckpt.layouts.save.listing import ReadOptions
 
 FIXTURES = Path(__file__).parents[2] / "fixtures" / "flat"
-NAMES = sorted(path.parent.name for path in FIXTURES.glob("*/how.json"))
+NAMES = sorted(path.parent.name for path in FIXTURES.glob("*/facts.json"))
 
 
 def opened(name: str | Path, said: Path | str) -> Any:
@@ -39,7 +39,7 @@ def test_weights_and_states(name: str, said: str) -> None:
     assert catalog.aliases == tied
     assert {*catalog.tensors, *catalog.aliases} == truth.keys() - ({"head.weight"} - tied.keys())
     assert [n for n in catalog.tensors if not same_bits(read_tensor(catalog[n], "pt"), truth[n])] == []
-    roles = json.loads((home / "how.json").read_text())["roles"]
+    roles = json.loads((home / "facts.json").read_text())["roles"]
     assert {n: e.role for n, e in catalog.tensors.items()} == {n: roles[n] for n in catalog.tensors}
     if (states := home / "optimizer.safetensors").exists():
         training = layouts.read_training(found.place.listing)

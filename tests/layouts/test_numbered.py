@@ -24,7 +24,7 @@ from zckpt.layouts.run.numbering import positions
 from zckpt.layouts.save.listing import ReadOptions
 
 FIXTURES = Path(__file__).parents[2] / "fixtures" / "optimizers"
-NAMES = sorted(path.parent.name for path in FIXTURES.glob("*/how.json"))
+NAMES = sorted(path.parent.name for path in FIXTURES.glob("*/facts.json"))
 
 
 def place_of(name: str, file: bool) -> Path:
@@ -35,7 +35,7 @@ def place_of(name: str, file: bool) -> Path:
 @pytest.mark.parametrize("file", [False, True], ids=["directory", "file"])
 @pytest.mark.parametrize("name", NAMES)
 def test_states_have_names(name: str, file: bool) -> None:
-    how = json.loads((FIXTURES / name / "how.json").read_text())
+    how = json.loads((FIXTURES / name / "facts.json").read_text())
     opened = open_catalog(str(place_of(name, file)))
     catalog, truth = opened.catalog, load_file(FIXTURES / name / "truth.safetensors")
     assert {*catalog.tensors, *catalog.aliases} == truth.keys() and catalog.aliases == {"head.weight": "embed.weight"}
