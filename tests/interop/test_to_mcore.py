@@ -54,6 +54,7 @@ FEW = [
     ("qwen3", TP2, "numbered"),
     ("mixtral", EP2, "stacked"),
     ("deepseek-v3", EP2, "numbered"),
+    ("gpt-oss", EP2, "stacked"),
 ]  # fmt: skip
 ALL = [
     (name, sizes, layers)
