@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
+from truths import how_of, kept_of
 
 import zckpt
 
@@ -26,10 +27,10 @@ def fixture(request: pytest.FixtureRequest) -> Path:
 
 
 def expected(path: Path, dtype: str) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
-    how = json.loads((path / "how.json").read_text())
+    how = how_of(path)
     out = {}
-    for name, tensor in load_file(path / "truth.safetensors").items():
-        if tensor.is_floating_point() and how["roles"][name] != "buffer":
+    for name, tensor in kept_of(path).items():
+        if tensor.is_floating_point() and how["roles"].get(name) != "buffer":
             tensor = tensor.to(DTYPES[dtype])
         elif dtype == "fp32" and tensor.dtype in (torch.float16, torch.bfloat16):
             tensor = tensor.float()

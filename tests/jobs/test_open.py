@@ -1,6 +1,5 @@
 """Opening: whole tensors and rows of them, as torch and as numpy, are the truth's bits."""
 
-import json
 import subprocess
 import sys
 from pathlib import Path
@@ -8,7 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 from bits import same_bits
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
+from truths import how_of, kept_of
 
 import zckpt
 
@@ -24,21 +24,16 @@ def as_fp32(tensor):
     return tensor.float() if tensor.dtype in (torch.float16, torch.bfloat16) else tensor
 
 
-def how_of(fixture):
-    return json.loads((fixture / "how.json").read_text())
-
-
 def truth_of(fixture):
     """Every name of the truth, tied ones included."""
-    truth = load_file(fixture / "truth.safetensors")
-    aliases = how_of(fixture).get("aliases") or {}
-    return {**truth, **{dropped: truth[kept] for dropped, kept in aliases.items() if kept in truth}}
+    truth = kept_of(fixture)
+    return {**truth, **{dropped: truth[kept] for dropped, kept in how_of(fixture)["aliases"].items() if kept in truth}}
 
 
 @fixtures
 def test_every_tensor(fixture):
     truth = truth_of(fixture)
-    with zckpt.open_checkpoint(fixture / "checkpoint", how_of(fixture).get("tag")) as checkpoint:
+    with zckpt.open_checkpoint(fixture / "checkpoint", how_of(fixture)["tag"]) as checkpoint:
         assert set(checkpoint) == set(truth)
         assert len(checkpoint) == len(truth)
         for name, tensor in truth.items():
@@ -48,7 +43,7 @@ def test_every_tensor(fixture):
 @fixtures
 def test_as_numpy(fixture):
     truth = truth_of(fixture)
-    checkpoint = zckpt.open_checkpoint(fixture / "checkpoint", how_of(fixture).get("tag"), framework="np")
+    checkpoint = zckpt.open_checkpoint(fixture / "checkpoint", how_of(fixture)["tag"], framework="np")
     for name, tensor in truth.items():
         if checkpoint.catalog[name].dtype.numpy:
             assert same_bits(as_fp32(torch.as_tensor(checkpoint[name])), as_fp32(tensor)), name
@@ -59,7 +54,7 @@ def test_as_numpy(fixture):
 
 @fixtures
 def test_rows(fixture):
-    checkpoint = zckpt.open_checkpoint(fixture / "checkpoint", how_of(fixture).get("tag"))
+    checkpoint = zckpt.open_checkpoint(fixture / "checkpoint", how_of(fixture)["tag"])
     for name, tensor in truth_of(fixture).items():
         if tensor.dim():
             part = checkpoint.get_slice(name)
