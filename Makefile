@@ -10,7 +10,7 @@ CORE := $(wildcard zckpt/csrc/* CMakeLists.txt)
 FUZZ_EXAMPLES ?= 3000
 FUZZ_SECONDS ?= 120
 
-.PHONY: demo test proofs fuzz check sanitize bench fixtures golden clean interop gpu-check gpu-wheels old-torch
+.PHONY: demo test proofs fuzz check sanitize wheels bench fixtures golden clean interop gpu-check gpu-wheels old-torch
 
 demo: .make/zckpt .make/train
 	$(BIN)/zckpt demo
@@ -29,6 +29,15 @@ check: .make/zckpt .make/test .make/strict/built
 	$(BIN)/ruff check .
 	$(BIN)/lint-imports --config pyproject.toml
 	$(BIN)/mypy
+	$(BIN)/check-jsonschema --builtin-schema vendor.github-workflows .github/workflows/*.yml
+	$(BIN)/check-jsonschema --builtin-schema vendor.github-actions action.yml
+	$(BIN)/check-jsonschema --builtin-schema vendor.github-issue-forms .github/ISSUE_TEMPLATE/checkpoint.yml .github/ISSUE_TEMPLATE/other.yml
+	$(BIN)/check-jsonschema --builtin-schema vendor.citation-file-format CITATION.cff
+
+# Wheels for all platforms and the sdist, into dist/, without Docker; and what can be proved of them here.
+wheels:
+	$(PYTHON) .ci/wheels.py
+	$(PYTHON) .ci/check_wheels.py
 
 # The engine, built to watch its own memory, arithmetic and threads, at all that it does.
 sanitize: .make/asan/built .make/tsan/built

@@ -11,6 +11,7 @@ import struct
 import subprocess
 import sys
 import time
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -82,9 +83,18 @@ def test_every_golden_help_is_of_a_command() -> None:
 
 
 def test_version_and_no_arguments() -> None:
-    assert zckpt("--version").stdout.startswith("zckpt 0.")
+    assert zckpt("--version").stdout == f"zckpt {version('zckpt')}\n"
     alone = zckpt()
     assert alone.returncode == 2 and "Commands:" in alone.stderr and not alone.stdout
+
+
+def test_a_bug_report_gets_versions_and_no_paths() -> None:
+    shown = zckpt("--version", "--verbose")
+    table = dict(line.split(None, 1) for line in shown.stdout.splitlines())
+    assert table["zckpt"] == f"{version('zckpt')}, with the C++ engine" and table["torch"] == version("torch")
+    assert str(Path.home()) not in shown.stdout and os.uname().nodename not in shown.stdout
+    alone = zckpt("--verbose")
+    assert alone.returncode == 2 and "--verbose is of use only with --version" in alone.stderr
 
 
 @pytest.mark.parametrize(

@@ -31,21 +31,21 @@ for module in (look, convert, reshape, push, estimate, train, run, demo):
     module.register(app)
 
 
-def _print_version(wanted: bool) -> None:
-    if wanted:
-        from zckpt import __version__
-
-        typer.echo(f"zckpt {__version__}")
-        raise typer.Exit
-
-
 @app.callback()
 def _top(
     context: typer.Context,
-    version: Annotated[
-        bool, typer.Option("--version", help="Print the version.", callback=_print_version, is_eager=True)
+    version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False,
+    verbose: Annotated[
+        bool, typer.Option("--verbose", help="With --version: also print what a bug report needs.")
     ] = False,
 ) -> None:
+    if version:
+        from zckpt.cli import about
+
+        typer.echo("\n".join(about.lines(verbose)))
+        raise typer.Exit
+    if verbose:
+        raise typer.BadParameter("--verbose is of use only with --version")
     command = context.invoked_subcommand
     if command is None:
         typer.echo(context.get_help(), err=True)
