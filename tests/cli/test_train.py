@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from schemas import check
 
 from zckpt.runtime.command.launch import first_host
 
@@ -72,7 +73,7 @@ def test_sigterm_saves_and_the_run_goes_on(home: Path) -> None:
     process.send_signal(signal.SIGTERM)
     out, err = end(process)
     assert (process.returncode, err) == (0, "")
-    outcome = json.loads(out)
+    outcome = check("train", out)
     stopped_at = outcome["step"]
     assert outcome["stopped"] and stopped_at == len(steps(home)) < 100_000
     assert (home / "run" / "latest").read_text() == f"global_step{stopped_at}"

@@ -16,6 +16,7 @@ import pytest
 import torch
 from hub_server import SHARD_BYTES, TOKEN, HubServer
 from safetensors.torch import load, load_file, save_file
+from schemas import check
 
 import zckpt
 from zckpt.base.errors import CastError, OutputError, UsageError
@@ -421,10 +422,10 @@ def test_a_dry_run_prints_exactly_what_goes_up(checkpoint: Path, server: HubServ
     server.create("alice/m", files={"pytorch_model.bin": b"old"})
     options = ["push", checkpoint, "alice/m", "--max-shard-size", SHARD_BYTES, "--yes", "--license", "mit", "--json"]
     out, err = shell(*options, "--dry-run").communicate(timeout=240)
-    facts = json.loads(out)
+    facts = check("page-plan", out)
     assert all(method == "GET" for method, _, _, _ in server.log), err
     done = shell(*options)
-    report = json.loads(done.communicate(timeout=240)[0])
+    report = check("page", done.communicate(timeout=240)[0])
     assert done.returncode == 0
     page = server.files("alice/m")
     del page[".gitattributes"]

@@ -1,0 +1,75 @@
+"""What every command prints with --json, and zckpt.json, is as docs/schemas says, and no field is there that it does not name."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+from schemas import SCHEMAS, check, validator
+from typer.testing import CliRunner
+
+from zckpt.cli import app
+
+FIXTURES = Path(__file__).parent.parent.parent / "fixtures"
+CHECKPOINT = FIXTURES / "zero2" / "bf16_w2" / "checkpoint"
+ADAPTER = FIXTURES / "peft" / "lora_zero2" / "checkpoint"
+
+
+def shown(*words: object, status: int = 0) -> str:
+    result = CliRunner().invoke(app, [*map(str, words), "--json"])
+    assert result.exit_code == status, result.output
+    return result.stdout
+
+
+def test_commands_that_write(tmp_path: Path) -> None:
+    out = tmp_path / "weights.safetensors"
+    check("plan", shown("to-fp32", CHECKPOINT, out, "--dry-run"))
+    assert check("written", shown("to-fp32", CHECKPOINT, out))["already_done"] is False
+    assert check("written", shown("to-fp32", CHECKPOINT, out))["already_done"] is True
+    check("manifest", (tmp_path / "weights.safetensors.zckpt.json").read_text())
+    for words in (
+        ("to-bf16", CHECKPOINT, tmp_path / "bf16"),
+        ("to-fp16", CHECKPOINT, tmp_path / "fp16", "--overflow", "clamp"),
+        ("to-peft", ADAPTER, tmp_path / "adapter"),
+        ("to-dcp", CHECKPOINT, tmp_path / "dcp", "--optimizer", "optim"),
+        ("to-universal", CHECKPOINT, tmp_path / "universal"),
+        ("reshard", CHECKPOINT, tmp_path / "resumable", "--world-size", 3, "--stage", 3),
+    ):
+        check("plan", shown(*words, "--dry-run"))
+        check("written", shown(*words))
+    manifests = list(tmp_path.glob("*/zckpt.json"))
+    assert len(manifests) >= 3
+    for path in manifests:
+        check("manifest", path.read_text())
+
+
+def test_commands_that_look(tmp_path: Path) -> None:
+    out = tmp_path / "weights.safetensors"
+    shown("to-bf16", CHECKPOINT, out)
+    check("inspect", shown("inspect", CHECKPOINT))
+    check("inspect", shown("inspect", CHECKPOINT, "--tensors"))
+    check("inspect", shown("inspect", FIXTURES / "moe" / "tensor_w4" / "checkpoint"))
+    check("verify", shown("verify", CHECKPOINT, out))
+    assert check("verify", shown("verify", CHECKPOINT, "--deep"))["numbers"] == {}
+    assert check("diff", shown("diff", CHECKPOINT, out, "--tensors", status=1))["same"] is False
+    check("estimate", shown("estimate", CHECKPOINT, "--memory", "1GB"))
+
+
+def test_an_error() -> None:
+    from zckpt.base.errors import CorruptError, UsageError
+
+    for error in (CorruptError("is damaged", file="a", byte_offset=3), UsageError("is wrong")):
+        check("error", json.dumps({**error.as_json(), "notes": ["a note"]}))
+
+
+@pytest.mark.parametrize("path", sorted(SCHEMAS.glob("*.json")), ids=lambda path: path.stem)
+def test_a_schema_is_versioned_and_takes_nothing_else(path: Path) -> None:
+    schema = json.loads(path.read_text())
+    assert schema["$id"] == f"zckpt/{path.stem}/1" and schema["title"] and schema["description"]
+    assert schema["additionalProperties"] is False and schema["required"]
+    validator(path.stem)
+
+
+def test_the_page_of_schemas_names_all() -> None:
+    page = (SCHEMAS.parent / "json.md").read_text()
+    assert set(re.findall(r"\(schemas/([\w-]+)\.json\)", page)) == {path.stem for path in SCHEMAS.glob("*.json")}
