@@ -131,6 +131,8 @@ def build(python: Path, version: str, platform: Platform, out: Path) -> Path:
     settings = [f"cmake.define.{name}={value}" for name, value in defines.items()]
     wheel_of_tree(python, made, f"build-dir={work / 'build'}", *settings, env={"CXX": str(tools["c++"])})
     (wheel,) = made.glob("*.whl")
+    if "-none-" in wheel.name:
+        sys.exit(f"the engine did not build for {platform.target}: run the same pip wheel with -v")
     run(str(python), "-m", "wheel", "tags", "--remove", "--platform-tag", platform.tag, str(wheel))
     (wheel,) = made.glob("*.whl")
     return Path(shutil.move(wheel, out / wheel.name))
@@ -170,7 +172,11 @@ def script(python: Path, work: Path, tool: str, *arguments: str) -> Path:
     """A file that runs one of zig's tools, as CMake wants a compiler to be."""
     work.mkdir(parents=True, exist_ok=True)
     path = work / tool
-    path.write_text(f'#!/bin/sh\nexec "{python}" -m ziglang {tool} {" ".join(arguments)} "$@"\n')
+    # For macOS: nanobind lists the symbols that Python defines in a file, which zig's linker does not read, and the linker
+    # crashes when it makes a bundle; a library is loaded as well.
+    words = 'case "$a" in -Wl,@*) a=-Wl,-undefined,dynamic_lookup;; -bundle) a=-shared;; esac'
+    text = f'for a do shift; {words}; set -- "$@" "$a"; done\nexec "{python}" -m ziglang {tool} {" ".join(arguments)} "$@"\n'
+    path.write_text(f"#!/bin/sh\n{text}")
     path.chmod(0o755)
     return path
 
