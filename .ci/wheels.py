@@ -103,7 +103,7 @@ def prepared(base: Path, version: str) -> Path:
     python = home / "bin" / "python"
     if not (home / "ready").exists():
         run(str(base), "-m", "venv", "--clear", str(home))
-        run(str(python), "-m", "pip", "--disable-pip-version-check", "install", "-q", "-c", str(ROOT / "constraints.txt"),
+        run(str(python), "-m", "pip", "--disable-pip-version-check", "install", "-qU", "-c", str(ROOT / "constraints.txt"),
             "pip", "scikit-build-core", "nanobind", "ziglang", "wheel", "ninja", "cmake", "build")  # fmt: skip
         (home / "ready").touch()
     return python
