@@ -32,6 +32,7 @@ class Platform:
         system: CMake's name of the system.
         processor: CMake's name of the processor.
         soabi: the last part of an extension's name there.
+        flags: of the compiler.
     """
 
     tag: str
@@ -39,12 +40,14 @@ class Platform:
     system: str
     processor: str
     soabi: str
+    flags: tuple[str, ...] = ()
 
 
 def _linux(tags: str, processor: str, libc: str) -> Platform:
-    return Platform(
-        tags, f"{processor}-linux-{libc}", "Linux", processor, f"{processor}-linux-{libc.partition('.')[0]}"
-    )
+    # nanobind needs stdio.h, which other C libraries' headers happen to include.
+    flags = ("-include", "stdio.h") if libc == "musl" else ()
+    soabi = f"{processor}-linux-{libc.partition('.')[0]}"
+    return Platform(tags, f"{processor}-linux-{libc}", "Linux", processor, soabi, flags)
 
 
 PLATFORMS = {
@@ -116,7 +119,7 @@ def build(python: Path, version: str, platform: Platform, out: Path) -> Path:
     shutil.rmtree(made, ignore_errors=True)
     tools = {
         tool: script(python, work, tool, *rest)
-        for tool, *rest in (("c++", "-target", platform.target), ("ar",), ("ranlib",))
+        for tool, *rest in (("c++", "-target", platform.target, *platform.flags), ("ar",), ("ranlib",))
     }
     soabi = f"cpython-{version.replace('.', '')}-{platform.soabi}"
     defines = {
