@@ -167,6 +167,7 @@ RUNS: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
         {**EQUAL, "rope_parameters": SCALED}, "llama",
     ),
     "mistral": ({**ARGS, "_target_": "bridge.MistralModelProvider"}, EQUAL, "mistral"),
+    "mistral-window": ({**ARGS, "window_size": (3, 0)}, {**EQUAL, "sliding_window": 4}, "mistral"),
     "qwen2": (ARGS, EQUAL, "qwen2"),
     "qwen3": (ARGS, EQUAL, "qwen3"),
     "gemma2": (ZERO_CENTERED, EQUAL, "gemma2"),
@@ -188,7 +189,7 @@ RUNS: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
 def test_the_config_is_made_from_the_arguments_of_a_run(kind: str) -> None:
     """As Megatron-Core names it, without any config: the family is found, and the model computes the same logits."""
     arguments, more, family = RUNS[kind]
-    _, name, given = MODELS[kind]
+    _, name, given = MODELS[kind.removesuffix("-window")]
     model_class = getattr(transformers, CLASSES.get(name, f"{name}ForCausalLM"))
     torch.manual_seed(7)
     model = model_class(getattr(transformers, f"{name}Config")(**{**given, **more})).eval()

@@ -44,7 +44,7 @@ def refusals(family: Scheme, facts: Facts) -> list[str]:
         if name in arguments and arguments[name] in values
     ]
     return refused + [
-        f"{name} {arguments[name]} (not {' or '.join(map(str, values))})"
+        f"{name} {arguments[name]} (not {' or '.join(map(str, values)) or 'in this family'})"
         for name, values in family.config.get("required", {}).items()
         if arguments.get(name) not in (None, *values)
     ]
