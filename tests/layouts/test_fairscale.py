@@ -94,6 +94,19 @@ def test_several_saves_in_a_directory(tmp_path: Path) -> None:
         open_catalog(str(home))
 
 
+def test_averaged_weights_are_not_left_out_in_silence(tmp_path: Path) -> None:
+    home = copy_of("fairseq_w3", tmp_path)
+    for rank in range(3):
+        changed(
+            home / f"checkpoint_last-shard{rank}.pt",
+            lambda root: root["extra_state"].update(ema={"a": torch.zeros(2)}),
+        )
+    assert any("averaged weights" in note for note in open_catalog(str(home)).catalog.source.notes)
+    assert not any(
+        "averaged" in n for n in open_catalog(str(FIXTURES / "fairseq_w3" / "checkpoint")).catalog.source.notes
+    )
+
+
 def test_outputs_are_verified_and_compared(tmp_path: Path) -> None:
     source = FIXTURES / "fairseq_w3" / "checkpoint"
     zckpt.convert(source, tmp_path / "out")

@@ -49,6 +49,9 @@ def read(listing: Listing, *, allow_unknown: bool = False) -> Catalog:
         notes += (
             f"{count(len(experts), 'tensor')} of experts that each rank has of its own ({examples(experts)}): numbered by rank.",
         )
+    extra = ranks[0].root.get("extra_state")
+    if isinstance(extra, Mapping) and extra.get("ema"):
+        notes += ("The averaged weights (extra_state.ema) are not read: the weights are the model's own.",)
     states: tuple[str, ...] = ()
     try:
         optimizer = _optimizer(ranks, held)
