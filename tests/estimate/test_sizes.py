@@ -16,9 +16,9 @@ import zckpt.runtime
 from zckpt.base.errors import UnsupportedError, UsageError
 from zckpt.estimate.activations import activations_of
 from zckpt.estimate.adapters import with_adapter
-from zckpt.estimate.known_models import known_model
 from zckpt.estimate.sizes import ModelSize
-from zckpt.estimate.sources import Unknown, find_source
+from zckpt.estimate.sources import Unknown, find_source, known_model
+from zckpt.layouts.save.known_shapes import known_shapes
 from zckpt.runtime.estimation.live import built_by_transformers, size_of
 
 transformers = pytest.importorskip("transformers")
@@ -67,6 +67,8 @@ def test_a_formula_gives_the_parameters_that_transformers_makes(kind: str, value
     assert found is not None
     shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
     assert {one.name: one.shape for one in found.parameters} == shapes
+    known = known_shapes(config)
+    assert known is not None and known.in_order == (list(known.shapes) == list(shapes)), "for --shapes"
     live = size_of(model)
     assert [sorted(one.name for one in unit.parameters) for unit in found.units] == [
         sorted(one.name for one in unit.parameters) for unit in live.units if "embed" not in unit.name

@@ -13,11 +13,11 @@ from typing import Any
 
 from zckpt.base.errors import NotACheckpointError, UsageError
 from zckpt.estimate.adapters import with_adapter
-from zckpt.estimate.known_models import known_model
 from zckpt.estimate.sizes import ModelSize, ParameterSize, model_of
 from zckpt.jobs.open import open_catalog, strip_wrappers
 from zckpt.jobs.options import OpenOptions
 from zckpt.layouts.save.companions import config_of
+from zckpt.layouts.save.known_shapes import known_shapes
 from zckpt.storage.location import Location, locate
 
 _CONFIG, _ADAPTER = "config.json", "adapter_config.json"
@@ -147,6 +147,20 @@ def _from_hub(name: str) -> str:
 
 def _by_config(config: Mapping[str, Any], file: str, name: str) -> ModelSize | Unknown:
     return known_model(config, name) or Unknown(config, file, name)
+
+
+def known_model(config: Mapping[str, Any], name: str) -> ModelSize | None:
+    """The model of a config, by formula; None if its kind or its head is not known.
+
+    Args:
+        config: what config.json holds.
+        name: of the model, for messages.
+    """
+    known = known_shapes(config)
+    if known is None:
+        return None
+    sizes = [ParameterSize(one, shape) for one, shape in known.shapes.items()]
+    return model_of(sizes, name=name, counted="config.json, by formula", tied=known.tied, config=config)
 
 
 def _by_checkpoint(path: str, name: str, options: OpenOptions) -> ModelSize:

@@ -1,7 +1,8 @@
 """The names and shapes of a model's parameters, in the model's order, from a file that the user names (`--shapes FROM`).
 
 For families whose files do not say them. FROM is a torch file of the model's state dict, whose names stand in the model's
-order; or JSON, `{"embed.weight": [7, 5], ...}` in that order. A safetensors file is written with its tensors sorted by name, so
+order; or JSON, `{"embed.weight": [7, 5], ...}` in that order; or the config.json of a kind of model whose parameters are known
+by formula (`known_shapes`). A safetensors file is written with its tensors sorted by name, so
 it counts only where they are in another order.
 Source: safetensors 0.6, src/tensor.rs `prepare`; torch 2.13, nn/modules/module.py `state_dict`.
 """
@@ -15,6 +16,7 @@ from zckpt.base.errors import CorruptError, NotACheckpointError, UnsupportedErro
 from zckpt.base.words import examples
 from zckpt.containers import TensorRef, brief, open_container
 from zckpt.containers.tensor_ref import MAX_DIMS, MAX_NUMBER
+from zckpt.layouts.save.known_shapes import known_shapes
 from zckpt.layouts.save.module_states import WRAPPERS, Shape, flatten
 from zckpt.storage.json_files import read_json
 from zckpt.storage.location import locate
@@ -57,7 +59,7 @@ def read_shapes(path: str) -> ModelShapes:
             remedy=f"Correct --shapes. {MAKE}",
         )  # fmt: skip
     if place.name.endswith(".json"):
-        return ModelShapes(path, dict(_of_json(path)), {})
+        return _of_json(path)
     container = open_container(place)
     root = container.root
     for key in _STATES:
@@ -100,21 +102,26 @@ def own_name(name: str) -> str:
     return WRAPPERS.sub("", name).replace("_fpw_module.", "").removeprefix("module.")
 
 
-def _of_json(path: str) -> Mapping[str, Shape]:
+def _of_json(path: str) -> ModelShapes:
     root = read_json(path, _MOST_BYTES, "a file of names and shapes")
     if isinstance(root, Mapping) and ("model_type" in root or "architectures" in root):
-        raise UnsupportedError(
-            "is a config, which does not say the order of the model's parameters", file=path,
-            found=f"a model of type {brief(root.get('model_type'))}",
-            expected="a torch file of the model's weights, or a JSON file of names and shapes", remedy=MAKE,
-        )  # fmt: skip
+        known = known_shapes(root)
+        if known is None or not known.in_order:
+            raise UnsupportedError(
+                "is the config of a model whose parameters are not known in their order", file=path,
+                found=f"model_type {brief(root.get('model_type'))}, architectures {brief(root.get('architectures'))}",
+                expected="a llama, mistral, qwen2, qwen3, gpt2 or bert; the model's weights in a torch file; or a "
+                "JSON file of names and shapes",
+                remedy=MAKE,
+            )  # fmt: skip
+        return ModelShapes(path, known.shapes, {})
     if not isinstance(root, Mapping) or not root or not all(map(_is_shape, root.values())):
         odd = [name for name, shape in root.items() if not _is_shape(shape)] if isinstance(root, Mapping) else []
         raise CorruptError(
             "is no file of names and shapes", file=path, found=f"{examples(odd)}" if odd else brief(root),
             expected='{"embed.weight": [7, 5], ...}', remedy=MAKE,
         )  # fmt: skip
-    return {own_name(name): tuple(shape) for name, shape in root.items()}
+    return ModelShapes(path, {own_name(name): tuple(shape) for name, shape in root.items()}, {})
 
 
 def _is_shape(value: object) -> bool:

@@ -1,15 +1,13 @@
 """Parameters of known kinds of transformers, from a config.json alone: names and shapes by formula.
 
-For `sources`. Nothing is built. A kind of model, or a head, that is not here is left to transformers itself.
-Source: transformers 5.23, models/*/modeling_*.py; tests/estimate/test_known_models.py compares every name and shape.
+For `model_shapes`, and for `estimate`. Nothing is built. A kind of model, or a head, that is not here is left to others.
+Source: transformers 5.23, models/*/modeling_*.py; tests/estimate/test_sizes.py compares every name and shape, and their order.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
-
-from zckpt.estimate.sizes import ModelSize, ParameterSize, model_of
+from typing import Any, NamedTuple
 
 Config = Mapping[str, Any]
 Shapes = Iterator[tuple[str, tuple[int, ...]]]
@@ -18,13 +16,23 @@ _LLAMA = {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qw
 _BERT = {"bert": "Bert", "roberta": "Roberta"}
 
 
-def known_model(config: Config, name: str) -> ModelSize | None:
-    """The model of a config; None if its kind or its head is not known here.
+class KnownShapes(NamedTuple):
+    """A model's parameters.
 
-    Args:
-        config: what config.json holds.
-        name: of the model, for messages.
+    Attributes:
+        shapes: name -> shape; tied ones once.
+        tied: whether the head is the embedding.
+        in_order: whether they are in the order of the model's `named_parameters()`, which is that of all of transformers'
+            versions. (Roberta's embeddings have changed places.)
     """
+
+    shapes: Mapping[str, tuple[int, ...]]
+    tied: bool
+    in_order: bool
+
+
+def known_shapes(config: Config) -> KnownShapes | None:
+    """The parameters of the model of a config; None if its kind or its head is not known here, or it lacks something."""
     kind = config.get("model_type")
     heads = config.get("architectures") or [""]
     read: Callable[[Config, str], tuple[Shapes, bool] | None] | None = None
@@ -36,13 +44,9 @@ def known_model(config: Config, name: str) -> ModelSize | None:
         read = _bert
     try:
         found = read(config, str(heads[0])) if read is not None else None
-        if found is None:
-            return None
-        shapes, tied = found
-        sizes = [ParameterSize(one, shape) for one, shape in shapes]
-    except (KeyError, TypeError, ValueError, ZeroDivisionError):  # transformers says what is wrong with it
+        return None if found is None else KnownShapes(dict(found[0]), found[1], kind != "roberta")
+    except (KeyError, TypeError, ValueError, ZeroDivisionError):
         return None
-    return model_of(sizes, name=name, counted="config.json, by formula", tied=tied, config=config)
 
 
 def _linear(name: str, out: int, into: int, bias: bool = True) -> Shapes:
