@@ -1,13 +1,13 @@
 """DeepSpeed's functions give the truth's bits, and have DeepSpeed's signatures."""
 
 import inspect
-import json
 from pathlib import Path
 
 import pytest
 import torch
 from bits import same_bits
 from safetensors.torch import load_file, save_file
+from truths import how_of, kept_of
 
 import zckpt
 from zckpt import drop_in
@@ -25,15 +25,9 @@ def as_fp32(tensor, role="buffer"):
     return tensor.float() if lifted else tensor
 
 
-def how_of(fixture):
-    return json.loads((fixture / "how.json").read_text())
-
-
 def assert_is_truth(state, fixture, without=()):
     how = how_of(fixture)
-    truth = {
-        name: as_fp32(tensor, how["roles"][name]) for name, tensor in load_file(fixture / "truth.safetensors").items()
-    }
+    truth = {name: as_fp32(tensor, how["roles"].get(name, "parameter")) for name, tensor in kept_of(fixture).items()}
     aliases = {d: k for d, k in (how.get("aliases") or {}).items() if k in truth}
     names = {*truth, *aliases} - set(without)
     assert set(state) == names

@@ -1,7 +1,6 @@
 """Loading into live models: whatever their dtypes, strides, ties and devices, they end up with the cast truth."""
 
 import copy
-import json
 import os
 import subprocess
 import sys
@@ -13,6 +12,7 @@ import torch
 from bits import same_bits
 from safetensors.torch import load_file, save_file
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from truths import how_of, kept_of
 
 from zckpt import live
 from zckpt.base.errors import InconsistentError, OutputError, UnsupportedError, UsageError
@@ -88,8 +88,8 @@ def state():
 @pytest.mark.parametrize("strided", [False, True], ids=["dense", "strided"])
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 def test_fixtures(fixture, dtype, strided):
-    how = json.loads((fixture / "how.json").read_text())
-    truth = load_file(fixture / "truth.safetensors")
+    how = how_of(fixture)
+    truth = kept_of(fixture)
     truth |= {dropped: truth[kept] for dropped, kept in (how.get("aliases") or {}).items() if kept in truth}
     buffers = [name for name, role in (how.get("roles") or {}).items() if role == "buffer"]
     model = model_of(truth, buffers, dtype, strided)

@@ -21,7 +21,11 @@ def compared(listing: Listing, *, read: bool) -> tuple[str, list[str]] | None:
         read: compare the bytes; otherwise, only whether the files are there.
     """
     try:
-        recorded = layouts.family_of(listing).digests(listing)
+        family = layouts.family_of(listing)
+    except ZckptError:  # whether there is a save at all, others say
+        return None
+    try:
+        recorded = family.digests(listing)
     except ZckptError as error:
         return "", [str(error)]
     if not recorded:

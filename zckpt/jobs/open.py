@@ -102,18 +102,19 @@ def as_named_by(names: Iterable[str], catalog: Catalog) -> tuple[Catalog, dict[s
         The catalog, and for each name of the checkpoint what it is called now.
     """
     ours, theirs = list(names), [*catalog, *catalog.aliases]
-    pairs = product(_forms(ours), _forms(theirs))
+    pairs = product(_forms(ours), _forms(theirs, catalog.source.prefix))
     mine, stripped = max(pairs, key=lambda pair: len({*pair[0]} & {*pair[1]}))
     own = dict(zip(mine, ours, strict=True))
     called = {before: own.get(name, name) for before, name in zip(theirs, stripped, strict=True)}
     return catalog.rename(called.__getitem__), called
 
 
-def _forms(names: list[str]) -> list[list[str]]:
-    """Names with less and less of what wrappers may have put into them; two names never become one."""
+def _forms(names: list[str], own: str = "") -> list[list[str]]:
+    """Names with less and less of what wrappers may have put into them, `own` among these; two names never become one."""
     bare = [WRAPPERS.sub("", name) for name in names]
     forms = [names, bare]
-    while prefix := next((p for p in _PREFIXES if bare and all(name.startswith(p) for name in bare)), ""):
+    known = (*_PREFIXES, own) if own else _PREFIXES
+    while prefix := next((p for p in known if bare and all(name.startswith(p) for name in bare)), ""):
         bare = [name.removeprefix(prefix) for name in bare]
         forms.append(bare)
     return [form for form in forms if len({*form}) == len(names)]

@@ -56,7 +56,8 @@ def with_swapped(
         UnsupportedError: the optimizer file does not name the swap file.
     """
     swapped = [number for number in range(len(shard.vectors)) if _is_swapped(number, shard, model)]
-    if not swapped:
+    named = any(_label(shard.vectors[number]) or shard.vectors[number].numel for number in swapped)
+    if not swapped or (not named and len(model.param_shapes) != len(shard.vectors)):  # no vectors, of no elements
         return shard
     if len(model.param_shapes) != len(shard.vectors):
         raise InconsistentError(
