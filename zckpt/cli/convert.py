@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -191,15 +191,9 @@ def to_mcore(
 
     began = time.perf_counter()
     planned = prepare(ckpt, out, o.chosen(MegatronOptions, model, selection, names, source, speed, writing))
-    dtype = model.dtype.value if model.dtype else "saved"
-    what = f"{count(len(planned.catalog), 'tensor')} as {dtype}"
-    finish(
-        planned,
-        Words(what, lambda files: f"load it with --load {out} --use-checkpoint-args", {"dtype": dtype}),
-        began,
-        writing,
-        shown,
-    )
+    words = _words(planned, model.dtype.value if model.dtype else "saved")
+    words = replace(words, use=lambda files: f"load it with --load {out} --use-checkpoint-args")
+    finish(planned, words, began, writing, shown)
 
 
 def to_peft(
