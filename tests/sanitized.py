@@ -42,6 +42,7 @@ from zckpt.core.dtypes import ALL, BF16, F16, F32, F64, DType  # noqa: E402
 from zckpt.core.fragments import FileStore, Fragment, MemoryStore  # noqa: E402
 from zckpt.core.plan import Checksum, OutputFile, Plan  # noqa: E402
 from zckpt.engine import batches  # noqa: E402
+from zckpt.engine.kernels import NativeKernels, ReferenceKernels  # noqa: E402
 from zckpt.engine.move import Mode, run  # noqa: E402
 from zckpt.engine.reference import cast  # noqa: E402
 from zckpt.engine.scan import scan  # noqa: E402
@@ -217,11 +218,21 @@ def scans(root: Path) -> None:
     assert scan(requests_of(wide, 0), engine="native", threads=6).statistics[0].count == 70_000
 
 
+def kernels() -> None:
+    """Loops of recipes: odd lengths, nothing at all, and numbers of every kind."""
+    for count in (0, 1, 7, 100_003):
+        x = RNG.integers(0, 2**32, count, np.uint32).view(np.float32)
+        total, expected = np.ones(count, np.float32), np.ones(count, np.float32)
+        NativeKernels().accumulate(total, x, 0.3)
+        ReferenceKernels().accumulate(expected, x, 0.3)
+        assert np.array_equal(total, expected, equal_nan=True), "accumulate"
+
+
 def main() -> None:
     batches.LEAST_BYTES = 0
     root = Path(tempfile.mkdtemp(prefix="zckpt-sanitized-"))
     try:
-        for work in (lambda _: casts(), moves, lambda _: memory(), sinks, faults, scans):
+        for work in (lambda _: casts(), lambda _: kernels(), moves, lambda _: memory(), sinks, faults, scans):
             work(root)
     finally:
         shutil.rmtree(root)

@@ -207,7 +207,7 @@ def test_only_what_is_needed_is_fetched(s3: S3Server, tmp_path: Path, monkeypatc
 
 @pytest.mark.parametrize("most", [1 << 20, 1 << 10])
 def test_in_parts_of_any_size(root: str, most: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(batches, "MOST_REMOTE_BYTES", most)
+    monkeypatch.setattr(batches, "MOST_DISTANT_BYTES", most)
     monkeypatch.setattr(plan, "SLAB_BYTES", most // 3)
     monkeypatch.setattr(fsspec_io, "GAP_BYTES", 100)
     synth.zero3(tmp_path / "ckpt", model(9_100), 3, sub_group=9_100)

@@ -17,6 +17,7 @@ import zckpt
 from zckpt.base.errors import InconsistentError, NotACheckpointError
 from zckpt.checks.verdict import Verification
 from zckpt.engine import scan_requests
+from zckpt.engine.prefetch import Bring
 from zckpt.jobs.to_dcp import to_dcp
 
 SOME = [
@@ -75,7 +76,7 @@ def test_an_output_behind_an_address(root: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("most", [1 << 20, 4096])
 def test_damage_is_found_in_parts_of_any_size(most: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(scan_requests, "SLAB_BYTES", most // 3)
-    monkeypatch.setattr(scan_requests, "MOST_REMOTE_BYTES", most)
+    monkeypatch.setattr(scan_requests, "MOST_DISTANT_BYTES", most)
     synth.zero12(tmp_path / "ckpt", model(40_000), 3)
     file = next((tmp_path / "ckpt").glob("*/*rank_1_*optim*"))
     data = bytearray(file.read_bytes())
@@ -131,12 +132,12 @@ def test_a_file_that_changes_meanwhile(monkeypatch: pytest.MonkeyPatch, tmp_path
     zckpt.convert(here, tmp_path / "out.bin")
     real = scan_requests.near
 
-    def slow(batch: scan_requests.ScanBatch) -> scan_requests.ScanBatch:
+    def slow(batch: scan_requests.ScanBatch, bring: Bring) -> scan_requests.ScanBatch:
         shutil.copytree(here, tmp_path / "again", dirs_exist_ok=True)
         for file in (tmp_path / "again").glob("*/*optim*"):
             file.write_bytes(file.read_bytes() + b"more")
         put(tmp_path / "again", there)
-        return real(batch)
+        return real(batch, bring)
 
     monkeypatch.setattr("zckpt.engine.scan.near", slow)
     with pytest.raises(InconsistentError, match="changed while it was read"):

@@ -14,12 +14,16 @@ transposed tensor of c columns and r rows is c runs of one element: count 1, row
 from __future__ import annotations
 
 import heapq
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from threading import Lock
-from typing import ClassVar, Literal, NamedTuple
+from typing import TYPE_CHECKING, ClassVar, Literal, NamedTuple
 
 from zckpt.base.errors import COPY_AGAIN, CorruptError
+
+if TYPE_CHECKING:
+    from zckpt.core.recipes import Recipe
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -32,6 +36,7 @@ class FileStore:
         identity: (st_dev, st_ino, st_mtime_ns) when it was opened; the engine refuses a file that changed since.
         byteorder: byte order of the numbers in it.
         is_remote: whether `path` is an address.
+        at_hand: whether an engine reads it itself; if not, it works on a copy in memory of what a batch needs.
     """
 
     path: str
@@ -39,6 +44,11 @@ class FileStore:
     identity: tuple[int, int, int] = (0, 0, 0)
     byteorder: Literal["little", "big"] = "little"
     is_remote: bool = False
+
+    @property
+    def at_hand(self) -> bool:
+        """As above."""
+        return not self.is_remote
 
     def __str__(self) -> str:
         return self.path
@@ -58,7 +68,7 @@ class MemoryStore:
     size: int
     owner: object = None
     byteorder: Literal["little", "big"] = "little"
-    is_remote: ClassVar[bool] = False
+    at_hand: ClassVar[bool] = True
 
     def __str__(self) -> str:
         return f"memory at {self.address:#x}"
@@ -74,7 +84,7 @@ class ComputedStore:
     """
 
     byteorder: Literal["little", "big"] = "little"
-    is_remote = False
+    at_hand = True
 
     def __init__(
         self, size: int, compute: Callable[[], bytearray], sources: Sequence[tuple[Sequence[Fragment], int]]
@@ -100,7 +110,27 @@ class ComputedStore:
         return "computed elements"
 
 
-Store = FileStore | MemoryStore | ComputedStore
+@dataclass(frozen=True, slots=True, eq=False)
+class DerivedStore:
+    """Elements that a recipe computes from tensors while they are moved, a part at a time; they are nowhere before.
+
+    Attributes:
+        recipe: how they are computed.
+        itemsize: bytes of one of them.
+        size: in bytes.
+    """
+
+    recipe: Recipe
+    itemsize: int
+    size: int
+    byteorder: ClassVar[Literal["little", "big"]] = "little" if sys.byteorder == "little" else "big"
+    at_hand: ClassVar[bool] = False
+
+    def __str__(self) -> str:
+        return "computed elements"
+
+
+Store = FileStore | MemoryStore | ComputedStore | DerivedStore
 
 
 class Run(NamedTuple):

@@ -14,11 +14,11 @@ from typing import NamedTuple
 from zckpt.base.errors import InconsistentError
 from zckpt.core.catalog import TensorEntry, TensorPart
 from zckpt.core.dtypes import DType
-from zckpt.core.fragments import FileStore, Fragment, Store
+from zckpt.core.fragments import DerivedStore, FileStore, Fragment, Store
 from zckpt.core.overlaps import overlaps, touching
 
 SLAB_BYTES = 8 << 20
-"""The most bytes of a source behind an address in one move: a batch of such moves is held in memory."""
+"""The most bytes in one move of a source that is not at hand: a batch of such moves is held in memory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,7 +187,7 @@ def _is_turned(source: TensorEntry | TensorPart, to: TensorEntry | TensorPart) -
         and len(to.fragments) == 1
         and to.fragments[0].rows == 1
         and all(f.count == 1 for f in source.fragments)
-        and not any(f.store.is_remote for f in source.fragments)
+        and all(f.store.at_hand for f in source.fragments)
     )
 
 
@@ -196,10 +196,14 @@ Pair = tuple[TensorEntry | TensorPart, TensorEntry | TensorPart]
 
 
 def _in_slabs(source: TensorEntry | TensorPart, to: TensorEntry | TensorPart) -> TensorEntry | TensorPart:
-    """The destination of a tensor; for a source behind an address, cut into parts that fit in memory."""
-    if not any(fragment.store.is_remote for fragment in source.fragments):
+    """The destination of a tensor; for a source that is not at hand, cut into parts that fit in memory."""
+    if all(fragment.store.at_hand for fragment in source.fragments):
         return to
     most = max(1, SLAB_BYTES // source.dtype.itemsize)
+    for fragment in source.fragments:
+        if isinstance(fragment.store, DerivedStore):
+            unit = fragment.store.recipe.unit
+            most = max(unit, most // unit * unit)
     return replace(to, fragments=tuple(s for f in to.fragments for s in _slabs(f, most, to.dtype.itemsize)))
 
 
@@ -214,6 +218,13 @@ def _slabs(fragment: Fragment, most: int, itemsize: int) -> Iterator[Fragment]:
     for row in range(0, fragment.rows, rows):
         at, start = fragment.byte_offset + row * fragment.store_pitch * itemsize, fragment.start + row * fragment.pitch
         yield replace(fragment, byte_offset=at, start=start, rows=min(rows, fragment.rows - row))
+
+
+def _bytes_read(source: TensorEntry | TensorPart, to: TensorEntry | TensorPart) -> int:
+    for fragment in source.fragments:
+        if isinstance(fragment.store, DerivedStore):
+            return sum(_bytes_read(entry, entry) for entry in fragment.store.recipe.inputs)
+    return to.nbytes // to.dtype.itemsize * source.dtype.itemsize
 
 
 @dataclass(frozen=True, slots=True)
@@ -248,7 +259,7 @@ class Plan:
     @property
     def bytes_read(self) -> int:
         """Bytes that will be read."""
-        return sum(to.nbytes // to.dtype.itemsize * of.dtype.itemsize for of, to in self.pairs)
+        return sum(_bytes_read(of, to) for of, to in self.pairs)
 
     @property
     def bytes_written(self) -> int:

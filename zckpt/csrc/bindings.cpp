@@ -10,6 +10,7 @@
 #include "crc32.h"
 #include "floats.h"
 #include "io.h"
+#include "kernels.h"
 #include "lent.h"
 #include "mover.h"
 #include "optimizers.h"
@@ -150,6 +151,12 @@ void step(int rule, nb::bytes rates, uintptr_t weights, uintptr_t gradients, uin
   zckpt::step(which, numbers[0], at(weights), at(gradients), at(first), at(second), count, threads);
 }
 
+// Of arrays, by their addresses.
+void accumulate(uintptr_t total, uintptr_t numbers, size_t count, float weight) {
+  nb::gil_scoped_release release;
+  zckpt::accumulate(reinterpret_cast<float*>(total), reinterpret_cast<const float*>(numbers), count, weight);  // NOLINT
+}
+
 uint64_t begin_swap(zckpt::Swapper& swapper, int fd, bool write, nb::bytes stretches) {
   const auto all = structs<zckpt::Stretch>(stretches);
   nb::gil_scoped_release release;
@@ -189,6 +196,7 @@ NB_MODULE(_core, m) {
   m.def("scan", &scan, "stores"_a, "moves"_a, "requests"_a, "ranges"_a, "rounded"_a, "atol"_a, "rtol"_a, "threads"_a, "give_back"_a,
         "bytes_per_s"_a, "progress"_a.none());
   m.def("step", &step, "rule"_a, "rates"_a, "weights"_a, "gradients"_a, "first"_a, "second"_a, "count"_a, "threads"_a);
+  m.def("accumulate", &accumulate, "total"_a, "numbers"_a, "count"_a, "weight"_a);
   nb::class_<zckpt::Swapper>(m, "Swapper")
       .def("__init__",
            [](zckpt::Swapper* self, unsigned threads, uint64_t block) {

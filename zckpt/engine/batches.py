@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 
-from zckpt.core.fragments import FileStore, Store
+from zckpt.core.fragments import ComputedStore, FileStore, MemoryStore, Store
 from zckpt.core.plan import Move, OutputFile, Plan
 from zckpt.engine.checksums import element_ranges
 from zckpt.storage.descriptors import MOST_STORES
@@ -18,8 +18,8 @@ from zckpt.storage.descriptors import MOST_STORES
 MOST_MOVES = 16384
 LEAST_BYTES = 64 << 20
 """A file that is complete ends its batch, and is reported then. Smaller files share a batch, so that all threads have work."""
-MOST_REMOTE_BYTES = 32 << 20
-"""Bytes of sources on other machines that a batch names: they are in memory while it runs."""
+MOST_DISTANT_BYTES = 32 << 20
+"""Bytes of sources that are not at hand, in one batch: they are in memory while it runs."""
 
 _STORE = struct.Struct("=qqQQ")
 _MOVE = struct.Struct("=IIQQQQqqqqIBBBB")
@@ -38,7 +38,7 @@ class Batch:
     literals: list[tuple[int, int, bytes]] = field(default_factory=list[tuple[int, int, bytes]])
     ranges: list[tuple[int, int, int, int]] = field(default_factory=list[tuple[int, int, int, int]])
     nbytes: int = 0
-    remote_bytes: int = 0
+    distant_bytes: int = 0
     numbers: dict[int, int] = field(default_factory=dict[int, int])
     finished: list[tuple[OutputFile, FileStore]] = field(default_factory=list[tuple[OutputFile, FileStore]])
 
@@ -54,8 +54,8 @@ class Batch:
         """One more move, which counts for so many bytes."""
         self.moves.append((self.number(move.src), self.number(move.dst), move))
         self.nbytes += nbytes
-        if move.src.is_remote:
-            self.remote_bytes += span_bytes(move)
+        if not move.src.at_hand:
+            self.distant_bytes += span_bytes(move)
 
     def packed(self, descriptors: Sequence[tuple[int, int]]) -> tuple[bytes, bytes, bytes, bytes, bytes]:
         """The structs of `csrc/mover.h`: stores, moves, literals, ranges, and the literals' bytes."""
@@ -78,7 +78,7 @@ def span_bytes(move: Move) -> int:
 
 
 def _pack_store(store: Store, fds: tuple[int, int]) -> bytes:
-    return _STORE.pack(*fds, 0 if isinstance(store, FileStore) else store.address, store.size)
+    return _STORE.pack(*fds, store.address if isinstance(store, MemoryStore | ComputedStore) else 0, store.size)
 
 
 def _pack_move(src: int, dst: int, m: Move) -> bytes:
@@ -159,7 +159,7 @@ class _Cutter:
         apart = move.tensor != self._tensor or (move.dst is self._last and move.dst_offset >= self._reach)
         is_full = (
             len(batch.moves) >= MOST_MOVES
-            or batch.remote_bytes >= MOST_REMOTE_BYTES
+            or batch.distant_bytes >= MOST_DISTANT_BYTES
             or (batch.finished and batch.nbytes >= LEAST_BYTES)
         )
         whole = apart or len(batch.moves) >= 8 * MOST_MOVES

@@ -9,17 +9,30 @@ from __future__ import annotations
 import array
 import ctypes
 import os
+import sys
 from collections.abc import Iterable, Iterator, Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from zckpt.base.errors import read_error
 from zckpt.core.catalog import TensorEntry
-from zckpt.core.dtypes import DType
-from zckpt.core.fragments import FileStore, Fragment, Run, Store, runs_in_order
+from zckpt.core.dtypes import F32, DType
+from zckpt.core.fragments import (
+    DerivedStore,
+    FileStore,
+    Fragment,
+    Run,
+    Store,
+    runs_in_order,
+)
 from zckpt.core.overlaps import clip
+from zckpt.core.recipes import Kernels, followed
+from zckpt.engine.kernels import ReferenceKernels
 from zckpt.engine.prefetch import in_memory
 from zckpt.storage import fsspec_io
 from zckpt.storage.descriptors import OpenFiles
+
+if TYPE_CHECKING:
+    from zckpt.core.recipes import Array, Floats
 
 _SPAN_BYTES = 1 << 20
 """Elements that are apart are read together with what is between them, so many bytes at once."""
@@ -57,12 +70,15 @@ class ElementReader:
         """
         size, runs = wanted.dtype.itemsize, list(_runs(wanted))
         fetched = self._fetched
-        if any(_range(run, size) not in fetched for run in runs if run.store.is_remote):
+        if any(_range(run, size) not in fetched for run in runs if _is_remote(run)):
             fetched = _fetch([wanted])
         parts: list[bytes] = []
         for run in runs:
             store, offset = run.store, run.byte_offset
-            if store.is_remote:
+            if isinstance(store, DerivedStore):
+                block, begin = followed(store, offset, offset + _span(run, size), _Tools(self))
+                store, offset = in_memory(block, store), offset - begin
+            elif not store.at_hand:
                 store, offset = in_memory(fetched[_range(run, size)], store), 0
             data = read_elements(store, self._files.of(store)[0], offset, run.count, run.store_step, size)
             parts.append(native(data, wanted.dtype, store.byteorder))
@@ -77,6 +93,30 @@ class ElementReader:
         self._files.check_sources()
 
 
+class _Tools:
+    """What recipes compute with here (`core.recipes.Tools`): the reference's loops and casts."""
+
+    def __init__(self, reader: ElementReader) -> None:
+        self._reader = reader
+        self.kernels: Kernels = ReferenceKernels()
+
+    def read(self, entry: TensorEntry, start: int, stop: int, dtype: DType | None = None) -> Array:
+        """As `Tools.read`."""
+        import numpy as np
+
+        from zckpt.engine.reference import cast
+
+        data = self._reader.read(elements(entry, start, stop))
+        if dtype is not None and dtype != entry.dtype:
+            data, _, _ = cast(data, entry.dtype, dtype, sys.byteorder, clamp=False)
+        kind = dtype or entry.dtype
+        return np.frombuffer(bytearray(data), kind.numpy or f"u{kind.itemsize}")
+
+    def read_floats(self, entry: TensorEntry, start: int, stop: int) -> Floats:
+        """As `Tools.read_floats`."""
+        return self.read(entry, start, stop, F32)  # type: ignore[return-value]
+
+
 def elements(entry: TensorEntry, start: int, stop: int) -> Wanted:
     """Elements [start, stop) of a tensor."""
     return Wanted(entry.fragments, entry.dtype, start, stop)
@@ -89,12 +129,19 @@ def _runs(wanted: Wanted) -> Iterator[Run]:
 
 def _range(run: Run, itemsize: int) -> fsspec_io.Range:
     """The bytes of a file from a run's first element to its last."""
-    span = ((run.count - 1) * run.store_step + 1) * itemsize
-    return fsspec_io.Range(str(run.store), run.byte_offset, run.byte_offset + span)
+    return fsspec_io.Range(str(run.store), run.byte_offset, run.byte_offset + _span(run, itemsize))
+
+
+def _span(run: Run, itemsize: int) -> int:
+    return ((run.count - 1) * run.store_step + 1) * itemsize
+
+
+def _is_remote(run: Run) -> bool:
+    return isinstance(run.store, FileStore) and run.store.is_remote
 
 
 def _fetch(wanted: Iterable[Wanted]) -> dict[fsspec_io.Range, bytes]:
-    ranges = [_range(run, w.dtype.itemsize) for w in wanted for run in _runs(w) if run.store.is_remote]
+    ranges = [_range(run, w.dtype.itemsize) for w in wanted for run in _runs(w) if _is_remote(run)]
     blocks = fsspec_io.fetch(ranges) if ranges else ()
     return {r: block[r.start - at : r.stop - at] for r, (block, at) in zip(ranges, blocks, strict=True)}
 
@@ -119,6 +166,8 @@ def read_elements(store: Store, fd: int, offset: int, count: int, step: int, ite
 
 
 def _read(store: Store, fd: int, offset: int, nbytes: int) -> bytes:
+    if isinstance(store, DerivedStore):
+        raise TypeError("elements that are nowhere yet")
     if not isinstance(store, FileStore):
         return ctypes.string_at(store.address + offset, nbytes)
     parts: list[bytes] = []

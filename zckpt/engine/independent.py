@@ -104,8 +104,8 @@ def differences(
                 worker.result()
         finally:
             stop.set()  # an interruption comes to this thread alone
-    stores = (f.store for pair in pairs for entry in pair for f in entry.fragments if f.store.is_remote)
-    check_unchanged({store.path: store for store in stores if isinstance(store, FileStore)}.values())
+    stores = (f.store for pair in pairs for entry in pair for f in entry.fragments)
+    check_unchanged({s.path: s for s in stores if isinstance(s, FileStore) and s.is_remote}.values())
     return [
         Difference(number, sum(count for _, count in places), first, _file_of(pairs[number][1], first))
         for number, places in sorted(found.items())

@@ -21,11 +21,12 @@ from zckpt.core.dtypes import CAST_TARGETS
 from zckpt.core.fragments import FileStore
 from zckpt.core.plan import OutputFile, Plan
 from zckpt.engine.batches import Batch, batches, element_bytes, ranges
+from zckpt.engine.bringing import Bringer
 from zckpt.engine.checksums import Partial, joined, seal
 from zckpt.engine.choice import choose
 from zckpt.engine.ordered_output import Consumer, OrderedOutput, keeps_bytes
 from zckpt.engine.output_files import create, opened
-from zckpt.engine.prefetch import localized, moved_near
+from zckpt.engine.prefetch import localized
 from zckpt.engine.reference import run_batch as reference_batch
 from zckpt.storage.descriptors import OpenFiles
 from zckpt.storage.fsync_queue import Syncing
@@ -297,14 +298,15 @@ class Mover:
         Returns:
             Bytes written, `before` included.
         """
-        with Syncing(report, give_back=self.give_back) as syncing:
+        bringer = Bringer(self.engine, self._threads, give_back=self.give_back, spend=self._spend)
+        with bringer, Syncing(report, give_back=self.give_back) as syncing:
 
             def tick(now: int) -> None:
                 syncing.settle(wait=False)
                 if progress is not None:
                     progress(before + now)
 
-            for batch in localized(parts, moved_near):
+            for batch in localized(parts, bringer.near):
                 self._do(batch, files, tick)
                 before += batch.nbytes
                 syncing.settle()
@@ -315,6 +317,7 @@ class Mover:
                     elif file is not None:
                         report(file)
                     files.close(paths[id(store)])
+            bringer.check_sources()
         return before
 
     def _do(self, batch: Batch, files: OpenFiles, progress: Callable[[int], None]) -> None:

@@ -1,15 +1,16 @@
-"""Sources on other machines, for `move` and `scan`: the byte ranges of a batch are fetched, and its moves then read memory.
+"""Sources that are not at hand, for `move` and `scan`: what a batch needs of them is brought into memory.
 
-A batch names a bounded number of such bytes (`batches.MOST_REMOTE_BYTES`). While the engine works on one, the next is
-fetched, so two of them are in memory, whatever the size of the checkpoint. Local sources stay as they are.
+A batch names a bounded number of such bytes (`batches.MOST_DISTANT_BYTES`). While the engine works on one, the next is
+brought, so two of them are in memory, whatever the size of the checkpoint. `bringing` does it: it fetches ranges of files on
+other machines, and computes elements that nobody has yet. Sources at hand stay as they are.
 """
 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from zckpt.base.errors import InconsistentError, redact
 from zckpt.core.fragments import FileStore, MemoryStore, Store
@@ -17,6 +18,18 @@ from zckpt.engine.batches import Batch, span_bytes
 from zckpt.storage import fsspec_io
 
 AnyBatch = TypeVar("AnyBatch", bound=Batch)
+
+
+class Span(NamedTuple):
+    """Bytes [start, stop) of a store that is not at hand."""
+
+    store: Store
+    start: int
+    stop: int
+
+
+Bring = Callable[[Sequence[Span]], Sequence[tuple[Any, int]]]
+"""Returns, for each span, a block of bytes that contains it, and the byte of the store at which the block begins."""
 
 
 def localized(batches: Iterable[AnyBatch], near: Callable[[AnyBatch], AnyBatch]) -> Iterator[AnyBatch]:
@@ -35,11 +48,11 @@ def localized(batches: Iterable[AnyBatch], near: Callable[[AnyBatch], AnyBatch])
     ahead: Future[AnyBatch] | None = None
     try:
         for batch in batches:
-            sources = {store.path: store for store in batch.stores if isinstance(store, FileStore) and store.is_remote}
-            if not sources and ahead is None:
+            distant = [store for store in batch.stores if not store.at_hand]
+            if not distant and ahead is None:
                 yield batch
                 continue
-            seen |= sources
+            seen |= {store.path: store for store in distant if isinstance(store, FileStore)}
             pool = pool or ThreadPoolExecutor(1)
             ahead, ready = pool.submit(near, batch), ahead
             if ready is not None:
@@ -67,16 +80,12 @@ def check_unchanged(stores: Iterable[FileStore]) -> None:
             )  # fmt: skip
 
 
-def moved_near(batch: Batch) -> Batch:
-    """A batch of moves whose sources are in memory; errors as for `fsspec_io.fetch`."""
-    wanted = [
-        fsspec_io.Range(move.src.path, move.src_offset, move.src_offset + span_bytes(move))
-        for _, _, move in batch.moves
-        if isinstance(move.src, FileStore) and move.src.is_remote
-    ]
-    if not wanted:
+def moved_near(batch: Batch, bring: Bring) -> Batch:
+    """A batch of moves whose sources are at hand; errors as for `bring`."""
+    distant = [move for _, _, move in batch.moves if not move.src.at_hand]
+    if not distant:
         return batch
-    fetched = iter(fsspec_io.fetch(wanted))
+    brought = iter(bring([Span(m.src, m.src_offset, m.src_offset + span_bytes(m)) for m in distant]))
     memory: dict[tuple[int, str], Store] = {}
     near = Batch(finished=batch.finished)
     for number, offset, data in batch.literals:
@@ -84,15 +93,17 @@ def moved_near(batch: Batch) -> Batch:
         near.nbytes += len(data)
     near.ranges = [(near.number(batch.stores[number]), *rest) for number, *rest in batch.ranges]  # type: ignore[misc]
     for _, _, move in batch.moves:
-        if move.src.is_remote:
-            block, begin = next(fetched)
+        if not move.src.at_hand:
+            block, begin = next(brought)
             store = memory.setdefault((id(block), move.src.byteorder), in_memory(block, move.src))
             move = move._replace(src=store, src_offset=move.src_offset - begin)
         near.add(move, move.count * move.rows * move.dst_dtype.itemsize)
     return near
 
 
-def in_memory(block: bytes, source: Store) -> MemoryStore:
-    """Fetched bytes as a store, of the byte order of the source."""
-    address = ctypes.cast(ctypes.c_char_p(block), ctypes.c_void_p).value or 0
-    return MemoryStore(address, len(block), block, source.byteorder)
+def in_memory(block: Any, source: Store) -> MemoryStore:
+    """Brought bytes, or a dense array of numpy, as a store of the byte order of the source."""
+    if isinstance(block, bytes):
+        address = ctypes.cast(ctypes.c_char_p(block), ctypes.c_void_p).value or 0
+        return MemoryStore(address, len(block), block, source.byteorder)
+    return MemoryStore(int(block.ctypes.data), int(block.nbytes), block, source.byteorder)

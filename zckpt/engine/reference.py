@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from zckpt.core.dtypes import BF16, F16, F32, F64, DType
-from zckpt.core.fragments import FileStore, Store
+from zckpt.core.fragments import FileStore, MemoryStore, Store
 from zckpt.core.plan import Move
 from zckpt.engine.elements import native, read_elements
 from zckpt.engine.rounding import MANTISSA, narrowed, ones
@@ -60,10 +60,12 @@ def run_batch(
 
 
 def _write(store: Store, fd: int, data: bytes, offset: int) -> None:
-    if not isinstance(store, FileStore):
+    if isinstance(store, FileStore):
+        write_all(fd, data, offset)
+    elif isinstance(store, MemoryStore):
         ctypes.memmove(store.address + offset, data, len(data))
     else:
-        write_all(fd, data, offset)
+        raise TypeError("nothing can be written there")
 
 
 def cast(data: bytes, source: DType, target: DType, byteorder: str, clamp: bool) -> tuple[bytes, int, float]:

@@ -13,8 +13,9 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from zckpt.base.errors import UnsupportedError, read_error
-from zckpt.base.pace import engine_error, gives_back, thread_count
+from zckpt.base.pace import engine_error, gives_back, pace, thread_count
 from zckpt.engine.batches import progress_after
+from zckpt.engine.bringing import Bringer
 from zckpt.engine.checksums import Partial
 from zckpt.engine.choice import choose
 from zckpt.engine.prefetch import localized
@@ -84,8 +85,10 @@ def scan(
     count, relation = thread_count(threads), relation or Relation()
     report = ScanReport()
     give_back = gives_back(keep_cache, total_bytes)
-    with OpenFiles(give_back=give_back) as files:
-        for batch in localized(scan_batches(requests, crc_ranges), near):
+    spend = pace(bytes_per_s)
+    bringer = Bringer("reference" if slow else "native", count, give_back=give_back, spend=spend)
+    with bringer, OpenFiles(give_back=give_back) as files:
+        for batch in localized(scan_batches(requests, crc_ranges), lambda batch: near(batch, bringer.bring)):
             watch = progress_after(progress, report.bytes_read)
             descriptors = [files.of(store) for store in batch.stores]
             if slow:
@@ -101,6 +104,7 @@ def scan(
                 report.statistics[tensor] = report.of(tensor) + one
             report.bytes_read += batch.nbytes
         files.check_sources()
+        bringer.check_sources()
     return report
 
 

@@ -14,9 +14,8 @@ from zckpt.core.catalog import Padding, TensorEntry
 from zckpt.core.dtypes import U8, DType
 from zckpt.core.fragments import FileStore, Fragment, Store
 from zckpt.core.plan import SLAB_BYTES, Move, route
-from zckpt.engine.batches import MOST_MOVES, MOST_REMOTE_BYTES, Batch
-from zckpt.engine.prefetch import in_memory
-from zckpt.storage import fsspec_io
+from zckpt.engine.batches import MOST_DISTANT_BYTES, MOST_MOVES, Batch
+from zckpt.engine.prefetch import Bring, Span, in_memory
 from zckpt.storage.descriptors import MOST_STORES
 
 NUMBERS, AGAINST, CRC_SOURCE, CRC_OTHER = 1, 2, 4, 8
@@ -81,12 +80,12 @@ class ScanBatch(Batch):
         flags: of the requests, move by move.
         places: of a batch that was fetched, range by range: number of the CRC range, and the byte of the file at which its store
             begins.
-        far_bytes: that are to be fetched.
+        brought_bytes: that are to be brought into memory.
     """
 
     flags: list[int] = field(default_factory=list[int])
     places: list[tuple[int, int]] = field(default_factory=list[tuple[int, int]])
-    far_bytes: int = 0
+    brought_bytes: int = 0
 
 
 def scan_batches(requests: Iterable[ScanRequest], crc_ranges: Sequence[CrcRange]) -> Iterator[ScanBatch]:
@@ -95,7 +94,7 @@ def scan_batches(requests: Iterable[ScanRequest], crc_ranges: Sequence[CrcRange]
     for number, wanted in enumerate(crc_ranges):
         by_path.setdefault(wanted.store.path, []).append((number, wanted.start, wanted.nbytes))
     batch = ScanBatch()
-    reach: dict[str, tuple[int, int]] = {}  # file on another machine -> its bytes that were named last
+    reach: dict[object, tuple[int, int]] = {}  # store that is not at hand -> its bytes that were named last
     for request in requests:
         for part in _parts(request):
             for store in (part.move.src, part.move.dst):
@@ -104,16 +103,17 @@ def scan_batches(requests: Iterable[ScanRequest], crc_ranges: Sequence[CrcRange]
                     batch.ranges += [(batch.number(store), *numbers) for numbers in ranges]
             batch.add(part.move, _nbytes(part))
             batch.flags.append(part.how)
-            for path, start, stop in _far(part):  # requests that name the same bytes share them
-                first, last = reach.get(path, (stop, stop))
+            for store, start, stop in _distant(part):  # requests that name the same bytes share them
+                key = store.path if isinstance(store, FileStore) else store
+                first, last = reach.get(key, (stop, stop))
                 shared = max(0, min(stop, last) - max(start, first))
-                batch.far_bytes += stop - start - shared
-                reach[path] = (min(first, start), max(last, stop)) if shared else (start, stop)
+                batch.brought_bytes += stop - start - shared
+                reach[key] = (min(first, start), max(last, stop)) if shared else (start, stop)
             if (
                 len(batch.moves) >= MOST_MOVES
                 or len(batch.stores) >= MOST_STORES - 1
                 or batch.nbytes >= _MOST_BYTES
-                or batch.far_bytes >= MOST_REMOTE_BYTES
+                or batch.brought_bytes >= MOST_DISTANT_BYTES
             ):
                 yield batch
                 batch, reach = ScanBatch(), {}
@@ -128,21 +128,21 @@ def _nbytes(request: ScanRequest) -> int:
     )
 
 
-def _far(request: ScanRequest) -> Iterator[tuple[str, int, int]]:
-    """(file, first byte, one past the last) of what a request reads on other machines: its source, then the other side."""
+def _distant(request: ScanRequest) -> Iterator[Span]:
+    """What a request reads of stores that are not at hand: its source, then the other side."""
     move = request.move
     sides = [(move.src, move.src_offset, move.src_pitch, move.src_step, move.src_dtype)]
     if request.how & AGAINST:
         sides.append((move.dst, move.dst_offset, move.dst_pitch, move.dst_step, move.dst_dtype))
     for store, offset, pitch, step, dtype in sides:
-        if store.is_remote:
-            yield str(store), offset, offset + (move.rows - 1) * pitch + ((move.count - 1) * step + 1) * dtype.itemsize
+        if not store.at_hand:
+            yield Span(store, offset, offset + (move.rows - 1) * pitch + ((move.count - 1) * step + 1) * dtype.itemsize)
 
 
 def _parts(request: ScanRequest) -> Iterator[ScanRequest]:
     """A request, halved until it is not too large for a batch, nor for memory where its bytes come from another machine."""
     move = request.move
-    spans = [stop - start for _, start, stop in _far(request)]
+    spans = [stop - start for _, start, stop in _distant(request)]
     most = max(move.src_dtype.itemsize, move.dst_dtype.itemsize) * move.count
     if (most <= _MOST_BYTES or move.rows > 1) and (
         not spans or max(spans) <= SLAB_BYTES or move.count * move.rows == 1
@@ -164,10 +164,10 @@ def _parts(request: ScanRequest) -> Iterator[ScanRequest]:
     yield from _parts(ScanRequest(second, request.how))
 
 
-def near(batch: ScanBatch) -> ScanBatch:
-    """A batch with what is on other machines in memory; errors as for `fsspec_io.fetch`."""
+def near(batch: ScanBatch, bring: Bring) -> ScanBatch:
+    """A batch with what is not at hand in memory; errors as for `bring`."""
     requests = [ScanRequest(move, how) for how, (_, _, move) in zip(batch.flags, batch.moves, strict=True)]
-    fetched = iter(fsspec_io.fetch([fsspec_io.Range(*span) for request in requests for span in _far(request)]))
+    brought = iter(bring([span for request in requests for span in _distant(request)]))
     found = ScanBatch()
     wanted: dict[str, list[tuple[int, int, int]]] = {}
     for path, start, stop, of in sorted(
@@ -193,8 +193,8 @@ def near(batch: ScanBatch) -> ScanBatch:
     def taken(store: Store) -> tuple[Store, int]:
         """Where the bytes of a file are now, and the byte of the file at which that begins."""
         held, begin = store, 0
-        if store.is_remote:
-            block, begin = next(fetched)
+        if not store.at_hand:
+            block, begin = next(brought)
             key = id(block), store.byteorder
             held = memory.get(key) or memory.setdefault(key, in_memory(block, store))
         if id(held) not in found.numbers and isinstance(store, FileStore):

@@ -18,7 +18,7 @@ from zckpt.base.version import __version__
 from zckpt.base.words import count, joined
 from zckpt.core.catalog import Catalog
 from zckpt.core.dtypes import SHORT_NAMES, DType
-from zckpt.core.fragments import FileStore, Store
+from zckpt.core.fragments import DerivedStore, FileStore, Store
 from zckpt.core.plan import Plan
 from zckpt.engine.move import CastLoss as Overflowed
 from zckpt.engine.move import MoveOptions, Written
@@ -185,6 +185,8 @@ _GEOMETRY = attrgetter("byte_offset", "start", "count", "rows", "pitch", "store_
 
 def _state(store: Store) -> tuple[object, ...]:
     """Facts that change when a file is written again, even if its modification time is reset; for memory, a hash of its bytes."""
+    if isinstance(store, DerivedStore):
+        return _of_recipe(store, _state)
     if not isinstance(store, FileStore):
         from hashlib import sha256
 
@@ -193,8 +195,18 @@ def _state(store: Store) -> tuple[object, ...]:
     return place, store.byteorder, *location_of(store).state()
 
 
+def _of_recipe(store: DerivedStore, state: Callable[[Store], tuple[object, ...]]) -> tuple[object, ...]:
+    """What computed elements depend on."""
+    return *store.recipe.facts, *(
+        (entry.name, entry.dtype.name, entry.shape, [(state(f.store), _GEOMETRY(f)) for f in entry.fragments])
+        for entry in store.recipe.inputs
+    )
+
+
 def seen(store: Store) -> tuple[object, ...]:
     """The facts of a source that are the same on all machines that share a file system."""
+    if isinstance(store, DerivedStore):
+        return _of_recipe(store, seen)
     return (str(store), store.size, store.identity[2] if isinstance(store, FileStore) else 0)
 
 

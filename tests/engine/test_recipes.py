@@ -1,0 +1,149 @@
+"""Elements that are computed on their way: both engines give the same bits, for any cut into parts, and nothing else changes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import pytest
+
+from zckpt.core import plan as plans
+from zckpt.core.catalog import TensorEntry
+from zckpt.core.dtypes import BF16, F16, F32, F64
+from zckpt.core.fragments import FileStore, Fragment
+from zckpt.core.plan import OutputFile, Plan
+from zckpt.core.recipes import WeightedSum, derived, weighted_sum
+from zckpt.engine.elements import ElementReader, elements
+from zckpt.engine.kernels import NativeKernels, ReferenceKernels
+from zckpt.engine.move import run
+from zckpt.engine.scan import scan
+from zckpt.engine.scan_requests import comparisons
+
+SHAPE = (300, 1000)
+SPECIAL = np.array([0.0, -0.0, np.inf, -np.inf, np.nan, 1e-45, -1e-40, 3.4e38, 1.0, 65504.0], np.float32)
+
+
+def numbers(seed: int, count: int) -> Any:
+    """Random bits of fp32, of all magnitudes, with the special ones among them."""
+    found = np.random.default_rng(seed).integers(0, 2**32, count, np.uint32).view(np.float32)
+    found[: len(SPECIAL)] = SPECIAL
+    return found
+
+
+def same(a: Any, b: Any) -> bool:
+    """Whether these are the same bits, or both are NaN."""
+    return bool(((a.view(np.uint32) == b.view(np.uint32)) | (np.isnan(a) & np.isnan(b))).all())
+
+
+@pytest.mark.parametrize("weight", [0.3, 1.0, -1e-30, 0.0])
+def test_accumulating_is_the_same_in_both(weight: float) -> None:
+    total, x = numbers(0, 100_003), numbers(1, 100_003)[::-1].copy()
+    other = total.copy()
+    NativeKernels().accumulate(total, x, weight)
+    ReferenceKernels().accumulate(other, x, weight)
+    assert same(total, other)
+    with np.errstate(all="ignore"):
+        assert same(other, numbers(0, 100_003) + np.float32(weight) * x)
+
+
+def stored(path: Path, seed: int, dtype: Any = np.float32) -> tuple[TensorEntry, Any]:
+    """A matrix in a file, in two pieces that lie the other way round, and its numbers."""
+    of = {np.float32: F32, np.float16: F16, np.float64: F64}[dtype]
+    array = np.random.default_rng(seed).normal(size=SHAPE).astype(dtype)
+    head, tail = array[:120].tobytes(), array[120:].tobytes()
+    path.write_bytes(tail + head)
+    state = path.stat()
+    store = FileStore(str(path), state.st_size, (state.st_dev, state.st_ino, state.st_mtime_ns))
+    rows = (Fragment(store, len(tail), 0, 120_000), Fragment(store, 0, 120_000, 180_000))
+    return TensorEntry(path.name, SHAPE, of, "parameter", rows), array
+
+
+def written(
+    tmp_path: Path, source: TensorEntry, engine: Literal["native", "reference"], dtype: Any = F32, **how: Any
+) -> bytes:
+    """What a plan writes of a tensor."""
+    root = tmp_path / f"{engine}{len(list(tmp_path.iterdir()))}"
+    root.mkdir()
+    store = FileStore("out", source.numel * dtype.itemsize + 8)
+    entry = TensorEntry(source.name, source.shape, dtype, "parameter", (Fragment(store, 8, 0, source.numel),))
+    run(
+        Plan(((OutputFile("out", store.size, ((0, b"beginning"[:8]),)), store),), [(source, entry)]),
+        str(root),
+        engine=engine,
+        **how,
+    )
+    return (root / "out").read_bytes()[8:]
+
+
+def test_a_sum_is_the_same_for_any_engine_threads_and_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = [stored(tmp_path / "a", 0), stored(tmp_path / "b", 1, np.float16), stored(tmp_path / "c", 2, np.float64)]
+    weights = (0.5, 0.3, 0.2)
+    expected = np.zeros(SHAPE, np.float32)
+    for (_, array), weight in zip(found, weights, strict=True):
+        expected += np.float32(weight) * array.astype(np.float32)
+    total = weighted_sum("x", tuple(entry for entry, _ in found), weights)
+    assert written(tmp_path, total, "native") == expected.tobytes()
+    assert written(tmp_path, total, "reference") == expected.tobytes()
+    assert ElementReader().read(elements(total, 119_990, 120_010)) == expected.reshape(-1)[119_990:120_010].tobytes()
+    for slab in (4, 1000, 70_000):
+        monkeypatch.setattr(plans, "SLAB_BYTES", slab * 4)
+        if slab > 4:
+            assert written(tmp_path, total, "native", threads=3) == expected.tobytes()
+    half = written(tmp_path, total, "native", F16)
+    assert half == expected.astype(np.float16).tobytes()
+    again = weighted_sum("x", (total, total), (1.0, 1.0))  # a recipe of recipes
+    assert written(tmp_path, again, "native") == (expected + expected).tobytes()
+
+
+def test_sums_are_compared_without_being_written(tmp_path: Path) -> None:
+    a, numbers_a = stored(tmp_path / "a", 0)
+    b, numbers_b = stored(tmp_path / "b", 1)
+    total = weighted_sum("x", (a, b), (1.0, 1.0))
+    (tmp_path / "sum").write_bytes((numbers_a + numbers_b).tobytes())
+    state = (tmp_path / "sum").stat()
+    store = FileStore(str(tmp_path / "sum"), state.st_size, (state.st_dev, state.st_ino, state.st_mtime_ns))
+    plain = TensorEntry("x", SHAPE, F32, "parameter", (Fragment(store, 0, 0, 300_000),))
+    for engine in ("native", "reference"):
+        assert scan(comparisons(total, plain, 0), engine=engine).of(0).differ == 0  # type: ignore[arg-type]
+        assert scan(comparisons(a, plain, 0), engine=engine).of(0).differ  # type: ignore[arg-type]
+
+
+@dataclass(frozen=True)
+class Rows:
+    """A recipe that computes whole rows only, and says which."""
+
+    inputs: tuple[TensorEntry, ...]
+    asked: list[tuple[int, int]]
+    unit: int = 1000
+    facts: tuple[object, ...] = ()
+
+    def compute(self, start: int, stop: int, tools: Any) -> Any:
+        """Twice the input."""
+        self.asked.append((start, stop))
+        return tools.read_floats(self.inputs[0], start, stop) * np.float32(2)
+
+
+def test_a_recipe_is_asked_for_whole_units(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    a, array = stored(tmp_path / "a", 0)
+    recipe = Rows((a,), [])
+    monkeypatch.setattr(plans, "SLAB_BYTES", 17_500 * 4)
+    assert written(tmp_path, derived("x", SHAPE, F32, recipe), "native") == (array * 2).tobytes()
+    assert all(start % 1000 == 0 and stop % 1000 == 0 for start, stop in recipe.asked)
+    assert sum(stop - start for start, stop in recipe.asked) == 300_000, "each element is computed once"
+
+
+def test_bf16_comes_as_its_bits(tmp_path: Path) -> None:
+    (tmp_path / "h").write_bytes(np.arange(16_000, 16_010, dtype=np.uint16).tobytes())
+    state = (tmp_path / "h").stat()
+    store = FileStore(str(tmp_path / "h"), 20, (state.st_dev, state.st_ino, state.st_mtime_ns))
+    entry = TensorEntry("h", (10,), BF16, "parameter", (Fragment(store, 0, 0, 10),))
+    total = replace(weighted_sum("x", (entry,), (1.0,)), name="y")
+    bits = np.arange(16_000, 16_010, dtype=np.uint32) << 16
+    assert written(tmp_path, total, "native") == bits.view(np.float32).tobytes()
+
+
+def test_the_sum_says_what_it_depends_on(tmp_path: Path) -> None:
+    a, _ = stored(tmp_path / "a", 0)
+    assert WeightedSum((a,), (0.5,)).facts != WeightedSum((a,), (0.25,)).facts

@@ -1,0 +1,172 @@
+"""Brings what engines cannot read themselves into memory: ranges of files on other machines, and elements that are computed.
+
+For `move` and `scan`, by `prefetch`. What a recipe (`core.recipes`) computes comes in parts, one for each thread; a thread reads
+the inputs with the same engine, and follows recipes whose inputs have recipes themselves.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any
+
+from zckpt.base.errors import CastError, read_error
+from zckpt.base.pace import engine_error
+from zckpt.core.catalog import TensorEntry, TensorPart
+from zckpt.core.dtypes import F32, DType
+from zckpt.core.fragments import DerivedStore, FileStore, Fragment, MemoryStore
+from zckpt.core.plan import Plan
+from zckpt.core.recipes import Kernels, followed
+from zckpt.engine.batches import Batch, batches
+from zckpt.engine.kernels import kernels_of
+from zckpt.engine.prefetch import Span, moved_near
+from zckpt.engine.reference import run_batch as reference_batch
+from zckpt.storage import fsspec_io
+from zckpt.storage.descriptors import OpenFiles
+
+if TYPE_CHECKING:
+    from zckpt.core.recipes import Array, Floats
+
+try:
+    from zckpt._core import run as native_run
+except ImportError:  # pragma: no cover - depends on the build
+    native_run = None  # type: ignore[assignment]
+
+_MOST_FILES = 64
+"""Sources that each thread keeps open."""
+_WINDOW = 1 << 20
+
+
+class Bringer:
+    """Brings spans of stores that are not at hand; use as a context manager.
+
+    Args:
+        engine: "native" or "reference": what inputs of recipes are read and computed with.
+        threads: that compute.
+        give_back: whether the page cache forgets what is read.
+        spend: called with the bytes that are read for recipes; waits where that was faster than it may be.
+    """
+
+    def __init__(self, engine: str, threads: int, *, give_back: bool, spend: Callable[[int], None]) -> None:
+        self._engine = engine
+        self._threads = threads
+        self._give_back = give_back
+        self._spend = spend
+        self._pool: ThreadPoolExecutor | None = None
+        self._workers = threading.local()
+        self._all: list[_Worker] = []
+        self._lock = threading.Lock()
+
+    def __enter__(self) -> Bringer:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._pool is not None:
+            self._pool.shutdown(cancel_futures=True)
+        for worker in self._all:
+            worker.files.__exit__()
+
+    def near(self, batch: Batch) -> Batch:
+        """A batch of moves whose sources are at hand."""
+        return moved_near(batch, self.bring)
+
+    def bring(self, spans: Sequence[Span]) -> Sequence[tuple[Any, int]]:
+        """Blocks that contain the spans, as `prefetch.Bring` says.
+
+        Raises:
+            RemoteError: a range could not be fetched.
+            ZckptError: an input of a recipe cannot be read, or changed.
+        """
+        remote = [span for span in spans if isinstance(span.store, FileStore)]
+        fetched = iter(
+            fsspec_io.fetch([fsspec_io.Range(str(s.store), s.start, s.stop) for s in remote]) if remote else ()
+        )
+        computed = iter(self._computed([span for span in spans if isinstance(span.store, DerivedStore)]))
+        return [next(fetched) if isinstance(span.store, FileStore) else next(computed) for span in spans]
+
+    def check_sources(self) -> None:
+        """Makes sure that no input of a recipe changed while it was read; raises CorruptError or InconsistentError."""
+        for worker in self._all:
+            worker.files.check_sources()
+
+    def _computed(self, spans: Sequence[Span]) -> Sequence[tuple[Any, int]]:
+        if len(spans) < 2 or self._threads < 2:
+            return [self._worker().follow(span) for span in spans]
+        if self._pool is None:
+            self._pool = ThreadPoolExecutor(self._threads)
+        return list(self._pool.map(lambda span: self._worker().follow(span), spans))
+
+    def _worker(self) -> _Worker:
+        worker: _Worker | None = getattr(self._workers, "own", None)
+        if worker is None:
+            worker = self._workers.own = _Worker(self._engine, give_back=self._give_back, spend=self._spend)
+            with self._lock:
+                self._all.append(worker)
+        return worker
+
+
+class _Worker:
+    """The `Tools` of one thread."""
+
+    def __init__(self, engine: str, *, give_back: bool, spend: Callable[[int], None]) -> None:
+        self.files = OpenFiles(give_back=give_back, most=_MOST_FILES)
+        self._engine = engine
+        self._give_back = give_back
+        self._spend = spend
+        self._kernels = kernels_of(engine)
+
+    @property
+    def kernels(self) -> Kernels:
+        """The loops of the engine that works."""
+        return self._kernels
+
+    def read(self, entry: TensorEntry, start: int, stop: int, dtype: DType | None = None) -> Array:
+        """As `Tools.read`."""
+        import numpy as np
+
+        dtype = dtype or entry.dtype
+        array: Array = np.empty(stop - start, dtype.numpy or f"u{dtype.itemsize}")
+        if start == stop:
+            return array
+        memory = MemoryStore(int(array.ctypes.data), array.nbytes, array)
+        to = TensorPart(entry.name, entry.shape, dtype, (Fragment(memory, 0, start, stop - start),))
+        for batch in batches(Plan((), [(entry, to)]), summed=False):
+            self._run(moved_near(batch, self._bring), entry, dtype)
+        return array
+
+    def read_floats(self, entry: TensorEntry, start: int, stop: int) -> Floats:
+        """As `Tools.read_floats`."""
+        return self.read(entry, start, stop, F32)  # type: ignore[return-value]
+
+    def follow(self, span: Span) -> tuple[Any, int]:
+        """The elements of a span, widened to whole units, and the byte at which they begin."""
+        store = span.store
+        if not isinstance(store, DerivedStore):
+            raise TypeError("elements without a recipe")
+        return followed(store, span.start, span.stop, self)
+
+    def _bring(self, spans: Sequence[Span]) -> Sequence[tuple[Any, int]]:
+        ranges = [fsspec_io.Range(str(s.store), s.start, s.stop) for s in spans if isinstance(s.store, FileStore)]
+        fetched = iter(fsspec_io.fetch(ranges) if ranges else ())
+        return [next(fetched) if isinstance(span.store, FileStore) else self.follow(span) for span in spans]
+
+    def _run(self, batch: Batch, entry: TensorEntry, dtype: DType) -> None:
+        descriptors = [self.files.of(store) for store in batch.stores]
+        if self._engine == "reference":
+            lost = reference_batch(batch.stores, descriptors, batch.moves, (), False, self._spend)
+        else:
+            self._spend(batch.nbytes)
+            (kind, error, store, offset, text), _, lost = native_run(
+                *batch.packed(descriptors), 1, _WINDOW, False, self._give_back, 0, None, []
+            )
+            if kind == "read":
+                raise read_error(str(batch.stores[store]), error, offset)
+            if kind:
+                raise engine_error(kind, text)
+        for _, count, largest in lost:
+            raise CastError(
+                f"tensor {entry.name!r} has numbers too large for {dtype.torch_name}",
+                found=f"{count:,} of them, the largest {largest:,.6g}", expected="numbers that can be computed with",
+                remedy="Look at them with `zckpt inspect --stats`, and leave the tensor out with --exclude if it is damaged.",
+            )  # fmt: skip
