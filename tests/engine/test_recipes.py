@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -14,7 +14,7 @@ from zckpt.core.catalog import TensorEntry
 from zckpt.core.dtypes import BF16, F16, F32, F64
 from zckpt.core.fragments import FileStore, Fragment
 from zckpt.core.plan import OutputFile, Plan
-from zckpt.core.recipes import WeightedSum, derived, weighted_sum
+from zckpt.core.recipes import Interpolated, Moved, WeightedSum, derived
 from zckpt.engine.elements import ElementReader, elements
 from zckpt.engine.kernels import NativeKernels, ReferenceKernels
 from zckpt.engine.move import run
@@ -46,6 +46,18 @@ def test_accumulating_is_the_same_in_both(weight: float) -> None:
     assert same(total, other)
     with np.errstate(all="ignore"):
         assert same(other, numbers(0, 100_003) + np.float32(weight) * x)
+
+
+@pytest.mark.parametrize("count", [0, 1, 15, 16, 17, 100_003])
+def test_products_and_quotients_are_the_same_in_both(count: int) -> None:
+    a, b = (np.random.default_rng(seed).normal(size=count).astype(np.float32) for seed in (0, 1))
+    assert NativeKernels().products(a, b) == ReferenceKernels().products(a, b)
+    assert NativeKernels().products(a, b)[0] == pytest.approx(float(a.astype(float) @ b.astype(float)))
+    x = numbers(3, count) if count > len(SPECIAL) else a
+    y = x.copy()
+    NativeKernels().divide(x, 3.0)
+    ReferenceKernels().divide(y, 3.0)
+    assert same(x, y)
 
 
 def stored(path: Path, seed: int, dtype: Any = np.float32) -> tuple[TensorEntry, Any]:
@@ -83,7 +95,7 @@ def test_a_sum_is_the_same_for_any_engine_threads_and_parts(tmp_path: Path, monk
     expected = np.zeros(SHAPE, np.float32)
     for (_, array), weight in zip(found, weights, strict=True):
         expected += np.float32(weight) * array.astype(np.float32)
-    total = weighted_sum("x", tuple(entry for entry, _ in found), weights)
+    total = derived("x", SHAPE, F32, WeightedSum(tuple(entry for entry, _ in found), weights))
     assert written(tmp_path, total, "native") == expected.tobytes()
     assert written(tmp_path, total, "reference") == expected.tobytes()
     assert ElementReader().read(elements(total, 119_990, 120_010)) == expected.reshape(-1)[119_990:120_010].tobytes()
@@ -93,14 +105,14 @@ def test_a_sum_is_the_same_for_any_engine_threads_and_parts(tmp_path: Path, monk
             assert written(tmp_path, total, "native", threads=3) == expected.tobytes()
     half = written(tmp_path, total, "native", F16)
     assert half == expected.astype(np.float16).tobytes()
-    again = weighted_sum("x", (total, total), (1.0, 1.0))  # a recipe of recipes
+    again = derived("x", SHAPE, F32, WeightedSum((total, total), (1.0, 1.0)))  # a recipe of recipes
     assert written(tmp_path, again, "native") == (expected + expected).tobytes()
 
 
 def test_sums_are_compared_without_being_written(tmp_path: Path) -> None:
     a, numbers_a = stored(tmp_path / "a", 0)
     b, numbers_b = stored(tmp_path / "b", 1)
-    total = weighted_sum("x", (a, b), (1.0, 1.0))
+    total = derived("x", SHAPE, F32, WeightedSum((a, b), (1.0, 1.0)))
     (tmp_path / "sum").write_bytes((numbers_a + numbers_b).tobytes())
     state = (tmp_path / "sum").stat()
     store = FileStore(str(tmp_path / "sum"), state.st_size, (state.st_dev, state.st_ino, state.st_mtime_ns))
@@ -139,7 +151,7 @@ def test_bf16_comes_as_its_bits(tmp_path: Path) -> None:
     state = (tmp_path / "h").stat()
     store = FileStore(str(tmp_path / "h"), 20, (state.st_dev, state.st_ino, state.st_mtime_ns))
     entry = TensorEntry("h", (10,), BF16, "parameter", (Fragment(store, 0, 0, 10),))
-    total = replace(weighted_sum("x", (entry,), (1.0,)), name="y")
+    total = derived("x", (10,), F32, WeightedSum((entry,), (1.0,)))
     bits = np.arange(16_000, 16_010, dtype=np.uint32) << 16
     assert written(tmp_path, total, "native") == bits.view(np.float32).tobytes()
 
@@ -147,3 +159,31 @@ def test_bf16_comes_as_its_bits(tmp_path: Path) -> None:
 def test_the_sum_says_what_it_depends_on(tmp_path: Path) -> None:
     a, _ = stored(tmp_path / "a", 0)
     assert WeightedSum((a,), (0.5,)).facts != WeightedSum((a,), (0.25,)).facts
+
+
+def test_a_base_is_moved_by_differences(tmp_path: Path) -> None:
+    (base, x), (a, y), (b, z) = (stored(tmp_path / name, seed) for seed, name in enumerate("xyz"))
+    moved = derived("x", SHAPE, F32, Moved((base, a, b), (0.5, 2.0)))
+    expected = x + np.float32(0.5) * (y - x)
+    expected = expected + np.float32(2) * (z - x)
+    for engine in ("native", "reference"):
+        assert written(tmp_path, moved, engine) == expected.tobytes()  # type: ignore[arg-type]
+    assert written(tmp_path, derived("x", SHAPE, F32, Moved((base, base), (0.7,))), "native") == x.tobytes()
+
+
+def test_points_on_an_arc(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The formula of Shoemake (1985), in fp64; the same bits whoever computes which part."""
+    (a, x), (b, y) = (stored(tmp_path / name, seed) for seed, name in enumerate("xy"))
+    found = written(tmp_path, derived("x", SHAPE, F32, Interpolated((a, b), 0.3)), "native")
+    p, q = x.astype(float).ravel(), y.astype(float).ravel()
+    angle = np.arccos(p @ q / np.linalg.norm(p) / np.linalg.norm(q))
+    expected = (np.sin(0.7 * angle) * p + np.sin(0.3 * angle) * q) / np.sin(angle)
+    assert np.allclose(np.frombuffer(found, np.float32), expected, rtol=1e-5, atol=1e-6)
+    assert found == written(tmp_path, derived("x", SHAPE, F32, Interpolated((a, b), 0.3)), "reference")
+    monkeypatch.setattr(plans, "SLAB_BYTES", 4000)
+    assert found == written(tmp_path, derived("x", SHAPE, F32, Interpolated((a, b), 0.3)), "native", threads=4)
+    for t, expected in ((0.0, x), (1.0, y)):
+        got = np.frombuffer(written(tmp_path, derived("x", SHAPE, F32, Interpolated((a, b), t)), "native"), np.float32)
+        assert (got.reshape(SHAPE) == expected).all()
+    line = written(tmp_path, derived("x", SHAPE, F32, Interpolated((a, a), 0.3)), "native")
+    assert np.allclose(np.frombuffer(line, np.float32).reshape(SHAPE), x, rtol=1e-6)

@@ -6,11 +6,13 @@ its numbers depend on; `engine.bringing` follows it, for the parts that a batch 
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
+from threading import Lock
 from typing import TYPE_CHECKING, Protocol
 
 from zckpt.core.catalog import Role, TensorEntry
-from zckpt.core.dtypes import F32, DType
+from zckpt.core.dtypes import DType
 from zckpt.core.fragments import DerivedStore, Fragment
 
 if TYPE_CHECKING:
@@ -26,6 +28,12 @@ class Kernels(Protocol):
 
     def accumulate(self, total: Floats, numbers: Floats, weight: float) -> None:
         """Adds `weight` times each number to `total`, in place: the weight, the product and the sum are rounded to fp32."""
+
+    def divide(self, numbers: Floats, divisor: float) -> None:
+        """Divides each number in place; divisor and quotient are rounded to fp32."""
+
+    def products(self, a: Floats, b: Floats) -> tuple[float, float, float]:
+        """The sums of a * b, a * a and b * b, in fp64: of every 16th element in order, then these 16 sums in order."""
 
 
 class Tools(Protocol):
@@ -74,9 +82,7 @@ class Recipe(Protocol):
 
 def derived(name: str, shape: tuple[int, ...], dtype: DType, recipe: Recipe, role: Role = "parameter") -> TensorEntry:
     """A tensor whose elements a recipe computes; shape in elements, `dtype` that of the recipe's results."""
-    numel = 1
-    for extent in shape:
-        numel *= extent
+    numel = math.prod(shape)
     store = DerivedStore(recipe, dtype.itemsize, numel * dtype.itemsize)
     return TensorEntry(name, shape, dtype, role, (Fragment(store, 0, 0, numel),))
 
@@ -102,11 +108,36 @@ def followed(store: DerivedStore, start: int, stop: int, tools: Tools) -> tuple[
 
 @dataclass(frozen=True, slots=True)
 class WeightedSum:
-    """Tensors of one shape, each times a weight, added in fp32 in the order in which they are given.
+    """Tensors of one shape, each times a weight, added in fp32 in the order in which they are given, and divided in the end.
 
     Attributes:
         inputs: the tensors.
         weights: a factor for each; rounded to fp32.
+        divisor: of the sum; rounded to fp32.
+    """
+
+    inputs: tuple[TensorEntry, ...]
+    weights: tuple[float, ...]
+    divisor: float = 1.0
+    unit: int = 1
+
+    @property
+    def facts(self) -> tuple[object, ...]:
+        """The factors."""
+        return ("weighted sum", self.weights, self.divisor)
+
+    def compute(self, start: int, stop: int, tools: Tools) -> Array:
+        """As `Recipe.compute`; fp32."""
+        return _summed(self.inputs, self.weights, self.divisor, start, stop, tools)
+
+
+@dataclass(frozen=True, slots=True)
+class Moved:
+    """A base, moved by the weighted sum of how other tensors differ from it: base + sum of weight * (other - base), in fp32.
+
+    Attributes:
+        inputs: the base, and the others.
+        weights: a factor for each of the others; rounded to fp32.
     """
 
     inputs: tuple[TensorEntry, ...]
@@ -115,19 +146,76 @@ class WeightedSum:
 
     @property
     def facts(self) -> tuple[object, ...]:
-        """The weights."""
-        return ("weighted sum", self.weights)
+        """The factors."""
+        return ("moved", self.weights)
 
     def compute(self, start: int, stop: int, tools: Tools) -> Array:
-        """As `Recipe.compute`; fp32. The first product is rounded as the others, and added to nothing."""
-        import numpy as np
-
-        total = np.zeros(stop - start, np.float32)
-        for entry, weight in zip(self.inputs, self.weights, strict=True):
-            tools.kernels.accumulate(total, tools.read_floats(entry, start, stop), weight)
+        """As `Recipe.compute`; fp32. The differences are added in their order, each rounded first."""
+        base = tools.read_floats(self.inputs[0], start, stop)
+        total = base.copy()
+        for entry, weight in zip(self.inputs[1:], self.weights, strict=True):
+            difference = tools.read_floats(entry, start, stop)
+            tools.kernels.accumulate(difference, base, -1.0)
+            tools.kernels.accumulate(total, difference, weight)
         return total
 
 
-def weighted_sum(name: str, inputs: tuple[TensorEntry, ...], weights: tuple[float, ...]) -> TensorEntry:
-    """The sum as a tensor of fp32, with the first input's shape and role."""
-    return derived(name, inputs[0].shape, F32, WeightedSum(inputs, weights), inputs[0].role)
+class Interpolated:
+    """The point at `t` of the way from one tensor to another along the arc between their directions (slerp), in fp32.
+
+    Where they have nearly one direction, or opposite ones, or one is zero, it is the point on the straight line. The
+    directions are those of the whole tensors, which are read once more for it, in the order of their elements.
+
+    Args:
+        inputs: both tensors.
+        t: 0 gives the first, 1 the second.
+    """
+
+    unit = 1
+
+    def __init__(self, inputs: tuple[TensorEntry, TensorEntry], t: float) -> None:
+        self.inputs = inputs
+        self.facts: tuple[object, ...] = ("interpolated", t)
+        self._t = t
+        self._factors: tuple[float, float] | None = None
+        self._lock = Lock()
+
+    def compute(self, start: int, stop: int, tools: Tools) -> Array:
+        """As `Recipe.compute`; fp32."""
+        with self._lock:
+            if self._factors is None:
+                self._factors = self._measured(tools)
+        return _summed(self.inputs, self._factors, 1.0, start, stop, tools)
+
+    def _measured(self, tools: Tools) -> tuple[float, float]:
+        """The factors of both tensors."""
+        dot = square = other_square = 0.0
+        a, b = self.inputs
+        for start in range(0, a.numel, _MEASURED):
+            stop = min(start + _MEASURED, a.numel)
+            found = tools.kernels.products(tools.read_floats(a, start, stop), tools.read_floats(b, start, stop))
+            dot, square, other_square = dot + found[0], square + found[1], other_square + found[2]
+        length = math.sqrt(square) * math.sqrt(other_square)
+        if not length or not math.isfinite(dot / length) or abs(dot / length) > _NEARLY_PARALLEL:
+            return 1 - self._t, self._t
+        angle = math.acos(dot / length)
+        return math.sin((1 - self._t) * angle) / math.sin(angle), math.sin(self._t * angle) / math.sin(angle)
+
+
+_MEASURED = 1 << 21
+"""Elements whose products are summed at once: the same everywhere, since the order of a sum changes its last bits."""
+_NEARLY_PARALLEL = 0.9995
+"""Cosine beyond which the arc is taken for a line, as mergekit's slerp does."""
+
+
+def _summed(
+    inputs: tuple[TensorEntry, ...], weights: tuple[float, ...], divisor: float, start: int, stop: int, tools: Tools
+) -> Floats:
+    import numpy as np
+
+    total = np.zeros(stop - start, np.float32)
+    for entry, weight in zip(inputs, weights, strict=True):
+        tools.kernels.accumulate(total, tools.read_floats(entry, start, stop), weight)
+    if divisor != 1.0:
+        tools.kernels.divide(total, divisor)
+    return total

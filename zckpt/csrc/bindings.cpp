@@ -157,6 +157,20 @@ void accumulate(uintptr_t total, uintptr_t numbers, size_t count, float weight) 
   zckpt::accumulate(reinterpret_cast<float*>(total), reinterpret_cast<const float*>(numbers), count, weight);  // NOLINT
 }
 
+void divide(uintptr_t numbers, size_t count, float divisor) {
+  nb::gil_scoped_release release;
+  zckpt::divide(reinterpret_cast<float*>(numbers), count, divisor);  // NOLINT
+}
+
+nb::tuple products(uintptr_t a, uintptr_t b, size_t count) {
+  zckpt::Products sums{};
+  {
+    nb::gil_scoped_release release;
+    sums = zckpt::products(reinterpret_cast<const float*>(a), reinterpret_cast<const float*>(b), count);  // NOLINT
+  }
+  return nb::make_tuple(sums.ab, sums.aa, sums.bb);
+}
+
 uint64_t begin_swap(zckpt::Swapper& swapper, int fd, bool write, nb::bytes stretches) {
   const auto all = structs<zckpt::Stretch>(stretches);
   nb::gil_scoped_release release;
@@ -197,6 +211,8 @@ NB_MODULE(_core, m) {
         "bytes_per_s"_a, "progress"_a.none());
   m.def("step", &step, "rule"_a, "rates"_a, "weights"_a, "gradients"_a, "first"_a, "second"_a, "count"_a, "threads"_a);
   m.def("accumulate", &accumulate, "total"_a, "numbers"_a, "count"_a, "weight"_a);
+  m.def("divide", &divide, "numbers"_a, "count"_a, "divisor"_a);
+  m.def("products", &products, "a"_a, "b"_a, "count"_a);
   nb::class_<zckpt::Swapper>(m, "Swapper")
       .def("__init__",
            [](zckpt::Swapper* self, unsigned threads, uint64_t block) {

@@ -9,4 +9,28 @@ void accumulate(float* __restrict total, const float* __restrict x, size_t n, fl
   for (size_t i = 0; i < n; ++i) total[i] += weight * x[i];
 }
 
+void divide(float* x, size_t n, float divisor) {
+  const PlainFloats floats;
+  for (size_t i = 0; i < n; ++i) x[i] /= divisor;
+}
+
+Products products(const float* a, const float* b, size_t n) {
+  constexpr size_t kLanes = 16;
+  const PlainFloats floats;
+  double ab[kLanes] = {}, aa[kLanes] = {}, bb[kLanes] = {};
+  const auto add = [&](size_t i, size_t lane) {
+    const double x = a[i], y = b[i];
+    ab[lane] += x * y;
+    aa[lane] += x * x;
+    bb[lane] += y * y;
+  };
+  size_t i = 0;
+  for (; i + kLanes <= n; i += kLanes)
+    for (size_t lane = 0; lane < kLanes; ++lane) add(i + lane, lane);
+  for (size_t lane = 0; i + lane < n; ++lane) add(i + lane, lane);
+  Products sums{};
+  for (size_t lane = 0; lane < kLanes; ++lane) sums = {sums.ab + ab[lane], sums.aa + aa[lane], sums.bb + bb[lane]};
+  return sums;
+}
+
 }  // namespace zckpt

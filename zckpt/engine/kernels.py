@@ -18,12 +18,24 @@ except ImportError:  # pragma: no cover - depends on the build
     _core = None  # type: ignore[assignment]
 
 
+_LANES = 16
+"""Sums that `products` takes side by side, in `csrc/kernels.cpp` too."""
+
+
 class NativeKernels:
     """The loops of `csrc/kernels.cpp`; each lets other threads of Python run."""
 
     def accumulate(self, total: Floats, numbers: Floats, weight: float) -> None:
         """As `Kernels.accumulate`."""
         _core.accumulate(_address(total), _address(numbers), len(total), weight)
+
+    def divide(self, numbers: Floats, divisor: float) -> None:
+        """As `Kernels.divide`."""
+        _core.divide(_address(numbers), len(numbers), divisor)
+
+    def products(self, a: Floats, b: Floats) -> tuple[float, float, float]:
+        """As `Kernels.products`."""
+        return _core.products(_address(a), _address(b), len(a))
 
 
 class ReferenceKernels:
@@ -35,6 +47,26 @@ class ReferenceKernels:
 
         with np.errstate(all="ignore"):
             total += np.float32(weight) * numbers
+
+    def divide(self, numbers: Floats, divisor: float) -> None:
+        """As `Kernels.divide`."""
+        import numpy as np
+
+        with np.errstate(all="ignore"):
+            numbers /= np.float32(divisor)
+
+    def products(self, a: Floats, b: Floats) -> tuple[float, float, float]:
+        """As `Kernels.products`."""
+        import numpy as np
+
+        found = []
+        for x, y in ((a, b), (a, a), (b, b)):
+            with np.errstate(all="ignore"):
+                rows = np.zeros(-(-len(x) // _LANES) * _LANES)
+                rows[: len(x)] = x.astype(np.float64) * y.astype(np.float64)
+                lanes = rows.reshape(-1, _LANES).cumsum(axis=0)[-1:].ravel() if len(x) else np.zeros(_LANES)
+                found.append(float(lanes.cumsum()[-1]))
+        return found[0], found[1], found[2]
 
 
 def kernels_of(engine: str) -> Kernels:
