@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 from pathlib import Path
 
 import pytest
@@ -53,6 +54,16 @@ def test_commands_that_look(tmp_path: Path) -> None:
     assert check("verify", shown("verify", CHECKPOINT, "--deep"))["numbers"] == {}
     assert check("diff", shown("diff", CHECKPOINT, out, "--tensors", status=1))["same"] is False
     check("estimate", shown("estimate", CHECKPOINT, "--memory", "1GB"))
+
+
+def test_commands_for_a_run(tmp_path: Path) -> None:
+    for step in (1, 2):
+        shutil.copytree(CHECKPOINT / "global_step2", tmp_path / f"global_step{step}")
+    assert check("du", shown("du", tmp_path))["beside_bytes"] == 0
+    check("du", shown("du", CHECKPOINT))
+    assert check("prune", shown("prune", tmp_path, "--keep-last", 1))["deleted"] is False
+    assert check("prune", shown("prune", tmp_path, "--keep-last", 1, "--yes"))["deleted"] is True
+    assert [path.name for path in tmp_path.iterdir()] == ["global_step2"]
 
 
 def test_an_error() -> None:

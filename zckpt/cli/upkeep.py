@@ -1,0 +1,83 @@
+"""`zckpt du` and `prune`: what the saves of a run take, and which of them may go."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Annotated
+
+import typer
+
+from zckpt.cli import options as o
+from zckpt.cli.declared import command
+
+_rules = partial(typer.Option, rich_help_panel="Which saves stay")
+Run = Annotated[str, typer.Argument(metavar="RUN", help="Directory that holds the run's saves.", show_default=False)]
+Measured = Annotated[
+    str, typer.Argument(metavar="RUN|CKPT", help="Directory of a run, or a checkpoint.", show_default=False)
+]
+Yes = Annotated[bool, o.output("--yes", help="Delete what goes. Without it, only print what would go.")]
+Deep = Annotated[bool, o.output("--deep", help="Read every byte of the saves that stay before any goes.")]
+
+
+@dataclass(frozen=True, repr=False, eq=False)
+class Kept(o.Group):
+    """Which saves stay."""
+
+    keep_last: Annotated[int | None, _rules("--keep-last", metavar="N", help="The N newest.")] = None
+    keep_every: Annotated[int | None, _rules("--keep-every", metavar="M", help="Those at a multiple of M steps.")] = None
+    keep_best: Annotated[
+        list[str] | None,
+        _rules(
+            "--keep-best",
+            metavar="METRIC[:min|max]",
+            help="The best by a metric in trainer_state.json; repeatable. Less is better if its name ends in loss.",
+        ),
+    ] = None
+    incomplete: Annotated[
+        bool, _rules("--incomplete", help="Let incomplete saves go too, if a newer one is complete.")
+    ] = False
+
+
+def register(app: typer.Typer) -> None:
+    """Adds the commands."""
+    command(
+        app,
+        "du",
+        summary="Show what a run's saves take: weights, optimizer, waste.",
+        about="Show what the saves of a run, or one checkpoint, take on the disk: weights, masters (fp32 weights of the "
+        "optimizer), moments (its states), other, and waste (bytes that no tensor uses). Reads indexes only.",
+        example="zckpt du out/",
+    )(du)
+    command(
+        app,
+        "prune",
+        summary="Delete the saves of a run that no rule keeps.",
+        about="Delete the saves of a run that no rule keeps, after verifying those that stay. Without --yes it only prints what "
+        "would go. The newest complete save and what 'latest' names always stay.",
+        example="zckpt prune out/ --keep-last 3 --keep-best eval_loss --yes",
+    )(prune)
+
+
+def du(run: Measured, shown: o.Shown) -> None:
+    """Prints what lies where."""
+    from zckpt.upkeep.usage import usage_of
+
+    sink = shown.console
+    found = usage_of(run)
+    sink.result(found.as_json, lambda: found.lines(sink.width))
+
+
+def prune(run: Run, kept: Kept, speed: o.Speed, yes: Yes = False, deep: Deep = False, *, shown: o.Shown) -> None:
+    """Prints which saves stay and which go, and deletes these with --yes."""
+    from zckpt.upkeep.keep_rules import KeepRules
+    from zckpt.upkeep.metrics import metric_of
+    from zckpt.upkeep.prune import prune
+
+    best = tuple(map(metric_of, kept.keep_best or ()))
+    rules = KeepRules(kept.keep_last, kept.keep_every, best, kept.incomplete)
+    sink = shown.console
+    with sink.progress(None, "prune") as progress:
+        found = prune(run, rules, delete=yes, deep=deep, pace=speed.pace, progress=progress or False)
+    sink.notes(found.notes)
+    sink.result(found.as_json, lambda: found.lines(sink.width))

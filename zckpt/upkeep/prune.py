@@ -1,0 +1,231 @@
+"""Deletes the saves of a run that no rule keeps, once those that stay are verified.
+
+For `zckpt prune`. Without `delete` it only says what would go. Nothing outside the run's directory is touched, no symbolic link is
+followed, and what is no save stays.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+
+from zckpt.base.errors import NotACheckpointError, UnsupportedError, ZckptError
+from zckpt.base.pace import DEFAULT_PACE, Pace
+from zckpt.base.progress import Progress, reported
+from zckpt.base.words import count, examples, size, wrapped
+from zckpt.checks.soundness import examined
+from zckpt.engine.batches import progress_after
+from zckpt.jobs.options import OpenOptions
+from zckpt.layouts.places import find
+from zckpt.storage.location import Location, LocalPath, locate
+from zckpt.upkeep.keep_rules import KeepRules, reasons_to_stay
+from zckpt.upkeep.metrics import best_by_trainer, values_of
+from zckpt.upkeep.removal import bytes_below, is_left, left_bytes, remove
+from zckpt.upkeep.run_saves import RunSave, named_by_links, named_by_pointers, saves_of
+
+
+@dataclass(frozen=True, slots=True)
+class SaveFate:
+    """What becomes of a save.
+
+    Attributes:
+        save: which.
+        nbytes: that deleting it frees.
+        why: the reasons for which it stays; none if it goes.
+        problem: what is wrong with it; empty if it is complete.
+        metrics: its values of the metrics that rules are about.
+    """
+
+    save: RunSave
+    nbytes: int
+    why: tuple[str, ...]
+    problem: str
+    metrics: Mapping[str, float]
+
+
+@dataclass(frozen=True, slots=True)
+class Pruning:
+    """What `zckpt prune` reports.
+
+    Attributes:
+        run: the directory.
+        deleted: whether saves were deleted, or only would be.
+        fates: of all saves, by step.
+        left_bytes: what a killed prune had left, which goes too.
+        notes: sentences a person should see.
+    """
+
+    run: str
+    deleted: bool
+    fates: tuple[SaveFate, ...]
+    left_bytes: int
+    notes: tuple[str, ...]
+
+    @property
+    def going(self) -> list[SaveFate]:
+        """The saves that go."""
+        return [fate for fate in self.fates if not fate.why]
+
+    @property
+    def freed_bytes(self) -> int:
+        """Bytes that are freed, or would be."""
+        return self.left_bytes + sum(fate.nbytes for fate in self.going)
+
+    def as_json(self) -> dict[str, object]:
+        """What `zckpt prune --json` prints, as a dict."""
+        saves = [
+            {
+                "name": fate.save.name, "step": fate.save.step, "bytes": fate.nbytes, "stays": bool(fate.why),
+                "why": list(fate.why), "complete": not fate.problem, "problem": fate.problem or None,
+                "metrics": dict(fate.metrics),
+            }
+            for fate in self.fates
+        ]  # fmt: skip
+        return {
+            "run": self.run,
+            "deleted": self.deleted,
+            "saves": saves,
+            "left_bytes": self.left_bytes,
+            "freed_bytes": self.freed_bytes,
+            "notes": list(self.notes),
+        }
+
+    def lines(self, width: int | None = None) -> Iterator[str]:
+        """What `zckpt prune` prints; lines have at most `width` characters, longer words aside."""
+        stay = len(self.fates) - len(self.going)
+        goes = "went" if self.deleted else "would go"
+        text = f"{self.run}: {count(stay, 'save stays', 'saves stay')}, {len(self.going):,} {goes} ({size(self.freed_bytes)})"
+        yield from wrapped(text, width, "    ")
+        names = max((len(fate.save.name) for fate in self.fates), default=0)
+        for fate in self.fates:
+            word = "stays" if fate.why else "gone" if self.deleted else "goes"
+            line = f"  {word:<5}  {size(fate.nbytes):>8}  {fate.save.name:<{names}}"
+            yield from wrapped(f"{line}  {'; '.join(fate.why)}".rstrip(), width, " " * 19)
+        if self.left_bytes:
+            yield f"  {'gone' if self.deleted else 'goes':<5}  {size(self.left_bytes):>8}  what an interrupted prune left"
+        if not self.deleted and (self.going or self.left_bytes):
+            yield "Nothing was deleted. Run the same command with --yes to delete what goes."
+
+
+def prune(
+    run: str | os.PathLike[str],
+    rules: KeepRules,
+    *,
+    delete: bool = False,
+    deep: bool = False,
+    pace: Pace = DEFAULT_PACE,
+    progress: Progress = None,
+) -> Pruning:
+    """Deletes the saves of a run that no rule keeps.
+
+    Args:
+        run: the directory that holds the saves.
+        rules: which saves stay.
+        delete: whether to delete; otherwise only what would go is found out.
+        deep: read every byte of the saves that stay, before any goes.
+        pace: how hard to read with `deep`.
+        progress: a function that is called with the bytes read and freed so far; None shows a bar in a terminal, False none.
+
+    Returns:
+        Which saves stay, which go, and why.
+
+    Raises:
+        NotACheckpointError: `run` holds no saves, or is one itself.
+        IncompleteError: no save is complete.
+        UsageError: there is no such metric.
+        OutputError: a save cannot be deleted; saves that still have their names are whole.
+    """
+    home = locate(run).refreshed()
+    if home.is_remote:
+        raise UnsupportedError(
+            "prune deletes only saves on this machine", file=home, expected="a directory",
+            remedy="Run it where the saves are mounted.",
+        )  # fmt: skip
+    home = LocalPath(os.path.realpath(home))  # the run itself may be a link
+    saves, links = saves_of(home)
+    if not saves:
+        raise NotACheckpointError(
+            "holds no saves of a run", file=home,
+            expected="tag directories such as global_step500, checkpoint-N folders, or steps such as step-100",
+            remedy="Give the directory that the trainer saved to.",
+        )  # fmt: skip
+    with reported(progress, None, "prune") as watch:
+        return _pruned(home, saves, links, rules, delete, deep, pace, watch)
+
+
+def _pruned(
+    home: Location,
+    saves: list[RunSave],
+    links: list[str],
+    rules: KeepRules,
+    delete: bool,
+    deep: bool,
+    pace: Pace,
+    watch: Callable[[int], None] | None,
+) -> Pruning:
+    values = {metric: values_of(saves, metric) for metric in rules.best}
+    problems = {save.name: found for save in saves if (found := _problem(save, deep=False, pace=pace))}
+    needed, notes = _needed(home, saves, links)
+    read = 0
+    sure: set[str] = set()
+    while True:
+        why = reasons_to_stay(saves, problems, rules, values, needed)
+        unsure = [save for save in saves if save.name in why and save.name not in {*problems, *sure}] if deep else []
+        if not unsure:
+            break
+        for save in unsure:  # what is found to be damaged keeps no other save from staying
+            if found := _problem(save, deep=True, pace=pace, progress=progress_after(watch, read)):
+                problems[save.name] = found
+            sure.add(save.name)
+            read += bytes_below(save.path.path)
+    nbytes = {save.name: bytes_below(save.path.path) for save in saves}
+    left = left_bytes(home.path)
+    stayed: list[str] = []
+    if delete:
+        freed = progress_after(watch, read)
+        gone = [0]
+
+        def done(name: str) -> None:
+            gone[0] += nbytes[name]
+            if freed is not None:
+                freed(gone[0])
+
+        going = [save for save in saves if save.name not in why]
+        stayed = remove(home.path, going, lambda: _needed(home, saves, links)[0], done) if going or is_left(home.path) else []
+    why |= {name: ["something names it now"] for name in stayed}
+    notes += [f"{save.name!r} is not complete: {problems[save.name]}" for save in saves if save.name in problems]
+    if links:
+        notes.append(f"{examples(links)}: symbolic links are left alone.")
+    fates = tuple(
+        SaveFate(
+            save, nbytes[save.name], tuple(why.get(save.name, ())), problems.get(save.name, ""),
+            {metric.name: values[metric][save.name] for metric in rules.best if save.name in values[metric]},
+        )
+        for save in saves
+    )  # fmt: skip
+    return Pruning(home.path, delete, fates, left, tuple(notes))
+
+
+def _needed(home: Location, saves: list[RunSave], links: list[str]) -> tuple[dict[str, list[str]], list[str]]:
+    """Name of a save -> what needs it, whatever the rules say; and notes about files that name none."""
+    pointed, notes = named_by_pointers(home, {save.name for save in saves})
+    needed: dict[str, list[str]] = {}
+    for reasons in (pointed, named_by_links(home, links), best_by_trainer(saves)):
+        for name, reason in reasons.items():
+            needed.setdefault(name, []).append(reason)
+    return needed, notes
+
+
+def _problem(save: RunSave, *, deep: bool, pace: Pace, progress: Callable[[int], None] | None = None) -> str:
+    """What is wrong with a save; empty if it is complete, and intact as far as it was read."""
+    try:
+        place = find(save.path)
+        inside = len(place.tags) > 1 and place.home.is_within(save.path)
+        for tag in place.tags if inside else (None,):
+            found = examined(save.path, OpenOptions(tag=tag), deep=deep, pace=pace, progress=progress)
+            if not found.ok:
+                return next(problem for check in found.checks for problem in check.problems)
+    except ZckptError as error:
+        return str(error)
+    return ""

@@ -1,0 +1,141 @@
+"""Which directories of a run are its saves, in which order, and which of them the run's own files name.
+
+For `usage` and `prune`. [Note: what is a save of a run] A directory in the run's directory that
+  - holds files of a save by their names: DeepSpeed's tags, steps of torch.distributed.checkpoint, Megatron's `iter_*`, or
+  - has a name that trainers give (`checkpoint-500`, `checkpoint_5`, `global_step_20`) and holds anything that zckpt opens.
+Symbolic links, names that begin with a dot and everything else are no saves. Names that differ in their numbers alone are one
+series; the last number of a name is its step.
+Source: transformers trainer.py `_sorted_checkpoints`; accelerate accelerator.py `save_state`; DeepSpeed runtime/engine.py
+`save_checkpoint`; Megatron-LM megatron/training/checkpointing.py `get_checkpoint_tracker_filename`.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from zckpt import layouts
+from zckpt.base.errors import NotACheckpointError, ZckptError
+from zckpt.layouts.places import find
+from zckpt.layouts.save.listing import UNIVERSAL_POINTER, listed
+from zckpt.layouts.save.pointers import read_pointer
+from zckpt.storage.location import Location
+
+_TRAINERS = re.compile(r"checkpoint[-_]\d+|(?:global_step|iter|step)[-_]?\d+")
+_PART = re.compile(r"(?:pytorch_model_fsdp|optimizer|model|optim)_\d+")
+"""Directories of one of accelerate's models or optimizers, which are parts of a save."""
+
+_POINTERS = ("latest", UNIVERSAL_POINTER, "latest_checkpointed_iteration.txt")
+_NUMBER = re.compile(r"\d+")
+
+
+@dataclass(frozen=True, slots=True)
+class RunSave:
+    """A directory that is a save.
+
+    Attributes:
+        name: of the directory.
+        path: of the directory.
+        step: the last number in the name; None if there is none.
+        series: the name with its numbers left out: saves of one series are alike.
+    """
+
+    name: str
+    path: Location
+    step: int | None
+    series: str
+
+
+def saves_of(run: Location) -> tuple[list[RunSave], list[str]]:
+    """The saves of a run by step, and the names of symbolic links, which are left alone.
+
+    Raises:
+        NotACheckpointError: `run` is no directory, or is itself a save.
+    """
+    if not run.is_dir():
+        raise NotACheckpointError(
+            "no such directory", file=run, remedy="Give the directory that holds the run's saves."
+        )
+    names = listed(run)
+    if layouts.is_save(names):
+        raise NotACheckpointError(
+            "is itself a save", file=run, expected="the directory that holds a run's saves",
+            remedy="Give the directory above it.",
+        )  # fmt: skip
+    links = [name for name in names if is_link(run / name)]
+    found = [_save(run / name) for name in names if name not in links and _is_save(run, name)]
+    return sorted(found, key=lambda save: (save.step is None, save.step or 0, save.name)), links
+
+
+def is_link(path: Location) -> bool:
+    """Whether a path is a symbolic link; none behind an address is."""
+    return not path.is_remote and os.path.islink(path)
+
+
+def _is_save(run: Location, name: str) -> bool:
+    path = run / name
+    if name.startswith(".") or _PART.fullmatch(name) or not path.is_dir() or not path.is_readable():
+        return False
+    if layouts.is_save(path.names()):
+        return True
+    if not _TRAINERS.fullmatch(name):
+        return False
+    try:
+        find(path)
+    except NotACheckpointError:
+        return False
+    except ZckptError:  # a save that lacks something
+        pass
+    return True
+
+
+def _save(path: Location) -> RunSave:
+    numbers = _NUMBER.findall(path.name)
+    return RunSave(path.name, path, int(numbers[-1]) if numbers else None, _NUMBER.sub("#", path.name))
+
+
+def named_by_pointers(run: Location, names: set[str]) -> tuple[Mapping[str, str], list[str]]:
+    """What the run's own files name.
+
+    Args:
+        run: its directory.
+        names: of its saves.
+
+    Returns:
+        Name of a save -> the file that names it; and sentences about files that name none of them.
+    """
+    named: dict[str, str] = {}
+    notes: list[str] = []
+    for pointer in _POINTERS:
+        if not (run / pointer).is_file():
+            continue
+        try:
+            said = read_pointer(run / pointer)
+        except ZckptError as error:
+            notes.append(str(error))
+            continue
+        wanted = {name for name in names if name == said or (said.isdecimal() and _is_step(name, int(said)))}
+        named |= dict.fromkeys(wanted, f"{pointer!r} names it")
+        if not wanted:
+            notes.append(f"{pointer!r} names {said[:100]!r}, which is no save here.")
+    return named, notes
+
+
+def _is_step(name: str, step: int) -> bool:
+    """Whether a save has the number that Megatron's or verl's file says."""
+    numbers = _NUMBER.findall(name)
+    return bool(numbers) and int(numbers[-1]) == step
+
+
+def named_by_links(run: Location, links: list[str]) -> dict[str, str]:
+    """Name of a save -> the symbolic link in the run's directory that leads to it."""
+    named: dict[str, str] = {}
+    for link in links:
+        target = os.path.realpath(run / link)
+        relative = os.path.relpath(target, os.path.realpath(run))
+        name = relative.partition(os.sep)[0]
+        if name not in (".", ".."):
+            named[name] = f"the link {link!r} leads to it"
+    return named
