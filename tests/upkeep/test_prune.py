@@ -25,7 +25,9 @@ ONE_FILE = FIXTURES / "zero0" / "fp32" / "checkpoint" / "global_step2"
 DCP = FIXTURES / "dcp" / "fsdp2_flat_w4" / "checkpoint"
 
 
-def run_of(place: Path, steps: tuple[int, ...], latest: str = "", source: Path = ZERO2, name: str = "global_step{}") -> Path:
+def run_of(
+    place: Path, steps: tuple[int, ...], latest: str = "", source: Path = ZERO2, name: str = "global_step{}"
+) -> Path:
     run = place / "run"
     run.mkdir(parents=True)
     for step in steps:
@@ -48,7 +50,12 @@ def test_rules(tmp_path: Path) -> None:
     before = contents(run)
     assert stay(prune(run, KeepRules(last=1))) == ["global_step15", "global_step100"]
     assert stay(prune(run, KeepRules(last=2))) == ["global_step15", "global_step20", "global_step100"]
-    assert stay(prune(run, KeepRules(every=10))) == ["global_step10", "global_step15", "global_step20", "global_step100"]
+    assert stay(prune(run, KeepRules(every=10))) == [
+        "global_step10",
+        "global_step15",
+        "global_step20",
+        "global_step100",
+    ]
     assert stay(prune(run, KeepRules(every=7))) == ["global_step15", "global_step100"]
     assert contents(run) == before, "a dry run changes nothing"
     found = prune(run, KeepRules(last=2), delete=True, deep=True)
@@ -77,7 +84,15 @@ def test_what_is_no_save_and_what_is_behind_links_is_never_touched(tmp_path: Pat
     shutil.copytree(ZERO2, run / "final")  # a save whose name has no step
     found = prune(run, KeepRules(last=1), delete=True)
     assert stay(found) == ["global_step2", "global_step4", "final"]
-    assert sorted(os.listdir(run)) == ["best", "checkpoint-7", "final", "global_step0", "global_step2", "global_step4", "logs-1"]
+    assert sorted(os.listdir(run)) == [
+        "best",
+        "checkpoint-7",
+        "final",
+        "global_step0",
+        "global_step2",
+        "global_step4",
+        "logs-1",
+    ]
     assert len(list((elsewhere / "global_step0").iterdir())) == len(list(ZERO2.iterdir()))
     assert contents(run / "checkpoint-7") == {"notes.txt": b"mine"}
     assert any("best" in note and "left alone" in note for note in found.notes)
@@ -185,6 +200,7 @@ def killed_at(run: Path, rules: KeepRules, nth: int) -> bool:
     child = os.fork()
     if not child:
         try:
+
             def die(number: int, name: str) -> None:
                 if number == nth:
                     os.kill(os.getpid(), signal.SIGKILL)
@@ -201,7 +217,7 @@ def killed_at(run: Path, rules: KeepRules, nth: int) -> bool:
 
 def accelerate_loads(run: Path) -> str:
     """Which folder accelerate's `load_state` takes (accelerator.py, 1.15)."""
-    return max((e for e in os.listdir(run)), key=lambda e: list(map(int, re.findall(r"[\/]?([0-9]+)(?=[^\/]*$)", e)))[0])
+    return max((e for e in os.listdir(run)), key=lambda e: int(re.findall(r"[\/]?([0-9]+)(?=[^\/]*$)", e)[0]))
 
 
 def test_killed_at_every_call(quick_path: Path) -> None:

@@ -14,10 +14,11 @@ from zckpt.upkeep.usage import CLASSES, usage_of
 
 FIXTURES = Path(__file__).parent.parent.parent / "fixtures"
 FAMILIES = (
-    "autoep/zero2_w4", "autotp/zero3_tp2_dp2", "bf16_optimizer/w2", "dcp/fsdp2_nested_w2", "dcp/huggingface_w2", "fairscale/fairseq_w3",
-    "mcore/stages_tp2_pp2", "megatron_legacy/hf_llama_tp2", "moe/zero2_pyramid_w4", "nvme/bf16_w2",
+    "autoep/zero2_w4", "autotp/zero3_tp2_dp2", "bf16_optimizer/w2", "dcp/fsdp2_nested_w2", "dcp/huggingface_w2",
+    "fairscale/fairseq_w3", "mcore/stages_tp2_pp2", "megatron_legacy/hf_llama_tp2", "moe/zero2_pyramid_w4", "nvme/bf16_w2",
     "optimizers/oss_ranks_w3", "pipeline/zero1_pp2_dp2", "ranks/tp_w4", "torch_checkpointing/torch_files_w2",
-    "torchtitan/llama3_0_3_0_w1", "trainers/composer_sharded_w2", "trainers/lightning_w1", "transformers/llama_zero3", "zero2/lora_w2",
+    "torchtitan/llama3_0_3_0_w1", "trainers/composer_sharded_w2", "trainers/lightning_w1", "transformers/llama_zero3",
+    "zero2/lora_w2",
 )  # fmt: skip
 HOW = [FIXTURES / name for name in FAMILIES]
 
@@ -57,7 +58,10 @@ def test_waste(tmp_path: Path) -> None:
     """A view pickled with its storage, and shards that each hold the whole flat vector."""
     flat = torch.randn(1000)
     for shard in (0, 1):
-        torch.save({f"w{shard}": flat[500 * shard : 500 * shard + 500]}, tmp_path / f"pytorch_model-0000{shard + 1}-of-00002.bin")
+        torch.save(
+            {f"w{shard}": flat[500 * shard : 500 * shard + 500]},
+            tmp_path / f"pytorch_model-0000{shard + 1}-of-00002.bin",
+        )
     index = {"metadata": {}, "weight_map": {f"w{s}": f"pytorch_model-0000{s + 1}-of-00002.bin" for s in (0, 1)}}
     (tmp_path / "pytorch_model.bin.index.json").write_text(json.dumps(index))
     (save,) = usage_of(tmp_path).saves

@@ -25,7 +25,9 @@ class Kept(o.Group):
     """Which saves stay."""
 
     keep_last: Annotated[int | None, _rules("--keep-last", metavar="N", help="The N newest.")] = None
-    keep_every: Annotated[int | None, _rules("--keep-every", metavar="M", help="Those at a multiple of M steps.")] = None
+    keep_every: Annotated[int | None, _rules("--keep-every", metavar="M", help="Those at a multiple of M steps.")] = (
+        None
+    )
     keep_best: Annotated[
         list[str] | None,
         _rules(

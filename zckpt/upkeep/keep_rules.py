@@ -44,7 +44,9 @@ class KeepRules:
         for option, number in (("--keep-last", self.last), ("--keep-every", self.every)):
             if number is not None and number < 1:
                 raise UsageError(
-                    f"{option} takes a number from 1 on", found=str(number), remedy=f"Correct {option}, or leave it out."
+                    f"{option} takes a number from 1 on",
+                    found=str(number),
+                    remedy=f"Correct {option}, or leave it out.",
                 )
 
 
@@ -94,7 +96,9 @@ def reasons_to_stay(
         if save.step is None:
             why[save.name].append("its name has no step")
         if save.name in problems:
-            newer = [other for other in complete if other.series == save.series and (other.step or 0) > (save.step or 0)]
+            newer = [
+                other for other in complete if other.series == save.series and (other.step or 0) > (save.step or 0)
+            ]
             if not newer:
                 why[save.name].append("not complete, but no complete one is newer: it may still be written")
             elif not rules.incomplete:

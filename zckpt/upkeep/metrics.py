@@ -13,7 +13,7 @@ import math
 import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeGuard
 
 from zckpt.base.errors import UsageError
 from zckpt.base.words import examples
@@ -73,7 +73,7 @@ def values_of(saves: Iterable[RunSave], metric: Metric) -> dict[str, float]:
             for entry in (*_history(own), *history):
                 value = entry.get(name)
                 if entry.get("step") in steps and _is_number(value):
-                    values.setdefault(save.name, value)
+                    values.setdefault(save.name, float(value))
     if not values:
         known = sorted({key for entry in history for key in entry if key.startswith("eval_")})
         raise UsageError(
@@ -96,7 +96,9 @@ def best_by_trainer(saves: Iterable[RunSave]) -> dict[str, str]:
     for save in sorted(saves, key=lambda save: save.step or 0, reverse=True):
         if (state := _state(save.path)) is not None:
             best = state.get("best_model_checkpoint")
-            return {os.path.basename(best): f"{STATE} of {save.name!r} calls it the best"} if isinstance(best, str) else {}
+            return (
+                {os.path.basename(best): f"{STATE} of {save.name!r} calls it the best"} if isinstance(best, str) else {}
+            )
     return {}
 
 
@@ -114,5 +116,5 @@ def _history(state: Mapping[str, Any]) -> list[dict[str, Any]]:
     return [entry for entry in found if isinstance(entry, dict)] if isinstance(found, list) else []
 
 
-def _is_number(value: object) -> bool:
+def _is_number(value: Any) -> TypeGuard[float]:
     return isinstance(value, int | float) and not isinstance(value, bool) and not math.isnan(value)

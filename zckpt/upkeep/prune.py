@@ -1,7 +1,7 @@
 """Deletes the saves of a run that no rule keeps, once those that stay are verified.
 
-For `zckpt prune`. Without `delete` it only says what would go. Nothing outside the run's directory is touched, no symbolic link is
-followed, and what is no save stays.
+For `zckpt prune`. Without `delete` it only says what would go. Nothing outside the run's directory is touched, no symbolic
+link is followed, and what is no save stays.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from zckpt.checks.soundness import examined
 from zckpt.engine.batches import progress_after
 from zckpt.jobs.options import OpenOptions
 from zckpt.layouts.places import find
-from zckpt.storage.location import Location, LocalPath, locate
+from zckpt.storage.location import LocalPath, Location, locate
 from zckpt.upkeep.keep_rules import KeepRules, reasons_to_stay
 from zckpt.upkeep.metrics import best_by_trainer, values_of
 from zckpt.upkeep.removal import bytes_below, is_left, left_bytes, remove
@@ -192,7 +192,11 @@ def _pruned(
                 freed(gone[0])
 
         going = [save for save in saves if save.name not in why]
-        stayed = remove(home.path, going, lambda: _needed(home, saves, links)[0], done) if going or is_left(home.path) else []
+        stayed = (
+            remove(home.path, going, lambda: _needed(home, saves, links)[0], done)
+            if going or is_left(home.path)
+            else []
+        )
     why |= {name: ["something names it now"] for name in stayed}
     notes += [f"{save.name!r} is not complete: {problems[save.name]}" for save in saves if save.name in problems]
     if links:

@@ -1,9 +1,9 @@
 """What lies where in the saves of a run: weights, masters, moments, other, waste. Reads indexes only.
 
 For `zckpt du`. [Note: the classes] Elements that a layout reads as tensors are `masters` where they are in the optimizer's files
-or beside half-precision weights, otherwise `weights`, as are the module's own copies of masters. Optimizer states are `moments`. Of
-tensors that no layout reads, their names in the file decide. `waste` is storages' bytes that no tensor in the file is a view of:
-`torch.save` writes a view with the whole storage that it is a view of. `other` is everything else: pickles, zip directories,
+or beside half-precision weights, otherwise `weights`, as are the module's own copies of masters. Optimizer states are `moments`.
+Of tensors that no layout reads, their names in the file decide. `waste` is storages' bytes that no tensor of the file uses:
+`torch.save` writes a view with its whole storage. `other` is everything else: pickles, zip directories,
 padding, random states, config and tokenizer files. The five add up to the files' sizes.
 """
 
