@@ -13,14 +13,14 @@ import torch
 from safetensors.torch import load_file
 
 import zckpt
-from zckpt.base.errors import UnsupportedError
+from zckpt.base.errors import UnsupportedError, UsageError
 from zckpt.core.catalog import Catalog, Source, TensorEntry
 from zckpt.core.dtypes import BY_TORCH_NAME
 from zckpt.core.fragments import Fragment, MemoryStore
 from zckpt.jobs.open import read_tensor
 from zckpt.naming.compose import compose
 from zckpt.naming.decompose import decomposed
-from zckpt.naming.facts import facts_of, with_parts
+from zckpt.naming.facts import Facts, facts_of, with_parts
 from zckpt.naming.families import make_config
 from zckpt.naming.recognise import by_parts
 from zckpt.naming.schemes import families, scheme, schemes
@@ -65,6 +65,11 @@ MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "falcon-7b": ("falcon", "Falcon", {**FALCON, "multi_query": True, "parallel_attn": True, "bias": False}),
     "falcon-rw": ("falcon", "Falcon", {**FALCON, "multi_query": False, "parallel_attn": False, "bias": True}),
     "falcon-40b": ("falcon", "Falcon", {**FALCON, "new_decoder_architecture": True, "num_kv_heads": 2}),
+    "falcon-11b": (
+        "falcon",
+        "Falcon",
+        {**FALCON, "new_decoder_architecture": True, "num_kv_heads": 2, "num_ln_in_parallel_attn": 1},
+    ),
     "gpt2": (
         "gpt2",
         "GPT2",
@@ -159,6 +164,7 @@ ZERO_CENTERED = {**ARGS, "apply_layernorm_1p": True, "swiglu": False, "untie_emb
 EQUAL = {"rms_norm_eps": 0.003, "rope_parameters": {"rope_type": "default", "rope_theta": 500.0}}
 SCALED = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "rope_theta": 500.0,
           "original_max_position_embeddings": 8192}  # fmt: skip
+FALCON_EQUAL = {"layer_norm_epsilon": 0.003, "rope_parameters": {"rope_type": "default", "rope_theta": 500.0}}
 HALF = {"rope_type": "default", "rope_theta": 500.0, "partial_rotary_factor": 0.5}
 RUNS: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "llama": (ARGS, EQUAL, "llama"),
@@ -180,6 +186,19 @@ RUNS: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "gpt-neox": (
         {**CLASSIC, "rotary_percent": 0.5}, {"layer_norm_eps": 0.003, "use_parallel_residual": False, "rope_parameters": HALF},
         "gpt-neox",
+    ),
+    "falcon-7b": (
+        {**CLASSIC, "group_query_attention": True, "parallel_attn": True, "untie_embeddings_and_output_weights": False},
+        FALCON_EQUAL, "falcon",
+    ),
+    "falcon-40b": (
+        {**CLASSIC, "group_query_attention": True, "num_query_groups": 2, "parallel_attn": True,
+         "untie_embeddings_and_output_weights": False},
+        FALCON_EQUAL, "falcon",
+    ),
+    "falcon-11b": (
+        {**CLASSIC, "group_query_attention": True, "num_query_groups": 2, "untie_embeddings_and_output_weights": False},
+        FALCON_EQUAL, "falcon",
     ),
 }  # fmt: skip
 """Model -> the arguments of a run of Megatron, what of them is in the config, and the family."""
@@ -219,6 +238,109 @@ def test_the_config_is_made_from_the_arguments_of_a_run(kind: str) -> None:
     tokens = torch.arange(12).reshape(2, 6)
     with torch.no_grad():
         assert torch.equal(again(input_ids=tokens).logits, model(input_ids=tokens).logits)
+
+
+LLM = {
+    "num_layers": 2, "hidden_size": 16, "num_attention_heads": 4, "position_embedding_type": 1, "glu_activation": None,
+    "layernorm_epsilon": 0.003, "max_position_embeddings": 16, "rope_scaling_factor": 1.0, "use_post_ln": False,
+    "rope_theta": 500.0,
+}  # fmt: skip
+"""What Megatron-LLM keeps of a run; 1 is its number of rotary positions."""
+
+
+def by_megatron_llm(state: dict[str, torch.Tensor], heads: int, keys: int) -> dict[str, torch.Tensor]:
+    """A Falcon or Llama as Megatron-LLM's own converter writes it: rotary rows as pairs, the rows of `up` first."""
+
+    def pairs(x: torch.Tensor) -> torch.Tensor:
+        return x.view(2, len(x) // 2, -1).transpose(0, 1).reshape(x.shape)
+
+    def fused(x: torch.Tensor) -> torch.Tensor:
+        groups = [group.split(4) for group in x.chunk(keys)]
+        return torch.cat([torch.cat([*map(pairs, qs), pairs(k), v]) for *qs, k, v in groups])
+
+    own = "language_model.encoder.layers.{}."
+    out = {}
+    for name, x in state.items():
+        *_, block, module, last = ("", "", *name.removesuffix(".weight").removesuffix(".bias").split("."))
+        kind = name.rpartition(".")[2]
+        if name in ("transformer.word_embeddings.weight", "model.embed_tokens.weight"):
+            out["language_model.embedding.word_embeddings.weight"] = x
+        elif name == "lm_head.weight":
+            out["language_model.lm_head"] = x
+        elif ".ln_f." in name or name == "model.norm.weight":
+            out[f"language_model.encoder.final_layernorm.{kind}"] = x
+        elif last in ("ln_attn", "ln_mlp", "input_layernorm", "post_attention_layernorm"):
+            layer = own.format(module)
+            new = {"ln_attn": "input_layernorm", "ln_mlp": "mlp_layernorm"}.get(last, last)
+            out[f"{layer}{new}.{kind}"] = x
+        elif last == "query_key_value":
+            out[f"{own.format(block)}self_attention.query_key_value.weight"] = fused(x)
+        elif last in ("dense", "dense_h_to_4h", "dense_4h_to_h"):
+            out[f"{own.format(block)}{'self_attention' if last == 'dense' else 'mlp'}.{last}.weight"] = x
+        elif last == "q_proj":
+            k, v = (state[name.replace("q_proj", other)] for other in ("k_proj", "v_proj"))
+            rows = [torch.cat(group) for group in zip(x.chunk(keys), k.chunk(keys), v.chunk(keys))]
+            out[f"{own.format(block)}self_attention.query_key_value.weight"] = fused(torch.cat(rows))
+        elif last == "o_proj":
+            out[f"{own.format(block)}self_attention.dense.weight"] = x
+        elif last == "up_proj":
+            both = torch.cat([x, state[name.replace("up_proj", "gate_proj")]])
+            out[f"{own.format(block)}mlp.dense_h_to_4h.weight"] = both
+        elif last == "down_proj":
+            out[f"{own.format(block)}mlp.dense_4h_to_h.weight"] = x
+    return out
+
+
+@pytest.mark.parametrize("kind", ["falcon-7b", "falcon-40b", "llama"])
+def test_models_of_megatron_llm(kind: str) -> None:
+    """Its orders of rows are others than Megatron's; its arguments say so, and whether attention and MLP are side by side."""
+    family, name, given = MODELS[kind]
+    more = EQUAL if family == "llama" else FALCON_EQUAL
+    torch.manual_seed(8)
+    model_class = getattr(transformers, f"{name}ForCausalLM")
+    model = model_class(
+        getattr(transformers, f"{name}Config")(**{**given, **more, "tie_word_embeddings": False})
+    ).eval()
+    state = {n: torch.randn_like(t) for n, t in model.state_dict().items()}
+    model.load_state_dict(state)
+    keys = {"falcon-7b": 1, "falcon-40b": 2, "llama": 2}[kind]
+    arguments = {**LLM, "num_attention_heads_kv": keys, "tie_embed_logits": False, "parallel_attn": family == "falcon",
+                 "glu_activation": "swiglu" if family == "llama" else None}  # fmt: skip
+    catalog = as_catalog(by_megatron_llm(state, 4, keys))
+    catalog = replace(catalog, extras={"args": arguments, "checkpoint_version": 3.0})
+    found = decomposed(catalog, scheme("megatron"), facts_of(catalog))
+    facts = with_parts(found.facts, found.parts)
+    assert by_parts(found.parts, facts)[0] == family
+    composed = compose(found.parts, scheme(f"hf-{family}"), found.facts)
+    assert_same_tensors(composed, state)
+    made = make_config(scheme(f"hf-{family}"), found.parts, facts)
+    again = model_class(model_class.config_class.from_dict(made)).eval()
+    again.load_state_dict(state)
+    tokens = torch.arange(12).reshape(2, 6)
+    with torch.no_grad():
+        assert torch.equal(again(input_ids=tokens).logits, model(input_ids=tokens).logits)
+
+
+def test_what_a_config_of_falcon_needs_is_named() -> None:
+    """Without arguments nothing says whether attention and MLP are side by side; ALiBi is another one in Falcon."""
+    torch.manual_seed(9)
+    config = transformers.FalconConfig(**{**FALCON, "multi_query": False, "parallel_attn": False, "bias": True})
+    state = {
+        n: t.detach() for n, t in transformers.FalconForCausalLM(config).state_dict().items() if "lm_head" not in n
+    }
+    own, core = scheme("hf-falcon"), scheme("megatron-core")
+    start = decomposed(as_catalog(state), own, facts_of(as_catalog(state), config.to_dict()))
+    theirs = compose(start.parts, core, start.facts)
+    parts = decomposed(theirs, core, start.facts).parts
+    facts = with_parts(Facts({"query_heads": 4}), parts)
+    with pytest.raises(UsageError, match="whether attention and MLP of a block are side by side"):
+        make_config(own, start.parts, facts)
+    alibi = with_parts(facts.having(parallel=False), parts)
+    assert make_config(own, start.parts, alibi)["parallel_attn"] is False
+    with pytest.raises(UnsupportedError, match="of ALiBi's slopes Falcon has others"):
+        make_config(own, start.parts, replace(alibi, arguments={"position_embedding_type": "alibi"}))
+    with pytest.raises(UnsupportedError, match="groups of queries"):
+        make_config(own, start.parts, alibi.having(groups_in_sequence=True))
 
 
 MCORE = Path(__file__).parents[2] / "fixtures" / "mcore"

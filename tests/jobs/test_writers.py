@@ -12,6 +12,7 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata
 
 import zckpt
 from zckpt.base.errors import UsageError
+from zckpt.jobs.inspection import inspect_checkpoint
 
 FIXTURES = Path(__file__).parents[2] / "fixtures"
 LLAMA = FIXTURES / "transformers" / "llama_zero3" / "checkpoint"
@@ -64,6 +65,9 @@ def test_a_run_for_megatron_core(run: Path, numbered: bool, tmp_path: Path) -> N
     for name in ("pre_mlp_layernorm.weight", "mlp.linear_fc1.layer_norm_weight"):
         assert items[prefix + name].size[-1] == config["hidden_size"]
     assert zckpt.verify(run, out, progress=False).ok
+    shown = "\n".join(inspect_checkpoint(out).lines(width=None))
+    assert f"{prefix}mlp.linear_fc1.layer_norm_weight is also called {prefix}pre_mlp_layernorm.weight" in shown
+    assert "tied" not in shown
     zckpt.convert(out, tmp_path / "hf", options=HF, progress=False)
     same_as(run, tmp_path / "hf", tmp_path / "truth")
 

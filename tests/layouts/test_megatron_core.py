@@ -147,6 +147,40 @@ def test_run_directories(tmp_path: Path) -> None:
     assert released.place.listing.directory.name == "release"
 
 
+def test_the_files_that_name_a_step(tmp_path: Path) -> None:
+    """Megatron Bridge's is a torch file, which it asks before Megatron's; a run without either lacks Megatron's, not `latest`."""
+    run = copy_of("stages_tp2_pp2", tmp_path)
+    shutil.copytree(run / "iter_0000002", run / "iter_0000010")
+    torch.save(
+        {"step": torch.tensor(2, dtype=torch.int32), "do_train": torch.tensor(True)}, run / "latest_train_state.pt"
+    )
+    (run / "latest_checkpointed_iteration.txt").write_text("10")
+    assert open_catalog(str(run)).place.listing.directory.name == "iter_0000002"
+    (run / "latest_train_state.pt").unlink()
+    assert open_catalog(str(run)).place.listing.directory.name == "iter_0000010"
+    torch.save({"steps": 2}, run / "latest_train_state.pt")
+    with pytest.raises(CorruptError, match="says no step"):
+        open_catalog(str(run))
+    assert open_catalog(str(run), OpenOptions(tag="iter_0000002")).catalog.tensors
+    for name in ("latest_train_state.pt", "latest_checkpointed_iteration.txt"):
+        (run / name).unlink()
+    shutil.rmtree(run / "iter_0000010")
+    (note,) = open_catalog(str(run)).place.notes
+    assert note.startswith("There is no 'latest_checkpointed_iteration.txt'")
+
+
+def test_the_tokenizer_of_megatron_bridge(tmp_path: Path) -> None:
+    """It is in a directory of the save, and comes along."""
+    run = copy_of("stages_tp2_pp2", tmp_path)
+    inner = run / "iter_0000002" / "tokenizer"
+    inner.mkdir()
+    (inner / "tokenizer.json").write_text("{}")
+    (inner / "other.txt").write_text("")
+    zckpt.convert(run, tmp_path / "out")
+    written = {path.name for path in (tmp_path / "out").iterdir()}
+    assert "tokenizer.json" in written and "other.txt" not in written
+
+
 @pytest.mark.parametrize("inner", ["actor/dist_ckpt", "dist_ckpt", "weights"])
 def test_saves_in_directories_of_others(inner: str, tmp_path: Path) -> None:
     """Those of verl and NeMo 2."""

@@ -31,7 +31,7 @@ def test_a_scheme_names_known_parts(name: str) -> None:
     assert own.name == name and own.about
     for rule in own.rules:
         assert set(rule.parts or ()) <= ALL, rule
-        assert set(rule.stack) <= {"b", "e"} and rule.pairs in ("", "query", "key"), rule
+        assert set(rule.stack) <= {"b", "e"} and rule.pairs in ("", "query", "key", "both"), rule
         for template in rule.names:
             held = set(re.findall(r"\{(\w)\}", "".join(rule.parts or ())))
             assert held == set(re.findall(r"\{(\w)\}", template)) | set(rule.stack) or rule.parts is None, rule

@@ -146,7 +146,12 @@ def _catalog_rows(catalog: Catalog, place: Place, width: int | None) -> Iterator
     yield from row("tensors", f"{len(catalog):,}: {', '.join(kinds + buffers)}", width)
     yield from row("size", ", ".join(f"{size(n)} as {dtype}" for dtype, n in output_bytes(catalog).items()), width)
     for dropped, kept in catalog.aliases.items():
-        yield from row("tied", f"{dropped} = {kept}", width)
+        if (
+            source.layout == "megatron-core"
+        ):  # no model's weights: names that two forms of Megatron's modules have for one norm
+            yield from row("two names", f"{kept} is also called {dropped}", width)
+        else:
+            yield from row("tied", f"{dropped} = {kept}", width)
     if source.optimizer_states:
         yield from row("optimizer", ", ".join(source.optimizer_states), width)
 

@@ -19,6 +19,7 @@ from typing import NamedTuple
 from zckpt import layouts
 from zckpt.base.errors import IncompleteError, NotACheckpointError, UsageError
 from zckpt.base.words import count, examples
+from zckpt.layouts.run.steps import OF_MEGATRON, TRACKER, read_step, step_pointer
 from zckpt.layouts.save import trainers
 from zckpt.layouts.save.apart import last_of, one_of, saves_in
 from zckpt.layouts.save.family import Family
@@ -30,13 +31,11 @@ from zckpt.storage.location import Location, locate
 _TRAINER = re.compile(r"checkpoint-\d+")
 _ACCELERATE = re.compile(r"pytorch_model_fsdp_\d+")
 _STEP = re.compile(r"(?:(?:global_step|iter|step)[_-]?)?0*(?P<number>\d+)|release")
-_STEP_POINTER = "latest_checkpointed_iteration.txt"
 _ROLES = ("actor", "critic", "ref", "model", "weights", "dist_ckpt")
 """Directories in a step of a run that hold one of its models: of verl the first three; of others the only one."""
 _INNER = "dist_ckpt"
 _POINTERS = ("latest", UNIVERSAL_POINTER)
-_MOST_LOOKED_INTO = 100
-"""Directories that are looked into to suggest one that holds a checkpoint."""
+_MOST_LOOKED_INTO = 100  # directories, to suggest one that holds a checkpoint
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,7 +173,7 @@ def _save(look: _Look) -> Place | None:
 
 def _family_in(look: _Look, family: Family) -> Family | None:
     """The family, if the directory is one of its saves; without tags, all files may be in directories laid over this one."""
-    over = () if family.tagged or family.fallback or _STEP_POINTER in look.names else look.also
+    over = () if family.tagged or family.fallback or step_pointer(look.names) else look.also
     names = [*look.names, *(name for root in over for name in listed(root))]
     return family if not family.fallback and family.is_save(names) else None
 
@@ -211,17 +210,18 @@ def _run(look: _Look) -> Place | None:
     if _pointer(look.names) is not None:
         return None
     steps = [name for name in _directories(look, _STEP) if any(_has_model(look.path / name / role) for role in _ROLES)]
-    if _STEP_POINTER in look.names:
+    pointer = step_pointer(look.names)
+    if pointer is not None:
         steps = _directories(look, _STEP)
     if not steps:
         return None
     newest = steps[-1]
-    if _STEP_POINTER in look.names:
-        said = read_pointer(look.path / _STEP_POINTER)
+    if pointer is not None and look.tag is None:
+        said = read_step(look.path / pointer)
         newest = next((name for name in steps if said in (name, _STEP.sub(r"\g<number>", name))), "")
-        if not newest and look.tag is None:
+        if not newest:
             raise IncompleteError(
-                f"has no save of the step that {_STEP_POINTER!r} names", file=look.path, found=examples(steps),
+                f"has no save of the step that {pointer!r} names", file=look.path, found=examples(steps),
                 expected=f"a directory of step {said:.40}", remedy="Choose one with --tag.",
             )  # fmt: skip
     step, _, role = (look.tag or newest).partition("/")
@@ -237,11 +237,8 @@ def _run(look: _Look) -> Place | None:
 
 def _has_model(path: Location) -> bool:
     """Whether a directory of one of a run's models is a save, or holds one, as verl's do that Megatron-Core wrote."""
-    return _is_save(path) or _is_save(path / _INNER)
-
-
-def _is_save(path: Location) -> bool:
-    return path.is_dir() and any(family.is_save(path.names()) for family in layouts.FAMILIES)
+    places = [place for place in (path, path / _INNER) if place.is_dir()]
+    return any(family.is_save(place.names()) for place in places for family in layouts.FAMILIES)
 
 
 def _home(look: _Look) -> Place | None:
@@ -257,13 +254,14 @@ def _home(look: _Look) -> Place | None:
             tag, origin = read_pointer(path / pointer), repr(pointer)
         elif len(tags) == 1:
             tag = tags[0]
-            notes = (f"There is no 'latest' in {path!r}: its only tag, {tag!r}, is taken.",)
+            lacking = _pointer_of(path, tags)
+            notes = (f"There is no {lacking!r} in {path!r}: its only tag, {tag!r}, is taken.",) if lacking else ()
         elif _are_steps(path, tags):
             tag = tags[-1]
             notes = (f"{path!r} holds {len(tags)} saves: the last, {tag!r}, is taken. Pass --tag for another.",)
         else:
             raise IncompleteError(
-                "has no file 'latest' to say which save is meant", file=path,
+                f"has no file {_pointer_of(path, tags) or 'latest'!r} to say which save is meant", file=path,
                 found=f"{count(len(tags), 'tag')}: {', '.join(tags)}",
                 remedy=f"Choose one: --tag {tags[-1]}.",
             )  # fmt: skip
@@ -385,12 +383,18 @@ def _tags(path: Location, names: Sequence[str], also: Sequence[Location]) -> tup
 def _are_steps(path: Location, tags: Sequence[str]) -> bool:
     """Whether tags are saves of families without `latest`, numbered alike (`step-100`, `step-200`)."""
     untagged = [family for family in layouts.FAMILIES if not family.tagged and not family.fallback]
-    for inner in (path / tag for tag in tags):
-        if not inner.is_dir() or not any(family.is_save(inner.names()) for family in untagged):
-            return False
-    return len({re.sub(r"\d+", "#", tag) for tag in tags}) == 1
+    saves = (path / tag for tag in tags)
+    all_are = all(save.is_dir() and any(family.is_save(save.names()) for family in untagged) for save in saves)
+    return all_are and len({re.sub(r"\d+", "#", tag) for tag in tags}) == 1
+
+
+def _pointer_of(path: Location, tags: Sequence[str]) -> str:
+    """The file that would name the newest of some saves, by what they look like; empty where their trainer writes none."""
+    if all(OF_MEGATRON.fullmatch(tag) for tag in tags):
+        return TRACKER
+    return "latest" if any(f.tagged and f.is_save(listed(path / tag)) for f in layouts.FAMILIES for tag in tags) else ""
 
 
 def _pointer(names: Sequence[str]) -> str | None:
     """The file that names the newest tag: `latest`, or that of universal checkpoints where there is no other."""
-    return next((pointer for pointer in _POINTERS if pointer in names), None)
+    return next((name for name in _POINTERS if name in names), None)

@@ -9,10 +9,10 @@ from typing import NamedTuple
 from zckpt.base.errors import IncompleteError, InconsistentError, UnsupportedError
 from zckpt.base.words import examples
 from zckpt.core.catalog import Catalog, TensorEntry
-from zckpt.naming.decompose import same
+from zckpt.naming.decompose import in_pairs, same
 from zckpt.naming.facts import Facts, with_parts
 from zckpt.naming.parts import filled, numbered
-from zckpt.naming.rows import grouped, paired, stacked, turned, with_rows
+from zckpt.naming.rows import grouped, stacked, turned, with_rows
 from zckpt.naming.schemes import NamingRule, Scheme
 
 _Numbers = tuple[int, int]
@@ -148,8 +148,7 @@ def _fused(name: str, parts: Sequence[TensorEntry], rule: NamingRule, facts: Fac
     if rule.vocabulary and (rows := facts.whole("padded_vocabulary")):
         parts = [with_rows(part, max(rows, part.shape[0])) for part in parts]
     if rule.pairs:
-        heads = facts.number("query_heads" if rule.pairs == "query" else "key_heads")
-        parts = [paired(part, heads, apart=False) for part in parts]
+        parts = [in_pairs(part, rule, facts, number, apart=False) for number, part in enumerate(parts)]
     groups = 1
     if len(parts) > 1 and rule.rows != "joined":
         groups = parts[0].shape[0] if rule.rows == "alternating" else facts.number(rule.rows)

@@ -186,12 +186,17 @@ def _parts_of(entry: TensorEntry, rule: NamingRule, fit: Fit, facts: Facts) -> l
         items = split(entry, [(own[0], shape) for own in names]) if rule.stack else [entry]
         held = [part for item, own in zip(items, names) for part in _unfused(item, rule, own, facts)]
     if rule.pairs:
-        heads = facts.number(_SHARES[rule.pairs])
-        held = [paired(part, heads, apart=True) for part in held]
+        held = [in_pairs(part, rule, facts, number % len(templates), apart=True) for number, part in enumerate(held)]
     vocabulary = facts.whole("vocabulary") if rule.vocabulary else None
     if vocabulary is not None:
         held = [with_rows(part, min(vocabulary, part.shape[0])) for part in held]
     return held
+
+
+def in_pairs(part: TensorEntry, rule: NamingRule, facts: Facts, number: int, *, apart: bool) -> TensorEntry:
+    """A part whose rule has rotary pairs, with them in halves (`apart`), or the other way; `number` is its place in the rule."""
+    kind = rule.pairs if rule.pairs != "both" else (rule.parts or ())[number].split(".")[-2]
+    return part if kind == "value" else paired(part, facts.number(_SHARES[kind]), apart=apart)
 
 
 def _numbers(stack: Sequence[str], index: Sequence[int], fit: Fit) -> tuple[int, int]:

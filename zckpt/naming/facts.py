@@ -134,6 +134,9 @@ def facts_of(
     values["window"] = _window(arguments)
     values["model_type"] = kind if isinstance(kind := (config or {}).get("model_type"), str) else None
     values["version"] = float(version) if isinstance(version, int | float) else None
+    values["parallel"] = _parallel(given, arguments)
+    if _is_of_megatron_llm(arguments):
+        values |= {"up_first": True, "rotary_pairs": arguments.get("position_embedding_type") == "rope"}
     values["ranks"] = catalog.topology.tp
     values["rules"] = rules
     vocabulary = given.get("vocab_size")
@@ -164,6 +167,8 @@ def with_parts(facts: Facts, parts: Catalog) -> Facts:
     found["shared_experts"] = _times(found.get("shared_intermediate"), found.get("expert_intermediate"))
     found["gated"] = any(f"blocks.{{b}}.{where}.gate.weight" in first for where in ("mlp", "experts.{e}", "shared"))
     found["two_norms"] = "blocks.{b}.mlp_norm.weight" in first
+    if dense and not found["two_norms"] and "blocks.{b}.mlp_output_norm.weight" not in first:
+        found["parallel"] = True  # attention and MLP share a norm
     found["biased_norms"] = "final_norm.bias" in first
     tied = "head.weight" in parts.aliases or (
         "head.weight" not in parts.tensors and "embedding.weight" in parts.tensors
@@ -174,7 +179,23 @@ def with_parts(facts: Facts, parts: Catalog) -> Facts:
     if query and isinstance(rows, int) and isinstance(key_rows, int) and rows % query == 0:
         size = rows // query
         found |= {"head_size": size, "key_heads": key_rows // size if key_rows % size == 0 else None}
-    return facts.having(**found, **_latent(first, query))
+    return _with_falcon(facts.having(**found, **_latent(first, query)))
+
+
+def _with_falcon(facts: Facts) -> Facts:
+    """The facts, with those by which transformers tells the forms of Falcon apart, unless a config says them.
+
+    Source: transformers 5.23, models/falcon/modeling_falcon.py `FalconAttention`, `FalconDecoderLayer`.
+    """
+    query, key, parallel = facts.whole("query_heads"), facts.whole("key_heads"), facts.get("parallel")
+    if query is None or key is None or not isinstance(parallel, bool) or "multi_query" in (facts.config or {}):
+        return facts
+    grouped = 1 < key < query
+    newer = parallel and (grouped or facts.get("two_norms") is True)
+    return facts.having(
+        new_decoder_architecture=newer, multi_query=key == 1 and not newer, groups_in_sequence=grouped and not parallel,
+        own_key_heads=key if newer else query, parallel_norms=(2 if facts.get("two_norms") else 1) if newer else None,
+    )  # fmt: skip
 
 
 def _latent(shapes: Mapping[str, tuple[int, ...]], heads: int | None) -> dict[str, object]:
@@ -225,7 +246,47 @@ def run_arguments(catalog: Catalog, directory: str | None) -> dict[str, object]:
     plain = {str(name).replace("-", "_"): enum_value(value) for name, value in arguments.items()}
     if plain.get("position_embedding_type") == "rope":  # Megatron's newer word; beside it the older one may be False
         plain["use_rotary_position_embeddings"] = True
+    if plain.get("parallel_attn") is True:
+        plain["gpt_j_residual"] = True
+    if _is_of_megatron_llm(plain):
+        plain |= _of_megatron_llm(plain)
     return {name: value for name, value in plain.items() if _is_plain(value)}
+
+
+def _is_of_megatron_llm(arguments: Mapping[str, object]) -> bool:
+    """Whether arguments are those of EPFL's Megatron-LLM, which has rotary pairs side by side, and rows of `up` first."""
+    return "num_attention_heads_kv" in arguments
+
+
+def _of_megatron_llm(arguments: Mapping[str, object]) -> dict[str, object]:
+    """The arguments of Megatron-LLM under the names that other programs have for them.
+
+    Source: Megatron-LLM, megatron/arguments.py, megatron/model/{glu_activations,positional_embeddings}.py.
+    """
+    gate, window, stretch = (arguments.get(n) for n in ("glu_activation", "sliding_window_size", "rope_scaling_factor"))
+    found: dict[str, object] = {"position_embedding_type": "learned_absolute"}
+    if arguments.get("position_embedding_type") in (1, "rotary", None):
+        found = {"position_embedding_type": "rope", "use_rotary_position_embeddings": True}
+    if gate is not None:
+        found |= {"swiglu": gate == "swiglu", **({} if gate == "swiglu" else {"activation": gate})}
+    if isinstance(window, int):
+        found["window_size"] = [window - 1, 0]
+    if stretch not in (None, 1):
+        found["rotary_seq_len_interpolation_factor"] = stretch
+    if arguments.get("use_post_ln") is True:
+        found["apply_residual_connection_post_layernorm"] = True
+    return found
+
+
+def _parallel(config: Mapping[str, object], arguments: Mapping[str, object]) -> bool | None:
+    """Whether attention and MLP of a block are side by side, as far as a config or the arguments say it.
+
+    Of programs that can have them so, only those that have them so say it; other programs have one after the other.
+    """
+    for key in ("parallel_attn", "use_parallel_residual"):
+        if isinstance(said := config.get(key), bool):
+            return said or config.get("new_decoder_architecture") is True
+    return arguments.get("gpt_j_residual") is True if arguments else None
 
 
 def _window(arguments: Mapping[str, object]) -> int | None:
@@ -264,7 +325,9 @@ def _key_heads(config: Mapping[str, object], arguments: Mapping[str, object]) ->
         return 1 if config.get("multi_query", True) else _number(("num_attention_heads", "n_head"), config)
     if (said := _number(("num_key_value_heads", "num_kv_heads"), config)) is not None:
         return said
-    return None if arguments.get("group_query_attention") is False else _number(("num_query_groups",), arguments)
+    if arguments.get("group_query_attention") is False:
+        return None
+    return _number(("num_query_groups", "num_attention_heads_kv", "num_kv_heads"), arguments)
 
 
 def _tied(config: Mapping[str, object], arguments: Mapping[str, object]) -> bool | None:
@@ -272,6 +335,8 @@ def _tied(config: Mapping[str, object], arguments: Mapping[str, object]) -> bool
     if isinstance(said := config.get("tie_word_embeddings"), bool):
         return said
     if isinstance(said := arguments.get("share_embeddings_and_output_weights"), bool):
+        return said
+    if isinstance(said := arguments.get("tie_embed_logits"), bool):
         return said
     untied = arguments.get("untie_embeddings_and_output_weights")
     return not untied if isinstance(untied, bool) else None

@@ -7,8 +7,8 @@ or from a config that the user gives.
 is not known], or a part whose presence is meant; "args" is key -> [names of arguments of the run that have the value, the
 training program's default]; "activation" is the key of the activation function; "also" is a list of {"if": argument -> values,
 "set": key -> value, or a mapping of keys}; "refused" is argument or fact -> [values that it must not have, why]; "required" is
-argument or fact -> values that it must have if it is recorded; "given" is true if a config cannot be made. Where a value ["arg",
-name or names, default] stands in "facts" or "set", it is that argument of the run.
+argument or fact -> values that it must have if it is recorded; "needed" is fact -> what it says, of facts without which no config
+is made. Where a value ["arg", name or names, default] stands in "facts" or "set", it is that argument of the run.
 "recognised": "model_type" lists those of configs; "rank" orders families that fit equally (the lowest is taken); "classes" are
 regular expressions for the class in a run's config (`_target_`), from its beginning; "when" gives facts and arguments that
 the run must have, if nothing else says the family.
@@ -20,8 +20,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from zckpt.base.errors import IncompleteError, InconsistentError, UnsupportedError
-from zckpt.base.words import examples
+from zckpt.base.errors import IncompleteError, InconsistentError, UnsupportedError, UsageError
+from zckpt.base.words import examples, joined
 from zckpt.core.catalog import Catalog
 from zckpt.naming.facts import SHAPES, Facts
 from zckpt.naming.parts import numbered
@@ -64,16 +64,18 @@ def make_config(family: Scheme, parts: Catalog, facts: Facts) -> dict[str, objec
         UsageError: a fact that is needed is not known.
     """
     data, arguments = family.config, facts.arguments
-    if data.get("given"):
-        raise UnsupportedError(
-            f"the config of a {architecture_of(family)} cannot be made from a run's arguments", file=facts.path,
-            found="no config.json of such a model beside it", remedy="Pass the model's config.json with --config.",
-        )  # fmt: skip
     refused = refusals(family, facts)
     if refused:
         raise UnsupportedError(
             f"the model is not a {architecture_of(family)}", file=facts.path,
             found=", ".join(refused), remedy="If it is one all the same, pass its config.json with --config.",
+        )  # fmt: skip
+    unknown = [said for name, said in data.get("needed", {}).items() if facts.get(name) is None]
+    if unknown:
+        raise UsageError(
+            f"the config of a {architecture_of(family)} cannot be made", file=facts.path,
+            found=f"neither a config nor arguments of the run that say {joined(unknown)}",
+            remedy="Pass the model's config.json with --config.",
         )  # fmt: skip
     config: dict[str, object] = {**data["fixed"], **_from_facts(family, parts, facts)}
     config["tie_word_embeddings"] = facts.get("tied") is True

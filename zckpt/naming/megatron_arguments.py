@@ -109,6 +109,7 @@ def megatron_arguments(facts: Facts, parts: Catalog, config: Mapping[str, object
         "swiglu": facts.get("gated") is True and _activation(config) in _SILU,
         "add_bias_linear": "blocks.{b}.mlp.down.bias" in there or "blocks.{b}.experts.{e}.down.bias" in there,
         "add_qkv_bias": "blocks.{b}.attention.query.bias" in there,
+        "parallel_attn": True if facts.get("parallel") is True else None,
         "qk_layernorm": bool(there & _QUERY_KEY_NORMS),
         "untie_embeddings_and_output_weights": facts.get("tied") is not True,
         "vocab_size": facts.get("vocabulary"),

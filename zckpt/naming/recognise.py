@@ -45,9 +45,7 @@ def by_parts(parts: Catalog, facts: Facts, origins: Mapping[str, str] | None = N
     there = {numbered(name).part: name for name in parts.tensors}
     every = [scheme(f"hf-{name}") for name in families()]
     alike = [each for each in every if not any(_unlike(each, there, facts))]
-    fitting = [
-        each for each in alike if not refusals(each, facts) and _is_meant(each, facts) and not each.config.get("given")
-    ]
+    fitting = [each for each in alike if not refusals(each, facts) and _is_meant(each, facts)]
     if not fitting:
         raise UnsupportedError(
             "the family of the model is not known", file=facts.path,

@@ -11,7 +11,8 @@ list of rules. A rule has
 - "rows": how several parts lie in the first dimension: "joined" (one after the other; it is so where nothing is said), "groups:N"
   (N groups of rows, with rows of each part in every group; N is a fact such as key_heads), "alternating" (a row of each in turn).
 - "transpose": true for a tensor whose last two dimensions are those of the parts, exchanged. All else is meant after that.
-- "pairs": "query" or "key": a head's rows are rotary pairs side by side; the part has them as two halves.
+- "pairs": "query" or "key", or "both" in a tensor with values too: a head's rows are rotary pairs side by side; the part has them
+  as two halves.
 - "stack": ["b"], ["e"] or ["b", "e"]: leading axes, in that order, for numbers that are not in the name.
 - "vocabulary": true where rows may be padding behind the vocabulary: those beyond the fact `vocabulary` are cut off when it is
   read, and rows of zeros are added up to the fact `padded_vocabulary`, if there is one, when it is written.
@@ -63,7 +64,7 @@ class NamingRule:
         kind: what `{kind}` stands for in them; empty where it is not used.
         rows: "joined", "alternating" or the fact that is the number of groups.
         transpose: whether the last two dimensions are exchanged.
-        pairs: "query", "key" or empty.
+        pairs: "query", "key", "both" or empty.
         stack: leading axes.
         vocabulary: whether rows may be padding.
         when: facts that must have one of these values.

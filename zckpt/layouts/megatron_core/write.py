@@ -25,9 +25,7 @@ from zckpt.core.dtypes import DType
 from zckpt.core.fragments import FileStore
 from zckpt.core.plan import OutputFile, literal_file
 from zckpt.layouts.dcp.write import DcpWriter
-
-TRACKER = "latest_checkpointed_iteration.txt"
-"""Beside the saves: which one is loaded."""
+from zckpt.layouts.run.steps import TRACKER
 
 RELEASE = "release"
 """The save of a model without a run: Megatron loads no optimizer and no random states from it, and begins at iteration 0."""

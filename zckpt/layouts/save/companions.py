@@ -26,6 +26,8 @@ _BESIDE = re.compile(
     r"|chat_template\.(?:json|jinja)|(?:configuration|modeling|tokenization|processing|image_processing)_\w+\.py"
 )
 
+_OF_TOKENIZER = re.compile(r"tokenizer[\w.-]*|\w*\.(?:model|tiktoken)|vocab\.(?:json|txt)|merges\.txt")
+
 
 def config_file(
     home: Location, dtype: DType, config: Mapping[str, object] | None = None
@@ -87,5 +89,12 @@ def with_dtype(config: object, dtype: DType, *, top: bool = True) -> object:
 
 
 def companions(home: Location) -> list[tuple[Location, str]]:
-    """(where it is, name) of files beside the checkpoint that belong to the model: tokenizer, processor, code."""
-    return [(home / name, name) for name in sorted(home.file_names()) if _BESIDE.fullmatch(name)]
+    """(where it is, name) of files beside the checkpoint that belong to the model: tokenizer, processor, code.
+
+    Megatron Bridge has the tokenizer in a directory of the save, verl and others in `huggingface`.
+    """
+    found = {name: home / name for name in sorted(home.file_names()) if _BESIDE.fullmatch(name)}
+    for inner in (home / name for name in ("tokenizer", "huggingface")):
+        if not any(_OF_TOKENIZER.fullmatch(name) for name in found) and inner.is_dir():
+            found = {name: inner / name for name in sorted(inner.file_names()) if _BESIDE.fullmatch(name)} | found
+    return [(path, name) for name, path in sorted(found.items())]

@@ -1,0 +1,50 @@
+"""The file by which a run of Megatron, Megatron Bridge or verl names its newest step.
+
+For `places`.
+Source: Megatron-LM, megatron/training/checkpointing.py `get_checkpoint_tracker_filename`; Megatron Bridge 0.3.1,
+training/checkpointing.py `_resolve_checkpoint_iteration`, training/state.py `TrainState.state_dict`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+
+from zckpt.base.errors import CorruptError
+from zckpt.containers import open_container
+from zckpt.layouts.run.values import step_of
+from zckpt.layouts.save.pointers import read_pointer
+from zckpt.storage.location import Location
+
+TRACKER = "latest_checkpointed_iteration.txt"
+"""Of Megatron and verl: a number, or `release`."""
+_TRAIN_STATE = "latest_train_state.pt"
+"""Of Megatron Bridge, which asks it first: a torch file with the step. Its versions before 0.2 write no other."""
+
+OF_MEGATRON = re.compile(r"iter_\d{7}|release")
+"""The directories of steps that Megatron writes."""
+
+
+def step_pointer(names: Sequence[str]) -> str | None:
+    """The file among `names` that names the newest step; None where there is none."""
+    return next((pointer for pointer in (_TRAIN_STATE, TRACKER) if pointer in names), None)
+
+
+def read_step(path: Location) -> str:
+    """What such a file says: a number, or a directory's name.
+
+    Raises:
+        CorruptError: it is Bridge's, and does not say a step. Others as in `read_pointer` and `open_container`.
+    """
+    if path.name != _TRAIN_STATE:
+        return read_pointer(path)
+    state = open_container(path.path).root
+    step = step_of(state.get("step")) if isinstance(state, Mapping) else None
+    if step is None:
+        raise CorruptError(
+            "says no step",
+            file=path,
+            expected="a state with a number called 'step'",
+            remedy="Choose a step with --tag.",
+        )
+    return str(step)
