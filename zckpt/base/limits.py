@@ -17,7 +17,7 @@ PICKLE_BYTES = _LIFTED * (64 << 20)
 
 METADATA_BYTES = _LIFTED * (512 << 20)
 """Size of the `.metadata` pickle of torch.distributed.checkpoint: three million chunks, of all ranks. Each takes 170 bytes of
-the pickle and 4 kB of memory."""
+the pickle and 1 kB of memory."""
 
 METADATA_COST_PER_BYTE = _LIFTED * 64
 """Memory for each byte of that pickle, beyond what any pickle may take."""

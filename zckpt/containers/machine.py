@@ -19,6 +19,8 @@ from zckpt.containers.meanings import MEANINGS, MOST_NAME, fill_array, plain_key
 from zckpt.containers.tensor_ref import TensorRef
 
 PersistentLoad = Callable[[object], object]
+Finishers = Mapping[str, Callable[[Placeholder], object]]
+"""Class -> what takes the place of an object of that class once its state is set: large metadata are kept in few bytes so."""
 
 STEP = 8
 """The cost of a step, in bytes; see [Note: bombs] in `pickles`."""
@@ -39,6 +41,7 @@ class Machine:
         persistent_load: returns the object of a persistent id: in torch's files, a storage.
         spent: cost that the reader of the file has already caused.
         most: the highest cost; None for the usual one. See `charge`.
+        finishers: for objects of some classes.
 
     Attributes:
         position: of the next byte.
@@ -51,7 +54,7 @@ class Machine:
 
     def __init__(
         self, data: bytes, file: str, *, record: str = "", base: int = 0, persistent_load: PersistentLoad | None = None,
-        spent: int = 0, most: int | None = None,
+        spent: int = 0, most: int | None = None, finishers: Finishers | None = None,
     ) -> None:  # fmt: skip
         self.data = data
         self.end = len(data)
@@ -60,6 +63,7 @@ class Machine:
         self.record = record
         self.base = base
         self.persistent_load = persistent_load or self.no_persistent_load
+        self.finishers = finishers or {}
         self.stack: list[Any] = []
         self.marks: list[int] = []
         self.memo: dict[int, Any] = {}
@@ -189,6 +193,8 @@ class Machine:
         target = self.stack[-1]
         if isinstance(target, Placeholder):
             target.state = state
+            if finish := self.finishers.get(target.name):
+                self.stack[-1] = finish(target)
         elif isinstance(target, NumpyArray):
             self.charge(sum(map(_size, state)) if type(state) is tuple else 0)
             fill_array(target, state)

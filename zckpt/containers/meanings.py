@@ -219,7 +219,7 @@ def _as_bytes(data: object) -> bytes | None:
 
 def plain_key(key: object) -> object:
     """`key`, if it is cheap to hash and to compare: for nested tuples that can take for ever, or overflow the C stack."""
-    if type(key) in _ATOMS:
+    if type(key) in _ATOMS or (type(key) is str and len(key) <= _MOST_LETTERS):
         return key
     seen = letters = 0
     pending: list[Any] = [key]

@@ -19,12 +19,13 @@ Source: CPython's Lib/pickle.py and Lib/pickletools.py (3.13), protocols 0-5.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from typing import Any
 
 from zckpt.base.errors import COPY_AGAIN, CorruptError
 from zckpt.containers.inert import NumpyArray, Placeholder
-from zckpt.containers.machine import ENTRY_COST, Machine, PersistentLoad
+from zckpt.containers.machine import ENTRY_COST, Finishers, Machine, PersistentLoad
 from zckpt.containers.meanings import MISFITS
 from zckpt.containers.opcodes import COSTS, OPCODES, STOP
 
@@ -34,7 +35,7 @@ MAX_DEPTH = 400
 
 def load_pickle(
     data: bytes, *, file: str, record: str = "", base: int = 0, persistent_load: PersistentLoad | None = None,
-    spent: int = 0, most: int | None = None,
+    spent: int = 0, most: int | None = None, finishers: Finishers | None = None,
 ) -> object:  # fmt: skip
     """The inert object in a pickle. The arguments are those of `Machine`.
 
@@ -43,7 +44,16 @@ def load_pickle(
         UnsafeError: it would run code.
         UnsupportedError: it needs parts that are not in it, or too much memory.
     """
-    machine = Machine(data, file, record=record, base=base, persistent_load=persistent_load, spent=spent, most=most)
+    machine = Machine(
+        data,
+        file,
+        record=record,
+        base=base,
+        persistent_load=persistent_load,
+        spent=spent,
+        most=most,
+        finishers=finishers,
+    )
     try:
         return read_pickle(machine)
     except EOFError as error:
@@ -79,6 +89,8 @@ def _run(machine: Machine) -> object:
     long_put, put, get, long_get, small_int, mark, build_tuple, call, one_tuple, text = b"rqhjK(tR\x85X"
     memoize, pair = b"\x94\x86"  # of protocol 4, which torch's checkpoint metadata use
     at = machine.position
+    needed: set[int] | None = None
+    dropped = 0  # objects that no opcode takes out of the memo, and that are not kept there
     cost = 0
     check_at = at + _STRIDE
     try:
@@ -129,7 +141,16 @@ def _run(machine: Machine) -> object:
                 memo[data[at + 1]] = stack[-1]
                 at += 2
             elif opcode == memoize:
-                memo[len(memo)] = stack[-1]
+                number = len(memo) + dropped
+                if number < _ALWAYS_KEPT:
+                    memo[number] = stack[-1]
+                else:
+                    if needed is None:
+                        needed = _numbers_behind(data, at)
+                    if number in needed:
+                        memo[number] = stack[-1]
+                    else:
+                        dropped += 1
                 at += 1
             elif opcode == pair:
                 second = stack.pop()
@@ -145,6 +166,22 @@ def _run(machine: Machine) -> object:
     finally:
         machine.step = at
     raise EOFError
+
+
+_ALWAYS_KEPT = 256
+"""Numbers below this are those of the opcode with a single byte."""
+
+_GET = re.compile(rb"j(?=(.{4}))|g(?=(\d{1,10})\n)", re.DOTALL)
+
+
+def _numbers_behind(data: bytes, at: int) -> set[int]:
+    """The memo's numbers that a pickle may still use behind byte `at`, and those of bytes in texts that look so.
+
+    Pickles of protocol 4 put nearly every object in the memo, and use few of them again. Those of large metadata would take more
+    memory there than all that remains of them.
+    """
+    found = {match.groups() for match in _GET.finditer(data, at)}
+    return {int(text) if text else int.from_bytes(number, "little") for number, text in found}
 
 
 _STRIDE = 1 << 12

@@ -23,8 +23,9 @@ from dataclasses import dataclass, replace
 from zckpt.base.errors import COPY_AGAIN, InconsistentError, UnsupportedError
 from zckpt.base.words import count, examples
 from zckpt.containers import TensorRef
+from zckpt.layouts.dcp.chunks import DcpChunk, ItemPlace, Shape
 from zckpt.layouts.dcp.items import Items
-from zckpt.layouts.dcp.metadata import BytesItem, DcpChunk, InertValue, ItemPlace, Path, Shape, TensorItem
+from zckpt.layouts.dcp.metadata import BytesItem, InertValue, Path, TensorItem
 from zckpt.layouts.dcp.state import DcpModel, DcpOptimizer
 from zckpt.layouts.save.listing import Listing
 from zckpt.layouts.save.model_shapes import MAKE, ModelShapes, own_name, read_shapes

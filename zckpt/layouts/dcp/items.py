@@ -20,8 +20,9 @@ from zckpt.containers.torch_zip import read_input
 from zckpt.core.catalog import Role, TensorEntry
 from zckpt.core.fragments import Fragment
 from zckpt.core.overlaps import embed, tile
+from zckpt.layouts.dcp.chunks import DcpChunk, ItemPlace
 from zckpt.layouts.dcp.files import rank_of
-from zckpt.layouts.dcp.metadata import BytesItem, DcpChunk, InertValue, ItemPlace, Metadata, TensorItem
+from zckpt.layouts.dcp.metadata import BytesItem, InertValue, Metadata, TensorItem
 from zckpt.layouts.save.listing import Listing
 
 

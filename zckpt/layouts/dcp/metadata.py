@@ -14,8 +14,7 @@ Source: torch/distributed/checkpoint/{metadata,filesystem,hf_storage,_nested_dic
 from __future__ import annotations
 
 import json
-import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -29,40 +28,30 @@ from zckpt.base.errors import (
     UnsafeError,
     UnsupportedError,
 )  # fmt: skip
-from zckpt.containers import Placeholder, TensorRef, brief, load_pickle
+from zckpt.containers import Placeholder, brief, load_pickle
 from zckpt.containers.container import open_input
 from zckpt.containers.tensor_ref import MAX_DIMS, MAX_NUMBER
 from zckpt.core.catalog import numel_of
 from zckpt.core.dtypes import DType
+from zckpt.layouts.dcp.chunks import (
+    FINISHERS,
+    NOWHERE,
+    Box,
+    Boxes,
+    Chunks,
+    DcpChunk,
+    ItemPlace,
+    Shape,
+    is_inside,
+    is_shape,
+)
 from zckpt.layouts.dcp.files import METADATA, SAFETENSORS, missing_metadata
 from zckpt.layouts.save.listing import Listing
 
 _ROOTS = ("Metadata", "MCoreMetadata")
 """Classes of what is pickled: torch's, and Megatron-Core's of some versions, which has the same attributes."""
 
-Shape = tuple[int, ...]
 Path = tuple[str | int, ...]
-
-
-class ItemPlace(NamedTuple):
-    """The place of an item's torch file: `length` bytes at `offset` of a file of the save."""
-
-    file: str
-    offset: int
-    length: int
-
-
-class DcpChunk(NamedTuple):
-    """A box of a tensor, and its torch file, or its place in a safetensors file."""
-
-    offsets: Shape
-    sizes: Shape
-    place: ItemPlace | TensorRef
-
-    @property
-    def numel(self) -> int:
-        """Elements in it."""
-        return math.prod(self.sizes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +65,7 @@ class TensorItem:
     path: Path
     dtype: DType
     size: Shape
-    chunks: tuple[DcpChunk, ...]
+    chunks: Sequence[DcpChunk]
     view: Shape | None = None
 
     @property
@@ -138,6 +127,9 @@ def read_metadata(listing: Listing) -> Metadata:
     raise missing_metadata(listing)
 
 
+_MOST_FRAME_BYTES = 1 << 17
+"""Python ends a frame of a pickle when it has 64 KiB."""
+
 _PLANS = b"\x8c\x0fall_local_plans\x94"
 
 
@@ -145,10 +137,12 @@ def without_plans(data: bytes) -> bytes:
     """The pickle without the last attribute, if that is `all_local_plans`: what each rank was to write, once more.
 
     Megatron-Core keeps it, and it is as large as everything else. The key of the attribute, in protocol 4, is followed by its
-    value, and that by the end of the attributes, BUILD and STOP. What is behind STOP is not read.
+    value, and that by the end of the attributes, BUILD and STOP. Zeros stand for the rest of the frame that is cut.
     """
     at = data.find(_PLANS)
-    return data if at < 0 or data.find(_PLANS, at + 1) >= 0 else data[:at] + b"ub." + data[at + 3 :]
+    if at < 0 or data.find(_PLANS, at + 1) >= 0:
+        return data
+    return data[:at] + b"ub." + bytes(min(len(data) - at - 3, _MOST_FRAME_BYTES))
 
 
 class _Pickled:
@@ -168,11 +162,12 @@ class _Pickled:
                 "the metadata are empty", file=self.file, remedy="Use an older save: this one did not finish."
             )
         most = max(limits.PICKLE_COST, limits.METADATA_COST_PER_BYTE * len(data))
-        root = load_pickle(without_plans(data), file=self.file, most=most)
+        data = without_plans(data)
+        root = load_pickle(data, file=self.file, most=most, finishers=FINISHERS)
         if not isinstance(root, Placeholder) or root.name not in _ROOTS or not isinstance(root.state, Mapping):
             raise self.corrupt("is not a metadata file of torch.distributed.checkpoint", brief(root))
         self.state = root.state
-        self.places = dict(self._places(root.state.get("storage_data")))
+        self.places = self._places(root.state.get("storage_data"))
         paths = root.state.get("planner_data")
         self.paths = paths if isinstance(paths, Mapping) and paths else None
         found = {name: self._item(name, value) for name, value in self._described()}
@@ -195,7 +190,7 @@ class _Pickled:
         """A tuple of counts."""
         if not isinstance(value, tuple | list) or len(value) > MAX_DIMS:
             raise self.corrupt(f"{what} cannot be read", brief(value))
-        if not all(type(n) is int and 0 <= n <= MAX_NUMBER for n in value):
+        if not is_shape(tuple(value)):
             raise self.corrupt(f"{what} have impossible numbers", f"{list(value)!r:.200}")
         return tuple(value)
 
@@ -208,43 +203,41 @@ class _Pickled:
                 raise self.corrupt("the name of an item is not a text", brief(name))
             yield name, value
 
-    def _places(self, stored: object) -> Iterator[tuple[tuple[str, Shape | None], ItemPlace]]:
+    def _places(self, stored: object) -> Mapping[tuple[str, Shape | None], ItemPlace]:
         """(name, offsets) -> the place of that chunk; offsets are None for bytes."""
         if not isinstance(stored, Mapping):
             raise self.corrupt("the metadata name no data files", brief(stored))
-        for index, info in stored.items():
-            key, at = self.fields(index, "MetadataIndex"), self.fields(info, "_StorageInfo")
-            name, offsets = key.get("fqn"), key.get("offset")
-            if type(name) is not str:
-                raise self.corrupt("the name of an item is not a text", brief(name))
-            file, numbers = at.get("relative_path"), (at.get("offset"), at.get("length"))
-            if at.get("transform_descriptors"):
-                raise UnsupportedError(
-                    f"the bytes of {name!r} are transformed", file=self.file, found=f"{at['transform_descriptors']!r:.80}",
-                    remedy="Save it again without the extension that compressed or encrypted it.",
-                )  # fmt: skip
-            file = self.checked_path(file)
-            offset, length = self.shape(numbers, f"the place of {name!r}")
-            yield (
-                (name, None if offsets is None else self.shape(offsets, f"the offsets of {name!r}")),
-                ItemPlace(file, offset, length),
-            )
+        if all(type(index) is tuple and type(info) is ItemPlace for index, info in stored.items()):
+            return stored
+        return {self._index(index): self._place(index, info) for index, info in stored.items()}
 
-    def checked_path(self, path: object) -> str:
-        """A data file's path, after checking that it is beside the metadata or below them.
+    def _index(self, index: object) -> tuple[str, Shape | None]:
+        if type(index) is tuple:
+            return index
+        key = self.fields(index, "MetadataIndex")
+        name, offsets = key.get("fqn"), key.get("offset")
+        if type(name) is not str:
+            raise self.corrupt("the name of an item is not a text", brief(name))
+        return name, None if offsets is None else self.shape(offsets, f"the offsets of {name!r}")
 
-        Raises:
-            UnsafeError: it is elsewhere.
-        """
-        if type(path) is str and "\0" not in path:
-            parts = path.replace("\\", "/").split("/")  # of an absolute one, the first is empty
-            if not any(part in ("", ".", "..") for part in parts):
-                return path
-        raise UnsafeError(
-            "the metadata name a file elsewhere", file=self.file, found=brief(path),
-            expected="data files in the checkpoint's own directory",
-            remedy="Do not use this checkpoint unless you know who made it. Nothing was read from there.",
-        )  # fmt: skip
+    def _place(self, index: object, info: object) -> ItemPlace:
+        if type(info) is ItemPlace:
+            return info
+        name, at = self._index(index)[0], self.fields(info, "_StorageInfo")
+        if at.get("transform_descriptors"):
+            raise UnsupportedError(
+                f"the bytes of {name!r} are transformed", file=self.file, found=f"{at['transform_descriptors']!r:.80}",
+                remedy="Save it again without the extension that compressed or encrypted it.",
+            )  # fmt: skip
+        path = at.get("relative_path")
+        if type(path) is not str or not is_inside(path):
+            raise UnsafeError(
+                "the metadata name a file elsewhere", file=self.file, found=brief(path),
+                expected="data files in the checkpoint's own directory",
+                remedy="Do not use this checkpoint unless you know who made it. Nothing was read from there.",
+            )  # fmt: skip
+        offset, length = self.shape((at.get("offset"), at.get("length")), f"the place of {name!r}")
+        return ItemPlace(path, offset, length)
 
     def _path(self, name: str) -> Path:
         if self.paths is None:
@@ -260,17 +253,21 @@ class _Pickled:
         described = self.fields(value, "TensorStorageMetadata")
         size = self.shape(described.get("size"), f"the size of {name!r}")
         numel_of(size, name=name, file=self.file)
-        chunks = described.get("chunks")
-        if not isinstance(chunks, list | tuple):
-            raise self.corrupt(f"chunks of {name!r} cannot be read", brief(chunks))
-        cut = {(chunk.offsets, chunk.sizes): chunk for chunk in (self._chunk(name, size, chunk) for chunk in chunks)}
+        described_chunks = described.get("chunks")
+        if not isinstance(described_chunks, list | tuple | Boxes):
+            raise self.corrupt(f"chunks of {name!r} cannot be read", brief(described_chunks))
+        boxes = dict.fromkeys(self._box(name, size, value) for value in described_chunks)
+        chunks = ((*box, self._placed(name, box)) for box in boxes)
         dtype = self._dtype(name, described.get("properties"))
-        return TensorItem(name, self._path(name), dtype, size, tuple(cut.values()))
+        made = Chunks(len(size), chunks) if size else tuple(DcpChunk(*chunk) for chunk in chunks)
+        return TensorItem(name, self._path(name), dtype, size, made)
 
-    def _chunk(self, name: str, size: Shape, value: object) -> DcpChunk:
-        described = self.fields(value, "ChunkStorageMetadata")
-        offsets = self.shape(described.get("offsets"), f"the offsets of a chunk of {name!r}")
-        sizes = self.shape(described.get("sizes"), f"the sizes of a chunk of {name!r}")
+    def _box(self, name: str, size: Shape, value: object) -> Box:
+        if type(value) is not Box:
+            described = self.fields(value, "ChunkStorageMetadata")
+            offsets = self.shape(described.get("offsets"), f"the offsets of a chunk of {name!r}")
+            value = Box(offsets, self.shape(described.get("sizes"), f"the sizes of a chunk of {name!r}"))
+        offsets, sizes = value
         if len(offsets) != len(size) or len(sizes) != len(size):
             raise self.corrupt(
                 f"chunks of {name!r} have other dimensions", f"{list(sizes)} at {list(offsets)} of {list(size)}"
@@ -281,15 +278,18 @@ class _Pickled:
                 found=f"sizes {list(sizes)} at offsets {list(offsets)}", expected=f"chunks within {list(size)}",
                 remedy=COPY_AGAIN,
             )  # fmt: skip
-        place = self.places.get((name, offsets))
-        if place is None and 0 not in sizes:
+        return value
+
+    def _placed(self, name: str, box: Box) -> ItemPlace:
+        place = self.places.get((name, box.offsets))
+        if place is None and 0 not in box.sizes:
             raise IncompleteError(
                 f"no file holds a chunk of tensor {name!r}",
                 file=self.file,
-                found=f"sizes {list(sizes)} at {list(offsets)}",
+                found=f"sizes {list(box.sizes)} at {list(box.offsets)}",
                 remedy="Copy the metadata and data files of all ranks here, or use another save.",
             )
-        return DcpChunk(offsets, sizes, place or ItemPlace("", 0, 0))
+        return place or NOWHERE
 
     def _dtype(self, name: str, value: object) -> DType:
         """`TensorProperties` pickles itself as a tuple that begins with the dtype and the layout."""

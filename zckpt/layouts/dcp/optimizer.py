@@ -15,8 +15,9 @@ from zckpt.base.errors import COPY_AGAIN, CorruptError, InconsistentError, Unsup
 from zckpt.base.words import examples
 from zckpt.containers import TensorRef, brief
 from zckpt.core.catalog import TensorEntry
+from zckpt.layouts.dcp.chunks import Shape
 from zckpt.layouts.dcp.items import Items
-from zckpt.layouts.dcp.metadata import BytesItem, Path, Shape, TensorItem
+from zckpt.layouts.dcp.metadata import BytesItem, Path, TensorItem
 from zckpt.layouts.dcp.state import DcpOptimizer, dotted
 from zckpt.layouts.run.training import ParameterGroup
 from zckpt.layouts.run.values import number_in

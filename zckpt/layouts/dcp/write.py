@@ -24,7 +24,8 @@ from zckpt.core.catalog import TensorEntry
 from zckpt.core.dtypes import DType
 from zckpt.core.fragments import FileStore, Fragment
 from zckpt.core.plan import Checksum, OutputFile, literal_file
-from zckpt.layouts.dcp.metadata import DcpChunk, ItemPlace, Path, Shape
+from zckpt.layouts.dcp.chunks import DcpChunk, ItemPlace, Shape
+from zckpt.layouts.dcp.metadata import Path
 from zckpt.layouts.dcp.state import dotted
 
 CHUNK_BYTES = 64 << 20

@@ -27,8 +27,9 @@ from zckpt.containers import TensorRef
 from zckpt.core.catalog import Catalog, Replica, TensorEntry, Topology
 from zckpt.core.dtypes import DType
 from zckpt.layouts.dcp import read as dcp
+from zckpt.layouts.dcp.chunks import DcpChunk
 from zckpt.layouts.dcp.flat import FLAT
-from zckpt.layouts.dcp.metadata import BytesItem, DcpChunk, InertValue, Metadata, Path, TensorItem
+from zckpt.layouts.dcp.metadata import BytesItem, InertValue, Metadata, Path, TensorItem
 from zckpt.layouts.dcp.state import dotted
 from zckpt.layouts.run.training import Training
 from zckpt.layouts.run.values import missing_ranks

@@ -1,0 +1,185 @@
+"""The chunks of tensors, in few bytes: a large save has hundreds of thousands.
+
+For `metadata`. An object that says where one chunk is takes a kilobyte when it is read as an inert object. So the objects of the
+classes below become plain values as soon as the pickle has made them (`FINISHERS`), and a tensor's chunks are kept as numbers in
+arrays. What is not as it should be stays an inert object; `metadata` looks at that, and its errors name what is wrong.
+Source: torch/distributed/checkpoint/{metadata,filesystem}.py (2.1 - 2.13).
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from array import array
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import NamedTuple, TypeGuard, overload
+
+from zckpt.containers import Placeholder, TensorRef
+from zckpt.containers.tensor_ref import MAX_DIMS, MAX_NUMBER
+
+Shape = tuple[int, ...]
+
+
+class ItemPlace(NamedTuple):
+    """The place of an item's torch file: `length` bytes at `offset` of a file of the save."""
+
+    file: str
+    offset: int
+    length: int
+
+
+NOWHERE = ItemPlace("", 0, 0)
+"""The place of a chunk without elements, which no file needs to have."""
+
+
+class DcpChunk(NamedTuple):
+    """A box of a tensor, and its torch file, or its place in a safetensors file."""
+
+    offsets: Shape
+    sizes: Shape
+    place: ItemPlace | TensorRef
+
+    @property
+    def numel(self) -> int:
+        """Elements in it."""
+        return math.prod(self.sizes)
+
+
+class Box(NamedTuple):
+    """A box of a tensor."""
+
+    offsets: Shape
+    sizes: Shape
+
+
+class Boxes:
+    """Boxes of a tensor of `dims` dimensions: of each, the offsets and then the sizes, in one array."""
+
+    __slots__ = ("_dims", "_numbers")
+
+    def __init__(self, dims: int, numbers: Iterable[int]) -> None:
+        self._dims = dims
+        self._numbers = array("q", numbers)
+
+    def __len__(self) -> int:
+        return len(self._numbers) // (2 * self._dims)
+
+    def __iter__(self) -> Iterator[Box]:
+        return map(self.at, range(len(self)))
+
+    def at(self, number: int) -> Box:
+        """One box."""
+        dims, first = self._dims, 2 * self._dims * number
+        numbers = tuple(self._numbers[first : first + 2 * dims])
+        return Box(numbers[:dims], numbers[dims:])
+
+
+class Chunks(Sequence[DcpChunk]):
+    """The chunks of a tensor of one dimension or more, all in torch files; a `DcpChunk` is made when it is asked for.
+
+    Args:
+        dims: how many.
+        chunks: offsets, sizes and place of each.
+    """
+
+    __slots__ = ("_boxes", "_files", "_places")
+
+    def __init__(self, dims: int, chunks: Iterable[tuple[Shape, Shape, ItemPlace]]) -> None:
+        self._places = array("q")
+        self._files: list[str] = []
+        self._boxes = Boxes(dims, self._numbers(chunks))
+
+    def _numbers(self, chunks: Iterable[tuple[Shape, Shape, ItemPlace]]) -> Iterator[int]:
+        files: dict[str, int] = {}
+        for offsets, sizes, place in chunks:
+            self._places.extend((files.setdefault(place.file, len(files)), place.offset, place.length))
+            yield from offsets
+            yield from sizes
+        self._files += files
+
+    def __len__(self) -> int:
+        return len(self._boxes)
+
+    @overload
+    def __getitem__(self, index: int) -> DcpChunk: ...
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[DcpChunk]: ...
+    def __getitem__(self, index: int | slice) -> DcpChunk | Sequence[DcpChunk]:
+        number = range(len(self))[index]
+        if isinstance(number, range):
+            return tuple(map(self._at, number))
+        return self._at(number)
+
+    def __iter__(self) -> Iterator[DcpChunk]:
+        return map(self._at, range(len(self)))
+
+    def _at(self, number: int) -> DcpChunk:
+        file, offset, length = self._places[3 * number : 3 * number + 3]
+        return DcpChunk(*self._boxes.at(number), ItemPlace(self._files[file], offset, length))
+
+
+def is_count(value: object) -> TypeGuard[int]:
+    """Whether an object of a file is a number that counts elements or bytes."""
+    return type(value) is int and 0 <= value <= MAX_NUMBER
+
+
+def is_shape(value: object) -> TypeGuard[Shape]:
+    """Whether an object of a file is a tuple of counts."""
+    return type(value) is tuple and len(value) <= MAX_DIMS and all(map(is_count, value))
+
+
+def is_inside(path: str) -> bool:
+    """Whether a path is that of a file beside the metadata or below them."""
+    parts = path.replace("\\", "/").split("/")  # of an absolute one, the first is empty
+    return "\0" not in path and not any(part in ("", ".", "..") for part in parts)
+
+
+Finish = Callable[[Placeholder], object]
+
+
+def _index(made: Placeholder) -> object:
+    """`MetadataIndex`: (name, offsets), whose offsets are None for a pickled object."""
+    state = made.state
+    if type(state) is dict and type(state.get("fqn")) is str:
+        offsets = state.get("offset")
+        if offsets is None or is_shape(offsets):
+            return sys.intern(state["fqn"]), offsets
+    return made
+
+
+def _place(made: Placeholder) -> object:
+    """`_StorageInfo`: an `ItemPlace`."""
+    state = made.state
+    if type(state) is dict and not state.get("transform_descriptors"):
+        file, offset, length = state.get("relative_path"), state.get("offset"), state.get("length")
+        if type(file) is str and is_inside(file) and is_count(offset) and is_count(length):
+            return ItemPlace(sys.intern(file), offset, length)
+    return made
+
+
+def _box(made: Placeholder) -> object:
+    """`ChunkStorageMetadata`: its offsets and sizes."""
+    state = made.state
+    if type(state) is dict and is_shape(state.get("offsets")) and is_shape(state.get("sizes")):
+        return Box(state["offsets"], state["sizes"])
+    return made
+
+
+def _tensor(made: Placeholder) -> object:
+    """`TensorStorageMetadata`: the same object, whose chunks are `Boxes`, except of a tensor without dimensions."""
+    state = made.state
+    chunks = state.get("chunks") if type(state) is dict else None
+    if type(state) is dict and type(chunks) is list and chunks and all(type(chunk) is Box for chunk in chunks):
+        dims = {len(shape) for chunk in chunks for shape in chunk}
+        if len(dims) == 1 and (number := dims.pop()):
+            state["chunks"] = Boxes(number, (n for chunk in chunks for shape in chunk for n in shape))
+    return made
+
+
+FINISHERS: Mapping[str, Finish] = {
+    "MetadataIndex": _index,
+    "_StorageInfo": _place,
+    "ChunkStorageMetadata": _box,
+    "TensorStorageMetadata": _tensor,
+}
+"""Class -> what takes the place of an object of it."""
