@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file
 
 import zckpt
-from zckpt.base.errors import UnsupportedError, UsageError
+from zckpt.base.errors import CorruptError, UnsupportedError, UsageError
 from zckpt.core.catalog import Catalog, Source, TensorEntry
 from zckpt.core.dtypes import BY_TORCH_NAME
 from zckpt.core.fragments import Fragment, MemoryStore
@@ -25,6 +25,8 @@ from zckpt.naming.families import make_config
 from zckpt.naming.recognise import by_parts
 from zckpt.naming.schemes import families, scheme, schemes
 from zckpt.naming.transform import Form
+from zckpt.naming.vocabulary import words_of
+from zckpt.storage.location import locate
 
 transformers = pytest.importorskip("transformers")
 
@@ -383,13 +385,14 @@ def test_saves_of_megatron_core(save: str, tmp_path: Path) -> None:
     assert found.config.model_type == SAVES[save]
     truth = load_file(MCORE / save / "truth.safetensors")
     written = load_file(tmp_path / "out" / "model.safetensors")
-    assert_same_tensors(as_catalog(written), by_hand(truth))
+    cut = {n: t[:13] if n in ("model.embed_tokens.weight", "lm_head.weight") else t for n, t in by_hand(truth).items()}
+    assert_same_tensors(as_catalog(written), {name: tensor.contiguous() for name, tensor in cut.items()})
     assert zckpt.verify(MCORE / save / "checkpoint", tmp_path / "out").ok
 
 
 @pytest.mark.parametrize("where", ["config.json", "huggingface/config.json", "run_config.yaml"])
 def test_what_is_beside_a_save_says_the_family(where: str, tmp_path: Path) -> None:
-    """Llama and Mistral have the same tensors. A config's vocabulary cuts the padding off, and a note says so."""
+    """Llama and Mistral have the same tensors. The config's vocabulary, or the run's, cuts the padding off; a note says whose."""
     shutil.copytree(MCORE / "stages_tp2_pp2" / "checkpoint", tmp_path / "run")
     path = tmp_path / "run" / where
     path.parent.mkdir(exist_ok=True)
@@ -403,11 +406,69 @@ def test_what_is_beside_a_save_says_the_family(where: str, tmp_path: Path) -> No
     (said,) = (note for note in report.notes if "hf:mistral" in note)
     assert ("MistralModelProvider" if where == "run_config.yaml" else where) in said
     written = load_file(tmp_path / "out" / "model.safetensors")
-    cut = where != "run_config.yaml"
-    assert len(written["lm_head.weight"]) == len(written["model.embed_tokens.weight"]) == (13 if cut else 16)
-    assert any("3 rows of padding" in note for note in report.notes) == cut
+    assert len(written["lm_head.weight"]) == len(written["model.embed_tokens.weight"]) == 13
+    by = "the run's vocab_size" if where == "run_config.yaml" else "the config"
+    assert any("3 rows of padding" in note and f"since {by} says 13" in note for note in report.notes)
     assert json.loads((tmp_path / "out" / "config.json").read_text())["model_type"] == "mistral"
     assert zckpt.verify(tmp_path / "run", tmp_path / "out").ok
+
+
+TOKENIZER = {"model": {"type": "BPE", "vocab": {"a": 0, "b": 9}}, "added_tokens": [{"id": 12, "content": "</s>"}]}
+PADDED = {"make_vocab_size_divisible_by": 8, "tensor_model_parallel_size": 2}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "tokenizer", "option", "kept", "said"),
+    [
+        ({"vocab_size": 13, **PADDED}, False, None, 13, "since the run's vocab_size says 13"),
+        ({"vocab_size": 12, "tokenizer_type": "NullTokenizer", **PADDED}, False, None, 13, "at the end of a document says 13"),
+        ({"vocab_size": 13, "padded_vocab_size": 16}, False, None, 13, "since the run's vocab_size says 13"),
+        ({"vocab_size": 9, "make_vocab_size_divisible_by": 4}, False, None, 16, "nothing says how many words there are"),
+        (PADDED, True, None, 13, "since tokenizer.json"),
+        ({"make_vocab_size_divisible_by": 2}, True, None, 16, "a multiple of 2"),
+        (PADDED, False, None, 16, "Pass --vocab-size N"),
+        (PADDED, True, 11, 11, "since --vocab-size says 11"),
+        ({}, True, None, 16, "The model is written as hf:llama"),
+    ],
+)  # fmt: skip
+def test_padding_is_cut_by_what_the_run_says(
+    arguments: dict[str, Any], tokenizer: bool, option: int | None, kept: int, said: str, tmp_path: Path
+) -> None:
+    """By its `vocab_size` or the tokenizer beside it, where padding makes of these the rows that are there; else a note asks."""
+    run = tmp_path / "run"
+    shutil.copytree(MCORE / "stages_tp2_pp2" / "checkpoint", run)
+    common = torch.load(run / "iter_0000002" / "common.pt", weights_only=False)
+    for name in ("vocab_size", "padded_vocab_size", "tensor_model_parallel_size"):
+        delattr(common["args"], name)
+    vars(common["args"]).update(arguments)
+    torch.save(common, run / "iter_0000002" / "common.pt")
+    if tokenizer:
+        (run / "iter_0000002" / "tokenizer.json").write_text(json.dumps(TOKENIZER))
+    options = zckpt.Options(form=Form("hf", vocab_size=option))
+    report = zckpt.convert(run, tmp_path / "out", dtype="bf16", options=options)
+    assert any(said in note for note in report.notes), report.notes
+    assert len(load_file(tmp_path / "out" / "model.safetensors")["lm_head.weight"]) == kept
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["vocab_size"] == kept
+    (run / "iter_0000002" / "tokenizer.json").unlink(missing_ok=True)
+    assert zckpt.verify(run, tmp_path / "out").ok
+    if option:
+        zckpt.to_mcore(run, tmp_path / "again", vocab_size=option)
+        assert zckpt.verify(run, tmp_path / "again").ok
+
+
+@pytest.mark.parametrize("words", [0, -1, 17])
+def test_an_impossible_vocabulary(words: int, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="--vocab-size"):
+        options = zckpt.Options(form=Form("hf", vocab_size=words))
+        zckpt.convert(MCORE / "stages_tp2_pp2" / "checkpoint", tmp_path / "out", options=options)
+    with pytest.raises(UsageError, match="--vocab-size"):
+        zckpt.to_mcore(MCORE / "stages_tp2_pp2" / "checkpoint", tmp_path / "out", vocab_size=words)
+    with pytest.raises(UsageError, match="--vocab-size is of use only"):
+        options = zckpt.Options(form=Form(vocab_size=3))
+        zckpt.convert(MCORE / "stages_tp2_pp2" / "checkpoint", tmp_path / "out", options=options)
+    with pytest.raises(CorruptError, match="is not a tokenizer"):
+        (tmp_path / "tokenizer.json").write_text('{"model": {"vocab": {"a": -1}}}')
+        words_of(locate(str(tmp_path / "tokenizer.json")))
 
 
 def test_every_family_is_tried_here() -> None:

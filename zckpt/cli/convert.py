@@ -51,6 +51,7 @@ class StateDict(o.Group):
         str | None,
         o.what("--config", metavar="FILE", help="The model's config.json for --names, if none is beside CKPT."),
     ] = None
+    vocab_size: o.VocabSize = None
     overflow: o.Overflow = o.OverflowChoice.error
 
 
@@ -62,6 +63,7 @@ class MegatronModel(o.Group):
     config: Annotated[
         str | None, o.what("--config", metavar="FILE", help="The model's config.json, if none is beside CKPT.")
     ] = None
+    vocab_size: o.VocabSize = None
     tensor_parallel: Annotated[
         int,
         o.what("--tensor-parallel", metavar="N", callback=o.positive, help="Ranks for which the vocabulary is padded."),

@@ -108,6 +108,15 @@ OutDirectory = Annotated[
 Overflow = Annotated[
     OverflowChoice, what("--overflow", help="For numbers too large for the dtype: stop, write infinity, or clamp.")
 ]
+VocabSize = Annotated[
+    int | None,
+    _names(
+        "--vocab-size",
+        metavar="N",
+        callback=positive,
+        help="Words of the vocabulary: further rows are padding. By default what config, run or tokenizer say.",
+    ),
+]
 MaxShardSize = Annotated[
     int,
     what(
@@ -240,6 +249,7 @@ class HubNames(Names):
             "--config", metavar="FILE", help="The model's config.json for --to, if the checkpoint lacks some of it."
         ),
     ] = None
+    vocab_size: VocabSize = None
     layer_names: Annotated[
         str | None, _names("--layer-names", metavar="FILE", help="JSON file with names for a pipeline's layers.")
     ] = None
@@ -247,7 +257,7 @@ class HubNames(Names):
     def options(self) -> dict[str, Any]:  # noqa: D102
         from zckpt.naming.transform import Form
 
-        return {**Names.options(self), "form": Form(self.to, self.config, self.layer_names)}
+        return {**Names.options(self), "form": Form(self.to, self.config, self.layer_names, self.vocab_size)}
 
 
 @dataclass(frozen=True, repr=False, eq=False)

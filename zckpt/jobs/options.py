@@ -110,6 +110,7 @@ class DcpOptions(Options):
         optimizer: its key for the optimizer's states and groups; None leaves them out.
         names: whose names the tensors get: a scheme that can be written, "hf" or "hf:NAME"; None keeps the checkpoint's.
         config: the model's config or the path of its `config.json`, for `names`; None for the one beside the checkpoint.
+        vocab_size: words of the vocabulary, for `names`; None for what config, run and tokenizer say.
         max_file_bytes: of a data file, unless one chunk is larger.
     """
 
@@ -117,6 +118,7 @@ class DcpOptions(Options):
     optimizer: str | None = None
     names: str | None = None
     config: str | Mapping[str, Any] | None = None
+    vocab_size: int | None = None
     max_file_bytes: int = 5 * 10**9
 
 
@@ -126,6 +128,7 @@ class MegatronOptions(Options):
 
     Attributes:
         config: the model's config or the path of its `config.json`; None for the one beside the checkpoint.
+        vocab_size: words of the vocabulary; None for what config, run and tokenizer say.
         tensor_parallel: tensor-parallel ranks that the vocabulary is padded for.
         make_vocab_size_divisible_by: as Megatron's option.
         numbered_layers: number layers in names instead of stacking them.
@@ -133,6 +136,7 @@ class MegatronOptions(Options):
     """
 
     config: str | Mapping[str, Any] | None = None
+    vocab_size: int | None = None
     tensor_parallel: int = 1
     make_vocab_size_divisible_by: int = 128
     numbered_layers: bool = False

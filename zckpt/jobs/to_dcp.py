@@ -46,6 +46,7 @@ def to_dcp(
     optimizer: str | None = None,
     names: str | None = None,
     config: str | os.PathLike[str] | Mapping[str, Any] | None = None,
+    vocab_size: int | None = None,
     tag: str | None = None,
     also: Sequence[str | os.PathLike[str]] = (),
     options: Options | None = None,
@@ -61,6 +62,7 @@ def to_dcp(
         optimizer: its key for the optimizer's states and groups; None leaves them out.
         names: whose names the tensors get: "torchtitan", "megatron-core" or another scheme, "hf" or "hf:NAME"; None keeps them.
         config: the model's config.json for `names`, if there is none beside the checkpoint.
+        vocab_size: words of the vocabulary, behind which the input has rows of padding, for `names`.
         tag: which save, where there are several; by default the one that `latest` names.
         also: directories that hold other parts of the same checkpoint, such as other nodes' disks.
         options: everything else, such as `Options(overwrite=True)`; its dtype is overridden by `dtype`.
@@ -84,7 +86,7 @@ def to_dcp(
     chosen = extended(
         options, DcpOptions, dtype=None if dtype is None else to_dtype(dtype), under=under, optimizer=optimizer,
         names=names, config=config if config is None or isinstance(config, Mapping) else os.fspath(config),
-        tag=tag or options.tag, also=also or options.also,
+        vocab_size=vocab_size, tag=tag or options.tag, also=also or options.also,
     )  # fmt: skip
     return carried_out(prepare(checkpoint, out, chosen), progress, "to dcp", began)
 
@@ -122,6 +124,11 @@ def _renamed(catalog: Catalog, opened: Opened, options: DcpOptions) -> Formed:
     """
     names = options.names
     if names is None:
+        if options.vocab_size is not None:
+            raise UsageError(
+                "--vocab-size is of use only with --names", found="--vocab-size without --names",
+                remedy="Add --names, or leave out --vocab-size.",
+            )  # fmt: skip
         return Formed(select(catalog, options))
     if options.optimizer is not None:
         raise UsageError(
@@ -129,10 +136,10 @@ def _renamed(catalog: Catalog, opened: Opened, options: DcpOptions) -> Formed:
             remedy="Leave one of these out.",
         )  # fmt: skip
     if names == "hf" or names.startswith("hf:"):
-        form = Form(to=names, config=options.config)
+        form = Form(to=names, config=options.config, vocab_size=options.vocab_size)
         found = formed(catalog, opened.place, form, to_directory=True, exclude=options.exclude)
         return replace(found, catalog=select(found.catalog, options))
-    model = named(select(catalog, options), opened.place, Naming(names, options.config))
+    model = named(select(catalog, options), opened.place, Naming(names, options.config, vocab_size=options.vocab_size))
     return Formed(model.catalog, model.config, model.notes, model.recorded)
 
 

@@ -32,6 +32,7 @@ def to_mcore(
     *,
     dtype: str | DType | None = None,
     config: str | os.PathLike[str] | Mapping[str, Any] | None = None,
+    vocab_size: int | None = None,
     tensor_parallel: int = 1,
     make_vocab_size_divisible_by: int = 128,
     numbered_layers: bool = False,
@@ -47,6 +48,7 @@ def to_mcore(
         out: the run directory: `latest_checkpointed_iteration.txt`, `release/`, config.json and tokenizer files.
         dtype: "fp32", "fp16" or "bf16" for floating parameters; None leaves every tensor as the checkpoint has it.
         config: the model's config.json, if there is none beside the checkpoint.
+        vocab_size: words of the vocabulary, behind which the input has padding; None for what config, run and tokenizer say.
         tensor_parallel: tensor-parallel ranks of the run; the vocabulary is padded for so many.
         make_vocab_size_divisible_by: as Megatron's option: the padded vocabulary is a multiple of this times `tensor_parallel`.
         numbered_layers: number layers in names (`non_homogeneous_layers`) instead of stacking them; without it they are
@@ -74,7 +76,7 @@ def to_mcore(
     chosen = extended(
         options, MegatronOptions, dtype=None if dtype is None else to_dtype(dtype), tag=tag or options.tag,
         config=config if config is None or isinstance(config, Mapping) else os.fspath(config),
-        also=also or options.also, tensor_parallel=tensor_parallel,
+        also=also or options.also, vocab_size=vocab_size, tensor_parallel=tensor_parallel,
         make_vocab_size_divisible_by=make_vocab_size_divisible_by, numbered_layers=numbered_layers,
     )  # fmt: skip
     return carried_out(prepare(checkpoint, out, chosen), progress, "to mcore", began)
@@ -91,7 +93,7 @@ def prepare(
     stripped, notes = strip_wrappers(opened.catalog)
     multiple = options.make_vocab_size_divisible_by * options.tensor_parallel
     layers = NUMBERED if options.numbered_layers else None
-    naming = Naming("megatron-core", options.config, layers, vocabulary_multiple=multiple)
+    naming = Naming("megatron-core", options.config, layers, multiple, options.vocab_size)
     model = named(select(stripped, options), opened.place, naming)
     catalog = model.catalog
     spellings: dict[str, list[str]] = {}

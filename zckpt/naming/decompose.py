@@ -16,6 +16,7 @@ from zckpt.naming.local_names import local_names
 from zckpt.naming.parts import filled
 from zckpt.naming.rows import paired, rows_of, split, turned, with_rows
 from zckpt.naming.schemes import Fit, NamingRule, Scheme
+from zckpt.naming.vocabulary import with_vocabulary
 
 _MOST_STACKED = 1_000_000
 """The most blocks x experts in one tensor; the largest models have some ten thousand."""
@@ -57,6 +58,7 @@ def decomposed(catalog: Catalog, scheme: Scheme, facts: Facts) -> Decomposed:
     """
     fits = _all_fit(catalog, scheme)
     facts = _completed(catalog, scheme, fits, facts)
+    facts, notes = _with_vocabulary(catalog, scheme, fits, facts)
     tensors: dict[str, TensorEntry] = {}
     origins: dict[str, str] = {}
     left_out: dict[str, list[str]] = {}
@@ -76,12 +78,24 @@ def decomposed(catalog: Catalog, scheme: Scheme, facts: Facts) -> Decomposed:
             origins.setdefault(part.name, name)
     aliases = _aliases(catalog, scheme, facts)
     aliases = {d: k for d, k in aliases.items() if d not in tensors and k in tensors}
-    notes = [f"{note} ({count(len(names), 'tensor')})." for note, names in left_out.items() if note]
+    notes += tuple(f"{note} ({count(len(names), 'tensor')})." for note, names in left_out.items() if note)
     if padding:
-        words = facts.number("vocabulary")
-        notes.append(f"{count(padding, 'row')} of padding behind the {words:,} rows of the vocabulary were left out.")
+        words, said = facts.number("vocabulary"), facts.get("vocabulary_from")
+        cut = f"{count(padding, 'row')} of padding behind the {words:,} rows of the vocabulary were left out"
+        notes += (f"{cut}, since {said} says {words:,}." if said else f"{cut}.",)
     names = tuple(name for note, left in left_out.items() if note for name in left)
-    return Decomposed(replace(catalog, tensors=tensors, aliases=aliases), facts, origins, tuple(notes), names)
+    return Decomposed(replace(catalog, tensors=tensors, aliases=aliases), facts, origins, notes, names)
+
+
+def _with_vocabulary(
+    catalog: Catalog, scheme: Scheme, fits: Mapping[str, Fit], facts: Facts
+) -> tuple[Facts, tuple[str, ...]]:
+    """The facts with the number of words, by the rows of the embedding; errors as in `vocabulary.with_vocabulary`."""
+    for name, fit in fits.items():
+        rule = fit.rules[0]
+        if rule.vocabulary and rule.parts == ("embedding.weight",) and catalog.tensors[name].shape:
+            return with_vocabulary(facts, catalog.tensors[name].shape[0], padded=not scheme.is_of_transformers)
+    return facts, ()
 
 
 def _refused(name: str, rule: NamingRule, facts: Facts) -> UnsupportedError:

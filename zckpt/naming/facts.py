@@ -112,7 +112,13 @@ _SAID = {"query_heads": "attention heads", "key_heads": "key heads"}
 
 
 def facts_of(
-    catalog: Catalog, config: Mapping[str, Any] | None = None, directory: str | None = None, rules: str = ""
+    catalog: Catalog,
+    config: Mapping[str, Any] | None = None,
+    directory: str | None = None,
+    rules: str = "",
+    *,
+    home: str | None = None,
+    vocab_size: int | None = None,
 ) -> Facts:
     """What a checkpoint and a config say of the model, before its tensors are taken apart.
 
@@ -121,6 +127,8 @@ def facts_of(
         config: transformers' config of the model, if there is one.
         directory: of the save, in which GPT-NeoX keeps its configs.
         rules: the rules that joined tensor-parallel slices; empty for the checkpoint's own.
+        home: the directory that has config and tokenizer files.
+        vocab_size: words of the vocabulary, if the user says it.
 
     Raises:
         CorruptError: one of GPT-NeoX's config files cannot be read.
@@ -140,7 +148,11 @@ def facts_of(
     values["ranks"] = catalog.topology.tp
     values["rules"] = rules
     vocabulary = given.get("vocab_size")
-    values["vocabulary"] = vocabulary if isinstance(vocabulary, int) else None
+    if vocab_size is not None:
+        values |= {"vocabulary": vocab_size, "vocabulary_from": "--vocab-size"}
+    elif isinstance(vocabulary, int):
+        values |= {"vocabulary": vocabulary, "vocabulary_from": "the config"}
+    values["homes"] = tuple(dict.fromkeys(filter(None, (home, directory))))
     return Facts(
         {name: value for name, value in values.items() if value is not None}, arguments, config, catalog.source.path
     )

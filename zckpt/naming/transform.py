@@ -24,6 +24,7 @@ from zckpt.naming.hub_form import in_hub_form
 from zckpt.naming.layer_names import read_layer_names, with_layer_names
 from zckpt.naming.recognise import by_config, by_parts
 from zckpt.naming.schemes import families, scheme, scheme_of
+from zckpt.naming.vocabulary import check_vocabulary, recorded_vocabulary
 from zckpt.naming.writers import named, naming_of
 
 
@@ -35,14 +36,17 @@ class Form:
         to: "hf" for a model of transformers, whose family is found, or "hf:NAME" for the family NAME (`naming.schemes.families`).
         config: the model's config or the path of its `config.json`, if the checkpoint does not say enough to make one.
         layer_names: names for a pipeline's layers, or the path of a file with them.
+        vocab_size: words of the vocabulary, behind which the embedding has padding; None for what config, run and tokenizer say.
     """
 
     to: str | None = None
     config: str | Mapping[str, Any] | None = None
     layer_names: str | Mapping[str, str] | None = None
+    vocab_size: int | None = None
 
     def __post_init__(self) -> None:
-        """Raises UsageError for an unknown architecture, before a checkpoint is opened."""
+        """Raises UsageError for an unknown architecture or an impossible vocabulary, before a checkpoint is opened."""
+        check_vocabulary(self.vocab_size)
         if self.to not in (None, "hf") and self.to not in (known := [f"hf:{name}" for name in families()]):
             raise UsageError(
                 "the architecture is unknown", found=f"--to {self.to}", expected=f"hf, or one of {', '.join(known)}",
@@ -97,7 +101,13 @@ def formed(catalog: Catalog, place: Place, form: Form, *, to_directory: bool, ex
         prefixes = read_layer_names(said) if isinstance(said, str) else said
         return Formed(with_layer_names(catalog, prefixes), recorded={"form": {"layer_names": dict(prefixes)}})
     if form.to is not None:
-        return _converted(catalog, place, form.to, form.config, exclude)
+        return _converted(catalog, place, form, exclude)
+    if form.vocab_size is not None:
+        raise UsageError(
+            "--vocab-size is of use only with --to",
+            found="--vocab-size without --to",
+            remedy="Add --to, such as --to hf, or leave out --vocab-size.",
+        )
     if form.config is not None:
         raise UsageError(
             "--config is of use only with --to",
@@ -119,18 +129,17 @@ def formed_again(catalog: Catalog, place: Place, recorded: Mapping[str, Any], ex
     if "names" in recorded:
         model = named(catalog, place, naming_of(recorded))
         return Formed(model.catalog, model.config, model.notes)
-    form = Form(recorded.get("to"), recorded.get("config"), recorded.get("layer_names"))
+    form = Form(recorded.get("to"), recorded.get("config"), recorded.get("layer_names"), recorded.get("vocab_size"))
     return formed(catalog, place, form, to_directory=recorded.get("hub") is True, exclude=exclude)
 
 
-def _converted(
-    catalog: Catalog, place: Place, to: str, config: str | Mapping[str, Any] | None, exclude: Sequence[str]
-) -> Formed:
+def _converted(catalog: Catalog, place: Place, form: Form, exclude: Sequence[str]) -> Formed:
     """The catalog as a model of transformers."""
+    to, config = form.to or "hf", form.config
     left_out = tuple(name for name in catalog.tensors if matches(name, exclude))
     catalog = catalog.select(lambda entry: entry.name not in left_out)
     given = config_of(config) if isinstance(config, str) else config
-    said = {} if given is None else {"config": dict(given)}
+    said: dict[str, object] = {} if given is None else {"config": dict(given)}
     name = to.removeprefix("hf").removeprefix(":")
     notes: tuple[str, ...] = ()
     beside, where = (None, "--config") if given is not None else _config_beside(place)
@@ -141,7 +150,9 @@ def _converted(
         given = beside
     directory, rules = place.listing.directory.path, place.listing.options.tp_rules or ""
     source = scheme_of(catalog.tensors, catalog.source.path, prefer=f"hf-{name}")
-    found = decomposed(catalog, source, facts_of(catalog, given, directory, rules))
+    facts = facts_of(catalog, given, directory, rules, home=place.home.path, vocab_size=form.vocab_size)
+    found = decomposed(catalog, source, facts)
+    said |= recorded_vocabulary(found.facts)
     facts = with_parts(found.facts, found.parts)
     if not name:
         name, notes = by_parts(found.parts, facts, found.origins)

@@ -27,6 +27,7 @@ from zckpt.naming.hub_form import in_hub_form
 from zckpt.naming.parts import filled, numbered
 from zckpt.naming.recognise import by_config, by_parts
 from zckpt.naming.schemes import Scheme, scheme, scheme_of, schemes
+from zckpt.naming.vocabulary import check_vocabulary, recorded_vocabulary
 
 _BUFFERS = ("blocks.{b}.router.correction",)
 """Parts that programs have as buffers, which keep their dtype."""
@@ -44,12 +45,14 @@ class Naming:
         config: the model's config or the path of its `config.json`; None for the one beside the checkpoint.
         layers: `STACKED` or `NUMBERED`; None for stacked where all blocks are alike. Schemes that do not know it do not use it.
         vocabulary_multiple: rows of zeros are added to the embedding and the head up to a multiple of this; 1 adds none.
+        vocab_size: words of the vocabulary, behind which the embedding has padding; None for what config, run and tokenizer say.
     """
 
     writer: str
     config: str | Mapping[str, Any] | None = None
     layers: str | None = None
     vocabulary_multiple: int = 1
+    vocab_size: int | None = None
 
     def __post_init__(self) -> None:
         """Raises UsageError for an unknown scheme or an impossible multiple, before a checkpoint is opened."""
@@ -58,6 +61,7 @@ class Naming:
                 "the scheme of names is unknown", found=f"--names {self.writer}", expected=f"one of {', '.join(writers())}",
                 remedy="Pass one of these with --names.",
             )  # fmt: skip
+        check_vocabulary(self.vocab_size)
         if self.vocabulary_multiple < 1 or self.layers not in (None, STACKED, NUMBERED):
             raise UsageError(
                 "the names are impossible", found=f"layers {self.layers}, vocabulary multiple {self.vocabulary_multiple}",
@@ -107,7 +111,7 @@ def named(catalog: Catalog, place: Place, naming: Naming) -> RenamedModel:
         UsageError: a fact that is needed is not known.
     """
     writer = scheme(naming.writer)
-    found, facts, config, notes = _in_parts(catalog, place, naming.config)
+    found, facts, config, notes = _in_parts(catalog, place, naming)
     facts = facts.having(layers=naming.layers or (STACKED if _are_alike(found.parts) else NUMBERED))
     padded = None
     if naming.vocabulary_multiple > 1 and (words := facts.whole("vocabulary")):
@@ -125,6 +129,7 @@ def named(catalog: Catalog, place: Place, naming: Naming) -> RenamedModel:
         "names": naming.writer,
         "layers": facts.get("layers"),
         "vocabulary_multiple": naming.vocabulary_multiple,
+        **recorded_vocabulary(found.facts),
     }
     if naming.config is not None:
         recorded["config"] = dict(config)
@@ -135,14 +140,16 @@ def named(catalog: Catalog, place: Place, naming: Naming) -> RenamedModel:
 def naming_of(recorded: Mapping[str, Any]) -> Naming:
     """The options, by the facts in a manifest."""
     return Naming(
-        recorded["names"], recorded.get("config"), recorded.get("layers"), recorded.get("vocabulary_multiple", 1)
-    )
+        recorded["names"], recorded.get("config"), recorded.get("layers"), recorded.get("vocabulary_multiple", 1),
+        recorded.get("vocab_size"),
+    )  # fmt: skip
 
 
 def _in_parts(
-    catalog: Catalog, place: Place, config: str | Mapping[str, Any] | None
+    catalog: Catalog, place: Place, naming: Naming
 ) -> tuple[Decomposed, Facts, Mapping[str, object], tuple[str, ...]]:
     """The model's parts, facts and config, and notes on it."""
+    config = naming.config
     given = config_of(config) if isinstance(config, str) else config
     known = given if given is not None else read_config(place.home)
     notes: tuple[str, ...] = ()
@@ -152,7 +159,8 @@ def _in_parts(
         family, _ = by_config(known, "the config")
     source = scheme_of(catalog.tensors, catalog.source.path, prefer=f"hf-{family}")
     directory, rules = place.listing.directory.path, place.listing.options.tp_rules or ""
-    found = decomposed(catalog, source, facts_of(catalog, known, directory, rules))
+    facts = facts_of(catalog, known, directory, rules, home=place.home.path, vocab_size=naming.vocab_size)
+    found = decomposed(catalog, source, facts)
     facts = with_parts(found.facts, found.parts)
     if known is None:
         family, more = by_parts(found.parts, facts)
