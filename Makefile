@@ -60,7 +60,11 @@ old-torch: .make/old-torch
 .make/verl:
 	$(PIP) --no-deps --target .make/verl.new verl==0.9.1 && mv .make/verl.new $@
 
-bench: .make/zckpt .make/test interop .make/verl
+# mergekit, without what the parts of it need that are not measured.
+.make/mergekit:
+	$(PIP) --no-deps --target .make/mergekit.new mergekit==0.1.5 immutables==0.21 && mv .make/mergekit.new $@
+
+bench: .make/zckpt .make/test interop .make/verl .make/mergekit
 	$(BIN)/python benchmarks/run.py
 
 # Checks and measures the trainer and live models on a machine with a GPU and torch: GPU_PYTHON is the Python that has it. What is

@@ -37,6 +37,10 @@ TITLES = {
         "Rank files of FSDP",
         "fp32 DTensors of 8 ranks, as verl saves them. verl's merger writes bf16; the rest of verl is not installed.",
     ),
+    "averages": (
+        "Averages",
+        "Three bf16 checkpoints of one model to one. mergekit keeps what it has computed in memory until a shard is full.",
+    ),
     "megatron": (
         "Megatron-Core",
         "A bf16 model of Llama's shape, written as a `torch_dist` save and back. The rival loads all tensors with "

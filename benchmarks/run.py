@@ -17,6 +17,7 @@ import time
 from dataclasses import asdict
 from pathlib import Path
 
+import averaging
 import checking
 import consolidation
 import dcp
@@ -40,6 +41,7 @@ SECTIONS = {
     "dcp": dcp.measure,
     "rank files": ranks.measure,
     "megatron": torch_dist.measure,
+    "averages": averaging.measure,
     "tuning": tuning.measure,
     "growth": growth.measure,
 }

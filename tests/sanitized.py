@@ -225,9 +225,11 @@ def kernels() -> None:
         total, expected = np.ones(count, np.float32), np.ones(count, np.float32)
         NativeKernels().accumulate(total, x, 0.3)
         ReferenceKernels().accumulate(expected, x, 0.3)
-        NativeKernels().divide(total, 3.0)
-        ReferenceKernels().divide(expected, 3.0)
-        assert np.array_equal(total, expected, equal_nan=True), "accumulate, divide"
+        NativeKernels().approach(total, x, 3.0)
+        ReferenceKernels().approach(expected, x, 3.0)
+        NativeKernels().blend(total, x, 0.9, 0.2)
+        ReferenceKernels().blend(expected, x, 0.9, 0.2)
+        assert np.array_equal(total, expected, equal_nan=True), "accumulate, approach, blend"
         y = RNG.normal(size=count).astype(np.float32)
         assert NativeKernels().products(y, y[::-1].copy()) == ReferenceKernels().products(y, y[::-1].copy()), "products"
 

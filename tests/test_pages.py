@@ -93,6 +93,7 @@ engine.step()
 GIVEN = {"model": MODEL, "training": TRAINING, "engine": ENGINE, "peft": PEFT, "fsdp": FSDP}
 
 CHECKPOINTS = {
+    "out/checkpoint-400": "transformers/llama_zero3",
     "out/checkpoint-500": "transformers/llama_zero3",
     "lora/checkpoint-500": "peft/lora_zero2",
     "megatron": "megatron/llama_zero2_tp2_dp2",
@@ -100,6 +101,7 @@ CHECKPOINTS = {
 """Path -> fixture, for every page."""
 
 MORE = {
+    "docs/averages.md": {f"{run}/checkpoint-500": "transformers/llama_zero3" for run in "ab"},
     "docs/dcp.md": {"run/step-1000": "dcp/fsdp2_nested_w2"},
     "docs/megatron-core.md": {"run": "mcore/reshardable_dp2"},
     "docs/nvme-offload.md": {"run": "nvme/bf16_w2"},

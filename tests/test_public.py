@@ -54,6 +54,7 @@ def calls(given: OnlyPathLike, tag: OnlyPathLike, out: OnlyPathLike, where: Path
     more = OnlyPathLike(where)
     converted, files = OnlyPathLike(where / "converted"), OnlyPathLike(where / "files")
     fs = {
+        "average": lambda: zckpt.average([given, given], out),
         "convert": lambda: zckpt.convert(given, out, also=[more]),
         "diff": lambda: zckpt.diff(given, given),
         "inspect_checkpoint": lambda: zckpt.inspect_checkpoint(given, also=[more]),

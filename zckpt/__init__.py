@@ -36,6 +36,7 @@ if TYPE_CHECKING:
         load_state_dict_from_zero_checkpoint,
     )
     from zckpt.hub import PushReport, push_to_hub
+    from zckpt.jobs.average import average
     from zckpt.jobs.convert import convert
     from zckpt.jobs.diff import Diff, diff
     from zckpt.jobs.inspection import Inspection, inspect_checkpoint
@@ -75,6 +76,7 @@ __all__ = [
     "Verification",
     "ZckptError",
     "__version__",
+    "average",
     "convert",
     "convert_zero_checkpoint_to_fp32_state_dict",
     "convert_zero_checkpoint_to_state_dict",
@@ -103,6 +105,7 @@ _HOMES = {
     "ReadOptions": "layouts.save.listing",
     "Report": "jobs.planned",
     "Verification": "checks.verdict",
+    "average": "jobs.average",
     "convert": "jobs.convert",
     "convert_zero_checkpoint_to_fp32_state_dict": "drop_in",
     "convert_zero_checkpoint_to_state_dict": "drop_in",

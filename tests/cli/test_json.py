@@ -33,6 +33,7 @@ def test_commands_that_write(tmp_path: Path) -> None:
         ("to-fp16", CHECKPOINT, tmp_path / "fp16", "--overflow", "clamp"),
         ("to-peft", ADAPTER, tmp_path / "adapter"),
         ("to-dcp", CHECKPOINT, tmp_path / "dcp", "--optimizer", "optim"),
+        ("average", CHECKPOINT, CHECKPOINT, tmp_path / "averaged"),
         ("to-universal", CHECKPOINT, tmp_path / "universal"),
         ("reshard", CHECKPOINT, tmp_path / "resumable", "--world-size", 3, "--stage", 3),
     ):

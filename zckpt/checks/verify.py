@@ -163,6 +163,11 @@ def _wanted(catalog: Catalog, place: Place, facts: Manifest | None) -> tuple[Cat
     """The tensors that an output with the manifest's options holds, and the names of those that it leaves out."""
     if facts is None or not facts.options:
         return catalog, []
+    if "average" in facts.options:
+        raise UnsupportedError(
+            "is made of several checkpoints, and not compared with one of them", file=manifests.NAME,
+            remedy="Leave out the checkpoint: `zckpt verify OUT` checks that every byte is as it was written.",
+        )  # fmt: skip
     options: dict[str, Any] = {
         name: value for name, value in facts.options.items() if name not in ("overflow", "wishes", "form")
     }

@@ -14,7 +14,7 @@ from typing import Annotated, NoReturn
 
 import typer
 
-from zckpt.cli import convert, demo, desk, estimate, look, push, reshape, run, train, upkeep
+from zckpt.cli import combine, convert, demo, desk, estimate, look, push, reshape, run, train, upkeep
 from zckpt.team import together
 
 app = typer.Typer(
@@ -27,7 +27,7 @@ app = typer.Typer(
     invoke_without_command=True,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
 )
-for module in (look, convert, reshape, upkeep, push, estimate, train, run, demo):
+for module in (look, convert, reshape, combine, upkeep, push, estimate, train, run, demo):
     module.register(app)
 
 
@@ -50,7 +50,10 @@ def _top(
     if command is None:
         typer.echo(context.get_help(), err=True)
         raise typer.Exit(2)
-    if command.startswith("to-") or command == "reshard":  # what torchrun or srun starts many times is one job
+    if command.startswith("to-") or command in (
+        "reshard",
+        "average",
+    ):  # what torchrun or srun starts many times is one job
         together.allow()
 
 

@@ -152,7 +152,7 @@ def _register(app: typer.Typer, dtype: str) -> None:
             push.to_page(ckpt, out, options, shown.console, dry_run=writing.dry_run)
         else:
             planned = prepare(ckpt, out, options)
-            finish(planned, _words(planned, dtype), began, writing, shown)
+            finish(planned, words_of(planned, dtype), began, writing, shown)
 
 
 def to_dcp(
@@ -173,7 +173,7 @@ def to_dcp(
     began = time.perf_counter()
     options = o.chosen(DcpOptions, state, selection, names, source, speed, writing)
     planned = prepare(ckpt, out, options)
-    finish(planned, _words(planned, state.dtype.value if state.dtype else "saved"), began, writing, shown)
+    finish(planned, words_of(planned, state.dtype.value if state.dtype else "saved"), began, writing, shown)
 
 
 def to_mcore(
@@ -193,7 +193,7 @@ def to_mcore(
 
     began = time.perf_counter()
     planned = prepare(ckpt, out, o.chosen(MegatronOptions, model, selection, names, source, speed, writing))
-    words = _words(planned, model.dtype.value if model.dtype else "saved")
+    words = words_of(planned, model.dtype.value if model.dtype else "saved")
     words = replace(words, use=lambda files: f"load it with --load {out} --use-checkpoint-args")
     finish(planned, words, began, writing, shown)
 
@@ -222,7 +222,8 @@ def to_peft(
     finish(planned, words, began, writing, shown, carry_out, more)
 
 
-def _words(planned: PlannedConversion, dtype: str) -> Words:
+def words_of(planned: PlannedConversion, dtype: str) -> Words:
+    """How to speak of weights that were written in this dtype."""
     what = f"{count(len(planned.catalog), 'tensor')} as {dtype}"
     return Words(what, lambda files: f"load it with {_loader(planned, files)}", {"dtype": dtype})
 

@@ -18,7 +18,9 @@ from zckpt.core.fragments import DerivedStore, FileStore, Fragment, Store
 from zckpt.core.overlaps import overlaps, touching
 
 SLAB_BYTES = 8 << 20
-"""The most bytes in one move of a source that is not at hand: a batch of such moves is held in memory."""
+"""The most bytes in one move of a source behind an address: a batch of such moves is held in memory."""
+COMPUTED_BYTES = 2 << 20
+"""The same of elements that are computed: few enough to stay in a processor's cache on the way."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,7 +204,7 @@ def _in_slabs(source: TensorEntry | TensorPart, to: TensorEntry | TensorPart) ->
     most = max(1, SLAB_BYTES // source.dtype.itemsize)
     for fragment in source.fragments:
         if isinstance(fragment.store, DerivedStore):
-            unit = fragment.store.recipe.unit
+            unit, most = fragment.store.recipe.unit, max(1, COMPUTED_BYTES // source.dtype.itemsize)
             most = max(unit, most // unit * unit)
     return replace(to, fragments=tuple(s for f in to.fragments for s in _slabs(f, most, to.dtype.itemsize)))
 
@@ -223,7 +225,8 @@ def _slabs(fragment: Fragment, most: int, itemsize: int) -> Iterator[Fragment]:
 def _bytes_read(source: TensorEntry | TensorPart, to: TensorEntry | TensorPart) -> int:
     for fragment in source.fragments:
         if isinstance(fragment.store, DerivedStore):
-            return sum(_bytes_read(entry, entry) for entry in fragment.store.recipe.inputs)
+            whole = sum(_bytes_read(entry, entry) for entry in fragment.store.recipe.inputs)
+            return whole * (to.nbytes // to.dtype.itemsize) // source.numel
     return to.nbytes // to.dtype.itemsize * source.dtype.itemsize
 
 

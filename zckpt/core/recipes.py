@@ -29,8 +29,11 @@ class Kernels(Protocol):
     def accumulate(self, total: Floats, numbers: Floats, weight: float) -> None:
         """Adds `weight` times each number to `total`, in place: the weight, the product and the sum are rounded to fp32."""
 
-    def divide(self, numbers: Floats, divisor: float) -> None:
-        """Divides each number in place; divisor and quotient are rounded to fp32."""
+    def approach(self, total: Floats, numbers: Floats, divisor: float) -> None:
+        """Moves `total` by (number - total) / divisor, in place; each step is rounded to fp32."""
+
+    def blend(self, total: Floats, numbers: Floats, keep: float, weight: float) -> None:
+        """Makes `total` keep * total + weight * number, in place; factors, products and sum are rounded to fp32."""
 
     def products(self, a: Floats, b: Floats) -> tuple[float, float, float]:
         """The sums of a * b, a * a and b * b, in fp64: of every 16th element in order, then these 16 sums in order."""
@@ -107,28 +110,76 @@ def followed(store: DerivedStore, start: int, stop: int, tools: Tools) -> tuple[
 
 
 @dataclass(frozen=True, slots=True)
+class Mean:
+    """The mean of tensors of one shape in fp32, one after another: mean + (tensor - mean) / (how many there are so far).
+
+    So equal tensors give themselves. It is what torch.optim.swa_utils.get_swa_avg_fn computes.
+
+    Attributes:
+        inputs: the tensors.
+    """
+
+    inputs: tuple[TensorEntry, ...]
+    facts: tuple[object, ...] = ("mean",)
+    unit: int = 1
+
+    def compute(self, start: int, stop: int, tools: Tools) -> Array:
+        """As `Recipe.compute`; fp32."""
+        mean = tools.read_floats(self.inputs[0], start, stop)
+        for number, entry in enumerate(self.inputs[1:], 2):
+            tools.kernels.approach(mean, tools.read_floats(entry, start, stop), number)
+        return mean
+
+
+@dataclass(frozen=True, slots=True)
+class MovingAverage:
+    """An exponential moving average in fp32 that begins with the first tensor: decay * average + (1 - decay) * tensor.
+
+    It is what torch.optim.swa_utils.get_ema_avg_fn computes.
+
+    Attributes:
+        inputs: the tensors, oldest first.
+        decay: what of the average stays at each step.
+    """
+
+    inputs: tuple[TensorEntry, ...]
+    decay: float
+    unit: int = 1
+
+    @property
+    def facts(self) -> tuple[object, ...]:
+        """The decay."""
+        return ("moving average", self.decay)
+
+    def compute(self, start: int, stop: int, tools: Tools) -> Array:
+        """As `Recipe.compute`; fp32."""
+        average = tools.read_floats(self.inputs[0], start, stop)
+        for entry in self.inputs[1:]:
+            tools.kernels.blend(average, tools.read_floats(entry, start, stop), self.decay, 1 - self.decay)
+        return average
+
+
+@dataclass(frozen=True, slots=True)
 class WeightedSum:
-    """Tensors of one shape, each times a weight, added in fp32 in the order in which they are given, and divided in the end.
+    """Tensors of one shape, each times a weight, added in fp32 in the order in which they are given.
 
     Attributes:
         inputs: the tensors.
         weights: a factor for each; rounded to fp32.
-        divisor: of the sum; rounded to fp32.
     """
 
     inputs: tuple[TensorEntry, ...]
     weights: tuple[float, ...]
-    divisor: float = 1.0
     unit: int = 1
 
     @property
     def facts(self) -> tuple[object, ...]:
         """The factors."""
-        return ("weighted sum", self.weights, self.divisor)
+        return ("weighted sum", self.weights)
 
     def compute(self, start: int, stop: int, tools: Tools) -> Array:
         """As `Recipe.compute`; fp32."""
-        return _summed(self.inputs, self.weights, self.divisor, start, stop, tools)
+        return _summed(self.inputs, self.weights, start, stop, tools)
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,7 +236,7 @@ class Interpolated:
         with self._lock:
             if self._factors is None:
                 self._factors = self._measured(tools)
-        return _summed(self.inputs, self._factors, 1.0, start, stop, tools)
+        return _summed(self.inputs, self._factors, start, stop, tools)
 
     def _measured(self, tools: Tools) -> tuple[float, float]:
         """The factors of both tensors."""
@@ -208,14 +259,10 @@ _NEARLY_PARALLEL = 0.9995
 """Cosine beyond which the arc is taken for a line, as mergekit's slerp does."""
 
 
-def _summed(
-    inputs: tuple[TensorEntry, ...], weights: tuple[float, ...], divisor: float, start: int, stop: int, tools: Tools
-) -> Floats:
+def _summed(inputs: tuple[TensorEntry, ...], weights: tuple[float, ...], start: int, stop: int, tools: Tools) -> Floats:
     import numpy as np
 
     total = np.zeros(stop - start, np.float32)
     for entry, weight in zip(inputs, weights, strict=True):
         tools.kernels.accumulate(total, tools.read_floats(entry, start, stop), weight)
-    if divisor != 1.0:
-        tools.kernels.divide(total, divisor)
     return total

@@ -157,9 +157,14 @@ void accumulate(uintptr_t total, uintptr_t numbers, size_t count, float weight) 
   zckpt::accumulate(reinterpret_cast<float*>(total), reinterpret_cast<const float*>(numbers), count, weight);  // NOLINT
 }
 
-void divide(uintptr_t numbers, size_t count, float divisor) {
+void approach(uintptr_t total, uintptr_t numbers, size_t count, float divisor) {
   nb::gil_scoped_release release;
-  zckpt::divide(reinterpret_cast<float*>(numbers), count, divisor);  // NOLINT
+  zckpt::approach(reinterpret_cast<float*>(total), reinterpret_cast<const float*>(numbers), count, divisor);  // NOLINT
+}
+
+void blend(uintptr_t total, uintptr_t numbers, size_t count, float keep, float weight) {
+  nb::gil_scoped_release release;
+  zckpt::blend(reinterpret_cast<float*>(total), reinterpret_cast<const float*>(numbers), count, keep, weight);  // NOLINT
 }
 
 nb::tuple products(uintptr_t a, uintptr_t b, size_t count) {
@@ -211,7 +216,8 @@ NB_MODULE(_core, m) {
         "bytes_per_s"_a, "progress"_a.none());
   m.def("step", &step, "rule"_a, "rates"_a, "weights"_a, "gradients"_a, "first"_a, "second"_a, "count"_a, "threads"_a);
   m.def("accumulate", &accumulate, "total"_a, "numbers"_a, "count"_a, "weight"_a);
-  m.def("divide", &divide, "numbers"_a, "count"_a, "divisor"_a);
+  m.def("approach", &approach, "total"_a, "numbers"_a, "count"_a, "divisor"_a);
+  m.def("blend", &blend, "total"_a, "numbers"_a, "count"_a, "keep"_a, "weight"_a);
   m.def("products", &products, "a"_a, "b"_a, "count"_a);
   nb::class_<zckpt::Swapper>(m, "Swapper")
       .def("__init__",

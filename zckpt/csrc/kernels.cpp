@@ -9,9 +9,14 @@ void accumulate(float* __restrict total, const float* __restrict x, size_t n, fl
   for (size_t i = 0; i < n; ++i) total[i] += weight * x[i];
 }
 
-void divide(float* x, size_t n, float divisor) {
+void approach(float* __restrict total, const float* __restrict x, size_t n, float divisor) {
   const PlainFloats floats;
-  for (size_t i = 0; i < n; ++i) x[i] /= divisor;
+  for (size_t i = 0; i < n; ++i) total[i] += (x[i] - total[i]) / divisor;
+}
+
+void blend(float* __restrict total, const float* __restrict x, size_t n, float keep, float weight) {
+  const PlainFloats floats;
+  for (size_t i = 0; i < n; ++i) total[i] = keep * total[i] + weight * x[i];
 }
 
 Products products(const float* a, const float* b, size_t n) {

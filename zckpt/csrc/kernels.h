@@ -7,8 +7,11 @@ namespace zckpt {
 // Adds weight * x[i] to total[i]; product and sum are rounded to fp32, never fused.
 void accumulate(float* total, const float* x, size_t n, float weight);
 
-// Divides each number.
-void divide(float* x, size_t n, float divisor);
+// Moves total[i] by (x[i] - total[i]) / divisor.
+void approach(float* total, const float* x, size_t n, float divisor);
+
+// Makes total[i] keep * total[i] + weight * x[i], never fused.
+void blend(float* total, const float* x, size_t n, float keep, float weight);
 
 // The sums of a * b, a * a and b * b in fp64, of every 16th element in order, then of these 16 sums in order.
 struct Products {

@@ -55,7 +55,7 @@ class Batch:
         self.moves.append((self.number(move.src), self.number(move.dst), move))
         self.nbytes += nbytes
         if not move.src.at_hand:
-            self.distant_bytes += span_bytes(move)
+            self.distant_bytes += span_bytes(move) * (1 if isinstance(move.src, FileStore) else 4)
 
     def packed(self, descriptors: Sequence[tuple[int, int]]) -> tuple[bytes, bytes, bytes, bytes, bytes]:
         """The structs of `csrc/mover.h`: stores, moves, literals, ranges, and the literals' bytes."""

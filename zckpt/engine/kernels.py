@@ -29,9 +29,13 @@ class NativeKernels:
         """As `Kernels.accumulate`."""
         _core.accumulate(_address(total), _address(numbers), len(total), weight)
 
-    def divide(self, numbers: Floats, divisor: float) -> None:
-        """As `Kernels.divide`."""
-        _core.divide(_address(numbers), len(numbers), divisor)
+    def approach(self, total: Floats, numbers: Floats, divisor: float) -> None:
+        """As `Kernels.approach`."""
+        _core.approach(_address(total), _address(numbers), len(total), divisor)
+
+    def blend(self, total: Floats, numbers: Floats, keep: float, weight: float) -> None:
+        """As `Kernels.blend`."""
+        _core.blend(_address(total), _address(numbers), len(total), keep, weight)
 
     def products(self, a: Floats, b: Floats) -> tuple[float, float, float]:
         """As `Kernels.products`."""
@@ -48,12 +52,20 @@ class ReferenceKernels:
         with np.errstate(all="ignore"):
             total += np.float32(weight) * numbers
 
-    def divide(self, numbers: Floats, divisor: float) -> None:
-        """As `Kernels.divide`."""
+    def approach(self, total: Floats, numbers: Floats, divisor: float) -> None:
+        """As `Kernels.approach`."""
         import numpy as np
 
         with np.errstate(all="ignore"):
-            numbers /= np.float32(divisor)
+            total += (numbers - total) / np.float32(divisor)
+
+    def blend(self, total: Floats, numbers: Floats, keep: float, weight: float) -> None:
+        """As `Kernels.blend`."""
+        import numpy as np
+
+        with np.errstate(all="ignore"):
+            total *= np.float32(keep)
+            total += np.float32(weight) * numbers
 
     def products(self, a: Floats, b: Floats) -> tuple[float, float, float]:
         """As `Kernels.products`."""

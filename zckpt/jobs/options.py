@@ -102,6 +102,25 @@ class Options(WriteOptions):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class AverageOptions(Options):
+    """What `average` is to do; `tag` and `also` have no meaning.
+
+    Attributes:
+        weights: what each checkpoint counts; None for all the same.
+        ema: decay of an exponential moving average.
+        last: so many of the newest saves of one directory.
+        task_vector: a base model; differences from it are added to it.
+        slerp: fraction of the way between two checkpoints.
+    """
+
+    weights: tuple[float, ...] | None = None
+    ema: float | None = None
+    last: int | None = None
+    task_vector: str | os.PathLike[str] | None = None
+    slerp: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class DcpOptions(Options):
     """What `to_dcp` is to do.
 

@@ -1,0 +1,122 @@
+"""Averages of three checkpoints, beside reading them all, `cp` of the bytes written, and what people do today.
+
+    python benchmarks/averaging.py DEST [--layers 48]                # writes what is averaged
+    python benchmarks/averaging.py --rival torch|mergekit DEST OUT   # averages it in another way
+
+A GPT-2 shape in bf16. The rivals: torch with the tensors of all three files in memory maps, and mergekit's linear merge.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+from measure import PYTHON, ROOT, ZCKPT, Job, Row, copying, in_turn, remove
+
+COUNT = 3
+MERGEKIT = ROOT / ".make" / "mergekit"
+
+
+def write(dest: Path, layers: int) -> None:
+    """The checkpoints, `dest/0` and so on."""
+    import torch
+    from safetensors.torch import save_file
+    from synth import numbers, shapes
+
+    config = {
+        "model_type": "gpt2",
+        "architectures": ["GPT2LMHeadModel"],
+        "n_layer": layers,
+        "n_embd": 1600,
+        "n_head": 25,
+    }
+    for number in range(COUNT):
+        home = dest / str(number)
+        home.mkdir(parents=True)
+        (home / "config.json").write_text(json.dumps(config))
+        tensors = {}
+        for name, shape in shapes(layers).items():
+            numel = torch.Size(shape).numel()
+            tensors[f"transformer.{name}"] = numbers(number, numel).to(torch.bfloat16).view(shape)
+        save_file(tensors, home / "model.safetensors", {"format": "pt"})
+
+
+def by_torch(dest: Path, out: Path) -> None:
+    """The mean in fp32, tensor by tensor; everything is in memory when it is saved."""
+    import torch
+    from safetensors import safe_open
+    from safetensors.torch import save_file
+
+    files = [safe_open(dest / str(number) / "model.safetensors", "pt") for number in range(COUNT)]
+    mean = {}
+    for name in files[0].keys():  # noqa: SIM118 - not a dict
+        mean[name] = torch.stack([file.get_tensor(name).float() for file in files]).mean(0).to(torch.bfloat16)
+    out.mkdir()
+    save_file(mean, out / "model.safetensors", {"format": "pt"})
+
+
+def by_mergekit(dest: Path, out: Path) -> None:
+    """mergekit's linear merge on the CPU, as its command does it."""
+    sys.path.insert(0, str(MERGEKIT))
+    from mergekit.config import MergeConfiguration
+    from mergekit.merge import run_merge
+    from mergekit.options import MergeOptions
+
+    models = [{"model": str(dest / str(number)), "parameters": {"weight": 1.0}} for number in range(COUNT)]
+    config = {"models": models, "merge_method": "linear", "dtype": "bfloat16"}
+    options = MergeOptions(copy_tokenizer=False, lazy_unpickle=True, write_model_card=False, quiet=True)
+    run_merge(MergeConfiguration.model_validate(config), str(out), options)
+
+
+def measure(work: Path, layers: int, rounds: int) -> list[Row]:
+    """Warm beside the rivals, and cold beside reading."""
+    dest = work / "models"
+    subprocess.run([*PYTHON, __file__, str(dest), "--layers", str(layers)], check=True)
+    homes = [str(dest / str(number)) for number in range(COUNT)]
+    files = [f"{home}/model.safetensors" for home in homes]
+    out = work / "out"
+    ours = [*ZCKPT, "average", *homes, str(out), "--quiet"]
+    taken = in_turn(
+        {
+            "ours": Job(ours, clears=(out,), cools=dest),
+            "cat": Job(["sh", "-c", f"cat {' '.join(files)} > /dev/null"], cools=dest),
+        },
+        rounds,
+    )
+    rows = [Row("average of 3, from the disk", taken["ours"], "`cat` of all three", taken["cat"], "writes nothing")]
+    jobs = {"ours": Job(ours, clears=(out,)), "cp": copying(out, work / "copy")}
+    rivals = {"torch": "torch, all in memory"}
+    if importlib.util.find_spec("mergekit", [str(MERGEKIT)]) or (MERGEKIT / "mergekit").is_dir():
+        rivals["mergekit"] = "mergekit's linear merge"
+    for rival in rivals:
+        theirs = work / rival
+        command = [*PYTHON, __file__, "--rival", rival, str(dest), str(theirs)]
+        jobs[rival] = Job(command, clears=(theirs,), drops=(theirs,))
+    taken = in_turn(jobs, rounds)
+    rows.append(Row("average of 3", taken["ours"], "`cp` and `sync` of the output", taken["cp"]))
+    rows += [Row("average of 3", taken["ours"], name, taken[rival], "not durable") for rival, name in rivals.items()]
+    taken = in_turn(
+        {"ours": Job([*ours[: -2 - COUNT], *homes[:2], str(out), "--slerp", "0.5", "--quiet"], clears=(out,))}, rounds
+    )
+    rows.append(Row("slerp of 2", taken["ours"]))
+    remove(out)
+    remove(dest)
+    return rows
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("dest", type=Path)
+    parser.add_argument("out", type=Path, nargs="?")
+    parser.add_argument("--layers", type=int, default=48)
+    parser.add_argument("--rival", choices=("torch", "mergekit"))
+    options = parser.parse_args()
+    sys.path.insert(0, str(ROOT / "benchmarks"))
+    if options.rival:
+        {"torch": by_torch, "mergekit": by_mergekit}[options.rival](options.dest, options.out)
+    else:
+        write(options.dest, options.layers)

@@ -1,0 +1,286 @@
+"""One model out of several checkpoints of it: an average, an exponential average, task vectors on a base, a point on an arc.
+
+For `zckpt average` and `zckpt.average`. Every number is computed in fp32 in a fixed order, once, on its way to the output, whose
+bytes depend on no number of threads. All checkpoints are read in one pass (`slerp` reads them twice), in constant memory.
+
+Sources: torch.optim.swa_utils (averages and EMA), Ilharco et al. 2023 (task vectors), Shoemake 1985 and mergekit (slerp).
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from zckpt.base.errors import InconsistentError, UsageError
+from zckpt.base.progress import Progress
+from zckpt.base.words import count, examples
+from zckpt.core.catalog import Catalog, TensorEntry, replace_name
+from zckpt.core.dtypes import CAST_TARGETS, F32, SHORT_NAMES, DType
+from zckpt.core.recipes import Interpolated, Mean, Moved, MovingAverage, Recipe, WeightedSum, derived
+from zckpt.engine import replicas
+from zckpt.engine.scan import scan
+from zckpt.engine.scan_requests import comparisons
+from zckpt.jobs.convert import PlannedConversion, usual_dtype
+from zckpt.jobs.convert import prepare as prepare_conversion
+from zckpt.jobs.open import Opened, open_catalog, strip_wrappers
+from zckpt.jobs.options import AverageOptions, Options, extended, to_dtype
+from zckpt.jobs.planned import Report, carried_out, protected
+from zckpt.layouts.places import series
+from zckpt.output.checks import keep_apart
+from zckpt.storage.location import locate
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedAverage(PlannedConversion):
+    """An average that is planned but not begun; further attributes as in `PlannedConversion`.
+
+    Attributes:
+        sources: the catalogs of the checkpoints, in the order in which they count; a base comes first.
+        weights: what each of them counts, if that was said.
+    """
+
+    sources: tuple[Catalog, ...]
+    weights: tuple[float, ...] | None
+
+    @property
+    def dtype(self) -> str:
+        """The short name of the output's dtype."""
+        return SHORT_NAMES[self.order.dtype or F32]
+
+    def check(self) -> tuple[str, ...]:
+        """As in `Planned`, of every checkpoint."""
+        for catalog in self.sources:
+            replicas.check(catalog)
+        return ()
+
+
+def average(
+    checkpoints: Sequence[str | os.PathLike[str]],
+    out: str | os.PathLike[str],
+    *,
+    weights: Sequence[float] | None = None,
+    ema: float | None = None,
+    last: int | None = None,
+    task_vector: str | os.PathLike[str] | None = None,
+    slerp: float | None = None,
+    dtype: str | DType | None = None,
+    options: Options | None = None,
+    progress: Progress = None,
+) -> Report:
+    """Writes one model out of several checkpoints of the same model, of any layouts.
+
+    With none of the options that say how, all checkpoints count the same. Their mean and `ema` are what torch.optim.swa_utils
+    computes (get_swa_avg_fn, get_ema_avg_fn) on fp32 numbers in the order given.
+
+    Args:
+        checkpoints: each as for `zckpt.convert`; `PATH:TAG` names one save of several.
+        out: a file or a directory, as for `zckpt.convert`. Config and tokenizer come from the last checkpoint.
+        weights: what each checkpoint counts: the sum of weight times checkpoint is written as it is.
+        ema: the checkpoints, oldest first, as an exponential moving average: each time `ema` of the average so far stays.
+        last: take the last so many tags of a single checkpoint directory.
+        task_vector: a base model: base + sum of weight * (checkpoint - base) is written; weights are 1 unless given.
+        slerp: of two checkpoints, the point at this fraction of the way along the arc between each two tensors.
+        dtype: "fp32", "fp16" or "bf16"; None for the one that most of the last checkpoint's elements have.
+        options: everything else, such as `Options(overwrite=True)`; its dtype is overridden by `dtype`.
+        progress: a function that is called with the bytes written so far, and with the total if it takes a second argument; None
+            shows a bar in a terminal or notebook, False shows none.
+
+    Returns:
+        What was written. Its notes say of which tensors that cannot be averaged (integers) the last checkpoint's were taken.
+
+    Raises:
+        UsageError: options contradict each other, or their number is not that of the checkpoints.
+        InconsistentError: the checkpoints are of different models; the first tensor is named.
+        ZckptError: another kind says what is wrong. Whatever is raised, `out` is as it was before.
+
+    Example:
+        zckpt.average(["run:global_step100", "run:global_step200"], "averaged/", weights=[0.4, 0.6])
+    """
+    began = time.perf_counter()
+    options = options or Options()
+    chosen = extended(
+        options, AverageOptions, dtype=None if dtype is None else to_dtype(dtype), ema=ema, last=last, slerp=slerp,
+        weights=None if weights is None else tuple(weights), task_vector=task_vector,
+    )  # fmt: skip
+    return carried_out(prepare(checkpoints, out, chosen), progress, "average", began)
+
+
+def prepare(
+    checkpoints: Sequence[str | os.PathLike[str]], out: str | os.PathLike[str], options: AverageOptions
+) -> PlannedAverage:
+    """Everything but the work; arguments as for `average`. Writes nothing."""
+    named = [_split(os.fspath(path)) for path in checkpoints]
+    if options.last is not None:
+        named = _last_of(named, options.last)
+    base = [] if options.task_vector is None else [_split(os.fspath(options.task_vector))]
+    weights = _weights(len(named), options)
+    opened = [open_catalog(path, replace(options, tag=tag)) for path, tag in (*base, *named)]
+    for (path, _), one in zip((*base, *named), opened, strict=True):
+        keep_apart(locate(out), protected(one, locate(path), beside=options.beside))
+    bare = [strip_wrappers(one.catalog)[0] for one in opened]
+    last = bare[-1]
+    aliases = {name: kept for name, kept in last.aliases.items() if all(_is_tied(name, kept, one) for one in bare)}
+    names = [name for name in (*last.tensors, *last.aliases) if name not in aliases]
+    _check_same(bare, names)
+    tensors: dict[str, TensorEntry] = {}
+    copied: list[tuple[TensorEntry, ...]] = []
+    for name in names:
+        inputs = tuple(one[name] for one in bare)
+        if inputs[-1].dtype.kind == "float":
+            recipe = _recipe(inputs, options, weights)
+            tensors[name] = derived(name, inputs[-1].shape, F32, recipe, inputs[-1].role)
+        else:
+            tensors[name] = replace_name(inputs[-1], name)
+            copied.append(inputs)
+    usual = usual_dtype(last.tensors.values())
+    how = replace(options, dtype=options.dtype or (usual if usual in CAST_TARGETS else F32))
+    computed = Opened(Catalog(tensors, last.source, aliases), opened[-1].place)
+    planned = prepare_conversion(named[-1][0], out, how, computed)
+    facts = {
+        "of": [one.catalog.source.as_json(one.catalog.topology) for one in opened],
+        "task_vector": bool(base), "weights": weights, "ema": options.ema, "slerp": options.slerp,
+    }  # fmt: skip
+    order = replace(planned.order, options={**planned.order.options, "average": facts})
+    notes = (*(note for one in opened[:-1] for note in one.catalog.source.notes), *planned.notes, *_differing(copied))
+    sources = tuple(one.catalog for one in opened)
+    return PlannedAverage(computed, order, tuple(dict.fromkeys(notes)), how, sources, weights)
+
+
+def _is_tied(name: str, kept: str, catalog: Catalog) -> bool:
+    """Whether a tensor is no other than `kept`: it is an alias of it, or there is none of this name."""
+    return name not in catalog.tensors and catalog.aliases.get(name, kept) == kept
+
+
+def _split(path: str) -> tuple[str, str | None]:
+    """`PATH:TAG` as path and tag, unless there is something of the whole name, or it is an address without a tag."""
+    head, colon, tail = path.rpartition(":")
+    whole = locate(path)
+    if not colon or not head or not tail or "/" in tail or whole.is_file() or whole.is_dir():
+        return path, None
+    return head, tail
+
+
+def _last_of(named: Sequence[tuple[str, str | None]], wanted: int) -> list[tuple[str, str | None]]:
+    """The last saves of the only checkpoint directory.
+
+    Raises:
+        UsageError: there are several directories, or fewer saves.
+    """
+    if len(named) != 1 or named[0][1] is not None:
+        raise UsageError(
+            "--last takes the newest saves of one directory", found=count(len(named), "checkpoint"),
+            remedy="Give one directory that holds several saves, or leave out --last.",
+        )  # fmt: skip
+    path = named[0][0]
+    saves = series(locate(path))
+    if wanted < 1 or len(saves) < wanted:
+        raise UsageError(
+            "--last wants another number of saves than there is", file=path,
+            found=f"--last {wanted}, {count(len(saves), 'save')}",
+            expected=f"a number from 1 to {len(saves)}" if saves else "a directory with several saves",
+            remedy="Change --last, or name the saves: CKPT:TAG.",
+        )  # fmt: skip
+    return [(home.path, tag) for home, tag in saves[-wanted:]]
+
+
+def _weights(number: int, options: AverageOptions) -> tuple[float, ...] | None:
+    """What each checkpoint counts; None where that is not said.
+
+    Raises:
+        UsageError: options contradict each other or the number of checkpoints.
+    """
+    given = {
+        "--weights": options.weights is not None, "--ema": options.ema is not None,
+        "--slerp": options.slerp is not None, "--task-vector": options.task_vector is not None,
+    }  # fmt: skip
+    wanted = [name for name, is_given in given.items() if is_given]
+    if len(wanted) > 1 and wanted != ["--weights", "--task-vector"]:
+        raise UsageError(
+            "options for an average contradict each other", found=" and ".join(wanted),
+            expected="one of them, or --weights with --task-vector", remedy="Leave out all but one.",
+        )  # fmt: skip
+    least = 1 if options.task_vector is not None else 2
+    if number < least or (options.slerp is not None and number != 2):
+        raise UsageError(
+            "the number of checkpoints does not fit", found=count(number, "checkpoint"),
+            expected="two, for --slerp" if options.slerp is not None else f"{least} or more",
+            remedy="Name the checkpoints one after another, before OUT.",
+        )  # fmt: skip
+    for name, value in (("--ema", options.ema), ("--slerp", options.slerp)):
+        if value is not None and not 0 <= value <= 1:
+            raise UsageError(
+                f"{name} is impossible", found=str(value), expected="a number from 0 to 1", remedy=f"Change {name}."
+            )
+    weights = options.weights
+    if weights is None:
+        return (1.0,) * number if options.task_vector is not None else None
+    if len(weights) != number or not all(map(math.isfinite, weights)):
+        raise UsageError(
+            "--weights does not fit the checkpoints", found=f"{', '.join(map(str, weights))} for {count(number, 'checkpoint')}",
+            expected="a finite number for each checkpoint", remedy="Change --weights, such as --weights 0.7,0.3.",
+        )  # fmt: skip
+    return tuple(weights)
+
+
+def _recipe(inputs: tuple[TensorEntry, ...], options: AverageOptions, weights: tuple[float, ...] | None) -> Recipe:
+    if options.slerp is not None:
+        return Interpolated((inputs[0], inputs[1]), options.slerp)
+    if options.ema is not None:
+        return MovingAverage(inputs, options.ema)
+    if weights is None:
+        return Mean(inputs)
+    return WeightedSum(inputs, weights) if options.task_vector is None else Moved(inputs, weights)
+
+
+def _check_same(catalogs: Sequence[Catalog], names: Sequence[str]) -> None:
+    """Makes sure that all catalogs hold tensors of these names, and of the same shapes.
+
+    Raises:
+        InconsistentError: one does not.
+    """
+    last = catalogs[-1]
+    for one in catalogs[:-1]:
+        more = [name for name in one.tensors if name not in last]
+        lacking = [name for name in names if name not in one]
+        if more or lacking:
+            held, bare = (one, last) if more else (last, one)
+            name = (more or lacking)[0]
+            raise InconsistentError(
+                f"the checkpoints are of different models: tensor {name!r} is missing", file=bare.source.path,
+                found=f"{len(bare):,} other names such as {examples(bare)}", expected=f"{name!r}, as in {held.source.path!r}",
+                remedy="Average checkpoints of one model.",
+            )  # fmt: skip
+        for name in names:
+            a, b = one[name], last[name]
+            if a.shape != b.shape or (a.dtype.kind == "float") != (b.dtype.kind == "float"):
+                raise InconsistentError(
+                    f"the checkpoints are of different models: tensor {name!r} differs", file=one.source.path,
+                    found=f"{a.dtype} of shape {list(a.shape)}",
+                    expected=f"{b.dtype} of shape {list(b.shape)}, as in {last.source.path!r}",
+                    remedy="Average checkpoints of one model.",
+                )  # fmt: skip
+
+
+def _differing(copied: Sequence[tuple[TensorEntry, ...]]) -> Iterator[str]:
+    """A sentence on tensors that cannot be averaged and are not the same in all checkpoints."""
+    requests = (
+        request
+        for number, inputs in enumerate(copied)
+        for other in inputs[:-1]
+        if other.dtype == inputs[-1].dtype
+        for request in comparisons(other, inputs[-1], number)
+    )
+    report = scan(requests)
+    differ = [
+        inputs[-1].name
+        for number, inputs in enumerate(copied)
+        if report.of(number).differ or any(other.dtype != inputs[-1].dtype for other in inputs)
+    ]
+    if differ:
+        yield (
+            f"{count(len(differ), 'tensor')} of whole numbers cannot be averaged and differ; the last checkpoint's are taken: "
+            f"{examples(differ)}."
+        )
