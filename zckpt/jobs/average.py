@@ -28,7 +28,7 @@ from zckpt.jobs.convert import prepare as prepare_conversion
 from zckpt.jobs.open import Opened, open_catalog, strip_wrappers
 from zckpt.jobs.options import AverageOptions, Options, extended, to_dtype
 from zckpt.jobs.planned import Report, carried_out, protected
-from zckpt.layouts.places import series
+from zckpt.layouts.run_saves import saves_of
 from zckpt.output.checks import keep_apart
 from zckpt.storage.location import locate
 
@@ -175,7 +175,7 @@ def _last_of(named: Sequence[tuple[str, str | None]], wanted: int) -> list[tuple
             remedy="Give one directory that holds several saves, or leave out --last.",
         )  # fmt: skip
     path = named[0][0]
-    saves = series(locate(path))
+    saves, _ = saves_of(locate(path))
     if wanted < 1 or len(saves) < wanted:
         raise UsageError(
             "--last wants another number of saves than there is", file=path,
@@ -183,7 +183,7 @@ def _last_of(named: Sequence[tuple[str, str | None]], wanted: int) -> list[tuple
             expected=f"a number from 1 to {len(saves)}" if saves else "a directory with several saves",
             remedy="Change --last, or name the saves: CKPT:TAG.",
         )  # fmt: skip
-    return [(home.path, tag) for home, tag in saves[-wanted:]]
+    return [(save.path.path, None) for save in saves[-wanted:]]
 
 
 def _weights(number: int, options: AverageOptions) -> tuple[float, ...] | None:

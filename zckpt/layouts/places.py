@@ -122,22 +122,6 @@ def find(path: Location, tag: str | None = None, also: Sequence[Location] = ()) 
     )  # fmt: skip
 
 
-def series(path: Location) -> list[tuple[Location, str | None]]:
-    """The saves of a run, oldest first: each a directory to `find`, and a tag there if there are several.
-
-    They are a trainer's `checkpoint-N` folders, or the tags of the directory that `find` comes to.
-
-    Raises:
-        ZckptError: as `find`, where there are no such folders.
-    """
-    look = _Look(path.refreshed(), None, (), listed(path) if path.is_dir() else ())
-    folders = [look.path / name for name in _directories(look, _TRAINER)]
-    if saves := [folder for folder in folders if has_saves(folder)]:
-        return [(folder, None) for folder in saves]
-    tags = _tags(look.path, look.names, ()) or find(path).tags
-    return [(path, tag) for tag in tags]
-
-
 def has_saves(path: Location) -> bool:
     """Whether there is anything that `find` would look into: false for a directory that a run is yet to fill."""
     if not path.is_dir():

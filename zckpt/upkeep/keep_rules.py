@@ -10,8 +10,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from zckpt.base.errors import IncompleteError, UsageError
+from zckpt.layouts.run_saves import RunSave
 from zckpt.upkeep.metrics import Metric, best_of
-from zckpt.upkeep.run_saves import RunSave
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,8 +17,8 @@ from typing import Any, TypeGuard
 
 from zckpt.base.errors import UsageError
 from zckpt.base.words import examples
+from zckpt.layouts.run_saves import RunSave
 from zckpt.storage.location import Location
-from zckpt.upkeep.run_saves import RunSave
 
 STATE = "trainer_state.json"
 

@@ -18,11 +18,11 @@ from zckpt.checks.soundness import examined
 from zckpt.engine.batches import progress_after
 from zckpt.jobs.options import OpenOptions
 from zckpt.layouts.places import find
+from zckpt.layouts.run_saves import RunSave, named_by_links, named_by_pointers, saves_of
 from zckpt.storage.location import LocalPath, Location, locate
 from zckpt.upkeep.keep_rules import KeepRules, reasons_to_stay
 from zckpt.upkeep.metrics import best_by_trainer, values_of
 from zckpt.upkeep.removal import bytes_below, is_left, left_bytes, remove
-from zckpt.upkeep.run_saves import RunSave, named_by_links, named_by_pointers, saves_of
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,9 +15,9 @@ import stat
 from collections.abc import Callable, Iterable
 
 from zckpt.base.errors import OutputError
+from zckpt.layouts.run_saves import RunSave
 from zckpt.output.durable import sync
 from zckpt.output.work_directory import WorkDirectory
-from zckpt.upkeep.run_saves import RunSave
 
 WORK = ".pruned.0.zckpt"
 """The work directory's name."""

@@ -25,9 +25,9 @@ from zckpt.core.fragments import FileStore, Fragment
 from zckpt.jobs.open import open_catalog
 from zckpt.jobs.options import OpenOptions
 from zckpt.layouts.places import find
+from zckpt.layouts.run_saves import saves_of
 from zckpt.layouts.save.family import Family
 from zckpt.storage.location import Location, locate
-from zckpt.upkeep.run_saves import saves_of
 
 CLASSES = ("weights", "masters", "moments", "other", "waste")
 _FILES = (".pt", ".pth", ".bin", ".ckpt", ".safetensors")
