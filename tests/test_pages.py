@@ -102,6 +102,7 @@ CHECKPOINTS = {
 
 MORE = {
     "docs/averages.md": {f"{run}/checkpoint-500": "transformers/llama_zero3" for run in "ab"},
+    "docs/deltas.md": {"out/checkpoint-600": "transformers/llama_zero2"},
     "docs/dcp.md": {"run/step-1000": "dcp/fsdp2_nested_w2"},
     "docs/megatron-core.md": {"run": "mcore/reshardable_dp2"},
     "docs/nvme-offload.md": {"run": "nvme/bf16_w2"},

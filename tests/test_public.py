@@ -56,6 +56,8 @@ def calls(given: OnlyPathLike, tag: OnlyPathLike, out: OnlyPathLike, where: Path
     fs = {
         "average": lambda: zckpt.average([given, given], out),
         "convert": lambda: zckpt.convert(given, out, also=[more]),
+        "delta": lambda: zckpt.delta(given, given, out),
+        "apply_delta": lambda: (zckpt.delta(given, given, files), zckpt.apply_delta(given, files, out)),
         "diff": lambda: zckpt.diff(given, given),
         "inspect_checkpoint": lambda: zckpt.inspect_checkpoint(given, also=[more]),
         "open_checkpoint": lambda: zckpt.open_checkpoint(given, also=[more]),

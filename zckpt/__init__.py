@@ -36,8 +36,10 @@ if TYPE_CHECKING:
         load_state_dict_from_zero_checkpoint,
     )
     from zckpt.hub import PushReport, push_to_hub
+    from zckpt.jobs.apply_delta import ApplyOptions, apply_delta
     from zckpt.jobs.average import average
     from zckpt.jobs.convert import convert
+    from zckpt.jobs.delta import DeltaOptions, DeltaReport, delta
     from zckpt.jobs.diff import Diff, diff
     from zckpt.jobs.inspection import Inspection, inspect_checkpoint
     from zckpt.jobs.open import Checkpoint, open_checkpoint
@@ -54,9 +56,12 @@ if TYPE_CHECKING:
 __all__ = [
     "AccessError",
     "AdapterReport",
+    "ApplyOptions",
     "CastError",
     "Checkpoint",
     "CorruptError",
+    "DeltaOptions",
+    "DeltaReport",
     "Diff",
     "Form",
     "IncompleteError",
@@ -76,10 +81,12 @@ __all__ = [
     "Verification",
     "ZckptError",
     "__version__",
+    "apply_delta",
     "average",
     "convert",
     "convert_zero_checkpoint_to_fp32_state_dict",
     "convert_zero_checkpoint_to_state_dict",
+    "delta",
     "diff",
     "get_fp32_state_dict_from_zero_checkpoint",
     "inspect_checkpoint",
@@ -96,7 +103,10 @@ __all__ = [
 
 _HOMES = {
     "AdapterReport": "jobs.to_peft",
+    "ApplyOptions": "jobs.apply_delta",
     "Checkpoint": "jobs.open",
+    "DeltaOptions": "jobs.delta",
+    "DeltaReport": "jobs.delta",
     "Diff": "jobs.diff",
     "Form": "naming.transform",
     "Inspection": "jobs.inspection",
@@ -105,10 +115,12 @@ _HOMES = {
     "ReadOptions": "layouts.save.listing",
     "Report": "jobs.planned",
     "Verification": "checks.verdict",
+    "apply_delta": "jobs.apply_delta",
     "average": "jobs.average",
     "convert": "jobs.convert",
     "convert_zero_checkpoint_to_fp32_state_dict": "drop_in",
     "convert_zero_checkpoint_to_state_dict": "drop_in",
+    "delta": "jobs.delta",
     "diff": "jobs.diff",
     "get_fp32_state_dict_from_zero_checkpoint": "drop_in",
     "inspect_checkpoint": "jobs.inspection",

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, TypeVar
 from zckpt.base.errors import OutputError
 from zckpt.base.words import count, size
 from zckpt.cli.options import Shown, Writing
-from zckpt.cli.output import peak_rss_bytes
+from zckpt.cli.output import Console, peak_rss_bytes
 
 if TYPE_CHECKING:
     from zckpt.jobs.planned import Planned, Report
@@ -70,7 +70,18 @@ def finish(
 
     with sink.progress(planned.plan.bytes_written, "write") as progress:
         report = (execute or jobs.execute)(planned, progress, lambda note: sink.notes([note]))
-    seconds = time.perf_counter() - began
+    show(sink, planned.out, words, report, time.perf_counter() - began, more)
+
+
+def show(
+    sink: Console,
+    out: str,
+    words: Words,
+    report: Report,
+    seconds: float,
+    more: Callable[[Report], dict[str, object]] = lambda report: {},
+) -> None:
+    """Says what was written: to `out`, in so many seconds; `more` are facts of the report, for `--json`."""
     sink.notes(report.notes)
     sink.notes(
         f"{name!r} has {count(number, 'element')} too large for the dtype; the largest is {largest:,}"
@@ -78,7 +89,7 @@ def finish(
     )
     sink.result(
         lambda: {
-            "out": planned.out,
+            "out": out,
             **words.facts,
             "files": [{"path": path, "bytes": nbytes} for path, nbytes in report.files],
             "tensors": report.tensors,
@@ -93,7 +104,7 @@ def finish(
             "notes": list(report.notes),
             **more(report),
         },
-        lambda: _lines(planned, words, report, seconds),
+        lambda: _lines(out, words, report, seconds),
     )
 
 
@@ -128,12 +139,12 @@ def _plan_lines(planned: Planned, words: Words) -> Iterator[str]:
     yield f"would read {size(planned.plan.bytes_read)} and write {size(planned.order.bytes_written)}"
 
 
-def _lines(planned: Planned, words: Words, report: Report, seconds: float) -> Iterator[str]:
+def _lines(out: str, words: Words, report: Report, seconds: float) -> Iterator[str]:
     if report.already_done:
-        yield f"{planned.out}: already done; every file matches its checksum, and nothing was written"
+        yield f"{out}: already done; every file matches its checksum, and nothing was written"
     else:
         files = f"{size(report.bytes_written)} in {count(len(report.files), 'file')}"
-        yield f"{planned.out}: {words.what}, {files}, {duration(seconds)}{rate(report.bytes_written, seconds)}"
+        yield f"{out}: {words.what}, {files}, {duration(seconds)}{rate(report.bytes_written, seconds)}"
     yield words.use({path for path, _ in report.files})
 
 

@@ -17,7 +17,7 @@ from zckpt.core.catalog import TensorEntry, TensorPart
 from zckpt.core.dtypes import F32, DType
 from zckpt.core.fragments import DerivedStore, FileStore, Fragment, MemoryStore
 from zckpt.core.plan import Plan
-from zckpt.core.recipes import Kernels, followed
+from zckpt.core.recipes import Kernels, Tools, followed
 from zckpt.engine.batches import Batch, batches
 from zckpt.engine.kernels import kernels_of
 from zckpt.engine.prefetch import Span, moved_near
@@ -66,6 +66,10 @@ class Bringer:
             self._pool.shutdown(cancel_futures=True)
         for worker in self._all:
             worker.files.__exit__()
+
+    def tools(self) -> Tools:
+        """What the thread that calls computes with, beside batches: it reads elements of tensors in order."""
+        return self._worker()
 
     def near(self, batch: Batch) -> Batch:
         """A batch of moves whose sources are at hand."""

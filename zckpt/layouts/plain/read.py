@@ -112,11 +112,19 @@ def _role(ref: TensorRef) -> Role:
 def _shards(listing: Listing, index_name: str) -> list[str]:
     path = listing.files[index_name]
     try:
-        shards = sorted(set(json.loads(path.read())["weight_map"].values()))
+        index = json.loads(path.read())
+        shards = sorted(set(index["weight_map"].values()))
+        said = index.get("metadata")
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CorruptError(
             "the index cannot be read", file=path, found=f"{type(error).__name__}: {error}", remedy=COPY_AGAIN
         ) from error
+    if isinstance(said, Mapping) and "delta_encoding" in said:
+        raise UnsupportedError(
+            "is a delta: what changed in weights that are elsewhere", file=listing.directory,
+            found=f"differences from version {said.get('base_version')!r:.20}", expected="whole weights",
+            remedy="Run zckpt apply OLD DELTA OUT, where OLD is that version of the weights.",
+        )  # fmt: skip
     for shard in shards:
         if not isinstance(shard, str) or os.path.basename(shard) != shard or shard in ("", ".", ".."):
             raise UnsafeError(

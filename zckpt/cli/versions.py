@@ -1,0 +1,206 @@
+"""`zckpt delta` and `zckpt apply`: what changed between two versions of weights, and the new version out of the old one."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from enum import Enum
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from zckpt.base.errors import UsageError
+from zckpt.base.words import count, size
+from zckpt.cli import options as o
+from zckpt.cli.declared import command
+from zckpt.cli.output import peak_rss_bytes
+from zckpt.cli.written import Words, duration, show
+
+if TYPE_CHECKING:
+    from zckpt.jobs.delta import DeltaReport
+
+
+class EncodingChoice(str, Enum):
+    """How a difference is written."""
+
+    xor = "xor"
+    overwrite = "overwrite"
+
+
+class ChecksumChoice(str, Enum):
+    """What proves a tensor's new bytes."""
+
+    xxh3 = "xxh3-128"
+    blake3 = "blake3"
+    adler32 = "adler32"
+
+
+OldVersion = Annotated[
+    str,
+    typer.Argument(metavar="OLD", help="The version that is there: weights, or a checkpoint.", show_default=False),
+]
+NewVersion = Annotated[
+    str, typer.Argument(metavar="NEW", help="The version to get: a checkpoint, or weights.", show_default=False)
+]
+DeltaOut = Annotated[
+    str, typer.Argument(metavar="OUT", help="Directory for the delta, such as weight_v000001.", show_default=False)
+]
+Chain = Annotated[
+    list[str],
+    typer.Argument(
+        metavar="OLD DELTA... OUT",
+        help="The older weights, deltas in order, and the directory to write.",
+        show_default=False,
+    ),
+]
+
+
+@dataclass(frozen=True, repr=False, eq=False)
+class DeltaKind(o.Group):
+    """What kind of delta is written."""
+
+    version: Annotated[
+        int | None,
+        o.what("--version", metavar="N", callback=o.positive, help="Of NEW; by default the one in OUT's name, or 1."),
+    ] = None
+    encoding: Annotated[
+        EncodingChoice, o.what("--encoding", help="xor is smaller; overwrite may be applied more than once.")
+    ] = EncodingChoice.xor
+    checksum: Annotated[ChecksumChoice, o.what("--checksum", help="Of each tensor's new bytes.")] = ChecksumChoice.xxh3
+    dtype: Annotated[
+        o.Dtype | None, o.what("--dtype", help="Of the weights; by default as in OLD, or bf16 if OLD is a checkpoint.")
+    ] = None
+    max_shard_size: Annotated[
+        int,
+        o.what(
+            "--max-shard-size", metavar="SIZE", parser=o.size_in_bytes, show_default=False,
+            help="Most bytes of weights whose differences one file holds; by default 5GB.",
+        ),
+    ] = o.SHARD_BYTES  # fmt: skip
+    old_tag: Annotated[
+        str | None, o.which("--old-tag", metavar="TAG", help="Which save of OLD, if there are several.")
+    ] = None
+
+
+@dataclass(frozen=True, repr=False, eq=False)
+class NewWeights(o.Group):
+    """How the new weights are written."""
+
+    dtype: Annotated[
+        o.Dtype | None, o.what("--dtype", help="Of the weights; by default what the deltas were made for.")
+    ] = None
+    max_shard_size: o.MaxShardSize = o.SHARD_BYTES
+
+
+@dataclass(frozen=True, repr=False, eq=False)
+class Replacing(o.Group):
+    """Whether an output is replaced."""
+
+    overwrite: Annotated[
+        bool, o.output("--overwrite", help="Replace what zckpt wrote to OUT, when the new files are complete.")
+    ] = False
+    allow_unknown_layout: Annotated[
+        bool, o.output("--allow-unknown-layout", help="Go on if zckpt cannot prove that it reads the layout correctly.")
+    ] = False
+
+
+def register(app: typer.Typer) -> None:
+    """Adds the commands."""
+    command(
+        app,
+        "delta",
+        summary="Write what changed in weights since an older version.",
+        about="Write what changed in weights since an older version, as SGLang's weight pull reads it. OLD and NEW may have "
+        "any layouts; options for reading and names are for checkpoints, and plain weights keep their names.",
+        example="zckpt delta weights/ out/checkpoint-500 updates/weight_v000001",
+    )(delta)
+    command(
+        app,
+        "apply",
+        summary="Write the weights that deltas make of an older version.",
+        about="Write the weights that deltas, in order, make of an older version. Every tensor is proved by its checksum.",
+        example="zckpt apply weights/ updates/weight_v000001 weights-1/",
+    )(apply)
+
+
+def delta(
+    old: OldVersion,
+    new: NewVersion,
+    out: DeltaOut,
+    kind: DeltaKind,
+    names: o.HubNames,
+    source: o.SourceOptions,
+    speed: o.Speed,
+    writing: Replacing,
+    shown: o.Shown,
+) -> None:
+    """Writes a delta."""
+    from zckpt.jobs.delta import DeltaOptions, execute, prepare
+
+    began, sink = time.perf_counter(), shown.console
+    job = prepare(old, new, out, o.chosen(DeltaOptions, kind, names, source, speed, writing))
+    with sink.progress(job.nbytes, "compare") as progress:
+        report = execute(job, progress, lambda note: sink.notes([note]))
+    sink.notes(report.notes)
+    seconds = time.perf_counter() - began
+    sink.result(
+        lambda: {
+            "out": job.out.path,
+            **report.form.metadata,
+            **asdict(report.counts),
+            "ratio": report.ratio,
+            "files": [{"path": path, "bytes": nbytes} for path, nbytes in report.files],
+            "bytes_written": 0 if report.already_done else report.nbytes,
+            "seconds": seconds,
+            "peak_rss_bytes": peak_rss_bytes(),
+            "engine": report.engine,
+            "kept": report.kept,
+            "already_done": report.already_done,
+            "notes": list(report.notes),
+        },
+        lambda: _lines(job.out.path, report, seconds),
+    )
+
+
+def _lines(out: str, report: DeltaReport, seconds: float) -> Iterator[str]:
+    counts = report.counts
+    if report.already_done:
+        yield f"{out}: already done; every file matches its checksum, and nothing was written"
+    yield (
+        f"{out}: version {report.form.version} from {report.form.base_version}, {size(report.nbytes)}, "
+        f"{report.ratio:.2%} of {size(counts.nbytes)}, {duration(seconds)}"
+    )
+    yield (
+        f"changed: {counts.changed:,} of {count(counts.numel, 'element')} ({report.density:.2%}), in "
+        f"{counts.changed_tensors:,} of {count(counts.tensors, 'tensor')}"
+    )
+    yield f"apply it with zckpt apply OLD {out} NEW, or let SGLang pull it"
+
+
+def apply(
+    paths: Chain,
+    weights: NewWeights,
+    names: o.HubNames,
+    source: o.SourceOptions,
+    speed: o.Speed,
+    writing: Replacing,
+    shown: o.Shown,
+) -> None:
+    """Writes the weights that deltas make of an older version."""
+    from zckpt.jobs.apply_delta import ApplyOptions, execute, prepare
+
+    if len(paths) < 3:
+        raise UsageError(
+            "an argument is missing", found=count(len(paths), "path"), expected="OLD, at least one DELTA, and OUT",
+            remedy="Run zckpt apply OLD DELTA OUT.",
+        )  # fmt: skip
+    began, sink = time.perf_counter(), shown.console
+    old, *deltas, out = paths
+    job = prepare(old, deltas, out, o.chosen(ApplyOptions, weights, names, source, speed, writing))
+    with sink.progress(job.nbytes, "write") as progress:
+        report = execute(job, progress, lambda note: sink.notes([note]))
+    what = f"version {job.version}, {count(report.tensors, 'tensor')}, each with its checksum"
+    loader = f"load it with transformers.AutoModelForCausalLM.from_pretrained({job.out.path!r})"
+    words = Words(what, lambda files: loader, {"version": job.version})
+    show(sink, job.out.path, words, report, time.perf_counter() - began)

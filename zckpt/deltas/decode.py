@@ -1,0 +1,127 @@
+"""A tensor's new bytes out of its old ones and its difference, piece by piece.
+
+For `jobs.apply_delta`. Nothing is held but a piece, whatever the tensor's size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from zckpt.base.errors import CorruptError
+from zckpt.deltas.form import Encoding
+from zckpt.deltas.zstd import Decompressor
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+    Bytes = NDArray[np.uint8]
+
+_POSITIONS = 1 << 16
+"""Positions that are read at once."""
+
+
+class Decoder:
+    """Turns old bytes into new ones, in order.
+
+    Args:
+        encoding: of the difference.
+        nbytes: of the tensor.
+        read: gives bytes of the compressed difference, given how many at most and the offset in it.
+        file: that it is in, for errors.
+        name: of the tensor.
+
+    Raises:
+        UnsupportedError: a package is not installed.
+        CorruptError: the difference is damaged.
+    """
+
+    def __init__(
+        self, encoding: Encoding, nbytes: int, read: Callable[[int, int], bytes], file: str, name: str
+    ) -> None:
+        self._stream: _Xor | _Overwrite
+        if encoding == "xor":
+            self._stream = _Xor(Decompressor(read, file, name))
+        else:
+            frames = (Decompressor(read, file, name), Decompressor(read, file, name))
+            self._stream = _Overwrite(*frames, nbytes, file, name)
+
+    def renew(self, data: Bytes) -> None:
+        """Makes the tensor's next bytes new, in place.
+
+        Raises:
+            CorruptError: the difference is damaged.
+        """
+        self._stream.renew(data)
+
+    def end(self) -> None:
+        """Raises CorruptError if the difference says more than the tensor has."""
+        self._stream.end()
+
+
+class _Xor:
+    def __init__(self, frame: Decompressor) -> None:
+        self._frame = frame
+
+    def renew(self, data: Bytes) -> None:
+        import numpy as np
+
+        data ^= np.frombuffer(self._frame.take(len(data)), np.uint8)
+
+    def end(self) -> None:
+        self._frame.end()
+
+
+class _Overwrite:
+    """Two readers of one frame: of the positions, and of the values behind them."""
+
+    def __init__(self, positions: Decompressor, values: Decompressor, nbytes: int, file: str, name: str) -> None:
+        self._positions, self._values = positions, values
+        self._nbytes, self._file, self._name = nbytes, file, name
+        self._left = int.from_bytes(positions.take(4), "little")
+        if self._left > nbytes:
+            raise self._damaged(f"{self._left:,} changed bytes", f"at most {nbytes:,}")
+        values.skip(4 + 4 * self._left)
+        self._at = 0
+        self._last = -1
+        self._ready: NDArray[np.int64] = self._next()
+
+    def renew(self, data: Bytes) -> None:
+        import numpy as np
+
+        stop = self._at + len(data)
+        while len(self._ready):
+            here = int(np.searchsorted(self._ready, stop))
+            if here:
+                values = np.frombuffer(self._values.take(here), np.uint8)
+                data[self._ready[:here] - self._at] = values
+            self._ready = self._ready[here:]
+            if len(self._ready):
+                break
+            self._ready = self._next()
+        self._at = stop
+
+    def _next(self) -> NDArray[np.int64]:
+        """The next positions, which rise; none at the end."""
+        import numpy as np
+
+        some = min(self._left, _POSITIONS)
+        found = np.frombuffer(self._positions.take(4 * some), "<u4").astype(np.int64)
+        if some:
+            if found[0] <= self._last or not bool(np.all(found[1:] > found[:-1])) or found[-1] >= self._nbytes:
+                raise self._damaged(
+                    "positions that do not rise, or are beyond its end", "each changed byte once, in order"
+                )
+            self._last = int(found[-1])
+            self._left -= some
+        return found
+
+    def end(self) -> None:
+        self._values.end()
+
+    def _damaged(self, found: str, expected: str) -> CorruptError:
+        return CorruptError(
+            f"the difference of tensor {self._name!r} cannot be read", file=self._file, found=found, expected=expected,
+            remedy="Copy the delta's directory again.",
+        )  # fmt: skip

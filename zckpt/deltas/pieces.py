@@ -1,0 +1,103 @@
+"""Tensors in pieces, several tensors at once: how both versions of weights are read.
+
+For `jobs.delta` and `jobs.apply_delta`. Memory is threads x pieces, whatever the tensors' sizes.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from types import TracebackType
+from typing import TYPE_CHECKING, TypeVar
+
+from zckpt.base.pace import Pace, gives_back, pace, thread_count
+from zckpt.core.catalog import TensorEntry
+from zckpt.core.dtypes import DType
+from zckpt.engine.bringing import Bringer
+from zckpt.engine.choice import choose
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+    Bytes = NDArray[np.uint8]
+
+try:
+    from zckpt import _core
+except ImportError:  # pragma: no cover - depends on the build
+    _core = None  # type: ignore[assignment]
+
+PIECE_BYTES = 4 << 20
+
+T = TypeVar("T")
+R = TypeVar("R")
+
+
+class PieceReader:
+    """Reads tensors piece by piece, on any number of threads; use as a context manager.
+
+    Args:
+        how: threads and I/O settings.
+        nbytes: that will be read and written in all.
+
+    Attributes:
+        engine: "native" or "reference".
+    """
+
+    def __init__(self, how: Pace, nbytes: int) -> None:
+        self.engine = choose("auto", built=_core is not None)
+        self._threads = thread_count(how["threads"])
+        give_back = gives_back(how["keep_cache"], nbytes)
+        self.spend = pace(how["bytes_per_s"])
+        self._bringer = Bringer(self.engine, 1, give_back=give_back, spend=self.spend)
+        self._pool = ThreadPoolExecutor(self._threads)
+
+    def __enter__(self) -> PieceReader:
+        self._bringer.__enter__()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._pool.shutdown(cancel_futures=True)
+        self._bringer.__exit__(kind, error, trace)
+
+    def read(self, entry: TensorEntry, start: int, stop: int, dtype: DType) -> Bytes:
+        """The bytes of elements [start, stop), cast to `dtype`, in an array that the caller may change.
+
+        Raises:
+            CastError: a number is too large for `dtype`.
+            ZckptError: a file cannot be read.
+        """
+        import numpy as np
+
+        return self._bringer.tools().read(entry, start, stop, dtype).view(np.uint8)
+
+    def check_sources(self) -> None:
+        """Makes sure that no file changed while it was read; raises CorruptError or InconsistentError."""
+        self._bringer.check_sources()
+
+    def in_order(
+        self, do: Callable[[T], R], items: Iterable[T], drop: Callable[[R], object] = lambda result: None
+    ) -> Iterator[R]:
+        """What `do` gives for each item, in their order; several are done at once. `drop` is given what nobody takes."""
+        waiting: deque[Future[R]] = deque()
+        try:
+            for item in items:
+                waiting.append(self._pool.submit(do, item))
+                if len(waiting) > 2 * self._threads:
+                    yield waiting.popleft().result()
+            while waiting:
+                yield waiting.popleft().result()
+        finally:
+            for future in waiting:
+                if not future.cancel():
+                    future.add_done_callback(lambda ended: None if ended.exception() else drop(ended.result()))
+
+
+def pieces(numel: int, dtype: DType) -> Iterator[tuple[int, int]]:
+    """Elements [start, stop) of each piece of a tensor."""
+    step = max(1, PIECE_BYTES // dtype.itemsize)
+    for start in range(0, numel, step):
+        yield start, min(numel, start + step)

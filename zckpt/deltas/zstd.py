@@ -1,0 +1,163 @@
+"""zstd streams: frames of level 1 whose size is known before, written and read in pieces.
+
+For `encode` and `decode`. By the package `zstandard`, or by Python's own `compression.zstd` (3.14), whichever is there.
+
+[Note: one frame] SGLang reads one frame, and has to know its size before: it cannot decompress one that does not say it.
+Source: python-zstandard 0.25 (`compressobj(size)`), Python 3.14 (`compression.zstd`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, cast
+
+from zckpt.base.errors import CorruptError
+from zckpt.deltas.form import LEVEL, missing
+
+_READ_BYTES = 1 << 18
+
+
+class Compressor:
+    """Makes one frame of `nbytes` bytes.
+
+    Args:
+        nbytes: of what is compressed, in all.
+        write: takes the frame's next bytes.
+
+    Raises:
+        UnsupportedError: no package is there.
+    """
+
+    def __init__(self, nbytes: int, write: Callable[[bytes], object]) -> None:
+        self._write = write
+        self._stream: Any = _native_compressor(nbytes) or _packaged_compressor(nbytes)
+
+    def feed(self, data: memoryview) -> None:
+        """Compresses the next bytes."""
+        if made := self._stream.compress(data):
+            self._write(made)
+
+    def finish(self) -> None:
+        """Ends the frame, which has `nbytes` bytes now."""
+        self._write(self._stream.flush())
+
+
+class Decompressor:
+    """Reads one frame in pieces of any size, and holds no more of it than is asked for.
+
+    Args:
+        read: gives bytes of the frame, given how many at most and the offset in it; none at its end.
+        file: that it is in, for errors.
+        name: of the tensor that it is of.
+
+    Raises:
+        UnsupportedError: no package is there.
+    """
+
+    def __init__(self, read: Callable[[int, int], bytes], file: str, name: str) -> None:
+        self._file, self._name = file, name
+        source = _Source(read)
+        self._stream: Any = _native_reader(source) or _packaged_reader(source)
+
+    def take(self, nbytes: int) -> bytes:
+        """Exactly the next `nbytes` bytes.
+
+        Raises:
+            CorruptError: the frame is damaged or ends before.
+        """
+        parts: list[bytes] = []
+        while nbytes:
+            part = self._some(nbytes)
+            if not part:
+                raise self._damaged("a frame that ends before its tensor does")
+            parts.append(part)
+            nbytes -= len(part)
+        return parts[0] if len(parts) == 1 else b"".join(parts)
+
+    def skip(self, nbytes: int) -> None:
+        """Leaves out the next bytes; errors as in `take`."""
+        while nbytes:
+            nbytes -= len(self.take(min(nbytes, 1 << 20)))
+
+    def end(self) -> None:
+        """Raises CorruptError if anything follows what was taken."""
+        if self._some(1):
+            raise self._damaged("a frame that is longer than its tensor")
+
+    def _some(self, nbytes: int) -> bytes:
+        try:
+            data: bytes = self._stream.read(nbytes)
+        except (OSError, CorruptError):
+            raise
+        except Exception as error:  # each package has an error of its own
+            raise self._damaged(f"no zstd frame: {error}") from error
+        return data
+
+    def _damaged(self, found: str) -> CorruptError:
+        return CorruptError(
+            f"the difference of tensor {self._name!r} cannot be read", file=self._file, found=found,
+            remedy="Copy the delta's directory again.",
+        )  # fmt: skip
+
+
+class _Source:
+    """The bytes of a frame as a file."""
+
+    def __init__(self, read: Callable[[int, int], bytes]) -> None:
+        self._read, self._at = read, 0
+
+    def read(self, nbytes: int) -> bytes:
+        data = self._read(nbytes, self._at)
+        self._at += len(data)
+        return data
+
+
+class _NativeReader:
+    """A frame read by Python's own package."""
+
+    def __init__(self, stream: Any, source: _Source) -> None:
+        self._stream, self._source = stream, source
+
+    def read(self, nbytes: int) -> bytes:
+        while not self._stream.eof:
+            data = self._source.read(_READ_BYTES) if self._stream.needs_input else b""
+            if self._stream.needs_input and not data:
+                break
+            made: bytes = self._stream.decompress(data, nbytes)
+            if made:
+                return made
+        return b""
+
+
+def _native_compressor(nbytes: int) -> Any:
+    try:
+        from compression import zstd
+    except ImportError:
+        return None
+    stream = zstd.ZstdCompressor(level=LEVEL)
+    stream.set_pledged_input_size(nbytes)
+    return stream
+
+
+def _packaged_compressor(nbytes: int) -> Any:
+    try:
+        import zstandard
+    except ImportError as error:
+        raise missing("zstandard") from error
+    return zstandard.ZstdCompressor(level=LEVEL).compressobj(size=nbytes)
+
+
+def _native_reader(source: _Source) -> Any:
+    try:
+        from compression import zstd
+    except ImportError:
+        return None
+    return _NativeReader(zstd.ZstdDecompressor(), source)
+
+
+def _packaged_reader(source: _Source) -> Any:
+    try:
+        import zstandard
+    except ImportError as error:
+        raise missing("zstandard") from error
+    return zstandard.ZstdDecompressor().stream_reader(cast(Any, source), read_size=_READ_BYTES)

@@ -1,0 +1,371 @@
+"""`zckpt apply`: a new version of weights out of an older one and the deltas between them, every tensor proved by its checksum.
+
+What is written is what `to-bf16` writes of the new version: shards, index, config and tokenizer, as `from_pretrained` loads them.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
+
+from zckpt.base.errors import InconsistentError, UsageError
+from zckpt.base.progress import Progress, reported
+from zckpt.base.version import __version__
+from zckpt.base.words import count, examples
+from zckpt.core.catalog import TensorEntry
+from zckpt.core.dtypes import SHORT_NAMES, DType
+from zckpt.core.plan import Plan
+from zckpt.deltas.form import Hasher, hasher_of
+from zckpt.deltas.pieces import PieceReader, pieces
+from zckpt.deltas.read import DeltaDirectory, read_delta
+from zckpt.deltas.zstd import Decompressor
+from zckpt.engine.checksums import Partial, crc32, seal
+from zckpt.engine.output_files import create
+from zckpt.jobs.convert import usual_dtype
+from zckpt.jobs.options import Options, to_dtype
+from zckpt.jobs.planned import Report, protected
+from zckpt.jobs.versions import WeightsVersion, dtype_in, opened_version
+from zckpt.layouts.plain.read import WeightsTarget, lay_out
+from zckpt.layouts.save.companions import companions, config_file
+from zckpt.output import manifest as manifests
+from zckpt.output.checks import check_path, check_space
+from zckpt.output.journal import Finished
+from zckpt.output.made import Making, finished
+from zckpt.output.manifest import Manifest
+from zckpt.output.order import fingerprint
+from zckpt.storage.descriptors import write_all
+from zckpt.storage.fsync_queue import make_durable
+from zckpt.storage.location import Location, locate
+
+if TYPE_CHECKING:
+    from zckpt.deltas.pieces import Bytes
+
+Pair = tuple[TensorEntry, TensorEntry]
+"""A tensor of the old version, and its place in the output."""
+
+_RECORDED = "version"
+"""Under `options` of the manifest: the version of the weights."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ApplyOptions(Options):
+    """What `apply_delta` is to do; of what `Options` has, what concerns reading, names and the output counts.
+
+    Attributes:
+        dtype: of floating parameters; None for what the delta says, or else as in `DeltaOptions`.
+    """
+
+    dtype: DType | None = None
+
+
+def apply_delta(
+    old: str | os.PathLike[str],
+    deltas: str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
+    out: str | os.PathLike[str],
+    *,
+    dtype: str | DType | None = None,
+    options: ApplyOptions | None = None,
+    progress: Progress = None,
+) -> Report:
+    """Writes the weights that a delta, or several in order, makes of an older version.
+
+    Args:
+        old: the version that the first delta was made from: plain weights, or a checkpoint of any layout.
+        deltas: directories of `zckpt.delta`, or of a trainer that writes for SGLang.
+        out: a directory of shards that `transformers` loads.
+        dtype: as in `zckpt.delta`.
+        options: everything else, such as `ApplyOptions(overwrite=True)`.
+        progress: as in `convert`.
+
+    Returns:
+        What was written.
+
+    Raises:
+        InconsistentError: `old` is not the version that the delta was made from, or a tensor has another checksum than the
+            delta says; it names the first such tensor.
+        ZckptError: another kind says what is wrong. Whatever is raised, `out` is as it was before.
+
+    Example:
+        zckpt.apply_delta("weights/", "updates/weight_v000001", "weights-1/")
+    """
+    began = time.perf_counter()
+    several = [deltas] if isinstance(deltas, str | os.PathLike) else list(deltas)
+    options = options or ApplyOptions()
+    if dtype is not None:
+        options = replace(options, dtype=to_dtype(dtype))
+    job = prepare(old, several, out, options)
+    with reported(progress, job.nbytes, "apply") as watch:
+        return replace(execute(job, watch), seconds=time.perf_counter() - began)
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedApply:
+    """Deltas that are to be applied.
+
+    Attributes:
+        out: where the new weights go.
+        old: the older version.
+        deltas: in order.
+        plan: of the output.
+        pairs: the tensors of the plan.
+        copies: small files that are copied: (where, name).
+        names: for each delta, name in the old version -> name in the delta.
+        options: what was asked for.
+        job: fingerprint of all that the output's bytes depend on.
+    """
+
+    out: Location
+    old: WeightsVersion
+    deltas: tuple[DeltaDirectory, ...]
+    plan: Plan
+    pairs: tuple[Pair, ...]
+    copies: tuple[tuple[Location, str], ...]
+    names: tuple[Mapping[str, str], ...]
+    options: ApplyOptions
+    job: str = field(repr=False)
+
+    @property
+    def nbytes(self) -> int:
+        """Of the output."""
+        return self.plan.bytes_written
+
+    @property
+    def version(self) -> int:
+        """Of the new weights."""
+        return self.deltas[-1].form.version
+
+
+def prepare(
+    old: str | os.PathLike[str],
+    deltas: Sequence[str | os.PathLike[str]],
+    out: str | os.PathLike[str],
+    options: ApplyOptions,
+) -> PlannedApply:
+    """Everything but the work: opens all, lays the output out, and refuses what cannot succeed. Writes nothing."""
+    if not deltas:
+        raise UsageError("there is no delta to apply", remedy="Give at least one, between OLD and OUT.")
+    place, places = locate(out), [locate(path) for path in deltas]
+    found = tuple(read_delta(one) for one in places)
+    version = opened_version(os.fspath(old), options)
+    _check_chain(version, found)
+    check_path(
+        place, single=False, overwrite=options.overwrite, protected={*protected(version.opened, locate(old)), *places}
+    )
+    names = tuple(_names(version, one) for one in found)
+    for one in found:
+        hasher_of(one.form.checksum)
+    Decompressor(lambda nbytes, at: b"", place.path, "")
+    wanted = options.dtype or _recorded_dtype(places[0])
+    entries = [(entry, dtype_in(version, entry, wanted)) for entry in version.catalog.tensors.values()]
+    target = WeightsTarget("safetensors", max_shard_size=options.max_shard_size)
+    destination = lay_out(entries, version.catalog.aliases, target)
+    home = version.opened.place.home
+    config = config_file(home, wanted or usual_dtype(destination.entries.values()))
+    files = (*destination.files, *([config] if config else []))
+    pairs = tuple((version.catalog.tensors[name], entry) for name, entry in destination.entries.items())
+    plan = Plan(files, pairs)
+    copies = tuple(companions(home))
+    check_space(place, plan.bytes_written)
+    states = [(name, *(one.place / name).state()) for one in found for name in one.names]
+    job = fingerprint(plan, copies, "apply", [one.form.metadata for one in found], states)
+    return PlannedApply(place, version, found, plan, pairs, copies, names, options, job)
+
+
+def _check_chain(old: WeightsVersion, deltas: Sequence[DeltaDirectory]) -> None:
+    """Refuses deltas that do not follow each other, and a first one that is not for this version, where that is known."""
+    at, where = _version_of(old), old.catalog.source.path
+    for delta in deltas:
+        if at is not None and delta.form.base_version != at:
+            raise InconsistentError(
+                "the delta is for another version", file=delta.place, found=f"a delta for version {delta.form.base_version}",
+                expected=f"one for version {at}, which {where} is",
+                remedy="Apply the deltas of all versions between them, in order.",
+            )  # fmt: skip
+        at, where = delta.form.version, delta.place.path
+
+
+def _version_of(old: WeightsVersion) -> int | None:
+    """The version of weights that `apply_delta` wrote; None for others."""
+    place = manifests.find(old.opened.place.home)
+    said = manifests.read(place).options.get(_RECORDED) if place is not None else None
+    return said if isinstance(said, int) else None
+
+
+def _recorded_dtype(place: Location) -> DType | None:
+    """The dtype that was asked for when a delta was made."""
+    found = manifests.find(place)
+    said = manifests.read(found).dtype if found is not None else ""
+    return to_dtype(said) if said in SHORT_NAMES.values() else None
+
+
+def _names(old: WeightsVersion, delta: DeltaDirectory) -> dict[str, str]:
+    """Name in the old version -> name in the delta, of all tensors that the delta knows.
+
+    Raises:
+        InconsistentError: the old version lacks some, or has others.
+    """
+    known = {**delta.unchanged, **delta.changed}
+    lacking = [name for name in known if name not in old.catalog.tensors and name not in old.catalog.aliases]
+    names = {old.catalog.aliases.get(name, name): name for name in known if name not in lacking}
+    others = [name for name in old.catalog if name not in names] if delta.unchanged else []
+    if lacking or others:
+        who, some = ("lacks", lacking) if lacking else ("has", others)
+        raise InconsistentError(
+            f"the delta is for another model: OLD {who} {count(len(some), 'tensor')}", file=delta.place, found=examples(some),
+            expected=f"the tensors of {old.catalog.source.path}",
+            remedy="Apply it to the weights that it was made from. Nothing was written.",
+        )  # fmt: skip
+    return names
+
+
+def execute(
+    job: PlannedApply, progress: Callable[[int], None] | None = None, on_note: Callable[[str], None] = lambda note: None
+) -> Report:
+    """Applies, proves, writes and publishes; resumes an interrupted run of the same job."""
+    began = time.perf_counter()
+    files = {output.path: (output, store) for output, store in job.plan.files}
+    inside: dict[int, list[Pair]] = {}
+    for old, new in job.pairs:
+        for fragment in new.fragments:
+            inside.setdefault(id(fragment.store), []).append((old, new))
+    made: dict[str, Finished] = {}
+    written = 0
+
+    def make(directory: str, name: str) -> list[Finished]:
+        nonlocal written
+        if name not in files:
+            made[name] = _copied(next(file for file, copy in job.copies if copy == name), directory, name)
+            return [made[name]]
+        output, store = files[name]
+        path = os.path.join(directory, name)
+        create(path, output.size)
+        with open(path, "r+b") as file:
+            for offset, data in output.literals:
+                write_all(file.fileno(), data, offset)
+            parts: list[Partial] = []
+            renew = Renewal(job, reader, file.fileno())
+            for some in reader.in_order(renew.write, inside.get(id(store), ())):
+                parts += some
+                written += sum(nbytes for _, nbytes, _ in some)
+                if progress is not None:
+                    progress(written)
+            reader.check_sources()
+            crc, _ = seal(file.fileno(), output, parts)
+            make_durable(file.fileno())
+        made[name] = Finished(name, output.size, crc)
+        return [made[name]]
+
+    def end(directory: str) -> Manifest:
+        made.update({name: finished(directory, name) for name in names if name not in made})
+        catalog = job.old.opened.catalog
+        chain = [one.form.metadata for one in job.deltas]
+        return Manifest(
+            version=__version__, source={**catalog.source.as_json(catalog.topology), "deltas": chain},
+            dtype=SHORT_NAMES[job.options.dtype] if job.options.dtype else "", options={_RECORDED: job.version},
+            tensors=len(job.old.catalog), numel=job.old.catalog.numel, files=tuple(made[name] for name in names),
+        )  # fmt: skip
+
+    names = (*files, *(name for _, name in job.copies))
+    with PieceReader(job.options.pace, job.plan.bytes_read + job.plan.bytes_written) as reader:
+        making = Making(job.out.path, job.job, names, make, end, job.options.overwrite, job.options.pace)
+        done = making.carry_out(on_note)
+    return Report(
+        files=done.files, engine=reader.engine, kept=done.kept, overflows={}, notes=(*job.old.notes, *_proof(job), *done.notes),
+        already_done=done.already_done, tensors=len(job.old.catalog), numel=job.old.catalog.numel,
+        seconds=time.perf_counter() - began,
+    )  # fmt: skip
+
+
+def _proof(job: PlannedApply) -> list[str]:
+    """A note for deltas that do not say the checksums of tensors that did not change."""
+    silent = [one.place.path for one in job.deltas if not one.unchanged and len(one.changed) < len(job.old.catalog)]
+    return [f"{path} has no checksums of unchanged tensors, so only the changed ones were proved." for path in silent]
+
+
+def _copied(file: Location, directory: str, name: str) -> Finished:
+    with open(os.path.join(directory, name), "wb") as copy:
+        for block in file.blocks():
+            copy.write(block)
+    return finished(directory, name)
+
+
+class Renewal:
+    """Writes tensors of the new version to a file, each proved.
+
+    Args:
+        job: what is applied.
+        reader: of the old version.
+        fd: of the file.
+    """
+
+    def __init__(self, job: PlannedApply, reader: PieceReader, fd: int) -> None:
+        self._job, self._reader, self._fd = job, reader, fd
+
+    def write(self, pair: Pair) -> list[Partial]:
+        """Writes one tensor; returns the CRCs of its parts.
+
+        Raises:
+            InconsistentError: a checksum is another one.
+            CorruptError: a difference is damaged.
+        """
+        old, new = pair
+        [fragment] = new.fragments
+        parts: list[Partial] = []
+        with ExitStack() as stack:
+            steps = [
+                _Step(one, names.get(old.name), stack, old, new.dtype)
+                for one, names in zip(self._job.deltas, self._job.names, strict=True)
+            ]
+            for start, stop in pieces(old.numel, new.dtype):
+                data = self._reader.read(old, start, stop, new.dtype)
+                for step in steps:
+                    step.take(data)
+                view, at = data.data, fragment.byte_offset + start * new.dtype.itemsize
+                write_all(self._fd, view, at)
+                parts.append((at, len(view), crc32(view)))
+            for step in steps:
+                step.prove()
+        return parts
+
+
+class _Step:
+    """One delta's work on one tensor."""
+
+    def __init__(
+        self, delta: DeltaDirectory, name: str | None, stack: ExitStack, entry: TensorEntry, dtype: DType
+    ) -> None:
+        self._delta, self._entry, self._name = delta, entry, name
+        self._digest = delta.digest_of(name) if name is not None else None
+        self._hash: Hasher | None = hasher_of(delta.form.checksum)() if self._digest is not None else None
+        self._decoder = None
+        if name is not None and name in delta.changed:
+            self._decoder = stack.enter_context(delta.decoder(name, entry, dtype))
+
+    def take(self, data: Bytes) -> None:
+        """Makes the next bytes new."""
+        if self._decoder is not None:
+            self._decoder.renew(data)
+        if self._hash is not None:
+            self._hash.update(data.data)
+
+    def prove(self) -> None:
+        """Raises InconsistentError unless the tensor has the checksum that the delta says, CorruptError if it says more."""
+        if self._decoder is not None:
+            self._decoder.end()
+        found = self._hash.hexdigest() if self._hash is not None else None
+        if found != self._digest:
+            kind = (
+                "becomes another one than the delta says"
+                if self._decoder
+                else "is not the one that the delta was made on"
+            )
+            raise InconsistentError(
+                f"tensor {self._entry.name!r} {kind}", file=self._delta.place, found=f"checksum {found}",
+                expected=f"{self._digest} ({self._delta.form.checksum})",
+                remedy="Apply the delta to the weights that it was made from, which are version "
+                f"{self._delta.form.base_version}. If these are, copy the delta again. Nothing was written.",
+            )  # fmt: skip

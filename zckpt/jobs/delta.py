@@ -1,0 +1,280 @@
+"""`zckpt delta`: what has changed in a model's weights since an older version, as SGLang's weight pull reads it.
+
+Both versions are read once, side by side, in constant memory.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from zckpt.base.errors import UsageError
+from zckpt.base.progress import Progress, reported
+from zckpt.base.sizes import to_bytes
+from zckpt.core.dtypes import SHORT_NAMES, DType
+from zckpt.core.plan import Plan
+from zckpt.deltas.encode import Encoder, TensorChange
+from zckpt.deltas.form import Checksum, DeltaForm, Encoding, hasher_of, version_in
+from zckpt.deltas.pieces import PieceReader, pieces
+from zckpt.deltas.write import DeltaCounts, end_delta, facts_name, grouped, needed_by, write_group
+from zckpt.deltas.zstd import Compressor
+from zckpt.jobs.options import Options, to_dtype
+from zckpt.jobs.planned import protected
+from zckpt.jobs.versions import TensorPair, WeightsVersion, opened_version, paired
+from zckpt.output import manifest as manifests
+from zckpt.output.checks import check_path
+from zckpt.output.journal import Finished
+from zckpt.output.made import Making
+from zckpt.output.manifest import Manifest
+from zckpt.output.order import fingerprint
+from zckpt.storage.location import LocalPath, Location, locate
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeltaOptions(Options):
+    """What `delta` is to do; of what `Options` has, what concerns reading, names and the output counts.
+
+    Attributes:
+        dtype: of floating parameters; None for those of the old version, or bf16 if that is no plain weights.
+        version: of the new weights; None for the one in OUT's name, as in `weight_v000007`, or 1.
+        encoding: of each tensor's difference: "xor" or "overwrite".
+        checksum: of each tensor's new bytes: "xxh3-128", "blake3" or "adler32".
+        old_tag: which save of the old version, where there are several.
+    """
+
+    dtype: DType | None = None
+    version: int | None = None
+    encoding: Encoding = "xor"
+    checksum: Checksum = "xxh3-128"
+    old_tag: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class DeltaReport:
+    """What `delta` wrote.
+
+    Attributes:
+        form: what kind of delta it is.
+        counts: what changed.
+        files: (path relative to the output, bytes), without the manifest.
+        kept: files that an earlier run had finished.
+        already_done: whether the output was there already, so that nothing was written.
+        engine: "native" or "reference".
+        notes: sentences for a person.
+        seconds: wall time.
+    """
+
+    form: DeltaForm
+    counts: DeltaCounts
+    files: tuple[tuple[str, int], ...]
+    kept: int
+    already_done: bool
+    engine: str
+    notes: tuple[str, ...]
+    seconds: float
+
+    @property
+    def nbytes(self) -> int:
+        """Of the delta."""
+        return sum(nbytes for _, nbytes in self.files)
+
+    @property
+    def ratio(self) -> float:
+        """The delta's bytes to those of the weights."""
+        return self.nbytes / max(1, self.counts.nbytes)
+
+    @property
+    def density(self) -> float:
+        """Elements that changed, of all."""
+        return self.counts.changed / max(1, self.counts.numel)
+
+
+def delta(
+    old: str | os.PathLike[str],
+    new: str | os.PathLike[str],
+    out: str | os.PathLike[str],
+    *,
+    version: int | None = None,
+    dtype: str | DType | None = None,
+    encoding: Encoding = "xor",
+    checksum: Checksum = "xxh3-128",
+    options: DeltaOptions | None = None,
+    progress: Progress = None,
+) -> DeltaReport:
+    """Writes what has changed between two versions of weights, in the form that SGLang's weight pull reads.
+
+    Args:
+        old: the version that whoever applies the delta has: plain weights, or a checkpoint of any layout.
+        new: the version that they are to get, in any layout.
+        out: a directory; named `weight_v000007`, it is what SGLang looks for as version 7.
+        version: of the new weights; by default the one in `out`'s name, or 1.
+        dtype: "bf16", "fp16" or "fp32"; by default each tensor's dtype in `old` if that is plain weights, and bf16 if not.
+        encoding: "xor" (smaller, applied once) or "overwrite" (may be applied twice).
+        checksum: "xxh3-128", "blake3" (against deliberate changes too) or "adler32".
+        options: everything else, such as `DeltaOptions(overwrite=True)`; the arguments above override it.
+        progress: as in `convert`, of the bytes that are compared.
+
+    Returns:
+        What changed, and the files.
+
+    Raises:
+        InconsistentError: the versions have different tensors.
+        UnsupportedError: a package that deltas need is not installed (`pip install 'zckpt[delta]'`).
+        OutputError: `out` exists or cannot be written.
+        ZckptError: another kind says what is wrong. Whatever is raised, `out` is as it was before.
+
+    Example:
+        report = zckpt.delta("weights/", "out/checkpoint-500", "updates/weight_v000001")
+        print(f"{report.ratio:.1%} of the weights")
+    """
+    began = time.perf_counter()
+    options = options or DeltaOptions()
+    chosen = replace(
+        options, version=options.version if version is None else version, encoding=encoding, checksum=checksum,
+        dtype=options.dtype if dtype is None else to_dtype(dtype),
+    )  # fmt: skip
+    job = prepare(old, new, out, chosen)
+    with reported(progress, job.nbytes, "delta") as watch:
+        return replace(execute(job, watch), seconds=time.perf_counter() - began)
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedDelta:
+    """A delta that is planned but not begun.
+
+    Attributes:
+        out: its directory.
+        form: what kind of delta it is.
+        old: the version that it changes.
+        new: the version that it leads to.
+        groups: tensors by file.
+        options: what was asked for.
+        notes: sentences for a person.
+    """
+
+    out: Location
+    form: DeltaForm
+    old: WeightsVersion
+    new: WeightsVersion
+    groups: Sequence[Sequence[TensorPair]]
+    options: DeltaOptions
+    notes: tuple[str, ...]
+    job: str = field(default="", repr=False)
+
+    @property
+    def nbytes(self) -> int:
+        """Of the weights."""
+        return sum(pair.nbytes for group in self.groups for pair in group)
+
+
+def prepare(
+    old: str | os.PathLike[str], new: str | os.PathLike[str], out: str | os.PathLike[str], options: DeltaOptions
+) -> PlannedDelta:
+    """Everything but the work: opens both versions, and refuses what cannot succeed. Writes nothing; errors as in `delta`."""
+    place = locate(out)
+    form = form_for(place, options.version, options.encoding, options.checksum)
+    hasher_of(form.checksum)
+    Compressor(0, lambda data: None)
+    first = opened_version(os.fspath(old), replace(options, tag=options.old_tag, also=()))
+    second = opened_version(os.fspath(new), options)
+    inputs = protected(first.opened, locate(old)) | protected(second.opened, locate(new))
+    check_path(place, single=False, overwrite=options.overwrite, protected=inputs)
+    pairs = paired(first, second, options.dtype)
+    groups = grouped(((pair, pair.nbytes) for pair in pairs), to_bytes(options.max_shard_size))
+    plan = Plan((), [(entry, entry) for pair in pairs for entry in (pair.old, pair.new)])
+    dtypes = [pair.dtype.name for pair in pairs]
+    job = fingerprint(plan, (), "delta", form.metadata, dtypes, [len(group) for group in groups])
+    notes = (*(f"OLD: {note}" for note in first.notes), *(f"NEW: {note}" for note in second.notes))
+    return PlannedDelta(place, form, first, second, groups, options, notes, job)
+
+
+def form_for(out: Location, version: int | None, encoding: Encoding, checksum: Checksum) -> DeltaForm:
+    """The form of the delta in a directory.
+
+    Raises:
+        UsageError: the directory's name says another version.
+    """
+    named = version_in(out.absolute().name)
+    if version is not None and named not in (None, version):
+        raise UsageError(
+            "the name of OUT says another version", file=out, found=f"version {named}", expected=f"{version}, as --version says",
+            remedy=f"Name OUT weight_v{version:06d}, or leave out --version.",
+        )  # fmt: skip
+    number = version if version is not None else named if named is not None else 1
+    return DeltaForm(number, number - 1, encoding, checksum)
+
+
+def execute(
+    job: PlannedDelta, progress: Callable[[int], None] | None = None, on_note: Callable[[str], None] = lambda note: None
+) -> DeltaReport:
+    """Compares, writes and publishes; resumes an interrupted run of the same delta.
+
+    Args:
+        job: the delta.
+        progress: called with the bytes compared so far.
+        on_note: called with sentences for a person while it runs.
+    """
+    began = time.perf_counter()
+    numbers = {facts_name(number): number for number in range(1, len(job.groups) + 1)}
+    ended: list[DeltaCounts] = []
+    compared = 0
+
+    def make(directory: str, name: str) -> list[Finished]:
+        nonlocal compared
+        group = job.groups[numbers[name] - 1]
+
+        def encoded(pair: TensorPair) -> tuple[TensorChange, int]:
+            return _encoded(reader, pair, job.form, directory), pair.nbytes
+
+        def watched() -> Any:
+            nonlocal compared
+            for difference, nbytes in reader.in_order(encoded, group, lambda made: made[0].close()):
+                yield difference, nbytes
+                compared += nbytes
+                if progress is not None:
+                    progress(compared)
+
+        names = [pair.old.name for pair in group]
+        made = list(write_group(directory, numbers[name], len(job.groups), job.form, names, watched()))
+        reader.check_sources()
+        return made
+
+    def end(directory: str) -> Manifest:
+        new = job.new.opened.catalog
+        source = {**new.source.as_json(new.topology), "base": job.old.catalog.source.as_json(job.old.catalog.topology)}
+        manifest, counts = end_delta(directory, len(job.groups), job.form, source)
+        ended.append(counts)
+        dtype = SHORT_NAMES.get(job.options.dtype, "") if job.options.dtype else ""
+        return replace(manifest, dtype=dtype)
+
+    with PieceReader(job.options.pace, 2 * job.nbytes) as reader:
+        making = Making(
+            job.out.path, job.job, tuple(numbers), make, end, job.options.overwrite, job.options.pace,
+            lambda directory, name: needed_by(directory, name, len(job.groups)),
+        )  # fmt: skip
+        made = making.carry_out(on_note)
+    counts = ended[0] if ended else _counts(job.out)
+    return DeltaReport(
+        job.form, counts, made.files, made.kept, made.already_done, reader.engine, (*job.notes, *made.notes),
+        time.perf_counter() - began,
+    )  # fmt: skip
+
+
+def _encoded(reader: PieceReader, pair: TensorPair, form: DeltaForm, directory: str) -> TensorChange:
+    encoder = Encoder(pair.old.name, pair.old.numel, pair.dtype, form, directory)
+    try:
+        for start, stop in pieces(pair.old.numel, pair.dtype):
+            encoder.feed(reader.read(pair.old, start, stop, pair.dtype), reader.read(pair.new, start, stop, pair.dtype))
+        return encoder.finish()
+    except BaseException:
+        encoder.close()
+        raise
+
+
+def _counts(out: Location) -> DeltaCounts:
+    """What the manifest of a delta that was made before says of it."""
+    said: Any = manifests.read(LocalPath(out.path) / manifests.NAME).options["delta"]
+    return DeltaCounts(*(int(said[key]) for key in ("tensors", "changed_tensors", "numel", "changed", "nbytes")))

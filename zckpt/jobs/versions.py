@@ -1,0 +1,131 @@
+"""Two versions of the same weights: which tensors are compared, in which dtype; and what an older version is written as.
+
+For `delta` and `apply_delta`, which must agree on it.
+
+[Note: dtypes] A delta is of bytes, so it needs the dtype in which whoever applies it holds the weights. If the old version is
+plain weights, each tensor has the dtype that it has there, unless another one is asked for. If it is a checkpoint, its weights
+are those that `to-bf16` makes of it; or `to-fp16`, if that is asked for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+
+from zckpt.base.errors import InconsistentError, UnsupportedError
+from zckpt.base.words import count, examples
+from zckpt.core.catalog import Catalog, TensorEntry
+from zckpt.core.dtypes import BF16, CAST_TARGETS, DType
+from zckpt.engine import replicas
+from zckpt.jobs.convert import select
+from zckpt.jobs.open import Opened, open_catalog, strip_wrappers
+from zckpt.jobs.options import Options, output_dtype
+from zckpt.naming.transform import Form, formed
+
+
+@dataclass(frozen=True, slots=True)
+class WeightsVersion:
+    """One version, under the names of the output.
+
+    Attributes:
+        opened: the checkpoint or weights.
+        catalog: its tensors.
+        notes: sentences for a person.
+    """
+
+    opened: Opened
+    catalog: Catalog
+    notes: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class TensorPair:
+    """A tensor in both versions.
+
+    Attributes:
+        old: in the old one.
+        new: in the new one, perhaps under another of its names.
+        dtype: of the bytes that are compared.
+    """
+
+    old: TensorEntry
+    new: TensorEntry
+    dtype: DType
+
+    @property
+    def nbytes(self) -> int:
+        """Of one version."""
+        return self.old.numel * self.dtype.itemsize
+
+
+def is_plain(version: WeightsVersion) -> bool:
+    """Whether it is whole weights, which have the names and dtypes that somebody uses."""
+    return version.opened.catalog.source.layout == "plain"
+
+
+def opened_version(path: str, options: Options) -> WeightsVersion:
+    """Opens a version. Names, rows and selection that the options ask for are those of checkpoints: plain weights keep theirs.
+
+    Raises:
+        ZckptError: it cannot be read, contradicts itself, or the options do not fit it.
+    """
+    opened = open_catalog(path, options)
+    catalog, stripped = strip_wrappers(opened.catalog)
+    plain = opened.catalog.source.layout == "plain"
+    form = formed(catalog, opened.place, Form() if plain else options.form, to_directory=True, exclude=options.exclude)
+    catalog = form.catalog if plain else select(form.catalog, options)
+    replicas.check(catalog)
+    return WeightsVersion(opened, catalog, (*opened.catalog.source.notes, *stripped, *form.notes))
+
+
+def dtype_in(version: WeightsVersion, entry: TensorEntry, wanted: DType | None) -> DType:
+    """The dtype of a tensor of the old version; see [Note: dtypes]."""
+    if wanted is None and is_plain(version):
+        return entry.dtype
+    return output_dtype(entry, wanted or BF16)
+
+
+def paired(old: WeightsVersion, new: WeightsVersion, wanted: DType | None) -> list[TensorPair]:
+    """Every tensor of the old version with the same of the new one, in the old one's order.
+
+    Raises:
+        InconsistentError: the versions have different tensors; it names them.
+        UnsupportedError: a tensor cannot be cast to the dtype that it has in the old version.
+    """
+    known = {*old.catalog, *old.catalog.aliases}
+    names = {name: {name} for name in new.catalog}
+    for dropped, kept in new.catalog.aliases.items():
+        names[kept].add(dropped)
+    _refuse(old, [name for name, own in names.items() if not own & known], "only the new version has", "new")
+    there = {*new.catalog, *new.catalog.aliases}
+    _refuse(old, [name for name in old.catalog if name not in there], "the new version lacks", "removed")
+    pairs: list[TensorPair] = []
+    for name, entry in old.catalog.tensors.items():
+        other = new.catalog[name]
+        if other.shape != entry.shape:
+            raise InconsistentError(
+                f"tensor {name!r} has another shape in the new version", file=new.catalog.source.path,
+                found=str(list(other.shape)), expected=f"{list(entry.shape)}, as in {old.catalog.source.path}",
+                remedy="A delta is between two versions of one model. Write the new version whole instead: zckpt to-bf16.",
+            )  # fmt: skip
+        dtype = dtype_in(old, entry, wanted)
+        for side in (entry, other):
+            if side.dtype != dtype and not (side.dtype.kind == "float" and dtype in CAST_TARGETS):
+                raise UnsupportedError(
+                    f"tensor {name!r} cannot be cast", file=new.catalog.source.path, found=f"{side.dtype} to {dtype}",
+                    expected="the same dtype in both versions, or floats that become fp32, fp16 or bf16",
+                    remedy="Write the new version in the dtypes of the old one first.",
+                )  # fmt: skip
+        pairs.append(TensorPair(entry, replace(other, name=name), dtype))
+    return pairs
+
+
+def _refuse(old: WeightsVersion, names: Iterable[str], who: str, kind: str) -> None:
+    names = list(names)
+    if names:
+        raise InconsistentError(
+            f"{who} {count(len(names), 'tensor')}", file=old.catalog.source.path, found=examples(names),
+            expected="the same tensors in both versions: a delta has no room for those that are " + kind,
+            remedy="If the names differ only in a prefix, use --strip-prefix or --rename; if not, write the new version whole: "
+            "zckpt to-bf16.",
+        )  # fmt: skip
