@@ -36,6 +36,7 @@ def test_commands_that_write(tmp_path: Path) -> None:
         ("average", CHECKPOINT, CHECKPOINT, tmp_path / "averaged"),
         ("to-universal", CHECKPOINT, tmp_path / "universal"),
         ("reshard", CHECKPOINT, tmp_path / "resumable", "--world-size", 3, "--stage", 3),
+        ("slim", CHECKPOINT, tmp_path / "slim", "--drop", "optimizer", "--drop", "module-weights"),
     ):
         check("plan", shown(*words, "--dry-run"))
         check("written", shown(*words))

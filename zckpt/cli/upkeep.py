@@ -1,8 +1,11 @@
-"""`zckpt du` and `prune`: what the saves of a run take, and which of them may go."""
+"""`zckpt du`, `prune` and `slim`: what the saves of a run take, which of them may go, and smaller ones."""
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
 from dataclasses import dataclass
+from enum import Enum
 from functools import partial
 from typing import Annotated
 
@@ -10,6 +13,7 @@ import typer
 
 from zckpt.cli import options as o
 from zckpt.cli.declared import command
+from zckpt.cli.written import Words, finish
 
 _rules = partial(typer.Option, rich_help_panel="Which saves stay")
 Run = Annotated[str, typer.Argument(metavar="RUN", help="Directory that holds the run's saves.", show_default=False)]
@@ -41,6 +45,24 @@ class Kept(o.Group):
     ] = False
 
 
+class Dropped(str, Enum):
+    """What a smaller save leaves out."""
+
+    optimizer = "optimizer"
+    module_weights = "module-weights"
+    frozen = "frozen"
+
+
+Drop = Annotated[
+    list[Dropped] | None,
+    o.what(
+        "--drop",
+        help="Leave out the optimizer's states (fp32 weights stay), half-precision weights that fp32 weights give back, or "
+        "frozen parameters; repeatable.",
+    ),
+]
+
+
 def register(app: typer.Typer) -> None:
     """Adds the commands."""
     command(
@@ -59,6 +81,15 @@ def register(app: typer.Typer) -> None:
         "would go. The newest complete save and what 'latest' names always stay.",
         example="zckpt prune out/ --keep-last 3 --keep-best eval_loss --yes",
     )(prune)
+
+    command(
+        app,
+        "slim",
+        summary="Write a smaller save of the same layout.",
+        about="Write a smaller save of the same layout: without what --drop names, and without bytes that no tensor uses. Its "
+        "framework still loads what remains. Saves of DeepSpeed, rank files, and torch files.",
+        example="zckpt slim out/checkpoint-500 slim/ --drop optimizer",
+    )(slim)
 
 
 def du(run: Measured, shown: o.Shown) -> None:
@@ -83,3 +114,35 @@ def prune(run: Run, kept: Kept, speed: o.Speed, yes: Yes = False, deep: Deep = F
         found = prune(run, rules, delete=yes, deep=deep, pace=speed.pace, progress=progress or False)
     sink.notes(found.notes)
     sink.result(found.as_json, lambda: found.lines(sink.width))
+
+
+def slim(
+    ckpt: o.Checkpoint,
+    out: o.OutDirectory,
+    source: o.SourceOptions,
+    speed: o.WriteSpeed,
+    writing: o.Writing,
+    drop: Drop = None,
+    *,
+    shown: o.Shown,
+) -> None:
+    """Writes a smaller save."""
+    from zckpt.jobs.options import SlimOptions
+    from zckpt.jobs.slim import described, prepare
+
+    began = time.perf_counter()
+    dropped = tuple(dict.fromkeys(each.value for each in drop or ()))
+    planned = prepare(ckpt, out, o.chosen(SlimOptions, source, speed, writing, drop=dropped))
+    facts: dict[str, object] = {"dropped": dict(planned.dropped), "saved_bytes": planned.saved_bytes}
+    words = Words(described(planned), _loaded(planned.out, planned.stage, dropped), facts)
+    finish(planned, words, began, writing, shown)
+
+
+def _loaded(out: str, stage: int | None, dropped: tuple[str, ...]) -> Callable[[set[str]], str]:
+    """How the smaller save is loaded, as a line."""
+    if stage is None:
+        return lambda files: f"load the weights as before, from {out}"
+    options = ["load_optimizer_states=False"] if "optimizer" in dropped else []
+    options += ["load_module_strict=False"] if {"module-weights", "frozen"} & {*dropped} else []
+    then = ", then engine.optimizer.update_lp_params()" if "module-weights" in dropped else ""
+    return lambda files: f"load with engine.load_checkpoint({', '.join([repr(out), *options])}){then}"

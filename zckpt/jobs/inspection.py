@@ -237,12 +237,13 @@ def _resumable(place: Place, catalog: Catalog | None, grid: Grid) -> Verdict:
         return Verdict(False, f"optimizer files disagree: {contradictions[0]}{more}")
     if source.layout == "universal":
         return Verdict(True, _resumable_universal(place, catalog))
+    begins = "" if source.optimizer_states else "; there are no states of elements, so the optimizer begins anew"
     pointer = "" if (place.home / "latest").is_file() else "; there is no 'latest', so pass the tag to load_checkpoint"
     if source.zero_stage == 0:
-        return Verdict(True, f"at any data-parallel world size{pointer}")
+        return Verdict(True, f"at any data-parallel world size{begins}{pointer}")
     split = "and the same tensor and pipeline split " if catalog.topology.tp * catalog.topology.pp > 1 else ""
     others = "for others, run zckpt reshard or zckpt to-universal first"
-    return Verdict(True, f"at data-parallel world size {catalog.topology.dp} {split}({others}){pointer}")
+    return Verdict(True, f"at data-parallel world size {catalog.topology.dp} {split}({others}){begins}{pointer}")
 
 
 def _resumable_elsewhere(family: Family, place: Place, catalog: Catalog) -> Verdict:

@@ -198,6 +198,30 @@ class ReshardOptions(WriteOptions):
             )
 
 
+DROPPED = ("optimizer", "module-weights", "frozen")
+"""What `slim` may leave out."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SlimOptions(WriteOptions):
+    """What `slim` is to do.
+
+    Attributes:
+        drop: what is left out, of `DROPPED`.
+    """
+
+    drop: Sequence[str] = ()
+
+    def __post_init__(self) -> None:
+        WriteOptions.__post_init__(self)  # slots: `super()` does not know this class
+        if unknown := [what for what in self.drop if what not in DROPPED]:
+            raise UsageError(
+                f"{unknown[0]!r} cannot be left out",
+                expected=", ".join(DROPPED),
+                remedy="Correct --drop, or leave it out.",
+            )
+
+
 T = TypeVar("T", bound=OpenOptions)
 
 

@@ -18,7 +18,8 @@ from dataclasses import dataclass, field
 from zckpt import layouts
 from zckpt.base.errors import ZckptError
 from zckpt.base.words import count, size, wrapped
-from zckpt.containers import Placeholder, TensorRef, open_container
+from zckpt.containers import open_container
+from zckpt.containers.storages import tensors_in, waste_of
 from zckpt.core.catalog import TensorEntry
 from zckpt.core.dtypes import DType
 from zckpt.core.fragments import FileStore, Fragment
@@ -36,8 +37,6 @@ _MASTERS = re.compile(r"(?:fp32|master|single_partition_of_fp32)\w*")
 _WEIGHTS = re.compile(r"module|model|state_dict|weights|params|frozen_param_fragments")
 _OPTIMIZER_DATA = re.compile(r"(?:.*/)?optimizer(?:_\d+)?/[^/]+\.distcp")
 """Data files of an optimizer that has a directory of its own; their indexes are counted with them."""
-
-_MOST_DEPTH = 40
 
 
 @dataclass(frozen=True, slots=True)
@@ -242,35 +241,18 @@ def _count_entry(entry: TensorEntry, optimizer: set[str], counted: _Count) -> No
 def _count_rest(path: Location, counted: _Count) -> int:
     """Counts the tensors of a file that no layout reads, and its waste; returns the waste."""
     try:
-        refs = list(_refs(open_container(path).root, (), 0))
+        found = {ref.place: (names, ref) for names, ref in tensors_in(open_container(path).root) if ref.numel}
     except ZckptError:
         return 0
     known = counted.ranges.get(path.path, [])
-    storages: dict[tuple[int, int], list[tuple[int, int]]] = {}
-    for names, ref in refs:
-        if not ref.numel:
-            continue
-        storage = (ref.storage_byte_offset, ref.storage_byte_offset + ref.storage_nbytes)
-        span = (ref.byte_offset, ref.byte_stop)
-        if span in storages.setdefault(storage, []):
-            continue
-        storages[storage].append(span)
-        at = bisect_left(known, (span[1], 0)) - 1  # the last range that begins before this one ends
-        if at < 0 or known[at][1] <= span[0]:
-            counted.add(path.path, _class_of(names, path.name), span[1] - span[0])
-    waste = sum(end - begin - _covered(spans) for (begin, end), spans in storages.items())
+    for names, ref in found.values():
+        at = bisect_left(known, (ref.byte_stop, 0)) - 1  # the last range that begins before the tensor ends
+        if at < 0 or known[at][1] <= ref.byte_offset:
+            counted.add(path.path, _class_of(names, path.name), ref.byte_stop - ref.byte_offset)
+    waste = waste_of(ref for _, ref in found.values())
     if waste:
         counted.add(path.path, "waste", waste)
     return waste
-
-
-def _covered(spans: list[tuple[int, int]]) -> int:
-    """Bytes in any of these ranges."""
-    covered = last = 0
-    for begin, end in sorted(spans):
-        covered += max(0, end - max(begin, last))
-        last = max(last, end)
-    return covered
 
 
 def _class_of(names: tuple[str, ...], file: str) -> str:
@@ -282,22 +264,6 @@ def _class_of(names: tuple[str, ...], file: str) -> str:
             return "masters"
     if "optim" in file:
         return "other"
-    is_weight = not names or len(names) == 1 or any(_WEIGHTS.fullmatch(name) for name in names)
+    names = tuple(filter(None, names))
+    is_weight = len(names) < 2 or any(_WEIGHTS.fullmatch(name) for name in names)
     return "weights" if is_weight and not file.startswith(("rng_state", "scheduler", "random_states")) else "other"
-
-
-def _refs(value: object, names: tuple[str, ...], depth: int) -> Iterator[tuple[tuple[str, ...], TensorRef]]:
-    """The tensors in an inert value, with the names that lead to them."""
-    if depth > _MOST_DEPTH:
-        return
-    if isinstance(value, TensorRef):
-        yield names, value
-    elif isinstance(value, Mapping):
-        for key, item in value.items():
-            yield from _refs(item, (*names, str(key)), depth + 1)
-    elif isinstance(value, list | tuple):
-        for item in value:
-            yield from _refs(item, names, depth + 1)
-    elif isinstance(value, Placeholder):
-        for part in (value.args, value.state, value.kwargs, value.items):
-            yield from _refs(part, names, depth + 1)

@@ -186,7 +186,7 @@ def _said(name: str, rank: str, outer: Mapping[str, object]) -> _Said:
             topic = f"parameter group {called!r}" + f" ({seen[called]})" * (seen[called] > 1)
         steps = sorted({*_steps([*states, settings])})
         # Whole vectors step together; of single parameters, one without a gradient is left out.
-        step = steps[-1] if not of_zero or len(steps) == 1 else " and ".join(map(str, steps)) if steps else None
+        step = None if not steps else steps[-1] if not of_zero or len(steps) == 1 else " and ".join(map(str, steps))
         groups[topic] = {**_binding(settings), **({} if step is None else {"step": step})}
         own[topic] = {k: _plain(v) for k, v in settings.items() if k not in (*BINDING, "params", "step")}
         for at, state in enumerate(states):

@@ -1,0 +1,388 @@
+"""A smaller save of the same layout: without what a user no longer needs, and without bytes that no tensor uses.
+
+For `zckpt slim`. Torch files are written again, each tensor dense in a storage of its own, and tied tensors once; so storages
+larger than their tensors shrink by themselves. Files in which nothing changes are copied. What may be left out besides:
+  - optimizer: the states of elements (moments). Masters stay: they are the fp32 weights.
+  - module-weights: half-precision weights of the module that masters give back, which is proved for every element.
+  - frozen: parameters that no optimizer owns, as DeepSpeed's `exclude_frozen_parameters` does.
+[Note: copies of frozen parameters] On a GPU, DeepSpeed's stage 2 writes each frozen parameter twice: in `module`, and as
+`frozen_param_fragments`. The two become one storage, after it is proved that they are equal.
+Source: DeepSpeed 0.19.8, runtime/engine.py `_save_checkpoint`, `load_checkpoint`.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from zckpt.base.errors import InconsistentError, UnsupportedError, UsageError, ZckptError
+from zckpt.base.words import count, examples, joined, size
+from zckpt.containers import Container, TensorRef, TensorSpec
+from zckpt.containers.storages import placeholders_in, tensors_in, waste_of
+from zckpt.core.catalog import Catalog, TensorEntry
+from zckpt.core.dtypes import U8
+from zckpt.core.fragments import FileStore, Fragment
+from zckpt.core.plan import OutputFile, Plan, literal_file
+from zckpt.engine.independent import differences
+from zckpt.jobs.open import Opened, open_catalog
+from zckpt.jobs.options import SlimOptions
+from zckpt.jobs.planned import Planned, protected
+from zckpt.layouts import family_of
+from zckpt.layouts.save.companions import companions
+from zckpt.layouts.save.listing import EXPERT_NAME, SWAPPED, Listing
+from zckpt.layouts.save.module_states import whole
+from zckpt.layouts.zero.torch_files import Pair, TorchFile
+from zckpt.output.checks import check_path
+from zckpt.output.order import Order
+from zckpt.storage.location import locate
+
+_MOST_DEPTH = 40
+_Place = tuple[str, int, int]
+"""File, byte offset of the first element, byte offset behind the last."""
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedSlim(Planned):
+    """A smaller save that is planned but not begun; further attributes as in `Planned`.
+
+    Attributes:
+        dropped: what is left out -> bytes.
+        saved_bytes: of the files of the save, less those of the new ones.
+        equal: what is left out because something else gives it back: (what gives it, what is left out).
+        stage: of ZeRO; None for layouts without stages.
+    """
+
+    dropped: Mapping[str, int]
+    saved_bytes: int
+    equal: tuple[tuple[TensorEntry, TensorEntry], ...]
+    stage: int | None
+
+    def check(self) -> tuple[str, ...]:
+        """Makes sure that nothing is lost: reads what is left out, and what gives it back.
+
+        Raises:
+            InconsistentError: it does not give it back.
+        """
+        notes = Planned.check(self)
+        pace = self.order.pace
+        if bad := differences(self.equal, threads=pace["threads"], bytes_per_s=pace["bytes_per_s"]):
+            raise InconsistentError(
+                "weights cannot be left out, because what is left would not give them back", file=self.catalog.source.path,
+                found=f"{count(len(bad), 'tensor')} such as {examples([self.equal[d.number][1].name for d in bad])}",
+                expected="each equal to its fp32 weight, rounded, or to its other copy",
+                remedy="Leave --drop module-weights out. If that does not help, run zckpt verify --deep on the checkpoint.",
+            )  # fmt: skip
+        return notes
+
+
+@dataclass(slots=True)
+class _Cut:
+    """What is left out of the files, and what was.
+
+    Attributes:
+        optimizer: whether the optimizer's states are.
+        frozen: whether frozen parameters are.
+        places: what is left out -> places of its tensors.
+        same: place of a tensor -> the tensor that is equal to it.
+        bytes: what was left out -> bytes.
+    """
+
+    optimizer: bool
+    frozen: bool
+    places: dict[str, set[_Place]] = field(default_factory=dict[str, "set[_Place]"])
+    same: dict[_Place, TensorRef] = field(default_factory=dict["_Place", TensorRef])
+    bytes: dict[str, int] = field(default_factory=dict[str, int])
+
+    def what(self, ref: TensorRef) -> str:
+        """Why a tensor is left out; empty if it stays."""
+        place = _place(ref)
+        return next((what for what, places in self.places.items() if place in places), "")
+
+    def count(self, what: str, nbytes: int) -> None:
+        self.bytes[what] = self.bytes.get(what, 0) + nbytes
+
+
+def prepare(checkpoint: str | os.PathLike[str], out: str | os.PathLike[str], options: SlimOptions) -> PlannedSlim:
+    """Everything but the work. Writes nothing.
+
+    Args:
+        checkpoint: of DeepSpeed, rank files of FSDP, or torch files of weights.
+        out: the directory for the new one.
+        options: what is to be left out.
+
+    Raises:
+        UnsupportedError: the layout cannot be made smaller.
+        UsageError: the checkpoint does not hold what is to be left out, or there is nothing to leave out.
+        ZckptError: another kind says what is wrong.
+    """
+    source, place = locate(checkpoint), locate(out)
+    opened = open_catalog(source, options)
+    check_path(place, single=False, overwrite=options.overwrite, protected=protected(opened, source))
+    listing = opened.place.listing
+    containers = _containers(opened, options)
+    cut = _Cut("optimizer" in options.drop, "frozen" in options.drop)
+    equal = _chosen(opened.catalog, listing, containers, cut, options)
+    left_out = _optimizer_files(listing) if cut.optimizer else set()
+    prefix = f"{listing.tag}/" if listing.tag and family_of(listing).tagged else ""
+    files: list[tuple[OutputFile, FileStore]] = []
+    pairs: list[Pair] = []
+    for name, file in listing.files.items():
+        if name in left_out:
+            cut.count("optimizer", file.size())
+            continue
+        made = _written(prefix + name, containers[name], cut) if name in containers else None
+        made_file, filled = made or _copied(prefix + name, file.store())
+        files.append(made_file)
+        pairs += filled
+    _check_dropped(opened, options, cut, left_out)
+    before = sum(file.size() for file in listing.files.values())
+    saved = before - sum(file.size for file, _ in files)
+    if saved <= 0 and not cut.bytes:
+        raise UsageError(
+            "there is nothing to leave out", file=source, found="no storage that is larger than its tensors",
+            remedy="Say what to leave out: --drop optimizer, module-weights or frozen.",
+        )  # fmt: skip
+    if prefix:
+        files.append(literal_file("latest", listing.tag.encode()))
+    copies = companions(opened.place.home)
+    if (config := opened.place.home / "config.json").is_file():
+        copies.append((config, "config.json"))
+    there = {file.path for file, _ in files}
+    order = Order(
+        plan=Plan(tuple(files), pairs), out=place, catalog=opened.catalog, options={"drop": sorted(options.drop)},
+        copies=tuple((file, name) for file, name in copies if name not in there), overwrite=options.overwrite,
+        buffer=options.buffer, pace=options.pace,
+    )  # fmt: skip
+    notes = (*opened.catalog.source.notes, *_notes(cut))
+    return PlannedSlim(opened, order, notes, cut.bytes, saved, tuple(equal), opened.catalog.source.zero_stage)
+
+
+def _notes(cut: _Cut) -> Iterator[str]:
+    if cut.optimizer:
+        yield "A run that resumes from it begins with new optimizer states."
+    if cut.frozen:
+        yield "Frozen parameters are in the base model only: load it into a model that has them."
+
+
+def _containers(opened: Opened, options: SlimOptions) -> dict[str, Container]:
+    """The torch files of the save by name.
+
+    Raises:
+        UnsupportedError: the layout keeps its elements elsewhere.
+    """
+    listing = opened.place.listing
+    family = family_of(listing)
+    remedy = "Leave these weights as they are, or write others: zckpt to-bf16."
+    if family.records is not None:
+        remedy = "Run zckpt to-dcp, which writes the weights alone unless --optimizer is given."
+    if family.records is not None or family.directory or family.directories is not None:
+        raise UnsupportedError(
+            "slim cannot write this layout", file=listing.directory, found=family.name,
+            expected="a save of DeepSpeed, rank files, or torch files of weights", remedy=remedy,
+        )  # fmt: skip
+    if swapped := [name for name in listing.files if name.startswith(f"{SWAPPED}/")]:
+        raise UnsupportedError(
+            "slim cannot write saves whose optimizer was on NVMe", file=listing.directory, found=examples(swapped),
+            remedy="Run zckpt reshard first: its output has everything in the ranks' files.",
+        )  # fmt: skip
+    stage = opened.catalog.source.zero_stage
+    if stage is None and {*options.drop} - {"optimizer"}:
+        raise UnsupportedError(
+            "only saves of DeepSpeed have module weights beside masters, or say which parameters are frozen",
+            file=listing.directory, found=f"{family.name}, --drop {' '.join(options.drop)}",
+            remedy="Leave --drop module-weights and --drop frozen out.",
+        )  # fmt: skip
+    topology = opened.catalog.topology
+    is_split = max(topology.tp, topology.pp, topology.ep) > 1 or any(map(EXPERT_NAME.fullmatch, listing.files))
+    if is_split and {*options.drop} - {"optimizer"}:
+        raise UnsupportedError(
+            "a rank of a split model needs all of its own weights", file=listing.directory,
+            found="a model that is split over ranks, or has experts in files of their own",
+            expected="data parallelism alone for --drop module-weights and --drop frozen", remedy="Leave these out.",
+        )  # fmt: skip
+    found: dict[str, Container] = {}
+    for name in listing.files:
+        try:
+            container = listing.open(name)
+        except ZckptError:
+            if name in family.containers(listing):
+                raise
+            continue  # a small file of another kind
+        if container.kind != "safetensors" and not _has_objects(container.root):
+            found[name] = container
+    return found
+
+
+def _has_objects(root: object) -> bool:
+    """Whether tensors are inside objects of classes, such as DTensors: these are left as they are."""
+    return any(True for inner in placeholders_in(root) for _ in tensors_in(inner))
+
+
+def _optimizer_files(listing: Listing) -> set[str]:
+    """Files that hold nothing but an optimizer; DeepSpeed's hold masters too."""
+    family = family_of(listing)
+    if family.tagged:
+        return set()
+    return {file.name for file in family.named_files(listing.files) if file.kind in ("optim", "optimizer")}
+
+
+def _chosen(
+    catalog: Catalog, listing: Listing, containers: Mapping[str, Container], cut: _Cut, options: SlimOptions
+) -> list[tuple[TensorEntry, TensorEntry]]:
+    """Marks the tensors that are left out; returns what must be equal for that."""
+    equal: list[tuple[TensorEntry, TensorEntry]] = []
+    roots = [container.root for container in containers.values() if isinstance(container.root, Mapping)]
+    if "module-weights" in options.drop:
+        equal += _module_weights(catalog, listing, roots, cut)
+    frozen = {name for name, entry in catalog.tensors.items() if entry.role == "frozen"}
+    frozen |= {dropped for dropped, kept in catalog.aliases.items() if kept in frozen}
+    for root in roots:
+        module, fragments = (root.get(key) for key in ("module", "frozen_param_fragments"))
+        module = module if isinstance(module, Mapping) else {}
+        fragments = fragments if isinstance(fragments, Mapping) else {}
+        if cut.frozen:
+            refs = [ref for held in (module, fragments) for name, ref in held.items() if name in frozen]
+            places = {_place(ref) for ref in refs if isinstance(ref, TensorRef)}
+            cut.places.setdefault("frozen", set()).update(places)
+            continue
+        for name, ref in fragments.items():
+            own = module.get(name)
+            if isinstance(ref, TensorRef) and isinstance(own, TensorRef) and _are_copies(ref, own):
+                cut.same[_place(ref)] = own
+                equal.append((whole(str(name), own, "frozen"), whole(str(name), ref, "frozen")))
+    return equal
+
+
+def _are_copies(a: TensorRef, b: TensorRef) -> bool:
+    """Whether two tensors in different places may be the same one."""
+    return a.numel > 0 and a.shape == b.shape and a.dtype == b.dtype and a.place != b.place
+
+
+def _module_weights(
+    catalog: Catalog, listing: Listing, roots: Sequence[Mapping[object, object]], cut: _Cut
+) -> Iterator[tuple[TensorEntry, TensorEntry]]:
+    """Marks the module's own weights that masters give back.
+
+    Raises:
+        UnsupportedError: the masters' names, or what is tied, would be lost with them.
+    """
+    if catalog.source.zero_stage not in (1, 2):
+        raise UnsupportedError(
+            "only ZeRO stages 1 and 2 have module weights, and say which masters give them back",
+            file=listing.directory, found=catalog.source.layout,
+            expected="zero1 or zero2" if catalog.source.zero_stage != 3 else "module weights; at stage 3 there are none",
+            remedy="Leave --drop module-weights out.",
+        )  # fmt: skip
+    tied = {name for root in roots if isinstance(shared := root.get("shared_params"), Mapping) for name in shared}
+    unknown = {kept for dropped, kept in catalog.aliases.items() if dropped not in tied}
+    cut.places["module-weights"] = set()
+    for name, entry in catalog.tensors.items():
+        own = entry.own_copy
+        if own is None or name in unknown or entry.dtype == own.dtype:
+            continue
+        copy = TensorEntry(name, entry.shape, own.dtype, entry.role, own.fragments)
+        for fragment in own.fragments:
+            begin, end = fragment.byte_offset, fragment.nbytes_end(own.dtype.itemsize)
+            cut.places["module-weights"].add((str(fragment.store), begin, end))
+        yield entry, copy
+
+
+def _place(ref: TensorRef) -> _Place:
+    return ref.store.path, ref.byte_offset, ref.byte_stop
+
+
+def _check_dropped(opened: Opened, options: SlimOptions, cut: _Cut, left_out: set[str]) -> None:
+    """Raises UsageError for what is to be left out and is not there."""
+    for what in options.drop:
+        if not cut.bytes.get(what) and not (what == "optimizer" and left_out):
+            raise UsageError(
+                f"holds no {what.replace('-', ' ')}" + (" states" if what == "optimizer" else ""),
+                file=opened.place.listing.directory, found=f"--drop {what}", remedy=f"Leave --drop {what} out.",
+            )  # fmt: skip
+    if cut.frozen and all(entry.role != "parameter" for entry in opened.catalog.tensors.values()):
+        raise UsageError(
+            "nothing would be left", file=opened.place.listing.directory, found="frozen parameters only",
+            remedy="Leave --drop frozen out.",
+        )  # fmt: skip
+
+
+# ---- files ----------------------------------------------------------------------------------------------------------------
+
+
+class _SlimFile(TorchFile):
+    """A torch file in which a tensor that has several names, or an equal copy, is one storage."""
+
+    def __init__(self, path: str, same: Mapping[_Place, TensorRef]) -> None:
+        super().__init__(path)
+        self._same = same
+        self._made: dict[object, TensorSpec] = {}
+
+    def _adopt(self, value: object, above: set[int]) -> object:
+        if not isinstance(value, TensorRef):
+            return super()._adopt(value, above)
+        ref = self._same.get(_place(value), value)
+        if ref.place not in self._made:
+            self._made[ref.place] = self.tensor(whole("", ref, "buffer"))
+        return self._made[ref.place]
+
+
+def _written(path: str, container: Container, cut: _Cut) -> tuple[tuple[OutputFile, FileStore], list[Pair]] | None:
+    """A file without what is left out and without waste; None if it has neither."""
+    refs = [ref for _, ref in tensors_in(container.root)]
+    counted = dict(cut.bytes)
+    root = _without(container.root, cut, 0)
+    if counted == cut.bytes and not waste_of(refs) and not any(_place(ref) in cut.same for ref in refs):
+        return None
+    file = _SlimFile(path, cut.same)
+    return file.finish(file.adopt(root))
+
+
+def _copied(path: str, store: FileStore) -> tuple[tuple[OutputFile, FileStore], list[Pair]]:
+    """A file as it is."""
+    made = FileStore(path, store.size)
+    if not store.size:
+        return (OutputFile(path, 0), made), []
+    pair = tuple(
+        TensorEntry(path, (store.size,), U8, "buffer", (Fragment(each, 0, 0, store.size),)) for each in (store, made)
+    )
+    return (OutputFile(path, store.size), made), [(pair[0], pair[1])]
+
+
+def _without(value: object, cut: _Cut, depth: int) -> object:
+    """An inert value without what is left out."""
+    if depth > _MOST_DEPTH:
+        return value
+    if isinstance(value, list | tuple) and type(value) in (list, tuple):
+        return type(value)(_without(item, cut, depth + 1) for item in value)
+    if not isinstance(value, Mapping):
+        return value
+    kept: dict[object, object] = {}
+    for key, item in value.items():
+        if isinstance(item, TensorRef) and (what := cut.what(item)):
+            cut.count(what, item.nbytes)
+        elif cut.frozen and key in ("frozen_param_shapes", "frozen_param_fragments"):
+            _count_all(item, cut, "frozen")
+            kept[key] = None  # as DeepSpeed writes it: its loader must not find an empty collection
+        elif cut.optimizer and key == "state" and "param_groups" in value:
+            _count_all(item, cut, "optimizer")
+            kept[key] = {}
+        elif cut.optimizer and key == "base_optimizer_state" and isinstance(item, list):
+            _count_all(item, cut, "optimizer")
+            kept[key] = [{} for _ in item]
+        else:
+            kept[key] = _without(item, cut, depth + 1)
+    return kept
+
+
+def _count_all(value: object, cut: _Cut, what: str) -> None:
+    """Counts the bytes of all tensors in a value, each once."""
+    refs = {ref.place: ref.nbytes for _, ref in tensors_in(value)}
+    if refs:
+        cut.count(what, sum(refs.values()))
+
+
+def described(planned: PlannedSlim) -> str:
+    """What a command says of the new save."""
+    without = joined([f"{what.replace('-', ' ')} ({size(nbytes)})" for what, nbytes in planned.dropped.items()])
+    return f"a save that is {size(planned.saved_bytes)} smaller" + (f", without {without}" if without else "")
