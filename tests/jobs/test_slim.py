@@ -21,11 +21,11 @@ from zckpt.upkeep.usage import usage_of
 FIXTURES = Path(__file__).parents[2] / "fixtures"
 CASES = [
     ("zero2/bf16_w2", ("optimizer",)), ("zero2/tied_frozen_w2", ("optimizer", "module-weights", "frozen")), ("zero2/lora_w2", ()),
-    ("zero1/elastic_w2", ("optimizer", "module-weights")), ("zero3/lora_w2", ("optimizer", "frozen")), 
-    ("zero0/bf16", ("optimizer",)),    ("zero3/mics_w4", ("optimizer",)), ("bf16_optimizer/groups_w3", ("module-weights",)),
+    ("zero1/elastic_w2", ("optimizer", "module-weights")), ("zero3/lora_w2", ("optimizer", "frozen")),
+    ("zero0/bf16", ("optimizer",)), ("zero3/mics_w4", ("optimizer",)), ("bf16_optimizer/groups_w3", ("module-weights",)),
     ("moe/tensor_w4", ("optimizer",)), ("pipeline/zero1_pp2_tp2_dp2", ("optimizer",)), ("autoep/folded_w4", ("optimizer",)),
     ("ranks/fsdp2_w2", ("optimizer",)),
-    ("optimizers/oss_ranks_w3", ("optimizer",)), ("trainers/lightning_w1", ("optimizer",)), 
+    ("optimizers/oss_ranks_w3", ("optimizer",)), ("trainers/lightning_w1", ("optimizer",)),
     ("fairscale/fairseq_w3", ("optimizer",)),
 ]  # fmt: skip
 
