@@ -128,6 +128,9 @@ MaxShardSize = Annotated[
     ),
 ]
 SHARD_BYTES = 5 * 10**9
+Sign = Annotated[
+    str | None, output("--sign", metavar="KEY", help="Sign OUT with a private key: model.sig, for model_signing.")
+]
 
 
 @dataclass(frozen=True, repr=False, eq=False)
@@ -314,9 +317,12 @@ class Writing(Group):
     allow_unknown_layout: Annotated[
         bool, output("--allow-unknown-layout", help="Go on if zckpt cannot prove that it reads the layout correctly.")
     ] = False
+    sign: Sign = None
 
     def options(self) -> dict[str, Any]:  # noqa: D102
-        return {"overwrite": self.overwrite, "allow_unknown_layout": self.allow_unknown_layout}
+        return {
+            "overwrite": self.overwrite, "allow_unknown_layout": self.allow_unknown_layout, "sign": self.sign,
+        }  # fmt: skip
 
 
 @dataclass(frozen=True, repr=False, eq=False)

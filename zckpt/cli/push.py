@@ -159,9 +159,10 @@ def carry_out(prepared: PlannedConversion, target: PageTarget, sink: Console, *,
 def to_page(source: str, out: str, options: Options, sink: Console, *, dry_run: bool) -> None:
     """`to-*` with an OUT such as `hf://me/my-model@main/fp32`."""
     from zckpt.base.errors import UsageError
-    from zckpt.hub import PageTarget
+    from zckpt.hub import PageTarget, refuse_signing
     from zckpt.jobs.convert import prepare
 
+    refuse_signing(options)
     found = _ADDRESS.fullmatch(out.rstrip("/"))
     if not found or found["repo"].partition("/")[0] in _OTHERS:
         raise UsageError(

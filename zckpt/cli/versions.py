@@ -103,6 +103,7 @@ class Replacing(o.Group):
     allow_unknown_layout: Annotated[
         bool, o.output("--allow-unknown-layout", help="Go on if zckpt cannot prove that it reads the layout correctly.")
     ] = False
+    sign: o.Sign = None
 
 
 def register(app: typer.Typer) -> None:

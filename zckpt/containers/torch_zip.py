@@ -94,6 +94,18 @@ def peek(path: str | os.PathLike[str], keys: Sequence[str]) -> dict[str, int]:
     return found
 
 
+def pickle_of(path: str | os.PathLike[str]) -> bytes:
+    """The pickle of a torch zip file: all that it says of its tensors.
+
+    Raises:
+        ZckptError: as `read_input`, if the file is damaged or of another kind.
+    """
+    with open_input(path) as file:
+        directory = Directory(file)
+        prefix = next(iter(directory.records), "").partition("/")[0]
+        return directory.read(f"{prefix}/data.pkl", limits.PICKLE_BYTES)
+
+
 def _numbered(length: int, text: bytes) -> re.Pattern[bytes]:
     """A text of this length, its memo entry, and a number of 1, 2 or 4 bytes."""
     sized = re.escape(length.to_bytes(4, "little"))

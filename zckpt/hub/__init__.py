@@ -10,6 +10,7 @@ import os
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
+from zckpt.base.errors import UsageError
 from zckpt.base.progress import Progress, reported
 from zckpt.core.dtypes import BY_TORCH_NAME, CAST_TARGETS, F32, DType
 from zckpt.hub.cargo import Cargo, cargo_of, shards_of
@@ -22,7 +23,8 @@ from zckpt.jobs.options import Options, to_dtype
 from zckpt.layouts.save.companions import read_config
 
 __all__ = [
-    "MESSAGE", "Cargo", "PageTarget", "PushReport", "Ready", "cargo_of", "execute", "load", "prepare", "push_to_hub", "shards_of",
+    "MESSAGE", "Cargo", "PageTarget", "PushReport", "Ready", "cargo_of", "execute", "load", "prepare", "push_to_hub",
+    "refuse_signing", "shards_of",
 ]  # fmt: skip
 
 
@@ -102,8 +104,18 @@ def push_to_hub(
         return execute(ready, watch)
 
 
+def refuse_signing(options: Options) -> None:
+    """Raises UsageError if a signature is asked for: a page gets none."""
+    if options.sign is not None:
+        raise UsageError(
+            "a page of the hub cannot be signed while it is made", found=f"--sign {os.fspath(options.sign)}",
+            remedy="Write a directory with --sign, and push that directory with `hf upload`.",
+        )  # fmt: skip
+
+
 def load(source: str, dtype: str | DType | None, options: Options) -> PlannedConversion:
     """Plans the conversion of a push; the arguments are those of `push_to_hub`."""
+    refuse_signing(options)
     opened = open_catalog(source, options)
     chosen = _usual_dtype(opened) if dtype is None else to_dtype(dtype)
     return plan_conversion(source, "", replace(options, dtype=chosen, format="safetensors"), opened=opened)

@@ -28,6 +28,7 @@ from zckpt.engine.output_files import create
 from zckpt.jobs.convert import usual_dtype
 from zckpt.jobs.options import Options, to_dtype
 from zckpt.jobs.planned import Report, protected
+from zckpt.jobs.provenance import provenance
 from zckpt.jobs.versions import WeightsVersion, dtype_in, opened_version
 from zckpt.layouts.plain.read import WeightsTarget, lay_out
 from zckpt.layouts.save.companions import companions, config_file
@@ -37,6 +38,7 @@ from zckpt.output.journal import Finished
 from zckpt.output.made import Making, finished
 from zckpt.output.manifest import Manifest
 from zckpt.output.order import fingerprint
+from zckpt.output.signature import signed_by, signing_of
 from zckpt.storage.descriptors import write_all
 from zckpt.storage.fsync_queue import make_durable
 from zckpt.storage.location import Location, locate
@@ -171,7 +173,7 @@ def prepare(
     copies = tuple(companions(home))
     check_space(place, plan.bytes_written)
     states = [(name, *(one.place / name).state()) for one in found for name in one.names]
-    job = fingerprint(plan, copies, "apply", [one.form.metadata for one in found], states)
+    job = fingerprint(plan, copies, "apply", [one.form.metadata for one in found], states, signed_by(options.sign))
     return PlannedApply(place, version, found, plan, pairs, copies, names, options, job)
 
 
@@ -271,13 +273,23 @@ def execute(
 
     names = (*files, *(name for _, name in job.copies))
     with PieceReader(job.options.pace, job.plan.bytes_read + job.plan.bytes_written) as reader:
-        making = Making(job.out.path, job.job, names, make, end, job.options.overwrite, job.options.pace)
+        signing = signing_of(
+            job.options.sign, provenance([(job.old.opened.place.listing, job.old.opened.catalog)], _files_of(job))
+        )
+        making = Making(
+            job.out.path, job.job, names, make, end, job.options.overwrite, job.options.pace, signing=signing
+        )
         done = making.carry_out(on_note)
     return Report(
         files=done.files, engine=reader.engine, kept=done.kept, overflows={}, notes=(*job.old.notes, *_proof(job), *done.notes),
         already_done=done.already_done, tensors=len(job.old.catalog), numel=job.old.catalog.numel,
         seconds=time.perf_counter() - began,
     )  # fmt: skip
+
+
+def _files_of(job: PlannedApply) -> list[tuple[str, Location]]:
+    """Name and place of every file of the deltas."""
+    return [(f"{one.place.name}/{name}", one.place / name) for one in job.deltas for name in one.names]
 
 
 def _proof(job: PlannedApply) -> list[str]:

@@ -40,10 +40,17 @@ class PlannedAverage(PlannedConversion):
     Attributes:
         sources: the catalogs of the checkpoints, in the order in which they count; a base comes first.
         weights: what each of them counts, if that was said.
+        checkpoints: the same, with their places.
     """
 
     sources: tuple[Catalog, ...]
     weights: tuple[float, ...] | None
+    checkpoints: tuple[Opened, ...] = ()
+
+    @property
+    def made_from(self) -> tuple[Opened, ...]:
+        """As in `Planned`: all of them."""
+        return self.checkpoints
 
     @property
     def dtype(self) -> str:
@@ -146,7 +153,7 @@ def prepare(
     order = replace(planned.order, options={**planned.order.options, "average": facts})
     notes = (*(note for one in opened[:-1] for note in one.catalog.source.notes), *planned.notes, *_differing(copied))
     sources = tuple(one.catalog for one in opened)
-    return PlannedAverage(computed, order, tuple(dict.fromkeys(notes)), how, sources, weights)
+    return PlannedAverage(computed, order, tuple(dict.fromkeys(notes)), how, sources, weights, tuple(opened))
 
 
 def _is_tied(name: str, kept: str, catalog: Catalog) -> bool:

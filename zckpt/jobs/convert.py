@@ -24,6 +24,7 @@ from zckpt.layouts.save.companions import companions, config_file
 from zckpt.naming.transform import formed, matches
 from zckpt.output.delivery import check_output
 from zckpt.output.order import Order
+from zckpt.output.signature import signing_of
 from zckpt.storage.location import Location, locate
 
 _SUFFIXES: dict[str, Format] = {".safetensors": "safetensors", ".bin": "bin", ".pt": "bin"}
@@ -165,6 +166,7 @@ def order_for(
         merge=options.merge,
         buffer=options.buffer,
         pace=options.pace,
+        signing=signing_of(options.sign),
     )
 
 

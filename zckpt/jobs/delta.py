@@ -23,6 +23,7 @@ from zckpt.deltas.write import DeltaCounts, end_delta, facts_name, grouped, need
 from zckpt.deltas.zstd import Compressor
 from zckpt.jobs.options import Options, to_dtype
 from zckpt.jobs.planned import protected
+from zckpt.jobs.provenance import provenance
 from zckpt.jobs.versions import TensorPair, WeightsVersion, opened_version, paired
 from zckpt.output import manifest as manifests
 from zckpt.output.checks import check_path
@@ -30,6 +31,7 @@ from zckpt.output.journal import Finished
 from zckpt.output.made import Making
 from zckpt.output.manifest import Manifest
 from zckpt.output.order import fingerprint
+from zckpt.output.signature import signed_by, signing_of
 from zckpt.storage.location import LocalPath, Location, locate
 
 
@@ -186,7 +188,9 @@ def prepare(
     groups = grouped(((pair, pair.nbytes) for pair in pairs), to_bytes(options.max_shard_size))
     plan = Plan((), [(entry, entry) for pair in pairs for entry in (pair.old, pair.new)])
     dtypes = [pair.dtype.name for pair in pairs]
-    job = fingerprint(plan, (), "delta", form.metadata, dtypes, [len(group) for group in groups])
+    job = fingerprint(
+        plan, (), "delta", form.metadata, dtypes, [len(group) for group in groups], signed_by(options.sign)
+    )
     notes = (*(f"OLD: {note}" for note in first.notes), *(f"NEW: {note}" for note in second.notes))
     return PlannedDelta(place, form, first, second, groups, options, notes, job)
 
@@ -254,6 +258,7 @@ def execute(
         making = Making(
             job.out.path, job.job, tuple(numbers), make, end, job.options.overwrite, job.options.pace,
             lambda directory, name: needed_by(directory, name, len(job.groups)),
+            signing_of(job.options.sign, provenance([(v.opened.place.listing, v.opened.catalog) for v in (job.new, job.old)])),
         )  # fmt: skip
         made = making.carry_out(on_note)
     counts = ended[0] if ended else _counts(job.out)

@@ -17,6 +17,7 @@ from zckpt.core.dtypes import BF16, BY_TORCH_NAME, CAST_TARGETS, F16, F32, SHORT
 from zckpt.layouts.plain.read import Format
 from zckpt.layouts.save.listing import ReadOptions
 from zckpt.naming.transform import Form
+from zckpt.output.signature import signer_of
 
 Overflow = Literal["error", "inf", "clamp"]
 
@@ -50,6 +51,7 @@ class WriteOptions(OpenOptions):
         buffer: bytes that each thread gathers and writes at once; None for the default.
         keep_cache: whether the page cache keeps what is read; None: unless the job is larger than memory.
         limit_rate: at most so many bytes a second are read and written, together.
+        sign: file with a private key, with which the output is signed; None for no signature.
     """
 
     overwrite: bool = False
@@ -57,10 +59,12 @@ class WriteOptions(OpenOptions):
     buffer: int | None = None
     keep_cache: bool | None = None
     limit_rate: int | None = None
+    sign: str | os.PathLike[str] | None = None
 
     def __post_init__(self) -> None:
         thread_count(self.threads)
         window_bytes(self.buffer)
+        signer_of(self.sign)
 
     @property
     def pace(self) -> Pace:

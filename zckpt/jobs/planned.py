@@ -14,6 +14,7 @@ from zckpt.core.catalog import Catalog
 from zckpt.core.plan import Plan
 from zckpt.engine import replicas
 from zckpt.jobs.open import Opened
+from zckpt.jobs.provenance import provenance
 from zckpt.output.delivery import deliver
 from zckpt.output.order import Delivered, Order
 from zckpt.storage.location import Location
@@ -47,6 +48,11 @@ class Planned:
     def out(self) -> str:
         """The output's path or address, for people."""
         return self.order.out.path
+
+    @property
+    def made_from(self) -> tuple[Opened, ...]:
+        """The checkpoints that the output is made from."""
+        return (self.opened,)
 
     def check(self) -> tuple[str, ...]:
         """Makes sure that the checkpoint does not contradict itself; returns sentences that a person should see.
@@ -88,7 +94,11 @@ def execute(
     """
     began = time.perf_counter()
     notes = (*planned.notes, *planned.check())
-    done = deliver(planned.order, progress, on_note)
+    order = planned.order
+    if order.signing is not None:
+        sources = ((one.place.listing, one.catalog) for one in planned.made_from)
+        order = replace(order, signing=replace(order.signing, provenance=provenance(sources)))
+    done = deliver(order, progress, on_note)
     return Report(
         **{**asdict(done), "notes": (*notes, *done.notes)},
         tensors=len(planned.catalog),

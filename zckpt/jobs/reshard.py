@@ -27,6 +27,7 @@ from zckpt.layouts.zero.torch_files import Laid
 from zckpt.layouts.zero.write import DEFAULT_SUB_GROUP_SIZE, ZeroTarget, lay_out
 from zckpt.output.checks import check_path
 from zckpt.output.order import Order
+from zckpt.output.signature import signing_of
 from zckpt.storage.location import Location, locate
 
 
@@ -105,6 +106,7 @@ def planned(
     order = Order(
         plan=Plan(files, laid.pairs), out=out, catalog=opened.catalog, options=target.as_json(),
         copies=tuple(companions(home)), overwrite=options.overwrite, buffer=options.buffer, pace=options.pace,
+        signing=signing_of(options.sign),
     )  # fmt: skip
     return PlannedReshard(opened, order, opened.catalog.source.notes, target)
 

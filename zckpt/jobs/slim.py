@@ -35,6 +35,7 @@ from zckpt.layouts.save.module_states import whole
 from zckpt.layouts.zero.torch_files import Pair, TorchFile
 from zckpt.output.checks import check_path
 from zckpt.output.order import Order
+from zckpt.output.signature import signing_of
 from zckpt.storage.location import locate
 
 _MOST_DEPTH = 40
@@ -152,7 +153,7 @@ def prepare(checkpoint: str | os.PathLike[str], out: str | os.PathLike[str], opt
     order = Order(
         plan=Plan(tuple(files), pairs), out=place, catalog=opened.catalog, options={"drop": sorted(options.drop)},
         copies=tuple((file, name) for file, name in copies if name not in there), overwrite=options.overwrite,
-        buffer=options.buffer, pace=options.pace,
+        buffer=options.buffer, pace=options.pace, signing=signing_of(options.sign),
     )  # fmt: skip
     notes = (*opened.catalog.source.notes, *_notes(cut))
     return PlannedSlim(opened, order, notes, cut.bytes, saved, tuple(equal), opened.catalog.source.zero_stage)

@@ -71,7 +71,9 @@ def listed_in(out: Location, there: Collection[str], *, merge: bool) -> set[str]
     """
     if manifest.NAME in there:
         try:
-            return {manifest.NAME, *(file.path for file in manifest.read(out / manifest.NAME).files)}
+            facts = manifest.read(out / manifest.NAME)
+            signature = {facts.signature} if facts.signature else set[str]()
+            return {manifest.NAME, *signature, *(file.path for file in facts.files)}
         except ZckptError as error:
             if not merge:
                 raise OutputError(

@@ -11,9 +11,10 @@ import shlex
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict
-from typing import Any
+from hashlib import sha256
+from typing import TYPE_CHECKING, Any
 
-from zckpt.base.errors import CorruptError, InconsistentError, UsageError
+from zckpt.base.errors import CorruptError, InconsistentError, UnsupportedError, UsageError
 from zckpt.base.pace import Pace
 from zckpt.engine.batches import progress_after
 from zckpt.engine.checksums import join
@@ -26,6 +27,9 @@ from zckpt.output.order import Delivered, Order, as_finished, fingerprint, manif
 from zckpt.output.staging import Staging, is_there
 from zckpt.storage.location import LocalPath, Location
 from zckpt.team.together import Team, team
+
+if TYPE_CHECKING:
+    from hashlib import _Hash
 
 
 def check_output(
@@ -54,6 +58,7 @@ def deliver(
     Raises:
         ZckptError: one of its kinds says what is wrong; what had the output's name before is unchanged then.
     """
+    _check_signing(order)
     if order.out.is_remote:
         from zckpt.output import delivery_to_address
 
@@ -75,7 +80,9 @@ def _lead(
 ) -> Delivered:
     """The work of the only process, or of process 0 of several."""
     names = [entry.name for _, entry in order.plan.pairs]
-    job = fingerprint(order.plan, order.copies, order.overflow, order.single)
+    key = (order.signing.signer.hint,) if order.signing else ()
+    job = fingerprint(order.plan, order.copies, order.overflow, order.single, *key)
+    hashes = _hashes(order, processes)
     watch = progress if processes.size == 1 else processes.watched(None)
     with Staging(
         order.out.path, single=order.single, names=order.names, job=job, overwrite=order.overwrite, merge=order.merge
@@ -106,14 +113,18 @@ def _lead(
                 )
             else:
                 engine = run(
-                    order.plan, staging.directory, progress=progress, done=kept, finished=finished, **order.how
-                ).engine
+                    order.plan, staging.directory, progress=progress, done=kept, finished=finished,
+                    consumers={path: digest.update for path, digest in hashes.items() if path not in kept}, **order.how,
+                ).engine  # fmt: skip
         else:
             processes.meet()
         overflows = overflows_of((file.overflows for file in made.values()), order.plan, order.overflow)
         if not staging.published:
             made.update((name, staging.copy(file, name)) for file, name in order.copies)
-            staging.commit(manifest_of(order, made.values()))
+            known = {path: digest.hexdigest() for path, digest in hashes.items() if path not in kept}
+            signing = order.signing
+            sign = None if signing is None else signing.of(order.out.path, staging.directory, made, known)
+            staging.commit(manifest_of(order, made.values()), sign)
     sizes = [(file.path, file.size) for file, _ in order.plan.files]
     sizes += [(name, file.size()) for file, name in order.copies]
     delivered = Delivered(
@@ -126,6 +137,37 @@ def _lead(
     )
     processes.meet(asdict(delivered))
     return delivered
+
+
+def _hashes(order: Order, processes: Team) -> dict[str, _Hash]:
+    """Path -> SHA-256 in the making, of the files of a signed output that can be hashed while they are written.
+
+    A file with checksums in it, and one that several processes write, is read again.
+    """
+    if order.signing is None or processes.size > 1:
+        return {}
+    return {output.path: sha256() for output, _ in order.plan.files if not output.checksums}
+
+
+def _check_signing(order: Order) -> None:
+    """Refuses a signature that could not be made, or would not cover what is there.
+
+    Raises:
+        UnsupportedError, UsageError: the output is at an address, one file, or put into a directory that exists.
+    """
+    if order.signing is None:
+        return
+    if order.out.is_remote:
+        raise UnsupportedError(
+            "an output at an address cannot be signed", file=order.out,
+            remedy="Write it to a directory on this machine with --sign, and copy that to the address.",
+        )  # fmt: skip
+    if order.single or order.merge:
+        raise UsageError(
+            "a signature is for a directory that zckpt writes whole", file=order.out,
+            found="a single file" if order.single else "a directory that exists", expected="a new directory as OUT",
+            remedy="Leave out --sign, or write a directory.",
+        )  # fmt: skip
 
 
 def _delivered_elsewhere(outcome: Any) -> Delivered:

@@ -17,6 +17,7 @@ from zckpt.engine.checksums import crc_of_file
 from zckpt.output.delivery import still_sound
 from zckpt.output.journal import Finished
 from zckpt.output.manifest import Manifest
+from zckpt.output.signature import Signing
 from zckpt.output.staging import Staging
 from zckpt.storage.fsync_queue import make_durable
 
@@ -52,6 +53,7 @@ class Making:
         end: is given the staged directory and all those files; makes the others, may rename some, and returns the manifest.
         overwrite: replace an existing output.
         pace: threads and I/O settings, for what an earlier run left.
+        signing: with which key the output is signed; None for none.
     """
 
     out: str
@@ -62,6 +64,7 @@ class Making:
     overwrite: bool
     pace: Pace
     needs: Callable[[str, str], Collection[str]] = lambda directory, name: ()
+    signing: Signing | None = None
 
     def carry_out(self, on_note: Callable[[str], None] = lambda note: None) -> Made:
         """Makes all files and publishes the output.
@@ -102,7 +105,9 @@ class Making:
                     "cannot be written", file=self.out, found=error.strerror or str(error),
                     remedy="Make room or get the right to write there, and run the same command again. Nothing was published.",
                 ) from error  # fmt: skip
-            staging.commit(manifest)
+            paths = [file.path for file in manifest.files]
+            signing = self.signing
+            staging.commit(manifest, None if signing is None else signing.of(self.out, staging.directory, paths, {}))
             sizes = tuple((file.path, file.nbytes) for file in manifest.files)
             return Made(sizes, len(done), (*notes, *staging.notes))
 

@@ -25,6 +25,8 @@ from zckpt.storage.json_files import read_json
 from zckpt.storage.location import Location
 
 NAME = "zckpt.json"
+SIGNATURE = "model.sig"
+"""The file with the signature of an output that has one (`signature`)."""
 
 _MOST_BYTES = 64 << 20
 _JOB = "user.zckpt.job"
@@ -41,7 +43,8 @@ class Manifest:
         options: further options that change the tensors: selection, names, overflow.
         tensors: how many; tied names count once.
         numel: elements in them.
-        files: all files of the output, without the manifest itself.
+        files: all files of the output, without the manifest itself and the signature, which signs the manifest too.
+        signature: name of the file with the signature; empty if there is none.
     """
 
     version: str
@@ -51,6 +54,7 @@ class Manifest:
     tensors: int
     numel: int
     files: tuple[Finished, ...]
+    signature: str = ""
 
     def as_bytes(self) -> bytes:
         """The file's contents."""
@@ -65,6 +69,7 @@ class Manifest:
                 {"path": file.path, "bytes": file.nbytes, "crc32": f"{file.crc32:08x}"}
                 for file in sorted(self.files, key=lambda file: file.path)
             ],
+            **({"signature": self.signature} if self.signature else {}),
         }
         return (json.dumps(facts, indent=2, ensure_ascii=False) + "\n").encode("utf-8", "surrogatepass")
 
@@ -106,7 +111,8 @@ def read(path: str | os.PathLike[str]) -> Manifest:
         IncompleteError: it lists no files.
         UnsafeError: it names files outside its directory.
     """
-    match read_json(path, _MOST_BYTES, "a manifest"):
+    facts = read_json(path, _MOST_BYTES, "a manifest")
+    match facts:
         case {
             "zckpt": str(version),
             "source": dict(source),
@@ -125,7 +131,8 @@ def read(path: str | os.PathLike[str]) -> Manifest:
         raise IncompleteError(
             "names no files", file=path, remedy="Make the output again, or verify it without this manifest."
         )
-    return Manifest(version, source, dtype, options, tensors, numel, listed)
+    signature = SIGNATURE if facts.get("signature") == SIGNATURE else ""
+    return Manifest(version, source, dtype, options, tensors, numel, listed, signature)
 
 
 def _file(entry: object, manifest: str) -> Finished:

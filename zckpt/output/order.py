@@ -24,6 +24,7 @@ from zckpt.engine.move import CastLoss as Overflowed
 from zckpt.engine.move import MoveOptions, Written
 from zckpt.output.journal import Finished
 from zckpt.output.manifest import Manifest
+from zckpt.output.signature import Signing
 from zckpt.storage.location import Location, location_of
 
 Overflow = Literal["error", "inf", "clamp"]
@@ -46,6 +47,7 @@ class Order:
         merge: put the files into an existing directory instead of replacing it.
         buffer: bytes that each thread gathers and writes at once; None for the default.
         pace: threads and I/O settings.
+        signing: with which key the output is signed; None for none.
     """
 
     plan: Plan
@@ -60,6 +62,7 @@ class Order:
     merge: bool = False
     buffer: int | None = None
     pace: Pace = field(default_factory=lambda: DEFAULT_PACE)
+    signing: Signing | None = None
 
     @property
     def how(self) -> MoveOptions:

@@ -12,7 +12,9 @@ from __future__ import annotations
 import contextlib
 import os
 import zlib
-from collections.abc import Collection
+from collections.abc import Callable, Collection
+from dataclasses import replace
+from hashlib import sha256
 from stat import S_IMODE, S_ISREG
 from types import TracebackType
 
@@ -225,11 +227,12 @@ class Staging:
             ) from error  # fmt: skip
         return Finished(name, nbytes, crc)
 
-    def commit(self, facts: Manifest) -> None:
+    def commit(self, facts: Manifest, sign: Callable[[str], bytes] | None = None) -> None:
         """Gives the output its name.
 
         Args:
             facts: the manifest.
+            sign: makes the signature's file, given the manifest's SHA-256; None for an output without a signature.
 
         Raises:
             OutputError: a step failed. The old output, if there was one, is unchanged; or, if it could not be restored, no file
@@ -243,7 +246,14 @@ class Staging:
             )
         try:
             name = os.path.basename(manifest.path_for(self.out, single=self._single))
-            manifest.write(os.path.join(self.directory, name), facts.as_bytes(), self._job)
+            contents = (replace(facts, signature=manifest.SIGNATURE) if sign else facts).as_bytes()
+            manifest.write(os.path.join(self.directory, name), contents, self._job)
+            if sign is not None:
+                manifest.write(os.path.join(self.directory, manifest.SIGNATURE), sign(sha256(contents).hexdigest()), "")
+                if changes is not None and changes.stays:
+                    self.notes += (
+                        f"The signature does not cover {examples(changes.stays)}, which zckpt did not write.",
+                    )
             swap = not self._single and self._can_swap(changes)
             seal = seal_of(
                 self._work, self.out, single=self._single, swap=swap, files=facts.files,
