@@ -126,6 +126,7 @@ MORE = {
         "composer-run": "trainers/composer_w1",
     },
     "docs/peft.md": {"several/checkpoint-500": "peft/several_zero3", "out/checkpoint-500": "peft/lora_zero2"},
+    "docs/merge.md": {"out/checkpoint-500": "peft/lora_zero3"},
     "docs/reshaping.md": {"tensor-parallel": "tensor/plain_tp2"},
 }
 """Page -> path -> fixture, for what only one page has."""
@@ -149,6 +150,10 @@ def prepare(page: str, home: Path) -> None:
         put(fixture, home / name)
     if page == "docs/rank-files.md":
         shutil.copy(FIXTURES / "flat/local_uneven_w3/shapes.json", home)
+    if page == "docs/merge.md":
+        shutil.copytree(FIXTURES / "peft/lora_zero3/base", home / "Llama")
+        for adapter in ("style", "facts"):
+            shutil.copytree(FIXTURES / "peft/lora_zero3/adapter", home / adapter)
     if page in CONVERTED:
         zckpt.convert(home / "out" / "checkpoint-500", home / "weights", dtype="bf16")
         zckpt.reshard(home / "out" / "checkpoint-500", home / "resumable", world_size=4)

@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from zckpt.jobs.diff import Diff, diff
     from zckpt.jobs.inspection import Inspection, inspect_checkpoint
     from zckpt.jobs.open import Checkpoint, open_checkpoint
-    from zckpt.jobs.options import Options
+    from zckpt.jobs.options import LoraMerge, Options
     from zckpt.jobs.planned import Report
     from zckpt.jobs.reshard import reshard
     from zckpt.jobs.to_dcp import to_dcp
@@ -67,6 +67,7 @@ __all__ = [
     "IncompleteError",
     "InconsistentError",
     "Inspection",
+    "LoraMerge",
     "NotACheckpointError",
     "Options",
     "OutputError",
@@ -110,6 +111,7 @@ _HOMES = {
     "Diff": "jobs.diff",
     "Form": "naming.transform",
     "Inspection": "jobs.inspection",
+    "LoraMerge": "jobs.options",
     "Options": "jobs.options",
     "PushReport": "hub",
     "ReadOptions": "layouts.save.listing",

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from fractions import Fraction
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 import pytest
 
+from zckpt._core import use_vector_paths
 from zckpt.core import plan as plans
 from zckpt.core.catalog import TensorEntry
 from zckpt.core.dtypes import BF16, F16, F32, F64
@@ -59,6 +61,53 @@ def test_products_and_steps_are_the_same_in_both(count: int) -> None:
         kernels.approach(total, b, 3.0)
         kernels.blend(total, a, 0.9, 1 - 0.9)
     assert same(x, y)
+
+
+@pytest.mark.parametrize("vector", [True, False])
+def test_a_thin_product_is_the_same_in_both(vector: bool) -> None:
+    """Of usual numbers, of random bits, and of numbers that cancel; every number of rows and columns that tiles leave over."""
+    use_vector_paths(vector)
+    try:
+        for rows, columns, rank in ((1, 1, 1), (3, 17, 2), (9, 65, 7), (66, 130, 33)):
+            for kind in range(3):
+                parts = [
+                    thin(kind, seed, count) for seed, count in enumerate((rows * columns, rows * rank, rank * columns))
+                ]
+                total, left, right = parts
+                other = total.copy()
+                NativeKernels().add_low_rank(total, left, right, rank, 0.3)
+                ReferenceKernels().add_low_rank(other, left, right, rank, 0.3)
+                assert same(total, other)
+    finally:
+        use_vector_paths(True)
+
+
+def thin(kind: int, seed: int, count: int) -> Any:
+    """Numbers for a product: about 1, any bits, or of many magnitudes."""
+    random = np.random.default_rng(seed)
+    if kind == 1:
+        return numbers(seed, max(count, len(SPECIAL)))[:count]
+    return (random.normal(size=count) * 10.0 ** (random.integers(-12, 12, count) * (kind // 2))).astype(np.float32)
+
+
+def test_a_thin_product_is_rounded_as_processors_fuse() -> None:
+    """Against exact arithmetic: each sum of a product is rounded once."""
+    random = np.random.default_rng(3)
+    left, right = (random.normal(size=12).astype(np.float32) for _ in range(2))
+    total = np.zeros(9, np.float32)
+    ReferenceKernels().add_low_rank(total, left, right, 4, 1.0)
+    for row, column in np.ndindex(3, 3):
+        wanted = np.float32(0)
+        for k in range(4):
+            exact = Fraction(float(left[row * 4 + k])) * Fraction(float(right[k * 3 + column])) + Fraction(
+                float(wanted)
+            )
+            near = [np.nextafter(np.float32(float(exact)), np.float32(way)) for way in (-np.inf, np.inf)]
+            near.append(np.float32(float(exact)))
+            wanted = min(near, key=lambda number: abs(Fraction(float(number)) - exact))
+        assert total[row * 3 + column] == wanted
+    with pytest.raises(ValueError, match="rank 5"):
+        NativeKernels().add_low_rank(total, left, right, 5, 1.0)
 
 
 def stored(path: Path, seed: int, dtype: Any = np.float32) -> tuple[TensorEntry, Any]:

@@ -22,9 +22,12 @@ from zckpt.core.dtypes import CAST_TARGETS, is_lossless
 from zckpt.engine.batches import progress_after
 from zckpt.engine.independent import differences
 from zckpt.jobs.convert import select
-from zckpt.jobs.options import OpenOptions, Options, output_dtype, to_dtype
+from zckpt.jobs.merged import merged_again
+from zckpt.jobs.open import Opened
+from zckpt.jobs.options import LoraMerge, OpenOptions, Options, output_dtype, to_dtype
 from zckpt.layouts.places import Place
 from zckpt.layouts.save.listing import ReadOptions
+from zckpt.naming.adapter_names import found_in
 from zckpt.naming.transform import formed_again
 from zckpt.output import manifest as manifests
 from zckpt.output.manifest import Manifest
@@ -39,6 +42,7 @@ def verify(
     tag: str | None = None,
     also: Sequence[str | os.PathLike[str]] = (),
     read_options: ReadOptions | None = None,
+    lora: LoraMerge | None = None,
     pace: Pace = DEFAULT_PACE,
     progress: Progress = None,
 ) -> Verification:
@@ -54,6 +58,7 @@ def verify(
         tag: which save, where there are several; by default the one that `latest` names.
         also: directories that hold other parts of the same checkpoint, such as other nodes' disks.
         read_options: how tensor- and pipeline-parallel files are joined, where they do not say it themselves.
+        lora: the base and the adapters that were merged into `converted`, where they are not in the checkpoint.
         pace: threads, bytes per second, and whether the page cache keeps what is read; None for each default.
         progress: a function that is called with the bytes read so far (a second argument, the total, is None: how much there
             is to read is found on the way); None shows a bar in a terminal or notebook, False shows none.
@@ -74,7 +79,7 @@ def verify(
         deletable = None
         if converted is not None:
             read = sum(file.store.size for file in state.files) if deep else 0
-            deletable = _compare(state, locate(converted), pace, progress_after(watch, read))
+            deletable = _compare(state, locate(converted), lora, pace, progress_after(watch, read))
     return Verification(
         path=redact(state.place.listing.directory.path),
         about=_about(state.catalog),
@@ -102,7 +107,11 @@ def _about(catalog: Catalog | None) -> str:
 
 
 def _compare(
-    state: Examined, converted: Location, pace: Pace, progress: Callable[[int], None] | None
+    state: Examined,
+    converted: Location,
+    lora: LoraMerge | None,
+    pace: Pace,
+    progress: Callable[[int], None] | None,
 ) -> tuple[bool, str]:
     """Adds checks on the output; returns whether the shards may be deleted, and why."""
     output = examined(converted, OpenOptions(), whole=True, pace=pace, progress=progress)
@@ -117,7 +126,7 @@ def _compare(
     facts = manifests.read(place) if place is not None and output.ok else None
     if facts is not None and not facts.dtype and "form" not in facts.options:  # nothing was cast, renamed or left out
         facts = None
-    wanted, left_out = _wanted(state.catalog, state.place, facts)
+    wanted, left_out = _wanted(state.catalog, state.place, facts, lora)
     problems, pairs, untied = _pairs(wanted, output.catalog, facts)
     run = compare_runs(state, output)
     read += check_compared(state, [entry for _, entry, _ in run.pairs], pace, progress_after(progress, read))
@@ -159,7 +168,9 @@ def _half_precision(pairs: Sequence[tuple[TensorEntry, TensorEntry]]) -> Iterato
             yield f"the model's own weight {b.name!r}", of, to
 
 
-def _wanted(catalog: Catalog, place: Place, facts: Manifest | None) -> tuple[Catalog, list[str]]:
+def _wanted(
+    catalog: Catalog, place: Place, facts: Manifest | None, lora: LoraMerge | None
+) -> tuple[Catalog, list[str]]:
     """The tensors that an output with the manifest's options holds, and the names of those that it leaves out."""
     if facts is None or not facts.options:
         return catalog, []
@@ -174,16 +185,21 @@ def _wanted(catalog: Catalog, place: Place, facts: Manifest | None) -> tuple[Cat
     form = facts.options.get("form")
     if "rename" in options:
         options["rename"] = [tuple(pair) for pair in options["rename"]]
+    left_out: tuple[str, ...] = ()
+    if isinstance(form, Mapping) and isinstance(merge := form.get("lora"), Mapping):
+        again = merged_again(Opened(catalog, place), merge, lora)
+        left_out = tuple(name for name in catalog if found_in(name))
+        catalog, place = again.catalog, again.place
+        form = {key: value for key, value in form.items() if key != "lora"} or None
     try:
         chosen = Options(**options)
-        left_out: tuple[str, ...] = ()
         if isinstance(form, Mapping) and "names" in form:  # here options mean the checkpoint's names
             kept = select(catalog, replace(chosen, rename=(), strip_prefix=""))
             dropped = catalog.tensors.keys() - kept.tensors.keys() - kept.aliases.keys()
             return formed_again(select(catalog, chosen), place, form).catalog, sorted(dropped)
         if isinstance(form, Mapping):
-            again = formed_again(catalog, place, form, chosen.exclude)
-            catalog, left_out = again.catalog, again.left_out
+            formed = formed_again(catalog, place, form, chosen.exclude)
+            catalog, left_out = formed.catalog, (*left_out, *formed.left_out)
         kept = select(catalog, replace(chosen, rename=(), strip_prefix=""))
         dropped = catalog.tensors.keys() - kept.tensors.keys() - kept.aliases.keys()
         return select(catalog, chosen), sorted({*left_out, *dropped})

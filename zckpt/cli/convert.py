@@ -135,6 +135,7 @@ def _register(app: typer.Typer, dtype: str) -> None:
         ckpt: o.Checkpoint,
         out: o.Out,
         weights: WeightOptions,
+        merging: o.Merging,
         selection: o.Selection,
         names: o.HubNames,
         source: o.SourceOptions,
@@ -146,7 +147,7 @@ def _register(app: typer.Typer, dtype: str) -> None:
         from zckpt.jobs.options import Options, to_dtype
 
         began = time.perf_counter()
-        groups = (weights, selection, names, source, speed, writing)
+        groups = (weights, merging, selection, names, source, speed, writing)
         options = o.chosen(Options, *groups, dtype=to_dtype(dtype))
         if out.startswith("hf://"):
             push.to_page(ckpt, out, options, shown.console, dry_run=writing.dry_run)
@@ -240,5 +241,7 @@ def _loader(planned: PlannedConversion, files: set[str]) -> str:
         return weights.format(out)
     if ".metadata" in files:
         return f"torch.distributed.checkpoint.load(state_dict, checkpoint_id={out!r})"
+    if any(".lora_" in name for name in planned.catalog):
+        return "PEFT after you put its adapter_config.json there; merged weights need --merge-lora, and the adapter alone to-peft"
     loader = f"transformers.AutoModelForCausalLM.from_pretrained({out!r})"
     return loader if "config.json" in files else f"{loader} after you copy the model's config.json there"

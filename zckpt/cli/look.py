@@ -82,6 +82,7 @@ def verify(
     converted: Converted = None,
     deep: Deep = False,
     *,
+    merged: o.MergedWith,
     source: o.SourceOptions,
     speed: o.Speed,
     shown: o.Shown,
@@ -98,6 +99,7 @@ def verify(
             tag=source.tag,
             also=source.also,
             read_options=source.read_options,
+            **merged.options(),
             pace=speed.pace,
             progress=progress or False,
         )

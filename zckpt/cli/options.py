@@ -87,6 +87,7 @@ _split = partial(typer.Option, rich_help_panel="Models split over ranks (tensor 
 what = partial(typer.Option, rich_help_panel="What to write")
 _tensors = partial(typer.Option, rich_help_panel="Which tensors")
 _names = partial(typer.Option, rich_help_panel="Names")
+_lora = partial(typer.Option, rich_help_panel="Adapters (LoRA)")
 _speed = partial(typer.Option, rich_help_panel="Speed")
 output = partial(typer.Option, rich_help_panel="Output")
 
@@ -130,6 +131,18 @@ MaxShardSize = Annotated[
 SHARD_BYTES = 5 * 10**9
 Sign = Annotated[
     str | None, output("--sign", metavar="KEY", help="Sign OUT with a private key: model.sig, for model_signing.")
+]
+BaseModel = Annotated[
+    str | None,
+    _lora(
+        "--base",
+        metavar="MODEL",
+        help="Base weights, if CKPT lacks them: a directory, or a name in the hub's local cache.",
+    ),
+]
+Adapters = Annotated[
+    list[str],
+    _lora("--adapter", metavar="DIR[:WEIGHT]", help="PEFT directory, or an adapter's name in CKPT. Repeatable."),
 ]
 
 
@@ -261,6 +274,48 @@ class HubNames(Names):
         from zckpt.naming.transform import Form
 
         return {**Names.options(self), "form": Form(self.to, self.config, self.layer_names, self.vocab_size)}
+
+
+@dataclass(frozen=True, repr=False, eq=False)
+class MergedWith(Group):
+    """What was merged into an output, and is not in the checkpoint."""
+
+    base: BaseModel = None
+    adapter: Adapters = field(default_factory=list)
+
+    def options(self) -> dict[str, Any]:  # noqa: D102
+        from zckpt.jobs.options import LoraMerge
+
+        given = self.base is not None or self.adapter
+        return {"lora": LoraMerge(base=self.base, adapters=tuple(self.adapter)) if given else None}
+
+
+@dataclass(frozen=True, repr=False, eq=False)
+class Merging(Group):
+    """Adapters that are merged into the weights."""
+
+    merge_lora: Annotated[
+        bool, _lora("--merge-lora", help="Merge LoRA adapters into the weights: those of CKPT, or --adapter.")
+    ] = False
+    base: BaseModel = None
+    adapter: Adapters = field(default_factory=list)
+    allow_untrained: Annotated[
+        bool, _lora("--allow-untrained", help="Merge an adapter whose matrices are all zeros, too.")
+    ] = False
+
+    def options(self) -> dict[str, Any]:  # noqa: D102
+        given = {"--base": self.base, "--adapter": self.adapter, "--allow-untrained": self.allow_untrained}
+        if not self.merge_lora:
+            if others := [name for name, value in given.items() if value]:
+                raise UsageError(
+                    f"{others[0]} is of use only with --merge-lora", found=f"{others[0]} without --merge-lora",
+                    remedy=f"Add --merge-lora, or leave out {others[0]}.",
+                )  # fmt: skip
+            return {}
+        from zckpt.jobs.options import LoraMerge
+
+        lora = LoraMerge(base=self.base, adapters=tuple(self.adapter), allow_untrained=self.allow_untrained)
+        return {"lora": lora}
 
 
 @dataclass(frozen=True, repr=False, eq=False)

@@ -116,6 +116,7 @@ def push(
     repo_id: RepoId,
     weights: PageWeights,
     page: PageOptions,
+    merging: o.Merging,
     selection: o.Selection,
     source: o.SourceOptions,
     speed: o.WriteSpeed,
@@ -129,7 +130,7 @@ def push(
     from zckpt.hub import load
     from zckpt.jobs.options import Options
 
-    options = o.chosen(Options, weights, selection, source, speed)
+    options = o.chosen(Options, weights, merging, selection, source, speed)
     planned = load(ckpt, weights.dtype.value if weights.dtype else None, options)
     carry_out(planned, page.target(repo_id), shown.console, dry_run=dry_run)
 

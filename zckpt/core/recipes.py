@@ -38,6 +38,13 @@ class Kernels(Protocol):
     def products(self, a: Floats, b: Floats) -> tuple[float, float, float]:
         """The sums of a * b, a * a and b * b, in fp64: of every 16th element in order, then these 16 sums in order."""
 
+    def add_low_rank(self, total: Floats, left: Floats, right: Floats, rank: int, scaling: float) -> None:
+        """Adds `scaling` times the matrix product of `left` (rows x rank) and `right` (rank x columns) to `total`, in place.
+
+        Each element of the product is a sum of fused multiply-adds in fp32, in the order of the ranks; it is multiplied and
+        added, each time rounded to fp32.
+        """
+
 
 class Tools(Protocol):
     """What a recipe computes with."""

@@ -176,6 +176,12 @@ nb::tuple products(uintptr_t a, uintptr_t b, size_t count) {
   return nb::make_tuple(sums.ab, sums.aa, sums.bb);
 }
 
+void add_low_rank(uintptr_t total, uintptr_t left, uintptr_t right, size_t rows, size_t columns, size_t rank, float scaling) {
+  const auto at = [](uintptr_t address) { return reinterpret_cast<const float*>(address); };  // NOLINT
+  nb::gil_scoped_release release;
+  zckpt::add_low_rank(const_cast<float*>(at(total)), at(left), at(right), rows, columns, rank, scaling);  // NOLINT
+}
+
 uint64_t begin_swap(zckpt::Swapper& swapper, int fd, bool write, nb::bytes stretches) {
   const auto all = structs<zckpt::Stretch>(stretches);
   nb::gil_scoped_release release;
@@ -219,6 +225,7 @@ NB_MODULE(_core, m) {
   m.def("approach", &approach, "total"_a, "numbers"_a, "count"_a, "divisor"_a);
   m.def("blend", &blend, "total"_a, "numbers"_a, "count"_a, "keep"_a, "weight"_a);
   m.def("products", &products, "a"_a, "b"_a, "count"_a);
+  m.def("add_low_rank", &add_low_rank, "total"_a, "left"_a, "right"_a, "rows"_a, "columns"_a, "rank"_a, "scaling"_a);
   nb::class_<zckpt::Swapper>(m, "Swapper")
       .def("__init__",
            [](zckpt::Swapper* self, unsigned threads, uint64_t block) {

@@ -19,4 +19,9 @@ struct Products {
 };
 Products products(const float* a, const float* b, size_t n);
 
+// Adds scaling * (left @ right) to a matrix of rows x columns; left has rows x rank numbers, right rank x columns. Each element of the
+// product is a sum of fused multiply-adds in fp32, in the order of the ranks: so torch's matrix product computes it on processors with
+// AVX2, but for very small matrices and for ranks of 256 and more. It is multiplied by scaling and added, each time rounded to fp32.
+void add_low_rank(float* total, const float* left, const float* right, size_t rows, size_t columns, size_t rank, float scaling);
+
 }  // namespace zckpt

@@ -41,6 +41,11 @@ class NativeKernels:
         """As `Kernels.products`."""
         return _core.products(_address(a), _address(b), len(a))
 
+    def add_low_rank(self, total: Floats, left: Floats, right: Floats, rank: int, scaling: float) -> None:
+        """As `Kernels.add_low_rank`."""
+        rows, columns = _shape(total, left, right, rank)
+        _core.add_low_rank(_address(total), _address(left), _address(right), rows, columns, rank, scaling)
+
 
 class ReferenceKernels:
     """The same in numpy."""
@@ -80,10 +85,47 @@ class ReferenceKernels:
                 found.append(float(lanes.cumsum()[-1]))
         return found[0], found[1], found[2]
 
+    def add_low_rank(self, total: Floats, left: Floats, right: Floats, rank: int, scaling: float) -> None:
+        """As `Kernels.add_low_rank`."""
+        import numpy as np
+
+        rows, columns = _shape(total, left, right, rank)
+        with np.errstate(all="ignore"):
+            product = np.zeros((rows, columns), np.float32)
+            for k in range(rank):
+                product = _fused(left[k::rank, None], right[None, k * columns : (k + 1) * columns], product)
+            total += (product * np.float32(scaling)).reshape(-1)
+
+
+def _fused(a: Any, b: Any, c: Any) -> Any:
+    """`a * b + c` in fp32, rounded once.
+
+    The product is exact in double precision. The sum is rounded there to odd, which does not matter to the second rounding, since
+    a double has more than twice the digits.
+    Source: Boldo and Melquiond, Emulation of FMA and correctly rounded sums: proved algorithms using rounding to odd, 2008.
+    """
+    import numpy as np
+
+    product, c = a.astype(np.float64) * b, c.astype(np.float64)
+    total = product + c
+    part = total - product
+    error = (product - (total - part)) + (c - part)
+    bits = total.view(np.int64)
+    inexact = (error != 0) & np.isfinite(total) & np.isfinite(error) & (bits & 1 == 0)
+    return (bits + inexact * np.where((error > 0) == (total > 0), 1, -1)).view(np.float64).astype(np.float32)
+
 
 def kernels_of(engine: str) -> Kernels:
     """The loops of the engine that works: "native" or "reference"."""
     return NativeKernels() if engine == "native" else ReferenceKernels()
+
+
+def _shape(total: Floats, left: Floats, right: Floats, rank: int) -> tuple[int, int]:
+    """Rows and columns of a product of two matrices that is added to `total`."""
+    rows, columns = len(left) // rank, len(right) // rank
+    if (rows * rank, columns * rank, rows * columns) != (len(left), len(right), len(total)):
+        raise ValueError(f"no product of {len(left)} and {len(right)} numbers of rank {rank} has {len(total)}")
+    return rows, columns
 
 
 def _address(array: Any) -> int:

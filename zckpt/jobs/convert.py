@@ -7,7 +7,7 @@ import re
 import time
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from zckpt.base.errors import UsageError
 from zckpt.base.progress import Progress
@@ -16,11 +16,13 @@ from zckpt.core.catalog import Catalog, TensorEntry
 from zckpt.core.dtypes import F32, DType
 from zckpt.core.plan import Plan
 from zckpt.engine import replicas
+from zckpt.jobs.merged import merged_with, with_merge
 from zckpt.jobs.open import Opened, open_catalog, strip_wrappers
 from zckpt.jobs.options import Options, output_dtype, to_dtype
 from zckpt.jobs.planned import Planned, Report, carried_out, protected
 from zckpt.layouts.plain.read import Format, WeightsTarget, lay_out
 from zckpt.layouts.save.companions import companions, config_file
+from zckpt.naming.adapter_names import unmerged
 from zckpt.naming.transform import formed, matches
 from zckpt.output.delivery import check_output
 from zckpt.output.order import Order
@@ -36,15 +38,19 @@ class PlannedConversion(Planned):
 
     Attributes:
         options: what was asked for.
+        sources: what the written tensors are computed from, where they are no copies.
     """
 
     options: Options
+    sources: tuple[Catalog, ...] = field(default=(), kw_only=True)
 
     def check(self) -> tuple[str, ...]:
         """As in `Planned`; with `allow_unknown_layout`, a contradiction is a sentence and not an error."""
         if not self.options.allow_unknown_layout:
+            for source in self.sources:
+                replicas.check(source)
             return Planned.check(self)
-        bad = [entry.name for entry, *_ in replicas.disagreements(self.catalog)]
+        bad = [entry.name for catalog in (*self.sources, self.catalog) for entry, *_ in replicas.disagreements(catalog)]
         if not bad:
             return ()
         return (
@@ -113,22 +119,30 @@ def prepare(
     if opened is None:
         opened = open_catalog(source, options)
     target, single = _target(place, options)
-    if place.path:
-        inputs = protected(opened, source, beside=options.beside)
-        check_output(place, single=single, overwrite=options.overwrite, protected=inputs, merge=options.merge)
     catalog, stripped = strip_wrappers(opened.catalog)
-    form = formed(catalog, opened.place, options.form, to_directory=not single, exclude=options.exclude)
+    merge = None if options.lora is None else merged_with(opened, catalog, options.lora)
+    if place.path:
+        inputs = protected(opened, source, beside=options.beside) | (merge.inputs if merge else set())
+        check_output(place, single=single, overwrite=options.overwrite, protected=inputs, merge=options.merge)
+    if merge is not None:
+        catalog, stripped = merge.catalog, (*stripped, *merge.notes)
+    elif note := unmerged(catalog):
+        stripped = (*stripped, note)
+    home = merge.place if merge else opened.place
+    form = formed(catalog, home, options.form, to_directory=not single, exclude=options.exclude)
     catalog = select(form.catalog, options)
     wanted = [(entry, output_dtype(entry, options.dtype)) for entry in catalog.tensors.values()]
     destination = lay_out(wanted, catalog.aliases, target)
     if not single:
         usual = options.dtype or usual_dtype(destination.entries.values())
-        config = config_file(opened.place.home, usual, form.config)
+        config = config_file(home.home, usual, form.config or (merge.config if merge else None))
         destination = replace(destination, files=(*destination.files, *([config] if config else [])))
     plan = Plan(destination.files, [(catalog.tensors[name], entry) for name, entry in destination.entries.items()])
-    copies = () if single else companions(opened.place.home)
-    order = order_for(options, plan, place, catalog, copies, form.recorded, single=single)
-    return PlannedConversion(opened, order, opened.catalog.source.notes + stripped + form.notes, options)
+    copies = () if single else merge.copies if merge else companions(opened.place.home)
+    recorded = form.recorded if merge is None else with_merge(form.recorded, merge.recorded)
+    order = order_for(options, plan, place, catalog, copies, recorded, single=single)
+    notes = opened.catalog.source.notes + stripped + form.notes
+    return PlannedConversion(opened, order, notes, options, sources=merge.sources if merge else ())
 
 
 _SELECTION = ("include", "exclude", "exclude_frozen", "strip_prefix", "rename", "overflow")

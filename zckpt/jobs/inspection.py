@@ -24,6 +24,7 @@ from zckpt.layouts.places import Place, find
 from zckpt.layouts.run import agreement
 from zckpt.layouts.save.family import Family
 from zckpt.layouts.save.listing import UNIVERSAL_POINTER, ReadOptions
+from zckpt.naming.adapter_names import unmerged
 from zckpt.storage.location import locate
 
 _ROLES: tuple[tuple[Role, str], ...] = (("parameter", "trainable"), ("frozen", "frozen"))
@@ -214,7 +215,7 @@ def inspect_checkpoint(
     else:
         place = opened.place
         catalog, stripped = strip_wrappers(opened.catalog)
-        notes = opened.catalog.source.notes + stripped
+        notes = opened.catalog.source.notes + stripped + tuple(filter(None, [unmerged(catalog)]))
         exportable = Verdict(True, f"{count(len(catalog), 'tensor is', 'tensors are')} complete")
     grid = grid_of(place.listing, catalog)
     return Inspection(place, catalog, grid, exportable, _resumable(place, catalog, grid), notes)

@@ -73,6 +73,23 @@ class WriteOptions(OpenOptions):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class LoraMerge:
+    """Adapters that are merged into the weights.
+
+    Attributes:
+        base: the weights that they were trained on: a directory in any layout, or the name of a model in the hub's cache on this
+            machine; None where the checkpoint holds them.
+        adapters: names of adapters in the checkpoint, or directories of PEFT; with a weight as `"style:0.5"` or `("style", 0.5)`.
+            Empty for the checkpoint's only one.
+        allow_untrained: merge an adapter whose matrices are all zeros, too.
+    """
+
+    base: str | os.PathLike[str] | None = None
+    adapters: Sequence[str | os.PathLike[str] | tuple[str | os.PathLike[str], float]] = ()
+    allow_untrained: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Options(WriteOptions):
     """What a conversion is to do.
 
@@ -89,6 +106,7 @@ class Options(WriteOptions):
         merge: put the files into an existing directory instead of replacing it.
         beside: allow an output beside the input's tag directories.
         form: names and order of rows that the tensors get, as `--to`, `--config` and `--layer-names` do.
+        lora: adapters to merge into the weights; None to write the checkpoint as it is. Of jobs that write whole weights.
     """
 
     dtype: DType | None = F32
@@ -103,6 +121,7 @@ class Options(WriteOptions):
     merge: bool = False
     beside: bool = False
     form: Form = field(default_factory=Form)
+    lora: LoraMerge | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,32 +8,28 @@ Source: PEFT 0.21.2, peft_model.py `save_pretrained` (files and sub-directories)
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 
-from zckpt.base.errors import CorruptError, UnsupportedError, UsageError
+from zckpt.base.errors import UnsupportedError
 from zckpt.base.progress import Progress, reported
 from zckpt.base.words import count, examples
 from zckpt.core.catalog import Catalog, TensorEntry
 from zckpt.core.dtypes import DType
 from zckpt.core.plan import Plan, literal_file
+from zckpt.jobs.adapters import CONFIG, WEIGHTS, chosen, config_path, made_config, read_adapter_config
 from zckpt.jobs.convert import PlannedConversion, order_for
-from zckpt.jobs.open import Opened, open_catalog, strip_wrappers
+from zckpt.jobs.open import open_catalog, strip_wrappers
 from zckpt.jobs.options import PeftOptions, output_dtype, to_dtype
 from zckpt.jobs.planned import Report, execute, protected
 from zckpt.layouts.plain.read import Destination, WeightsTarget, lay_out
 from zckpt.layouts.save.companions import companions
-from zckpt.naming.adapter_config import META, config_of_meta
 from zckpt.naming.adapter_names import Found, adapters_in, only_adapter
 from zckpt.output.checks import check_path
-from zckpt.storage.json_files import read_json
 from zckpt.storage.location import locate
-
-WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
 
 _BORN_ZERO = re.compile(r".*\.(?:lora_B\.weight|lora_embedding_A)")
 """What a LoRA begins with as zeros, so that it changes nothing; zeros after training mean that nothing was learned."""
@@ -120,22 +116,22 @@ def prepare(checkpoint: str | os.PathLike[str], out: str | os.PathLike[str], opt
     catalog, stripped = strip_wrappers(opened.catalog)
     found = adapters_in(catalog)
     names = sorted({it.adapter for it in found.values()})
-    adapter = _chosen(options.adapter, names, catalog)
-    config_path = _config_path(opened, adapter, alone=len(names) == 1)
-    config = _read_config(config_path) if config_path else {}
+    adapter = chosen(options.adapter, names, catalog)
+    said = config_path(opened, adapter, alone=len(names) == 1)
+    config = read_adapter_config(said) if said else {}
     _check_method(adapter, found, config, catalog.source.path)
     bias = str(config.get("bias") or "none")
     own, others = only_adapter(catalog, adapter, bias)
     selected = own.tensors
     wanted = [(entry, output_dtype(entry, options.dtype)) for entry in selected.values()]
     destination = lay_out(wanted, {}, WeightsTarget("safetensors", file=WEIGHTS))
-    made = None if config_path else _made_config(opened, adapter, selected, found)
-    if config_path:
-        destination = _with_config(destination, locate(config_path).read())
+    made = None if said else made_config(opened, adapter, selected, found)
+    if said:
+        destination = _with_config(destination, locate(said).read())
     elif made:
         destination = _with_config(destination, made[1].encode())
     notes = [*opened.catalog.source.notes, *stripped, *_loose(catalog, found, others)]
-    if not config_path:
+    if not said:
         notes.append(made[0] if made else _without_config(adapter, selected))
     order = order_for(
         options,
@@ -163,63 +159,6 @@ def carry_out(
             f"not trained, or something else was saved: {examples(untrained)}.",
         )
     return AdapterReport(**{**asdict(report), "notes": notes}, adapter=planned.adapter, untrained=untrained)
-
-
-def _chosen(adapter: str | None, names: Sequence[str], catalog: Catalog) -> str:
-    """The adapter to write.
-
-    Raises:
-        UsageError: there is none, or none of that name, or several.
-    """
-    if not names:
-        raise UsageError(
-            "the checkpoint has no adapter", file=catalog.source.path,
-            found=f"{len(catalog):,} tensors such as {examples(catalog)}",
-            expected="names with 'lora_A.<adapter>', 'modules_to_save.<adapter>' or the like",
-            remedy="Use to-bf16 for the whole model.",
-        )  # fmt: skip
-    if adapter is None and len(names) > 1:
-        raise UsageError(
-            "the checkpoint has several adapters", file=catalog.source.path, found=", ".join(map(repr, names)),
-            remedy=f"Choose one of them, such as --adapter {names[0]}.",
-        )  # fmt: skip
-    if adapter is not None and adapter not in names:
-        raise UsageError(
-            f"there is no adapter {adapter!r}",
-            file=catalog.source.path,
-            found=", ".join(map(repr, names)),
-            remedy="Pass one of these with --adapter.",
-        )
-    return adapter or names[0]
-
-
-def _config_path(opened: Opened, adapter: str, *, alone: bool) -> str | None:
-    """The adapter's `adapter_config.json`: of any but the default one, in a sub-directory of its name."""
-    homes = dict.fromkeys((opened.place.home, opened.place.listing.directory))
-    places = [home / adapter / CONFIG for home in homes if os.path.basename(adapter) == adapter]
-    if alone or adapter == "default":
-        places += [home / CONFIG for home in homes]
-    return next((place.path for place in places if place.is_file()), None)
-
-
-def _read_config(path: str) -> Mapping[str, object]:
-    config = read_json(path, 16 << 20, f"an {CONFIG}")
-    if not isinstance(config, dict):
-        raise CorruptError(f"{CONFIG} is not an object", file=path, found=type(config).__name__)
-    return config
-
-
-def _made_config(
-    opened: Opened, adapter: str, selected: Mapping[str, TensorEntry], found: Mapping[str, Found]
-) -> tuple[str, str] | None:
-    """A sentence and a config, from what verl keeps of a LoRA; None where it kept nothing. Errors as in `config_of_meta`."""
-    path = opened.place.listing.directory / META
-    if not path.is_file():
-        return None
-    whole = [name for name, it in found.items() if it.adapter == adapter and ".modules_to_save." in name]
-    config = config_of_meta(read_json(path.path, 1 << 20, f"a {META}"), path.path, selected, whole, opened.catalog)
-    note = f"{CONFIG} is made of {META!r} and the tensors: it names no base model, and no lora_dropout."
-    return note, json.dumps(config, indent=2) + "\n"
 
 
 def _with_config(destination: Destination, text: bytes) -> Destination:

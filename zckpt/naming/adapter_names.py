@@ -20,6 +20,7 @@ from zckpt.core.catalog import Catalog, replace_name
 
 _METHODS = "lora|hada|lokr|ia3|oft|boft|hra|miss|c3a|ln_tuning|trainable_tokens|vera_lambda|road|waveft|gralora|delora"
 _TUNED = re.compile(rf"(?P<module>(?:.*?\.)?(?:{_METHODS})_\w+)\.(?P<adapter>[^.]+)(?P<rest>\.[^.]+)?")
+_LORA = re.compile(r"\.lora_(?:embedding_)?A(?:\.|$)")
 _WHOLE = re.compile(r"(?P<module>.*?)\.modules_to_save\.(?P<adapter>[^.]+)(?P<rest>\..+)")
 _PROMPT = re.compile(r"(?:.*\.)?prompt_encoder\.(?P<adapter>[^.]+)\.(?P<rest>.+)")
 _BASE = "base_model.model."
@@ -62,6 +63,20 @@ def _rooted(name: str) -> str:
 def adapters_in(catalog: Catalog) -> dict[str, Found]:
     """Name -> the adapter's tensor, for all tensors of adapters."""
     return {name: it for name in (*catalog, *catalog.aliases) if (it := found_in(name))}
+
+
+def unmerged(catalog: Catalog) -> str:
+    """A sentence where a checkpoint's weights have LoRA adapters beside them, or are adapters alone; "" where they have none."""
+    modules = {name.partition(".lora_")[0]: name for name in (*catalog, *catalog.aliases) if _LORA.search(name)}
+    if not modules:
+        return ""
+    with_base = {name.rpartition(".base_layer.")[0] for name in (*catalog, *catalog.aliases) if ".base_layer." in name}
+    here = "" if modules.keys() & with_base else ", and the base model's weights are not here"
+    base = " --base MODEL" if here else ""
+    return (
+        f"These are a PEFT model's weights, with adapters such as {next(iter(modules.values()))!r}{here}. "
+        f"Add --merge-lora{base} for merged weights that transformers loads, or use to-peft for the adapter alone."
+    )
 
 
 def only_adapter(catalog: Catalog, adapter: str, bias: str = "none") -> tuple[Catalog, tuple[str, ...]]:

@@ -1,0 +1,82 @@
+"""An adapter in a checkpoint: which one is meant, and its config.
+
+For `to_peft` and `merged`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+
+from zckpt.base.errors import CorruptError, UsageError
+from zckpt.base.words import examples
+from zckpt.core.catalog import Catalog, TensorEntry
+from zckpt.jobs.open import Opened
+from zckpt.naming.adapter_config import META, config_of_meta
+from zckpt.naming.adapter_names import Found
+from zckpt.storage.json_files import read_json
+
+WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
+
+
+def chosen(adapter: str | None, names: Sequence[str], catalog: Catalog) -> str:
+    """The adapter to write.
+
+    Raises:
+        UsageError: there is none, or none of that name, or several.
+    """
+    if not names:
+        raise UsageError(
+            "the checkpoint has no adapter", file=catalog.source.path,
+            found=f"{len(catalog):,} tensors such as {examples(catalog)}",
+            expected="names with 'lora_A.<adapter>', 'modules_to_save.<adapter>' or the like",
+            remedy="Use to-bf16 for the whole model.",
+        )  # fmt: skip
+    if adapter is None and len(names) > 1:
+        raise UsageError(
+            "the checkpoint has several adapters", file=catalog.source.path, found=", ".join(map(repr, names)),
+            remedy=f"Choose one of them, such as --adapter {names[0]}.",
+        )  # fmt: skip
+    if adapter is not None and adapter not in names:
+        raise UsageError(
+            f"there is no adapter {adapter!r}",
+            file=catalog.source.path,
+            found=", ".join(map(repr, names)),
+            remedy="Pass one of these with --adapter.",
+        )
+    return adapter or names[0]
+
+
+def config_path(opened: Opened, adapter: str, *, alone: bool) -> str | None:
+    """The adapter's `adapter_config.json`: of any but the default one, in a sub-directory of its name."""
+    homes = dict.fromkeys((opened.place.home, opened.place.listing.directory))
+    places = [home / adapter / CONFIG for home in homes if os.path.basename(adapter) == adapter]
+    if alone or adapter == "default":
+        places += [home / CONFIG for home in homes]
+    return next((place.path for place in places if place.is_file()), None)
+
+
+def read_adapter_config(path: str) -> Mapping[str, object]:
+    """What an `adapter_config.json` says.
+
+    Raises:
+        CorruptError: it is no JSON object.
+    """
+    config = read_json(path, 16 << 20, f"an {CONFIG}")
+    if not isinstance(config, dict):
+        raise CorruptError(f"{CONFIG} is not an object", file=path, found=type(config).__name__)
+    return config
+
+
+def made_config(
+    opened: Opened, adapter: str, selected: Mapping[str, TensorEntry], found: Mapping[str, Found]
+) -> tuple[str, str] | None:
+    """A sentence and a config, from what verl keeps of a LoRA; None where it kept nothing. Errors as in `config_of_meta`."""
+    path = opened.place.listing.directory / META
+    if not path.is_file():
+        return None
+    whole = [name for name, it in found.items() if it.adapter == adapter and ".modules_to_save." in name]
+    config = config_of_meta(read_json(path.path, 1 << 20, f"a {META}"), path.path, selected, whole, opened.catalog)
+    note = f"{CONFIG} is made of {META!r} and the tensors: it names no base model, and no lora_dropout."
+    return note, json.dumps(config, indent=2) + "\n"

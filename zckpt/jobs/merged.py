@@ -1,0 +1,396 @@
+"""A checkpoint with its adapters merged: which base, which adapters, and what the merged model is made of.
+
+For `convert`, and for `verify`, which must expect the same. Adapters come from the checkpoint or from directories of PEFT, base
+weights from the checkpoint or from `--base`; `naming.merge` says what the merged weights are.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from zckpt.base.errors import IncompleteError, UsageError
+from zckpt.base.words import count, examples, joined
+from zckpt.core.catalog import Catalog, TensorEntry
+from zckpt.engine.elements import ElementReader, elements
+from zckpt.jobs.adapters import CONFIG, chosen, config_path, made_config, read_adapter_config
+from zckpt.jobs.open import Opened, open_catalog, strip_wrappers
+from zckpt.jobs.options import LoraMerge
+from zckpt.layouts.places import Place
+from zckpt.layouts.save.companions import companions, read_config
+from zckpt.naming.adapter_names import Found, adapters_in, found_in, only_adapter
+from zckpt.naming.adapter_weights import AdapterWeights, bare
+from zckpt.naming.merge import base_of, merged
+from zckpt.storage.location import Location, locate
+
+_WEIGHTED = re.compile(r"(?P<path>.+):(?P<weight>[-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?)")
+_HUB_NAME = re.compile(r"(?P<name>[\w.-]+(?:/[\w.-]+)?)(?:@(?P<revision>[\w./-]+))?")
+_IN_FILES = (".lora_A.weight", ".lora_embedding_A", ".trainable_tokens_delta")
+_AT_ONCE = 1 << 20
+"""Elements of an adapter that are looked at together."""
+
+
+@dataclass(frozen=True, slots=True)
+class Merged:
+    """A checkpoint with adapters merged.
+
+    Attributes:
+        catalog: the merged model.
+        place: where its config is.
+        config: what its `config.json` is to say, where it changes; None for what it says.
+        notes: sentences for the user.
+        recorded: facts for the manifest.
+        copies: (location, name in the output) of tokenizer files and the like.
+        sources: catalogs whose tensors must not contradict themselves.
+        inputs: directories that the output must leave alone.
+    """
+
+    catalog: Catalog
+    place: Place
+    config: Mapping[str, object] | None
+    notes: tuple[str, ...]
+    recorded: Mapping[str, object]
+    copies: tuple[tuple[Location, str], ...]
+    sources: tuple[Catalog, ...]
+    inputs: frozenset[Location]
+
+
+def merged_with(opened: Opened, catalog: Catalog, lora: LoraMerge) -> Merged:
+    """The checkpoint with adapters merged.
+
+    Args:
+        opened: the checkpoint.
+        catalog: its tensors, without what wrappers put into their names.
+        lora: which adapters, on which base.
+
+    Raises:
+        UsageError: there is no adapter, or it is not said which; or the base is not there.
+        IncompleteError: base weights are missing, or an adapter was never trained.
+        ZckptError: another kind says what does not fit.
+    """
+    base = None if lora.base is None else _opened_base(lora.base)
+    adapters, homes = _adapters(opened, catalog, lora, with_base=base is None)
+    own = replace(catalog, tensors={}, aliases={}) if _is_adapter_file(catalog) else base_of(catalog)
+    if base is None:
+        weights = own
+    else:
+        weights = _with_trained(base_of(strip_wrappers(base.catalog)[0]), own, catalog)
+    config_home = (base or opened).place.home
+    config = read_config(config_home)
+    if base is None:
+        _check_base(weights, adapters, opened)
+    model = merged(weights, adapters, config)
+    notes = [*model.notes]
+    recorded: list[object] = []
+    for adapter in adapters:
+        digest, begin_as_zeros, empty = _looked_at(adapter)
+        if (
+            empty
+            and len(empty) == begin_as_zeros
+            and not adapter.whole
+            and not adapter.tokens
+            and not lora.allow_untrained
+        ):
+            raise IncompleteError(
+                f"adapter {adapter.name!r} changes nothing: it was not trained, or something else was saved", file=adapter.file,
+                found=f"{count(len(empty), 'matrix', 'matrices')} of zeros, such as {examples(empty)}",
+                expected="numbers other than zero",
+                remedy="Use the save of a trained adapter, or pass --allow-untrained to merge it all the same.",
+            )  # fmt: skip
+        if empty:
+            notes.append(
+                f"{count(len(empty), 'matrix', 'matrices')} of adapter {adapter.name!r} held zeros alone: {examples(empty)}."
+            )
+        inside = adapter.file == opened.place.listing.directory.path
+        recorded.append({"in_checkpoint": inside, **_facts(adapter, digest)})
+    said = joined([repr(one.name) + ("" if one.weight == 1 else f" times {one.weight:g}") for one in adapters])
+    notes.insert(0, f"Adapter {said}: merged into {count(len(model.changed), 'tensor')} of the base model.")
+    if unmerged := sorted({it.adapter for it in adapters_in(catalog).values()} - {one.name for one in adapters}):
+        notes.append(f"{examples(unmerged)}: in the checkpoint, and not merged, since --adapter does not name it.")
+    facts: dict[str, object] = {
+        "adapters": recorded,
+        "base": None if base is None else base.catalog.source.as_json(base.catalog.topology),
+    }
+    places = dict.fromkeys(
+        [*([base.place.home] if base else []), opened.place.home, *(homes if len(homes) == 1 else ())]
+    )
+    copies = {name: file for home in places for file, name in companions(home)}
+    place = opened.place if base is None else replace(opened.place, home=base.place.home)
+    sources = [weights, *(Catalog(one.tensors, opened.catalog.source) for one in adapters)]
+    tensors, aliases = model.catalog.tensors, model.catalog.aliases
+    views = (*catalog.views, *(weights.views if base is not None else ()))
+    return Merged(
+        catalog=replace(catalog, tensors=tensors, aliases=aliases, padding=(), views=views),
+        place=place,
+        config=_untied(config) if model.untied and config is not None else None,
+        notes=tuple(notes),
+        recorded=facts,
+        copies=tuple((file, name) for name, file in sorted(copies.items())),
+        sources=tuple(sources),
+        inputs=frozenset([*homes, *([base.place.home] if base else [])]),
+    )
+
+
+def merged_again(opened: Opened, facts: Mapping[str, object], lora: LoraMerge | None) -> Merged:
+    """What an output with these facts in its manifest was made of.
+
+    Args:
+        opened: the checkpoint.
+        facts: that `with_merge` recorded.
+        lora: the base and the adapters, where they are not in the checkpoint.
+
+    Raises:
+        UsageError: it is not said where they are.
+    """
+    recorded = facts.get("adapters")
+    adapters = [one for one in recorded if isinstance(one, dict)] if isinstance(recorded, list) else []
+    weights = [weight if isinstance(weight := one.get("weight"), float) else 1.0 for one in adapters]
+    both = zip(adapters, weights, strict=True)
+    inside = [(str(one.get("name")), weight) for one, weight in both if one.get("in_checkpoint")]
+    given = lora or LoraMerge()
+    needs = [name for name, lacks in (
+        ("--base", facts.get("base") is not None and given.base is None),
+        ("--adapter", len(inside) < len(adapters) and not given.adapters and not _is_adapter_file(opened.catalog)),
+    ) if lacks]  # fmt: skip
+    if needs:
+        raise UsageError(
+            "the output was merged of more than the checkpoint", file=opened.place.listing.directory,
+            found=f"no {joined(needs)}", expected="the same base and adapters as when it was made",
+            remedy=f"Pass {joined(needs)} as to the command that made it.",
+        )  # fmt: skip
+    if not given.adapters and not _is_adapter_file(opened.catalog):
+        given = replace(given, adapters=tuple(inside))
+    return merged_with(opened, opened.catalog, replace(given, allow_untrained=True))
+
+
+def with_merge(recorded: Mapping[str, object], facts: Mapping[str, object]) -> dict[str, object]:
+    """What the manifest records of the output's form, with what was merged."""
+    form = recorded.get("form")
+    return {**recorded, "form": {**(form if isinstance(form, Mapping) else {}), "lora": dict(facts)}}
+
+
+def _untied(config: Mapping[str, object]) -> dict[str, object]:
+    """A config that says that head and embedding are not tied."""
+    found = {**config, "tie_word_embeddings": False}
+    text = config.get("text_config")
+    return {**found, "text_config": {**text, "tie_word_embeddings": False}} if isinstance(text, Mapping) else found
+
+
+def _facts(adapter: AdapterWeights, digest: str) -> dict[str, object]:
+    """What the manifest says of an adapter."""
+    keys = ("r", "lora_alpha", "use_rslora", "use_dora", "rank_pattern", "alpha_pattern")
+    config = {key: adapter.config[key] for key in keys if adapter.config.get(key)}
+    return {"name": adapter.name, "weight": adapter.weight, **config, "tensors": len(adapter.tensors), "sha256": digest}
+
+
+def _with_trained(base: Catalog, own: Catalog, catalog: Catalog) -> Catalog:
+    """The base with what the checkpoint trained beside its adapters, where it says what it trained.
+
+    Raises:
+        InconsistentError: such a tensor is not of the base.
+    """
+    if catalog.source.zero_stage is None and not any(entry.role == "frozen" for entry in catalog.tensors.values()):
+        return base
+    trained = {name: entry for name, entry in own.tensors.items() if entry.role == "parameter" and name in base.tensors}
+    return replace(base, tensors={**base.tensors, **trained})
+
+
+def _check_base(weights: Catalog, adapters: Sequence[AdapterWeights], opened: Opened) -> None:
+    """Makes sure that there are base weights at all.
+
+    Raises:
+        IncompleteError: there are none, and `--base` was not given.
+    """
+    first = next((one for one in adapters if one.factors or one.tokens), None)
+    if first is None or weights.tensors.keys() & {
+        f"{bare(module)}.weight" for module in (*first.factors, *first.tokens)
+    }:
+        return
+    if any(name.startswith(f"{bare(module)}.") for module in first.factors for name in weights.tensors):
+        return
+    named = first.config.get("base_model_name_or_path")
+    base = str(named) if named else "MODEL"
+    module = next(iter((*first.factors, *first.tokens)))
+    raise IncompleteError(
+        f"the base model's weights are missing, such as {bare(module) + '.weight'!r}", file=opened.place.listing.directory,
+        found=f"{count(len(weights.tensors), 'tensor')} beside the adapters", expected="the weights that they were trained on",
+        remedy=f"Pass them with --base {base}, or write the adapter alone with to-peft.",
+    )  # fmt: skip
+
+
+def _opened_base(base: str | os.PathLike[str]) -> Opened:
+    """The base model: a directory of weights in any layout, or a model in the local cache of the hub.
+
+    Raises:
+        UsageError: it is neither, or it has adapters itself.
+    """
+    place = locate(base)
+    if not place.is_dir() and not place.is_file():
+        place = locate(_in_cache(os.fspath(base)))
+    opened = open_catalog(place)
+    if found := next((name for name in opened.catalog if found_in(name) or ".lora_A." in name), None):
+        raise UsageError(
+            "the base model has adapters itself", file=place, found=repr(found), expected="weights without adapters",
+            remedy="Pass with --base the model that the adapters were trained on, or merge these first.",
+        )  # fmt: skip
+    return opened
+
+
+def _in_cache(name: str) -> str:
+    """The directory of a model in the hub's cache on this machine; nothing is fetched.
+
+    Raises:
+        UsageError: it is not there.
+    """
+    found = _HUB_NAME.fullmatch(name)
+    reason = "no such file or directory"
+    if found:
+        import huggingface_hub
+
+        try:
+            return str(
+                huggingface_hub.snapshot_download(found["name"], revision=found["revision"], local_files_only=True)
+            )
+        except Exception as error:  # whatever the hub's client raises
+            reason = f"{reason}, and no such model in the local cache ({type(error).__name__})"
+    raise UsageError(
+        "the base model is not here", file=name, found=reason,
+        expected="a directory of weights, or the name of a model in the hub's cache on this machine",
+        remedy="Correct --base, or fetch the model first with `hf download`.",
+    )  # fmt: skip
+
+
+def _adapters(
+    opened: Opened, catalog: Catalog, lora: LoraMerge, *, with_base: bool
+) -> tuple[list[AdapterWeights], list[Location]]:
+    """The adapters to merge, in order, and the directories of those that are not in the checkpoint."""
+    found = adapters_in(catalog)
+    names = sorted({it.adapter for it in found.values()})
+    if not lora.adapters:
+        if not names and _is_adapter_file(catalog):
+            return [_of_directory(opened, catalog, 1.0)], [opened.place.home]
+        return [_of_checkpoint(opened, catalog, found, chosen(None, names, catalog), 1.0, with_base=with_base)], []
+    adapters: list[AdapterWeights] = []
+    homes: list[Location] = []
+    if _is_adapter_file(catalog):
+        raise UsageError(
+            "the checkpoint is an adapter itself", file=opened.place.listing.directory, found="--adapter beside it",
+            remedy="Pass the base model as CKPT, and each adapter with --adapter.",
+        )  # fmt: skip
+    for said in lora.adapters:
+        path, weight = _weighted(said, names)
+        if path in names:
+            adapters.append(_of_checkpoint(opened, catalog, found, path, weight, with_base=with_base))
+            continue
+        other = _opened_adapter(path, names)
+        own, _ = strip_wrappers(other.catalog)
+        there = adapters_in(own)
+        if there:
+            name = chosen(None, sorted({it.adapter for it in there.values()}), own)
+            adapters.append(
+                replace(_of_checkpoint(other, own, there, name, weight, with_base=False), name=other.place.home.name)
+            )
+        else:
+            adapters.append(_of_directory(other, own, weight))
+        homes.append(other.place.home)
+    return adapters, homes
+
+
+def _weighted(
+    said: str | os.PathLike[str] | tuple[str | os.PathLike[str], float], names: Sequence[str]
+) -> tuple[str, float]:
+    """A path or an adapter's name, and its weight: of `out/style:0.5`, and of a pair."""
+    if isinstance(said, tuple):
+        return os.fspath(said[0]), float(said[1])
+    text = os.fspath(said)
+    match = _WEIGHTED.fullmatch(text)
+    if match is None or text in names or locate(text).is_dir() or locate(text).is_file():
+        return text, 1.0
+    return match["path"], float(match["weight"])
+
+
+def _opened_adapter(path: str, names: Sequence[str]) -> Opened:
+    place = locate(path)
+    if not place.is_dir() and not place.is_file():
+        raise UsageError(
+            "there is no such adapter", file=path, found=f"{examples(names) or 'none'} in the checkpoint",
+            expected="a directory with adapter_model.safetensors, or the name of an adapter of the checkpoint",
+            remedy="Correct --adapter.",
+        )  # fmt: skip
+    return open_catalog(place)
+
+
+def _is_adapter_file(catalog: Catalog) -> bool:
+    """Whether these are the tensors of `adapter_model.safetensors`, which say no adapter's name."""
+    return not adapters_in(catalog) and any(name.endswith(_IN_FILES) for name in catalog)
+
+
+def _of_checkpoint(
+    opened: Opened, catalog: Catalog, found: Mapping[str, Found], name: str, weight: float, *, with_base: bool
+) -> AdapterWeights:
+    """An adapter in a checkpoint of a PEFT model.
+
+    Raises:
+        IncompleteError: there is no config of it.
+    """
+    names = {it.adapter for it in found.values()}
+    path = config_path(opened, name, alone=len(names) == 1)
+    where = opened.place.listing.directory.path
+    if path is not None:
+        config: Mapping[str, object] = read_adapter_config(path)
+        own, _ = only_adapter(catalog, name, str(config.get("bias") or "none"))
+    else:
+        own, _ = only_adapter(catalog, name)
+        made = made_config(opened, name, own.tensors, found)
+        if made is None:
+            raise _no_config(name, where, opened.place.home.path)
+        config = json.loads(made[1])
+    return AdapterWeights(name, where, own.tensors, config, path or where, weight, with_base)
+
+
+def _no_config(name: str, where: str, home: str) -> IncompleteError:
+    return IncompleteError(
+        f"there is no {CONFIG} of adapter {name!r}", file=where, found="its tensors alone, which do not say lora_alpha",
+        expected=f"{CONFIG} in {home}", remedy="Save the run's LoraConfig there, with its save_pretrained.",
+    )  # fmt: skip
+
+
+def _of_directory(opened: Opened, catalog: Catalog, weight: float) -> AdapterWeights:
+    """An adapter as PEFT saves it."""
+    home = opened.place.home
+    file = opened.place.listing.directory.path
+    config = next(
+        (place for place in (home / CONFIG, opened.place.listing.directory / CONFIG) if place.is_file()), None
+    )
+    if config is None:
+        raise _no_config(home.name, file, home.path)
+    return AdapterWeights(home.name, file, dict(catalog.tensors), read_adapter_config(config.path), config.path, weight)
+
+
+def _looked_at(adapter: AdapterWeights) -> tuple[str, int, list[str]]:
+    """A SHA-256 of an adapter's tensors, how many begin as zeros, and names of those that are still all zeros."""
+    from hashlib import sha256
+
+    begin_as_zeros = {(one.a if one.embedding else one.b).name: None for one in adapter.factors.values()}
+    zeros: list[str] = []
+    digest = sha256()
+    with ElementReader() as reader:
+        for name, entry in sorted(adapter.tensors.items()):
+            digest.update(repr((name, entry.dtype.name, entry.shape)).encode("utf-8", "surrogatepass"))
+            is_zero = entry.name in begin_as_zeros
+            for start in range(0, entry.numel, _AT_ONCE):
+                data = reader.read(elements(entry, start, min(entry.numel, start + _AT_ONCE)))
+                digest.update(data if sys.byteorder == "little" else _swapped(data, entry))
+                is_zero = is_zero and data.count(0) == len(data)
+            if is_zero:
+                zeros.append(name)
+    return digest.hexdigest(), len(begin_as_zeros), zeros
+
+
+def _swapped(data: bytes, entry: TensorEntry) -> bytes:
+    width = entry.dtype.itemsize
+    return b"".join(data[at : at + width][::-1] for at in range(0, len(data), width))

@@ -1,0 +1,248 @@
+"""One adapter that is to be merged: its tensors by module, and what its config says of each; what cannot be merged is refused.
+
+For `merge`. Source: PEFT 0.21.2, tuners/lora/config.py, layer.py `LoraLayer.update_layer` (scaling), `set_scale` (weights),
+utils/other.py `get_pattern_key` (patterns), tuners/lora/variants.py (what each variant does when it is merged).
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import NoReturn
+
+from zckpt.base.errors import CorruptError, IncompleteError, InconsistentError, UnsupportedError
+from zckpt.base.words import examples
+from zckpt.core.catalog import TensorEntry
+
+ROOT = "base_model.model."
+
+_KINDS = {
+    "lora_A.weight": "a",
+    "lora_B.weight": "b",
+    "lora_embedding_A": "a",
+    "lora_embedding_B": "b",
+    "lora_B.bias": "bias",
+    "lora_magnitude_vector": "magnitude",
+    "lora_magnitude_vector.weight": "magnitude",
+}
+_FACTOR = re.compile(rf"(?P<module>.+)\.(?P<kind>{'|'.join(map(re.escape, _KINDS))})")
+_TOKENS = re.compile(r"(?P<module>.+?)(?:\.token_adapter)?\.trainable_tokens_delta")
+_OTHER = re.compile(
+    r"(?:.*\.)?(?:lora|hada|lokr|ia3|oft|boft|hra|miss|c3a|vera|road|waveft|gralora|delora|prompt)_\w+.*"
+)
+_WRAPPED = re.compile(r"\.(?:base_layer|original_module|token_adapter)(?=\.|$)")
+
+_METHODS = {
+    "use_qalora": "QALoRA",
+    "kasa_config": "KaSA",
+    "monteclora_config": "MonteCLoRA",
+    "arrow_config": "Arrow",
+    "alora_invocation_tokens": "aLoRA",
+    "use_bdlora": "BD-LoRA",
+    "velora_config": "VeLoRA",
+    "layer_replication": "layer replication",
+}
+"""Keys of a config that mean another method, which has no merged weights or others than these."""
+_CHANGING = re.compile(r"pissa.*|corda|olora|loftq|lora_ga|mica")
+"""`init_lora_weights` that take what the adapter begins with out of the base weights."""
+
+
+def bare(name: str) -> str:
+    """A tensor's or module's name in the base model: without what PEFT's wrappers put in."""
+    at = f".{name}".find(f".{ROOT}")
+    return _WRAPPED.sub("", name[at + len(ROOT) :] if at >= 0 else name)
+
+
+@dataclass(frozen=True, slots=True)
+class Factors:
+    """The LoRA of one module.
+
+    Attributes:
+        module: its name in the adapter's file, without `base_model.model.`; parameters of one module nest (`.base_layer`).
+        a: the factor A.
+        b: the factor B.
+        bias: of B.
+        magnitude: of a DoRA.
+        embedding: whether the module is an embedding.
+    """
+
+    module: str
+    a: TensorEntry
+    b: TensorEntry
+    bias: TensorEntry | None = None
+    magnitude: TensorEntry | None = None
+    embedding: bool = False
+
+    @property
+    def rank(self) -> int:
+        """Rows of A; of experts in one parameter, times their number."""
+        return self.a.shape[0] if self.a.shape else 0
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterWeights:
+    """An adapter that is to be merged.
+
+    Attributes:
+        name: as a person calls it: its name in the checkpoint, or its directory's.
+        file: where it is, for errors.
+        tensors: by their names in `adapter_model.safetensors`.
+        config: what its `adapter_config.json` says.
+        config_file: where that is, for errors.
+        weight: that its effect is multiplied by.
+        with_base: whether it lies in one checkpoint with the weights that it was trained on.
+    """
+
+    name: str
+    file: str
+    tensors: Mapping[str, TensorEntry]
+    config: Mapping[str, object]
+    config_file: str
+    weight: float = 1.0
+    with_base: bool = False
+    factors: Mapping[str, Factors] = field(init=False, repr=False)
+    tokens: Mapping[str, TensorEntry] = field(init=False, repr=False)
+    whole: Mapping[str, TensorEntry] = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        """Sorts the tensors.
+
+        Raises:
+            UnsupportedError: it is of a method that is not merged. IncompleteError: a tensor lacks its counterpart.
+            InconsistentError: config and tensors contradict each other.
+        """
+        self._check_method()
+        parts: dict[str, dict[str, TensorEntry]] = {}
+        tokens: dict[str, TensorEntry] = {}
+        whole: dict[str, TensorEntry] = {}
+        for name, entry in self.tensors.items():
+            own = name.removeprefix(ROOT)
+            if not entry.numel:
+                raise IncompleteError(
+                    f"tensor {name!r} of adapter {self.name!r} is empty", file=self.file, found=f"shape {list(entry.shape)}",
+                    remedy="It was saved without gathering the shards of ZeRO-3 or FSDP. Merge the checkpoint itself instead.",
+                )  # fmt: skip
+            if match := _FACTOR.fullmatch(own):
+                kind = "embedding" if "lora_embedding" in match["kind"] else "linear"
+                parts.setdefault(match["module"], {})[_KINDS[match["kind"]]] = entry
+                parts[match["module"]][kind] = entry
+            elif match := _TOKENS.fullmatch(own):
+                tokens[bare(match["module"])] = entry
+            elif _OTHER.fullmatch(own):
+                raise self._refused(f"a tensor {name!r}", name)
+            else:
+                whole[bare(own)] = entry
+        object.__setattr__(self, "factors", {module: self._factors(module, found) for module, found in parts.items()})
+        object.__setattr__(self, "tokens", tokens)
+        object.__setattr__(self, "whole", whole)
+
+    def _check_method(self) -> None:
+        config = self.config
+        first = next((name for name in self.tensors if "lora_" in name), next(iter(self.tensors), ""))
+        if (kind := config.get("peft_type", "LORA")) not in ("LORA", "TRAINABLE_TOKENS"):
+            raise self._refused(f"peft_type {kind}", first)
+        if named := [method for key, method in _METHODS.items() if config.get(key)]:
+            raise self._refused(named[0], first)
+        start = str(config.get("init_lora_weights"))
+        if _CHANGING.fullmatch(start.lower()) and not self.with_base:
+            raise UnsupportedError(
+                f"adapter {self.name!r} belongs to base weights that were changed when it was made", file=self.config_file,
+                found=f"init_lora_weights {start!r}, for tensor {first!r}", expected="an adapter for unchanged weights",
+                remedy="Merge a checkpoint that holds the changed base weights too, or save the adapter with "
+                "save_pretrained(..., path_initial_model_for_weight_conversion=...), which makes it a plain LoRA.",
+            )  # fmt: skip
+
+    def _refused(self, found: str, tensor: str) -> UnsupportedError:
+        return UnsupportedError(
+            f"adapter {self.name!r} is of a method that is not merged", file=self.file, found=f"{found}, for tensor {tensor!r}",
+            expected="LoRA, rsLoRA, DoRA, trained tokens and modules that are trained whole",
+            remedy="Write the adapter with to-peft, and merge it with PEFT if that can.",
+        )  # fmt: skip
+
+    def _factors(self, module: str, found: Mapping[str, TensorEntry]) -> Factors:
+        for kind, other in (("a", "b"), ("b", "a")):
+            if kind not in found:
+                there = found.get(other) or next(iter(found.values()))
+                raise IncompleteError(
+                    f"the LoRA of {module!r} has no {kind.upper()}", file=self.file, found=f"only {there.name!r}",
+                    expected="both of its matrices", remedy="Copy the adapter's files again, or use another save.",
+                )  # fmt: skip
+        dora = bool(self.config.get("use_dora"))
+        if dora != ("magnitude" in found):
+            raise (IncompleteError if dora else InconsistentError)(
+                f"the {'DoRA' if dora else 'LoRA'} of {module!r} has {'no' if dora else 'a'} magnitude", file=self.file,
+                found=f"use_dora {str(dora).lower()} in {self.config_file}",
+                expected=f"{'a' if dora else 'no'} tensor '{module}.lora_magnitude_vector'",
+                remedy="Copy the adapter's files again; weights and config must be of one save.",
+            )  # fmt: skip
+        return Factors(module, found["a"], found["b"], found.get("bias"), found.get("magnitude"), "embedding" in found)
+
+    def scaling(self, key: str, rank: int, factors: Factors) -> float:
+        """What the product of a module's factors is multiplied by, its weight included.
+
+        Args:
+            key: the module, or the parameter, by its name in the base model.
+            rank: that the tensors show.
+            factors: for errors.
+
+        Raises:
+            InconsistentError: the config says another rank. CorruptError: it does not say rank or alpha.
+        """
+        r = self._number("rank_pattern", "r", key)
+        alpha = self._number("alpha_pattern", "lora_alpha", key)
+        if r != rank:
+            raise InconsistentError(
+                f"the LoRA of {key!r} has another rank than its config says", file=self.file,
+                found=f"rank {rank:,} in {factors.a.name!r}", expected=f"rank {r:g}, as {self.config_file} says",
+                remedy="Use the config that was saved with these weights.",
+            )  # fmt: skip
+        return self.weight * alpha / (math.sqrt(r) if self.config.get("use_rslora") else r)
+
+    def _number(self, patterns: str, usual: str, key: str) -> float:
+        found = self.config.get(patterns)
+        value = self.config.get(usual)
+        for pattern, own in found.items() if isinstance(found, Mapping) else ():
+            try:
+                if re.match(rf"(.*\.)?({pattern})$", key):
+                    value = own
+                    break
+            except re.error:
+                self._wrong(patterns, pattern)
+        if type(value) not in (int, float) or not math.isfinite(value) or (usual == "r" and value < 1):  # type: ignore[arg-type, operator]
+            self._wrong(usual, value)
+        return value  # type: ignore[return-value]
+
+    def _wrong(self, key: str, value: object) -> NoReturn:
+        raise CorruptError(
+            f"does not say the {key} of adapter {self.name!r}", file=self.config_file, found=repr(value)[:80],
+            expected="rank and alpha, in numbers, and patterns that are regular expressions",
+            remedy="Use the adapter_config.json that was saved with the adapter.",
+        )  # fmt: skip
+
+    def rows_of(self, module: str) -> list[int]:
+        """The tokens that were trained, row for row of the adapter's tensor.
+
+        Raises:
+            CorruptError: the config does not say them.
+        """
+        said = self.config.get("trainable_token_indices") or self.config.get("token_indices")
+        if isinstance(said, Mapping):
+            said = next((rows for name, rows in said.items() if f".{module}".endswith(f".{name}")), None)
+        if not isinstance(said, list) or not all(type(row) is int for row in said):
+            raise CorruptError(
+                f"does not say which tokens of {module!r} adapter {self.name!r} trained", file=self.config_file,
+                found=repr(said)[:80], expected="trainable_token_indices",
+                remedy="Use the adapter_config.json that was saved with the adapter.",
+            )  # fmt: skip
+        return said
+
+    @property
+    def targets(self) -> tuple[str, ...]:
+        """Parameters that have a LoRA although they are no module's weight, as the config names them."""
+        found = self.config.get("target_parameters")
+        return tuple(map(str, found)) if isinstance(found, list) else ()
+
+    def __str__(self) -> str:
+        return f"adapter {self.name!r} of {examples([self.file])}"

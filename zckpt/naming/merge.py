@@ -1,0 +1,187 @@
+"""A model with its adapters merged: PEFT's `merge_and_unload`, as a catalog whose changed weights are computed.
+
+For `jobs.merged`. [Note: the shape of an update] in `merged_matrix` says what is computed. A weight that is tied to another
+one and gets an update of its own is tied no longer: in the unmerged model only one of the two has it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from zckpt.base.errors import UnsupportedError, UsageError
+from zckpt.base.words import examples, joined
+from zckpt.core.catalog import Catalog, TensorEntry, replace_name
+from zckpt.core.dtypes import F32
+from zckpt.core.recipes import WeightedSum, derived
+from zckpt.naming.adapter_names import found_in
+from zckpt.naming.adapter_weights import AdapterWeights, bare
+from zckpt.naming.merge_places import EMBEDDINGS, HEADS, ModelTensors, base_tensor, not_in_base, other_shape, places
+from zckpt.naming.merged_matrix import MergedMatrix, ReplacedRows, Update
+
+
+@dataclass(frozen=True, slots=True)
+class MergedModel:
+    """A model with adapters merged.
+
+    Attributes:
+        catalog: its tensors, by the base model's names; changed ones are computed.
+        changed: names of those.
+        untied: names that were tied, and are no longer.
+        notes: sentences for the user.
+    """
+
+    catalog: Catalog
+    changed: tuple[str, ...]
+    untied: tuple[str, ...]
+    notes: tuple[str, ...]
+
+
+def base_of(catalog: Catalog) -> Catalog:
+    """The base model's tensors in a checkpoint of a PEFT model, by their own names."""
+    tensors: dict[str, TensorEntry] = {}
+    called: dict[str, str] = {}
+    for name, entry in catalog.tensors.items():
+        if found_in(name) or "trainable_tokens_original" in name:
+            continue
+        called[name] = own = bare(name)
+        if own not in tensors or ".original_module." in name:
+            tensors[own] = replace_name(entry, own)
+    aliases = {bare(dropped): called[kept] for dropped, kept in catalog.aliases.items() if kept in called}
+    aliases = {dropped: kept for dropped, kept in aliases.items() if dropped not in tensors and dropped != kept}
+    return replace(catalog, tensors=tensors, aliases=aliases, padding=())
+
+
+def merged(base: Catalog, adapters: Sequence[AdapterWeights], config: Mapping[str, object] | None) -> MergedModel:
+    """The base model with the adapters merged, in their order.
+
+    Args:
+        base: the base model's tensors, by their own names.
+        adapters: each with its weight.
+        config: the model's `config.json`.
+
+    Raises:
+        IncompleteError: the base model has no tensor that an adapter changes.
+        InconsistentError: shapes or ranks do not fit.
+        UnsupportedError: the method, or the base's dtype, cannot be merged. UsageError: adapters exclude each other.
+    """
+    model = ModelTensors(base, config)
+    _replace_whole(model, adapters)
+    updates: dict[str, list[Update]] = {}
+    shapes: dict[str, tuple[int, int]] = {}
+    bases: dict[str, TensorEntry] = {}
+    biases: dict[str, list[tuple[TensorEntry, float]]] = {}
+    follow: dict[str, str] = {}
+    for adapter in adapters:
+        together = _trained_together(model, adapter)
+        for name, factors, rank, experts, columns, transposed in places(model, adapter):
+            scaling = adapter.scaling(name.removesuffix(".weight"), rank, factors)
+            if together.get(name, name) != name:
+                continue
+            follow.update(together)
+            entry = base_tensor(model, adapter, name, factors.a.name)
+            shapes[name], bases[name] = (columns, experts), entry
+            update = Update(factors.a, factors.b, rank, scaling, transposed, factors.magnitude)
+            _check_magnitude(adapter, update, entry, columns)
+            updates.setdefault(name, []).append(update)
+            if factors.bias is not None:
+                biases.setdefault(f"{name.removesuffix('.weight')}.bias", []).append((factors.bias, scaling))
+    _replace_tokens(model, adapters, updates)
+    for name, found in updates.items():
+        entry = bases[name]
+        columns, experts = shapes[name]
+        recipe = MergedMatrix(replace(entry, replicas=()), tuple(found), columns, experts)
+        model.put(name, derived(name, entry.shape, F32, recipe, entry.role), tied=name in follow)
+    for name, added in biases.items():
+        entry = base_tensor(model, adapters[0], name, added[0][0].name)
+        inputs = replace(entry, replicas=()), *(bias for bias, _ in added)
+        total = WeightedSum(inputs, (1.0, *(scaling for _, scaling in added)))
+        model.put(name, derived(name, entry.shape, F32, total, entry.role))
+    notes = []
+    if model.untied:
+        notes.append(
+            f"{examples(model.untied)}: tied in the base model, and stored apart now, since adapters change only one of the two."
+        )
+    catalog = replace(base, tensors=model.tensors, aliases=model.aliases, padding=())
+    return MergedModel(catalog, tuple(model.changed), tuple(model.untied), tuple(notes))
+
+
+def _replace_whole(model: ModelTensors, adapters: Sequence[AdapterWeights]) -> None:
+    """Puts in the modules, biases and embeddings that were trained whole."""
+    owner: dict[str, str] = {}
+    for adapter in adapters:
+        together = _trained_together(model, adapter)
+        for name, entry in adapter.whole.items():
+            before = model.find(name)
+            if before is None:
+                raise not_in_base(model, adapter, name, entry.name)
+            if before.shape != entry.shape:
+                raise other_shape(adapter, entry.name, entry.shape, name, before.shape)
+            if adapter.weight != 1 or name in owner:
+                raise UsageError(
+                    f"{name!r} was trained whole, so there is no sum of it", file=adapter.file,
+                    found=joined([repr(owner.get(name, name)), f"{adapter.name!r} with weight {adapter.weight:g}"]),
+                    expected="one adapter that trained it, with weight 1", remedy="Leave out the weight, or one of the adapters.",
+                )  # fmt: skip
+            owner[name] = adapter.name
+            if together.get(name, name) == name:
+                model.put(name, entry, tied=name in together)
+
+
+def _trained_together(model: ModelTensors, adapter: AdapterWeights) -> dict[str, str]:
+    """Name -> the name under which it is stored, for tensors that are tied in the base model and in the adapter."""
+    same: dict[object, list[str]] = {}
+    for name, entry in adapter.whole.items():
+        same.setdefault(entry.fragments, []).append(name)
+    groups = [names for names in same.values() if len(names) > 1]
+    if adapter.config.get("ensure_weight_tying"):
+        changed = [*adapter.whole, *(f"{bare(module)}.weight" for module in adapter.factors)]
+        groups.append([name for name in changed if name.endswith((*HEADS, *EMBEDDINGS))])
+    found: dict[str, str] = {}
+    for names in groups:
+        kept = next((name for name in names if name in model.tensors), "")
+        ties = [
+            name for name in names if name != kept and (model.aliases.get(name) == kept or name not in model.tensors)
+        ]
+        found.update(dict.fromkeys([kept, *ties], kept) if kept and ties else {})
+    return found
+
+
+def _replace_tokens(model: ModelTensors, adapters: Sequence[AdapterWeights], updates: Mapping[str, object]) -> None:
+    """Puts in the rows of tokens that were trained alone."""
+    found: dict[str, list[tuple[TensorEntry, tuple[tuple[int, int], ...]]]] = {}
+    bases: dict[str, TensorEntry] = {}
+    for adapter in adapters:
+        for module, entry in adapter.tokens.items():
+            name = f"{module}.weight"
+            base = bases[name] = base_tensor(model, adapter, name, entry.name)
+            rows = adapter.rows_of(module)
+            if entry.shape != (len(rows), *base.shape[1:]):
+                raise other_shape(adapter, entry.name, entry.shape, name, base.shape)
+            taken = {row for _, pairs in found.get(name, ()) for row, _ in pairs}
+            if (
+                adapter.weight != 1
+                or name in updates
+                or taken & set(rows)
+                or not all(0 <= row < base.shape[0] for row in rows)
+            ):
+                raise UnsupportedError(
+                    f"the trained tokens of {name!r} cannot be merged", file=adapter.file,
+                    found=f"{entry.name!r} with weight {adapter.weight:g}",
+                    expected="weight 1, tokens of the base model, each trained by one adapter, and no LoRA of the same matrix",
+                    remedy="Merge the adapters one after the other, or with PEFT.",
+                )  # fmt: skip
+            found.setdefault(name, []).append((entry, tuple((row, own) for own, row in enumerate(rows))))
+    for name, others in found.items():
+        base = bases[name]
+        recipe = ReplacedRows(replace(base, replicas=()), tuple(others), math.prod(base.shape[1:]))
+        entry = derived(name, base.shape, F32, recipe, base.role)
+        model.put(name, entry, tied=True)  # in PEFT a tied layer takes the tokens too
+
+
+def _check_magnitude(adapter: AdapterWeights, update: Update, entry: TensorEntry, columns: int) -> None:
+    magnitude = update.magnitude
+    wanted = columns if update.transposed else entry.numel // max(1, columns)
+    if magnitude is not None and magnitude.numel != wanted:
+        raise other_shape(adapter, magnitude.name, magnitude.shape, entry.name, entry.shape)

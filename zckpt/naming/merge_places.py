@@ -1,0 +1,262 @@
+"""Where the LoRAs of an adapter belong in a base model: which weight, how many experts, which way round.
+
+For `merge`. Names say the module, and shapes whether its weight has a row for each output (a Linear's) or each input (a Conv1D's,
+an embedding's, the experts' of some models).
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator, Mapping, Sequence
+
+from zckpt.base.errors import IncompleteError, InconsistentError, UnsupportedError
+from zckpt.base.words import count, examples
+from zckpt.core.catalog import Catalog, TensorEntry, replace_name
+from zckpt.core.dtypes import BF16, F16, F32, F64
+from zckpt.naming.adapter_weights import AdapterWeights, Factors, bare
+
+HEADS = ("lm_head.weight", "embed_out.weight", "output.weight")
+EMBEDDINGS = (
+    "embed_tokens.weight",
+    "wte.weight",
+    "word_embeddings.weight",
+    "embed_in.weight",
+    "tok_embeddings.weight",
+)
+_TRANSPOSED_TYPES = frozenset(("gpt_oss", "aria", "aria_text", "openai_privacy_filter"))
+"""Models of transformers whose experts lie as (experts, in, out).
+
+Source: transformers 5.23, `use_experts_implementation(is_transposed=True)`.
+"""
+
+OTHER_BASE = "Pass with --base the model that the adapter was trained on."
+
+
+class ModelTensors:
+    """The model in the making."""
+
+    def __init__(self, base: Catalog, config: Mapping[str, object] | None) -> None:
+        self.tensors = dict(base.tensors)
+        self.aliases = dict(base.aliases)
+        self.changed: dict[str, None] = {}
+        self.untied: dict[str, None] = {}
+        self.config = config or {}
+
+    def find(self, name: str) -> TensorEntry | None:
+        """A tensor of the base model, also one that is stored under another name."""
+        if name in self.tensors or name in self.aliases:
+            return self.tensors[self.aliases.get(name, name)]
+        if name.endswith(HEADS) and ties(self.config):
+            inputs = [own for own in self.tensors if own.endswith(EMBEDDINGS)]
+            if len(inputs) == 1:
+                return replace_name(self.tensors[inputs[0]], name)
+        return None
+
+    def put(self, name: str, entry: TensorEntry, *, tied: bool = False) -> None:
+        """Another tensor of this name; what was tied to it keeps what it was, unless `tied` says that it is to follow."""
+        self.changed[name] = None
+        if tied:
+            self.tensors[self.aliases.get(name, name)] = replace_name(entry, self.aliases.get(name, name))
+            return
+        before = self.find(name)
+        if name not in self.tensors:
+            self.aliases.pop(name, None)
+            self.untied[name] = None
+        followers = [dropped for dropped, kept in self.aliases.items() if kept == name]
+        if not followers and (head := self._head_of(name)):
+            followers = [head]
+        if followers and before is not None:
+            first, *others = followers
+            self.aliases.pop(first, None)
+            self.tensors[first] = replace_name(before, first)
+            self.untied[first] = None
+            self.aliases.update(dict.fromkeys(others, first))
+        self.tensors[name] = replace_name(entry, name)
+
+    def _head_of(self, name: str) -> str:
+        """The head's name, where it is stored only as this embedding; or ""."""
+        apart = not name.endswith(EMBEDDINGS) or any(own.endswith(HEADS) for own in (*self.tensors, *self.aliases))
+        return "" if apart or not ties(self.config) else "lm_head.weight"
+
+
+def ties(config: Mapping[str, object]) -> bool:
+    """Whether a model's config says that its head is its embedding."""
+    return any(
+        part.get("tie_word_embeddings") is True
+        for part in (config, config.get("text_config"))
+        if isinstance(part, Mapping)
+    )
+
+
+Place = tuple[str, Factors, int, int, int, bool]
+
+
+def places(model: ModelTensors, adapter: AdapterWeights) -> Iterator[Place]:
+    """(parameter, its factors, rank, experts, columns, whether the update is transposed) of all LoRAs of an adapter."""
+    nested: dict[str, list[Factors]] = {}
+    conv1d = _transposed_blocks(model, adapter)
+    for module, factors in adapter.factors.items():
+        if _parameters(model, adapter, bare(module)):
+            nested.setdefault(bare(module), []).append(factors)
+            continue
+        name = f"{bare(module)}.weight"
+        entry = base_tensor(model, adapter, name, factors.a.name)
+        transposed = _is_transposed(adapter, factors, name, entry, conv1d)
+        yield name, factors, factors.rank, 1, math.prod(entry.shape[1:]), transposed
+    for module, several in nested.items():
+        yield from _experts(model, adapter, module, several)
+
+
+def _parameters(model: ModelTensors, adapter: AdapterWeights, module: str) -> list[str]:
+    """The parameters of a module that the config's `target_parameters` names."""
+    own = dict.fromkeys(f"{module}.{target.rpartition('.')[2]}" for target in adapter.targets)
+    return [
+        name
+        for name in own
+        if name in model.tensors and any(f".{name}".endswith(f".{target}") for target in adapter.targets)
+    ]
+
+
+def _experts(model: ModelTensors, adapter: AdapterWeights, module: str, several: Sequence[Factors]) -> Iterator[Place]:
+    """The LoRAs of a module's parameters. Names do not say whose each is; shapes do, and the order in which PEFT nests them."""
+    inner_first = sorted(several, key=lambda factors: -factors.module.count(".base_layer"))
+    names = _parameters(model, adapter, module)
+    found: list[tuple[bool, tuple[Place, ...]]] = []
+    for order in itertools.permutations(names, len(inner_first)):
+        pairs = list(zip(order, inner_first, strict=True))
+        fits = [_fits(base_tensor(model, adapter, name, factors.a.name), factors) for name, factors in pairs]
+        for transposed in (False, True):
+            if all(transposed in ways for _, ways in fits):
+                found_places = [
+                    (name, one, one.rank // experts, experts, model.tensors[name].shape[-1], transposed and experts > 1)
+                    for (name, one), (experts, _) in zip(pairs, fits, strict=True)
+                ]
+                found.append((transposed, tuple(found_places)))
+    if len(found) > 1:
+        is_transposed = bool(_types(model.config) & _TRANSPOSED_TYPES)
+        found = [one for one in found if one[0] == is_transposed] or found
+    if not found:
+        a, name = inner_first[0].a, names[0]
+        raise other_shape(adapter, a.name, a.shape, name, model.tensors[name].shape)
+    if len(found) > 1:
+        raise UnsupportedError(
+            f"the adapters of parameters of {module!r} cannot be told apart", file=adapter.file,
+            found=f"{examples(names)} of shapes that all fit {inner_first[0].a.name!r}",
+            remedy="Merge this adapter with PEFT.",
+        )  # fmt: skip
+    yield from found[0][1]
+
+
+def _types(config: Mapping[str, object]) -> set[str]:
+    text = config.get("text_config")
+    return {str(config.get("model_type")), str(text.get("model_type") if isinstance(text, Mapping) else "")}
+
+
+def _fits(entry: TensorEntry, factors: Factors) -> tuple[int, tuple[bool, ...]]:
+    """Experts of a parameter, and whether it may have a row for each input: which of no and yes the factors' shapes allow."""
+    a, b = factors.a.shape, factors.b.shape
+    if len(entry.shape) not in (2, 3) or len(a) != 2 or len(b) != 2 or a[0] != b[1]:
+        return 1, ()
+    experts = entry.shape[0] if len(entry.shape) == 3 else 1
+    if not experts or a[0] % experts:
+        return 1, ()
+    straight, turned = entry.shape[-2:] == (b[0], a[1]), entry.shape[-2:] == (a[1], b[0])
+    if experts == 1:
+        return 1, (False, True) if straight else ()  # it says nothing of the others
+    return experts, (False,) * straight + (True,) * turned
+
+
+def _sides(factors: Factors) -> tuple[int, int]:
+    """(out, in) of a product of factors."""
+    return factors.b.shape[0], math.prod(factors.a.shape[1:])
+
+
+def _transposed_blocks(model: ModelTensors, adapter: AdapterWeights) -> bool | None:
+    """Whether weights of the model's blocks are Conv1D's (in x out), by those that are not square; None if all are."""
+    for module, factors in adapter.factors.items():
+        entry = model.find(f"{bare(module)}.weight")
+        if entry is None or factors.embedding or len(entry.shape) != 2 or entry.shape[0] == entry.shape[1]:
+            continue
+        if any(part.isdigit() for part in module.split(".")):
+            return entry.shape == _sides(factors)[::-1]
+    return None
+
+
+def _is_transposed(
+    adapter: AdapterWeights, factors: Factors, name: str, entry: TensorEntry, conv1d: bool | None
+) -> bool:
+    """Whether the update of a module's weight is transposed.
+
+    Raises:
+        InconsistentError: the factors do not fit the weight, or each other. UnsupportedError: a convolution in groups.
+    """
+    a, b = factors.a, factors.b
+    if len(a.shape) != len(b.shape) or len(a.shape) < 2 or b.shape[1] != a.shape[0] or math.prod(b.shape[2:]) != 1:
+        if (
+            len(a.shape) > 2
+            and len(b.shape) > 2
+            and b.shape[1]
+            and a.shape[0] % b.shape[1] == 0
+            and a.shape[0] != b.shape[1]
+        ):
+            raise UnsupportedError(
+                "PEFT does not merge a LoRA of a convolution in groups", file=adapter.file,
+                found=f"{a.name!r} of shape {list(a.shape)} and {b.name!r} of shape {list(b.shape)}",
+                remedy="Run the model with PEFT, without merging it.",
+            )  # fmt: skip
+        raise InconsistentError(
+            f"the two matrices of the LoRA of {name!r} do not fit each other", file=adapter.file,
+            found=f"{a.name!r} of shape {list(a.shape)}, {b.name!r} of shape {list(b.shape)}", expected="one rank",
+            remedy="Copy the adapter's files again, or use another save.",
+        )  # fmt: skip
+    if len(entry.shape) > 2 and (entry.shape[0], *entry.shape[1:]) == (b.shape[0], *a.shape[1:]):
+        return False
+    ways = [] if factors.embedding else [False] * (entry.shape == (b.shape[0], *a.shape[1:]))
+    ways += [True] * (entry.shape == (*a.shape[1:], b.shape[0]))
+    if not ways:
+        raise other_shape(adapter, a.name, (b.shape[0], *a.shape[1:]), name, entry.shape)
+    if len(ways) == 2:  # a square: a Conv1D, if the others of the model are
+        return bool(adapter.config.get("fan_in_fan_out")) if conv1d is None else conv1d
+    return ways[0]
+
+
+def base_tensor(model: ModelTensors, adapter: AdapterWeights, name: str, of: str) -> TensorEntry:
+    """A weight of the base model that an adapter changes.
+
+    Raises:
+        IncompleteError: it is not there. UnsupportedError: its numbers are quantised.
+    """
+    entry = model.find(name)
+    if entry is None:
+        raise not_in_base(model, adapter, name, of)
+    if entry.dtype not in (F16, BF16, F32, F64):
+        raise UnsupportedError(
+            f"the base weight {name!r} is quantised", file=adapter.file, found=str(entry.dtype),
+            expected="fp32, bf16 or fp16", remedy="Pass the model in half precision with --base.",
+        )  # fmt: skip
+    return entry
+
+
+def not_in_base(model: ModelTensors, adapter: AdapterWeights, name: str, of: str) -> IncompleteError:
+    """The error for a tensor `of` of an adapter that changes a weight `name` that the base model lacks."""
+    there = (
+        f"{count(len(model.tensors), 'other tensor')} such as {examples(list(model.tensors)[:3])}"
+        if model.tensors
+        else "no base weights"
+    )
+    return IncompleteError(
+        f"the base model has no tensor {name!r}, which adapter {adapter.name!r} changes", file=adapter.file,
+        found=f"{of!r} in the adapter, and {there}", expected="the base model that the adapter was trained on", remedy=OTHER_BASE,
+    )  # fmt: skip
+
+
+def other_shape(
+    adapter: AdapterWeights, tensor: str, shape: tuple[int, ...], name: str, expected: tuple[int, ...]
+) -> InconsistentError:
+    """The error for a tensor of an adapter whose shape does not fit the weight `name` of the base model."""
+    return InconsistentError(
+        f"adapter {adapter.name!r} does not fit the base model", file=adapter.file,
+        found=f"{tensor!r} for a weight of shape {list(shape)}", expected=f"shape {list(expected)} of {name!r}",
+        remedy=OTHER_BASE,
+    )  # fmt: skip
