@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from ranks import run_ranks
 
 pytest.importorskip("deepspeed")
 
@@ -94,3 +95,32 @@ def test_a_loop_with_accelerate(results: dict[str, Results], stage: int) -> None
     assert_alike(ours["again"], ours["losses"][4:])
     assert ours["shapes"] == theirs["shapes"] and ours["shapes"]["model.embed_tokens.weight"] == [64, 32]
     assert ours["kind"].removeprefix("FSDP") == theirs["kind"]
+
+
+@pytest.fixture(scope="module")
+def resharded(home: Path) -> dict[str, Any]:
+    """DeepSpeed on one rank goes on from what zckpt made of the directories of two."""
+    run_ranks(1, home, HERE / "resharded_worker.py", HF_HUB_OFFLINE="1")
+    return json.loads((home / "resharded.json").read_text())
+
+
+@pytest.mark.parametrize("kind", ["stage 2, resharded", "stage 1, universal", "LoRA 3, resharded"])
+def test_the_trainer_goes_on_at_another_world_size(
+    results: dict[str, Results], resharded: dict[str, Any], kind: str
+) -> None:
+    """`resume_from_checkpoint` of the output gives the losses, norms, rates and evaluations of the run that never stopped."""
+    found, whole = resharded["results"][kind], results["deepspeed"][kind.split(",")[0]]
+    assert [row[0] for row in found["history"]] == [1, 2, 3, 4, 2, 4] and found["steps"] == 4
+    assert_alike(found["history"], whole["history"])
+    assert any("rank 1" in note and "random states" in note for note in resharded["notes"]["reshard"])
+
+
+@pytest.mark.parametrize("kind", ["resharded", "universal"])
+def test_accelerate_goes_on_at_another_world_size(
+    results: dict[str, Results], resharded: dict[str, Any], kind: str
+) -> None:
+    """Losses and norms; accelerate's own schedule takes a step for each rank, so it only goes on where it was."""
+    found = resharded["results"][f"accelerate 2, {kind}"]["again"]
+    assert_alike([row[:2] for row in found], [row[:2] for row in results["deepspeed"]["accelerate 2"]["again"]])
+    steps = 2 * 2
+    assert [row[2] for row in found if len(row) == 3] == pytest.approx([5e-3 / (1 + steps + n) for n in (1, 2)])

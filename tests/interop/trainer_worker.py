@@ -27,7 +27,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import deepspeed_on_cpu
 
-HOME, ENGINE = Path(sys.argv[1]), sys.argv[2]
+HOME, ENGINE = Path(sys.argv[1]), (*sys.argv, "deepspeed")[2]
 STEPS, SAVED = 4, 2
 CONFIG = LlamaConfig(
     vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
@@ -55,12 +55,14 @@ def ds_config(stage: int, *, optimizer: bool = True) -> dict[str, Any]:
 
 
 def trainer_of(out: Path, config: dict[str, Any], *, lora: bool = False, **more: Any) -> Trainer:
-    args = TrainingArguments(
-        str(out), deepspeed=config, max_steps=STEPS, per_device_train_batch_size=2, gradient_accumulation_steps=2,
-        save_steps=SAVED, eval_steps=SAVED, eval_strategy="steps", logging_steps=1, learning_rate=5e-3, warmup_steps=2,
-        max_grad_norm=0.5, seed=1, report_to=[], disable_tqdm=True, use_cpu=True, log_level="error",
-        load_best_model_at_end=True, metric_for_best_model="eval_loss", greater_is_better=True, **more,
-    )  # fmt: skip
+    usual: dict[str, Any] = {
+        "deepspeed": config, "max_steps": STEPS, "per_device_train_batch_size": 2, "gradient_accumulation_steps": 2,
+        "save_steps": SAVED, "eval_steps": SAVED, "eval_strategy": "steps", "logging_steps": 1, "learning_rate": 5e-3,
+        "warmup_steps": 2, "max_grad_norm": 0.5, "seed": 1, "report_to": [], "disable_tqdm": True, "use_cpu": True,
+        "log_level": "error", "load_best_model_at_end": True, "metric_for_best_model": "eval_loss",
+        "greater_is_better": True,
+    }  # fmt: skip
+    args = TrainingArguments(str(out), **{**usual, **more})
     torch.manual_seed(7)
     model = LlamaForCausalLM(CONFIG) if lora else AutoModelForCausalLM.from_config(CONFIG)
     if lora:
@@ -78,7 +80,7 @@ def history(trainer: Trainer) -> list[list[float]]:
 def train(out: Path, config: dict[str, Any], resume: Path | None = None, **more: Any) -> dict[str, Any]:
     """A run, or the end of one, with the worst checkpoint loaded at the end, as this metric calls it the best."""
     trainer = trainer_of(out, config, **more)
-    trainer.train(resume_from_checkpoint=None if resume is None else str(resume / f"checkpoint-{SAVED}"))
+    trainer.train(resume_from_checkpoint=None if resume is None else str(resume))
     facts = {"history": history(trainer), "best": trainer.evaluate()["eval_loss"], "steps": trainer.state.global_step}
     trainer.save_model(str(out / "final"))
     dist.barrier()
@@ -97,20 +99,21 @@ def reloaded(out: Path, *, lora: bool = False) -> float:
     return model.eval()(input_ids=tokens, labels=tokens).loss.item()
 
 
-def accelerated(out: Path, stage: int) -> dict[str, Any]:
-    """A loop of one's own: micro batches by `accumulate`, clipping, a state that is saved and loaded again."""
+def accelerated(out: Path, stage: int, *, rows: int = 2, load: Path | None = None, **config: Any) -> dict[str, Any]:
+    """A loop of one's own: micro batches by `accumulate`, clipping, a state that is saved and loaded again, or only loaded."""
     AcceleratorState._reset_state(True)
     GradientState._reset_state()
     PartialState(cpu=True)  # accelerate counts the ranks of CPUs only when it is asked to
     offload = dict.fromkeys(("offload_param_device", "offload_optimizer_device"), "none")
     save = {"zero3_init_flag": False, "zero3_save_16bit_model": True}
     plugin = DeepSpeedPlugin(zero_stage=stage, gradient_accumulation_steps=2, gradient_clipping=0.5, **offload, **save)
+    plugin.deepspeed_config.update(config)
     accelerator = Accelerator(deepspeed_plugin=plugin, gradient_accumulation_steps=2)
     torch.manual_seed(7)
     model = LlamaForCausalLM(CONFIG)
     optimizer = torch.optim.AdamW(model.parameters(), lr=5e-3)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
-    loader = DataLoader([one["input_ids"] for one in samples(32)], batch_size=2)
+    loader = DataLoader([one["input_ids"] for one in samples(32)], batch_size=rows)
     model, optimizer, loader, schedule = accelerator.prepare(model, optimizer, loader, schedule)
 
     def loop(count: int) -> list[list[float]]:
@@ -127,6 +130,9 @@ def accelerated(out: Path, stage: int) -> dict[str, Any]:
             seen.append([mean, *([float(norm), schedule.get_last_lr()[0]] if norm is not None else [])])
         return seen
 
+    if load is not None:
+        accelerator.load_state(str(load))
+        return {"again": loop(4)}
     first = loop(4)
     accelerator.save_state(str(out))
     second = loop(4)
@@ -154,7 +160,9 @@ def main() -> None:
             results[f"{name} weights"] = reloaded(mine / name, lora="lora" in kind)
         kind = {"config": ds_config(3, optimizer=False), "bf16": True}
         results["bf16, the Trainer's optimizer"] = train(mine / "bf16", **kind)
-        results["bf16, the Trainer's optimizer, resumed"] = train(mine / "bf16 again", resume=mine / "bf16", **kind)
+        results["bf16, the Trainer's optimizer, resumed"] = train(
+            mine / "bf16 again", resume=mine / "bf16" / f"checkpoint-{SAVED}", **kind
+        )
     for stage in (2, 3):
         results[f"accelerate {stage}"] = accelerated(mine / f"accelerate {stage}", stage)
     until = time.monotonic() + 200
@@ -163,7 +171,9 @@ def main() -> None:
             raise TimeoutError("the other engine has not saved")
         time.sleep(0.1)
     for name, kind in kinds.items():
-        results[f"{name} resumed"] = train(mine / f"{name} resumed", resume=theirs / name, **kind)
+        results[f"{name} resumed"] = train(
+            mine / f"{name} resumed", resume=theirs / name / f"checkpoint-{SAVED}", **kind
+        )
     (HOME / f"{ENGINE}_{dist.get_rank()}.json").write_text(json.dumps(results))
     dist.barrier()
     dist.destroy_process_group()

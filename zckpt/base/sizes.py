@@ -19,3 +19,20 @@ def to_bytes(size: int | str) -> int:
         expected = "a number of bytes, or a form such as 12GB"
         raise UsageError(f"{size!r} is not a size", expected=expected, remedy=remedy)
     return int(float(found[1]) * (1024 if found[3] else 1000) ** " KMGT".index(found[2].upper() or " "))
+
+
+def file_bytes(size: int | str, option: str) -> int:
+    """The same for the most bytes of a file, which are at least one; `option` is the name of what says it, for the error.
+
+    Raises:
+        UsageError: it is less, or of another form.
+    """
+    nbytes = to_bytes(size)
+    if nbytes < 1:
+        raise UsageError(
+            f"{option} is too small",
+            found=f"{size}",
+            expected="at least 1 byte, such as 5GB",
+            remedy="Give a larger size.",
+        )
+    return nbytes

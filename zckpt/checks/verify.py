@@ -124,7 +124,8 @@ def _compare(
         return False, "the checkpoint or the output cannot be read"
     place = manifests.find(converted)
     facts = manifests.read(place) if place is not None and output.ok else None
-    if facts is not None and not facts.dtype and "form" not in facts.options:  # nothing was cast, renamed or left out
+    chosen = {"form", "include", "exclude", "exclude_frozen", "strip_prefix", "rename"}
+    if facts is not None and not facts.dtype and not chosen & facts.options.keys():  # nothing cast, renamed or left out
         facts = None
     wanted, left_out = _wanted(state.catalog, state.place, facts, lora)
     problems, pairs, untied = _pairs(wanted, output.catalog, facts)

@@ -236,7 +236,12 @@ class Names(Group):
     """How tensors are called in the output."""
 
     strip_prefix: Annotated[
-        str, _names("--strip-prefix", metavar="PREFIX", help="Remove PREFIX from every name that has it.")
+        str,
+        _names(
+            "--strip-prefix",
+            metavar="PREFIX",
+            help="Remove PREFIX from every name that has it; 'auto': what wraps all.",
+        ),
     ] = ""
     rename: Annotated[
         list[str],

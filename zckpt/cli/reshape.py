@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
-from typing import Annotated
+from functools import partial
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -14,6 +15,10 @@ from zckpt.base.words import count
 from zckpt.cli import options as o
 from zckpt.cli.declared import command
 from zckpt.cli.written import Words, finish
+
+if TYPE_CHECKING:
+    from zckpt.jobs.reshard import PlannedReshard
+    from zckpt.layouts.universal.write import UniversalTarget
 
 
 class ModulePrecision(str, Enum):
@@ -85,7 +90,7 @@ def reshard(
         "tag": target.tag, "precision": target.precision.torch_name, "zero_stage": target.stage, "world_size": shape.world_size,
     }  # fmt: skip
     what = f"ZeRO-{target.stage} for {count(shape.world_size, 'rank')} in {SHORT_NAMES[target.precision]}, tag {target.tag}"
-    finish(planned, Words(what, _resume(planned.out), facts), began, writing, shown)
+    finish(planned, Words(what, partial(_resuming, planned.out), facts), began, writing, shown)
 
 
 def to_universal(
@@ -103,10 +108,46 @@ def to_universal(
     began = time.perf_counter()
     planned = prepare(ckpt, out, o.chosen(WriteOptions, source, speed, writing))
     target = planned.target
-    facts: dict[str, object] = {"tag": target.tag, "precision": target.precision.torch_name}
+    facts: dict[str, object] = {
+        "tag": target.tag, "precision": target.precision.torch_name, "resume": how_to_resume(planned),
+    }  # fmt: skip
     what = f"a universal checkpoint of {count(len(planned.catalog), 'tensor')}, tag {target.tag}"
-    finish(planned, Words(what, _resume(planned.out), facts), began, writing, shown)
+    finish(planned, Words(what, lambda files: _loading(planned, files), facts), began, writing, shown)
 
 
-def _resume(out: str) -> Callable[[set[str]], str]:
-    return lambda files: f"resume with engine.load_checkpoint({out!r})"
+def how_to_resume(planned: PlannedReshard[UniversalTarget]) -> dict[str, object]:
+    """What DeepSpeed needs to load the universal checkpoint: entries of its config, the call, and the tag."""
+    from zckpt.core.dtypes import BF16, F16
+
+    precision = planned.target.precision
+    stage = planned.catalog.source.zero_stage
+    enabled = {name: {"enabled": True} for name, dtype in {"bf16": BF16, "fp16": F16}.items() if dtype == precision}
+    return {
+        "config": {"checkpoint": {"load_universal": True}, "zero_optimization": {"stage": stage or 1}, **enabled},
+        "stages": [3] if stage == 3 else [1, 2],
+        "command": f"engine.load_checkpoint({planned.out!r}, tag={planned.target.tag!r})",
+        "tag": planned.target.tag,
+    }
+
+
+def _loading(planned: PlannedReshard[UniversalTarget], files: set[str]) -> str:
+    """The same in lines, and how the trainers whose files are there call it."""
+    found = how_to_resume(planned)
+    stages = "at stage 3" if found["stages"] == [3] else "at stage 1 or 2"
+    lines = [
+        f"resume with {found['command']}, on any number of ranks {stages}",
+        f"with this in DeepSpeed's config: {json.dumps(found['config'])}",
+    ]
+    if "trainer_state.json" in files:
+        lines.append(f"of transformers' Trainer: trainer.train(resume_from_checkpoint={planned.out!r})")
+    if any(name.startswith("random_states_") for name in files):
+        lines.append(f"of accelerate: accelerator.load_state({planned.out!r})")
+    return "\n".join(lines)
+
+
+def _resuming(out: str, files: set[str]) -> str:
+    if "trainer_state.json" in files:
+        return f"resume with trainer.train(resume_from_checkpoint={out!r}), or engine.load_checkpoint({out!r})"
+    if any(name.startswith("random_states_") for name in files):
+        return f"resume with accelerator.load_state({out!r})"
+    return f"resume with engine.load_checkpoint({out!r})"

@@ -63,8 +63,11 @@ def first_difference(
     if dtype not in MANTISSA or narrow not in MANTISSA:
         return None
     for start, stop in ends(fragments, dtype.itemsize) if ranges is None else ranges:
-        masters = _bits(reader.read(Wanted(fragments, dtype, start, stop)), dtype)
-        copies = _bits(reader.read(Wanted(others, narrow, start, stop)), narrow)
+        data = reader.read(Wanted(fragments, dtype, start, stop))
+        copied = reader.read(Wanted(others, narrow, start, stop))
+        if dtype == narrow and data == copied:
+            continue
+        masters, copies = _bits(data, dtype), _bits(copied, narrow)
         for index, (bits, found) in enumerate(zip(masters, copies, strict=True)):
             if not _same(bits, dtype, found, narrow):
                 return start + index, number(bits, dtype), number(found, narrow)

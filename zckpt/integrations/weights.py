@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import nn
 
 from zckpt.base.errors import UnsupportedError, UsageError, ZckptError
+from zckpt.base.sizes import file_bytes
 from zckpt.base.words import count
 from zckpt.hub import push_to_hub
 from zckpt.jobs.convert import convert
@@ -44,6 +45,7 @@ class WeightsOptions:
     when: When = "save"
 
     def __post_init__(self) -> None:
+        file_bytes(self.max_shard_size, "max_shard_size")
         for name, known in {"on_error": ("log", "raise"), "when": ("save", "end")}.items():
             if getattr(self, name) not in known:
                 raise UsageError(

@@ -20,6 +20,7 @@ from zckpt.jobs.merged import merged_with, with_merge
 from zckpt.jobs.open import Opened, open_catalog, strip_wrappers
 from zckpt.jobs.options import Options, output_dtype, to_dtype
 from zckpt.jobs.planned import Planned, Report, carried_out, protected
+from zckpt.jobs.selection import settled
 from zckpt.layouts.plain.read import Format, WeightsTarget, lay_out
 from zckpt.layouts.save.companions import companions, config_file
 from zckpt.naming.adapter_names import unmerged
@@ -130,6 +131,7 @@ def prepare(
         stripped = (*stripped, note)
     home = merge.place if merge else opened.place
     form = formed(catalog, home, options.form, to_directory=not single, exclude=options.exclude)
+    options, said = settled(form.catalog, options, before=catalog)
     catalog = select(form.catalog, options)
     wanted = [(entry, output_dtype(entry, options.dtype)) for entry in catalog.tensors.values()]
     destination = lay_out(wanted, catalog.aliases, target)
@@ -141,7 +143,7 @@ def prepare(
     copies = () if single else merge.copies if merge else companions(opened.place.home)
     recorded = form.recorded if merge is None else with_merge(form.recorded, merge.recorded)
     order = order_for(options, plan, place, catalog, copies, recorded, single=single)
-    notes = opened.catalog.source.notes + stripped + form.notes
+    notes = opened.catalog.source.notes + stripped + form.notes + said
     return PlannedConversion(opened, order, notes, options, sources=merge.sources if merge else ())
 
 

@@ -12,6 +12,7 @@ from typing import Any, Literal, TypeVar
 
 from zckpt.base.errors import UsageError
 from zckpt.base.pace import Pace, thread_count, window_bytes
+from zckpt.base.sizes import file_bytes
 from zckpt.core.catalog import TensorEntry
 from zckpt.core.dtypes import BF16, BY_TORCH_NAME, CAST_TARGETS, F16, F32, SHORT_NAMES, DType
 from zckpt.layouts.plain.read import Format
@@ -100,7 +101,7 @@ class Options(WriteOptions):
         include: globs; only tensors that match one are kept.
         exclude: globs; tensors that match one are left out.
         exclude_frozen: leave out parameters that were not trained.
-        strip_prefix: taken off every name that has it.
+        strip_prefix: taken off every name that has it; "auto" for what wraps all names.
         rename: (regular expression, replacement) pairs, applied in order to every name.
         overflow: what to do with numbers too large for the dtype.
         merge: put the files into an existing directory instead of replacing it.
@@ -122,6 +123,10 @@ class Options(WriteOptions):
     beside: bool = False
     form: Form = field(default_factory=Form)
     lora: LoraMerge | None = None
+
+    def __post_init__(self) -> None:
+        WriteOptions.__post_init__(self)  # slots: `super()` does not know this class
+        file_bytes(self.max_shard_size, "max_shard_size")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -163,6 +168,10 @@ class DcpOptions(Options):
     vocab_size: int | None = None
     max_file_bytes: int = 5 * 10**9
 
+    def __post_init__(self) -> None:
+        Options.__post_init__(self)
+        file_bytes(self.max_file_bytes, "max_file_bytes")
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MegatronOptions(Options):
@@ -183,6 +192,10 @@ class MegatronOptions(Options):
     make_vocab_size_divisible_by: int = 128
     numbered_layers: bool = False
     max_file_bytes: int = 5 * 10**9
+
+    def __post_init__(self) -> None:
+        Options.__post_init__(self)
+        file_bytes(self.max_file_bytes, "max_file_bytes")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

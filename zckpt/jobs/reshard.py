@@ -7,6 +7,7 @@ schedules, settings and client state go along. The steps are those of every job:
 from __future__ import annotations
 
 import os
+import re
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -14,21 +15,25 @@ from typing import Generic, Protocol, TypeVar
 
 from zckpt import layouts
 from zckpt.base.progress import Progress
-from zckpt.core.catalog import Catalog
+from zckpt.core.catalog import Catalog, Source
 from zckpt.core.dtypes import BF16, F16, DType
 from zckpt.core.plan import Plan, literal_file
 from zckpt.jobs.open import Opened, open_catalog
 from zckpt.jobs.options import ReshardOptions, WriteOptions, to_dtype
 from zckpt.jobs.planned import Planned, Report, carried_out, protected
 from zckpt.layouts.run.training import Training
+from zckpt.layouts.run.values import step_of
 from zckpt.layouts.save.companions import companions, config_file
-from zckpt.layouts.save.listing import ReadOptions
+from zckpt.layouts.save.listing import ReadOptions, is_deepspeed_file
+from zckpt.layouts.save.run_files import run_files
 from zckpt.layouts.zero.torch_files import Laid
 from zckpt.layouts.zero.write import DEFAULT_SUB_GROUP_SIZE, ZeroTarget, lay_out
 from zckpt.output.checks import check_path
 from zckpt.output.order import Order
 from zckpt.output.signature import signing_of
 from zckpt.storage.location import Location, locate
+
+_STEP = re.compile(r"(?:checkpoint|global_step|step|iter)[-_]?(?P<step>\d{1,18})")
 
 
 class CheckpointTarget(Protocol):
@@ -91,24 +96,74 @@ def prepare(
     target = target_of(
         opened.catalog, training, options.world_size, options.stage, options.precision or training.precision
     )
+    target = replace(target, no_frozen=_has_no_frozen(opened))
     training = replace(training, model=_with_config(training.model, target, training.precision))
     laid = lay_out(opened.catalog, training, target)
-    return planned(opened, target, laid, place, "latest", options)
+    return planned(opened, target, laid, place, "latest", options, options.world_size)
 
 
 def planned(
-    opened: Opened, target: T, laid: Laid, out: Location, pointer: str, options: WriteOptions
+    opened: Opened,
+    target: T,
+    laid: Laid,
+    out: Location,
+    pointer: str,
+    options: WriteOptions,
+    world_size: int | None = None,
 ) -> PlannedReshard[T]:
-    """The files of a save, with the file that names its tag, and the model's config with the dtype of the weights."""
+    """A save with the file that names its tag, the model's config with the dtype of the weights, and a trainer's own files.
+
+    Args:
+        opened: the checkpoint.
+        target: the form of the new one.
+        laid: its files.
+        out: the output.
+        pointer: the file that names the tag.
+        options: how the output is written.
+        world_size: ranks that will resume; None for any number.
+    """
     home = opened.place.home
     config = config_file(home, target.precision)
     files = (*laid.files, literal_file(pointer, target.tag.encode()), *([config] if config else []))
+    copies, notes = run_files(home, map(locate, options.also), world_size)
     order = Order(
         plan=Plan(files, laid.pairs), out=out, catalog=opened.catalog, options=target.as_json(),
-        copies=tuple(companions(home)), overwrite=options.overwrite, buffer=options.buffer, pace=options.pace,
+        copies=(*companions(home), *copies), overwrite=options.overwrite, buffer=options.buffer, pace=options.pace,
         signing=signing_of(options.sign),
     )  # fmt: skip
-    return PlannedReshard(opened, order, opened.catalog.source.notes, target)
+    return PlannedReshard(opened, order, opened.catalog.source.notes + notes, target)
+
+
+def _has_no_frozen(opened: Opened) -> bool:
+    """Whether there are no frozen parameters, for the run saved none, though its model may have some, as PEFT's does.
+
+    DeepSpeed's engine looks for every frozen parameter in a dict, even an empty one; where there is no dict, it looks for none.
+    Source: DeepSpeed 0.19.8, runtime/engine.py `load_module_state_dict`; transformers passes `exclude_frozen_parameters`.
+    """
+    if any(entry.role == "frozen" for entry in opened.catalog.tensors.values()):
+        return False
+    listing = opened.place.listing
+    files = [name for name in listing.files if is_deepspeed_file(name) and name.endswith("model_states.pt")]
+    return not any(isinstance(listing.entry(name, "frozen_param_fragments"), Mapping) for name in files[:1])
+
+
+def tag_of(source: Source, training: Training) -> str:
+    """The tag of a save; of one without, such as FSDP's, the one that DeepSpeed gives a save at this step."""
+    if source.tag:
+        return source.tag
+    counted = source.global_steps or training.model.get("global_steps")
+    if not counted:
+        found = (step_of(group.scalars.get("step")) for group in training.groups)
+        counted = max((step for step in found if step), default=0) or _step_in(source.path)
+    return f"global_step{counted if isinstance(counted, int) else 0}"
+
+
+def _step_in(path: str) -> int:
+    """The step in the name of a save's directory or of the one above it, as trainers name these; 0 if there is none."""
+    for name in path.rstrip("/").split("/")[:-3:-1]:
+        if match := _STEP.fullmatch(name):
+            return int(match["step"])
+    return 0
 
 
 def target_of(catalog: Catalog, training: Training, world_size: int, stage: int | None, precision: DType) -> ZeroTarget:
@@ -119,7 +174,7 @@ def target_of(catalog: Catalog, training: Training, world_size: int, stage: int 
     stage = stage or catalog.source.zero_stage or 1
     size = zero.get("sub_group_size", DEFAULT_SUB_GROUP_SIZE)
     return ZeroTarget(
-        tag=catalog.source.tag or "global_step0",
+        tag=tag_of(catalog.source, training),
         stage=stage,
         world_size=world_size,
         precision=precision,

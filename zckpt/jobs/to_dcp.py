@@ -24,6 +24,7 @@ from zckpt.jobs.convert import PlannedConversion, order_for, select, usual_dtype
 from zckpt.jobs.open import Opened, open_catalog, strip_wrappers
 from zckpt.jobs.options import DcpOptions, Options, extended, output_dtype, to_dtype
 from zckpt.jobs.planned import Report, carried_out, protected
+from zckpt.jobs.selection import settled
 from zckpt.layouts.dcp.metadata import Path
 from zckpt.layouts.dcp.state import dotted
 from zckpt.layouts.dcp.write import DcpWriter
@@ -31,6 +32,7 @@ from zckpt.layouts.run.training import ParameterGroup, Training
 from zckpt.layouts.run.values import number_in
 from zckpt.layouts.save.companions import companions, config_file
 from zckpt.layouts.save.module_states import whole
+from zckpt.layouts.save.run_files import run_files
 from zckpt.naming.transform import Form, Formed, formed
 from zckpt.naming.writers import Naming, named
 from zckpt.output.checks import check_path
@@ -98,7 +100,7 @@ def prepare(checkpoint: str | os.PathLike[str], out: str | os.PathLike[str], opt
     inputs = protected(opened, source, beside=options.beside)
     check_path(place, single=False, overwrite=options.overwrite, protected=inputs)
     stripped, notes = strip_wrappers(opened.catalog)
-    form = _renamed(stripped, opened, options)
+    form, options = _renamed(stripped, opened, options)
     catalog = form.catalog
     save = DcpWriter(options.max_file_bytes)
     key = _path(options.under)
@@ -112,12 +114,15 @@ def prepare(checkpoint: str | os.PathLike[str], out: str | os.PathLike[str], opt
     usual = options.dtype or usual_dtype(catalog.tensors.values())
     if (config := config_file(opened.place.home, usual, form.config)) is not None:
         files.append(config)
-    order = order_for(options, Plan(tuple(files), pairs), place, catalog, companions(opened.place.home), form.recorded)
+    home = opened.place.home
+    copies, _ = run_files(home, map(locate, options.also))
+    copies = [*companions(home), *copies]
+    order = order_for(options, Plan(tuple(files), pairs), place, catalog, copies, form.recorded)
     return PlannedConversion(opened, order, opened.catalog.source.notes + notes + form.notes, options)
 
 
-def _renamed(catalog: Catalog, opened: Opened, options: DcpOptions) -> Formed:
-    """The tensors that are wanted, under the names that are wanted.
+def _renamed(catalog: Catalog, opened: Opened, options: DcpOptions) -> tuple[Formed, DcpOptions]:
+    """The tensors that are wanted, under the names that are wanted, and the options with the prefix that was found.
 
     Raises:
         UsageError: the optimizer's states are wanted too, or no scheme is called so.
@@ -129,7 +134,8 @@ def _renamed(catalog: Catalog, opened: Opened, options: DcpOptions) -> Formed:
                 "--vocab-size is of use only with --names", found="--vocab-size without --names",
                 remedy="Add --names, or leave out --vocab-size.",
             )  # fmt: skip
-        return Formed(select(catalog, options))
+        options, said = settled(catalog, options)
+        return Formed(select(catalog, options), notes=said), options
     if options.optimizer is not None:
         raise UsageError(
             "optimizer states would keep names that the weights do not have", found=f"--optimizer with --names {names}",
@@ -138,9 +144,11 @@ def _renamed(catalog: Catalog, opened: Opened, options: DcpOptions) -> Formed:
     if names == "hf" or names.startswith("hf:"):
         form = Form(to=names, config=options.config, vocab_size=options.vocab_size)
         found = formed(catalog, opened.place, form, to_directory=True, exclude=options.exclude)
-        return replace(found, catalog=select(found.catalog, options))
+        options, said = settled(found.catalog, options, before=catalog)
+        return replace(found, catalog=select(found.catalog, options), notes=(*found.notes, *said)), options
+    options, said = settled(catalog, options)
     model = named(select(catalog, options), opened.place, Naming(names, options.config, vocab_size=options.vocab_size))
-    return Formed(model.catalog, model.config, model.notes, model.recorded)
+    return Formed(model.catalog, model.config, (*model.notes, *said), model.recorded), options
 
 
 def _path(key: str) -> Path:

@@ -18,6 +18,7 @@ from zckpt.jobs.convert import PlannedConversion, order_for, select, usual_dtype
 from zckpt.jobs.open import open_catalog, strip_wrappers
 from zckpt.jobs.options import MegatronOptions, Options, extended, output_dtype, to_dtype
 from zckpt.jobs.planned import Report, carried_out, protected
+from zckpt.jobs.selection import settled
 from zckpt.layouts.megatron_core.write import MegatronTensor, lay_out
 from zckpt.layouts.save.companions import companions, config_file
 from zckpt.naming.megatron_arguments import megatron_arguments
@@ -94,6 +95,7 @@ def prepare(
     multiple = options.make_vocab_size_divisible_by * options.tensor_parallel
     layers = NUMBERED if options.numbered_layers else None
     naming = Naming("megatron-core", options.config, layers, multiple, options.vocab_size)
+    options, said = settled(stripped, options)
     model = named(select(stripped, options), opened.place, naming)
     catalog = model.catalog
     spellings: dict[str, list[str]] = {}
@@ -118,4 +120,4 @@ def prepare(
     if (config := config_file(opened.place.home, usual, model.config)) is not None:
         files.append(config)
     order = order_for(options, Plan(tuple(files), pairs), place, catalog, companions(opened.place.home), model.recorded)
-    return PlannedConversion(opened, order, opened.catalog.source.notes + notes + model.notes, options)
+    return PlannedConversion(opened, order, opened.catalog.source.notes + notes + model.notes + said, options)

@@ -7,6 +7,7 @@ and without temporary files.
 from __future__ import annotations
 
 import os
+import re
 import time
 from collections.abc import Sequence
 
@@ -14,10 +15,13 @@ from zckpt.base.errors import UsageError
 from zckpt.base.progress import Progress
 from zckpt.jobs.options import WriteOptions
 from zckpt.jobs.planned import Report, carried_out
-from zckpt.jobs.reshard import PlannedReshard, opened_run, planned
+from zckpt.jobs.reshard import PlannedReshard, opened_run, planned, tag_of
 from zckpt.layouts.save.listing import UNIVERSAL_POINTER, ReadOptions
 from zckpt.layouts.universal.write import UniversalTarget, lay_out
 from zckpt.storage.location import locate
+
+_ACCELERATE = re.compile(r"pytorch_model(?:_\d+)?")
+"""Tags that accelerate's `load_state` asks for by name, whatever `latest` says; an output keeps them."""
 
 
 def prepare(
@@ -40,7 +44,9 @@ def prepare(
             "is universal already", file=source,
             remedy="Load it as it is, or use reshard to write a checkpoint for one world size.",
         )  # fmt: skip
-    target = UniversalTarget(f"{opened.catalog.source.tag or 'global_step0'}_universal", training.precision)
+    tag = tag_of(opened.catalog.source, training)
+    tag = tag if _ACCELERATE.fullmatch(tag) else f"{tag}_universal"
+    target = UniversalTarget(tag, training.precision)
     laid = lay_out(opened.catalog, training, opened.place.listing, target)
     return planned(opened, target, laid, place, UNIVERSAL_POINTER, options)
 

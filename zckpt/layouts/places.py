@@ -28,7 +28,6 @@ from zckpt.layouts.save.pointers import check_tag, read_pointer
 from zckpt.output.saves import displaced
 from zckpt.storage.location import Location, locate
 
-_TRAINER = re.compile(r"checkpoint-\d+")
 _ACCELERATE = re.compile(r"pytorch_model_fsdp_\d+")
 _STEP = re.compile(r"(?:(?:global_step|iter|step)[_-]?)?0*(?P<number>\d+)|release")
 _ROLES = ("actor", "critic", "ref", "model", "weights", "dist_ckpt")
@@ -106,6 +105,7 @@ def find(path: Location, tag: str | None = None, also: Sequence[Location] = ()) 
     for root in also:
         if not root.is_dir():
             raise NotACheckpointError("no such directory", file=root, remedy="Give --also a directory that exists.")
+    tag = None if trainers.FOLDER.fullmatch(path.absolute().name) and tag == path.absolute().name else tag
     look = _Look(path, tag, also, listed(path))
     for what in (_save, _accelerate, _role, _run, _by_trainer, _wanted, _home, _trainers, _several, _weights):
         if (place := what(look)) is not None:
@@ -129,7 +129,7 @@ def has_saves(path: Location) -> bool:
     names = listed(path)
     if any(family.is_save(names) for family in layouts.FAMILIES):
         return True
-    inner = (path / name for name in names if _TRAINER.fullmatch(name))
+    inner = (path / name for name in names if trainers.FOLDER.fullmatch(name))
     folder = trainers.folder_of(names)
     known = _pointer(names) or trainers.saves_of(names) or _tags(path, names, ())
     return bool(known) or (bool(folder) and has_saves(path / folder)) or any(map(has_saves, inner))
@@ -145,8 +145,7 @@ def is_taken(name: str) -> bool:
 
 def latest_of(path: Location) -> str | None:
     """What `latest` in a directory says; None where there is none."""
-    pointer = path / "latest"
-    return read_pointer(pointer) if pointer.is_file() else None
+    return read_pointer(pointer) if (pointer := path / "latest").is_file() else None
 
 
 # ---- what a directory may be, in the order in which it is asked ---------------------------------------------------------
@@ -273,6 +272,7 @@ def _home(look: _Look) -> Place | None:
     if not directory.is_dir():
         roots = [root for root in roots if root.is_dir()]
         if not roots:
+            tags = tags or tuple(_directories(look, trainers.FOLDER))
             raise IncompleteError(
                 f"has no save of the tag that {origin} names", file=path, found=f"no directory {tag!r}",
                 expected=f"one of the tags {', '.join(tags)}" if tags else "",
@@ -285,7 +285,7 @@ def _home(look: _Look) -> Place | None:
 
 def _trainers(look: _Look) -> Place | None:
     """A trainer's output: the newest of its `checkpoint-N` folders that holds saves."""
-    folders = _directories(look, _TRAINER)
+    folders = _directories(look, trainers.FOLDER)
     for newest in reversed(folders):
         inner = look.path / newest
         names = listed(inner)
@@ -322,8 +322,12 @@ def _by_trainer(look: _Look) -> Place | None:
 
 
 def _wanted(look: _Look) -> Place | None:
-    """One of several saves in a directory, by `--tag`."""
-    return None if look.tag is None else _several(look)
+    """One of several saves in a directory or of a trainer's folders, by `--tag`."""
+    if look.tag is None:
+        return None
+    if held := trainers.folder_with(look.path, _directories(look, trainers.FOLDER), look.tag):
+        return find(look.path / held[0], held[1], _laid_over(look, held[0]))
+    return _several(look)
 
 
 def _several(look: _Look) -> Place | None:

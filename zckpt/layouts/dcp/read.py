@@ -26,6 +26,7 @@ from zckpt.layouts.dcp.items import Items, stored_in
 from zckpt.layouts.dcp.metadata import BytesItem, Metadata, Path, TensorItem, read_metadata
 from zckpt.layouts.dcp.optimizer import States
 from zckpt.layouts.dcp.state import DcpModel, model_of, optimizers_of
+from zckpt.layouts.dcp.ties import tied_copies
 from zckpt.layouts.run.training import Training
 from zckpt.layouts.run.values import step_of
 from zckpt.layouts.save.listing import Listing, list_files
@@ -105,7 +106,8 @@ def catalog_of(save: DcpSave, listing: Listing) -> Catalog:
     trained, notes = _trained(save)
     roles = _roles(save.model.items, trained)
     kept, aliases = ties(save.model.items)
-    tensors = save.items.tensors(kept, roles)
+    tensors, copies = tied_copies(save.items.tensors(kept, roles), trained, _steps(save), listing)
+    aliases = {name: copies.get(first, first) for name, first in aliases.items()} | copies
     ranks = {rank for rank in map(rank_of, listing.files) if rank is not None}
     if listing.matching(SAFETENSORS) and not listing.matching(METADATA):
         notes += (f"The shards do not say how many ranks wrote them: shards of {words.ranks(sorted(ranks))} are here.",)

@@ -22,7 +22,7 @@ from zckpt.base.errors import (
     UnsupportedError,
     ZckptError,
 )  # fmt: skip
-from zckpt.base.sizes import to_bytes
+from zckpt.base.sizes import file_bytes, to_bytes
 from zckpt.base.words import examples
 from zckpt.containers import Container, TensorRef, safetensors_file, torch_zip
 from zckpt.containers.skeleton import TensorSpec
@@ -265,6 +265,10 @@ class WeightsTarget:
     format: Format
     file: str = ""
     max_shard_size: int | str = "5GB"
+
+    def __post_init__(self) -> None:
+        """Raises UsageError for a size that no file can have."""
+        file_bytes(self.max_shard_size, "max_shard_size")
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""The directories of Lightning's and Composer's runs: which entry of them is the newest save.
+"""The directories of Lightning's, Composer's and transformers' runs: which entry of them is the newest save, or the one wanted.
 
 For `places`. [Note: what they write] Lightning: `lightning_logs/version_3/checkpoints/epoch=0-step=100.ckpt`, where a save is a
 file (a state dict under `state_dict`), a directory of torch.distributed.checkpoint with `meta.pt`, or a directory that DeepSpeed
@@ -13,6 +13,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+
+from zckpt.storage.location import Location
+
+FOLDER = re.compile(r"checkpoint-\d+")
+"""Folders of transformers' Trainer; with DeepSpeed, `checkpoint-2` holds the tag `global_step2`."""
 
 _LAST = re.compile(r"last(?:-v(?P<number>\d+))?\.ckpt")
 _COMPOSER = re.compile(r"ep(?P<epoch>\d+)-ba(?P<number>\d+)-rank0\.pt")
@@ -31,6 +36,22 @@ def folder_of(names: Sequence[str]) -> str:
         return max(versions, key=lambda name: _number(_VERSION, name))
     is_version = "checkpoints" in shown and (len(shown) == 1 or {"hparams.yaml", "metrics.csv"} & {*shown})
     return "checkpoints" if is_version else ""
+
+
+def folder_with(path: Location, folders: Sequence[str], tag: str) -> tuple[str, str | None] | None:
+    """The folder of transformers' Trainer that a tag means, and the tag in it: the folder's name, a tag in one, or both.
+
+    Args:
+        path: the directory of the folders.
+        folders: their names, the oldest first.
+        tag: `checkpoint-2`, `global_step2` or `checkpoint-2/global_step2`.
+    """
+    folder, _, inner = tag.partition("/")
+    if folder in folders:
+        return folder, inner or None
+    if "/" in tag or "\\" in tag or tag in ("", ".", ".."):
+        return None
+    return next(((name, tag) for name in reversed(folders) if (path / name / tag).is_dir()), None)
 
 
 def saves_of(names: Sequence[str]) -> list[str]:

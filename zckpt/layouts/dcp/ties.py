@@ -1,0 +1,122 @@
+"""Which tensors of a save are one tied weight: FSDP saves a tied weight once under each of its names.
+
+For `dcp` and the families that are read like it. Nothing in such a save says what was tied. Two tensors are taken for one weight
+if the optimizer has taken steps with one of them and does not own the other, or if the model's config does not deny that the head
+is the embedding; and if they hold the same numbers. Some of them are compared when the save is opened, and all before they are
+written.
+Source: torch 2.13, torch/distributed/checkpoint/state_dict.py (`get_model_state_dict` lists every name of a parameter,
+`get_optimizer_state_dict` one); transformers 5.23, `tie_word_embeddings`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from collections.abc import Set as AbstractSet
+from contextlib import suppress
+from dataclasses import replace
+
+from zckpt.base.errors import ZckptError
+from zckpt.core.catalog import Replica, TensorEntry
+from zckpt.engine.elements import ElementReader, Wanted
+from zckpt.engine.replicas import ends
+from zckpt.layouts.save.companions import read_config
+from zckpt.layouts.save.listing import Listing
+
+_BLOCKS = 64
+_WIDTH = 16
+"""Elements of each block that is compared when a save is opened."""
+
+_EMBEDDINGS = ("embed", "wte", "shared")
+"""In names of the tensors that are kept of a pair of which no optimizer says it."""
+
+
+def tied_copies(
+    tensors: Mapping[str, TensorEntry], trained: AbstractSet[str], steps: int | None, listing: Listing
+) -> tuple[dict[str, TensorEntry], dict[str, str]]:
+    """The tensors that are kept, each with its copies as replicas, and dropped name -> kept name.
+
+    Args:
+        tensors: all of the save.
+        trained: those that the optimizer owns.
+        steps: that it has taken; None where the save does not say.
+        listing: the save, beside which the model's config may be.
+    """
+    kept, aliases = dict(tensors), dict[str, str]()
+    pairs = [*_by_optimizer(tensors, trained if steps else frozenset()), *_by_config(tensors, trained, listing)]
+    with ElementReader() as reader:
+        for name, other in pairs:
+            if {name, other} & aliases.keys() or name not in kept or other not in kept:
+                continue
+            if _alike(reader, tensors[name], tensors[other]):
+                dropped = kept.pop(other)
+                copy = Replica(dropped.dtype, dropped.fragments, f"the name {other!r}", whole=True)
+                kept[name] = replace(kept[name], replicas=(*kept[name].replicas, copy))
+                aliases[other] = name
+    return kept, aliases
+
+
+def _is_outside_layers(name: str) -> bool:
+    """Whether a tensor is of no numbered layer; those that are tied hardly ever are, and layers have many of equal shape."""
+    return not any(part.isdecimal() for part in name.split("."))
+
+
+def _by_optimizer(tensors: Mapping[str, TensorEntry], trained: AbstractSet[str]) -> Iterator[tuple[str, str]]:
+    """(a tensor that the optimizer owns, another of its form that it does not)."""
+    for name in tensors:
+        if name not in trained or not _is_outside_layers(name):
+            continue
+        for other, entry in tensors.items():
+            is_free = other not in trained and entry.dtype.kind == "float" and entry.numel > 1
+            if is_free and _form(entry) == _form(tensors[name]) and _is_outside_layers(other):
+                yield name, other
+
+
+def _by_config(
+    tensors: Mapping[str, TensorEntry], trained: AbstractSet[str], listing: Listing
+) -> Iterator[tuple[str, str]]:
+    """Pairs of matrices with a row for each token, if a config is there and does not say that the head is another one."""
+    known = _config_of(listing)
+    text = known.get("text_config")
+    text = text if isinstance(text, Mapping) else {}
+    tied = known.get("tie_word_embeddings", text.get("tie_word_embeddings", True))
+    rows = known.get("vocab_size", text.get("vocab_size"))
+    if not isinstance(rows, int) or tied is not True:
+        return
+    names = [name for name, entry in tensors.items() if len(entry.shape) == 2 and entry.shape[0] == rows]
+    names = [name for name in names if tensors[name].dtype.kind == "float" and _is_outside_layers(name)]
+    names.sort(key=lambda name: (name not in trained, not any(word in name for word in _EMBEDDINGS)))
+    for number, name in enumerate(names):
+        for other in names[number + 1 :]:
+            if other not in trained and _form(tensors[name]) == _form(tensors[other]):
+                yield name, other
+
+
+def _config_of(listing: Listing) -> Mapping[str, object]:
+    """The config in a save or beside it; empty where there is none that can be read."""
+    home = listing.directory
+    for place in (home, home / "huggingface", home.absolute().parent, home.absolute().parent / "huggingface"):
+        with suppress(ZckptError, OSError):
+            if (config := read_config(place)) is not None:
+                return config
+    return {}
+
+
+def _form(entry: TensorEntry) -> tuple[object, ...]:
+    return entry.shape, entry.dtype
+
+
+def _alike(reader: ElementReader, a: TensorEntry, b: TensorEntry) -> bool:
+    """Whether two tensors of one form are alike where they are compared, and not of one number there."""
+    last = max(a.numel - _WIDTH, 0)
+    spread = {last * block // (_BLOCKS - 1) for block in range(_BLOCKS)}
+    places = [
+        *ends(a.fragments, a.dtype.itemsize),
+        *((start, min(start + _WIDTH, a.numel)) for start in sorted(spread)),
+    ]
+    seen: set[bytes] = set()
+    for start, stop in places:
+        one, other = (reader.read(Wanted(entry.fragments, entry.dtype, start, stop)) for entry in (a, b))
+        if one != other:
+            return False
+        seen.update(one[at : at + a.dtype.itemsize] for at in range(0, len(one), a.dtype.itemsize))
+    return len(seen) > 1
