@@ -143,11 +143,6 @@ def is_taken(name: str) -> bool:
     return _ACCELERATE.fullmatch(name) is not None or any(taken)
 
 
-def latest_of(path: Location) -> str | None:
-    """What `latest` in a directory says; None where there is none."""
-    return read_pointer(pointer) if (pointer := path / "latest").is_file() else None
-
-
 # ---- what a directory may be, in the order in which it is asked ---------------------------------------------------------
 
 

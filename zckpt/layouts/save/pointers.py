@@ -41,3 +41,8 @@ def check_tag(tag: str, path: Location, origin: str) -> None:
             expected="the name of a directory beside 'latest'",
             remedy="Correct it, or choose a tag with --tag. Nothing was read from there.",
         )
+
+
+def latest_of(path: Location) -> str | None:
+    """What `latest` in a directory says; None where there is none."""
+    return read_pointer(pointer) if (pointer := path / "latest").is_file() else None

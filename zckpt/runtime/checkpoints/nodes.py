@@ -22,9 +22,9 @@ from zckpt.containers import Placeholder, TensorRef, open_container
 from zckpt.core.catalog import TensorEntry, TensorPart
 from zckpt.core.fragments import FileStore, Fragment
 from zckpt.engine import move
-from zckpt.layouts.places import latest_of
 from zckpt.layouts.save.listing import is_deepspeed_file
 from zckpt.layouts.save.module_states import RESERVED
+from zckpt.layouts.save.pointers import latest_of
 from zckpt.layouts.zero.torch_files import Pair
 from zckpt.runtime.checkpoints.attempt import Attempt
 from zckpt.runtime.checkpoints.exchange import Exchange, RankStore, Rounds, Streamed
