@@ -22,6 +22,7 @@ from zckpt.core.overlaps import clip
 from zckpt.core.plan import Plan
 from zckpt.engine.move import run
 from zckpt.jobs.options import OpenOptions
+from zckpt.jobs.states import NamedStates, OptimizerStates, named_states
 from zckpt.layouts.places import Place, find
 from zckpt.layouts.save.listing import ReadOptions
 from zckpt.layouts.save.module_states import WRAPPERS
@@ -83,6 +84,17 @@ def strip_wrappers(catalog: Catalog) -> tuple[Catalog, tuple[str, ...]]:
     return catalog, tuple(notes)
 
 
+def states_of(opened: Opened, *, allow_unknown: bool = False) -> NamedStates:
+    """The optimizer's states of an open checkpoint, under the names that `strip_wrappers` gives the weights.
+
+    Raises:
+        UnsupportedError: the checkpoint names no states, or none that zckpt reads; it says why.
+    """
+    stripped, _ = strip_wrappers(opened.catalog)
+    names = dict(zip(opened.catalog.tensors, stripped.tensors, strict=True))
+    return named_states(opened.place.listing, names, stripped.aliases, allow_unknown=allow_unknown)
+
+
 _PREFIXES = ("module.", "_forward_module.")
 """What DDP, DeepSpeed's engine and Lightning put before every name."""
 
@@ -139,6 +151,8 @@ class Checkpoint(Mapping[str, "Tensor"]):
             )
         self._framework = framework
         self.catalog, _ = strip_wrappers(opened.catalog)
+        self._opened: Opened | None = opened
+        self._named: NamedStates | None = None
         self._closed = False
 
     def __enter__(self) -> Checkpoint:
@@ -150,6 +164,7 @@ class Checkpoint(Mapping[str, "Tensor"]):
     def close(self) -> None:
         """Forgets the tensors; reading one afterwards is a UsageError. A second call does nothing."""
         self._closed = True
+        self._opened = self._named = None
         self.catalog = Catalog({}, self.catalog.source)
 
     def __repr__(self) -> str:
@@ -192,6 +207,41 @@ class Checkpoint(Mapping[str, "Tensor"]):
             found=f"{len(self):,} other names",
             expected=f"names such as {examples(near or itertools.islice(self, 3))}" if len(self) else "",
         )
+
+    @property
+    def states(self) -> OptimizerStates:
+        """The optimizer's states: `states["exp_avg"][name]` is a tensor in the parameter's shape, read when it is asked for.
+
+        States of quantised optimizers are there as they were saved, with their scales and tables in shapes of their own.
+
+        Raises:
+            UnsupportedError: the checkpoint names no states, or none that zckpt reads; it says why.
+        """
+        framework = self._framework
+        return OptimizerStates(self._states(), lambda entry: read_tensor(entry, framework))
+
+    @property
+    def steps(self) -> dict[str, int]:
+        """Parameter -> steps that the optimizer has taken with it, of those that count them; raises as `states`."""
+        return dict(self._states().steps)
+
+    @property
+    def param_groups(self) -> list[dict[str, object]]:
+        """The optimizer's parameter groups as torch has them, with names under `params`; raises as `states`.
+
+        Values that are no numbers, texts or lists are texts. What is one value for a group, but the step, is under `states`.
+        """
+        return [dict(group) for group in self._states().groups]
+
+    def _states(self) -> NamedStates:
+        if self._opened is None:
+            raise UsageError(
+                "the checkpoint is closed", file=self.catalog.source.path, found="a read of optimizer states",
+                remedy="Read them before close(), or inside the with statement.",
+            )  # fmt: skip
+        if self._named is None:
+            self._named = states_of(self._opened)
+        return self._named
 
     def get_tensor(self, name: str) -> Tensor:
         """The same as `checkpoint[name]`, under the name safetensors gives it."""

@@ -20,6 +20,7 @@ from zckpt.engine import replicas
 from zckpt.jobs.convert import select
 from zckpt.jobs.open import Opened, open_catalog, strip_wrappers
 from zckpt.jobs.options import Options, output_dtype
+from zckpt.jobs.selection import settled
 from zckpt.naming.transform import Form, formed
 
 
@@ -73,9 +74,12 @@ def opened_version(path: str, options: Options) -> WeightsVersion:
     catalog, stripped = strip_wrappers(opened.catalog)
     plain = opened.catalog.source.layout == "plain"
     form = formed(catalog, opened.place, Form() if plain else options.form, to_directory=True, exclude=options.exclude)
+    said: tuple[str, ...] = ()
+    if not plain:
+        options, said = settled(form.catalog, options, before=catalog)
     catalog = form.catalog if plain else select(form.catalog, options)
     replicas.check(catalog)
-    return WeightsVersion(opened, catalog, (*opened.catalog.source.notes, *stripped, *form.notes))
+    return WeightsVersion(opened, catalog, (*opened.catalog.source.notes, *stripped, *form.notes, *said))
 
 
 def dtype_in(version: WeightsVersion, entry: TensorEntry, wanted: DType | None) -> DType:

@@ -120,8 +120,13 @@ def read(listing: Listing, *, allow_unknown: bool = False) -> Catalog:
     return catalog
 
 
-def read_training(listing: Listing, *, allow_unknown: bool = False) -> Training:
+def read_training(listing: Listing, *, allow_unknown: bool = False, any_shape: bool = False) -> Training:
     """What a run needs beside the weights of a save.
+
+    Args:
+        listing: its files.
+        allow_unknown: go on though optimizer files hold keys that zckpt does not know.
+        any_shape: states may have other shapes than their parameters (`Training.other_shapes`), as quantised ones do.
 
     Raises:
         UnsupportedError: this kind of save does not hold it, or zckpt does not read it.
@@ -138,6 +143,13 @@ def read_training(listing: Listing, *, allow_unknown: bool = False) -> Training:
         )
     agreement.check(listing)
     training = family.read_training(listing, allow_unknown=allow_unknown)
+    if training.other_shapes and not any_shape:
+        name, (state, entry) = next((n, next(iter(own.items()))) for n, own in training.other_shapes.items())
+        raise UnsupportedError(
+            f"optimizer state {state!r} has another shape than its parameter {name!r}", file=listing.directory,
+            found=f"{list(entry.shape)}, as of a quantised optimizer", expected="a number for each element of the parameter",
+            remedy="Convert the weights alone (to-fp32), or write the states as they are (to-states).",
+        )  # fmt: skip
     usage.check_states(listing, training.claims)
     training.claims.forget()
     return training

@@ -165,7 +165,9 @@ class States:
         for params, settings in self._groups():
             self.items.open_all(item for item in settings.values() if isinstance(item, TensorItem | BytesItem))
             names = tuple(self._named(params))
-            states = dict.fromkeys(state for name in names for state in self.tensors.get(name, {}))
+            states = dict.fromkeys(
+                s for name in names for s, i in self.tensors.get(name, {}).items() if i.shape == self.shapes[name]
+            )
             kept = {key: self.value(value) for key, value in settings.items()}
             made.append(ParameterGroup(names, kept, self._shared(names), tuple(states)))
         return made
@@ -186,24 +188,22 @@ class States:
         return shared
 
     def entries(self) -> dict[str, dict[str, TensorEntry]]:
-        """Parameter -> state -> its elements.
+        """Parameter -> state -> its elements, of states that have one for each of the parameter's."""
+        return self._opened(alike=True)
 
-        Raises:
-            UnsupportedError: a state has neither its parameter's shape nor a single value.
-        """
-        for name, states in self.tensors.items():
-            for state, item in states.items():
-                if item.shape != self.shapes[name]:
-                    raise UnsupportedError(
-                        f"optimizer state {state!r} has another shape than its parameter {name!r}",
-                        file=self.items.file, found=f"{list(item.shape)}", expected=f"{list(self.shapes[name])}",
-                        remedy="Convert the weights alone (to-fp32).",
-                    )  # fmt: skip
-        wanted = {item.name: item for states in self.tensors.values() for item in states.values()}
+    def other_shapes(self) -> dict[str, dict[str, TensorEntry]]:
+        """The same of the other states, without parameters that have none."""
+        return {name: states for name, states in self._opened(alike=False).items() if states}
+
+    def _opened(self, *, alike: bool) -> dict[str, dict[str, TensorEntry]]:
+        chosen = {
+            name: {s: i for s, i in self.tensors.get(name, {}).items() if (i.shape == self.shapes[name]) == alike}
+            for name in self.parameters()
+        }
+        wanted = {item.name: item for states in chosen.values() for item in states.values()}
         entries = self.items.tensors(wanted, dict.fromkeys(wanted, "parameter"))
         return {
-            name: {s: replace(entries[i.name], name=name) for s, i in self.tensors.get(name, {}).items()}
-            for name in self.parameters()
+            name: {s: replace(entries[i.name], name=name) for s, i in states.items()} for name, states in chosen.items()
         }
 
 
@@ -214,7 +214,7 @@ def _number(path: Path) -> tuple[int, str] | None:
 
 
 def _is_single(item: TensorItem, state: str, shape: Shape) -> bool:
-    return math.prod(item.size) == 1 and (state == "step" or item.shape != shape)
+    return math.prod(item.size) == 1 and (state == "step" or (not item.shape and bool(shape)))
 
 
 def _comparable(value: object) -> object:

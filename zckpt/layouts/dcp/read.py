@@ -227,6 +227,7 @@ def training_of(save: DcpSave, listing: Listing) -> Training:
         {},
         _rest(save),
         precisions.most_common(1)[0][0] if precisions else F32,
+        other_shapes={name: states for o in save.optimizers for name, states in o.other_shapes().items()},
     )
 
 

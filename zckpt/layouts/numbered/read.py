@@ -98,6 +98,7 @@ def read_training(listing: Listing, *, allow_unknown: bool = False) -> Training:
     catalog = plain.read(files.weights, allow_unknown=allow_unknown)
     optimizer = _named(files, catalog, listing)
     states: dict[str, dict[str, TensorEntry]] = {}
+    others: dict[str, dict[str, TensorEntry]] = {}
     groups: list[ParameterGroup] = []
     for names, settings in optimizer.groups:
         shared: dict[str, object] = {}
@@ -107,11 +108,8 @@ def read_training(listing: Listing, *, allow_unknown: bool = False) -> Training:
                 if isinstance(value, TensorRef) and value.shape == catalog.tensors[name].shape and _is_vector(value):
                     states.setdefault(name, {})[kind] = whole(name, value, "parameter")
                     kinds[kind] = None
-                elif isinstance(value, TensorRef) and value.numel != 1:
-                    raise UnsupportedError(
-                        f"optimizer state {kind!r} has another shape than its parameter {name!r}", file=listing.directory,
-                        found=f"{list(value.shape)}", expected=f"{list(catalog.tensors[name].shape)}", remedy=_WEIGHTS_ALONE,
-                    )  # fmt: skip
+                elif isinstance(value, TensorRef) and (value.numel != 1 or (value.shape and kind != "step")):
+                    others.setdefault(name, {})[kind] = whole(name, value, "buffer")
                 else:
                     keep_alike(shared, kind, value, name, listing.directory.path)
         kept = {key: value for key, value in settings.items() if key != "params"}
@@ -120,7 +118,7 @@ def read_training(listing: Listing, *, allow_unknown: bool = False) -> Training:
     (first,) = list(files.weights.files)[:1]
     root = files.weights.open(first).root
     rest = client_state(root if isinstance(root, Mapping) else {}, _steps(files))
-    return Training(tuple(groups), states, {}, rest, precisions.most_common(1)[0][0])
+    return Training(tuple(groups), states, {}, rest, precisions.most_common(1)[0][0], other_shapes=others)
 
 
 def _steps(files: OptimizerFiles) -> int | None:
@@ -153,7 +151,7 @@ def _named(files: OptimizerFiles, catalog: Catalog, listing: Listing) -> _Optimi
     if files.ranks and (missing := sorted(set(range(max(files.ranks))) - set(files.ranks))):
         raise missing_ranks(listing, "optimizer", sorted(files.ranks), missing, 1 + max(files.ranks))
     groups = [[as_list(g.get("params")) for g in _groups(state)] for _, state in parts]
-    states = [own if isinstance(own := state["state"], Mapping) else {} for _, state in parts]
+    states = [_unpacked(own) if isinstance(own := state["state"], Mapping) else {} for _, state in parts]
     if any(len(own) != len(groups[0]) for own in groups) or not groups[0]:
         raise UnsupportedError(
             "the ranks' optimizers do not have the same groups", file=listing.directory,
@@ -174,6 +172,21 @@ def _named(files: OptimizerFiles, catalog: Catalog, listing: Listing) -> _Optimi
         found=f"{count(total, 'number')} in {count(len(groups[0]), 'group')}, for {count(len(catalog.tensors), 'tensor')}",
         expected="the model's parameters in order, in groups that their shapes tell apart", remedy=_WEIGHTS_ALONE,
     )  # fmt: skip
+
+
+_PACKED = "__bnb_optimizer_quant_state__"
+"""Under it, bitsandbytes keeps what FSDP must not cut. Source: bitsandbytes 0.50.2, optim/optimizer.py `state_dict`."""
+
+
+def _unpacked(states: Mapping[object, object]) -> dict[object, object]:
+    """Number -> states, without the level that bitsandbytes puts around them."""
+    found: dict[object, object] = {}
+    for number, own in states.items():
+        inner = own.get(_PACKED) if isinstance(own, Mapping) else None
+        if isinstance(own, Mapping) and isinstance(inner, Mapping):
+            own = {**{key: value for key, value in own.items() if key != _PACKED}, **inner}
+        found[number] = own
+    return found
 
 
 def _groups(state: Mapping[str, object]) -> list[Mapping[str, object]]:

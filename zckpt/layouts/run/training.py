@@ -57,6 +57,8 @@ class Training:
             is not there is whole on every rank, or laid end to end in dimension 0.
         beside: what a rank's optimizer file holds beside DeepSpeed's own entries; for writing.
         padding: what of the states belongs to no parameter, or is what others hold too.
+        other_shapes: parameter -> state -> tensor, of states that do not have a number for each element of the parameter, such
+            as the scales and tables of quantised ones.
         claims: what all states and the padding read; made anew when these are others.
     """
 
@@ -70,6 +72,9 @@ class Training:
     joined: Mapping[str, Joint] = field(default_factory=dict[str, Joint])
     beside: Mapping[str, object] = field(default_factory=dict[str, object])
     padding: tuple[Padding, ...] = ()
+    other_shapes: Mapping[str, Mapping[str, TensorEntry]] = field(
+        default_factory=dict[str, "Mapping[str, TensorEntry]"]
+    )
     claims: Claims = field(default_factory=Claims, repr=False, compare=False)
 
     def __post_init__(self) -> None:
