@@ -236,12 +236,7 @@ class Names(Group):
     """How tensors are called in the output."""
 
     strip_prefix: Annotated[
-        str,
-        _names(
-            "--strip-prefix",
-            metavar="PREFIX",
-            help="Remove PREFIX from every name that has it; 'auto': what wraps all.",
-        ),
+        str, _names("--strip-prefix", metavar="PREFIX", help="Remove PREFIX, or with 'auto' what wraps all names.")
     ] = ""
     rename: Annotated[
         list[str],
