@@ -10,7 +10,7 @@ CORE := $(wildcard zckpt/csrc/* CMakeLists.txt)
 FUZZ_EXAMPLES ?= 3000
 FUZZ_SECONDS ?= 120
 
-.PHONY: demo test proofs fuzz check sanitize wheels bench fixtures golden clean interop gpu-check gpu-wheels old-torch
+.PHONY: demo test proofs fuzz check sanitize wheels docs bench fixtures golden clean interop gpu-check gpu-wheels old-torch
 
 demo: .make/zckpt .make/train
 	$(BIN)/zckpt demo
@@ -38,6 +38,13 @@ check: .make/zckpt .make/test .make/strict/built
 wheels:
 	$(PYTHON) .ci/wheels.py
 	$(PYTHON) .ci/check_wheels.py
+
+# The documentation as a site, in .make/site; a link that leads nowhere is an error.
+docs: .make/zckpt .make/test .make/docs
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+.make/docs: pyproject.toml constraints.txt
+	$(PIP) mkdocs-material 'mkdocstrings[python]'
+	@touch $@
 
 # The engine, built to watch its own memory, arithmetic and threads, at all that it does.
 sanitize: .make/asan/built .make/tsan/built

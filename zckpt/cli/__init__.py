@@ -23,7 +23,6 @@ app = typer.Typer(
     epilog="Exit status: 0 done, 1 the answer is no, 2 error\n\nExample: zckpt to-bf16 out/checkpoint-500 weights/",
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
-    add_completion=False,
     invoke_without_command=True,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
 )

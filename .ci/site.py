@@ -1,0 +1,132 @@
+"""Pages of the documentation site that are no files of docs/, for `mkdocs.yml`.
+
+- reference/commands.md is made of the command line itself, reference/python.md of the names that the packages export.
+- project/ has what lies beside docs/: links between these files and docs/ are made to fit the site.
+"""
+
+from __future__ import annotations
+
+import html
+import os
+import re
+from collections.abc import Iterator
+from importlib import import_module
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from mkdocs.config.defaults import MkDocsConfig
+    from mkdocs.structure.files import Files
+    from mkdocs.structure.pages import Page
+
+ROOT = Path(__file__).resolve().parent.parent
+PAGES = {
+    "ARCHITECTURE.md": "project/architecture.md",
+    "CHANGELOG.md": "project/changelog.md",
+    "CONTRIBUTING.md": "project/contributing.md",
+    "SECURITY.md": "project/security.md",
+    "CODE_OF_CONDUCT.md": "project/code-of-conduct.md",
+    "README.md": "project/readme.md",
+    "benchmarks/results_trainer.md": "project/results_trainer.md",
+    "benchmarks/results_checkpoints.md": "project/results_checkpoints.md",
+    "benchmarks/results_giants.md": "project/results_giants.md",
+}
+"""File of the repository -> page of the site."""
+UNLISTED = {"project/code-of-conduct.md", "project/readme.md", *(page for page in PAGES.values() if "results" in page)}
+"""Pages that other pages point at, and the navigation does not."""
+PACKAGES = ("zckpt", "zckpt.live", "zckpt.integrations", "zckpt.runtime")
+
+_LINK = re.compile(r"(!?\[[^\]]*\])\(([^)\s]+)\)")
+
+
+def on_files(files: Files, config: MkDocsConfig) -> Files:
+    """Adds the pages that are made."""
+    from mkdocs.structure.files import File
+
+    made = {"reference/commands.md": "\n".join(commands()), "reference/python.md": "\n".join(names())}
+    made |= {page: (ROOT / file).read_text() for file, page in PAGES.items()}
+    for page, text in made.items():
+        files.append(File.generated(config, page, content=text))
+    for page in UNLISTED:
+        file = files.get_file_from_path(page)
+        if file is not None:
+            file.inclusion = file.inclusion.NOT_IN_NAV
+    return files
+
+
+def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
+    """Makes links fit the site. What is pointed at and is no page becomes a file of the site."""
+    from mkdocs.structure.files import File
+
+    here = {page: file for file, page in PAGES.items()}.get(page.file.src_uri, f"docs/{page.file.src_uri}")
+
+    def fitted(found: re.Match[str]) -> str:
+        text, (path, mark, anchor) = found[1], found[2].partition("#")
+        if "://" in path or not path:
+            return found[0]
+        target = os.path.normpath(os.path.join(os.path.dirname(here), path))
+        wanted = PAGES.get(target) or (target.removeprefix("docs/") if target.startswith("docs/") else target)
+        if not target.startswith("docs/") and target not in PAGES:
+            if not (ROOT / target).is_file():
+                return f"{text[1:-1]}"
+            if files.get_file_from_path(wanted) is None:
+                files.append(File.generated(config, wanted, abs_src_path=str(ROOT / target)))
+        return f"{text}({os.path.relpath(wanted, os.path.dirname(page.file.src_uri) or '.')}{mark}{anchor})"
+
+    return _LINK.sub(fitted, markdown)
+
+
+def commands() -> Iterator[str]:
+    """The page of all commands: arguments and options in the groups of `--help`."""
+    import typer
+
+    from zckpt.cli import app
+
+    group: Any = typer.main.get_command(app)
+    yield "# Commands\n\n`zckpt COMMAND --help` prints the same. A command that takes several groups of options shares them with others.\n"
+    for name, command in group.commands.items():
+        context = command.make_context(name, ["--help"], resilient_parsing=True)
+        yield f"## zckpt {name}\n\n{command.help}\n"
+        usage = " ".join(("zckpt", name, *command.collect_usage_pieces(context)))
+        yield f"```text\n{usage}\n```\n"
+        tables: dict[str, list[tuple[str, str]]] = {}
+        for parameter in command.get_params(context):
+            if parameter.param_type_name == "argument":
+                tables.setdefault("Arguments", []).append((parameter.metavar, parameter.help))
+            elif (record := parameter.get_help_record(context)) is not None:
+                last = list(tables)[-1] if tables else "Options"
+                tables.setdefault(parameter.rich_help_panel or last, []).append(record)
+        for title, rows in tables.items():
+            yield f"| {title} | |\n|---|---|"
+            yield from (f"| <code>{cell(left)}</code> | {cell(right)} |" for left, right in rows)
+            yield ""
+        yield "\n\n".join(shown(line) for line in (command.epilog or "").split("\n\n")) + "\n"
+
+
+def cell(text: str) -> str:
+    """Text as HTML in a cell of a table."""
+    return html.escape(" ".join(str(text).split()), quote=False).replace("|", "&#124;")
+
+
+def shown(line: str) -> str:
+    """A line of an epilog; its example as code."""
+    head, mark, example = line.partition("Example: ")
+    return f"```sh\n{example}\n```" if mark and not head else line
+
+
+def names() -> Iterator[str]:
+    """The page of all public names, for mkdocstrings, which reads a name where it is defined."""
+    yield "# Python\n\nEvery name that the packages export. What else modules hold may change in any version.\n"
+    for package in PACKAGES:
+        module = import_module(package)
+        yield f"## `{package}`\n"
+        others: list[str] = []
+        for name in sorted(name for name in module.__all__ if not name.startswith("__")):
+            found = getattr(module, name)
+            home = getattr(found, "__module__", "")
+            if home.startswith("zckpt.") and getattr(found, "__qualname__", "") == name:
+                yield f"::: {home}.{name}\n"
+            else:
+                others.append(f"`{name}`")
+        if others:
+            yield f"Also there, and not described here: {', '.join(others)}.\n"
