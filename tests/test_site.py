@@ -27,7 +27,7 @@ Loader.add_multi_constructor("tag:yaml.org,2002:python/", lambda loader, suffix,
 
 @pytest.fixture(scope="module")
 def site() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("site_pages", ROOT / ".ci" / "site.py")
+    spec = importlib.util.spec_from_file_location("site_pages", ROOT / ".ci" / "site_pages.py")
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules["site_pages"] = module

@@ -79,6 +79,16 @@ def test_help_is_the_golden_one(command: str) -> None:
     assert not diff, "\n".join([*diff, "run: make golden"])
 
 
+def test_a_shell_completes_commands_and_options() -> None:
+    def completed(*words: str) -> list[str]:
+        return zckpt(
+            _ZCKPT_COMPLETE="complete_bash", COMP_WORDS=" ".join(("zckpt", *words)), COMP_CWORD=str(len(words))
+        ).stdout.split()
+
+    assert completed("to-") == [command for command in completed("") if command.startswith("to-")] != []
+    assert "--world-size" in completed("reshard", "--wor")
+
+
 def test_every_golden_help_is_of_a_command() -> None:
     assert {path.stem for path in GOLDEN.glob("help_*.txt")} == {f"help_{name}" for name in ("zckpt", *COMMANDS)}
 

@@ -83,7 +83,7 @@ def commands() -> Iterator[str]:
     from zckpt.cli import app
 
     group: Any = typer.main.get_command(app)
-    yield "# Commands\n\n`zckpt COMMAND --help` prints the same. A command that takes several groups of options shares them with others.\n"
+    yield "# Commands\n\n`zckpt COMMAND --help` prints the same. Groups of options mean the same everywhere.\n"
     for name, command in group.commands.items():
         context = command.make_context(name, ["--help"], resilient_parsing=True)
         yield f"## zckpt {name}\n\n{command.help}\n"
