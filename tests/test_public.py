@@ -49,6 +49,12 @@ def small_model() -> torch.nn.Module:
     return model
 
 
+def saved_model(where: Path) -> tuple[torch.nn.Module, OnlyPathLike]:
+    model = torch.nn.Linear(2, 2)
+    zckpt.live.save_pretrained(model, where)
+    return model, OnlyPathLike(where)
+
+
 def calls(given: OnlyPathLike, tag: OnlyPathLike, out: OnlyPathLike, where: Path) -> dict[str, Callable[[], object]]:
     """Every public function that takes a path, called with one."""
     more = OnlyPathLike(where)
@@ -68,6 +74,7 @@ def calls(given: OnlyPathLike, tag: OnlyPathLike, out: OnlyPathLike, where: Path
         "to_universal": lambda: zckpt.to_universal(given, out, also=[more]),
         "verify": lambda: (zckpt.convert(given, converted), zckpt.verify(given, converted, also=[more])),
         "push_to_hub": lambda: pushed(given, files, more, where),
+        "export_delta": lambda: zckpt.live.export_delta(*saved_model(where / "old"), out),
         "save_pretrained": lambda: zckpt.live.save_pretrained(torch.nn.Linear(2, 2), out),
         "get_fp32_state_dict_from_zero_checkpoint": lambda: drop_in.get_fp32_state_dict_from_zero_checkpoint(given),
         "convert_zero_checkpoint_to_state_dict": lambda: drop_in.convert_zero_checkpoint_to_state_dict(given, out),
@@ -110,7 +117,7 @@ def test_paths_of_any_kind(name: str, tmp_path: Path, monkeypatch: pytest.Monkey
 
 def test_every_public_function_of_paths_is_among_those() -> None:
     own = {name: f for name, f in vars(drop_in).items() if getattr(f, "__module__", "") == drop_in.__name__}
-    live = {name: getattr(zckpt.live, name) for name in ("save_pretrained", "consolidate")}
+    live = {name: getattr(zckpt.live, name) for name in ("save_pretrained", "consolidate", "export_delta")}
     functions = {**{name: getattr(zckpt, name) for name in zckpt.__all__}, **own, **live}
     functions = {name: f for name, f in functions.items() if inspect.isfunction(f) and not name.startswith("_")}
     tried = calls(*[OnlyPathLike(ZERO3)] * 3, ZERO3)

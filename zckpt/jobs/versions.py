@@ -9,7 +9,7 @@ are those that `to-bf16` makes of it; or `to-fp16`, if that is asked for.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
 from zckpt.base.errors import InconsistentError, UnsupportedError
@@ -96,19 +96,30 @@ def paired(old: WeightsVersion, new: WeightsVersion, wanted: DType | None) -> li
         InconsistentError: the versions have different tensors; it names them.
         UnsupportedError: a tensor cannot be cast to the dtype that it has in the old version.
     """
+    return paired_with(old, new.catalog.tensors, new.catalog.aliases, new.catalog.source.path, wanted)
+
+
+def paired_with(
+    old: WeightsVersion,
+    tensors: Mapping[str, TensorEntry],
+    aliases: Mapping[str, str],
+    where: str,
+    wanted: DType | None,
+) -> list[TensorPair]:
+    """The same, of a new version that is `tensors` with `aliases`, which `where` names in errors."""
     known = {*old.catalog, *old.catalog.aliases}
-    names = {name: {name} for name in new.catalog}
-    for dropped, kept in new.catalog.aliases.items():
+    names = {name: {name} for name in tensors}
+    for dropped, kept in aliases.items():
         names[kept].add(dropped)
     _refuse(old, [name for name, own in names.items() if not own & known], "only the new version has", "new")
-    there = {*new.catalog, *new.catalog.aliases}
+    there = {*tensors, *aliases}
     _refuse(old, [name for name in old.catalog if name not in there], "the new version lacks", "removed")
     pairs: list[TensorPair] = []
     for name, entry in old.catalog.tensors.items():
-        other = new.catalog[name]
+        other = tensors[aliases.get(name, name)]
         if other.shape != entry.shape:
             raise InconsistentError(
-                f"tensor {name!r} has another shape in the new version", file=new.catalog.source.path,
+                f"tensor {name!r} has another shape in the new version", file=where,
                 found=str(list(other.shape)), expected=f"{list(entry.shape)}, as in {old.catalog.source.path}",
                 remedy="A delta is between two versions of one model. Write the new version whole instead: zckpt to-bf16.",
             )  # fmt: skip
@@ -116,7 +127,7 @@ def paired(old: WeightsVersion, new: WeightsVersion, wanted: DType | None) -> li
         for side in (entry, other):
             if side.dtype != dtype and not (side.dtype.kind == "float" and dtype in CAST_TARGETS):
                 raise UnsupportedError(
-                    f"tensor {name!r} cannot be cast", file=new.catalog.source.path, found=f"{side.dtype} to {dtype}",
+                    f"tensor {name!r} cannot be cast", file=where, found=f"{side.dtype} to {dtype}",
                     expected="the same dtype in both versions, or floats that become fp32, fp16 or bf16",
                     remedy="Write the new version in the dtypes of the old one first.",
                 )  # fmt: skip

@@ -168,6 +168,26 @@ def bring(
     return failed or Brought(lost, sink.sums if isinstance(sink, Files) else {})
 
 
+class PieceCaster:
+    """Gives the bytes of one piece after the other, cast, through buffers that all of them share.
+
+    Args:
+        held: this rank's part of the model.
+        lost: numbers that casts changed; filled in.
+    """
+
+    def __init__(self, held: LocalModel, lost: Lost) -> None:
+        self._held = held
+        self._batch = _Batch(torch.empty(PIECE_BYTES, dtype=torch.uint8), False, lost)
+
+    def cast(self, piece: ContributionPart) -> torch.Tensor:
+        """The piece's bytes, valid until the next one is requested."""
+        self._batch.add(piece, self._held.read[piece.of.name]().detach())
+        self._batch.start()
+        [(_, data)] = self._batch.cast()
+        return data
+
+
 def _put_all(sink: ContributionSink, source: Iterator[tuple[ContributionPart, torch.Tensor]]) -> None:
     for piece, data in source:
         sink.put(piece, data)

@@ -70,9 +70,9 @@ class Ranks:
         found: Value = mine[0]
         return found
 
-    def send(self, data: torch.Tensor) -> None:
-        """Sends bytes to rank 0."""
-        dist.send(data.to(self._device), 0)
+    def send(self, data: torch.Tensor, rank: int = 0) -> None:
+        """Sends bytes to a rank."""
+        dist.send(data.to(self._device), rank)
 
     def receive(self, nbytes: int, rank: int) -> torch.Tensor:
         """Receives bytes from a rank, into CPU memory."""
