@@ -299,6 +299,35 @@ def test_grouped_experts_are_cut_inside_each_expert(tmp_path: Path) -> None:
     assert same_bits(found["decoder.layers.0.mlp.experts.weight2"], second.view(-1, hidden))
 
 
+def test_grouped_experts_become_those_of_transformers(tmp_path: Path) -> None:
+    """The same Mixtral with its experts one by one, and with them as `GroupedMLP` keeps them: one model of transformers."""
+    run = copy_of("hf_mixtral_pp2_ep2", tmp_path)
+
+    def grouped(root: Any) -> None:
+        model = root["model"]
+        for first in [name for name in model if name.endswith("local_experts.0.linear_fc1.weight")]:
+            head = first.partition("local_experts.")[0]
+            for number, kind in ((1, "linear_fc1"), (2, "linear_fc2")):
+                own = sorted(
+                    name for name in model if name.startswith(f"{head}local_experts.") and f"{kind}.weight" in name
+                )
+                experts = torch.stack([model[name].t() for name in own]).contiguous()  # expert, in, out
+                shape = (experts.shape[1], -1) if number == 1 else (-1, experts.shape[2])
+                model[f"{head}weight{number}"] = experts.view(shape)
+        for name in [name for name in model if ".local_experts." in name]:
+            del model[name]
+
+    form = zckpt.Options(form=zckpt.Form(to="hf"))
+    zckpt.convert(run, tmp_path / "single", options=form, progress=False)
+    for file in run.glob("*/mp_rank_*/model_optim_rng.pt"):
+        edited(file, grouped)
+    assert any(name.endswith("experts.weight1") for name in open_catalog(str(run)).catalog)
+    zckpt.convert(run, tmp_path / "grouped", options=form, progress=False)
+    found = zckpt.diff(tmp_path / "single", tmp_path / "grouped", progress=False)
+    assert found.same and any(".experts.1.w2" in tensor.name for tensor in found.tensors)
+    assert zckpt.verify(run, tmp_path / "grouped", progress=False).ok
+
+
 def test_down_projections_are_cut_by_some_versions_only(tmp_path: Path) -> None:
     """Of latent attention: the arguments of the run say how many rows there are."""
     query, key_value = torch.randn(6, 16), torch.randn(8, 16)

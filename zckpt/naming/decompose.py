@@ -14,7 +14,7 @@ from zckpt.naming.facts import Facts
 from zckpt.naming.groups import with_groups
 from zckpt.naming.local_names import local_names
 from zckpt.naming.parts import filled
-from zckpt.naming.rows import paired, rows_of, split, turned, with_rows
+from zckpt.naming.rows import moved, paired, rows_of, split, turned, with_rows
 from zckpt.naming.schemes import Fit, NamingRule, Scheme
 from zckpt.naming.vocabulary import with_vocabulary
 
@@ -179,6 +179,7 @@ def _parts_of(entry: TensorEntry, rule: NamingRule, fit: Fit, facts: Facts) -> l
     templates = rule.parts or ()
     if rule.is_plain:
         return [replace_name(entry, filled(templates[0], fit.block, fit.expert))]
+    entry = _in_shape(entry, rule, facts)
     lead = entry.shape[: len(rule.stack)]
     shape = entry.shape[len(rule.stack) :]
     if len(lead) < len(rule.stack):
@@ -205,6 +206,21 @@ def _parts_of(entry: TensorEntry, rule: NamingRule, fit: Fit, facts: Facts) -> l
     if vocabulary is not None:
         held = [with_rows(part, min(vocabulary, part.shape[0])) for part in held]
     return held
+
+
+def _in_shape(entry: TensorEntry, rule: NamingRule, facts: Facts) -> TensorEntry:
+    """The same elements in the shape that the rule says.
+
+    Raises:
+        InconsistentError: they do not fit it.
+    """
+    if not rule.shape:
+        return entry
+    known = math.prod(facts.number(fact) for fact in rule.shape if fact)
+    if entry.numel % known or not entry.numel:
+        raise _unfit(entry, f"shape {list(entry.shape)}", facts)
+    shape = tuple(facts.number(fact) if fact else entry.numel // known for fact in rule.shape)
+    return moved(entry, entry.name, shape, lambda fragments, _: fragments)
 
 
 def in_pairs(part: TensorEntry, rule: NamingRule, facts: Facts, number: int, *, apart: bool) -> TensorEntry:
@@ -263,6 +279,10 @@ def _unfit(entry: TensorEntry, found: str, facts: Facts) -> InconsistentError:
 
 def _completed(catalog: Catalog, scheme: Scheme, fits: Mapping[str, Fit], facts: Facts) -> Facts:
     """The facts, with those that names and fused tensors' shapes show: key_heads, head_size, gated, latent (MLA)."""
+    for name, fit in fits.items():
+        if fit.rules[0].parts == ("blocks.{b}.router.weight",) and len(catalog.tensors[name].shape) > 1:
+            facts = facts.having(experts=catalog.tensors[name].shape[-2], hidden=catalog.tensors[name].shape[-1])
+            break
     fused: tuple[TensorEntry, int, int] | None = None
     has_gate = False
     up: dict[str, int] = {}
@@ -272,7 +292,7 @@ def _completed(catalog: Catalog, scheme: Scheme, fits: Mapping[str, Fit], facts:
         has_gate = has_gate or all(any(".gate." in part for part in each.parts or ()) for each in fit.rules)
         if rule.parts is None or not rule.parts[0].endswith(".weight"):
             continue
-        shape = catalog.tensors[name].shape[len(rule.stack) :]
+        shape = _in_shape(catalog.tensors[name], rule, facts).shape[len(rule.stack) :]
         if len(shape) != 2:
             continue
         rows, columns = reversed(shape) if rule.transpose else shape

@@ -13,6 +13,7 @@ list of rules. A rule has
 - "transpose": true for a tensor whose last two dimensions are those of the parts, exchanged. All else is meant after that.
 - "pairs": "query" or "key", or "both" in a tensor with values too: a head's rows are rotary pairs side by side; the part has them
   as two halves.
+- "shape": facts that are the extents in which its elements lie, null for what is left, where the tensor's own shape is another.
 - "stack": ["b"], ["e"] or ["b", "e"]: leading axes, in that order, for numbers that are not in the name.
 - "vocabulary": true where rows may be padding behind the vocabulary: those beyond the fact `vocabulary` are cut off when it is
   read, and rows of zeros are added up to the fact `padded_vocabulary`, if there is one, when it is written.
@@ -65,6 +66,7 @@ class NamingRule:
         rows: "joined", "alternating" or the fact that is the number of groups.
         transpose: whether the last two dimensions are exchanged.
         pairs: "query", "key", "both" or empty.
+        shape: facts that are the extents in which the elements lie, None for what is left; empty for the tensor's own.
         stack: leading axes.
         vocabulary: whether rows may be padding.
         when: facts that must have one of these values.
@@ -83,6 +85,7 @@ class NamingRule:
     rows: str = "joined"
     transpose: bool = False
     pairs: str = ""
+    shape: tuple[str | None, ...] = ()
     stack: tuple[str, ...] = ()
     vocabulary: bool = False
     when: Mapping[str, tuple[object, ...]] = field(default_factory=dict[str, "tuple[object, ...]"])
@@ -261,6 +264,7 @@ def _rule(number: int, written: Mapping[str, Any], names: Iterable[str], kind: s
         written.get("rows", "joined").removeprefix("groups:"),
         written.get("transpose", False),
         written.get("pairs", ""),
+        tuple(written.get("shape", ())),
         tuple(written.get("stack", ())),
         written.get("vocabulary", False),
         when,
