@@ -4,19 +4,26 @@ from __future__ import annotations
 
 import json
 import os
+import warnings
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 import transformers
 from bits import same_bits
 from ranks import run_ranks
 from safetensors.torch import load_file, save_file
+from torch.distributed.checkpoint.state_dict import get_state_dict
 
 import zckpt
+from zckpt import layouts
+from zckpt.base.errors import UnsupportedError, UsageError, ZckptError
+from zckpt.jobs.open import open_catalog, read_tensor
 
 WORKER = Path(__file__).parent / "megatron_worker.py"
+STATES_WORKER = Path(__file__).parent / "megatron_states_worker.py"
 PROOFS = bool(os.environ.get("ZCKPT_PROOFS"))
 
 SMALL = {
@@ -135,3 +142,83 @@ def test_megatron_core_loads_asks_and_saves(tmp_path: Path, cases: list[Any]) ->
         with torch.no_grad():
             said = model(held["words"]).logits[..., : SMALL["vocab_size"]]
         assert torch.equal(said, held["logits"]), case
+
+
+def trained(name: str, home: Path) -> None:
+    """A run of a random model: saved by torch after two steps of AdamW, whose biases and norms do not decay."""
+    model = made(name, home)
+    (home / "model.safetensors").unlink()
+    parameters = dict(model.named_parameters())
+    vectors = [parameter for parameter in parameters.values() if parameter.ndim < 2]
+    matrices = [parameter for parameter in parameters.values() if parameter.ndim > 1]
+    groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups, lr=0.25, betas=(0.8, 0.9), eps=1e-6)
+    for _ in range(2):
+        for parameter in parameters.values():
+            parameter.grad = torch.randn_like(parameter)
+        optimizer.step()
+    state, states = get_state_dict(model, optimizer)
+    with warnings.catch_warnings(action="ignore"):  # it is one process
+        dcp.save({"model": state, "optim": states}, checkpoint_id=home, no_dist=True)
+
+
+STATES = [
+    ("llama tied", TP2, "numbered"),
+    ("mixtral", EP2, "stacked"),
+    *[
+        ("qwen3", PP2, "stacked"),
+        ("mixtral", TP2, "numbered"),
+        ("llama", TP2, "stacked"),
+        ("deepseek-v3", EP2, "numbered"),
+    ]
+    * PROOFS,
+]
+"""No tied embeddings on two pipeline stages: Megatron-Core 0.16.1 loads their states, and saves them at the wrong place."""
+
+
+def test_the_distributed_optimizer_of_megatron_core_loads_states(tmp_path: Path) -> None:
+    """Masters and moments that it saves again are those of the run bit for bit, and step and settings are the run's."""
+    work = []
+    for number, (name, sizes, layers) in enumerate(STATES):
+        home, out = tmp_path / name, tmp_path / f"mcore-{number}"
+        if not home.exists():
+            trained(name, home)
+        zckpt.to_mcore(
+            home, out, dtype="bf16", tensor_parallel=sizes[0], numbered_layers=layers == "numbered", optimizer=True,
+            expert_parallel=sizes[2], progress=False,
+        )  # fmt: skip
+        assert (out / "latest_checkpointed_iteration.txt").read_text() == "2"
+        assert zckpt.verify(home, out, progress=False).ok
+        work.append({"config": str(home), "checkpoint": str(out / "iter_0000002"), "sizes": sizes, "layers": layers,
+                     "again": str(tmp_path / f"again-{number}")})  # fmt: skip
+    path = tmp_path / "jobs.json"
+    path.write_text(json.dumps(work))
+    run_ranks(2, path, STATES_WORKER)
+    for rank in json.loads(Path(f"{path}.told").read_text()):
+        assert all((set(job["steps"]), set(job["rates"]), set(job["decays"])) == ({2}, {0.25}, {0.1}) for job in rank)
+    for job in work:
+        ours, theirs = (open_catalog(place) for place in (job["checkpoint"], job["again"]))
+        states, found = (layouts.read_training(opened.place.listing).states for opened in (ours, theirs))
+        names = {**{name: name for name in ours.catalog.tensors}, **ours.catalog.aliases}
+        assert {names[name] for name in found} == set(states) == set(ours.catalog.tensors)
+        for name in theirs.catalog.tensors:
+            own = ours.catalog.tensors[names[name]]
+            assert same_bits(read_tensor(theirs.catalog.tensors[name], "pt"), read_tensor(own, "pt")), name
+            for moment in ("exp_avg", "exp_avg_sq"):
+                a, b = (read_tensor(held[moment], "pt") for held in (found[name], states[names[name]]))
+                assert same_bits(a, b), (moment, name)
+
+
+def test_states_that_megatron_core_cannot_have(tmp_path: Path) -> None:
+    home = tmp_path / "run"
+    trained("llama", home)
+    with pytest.raises(UsageError, match="would not fit the weights"):
+        zckpt.to_mcore(home, tmp_path / "out", optimizer=True, options=zckpt.Options(exclude=["lm_head.*"]))
+    fixtures = Path(__file__).parents[2] / "fixtures"
+    with pytest.raises(UnsupportedError, match="optimizer states"):
+        made("llama", tmp_path / "hf")
+        zckpt.to_mcore(tmp_path / "hf", tmp_path / "out", optimizer=True)
+    config = {"model_type": "llama", "num_attention_heads": 2}
+    with pytest.raises(ZckptError):
+        zckpt.to_mcore(fixtures / "zero2/sgd_w2/checkpoint", tmp_path / "out", optimizer=True, config=config)
+    assert not (tmp_path / "out").exists()

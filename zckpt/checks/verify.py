@@ -14,6 +14,7 @@ from zckpt.base.errors import UnsupportedError, redact
 from zckpt.base.pace import DEFAULT_PACE, Pace
 from zckpt.base.progress import Progress, reported
 from zckpt.base.words import count, examples, joined
+from zckpt.checks.renamed_states import compare_renamed, has_renamed_states, own_weights
 from zckpt.checks.resumable import Comparison, Pair, compare_runs
 from zckpt.checks.soundness import Examined, check_compared, examined
 from zckpt.checks.verdict import Verification, summarized
@@ -128,10 +129,16 @@ def _compare(
     if facts is not None and not facts.dtype and not chosen & facts.options.keys():  # nothing cast, renamed or left out
         facts = None
     wanted, left_out = _wanted(state.catalog, state.place, facts, lora)
-    problems, pairs, untied = _pairs(wanted, output.catalog, facts)
-    run = compare_runs(state, output)
+    form = facts.options.get("form") if facts is not None else None
+    renamed = has_renamed_states(form)
+    if has_renamed_states(form):
+        problems, pairs, untied = _pairs(wanted, own_weights(output.catalog), facts)
+        run = compare_renamed(state, output, form)
+    else:
+        problems, pairs, untied = _pairs(wanted, output.catalog, facts)
+        run = compare_runs(state, output)
     read += check_compared(state, [entry for _, entry, _ in run.pairs], pace, progress_after(progress, read))
-    if run.held:  # the model's own weights are to be there too, or to be the rounded masters
+    if run.held and not renamed:  # the model's own weights are to be there too, or to be the rounded masters
         run.pairs += _half_precision(pairs)
     clamp = facts is not None and facts.options.get("overflow") == "clamp"
     watch = progress_after(progress, read)

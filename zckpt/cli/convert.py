@@ -80,6 +80,18 @@ class MegatronModel(o.Group):
     numbered_layers: Annotated[
         bool, o.what("--numbered-layers", help="Number layers in names (non_homogeneous_layers), not stack them.")
     ] = False
+    optimizer: Annotated[
+        bool, o.what("--optimizer", help="Write the optimizer's states too, for Megatron-Core's distributed optimizer.")
+    ] = False
+    expert_parallel: Annotated[
+        int,
+        o.what(
+            "--expert-parallel",
+            metavar="N",
+            callback=o.positive,
+            help="Expert-parallel ranks that load the optimizer's states.",
+        ),
+    ] = 1
     overflow: o.Overflow = o.OverflowChoice.error
 
 

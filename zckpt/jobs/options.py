@@ -183,6 +183,8 @@ class MegatronOptions(Options):
         tensor_parallel: tensor-parallel ranks that the vocabulary is padded for.
         make_vocab_size_divisible_by: as Megatron's option.
         numbered_layers: number layers in names instead of stacking them.
+        optimizer: write the optimizer's states too.
+        expert_parallel: expert-parallel ranks of the run that loads them; with several, experts have an optimizer of their own.
         max_file_bytes: of a data file, unless one chunk is larger.
     """
 
@@ -191,6 +193,8 @@ class MegatronOptions(Options):
     tensor_parallel: int = 1
     make_vocab_size_divisible_by: int = 128
     numbered_layers: bool = False
+    optimizer: bool = False
+    expert_parallel: int = 1
     max_file_bytes: int = 5 * 10**9
 
     def __post_init__(self) -> None:

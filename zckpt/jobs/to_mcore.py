@@ -11,15 +11,17 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from zckpt.base.errors import UsageError
 from zckpt.base.progress import Progress
 from zckpt.core.dtypes import DType
 from zckpt.core.plan import Plan
 from zckpt.jobs.convert import PlannedConversion, order_for, select, usual_dtype
+from zckpt.jobs.megatron_states import megatron_states
 from zckpt.jobs.open import open_catalog, strip_wrappers
 from zckpt.jobs.options import MegatronOptions, Options, extended, output_dtype, to_dtype
 from zckpt.jobs.planned import Report, carried_out, protected
 from zckpt.jobs.selection import settled
-from zckpt.layouts.megatron_core.write import MegatronTensor, lay_out
+from zckpt.layouts.megatron_core.write import MegatronOptimizer, MegatronTensor, lay_out
 from zckpt.layouts.save.companions import companions, config_file
 from zckpt.naming.megatron_arguments import megatron_arguments
 from zckpt.naming.writers import NUMBERED, Naming, named
@@ -37,6 +39,8 @@ def to_mcore(
     tensor_parallel: int = 1,
     make_vocab_size_divisible_by: int = 128,
     numbered_layers: bool = False,
+    optimizer: bool = False,
+    expert_parallel: int = 1,
     tag: str | None = None,
     also: Sequence[str | os.PathLike[str]] = (),
     options: Options | None = None,
@@ -54,6 +58,8 @@ def to_mcore(
         make_vocab_size_divisible_by: as Megatron's option: the padded vocabulary is a multiple of this times `tensor_parallel`.
         numbered_layers: number layers in names (`non_homogeneous_layers`) instead of stacking them; without it they are
             numbered only where not all are alike.
+        optimizer: write Adam's states too, as Megatron-Core's distributed optimizer loads them (`fully_reshardable`).
+        expert_parallel: expert-parallel ranks of the run that loads these; with several, experts have an optimizer of their own.
         tag: which save, where there are several; by default the one that `latest` names.
         also: directories that hold other parts of the same checkpoint, such as other nodes' disks.
         options: everything else, such as `Options(overwrite=True)`; its dtype is overridden by `dtype`.
@@ -64,7 +70,8 @@ def to_mcore(
         What was written: files, tensors, bytes, seconds, and notes for a person.
 
     Raises:
-        UnsupportedError: a tensor has no place in Megatron-Core's models.
+        UnsupportedError: a tensor has no place in Megatron-Core's models; or `optimizer` is given, and there are no states of
+            Adam that zckpt reads.
         UsageError: something is not recorded that must be known, such as the number of heads; pass `config`.
         OutputError: `out` exists (`Options(overwrite=True)` replaces it), cannot be written, or the disk is full.
         ZckptError: another kind says what is wrong. Whatever is raised, `out` is as it was before.
@@ -79,6 +86,7 @@ def to_mcore(
         config=config if config is None or isinstance(config, Mapping) else os.fspath(config),
         also=also or options.also, vocab_size=vocab_size, tensor_parallel=tensor_parallel,
         make_vocab_size_divisible_by=make_vocab_size_divisible_by, numbered_layers=numbered_layers,
+        optimizer=optimizer, expert_parallel=expert_parallel,
     )  # fmt: skip
     return carried_out(prepare(checkpoint, out, chosen), progress, "to mcore", began)
 
@@ -96,8 +104,25 @@ def prepare(
     layers = NUMBERED if options.numbered_layers else None
     naming = Naming("megatron-core", options.config, layers, multiple, options.vocab_size)
     options, said = settled(stripped, options)
-    model = named(select(stripped, options), opened.place, naming)
+    chosen = select(stripped, options)
+    model = named(chosen, opened.place, naming)
     catalog = model.catalog
+    states: MegatronOptimizer | None = None
+    more: tuple[str, ...] = ()
+    recorded = model.recorded
+    if options.optimizer:
+        if chosen.tensors.keys() != stripped.tensors.keys():
+            raise UsageError(
+                "the optimizer states would not fit the weights",
+                found="--include, --exclude, --exclude-frozen, --strip-prefix or --rename",
+                remedy="Leave these options out, or leave --optimizer out.",
+            )
+        known = dict(zip(stripped.tensors, opened.catalog.tensors, strict=True))
+        states, more = megatron_states(
+            opened.place, chosen, known, model, naming, experts_apart=options.expert_parallel > 1,
+            allow_unknown=options.allow_unknown_layout,
+        )  # fmt: skip
+        recorded = {"form": {**recorded["form"], "optimizer": True}}
     spellings: dict[str, list[str]] = {}
     for spelling, name in catalog.aliases.items():
         spellings.setdefault(name, []).append(spelling)
@@ -114,10 +139,13 @@ def prepare(
         "bf16": usual.torch_name == "bfloat16",
         "fp16": usual.torch_name == "float16",
     }
+    if states is not None:
+        arguments |= {"no_save_optim": False, "use_distributed_optimizer": True, "iteration": states.step}
     files, pairs = lay_out(
-        tensors, arguments, numbered_layers=model.facts.get("layers") == NUMBERED, max_file_bytes=options.max_file_bytes
-    )
+        tensors, arguments, numbered_layers=model.facts.get("layers") == NUMBERED, max_file_bytes=options.max_file_bytes,
+        optimizer=states,
+    )  # fmt: skip
     if (config := config_file(opened.place.home, usual, model.config)) is not None:
         files.append(config)
-    order = order_for(options, Plan(tuple(files), pairs), place, catalog, companions(opened.place.home), model.recorded)
-    return PlannedConversion(opened, order, opened.catalog.source.notes + notes + model.notes + said, options)
+    order = order_for(options, Plan(tuple(files), pairs), place, catalog, companions(opened.place.home), recorded)
+    return PlannedConversion(opened, order, opened.catalog.source.notes + notes + model.notes + more + said, options)

@@ -89,7 +89,7 @@ class RenamedModel:
     config: Mapping[str, object]
     stacked: Mapping[str, int] = field(default_factory=dict[str, int])
     notes: tuple[str, ...] = ()
-    recorded: Mapping[str, object] = field(default_factory=dict[str, object])
+    recorded: Mapping[str, Mapping[str, object]] = field(default_factory=dict[str, "Mapping[str, object]"])
 
 
 def writers() -> tuple[str, ...]:

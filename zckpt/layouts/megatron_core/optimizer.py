@@ -37,10 +37,11 @@ class _Group:
 
     settings: Mapping[str, object]
 
-    def takes(self, name: str, is_vector: bool) -> bool:
-        """Whether a parameter is in it, by Megatron-Core's rule."""
+    def takes(self, name: str, is_vector: bool, experts_apart: bool) -> bool:
+        """Whether a parameter is in it, by Megatron-Core's rule; `experts_apart`: whether there are groups of experts."""
         own = self.settings
-        if "is_expert_parallel" in own and bool(own["is_expert_parallel"]) != bool(_EXPERT.search(name)):
+        of_experts = experts_apart and bool(_EXPERT.search(name))
+        if "is_expert_parallel" in own and bool(own["is_expert_parallel"]) != of_experts:
             return False
         if own.get("is_decoupled_lr") and not name.endswith(_ENDS_OF_MODEL):
             return False
@@ -61,11 +62,12 @@ def parameter_groups(held: MegatronItems, run: MegatronRun, file: str) -> list[P
     """
     groups = list(_groups(run))
     members: list[list[str]] = [[] for _ in groups]
+    apart = any(group.settings.get("is_expert_parallel") for group in groups)  # not where one rank has all experts
     for name in held.weights:
         if name not in held.states:
             continue
         is_vector = name.endswith(".bias") or len(held.weights[name].shape) - _stacked(name) <= 1
-        taking = [number for number, group in enumerate(groups) if group.takes(name, is_vector)]
+        taking = [number for number, group in enumerate(groups) if group.takes(name, is_vector, apart)]
         decoupled = [number for number in taking if groups[number].settings.get("is_decoupled_lr")]
         if len(taking := decoupled or taking) != 1:
             raise UnsupportedError(

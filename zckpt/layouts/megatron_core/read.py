@@ -9,8 +9,8 @@ Source: megatron-core 0.9 - 0.16.1, dist_checkpointing; Megatron-LM, megatron/tr
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
 
 from zckpt.base.errors import InconsistentError, NotACheckpointError, UnsupportedError, ZckptError
 from zckpt.base.words import count, examples, joined
@@ -59,6 +59,7 @@ class MegatronSave:
     items: Items
     held: MegatronItems
     run: MegatronRun
+    aliases: Mapping[str, str] = field(default_factory=dict[str, str])
 
     def shape(self, item: TensorItem) -> tuple[int, ...]:
         """The shape of the tensor that an item holds, flattened or not."""
@@ -83,7 +84,11 @@ def load(listing: Listing) -> MegatronSave:
         )  # fmt: skip
     metadata = read_metadata(listing)
     items = Items(listing, metadata.file)
-    save = MegatronSave(metadata, items, sorted_items(metadata), run_state(listing, metadata, items))
+    held = sorted_items(metadata)
+    kept, aliases = dcp.ties(held.weights)  # a save by `write` has further spellings of some names
+    states = {name: own for name, own in held.states.items() if name not in aliases}
+    held = replace(held, weights=kept, states=states)
+    save = MegatronSave(metadata, items, held, run_state(listing, metadata, items), aliases)
     if not save.held.weights:
         raise NotACheckpointError(
             "holds no weights", file=metadata.file, found=f"{count(len(metadata.items), 'item')}, none of a model",
@@ -103,8 +108,7 @@ def read(listing: Listing, *, allow_unknown: bool = False) -> Catalog:
     save = load(listing)
     held, run = save.held, save.run
     roles = {name: _role(name, item, held) for name, item in held.weights.items()}
-    kept, aliases = dcp.ties(held.weights)  # a save by `write` has further spellings of some names
-    tensors = save.entries(kept, roles)
+    tensors = save.entries(held.weights, roles)
     masters = {name: states["param"] for name, states in held.states.items() if "param" in states}
     _check_masters(save, masters)
     for name, entry in save.entries(masters, dict.fromkeys(masters, "parameter")).items():
@@ -124,7 +128,7 @@ def read(listing: Listing, *, allow_unknown: bool = False) -> Catalog:
             notes=tuple(_notes(save)),
             details=run.details(),
         ),
-        aliases=aliases,
+        aliases=save.aliases,
         topology=run.topology(len(writers)),
         extras=run.extras(),
     )
