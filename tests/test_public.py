@@ -72,6 +72,7 @@ def calls(given: OnlyPathLike, tag: OnlyPathLike, out: OnlyPathLike, where: Path
         "to_mcore": lambda: zckpt.to_mcore(OnlyPathLike(LLAMA), out, also=[more]),
         "to_peft": lambda: zckpt.to_peft(OnlyPathLike(LORA), out, also=[more]),
         "to_universal": lambda: zckpt.to_universal(given, out, also=[more]),
+        "to_states": lambda: zckpt.to_states(given, out, also=[more]),
         "verify": lambda: (zckpt.convert(given, converted), zckpt.verify(given, converted, also=[more])),
         "push_to_hub": lambda: pushed(given, files, more, where),
         "export_delta": lambda: zckpt.live.export_delta(*saved_model(where / "old"), out),

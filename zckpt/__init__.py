@@ -49,6 +49,7 @@ if TYPE_CHECKING:
     from zckpt.jobs.to_dcp import to_dcp
     from zckpt.jobs.to_mcore import to_mcore
     from zckpt.jobs.to_peft import AdapterReport, to_peft
+    from zckpt.jobs.to_states import to_states
     from zckpt.jobs.to_universal import to_universal
     from zckpt.layouts.save.listing import ReadOptions
     from zckpt.naming.transform import Form
@@ -98,6 +99,7 @@ __all__ = [
     "to_dcp",
     "to_mcore",
     "to_peft",
+    "to_states",
     "to_universal",
     "verify",
 ]
@@ -133,6 +135,7 @@ _HOMES = {
     "to_dcp": "jobs.to_dcp",
     "to_mcore": "jobs.to_mcore",
     "to_peft": "jobs.to_peft",
+    "to_states": "jobs.to_states",
     "to_universal": "jobs.to_universal",
     "verify": "checks.verify",
 }

@@ -35,6 +35,7 @@ def test_commands_that_write(tmp_path: Path) -> None:
         ("to-dcp", CHECKPOINT, tmp_path / "dcp", "--optimizer", "optim"),
         ("average", CHECKPOINT, CHECKPOINT, tmp_path / "averaged"),
         ("to-universal", CHECKPOINT, tmp_path / "universal"),
+        ("to-states", CHECKPOINT, tmp_path / "states"),
         ("reshard", CHECKPOINT, tmp_path / "resumable", "--world-size", 3, "--stage", 3),
         ("slim", CHECKPOINT, tmp_path / "slim", "--drop", "optimizer", "--drop", "module-weights"),
     ):
@@ -51,6 +52,10 @@ def test_commands_that_look(tmp_path: Path) -> None:
     shown("to-bf16", CHECKPOINT, out)
     check("inspect", shown("inspect", CHECKPOINT))
     check("inspect", shown("inspect", CHECKPOINT, "--tensors"))
+    assert [one["name"] for one in check("inspect", shown("inspect", CHECKPOINT, "--states"))["states"]] == [
+        "exp_avg",
+        "exp_avg_sq",
+    ]
     check("inspect", shown("inspect", FIXTURES / "moe" / "tensor_w4" / "checkpoint"))
     check("verify", shown("verify", CHECKPOINT, out))
     assert check("verify", shown("verify", CHECKPOINT, "--deep"))["numbers"] == {}

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from bits import same_bits
+from safetensors import safe_open
 from safetensors.torch import load_file
 
 import zckpt
@@ -105,3 +106,49 @@ def test_groups_are_plain_values() -> None:
     for name in NAMED:
         with zckpt.open_checkpoint(FIXTURES / name / "checkpoint") as ckpt:
             assert json.loads(json.dumps(ckpt.param_groups))
+
+
+@pytest.mark.parametrize("name", ["zero3/groups_w3", "ranks/fsdp2_w2", "megatron_legacy/groups_tp2", *OWN])
+def test_states_as_safetensors(name: str, tmp_path: Path) -> None:
+    """safetensors' own reader finds every state; verify compares them with the shards; the run again does nothing."""
+    checkpoint, out = FIXTURES / name / "checkpoint", tmp_path / "out"
+    options = zckpt.Options(max_shard_size=200)
+    report = zckpt.to_states(checkpoint, out, options=options)
+    index = json.loads((out / "optimizer_states.safetensors.index.json").read_text())["weight_map"]
+    found: dict[str, torch.Tensor] = {}
+    aliases: dict[str, str] = {}
+    for file in sorted(out.glob("optimizer_states-*-of-*.safetensors")):
+        found |= load_file(file)
+        with safe_open(file, "pt") as opened:
+            aliases |= {k: v for k, v in (opened.metadata() or {}).items() if k != "format"}
+    assert found.keys() == index.keys() and report.tensors == len(found) and len({*index.values()}) > 1
+    whole = found | {dropped: found[kept] for dropped, kept in aliases.items()}
+    with zckpt.open_checkpoint(checkpoint) as ckpt:
+        own = {
+            f"{s}/{n}": ckpt.states[s][n] for s in ckpt.states for n in ckpt.states[s] if n not in ckpt.catalog.aliases
+        }
+        facts = json.loads((out / "optimizer_states.json").read_text())
+        assert facts == {"steps": ckpt.steps, "param_groups": ckpt.param_groups}
+    assert whole.keys() == own.keys() and all(same_bits(whole[key], own[key]) for key in own)
+    assert zckpt.verify(out).ok
+    found_again = zckpt.verify(checkpoint, out)
+    assert found_again.ok and not found_again.deletable[0]
+    assert zckpt.to_states(checkpoint, out, options=options).already_done
+    changed = next(out.glob("optimizer_states-00001-*"))
+    data = bytearray(changed.read_bytes())
+    data[-1] ^= 1
+    changed.write_bytes(data)
+    assert not zckpt.verify(checkpoint, out).ok
+
+
+def test_which_states_are_written(tmp_path: Path) -> None:
+    path = FIXTURES / "zero2" / "bf16_w2" / "checkpoint"
+    zckpt.to_states(path, tmp_path / "out", options=zckpt.Options(include=["exp_avg/*"]))
+    found = load_file(tmp_path / "out" / "optimizer_states.safetensors")
+    assert found and all(name.startswith("exp_avg/") for name in found)
+    assert zckpt.verify(path, tmp_path / "out").ok
+    with pytest.raises(UnsupportedError, match="without states"):
+        zckpt.to_states(FIXTURES / "zero2" / "sgd_w2" / "checkpoint", tmp_path / "sgd")
+    with pytest.raises(UsageError, match="written to a directory"):
+        zckpt.to_states(path, tmp_path / "out.safetensors")
+    assert not (tmp_path / "sgd").exists()

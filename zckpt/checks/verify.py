@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from zckpt import layouts
 from zckpt.base.errors import UnsupportedError, redact
 from zckpt.base.pace import DEFAULT_PACE, Pace
 from zckpt.base.progress import Progress, reported
@@ -24,7 +25,7 @@ from zckpt.engine.batches import progress_after
 from zckpt.engine.independent import differences
 from zckpt.jobs.convert import select
 from zckpt.jobs.merged import merged_again
-from zckpt.jobs.open import Opened
+from zckpt.jobs.open import Opened, states_of
 from zckpt.jobs.options import LoraMerge, OpenOptions, Options, output_dtype, to_dtype
 from zckpt.layouts.places import Place
 from zckpt.layouts.save.listing import ReadOptions
@@ -125,7 +126,7 @@ def _compare(
         return False, "the checkpoint or the output cannot be read"
     place = manifests.find(converted)
     facts = manifests.read(place) if place is not None and output.ok else None
-    chosen = {"form", "include", "exclude", "exclude_frozen", "strip_prefix", "rename"}
+    chosen = {"form", "states", "include", "exclude", "exclude_frozen", "strip_prefix", "rename"}
     if facts is not None and not facts.dtype and not chosen & facts.options.keys():  # nothing cast, renamed or left out
         facts = None
     wanted, left_out = _wanted(state.catalog, state.place, facts, lora)
@@ -182,6 +183,10 @@ def _wanted(
     """The tensors that an output with the manifest's options holds, and the names of those that it leaves out."""
     if facts is None or not facts.options:
         return catalog, []
+    if facts.options.get("states") is True:
+        asked: dict[str, Any] = {name: facts.options.get(name, ()) for name in ("include", "exclude")}
+        states = states_of(Opened(layouts.read(place.listing), place)).catalog(catalog)
+        return select(states, Options(**asked)), sorted(catalog.tensors)
     if "average" in facts.options:
         raise UnsupportedError(
             "is made of several checkpoints, and not compared with one of them", file=manifests.NAME,

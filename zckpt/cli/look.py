@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
-from typing import Annotated
+from itertools import chain
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from zckpt.cli import options as o
 from zckpt.cli.declared import command
+
+if TYPE_CHECKING:
+    from zckpt.jobs.states import NamedStates
 
 _checks = partial(typer.Option, rich_help_panel="Checks")
 Looked = Annotated[
@@ -22,6 +26,7 @@ Converted = Annotated[
 SideA = Annotated[str, typer.Argument(metavar="A", help="Checkpoint or weights.", show_default=False)]
 SideB = Annotated[str, typer.Argument(metavar="B", help="What to compare it with.", show_default=False)]
 Tensors = Annotated[bool, o.output("--tensors", help="List every tensor, and which files hold its elements.")]
+States = Annotated[bool, o.output("--states", help="List the optimizer's states and parameter groups.")]
 AllTensors = Annotated[bool, o.output("--tensors", help="List every tensor, also those that are the same.")]
 Deep = Annotated[bool, _checks("--deep", help="Read every byte: checksums, copies of weights, NaN and infinity.")]
 
@@ -66,15 +71,28 @@ def register(app: typer.Typer) -> None:
     )(diff)
 
 
-def inspect(ckpt: Looked, source: o.SourceOptions, tensors: Tensors = False, *, shown: o.Shown) -> None:
+def inspect(
+    ckpt: Looked, source: o.SourceOptions, tensors: Tensors = False, states: States = False, *, shown: o.Shown
+) -> None:
     """Prints an inspection; exit status 1 if the checkpoint cannot be exported."""
     from zckpt.jobs.inspection import inspect_checkpoint
 
     sink = shown.console
     inspection = inspect_checkpoint(ckpt, source.tag, source.also, source.read_options)
-    sink.result(lambda: inspection.as_json(slices=tensors), lambda: inspection.lines(tensors=tensors, width=sink.width))
+    named = _states(ckpt, source) if states else None
+    sink.result(
+        lambda: {**inspection.as_json(slices=tensors), **(named.as_json() if named else {})},
+        lambda: chain(inspection.lines(tensors=tensors, width=sink.width), named.lines() if named else ()),
+    )
     if not inspection.exportable.ok:
         raise typer.Exit(1)
+
+
+def _states(ckpt: str, source: o.SourceOptions) -> NamedStates:
+    from zckpt.jobs.open import open_catalog, states_of
+    from zckpt.jobs.options import OpenOptions
+
+    return states_of(open_catalog(ckpt, o.chosen(OpenOptions, source)))
 
 
 def verify(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 from functools import partial
 from typing import TYPE_CHECKING, Annotated
@@ -67,6 +67,14 @@ def register(app: typer.Typer) -> None:
         about="Write a universal checkpoint. DeepSpeed resumes from it at any world size and any tensor or pipeline split.",
         example="zckpt to-universal out/checkpoint-500 universal/",
     )(to_universal)
+    command(
+        app,
+        "to-states",
+        summary="Write the optimizer's states as safetensors, by name.",
+        about="Write the optimizer's states as safetensors: tensors such as exp_avg/model.norm.weight, with steps and parameter "
+        "groups as JSON.",
+        example="zckpt to-states out/checkpoint-500 states/ --include 'exp_avg/*'",
+    )(to_states)
 
 
 def reshard(
@@ -113,6 +121,44 @@ def to_universal(
     }  # fmt: skip
     what = f"a universal checkpoint of {count(len(planned.catalog), 'tensor')}, tag {target.tag}"
     finish(planned, Words(what, lambda files: _loading(planned, files), facts), began, writing, shown)
+
+
+@dataclass(frozen=True, repr=False, eq=False)
+class StateFiles(o.Group):
+    """The files of optimizer states, and which are written."""
+
+    max_shard_size: o.MaxShardSize = o.SHARD_BYTES
+    include: Annotated[
+        list[str], o.what("--include", metavar="GLOB", help="Write only states that match, as exp_avg/*. Repeatable.")
+    ] = field(default_factory=list)
+    exclude: Annotated[
+        list[str], o.what("--exclude", metavar="GLOB", help="Leave out states that match. Repeatable.")
+    ] = field(default_factory=list)
+
+
+def to_states(
+    ckpt: o.Checkpoint,
+    out: o.OutDirectory,
+    files: StateFiles,
+    source: o.SourceOptions,
+    speed: o.WriteSpeed,
+    writing: o.Writing,
+    shown: o.Shown,
+) -> None:
+    """Writes optimizer states."""
+    from zckpt.jobs.options import Options
+    from zckpt.jobs.to_states import prepare
+
+    began = time.perf_counter()
+    planned = prepare(ckpt, out, o.chosen(Options, files, source, speed, writing))
+    what = f"{count(len(planned.catalog), 'optimizer state')}"
+    loader = f"safetensors.torch.load_file('{planned.out.rstrip('/')}/optimizer_states.safetensors')"
+    several = f"safetensors.safe_open, by {planned.out.rstrip('/')}/optimizer_states.safetensors.index.json"
+    finish(
+        planned,
+        Words(what, lambda files: f"load them with {several if any('-of-' in f for f in files) else loader}"),
+        began, writing, shown,
+    )  # fmt: skip
 
 
 def how_to_resume(planned: PlannedReshard[UniversalTarget]) -> dict[str, object]:

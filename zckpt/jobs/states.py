@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from zckpt import layouts
 from zckpt.base.errors import NoTensorError, UnsupportedError
-from zckpt.base.words import examples
+from zckpt.base.words import count, examples, size
 from zckpt.containers import TensorRef
 from zckpt.core.catalog import Catalog, TensorEntry
 from zckpt.layouts.run.training import Training
@@ -45,6 +45,38 @@ class NamedStates:
     aliases: Mapping[str, str]
     steps: Mapping[str, int]
     groups: tuple[Mapping[str, object], ...]
+
+    def as_json(self) -> dict[str, object]:
+        """What `zckpt inspect --states --json` adds, as a dict."""
+        return {
+            "states": [
+                {
+                    "name": state,
+                    "dtypes": sorted({entry.dtype.name for entry in own.values()}),
+                    "parameters": len(own),
+                    "numel": sum(entry.numel for entry in own.values()),
+                    "bytes": sum(entry.nbytes for entry in own.values()),
+                }
+                for state, own in self.entries.items()
+            ],
+            "param_groups": [dict(group) for group in self.groups],
+            "param_steps": dict(self.steps),
+        }
+
+    def lines(self) -> Iterator[str]:
+        """What `zckpt inspect --states` adds: a line for each state and each parameter group."""
+        width = max(map(len, (*self.entries, "state")))
+        yield f"  {'state':<{width}}  {'parameters':>10}  {'elements':>15}  {'size':>9}  dtype"
+        for state, own in self.entries.items():
+            numel, nbytes = sum(e.numel for e in own.values()), sum(e.nbytes for e in own.values())
+            dtypes = ", ".join(sorted({entry.dtype.name for entry in own.values()}))
+            yield f"  {state:<{width}}  {len(own):>10,}  {numel:>15,}  {size(nbytes):>9}  {dtypes}"
+        for number, group in enumerate(self.groups):
+            params = group["params"] if isinstance(group["params"], list) else []
+            steps = sorted({self.steps[name] for name in params if name in self.steps})
+            said = [f"{key} {group[key]}" for key in ("lr", "betas", "momentum", "weight_decay") if key in group]
+            said += [f"step {', '.join(map(str, steps))}"] if steps else []
+            yield f"  group {number}: {', '.join([count(len(params), 'parameter'), *said])}"
 
     def catalog(self, weights: Catalog) -> Catalog:
         """All states as tensors `STATE/PARAMETER`; those that several parameters share, such as tables, are aliases of one.

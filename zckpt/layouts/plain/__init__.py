@@ -5,7 +5,7 @@ import re
 from zckpt.layouts.plain import read as _read
 from zckpt.layouts.save.family import Family, FileKind
 
-_NAMES = re.compile(r"(?:model|pytorch_model|adapter_model)(?:\.safetensors|\.bin)(?:\.index\.json)?")
+_NAMES = re.compile(r"(?:model|pytorch_model|adapter_model|optimizer_states)(?:\.safetensors|\.bin)(?:\.index\.json)?")
 
 FAMILY = Family(
     name="plain weights",

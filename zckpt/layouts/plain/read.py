@@ -40,6 +40,9 @@ from zckpt.storage.location import Location
 Format = Literal["safetensors", "bin"]
 
 _PATTERNS: dict[Format, str] = {"safetensors": "model{suffix}.safetensors", "bin": "pytorch_model{suffix}.bin"}
+OPTIMIZER = "optimizer_states"
+"""How files of optimizer states are called, so that no loader takes them for weights: `to-states` writes them."""
+
 _ADAPTERS = ("adapter_model.safetensors", "adapter_model.bin")
 _NESTED = ("state_dict", "model_state_dict", "module", "model")
 
@@ -65,7 +68,8 @@ def _candidates(listing: Listing) -> Iterator[str]:
             name = pattern.format(suffix="") + suffix
             if name in listing.files:
                 yield name
-    yield from (name for name in _ADAPTERS if name in listing.files)
+    states = (f"{OPTIMIZER}.safetensors", f"{OPTIMIZER}.safetensors.index.json")
+    yield from (name for name in (*_ADAPTERS, *states) if name in listing.files)
 
 
 def read(listing: Listing, *, allow_unknown: bool = False) -> Catalog:
@@ -260,11 +264,18 @@ class WeightsTarget:
         format: the container.
         file: name of the only file; empty for a directory of shards and an index.
         max_shard_size: for a directory, e.g. "5GB" or a number of bytes.
+        stem: of the files' names in a directory; empty for those of weights.
     """
 
     format: Format
     file: str = ""
     max_shard_size: int | str = "5GB"
+    stem: str = ""
+
+    @property
+    def pattern(self) -> str:
+        """The name of a file in a directory, with a place for which of several it is."""
+        return self.stem + "{suffix}.safetensors" if self.stem else _PATTERNS[self.format]
 
     def __post_init__(self) -> None:
         """Raises UsageError for a size that no file can have."""
@@ -321,7 +332,7 @@ def lay_out(
             fragments = (Fragment(store, skeleton.offsets[spec.name], 0, spec.numel),) if spec.numel else ()
             entries[spec.name] = TensorEntry(spec.name, spec.shape, spec.dtype, roles[spec.name], fragments)
     if len(shards) > 1:
-        files.append(_index(specs, weight_map, target.format))
+        files.append(_index(specs, weight_map, target.pattern))
     return Destination(tuple(files), entries)
 
 
@@ -332,18 +343,18 @@ def _split(specs: Mapping[str, TensorSpec], target: WeightsTarget) -> dict[str, 
     split = split_state_dict_into_shards_factory(
         dict(specs),
         get_storage_size=lambda spec: spec.nbytes,
-        filename_pattern=_PATTERNS[target.format],
+        filename_pattern=target.pattern,
         max_shard_size=to_bytes(target.max_shard_size),
     )
     return {name: list(names) for name, names in split.filename_to_tensors.items()}
 
 
 def _index(
-    specs: Mapping[str, TensorSpec], weight_map: Mapping[str, str], container: Format
+    specs: Mapping[str, TensorSpec], weight_map: Mapping[str, str], pattern: str
 ) -> tuple[OutputFile, FileStore]:
     metadata = {
         "total_parameters": sum(spec.numel for spec in specs.values()),
         "total_size": sum(spec.nbytes for spec in specs.values()),
     }
     text = json.dumps({"metadata": metadata, "weight_map": dict(sorted(weight_map.items()))}, indent=2) + "\n"
-    return literal_file(_PATTERNS[container].format(suffix="") + ".index.json", text.encode())
+    return literal_file(pattern.format(suffix="") + ".index.json", text.encode())

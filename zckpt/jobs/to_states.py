@@ -1,0 +1,84 @@
+"""To safetensors of an optimizer's states, each tensor called `STATE/PARAMETER`. For `zckpt to-states`.
+
+Plan, engine and commit are those of every conversion. Steps and parameter groups lie beside, as JSON.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+
+from zckpt.base.errors import UsageError
+from zckpt.base.progress import Progress
+from zckpt.core.plan import Plan, literal_file
+from zckpt.jobs.convert import PlannedConversion, order_for, select
+from zckpt.jobs.open import open_catalog, states_of
+from zckpt.jobs.options import Options
+from zckpt.jobs.planned import Report, carried_out, protected
+from zckpt.jobs.selection import settled
+from zckpt.layouts.plain.read import OPTIMIZER, WeightsTarget, lay_out
+from zckpt.output.delivery import check_output
+from zckpt.storage.location import locate
+
+GROUPS = f"{OPTIMIZER}.json"
+"""Steps and parameter groups."""
+
+
+def to_states(
+    checkpoint: str | os.PathLike[str],
+    out: str | os.PathLike[str],
+    *,
+    tag: str | None = None,
+    also: Sequence[str | os.PathLike[str]] = (),
+    options: Options | None = None,
+    progress: Progress = None,
+) -> Report:
+    """Writes the optimizer's states as safetensors, in constant memory; in the dtypes and bytes that they have.
+
+    Args:
+        checkpoint: as for `zckpt.convert`, with optimizer states in any layout that `reshard` reads.
+        out: a directory: shards `optimizer_states*.safetensors` of tensors such as `exp_avg/model.norm.weight`, with an index if
+            there are several, and `optimizer_states.json` with steps and parameter groups.
+        tag: which save, where there are several; by default the one that `latest` names.
+        also: directories that hold other parts of the same checkpoint, such as other nodes' disks.
+        options: everything else, such as `Options(include=["exp_avg/*"])`. The dtype does not count: states keep theirs.
+        progress: a function that is called with the bytes written so far, and with the total if it takes a second argument; None
+            shows a bar in a terminal or notebook, False shows none.
+
+    Raises:
+        UnsupportedError: the checkpoint names no states, or none that zckpt reads; it says why.
+        OutputError: `out` exists (`Options(overwrite=True)` replaces it), cannot be written, or the disk is full.
+        ZckptError: another kind says what is wrong. Whatever is raised, `out` is as it was before.
+
+    Example:
+        zckpt.to_states("out/checkpoint-500", "states/")
+    """
+    began = time.perf_counter()
+    options = options or Options()
+    chosen = replace(options, tag=tag or options.tag, also=also or options.also)
+    return carried_out(prepare(checkpoint, out, chosen), progress, "to states", began)
+
+
+def prepare(checkpoint: str | os.PathLike[str], out: str | os.PathLike[str], options: Options) -> PlannedConversion:
+    """Everything but the work; arguments as for `to_states`. Writes nothing."""
+    source, place = locate(checkpoint), locate(out)
+    if os.path.splitext(place.name)[1] in (".safetensors", ".bin", ".pt"):
+        raise UsageError(
+            "states are written to a directory", file=place, found="the name of a file",
+            remedy="Give OUT a name without such an ending.",
+        )  # fmt: skip
+    opened = open_catalog(source, options)
+    check_output(place, single=False, overwrite=options.overwrite, protected=protected(opened, source))
+    named = states_of(opened, allow_unknown=options.allow_unknown_layout)
+    options, notes = settled(named.catalog(opened.catalog), replace(options, dtype=None, strip_prefix="", rename=()))
+    catalog = select(named.catalog(opened.catalog), options)
+    target = WeightsTarget("safetensors", max_shard_size=options.max_shard_size, stem=OPTIMIZER)
+    destination = lay_out([(entry, entry.dtype) for entry in catalog.tensors.values()], catalog.aliases, target)
+    text = json.dumps({"steps": dict(named.steps), "param_groups": list(named.groups)}, indent=1, ensure_ascii=False)
+    files = (*destination.files, literal_file(GROUPS, f"{text}\n".encode()))
+    plan = Plan(files, [(catalog.tensors[name], entry) for name, entry in destination.entries.items()])
+    order = order_for(options, plan, place, catalog, (), {"states": True})
+    return PlannedConversion(opened, order, opened.catalog.source.notes + notes, options)
