@@ -16,7 +16,7 @@ def _elements(ref):
         for fragment in ref.fragments():
             for row in range(fragment.rows):
                 for column in range(fragment.count):
-                    place = fragment.byte_offset + (row * fragment.store_pitch + column) * size
+                    place = fragment.byte_offset + (row * fragment.store_pitch + column * fragment.step) * size
                     number = fragment.start + row * fragment.pitch + column
                     assert number not in elements
                     elements[number] = os.pread(file.fileno(), size, place)

@@ -12,11 +12,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from zckpt.base.errors import CorruptError, IncompleteError, InconsistentError
+from zckpt.core import plan
 from zckpt.core.catalog import TensorEntry, TensorPart
+from zckpt.core.claims import ByteSpan, Claim, Claims
 from zckpt.core.dtypes import BF16, F32
-from zckpt.core.fragments import FileStore, Fragment
-from zckpt.core.overlaps import clip, embed, first_gap
-from zckpt.core.plan import Move, route
+from zckpt.core.fragments import Block, FileStore, Fragment
+from zckpt.core.overlaps import clip, embed, first_gap, place, shifted
+from zckpt.core.plan import Move, Plan, route
+from zckpt.core.views import transposed
 
 Place = tuple[str, int]
 SIZE = 1 << 20
@@ -25,7 +28,7 @@ SIZE = 1 << 20
 def places(fragments: Iterable[Fragment], itemsize: int) -> dict[int, Place]:
     """Element number -> (store, byte offset), by the definition in [Note: the geometry of a fragment]."""
     return {
-        f.start + row * f.pitch + k: (str(f.store), f.byte_offset + (row * f.store_pitch + k) * itemsize)
+        f.start + row * f.pitch + k: (str(f.store), f.byte_offset + (row * f.store_pitch + k * f.step) * itemsize)
         for f in fragments
         for row in range(f.rows)
         for k in range(f.count)
@@ -39,18 +42,31 @@ def cuts(draw: st.DrawFn, length: int, most: int = 3) -> list[tuple[int, int]]:
 @st.composite
 def ways(draw: st.DrawFn, shape: tuple[int, ...], label: str) -> tuple[Fragment, ...]:
     """A way to hold a tensor: whole, cut flat, cut into slices of any dimension, flat cuts of such slices, boxes (slices of
-    slices), or transposed."""
+    slices), transposed, or transposed in slices of it."""
     numel = math.prod(shape)
-    kind = draw(st.sampled_from(["whole", "flat", "slices", "zero over slices", "boxes", "transposed"]))
+    kind = draw(
+        st.sampled_from(["whole", "flat", "slices", "zero over slices", "boxes", "columns", "turned", "turned slices"])
+    )
     stores = (FileStore(f"{label}{i}", SIZE) for i in itertools.count())
     if kind == "whole":
         return (Fragment(next(stores), 64, 0, numel),)
     if kind == "flat":
         return tuple(Fragment(next(stores), 8, a, b - a) for a, b in cuts(draw, numel))
-    if kind == "transposed":
-        rows, columns = shape[0], numel // shape[0]
+    rows, columns = shape[0], numel // shape[0]
+    if kind == "columns":
         store = next(stores)
         return tuple(Fragment(store, 4 * r, r * columns, 1, columns, 1, rows) for r in range(rows))
+    if kind == "turned":
+        flat = tuple(Fragment(next(stores), 8, a, b - a) for a, b in cuts(draw, numel))
+        return transposed(flat, columns, rows, 4)
+    if kind == "turned slices":  # such as a part of every other row
+        store, width = next(stores), draw(st.sampled_from([n for n in range(1, rows + 1) if rows % n == 0]))
+        whole = transposed((Fragment(store, 8, 0, numel),), columns, rows, 4)
+        every = rows // width
+        parts = [(Block(n * columns, columns, width, every * columns, every * columns, 1), n) for n in range(every)]
+        alone = Block(0, columns, width, columns, columns, 1)
+        own = [(place(whole, part, 0, columns, 4), n) for part, n in parts]
+        return tuple(f for held, n in own for f in place(held, alone, n * columns, every * columns, 4))
     dim = draw(st.integers(0, len(shape) - 1))
     fragments: list[Fragment] = []
     for low, high in cuts(draw, shape[dim]):
@@ -89,8 +105,42 @@ def test_every_element_goes_where_it_belongs(data: st.DataObject, shape: tuple[i
     moves = list(route(source, target, 7))
     froms, tos = places(source.fragments, 4), places(target.fragments, 2)
     assert carried(moves, 4, 2) == {tos[k]: froms[k] for k in tos}
+    assert carried(filter(None, Plan((), [(source, target)]).moves()), 4, 2) == carried(moves, 4, 2)
     assert sum(m.count * m.rows for m in moves) == source.numel
     assert {m.tensor for m in moves} <= {7}
+
+
+@given(data=st.data(), shape=matrices)
+def test_far_sources_of_transposed_matrices_are_named_row_by_row(data: st.DataObject, shape: tuple[int, ...]) -> None:
+    rows, columns = shape[0], math.prod(shape[1:])
+    store = FileStore("s", SIZE, is_remote=True)
+    flat = tuple(Fragment(store, 8 + 4 * a, a, b - a) for a, b in cuts(data.draw, rows * columns))
+    source = TensorEntry("x", (columns, rows), F32, "parameter", transposed(flat, rows, columns, 4))
+    target = TensorEntry("x", (columns, rows), F32, "parameter", data.draw(ways((columns, rows), "d")))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(plan, "SLAB_BYTES", 4 * data.draw(st.integers(1, 40)))
+        moves = [move for move in Plan((), [(source, target)]).moves() if move]
+    froms, tos = places(source.fragments, 4), places(target.fragments, 4)
+    assert carried(moves, 4, 4) == {tos[k]: froms[k] for k in tos}
+    assert sum(m.count * m.rows for m in moves) == source.numel
+
+
+@given(data=st.data(), shape=matrices)
+def test_claims_are_the_bytes_of_the_elements(data: st.DataObject, shape: tuple[int, ...]) -> None:
+    fragments = data.draw(ways(shape, "s"))
+    held = sorted(place for place in places(fragments, 4).values())
+    store = next(f.store for f in fragments if str(f.store) == held[0][0])
+    mine = [at for name, at in held if name == str(store)]
+    victim = data.draw(st.integers(0, min(mine[-1] + 8, 600)))
+    meets = any(at - 3 <= victim < at + 4 for at in mine)
+    both = [Claim("x", 0, 4, fragments), Claim("y", 0, 1, (Fragment(store, victim, 0, 4),))]
+    claims = Claims(both[:1])
+    assert not list(claims.unused([ByteSpan(store, at, at + 4) for at in mine]))
+    if meets:
+        with pytest.raises(InconsistentError, match="same bytes"):
+            Claims(both)
+    else:
+        Claims(both)
 
 
 def test_boxes_of_equal_pitch_are_one_move() -> None:
@@ -162,6 +212,25 @@ def test_plans_do_not_grow_with_rows() -> None:
     source = TensorEntry("x", (rows, 16 * tp), F32, "parameter", tuple(fragments))
     whole = TensorEntry("x", source.shape, F32, "parameter", (Fragment(FileStore("o", 1 << 40), 0, 0, source.numel),))
     assert len(list(route(source, whole))) <= 3 * tp * dp
+
+
+def test_transposed_matrices_are_few_fragments_and_moves() -> None:
+    """A stack of experts whose input rows have a gate and an up column in turn, taken apart and put together otherwise."""
+    experts, width, inner = 128, 2880, 2880
+    store = FileStore("s", 1 << 50)
+    stack = Fragment(store, 0, 0, experts * width * 2 * inner)
+    gates: list[Fragment] = []
+    for expert in range(experts):
+        own = clip((stack,), expert * stack.numel // experts, (expert + 1) * stack.numel // experts, 2)
+        turned = transposed(own, width, 2 * inner, 2)
+        parts = [place(turned, Block(n * width, width, inner, 2 * width, 2 * width, 1), 0, width, 2) for n in (0, 1)]
+        assert [len(part) for part in (own, turned, *parts)] == [1, 1, 1, 1]
+        gates += [f for n, part in enumerate(parts) for f in shifted(part, (2 * expert + n) * width * inner)]
+    entry = TensorEntry("x", (experts, 2 * inner, width), BF16, "parameter", tuple(gates))
+    whole = TensorEntry("x", entry.shape, BF16, "parameter", (Fragment(FileStore("d", 1 << 50), 0, 0, entry.numel),))
+    moves = list(Plan((), [(entry, whole)]).moves())
+    assert len(moves) == len(gates) == 2 * experts
+    Claims([Claim("x", 0, 2, entry.fragments)])
 
 
 def test_an_entry_is_checked_at_birth() -> None:

@@ -365,7 +365,7 @@ _ALL = -1
 
 
 def _is_dense(fragment: Fragment) -> bool:
-    return fragment.rows == 1 or fragment.count == fragment.store_pitch
+    return fragment.rows == 1 or (fragment.count == fragment.store_pitch and fragment.step == 1)
 
 
 def _dense_sides(move: Move) -> tuple[bool, bool]:

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from zckpt.base.errors import COPY_AGAIN, CorruptError, UnsupportedError
 from zckpt.containers.inert import brief
 from zckpt.core.dtypes import DType
-from zckpt.core.fragments import FileStore, Fragment
+from zckpt.core.fragments import Block, FileStore, Fragment, fragment_of
 
 MAX_NUMBER = 2**63 - 1
 """torch's shapes, strides and offsets are signed 64-bit numbers."""
@@ -175,8 +175,7 @@ class TensorRef:
     def fragments(self) -> tuple[Fragment, ...]:
         """Its elements as pitched runs, in order; see [Note: the geometry of a fragment].
 
-        A fragment has up to two dimensions: rows of contiguous elements, or a column of single ones. Each index of the
-        dimensions before these makes another fragment.
+        A fragment has up to two dimensions. Each index of those before them makes another fragment.
 
         Raises:
             UnsupportedError: it would take more than `MAX_FRAGMENTS`.
@@ -184,7 +183,7 @@ class TensorRef:
         if self.numel == 0:
             return ()
         dims = self._folded()
-        count = dims.pop()[0] if dims and dims[-1][1] == 1 else 1
+        count, step = dims.pop() if dims else (1, 1)
         rows, row_step = dims.pop() if dims else (1, 0)
         blocks = math.prod(dim for dim, _ in dims)
         if blocks > MAX_FRAGMENTS:
@@ -193,17 +192,12 @@ class TensorRef:
                 found=f"shape {list(self.shape)}, strides {list(self.stride)}", expected=f"at most {MAX_FRAGMENTS:,} pieces",
                 remedy="Call .contiguous() on it before saving.",
             )  # fmt: skip
-        pitch = count if rows > 1 else 0
         offsets = map(sum, itertools.product(*([index * step for index in range(dim)] for dim, step in dims)))
         return tuple(
-            Fragment(
-                store=self.store,
-                byte_offset=self.byte_offset + offset * self.dtype.itemsize,
-                start=number * rows * count,
-                count=count,
-                rows=rows,
-                pitch=pitch,
-                store_pitch=row_step if rows > 1 else 0,
+            fragment_of(
+                self.store,
+                self.byte_offset + offset * self.dtype.itemsize,
+                Block(number * rows * count, count, rows, count, row_step, step),
             )
             for number, offset in enumerate(offsets)
         )

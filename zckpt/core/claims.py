@@ -100,7 +100,7 @@ class Claims:
             for own in self._held:
                 for fragment in own.fragments:
                     if fragment.numel and (claims := found.get(_key(fragment.store))) is not None:
-                        claims.append(_claim(fragment, own))
+                        claims += _claims(fragment, own)
         for claims in found.values():
             claims.sort(key=lambda claim: claim.start)
         return found
@@ -159,17 +159,18 @@ def _spans(held: Iterable[Claim]) -> tuple[dict[Hashable, array[int]], set[Hasha
     for own in held:
         itemsize = own.itemsize
         for fragment in own.fragments:
-            store, start, count, rows = fragment.store, fragment.byte_offset, fragment.count, fragment.rows
-            if rows != 1:
-                if fragment.store_pitch != count:
-                    holed.add(store)
-                count += (rows - 1) * fragment.store_pitch
-            if fragment.count:
+            store, start, count = fragment.store, fragment.byte_offset, fragment.count
+            if count:
                 spans = by_store.get(store)
                 if spans is None:
                     spans = by_store[store] = array("q")
                 spans.append(start)
-                spans.append(start + count * itemsize)
+                if fragment.rows == 1:
+                    spans.append(start + count * itemsize)
+                    continue
+                spans.append(fragment.nbytes_end(itemsize))
+                if len(_extents(fragment, itemsize)[1]):
+                    holed.add(store)
     merged: dict[Hashable, array[int]] = {}
     for store, spans in by_store.items():
         if base := _base(store):
@@ -187,14 +188,25 @@ def _follow(starts: Sequence[int], stops: Sequence[int]) -> bool:
     return all(map(le, stops, islice(starts, 1, None)))
 
 
-def _claim(fragment: Fragment, held: Claim) -> _Claim:
-    start, row = fragment.byte_offset + _base(fragment.store), fragment.count * held.itemsize
-    pitch = fragment.store_pitch * held.itemsize
-    if fragment.rows == 1 or pitch == row:
-        row *= fragment.rows
-        return _Claim(start, start + row, held, Block(start, row, 1, 0, 0, 1))
-    stop = start + (fragment.rows - 1) * pitch + row
-    return _Claim(start, stop, held, Block(start, row, fragment.rows, pitch, pitch, 1))
+def _extents(fragment: Fragment, itemsize: int) -> tuple[int, list[tuple[int, int]]]:
+    """The bytes of a dense run of a fragment in its store, and (distance in bytes, number) of such runs, the nearest first."""
+    axes = [(fragment.step, fragment.count), (fragment.store_pitch, fragment.rows)]
+    run, left = itemsize, sorted((apart * itemsize, extent) for apart, extent in axes if extent > 1)
+    while left and left[0][0] == run:
+        run *= left.pop(0)[1]
+    if len(left) == 2 and left[1][0] == left[0][0] * left[0][1]:
+        left = [(left[0][0], left[0][1] * left[1][1])]
+    return run, left
+
+
+def _claims(fragment: Fragment, held: Claim) -> Iterator[_Claim]:
+    """The bytes that a fragment reads, as rows; if they are in two dimensions, one claim for each row of the outer one."""
+    run, left = _extents(fragment, held.itemsize)
+    first = fragment.byte_offset + _base(fragment.store)
+    outer, times = left[1] if len(left) == 2 else (0, 1)
+    pitch, rows = left[0] if left else (0, 1)
+    for start in range(first, first + outer * times, outer) if outer else (first,):
+        yield _Claim(start, start + (rows - 1) * pitch + run, held, Block(start, run, rows, pitch, pitch, 1))
 
 
 def _rows(block: Block) -> Iterator[tuple[int, int]]:
@@ -249,7 +261,8 @@ def _check_group(group: Sequence[_Claim]) -> None:
 
 
 def _file(claim: _Claim) -> str:
-    return str(next(f.store for f in claim.held.fragments if f.byte_offset + _base(f.store) == claim.start))
+    at = ((f.byte_offset + _base(f.store), f) for f in claim.held.fragments)
+    return str(next(f.store for first, f in at if first <= claim.start < first + f.nbytes_end(claim.held.itemsize)))
 
 
 def _both(claim: _Claim, other: _Claim, start: int, stop: int) -> InconsistentError:

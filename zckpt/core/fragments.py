@@ -4,11 +4,12 @@ For catalogs and the router. Pure arithmetic; no file is opened here.
 
 [Note: the geometry of a fragment]
 A tensor's elements are numbered row-major from 0. A fragment is `rows` runs of `count` elements each. Run r covers the
-elements [start + r*pitch, start + r*pitch + count) of the tensor, and begins at byte
-`byte_offset + r*store_pitch*itemsize` of the store. All figures but `byte_offset` are elements. Example: columns 2-3 of a (3, 8)
-tensor held densely by one rank: start 2, count 2, rows 3, pitch 8, store_pitch 2.
-A ZeRO partition is one run (rows 1). A box of a tensor-parallel or DCP checkpoint is a pitched fragment. One row of a
-transposed tensor of c columns and r rows is c runs of one element: count 1, rows c, pitch 1, store_pitch r.
+elements [start + r*pitch, start + r*pitch + count) of the tensor. Its element i is in the store at byte
+`byte_offset + (r*store_pitch + i*step)*itemsize`. All figures but `byte_offset` are elements. Example: columns 2-3 of a (3, 8)
+tensor held densely by one rank: start 2, count 2, rows 3, pitch 8, store_pitch 2, step 1.
+A ZeRO partition is one run (rows 1). A box of a tensor-parallel or DCP checkpoint is a pitched fragment. A transposed matrix of r
+rows and c columns, which the store has as c rows of r elements, is r runs of c elements: pitch c, store_pitch 1, step r. One run
+whose elements are apart is written as runs of one element (count 1, pitch 1), so that a single run is always dense.
 """
 
 from __future__ import annotations
@@ -145,7 +146,7 @@ class Run(NamedTuple):
 
 
 class Block(NamedTuple):
-    """The normal form of a fragment's geometry: a single row (dense, or every `step`-th element), or several dense rows."""
+    """The normal form of a fragment's geometry: as few rows as there can be, each of every `step`-th element of the store."""
 
     start: int
     count: int  # type: ignore[assignment]  # tuple's method of this name is not needed
@@ -159,6 +160,12 @@ class Block(NamedTuple):
         """One past the last element of the tensor."""
         return self.start + (self.rows - 1) * self.pitch + self.count
 
+    def every(self, of: int, number: int) -> Block:
+        """Every row of which `of` rows apart is the next one, from row `number` on."""
+        rows = (self.rows - number - 1) // of + 1
+        start = self.start + number * self.pitch
+        return Block(start, self.count, rows, self.pitch * of, self.store_pitch * of, self.step)
+
 
 @dataclass(frozen=True, slots=True)
 class Fragment:
@@ -171,9 +178,19 @@ class Fragment:
     rows: int = 1
     pitch: int = 0
     store_pitch: int = 0
+    step: int = 1
 
     def __post_init__(self) -> None:
-        if self.byte_offset < 0 or self.start < 0 or self.count < 0 or self.rows < 1 or self.store_pitch < 0:
+        if self.rows == 1 and self.step != 1:
+            raise ValueError("a single run whose elements are apart")
+        if (
+            self.byte_offset < 0
+            or self.start < 0
+            or self.count < 0
+            or self.rows < 1
+            or self.store_pitch < 0
+            or self.step < 0
+        ):
             raise CorruptError(
                 "the place of a tensor's elements is impossible", file=str(self.store), remedy=COPY_AGAIN,
                 found=f"start {self.start}, count {self.count}, rows {self.rows}, byte offset {self.byte_offset}",
@@ -198,17 +215,19 @@ class Fragment:
         """One past the last byte of the store that it uses; 0 if it is empty."""
         if self.numel == 0:
             return 0
-        return self.byte_offset + ((self.rows - 1) * self.store_pitch + self.count) * itemsize
+        return self.byte_offset + ((self.rows - 1) * self.store_pitch + (self.count - 1) * self.step + 1) * itemsize
 
     def block(self) -> Block:
         """Its normal form: one row for rows that follow each other in tensor and store, and for a column of elements."""
         if self.rows == 1:
             return Block(self.start, self.count, 1, 0, 0, 1)
-        if self.pitch == self.count == self.store_pitch:
-            return Block(self.start, self.count * self.rows, 1, 0, 0, 1)
-        if self.count == 1 and self.pitch == 1:
-            return Block(self.start, self.rows, 1, 0, 0, self.store_pitch)
-        return Block(self.start, self.count, self.rows, self.pitch, self.store_pitch, 1)
+        if self.count == 1:
+            if self.pitch == 1:
+                return Block(self.start, self.rows, 1, 0, 0, self.store_pitch)
+            return Block(self.start, 1, self.rows, self.pitch, self.store_pitch, 1)
+        if self.pitch == self.count and self.store_pitch == self.count * self.step:
+            return Block(self.start, self.count * self.rows, 1, 0, 0, self.step)
+        return Block(self.start, self.count, self.rows, self.pitch, self.store_pitch, self.step)
 
     def runs(self, itemsize: int) -> Iterator[Run]:
         """The rows of its normal form, in tensor order."""
@@ -216,6 +235,16 @@ class Fragment:
         for row in range(block.rows):
             byte_offset = self.byte_offset + row * block.store_pitch * itemsize
             yield Run(block.start + row * block.pitch, block.count, byte_offset, self.store, block.step)
+
+
+def fragment_of(store: Store, byte_offset: int, block: Block) -> Fragment:
+    """The fragment of this geometry."""
+    start, count, rows, pitch, store_pitch, step = block
+    if rows == 1 and step != 1 and count > 1:
+        return Fragment(store, byte_offset, start, 1, count, 1, step)
+    if rows == 1:
+        return Fragment(store, byte_offset, start, count)
+    return Fragment(store, byte_offset, start, count, rows, pitch, store_pitch, step if count > 1 else 1)
 
 
 def runs_in_order(fragments: Sequence[Fragment], itemsize: int) -> Iterator[Run]:

@@ -4,13 +4,14 @@ For catalogs, whose tensors must be covered exactly once, and for the router. Pu
 fragments, not of rows or elements.
 
 [Note: how two fragments overlap]
-Both in normal form (`Fragment.block`), there are four cases.
+Both in normal form (`Fragment.block`), there are five cases.
 1. Two single rows overlap in one run.
 2. A single row [a, b) cuts rows of `count`, `pitch` apart, into at most three parts: the end of a first row, whole rows,
 the start of a last one. Example: [5, 30) of rows of 4, 10 apart from 0: nothing of row 0; rows 1 and 2 whole; row 3
 begins at 30.
 3. Rows of the same pitch overlap alike in every row: each row of one meets at most two neighbouring rows of the other.
-4. Rows of unlike pitch: each row of the one with fewer rows is a case 2.
+4. If one pitch is n times the other, every n-th row of the narrower one makes a case 3, if n is less than the rows of either.
+5. Rows of unlike pitch: each row of the one with fewer rows is a case 2.
 """
 
 from __future__ import annotations
@@ -19,11 +20,10 @@ import itertools
 import math
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import replace
 from typing import NamedTuple
 
 from zckpt.base.errors import OTHER_SAVE, InconsistentError
-from zckpt.core.fragments import Block, Fragment, Run, runs_in_order
+from zckpt.core.fragments import Block, Fragment, Run, fragment_of, runs_in_order
 
 
 class Overlap(NamedTuple):
@@ -46,10 +46,13 @@ def overlaps(a: Block, b: Block) -> Iterator[Overlap]:
     """The elements that two blocks share, in a few pieces; see [Note: how two fragments overlap]."""
     if a.rows == 1:
         yield from _row_with(a, b)
-    elif b.rows == 1:
-        yield from (_swapped(overlap) for overlap in _row_with(b, a))
+    elif b.rows == 1 or b.pitch > a.pitch:
+        yield from (_swapped(overlap) for overlap in overlaps(b, a))
     elif a.pitch == b.pitch:
         yield from _rows_with_rows(a, b)
+    elif a.pitch % b.pitch == 0 and (n := a.pitch // b.pitch) < min(a.rows, b.rows):
+        for row in range(n):
+            yield from _rows_with_rows(a, b.every(n, row), row * b.store_pitch)
     elif a.rows <= b.rows:
         for row in range(a.rows):
             yield from _row_with(_row(a, row), b, row * a.store_pitch)
@@ -82,13 +85,15 @@ def _row_with(a: Block, b: Block, before: int = 0) -> Iterator[Overlap]:
         whole = 1
         if to - from_ == b.count:  # then all rows up to the last are whole, except perhaps that one
             whole = last - first + (b.start + last * b.pitch + b.count <= high)
-        at = before + (from_ - a.start) * a.step, first * b.store_pitch + from_ - start
+        at = before + (from_ - a.start) * a.step, first * b.store_pitch + (from_ - start) * b.step
         yield Overlap(from_, to - from_, whole, b.pitch, at[0], b.pitch * a.step, at[1], b.store_pitch)
         first += whole
 
 
-def _rows_with_rows(a: Block, b: Block) -> Iterator[Overlap]:
-    """Case 3. Row r of `a` begins `shift` elements into the pitch of row r + `behind` of `b`."""
+def _rows_with_rows(a: Block, b: Block, before: int = 0) -> Iterator[Overlap]:
+    """Cases 3 and 4; `b` is `before` elements into its store. Row r of `a` begins `shift` elements into the pitch of row
+    r + `behind` of `b`.
+    """
     behind, shift = divmod(a.start - b.start, a.pitch)
     for neighbour in (0, 1):
         low = max(shift, neighbour * a.pitch)
@@ -96,11 +101,11 @@ def _rows_with_rows(a: Block, b: Block) -> Iterator[Overlap]:
         first = max(0, -(behind + neighbour))
         rows = min(a.rows, b.rows - behind - neighbour) - first
         if low < high and rows > 0:
-            in_a, in_b = low - shift, low - neighbour * a.pitch
+            in_a, in_b = (low - shift) * a.step, (low - neighbour * a.pitch) * b.step
             yield Overlap(
-                *(a.start + first * a.pitch + in_a, high - low, rows, a.pitch),
+                *(a.start + first * a.pitch + low - shift, high - low, rows, a.pitch),
                 *(first * a.store_pitch + in_a, a.store_pitch),
-                *((first + behind + neighbour) * b.store_pitch + in_b, b.store_pitch),
+                *(before + (first + behind + neighbour) * b.store_pitch + in_b, b.store_pitch),
             )
 
 
@@ -128,9 +133,9 @@ def first_gap(fragments: Sequence[Fragment], numel: int, itemsize: int) -> tuple
     Raises:
         InconsistentError: two fragments hold the same element, or one reaches beyond the tensor.
     """
-    if _follow_each_other(fragments, numel) or _are_columns(fragments, numel):
+    if _follow_each_other(fragments, numel):
         return None
-    held = sorted((fragment.block() for fragment in fragments if fragment.numel), key=lambda block: block.start)
+    held = sorted((_covered(fragment) for fragment in fragments if fragment.numel), key=lambda block: block.start)
     if sum(fragment.numel for fragment in fragments) == numel and (_tile(held, numel) or _are_disjoint(held, numel)):
         return None
     return _walked_gap(fragments, numel, itemsize)
@@ -146,13 +151,11 @@ def _follow_each_other(fragments: Sequence[Fragment], numel: int) -> bool:
     return covered == numel
 
 
-def _are_columns(fragments: Sequence[Fragment], numel: int) -> bool:
-    """Whether fragments are the columns of a matrix, in order, as those of a transposed one."""
-    columns = len(fragments)
-    return columns > 1 and all(
-        f.start == column and f.count == 1 and f.pitch == columns and f.rows * columns == numel
-        for column, f in enumerate(fragments)
-    )
+def _covered(fragment: Fragment) -> Block:
+    """The elements of the tensor that a fragment holds, wherever they are in the store."""
+    if fragment.rows == 1 or fragment.pitch == fragment.count:
+        return Block(fragment.start, fragment.numel, 1, 0, 0, 1)
+    return Block(fragment.start, fragment.count, fragment.rows, fragment.pitch, 0, 1)
 
 
 def tile(boxes: Iterable[Sequence[tuple[int, int]]], whole: Sequence[int]) -> bool:
@@ -246,7 +249,7 @@ def clip(fragments: Sequence[Fragment], start: int, stop: int, itemsize: int) ->
     """The parts of fragments, sorted by their start, with elements [start, stop), renumbered from 0."""
     window = Block(start, stop - start, 1, 0, 0, 1)
     return tuple(
-        _part(fragment, block.step, overlap, overlap.start - start, itemsize)
+        _part(fragment, block, overlap, overlap.start - start, itemsize)
         for fragment in touching(fragments, start, stop)
         for block in (fragment.block(),)
         for overlap in overlaps(window, block)
@@ -274,7 +277,7 @@ def cut(fragments: Sequence[Fragment], bounds: Sequence[int], itemsize: int) -> 
                 break
             block = fragment.block()
             for overlap in overlaps(Block(low, high - low, 1, 0, 0, 1), block):
-                pieces[at].append(_part(fragment, block.step, overlap, overlap.start - low, itemsize))
+                pieces[at].append(_part(fragment, block, overlap, overlap.start - low, itemsize))
             at += 1
     return [tuple(piece) for piece in pieces]
 
@@ -285,16 +288,18 @@ def shifted(fragments: Sequence[Fragment], by: int) -> tuple[Fragment, ...]:
 
 
 def _shifted(f: Fragment, by: int) -> Fragment:
-    return Fragment(f.store, f.byte_offset, f.start + by, f.count, f.rows, f.pitch, f.store_pitch) if by else f
+    return Fragment(f.store, f.byte_offset, f.start + by, f.count, f.rows, f.pitch, f.store_pitch, f.step) if by else f
 
 
-def _part(fragment: Fragment, step: int, o: Overlap, start: int, itemsize: int) -> Fragment:
-    """The part of a fragment that is the `b` side of an overlap, with its first element numbered `start`."""
-    byte_offset = fragment.byte_offset + o.b * itemsize
-    if step != 1:  # then it is a single row
-        return Fragment(fragment.store, byte_offset, start, 1, o.count, 1, step)
-    pitches = (o.pitch, o.b_pitch) if o.rows > 1 else (0, 0)
-    return Fragment(fragment.store, byte_offset, start, o.count, o.rows, *pitches)
+def _part(
+    fragment: Fragment, block: Block, o: Overlap, start: int, itemsize: int, pitch: int | None = None
+) -> Fragment:
+    """The part of a fragment that is the `b` side of an overlap, with its first element numbered `start`.
+
+    `pitch`: elements from row to row, where they are others than in the overlap.
+    """
+    held = Block(start, o.count, o.rows, o.pitch if pitch is None else pitch, o.b_pitch, block.step)
+    return fragment_of(fragment.store, fragment.byte_offset + o.b * itemsize, held)
 
 
 def embed(
@@ -330,13 +335,11 @@ def place(fragments: Sequence[Fragment], rows: Block, start: int, pitch: int, it
     placed: list[Fragment] = []
     for fragment in fragments:
         block = fragment.block()
-        for overlap in overlaps(rows, block):
-            for o in [overlap] if block.step == 1 else _single_rows(overlap):
-                row, column = divmod(o.start - rows.start, rows.pitch) if rows.rows > 1 else (0, o.start - rows.start)
-                part = _part(fragment, block.step, o, start + row * pitch + column, itemsize)
-                if o.rows > 1 and rows.rows > 1 and o.pitch >= rows.pitch:  # one per row; otherwise all are in one row
-                    part = replace(part, pitch=o.pitch // rows.pitch * pitch)
-                placed.append(part)
+        for o in overlaps(rows, block):
+            row, column = divmod(o.start - rows.start, rows.pitch) if rows.rows > 1 else (0, o.start - rows.start)
+            one_in_each = o.rows > 1 and rows.rows > 1 and o.pitch >= rows.pitch  # otherwise all are in one row
+            own = o.pitch // rows.pitch * pitch if one_in_each else o.pitch
+            placed.append(_part(fragment, block, o, start + row * pitch + column, itemsize, own))
     return tuple(sorted(placed, key=_start_of))
 
 
@@ -352,8 +355,3 @@ def rearranged(fragments: Sequence[Fragment], rows: Pass, itemsize: int) -> tupl
         near = list(touching(fragments, block.start, block.stop, flat=True)) if apart else fragments
         placed += place(near, block, start, pitch, itemsize)
     return tuple(sorted(placed, key=_start_of))
-
-
-def _single_rows(o: Overlap) -> Iterator[Overlap]:
-    for row in range(o.rows):
-        yield Overlap(o.start + row * o.pitch, o.count, 1, 0, o.a + row * o.a_pitch, 0, o.b + row * o.b_pitch, 0)

@@ -1,8 +1,8 @@
 """Plans: which bytes go where, as a value that can be printed, compared and run.
 
 `route` carries one catalog's tensor into another's: every overlap of their fragments (see `overlaps`) becomes one or a few
-pitched moves; the columns of a transposed matrix, each a fragment, become one move together. The time is O(fragments), not
-O(rows) or O(elements). Moves are streamed, never held in a list.
+pitched moves; those of a transposed matrix follow the rows of the source. The time is O(fragments), not O(rows) or O(elements).
+Moves are streamed, never held in a list.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import NamedTuple
 from zckpt.base.errors import InconsistentError
 from zckpt.core.catalog import TensorEntry, TensorPart
 from zckpt.core.dtypes import DType
-from zckpt.core.fragments import DerivedStore, FileStore, Fragment, Store
+from zckpt.core.fragments import Block, DerivedStore, FileStore, Fragment, Store, fragment_of
 from zckpt.core.overlaps import overlaps, touching
 
 SLAB_BYTES = 8 << 20
@@ -123,74 +123,38 @@ def route(source: TensorEntry | TensorPart, destination: TensorEntry | TensorPar
                 )
 
 
-class _Column(NamedTuple):
-    """Elements of one row of a source that are a column of the destination, from element `first` on, `step` apart."""
+def _in_order_of_source(move: Move) -> Iterator[Move]:
+    """The same elements, with the rows of the source as rows: of a transposed matrix, they are columns of the destination.
 
-    store: Store
-    byte_offset: int
-    first: int
-    numel: int
-    step: int
-    store_step: int
-
-
-def _columns(fragments: Sequence[Fragment], start: int, stop: int, itemsize: int) -> Iterator[_Column]:
-    """The parts of fragments, each a column, with elements [start, stop)."""
-    for f in fragments:
-        step, store_step = (f.pitch, f.store_pitch) if f.rows > 1 else (1, 1)
-        low, high = max(0, -((f.start - start) // step)), min(f.rows, -((f.start - stop) // step))
-        if low < high:
-            byte_offset = f.byte_offset + low * store_step * itemsize
-            yield _Column(f.store, byte_offset, f.start + low * step, high - low, step, store_step)
-
-
-def _turned(source: TensorEntry | TensorPart, to: TensorEntry | TensorPart, tensor: int) -> Iterator[Move]:
-    """As `route`, for a transposed matrix: rows of the source that become neighbouring columns make one move.
-
-    The rows of such a move are those of the source; `dst_step` is the distance of their elements in the destination.
+    A source that is not at hand is named row by row, since all between the first and the last element of a move is fetched.
     """
-    (into,), size = to.fragments, to.dtype.itemsize
-    held: list[_Column] = []
-
-    def move() -> Move:
-        one, pitch = held[0], held[1].byte_offset - held[0].byte_offset if len(held) > 1 else 0
-        at = into.byte_offset + (one.first - into.start) * size
-        return Move(
-            *(one.store, one.byte_offset, into.store, at, one.numel, source.dtype, to.dtype, tensor),
-            *(len(held), pitch, size if pitch else 0, one.store_step, one.step, one.first),
-        )
-
-    for column in _columns(source.fragments, into.start, into.stop, source.dtype.itemsize):
-        if held and not _follows(held, column):
-            yield move()
-            held = []
-        held.append(column)
-    if held:
-        yield move()
+    size, to_size = move.src_dtype.itemsize, move.dst_dtype.itemsize
+    if move.rows == 1 or move.count == 1 or not 0 < move.src_pitch < move.src_step * size:
+        yield from (move,) if move.src.at_hand else _near(move)
+        return
+    turned = move._replace(
+        count=move.rows, rows=move.count, src_pitch=move.src_step * size, dst_pitch=move.dst_step * to_size,
+        src_step=move.src_pitch // size, dst_step=move.dst_pitch // to_size, pitch=1,
+    )  # fmt: skip
+    if turned.src.at_hand:
+        yield turned
+        return
+    for row in range(turned.rows):
+        at, to = move.src_offset + row * turned.src_pitch, move.dst_offset + row * turned.dst_pitch
+        yield turned._replace(src_offset=at, dst_offset=to, rows=1, src_pitch=0, dst_pitch=0, start=move.start + row)
 
 
-def _follows(held: Sequence[_Column], column: _Column) -> bool:
-    """Whether a column is the next one beside `held`, and comes from the next row, all rows being equally far apart."""
-    last = held[-1]
-    return (
-        column.first == last.first + 1
-        and column.store is last.store
-        and (len(held) == 1 or column.byte_offset - last.byte_offset == held[1].byte_offset - held[0].byte_offset)
-        and column[3:] == last[3:]
-        and column.byte_offset != last.byte_offset
-    )
-
-
-def _is_turned(source: TensorEntry | TensorPart, to: TensorEntry | TensorPart) -> bool:
-    """Whether all of a tensor's fragments are columns that go into a dense run."""
-    return (
-        source.numel == to.numel
-        and len(source.fragments) > 1
-        and len(to.fragments) == 1
-        and to.fragments[0].rows == 1
-        and all(f.count == 1 for f in source.fragments)
-        and all(f.store.at_hand for f in source.fragments)
-    )
+def _near(move: Move) -> Iterator[Move]:
+    """A move of a single row, in parts whose source fits in memory; any other move as it is."""
+    apart = move.src_step * move.src_dtype.itemsize
+    most = max(1, SLAB_BYTES // max(apart, 1))
+    if move.rows > 1 or move.src_step == 1 or move.count <= most:
+        yield move
+        return
+    for first in range(0, move.count, most):
+        at, to = move.src_offset + first * apart, move.dst_offset + first * move.dst_step * move.dst_dtype.itemsize
+        count = min(most, move.count - first)
+        yield move._replace(src_offset=at, dst_offset=to, count=count, start=move.start + first)
 
 
 Pair = tuple[TensorEntry | TensorPart, TensorEntry | TensorPart]
@@ -203,6 +167,8 @@ def _in_slabs(source: TensorEntry | TensorPart, to: TensorEntry | TensorPart) ->
         return to
     most = max(1, SLAB_BYTES // source.dtype.itemsize)
     for fragment in source.fragments:
+        if fragment.step != 1:  # of a transposed matrix, whole rows
+            most = max(fragment.pitch, most // fragment.pitch * fragment.pitch)
         if isinstance(fragment.store, DerivedStore):
             unit, most = fragment.store.recipe.unit, max(1, COMPUTED_BYTES // source.dtype.itemsize)
             most = max(unit, most // unit * unit)
@@ -219,7 +185,9 @@ def _slabs(fragment: Fragment, most: int, itemsize: int) -> Iterator[Fragment]:
     rows = max(1, most // fragment.count)
     for row in range(0, fragment.rows, rows):
         at, start = fragment.byte_offset + row * fragment.store_pitch * itemsize, fragment.start + row * fragment.pitch
-        yield replace(fragment, byte_offset=at, start=start, rows=min(rows, fragment.rows - row))
+        f, count = fragment, min(rows, fragment.rows - row)
+        held = Block(start, f.count, count, f.pitch, f.store_pitch, f.step)
+        yield fragment_of(fragment.store, at, held)
 
 
 def _bytes_read(source: TensorEntry | TensorPart, to: TensorEntry | TensorPart) -> int:
@@ -245,10 +213,8 @@ class Plan:
     def moves(self) -> Iterator[Move | None]:
         """The moves, made anew on each call. After a None, the moves before it must be done before the next is taken."""
         for number, (source, destination) in enumerate(self.pairs):
-            if _is_turned(source, destination):
-                yield from _turned(source, destination, number)
-            else:
-                yield from route(source, _in_slabs(source, destination), number)
+            for move in route(source, _in_slabs(source, destination), number):
+                yield from _in_order_of_source(move)
 
     def by_file(self) -> Iterator[Plan]:
         """One plan for each file, in order. Each tensor must be in a single file."""

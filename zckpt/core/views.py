@@ -6,9 +6,9 @@ For `naming`. Pure arithmetic.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
-from zckpt.core.fragments import Block, Fragment, runs_in_order
+from zckpt.core.fragments import Block, Fragment, fragment_of
 
 
 def _start_of(fragment: Fragment) -> int:
@@ -16,30 +16,39 @@ def _start_of(fragment: Fragment) -> int:
 
 
 def transposed(fragments: Sequence[Fragment], rows: int, columns: int, itemsize: int) -> tuple[Fragment, ...]:
-    """The fragments of a matrix of `rows` by `columns`, as those of the transposed one: each row becomes a column."""
-    if fragments and all(f.count == 1 and f.rows > 1 and f.pitch == columns for f in fragments):
-        return _columns_as_rows(fragments, rows, columns)
-    turned: list[Fragment] = []
-    for run in runs_in_order(fragments, itemsize):
-        done = 0
-        while done < run.count:
-            row, column = divmod(run.start + done, columns)
-            held = min(columns - column, run.count - done)
-            byte_offset = run.byte_offset + done * run.store_step * itemsize
-            several = (held, rows, run.store_step) if held > 1 else (1, 0, 0)
-            turned.append(Fragment(run.store, byte_offset, column * rows + row, 1, *several))
-            done += held
-    return tuple(sorted(turned, key=_start_of))
-
-
-def _columns_as_rows(fragments: Sequence[Fragment], rows: int, columns: int) -> tuple[Fragment, ...]:
-    """As `transposed`, for fragments that are columns, as of a matrix that was transposed before."""
+    """The fragments of a matrix of `rows` by `columns`, as those of the transposed one: each box in rows becomes one box."""
     turned: list[Fragment] = []
     for f in fragments:
-        row, column = divmod(f.start, columns)
-        pitches = (1, f.rows, 1, f.store_pitch) if f.store_pitch != 1 else (f.rows, 1, 0, 0)
-        turned.append(Fragment(f.store, f.byte_offset, column * rows + row, *pitches))
+        if not f.numel:
+            continue
+        for block, before in _boxes(f.block(), columns):
+            row, column = divmod(block.start, columns)
+            start, byte_offset = column * rows + row, f.byte_offset + before * itemsize
+            height, width, down = block.rows, block.count, block.pitch // columns
+            if height == 1 or down == 1:
+                box = Block(start, height, width, rows, block.step, block.store_pitch)
+                turned.append(fragment_of(f.store, byte_offset, box))
+                continue
+            for n in range(width):  # rows that are not neighbours do not become runs
+                at = byte_offset + n * block.step * itemsize
+                column_of = Block(start + n * rows, 1, height, down, block.store_pitch, 1)
+                turned.append(fragment_of(f.store, at, column_of))
     return tuple(sorted(turned, key=_start_of))
+
+
+def _boxes(block: Block, columns: int) -> Iterator[tuple[Block, int]]:
+    """A block in boxes whose rows are each in one row of the matrix, and how many elements of the store are before each."""
+    start, count, rows, pitch, store_pitch, step = block
+    if rows > 1 and pitch % columns == 0 and start % columns + count <= columns:
+        yield block, 0
+        return
+    for row in range(rows):
+        at, left, before = start + row * pitch, count, row * store_pitch
+        while left:
+            whole = left // columns if at % columns == 0 else 0
+            taken = whole * columns or min(left, columns - at % columns)
+            yield Block(at, columns if whole else taken, max(whole, 1), columns, columns * step, step), before
+            at, left, before = at + taken, left - taken, before + taken * step
 
 
 def strided(offset: int, shape: Sequence[int], strides: Sequence[int]) -> list[tuple[Block, int, int]]:

@@ -146,6 +146,10 @@ def _fetch(wanted: Iterable[Wanted]) -> dict[fsspec_io.Range, bytes]:
     return {r: block[r.start - at : r.stop - at] for r, (block, at) in zip(ranges, blocks, strict=True)}
 
 
+_FAR_BYTES = 4096
+"""Elements so far apart are read one by one."""
+
+
 def read_elements(store: Store, fd: int, offset: int, count: int, step: int, itemsize: int) -> bytes:
     """Elements `step` elements apart, as they are in the store; `fd` is for files of this machine.
 
@@ -157,7 +161,7 @@ def read_elements(store: Store, fd: int, offset: int, count: int, step: int, ite
     if step == 0:
         return _read(store, fd, offset, itemsize) * count
     parts: list[bytes] = []
-    most = max(1, _SPAN_BYTES // (step * itemsize))
+    most = max(1, _SPAN_BYTES // (step * itemsize)) if step * itemsize < _FAR_BYTES else 1
     for first in range(0, count, most):
         n = min(most, count - first)
         data = _read(store, fd, offset + first * step * itemsize, ((n - 1) * step + 1) * itemsize)

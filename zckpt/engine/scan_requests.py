@@ -5,6 +5,7 @@ For `scan`, and for its callers: `verify`, `diff` and `delivery`.
 
 from __future__ import annotations
 
+import itertools
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -56,6 +57,8 @@ def request_of(fragment: Fragment, dtype: DType, tensor: int, how: int = NUMBERS
         rows=fragment.rows,
         src_pitch=step,
         dst_pitch=step,
+        src_step=fragment.step,
+        dst_step=fragment.step,
         start=fragment.start,
         pitch=fragment.pitch,
     )
@@ -96,7 +99,7 @@ def scan_batches(requests: Iterable[ScanRequest], crc_ranges: Sequence[CrcRange]
     batch = ScanBatch()
     reach: dict[object, tuple[int, int]] = {}  # store that is not at hand -> its bytes that were named last
     for request in requests:
-        for part in _parts(request):
+        for part in itertools.chain.from_iterable(map(_parts, _by_column(request))):
             for store in (part.move.src, part.move.dst):
                 if id(store) not in batch.numbers:
                     ranges = by_path.get(str(store), ())
@@ -119,6 +122,21 @@ def scan_batches(requests: Iterable[ScanRequest], crc_ranges: Sequence[CrcRange]
                 batch, reach = ScanBatch(), {}
     if batch.moves:
         yield batch
+
+
+def _by_column(request: ScanRequest) -> Iterator[ScanRequest]:
+    """A request; of a transposed matrix, one for each row of its source, which is read in its order then."""
+    move, against = request.move, request.how & AGAINST
+    if move.rows == 1 or move.count == 1 or (move.src_step <= 1 and (move.dst_step <= 1 or not against)):
+        yield request
+        return
+    a, b = move.src_step * move.src_dtype.itemsize, move.dst_step * move.dst_dtype.itemsize
+    single = move._replace(count=1, src_step=1, dst_step=1)
+    for n in range(move.count):
+        column = single._replace(
+            src_offset=move.src_offset + n * a, dst_offset=move.dst_offset + n * b, start=move.start + n
+        )
+        yield request._replace(move=column)
 
 
 def _nbytes(request: ScanRequest) -> int:

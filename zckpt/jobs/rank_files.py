@@ -222,7 +222,7 @@ def slices_as_json(entry: TensorEntry) -> list[dict[str, object]]:
     """Where a tensor's elements are stored, one object per fragment, in the numbers of `fragments.Fragment`."""
     return [
         {"file": file_of(fragment), "byte_offset": fragment.byte_offset, "start": fragment.start, "count": fragment.count,
-         "rows": fragment.rows, "pitch": fragment.pitch, "store_pitch": fragment.store_pitch}
+         "rows": fragment.rows, "pitch": fragment.pitch, "store_pitch": fragment.store_pitch, "step": fragment.step}
         for fragment in entry.fragments
     ]  # fmt: skip
 

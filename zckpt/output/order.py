@@ -183,7 +183,7 @@ def fingerprint(
     return digest.hexdigest()
 
 
-_GEOMETRY = attrgetter("byte_offset", "start", "count", "rows", "pitch", "store_pitch")
+_GEOMETRY = attrgetter("byte_offset", "start", "count", "rows", "pitch", "store_pitch", "step")
 
 
 def _state(store: Store) -> tuple[object, ...]:

@@ -15,8 +15,8 @@ from zckpt.base.errors import COPY_AGAIN, CorruptError, UnsupportedError
 from zckpt.base.words import count
 from zckpt.containers.tensor_ref import MAX_FRAGMENTS
 from zckpt.core.catalog import TensorEntry
-from zckpt.core.fragments import Fragment
-from zckpt.core.overlaps import embed
+from zckpt.core.fragments import Block, Fragment, fragment_of
+from zckpt.core.overlaps import embed, shifted
 
 
 def unflattened(entry: TensorEntry, shape: tuple[int, ...]) -> TensorEntry:
@@ -59,8 +59,7 @@ def _by_box(fragment: Fragment, numel: int, itemsize: int) -> list[Fragment]:
         start, left, at = run.start, run.count, run.byte_offset
         while left:
             taken = min(left, numel - start % numel)
-            pieces.append(Fragment(run.store, at, start, taken) if run.store_step == 1 else
-                          Fragment(run.store, at, start, 1, taken, 1, run.store_step))  # fmt: skip
+            pieces.append(fragment_of(run.store, at, Block(start, taken, 1, 0, 0, run.store_step)))
             start, left, at = start + taken, left - taken, at + taken * run.store_step * itemsize
     return pieces
 
@@ -75,9 +74,7 @@ def _placed(
 ) -> Sequence[Fragment]:
     """What is held of one box, in the whole tensor."""
     numel = math.prod(extents)
-    local: Sequence[Fragment] = [
-        Fragment(f.store, f.byte_offset, f.start - number * numel, f.count, f.rows, f.pitch, f.store_pitch) for f in own
-    ]
+    local: Sequence[Fragment] = shifted(own, -number * numel)
     offsets: list[int] = []
     for n, extent in zip(reversed(boxes), reversed(extents), strict=True):
         number, index = divmod(number, n)
