@@ -89,19 +89,23 @@ def plans(root: Path) -> list[Plan]:
         )
         for byteorder in ("little", "big"):
             store = locate(path).store(byteorder)
-            to = FileStore("out", 5 * numel * out + 99)
+            to = FileStore("out", 7 * numel * out + 99)
             cut = [Fragment(store, 3 + size * n, n, min(5001, numel - n)) for n in range(0, numel, 5001)]
             pitched = [Fragment(store, 3 + size * k, k, 1, (numel + 2 - k) // 3, 3, 3) for k in range(3)]
             turned = [Fragment(store, 3 + r * size, r * columns, 1, columns, 1, rows) for r in range(rows)]
+            box = [Fragment(store, 3, 0, columns, rows, columns, 1, rows)]
+            halves = [
+                Fragment(store, 3 + k * size, k * columns, columns, rows // 2, 2 * columns, 2, rows) for k in (0, 1)
+            ]
             same = [Fragment(store, 3 + 5 * size, 0, 1, numel, 1, 0)]
             shape = (rows, columns)
             sources = [
                 entry(store, source, shape, 3),
-                *(entry(store, source, shape, 0, *f) for f in (cut, pitched, turned, same)),
+                *(entry(store, source, shape, 0, *f) for f in (cut, pitched, turned, box, halves, same)),
             ]
             pairs = [(one, entry(to, target, shape, 50 + n * numel * out)) for n, one in enumerate(sources)]
             checks = (Checksum(50, numel * out, (1, 9)),)
-            literals = ((0, b"x" * 50), (50 + 5 * numel * out, b"y" * 49))
+            literals = ((0, b"x" * 50), (50 + 7 * numel * out, b"y" * 49))
             made.append(Plan(((OutputFile("out", to.size, literals, checks), to),), pairs))
     return made
 

@@ -27,8 +27,8 @@ from zckpt.base.errors import CorruptError, InconsistentError, OutputError, Unsu
 from zckpt.core import dtypes
 from zckpt.core.catalog import TensorEntry
 from zckpt.core.dtypes import BF16, BY_NAME, F16, F32, F64, DType
-from zckpt.core.fragments import FileStore, Fragment, MemoryStore
-from zckpt.core.overlaps import embed
+from zckpt.core.fragments import Block, FileStore, Fragment, MemoryStore
+from zckpt.core.overlaps import embed, place
 from zckpt.core.plan import Checksum, OutputFile, Plan
 from zckpt.core.views import transposed
 from zckpt.engine.move import Mover, run
@@ -786,3 +786,32 @@ def test_more_outputs_than_descriptors(tmp_path: Path) -> None:
     """
     out, err = child(code, tmp_path).communicate()
     assert out.strip() == "True", err
+
+
+@pytest.mark.parametrize("every", [2, 3, 5])
+@settings(max_examples=15, deadline=None, derandomize=True)
+@given(data=st.data())
+def test_every_nth_column_turned(every: int, data: st.DataObject, tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Gate and up columns in turn, taken apart and turned: elements of a row of the source are apart."""
+    root = tmp_path_factory.mktemp("t")
+    rows, columns = data.draw(st.integers(2, 300)), data.draw(st.integers(2, 300))
+    target, order = data.draw(st.sampled_from([F32, BF16])), data.draw(st.sampled_from(["little", "big"]))
+    numbers = np.random.default_rng(rows * columns).normal(0, 1, (rows, columns * every)).astype(np.float32)
+    store = source_file(root / "s", bytes(3) + numbers.astype("<f4" if order == "little" else ">f4").tobytes(), order)
+    turned = transposed((Fragment(store, 3, 0, numbers.size),), rows, columns * every, 4)
+    pairs = []
+    file, to = one_file(numbers.size * target.itemsize)
+    for n in range(every):
+        part = place(turned, Block(n * rows, rows, columns, every * rows, every * rows, 1), 0, rows, 4)
+        at = n * rows * columns * target.itemsize
+        shape = (columns, rows)
+        pairs.append((TensorEntry(f"t{n}", shape, F32, "parameter", part), whole(f"t{n}", shape, target, to, at)))
+    plan = Plan(((file, to),), pairs)
+    assert columns <= every or sum(1 for _ in plan.moves()) == every
+    expected = b"".join(numbers.T[n::every].tobytes() for n in range(every))
+    expected, _, _ = reference_cast(expected, F32, target, "little", False)
+    for threads in (1, 3):
+        out = root / str(threads)
+        out.mkdir()
+        run(plan, str(out), threads=threads, window=4096, engine="native")
+        assert (out / file.path).read_bytes() == expected

@@ -19,7 +19,16 @@ namespace {
 
 constexpr uint64_t kDenseRow = 4096;  // shorter rows are gathered from a block instead of being read one by one
 constexpr uint64_t kBridge = 16384;   // a hole between two runs that is cheaper to read than a second call
+constexpr int64_t kMostApart = 4;     // elements from one to the next in rows that are turned
 constexpr uint64_t kTile = 64;        // rows and columns that are turned at once: two such tiles fit a first-level cache
+
+// `count` elements that are `step` bytes apart, side by side.
+template <typename T>
+void pack(const char* from, int64_t step, uint64_t count, char* out) {
+  for (uint64_t i = 0; i < count; ++i, from += step) std::memcpy(out + i * sizeof(T), from, sizeof(T));
+}
+
+using Element = std::array<uint64_t, 2>;  // of 16 bytes
 
 // Column after column of a tile whose rows are `pitch` apart.
 template <typename T>
@@ -171,14 +180,19 @@ void Engine::gather(uint32_t number, uint64_t first, uint64_t count, const Targe
   }
 }
 
+bool Engine::can_turn(const Move& m) {
+  const auto size = static_cast<int64_t>(kItemSize[m.src_dtype]);
+  return m.src_step >= size && m.src_step <= kMostApart * size;
+}
+
 void Engine::gather_across(uint32_t number, const Across& part, const Target& target, char* staging) {
   const Move& m = batch_.moves[number];
-  const uint64_t size = kItemSize[m.src_dtype], pitch = static_cast<uint64_t>(m.src_pitch);
+  const uint64_t size = kItemSize[m.src_dtype], step = static_cast<uint64_t>(m.src_step), pitch = static_cast<uint64_t>(m.src_pitch);
   const bool single = part.first + 1 == part.last;
   const uint64_t begin = single ? part.low : 0, end = single ? part.high : m.rows;
-  const uint64_t most = kStaging / kTile / size;  // columns, so that a tile's rows are there at once
+  const uint64_t most = kStaging / kTile / step;  // columns, so that a tile's rows are there at once
   for (uint64_t column = part.first; column < part.last; column += most) {
-    const uint64_t columns = std::min(most, part.last - column), strip = columns * size;
+    const uint64_t columns = std::min(most, part.last - column), strip = (columns - 1) * step + size;
     const bool bridged = m.src_pitch >= static_cast<int64_t>(strip) && pitch - strip <= kBridge / 4 && pitch <= kStaging / kTile;
     const uint64_t staged = bridged ? pitch : strip, held = (kStaging - strip) / staged + 1;
     for (uint64_t row = begin; row < end; row += held) {
@@ -191,18 +205,30 @@ void Engine::gather_across(uint32_t number, const Across& part, const Target& ta
       }
       for (uint64_t r = 0; r < n; r += kTile)
         for (uint64_t c = 0; c < columns; c += kTile)
-          turn_tile(m, part, {row + r, column + c, std::min(kTile, n - r), std::min(kTile, columns - c), staging + r * staged + c * size, staged}, target);
+          turn_tile(m, part, {row + r, column + c, std::min(kTile, n - r), std::min(kTile, columns - c), staging + r * staged + c * step, staged}, target);
     }
   }
 }
 
 void Engine::turn_tile(const Move& m, const Across& part, const Tile& from, const Target& target) {
   const uint64_t size = kItemSize[m.src_dtype], out_size = kItemSize[m.dst_dtype], width = from.columns, height = from.rows;
-  alignas(64) char tile[kTile * kTile * 16];
+  alignas(64) char tile[kTile * kTile * sizeof(Element)], packed[kTile * sizeof(Element)];
   for (uint64_t i = 0; i < height; ++i) {  // each element once, though neighbours may be of another window
     const uint64_t at = from.row + i, low = from.column == part.first && at < part.low;
     const uint64_t high = width - (from.column + width == part.last && at >= part.high);
-    if (low < high) convert(m, from.data + i * from.pitch + low * size, high - low, tile + (i * width + low) * out_size);
+    if (low >= high) continue;
+    char* row = from.data + i * from.pitch + low * static_cast<uint64_t>(m.src_step);
+    if (static_cast<uint64_t>(m.src_step) != size) {
+      switch (size) {
+        case 1: pack<uint8_t>(row, m.src_step, high - low, packed); break;
+        case 2: pack<uint16_t>(row, m.src_step, high - low, packed); break;
+        case 4: pack<uint32_t>(row, m.src_step, high - low, packed); break;
+        case 8: pack<uint64_t>(row, m.src_step, high - low, packed); break;
+        default: pack<Element>(row, m.src_step, high - low, packed);
+      }
+      row = packed;
+    }
+    convert(m, row, high - low, tile + (i * width + low) * out_size);
   }
   uint64_t rows[kTile][2];
   for (uint64_t i = 0; i < width; ++i) {
@@ -216,7 +242,7 @@ void Engine::turn_tile(const Move& m, const Across& part, const Tile& from, cons
     case 2: turn<uint16_t>(tile, width * 2, width, rows, out, target.step); break;
     case 4: turn<uint32_t>(tile, width * 4, width, rows, out, target.step); break;
     case 8: turn<uint64_t>(tile, width * 8, width, rows, out, target.step); break;
-    default: turn<std::array<uint64_t, 2>>(tile, width * 16, width, rows, out, target.step);
+    default: turn<Element>(tile, width * 16, width, rows, out, target.step);
   }
 }
 

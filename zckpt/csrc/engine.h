@@ -89,6 +89,9 @@ class Engine {
     uint64_t first, last, low, high;
   };
 
+  // Whether the elements of its rows are near enough to each other for the following.
+  static bool can_turn(const Move& m);
+
   // Carries them to their targets, where each column lies together: by tiles that fit the cache, whose rows are read in order.
   void gather_across(uint32_t move, const Across& part, const Target& target, char* staging);
 

@@ -206,7 +206,7 @@ class Run : Engine {
     const uint64_t size = kItemSize[m.dst_dtype], border = start + settings_.window;
     const auto step = static_cast<uint64_t>(m.dst_step);
     uint64_t rows = m.rows, count = m.count, pitch = static_cast<uint64_t>(m.dst_pitch);
-    if (rows > 1 && step != size && pitch == size && step >= rows * size && static_cast<uint64_t>(m.src_step) == kItemSize[m.src_dtype])
+    if (rows > 1 && step != size && pitch == size && step >= rows * size && can_turn(m))
       return fill_across(number, start, buffer, staging, filled);
     const bool dense = step == size && (rows == 1 || pitch == count * size);
     if (dense) {  // one long row
