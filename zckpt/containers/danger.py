@@ -6,6 +6,8 @@ becomes a `Placeholder`. It holds the functions that pickle scanners and reports
 
 from __future__ import annotations
 
+import functools
+
 from zckpt.containers.inert import Placeholder
 
 _MODULES = """
@@ -41,8 +43,12 @@ FUNCTIONS = frozenset(_FUNCTIONS.split())
 
 def runs_code(function: Placeholder) -> bool:
     """Whether calling this function would run code."""
-    name = str(function)
-    if function.called or name in HARMLESS:
-        return False
-    owners = function.name.split(".")[:-1]  # protocol 4 follows attributes: 'torch', 'os.system'
-    return name in FUNCTIONS or function.module.split(".")[0] in MODULES or not MODULES.isdisjoint(owners)
+    return not function.called and _runs_code(function.module, function.name)
+
+
+@functools.lru_cache(maxsize=1024)
+def _runs_code(module: str, name: str) -> bool:
+    full = f"{module}.{name}"
+    owners = name.split(".")[:-1]  # protocol 4 follows attributes: 'torch', 'os.system'
+    known = full in FUNCTIONS or module.split(".")[0] in MODULES or not MODULES.isdisjoint(owners)
+    return known and full not in HARMLESS

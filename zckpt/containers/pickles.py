@@ -202,6 +202,9 @@ def _check_depth(machine: Machine, root: object) -> None:
         owner, children, height = path[-1]
         for child in children:
             if type(child) in _NESTS:
+                if type(child) is tuple and len(child) <= _SHORT and _NESTS.isdisjoint(map(type, child)):
+                    height[0] = max(height[0], 1)
+                    continue
                 if id(child) not in heights:
                     pending = child
                     break
@@ -215,6 +218,9 @@ def _check_depth(machine: Machine, root: object) -> None:
                 return
             path[-1][2][0] = max(path[-1][2][0], height[0] + 1)
 
+
+_SHORT = 8
+"""Tuples of so few plain values, such as shapes, are looked at again wherever they are used again."""
 
 _NESTS = {list, tuple, dict, set, frozenset, Placeholder, NumpyArray}
 

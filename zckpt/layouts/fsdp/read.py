@@ -70,7 +70,7 @@ def read(listing: Listing, *, allow_unknown: bool = False) -> Catalog:
         UnsupportedError: tensors do not say how they were cut.
     """
     del allow_unknown  # nothing here is laid out by unknown rules
-    ranks = RankFiles(listing, _files(listing))
+    ranks = _ranks(listing)
     save = ranks.save()
     catalog = dcp.catalog_of(save, listing)
     tensors = {name: ranks.with_copies(entry, save) for name, entry in catalog.tensors.items()}
@@ -84,12 +84,16 @@ def read(listing: Listing, *, allow_unknown: bool = False) -> Catalog:
 def read_training(listing: Listing, *, allow_unknown: bool = False) -> Training:
     """The optimizer's states, if their parameters can be named; arguments and errors as in `read`."""
     del allow_unknown
-    return dcp.training_of(RankFiles(listing, _files(listing)).save(), listing)
+    return dcp.training_of(_ranks(listing).save(), listing)
 
 
 def unread_states(listing: Listing) -> str:
     """Why optimizer states of a save are not read, in words; empty if they are read, or there are none."""
-    return dcp.unread_in(RankFiles(listing, _files(listing)).save())
+    return dcp.unread_in(_ranks(listing).save())
+
+
+def _ranks(listing: Listing) -> RankFiles:
+    return listing.once("rank files", lambda: RankFiles(listing, _files(listing)))
 
 
 class RankFile(NamedTuple):

@@ -9,10 +9,13 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import TypeVar, cast
 
 from zckpt.base.errors import InconsistentError, NotACheckpointError, ZckptError
 from zckpt.containers import Container, is_torch_zip, open_container, torch_zip
 from zckpt.storage.location import Location
+
+T = TypeVar("T")
 
 SHARD_NAME = re.compile(
     r"(?P<prefix>bf16_|fp16_)?zero_pp_rank_(?P<dp>\d+)_mp_rank_(?P<mp>\d+)_(?P<kind>model|optim)_states\.pt"
@@ -99,6 +102,13 @@ class Listing:
     _ranks: dict[tuple[str, int], list[tuple[int, str]]] = field(
         default_factory=dict[tuple[str, int], "list[tuple[int, str]]"], repr=False
     )
+    _made: dict[str, object] = field(default_factory=dict[str, object], repr=False)
+
+    def once(self, what: str, make: Callable[[], T]) -> T:
+        """What `make` returns; it is called once for this listing, and errors are raised each time."""
+        if what not in self._made:
+            self._made[what] = make()
+        return cast("T", self._made[what])
 
     def where(self, name: str) -> Location:
         """Where a file is, or would be if it is missing."""
