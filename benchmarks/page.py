@@ -41,6 +41,10 @@ TITLES = {
         "Averages",
         "Three bf16 checkpoints of one model to one. mergekit keeps what it has computed in memory until a shard is full.",
     ),
+    "deltas": (
+        "Deltas",
+        "Two bf16 versions of a model, a step of Adam with a learning rate of 1e-5 apart, in the form that SGLang pulls.",
+    ),
     "megatron": (
         "Megatron-Core",
         "A bf16 model of Llama's shape, written as a `torch_dist` save and back. The rival loads all tensors with "

@@ -21,6 +21,7 @@ import averaging
 import checking
 import consolidation
 import dcp
+import deltas
 import growth
 import hub
 import loading
@@ -42,6 +43,7 @@ SECTIONS = {
     "rank files": ranks.measure,
     "megatron": torch_dist.measure,
     "averages": averaging.measure,
+    "deltas": deltas.measure,
     "tuning": tuning.measure,
     "growth": growth.measure,
 }
