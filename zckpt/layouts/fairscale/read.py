@@ -38,6 +38,11 @@ from zckpt.layouts.save.module_states import Shape, as_mapping, as_tensor
 NAME = re.compile(r"(?:(?P<save>.+?)[-_.])?shard[-_]?(?P<dp>\d+)\.(?:pt|pth|bin|ckpt)")
 _EXPERT = re.compile(r"(?P<head>(?:^|.*\.)experts\.)(?P<number>\d+)(?P<tail>\..*)")
 _PART_OF_MODEL = re.compile(r"-(?P<kind>model_part|rank)-\d+$")
+_JOINED = {
+    "model_part": "Join the parts first, with metaseq.scripts.consolidate_fsdp_shards.",
+    "rank": "Join the parts first, with merge_expert_and_shared_state of the fairseq that wrote them.",
+}
+"""Kind of part -> what to do: metaseq cuts tensors by tensor parallelism, fairseq's branch for experts writes them apart."""
 _MODELS = ("model", "state_dict", "model_state_dict", "weights")
 
 
@@ -141,7 +146,7 @@ def read_ranks(listing: Listing) -> list[Rank]:
             raise UnsupportedError(
                 "holds parts of a model that were cut by more than FairScale", file=listing.directory,
                 found=f"{part[0][1:]!r} in the name {name!r}", expected="names such as checkpoint_last-shard0.pt",
-                remedy="Join the parts first, with metaseq.scripts.consolidate_fsdp_shards.",
+                remedy=_JOINED[part["kind"]],
             )  # fmt: skip
         if names.setdefault(int(found["dp"]), name) != name:
             raise InconsistentError(
