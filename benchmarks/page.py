@@ -45,6 +45,10 @@ TITLES = {
         "Deltas",
         "Two bf16 versions of a model, a step of Adam with a learning rate of 1e-5 apart, in the form that SGLang pulls.",
     ),
+    "merged adapters": (
+        "Merged adapters",
+        "An fp32 LoRA on all matrices of a bf16 model's blocks. PEFT holds the whole model in memory.",
+    ),
     "megatron": (
         "Megatron-Core",
         "A bf16 model of Llama's shape, written as a `torch_dist` save and back. The rival loads all tensors with "

@@ -25,6 +25,7 @@ import deltas
 import growth
 import hub
 import loading
+import merging
 import page
 import ranks
 import reshaping
@@ -44,6 +45,7 @@ SECTIONS = {
     "megatron": torch_dist.measure,
     "averages": averaging.measure,
     "deltas": deltas.measure,
+    "merged adapters": merging.measure,
     "tuning": tuning.measure,
     "growth": growth.measure,
 }
