@@ -23,7 +23,7 @@ from zckpt.base.errors import CastError, OutputError, UsageError
 from zckpt.base.sizes import to_bytes
 from zckpt.hub import PageTarget, PushReport, cargo_of, prepare, push_to_hub
 from zckpt.hub import load as plan_push
-from zckpt.jobs.options import Options
+from zckpt.jobs.options import LoraMerge, Options
 
 Pusher = Callable[..., PushReport]
 Shell = Callable[..., "subprocess.Popen[str]"]
@@ -67,6 +67,19 @@ def test_a_page_holds_what_a_conversion_writes(
     assert report.commit == server.repos["alice/m"].branches["main"][-1]
     assert len(server.repos["alice/m"].branches["main"]) == 2
     assert {file.name for file in (tmp_path / "scratch").glob("*/*")} == {"journal.jsonl", "lock"}
+
+
+def test_a_page_holds_a_merged_model(server: HubServer, push: Pusher, tmp_path: Path) -> None:
+    home = FIXTURES / "peft" / "lora_zero3"
+    options = Options(lora=LoraMerge(base=home / "base"), max_shard_size=1_500)
+    zckpt.convert(home / "checkpoint", tmp_path / "want", dtype="bf16", options=options)
+    push(home / "checkpoint", dtype="bf16", options=options)
+    page = server.files("alice/m")
+    assert {name: data for name, data in page.items() if name not in ("README.md", ".gitattributes")} == local_files(
+        tmp_path / "want"
+    )
+    kept = plan_push(str(home / "adapter"), None, Options(lora=LoraMerge(base=home / "base")))
+    assert {entry.dtype.name for _, entry in kept.plan.pairs} == {"BF16"}, "the base's, where none is given"
 
 
 def test_large_shards_go_up_in_parts(checkpoint: Path, server: HubServer, push: Pusher) -> None:

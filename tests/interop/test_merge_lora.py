@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.distributed.checkpoint
 from bits import same_bits
 from safetensors.torch import load_file, save_file
 
@@ -252,6 +253,19 @@ def test_checkpoints_of_deepspeed(name: str, adapter: str, beside: bool, tmp_pat
     verified = zckpt.verify(home / "checkpoint", tmp_path / "out", lora=LoraMerge(base=lora.base))
     assert verified.ok or not beside  # the config was put there by this test
     assert verified.deletable is not None and not verified.deletable[0], "the adapter is only in the shards"
+
+
+def test_a_save_of_torch_distributed_checkpoint(tmp_path: Path) -> None:
+    """With the base in it, and a convolution: merged without any config of a model."""
+    torch.manual_seed(0)
+    base = torch.nn.Sequential(torch.nn.Conv2d(4, 8, 3), torch.nn.Conv2d(8, 4, 1), torch.nn.Conv1d(4, 4, 2))
+    config = peft.LoraConfig(r=2, target_modules=["0", "1", "2"], use_dora=False)
+    model = randomized(peft.get_peft_model(base, config))
+    torch.distributed.checkpoint.save({"model": model.state_dict()}, checkpoint_id=tmp_path / "run")
+    model.peft_config["default"].save_pretrained(tmp_path / "run")
+    zckpt.convert(tmp_path / "run", tmp_path / "out", options=Options(lora=LoraMerge()))
+    wanted = model.merge_and_unload().state_dict()
+    assert_close(load_file(tmp_path / "out" / "model.safetensors"), wanted, exact=False)
 
 
 def test_rank_files_of_verl(tmp_path: Path) -> None:

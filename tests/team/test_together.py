@@ -22,7 +22,7 @@ import zckpt
 from zckpt.base.errors import InconsistentError, OutputError, UsageError
 from zckpt.engine.move import Mover, run
 from zckpt.jobs.convert import prepare
-from zckpt.jobs.options import Options, ReshardOptions
+from zckpt.jobs.options import LoraMerge, Options, ReshardOptions
 from zckpt.jobs.reshard import prepare as prepare_reshard
 from zckpt.layouts.save.listing import ReadOptions
 from zckpt.naming.transform import Form
@@ -68,7 +68,7 @@ def zero2(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("engine", ["native", "reference"])
 @pytest.mark.parametrize(
     "kind",
-    ["transformers/llama_zero2", "zero3/groups_w3", "mcore/model_space_tp2_dp2_0_12", "reshard", "hf"],
+    ["transformers/llama_zero2", "zero3/groups_w3", "mcore/model_space_tp2_dp2_0_12", "reshard", "hf", "lora"],
     ids=lambda kind: kind.replace("/", " "),
 )
 def test_parts_make_the_whole(
@@ -84,6 +84,10 @@ def test_parts_make_the_whole(
         checkpoint = str(FIXTURES / "megatron/llama_zero2_tp2_dp2/checkpoint")
         options = Options(form=Form("hf:llama"), read_options=ReadOptions(tp_rules="megatron-swiglu"))
         plan = prepare(checkpoint, str(quick_path / "x.bin"), options).plan
+    elif kind == "lora":
+        home = FIXTURES / "peft" / "dora_zero1"
+        options = Options(lora=LoraMerge(base=home / "base"), max_shard_size=1_500)
+        plan = prepare(str(home / "checkpoint"), str(quick_path / "x"), options).plan
     else:
         options = Options(max_shard_size=30_000)
         plan = prepare(str(FIXTURES / kind / "checkpoint"), str(quick_path / "x"), options).plan
@@ -105,7 +109,7 @@ def test_parts_make_the_whole(
     assert crcs == {written.path: written.crc32 for written in wanted.files}
     assert contents(quick_path / "many") == contents(quick_path / "one")
     assert sum(sizes) == plan.bytes_read + sum(entry.nbytes for _, entry in plan.pairs)
-    if kind != "hf":
+    if kind not in ("hf", "lora"):
         assert max(sizes) - min(sizes) <= 64 + max(sizes) // 50
 
 

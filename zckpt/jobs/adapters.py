@@ -1,4 +1,4 @@
-"""An adapter in a checkpoint: which one is meant, and its config.
+"""An adapter in a checkpoint: which one is meant, its config, and what its numbers are.
 
 For `to_peft` and `merged`.
 """
@@ -7,17 +7,22 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 from collections.abc import Mapping, Sequence
 
 from zckpt.base.errors import CorruptError, UsageError
 from zckpt.base.words import examples
 from zckpt.core.catalog import Catalog, TensorEntry
+from zckpt.engine.elements import ElementReader, elements
 from zckpt.jobs.open import Opened
 from zckpt.naming.adapter_config import META, config_of_meta
 from zckpt.naming.adapter_names import Found
+from zckpt.naming.adapter_weights import AdapterWeights
 from zckpt.storage.json_files import read_json
 
 WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
+_AT_ONCE = 1 << 20
+"""Elements of an adapter that are looked at together."""
 
 
 def chosen(adapter: str | None, names: Sequence[str], catalog: Catalog) -> str:
@@ -80,3 +85,28 @@ def made_config(
     config = config_of_meta(read_json(path.path, 1 << 20, f"a {META}"), path.path, selected, whole, opened.catalog)
     note = f"{CONFIG} is made of {META!r} and the tensors: it names no base model, and no lora_dropout."
     return note, json.dumps(config, indent=2) + "\n"
+
+
+def looked_at(adapter: AdapterWeights) -> tuple[str, int, list[str]]:
+    """A SHA-256 of an adapter's tensors, how many begin as zeros, and names of those that are still all zeros."""
+    from hashlib import sha256
+
+    begin_as_zeros = {(one.a if one.embedding else one.b).name: None for one in adapter.factors.values()}
+    zeros: list[str] = []
+    digest = sha256()
+    with ElementReader() as reader:
+        for name, entry in sorted(adapter.tensors.items()):
+            digest.update(repr((name, entry.dtype.name, entry.shape)).encode("utf-8", "surrogatepass"))
+            is_zero = entry.name in begin_as_zeros
+            for start in range(0, entry.numel, _AT_ONCE):
+                data = reader.read(elements(entry, start, min(entry.numel, start + _AT_ONCE)))
+                digest.update(data if sys.byteorder == "little" else _swapped(data, entry))
+                is_zero = is_zero and data.count(0) == len(data)
+            if is_zero:
+                zeros.append(name)
+    return digest.hexdigest(), len(begin_as_zeros), zeros
+
+
+def _swapped(data: bytes, entry: TensorEntry) -> bytes:
+    width = entry.dtype.itemsize
+    return b"".join(data[at : at + width][::-1] for at in range(0, len(data), width))

@@ -16,7 +16,7 @@ from zckpt.core.catalog import Catalog, TensorEntry
 from zckpt.core.dtypes import F32, DType
 from zckpt.core.plan import Plan
 from zckpt.engine import replicas
-from zckpt.jobs.merged import merged_with, with_merge
+from zckpt.jobs.merged import kept_dtype, merged_with, with_merge
 from zckpt.jobs.open import Opened, open_catalog, strip_wrappers
 from zckpt.jobs.options import Options, output_dtype, to_dtype
 from zckpt.jobs.planned import Planned, Report, carried_out, protected
@@ -133,7 +133,7 @@ def prepare(
     form = formed(catalog, home, options.form, to_directory=not single, exclude=options.exclude)
     options, said = settled(form.catalog, options, before=catalog)
     catalog = select(form.catalog, options)
-    wanted = [(entry, output_dtype(entry, options.dtype)) for entry in catalog.tensors.values()]
+    wanted = [(entry, output_dtype(entry, options.dtype or kept_dtype(entry))) for entry in catalog.tensors.values()]
     destination = lay_out(wanted, catalog.aliases, target)
     if not single:
         usual = options.dtype or usual_dtype(destination.entries.values())

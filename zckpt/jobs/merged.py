@@ -9,15 +9,15 @@ from __future__ import annotations
 import json
 import os
 import re
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from zckpt.base.errors import IncompleteError, UsageError
 from zckpt.base.words import count, examples, joined
 from zckpt.core.catalog import Catalog, TensorEntry
-from zckpt.engine.elements import ElementReader, elements
-from zckpt.jobs.adapters import CONFIG, chosen, config_path, made_config, read_adapter_config
+from zckpt.core.dtypes import DType
+from zckpt.core.fragments import DerivedStore
+from zckpt.jobs.adapters import CONFIG, chosen, config_path, looked_at, made_config, read_adapter_config
 from zckpt.jobs.open import Opened, open_catalog, strip_wrappers
 from zckpt.jobs.options import LoraMerge
 from zckpt.layouts.places import Place
@@ -30,8 +30,6 @@ from zckpt.storage.location import Location, locate
 _WEIGHTED = re.compile(r"(?P<path>.+):(?P<weight>[-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?)")
 _HUB_NAME = re.compile(r"(?P<name>[\w.-]+(?:/[\w.-]+)?)(?:@(?P<revision>[\w./-]+))?")
 _IN_FILES = (".lora_A.weight", ".lora_embedding_A", ".trainable_tokens_delta")
-_AT_ONCE = 1 << 20
-"""Elements of an adapter that are looked at together."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +85,7 @@ def merged_with(opened: Opened, catalog: Catalog, lora: LoraMerge) -> Merged:
     notes = [*model.notes]
     recorded: list[object] = []
     for adapter in adapters:
-        digest, begin_as_zeros, empty = _looked_at(adapter)
+        digest, begin_as_zeros, empty = looked_at(adapter)
         if (
             empty
             and len(empty) == begin_as_zeros
@@ -165,6 +163,12 @@ def merged_again(opened: Opened, facts: Mapping[str, object], lora: LoraMerge | 
     if not given.adapters and not _is_adapter_file(opened.catalog):
         given = replace(given, adapters=tuple(inside))
     return merged_with(opened, opened.catalog, replace(given, allow_untrained=True))
+
+
+def kept_dtype(entry: TensorEntry) -> DType | None:
+    """The dtype of the base weight that adapters were merged into; None for a tensor that is not computed."""
+    stores = [fragment.store for fragment in entry.fragments[:1]]
+    return stores[0].recipe.inputs[0].dtype if stores and isinstance(stores[0], DerivedStore) else None
 
 
 def with_merge(recorded: Mapping[str, object], facts: Mapping[str, object]) -> dict[str, object]:
@@ -369,28 +373,3 @@ def _of_directory(opened: Opened, catalog: Catalog, weight: float) -> AdapterWei
     if config is None:
         raise _no_config(home.name, file, home.path)
     return AdapterWeights(home.name, file, dict(catalog.tensors), read_adapter_config(config.path), config.path, weight)
-
-
-def _looked_at(adapter: AdapterWeights) -> tuple[str, int, list[str]]:
-    """A SHA-256 of an adapter's tensors, how many begin as zeros, and names of those that are still all zeros."""
-    from hashlib import sha256
-
-    begin_as_zeros = {(one.a if one.embedding else one.b).name: None for one in adapter.factors.values()}
-    zeros: list[str] = []
-    digest = sha256()
-    with ElementReader() as reader:
-        for name, entry in sorted(adapter.tensors.items()):
-            digest.update(repr((name, entry.dtype.name, entry.shape)).encode("utf-8", "surrogatepass"))
-            is_zero = entry.name in begin_as_zeros
-            for start in range(0, entry.numel, _AT_ONCE):
-                data = reader.read(elements(entry, start, min(entry.numel, start + _AT_ONCE)))
-                digest.update(data if sys.byteorder == "little" else _swapped(data, entry))
-                is_zero = is_zero and data.count(0) == len(data)
-            if is_zero:
-                zeros.append(name)
-    return digest.hexdigest(), len(begin_as_zeros), zeros
-
-
-def _swapped(data: bytes, entry: TensorEntry) -> bytes:
-    width = entry.dtype.itemsize
-    return b"".join(data[at : at + width][::-1] for at in range(0, len(data), width))
