@@ -116,6 +116,14 @@ CASES: dict[str, tuple[Any, dict[str, Any]]] = {
 }  # fmt: skip
 
 
+RARE = (
+    ()
+    if os.environ.get("ZCKPT_PROOFS")
+    else ("all biases", "tokens", "all of a tied model", "dora of conv1d", "experts")
+)
+"""Cases that `make proofs` runs; each has a neighbour that is always run."""
+
+
 def randomized(model: Any, seed: int = 7) -> Any:
     """The model, with other numbers in every part of its adapters."""
     generator = torch.Generator().manual_seed(seed)
@@ -166,7 +174,7 @@ def logits_of(model: Any) -> torch.Tensor:
         return model(input_ids=TOKENS).logits
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", [case for case in CASES if case not in RARE])
 def test_peft_merges_the_same(case: str, tmp_path: Path) -> None:
     base, source, model = saved(tmp_path, *CASES[case])
     before, lora = logits_of(model), LoraMerge(base=base)
