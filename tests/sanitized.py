@@ -41,6 +41,7 @@ from zckpt.core.catalog import TensorEntry  # noqa: E402
 from zckpt.core.dtypes import ALL, BF16, F16, F32, F64, DType  # noqa: E402
 from zckpt.core.fragments import FileStore, Fragment, MemoryStore  # noqa: E402
 from zckpt.core.plan import Checksum, OutputFile, Plan  # noqa: E402
+from zckpt.core.recipes import MatrixBlocks  # noqa: E402
 from zckpt.engine import batches  # noqa: E402
 from zckpt.engine.kernels import NativeKernels, ReferenceKernels  # noqa: E402
 from zckpt.engine.move import Mode, run  # noqa: E402
@@ -236,6 +237,17 @@ def kernels() -> None:
         assert np.array_equal(total, expected, equal_nan=True), "accumulate, approach, blend"
         y = RNG.normal(size=count).astype(np.float32)
         assert NativeKernels().products(y, y[::-1].copy()) == ReferenceKernels().products(y, y[::-1].copy()), "products"
+        blocks = MatrixBlocks(1, count, 1, 64)
+        found, other = np.empty(count // 64 + 1, np.float32), np.empty(count // 64 + 1, np.float32)
+        NativeKernels().largest(y, blocks, found)
+        ReferenceKernels().largest(y, blocks, other)
+        bits, others = np.empty(count, np.uint8), np.empty(count, np.uint8)
+        other[other == 0] = 1
+        found[found == 0] = 1
+        NativeKernels().to_e4m3(x, blocks, found, bits)
+        ReferenceKernels().to_e4m3(x, blocks, other, others)
+        assert np.array_equal(bits, others), "to_e4m3"
+        NativeKernels().multiply_blocks(y, blocks, found)
 
 
 def main() -> None:

@@ -47,6 +47,7 @@ if TYPE_CHECKING:
     from zckpt.jobs.planned import Report
     from zckpt.jobs.reshard import reshard
     from zckpt.jobs.to_dcp import to_dcp
+    from zckpt.jobs.to_fp8 import to_fp8
     from zckpt.jobs.to_mcore import to_mcore
     from zckpt.jobs.to_peft import AdapterReport, to_peft
     from zckpt.jobs.to_states import to_states
@@ -97,6 +98,7 @@ __all__ = [
     "push_to_hub",
     "reshard",
     "to_dcp",
+    "to_fp8",
     "to_mcore",
     "to_peft",
     "to_states",
@@ -133,6 +135,7 @@ _HOMES = {
     "push_to_hub": "hub",
     "reshard": "jobs.reshard",
     "to_dcp": "jobs.to_dcp",
+    "to_fp8": "jobs.to_fp8",
     "to_mcore": "jobs.to_mcore",
     "to_peft": "jobs.to_peft",
     "to_states": "jobs.to_states",

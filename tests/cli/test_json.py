@@ -13,6 +13,7 @@ from zckpt.cli import app
 
 FIXTURES = Path(__file__).parent.parent.parent / "fixtures"
 CHECKPOINT = FIXTURES / "zero2" / "bf16_w2" / "checkpoint"
+LLAMA = FIXTURES / "transformers" / "llama_zero3" / "checkpoint"
 ADAPTER = FIXTURES / "peft" / "lora_zero2" / "checkpoint"
 
 
@@ -32,6 +33,7 @@ def test_commands_that_write(tmp_path: Path) -> None:
         ("to-bf16", CHECKPOINT, tmp_path / "bf16"),
         ("to-fp16", CHECKPOINT, tmp_path / "fp16", "--overflow", "clamp"),
         ("to-peft", ADAPTER, tmp_path / "adapter"),
+        ("to-fp8", LLAMA, tmp_path / "fp8"),
         ("to-dcp", CHECKPOINT, tmp_path / "dcp", "--optimizer", "optim"),
         ("average", CHECKPOINT, CHECKPOINT, tmp_path / "averaged"),
         ("to-universal", CHECKPOINT, tmp_path / "universal"),

@@ -161,7 +161,7 @@ def _manifest_of(state: Examined, path: Location) -> Manifest | None:
 def _open(state: Examined, path: Location, options: OpenOptions) -> ZckptError | None:
     """Reads the catalog. Returns an error that is no finding, unless damage explains it."""
     try:
-        opened = open_catalog(path, options)
+        opened = open_catalog(path, options, as_stored=True)
     except ZckptError as error:
         state.add("tensors", "", [str(error)])
         strange = isinstance(error, NotACheckpointError) and not state.place.listing.tag

@@ -15,6 +15,7 @@ from zckpt.base.errors import UnsupportedError, redact
 from zckpt.base.pace import DEFAULT_PACE, Pace
 from zckpt.base.progress import Progress, reported
 from zckpt.base.words import count, examples, joined
+from zckpt.checks.quantised import Expected, in_numbers, quantised
 from zckpt.checks.renamed_states import compare_renamed, has_renamed_states, own_weights
 from zckpt.checks.resumable import Comparison, Pair, compare_runs
 from zckpt.checks.soundness import Examined, check_compared, examined
@@ -27,6 +28,7 @@ from zckpt.jobs.convert import select
 from zckpt.jobs.merged import merged_again
 from zckpt.jobs.open import Opened, states_of
 from zckpt.jobs.options import LoraMerge, OpenOptions, Options, output_dtype, to_dtype
+from zckpt.jobs.to_fp8 import RECORDED
 from zckpt.layouts.places import Place
 from zckpt.layouts.save.listing import ReadOptions
 from zckpt.naming.adapter_names import found_in
@@ -129,14 +131,16 @@ def _compare(
     chosen = {"form", "states", "include", "exclude", "exclude_frozen", "strip_prefix", "rename"}
     if facts is not None and not facts.dtype and not chosen & facts.options.keys():  # nothing cast, renamed or left out
         facts = None
-    wanted, left_out = _wanted(state.catalog, state.place, facts, lora)
+    catalog = in_numbers(state.catalog, state.place, output.catalog, facts)
+    wanted, left_out = _wanted(catalog, state.place, facts, lora)
+    expected = quantised(wanted, output.place, facts)
     form = facts.options.get("form") if facts is not None else None
     renamed = has_renamed_states(form)
     if has_renamed_states(form):
-        problems, pairs, untied = _pairs(wanted, own_weights(output.catalog), facts)
+        problems, pairs, untied = _pairs(expected, own_weights(output.catalog), facts)
         run = compare_renamed(state, output, form)
     else:
-        problems, pairs, untied = _pairs(wanted, output.catalog, facts)
+        problems, pairs, untied = _pairs(expected, output.catalog, facts)
         run = compare_runs(state, output)
     read += check_compared(state, [entry for _, entry, _ in run.pairs], pace, progress_after(progress, read))
     if run.held and not renamed:  # the model's own weights are to be there too, or to be the rounded masters
@@ -153,7 +157,7 @@ def _compare(
     ]
     weights = sum(d.number < len(pairs) for d in bad)
     problems += summarized(others[:weights], "tensors differ from the checkpoint")
-    rounded = sorted({str(b.dtype) for a, b in pairs if not is_lossless(a.dtype, b.dtype)})
+    rounded = sorted({str(b.dtype) for a, b in pairs if not is_lossless(a.dtype, b.dtype)} | expected.rounded)
     state.add(
         "equal", f"{count(len(pairs), 'tensor equals', 'tensors equal')} the checkpoint{_exactly(rounded)}", problems
     )
@@ -193,7 +197,7 @@ def _wanted(
             remedy="Leave out the checkpoint: `zckpt verify OUT` checks that every byte is as it was written.",
         )  # fmt: skip
     options: dict[str, Any] = {
-        name: value for name, value in facts.options.items() if name not in ("overflow", "wishes", "form")
+        name: value for name, value in facts.options.items() if name not in ("overflow", "wishes", "form", RECORDED)
     }
     form = facts.options.get("form")
     if "rename" in options:
@@ -226,9 +230,10 @@ def _wanted(
 
 
 def _pairs(
-    wanted: Catalog, output: Catalog, facts: Manifest | None
+    expected: Expected, output: Catalog, facts: Manifest | None
 ) -> tuple[list[str], list[tuple[TensorEntry, TensorEntry]], list[str]]:
     """Problems found without reading an element; the pairs to compare; tied names that the output lacks."""
+    wanted = expected.catalog
     names, there = {*wanted, *wanted.aliases}, {*output, *output.aliases}
     dtype = to_dtype(facts.dtype) if facts is not None and facts.dtype else None
     problems: list[str] = []
@@ -246,7 +251,7 @@ def _pairs(
         castable = a.dtype == b.dtype or (a.dtype.kind == "float" and b.dtype in CAST_TARGETS)
         if a.shape != b.shape:
             problems.append(f"{name!r} has shape {list(b.shape)} in the output, {list(a.shape)} in the checkpoint")
-        elif not castable or (dtype is not None and b.dtype != output_dtype(a, dtype)):
+        elif not castable or (dtype is not None and b.dtype != expected.dtypes.get(a.name, output_dtype(a, dtype))):
             problems.append(f"{name!r} is {b.dtype} in the output, {a.dtype} in the checkpoint")
         else:
             pairs[id(a), id(b)] = a, b

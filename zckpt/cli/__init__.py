@@ -14,7 +14,21 @@ from typing import Annotated, NoReturn
 
 import typer
 
-from zckpt.cli import combine, convert, demo, desk, estimate, look, push, reshape, run, train, upkeep, versions
+from zckpt.cli import (
+    combine,
+    convert,
+    demo,
+    desk,
+    estimate,
+    look,
+    push,
+    quantize,
+    reshape,
+    run,
+    train,
+    upkeep,
+    versions,
+)
 from zckpt.team import together
 
 app = typer.Typer(
@@ -26,7 +40,7 @@ app = typer.Typer(
     invoke_without_command=True,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
 )
-for module in (look, convert, reshape, combine, versions, upkeep, push, estimate, train, run, demo):
+for module in (look, convert, quantize, reshape, combine, versions, upkeep, push, estimate, train, run, demo):
     module.register(app)
 
 

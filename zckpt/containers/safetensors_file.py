@@ -7,7 +7,9 @@ meaning for both.
 
 [Note: order of tensors] They are written by size of element, largest first: as the data begins at a multiple of 64
 bytes and every tensor is a multiple of its own element, each then begins at a multiple of its element. Example: F32
-(3,), BF16 (5,), U8 (1,) begin at 0, 12, 22; in another order an F32 could begin at an odd byte.
+(3,), BF16 (5,), U8 (1,) begin at 0, 12, 22; in another order an F32 could begin at an odd byte. With `narrow_first` the
+order is the other one where that does not happen: for outputs in which wide tensors (scales) are found while narrow ones
+are computed.
 
 [Note: tied weights] A tensor is stored once, under its kept name; the metadata says `dropped: kept`, by the convention
 of huggingface_hub and safetensors.torch `save_model`.
@@ -129,11 +131,22 @@ def _corrupt(file: Input, found: str, expected: str = "") -> CorruptError:
     return file.damaged("the safetensors header is damaged", found, expected)
 
 
+def _is_aligned(specs: Sequence[TensorSpec]) -> bool:
+    """Whether tensors in this order each begin at a multiple of their element."""
+    end = 0
+    for spec in specs:
+        if end % spec.dtype.itemsize:
+            return False
+        end += spec.nbytes
+    return True
+
+
 def skeleton(
     specs: Sequence[TensorSpec],
     *,
     metadata: Mapping[str, str] | None = None,
     aliases: Mapping[str, str] | None = None,
+    narrow_first: bool = False,
 ) -> Skeleton:
     """A safetensors file without its elements; see the module's notes for the order and tied weights.
 
@@ -141,6 +154,7 @@ def skeleton(
         specs: the tensors, in the state dict's order.
         metadata: text for `__metadata__`, beside `format: pt`.
         aliases: dropped name -> kept name.
+        narrow_first: put tensors of narrower dtypes before those of wider ones, if all keep their alignment so.
 
     Raises:
         UnsupportedError: the format cannot hold a dtype or name.
@@ -156,6 +170,8 @@ def skeleton(
             remedy="Write a .bin file instead (--format bin).",
         )
     ordered = sorted(specs, key=lambda spec: -spec.dtype.itemsize)
+    if narrow_first and _is_aligned(rising := sorted(specs, key=lambda spec: spec.dtype.itemsize)):
+        ordered = rising
     header: dict[str, Any] = {"__metadata__": {"format": "pt", **(metadata or {}), **aliases}}
     relative: dict[str, int] = {}
     end = 0

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from threading import Lock
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from zckpt.core.catalog import Role, TensorEntry
 from zckpt.core.dtypes import DType
@@ -20,7 +20,40 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     Floats = NDArray[np.float32]
+    Bytes = NDArray[np.uint8]
     Array = NDArray[np.generic]
+
+
+class MatrixBlocks(NamedTuple):
+    """How blocks lie over a matrix of which some rows are at hand. Blocks are numbered row by row, from the matrix's first one.
+
+    Attributes:
+        rows: those at hand.
+        columns: of the matrix.
+        block_rows: of a block; the last ones may have fewer.
+        block_columns: likewise.
+        first: the number of the first row at hand.
+    """
+
+    rows: int
+    columns: int
+    block_rows: int
+    block_columns: int
+    first: int = 0
+
+
+class Rounded(NamedTuple):
+    """What became of numbers that were rounded.
+
+    Attributes:
+        saturated: those that became the largest number though another step of the same size would have been nearer.
+        underflowed: those that became zero and were not.
+        error: the largest difference between a number and what it became; NaN if one is NaN.
+    """
+
+    saturated: int
+    underflowed: int
+    error: float
 
 
 class Kernels(Protocol):
@@ -43,6 +76,18 @@ class Kernels(Protocol):
 
         Each element of the product is a sum of fused multiply-adds in fp32, in the order of the ranks; it is multiplied and
         added, each time rounded to fp32.
+        """
+
+    def largest(self, numbers: Floats, blocks: MatrixBlocks, found: Floats) -> None:
+        """Puts the largest magnitude of each block into `found`; infinity is larger than all numbers, and NaN than infinity."""
+
+    def multiply_blocks(self, numbers: Floats, blocks: MatrixBlocks, factors: Floats) -> None:
+        """Multiplies the numbers of each block by its factor, in place; products are rounded to fp32."""
+
+    def to_e4m3(self, numbers: Floats, blocks: MatrixBlocks, factors: Floats, out: Bytes) -> Rounded:
+        """Divides the numbers of each block by its factor (positive), rounds to fp32, then to E4M3, both to nearest even.
+
+        What is larger than E4M3's largest number, 448, becomes that; NaN stays NaN. The bits go into `out`.
         """
 
 

@@ -1,7 +1,9 @@
 // The module zckpt._core: argument checks and the GIL; no logic.
 #include <nanobind/nanobind.h>
+#include <nanobind/stl/array.h>
 #include <nanobind/stl/string.h>
 
+#include <array>
 #include <cstring>
 #include <functional>
 #include <optional>
@@ -182,6 +184,34 @@ void add_low_rank(uintptr_t total, uintptr_t left, uintptr_t right, size_t rows,
   zckpt::add_low_rank(const_cast<float*>(at(total)), at(left), at(right), rows, columns, rank, scaling);  // NOLINT
 }
 
+zckpt::Blocks blocks_of(const std::array<size_t, 5>& b) {
+  if (!b[2] || !b[3]) throw std::invalid_argument("blocks without elements");
+  return {b[0], b[1], b[2], b[3], b[4]};
+}
+
+void largest(uintptr_t x, const std::array<size_t, 5>& blocks, uintptr_t found) {
+  const auto own = blocks_of(blocks);
+  nb::gil_scoped_release release;
+  zckpt::largest(reinterpret_cast<const float*>(x), own, reinterpret_cast<float*>(found));  // NOLINT
+}
+
+void multiply_blocks(uintptr_t x, const std::array<size_t, 5>& blocks, uintptr_t factors) {
+  const auto own = blocks_of(blocks);
+  nb::gil_scoped_release release;
+  zckpt::multiply_blocks(reinterpret_cast<float*>(x), own, reinterpret_cast<const float*>(factors));  // NOLINT
+}
+
+nb::tuple to_e4m3(uintptr_t x, const std::array<size_t, 5>& blocks, uintptr_t factors, uintptr_t out) {
+  const auto own = blocks_of(blocks);
+  zckpt::Rounded found;
+  {
+    nb::gil_scoped_release release;
+    found = zckpt::to_e4m3(reinterpret_cast<const float*>(x), own, reinterpret_cast<const float*>(factors),  // NOLINT
+                           reinterpret_cast<uint8_t*>(out));                                                 // NOLINT
+  }
+  return nb::make_tuple(found.saturated, found.underflowed, found.error);
+}
+
 uint64_t begin_swap(zckpt::Swapper& swapper, int fd, bool write, nb::bytes stretches) {
   const auto all = structs<zckpt::Stretch>(stretches);
   nb::gil_scoped_release release;
@@ -226,6 +256,9 @@ NB_MODULE(_core, m) {
   m.def("blend", &blend, "total"_a, "numbers"_a, "count"_a, "keep"_a, "weight"_a);
   m.def("products", &products, "a"_a, "b"_a, "count"_a);
   m.def("add_low_rank", &add_low_rank, "total"_a, "left"_a, "right"_a, "rows"_a, "columns"_a, "rank"_a, "scaling"_a);
+  m.def("largest", &largest, "x"_a, "blocks"_a, "found"_a);
+  m.def("multiply_blocks", &multiply_blocks, "x"_a, "blocks"_a, "factors"_a);
+  m.def("to_e4m3", &to_e4m3, "x"_a, "blocks"_a, "factors"_a, "out"_a);
   nb::class_<zckpt::Swapper>(m, "Swapper")
       .def("__init__",
            [](zckpt::Swapper* self, unsigned threads, uint64_t block) {

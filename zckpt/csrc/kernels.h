@@ -1,6 +1,7 @@
 // Loops over elements that are computed on their way; zckpt/engine/kernels.py has the reference in numpy that each equals, bit for bit.
 #pragma once
 #include <cstddef>
+#include <cstdint>
 
 namespace zckpt {
 
@@ -23,5 +24,27 @@ Products products(const float* a, const float* b, size_t n);
 // product is a sum of fused multiply-adds in fp32, in the order of the ranks: so torch's matrix product computes it on processors with
 // AVX2, but for very small matrices and for ranks of 256 and more. It is multiplied by scaling and added, each time rounded to fp32.
 void add_low_rank(float* total, const float* left, const float* right, size_t rows, size_t columns, size_t rank, float scaling);
+
+// How blocks lie over a matrix of which `rows` rows, from number `first` on, are at hand. Blocks are numbered row by row.
+struct Blocks {
+  size_t rows, columns, block_rows, block_columns, first;
+};
+
+// The largest magnitude in each block. Infinity is larger than any number, and NaN (0x7FC00000) than infinity.
+void largest(const float* x, const Blocks& blocks, float* found);
+
+// Multiplies the elements of each block by its factor, rounded to fp32.
+void multiply_blocks(float* x, const Blocks& blocks, const float* factors);
+
+// What became of numbers that were rounded.
+struct Rounded {
+  uint64_t saturated = 0;    // beyond 464 times the factor: nearer to the next step, if there were one, than to the largest number
+  uint64_t underflowed = 0;  // became zero and were not
+  float error = 0;           // the largest |x - rounded x|; NaN if an element is NaN
+};
+
+// Divides the elements of each block by its factor, which is positive, and rounds to fp32, then to E4M3 (to nearest even; what is larger than
+// the largest number becomes that; NaN stays NaN).
+Rounded to_e4m3(const float* x, const Blocks& blocks, const float* factors, uint8_t* out);
 
 }  // namespace zckpt

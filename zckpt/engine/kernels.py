@@ -7,10 +7,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from zckpt.core.recipes import Kernels
+from zckpt.core.recipes import Kernels, MatrixBlocks, Rounded
+from zckpt.engine import kernels_fp8
 
 if TYPE_CHECKING:
-    from zckpt.core.recipes import Floats
+    from zckpt.core.recipes import Bytes, Floats
 
 try:
     from zckpt import _core
@@ -45,6 +46,21 @@ class NativeKernels:
         """As `Kernels.add_low_rank`."""
         rows, columns = _shape(total, left, right, rank)
         _core.add_low_rank(_address(total), _address(left), _address(right), rows, columns, rank, scaling)
+
+    def largest(self, numbers: Floats, blocks: MatrixBlocks, found: Floats) -> None:
+        """As `Kernels.largest`."""
+        kernels_fp8.check(numbers, blocks, found)
+        _core.largest(_address(numbers), blocks, _address(found))
+
+    def multiply_blocks(self, numbers: Floats, blocks: MatrixBlocks, factors: Floats) -> None:
+        """As `Kernels.multiply_blocks`."""
+        kernels_fp8.check(numbers, blocks, factors)
+        _core.multiply_blocks(_address(numbers), blocks, _address(factors))
+
+    def to_e4m3(self, numbers: Floats, blocks: MatrixBlocks, factors: Floats, out: Bytes) -> Rounded:
+        """As `Kernels.to_e4m3`."""
+        kernels_fp8.check(numbers, blocks, factors, out)
+        return Rounded(*_core.to_e4m3(_address(numbers), blocks, _address(factors), _address(out)))
 
 
 class ReferenceKernels:
@@ -95,6 +111,18 @@ class ReferenceKernels:
             for k in range(rank):
                 product = _fused(left[k::rank, None], right[None, k * columns : (k + 1) * columns], product)
             total += (product * np.float32(scaling)).reshape(-1)
+
+    def largest(self, numbers: Floats, blocks: MatrixBlocks, found: Floats) -> None:
+        """As `Kernels.largest`."""
+        kernels_fp8.largest(numbers, blocks, found)
+
+    def multiply_blocks(self, numbers: Floats, blocks: MatrixBlocks, factors: Floats) -> None:
+        """As `Kernels.multiply_blocks`."""
+        kernels_fp8.multiply_blocks(numbers, blocks, factors)
+
+    def to_e4m3(self, numbers: Floats, blocks: MatrixBlocks, factors: Floats, out: Bytes) -> Rounded:
+        """As `Kernels.to_e4m3`."""
+        return kernels_fp8.to_e4m3(numbers, blocks, factors, out)
 
 
 def _fused(a: Any, b: Any, c: Any) -> Any:

@@ -19,6 +19,7 @@ from zckpt.hub.transfer import PushReport, Ready, execute, prepare
 from zckpt.jobs.convert import PlannedConversion
 from zckpt.jobs.convert import prepare as plan_conversion
 from zckpt.jobs.open import Opened, open_catalog
+from zckpt.jobs.opened import dequantised
 from zckpt.jobs.options import Options, to_dtype
 from zckpt.layouts.save.companions import read_config
 
@@ -116,9 +117,12 @@ def refuse_signing(options: Options) -> None:
 def load(source: str, dtype: str | DType | None, options: Options) -> PlannedConversion:
     """Plans the conversion of a push; the arguments are those of `push_to_hub`."""
     refuse_signing(options)
-    opened = open_catalog(source, options)
+    opened = open_catalog(source, options, as_stored=True)
     chosen = _usual_dtype(opened) if dtype is None else to_dtype(dtype)
-    return plan_conversion(source, "", replace(options, dtype=chosen, format="safetensors"), opened=opened)
+    options = replace(options, dtype=chosen, format="safetensors")
+    if chosen is not None:
+        opened = dequantised(opened, options)
+    return plan_conversion(source, "", options, opened=opened)
 
 
 def _usual_dtype(opened: Opened) -> DType | None:

@@ -144,7 +144,7 @@ def prepare(
             copied.append(inputs)
     usual = usual_dtype(last.tensors.values())
     how = replace(options, dtype=options.dtype or (usual if usual in CAST_TARGETS else F32))
-    computed = Opened(Catalog(tensors, last.source, aliases), opened[-1].place)
+    computed = replace(opened[-1], catalog=Catalog(tensors, last.source, aliases))
     planned = prepare_conversion(named[-1][0], out, how, computed)
     facts = {
         "of": [one.catalog.source.as_json(one.catalog.topology) for one in opened],

@@ -28,6 +28,7 @@ from zckpt.naming.transform import formed, matches
 from zckpt.output.delivery import check_output
 from zckpt.output.order import Order
 from zckpt.output.signature import signing_of
+from zckpt.quantized.configs import without
 from zckpt.storage.location import Location, locate
 
 _SUFFIXES: dict[str, Format] = {".safetensors": "safetensors", ".bin": "bin", ".pt": "bin"}
@@ -137,8 +138,11 @@ def prepare(
     destination = lay_out(wanted, catalog.aliases, target)
     if not single:
         usual = options.dtype or usual_dtype(destination.entries.values())
-        config = config_file(home.home, usual, form.config or (merge.config if merge else None))
+        known = opened.config(form.config or (merge.config if merge else None))
+        config = config_file(home.home, usual, known if known is None or merge is None else without(known))
         destination = replace(destination, files=(*destination.files, *([config] if config else [])))
+    if options.dtype is not None:
+        opened.check_read(catalog.tensors.values())
     plan = Plan(destination.files, [(catalog.tensors[name], entry) for name, entry in destination.entries.items()])
     copies = () if single else merge.copies if merge else companions(opened.place.home)
     recorded = form.recorded if merge is None else with_merge(form.recorded, merge.recorded)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from zckpt import layouts
 from zckpt.base import words
@@ -25,6 +25,7 @@ from zckpt.layouts.run import agreement
 from zckpt.layouts.save.family import Family
 from zckpt.layouts.save.listing import UNIVERSAL_POINTER, ReadOptions
 from zckpt.naming.adapter_names import unmerged
+from zckpt.quantized.plain import about, scaled
 from zckpt.storage.location import locate
 
 _ROLES: tuple[tuple[Role, str], ...] = (("parameter", "trainable"), ("frozen", "frozen"))
@@ -209,12 +210,17 @@ def inspect_checkpoint(
     catalog: Catalog | None = None
     notes: tuple[str, ...] = place.notes
     try:
-        opened = open_catalog(path, OpenOptions(tag=tag, also=also, read_options=read_options))
+        options = OpenOptions(tag=tag, also=also, read_options=read_options)
+        opened = open_catalog(path, options, as_stored=True)
+        text = about(opened.quantization, scaled(opened.catalog, opened.quantization))
     except ZckptError as error:
         exportable = Verdict(False, str(error).replace(place.listing.directory.path + os.sep, ""))
     else:
         place = opened.place
         catalog, stripped = strip_wrappers(opened.catalog)
+        if text:
+            details = (*catalog.source.details, ("quantized", text))
+            catalog = replace(catalog, source=replace(catalog.source, details=details))
         notes = opened.catalog.source.notes + stripped + tuple(filter(None, [unmerged(catalog)]))
         exportable = Verdict(True, f"{count(len(catalog), 'tensor is', 'tensors are')} complete")
     grid = grid_of(place.listing, catalog)

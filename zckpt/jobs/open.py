@@ -9,7 +9,7 @@ import difflib
 import itertools
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import product
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -21,11 +21,14 @@ from zckpt.core.fragments import Fragment, MemoryStore
 from zckpt.core.overlaps import clip
 from zckpt.core.plan import Plan
 from zckpt.engine.move import run
+from zckpt.jobs.opened import Opened as Opened
+from zckpt.jobs.opened import config_beside, dequantised
 from zckpt.jobs.options import OpenOptions
 from zckpt.jobs.states import NamedStates, OptimizerStates, named_states
-from zckpt.layouts.places import Place, find
+from zckpt.layouts.places import find
 from zckpt.layouts.save.listing import ReadOptions
 from zckpt.layouts.save.module_states import WRAPPERS
+from zckpt.quantized.configs import quantization_of
 from zckpt.storage.location import locate
 
 if TYPE_CHECKING:
@@ -39,20 +42,16 @@ _COMPARED_NAMES = 10_000
 """Names of which the nearest to a wrong one are looked for; it takes a tenth of a second."""
 
 
-@dataclass(frozen=True, slots=True)
-class Opened:
-    """A checkpoint's catalog and the place it was found at."""
-
-    catalog: Catalog
-    place: Place
-
-
-def open_catalog(path: str | os.PathLike[str], options: OpenOptions | None = None) -> Opened:
+def open_catalog(
+    path: str | os.PathLike[str], options: OpenOptions | None = None, *, as_stored: bool = False
+) -> Opened:
     """Finds the save, chooses the layout and reads the catalog.
 
     Args:
         path: a checkpoint in any of the forms `layouts.places` knows, or plain weights.
-        options: which save, and how it is read; None for the usual.
+        options: which save, and how it is read; None for the usual. Where they have a `dtype` that is None, quantised tensors
+            become bf16 instead of fp32.
+        as_stored: leave quantised tensors and their scales as they are.
 
     Raises:
         ZckptError: one of its kinds says what is wrong.
@@ -62,7 +61,9 @@ def open_catalog(path: str | os.PathLike[str], options: OpenOptions | None = Non
     if options.read_options is not None:
         place = replace(place, listing=replace(place.listing, options=options.read_options))
     catalog = layouts.read(place.listing, allow_unknown=options.allow_unknown_layout)
-    return Opened(replace(catalog, source=replace(catalog.source, notes=place.notes + catalog.source.notes)), place)
+    catalog = replace(catalog, source=replace(catalog.source, notes=place.notes + catalog.source.notes))
+    opened = Opened(catalog, place, quantization_of(config_beside(place)))
+    return opened if as_stored else dequantised(opened, options)
 
 
 def strip_wrappers(catalog: Catalog) -> tuple[Catalog, tuple[str, ...]]:
@@ -342,8 +343,8 @@ def open_checkpoint(
 ) -> Checkpoint:
     """Opens a checkpoint as a lazy mapping from names to tensors; reads indexes only, kilobytes per file.
 
-    Trained parameters are fp32, as the optimizer held them; everything else has the dtype it was saved in. A tensor is read
-    from the files each time it is asked for.
+    Trained parameters are fp32, as the optimizer held them; everything else has the dtype it was saved in, and weights of fp8
+    have their scales beside them. A tensor is read from the files each time it is asked for.
 
     Args:
         path: a checkpoint directory, tag directory, trainer's output directory, weights file, or an address (`s3://...`).
@@ -366,4 +367,5 @@ def open_checkpoint(
             weight = ckpt["model.embed_tokens.weight"]
             rows = ckpt.get_slice("lm_head.weight")[:16]
     """
-    return Checkpoint(open_catalog(path, OpenOptions(tag=tag, also=also, read_options=read_options)), framework)
+    options = OpenOptions(tag=tag, also=also, read_options=read_options)
+    return Checkpoint(open_catalog(path, options, as_stored=True), framework)

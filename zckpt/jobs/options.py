@@ -19,6 +19,7 @@ from zckpt.layouts.plain.read import Format
 from zckpt.layouts.save.listing import ReadOptions
 from zckpt.naming.transform import Form
 from zckpt.output.signature import signer_of
+from zckpt.quantized.configs import SCHEMES, Scheme
 
 Overflow = Literal["error", "inf", "clamp"]
 
@@ -200,6 +201,33 @@ class MegatronOptions(Options):
     def __post_init__(self) -> None:
         Options.__post_init__(self)
         file_bytes(self.max_file_bytes, "max_file_bytes")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fp8Options(Options):
+    """What `to_fp8` is to do.
+
+    Attributes:
+        dtype: of what is not quantised.
+        scheme: what each scale is for: a block of 128 x 128 elements, a row ("channel") or a tensor.
+        quantize: globs; only matrices that match one are quantised. Where zckpt does not know the model, they name the weights
+            of its linear layers.
+        keep: globs; matrices that match one are not quantised.
+    """
+
+    dtype: DType | None = BF16
+    scheme: Scheme = "block128"
+    quantize: Sequence[str] = ()
+    keep: Sequence[str] = ()
+
+    def __post_init__(self) -> None:
+        WriteOptions.__post_init__(self)  # slots: `super()` does not know this class
+        if self.scheme not in SCHEMES or self.dtype is None:
+            raise UsageError(
+                "the scheme or the dtype is unknown", found=f"scheme {self.scheme!r}, dtype {self.dtype}",
+                expected=f"a scheme of {', '.join(SCHEMES)}, and a dtype for what is not quantised",
+                remedy="Choose one of these.",
+            )  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

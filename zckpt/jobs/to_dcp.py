@@ -102,6 +102,8 @@ def prepare(checkpoint: str | os.PathLike[str], out: str | os.PathLike[str], opt
     stripped, notes = strip_wrappers(opened.catalog)
     form, options = _renamed(stripped, opened, options)
     catalog = form.catalog
+    if options.dtype is not None:
+        opened.check_read(catalog.tensors.values())
     save = DcpWriter(options.max_file_bytes)
     key = _path(options.under)
     for name, entry in catalog.tensors.items():
@@ -112,7 +114,7 @@ def prepare(checkpoint: str | os.PathLike[str], out: str | os.PathLike[str], opt
         _add_optimizer(save, _path(options.optimizer), key, opened, stripped, catalog, options)
     files, pairs = save.finish()
     usual = options.dtype or usual_dtype(catalog.tensors.values())
-    if (config := config_file(opened.place.home, usual, form.config)) is not None:
+    if (config := config_file(opened.place.home, usual, opened.config(form.config))) is not None:
         files.append(config)
     home = opened.place.home
     copies, _ = run_files(home, map(locate, options.also))

@@ -107,6 +107,7 @@ def prepare(
     chosen = select(stripped, options)
     model = named(chosen, opened.place, naming)
     catalog = model.catalog
+    opened.check_read(catalog.tensors.values())
     states: MegatronOptimizer | None = None
     more: tuple[str, ...] = ()
     recorded = model.recorded
@@ -145,7 +146,7 @@ def prepare(
         tensors, arguments, numbered_layers=model.facts.get("layers") == NUMBERED, max_file_bytes=options.max_file_bytes,
         optimizer=states,
     )  # fmt: skip
-    if (config := config_file(opened.place.home, usual, model.config)) is not None:
+    if (config := config_file(opened.place.home, usual, opened.config(model.config))) is not None:
         files.append(config)
     order = order_for(options, Plan(tuple(files), pairs), place, catalog, companions(opened.place.home), recorded)
     return PlannedConversion(opened, order, opened.catalog.source.notes + notes + model.notes + more + said, options)

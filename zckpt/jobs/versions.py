@@ -70,7 +70,7 @@ def opened_version(path: str, options: Options) -> WeightsVersion:
     Raises:
         ZckptError: it cannot be read, contradicts itself, or the options do not fit it.
     """
-    opened = open_catalog(path, options)
+    opened = open_catalog(path, options, as_stored=True)
     catalog, stripped = strip_wrappers(opened.catalog)
     plain = opened.catalog.source.layout == "plain"
     form = formed(catalog, opened.place, Form() if plain else options.form, to_directory=True, exclude=options.exclude)

@@ -204,7 +204,7 @@ def _count_tensors(path: Location, counted: _Count) -> None:
     place = find(path)
     inside = len(place.tags) > 1 and place.home.is_within(path) and place.listing.tag != path.name
     for tag in place.tags if inside else (None,):
-        opened = open_catalog(path, OpenOptions(tag=tag))
+        opened = open_catalog(path, OpenOptions(tag=tag), as_stored=True)
         listing = opened.place.listing
         family = layouts.family_by_names(listing)
         optim = _optimizer_files(family, listing.files)

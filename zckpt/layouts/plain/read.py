@@ -265,12 +265,14 @@ class WeightsTarget:
         file: name of the only file; empty for a directory of shards and an index.
         max_shard_size: for a directory, e.g. "5GB" or a number of bytes.
         stem: of the files' names in a directory; empty for those of weights.
+        narrow_first: in files of safetensors, put tensors of the narrowest dtype first where the others keep their alignment.
     """
 
     format: Format
     file: str = ""
     max_shard_size: int | str = "5GB"
     stem: str = ""
+    narrow_first: bool = False
 
     @property
     def pattern(self) -> str:
@@ -321,7 +323,9 @@ def lay_out(
         tied = {dropped: kept for dropped, kept in aliases.items() if kept in here}
         chosen = [specs[name] for name in names]
         if target.format == "safetensors":
-            skeleton = safetensors_file.skeleton(chosen, metadata={"format": "pt"}, aliases=tied)
+            skeleton = safetensors_file.skeleton(
+                chosen, metadata={"format": "pt"}, aliases=tied, narrow_first=target.narrow_first
+            )
         else:
             skeleton = torch_zip.skeleton(chosen, aliases=tied)
             weight_map.update(dict.fromkeys(tied, shard))

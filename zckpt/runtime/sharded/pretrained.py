@@ -121,7 +121,7 @@ def _in_turn() -> Iterator[None]:
 def _stored(file: str, recorder: Recorder) -> dict[str, _Stored] | None:
     """The tensors of a file by name, unread; None for a file that zckpt does not read."""
     try:
-        catalog = open_catalog(file, OpenOptions(allow_unknown_layout=True)).catalog
+        catalog = open_catalog(file, OpenOptions(allow_unknown_layout=True), as_stored=True).catalog
     except ZckptError:
         return None
     names = (*catalog, *catalog.aliases)

@@ -1,0 +1,140 @@
+"""Weights of fp8 that zckpt wrote, read by transformers and compressed-tensors: they find what zckpt finds in them."""
+
+from __future__ import annotations
+
+import json
+import os
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file
+
+import zckpt
+from zckpt.naming.linear import layers_of
+
+SMALL: dict[str, Any] = {
+    "vocab_size": 50, "hidden_size": 256, "intermediate_size": 384, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 64, "max_position_embeddings": 32, "pad_token_id": 0, "initializer_range": 0.05,
+}  # fmt: skip
+ROUTED = {"num_experts": 3, "num_experts_per_tok": 2, "moe_intermediate_size": 128, "num_local_experts": 3}
+LATENT = {
+    "head_dim": 32, "num_key_value_heads": 4,
+    "q_lora_rank": 64, "kv_lora_rank": 96, "qk_nope_head_dim": 32, "qk_rope_head_dim": 32,
+    "v_head_dim": 32, "n_routed_experts": 3, "n_shared_experts": 1, "num_experts_per_tok": 2, "moe_intermediate_size": 128,
+    "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1,
+}  # fmt: skip
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("Llama", {}),
+    "mistral": ("Mistral", {}),
+    "qwen2": ("Qwen2", {}),
+    "qwen3": ("Qwen3", {"tie_word_embeddings": True}),
+    "gemma2": ("Gemma2", {}),
+    "phi3": ("Phi3", {}),
+    "glm4": ("Glm4", {}),
+    "gpt_neox": ("GPTNeoX", {}),
+    "bloom": ("Bloom", {"n_layer": 2, "n_head": 4}),
+    "mixtral": ("Mixtral", ROUTED),
+    "qwen2_moe": ("Qwen2Moe", {**ROUTED, "shared_expert_intermediate_size": 128}),
+    "qwen3_moe": ("Qwen3Moe", ROUTED),
+    "deepseek_v3": ("DeepseekV3", LATENT),
+    "gpt_oss": ("GptOss", ROUTED),
+}
+CASES = [
+    ("qwen3", "block128"),
+    ("qwen3_moe", "block128"),
+    ("deepseek_v3", "block128"),
+    ("qwen3", "channel"),
+    ("qwen3", "tensor"),
+]
+if os.environ.get("ZCKPT_PROOFS"):
+    CASES += [
+        ("llama", "block128"),
+        ("mixtral", "block128"),
+        ("qwen2_moe", "block128"),
+        ("qwen3_moe", "channel"),
+        ("phi3", "block128"),
+    ]
+
+
+def made(name: str) -> Any:
+    kind, more = MODELS[name]
+    config = getattr(transformers, f"{kind}Config")(**{**SMALL, **more})
+    return getattr(transformers, f"{kind}ForCausalLM")(config)
+
+
+@pytest.mark.parametrize(("name", "scheme"), CASES)
+def test_loaders_read_what_zckpt_reads(name: str, scheme: Any, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    made(name).to(torch.bfloat16).save_pretrained(tmp_path / "model")
+    zckpt.to_fp8(tmp_path / "model", tmp_path / "fp8", scheme=scheme, progress=False)
+    assert zckpt.verify(tmp_path / "model", tmp_path / "fp8", progress=False).ok
+    zckpt.convert(tmp_path / "fp8", tmp_path / "plain", dtype="bf16", progress=False)
+    more: dict[str, Any] = {}
+    if scheme != "block128":
+        more["quantization_config"] = transformers.CompressedTensorsConfig(dequantize=True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        quantised, found = transformers.AutoModelForCausalLM.from_pretrained(
+            tmp_path / "fp8", dtype=torch.bfloat16, output_loading_info=True, **more
+        )
+    plain = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "plain", dtype=torch.bfloat16)
+    original = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.bfloat16)
+    assert not any(found.values()), found
+    expected, before = plain.state_dict(), original.state_dict()
+    changed = 0
+    for key, tensor in quantised.state_dict().items():
+        assert tensor.dtype == expected[key].dtype and torch.equal(tensor, expected[key]), key
+        changed += not torch.equal(tensor, before[key])
+        assert (tensor.float() - before[key].float()).abs().max() <= before[key].float().abs().max() / 27 * 1.01
+    names = json.loads((tmp_path / "fp8" / "zckpt.json").read_text())
+    assert changed >= 8 and names["options"]["fp8"] == {"scheme": scheme}
+    with torch.no_grad():
+        ids = torch.arange(8)[None]
+        assert torch.equal(quantised(ids).logits, plain(ids).logits)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_linear_layers_are_those_of_the_model(name: str) -> None:
+    """Of a model without memory: every torch.nn.Linear but routers and the head, and every stack of experts."""
+    with torch.device("meta"):
+        model = made(name)
+    linear = {f"{path}.weight" for path, module in model.named_modules() if type(module) is torch.nn.Linear}
+    experts = {
+        key
+        for key, tensor in model.state_dict().items()
+        if tensor.ndim == 3 and ".experts." in key and name != "gpt_oss"
+    }
+    head = {"lm_head.weight", "embed_out.weight"}
+    gates = {key for key in linear if key.endswith((".mlp.gate.weight", ".shared_expert_gate.weight"))}
+    found = layers_of(model.state_dict(), model.config.to_dict())
+    assert found is not None
+    assert found.linear == (linear | experts) - head - gates
+    assert not found.linear & found.other
+
+
+def test_other_classes_are_not_taken_for_linear_layers() -> None:
+    for kind in ("gpt2", "falcon", "unheard_of"):
+        assert layers_of(["transformer.h.0.mlp.c_fc.weight"], {"model_type": kind}) is None
+
+
+def test_blocks_that_transformers_misreads_are_said(tmp_path: Path) -> None:
+    """transformers 5.23 takes rows / blocks for the size of a block: 300 rows are no 3 blocks of 100."""
+    more = {**SMALL, "intermediate_size": 300, "num_hidden_layers": 1}
+    transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**more)).to(torch.bfloat16).save_pretrained(
+        tmp_path / "model"
+    )
+    report = zckpt.to_fp8(tmp_path / "model", tmp_path / "fp8", progress=False)
+    assert any(note.startswith("3 matrices are no whole number of blocks") for note in report.notes)
+    report = zckpt.to_fp8(tmp_path / "model", tmp_path / "kept", keep=["*.mlp.*"], progress=False)
+    assert not any("blocks" in note for note in report.notes)
+    zckpt.convert(tmp_path / "fp8", tmp_path / "plain", dtype="bf16", progress=False)
+    name = "model.layers.0.mlp.up_proj.weight"
+    weight = load_file(tmp_path / "model" / "model.safetensors")[name].float()
+    error = (load_file(tmp_path / "plain" / "model.safetensors")[name].float() - weight).abs().max()
+    assert error <= weight.abs().max() / 27
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "fp8").state_dict()[name].float()
+    assert (theirs - weight).abs().max() > error, "if this fails, transformers reads them, and the note can go"

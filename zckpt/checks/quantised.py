@@ -1,0 +1,72 @@
+"""What an output must hold of a checkpoint whose weights are quantised, or of one whose weights it quantises.
+
+For `verify`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from zckpt.core.catalog import Catalog
+from zckpt.core.dtypes import BF16, DType
+from zckpt.jobs.opened import Opened, dequantised
+from zckpt.jobs.options import Fp8Options, OpenOptions, to_dtype
+from zckpt.jobs.to_fp8 import RECORDED, fp8_weights
+from zckpt.layouts.places import Place
+from zckpt.layouts.save.companions import read_config
+from zckpt.output.manifest import Manifest
+from zckpt.quantized.configs import quantization_of
+from zckpt.quantized.plain import is_fp8
+
+
+@dataclass(frozen=True, slots=True)
+class Expected:
+    """Tensors that an output is to hold.
+
+    Attributes:
+        catalog: the tensors.
+        dtypes: of each, where they do not follow from what was asked for.
+    """
+
+    catalog: Catalog
+    dtypes: Mapping[str, DType] = field(default_factory=dict[str, DType])
+
+    @property
+    def rounded(self) -> set[str]:
+        """The dtypes of quantised tensors, whose numbers are not those of the checkpoint."""
+        return {str(dtype) for dtype in self.dtypes.values() if is_fp8(dtype)}
+
+
+def in_numbers(catalog: Catalog, place: Place, output: Catalog, facts: Manifest | None) -> Catalog:
+    """The checkpoint's tensors; quantised ones as the numbers that they stand for, unless the output holds them as they are.
+
+    Args:
+        catalog: the checkpoint, as stored.
+        place: where it is.
+        output: the output, as stored.
+        facts: the output's manifest.
+    """
+    was_made = facts is not None and RECORDED in facts.options
+    if not was_made and any(is_fp8(entry.dtype) for entry in output.tensors.values()):
+        return catalog
+    return dequantised(Opened(catalog, place, quantization_of(read_config(place.home))), OpenOptions()).catalog
+
+
+def quantised(wanted: Catalog, output: Place, facts: Manifest | None) -> Expected:
+    """The tensors of an output; with those of fp8, if it was quantised.
+
+    Args:
+        wanted: the tensors, with their names in the output.
+        output: where it is; its config says of what family the model is.
+        facts: its manifest.
+    """
+    said = facts.options.get(RECORDED) if facts is not None else None
+    if facts is None or not isinstance(said, Mapping):
+        return Expected(wanted)
+    asked: dict[str, Any] = {name: said[name] for name in ("scheme", "quantize", "keep") if name in said}
+    options = replace(Fp8Options(), **asked)
+    config, dtype = read_config(output.home) or {}, to_dtype(facts.dtype) if facts.dtype else BF16
+    weights = fp8_weights(wanted, config, options.scheme, options.quantize, options.keep, dtype)
+    return Expected(weights.catalog, weights.dtypes)

@@ -1,0 +1,319 @@
+"""From any checkpoint to weights of fp8 with scales, in one pass.
+
+For `zckpt to-fp8`, and for `verify`, which derives such an output again. What is quantised are the weights of linear layers;
+everything else becomes half precision.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from zckpt.base.errors import IncompleteError, UnsupportedError, UsageError
+from zckpt.base.progress import Progress
+from zckpt.base.words import count, examples
+from zckpt.core.catalog import Catalog, TensorEntry
+from zckpt.core.dtypes import BF16, F32, DType
+from zckpt.core.plan import Plan
+from zckpt.engine import replicas
+from zckpt.jobs.convert import PlannedConversion, order_for, select
+from zckpt.jobs.open import open_catalog, strip_wrappers
+from zckpt.jobs.options import Fp8Options, Options, extended, output_dtype, to_dtype
+from zckpt.jobs.planned import Report, carried_out, protected
+from zckpt.layouts.plain.read import WeightsTarget, lay_out
+from zckpt.layouts.save.companions import companions, config_file
+from zckpt.naming.linear import LinearLayers, layers_of
+from zckpt.naming.schemes import families
+from zckpt.naming.transform import formed, matches
+from zckpt.output.delivery import check_output
+from zckpt.quantized.configs import BLOCK, Scheme, without, written
+from zckpt.quantized.grids import Grid, blocks_of, stacked
+from zckpt.quantized.quantise import Quantiser, quantised, scales
+from zckpt.storage.location import locate
+
+RECORDED = "fp8"
+"""The key of the manifest's options that says how an output was quantised."""
+
+
+@dataclass(frozen=True, slots=True)
+class Fp8Weights:
+    """The tensors of an output.
+
+    Attributes:
+        catalog: elements, scales and all others.
+        dtypes: of each tensor in the output.
+        quantisers: of each quantised tensor, by its name.
+        kept: modules with matrices that are not quantised.
+        notes: sentences for a person.
+    """
+
+    catalog: Catalog
+    dtypes: Mapping[str, DType]
+    quantisers: Mapping[str, Quantiser]
+    kept: tuple[str, ...]
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedFp8(PlannedConversion):
+    """A quantisation that is planned but not begun; further attributes as in `Planned`.
+
+    Attributes:
+        source: the tensors before they are quantised.
+        quantisers: as in `Fp8Weights`.
+    """
+
+    source: Catalog = field(kw_only=True)
+    quantisers: Mapping[str, Quantiser] = field(kw_only=True)
+
+    def check(self) -> tuple[str, ...]:
+        """As in `Planned`."""
+        replicas.check(self.source)
+        return ()
+
+    def tensors(self) -> list[dict[str, object]]:
+        """What quantising did to each tensor, for `--json`; numbers are None where others made some of the elements."""
+        return [_described(name, self.quantisers[name]) for name in self.quantisers]
+
+
+def _described(name: str, quantiser: Quantiser) -> dict[str, object]:
+    found = quantiser.measured
+    is_whole = found.elements == quantiser.entry.numel
+    relative = found.error / found.largest if found.largest else 0.0
+    numbers = {
+        "largest": found.largest,
+        "max_error": found.error,
+        "max_relative_error": relative,
+        "saturated": found.saturated,
+        "underflowed": found.underflowed,
+    }
+    shape = {"name": name, "shape": list(quantiser.entry.shape)}
+    return {**shape, **(numbers if is_whole else dict.fromkeys(numbers))}
+
+
+def to_fp8(
+    checkpoint: str | os.PathLike[str],
+    out: str | os.PathLike[str],
+    *,
+    scheme: Scheme = "block128",
+    quantize: Sequence[str] = (),
+    keep: Sequence[str] = (),
+    dtype: str | DType = "bf16",
+    tag: str | None = None,
+    also: Sequence[str | os.PathLike[str]] = (),
+    options: Options | None = None,
+    progress: Progress = None,
+) -> Report:
+    """Writes weights of fp8 (E4M3) with scales, which transformers, vLLM and compressed-tensors load, in constant memory.
+
+    The weights of linear layers are quantised, each divided by scale = largest magnitude / 448 and rounded to nearest even.
+    Embeddings, norms, biases, routers and the head are not.
+
+    Args:
+        checkpoint: as for `zckpt.convert`, with the model's config.json beside it.
+        out: the directory for shards of safetensors and a config.json with its `quantization_config`.
+        scheme: "block128": a scale for each 128 x 128 elements, as DeepSeek has it; "channel": one for each row; "tensor": one
+            for each tensor; the last two in the form of compressed-tensors.
+        quantize: globs of names; only matrices that match one are quantised. A model that zckpt does not know needs them.
+        keep: globs of names; matrices that match one are not quantised.
+        dtype: of what is not quantised: "bf16", "fp16" or "fp32".
+        tag: which save, where there are several; by default the one that `latest` names.
+        also: directories that hold other parts of the same checkpoint, such as other nodes' disks.
+        options: everything else, such as `Options(overwrite=True)`; its dtype is overridden by `dtype`.
+        progress: a function that is called with the bytes written so far, and with the total if it takes a second argument;
+            None shows a bar in a terminal or notebook, False shows none.
+
+    Raises:
+        UnsupportedError: it is not known which tensors of the model are weights of linear layers; `quantize` names them.
+        CastError: a weight is NaN or infinite.
+        OutputError: `out` exists (`Options(overwrite=True)` replaces it), cannot be written, or the disk is full.
+        ZckptError: another kind says what is wrong. Whatever is raised, `out` is as it was before.
+
+    Example:
+        zckpt.to_fp8("out/checkpoint-500", "fp8/", scheme="block128")
+    """
+    began = time.perf_counter()
+    options = options or Options()
+    chosen = extended(
+        options, Fp8Options, dtype=to_dtype(dtype), scheme=scheme, quantize=tuple(quantize), keep=tuple(keep),
+        tag=tag or options.tag, also=also or options.also,
+    )  # fmt: skip
+    return carried_out(prepare(checkpoint, out, chosen), progress, "to fp8", began)
+
+
+def prepare(checkpoint: str | os.PathLike[str], out: str | os.PathLike[str], options: Fp8Options) -> PlannedFp8:
+    """Everything but the work; arguments as for `to_fp8`. Writes nothing."""
+    source, place = locate(checkpoint), locate(out)
+    if place.path.lower().startswith("hf://") or place.name.endswith((".safetensors", ".bin", ".pt")):
+        raise UsageError(
+            "the output must be a directory", file=place, expected="a directory, which holds config.json beside the weights",
+            remedy="Write to a directory, and load or push it as a whole.",
+        )  # fmt: skip
+    opened = open_catalog(source, options)
+    inputs = protected(opened, source, beside=options.beside)
+    check_output(place, single=False, overwrite=options.overwrite, protected=inputs, merge=options.merge)
+    catalog, stripped = strip_wrappers(opened.catalog)
+    form = formed(catalog, opened.place, options.form, to_directory=True, exclude=options.exclude)
+    catalog = select(form.catalog, options)
+    opened.check_read(catalog.tensors.values())
+    config = opened.config(form.config)
+    if config is None:
+        raise IncompleteError(
+            "there is no config.json, which must say that the weights are quantised", file=opened.place.home,
+            found="no config.json", expected="the model's config.json beside the checkpoint",
+            remedy="Copy the model's config.json there, or pass --to hf if zckpt can make one.",
+        )  # fmt: skip
+    weights = fp8_weights(catalog, config, options.scheme, options.quantize, options.keep, options.dtype or BF16)
+    wanted = [(entry, weights.dtypes[name]) for name, entry in weights.catalog.tensors.items()]
+    target = WeightsTarget("safetensors", max_shard_size=options.max_shard_size, narrow_first=True)
+    destination = lay_out(wanted, weights.catalog.aliases, target)
+    config = {**without(config), "quantization_config": written(options.scheme, weights.kept)}
+    file = config_file(opened.place.home, options.dtype or BF16, config)
+    destination = replace(destination, files=(*destination.files, *([file] if file else [])))
+    pairs = [(weights.catalog.tensors[name], entry) for name, entry in destination.entries.items()]
+    recorded = {"scheme": options.scheme, "quantize": list(options.quantize), "keep": list(options.keep)}
+    order = order_for(
+        options, Plan(destination.files, pairs), place, weights.catalog, companions(opened.place.home),
+        {**form.recorded, RECORDED: {key: value for key, value in recorded.items() if value}},
+    )  # fmt: skip
+    notes = (*opened.catalog.source.notes, *stripped, *form.notes, *weights.notes)
+    return PlannedFp8(opened, order, notes, options, source=catalog, quantisers=weights.quantisers)
+
+
+def fp8_weights(
+    catalog: Catalog,
+    config: Mapping[str, Any],
+    scheme: Scheme,
+    quantize: Sequence[str],
+    keep: Sequence[str],
+    dtype: DType,
+) -> Fp8Weights:
+    """The tensors of an output, from those of a model of transformers.
+
+    Args:
+        catalog: the model's tensors.
+        config: its config.
+        scheme: as for `to_fp8`.
+        quantize: likewise.
+        keep: likewise.
+        dtype: likewise.
+
+    Raises:
+        UnsupportedError: the model is not known and `quantize` is empty, or experts cannot be quantised in this scheme.
+        UsageError: a glob matches nothing, or nothing is left.
+    """
+    layers = layers_of(catalog.tensors, config)
+    chosen, left = _chosen(catalog, config, layers, quantize, keep)
+    notes: list[str] = []
+    stacks = {name for name in chosen if catalog.tensors[name].shape[:-2]}
+    if scheme != "block128" and stacks:
+        raise UnsupportedError(
+            f"compressed-tensors has no form for stacks of experts ({scheme})", file=catalog.source.path,
+            found=f"{count(len(stacks), 'stack')} such as {examples(sorted(stacks))}",
+            remedy="Use --scheme block128; or --to hf, if it takes these experts apart; or leave them with --keep.",
+        )  # fmt: skip
+    tensors: dict[str, TensorEntry] = {}
+    dtypes: dict[str, DType] = {}
+    quantisers: dict[str, Quantiser] = {}
+    of_scales = F32 if scheme == "block128" else BF16
+    ragged: list[str] = []
+    for name, entry in catalog.tensors.items():
+        if name not in chosen:
+            tensors[name] = entry
+            is_precise = layers is not None and name in layers.precise and entry.dtype == F32
+            dtypes[name] = F32 if is_precise else output_dtype(entry, dtype)
+            continue
+        grid = _grid(entry.shape, scheme)
+        quantiser = quantisers[name] = Quantiser(entry, grid, of_scales)
+        tensors[name] = quantised(entry, quantiser)
+        beside = f"{name}_scale_inv" if scheme == "block128" else f"{name}_scale"
+        tensors[beside] = scales(beside, _scales_shape(entry.shape, grid, scheme), quantiser)
+        dtypes[name], dtypes[beside] = tensors[name].dtype, of_scales
+        if (grid.down > 1 and grid.rows % grid.block_rows) or (grid.across > 1 and grid.columns % grid.block_columns):
+            ragged.append(name)
+    if ragged:
+        notes.append(
+            f"{count(len(ragged), 'matrix is', 'matrices are')} no whole number of blocks, such as {examples(ragged)}. "
+            "Without a GPU, transformers 5 refuses such matrices or takes other blocks; --keep leaves them in half precision."
+        )
+    modules = [name.removesuffix(".weight") for name in left]
+    if layers is not None and layers.head and f"{layers.head}.weight" not in chosen:
+        modules.append(layers.head)
+    modules += sorted({name.partition(".experts.")[0] + ".experts" for name in left if ".experts." in name})
+    made = replace(catalog, tensors=tensors)
+    return Fp8Weights(made, dtypes, quantisers, tuple(dict.fromkeys(modules)), tuple(notes))
+
+
+def _chosen(
+    catalog: Catalog,
+    config: Mapping[str, Any],
+    layers: LinearLayers | None,
+    quantize: Sequence[str],
+    keep: Sequence[str],
+) -> tuple[set[str], list[str]]:
+    """The names of the tensors that are quantised, and of the other matrices of linear layers."""
+    matrices = [name for name, entry in catalog.tensors.items() if _is_matrix(entry)]
+    if layers is None and not quantize:
+        raise UnsupportedError(
+            "it is not known which tensors are the weights of linear layers", file=catalog.source.path,
+            found=f"model_type {config.get('model_type')!r}", expected=f"a model of one of {', '.join(families())}",
+            remedy=f"Name them with --quantize GLOB; names look like {examples(matrices or catalog)}.",
+        )  # fmt: skip
+    tied = set(catalog.aliases.values())
+    can = [name for name in matrices if (layers is None or name in layers.linear) and name not in tied]
+    for option, globs in (("--quantize", quantize), ("--keep", keep)):
+        for glob in globs:
+            if not any(matches(name, (glob,)) for name in can):
+                raise UsageError(
+                    f"{option} {glob!r} matches no weight of a linear layer", file=catalog.source.path,
+                    found=f"{count(len(can), 'such weight')}: {examples(can)}", remedy=f"Change {option}, or leave it out.",
+                )  # fmt: skip
+    chosen = {
+        name for name in can if (not quantize or matches(name, tuple(quantize))) and not matches(name, tuple(keep))
+    }
+    if not chosen:
+        raise UsageError(
+            "there is nothing to quantise", file=catalog.source.path, found=f"none of {count(len(can), 'weight')} chosen",
+            remedy="Change --quantize, --keep, --include or --exclude.",
+        )  # fmt: skip
+    _check_experts(chosen, can, catalog.source.path)
+    others = layers.other if layers is not None else frozenset(matrices)
+    left = [name for name in matrices if name not in chosen and (name in others or name in can)]
+    return chosen, left
+
+
+def _is_matrix(entry: TensorEntry) -> bool:
+    return entry.dtype.kind == "float" and len(entry.shape) in (2, 3) and entry.numel > 0 and entry.role != "buffer"
+
+
+def _check_experts(chosen: Iterable[str], can: Iterable[str], path: str) -> None:
+    """Makes sure that of a layer's experts all are quantised, or none: loaders keep them in one tensor."""
+    mixed: dict[str, set[bool]] = defaultdict(set)
+    is_chosen = set(chosen)
+    for name in can:
+        if ".experts." in name:
+            mixed[name.partition(".experts.")[0]].add(name in is_chosen)
+    if bad := [layer for layer, kinds in mixed.items() if len(kinds) > 1]:
+        raise UsageError(
+            "some experts of a layer would be quantised and others not", file=path,
+            found=f"both in {examples(f'{layer}.experts' for layer in bad)}", expected="all experts of a layer, or none",
+            remedy="Let --quantize and --keep match all experts of a layer, such as '*.experts.*'.",
+        )  # fmt: skip
+
+
+def _grid(shape: tuple[int, ...], scheme: Scheme) -> Grid:
+    _, rows, columns = stacked(shape)
+    of: dict[str, Callable[[], tuple[int, int]]] = {
+        "block128": lambda: BLOCK,
+        "channel": lambda: (1, columns),
+        "tensor": lambda: (rows, columns),
+    }
+    return blocks_of(shape, of[scheme]())
+
+
+def _scales_shape(shape: tuple[int, ...], grid: Grid, scheme: Scheme) -> tuple[int, ...]:
+    return (1,) if scheme == "tensor" else (*shape[:-2], grid.down, grid.across)

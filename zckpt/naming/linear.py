@@ -1,0 +1,83 @@
+"""Which tensors are the weights of linear layers, by the schemes of transformers' families: what can be quantised.
+
+For `jobs.to_fp8`. Routers, gates of shared experts, embeddings, norms and the head are none of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from zckpt.naming.families import model_types
+from zckpt.naming.schemes import NamingRule, families, scheme
+
+_LINEAR = frozenset(
+    f"blocks.{{b}}.{name}.weight"
+    for name in (
+        *("attention.query", "attention.key", "attention.value", "attention.output"),
+        *("attention.query_down", "attention.query_up", "attention.key_value_down", "attention.key_value_up"),
+        *("mlp.gate", "mlp.up", "mlp.down", "shared.gate", "shared.up", "shared.down"),
+        *("experts.{e}.gate", "experts.{e}.up", "experts.{e}.down"),
+    )
+)
+_OTHER_CLASSES = {"gpt2": "Conv1D", "falcon": "FalconLinear"}
+"""Families whose layers are no torch.nn.Linear (transformers 5.23), which the loaders of quantised models look for."""
+_CORRECTION = "blocks.{b}.router.correction"
+
+
+@dataclass(frozen=True, slots=True)
+class LinearLayers:
+    """A model's tensors, by what they are.
+
+    Attributes:
+        family: of transformers, as in `--to hf:NAME`.
+        linear: weights of linear layers, and stacks of experts' weights, each a matrix with a row for each output.
+        other: matrices in linear layers that are not to be quantised, as a router, or cannot be, as transposed ones.
+        precise: tensors that stay as they are, since half precision changes which experts are chosen.
+        head: the module of the head.
+    """
+
+    family: str
+    linear: frozenset[str]
+    other: frozenset[str]
+    precise: frozenset[str]
+    head: str
+
+
+def layers_of(names: Iterable[str], config: Mapping[str, Any]) -> LinearLayers | None:
+    """What the tensors of a model are; None for a family that zckpt does not know, or whose layers are of another class.
+
+    Args:
+        names: of all tensors.
+        config: of the model, by transformers.
+    """
+    kind = config.get("model_type")
+    family = next((name for name in families() if kind in model_types(scheme(f"hf-{name}"))), None)
+    if family is None or family in _OTHER_CLASSES:
+        return None
+    own = scheme(f"hf-{family}")
+    linear: set[str] = set()
+    other: set[str] = set()
+    precise: set[str] = set()
+    for name, fit in own.fits(list(names)).items():
+        rules = [rule for rule in fit.rules if rule.parts] if fit is not None else []
+        if any(_is_linear(rule) for rule in rules):
+            linear.add(name)
+        elif any(rule.parts == (_CORRECTION,) for rule in rules):
+            precise.add(name)
+        elif not any(_is_no_layer(rule) for rule in rules):
+            other.add(name)
+    heads = (rule.names[0] for rule in own.rules if rule.parts == ("head.weight",))
+    return LinearLayers(
+        family, frozenset(linear), frozenset(other), frozenset(precise), next(heads, "").removesuffix(".weight")
+    )
+
+
+def _is_linear(rule: NamingRule) -> bool:
+    return rule.parts is not None and not rule.transpose and all(part in _LINEAR for part in rule.parts)
+
+
+def _is_no_layer(rule: NamingRule) -> bool:
+    """Whether it is of embeddings, positions or norms."""
+    return all("embedding" in part or "positions" in part or "_norm" in part for part in rule.parts or ())

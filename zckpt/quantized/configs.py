@@ -1,0 +1,107 @@
+"""What a model's `config.json` says of quantised weights, and what it says of those that zckpt writes.
+
+For `plain` (reading) and `jobs.to_fp8` (writing).
+Source: transformers 5.23, utils/quantization_config.py (FineGrainedFP8Config, CompressedTensorsConfig); vLLM 0.11,
+model_executor/layers/quantization/fp8.py (`modules_to_not_convert`, `weight_block_size`) and compressed_tensors.py (per-tensor
+weights of experts need activations per tensor, per-channel weights activations per token); compressed-tensors 0.20,
+quantization/quant_config.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+Scheme = Literal["block128", "channel", "tensor"]
+SCHEMES: tuple[Scheme, ...] = ("block128", "channel", "tensor")
+
+BLOCK = (128, 128)
+_KEYS = ("quantization_config", "compression_config")
+_FLOATS = ("float-quantized", "naive-quantized")
+
+
+@dataclass(frozen=True, slots=True)
+class Quantization:
+    """What a config says of quantised weights.
+
+    Attributes:
+        method: `quant_method`, such as "fp8" or "gptq".
+        about: the same with what distinguishes it, for a person.
+        is_read: whether zckpt reads such weights.
+        block: rows and columns of a block that has a scale.
+    """
+
+    method: str
+    about: str
+    is_read: bool
+    block: tuple[int, int] = BLOCK
+
+
+def quantization_of(config: Mapping[str, Any] | None) -> Quantization | None:
+    """What a model's config says; None if it says nothing of quantised weights."""
+    if config is None:
+        return None
+    places = (config, *(value for key, value in config.items() if key.endswith("_config") and isinstance(value, dict)))
+    said = next((place[key] for place in places for key in _KEYS if isinstance(place.get(key), dict)), None)
+    if not said:
+        return None
+    method = str(said.get("quant_method") or "of an unnamed method")
+    if method == "fp8":
+        block = _pair(said.get("weight_block_size")) or BLOCK
+        is_read = said.get("scale_fmt") in (None, "float", "ue8m0") and said.get("expert_dtype") in (None, "fp8")
+        return Quantization(method, method, is_read, block)
+    if method == "compressed-tensors":
+        form, groups = str(said.get("format")), said.get("config_groups")
+        groups = list(groups.values()) if isinstance(groups, dict) else []
+        weights = [group.get("weights") for group in groups if isinstance(group, dict)]
+        floats = [w for w in weights if isinstance(w, dict) and w.get("type") == "float" and w.get("num_bits") == 8]
+        block = next((pair for w in floats if (pair := _pair(w.get("block_structure")))), BLOCK)
+        is_read = bool(groups) and len(floats) == len(groups) and form in _FLOATS
+        return Quantization(method, f"{method} ({form})", is_read, block)
+    return Quantization(method, method, is_read=False)
+
+
+def _pair(value: object) -> tuple[int, int] | None:
+    match value:
+        case [int(rows), int(columns)] if rows > 0 and columns > 0:
+            return rows, columns
+    return None
+
+
+def without(config: Mapping[str, object]) -> dict[str, object]:
+    """A config that says nothing of quantised weights, in configs nested in it neither."""
+    kept: dict[str, object] = {key: value for key, value in config.items() if key not in _KEYS}
+    for key, value in kept.items():
+        if key.endswith("_config") and isinstance(value, dict):
+            kept[key] = without(value)
+    return kept
+
+
+def written(scheme: Scheme, kept: Sequence[str]) -> dict[str, object]:
+    """The `quantization_config` of an output.
+
+    Args:
+        scheme: of its scales.
+        kept: modules whose weights are matrices and not quantised.
+    """
+    if scheme == "block128":
+        return {
+            "quant_method": "fp8",
+            "fmt": "e4m3",
+            "activation_scheme": "dynamic",
+            "weight_block_size": list(BLOCK),
+            "modules_to_not_convert": list(kept),
+        }
+    number = {"num_bits": 8, "type": "float", "symmetric": True}
+    weights = {**number, "strategy": scheme, "dynamic": False, "observer": "minmax"}
+    inputs = {**number, "strategy": "token" if scheme == "channel" else "tensor", "dynamic": True, "observer": None}
+    group = {"targets": ["Linear"], "weights": weights, "input_activations": inputs, "output_activations": None}
+    return {
+        "quant_method": "compressed-tensors",
+        "format": "float-quantized",
+        "quantization_status": "compressed",
+        "config_groups": {"group_0": group},
+        "ignore": list(kept),
+        "kv_cache_scheme": None,
+    }

@@ -1,0 +1,115 @@
+"""How scales lie over matrices: each is for a block of elements.
+
+For the recipes of this room. A tensor of more than two dimensions is a stack of matrices (experts), each with blocks of its own.
+Source: DeepSeek-V3, `weight_scale_inv` (fp32, ceil(rows / 128) x ceil(columns / 128), by which a block is multiplied);
+compressed-tensors 0.20, quantization/lifecycle/initialize.py (`weight_scale`: (1,) for a tensor, (rows, 1) for channels).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from zckpt.core.recipes import MatrixBlocks
+
+_MOST = 1 << 21
+"""Elements that are computed at once, 8 MiB of fp32; a row of blocks that has more stays whole if it has few rows."""
+_FEW_ROWS = 256
+
+
+@dataclass(frozen=True, slots=True)
+class Grid:
+    """Blocks over a stack of matrices.
+
+    Attributes:
+        matrices: in the stack; 1 for a matrix.
+        rows: of each matrix.
+        columns: likewise.
+        block_rows: of each block; the last ones of a matrix may have fewer.
+        block_columns: likewise.
+    """
+
+    matrices: int
+    rows: int
+    columns: int
+    block_rows: int
+    block_columns: int
+
+    @property
+    def down(self) -> int:
+        """Blocks of a matrix from top to bottom."""
+        return -(-self.rows // self.block_rows)
+
+    @property
+    def across(self) -> int:
+        """Blocks of a matrix from left to right."""
+        return -(-self.columns // self.block_columns)
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether blocks are too large to be in memory whole."""
+        return self.block_rows > _FEW_ROWS and self.block_rows * self.columns > _MOST
+
+    @property
+    def unit(self) -> int:
+        """Elements of which multiples hold whole rows of blocks; a row where blocks are cut."""
+        if self.is_cut:
+            return max(1, self.columns)
+        evenly = self.matrices == 1 or self.rows % self.block_rows == 0
+        return max(1, (self.block_rows if evenly else self.rows) * self.columns)
+
+    def chunks(self, start: int, stop: int) -> Iterator[tuple[int, MatrixBlocks, int]]:
+        """Rows [start, stop) of the stack in parts that fit in memory, each of one matrix; blocks stay whole unless they are cut.
+
+        Yields:
+            The part's first row in the stack; how blocks lie over it, counted from its first row of blocks; the number of that
+            row of blocks in the stack.
+        """
+        most = max(1, _MOST // max(1, self.columns))
+        while start < stop:
+            matrix, row = divmod(start, self.rows)
+            band, inside = divmod(row, self.block_rows)
+            if self.is_cut:
+                count = min(most, self.block_rows - inside)
+            else:
+                count = max(self.block_rows, most // self.block_rows * self.block_rows) - inside
+            count = min(count, stop - start, self.rows - row)
+            yield (
+                start,
+                MatrixBlocks(count, self.columns, self.block_rows, self.block_columns, inside),
+                matrix * self.down + band,
+            )
+            start += count
+
+
+def stacked(shape: tuple[int, ...]) -> tuple[int, int, int]:
+    """Matrices, rows and columns of a tensor; a vector is one row, and a number one of one."""
+    rows, columns = (1, 1, *shape)[-2:]
+    return math.prod(shape[:-2]), rows, columns
+
+
+def blocks_of(shape: tuple[int, ...], block: tuple[int, int]) -> Grid:
+    """Blocks of one size over a tensor."""
+    matrices, rows, columns = stacked(shape)
+    return Grid(matrices, rows, columns, *block)
+
+
+def grid_of(shape: tuple[int, ...], scales: tuple[int, ...], block: tuple[int, int]) -> Grid | None:
+    """The grid of a tensor whose scales have a shape; None if they cannot be its scales.
+
+    Args:
+        shape: of the tensor.
+        scales: of its scales.
+        block: rows and columns of a block, where there is one scale for each block.
+    """
+    matrices, rows, columns = stacked(shape)
+    number, lead = math.prod(scales), shape[:-2]
+    blocks = Grid(matrices, rows, columns, *block)
+    if number == matrices and (number == 1 or scales[: len(lead)] == lead):
+        return Grid(matrices, rows, columns, max(rows, 1), max(columns, 1))
+    if scales == (*lead, blocks.down, blocks.across):
+        return blocks
+    if scales in ((*lead, rows, 1), (*lead, rows)):
+        return Grid(matrices, rows, columns, 1, max(columns, 1))
+    return None

@@ -1,0 +1,151 @@
+"""Checkpoints with quantised weights, as the numbers that they stand for; what zckpt cannot read is an error that names it.
+
+For `jobs.open`. Matrices of fp8 with scales beside them (`weight_scale_inv`, `weight_scale`) become their products, and the
+scales are no tensors any more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, replace
+
+from zckpt.base.errors import COPY_AGAIN, IncompleteError, InconsistentError, UnsupportedError
+from zckpt.base.words import count, examples
+from zckpt.core.catalog import Catalog, TensorEntry
+from zckpt.core.dtypes import F32, DType
+from zckpt.core.recipes import derived
+from zckpt.quantized.configs import BLOCK, Quantization
+from zckpt.quantized.dequantise import Dequantised, Narrowed
+from zckpt.quantized.grids import Grid, grid_of
+
+_SCALES = ("_scale_inv", "_scale")
+_OF_INPUTS = ("input_scale", "activation_scale", "input_scale_inv")
+"""Beside a weight: the scale of what goes into its module, which plain weights have no use for."""
+_PACKED = frozenset({"I8", "U8", "I16", "U16", "I32", "U32"})
+
+
+@dataclass(frozen=True, slots=True)
+class Scaled:
+    """A tensor of fp8 and its scales.
+
+    Attributes:
+        entry: the tensor.
+        scales: one for each block.
+        grid: the blocks.
+    """
+
+    entry: TensorEntry
+    scales: TensorEntry
+    grid: Grid
+
+
+def scaled(catalog: Catalog, quantization: Quantization | None) -> dict[str, Scaled]:
+    """The tensors of fp8 that have scales beside them, by name.
+
+    Args:
+        catalog: as stored.
+        quantization: what the model's config says.
+
+    Raises:
+        InconsistentError: scales do not fit their tensor.
+        IncompleteError: by the config scales should be there, and are not.
+    """
+    found: dict[str, Scaled] = {}
+    bare: list[str] = []
+    for name, entry in catalog.tensors.items():
+        if not is_fp8(entry.dtype):
+            continue
+        beside = next((name + end for end in _SCALES if name + end in catalog.tensors), None)
+        if beside is None:
+            bare.append(name)
+            continue
+        scales = catalog.tensors[beside]
+        block = quantization.block if quantization is not None else BLOCK
+        grid = grid_of(entry.shape, scales.shape, block)
+        if grid is None or scales.dtype.kind != "float" or is_fp8(scales.dtype):
+            raise InconsistentError(
+                f"the scales of tensor {name!r} do not fit it", file=catalog.source.path,
+                found=f"{beside!r}, {scales.dtype} {list(scales.shape)}, for a tensor {list(entry.shape)}",
+                expected=f"floats: one, one for each row, or one for each block of {block[0]} x {block[1]} elements",
+                remedy="Copy the checkpoint again, with the config.json that belongs to it; if it is intact, dequantise it with "
+                "the library that wrote it.",
+            )  # fmt: skip
+        found[name] = Scaled(entry, scales, grid)
+    if bare and quantization is not None and quantization.is_read:
+        raise IncompleteError(
+            f"{count(len(bare), 'tensor of fp8 has', 'tensors of fp8 have')} no scales", file=catalog.source.path,
+            found=examples(bare),
+            expected=f"weight_scale_inv or weight_scale beside each, since config.json says {quantization.about}",
+            remedy=COPY_AGAIN,
+        )  # fmt: skip
+    return found
+
+
+def is_fp8(dtype: DType) -> bool:
+    """Whether it is a floating-point dtype of one byte."""
+    return dtype.kind == "float" and dtype.itemsize == 1
+
+
+def plain(catalog: Catalog, found: Mapping[str, Scaled], dtype: DType | None = None) -> Catalog:
+    """The catalog with the numbers that quantised tensors stand for, without scales.
+
+    Args:
+        catalog: as stored.
+        found: its tensors of fp8, by `scaled`.
+        dtype: that the numbers are rounded to; None for fp32.
+    """
+    if not found:
+        return catalog
+    gone = {each.scales.name for each in found.values()}
+    for name in found:
+        base = name.removesuffix("weight")
+        gone.update(base + end for end in _OF_INPUTS if base + end in catalog.tensors)
+    tensors: dict[str, TensorEntry] = {}
+    for name, entry in catalog.tensors.items():
+        if name in found:
+            entry = product(found[name], dtype)
+        if name not in gone:
+            tensors[name] = entry
+    aliases = {dropped: kept for dropped, kept in catalog.aliases.items() if kept not in gone}
+    return replace(catalog, tensors=tensors, aliases=aliases)
+
+
+def product(each: Scaled, dtype: DType | None = None) -> TensorEntry:
+    """What a quantised tensor stands for, in fp32 or rounded to a dtype."""
+    entry = each.entry
+    recipe = Dequantised((entry, each.scales), each.grid)
+    wide = derived(entry.name, entry.shape, F32, recipe, entry.role)
+    if dtype is None or dtype == F32:
+        return wide
+    return derived(entry.name, entry.shape, dtype, Narrowed((wide,), dtype, recipe.unit), entry.role)
+
+
+def about(quantization: Quantization | None, found: Collection[str]) -> str:
+    """How a checkpoint's weights are quantised, for a person; empty if they are not."""
+    if quantization is None:
+        return f"fp8 with scales ({count(len(found), 'tensor')})" if found else ""
+    return f"{quantization.about} ({count(len(found), 'tensor')} of fp8 with scales)" if found else quantization.about
+
+
+def check_read(entries: Iterable[TensorEntry], quantization: Quantization | None, path: str) -> None:
+    """Makes sure that no tensor that is written holds quantised numbers that zckpt cannot read.
+
+    Args:
+        entries: the tensors, with those that zckpt reads as what they stand for.
+        quantization: what the model's config says.
+        path: of the checkpoint.
+
+    Raises:
+        UnsupportedError: one does.
+    """
+    if quantization is None:
+        return
+    packed = [entry.name for entry in entries if entry.dtype.name in _PACKED or is_fp8(entry.dtype)]
+    if packed:
+        raise UnsupportedError(
+            f"its weights are quantised by {quantization.about}, which zckpt does not read", file=path,
+            found=f"{count(len(packed), 'tensor')} such as {examples(packed)}",
+            expected="floating-point weights, or fp8 (E4M3) with weight_scale_inv or weight_scale",
+            remedy="Dequantise the model with the library that wrote it (in transformers: model.dequantize()), save it, and "
+            "convert that; or leave these tensors out with --exclude.",
+        )  # fmt: skip
