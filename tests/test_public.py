@@ -221,7 +221,9 @@ def test_progress_functions(tmp_path: Path) -> None:
     checked: list[tuple[int, int | None]] = []
     zckpt.verify(ZERO3, deep=True, progress=lambda *said: checked.append(said))
     zckpt.diff(ZERO3, tmp_path / "a.bin", rtol=1, progress=lambda done, total=None: twos.append((done, total)))
-    assert checked[-1][0] > 0 and checked[-1][1] is None
+    assert checked[-1][0] == checked[-1][1] == sum(file.stat().st_size for file in ZERO3.rglob("*.pt"))
+    zckpt.verify(ZERO3, tmp_path / "a.bin", progress=lambda done, total: checked.append((done, total)))
+    assert checked[-1][0] == checked[-1][1] and all(total is not None and done <= total for done, total in checked)
     assert twos[-1][0] == twos[-1][1]
     for number, function in enumerate([zckpt.reshard, zckpt.to_universal, zckpt.to_dcp]):
         said: list[tuple[int, int]] = []

@@ -20,6 +20,7 @@ from schemas import check
 
 import zckpt
 from zckpt.base.errors import CastError, OutputError, UsageError
+from zckpt.base.progress import JobWatch
 from zckpt.base.sizes import to_bytes
 from zckpt.hub import PageTarget, PushReport, cargo_of, prepare, push_to_hub
 from zckpt.hub import load as plan_push
@@ -364,6 +365,15 @@ def test_never_more_than_two_shards_in_scratch(
     assert 0 < most[0] <= shard and most[1] == 1
     with pytest.raises(UsageError, match="too little scratch"):
         push(checkpoint, "alice/o", max_scratch=shard - 1, options=Options(max_shard_size=100_000))
+
+
+def test_progress_names_each_shard(checkpoint: Path, server: HubServer, push: Pusher) -> None:
+    shown: list[tuple[int, int | None, str]] = []
+    push(checkpoint, options=Options(max_shard_size=100_000), progress=JobWatch(None, lambda *said: shown.append(said)))
+    shards = [name for name in server.files("alice/m") if name.endswith(".safetensors")]
+    items = list(dict.fromkeys(item for _, _, item in shown))
+    assert items == [f"{name} ({n} of {len(shards)})" for n, name in enumerate(sorted(shards), 1)] and len(items) > 1
+    assert shown[-1][0] == shown[-1][1]
 
 
 def test_a_shard_is_written_where_one_lay_that_was_sent(

@@ -86,8 +86,7 @@ def main() -> None:
             slim = place / f"{stage}-{'-'.join(job['drop'])}"
             if dist.get_rank() == 0 and not slim.exists():
                 from zckpt.jobs.options import SlimOptions
-                from zckpt.jobs.planned import execute
-                from zckpt.jobs.slim import prepare
+                from zckpt.jobs.slim import execute, prepare
 
                 execute(prepare(place / str(stage), slim, SlimOptions(drop=job["drop"])))
             dist.barrier()

@@ -14,8 +14,7 @@ import zckpt
 from zckpt.base.errors import InconsistentError, UnsupportedError, UsageError
 from zckpt.jobs.open import open_catalog, read_tensor
 from zckpt.jobs.options import SlimOptions
-from zckpt.jobs.planned import execute
-from zckpt.jobs.slim import PlannedSlim, prepare
+from zckpt.jobs.slim import PlannedSlim, execute, prepare
 from zckpt.upkeep.usage import usage_of
 
 FIXTURES = Path(__file__).parents[2] / "fixtures"

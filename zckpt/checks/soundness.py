@@ -90,6 +90,7 @@ def examined(
     whole: bool = False,
     pace: Pace = DEFAULT_PACE,
     progress: Callable[[int], None] | None = None,
+    expect: Callable[[int], None] = lambda nbytes: None,
 ) -> Examined:
     """Everything that one checkpoint or output shows by itself.
 
@@ -100,6 +101,7 @@ def examined(
         whole: read every byte, from the disk and not from the page cache. An output with a manifest is always read whole.
         pace: how hard to work.
         progress: called with the bytes read so far.
+        expect: called with the bytes that will be read, when that is known.
 
     Raises:
         NotACheckpointError: there is nothing to look at. UnsupportedError: zckpt cannot read it.
@@ -114,6 +116,7 @@ def examined(
     _check_save(state)
     try:
         if deep or whole or facts is not None:
+            expect(sum(file.store.size for file in state.files))
             _check_bytes(state, facts, deep, pace, progress)
         else:
             _check_ends(state)
@@ -174,9 +177,8 @@ def _open(state: Examined, path: Location, options: OpenOptions) -> ZckptError |
     state.add("tensors", f"{tensors}, {elements}, each stored exactly once")
     found, elsewhere = misplaced(opened.place.listing, opened.catalog)
     if found:
-        answer = (
-            f"a second reader, which shares no code with the first, finds {count(found, 'tensor')} in the same places"
-        )
+        tensors = count(found, "tensor")
+        answer = f"a second reader, which shares no code with the first, finds {tensors} in the same places"
         state.add("places", answer, summarized(elsewhere, "tensors are not read where the files have them"))
     return None
 
@@ -189,9 +191,7 @@ def _open_files(state: Examined, facts: Manifest | None) -> None:
     for store in state.catalog.stores() if state.catalog is not None else ():
         paths.setdefault(store.path, "")
     known = {file.path: file for file in facts.files} if facts is not None else {}
-    home = listing.directory
-    if not home.is_dir():
-        home = home.parent
+    home = listing.directory if listing.directory.is_dir() else listing.directory.parent
     if listing.tag and facts is not None:
         home = state.place.home
     problems: list[str] = []

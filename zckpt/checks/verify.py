@@ -6,14 +6,14 @@ For `zckpt verify`. `soundness` finds out whether each of the two is intact.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from zckpt import layouts
 from zckpt.base.errors import UnsupportedError, redact
 from zckpt.base.pace import DEFAULT_PACE, Pace
-from zckpt.base.progress import Progress, reported
+from zckpt.base.progress import JobWatch, Progress, reported
 from zckpt.base.words import count, examples, joined
 from zckpt.checks.quantised import Expected, in_numbers, quantised
 from zckpt.checks.renamed_states import compare_renamed, has_renamed_states, own_weights
@@ -64,8 +64,8 @@ def verify(
         read_options: how tensor- and pipeline-parallel files are joined, where they do not say it themselves.
         lora: the base and the adapters that were merged into `converted`, where they are not in the checkpoint.
         pace: threads, bytes per second, and whether the page cache keeps what is read; None for each default.
-        progress: a function that is called with the bytes read so far (a second argument, the total, is None: how much there
-            is to read is found on the way); None shows a bar in a terminal or notebook, False shows none.
+        progress: a function that is called with the bytes read so far, and with the total if it takes a second argument (it
+            grows when it is found that there is more to read); None shows a bar in a terminal or notebook, False shows none.
 
     Returns:
         The answers. Its `ok` says whether nothing is wrong, `deletable` whether the shards may be deleted; `lines()` and
@@ -79,11 +79,20 @@ def verify(
     """
     with reported(progress, None, "verify") as watch:
         options = OpenOptions(tag=tag, also=also, read_options=read_options)
-        state = examined(locate(checkpoint), options, deep=deep, pace=pace, progress=watch)
+        later = (
+            0 if watch is None or converted is None else 3 * _file_bytes(locate(converted))
+        )  # checked, then compared
+
+        def expect(nbytes: int) -> None:
+            if watch is not None:
+                watch.expect(nbytes + later)
+
+        state = examined(locate(checkpoint), options, deep=deep, pace=pace, progress=watch, expect=expect)
         deletable = None
         if converted is not None:
-            read = sum(file.store.size for file in state.files) if deep else 0
-            deletable = _compare(state, locate(converted), lora, pace, progress_after(watch, read))
+            read = sum(file.store.size for file in state.files) if state.whole else 0
+            expect(read)
+            deletable = _compare(state, locate(converted), lora, pace, watch, read)
     return Verification(
         path=redact(state.place.listing.directory.path),
         about=_about(state.catalog),
@@ -110,14 +119,24 @@ def _about(catalog: Catalog | None) -> str:
     return ", ".join(words)
 
 
+def _file_bytes(path: Location) -> int:
+    """Bytes of a file, or of those in a directory; 0 if they cannot be listed, which is reported later."""
+    try:
+        return path.size() if path.is_file() else sum((path / name).size() for name in path.file_names(path.names()))
+    except OSError:
+        return 0
+
+
 def _compare(
     state: Examined,
     converted: Location,
     lora: LoraMerge | None,
     pace: Pace,
-    progress: Callable[[int], None] | None,
+    watch: JobWatch | None,
+    done: int,
 ) -> tuple[bool, str]:
-    """Adds checks on the output; returns whether the shards may be deleted, and why."""
+    """Adds checks on the output; returns whether the shards may be deleted, and why. `done`: bytes read before."""
+    progress = progress_after(watch, done)
     output = examined(converted, OpenOptions(), whole=True, pace=pace, progress=progress)
     read = sum(file.store.size for file in output.files)
     problems = [problem for check in output.checks for problem in check.problems]
@@ -146,9 +165,11 @@ def _compare(
     if run.held and not renamed:  # the model's own weights are to be there too, or to be the rounded masters
         run.pairs += _half_precision(pairs)
     clamp = facts is not None and facts.options.get("overflow") == "clamp"
-    watch = progress_after(progress, read)
     both = [*pairs, *((a, b) for _, a, b in run.pairs)]
-    bad = differences(both, clamp=clamp, threads=pace["threads"], bytes_per_s=pace["bytes_per_s"], progress=watch)
+    if watch is not None:
+        watch.expect(done + read + sum(a.nbytes + b.nbytes for a, b in both))
+    progress = progress_after(progress, read)
+    bad = differences(both, clamp=clamp, threads=pace["threads"], bytes_per_s=pace["bytes_per_s"], progress=progress)
     names = [*(repr(b.name) for _, b in pairs), *(what for what, _, _ in run.pairs)]
     others = [
         f"{names[d.number]}: {count(d.count, 'element differs', 'elements differ')}, the first is number {d.first:,} "

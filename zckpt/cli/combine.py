@@ -109,7 +109,7 @@ def average(
     source: Sources,
     speed: o.WriteSpeed,
     writing: o.Writing,
-    shown: o.Shown,
+    shown: o.ShownProgress,
 ) -> None:
     """Writes one model out of several checkpoints."""
     from zckpt.jobs.average import prepare

@@ -153,7 +153,7 @@ def _register(app: typer.Typer, dtype: str) -> None:
         source: o.SourceOptions,
         speed: o.WriteSpeed,
         writing: o.Writing,
-        shown: o.Shown,
+        shown: o.ShownProgress,
     ) -> None:
         from zckpt.jobs.convert import prepare
         from zckpt.jobs.options import Options, to_dtype
@@ -177,7 +177,7 @@ def to_dcp(
     source: o.SourceOptions,
     speed: o.WriteSpeed,
     writing: o.Writing,
-    shown: o.Shown,
+    shown: o.ShownProgress,
 ) -> None:
     """Writes a torch.distributed.checkpoint directory."""
     from zckpt.jobs.options import DcpOptions
@@ -198,7 +198,7 @@ def to_mcore(
     source: o.SourceOptions,
     speed: o.WriteSpeed,
     writing: o.Writing,
-    shown: o.Shown,
+    shown: o.ShownProgress,
 ) -> None:
     """Writes a checkpoint of Megatron-Core."""
     from zckpt.jobs.options import MegatronOptions
@@ -218,7 +218,7 @@ def to_peft(
     source: o.SourceOptions,
     speed: o.WriteSpeed,
     writing: o.Writing,
-    shown: o.Shown,
+    shown: o.ShownProgress,
 ) -> None:
     """Writes an adapter."""
     from zckpt.jobs.options import PeftOptions

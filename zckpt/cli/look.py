@@ -103,7 +103,7 @@ def verify(
     merged: o.MergedWith,
     source: o.SourceOptions,
     speed: o.Speed,
-    shown: o.Shown,
+    shown: o.ShownProgress,
 ) -> None:
     """Prints a verification; exit status 1 if anything is wrong."""
     from zckpt.checks.verify import verify
@@ -134,7 +134,7 @@ def diff(
     speed: o.Speed,
     tensors: AllTensors = False,
     *,
-    shown: o.Shown,
+    shown: o.ShownProgress,
 ) -> None:
     """Prints differences; exit status 1 if there are any."""
     from zckpt.jobs.diff import diff

@@ -380,6 +380,13 @@ class Writing(Group):
         }  # fmt: skip
 
 
+class ProgressForm(str, Enum):
+    """How progress is shown."""
+
+    bar = "bar"
+    json = "json"
+
+
 @dataclass(frozen=True, repr=False, eq=False)
 class Shown(Group):
     """What a command prints."""
@@ -391,6 +398,20 @@ class Shown(Group):
     def console(self) -> Console:
         """Where the command prints."""
         return Console(as_json=self.as_json, quiet=self.quiet)
+
+
+@dataclass(frozen=True, repr=False, eq=False)
+class ShownProgress(Shown):
+    """The same of commands that work for long, and show how far they are."""
+
+    progress_form: Annotated[
+        ProgressForm, output("--progress", help="A bar in a terminal, or JSON lines on stderr for programs.")
+    ] = ProgressForm.bar
+
+    @property
+    def console(self) -> Console:  # noqa: D102
+        lines = self.progress_form is ProgressForm.json
+        return Console(as_json=self.as_json, quiet=self.quiet, progress_lines=lines)
 
 
 def chosen(kind: type[JobOptions], *groups: Group, **more: Any) -> JobOptions:

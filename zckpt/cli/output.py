@@ -12,7 +12,7 @@ from typing import TextIO
 
 import typer
 
-from zckpt.base.progress import bar
+from zckpt.base.progress import JobWatch, bar, lines
 from zckpt.base.words import wrapped
 from zckpt.team.together import speaks
 
@@ -23,11 +23,13 @@ class Console:
     Args:
         as_json: print the result as one JSON object instead of lines.
         quiet: print no notes, progress or lines; JSON is printed all the same.
+        progress_lines: print progress as JSON lines, whether or not stderr is a terminal.
     """
 
-    def __init__(self, *, as_json: bool = False, quiet: bool = False) -> None:
+    def __init__(self, *, as_json: bool = False, quiet: bool = False, progress_lines: bool = False) -> None:
         self.as_json = as_json and speaks()
         self.quiet = quiet or not speaks()
+        self._progress_lines = progress_lines and speaks()
         self._said: set[str] = set()
 
     @property
@@ -68,16 +70,16 @@ class Console:
             sys.stderr.flush()
 
     @contextmanager
-    def progress(self, total: int | None, label: str) -> Iterator[Callable[[int], None] | None]:
-        """A bar on stderr, moved by calls with the bytes done so far; None if stderr is no terminal.
+    def progress(self, total: int | None, label: str) -> Iterator[JobWatch | None]:
+        """A bar on stderr, or lines for programs, moved by calls with the bytes done so far; None if nobody watches.
 
         `total` is the bytes to do, None if that is not known yet.
         """
-        if self.quiet or not sys.stderr.isatty():
+        if not self._progress_lines and (self.quiet or not sys.stderr.isatty()):
             yield None
             return
-        with bar(total, label) as advance:
-            yield advance
+        with lines(total, label) if self._progress_lines else bar(total, label) as watch:
+            yield watch
 
     @contextmanager
     def steps(self, total: int) -> Iterator[Callable[[int, dict[str, str]], None]]:

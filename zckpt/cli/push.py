@@ -122,7 +122,7 @@ def push(
     speed: o.WriteSpeed,
     dry_run: Annotated[bool, o.output("--dry-run", help="Print exactly what would be sent, and send nothing.")] = False,
     *,
-    shown: o.Shown,
+    shown: o.ShownProgress,
 ) -> None:
     """Pushes a checkpoint, or shows what would be pushed."""
     if page.endpoint:

@@ -84,7 +84,7 @@ def reshard(
     source: o.SourceOptions,
     speed: o.WriteSpeed,
     writing: o.Writing,
-    shown: o.Shown,
+    shown: o.ShownProgress,
 ) -> None:
     """Writes a checkpoint of another shape."""
     from zckpt.core.dtypes import SHORT_NAMES
@@ -107,7 +107,7 @@ def to_universal(
     source: o.SourceOptions,
     speed: o.WriteSpeed,
     writing: o.Writing,
-    shown: o.Shown,
+    shown: o.ShownProgress,
 ) -> None:
     """Writes a universal checkpoint."""
     from zckpt.jobs.options import WriteOptions

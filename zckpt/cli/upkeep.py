@@ -101,7 +101,9 @@ def du(run: Measured, shown: o.Shown) -> None:
     sink.result(found.as_json, lambda: found.lines(sink.width))
 
 
-def prune(run: Run, kept: Kept, speed: o.Speed, yes: Yes = False, deep: Deep = False, *, shown: o.Shown) -> None:
+def prune(
+    run: Run, kept: Kept, speed: o.Speed, yes: Yes = False, deep: Deep = False, *, shown: o.ShownProgress
+) -> None:
     """Prints which saves stay and which go, and deletes these with --yes."""
     from zckpt.upkeep.keep_rules import KeepRules
     from zckpt.upkeep.metrics import metric_of
@@ -124,18 +126,18 @@ def slim(
     writing: o.Writing,
     drop: Drop = None,
     *,
-    shown: o.Shown,
+    shown: o.ShownProgress,
 ) -> None:
     """Writes a smaller save."""
     from zckpt.jobs.options import SlimOptions
-    from zckpt.jobs.slim import described, prepare
+    from zckpt.jobs.slim import described, execute, prepare
 
     began = time.perf_counter()
     dropped = tuple(dict.fromkeys(each.value for each in drop or ()))
     planned = prepare(ckpt, out, o.chosen(SlimOptions, source, speed, writing, drop=dropped))
     facts: dict[str, object] = {"dropped": dict(planned.dropped), "saved_bytes": planned.saved_bytes}
     words = Words(described(planned), _loaded(planned.out, planned.stage, dropped), facts)
-    finish(planned, words, began, writing, shown)
+    finish(planned, words, began, writing, shown, execute)
 
 
 def _loaded(out: str, stage: int | None, dropped: tuple[str, ...]) -> Callable[[set[str]], str]:

@@ -134,7 +134,7 @@ def delta(
     source: o.SourceOptions,
     speed: o.Speed,
     writing: Replacing,
-    shown: o.Shown,
+    shown: o.ShownProgress,
 ) -> None:
     """Writes a delta."""
     from zckpt.jobs.delta import DeltaOptions, execute, prepare
@@ -186,7 +186,7 @@ def apply(
     source: o.SourceOptions,
     speed: o.Speed,
     writing: Replacing,
-    shown: o.Shown,
+    shown: o.ShownProgress,
 ) -> None:
     """Writes the weights that deltas make of an older version."""
     from zckpt.jobs.apply_delta import ApplyOptions, execute, prepare

@@ -11,6 +11,7 @@ import queue
 import threading
 from collections.abc import Mapping, Sequence
 
+from zckpt.base.progress import JobWatch
 from zckpt.hub.cargo import Progress, Shard
 from zckpt.hub.client import Hub
 from zckpt.hub.operations import SentFile
@@ -87,8 +88,10 @@ class Pipeline:
         for _ in range(senders):
             threading.Thread(target=self._send_all, name=SENDER, daemon=True).start()
         try:
-            for shard in shards:
+            for number, shard in enumerate(shards, 1):
                 self._check()
+                if isinstance(self._progress, JobWatch):
+                    self._progress.at(f"{shard.name} ({number} of {len(shards)})")
                 if shard.name in present:
                     self._skipped_bytes += shard.nbytes
                     self.not_sent.add(shard.name)
@@ -104,6 +107,7 @@ class Pipeline:
                 while len(self._done) < len(self._shards):
                     self._report()
                     self._changed.wait(0.1)
+            self._report()
         finally:
             self._over = True
             for _ in range(senders):

@@ -13,10 +13,11 @@ Source: DeepSpeed 0.19.8, runtime/engine.py `_save_checkpoint`, `load_checkpoint
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from zckpt.base.errors import InconsistentError, UnsupportedError, UsageError, ZckptError
+from zckpt.base.progress import JobWatch
 from zckpt.base.words import count, examples, joined, size
 from zckpt.containers import Container, TensorRef, TensorSpec
 from zckpt.containers.storages import placeholders_in, tensors_in, waste_of
@@ -24,10 +25,12 @@ from zckpt.core.catalog import Catalog, TensorEntry
 from zckpt.core.dtypes import U8
 from zckpt.core.fragments import FileStore, Fragment
 from zckpt.core.plan import OutputFile, Plan, literal_file
+from zckpt.engine.batches import progress_after
 from zckpt.engine.independent import differences
 from zckpt.jobs.open import Opened, open_catalog
 from zckpt.jobs.options import SlimOptions
-from zckpt.jobs.planned import Planned, protected
+from zckpt.jobs.planned import Planned, Report, protected
+from zckpt.jobs.planned import execute as written
 from zckpt.layouts import family_of
 from zckpt.layouts.save.companions import companions
 from zckpt.layouts.save.listing import EXPERT_NAME, SWAPPED, Listing
@@ -58,23 +61,6 @@ class PlannedSlim(Planned):
     saved_bytes: int
     equal: tuple[tuple[TensorEntry, TensorEntry], ...]
     stage: int | None
-
-    def check(self) -> tuple[str, ...]:
-        """Makes sure that nothing is lost: reads what is left out, and what gives it back.
-
-        Raises:
-            InconsistentError: it does not give it back.
-        """
-        notes = Planned.check(self)
-        pace = self.order.pace
-        if bad := differences(self.equal, threads=pace["threads"], bytes_per_s=pace["bytes_per_s"]):
-            raise InconsistentError(
-                "weights cannot be left out, because what is left would not give them back", file=self.catalog.source.path,
-                found=f"{count(len(bad), 'tensor')} such as {examples([self.equal[d.number][1].name for d in bad])}",
-                expected="each equal to its fp32 weight, rounded, or to its other copy",
-                remedy="Leave --drop module-weights out. If that does not help, run zckpt verify --deep on the checkpoint.",
-            )  # fmt: skip
-        return notes
 
 
 @dataclass(slots=True)
@@ -157,6 +143,32 @@ def prepare(checkpoint: str | os.PathLike[str], out: str | os.PathLike[str], opt
     )  # fmt: skip
     notes = (*opened.catalog.source.notes, *_notes(cut))
     return PlannedSlim(opened, order, notes, cut.bytes, saved, tuple(equal), opened.catalog.source.zero_stage)
+
+
+def execute(
+    planned: PlannedSlim,
+    progress: Callable[[int], None] | None = None,
+    on_note: Callable[[str], None] = lambda note: None,
+) -> Report:
+    """Makes sure that nothing is lost, and writes the save; arguments as of `jobs.planned.execute`.
+
+    Raises:
+        InconsistentError: what is left out is not given back by what stays; nothing was written.
+        ZckptError: another kind says what is wrong.
+    """
+    pace = planned.order.pace
+    read = sum(a.nbytes + b.nbytes for a, b in planned.equal)
+    if isinstance(progress, JobWatch):
+        progress.expect(read + planned.plan.bytes_written)
+    bad = differences(planned.equal, threads=pace["threads"], bytes_per_s=pace["bytes_per_s"], progress=progress)
+    if bad:
+        raise InconsistentError(
+            "weights cannot be left out, because what is left would not give them back", file=planned.catalog.source.path,
+            found=f"{count(len(bad), 'tensor')} such as {examples([planned.equal[d.number][1].name for d in bad])}",
+            expected="each equal to its fp32 weight, rounded, or to its other copy",
+            remedy="Leave --drop module-weights out. If that does not help, run zckpt verify --deep on the checkpoint.",
+        )  # fmt: skip
+    return written(planned, progress_after(progress, read), on_note)
 
 
 def _notes(cut: _Cut) -> Iterator[str]:

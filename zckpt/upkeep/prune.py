@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from zckpt.base.errors import NotACheckpointError, UnsupportedError, ZckptError
 from zckpt.base.pace import DEFAULT_PACE, Pace
-from zckpt.base.progress import Progress, reported
+from zckpt.base.progress import JobWatch, Progress, reported
 from zckpt.base.words import count, examples, size, wrapped
 from zckpt.checks.soundness import examined
 from zckpt.engine.batches import progress_after
@@ -162,7 +162,7 @@ def _pruned(
     delete: bool,
     deep: bool,
     pace: Pace,
-    watch: Callable[[int], None] | None,
+    watch: JobWatch | None,
 ) -> Pruning:
     values = {metric: values_of(saves, metric) for metric in rules.best}
     problems = {save.name: found for save in saves if (found := _problem(save, deep=False, pace=pace))}
@@ -174,6 +174,8 @@ def _pruned(
         unsure = [save for save in saves if save.name in why and save.name not in {*problems, *sure}] if deep else []
         if not unsure:
             break
+        if watch is not None:
+            watch.expect(read + sum(bytes_below(save.path.path) for save in unsure))
         for save in unsure:  # what is found to be damaged keeps no other save from staying
             if found := _problem(save, deep=True, pace=pace, progress=progress_after(watch, read)):
                 problems[save.name] = found
@@ -184,6 +186,8 @@ def _pruned(
     stayed: list[str] = []
     if delete:
         freed = progress_after(watch, read)
+        if watch is not None:
+            watch.expect(read + sum(nbytes[save.name] for save in saves if save.name not in why))
         gone = [0]
 
         def done(name: str) -> None:
