@@ -16,6 +16,10 @@ import typer
 
 from zckpt.base.errors import UsageError
 from zckpt.base.pace import thread_count
+from zckpt.cli.choices import Dtype as Dtype
+from zckpt.cli.choices import Format as Format
+from zckpt.cli.choices import OverflowChoice as OverflowChoice
+from zckpt.cli.choices import ProgressForm
 from zckpt.cli.output import Console
 
 if TYPE_CHECKING:
@@ -24,29 +28,6 @@ if TYPE_CHECKING:
     from zckpt.layouts.save.listing import ReadOptions
 
     JobOptions = TypeVar("JobOptions", bound=OpenOptions)
-
-
-class Format(str, Enum):
-    """Containers that can be written."""
-
-    safetensors = "safetensors"
-    bin = "bin"
-
-
-class Dtype(str, Enum):
-    """Dtypes that weights can be given."""
-
-    fp32 = "fp32"
-    fp16 = "fp16"
-    bf16 = "bf16"
-
-
-class OverflowChoice(str, Enum):
-    """What to do with numbers too large for the dtype."""
-
-    error = "error"
-    inf = "inf"
-    clamp = "clamp"
 
 
 def split_rename(text: str) -> tuple[str, str]:
@@ -378,13 +359,6 @@ class Writing(Group):
         return {
             "overwrite": self.overwrite, "allow_unknown_layout": self.allow_unknown_layout, "sign": self.sign,
         }  # fmt: skip
-
-
-class ProgressForm(str, Enum):
-    """How progress is shown."""
-
-    bar = "bar"
-    json = "json"
 
 
 @dataclass(frozen=True, repr=False, eq=False)

@@ -154,7 +154,6 @@ def execute(
 
     Raises:
         InconsistentError: what is left out is not given back by what stays; nothing was written.
-        ZckptError: another kind says what is wrong.
     """
     pace = planned.order.pace
     read = sum(a.nbytes + b.nbytes for a, b in planned.equal)
