@@ -143,7 +143,7 @@ def to_states(
     source: o.SourceOptions,
     speed: o.WriteSpeed,
     writing: o.Writing,
-    shown: o.Shown,
+    shown: o.ShownProgress,
 ) -> None:
     """Writes optimizer states."""
     from zckpt.jobs.options import Options
