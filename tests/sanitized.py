@@ -248,6 +248,16 @@ def kernels() -> None:
         ReferenceKernels().to_e4m3(x, blocks, other, others)
         assert np.array_equal(bits, others), "to_e4m3"
         NativeKernels().multiply_blocks(y, blocks, found)
+    for count in (0, 1, 300):
+        x = RNG.integers(0, 2**32, count * 32, np.uint32).view(np.float32)
+        blocks, others = np.zeros(count * 34, np.uint8), np.zeros(count * 34, np.uint8)
+        NativeKernels().to_q8_0(x, blocks)
+        ReferenceKernels().to_q8_0(x, others)
+        assert np.array_equal(blocks, others), "to_q8_0"
+        y, z = np.zeros(count * 32, np.float32), np.zeros(count * 32, np.float32)
+        NativeKernels().of_q8_0(blocks, y)
+        ReferenceKernels().of_q8_0(blocks, z)
+        assert np.array_equal(y, z, equal_nan=True), "of_q8_0"
 
 
 def main() -> None:

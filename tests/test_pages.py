@@ -157,6 +157,10 @@ def prepare(page: str, home: Path) -> None:
     if page in CONVERTED:
         zckpt.convert(home / "out" / "checkpoint-500", home / "weights", dtype="bf16")
         zckpt.reshard(home / "out" / "checkpoint-500", home / "resumable", world_size=4)
+    if page == "docs/gguf.md":
+        shutil.copytree(FIXTURES / "gguf/llama/model", home / "llama")
+    if page == "README.md":
+        shutil.copytree(FIXTURES / "gguf/mistral/model", home / "base-model")
     shutil.copy(FIXTURES / CHECKPOINTS["megatron"] / "config.json", home / "llama.json")
     if page == "docs/torchtitan.md":
         shutil.copy(FIXTURES / "torchtitan/llama3_0_3_0_w1/hf/config.json", home / "config.json")

@@ -48,6 +48,7 @@ if TYPE_CHECKING:
     from zckpt.jobs.reshard import reshard
     from zckpt.jobs.to_dcp import to_dcp
     from zckpt.jobs.to_fp8 import to_fp8
+    from zckpt.jobs.to_gguf import to_gguf
     from zckpt.jobs.to_mcore import to_mcore
     from zckpt.jobs.to_peft import AdapterReport, to_peft
     from zckpt.jobs.to_states import to_states
@@ -99,6 +100,7 @@ __all__ = [
     "reshard",
     "to_dcp",
     "to_fp8",
+    "to_gguf",
     "to_mcore",
     "to_peft",
     "to_states",
@@ -136,6 +138,7 @@ _HOMES = {
     "reshard": "jobs.reshard",
     "to_dcp": "jobs.to_dcp",
     "to_fp8": "jobs.to_fp8",
+    "to_gguf": "jobs.to_gguf",
     "to_mcore": "jobs.to_mcore",
     "to_peft": "jobs.to_peft",
     "to_states": "jobs.to_states",

@@ -25,7 +25,7 @@ CASES = {
     "xz": (b"\xfd7zXZ\x00\x00", UnsupportedError, "xz"),
     "bzip2": (b"BZh91AY", UnsupportedError, "bzip2"),
     "hdf5": (b"\x89HDF\r\n\x1a\n", NotACheckpointError, "HDF5"),
-    "gguf": (b"GGUF\x03\x00\x00\x00", NotACheckpointError, "GGUF"),
+    "gguf": (b"GGUF\x03\x00\x00\x00", CorruptError, "the number of tensors"),
     "numpy": (b"\x93NUMPY\x01\x00", NotACheckpointError, "numpy"),
     "empty zip": (b"PK\x05\x06" + bytes(18), NotACheckpointError, "empty zip"),
     "zip cut short": (b"PK\x03\x04" + bytes(100), CorruptError, "cut short"),

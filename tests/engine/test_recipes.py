@@ -110,6 +110,32 @@ def test_a_thin_product_is_rounded_as_processors_fuse() -> None:
         NativeKernels().add_low_rank(total, left, right, 5, 1.0)
 
 
+def test_blocks_are_those_of_gguf() -> None:
+    """Both engines give the bits of the gguf package, halves away from zero too, and equal ones for what it leaves open."""
+    from gguf.quants import Q8_0
+
+    random = np.random.default_rng(3)
+    x = (random.normal(size=(1000, 32)) * np.exp(random.normal(size=(1000, 1)) * 8)).astype(np.float32)
+    x[0], x[1, 5] = 0, -0.0
+    x[2:300] = random.integers(-254, 255, (298, 32)) / 2
+    x[2:300, 0] = 127
+    with np.errstate(all="ignore"):
+        wanted = Q8_0.quantize_blocks(x)
+        floats = Q8_0.dequantize_blocks(wanted)
+    wild = numbers(4, 32_000)
+    of_wild = []
+    for kernels in (NativeKernels(), ReferenceKernels()):
+        blocks, back = np.empty(34_000, np.uint8), np.empty(32_000, np.float32)
+        kernels.to_q8_0(x.reshape(-1), blocks)
+        assert (blocks.reshape(-1, 34) == wanted).all()
+        kernels.of_q8_0(blocks, back)
+        assert same(back, floats.reshape(-1))
+        kernels.to_q8_0(wild, blocks)
+        kernels.of_q8_0(blocks, back)
+        of_wild.append((blocks.tobytes(), back))
+    assert of_wild[0][0] == of_wild[1][0] and same(of_wild[0][1], of_wild[1][1])
+
+
 def stored(path: Path, seed: int, dtype: Any = np.float32) -> tuple[TensorEntry, Any]:
     """A matrix in a file, in two pieces that lie the other way round, and its numbers."""
     of = {np.float32: F32, np.float16: F16, np.float64: F64}[dtype]

@@ -63,6 +63,7 @@ SEEDS: dict[str, Seed] = {
     "Megatron's ranks": ("megatron_legacy/moe_ep2/checkpoint", "**/mp_rank_00_001/model_optim_rng.pt", True),
     "Megatron's masters": ("megatron_legacy/moe_ep2/checkpoint", "**/mp_rank_00_000/distrib_optim.pt", True),
     "a rank's part of OSS": ("optimizers/oss_ranks_w3/checkpoint", "optimizer_rank1.pt", True),
+    "GGUF": ("gguf/llama", "*.gguf", False),
     "safetensors": (safetensors_directory, "model-00001-of-00002.safetensors", False),
     "index": (safetensors_directory, "model.safetensors.index.json", False),
 }

@@ -145,6 +145,8 @@ def test_there_and_back(saved: tuple[str, Path, Any]) -> None:
     crossed = set()
     for name in WRITERS:
         writer = scheme(name)
+        if any(rule.plus and start.facts.meet(rule.when) for rule in writer.rules):
+            continue  # adding one rounds: see test_gguf
         try:
             theirs = compose(start.parts, writer, start.facts)
         except UnsupportedError:

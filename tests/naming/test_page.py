@@ -26,7 +26,7 @@ def has_place(writer: Scheme, family: Scheme) -> bool:
 
 def table() -> str:
     writers = sorted(
-        (name for name in schemes() if not name.startswith("hf-")),
+        (name for name in schemes() if not name.startswith("hf-") and not scheme(name).has_own_job),
         key=lambda name: (list(TITLES).index(name) if name in TITLES else len(TITLES), name),
     )
     rows = [["`--to`", "result", *(TITLES.get(name, name) for name in writers)]]

@@ -178,7 +178,7 @@ def _compare(
     ]
     weights = sum(d.number < len(pairs) for d in bad)
     problems += summarized(others[:weights], "tensors differ from the checkpoint")
-    rounded = sorted({str(b.dtype) for a, b in pairs if not is_lossless(a.dtype, b.dtype)} | expected.rounded)
+    rounded = sorted({str(b.dtype) for a, b in pairs if not is_lossless(a.dtype, b.dtype)} | expected.rounded | _quantised(facts))
     state.add(
         "equal", f"{count(len(pairs), 'tensor equals', 'tensors equal')} the checkpoint{_exactly(rounded)}", problems
     )
@@ -277,6 +277,12 @@ def _pairs(
         else:
             pairs[id(a), id(b)] = a, b
     return problems, list(pairs.values()), untied
+
+
+def _quantised(facts: Manifest | None) -> set[str]:
+    """The type in which an output's matrices are, if it is coarser than any dtype."""
+    form = None if facts is None else facts.options.get("form")
+    return {"Q8_0"} if isinstance(form, Mapping) and form.get("type") == "q8_0" else set()
 
 
 def _deletable(

@@ -20,6 +20,7 @@ from zckpt.cli import (
     demo,
     desk,
     estimate,
+    gguf,
     look,
     push,
     quantize,
@@ -40,7 +41,7 @@ app = typer.Typer(
     invoke_without_command=True,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
 )
-for module in (look, convert, quantize, reshape, combine, versions, upkeep, push, estimate, train, run, demo):
+for module in (look, convert, quantize, gguf, reshape, combine, versions, upkeep, push, estimate, train, run, demo):
     module.register(app)
 
 

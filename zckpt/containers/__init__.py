@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 
 from zckpt.base.errors import IncompleteError, NotACheckpointError, UnsupportedError
-from zckpt.containers import safetensors_file, torch_legacy, torch_zip
+from zckpt.containers import gguf_file, safetensors_file, torch_legacy, torch_zip
 from zckpt.containers.container import Container, Input, open_input
 from zckpt.containers.inert import NumpyArray, Placeholder, brief, enum_value
 from zckpt.containers.pickles import load_pickle
@@ -30,7 +30,6 @@ _COMPRESSED = {
 
 _OTHERS = {
     b"\x89HDF": "an HDF5 file (Keras)",
-    b"GGUF": "a GGUF file (llama.cpp)",
     b"\x93NUMPY": "a numpy array",
     b"PK\x05\x06": "an empty zip file",
 }
@@ -52,6 +51,8 @@ def open_container(path: str | os.PathLike[str]) -> Container:
         head = file.peek(0, 512)
         if head.startswith(b"PK\x03\x04"):
             return torch_zip.read_input(file)
+        if head.startswith(gguf_file.MAGIC):
+            return gguf_file.read_input(file)
         if head[8:9] == b"{":
             return safetensors_file.read_input(file)
         if head[257:262] == b"ustar":
@@ -94,7 +95,7 @@ def _unknown(file: Input, head: bytes) -> Exception:
     found = next((name for magic, name in _OTHERS.items() if head.startswith(magic)), "") or _looks(head)
     return NotACheckpointError(
         "is not a checkpoint file", file=file.path, found=found, expected="a torch or safetensors file",
-        remedy="Give a .pt, .bin or .safetensors file, or the directory of a checkpoint.",
+        remedy="Give a .pt, .bin, .safetensors or .gguf file, or the directory of a checkpoint.",
     )  # fmt: skip
 
 

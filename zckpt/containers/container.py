@@ -18,7 +18,7 @@ from zckpt.storage.location import Location, OpenFile, locate
 _HEAD_BYTES, _TAIL_BYTES = 2048, 1024
 """In a small torch file, these bytes hold all but the tensor: its headers, its pickle and its directory."""
 
-Kind = Literal["torch_zip", "torch_legacy", "torch_tar", "safetensors"]
+Kind = Literal["torch_zip", "torch_legacy", "torch_tar", "safetensors", "gguf"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,14 +28,16 @@ class Container:
     Attributes:
         kind: how its bytes are laid out.
         store: the file.
-        root: the inert object in it, with a `TensorRef` for each tensor; for safetensors a dict name -> TensorRef.
+        root: the inert object in it, with a `TensorRef` for each tensor; for safetensors and GGUF a dict name -> TensorRef.
         metadata: texts that the container holds beside it.
+        values: values of other kinds that it holds beside it.
     """
 
     kind: Kind
     store: FileStore
     root: object
     metadata: Mapping[str, str] = field(default_factory=dict[str, str])
+    values: Mapping[str, object] = field(default_factory=dict[str, object])
 
 
 @dataclass(frozen=True, slots=True)

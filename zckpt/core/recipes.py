@@ -90,6 +90,16 @@ class Kernels(Protocol):
         What is larger than E4M3's largest number, 448, becomes that; NaN stays NaN. The bits go into `out`.
         """
 
+    def to_q8_0(self, numbers: Floats, blocks: Bytes) -> None:
+        """Writes each 32 numbers as a block of 34 bytes (ggml's Q8_0): the scale as fp16, and the numbers divided by it.
+
+        The scale is the largest absolute number by 127. Numbers are rounded to whole ones, halves away from zero. A block that
+        holds NaN or infinity has no meaning, and is the same from both engines.
+        """
+
+    def of_q8_0(self, blocks: Bytes, numbers: Floats) -> None:
+        """The other way: each block's whole numbers times its scale."""
+
 
 class Tools(Protocol):
     """What a recipe computes with."""

@@ -9,6 +9,7 @@
 #include <optional>
 #include <stdexcept>
 
+#include "blocks.h"
 #include "crc32.h"
 #include "floats.h"
 #include "io.h"
@@ -212,6 +213,16 @@ nb::tuple to_e4m3(uintptr_t x, const std::array<size_t, 5>& blocks, uintptr_t fa
   return nb::make_tuple(found.saturated, found.underflowed, found.error);
 }
 
+void to_q8_0(uintptr_t numbers, uintptr_t blocks, size_t count) {
+  nb::gil_scoped_release release;
+  zckpt::to_q8_0(reinterpret_cast<const float*>(numbers), reinterpret_cast<uint8_t*>(blocks), count);  // NOLINT
+}
+
+void of_q8_0(uintptr_t blocks, uintptr_t numbers, size_t count) {
+  nb::gil_scoped_release release;
+  zckpt::of_q8_0(reinterpret_cast<const uint8_t*>(blocks), reinterpret_cast<float*>(numbers), count);  // NOLINT
+}
+
 uint64_t begin_swap(zckpt::Swapper& swapper, int fd, bool write, nb::bytes stretches) {
   const auto all = structs<zckpt::Stretch>(stretches);
   nb::gil_scoped_release release;
@@ -259,6 +270,8 @@ NB_MODULE(_core, m) {
   m.def("largest", &largest, "x"_a, "blocks"_a, "found"_a);
   m.def("multiply_blocks", &multiply_blocks, "x"_a, "blocks"_a, "factors"_a);
   m.def("to_e4m3", &to_e4m3, "x"_a, "blocks"_a, "factors"_a, "out"_a);
+  m.def("to_q8_0", &to_q8_0, "numbers"_a, "blocks"_a, "count"_a);
+  m.def("of_q8_0", &of_q8_0, "blocks"_a, "numbers"_a, "count"_a);
   nb::class_<zckpt::Swapper>(m, "Swapper")
       .def("__init__",
            [](zckpt::Swapper* self, unsigned threads, uint64_t block) {

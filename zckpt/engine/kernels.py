@@ -62,6 +62,14 @@ class NativeKernels:
         kernels_fp8.check(numbers, blocks, factors, out)
         return Rounded(*_core.to_e4m3(_address(numbers), blocks, _address(factors), _address(out)))
 
+    def to_q8_0(self, numbers: Floats, blocks: Bytes) -> None:
+        """As `Kernels.to_q8_0`."""
+        _core.to_q8_0(_address(numbers), _address(blocks), _blocks(numbers, blocks))
+
+    def of_q8_0(self, blocks: Bytes, numbers: Floats) -> None:
+        """As `Kernels.of_q8_0`."""
+        _core.of_q8_0(_address(blocks), _address(numbers), _blocks(numbers, blocks))
+
 
 class ReferenceKernels:
     """The same in numpy."""
@@ -142,6 +150,38 @@ def _fused(a: Any, b: Any, c: Any) -> Any:
     inexact = (error != 0) & np.isfinite(total) & np.isfinite(error) & (bits & 1 == 0)
     return (bits + inexact * np.where((error > 0) == (total > 0), 1, -1)).view(np.float64).astype(np.float32)
 
+    def to_q8_0(self, numbers: Floats, blocks: Bytes) -> None:
+        """As `Kernels.to_q8_0`."""
+        import numpy as np
+
+        count = _blocks(numbers, blocks)
+        rows, out = numbers.reshape(count, 32), blocks.reshape(count, 34)
+        with np.errstate(all="ignore"):
+            sound = np.isfinite(rows).all(axis=1, keepdims=True)
+            scale = np.where(
+                sound, np.abs(rows).max(axis=1, keepdims=True, initial=0) / np.float32(127), np.float32("nan")
+            )
+            scaled = np.where(sound, rows, np.float32(0)) * np.where(scale > 0, np.float32(1) / scale, np.float32(0))
+            size = np.abs(scaled)
+            whole = np.floor(size)
+            whole += np.floor(np.float32(2) * (size - whole))
+            out[:, :2] = np.where(sound, scale.astype(np.float16).view(np.uint16), 0x7E00).astype("<u2").view(np.uint8)
+            out[:, 2:] = (
+                np.copysign(np.where(np.isfinite(whole), np.minimum(whole, 128), 0), scaled)
+                .astype(np.int8)
+                .view(np.uint8)
+            )
+
+    def of_q8_0(self, blocks: Bytes, numbers: Floats) -> None:
+        """As `Kernels.of_q8_0`."""
+        import numpy as np
+
+        count = _blocks(numbers, blocks)
+        held = blocks.reshape(count, 34)
+        scale = np.ascontiguousarray(held[:, :2]).view("<f2").astype(np.float32)
+        with np.errstate(all="ignore"):
+            numbers.reshape(count, 32)[...] = held[:, 2:].view(np.int8).astype(np.float32) * scale
+
 
 def kernels_of(engine: str) -> Kernels:
     """The loops of the engine that works: "native" or "reference"."""
@@ -154,6 +194,13 @@ def _shape(total: Floats, left: Floats, right: Floats, rank: int) -> tuple[int, 
     if (rows * rank, columns * rank, rows * columns) != (len(left), len(right), len(total)):
         raise ValueError(f"no product of {len(left)} and {len(right)} numbers of rank {rank} has {len(total)}")
     return rows, columns
+
+
+def _blocks(numbers: Floats, blocks: Bytes) -> int:
+    """How many blocks of Q8_0 two arrays hold."""
+    if numbers.size * 34 != blocks.size * 32 or numbers.size % 32:
+        raise ValueError(f"{numbers.size} numbers are no {blocks.size} bytes of blocks")
+    return numbers.size // 32
 
 
 def _address(array: Any) -> int:

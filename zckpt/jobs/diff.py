@@ -20,7 +20,9 @@ from zckpt.engine.scan_requests import ScanRequest, comparisons
 from zckpt.engine.tensor_statistics import Relation, Statistics
 from zckpt.jobs.open import open_catalog, strip_wrappers
 from zckpt.jobs.options import OpenOptions
+from zckpt.layouts.gguf.read import METADATA
 from zckpt.layouts.save.listing import ReadOptions
+from zckpt.naming.transform import Form, formed
 
 _MOST_LISTED = 20
 
@@ -187,7 +189,7 @@ def diff(
     Example:
         assert zckpt.diff("out/checkpoint-500", "weights/", rtol=2**-8).same
     """
-    (left, notes_a), (right, notes_b) = _opened(a, read_options), _opened(b, read_options)
+    (left, notes_a), (right, notes_b) = _both(a, b, read_options)
     names_a, names_b = [*left, *left.aliases], {*right, *right.aliases}
     pairs: dict[tuple[int, int], tuple[str, TensorEntry, TensorEntry]] = {}
     for name in names_a:
@@ -216,10 +218,27 @@ def diff(
     return Diff(only_a, only_b, tuple(tensors), (*(f"A: {n}" for n in notes_a), *(f"B: {n}" for n in notes_b)))
 
 
-def _opened(path: str | os.PathLike[str], read_options: ReadOptions | None) -> tuple[Catalog, tuple[str, ...]]:
+def _both(
+    a: str | os.PathLike[str], b: str | os.PathLike[str], read_options: ReadOptions | None
+) -> tuple[tuple[Catalog, tuple[str, ...]], tuple[Catalog, tuple[str, ...]]]:
+    """Both sides' tensors and notes; if one of them alone is GGUF, its tensors have transformers' names."""
+    left, right = _opened(a, read_options), _opened(b, read_options)
+    if (METADATA in left[0].extras) == (METADATA in right[0].extras):
+        return left, right
+    if METADATA in left[0].extras:
+        return _opened(a, read_options, with_hub_names=True), right
+    return left, _opened(b, read_options, with_hub_names=True)
+
+
+def _opened(
+    path: str | os.PathLike[str], read_options: ReadOptions | None, *, with_hub_names: bool = False
+) -> tuple[Catalog, tuple[str, ...]]:
     opened = open_catalog(os.fspath(path), OpenOptions(read_options=read_options))
     catalog, stripped = strip_wrappers(opened.catalog)
-    return catalog, opened.catalog.source.notes + stripped
+    if not with_hub_names:
+        return catalog, opened.catalog.source.notes + stripped
+    form = formed(catalog, opened.place, Form(), to_directory=False)
+    return form.catalog, opened.catalog.source.notes + stripped + form.notes
 
 
 def _are_comparable(x: TensorEntry, y: TensorEntry) -> bool:

@@ -15,6 +15,7 @@ from zckpt.base.pace import Pace, thread_count, window_bytes
 from zckpt.base.sizes import file_bytes
 from zckpt.core.catalog import TensorEntry
 from zckpt.core.dtypes import BF16, BY_TORCH_NAME, CAST_TARGETS, F16, F32, SHORT_NAMES, DType
+from zckpt.layouts.gguf.write import TYPES
 from zckpt.layouts.plain.read import Format
 from zckpt.layouts.save.listing import ReadOptions
 from zckpt.naming.transform import Form
@@ -227,6 +228,35 @@ class Fp8Options(Options):
                 "the scheme or the dtype is unknown", found=f"scheme {self.scheme!r}, dtype {self.dtype}",
                 expected=f"a scheme of {', '.join(SCHEMES)}, and a dtype for what is not quantised",
                 remedy="Choose one of these.",
+            )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GgufOptions(Options):
+    """What `to_gguf` is to do.
+
+    Attributes:
+        type: of the matrices: f32, f16, bf16 or q8_0.
+        split_max_size: the most bytes of tensors in one of several files; None for one file.
+        tokenizer: the directory with the tokenizer, or "none"; None for the checkpoint's own.
+        pre_tokenizer: llama.cpp's name of it; None to find it.
+        model_name: what the file says; None for what the model's directory is called.
+        config: the model's config or the path of its `config.json`; None for the one beside the checkpoint.
+    """
+
+    type: str = "f16"
+    split_max_size: int | str | None = None
+    tokenizer: str | None = None
+    pre_tokenizer: str | None = None
+    model_name: str | None = None
+    config: str | Mapping[str, Any] | None = None
+
+    def __post_init__(self) -> None:
+        Options.__post_init__(self)  # slots: `super()` does not know this class
+        if self.type not in TYPES:
+            raise UsageError(
+                f"{self.type!r} is not a type that zckpt writes", expected=f"one of {', '.join(TYPES)}",
+                remedy="Use one of these; llama.cpp's llama-quantize makes others of a file in f16.",
             )  # fmt: skip
 
 

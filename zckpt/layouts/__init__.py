@@ -13,6 +13,7 @@ from zckpt.layouts import (
     dcp,
     fairscale,
     fsdp,
+    gguf,
     megatron_core,
     megatron_legacy,
     moe,
@@ -42,6 +43,7 @@ FAMILIES: tuple[Family, ...] = (
     fsdp.ANY_NAME,
     torch_checkpointing.WITHOUT_METADATA,
     numbered.FAMILY,
+    gguf.FAMILY,
     plain.FAMILY,
 )
 """In the order in which they are asked: the first that knows the files reads them.

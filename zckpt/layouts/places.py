@@ -21,7 +21,7 @@ from zckpt.base.errors import IncompleteError, NotACheckpointError, UsageError
 from zckpt.base.words import count, examples
 from zckpt.layouts.run.steps import OF_MEGATRON, TRACKER, read_step, step_pointer
 from zckpt.layouts.save import trainers
-from zckpt.layouts.save.apart import last_of, one_of, saves_in
+from zckpt.layouts.save.apart import is_alone, last_of, one_of, saves_in
 from zckpt.layouts.save.family import Family
 from zckpt.layouts.save.listing import UNIVERSAL_POINTER, Listing, list_files, listed, natural
 from zckpt.layouts.save.pointers import check_tag, read_pointer
@@ -93,7 +93,7 @@ def find(path: Location, tag: str | None = None, also: Sequence[Location] = ()) 
         for family in layouts.FAMILIES:
             if (save := family.save_of(name)) is not None:
                 listing = one_of(_listing(path, save, also), family, save)
-                if family.match(listing) is None:
+                if not is_alone(listing, family) and family.match(listing) is None:
                     return Place(listing, path)
         if name.endswith(".safetensors") or not layouts.is_of_save(name):
             return Place(Listing(file, "", {name: file}), path)

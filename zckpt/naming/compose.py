@@ -12,7 +12,7 @@ from zckpt.core.catalog import Catalog, TensorEntry
 from zckpt.naming.decompose import in_pairs, same
 from zckpt.naming.facts import Facts, with_parts
 from zckpt.naming.parts import filled, numbered
-from zckpt.naming.rows import grouped, stacked, turned, with_rows
+from zckpt.naming.rows import grouped, shifted_by, stacked, turned, with_rows
 from zckpt.naming.schemes import NamingRule, Scheme
 
 _Numbers = tuple[int, int]
@@ -153,6 +153,8 @@ def _fused(name: str, parts: Sequence[TensorEntry], rule: NamingRule, facts: Fac
     if len(parts) > 1 and rule.rows != "joined":
         groups = parts[0].shape[0] if rule.rows == "alternating" else facts.number(rule.rows)
     entry = grouped(name, parts, groups)
+    if rule.plus:
+        entry = shifted_by(entry, rule.plus)
     return turned(entry) if rule.transpose else entry
 
 

@@ -14,7 +14,7 @@ from zckpt.naming.facts import Facts
 from zckpt.naming.groups import with_groups
 from zckpt.naming.local_names import local_names
 from zckpt.naming.parts import filled
-from zckpt.naming.rows import moved, paired, rows_of, split, turned, with_rows
+from zckpt.naming.rows import moved, paired, rows_of, shifted_by, split, turned, with_rows
 from zckpt.naming.schemes import Fit, NamingRule, Scheme
 from zckpt.naming.vocabulary import with_vocabulary
 
@@ -202,6 +202,8 @@ def _parts_of(entry: TensorEntry, rule: NamingRule, fit: Fit, facts: Facts) -> l
         held = [part for item, own in zip(items, names) for part in _unfused(item, rule, own, facts)]
     if rule.pairs:
         held = [in_pairs(part, rule, facts, number % len(templates), apart=True) for number, part in enumerate(held)]
+    if rule.plus:
+        held = [shifted_by(part, -rule.plus) for part in held]
     vocabulary = facts.whole("vocabulary") if rule.vocabulary else None
     if vocabulary is not None:
         held = [with_rows(part, min(vocabulary, part.shape[0])) for part in held]

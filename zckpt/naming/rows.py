@@ -1,5 +1,7 @@
 """Tensors cut into their parts, and parts put together: the same fragments, renumbered, with their replicas. Nothing is copied.
 
+What is added to elements (`shifted_by`) is computed while they are moved.
+
 For `decompose` and `compose`. [Note: groups of rows] Several parts lie in one tensor as `groups` groups of rows, each with some
 rows of every part; one group is one part after the other, and groups with a row of each are rows in turn.
 """
@@ -9,14 +11,19 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 from zckpt.base.errors import InconsistentError
 from zckpt.core.catalog import Replica, TensorEntry
-from zckpt.core.dtypes import DType
+from zckpt.core.dtypes import F32, DType
 from zckpt.core.fragments import Block, ComputedStore, Fragment
 from zckpt.core.overlaps import cut, place, rearranged, shifted
+from zckpt.core.recipes import derived
 from zckpt.core.views import transposed
+
+if TYPE_CHECKING:
+    from zckpt.core.recipes import Array, Tools
 
 Shape = tuple[int, ...]
 Fragments = tuple[Fragment, ...]
@@ -193,3 +200,33 @@ def with_rows(entry: TensorEntry, rows: int) -> TensorEntry:
     replicas = tuple(replace(r, fragments=padded(r.fragments, r.dtype)) for r in entry.replicas)
     fragments = padded(entry.fragments, entry.dtype)
     return TensorEntry(entry.name, (rows, *rest), entry.dtype, entry.role, fragments, replicas)
+
+
+@dataclass(frozen=True, slots=True)
+class ShiftedElements:
+    """A recipe (`core.recipes`): the elements of a tensor as fp32, with a number added to each.
+
+    Attributes:
+        inputs: the tensor.
+        amount: what is added.
+    """
+
+    inputs: tuple[TensorEntry]
+    amount: float
+    unit: int = 1
+
+    @property
+    def facts(self) -> tuple[object, ...]:
+        """What is added."""
+        return ("shifted", self.amount)
+
+    def compute(self, start: int, stop: int, tools: Tools) -> Array:
+        """As `Recipe.compute`; fp32, rounded once."""
+        import numpy as np
+
+        return tools.read_floats(self.inputs[0], start, stop) + np.float32(self.amount)
+
+
+def shifted_by(entry: TensorEntry, amount: float) -> TensorEntry:
+    """The tensor as fp32, with a number added to each element; without its replicas."""
+    return derived(entry.name, entry.shape, F32, ShiftedElements((entry,), amount), entry.role)

@@ -21,13 +21,15 @@ list of rules. A rule has
 - "beside": another tensor's name: the rule counts only where that tensor is there, with the same numbers.
 - "tied": true if the tensor is written, as another name of the embedding, for a model whose head is that too.
 - "zeros": with parts null: the fact that is the length of a vector of zeros, which is written for every block with a router.
+- "plus": what is added to the parts' elements in the tensor, as fp32: 1 for norms that the parts have counted from one.
 - "refused": for tensors in a form that cannot be taken apart, with parts null: what the form is.
 - "optional": true if a model of this kind may be without it; biases of a `{kind}` are always optional.
 Of two rules whose names fit, the first whose facts fit is taken; a fact is looked up in the config and in the run's arguments
 too, and one that is not known is false. When it is written, a rule makes a tensor if all of its parts are there; a part is
 used once, by the first such rule. Further keys: "prefixes" are beginnings of names that are taken off when all tensors have
 them; "local_names" reads names without what wraps them, and a pipeline's layers by their numbers (`local_names`); "written"
-gives facts their values for writing; "together" lists parts of which a model has all or none. "config" and "recognised" of
+gives facts their values for writing; "together" lists parts of which a model has all or none; "own_job" is true for names that
+only a command of its own writes, since files with them need more than tensors. "config" and "recognised" of
 transformers' families are explained in `families`.
 
 Example: {"name": "h.{b}.qkv.{kind}", "parts": ["blocks.{b}.attention.query.{kind}", "blocks.{b}.attention.key.{kind}",
@@ -76,6 +78,7 @@ class NamingRule:
         refused: the form of a tensor that cannot be taken apart; empty for none.
         tied: whether it is written for a model that ties it.
         zeros: the fact that is the number of zeros that are written; empty for none.
+        plus: what is added to the parts' elements.
     """
 
     number: int
@@ -95,6 +98,7 @@ class NamingRule:
     refused: str = ""
     tied: bool = False
     zeros: str = ""
+    plus: float = 0
 
     @property
     def is_plain(self) -> bool:
@@ -102,7 +106,7 @@ class NamingRule:
         return (
             self.parts is not None
             and len(self.parts) == 1
-            and not (self.stack or self.transpose or self.pairs or self.vocabulary)
+            and not (self.stack or self.transpose or self.pairs or self.vocabulary or self.plus)
         )
 
 
@@ -132,6 +136,7 @@ class Scheme:
         has_local_names: whether names are read without what wraps them.
         written: fact -> its value, or the fact that it equals, when tensors are written.
         together: parts of which a model has all or none, such as the biases that one setting switches on.
+        has_own_job: whether only a command of its own writes these names.
         config: how transformers' config is made; empty for other writers.
         recognised: what says that a model is of this family.
     """
@@ -143,6 +148,7 @@ class Scheme:
     has_local_names: bool = False
     written: Mapping[str, object] = field(default_factory=dict[str, object])
     together: tuple[tuple[str, ...], ...] = ()
+    has_own_job: bool = False
     config: Mapping[str, Any] = field(default_factory=dict[str, Any])
     recognised: Mapping[str, Any] = field(default_factory=dict[str, Any])
 
@@ -247,7 +253,7 @@ def parsed(data: Mapping[str, Any]) -> Scheme:
     keys = {key: data.get(key, {}) for key in ("written", "config", "recognised")}
     return Scheme(
         data["scheme"], data["about"], tuple(rules), tuple(data.get("prefixes", ())), data.get("local_names", False),
-        together=tuple(map(tuple, data.get("together", ()))), **keys,
+        together=tuple(map(tuple, data.get("together", ()))), has_own_job=data.get("own_job", False), **keys,
     )  # fmt: skip
 
 
@@ -274,6 +280,7 @@ def _rule(number: int, written: Mapping[str, Any], names: Iterable[str], kind: s
         written.get("refused", ""),
         written.get("tied", False),
         written.get("zeros", ""),
+        written.get("plus", 0),
     )
 
 

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import fnmatch
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from zckpt.base.errors import UsageError
 from zckpt.core.catalog import Catalog
+from zckpt.layouts.gguf.read import METADATA
 from zckpt.layouts.places import Place
 from zckpt.layouts.save.companions import config_of, read_config
 from zckpt.naming.adapter_names import only_adapter
@@ -20,12 +21,14 @@ from zckpt.naming.compose import compose
 from zckpt.naming.decompose import decomposed
 from zckpt.naming.facts import facts_of, with_parts
 from zckpt.naming.families import check_config, make_config, model_types
+from zckpt.naming.gguf_config import config_of_gguf, is_known
+from zckpt.naming.gguf_tensors import as_read
 from zckpt.naming.hub_form import in_hub_form
 from zckpt.naming.layer_names import read_layer_names, with_layer_names
 from zckpt.naming.recognise import by_config, by_parts
 from zckpt.naming.schemes import families, scheme, scheme_of
 from zckpt.naming.vocabulary import check_vocabulary, recorded_vocabulary
-from zckpt.naming.writers import named, naming_of
+from zckpt.naming.writers import GGUF, named, naming_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,8 +103,8 @@ def formed(catalog: Catalog, place: Place, form: Form, *, to_directory: bool, ex
         said = form.layer_names
         prefixes = read_layer_names(said) if isinstance(said, str) else said
         return Formed(with_layer_names(catalog, prefixes), recorded={"form": {"layer_names": dict(prefixes)}})
-    if form.to is not None:
-        return _converted(catalog, place, form, exclude)
+    if form.to is not None or is_known(_mapping(catalog.extras.get(METADATA))):
+        return _converted(catalog, place, replace(form, to=form.to or "hf"), exclude)
     if form.vocab_size is not None:
         raise UsageError(
             "--vocab-size is of use only with --to",
@@ -128,7 +131,8 @@ def formed_again(catalog: Catalog, place: Place, recorded: Mapping[str, Any], ex
         return Formed(own, left_out=others)
     if "names" in recorded:
         model = named(catalog, place, naming_of(recorded))
-        return Formed(model.catalog, model.config, model.notes)
+        written = as_read(model.catalog, model.config, recorded) if recorded["names"] == GGUF else model.catalog
+        return Formed(written, model.config, model.notes)
     form = Form(recorded.get("to"), recorded.get("config"), recorded.get("layer_names"), recorded.get("vocab_size"))
     return formed(catalog, place, form, to_directory=recorded.get("hub") is True, exclude=exclude)
 
@@ -143,6 +147,8 @@ def _converted(catalog: Catalog, place: Place, form: Form, exclude: Sequence[str
     name = to.removeprefix("hf").removeprefix(":")
     notes: tuple[str, ...] = ()
     beside, where = (None, "--config") if given is not None else _config_beside(place)
+    if given is None and beside is None and is_known(metadata := _mapping(catalog.extras.get(METADATA))):
+        beside, where = config_of_gguf(catalog, metadata, name), "the file"
     known = beside if given is None else given
     if not name and known is not None:
         name, notes = by_config(known, where)
@@ -165,6 +171,10 @@ def _converted(catalog: Catalog, place: Place, form: Form, exclude: Sequence[str
     return Formed(
         tensors, given, (*notes, *found.notes), {"form": {"to": f"hf:{name}", **said}}, (*left_out, *found.left_out)
     )
+
+
+def _mapping(value: object) -> Mapping[str, object]:
+    return value if isinstance(value, Mapping) else {}
 
 
 def _config_beside(place: Place) -> tuple[dict[str, object] | None, str]:

@@ -32,6 +32,9 @@ from zckpt.naming.vocabulary import check_vocabulary, recorded_vocabulary
 _BUFFERS = ("blocks.{b}.router.correction",)
 """Parts that programs have as buffers, which keep their dtype."""
 
+GGUF = "gguf"
+"""The scheme of `to_gguf`."""
+
 STACKED, NUMBERED = "stacked", "numbered"
 """How Megatron-Core has layers in names: all in one tensor, or each with its number."""
 
@@ -46,6 +49,7 @@ class Naming:
         layers: `STACKED` or `NUMBERED`; None for stacked where all blocks are alike. Schemes that do not know it do not use it.
         vocabulary_multiple: rows of zeros are added to the embedding and the head up to a multiple of this; 1 adds none.
         vocab_size: words of the vocabulary, behind which the embedding has padding; None for what config, run and tokenizer say.
+        by_own_job: whether it is the job that alone writes such names that asks.
     """
 
     writer: str
@@ -53,10 +57,11 @@ class Naming:
     layers: str | None = None
     vocabulary_multiple: int = 1
     vocab_size: int | None = None
+    by_own_job: bool = False
 
     def __post_init__(self) -> None:
         """Raises UsageError for an unknown scheme or an impossible multiple, before a checkpoint is opened."""
-        if self.writer not in writers():
+        if self.writer not in writers() and not (self.writer == GGUF and self.by_own_job):
             raise UsageError(
                 "the scheme of names is unknown", found=f"--names {self.writer}", expected=f"one of {', '.join(writers())}",
                 remedy="Pass one of these with --names.",
@@ -94,7 +99,8 @@ class RenamedModel:
 
 def writers() -> tuple[str, ...]:
     """The schemes whose names can be written: those of training programs that have whole names."""
-    return tuple(name for name in schemes() if not name.startswith("hf-") and not scheme(name).has_local_names)
+    own = ((name, scheme(name)) for name in schemes() if not name.startswith("hf-"))
+    return tuple(name for name, each in own if not each.has_local_names and not each.has_own_job)
 
 
 def named(catalog: Catalog, place: Place, naming: Naming) -> RenamedModel:
@@ -112,6 +118,7 @@ def named(catalog: Catalog, place: Place, naming: Naming) -> RenamedModel:
     """
     writer = scheme(naming.writer)
     found, facts, config, notes = _in_parts(catalog, place, naming)
+    facts = facts.having(model_type=facts.get("model_type") or config.get("model_type"))
     facts = facts.having(layers=naming.layers or (STACKED if _are_alike(found.parts) else NUMBERED))
     padded = None
     if naming.vocabulary_multiple > 1 and (words := facts.whole("vocabulary")):
@@ -141,7 +148,7 @@ def naming_of(recorded: Mapping[str, Any]) -> Naming:
     """The options, by the facts in a manifest."""
     return Naming(
         recorded["names"], recorded.get("config"), recorded.get("layers"), recorded.get("vocabulary_multiple", 1),
-        recorded.get("vocab_size"),
+        recorded.get("vocab_size"), recorded["names"] == GGUF,
     )  # fmt: skip
 
 

@@ -41,3 +41,8 @@ def one_of(listing: Listing, family: Family, save: str) -> Listing:
     """The files of one save, with those that are of none."""
     files = {name: file for name, file in listing.files.items() if family.save_of(name) in (save, None)}
     return replace(listing, files=files)
+
+
+def is_alone(listing: Listing, family: Family) -> bool:
+    """Whether a save is one file that is the whole checkpoint, whatever lies beside it; see `Family.alone`."""
+    return family.alone and sum(family.save_of(name) is not None for name in listing.files) == 1

@@ -136,6 +136,7 @@ class Family:
         holds_run: a save with optimizer states has a place for the schedules, counters and settings of the run too.
         apart: the group of the files' patterns that tells one save from others in the same directory, such as
             `checkpoint_last` of `checkpoint_last-shard0.pt`; empty where a directory is one save.
+        alone: a save may be a single file, which is then the whole checkpoint, whatever lies beside it.
         digests: file name -> SHA-256 in hexadecimal, where the trainer recorded them in the save.
         keeps_model_files: a save made from another has its model files as they were.
     """
@@ -164,6 +165,7 @@ class Family:
     holds_run: bool = True
     keeps_model_files: bool = False
     apart: str = ""
+    alone: bool = False
 
     def owns(self, name: str) -> bool:
         """Whether a file of this name belongs to a save of the family."""

@@ -1,0 +1,198 @@
+"""From a model of transformers, or any other that a scheme of names knows, to GGUF, which llama.cpp runs.
+
+For `zckpt to-gguf`. Names and rows are `naming`'s, the types of tensors and the files are `layouts.gguf`'s, the metadata comes
+from the `gguf` package. Whatever is computed on the way (blocks of Q8_0, Gemma's norms) is computed while it is moved.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from zckpt.base.errors import UnsupportedError, UsageError
+from zckpt.base.progress import Progress
+from zckpt.base.sizes import to_bytes
+from zckpt.core.catalog import Catalog, TensorEntry
+from zckpt.core.fragments import DerivedStore
+from zckpt.core.plan import Plan
+from zckpt.engine import replicas
+from zckpt.jobs.convert import PlannedConversion, order_for, select
+from zckpt.jobs.open import Opened, open_catalog, strip_wrappers
+from zckpt.jobs.options import GgufOptions, Options, extended
+from zckpt.jobs.planned import Report, carried_out, protected
+from zckpt.layouts.gguf.read import METADATA
+from zckpt.layouts.gguf.write import FILE_TYPES, TYPES, lay_out, type_of
+from zckpt.naming.gguf_metadata import NO_VOCABULARY, GgufModel, architecture_of, library, metadata_of
+from zckpt.naming.gguf_tensors import completed, vocabulary_rows
+from zckpt.naming.writers import GGUF, Naming, named
+from zckpt.output.delivery import check_output
+from zckpt.storage.location import Location, locate
+
+SUFFIX = ".gguf"
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedGguf(PlannedConversion):
+    """A conversion that is planned but not begun; further attributes as in `PlannedConversion`.
+
+    Attributes:
+        model: the tensors before anything is computed of them.
+    """
+
+    model: Catalog
+
+    def check(self) -> tuple[str, ...]:
+        """As in `PlannedConversion`, of what the tensors are made of."""
+        sources = enumerate(_sources(self.model.tensors.values()))
+        replicas.check(replace(self.model, tensors={str(number): entry for number, entry in sources}, aliases={}))
+        return ()
+
+
+def _sources(entries: Iterable[TensorEntry]) -> Iterator[TensorEntry]:
+    """The tensors, and in the place of those that are computed what they are computed of."""
+    for entry in entries:
+        recipes = {id(f.store): f.store.recipe for f in entry.fragments if isinstance(f.store, DerivedStore)}
+        if not recipes:
+            yield entry
+        for recipe in recipes.values():
+            yield from _sources(recipe.inputs)
+
+
+def to_gguf(
+    checkpoint: str | os.PathLike[str],
+    out: str | os.PathLike[str],
+    *,
+    type: str = "f16",  # noqa: A002 - as the option is called
+    split_max_size: int | str | None = None,
+    tokenizer: str | os.PathLike[str] | None = None,
+    pre_tokenizer: str | None = None,
+    model_name: str | None = None,
+    config: str | os.PathLike[str] | Mapping[str, Any] | None = None,
+    tag: str | None = None,
+    also: Sequence[str | os.PathLike[str]] = (),
+    options: Options | None = None,
+    progress: Progress = None,
+) -> Report:
+    """Writes a model as GGUF, in constant memory: what llama.cpp's own converter writes, from any checkpoint.
+
+    Args:
+        checkpoint: as for `zckpt.convert`: a model of transformers, or a checkpoint in whose names a scheme of zckpt finds one.
+        out: a name ending in .gguf for one file; anything else is a directory for files named by llama.cpp's conventions.
+        type: "f32", "f16", "bf16" or "q8_0" of the matrices; norms, biases and routers are fp32.
+        split_max_size: for a directory, the most bytes of tensors in one file, such as "40GB"; None for one file.
+        tokenizer: the directory with the model's tokenizer, if it is not beside the checkpoint; "none" leaves it out.
+        pre_tokenizer: llama.cpp's name for how the tokenizer splits text, such as "llama-bpe", if zckpt does not know it.
+        model_name: what the file says that the model is called; None for what its directory is called.
+        config: the model's config.json, if there is none beside the checkpoint.
+        tag: which save, where there are several; by default the one that `latest` names.
+        also: directories that hold other parts of the same checkpoint, such as other nodes' disks.
+        options: everything else, such as `Options(overwrite=True)`.
+        progress: a function that is called with the bytes written so far, and with the total if it takes a second argument; None
+            shows a bar in a terminal or notebook, False shows none.
+
+    Returns:
+        What was written: files, tensors, bytes, seconds, and notes for a person.
+
+    Raises:
+        UnsupportedError: zckpt writes no GGUF of such a model, the tokenizer is not known, or `zckpt[gguf]` is not installed.
+        UsageError: there is no tokenizer, or something is not recorded that must be known; pass `tokenizer` or `config`.
+        CastError: numbers are too large for `type`; `Options(overflow="clamp")` or "inf" writes them all the same.
+        OutputError: `out` exists (`Options(overwrite=True)` replaces it), cannot be written, or the disk is full.
+        ZckptError: another kind says what is wrong. Whatever is raised, `out` is as it was before.
+
+    Example:
+        zckpt.to_gguf("out/checkpoint-500", "model.gguf", type="q8_0")
+    """
+    began = time.perf_counter()
+    options = options or Options()
+    chosen = extended(
+        options, GgufOptions, dtype=None, type=type, split_max_size=split_max_size, tag=tag or options.tag,
+        tokenizer=None if tokenizer is None else os.fspath(tokenizer), pre_tokenizer=pre_tokenizer, model_name=model_name,
+        config=config if config is None or isinstance(config, Mapping) else os.fspath(config), also=also or options.also,
+    )  # fmt: skip
+    return carried_out(prepare(checkpoint, out, chosen), progress, "to gguf", began)
+
+
+def prepare(checkpoint: str | os.PathLike[str], out: str | os.PathLike[str], options: GgufOptions) -> PlannedGguf:
+    """Everything but the work; arguments as for `to_gguf`. Writes nothing."""
+    source, place = locate(checkpoint), locate(out)
+    single = _is_single(place, options)
+    library()
+    opened = open_catalog(source, options)
+    if METADATA in opened.catalog.extras:
+        raise UnsupportedError(
+            "is GGUF already",
+            file=source,
+            remedy="Use llama.cpp's llama-quantize, or write it as transformers has it (to-bf16).",
+        )
+    inputs = protected(opened, source, beside=options.beside)
+    check_output(place, single=single, overwrite=options.overwrite, protected=inputs)
+    stripped, notes = strip_wrappers(opened.catalog)
+    model = named(select(stripped, options), opened.place, Naming(GGUF, options.config, by_own_job=True))
+    architecture_of(model.config, opened.catalog.source.path)
+    home = _tokenizer_of(opened, options)
+    rows = vocabulary_rows(model.config, home)
+    tensors = completed(model.catalog.tensors, model.config, rows)
+    asked = TYPES[options.type]
+    described = [(entry.name, entry.shape, type_of(entry, asked).name) for entry in tensors]
+    beside = GgufModel(
+        model.config, home, options.model_name or "", options.pre_tokenizer or "", described, FILE_TYPES[options.type]
+    )
+    metadata, more, stem = metadata_of(beside)
+    most = None if options.split_max_size is None else to_bytes(options.split_max_size)
+    layout = lay_out(tensors, asked, metadata, os.path.splitext(place.resolved().name)[0] if single else stem, most)
+    if single and len(layout.files) > 1:
+        raise UsageError(
+            "the model does not fit into one file of that size", file=place, found=f"{len(layout.files):,} files",
+            remedy="Give a directory as OUT, or a greater --split-max-size.",
+        )  # fmt: skip
+    catalog = replace(model.catalog, tensors={entry.name: entry for entry in tensors}, aliases={}, padding=())
+    form = {**model.recorded["form"], "type": options.type, **({} if rows is None else {"rows": rows})}  # type: ignore[dict-item]
+    plan = Plan(layout.files, layout.pairs)
+    order = order_for(options, plan, place, catalog, (), {"form": form}, single=single)
+    said = (*opened.catalog.source.notes, *notes, *model.notes, *more)
+    return PlannedGguf(opened, order, said, options, model.catalog)
+
+
+def _is_single(out: Location, options: GgufOptions) -> bool:
+    """Whether OUT is one file.
+
+    Raises:
+        UsageError: it has the suffix of something else, or is a page of the hub.
+    """
+    if out.path.lower().startswith("hf://"):
+        raise UsageError(
+            "OUT cannot be a page of the hub here",
+            file=out,
+            remedy="Write it here, and upload it with huggingface_hub.",
+        )
+    suffix = os.path.splitext(out.name)[1]
+    if suffix in (".safetensors", ".bin", ".pt"):
+        raise UsageError(
+            "OUT has the suffix of another format", file=out, found=suffix, expected=SUFFIX,
+            remedy="Give OUT a name that ends in .gguf, or a directory.",
+        )  # fmt: skip
+    return suffix == SUFFIX and not out.path.endswith("/")
+
+
+def _tokenizer_of(opened: Opened, options: GgufOptions) -> Location | None:
+    """The directory with the tokenizer; None for no vocabulary.
+
+    Raises:
+        UsageError: there is no such directory.
+    """
+    if options.tokenizer is None:
+        return opened.place.home
+    if options.tokenizer == NO_VOCABULARY:
+        return None
+    home = locate(options.tokenizer)
+    if not home.is_dir():
+        raise UsageError(
+            "no such directory",
+            file=home,
+            remedy="Give --tokenizer the directory that holds tokenizer.json or tokenizer.model.",
+        )
+    return home

@@ -1,0 +1,83 @@
+"""Elements in blocks of ggml's type Q8_0: made of floats, and floats made of them, while they are moved.
+
+For `read` and `write`. [Note: Q8_0] 32 elements of a row share a scale: the largest absolute value divided by 127, stored as
+fp16. The elements are multiplied by the reciprocal of the scale before its rounding to fp16, and rounded to whole numbers, halves
+away from zero. An element is that number times the stored scale, in fp32.
+Source: gguf-py 0.19.0, quants.py `Q8_0` (the same bits as ggml, src/ggml-quants.c `quantize_row_q8_0_ref`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from zckpt.containers.gguf_file import Q8_0
+from zckpt.core.catalog import TensorEntry
+from zckpt.core.dtypes import F32, U8
+from zckpt.core.recipes import derived
+
+if TYPE_CHECKING:
+    from zckpt.core.recipes import Array, Tools
+
+
+@dataclass(frozen=True, slots=True)
+class BlocksOfFloats:
+    """A recipe (`core.recipes`): blocks of Q8_0 as bytes; see [Note: Q8_0].
+
+    Attributes:
+        inputs: the tensor, whose rows are a multiple of 32.
+    """
+
+    inputs: tuple[TensorEntry]
+    unit: int = Q8_0.nbytes
+
+    @property
+    def facts(self) -> tuple[object, ...]:
+        """The type."""
+        return ("to Q8_0",)
+
+    def compute(self, start: int, stop: int, tools: Tools) -> Array:
+        """As `Recipe.compute`."""
+        import numpy as np
+
+        first, last = start // Q8_0.nbytes * Q8_0.block, stop // Q8_0.nbytes * Q8_0.block
+        blocks = np.empty(stop - start, np.uint8)
+        tools.kernels.to_q8_0(tools.read_floats(self.inputs[0], first, last), blocks)
+        return blocks
+
+
+@dataclass(frozen=True, slots=True)
+class FloatsOfBlocks:
+    """A recipe (`core.recipes`): the numbers that blocks of Q8_0 stand for, as fp32.
+
+    Attributes:
+        inputs: the blocks, as bytes.
+    """
+
+    inputs: tuple[TensorEntry]
+    unit: int = Q8_0.block
+
+    @property
+    def facts(self) -> tuple[object, ...]:
+        """The type."""
+        return ("of Q8_0",)
+
+    def compute(self, start: int, stop: int, tools: Tools) -> Array:
+        """As `Recipe.compute`."""
+        import numpy as np
+
+        first, last = start // Q8_0.block * Q8_0.nbytes, stop // Q8_0.block * Q8_0.nbytes
+        numbers = np.empty(stop - start, np.float32)
+        tools.kernels.of_q8_0(tools.read(self.inputs[0], first, last), numbers)  # type: ignore[arg-type]
+        return numbers
+
+
+def in_blocks(entry: TensorEntry) -> TensorEntry:
+    """A tensor as bytes of Q8_0; its rows must be multiples of 32."""
+    return derived(entry.name, Q8_0.stored(entry.shape), U8, BlocksOfFloats((entry,)), entry.role)
+
+
+def as_floats(blocks: TensorEntry) -> TensorEntry:
+    """The tensor that blocks stand for, as fp32."""
+    shape = (*blocks.shape[:-1], blocks.shape[-1] // Q8_0.nbytes * Q8_0.block)
+    return derived(blocks.name, shape, F32, FloatsOfBlocks((blocks,)), blocks.role)

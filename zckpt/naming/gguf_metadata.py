@@ -1,0 +1,320 @@
+"""The metadata of a GGUF file: what llama.cpp has to know of a model beside its tensors, by the `gguf` package's own tables.
+
+For `jobs.to_gguf`. Keys, kinds of values and special tokens are those of the package; which of a config's values become which key
+is as in llama.cpp's converter. The vocabulary is `gguf_vocabulary`'s. Both packages read a directory, so config and tokenizer
+files are laid into one.
+Source: llama.cpp, convert_hf_to_gguf.py `set_gguf_parameters` and `prepare_metadata` (TextModel, LlamaModel, Qwen2MoeModel,
+Gemma2Model, Gemma3Model; of 2026); gguf 0.19.0.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from zckpt.base.errors import UnsupportedError, UsageError
+from zckpt.containers.gguf_file import GgufValue, Kind
+from zckpt.layouts.save.companions import companions
+from zckpt.naming.gguf_vocabulary import add_vocabulary
+from zckpt.storage.location import Location
+
+if TYPE_CHECKING:
+    import gguf
+
+ARCHITECTURES = {
+    "llama": "llama", "mistral": "llama", "mixtral": "llama", "qwen2": "qwen2", "qwen2_moe": "qwen2moe", "qwen3": "qwen3",
+    "qwen3_moe": "qwen3moe", "gemma2": "gemma2", "gemma3_text": "gemma3", "gemma3": "gemma3",
+}  # fmt: skip
+"""A config's `model_type` -> llama.cpp's architecture."""
+
+BLOCKS_OF_27B = {"gemma2": 46, "gemma3": 62, "gemma3_text": 62}
+"""`model_type` -> blocks of the model of that family whose queries are scaled by another number than the size of a head."""
+
+SUMS_OF_EXPERTS = {"qwen2_moe": False, "qwen3_moe": True}
+"""Whether the weights of a token's experts are made to add up to one in llama.cpp."""
+
+_OTHERWISE = "The model's {} is {}, which GGUF does not record: llama.cpp takes {}, and computes something else."
+
+NO_VOCABULARY = "none"
+"""As `--tokenizer`: the file gets no vocabulary, and its reader takes tokens by number."""
+
+_KINDS: tuple[Kind, ...] = (
+    *("u8", "i8", "u16", "i16", "u32", "i32", "f32", "bool", "string", "array", "u64", "i64", "f64"),
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class GgufModel:
+    """A model that gets metadata.
+
+    Attributes:
+        config: transformers' config of it.
+        home: the directory with its tokenizer and model card; None for no vocabulary.
+        name: of the model; empty for the one that its files or directories say.
+        pre_tokenizer: llama.cpp's name of the way in which text is split before the vocabulary is used; empty to find it.
+        tensors: name, shape and type's name of each.
+        file_type: llama.cpp's number of the type that most have.
+    """
+
+    config: Mapping[str, object]
+    home: Location | None
+    name: str
+    pre_tokenizer: str
+    tensors: Sequence[tuple[str, tuple[int, ...], str]]
+    file_type: int
+
+
+def architecture_of(config: Mapping[str, object], path: str) -> str:
+    """llama.cpp's architecture of a model.
+
+    Raises:
+        UnsupportedError: zckpt does not write it.
+    """
+    kind = config.get("model_type")
+    found = ARCHITECTURES.get(kind) if isinstance(kind, str) else None
+    if found is None:
+        raise UnsupportedError(
+            "zckpt writes no GGUF of such a model", file=path, found=f"model_type {kind!r}",
+            expected=f"one of {', '.join(ARCHITECTURES)}",
+            remedy="Convert it to transformers' form with to-bf16, and that with llama.cpp's convert_hf_to_gguf.py.",
+        )  # fmt: skip
+    return found
+
+
+def library() -> Any:
+    """The `gguf` package.
+
+    Raises:
+        UnsupportedError: it is not installed, or transformers is not.
+    """
+    try:
+        import gguf
+        import transformers  # noqa: F401
+    except ImportError as error:
+        raise UnsupportedError(
+            "GGUF's metadata needs packages that are not installed", found=str(error), expected="gguf and transformers",
+            remedy="Run: pip install 'zckpt[gguf]'.",
+        ) from error  # fmt: skip
+    return gguf
+
+
+def metadata_of(model: GgufModel) -> tuple[dict[str, GgufValue], tuple[str, ...], str]:
+    """The metadata by keys, notes for a person, and the name that llama.cpp's conventions give the file (without suffix).
+
+    Raises:
+        UnsupportedError: packages are missing, or the tokenizer is of a kind that is not known.
+        UsageError: there is no tokenizer.
+        CorruptError: one of the files cannot be read.
+    """
+    package = library()
+    with _quiet(), _staged(model) as directory:
+        writer = package.GGUFWriter(None, architecture_of(model.config, str(model.home or "")))
+        for name, shape, kind in model.tensors:
+            number = getattr(package.GGMLQuantizationType, kind)
+            writer.add_tensor_info(name, shape, _stand_in(kind), 0, raw_dtype=number)
+        config = _full_config(directory)
+        title = _add_title(writer, directory, model, package)
+        writer.add_type(package.GGUFType.MODEL)
+        title.set_gguf_meta_model(writer)
+        _add_parameters(writer, config, model, package)
+        writer.add_quantization_version(package.GGML_QUANT_VERSION)
+        notes = tuple(_not_recorded(config))
+        if model.home is None:
+            writer.add_tokenizer_model("none")
+            notes += ("The file has no vocabulary: it can be run with tokens by their numbers only.",)
+        else:
+            add_vocabulary(writer, directory, config, model.pre_tokenizer, str(model.home))
+        stem = package.naming_convention(
+            title.name, title.basename, title.finetune, title.version, title.size_label, _type_name(model, package)
+        )
+    return {key: _value(value, package) for key, value in writer.kv_data[0].items()}, notes, stem
+
+
+def _not_recorded(config: Mapping[str, Any]) -> Iterator[str]:
+    """Sentences on what a config says, a file cannot, and llama.cpp takes to be otherwise."""
+    kind, heads = config["model_type"], config["num_attention_heads"]
+    size = config.get("head_dim") or config["hidden_size"] // heads
+    if (blocks := BLOCKS_OF_27B.get(kind)) is not None:
+        usual = config["hidden_size"] // heads if config["num_hidden_layers"] == blocks else size
+        if (scale := config.get("query_pre_attn_scalar")) not in (None, usual):
+            yield _OTHERWISE.format("query_pre_attn_scalar", scale, usual)
+    if (usual := SUMS_OF_EXPERTS.get(kind)) is not None and config.get("norm_topk_prob", usual) is not usual:
+        yield _OTHERWISE.format("norm_topk_prob", config["norm_topk_prob"], usual)
+    window = config.get("sliding_window")
+    if kind in ("mistral", "mixtral") and window and window < config["max_position_embeddings"]:
+        yield (
+            f"The model's attention has a window of {window:,} tokens, which llama.cpp does not have: longer texts give "
+            "other results."
+        )
+
+
+def _type_name(model: GgufModel, package: Any) -> str:
+    return str(package.LlamaFileType(model.file_type).name.partition("_")[2])
+
+
+def _stand_in(kind: str) -> Any:
+    """A dtype that makes the package take a shape in elements."""
+    import numpy as np
+
+    return np.dtype(np.float16 if kind == "F16" else np.float32)
+
+
+def _value(value: Any, package: Any) -> GgufValue:
+    kind = _KINDS[int(value.type)]
+    if kind != "array":
+        return GgufValue(kind, value.value)
+    items = value.sub_type if value.sub_type is not None else package.GGUFValueType.get_type(value.value[0])
+    return GgufValue(kind, list(value.value), _KINDS[int(items)], len(value.value))
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Keeps what the packages print and log away from stdout and stderr; errors are raised all the same."""
+    before = logging.root.manager.disable
+    logging.disable(logging.CRITICAL)
+    try:
+        with contextlib.redirect_stdout(sys.stderr):
+            yield
+    finally:
+        logging.disable(before)
+
+
+@contextlib.contextmanager
+def _staged(model: GgufModel) -> Iterator[Path]:
+    """A directory with the model's small files, called as the one that they are from; it is removed at the end."""
+    name = "model" if model.home is None else os.path.basename(os.path.abspath(model.home.path)) or "model"
+    with tempfile.TemporaryDirectory(prefix="zckpt-gguf-") as scratch:
+        directory = Path(scratch) / name
+        directory.mkdir()
+        if model.home is not None:
+            for place, file in companions(model.home):
+                if not file.endswith(".py"):  # code of a model's authors is never run
+                    (directory / file).write_bytes(place.read())
+            card = model.home / "README.md"
+            if card.is_file():
+                (directory / "README.md").write_bytes(card.read())
+        (directory / "config.json").write_text(json.dumps(model.config), encoding="utf-8")
+        yield directory
+
+
+def _full_config(directory: Path) -> dict[str, Any]:
+    """The config with transformers' defaults for what it leaves out, and the text model's values at its top."""
+    from transformers import AutoConfig
+
+    try:
+        config: dict[str, Any] = AutoConfig.from_pretrained(directory, trust_remote_code=False).to_dict()
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise UnsupportedError(
+            "transformers cannot read the model's config", file=directory.name, found=" ".join(str(error).split())[:200],
+            remedy="Install a transformers that knows the model, or pass its config.json with --config.",
+        ) from error  # fmt: skip
+    text = config.get("text_config")
+    return {**config, **text} if isinstance(text, dict) else config
+
+
+def _add_title(writer: gguf.GGUFWriter, directory: Path, model: GgufModel, package: Any) -> Any:
+    """What the model is called, and by whom it is, as the package finds it in the config, the card and the directory's name."""
+    total, shared, expert, experts = writer.get_total_parameter_count()
+    try:
+        title = package.Metadata.load(None, directory, model.name or None, total)
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise UsageError(
+            "the model's card or its config cannot be read", file=str(model.home or directory.name),
+            found=" ".join(str(error).split())[:200],
+            remedy="Mend the YAML at the beginning of README.md, or move the file away.",
+        ) from error  # fmt: skip
+    if title.name is None:
+        title.name = directory.name
+    if title.size_label is None and total > 0:
+        title.size_label = package.size_label(total, shared, expert, experts)
+    return title
+
+
+def _add_parameters(writer: gguf.GGUFWriter, config: Mapping[str, Any], model: GgufModel, package: Any) -> None:
+    """The sizes and constants of the model."""
+    kind, heads = str(model.config["model_type"]), config["num_attention_heads"]
+    gemma2 = kind == "gemma2"
+    writer.add_block_count(config["num_hidden_layers"])
+    writer.add_context_length(config["max_position_embeddings"])
+    writer.add_embedding_length(config["hidden_size"])
+    writer.add_feed_forward_length(config["intermediate_size"])
+    writer.add_head_count(heads)
+    writer.add_head_count_kv(config.get("num_key_value_heads") or heads)
+    writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
+    writer.add_file_type(model.file_type)
+    if (size := config.get("head_dim")) is not None:
+        writer.add_key_length(size)
+        writer.add_value_length(size)
+    if not gemma2:
+        _add_rotary(writer, config, package)
+    if (experts := config.get("num_local_experts", config.get("num_experts"))) is not None:
+        writer.add_expert_count(experts)
+        writer.add_expert_used_count(config["num_experts_per_tok"])
+    if kind in ("qwen2_moe", "qwen3_moe"):
+        writer.add_expert_feed_forward_length(config["moe_intermediate_size"])
+        if (shared := config.get("shared_expert_intermediate_size")) is not None:
+            writer.add_expert_shared_feed_forward_length(shared)
+    if ARCHITECTURES[kind] == "llama":
+        writer.add_vocab_size(config["vocab_size"])
+        writer.add_rope_dimension_count(config.get("head_dim") or config["hidden_size"] // heads)
+    if kind.startswith("gemma"):
+        if gemma2:
+            writer.add_attn_logit_softcapping(config["attn_logit_softcapping"])
+        if gemma2 or config.get("final_logit_softcapping"):
+            writer.add_final_logit_softcapping(config["final_logit_softcapping"])
+        writer.add_sliding_window(config["sliding_window"])
+
+
+def rotary_of(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The parameters of rotary embeddings, those of transformers 4 under the names of transformers 5."""
+    rotary = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
+    if "full_attention" not in rotary:
+        if "rope_theta" not in rotary and config.get("rope_theta") is not None:
+            rotary["rope_theta"] = config["rope_theta"]
+        if "rope_type" not in rotary and rotary.get("type") is not None:
+            rotary["rope_type"] = rotary["type"]
+        if config.get("rope_local_base_freq") is not None:
+            rotary["sliding_attention"] = {"rope_theta": config["rope_local_base_freq"]}
+    return rotary
+
+
+def _add_rotary(writer: gguf.GGUFWriter, config: Mapping[str, Any], package: Any) -> None:
+    """Rotary embeddings; what Llama 3 scales is a tensor (`rope_freqs.weight`)."""
+    both = rotary_of(config)
+    rotary = both.get("full_attention", both)
+    kind, factor = str(rotary.get("rope_type") or "default"), rotary.get("factor")
+    if kind not in ("default", "linear", "yarn", "llama3"):
+        raise UnsupportedError(
+            "such rotary embeddings cannot be written", found=f"rope_type {kind!r}", expected="default, linear, yarn or llama3",
+            remedy="Convert the model to transformers' form with to-bf16, and that with llama.cpp's convert_hf_to_gguf.py.",
+        )  # fmt: skip
+    if kind == "linear" and factor is not None:
+        writer.add_rope_scaling_type(package.RopeScalingType.LINEAR)
+        writer.add_rope_scaling_factor(factor)
+    elif kind == "yarn" and factor is not None:
+        writer.add_rope_scaling_type(package.RopeScalingType.YARN)
+        writer.add_rope_scaling_factor(factor)
+        writer.add_rope_scaling_orig_ctx_len(
+            rotary.get("original_max_position_embeddings") or config["max_position_embeddings"]
+        )
+        attention = rotary.get("attention_factor", rotary.get("attn_factor"))
+        for value, add in (
+            (rotary.get("extrapolation_factor"), writer.add_rope_scaling_yarn_ext_factor),
+            (attention, writer.add_rope_scaling_yarn_attn_factor),
+            (rotary.get("beta_fast"), writer.add_rope_scaling_yarn_beta_fast),
+            (rotary.get("beta_slow"), writer.add_rope_scaling_yarn_beta_slow),
+        ):
+            if value is not None:
+                add(value)
+    if rotary.get("rope_theta") is not None:
+        writer.add_rope_freq_base(rotary["rope_theta"])
+    if (local := both.get("sliding_attention", {}).get("rope_theta")) is not None:
+        writer.add_rope_freq_base_swa(local)

@@ -1,0 +1,233 @@
+"""A model's vocabulary in the metadata of a GGUF file: tokens, their kinds and scores, merges, special tokens, chat template.
+
+For `gguf_metadata`. A `tokenizer.model` is read by sentencepiece, a tokenizer.json by transformers; special tokens and merges by
+the `gguf` package. llama.cpp splits text by rules of its own, which have names: `pre_tokenizers.json` has these by a digest of
+the tokens that a certain text becomes.
+Source: llama.cpp, convert_hf_to_gguf.py `get_vocab_base`, `get_vocab_base_pre`, `_create_vocab_sentencepiece`, `set_vocab` of
+LlamaModel, Qwen2Model, Gemma2Model, Gemma3Model (of 2026); gguf 0.19.0, vocab.py.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from zckpt.base.errors import CorruptError, UnsupportedError, UsageError, ZckptError
+
+if TYPE_CHECKING:
+    import gguf
+
+_TABLE = os.path.join(os.path.dirname(__file__), "pre_tokenizers.json")
+
+_NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED, _BYTE = range(1, 7)
+"""Kinds of tokens, as llama.cpp numbers them."""
+
+_CODE_LLAMA, _GRANITE = 32016, 49152
+"""Sizes of vocabularies by which the converter knows models that need something of their own."""
+
+
+def add_vocabulary(
+    writer: gguf.GGUFWriter, directory: Path, config: Mapping[str, Any], pre_tokenizer: str, home: str
+) -> None:
+    """Adds the vocabulary.
+
+    Args:
+        writer: takes the metadata.
+        directory: with the tokenizer's files and the config.
+        config: of the model.
+        pre_tokenizer: llama.cpp's name of it; empty to find it.
+        home: where the files are from, for errors.
+
+    Raises:
+        UsageError: there is no tokenizer. UnsupportedError: it is of a kind that is not known. CorruptError: it cannot be read.
+    """
+    try:
+        _add(writer, directory, config, pre_tokenizer, home)
+    except ZckptError:
+        raise
+    except (OSError, ValueError, KeyError, IndexError, TypeError, AttributeError, RuntimeError) as error:
+        raise CorruptError(
+            "the tokenizer cannot be read", file=home, found=f"{type(error).__name__}: {' '.join(str(error).split())[:200]}",
+            remedy="Copy the model's tokenizer files here again, or name their directory with --tokenizer.",
+        ) from error  # fmt: skip
+
+
+def _add(writer: gguf.GGUFWriter, directory: Path, config: Mapping[str, Any], pre_tokenizer: str, home: str) -> None:
+    kind = str(config["model_type"])
+    has_pieces, has_json = ((directory / name).is_file() for name in ("tokenizer.model", "tokenizer.json"))
+    is_llama = kind in ("llama", "mistral", "mixtral")
+    only_json = kind in ("qwen2_moe", "qwen3_moe")
+    if not has_pieces and (not has_json or kind == "gemma2"):
+        needed = "tokenizer.model" if kind == "gemma2" else "tokenizer.model or tokenizer.json"
+        raise UsageError(
+            "there is no tokenizer", file=home, found=f"no {needed}",
+            remedy="Copy the base model's tokenizer files here, or name their directory with --tokenizer. To leave the "
+            "vocabulary out, pass --tokenizer none.",
+        )  # fmt: skip
+    said = _json(directory / "tokenizer_config.json")
+    if is_llama and said.get("add_prefix_space") is not None:
+        writer.add_add_space_prefix(said["add_prefix_space"])
+    if has_pieces and not only_json:
+        _add_pieces(writer, directory, config, said)
+        if kind.startswith("gemma"):
+            writer.add_add_space_prefix(False)
+    elif not (is_llama and _add_fast_pieces(writer, directory)):
+        _add_bytes(writer, directory, config, pre_tokenizer, home)
+    if is_llama and config.get("vocab_size") == _CODE_LLAMA:
+        _add_infill(writer, directory)
+    if is_llama and config.get("vocab_size") == _GRANITE:
+        writer.add_add_bos_token(False)
+
+
+def _json(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        return {}
+    found = json.loads(path.read_text(encoding="utf-8"))
+    if not isinstance(found, dict):
+        raise ValueError(f"{path.name} is no JSON object")
+    return found
+
+
+def _looks_special(token: str) -> bool:
+    """Whether a token that is not marked as special is one all the same, by how it is written."""
+    marks = (("<|", "|>"), ("<｜", "｜>"), ("<unused", ">"))
+    return token in ("<pad>", "<mask>", "<2mass>", "[@BOS@]") or any(
+        token.startswith(begin) and token.endswith(end) for begin, end in marks
+    )
+
+
+def _add_pieces(writer: gguf.GGUFWriter, directory: Path, config: Mapping[str, Any], said: Mapping[str, Any]) -> None:
+    """A sentencepiece model, with the tokens that tokenizer_config.json and added_tokens.json add to it."""
+    import gguf
+
+    try:
+        from sentencepiece import SentencePieceProcessor
+    except ImportError as error:
+        raise UnsupportedError(
+            "the tokenizer is a sentencepiece model, and sentencepiece is not installed", found=str(error),
+            remedy="Run: pip install 'zckpt[gguf]'.",
+        ) from error  # fmt: skip
+    pieces = SentencePieceProcessor()
+    pieces.LoadFromFile(str(directory / "tokenizer.model"))
+    size = config.get("vocab_size") or pieces.vocab_size()
+    tokens = [f"[PAD{number}]".encode() for number in range(size)]
+    scores, kinds = [-10000.0] * size, [_UNUSED] * size
+    for number in range(min(size, pieces.vocab_size())):
+        tokens[number], scores[number] = pieces.IdToPiece(number).encode(), pieces.GetScore(number)
+        kinds[number] = (
+            _UNKNOWN if pieces.IsUnknown(number) else _CONTROL if pieces.IsControl(number)
+            else _UNUSED if pieces.IsUnused(number) else _BYTE if pieces.IsByte(number) else _NORMAL
+        )  # fmt: skip
+    for text, number in _json(directory / "added_tokens.json").items():
+        if number < size:
+            tokens[number], scores[number], kinds[number] = text.encode(), -1000.0, _USER_DEFINED
+    for key, token in said.get("added_tokens_decoder", {}).items():
+        number, text = int(key), str(token["content"])
+        if number >= size:
+            continue
+        if token.get("special") or _looks_special(text):
+            kinds[number] = _CONTROL
+        else:
+            text, kinds[number] = text.replace("\u2581", " "), _USER_DEFINED
+        tokens[number], scores[number] = text.encode(), -1000.0
+    writer.add_tokenizer_model("llama")
+    writer.add_tokenizer_pre("default")
+    writer.add_token_list(tokens)
+    writer.add_token_scores(scores)
+    writer.add_token_types(kinds)
+    gguf.SpecialVocab(directory, n_vocab=size).add_to_gguf(writer, quiet=True)
+
+
+def _add_fast_pieces(writer: gguf.GGUFWriter, directory: Path) -> bool:
+    """A sentencepiece vocabulary of which only the tokenizer.json is there; False if it is of another kind."""
+    import gguf
+
+    try:
+        vocabulary = gguf.LlamaHfVocab(directory)
+    except (FileNotFoundError, TypeError):  # so the package says that it is none
+        return False
+    tokens, scores, kinds = zip(*vocabulary.all_tokens())
+    writer.add_tokenizer_model("llama")
+    writer.add_tokenizer_pre("default")
+    writer.add_token_list(list(tokens))
+    writer.add_token_scores(list(scores))
+    writer.add_token_types(list(kinds))
+    gguf.SpecialVocab(directory, n_vocab=len(tokens)).add_to_gguf(writer, quiet=True)
+    return True
+
+
+def _add_bytes(
+    writer: gguf.GGUFWriter, directory: Path, config: Mapping[str, Any], pre_tokenizer: str, home: str
+) -> None:
+    """A vocabulary of pairs of bytes, as in GPT-2."""
+    import gguf
+    from transformers import AutoTokenizer
+
+    tokenizer: Any = AutoTokenizer.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
+    vocabulary = tokenizer.get_vocab()
+    size = config.get("vocab_size", len(vocabulary))
+    if max(vocabulary.values()) >= size:
+        raise UsageError(
+            "the tokenizer has more tokens than the model", file=home, found=f"token {max(vocabulary.values()):,}",
+            expected=f"tokens below {size:,}, the rows of the embedding",
+            remedy="Name the model's own tokenizer with --tokenizer.",
+        )  # fmt: skip
+    name = pre_tokenizer or _pre_tokenizer(tokenizer, home)
+    by_number = {number: token for token, number in vocabulary.items()}
+    added, decoder = tokenizer.get_added_vocab(), tokenizer.added_tokens_decoder
+    tokens: list[str] = []
+    kinds: list[int] = []
+    for number in range(size):
+        token = by_number.get(number)
+        if token is None:
+            tokens.append(f"[PAD{number}]")
+            kinds.append(_UNUSED)
+            continue
+        kind = _NORMAL
+        if token in added:
+            if not decoder[number].normalized:
+                token = tokenizer.decode(tokenizer.encode(token, add_special_tokens=False))
+            kind = _CONTROL if decoder[number].special or _looks_special(token) else _USER_DEFINED
+            if kind == _USER_DEFINED:
+                token = token.replace("\u2581", " ")
+        tokens.append(token)
+        kinds.append(kind)
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre(name)
+    writer.add_token_list(tokens)
+    writer.add_token_types(kinds)
+    gguf.SpecialVocab(directory, load_merges=True).add_to_gguf(writer, quiet=True)
+
+
+def _pre_tokenizer(tokenizer: Any, home: str) -> str:
+    """llama.cpp's name of a tokenizer's pre-tokenizer.
+
+    Raises:
+        UnsupportedError: it is none of those that llama.cpp's converter knew.
+    """
+    with open(_TABLE, encoding="utf-8") as file:
+        table = json.load(file)
+    digest = hashlib.sha256(str(tokenizer.encode(table["text"])).encode()).hexdigest()
+    name = table["names"].get(digest)
+    if name is None:
+        raise UnsupportedError(
+            "llama.cpp's name of the tokenizer's pre-tokenizer is not known", file=home, found=f"digest {digest}",
+            expected="a tokenizer that llama.cpp's converter knows",
+            remedy="If it splits text as a known model's does, pass that one's name, such as --pre-tokenizer llama-bpe or "
+            "--pre-tokenizer qwen2.",
+        )  # fmt: skip
+    return str(name)
+
+
+def _add_infill(writer: gguf.GGUFWriter, directory: Path) -> None:
+    """The tokens by which Code Llama fills in text."""
+    import gguf
+
+    special = gguf.SpecialVocab(directory, load_merges=False, special_token_types=["prefix", "suffix", "middle", "eot"])
+    for number, kind in enumerate(("prefix", "suffix", "middle", "eot"), 32007):
+        special._set_special_token(kind, number)
+    special.add_to_gguf(writer, quiet=True)
