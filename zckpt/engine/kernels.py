@@ -132,24 +132,6 @@ class ReferenceKernels:
         """As `Kernels.to_e4m3`."""
         return kernels_fp8.to_e4m3(numbers, blocks, factors, out)
 
-
-def _fused(a: Any, b: Any, c: Any) -> Any:
-    """`a * b + c` in fp32, rounded once.
-
-    The product is exact in double precision. The sum is rounded there to odd, which does not matter to the second rounding, since
-    a double has more than twice the digits.
-    Source: Boldo and Melquiond, Emulation of FMA and correctly rounded sums: proved algorithms using rounding to odd, 2008.
-    """
-    import numpy as np
-
-    product, c = a.astype(np.float64) * b, c.astype(np.float64)
-    total = product + c
-    part = total - product
-    error = (product - (total - part)) + (c - part)
-    bits = total.view(np.int64)
-    inexact = (error != 0) & np.isfinite(total) & np.isfinite(error) & (bits & 1 == 0)
-    return (bits + inexact * np.where((error > 0) == (total > 0), 1, -1)).view(np.float64).astype(np.float32)
-
     def to_q8_0(self, numbers: Floats, blocks: Bytes) -> None:
         """As `Kernels.to_q8_0`."""
         import numpy as np
@@ -181,6 +163,24 @@ def _fused(a: Any, b: Any, c: Any) -> Any:
         scale = np.ascontiguousarray(held[:, :2]).view("<f2").astype(np.float32)
         with np.errstate(all="ignore"):
             numbers.reshape(count, 32)[...] = held[:, 2:].view(np.int8).astype(np.float32) * scale
+
+
+def _fused(a: Any, b: Any, c: Any) -> Any:
+    """`a * b + c` in fp32, rounded once.
+
+    The product is exact in double precision. The sum is rounded there to odd, which does not matter to the second rounding, since
+    a double has more than twice the digits.
+    Source: Boldo and Melquiond, Emulation of FMA and correctly rounded sums: proved algorithms using rounding to odd, 2008.
+    """
+    import numpy as np
+
+    product, c = a.astype(np.float64) * b, c.astype(np.float64)
+    total = product + c
+    part = total - product
+    error = (product - (total - part)) + (c - part)
+    bits = total.view(np.int64)
+    inexact = (error != 0) & np.isfinite(total) & np.isfinite(error) & (bits & 1 == 0)
+    return (bits + inexact * np.where((error > 0) == (total > 0), 1, -1)).view(np.float64).astype(np.float32)
 
 
 def kernels_of(engine: str) -> Kernels:
