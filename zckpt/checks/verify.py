@@ -178,7 +178,9 @@ def _compare(
     ]
     weights = sum(d.number < len(pairs) for d in bad)
     problems += summarized(others[:weights], "tensors differ from the checkpoint")
-    rounded = sorted({str(b.dtype) for a, b in pairs if not is_lossless(a.dtype, b.dtype)} | expected.rounded | _quantised(facts))
+    rounded = sorted(
+        {str(b.dtype) for a, b in pairs if not is_lossless(a.dtype, b.dtype)} | expected.rounded | _quantised(facts)
+    )
     state.add(
         "equal", f"{count(len(pairs), 'tensor equals', 'tensors equal')} the checkpoint{_exactly(rounded)}", problems
     )
