@@ -150,7 +150,7 @@ def prepare(checkpoint: str | os.PathLike[str], out: str | os.PathLike[str], opt
             remedy="Give a directory as OUT, or a greater --split-max-size.",
         )  # fmt: skip
     catalog = replace(model.catalog, tensors={entry.name: entry for entry in tensors}, aliases={}, padding=())
-    form = {**model.recorded["form"], "type": options.type, **({} if rows is None else {"rows": rows})}  # type: ignore[dict-item]
+    form = {**model.recorded["form"], "type": options.type, **({} if rows is None else {"rows": rows})}
     plan = Plan(layout.files, layout.pairs)
     order = order_for(options, plan, place, catalog, (), {"form": form}, single=single)
     said = (*opened.catalog.source.notes, *notes, *model.notes, *more)
