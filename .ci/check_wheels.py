@@ -24,7 +24,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 from wheels import ROOT, WORK, interpreter
 
 LARGEST = 12 << 20
-FIXTURE = ROOT / "fixtures" / "zero2" / "bf16_w2"
+FIXTURE = ROOT / "fixtures" / "zero2" / "bf16_w2" / "checkpoint"
 INTERPRETERS = ("3.10", "3.11", "3.12", "3.13", "3.14")
 PACKAGES = (
     *(

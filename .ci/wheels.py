@@ -32,7 +32,6 @@ class Platform:
         system: CMake's name of the system.
         processor: CMake's name of the processor.
         soabi: the last part of an extension's name there.
-        flags: of the compiler.
     """
 
     tag: str
@@ -40,14 +39,11 @@ class Platform:
     system: str
     processor: str
     soabi: str
-    flags: tuple[str, ...] = ()
 
 
 def _linux(tags: str, processor: str, libc: str) -> Platform:
-    # nanobind needs stdio.h, which other C libraries' headers happen to include.
-    flags = ("-include", "stdio.h") if libc == "musl" else ()
     soabi = f"{processor}-linux-{libc.partition('.')[0]}"
-    return Platform(tags, f"{processor}-linux-{libc}", "Linux", processor, soabi, flags)
+    return Platform(tags, f"{processor}-linux-{libc}", "Linux", processor, soabi)
 
 
 PLATFORMS = {
@@ -56,6 +52,8 @@ PLATFORMS = {
     "musllinux-x86_64": _linux("musllinux_1_2_x86_64", "x86_64", "musl"),
     "macos-arm64": Platform("macosx_11_0_arm64", "aarch64-macos.11.0", "Darwin", "arm64", "darwin"),
 }
+FLAGS = ("-include", "stdio.h")
+"""Of the compiler: nanobind uses stdio.h, which Python's headers for the stable ABI do not include."""
 VERSIONS = ("3.10", "3.11", "3.12")
 """Of CPython; the wheel of the last is for all later ones too."""
 
@@ -119,7 +117,7 @@ def build(python: Path, version: str, platform: Platform, out: Path) -> Path:
     shutil.rmtree(made, ignore_errors=True)
     tools = {
         tool: script(python, work, tool, *rest)
-        for tool, *rest in (("c++", "-target", platform.target, *platform.flags), ("ar",), ("ranlib",))
+        for tool, *rest in (("c++", "-target", platform.target, *FLAGS), ("ar",), ("ranlib",))
     }
     soabi = f"cpython-{version.replace('.', '')}-{platform.soabi}"
     defines = {
