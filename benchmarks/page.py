@@ -37,6 +37,11 @@ TITLES = {
         "Rank files of FSDP",
         "fp32 DTensors of 8 ranks, as verl saves them. verl's merger writes bf16; the rest of verl is not installed.",
     ),
+    "fp8 and GGUF": (
+        "fp8 and GGUF",
+        "A bf16 model of Llama's shape with at most 22 layers (1.1 B parameters), from shards of torch.distributed.checkpoint, in "
+        "one pass. The rivals begin with whole weights.",
+    ),
     "averages": (
         "Averages",
         "Three bf16 checkpoints of one model to one. mergekit keeps what it has computed in memory until a shard is full.",

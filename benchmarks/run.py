@@ -27,6 +27,7 @@ import hub
 import loading
 import merging
 import page
+import quantising
 import ranks
 import reshaping
 import torch_dist
@@ -46,6 +47,7 @@ SECTIONS = {
     "averages": averaging.measure,
     "deltas": deltas.measure,
     "merged adapters": merging.measure,
+    "fp8 and GGUF": quantising.measure,
     "tuning": tuning.measure,
     "growth": growth.measure,
 }

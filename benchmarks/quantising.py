@@ -1,0 +1,141 @@
+"""fp8 and GGUF out of a sharded run, beside what people do today: make whole weights, then run a second tool over them.
+
+    python benchmarks/quantising.py --whole WEIGHTS [--layers 48]            # the model as transformers has it
+    python benchmarks/quantising.py --rival torch-fp8|gguf-q8_0 WEIGHTS OUT  # from whole weights
+
+A Llama shape in bf16. The rivals' times begin with whole weights: zckpt's begin with shards of torch.distributed.checkpoint.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+from measure import PYTHON, ROOT, ZCKPT, Job, Row, copying, in_turn, remove
+
+WIDTH, INNER, WORDS = 2048, 5632, 32000
+
+
+def shapes(layers: int) -> dict[str, tuple[int, ...]]:
+    """Llama's parameters by name; 22 layers are 1.1 B."""
+    found: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (WORDS, WIDTH)}
+    for layer in range(layers):
+        at = f"model.layers.{layer}."
+        found |= {f"{at}self_attn.{kind}_proj.weight": (WIDTH, WIDTH) for kind in "qkvo"}
+        found |= {f"{at}mlp.{kind}_proj.weight": (INNER, WIDTH) for kind in ("gate", "up")}
+        found |= {f"{at}mlp.down_proj.weight": (WIDTH, INNER)}
+        found |= {f"{at}{norm}_layernorm.weight": (WIDTH,) for norm in ("input", "post_attention")}
+    return {**found, "model.norm.weight": (WIDTH,), "lm_head.weight": (WORDS, WIDTH)}
+
+
+def write(dest: Path, layers: int) -> None:
+    """The model in one file, with its config."""
+    import torch
+    from safetensors.torch import save_file
+    from synth import numbers
+
+    dest.mkdir(parents=True)
+    sizes = {"hidden_size": WIDTH, "intermediate_size": INNER, "num_hidden_layers": layers, "num_attention_heads": 16}
+    more = {"num_key_value_heads": 16, "vocab_size": WORDS, "rms_norm_eps": 1e-5, "max_position_embeddings": 2048}
+    config = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "dtype": "bfloat16", **sizes, **more}
+    (dest / "config.json").write_text(json.dumps(config))
+    tensors = {
+        name: numbers(number, torch.Size(shape).numel()).to(torch.bfloat16).view(shape)
+        for number, (name, shape) in enumerate(shapes(layers).items())
+    }
+    save_file(tensors, dest / "model.safetensors", {"format": "pt"})
+
+
+def by_torch(whole: Path, out: Path) -> None:
+    """fp8 in blocks of 128 x 128, tensor by tensor; everything is in memory when it is saved."""
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    made = {}
+    for name, weight in load_file(whole / "model.safetensors").items():
+        if "_proj." not in name:
+            made[name] = weight
+            continue
+        rows, columns = weight.shape
+        blocks = weight.float().view(rows // 128, 128, columns // 128, 128)
+        scales = blocks.abs().amax((1, 3)).clamp(min=1e-12) / 448
+        made[name] = (blocks / scales[:, None, :, None]).view(rows, columns).to(torch.float8_e4m3fn)
+        made[f"{name}_scale_inv"] = scales
+    out.mkdir()
+    save_file(made, out / "model.safetensors", {"format": "pt"})
+
+
+def by_gguf(whole: Path, out: Path) -> None:
+    """q8_0 by the gguf package's own quantisation and writer, without vocabulary."""
+    import gguf
+    import numpy as np
+    from safetensors import safe_open
+
+    writer = gguf.GGUFWriter(out, "llama")
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, 48)
+    with safe_open(whole / "model.safetensors", "pt") as file:
+        for name in file.keys():  # noqa: SIM118 - not a dict
+            tensor = file.get_tensor(name).float().numpy()
+            target = names.get_name(name, (".weight",))
+            if tensor.ndim == 1:
+                writer.add_tensor(target, tensor)
+            else:
+                blocks = gguf.quants.quantize(np.ascontiguousarray(tensor), gguf.GGMLQuantizationType.Q8_0)
+                writer.add_tensor(target, blocks, raw_dtype=gguf.GGMLQuantizationType.Q8_0)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def measure(work: Path, layers: int, rounds: int) -> list[Row]:
+    """Each from shards, beside `cp` of the output, and the second pass of each rival."""
+    whole, shards = work / "whole", work / "shards"
+    subprocess.run([*PYTHON, __file__, "--whole", str(whole), "--layers", str(min(layers, 22))], check=True)
+    subprocess.run([*ZCKPT, "to-dcp", str(whole), str(shards), "--quiet"], check=True)
+    rows: list[Row] = []
+    fp8, gguf = work / "fp8", work / "model.gguf"
+    commands = {
+        "torch-fp8": ("to-fp8, blocks of 128 x 128", ["to-fp8", str(shards), str(fp8)], fp8, work / "their-fp8"),
+        "gguf-q8_0": (
+            "to-gguf, q8_0",
+            ["to-gguf", str(shards), str(gguf), "--type", "q8_0", "--tokenizer", "none"],
+            gguf,
+            work / "their.gguf",
+        ),
+    }
+    names = {"torch-fp8": "torch, from whole weights in memory", "gguf-q8_0": "the gguf package, from whole weights"}
+    for rival, (what, words, out, theirs) in commands.items():
+        drops = (theirs,)
+        clears = (out, out.with_name(f"{out.name}.zckpt.json"))
+        jobs = {
+            "ours": Job([*ZCKPT, *words, "--quiet"], clears=clears),
+            "cp": copying(out, work / "copy"),
+            "rival": Job([*PYTHON, __file__, "--rival", rival, str(whole), str(theirs)], clears=drops, drops=drops),
+        }
+        taken = in_turn(jobs, rounds)
+        rows.append(Row(what, taken["ours"], "`cp` and `sync` of the output", taken["cp"]))
+        rows.append(Row(what, taken["ours"], names[rival], taken["rival"], "not durable"))
+        for path in clears:
+            remove(path)
+    remove(whole)
+    remove(shards)
+    return rows
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("dest", type=Path)
+    parser.add_argument("out", type=Path, nargs="?")
+    parser.add_argument("--layers", type=int, default=22)
+    parser.add_argument("--whole", action="store_true")
+    parser.add_argument("--rival", choices=("torch-fp8", "gguf-q8_0"))
+    options = parser.parse_args()
+    sys.path.insert(0, str(ROOT / "benchmarks"))
+    if options.rival:
+        {"torch-fp8": by_torch, "gguf-q8_0": by_gguf}[options.rival](options.dest, options.out)
+    else:
+        write(options.dest, options.layers)
