@@ -87,6 +87,8 @@ JOBS = {
         ("dcp/accelerate_fsdp2_w2", ""),
         ("dcp/boxes_w4", "no optimizer states"),
         ("megatron_legacy/tied_pp2_dp2", ""),
+        ("fairscale/fairseq_w3", ""),
+        ("fairscale/metaseq_w4", ""),
     ],
 )
 def test_split_models_behind_an_address(name: str, refused: str, tmp_path: Path) -> None:
@@ -105,6 +107,16 @@ def test_split_models_behind_an_address(name: str, refused: str, tmp_path: Path)
         assert local_tree(tmp_path / "here") == local_tree(tmp_path / "there"), job
         for place in ("here", "there"):
             shutil.rmtree(tmp_path / place)
+
+
+@pytest.mark.parametrize(("name", "shapes"), [("llama_w2", "config.json"), ("local_uneven_w3", "shapes.json")])
+def test_flat_parameters(name: str, shapes: str, tmp_path: Path) -> None:
+    home = FIXTURES / "flat" / name
+    address = put(home / "checkpoint", "memory://m/ckpt")
+    options = Options(read_options=ReadOptions(shapes=str(home / shapes)))
+    for source, out in ((home / "checkpoint", "want"), (address, "out")):
+        zckpt.convert(source, tmp_path / f"{out}.safetensors", options=options)
+    assert (tmp_path / "want.safetensors").read_bytes() == (tmp_path / "out.safetensors").read_bytes()
 
 
 @pytest.mark.parametrize(
