@@ -39,7 +39,7 @@ TITLES = {
     ),
     "fp8 and GGUF": (
         "fp8 and GGUF",
-        "A bf16 model of Llama's shape with at most 22 layers (1.1 B parameters), from shards of torch.distributed.checkpoint, in "
+        "A bf16 model of Llama's shape with at most 22 layers (1.1 B parameters), from torch.distributed.checkpoint's shards in "
         "one pass. The rivals begin with whole weights.",
     ),
     "averages": (

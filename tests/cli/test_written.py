@@ -24,9 +24,8 @@ def test_a_rate_only_where_it_means_something() -> None:
 
 def said(**facts: Any) -> list[str]:
     usual = {"files": (("a", 2_000_000), ("b", 1)), "bytes_written": 2_000_001, "kept": 0, "already_done": False}
-    planned: Any = SimpleNamespace(out="out")
     report: Any = SimpleNamespace(**{**usual, **facts})
-    return list(_lines(planned, Words("2 tensors as bf16", lambda files: f"use {sorted(files)}"), report, 0.5))
+    return list(_lines("out", Words("2 tensors as bf16", lambda files: f"use {sorted(files)}"), report, 0.5))
 
 
 def test_what_was_written_and_what_was_there_already() -> None:
