@@ -17,6 +17,7 @@ import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -97,7 +98,9 @@ def library() -> Any:
     """
     try:
         import gguf
-        import transformers  # noqa: F401
+
+        if find_spec("transformers") is None:  # reads tokenizers; it takes seconds to import, and torch with it
+            raise ImportError("No module named 'transformers'")
     except ImportError as error:
         raise UnsupportedError(
             "GGUF's metadata needs packages that are not installed", found=str(error), expected="gguf and transformers",
