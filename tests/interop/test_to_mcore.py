@@ -200,11 +200,12 @@ def test_the_distributed_optimizer_of_megatron_core_loads_states(tmp_path: Path)
         ours, theirs = (open_catalog(place) for place in (job["checkpoint"], job["again"]))
         states, found = (layouts.read_training(opened.place.listing).states for opened in (ours, theirs))
         names = {**{name: name for name in ours.catalog.tensors}, **ours.catalog.aliases}
-        assert {names[name] for name in found} == set(states) == set(ours.catalog.tensors)
+        biases = {name for name in ours.catalog.tensors if name.endswith(".expert_bias")}  # a buffer in Megatron-Core
+        assert {names[name] for name in found} == set(states) - biases == set(ours.catalog.tensors) - biases
         for name in theirs.catalog.tensors:
             own = ours.catalog.tensors[names[name]]
             assert same_bits(read_tensor(theirs.catalog.tensors[name], "pt"), read_tensor(own, "pt")), name
-            for moment in ("exp_avg", "exp_avg_sq"):
+            for moment in ("exp_avg", "exp_avg_sq") if names[name] not in biases else ():
                 a, b = (read_tensor(held[moment], "pt") for held in (found[name], states[names[name]]))
                 assert same_bits(a, b), (moment, name)
 
