@@ -20,6 +20,7 @@ from zckpt import runtime
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import deepspeed_on_cpu
+import gloo
 
 VARIANTS: list[tuple[int, str, dict[str, Any], dict[str, Any]]] = [
     *((stage, name, {}, {}) for stage, name in itertools.product(range(4), PRECISIONS)),
@@ -151,7 +152,7 @@ def main() -> None:
     for stage in range(4):
         results[f"between {stage}"] = {"value": between_micro_batches(out, stage)}
     (out / f"rank_{dist.get_rank()}.json").write_text(json.dumps(results))
-    dist.destroy_process_group()
+    gloo.end()
 
 
 if __name__ == "__main__":

@@ -17,6 +17,7 @@ from zckpt import runtime
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import deepspeed_on_cpu
+import gloo
 
 
 def losses(initialize: Any, stage: int, accumulation: int, extra: dict[str, Any]) -> list[float]:
@@ -64,7 +65,7 @@ def main() -> None:
                 results[f"{kind} {stage} {accumulation}"] = {"value": [theirs, ours]}
     out = Path(sys.argv[1])
     (out / f"rank_{dist.get_rank()}.json").write_text(json.dumps(results))
-    dist.destroy_process_group()
+    gloo.end()
 
 
 if __name__ == "__main__":

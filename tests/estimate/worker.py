@@ -6,6 +6,7 @@ import ctypes
 import gc
 import json
 import sys
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,6 +14,10 @@ import torch.distributed as dist
 from torch import nn
 
 import zckpt.runtime
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+import gloo
 
 WIDTH, WORDS = 256, 2000
 
@@ -94,7 +99,7 @@ def main(path: str) -> None:
     found = [measure(counter, case) for case in job["cases"]]
     with open(f"{path}.{dist.get_rank()}", "w", encoding="utf-8") as file:
         json.dump(found, file)
-    dist.destroy_process_group()
+    gloo.end()
 
 
 main(sys.argv[1])

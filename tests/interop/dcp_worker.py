@@ -30,6 +30,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard, distribute_tensor
 
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+import gloo
+
 WHOLE = StateDictOptions(full_state_dict=True)
 
 
@@ -103,8 +107,7 @@ def main() -> None:
         found = run(job)
         if dist.get_rank() == 0:
             torch.save(found, path.with_name(f"{number}.pt"))
-    dist.barrier()
-    dist.destroy_process_group()
+    gloo.end()
 
 
 if __name__ == "__main__":

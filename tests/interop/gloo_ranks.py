@@ -15,6 +15,7 @@ import torch.distributed as dist
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import deepspeed_on_cpu
+import gloo
 
 
 @contextlib.contextmanager
@@ -23,8 +24,7 @@ def gloo_ranks() -> Iterator[None]:
     torch.set_num_threads(1)
     deepspeed_on_cpu.initialize()
     yield
-    dist.barrier()
-    dist.destroy_process_group()
+    gloo.end()
 
 
 def tell(run: Callable[[Any], object]) -> None:

@@ -18,8 +18,10 @@ import torch
 import torch.distributed as dist
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "fixtures"))
+sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import generate_mcore
+import gloo
 from gloo_ranks import tell
 
 generate_mcore.on_cpu()
@@ -96,5 +98,4 @@ if __name__ == "__main__":
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     tell(run)
-    dist.barrier()
-    dist.destroy_process_group()
+    gloo.end()

@@ -6,13 +6,18 @@ Argument: the directory in which `trainer_worker` has trained on two ranks. Here
 from __future__ import annotations
 
 import json
+import sys
 import warnings
+from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
 from trainer_worker import HOME, accelerated, deepspeed_on_cpu, ds_config, train
 
 import zckpt
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+import gloo
 
 UNIVERSAL: dict[str, Any] = {"checkpoint": {"load_universal": True}}
 
@@ -44,7 +49,7 @@ def main() -> None:
         out / "none", 2, rows=4, load=out / "accelerate universal", **UNIVERSAL
     )  # fmt: skip
     (HOME / "resharded.json").write_text(json.dumps({"notes": notes, "results": results}))
-    dist.destroy_process_group()
+    gloo.end()
 
 
 if __name__ == "__main__":

@@ -26,6 +26,7 @@ from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import deepspeed_on_cpu
+import gloo
 
 HOME, ENGINE = Path(sys.argv[1]), (*sys.argv, "deepspeed")[2]
 STEPS, SAVED = 4, 2
@@ -175,8 +176,7 @@ def main() -> None:
             mine / f"{name} resumed", resume=theirs / name / f"checkpoint-{SAVED}", **kind
         )
     (HOME / f"{ENGINE}_{dist.get_rank()}.json").write_text(json.dumps(results))
-    dist.barrier()
-    dist.destroy_process_group()
+    gloo.end()
 
 
 if __name__ == "__main__":

@@ -118,5 +118,5 @@ def average(
     began = time.perf_counter()
     planned = prepare(ckpts, out, o.chosen(AverageOptions, way, weights, selection, names, source, speed, writing))
     words = words_of(planned, planned.dtype)
-    what = f"{words.what}, of {count(len(planned.sources), 'checkpoint')}"
+    what = f"{words.what}, of {count(len(planned.checkpoints), 'checkpoint')}"
     finish(planned, replace(words, what=what), began, writing, shown)

@@ -87,7 +87,7 @@ def to_gguf(
     source: o.SourceOptions,
     speed: o.WriteSpeed,
     writing: o.Writing,
-    shown: o.Shown,
+    shown: o.ShownProgress,
 ) -> None:
     """Writes GGUF files."""
     from zckpt.jobs.options import GgufOptions

@@ -70,7 +70,7 @@ def to_fp8(
     source: o.SourceOptions,
     speed: o.WriteSpeed,
     writing: o.Writing,
-    shown: o.Shown,
+    shown: o.ShownProgress,
 ) -> None:
     """Writes weights of fp8."""
     from zckpt.jobs.options import Fp8Options
@@ -81,7 +81,7 @@ def to_fp8(
     number = len(planned.quantisers)
     what = (
         f"{count(number, 'matrix', 'matrices')} as fp8 ({model.scheme.value}), "
-        f"{count(len(planned.source) - number, 'other tensor')} as {model.dtype.value}"
+        f"{count(planned.others, 'other tensor')} as {model.dtype.value}"
     )
     facts: dict[str, object] = {"dtype": model.dtype.value, "scheme": model.scheme.value, "quantized": number}
     use = f"load it with transformers.AutoModelForCausalLM.from_pretrained({out!r}), or vllm serve {out}"

@@ -11,12 +11,6 @@ namespace {
 
 constexpr uint32_t kMagnitude = 0x7FFFFFFF, kInfinity = 0x7F800000, kNan = 0x7FC00000;
 
-#if defined(__GNUC__)
-#define ZCKPT_INLINE inline __attribute__((always_inline))
-#else
-#define ZCKPT_INLINE inline
-#endif
-
 ZCKPT_INLINE uint32_t bits_of(float x) {
   uint32_t b;
   std::memcpy(&b, &x, 4);
@@ -43,7 +37,7 @@ ZCKPT_VECTOR void multiply(float* x, size_t n, float factor) {
 constexpr uint32_t kLeastNormal = 0x3C800000, kHalfway = 0x43E80000, kLargest = 0x43E00000;  // 1/64, 464, 448
 constexpr float kSteps = 16384.0f;  // fp32 has steps of 1/512 there
 
-struct Tally {
+struct Losses {
   uint32_t saturated, underflowed, error;
 };
 
@@ -51,7 +45,7 @@ struct Tally {
 ZCKPT_INLINE uint32_t mask(bool is) { return 0u - static_cast<uint32_t>(is); }
 ZCKPT_INLINE uint32_t chosen(uint32_t mask, uint32_t yes, uint32_t no) { return (yes & mask) | (no & ~mask); }
 
-ZCKPT_VECTOR void round_run(const float* __restrict x, size_t n, float factor, uint8_t* __restrict out, Tally* __restrict tally) {
+ZCKPT_VECTOR void round_run(const float* __restrict x, size_t n, float factor, uint8_t* __restrict out, Losses* __restrict losses) {
   uint32_t saturated = 0, underflowed = 0, error = 0;
   for (size_t i = 0; i < n; ++i) {
     const uint32_t bits = bits_of(x[i]), size = bits & kMagnitude;
@@ -70,7 +64,7 @@ ZCKPT_VECTOR void round_run(const float* __restrict x, size_t n, float factor, u
     saturated -= over & ~none;
     underflowed -= mask(number == 0) & mask(size != 0);
   }
-  *tally = {saturated, underflowed, error};
+  *losses = {saturated, underflowed, error};
 }
 
 // Calls `each(first element, elements, block)` for every part of a row that is in one block.
@@ -106,11 +100,11 @@ Rounded to_e4m3(const float* x, const Blocks& blocks, const float* factors, uint
   for_each_run(blocks, [&](size_t at, size_t n, size_t block) {
     constexpr size_t kMost = size_t{1} << 30;  // counts of so many fit
     for (size_t done = 0; done < n; done += kMost) {
-      Tally tally{};
-      round_run(x + at + done, std::min(kMost, n - done), factors[block], out + at + done, &tally);
-      rounded.saturated += tally.saturated;
-      rounded.underflowed += tally.underflowed;
-      error = std::max(error, tally.error);
+      Losses losses{};
+      round_run(x + at + done, std::min(kMost, n - done), factors[block], out + at + done, &losses);
+      rounded.saturated += losses.saturated;
+      rounded.underflowed += losses.underflowed;
+      error = std::max(error, losses.error);
     }
   });
   rounded.error = from_bits(error);

@@ -15,12 +15,6 @@
 namespace zckpt {
 namespace {
 
-#if defined(__GNUC__)
-#define ZCKPT_INLINE inline __attribute__((always_inline))
-#else
-#define ZCKPT_INLINE inline
-#endif
-
 ZCKPT_INLINE void adam(const Rates& r, float* __restrict p, const float* __restrict g, float* __restrict m, float* __restrict v, size_t n) {
   const bool small = std::fabs(r.one_less_beta1) < 0.5f;  // of lerp
   const float weight = small ? r.one_less_beta1 : r.one_less_beta1 - 1.0f;

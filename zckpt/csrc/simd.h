@@ -16,6 +16,13 @@
 #define ZCKPT_VECTOR
 #endif
 
+// What such a function calls must become a part of it, or it would be compiled for any processor.
+#if defined(__GNUC__)
+#define ZCKPT_INLINE inline __attribute__((always_inline))
+#else
+#define ZCKPT_INLINE inline
+#endif
+
 namespace zckpt {
 
 enum class Unit { kHalves, kFolding, kMultiplyAdd };  // AVX2 with F16C; carry-less multiplication; AVX2 with FMA

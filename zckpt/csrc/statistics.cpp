@@ -31,13 +31,13 @@ DType real(DType d) { return d == C64 ? F32 : d == C128 ? F64 : d; }
 
 // ---- one array ------------------------------------------------------------------------------------------------------
 
-struct Counts {
-  uint64_t nan = 0, inf = 0, nonzero = 0;
+struct Counts {  // without a constructor: clang makes none for functions of two versions, and the library would not load
+  uint64_t nan, inf, nonzero;
 };
 
 template <typename U>
 inline Counts count_plain(const char* data, size_t n, U magnitude, U infinity) {
-  Counts total;
+  Counts total{};
   for (size_t i = 0; i < n;) {
     U nan = 0, inf = 0, nonzero = 0;  // as wide as the numbers, so that vectors keep their width: at most 255 each
     for (const size_t stop = std::min<size_t>(n, i + 255); i < stop; ++i) {
@@ -63,7 +63,7 @@ Counts count_float8(DType dtype, const uint8_t* data, size_t n) {
   std::array<float, 256> values;
   Overflow unused;
   cast(dtype, F32, codes.data(), values.data(), 256, false, unused);
-  Counts c;
+  Counts c{};
   for (size_t i = 0; i < n; ++i) {
     const float x = values[data[i]];
     c.nan += std::isnan(x);
@@ -83,7 +83,7 @@ Counts count_any(DType dtype, const void* data, size_t n) {
     default: break;
   }
   if (is_float(dtype)) return count_float8(dtype, static_cast<const uint8_t*>(data), n);
-  Counts c;  // whole numbers
+  Counts c{};  // whole numbers
   const size_t size = kItemSize[dtype];
   for (size_t i = 0; i < n * size; i += size) c.nonzero += std::any_of(p + i, p + i + size, [](char x) { return x != 0; });
   return c;

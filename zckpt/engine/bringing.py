@@ -20,7 +20,7 @@ from zckpt.core.plan import Plan
 from zckpt.core.recipes import Kernels, Tools, followed
 from zckpt.engine.batches import Batch, batches
 from zckpt.engine.kernels import kernels_of
-from zckpt.engine.prefetch import Span, moved_near
+from zckpt.engine.prefetch import Span, check_unchanged, moved_near
 from zckpt.engine.reference import run_batch as reference_batch
 from zckpt.storage import fsspec_io
 from zckpt.storage.descriptors import OpenFiles
@@ -82,17 +82,13 @@ class Bringer:
             RemoteError: a range could not be fetched.
             ZckptError: an input of a recipe cannot be read, or changed.
         """
-        remote = [span for span in spans if isinstance(span.store, FileStore)]
-        fetched = iter(
-            fsspec_io.fetch([fsspec_io.Range(str(s.store), s.start, s.stop) for s in remote]) if remote else ()
-        )
-        computed = iter(self._computed([span for span in spans if isinstance(span.store, DerivedStore)]))
-        return [next(fetched) if isinstance(span.store, FileStore) else next(computed) for span in spans]
+        return _brought(spans, self._computed)
 
     def check_sources(self) -> None:
         """Makes sure that no input of a recipe changed while it was read; raises CorruptError or InconsistentError."""
         for worker in self._all:
             worker.files.check_sources()
+        check_unchanged({path: store for worker in self._all for path, store in worker.fetched.items()}.values())
 
     def _computed(self, spans: Sequence[Span]) -> Sequence[tuple[Any, int]]:
         if len(spans) < 2 or self._threads < 2:
@@ -115,6 +111,7 @@ class _Worker:
 
     def __init__(self, engine: str, *, give_back: bool, spend: Callable[[int], None]) -> None:
         self.files = OpenFiles(give_back=give_back, most=_MOST_FILES)
+        self.fetched: dict[str, FileStore] = {}
         self._engine = engine
         self._give_back = give_back
         self._spend = spend
@@ -151,9 +148,8 @@ class _Worker:
         return followed(store, span.start, span.stop, self)
 
     def _bring(self, spans: Sequence[Span]) -> Sequence[tuple[Any, int]]:
-        ranges = [fsspec_io.Range(str(s.store), s.start, s.stop) for s in spans if isinstance(s.store, FileStore)]
-        fetched = iter(fsspec_io.fetch(ranges) if ranges else ())
-        return [next(fetched) if isinstance(span.store, FileStore) else self.follow(span) for span in spans]
+        self.fetched |= {span.store.path: span.store for span in spans if isinstance(span.store, FileStore)}
+        return _brought(spans, lambda derived: [self.follow(span) for span in derived])
 
     def _run(self, batch: Batch, entry: TensorEntry, dtype: DType) -> None:
         descriptors = [self.files.of(store) for store in batch.stores]
@@ -172,5 +168,15 @@ class _Worker:
             raise CastError(
                 f"tensor {entry.name!r} has numbers too large for {dtype.torch_name}",
                 found=f"{count:,} of them, the largest {largest:,.6g}", expected="numbers that can be computed with",
-                remedy="Look at them with `zckpt inspect --stats`, and leave the tensor out with --exclude if it is damaged.",
+                remedy="Look at them with `zckpt verify CKPT --deep`, and leave the tensor out with --exclude if it is damaged.",
             )  # fmt: skip
+
+
+def _brought(
+    spans: Sequence[Span], compute: Callable[[Sequence[Span]], Sequence[tuple[Any, int]]]
+) -> Sequence[tuple[Any, int]]:
+    """What `Bringer.bring` returns; `compute` follows the recipes."""
+    ranges = [fsspec_io.Range(s.store.path, s.start, s.stop) for s in spans if isinstance(s.store, FileStore)]
+    fetched = iter(fsspec_io.fetch(ranges) if ranges else ())
+    computed = iter(compute([span for span in spans if isinstance(span.store, DerivedStore)]))
+    return [next(fetched) if isinstance(span.store, FileStore) else next(computed) for span in spans]

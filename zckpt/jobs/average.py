@@ -20,7 +20,6 @@ from zckpt.base.words import count, examples
 from zckpt.core.catalog import Catalog, TensorEntry, replace_name
 from zckpt.core.dtypes import CAST_TARGETS, F32, SHORT_NAMES, DType
 from zckpt.core.recipes import Interpolated, Mean, Moved, MovingAverage, Recipe, WeightedSum, derived
-from zckpt.engine import replicas
 from zckpt.engine.scan import scan
 from zckpt.engine.scan_requests import comparisons
 from zckpt.jobs.convert import PlannedConversion, usual_dtype
@@ -38,14 +37,12 @@ class PlannedAverage(PlannedConversion):
     """An average that is planned but not begun; further attributes as in `PlannedConversion`.
 
     Attributes:
-        sources: the catalogs of the checkpoints, in the order in which they count; a base comes first.
+        checkpoints: in the order in which they count; a base comes first.
         weights: what each of them counts, if that was said.
-        checkpoints: the same, with their places.
     """
 
-    sources: tuple[Catalog, ...]
+    checkpoints: tuple[Opened, ...]
     weights: tuple[float, ...] | None
-    checkpoints: tuple[Opened, ...] = ()
 
     @property
     def made_from(self) -> tuple[Opened, ...]:
@@ -56,12 +53,6 @@ class PlannedAverage(PlannedConversion):
     def dtype(self) -> str:
         """The short name of the output's dtype."""
         return SHORT_NAMES[self.order.dtype or F32]
-
-    def check(self) -> tuple[str, ...]:
-        """As in `Planned`, of every checkpoint."""
-        for catalog in self.sources:
-            replicas.check(catalog)
-        return ()
 
 
 def average(
@@ -153,7 +144,7 @@ def prepare(
     order = replace(planned.order, options={**planned.order.options, "average": facts})
     notes = (*(note for one in opened[:-1] for note in one.catalog.source.notes), *planned.notes, *_differing(copied))
     sources = tuple(one.catalog for one in opened)
-    return PlannedAverage(computed, order, tuple(dict.fromkeys(notes)), how, sources, weights, tuple(opened))
+    return PlannedAverage(computed, order, tuple(dict.fromkeys(notes)), how, tuple(opened), weights, sources=sources)
 
 
 def _is_tied(name: str, kept: str, catalog: Catalog) -> bool:

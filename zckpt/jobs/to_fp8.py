@@ -19,7 +19,6 @@ from zckpt.base.words import count, examples
 from zckpt.core.catalog import Catalog, TensorEntry
 from zckpt.core.dtypes import BF16, F32, DType
 from zckpt.core.plan import Plan
-from zckpt.engine import replicas
 from zckpt.jobs.convert import PlannedConversion, order_for, select
 from zckpt.jobs.open import open_catalog, strip_wrappers
 from zckpt.jobs.options import Fp8Options, Options, extended, output_dtype, to_dtype
@@ -63,17 +62,12 @@ class PlannedFp8(PlannedConversion):
     """A quantisation that is planned but not begun; further attributes as in `Planned`.
 
     Attributes:
-        source: the tensors before they are quantised.
         quantisers: as in `Fp8Weights`.
+        others: how many tensors are not quantised.
     """
 
-    source: Catalog = field(kw_only=True)
     quantisers: Mapping[str, Quantiser] = field(kw_only=True)
-
-    def check(self) -> tuple[str, ...]:
-        """As in `Planned`."""
-        replicas.check(self.source)
-        return ()
+    others: int = field(kw_only=True)
 
     def tensors(self) -> list[dict[str, object]]:
         """What quantising did to each tensor, for `--json`; numbers are None where others made some of the elements."""
@@ -181,7 +175,11 @@ def prepare(checkpoint: str | os.PathLike[str], out: str | os.PathLike[str], opt
         {**form.recorded, RECORDED: {key: value for key, value in recorded.items() if value}},
     )  # fmt: skip
     notes = (*opened.catalog.source.notes, *stripped, *form.notes, *weights.notes)
-    return PlannedFp8(opened, order, notes, options, source=catalog, quantisers=weights.quantisers)
+    of_quantised = replace(catalog, tensors={name: catalog.tensors[name] for name in weights.quantisers}, aliases={})
+    return PlannedFp8(
+        opened, order, notes, options, sources=(of_quantised,), quantisers=weights.quantisers,
+        others=len(catalog) - len(weights.quantisers),
+    )  # fmt: skip
 
 
 def fp8_weights(

@@ -9,16 +9,15 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from zckpt.base.errors import UnsupportedError, UsageError
 from zckpt.base.progress import Progress
 from zckpt.base.sizes import to_bytes
-from zckpt.core.catalog import Catalog, TensorEntry
+from zckpt.core.catalog import TensorEntry
 from zckpt.core.fragments import DerivedStore
 from zckpt.core.plan import Plan
-from zckpt.engine import replicas
 from zckpt.jobs.convert import PlannedConversion, order_for, select
 from zckpt.jobs.open import Opened, open_catalog, strip_wrappers
 from zckpt.jobs.options import GgufOptions, Options, extended
@@ -32,33 +31,6 @@ from zckpt.output.delivery import check_output
 from zckpt.storage.location import Location, locate
 
 SUFFIX = ".gguf"
-
-
-@dataclass(frozen=True, slots=True)
-class PlannedGguf(PlannedConversion):
-    """A conversion that is planned but not begun; further attributes as in `PlannedConversion`.
-
-    Attributes:
-        model: the tensors before anything is computed of them.
-    """
-
-    model: Catalog
-
-    def check(self) -> tuple[str, ...]:
-        """As in `PlannedConversion`, of what the tensors are made of."""
-        sources = enumerate(_sources(self.model.tensors.values()))
-        replicas.check(replace(self.model, tensors={str(number): entry for number, entry in sources}, aliases={}))
-        return ()
-
-
-def _sources(entries: Iterable[TensorEntry]) -> Iterator[TensorEntry]:
-    """The tensors, and in the place of those that are computed what they are computed of."""
-    for entry in entries:
-        recipes = {id(f.store): f.store.recipe for f in entry.fragments if isinstance(f.store, DerivedStore)}
-        if not recipes:
-            yield entry
-        for recipe in recipes.values():
-            yield from _sources(recipe.inputs)
 
 
 def to_gguf(
@@ -116,7 +88,7 @@ def to_gguf(
     return carried_out(prepare(checkpoint, out, chosen), progress, "to gguf", began)
 
 
-def prepare(checkpoint: str | os.PathLike[str], out: str | os.PathLike[str], options: GgufOptions) -> PlannedGguf:
+def prepare(checkpoint: str | os.PathLike[str], out: str | os.PathLike[str], options: GgufOptions) -> PlannedConversion:
     """Everything but the work; arguments as for `to_gguf`. Writes nothing."""
     source, place = locate(checkpoint), locate(out)
     single = _is_single(place, options)
@@ -154,7 +126,20 @@ def prepare(checkpoint: str | os.PathLike[str], out: str | os.PathLike[str], opt
     plan = Plan(layout.files, layout.pairs)
     order = order_for(options, plan, place, catalog, (), {"form": form}, single=single)
     said = (*opened.catalog.source.notes, *notes, *model.notes, *more)
-    return PlannedGguf(opened, order, said, options, model.catalog)
+    held = {id(entry) for entry in tensors}
+    sources = (entry for entry in _sources(model.catalog.tensors.values()) if id(entry) not in held)
+    read = replace(model.catalog, tensors={str(number): entry for number, entry in enumerate(sources)}, aliases={})
+    return PlannedConversion(opened, order, said, options, sources=(read,))
+
+
+def _sources(entries: Iterable[TensorEntry]) -> Iterator[TensorEntry]:
+    """The tensors, and in the place of those that are computed what they are computed of."""
+    for entry in entries:
+        recipes = {id(f.store): f.store.recipe for f in entry.fragments if isinstance(f.store, DerivedStore)}
+        if not recipes:
+            yield entry
+        for recipe in recipes.values():
+            yield from _sources(recipe.inputs)
 
 
 def _is_single(out: Location, options: GgufOptions) -> bool:

@@ -163,7 +163,7 @@ class Quantiser:
                 f"tensor {self.entry.name!r} holds NaN or infinity, which have no place in fp8",
                 found=f"{int((~np.isfinite(largest)).sum()):,} of the blocks that were looked at hold one",
                 expected="finite numbers",
-                remedy="Look at it with `zckpt inspect --stats`; --keep leaves a tensor in half precision.",
+                remedy="Look at it with `zckpt verify CKPT --deep`; --keep leaves a tensor in half precision.",
             )
         scales: Floats = (np.maximum(largest, np.float32(_LEAST)) / np.float32(_LARGEST)).astype(np.float32, copy=False)
         return _in_bf16(scales) if self.dtype == BF16 else scales
@@ -207,7 +207,7 @@ class Elements:
 
     @property
     def facts(self) -> tuple[object, ...]:
-        """MatrixBlocks, and the dtype of scales."""
+        """The blocks, and the dtype of scales."""
         return ("elements", *self.quantiser.facts)
 
     @property
@@ -234,7 +234,7 @@ class Scales:
 
     @property
     def facts(self) -> tuple[object, ...]:
-        """MatrixBlocks, and the dtype."""
+        """The blocks, and the dtype of scales."""
         return ("scales", *self.quantiser.facts)
 
     @property
