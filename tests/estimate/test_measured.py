@@ -23,6 +23,9 @@ CASES: list[dict[str, Any]] = [
 ]
 
 
+pytestmark = pytest.mark.xdist_group("estimate")  # one process, or what they share is made twice
+
+
 @pytest.fixture(scope="module")
 def measured(tmp_path_factory: pytest.TempPathFactory) -> list[list[dict[str, int]]]:
     """By rank and case, what was allocated and what was estimated."""

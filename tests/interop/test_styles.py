@@ -62,6 +62,8 @@ if IS_WHOLE:
         if (style, accumulation) != ("optimizer_steps", 2) or stage == 3
     ]
 
+pytestmark = pytest.mark.xdist_group("styles")  # one process, or what they share is made twice
+
 Told = dict[str, list[Any]]
 
 

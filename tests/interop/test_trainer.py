@@ -17,6 +17,8 @@ pytest.importorskip("deepspeed")
 HERE = Path(__file__).parent
 BOUND = 2e-6
 """Of a loss: four of fp32's steps at 4; the two engines add the ranks' gradients in different orders."""
+pytestmark = pytest.mark.xdist_group("trainer")  # one process, or what they share is made twice
+
 STAGES = [f"stage {stage}" for stage in range(4)]
 RUNS = [*STAGES, "LoRA 3"]
 FILES = {
