@@ -1,0 +1,119 @@
+"""One HTML file that needs nothing else: no network, no fonts, light and dark; what strangers named cannot run in it.
+
+For every picture of the command line. The page's policy (Content-Security-Policy) names the one style and the one script that may
+be used, by their digests, and allows nothing else: no connection, image, frame or form. Data is JSON in a script element of a
+type that no browser runs, with every character that HTML knows written as an escape. Scripts make elements and texts, never HTML.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import html
+import json
+import os
+from base64 import b64encode
+from collections.abc import Sequence
+from importlib.resources import files
+
+from zckpt.base.errors import OutputError
+from zckpt.base.version import __version__
+
+_ESCAPES = {"<": "\\u003c", ">": "\\u003e", "&": "\\u0026"}
+_BEGINNING = "<!doctype html>\n"
+
+DATA_ID = "data"
+"""The id of the element with the data."""
+
+_TEMPLATE = """\
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta http-equiv="Content-Security-Policy" content="{policy}">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<meta name="referrer" content="no-referrer">
+<meta name="color-scheme" content="light dark">
+<meta name="generator" content="zckpt {version}">
+<title>{title}</title>
+<style>{style}</style>
+</head>
+<body>
+{body}
+<script type="application/json" id="{data_id}">{data}</script>
+<script>{script}</script>
+</body>
+</html>
+"""
+
+
+def text(value: object) -> str:
+    """A value as text of an element or attribute."""
+    return html.escape(str(value).encode("utf-8", "backslashreplace").decode())
+
+
+def escaped_json(value: object) -> str:
+    """A value as JSON that can stand inside a script element: ASCII without `<`, `>` and `&`."""
+    found = json.dumps(value, separators=(",", ":"))
+    for character, escape in _ESCAPES.items():
+        found = found.replace(character, escape)
+    return found
+
+
+def asset(name: str) -> str:
+    """A style or script of this package."""
+    return files("zckpt.pictures").joinpath("assets", name).read_text(encoding="utf-8")
+
+
+def _digest(content: str) -> str:
+    return f"'sha256-{b64encode(hashlib.sha256(content.encode()).digest()).decode()}'"
+
+
+def page(title: str, body: str, data: object, *, styles: Sequence[str] = (), scripts: Sequence[str] = ()) -> str:
+    """The page.
+
+    Args:
+        title: as text.
+        body: HTML in which `text` has escaped whatever is not the program's own.
+        data: what scripts read, as a value that JSON has; they find it by `DATA_ID`.
+        styles: names of `asset`s, after the common one.
+        scripts: the same.
+    """
+    style = "".join(asset(name) for name in ("page.css", *styles))
+    script = "".join(asset(name) for name in ("page.js", *scripts))
+    policy = (
+        f"default-src 'none'; script-src {_digest(script)}; style-src {_digest(style)}; base-uri 'none'; "
+        "form-action 'none'; require-trusted-types-for 'script'; trusted-types 'none'"
+    )
+    return _BEGINNING + _TEMPLATE.format(
+        policy=policy, version=text(__version__), title=text(title), style=style, body=body, data_id=DATA_ID,
+        data=escaped_json(data), script=script,
+    )  # fmt: skip
+
+
+def write_page(path: str, content: str) -> None:
+    """Writes a page, or replaces one.
+
+    Raises:
+        OutputError: there is something else under this name.
+        OSError: the file cannot be written.
+    """
+    if os.path.lexists(path) and not _is_page(path):
+        raise OutputError(
+            "exists and is no HTML page", file=path, expected="a new name, or a page to replace",
+            remedy="Choose another name for --html.",
+        )  # fmt: skip
+    staged = f"{path}.{os.getpid()}.tmp"
+    try:
+        with open(staged, "x", encoding="utf-8") as file:
+            file.write(content)
+        os.replace(staged, path)
+    except BaseException:
+        if os.path.exists(staged):
+            os.unlink(staged)
+        raise
+
+
+def _is_page(path: str) -> bool:
+    if not os.path.isfile(path):
+        return False
+    with open(path, "rb") as file:
+        return file.read(15).lower() == b"<!doctype html>"
