@@ -214,8 +214,9 @@ def scans(root: Path) -> None:
     odd = tuple(Fragment(a, 3 + 4 * k, k, 1, 35_000, 2, 2) for k in (0, 1))
     wide, narrow = entry(a, F32, (70_000,), 0, *odd), entry(b, BF16, (70_000,), 3)
     for relation in (Relation(rounded=True), Relation(atol=1e-3, rtol=1e-2), Relation()):
-        one = scan(comparisons(wide, narrow, 0), relation=relation, engine="native", threads=6)
-        two = scan(comparisons(wide, narrow, 0), relation=relation, engine="reference")
+        one = scan(comparisons(wide, narrow, 0), relation=relation, spreads=True, engine="native", threads=6)
+        two = scan(comparisons(wide, narrow, 0), relation=relation, spreads=True, engine="reference")
+        assert one.spreads == two.spreads
         assert (
             one.statistics[0].differ == two.statistics[0].differ
             and one.statistics[0].nonzero == two.statistics[0].nonzero

@@ -24,6 +24,7 @@ def scan(
     rounded: bool,
     atol: float,
     rtol: float,
+    spreads: bool,
     threads: int,
     give_back: bool,
     bytes_per_s: int,
@@ -32,6 +33,7 @@ def scan(
     tuple[str, int, int, int, str],
     list[tuple[int, int, int, int]],
     list[tuple[int, int, int, int, int, int, int, int, int | None, float, float, float, float, float]],
+    list[tuple[int, list[tuple[int, int]]]],
 ]: ...
 def cast(source: int, target: int, data: bytes, clamp: bool = ...) -> tuple[bytes, int, float]: ...
 def crc32(data: bytes | memoryview, crc: int = ...) -> int: ...

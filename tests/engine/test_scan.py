@@ -141,10 +141,12 @@ def test_two_tensors_are_compared_alike(data: st.DataObject, tmp_path_factory: p
     if b_dtype in (F32, F16, BF16) and a_dtype.kind == "float":
         relations.append(Relation(rounded=True))
     for relation in relations:
-        found = [
-            scan(comparisons(*entries, 3), relation=relation, engine=name, threads=n).statistics[3]
+        reports = [
+            scan(comparisons(*entries, 3), relation=relation, spreads=True, engine=name, threads=n)
             for name, n in ENGINES
         ]
+        assert reports[0].spreads == reports[1].spreads == reports[2].spreads
+        found = [report.statistics[3] for report in reports]
         for other in found[1:]:
             agree(found[0], other)
         assert repr(found[1]) == repr(found[2])  # to the last bit: threads change nothing
@@ -160,6 +162,18 @@ def test_bits_count_and_tolerances_forgive(engine: dict[str, object], tmp_path: 
     assert (close.differ, close.first) == (2, 3)
     looser = scan(comparisons(*pair, 0), relation=Relation(rtol=0.2, atol=1e-6), **engine).statistics[0]
     assert (looser.differ, looser.first) == (1, 5)
+
+
+def test_how_far_numbers_are_apart(engine: dict[str, object], tmp_path: Path) -> None:
+    gaps = [0.0, 1.0, 1.5, -1.999, 2.0, -0.25, 2.0**-140, 5e-324, 1e300, math.inf, math.nan]
+    x = np.zeros(300_000)
+    x[:: 300_000 // len(gaps)][: len(gaps)] = gaps
+    pair = stored(tmp_path / "x", x.tobytes(), F64, x.shape), stored(tmp_path / "y", bytes(x.nbytes), F64, x.shape)
+    report = scan(comparisons(*pair, 5), spreads=True, **engine)
+    assert report.spreads[5].counts == {-128: 2, -2: 1, 0: 3, 1: 1, 127: 1}
+    assert list(report.spreads[5].counts) == sorted(report.spreads[5].counts)
+    assert scan(comparisons(*pair, 5), **engine).spreads == {}
+    assert scan(comparisons(pair[0], pair[0], 5), spreads=True, **engine).spreads == {}
 
 
 @pytest.mark.parametrize("half", [BF16, F16], ids=str)

@@ -122,7 +122,7 @@ nb::tuple run(nb::bytes stores, nb::bytes moves, nb::bytes literals, nb::bytes r
 }
 
 nb::tuple scan(nb::bytes stores, nb::bytes moves, nb::bytes requests, nb::bytes ranges, bool rounded, double atol, double rtol,
-               unsigned threads, bool give_back, uint64_t bytes_per_s, nb::object progress) {
+               bool spreads, unsigned threads, bool give_back, uint64_t bytes_per_s, nb::object progress) {
   const zckpt::Batch batch{structs<zckpt::Store>(stores), structs<zckpt::Move>(moves), {}, structs<zckpt::Range>(ranges), nullptr};
   const auto how = structs<zckpt::Request>(requests);
   check(batch, threads, 4096);
@@ -131,7 +131,7 @@ nb::tuple scan(nb::bytes stores, nb::bytes moves, nb::bytes requests, nb::bytes 
   zckpt::Scanned scanned;
   {
     nb::gil_scoped_release release;
-    scanned = zckpt::scan(batch, how, {rounded, atol, rtol}, {threads, 4096, false, give_back, bytes_per_s}, std::ref(ticker));
+    scanned = zckpt::scan(batch, how, {rounded, atol, rtol}, spreads, {threads, 4096, false, give_back, bytes_per_s}, std::ref(ticker));
   }
   ticker.rethrow();
   nb::list statistics;
@@ -140,7 +140,14 @@ nb::tuple scan(nb::bytes stores, nb::bytes moves, nb::bytes requests, nb::bytes 
     statistics.append(nb::make_tuple(tensor, t.count, t.nan, t.inf, t.nonzero, t.other_nan, t.other_inf, t.differ, first, t.max_abs, t.max_rel,
                                   t.dot, t.square, t.other_square));
   }
-  return nb::make_tuple(as_tuple(scanned.failure), as_list(scanned.crcs), statistics);
+  nb::list found;
+  for (const auto& [tensor, spread] : scanned.spreads) {
+    nb::list counts;
+    for (size_t i = 0; i < std::size(spread.counts); ++i)
+      if (spread.counts[i]) counts.append(nb::make_tuple(static_cast<int>(i) + zckpt::Spread::kLeast, spread.counts[i]));
+    found.append(nb::make_tuple(tensor, counts));
+  }
+  return nb::make_tuple(as_tuple(scanned.failure), as_list(scanned.crcs), statistics, found);
 }
 
 // Rows of an optimizer's step, by their addresses; 0 for no second state.
@@ -259,7 +266,7 @@ NB_MODULE(_core, m) {
   nb::class_<zckpt::Lent>(m, "Lent", nb::type_slots(zckpt::lent_slots));
   m.def("run", &run, "stores"_a, "moves"_a, "literals"_a, "ranges"_a, "blob"_a, "threads"_a, "window"_a, "clamp"_a,
         "give_back"_a, "bytes_per_s"_a, "progress"_a.none(), "consumers"_a);
-  m.def("scan", &scan, "stores"_a, "moves"_a, "requests"_a, "ranges"_a, "rounded"_a, "atol"_a, "rtol"_a, "threads"_a, "give_back"_a,
+  m.def("scan", &scan, "stores"_a, "moves"_a, "requests"_a, "ranges"_a, "rounded"_a, "atol"_a, "rtol"_a, "spreads"_a, "threads"_a, "give_back"_a,
         "bytes_per_s"_a, "progress"_a.none());
   m.def("step", &step, "rule"_a, "rates"_a, "weights"_a, "gradients"_a, "first"_a, "second"_a, "count"_a, "threads"_a);
   m.def("accumulate", &accumulate, "total"_a, "numbers"_a, "count"_a, "weight"_a);

@@ -8,6 +8,7 @@
 #include "scan.h"
 
 #include <algorithm>
+#include <mutex>
 
 #include "engine.h"
 #include "floats.h"
@@ -30,8 +31,8 @@ struct Job {
 class Scan : Engine {
  public:
   // `batch` holds each move twice: the first array to be gathered, then the second.
-  Scan(const Batch& batch, const std::vector<Request>& requests, const Relation& relation, const Settings& settings)
-      : Engine(batch, settings), requests_(requests), relation_(relation) {
+  Scan(const Batch& batch, const std::vector<Request>& requests, const Relation& relation, bool spreads, const Settings& settings)
+      : Engine(batch, settings), requests_(requests), relation_(relation), wants_spreads_(spreads) {
     plan();
   }
 
@@ -44,7 +45,7 @@ class Scan : Engine {
       return x != y ? x < y : parts_[a].request != parts_[b].request ? parts_[a].request < parts_[b].request : parts_[a].first < parts_[b].first;
     });
     const PlainFloats floats;  // of the caller
-    Scanned scanned{std::move(result_.failure), std::move(result_.crcs), {}};
+    Scanned scanned{std::move(result_.failure), std::move(result_.crcs), {}, std::move(spreads_)};
     for (const size_t i : order) {
       if (!statistics_[i].count) continue;
       if (scanned.statistics.empty() || scanned.statistics.back().first != first(i).tensor) scanned.statistics.emplace_back(first(i).tensor, Statistics{});
@@ -56,9 +57,12 @@ class Scan : Engine {
  private:
   const std::vector<Request>& requests_;
   const Relation relation_;
+  const bool wants_spreads_;
   std::vector<Part> parts_;
   std::vector<Job> jobs_;
   std::vector<Statistics> statistics_;
+  std::map<uint32_t, Spread> spreads_;  // whole numbers, whose sums do not depend on the order
+  std::mutex spreads_lock_;
 
   const Move& first(size_t part) const { return batch_.moves[parts_[part].request]; }
   const Move& second(size_t part) const { return batch_.moves[requests_.size() + parts_[part].request]; }
@@ -134,13 +138,19 @@ class Scan : Engine {
       read_segments(segments, buffers.staging.get());
       const uint64_t size = part.count * kItemSize[b.src_dtype], offset = place(b, part.first);
       if (request.how & kCrcOther) take_crcs(b.src, offset, offset + size, other);
+      Spread spread;
+      if (wants_spreads_) spread = {};
       const bool rows = a.rows > 1 && request.pitch != a.count;  // whose elements are not numbered through
       for (uint64_t done = 0, n; done < part.count; done += n) {
         const uint64_t e = part.first + done, at = request.start + (rows ? e / a.count * request.pitch + e % a.count : e);
         n = rows ? std::min(part.count - done, a.count - e % a.count) : part.count;
         if (!compare(relation_, static_cast<DType>(a.src_dtype), data + done * kItemSize[a.src_dtype], static_cast<DType>(b.src_dtype),
-                     other + done * kItemSize[b.src_dtype], n, at, statistics_[number]))
+                     other + done * kItemSize[b.src_dtype], n, at, statistics_[number], wants_spreads_ ? &spread : nullptr))
           fail("cast", 0, a.src, a.src_offset);
+      }
+      if (wants_spreads_ && !spread.is_empty()) {
+        const std::lock_guard<std::mutex> lock(spreads_lock_);
+        spreads_.try_emplace(a.tensor).first->second.add(spread);
       }
       nbytes += size;
     } else if (request.how & kNumbers) {
@@ -152,7 +162,7 @@ class Scan : Engine {
 
 }  // namespace
 
-Scanned scan(const Batch& batch, const std::vector<Request>& requests, const Relation& relation, const Settings& settings,
+Scanned scan(const Batch& batch, const std::vector<Request>& requests, const Relation& relation, bool spreads, const Settings& settings,
              const std::function<bool(uint64_t)>& tick) {
   Batch both{batch.stores, {}, {}, batch.ranges, nullptr};
   for (Move m : batch.moves) {
@@ -169,7 +179,7 @@ Scanned scan(const Batch& batch, const std::vector<Request>& requests, const Rel
     m.swap = requests[i].dst_swap;
     both.moves.push_back(m);
   }
-  return Scan(both, requests, relation, settings).go(tick);
+  return Scan(both, requests, relation, spreads, settings).go(tick);
 }
 
 }  // namespace zckpt

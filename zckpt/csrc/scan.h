@@ -1,6 +1,7 @@
 // Reads files from end to end, each byte once, and learns from it what can be learned: CRCs of ranges, what the numbers in
 // them are, and whether two places hold the same.
 #pragma once
+#include <map>
 #include <utility>
 #include <vector>
 
@@ -26,9 +27,11 @@ struct Scanned {
   Failure failure;
   std::vector<PartialCrc> crcs;
   std::vector<std::pair<uint32_t, Statistics>> statistics;  // by tensor
+  std::map<uint32_t, Spread> spreads;                       // of tensors with distances, where they are wanted
 };
 
-Scanned scan(const Batch& batch, const std::vector<Request>& requests, const Relation& relation, const Settings& settings,
+// `spreads`: whether they are wanted.
+Scanned scan(const Batch& batch, const std::vector<Request>& requests, const Relation& relation, bool spreads, const Settings& settings,
              const std::function<bool(uint64_t)>& tick);
 
 }  // namespace zckpt

@@ -7,6 +7,7 @@
 #include <array>
 #include <cmath>
 #include <cstring>
+#include <iterator>
 #include <limits>
 
 #include "simd.h"
@@ -259,7 +260,26 @@ void measure_carefully(double x, double y, Statistics& statistics) {
   }
 }
 
+void take_distances(const double* a, const double* b, size_t n, Spread& spread) {
+  for (size_t i = 0; i < n; ++i) {
+    const double distance = std::fabs(a[i] - b[i]);
+    if (!(distance > 0) || !std::isfinite(a[i]) || !std::isfinite(b[i])) continue;
+    uint64_t bits;
+    std::memcpy(&bits, &distance, 8);
+    const int exponent = static_cast<int>(bits >> 52) - 1023;  // of subnormal numbers -1023, which is below the least
+    ++spread.counts[std::clamp(exponent, Spread::kLeast, Spread::kLargest) - Spread::kLeast];
+  }
+}
+
 }  // namespace
+
+bool Spread::is_empty() const {
+  return std::all_of(std::begin(counts), std::end(counts), [](uint64_t n) { return n == 0; });
+}
+
+void Spread::add(const Spread& other) {
+  for (size_t i = 0; i < std::size(counts); ++i) counts[i] += other.counts[i];
+}
 
 void Statistics::add(const Statistics& later) {
   count += later.count;
@@ -286,9 +306,10 @@ void count(DType dtype, const void* data, size_t n, Statistics& statistics) {
   statistics.nonzero += c.nonzero;
 }
 
-bool compare(const Relation& relation, DType a_dtype, const void* a, DType b_dtype, const void* b, size_t n, uint64_t start, Statistics& statistics) {
+bool compare(const Relation& relation, DType a_dtype, const void* a, DType b_dtype, const void* b, size_t n, uint64_t start, Statistics& statistics,
+             Spread* spread) {
   if (real(a_dtype) != a_dtype && real(b_dtype) != b_dtype)
-    return compare(relation, real(a_dtype), a, real(b_dtype), b, 2 * n, 2 * start, statistics);
+    return compare(relation, real(a_dtype), a, real(b_dtype), b, 2 * n, 2 * start, statistics, spread);
   if (real(a_dtype) != a_dtype || real(b_dtype) != b_dtype || is_float(a_dtype) != is_float(b_dtype)) return false;
   const size_t a_size = kItemSize[a_dtype], b_size = kItemSize[b_dtype];
   alignas(64) double x[kBlockNumbers], y[kBlockNumbers];
@@ -335,6 +356,7 @@ bool compare(const Relation& relation, DType a_dtype, const void* a, DType b_dty
       take_lanes(lanes, statistics);
     }
     for (size_t i = finite ? whole : 0; i < m; ++i) measure_carefully(x[i], y[i], statistics);
+    if (spread) take_distances(x, y, m, *spread);
     if (!identical) find_differences({relation, a_dtype, b_dtype, a, b, first, x, y}, m, finite, start + first, statistics);
   }
   return true;

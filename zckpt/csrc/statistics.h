@@ -21,6 +21,16 @@ struct Statistics {
   void add(const Statistics& later);
 };
 
+// How many pairs of finite numbers that are not equal are 2^e to 2^(e+1) apart: the first count is that of the least exponent e
+// and of all below, the last one that of the largest and of all above.
+struct Spread {
+  static constexpr int kLeast = -128, kLargest = 127;
+  uint64_t counts[kLargest - kLeast + 1];
+
+  bool is_empty() const;
+  void add(const Spread& other);
+};
+
 struct Relation {
   bool rounded = false;         // the second array should be the first, rounded to its dtype; otherwise:
   double atol = -1, rtol = -1;  // |a - b| <= atol + rtol |b| is the same; negative: only what is the same bit for bit is
@@ -30,7 +40,8 @@ struct Relation {
 void count(DType dtype, const void* data, size_t n, Statistics& statistics);
 
 // Compares `n` numbers; `start` is the number of the first. All but `rounded` comparisons also count as `count` does.
-// False when the two dtypes cannot be compared.
-bool compare(const Relation& relation, DType a_dtype, const void* a, DType b_dtype, const void* b, size_t n, uint64_t start, Statistics& statistics);
+// `spread`, if there is one, gets their distances; of a `rounded` comparison none. False when the two dtypes cannot be compared.
+bool compare(const Relation& relation, DType a_dtype, const void* a, DType b_dtype, const void* b, size_t n, uint64_t start, Statistics& statistics,
+             Spread* spread = nullptr);
 
 }  // namespace zckpt

@@ -21,7 +21,7 @@ from zckpt.engine.choice import choose
 from zckpt.engine.prefetch import localized
 from zckpt.engine.scan_reference import scan_batch as reference_batch
 from zckpt.engine.scan_requests import CrcRange, ScanBatch, ScanRequest, near, scan_batches
-from zckpt.engine.tensor_statistics import Relation, Statistics
+from zckpt.engine.tensor_statistics import Relation, Spread, Statistics
 from zckpt.storage.descriptors import OpenFiles
 
 try:
@@ -39,11 +39,13 @@ class ScanReport:
     Attributes:
         statistics: number of the tensor -> what was counted.
         crcs: number of the `CrcRange` -> the parts of it that were read.
+        spreads: number of the tensor -> how far its numbers are apart, where that was wanted and some are.
         bytes_read: by all requests.
     """
 
     statistics: dict[int, Statistics] = field(default_factory=dict[int, Statistics])
     crcs: dict[int, list[Partial]] = field(default_factory=dict[int, list[Partial]])
+    spreads: dict[int, Spread] = field(default_factory=dict[int, Spread])
     bytes_read: int = 0
 
     def of(self, number: int) -> Statistics:
@@ -56,6 +58,7 @@ def scan(
     crc_ranges: Sequence[CrcRange] = (),
     *,
     relation: Relation | None = None,
+    spreads: bool = False,
     threads: int | None = None,
     engine: Literal["auto", "native", "reference"] = "auto",
     keep_cache: bool | None = None,
@@ -69,6 +72,7 @@ def scan(
         requests: what to read. Those that count for CRCs must not overlap.
         crc_ranges: ranges whose CRCs are wanted.
         relation: how requests with `AGAINST` compare; by default bit for bit.
+        spreads: whether to count how far numbers are apart that are compared, and not by `Relation.rounded`.
         threads: of the native engine; results do not depend on it.
         engine: "auto" uses the native one where it was built.
         keep_cache: whether the page cache keeps what is read; None: unless `total_bytes` is more than memory.
@@ -92,16 +96,20 @@ def scan(
             watch = progress_after(progress, report.bytes_read)
             descriptors = [files.of(store) for store in batch.stores]
             if slow:
-                crcs, found = reference_batch(batch, descriptors, relation)
+                crcs, found, apart = reference_batch(batch, descriptors, relation, spreads=spreads)
                 if watch:
                     watch(batch.nbytes)
             else:
-                crcs, found = _run_native(batch, descriptors, relation, count, give_back, bytes_per_s or 0, watch)
+                crcs, found, apart = _run_native(
+                    batch, descriptors, relation, spreads, count, give_back, bytes_per_s or 0, watch
+                )
             for number, crc, offset, length in crcs:
                 of, begin = batch.places[number] if batch.places else (number, 0)
                 report.crcs.setdefault(of, []).append((begin + offset, length, crc))
             for tensor, one in found:
                 report.statistics[tensor] = report.of(tensor) + one
+            for tensor, spread in apart:
+                report.spreads[tensor] = report.spreads.get(tensor, Spread()) + spread
             report.bytes_read += batch.nbytes
         files.check_sources()
         bringer.check_sources()
@@ -112,21 +120,23 @@ def _run_native(
     batch: ScanBatch,
     fds: Sequence[tuple[int, int]],
     relation: Relation,
+    spreads: bool,
     threads: int,
     give_back: bool,
     bytes_per_s: int,
     progress: Callable[[int], None] | None,
-) -> tuple[list[tuple[int, int, int, int]], list[tuple[int, Statistics]]]:
+) -> tuple[list[tuple[int, int, int, int]], list[tuple[int, Statistics]], list[tuple[int, Spread]]]:
     stores, moves, _, ranges, _ = batch.packed(fds)
     requests = b"".join(
         _REQUEST.pack(move.start, move.pitch, how, move.dst_dtype.swap(move.dst.byteorder))
         for how, (_, _, move) in zip(batch.flags, batch.moves, strict=True)
     )
-    (kind, number, store, offset, text), crcs, found = native_scan(
+    (kind, number, store, offset, text), crcs, found, apart = native_scan(
         *(stores, moves, requests, ranges),
         rounded=relation.rounded,
         atol=relation.atol or 0.0 if relation.is_tolerant else -1.0,
         rtol=relation.rtol or 0.0,
+        spreads=spreads,
         threads=threads,
         give_back=give_back,
         bytes_per_s=bytes_per_s,
@@ -141,4 +151,8 @@ def _run_native(
         )  # fmt: skip
     if kind:
         raise engine_error(kind, text)
-    return crcs, [(one[0], Statistics(*one[1:])) for one in found]
+    return (
+        crcs,
+        [(one[0], Statistics(*one[1:])) for one in found],
+        [(tensor, Spread(dict(counts))) for tensor, counts in apart],
+    )

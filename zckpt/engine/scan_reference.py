@@ -14,18 +14,24 @@ from zckpt.core.dtypes import BY_NAME, DType
 from zckpt.engine.elements import native, read_elements
 from zckpt.engine.reference import cast, widen
 from zckpt.engine.scan_requests import AGAINST, CRC_OTHER, CRC_SOURCE, NUMBERS, ScanBatch
-from zckpt.engine.tensor_statistics import Relation, Statistics
+from zckpt.engine.tensor_statistics import Relation, Spread, Statistics
 
 _PART = 1 << 18
 """Elements looked at together."""
 
 
 def scan_batch(
-    batch: ScanBatch, descriptors: Sequence[tuple[int, int]], relation: Relation
-) -> tuple[list[tuple[int, int, int, int]], list[tuple[int, Statistics]]]:
-    """Scans a batch; returns partial CRCs (range, CRC, offset, bytes) and what was counted of tensors (tensor, statistics)."""
+    batch: ScanBatch, descriptors: Sequence[tuple[int, int]], relation: Relation, *, spreads: bool
+) -> tuple[list[tuple[int, int, int, int]], list[tuple[int, Statistics]], list[tuple[int, Spread]]]:
+    """Scans a batch.
+
+    Returns:
+        Partial CRCs (range, CRC, offset, bytes), what was counted of tensors (tensor, statistics), and if `spreads` is true
+        how far their numbers are apart (tensor, spread).
+    """
     crcs: list[tuple[int, int, int, int]] = []
     found: list[tuple[int, Statistics]] = []
+    apart: list[tuple[int, Spread]] = []
 
     def take_crcs(number: int, offset: int, data: bytes) -> None:
         for store, range_, start, nbytes in batch.ranges:
@@ -53,7 +59,10 @@ def scan_batch(
                 if how & (NUMBERS | AGAINST):
                     number = move.start + row * move.pitch + first
                     found.append((move.tensor, statistics_of(a, a_dtype, b, b_dtype, number, relation)))
-    return crcs, found
+                if b is not None and spreads and not relation.rounded:
+                    spread = spread_of(a, a_dtype, b, b_dtype)
+                    apart += [(move.tensor, spread)] if spread.counts else []
+    return crcs, found, apart
 
 
 def statistics_of(
@@ -99,6 +108,20 @@ def statistics_of(
             float((p * p).sum()),
             float((q * q).sum()),
         )
+
+
+def spread_of(a: bytes, a_dtype: DType, b: bytes, b_dtype: DType) -> Spread:
+    """How far two arrays of numbers are apart."""
+    import numpy as np
+
+    if a_dtype.kind == "complex":
+        a_dtype, b_dtype = _real(a_dtype), _real(b_dtype)
+    with np.errstate(all="ignore"):
+        x, y = (widen(data, dtype).astype(np.float64) for data, dtype in ((a, a_dtype), (b, b_dtype)))
+        gap = np.abs(x - y)[np.isfinite(x) & np.isfinite(y)]
+        _, exponents = np.frexp(np.where(np.isinf(gap), np.finfo(np.float64).max, gap)[gap > 0])
+    values, counts = np.unique(np.clip(exponents - 1, Spread.LEAST, Spread.LARGEST), return_counts=True)
+    return Spread({int(e): int(n) for e, n in zip(values, counts, strict=True)})
 
 
 def _real(dtype: DType) -> DType:

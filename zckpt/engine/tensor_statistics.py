@@ -6,7 +6,8 @@ For `scan` and those who read its reports. The figures are those of `csrc/statis
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import ClassVar
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +30,26 @@ class Relation:
     def is_tolerant(self) -> bool:
         """Whether numbers that are close are the same."""
         return self.atol is not None or self.rtol is not None
+
+
+@dataclass(frozen=True, slots=True)
+class Spread:
+    """How far numbers are apart that are not equal: a histogram.
+
+    Attributes:
+        counts: exponent e -> pairs of finite numbers with 2**e <= |a - b| < 2**(e + 1); those that are less far apart than the
+            least exponent says count for it, those further apart than the largest one says for that. Exponents without
+            pairs are left out; the others are in ascending order.
+    """
+
+    LEAST: ClassVar[int] = -128
+    LARGEST: ClassVar[int] = 127
+
+    counts: dict[int, int] = field(default_factory=dict[int, int])
+
+    def __add__(self, other: Spread) -> Spread:
+        exponents = sorted({*self.counts, *other.counts})
+        return Spread({e: self.counts.get(e, 0) + other.counts.get(e, 0) for e in exponents})
 
 
 @dataclass(frozen=True, slots=True)
