@@ -121,7 +121,7 @@ MORE = {
         "mixtral-run": "fused/mixtral_zero3",
     },
     "docs/torchtitan.md": {
-        "outputs/checkpoint": "torchtitan/llama3_0_3_0_w1",
+        "outputs/checkpoint": "torchtitan/llama3_0_3_0_w3",
         "run": "trainers/lightning_w1",
         "composer-run": "trainers/composer_w1",
     },
@@ -163,7 +163,7 @@ def prepare(page: str, home: Path) -> None:
         shutil.copytree(FIXTURES / "gguf/mistral/model", home / "base-model")
     shutil.copy(FIXTURES / CHECKPOINTS["megatron"] / "config.json", home / "llama.json")
     if page == "docs/torchtitan.md":
-        shutil.copy(FIXTURES / "torchtitan/llama3_0_3_0_w1/hf/config.json", home / "config.json")
+        shutil.copy(FIXTURES / "torchtitan/llama3_0_3_0_w3/hf/config.json", home / "config.json")
     (home / "text.txt").write_text("It was the best of times, it was the worst of times.\n" * 200)
     config = {
         "train_micro_batch_size_per_gpu": 2,

@@ -17,7 +17,7 @@ FAMILIES = (
     "autoep/zero2_w4", "autotp/zero3_tp2_dp2", "bf16_optimizer/w2", "dcp/fsdp2_nested_w2", "dcp/huggingface_w2",
     "fairscale/fairseq_w3", "mcore/stages_tp2_pp2", "megatron_legacy/hf_llama_tp2", "moe/zero2_pyramid_w4", "nvme/bf16_w2",
     "optimizers/oss_ranks_w3", "pipeline/zero1_pp2_dp2", "ranks/tp_w4", "torch_checkpointing/torch_files_w2",
-    "torchtitan/llama3_0_3_0_w1", "trainers/composer_sharded_w2", "trainers/lightning_w1", "transformers/llama_zero3",
+    "torchtitan/llama3_0_3_0_w3", "trainers/composer_sharded_w2", "trainers/lightning_w1", "transformers/llama_zero3",
     "zero2/lora_w2",
 )  # fmt: skip
 HOW = [FIXTURES / name for name in FAMILIES]

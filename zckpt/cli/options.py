@@ -154,7 +154,11 @@ class Joining(Group):
     ] = None
     shapes: Annotated[
         str | None,
-        which("--shapes", metavar="FROM", help="Weights or JSON that say the shapes in FSDP's flat parameters."),
+        which(
+            "--shapes",
+            metavar="FROM",
+            help="Weights, JSON or a config that say the shapes in FSDP's flat parameters, or the heads in torchtitan's states.",
+        ),
     ] = None
     tp_rules: Annotated[
         str | None,

@@ -16,6 +16,7 @@ from zckpt.base.words import examples
 from zckpt.containers import TensorRef, brief
 from zckpt.core.catalog import TensorEntry
 from zckpt.layouts.dcp.chunks import Shape
+from zckpt.layouts.dcp.fused import apart, check_splits, fused_parameters, key_heads
 from zckpt.layouts.dcp.items import Items
 from zckpt.layouts.dcp.metadata import BytesItem, Path, TensorItem
 from zckpt.layouts.dcp.state import DcpOptimizer, dotted
@@ -49,6 +50,8 @@ class States:
         self.items = items
         self.shapes = shapes
         self._names = {plain_name(name): name for name in shapes}
+        self._fused = fused_parameters({plain_name(name): shape for name, shape in shapes.items()})
+        self._whole: dict[str, dict[str, TensorItem]] = {}  # fused parameter -> state -> item
         self._list: Item | None = None  # before torch 2.4 all groups were one object
         self._listed: dict[int, dict[str, Item]] = {}
         self._flat: dict[str, dict[str, Item]] = {}
@@ -58,37 +61,54 @@ class States:
             elif (number := _number(path)) is not None:
                 self._listed.setdefault(number[0], {})[number[1]] = item
             elif (split := self._split(path)) is not None:
-                self._flat.setdefault(split[0], {})[split[1]] = item
+                for name in self._parts(split[0]):
+                    self._flat.setdefault(name, {})[split[1]] = item
         self.singles: dict[str, dict[str, Item]] = {}
         self.tensors: dict[str, dict[str, TensorItem]] = {}
         for path, item in optimizer.states:
             if (split := self._split(path)) is None:
                 continue
-            name, state = split
-            if isinstance(item, BytesItem) or _is_single(item, state, shapes[name]):
-                self.singles.setdefault(name, {})[state] = item
-            else:
-                self.tensors.setdefault(name, {})[state] = item
+            fused, state = self._fused.get(split[0]), split[1]
+            for name in self._parts(split[0]):
+                if isinstance(item, BytesItem) or _is_single(item, state, shapes[name]):
+                    self.singles.setdefault(name, {})[state] = item
+                elif fused is None:
+                    self.tensors.setdefault(name, {})[state] = item
+                else:
+                    self._whole.setdefault(split[0], {})[state] = item
+                    self.tensors.setdefault(name, {})[state] = fused.part(item, plain_name(name))
 
     def _split(self, path: Path) -> tuple[str, str] | None:
-        """(parameter, state or setting) of a path after `state` or `param_groups`; None for no parameter of the model."""
+        """(parameter, state or setting) of a path after `state` or `param_groups`; None for no parameter of the model.
+
+        The parameter is the model's, or one of `fused_parameters`.
+        """
         if len(path) > 1:
-            name = self._names.get(plain_name(str(path[0])))
+            name = self._known(str(path[0]))
             return None if name is None else (name, dotted(path[1:]))
         text = str(path[0]) if path else ""
         head = text.rpartition(".")[0]
         while head:
-            if name := self._names.get(plain_name(head)):
+            if name := self._known(head):
                 return name, text[len(head) + 1 :]
             head = head.rpartition(".")[0]
         return None
+
+    def _known(self, said: str) -> str | None:
+        plain = plain_name(said)
+        return self._names.get(plain) or (plain if plain in self._fused else None)
+
+    def _parts(self, name: str) -> tuple[str, ...]:
+        """The model's names of a parameter of the optimizer: its own, or those of what is fused in it."""
+        fused = self._fused.get(name)
+        return (name,) if fused is None else tuple(self._names[part] for part in fused.parts)
 
     def is_of_model(self) -> bool:
         """Whether it owns any of the model's parameters, or has numbers instead of names."""
         if self.tensors or self.singles or self._flat:
             return True
         owned = [param for params, _ in self._groups() if isinstance(params, list | tuple) for param in params]
-        return any(type(param) is not str or plain_name(param) in self._names for param in owned)
+        return any(type(param) is not str or self._known(param) is not None for param in owned)
 
     def parameters(self) -> list[str]:
         """The names of all groups' parameters in their order, without opening their settings."""
@@ -142,13 +162,13 @@ class States:
                 expected="parameter names, as torch.distributed.checkpoint.state_dict.get_state_dict gives them",
                 remedy="Save it again with get_state_dict, or convert the weights alone (to-fp32).",
             )
-        missing = [param for param in listed if plain_name(param) not in self._names]
+        missing = [param for param in listed if self._known(param) is None]
         if missing:
             raise InconsistentError(
                 "the optimizer is of another model", file=self.items.file, found=f"parameters {examples(missing)}",
                 expected=f"parameters of the model, such as {examples(self._names)}",
             )  # fmt: skip
-        return [self._names[plain_name(param)] for param in listed]
+        return [name for param in listed for name in self._parts(self._known(param) or param)]
 
     def value(self, item: object) -> object:
         """The inert value of a pickled object or of a tensor of one element; of anything else itself."""
@@ -200,11 +220,36 @@ class States:
             name: {s: i for s, i in self.tensors.get(name, {}).items() if (i.shape == self.shapes[name]) == alike}
             for name in self.parameters()
         }
-        wanted = {item.name: item for states in chosen.values() for item in states.values()}
-        entries = self.items.tensors(wanted, dict.fromkeys(wanted, "parameter"))
+        made = self._taken_apart() if alike else {}
+        wanted = {item.name: item for states in chosen.values() for item in states.values() if item.name not in made}
+        entries = made | self.items.tensors(wanted, dict.fromkeys(wanted, "parameter"))
         return {
             name: {s: replace(entries[i.name], name=name) for s, i in states.items()} for name, states in chosen.items()
         }
+
+    def _taken_apart(self) -> dict[str, TensorEntry]:
+        """The states of fused parameters' parts, by the names of their items; errors as in `check_fused`."""
+        groups = self.check_fused()
+        made: dict[str, TensorEntry] = {}
+        for name, states in self._whole.items():
+            entries = self.items.tensors(states, dict.fromkeys(states, "parameter"))
+            for state, entry in entries.items():
+                for part in apart(entry, self._fused[name], groups[name]):
+                    made[self._fused[name].part(states[state], part.name).name] = part
+        return made
+
+    def check_fused(self) -> dict[str, int]:
+        """Fused parameter -> the number of groups in which its rows lie.
+
+        Raises:
+            UnsupportedError, InconsistentError: its states cannot be taken apart; see `fused`.
+        """
+        plain = {plain_name(name): shape for name, shape in self.shapes.items()}
+        found: dict[str, int] = {}
+        for name, states in self._whole.items():
+            check_splits([(state, item.shape) for state, item in states.items()], self._fused[name], self.items.listing)
+            found[name] = key_heads(self._fused[name], plain, self.items.listing)
+        return found
 
 
 def _number(path: Path) -> tuple[int, str] | None:

@@ -139,10 +139,14 @@ def _prefix(save: DcpSave) -> str:
 
 def _trained(save: DcpSave) -> tuple[set[str], tuple[str, ...]]:
     """The parameters that optimizers own; or the reason why they are not known."""
+    trained: set[str] = set()
     try:
-        return {name for states in save.optimizers for name in states.parameters()}, ()
+        trained = {name for states in save.optimizers for name in states.parameters()}
+        for states in save.optimizers:
+            states.check_fused()
     except (UnsupportedError, InconsistentError) as error:
-        return set(), (f"The optimizer's states are not read: {error.what}.",)
+        return trained, (f"The optimizer's states are not read: {error.what}.",)
+    return trained, ()
 
 
 def unread_states(listing: Listing) -> str:

@@ -12,14 +12,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from collections.abc import Set as AbstractSet
-from contextlib import suppress
 from dataclasses import replace
 
-from zckpt.base.errors import ZckptError
 from zckpt.core.catalog import Replica, TensorEntry
 from zckpt.engine.elements import ElementReader, Wanted
 from zckpt.engine.replicas import ends
-from zckpt.layouts.save.companions import read_config
+from zckpt.layouts.save.companions import config_near
 from zckpt.layouts.save.listing import Listing
 
 _BLOCKS = 64
@@ -75,7 +73,7 @@ def _by_config(
     tensors: Mapping[str, TensorEntry], trained: AbstractSet[str], listing: Listing
 ) -> Iterator[tuple[str, str]]:
     """Pairs of matrices with a row for each token, if a config is there and does not say that the head is another one."""
-    known = _config_of(listing)
+    known = config_near(listing.directory)
     text = known.get("text_config")
     text = text if isinstance(text, Mapping) else {}
     tied = known.get("tie_word_embeddings", text.get("tie_word_embeddings", True))
@@ -89,16 +87,6 @@ def _by_config(
         for other in names[number + 1 :]:
             if other not in trained and _form(tensors[name]) == _form(tensors[other]):
                 yield name, other
-
-
-def _config_of(listing: Listing) -> Mapping[str, object]:
-    """The config in a save or beside it; empty where there is none that can be read."""
-    home = listing.directory
-    for place in (home, home / "huggingface", home.absolute().parent, home.absolute().parent / "huggingface"):
-        with suppress(ZckptError, OSError):
-            if (config := read_config(place)) is not None:
-                return config
-    return {}
 
 
 def _form(entry: TensorEntry) -> tuple[object, ...]:

@@ -8,8 +8,9 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
+from contextlib import suppress
 
-from zckpt.base.errors import CorruptError
+from zckpt.base.errors import CorruptError, ZckptError
 from zckpt.core.dtypes import DType
 from zckpt.core.fragments import FileStore
 from zckpt.core.plan import OutputFile, literal_file
@@ -58,6 +59,16 @@ def read_config(home: Location) -> dict[str, object] | None:
     """
     path = home / "config.json"
     return config_of(path.path) if path.is_file() else None
+
+
+def config_near(save: Location) -> Mapping[str, object]:
+    """The config in a save or beside it; empty where there is none that can be read."""
+    above = save.absolute().parent
+    for place in (save, save / "huggingface", above, above / "huggingface"):
+        with suppress(ZckptError, OSError):
+            if (config := read_config(place)) is not None:
+                return config
+    return {}
 
 
 def config_of(path: str) -> dict[str, object]:

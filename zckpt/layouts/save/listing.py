@@ -68,7 +68,8 @@ class ReadOptions:
         tp: tensor-parallel ranks.
         pp: pipeline stages.
         key: which state dict is read, where a save of torch.distributed.checkpoint holds several.
-        shapes: a file that says the names and shapes of the model's parameters, in order, where flat ones are saved.
+        shapes: a file that says the names and shapes of the model's parameters, in order, where flat ones are saved; or a config
+            that says how many heads a fused parameter's states have.
     """
 
     tp_rules: str | None = None
