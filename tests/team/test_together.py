@@ -125,28 +125,72 @@ def test_parts_meet_at_pages(zero2: Path, tmp_path: Path) -> None:
 # ---- the same bytes ----------------------------------------------------------------------------------------------------
 
 
+MERGED = FIXTURES / "peft/dora_zero1"
+GGUF = FIXTURES / "gguf/llama/model"
+JOBS: list[tuple[str, list[str], str]] = [
+    ("to-bf16", ["", *SMALL], "shards"),
+    ("to-fp32", [str(FIXTURES / "transformers/llama_zero2/checkpoint"), "--max-shard-size", "20KB"], "directory"),
+    ("to-fp16", [str(FIXTURES / "zero3/groups_w3/checkpoint")], "one.safetensors"),
+    ("to-bf16", [str(FIXTURES / "transformers/llama_zero3/checkpoint")], "one.bin"),
+    ("reshard", [str(FIXTURES / "zero2/bf16_w2/checkpoint"), "--world-size", "3", "--stage", "3"], "resharded"),
+    ("to-universal", [str(FIXTURES / "zero3/bf16_w2/checkpoint")], "universal"),
+    ("to-dcp", [str(FIXTURES / "zero2/bf16_w2/checkpoint")], "dcp"),
+    ("to-peft", [str(FIXTURES / "peft/lora_zero3/checkpoint")], "adapter"),
+    ("to-fp8", [str(FIXTURES / "transformers/llama_zero3/checkpoint"), "--max-shard-size", "2KB"], "fp8"),
+    ("to-states", [str(FIXTURES / "zero3/bf16_w2/checkpoint"), "--max-shard-size", "20KB"], "states"),
+    ("average", [str(FIXTURES / "zero2/bf16_w2/checkpoint"), "--slerp", "0.3"], "slerp"),
+    ("to-fp32", [str(MERGED / "checkpoint"), "--merge-lora", "--base", str(MERGED / "base")], "merged"),
+]
+COMPUTED: list[tuple[str, list[str], str]] = [
+    *(("to-fp8", [str(GGUF), "--scheme", scheme], scheme) for scheme in ("block128", "channel", "tensor")),
+    ("to-bf16", ["block128"], "dequantised"),
+    *(
+        ("to-gguf", [str(FIXTURES / "transformers/llama_zero3/checkpoint"), "--tokenizer", "none", "--type", kind], out)
+        for kind, out in (("q8_0", "q.gguf"), ("f16", "f.gguf"), ("f32", "parts"))
+    ),
+    ("to-gguf", [str(GGUF), "--type", "q8_0", "--pre-tokenizer", "llama-bpe", "--split-max-size", "30KB"], "split"),
+    ("to-bf16", [str(FIXTURES / "gguf/llama/llama.q8_0.gguf"), "--max-shard-size", "20KB"], "of_gguf"),
+    ("average", [str(FIXTURES / "zero2/bf16_w2/checkpoint")], "mean"),
+    ("average", [str(FIXTURES / "zero2/bf16_w2/checkpoint"), "--weights", "0.25,0.5", "--max-shard-size", "9KB"], "sum"),
+    ("average", [str(FIXTURES / "zero2/bf16_w2/checkpoint"), "--ema", "0.9", "--dtype", "fp16"], "ema.bin"),
+    ("average", [str(FIXTURES / "zero2/bf16_w2/checkpoint"), "--task-vector", str(FIXTURES / "zero2/fp16_w2/checkpoint")],
+     "moved.safetensors"),
+    ("to-states", [str(FIXTURES / "states/adamw8bit_w1/checkpoint")], "quantised"),
+    ("to-states", [str(FIXTURES / "megatron_legacy/tied_pp2_dp2/checkpoint"), "--include", "exp_avg/*"], "legacy"),
+    *(("to-fp32", [str(FIXTURES / "peft" / kind / "checkpoint"), "--merge-lora", "--base", str(FIXTURES / "peft" / kind / "base"),
+       *more], kind) for kind, more in (("lora_zero2", []), ("lora_zero3", ["--max-shard-size", "3KB"]))),
+]  # fmt: skip
+BESIDE = {"average": "zero3/bf16_w2"}
+"""A second checkpoint that a command takes."""
+
+
 def test_srun_without_torch(zero2: Path, quick_path: Path) -> None:
-    jobs: list[tuple[str, list[str], str]] = [
-        ("to-bf16", [str(zero2), *SMALL], "shards"),
-        ("to-fp32", [str(FIXTURES / "transformers/llama_zero2/checkpoint"), "--max-shard-size", "20KB"], "directory"),
-        ("to-fp16", [str(FIXTURES / "zero3/groups_w3/checkpoint")], "one.safetensors"),
-        ("to-bf16", [str(FIXTURES / "transformers/llama_zero3/checkpoint")], "one.bin"),
-        ("reshard", [str(FIXTURES / "zero2/bf16_w2/checkpoint"), "--world-size", "3", "--stage", "3"], "resharded"),
-        ("to-universal", [str(FIXTURES / "zero3/bf16_w2/checkpoint")], "universal"),
-        ("to-dcp", [str(FIXTURES / "zero2/bf16_w2/checkpoint")], "dcp"),
-        ("to-peft", [str(FIXTURES / "peft/lora_zero3/checkpoint")], "adapter"),
-    ]
+    same_from_any_number(JOBS, (1, 3), zero2, quick_path)
+
+
+@pytest.mark.skipif("ZCKPT_PROOFS" not in os.environ, reason="make proofs runs it")
+def test_what_is_computed_on_the_way_is_the_same(zero2: Path, quick_path: Path) -> None:
+    same_from_any_number(COMPUTED, (1, 2, 5), zero2, quick_path)
+
+
+def same_from_any_number(
+    jobs: list[tuple[str, list[str], str]], sizes: tuple[int, ...], zero2: Path, quick_path: Path
+) -> None:
     trials, outs = [], []
     for command, (checkpoint, *more), name in jobs:
-        for size in (1, 2, 3):
+        for size in sizes:
             outs.append(quick_path / str(size) / name)
             outs[-1].parent.mkdir(exist_ok=True)
-            trials.append({"size": size, "arguments": [command, checkpoint, str(outs[-1]), *more]})
+            source = (
+                checkpoint if os.path.isabs(checkpoint) else str(outs[-1].parent / checkpoint if checkpoint else zero2)
+            )
+            others = [str(FIXTURES / BESIDE[command] / "checkpoint")] if command in BESIDE else []
+            trials.append({"size": size, "arguments": [command, source, *others, str(outs[-1]), *more]})
     for done, out, trial in zip(started(*trials), outs, trials, strict=True):
         assert done["codes"] == [0] * trial["size"], (trial, done["err"])
         assert done["out"][0].startswith(str(out)) and not any(done["out"][1:])
         assert contents(out) == contents(quick_path / "1" / out.name)
-    assert sorted(path.name for path in (quick_path / "3").iterdir()) == sorted(
+    assert sorted(path.name for path in (quick_path / str(sizes[-1])).iterdir()) == sorted(
         path.name for path in (quick_path / "1").iterdir()
     )
 
