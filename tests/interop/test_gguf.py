@@ -8,6 +8,8 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -20,7 +22,9 @@ from gguf import MODEL_ARCH, GGUFReader, get_tensor_name_map
 from safetensors.torch import load_file
 
 import zckpt
+from zckpt.naming.config_defaults import _DEFAULTS, filled_in
 from zckpt.naming.gguf_metadata import ARCHITECTURES
+from zckpt.naming.gguf_tokens import Tokens, tokens_of
 from zckpt.naming.schemes import scheme
 
 FIXTURES = Path(__file__).parents[2] / "fixtures" / "gguf"
@@ -160,3 +164,131 @@ def test_the_names_are_those_of_the_package() -> None:
                 assert {p.rpartition(".")[0] for p in rule.parts} == {p.rpartition(".")[0] for p in own[template]}, name
                 seen.add(template)
     assert len(seen) == len(own) - 0, own.keys() - seen
+
+
+# ---- what transformers would say, without it --------------------------------------------------------------------------
+
+SIZES = {"hidden_size": 96, "num_attention_heads": 6}
+SAID: list[dict[str, Any]] = [
+    {}, {"head_dim": 8, "num_key_value_heads": 3}, {"sliding_window": 77}, {"sliding_window": 77, "use_sliding_window": True},
+    {"rope_theta": 5.0}, {"rope_scaling": {"type": "linear", "factor": 2.0}}, {"rope_scaling": None, "rope_parameters": None},
+    {"rope_scaling": {"rope_type": "yarn", "factor": 2.0}, "rope_theta": 7.0}, {"num_experts": 9}, {"rope_local_base_freq": 3.0},
+    {"rope_parameters": {"rope_type": "default"}}, {"rope_parameters": {"rope_type": "llama3", "factor": 8.0,
+     "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 64}}, {"final_logit_softcapping": 3.0},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", ARCHITECTURES)
+def test_what_a_config_leaves_out_is_as_transformers_has_it(kind: str) -> None:
+    for said in SAID:
+        own = {**SIZES, **json.loads(json.dumps(said))}
+        theirs = transformers.AutoConfig.for_model(
+            kind, **({"text_config": own} if kind == "gemma3" else own)
+        ).to_dict()
+        theirs = {**theirs, **theirs.get("text_config", {})}
+        given = {**SIZES, **said}
+        ours = filled_in({"model_type": kind, **({"text_config": given} if kind == "gemma3" else given)}, "x")
+        for key in ({k for d in _DEFAULTS.values() for k in d} & theirs.keys()) | {"rope_parameters", "model_type"}:
+            assert ours.get(key) == theirs.get(key), (said, key)
+    with pytest.raises(zckpt.UnsupportedError, match="no usable hidden_size"):
+        filled_in({"model_type": kind, "hidden_size": "x", "text_config": {"hidden_size": 0}}, "x")
+
+
+def pieces(home: Path) -> None:
+    """A sentencepiece vocabulary as a tokenizer.json, as Llama 2's or Mistral's."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+    tokens = ["<unk>", "<s>", "</s>", *(f"<0x{n:02X}>" for n in range(256)), "\u2581", "a", "b", "\u2581a", "ab"]
+    numbers = {token: number for number, token in enumerate(tokens)}
+    merges = [("\u2581", "a"), ("a", "b")]
+    tokenizer = Tokenizer(
+        models.BPE(vocab=numbers, merges=merges, byte_fallback=True, fuse_unk=True, unk_token="<unk>")
+    )
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(split=False)
+    tokenizer.decoder = decoders.Sequence([decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse()])
+    tokenizer.add_special_tokens(["<unk>", "<s>", "</s>"])
+    tokenizer.add_tokens(["<tool> \u2581x"])
+    home.mkdir()
+    tokenizer.save(str(home / "tokenizer.json"))
+    said = {
+        "tokenizer_class": "LlamaTokenizerFast",
+        "bos_token": "<s>",
+        "eos_token": {"content": "</s>", "__type": "AddedToken"},
+        "pad_token": None,
+    }
+    (home / "tokenizer_config.json").write_text(json.dumps(said))
+
+
+def changed(home: Path, file: str, **more: Any) -> None:
+    said = json.loads((home / file).read_text()) if (home / file).is_file() else {}
+    (home / file).write_text(json.dumps({**said, **more}))
+
+
+@pytest.mark.parametrize("kind", ["pieces", "llama", "qwen2"])
+def test_tokens_are_those_of_transformers(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from zckpt.naming import gguf_tokens
+
+    home, text = tmp_path / "model", "Hello  world, it's 1234 \U0001f600\n\n  <|im_start|>x! na\u00efve"
+    pieces(home) if kind == "pieces" else shutil.copytree(FIXTURES / kind / "model", home)
+    (home / "config.json").unlink(missing_ok=True)  # by which transformers takes Qwen2's own rules for what they are
+    asked: list[Path] = []
+    real = transformers.AutoTokenizer.from_pretrained
+    monkeypatch.setattr(
+        transformers.AutoTokenizer, "from_pretrained", lambda path, **more: (asked.append(path), real(path, **more))[1]
+    )
+
+    def both(*, by_itself: bool = True) -> None:
+        asked.clear()
+        ours = tokens_of(home)
+        assert bool(asked) != by_itself
+        compare(ours, tokens_of(home, alone=False))
+
+    def compare(ours: Tokens, theirs: Tokens) -> None:
+        assert ours.numbers == theirs.numbers and ours.base == theirs.base and ours.special == theirs.special
+        assert {n: gguf_tokens._added(t) for n, t in theirs.added.items()} == dict(ours.added)
+        assert kind == "pieces" or ours.encode(text) == theirs.encode(text)
+        for token in ours.added.values():
+            assert token.normalized or ours.shown(token.content) == theirs.shown(token.content)
+
+    both()
+    with monkeypatch.context() as patch:  # with all tokens at once
+        patch.setattr(gguf_tokens, "_in_parts", lambda said, special: None)
+        both()
+    changed(home, "added_tokens.json", **{next(t.content for t in tokens_of(home).added.values()): 10_000})
+    asked.clear()
+    tokens_of(home)
+    assert asked
+    (home / "added_tokens.json").unlink()
+    changed(home, "tokenizer_config.json", additional_special_tokens=["<new>"])
+    both(by_itself=False)
+    changed(home, "tokenizer_config.json", additional_special_tokens=[], tokenizer_class="Unheard")
+    asked.clear()
+    tokens_of(home)
+    assert asked
+    last = max(tokens_of(home).added)
+    token = {
+        "content": "<more>",
+        "special": False,
+        "normalized": False,
+        "lstrip": False,
+        "rstrip": False,
+        "single_word": False,
+    }
+    changed(
+        home, "tokenizer_config.json", tokenizer_class="PreTrainedTokenizerFast", added_tokens_decoder={last + 1: token}
+    )
+    both(by_itself=False)
+
+
+def test_neither_transformers_nor_torch_is_imported(tmp_path: Path) -> None:
+    """They would take ten times the memory of everything else."""
+    model = tmp_path / "model"
+    shutil.copytree(FIXTURES / "llama" / "model", model)
+    program = (
+        "import sys, zckpt\n"
+        "zckpt.to_gguf(sys.argv[1], sys.argv[2], pre_tokenizer='llama-bpe', progress=False)\n"
+        "zckpt.to_gguf(sys.argv[3], sys.argv[4], progress=False)\n"
+        "assert not {'torch', 'transformers'} & sys.modules.keys()\n"
+    )
+    arguments = [model, tmp_path / "x.gguf", FIXTURES / "mistral" / "model", tmp_path / "y.gguf"]
+    subprocess.run([sys.executable, "-c", program, *map(str, arguments)], check=True)

@@ -17,13 +17,13 @@ import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from zckpt.base.errors import UnsupportedError, UsageError
 from zckpt.containers.gguf_file import GgufValue, Kind
 from zckpt.layouts.save.companions import companions
+from zckpt.naming.config_defaults import filled_in
 from zckpt.naming.gguf_vocabulary import add_vocabulary
 from zckpt.storage.location import Location
 
@@ -94,18 +94,17 @@ def library() -> Any:
     """The `gguf` package.
 
     Raises:
-        UnsupportedError: it is not installed, or transformers is not.
+        UnsupportedError: it is not installed.
     """
     try:
         import gguf
-
-        if find_spec("transformers") is None:  # reads tokenizers; it takes seconds to import, and torch with it
-            raise ImportError("No module named 'transformers'")
     except ImportError as error:
         raise UnsupportedError(
-            "GGUF's metadata needs packages that are not installed", found=str(error), expected="gguf and transformers",
+            "GGUF's metadata needs a package that is not installed",
+            found=str(error),
+            expected="the package gguf",
             remedy="Run: pip install 'zckpt[gguf]'.",
-        ) from error  # fmt: skip
+        ) from error
     return gguf
 
 
@@ -123,7 +122,7 @@ def metadata_of(model: GgufModel) -> tuple[dict[str, GgufValue], tuple[str, ...]
         for name, shape, kind in model.tensors:
             number = getattr(package.GGMLQuantizationType, kind)
             writer.add_tensor_info(name, shape, _stand_in(kind), 0, raw_dtype=number)
-        config = _full_config(directory)
+        config = filled_in(model.config, str(model.home or ""))
         title = _add_title(writer, directory, model, package)
         writer.add_type(package.GGUFType.MODEL)
         title.set_gguf_meta_model(writer)
@@ -206,21 +205,6 @@ def _staged(model: GgufModel) -> Iterator[Path]:
                 (directory / "README.md").write_bytes(card.read())
         (directory / "config.json").write_text(json.dumps(model.config), encoding="utf-8")
         yield directory
-
-
-def _full_config(directory: Path) -> dict[str, Any]:
-    """The config with transformers' defaults for what it leaves out, and the text model's values at its top."""
-    from transformers import AutoConfig
-
-    try:
-        config: dict[str, Any] = AutoConfig.from_pretrained(directory, trust_remote_code=False).to_dict()
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise UnsupportedError(
-            "transformers cannot read the model's config", file=directory.name, found=" ".join(str(error).split())[:200],
-            remedy="Install a transformers that knows the model, or pass its config.json with --config.",
-        ) from error  # fmt: skip
-    text = config.get("text_config")
-    return {**config, **text} if isinstance(text, dict) else config
 
 
 def _add_title(writer: gguf.GGUFWriter, directory: Path, model: GgufModel, package: Any) -> Any:

@@ -1,6 +1,6 @@
 """A model's vocabulary in the metadata of a GGUF file: tokens, their kinds and scores, merges, special tokens, chat template.
 
-For `gguf_metadata`. A `tokenizer.model` is read by sentencepiece, a tokenizer.json by transformers; special tokens and merges by
+For `gguf_metadata`. A `tokenizer.model` is read by sentencepiece, a tokenizer.json by `gguf_tokens`; special tokens and merges by
 the `gguf` package. llama.cpp splits text by rules of its own, which have names: `pre_tokenizers.json` has these by a digest of
 the tokens that a certain text becomes.
 Source: llama.cpp, convert_hf_to_gguf.py `get_vocab_base`, `get_vocab_base_pre`, `_create_vocab_sentencepiece`, `set_vocab` of
@@ -12,11 +12,13 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Mapping
+import re
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from zckpt.base.errors import CorruptError, UnsupportedError, UsageError, ZckptError
+from zckpt.naming.gguf_tokens import Tokens, json_in, tokens_of
 
 if TYPE_CHECKING:
     import gguf
@@ -68,7 +70,7 @@ def _add(writer: gguf.GGUFWriter, directory: Path, config: Mapping[str, Any], pr
             remedy="Copy the base model's tokenizer files here, or name their directory with --tokenizer. To leave the "
             "vocabulary out, pass --tokenizer none.",
         )  # fmt: skip
-    said = _json(directory / "tokenizer_config.json")
+    said = json_in(directory / "tokenizer_config.json")
     if is_llama and said.get("add_prefix_space") is not None:
         writer.add_add_space_prefix(said["add_prefix_space"])
     if has_pieces and not only_json:
@@ -81,15 +83,6 @@ def _add(writer: gguf.GGUFWriter, directory: Path, config: Mapping[str, Any], pr
         _add_infill(writer, directory)
     if is_llama and config.get("vocab_size") == _GRANITE:
         writer.add_add_bos_token(False)
-
-
-def _json(path: Path) -> dict[str, Any]:
-    if not path.is_file():
-        return {}
-    found = json.loads(path.read_text(encoding="utf-8"))
-    if not isinstance(found, dict):
-        raise ValueError(f"{path.name} is no JSON object")
-    return found
 
 
 def _looks_special(token: str) -> bool:
@@ -122,7 +115,7 @@ def _add_pieces(writer: gguf.GGUFWriter, directory: Path, config: Mapping[str, A
             _UNKNOWN if pieces.IsUnknown(number) else _CONTROL if pieces.IsControl(number)
             else _UNUSED if pieces.IsUnused(number) else _BYTE if pieces.IsByte(number) else _NORMAL
         )  # fmt: skip
-    for text, number in _json(directory / "added_tokens.json").items():
+    for text, number in json_in(directory / "added_tokens.json").items():
         if number < size:
             tokens[number], scores[number], kinds[number] = text.encode(), -1000.0, _USER_DEFINED
     for key, token in said.get("added_tokens_decoder", {}).items():
@@ -146,18 +139,33 @@ def _add_fast_pieces(writer: gguf.GGUFWriter, directory: Path) -> bool:
     """A sentencepiece vocabulary of which only the tokenizer.json is there; False if it is of another kind."""
     import gguf
 
-    try:
-        vocabulary = gguf.LlamaHfVocab(directory)
-    except (FileNotFoundError, TypeError):  # so the package says that it is none
+    said = json_in(directory / "tokenizer.json")
+    model = said["model"]
+    if (
+        model["type"] != "BPE"
+        or not model.get("byte_fallback", False)
+        or (said.get("decoder") or {}).get("type") != "Sequence"
+    ):
         return False
-    tokens, scores, kinds = zip(*vocabulary.all_tokens())
+    found = tokens_of(directory)
+    by_number = {number: text for text, number in found.numbers.items()}
+    behind = sorted(number for number in found.added if number >= found.base)
+    tokens = [by_number[number] for number in (*range(found.base), *behind)]
+    kinds = [_piece_kind(text, found.special, is_behind=place >= found.base) for place, text in enumerate(tokens)]
+    del found, by_number, said, model
     writer.add_tokenizer_model("llama")
     writer.add_tokenizer_pre("default")
-    writer.add_token_list(list(tokens))
-    writer.add_token_scores(list(scores))
-    writer.add_token_types(list(kinds))
+    writer.add_token_list([text.encode() for text in tokens])
+    writer.add_token_scores([-1000.0] * len(tokens))
+    writer.add_token_types(kinds)
     gguf.SpecialVocab(directory, n_vocab=len(tokens)).add_to_gguf(writer, quiet=True)
     return True
+
+
+def _piece_kind(text: str, special: Collection[str], *, is_behind: bool) -> int:
+    if not is_behind and re.fullmatch("<0x[0-9A-Fa-f]{2}>", text):
+        return _BYTE
+    return _CONTROL if text in special else _USER_DEFINED if is_behind else _NORMAL
 
 
 def _add_bytes(
@@ -165,20 +173,17 @@ def _add_bytes(
 ) -> None:
     """A vocabulary of pairs of bytes, as in GPT-2."""
     import gguf
-    from transformers import AutoTokenizer
 
-    tokenizer: Any = AutoTokenizer.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
-    vocabulary = tokenizer.get_vocab()
-    size = config.get("vocab_size", len(vocabulary))
-    if max(vocabulary.values()) >= size:
+    found = tokens_of(directory)
+    size = config.get("vocab_size", len(found.numbers))
+    if max(found.numbers.values()) >= size:
         raise UsageError(
-            "the tokenizer has more tokens than the model", file=home, found=f"token {max(vocabulary.values()):,}",
+            "the tokenizer has more tokens than the model", file=home, found=f"token {max(found.numbers.values()):,}",
             expected=f"tokens below {size:,}, the rows of the embedding",
             remedy="Name the model's own tokenizer with --tokenizer.",
         )  # fmt: skip
-    name = pre_tokenizer or _pre_tokenizer(tokenizer, home)
-    by_number = {number: token for token, number in vocabulary.items()}
-    added, decoder = tokenizer.get_added_vocab(), tokenizer.added_tokens_decoder
+    name = pre_tokenizer or _pre_tokenizer(found, directory, home)
+    by_number = {number: token for token, number in found.numbers.items()}
     tokens: list[str] = []
     kinds: list[int] = []
     for number in range(size):
@@ -188,14 +193,15 @@ def _add_bytes(
             kinds.append(_UNUSED)
             continue
         kind = _NORMAL
-        if token in added:
-            if not decoder[number].normalized:
-                token = tokenizer.decode(tokenizer.encode(token, add_special_tokens=False))
-            kind = _CONTROL if decoder[number].special or _looks_special(token) else _USER_DEFINED
+        if (added := found.added.get(number)) is not None:
+            if not added.normalized:
+                token = found.shown(token)
+            kind = _CONTROL if added.special or _looks_special(token) else _USER_DEFINED
             if kind == _USER_DEFINED:
                 token = token.replace("\u2581", " ")
         tokens.append(token)
         kinds.append(kind)
+    del found, by_number  # the package reads the file once more
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre(name)
     writer.add_token_list(tokens)
@@ -203,15 +209,19 @@ def _add_bytes(
     gguf.SpecialVocab(directory, load_merges=True).add_to_gguf(writer, quiet=True)
 
 
-def _pre_tokenizer(tokenizer: Any, home: str) -> str:
+def _pre_tokenizer(found: Tokens, directory: Path, home: str) -> str:
     """llama.cpp's name of a tokenizer's pre-tokenizer.
+
+    What `tokenizers` alone makes of the text is enough if it is known; else transformers may make something else of it.
 
     Raises:
         UnsupportedError: it is none of those that llama.cpp's converter knew.
     """
     with open(_TABLE, encoding="utf-8") as file:
         table = json.load(file)
-    digest = hashlib.sha256(str(tokenizer.encode(table["text"])).encode()).hexdigest()
+    digest = _digest(found, table["text"])
+    if digest not in table["names"]:
+        digest = _digest(tokens_of(directory, alone=False), table["text"])
     name = table["names"].get(digest)
     if name is None:
         raise UnsupportedError(
@@ -221,6 +231,10 @@ def _pre_tokenizer(tokenizer: Any, home: str) -> str:
             "--pre-tokenizer qwen2.",
         )  # fmt: skip
     return str(name)
+
+
+def _digest(found: Tokens, text: str) -> str:
+    return hashlib.sha256(str(found.encode(text)).encode()).hexdigest()
 
 
 def _add_infill(writer: gguf.GGUFWriter, directory: Path) -> None:
