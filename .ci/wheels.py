@@ -127,6 +127,7 @@ def build(python: Path, version: str, platform: Platform, out: Path) -> Path:
         "CMAKE_RANLIB": tools["ranlib"],
         "CMAKE_EXE_LINKER_FLAGS": "-Wl,-s",
         "CMAKE_MODULE_LINKER_FLAGS": "-Wl,-s",
+        "CMAKE_SKIP_RPATH": "ON",  # there is none, and CMake must not have to know how to change it
         "SKBUILD_SOABI": soabi,
     }
     settings = [f"cmake.define.{name}={value}" for name, value in defines.items()]
