@@ -275,6 +275,13 @@ def test_diff_says_same_on_0_and_different_on_1(weights: Path, tmp_path: Path) -
     assert facts["same"] is False and [t["name"] for t in facts["tensors"]] == ["a", "b"]
     assert zckpt("diff", weights, tmp_path / "none").returncode == 2
     assert zckpt("diff", weights, half, "--atol", "-1").returncode == 2
+    page = tmp_path / "diff.html"
+    done = zckpt("diff", weights, half, "--rtol", "0.01", "--html", page)
+    assert (done.returncode, done.stderr) == (0, f"wrote {page}\n") and "at most 0 + 0.01 |b|" in page.read_text()
+    before = weights.read_bytes()
+    done = zckpt("diff", weights, half, "--html", weights)
+    assert done.returncode == 2 and "is no HTML page" in done.stderr and weights.read_bytes() == before
+    assert "directory that exists" in zckpt("diff", weights, half, "--html", tmp_path / "none" / "a.html").stderr
 
 
 @pytest.mark.parametrize(

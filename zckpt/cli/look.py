@@ -28,6 +28,10 @@ SideB = Annotated[str, typer.Argument(metavar="B", help="What to compare it with
 Tensors = Annotated[bool, o.output("--tensors", help="List every tensor, and which files hold its elements.")]
 States = Annotated[bool, o.output("--states", help="List the optimizer's states and parameter groups.")]
 AllTensors = Annotated[bool, o.output("--tensors", help="List every tensor, also those that are the same.")]
+DiffPage = Annotated[
+    str | None,
+    o.output("--html", metavar="FILE", help="Write a page for a browser: largest differences first, with histograms."),
+]
 Deep = Annotated[bool, _checks("--deep", help="Read every byte: checksums, copies of weights, NaN and infinity.")]
 
 
@@ -40,6 +44,13 @@ class Tolerance(o.Group):
         _checks("--atol", metavar="X", min=0, help="Equal if |a - b| <= X + Y |b|; by default bit for bit."),
     ] = None
     rtol: Annotated[float | None, _checks("--rtol", metavar="Y", min=0, help="See --atol.")] = None
+
+    @property
+    def words(self) -> str:
+        """Which numbers are equal, as a sentence; empty for those that are the same bit for bit."""
+        if self.atol is None and self.rtol is None:
+            return ""
+        return f"Numbers are equal if |a - b| is at most {self.atol or 0:g} + {self.rtol or 0:g} |b|."
 
 
 def register(app: typer.Typer) -> None:
@@ -133,6 +144,7 @@ def diff(
     joining: o.Joining,
     speed: o.Speed,
     tensors: AllTensors = False,
+    html: DiffPage = None,
     *,
     shown: o.ShownProgress,
 ) -> None:
@@ -140,10 +152,21 @@ def diff(
     from zckpt.jobs.diff import diff
 
     sink = shown.console
+    if html is not None:
+        from zckpt.pictures.page import check_place
+
+        check_place(html)
     with sink.progress(None, "diff") as progress:
         found = diff(
-            a, b, **tolerance.options(), read_options=joining.read_options, pace=speed.pace, progress=progress or False
-        )
+            a, b, **tolerance.options(), read_options=joining.read_options, spreads=html is not None, pace=speed.pace,
+            progress=progress or False,
+        )  # fmt: skip
+    if html is not None:
+        from zckpt.pictures.differences import differences_page
+        from zckpt.pictures.page import write_page
+
+        write_page(html, differences_page(found, a, b, tolerance=tolerance.words))
+        sink.line(f"wrote {html}")
     sink.notes(found.notes)
     sink.result(lambda: found.as_json(tensors=tensors), lambda: found.lines(tensors=tensors, width=sink.width))
     if not found.same:

@@ -17,7 +17,7 @@ from zckpt.core.catalog import Catalog, TensorEntry
 from zckpt.core.dtypes import DType
 from zckpt.engine.scan import scan
 from zckpt.engine.scan_requests import ScanRequest, comparisons
-from zckpt.engine.tensor_statistics import Relation, Statistics
+from zckpt.engine.tensor_statistics import Relation, Spread, Statistics
 from zckpt.jobs.open import open_catalog, strip_wrappers
 from zckpt.jobs.options import OpenOptions
 from zckpt.layouts.gguf.read import METADATA
@@ -40,6 +40,7 @@ class TensorDiff:
         dtypes: on both sides.
         statistics: what the comparison counted; None where shapes or kinds of numbers differ, so that nothing was compared.
         same: whether it is the same on both sides.
+        spread: how far its numbers are apart; None where that was not wanted or nothing was compared.
     """
 
     name: str
@@ -47,6 +48,7 @@ class TensorDiff:
     dtypes: tuple[DType, DType]
     statistics: Statistics | None
     same: bool
+    spread: Spread | None = None
 
     def as_json(self) -> dict[str, object]:
         """One object for programs; infinite and undefined numbers are text."""
@@ -162,6 +164,7 @@ def diff(
     atol: float | None = None,
     rtol: float | None = None,
     read_options: ReadOptions | None = None,
+    spreads: bool = False,
     pace: Pace = DEFAULT_PACE,
     progress: Progress = None,
 ) -> Diff:
@@ -176,6 +179,7 @@ def diff(
         atol: absolute tolerance.
         rtol: relative tolerance.
         read_options: how tensor- and pipeline-parallel files are joined, where they do not say it themselves.
+        spreads: count for each tensor how far its numbers are apart.
         pace: threads, bytes per second, and whether the page cache keeps what is read; None for each default.
         progress: a function that is called with the bytes read so far, and with the total if it takes a second argument; None
             shows a bar in a terminal or notebook, False shows none.
@@ -206,13 +210,14 @@ def diff(
 
     total = sum(x.nbytes + y.nbytes for _, x, y in pairs.values())
     with reported(progress, total, "diff") as watch:
-        report = scan(looks(), relation=relation, total_bytes=total, progress=watch, **pace)
+        report = scan(looks(), relation=relation, spreads=spreads, total_bytes=total, progress=watch, **pace)
     tensors: list[TensorDiff] = []
     for number, ((name, x, y), can_be) in enumerate(zip(pairs.values(), compared, strict=True)):
         statistics = report.of(number) if can_be else None
         dtypes_fit = x.dtype == y.dtype or relation.is_tolerant
         same = statistics is not None and not statistics.differ and dtypes_fit
-        tensors.append(TensorDiff(name, (x.shape, y.shape), (x.dtype, y.dtype), statistics, same))
+        spread = report.spreads.get(number, Spread()) if spreads and can_be else None
+        tensors.append(TensorDiff(name, (x.shape, y.shape), (x.dtype, y.dtype), statistics, same, spread))
     only_a = tuple(name for name in names_a if name not in names_b)
     only_b = tuple(name for name in (*right, *right.aliases) if name not in set(names_a))
     return Diff(only_a, only_b, tuple(tensors), (*(f"A: {n}" for n in notes_a), *(f"B: {n}" for n in notes_b)))

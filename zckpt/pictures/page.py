@@ -93,14 +93,10 @@ def write_page(path: str, content: str) -> None:
     """Writes a page, or replaces one.
 
     Raises:
-        OutputError: there is something else under this name.
+        OutputError: there is something else under this name, or no directory for it.
         OSError: the file cannot be written.
     """
-    if os.path.lexists(path) and not _is_page(path):
-        raise OutputError(
-            "exists and is no HTML page", file=path, expected="a new name, or a page to replace",
-            remedy="Choose another name for --html.",
-        )  # fmt: skip
+    check_place(path)
     staged = f"{path}.{os.getpid()}.tmp"
     try:
         with open(staged, "x", encoding="utf-8") as file:
@@ -110,6 +106,25 @@ def write_page(path: str, content: str) -> None:
         if os.path.exists(staged):
             os.unlink(staged)
         raise
+
+
+def check_place(path: str) -> None:
+    """Refuses a name for a page under which there is something else, before the work on the page begins.
+
+    Raises:
+        OutputError: there is, or there is no directory for it.
+    """
+    directory = os.path.dirname(path) or "."
+    if not os.path.isdir(directory):
+        raise OutputError(
+            "is in a directory that does not exist", file=path, found=f"no directory {directory}",
+            expected="a file of this machine", remedy="Name a file in a directory that exists here; no address.",
+        )  # fmt: skip
+    if os.path.lexists(path) and not _is_page(path):
+        raise OutputError(
+            "exists and is no HTML page", file=path, expected="a new name, or a page to replace",
+            remedy="Choose another name for --html.",
+        )  # fmt: skip
 
 
 def _is_page(path: str) -> bool:

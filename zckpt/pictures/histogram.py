@@ -1,0 +1,137 @@
+"""Histograms of distances as inline SVG: how many pairs of numbers are how far apart, on an axis of powers of two.
+
+For `differences`. All histograms of a page have one axis, so that they can be compared with the eye. A shape has classes, and no
+style of its own, which the page's policy would not allow.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+from zckpt.engine.tensor_statistics import Spread
+from zckpt.pictures.page import text
+
+_MOST_BARS = 40
+_LARGE_HEIGHT, _BELOW = 200, 24
+_SMALL_WIDTH, _SMALL_HEIGHT = 160, 30
+_MOST_LABELS = 14
+
+
+@dataclass(frozen=True, slots=True)
+class Bar:
+    """Pairs of numbers between two distances.
+
+    Attributes:
+        low: their least distance is 2**low.
+        high: they are less than 2**high apart.
+        pairs: how many there are.
+    """
+
+    low: int
+    high: int
+    pairs: int
+
+    @property
+    def words(self) -> str:
+        """Between which distances."""
+        return f"{distance(self.low)} to {distance(self.high)}"
+
+
+@dataclass(frozen=True, slots=True)
+class Axis:
+    """The exponents that a page's histograms show: `bars` bars from 2**low on, each `step` exponents wide."""
+
+    low: int
+    step: int
+    bars: int
+
+    @classmethod
+    def of(cls, spreads: Iterable[Spread]) -> Axis | None:
+        """The axis on which all of them can be drawn; None where no numbers are apart."""
+        ends = [end for spread in spreads if spread.counts for end in (min(spread.counts), max(spread.counts))]
+        if not ends:
+            return None
+        low, exponents = min(ends), max(ends) - min(ends) + 1
+        step = math.ceil(exponents / _MOST_BARS)
+        return cls(low, step, max(6, math.ceil(exponents / step)))
+
+    def bars_of(self, spread: Spread) -> list[Bar]:
+        """One bar for each stretch of the axis, also those without pairs."""
+        pairs = [0] * self.bars
+        for exponent, number in spread.counts.items():
+            pairs[(exponent - self.low) // self.step] += number
+        return [Bar(self.low + i * self.step, self.low + (i + 1) * self.step, n) for i, n in enumerate(pairs)]
+
+    def powers_of_ten(self) -> Iterator[tuple[int, float]]:
+        """Powers of ten on the axis, and where they are, between 0 and 1."""
+        length = self.bars * self.step
+        for power in range(math.ceil(self.low * math.log10(2)), math.floor((self.low + length) * math.log10(2)) + 1):
+            yield power, (power / math.log10(2) - self.low) / length
+
+
+def distance(exponent: int) -> str:
+    """2**exponent as a person reads it."""
+    return f"{2.0**exponent:.2g}"
+
+
+def summary(bars: list[Bar]) -> str:
+    """What a histogram shows, for those who cannot see it."""
+    filled = [bar for bar in bars if bar.pairs]
+    if not filled:
+        return "no distances"
+    most = max(filled, key=lambda bar: bar.pairs)
+    return f"distances from {distance(filled[0].low)} to {distance(filled[-1].high)}, most of them {most.words}"
+
+
+def small(axis: Axis, spread: Spread) -> str:
+    """A histogram in a row of a table: one shape, whose highest bar has the whole height."""
+    bars = axis.bars_of(spread)
+    most = max(bar.pairs for bar in bars)
+    width = _SMALL_WIDTH / axis.bars
+    shapes: list[str] = []
+    for i, bar in enumerate(bars):
+        if bar.pairs:
+            height = max(1.5, bar.pairs / most * (_SMALL_HEIGHT - 1))
+            shapes.append(f"M{i * width:.4g} {_SMALL_HEIGHT}v-{height:.3g}h{width * 0.86:.3g}v{height:.3g}z")
+    words = text(summary(bars))
+    return (
+        f'<svg class="spread" viewBox="0 0 {_SMALL_WIDTH} {_SMALL_HEIGHT}" preserveAspectRatio="none" role="img" '
+        f'aria-label="{words}"><title>{words}</title><path class="line" d="M0 {_SMALL_HEIGHT}h{_SMALL_WIDTH}"/>'
+        f'<path d="{"".join(shapes)}"/></svg>'
+    )
+
+
+def large(axis: Axis, spread: Spread) -> str:
+    """A histogram with its axis; each bar says what it stands for when it is pointed at.
+
+    It is as wide as there is room, and letters keep their size: places are parts of the width.
+    """
+    bars = axis.bars_of(spread)
+    most = max(bar.pairs for bar in bars)
+    width = 100 / axis.bars
+    ground = _LARGE_HEIGHT - _BELOW
+    drawn: list[str] = []
+    for i, bar in enumerate(bars):
+        height = max(2.0, bar.pairs / most * (ground - 8)) if bar.pairs else 0
+        drawn.append(
+            f"<g><title>{text(f'{bar.words}: {bar.pairs:,} pairs of numbers')}</title>"
+            f'<rect class="room" x="{i * width:.3f}%" y="0" width="{width:.3f}%" height="{ground}"/>'
+            f'<rect class="bar" x="{(i + 0.06) * width:.3f}%" y="{ground - height:.2f}" width="{width * 0.88:.3f}%" '
+            f'height="{height:.2f}" rx="1.5"/></g>'
+        )
+    marks = list(axis.powers_of_ten())
+    every = math.ceil(len(marks) / _MOST_LABELS)
+    for number, (power, place) in enumerate(marks[::every]):
+        extra = ' class="extra"' if number % 2 else ""
+        anchor = "start" if place < 0.03 else "end" if place > 0.97 else "middle"
+        drawn.append(
+            f'<g{extra}><rect class="mark" x="{100 * place:.2f}%" y="{ground}" width="1" height="5"/>'
+            f'<text x="{100 * place:.2f}%" y="{_LARGE_HEIGHT - 5}" text-anchor="{anchor}">'
+            f"{'1' if power == 0 else f'1e{power}'}</text></g>"
+        )
+    return (
+        f'<svg class="histogram" height="{_LARGE_HEIGHT}" role="img" aria-label="{text(summary(bars))}">'
+        f'{"".join(drawn)}<rect class="mark" x="0" y="{ground}" width="100%" height="1"/></svg>'
+    )
