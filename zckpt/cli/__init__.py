@@ -22,6 +22,7 @@ from zckpt.cli import (
     estimate,
     gguf,
     look,
+    picture,
     push,
     quantize,
     reshape,
@@ -41,7 +42,22 @@ app = typer.Typer(
     invoke_without_command=True,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
 )
-for module in (look, convert, quantize, gguf, reshape, combine, versions, upkeep, push, estimate, train, run, demo):
+for module in (
+    look,
+    picture,
+    convert,
+    quantize,
+    gguf,
+    reshape,
+    combine,
+    versions,
+    upkeep,
+    push,
+    estimate,
+    train,
+    run,
+    demo,
+):
     module.register(app)
 
 

@@ -13,7 +13,9 @@ from zckpt.cli import options as o
 from zckpt.cli.declared import command
 
 if TYPE_CHECKING:
+    from zckpt.jobs.inspection import Inspection
     from zckpt.jobs.states import NamedStates
+    from zckpt.pictures.terminal import Line
 
 _checks = partial(typer.Option, rich_help_panel="Checks")
 Looked = Annotated[
@@ -95,8 +97,17 @@ def inspect(
         lambda: {**inspection.as_json(slices=tensors), **(named.as_json() if named else {})},
         lambda: chain(inspection.lines(tensors=tensors, width=sink.width), named.lines() if named else ()),
     )
+    sink.picture(lambda width: _picture(inspection, width))
     if not inspection.exportable.ok:
         raise typer.Exit(1)
+
+
+def _picture(inspection: Inspection, width: int) -> list[Line]:
+    """The files of ranks as bars."""
+    from zckpt.pictures.rows import file_grid
+    from zckpt.pictures.terminal import picture
+
+    return [[], *picture(file_grid(inspection), width, lead="  ")] if inspection.grid else []
 
 
 def _states(ckpt: str, source: o.SourceOptions) -> NamedStates:

@@ -6,15 +6,18 @@ import json
 import os
 import shutil
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TextIO
+from typing import TYPE_CHECKING, TextIO
 
 import typer
 
 from zckpt.base.progress import JobWatch, bar, lines
 from zckpt.base.words import wrapped
 from zckpt.team.together import speaks
+
+if TYPE_CHECKING:
+    from zckpt.pictures.terminal import Line
 
 
 class Console:
@@ -44,6 +47,15 @@ class Console:
         elif not self.quiet:
             sys.stdout.writelines(f"{line}\n" for line in lines())
         sys.stdout.flush()
+
+    def picture(self, lines: Callable[[int], Sequence[Line]]) -> None:
+        """Prints lines in colours where stdout is a terminal that shows them, otherwise nothing; called with its columns."""
+        if self.as_json or self.quiet or not sys.stdout.isatty():
+            return
+        from zckpt.pictures.terminal import can_draw, draw
+
+        if can_draw(sys.stdout, self.width):
+            draw(lines(self.width))
 
     def notes(self, notes: Iterable[str]) -> None:
         """Prints sentences for a person, each once; above the bar, if there is one."""

@@ -93,13 +93,22 @@ def prepare(
     """
     source, place = locate(checkpoint), locate(out)
     opened, training = opened_run(source, place, options)
+    target, laid = laid_out(opened, training, options)
+    return planned(opened, target, laid, place, "latest", options, options.world_size)
+
+
+def laid_out(opened: Opened, training: Training, options: ReshardOptions) -> tuple[ZeroTarget, Laid]:
+    """The save that is asked for, and its files.
+
+    Raises:
+        ZckptError: one of its kinds says why there can be none.
+    """
     target = target_of(
         opened.catalog, training, options.world_size, options.stage, options.precision or training.precision
     )
     target = replace(target, no_frozen=_has_no_frozen(opened))
     training = replace(training, model=_with_config(training.model, target, training.precision))
-    laid = lay_out(opened.catalog, training, target)
-    return planned(opened, target, laid, place, "latest", options, options.world_size)
+    return target, lay_out(opened.catalog, training, target)
 
 
 def planned(

@@ -1,0 +1,114 @@
+"""`zckpt map`: what a checkpoint looks like, as a page for a browser or as bars in the terminal."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from zckpt.base.errors import UsageError
+from zckpt.cli import options as o
+from zckpt.cli.declared import command
+
+if TYPE_CHECKING:
+    from zckpt.cli.output import Console
+    from zckpt.pictures.checkpoint_map import CheckpointMap
+
+_shown = partial(typer.Option, rich_help_panel="What to draw")
+
+
+@dataclass(frozen=True, repr=False, eq=False)
+class Drawn(o.Group):
+    """What is drawn, and where to."""
+
+    html: Annotated[
+        str | None, _shown("--html", metavar="FILE", help="Write the map as one HTML file, which needs no network.")
+    ] = None
+    open_page: Annotated[
+        bool, _shown("--open", help="Show it in the browser; without --html, from a temporary file.")
+    ] = False
+    reshard: Annotated[
+        int | None,
+        _shown(
+            "--reshard",
+            metavar="N",
+            callback=o.positive,
+            help="Also draw what 'zckpt reshard --world-size N' would write.",
+        ),
+    ] = None
+    stage: Annotated[
+        int | None,
+        _shown("--stage", metavar="1|2|3", min=1, max=3, help="ZeRO stage for --reshard; by default CKPT's."),
+    ] = None
+
+
+def register(app: typer.Typer) -> None:
+    """Adds the command."""
+    command(
+        app,
+        "map",
+        summary="Draw which rank holds what of a checkpoint.",
+        about="Draw a checkpoint: its files by rank, as long as they are large, and which rows of which tensor each "
+        "holds; what is missing is in red. With --html as a page to search and point at, otherwise as bars in the "
+        "terminal. Reads indexes only, and changes nothing.",
+        example="zckpt map out/checkpoint-500 --html map.html --open",
+    )(draw_map)
+
+
+def draw_map(ckpt: o.Checkpoint, drawn: Drawn, source: o.SourceOptions, shown: o.Shown) -> None:
+    """Draws a map."""
+    from zckpt.pictures.checkpoint_map import checkpoint_map
+
+    if drawn.stage is not None and drawn.reshard is None:
+        raise UsageError(
+            "--stage is of use only with --reshard", found="--stage without --reshard",
+            remedy="Add --reshard N, or leave out --stage.",
+        )  # fmt: skip
+    sink = shown.console
+    found = checkpoint_map(
+        ckpt, source.tag, source.also, source.read_options, world_size=drawn.reshard, stage=drawn.stage
+    )
+    page = _written(found, drawn) if drawn.html is not None or drawn.open_page else None
+    if sink.as_json:
+        sink.result(lambda: {**found.as_json(), "html": page}, tuple)
+    elif page is not None:
+        sink.result(dict, lambda: [f"wrote {page}"])
+    else:
+        _in_terminal(found, sink)
+    if drawn.open_page and page is not None:
+        import webbrowser
+        from pathlib import Path
+
+        if not webbrowser.open(Path(page).resolve().as_uri()):
+            sink.notes([f"No browser was found to open. The map is in {page}."])
+
+
+def _written(found: CheckpointMap, drawn: Drawn) -> str:
+    """Writes the page; returns its path."""
+    import os
+    import tempfile
+
+    from zckpt.pictures.map_page import map_page
+    from zckpt.pictures.page import write_page
+
+    path = drawn.html or os.path.join(tempfile.mkdtemp(prefix="zckpt-map-"), "map.html")
+    write_page(path, map_page(found))
+    return path
+
+
+def _in_terminal(found: CheckpointMap, sink: Console) -> None:
+    from zckpt.pictures.map_page import summary
+    from zckpt.pictures.terminal import Line, draw, picture
+
+    if sink.quiet:
+        return
+    lines: list[Line] = [[(found.inspection.place.listing.directory.path, "bold")], [(f"  {summary(found)}", "")], []]
+    lines += picture(found.grid, sink.width, found.contents(), lead="  ")
+    if (after := found.after) is not None:
+        lines += [[], [(f"  {after.title}", "bold")], []]
+        lines += picture(after.grid, sink.width, after.contents(), lead="  ")
+    if not found.inspection.exportable.ok:
+        lines += [[], [(f"  {found.inspection.exportable.reason}", "red")]]
+    draw(lines)

@@ -1,0 +1,179 @@
+"""A map of a checkpoint: which rank's file holds which part of which tensor, and what is missing.
+
+For `zckpt map`. Reads indexes only, kilobytes per file, as `inspect` does; a checkpoint that is incomplete is drawn as far as its
+files say what they are.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from zckpt import layouts
+from zckpt.base.errors import ZckptError
+from zckpt.core.catalog import TensorEntry
+from zckpt.jobs.inspection import Inspection, inspect_checkpoint
+from zckpt.jobs.open import Opened, states_of
+from zckpt.jobs.options import ReshardOptions
+from zckpt.jobs.rank_files import experts_as_json
+from zckpt.layouts.save.listing import ReadOptions
+from zckpt.pictures.pieces import PieceLayer, contents_of, state_layers, weight_layers
+from zckpt.pictures.resharded import Resharded, resharded
+from zckpt.pictures.rows import FileGrid, file_grid
+
+ROLES = {"parameter": "trainable", "frozen": "frozen", "buffer": "buffer"}
+"""Role -> what it is called here."""
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """What some tensors come to."""
+
+    tensors: int
+    numel: int
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointMap:
+    """What is drawn.
+
+    Attributes:
+        inspection: what `inspect` says of the checkpoint.
+        grid: its files.
+        layers: what lies where in them; empty where the tensors cannot be known.
+        after: the checkpoint as `reshard` would write it; None if that was not asked for.
+        unread: why the optimizer's states are not drawn; empty if they are.
+    """
+
+    inspection: Inspection
+    grid: FileGrid
+    layers: tuple[PieceLayer, ...]
+    after: Resharded | None = None
+    unread: str = ""
+
+    @property
+    def tensors(self) -> Sequence[TensorEntry]:
+        """All tensors, in the order in which layers number them."""
+        catalog = self.inspection.catalog
+        return () if catalog is None else tuple(catalog.tensors.values())
+
+    def roles(self) -> dict[str, Share]:
+        """Role -> the tensors that have it."""
+        return _shares((ROLES[entry.role], entry) for entry in self.tensors)
+
+    def dtypes(self) -> dict[str, Share]:
+        """Name of a dtype -> the tensors that are kept in it."""
+        return _shares((entry.dtype.name, entry) for entry in self.tensors)
+
+    def contents(self) -> dict[str, int]:
+        """What the files hold -> bytes, with `pieces.OTHER` at the end."""
+        return contents_of(self.grid, self.layers)
+
+    def as_json(self) -> dict[str, object]:
+        """What `zckpt map --json` prints, as a dict."""
+        inspection = self.inspection
+        listing, catalog = inspection.place.listing, inspection.catalog
+        facts: dict[str, object] = {"path": listing.directory.path, "tag": listing.tag}
+        if catalog is not None:
+            topology = catalog.topology
+            facts |= {
+                "layout": catalog.source.layout,
+                "topology": {"dp": topology.dp, "tp": topology.tp, "pp": topology.pp, "ep": topology.ep},
+                "experts": experts_as_json(topology),
+                "tensors": len(catalog),
+                "numel": catalog.numel,
+                "roles": {name: _share_json(share) for name, share in self.roles().items()},
+                "dtypes": {name: _share_json(share) for name, share in self.dtypes().items()},
+            }
+        facts |= {
+            "bytes": self.grid.nbytes,
+            "contents": self.contents(),
+            "files": _files_json(self.grid),
+            "complete": {"ok": inspection.exportable.ok, "reason": inspection.exportable.reason},
+            "reshard": None,
+        }
+        if (after := self.after) is not None:
+            facts["reshard"] = {
+                "world_size": after.world_size, "stage": after.stage, "bytes": after.grid.nbytes,
+                "contents": after.contents(), "files": _files_json(after.grid),
+            }  # fmt: skip
+        return facts
+
+
+def _shares(entries: Iterable[tuple[str, TensorEntry]]) -> dict[str, Share]:
+    found: dict[str, list[TensorEntry]] = {}
+    for name, entry in entries:
+        found.setdefault(name, []).append(entry)
+    return {
+        name: Share(len(own), sum(entry.numel for entry in own), sum(entry.nbytes for entry in own))
+        for name, own in found.items()
+    }
+
+
+def _share_json(share: Share) -> dict[str, object]:
+    return {"tensors": share.tensors, "numel": share.numel, "bytes": share.nbytes}
+
+
+def _files_json(grid: FileGrid) -> list[dict[str, object]]:
+    return [
+        {"group": group.title, "row": row.label, "file": file.name, "kind": file.kind, "bytes": file.nbytes,
+         "state": file.state, "reason": file.reason, "contents": dict(file.contents)}
+        for group in grid.groups
+        for row in group.rows
+        for number in row.cells
+        if number is not None
+        for file in (grid.files[number],)
+    ]  # fmt: skip
+
+
+def checkpoint_map(
+    path: str | os.PathLike[str],
+    tag: str | None = None,
+    also: Sequence[str | os.PathLike[str]] = (),
+    read_options: ReadOptions | None = None,
+    *,
+    world_size: int | None = None,
+    stage: int | None = None,
+) -> CheckpointMap:
+    """Reads all that is drawn; no element but step counters.
+
+    Args:
+        path: of the checkpoint, as for `inspect_checkpoint`.
+        tag: the same.
+        also: the same.
+        read_options: the same.
+        world_size: also lay out what `reshard` would write for so many ranks.
+        stage: of ZeRO, for that; None for the one that the checkpoint has.
+
+    Raises:
+        NotACheckpointError: there is no checkpoint at `path`.
+        ZckptError: another kind, where the save cannot be chosen, or cannot be resharded.
+    """
+    inspection = inspect_checkpoint(path, tag, also, read_options)
+    grid = file_grid(inspection)
+    catalog = inspection.catalog
+    layers: list[PieceLayer] = []
+    names: list[str] = []
+    unread = ""
+    if catalog is not None:
+        layers = weight_layers(catalog, grid)
+        raw = layouts.read(inspection.place.listing)
+        names = list(raw.tensors)
+        try:
+            named = states_of(Opened(raw, inspection.place))
+        except ZckptError as error:
+            unread = error.what
+        else:
+            numbers = {name: number for number, name in enumerate(catalog.tensors)}
+            states = {
+                state: {numbers[name]: entry for name, entry in own.items() if name in numbers}
+                for state, own in named.entries.items()
+            }
+            layers += state_layers(states, grid)
+    after = None
+    if world_size is not None:
+        options = ReshardOptions(tag=tag, also=also, read_options=read_options, world_size=world_size, stage=stage)
+        after = resharded(os.fspath(path), options, names)
+    return CheckpointMap(inspection, grid, tuple(layers), after, unread)

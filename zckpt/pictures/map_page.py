@@ -1,0 +1,378 @@
+"""The page of a map: what a browser shows of a `CheckpointMap`, and what a screen reader says.
+
+Facts, totals and the table of files are HTML and need no script. The map and the list of tensors are drawn by the scripts
+`map_logic.js`, which computes, and `map_view.js`, which shows, from the numbers that `data_of` makes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+
+from zckpt.base.words import count, joined, ranges, size
+from zckpt.core.catalog import Topology
+from zckpt.core.dtypes import DType
+from zckpt.pictures.checkpoint_map import ROLES, CheckpointMap, Share
+from zckpt.pictures.page import page, text
+from zckpt.pictures.pieces import OTHER, PieceLayer
+from zckpt.pictures.rows import FileGrid
+
+_MOST_ROWS = 2000
+"""Files in the table; further ones are in `--json`."""
+_MOST_LAYERS, _MOST_EXPERTS = 200, 64
+_COLOURS = {"weight": 0, "module": 1, "copy": 6}
+_STATES = {"ok": "here", "extra": "left over", "other save": "of another save"}
+
+
+def map_page(found: CheckpointMap) -> str:
+    """The whole page."""
+    title = f"{_name(found)} - zckpt map"
+    return page(
+        title, "\n".join(_body(found)), data_of(found), styles=["map.css"], scripts=["map_logic.js", "map_view.js"]
+    )
+
+
+def data_of(found: CheckpointMap) -> dict[str, object]:
+    """The numbers that the scripts draw: names once, and everything else by number."""
+    entries = found.tensors
+    dtypes: dict[DType, int] = {}
+    shapes: dict[tuple[int, ...], int] = {}
+    roles = {role: number for number, role in enumerate(ROLES)}
+    grids = [_side(found.grid, found.layers, "As it is", len(entries), dtypes)]
+    if found.after is not None:
+        grids.append(_side(found.after.grid, found.after.layers, found.after.title, len(entries), dtypes))
+    catalog = found.inspection.catalog
+    return {
+        "tensors": {
+            "names": [entry.name for entry in entries],
+            "shapes": [shapes.setdefault(entry.shape, len(shapes)) for entry in entries],
+            "dtypes": [dtypes.setdefault(entry.dtype, len(dtypes)) for entry in entries],
+            "roles": [roles[entry.role] for entry in entries],
+        },
+        "aliases": [] if catalog is None else [[dropped, kept] for dropped, kept in catalog.aliases.items()],
+        "shapes": [list(shape) for shape in shapes],
+        "roles": list(ROLES.values()),
+        "sides": grids,
+        "dtypes": [[dtype.name, dtype.itemsize] for dtype in dtypes],
+        "colours": palette(found),
+    }
+
+
+def palette(found: CheckpointMap) -> dict[str, int]:
+    """What files hold -> number of its colour, the same in the map, in bars and in tables."""
+    after = () if found.after is None else found.after.layers
+    states = [2, 3, 4, 5, 7]
+    colours: dict[str, int] = {}
+    for layer in (*found.layers, *after):
+        if layer.name not in colours:
+            known = _COLOURS.get(layer.purpose)
+            colours[layer.name] = states[(len(colours) - 1) % len(states)] if known is None else known
+    return colours
+
+
+def _side(
+    grid: FileGrid, layers: Sequence[PieceLayer], title: str, tensors: int, dtypes: dict[DType, int]
+) -> dict[str, object]:
+    files = grid.files
+    return {
+        "title": title,
+        "files": {
+            "names": [file.name for file in files],
+            "kinds": [file.kind for file in files],
+            "bytes": [file.nbytes for file in files],
+            "expected": [file.expected for file in files],
+            "states": [file.state for file in files],
+            "reasons": [file.reason for file in files],
+        },
+        "groups": [
+            {"title": group.title, "columns": group.columns, "rows": [[row.label, row.cells] for row in group.rows]}
+            for group in grid.groups
+        ],
+        "layers": [
+            {
+                "name": layer.name,
+                "purpose": layer.purpose,
+                "tensors": list(layer.pieces) if len(layer.pieces) < tensors else None,
+                "dtypes": [dtypes.setdefault(dtype, len(dtypes)) for dtype, _ in layer.pieces.values()],
+                "pieces": [pieces for _, pieces in layer.pieces.values()],
+            }
+            for layer in layers
+        ],
+    }
+
+
+def _name(found: CheckpointMap) -> str:
+    listing = found.inspection.place.listing
+    return listing.tag or listing.directory.name or listing.directory.path
+
+
+def _body(found: CheckpointMap) -> Iterator[str]:
+    inspection = found.inspection
+    yield '<a class="skip" href="#map-title">Skip to the map</a>'
+    yield '<header class="top"><div class="wrap bar"><strong class="brand">zckpt <span>map</span></strong>'
+    yield f'<span class="path mono" title="{text(inspection.place.listing.directory.path)}"><bdi>'
+    yield f"{text(inspection.place.listing.directory.path)}</bdi></span>"
+    yield '<button type="button" id="theme" aria-label="Light or dark">Theme: auto</button></div></header>'
+    yield '<main class="wrap">'
+    yield f'<section class="hero"><h1><bdi>{text(_name(found))}</bdi></h1><p class="lead">{text(summary(found))}</p>'
+    yield from _verdicts(found)
+    yield "</section>"
+    yield from _cards(found)
+    yield from _wrong(found)
+    yield _MAP if found.layers else _MAP.replace(' id="explain"', ' id="explain" hidden')
+    if found.tensors:
+        yield _TENSORS
+    yield '<div class="two">'
+    yield from _totals(found)
+    yield "</div>"
+    if inspection.catalog is not None:
+        yield from _experts(inspection.catalog.topology)
+    yield from _tables(found)
+    yield from _notes(found)
+    yield '</main><footer class="wrap soft">'
+    yield "Drawn by zckpt from the indexes of the files. This page is complete: it loads nothing.</footer>"
+    yield "<div id='tip' class='tip' hidden></div><p class='unseen' id='live' aria-live='polite'></p>"
+    yield "<noscript><p class='wrap'>The map itself needs JavaScript. Totals and the table of files do not.</p></noscript>"
+
+
+def summary(found: CheckpointMap) -> str:
+    """What this is, in sentences for somebody who sees such a thing for the first time."""
+    catalog = found.inspection.catalog
+    there = [file for file in found.grid.files if file.nbytes]
+    files = f"{count(len(there), 'file')} of {size(found.grid.nbytes)}"
+    if catalog is None:
+        return f"{files}. What tensors they hold cannot be known while files are missing or damaged."
+    numel = sum(entry.numel for entry in found.tensors if entry.role != "buffer")
+    topology = catalog.topology
+    ranks = topology.dp * topology.tp * topology.pp
+    held = f"{count(len(found.tensors), 'tensor')} with {count(numel, 'parameter')}"
+    if ranks > 1 and catalog.source.layout not in ("plain", "universal", "gguf"):
+        saved = f"saved by {count(ranks, 'process', 'processes')} (ranks) in {files}"
+        return f"A model of {held}, {saved}. Each rank holds a part of it."
+    return f"A model of {held}, in {files}."
+
+
+def _verdicts(found: CheckpointMap) -> Iterator[str]:
+    inspection = found.inspection
+    pairs = (
+        ("All weights are here", "The weights are not complete", inspection.exportable),
+        ("Training can resume", "Training cannot resume", inspection.resumable),
+    )
+    yield '<ul class="verdicts">'
+    for number, (yes, no, verdict) in enumerate(pairs):
+        kind = "good" if verdict.ok else ("warn" if number else "bad")
+        sign = "\u2713" if verdict.ok else "\u2717"
+        yield f'<li><span class="pill {kind}"><span aria-hidden="true">{sign}</span>{yes if verdict.ok else no}</span>'
+        yield f'<span class="soft"><bdi>{text(verdict.reason)}</bdi></span></li>'
+    yield "</ul>"
+
+
+def _cards(found: CheckpointMap) -> Iterator[str]:
+    catalog, listing = found.inspection.catalog, found.inspection.place.listing
+    facts: list[tuple[str, str, str]] = []
+    if catalog is not None:
+        source, topology = catalog.source, catalog.topology
+        numel = sum(entry.numel for entry in found.tensors if entry.role != "buffer")
+        facts.append(("Parameters", short(numel), f"{numel:,}"))
+        facts.append(("Tensors", f"{len(found.tensors):,}", _roles_said(found)))
+        facts.append(("Saved by", source.layout, " ".join(source.framework).strip()))
+        if source.global_steps is not None:
+            facts.append(("Step", f"{source.global_steps:,}", f"tag {listing.tag}" if listing.tag else ""))
+        axes = (("data", topology.dp), ("tensor", topology.tp), ("pipeline", topology.pp), ("expert", topology.ep))
+        many = [(axis, number) for axis, number in axes if number > 1]
+        if many and source.layout != "universal":
+            ranks = topology.dp * topology.tp * topology.pp
+            said = " \u00d7 ".join(f"{axis} {number}" for axis, number in many if axis != "expert")
+            experts = f"experts over {topology.ep}" if topology.ep > 1 else ""
+            facts.append(("Ranks", f"{ranks:,}", ", ".join(filter(None, [said, experts]))))
+    wrong = found.grid.wrong
+    there = sum(1 for file in found.grid.files if file.nbytes)
+    state = (
+        f"{len(wrong):,} not as they should be"
+        if len(wrong) > 1
+        else "1 not as it should be"
+        if wrong
+        else "all as they should be"
+    )
+    facts.append(("Files", f"{there:,}", f"{size(found.grid.nbytes)}, {state}"))
+    yield '<dl class="cards">'
+    for label, value, more in facts:
+        yield f"<div class='card'><dt>{text(label)}</dt><dd><b><bdi>{text(value)}</bdi></b>"
+        yield f"<span><bdi>{text(more)}</bdi></span></dd></div>"
+    yield "</dl>"
+
+
+def short(number: int) -> str:
+    """A count with a unit: `1.24 B`, `232`."""
+    for unit, power in (("T", 12), ("B", 9), ("M", 6), ("k", 3)):
+        if number >= 10**power:
+            return f"{float(f'{number / 10**power:.3g}'):g} {unit}"
+    return str(number)
+
+
+def _roles_said(found: CheckpointMap) -> str:
+    return ", ".join(f"{share.tensors:,} {role}" for role, share in found.roles().items())
+
+
+def _wrong(found: CheckpointMap) -> Iterator[str]:
+    if wrong := found.grid.wrong:
+        yield '<section class="card alarm" aria-labelledby="wrong-title"><h2 id="wrong-title">What is wrong</h2><ul>'
+        for file in wrong[:20]:
+            state = _STATES.get(file.state, file.state)
+            yield f"<li><b>{text(state)}</b>: <bdi>{text(file.name)}</bdi> "
+            yield f"<span class='soft'><bdi>{text(file.reason)}</bdi></span></li>"
+        yield (
+            "</ul>"
+            + (f"<p>And {len(wrong) - 20:,} more, in the table below.</p>" if len(wrong) > 20 else "")
+            + "</section>"
+        )
+
+
+_MAP = """\
+<section class="card map" aria-labelledby="map-title">
+<div class="head"><h2 id="map-title" tabindex="-1">Who holds what</h2>
+<label>Colour by <select id="colour"><option value="contents">what it is</option><option value="layer">layer of the model</option>
+<option value="role">role</option><option value="dtype">dtype</option></select></label></div>
+<p class="soft" id="explain">A row for each rank, a bar for each file, as long as the file is large. Inside are the pieces of
+tensors that it holds. Point at a piece to see the same tensor everywhere; click to keep it.</p>
+<ul id="legend" class="legend" aria-label="Colours"></ul>
+<div id="sides"></div>
+<p class="soft keys">With the keyboard: arrow keys go from row to row and from piece to piece, Enter keeps a tensor, Escape lets
+it go, <kbd>/</kbd> searches.</p>
+<section id="detail" class="detail" aria-labelledby="detail-title" hidden>
+<h3 id="detail-title"></h3></section>
+</section>"""
+
+_TENSORS = """\
+<section class="card" aria-labelledby="tensors-title">
+<div class="head"><h2 id="tensors-title">Tensors</h2><p id="found" class="soft" role="status"></p></div>
+<div class="tools"><input id="search" type="search" placeholder="Search names, such as layers.3 mlp"
+aria-label="Search tensors by name" autocomplete="off" spellcheck="false">
+<select id="role" aria-label="Role"></select><select id="dtype" aria-label="dtype"></select>
+<select id="order" aria-label="Order"><option value="model">in the model's order</option>
+<option value="size">largest first</option><option value="name">by name</option></select></div>
+<div class="list" role="grid" id="list" aria-labelledby="tensors-title" aria-colcount="5" tabindex="-1">
+<div class="line heads" role="row" aria-rowindex="1"><span role="columnheader">Name</span><span role="columnheader">Shape</span>
+<span role="columnheader">Kind</span><span role="columnheader" class="number">Size</span>
+<span role="columnheader">Held by</span></div>
+<div id="lines" role="rowgroup"></div></div>
+</section>"""
+
+
+def _bar(shares: Sequence[tuple[str, int]], colours: Mapping[str, int]) -> str:
+    """A bar in parts, as SVG; the table beside it says the same, so it is hidden from screen readers."""
+    total = sum(number for _, number in shares) or 1
+    parts, at = [], 0.0
+    for name, number in shares:
+        width = 1000 * number / total
+        colour = "rest" if name == OTHER else f"p{colours[name]}"
+        parts.append(f'<rect class="{colour}" x="{at:.2f}" y="0" width="{max(0.0, width - 1):.2f}" height="16"/>')
+        at += width
+    return (
+        f'<svg class="share" viewBox="0 0 1000 16" preserveAspectRatio="none" aria-hidden="true">{"".join(parts)}</svg>'
+    )
+
+
+def _totals(found: CheckpointMap) -> Iterator[str]:
+    sides = [("", found.contents())]
+    if found.after is not None:
+        sides = [("As it is", found.contents()), (found.after.title, found.after.contents())]
+    colours = palette(found)
+    yield '<section class="card" aria-labelledby="bytes-title"><h2 id="bytes-title">What the bytes are</h2>'
+    for title, contents in sides:
+        shares = [(name, number) for name, number in contents.items() if number]
+        yield (f"<h3>{text(title)}</h3>" if title else "") + _bar(shares, colours)
+        rows = [(name, size(number), f"{number:,}") for name, number in shares]
+        yield _table("What the files hold", ("", "Size", "Bytes"), rows, colours)
+    yield f"<p class='soft'>{OTHER.capitalize()} is what belongs to no element of a tensor: indexes, counters, padding"
+    yield f"; and the optimizer's states, for: <bdi>{text(found.unread)}</bdi>.</p>" if found.unread else ".</p>"
+    yield "</section>"
+    if found.tensors:
+        yield '<section class="card" aria-labelledby="totals-title"><h2 id="totals-title">Roles and dtypes</h2>'
+        for title, shared in (("Role", found.roles()), ("dtype", found.dtypes())):
+            numbers = {name: number % 8 for number, name in enumerate(shared)}
+            yield _bar([(name, share.numel) for name, share in shared.items()], numbers)
+            counted = [_share_row(*each) for each in shared.items()]
+            yield _table(f"Tensors by {title}", (title, "Tensors", "Elements", "Size"), counted, numbers)
+        yield "</section>"
+
+
+def _share_row(name: str, share: Share) -> tuple[str, ...]:
+    """A row of a table of totals."""
+    return name, f"{share.tensors:,}", f"{share.numel:,}", size(share.nbytes)
+
+
+def _table(caption: str, heads: Sequence[str], rows: Sequence[tuple[str, ...]], colours: Mapping[str, int]) -> str:
+    """A table whose columns but the first are numbers; the first is a name, with its colour."""
+    top = "".join(f'<th scope="col"{" class=number" if at else ""}>{text(head)}</th>' for at, head in enumerate(heads))
+    lines = []
+    for name, *numbers in rows:
+        colour = "rest" if name == OTHER else f"p{colours[name]}"
+        cells = "".join(f'<td class="number">{text(number)}</td>' for number in numbers)
+        first = f'<th scope="row"><i class="key {colour}" aria-hidden="true"></i><bdi>{text(name)}</bdi></th>'
+        lines.append(f"<tr>{first}{cells}</tr>")
+    head, rest = f"<caption class='unseen'>{text(caption)}</caption><thead><tr>{top}</tr></thead>", "".join(lines)
+    return f"<table>{head}<tbody>{rest}</tbody></table>"
+
+
+def _experts(topology: Topology) -> Iterator[str]:
+    if not topology.experts:
+        return
+    yield '<section class="card" aria-labelledby="experts-title"><h2 id="experts-title">Experts</h2>'
+    yield '<p class="soft">Which ranks hold which experts of each layer: a colour for each group of ranks.</p>'
+    yield '<div class="scroll"><table class="experts">'
+    yield "<thead><tr><th scope='col'>Layer</th><th scope='col'>Experts, and the ranks that hold them</th></tr></thead><tbody>"
+    groups: dict[tuple[int, ...], int] = {}
+    for number, spread in enumerate(topology.experts[:_MOST_LAYERS]):
+        yield f"<tr><th scope='row'>{number}</th><td><div class='experts'>"
+        for experts, ranks in spread[:_MOST_EXPERTS]:
+            colour = groups.setdefault(ranks, len(groups)) % 8
+            chips = "".join(f"<span class='chip p{colour}'>{expert}</span>" for expert in experts[:_MOST_EXPERTS])
+            more = f" and {len(experts) - _MOST_EXPERTS:,} more" if len(experts) > _MOST_EXPERTS else ""
+            held = f"{'rank' if len(ranks) == 1 else 'ranks'} {ranges(ranks)}"
+            yield f"<span class='owners'>{chips}{more} <span class='soft'>on {held}</span></span>"
+        if len(spread) > _MOST_EXPERTS:
+            yield f"and {len(spread) - _MOST_EXPERTS:,} more groups of ranks"
+        yield "</div></td></tr>"
+    yield "</tbody></table></div>"
+    if len(topology.experts) > _MOST_LAYERS:
+        yield f"<p>And {count(len(topology.experts) - _MOST_LAYERS, 'more layer')}.</p>"
+    yield "</section>"
+
+
+def _tables(found: CheckpointMap) -> Iterator[str]:
+    sides = [("The files as a table", found.grid)]
+    if found.after is not None:
+        sides.append((f"The files as a table: {found.after.title}", found.after.grid))
+    for title, grid in sides:
+        rows = [
+            (group.title, row.label, grid.files[number])
+            for group in grid.groups
+            for row in group.rows
+            for number in row.cells
+            if number is not None
+        ]
+        yield f'<details class="card"><summary><h2>{text(title)}</h2></summary><div class="scroll"><table>'
+        yield f"<caption>{count(len(rows), 'file')}: where each belongs, its size, its state, and what it holds.</caption>"
+        heads = ("Part", "Rank", "File", "Kind", "Size", "State", "Holds")
+        yield f"<thead><tr>{''.join(f'<th scope=col>{head}</th>' for head in heads)}</tr></thead><tbody>"
+        for part, label, file in rows[:_MOST_ROWS]:
+            held = joined([f"{size(number)} {name}" for name, number in file.contents.items()])
+            state = _STATES.get(file.state, file.state) + (f": {file.reason}" if file.reason else "")
+            cells = (part, label, file.name, file.kind, size(file.nbytes), state, held)
+            marked = ' class="wrong"' if file.state != "ok" else ""
+            yield f"<tr{marked}>{''.join(f'<td><bdi>{text(cell)}</bdi></td>' for cell in cells)}</tr>"
+        yield "</tbody></table></div>"
+        if len(rows) > _MOST_ROWS:
+            yield f"<p>And {len(rows) - _MOST_ROWS:,} more: zckpt map --json prints all.</p>"
+        yield "</details>"
+
+
+def _notes(found: CheckpointMap) -> Iterator[str]:
+    catalog = found.inspection.catalog
+    details = () if catalog is None else catalog.source.details
+    if not (found.inspection.notes or details):
+        return
+    yield '<section class="card" aria-labelledby="notes-title"><h2 id="notes-title">Notes</h2><ul>'
+    yield from (f"<li><b><bdi>{text(label)}</bdi></b>: <bdi>{text(said)}</bdi></li>" for label, said in details)
+    yield from (f"<li><bdi>{text(note)}</bdi></li>" for note in found.inspection.notes)
+    yield "</ul></section>"

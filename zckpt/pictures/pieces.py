@@ -1,0 +1,139 @@
+"""Where the elements of tensors lie, in few numbers: what the page of a map draws.
+
+[Note: a piece] A list of numbers: file, byte offset, start, count, rows, pitch, store_pitch, step, then how many such pieces
+follow each other, and how much file, byte offset and start grow from one to the next. Numbers at the end that are usual
+(1, 0, 0, 1, 1, 0, 0, 0) are left out. So a parameter that a thousand ranks share evenly is one list. The first eight are those
+of `fragments.Fragment`; file -1 is elements that are computed when they are read.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from zckpt.core.catalog import Catalog, TensorEntry
+from zckpt.core.dtypes import DType
+from zckpt.core.fragments import ComputedStore, FileStore, Fragment
+from zckpt.pictures.rows import FileGrid
+
+Piece = list[int]
+"""See [Note: a piece]."""
+Purpose = Literal["weight", "module", "copy", "state"]
+
+USUAL = (0, 0, 0, 0, 1, 0, 0, 1, 1, 0, 0, 0)
+_NOWHERE = -1
+_REPEATS, _FILE, _BYTE, _START = 8, 0, 1, 2
+
+
+@dataclass(frozen=True, slots=True)
+class PieceLayer:
+    """What pieces of tensors are for: the weights themselves, copies of them, or a state of the optimizer.
+
+    Attributes:
+        name: as it is shown.
+        purpose: one of `Purpose`.
+        pieces: number of a tensor -> its dtype and pieces.
+    """
+
+    name: str
+    purpose: Purpose
+    pieces: Mapping[int, tuple[DType, list[Piece]]]
+
+
+def folded(pieces: Iterable[Piece]) -> list[Piece]:
+    """Pieces of eight numbers as lists in which pieces that are evenly apart are one."""
+    found: list[Piece] = []
+    for piece in pieces:
+        last = found[-1] if found else None
+        if last is not None and last[3:_REPEATS] == piece[3:]:
+            n = last[_REPEATS]
+            apart = [piece[at] - last[at] - last[9 + at] * (n - 1) for at in (_FILE, _BYTE, _START)]
+            if n == 1 or apart == last[9:]:
+                last[_REPEATS:] = [n + 1, *apart]
+                continue
+        found.append([*piece, 1, 0, 0, 0])
+    return [_short(piece) for piece in found]
+
+
+def _short(piece: Piece) -> Piece:
+    end = len(piece)
+    while end > 4 and piece[end - 1] == USUAL[end - 1]:
+        end -= 1
+    return piece[:end]
+
+
+def pieces_of(fragments: Iterable[Fragment], itemsize: int, grid: FileGrid, name: str) -> list[Piece]:
+    """The pieces of some fragments; what lies in each file is added to its `contents` under `name`."""
+    made: list[Piece] = []
+    for f in fragments:
+        if not f.numel:
+            continue
+        number = grid.numbers.get(f.store.path, _NOWHERE) if isinstance(f.store, FileStore) else _NOWHERE
+        made.append([number, f.byte_offset, f.start, f.count, f.rows, f.pitch, f.store_pitch, f.step])
+        if number != _NOWHERE:
+            contents = grid.files[number].contents
+            contents[name] = contents.get(name, 0) + f.numel * itemsize
+    return folded(made)
+
+
+def layer_of(
+    name: str, purpose: Purpose, tensors: Iterable[tuple[int, DType, Sequence[Fragment]]], grid: FileGrid
+) -> PieceLayer:
+    """A layer of (number of the tensor, dtype, fragments); those of a tensor have one dtype."""
+    held: dict[int, tuple[DType, list[Fragment]]] = {}
+    for number, dtype, fragments in tensors:
+        held.setdefault(number, (dtype, []))[1].extend(fragments)
+    found = {n: (dtype, pieces_of(own, dtype.itemsize, grid, name)) for n, (dtype, own) in held.items()}
+    return PieceLayer(name, purpose, found)
+
+
+OTHER = "other"
+"""What is in files and no element of a tensor: headers, indexes, counters, padding, states that zckpt does not read."""
+WEIGHTS, MODULE, COPIES = "weights", "weights as the model uses them", "copies of weights"
+
+
+def weight_layers(catalog: Catalog, grid: FileGrid) -> list[PieceLayer]:
+    """The weights of a catalog, and its copies of them; tensors are numbered in the catalog's order."""
+    entries = list(enumerate(catalog.tensors.values()))
+    own = [(n, entry.own_copy) for n, entry in entries]
+    copies: dict[DType, list[tuple[int, DType, Sequence[Fragment]]]] = {}
+    for n, entry in entries:
+        for dtype, fragments in _copies(entry):
+            copies.setdefault(dtype, []).append((n, dtype, fragments))
+    layers = [
+        layer_of(WEIGHTS, "weight", ((n, entry.dtype, entry.fragments) for n, entry in entries), grid),
+        layer_of(MODULE, "module", ((n, copy.dtype, copy.fragments) for n, copy in own if copy is not None), grid),
+    ]
+    for dtype, held in copies.items():
+        name = COPIES if len(copies) == 1 else f"{COPIES}, {dtype.name}"
+        layers.append(layer_of(name, "copy", held, grid))
+    return [layer for layer in layers if layer.pieces or layer.purpose == "weight"]
+
+
+def _copies(entry: TensorEntry) -> Iterable[tuple[DType, Sequence[Fragment]]]:
+    """What else must hold a tensor's numbers: other ranks' copies, and those that its elements are computed from."""
+    for replica in entry.replicas:
+        if replica is not entry.own_copy:
+            yield replica.dtype, replica.fragments
+    for fragment in entry.fragments:
+        if isinstance(fragment.store, ComputedStore):
+            yield from ((entry.dtype, fragments) for fragments, _ in fragment.store.sources)
+
+
+def state_layers(states: Mapping[str, Mapping[int, TensorEntry]], grid: FileGrid) -> list[PieceLayer]:
+    """The optimizer's states: state -> number of the tensor -> its entry."""
+    return [
+        layer_of(f"optimizer: {state}", "state", ((n, entry.dtype, entry.fragments) for n, entry in own.items()), grid)
+        for state, own in states.items()
+    ]
+
+
+def contents_of(grid: FileGrid, layers: Sequence[PieceLayer]) -> dict[str, int]:
+    """What files hold -> bytes, in the order of the layers, with `OTHER` at the end."""
+    found = Counter({layer.name: 0 for layer in layers})
+    for file in grid.files:
+        found.update(file.contents)
+    rest = sum(max(0, file.nbytes - sum(file.contents.values())) for file in grid.files)
+    return {**found, OTHER: rest}
