@@ -57,6 +57,7 @@ SEEDS: dict[str, Seed] = {
     "DCP metadata": ("dcp/boxes_w4/checkpoint", "**/.metadata", False),
     "DCP data": ("dcp/dtypes_w2/checkpoint", "**/*.distcp", False),
     "FairScale's metadata": ("fairscale/metaseq_w4/checkpoint", "*-shard1.pt", True),
+    "a rank's experts": ("fairscale_parts/experts_w2/checkpoint", "*-shared-shard1.pt", True),
     "torch_checkpointing's metadata": ("torch_checkpointing/safetensors_w4/checkpoint", "metadata.pkl", False),
     "Megatron-Core metadata": ("mcore/model_space_tp2_dp2_0_12/checkpoint", "**/.metadata", False),
     "Megatron-Core arguments": ("mcore/stages_tp2_pp2/checkpoint", "**/common.pt", True),

@@ -199,20 +199,6 @@ def test_modules_that_each_rank_has_of_its_own(tmp_path: Path) -> None:
     assert same_bits(read_tensor(catalog["layers.4.own.1.weight"], "pt"), truth["layers.4.experts.1.weight"])
 
 
-@pytest.mark.parametrize(
-    ("suffix", "joined_by"),
-    [("-model_part-0", "consolidate_fsdp_shards"), ("-rank-0", "merge_expert_and_shared_state")],
-)
-def test_parts_that_more_than_fairscale_cut(suffix: str, joined_by: str, tmp_path: Path) -> None:
-    for rank in range(3):
-        shutil.copy(
-            FIXTURES / f"fairseq_w3/checkpoint/checkpoint_last-shard{rank}.pt",
-            tmp_path / f"checkpoint_last{suffix}-shard{rank}.pt",
-        )
-    with pytest.raises(UnsupportedError, match=f"more than FairScale.*{joined_by}"):
-        open_catalog(str(tmp_path))
-
-
 def test_numbers_that_fit_in_no_way(tmp_path: Path) -> None:
     home = copy_of("metaseq_w4", tmp_path)
 

@@ -31,6 +31,7 @@ from zckpt.jobs.inspection import inspect_checkpoint
 from zckpt.jobs.open import open_catalog, read_tensor
 from zckpt.jobs.options import OpenOptions
 from zckpt.layouts.save import cut_tensors
+from zckpt.layouts.save.companions import other_class
 
 FIXTURES = Path(__file__).parents[2] / "fixtures" / "ranks"
 NAMES = sorted(path.parent.name for path in FIXTURES.glob("*/how.json"))
@@ -136,12 +137,38 @@ def test_an_adapter_of_peft(tmp_path: Path) -> None:
     assert all(same_bits(tensor, truth[name.replace(".weight", ".default.weight")]) for name, tensor in found.items())
 
 
+def test_a_critic_is_a_model_for_token_classification(tmp_path: Path) -> None:
+    """verl's own manager wrote it; its config goes on to name the causal language model that the critic was made of."""
+    import transformers
+
+    home, out = FIXTURES.parent / "verl" / "critic_w2", tmp_path / "out"
+    truth = load_file(home / "truth.safetensors")
+    done = zckpt.convert(home / "checkpoint", out)
+    assert any("LlamaForTokenClassification" in note for note in done.notes)
+    model, said = transformers.AutoModelForTokenClassification.from_pretrained(out, output_loading_info=True)
+    assert not any(said.values()), said
+    assert type(model) is transformers.LlamaForTokenClassification and model.num_labels == 1
+    assert type(model).__name__ in json.loads((out / "config.json").read_text())["architectures"]
+    found = model.state_dict()
+    assert found.keys() == truth.keys() and all(same_bits(found[name], truth[name]) for name in truth)
+    assert zckpt.verify(home / "checkpoint", out).ok
+    with zckpt.open_checkpoint(home / "checkpoint" / "global_step_2" / "critic") as critic:
+        states = load_file(home / "optimizer.safetensors")
+        assert all(same_bits(critic.states[key.split("/")[0]][key.split("/")[1]], states[key]) for key in states)
+    config = {"architectures": ["LlamaForCausalLM"]}
+    assert other_class(config, ["score.weight"]) == "LlamaForSequenceClassification"
+    assert not other_class(config, ["score.weight", "lm_head.weight"]) and not other_class(None, ["score.weight"])
+
+
 @pytest.mark.skipif("ZCKPT_PROOFS" not in os.environ, reason="make proofs runs it")
 def test_verls_own_merger_gives_the_same(tmp_path: Path) -> None:
     """Where it reads the files at all: it takes no ShardedTensors, no tensor parallelism, and no mesh without names or of an
     older torch."""
     import verl_merger
 
+    critic = FIXTURES.parent / "verl" / "critic_w2" / "checkpoint" / "global_step_2" / "critic"
+    ours, theirs = {n: t.bfloat16() for n, t in tensors_of(critic).items()}, verl_merger.merged(critic)
+    assert ours.keys() == theirs.keys() and all(same_bits(ours[n], theirs[n]) for n in ours)
     refused = []
     for name in NAMES:
         source = copy_of(name, tmp_path)

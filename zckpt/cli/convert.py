@@ -255,5 +255,6 @@ def _loader(planned: PlannedConversion, files: set[str]) -> str:
         return f"torch.distributed.checkpoint.load(state_dict, checkpoint_id={out!r})"
     if any(".lora_" in name for name in planned.catalog):
         return "PEFT after you put its adapter_config.json there; merged weights need --merge-lora, and the adapter alone to-peft"
-    loader = f"transformers.AutoModelForCausalLM.from_pretrained({out!r})"
+    _, found, head = planned.opened.other_class.rpartition("For")
+    loader = f"transformers.AutoModel{found}{head or 'ForCausalLM'}.from_pretrained({out!r})"
     return loader if "config.json" in files else f"{loader} after you copy the model's config.json there"

@@ -130,6 +130,9 @@ def prepare(
         catalog, stripped = merge.catalog, (*stripped, *merge.notes)
     elif note := unmerged(catalog):
         stripped = (*stripped, note)
+    if not single and opened.other_class:
+        note = f"The config names a causal language model; the weights have the head of {opened.other_class}, which is written."
+        stripped = (*stripped, note)
     home = merge.place if merge else opened.place
     form = formed(catalog, home, options.form, to_directory=not single, exclude=options.exclude)
     options, said = settled(form.catalog, options, before=catalog)

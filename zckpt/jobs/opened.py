@@ -13,7 +13,7 @@ from zckpt.core.catalog import Catalog, TensorEntry
 from zckpt.core.dtypes import BF16
 from zckpt.jobs.options import OpenOptions, Options
 from zckpt.layouts.places import Place
-from zckpt.layouts.save.companions import read_config
+from zckpt.layouts.save.companions import other_class, read_config
 from zckpt.quantized.configs import Quantization, without
 from zckpt.quantized.plain import about, check_read, plain, scaled
 
@@ -37,7 +37,14 @@ class Opened:
     def config(self, given: Mapping[str, object] | None = None) -> Mapping[str, object] | None:
         """The config for weights that are written from the catalog, or `given`; None where there is none."""
         known = read_config(self.place.home) if given is None else given
+        if other := other_class(known, self.catalog.tensors):
+            known = {**(known or {}), "architectures": [other]}
         return without(known) if known is not None and self.is_plain else known
+
+    @property
+    def other_class(self) -> str:
+        """The class of transformers that the weights have, where the config beside them names another; else empty."""
+        return other_class(config_beside(self.place), self.catalog.tensors)
 
     def check_read(self, entries: Iterable[TensorEntry]) -> None:
         """Makes sure that none of these tensors holds packed numbers of a quantisation that zckpt does not read.

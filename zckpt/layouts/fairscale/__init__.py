@@ -1,19 +1,27 @@
 """FairScale's FullyShardedDataParallel: each rank's part of a model in a file, as fairseq, metaseq and others save it."""
 
+from zckpt.layouts.fairscale import files as _files
+from zckpt.layouts.fairscale import parts as _parts
 from zckpt.layouts.fairscale import read as _read
-from zckpt.layouts.fairscale import states as _states
 from zckpt.layouts.save.family import Family, FileKind
 
 FAMILY = Family(
     name="FairScale",
-    files=(FileKind("shard", _read.NAME),),
+    files=(
+        FileKind("experts", _files.EXPERTS),
+        FileKind("shared", _files.SHARED),
+        FileKind("shard", _files.SHARD),
+        FileKind("experts", _files.WHOLE_EXPERTS),
+        FileKind("shared", _files.WHOLE_SHARED, of_rank=False),
+        FileKind("model part", _files.WHOLE_PART, of_rank=False),
+    ),
     match=_read.match,
-    read=_states.read,
-    read_training=_states.read_training,
+    read=_parts.read,
+    read_training=_parts.read_training,
     fallback=True,
     apart="save",
     holds_run=False,
     resumes="by FairScale's load_local_state_dict, at this world size (for others, run zckpt to-dcp, or reshard for DeepSpeed)",
     facts=_read.facts,
-    unread_states=_states.unread_states,
+    unread_states=_parts.unread_states,
 )

@@ -21,6 +21,7 @@ metaseq 0.0.1, trainer.py (`state_dict`, `checkpoint_suffix`).
 from __future__ import annotations
 
 import math
+import os
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -30,19 +31,13 @@ from zckpt.base.errors import COPY_AGAIN, OTHER_SAVE, CorruptError, Inconsistent
 from zckpt.base.words import count, examples
 from zckpt.containers import TensorRef, brief
 from zckpt.containers.tensor_ref import MAX_DIMS, MAX_NUMBER
+from zckpt.layouts.fairscale import files
 from zckpt.layouts.run.values import missing_ranks, step_of
 from zckpt.layouts.save.family import RankFacts
 from zckpt.layouts.save.listing import Listing
 from zckpt.layouts.save.module_states import Shape, as_mapping, as_tensor
 
-NAME = re.compile(r"(?:(?P<save>.+?)[-_.])?shard[-_]?(?P<dp>\d+)\.(?:pt|pth|bin|ckpt)")
-_EXPERT = re.compile(r"(?P<head>(?:^|.*\.)experts\.)(?P<number>\d+)(?P<tail>\..*)")
-_PART_OF_MODEL = re.compile(r"-(?P<kind>model_part|rank)-\d+$")
-_JOINED = {
-    "model_part": "Join the parts first, with metaseq.scripts.consolidate_fsdp_shards.",
-    "rank": "Join the parts first, with merge_expert_and_shared_state of the fairseq that wrote them.",
-}
-"""Kind of part -> what to do: metaseq cuts tensors by tensor parallelism, fairseq's branch for experts writes them apart."""
+EXPERT = re.compile(r"(?P<head>(?:^|.*\.)experts\.)(?P<number>\d+)(?P<tail>\..*)")
 _MODELS = ("model", "state_dict", "model_state_dict", "weights")
 
 
@@ -110,16 +105,22 @@ def match(listing: Listing) -> str | None:
     """None when this layout reads the files; otherwise why not. Opens the first one."""
     if listing.directory in listing.files.values():
         return "one file"
-    for name in listing.matching(NAME)[:1]:
+    for name in listing.matching(files.SHARD)[:1]:
         root = listing.open(name).root
         if isinstance(root, Mapping) and metadata_in(root) is not None:
             return None
+    if listing.matching(files.WHOLE_PART) or (
+        listing.matching(files.WHOLE_SHARED) and listing.matching(files.WHOLE_EXPERTS)
+    ):
+        return None
     return "no *shard0.pt with FairScale's metadata"
 
 
 def facts(listing: Listing, name: str) -> RankFacts:
     """The world size that one rank's parts tell, if it is the only one that fits; and the step, where a trainer says it."""
-    rank = read_rank(listing, name)
+    if not files.SHARD.fullmatch(name):
+        return RankFacts(None, step_in(as_mapping(listing.open(name).root, "its content", listing.files[name].path)))
+    rank = read_rank(listing, *files.partners(listing, name))
     least, most = world_sizes([rank])
     return RankFacts(least if least == most else None, step_in(rank.root))
 
@@ -136,27 +137,10 @@ def read_ranks(listing: Listing) -> list[Rank]:
 
     Raises:
         IncompleteError: files are missing. InconsistentError: they are of several saves. CorruptError: one contradicts itself.
-        UnsupportedError: they are parts of a model that was split by tensor parallelism, or of fairseq's experts.
     """
-    names: dict[int, str] = {}
-    for name in listing.matching(NAME):
-        found = NAME.fullmatch(name)
-        assert found is not None
-        if part := _PART_OF_MODEL.search(found["save"] or ""):
-            raise UnsupportedError(
-                "holds parts of a model that were cut by more than FairScale", file=listing.directory,
-                found=f"{part[0][1:]!r} in the name {name!r}", expected="names such as checkpoint_last-shard0.pt",
-                remedy=_JOINED[part["kind"]],
-            )  # fmt: skip
-        if names.setdefault(int(found["dp"]), name) != name:
-            raise InconsistentError(
-                f"has two files of rank {int(found['dp'])}", file=listing.directory,
-                found=f"{names[int(found['dp'])]!r} and {name!r}", expected="files of one save", remedy=OTHER_SAVE,
-            )  # fmt: skip
-    there = sorted(names)
-    if missing := sorted(set(range(there[-1])) - set(there)):
-        raise missing_ranks(listing, "shard", there, missing, 1 + there[-1])
-    ranks = [read_rank(listing, names[rank]) for rank in there]
+    names = files.shards_of(listing)
+    there = list(names)
+    ranks = [read_rank(listing, *names[rank]) for rank in there]
     for rank in ranks[1:]:
         _check_like(ranks[0], rank)
     least, most = world_sizes(ranks)
@@ -196,13 +180,13 @@ def holders(ranks: list[Rank], *, allow_unknown: bool = False) -> list[Held]:
     """
     found: list[Held] = []
     local = _experts_of_a_rank(ranks[0])
-    for key in (key for key in ranks[0].model if key in ranks[0].params):
+    for key in _ordered(ranks[0]):
         first = ranks[0].params[key]
         if not first.alone or len(ranks) == 1:
             used = {n: rank.tensor(key).numel - rank.params[key].padding for n, rank in enumerate(ranks)}
             found.append(Held(key, first.shapes, used))
             continue
-        named = [_EXPERT.fullmatch(name) for name in first.shapes]
+        named = [EXPERT.fullmatch(name) for name in first.shapes]
         if not all(named):
             if not allow_unknown:
                 raise UnsupportedError(
@@ -219,18 +203,25 @@ def holders(ranks: list[Rank], *, allow_unknown: bool = False) -> list[Held]:
     return found
 
 
+def _ordered(rank: Rank) -> list[str]:
+    """The stored parameters, as the model has them: in the order of the state dict, or of the metadata where there were two."""
+    if files.EXPERTS.fullmatch(os.path.basename(rank.file)):
+        return list(rank.params)
+    return [key for key in rank.model if key in rank.params]
+
+
 def _experts_of_a_rank(rank: Rank) -> dict[str, int]:
     """Name up to the number -> how many experts a rank has there."""
     numbers: dict[str, set[int]] = {}
     for own in rank.params.values():
         for name in own.shapes if own.alone else ():
-            if expert := _EXPERT.fullmatch(name):
+            if expert := EXPERT.fullmatch(name):
                 numbers.setdefault(expert["head"], set()).add(int(expert["number"]))
     return {head: 1 + max(own) for head, own in numbers.items()}
 
 
 def _renumbered(name: str, rank: int, local: Mapping[str, int]) -> str:
-    expert = _EXPERT.fullmatch(name)
+    expert = EXPERT.fullmatch(name)
     assert expert is not None
     return f"{expert['head']}{rank * local[expert['head']] + int(expert['number'])}{expert['tail']}"
 
@@ -238,14 +229,16 @@ def _renumbered(name: str, rank: int, local: Mapping[str, int]) -> str:
 # -- one file --------------------------------------------------------------------------------------------------------
 
 
-def read_rank(listing: Listing, name: str) -> Rank:
-    """One rank's file, checked.
+def read_rank(listing: Listing, name: str, *others: str) -> Rank:
+    """One rank's file, or its files, checked.
 
     Raises:
         CorruptError: it has no metadata of FairScale, or they do not fit its tensors.
     """
     file = listing.files[name].path
     root = as_mapping(listing.open(name).root, "its content", file)
+    for other in others:
+        root = _with(root, as_mapping(listing.open(other).root, "its content", listing.files[other].path))
     metadata = metadata_in(root)
     if metadata is None:
         raise CorruptError(
@@ -266,6 +259,19 @@ def read_rank(listing: Listing, name: str) -> Rank:
     for key, own in params.items():
         _check_part(rank, key, own)
     return rank
+
+
+def _with(experts: Mapping[str, object], shared: Mapping[str, object]) -> dict[str, object]:
+    """A rank's files as one, of which fairseq made two: state dicts, the model's and the optimizer's, are united."""
+    found = dict(experts)
+    for key, value in shared.items():
+        own = experts.get(key)
+        if key in _MODELS and isinstance(value, Mapping) and isinstance(own, Mapping):
+            found[key] = {**own, **value}
+        elif isinstance(value, Mapping) and isinstance(own, Mapping) and "param_groups" in value:
+            states = (held for held in (own.get("state"), value.get("state")) if isinstance(held, Mapping))
+            found[key] = {**value, "state": {number: state for held in states for number, state in held.items()}}
+    return found
 
 
 def _check_part(rank: Rank, key: str, own: Own) -> None:

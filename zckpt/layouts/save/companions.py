@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 
 from zckpt.base.errors import CorruptError, ZckptError
@@ -19,6 +19,9 @@ from zckpt.storage.location import Location
 
 _MOST_BYTES = 16 << 20
 """Of a config."""
+
+_CAUSAL = "ForCausalLM"
+_ENDS = ("score.weight", "score.bias", "lm_head.weight")
 
 # What makes a directory of weights loadable. Everything else stays where it is.
 _BESIDE = re.compile(
@@ -83,6 +86,24 @@ def config_of(path: str) -> dict[str, object]:
             remedy="Copy the config.json of the model again.",
         )
     return config
+
+
+def other_class(config: Mapping[str, object] | None, names: Iterable[str]) -> str:
+    """The class of transformers that a model has, where its config names a causal language model; empty where it is one.
+
+    verl makes a critic of such a model's config, which goes on to name that class. The critic has `score.weight` and `score.bias`
+    in place of the head, as classes for token classification have; those for sequences, such as reward models, have no bias.
+    Source: transformers 5.23, modeling_layers.py `GenericForTokenClassification`, `GenericForSequenceClassification`.
+    """
+    said = config.get("architectures") if config is not None else None
+    first = said[0] if isinstance(said, list) and said else None
+    if not isinstance(first, str) or not first.endswith(_CAUSAL):
+        return ""
+    found = list(names)
+    has_score, has_bias, has_head = (any(name.endswith(end) for name in found) for end in _ENDS)
+    if not has_score or has_head:
+        return ""
+    return first.removesuffix(_CAUSAL) + ("ForTokenClassification" if has_bias else "ForSequenceClassification")
 
 
 def with_dtype(config: object, dtype: DType, *, top: bool = True) -> object:

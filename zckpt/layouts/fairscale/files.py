@@ -1,0 +1,133 @@
+"""The names of FairScale's files, and which of them hold one rank's part of a model.
+
+    checkpoint_last-shard3.pt                    a rank's part
+    checkpoint_last-model_part-1-shard3.pt       metaseq: a rank's part of what tensor-parallel rank 1 has of the model
+    checkpoint_last-rank-3-shard3.pt             fairseq: the rank's own experts, and
+    checkpoint_last-shared-shard3.pt             its part of the rest
+    checkpoint_last-model_part-1.pt              metaseq: what tensor-parallel rank 1 has, not sharded
+    checkpoint_last-rank-3.pt                    fairseq: a rank's own experts, not sharded, and
+    checkpoint_last-shared.pt                    the rest
+
+Source: fairseq, branch moe, trainer.py (`checkpoint_suffix`, `state_dict`), distributed/utils.py; metaseq 0.0.1,
+distributed/utils.py `distributed_init`, scripts/reshard_mp.py.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import replace
+
+from zckpt.base import limits
+from zckpt.base.errors import OTHER_SAVE, IncompleteError, InconsistentError
+from zckpt.base.words import examples
+from zckpt.layouts.run.values import missing_ranks
+from zckpt.layouts.save.listing import Listing
+
+_END = r"\.(?:pt|pth|bin|ckpt)"
+EXPERTS = re.compile(rf"(?P<save>.+?)-rank-(?P<dp>\d+)-shard(?P=dp){_END}")
+SHARED = re.compile(rf"(?P<save>.+?)-shared-shard(?P<dp>\d+){_END}")
+SHARD = re.compile(rf"(?:(?P<save>.+?)[-_.])?(?:model_part-(?P<mp>\d+)[-_.])?shard[-_]?(?P<dp>\d+){_END}")
+WHOLE_EXPERTS = re.compile(rf"(?P<save>.+?)-rank-(?P<dp>\d+){_END}")
+WHOLE_SHARED = re.compile(rf"(?P<save>.+?)-shared{_END}")
+WHOLE_PART = re.compile(rf"(?P<save>.+?)-model_part-(?P<mp>\d+){_END}")
+
+
+def shards_of(listing: Listing) -> dict[int, tuple[str, ...]]:
+    """Rank -> the files that hold its part: one, or that of its experts and that of the rest.
+
+    Raises:
+        IncompleteError: files are missing. InconsistentError: they are of several saves.
+    """
+    found: dict[int, tuple[str, ...]] = {}
+    experts, shared = (
+        {int(p[2]): n for n in listing.matching(p_) if (p := p_.fullmatch(n))} for p_ in (EXPERTS, SHARED)
+    )
+    part = ""
+    for name in listing.matching(SHARD):
+        match = SHARD.fullmatch(name)
+        if match is None or name in (*experts.values(), *shared.values()):
+            continue
+        part = f"model_part-{match['mp']} " if match["mp"] else ""
+        other = found.setdefault(int(match["dp"]), (name,))
+        if other != (name,):
+            raise _twice(listing, int(match["dp"]), other[0], name)
+    for rank, name in sorted(experts.items()):
+        if rank in found:
+            raise _twice(listing, rank, found[rank][0], name)
+        found[rank] = (name, shared.get(rank, ""))
+    if lacking := sorted(rank for rank, names in found.items() if "" in names):
+        raise missing_ranks(listing, "shared", sorted(shared), lacking, 1 + max(found))
+    if lacking := sorted(shared.keys() - found.keys()):
+        raise missing_ranks(listing, "experts", sorted(experts), lacking, 1 + max(shared))
+    there = sorted(found)
+    if missing := sorted(set(range(there[-1])) - set(there)):
+        raise missing_ranks(listing, f"{part}{'experts' if experts else 'shard'}", there, missing, 1 + there[-1])
+    return {rank: found[rank] for rank in there}
+
+
+def _twice(listing: Listing, rank: int, one: str, other: str) -> InconsistentError:
+    return InconsistentError(
+        f"has two files of rank {rank}", file=listing.directory, found=f"{one!r} and {other!r}",
+        expected="files of one save", remedy=OTHER_SAVE,
+    )  # fmt: skip
+
+
+def partners(listing: Listing, name: str) -> tuple[str, ...]:
+    """A file with that which holds the rest of the same rank's part, if there is one."""
+    for pattern, other in ((EXPERTS, SHARED), (SHARED, EXPERTS)):
+        if match := pattern.fullmatch(name):
+            beside = [
+                n for n in listing.matching(other) if (found := other.fullmatch(n)) and found["dp"] == match["dp"]
+            ]
+            return tuple(sorted((name, *beside)))
+    return (name,)
+
+
+def model_parts(listing: Listing) -> dict[int, Listing]:
+    """Number of a part of the model -> its files; empty where the model is not in parts. See the names above.
+
+    Raises:
+        IncompleteError: a part is missing.
+    """
+    names: dict[int, dict[str, None]] = {}
+    for pattern in (SHARD, WHOLE_PART):
+        for name in listing.matching(pattern):
+            match = pattern.fullmatch(name)
+            if match is not None and match["mp"]:
+                names.setdefault(int(match["mp"]), {})[name] = None
+    if not names:
+        return {}
+    wanted = max(1 + max(names), _said(listing, next(iter(names[min(names)]))))
+    if missing := sorted(set(range(wanted)) - names.keys()):
+        raise IncompleteError(
+            "parts of the model are missing", file=listing.directory,
+            found=f"files of {examples([f'model_part-{number}' for number in sorted(names)])}",
+            expected=f"files of model_part-0 to model_part-{wanted - 1}",
+            remedy=f"Copy those of {examples([f'model_part-{number}' for number in missing])} here too (--also DIR lays "
+            "another directory over this one).",
+        )  # fmt: skip
+    return {
+        number: replace(listing, files={name: listing.files[name] for name in names[number]})
+        for number in sorted(names)
+    }
+
+
+def _said(listing: Listing, name: str) -> int:
+    """How many parts of the model there were, as metaseq's config in a file says; 0 where it does not."""
+    config = listing.entry(name, "cfg")
+    model = config.get("model") if isinstance(config, Mapping) else None
+    size = model.get("model_parallel_size") if isinstance(model, Mapping) else None
+    return size if type(size) is int and 0 <= size <= limits.RANKS else 0
+
+
+def whole_experts(listing: Listing) -> Mapping[int, str]:
+    """Rank -> its file of experts that are not sharded.
+
+    Raises:
+        IncompleteError: files are missing.
+    """
+    found = {int(p[2]): name for name in listing.matching(WHOLE_EXPERTS) if (p := WHOLE_EXPERTS.fullmatch(name))}
+    if missing := sorted(set(range(max(found, default=0))) - found.keys()):
+        raise missing_ranks(listing, "experts", sorted(found), missing, 1 + max(found))
+    return dict(sorted(found.items()))

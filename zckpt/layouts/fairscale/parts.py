@@ -1,0 +1,206 @@
+"""Models of FairScale's users that are cut once more: metaseq's parts by tensor parallelism, fairseq's files of experts.
+
+For `layouts`. Each part of metaseq's is a save of its own, of slices, sharded or not; they are joined as metaseq's own scripts do
+(`joining`). Of fairseq's files that are not sharded, one holds what all ranks have, and the others each rank's experts, which are
+numbered as sharded ones are ([Note: FairScale's experts] in `read`).
+Source: metaseq 0.0.1, scripts/reshard_mp.py; fairseq, branch moe, moe_checkpoint_utils.py `merge_multi_local_expert_states`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+
+from zckpt.base.errors import COPY_AGAIN, OTHER_SAVE, CorruptError, IncompleteError, InconsistentError, UnsupportedError
+from zckpt.base.words import count, examples
+from zckpt.containers import TensorRef
+from zckpt.core.catalog import Catalog, Role, Source, TensorEntry, Topology
+from zckpt.layouts.fairscale import files, states
+from zckpt.layouts.fairscale.read import EXPERT, step_in
+from zckpt.layouts.joining.rules import check_loads, rules_of_file, unknown_rule
+from zckpt.layouts.joining.slices import Joint, cut_off, join
+from zckpt.layouts.run.training import Training
+from zckpt.layouts.save.listing import Listing
+from zckpt.layouts.save.module_states import as_mapping, flatten, whole
+
+_RULES = "metaseq"
+_UNREAD = "The optimizer's states are not read: files that are not sharded do not name them."
+
+
+def read(listing: Listing, *, allow_unknown: bool = False) -> Catalog:
+    """The catalog of a save in any of the forms that `files` lists; errors as in `states.read`.
+
+    Raises:
+        IncompleteError: parts are missing. InconsistentError: they do not fit each other.
+        UnsupportedError: no rule says how a tensor's slices are joined.
+    """
+    parts = files.model_parts(listing)
+    if not parts:
+        if listing.matching(files.SHARD):
+            return states.read(listing, allow_unknown=allow_unknown)
+        return _with_experts(listing, allow_unknown)
+    slices = [_part(part, allow_unknown) for part in parts.values()]
+    padding = [pad for one in slices for pad in one.padding]
+    tensors: dict[str, TensorEntry] = {}
+    for name, (held, joint) in _joints(slices, listing).items():
+        tensors[name] = join(name, held, joint)
+        padding += cut_off(name, held, joint)
+    first = slices[0]
+    source = replace(first.source, path=listing.directory.path, tag=listing.tag)
+    aliases = {dropped: kept for dropped, kept in first.aliases.items() if kept in tensors}
+    return Catalog(tensors, source, aliases, Topology(first.topology.dp, len(slices)), padding=tuple(padding))
+
+
+def read_training(listing: Listing, *, allow_unknown: bool = False) -> Training:
+    """What a run needs beside the weights; arguments and errors as in `read` and `states.read_training`."""
+    parts = files.model_parts(listing)
+    if not parts and listing.matching(files.SHARD):
+        return states.read_training(listing, allow_unknown=allow_unknown)
+    if not parts or any(not part.matching(files.SHARD) for part in parts.values()):
+        raise UnsupportedError(
+            "has optimizer states that cannot be named", file=listing.directory, found="files that are not sharded",
+            expected="files such as checkpoint_last-shard0.pt", remedy="Convert the weights alone (to-fp32).",
+        )  # fmt: skip
+    slices = [_part(part, allow_unknown) for part in parts.values()]
+    held = [states.read_training(part, allow_unknown=allow_unknown) for part in parts.values()]
+    first = held[0]
+    for number, training in enumerate(held[1:], 1):
+        if [group.names for group in training.groups] != [group.names for group in first.groups]:
+            raise InconsistentError(
+                "parts of the model do not have the same parameters", file=listing.directory,
+                found=f"groups of model_part-{number}", expected="those of model_part-0", remedy=OTHER_SAVE,
+            )  # fmt: skip
+    joints = _joints(slices, listing)
+    padding = [pad for training in held for pad in training.padding]
+    found: dict[str, dict[str, TensorEntry]] = {}
+    for name, own in first.states.items():
+        joint = joints[name][1]
+        found[name] = {}
+        for state in own:
+            entries = [replace(training.state(name, state), replicas=()) for training in held]
+            found[name][state] = join(name, entries, joint)
+            padding += cut_off(name, entries, joint)
+    joined = {name: joint for name, (_, joint) in joints.items() if name in found}
+    return replace(first, states=found, joined=joined, padding=tuple(padding))
+
+
+def unread_states(listing: Listing) -> str:
+    """Why optimizer states of a save are not read, in words; empty if they are read, or there are none."""
+    parts = list(files.model_parts(listing).values()) or [listing]
+    for part in parts:
+        if not part.matching(files.SHARD):
+            return _UNREAD.rstrip(".") if any(_has_states(part, name) for name in part.files) else ""
+        if said := states.unread_states(part):
+            return said
+    return ""
+
+
+def _part(listing: Listing, allow_unknown: bool) -> Catalog:
+    """The slices that one part holds."""
+    if listing.matching(files.SHARD):
+        return states.read(listing, allow_unknown=allow_unknown)
+    (name, *_) = listing.matching(files.WHOLE_PART)
+    tensors, aliases = _of_file(listing, name)
+    return Catalog(tensors, _source(listing, name, ()), aliases, Topology())
+
+
+def _joints(slices: Sequence[Catalog], listing: Listing) -> dict[str, tuple[list[TensorEntry], Joint]]:
+    """Name -> its slices, and how they are joined."""
+    given = listing.options.tp_rules
+    rules = rules_of_file(given or _RULES)
+    if given:
+        check_loads(rules, list(slices[0]))
+    found: dict[str, tuple[list[TensorEntry], Joint]] = {}
+    for name in dict.fromkeys(name for one in slices for name in one.tensors):
+        held = [one.tensors[name] for one in slices if name in one.tensors]
+        if len(held) < len(slices):
+            raise IncompleteError(
+                f"tensor {name!r} is not in all parts of the model", file=listing.directory,
+                found=count(len(held), "slice"), expected=f"{len(slices)}, one of each model_part", remedy=OTHER_SAVE,
+            )  # fmt: skip
+        shapes = [entry.shape for entry in held]
+        joint = rules.joint(name, shapes)
+        if joint is None:
+            raise unknown_rule(name, shapes, listing.directory.path)
+        found[name] = held, joint
+    return found
+
+
+def _with_experts(listing: Listing, allow_unknown: bool) -> Catalog:
+    """What all ranks have, and the experts of each.
+
+    Raises:
+        UnsupportedError: ranks have tensors of the same names that are no experts; unless `allow_unknown` is set.
+    """
+    shared, *others = listing.matching(files.WHOLE_SHARED)
+    if others:
+        raise InconsistentError(
+            "has two files of what all ranks have", file=listing.directory, found=examples((shared, *others)),
+            expected="files of one save", remedy=OTHER_SAVE,
+        )  # fmt: skip
+    tensors, aliases = _of_file(listing, shared)
+    numbered: list[str] = []
+    ranks = files.whole_experts(listing)
+    for rank, name in ranks.items():
+        own, _ = _of_file(listing, name)
+        local: dict[str, int] = {}
+        for tensor in own:
+            if expert := EXPERT.fullmatch(tensor):
+                local[expert["head"]] = max(local.get(expert["head"], 0), 1 + int(expert["number"]))
+        for tensor, entry in own.items():
+            expert = EXPERT.fullmatch(tensor)
+            if expert is None:
+                if not allow_unknown and len(ranks) > 1:
+                    raise UnsupportedError(
+                        "holds modules that each rank has of its own, under the same names", file=listing.files[name],
+                        found=examples([tensor]), expected="'experts.', and a number, in these names",
+                        remedy="To take those of rank 0, convert with --allow-unknown-layout.",
+                    )  # fmt: skip
+                tensors.setdefault(tensor, entry)
+                continue
+            number = rank * local[expert["head"]] + int(expert["number"])
+            target = f"{expert['head']}{number}{expert['tail']}"
+            tensors[target] = replace(entry, name=target)
+            numbered.append(target)
+    note = (
+        f"{count(len(numbered), 'tensor')} of experts that each rank has of its own ({examples(numbered)}): numbered by rank.",
+    )
+    return Catalog(tensors, _source(listing, shared, note), aliases, Topology(dp=len(ranks)))
+
+
+def _of_file(listing: Listing, name: str) -> tuple[dict[str, TensorEntry], dict[str, str]]:
+    """The tensors of a file that is not sharded, and further names of them."""
+    path = listing.files[name].path
+    root = as_mapping(listing.open(name).root, "its content", path)
+    refs = flatten(as_mapping(root.get("model"), "its entry 'model'", path), [])
+    if not refs:
+        raise CorruptError("holds no tensors", file=path, found="an empty 'model'", remedy=COPY_AGAIN)
+    tensors: dict[str, TensorEntry] = {}
+    aliases: dict[str, str] = {}
+    places: dict[object, str] = {}
+    for own, ref in refs.items():
+        kept = places.setdefault(ref.place, own) if ref.numel else own
+        if kept != own:
+            aliases[own] = kept
+        else:
+            tensors[own] = whole(own, ref, _role(ref))
+    return tensors, aliases
+
+
+def _role(ref: TensorRef) -> Role:
+    return "parameter" if ref.dtype.kind in ("float", "complex") else "buffer"
+
+
+def _source(listing: Listing, name: str, notes: tuple[str, ...]) -> Source:
+    root = as_mapping(listing.open(name).root, "its content", listing.files[name].path)
+    unread = (_UNREAD,) if _has_states(listing, name) else ()
+    return Source(
+        layout="fairscale", path=listing.directory.path, tag=listing.tag, framework=("FairScale", ""),
+        global_steps=step_in(root), notes=notes + unread,
+    )  # fmt: skip
+
+
+def _has_states(listing: Listing, name: str) -> bool:
+    root = listing.open(name).root
+    values: Iterator[object] = iter(root.values()) if isinstance(root, Mapping) else iter(())
+    return any(isinstance(value, Mapping) and "param_groups" in value and value.get("state") for value in values)
