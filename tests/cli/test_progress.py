@@ -1,7 +1,9 @@
 """Progress for programs: JSON lines on stderr, as docs/schemas says."""
 
+import inspect
 import io
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -13,7 +15,8 @@ from typer.testing import CliRunner
 from zckpt.base import progress
 from zckpt.cli import app
 
-CHECKPOINT = Path(__file__).parent.parent.parent / "fixtures" / "zero2" / "bf16_w2" / "checkpoint"
+FIXTURES = Path(__file__).parent.parent.parent / "fixtures"
+CHECKPOINT = FIXTURES / "zero2" / "bf16_w2" / "checkpoint"
 
 
 def lines_of(*words: object) -> list[dict[str, object]]:
@@ -22,27 +25,50 @@ def lines_of(*words: object) -> list[dict[str, object]]:
     return [check("progress", line) for line in result.stderr.splitlines() if line.startswith("{")]
 
 
-def test_every_long_command_says_how_far_it_is(tmp_path: Path) -> None:
-    out = tmp_path / "out"
-    for words, label in (
-        (("to-fp32", CHECKPOINT, out), "write"),
-        (("verify", CHECKPOINT, out), "verify"),
-        (("verify", CHECKPOINT, "--deep", "--quiet"), "verify"),
-        (("diff", CHECKPOINT, out), "diff"),
-        (("slim", CHECKPOINT, tmp_path / "slim", "--drop", "module-weights"), "write"),
-        (("prune", tmp_path / "run", "--keep-last", 1, "--deep", "--yes"), "prune"),
-    ):
-        if label == "prune":
-            import shutil
+LLAMA, OTHER, LORA, GGUF = "transformers/llama_zero3", "transformers/llama_zero2", "peft/lora_zero3", "gguf/llama"
+LONG = (
+    ("to-fp32 ZERO out", "write"),
+    ("to-fp16 ZERO out", "write"),
+    ("to-bf16 LORA out --merge-lora --base BASE", "write"),
+    ("to-dcp ZERO out --optimizer optim", "write"),
+    ("to-mcore LLAMA out", "write"),
+    ("to-peft LORA out", "write"),
+    ("to-fp8 LLAMA out", "write"),
+    ("to-gguf MODEL out.gguf --pre-tokenizer llama-bpe", "write"),
+    ("reshard ZERO out --world-size 3", "write"),
+    ("to-universal ZERO out", "write"),
+    ("to-states ZERO out", "write"),
+    ("average LLAMA OTHER out", "write"),
+    ("average LLAMA OTHER out --slerp 0.3", "write"),
+    ("slim ZERO out --drop module-weights", "write"),
+    ("delta LLAMA OTHER DELTA", "compare"),
+    ("apply LLAMA DELTA out", "write"),
+    ("verify ZERO --deep --quiet", "verify"),
+    ("verify ZERO CONVERTED", "verify"),
+    ("diff ZERO CONVERTED", "diff"),
+    ("prune RUN --keep-last 1 --deep --yes", "prune"),
+)
+"""Calls of every command that works for long, and what their progress is called. tests/hub has that of push."""
 
-            for step in (1, 2):
-                shutil.copytree(CHECKPOINT / "global_step2", tmp_path / "run" / f"global_step{step}")
-        found = lines_of(*words)
-        assert [line["ended"] for line in found][-2:] == [False, True] and {line["progress"] for line in found} == {
-            label
-        }
-        assert found[-1]["done_bytes"] == found[-1]["total_bytes"] and found[-1]["done_bytes"], words
+
+def test_every_long_command_says_how_far_it_is(quick_path: Path) -> None:
+    places = {
+        "ZERO": CHECKPOINT, "LLAMA": FIXTURES / LLAMA / "checkpoint", "OTHER": FIXTURES / OTHER / "checkpoint",
+        "LORA": FIXTURES / LORA / "checkpoint", "BASE": FIXTURES / LORA / "base", "MODEL": FIXTURES / GGUF / "model",
+        "DELTA": quick_path / "delta", "CONVERTED": quick_path / "0", "RUN": quick_path / "run",
+    }  # fmt: skip
+    for step in (1, 2):
+        shutil.copytree(CHECKPOINT / "global_step2", quick_path / "run" / f"global_step{step}")
+    for number, (call, label) in enumerate(LONG):
+        places |= {"out": quick_path / str(number), "out.gguf": quick_path / f"{number}.gguf"}
+        found = lines_of(*(places.get(word, word) for word in call.split()))
+        assert [line["ended"] for line in found][-2:] == [False, True], call
+        assert {line["progress"] for line in found} == {label}, call
+        assert found[-1]["done_bytes"] == found[-1]["total_bytes"] and found[-1]["done_bytes"], call
         assert found[-1]["seconds_left"] == 0
+    commands = app.registered_commands
+    shown = {c.name for c in commands if "progress_form" in inspect.signature(c.callback).parameters}
+    assert shown - {"push"} == {call.split()[0] for call, _ in LONG}
     assert subprocess.run([sys.executable, "-m", "zckpt", "verify", CHECKPOINT, "--json"], capture_output=True, text=True,
                           check=True).stderr == ""  # fmt: skip
 

@@ -4,6 +4,7 @@
 #include <atomic>
 
 #if defined(__x86_64__)
+#include <cpuid.h>
 #include <immintrin.h>
 #define ZCKPT_X86 1
 #define ZCKPT_FOR(features) __attribute__((target(features)))
@@ -33,9 +34,17 @@ inline std::atomic<bool> vector_paths{true};  // tests switch them off
 constexpr bool vector_paths = true;
 #endif
 
+#if defined(ZCKPT_X86)
+// Asked of the processor itself: older clangs do not know __builtin_cpu_supports("f16c").
+inline bool has_f16c() {
+  unsigned a = 0, b = 0, c = 0, d = 0;
+  return __get_cpuid(1, &a, &b, &c, &d) && (c & bit_F16C);
+}
+#endif
+
 inline bool has(Unit unit) {
 #if defined(ZCKPT_X86)
-  static const bool halves = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("f16c");
+  static const bool halves = __builtin_cpu_supports("avx2") && has_f16c();
   static const bool folding = __builtin_cpu_supports("pclmul") && __builtin_cpu_supports("sse4.1");
   static const bool multiply_add = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
   return vector_paths && (unit == Unit::kHalves ? halves : unit == Unit::kFolding ? folding : multiply_add);

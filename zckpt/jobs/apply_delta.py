@@ -237,8 +237,13 @@ def execute(
     made: dict[str, Finished] = {}
     written = 0
 
-    def make(directory: str, name: str) -> list[Finished]:
+    def tell(nbytes: int) -> None:
         nonlocal written
+        written += nbytes
+        if progress is not None:
+            progress(written)
+
+    def make(directory: str, name: str) -> list[Finished]:
         if name not in files:
             made[name] = _copied(next(file for file, copy in job.copies if copy == name), directory, name)
             return [made[name]]
@@ -248,13 +253,12 @@ def execute(
         with open(path, "r+b") as file:
             for offset, data in output.literals:
                 write_all(file.fileno(), data, offset)
+            tell(sum(len(data) for _, data in output.literals))
             parts: list[Partial] = []
             renew = Renewal(job, reader, file.fileno())
             for some in reader.in_order(renew.write, inside.get(id(store), ())):
                 parts += some
-                written += sum(nbytes for _, nbytes, _ in some)
-                if progress is not None:
-                    progress(written)
+                tell(sum(nbytes for _, nbytes, _ in some))
             reader.check_sources()
             crc, _ = seal(file.fileno(), output, parts)
             make_durable(file.fileno())
