@@ -6,6 +6,7 @@ Facts, totals and the table of files are HTML and need no script. The map and th
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
 
 from zckpt.base.words import count, joined, ranges, size
@@ -60,12 +61,11 @@ def data_of(found: CheckpointMap) -> dict[str, object]:
 def palette(found: CheckpointMap) -> dict[str, int]:
     """What files hold -> number of its colour, the same in the map, in bars and in tables."""
     after = () if found.after is None else found.after.layers
-    states = [2, 3, 4, 5, 7]
     colours: dict[str, int] = {}
+    states = itertools.cycle((2, 3, 4, 5, 7))
     for layer in (*found.layers, *after):
         if layer.name not in colours:
-            known = _COLOURS.get(layer.purpose)
-            colours[layer.name] = states[(len(colours) - 1) % len(states)] if known is None else known
+            colours[layer.name] = next(states) if layer.purpose == "state" else _COLOURS[layer.purpose]
     return colours
 
 
@@ -118,12 +118,13 @@ def _body(found: CheckpointMap) -> Iterator[str]:
     yield "</section>"
     yield from _cards(found)
     yield from _wrong(found)
-    yield _MAP if found.layers else _MAP.replace(' id="explain"', ' id="explain" hidden')
+    yield _MAP.format(row="rank" if found.inspection.grid else "file", inside=_INSIDE if found.layers else "")
     if found.tensors:
         yield _TENSORS
-    yield '<div class="two">'
-    yield from _totals(found)
-    yield "</div>"
+    if found.layers:
+        yield '<div class="two">'
+        yield from _totals(found)
+        yield "</div>"
     if inspection.catalog is not None:
         yield from _experts(inspection.catalog.topology)
     yield from _tables(found)
@@ -162,7 +163,8 @@ def _verdicts(found: CheckpointMap) -> Iterator[str]:
         kind = "good" if verdict.ok else ("warn" if number else "bad")
         sign = "\u2713" if verdict.ok else "\u2717"
         yield f'<li><span class="pill {kind}"><span aria-hidden="true">{sign}</span>{yes if verdict.ok else no}</span>'
-        yield f'<span class="soft"><bdi>{text(verdict.reason)}</bdi></span></li>'
+        reason = verdict.reason if inspection.catalog is not None or not number else "while that is so"
+        yield f'<span class="soft"><bdi>{text(reason)}</bdi></span></li>'
     yield "</ul>"
 
 
@@ -172,7 +174,7 @@ def _cards(found: CheckpointMap) -> Iterator[str]:
     if catalog is not None:
         source, topology = catalog.source, catalog.topology
         numel = sum(entry.numel for entry in found.tensors if entry.role != "buffer")
-        facts.append(("Parameters", short(numel), f"{numel:,}"))
+        facts.append(("Parameters", short(numel), f"{numel:,}" if numel >= 1000 else ""))
         facts.append(("Tensors", f"{len(found.tensors):,}", _roles_said(found)))
         facts.append(("Saved by", source.layout, " ".join(source.framework).strip()))
         if source.global_steps is not None:
@@ -227,13 +229,13 @@ def _wrong(found: CheckpointMap) -> Iterator[str]:
         )
 
 
+_INSIDE = " Inside are the pieces of tensors that it holds. Point at a piece to see the same tensor everywhere; click to keep it."
 _MAP = """\
 <section class="card map" aria-labelledby="map-title">
 <div class="head"><h2 id="map-title" tabindex="-1">Who holds what</h2>
 <label>Colour by <select id="colour"><option value="contents">what it is</option><option value="layer">layer of the model</option>
 <option value="role">role</option><option value="dtype">dtype</option></select></label></div>
-<p class="soft" id="explain">A row for each rank, a bar for each file, as long as the file is large. Inside are the pieces of
-tensors that it holds. Point at a piece to see the same tensor everywhere; click to keep it.</p>
+<p class="soft" id="explain">A row for each {row}, a bar for each file, as long as the file is large.{inside}</p>
 <ul id="legend" class="legend" aria-label="Colours"></ul>
 <div id="sides"></div>
 <p class="soft keys">With the keyboard: arrow keys go from row to row and from piece to piece, Enter keeps a tensor, Escape lets
@@ -283,8 +285,8 @@ def _totals(found: CheckpointMap) -> Iterator[str]:
         yield (f"<h3>{text(title)}</h3>" if title else "") + _bar(shares, colours)
         rows = [(name, size(number), f"{number:,}") for name, number in shares]
         yield _table("What the files hold", ("", "Size", "Bytes"), rows, colours)
-    yield f"<p class='soft'>{OTHER.capitalize()} is what belongs to no element of a tensor: indexes, counters, padding"
-    yield f"; and the optimizer's states, for: <bdi>{text(found.unread)}</bdi>.</p>" if found.unread else ".</p>"
+    why = f"; and the optimizer's states, for the save <bdi>{text(found.unread)}</bdi>" if found.unread else ""
+    yield f"<p class='soft'>{OTHER.capitalize()} is what is no element of a tensor: indexes, counters, padding{why}.</p>"
     yield "</section>"
     if found.tensors:
         yield '<section class="card" aria-labelledby="totals-title"><h2 id="totals-title">Roles and dtypes</h2>'
@@ -326,7 +328,8 @@ def _experts(topology: Topology) -> Iterator[str]:
         yield f"<tr><th scope='row'>{number}</th><td><div class='experts'>"
         for experts, ranks in spread[:_MOST_EXPERTS]:
             colour = groups.setdefault(ranks, len(groups)) % 8
-            chips = "".join(f"<span class='chip p{colour}'>{expert}</span>" for expert in experts[:_MOST_EXPERTS])
+            key = f"<i class='key p{colour}' aria-hidden='true'></i>"
+            chips = "".join(f"<span class='chip'>{key}{expert}</span>" for expert in experts[:_MOST_EXPERTS])
             more = f" and {len(experts) - _MOST_EXPERTS:,} more" if len(experts) > _MOST_EXPERTS else ""
             held = f"{'rank' if len(ranks) == 1 else 'ranks'} {ranges(ranks)}"
             yield f"<span class='owners'>{chips}{more} <span class='soft'>on {held}</span></span>"

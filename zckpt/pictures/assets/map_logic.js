@@ -82,6 +82,16 @@ const zckptMap = (data) => {
   };
 
   const room = (side, file) => side.files.bytes[file] || side.files.expected[file];
+  /* Bytes of the largest file in each column; groups with the same columns are one grid, so it is that of all of them. */
+  const columnBytes = (side, group) => {
+    side.columns = side.columns || new Map();
+    const key = group.columns.join("\n");
+    if (!side.columns.has(key)) {
+      const alike = side.groups.filter((own) => own.columns.join("\n") === key);
+      side.columns.set(key, group.columns.map((_, k) => alike.reduce((most, own) => own.rows.reduce((all, [, files]) => Math.max(all, files[k] === null ? 0 : room(side, files[k])), most), 0)));
+    }
+    return side.columns.get(key);
+  };
   /* Bytes that the widest row of all sides shows, so that sides have one scale. */
   const widest = () => {
     let most = { bytes: 1, cells: 1 };
@@ -89,7 +99,7 @@ const zckptMap = (data) => {
       for (const group of side.groups) {
         let bytes = 0;
         let cells = group.columns.length;
-        if (cells) group.columns.forEach((_, k) => { bytes += Math.max(0, ...group.rows.map(([, own]) => (own[k] === null ? 0 : room(side, own[k])))); });
+        if (cells) bytes = columnBytes(side, group).reduce((all, own) => all + own, 0);
         else for (const [, own] of group.rows) {
           bytes = Math.max(bytes, own.reduce((all, file) => all + room(side, file), 0));
           cells = Math.max(cells, own.length);
@@ -115,7 +125,7 @@ const zckptMap = (data) => {
       let x = labels;
       group.columns.forEach((column, k) => {
         starts.push(x);
-        const largest = group.rows.reduce((all, [, own]) => Math.max(all, own[k] === null ? 0 : room(side, own[k])), 0);
+        const largest = columnBytes(side, group)[k];
         head.columns.push({ title: column, x, width: wide(largest) });
         x += wide(largest) + between;
       });

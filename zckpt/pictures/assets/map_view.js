@@ -37,6 +37,9 @@
   for (const side of data.sides)
     for (const layer of side.layers) layer.dtypeOf = (t) => layer.dtypes[layer.tensors === null ? t : layer.index.get(t)];
   let tone = "contents";
+  /* Where tensors are not known, a colour for each kind of file. */
+  const kinds = [...new Set(data.sides[0].files.kinds)].slice(0, 7);
+  const kindTone = (kind) => (kinds.includes(kind) && kind !== "other" ? colours[PALETTE[(kinds.indexOf(kind) + 1) % 8]] : colours.rest);
   const used = { layer: new Set(), role: new Set(data.tensors.roles), dtype: new Set() };
   for (const side of data.sides) for (const layer of side.layers) for (const dtype of layer.dtypes) used.dtype.add(dtype);
   const states = new Set(data.sides.flatMap((side) => side.files.states));
@@ -47,7 +50,7 @@
     if (tone === "role") for (const role of used.role) keys.push([data.roles[role], colours[PALETTE[role]]]);
     if (tone === "dtype") for (const dtype of used.dtype) keys.push([data.dtypes[dtype][0], colours[PALETTE[dtype % 8]]]);
     if (data.sides.some((side) => side.layers.length)) keys.push(["other: indexes, counters, padding", colours.sunk]);
-    else keys.push(["a file", colours.rest]);
+    else for (const kind of kinds) keys.push([`${kind} file`, kindTone(kind)]);
     if (["missing", "empty", "unreadable"].some((state) => states.has(state))) keys.push(["missing or damaged", "bad"]);
     if (["other save", "extra"].some((state) => states.has(state))) keys.push(["of another save", "warn"]);
     $("legend").replaceChildren(...keys.map(([name, colour]) => {
@@ -93,7 +96,7 @@
       const options = narrow.matches ? { labels: 76, row: 24, between: 6 } : {};
       this.made = map.geometry(this.side, width, { ...options, labels: Math.min(this.labels(), width * 0.34) });
       this.spacer.style.height = `${this.made.height}px`;
-      this.height = Math.min(this.made.height, Math.max(260, Math.round(innerHeight * 0.7)));
+      this.height = Math.min(this.made.height, Math.max(720, Math.round(innerHeight * 0.8)));
       this.box.style.height = `${this.height + 2}px`;
       for (const canvas of [this.base, this.over]) {
         canvas.width = Math.round(width * devicePixelRatio);
@@ -150,7 +153,7 @@
           if (columns) for (const column of line.columns) context.fillText(cut(context, column.title, Math.max(column.width, 44)), column.x, line.y + (twoLines ? 28 : 22));
         } else {
           context.fillStyle = colours.text;
-          context.fillText(cut(context, line.label, labels - 10), 0, line.y + line.height / 2);
+          context.fillText(label(context, line.label, labels - 10), 0, line.y + line.height / 2);
           for (const cell of line.cells) this.cell(context, line, cell);
         }
       }
@@ -169,7 +172,7 @@
       context.beginPath();
       context.roundRect(cell.x, line.y, cell.width, line.height, Math.min(4, cell.width / 2));
       const wrong = { missing: "bad", empty: "bad", unreadable: "bad", extra: "warn", "other save": "warn" }[state];
-      context.fillStyle = wrong ? colours[`${wrong}-back`] : side.layers.length ? colours.sunk : colours.rest;
+      context.fillStyle = wrong ? colours[`${wrong}-back`] : side.layers.length ? colours.sunk : kindTone(side.files.kinds[cell.file]);
       context.fill();
       context.clip();
       if (!wrong) this.segments(context, line, cell);
@@ -251,10 +254,10 @@
       const lines = this.visible();
       if (t >= 0) {
         const pieces = new Map();
-        this.side.layers.forEach((layer) => {
+        this.side.layers.forEach((layer, number) => {
           for (const piece of map.piecesOf(layer, t)) {
             if (!pieces.has(piece.file)) pieces.set(piece.file, []);
-            pieces.get(piece.file).push([piece.byte, map.endOf(piece, map.itemsize(layer, t))]);
+            pieces.get(piece.file).push([piece.byte, map.endOf(piece, map.itemsize(layer, t)), tones[tone](this.side, number, t)]);
           }
         });
         context.globalAlpha = 0.72;
@@ -270,11 +273,14 @@
           context.lineWidth = 1;
           context.strokeRect(cell.x + 0.5, line.y + 0.5, Math.max(1, cell.width - 1), line.height - 1);
           const scale = cell.width / (this.side.files.bytes[cell.file] || 1);
-          for (const [lo, hi] of pieces.get(cell.file) || []) {
-            const x = cell.x + lo * scale;
+          for (const [lo, hi, paint] of pieces.get(cell.file) || []) {
             const width = Math.max(3, (hi - lo) * scale);
-            context.fillStyle = colours.focus;
-            context.fillRect(Math.min(x, cell.x + cell.width - 3), line.y - 2, width, line.height + 4);
+            const x = Math.min(cell.x + lo * scale, cell.x + cell.width - 3);
+            context.fillStyle = paint;
+            context.fillRect(x, line.y - 2, width, line.height + 4);
+            context.fillStyle = colours.strong;
+            context.fillRect(x, line.y - 3, width, 2);
+            context.fillRect(x, line.y + line.height + 1, width, 2);
           }
         }
       }
@@ -389,6 +395,11 @@
     }
   }
   const FONT = "13px system-ui, -apple-system, 'Segoe UI', Roboto, 'Noto Sans', Arial, sans-serif";
+  /* A row's label; where there is no room for it, with letters for the axes. */
+  const label = (context, text, width) => {
+    if (context.measureText(text).width <= width) return text;
+    return cut(context, text.replace(/\b(?:layer|tensor rank|expert rank|expert|stage|data rank) (?=\d)/g, (axis) => (axis[0].toUpperCase())), width);
+  };
   const cut = (context, text, width) => {
     if (width <= 8) return "";
     if (context.measureText(text).width <= width) return text;
@@ -406,6 +417,7 @@
     const box = $("tip");
     box.replaceChildren(...lines.map((line, n) => made("div", { class: n === 0 ? (tensor ? "mono first" : "first") : "" }, quoted(line))));
     box.hidden = false;
+    box.style.left = box.style.top = "0";
     const bounds = box.getBoundingClientRect();
     box.style.left = `${Math.max(8, Math.min(x + 14, innerWidth - bounds.width - 12))}px`;
     box.style.top = `${y + 18 + bounds.height > innerHeight ? Math.max(8, y - bounds.height - 14) : y + 18}px`;
@@ -656,12 +668,12 @@
   let lines = null;
   readColours();
   if ($("list")) lines = new Lines();
-  $("colour").addEventListener("input", () => {
-    tone = $("colour").value;
+  $("colour").addEventListener("input", (event) => {
+    tone = event.target.value;
     legend();
     for (const picture of pictures) picture.draw();
   });
-  if (!names.length) $("colour").closest("label").hidden = true;
+  if (!names.length) $("colour").closest("label").remove();
   document.addEventListener("keydown", (event) => {
     if (event.key === "/" && $("search") && !/^(INPUT|SELECT|TEXTAREA)$/.test(document.activeElement.tagName)) {
       event.preventDefault();
