@@ -394,6 +394,31 @@ def test_an_interrupted_apply_is_resumed(
     assert zckpt.verify(tmp_path / "out").ok
 
 
+@pytest.mark.parametrize("encoding", ["xor", "overwrite"])
+def test_verify(encoding: str, versions: tuple[State, State], places: tuple[Path, Path], tmp_path: Path) -> None:
+    """The delta alone; and that it leads to a version of the weights, in whatever dtype and layout that is."""
+    out = tmp_path / "delta"
+    zckpt.delta(*places, out, encoding=encoding, options=zckpt.DeltaOptions(max_shard_size=10**6))  # type: ignore[arg-type]
+    alone, led = zckpt.verify(out), zckpt.verify(places[1], out)
+    assert alone.ok and alone.deletable is None and led.ok and led.deletable is not None and not led.deletable[0]
+    wrong = zckpt.verify(places[0], out)
+    assert not wrong.ok and "4 tensors differ" in "\n".join(wrong.lines()) and "'large'" in "\n".join(wrong.lines())
+    saved({**versions[1], "more": torch.ones(3)}, tmp_path / "more")
+    assert "does not know 1 tensor: 'more'" in "\n".join(zckpt.verify(tmp_path / "more", out).lines())
+    file = next(path for path in sorted(out.glob("model-*")) if "large" in safetensors.numpy.load_file(path))
+    data = file.read_bytes()
+    file.write_bytes(data[:-9] + bytes([data[-9] ^ 1]) + data[-8:])
+    assert f"{file.name}: has other bytes" in "\n".join(zckpt.verify(out).lines())
+    file.write_bytes(data)
+    arrays = safetensors.numpy.load_file(file)
+    digests = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])["__metadata__"]
+    arrays["large"] = arrays["large"][:-20]  # the frame ends too early
+    safetensors.numpy.save_file(arrays, file, metadata=digests)
+    (out / "zckpt.json").unlink()
+    found = zckpt.verify(out)
+    assert [check.name for check in found.checks if not check.ok] == ["changes"]
+
+
 def test_versions_by_name_and_by_number(places: tuple[Path, Path], tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="another version"):
         zckpt.delta(*places, tmp_path / "weight_v000004", version=5)
@@ -414,12 +439,19 @@ def test_the_commands(places: tuple[Path, Path], tmp_path: Path) -> None:
         return result.stdout
 
     out = tmp_path / "weight_v000001"
+    planned = check("delta-plan", shown("delta", *places, out, "--dry-run", "--json"))
+    assert planned["tensors"] == 6 and planned["most_files"] == 1 and not out.exists()
+    assert "would read" in shown("delta", *places, out, "--dry-run")
     facts = check("delta", shown("delta", *places, out, "--json"))
     assert facts["changed_tensors"] == 4 and facts["version"] == "000001" and not facts["already_done"]
     assert check("delta", shown("delta", *places, out, "--json"))["already_done"] is True
     check("manifest", (out / "zckpt.json").read_text())
     assert "4 of 6 tensors" in shown("delta", *places, out)
+    planned = check("plan", shown("apply", places[0], out, tmp_path / "applied", "--dry-run", "--json"))
+    assert not (tmp_path / "applied").exists() and planned["version"] == 1
+    assert "would hold version 1" in shown("apply", places[0], out, tmp_path / "applied", "--dry-run")
     facts = check("written", shown("apply", places[0], out, tmp_path / "applied", "--json"))
+    assert facts["files"] == planned["files"] and facts["bytes_written"] == planned["bytes_written"]
     assert facts["version"] == 1
     check("manifest", (tmp_path / "applied" / "zckpt.json").read_text())
     assert "each with its checksum" in shown("apply", places[0], out, tmp_path / "again")

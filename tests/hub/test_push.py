@@ -70,6 +70,45 @@ def test_a_page_holds_what_a_conversion_writes(
     assert {file.name for file in (tmp_path / "scratch").glob("*/*")} == {"journal.jsonl", "lock"}
 
 
+def test_a_page_is_signed(server: HubServer, push: Pusher, tmp_path: Path) -> None:
+    """`model_signing` accepts a copy of the page; a page that holds other files is said to."""
+    from cryptography.hazmat.primitives import serialization
+    from cryptography.hazmat.primitives.asymmetric import ec
+    from model_signing import verifying
+
+    key, pem = ec.generate_private_key(ec.SECP256R1()), serialization.Encoding.PEM
+    (tmp_path / "key.pem").write_bytes(
+        key.private_bytes(pem, serialization.PrivateFormat.PKCS8, serialization.NoEncryption())
+    )
+    info = serialization.PublicFormat.SubjectPublicKeyInfo
+    (tmp_path / "key.pub").write_bytes(key.public_key().public_bytes(pem, info))
+    verifier = verifying.Config().use_elliptic_key_verifier(public_key=tmp_path / "key.pub")
+
+    def copied(place: Path) -> Path:
+        for name, data in server.files("alice/m").items():
+            (place / name).parent.mkdir(parents=True, exist_ok=True)
+            (place / name).write_bytes(data)
+        return place
+
+    source, signed = FIXTURES / "transformers" / "llama_zero3" / "checkpoint", tmp_path / "key.pem"
+    report = push(source, dtype="bf16", options=Options(max_shard_size=2_000, sign=signed))
+    assert "model.sig" in {path for path, _, _ in report.files} and not any("cover" in note for note in report.notes)
+    page = copied(tmp_path / "page")
+    verifier.verify(page, page / "model.sig")
+    push(source, dtype="bf16", options=Options(max_shard_size=2_000, sign=signed), yes=True)
+    again = copied(tmp_path / "again")
+    verifier.verify(again, again / "model.sig")
+    report = push(source, dtype="bf16", path_in_repo="half", options=Options(sign=signed), yes=True)
+    half = copied(tmp_path / "half")
+    verifier.verify(half / "half", half / "half" / "model.sig")
+    assert not any("cover" in note for note in report.notes)
+    (half / "half" / "config.json").write_text("{}")
+    with pytest.raises(ValueError, match="Hash mismatch"):
+        verifier.verify(half / "half", half / "half" / "model.sig")
+    report = push(source, dtype="fp32", options=Options(max_shard_size=2_000), yes=True)
+    assert any("signs what was there before" in note for note in report.notes)
+
+
 def test_a_page_holds_a_merged_model(server: HubServer, push: Pusher, tmp_path: Path) -> None:
     home = FIXTURES / "peft" / "lora_zero3"
     options = Options(lora=LoraMerge(base=home / "base"), max_shard_size=1_500)

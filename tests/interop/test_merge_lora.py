@@ -263,11 +263,18 @@ def test_checkpoints_of_deepspeed(name: str, adapter: str, beside: bool, tmp_pat
     assert verified.deletable is not None and not verified.deletable[0], "the adapter is only in the shards"
 
 
-def test_a_save_of_torch_distributed_checkpoint(tmp_path: Path) -> None:
-    """With the base in it, and a convolution: merged without any config of a model."""
+@pytest.mark.parametrize("dora", [False, True])
+def test_a_save_of_torch_distributed_checkpoint(dora: bool, tmp_path: Path) -> None:
+    """With the base in it, convolutions of one to three dimensions and an embedding: merged without any config of a model."""
     torch.manual_seed(0)
-    base = torch.nn.Sequential(torch.nn.Conv2d(4, 8, 3), torch.nn.Conv2d(8, 4, 1), torch.nn.Conv1d(4, 4, 2))
-    config = peft.LoraConfig(r=2, target_modules=["0", "1", "2"], use_dora=False)
+    convolutions = (
+        torch.nn.Conv2d(4, 8, 3),
+        torch.nn.Conv2d(8, 4, 1),
+        torch.nn.Conv1d(4, 4, 2),
+        torch.nn.Conv3d(4, 6, 2),
+    )
+    base = torch.nn.Sequential(*convolutions, torch.nn.Embedding(10, 6))
+    config = peft.LoraConfig(r=2, target_modules=["0", "1", "2", "3", "4"], use_dora=dora)
     model = randomized(peft.get_peft_model(base, config))
     torch.distributed.checkpoint.save({"model": model.state_dict()}, checkpoint_id=tmp_path / "run")
     model.peft_config["default"].save_pretrained(tmp_path / "run")

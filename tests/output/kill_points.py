@@ -27,6 +27,8 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
+import numpy as np
+
 import zckpt
 from zckpt import _core
 from zckpt.engine import batches
@@ -48,7 +50,7 @@ def contents(place: Path) -> Contents:
     if place.is_dir():
         found = {p.relative_to(place).as_posix(): p for p in place.rglob("*") if p.is_file()}
         return {name: path.read_bytes() for name, path in sorted(found.items()) if not name.startswith(".zckpt")}
-    both = (place, place.with_name(f"{place.name}.zckpt.json"))
+    both = (place, place.with_name(f"{place.name}.zckpt.json"), place.with_name(f"{place.name}.sig"))
     return {path.name: path.read_bytes() for path in both if path.is_file()}
 
 
@@ -236,6 +238,22 @@ class SingleFresh(Single):
         pass
 
 
+class SignedSingle(Single):
+    """The same, each with a signature too: of the same bytes the same one, as OpenSSL makes it here."""
+
+    def prepare(self) -> None:
+        from cryptography.hazmat.primitives import serialization
+        from cryptography.hazmat.primitives.asymmetric import ec
+
+        pem = (serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption())
+        self.key = self.place.with_name("key.pem")
+        self.key.write_bytes(ec.generate_private_key(ec.SECP256R1()).private_bytes(*pem))
+        super().prepare()
+
+    def convert(self, *, dtype: str, checkpoint: str = "", **options: Any) -> None:
+        super().convert(dtype=dtype, checkpoint=checkpoint, **{"sign": self.key, **options})
+
+
 class Merged(Scenario):
     """The drop-in functions: files are put among others, in place of fewer and of more shards."""
 
@@ -308,11 +326,56 @@ class Live(Scenario):
         self._save(1e6, 8000)
 
 
+class Delta(Scenario):
+    """What changed between versions, over what changed between others, in more files."""
+
+    def prepare(self) -> None:
+        from safetensors.numpy import save_file
+
+        self.versions = self.place.with_name("versions")
+        for version, changed in enumerate(((), (0, 1, 2), (1,), (0,))):
+            weights = {f"w{i}": np.arange(100, dtype=np.float16) + (version if i in changed else 0) for i in range(4)}
+            if version == 3:
+                weights["w0"] = weights["w0"].astype(np.float32) * 1e30
+            (self.versions / str(version)).mkdir(parents=True)
+            save_file(weights, self.versions / str(version) / "model.safetensors")
+        self.make(1)
+
+    def make(self, version: int) -> None:
+        how = zckpt.DeltaOptions(version=9, max_shard_size=250 if version > 1 else 200, overwrite=True, threads=1)
+        zckpt.delta(self.versions / "0", self.versions / str(version), self.out, options=how)
+
+    def run(self) -> None:
+        self.make(2)
+
+    def fail(self) -> None:
+        self.make(3)
+
+
+class Apply(Delta):
+    """A new version over an older one, in other shards; the base of another delta is refused when it is read."""
+
+    def prepare(self) -> None:
+        out, self.out = self.out, self.place.with_name("delta")
+        super().prepare()
+        self.wrong = self.place.with_name("wrong")
+        zckpt.delta(self.versions / "1", self.versions / "2", self.wrong, version=9)
+        self.delta, self.out = self.out, out
+        self.make(0)
+
+    def make(self, version: int) -> None:
+        if self.out.name == "delta":
+            super().make(version)
+            return
+        how = zckpt.ApplyOptions(max_shard_size=450 if version else 300, overwrite=True, threads=1)
+        zckpt.apply_delta(self.versions / "0", self.wrong if version == 3 else self.delta, self.out, options=how)
+
+
 SCENARIOS: dict[str, type[Scenario]] = {
     kind.__name__: kind
     for kind in (
-        Fresh, Directory, Strangers, Foreign, Mounted, Single, SingleFresh, Merged, MergedBesideTags, Reshard,
-        ReshardForeign, Live,
+        Fresh, Directory, Strangers, Foreign, Mounted, Single, SingleFresh, SignedSingle, Merged, MergedBesideTags, Reshard,
+        ReshardForeign, Live, Delta, Apply,
     )
 }  # fmt: skip
 
@@ -385,7 +448,11 @@ class Trials:
                 self.judge(nth)
             else:
                 name, found = self.it.out.name, contents(self.it.out)
-                whole = [self.old, self.new, *([{name: self.new[name]}] if self.it.single else [])]
+                without = [
+                    {n: data for n, data in self.new.items() if n in (name, f"{name}.sig")},
+                    {name: self.new.get(name)},
+                ]
+                whole = [self.old, self.new, *(without if self.it.single else [])]
                 assert found in whole, (nth, sorted(found))
             if code == 0 and self.kill:
                 assert contents(self.it.out) == self.new and self.is_clean(), nth
@@ -415,7 +482,11 @@ class Trials:
         self.told["neither"] += 1
         name = self.it.out.name
         if self.it.single:
-            assert found in ({name: self.old.get(name)}, {name: self.new[name]}), (nth, "a mix", sorted(found))
+            beside = {n: data for n, data in found.items() if n != name}
+            whole = [{n: data for n, data in one.items() if n != name} for one in (self.old, self.new)]
+            assert found[name] in (self.old.get(name), self.new[name]), (nth, "neither", sorted(found))
+            assert f"{name}.zckpt.json" not in beside, (nth, "a manifest of another file", sorted(found))
+            assert any(beside.items() <= one.items() for one in whole), (nth, "a mix", sorted(found))
             return
         own = {name: data for name, data in found.items() if name not in self.it.staying}
         of_old = all(self.old.get(name) == data for name, data in own.items())
@@ -437,7 +508,9 @@ class Trials:
         """Whether nothing but the output is there."""
         home = self.it.out.parent
         names = {p.name for p in home.iterdir()}
-        own = {self.it.out.name, f"{self.it.out.name}.zckpt.json"} if self.it.single else {self.it.out.name}
+        own = {self.it.out.name}
+        if self.it.single:
+            own = {name for name in self.new if name.startswith(self.it.out.name)}
         return names == own and not [p for p in self.it.place.rglob("*") if p.name.startswith(".zckpt")]
 
 

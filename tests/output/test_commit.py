@@ -58,6 +58,11 @@ def overflowing(checkpoint: Path) -> None:
         ("Reshard", "none", "kill"),
         ("ReshardForeign", "none", "kill"),
         ("Live", "exchange", "kill"),
+        ("SignedSingle", "none", "kill"),
+        ("SignedSingle", "none", "error"),
+        ("Delta", "exchange", "kill"),
+        ("Delta", "none", "error"),
+        ("Apply", "none", "kill"),
     ],
 )
 def test_every_call_may_be_the_last(scenario: str, exchange: str, end: str, checkpoint: Path) -> None:

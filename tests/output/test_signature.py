@@ -14,7 +14,7 @@ from cryptography.hazmat.primitives.asymmetric import ec, ed25519, rsa
 from typer.testing import CliRunner
 
 import zckpt
-from zckpt.base.errors import AccessError, UnsupportedError, UsageError
+from zckpt.base.errors import AccessError, UsageError
 from zckpt.cli import app
 from zckpt.output import signature
 
@@ -38,13 +38,14 @@ def key(tmp_path: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def accepts() -> Callable[[Path, Path], bool]:
-    """Whether `model_signing` accepts the signature of a directory."""
+    """Whether `model_signing` accepts the signature of a directory or of one file."""
     from model_signing import verifying
 
     def accepted(directory: Path, public: Path) -> bool:
         config = verifying.Config().use_elliptic_key_verifier(public_key=public)
+        signature = directory / "model.sig" if directory.is_dir() else directory.with_name(f"{directory.name}.sig")
         try:
-            config.verify(directory, directory / "model.sig")
+            config.verify(directory, signature)
         except ValueError:
             return False
         return True
@@ -196,12 +197,39 @@ def test_keys_that_cannot_sign(key: Path, tmp_path: Path, monkeypatch: pytest.Mo
     assert (tmp_path / "out" / "model.sig").exists()
 
 
-def test_outputs_that_are_not_signed(key: Path, tmp_path: Path) -> None:
-    for out, kind, words in (
-        (tmp_path / "weights.safetensors", UsageError, "single file"),
-        ("memory://weights", UnsupportedError, "address"),
-    ):
-        with pytest.raises(kind, match=words):
-            zckpt.convert(RUN, out, options=zckpt.Options(sign=key))
-    with pytest.raises(UsageError, match="page of the hub"):
-        zckpt.push_to_hub(str(RUN), "me/model", options=zckpt.Options(sign=key))
+def test_one_file_has_its_signature_beside_it(key: Path, tmp_path: Path, accepts: Callable[[Path, Path], bool]) -> None:
+    signed, public = zckpt.Options(sign=key, overwrite=True), key.with_suffix(".pub")
+    for name in ("one.safetensors", "one.bin"):
+        out = tmp_path / name
+        for dtype in ("bf16", "fp32"):
+            zckpt.convert(RUN, out, dtype=dtype, options=signed)
+            assert accepts(out, public) and zckpt.verify(RUN, out).ok
+        assert zckpt.convert(RUN, out, dtype="fp32", options=signed).already_done
+        data = bytearray(out.read_bytes())
+        data[-3] ^= 1
+        out.write_bytes(data)
+        assert not accepts(out, public)
+        zckpt.convert(RUN, out, dtype="bf16", options=zckpt.Options(overwrite=True))
+        assert {path.name for path in tmp_path.glob("one.*")} == {name, f"{name}.zckpt.json"}
+        for path in tmp_path.glob("one.*"):
+            path.unlink()
+    (tmp_path / "other.bin.sig").write_bytes(b"somebody's")
+    with pytest.raises(zckpt.OutputError, match="name of the signature is taken"):
+        zckpt.convert(RUN, tmp_path / "other.bin", options=signed)
+    assert {path.name for path in tmp_path.glob("other.*")} == {"other.bin.sig"}
+
+
+def test_a_merge_names_all_that_it_is_made_of(key: Path, tmp_path: Path) -> None:
+    home = FIXTURES / "peft" / "dora_zero1"
+    zckpt.to_peft(home / "checkpoint", tmp_path / "adapter")
+    lora = zckpt.LoraMerge(adapters=[tmp_path / "adapter"])
+    zckpt.convert(home / "base", tmp_path / "out", options=zckpt.Options(sign=key, lora=lora))
+    other = zckpt.LoraMerge(base=home / "base")
+    zckpt.convert(home / "checkpoint", tmp_path / "with-base", options=zckpt.Options(sign=key, lora=other))
+    for name, places in (("out", [home / "base", tmp_path / "adapter"]), ("with-base", [None, home / "base"])):
+        sources = predicate_of(tmp_path / name)["source"]["made_from"]  # type: ignore[index, call-overload]
+        assert len(sources) == 2
+        for source, place in zip(sources, places, strict=True):
+            for file in source["files"] if place else ():
+                assert file["sha256"] == hashlib.sha256((place / file["name"]).read_bytes()).hexdigest()
+            assert source["files"]

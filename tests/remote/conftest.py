@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import fsspec
 import pytest
+from address_requests import Requests
+from fsspec.implementations.memory import MemoryFileSystem
 from s3_server import S3Server
 
 from zckpt.storage import fsspec_io
@@ -56,3 +59,27 @@ def once(s3: S3Server, impatient: None, monkeypatch: pytest.MonkeyPatch) -> Iter
 @pytest.fixture(params=["s3://bkt", "memory://m"])
 def root(request: pytest.FixtureRequest) -> str:
     return request.param
+
+
+@pytest.fixture
+def requests(monkeypatch: pytest.MonkeyPatch) -> Requests:
+    asked = Requests()
+    for name in ("info", "ls", "find", "pipe_file", "rm_file", "cat_file", "_open"):
+        real = getattr(MemoryFileSystem, name)
+
+        def call(self: Any, *args: Any, real: Callable[..., Any] = real, **more: Any) -> Any:
+            if asked.mode == "inside":
+                return real(self, *args, **more)
+            mode = asked.mode
+
+            def whole() -> Any:
+                asked.mode = "inside"  # what fsspec makes of one request is not another one
+                try:
+                    return real(self, *args, **more)
+                finally:
+                    asked.mode = mode
+
+            return asked(whole)
+
+        monkeypatch.setattr(MemoryFileSystem, name, call)
+    return asked

@@ -10,13 +10,13 @@ import contextlib
 import json
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import fsspec
 import pytest
 from address_models import SHAPES, Killed, Model, fails, look, source, three_models
+from address_requests import Requests
 from addresses import RECORD, tree
 from fsspec.implementations.local import LocalFileSystem
 from fsspec.implementations.memory import MemoryFileSystem
@@ -27,53 +27,6 @@ from zckpt.base.errors import CorruptError, InconsistentError, OutputError, Unsa
 from zckpt.storage import uploads
 
 pytestmark = pytest.mark.usefixtures("impatient")
-
-
-class Requests:
-    """Of fsspec's memory: counts them, and does something at one of them."""
-
-    def __init__(self) -> None:
-        self.begin(0, "")
-
-    def begin(self, nth: int, mode: str) -> None:
-        self.nth, self.mode, self.count = nth, mode, 0
-
-    def __call__(self, real: Callable[[], Any]) -> Any:
-        self.count += 1
-        if self.mode == "killed" and self.count >= self.nth:
-            raise Killed
-        if self.mode == "down" and self.count >= self.nth:
-            raise ConnectionError("down")
-        if self.mode == "refused" and self.count == self.nth:
-            raise ConnectionError("refused")
-        answer = real()
-        if self.mode == "lost" and self.count == self.nth:
-            raise ConnectionError("the answer was lost")
-        return answer
-
-
-@pytest.fixture
-def requests(monkeypatch: pytest.MonkeyPatch) -> Requests:
-    asked = Requests()
-    for name in ("info", "ls", "find", "pipe_file", "rm_file", "cat_file", "_open"):
-        real = getattr(MemoryFileSystem, name)
-
-        def call(self: Any, *args: Any, real: Callable[..., Any] = real, **more: Any) -> Any:
-            if asked.mode == "inside":
-                return real(self, *args, **more)
-            mode = asked.mode
-
-            def whole() -> Any:
-                asked.mode = "inside"  # what fsspec makes of one request is not another one
-                try:
-                    return real(self, *args, **more)
-                finally:
-                    asked.mode = mode
-
-            return asked(whole)
-
-        monkeypatch.setattr(MemoryFileSystem, name, call)
-    return asked
 
 
 @pytest.mark.parametrize("mode", ["killed", "refused", "lost", "down"])

@@ -139,6 +139,9 @@ JOBS: list[tuple[str, list[str], str]] = [
     ("to-fp8", [str(FIXTURES / "transformers/llama_zero3/checkpoint"), "--max-shard-size", "2KB"], "fp8"),
     ("to-states", [str(FIXTURES / "zero3/bf16_w2/checkpoint"), "--max-shard-size", "20KB"], "states"),
     ("average", [str(FIXTURES / "zero2/bf16_w2/checkpoint"), "--slerp", "0.3"], "slerp"),
+    ("slim", [str(FIXTURES / "zero2/bf16_w2/checkpoint"), "--drop", "optimizer"], "slim"),
+    ("delta", [str(FIXTURES / "zero2/bf16_w2/checkpoint"), "--max-shard-size", "200"], "weight_v000001"),
+    ("apply", [str(FIXTURES / "zero2/bf16_w2/checkpoint"), "--max-shard-size", "400"], "applied"),
     ("to-fp32", [str(MERGED / "checkpoint"), "--merge-lora", "--base", str(MERGED / "base")], "merged"),
 ]
 COMPUTED: list[tuple[str, list[str], str]] = [
@@ -160,8 +163,11 @@ COMPUTED: list[tuple[str, list[str], str]] = [
     *(("to-fp32", [str(FIXTURES / "peft" / kind / "checkpoint"), "--merge-lora", "--base", str(FIXTURES / "peft" / kind / "base"),
        *more], kind) for kind, more in (("lora_zero2", []), ("lora_zero3", ["--max-shard-size", "3KB"]))),
 ]  # fmt: skip
-BESIDE = {"average": "zero3/bf16_w2"}
-"""A second checkpoint that a command takes."""
+BESIDE = {
+    "average": str(FIXTURES / "zero3/bf16_w2/checkpoint"), "delta": str(FIXTURES / "zero2/fp16_w2/checkpoint"),
+    "apply": "weight_v000001",
+}  # fmt: skip
+"""A second checkpoint that a command takes, or an output of the job before."""
 
 
 def test_srun_without_torch(zero2: Path, quick_path: Path) -> None:
@@ -184,7 +190,7 @@ def same_from_any_number(
             source = (
                 checkpoint if os.path.isabs(checkpoint) else str(outs[-1].parent / checkpoint if checkpoint else zero2)
             )
-            others = [str(FIXTURES / BESIDE[command] / "checkpoint")] if command in BESIDE else []
+            others = [str(quick_path / "1" / BESIDE[command])] if command in BESIDE else []
             trials.append({"size": size, "arguments": [command, source, *others, str(outs[-1]), *more]})
     for done, out, trial in zip(started(*trials), outs, trials, strict=True):
         assert done["codes"] == [0] * trial["size"], (trial, done["err"])

@@ -15,6 +15,7 @@ from zckpt.base.errors import UnsupportedError, redact
 from zckpt.base.pace import DEFAULT_PACE, Pace
 from zckpt.base.progress import JobWatch, Progress, reported
 from zckpt.base.words import count, examples, joined
+from zckpt.checks.deltas import verify_delta
 from zckpt.checks.quantised import Expected, in_numbers, quantised
 from zckpt.checks.renamed_states import compare_renamed, has_renamed_states, own_weights
 from zckpt.checks.resumable import Comparison, Pair, compare_runs
@@ -22,6 +23,7 @@ from zckpt.checks.soundness import Examined, check_compared, examined
 from zckpt.checks.verdict import Verification, summarized
 from zckpt.core.catalog import Catalog, TensorEntry
 from zckpt.core.dtypes import CAST_TARGETS, is_lossless
+from zckpt.deltas.read import is_delta_directory
 from zckpt.engine.batches import progress_after
 from zckpt.engine.independent import differences
 from zckpt.jobs.convert import select
@@ -53,8 +55,8 @@ def verify(
     """Checks whether a checkpoint, or an output with its `zckpt.json`, is complete and intact.
 
     Args:
-        checkpoint: a checkpoint, or plain weights; here or behind an address.
-        converted: an output that was made from it: every tensor is derived from the shards once more and compared; if it is a
+        checkpoint: a checkpoint, plain weights, or a delta; here or behind an address.
+        converted: an output (or a delta) made from it: every tensor is derived from the shards once more and compared; if it is a
             checkpoint, so is the optimizer's state.
         deep: read every byte of the checkpoint: checksums, copies of weights, NaN and infinity.
             Without it, and with `converted`, the bytes are read that the output was made of. What has a `zckpt.json` is
@@ -79,6 +81,10 @@ def verify(
     """
     with reported(progress, None, "verify") as watch:
         options = OpenOptions(tag=tag, also=also, read_options=read_options)
+        path, delta = locate(checkpoint), locate(checkpoint if converted is None else converted)
+        if is_delta_directory(delta):
+            more = (lambda nbytes: None) if watch is None else watch.expect
+            return verify_delta(delta, None if converted is None else path, options, pace, watch, more)
         later = (
             0 if watch is None or converted is None else 3 * _file_bytes(locate(converted))
         )  # checked, then compared

@@ -80,11 +80,8 @@ def _top(
     if command is None:
         typer.echo(context.get_help(), err=True)
         raise typer.Exit(2)
-    if command.startswith("to-") or command in (
-        "reshard",
-        "average",
-    ):  # what torchrun or srun starts many times is one job
-        together.allow()
+    if command.startswith("to-") or command in ("reshard", "average", "slim", "delta", "apply"):
+        together.allow()  # what torchrun or srun starts many times is one job
 
 
 def main() -> None:

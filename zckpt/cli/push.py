@@ -121,6 +121,7 @@ def push(
     source: o.SourceOptions,
     speed: o.WriteSpeed,
     dry_run: Annotated[bool, o.output("--dry-run", help="Print exactly what would be sent, and send nothing.")] = False,
+    sign: o.Sign = None,
     *,
     shown: o.ShownProgress,
 ) -> None:
@@ -130,7 +131,7 @@ def push(
     from zckpt.hub import load
     from zckpt.jobs.options import Options
 
-    options = o.chosen(Options, weights, merging, selection, source, speed)
+    options = o.chosen(Options, weights, merging, selection, source, speed, sign=sign)
     planned = load(ckpt, weights.dtype.value if weights.dtype else None, options)
     carry_out(planned, page.target(repo_id), shown.console, dry_run=dry_run)
 
@@ -160,10 +161,9 @@ def carry_out(prepared: PlannedConversion, target: PageTarget, sink: Console, *,
 def to_page(source: str, out: str, options: Options, sink: Console, *, dry_run: bool) -> None:
     """`to-*` with an OUT such as `hf://me/my-model@main/fp32`."""
     from zckpt.base.errors import UsageError
-    from zckpt.hub import PageTarget, refuse_signing
+    from zckpt.hub import PageTarget
     from zckpt.jobs.convert import prepare
 
-    refuse_signing(options)
     found = _ADDRESS.fullmatch(out.rstrip("/"))
     if not found or found["repo"].partition("/")[0] in _OTHERS:
         raise UsageError(

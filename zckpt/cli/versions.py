@@ -15,10 +15,11 @@ from zckpt.base.words import count, size
 from zckpt.cli import options as o
 from zckpt.cli.declared import command
 from zckpt.cli.output import peak_rss_bytes
-from zckpt.cli.written import Words, duration, show
+from zckpt.cli.written import Words, duration, file_lines, lack_of_space, show
 
 if TYPE_CHECKING:
-    from zckpt.jobs.delta import DeltaReport
+    from zckpt.jobs.apply_delta import PlannedApply
+    from zckpt.jobs.delta import DeltaReport, PlannedDelta
 
 
 class EncodingChoice(str, Enum):
@@ -93,19 +94,6 @@ class NewWeights(o.Group):
     max_shard_size: o.MaxShardSize = o.SHARD_BYTES
 
 
-@dataclass(frozen=True, repr=False, eq=False)
-class Replacing(o.Group):
-    """Whether an output is replaced."""
-
-    overwrite: Annotated[
-        bool, o.output("--overwrite", help="Replace what zckpt wrote to OUT, when the new files are complete.")
-    ] = False
-    allow_unknown_layout: Annotated[
-        bool, o.output("--allow-unknown-layout", help="Go on if zckpt cannot prove that it reads the layout correctly.")
-    ] = False
-    sign: o.Sign = None
-
-
 def register(app: typer.Typer) -> None:
     """Adds the commands."""
     command(
@@ -133,7 +121,7 @@ def delta(
     names: o.HubNames,
     source: o.SourceOptions,
     speed: o.Speed,
-    writing: Replacing,
+    writing: o.Writing,
     shown: o.ShownProgress,
 ) -> None:
     """Writes a delta."""
@@ -141,6 +129,10 @@ def delta(
 
     began, sink = time.perf_counter(), shown.console
     job = prepare(old, new, out, o.chosen(DeltaOptions, kind, names, source, speed, writing))
+    if writing.dry_run:
+        sink.notes(job.notes)
+        sink.result(lambda: _delta_plan(job), lambda: _delta_plan_lines(job))
+        return
     with sink.progress(job.nbytes, "compare") as progress:
         report = execute(job, progress, lambda note: sink.notes([note]))
     sink.notes(report.notes)
@@ -164,6 +156,20 @@ def delta(
     )
 
 
+def _delta_plan(job: PlannedDelta) -> dict[str, object]:
+    return {
+        "dry_run": True, "out": job.out.path, **job.form.metadata, "tensors": len(job.pairs),
+        "numel": sum(pair.old.numel for pair in job.pairs), "nbytes": job.nbytes, "bytes_read": job.bytes_read,
+        "most_files": len(job.groups), "notes": list(job.notes),
+    }  # fmt: skip
+
+
+def _delta_plan_lines(job: PlannedDelta) -> Iterator[str]:
+    files = "1 file" if len(job.groups) == 1 else f"at most {len(job.groups):,} files"
+    yield f"{job.out}: would hold what changed from version {job.form.base_version} to {job.form.version}, in {files}"
+    yield f"would read {size(job.bytes_read)} and compare {count(len(job.pairs), 'tensor')} of {size(job.nbytes)}"
+
+
 def _lines(out: str, report: DeltaReport, seconds: float) -> Iterator[str]:
     counts = report.counts
     if report.already_done:
@@ -185,7 +191,7 @@ def apply(
     names: o.HubNames,
     source: o.SourceOptions,
     speed: o.Speed,
-    writing: Replacing,
+    writing: o.Writing,
     shown: o.ShownProgress,
 ) -> None:
     """Writes the weights that deltas make of an older version."""
@@ -199,9 +205,28 @@ def apply(
     began, sink = time.perf_counter(), shown.console
     old, *deltas, out = paths
     job = prepare(old, deltas, out, o.chosen(ApplyOptions, weights, names, source, speed, writing))
+    if writing.dry_run:
+        sink.notes((*job.old.notes, *lack_of_space(job.out, job.nbytes)))
+        sink.result(lambda: _apply_plan(job), lambda: _apply_plan_lines(job))
+        return
     with sink.progress(job.nbytes, "write") as progress:
         report = execute(job, progress, lambda note: sink.notes([note]))
     what = f"version {job.version}, {count(report.tensors, 'tensor')}, each with its checksum"
     loader = f"load it with transformers.AutoModelForCausalLM.from_pretrained({job.out.path!r})"
     words = Words(what, lambda files: loader, {"version": job.version})
     show(sink, job.out.path, words, report, time.perf_counter() - began)
+
+
+def _apply_plan(job: PlannedApply) -> dict[str, object]:
+    return {
+        "dry_run": True, "out": job.out.path, "version": job.version,
+        "files": [{"path": path, "bytes": nbytes} for path, nbytes in job.files],
+        "tensors": len(job.pairs), "numel": sum(old.numel for old, _ in job.pairs), "moves": len(job.pairs),
+        "bytes_read": job.bytes_read, "bytes_written": sum(nbytes for _, nbytes in job.files), "notes": list(job.old.notes),
+    }  # fmt: skip
+
+
+def _apply_plan_lines(job: PlannedApply) -> Iterator[str]:
+    yield f"{job.out}: would hold version {job.version}, {count(len(job.pairs), 'tensor')}"
+    yield from file_lines(job.files)
+    yield f"would read {size(job.bytes_read)} and write {size(sum(nbytes for _, nbytes in job.files))}"

@@ -6,7 +6,7 @@ For `convert` and `reshape`.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, TypeVar
 
@@ -131,12 +131,16 @@ def _plan_facts(planned: Planned, words: Words) -> dict[str, object]:
 
 def _plan_lines(planned: Planned, words: Words) -> Iterator[str]:
     yield f"{planned.out}: would hold {words.what}"
-    files = _files(planned)
+    yield from file_lines(_files(planned))
+    yield f"would read {size(planned.plan.bytes_read)} and write {size(planned.order.bytes_written)}"
+
+
+def file_lines(files: Sequence[tuple[str, int]]) -> Iterator[str]:
+    """Lines with the names and bytes of the first of these files."""
     for path, nbytes in files[:_MOST_LISTED]:
         yield f"  {size(nbytes):>9}  {path}"
     if len(files) > _MOST_LISTED:
         yield f"  and {len(files) - _MOST_LISTED:,} more files (--json lists all)"
-    yield f"would read {size(planned.plan.bytes_read)} and write {size(planned.order.bytes_written)}"
 
 
 def _lines(out: str, words: Words, report: Report, seconds: float) -> Iterator[str]:

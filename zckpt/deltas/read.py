@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-from zckpt.base.errors import CorruptError, IncompleteError, NotACheckpointError, UnsafeError
+from zckpt.base.errors import CorruptError, IncompleteError, NotACheckpointError, UnsafeError, ZckptError
 from zckpt.base.words import examples
 from zckpt.containers import TensorRef, open_container
 from zckpt.core.catalog import TensorEntry
@@ -79,6 +79,16 @@ class DeltaDirectory:
 def is_delta(metadata: object) -> bool:
     """Whether an index with this metadata is that of a delta."""
     return isinstance(metadata, Mapping) and "delta_encoding" in metadata
+
+
+def is_delta_directory(place: Location) -> bool:
+    """Whether a directory has the index of a delta; False if that cannot be read."""
+    try:
+        index = place / INDEX
+        said = read_json(index, _MOST_BYTES, "an index") if index.is_file() else None
+    except ZckptError:
+        return False
+    return isinstance(said, Mapping) and is_delta(said.get("metadata"))
 
 
 def read_delta(place: Location) -> DeltaDirectory:

@@ -19,7 +19,7 @@ from zckpt.containers.safetensors_file import ALIGNMENT
 from zckpt.deltas.encode import TensorChange
 from zckpt.deltas.form import INDEX, UNCHANGED, DeltaForm, index_of
 from zckpt.output.journal import Finished
-from zckpt.output.made import finished, write_small
+from zckpt.output.making import finished, write_small
 from zckpt.output.manifest import Manifest
 
 _BLOCK = 1 << 20
@@ -185,7 +185,9 @@ def needed_by(directory: str, name: str, of: int) -> list[str]:
     return [data_name(number, of)] if group_facts(directory, number).changed else []
 
 
-def end_delta(directory: str, of: int, form: DeltaForm, source: dict[str, object]) -> tuple[Manifest, DeltaCounts]:
+def end_delta(
+    directory: str, of: int, form: DeltaForm, source: dict[str, object], *, renames: bool = True
+) -> tuple[Manifest, DeltaCounts]:
     """Gives the files their last names, and writes the index and the checksums of what did not change.
 
     Args:
@@ -193,6 +195,7 @@ def end_delta(directory: str, of: int, form: DeltaForm, source: dict[str, object
         of: groups.
         form: of the delta.
         source: what the delta was made from, for the manifest.
+        renames: whether files are numbered again if some groups have none; else they keep their names.
 
     Raises:
         OSError: a file cannot be written.
@@ -205,8 +208,10 @@ def end_delta(directory: str, of: int, form: DeltaForm, source: dict[str, object
     for number, group in enumerate(facts, 1):
         unchanged.update(group.unchanged)
         if group.changed:
-            name = data_name(len(files) + 1, total)
-            os.rename(os.path.join(directory, data_name(number, of)), os.path.join(directory, name))
+            name = data_name(number, of)
+            if renames:
+                name = data_name(len(files) + 1, total)
+                os.rename(os.path.join(directory, data_name(number, of)), os.path.join(directory, name))
             weight_map.update(dict.fromkeys(group.changed, name))
             files.append(Finished(name, *group.file))
     for number in range(1, of + 1):

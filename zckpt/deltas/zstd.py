@@ -79,6 +79,13 @@ class Decompressor:
         while nbytes:
             nbytes -= len(self.take(min(nbytes, 1 << 20)))
 
+    def drain(self) -> int:
+        """How many bytes follow; errors as in `take`."""
+        nbytes = 0
+        while part := self._some(1 << 20):
+            nbytes += len(part)
+        return nbytes
+
     def end(self) -> None:
         """Raises CorruptError if anything follows what was taken."""
         if self._some(1):
@@ -98,6 +105,17 @@ class Decompressor:
             f"the difference of tensor {self._name!r} cannot be read", file=self._file, found=found,
             remedy="Copy the delta's directory again.",
         )  # fmt: skip
+
+
+def frame_bytes(header: bytes) -> int | None:
+    """How many bytes a frame holds, by its first 18 bytes; None if it does not say that. Source: RFC 8878, 3.1.1.1."""
+    if len(header) < 5 or header[:4] != b"\x28\xb5\x2f\xfd":
+        return None
+    flag, single = header[4] >> 6, header[4] >> 5 & 1
+    at = 5 + (0 if single else 1) + (0, 1, 2, 4)[header[4] & 3]
+    width = (1 if single else 0, 2, 4, 8)[flag]
+    value = int.from_bytes(header[at : at + width], "little")
+    return value + (256 if width == 2 else 0) if width else None
 
 
 class _Source:

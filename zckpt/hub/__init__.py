@@ -10,7 +10,6 @@ import os
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from zckpt.base.errors import UsageError
 from zckpt.base.progress import Progress, reported
 from zckpt.core.dtypes import BY_TORCH_NAME, CAST_TARGETS, F32, DType
 from zckpt.hub.cargo import Cargo, cargo_of, shards_of
@@ -25,7 +24,7 @@ from zckpt.layouts.save.companions import read_config
 
 __all__ = [
     "MESSAGE", "Cargo", "PageTarget", "PushReport", "Ready", "cargo_of", "execute", "load", "prepare", "push_to_hub",
-    "refuse_signing", "shards_of",
+    "shards_of",
 ]  # fmt: skip
 
 
@@ -105,18 +104,8 @@ def push_to_hub(
         return execute(ready, watch)
 
 
-def refuse_signing(options: Options) -> None:
-    """Raises UsageError if a signature is asked for: a page gets none."""
-    if options.sign is not None:
-        raise UsageError(
-            "a page of the hub cannot be signed while it is made", found=f"--sign {os.fspath(options.sign)}",
-            remedy="Write a directory with --sign, and push that directory with `hf upload`.",
-        )  # fmt: skip
-
-
 def load(source: str, dtype: str | DType | None, options: Options) -> PlannedConversion:
     """Plans the conversion of a push; the arguments are those of `push_to_hub`."""
-    refuse_signing(options)
     opened = open_catalog(source, options, as_stored=True)
     chosen = _usual_dtype(opened) if dtype is None else to_dtype(dtype)
     options = replace(options, dtype=chosen, format="safetensors")

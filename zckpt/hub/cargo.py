@@ -19,6 +19,7 @@ from zckpt.hub import privacy
 from zckpt.jobs.convert import PlannedConversion
 from zckpt.jobs.options import Options, output_dtype
 from zckpt.output.order import fingerprint, named, overflows_of
+from zckpt.output.signature import Signing
 from zckpt.storage.location import locate
 
 Progress = Callable[[int], None] | None
@@ -66,6 +67,10 @@ class SmallFile:
         """Its bytes."""
         return locate(self.content).read() if isinstance(self.content, str) else self.content
 
+    def sha256(self) -> str:
+        """Of its bytes, in hexadecimal."""
+        return hashlib.sha256(self.read()).hexdigest()
+
     def hashes(self) -> frozenset[str]:
         """The names that the hub may give its bytes: SHA-256 as a large file, git's SHA-1 of a blob as a small one."""
         data = self.read()
@@ -84,6 +89,7 @@ class Cargo:
         dtype: of the floating parameters, by torch's name; empty if they have several.
         config: the model's configuration; empty if there is none.
         notes: sentences for the user.
+        signing: with which key the page's files are signed; None for none.
     """
 
     shards: Sequence[Shard]
@@ -92,6 +98,7 @@ class Cargo:
     dtype: str
     config: dict[str, object]
     notes: tuple[str, ...] = ()
+    signing: Signing | None = None
 
     @property
     def files(self) -> list[Shard | SmallFile]:
@@ -167,7 +174,8 @@ def cargo_of(prepared: PlannedConversion) -> Cargo:
         else:
             add(name, file.read(), "copied from beside the checkpoint")
     shards = ready or shards_of(prepared.plan, prepared.options)
-    return Cargo(shards, tuple(small), prepared.catalog, _dtype(prepared), _config(small), tuple(notes))
+    dtype, config = _dtype(prepared), _config(small)
+    return Cargo(shards, tuple(small), prepared.catalog, dtype, config, tuple(notes), prepared.signing())
 
 
 def _ready_shards(prepared: PlannedConversion) -> list[Shard]:

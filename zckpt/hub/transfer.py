@@ -22,6 +22,7 @@ from zckpt.hub.pipeline import Pipeline
 from zckpt.hub.readback import Wanted, differences, read_back
 from zckpt.hub.target import Committed, Page, PageTarget
 from zckpt.output.checks import check_free
+from zckpt.output.manifest import SIGNATURE
 
 MOST_FILE_BYTES = 50_000_000_000
 """The largest file that the hub takes. Source: its documentation on repository limits."""
@@ -114,7 +115,11 @@ def prepare(
         cargo = replace(cargo, small=(*cargo.small, written))
     removed = checks.mistakable(page, [file.name for file in cargo.files], target)
     known = scratch.known(target.scratch or scratch.default_directory(), *_place(hub, target))
-    ready = Ready(cargo, target, hub, page, removed, room, _there(cargo, target, page, known))
+    there = _there(cargo, target, page, known)
+    if cargo.signing is not None:
+        signature = target.place(SIGNATURE)
+        there[signature] = "perhaps the same" if signature in page.files else "nothing"
+    ready = Ready(cargo, target, hub, page, removed, room, there)
     refusals = [checks.input_replaced(cargo, page, removed, target), checks.in_the_way(page, target)]
     for refusal in () if ready.already_done else filter(None, refusals):
         if not dry_run:
@@ -233,9 +238,10 @@ def _commit(ready: Ready, page: Page, sent: Sequence[SentFile]) -> tuple[Committ
     from huggingface_hub import CommitOperationDelete
 
     target, hub = ready.target, ready.hub
-    contents = {target.place(file.name): file.content for file in ready.cargo.small}
+    small_files, notes = _signed(ready, page, sent)
+    contents = {target.place(file.name): file.content for file in small_files}
     wanted: dict[str, tuple[int, frozenset[str]]] = {file.path: (file.size, frozenset({file.sha256})) for file in sent}
-    wanted |= {target.place(file.name): (file.nbytes, file.hashes()) for file in ready.cargo.small}
+    wanted |= {target.place(file.name): (file.nbytes, file.hashes()) for file in small_files}
     in_memory = not hub.speaks_xet(target.repo_id, sent[0].sha256, sent[0].size)
     small = small_operations(contents, in_memory=in_memory)
     large = hub.sort(target.repo_id, target.revision, small, create_pr=target.create_pr)
@@ -254,10 +260,27 @@ def _commit(ready: Ready, page: Page, sent: Sequence[SentFile]) -> tuple[Committ
         return hub.commit(target, operations, page.head, lambda: _made_already(ready, wanted, known))
 
     with contextlib.suppress(MovedError):
-        return committed(page), wanted, []
+        return committed(page), wanted, notes
     hub.tell(f"Somebody else committed to {target.label} meanwhile: the commit is tried once more, on top of theirs.")
     note = f"Somebody else committed to {target.revision} during the push; this commit is on top of theirs."
-    return committed(hub.page(target.repo_id, target.revision)), wanted, [note]
+    return committed(hub.page(target.repo_id, target.revision)), wanted, [*notes, note]
+
+
+def _signed(ready: Ready, page: Page, sent: Sequence[SentFile]) -> tuple[Sequence[SmallFile], list[str]]:
+    """The small files of the commit, with the signature of all; and notes for the user."""
+    cargo, target = ready.cargo, ready.target
+    if cargo.signing is None:
+        stale = "The page's model.sig signs what was there before: push with --sign, or delete it."
+        return cargo.small, [stale] if target.place(SIGNATURE) in page.files else []
+    known = {file.path: file.sha256 for file in sent}
+    digests = {shard.name: known[target.place(shard.name)] for shard in cargo.shards}
+    digests |= {file.name: file.sha256() for file in cargo.small}
+    name = (target.path_in_repo or target.repo_id).rstrip("/").rpartition("/")[2]
+    text = cargo.signing.bundle(name, digests, "")
+    own = {target.place(file) for file in (*digests, SIGNATURE)} | {*ready.removed, _ATTRIBUTES}
+    others = [path for path in page.files if path not in own and path.startswith(target.place(""))]
+    note = f"The signature does not cover {examples(others)}: a verifier refuses a copy of the page that has them."
+    return (*cargo.small, SmallFile(SIGNATURE, len(text), text, "the signature")), [note] if others else []
 
 
 def _made_already(ready: Ready, wanted: Wanted, known: Collection[int]) -> Committed | None:

@@ -33,15 +33,18 @@ from zckpt.jobs.versions import WeightsVersion, dtype_in, opened_version
 from zckpt.layouts.plain.read import WeightsTarget, lay_out
 from zckpt.layouts.save.companions import companions, config_file
 from zckpt.output import manifest as manifests
-from zckpt.output.checks import check_path, check_space
+from zckpt.output.checks import check_space
+from zckpt.output.delivery import check_output
 from zckpt.output.journal import Finished
-from zckpt.output.made import Making, finished
+from zckpt.output.made import carry_out
+from zckpt.output.making import Making, Moved, finished
 from zckpt.output.manifest import Manifest
-from zckpt.output.order import fingerprint
+from zckpt.output.order import fingerprint, seen
 from zckpt.output.signature import signed_by, signing_of
 from zckpt.storage.descriptors import write_all
 from zckpt.storage.fsync_queue import make_durable
 from zckpt.storage.location import Location, locate
+from zckpt.team.agreement import share_of
 
 if TYPE_CHECKING:
     from zckpt.deltas.pieces import Bytes
@@ -78,7 +81,7 @@ def apply_delta(
     Args:
         old: the version that the first delta was made from: plain weights, or a checkpoint of any layout.
         deltas: directories of `zckpt.delta`, or of a trainer that writes for SGLang.
-        out: a directory of shards that `transformers` loads.
+        out: a directory of shards that `transformers` loads, or an address.
         dtype: as in `zckpt.delta`.
         options: everything else, such as `ApplyOptions(overwrite=True)`.
         progress: as in `convert`.
@@ -129,11 +132,23 @@ class PlannedApply:
     names: tuple[Mapping[str, str], ...]
     options: ApplyOptions
     job: str = field(repr=False)
+    shared: Callable[[], str] = field(default=str, repr=False)
 
     @property
     def nbytes(self) -> int:
         """Of the output."""
         return self.plan.bytes_written
+
+    @property
+    def files(self) -> list[tuple[str, int]]:
+        """Name and bytes of each file of the output, without the manifest."""
+        written = [(file.path, file.size) for file, _ in self.plan.files]
+        return written + [(name, file.size()) for file, name in self.copies]
+
+    @property
+    def bytes_read(self) -> int:
+        """Of the old version and of the deltas."""
+        return self.plan.bytes_read + sum(where.nbytes for one in self.deltas for where in one.changed.values())
 
     @property
     def version(self) -> int:
@@ -154,9 +169,8 @@ def prepare(
     found = tuple(read_delta(one) for one in places)
     version = opened_version(os.fspath(old), options)
     _check_chain(version, found)
-    check_path(
-        place, single=False, overwrite=options.overwrite, protected={*protected(version.opened, locate(old)), *places}
-    )
+    inputs = {*protected(version.opened, locate(old)), *places}
+    check_output(place, single=False, overwrite=options.overwrite, protected=inputs)
     names = tuple(_names(version, one) for one in found)
     for one in found:
         hasher_of(one.form.checksum)
@@ -171,10 +185,15 @@ def prepare(
     pairs = tuple((version.catalog.tensors[name], entry) for name, entry in destination.entries.items())
     plan = Plan(files, pairs)
     copies = tuple(companions(home))
-    check_space(place, plan.bytes_written)
     states = [(name, *(one.place / name).state()) for one in found for name in one.names]
-    job = fingerprint(plan, copies, "apply", [one.form.metadata for one in found], states, signed_by(options.sign))
-    return PlannedApply(place, version, found, plan, pairs, copies, names, options, job)
+    facts = ["apply", [one.form.metadata for one in found]]
+    job = fingerprint(plan, copies, *facts, states, signed_by(options.sign))
+
+    def shared() -> str:
+        digests = [[(name, one.digest_of(name)) for name in (*one.changed, *one.unchanged)] for one in found]
+        return fingerprint(plan, (), *facts, digests, sorted(name for _, name in copies), options.overwrite, state=seen)
+
+    return PlannedApply(place, version, found, plan, pairs, copies, names, options, job, shared)
 
 
 def _check_chain(old: WeightsVersion, deltas: Sequence[DeltaDirectory]) -> None:
@@ -234,39 +253,28 @@ def execute(
     for old, new in job.pairs:
         for fragment in new.fragments:
             inside.setdefault(id(fragment.store), []).append((old, new))
-    made: dict[str, Finished] = {}
-    written = 0
 
-    def tell(nbytes: int) -> None:
-        nonlocal written
-        written += nbytes
-        if progress is not None:
-            progress(written)
-
-    def make(directory: str, name: str) -> list[Finished]:
+    def make(directory: str, name: str, moved: Moved) -> list[Finished]:
         if name not in files:
-            made[name] = _copied(next(file for file, copy in job.copies if copy == name), directory, name)
-            return [made[name]]
+            return [_copied(next(file for file, copy in job.copies if copy == name), directory, name)]
         output, store = files[name]
         path = os.path.join(directory, name)
         create(path, output.size)
         with open(path, "r+b") as file:
             for offset, data in output.literals:
                 write_all(file.fileno(), data, offset)
-            tell(sum(len(data) for _, data in output.literals))
+            moved(sum(len(data) for _, data in output.literals))
             parts: list[Partial] = []
             renew = Renewal(job, reader, file.fileno())
             for some in reader.in_order(renew.write, inside.get(id(store), ())):
                 parts += some
-                tell(sum(nbytes for _, nbytes, _ in some))
+                moved(sum(nbytes for _, nbytes, _ in some))
             reader.check_sources()
             crc, _ = seal(file.fileno(), output, parts)
             make_durable(file.fileno())
-        made[name] = Finished(name, output.size, crc)
-        return [made[name]]
+        return [Finished(name, output.size, crc)]
 
-    def end(directory: str) -> Manifest:
-        made.update({name: finished(directory, name) for name in names if name not in made})
+    def end(directory: str, made: Mapping[str, Finished]) -> Manifest:
         catalog = job.old.opened.catalog
         chain = [one.form.metadata for one in job.deltas]
         return Manifest(
@@ -275,15 +283,16 @@ def execute(
             tensors=len(job.old.catalog), numel=job.old.catalog.numel, files=tuple(made[name] for name in names),
         )  # fmt: skip
 
+    check_space(job.out, job.plan.bytes_written)
     names = (*files, *(name for _, name in job.copies))
-    with PieceReader(job.options.pace, job.plan.bytes_read + job.plan.bytes_written) as reader:
-        signing = signing_of(
-            job.options.sign, provenance([(job.old.opened.place.listing, job.old.opened.catalog)], _files_of(job))
-        )
+    large = [path for path, (_, store) in files.items() if id(store) in inside]
+    with PieceReader(share_of(job.options.pace), job.plan.bytes_read + job.plan.bytes_written) as reader:
+        source = (job.old.opened.place.listing, job.old.opened.catalog)
+        signing = signing_of(job.options.sign, lambda: provenance([source], _files_of(job)))
         making = Making(
-            job.out.path, job.job, names, make, end, job.options.overwrite, job.options.pace, signing=signing
-        )
-        done = making.carry_out(on_note)
+            job.out, job.job, names, make, end, job.options.overwrite, job.options.pace, job.shared, large=large, signing=signing,
+        )  # fmt: skip
+        done = carry_out(making, progress, on_note)
     return Report(
         files=done.files, engine=reader.engine, kept=done.kept, overflows={}, notes=(*job.old.notes, *_proof(job), *done.notes),
         already_done=done.already_done, tensors=len(job.old.catalog), numel=job.old.catalog.numel,

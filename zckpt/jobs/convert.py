@@ -41,10 +41,17 @@ class PlannedConversion(Planned):
     Attributes:
         options: what was asked for.
         sources: what the written tensors are computed from, where they are no copies.
+        beside: what the output is made from beside the checkpoint: a base model, adapters.
     """
 
     options: Options
     sources: tuple[Catalog, ...] = field(default=(), kw_only=True)
+    beside: tuple[Opened, ...] = field(default=(), kw_only=True)
+
+    @property
+    def made_from(self) -> tuple[Opened, ...]:
+        """As in `Planned`."""
+        return (self.opened, *self.beside)
 
     def check(self) -> tuple[str, ...]:
         """As in `Planned`; with `allow_unknown_layout`, a contradiction is a sentence and not an error."""
@@ -151,7 +158,9 @@ def prepare(
     recorded = form.recorded if merge is None else with_merge(form.recorded, merge.recorded)
     order = order_for(options, plan, place, catalog, copies, recorded, single=single)
     notes = opened.catalog.source.notes + stripped + form.notes + said
-    return PlannedConversion(opened, order, notes, options, sources=merge.sources if merge else ())
+    if merge is None:
+        return PlannedConversion(opened, order, notes, options)
+    return PlannedConversion(opened, order, notes, options, sources=merge.sources, beside=merge.made_from)
 
 
 _SELECTION = ("include", "exclude", "exclude_frozen", "strip_prefix", "rename", "overflow")

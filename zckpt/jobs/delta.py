@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -19,20 +19,22 @@ from zckpt.core.plan import Plan
 from zckpt.deltas.encode import Encoder, TensorChange
 from zckpt.deltas.form import Checksum, DeltaForm, Encoding, hasher_of, version_in
 from zckpt.deltas.pieces import PieceReader, pieces
-from zckpt.deltas.write import DeltaCounts, end_delta, facts_name, grouped, needed_by, write_group
+from zckpt.deltas.write import DeltaCounts, data_name, end_delta, facts_name, grouped, needed_by, write_group
 from zckpt.deltas.zstd import Compressor
 from zckpt.jobs.options import Options, to_dtype
 from zckpt.jobs.planned import protected
 from zckpt.jobs.provenance import provenance
 from zckpt.jobs.versions import TensorPair, WeightsVersion, opened_version, paired
 from zckpt.output import manifest as manifests
-from zckpt.output.checks import check_path
+from zckpt.output.delivery import check_output
 from zckpt.output.journal import Finished
-from zckpt.output.made import Making
+from zckpt.output.made import carry_out
+from zckpt.output.making import Making, Moved
 from zckpt.output.manifest import Manifest
-from zckpt.output.order import fingerprint
+from zckpt.output.order import fingerprint, seen
 from zckpt.output.signature import signed_by, signing_of
-from zckpt.storage.location import LocalPath, Location, locate
+from zckpt.storage.location import Location, locate
+from zckpt.team.agreement import share_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,7 +113,7 @@ def delta(
     Args:
         old: the version that whoever applies the delta has: plain weights, or a checkpoint of any layout.
         new: the version that they are to get, in any layout.
-        out: a directory; named `weight_v000007`, it is what SGLang looks for as version 7.
+        out: a directory, or an address; named `weight_v000007`, it is what SGLang looks for as version 7.
         version: of the new weights; by default the one in `out`'s name, or 1.
         dtype: "bf16", "fp16" or "fp32"; by default each tensor's dtype in `old` if that is plain weights, and bf16 if not.
         encoding: "xor" (smaller, applied once) or "overwrite" (may be applied twice).
@@ -165,11 +167,22 @@ class PlannedDelta:
     options: DeltaOptions
     notes: tuple[str, ...]
     job: str = field(default="", repr=False)
+    shared: Callable[[], str] = field(default=str, repr=False)
 
     @property
     def nbytes(self) -> int:
         """Of the weights."""
         return sum(pair.nbytes for group in self.groups for pair in group)
+
+    @property
+    def bytes_read(self) -> int:
+        """Of both versions, as they are stored."""
+        return sum(pair.old.nbytes + pair.new.nbytes for pair in self.pairs)
+
+    @property
+    def pairs(self) -> list[TensorPair]:
+        """All tensors."""
+        return [pair for group in self.groups for pair in group]
 
 
 def prepare(
@@ -183,16 +196,18 @@ def prepare(
     first = opened_version(os.fspath(old), replace(options, tag=options.old_tag, also=()))
     second = opened_version(os.fspath(new), options)
     inputs = protected(first.opened, locate(old)) | protected(second.opened, locate(new))
-    check_path(place, single=False, overwrite=options.overwrite, protected=inputs)
+    check_output(place, single=False, overwrite=options.overwrite, protected=inputs)
     pairs = paired(first, second, options.dtype)
     groups = grouped(((pair, pair.nbytes) for pair in pairs), to_bytes(options.max_shard_size))
     plan = Plan((), [(entry, entry) for pair in pairs for entry in (pair.old, pair.new)])
-    dtypes = [pair.dtype.name for pair in pairs]
-    job = fingerprint(
-        plan, (), "delta", form.metadata, dtypes, [len(group) for group in groups], signed_by(options.sign)
-    )
+    facts = [form.metadata, [pair.dtype.name for pair in pairs], [len(group) for group in groups]]
+    job = fingerprint(plan, (), "delta", *facts, signed_by(options.sign))
     notes = (*(f"OLD: {note}" for note in first.notes), *(f"NEW: {note}" for note in second.notes))
-    return PlannedDelta(place, form, first, second, groups, options, notes, job)
+
+    def shared() -> str:
+        return fingerprint(plan, (), "delta", *facts, options.overwrite, state=seen)
+
+    return PlannedDelta(place, form, first, second, groups, options, notes, job, shared)
 
 
 def form_for(out: Location, version: int | None, encoding: Encoding, checksum: Checksum) -> DeltaForm:
@@ -222,45 +237,43 @@ def execute(
         on_note: called with sentences for a person while it runs.
     """
     began = time.perf_counter()
-    numbers = {facts_name(number): number for number in range(1, len(job.groups) + 1)}
+    of = len(job.groups)
+    numbers = {facts_name(number): number for number in range(1, of + 1)}
+    both = (job.new, job.old)
     ended: list[DeltaCounts] = []
-    compared = 0
 
-    def make(directory: str, name: str) -> list[Finished]:
-        nonlocal compared
+    def make(directory: str, name: str, moved: Moved) -> list[Finished]:
         group = job.groups[numbers[name] - 1]
 
         def encoded(pair: TensorPair) -> tuple[TensorChange, int]:
             return _encoded(reader, pair, job.form, directory), pair.nbytes
 
         def watched() -> Any:
-            nonlocal compared
             for difference, nbytes in reader.in_order(encoded, group, lambda made: made[0].close()):
                 yield difference, nbytes
-                compared += nbytes
-                if progress is not None:
-                    progress(compared)
+                moved(nbytes)
 
         names = [pair.old.name for pair in group]
-        made = list(write_group(directory, numbers[name], len(job.groups), job.form, names, watched()))
+        made = list(write_group(directory, numbers[name], of, job.form, names, watched()))
         reader.check_sources()
         return made
 
-    def end(directory: str) -> Manifest:
+    def end(directory: str, files: Mapping[str, Finished]) -> Manifest:
         new = job.new.opened.catalog
         source = {**new.source.as_json(new.topology), "base": job.old.catalog.source.as_json(job.old.catalog.topology)}
-        manifest, counts = end_delta(directory, len(job.groups), job.form, source)
+        manifest, counts = end_delta(directory, of, job.form, source, renames=not job.out.is_remote)
         ended.append(counts)
         dtype = SHORT_NAMES.get(job.options.dtype, "") if job.options.dtype else ""
         return replace(manifest, dtype=dtype)
 
-    with PieceReader(job.options.pace, 2 * job.nbytes) as reader:
+    with PieceReader(share_of(job.options.pace), 2 * job.nbytes) as reader:
         making = Making(
-            job.out.path, job.job, tuple(numbers), make, end, job.options.overwrite, job.options.pace,
-            lambda directory, name: needed_by(directory, name, len(job.groups)),
-            signing_of(job.options.sign, provenance([(v.opened.place.listing, v.opened.catalog) for v in (job.new, job.old)])),
+            job.out, job.job, tuple(numbers), make, end, job.options.overwrite, job.options.pace, job.shared,
+            lambda directory, name: needed_by(directory, name, of), helpers=numbers.keys(),
+            large=[data_name(number, of) for number in numbers.values()],
+            signing=signing_of(job.options.sign, lambda: provenance([(v.opened.place.listing, v.opened.catalog) for v in both])),
         )  # fmt: skip
-        made = making.carry_out(on_note)
+        made = carry_out(making, progress, on_note)
     counts = ended[0] if ended else _counts(job.out)
     return DeltaReport(
         job.form, counts, made.files, made.kept, made.already_done, reader.engine, (*job.notes, *made.notes),
@@ -281,5 +294,5 @@ def _encoded(reader: PieceReader, pair: TensorPair, form: DeltaForm, directory: 
 
 def _counts(out: Location) -> DeltaCounts:
     """What the manifest of a delta that was made before says of it."""
-    said: Any = manifests.read(LocalPath(out.path) / manifests.NAME).options["delta"]
+    said: Any = manifests.read(out.refreshed() / manifests.NAME).options["delta"]
     return DeltaCounts(*(int(said[key]) for key in ("tensors", "changed_tensors", "numel", "changed", "nbytes")))

@@ -45,6 +45,7 @@ class Merged:
         copies: (location, name in the output) of tokenizer files and the like.
         sources: catalogs whose tensors must not contradict themselves.
         inputs: directories that the output must leave alone.
+        made_from: what beside the checkpoint it is made of: the base, and directories of adapters.
     """
 
     catalog: Catalog
@@ -55,6 +56,7 @@ class Merged:
     copies: tuple[tuple[Location, str], ...]
     sources: tuple[Catalog, ...]
     inputs: frozenset[Location]
+    made_from: tuple[Opened, ...]
 
 
 def merged_with(opened: Opened, catalog: Catalog, lora: LoraMerge) -> Merged:
@@ -71,7 +73,8 @@ def merged_with(opened: Opened, catalog: Catalog, lora: LoraMerge) -> Merged:
         ZckptError: another kind says what does not fit.
     """
     base = None if lora.base is None else _opened_base(lora.base)
-    adapters, homes = _adapters(opened, catalog, lora, with_base=base is None)
+    adapters, others = _adapters(opened, catalog, lora, with_base=base is None)
+    homes = [one.place.home for one in others]
     own = replace(catalog, tensors={}, aliases={}) if _is_adapter_file(catalog) else base_of(catalog)
     if base is None:
         weights = own
@@ -130,6 +133,7 @@ def merged_with(opened: Opened, catalog: Catalog, lora: LoraMerge) -> Merged:
         copies=tuple((file, name) for name, file in sorted(copies.items())),
         sources=tuple(sources),
         inputs=frozenset([*homes, *([base.place.home] if base else [])]),
+        made_from=(*([base] if base else []), *(one for one in others if one is not opened)),
     )
 
 
@@ -270,16 +274,16 @@ def _in_cache(name: str) -> str:
 
 def _adapters(
     opened: Opened, catalog: Catalog, lora: LoraMerge, *, with_base: bool
-) -> tuple[list[AdapterWeights], list[Location]]:
-    """The adapters to merge, in order, and the directories of those that are not in the checkpoint."""
+) -> tuple[list[AdapterWeights], list[Opened]]:
+    """The adapters to merge, in order, and where those are from that lie in a directory of their own."""
     found = adapters_in(catalog)
     names = sorted({it.adapter for it in found.values()})
     if not lora.adapters:
         if not names and _is_adapter_file(catalog):
-            return [_of_directory(opened, catalog, 1.0)], [opened.place.home]
+            return [_of_directory(opened, catalog, 1.0)], [opened]
         return [_of_checkpoint(opened, catalog, found, chosen(None, names, catalog), 1.0, with_base=with_base)], []
     adapters: list[AdapterWeights] = []
-    homes: list[Location] = []
+    others: list[Opened] = []
     if _is_adapter_file(catalog):
         raise UsageError(
             "the checkpoint is an adapter itself", file=opened.place.listing.directory, found="--adapter beside it",
@@ -300,8 +304,8 @@ def _adapters(
             )
         else:
             adapters.append(_of_directory(other, own, weight))
-        homes.append(other.place.home)
-    return adapters, homes
+        others.append(other)
+    return adapters, others
 
 
 def _weighted(

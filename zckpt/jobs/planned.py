@@ -17,6 +17,7 @@ from zckpt.jobs.open import Opened
 from zckpt.jobs.provenance import provenance
 from zckpt.output.delivery import deliver
 from zckpt.output.order import Delivered, Order
+from zckpt.output.signature import Signing
 from zckpt.storage.location import Location
 
 
@@ -53,6 +54,14 @@ class Planned:
     def made_from(self) -> tuple[Opened, ...]:
         """The checkpoints that the output is made from."""
         return (self.opened,)
+
+    def signing(self) -> Signing | None:
+        """With which key the output is signed, and what its signature says of the sources; None for no signature."""
+        signing = self.order.signing
+        if signing is None:
+            return None
+        sources = ((one.place.listing, one.catalog) for one in self.made_from)
+        return replace(signing, provenance=provenance(sources))
 
     def check(self) -> tuple[str, ...]:
         """Makes sure that the checkpoint does not contradict itself; returns sentences that a person should see.
@@ -94,11 +103,7 @@ def execute(
     """
     began = time.perf_counter()
     notes = (*planned.notes, *planned.check())
-    order = planned.order
-    if order.signing is not None:
-        sources = ((one.place.listing, one.catalog) for one in planned.made_from)
-        order = replace(order, signing=replace(order.signing, provenance=provenance(sources)))
-    done = deliver(order, progress, on_note)
+    done = deliver(replace(planned.order, signing=planned.signing()), progress, on_note)
     return Report(
         **{**asdict(done), "notes": (*notes, *done.notes)},
         tensors=len(planned.catalog),

@@ -40,12 +40,15 @@ import json
 import zlib
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
+from hashlib import sha256
 from typing import Any
 
-from zckpt.base.errors import NotACheckpointError, OutputError, UnsafeError
+from zckpt.base.errors import NotACheckpointError, OutputError, UnsafeError, ZckptError
 from zckpt.base.words import examples
 from zckpt.output.journal import Finished
 from zckpt.output.manifest import NAME as MANIFEST
+from zckpt.output.manifest import read as read_manifest
+from zckpt.output.manifest import signature_for
 from zckpt.storage import fsspec_io, uploads
 from zckpt.storage.json_files import read_json
 from zckpt.storage.location import Location
@@ -137,6 +140,7 @@ class OutputAddress:
         self.own = self.out.name if single else ""
         self._home = self.out.parent if single else self.out
         self.manifest = f"{self.own}.{MANIFEST}" if single else MANIFEST
+        self.signature = signature_for(self.manifest)
         self.record = self.own + RECORD
 
     def at(self, name: str) -> Location:
@@ -146,11 +150,19 @@ class OutputAddress:
     def names(self) -> set[str]:
         """Names of the files that exist: all in a directory; of one file, it and its manifest and record."""
         if self.single:
-            return {n for n in (self.own, self.manifest, self.record) if fsspec_io.kind(self.at(n).path) is not None}
+            names = (self.own, self.manifest, self.record, *([self.signature] if self._is_signed() else []))
+            return {name for name in names if fsspec_io.kind(self.at(name).path) is not None}
         try:
             return set(self.out.names()) if self.out.is_dir() else set()
         except NotACheckpointError:
             return set()
+
+    def _is_signed(self) -> bool:
+        """Whether the manifest of one file names its signature."""
+        try:
+            return bool(read_manifest(self.at(self.manifest)).signature)
+        except ZckptError:
+            return False
 
     def read(self, name: str) -> bytes:
         """A small file's bytes."""
@@ -211,6 +223,14 @@ class OutputAddress:
         for offset in range(0, nbytes, block):
             crc = zlib.crc32(self.at(name).read(min(block, nbytes - offset), offset), crc)
         return crc
+
+    def sha256(self, name: str) -> str:
+        """The SHA-256 of an existing file, read in pieces."""
+        digest, block = sha256(), uploads.PART_BYTES
+        size = self.at(name).size()
+        for offset in range(0, size, block):
+            digest.update(self.at(name).read(min(block, size - offset), offset))
+        return digest.hexdigest()
 
     def made_by(self, job: str) -> AddressRecord | None:
         """The record of a finished run of this very job whose files are all as it left them."""

@@ -69,9 +69,12 @@ def seal_of(
     staged, old = inode(work.files), inode(out)
     if single:
         name = os.path.basename(manifest.path_for(out, single=True))
-        there = inode(manifest.path_for(out, single=True))
-        leave = ((name, there),) if there else ()
-        return Seal("order", True, staged, old, leave, (os.path.basename(out), name), (name,), facts)
+        beside = [name, *deleted]
+        there = [(path, inode(os.path.join(os.path.dirname(out), path))) for path in beside]
+        signature = [path for path in (manifest.signature_for(name),) if inode(os.path.join(work.files, path))]
+        enter = (os.path.basename(out), *signature, name)
+        leave = tuple((path, number) for path, number in there if number)
+        return Seal("order", True, staged, old, leave, enter, tuple({**dict.fromkeys((*beside, *signature))}), facts)
     if swap:
         return Seal("swap", False, staged, old, deleted=deleted, files=facts)
     leaving = list(deleted) if by_file else _units(out, set(deleted))
@@ -315,7 +318,8 @@ def recover(work: WorkDirectory, out: str) -> JournalRecord:
     record = journal.read(work.journal)
     if record.seal is not None:
         commit = Commit(work, out, record.seal)
-        own = {os.path.basename(out), os.path.basename(manifest.path_for(out, single=True))}
+        name = os.path.basename(manifest.path_for(out, single=True))
+        own = {os.path.basename(out), name, manifest.signature_for(name)}
         strange = record.seal.single and not own.issuperset(record.seal.enter)
         if strange or os.path.islink(work.files) or os.path.islink(work.aside):
             raise OutputError(

@@ -6,26 +6,26 @@ unchanged.
 
 from __future__ import annotations
 
-import os
-import shlex
-import sys
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict
 from hashlib import sha256
 from typing import TYPE_CHECKING, Any
 
-from zckpt.base.errors import CorruptError, InconsistentError, UnsupportedError, UsageError
+from zckpt.base.errors import CorruptError, OutputError, UsageError
 from zckpt.base.pace import Pace
 from zckpt.engine.batches import progress_after
 from zckpt.engine.checksums import join
 from zckpt.engine.move import Written, run
 from zckpt.engine.scan import scan
 from zckpt.engine.scan_requests import CrcRange, request_of_bytes
+from zckpt.output import manifest as manifests
 from zckpt.output.checks import check_path, check_space, keep_apart
 from zckpt.output.journal import Finished
 from zckpt.output.order import Delivered, Order, as_finished, fingerprint, manifest_of, overflows_of, resumed, seen
 from zckpt.output.staging import Staging, is_there
+from zckpt.output.work_directory import is_unfinished
 from zckpt.storage.location import LocalPath, Location
+from zckpt.team.agreement import agree, refuse_several
 from zckpt.team.together import Team, team
 
 if TYPE_CHECKING:
@@ -37,10 +37,10 @@ def check_output(
 ) -> None:
     """Refuses an output that must not be written, before any work is done; arguments and errors as in `check_path`."""
     if out.is_remote:
-        from zckpt.output import delivery_to_address
+        from zckpt.output import sending
 
         keep_apart(out, protected)
-        delivery_to_address.check_address(out, single=single, overwrite=overwrite, merge=merge)
+        sending.check_address(out, single=single, overwrite=overwrite, merge=merge)
     else:
         check_path(out, single=single, overwrite=overwrite, protected=protected, merge=merge)
 
@@ -62,11 +62,14 @@ def deliver(
     if order.out.is_remote:
         from zckpt.output import delivery_to_address
 
+        refuse_several(order.out)
         return delivery_to_address.send(order, progress, on_note)
     check_space(order.out, order.bytes_written)
     with team(order.out.path) as processes:
         if processes.size > 1:
-            _agree(processes, order)
+            asked = (order.overflow, order.single, order.overwrite, order.merge, order.dtype and order.dtype.name)
+            job = fingerprint(order.plan, order.copies, *asked, sorted(map(repr, order.options.items())), state=seen)
+            agree(processes, job, order.out.path)
         if processes.rank == 0:
             return _lead(processes, order, progress, on_note)
         from zckpt.team.partition import follow
@@ -123,7 +126,8 @@ def _lead(
             made.update((name, staging.copy(file, name)) for file, name in order.copies)
             known = {path: digest.hexdigest() for path, digest in hashes.items() if path not in kept}
             signing = order.signing
-            sign = None if signing is None else signing.of(order.out.path, staging.directory, made, known)
+            out = order.out.path
+            sign = None if signing is None else signing.of(out, staging.directory, made, known, single=order.single)
             staging.commit(manifest_of(order, made.values()), sign)
     sizes = [(file.path, file.size) for file, _ in order.plan.files]
     sizes += [(name, file.size()) for file, name in order.copies]
@@ -150,24 +154,36 @@ def _hashes(order: Order, processes: Team) -> dict[str, _Hash]:
 
 
 def _check_signing(order: Order) -> None:
-    """Refuses a signature that could not be made, or would not cover what is there.
+    """Refuses a signature that would not cover what is there, or has the name of another file.
 
     Raises:
-        UnsupportedError, UsageError: the output is at an address, one file, or put into a directory that exists.
+        UsageError: the output is put into a directory that exists.
+        OutputError: a file that zckpt did not write has the signature's name.
     """
     if order.signing is None:
         return
-    if order.out.is_remote:
-        raise UnsupportedError(
-            "an output at an address cannot be signed", file=order.out,
-            remedy="Write it to a directory on this machine with --sign, and copy that to the address.",
-        )  # fmt: skip
-    if order.single or order.merge:
+    if order.merge:
         raise UsageError(
-            "a signature is for a directory that zckpt writes whole", file=order.out,
-            found="a single file" if order.single else "a directory that exists", expected="a new directory as OUT",
-            remedy="Leave out --sign, or write a directory.",
+            "a signature is for a directory that zckpt writes whole", file=order.out, found="a directory that exists",
+            expected="a new directory as OUT", remedy="Leave out --sign, or write a directory.",
         )  # fmt: skip
+    if order.single and not _interrupted(order.out):
+        facts = order.out.parent / f"{order.out.name}.{manifests.NAME}"
+        name = manifests.signature_for(facts.name)
+        if (order.out.parent / name).is_file() and not (facts.is_file() and manifests.read(facts).signature):
+            raise OutputError(
+                "the name of the signature is taken", file=order.out.parent / name, found="a file that zckpt did not write",
+                expected="no file of this name", remedy="Move it away, or choose another OUT. Nothing was changed.",
+            )  # fmt: skip
+
+
+def _interrupted(out: Location) -> bool:
+    """Whether a run was interrupted that may have moved the parts of one file; this run completes or withdraws that first."""
+    if out.is_remote:
+        from zckpt.output.address import OutputAddress
+
+        return OutputAddress(out, single=True).read_record() is not None
+    return is_unfinished(out.path)
 
 
 def _delivered_elsewhere(outcome: Any) -> Delivered:
@@ -175,34 +191,6 @@ def _delivered_elsewhere(outcome: Any) -> Delivered:
     overflows = {name: (int(count), float(largest)) for name, (count, largest) in outcome["overflows"].items()}
     files = tuple((path, nbytes) for path, nbytes in outcome["files"])
     return Delivered(files, outcome["engine"], outcome["kept"], overflows, (), outcome["already_done"])
-
-
-def _agree(processes: Team, order: Order) -> None:
-    """Checks that all processes have the same job.
-
-    Raises:
-        UsageError: they have different arguments.
-        InconsistentError: they see different files.
-    """
-    asked = (order.overflow, order.single, order.overwrite, order.merge, order.dtype and order.dtype.name)
-    job = fingerprint(order.plan, order.copies, *asked, sorted(map(repr, order.options.items())), state=seen)
-    here = {"job": job, "out": os.path.realpath(order.out), "asked": sys.argv[1:], "host": os.uname().nodename}
-    said = processes.meet(here)
-    for rank, other in enumerate(said):
-        if (other["job"], other["out"]) == (said[0]["job"], said[0]["out"]):
-            continue
-        if other["asked"] != said[0]["asked"]:
-            raise UsageError(
-                "the processes have different arguments",
-                found=f"process {rank}: {shlex.join(other['asked'])}; process 0: {shlex.join(said[0]['asked'])}",
-                remedy="Start all of them with the same arguments. Nothing was changed.",
-            )
-        raise InconsistentError(
-            "the processes see different files",
-            found=f"process {rank} on {other['host']} does not see what process 0 on {said[0]['host']} sees",
-            expected="the same paths, sizes and modification times, and one output",
-            remedy="Put the checkpoint and OUT on a file system that all machines share. Nothing was changed.",
-        )
 
 
 def still_sound(

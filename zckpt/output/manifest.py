@@ -26,7 +26,7 @@ from zckpt.storage.location import Location
 
 NAME = "zckpt.json"
 SIGNATURE = "model.sig"
-"""The file with the signature of an output that has one (`signature`)."""
+"""The file with the signature of a directory that has one (`signature`); that of one file is beside it."""
 
 _MOST_BYTES = 64 << 20
 _JOB = "user.zckpt.job"
@@ -77,6 +77,11 @@ class Manifest:
 def path_for(out: str, *, single: bool) -> str:
     """The path of an output's manifest."""
     return f"{out.rstrip(os.sep)}.{NAME}" if single else os.path.join(out, NAME)
+
+
+def signature_for(name: str) -> str:
+    """The name of the signature that belongs to a manifest of this name."""
+    return SIGNATURE if name == NAME else f"{name.removesuffix(NAME)}sig"
 
 
 def write(path: str, contents: bytes, job: str) -> None:
@@ -131,7 +136,8 @@ def read(path: str | os.PathLike[str]) -> Manifest:
         raise IncompleteError(
             "names no files", file=path, remedy="Make the output again, or verify it without this manifest."
         )
-    signature = SIGNATURE if facts.get("signature") == SIGNATURE else ""
+    own = signature_for(os.path.basename(os.fspath(path)))
+    signature = own if facts.get("signature") == own else ""
     return Manifest(version, source, dtype, options, tensors, numel, listed, signature)
 
 

@@ -1,10 +1,11 @@
 """Signatures of outputs: OpenSSF model signing, which `model_signing verify key` accepts.
 
-For `delivery` and `made`. An output with a signature has a file `model.sig`: a sigstore bundle with a DSSE envelope over an
-in-toto statement. The statement lists every file of the output by its SHA-256, `zckpt.json` among them, and says what the output
-was made from: SHA-256s of the source's index.
-Source: model-signing 1.1 (model_signing/_signing: `Payload`, `sign_ec_key.Signer`, `sign_sigstore_pb.pae`); DSSE 1.0,
-protocol.md; sigstore bundle v0.3.
+For `delivery`, `made`, outputs at addresses and pages of the hub. A directory with a signature has a file `model.sig`: a sigstore
+bundle with a DSSE envelope over an in-toto statement. The statement lists every file of the output by its SHA-256, `zckpt.json`
+among them, and says what the output was made from: SHA-256s of the source's index. The signature of one file lies beside it, as
+`model.safetensors.sig`; verifiers call that file ".".
+Source: model-signing 1.1 (model_signing/_signing: `Payload`, `sign_ec_key.Signer`, `sign_sigstore_pb.pae`; _serialization/file.py
+on a model that is one file); DSSE 1.0, protocol.md; sigstore bundle v0.3.
 """
 
 from __future__ import annotations
@@ -28,6 +29,8 @@ _PAYLOAD = "application/vnd.in-toto+json"
 _BUNDLE = "application/vnd.dev.sigstore.bundle.v0.3+json"
 _CURVES = {"secp256r1": "SHA256", "secp384r1": "SHA384", "secp521r1": "SHA512"}
 """Curve of a key -> the hash that is signed with it."""
+_ONE_FILE = "."
+"""What verifiers call the file of a model that is one file."""
 _IGNORED = (SIGNATURE, ".git", ".gitattributes", ".github", ".gitignore")
 """Paths that a verifier leaves out."""
 
@@ -54,12 +57,9 @@ class Signer:
             digests: path of each file in it -> SHA-256, in hexadecimal digits.
             provenance: what the output was made from.
         """
-        from cryptography.hazmat.primitives import hashes
-        from cryptography.hazmat.primitives.asymmetric import ec
-
         statement = json.dumps(_statement(name, digests, provenance), ensure_ascii=False).encode()
         signed = b"DSSEv1 %d %s %d %s" % (len(_PAYLOAD), _PAYLOAD.encode(), len(statement), statement)
-        signature = self.key.sign(signed, ec.ECDSA(getattr(hashes, _CURVES[self.key.curve.name])()))
+        signature = self._signed(signed)
         bundle = {
             "mediaType": _BUNDLE,
             "verificationMaterial": {"publicKey": {"hint": self.hint}, "tlogEntries": []},
@@ -70,6 +70,20 @@ class Signer:
             },
         }
         return (json.dumps(bundle) + "\n").encode()
+
+    def _signed(self, data: bytes) -> bytes:
+        """The signature: of the same data the same bytes, where OpenSSL can do that (RFC 6979)."""
+        from cryptography.exceptions import UnsupportedAlgorithm
+        from cryptography.hazmat.primitives import hashes
+        from cryptography.hazmat.primitives.asymmetric import ec
+
+        algorithm = getattr(hashes, _CURVES[self.key.curve.name])()
+        try:
+            how = ec.ECDSA(algorithm, deterministic_signing=True)
+        except (TypeError, UnsupportedAlgorithm):
+            how = ec.ECDSA(algorithm)
+        signature: bytes = self.key.sign(data, how)
+        return signature
 
 
 def _statement(name: str, digests: Mapping[str, str], provenance: Mapping[str, object]) -> dict[str, object]:
@@ -164,7 +178,9 @@ class Signing:
     signer: Signer
     provenance: Mapping[str, object] = field(default_factory=dict[str, object])
 
-    def of(self, out: str, directory: str, paths: Iterable[str], known: Mapping[str, str]) -> Callable[[str], bytes]:
+    def of(
+        self, out: str, directory: str, paths: Iterable[str], known: Mapping[str, str], *, single: bool = False
+    ) -> Callable[[str], bytes]:
         """What makes the signature's file when the manifest is known, given the manifest's SHA-256.
 
         Args:
@@ -172,19 +188,36 @@ class Signing:
             directory: that its files are in until they get their names.
             paths: of the files in it, without the manifest.
             known: path -> SHA-256, of those that were hashed while they were written; the others are read again.
+            single: whether the output is one file.
         """
 
         def sign(manifest: str) -> bytes:
             digests = {path: known.get(path) or sha256_of(os.path.join(directory, path)) for path in paths}
-            return self.signer.bundle(os.path.basename(out), {**digests, MANIFEST: manifest}, self.provenance)
+            return self.bundle(os.path.basename(out), digests, manifest, single=single)
 
         return sign
 
+    def bundle(self, name: str, digests: Mapping[str, str], manifest: str, *, single: bool = False) -> bytes:
+        """The signature's file.
 
-def signing_of(path: str | os.PathLike[str] | None, provenance: Mapping[str, object] | None = None) -> Signing | None:
-    """Signing with the key in a file; None where no file is named. Errors as in `signer_of`."""
+        Args:
+            name: of the output.
+            digests: path -> SHA-256 of its files, without the manifest.
+            manifest: SHA-256 of the manifest; "" where there is none.
+            single: whether the output is one file; its manifest is not signed then.
+        """
+        if single:
+            (digest,) = digests.values()
+            return self.signer.bundle(name, {_ONE_FILE: digest}, self.provenance)
+        return self.signer.bundle(name, {**digests, **({MANIFEST: manifest} if manifest else {})}, self.provenance)
+
+
+def signing_of(
+    path: str | os.PathLike[str] | None, provenance: Callable[[], Mapping[str, object]] = dict
+) -> Signing | None:
+    """Signing with the key in a file, of what `provenance` returns; None where no file is named. Errors as in `signer_of`."""
     signer = signer_of(path)
-    return None if signer is None else Signing(signer, provenance or {})
+    return None if signer is None else Signing(signer, provenance())
 
 
 def signed_by(path: str | os.PathLike[str] | None) -> str:

@@ -18,7 +18,15 @@ from hashlib import sha256
 from stat import S_IMODE, S_ISREG
 from types import TracebackType
 
-from zckpt.base.errors import CastError, InconsistentError, OutputError, UnsupportedError, UsageError, add_note
+from zckpt.base.errors import (
+    CastError,
+    InconsistentError,
+    OutputError,
+    UnsupportedError,
+    UsageError,
+    ZckptError,
+    add_note,
+)
 from zckpt.base.words import examples
 from zckpt.output import manifest
 from zckpt.output.checks import refuse_existing
@@ -246,10 +254,11 @@ class Staging:
             )
         try:
             name = os.path.basename(manifest.path_for(self.out, single=self._single))
-            contents = (replace(facts, signature=manifest.SIGNATURE) if sign else facts).as_bytes()
+            contents = (replace(facts, signature=manifest.signature_for(name)) if sign else facts).as_bytes()
             manifest.write(os.path.join(self.directory, name), contents, self._job)
             if sign is not None:
-                manifest.write(os.path.join(self.directory, manifest.SIGNATURE), sign(sha256(contents).hexdigest()), "")
+                signature = os.path.join(self.directory, manifest.signature_for(name))
+                manifest.write(signature, sign(sha256(contents).hexdigest()), "")
                 if changes is not None and changes.stays:
                     self.notes += (
                         f"The signature does not cover {examples(changes.stays)}, which zckpt did not write.",
@@ -257,7 +266,7 @@ class Staging:
             swap = not self._single and self._can_swap(changes)
             seal = seal_of(
                 self._work, self.out, single=self._single, swap=swap, files=facts.files,
-                deleted=() if changes is None else changes.deleted,
+                deleted=self._old_signature() if self._single else () if changes is None else changes.deleted,
             )  # fmt: skip
             sync_tree(self.directory)
             sync(self._work.path)
@@ -276,6 +285,15 @@ class Staging:
         self._committed = True
         with contextlib.suppress(OSError):  # the next run on this output cleans
             commit.clean()
+
+    def _old_signature(self) -> tuple[str, ...]:
+        """The name of the signature of the one file that is replaced, if it has one."""
+        path = manifest.path_for(self.out, single=True)
+        try:
+            found = manifest.read(path).signature if os.path.isfile(path) else ""
+        except ZckptError:
+            return ()
+        return (found,) if found else ()
 
     def _unnamed(self, error: OSError, *, undone: bool = True) -> OutputError:
         return OutputError(
