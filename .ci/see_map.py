@@ -5,14 +5,15 @@
 makes maps of fixtures, of a checkpoint that lacks files, of names that would do harm in a page, and of 100,000 tensors; opens
 each and checks that it loads nothing, that nothing of it is an error or against its policy, that it is no wider than the screen,
 that mouse and keyboard do what the page says, and how long a search takes. Screenshots are left in FOLDER
-(.make/map); NAME: only these. Needs Chromium (`apt-get install chromium`) and aiohttp, which the tests bring; without a Chromium
-it says so, with exit status 3.
+(.make/map). NAME: only these; "llama" makes the picture of docs/map.md again. Needs Chromium (`apt-get install chromium`), and
+aiohttp and pillow, which the tests bring; without a Chromium it says so, with exit status 3.
 """
 
 from __future__ import annotations
 
 import asyncio
 import base64
+import contextlib
 import itertools
 import json
 import shutil
@@ -72,13 +73,51 @@ def pages(folder: Path) -> Iterator[tuple[str, Path]]:
         "3d": (FIXTURES / "pipeline" / "zero1_pp2_tp2_dp2" / "checkpoint", None),
         "mcore": (FIXTURES / "mcore" / "stages_tp2_pp2" / "checkpoint", None),
         "experts": (FIXTURES / "moe" / "tensor_w4" / "checkpoint", None),
+        "llama": (llama(work / "out" / "checkpoint-500"), 4),
         "boxes": (FIXTURES / "dcp" / "boxes_w4" / "checkpoint", None), "giant": (giant, None),
     }  # fmt: skip
     for name, (path, world_size) in found.items():
         file = folder / f"{name}.html"
-        file.write_text(map_page(checkpoint_map(path, world_size=world_size)), encoding="utf-8")
+        with contextlib.chdir(work):
+            shown = path.relative_to(work) if path.is_relative_to(work) else path
+            file.write_text(map_page(checkpoint_map(shown, world_size=world_size)), encoding="utf-8")
         yield name, file
     shutil.rmtree(work)
+
+
+def llama(folder: Path) -> Path:
+    """A checkpoint of a small Llama, of which files are mostly tensors, as those of large models are."""
+    import synth
+    import torch
+
+    hidden, wide, words, layers = 128, 352, 2000, 8
+    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (words, hidden)}
+    for layer in range(layers):
+        own = {
+            "self_attn.q_proj": (hidden, hidden), "self_attn.k_proj": (hidden // 2, hidden),
+            "self_attn.v_proj": (hidden // 2, hidden), "self_attn.o_proj": (hidden, hidden), "mlp.gate_proj": (wide, hidden), "mlp.up_proj": (wide, hidden),
+            "mlp.down_proj": (hidden, wide), "input_layernorm": (hidden,), "post_attention_layernorm": (hidden,),
+        }  # fmt: skip
+        shapes |= {f"model.layers.{layer}.{name}.weight": shape for name, shape in own.items()}
+    shapes |= {"model.norm.weight": (hidden,), "lm_head.weight": (words, hidden)}
+    tensors = {name: torch.zeros(shape) for name, shape in shapes.items()}
+    return synth.zero3(folder, [tensors], 8, tag="global_step500", step=500)
+
+
+async def picture_of_the_page(tab: Tab, file: Path) -> None:
+    """docs/map.png: a tensor before and after a reshard."""
+    from PIL import Image
+
+    await tab.see(file, 1180, 1000, "light")
+    await tab.ask(
+        "(() => { const box = document.getElementById('search'); box.value = 'layers.3 q_proj';"
+        "box.dispatchEvent(new Event('input'));"
+        "document.querySelector('#lines [data-tensor]').click(); })()"
+    )
+    await tab.picture(shown := file.with_suffix(".png"))
+    with Image.open(shown) as whole:
+        cut = whole.convert("RGB").crop((0, 0, whole.width, 1640))
+        cut.quantize(96, dither=Image.Dither.NONE).save(ROOT / "docs" / "map.png", optimize=True)
 
 
 def weights(path: Path, tensors: list[tuple[str, tuple[int, int]]]) -> None:
@@ -282,6 +321,7 @@ async def race(tab: Tab, file: Path) -> dict[str, float]:
 
 async def main(folder: Path, program: str, wanted: list[str]) -> None:
     """Looks at all pages, or at those that are wanted."""
+    folder = folder.resolve()
     folder.mkdir(parents=True, exist_ok=True)
     async with browser(program) as tab:
         for name, file in pages(folder):
@@ -294,6 +334,8 @@ async def main(folder: Path, program: str, wanted: list[str]) -> None:
                 await tab.picture(folder / f"{name}_{width}_{theme}.png")
             if name in ("zero3_w8", "3d", "reshard", "boxes"):
                 await use(tab, file)
+            if name == "llama" and wanted:
+                await picture_of_the_page(tab, file)
             if name == "giant":
                 times = await race(tab, file)
                 print(

@@ -214,6 +214,7 @@ def test_no_name_runs_or_breaks_out(tmp_path: Path) -> None:
     data = json.loads(next(text for tag, text in found.texts if tag == "script"))
     shown = Script(data)("map.names")
     assert sorted(shown) == sorted(inspect_checkpoint(path).catalog or ())
+    assert Script(data)("map.names.map(map.visible)").count("\\u202egnp.exe") == 1
     for script in ("page.js", "map_logic.js", "map_view.js"):
         text = asset(script)
         assert not any(

@@ -59,6 +59,13 @@ def test_without_a_terminal_there_are_no_colours_and_perhaps_no_blocks() -> None
         assert block in text and "\x1b" not in text
 
 
+def test_a_name_does_not_steer_the_terminal(tmp_path: Path) -> None:
+    shutil.copy(FIXTURES / "gguf" / "llama" / "model" / "model.safetensors", tmp_path / "a\x1b[31mb\u202e.safetensors")
+    found = checkpoint_map(tmp_path / "a\x1b[31mb\u202e.safetensors")
+    text = "\n".join(text for line in picture(found.grid, 100, found.contents()) for text, _ in line)
+    assert "\x1b" not in text and "\u202e" not in text and r"a\x1b[31mb\u202e.safe" in text
+
+
 def test_inspect_draws_on_a_terminal_only() -> None:
     code = "import sys; from zckpt.cli import main\ntry: main()\nfinally: sys.stderr.write(' '.join(sys.modules))"
     command = [sys.executable, "-c", code, "inspect", str(FIXTURES / "zero3" / "w12" / "checkpoint")]

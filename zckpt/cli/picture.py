@@ -99,16 +99,20 @@ def _written(found: CheckpointMap, drawn: Drawn) -> str:
 
 
 def _in_terminal(found: CheckpointMap, sink: Console) -> None:
+    from zckpt.base.words import wrapped
     from zckpt.pictures.map_page import summary
-    from zckpt.pictures.terminal import Line, draw, picture
+    from zckpt.pictures.terminal import Line, draw, picture, visible
 
     if sink.quiet:
         return
-    lines: list[Line] = [[(found.inspection.place.listing.directory.path, "bold")], [(f"  {summary(found)}", "")], []]
+    path = visible(found.inspection.place.listing.directory.path)
+    said = wrapped(f"  {summary(found)}", sink.width, "  ")
+    lines: list[Line] = [[(path, "bold")], *([(line, "")] for line in said), []]
     lines += picture(found.grid, sink.width, found.contents(), lead="  ")
     if (after := found.after) is not None:
         lines += [[], [(f"  {after.title}", "bold")], []]
         lines += picture(after.grid, sink.width, after.contents(), lead="  ")
     if not found.inspection.exportable.ok:
-        lines += [[], [(f"  {found.inspection.exportable.reason}", "red")]]
+        reason = wrapped(f"  {visible(found.inspection.exportable.reason)}", sink.width, "  ")
+        lines += [[], *([(line, "red")] for line in reason)]
     draw(lines)

@@ -354,7 +354,8 @@ def _tables(found: CheckpointMap) -> Iterator[str]:
             for number in row.cells
             if number is not None
         ]
-        yield f'<details class="card"><summary><h2>{text(title)}</h2></summary><div class="scroll"><table>'
+        yield f'<details class="card"><summary><h2>{text(title)}</h2></summary>'
+        yield f'<div class="scroll" tabindex="0" role="region" aria-label="{text(title)}"><table>'
         yield f"<caption>{count(len(rows), 'file')}: where each belongs, its size, its state, and what it holds.</caption>"
         heads = ("Part", "Rank", "File", "Kind", "Size", "State", "Holds")
         yield f"<thead><tr>{''.join(f'<th scope=col>{head}</th>' for head in heads)}</tr></thead><tbody>"

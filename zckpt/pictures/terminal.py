@@ -30,6 +30,11 @@ _CONTENTS = ("blue", "cyan", "magenta", "bright_magenta", "yellow", "green", "br
 _WRONG = {"extra": "yellow", "other save": "yellow"}
 
 
+def visible(text: str) -> str:
+    """A text without characters that would steer a terminal; these are written as escapes."""
+    return text if text.isprintable() else "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
+
+
 def can_draw(stream: TextIO, width: int) -> bool:
     """Whether a stream is a terminal that shows pictures: wide enough, not a dumb one, with rich at hand."""
     if not stream.isatty() or width < LEAST_WIDTH or os.environ.get("TERM") == "dumb" or not _can_encode(stream):
@@ -76,14 +81,15 @@ def picture(grid: FileGrid, width: int, contents: Mapping[str, int] | None = Non
     held: Mapping[str, int] = contents or {}
     styles = {name: _CONTENTS[n % len(_CONTENTS)] for n, name in enumerate(held)} | {OTHER: "bright_black"}
     shown = list(_shown(grid))
-    labels = max((min(len(row.label), _MOST_LABEL) for _, rows, _ in shown for row in rows), default=0)
+    labels = max((min(len(visible(row.label)), _MOST_LABEL) for _, rows, _ in shown for row in rows), default=0)
     room = width - len(lead) - labels - 2
     scale = _scale(grid, room)
     lines: list[Line] = []
     for group, rows, more in shown:
         lines.append([(lead, ""), *_heading(grid, group, labels, scale, len(grid.groups) > 1)])
         for row in rows:
-            label = row.label if len(row.label) <= _MOST_LABEL else f"{row.label[: _MOST_LABEL - 1]}…"
+            label = visible(row.label)
+            label = label if len(label) <= _MOST_LABEL else f"{label[: _MOST_LABEL - 1]}…"
             lines.append(
                 [(f"{lead}{label:<{labels}}  ", ""), *_cells(grid, group, row, scale, styles if held else None)]
             )
@@ -145,7 +151,7 @@ def _columns(grid: FileGrid, group: RowGroup, scale: float) -> list[int]:
 
 
 def _heading(grid: FileGrid, group: RowGroup, labels: int, scale: float, named: bool) -> Iterator[tuple[str, str]]:
-    title = group.title if named else ""
+    title = visible(group.title) if named else ""
     if len(title) > labels or not group.columns:
         yield title, "bold"
         return

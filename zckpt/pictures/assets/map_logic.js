@@ -26,6 +26,9 @@ const zckptMap = (data) => {
     return `${grouped(Number(value.toPrecision(3)))} ${units[power]}`;
   };
 
+  /* A name as it is shown: characters that show nothing, or turn what follows around, as escapes. */
+  const visible = (name) => name.replace(/[\p{Cc}\p{Cf}\p{Cs}\p{Zl}\p{Zp}]/gu, (own) => `\\u${own.codePointAt(0).toString(16).padStart(4, "0")}`);
+
   /* The pieces of a tensor in a layer, repeated ones one by one. */
   const piecesOf = (layer, t) => {
     const place = at(layer, t);
@@ -111,9 +114,14 @@ const zckptMap = (data) => {
   };
   /* Where everything is drawn, in a picture of this width: headings and rows with their cells, in pixels. */
   const LEAST = 3;
+  const TITLE = 58;
   const geometry = (side, width, { labels = 130, row = 26, gap = 6, heading = 40, between = 10 } = {}) => {
     const most = widest();
-    const scale = Math.max(0, width - labels - (most.cells - 1) * between - most.cells * LEAST) / most.bytes;
+    const free = Math.max(0, width - labels - (most.cells - 1) * between - most.cells * LEAST);
+    /* Columns that are narrower than their titles get room for these. */
+    const lacking = (group, own) => columnBytes(own, group).reduce((all, bytes) => all + Math.max(0, TITLE - LEAST - (bytes * free) / most.bytes), 0);
+    const titles = Math.max(0, ...data.sides.flatMap((own) => own.groups.map((group) => (group.columns.length > 1 ? lacking(group, own) : 0))));
+    const scale = Math.max(0, free - titles) / most.bytes;
     const wide = (bytes) => LEAST + bytes * scale;
     const lines = [];
     let y = 0;
@@ -127,7 +135,7 @@ const zckptMap = (data) => {
         starts.push(x);
         const largest = columnBytes(side, group)[k];
         head.columns.push({ title: column, x, width: wide(largest) });
-        x += wide(largest) + between;
+        x += (group.columns.length > 1 ? Math.max(TITLE, wide(largest)) : wide(largest)) + between;
       });
       for (const [label, own] of group.rows) {
         const cells = [];
@@ -264,7 +272,7 @@ const zckptMap = (data) => {
   };
 
   return {
-    data, names, shapeOf, numelOf, dtypeOf, bytesOf, grouped, count, size, piecesOf, itemsize, endOf, segmentsOf, segmentAt, geometry, lineAt, search,
+    data, names, shapeOf, numelOf, dtypeOf, bytesOf, grouped, count, size, visible, piecesOf, itemsize, endOf, segmentsOf, segmentAt, geometry, lineAt, search,
     shares, partOf, rectangles, layerNumber, homeOf, contents,
   };
 };

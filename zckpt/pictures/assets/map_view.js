@@ -12,7 +12,7 @@
     element.append(...inside);
     return element;
   };
-  const quoted = (content) => made("bdi", {}, content);
+  const quoted = (content) => made("bdi", {}, map.visible(String(content)));
   const narrow = matchMedia("(max-width: 640px)");
   const PALETTE = ["a", "b", "c", "d", "e", "f", "g", "h"];
   const HOLDERS = 24;
@@ -387,7 +387,7 @@
       const segments = map.segmentsOf(this.side, cell.file);
       point(cursor.segment < 0 ? -1 : segments.tensor[cursor.segment]);
       const lines_ = this.about(cell, cursor.segment);
-      say(lines_.join(". "));
+      say(map.visible(lines_.join(". ")));
       const bounds = this.box.getBoundingClientRect();
       const x = cursor.segment < 0 ? cell.x : cell.x + (segments.lo[cursor.segment] / (this.side.files.bytes[cell.file] || 1)) * cell.width;
       tip(lines_, bounds.left + x, bounds.top + line.y - this.box.scrollTop + line.height, cursor.segment >= 0);
@@ -396,7 +396,8 @@
   }
   const FONT = "13px system-ui, -apple-system, 'Segoe UI', Roboto, 'Noto Sans', Arial, sans-serif";
   /* A row's label; where there is no room for it, with letters for the axes. */
-  const label = (context, text, width) => {
+  const label = (context, own, width) => {
+    const text = map.visible(own);
     if (context.measureText(text).width <= width) return text;
     return cut(context, text.replace(/\b(?:layer|tensor rank|expert rank|expert|stage|data rank) (?=\d)/g, (axis) => (axis[0].toUpperCase())), width);
   };
@@ -523,7 +524,7 @@
     const heads = ["What", "Part", "Held by", "File", "From byte", "Size"];
     const head = made("tr", {}, ...heads.map((name, n) => made("th", { scope: "col", ...(n > 3 ? { class: "number" } : {}) }, name)));
     const caption = made("caption", {}, `${data.sides.length > 1 ? `${side.title}: ` : ""}${count(all, "piece")}${all > found.length ? `, of which the first ${found.length} are listed` : ""}`);
-    return made("div", { class: "scroll" }, made("table", { class: "pieces" }, caption, made("thead", {}, head), made("tbody", {}, ...found)));
+    return made("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": `Pieces of ${names[t]}` }, made("table", { class: "pieces" }, caption, made("thead", {}, head), made("tbody", {}, ...found)));
   };
 
   /* The list of tensors. */
@@ -606,7 +607,7 @@
       const line = made("div", {
         class: `line${t === kept ? " kept" : ""}`, role: "row", "aria-rowindex": n + 2, "aria-selected": t === kept, "data-tensor": t, tabindex: n === this.row ? 0 : -1,
       },
-      made("span", { role: "gridcell", class: "name mono", title: names[t] }, quoted(names[t])),
+      made("span", { role: "gridcell", class: "name mono", title: map.visible(names[t]) }, quoted(names[t])),
       made("span", { role: "gridcell", class: "shape mono" }, `[${map.shapeOf(t).join(", ")}]`),
       made("span", { role: "gridcell", class: "kind" }, `${map.dtypeOf(t)[0]}, ${data.roles[data.tensors.roles[t]]}`),
       made("span", { role: "gridcell", class: "number" }, size(map.bytesOf(t))),
