@@ -94,10 +94,16 @@ def llama(folder: Path) -> Path:
     shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (words, hidden)}
     for layer in range(layers):
         own = {
-            "self_attn.q_proj": (hidden, hidden), "self_attn.k_proj": (hidden // 2, hidden),
-            "self_attn.v_proj": (hidden // 2, hidden), "self_attn.o_proj": (hidden, hidden), "mlp.gate_proj": (wide, hidden), "mlp.up_proj": (wide, hidden),
-            "mlp.down_proj": (hidden, wide), "input_layernorm": (hidden,), "post_attention_layernorm": (hidden,),
-        }  # fmt: skip
+            "self_attn.q_proj": (hidden, hidden),
+            "self_attn.k_proj": (hidden // 2, hidden),
+            "self_attn.v_proj": (hidden // 2, hidden),
+            "self_attn.o_proj": (hidden, hidden),
+            "mlp.gate_proj": (wide, hidden),
+            "mlp.up_proj": (wide, hidden),
+            "mlp.down_proj": (hidden, wide),
+            "input_layernorm": (hidden,),
+            "post_attention_layernorm": (hidden,),
+        }
         shapes |= {f"model.layers.{layer}.{name}.weight": shape for name, shape in own.items()}
     shapes |= {"model.norm.weight": (hidden,), "lm_head.weight": (words, hidden)}
     tensors = {name: torch.zeros(shape) for name, shape in shapes.items()}
