@@ -38,10 +38,10 @@ import numpy as np  # noqa: E402
 
 from zckpt.base.errors import ZckptError  # noqa: E402
 from zckpt.core.catalog import TensorEntry  # noqa: E402
-from zckpt.core.dtypes import ALL, BF16, F16, F32, F64, DType  # noqa: E402
+from zckpt.core.dtypes import ALL, BF16, F8_E4M3, F16, F32, F64, DType  # noqa: E402
 from zckpt.core.fragments import FileStore, Fragment, MemoryStore  # noqa: E402
 from zckpt.core.plan import Checksum, OutputFile, Plan  # noqa: E402
-from zckpt.core.recipes import MatrixBlocks  # noqa: E402
+from zckpt.core.recipes import MatrixBlocks, Mean, Moved, MovingAverage, derived  # noqa: E402
 from zckpt.engine import batches  # noqa: E402
 from zckpt.engine.kernels import NativeKernels, ReferenceKernels  # noqa: E402
 from zckpt.engine.move import Mode, run  # noqa: E402
@@ -140,6 +140,43 @@ def memory() -> None:
         window=4096,
     )
     assert (b.reshape(600, 200)[:, :100] == a.reshape(600, 100)).all()
+
+
+def folds(root: Path) -> None:
+    """Tensors that are taken up one after another, in pieces, of every dtype, into files and memory."""
+    numel, inputs = 150_001, []
+    for number, (dtype, byteorder) in enumerate(((F32, "little"), (BF16, "little"), (F16, "big"), (F8_E4M3, "little"))):
+        size, fragments = dtype.itemsize, []
+        for low, high in itertools.pairwise((0, 1, 70_000, numel)):
+            path = root / f"fold{number}-{low}"
+            path.write_bytes(b"odd" + RNG.bytes((high - low) * size))
+            fragments.append(Fragment(locate(path).store(byteorder), 3, low, high - low))  # type: ignore[arg-type]
+        inputs.append(entry(None, dtype, (numel,), 0, *fragments))
+    weights = (0.5, 2.0, -1.0)
+    for n, recipe in enumerate((Mean(tuple(inputs)), MovingAverage(tuple(inputs), 0.9), Moved(tuple(inputs), weights))):
+        total = derived("x", (numel,), F32, recipe)
+        for dtype, at in ((F32, 5), (BF16, 8)):
+            store = FileStore("out", at + numel * dtype.itemsize)
+            plan = Plan(
+                ((OutputFile("out", store.size, ((0, b"x" * at),)), store),),
+                [(total, entry(store, dtype, (numel,), at))],
+            )
+            found = []
+            for engine, threads, window in (("reference", 1, None), ("native", 4, 4096), ("native", 2, 1 << 20)):
+                out = root / f"folded{n}{dtype}{engine}{threads}"
+                out.mkdir()
+                run(plan, str(out), engine=engine, threads=threads, window=window)  # type: ignore[arg-type]
+                found.append(np.frombuffer((out / "out").read_bytes()[at:], "<f4" if dtype == F32 else "<u2"))
+                shutil.rmtree(out)
+            for one in found[1:]:
+                assert dtype == BF16 or ((one == found[0]) | (np.isnan(one) & np.isnan(found[0]))).all()
+                assert dtype == F32 or (one == found[0]).all()
+        array = np.zeros(numel, "<f4")
+        run(
+            Plan((), [(total, entry(MemoryStore(array.ctypes.data, array.nbytes, array), F32, (numel,)))]),
+            "",
+            threads=3,
+        )
 
 
 def many_files(root: Path) -> tuple[Plan, bytes]:
@@ -265,7 +302,7 @@ def main() -> None:
     batches.LEAST_BYTES = 0
     root = Path(tempfile.mkdtemp(prefix="zckpt-sanitized-"))
     try:
-        for work in (lambda _: casts(), lambda _: kernels(), moves, lambda _: memory(), sinks, faults, scans):
+        for work in (lambda _: casts(), lambda _: kernels(), moves, folds, lambda _: memory(), sinks, faults, scans):
             work(root)
     finally:
         shutil.rmtree(root)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import os
 from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
@@ -11,19 +13,22 @@ import numpy as np
 import pytest
 
 from zckpt._core import use_vector_paths
+from zckpt.base.errors import CorruptError, InconsistentError
 from zckpt.core import plan as plans
 from zckpt.core.catalog import TensorEntry
-from zckpt.core.dtypes import BF16, F16, F32, F64
-from zckpt.core.fragments import FileStore, Fragment
+from zckpt.core.dtypes import BF16, F8_E4M3, F8_E5M2, F16, F32, F64
+from zckpt.core.fragments import DerivedStore, FileStore, Fragment, MemoryStore
 from zckpt.core.plan import OutputFile, Plan
-from zckpt.core.recipes import Interpolated, Moved, WeightedSum, derived
+from zckpt.core.recipes import Interpolated, Mean, Moved, MovingAverage, WeightedSum, derived
 from zckpt.engine.elements import ElementReader, elements
 from zckpt.engine.kernels import NativeKernels, ReferenceKernels
 from zckpt.engine.move import run
 from zckpt.engine.scan import scan
 from zckpt.engine.scan_requests import comparisons
+from zckpt.storage.location import locate
 
 SHAPE = (300, 1000)
+SMALL = (60, 1100)
 SPECIAL = np.array([0.0, -0.0, np.inf, -np.inf, np.nan, 1e-45, -1e-40, 3.4e38, 1.0, 65504.0], np.float32)
 
 
@@ -149,20 +154,25 @@ def stored(path: Path, seed: int, dtype: Any = np.float32) -> tuple[TensorEntry,
 
 
 def written(
-    tmp_path: Path, source: TensorEntry, engine: Literal["native", "reference"], dtype: Any = F32, **how: Any
+    tmp_path: Path,
+    source: TensorEntry,
+    engine: Literal["native", "reference"],
+    dtype: Any = F32,
+    at: int = 8,
+    **how: Any,
 ) -> bytes:
     """What a plan writes of a tensor."""
     root = tmp_path / f"{engine}{len(list(tmp_path.iterdir()))}"
     root.mkdir()
-    store = FileStore("out", source.numel * dtype.itemsize + 8)
-    entry = TensorEntry(source.name, source.shape, dtype, "parameter", (Fragment(store, 8, 0, source.numel),))
+    store = FileStore("out", source.numel * dtype.itemsize + at)
+    entry = TensorEntry(source.name, source.shape, dtype, "parameter", (Fragment(store, at, 0, source.numel),))
     run(
-        Plan(((OutputFile("out", store.size, ((0, b"beginning"[:8]),)), store),), [(source, entry)]),
+        Plan(((OutputFile("out", store.size, ((0, b"beginning"[:at]),)), store),), [(source, entry)]),
         str(root),
         engine=engine,
         **how,
     )
-    return (root / "out").read_bytes()[8:]
+    return (root / "out").read_bytes()[at:]
 
 
 def test_a_sum_is_the_same_for_any_engine_threads_and_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -230,6 +240,82 @@ def test_bf16_comes_as_its_bits(tmp_path: Path) -> None:
     total = derived("x", (10,), F32, WeightedSum((entry,), (1.0,)))
     bits = np.arange(16_000, 16_010, dtype=np.uint32) << 16
     assert written(tmp_path, total, "native") == bits.view(np.float32).tobytes()
+
+
+def scattered(tmp_path: Path, seed: int, dtype: Any, byteorder: Literal["little", "big"] = "little") -> TensorEntry:
+    """A matrix of any bits in three files, of which each begins at an odd byte; fp8 where `dtype` has one byte."""
+    size, numel = dtype.itemsize, SMALL[0] * SMALL[1]
+    bits = np.random.default_rng(seed).integers(0, 256, numel * size, np.uint8)
+    fragments, bounds = [], (0, 7, 40_001, numel)
+    for number, (low, high) in enumerate(itertools.pairwise(bounds)):
+        path = tmp_path / f"{seed}-{number}"
+        path.write_bytes(b"odd" + bits[low * size : high * size].tobytes() + b"more")
+        fragments.append(Fragment(locate(path).store(byteorder), 3, low, high - low))
+    return TensorEntry("x", SMALL, dtype, "parameter", tuple(fragments))
+
+
+def folds(tmp_path: Path) -> list[Any]:
+    """Recipes of every kind, over tensors of every dtype and byte order that fp32 holds."""
+    dtypes = ((F32, "little"), (BF16, "little"), (F16, "big"), (F32, "big"), (F8_E4M3, "little"), (F8_E5M2, "little"))
+    inputs = tuple(scattered(tmp_path, seed, *how) for seed, how in enumerate(dtypes))  # type: ignore[arg-type]
+    weights = (0.5, -0.25, 1e300, 0.0, 3.0, 1e-3)
+    return [Mean(inputs), MovingAverage(inputs, 0.9), WeightedSum(inputs, weights), Moved(inputs, weights[1:])]
+
+
+def test_engines_take_up_one_tensor_after_another_alike(tmp_path: Path) -> None:
+    """The native engine while it reads, in windows of any size, at odd bytes, into memory; the reference with numpy."""
+    for recipe in folds(tmp_path):
+        total = derived("x", SMALL, F32, recipe)
+        assert isinstance(total.fragments[0].store, DerivedStore) and total.fragments[0].store.steps
+        wanted = np.frombuffer(ElementReader().read(elements(total, 0, total.numel)), np.float32)
+        assert same(np.frombuffer(written(tmp_path, total, "reference"), np.float32), wanted)
+        for how in ({"threads": 1}, {"threads": 5, "window": 4096}, {"threads": 3, "window": 65536, "at": 5}):
+            assert same(np.frombuffer(written(tmp_path, total, "native", **how), np.float32), wanted), how
+        assert written(tmp_path, total, "native", BF16) == written(tmp_path, total, "reference", BF16)
+        turned = derived("x", SMALL[::-1], F32, recipe)
+        columns = Fragment(turned.fragments[0].store, 0, 0, SMALL[0], SMALL[1], SMALL[0], 1, SMALL[1])
+        turned = TensorEntry("x", SMALL[::-1], F32, "parameter", (columns,))
+        expected = wanted.reshape(SMALL).T.ravel()
+        for engine in ("native", "reference"):
+            assert same(np.frombuffer(written(tmp_path, turned, engine), np.float32), expected)  # type: ignore[arg-type]
+        memory = np.zeros(total.numel, np.float32)
+        place = Fragment(MemoryStore(memory.ctypes.data, memory.nbytes, memory), 0, 0, total.numel)
+        run(Plan((), [(total, TensorEntry("x", SMALL, F32, "parameter", (place,)))]), "", engine="native")
+        assert same(memory, wanted)
+
+
+def test_elements_of_some_places_are_computed_beforehand(tmp_path: Path) -> None:
+    """Of doubles, of rows that lie apart, and of other recipes: the native engine does not read these itself."""
+    (a, x), (b, y) = stored(tmp_path / "a", 0, np.float64), stored(tmp_path / "b", 1)
+    store = b.fragments[0].store
+    apart = TensorEntry("b", (100, 1000), F32, "parameter", (Fragment(store, 0, 0, 500, 200, 500, 700),))
+    for inputs, numel in (((a, b), 300_000), ((apart, apart), 100_000)):
+        total = derived("x", (numel,), F32, WeightedSum(inputs, (1.0, 1.0)))
+        twice = derived("x", (numel,), F32, WeightedSum((total, total), (1.0, 1.0)))
+        for one in (total, twice):
+            place = one.fragments[0].store
+            assert isinstance(place, DerivedStore) and not place.steps
+            assert written(tmp_path, one, "native") == written(tmp_path, one, "reference")
+    assert (
+        written(tmp_path, derived("x", SHAPE, F32, Mean((a, b))), "native")
+        == (x.astype(np.float32) + (y - x.astype(np.float32)) / np.float32(2)).tobytes()
+    )
+
+
+def test_inputs_that_fail_are_named(tmp_path: Path) -> None:
+    a, b = scattered(tmp_path, 0, BF16), scattered(tmp_path, 1, F32)
+    total = derived("x", SMALL, F32, Mean((a, b)))
+    path = tmp_path / "1-2"
+    state = path.stat()
+    os.truncate(path, 50_000)
+    os.utime(path, ns=(state.st_atime_ns, state.st_mtime_ns))
+    for engine in ("native", "reference"):
+        with pytest.raises(CorruptError) as caught:
+            written(tmp_path, total, engine)  # type: ignore[arg-type]
+        assert caught.value.file == str(path)
+    path.touch()
+    with pytest.raises(InconsistentError, match="changed while"):
+        written(tmp_path, total, "native")
 
 
 def test_the_sum_says_what_it_depends_on(tmp_path: Path) -> None:

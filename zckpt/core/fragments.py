@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal, NamedTuple
 from zckpt.base.errors import COPY_AGAIN, CorruptError
 
 if TYPE_CHECKING:
+    from zckpt.core.folds import Step
     from zckpt.core.recipes import Recipe
 
 
@@ -119,11 +120,13 @@ class DerivedStore:
         recipe: how they are computed.
         itemsize: bytes of one of them.
         size: in bytes.
+        steps: how an engine computes them itself from the inputs of the recipe (`core.recipes.folded`); empty where it cannot.
     """
 
     recipe: Recipe
     itemsize: int
     size: int
+    steps: tuple[Step, ...] = ()
     byteorder: ClassVar[Literal["little", "big"]] = "little" if sys.byteorder == "little" else "big"
     at_hand: ClassVar[bool] = False
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from zckpt.core.catalog import Role, TensorEntry
 from zckpt.core.dtypes import DType
+from zckpt.core.folds import Fold, How, Step, are_at_hand, folded
 from zckpt.core.fragments import DerivedStore, Fragment
 
 if TYPE_CHECKING:
@@ -148,7 +149,8 @@ class Recipe(Protocol):
 def derived(name: str, shape: tuple[int, ...], dtype: DType, recipe: Recipe, role: Role = "parameter") -> TensorEntry:
     """A tensor whose elements a recipe computes; shape in elements, `dtype` that of the recipe's results."""
     numel = math.prod(shape)
-    store = DerivedStore(recipe, dtype.itemsize, numel * dtype.itemsize)
+    steps = recipe.steps if isinstance(recipe, Fold) and are_at_hand(recipe.inputs) else ()
+    store = DerivedStore(recipe, dtype.itemsize, numel * dtype.itemsize, steps)
     return TensorEntry(name, shape, dtype, role, (Fragment(store, 0, 0, numel),))
 
 
@@ -172,7 +174,7 @@ def followed(store: DerivedStore, start: int, stop: int, tools: Tools) -> tuple[
 
 
 @dataclass(frozen=True, slots=True)
-class Mean:
+class Mean(Fold):
     """The mean of tensors of one shape in fp32, one after another: mean + (tensor - mean) / (how many there are so far).
 
     So equal tensors give themselves. It is what torch.optim.swa_utils.get_swa_avg_fn computes.
@@ -185,16 +187,14 @@ class Mean:
     facts: tuple[object, ...] = ("mean",)
     unit: int = 1
 
-    def compute(self, start: int, stop: int, tools: Tools) -> Array:
-        """As `Recipe.compute`; fp32."""
-        mean = tools.read_floats(self.inputs[0], start, stop)
-        for number, entry in enumerate(self.inputs[1:], 2):
-            tools.kernels.approach(mean, tools.read_floats(entry, start, stop), number)
-        return mean
+    @property
+    def steps(self) -> tuple[Step, ...]:
+        """As above."""
+        return Step(How.SET), *(Step(How.APPROACH, number) for number in range(2, len(self.inputs) + 1))
 
 
 @dataclass(frozen=True, slots=True)
-class MovingAverage:
+class MovingAverage(Fold):
     """An exponential moving average in fp32 that begins with the first tensor: decay * average + (1 - decay) * tensor.
 
     It is what torch.optim.swa_utils.get_ema_avg_fn computes.
@@ -213,16 +213,14 @@ class MovingAverage:
         """The decay."""
         return ("moving average", self.decay)
 
-    def compute(self, start: int, stop: int, tools: Tools) -> Array:
-        """As `Recipe.compute`; fp32."""
-        average = tools.read_floats(self.inputs[0], start, stop)
-        for entry in self.inputs[1:]:
-            tools.kernels.blend(average, tools.read_floats(entry, start, stop), self.decay, 1 - self.decay)
-        return average
+    @property
+    def steps(self) -> tuple[Step, ...]:
+        """As above."""
+        return Step(How.SET), *((Step(How.BLEND, self.decay, 1 - self.decay),) * (len(self.inputs) - 1))
 
 
 @dataclass(frozen=True, slots=True)
-class WeightedSum:
+class WeightedSum(Fold):
     """Tensors of one shape, each times a weight, added in fp32 in the order in which they are given.
 
     Attributes:
@@ -239,13 +237,14 @@ class WeightedSum:
         """The factors."""
         return ("weighted sum", self.weights)
 
-    def compute(self, start: int, stop: int, tools: Tools) -> Array:
-        """As `Recipe.compute`; fp32."""
-        return _summed(self.inputs, self.weights, start, stop, tools)
+    @property
+    def steps(self) -> tuple[Step, ...]:
+        """As above."""
+        return tuple(Step(How.ADD, weight) for weight in self.weights)
 
 
 @dataclass(frozen=True, slots=True)
-class Moved:
+class Moved(Fold):
     """A base, moved by the weighted sum of how other tensors differ from it: base + sum of weight * (other - base), in fp32.
 
     Attributes:
@@ -262,15 +261,10 @@ class Moved:
         """The factors."""
         return ("moved", self.weights)
 
-    def compute(self, start: int, stop: int, tools: Tools) -> Array:
-        """As `Recipe.compute`; fp32. The differences are added in their order, each rounded first."""
-        base = tools.read_floats(self.inputs[0], start, stop)
-        total = base.copy()
-        for entry, weight in zip(self.inputs[1:], self.weights, strict=True):
-            difference = tools.read_floats(entry, start, stop)
-            tools.kernels.accumulate(difference, base, -1.0)
-            tools.kernels.accumulate(total, difference, weight)
-        return total
+    @property
+    def steps(self) -> tuple[Step, ...]:
+        """The base, then each difference from it."""
+        return Step(How.SET), *(Step(How.DIFFER, weight) for weight in self.weights)
 
 
 class Interpolated:
@@ -298,7 +292,7 @@ class Interpolated:
         with self._lock:
             if self._factors is None:
                 self._factors = self._measured(tools)
-        return _summed(self.inputs, self._factors, start, stop, tools)
+        return folded(self.inputs, tuple(Step(How.ADD, factor) for factor in self._factors), start, stop, tools)
 
     def _measured(self, tools: Tools) -> tuple[float, float]:
         """The factors of both tensors."""
@@ -319,12 +313,3 @@ _MEASURED = 1 << 21
 """Elements whose products are summed at once: the same everywhere, since the order of a sum changes its last bits."""
 _NEARLY_PARALLEL = 0.9995
 """Cosine beyond which the arc is taken for a line, as mergekit's slerp does."""
-
-
-def _summed(inputs: tuple[TensorEntry, ...], weights: tuple[float, ...], start: int, stop: int, tools: Tools) -> Floats:
-    import numpy as np
-
-    total = np.zeros(stop - start, np.float32)
-    for entry, weight in zip(inputs, weights, strict=True):
-        tools.kernels.accumulate(total, tools.read_floats(entry, start, stop), weight)
-    return total

@@ -75,8 +75,21 @@ void check(const zckpt::Batch& batch, unsigned threads, uint64_t window) {
   if (threads < 1 || threads > 1 << 16 || window < 4096 || window > 1ull << 40 || window % 4096) throw std::invalid_argument("threads or window");
   for (const auto& m : batch.moves)
     if (m.src >= batch.stores.size() || m.dst >= batch.stores.size() || m.src_dtype >= zckpt::kDTypes ||
-        m.dst_dtype >= zckpt::kDTypes || !m.count || !m.rows)
+        m.dst_dtype >= zckpt::kDTypes || !m.count || !m.rows || batch.stores[m.dst].fd == zckpt::kFolded ||
+        (batch.stores[m.src].fd == zckpt::kFolded && (m.src_dtype != zckpt::F32 || m.swap)))
       throw std::invalid_argument("a move with impossible numbers");
+  for (const auto& s : batch.stores)
+    if (s.fd == zckpt::kFolded && (!s.size || s.address > batch.terms.size() || s.size > batch.terms.size() - s.address))
+      throw std::invalid_argument("a folded store without terms");
+  for (const auto& t : batch.terms) {
+    uint64_t at = 0;
+    if (t.fold >= zckpt::kFolds || !t.count || t.first > batch.pieces.size() || t.count > batch.pieces.size() - t.first)
+      throw std::invalid_argument("a term with impossible numbers");
+    for (const auto* p = &batch.pieces[t.first]; p != batch.pieces.data() + t.first + t.count; at += p->count, ++p)
+      if (p->start != at || !p->count || p->store >= batch.stores.size() || batch.stores[p->store].fd == zckpt::kFolded ||
+          p->dtype >= zckpt::kDTypes || zckpt::kItemSize[p->dtype] > sizeof(float) || (p->swap && p->swap != zckpt::kItemSize[p->dtype]))
+        throw std::invalid_argument("a piece with impossible numbers");
+  }
 }
 
 nb::tuple as_tuple(const zckpt::Failure& f) { return nb::make_tuple(f.kind, f.error, f.store, f.offset, f.text); }
@@ -87,16 +100,17 @@ nb::list as_list(const std::vector<zckpt::PartialCrc>& crcs) {
   return list;
 }
 
-nb::tuple run(nb::bytes stores, nb::bytes moves, nb::bytes literals, nb::bytes ranges, nb::bytes blob, unsigned threads,
-              uint64_t window, bool clamp, bool give_back, uint64_t bytes_per_s, nb::object progress, nb::list consumers) {
+nb::tuple run(nb::bytes stores, nb::bytes moves, nb::bytes literals, nb::bytes ranges, nb::bytes blob, nb::bytes terms, nb::bytes pieces,
+              unsigned threads, uint64_t window, bool clamp, bool give_back, uint64_t bytes_per_s, nb::object progress, nb::list consumers) {
   const zckpt::Batch batch{structs<zckpt::Store>(stores), structs<zckpt::Move>(moves), structs<zckpt::Literal>(literals),
-                           structs<zckpt::Range>(ranges), blob.c_str()};
+                           structs<zckpt::Range>(ranges), blob.c_str(), structs<zckpt::Term>(terms), structs<zckpt::Piece>(pieces)};
   check(batch, threads, window);
   for (const auto& l : batch.literals)
     if (l.dst >= batch.stores.size() || l.at + l.length > blob.size()) throw std::invalid_argument("a literal with impossible numbers");
   if (consumers.size() && consumers.size() != batch.stores.size()) throw std::invalid_argument("a consumer or None for each store");
   std::vector<bool> ordered;
   for (nb::handle consumer : consumers) ordered.push_back(!consumer.is_none());
+  const bool here = threads == 1 && progress.is_none();
   Ticker ticker(std::move(progress));
   std::optional<nb::python_error> refused;  // by a consumer; the first of them
   const auto consume = [&](uint32_t store, uint64_t offset, zckpt::Bytes& buffer, uint64_t from, uint64_t length) {
@@ -112,7 +126,7 @@ nb::tuple run(nb::bytes stores, nb::bytes moves, nb::bytes literals, nb::bytes r
   zckpt::Result result;
   {
     nb::gil_scoped_release release;
-    result = zckpt::run(batch, {threads, window, clamp, give_back, bytes_per_s, ordered}, std::ref(ticker), consume);
+    result = zckpt::run(batch, {threads, window, clamp, give_back, bytes_per_s, ordered, here}, std::ref(ticker), consume);
   }
   ticker.rethrow();
   if (refused) throw std::move(*refused);
@@ -131,7 +145,7 @@ nb::tuple scan(nb::bytes stores, nb::bytes moves, nb::bytes requests, nb::bytes 
   zckpt::Scanned scanned;
   {
     nb::gil_scoped_release release;
-    scanned = zckpt::scan(batch, how, {rounded, atol, rtol}, spreads, {threads, 4096, false, give_back, bytes_per_s}, std::ref(ticker));
+    scanned = zckpt::scan(batch, how, {rounded, atol, rtol}, spreads, {threads, 4096, false, give_back, bytes_per_s, {}, false}, std::ref(ticker));
   }
   ticker.rethrow();
   nb::list statistics;
@@ -264,7 +278,7 @@ NB_MODULE(_core, m) {
   nb::set_leak_warnings(false);  // a run may hold its transfers until the process ends
   m.doc() = "The engine of moves and scans; see zckpt/engine.";
   nb::class_<zckpt::Lent>(m, "Lent", nb::type_slots(zckpt::lent_slots));
-  m.def("run", &run, "stores"_a, "moves"_a, "literals"_a, "ranges"_a, "blob"_a, "threads"_a, "window"_a, "clamp"_a,
+  m.def("run", &run, "stores"_a, "moves"_a, "literals"_a, "ranges"_a, "blob"_a, "terms"_a, "pieces"_a, "threads"_a, "window"_a, "clamp"_a,
         "give_back"_a, "bytes_per_s"_a, "progress"_a.none(), "consumers"_a);
   m.def("scan", &scan, "stores"_a, "moves"_a, "requests"_a, "ranges"_a, "rounded"_a, "atol"_a, "rtol"_a, "spreads"_a, "threads"_a, "give_back"_a,
         "bytes_per_s"_a, "progress"_a.none());
@@ -291,6 +305,7 @@ NB_MODULE(_core, m) {
   m.def("crc32", &crc32_of, "data"_a, "crc"_a = 0);
   m.def("crc32_combine", &zckpt::crc32_combine, "a"_a, "b"_a, "nbytes_b"_a);
   m.def("forget", &zckpt::forget, "fd"_a, "offset"_a = 0, "nbytes"_a = 0);
+  m.def("let_go", &zckpt::let_go);
   m.def("exchange", [](const std::string& a, const std::string& b) { return zckpt::exchange(a.c_str(), b.c_str()); }, "a"_a, "b"_a);
   m.def("is_in_memory", &zckpt::is_in_memory, "fd"_a);
 #ifdef ZCKPT_TESTING

@@ -110,6 +110,27 @@ void cast_all(Load load, DType to, void* dst, size_t n, bool clamp, Overflow& ov
   }
 }
 
+// To fp32 from what is narrower: nothing is rounded.
+template <typename From, typename Widen>
+ZCKPT_INLINE void widen_all(const void* src, void* dst, size_t n, Widen widen) {
+  const auto* from = static_cast<const char*>(src);
+  auto* to = static_cast<char*>(dst);
+  for (size_t i = 0; i < n; ++i) {
+    From x;
+    std::memcpy(&x, from + sizeof(From) * i, sizeof(From));
+    const uint32_t y = widen(x);
+    std::memcpy(to + 4 * i, &y, 4);
+  }
+}
+
+ZCKPT_VECTOR void widen_bf16(const void* src, void* dst, size_t n) {
+  widen_all<uint16_t>(src, dst, n, [](uint16_t x) { return static_cast<uint32_t>(x) << 16; });
+}
+
+void widen_float8(const Table& table, const void* src, void* dst, size_t n) {
+  widen_all<uint8_t>(src, dst, n, [&](uint8_t x) { return bits_of(table[x]); });
+}
+
 }  // namespace
 
 bool cast(DType from, DType to, const void* src, void* dst, size_t n, bool clamp, Overflow& overflow) {
@@ -117,6 +138,16 @@ bool cast(DType from, DType to, const void* src, void* dst, size_t n, bool clamp
   static const Table e4m3fnuz = float8_table(4, 8, true), e5m2fnuz = float8_table(5, 16, true);
   if (to != F32 && to != F16 && to != BF16) return false;
   const auto* bytes = static_cast<const uint8_t*>(src);
+  if (to == F32) {
+    switch (from) {
+      case BF16: widen_bf16(src, dst, n); return true;
+      case F8_E4M3: widen_float8(e4m3, src, dst, n); return true;
+      case F8_E5M2: widen_float8(e5m2, src, dst, n); return true;
+      case F8_E4M3FNUZ: widen_float8(e4m3fnuz, src, dst, n); return true;
+      case F8_E5M2FNUZ: widen_float8(e5m2fnuz, src, dst, n); return true;
+      default: break;
+    }
+  }
   const auto portable = [&](size_t first, size_t count) {
     void* out = static_cast<char*>(dst) + first * kItemSize[to];
     switch (from) {

@@ -37,12 +37,55 @@ void turn(const char* tile, uint64_t pitch, uint64_t columns, const uint64_t (*r
     for (uint64_t r = rows[c][0]; r < rows[c][1]; ++r) std::memcpy(out + r * sizeof(T), tile + r * pitch + c * sizeof(T), sizeof(T));
 }
 
+constexpr size_t kMostKept = 16;
+
+struct Kept {
+  std::mutex mutex;
+  std::vector<std::pair<uint64_t, Bytes>> buffers;
+};
+
+Kept& kept() {
+  static Kept all;
+  return all;
+}
+
 }  // namespace
+
+Bytes taken(uint64_t nbytes) {
+  {
+    std::lock_guard lock(kept().mutex);
+    auto& all = kept().buffers;
+    const auto fits = std::find_if(all.begin(), all.end(), [&](const auto& one) { return one.first == nbytes; });
+    if (fits != all.end()) {
+      Bytes found = std::move(fits->second);
+      all.erase(fits);
+      return found;
+    }
+  }
+  return aligned(nbytes);
+}
+
+void keep(Bytes& buffer, uint64_t nbytes) {
+  if (!buffer) return;
+  std::lock_guard lock(kept().mutex);
+  if (kept().buffers.size() < kMostKept) kept().buffers.emplace_back(nbytes, std::move(buffer));
+}
+
+void let_go() {
+  std::lock_guard lock(kept().mutex);
+  kept().buffers.clear();
+}
 
 Engine::Engine(const Batch& batch, const Settings& settings) : batch_(batch), settings_(settings) {}
 
 void Engine::work_through(size_t count, const std::function<bool(uint64_t)>& tick) {
   jobs_ = count;
+  if (settings_.here) {
+    running_ = 1;
+    thread();
+    tick(done_bytes_);
+    return;
+  }
   const auto threads = static_cast<unsigned>(std::min<size_t>(settings_.threads, std::max<size_t>(count, 1)));
   struct Pool : std::vector<std::thread> {
     Engine& engine;
@@ -85,6 +128,7 @@ void Engine::thread() {
   try {
     Buffers own = buffers();
     for (size_t i; !stop_ && (i = next_++) < jobs_;) work(i, own);
+    leave(own);
   } catch (const Stop&) {
 #if defined(__GLIBCXX__)
   } catch (const abi::__forced_unwind&) {  // the interpreter is ending, and this thread with it
@@ -134,6 +178,7 @@ void Engine::spend(uint64_t nbytes) {
 
 void Engine::read(uint32_t src, char* to, uint64_t nbytes, uint64_t offset, bool again) {
   const Store& store = batch_.stores[src];
+  if (store.fd == kFolded) return fold(src, to, nbytes / sizeof(float), offset / sizeof(float), again);
   if (store.fd < 0) {
     std::memcpy(to, reinterpret_cast<const char*>(store.address + offset), nbytes);
     return;

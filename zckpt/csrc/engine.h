@@ -36,6 +36,10 @@ struct Buffers {  // of one thread
   Bytes window, staging, other;
 };
 
+// Buffers that runs of small batches leave to the next run: the first touch of memory costs more than all that is done with it.
+Bytes taken(uint64_t nbytes);
+void keep(Bytes& buffer, uint64_t nbytes);
+
 struct Target {  // where element (row, column) of a move goes: base + row * pitch + column * step
   char* base;
   int64_t pitch, step;
@@ -59,6 +63,7 @@ class Engine {
   // cannot start, the others do it all. Nothing that goes wrong on a thread ends the process: it is the result's failure.
   void work_through(size_t count, const std::function<bool(uint64_t)>& tick);
   virtual Buffers buffers() const = 0;
+  virtual void leave(Buffers&) const {}  // by a thread that has done its last job
   virtual void work(size_t job, Buffers& buffers) = 0;
 
   bool in_memory(uint32_t store) const { return batch_.stores[store].fd < 0; }
@@ -69,6 +74,9 @@ class Engine {
 
   // A whole read of a source; `again`: what was read will be wanted once more.
   void read(uint32_t src, char* to, uint64_t nbytes, uint64_t offset, bool again = false);
+
+  // Lets the disk begin with what a read of a folded source will want: elements [first, first + count).
+  void read_ahead(uint32_t src, uint64_t first, uint64_t count);
 
   // The partial CRCs of bytes [begin, end) of a store, in every range that is wanted.
   void take_crcs(uint32_t store, uint64_t begin, uint64_t end, const char* data);
@@ -110,6 +118,8 @@ class Engine {
   void thread();
   void end(const char* kind, const char* text) noexcept;
   void stop();  // with the lock held, so that nobody who is about to wait misses it
+  void fold(uint32_t src, char* to, uint64_t count, uint64_t first, bool again);
+  void floats_of(const Term& term, float* to, uint64_t first, uint64_t count, bool again);
   void dense_run(const Move& m, uint64_t offset, uint64_t count, char* out, char* staging);
   uint64_t stage(const Move& m, uint64_t first, uint64_t count, bool dense, bool dense_row, char* staging);
   void scatter(const Move& m, uint64_t first, uint64_t n, const Target& target, char* staging);

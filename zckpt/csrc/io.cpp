@@ -72,6 +72,14 @@ void forget(int fd, uint64_t offset, uint64_t nbytes) {
 #endif
 }
 
+void will_need(int fd, uint64_t offset, uint64_t nbytes) {
+#if defined(POSIX_FADV_WILLNEED)
+  ::posix_fadvise(fd, static_cast<off_t>(offset), static_cast<off_t>(nbytes), POSIX_FADV_WILLNEED);
+#else
+  (void)fd, (void)offset, (void)nbytes;
+#endif
+}
+
 int exchange(const char* a, const char* b) {
 #if defined(__APPLE__)
   return ::renamex_np(a, b, RENAME_SWAP) ? errno : 0;

@@ -13,6 +13,9 @@ int write_all(int fd, const void* from, size_t nbytes, uint64_t offset);
 // Lets the page cache forget whole pages of these bytes; `nbytes` of 0 means to the end of the file.
 void forget(int fd, uint64_t offset, uint64_t nbytes);
 
+// Lets the disk begin to read these bytes into the page cache.
+void will_need(int fd, uint64_t offset, uint64_t nbytes);
+
 // Two paths change names, at once and for all to see. 0, or an errno (ENOSYS, EINVAL: not here).
 int exchange(const char* a, const char* b);
 

@@ -10,8 +10,8 @@
 //     A matrix that is transposed is turned in tiles that fit the cache: its rows are read in their order, in strips as wide as
 //     the window has columns.
 //  3. CRCs of element ranges are taken while the buffer is warm; they are partial, and joined by the caller.
-//  4. One positional write: direct I/O when the whole window is there and the file system allows it (no page cache to fill
-//     and flush later), otherwise plain. The unaligned tail of a file always goes the plain way, and so does the rest of a file
+//  4. One positional write: direct I/O where there is enough of the window and the file system allows it (no page cache to fill
+//     and flush later), otherwise plain. Parts of blocks at its ends always go the plain way, and so does the rest of a file
 //     once a direct write of it was refused as such (FUSE, disks of larger blocks).
 //  5. A file that a consumer wants (to hash it, or to send it elsewhere) is handed over window by window: the thread with window k
 //     waits for the thread with k - 1. Windows are taken in order, so the one whose turn it is never waits.
@@ -29,6 +29,7 @@ namespace zckpt {
 namespace {
 
 constexpr uint32_t kLiteral = 1u << 31;
+constexpr uint64_t kLeastDirect = 256 << 10;  // of a window that others fill too: less is cheaper by way of the page cache
 
 using Ranges = std::vector<std::pair<uint64_t, uint64_t>>;  // [begin, end) of bytes, as they come
 
@@ -61,6 +62,7 @@ class Run : Engine {
   std::vector<Item> items_;
   std::vector<Window> windows_;
   std::vector<std::atomic<bool>> plain_;  // stores that refused a direct write
+  bool folds_ = false;                    // a source is folded
   std::vector<size_t> turns_;             // store -> the turn of the window that is next to be handed to its consumer
 
   bool ordered(uint32_t store) const { return !settings_.ordered.empty() && settings_.ordered[store]; }
@@ -88,6 +90,7 @@ class Run : Engine {
       for (last = first; last < items_.size() && items_[last].dst == items_[first].dst;) ++last;
       cut(first, last);
     }
+    folds_ = !batch_.terms.empty();
     turns_.resize(batch_.stores.size());
     interleave_files();
   }
@@ -135,14 +138,42 @@ class Run : Engine {
 
   // ---- working ------------------------------------------------------------------------------------------------------
 
-  Buffers buffers() const override { return {aligned(settings_.window + kBlock), aligned(kStaging), nullptr}; }
+  Buffers buffers() const override {
+    const bool files = !windows_.empty() && !windows_.back().memory;  // those of memory come first
+    return {files ? taken(settings_.window + kBlock) : nullptr, taken(kStaging), nullptr};
+  }
+
+  void leave(Buffers& buffers) const override {
+    keep(buffers.window, settings_.window + kBlock);
+    keep(buffers.staging, kStaging);
+  }
 
   void work(size_t job, Buffers& buffers) override {
     const Window& window = windows_[job];
+    if (folds_) {
+      if (job < settings_.threads) look_ahead(window);
+      if (job + settings_.threads < windows_.size()) look_ahead(windows_[job + settings_.threads]);
+    }
     if (window.memory)
       into_memory(window, buffers);
     else
       into_file(window, buffers);
+  }
+
+  // The disk reads what a window will want of folded sources while this thread is at another.
+  void look_ahead(const Window& window) {
+    for (size_t i = window.first; i < (window.memory ? window.first + 1 : window.last); ++i) {
+      const uint32_t number = window.memory ? static_cast<uint32_t>(window.first) : items_[i].source;
+      if (number & kLiteral) continue;
+      const Move& m = batch_.moves[number];
+      const uint64_t size = kItemSize[m.dst_dtype], base = m.src_offset / sizeof(float);
+      if (window.memory) {
+        read_ahead(m.src, base + window.start, window.last);
+      } else if (m.rows == 1 && static_cast<uint64_t>(m.dst_step) == size) {
+        const uint64_t begin = std::max(items_[i].begin, window.start), end = std::min(items_[i].end, window.start + settings_.window);
+        if (begin < end) read_ahead(m.src, base + (begin - m.dst_offset) / size, (end - begin + size - 1) / size);
+      }
+    }
   }
 
   void into_file(const Window& window, Buffers& buffers) {
@@ -262,19 +293,25 @@ class Run : Engine {
     if (begin == end) return;
     const Store& store = batch_.stores[dst];
     take_crcs(dst, begin, end, buffer + (begin - start));
+    const auto plainly = [&](uint64_t from, uint64_t to) {
+      if (from == to) return;
+      if (const int error = write_all(static_cast<int>(store.fd), buffer + (from - start), to - from, from)) fail("write", error, dst, from);
+    };
+    // Whole blocks go past the page cache: the buffer lies as the file does.
+    const uint64_t low = (begin + kBlock - 1) / kBlock * kBlock, high = end / kBlock * kBlock;
     uint64_t done = begin;
-    if (store.direct_fd >= 0 && begin == start && !plain_[dst]) {
-      const uint64_t whole = (end - begin) / kBlock * kBlock;
-      const int error = whole ? write_all(static_cast<int>(store.direct_fd), buffer, whole, begin) : 0;
-      if (error == EINVAL)
+    if (store.direct_fd >= 0 && !plain_[dst] && low < high && (low == start || high - low >= kLeastDirect)) {
+      const int error = write_all(static_cast<int>(store.direct_fd), buffer + (low - start), high - low, low);
+      if (error == EINVAL) {
         plain_[dst] = true;
-      else if (error)
-        fail("write", error, dst, begin);
-      else
-        done += whole;
+      } else if (error) {
+        fail("write", error, dst, low);
+      } else {
+        plainly(begin, low);
+        done = high;
+      }
     }
-    if (done < end)
-      if (const int error = write_all(static_cast<int>(store.fd), buffer + (done - start), end - done, done)) fail("write", error, dst, done);
+    plainly(done, end);
     done_bytes_ += end - begin;
     spend(end - begin);
   }

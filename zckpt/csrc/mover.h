@@ -12,12 +12,14 @@
 
 namespace zckpt {
 
+constexpr int64_t kFolded = -2;  // of a store whose fp32 numbers are computed from others while they are read
+
 // Plain structs, packed by zckpt/engine/batches.py with the same field order. Offsets, pitches and steps are bytes.
 struct Store {
-  int64_t fd;         // -1: memory
+  int64_t fd;         // -1: memory; kFolded
   int64_t direct_fd;  // -1: none
-  uint64_t address;
-  uint64_t size;
+  uint64_t address;   // of a folded one, the number of its first term
+  uint64_t size;      // of a folded one, how many terms it has
 };
 static_assert(sizeof(Store) == 32);
 
@@ -41,6 +43,24 @@ struct Range {  // of a file whose CRC is wanted
   uint64_t start, length;
 };
 static_assert(sizeof(Range) == 24);
+
+// What becomes of the numbers so far when the next tensor comes; the order is that of zckpt/core/recipes.py.
+enum class Fold : uint32_t { kSet, kAdd, kApproach, kBlend, kDiffer };
+constexpr uint32_t kFolds = 5;
+
+struct Term {
+  uint32_t fold, unused, first, count;  // its pieces
+  double a, b;
+};
+static_assert(sizeof(Term) == 32);
+
+struct Piece {  // elements [start, start + count) of a term's tensor, side by side; a term's pieces follow each other from 0 on
+  uint32_t store;
+  uint8_t dtype, swap;
+  uint16_t unused;
+  uint64_t start, count, offset;
+};
+static_assert(sizeof(Piece) == 32);
 
 struct PartialCrc {
   uint32_t number, crc;
@@ -67,6 +87,7 @@ struct Settings {
   bool give_back;        // what was read leaves the page cache
   uint64_t bytes_per_s;  // at most so many are read and written, together; 0: no limit
   std::vector<bool> ordered = {};  // stores whose bytes the consumer gets
+  bool here = false;               // a single thread, which is the caller's
 };
 
 // Gets an output file's bytes in the order of the file, while they are warm, on one thread after the other. They are
@@ -81,6 +102,8 @@ struct Batch {
   std::vector<Literal> literals;
   std::vector<Range> ranges;
   const char* blob;
+  std::vector<Term> terms = {};
+  std::vector<Piece> pieces = {};
 };
 
 struct Result {
@@ -92,5 +115,8 @@ struct Result {
 // Runs on its own threads; `tick` is called on the caller's thread every 50 ms with the bytes written so far, and
 // stops everything by returning false.
 Result run(const Batch& batch, const Settings& settings, const std::function<bool(uint64_t)>& tick, const Consumer& consumer);
+
+// Frees the buffers that runs have left to the next ones.
+void let_go();
 
 }  // namespace zckpt

@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import struct
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from zckpt.core.fragments import ComputedStore, FileStore, MemoryStore, Store
+from zckpt.core.catalog import TensorEntry
+from zckpt.core.fragments import ComputedStore, DerivedStore, FileStore, MemoryStore, Store
 from zckpt.core.plan import Move, OutputFile, Plan
 from zckpt.engine.checksums import element_ranges
 from zckpt.storage.descriptors import MOST_STORES
@@ -25,6 +26,9 @@ _STORE = struct.Struct("=qqQQ")
 _MOVE = struct.Struct("=IIQQQQqqqqIBBBB")
 _LITERAL = struct.Struct("=IIQQQ")
 _RANGE = struct.Struct("=IIQQ")
+_TERM = struct.Struct("=IIIIdd")
+_PIECE = struct.Struct("=IBBHQQQ")
+_FOLDED = -2
 
 
 @dataclass(slots=True)
@@ -54,13 +58,26 @@ class Batch:
         """One more move, which counts for so many bytes."""
         self.moves.append((self.number(move.src), self.number(move.dst), move))
         self.nbytes += nbytes
-        if not move.src.at_hand:
+        if isinstance(move.src, DerivedStore) and not self.is_distant(move.src):
+            for entry in move.src.recipe.inputs:
+                for fragment in entry.fragments:
+                    self.number(fragment.store)
+        if self.is_distant(move.src):
             self.distant_bytes += span_bytes(move) * (1 if isinstance(move.src, FileStore) else 4)
 
-    def packed(self, descriptors: Sequence[tuple[int, int]]) -> tuple[bytes, bytes, bytes, bytes, bytes]:
-        """The structs of `csrc/mover.h`: stores, moves, literals, ranges, and the literals' bytes."""
-        stores = b"".join(_pack_store(store, fds) for store, fds in zip(self.stores, descriptors, strict=True))
-        return stores, b"".join(_pack_move(*move) for move in self.moves), *self._packed_literals()
+    def is_distant(self, store: Store) -> bool:
+        """Whether what is wanted of it must be brought first; what engines compute while they read need not."""
+        return not store.at_hand and not (isinstance(store, DerivedStore) and store.steps)
+
+    def packed(self, descriptors: Sequence[tuple[int, int]]) -> tuple[bytes, bytes, bytes, bytes, bytes, bytes, bytes]:
+        """The structs of `csrc/mover.h`: stores, moves, literals, ranges, the literals' bytes, terms and pieces."""
+        folds = _Folds(self.numbers)
+        stores = b"".join(
+            folds.pack(store) if isinstance(store, DerivedStore) else _pack_store(store, fds)
+            for store, fds in zip(self.stores, descriptors, strict=True)
+        )
+        moves = b"".join(_pack_move(*move) for move in self.moves)
+        return stores, moves, *self._packed_literals(), b"".join(folds.terms), b"".join(folds.pieces)
 
     def _packed_literals(self) -> tuple[bytes, bytes, bytes]:
         packed, at = [], 0
@@ -71,10 +88,47 @@ class Batch:
         return b"".join(packed), ranges, b"".join(data for _, _, data in self.literals)
 
 
+class _Folds:
+    """What an engine computes while it reads: the terms of stores, and where their elements lie.
+
+    Args:
+        numbers: id of a store -> its number in the batch.
+    """
+
+    def __init__(self, numbers: Mapping[int, int]) -> None:
+        self.terms: list[bytes] = []
+        self.pieces: list[bytes] = []
+        self._numbers = numbers
+
+    def pack(self, store: DerivedStore) -> bytes:
+        """The struct of a store."""
+        first, inputs = len(self.terms), store.recipe.inputs
+        for entry, (how, a, b) in zip(inputs, store.steps, strict=True):
+            begin = len(self.pieces)
+            self.pieces += self._pieces(entry)
+            self.terms.append(_TERM.pack(how, 0, begin, len(self.pieces) - begin, a, b))
+        return _STORE.pack(_FOLDED, -1, first, len(inputs))
+
+    def _pieces(self, entry: TensorEntry) -> Iterator[bytes]:
+        dtype = entry.dtype
+        for f in entry.fragments:
+            if f.count:
+                number, swap = self._numbers[id(f.store)], dtype.swap(f.store.byteorder)
+                yield _PIECE.pack(number, dtype.number, swap, 0, f.start, f.count, f.byte_offset)
+
+
 def span_bytes(move: Move) -> int:
     """Bytes of the source from a move's first element to its last."""
     size = move.src_dtype.itemsize
     return (move.rows - 1) * move.src_pitch + (move.count - 1) * move.src_step * size + size
+
+
+def stores_of(move: Move) -> int:
+    """The most stores that a batch may have to name for a move."""
+    own = 2
+    if isinstance(move.src, DerivedStore) and move.src.steps:
+        own += sum(len(entry.fragments) for entry in move.src.recipe.inputs)
+    return min(own, MOST_STORES)
 
 
 def _pack_store(store: Store, fds: tuple[int, int]) -> bytes:
@@ -163,7 +217,7 @@ class _Cutter:
             or (batch.finished and batch.nbytes >= LEAST_BYTES)
         )
         whole = apart or len(batch.moves) >= 8 * MOST_MOVES
-        return bool(whole and is_full) or len(batch.stores) >= MOST_STORES - 1
+        return bool(whole and is_full) or len(batch.stores) + stores_of(move) > MOST_STORES
 
     def add(self, move: Move) -> None:
         """One more move; its file is finished where it is the last."""

@@ -27,6 +27,7 @@ from zckpt.engine.choice import choose
 from zckpt.engine.ordered_output import Consumer, OrderedOutput, keeps_bytes
 from zckpt.engine.output_files import create, opened
 from zckpt.engine.prefetch import localized
+from zckpt.engine.reference import Follow
 from zckpt.engine.reference import run_batch as reference_batch
 from zckpt.storage.descriptors import OpenFiles
 from zckpt.storage.fsync_queue import Syncing
@@ -307,7 +308,7 @@ class Mover:
                     progress(before + now)
 
             for batch in localized(parts, bringer.near):
-                self._do(batch, files, tick)
+                self._do(batch, files, tick, bringer.follow)
                 before += batch.nbytes
                 syncing.settle()
                 for output, store in batch.finished:
@@ -320,10 +321,11 @@ class Mover:
             bringer.check_sources()
         return before
 
-    def _do(self, batch: Batch, files: OpenFiles, progress: Callable[[int], None]) -> None:
+    def _do(self, batch: Batch, files: OpenFiles, progress: Callable[[int], None], follow: Follow) -> None:
         descriptors = [files.of(store) for store in batch.stores]
         if self.engine == "reference":
-            lost = reference_batch(batch.stores, descriptors, batch.moves, batch.literals, self._clamp, self._spend)
+            how = self._clamp, self._spend, follow
+            lost = reference_batch(batch.stores, descriptors, batch.moves, batch.literals, *how)
             progress(batch.nbytes)
         else:
             lost = self._do_native(batch, descriptors, progress)

@@ -48,7 +48,7 @@ def localized(batches: Iterable[AnyBatch], near: Callable[[AnyBatch], AnyBatch])
     ahead: Future[AnyBatch] | None = None
     try:
         for batch in batches:
-            distant = [store for store in batch.stores if not store.at_hand]
+            distant = [store for store in batch.stores if batch.is_distant(store)]
             if not distant and ahead is None:
                 yield batch
                 continue
@@ -82,7 +82,7 @@ def check_unchanged(stores: Iterable[FileStore]) -> None:
 
 def moved_near(batch: Batch, bring: Bring) -> Batch:
     """A batch of moves whose sources are at hand; errors as for `bring`."""
-    distant = [move for _, _, move in batch.moves if not move.src.at_hand]
+    distant = [move for _, _, move in batch.moves if batch.is_distant(move.src)]
     if not distant:
         return batch
     brought = iter(bring([Span(m.src, m.src_offset, m.src_offset + span_bytes(m)) for m in distant]))
@@ -93,7 +93,7 @@ def moved_near(batch: Batch, bring: Bring) -> Batch:
         near.nbytes += len(data)
     near.ranges = [(near.number(batch.stores[number]), *rest) for number, *rest in batch.ranges]  # type: ignore[misc]
     for _, _, move in batch.moves:
-        if not move.src.at_hand:
+        if batch.is_distant(move.src):
             block, begin = next(brought)
             store = memory.setdefault((id(block), move.src.byteorder), in_memory(block, move.src))
             move = move._replace(src=store, src_offset=move.src_offset - begin)

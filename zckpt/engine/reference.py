@@ -11,14 +11,18 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from zckpt.core.dtypes import BF16, F16, F32, F64, DType
-from zckpt.core.fragments import FileStore, MemoryStore, Store
+from zckpt.core.fragments import DerivedStore, FileStore, MemoryStore, Store
 from zckpt.core.plan import Move
 from zckpt.engine.elements import native, read_elements
+from zckpt.engine.prefetch import in_memory
 from zckpt.engine.rounding import MANTISSA, narrowed, ones
 from zckpt.storage.descriptors import write_all
 
 _PART = 1 << 20
 """Elements handled at once: memory stays bounded."""
+
+Follow = Callable[[DerivedStore, int, int], tuple[Any, int]]
+"""Computes bytes of a store by its recipe, as `core.recipes.followed`."""
 
 
 def run_batch(
@@ -28,8 +32,10 @@ def run_batch(
     literals: Sequence[tuple[int, int, bytes]],
     clamp: bool,
     spend: Callable[[int], None],
+    follow: Follow,
 ) -> list[tuple[int, int, float]]:
-    """Runs a batch; returns (tensor, count, largest) for casts that overflowed. `spend` is called with the bytes moved.
+    """Runs a batch; returns (tensor, count, largest) for casts that overflowed. `spend` is called with the bytes moved,
+    `follow` with elements that a recipe computes.
 
     Raises:
         CorruptError: a source ends too early.
@@ -44,9 +50,13 @@ def run_batch(
                 count = min(_PART, move.count - first)
                 source, target = move.src_dtype.itemsize, move.dst_dtype.itemsize
                 at = move.src_offset + row * move.src_pitch + first * move.src_step * source
-                data = read_elements(stores[src], descriptors[src][0], at, count, move.src_step, source)
+                store = stores[src]
+                if isinstance(store, DerivedStore):
+                    block, begin = follow(store, at, at + ((count - 1) * move.src_step + 1) * source)
+                    store, at = in_memory(block, store), at - begin
+                data = read_elements(store, descriptors[src][0], at, count, move.src_step, source)
                 spend(count * (source + target))
-                data, lost, largest = cast(data, move.src_dtype, move.dst_dtype, stores[src].byteorder, clamp)
+                data, lost, largest = cast(data, move.src_dtype, move.dst_dtype, store.byteorder, clamp)
                 if lost:
                     overflows.append((move.tensor, lost, largest))
                 to = move.dst_offset + row * move.dst_pitch + first * move.dst_step * target

@@ -126,7 +126,7 @@ def _run_native(
     bytes_per_s: int,
     progress: Callable[[int], None] | None,
 ) -> tuple[list[tuple[int, int, int, int]], list[tuple[int, Statistics]], list[tuple[int, Spread]]]:
-    stores, moves, _, ranges, _ = batch.packed(fds)
+    stores, moves, _, ranges, *_ = batch.packed(fds)
     requests = b"".join(
         _REQUEST.pack(move.start, move.pitch, how, move.dst_dtype.swap(move.dst.byteorder))
         for how, (_, _, move) in zip(batch.flags, batch.moves, strict=True)

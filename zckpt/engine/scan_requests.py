@@ -90,6 +90,10 @@ class ScanBatch(Batch):
     places: list[tuple[int, int]] = field(default_factory=list[tuple[int, int]])
     brought_bytes: int = 0
 
+    def is_distant(self, store: Store) -> bool:
+        """As in `Batch`; a scan computes nothing itself."""
+        return not store.at_hand
+
 
 def scan_batches(requests: Iterable[ScanRequest], crc_ranges: Sequence[CrcRange]) -> Iterator[ScanBatch]:
     """Requests in parts of bounded size."""
