@@ -33,7 +33,7 @@ class How(IntEnum):
     """`a` times (tensor - what was set) is added, each step rounded."""
 
 
-class Step(NamedTuple):
+class Uptake(NamedTuple):
     """How one tensor is taken up; the factors are rounded to fp32."""
 
     how: How
@@ -41,7 +41,7 @@ class Step(NamedTuple):
     b: float = 0.0
 
 
-def folded(inputs: Sequence[TensorEntry], steps: Sequence[Step], start: int, stop: int, tools: Tools) -> Floats:
+def folded(inputs: Sequence[TensorEntry], steps: Sequence[Uptake], start: int, stop: int, tools: Tools) -> Floats:
     """Elements [start, stop) of tensors that are taken up one after another, beginning with zeros.
 
     Args:
@@ -79,7 +79,7 @@ class Fold:
     inputs: tuple[TensorEntry, ...]
 
     @property
-    def steps(self) -> tuple[Step, ...]:
+    def steps(self) -> tuple[Uptake, ...]:
         """One for each input."""
         raise NotImplementedError
 

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal, NamedTuple
 from zckpt.base.errors import COPY_AGAIN, CorruptError
 
 if TYPE_CHECKING:
-    from zckpt.core.folds import Step
+    from zckpt.core.folds import Uptake
     from zckpt.core.recipes import Recipe
 
 
@@ -126,7 +126,7 @@ class DerivedStore:
     recipe: Recipe
     itemsize: int
     size: int
-    steps: tuple[Step, ...] = ()
+    steps: tuple[Uptake, ...] = ()
     byteorder: ClassVar[Literal["little", "big"]] = "little" if sys.byteorder == "little" else "big"
     at_hand: ClassVar[bool] = False
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from zckpt.core.catalog import Role, TensorEntry
 from zckpt.core.dtypes import DType
-from zckpt.core.folds import Fold, How, Step, are_at_hand, folded
+from zckpt.core.folds import Fold, How, Uptake, are_at_hand, folded
 from zckpt.core.fragments import DerivedStore, Fragment
 
 if TYPE_CHECKING:
@@ -188,9 +188,9 @@ class Mean(Fold):
     unit: int = 1
 
     @property
-    def steps(self) -> tuple[Step, ...]:
+    def steps(self) -> tuple[Uptake, ...]:
         """As above."""
-        return Step(How.SET), *(Step(How.APPROACH, number) for number in range(2, len(self.inputs) + 1))
+        return Uptake(How.SET), *(Uptake(How.APPROACH, number) for number in range(2, len(self.inputs) + 1))
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,9 +214,9 @@ class MovingAverage(Fold):
         return ("moving average", self.decay)
 
     @property
-    def steps(self) -> tuple[Step, ...]:
+    def steps(self) -> tuple[Uptake, ...]:
         """As above."""
-        return Step(How.SET), *((Step(How.BLEND, self.decay, 1 - self.decay),) * (len(self.inputs) - 1))
+        return Uptake(How.SET), *((Uptake(How.BLEND, self.decay, 1 - self.decay),) * (len(self.inputs) - 1))
 
 
 @dataclass(frozen=True, slots=True)
@@ -238,9 +238,9 @@ class WeightedSum(Fold):
         return ("weighted sum", self.weights)
 
     @property
-    def steps(self) -> tuple[Step, ...]:
+    def steps(self) -> tuple[Uptake, ...]:
         """As above."""
-        return tuple(Step(How.ADD, weight) for weight in self.weights)
+        return tuple(Uptake(How.ADD, weight) for weight in self.weights)
 
 
 @dataclass(frozen=True, slots=True)
@@ -262,9 +262,9 @@ class Moved(Fold):
         return ("moved", self.weights)
 
     @property
-    def steps(self) -> tuple[Step, ...]:
+    def steps(self) -> tuple[Uptake, ...]:
         """The base, then each difference from it."""
-        return Step(How.SET), *(Step(How.DIFFER, weight) for weight in self.weights)
+        return Uptake(How.SET), *(Uptake(How.DIFFER, weight) for weight in self.weights)
 
 
 class Interpolated:
@@ -292,7 +292,7 @@ class Interpolated:
         with self._lock:
             if self._factors is None:
                 self._factors = self._measured(tools)
-        return folded(self.inputs, tuple(Step(How.ADD, factor) for factor in self._factors), start, stop, tools)
+        return folded(self.inputs, tuple(Uptake(How.ADD, factor) for factor in self._factors), start, stop, tools)
 
     def _measured(self, tools: Tools) -> tuple[float, float]:
         """The factors of both tensors."""
