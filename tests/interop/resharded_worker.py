@@ -1,11 +1,13 @@
 """DeepSpeed itself, under transformers' Trainer and under accelerate, goes on from what zckpt made of their directories.
 
-Argument: the directory in which `trainer_worker` has trained on two ranks. Here is one rank, with twice the rows in a batch.
+Argument: the directory in which `trainer_worker` has trained on two ranks. One rank goes on with twice the rows in a batch. More
+ranks, with as many fewer, go on from each `resharded/on RANKS/stage N`, which the test has made for them.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import sys
 import warnings
 from pathlib import Path
@@ -19,7 +21,22 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import gloo
 
+RANKS = int(os.environ["WORLD_SIZE"])
 UNIVERSAL: dict[str, Any] = {"checkpoint": {"load_universal": True}}
+
+
+def grown() -> None:
+    """More ranks than the run had."""
+    warnings.simplefilter("ignore")
+    deepspeed_on_cpu.initialize()
+    here = HOME / "resharded"
+    more = {"per_device_train_batch_size": 4 // RANKS, "load_best_model_at_end": False}
+    results = {
+        path.name: train(here / f"{path.name} run on {RANKS}", ds_config(int(path.name[-1])), resume=path, **more)
+        for path in sorted((here / f"on {RANKS}").iterdir())
+    }
+    (HOME / f"grown_{RANKS}_{os.environ['RANK']}.json").write_text(json.dumps(results))
+    gloo.end()
 
 
 def main() -> None:
@@ -48,9 +65,12 @@ def main() -> None:
     results["accelerate 2, universal"] = accelerated(
         out / "none", 2, rows=4, load=out / "accelerate universal", **UNIVERSAL
     )  # fmt: skip
+    if os.environ.get("ZCKPT_PROOFS"):
+        alone = {"per_device_train_batch_size": 4, "load_best_model_at_end": False}
+        results["alone"] = train(out / "alone", ds_config(1), **alone)
     (HOME / "resharded.json").write_text(json.dumps({"notes": notes, "results": results}))
     gloo.end()
 
 
 if __name__ == "__main__":
-    main()
+    main() if RANKS == 1 else grown()

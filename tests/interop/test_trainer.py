@@ -12,6 +12,8 @@ from typing import Any
 import pytest
 from ranks import run_ranks
 
+import zckpt
+
 pytest.importorskip("deepspeed")
 
 HERE = Path(__file__).parent
@@ -126,3 +128,23 @@ def test_accelerate_goes_on_at_another_world_size(
     assert_alike([row[:2] for row in found], [row[:2] for row in results["deepspeed"]["accelerate 2"]["again"]])
     steps = 2 * 2
     assert [row[2] for row in found if len(row) == 3] == pytest.approx([5e-3 / (1 + steps + n) for n in (1, 2)])
+
+
+@pytest.mark.skipif("ZCKPT_PROOFS" not in os.environ, reason="make proofs runs it")
+@pytest.mark.parametrize(("before", "ranks"), [(2, 4), (1, 2)])
+def test_the_trainer_goes_on_with_more_ranks(
+    before: int, ranks: int, home: Path, results: dict[str, Results], resharded: dict[str, Any]
+) -> None:
+    """DeepSpeed under transformers' Trainer, from a save of fewer ranks, at every stage: the losses of the run that went on."""
+    source = home / "deepspeed" / "stage 2" if before == 2 else home / "resharded" / "alone"
+    for stage in (1, 2, 3):
+        out = home / "resharded" / f"on {ranks}" / f"stage {stage}"
+        zckpt.reshard(source / "checkpoint-2", out, world_size=ranks, stage=stage)
+        assert {f"rng_state_{rank}.pth" for rank in range(before)} >= {path.name for path in out.glob("rng_state*")}
+    run_ranks(ranks, home, HERE / "resharded_worker.py", HF_HUB_OFFLINE="1")
+    found = json.loads((home / f"grown_{ranks}_0.json").read_text())
+    whole = results["deepspeed"]["stage 2"] if before == 2 else resharded["results"]["alone"]
+    assert len(found) == 3
+    for name, one in found.items():
+        assert one["steps"] == 4, name
+        assert_alike(one["history"], whole["history"])

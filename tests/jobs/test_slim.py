@@ -25,7 +25,7 @@ CASES = [
     ("moe/tensor_w4", ("optimizer",)), ("pipeline/zero1_pp2_tp2_dp2", ("optimizer",)), ("autoep/folded_w4", ("optimizer",)),
     ("ranks/fsdp2_w2", ("optimizer",)),
     ("optimizers/oss_ranks_w3", ("optimizer",)), ("trainers/lightning_w1", ("optimizer",)),
-    ("fairscale/fairseq_w3", ("optimizer",)),
+    ("fairscale/fairseq_w3", ("optimizer",)), ("dcp/fsdp2_flat_w4", ("optimizer",)), ("dcp/accelerate_fsdp2_w2", ("optimizer",)),
 ]  # fmt: skip
 
 
@@ -61,6 +61,34 @@ def test_the_weights_are_the_same(name: str, drop: tuple[str, ...], tmp_path: Pa
     assert all(same_bits(a[n], b[n]) for n in b) and b.keys() == {n for n in a if n in kept}
 
 
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@pytest.mark.parametrize("name", ["fsdp2_nested_w2", "fsdp2_tp_w4", "hsdp_w4"])
+def test_torch_loads_what_remains_of_its_own_saves(name: str, tmp_path: Path) -> None:
+    """Every item but the optimizer's, tensors and pickled objects, by torch.distributed.checkpoint itself."""
+    checkpoint, out = FIXTURES / "dcp" / name / "checkpoint", tmp_path / "out"
+    slim(checkpoint, out, "optimizer")
+    before, after = loaded(checkpoint), loaded(out)
+    gone = before.keys() - after.keys()
+    assert gone == {key for key in before if ".state." in key or "param_groups" in key} and gone
+    assert after.keys() <= before.keys() and any(key.startswith("model.") for key in after)
+    for key, value in after.items():
+        same = same_bits(value, before[key]) if isinstance(value, torch.Tensor) else value == before[key]
+        assert same, key
+
+
+def loaded(place: Path) -> dict[str, object]:
+    from torch.distributed.checkpoint import FileSystemReader, load
+    from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+    items = FileSystemReader(place).read_metadata().state_dict_metadata
+    found: dict[str, object] = {
+        name: torch.empty(item.size, dtype=item.properties.dtype) if isinstance(item, TensorStorageMetadata) else b""
+        for name, item in items.items()
+    }
+    load(found, checkpoint_id=place, no_dist=True)
+    return found
+
+
 def test_what_cannot_be_left_out(tmp_path: Path) -> None:
     out = tmp_path / "out"
     for name, drop, kind in (
@@ -73,7 +101,9 @@ def test_what_cannot_be_left_out(tmp_path: Path) -> None:
         ("pipeline/zero1_pp2_dp2", ("module-weights",), UnsupportedError),
         ("moe/zero1_w4", ("frozen",), UnsupportedError),
         ("ranks/fsdp2_w2", ("frozen",), UnsupportedError),
-        ("dcp/fsdp2_nested_w2", ("optimizer",), UnsupportedError),
+        ("dcp/fsdp2_nested_w2", ("frozen",), UnsupportedError),
+        ("dcp/fsdp2_nested_w2", (), UsageError),
+        ("dcp/huggingface_w2", ("optimizer",), UnsupportedError),
         ("nvme/bf16_w2", ("optimizer",), UnsupportedError),
         ("mcore/moe_ep2", ("optimizer",), UnsupportedError),
         ("megatron_legacy/hf_llama_tp2", ("optimizer",), UnsupportedError),

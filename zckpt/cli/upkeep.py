@@ -143,7 +143,9 @@ def slim(
 def _loaded(out: str, stage: int | None, dropped: tuple[str, ...]) -> Callable[[set[str]], str]:
     """How the smaller save is loaded, as a line."""
     if stage is None:
-        return lambda files: f"load the weights as before, from {out}"
+        by_items = f"load it with torch.distributed.checkpoint.load into a state dict without the optimizer, from {out}"
+        others = f"load the weights as before, from {out}"
+        return lambda files: by_items if any(name.endswith(".metadata") for name in files) else others
     options = ["load_optimizer_states=False"] if "optimizer" in dropped else []
     options += ["load_module_strict=False"] if {"module-weights", "frozen"} & {*dropped} else []
     then = ", then engine.optimizer.update_lp_params()" if "module-weights" in dropped else ""

@@ -22,8 +22,7 @@ from zckpt.base.words import count, examples, joined, size
 from zckpt.containers import Container, TensorRef, TensorSpec
 from zckpt.containers.storages import placeholders_in, tensors_in, waste_of
 from zckpt.core.catalog import Catalog, TensorEntry
-from zckpt.core.dtypes import U8
-from zckpt.core.fragments import FileStore, Fragment
+from zckpt.core.fragments import FileStore
 from zckpt.core.plan import OutputFile, Plan, literal_file
 from zckpt.engine.batches import progress_after
 from zckpt.engine.independent import differences
@@ -31,17 +30,25 @@ from zckpt.jobs.open import Opened, open_catalog
 from zckpt.jobs.options import SlimOptions
 from zckpt.jobs.planned import Planned, Report, protected
 from zckpt.jobs.planned import execute as written
-from zckpt.layouts import family_of
+from zckpt.jobs.slim_items import fewer_items
+from zckpt.layouts import family_of, megatron_core, universal
 from zckpt.layouts.save.companions import companions
 from zckpt.layouts.save.listing import EXPERT_NAME, SWAPPED, Listing
 from zckpt.layouts.save.module_states import whole
-from zckpt.layouts.zero.torch_files import Pair, TorchFile
+from zckpt.layouts.zero.torch_files import Pair, TorchFile, copied
 from zckpt.output.checks import check_path
 from zckpt.output.order import Order
 from zckpt.output.signature import signing_of
 from zckpt.storage.location import locate
 
 _MOST_DEPTH = 40
+_INSTEAD = {
+    megatron_core.FAMILY.name: "Run zckpt to-mcore, which writes the weights alone for Megatron-Core (--no-load-optim), or "
+    "zckpt to-dcp, which writes them for torch.distributed.checkpoint.",
+    universal.FAMILY.name: "Keep it whole: DeepSpeed reads each parameter's states beside its weight, and stops where there are "
+    "none. For the weights alone run zckpt to-fp32 or to-bf16.",
+}
+"""What to do with layouts that cannot be made smaller."""
 _Place = tuple[str, int, int]
 """File, byte offset of the first element, byte offset behind the last."""
 
@@ -94,7 +101,7 @@ def prepare(checkpoint: str | os.PathLike[str], out: str | os.PathLike[str], opt
     """Everything but the work. Writes nothing.
 
     Args:
-        checkpoint: of DeepSpeed, rank files of FSDP, or torch files of weights.
+        checkpoint: of DeepSpeed, torch.distributed.checkpoint, rank files of FSDP, or torch files of weights.
         out: the directory for the new one.
         options: what is to be left out.
 
@@ -107,23 +114,29 @@ def prepare(checkpoint: str | os.PathLike[str], out: str | os.PathLike[str], opt
     opened = open_catalog(source, options)
     check_path(place, single=False, overwrite=options.overwrite, protected=protected(opened, source))
     listing = opened.place.listing
-    containers = _containers(opened, options)
     cut = _Cut("optimizer" in options.drop, "frozen" in options.drop)
-    equal = _chosen(opened.catalog, listing, containers, cut, options)
-    left_out = _optimizer_files(listing) if cut.optimizer else set()
     prefix = f"{listing.tag}/" if listing.tag and family_of(listing).tagged else ""
     files: list[tuple[OutputFile, FileStore]] = []
     pairs: list[Pair] = []
-    for name, file in listing.files.items():
-        if name in left_out:
-            cut.count("optimizer", file.size())
-            continue
-        made = _written(prefix + name, containers[name], cut) if name in containers else None
-        made_file, filled = made or _copied(prefix + name, file.store())
-        files.append(made_file)
-        pairs += filled
-    _check_dropped(opened, options, cut, left_out)
+    equal: list[tuple[TensorEntry, TensorEntry]] = []
+    left_out: set[str] = set()
     before = sum(file.size() for file in listing.files.values())
+    if (fewer := fewer_items(opened, options)) is not None:
+        files, pairs, before = fewer.files, [*fewer.pairs], fewer.nbytes
+        cut.bytes.update(fewer.dropped)
+    else:
+        containers = _containers(opened, options)
+        equal = _chosen(opened.catalog, listing, containers, cut, options)
+        left_out = _optimizer_files(listing) if cut.optimizer else set()
+        for name, file in listing.files.items():
+            if name in left_out:
+                cut.count("optimizer", file.size())
+                continue
+            made = _written(prefix + name, containers[name], cut) if name in containers else None
+            made_file, filled = made or copied(prefix + name, file.store())
+            files.append(made_file)
+            pairs += filled
+    _check_dropped(opened, options, cut, left_out)
     saved = before - sum(file.size for file, _ in files)
     if saved <= 0 and not cut.bytes:
         raise UsageError(
@@ -185,13 +198,11 @@ def _containers(opened: Opened, options: SlimOptions) -> dict[str, Container]:
     """
     listing = opened.place.listing
     family = family_of(listing)
-    remedy = "Leave these weights as they are, or write others: zckpt to-bf16."
-    if family.records is not None:
-        remedy = "Run zckpt to-dcp, which writes the weights alone unless --optimizer is given."
     if family.records is not None or family.directory or family.directories is not None:
         raise UnsupportedError(
             "slim cannot write this layout", file=listing.directory, found=family.name,
-            expected="a save of DeepSpeed, rank files, or torch files of weights", remedy=remedy,
+            expected="a save of DeepSpeed, of torch.distributed.checkpoint, rank files, or torch files of weights",
+            remedy=_INSTEAD.get(family.name, "Leave these weights as they are, or write others: zckpt to-bf16."),
         )  # fmt: skip
     if swapped := [name for name in listing.files if name.startswith(f"{SWAPPED}/")]:
         raise UnsupportedError(
@@ -348,17 +359,6 @@ def _written(path: str, container: Container, cut: _Cut) -> tuple[tuple[OutputFi
         return None
     file = _SlimFile(path, cut.same)
     return file.finish(file.adopt(root))
-
-
-def _copied(path: str, store: FileStore) -> tuple[tuple[OutputFile, FileStore], list[Pair]]:
-    """A file as it is."""
-    made = FileStore(path, store.size)
-    if not store.size:
-        return (OutputFile(path, 0), made), []
-    pair = tuple(
-        TensorEntry(path, (store.size,), U8, "buffer", (Fragment(each, 0, 0, store.size),)) for each in (store, made)
-    )
-    return (OutputFile(path, store.size), made), [(pair[0], pair[1])]
 
 
 def _without(value: object, cut: _Cut, depth: int) -> object:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from zckpt.containers import Placeholder, TensorSpec, torch_zip
@@ -139,7 +139,7 @@ class DcpWriter:
             for file in self._files
             for store in (stores[file.path],)
         ]
-        files.append(literal_file(f"{self.directory}.metadata", self._metadata()))
+        files.append(literal_file(f"{self.directory}.metadata", metadata_file(self._items, self._paths)))
         pairs: list[tuple[TensorEntry, TensorEntry]] = []
         for laid in self._tensors:
             fragments = tuple(Fragment(stores[file.path], at, start, count) for file, at, start, count in laid.runs)
@@ -147,32 +147,41 @@ class DcpWriter:
             pairs.append((entry, replace(entry, dtype=laid.dtype, fragments=fragments, replicas=())))
         return files, pairs
 
-    def _metadata(self) -> bytes:
-        """The pickle of torch's own `Metadata`, as torch pickles it."""
-        described: dict[str, object] = {}
-        stored: dict[object, object] = {}
-        for name, item in self._items.items():
-            if isinstance(item, ItemPlace):
-                described[name] = _made("BytesStorageMetadata", None)
-                stored[_index(name, None)] = _info(item)
-                continue
-            dtype, shape, chunks = item
-            described[name] = _made(
-                "TensorStorageMetadata",
-                {
-                    "properties": _made("TensorProperties", (dtype, _STRIDED, False, _CONTIGUOUS, False)),
-                    "size": Size(shape),
-                    "chunks": [
-                        _made("ChunkStorageMetadata", {"offsets": Size(c.offsets), "sizes": Size(c.sizes)})
-                        for c in chunks
-                    ],
-                },
-            )
-            for chunk in chunks:
-                assert isinstance(chunk.place, ItemPlace)
-                stored[_index(name, chunk.offsets)] = _info(chunk.place)
-        root = {"state_dict_metadata": described, "planner_data": dict(self._paths), "storage_data": stored}
-        return emit(_made("Metadata", {**root, "storage_meta": None, "version": "1.0.0"}), {})
+
+Described = tuple[DType, Shape, tuple[DcpChunk, ...]] | ItemPlace
+"""A tensor's dtype, shape and chunks; or the place of a pickled object."""
+
+
+def metadata_file(items: Mapping[str, Described], paths: Mapping[str, Path]) -> bytes:
+    """The pickle of torch's own `Metadata`, as torch pickles it.
+
+    Args:
+        items: what is in the save, by name.
+        paths: name -> path in the state dict; empty for a save that has no paths.
+    """
+    described: dict[str, object] = {}
+    stored: dict[object, object] = {}
+    for name, item in items.items():
+        if isinstance(item, ItemPlace):
+            described[name] = _made("BytesStorageMetadata", None)
+            stored[_index(name, None)] = _info(item)
+            continue
+        dtype, shape, chunks = item
+        described[name] = _made(
+            "TensorStorageMetadata",
+            {
+                "properties": _made("TensorProperties", (dtype, _STRIDED, False, _CONTIGUOUS, False)),
+                "size": Size(shape),
+                "chunks": [
+                    _made("ChunkStorageMetadata", {"offsets": Size(c.offsets), "sizes": Size(c.sizes)}) for c in chunks
+                ],
+            },
+        )
+        for chunk in chunks:
+            assert isinstance(chunk.place, ItemPlace)
+            stored[_index(name, chunk.offsets)] = _info(chunk.place)
+    root = {"state_dict_metadata": described, "planner_data": dict(paths), "storage_data": stored}
+    return emit(_made("Metadata", {**root, "storage_meta": None, "version": "1.0.0"}), {})
 
 
 def cut(shape: Shape, itemsize: int, chunk_bytes: int) -> Iterator[tuple[Shape, Shape]]:

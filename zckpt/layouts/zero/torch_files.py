@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from zckpt.base.errors import UnsupportedError
 from zckpt.containers import NumpyArray, Placeholder, TensorRef, TensorSpec, torch_zip
 from zckpt.core.catalog import TensorEntry, TensorPart
-from zckpt.core.dtypes import DType
+from zckpt.core.dtypes import U8, DType
 from zckpt.core.fragments import FileStore, Fragment
 from zckpt.core.plan import OutputFile
 from zckpt.layouts.save.module_states import whole
@@ -159,3 +159,14 @@ class TorchFile:
                     target = TensorPart(source.name, source.shape, spec.dtype, (Fragment(store, 0, start, count),))
                     pairs.append((source, target))
         return (OutputFile(self.path, 0), store), pairs
+
+
+def copied(path: str, store: FileStore) -> tuple[tuple[OutputFile, FileStore], list[Pair]]:
+    """A file that is to be what another one is."""
+    made = FileStore(path, store.size)
+    if not store.size:
+        return (OutputFile(path, 0), made), []
+    pair = tuple(
+        TensorEntry(path, (store.size,), U8, "buffer", (Fragment(each, 0, 0, store.size),)) for each in (store, made)
+    )
+    return (OutputFile(path, store.size), made), [(pair[0], pair[1])]
