@@ -45,8 +45,8 @@ _MOST_DEPTH = 40
 _INSTEAD = {
     megatron_core.FAMILY.name: "Run zckpt to-mcore, which writes the weights alone for Megatron-Core (--no-load-optim), or "
     "zckpt to-dcp, which writes them for torch.distributed.checkpoint.",
-    universal.FAMILY.name: "Keep it whole: DeepSpeed reads each parameter's states beside its weight, and stops where there are "
-    "none. For the weights alone run zckpt to-fp32 or to-bf16.",
+    universal.FAMILY.name: "Keep it whole: it is there to carry an optimizer's states to another run. For a save without them "
+    "run zckpt slim on the save that it was made of; for the weights alone run zckpt to-fp32.",
 }
 """What to do with layouts that cannot be made smaller."""
 _Place = tuple[str, int, int]
