@@ -9,6 +9,7 @@
 //     too short to be read one by one, go through a small staging buffer that stays in the processor's cache.
 //     A matrix that is transposed is turned in tiles that fit the cache: its rows are read in their order, in strips as wide as
 //     the window has columns.
+//     Sources may be folded from several others (fold.cpp); the disk then reads for a thread's next window while it is at this one.
 //  3. CRCs of element ranges are taken while the buffer is warm; they are partial, and joined by the caller.
 //  4. One positional write: direct I/O where there is enough of the window and the file system allows it (no page cache to fill
 //     and flush later), otherwise plain. Parts of blocks at its ends always go the plain way, and so does the rest of a file

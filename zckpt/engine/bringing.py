@@ -24,7 +24,7 @@ from zckpt.engine.kernels import kernels_of
 from zckpt.engine.prefetch import Span, check_unchanged, moved_near
 from zckpt.engine.reference import run_batch as reference_batch
 from zckpt.storage import fsspec_io
-from zckpt.storage.descriptors import OpenFiles
+from zckpt.storage.descriptors import OpenFiles, will_need
 
 if TYPE_CHECKING:
     from zckpt.core.recipes import Array, Floats
@@ -38,6 +38,8 @@ except ImportError:  # pragma: no cover - depends on the build
 _MOST_FILES = 64
 """Sources that each thread keeps open."""
 _WINDOW = 1 << 20
+_LEAST_AHEAD = 2 << 20
+"""What is read in smaller parts, the system reads ahead well enough."""
 
 
 class Bringer:
@@ -140,6 +142,7 @@ class _Worker:
             return array
         memory = MemoryStore(int(array.ctypes.data), array.nbytes, array)
         if (batch := _direct(entry, start, stop, memory, dtype)) is not None:
+            self._read_ahead(entry, start, stop)
             self._run(batch, entry, dtype)
             return array
         to = TensorPart(entry.name, entry.shape, dtype, (Fragment(memory, 0, start, stop - start),))
@@ -164,6 +167,17 @@ class _Worker:
     def _bring(self, spans: Sequence[Span]) -> Sequence[tuple[Any, int]]:
         self.fetched |= {span.store.path: span.store for span in spans if isinstance(span.store, FileStore)}
         return _brought(spans, lambda derived: [self.follow(span) for span in derived])
+
+    def _read_ahead(self, entry: TensorEntry, start: int, stop: int) -> None:
+        """Lets the disk read what will be wanted soon: of a tensor that is read part by part, that after the next part."""
+        size, first = entry.dtype.itemsize, start + 2 * (stop - start) if start else start
+        last = stop + 2 * (stop - start)
+        if (stop - start) * size < _LEAST_AHEAD or first >= entry.numel:
+            return
+        for f in touching(entry.fragments, first, last, flat=True):
+            if isinstance(f.store, FileStore) and f.store.at_hand:
+                low, high = max(first, f.start), min(last, f.start + f.count)
+                will_need(self.files.of(f.store)[0], f.byte_offset + (low - f.start) * size, (high - low) * size)
 
     def _run(self, batch: Batch, entry: TensorEntry, dtype: DType) -> None:
         descriptors = [self.files.of(store) for store in batch.stores]

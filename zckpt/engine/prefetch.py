@@ -2,7 +2,8 @@
 
 A batch names a bounded number of such bytes (`batches.MOST_DISTANT_BYTES`). While the engine works on one, the next is
 brought, so two of them are in memory, whatever the size of the checkpoint. `bringing` does it: it fetches ranges of files on
-other machines, and computes elements that nobody has yet. Sources at hand stay as they are.
+other machines, and computes elements that nobody has yet. Sources at hand stay as they are, and so do those that an engine
+computes while it reads (`core.folds`).
 """
 
 from __future__ import annotations
