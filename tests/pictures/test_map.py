@@ -100,6 +100,10 @@ def test_bars_are_as_long_as_files_are_large() -> None:
     assert [group.title for group in found.grid.groups][:4] == [
         f"Pipeline stage {stage} · tensor rank {rank}" for stage in (0, 1) for rank in (0, 1)
     ]
+    starts = {
+        kind: {cell["x"] for cell, file in cells if file.kind == kind} for kind in ("model", "optimizer", "layer")
+    }
+    assert [len(own) for own in starts.values()] == [1, 1, 1] and min(starts["optimizer"]) > min(starts["model"]) + 100
     for number, line in enumerate(made["lines"]):
         assert script(f"map.lineAt(map.geometry(data.sides[0], 1000), {line['y'] + 1})") == number
 
@@ -192,6 +196,13 @@ def test_what_is_missing_or_of_another_save_is_said(tmp_path: Path) -> None:
     assert Script(data_of(found))("map.geometry(data.sides[0], 800).lines.length") > 12
     facts = check("map", json.dumps({**found.as_json(), "html": None}))
     assert facts["complete"]["ok"] is False and "roles" not in facts  # type: ignore[index]
+
+
+def test_what_cannot_be_read_is_said_with_its_reason() -> None:
+    found = checkpoint_map(of("tensor/plain_tp2"))
+    page = map_page(found)
+    assert not found.grid.wrong and "The weights cannot be read" in page and "--tp-rules" in page
+    assert "What is wrong" not in page
 
 
 def hostile_weights(path: Path) -> Path:

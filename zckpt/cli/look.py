@@ -107,7 +107,7 @@ def _picture(inspection: Inspection, width: int) -> list[Line]:
     from zckpt.pictures.rows import file_grid
     from zckpt.pictures.terminal import picture
 
-    return [[], *picture(file_grid(inspection), width, lead="  ")] if inspection.grid else []
+    return [[], *picture(file_grid(inspection, ranks_only=True), width, lead="  ")] if inspection.grid else []
 
 
 def _states(ckpt: str, source: o.SourceOptions) -> NamedStates:

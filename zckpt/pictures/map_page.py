@@ -141,7 +141,9 @@ def summary(found: CheckpointMap) -> str:
     there = [file for file in found.grid.files if file.nbytes]
     files = f"{count(len(there), 'file')} of {size(found.grid.nbytes)}"
     if catalog is None:
-        return f"{files}. What tensors they hold cannot be known while files are missing or damaged."
+        if found.grid.wrong:
+            return f"{files}. What tensors they hold cannot be known while files are missing or damaged."
+        return f"{files}. What tensors they hold cannot be said: see the reason."
     numel = sum(entry.numel for entry in found.tensors if entry.role != "buffer")
     topology = catalog.topology
     ranks = topology.dp * topology.tp * topology.pp
@@ -154,8 +156,9 @@ def summary(found: CheckpointMap) -> str:
 
 def _verdicts(found: CheckpointMap) -> Iterator[str]:
     inspection = found.inspection
+    unreadable = "are not complete" if found.grid.wrong else "cannot be read"
     pairs = (
-        ("All weights are here", "The weights are not complete", inspection.exportable),
+        ("All weights are here", f"The weights {unreadable}", inspection.exportable),
         ("Training can resume", "Training cannot resume", inspection.resumable),
     )
     yield '<ul class="verdicts">'

@@ -22,6 +22,11 @@ _AXES = {"mp": "tensor rank", "tp": "tensor rank", "pp": "stage", "ep": "expert 
 _MOST_COLUMNS = 3
 
 
+def shown_kind(kind: str) -> str:
+    """A kind of file as it is shown."""
+    return KINDS.get(kind, kind.rstrip("_"))
+
+
 @dataclass(slots=True)
 class MappedFile:
     """A file.
@@ -112,8 +117,13 @@ class _Collected:
             self.groups.append(RowGroup(title, tuple(columns), found))
 
 
-def file_grid(inspection: Inspection) -> FileGrid:
-    """The files that an inspection found, and those that it missed."""
+def file_grid(inspection: Inspection, *, ranks_only: bool = False) -> FileGrid:
+    """The files that an inspection found, and those that it missed.
+
+    Args:
+        inspection: of the save.
+        ranks_only: leave out files that are no rank's, each of which has to be asked for its size.
+    """
     listing, catalog = inspection.place.listing, inspection.catalog
     topology = None if catalog is None else catalog.topology
     found = _Collected()
@@ -121,9 +131,12 @@ def file_grid(inspection: Inspection) -> FileGrid:
     def numbered(cell: Cell, kind: str, missing: str) -> int:
         path = str(listing.files[cell.file]) if cell.file else ""
         name = cell.file or missing
-        return found.add(MappedFile(name, KINDS.get(kind, kind), cell.nbytes, 0, cell.state, cell.reason), path)
+        return found.add(MappedFile(name, shown_kind(kind), cell.nbytes, 0, cell.state, cell.reason), path)
 
     _rank_rows(found, inspection.grid, topology, numbered)
+    if ranks_only:
+        _expect(found.files)
+        return FileGrid(found.files, tuple(found.groups), found.numbers)
     for kind, others in itertools.groupby(other_files(listing), key=lambda file: file.kind.partition(" ")[0]):
         named = [(_place(file.axes), file.name) for file in others]
         labels = [label for label, _ in named]
@@ -156,13 +169,11 @@ def _rank_rows(
             label = f"{'data ' if len(grid) > 1 else ''}rank {rank}"
             named = f"{label}, {title[:1].lower()}{title[1:]}" if len(grid) > 1 else label
             held = [
-                None
-                if cells.get(kind) is None
-                else numbered(cells[kind], kind, f"{KINDS.get(kind, kind)} file of {named}")
+                None if cells.get(kind) is None else numbered(cells[kind], kind, f"{shown_kind(kind)} file of {named}")
                 for kind in (columns or cells)
             ]
             made.append(FileRow(label, tuple(held)))
-        found.group(title, [KINDS.get(kind, kind) for kind in columns], made)
+        found.group(title, [shown_kind(kind) for kind in columns], made)
 
 
 def model_part(mp_rank: int, place: Mapping[str, int], topology: Topology | None) -> str:
