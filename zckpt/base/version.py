@@ -1,3 +1,3 @@
 """zckpt's version, for all that write it into files."""
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"

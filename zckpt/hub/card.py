@@ -6,8 +6,8 @@ For `transfer`. Made with huggingface_hub's own classes, from facts of the check
 from __future__ import annotations
 
 from collections.abc import Iterator
-from importlib.metadata import version
 
+from zckpt.base.version import __version__
 from zckpt.hub.cargo import Cargo
 
 
@@ -71,7 +71,7 @@ def _lines(cargo: Cargo, repo_id: str, base_model: str | None) -> Iterator[str]:
         yield f"- training step: {source.global_steps:,}"
     kept = "every tensor in its own dtype"
     dtypes = f"floating parameters as {cargo.dtype}, rounded to nearest even" if cargo.dtype else kept
-    yield f"- conversion: [zckpt](https://pypi.org/project/zckpt/) {version('zckpt')}; {dtypes}"
+    yield f"- conversion: [zckpt](https://pypi.org/project/zckpt/) {__version__}; {dtypes}"
 
 
 def _checkpoint(cargo: Cargo) -> Iterator[str]:

@@ -13,10 +13,10 @@ import logging
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from importlib.metadata import version
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from zckpt.base.errors import AccessError, RemoteError, UsageError
+from zckpt.base.version import __version__
 from zckpt.hub.operations import SentFile, Watched
 from zckpt.hub.patience import RETRY, Passing, answer, patiently, status
 from zckpt.hub.target import Committed, Page, PageFile, PageTarget
@@ -46,7 +46,7 @@ class Hub:
         self.endpoint = (endpoint or constants.ENDPOINT).rstrip("/")
         self.tell = tell
         self.api = huggingface_hub.HfApi(
-            endpoint=self.endpoint, token=self.token or False, library_name="zckpt", library_version=version("zckpt")
+            endpoint=self.endpoint, token=self.token or False, library_name="zckpt", library_version=__version__
         )
         self._xet: dict[str, bool] = {}
         self._asking = threading.Lock()
