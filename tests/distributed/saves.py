@@ -24,7 +24,7 @@ from torch import nn
 from zckpt import runtime
 from zckpt.base.errors import InconsistentError, OutputError, UnsupportedError, UsageError, ZckptError
 from zckpt.jobs.open import open_catalog
-from zckpt.runtime.checkpoints import exchange, saving
+from zckpt.runtime.checkpoints import exchange, rounds, saving
 from zckpt.runtime.checkpoints import state as run_state
 from zckpt.team import meeting
 
@@ -491,12 +491,12 @@ def a_rank_that_fails_alone() -> dict[str, Any]:
     where = home() / "alone"
     model = nn.Sequential(*(nn.Linear(500, 500, bias=False) for _ in range(4)))
     settings = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 2}, "optimizer": ADAMW, **BF16}
-    budget, exchange.BUDGET_BYTES = exchange.BUDGET_BYTES, 1 << 20  # several rounds
+    limit, rounds.LIMIT_BYTES = rounds.LIMIT_BYTES, 1 << 17  # several rounds
     whole = exchange.Exchange.bytes_of
 
-    def too_much(self: exchange.Exchange, piece: exchange.MovePart) -> torch.Tensor:
+    def too_much(self: exchange.Exchange, request: exchange.Request) -> torch.Tensor:
         torch.empty(1 << 50, dtype=torch.uint8)
-        return whole(self, piece)
+        return whole(self, request)
 
     out: dict[str, Any] = {}
     for kind in ("foreground", "background"):
@@ -515,7 +515,7 @@ def a_rank_that_fails_alone() -> dict[str, Any]:
                 exchange.Exchange.bytes_of = whole
         dist.barrier()
         out[f"{kind} left"] = sorted(path.name for path in (where / kind).iterdir())
-    exchange.BUDGET_BYTES = budget
+    rounds.LIMIT_BYTES = limit
     return out
 
 

@@ -52,12 +52,10 @@ class TorchFile:
 
     Args:
         path: relative to the output directory.
-        sketch: whether only the elements and their order are needed, and not the file.
     """
 
-    def __init__(self, path: str, *, sketch: bool = False) -> None:
+    def __init__(self, path: str) -> None:
         self.path = path
-        self.sketch = sketch
         self._specs: list[TensorSpec] = []
         self._fillings: dict[str, list[Filling]] = {}
         self._data: dict[str, bytes] = {}
@@ -85,8 +83,6 @@ class TorchFile:
         Raises:
             UnsupportedError: it contains itself.
         """
-        if self.sketch:
-            return {} if isinstance(value, Mapping) else None
         return self._adopt(value, set())
 
     def _adopt(self, value: Any, above: set[int]) -> Any:
@@ -126,8 +122,6 @@ class TorchFile:
 
     def finish(self, root: object) -> tuple[tuple[OutputFile, FileStore], list[Pair]]:
         """The file, and the pairs that fill it, in the order of its bytes."""
-        if self.sketch:
-            return self._sketched()
         skeleton = torch_zip.skeleton_of(root, self._specs)
         store = FileStore(self.path, skeleton.size)
         pairs: list[Pair] = []
@@ -149,16 +143,6 @@ class TorchFile:
                 literals.append((offset + filled * itemsize, bytes((spec.numel - filled) * itemsize)))
         output = OutputFile(self.path, skeleton.size, tuple(literals), skeleton.checksums)
         return (output, store), pairs
-
-    def _sketched(self) -> tuple[tuple[OutputFile, FileStore], list[Pair]]:
-        store = FileStore(self.path, 1 << 62)
-        pairs: list[Pair] = []
-        for spec in self._specs:
-            for source, start, count, _ in self._fillings.get(spec.name, ()):
-                if count:
-                    target = TensorPart(source.name, source.shape, spec.dtype, (Fragment(store, 0, start, count),))
-                    pairs.append((source, target))
-        return (OutputFile(self.path, 0), store), pairs
 
 
 def copied(path: str, store: FileStore) -> tuple[tuple[OutputFile, FileStore], list[Pair]]:

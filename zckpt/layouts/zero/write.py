@@ -108,14 +108,6 @@ def lay_out_rank(catalog: Catalog, training: Training, target: ZeroTarget, rank:
     return _files(_writer(catalog, training, target), rank)
 
 
-def sketch(catalog: Catalog, training: Training, target: ZeroTarget) -> Iterator[Sequence[Pair]]:
-    """The elements of each rank's files in their order, without their places; otherwise as `lay_out`."""
-    writer = _writer(catalog, training, target)
-    writer.sketch = True
-    for rank in range(target.world_size):
-        yield _files(writer, rank).pairs
-
-
 def lay_out_model(catalog: Catalog, training: Training, target: ZeroTarget) -> Laid:
     """The model file alone, of stages 1 and 2; otherwise as `lay_out`."""
     file, pairs = _Stage12(catalog, training, target).model_file()
@@ -142,8 +134,6 @@ def _files(writer: _Stage12 | _Stage3, rank: int) -> Laid:
 class _ZeroWriter:
     """The common part of all stages: the model file, and the values around the vectors in the optimizer files."""
 
-    sketch = False
-
     def __init__(self, catalog: Catalog, training: Training, target: ZeroTarget) -> None:
         self.catalog = catalog
         self.training = training
@@ -159,7 +149,7 @@ class _ZeroWriter:
 
     def file(self, path: str) -> TorchFile:
         """A file that is being laid out."""
-        return TorchFile(path, sketch=self.sketch)
+        return TorchFile(path)
 
     def listed(self) -> list[Sequence[str]]:
         """The parameters as in `param_shapes`: grouped by flat vectors."""

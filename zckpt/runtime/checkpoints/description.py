@@ -64,7 +64,7 @@ def signature(state: RunState) -> Hashable:
 
 
 def tensors_of(state: RunState) -> dict[Hashable, torch.Tensor]:
-    """What this rank holds, as vectors, by the keys of a description."""
+    """What this rank holds, as vectors, by the keys of a description, in the same order on every rank."""
     found: dict[Hashable, torch.Tensor] = {}
     for part in state.parts:
         found[part.name, ""] = part.weight.detach().reshape(-1)
@@ -193,16 +193,12 @@ def _entry(parameter: ShardedParameter, size: int, dtype: DType, role: Role, kin
 
 
 def _fragments(parameter: ShardedParameter, size: int, dtype: DType, kind: str = "") -> tuple[Fragment, ...]:
-    """Which of `size` ranks holds which elements."""
-    whole = parameter.replicated or size == 1
-    found = []
-    for rank in (EVERY,) if whole else range(size):
-        start, count = (0, parameter.shape.numel()) if whole else elements_of(parameter.shape, size, rank)
-        if count or whole:
-            title = f"{parameter.name} {kind} of rank {rank}"
-            store = RankStore(title, count * dtype.itemsize, rank=rank, key=(parameter.name, kind))
-            found.append(Fragment(store, 0, start, count))
-    return tuple(found)
+    """All elements, in the store that stands for what `size` ranks hold."""
+    numel = parameter.shape.numel()
+    step = 0 if parameter.replicated or size == 1 else elements_of(parameter.shape, size, 0)[1]
+    title = f"{parameter.name} {kind}".rstrip()
+    store = RankStore(title, numel * dtype.itemsize, rank=EVERY, step=step, key=(parameter.name, kind))
+    return (Fragment(store, 0, 0, numel),)
 
 
 def _number(value: float) -> Inline:

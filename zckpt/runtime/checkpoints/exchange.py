@@ -1,68 +1,84 @@
-"""Elements on their way from the ranks that hold them to the ranks that want them, in rounds of bounded size.
+"""Elements on their way from the ranks that hold them to the ranks that want them: who has what, and in which rounds it travels.
 
-For saving, and for loading from several nodes' disks. Every rank knows what every rank holds and what every rank wants, so
-each computes the same rounds without asking.
+For saving, and for loading from several nodes' disks; `rounds` carries them. A rank computes the places of what it wants itself,
+and nobody else's: it asks the holders for the elements, round by round. So what it has to do and to remember does not grow with
+the number of ranks.
 [Note: rounds]
-What a rank wants is taken in the order of its files' bytes. What comes from the rank's own host memory goes straight from
-there; everything else is *staged*: it comes over the process group into a buffer. A round is a run of what is wanted of which
-at most `limit` bytes are staged. In round k every rank sends every other what its k-th round needs, all in one all-to-all, and
-the engine writes them while round k + 1 is on its way. Two buffers for receiving and two for sending, of `limit` bytes per rank
-at most, are all the memory that it takes.
-[Note: failures] A rank that left in the middle of the rounds would leave the others waiting for ever. So the buffers are
-allocated before the first round (by `Rounds`), and ranks agree that all have theirs; a rank that fails after that carries
-on with the remaining rounds, whatever is in its buffers (`Rounds.__exit__`), and raises its error when they are over. Ranks
-agree once more after the rounds, and throw away what they received if anyone failed.
+What comes from the rank's own host memory goes straight from there; everything else is *staged*: it comes over the process group
+into a buffer. The elements that rank r has for rank r + d (modulo their number) are a *stream* of distance d, in the order of the
+receiver's files. First the ranks agree on the longest stream of each distance (one all-reduce of as many numbers as ranks), from
+which each computes the same rounds: a round gives *turns* of so many bytes to some distances, `rounds.LIMIT_BYTES` together. In a
+distance every rank sends one stream and receives one, so no rank sends or receives more than that in a round, however the
+elements are spread.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
-from types import TracebackType
+import heapq
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
-from zckpt.base.errors import CorruptError, OutputError, add_note
-from zckpt.base.words import size
-from zckpt.core.dtypes import BY_TORCH_NAME
-from zckpt.core.fragments import FileStore, MemoryStore, Store
-from zckpt.core.plan import Move, Plan, route
+from zckpt.base.errors import CorruptError
+from zckpt.core.dtypes import ALL
+from zckpt.core.fragments import FileStore
+from zckpt.core.plan import Move, route
 from zckpt.layouts.zero.torch_files import Pair
-from zckpt.runtime.swap.files import place_of
 
-BUDGET_BYTES = 160 << 20
-"""Of all buffers of the rounds together; the engine and the indexes of the files take the rest of 256 MiB."""
+MOST_PIECES = 1 << 16
+"""In one round, unless a single stream has more: each takes some bytes of its own, on its way and in memory."""
+
+LARGEST_ITEM = 16
+"""Bytes: a turn may end this much early, since no element is cut in two."""
+
+_FEW = 4
+"""Ranks that hold the elements of a move, up to which each gets a note of it."""
 
 EVERY = -1
 """The rank of what every rank holds."""
 
-MEMORY = MemoryStore(0, 1 << 62)
-"""All memory of this process: places in it are addresses. One store, however many tensors."""
+_BY_NUMBER = {dtype.number: dtype for dtype in ALL}
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RankStore(FileStore):
-    """Elements that a rank holds in memory: stands for it where places are computed.
+    """A tensor that ranks hold in memory: stands for it where places are computed, as if all elements were in one place.
 
     Attributes:
         rank: of the group that exchanges; EVERY where all hold the same.
-        key: by which the rank finds its tensor, a vector of elements.
-        file: the elements are in the file `path` of that rank instead.
+        step: elements that each rank holds, the first rank the first ones; 0 where `rank` holds all.
+        key: by which a rank finds what it holds: a vector of elements, or with a `RankFile` what is in that file.
     """
 
     rank: int = EVERY
+    step: int = 0
     key: Hashable = None
-    file: bool = False
+
+
+class RankFile(NamedTuple):
+    """The key of a file that one rank has. `path` is what this rank calls it: others have other paths at the same place."""
+
+    path: str
 
 
 class MovePart(NamedTuple):
-    """A move, or a part of one."""
+    """Some of a move's elements, which one rank holds.
+
+    Attributes:
+        move: of the whole.
+        first: how many of the move's elements are before them.
+        count: how many they are.
+        offset: bytes before them in what the rank holds.
+    """
 
     move: Move
     first: int
     count: int  # type: ignore[assignment]  # tuple's method of this name is not needed
+    offset: int
 
     @property
     def nbytes(self) -> int:
@@ -70,23 +86,60 @@ class MovePart(NamedTuple):
         return self.count * self.move.src_dtype.itemsize
 
 
-@dataclass(slots=True)
-class RoundPlan:
-    """What this rank sends and receives in one round.
+class Request(NamedTuple):
+    """What a rank asks another one for.
 
     Attributes:
-        sent: receiver -> pieces, in the receiver's order.
-        coming: sender -> staged bytes that come from it.
-        busy: whether any rank stages anything: otherwise no rank calls the collective.
+        number: of the key, in `Exchange.keys`.
+        offset: bytes before the elements in what the rank holds.
+        count: elements.
+        dtype: number of the dtype in which they are wanted.
     """
 
-    sent: dict[int, list[MovePart]] = field(default_factory=dict)
-    coming: dict[int, int] = field(default_factory=dict)
-    busy: bool = False
+    number: int
+    offset: int
+    count: int  # type: ignore[assignment]  # tuple's method of this name is not needed
+    dtype: int
 
-    def bytes_to(self, rank: int) -> int:
-        """How many bytes a rank gets from this one."""
-        return sum(piece.nbytes for piece in self.sent.get(rank, ()))
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the answer."""
+        return self.count * _BY_NUMBER[self.dtype].itemsize
+
+
+class Turn(NamedTuple):
+    """So many bytes of a round for the streams of one distance."""
+
+    distance: int
+    nbytes: int
+
+
+def rounds_of(longest: Sequence[int], pieces: Sequence[int], limit: int) -> Iterator[list[Turn]]:
+    """The rounds that carry streams of all distances; see [Note: rounds].
+
+    Args:
+        longest: by distance, the bytes of the longest stream.
+        pieces: by distance, the most pieces of a stream.
+        limit: bytes per round and rank.
+    """
+    turns: list[Turn] = []
+    left, room = limit, MOST_PIECES
+    for distance, (nbytes, number) in enumerate(zip(longest, pieces, strict=True)):
+        if turns and nbytes and number > room:
+            yield turns
+            turns, left, room = [], limit, MOST_PIECES
+        while nbytes > 0:
+            given = min(nbytes + LARGEST_ITEM, left)
+            if given > LARGEST_ITEM:
+                turns.append(Turn(distance, given))
+                left -= given
+                nbytes -= given - LARGEST_ITEM
+            if nbytes > 0:
+                yield turns
+                turns, left, room = [], limit, MOST_PIECES
+        room -= number
+    if turns:
+        yield turns
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,6 +153,7 @@ class Exchange:
         device: of the group's communication.
         direct: whether what a rank holds is host memory that the engine can read.
         tensors: by the key of a `RankStore`, what this rank holds.
+        keys: of all that any rank holds, in the same order on every rank.
     """
 
     rank: int
@@ -108,229 +162,157 @@ class Exchange:
     device: torch.device
     direct: bool
     tensors: Callable[[Hashable], torch.Tensor]
+    keys: Sequence[Hashable]
 
-    @property
-    def limit(self) -> int:
-        """Staged bytes per round and rank."""
-        return BUDGET_BYTES // (2 * (self.size + 1))
+    def is_here(self, holder: int) -> bool:
+        """Whether what `holder` has goes straight from this rank's memory."""
+        return self.direct and holder == self.rank
 
-    def is_staged(self, store: Store, rank: int) -> bool:
-        """Whether elements go through a buffer on their way to a rank."""
-        if not isinstance(store, RankStore):
-            return False
-        return not self.direct or store.rank not in (rank, EVERY)
-
-    def rounds_of(self, pairs: Sequence[Pair], rank: int) -> Iterator[list[MovePart]]:
-        """The rounds of what a rank wants; see [Note: rounds]."""
-        pieces: list[MovePart] = []
-        left = self.limit
-        for number, (source, destination) in enumerate(pairs):
-            for move in route(source, destination, number):
-                if not self.is_staged(move.src, rank):
-                    pieces.append(MovePart(move, 0, move.count))
-                    continue
-                first = 0
-                while first < move.count:
-                    count = min(move.count - first, left // move.src_dtype.itemsize)
-                    if count:
-                        pieces.append(MovePart(move, first, count))
-                        first += count
-                        left -= count * move.src_dtype.itemsize
-                    if first < move.count:
-                        yield pieces
-                        pieces, left = [], self.limit
-        if pieces:
-            yield pieces
-
-    def plan_rounds(self, pairs_by_rank: Iterable[Sequence[Pair]]) -> list[RoundPlan]:
-        """What this rank sends and receives, given what every rank of the group wants."""
-        plans: list[RoundPlan] = []
-        for rank, pairs in enumerate(pairs_by_rank):
-            for number, pieces in enumerate(self.rounds_of(pairs, rank)):
-                if number == len(plans):
-                    plans.append(RoundPlan())
-                plan = plans[number]
-                staged = [piece for piece in pieces if self.is_staged(piece.move.src, rank)]
-                plan.busy |= bool(staged)
-                mine = [piece for piece in staged if self.holder(piece, rank) == self.rank]
-                if mine:
-                    plan.sent[rank] = mine
-                for piece in staged if rank == self.rank else ():
-                    holder = self.holder(piece, rank)
-                    plan.coming[holder] = plan.coming.get(holder, 0) + piece.nbytes
-        return plans
-
-    def holder(self, piece: MovePart, rank: int) -> int:
-        """Who sends a staged piece to a rank."""
-        store = piece.move.src
+    def holders(self, move: Move) -> range:
+        """The ranks that hold a move's elements, of those that all hold this one."""
+        store = move.src
         assert isinstance(store, RankStore)
-        return rank if store.rank == EVERY else store.rank
+        if not store.step:
+            rank = self.rank if store.rank == EVERY else store.rank
+            return range(rank, rank + 1)
+        first = move.src_offset // move.src_dtype.itemsize
+        return range(first // store.step, (first + move.count - 1) // store.step + 1)
 
-    def bytes_of(self, piece: MovePart) -> torch.Tensor:
-        """The elements of a piece as they travel."""
-        store, dtype = piece.move.src, piece.move.src_dtype
+    def part_of(self, move: Move, holder: int) -> MovePart:
+        """The elements of a move that one of its holders has."""
+        store, itemsize = move.src, move.src_dtype.itemsize
         assert isinstance(store, RankStore)
-        if store.file:
-            data = bytearray(piece.nbytes)
-            with open(store.path, "rb", buffering=0) as file:
-                file.seek(piece.move.src_offset + piece.first * dtype.itemsize)
+        if not store.step:
+            return MovePart(move, 0, move.count, move.src_offset)
+        first = move.src_offset // itemsize
+        low, high = max(first, holder * store.step), min(first + move.count, (holder + 1) * store.step)
+        return MovePart(move, low - first, high - low, (low - holder * store.step) * itemsize)
+
+    def all_to_all(
+        self, incoming: torch.Tensor, outgoing: torch.Tensor, received: Sequence[int], sent: Sequence[int]
+    ) -> Any:
+        """Sends each rank its part of a vector, and receives theirs; what to wait for, None if it is done."""
+        if self.size == 1:
+            incoming.copy_(outgoing)
+            return None
+        return dist.all_to_all_single(incoming, outgoing, list(received), list(sent), group=self.group, async_op=True)
+
+    def bytes_of(self, request: Request) -> torch.Tensor:
+        """The elements that are asked for, as they travel.
+
+        Raises:
+            CorruptError: the file that has them ends too early.
+        """
+        key, dtype = self.keys[request.number], _BY_NUMBER[request.dtype]
+        if isinstance(key, RankFile):
+            data = bytearray(request.nbytes)
+            with open(key.path, "rb", buffering=0) as file:
+                file.seek(request.offset)
                 if file.readinto(data) != len(data):
                     raise CorruptError(
-                        "ends too early", file=store.path, remedy="Copy this file again from where it is whole."
+                        "ends too early", file=key.path, remedy="Copy this file again from where it is whole."
                     )
             return torch.frombuffer(data, dtype=torch.uint8)
-        first = piece.move.src_offset // dtype.itemsize + piece.first
-        elements = self.tensors(store.key)[first : first + piece.count]
+        first = request.offset // dtype.itemsize
+        elements = self.tensors(key)[first : first + request.count]
         return elements.to(getattr(torch, dtype.torch_name)).view(torch.uint8)
 
 
-class Rounds:
-    """The rounds of one rank, as moves for the engine. Use as a context manager; see [Note: failures].
-
-    Iterating gives each round's moves after its elements have come, then None: by the next request they are carried out.
+class Wanted:
+    """What this rank wants, as moves; of those from other ranks it knows which rank has what.
 
     Args:
         exchange: who takes part.
-        pairs: what this rank wants.
-        plans: what it sends and receives, round by round.
-
-    Raises:
-        OutputError: there is no memory for the buffers.
-    """
-
-    def __init__(self, exchange: Exchange, pairs: Sequence[Pair], plans: Sequence[RoundPlan]) -> None:
-        self._exchange, self._plans = exchange, plans
-        self._own = exchange.rounds_of(pairs, exchange.rank)
-        self._number = 0  # of the next round
-        self._under_way: list[_Coming] = []
-        ranks = range(exchange.size)
-        received = max((sum(plan.coming.values()) for plan in plans), default=0)
-        sent = max((sum(map(plan.bytes_to, ranks)) for plan in plans), default=0)
-        try:
-            self._incoming = [torch.empty(received, dtype=torch.uint8, device=exchange.device) for _ in range(2)]
-            self._outgoing = [torch.empty(sent, dtype=torch.uint8, device=exchange.device) for _ in range(2)]
-        except RuntimeError as error:
-            raise OutputError(
-                "there is no memory for the exchange between ranks", found=str(error).splitlines()[0],
-                expected=f"{size(2 * (received + sent))} on {exchange.device}",
-                remedy="Free memory on this rank, or use more ranks.",
-            ) from error  # fmt: skip
-
-    def __iter__(self) -> Iterator[Move | None]:
-        coming = self._start()
-        while coming is not None:
-            after = self._start()
-            yield from self._moves(coming)
-            coming = after
-
-    def __enter__(self) -> Rounds:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if not isinstance(error, Exception):
-            return
-        try:
-            for coming in self._under_way:
-                coming.wait()
-            while self._number < len(self._plans):
-                self._call(()).wait()
-        except RuntimeError as lost:
-            add_note(error, f"The exchange between ranks was broken off: {str(lost).splitlines()[0]}")
-
-    def _start(self) -> _Coming | None:
-        """Sends what others need in the next round, and begins to receive; None after the last one."""
-        pieces = next(self._own, None)
-        if pieces is None and self._number >= len(self._plans):
-            return None
-        plan = self._plan()
-        at, outgoing = 0, self._outgoing[self._number % 2]
-        for rank in range(self._exchange.size):
-            for piece in plan.sent.get(rank, ()):
-                outgoing[at : at + piece.nbytes].copy_(self._exchange.bytes_of(piece))
-                at += piece.nbytes
-        return self._call(pieces or ())
-
-    def _plan(self) -> RoundPlan:
-        """Of the next round; after the last plan this rank may still have moves of its own memory."""
-        return self._plans[self._number] if self._number < len(self._plans) else RoundPlan()
-
-    def _call(self, pieces: Sequence[MovePart]) -> _Coming:
-        """The collective of the next round, whatever is in the buffers; in a round in which nothing is staged there is none."""
-        number, exchange, plan = self._number, self._exchange, self._plan()
-        self._number += 1
-        if not plan.busy:
-            return _Coming(pieces, (), torch.empty(0, dtype=torch.uint8), None)
-        sizes = [plan.coming.get(rank, 0) for rank in range(exchange.size)]
-        lengths = [plan.bytes_to(rank) for rank in range(exchange.size)]
-        incoming = self._incoming[number % 2][: sum(sizes)]
-        outgoing = self._outgoing[number % 2][: sum(lengths)]
-        if exchange.size == 1:
-            return _Coming(pieces, sizes, outgoing, None)
-        work = dist.all_to_all_single(incoming, outgoing, sizes, lengths, group=exchange.group, async_op=True)
-        coming = _Coming(pieces, sizes, incoming, work)
-        self._under_way.append(coming)
-        return coming
-
-    def _moves(self, coming: _Coming) -> Iterator[Move | None]:
-        """The moves of a round; its buffers are not written to before they are carried out."""
-        coming.wait()
-        if coming in self._under_way:
-            self._under_way.remove(coming)
-        exchange, received = self._exchange, coming.incoming.cpu()
-        kept: list[torch.Tensor] = []
-        places = [received.data_ptr() + sum(coming.sizes[:rank]) for rank in range(len(coming.sizes))]
-        for piece in coming.pieces:
-            move, store = piece.move, piece.move.src
-            if isinstance(move.dst, RankStore):
-                kept.append(target := exchange.tensors(move.dst.key))
-                move = move._replace(dst=MEMORY, dst_offset=target.data_ptr() + move.dst_offset)
-            if not isinstance(store, RankStore):
-                yield move
-                continue
-            dtype, swapped = move.src_dtype, None
-            if exchange.is_staged(store, exchange.rank):
-                holder = exchange.holder(piece, exchange.rank)
-                address, places[holder] = places[holder], places[holder] + piece.nbytes
-            else:  # the engine casts what is held in another dtype
-                kept.append(elements := exchange.tensors(store.key))
-                swapped = place_of(elements)
-                address = elements[move.src_offset // dtype.itemsize + piece.first :].data_ptr()
-                dtype = BY_TORCH_NAME[str(elements.dtype).removeprefix("torch.")]
-            to = move.dst_offset + piece.first * move.dst_dtype.itemsize
-            source, at = (
-                (MEMORY, address) if swapped is None else (swapped[0], swapped[1] + address - elements.data_ptr())
-            )
-            yield move._replace(src=source, src_offset=at, dst_offset=to, count=piece.count, src_dtype=dtype)
-        yield None
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _Coming:
-    """A round on its way: bytes from each rank, and where they come to."""
-
-    pieces: Sequence[MovePart]
-    sizes: Sequence[int]
-    incoming: torch.Tensor
-    work: Any
-
-    def wait(self) -> None:
-        """Waits until its elements have come, and those that this rank sends have gone."""
-        if self.work is not None:
-            self.work.wait()
-
-
-@dataclass(frozen=True, slots=True)
-class Streamed(Plan):
-    """A plan whose sources fill up while it is carried out.
+        pairs: what this rank wants, in the order of its files.
 
     Attributes:
-        source: of its moves; it can be read once.
+        volumes: by distance, the bytes of the stream that comes from there.
+        pieces: by distance, how many pieces that is.
     """
 
-    source: Iterable[Move | None]
+    def __init__(self, exchange: Exchange, pairs: Sequence[Pair]) -> None:
+        self._exchange, self._pairs = exchange, pairs
+        self._noted: dict[int, list[tuple[int, Move]]] = {}
+        self._spread: list[tuple[int, Move]] = []
+        nbytes, pieces = ([0] * (exchange.size + 1) for _ in range(2))
+        for number, move in enumerate(self._staged()):
+            holders = exchange.holders(move)
+            if len(holders) <= _FEW:
+                for holder in holders:
+                    self._noted.setdefault(holder, []).append((number, move))
+            else:
+                self._spread.append((number, move))
+            self._count(nbytes, move, holders)
+            pieces[holders.start] += 1
+            pieces[holders.stop] -= 1
+        self.volumes = self._by_distance(list(accumulate(nbytes)))
+        self.pieces = self._by_distance(list(accumulate(pieces)))
 
-    def moves(self) -> Iterator[Move | None]:
-        """The moves, this once."""
-        return iter(self.source)
+    def _moves(self) -> Iterator[Move]:
+        for number, (source, destination) in enumerate(self._pairs):
+            yield from route(source, destination, number)
+
+    def _staged(self) -> Iterator[Move]:
+        """The moves of elements that other ranks have, or that go through a buffer."""
+        for move in self._moves():
+            if isinstance(move.src, RankStore) and any(
+                not self._exchange.is_here(h) for h in self._exchange.holders(move)
+            ):
+                yield move
+
+    def _count(self, nbytes: list[int], move: Move, holders: range) -> None:
+        """Adds the bytes that each of a move's holders has, as differences from one rank to the next."""
+
+        def add(first: int, stop: int, more: int) -> None:
+            nbytes[first] += more
+            nbytes[stop] -= more
+
+        ends = {holders[0], holders[-1]}
+        for holder in ends:
+            add(holder, holder + 1, self._exchange.part_of(move, holder).nbytes)
+        if len(holders) > len(ends):
+            add(holders[1], holders[-1], self._exchange.part_of(move, holders[1]).nbytes)
+
+    def _by_distance(self, by_holder: Sequence[int]) -> list[int]:
+        exchange = self._exchange
+        found = [by_holder[(exchange.rank - distance) % exchange.size] for distance in range(exchange.size)]
+        return [0, *found[1:]] if exchange.direct else found
+
+    def here(self) -> Iterator[Move | MovePart]:
+        """What comes straight from this rank's memory or from files, in the order of the rank's files."""
+        exchange = self._exchange
+        for move in self._moves():
+            if not isinstance(move.src, RankStore):
+                yield move
+            elif exchange.direct and exchange.rank in exchange.holders(move):
+                yield exchange.part_of(move, exchange.rank)
+
+    def stream(self, holder: int) -> Stream:
+        """What comes from another rank, in the order of this rank's files."""
+        noted = self._noted.get(holder, ())
+        spread = ((n, move) for n, move in self._spread if holder in self._exchange.holders(move))
+        moves = heapq.merge(noted, spread, key=lambda one: one[0])
+        return Stream(self._exchange.part_of(move, holder) for _, move in moves)
+
+
+class Stream:
+    """Pieces that come from one rank, a turn's worth at a time."""
+
+    def __init__(self, pieces: Iterator[MovePart]) -> None:
+        self._pieces = pieces
+        self._next: MovePart | None = next(pieces, None)
+
+    def take(self, nbytes: int) -> list[MovePart]:
+        """The next pieces, of at most so many bytes together; the last one may be a part of a piece."""
+        taken: list[MovePart] = []
+        while (piece := self._next) is not None:
+            count = min(piece.count, nbytes // piece.move.src_dtype.itemsize)
+            first = piece._replace(count=count)
+            nbytes -= first.nbytes
+            if count:
+                taken.append(first)
+            if count < piece.count:
+                self._next = MovePart(piece.move, piece.first + count, piece.count - count, piece.offset + first.nbytes)
+                break
+            self._next = next(self._pieces, None)
+        return taken

@@ -27,8 +27,9 @@ from zckpt.layouts.save.module_states import RESERVED
 from zckpt.layouts.save.pointers import latest_of
 from zckpt.layouts.zero.torch_files import Pair
 from zckpt.runtime.checkpoints.attempt import Attempt
-from zckpt.runtime.checkpoints.exchange import Exchange, RankStore, Rounds, Streamed
+from zckpt.runtime.checkpoints.exchange import Exchange, RankFile, RankStore
 from zckpt.runtime.checkpoints.inert import dtype_of
+from zckpt.runtime.checkpoints.rounds import Rounds, Streamed
 from zckpt.runtime.run import TrainingRun
 from zckpt.runtime.sharded.parameter import ShardedParameter
 from zckpt.runtime.world import elements_of
@@ -81,10 +82,11 @@ class NodeFiles:
                 else torch.empty(tensor.shape, dtype=tensor.dtype)
                 for *_, tensor in wanted
             ]
-            pairs = [list(self._pairs(wanted, host, rank)) for rank in range(run.world_size)]
+            pairs = list(self._pairs(wanted, host))
             places: dict[Hashable, torch.Tensor] = dict(enumerate(host))
-            exchange = Exchange(run.global_rank, run.world_size, None, run.device, True, places.__getitem__)
-            rounds = Rounds(exchange, pairs[run.global_rank], exchange.plan_rounds(pairs))
+            files = [self._key(name) for name in sorted(self.owners)]
+            exchange = Exchange(run.global_rank, run.world_size, None, run.device, True, places.__getitem__, files)
+            rounds = Rounds(exchange, pairs)
         errors = _on_every_rank(run, lambda: None if tried.error is None else f"rank {run.global_rank}: {tried.error}")
         if tried.error is not None:
             raise tried.error
@@ -94,32 +96,37 @@ class NodeFiles:
                 remedy="Mend what that rank reports, then start all ranks again.",
             )  # fmt: skip
         with rounds:
-            move.run(Streamed((), pairs[run.global_rank], rounds), "", overflow="inf")
+            move.run(Streamed((), pairs, rounds), "", overflow="inf")
         for (*_, tensor), copy in zip(wanted, host, strict=True):
             if copy is not tensor:
                 tensor.copy_(copy)
 
-    def _pairs(self, wanted: Sequence[Want], host: Sequence[torch.Tensor], rank: int) -> Iterator[Pair]:
-        """What a rank wants, of files as it sees them and of other ranks."""
-        size = self.run.sharded.size
+    def _key(self, name: str) -> RankFile:
+        return RankFile(os.path.join(self.directory, self.tag, name))
+
+    def _pairs(self, wanted: Sequence[Want], host: Sequence[torch.Tensor]) -> Iterator[Pair]:
+        """What this rank wants, of files that it sees and of other ranks."""
+        rank, size = self.run.global_rank, self.run.sharded.size
         for number, ((entry, parameter, _), tensor) in enumerate(zip(wanted, host, strict=True)):
             start, count = 0, entry.numel
             if parameter is not None and not parameter.replicated and size > 1:
                 start, count = elements_of(parameter.shape, size, rank % size)
             if count:
-                fragments = tuple(self._as_seen_by(fragment, rank) for fragment in entry.fragments)
+                fragments = tuple(self._as_seen(fragment) for fragment in entry.fragments)
                 dtype = dtype_of(tensor.dtype)
                 store = RankStore(entry.name, count * dtype.itemsize, rank=rank, key=number)
                 target = TensorPart(entry.name, entry.shape, dtype, (Fragment(store, 0, start, count),))
                 yield replace(entry, fragments=fragments, replicas=()), target
 
-    def _as_seen_by(self, fragment: Fragment, rank: int) -> Fragment:
+    def _as_seen(self, fragment: Fragment) -> Fragment:
         store = fragment.store
         assert isinstance(store, FileStore)
         name = os.path.basename(store.path)
-        if name in self.visible[rank]:
+        if name in self.visible[self.run.global_rank]:
             return fragment
-        remote = RankStore(store.path, store.size, store.identity, store.byteorder, rank=self.owners[name], file=True)
+        remote = RankStore(
+            store.path, store.size, store.identity, store.byteorder, rank=self.owners[name], key=self._key(name)
+        )
         return replace(fragment, store=remote)
 
 

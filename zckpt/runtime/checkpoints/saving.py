@@ -34,7 +34,7 @@ from zckpt.core.plan import OutputFile
 from zckpt.engine import move
 from zckpt.layouts.zero import write_unsharded
 from zckpt.layouts.zero.torch_files import Laid, Pair
-from zckpt.layouts.zero.write import lay_out_rank, sketch
+from zckpt.layouts.zero.write import lay_out_rank
 from zckpt.output.saves import STAGED
 from zckpt.runtime.checkpoints import rank_states
 from zckpt.runtime.checkpoints.attempt import Attempt
@@ -47,9 +47,10 @@ from zckpt.runtime.checkpoints.description import (
     target_of,
     tensors_of,
 )
-from zckpt.runtime.checkpoints.exchange import Exchange, RoundPlan, Rounds, Streamed
+from zckpt.runtime.checkpoints.exchange import Exchange
 from zckpt.runtime.checkpoints.publication import Publication
 from zckpt.runtime.checkpoints.rank_states import digest_of
+from zckpt.runtime.checkpoints.rounds import Rounds, Streamed
 from zckpt.runtime.checkpoints.state import RunState, capture
 from zckpt.runtime.checkpoints.tags import check_tag
 from zckpt.runtime.run import TrainingRun
@@ -205,12 +206,10 @@ class _Known:
     Attributes:
         signature: of these.
         described: what all ranks hold.
-        plans: what this rank sends and receives, round by round; None on a rank that takes no part.
     """
 
     signature: Hashable
     described: Described
-    plans: Sequence[RoundPlan] | None
 
 
 _known: WeakKeyDictionary[TrainingRun, _Known] = WeakKeyDictionary()
@@ -245,45 +244,40 @@ def plan(state: RunState, client_state: Mapping[str, Any], place: str) -> Planne
         )
     takes_part = run.world_size == run.sharded.size or run.global_rank < run.sharded.size  # the first group writes
     known, now = _known.get(run), signature(state)
-    described = known.described if known is not None and known.signature == now else describe(state)
+    if known is None or known.signature != now:
+        known = _known[run] = _Known(now, describe(state))
+    described = known.described
     training = describe_training(state, described, client_state)
     exchange = _exchange(state)
     target = target_of(state, place)
     unsharded = None
     if run.settings.zero.stage == 0 and takes_part:
         unsharded = write_unsharded.lay_out(described.weights, training, place, run.world_size)
-    if known is None or known.signature != now:
-        plans = None
-        if takes_part:
-            wanted = [unsharded.pairs] if unsharded else sketch(described.weights, training, target)
-            plans = exchange.plan_rounds(wanted)
-        _known[run] = known = _Known(now, described, plans)
     own = rank_states.lay_out(state, place)
     if not takes_part:
-        return PlannedSave((), (), None) if own is None else _planned([own], _alone(), ())
+        return PlannedSave((), (), None) if own is None else _planned([own], _alone())
     laid = unsharded or lay_out_rank(described.weights, training, target, run.sharded.rank)
-    assert known.plans is not None
-    return _planned([laid] if own is None else [laid, own], exchange, known.plans)
+    return _planned([laid] if own is None else [laid, own], exchange)
 
 
-def _planned(several: Sequence[Laid], exchange: Exchange, plans: Sequence[RoundPlan]) -> PlannedSave:
+def _planned(several: Sequence[Laid], exchange: Exchange) -> PlannedSave:
     """All files of a rank, one after the other."""
     files = tuple(file for laid in several for file in laid.files)
     pairs = tuple(pair for laid in several for pair in laid.pairs)
-    return PlannedSave(files, pairs, Rounds(exchange, pairs, plans))
+    return PlannedSave(files, pairs, Rounds(exchange, pairs))
 
 
 def _alone() -> Exchange:
     """An exchange of which this rank is the only one, and holds nothing that is not in its pairs."""
     nothing: dict[Hashable, torch.Tensor] = {}
-    return Exchange(0, 1, None, torch.device("cpu"), True, nothing.__getitem__)
+    return Exchange(0, 1, None, torch.device("cpu"), True, nothing.__getitem__, ())
 
 
 def _exchange(state: RunState) -> Exchange:
     run, sharded, tensors = state.run, state.run.sharded, tensors_of(state)
     direct = home_of(run.settings.zero, run.device).type == "cpu"
     group = sharded.group if sharded.size > 1 else None
-    return Exchange(sharded.rank, sharded.size, group, run.device, direct, tensors.__getitem__)
+    return Exchange(sharded.rank, sharded.size, group, run.device, direct, tensors.__getitem__, list(tensors))
 
 
 def in_memory(planned: PlannedSave) -> PlannedSave:
@@ -302,7 +296,7 @@ def in_memory(planned: PlannedSave) -> PlannedSave:
         )
         for store, offset, nbytes in _ranges(planned.pairs)
     ]
-    return PlannedSave(planned.files, pairs, Rounds(_alone(), pairs, ()))
+    return PlannedSave(planned.files, pairs, Rounds(_alone(), pairs))
 
 
 def _ranges(pairs: Sequence[Pair]) -> Iterator[tuple[Store, int, int]]:
