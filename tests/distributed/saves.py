@@ -23,6 +23,7 @@ from torch import nn
 
 from zckpt import runtime
 from zckpt.base.errors import InconsistentError, OutputError, UnsupportedError, UsageError, ZckptError
+from zckpt.drop_in import get_fp32_state_dict_from_zero_checkpoint
 from zckpt.jobs.open import open_catalog
 from zckpt.runtime.checkpoints import exchange, rounds, saving
 from zckpt.runtime.checkpoints import state as run_state
@@ -515,6 +516,31 @@ def a_rank_that_fails_alone() -> dict[str, Any]:
                 exchange.Exchange.bytes_of = whole
         dist.barrier()
         out[f"{kind} left"] = sorted(path.name for path in (where / kind).iterdir())
+    rounds.LIMIT_BYTES = limit
+    return out
+
+
+@check(16)
+def many_ranks() -> dict[str, bool]:
+    """Saves of sixteen ranks, in rounds of a few KiB, are what the ranks hold, and are loaded by the same number."""
+    limit, rounds.LIMIT_BYTES = rounds.LIMIT_BYTES, 1 << 12
+    out = {}
+    for stage in (1, 2, 3):
+        settings = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": stage}, "optimizer": ADAMW, **BF16}
+        torch.manual_seed(0)
+        model, other = (nn.Sequential(nn.Linear(37, 53), nn.Linear(53, 19), nn.Linear(19, 2)) for _ in range(2))
+        engine = start(settings, model)
+        torch.manual_seed(rank())
+        engine.backward(engine(torch.randn(1, 37, dtype=torch.bfloat16)).float().mean())
+        engine.step()
+        engine.save_checkpoint(home() / f"many {stage}")
+        held = truth(engine)
+        written = get_fp32_state_dict_from_zero_checkpoint(home() / f"many {stage}")
+        again = start(settings, other)
+        again.load_checkpoint(home() / f"many {stage}")
+        out[f"{stage}"] = same_parts(parts(engine), parts(again)) and all(
+            torch.equal(written[name], tensors[""]) for name, tensors in held.items()
+        )
     rounds.LIMIT_BYTES = limit
     return out
 

@@ -59,6 +59,12 @@ def test_every_save_is_loaded_by_other_worlds_and_stages(outcome: Outcome, world
         assert len(given) == 36 and not all_of(given)
 
 
+@pytest.mark.skipif(not os.environ.get("ZCKPT_PROOFS"), reason="make proofs runs it")
+def test_sixteen_ranks_save_and_load(outcome: Outcome) -> None:
+    for given in outcome("saves.py", 16, "many_ranks"):
+        assert len(given) == 3 and not all_of(given)
+
+
 @pytest.mark.xdist_group("saves")
 def test_generators_data_and_parts(outcome: Outcome) -> None:
     for given in outcome("saves.py", 2, "random_generators_and_data"):
