@@ -73,7 +73,8 @@ the medians: below 1, zckpt took less. Memory is the most that any one process o
 zckpt writes is synced before it gets its name, and checksummed while it is written; so `cp` is followed by `sync`, and where
 a rival does neither, the table says so. Trainer: [steps and memory](../benchmarks/results_trainer.md), [saves and
 loads](../benchmarks/results_checkpoints.md). Planning for a trillion parameters:
-[results_giants.md](../benchmarks/results_giants.md).
+[results_giants.md](../benchmarks/results_giants.md); saves of thousands of ranks:
+[results_exchange.md](../benchmarks/results_exchange.md).
 """
 
 

@@ -3,13 +3,14 @@
 For processes that convert together (`together`), and for ranks that train, save and load (`live`, `runtime`). It goes through
 notes (`rendezvous`), not through a collective: a collective that some ranks never enter hangs until a watchdog ends the run,
 half an hour later and without a name. Rank 0 collects the words and posts the minutes, so a meeting costs each other rank two
-notes. A meeting that some did not come to is held again, under the same number, when all call it; minutes that a rank has
+notes; the minutes say a word once that ranks in a row say alike, so what most meetings post does not grow with the ranks. A meeting that some did not come to is held again, under the same number, when all call it; minutes that a rank has
 read, or that call it absent, are of the first time.
 """
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import time
 from collections.abc import Callable, Sequence
@@ -115,7 +116,7 @@ class Meetings:
             came = awaited(self._rendezvous, keys, within_s, check=self._check)
             absent = [rank for rank, key in enumerate(keys) if key not in came]
             words = [] if absent else [json.loads(came[key]) for key in keys]
-            self._rendezvous.put(minutes, json.dumps([absent, words, time.time()]).encode())
+            self._rendezvous.put(minutes, json.dumps([absent, _folded(words), time.time()]).encode())
             for key in (*self._old, *keys):
                 self._rendezvous.drop(key)
             self._old = [] if absent else [minutes]  # by the next meeting all will have read it
@@ -146,7 +147,7 @@ class Meetings:
             return [], []
         self._read = posted[key]
         absent, words, _ = json.loads(self._read)
-        return absent, words
+        return absent, [word for word, number in words for _ in range(number)]
 
     def part(self) -> None:
         """After the last meeting of some work: rank 0, whose process may hold the store, leaves last."""
@@ -197,3 +198,8 @@ class Meetings:
                 remedy=state,
             )
         return [one["word"] for one in said]
+
+
+def _folded(words: Sequence[Any]) -> list[tuple[Any, int]]:
+    """Words, each with how many times it follows itself."""
+    return [(json.loads(said), len(list(alike))) for said, alike in itertools.groupby(map(json.dumps, words))]
