@@ -21,7 +21,7 @@ from zckpt.core.dtypes import BF16, F32, DType
 from zckpt.core.fragments import Fragment
 from zckpt.layouts.run.training import ParameterGroup, Training
 from zckpt.layouts.zero.write import ZeroTarget, lay_out_rank
-from zckpt.runtime.checkpoints.exchange import EVERY, Exchange, RankStore, Wanted, rounds_of
+from zckpt.runtime.checkpoints.exchange import EVERY, Exchange, RankStore, WantedMoves, rounds_of
 from zckpt.runtime.checkpoints.rounds import LIMIT_BYTES
 from zckpt.runtime.world import elements_of
 
@@ -74,7 +74,7 @@ def planned(size: int, rank: int, stage: int) -> Planned:
     target = ZeroTarget("tag", stage, size, BF16, plain=True)
     keys = [(name, kind) for name in model for kind in ("", *states)]
     exchange = Exchange(rank, size, None, torch.device("cpu"), True, {}.__getitem__, keys)
-    wanted = Wanted(exchange, lay_out_rank(catalog, training, target, rank).pairs)
+    wanted = WantedMoves(exchange, lay_out_rank(catalog, training, target, rank).pairs)
     seconds = time.process_time() - began
     nbytes = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
@@ -107,7 +107,9 @@ def main() -> None:
             seconds, nbytes = max(one.seconds for one in several), max(one.nbytes for one in several)
             most = max(sum(one.volumes) for one in several)
             taken.append((seconds, nbytes, max(1, rounds)))
-            lines.append(f"| {stage} | {size:,} | {seconds:.2f} | {nbytes / 2**20:.0f} | {rounds:,} | {most / 1e9:.2f} |")
+            lines.append(
+                f"| {stage} | {size:,} | {seconds:.2f} | {nbytes / 2**20:.0f} | {rounds:,} | {most / 1e9:.2f} |"
+            )
             print(lines[-1], flush=True)
         fitted = [exponent([float(one[number]) for one in taken]) for number in range(3)]
         lines.append(f"| {stage} | exponent | {fitted[0]:.2f} | {fitted[1]:.2f} | {fitted[2]:.2f} | |")

@@ -526,7 +526,12 @@ def many_ranks() -> dict[str, bool]:
     limit, rounds.LIMIT_BYTES = rounds.LIMIT_BYTES, 1 << 12
     out = {}
     for stage in (1, 2, 3):
-        settings = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": stage}, "optimizer": ADAMW, **BF16}
+        settings = {
+            "train_micro_batch_size_per_gpu": 1,
+            "zero_optimization": {"stage": stage},
+            "optimizer": ADAMW,
+            **BF16,
+        }
         torch.manual_seed(0)
         model, other = (nn.Sequential(nn.Linear(37, 53), nn.Linear(53, 19), nn.Linear(19, 2)) for _ in range(2))
         engine = start(settings, model)

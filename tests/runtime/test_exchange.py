@@ -13,7 +13,7 @@ from zckpt.core.catalog import TensorEntry, TensorPart
 from zckpt.core.dtypes import BF16, F32, U8, DType
 from zckpt.core.fragments import FileStore, Fragment
 from zckpt.layouts.zero.torch_files import Pair
-from zckpt.runtime.checkpoints.exchange import EVERY, LARGEST_ITEM, Exchange, RankStore, Wanted, rounds_of
+from zckpt.runtime.checkpoints.exchange import EVERY, LARGEST_ITEM, Exchange, RankStore, WantedMoves, rounds_of
 from zckpt.runtime.world import elements_of
 
 Tensors = dict[Hashable, torch.Tensor]
@@ -69,7 +69,7 @@ def test_every_element_comes_once_and_no_round_has_more_than_its_limit(seed: int
             held[name] = part.clone().view(getattr(torch, dtype.torch_name))
         one = Exchange(rank, size, None, torch.device("cpu"), direct, held.__getitem__, list(shapes))
         exchanges.append(one)
-        wanted.append(Wanted(one, partition(shapes, size, rank)))
+        wanted.append(WantedMoves(one, partition(shapes, size, rank)))
     longest, pieces = ([max(numbers) for numbers in zip(*several, strict=True)] for several in (
         [one.volumes for one in wanted], [one.pieces for one in wanted],
     ))  # fmt: skip

@@ -3,8 +3,9 @@
 For processes that convert together (`together`), and for ranks that train, save and load (`live`, `runtime`). It goes through
 notes (`rendezvous`), not through a collective: a collective that some ranks never enter hangs until a watchdog ends the run,
 half an hour later and without a name. Rank 0 collects the words and posts the minutes, so a meeting costs each other rank two
-notes; the minutes say a word once that ranks in a row say alike, so what most meetings post does not grow with the ranks. A meeting that some did not come to is held again, under the same number, when all call it; minutes that a rank has
-read, or that call it absent, are of the first time.
+notes; the minutes say a word once that ranks in a row say alike, so what most meetings post does not grow with the ranks. A
+meeting that some did not come to is held again, under the same number, when all call it; minutes that a rank has read, or that
+call it absent, are of the first time.
 """
 
 from __future__ import annotations

@@ -51,7 +51,7 @@ class RankStore(FileStore):
     Attributes:
         rank: of the group that exchanges; EVERY where all hold the same.
         step: elements that each rank holds, the first rank the first ones; 0 where `rank` holds all.
-        key: by which a rank finds what it holds: a vector of elements, or with a `RankFile` what is in that file.
+        key: by which a rank finds what it holds: a vector of elements, or with a `HeldFile` what is in that file.
     """
 
     rank: int = EVERY
@@ -59,7 +59,7 @@ class RankStore(FileStore):
     key: Hashable = None
 
 
-class RankFile(NamedTuple):
+class HeldFile(NamedTuple):
     """The key of a file that one rank has. `path` is what this rank calls it: others have other paths at the same place."""
 
     path: str
@@ -204,7 +204,7 @@ class Exchange:
             CorruptError: the file that has them ends too early.
         """
         key, dtype = self.keys[request.number], _BY_NUMBER[request.dtype]
-        if isinstance(key, RankFile):
+        if isinstance(key, HeldFile):
             data = bytearray(request.nbytes)
             with open(key.path, "rb", buffering=0) as file:
                 file.seek(request.offset)
@@ -218,7 +218,7 @@ class Exchange:
         return elements.to(getattr(torch, dtype.torch_name)).view(torch.uint8)
 
 
-class Wanted:
+class WantedMoves:
     """What this rank wants, as moves; of those from other ranks it knows which rank has what.
 
     Args:

@@ -27,7 +27,7 @@ from zckpt.layouts.save.module_states import RESERVED
 from zckpt.layouts.save.pointers import latest_of
 from zckpt.layouts.zero.torch_files import Pair
 from zckpt.runtime.checkpoints.attempt import Attempt
-from zckpt.runtime.checkpoints.exchange import Exchange, RankFile, RankStore
+from zckpt.runtime.checkpoints.exchange import Exchange, HeldFile, RankStore
 from zckpt.runtime.checkpoints.inert import dtype_of
 from zckpt.runtime.checkpoints.rounds import Rounds, Streamed
 from zckpt.runtime.run import TrainingRun
@@ -101,8 +101,8 @@ class NodeFiles:
             if copy is not tensor:
                 tensor.copy_(copy)
 
-    def _key(self, name: str) -> RankFile:
-        return RankFile(os.path.join(self.directory, self.tag, name))
+    def _key(self, name: str) -> HeldFile:
+        return HeldFile(os.path.join(self.directory, self.tag, name))
 
     def _pairs(self, wanted: Sequence[Want], host: Sequence[torch.Tensor]) -> Iterator[Pair]:
         """What this rank wants, of files that it sees and of other ranks."""

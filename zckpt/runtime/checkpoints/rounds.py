@@ -33,7 +33,7 @@ from zckpt.runtime.checkpoints.exchange import (
     Request,
     Stream,
     Turn,
-    Wanted,
+    WantedMoves,
     rounds_of,
 )
 from zckpt.runtime.swap.files import place_of
@@ -62,7 +62,7 @@ class Rounds:
 
     def __init__(self, exchange: Exchange, pairs: Sequence[Pair]) -> None:
         self._exchange = exchange
-        self._wanted = Wanted(exchange, pairs)
+        self._wanted = WantedMoves(exchange, pairs)
         self._numbers = {key: number for number, key in enumerate(exchange.keys)}
         self._turns: Iterator[list[Turn]] | None = None
         self._streams: dict[int, Stream] = {}
