@@ -84,7 +84,8 @@ def commands() -> Iterator[str]:
 
     group: Any = typer.main.get_command(app)
     yield "# Commands\n\n`zckpt COMMAND --help` prints the same. Groups of options mean the same everywhere.\n"
-    for name, command in group.commands.items():
+    for name in group.list_commands(None):
+        command = group.get_command(None, name)
         context = command.make_context(name, ["--help"], resilient_parsing=True)
         yield f"## zckpt {name}\n\n{command.help}\n"
         usage = " ".join(("zckpt", name, *command.collect_usage_pieces(context)))

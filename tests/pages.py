@@ -17,6 +17,7 @@ import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import typer
 
@@ -90,7 +91,7 @@ def commands_in(text: str) -> Iterator[list[str]]:
 
 def check_options(block: Block) -> None:
     """Lets the command line parse what is printed: every command and option exists, and takes such a value."""
-    known = typer.main.get_command(app).commands  # type: ignore[attr-defined]
+    known: Any = typer.main.get_command(app)
     for words in commands_in(block.text):
         if words[0] == "make":
             rules = (ROOT / "Makefile").read_text()
@@ -98,7 +99,7 @@ def check_options(block: Block) -> None:
         if words[0] in _LAUNCHERS and "zckpt" in words:
             words = words[words.index("zckpt") :]
         if words[0] == "zckpt":
-            with known[words[1]].make_context(words[1], words[2:]):
+            with known.get_command(None, words[1]).make_context(words[1], words[2:]):
                 pass
 
 

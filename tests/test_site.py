@@ -7,6 +7,7 @@ import re
 import sys
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 import typer
@@ -52,8 +53,8 @@ def test_every_page_can_be_found() -> None:
 
 def test_the_reference_names_every_option(site: ModuleType) -> None:
     text = "\n".join(site.commands())
-    group = typer.main.get_command(app)
-    for name, command in group.commands.items():  # type: ignore[attr-defined]
+    group: Any = typer.main.get_command(app)
+    for name, command in ((name, group.get_command(None, name)) for name in group.list_commands(None)):
         part = re.split(r"^## ", text.split(f"## zckpt {name}\n")[1], flags=re.MULTILINE)[0]
         for parameter in command.params:
             assert all(option in part for option in parameter.opts if option.startswith("--")), (name, parameter.opts)

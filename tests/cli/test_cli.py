@@ -20,12 +20,12 @@ from typer.testing import CliRunner
 
 from zckpt.base.errors import UsageError, add_note
 from zckpt.cli import app, desk
+from zckpt.cli.commands import COMMANDS
 from zckpt.cli.options import size_in_bytes, split_rename
 from zckpt.cli.output import Console, peak_rss_bytes
 
 REPO = Path(__file__).parents[2]
 GOLDEN = REPO / "tests" / "golden"
-COMMANDS = tuple(sorted(command.name or "" for command in app.registered_commands))
 ENVIRONMENT = {"COLUMNS": "120", "NO_COLOR": "1", "TERM": "dumb"}
 
 

@@ -1,4 +1,4 @@
-"""The command line. Each module registers its commands; `desk` reports errors.
+"""The command line. Each module registers its commands, which `commands` lists; `desk` reports errors.
 
 Exit status: 0 done or yes, 1 the answer is no, 2 an error. Nothing heavy is imported before a command needs it.
 """
@@ -14,27 +14,12 @@ from typing import Annotated, NoReturn
 
 import typer
 
-from zckpt.cli import (
-    combine,
-    convert,
-    demo,
-    desk,
-    estimate,
-    gguf,
-    look,
-    picture,
-    push,
-    quantize,
-    reshape,
-    run,
-    train,
-    upkeep,
-    versions,
-)
-from zckpt.team import together
+from zckpt.cli import desk
+from zckpt.cli.commands import Commands
 
 app = typer.Typer(
     name="zckpt",
+    cls=Commands,
     help="Turn sharded training checkpoints into whole weights, at the speed of the disk, without executing a pickle.",
     epilog="Exit status: 0 done, 1 the answer is no, 2 error\n\nExample: zckpt to-bf16 out/checkpoint-500 weights/",
     rich_markup_mode=None,
@@ -42,23 +27,6 @@ app = typer.Typer(
     invoke_without_command=True,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
 )
-for module in (
-    look,
-    picture,
-    convert,
-    quantize,
-    gguf,
-    reshape,
-    combine,
-    versions,
-    upkeep,
-    push,
-    estimate,
-    train,
-    run,
-    demo,
-):
-    module.register(app)
 
 
 @app.callback()
@@ -81,6 +49,8 @@ def _top(
         typer.echo(context.get_help(), err=True)
         raise typer.Exit(2)
     if command.startswith("to-") or command in ("reshard", "average", "slim", "delta", "apply"):
+        from zckpt.team import together
+
         together.allow()  # what torchrun or srun starts many times is one job
 
 

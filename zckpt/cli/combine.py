@@ -92,7 +92,6 @@ def register(app: typer.Typer) -> None:
     command(
         app,
         "average",
-        summary="Average checkpoints of one model, or merge them.",
         about="Average checkpoints of one model in fp32, in one pass, or merge them: weighted, as a moving average, as task "
         "vectors on a base, or along an arc.",
         example="zckpt average run:global_step100 run:global_step200 averaged/ --dtype bf16",

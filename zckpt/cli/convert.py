@@ -113,7 +113,6 @@ def register(app: typer.Typer) -> None:
     command(
         app,
         "to-dcp",
-        summary="Write weights as a torch.distributed.checkpoint directory.",
         about="Write weights of any layout as a torch.distributed.checkpoint directory, which FSDP loads on any number of "
         "ranks.",
         example="zckpt to-dcp out/checkpoint-500 fsdp/ --optimizer optim",
@@ -121,7 +120,6 @@ def register(app: typer.Typer) -> None:
     command(
         app,
         "to-mcore",
-        summary="Write a checkpoint of Megatron-Core (torch_dist).",
         about="Write a model of transformers as a checkpoint of Megatron-Core (torch_dist), which loads at any tensor, "
         "pipeline and expert parallel sizes.",
         example="zckpt to-mcore Qwen3-8B/ megatron/ --dtype bf16 --tensor-parallel 2",
@@ -129,7 +127,6 @@ def register(app: typer.Typer) -> None:
     command(
         app,
         "to-peft",
-        summary="Write the adapter alone (LoRA and other PEFT methods).",
         about="Write the adapter alone (LoRA and other PEFT methods), as PeftModel.from_pretrained loads it.",
         example="zckpt to-peft out/checkpoint-500 adapter/",
     )(to_peft)
@@ -139,7 +136,6 @@ def _register(app: typer.Typer, dtype: str) -> None:
     @command(
         app,
         f"to-{dtype}",
-        summary=f"Write a checkpoint's whole weights in {dtype}.",
         about=f"Write a checkpoint's whole weights in {dtype}. Run the same command again to resume an interrupted run.",
         example=f"zckpt to-{dtype} out/checkpoint-500 weights/",
     )

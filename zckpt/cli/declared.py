@@ -15,6 +15,8 @@ from typing import Any, get_type_hints
 import typer
 from typer.core import TyperCommand
 
+from zckpt.cli.commands import COMMANDS
+
 DONE = "0 done, 2 error"
 """The exit status of commands that write something."""
 
@@ -47,7 +49,6 @@ def command(
     app: typer.Typer,
     name: str,
     *,
-    summary: str,
     about: str,
     example: str,
     status: str = DONE,
@@ -57,8 +58,7 @@ def command(
 
     Args:
         app: gets the command.
-        name: of the command.
-        summary: what it does, in the list of commands: at most 60 characters.
+        name: of the command, which `commands.COMMANDS` lists.
         about: what it does, in a sentence or two.
         example: one call, with a comment if needed.
         status: what each exit status means.
@@ -68,9 +68,9 @@ def command(
     def register(function: Callable[..., None]) -> Callable[..., None]:
         epilog = f"Exit status: {status}\n\nExample: {example}"
         settings = {"allow_interspersed_args": not passes_on}
-        app.command(name, cls=Command, short_help=summary, help=about, epilog=epilog, context_settings=settings)(
-            grouped(function)
-        )
+        app.command(
+            name, cls=Command, short_help=COMMANDS[name][1], help=about, epilog=epilog, context_settings=settings
+        )(grouped(function))
         return function
 
     return register

@@ -36,7 +36,6 @@ def register(app: typer.Typer) -> None:
     command(
         app,
         "demo",
-        summary="Train, resume, export and compare, in a minute.",
         about="Train a small model with ZeRO-3, resume with ZeRO-2 on another number of ranks, and show that its weights are "
         "exported bit for bit.",
         example="zckpt demo",

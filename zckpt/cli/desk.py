@@ -6,22 +6,23 @@ Whatever is wrong is printed in the form of `ZckptError.lines`, and as JSON on s
 from __future__ import annotations
 
 import itertools
-import json
 import os
 import re
 import sys
 import traceback
+import warnings
 from collections.abc import Iterator
 
 import typer
 
 from zckpt.base.errors import UsageError, ZckptError, redact
 from zckpt.base.words import wrapped
-from zckpt.cli.output import label, stderr_width
-from zckpt.team import together
 
 _ClickError = next(kind for kind in reversed(typer.BadParameter.__mro__) if hasattr(kind, "format_message"))
 """The base of the errors that typer raises for a wrong command line."""
+
+python_format = warnings.formatwarning
+"""Kept before `main` sets the command line's own."""
 
 
 class Interrupted(BaseException):
@@ -30,6 +31,11 @@ class Interrupted(BaseException):
 
 def report(error: BaseException) -> int:
     """Prints an error; returns the exit status."""
+    import json
+
+    from zckpt.cli.output import stderr_width
+    from zckpt.team import together
+
     if os.environ.get("ZCKPT_DEBUG") == "1":
         sys.stderr.write(_masked("".join(traceback.format_exception(error))))
     code, known = _known(error)
@@ -82,6 +88,8 @@ def _wrong_usage(error: BaseException) -> UsageError:
 
 
 def _painted(line: str) -> str:
+    from zckpt.cli.output import label
+
     for word, colour in (("error:", "red"), ("note:", "yellow")):
         if line.startswith(word):
             return label(word, colour, sys.stderr) + line.removeprefix(word)

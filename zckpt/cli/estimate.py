@@ -58,7 +58,6 @@ def register(app: typer.Typer) -> None:
     command(
         app,
         "estimate",
-        summary="Say how much memory training a model needs.",
         about="Say how much memory of a GPU and of a node training a model with ZeRO needs, for every stage, offload and "
         "precision, and what fits. MODEL is a config.json, a directory with one, a checkpoint, or a model of the hub.",
         example="zckpt estimate meta-llama/Llama-3.1-8B --gpus 8 --memory 80GB",

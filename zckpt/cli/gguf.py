@@ -72,7 +72,6 @@ def register(app: typer.Typer) -> None:
     command(
         app,
         "to-gguf",
-        summary="Write a model as GGUF, which llama.cpp runs.",
         about="Write a model as GGUF, which llama.cpp runs: what its own converter writes, from any checkpoint.",
         example="zckpt to-gguf out/checkpoint-500 model.gguf --type q8_0",
     )(to_gguf)

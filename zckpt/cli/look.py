@@ -60,7 +60,6 @@ def register(app: typer.Typer) -> None:
     command(
         app,
         "inspect",
-        summary="Show what a checkpoint holds, and whether it is complete.",
         about="Show what a checkpoint holds and what it lacks, and whether weights can be exported and training can resume.",
         example="zckpt inspect out/checkpoint-500",
         status="0 it can be exported, 1 it cannot, 2 error",
@@ -68,7 +67,6 @@ def register(app: typer.Typer) -> None:
     command(
         app,
         "verify",
-        summary="Check that a checkpoint, or what was made of it, is intact.",
         about="Check that a checkpoint is complete and intact, that CONVERTED equals it, and whether the shards may be deleted. "
         "A directory with a zckpt.json is checked against it.",
         example="zckpt verify out/checkpoint-500 weights/",
@@ -77,7 +75,6 @@ def register(app: typer.Typer) -> None:
     command(
         app,
         "diff",
-        summary="Compare two checkpoints or weights files, in any layouts.",
         about="Compare two checkpoints or weights files, in any layouts: names, shapes, dtypes and values.",
         example="zckpt diff out/checkpoint-500 weights/ --rtol 0.004",
         status="0 the same, 1 different, 2 error",

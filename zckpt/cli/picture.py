@@ -49,7 +49,6 @@ def register(app: typer.Typer) -> None:
     command(
         app,
         "map",
-        summary="Draw which rank holds what of a checkpoint.",
         about="Draw a checkpoint: its files by rank, as long as they are large, and which rows of which tensor each "
         "holds; what is missing is in red. With --html as a page to search and point at, otherwise as bars in the "
         "terminal. Reads indexes only, and changes nothing.",

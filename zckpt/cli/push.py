@@ -104,7 +104,6 @@ def register(app: typer.Typer) -> None:
     command(
         app,
         "push",
-        summary="Make a model page on the Hugging Face hub of a checkpoint.",
         about="Make a model page on the Hugging Face hub of a checkpoint. Shards are sent while they are made; one commit makes "
         "all of them visible.",
         example="zckpt push out/checkpoint-500 me/my-model --dtype bf16",

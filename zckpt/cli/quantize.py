@@ -54,7 +54,6 @@ def register(app: typer.Typer) -> None:
     command(
         app,
         "to-fp8",
-        summary="Write weights of fp8 (E4M3) with scales.",
         about="Write weights of fp8 (E4M3) with scales, which transformers, vLLM and compressed-tensors load. Weights of linear "
         "layers are quantised; embeddings, norms, biases, routers and the head are not.",
         example="zckpt to-fp8 out/checkpoint-500 fp8/ --scheme block128",

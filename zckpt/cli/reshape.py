@@ -56,21 +56,18 @@ def register(app: typer.Typer) -> None:
     command(
         app,
         "reshard",
-        summary="Write a ZeRO checkpoint for another world size or stage.",
         about="Write a ZeRO checkpoint for another world size, stage or precision. DeepSpeed resumes from it without changes.",
         example="zckpt reshard out/checkpoint-500 resumable/ --world-size 4 --stage 3",
     )(reshard)
     command(
         app,
         "to-universal",
-        summary="Write a universal checkpoint, for any number of ranks.",
         about="Write a universal checkpoint. DeepSpeed resumes from it at any world size and any tensor or pipeline split.",
         example="zckpt to-universal out/checkpoint-500 universal/",
     )(to_universal)
     command(
         app,
         "to-states",
-        summary="Write the optimizer's states as safetensors, by name.",
         about="Write the optimizer's states as safetensors: tensors such as exp_avg/model.norm.weight, with steps and parameter "
         "groups as JSON.",
         example="zckpt to-states out/checkpoint-500 states/ --include 'exp_avg/*'",

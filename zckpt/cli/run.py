@@ -16,9 +16,7 @@ import typer
 from zckpt.base.errors import UsageError
 from zckpt.cli import options
 from zckpt.cli.declared import command
-
-_format_of_python = warnings.formatwarning
-"""Kept before `main` sets the command line's own."""
+from zckpt.cli.desk import python_format
 
 
 def register(app: typer.Typer) -> None:
@@ -26,7 +24,6 @@ def register(app: typer.Typer) -> None:
     command(
         app,
         "run",
-        summary="Run a training script with this trainer as deepspeed.",
         about="Run a training script, in which 'import deepspeed' gives zckpt's trainer, also to transformers and accelerate. "
         "Options of run come before SCRIPT; everything after it goes to SCRIPT.",
         example="zckpt run --nproc 2 train.py --deepspeed ds_config.json --output_dir out",
@@ -87,7 +84,7 @@ def _as_python_does() -> None:
     gc.enable()
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    warnings.formatwarning = _format_of_python
+    warnings.formatwarning = python_format
 
 
 def _look_for_modules_in(directory: str) -> None:

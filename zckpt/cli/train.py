@@ -72,7 +72,6 @@ def register(app: typer.Typer) -> None:
     command(
         app,
         "train",
-        summary="Train a language model with ZeRO sharding.",
         about="Train a language model on a text file with ZeRO sharding. Its checkpoints are those of DeepSpeed.",
         example="zckpt train ds_config.json --data text.txt --out run --steps 1000 --nproc 4",
     )(train)

@@ -68,7 +68,6 @@ def register(app: typer.Typer) -> None:
     command(
         app,
         "du",
-        summary="Show what a run's saves take: weights, optimizer, waste.",
         about="Show what the saves of a run, or one checkpoint, take on the disk: weights, masters (fp32 weights of the "
         "optimizer), moments (its states), other, and waste (bytes that no tensor uses). Reads indexes only.",
         example="zckpt du out/",
@@ -76,7 +75,6 @@ def register(app: typer.Typer) -> None:
     command(
         app,
         "prune",
-        summary="Delete the saves of a run that no rule keeps.",
         about="Delete the saves of a run that no rule keeps, after verifying those that stay. Without --yes it only prints what "
         "would go. The newest complete save and what 'latest' names always stay.",
         example="zckpt prune out/ --keep-last 3 --keep-best eval_loss --yes",
@@ -85,7 +83,6 @@ def register(app: typer.Typer) -> None:
     command(
         app,
         "slim",
-        summary="Write a smaller save of the same layout.",
         about="Write a smaller save of the same layout: without what --drop names, and without bytes that no tensor uses. Its "
         "framework still loads what remains. Saves of DeepSpeed, rank files, and torch files.",
         example="zckpt slim out/checkpoint-500 slim/ --drop optimizer",

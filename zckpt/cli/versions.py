@@ -99,7 +99,6 @@ def register(app: typer.Typer) -> None:
     command(
         app,
         "delta",
-        summary="Write what changed in weights since an older version.",
         about="Write what changed in weights since an older version, as SGLang's weight pull reads it. OLD and NEW may have "
         "any layouts; options for reading and names are for checkpoints, and plain weights keep their names.",
         example="zckpt delta weights/ out/checkpoint-500 updates/weight_v000001",
@@ -107,7 +106,6 @@ def register(app: typer.Typer) -> None:
     command(
         app,
         "apply",
-        summary="Write the weights that deltas make of an older version.",
         about="Write the weights that deltas, in order, make of an older version. Every tensor is proved by its checksum.",
         example="zckpt apply weights/ updates/weight_v000001 weights-1/",
     )(apply)

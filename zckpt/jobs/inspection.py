@@ -18,7 +18,7 @@ from zckpt.core.catalog import Catalog, Role, TensorEntry
 from zckpt.core.dtypes import CAST_TARGETS, SHORT_NAMES
 from zckpt.jobs.inspection_rows import expert_rows, file_rows, slice_lines
 from zckpt.jobs.open import open_catalog, strip_wrappers
-from zckpt.jobs.options import OpenOptions, output_dtype
+from zckpt.jobs.opening import OpenOptions, output_dtype
 from zckpt.jobs.rank_files import Grid, bad_ranks, experts_as_json, files_as_json, grid_of, slices_as_json
 from zckpt.layouts.places import Place, find
 from zckpt.layouts.run import agreement

@@ -20,10 +20,9 @@ from zckpt.core.catalog import Catalog, TensorEntry
 from zckpt.core.fragments import Fragment, MemoryStore
 from zckpt.core.overlaps import clip
 from zckpt.core.plan import Plan
-from zckpt.engine.move import run
 from zckpt.jobs.opened import Opened as Opened
 from zckpt.jobs.opened import config_beside, dequantised
-from zckpt.jobs.options import OpenOptions
+from zckpt.jobs.opening import OpenOptions
 from zckpt.jobs.states import NamedStates, OptimizerStates, named_states
 from zckpt.layouts.places import find
 from zckpt.layouts.save.listing import ReadOptions
@@ -329,6 +328,8 @@ def read_tensor(entry: TensorEntry, framework: Literal["pt", "np"]) -> Tensor:
 def read_into(entry: TensorEntry, address: int, owner: object) -> None:
     """Moves a tensor's elements into dense memory of its own dtype and size."""
     if entry.numel:
+        from zckpt.engine.move import run
+
         store = MemoryStore(address, entry.nbytes, owner)
         run(Plan((), [(entry, replace(entry, fragments=(Fragment(store, 0, 0, entry.numel),), replicas=()))]), "")
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from zckpt.base.errors import ZckptError
 from zckpt.core.catalog import Catalog, TensorEntry
 from zckpt.core.dtypes import BF16
-from zckpt.jobs.options import OpenOptions, Options
+from zckpt.jobs.opening import OpenOptions
 from zckpt.layouts.places import Place
 from zckpt.layouts.save.companions import other_class, read_config
 from zckpt.quantized.configs import Quantization, without
@@ -77,8 +77,7 @@ def dequantised(opened: Opened, options: OpenOptions) -> Opened:
     if not found:  # a config that speaks of fp8 where all is plain is from before the training
         stale = opened.quantization is not None and opened.quantization.is_read
         return replace(opened, is_plain=True) if stale else opened
-    is_kept = isinstance(options, Options) and options.dtype is None
-    catalog = plain(opened.catalog, found, BF16 if is_kept else None)
+    catalog = plain(opened.catalog, found, BF16 if options.keeps_dtypes else None)
     note = f"The weights are quantised, {about(opened.quantization, found)}; here they are the numbers that these stand for."
     source = replace(catalog.source, notes=(*catalog.source.notes, note))
     return replace(opened, catalog=replace(catalog, source=source), is_plain=True)

@@ -13,11 +13,11 @@ from typing import Any, Literal, TypeVar
 from zckpt.base.errors import UsageError
 from zckpt.base.pace import Pace, thread_count, window_bytes
 from zckpt.base.sizes import file_bytes
-from zckpt.core.catalog import TensorEntry
-from zckpt.core.dtypes import BF16, BY_TORCH_NAME, CAST_TARGETS, F16, F32, SHORT_NAMES, DType
+from zckpt.core.dtypes import BF16, BY_TORCH_NAME, CAST_TARGETS, F32, SHORT_NAMES, DType
+from zckpt.jobs.opening import OpenOptions as OpenOptions
+from zckpt.jobs.opening import output_dtype as output_dtype
 from zckpt.layouts.gguf.write import TYPES
 from zckpt.layouts.plain.read import Format
-from zckpt.layouts.save.listing import ReadOptions
 from zckpt.naming.transform import Form
 from zckpt.output.signature import signer_of
 from zckpt.quantized.configs import SCHEMES, Scheme
@@ -25,23 +25,6 @@ from zckpt.quantized.configs import SCHEMES, Scheme
 Overflow = Literal["error", "inf", "clamp"]
 
 _DTYPES = {name: dtype for dtype in CAST_TARGETS for name in (SHORT_NAMES[dtype], dtype.name)}
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class OpenOptions:
-    """Which save is read, and how.
-
-    Attributes:
-        tag: which save, where there are several.
-        also: directories laid over the checkpoint: its parts from other nodes' disks.
-        read_options: how tensor- and pipeline-parallel files are joined, where they do not say it themselves.
-        allow_unknown_layout: go on though optimizer files hold keys that zckpt does not know.
-    """
-
-    tag: str | None = None
-    also: Sequence[str | os.PathLike[str]] = ()
-    read_options: ReadOptions | None = None
-    allow_unknown_layout: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -129,6 +112,10 @@ class Options(WriteOptions):
     def __post_init__(self) -> None:
         WriteOptions.__post_init__(self)  # slots: `super()` does not know this class
         file_bytes(self.max_shard_size, "max_shard_size")
+
+    @property
+    def keeps_dtypes(self) -> bool:  # noqa: D102
+        return self.dtype is None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -345,15 +332,3 @@ def to_dtype(dtype: str | DType) -> DType:
             remedy="Use one of these, or their names in torch.",
         )  # fmt: skip
     return found
-
-
-def output_dtype(entry: TensorEntry, dtype: DType | None) -> DType:
-    """The dtype a tensor gets: floating parameters take the one asked for, if one is; buffers keep theirs.
-
-    Half-precision buffers are lifted when fp32 is asked for. Integers, bools and complex numbers are never touched.
-    """
-    if entry.dtype.kind != "float" or dtype is None:
-        return entry.dtype
-    if entry.role == "buffer":
-        return F32 if dtype == F32 and entry.dtype in (F16, BF16) else entry.dtype
-    return dtype

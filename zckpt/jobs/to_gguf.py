@@ -22,7 +22,7 @@ from zckpt.jobs.convert import PlannedConversion, order_for, select
 from zckpt.jobs.open import Opened, open_catalog, strip_wrappers
 from zckpt.jobs.options import GgufOptions, Options, extended
 from zckpt.jobs.planned import Report, carried_out, protected
-from zckpt.layouts.gguf.read import METADATA
+from zckpt.layouts.gguf.files import METADATA
 from zckpt.layouts.gguf.write import FILE_TYPES, TYPES, lay_out, type_of
 from zckpt.naming.gguf_metadata import NO_VOCABULARY, GgufModel, architecture_of, library, metadata_of
 from zckpt.naming.gguf_tensors import completed, vocabulary_rows

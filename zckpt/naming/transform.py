@@ -13,7 +13,7 @@ from typing import Any
 
 from zckpt.base.errors import UsageError
 from zckpt.core.catalog import Catalog
-from zckpt.layouts.gguf.read import METADATA
+from zckpt.layouts.gguf.files import METADATA
 from zckpt.layouts.places import Place
 from zckpt.layouts.save.companions import config_of, read_config
 from zckpt.naming.adapter_names import only_adapter

@@ -2,9 +2,8 @@
 
 import re
 
-from zckpt.layouts.dcp import read as _read
 from zckpt.layouts.dcp.files import DATA, METADATA, SAFETENSORS
-from zckpt.layouts.save.family import Family, FileKind
+from zckpt.layouts.save.family import Family, FileKind, later
 
 FAMILY = Family(
     name="torch.distributed.checkpoint",
@@ -14,14 +13,14 @@ FAMILY = Family(
         FileKind("", SAFETENSORS, of_rank=False),
         FileKind("", re.compile(r".*\.distcp"), of_rank=False),
     ),
-    match=_read.match,
-    read=_read.read,
-    read_training=_read.read_training,
+    match=later("dcp.read", "match"),
+    read=later("dcp.read", "read"),
+    read_training=later("dcp.read", "read_training"),
     has_keys=True,
     holds_run=False,
     every_rank=False,  # a rank that had nothing to write has no file
     resumes="by torch.distributed.checkpoint.load, on any number of ranks",
-    records=_read.records,
-    unread_states=_read.unread_states,
-    left_out=_read.left_out,
+    records=later("dcp.read", "records"),
+    unread_states=later("dcp.read", "unread_states"),
+    left_out=later("dcp.read", "left_out"),
 )

@@ -1,9 +1,7 @@
 """FairScale's FullyShardedDataParallel: each rank's part of a model in a file, as fairseq, metaseq and others save it."""
 
 from zckpt.layouts.fairscale import files as _files
-from zckpt.layouts.fairscale import parts as _parts
-from zckpt.layouts.fairscale import read as _read
-from zckpt.layouts.save.family import Family, FileKind
+from zckpt.layouts.save.family import Family, FileKind, later
 
 FAMILY = Family(
     name="FairScale",
@@ -15,13 +13,13 @@ FAMILY = Family(
         FileKind("shared", _files.WHOLE_SHARED, of_rank=False),
         FileKind("model part", _files.WHOLE_PART, of_rank=False),
     ),
-    match=_read.match,
-    read=_parts.read,
-    read_training=_parts.read_training,
+    match=later("fairscale.read", "match"),
+    read=later("fairscale.parts", "read"),
+    read_training=later("fairscale.parts", "read_training"),
     fallback=True,
     apart="save",
     holds_run=False,
     resumes="by FairScale's load_local_state_dict, at this world size (for others, run zckpt to-dcp, or reshard for DeepSpeed)",
-    facts=_read.facts,
-    unread_states=_parts.unread_states,
+    facts=later("fairscale.read", "facts"),
+    unread_states=later("fairscale.parts", "unread_states"),
 )

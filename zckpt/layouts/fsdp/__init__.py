@@ -3,20 +3,20 @@
 import re
 from dataclasses import replace
 
-from zckpt.layouts.fsdp import read as _read
-from zckpt.layouts.save.family import Family, FileKind
+from zckpt.layouts.fsdp.files import ANY, VERL
+from zckpt.layouts.save.family import Family, FileKind, later
 
 FAMILY = Family(
     name="FSDP rank files",
-    files=(FileKind("{kind}", _read.VERL),),
-    match=_read.match,
-    read=_read.read,
-    read_training=_read.read_training,
+    files=(FileKind("{kind}", VERL),),
+    match=later("fsdp.read", "match"),
+    read=later("fsdp.read", "read"),
+    read_training=later("fsdp.read", "read_training"),
     further=(re.compile(r"extra_state_world_size_\d+_rank_\d+\.pt"),),
     holds_run=False,
     resumes="by the trainer that wrote it, at this world size (for others, run zckpt to-dcp, or reshard for DeepSpeed)",
-    unread_states=_read.unread_states,
+    unread_states=later("fsdp.read", "unread_states"),
 )
 
-ANY_NAME = replace(FAMILY, files=(FileKind("{kind}", _read.ANY),), fallback=True)
+ANY_NAME = replace(FAMILY, files=(FileKind("{kind}", ANY),), fallback=True)
 """The same under other names, such as `rank0.pt`. A directory of other saves may have such files too."""

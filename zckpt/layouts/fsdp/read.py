@@ -31,6 +31,7 @@ from zckpt.layouts.dcp.chunks import DcpChunk
 from zckpt.layouts.dcp.flat import FLAT
 from zckpt.layouts.dcp.metadata import BytesItem, InertValue, Metadata, Path, TensorItem
 from zckpt.layouts.dcp.state import dotted
+from zckpt.layouts.fsdp.files import ANY, VERL
 from zckpt.layouts.run.training import Training
 from zckpt.layouts.run.values import missing_ranks
 from zckpt.layouts.save.cut_tensors import CutTensor, Shape, class_of, cut_tensor
@@ -38,10 +39,6 @@ from zckpt.layouts.save.listing import Listing, natural
 from zckpt.layouts.save.model_shapes import own_name, read_shapes
 from zckpt.layouts.save.module_states import as_mapping
 
-VERL = re.compile(r"(?P<kind>model|optim|extra_state)_world_size_\d+_rank_(?P<dp>\d+)\.pt")
-ANY = re.compile(
-    r"(?!(?:bf16_|fp16_)?zero_pp_rank|zckpt_rank)(?P<kind>[\w.-]*?)(?<![A-Za-z])[Rr]ank[-_]?(?P<dp>\d+)[\w.-]*?\.(?:pt|pth|bin|ckpt)"
-)
 _CUT = ("DTensor", "ShardedTensor")
 _WORLD = re.compile(r"world_size_(\d+)")
 _MODEL, _OPTIMIZER = "model", "optim"

@@ -1,13 +1,13 @@
 """GGUF, the files of llama.cpp: a model in one file, or in parts as `gguf-split` makes them."""
 
-from zckpt.layouts.gguf import read as _read
-from zckpt.layouts.save.family import Family, FileKind
+from zckpt.layouts.gguf.files import NAME
+from zckpt.layouts.save.family import Family, FileKind, later
 
 FAMILY = Family(
     name="GGUF",
-    files=(FileKind("", _read.NAME, of_rank=False),),
-    match=_read.match,
-    read=_read.read,
+    files=(FileKind("", NAME, of_rank=False),),
+    match=later("gguf.read", "match"),
+    read=later("gguf.read", "read"),
     fallback=True,
     apart="save",
     alone=True,

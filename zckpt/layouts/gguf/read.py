@@ -6,7 +6,6 @@ Source: llama.cpp, tools/gguf-split (names and `split.*` keys), src/llama-model-
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 from collections.abc import Mapping
 
@@ -16,14 +15,10 @@ from zckpt.containers import Container, TensorRef
 from zckpt.containers.gguf_file import BLOCKS, GgufValue
 from zckpt.core.catalog import Catalog, Source, TensorEntry
 from zckpt.layouts.gguf.blocks import as_floats
+from zckpt.layouts.gguf.files import METADATA, NAME
 from zckpt.layouts.plain import FAMILY as PLAIN
 from zckpt.layouts.save.listing import Listing
 from zckpt.layouts.save.module_states import whole
-
-NAME = re.compile(r"(?P<save>.+?)(?:-(?P<part>\d{5})-of-(?P<parts>\d{5}))?\.gguf")
-
-METADATA = "gguf"
-"""The entry of a catalog's extras with the metadata: key -> number, text or list; None for long arrays."""
 
 
 def match(listing: Listing) -> str | None:

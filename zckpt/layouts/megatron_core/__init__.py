@@ -3,9 +3,7 @@
 import re
 
 from zckpt.layouts.dcp.files import DATA, METADATA
-from zckpt.layouts.megatron_core import read as _read
-from zckpt.layouts.megatron_core.run_state import digests
-from zckpt.layouts.save.family import Family, FileKind
+from zckpt.layouts.save.family import Family, FileKind, later
 
 FAMILY = Family(
     name="Megatron-Core",
@@ -14,14 +12,14 @@ FAMILY = Family(
         FileKind("", METADATA, of_rank=False),
         FileKind("", re.compile(r".*\.distcp|common\.pt"), of_rank=False),
     ),
-    match=_read.match,
-    read=_read.read,
-    read_training=_read.read_training,
+    match=later("megatron_core.read", "match"),
+    read=later("megatron_core.read", "read"),
+    read_training=later("megatron_core.read", "read_training"),
     holds_run=False,
     every_rank=False,  # a rank that had nothing to write has no file
     resumes="by Megatron-Core (dist_checkpointing.load), at any tensor, pipeline and expert parallel sizes",
-    records=_read.records,
-    unread_states=_read.unread_states,
-    left_out=_read.left_out,
-    digests=digests,
+    records=later("megatron_core.read", "records"),
+    unread_states=later("megatron_core.read", "unread_states"),
+    left_out=later("megatron_core.read", "left_out"),
+    digests=later("megatron_core.run_state", "digests"),
 )

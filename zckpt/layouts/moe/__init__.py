@@ -3,8 +3,13 @@
 from dataclasses import replace
 
 from zckpt.layouts import zero
-from zckpt.layouts.moe import read as _read
+from zckpt.layouts.moe.files import match
+from zckpt.layouts.save.family import later
 
 FAMILY = replace(
-    zero.FAMILY, name="mixture of experts", match=_read.match, read=_read.read, read_training=_read.read_training
+    zero.FAMILY,
+    name="mixture of experts",
+    match=match,
+    read=later("moe.read", "read"),
+    read_training=later("moe.read", "read_training"),
 )

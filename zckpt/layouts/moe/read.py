@@ -31,6 +31,7 @@ from zckpt.base.words import examples
 from zckpt.containers import Placeholder
 from zckpt.core.catalog import Catalog, Source, Topology
 from zckpt.layouts.moe.experts import Layers, is_own, read_layers
+from zckpt.layouts.moe.files import holds_experts
 from zckpt.layouts.moe.groups import split_by_experts
 from zckpt.layouts.moe.mixture import MixtureReader, load, model_name
 from zckpt.layouts.moe.records import second_routers, without_experts
@@ -38,26 +39,12 @@ from zckpt.layouts.parallel import read as model_parallel
 from zckpt.layouts.parallel.read import ModelSlice
 from zckpt.layouts.run.agreement import merged
 from zckpt.layouts.run.training import Training
-from zckpt.layouts.save.listing import EXPERT_NAME, EXPERT_OPTIMIZER_NAME, MODEL_NAME, Listing
+from zckpt.layouts.save.listing import EXPERT_NAME, MODEL_NAME, Listing
 from zckpt.layouts.save.module_states import ModelStates, read_model_states
 from zckpt.layouts.zero import read as zero
 from zckpt.layouts.zero import unsharded, zero3
 from zckpt.layouts.zero.assembly import assemble
 from zckpt.layouts.zero.read import Save
-
-
-def match(listing: Listing) -> str | None:
-    """None when this layout reads the files; otherwise why not."""
-    if listing.matching(EXPERT_NAME) or listing.matching(EXPERT_OPTIMIZER_NAME):
-        return None
-    names = (*listing.matching(MODEL_NAME), *listing.shards("model").values())
-    return None if any(_counts(listing.open(name).root) for name in names) else "no experts"  # if so, files are missing
-
-
-def _counts(root: object) -> bool:
-    """Whether a model file records experts; in a pipeline, in its own stage."""
-    counts = root.get("num_experts") if isinstance(root, Mapping) else None
-    return isinstance(counts, list) and bool(counts)
 
 
 def read(listing: Listing, *, allow_unknown: bool = False) -> Catalog:
@@ -114,7 +101,9 @@ class Split(model_parallel.ParallelSave):
         if rank in written or before is None or not shards or _expert_files(self.listing, range(rank, rank + 1)):
             return super()._model(rank)
         model = super()._model(before)
-        if not _counts(model.root) or _sizes(model) != _held_sizes(self.listing.open(name).root for name in shards):
+        if not holds_experts(model.root) or _sizes(model) != _held_sizes(
+            self.listing.open(name).root for name in shards
+        ):
             return super()._model(rank)
         self.unwritten.append(f"mp_rank_{rank:02d}_model_states.pt")
         buffers = {name: ref for name, ref in model.module.items() if name in model.buffer_names}
@@ -132,7 +121,7 @@ class Split(model_parallel.ParallelSave):
     def slice_of(self, rank: int, model: ModelStates, tied: Mapping[str, str]) -> ModelSlice:
         """A rank's slices: all, or those that are not experts'."""
         stage = self._stages()[rank // self.topology.tp]
-        if self.topology.pp > 1 and not _counts(model.root):
+        if self.topology.pp > 1 and not holds_experts(model.root):
             self._check_none(rank)
             return super().slice_of(rank, model, tied)
         if rank == stage[0] and len(stage) > 1 and not _are_sliced(self.listing, stage):

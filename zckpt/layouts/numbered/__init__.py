@@ -1,17 +1,16 @@
 """Plain weights with an optimizer's state dict beside them, whole or in parts as OSS and ZeroRedundancyOptimizer have it."""
 
 from zckpt.layouts.numbered import files as _files
-from zckpt.layouts.numbered import read as _read
-from zckpt.layouts.save.family import Family, FileKind
+from zckpt.layouts.save.family import Family, FileKind, later
 
 FAMILY = Family(
     name="weights with optimizer states",
     files=(FileKind("optimizer", _files.RANK), FileKind("optimizer", _files.WHOLE, of_rank=False)),
     match=_files.match,
-    read=_read.read,
-    read_training=_read.read_training,
+    read=later("numbered.read", "read"),
+    read_training=later("numbered.read", "read_training"),
     fallback=True,
     holds_run=False,
     resumes="by the script that wrote it (zckpt to-dcp and reshard make saves with names)",
-    unread_states=_read.unread_states,
+    unread_states=later("numbered.read", "unread_states"),
 )

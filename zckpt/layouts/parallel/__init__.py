@@ -3,8 +3,13 @@
 from dataclasses import replace
 
 from zckpt.layouts import zero
-from zckpt.layouts.parallel import read as _read
+from zckpt.layouts.parallel.files import match
+from zckpt.layouts.save.family import later
 
 FAMILY = replace(
-    zero.FAMILY, name="model parallel", match=_read.match, read=_read.read, read_training=_read.read_training
+    zero.FAMILY,
+    name="model parallel",
+    match=match,
+    read=later("parallel.read", "read"),
+    read_training=later("parallel.read", "read_training"),
 )

@@ -36,16 +36,6 @@ from zckpt.layouts.zero.assembly import assemble, source_of
 from zckpt.layouts.zero.read import Save
 
 
-def match(listing: Listing) -> str | None:
-    """None when this layout reads the files; otherwise why not."""
-    if listing.matching(LAYER_NAME) or len(listing.model_parallel_ranks()) > 1:
-        return None
-    first = next(iter((*listing.matching(MODEL_NAME), *listing.shards("model").values())), None)
-    if first is not None and listing.numbers(first, "mp_world_size").get("mp_world_size", 1) > 1:
-        return None  # the others are missing
-    return "files of one model-parallel rank only"
-
-
 def read(listing: Listing, *, allow_unknown: bool = False) -> Catalog:
     """The catalog of a model-parallel save; arguments as in `zero12.load`.
 

@@ -12,7 +12,8 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from importlib import import_module
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from zckpt.base.errors import ZckptError
 from zckpt.core.catalog import Catalog
@@ -84,6 +85,15 @@ class ReadTraining(Protocol):
 
     def __call__(self, listing: Listing, *, allow_unknown: bool = False) -> Training:
         """Raises what is wrong with the save."""
+
+
+def later(module: str, name: str) -> Callable[..., Any]:
+    """A function of a family's module, which is imported when the function is first called: most are never needed."""
+
+    def call(*values: Any, **options: Any) -> Any:
+        return getattr(import_module(f"zckpt.layouts.{module}"), name)(*values, **options)
+
+    return call
 
 
 def _no_states(listing: Listing) -> str:

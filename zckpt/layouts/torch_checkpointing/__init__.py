@@ -3,22 +3,24 @@
 import re
 from dataclasses import replace
 
-from zckpt.layouts.save.family import Family, FileKind
-from zckpt.layouts.torch_checkpointing import read as _read
+from zckpt.layouts.save.family import Family, FileKind, later
+from zckpt.layouts.torch_checkpointing.files import ITEM, METADATA
 
 FAMILY = Family(
     name="torch_checkpointing",
-    files=(FileKind("", re.compile(re.escape(_read.METADATA)), of_rank=False),),
-    common=(FileKind("{item}", _read.ITEM),),
-    match=_read.match,
-    read=_read.read,
-    read_training=_read.read_training,
+    files=(FileKind("", re.compile(re.escape(METADATA)), of_rank=False),),
+    common=(FileKind("{item}", ITEM),),
+    match=later("torch_checkpointing.read", "match"),
+    read=later("torch_checkpointing.read", "read"),
+    read_training=later("torch_checkpointing.read", "read_training"),
     holds_run=False,
     every_rank=False,
-    records=_read.records,
+    records=later("torch_checkpointing.read", "records"),
     resumes="by torch_checkpointing's CheckpointManager, on any number of ranks",
-    unread_states=_read.unread_states,
+    unread_states=later("torch_checkpointing.read", "unread_states"),
 )
 
-WITHOUT_METADATA = replace(FAMILY, files=FAMILY.common, common=(), match=_read.match_files, fallback=True)
+WITHOUT_METADATA = replace(
+    FAMILY, files=FAMILY.common, common=(), match=later("torch_checkpointing.read", "match_files"), fallback=True
+)
 """The same without `metadata.pkl`, which is written where an item has a resharder. DTensors say themselves how they were cut."""

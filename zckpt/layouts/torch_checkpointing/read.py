@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import functools
 import json
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -36,10 +35,9 @@ from zckpt.layouts.run.values import missing_ranks
 from zckpt.layouts.save.cut_tensors import CutPart, CutReader, CutTensor, Placement, Shape, class_of
 from zckpt.layouts.save.family import Record
 from zckpt.layouts.save.listing import Listing
+from zckpt.layouts.torch_checkpointing.files import ITEM, METADATA
 from zckpt.storage.location import Location
 
-METADATA = "metadata.pkl"
-ITEM = re.compile(r"(?P<item>[\w-]+?)_(?P<dp>\d+)\.pt")
 _JSON_BYTES = 1 << 20
 _OPTIMIZER = "optimizer"
 _TORCH = "TorchSerialization"

@@ -29,23 +29,15 @@ from zckpt.core.fragments import Fragment
 from zckpt.layouts.moe.records import second_routers, without_experts
 from zckpt.layouts.run.training import ParameterGroup, Training
 from zckpt.layouts.run.values import SCALER, as_list, step_of
-from zckpt.layouts.save.listing import MODEL_NAME, SHARD_NAME, UNIVERSAL, Listing
+from zckpt.layouts.save.listing import MODEL_NAME, SHARD_NAME, Listing
 from zckpt.layouts.save.module_states import ModelStates, Shape, as_mapping, read_model_states, whole, with_replica
+from zckpt.layouts.universal.files import HOME, MASTER
 from zckpt.layouts.zero.assembly import assemble, source_of
 from zckpt.layouts.zero.optimizer_states import precision_of
 from zckpt.layouts.zero.partition import in_original_order
 
-HOME = f"{UNIVERSAL}/"
 STATE = f"{HOME}optimizer_state.pt"
-MASTER = "fp32"
 _STEP = "step"
-
-
-def match(listing: Listing) -> str | None:
-    """None when this layout reads the files; otherwise why not."""
-    if any(name.startswith(HOME) and name.endswith(f"/{MASTER}.pt") for name in listing.files):
-        return None
-    return f"no {HOME}<parameter>/{MASTER}.pt"
 
 
 @dataclass(frozen=True, slots=True)

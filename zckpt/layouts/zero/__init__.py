@@ -1,6 +1,6 @@
 """DeepSpeed's own files: ZeRO-1, -2, -3, the bf16 optimizer, and runs without ZeRO; read and written."""
 
-from zckpt.layouts.save.family import Family, FileKind
+from zckpt.layouts.save.family import Family, FileKind, later
 from zckpt.layouts.save.listing import (
     EXPERT_NAME,
     EXPERT_OPTIMIZER_NAME,
@@ -10,8 +10,6 @@ from zckpt.layouts.save.listing import (
     SHARD_NAME,
     SWAPPED,
 )
-from zckpt.layouts.save.origins import rank_facts
-from zckpt.layouts.zero import read as _read
 
 FAMILY = Family(
     name="DeepSpeed",
@@ -22,11 +20,11 @@ FAMILY = Family(
         FileKind("expert", EXPERT_NAME, of_rank=False),
         FileKind("expert optim", EXPERT_OPTIMIZER_NAME, of_rank=False),
     ),
-    match=_read.match,
-    read=_read.read,
-    read_training=_read.read_training,
+    match=later("zero.read", "match"),
+    read=later("zero.read", "read"),
+    read_training=later("zero.read", "read_training"),
     raw_directory=SWAPPED,
     tagged=True,
     further=(RANK_FILE,),
-    facts=rank_facts,
+    facts=later("save.origins", "rank_facts"),
 )

@@ -1,0 +1,48 @@
+"""Which save is opened and how, and which dtype its tensors get in an output.
+
+For every job. It stands apart from `options`, so that a look at a checkpoint imports nothing of what is written.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from zckpt.core.catalog import TensorEntry
+from zckpt.core.dtypes import BF16, F16, F32, DType
+from zckpt.layouts.save.listing import ReadOptions
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OpenOptions:
+    """Which save is read, and how.
+
+    Attributes:
+        tag: which save, where there are several.
+        also: directories laid over the checkpoint: its parts from other nodes' disks.
+        read_options: how tensor- and pipeline-parallel files are joined, where they do not say it themselves.
+        allow_unknown_layout: go on though optimizer files hold keys that zckpt does not know.
+    """
+
+    tag: str | None = None
+    also: Sequence[str | os.PathLike[str]] = ()
+    read_options: ReadOptions | None = None
+    allow_unknown_layout: bool = False
+
+    @property
+    def keeps_dtypes(self) -> bool:
+        """Whether what is made of the save has the dtypes that the save has: of what is only looked at, nothing is made."""
+        return False
+
+
+def output_dtype(entry: TensorEntry, dtype: DType | None) -> DType:
+    """The dtype a tensor gets: floating parameters take the one asked for, if one is; buffers keep theirs.
+
+    Half-precision buffers are lifted when fp32 is asked for. Integers, bools and complex numbers are never touched.
+    """
+    if entry.dtype.kind != "float" or dtype is None:
+        return entry.dtype
+    if entry.role == "buffer":
+        return F32 if dtype == F32 and entry.dtype in (F16, BF16) else entry.dtype
+    return dtype

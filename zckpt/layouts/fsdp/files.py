@@ -1,0 +1,13 @@
+"""Which files are ranks' files of FSDP, by their names.
+
+For `FAMILY` and `read`.
+"""
+
+from __future__ import annotations
+
+import re
+
+VERL = re.compile(r"(?P<kind>model|optim|extra_state)_world_size_\d+_rank_(?P<dp>\d+)\.pt")
+ANY = re.compile(
+    r"(?!(?:bf16_|fp16_)?zero_pp_rank|zckpt_rank)(?P<kind>[\w.-]*?)(?<![A-Za-z])[Rr]ank[-_]?(?P<dp>\d+)[\w.-]*?\.(?:pt|pth|bin|ckpt)"
+)
