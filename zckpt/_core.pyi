@@ -37,6 +37,19 @@ def scan(
     list[tuple[int, int, int, int, int, int, int, int, int | None, float, float, float, float, float]],
     list[tuple[int, list[tuple[int, int]]]],
 ]: ...
+def confirm(
+    stores: bytes,
+    ranges: bytes,
+    pieces: bytes,
+    sides: bytes,
+    groups: bytes,
+    zones: bytes,
+    threads: int,
+    give_back: bool,
+    bytes_per_s: int,
+    progress: Callable[[int], None] | None,
+) -> tuple[tuple[str, int, int, int, str], list[tuple[int, int, int, int]], list[tuple[int, int, int]], list[int]]: ...
+def judge(likeness: int, source: int, target: int, a: bytes, b: bytes) -> tuple[int, int]: ...
 def cast(source: int, target: int, data: bytes, clamp: bool = ...) -> tuple[bytes, int, float]: ...
 def crc32(data: bytes | memoryview, crc: int = ...) -> int: ...
 def crc32_combine(a: int, b: int, nbytes_b: int) -> int: ...

@@ -12,8 +12,8 @@ from typing import Any, TypeGuard
 from zckpt import layouts
 from zckpt.base.errors import ZckptError
 from zckpt.base.words import count, examples
+from zckpt.checks.examined import Examined
 from zckpt.checks.resumable import Comparison
-from zckpt.checks.soundness import Examined
 from zckpt.core.catalog import Catalog
 from zckpt.jobs.megatron_states import megatron_states
 from zckpt.naming.writers import named, naming_of

@@ -12,8 +12,8 @@ from dataclasses import dataclass, field, replace
 from zckpt import layouts
 from zckpt.base.errors import ZckptError
 from zckpt.base.words import count, examples
+from zckpt.checks.examined import Examined
 from zckpt.checks.reread import misplaced_states
-from zckpt.checks.soundness import Examined
 from zckpt.containers import TensorRef
 from zckpt.core.catalog import TensorEntry
 from zckpt.engine.independent import differences

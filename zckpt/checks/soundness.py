@@ -6,80 +6,31 @@ errors; an error means that the question itself could not be answered.
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable
+from dataclasses import replace
 
 from zckpt import layouts
 from zckpt.base.errors import NotACheckpointError, UnsupportedError, UsageError, ZckptError
 from zckpt.base.pace import DEFAULT_PACE, Pace
-from zckpt.base.words import count, examples, joined, size
+from zckpt.base.words import count, examples
+from zckpt.checks.contents import add_copies, add_padding, check_bytes
 from zckpt.checks.digests import compared
-from zckpt.checks.integrity import (
-    CheckedFile,
-    Findings,
-    checked_file,
-    checked_parts,
-    examine,
-    holding,
-    non_finite,
-    numel_of,
-    small_records,
-)
+from zckpt.checks.examined import Examined
+from zckpt.checks.integrity import CheckedFile, checked_file, checked_parts, examine, small_records
 from zckpt.checks.reread import misplaced
-from zckpt.checks.verdict import Check, summarized
+from zckpt.checks.verdict import summarized
 from zckpt.containers import open_container
-from zckpt.core.catalog import Catalog, Replica, TensorEntry
 from zckpt.engine import replicas
-from zckpt.engine.tensor_statistics import Statistics
 from zckpt.jobs.open import open_catalog, strip_wrappers
 from zckpt.jobs.options import OpenOptions
-from zckpt.layouts.places import Place, find
+from zckpt.layouts.places import find
 from zckpt.layouts.run import agreement
-from zckpt.layouts.save.origins import FileOrigin, contradictions, of_other_ages, origin
+from zckpt.layouts.save.origins import contradictions, of_other_ages, origin
 from zckpt.output import manifest as manifests
 from zckpt.output.address import RECORD
 from zckpt.output.manifest import Manifest
 from zckpt.storage.descriptors import forget
 from zckpt.storage.location import Location, locate
-
-
-@dataclass(slots=True)
-class Examined:
-    """What has been found out about a checkpoint or output, check by check.
-
-    Attributes:
-        place: where it is.
-        catalog: its tensors, under the model's own names; None when they cannot be read.
-        files: those of the save that can be opened.
-        origins: what they record of their save.
-        checks: the questions and answers so far.
-        notes: sentences a person should see.
-        numbers: tensor -> (NaNs, infinities), where there are any; None where they were not counted.
-        names: of tensors, as the files have them -> the model's own.
-        whole: whether every byte was read.
-        unread_bytes: of elements that no check has read.
-    """
-
-    place: Place
-    catalog: Catalog | None = None
-    files: list[CheckedFile] = field(default_factory=list[CheckedFile])
-    origins: list[FileOrigin] = field(default_factory=list[FileOrigin])
-    checks: list[Check] = field(default_factory=list[Check])
-    notes: list[str] = field(default_factory=list[str])
-    numbers: dict[str, tuple[int, int]] | None = None
-    names: dict[str, str] = field(default_factory=dict[str, str])
-    whole: bool = False
-    unread_bytes: int = 0
-
-    @property
-    def ok(self) -> bool:
-        """Whether nothing is wrong so far."""
-        return all(check.ok for check in self.checks)
-
-    def add(self, name: str, answer: str, problems: Sequence[str] = ()) -> None:
-        """One more check."""
-        self.checks.append(Check(name, answer, tuple(problems)))
 
 
 def examined(
@@ -88,6 +39,7 @@ def examined(
     *,
     deep: bool = False,
     whole: bool = False,
+    later: bool = False,
     pace: Pace = DEFAULT_PACE,
     progress: Callable[[int], None] | None = None,
     expect: Callable[[int], None] = lambda nbytes: None,
@@ -99,6 +51,7 @@ def examined(
         options: which save, and how it is read.
         deep: read every byte, count NaN and infinity.
         whole: read every byte, from the disk and not from the page cache. An output with a manifest is always read whole.
+        later: leave the bytes to the caller, who calls `contents.check_bytes`, if the catalog can be read.
         pace: how hard to work.
         progress: called with the bytes read so far.
         expect: called with the bytes that will be read, when that is known.
@@ -107,21 +60,23 @@ def examined(
         NotACheckpointError: there is nothing to look at. UnsupportedError: zckpt cannot read it.
     """
     state = Examined(find(path, options.tag, [locate(root) for root in options.also]))
-    facts = _manifest_of(state, path)
+    state.facts = facts = _manifest_of(state, path)
     unknown = _open(state, path, options)
     _open_files(state, facts)
+    _check_save(state)
     for file in state.files if whole and not path.is_remote else ():
         with open(file.store.path, "rb") as data:
             forget(data.fileno())
-    _check_save(state)
-    try:
-        if deep or whole or facts is not None:
-            expect(sum(file.store.size for file in state.files))
-            _check_bytes(state, facts, deep, pace, progress)
-        else:
+    if later and state.catalog is not None:
+        pass
+    elif deep or whole or facts is not None:
+        expect(sum(file.store.size for file in state.files))
+        check_bytes(state, pace, progress, deep=deep)
+    else:
+        try:
             _check_ends(state)
-    except ZckptError as error:  # a disk that does not give back what it was given
-        state.add("bytes", "", [str(error)])
+        except ZckptError as error:  # a disk that does not give back what it was given
+            state.add("bytes", "", [str(error)])
     if (digests := compared(state.place.listing, read=deep or whole)) is not None:
         state.add("digests", *digests)
     if unknown is not None and all(check.ok for check in state.checks if check.name != "tensors"):
@@ -280,121 +235,7 @@ def _check_ends(state: Examined) -> None:
         (replica, f"{entry.name!r}: element {element:,} is {value!r}, in its copy {copy!r}")
         for entry, replica, (element, value, copy) in replicas.disagreements(catalog)
     ]
-    _add_copies(state, catalog, bad, "at both ends of every stored run")
+    add_copies(state, catalog, bad, "at both ends of every stored run")
     if catalog.zeros:
         findings = examine(replace(catalog, tensors={}, aliases={}), [], DEFAULT_PACE)
-        _add_padding(state, catalog, findings.padding)
-
-
-_COPIES = {
-    "masters": ("fp32 weights of the optimizer", "the model's half-precision weights"),
-    "copies": ("tensors", "the copies of other ranks"),
-}
-
-
-def _add_copies(state: Examined, catalog: Catalog, bad: Sequence[tuple[Replica, str]], where: str) -> None:
-    """Whether masters equal the model's own weights, and whether ranks agree on what several of them hold."""
-    for name, (what, copies) in _COPIES.items():
-        of_ranks = name == "copies"
-        held = sum(any(bool(r.rank) == of_ranks for r in entry.replicas) for entry in catalog.tensors.values())
-        if held:
-            problems = [answer for replica, answer in bad if bool(replica.rank) == of_ranks]
-            answer = f"{held:,} {what} agree with {copies}, {where}"
-            state.add(name, answer, summarized(problems, f"{what} disagree with {copies}"))
-
-
-def _add_whole_copies(state: Examined, catalog: Catalog, findings: Findings) -> None:
-    bad = [
-        (
-            replica,
-            f"{name!r}: {statistics.differ:,} of {count(statistics.count, 'element')}, the first is number {statistics.first:,}",
-        )
-        for name, replica, statistics in findings.copies
-        if statistics.differ
-    ]
-    _add_copies(state, catalog, bad, "in every element")
-
-
-def check_compared(
-    state: Examined, further: Sequence[TensorEntry], pace: Pace, progress: Callable[[int], None] | None = None
-) -> int:
-    """Checks the bytes that an output was compared with, if only ends of fragments were read so far.
-
-    These are the elements of the catalog and of `further` tensors: each record that holds some of them must match its
-    checksum, and every element must equal its copies.
-
-    Returns:
-        The bytes read.
-    """
-    if state.whole or state.catalog is None:
-        return 0
-    entries = [*state.catalog.tensors.values(), *further]
-    held, without = holding(state.files, entries)
-    copied = replace(state.catalog.select(lambda entry: bool(entry.replicas)), padding=())
-    state.checks = [check for check in state.checks if check.name not in _COPIES]
-    try:
-        findings = examine(copied, held, pace, progress)
-    except ZckptError as error:
-        state.add("bytes", "", [str(error)])
-        return 0
-    _add_sums(state, findings, "that the output was compared with")
-    _add_whole_copies(state, copied, findings)
-    state.unread_bytes = max(0, state.unread_bytes - without - sum(file.large_bytes for file in held))
-    return findings.bytes_read
-
-
-def _add_padding(state: Examined, catalog: Catalog, found: Sequence[Statistics]) -> None:
-    """Whether padding is zero where it should be."""
-    problems = [
-        f"{one.nonzero:,} of {count(one.count, 'element')} in {os.path.basename(str(pad.fragments[0].store))!r} are not zero"
-        for pad, one in zip(catalog.zeros, found, strict=True)
-        if one.nonzero
-    ]
-    state.add(
-        "padding",
-        f"{count(numel_of(catalog.zeros), 'element')}, all zero",
-        summarized(problems, "vectors whose padding is not zero"),
-    )
-
-
-def _add_sums(state: Examined, findings: Findings, what: str, further: Sequence[str] = ()) -> None:
-    """Whether bytes match their checksums, where there are some.
-
-    Args:
-        state: gets the check.
-        findings: of reading them.
-        what: the bytes that were read, in words.
-        further: what else has checksums, in words.
-    """
-    problems = [f"record {r!r} of {f!r} does not match its checksum" for f, r in findings.wrong_records]
-    problems = summarized(problems, "records do not match their checksums")
-    problems += [f"{name!r} does not match its checksum in the manifest" for name in findings.wrong_files]
-    sums = [*[count(findings.records, "record")] * bool(findings.records), *further]
-    answer = f"the checksums of {joined(sums)} match" if sums else "there are no checksums"
-    state.add("bytes", f"{size(findings.bytes_read)} {what}; {answer}", problems)
-    if without := [f.name for f in state.files if not f.records and f.crc32 is None]:
-        holds = "holds" if len(without) == 1 else "hold"
-        state.notes.append(f"{examples(without)} {holds} no checksums, so changed bytes cannot be found there.")
-
-
-def _check_bytes(
-    state: Examined, facts: Manifest | None, deep: bool, pace: Pace, progress: Callable[[int], None] | None
-) -> None:
-    """Reads everything once."""
-    catalog = state.catalog
-    findings = examine(catalog, state.files, pace, progress)
-    state.whole = True
-    listed = 0 if facts is None else sum(file.crc32 is not None for file in state.files)
-    _add_sums(state, findings, "read", [f"{count(listed, 'file')} of the manifest"] * bool(facts))
-    if catalog is None:
-        return
-    _add_whole_copies(state, catalog, findings)
-    if catalog.zeros:
-        _add_padding(state, catalog, findings.padding)
-    if deep:
-        state.numbers = non_finite(findings.tensors)
-        trained = [name for name in state.numbers if catalog.tensors[name].role != "buffer"]
-        nan, inf = (sum(state.numbers[name][i] for name in trained) for i in (0, 1))
-        answer = "no parameter holds NaN or infinity"
-        problems = [f"{nan:,} NaN and {inf:,} infinite in {count(len(trained), 'parameter')}"] if trained else []
-        state.add("numbers", answer, problems)
+        add_padding(state, catalog, findings.padding)

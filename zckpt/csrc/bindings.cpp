@@ -10,6 +10,7 @@
 #include <stdexcept>
 
 #include "blocks.h"
+#include "confirm.h"
 #include "crc32.h"
 #include "floats.h"
 #include "io.h"
@@ -164,6 +165,34 @@ nb::tuple scan(nb::bytes stores, nb::bytes moves, nb::bytes requests, nb::bytes 
   return nb::make_tuple(as_tuple(scanned.failure), as_list(scanned.crcs), statistics, found);
 }
 
+nb::tuple confirm(nb::bytes stores, nb::bytes ranges, nb::bytes pieces, nb::bytes sides, nb::bytes groups, nb::bytes zones, unsigned threads,
+                  bool give_back, uint64_t bytes_per_s, nb::object progress) {
+  const zckpt::Batch batch{structs<zckpt::Store>(stores), {}, {}, structs<zckpt::Range>(ranges), nullptr};
+  const zckpt::Confirmation asked{structs<zckpt::Piece>(pieces), structs<zckpt::Side>(sides), structs<zckpt::Group>(groups), structs<zckpt::Zone>(zones)};
+  check(batch, threads, 4096);
+  for (const auto& p : asked.pieces)
+    if (p.store >= batch.stores.size() || !p.count || !p.rows || (p.rows > 1 && !p.pitch)) throw std::invalid_argument("a piece with impossible numbers");
+  for (const auto& s : asked.sides)
+    if (s.dtype >= zckpt::kDTypes || uint64_t{s.first} + s.pieces > asked.pieces.size()) throw std::invalid_argument("a side with impossible numbers");
+  for (const auto& g : asked.groups) {
+    if (g.sides < 2 || uint64_t{g.first} + g.sides > asked.sides.size() || g.likeness > 2) throw std::invalid_argument("a group with impossible numbers");
+    for (uint32_t s = g.first + 1; s < g.first + g.sides; ++s)
+      if (!zckpt::can_judge(static_cast<zckpt::DType>(asked.sides[g.first].dtype), static_cast<zckpt::DType>(asked.sides[s].dtype)))
+        throw std::invalid_argument("dtypes that nothing is known of");
+  }
+  Ticker ticker(std::move(progress));
+  zckpt::Confirmed confirmed;
+  {
+    nb::gil_scoped_release release;
+    confirmed = zckpt::confirm(batch, asked, {threads, 4096, false, give_back, bytes_per_s}, std::ref(ticker));
+  }
+  ticker.rethrow();
+  nb::list found, bytes;
+  for (const auto& one : confirmed.found) found.append(nb::make_tuple(one.side, one.count, one.first));
+  for (const uint64_t one : confirmed.bytes) bytes.append(one);
+  return nb::make_tuple(as_tuple(confirmed.failure), as_list(confirmed.crcs), found, bytes);
+}
+
 // Rows of an optimizer's step, by their addresses; 0 for no second state.
 void step(int rule, nb::bytes rates, uintptr_t weights, uintptr_t gradients, uintptr_t first, uintptr_t second, size_t count, unsigned threads) {
   const auto numbers = structs<zckpt::Rates>(rates);
@@ -260,6 +289,15 @@ nb::tuple wait_for_swap(zckpt::Swapper& swapper, uint64_t number) {
 }
 
 #ifdef ZCKPT_TESTING
+nb::tuple judge(int likeness, int from, int to, nb::bytes a, nb::bytes b) {
+  if (from < 0 || to < 0 || from >= zckpt::kDTypes || to >= zckpt::kDTypes || likeness < 0 || likeness > 2) throw std::invalid_argument("dtype");
+  const auto source = static_cast<zckpt::DType>(from), target = static_cast<zckpt::DType>(to);
+  const size_t n = a.size() / zckpt::kItemSize[from];
+  if (!zckpt::can_judge(source, target) || b.size() != n * zckpt::kItemSize[to]) throw std::invalid_argument("nothing to judge");
+  const zckpt::Unlike unlike = zckpt::judge(static_cast<zckpt::Likeness>(likeness), source, target, a.c_str(), b.c_str(), n);
+  return nb::make_tuple(unlike.count, unlike.first);
+}
+
 nb::tuple cast(int from, int to, nb::bytes data, bool clamp) {
   if (from < 0 || to < 0 || from >= zckpt::kDTypes || to >= zckpt::kDTypes) throw std::invalid_argument("dtype");
   const size_t n = data.size() / zckpt::kItemSize[from];
@@ -282,6 +320,8 @@ NB_MODULE(_core, m) {
         "give_back"_a, "bytes_per_s"_a, "progress"_a.none(), "consumers"_a);
   m.def("scan", &scan, "stores"_a, "moves"_a, "requests"_a, "ranges"_a, "rounded"_a, "atol"_a, "rtol"_a, "spreads"_a, "threads"_a, "give_back"_a,
         "bytes_per_s"_a, "progress"_a.none());
+  m.def("confirm", &confirm, "stores"_a, "ranges"_a, "pieces"_a, "sides"_a, "groups"_a, "zones"_a, "threads"_a, "give_back"_a, "bytes_per_s"_a,
+        "progress"_a.none());
   m.def("step", &step, "rule"_a, "rates"_a, "weights"_a, "gradients"_a, "first"_a, "second"_a, "count"_a, "threads"_a);
   m.def("accumulate", &accumulate, "total"_a, "numbers"_a, "count"_a, "weight"_a);
   m.def("approach", &approach, "total"_a, "numbers"_a, "count"_a, "divisor"_a);
@@ -309,6 +349,7 @@ NB_MODULE(_core, m) {
   m.def("exchange", [](const std::string& a, const std::string& b) { return zckpt::exchange(a.c_str(), b.c_str()); }, "a"_a, "b"_a);
   m.def("is_in_memory", &zckpt::is_in_memory, "fd"_a);
 #ifdef ZCKPT_TESTING
+  m.def("judge", &judge, "likeness"_a, "source"_a, "target"_a, "a"_a, "b"_a, "How many of b are not what those of a become, and the first.");
   m.def("cast", &cast, "source"_a, "target"_a, "data"_a, "clamp"_a = false, "Casts bytes.");
   m.def("inject", &zckpt::inject, "write"_a, "nth"_a, "kind"_a, "Makes the n-th read or write misbehave.");
   m.def("calls", &zckpt::calls, "write"_a, "Reads or writes since `inject`.");

@@ -1,15 +1,11 @@
-// Element types and casts between them. The numbers are those of zckpt/dtypes.py.
+// Casts between element types.
 #pragma once
 #include <cstddef>
 #include <cstdint>
 
-namespace zckpt {
+#include "dtypes.h"
 
-enum DType : uint8_t {
-  F64, F32, F16, BF16, F8_E4M3, F8_E5M2, I64, I32, I16, I8, U8, U16, U32, U64, BOOL, C64, C128, F8_E4M3FNUZ, F8_E5M2FNUZ,
-  kDTypes
-};
-constexpr uint8_t kItemSize[kDTypes] = {8, 4, 2, 2, 1, 1, 8, 4, 2, 1, 1, 2, 4, 8, 1, 8, 16, 1, 1};
+namespace zckpt {
 
 // Finite numbers that became infinite, and the largest of them.
 struct Overflow {

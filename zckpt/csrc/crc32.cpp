@@ -39,18 +39,16 @@ uint32_t by_tables(uint32_t c, const uint8_t* p, size_t n) {
 }
 
 #if defined(ZCKPT_X86)
-// `n` is a multiple of 16 and at least 64.
-ZCKPT_FOR("pclmul,sse4.1") uint32_t by_folding(uint32_t c, const uint8_t* p, size_t n) {
+// Four lanes, and what follows them, of which `n` bytes are a multiple of 16.
+ZCKPT_FOR("pclmul,sse4.1") uint32_t fold_lanes(__m128i x1, __m128i x2, __m128i x3, __m128i x4, const uint8_t* p, size_t n) {
   const auto load = [](const uint8_t* q) ZCKPT_FOR("sse4.1") {
     return _mm_loadu_si128(reinterpret_cast<const __m128i*>(q));
   };
   const auto fold = [](__m128i x, __m128i k, __m128i y) ZCKPT_FOR("pclmul,sse4.1") {
     return _mm_xor_si128(_mm_xor_si128(_mm_clmulepi64_si128(x, k, 0x00), _mm_clmulepi64_si128(x, k, 0x11)), y);
   };
-  __m128i x1 = _mm_xor_si128(load(p), _mm_cvtsi32_si128(static_cast<int>(c)));
-  __m128i x2 = load(p + 16), x3 = load(p + 32), x4 = load(p + 48);
   const __m128i k12 = _mm_set_epi64x(0x01c6e41596, 0x0154442bd4);
-  for (p += 64, n -= 64; n >= 64; p += 64, n -= 64) {
+  for (; n >= 64; p += 64, n -= 64) {
     x1 = fold(x1, k12, load(p));
     x2 = fold(x2, k12, load(p + 16));
     x3 = fold(x3, k12, load(p + 32));
@@ -70,6 +68,38 @@ ZCKPT_FOR("pclmul,sse4.1") uint32_t by_folding(uint32_t c, const uint8_t* p, siz
   x2 = _mm_clmulepi64_si128(_mm_and_si128(x1, low32), poly, 0x10);
   x2 = _mm_clmulepi64_si128(_mm_and_si128(x2, low32), poly, 0x00);
   return static_cast<uint32_t>(_mm_extract_epi32(_mm_xor_si128(x1, x2), 1));
+}
+
+// `n` is a multiple of 16 and at least 64.
+ZCKPT_FOR("pclmul,sse4.1") uint32_t by_folding(uint32_t c, const uint8_t* p, size_t n) {
+  const auto load = [](const uint8_t* q) ZCKPT_FOR("sse4.1") {
+    return _mm_loadu_si128(reinterpret_cast<const __m128i*>(q));
+  };
+  const __m128i first = _mm_xor_si128(load(p), _mm_cvtsi32_si128(static_cast<int>(c)));
+  return fold_lanes(first, load(p + 16), load(p + 32), load(p + 48), p + 64, n - 64);
+}
+
+// Eight lanes, two in each register. `n` is a multiple of 16 and at least 256.
+ZCKPT_FOR("vpclmulqdq,pclmul,avx2") uint32_t by_wide_folding(uint32_t c, const uint8_t* p, size_t n) {
+  const auto load = [&](const uint8_t* q) ZCKPT_FOR("avx2") {
+    return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(q));
+  };
+  const auto fold = [&](__m256i x, __m256i k, __m256i y) ZCKPT_FOR("vpclmulqdq,avx2") {
+    return _mm256_xor_si256(_mm256_xor_si256(_mm256_clmulepi64_epi128(x, k, 0x00), _mm256_clmulepi64_epi128(x, k, 0x11)), y);
+  };
+  __m256i x1 = _mm256_xor_si256(load(p), _mm256_zextsi128_si256(_mm_cvtsi32_si128(static_cast<int>(c))));
+  __m256i x2 = load(p + 32), x3 = load(p + 64), x4 = load(p + 96);
+  const __m256i k = _mm256_set_epi64x(0x014a7fe880, 0x01e88ef372, 0x014a7fe880, 0x01e88ef372);
+  for (p += 128, n -= 128; n >= 128; p += 128, n -= 128) {
+    x1 = fold(x1, k, load(p));
+    x2 = fold(x2, k, load(p + 32));
+    x3 = fold(x3, k, load(p + 64));
+    x4 = fold(x4, k, load(p + 96));
+  }
+  const __m256i k12 = _mm256_set_epi64x(0x01c6e41596, 0x0154442bd4, 0x01c6e41596, 0x0154442bd4);
+  x3 = fold(x1, k12, x3);
+  x4 = fold(x2, k12, x4);
+  return fold_lanes(_mm256_castsi256_si128(x3), _mm256_extracti128_si256(x3, 1), _mm256_castsi256_si128(x4), _mm256_extracti128_si256(x4, 1), p, n);
 }
 #endif
 
@@ -91,7 +121,7 @@ uint32_t crc32(uint32_t crc, const void* data, size_t nbytes) {
 #if defined(ZCKPT_X86)
   if (nbytes >= 64 && has(Unit::kFolding)) {
     const size_t folded = nbytes & ~size_t{15};
-    c = by_folding(c, p, folded);
+    c = folded >= 256 && has(Unit::kWideFolding) ? by_wide_folding(c, p, folded) : by_folding(c, p, folded);
     p += folded;
     nbytes -= folded;
   }

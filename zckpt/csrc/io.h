@@ -10,6 +10,10 @@ constexpr int kEndOfFile = -1;
 int read_all(int fd, void* to, size_t nbytes, uint64_t offset);
 int write_all(int fd, const void* from, size_t nbytes, uint64_t offset);
 
+// Reads what the page cache has of these bytes, from the first on, without waiting for a disk: how many there were. -1 where one
+// cannot ask; then it is a plain read's matter, as all errors are.
+int64_t read_cached(int fd, void* to, size_t nbytes, uint64_t offset);
+
 // Lets the page cache forget whole pages of these bytes; `nbytes` of 0 means to the end of the file.
 void forget(int fd, uint64_t offset, uint64_t nbytes);
 

@@ -26,7 +26,7 @@
 
 namespace zckpt {
 
-enum class Unit { kHalves, kFolding, kMultiplyAdd };  // AVX2 with F16C; carry-less multiplication; AVX2 with FMA
+enum class Unit { kHalves, kFolding, kWideFolding, kMultiplyAdd };  // AVX2 with F16C; carry-less multiplication, also in AVX2; AVX2 with FMA
 
 #ifdef ZCKPT_TESTING
 inline std::atomic<bool> vector_paths{true};  // tests switch them off
@@ -46,8 +46,15 @@ inline bool has(Unit unit) {
 #if defined(ZCKPT_X86)
   static const bool halves = __builtin_cpu_supports("avx2") && has_f16c();
   static const bool folding = __builtin_cpu_supports("pclmul") && __builtin_cpu_supports("sse4.1");
+  static const bool wide_folding = folding && __builtin_cpu_supports("vpclmulqdq") && __builtin_cpu_supports("avx2");
   static const bool multiply_add = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
-  return vector_paths && (unit == Unit::kHalves ? halves : unit == Unit::kFolding ? folding : multiply_add);
+  if (!vector_paths) return false;
+  switch (unit) {
+    case Unit::kHalves: return halves;
+    case Unit::kFolding: return folding;
+    case Unit::kWideFolding: return wide_folding;
+    default: return multiply_add;
+  }
 #else
   (void)unit;
   return false;

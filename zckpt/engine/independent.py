@@ -1,9 +1,11 @@
 """Whether an output is exactly what its checkpoint says, derived a second time.
 
 For `verify`. Every element of the output is derived from the shards once more and compared as bytes. Nothing here is what
-wrote the output: no plan, no router, no C++, only the catalogs' geometry, `pread` (`elements`) and the reference cast. A
-mistake in the fast path is therefore found here, not repeated. Where the C++ engine was not built, the reader of elements and
-the cast are those that wrote the output, and only plan and router are checked.
+wrote the output: no plan, no router, no mover and no cast. The C++ of `confirm` walks both sides' fragments as the catalogs have
+them, reads files with a reader of its own, and rounds nothing: it looks whether another number would be nearer. What it does not
+read (files behind addresses, elements that recipes compute, odd geometry), or where it was not built, `elements` reads with
+`pread`, for the reference cast. A mistake in what writes is therefore found here, not repeated. Where the C++ was not built, the
+reader of elements and the cast are those that wrote the output, and only plan and router are checked.
 """
 
 from __future__ import annotations
@@ -11,17 +13,20 @@ from __future__ import annotations
 import os
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
-from zckpt.base.pace import pace, thread_count
-from zckpt.core.catalog import TensorEntry
-from zckpt.core.fragments import FileStore
+from zckpt.base.pace import gives_back, pace, thread_count
+from zckpt.core.catalog import Replica
+from zckpt.core.fragments import FileStore, Fragment
 from zckpt.core.overlaps import clip
+from zckpt.engine.batches import progress_after
+from zckpt.engine.confirm import Confirmed, Found, Pair, can_be_copy, can_confirm, confirm
 from zckpt.engine.elements import ElementReader, elements
 from zckpt.engine.prefetch import check_unchanged
 from zckpt.engine.reference import cast
+from zckpt.engine.scan_requests import CrcRange
 
 _PART = 1 << 20
 """Elements compared at once."""
@@ -44,29 +49,100 @@ class Difference:
     file: str
 
 
+@dataclass(frozen=True, slots=True)
+class Derived:
+    """What was found while an output was derived once more.
+
+    Attributes:
+        differences: the tensors of the output that differ from their source.
+        confirmed: what else was found on the way.
+        copied: numbers of the pairs whose source was compared with its copies.
+    """
+
+    differences: list[Difference]
+    confirmed: Confirmed
+    copied: frozenset[int]
+
+
 def differences(
-    pairs: Sequence[tuple[TensorEntry, TensorEntry]],
+    pairs: Sequence[Pair],
     *,
     clamp: bool = False,
     threads: int | None = None,
     bytes_per_s: int | None = None,
     progress: Callable[[int], None] | None = None,
 ) -> list[Difference]:
-    """The tensors of an output that differ from their source, rounded to the output's dtype.
+    """The tensors of an output that differ from their source, rounded to the output's dtype; see `derived_again`."""
+    return derived_again(pairs, clamp=clamp, threads=threads, bytes_per_s=bytes_per_s, progress=progress).differences
+
+
+def derived_again(
+    pairs: Sequence[Pair],
+    copies: Mapping[int, Sequence[Replica]] | None = None,
+    sums: Sequence[CrcRange] = (),
+    *,
+    clamp: bool = False,
+    threads: int | None = None,
+    keep_cache: bool | None = None,
+    bytes_per_s: int | None = None,
+    progress: Callable[[int], None] | None = None,
+) -> Derived:
+    """Compares an output with its source, and learns on the way what the bytes show by themselves.
 
     Args:
         pairs: (source, output); of as many elements, in dtypes that can be cast.
+        copies: number of a pair -> replicas of its source, to be compared with it where its bytes are read anyhow.
+        sums: ranges whose CRCs are wanted, as far as their bytes are read anyhow.
         clamp: numbers too large became the largest finite one instead of infinity.
         threads: that read and compare.
+        keep_cache: whether the page cache keeps what is read through it, and all is read through it; None: unless it is more
+            than memory, and what the cache does not have is read past it.
         bytes_per_s: the most that is read.
         progress: called with the bytes read so far.
 
     Raises:
         CorruptError: a file ends too early, or cannot be read. InconsistentError: it changed meanwhile.
     """
+    native = {number for number, pair in enumerate(pairs) if pair[0].numel and can_confirm(*pair)}
+    held = {
+        number: replicas
+        for number, replicas in (copies or {}).items()
+        if number in native and all(can_be_copy(pairs[number][0], replica) for replica in replicas)
+    }
+    confirmed = confirm(
+        [(number, pairs[number]) for number in sorted(native)],
+        held,
+        sums,
+        clamp=clamp,
+        threads=thread_count(threads),
+        give_back=gives_back(keep_cache, sum(a.nbytes + b.nbytes for a, b in pairs)),
+        past_cache=keep_cache is not True,
+        bytes_per_s=bytes_per_s or 0,
+        progress=progress,
+    )
+    rest = [(number, pair) for number, pair in enumerate(pairs) if number not in native]
+    after = progress_after(progress, sum(confirmed.bytes_read.values()))
+    unequal = {**confirmed.unequal, **_slowly(rest, clamp, thread_count(threads), bytes_per_s, after)}
+    found = [
+        Difference(number, one.count, one.first, _file_of(pairs[number], one.first))
+        for number, one in sorted(unequal.items())
+    ]
+    return Derived(found, confirmed, frozenset(held))
+
+
+def _slowly(
+    pairs: Sequence[tuple[int, Pair]],
+    clamp: bool,
+    count: int,
+    bytes_per_s: int | None,
+    progress: Callable[[int], None] | None,
+) -> dict[int, Found]:
+    """The pairs that differ, with numpy, whatever their geometry is and wherever their elements are."""
+    if not pairs:
+        return {}
     found: dict[int, list[tuple[int, int]]] = {}
     lock, stop = threading.Lock(), threading.Event()
-    parts = _parts(pairs)
+    parts = _parts([pair for _, pair in pairs])
     done = 0
     spend = pace(bytes_per_s)
 
@@ -79,15 +155,15 @@ def differences(
                         part = next(parts, None)
                     if part is None:
                         break
-                    number, first, last = part
-                    source, output = pairs[number]
+                    index, first, last = part
+                    number, (source, output) = pairs[index]
                     wide = reader.read(elements(source, first, last))
                     expected, _, _ = cast(wide, source.dtype, output.dtype, sys.byteorder, clamp)
                     actual = reader.read(elements(output, first, last))
                     with lock:
                         if expected != actual:
-                            count, place = _compared(expected, actual, output.dtype.itemsize)
-                            found.setdefault(number, []).append((first + place, count))
+                            differ, place = _compared(expected, actual, output.dtype.itemsize)
+                            found.setdefault(number, []).append((first + place, differ))
                         done += len(wide) + len(actual)
                         spend(len(wide) + len(actual))
                         if progress:
@@ -97,31 +173,27 @@ def differences(
             stop.set()
             raise
 
-    count = thread_count(threads)
     with ThreadPoolExecutor(count) as pool:
         try:
             for worker in [pool.submit(work) for _ in range(count)]:
                 worker.result()
         finally:
             stop.set()  # an interruption comes to this thread alone
-    stores = (f.store for pair in pairs for entry in pair for f in entry.fragments)
+    stores = (f.store for _, pair in pairs for entry in pair for f in entry.fragments)
     check_unchanged({s.path: s for s in stores if isinstance(s, FileStore) and s.is_remote}.values())
-    return [
-        Difference(number, sum(count for _, count in places), first, _file_of(pairs[number][1], first))
-        for number, places in sorted(found.items())
-        for first in [min(places)[0]]
-    ]
+    return {number: Found(sum(n for _, n in places), min(places)[0]) for number, places in found.items()}
 
 
-def _parts(pairs: Sequence[tuple[TensorEntry, TensorEntry]]) -> Iterator[tuple[int, int, int]]:
+def _parts(pairs: Sequence[Pair]) -> Iterator[tuple[int, int, int]]:
     for number, (source, _) in enumerate(pairs):
         for start in range(0, source.numel, _PART):
             yield number, start, min(start + _PART, source.numel)
 
 
-def _file_of(entry: TensorEntry, element: int) -> str:
-    (fragment,) = clip(entry.fragments, element, element + 1, entry.dtype.itemsize)
-    return os.path.basename(str(fragment.store))
+def _file_of(pair: Pair, element: int) -> str:
+    """The file of the output that has an element."""
+    found: tuple[Fragment, ...] = clip(pair[1].fragments, element, element + 1, pair[1].dtype.itemsize)
+    return os.path.basename(str(found[0].store))
 
 
 def _compared(expected: bytes, actual: bytes, itemsize: int) -> tuple[int, int]:

@@ -32,6 +32,7 @@ class OpenFiles:
         give_back: whether to drop a source's pages from the page cache when it is closed.
         direct: whether outputs may be written with direct I/O.
         most: files open at once.
+        past_cache: open sources for direct I/O, too.
     """
 
     def __init__(
@@ -41,11 +42,13 @@ class OpenFiles:
         give_back: bool = False,
         direct: bool = True,
         most: int = MOST_STORES,
+        past_cache: bool = False,
     ) -> None:
         self._outputs = outputs or {}
         self._give_back = give_back
         self._direct = direct
         self._most = most
+        self._past_cache = past_cache
         self._open: dict[str, tuple[int, int]] = {}
         self._seen: dict[str, FileStore] = {}
 
@@ -68,7 +71,8 @@ class OpenFiles:
             if id(store) in self._outputs:
                 found = _open_output(path, store.size if self._direct else 0)
             else:
-                found = self._open_source(store), -1
+                fd = self._open_source(store)
+                found = fd, _open_direct(path, os.O_RDONLY) if self._past_cache and not is_in_memory(fd) else -1
         self._open[path] = found
         return found
 
@@ -159,12 +163,16 @@ def write_all(fd: int, data: bytes | memoryview, offset: int) -> None:
 
 def _open_output(path: str, size: int) -> tuple[int, int]:
     fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
-    direct = -1
     # Memory file systems accept direct I/O, but it saves no copy there.
-    if size >= 1 << 20 and hasattr(os, "O_DIRECT") and not is_in_memory(fd):
+    return fd, _open_direct(path, os.O_WRONLY) if size >= 1 << 20 and not is_in_memory(fd) else -1
+
+
+def _open_direct(path: str, how: int) -> int:
+    """A descriptor for direct I/O, or -1 where there is none."""
+    if hasattr(os, "O_DIRECT"):
         with contextlib.suppress(OSError):
-            direct = os.open(path, os.O_WRONLY | os.O_DIRECT | os.O_CLOEXEC)
-    return fd, direct
+            return os.open(path, how | os.O_DIRECT | os.O_CLOEXEC)
+    return -1
 
 
 def _check_identity(store: FileStore, stat: os.stat_result) -> None:

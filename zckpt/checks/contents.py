@@ -1,0 +1,197 @@
+"""What a checkpoint's bytes show when they are read: checksums, copies, padding, and numbers that are none.
+
+For `soundness`, which reads a checkpoint by itself, and `verify`, which reads it beside its output.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from zckpt.base.errors import ZckptError
+from zckpt.base.pace import Pace
+from zckpt.base.words import count, examples, joined, size
+from zckpt.checks.examined import Examined
+from zckpt.checks.integrity import CheckedFile, Findings, Read, examine, holding, non_finite, numel_of
+from zckpt.checks.verdict import summarized
+from zckpt.core.catalog import Catalog, Replica, TensorEntry
+from zckpt.engine.tensor_statistics import Statistics
+
+_COPIES = {
+    "masters": ("fp32 weights of the optimizer", "the model's half-precision weights"),
+    "copies": ("tensors", "the copies of other ranks"),
+}
+
+
+def add_copies(state: Examined, catalog: Catalog, bad: Sequence[tuple[Replica, str]], where: str) -> None:
+    """Whether masters equal the model's own weights, and whether ranks agree on what several of them hold."""
+    for name, (what, copies) in _COPIES.items():
+        of_ranks = name == "copies"
+        held = sum(any(bool(r.rank) == of_ranks for r in entry.replicas) for entry in catalog.tensors.values())
+        if held:
+            problems = [answer for replica, answer in bad if bool(replica.rank) == of_ranks]
+            answer = f"{held:,} {what} agree with {copies}, {where}"
+            state.add(name, answer, summarized(problems, f"{what} disagree with {copies}"))
+
+
+def _add_whole_copies(state: Examined, catalog: Catalog, findings: Findings) -> None:
+    bad = [
+        (
+            replica,
+            f"{name!r}: {statistics.differ:,} of {count(statistics.count, 'element')}, the first is number {statistics.first:,}",
+        )
+        for name, replica, statistics in findings.copies
+        if statistics.differ
+    ]
+    add_copies(state, catalog, bad, "in every element")
+
+
+@dataclass(frozen=True, slots=True)
+class Beside:
+    """What reading a checkpoint beside its output has found.
+
+    Attributes:
+        read: of the files that were asked for.
+        copies: name of a tensor -> what each of its replicas showed, in their order.
+    """
+
+    read: Read
+    copies: Mapping[str, Sequence[Statistics]] = field(default_factory=dict[str, Sequence[Statistics]])
+
+
+def held_files(state: Examined, further: Sequence[TensorEntry]) -> tuple[list[CheckedFile], int]:
+    """The files and records that hold what an output is compared with, as `integrity.holding` gives them.
+
+    These are the elements of the catalog and of `further` tensors. None if every byte was read already.
+    """
+    if state.whole or state.catalog is None:
+        return [], 0
+    return holding(state.files, [*state.catalog.tensors.values(), *further])
+
+
+def check_compared(
+    state: Examined,
+    held: tuple[list[CheckedFile], int],
+    pace: Pace,
+    progress: Callable[[int], None] | None = None,
+    beside: Beside | None = None,
+) -> int:
+    """Checks the bytes that an output was compared with, if only ends of fragments were read so far.
+
+    Each record that holds some of them must match its checksum, and every element must equal its copies.
+
+    Args:
+        state: gets the checks.
+        held: the files and records, as from `held_files`.
+        pace: how hard to work.
+        progress: called with the bytes read so far.
+        beside: what is known of these bytes; the others are read.
+
+    Returns:
+        The bytes read here.
+    """
+    if state.whole or state.catalog is None:
+        return 0
+    files, without = held
+    known = {} if beside is None else beside.copies
+    copied = replace(state.catalog.select(lambda entry: bool(entry.replicas)), padding=())
+    unknown = replace(copied, tensors={name: e for name, e in copied.tensors.items() if name not in known}, aliases={})
+    state.checks = [check for check in state.checks if check.name not in _COPIES]
+    try:
+        findings = examine(unknown, files, pace, progress, None if beside is None else beside.read)
+    except ZckptError as error:
+        state.add("bytes", "", [str(error)])
+        return 0
+    more = tuple(
+        (name, replica, statistics)
+        for name, found in known.items()
+        for replica, statistics in zip(copied.tensors[name].replicas, found, strict=True)
+    )
+    findings = replace(findings, copies=(*findings.copies, *more))
+    _add_sums(state, findings, "that the output was compared with")
+    _add_whole_copies(state, copied, findings)
+    state.unread_bytes = max(0, state.unread_bytes - without - sum(file.large_bytes for file in files))
+    return findings.bytes_read - (0 if beside is None else beside.read.nbytes)
+
+
+def add_padding(state: Examined, catalog: Catalog, found: Sequence[Statistics]) -> None:
+    """Whether padding is zero where it should be."""
+    problems = [
+        f"{one.nonzero:,} of {count(one.count, 'element')} in {os.path.basename(str(pad.fragments[0].store))!r} are not zero"
+        for pad, one in zip(catalog.zeros, found, strict=True)
+        if one.nonzero
+    ]
+    state.add(
+        "padding",
+        f"{count(numel_of(catalog.zeros), 'element')}, all zero",
+        summarized(problems, "vectors whose padding is not zero"),
+    )
+
+
+def _add_sums(state: Examined, findings: Findings, what: str, further: Sequence[str] = ()) -> None:
+    """Whether bytes match their checksums, where there are some.
+
+    Args:
+        state: gets the check.
+        findings: of reading them.
+        what: the bytes that were read, in words.
+        further: what else has checksums, in words.
+    """
+    problems = [f"record {r!r} of {f!r} does not match its checksum" for f, r in findings.wrong_records]
+    problems = summarized(problems, "records do not match their checksums")
+    problems += [f"{name!r} does not match its checksum in the manifest" for name in findings.wrong_files]
+    sums = [*[count(findings.records, "record")] * bool(findings.records), *further]
+    answer = f"the checksums of {joined(sums)} match" if sums else "there are no checksums"
+    state.add("bytes", f"{size(findings.bytes_read)} {what}; {answer}", problems)
+    if without := [f.name for f in state.files if not f.records and f.crc32 is None]:
+        holds = "holds" if len(without) == 1 else "hold"
+        state.notes.append(f"{examples(without)} {holds} no checksums, so changed bytes cannot be found there.")
+
+
+def check_bytes(
+    state: Examined,
+    pace: Pace,
+    progress: Callable[[int], None] | None = None,
+    *,
+    deep: bool = False,
+    read: Read | None = None,
+) -> None:
+    """Reads everything once.
+
+    Args:
+        state: gets the checks.
+        pace: how hard to work.
+        progress: called with the bytes read so far.
+        deep: count NaN and infinity.
+        read: what was read of its files before.
+    """
+    try:
+        _check_bytes(state, pace, progress, deep, read)
+    except ZckptError as error:  # a disk that does not give back what it was given
+        state.add("bytes", "", [str(error)])
+
+
+def _check_bytes(
+    state: Examined, pace: Pace, progress: Callable[[int], None] | None, deep: bool, read: Read | None
+) -> None:
+    catalog, facts = state.catalog, state.facts
+    looked_at = catalog
+    if catalog is not None and not deep:  # what is in tensors interests where it must equal something
+        looked_at = catalog.select(lambda entry: bool(entry.replicas))
+    findings = examine(looked_at, state.files, pace, progress, read)
+    state.whole = True
+    listed = 0 if facts is None else sum(file.crc32 is not None for file in facts.files)
+    _add_sums(state, findings, "read", [f"{count(listed, 'file')} of the manifest"] * bool(facts))
+    if catalog is None:
+        return
+    _add_whole_copies(state, catalog, findings)
+    if catalog.zeros:
+        add_padding(state, catalog, findings.padding)
+    if deep:
+        state.numbers = non_finite(findings.tensors)
+        trained = [name for name in state.numbers if catalog.tensors[name].role != "buffer"]
+        nan, inf = (sum(state.numbers[name][i] for name in trained) for i in (0, 1))
+        answer = "no parameter holds NaN or infinity"
+        problems = [f"{nan:,} NaN and {inf:,} infinite in {count(len(trained), 'parameter')}"] if trained else []
+        state.add("numbers", answer, problems)

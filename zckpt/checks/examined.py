@@ -1,0 +1,56 @@
+"""What has been found out about a checkpoint or output, check by check.
+
+For `soundness` and those who add to its answers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from zckpt.checks.integrity import CheckedFile
+from zckpt.checks.verdict import Check
+from zckpt.core.catalog import Catalog
+from zckpt.layouts.places import Place
+from zckpt.layouts.save.origins import FileOrigin
+from zckpt.output.manifest import Manifest
+
+
+@dataclass(slots=True)
+class Examined:
+    """What has been found out about a checkpoint or output, check by check.
+
+    Attributes:
+        place: where it is.
+        catalog: its tensors, under the model's own names; None when they cannot be read.
+        files: those of the save that can be opened.
+        origins: what they record of their save.
+        checks: the questions and answers so far.
+        notes: sentences a person should see.
+        numbers: tensor -> (NaNs, infinities), where there are any; None where they were not counted.
+        names: of tensors, as the files have them -> the model's own.
+        whole: whether every byte was read.
+        unread_bytes: of elements that no check has read.
+        facts: the manifest; None where there is none, or none that can be read.
+    """
+
+    place: Place
+    catalog: Catalog | None = None
+    files: list[CheckedFile] = field(default_factory=list[CheckedFile])
+    origins: list[FileOrigin] = field(default_factory=list[FileOrigin])
+    checks: list[Check] = field(default_factory=list[Check])
+    notes: list[str] = field(default_factory=list[str])
+    numbers: dict[str, tuple[int, int]] | None = None
+    names: dict[str, str] = field(default_factory=dict[str, str])
+    whole: bool = False
+    unread_bytes: int = 0
+    facts: Manifest | None = None
+
+    @property
+    def ok(self) -> bool:
+        """Whether nothing is wrong so far."""
+        return all(check.ok for check in self.checks)
+
+    def add(self, name: str, answer: str, problems: Sequence[str] = ()) -> None:
+        """One more check."""
+        self.checks.append(Check(name, answer, tuple(problems)))
