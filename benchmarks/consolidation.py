@@ -6,7 +6,8 @@ import shutil
 import tempfile
 from pathlib import Path
 
-from measure import PYTHON, ZCKPT, Job, Row, Taken, copying, in_turn, remove, write
+from limits import limits
+from measure import PYTHON, ZCKPT, Job, Row, Taken, copying, in_turn, optimizer_bytes, remove, write
 
 DEEPSPEED = (
     "import sys; from deepspeed.utils.zero_to_fp32 import convert_zero_checkpoint_to_fp32_state_dict as f;"
@@ -44,6 +45,7 @@ def _on(place: Path, prefix: str, checkpoint: Path, rounds: int, *, durable: boo
     rows: list[Row] = []
     cp = "`cp` and `sync`" if durable else "`cp`"
     of_fp32: Taken | None = None
+    able = limits(place)
     for what, (command, name) in JOBS.items():
         out, theirs = place / name, place / "theirs"
         jobs = {
@@ -54,13 +56,16 @@ def _on(place: Path, prefix: str, checkpoint: Path, rounds: int, *, durable: boo
             script = [*PYTHON, "-c", DEEPSPEED, str(checkpoint), str(theirs)]
             jobs["deepspeed"] = Job(script, clears=(out, theirs), drops=(theirs,))
         taken = in_turn(jobs, rounds)
-        rows.append(Row(prefix + what, taken["ours"], f"{cp} of the same bytes", taken["cp"]))
+        read = optimizer_bytes(checkpoint)  # which the page cache has
+        written = read if command == "to-fp32" else read // 2
+        least = able.least(written=written, cached=read) if durable else able.least(cached=read + written)
+        rows.append(Row(prefix + what, taken["ours"], f"{cp} of the same bytes", taken["cp"], least=least))
         if "deepspeed" in taken:
             note = "not durable"
-            rows.append(Row(prefix + what, taken["ours"], "`zero_to_fp32.py`", taken["deepspeed"], note))
+            rows.append(Row(prefix + what, taken["ours"], "`zero_to_fp32.py`", taken["deepspeed"], note, least=least))
         if (command, name) == ("to-fp32", "weights"):
             of_fp32 = taken["cp"]
         elif command == "to-bf16":
-            rows.append(Row(prefix + what, taken["ours"], f"{cp} of the fp32 weights", of_fp32))
+            rows.append(Row(prefix + what, taken["ours"], f"{cp} of the fp32 weights", of_fp32, least=least))
         remove(out)
     return rows

@@ -49,7 +49,7 @@ def measure(work: Path, layers: int, rounds: int, shard: str = "500MB") -> list[
         for number in range(rounds):
             jobs = {
                 "convert": Job(convert, clears=(out,), touches=True),
-                "upload": Job([*upload, f"alice/upload{number}"], warms=out, touches=True),
+                "upload": Job([*upload, f"alice/upload{number}"], warms=(out,), touches=True),
                 "push": Job([*push, f"alice/push{number}", "--scratch", str(scratch)], clears=(scratch,), touches=True),
             }
             for name, once in in_turn(jobs, 1).items():

@@ -5,7 +5,8 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
-from measure import PYTHON, Job, Row, in_turn, write
+from limits import limits
+from measure import PYTHON, Job, Row, in_turn, optimizer_bytes, write
 
 LOAD = """
 import sys, time, torch
@@ -44,6 +45,9 @@ def measure(work: Path, layers: int, rounds: int) -> list[Row]:
         }
         ours, theirs = in_turn(jobs, rounds).values()
         what = f"ZeRO-{stage}, fp32 weights into a model on the CPU"
-        rows.append(Row(what, ours, "DeepSpeed's function of this name", theirs, "memory includes the model"))
+        least = limits(work).least(cached=2 * optimizer_bytes(checkpoint))
+        rows.append(
+            Row(what, ours, "DeepSpeed's function of this name", theirs, "memory includes the model", least=least)
+        )
         shutil.rmtree(checkpoint)
     return rows

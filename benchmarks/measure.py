@@ -17,6 +17,8 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 WORK = ROOT / "benchmarks" / "work"
 ZCKPT = [sys.executable, "-m", "zckpt"]
+CAT = ["sh", "-c", 'find "$@" -type f -exec cat {} + > /dev/null', "sh"]
+"""Reads all files of the directories that follow."""
 PYTHON = [sys.executable, "-W", "ignore"]
 
 
@@ -51,6 +53,7 @@ class Row:
         theirs: what that took.
         note: what makes the two less than alike.
         numel: parameters of the model, where the table is of models that grow.
+        least: seconds in which this machine could move the bytes that must move (`limits`); 0 where nobody counted them.
     """
 
     what: str
@@ -59,6 +62,7 @@ class Row:
     theirs: Taken | None = None
     note: str = ""
     numel: int = 0
+    least: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -70,7 +74,7 @@ class Job:
         clears: what is removed before each round of it.
         drops: what is removed after.
         tells: it prints its own seconds, as its last line: what it took to get that far is not counted.
-        warms: a directory whose files are read before, so that no disk slows the first reader.
+        warms: directories or files that are read before, so that no disk slows the first reader.
         cools: a directory whose files are put out of the page cache before, so that each round reads the disk.
         touches: half of the free memory is written to before: a virtual machine's host takes back what lies idle, and a first
             touch then costs several times a second one.
@@ -80,7 +84,7 @@ class Job:
     clears: tuple[Path, ...] = ()
     drops: tuple[Path, ...] = ()
     tells: bool = False
-    warms: Path | None = None
+    warms: tuple[Path, ...] = ()
     cools: Path | None = None
     touches: bool = False
 
@@ -93,7 +97,7 @@ def in_turn(jobs: Mapping[str, Job], rounds: int) -> dict[str, Taken]:
             for path in job.clears:
                 remove(path)
             if job.warms:
-                subprocess.run(["sh", "-c", "find $0 -type f -exec cat {} + > /dev/null", str(job.warms)], check=True)
+                subprocess.run([*CAT, *map(str, job.warms)], check=True)
             subprocess.run(["sync"], check=True)
             if job.cools:
                 cool(job.cools)
@@ -110,9 +114,19 @@ def in_turn(jobs: Mapping[str, Job], rounds: int) -> dict[str, Taken]:
     return taken
 
 
+def file_bytes(path: Path, pattern: str = "*") -> int:
+    """Bytes of a file, or of all files of a directory whose names match."""
+    return sum(file.stat().st_size for file in (path, *path.rglob(pattern)) if file.is_file())
+
+
+def optimizer_bytes(checkpoint: Path) -> int:
+    """Bytes of a checkpoint's masters and, where it has them, moments."""
+    return file_bytes(checkpoint, "*optim_states.pt")
+
+
 def cool(directory: Path) -> None:
-    """Puts the files of a directory out of the page cache, as far as the system does what it is asked."""
-    for path in directory.rglob("*"):
+    """Puts a file, or those of a directory, out of the page cache, as far as the system does what it is asked."""
+    for path in (directory, *directory.rglob("*")):
         if path.is_file():
             with path.open("rb") as file:
                 os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)

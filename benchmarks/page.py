@@ -69,9 +69,12 @@ HEAD = """# Benchmarks
 
 `make bench` measures all of this and writes this page: every command in turn with its rival, round after round, on one
 machine, in one run. A cell gives the median of the rounds and, where they differ, the least and the most. A ratio is that of
-the medians: below 1, zckpt took less. Memory is the most that any one process of a command held, seen from outside. What
-zckpt writes is synced before it gets its name, and checksummed while it is written; so `cp` is followed by `sync`, and where
-a rival does neither, the table says so. Trainer: [steps and memory](../benchmarks/results_trainer.md), [saves and
+the medians: below 1, zckpt took less. "Part of the limit" is the least time in which this machine's disk and memory could move
+the bytes that must move, divided by the time that zckpt took: direct sequential reads, direct writes, both at once, and a
+copy of memory by all processors are measured in the same run. Memory is the most that any one process of a command held, seen
+from outside. What zckpt writes is synced before it gets its name, and checksummed while it is written; so `cp` is followed
+by `sync`, and where a rival does neither, the table says so. Trainer:
+[steps and memory](../benchmarks/results_trainer.md), [saves and
 loads](../benchmarks/results_checkpoints.md). Planning for a trillion parameters:
 [results_giants.md](../benchmarks/results_giants.md); saves of thousands of ranks:
 [results_exchange.md](../benchmarks/results_exchange.md).
@@ -89,18 +92,28 @@ def write(results: dict[str, Any], path: Path) -> None:
                 if name in ("dcp", "growth", "reshaping in memory")
                 else f" GPT-2 shape, {found['layers']} layers of 1,600."
             )
-            told = f"{found['machine']}; {found['rounds']} rounds; {found['when']}.{model}"
+            limits = found.get("limits")
+            able = f" {_able(limits)}" if limits else ""
+            told = f"{found['machine']}; {found['rounds']} rounds; {found['when']}.{model}{able}"
             parts.append(f"## {title}\n\n{about} {told}\n\n{table(found)}\n")
     path.write_text("\n".join(parts))
     if results.get("growth", {}).get("rows"):
         chart(results["growth"]["rows"], path.with_suffix(".svg"))
 
 
+def _able(limits: dict[str, float]) -> str:
+    """What the machine can do, in words."""
+    rates = {name: f"{rate / 1e9:.1f}" for name, rate in limits.items()}
+    both = f"both at once {rates['both_read']} and {rates['both_write']}"
+    disk = f"The disk reads {rates['read']} GB/s and writes {rates['write']}, {both}"
+    return f"{disk}; memory is copied at {rates['copy']} GB/s."
+
+
 def table(found: dict[str, Any]) -> str:
     """One section's rows."""
     rows = found["rows"]
-    growing = any(row["numel"] for row in rows)
-    head = ["what", "zckpt, s", "rival", "its s", "ratio", "zckpt, MiB", "rival, MiB"]
+    growing, counted = any(row["numel"] for row in rows), any(row.get("least") for row in rows)
+    head = ["what", "zckpt, s", "rival", "its s", "ratio", "zckpt, MiB", "rival, MiB", *["part of the limit"] * counted]
     lines = [["parameters", *head] if growing else head]
     lines.append(["---"] * len(lines[0]))
     for row in rows:
@@ -110,6 +123,9 @@ def table(found: dict[str, Any]) -> str:
         if theirs:
             ratio = statistics.median(ours["seconds"]) / statistics.median(theirs["seconds"])
             line[3], line[4], line[6] = _seconds(theirs), f"**{ratio:.2f}**", _memory(theirs)
+        if counted:
+            least = row.get("least")
+            line.append(f"{least / statistics.median(ours['seconds']):.0%}" if least else "")
         lines.append([f"{row['numel'] / 1e9:.2f} B", *line] if growing else line)
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 

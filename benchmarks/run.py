@@ -32,6 +32,7 @@ import ranks
 import reshaping
 import torch_dist
 import tuning
+from limits import limits
 from measure import ROOT, WORK, machine
 
 SECTIONS = {
@@ -69,11 +70,12 @@ def main() -> None:
     results = json.loads(options.results.read_text()) if options.results.exists() else {}
     for name in options.only or SECTIONS:
         before = os.getloadavg()[0]
+        able = limits(options.work.absolute())
         with tempfile.TemporaryDirectory(dir=options.work) as work:
             rows = SECTIONS[name](Path(work).absolute(), options.layers, options.rounds)
         results[name] = {
             "machine": machine(), "when": time.strftime("%Y-%m"), "layers": options.layers, "rounds": options.rounds,
-            "load_before": round(before, 1), "rows": [asdict(row) for row in rows],
+            "load_before": round(before, 1), "limits": asdict(able), "rows": [asdict(row) for row in rows],
         }  # fmt: skip
         options.results.write_text(json.dumps(results, indent=1) + "\n")
         page.write(results, options.page)

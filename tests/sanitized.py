@@ -17,6 +17,7 @@ import shutil
 import sys
 import tempfile
 import threading
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -37,17 +38,18 @@ core = load(sys.argv[1])
 import numpy as np  # noqa: E402
 
 from zckpt.base.errors import ZckptError  # noqa: E402
-from zckpt.core.catalog import TensorEntry  # noqa: E402
+from zckpt.core.catalog import Replica, TensorEntry  # noqa: E402
 from zckpt.core.dtypes import ALL, BF16, F8_E4M3, F16, F32, F64, DType  # noqa: E402
 from zckpt.core.fragments import FileStore, Fragment, MemoryStore  # noqa: E402
 from zckpt.core.plan import Checksum, OutputFile, Plan  # noqa: E402
 from zckpt.core.recipes import MatrixBlocks, Mean, Moved, MovingAverage, derived  # noqa: E402
 from zckpt.engine import batches  # noqa: E402
+from zckpt.engine.independent import derived_again  # noqa: E402
 from zckpt.engine.kernels import NativeKernels, ReferenceKernels  # noqa: E402
 from zckpt.engine.move import Mode, run  # noqa: E402
 from zckpt.engine.reference import cast  # noqa: E402
 from zckpt.engine.scan import scan  # noqa: E402
-from zckpt.engine.scan_requests import comparisons, requests_of  # noqa: E402
+from zckpt.engine.scan_requests import CrcRange, comparisons, requests_of  # noqa: E402
 from zckpt.engine.tensor_statistics import Relation  # noqa: E402
 from zckpt.storage.location import locate  # noqa: E402
 
@@ -261,6 +263,41 @@ def scans(root: Path) -> None:
     assert scan(requests_of(wide, 0), engine="native", threads=6).statistics[0].count == 70_000
 
 
+def confirmations(root: Path) -> None:
+    """Tensors of every geometry against what was written of them, with copies, and with bits that are wrong; disks that fail."""
+    for number, plan in enumerate(plans(root)):
+        out = root / f"written{number}"
+        out.mkdir()
+        run(plan, str(out), engine="native", threads=4, window=4096)
+        path = out / plan.files[0][0].path
+        for damage in (False, True):
+            if damage:
+                data = bytearray(path.read_bytes())
+                data[60] ^= 1
+                path.write_bytes(data)
+            store = locate(path).store()
+            pairs = []
+            for source, target in plan.pairs:
+                assert isinstance(source, TensorEntry) and isinstance(target, TensorEntry)
+                moved = tuple(replace(f, store=store) for f in target.fragments)
+                pairs.append((source, replace(target, fragments=moved)))
+            sums = [CrcRange(store, 0, store.size)]
+            copies = {n: [Replica(a.dtype, pairs[0][0].fragments)] for n, (a, _) in enumerate(pairs) if n < 2}
+            bad = derived_again(pairs, copies, sums, threads=4).differences
+            assert bool(bad) == damage, (number, bad)
+            for nth, kind in itertools.product((1, 2, 5), (-2, errno.EINTR, errno.EIO)):
+                core.inject(False, nth, kind)
+                with contextlib.suppress(ZckptError):
+                    assert derived_again(pairs, threads=4, keep_cache=True).differences == bad
+            core.inject(False, 0, 0)
+    for source, target, numel in itertools.product(ALL, TARGETS, (1, 7, 33, 1025)):
+        if source.kind == "float" and source != target:
+            data = RNG.bytes(numel * source.itemsize)
+            made = cast(data, source, target, "little", False)[0]
+            assert core.judge(0, source.number, target.number, data, made) == (0, 0)
+            assert core.judge(2, source.number, target.number, data, RNG.bytes(len(made)))[0] <= numel
+
+
 def kernels() -> None:
     """Loops of recipes: odd lengths, nothing at all, and numbers of every kind."""
     for count in (0, 1, 7, 100_003):
@@ -302,7 +339,17 @@ def main() -> None:
     batches.LEAST_BYTES = 0
     root = Path(tempfile.mkdtemp(prefix="zckpt-sanitized-"))
     try:
-        for work in (lambda _: casts(), lambda _: kernels(), moves, folds, lambda _: memory(), sinks, faults, scans):
+        for work in (
+            lambda _: casts(),
+            lambda _: kernels(),
+            moves,
+            folds,
+            lambda _: memory(),
+            sinks,
+            faults,
+            scans,
+            confirmations,
+        ):
             work(root)
     finally:
         shutil.rmtree(root)

@@ -13,7 +13,7 @@ from zckpt.base.errors import ZckptError
 from zckpt.base.pace import Pace
 from zckpt.base.words import count, examples, joined, size
 from zckpt.checks.examined import Examined
-from zckpt.checks.integrity import CheckedFile, Findings, Read, examine, holding, non_finite, numel_of
+from zckpt.checks.integrity import CheckedFile, Done, Findings, examine, holding, non_finite, numel_of
 from zckpt.checks.verdict import summarized
 from zckpt.core.catalog import Catalog, Replica, TensorEntry
 from zckpt.engine.tensor_statistics import Statistics
@@ -56,7 +56,7 @@ class Beside:
         copies: name of a tensor -> what each of its replicas showed, in their order.
     """
 
-    read: Read
+    read: Done
     copies: Mapping[str, Sequence[Statistics]] = field(default_factory=dict[str, Sequence[Statistics]])
 
 
@@ -155,9 +155,9 @@ def check_bytes(
     progress: Callable[[int], None] | None = None,
     *,
     deep: bool = False,
-    read: Read | None = None,
-) -> None:
-    """Reads everything once.
+    read: Done | None = None,
+) -> int:
+    """Reads everything once; returns the bytes read here.
 
     Args:
         state: gets the checks.
@@ -167,14 +167,15 @@ def check_bytes(
         read: what was read of its files before.
     """
     try:
-        _check_bytes(state, pace, progress, deep, read)
+        return _check_bytes(state, pace, progress, deep, read) - (0 if read is None else read.nbytes)
     except ZckptError as error:  # a disk that does not give back what it was given
         state.add("bytes", "", [str(error)])
+        return 0
 
 
 def _check_bytes(
-    state: Examined, pace: Pace, progress: Callable[[int], None] | None, deep: bool, read: Read | None
-) -> None:
+    state: Examined, pace: Pace, progress: Callable[[int], None] | None, deep: bool, read: Done | None
+) -> int:
     catalog, facts = state.catalog, state.facts
     looked_at = catalog
     if catalog is not None and not deep:  # what is in tensors interests where it must equal something
@@ -184,7 +185,7 @@ def _check_bytes(
     listed = 0 if facts is None else sum(file.crc32 is not None for file in facts.files)
     _add_sums(state, findings, "read", [f"{count(listed, 'file')} of the manifest"] * bool(facts))
     if catalog is None:
-        return
+        return findings.bytes_read
     _add_whole_copies(state, catalog, findings)
     if catalog.zeros:
         add_padding(state, catalog, findings.padding)
@@ -195,3 +196,4 @@ def _check_bytes(
         answer = "no parameter holds NaN or infinity"
         problems = [f"{nan:,} NaN and {inf:,} infinite in {count(len(trained), 'parameter')}"] if trained else []
         state.add("numbers", answer, problems)
+    return findings.bytes_read

@@ -146,7 +146,7 @@ class Findings:
 
 
 @dataclass(frozen=True, slots=True)
-class Read:
+class Done:
     """What of some files was read before.
 
     Attributes:
@@ -175,7 +175,7 @@ def examine(
     files: Sequence[CheckedFile],
     pace: Pace,
     progress: Callable[[int], None] | None = None,
-    read: Read | None = None,
+    read: Done | None = None,
 ) -> Findings:
     """Reads every byte that is wanted of the files, and of the tensors in the catalog.
 

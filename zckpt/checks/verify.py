@@ -6,31 +6,28 @@ For `zckpt verify`. `soundness` finds out whether each of the two is intact.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from zckpt import layouts
-from zckpt.base.errors import UnsupportedError, ZckptError, redact
+from zckpt.base.errors import UnsupportedError, redact
 from zckpt.base.pace import DEFAULT_PACE, Pace
 from zckpt.base.progress import JobWatch, Progress, reported
 from zckpt.base.words import count, examples, joined
-from zckpt.checks.contents import Beside, check_bytes, check_compared, held_files
-from zckpt.checks.examined import Examined
-from zckpt.checks.integrity import CheckedFile, Read, sums_of
+from zckpt.checks.contents import held_files
 from zckpt.checks.deltas import verify_delta
+from zckpt.checks.examined import Examined
 from zckpt.checks.quantised import Expected, in_numbers, quantised
 from zckpt.checks.renamed_states import compare_renamed, has_renamed_states, own_weights
 from zckpt.checks.resumable import Comparison, Pair, compare_runs
+from zckpt.checks.side_by_side import add_output, read_both
 from zckpt.checks.soundness import examined
 from zckpt.checks.verdict import Verification, summarized
-from zckpt.core.catalog import Catalog, Replica, TensorEntry
+from zckpt.core.catalog import Catalog, TensorEntry
 from zckpt.core.dtypes import CAST_TARGETS, is_lossless
 from zckpt.deltas.read import is_delta_directory
 from zckpt.engine.batches import progress_after
-from zckpt.engine.confirm import Found
-from zckpt.engine.independent import Difference, derived_again, differences
-from zckpt.engine.tensor_statistics import Statistics
 from zckpt.jobs.convert import select
 from zckpt.jobs.merged import merged_again
 from zckpt.jobs.open import Opened, states_of
@@ -152,7 +149,7 @@ def _compare(
         converted, OpenOptions(), whole=True, later=state.catalog is not None, pace=pace, progress=progress
     )
     if state.catalog is None or output.catalog is None:
-        _add_output(state, output, converted)
+        add_output(state, output, converted)
         state.add("equal", "", ["not compared, because one of the two cannot be read"])
         return False, "the checkpoint or the output cannot be read"
     place = manifests.find(converted)
@@ -178,7 +175,7 @@ def _compare(
     if watch is not None:
         watch.expect(done + sum(a.nbytes + b.nbytes for a, b in both))
     clamp = facts is not None and facts.options.get("overflow") == "clamp"
-    bad = _read_both(state, output, both, held, pace, progress, converted, clamp=clamp)
+    bad = read_both(state, output, both, held, pace, watch, done, converted, clamp=clamp)
     names = [*(repr(b.name) for _, b in pairs), *(what for what, _, _ in run.pairs)]
     others = [
         f"{names[d.number]}: {count(d.count, 'element differs', 'elements differ')}, the first is number {d.first:,} "
@@ -199,76 +196,6 @@ def _compare(
     if untied:
         state.notes.append(f"{examples(untied)}: not in the output, but tied to a tensor that is.")
     return _deletable(state, output, left_out, rounded, run)
-
-
-def _add_output(state: Examined, output: Examined, converted: Location) -> None:
-    problems = [problem for check in output.checks for problem in check.problems]
-    state.add("output", f"{redact(converted.path)}: intact", problems)
-    state.notes += output.notes
-
-
-def _read_both(
-    state: Examined,
-    output: Examined,
-    pairs: Sequence[tuple[TensorEntry, TensorEntry]],
-    held: tuple[list[CheckedFile], int],
-    pace: Pace,
-    progress: Callable[[int], None] | None,
-    converted: Location,
-    *,
-    clamp: bool,
-) -> list[Difference]:
-    """Derives the output once more, and checks on the way whether the bytes of both are intact; returns what differs."""
-    files = [output.files, held[0]]
-    sums = [sums_of(own) for own in files]
-    copies = _copies(state, pairs) if not state.whole else {}
-    try:
-        found = derived_again(
-            pairs, {n: replicas for n, (_, replicas) in copies.items()}, [*sums[0], *sums[1]],
-            clamp=clamp, progress=progress, **pace,
-        )  # fmt: skip
-    except ZckptError:  # each of both by itself, to see which one it is
-        check_bytes(output, pace, progress)
-        _add_output(state, output, converted)
-        check_compared(state, held, pace, progress)
-        return differences(pairs, clamp=clamp, threads=pace["threads"], bytes_per_s=pace["bytes_per_s"])
-    confirmed, first = found.confirmed, len(sums[0])
-    read = [
-        Read(
-            {n - at: parts for n, parts in confirmed.crcs.items() if at <= n < at + len(own)},
-            sum(confirmed.bytes_read.get(path, 0) for path in {file.store.path for file in these}),
-        )
-        for at, own, these in ((0, sums[0], files[0]), (first, sums[1], files[1]))
-    ]
-    after = progress_after(progress, sum(confirmed.bytes_read.values()))
-    check_bytes(output, pace, after, read=read[0])
-    _add_output(state, output, converted)
-    statistics = {
-        name: [_statistics(pairs[n][0], confirmed.copies.get((n, copy))) for copy in range(len(replicas))]
-        for n, (name, replicas) in copies.items()
-        if n in found.copied
-    }
-    check_compared(state, held, pace, after, Beside(read[1], statistics))
-    return found.differences
-
-
-def _copies(
-    state: Examined, pairs: Sequence[tuple[TensorEntry, TensorEntry]]
-) -> dict[int, tuple[str, Sequence[Replica]]]:
-    """Number of a pair -> the checkpoint's tensor that it is about, and its replicas."""
-    assert state.catalog is not None
-    held = {id(entry.fragments): name for name, entry in state.catalog.tensors.items() if entry.replicas}
-    found: dict[int, tuple[str, Sequence[Replica]]] = {}
-    for number, (source, _) in enumerate(pairs):
-        name = held.get(id(source.fragments))
-        if name is not None and source.dtype == state.catalog.tensors[name].dtype:
-            del held[id(source.fragments)]
-            found[number] = name, state.catalog.tensors[name].replicas
-    return found
-
-
-def _statistics(entry: TensorEntry, found: Found | None) -> Statistics:
-    return Statistics(entry.numel) if found is None else Statistics(entry.numel, differ=found.count, first=found.first)
 
 
 def _half_precision(pairs: Sequence[tuple[TensorEntry, TensorEntry]]) -> Iterator[Pair]:

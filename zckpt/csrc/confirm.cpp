@@ -118,7 +118,7 @@ class Confirmer : Engine {
         const Side& side = asked_.sides[i];
         for (uint32_t n = side.first; n < side.first + side.pieces; ++n) {
           const Piece& p = pieces_[n];
-          if (is_dense(p)) claims.push_back({p.store, n, p.offset, p.offset + p.rows * p.count * size_of(i)});
+          if (is_dense(p) && !p.apart) claims.push_back({p.store, n, p.offset, p.offset + p.rows * p.count * size_of(i)});
         }
       }
     }

@@ -12,9 +12,10 @@
 namespace zckpt {
 
 // A fragment as the catalog has it (core/fragments.py): `rows` runs of `count` elements, `pitch` apart in the tensor from `start`
-// on; in the store `store_pitch` apart, their elements `step`. All but `offset` are elements.
+// on; in the store `store_pitch` apart, their elements `step`. All but `offset` are elements. Where `apart` is set, its bytes do not
+// take part in CRCs: they are an output's, too, whose windows see to that.
 struct Piece {
-  uint32_t store, unused;
+  uint32_t store, apart;
   uint64_t offset, start, count, rows, pitch, store_pitch, step;
 };
 static_assert(sizeof(Piece) == 64);

@@ -45,7 +45,7 @@ _STORES_OF_SOURCE, _STORES_OF_OUTPUT, _STORES_OF_COPY = 128, 64, 8
 """Tensors in more files are confirmed in parts."""
 
 
-class Found(NamedTuple):
+class Unequal(NamedTuple):
     """Elements that are not what they should be.
 
     Attributes:
@@ -68,8 +68,8 @@ class Confirmed:
         bytes_read: path -> bytes that were read of the file.
     """
 
-    unequal: dict[int, Found] = field(default_factory=dict[int, Found])
-    copies: dict[tuple[int, int], Found] = field(default_factory=dict[tuple[int, int], Found])
+    unequal: dict[int, Unequal] = field(default_factory=dict[int, Unequal])
+    copies: dict[tuple[int, int], Unequal] = field(default_factory=dict[tuple[int, int], Unequal])
     crcs: dict[int, list[Partial]] = field(default_factory=dict[int, list[Partial]])
     bytes_read: dict[str, int] = field(default_factory=dict[str, int])
 
@@ -136,8 +136,9 @@ class _Part(NamedTuple):
 
 @dataclass(slots=True)
 class _Batch:
-    """Some pairs, as the structs of `csrc/confirm.h`."""
+    """Some pairs, as the structs of `csrc/confirm.h`; `written` are the paths of all of the output's files."""
 
+    written: frozenset[str]
     stores: list[Store] = field(default_factory=list[Store])
     numbers: dict[object, int] = field(default_factory=dict[object, int])
     pieces: list[bytes] = field(default_factory=list[bytes])
@@ -163,7 +164,7 @@ class _Batch:
         for f in fragments:
             if f.numel:
                 place = (f.byte_offset, f.start, f.count, f.rows, f.pitch, f.store_pitch, f.step)
-                self.pieces.append(_PIECE.pack(self._number(f.store), 0, *place))
+                self.pieces.append(_PIECE.pack(self._number(f.store), str(f.store) in self.written, *place))
         self.sides.append(_SIDE.pack(first, len(self.pieces) - first, dtype.number, _swap(fragments, dtype) or 0))
         self.meant.append(meant)
 
@@ -257,8 +258,8 @@ def _note(found: Confirmed, batch: _Batch, unequal: Sequence[tuple[int, int, int
             found.copies[number, copy] = _sum(found.copies.get((number, copy)), count, first)
 
 
-def _sum(before: Found | None, count: int, first: int) -> Found:
-    return Found(count, first) if before is None else Found(before.count + count, min(before.first, first))
+def _sum(before: Unequal | None, count: int, first: int) -> Unequal:
+    return Unequal(count, first) if before is None else Unequal(before.count + count, min(before.first, first))
 
 
 def _batches(
@@ -266,13 +267,14 @@ def _batches(
 ) -> Iterator[_Batch]:
     """The pairs in the order of the output's files."""
     ordered = sorted(pairs, key=lambda pair: min((str(f.store), f.byte_offset) for f in pair[1][1].fragments))
-    batch = _Batch()
+    written = frozenset(str(f.store) for _, (_, output) in pairs for f in output.fragments)
+    batch = _Batch(written)
     for number, pair in ordered:
         for part in _parts(number, pair, copies.get(number, ()), _CLAMPED if clamp else _EXACT):
             stores = len(batch.numbers.keys() | part.keys())
             if batch.groups and (len(batch.pieces) >= _MOST_PIECES or stores > _MOST_STORES):
                 yield batch
-                batch = _Batch()
+                batch = _Batch(written)
             batch.add(part)
     if batch.groups:
         yield batch

@@ -22,7 +22,7 @@ from zckpt.core.catalog import Replica
 from zckpt.core.fragments import FileStore, Fragment
 from zckpt.core.overlaps import clip
 from zckpt.engine.batches import progress_after
-from zckpt.engine.confirm import Confirmed, Found, Pair, can_be_copy, can_confirm, confirm
+from zckpt.engine.confirm import Confirmed, Pair, Unequal, can_be_copy, can_confirm, confirm
 from zckpt.engine.elements import ElementReader, elements
 from zckpt.engine.prefetch import check_unchanged
 from zckpt.engine.reference import cast
@@ -57,11 +57,13 @@ class Derived:
         differences: the tensors of the output that differ from their source.
         confirmed: what else was found on the way.
         copied: numbers of the pairs whose source was compared with its copies.
+        nbytes: that were read.
     """
 
     differences: list[Difference]
     confirmed: Confirmed
     copied: frozenset[int]
+    nbytes: int
 
 
 def differences(
@@ -121,13 +123,14 @@ def derived_again(
         progress=progress,
     )
     rest = [(number, pair) for number, pair in enumerate(pairs) if number not in native]
-    after = progress_after(progress, sum(confirmed.bytes_read.values()))
+    nbytes = sum(confirmed.bytes_read.values())
+    after = progress_after(progress, nbytes)
     unequal = {**confirmed.unequal, **_slowly(rest, clamp, thread_count(threads), bytes_per_s, after)}
     found = [
         Difference(number, one.count, one.first, _file_of(pairs[number], one.first))
         for number, one in sorted(unequal.items())
     ]
-    return Derived(found, confirmed, frozenset(held))
+    return Derived(found, confirmed, frozenset(held), nbytes + sum(a.nbytes + b.nbytes for _, (a, b) in rest))
 
 
 def _slowly(
@@ -136,7 +139,7 @@ def _slowly(
     count: int,
     bytes_per_s: int | None,
     progress: Callable[[int], None] | None,
-) -> dict[int, Found]:
+) -> dict[int, Unequal]:
     """The pairs that differ, with numpy, whatever their geometry is and wherever their elements are."""
     if not pairs:
         return {}
@@ -181,7 +184,7 @@ def _slowly(
             stop.set()  # an interruption comes to this thread alone
     stores = (f.store for _, pair in pairs for entry in pair for f in entry.fragments)
     check_unchanged({s.path: s for s in stores if isinstance(s, FileStore) and s.is_remote}.values())
-    return {number: Found(sum(n for _, n in places), min(places)[0]) for number, places in found.items()}
+    return {number: Unequal(sum(n for _, n in places), min(places)[0]) for number, places in found.items()}
 
 
 def _parts(pairs: Sequence[Pair]) -> Iterator[tuple[int, int, int]]:
