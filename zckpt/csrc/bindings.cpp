@@ -168,7 +168,7 @@ nb::tuple scan(nb::bytes stores, nb::bytes moves, nb::bytes requests, nb::bytes 
 nb::tuple confirm(nb::bytes stores, nb::bytes ranges, nb::bytes pieces, nb::bytes sides, nb::bytes groups, nb::bytes zones, unsigned threads,
                   bool give_back, uint64_t bytes_per_s, nb::object progress) {
   const zckpt::Batch batch{structs<zckpt::Store>(stores), {}, {}, structs<zckpt::Range>(ranges), nullptr};
-  const zckpt::Confirmation asked{structs<zckpt::Piece>(pieces), structs<zckpt::Side>(sides), structs<zckpt::Group>(groups), structs<zckpt::Zone>(zones)};
+  const zckpt::Confirmation asked{structs<zckpt::Fragment>(pieces), structs<zckpt::Side>(sides), structs<zckpt::Group>(groups), structs<zckpt::Zone>(zones)};
   check(batch, threads, 4096);
   for (const auto& p : asked.pieces)
     if (p.store >= batch.stores.size() || !p.count || !p.rows || (p.rows > 1 && !p.pitch)) throw std::invalid_argument("a piece with impossible numbers");

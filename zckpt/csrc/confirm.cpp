@@ -43,10 +43,10 @@ class Confirmer : Engine {
       : Engine(batch, settings), asked_(asked), computing_(computing), bytes_(batch.stores.size()), unasked_(batch.stores.size()),
         plain_(batch.stores.size()) {
     pieces_.reserve(asked.pieces.size());
-    for (const Piece& piece : asked.pieces) pieces_.push_back(normal(piece));
+    for (const Fragment& piece : asked.pieces) pieces_.push_back(normal(piece));
     for (const Side& side : asked.sides) {
       const auto first = pieces_.begin() + side.first;
-      std::sort(first, first + side.pieces, [](const Piece& a, const Piece& b) { return a.start < b.start; });
+      std::sort(first, first + side.pieces, [](const Fragment& a, const Fragment& b) { return a.start < b.start; });
     }
     reach();
     claim();
@@ -67,7 +67,7 @@ class Confirmer : Engine {
   const Confirmation& asked_;
   const unsigned computing_;
   unsigned busy_ = 0;
-  std::vector<Piece> pieces_;
+  std::vector<Fragment> pieces_;
   std::vector<uint64_t> reach_;  // of each piece: where it and those before it in its side end
   std::vector<bool> summed_;     // pieces of sources and copies whose bytes nobody else gives to the CRCs
   std::vector<Stretch> stretches_;
@@ -80,7 +80,7 @@ class Confirmer : Engine {
   // ---- planning -----------------------------------------------------------------------------------------------------
 
   // As few rows as there can be.
-  static Piece normal(Piece p) {
+  static Fragment normal(Fragment p) {
     if (p.rows > 1 && p.count == 1 && p.pitch == 1) {
       p.count = p.rows, p.step = p.store_pitch, p.rows = 1;
     } else if (p.rows > 1 && p.pitch == p.count && p.store_pitch == p.count * p.step) {
@@ -91,7 +91,7 @@ class Confirmer : Engine {
     return p;
   }
 
-  static bool is_dense(const Piece& p) { return p.step == 1 && (p.rows == 1 || p.store_pitch == p.count); }
+  static bool is_dense(const Fragment& p) { return p.step == 1 && (p.rows == 1 || p.store_pitch == p.count); }
   uint64_t size_of(uint32_t side) const { return kItemSize[asked_.sides[side].dtype]; }
 
   void reach() {
@@ -99,7 +99,7 @@ class Confirmer : Engine {
     for (const Side& side : asked_.sides) {
       uint64_t end = 0;
       for (uint32_t i = side.first; i < side.first + side.pieces; ++i) {
-        const Piece& p = pieces_[i];
+        const Fragment& p = pieces_[i];
         reach_[i] = end = std::max(end, p.start + (p.rows - 1) * p.pitch + p.count);
       }
     }
@@ -117,7 +117,7 @@ class Confirmer : Engine {
         if (i == group.first + 1) continue;
         const Side& side = asked_.sides[i];
         for (uint32_t n = side.first; n < side.first + side.pieces; ++n) {
-          const Piece& p = pieces_[n];
+          const Fragment& p = pieces_[n];
           if (is_dense(p) && !p.apart) claims.push_back({p.store, n, p.offset, p.offset + p.rows * p.count * size_of(i)});
         }
       }
@@ -138,7 +138,7 @@ class Confirmer : Engine {
       bool turned = false;
       for (uint32_t i = source.first; i < source.first + source.pieces; ++i) turned = turned || pieces_[i].step != 1;
       for (uint32_t i = side.first; i < side.first + side.pieces; ++i) {
-        const Piece& p = pieces_[i];
+        const Fragment& p = pieces_[i];
         stretches_.push_back({p.store, g, i, turned, p.offset, p.offset + p.rows * p.count * size_of(output)});
       }
     }
@@ -194,7 +194,7 @@ class Confirmer : Engine {
       const Stretch& s = stretches_[i];
       const uint32_t source = asked_.groups[s.group].first;
       const Side& side = asked_.sides[source];
-      const Piece& p = pieces_[s.piece];
+      const Fragment& p = pieces_[s.piece];
       const uint64_t size = size_of(source + 1), low = s.begin > w.begin ? 0 : (w.begin - s.begin) / size, high = (std::min(s.end, w.end) - s.begin + size - 1) / size;
       if (s.end <= w.begin) continue;
       if (p.rows > 1) return true;
@@ -304,7 +304,7 @@ class Confirmer : Engine {
   // Calls `each` with some elements that lie together, part by part: (data, number of the first of them, how many).
   template <typename Each>
   void stream(const Side& side, uint32_t piece, uint64_t first, uint64_t n, char* buffer, Turn& turn, Each&& each) {
-    const Piece& p = pieces_[piece];
+    const Fragment& p = pieces_[piece];
     const uint64_t size = kItemSize[side.dtype];
     for (uint64_t done = 0, count; done < n; done += count) {
       const uint64_t offset = p.offset + (first + done) * size, rest = (n - done) * size;
@@ -344,7 +344,7 @@ class Confirmer : Engine {
       const Group& group = asked_.groups[s.group];
       const Side &source = asked_.sides[group.first], &output = asked_.sides[group.first + 1];
       const Context context{group, source, output, kItemSize[source.dtype], kItemSize[output.dtype], buffers, turn};
-      const Piece& p = pieces_[s.piece];
+      const Fragment& p = pieces_[s.piece];
       const auto element = [&](uint64_t at) { return at <= s.begin ? 0 : (at - s.begin + context.out_size - 1) / context.out_size; };
       for (uint64_t k = element(w.begin), end = element(std::min(w.end, s.end)), n; k < end; k += n) {
         n = std::min(end - k, p.count - k % p.count);  // what lies together in the tensor, too
@@ -359,7 +359,7 @@ class Confirmer : Engine {
     const auto ends = reach_.begin() + c.source.first;
     auto i = static_cast<uint32_t>(std::upper_bound(ends, ends + c.source.pieces, first) - reach_.begin());
     for (; i < c.source.first + c.source.pieces && pieces_[i].start < stop; ++i) {
-      const Piece& p = pieces_[i];
+      const Fragment& p = pieces_[i];
       const uint64_t begin = std::max(first, p.start);
       if (p.rows > 1) {
         const uint64_t row = (begin - p.start) / p.pitch, end = std::min(p.rows, (stop - p.start + p.pitch - 1) / p.pitch);
@@ -386,14 +386,14 @@ class Confirmer : Engine {
     uint64_t row, end, first, stop;
 
     // The elements of a row that are meant.
-    std::pair<uint64_t, uint64_t> of(const Piece& p, uint64_t number) const {
+    std::pair<uint64_t, uint64_t> of(const Fragment& p, uint64_t number) const {
       const uint64_t low = p.start + number * p.pitch;
       return {std::clamp(first, low, low + p.count), std::clamp(stop, low, low + p.count)};
     }
   };
 
   void in_rows(const Context& c, const Rows& rows, const char* output) {
-    const Piece& p = pieces_[rows.piece];
+    const Fragment& p = pieces_[rows.piece];
     const auto place = [&](uint64_t row, uint64_t element) { return row * p.store_pitch + (element - p.start - row * p.pitch); };
     const bool dense = is_dense(p), together = dense || (p.store_pitch > p.count && p.count * c.size < kShort && p.store_pitch <= 8 * p.count);
     for (uint64_t row = rows.row, last; row < rows.end; row = last) {
@@ -425,7 +425,7 @@ class Confirmer : Engine {
 
   // Of a matrix that lies transposed: its columns lie together there.
   void turned(const Context& c, const Rows& rows, const char* output) {
-    const Piece& p = pieces_[rows.piece];
+    const Fragment& p = pieces_[rows.piece];
     char* buffer = c.buffers.staging.get();
     for (uint64_t row = rows.row, n; row < rows.end; row += n) {
       n = 1;
@@ -446,7 +446,7 @@ class Confirmer : Engine {
   }
 
   // Some rows and columns of a matrix that lies transposed, row after row.
-  void strips(const Context& c, const Piece& p, uint64_t row, uint64_t rows, uint64_t column, uint64_t columns, char* to) {
+  void strips(const Context& c, const Fragment& p, uint64_t row, uint64_t rows, uint64_t column, uint64_t columns, char* to) {
     char* area = to + kTurned;
     const uint64_t strip = rows * c.size, apart = p.step * c.size;
     const uint64_t held = 4 * strip >= apart && strip < kPart ? (kPart - strip) / apart + 1 : 1;
@@ -487,7 +487,7 @@ class Confirmer : Engine {
       const auto ends = reach_.begin() + copy.first;
       auto i = static_cast<uint32_t>(std::upper_bound(ends, ends + copy.pieces, first) - reach_.begin());
       for (; i < copy.first + copy.pieces && pieces_[i].start < first + n; ++i) {
-        const Piece& p = pieces_[i];
+        const Fragment& p = pieces_[i];
         const uint64_t low = std::max(first, p.start), high = std::min(first + n, p.start + p.count);
         if (low >= high) continue;
         stream(copy, i, low - p.start, high - low, c.buffers.other.get(), c.turn, [&](const char* data, uint64_t at, uint64_t count) {

@@ -14,11 +14,11 @@ namespace zckpt {
 // A fragment as the catalog has it (core/fragments.py): `rows` runs of `count` elements, `pitch` apart in the tensor from `start`
 // on; in the store `store_pitch` apart, their elements `step`. All but `offset` are elements. Where `apart` is set, its bytes do not
 // take part in CRCs: they are an output's, too, whose windows see to that.
-struct Piece {
+struct Fragment {
   uint32_t store, apart;
   uint64_t offset, start, count, rows, pitch, store_pitch, step;
 };
-static_assert(sizeof(Piece) == 64);
+static_assert(sizeof(Fragment) == 64);
 
 // A tensor somewhere: pieces [first, first + pieces), by their start, that cover it once.
 struct Side {
@@ -53,7 +53,7 @@ struct Confirmed {
 };
 
 struct Confirmation {  // what is to be confirmed
-  std::vector<Piece> pieces;
+  std::vector<Fragment> pieces;
   std::vector<Side> sides;
   std::vector<Group> groups;
   std::vector<Zone> zones;
