@@ -19,7 +19,7 @@ import torch
 from zckpt.base.errors import CorruptError, UnsafeError, UnsupportedError
 from zckpt.containers import NumpyArray, Placeholder, brief, enum_value
 from zckpt.containers.machine import Machine
-from zckpt.containers.opcodes import OPCODES, _unknown
+from zckpt.containers.opcodes import HOLE, OPCODES, _unknown
 from zckpt.containers.pickles import MAX_DEPTH, load_pickle, read_pickle
 from zckpt.core.dtypes import ALL
 
@@ -67,7 +67,11 @@ def dumped(value, protocol):
 
 
 def test_every_opcode_is_known():
-    assert {op.code for op in pickletools.opcodes} == {chr(n) for n in range(256) if OPCODES[n] is not _unknown} | {"."}
+    assert {op.code for op in pickletools.opcodes} == {
+        chr(n) for n in range(256) if OPCODES[n] is not _unknown and n != HOLE
+    } | {"."}
+    with pytest.raises(CorruptError, match="unknown opcode 0xfe"):
+        load_pickle(b"\x80\x02\xfe\x00.", file="")
 
 
 PLAIN = {

@@ -10,6 +10,7 @@ import os
 
 from zckpt.base.errors import IncompleteError, NotACheckpointError, UnsupportedError
 from zckpt.containers import gguf_file, safetensors_file, torch_legacy, torch_zip
+from zckpt.containers.alike import AlikeLengths, AlikePickles
 from zckpt.containers.container import Container, Input, open_input
 from zckpt.containers.inert import NumpyArray, Placeholder, brief, enum_value
 from zckpt.containers.pickles import load_pickle
@@ -17,8 +18,8 @@ from zckpt.containers.skeleton import Skeleton, TensorSpec
 from zckpt.containers.tensor_ref import StorageRef, TensorRef
 
 __all__ = [
-    "Container", "NumpyArray", "Placeholder", "Skeleton", "StorageRef", "TensorRef", "TensorSpec", "brief", "enum_value",
-    "is_torch_zip", "load_pickle", "open_container",
+    "AlikeLengths", "AlikePickles", "Container", "NumpyArray", "Placeholder", "Skeleton", "StorageRef", "TensorRef",
+    "TensorSpec", "brief", "enum_value", "is_torch_zip", "load_pickle", "open_container",
 ]  # fmt: skip
 
 _COMPRESSED = {
@@ -37,8 +38,12 @@ _OTHERS = {
 _LFS_POINTER = b"version https://git-lfs.github.com/spec/v1"
 
 
-def open_container(path: str | os.PathLike[str]) -> Container:
+def open_container(path: str | os.PathLike[str], alike: AlikePickles | None = None) -> Container:
     """Opens a file: its inert object, with a `TensorRef` for each tensor.
+
+    Args:
+        path: of the file.
+        alike: reads torch's zip files whose pickles are nearly the same, such as those of several ranks.
 
     Raises:
         CorruptError: the file is damaged or cut short.
@@ -50,7 +55,7 @@ def open_container(path: str | os.PathLike[str]) -> Container:
     with open_input(path) as file:
         head = file.peek(0, 512)
         if head.startswith(b"PK\x03\x04"):
-            return torch_zip.read_input(file)
+            return torch_zip.read_input(file, alike)
         if head.startswith(gguf_file.MAGIC):
             return gguf_file.read_input(file)
         if head[8:9] == b"{":

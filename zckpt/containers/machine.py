@@ -30,6 +30,11 @@ ARGUMENT_COST, ITEM_COST, ENTRY_COST, PLACEHOLDER_COST = 16, 32, 104, 256
 grow by doubling; of a `Placeholder` that a call makes."""
 
 
+def most_cost(nbytes: int, spent: int) -> int:
+    """The highest cost of a pickle of so many bytes, with what was spent before it."""
+    return min(spent + limits.PICKLE_COST_FREE + limits.PICKLE_COST_PER_BYTE * nbytes, limits.PICKLE_COST)
+
+
 class Machine:
     """The state of one run.
 
@@ -50,6 +55,8 @@ class Machine:
         marks: heights of the stack.
         memo: objects that are used again.
         cost: the cost so far.
+        holes: where `opcodes.HOLE` may be -> how often it was carried out; for `alike`.
+        hole: makes what it pushes, of where it is.
     """
 
     def __init__(
@@ -68,8 +75,9 @@ class Machine:
         self.marks: list[int] = []
         self.memo: dict[int, Any] = {}
         self.cost = spent
-        share = spent + limits.PICKLE_COST_FREE + limits.PICKLE_COST_PER_BYTE * len(data)
-        self.most = min(share, limits.PICKLE_COST) if most is None else most
+        self.holes: dict[int, int] = {}
+        self.hole: Callable[[int], Any] | None = None
+        self.most = most_cost(len(data), spent) if most is None else most
 
     # -- bytes -------------------------------------------------------------------------------------------------------
 

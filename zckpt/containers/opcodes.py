@@ -20,12 +20,23 @@ MAX_INT_BYTES = 1024
 """Of a whole number: at most 2,466 digits. Python itself refuses to print more than 4,300."""
 
 STOP = ord(".")
+HOLE = 0xFE
+"""No opcode of a pickle: `alike` puts it where a number of one byte is pushed."""
 
 _SAVE_PLAIN = "Load it where it was made, and save its tensors with torch.save."
 
 
 def _unknown(m: Machine) -> None:
     raise m.refuse(CorruptError, f"its pickle holds the unknown opcode {m.data[m.step]:#04x}", COPY_AGAIN)
+
+
+def _hole(m: Machine) -> None:
+    if m.hole is None or m.step not in m.holes:
+        raise m.refuse(CorruptError, f"its pickle holds the unknown opcode {m.data[m.step]:#04x}", COPY_AGAIN)
+    m.holes[m.step] += 1
+    hole = m.hole(m.step)
+    m.take(hole.nbytes)
+    m.push(hole)
 
 
 def _extension(m: Machine) -> None:
@@ -150,6 +161,7 @@ _ACTIONS: Mapping[int | str, Callable[[Machine], object]] = {
     "L": lambda m: m.push(_whole(m.line().rstrip(b"L"))),
     "J": lambda m: m.push(int.from_bytes(m.take(4), "little", signed=True)),
     "K": lambda m: m.push(m.uint(1)),
+    HOLE: _hole,
     "M": lambda m: m.push(m.uint(2)),
     0x8A: lambda m: _long(m, 1),
     0x8B: lambda m: _long(m, 4),
@@ -213,7 +225,7 @@ COSTS = [STEP] * 256
 """The cost of an opcode: a step, and the most bytes that it makes with a place on the stack or in the memo. `Machine` charges
 for items, texts and results of calls."""
 for _codes, _cost in {
-    "hgj21N\x88\x89K": 8, "MJIL\x8a\x8bFG": 48, "STUVX\x8c\x8d": 72, "BC\x8e\x96": 72, "qrp\x94": 80,
+    "hgj21N\x88\x89K\xfe": 8, "MJIL\x8a\x8bFG": 48, "STUVX\x8c\x8d": 72, "BC\x8e\x96": 72, "qrp\x94": 80,
     ")t\x85\x86\x87": 72, "]l": 112, "a": 16, "}d": 240, "\x8f\x91": 240, "c\x93": 400, "R\x81\x92io": 128, "b": 16, "PQ": 200,
 }.items():  # fmt: skip
     for _code in _codes:

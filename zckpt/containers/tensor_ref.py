@@ -63,9 +63,10 @@ class StorageRef:
         """
         if len(shape) != len(stride) or len(shape) > MAX_DIMS:
             raise self._bad_view("impossible", f"{len(shape)} dimensions, {len(stride)} strides")
-        for what, numbers in (("offset", (storage_offset,)), ("size", shape), ("stride", stride)):
-            if (bad := next((number for number in numbers if not _is_count(number)), None)) is not None:
-                raise self._bad_view("impossible", f"{what} {brief(bad)}", "whole numbers from 0 to 2^63 - 1")
+        for number in (storage_offset, *shape, *stride):
+            if not _is_count(number):
+                what = "size" if number in shape else "stride" if number in stride else "offset"
+                raise self._bad_view("impossible", f"{what} {brief(number)}", "whole numbers from 0 to 2^63 - 1")
         dtype = dtype or self.dtype
         if dtype is None:
             raise self._bad_view("without a dtype", "an untyped storage")
@@ -127,7 +128,9 @@ class TensorRef:
                 found=f"{self.shape[0]:,} rows in {len(self.shape)} dimensions", expected="at most 2^63 elements",
                 remedy=COPY_AGAIN,
             )  # fmt: skip
-        last = self.storage_offset + sum((dim - 1) * step for dim, step in zip(self.shape, self.stride))
+        last = self.storage_offset
+        for dim, step in zip(self.shape, self.stride):
+            last += (dim - 1) * step
         if (last + 1) * self.dtype.itemsize > self.storage_nbytes:
             raise CorruptError(
                 f"storage {self.storage_key!r} is too small for its tensor", file=self.store.path,

@@ -21,6 +21,7 @@ from collections.abc import Mapping, Sequence
 
 from zckpt.base import limits
 from zckpt.base.errors import COPY_AGAIN, CorruptError, NotACheckpointError, UnsupportedError
+from zckpt.containers.alike import AlikePickles
 from zckpt.containers.container import Container, Input, open_input
 from zckpt.containers.emit import emit
 from zckpt.containers.inert import brief, brief_text
@@ -37,8 +38,12 @@ PREFIX = "archive"
 """torch's own prefix for a file whose name it does not know."""
 
 
-def read_input(file: Input) -> Container:
+def read_input(file: Input, alike: AlikePickles | None = None) -> Container:
     """The object in a torch zip file.
+
+    Args:
+        file: open for reading.
+        alike: reads files whose pickles are nearly the same.
 
     Raises:
         CorruptError: the file is damaged.
@@ -68,7 +73,11 @@ def read_input(file: Input) -> Container:
     base = file.base + directory.data_offset(f"{prefix}/data.pkl")
     storages = _Storages(directory, f"{prefix}/data/", store)
     spent = limits.RECORD_COST * len(directory.records)
-    root = load_pickle(pickle, file=file.path, record="data.pkl", base=base, persistent_load=storages.load, spent=spent)
+    root = alike.root(pickle, storages, spent, file.path) if alike else None
+    if root is None:
+        root = load_pickle(
+            pickle, file=file.path, record="data.pkl", base=base, persistent_load=storages.load, spent=spent
+        )
     return Container("torch_zip", store, root, {"prefix": prefix})
 
 

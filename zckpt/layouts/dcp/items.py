@@ -13,13 +13,13 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from zckpt.base.errors import COPY_AGAIN, OTHER_SAVE, CorruptError, IncompleteError, InconsistentError, UnsupportedError
 from zckpt.base.words import count, examples, ranks
-from zckpt.containers import Placeholder, TensorRef, brief
+from zckpt.containers import AlikeLengths, Placeholder, TensorRef, brief
 from zckpt.containers.container import open_input
 from zckpt.containers.tensor_ref import MAX_FRAGMENTS
 from zckpt.containers.torch_zip import read_input
 from zckpt.core.catalog import Role, TensorEntry
 from zckpt.core.fragments import Fragment
-from zckpt.core.overlaps import embed, tile
+from zckpt.core.overlaps import embed, shifted, tile
 from zckpt.layouts.dcp.chunks import DcpChunk, ItemPlace
 from zckpt.layouts.dcp.files import rank_of
 from zckpt.layouts.dcp.metadata import BytesItem, InertValue, Metadata, TensorItem
@@ -65,6 +65,7 @@ class Items:
         self.file = file
         self._roots: dict[ItemPlace, object] = {}
         self._fragments = 0
+        self._alike = AlikeLengths()
 
     def open(self, places: Iterable[ItemPlace]) -> dict[ItemPlace, object]:
         """The inert object in each of these torch files, by place.
@@ -79,7 +80,7 @@ class Items:
             with open_input(self.listing.where(file).path) as source:
                 for place in here:
                     part = source.part(place.offset, place.length, "an item")
-                    self._roots[place] = read_input(part).root
+                    self._roots[place] = read_input(part, self._alike).root
         return self._roots
 
     def open_all(self, items: Iterable[TensorItem | BytesItem]) -> None:
@@ -173,6 +174,9 @@ class Items:
                     found=f"a chunk {list(chunk.sizes)} of {list(item.size)}, {self._fragments + pieces:,} pieces so far",
                     remedy="Save it again as a full state dict, or with another sharding.",
                 )
+            if not dim:  # rows, one after the other
+                fragments = shifted(fragments, chunk.offsets[0] * math.prod(shape[1:]))
+                break
             fragments = embed(fragments, shape, dim, chunk.offsets[dim], item.size[dim], item.dtype.itemsize)
             shape[dim] = item.size[dim]
         self._fragments += len(fragments) if len(fragments) > 1 else 0

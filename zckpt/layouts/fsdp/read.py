@@ -34,7 +34,7 @@ from zckpt.layouts.dcp.state import dotted
 from zckpt.layouts.fsdp.files import ANY, VERL
 from zckpt.layouts.run.training import Training
 from zckpt.layouts.run.values import missing_ranks
-from zckpt.layouts.save.cut_tensors import CutTensor, Shape, class_of, cut_tensor
+from zckpt.layouts.save.cut_tensors import CutTensor, KnownFacts, Shape, class_of, cut_tensor
 from zckpt.layouts.save.listing import Listing, natural
 from zckpt.layouts.save.model_shapes import own_name, read_shapes
 from zckpt.layouts.save.module_states import as_mapping
@@ -158,6 +158,7 @@ class RankFiles:
         self._flat: dict[Path, dict[int, TensorRef]] = {}
         self._tensors: dict[Path, _Gathered] = {}
         self._values: dict[Path, object] = {}
+        self._known = KnownFacts()
         there: set[int] = set()
         for file in files:
             self._gather(file)
@@ -174,7 +175,7 @@ class RankFiles:
         rank, file = held_by.rank, held_by.path
         for path, value in held_by.leaves:
             name = dotted(path[1:])
-            cut = value if isinstance(value, CutTensor) else cut_tensor(value, name, file)
+            cut = value if isinstance(value, CutTensor) else cut_tensor(value, name, file, self._known)
             if cut is None and not isinstance(value, TensorRef):
                 self._values.setdefault(path, value)
                 continue
@@ -315,6 +316,8 @@ def _kinds(listing: Listing) -> dict[str, dict[int, str]]:
 def _files(listing: Listing) -> Iterator[RankFile]:
     """The files of a save, and what they hold; errors as in `read`."""
     kinds = _kinds(listing)
+    for names in kinds.values():
+        listing.open_alike(list(names.values()))
     views = {key for name in kinds.get(_MODEL, {}).values() for key in _views_of_flat(listing.open(name).root)}
     for kind in kinds:
         for rank, name in kinds[kind].items():

@@ -16,16 +16,20 @@ Source: torch 2.13, distributed/tensor/placement_types.py, _dtensor_spec.py (`sh
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from zckpt.base.errors import COPY_AGAIN, CorruptError, InconsistentError, UnsupportedError
 from zckpt.containers import Placeholder, TensorRef, brief
 from zckpt.containers.tensor_ref import MAX_DIMS, MAX_NUMBER
 from zckpt.core.dtypes import DType
 
+T = TypeVar("T")
 Shape = tuple[int, ...]
+Order = tuple[tuple[int, tuple[int, ...]], ...]
+"""(dimension of a tensor, dimensions of the mesh in the order in which they cut it)."""
+
 DENSE = "Save it again as a dense tensor."
 
 
@@ -81,13 +85,29 @@ def class_of(value: object) -> str:
     return named.name.rpartition(".")[2]
 
 
-def cut_tensor(value: object, name: str, file: str) -> CutTensor | None:
+class KnownFacts:
+    """What objects of pickles say that many tensors have in common: meshes, placements, sizes. Each is looked at once."""
+
+    def __init__(self) -> None:
+        self._by_object: dict[tuple[str, int], tuple[object, Any]] = {}
+        self.parts: dict[tuple[object, ...], CutPart] = {}
+
+    def of(self, kind: str, value: object, make: Callable[[Any], T]) -> T:
+        """What `make` says of an object."""
+        known = self._by_object.get((kind, id(value)))
+        if known is None:
+            known = self._by_object[kind, id(value)] = value, make(value)  # with the object, whose id stays its own so
+        return known[1]
+
+
+def cut_tensor(value: object, name: str, file: str, known: KnownFacts | None = None) -> CutTensor | None:
     """The rank's part of a tensor; None for a value that is no tensor cut over ranks.
 
     Args:
         value: of a pickle.
         name: of the tensor, for errors.
         file: that holds it, for errors.
+        known: of other tensors of the same save.
 
     Raises:
         CorruptError: it contradicts itself. UnsupportedError: it is sparse, or a sum that was not made yet.
@@ -96,7 +116,7 @@ def cut_tensor(value: object, name: str, file: str) -> CutTensor | None:
     if kind not in ("DTensor", "ShardedTensor"):
         return None
     assert isinstance(value, Placeholder)
-    reader = CutReader(name, file)
+    reader = CutReader(name, file, known)
     try:
         return reader.of_dtensor(value) if kind == "DTensor" else reader.of_sharded_tensor(value)
     except (TypeError, ValueError, LookupError) as error:
@@ -111,9 +131,10 @@ class CutReader:
         file: that holds it, for errors.
     """
 
-    def __init__(self, name: str, file: str) -> None:
+    def __init__(self, name: str, file: str, known: KnownFacts | None = None) -> None:
         self.name = name
         self.file = file
+        self.known = known or KnownFacts()
 
     def corrupt(self, found: str) -> CorruptError:
         """The error for a tensor whose facts do not fit each other."""
@@ -121,9 +142,9 @@ class CutReader:
             f"tensor {self.name!r} contradicts itself", file=self.file, found=found[:200], remedy=COPY_AGAIN
         )
 
-    def _facts(self, value: Placeholder) -> tuple[DType, Shape]:
+    def _facts(self, args: tuple[Any, ...]) -> tuple[DType, Shape]:
         """The dtype and whole shape, of the arguments of `_rebuild_wrapper_subclass`."""
-        _, dtype, size, *rest = value.args
+        _, dtype, size, *rest = args
         layout = rest[2] if len(rest) > 2 else None
         if isinstance(layout, Placeholder) and layout.args not in ((), ("torch.strided",)):
             raise UnsupportedError(
@@ -153,25 +174,16 @@ class CutReader:
 
     def of_dtensor(self, value: Placeholder) -> CutTensor:
         """A pickled DTensor."""
-        dtype, size = self._facts(value)
+        dtype, size = self.known.of("facts", value.args, self._facts)
         held = _attributes(value)
         spec = _attributes(held["_spec"])
-        mesh = _attributes(spec["mesh"])
-        extents = _mesh_shape(mesh)
-        coordinate = _shape(mesh.get("_coordinate_on_dim"))
-        placements = spec["placements"]
-        if not isinstance(placements, tuple | list):
-            raise ValueError(f"placements {brief(placements)}")
-        part = self.part(
-            size,
-            [_placement(placement) for placement in placements],
-            extents,
-            coordinate,
-            spec.get("shard_order"),
-        )
-        names = mesh.get("_mesh_dim_names", mesh.get("mesh_dim_names"))
-        named = names if isinstance(names, tuple | list) and len(names) == len(extents) else range(len(extents))
-        axes = {str(name): extent for name, extent in zip(named, extents, strict=True)}
+        extents, coordinate, axes = self.known.of("mesh", spec["mesh"], _mesh)
+        placements = self.known.of("placements", spec["placements"], _placements)
+        order = self.known.of("order", spec.get("shard_order"), _explicit)
+        key = (size, placements, extents, coordinate, order)
+        part = self.known.parts.get(key)
+        if part is None:
+            part = self.known.parts[key] = self.part(size, placements, extents, coordinate, order)
         return self.cut(dtype, size, [(part, held["_local_tensor"])], axes)
 
     def cut(
@@ -182,7 +194,7 @@ class CutReader:
         return CutTensor(dtype, size, tuple(box for box in refs if box[1].numel or not math.prod(size)), axes)
 
     def part(
-        self, size: Shape, placements: Sequence[Placement], extents: Shape, coordinate: Shape, order: object = None
+        self, size: Shape, placements: Sequence[Placement], extents: Shape, coordinate: Shape, order: Order = ()
     ) -> CutPart:
         """What the rank at `coordinate` of a mesh of `extents` has of a tensor.
 
@@ -201,7 +213,7 @@ class CutReader:
             local[dim] = min(step, local[dim] - first)
         return CutPart(tuple(offsets), tuple(local))
 
-    def _cuts(self, placements: Sequence[Placement], extents: Shape, dims: int, order: object) -> list[tuple[int, int]]:
+    def _cuts(self, placements: Sequence[Placement], extents: Shape, dims: int, order: Order) -> list[tuple[int, int]]:
         """(dimension of the tensor, dimension of the mesh) of each cut, in the order in which they apply."""
         by_dim: dict[int, list[int]] = {}
         for mesh_dim in reversed(range(len(placements))):
@@ -217,17 +229,17 @@ class CutReader:
                 raise ValueError(f"a cut of dimension {brief(dim)} of {dims}")
             cuts = by_dim.setdefault(dim % dims, [])
             cuts.insert(_after(cuts, extents, factor if kind == "_StridedShard" else 1), mesh_dim)
-        for dim, mesh_dims in _explicit(order):
+        for dim, mesh_dims in order:
             if sorted(by_dim.get(dim, ())) != sorted(mesh_dims):
-                raise ValueError(f"dimension {dim} is cut by {by_dim.get(dim)}, and in the order {mesh_dims}")
-            by_dim[dim] = mesh_dims
+                raise ValueError(f"dimension {dim} is cut by {by_dim.get(dim)}, and in the order {list(mesh_dims)}")
+            by_dim[dim] = list(mesh_dims)
         return [(dim, mesh_dim) for dim, mesh_dims in by_dim.items() for mesh_dim in mesh_dims]
 
     # -- ShardedTensors ----------------------------------------------------------------------------------------------
 
     def of_sharded_tensor(self, value: Placeholder) -> CutTensor:
         """A pickled ShardedTensor."""
-        dtype, size = self._facts(value)
+        dtype, size = self._facts(value.args)
         state = value.state
         if not isinstance(state, tuple | list) or not isinstance(state[0], list | tuple):
             raise ValueError(f"its state is {brief(state)}")
@@ -241,6 +253,22 @@ class CutReader:
         return self.cut(dtype, size, parts, {})
 
 
+def _mesh(value: object) -> tuple[Shape, Shape, Mapping[str, int]]:
+    """The extents of a mesh, the rank's coordinate in it, and name -> extent of each dimension."""
+    mesh = _attributes(value)
+    extents = _mesh_shape(mesh)
+    names = mesh.get("_mesh_dim_names", mesh.get("mesh_dim_names"))
+    named = names if isinstance(names, tuple | list) and len(names) == len(extents) else range(len(extents))
+    axes = {str(name): extent for name, extent in zip(named, extents, strict=True)}
+    return extents, _shape(mesh.get("_coordinate_on_dim")), axes
+
+
+def _placements(value: object) -> tuple[Placement, ...]:
+    if not isinstance(value, tuple | list):
+        raise ValueError(f"placements {brief(value)}")
+    return tuple(map(_placement, value))
+
+
 def _placement(value: object) -> Placement:
     """A placement as torch pickles it."""
     fields = _attributes(value)
@@ -250,11 +278,12 @@ def _placement(value: object) -> Placement:
 def _attributes(value: object) -> Mapping[str, object]:
     """An object's attributes: its `__dict__`, with its slots where it has some."""
     state = value.state if isinstance(value, Placeholder) else None
-    found: dict[str, object] = {}
-    for part in state if isinstance(state, tuple) else (state,):
-        if isinstance(part, Mapping):
-            found |= part
-    return found
+    if isinstance(state, dict):
+        return state
+    parts = [part for part in state if isinstance(part, Mapping)] if isinstance(state, tuple) else []
+    if len(parts) == 1:
+        return parts[0]
+    return {key: value for part in parts for key, value in part.items()}
 
 
 def _after(cuts: Sequence[int], extents: Shape, factor: object) -> int:
@@ -269,15 +298,15 @@ def _after(cuts: Sequence[int], extents: Shape, factor: object) -> int:
     return len(cuts)
 
 
-def _explicit(order: object) -> list[tuple[int, list[int]]]:
+def _explicit(order: object) -> Order:
     """(dimension, dimensions of the mesh in the order in which they cut it), where a spec says it."""
-    found: list[tuple[int, list[int]]] = []
+    found: list[tuple[int, tuple[int, ...]]] = []
     for entry in order if isinstance(order, tuple | list) else ():
         dim, mesh_dims = entry.args if isinstance(entry, Placeholder) else entry
         if type(dim) is not int:
             raise ValueError(f"an order of cuts of dimension {brief(dim)}")
-        found.append((dim, list(_shape(mesh_dims))))
-    return found
+        found.append((dim, _shape(mesh_dims)))
+    return tuple(found)
 
 
 def _mesh_shape(mesh: Mapping[str, object]) -> Shape:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import TypeVar, cast
 
 from zckpt.base.errors import InconsistentError, NotACheckpointError, ZckptError
-from zckpt.containers import Container, is_torch_zip, open_container, torch_zip
+from zckpt.containers import AlikePickles, Container, is_torch_zip, open_container, torch_zip
 from zckpt.storage.location import Location
 
 T = TypeVar("T")
@@ -120,6 +120,14 @@ class Listing:
         if name not in self._opened:
             self._opened[name] = open_container(self.files[name])
         return self._opened[name]
+
+    def open_alike(self, names: Sequence[str]) -> None:
+        """Opens files whose pickles may be nearly the same, such as those of several ranks; errors as in `open`."""
+        rest = [name for name in names if name not in self._opened]
+        if len(rest) > 1:
+            alike = AlikePickles(lambda: (torch_zip.pickle_of(self.files[name]) for name in {rest[1], rest[-1]}))
+            for name in rest:
+                self._opened[name] = open_container(self.files[name], alike)
 
     def entry(self, name: str, key: str) -> object:
         """What a file has under a key; None where it has no such key, or is no mapping. Errors as in `open`."""
