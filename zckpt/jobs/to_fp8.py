@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -238,12 +238,38 @@ def fp8_weights(
             f"{count(len(ragged), 'matrix is', 'matrices are')} no whole number of blocks, such as {examples(ragged)}. "
             "Without a GPU, transformers 5 refuses such matrices or takes other blocks; --keep leaves them in half precision."
         )
+    if layers is not None:
+        notes += _of_joined(layers, chosen, catalog, scheme)
     modules = [name.removesuffix(".weight") for name in left]
     if layers is not None and layers.head and f"{layers.head}.weight" not in chosen:
         modules.append(layers.head)
     modules += sorted({name.partition(".experts.")[0] + ".experts" for name in left if ".experts." in name})
     made = replace(catalog, tensors=tensors)
     return Fp8Weights(made, dtypes, quantisers, tuple(dict.fromkeys(modules)), tuple(notes))
+
+
+def _of_joined(layers: LinearLayers, chosen: Collection[str], catalog: Catalog, scheme: Scheme) -> Iterator[str]:
+    """Sentences on matrices that servers join, and refuse as they are.
+
+    Source: vLLM 0.11, layers/quantization/utils/quant_utils.py (`is_layer_skipped`) and fp8_utils.py
+    (`validate_fp8_block_shape`: of joined matrices, all but the last have whole blocks of rows).
+    """
+    groups = [group for group in layers.joined if any(name in chosen for name in group)]
+    if mixed := [group[0] for group in groups if not all(name in chosen for name in group)]:
+        yield (
+            f"{count(len(mixed), 'matrix is', 'matrices are')} quantised or left otherwise than those that vLLM and SGLang join "
+            f"with it, such as {examples(mixed)}. They load the model if --quantize and --keep take all or none of queries, keys "
+            "and values, and of gate and up."
+        )
+    if scheme != "block128":
+        return
+    cut = [name for group in groups for name in group[:-1] if catalog.tensors[name].shape[-2] % BLOCK[0]]
+    if cut:
+        yield (
+            f"{count(len(cut), 'matrix has', 'matrices have')} no whole number of blocks of 128 rows, such as {examples(cut)}. "
+            "vLLM and SGLang join them with others, and refuse that. --scheme channel has no blocks; --keep leaves matrices in "
+            "half precision."
+        )
 
 
 def _chosen(

@@ -5,6 +5,7 @@ For `jobs.to_fp8`. Routers, gates of shared experts, embeddings, norms and the h
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -23,6 +24,14 @@ _LINEAR = frozenset(
 )
 _OTHER_CLASSES = {"gpt2": "Conv1D", "falcon": "FalconLinear"}
 """Families whose layers are no torch.nn.Linear (transformers 5.23), which the loaders of quantised models look for."""
+_JOINED = (
+    ("attention.query", "attention.key", "attention.value"),
+    ("attention.query_down", "attention.key_value_down"),
+    ("mlp.gate", "mlp.up"),
+    ("shared.gate", "shared.up"),
+    ("experts.{e}.gate", "experts.{e}.up"),
+)
+"""Parts that servers of models load into one matrix, in its order (vLLM 0.11, models/*.py `packed_modules_mapping`)."""
 _CORRECTION = "blocks.{b}.router.correction"
 
 
@@ -36,6 +45,7 @@ class LinearLayers:
         other: matrices in linear layers that are not to be quantised, as a router, or cannot be, as transposed ones.
         precise: tensors that stay as they are, since half precision changes which experts are chosen.
         head: the module of the head.
+        joined: weights that servers of models load into one matrix, in its order.
     """
 
     family: str
@@ -43,6 +53,7 @@ class LinearLayers:
     other: frozenset[str]
     precise: frozenset[str]
     head: str
+    joined: tuple[tuple[str, ...], ...]
 
 
 def layers_of(names: Iterable[str], config: Mapping[str, Any]) -> LinearLayers | None:
@@ -60,18 +71,30 @@ def layers_of(names: Iterable[str], config: Mapping[str, Any]) -> LinearLayers |
     linear: set[str] = set()
     other: set[str] = set()
     precise: set[str] = set()
+    groups: dict[tuple[int, int, int], dict[int, str]] = defaultdict(dict)
     for name, fit in own.fits(list(names)).items():
         rules = [rule for rule in fit.rules if rule.parts] if fit is not None else []
         if any(_is_linear(rule) for rule in rules):
             linear.add(name)
+            if fit is not None and (place := _joined_place(rules[0])) is not None:
+                groups[place[0], fit.block, fit.expert][place[1]] = name
         elif any(rule.parts == (_CORRECTION,) for rule in rules):
             precise.add(name)
         elif not any(_is_no_layer(rule) for rule in rules):
             other.add(name)
     heads = (rule.names[0] for rule in own.rules if rule.parts == ("head.weight",))
+    joined = tuple(tuple(group[n] for n in sorted(group)) for group in groups.values() if len(group) > 1)
     return LinearLayers(
-        family, frozenset(linear), frozenset(other), frozenset(precise), next(heads, "").removesuffix(".weight")
+        family, frozenset(linear), frozenset(other), frozenset(precise), next(heads, "").removesuffix(".weight"), joined
     )
+
+
+def _joined_place(rule: NamingRule) -> tuple[int, int] | None:
+    """The number of the group of parts that a tensor is one of, and its place there."""
+    if rule.parts is None or len(rule.parts) != 1:
+        return None
+    part = rule.parts[0].removeprefix("blocks.{b}.").removesuffix(".weight")
+    return next(((n, group.index(part)) for n, group in enumerate(_JOINED) if part in group), None)
 
 
 def _is_linear(rule: NamingRule) -> bool:
