@@ -1,6 +1,8 @@
 """Conversions that are killed, in a process of their own: forked from one that has imported zckpt, so that a hundred are quick.
 
-    python killing.py CHECKPOINT WORK MODE COUNT SEED [overwrite] [single]
+    python killing.py CHECKPOINT WORK MODE COUNT SEED [overwrite] [single] [JOB]
+
+JOB is one of computed.COMPUTED, which reads sources of its own, in place of a conversion.
 
 MODE says when: "time" at COUNT random moments; "write" or "read" at the n-th of the engine's calls, "event" before the n-th
 change that Python makes to a name under WORK, for n from 1 to COUNT or to where there are no more. After each kill the
@@ -19,6 +21,7 @@ import sys
 import time
 from pathlib import Path
 
+from computed import COMPUTED
 from outputs import earlier_output
 
 import zckpt
@@ -39,12 +42,13 @@ def contents(out: Path) -> dict[str, bytes] | None:
 
 
 class Trials:
-    def __init__(self, checkpoint: str, work: str, *, overwrite: bool, single: bool) -> None:
+    def __init__(self, checkpoint: str, work: str, *, overwrite: bool, single: bool, job: str = "") -> None:
+        self.job = COMPUTED[job] if job else None
         self.checkpoint = checkpoint
         self.place = Path(work) / "place"
         self.overwrite = overwrite
         self.single = single
-        self.out = self.place / ("out.bin" if single else "out")
+        self.out = self.place / (self.job.out if self.job else "out.bin" if single else "out")
         self.options = Options(max_shard_size=200_000, threads=2, overwrite=overwrite)
         self.old: dict[str, bytes] = {}
         for _ in range(2):
@@ -67,7 +71,10 @@ class Trials:
                 inject(mode == "write", nth, KILL)
             elif mode == "event":
                 self.die_at(nth)
-            done = zckpt.convert(self.checkpoint, self.out, dtype="bf16", options=self.options)
+            if self.job:
+                done = self.job.make(self.out, "after", overwrite=self.overwrite)
+            else:
+                done = zckpt.convert(self.checkpoint, self.out, dtype="bf16", options=self.options)
             if report >= 0:
                 os.write(report, str(done.kept).encode())
             status = 0
@@ -128,7 +135,9 @@ class Trials:
 
 def main() -> None:
     checkpoint, work, mode, count, seed, *flags = sys.argv[1:]
-    trials = Trials(checkpoint, work, overwrite="overwrite" in flags, single="single" in flags)
+    job = next((flag for flag in flags if flag in COMPUTED), "")
+    is_single = "single" in flags or bool(job and COMPUTED[job].single)
+    trials = Trials(checkpoint, work, overwrite="overwrite" in flags, single=is_single, job=job)
     chance = random.Random(int(seed))
     nth = 0
     while trials.told["killed"] < int(count):

@@ -28,12 +28,13 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import numpy as np
+from computed import COMPUTED, ComputedJob
 
 import zckpt
 from zckpt import _core
 from zckpt.engine import batches
 from zckpt.jobs.options import Options
-from zckpt.output import commit, journal
+from zckpt.output import commit, delivery, journal
 from zckpt.storage import output_places
 
 batches.LEAST_BYTES = 0
@@ -371,6 +372,30 @@ class Apply(Delta):
         zckpt.apply_delta(self.versions / "0", self.wrong if version == 3 else self.delta, self.out, options=how)
 
 
+class Computed(Scenario):
+    """Elements are computed on their way, over an output of the same job that was made in another manner."""
+
+    job: ComputedJob
+
+    def __init__(self, checkpoint: str, work: str) -> None:
+        super().__init__(checkpoint, work)
+        self.single = self.job.single
+        self.out = self.place / self.job.out
+
+    def prepare(self) -> None:
+        self.job.make(self.out, "before")
+
+    def run(self) -> None:
+        self.job.make(self.out, "after")
+
+    def fail(self) -> None:
+        def full(*_: Any, **__: Any) -> Any:
+            raise zckpt.OutputError("there is no room left")
+
+        delivery.run = full  # type: ignore[assignment]
+        self.job.make(self.out, "before")
+
+
 SCENARIOS: dict[str, type[Scenario]] = {
     kind.__name__: kind
     for kind in (
@@ -378,6 +403,7 @@ SCENARIOS: dict[str, type[Scenario]] = {
         ReshardForeign, Live, Delta, Apply,
     )
 }  # fmt: skip
+SCENARIOS |= {name: type(name, (Computed,), {"job": job}) for name, job in COMPUTED.items()}
 
 
 class Trials:

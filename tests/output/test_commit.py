@@ -14,8 +14,12 @@ from pathlib import Path
 import pytest
 import synth
 import torch
+from computed import COMPUTED
 
 SCRIPT = str(Path(__file__).with_name("kill_points.py"))
+
+
+IS_WHOLE = bool(os.environ.get("ZCKPT_PROOFS"))
 
 
 @pytest.fixture(scope="module")
@@ -70,6 +74,8 @@ MORE = [
         ("Live", "exchange", "kill"),
         ("Delta", "exchange", "kill"),
         *(MORE if os.environ.get("ZCKPT_PROOFS") else ()),
+        *((name, "exchange", "kill") for name in COMPUTED if IS_WHOLE),
+        *((name, "none", "error") for name in ("Quantised", "Gguf") if IS_WHOLE),
     ],
 )
 def test_every_call_may_be_the_last(scenario: str, exchange: str, end: str, checkpoint: Path) -> None:
@@ -81,7 +87,7 @@ def test_every_call_may_be_the_last(scenario: str, exchange: str, end: str, chec
     assert told["points"] == told["failing"] >= 30
     if end == "kill":
         assert told["old"] and told["new"]
-        in_order = exchange == "none" and scenario != "Fresh"
+        in_order = (exchange == "none" and scenario != "Fresh") or scenario == "Gguf"
         assert (
             bool(told["neither"]) == in_order
         )  # moments at which a reader finds no index, or one file without its manifest

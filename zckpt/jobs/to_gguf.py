@@ -24,6 +24,7 @@ from zckpt.jobs.options import GgufOptions, Options, extended
 from zckpt.jobs.planned import Report, carried_out, protected
 from zckpt.layouts.gguf.files import METADATA
 from zckpt.layouts.gguf.write import FILE_TYPES, TYPES, lay_out, type_of
+from zckpt.naming.config_defaults import filled_in
 from zckpt.naming.gguf_metadata import NO_VOCABULARY, GgufModel, architecture_of, library, metadata_of
 from zckpt.naming.gguf_tensors import completed, vocabulary_rows
 from zckpt.naming.writers import GGUF, Naming, named
@@ -105,6 +106,7 @@ def prepare(checkpoint: str | os.PathLike[str], out: str | os.PathLike[str], opt
     stripped, notes = strip_wrappers(opened.catalog)
     model = named(select(stripped, options), opened.place, Naming(GGUF, options.config, by_own_job=True))
     architecture_of(model.config, opened.catalog.source.path)
+    filled_in(model.config, opened.catalog.source.path)  # which says what is no usable config
     home = _tokenizer_of(opened, options)
     rows = vocabulary_rows(model.config, home)
     tensors = completed(model.catalog.tensors, model.config, rows)

@@ -15,7 +15,9 @@ from typing import NoReturn
 from zckpt.base.errors import CorruptError, IncompleteError, InconsistentError, UnsupportedError
 from zckpt.base.words import examples
 from zckpt.core.catalog import TensorEntry
+from zckpt.layouts.joining.patterns import Patterns
 
+_PATTERNS = "Write the names of modules, or simpler expressions, as rank_pattern and alpha_pattern of the config."
 ROOT = "base_model.model."
 
 _KINDS = {
@@ -105,6 +107,7 @@ class AdapterWeights:
     factors: Mapping[str, Factors] = field(init=False, repr=False)
     tokens: Mapping[str, TensorEntry] = field(init=False, repr=False)
     whole: Mapping[str, TensorEntry] = field(init=False, repr=False)
+    _patterns: Patterns = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         """Sorts the tensors.
@@ -113,6 +116,7 @@ class AdapterWeights:
             UnsupportedError: it is of a method that is not merged. IncompleteError: a tensor lacks its counterpart.
             InconsistentError: config and tensors contradict each other.
         """
+        object.__setattr__(self, "_patterns", Patterns(self.config_file, _PATTERNS))
         self._check_method()
         parts: dict[str, dict[str, TensorEntry]] = {}
         tokens: dict[str, TensorEntry] = {}
@@ -203,12 +207,14 @@ class AdapterWeights:
     def _number(self, patterns: str, usual: str, key: str) -> float:
         found = self.config.get(patterns)
         value = self.config.get(usual)
-        for pattern, own in found.items() if isinstance(found, Mapping) else ():
+        if found is not None and not isinstance(found, Mapping):
+            self._wrong(patterns, found)
+        for pattern, own in (found or {}).items():
             try:
-                if re.match(rf"(.*\.)?({pattern})$", key):
+                if self._patterns.match(rf"(.*\.)?({pattern})$", key):
                     value = own
                     break
-            except re.error:
+            except CorruptError:
                 self._wrong(patterns, pattern)
         if type(value) not in (int, float) or not math.isfinite(value) or (usual == "r" and value < 1):  # type: ignore[arg-type, operator]
             self._wrong(usual, value)

@@ -7,6 +7,7 @@ models/gemma3/configuration_gemma3.py (`convert_rope_params_to_dict`); tests/int
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -58,6 +59,8 @@ _THETA = {"mixtral": 1e6}
 _OTHER_NAMES = {"mixtral": "num_local_experts", "qwen3_moe": "num_local_experts"}
 """`model_type` -> what a model's `num_experts` is called."""
 _FLOATS = frozenset({"rms_norm_eps", "attn_logit_softcapping", "final_logit_softcapping", "query_pre_attn_scalar"})
+_MOST = 1 << 31
+"""More than any model counts of anything."""
 _SCALED = ("llama3", "yarn", "longrope")
 
 
@@ -82,6 +85,8 @@ def filled_in(config: Mapping[str, Any], path: str) -> dict[str, Any]:
         found[name] = found.pop("num_experts")
     for key, usual in _DEFAULTS[kind].items():
         _check(key, found[key], usual, path)
+    for key in ("rope_parameters", "rope_scaling"):
+        _check_rotary(key, config.get(key), path)
     heads = found["num_attention_heads"]
     if found["num_key_value_heads"] is None:
         found["num_key_value_heads"] = heads
@@ -103,12 +108,28 @@ def _check(key: str, value: object, usual: object, path: str) -> None:
     elif isinstance(value, bool) or not isinstance(value, int | float):
         is_fit = False
     else:
-        is_fit = key in _FLOATS or (isinstance(value, int) and (value > 0 or key == "sliding_window"))
+        is_fit = key in _FLOATS or (
+            isinstance(value, int) and (0 < value < _MOST or (value == 0 and key == "sliding_window"))
+        )
     if not is_fit:
         raise UnsupportedError(
             f"the model's config has no usable {key}", file=path, found=f"{key}: {str(value)[:100]!r}",
             expected="true or false" if isinstance(usual, bool) else "a number" if key in _FLOATS else "a whole number from 1",
             remedy="Mend config.json, or pass the model's own config.json with --config.",
+        )  # fmt: skip
+
+
+def _check_rotary(key: str, value: object, path: str) -> None:
+    """Makes sure that parameters of rotary embeddings are a JSON object, whose numbers are greater than 0."""
+    numbers = [value] if isinstance(value, int | float) else value.values() if isinstance(value, Mapping) else ()
+    for one in numbers:
+        if isinstance(one, Mapping):
+            _check_rotary(key, one, path)
+    is_fit = value is None or isinstance(value, Mapping)
+    if not is_fit or any(isinstance(n, int | float) and not (n is False or 0 < n < math.inf) for n in numbers):
+        raise UnsupportedError(
+            f"the model's config has no usable {key}", file=path, found=f"{str(value)[:100]!r}",
+            expected="an object of numbers greater than 0", remedy="Mend config.json, or pass the model's own with --config.",
         )  # fmt: skip
 
 

@@ -59,7 +59,7 @@ def config_of_gguf(catalog: Catalog, metadata: Mapping[str, object], family: str
     experts = read.number("expert_count", 0)
     if kind == "llama":
         kind = "mixtral" if experts else family if family == "mistral" else kind
-    heads, hidden = read.number("attention.head_count"), read.number("embedding_length")
+    heads, hidden = read.number("attention.head_count", least=1), read.number("embedding_length")
     size = read.number("attention.key_length", hidden // heads)
     config: dict[str, object] = {
         "model_type": kind,
@@ -96,12 +96,12 @@ class _Metadata:
     def get(self, key: str) -> object:
         return self._values.get(f"{self._architecture}.{key}")
 
-    def number(self, key: str, default: int | None = None) -> int:
-        """A whole number."""
+    def number(self, key: str, default: int | None = None, *, least: int = 0) -> int:
+        """A whole number from `least`."""
         value = self.get(key)
         value = default if value is None else value
-        if type(value) is not int or value < 0:
-            raise self._wrong(key, value, "a whole number")
+        if type(value) is not int or value < least:
+            raise self._wrong(key, value, f"a whole number from {least}" if least else "a whole number")
         return value
 
     def real(self, key: str, default: float | None = None) -> float:

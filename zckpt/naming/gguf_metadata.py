@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from zckpt.base.errors import UnsupportedError, UsageError
+from zckpt.base.errors import InconsistentError, UnsupportedError, UsageError
 from zckpt.containers.gguf_file import GgufValue, Kind
 from zckpt.layouts.save.companions import companions
 from zckpt.naming.config_defaults import filled_in
@@ -43,6 +43,9 @@ SUMS_OF_EXPERTS = {"qwen2_moe": False, "qwen3_moe": True}
 """Whether the weights of a token's experts are made to add up to one in llama.cpp."""
 
 _OTHERWISE = "The model's {} is {}, which GGUF does not record: llama.cpp takes {}, and computes something else."
+
+_MOST_WORDS = 1 << 22
+"""Of a model whose embedding is left out."""
 
 NO_VOCABULARY = "none"
 """As `--tokenizer`: the file gets no vocabulary, and its reader takes tokens by number."""
@@ -123,6 +126,7 @@ def metadata_of(model: GgufModel) -> tuple[dict[str, GgufValue], tuple[str, ...]
             number = getattr(package.GGMLQuantizationType, kind)
             writer.add_tensor_info(name, shape, _stand_in(kind), 0, raw_dtype=number)
         config = filled_in(model.config, str(model.home or ""))
+        _check_words(config, model)
         title = _add_title(writer, directory, model, package)
         writer.add_type(package.GGUFType.MODEL)
         title.set_gguf_meta_model(writer)
@@ -138,6 +142,17 @@ def metadata_of(model: GgufModel) -> tuple[dict[str, GgufValue], tuple[str, ...]
             title.name, title.basename, title.finetune, title.version, title.size_label, _type_name(model, package)
         )
     return {key: _value(value, package) for key, value in writer.kv_data[0].items()}, notes, stem
+
+
+def _check_words(config: Mapping[str, Any], model: GgufModel) -> None:
+    """Makes sure that the embedding has a row for each word; raises InconsistentError."""
+    rows = next((shape[0] for name, shape, _ in model.tensors if name == "token_embd.weight"), _MOST_WORDS)
+    if config["vocab_size"] > rows:
+        raise InconsistentError(
+            "the config says more words than the embedding has", file=str(model.home or ""),
+            found=f"vocab_size {config['vocab_size']:,}", expected=f"at most {rows:,}, the rows of the embedding",
+            remedy="Use the config.json that belongs to these weights, with --config if it lies elsewhere.",
+        )  # fmt: skip
 
 
 def _not_recorded(config: Mapping[str, Any]) -> Iterator[str]:

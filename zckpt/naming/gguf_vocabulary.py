@@ -51,7 +51,7 @@ def add_vocabulary(
         _add(writer, directory, config, pre_tokenizer, home)
     except ZckptError:
         raise
-    except (OSError, ValueError, KeyError, IndexError, TypeError, AttributeError, RuntimeError) as error:
+    except Exception as error:  # tokenizers and sentencepiece raise whatever they like
         raise CorruptError(
             "the tokenizer cannot be read", file=home, found=f"{type(error).__name__}: {' '.join(str(error).split())[:200]}",
             remedy="Copy the model's tokenizer files here again, or name their directory with --tokenizer.",
@@ -116,11 +116,11 @@ def _add_pieces(writer: gguf.GGUFWriter, directory: Path, config: Mapping[str, A
             else _UNUSED if pieces.IsUnused(number) else _BYTE if pieces.IsByte(number) else _NORMAL
         )  # fmt: skip
     for text, number in json_in(directory / "added_tokens.json").items():
-        if number < size:
+        if 0 <= number < size:
             tokens[number], scores[number], kinds[number] = text.encode(), -1000.0, _USER_DEFINED
     for key, token in said.get("added_tokens_decoder", {}).items():
         number, text = int(key), str(token["content"])
-        if number >= size:
+        if not 0 <= number < size:
             continue
         if token.get("special") or _looks_special(text):
             kinds[number] = _CONTROL

@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from zckpt.base.errors import COPY_AGAIN, CorruptError
 from zckpt.core.catalog import TensorEntry
 from zckpt.core.dtypes import DType
 from zckpt.core.recipes import Tools
@@ -41,7 +42,11 @@ class Dequantised:
         return ("dequantised", self.grid)
 
     def compute(self, start: int, stop: int, tools: Tools) -> Array:
-        """As `Recipe.compute`; fp32."""
+        """As `Recipe.compute`; fp32.
+
+        Raises:
+            CorruptError: a scale is NaN or infinite.
+        """
         import numpy as np
 
         grid, (numbers, scales) = self.grid, self.inputs
@@ -53,6 +58,11 @@ class Dequantised:
             bands = -(-(blocks.first + blocks.rows) // grid.block_rows)
             part = tools.read_floats(numbers, first, first + count)
             factors = tools.read_floats(scales, band * grid.across, (band + bands) * grid.across)
+            if not np.isfinite(factors).all():
+                raise CorruptError(
+                    f"the scales of tensor {numbers.name!r} hold NaN or infinity", found=f"in {scales.name!r}",
+                    expected="finite numbers", remedy=COPY_AGAIN,
+                )  # fmt: skip
             tools.kernels.multiply_blocks(part, blocks, factors)
             found[at : at + count] = part
             at += count

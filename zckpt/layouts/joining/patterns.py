@@ -24,6 +24,7 @@ MOST_WAYS = 10_000_000
 MOST_WAYS_TOGETHER = 20_000_000_000
 """Of all names and patterns of a checkpoint."""
 
+_REMEDY = "Say yourself how the slices are joined: --tp-rules megatron, neox, or a JSON file."
 _PARSER: Any = importlib.import_module("re._parser" if sys.version_info >= (3, 11) else "sre_parse")
 _ONE_CHARACTER = {"LITERAL", "NOT_LITERAL", "ANY", "IN", "RANGE", "CATEGORY"}
 
@@ -33,10 +34,12 @@ class Patterns:
 
     Args:
         file: where they are from, for errors.
+        remedy: what a person can do about one that is refused.
     """
 
-    def __init__(self, file: str) -> None:
+    def __init__(self, file: str, remedy: str = _REMEDY) -> None:
         self._file = file
+        self._remedy = remedy
         self._known: dict[str, tuple[re.Pattern[str], Any]] = {}
         self._ways: dict[tuple[str, int], int] = {}
         self._left = MOST_WAYS_TOGETHER
@@ -80,7 +83,7 @@ class Patterns:
         return UnsafeError(
             "the checkpoint has a regular expression that might take hours to match", file=self._file,
             found=f"{text!r:.100}", expected="repetitions of single characters, and few of them",
-            remedy="Say yourself how the slices are joined: --tp-rules megatron, neox, or a JSON file.",
+            remedy=self._remedy,
         )  # fmt: skip
 
 
