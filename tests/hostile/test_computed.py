@@ -245,6 +245,31 @@ def test_sentencepiece_models(data: bytes, tmp_path: Path, out: Path) -> None:
     refused(lambda: zckpt.to_gguf(home, out.with_suffix(".gguf"), progress=False), out)
 
 
+CARDS = {
+    "repeats itself": "a: &a [x, x, x, x, x, x, x, x, x]\n"
+    + "".join(f"{b}: &{b} [{', '.join([f'*{a}'] * 9)}]\n" for a, b in zip("abcdefghi", "bcdefghij", strict=True)),
+    "contains itself": "a: &a [*a]\n",
+    "deep": "a: " + "[" * 5000 + "]" * 5000 + "\n",
+    "no yaml": "a: [\n",
+    "no text": "\x00\n",
+    "python": "a: !!python/object/apply:os.system ['touch /tmp/evil']\n",
+}
+
+
+@pytest.mark.parametrize("name", CARDS)
+def test_model_cards(name: str, tmp_path: Path, out: Path) -> None:
+    home = llama(tmp_path)
+    (home / "README.md").write_text(f"---\n{CARDS[name]}---\n")
+    refused(lambda: zckpt.to_gguf(home, out.with_suffix(".gguf"), pre_tokenizer="llama-bpe", progress=False), out)
+
+
+def test_a_tokenizer_that_is_too_large(tmp_path: Path, out: Path) -> None:
+    home = llama(tmp_path)
+    with open(home / "tokenizer.json", "ab") as file:
+        file.truncate(1 << 40)
+    refused(lambda: zckpt.to_gguf(home, out.with_suffix(".gguf"), pre_tokenizer="llama-bpe", progress=False), out)
+
+
 def test_a_model_is_called_by_no_path(tmp_path: Path, out: Path) -> None:
     """The name is what files in OUT are called by."""
     for number, name in enumerate(("../../../evil", "/tmp/evil", "..", "a/../../evil", "x\0y", "-" * 5000)):

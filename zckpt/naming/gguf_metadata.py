@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from zckpt.base.errors import InconsistentError, UnsupportedError, UsageError
+from zckpt.base.words import size as count_of_bytes
 from zckpt.containers.gguf_file import GgufValue, Kind
 from zckpt.layouts.save.companions import companions
 from zckpt.naming.config_defaults import filled_in
@@ -44,6 +45,9 @@ SUMS_OF_EXPERTS = {"qwen2_moe": False, "qwen3_moe": True}
 
 _OTHERWISE = "The model's {} is {}, which GGUF does not record: llama.cpp takes {}, and computes something else."
 
+_MOST_BYTES = 1 << 28
+"""Of a tokenizer's file; the largest that models have are a tenth of it."""
+_MOST_CARD_BYTES, _DEEPEST = 1 << 20, 100
 _MOST_WORDS = 1 << 22
 """Of a model whose embedding is left out."""
 
@@ -214,12 +218,61 @@ def _staged(model: GgufModel) -> Iterator[Path]:
         if model.home is not None:
             for place, file in companions(model.home):
                 if not file.endswith(".py"):  # code of a model's authors is never run
-                    (directory / file).write_bytes(place.read())
+                    (directory / file).write_bytes(_small(place))
             card = model.home / "README.md"
             if card.is_file():
-                (directory / "README.md").write_bytes(card.read())
+                (directory / "README.md").write_text(_facts_of(card), encoding="utf-8")
         (directory / "config.json").write_text(json.dumps(model.config), encoding="utf-8")
         yield directory
+
+
+def _small(place: Location) -> bytes:
+    """A file that the package reads whole.
+
+    Raises:
+        UnsupportedError: it is too large for what it is called.
+    """
+    if place.size() > _MOST_BYTES:
+        raise UnsupportedError(
+            "is larger than any file of this name should be", file=place, found=count_of_bytes(place.size()),
+            expected=f"at most {count_of_bytes(_MOST_BYTES)}", remedy="Copy the model's own file here again, or move it away.",
+        )  # fmt: skip
+    return place.read()
+
+
+def _facts_of(card: Location) -> str:
+    """The YAML at the beginning of a model card, between two lines of dashes; nothing where there is none.
+
+    Raises:
+        UsageError: it is no YAML, or it repeats parts of itself or has very many levels, which takes more time and memory than
+            there may be.
+    """
+    import yaml
+
+    text = card.read(min(card.size(), _MOST_CARD_BYTES)).decode(errors="replace")
+    first, *rest = text.splitlines() or [""]
+    if first != "---" or "---" not in rest:
+        return ""
+    facts = "\n".join(rest[: rest.index("---")]) + "\n"
+    depth = 0
+    try:
+        for event in yaml.parse(facts, Loader=yaml.SafeLoader):
+            depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
+            if isinstance(event, yaml.AliasEvent) or depth > _DEEPEST:
+                raise _bad_card(
+                    card, "parts that repeat others" if depth <= _DEEPEST else f"more than {_DEEPEST} levels"
+                )
+        yaml.safe_load(facts)
+    except yaml.YAMLError as error:
+        raise _bad_card(card, " ".join(str(error).split())[:200]) from error
+    return f"---\n{facts}---\n"
+
+
+def _bad_card(card: Location, found: str) -> UsageError:
+    return UsageError(
+        "the model's card cannot be read", file=card, found=found, expected="plain YAML between two lines of ---",
+        remedy="Mend the beginning of README.md, or move the file away.",
+    )  # fmt: skip
 
 
 def _add_title(writer: gguf.GGUFWriter, directory: Path, model: GgufModel, package: Any) -> Any:

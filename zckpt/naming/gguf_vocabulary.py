@@ -51,7 +51,11 @@ def add_vocabulary(
         _add(writer, directory, config, pre_tokenizer, home)
     except ZckptError:
         raise
-    except Exception as error:  # tokenizers and sentencepiece raise whatever they like
+    except BaseException as error:  # tokenizers and sentencepiece raise whatever they like
+        if (
+            not isinstance(error, Exception) and type(error).__name__ != "PanicException"
+        ):  # Rust's, which is no Exception
+            raise
         raise CorruptError(
             "the tokenizer cannot be read", file=home, found=f"{type(error).__name__}: {' '.join(str(error).split())[:200]}",
             remedy="Copy the model's tokenizer files here again, or name their directory with --tokenizer.",
