@@ -17,10 +17,6 @@ from torch import nn
 from zckpt import _core, runtime
 from zckpt.base.errors import InconsistentError, OutputError
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
-
-import gloo
-
 IS_WHOLE = bool(os.environ.get("ZCKPT_PROOFS"))
 """Whether every kind of run is tried, or those that have little in common."""
 
@@ -189,7 +185,8 @@ def main() -> None:
     out = {work.__name__: work(path) for work in (parity, resumes, changed, faults)}
     out["left"] = sorted(one.name for one in path.glob("zckpt-swap-*"))
     (path / f"{dist.get_rank()}.json").write_text(json.dumps(out))
-    gloo.end()
+    dist.barrier()
+    dist.destroy_process_group()
 
 
 if __name__ == "__main__":

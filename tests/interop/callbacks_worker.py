@@ -105,6 +105,11 @@ def main() -> None:
         AcceleratorState._reset_state(reset_partial_state=False)
     rank = os.environ.get("RANK", "0")
     (HOME / f"rank_{rank}.json").write_text(json.dumps(results))
+    if dist.is_initialized():
+        sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+        import gloo
+
+        gloo.end()
 
 
 if __name__ == "__main__":

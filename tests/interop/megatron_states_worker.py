@@ -18,10 +18,8 @@ import torch
 import torch.distributed as dist
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "fixtures"))
-sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import generate_mcore
-import gloo
 from gloo_ranks import tell
 
 generate_mcore.on_cpu()
@@ -98,4 +96,5 @@ if __name__ == "__main__":
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     tell(run)
-    gloo.end()
+    dist.barrier()
+    dist.destroy_process_group()

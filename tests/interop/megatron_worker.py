@@ -10,7 +10,6 @@ Each job has `config` (a directory with a config.json of transformers), `checkpo
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,10 +20,6 @@ from gloo_ranks import tell
 from megatron.core import dist_checkpointing, parallel_state
 from megatron_on_cpu import built, logits
 from safetensors.torch import load_file
-
-sys.path.insert(0, str(Path(__file__).parents[1]))
-
-import gloo
 
 
 def run(job: dict[str, Any]) -> dict[str, Any]:
@@ -62,4 +57,5 @@ if __name__ == "__main__":
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     tell(run)
-    gloo.end()
+    dist.barrier()
+    dist.destroy_process_group()

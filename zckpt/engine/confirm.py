@@ -15,7 +15,7 @@ from zckpt.base.errors import read_error
 from zckpt.base.pace import engine_error
 from zckpt.core.catalog import Replica, TensorEntry
 from zckpt.core.dtypes import CAST_TARGETS, DType
-from zckpt.core.fragments import Block, ComputedStore, FileStore, Fragment, MemoryStore, Store
+from zckpt.core.fragments import ComputedStore, FileStore, Fragment, MemoryStore, Store
 from zckpt.engine.batches import progress_after
 from zckpt.engine.checksums import Partial
 from zckpt.engine.scan_requests import CrcRange
@@ -81,7 +81,7 @@ def can_confirm(source: TensorEntry, output: TensorEntry) -> bool:
     return (
         native_confirm is not None
         and known
-        and all(isinstance(f.store, FileStore) and _is_dense(f.block()) for f in output.fragments if f.numel)
+        and all(_is_dense_file(f) for f in output.fragments if f.numel)
         and _order(output) == 0
         and _order(source) is not None
         and all(_can_be_read(f) for f in source.fragments if f.numel)
@@ -96,7 +96,10 @@ def can_be_copy(source: TensorEntry, copy: Replica) -> bool:
     return known and source.dtype.kind != "complex" and runs and _swap(copy.fragments, copy.dtype) is not None
 
 
-def _is_dense(block: Block) -> bool:
+def _is_dense_file(fragment: Fragment) -> bool:
+    store, block = fragment.store, fragment.block()
+    if not isinstance(store, FileStore) or store.is_remote:
+        return False
     return block.step == 1 and (block.rows == 1 or block.store_pitch == block.count)
 
 
