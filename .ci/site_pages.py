@@ -30,6 +30,7 @@ PAGES = {
     "benchmarks/results_trainer.md": "project/results_trainer.md",
     "benchmarks/results_checkpoints.md": "project/results_checkpoints.md",
     "benchmarks/results_giants.md": "project/results_giants.md",
+    "benchmarks/results_exchange.md": "project/results_exchange.md",
 }
 """File of the repository -> page of the site."""
 UNLISTED = {"project/code-of-conduct.md", "project/readme.md", *(page for page in PAGES.values() if "results" in page)}
