@@ -21,10 +21,12 @@ test: .make/zckpt .make/test interop
 # What `make test` does a systematic part of: every request of every kind of run at an S3 server fails, in every way; models are
 # loaded by four ranks; every kind of run with device nvme.
 proofs: .make/zckpt .make/test .make/verl .make/megatron-core
-	ZCKPT_PROOFS=1 $(BIN)/python -m pytest -n 2 -q tests/remote/test_commit_at_s3.py tests/distributed/test_pretrained.py tests/distributed/test_swap.py tests/interop/test_callbacks.py \
-	  tests/layouts/test_ranks.py tests/interop/test_to_mcore.py tests/interop/test_merge_lora.py tests/test_examples.py tests/interop/test_trainer.py \
-	  tests/output/test_commit.py tests/output/test_resume.py tests/remote/test_deltas.py tests/remote/test_computed.py tests/jobs/test_to_gguf.py \
-	  tests/team/test_together.py tests/interop/test_fp8.py tests/distributed/test_checkpoints.py::test_sixteen_ranks_save_and_load
+	ZCKPT_PROOFS=1 $(BIN)/python -m pytest -n 2 -q \
+	  tests/test_examples.py tests/distributed/test_checkpoints.py::test_sixteen_ranks_save_and_load \
+	  tests/distributed/test_pretrained.py tests/distributed/test_swap.py tests/interop/test_callbacks.py \
+	  tests/interop/test_fp8.py tests/interop/test_merge_lora.py tests/interop/test_to_mcore.py tests/interop/test_trainer.py \
+	  tests/jobs/test_to_gguf.py tests/layouts/test_ranks.py tests/output/test_commit.py tests/output/test_resume.py \
+	  tests/remote/test_commit_at_s3.py tests/remote/test_computed.py tests/remote/test_deltas.py tests/team/test_together.py
 
 check: .make/zckpt .make/test .make/strict/built
 	$(BIN)/ruff format --check .
