@@ -76,7 +76,7 @@ def reading_and_writing(files: list[str], out: Path, copy: Path, dest: Path) -> 
     """All of `files` (in `dest`) are read while what stands in `out` then is written past the page cache: nothing is computed."""
     write = f"dd if={out}/model.safetensors of={copy} bs=4M oflag=direct conv=fsync status=none"
     script = f"{write} & cat {' '.join(files)} > /dev/null; wait"
-    return Job(["sh", "-c", script], clears=(copy,), drops=(copy,), warms=out, cools=dest)
+    return Job(["sh", "-c", script], clears=(copy,), drops=(copy,), warms=(out,), cools=dest)
 
 
 def measure(work: Path, layers: int, rounds: int) -> list[Row]:
