@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import random
 import signal
 import subprocess
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -211,3 +213,22 @@ def test_a_token_of_ones_own_is_not_kept(checkpoint: Path, server: HubServer, pu
     with pytest.raises(zckpt.ZckptError):
         push(checkpoint)
     assert all(TOKEN.encode() not in file.read_bytes() for file in (tmp_path / "scratch").glob("*/*"))
+
+
+def test_a_shard_that_is_through_while_all_are_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with scratch.opened(str(tmp_path), "x") as room:
+        shard = Path(room.path) / "a"
+        shard.write_text("a")
+        sender, listed = threading.Thread(target=room.put_away, args=(str(shard),)), os.listdir
+
+        def meanwhile(path: str) -> list[str]:
+            names = listed(path)
+            sender.start()
+            sender.join(0.2)
+            return names
+
+        with monkeypatch.context() as patched:
+            patched.setattr(os, "listdir", meanwhile)
+            room.clear()
+        sender.join()
+        assert {file.name for file in shard.parent.iterdir()} <= {"journal.jsonl", "lock"}

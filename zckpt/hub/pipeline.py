@@ -6,7 +6,6 @@ the scratch directory has room for it, and removed as soon as it is sent.
 
 from __future__ import annotations
 
-import contextlib
 import queue
 import threading
 from collections.abc import Mapping, Sequence
@@ -158,8 +157,7 @@ class Pipeline:
             self._target.repo_id, self._target.revision, sent, file, watch, create_pr=self._target.create_pr
         )
         if shard.scratch_bytes:
-            with contextlib.suppress(FileNotFoundError):
-                self._scratch.put_away(file)
+            self._scratch.put_away(file)
         with self._changed:
             self._used -= shard.scratch_bytes
             self._on_the_way[shard.name] = shard.nbytes

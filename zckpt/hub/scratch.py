@@ -11,8 +11,9 @@ import contextlib
 import hashlib
 import json
 import os
+import threading
 from collections.abc import Collection, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from zckpt.base.errors import OutputError, UsageError
 from zckpt.output import locks
@@ -33,6 +34,7 @@ class Scratch:
 
     path: str
     known: dict[str, str]
+    _lock: threading.Lock = field(default_factory=threading.Lock, repr=False, compare=False)
 
     def lay_out(self, name: str) -> None:
         """Reuses the file of a shard that was sent for the next one: writing over cached pages takes half as long as new ones."""
@@ -40,10 +42,12 @@ class Scratch:
             os.rename(os.path.join(self.path, _SPARE), os.path.join(self.path, name))
 
     def put_away(self, path: str) -> None:
-        """Removes the file of a shard that was sent; one such file is kept for `lay_out`."""
-        with contextlib.suppress(OSError):  # a rename onto a file would make ext4 write it out first
-            os.link(path, os.path.join(self.path, _SPARE))
-        os.unlink(path)
+        """Removes the file of a shard that was sent, if it is there; one such file is kept for `lay_out`."""
+        with self._lock:  # a file that is linked while `clear` lists the directory would stay
+            with contextlib.suppress(OSError):  # a rename onto a file would make ext4 write it out first
+                os.link(path, os.path.join(self.path, _SPARE))
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(path)
 
     def remember(self, identity: str, name: str, sha256: str) -> None:
         """Records a shard's hash, durably."""
@@ -55,9 +59,9 @@ class Scratch:
 
     def clear(self) -> None:
         """Removes all shards, complete or not."""
-        for name in os.listdir(self.path):
-            if name not in (_JOURNAL, _LOCK):
-                with contextlib.suppress(FileNotFoundError):
+        with self._lock:
+            for name in os.listdir(self.path):
+                if name not in (_JOURNAL, _LOCK):
                     os.unlink(os.path.join(self.path, name))
 
     def finish(self, identities: Collection[str]) -> None:
