@@ -73,7 +73,7 @@ class Batch:
         """The structs of `csrc/mover.h`: stores, moves, literals, ranges, the literals' bytes, terms and pieces."""
         folds = _Folds(self.numbers)
         stores = b"".join(
-            folds.pack(store) if isinstance(store, DerivedStore) else _pack_store(store, fds)
+            folds.pack(store) if isinstance(store, DerivedStore) else packed_store(store, fds)
             for store, fds in zip(self.stores, descriptors, strict=True)
         )
         moves = b"".join(_pack_move(*move) for move in self.moves)
@@ -84,8 +84,7 @@ class Batch:
         for number, offset, data in self.literals:
             packed.append(_LITERAL.pack(number, 0, offset, len(data), at))
             at += len(data)
-        ranges = b"".join(_RANGE.pack(*numbers) for numbers in sorted(self.ranges, key=lambda r: (r[0], r[2])))
-        return b"".join(packed), ranges, b"".join(data for _, _, data in self.literals)
+        return b"".join(packed), packed_ranges(self.ranges), b"".join(data for _, _, data in self.literals)
 
 
 class _Folds:
@@ -131,8 +130,14 @@ def stores_of(move: Move) -> int:
     return min(own, MOST_STORES)
 
 
-def _pack_store(store: Store, fds: tuple[int, int]) -> bytes:
+def packed_store(store: Store, fds: tuple[int, int]) -> bytes:
+    """A store, whose file is open, as `Store` of `csrc/mover.h`."""
     return _STORE.pack(*fds, store.address if isinstance(store, MemoryStore | ComputedStore) else 0, store.size)
+
+
+def packed_ranges(ranges: Sequence[tuple[int, int, int, int]]) -> bytes:
+    """Ranges of stores whose CRCs are wanted, in order: (number of the store, of the range, start, bytes)."""
+    return b"".join(_RANGE.pack(*numbers) for numbers in sorted(ranges, key=lambda r: (r[0], r[2])))
 
 
 def _pack_move(src: int, dst: int, m: Move) -> bytes:

@@ -15,8 +15,8 @@ from zckpt.base.errors import read_error
 from zckpt.base.pace import engine_error
 from zckpt.core.catalog import Replica, TensorEntry
 from zckpt.core.dtypes import CAST_TARGETS, DType
-from zckpt.core.fragments import ComputedStore, FileStore, Fragment, MemoryStore, Store
-from zckpt.engine.batches import progress_after
+from zckpt.core.fragments import FileStore, Fragment, Store
+from zckpt.engine.batches import packed_ranges, packed_store, progress_after
 from zckpt.engine.checksums import Partial
 from zckpt.engine.scan_requests import CrcRange
 from zckpt.storage.descriptors import OpenFiles
@@ -29,8 +29,6 @@ except ImportError:  # pragma: no cover - depends on the build
 Pair = tuple[TensorEntry, TensorEntry]
 """A tensor of the source, and the same of the output."""
 
-_STORE = struct.Struct("=qqQQ")
-_RANGE = struct.Struct("=IIQQ")
 _PIECE = struct.Struct("=IIQQQQQQQ")
 _SIDE = struct.Struct("=IIBB2x")
 _GROUP = struct.Struct("=IIB3x")
@@ -227,8 +225,8 @@ def confirm(
                     zones.append(_ZONE.pack(number, 0, begin, end))
                     whole[str(store)] = end
             failure, crcs, unequal, nbytes = native_confirm(
-                b"".join(_store(store, fds) for store, fds in zip(batch.stores, descriptors, strict=True)),
-                b"".join(_RANGE.pack(*numbers) for numbers in sorted(ranges, key=lambda r: (r[0], r[2]))),
+                b"".join(packed_store(store, fds) for store, fds in zip(batch.stores, descriptors, strict=True)),
+                packed_ranges(ranges),
                 b"".join(batch.pieces),
                 b"".join(batch.sides),
                 b"".join(batch.groups),
@@ -309,7 +307,3 @@ def _few(fragments: Sequence[Fragment], most: int) -> Iterator[list[Fragment]]:
 
 def _key(store: Store) -> object:
     return store.path if isinstance(store, FileStore) else store
-
-
-def _store(store: Store, fds: tuple[int, int]) -> bytes:
-    return _STORE.pack(*fds, store.address if isinstance(store, MemoryStore | ComputedStore) else 0, store.size)
