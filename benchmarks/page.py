@@ -21,6 +21,11 @@ TITLES = {
         "A smaller GPT-2 shape (layers of 1,600), source and output in a memory file system, free memory touched before each "
         "command: what is left where no disk counts.",
     ),
+    "cold": (
+        "Cold sources, and shared blocks",
+        "The page cache is emptied of the checkpoint before each command. On XFS (in a file that is mounted) whole blocks that "
+        "are the same in source and output are cloned: they are read, for the checksums, and not written.",
+    ),
     "checking": (
         "Verify and diff",
         "Beside `cat` and `cmp`, which read the same bytes and look at none, or at nothing but equality.",

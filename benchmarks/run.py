@@ -19,6 +19,7 @@ from pathlib import Path
 
 import averaging
 import checking
+import cold
 import consolidation
 import dcp
 import deltas
@@ -40,6 +41,7 @@ SECTIONS = {
     "loading": loading.measure,
     "reshaping": reshaping.measure,
     "reshaping in memory": reshaping.in_memory,
+    "cold": cold.measure,
     "checking": checking.measure,
     "push": hub.measure,
     "dcp": dcp.measure,

@@ -17,7 +17,7 @@ def run(
     bytes_per_s: int,
     progress: Callable[[int], None] | None,
     consumers: list[Callable[[memoryview, int], object] | None],
-) -> tuple[tuple[str, int, int, int, str], list[tuple[int, int, int, int]], list[tuple[int, int, float]]]: ...
+) -> tuple[tuple[str, int, int, int, str], list[tuple[int, int, int, int]], list[tuple[int, int, float]], int]: ...
 def scan(
     stores: bytes,
     moves: bytes,

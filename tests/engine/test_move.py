@@ -165,7 +165,12 @@ def test_transposed_matrices_by_tiles(
         ((file, to),),
         [(TensorEntry("t", (columns, rows), F32, "parameter", turned), whole("t", (columns, rows), target, to, 10))],
     )
-    report = run(plan, str(root), threads=threads, window=4096, engine="native")
+    use_vector_paths(data.draw(st.booleans()))
+    window = data.draw(st.sampled_from([4096, 4096, 65536]))
+    try:
+        report = run(plan, str(root), threads=threads, window=window, engine="native")
+    finally:
+        use_vector_paths(True)
     wanted, lost, _ = reference_cast(np.ascontiguousarray(numbers.T).tobytes(), F32, target, "little", False)
     assert (root / file.path).read_bytes()[10:] == wanted
     assert (report.overflows[0].count if report.overflows else 0) == lost

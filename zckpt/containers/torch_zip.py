@@ -8,6 +8,8 @@ checksum slot in each place of a tensor's CRC.
 [Note: padding] torch begins each storage at a multiple of 64 bytes, so that it can be mapped into memory, by an extra
 field "FB" in the record's local header. Example: header at 100, name of 12 bytes, no zip64 field. The bytes could begin
 at 100 + 30 + 12 + 4 = 146; the next multiple is 192, so the field has 46 bytes of padding.
+Long records begin at a given place in a page instead, by default at a multiple of `PAGE`, so that a file system that lets files
+share blocks can share theirs.
 Source: torch/serialization.py `_save`, `_load`; caffe2/serialize/inline_container.cc `getPadding` (2.13).
 """
 
@@ -34,6 +36,9 @@ from zckpt.core.fragments import FileStore
 from zckpt.core.plan import Checksum
 
 ALIGNMENT = 64
+PAGE = 4096
+LONG = 64 << 10
+"""Bytes of a record from which on a page of padding does not matter."""
 PREFIX = "archive"
 """torch's own prefix for a file whose name it does not know."""
 
@@ -204,19 +209,26 @@ def skeleton(specs: Sequence[TensorSpec], *, aliases: Mapping[str, str] | None =
     return skeleton_of(by_name | {name: by_name[kept] for name, kept in aliases.items()}, specs, zip64=zip64)
 
 
-def skeleton_of(root: object, specs: Sequence[TensorSpec], *, zip64: bool = False) -> Skeleton:
+def skeleton_of(
+    root: object, specs: Sequence[TensorSpec], *, zip64: bool = False, phases: Mapping[str, int] | None = None
+) -> Skeleton:
     """A torch zip file of any inert object, without the elements of its tensors.
 
     Args:
         root: what `emit` writes; its tensors are `specs`, each in one or more places.
         specs: the tensors, in the order of their records.
         zip64: write 64-bit figures even where 32 bits would do.
+        phases: tensor name -> bytes from the last multiple of `PAGE` to its record, a multiple of `ALIGNMENT`; 0 for others. Of
+            records of `LONG` bytes and more; shorter ones begin as soon as they can.
     """
+    phases = phases or {}
     keys = {spec.name: str(number) for number, spec in enumerate(specs)}
     writer = _Writer(zip64)
     writer.add("data.pkl", emit(root, keys))
     writer.add("byteorder", b"little")
-    offsets = {spec.name: writer.reserve(f"data/{keys[spec.name]}", spec.nbytes) for spec in specs}
+    offsets = {
+        spec.name: writer.reserve(f"data/{keys[spec.name]}", spec.nbytes, phases.get(spec.name, 0)) for spec in specs
+    }
     writer.add("version", b"3\n")
     return writer.finish(offsets)
 
@@ -238,16 +250,16 @@ class _Writer:
         self.literals.append((start, data))
         self.size = start + len(data)
 
-    def reserve(self, name: str, nbytes: int) -> int:
+    def reserve(self, name: str, nbytes: int, phase: int) -> int:
         """Adds a record without its contents; returns where they begin."""
         header, entry = self.size, len(self.entries)
-        start = self._header(name, nbytes, 0)
+        start = self._header(name, nbytes, 0, phase if nbytes >= LONG else None)
         self.size = start + nbytes
         if nbytes:  # the CRC of nothing is 0
             self.pending.append((start, nbytes, header + 14, entry + 16))
         return start
 
-    def _header(self, name: str, nbytes: int, crc: int) -> int:
+    def _header(self, name: str, nbytes: int, crc: int, phase: int | None = None) -> int:
         offset = self.size
         encoded = f"{PREFIX}/{name}".encode()
         wide = self.zip64 or nbytes >= MAX32
@@ -256,7 +268,7 @@ class _Writer:
         common = (version, 0x0800, 0, 0, 0x21, crc, shown, shown, len(encoded))  # UTF-8 names, stored, 1980-01-01
         extra = struct.pack("<2H2Q", 1, 16, nbytes, nbytes) if wide else b""
         unpadded = offset + LOCAL_HEADER.size + len(encoded) + len(extra) + 4
-        padding = -unpadded % ALIGNMENT
+        padding = -unpadded % ALIGNMENT if phase is None else (phase - unpadded) % PAGE
         extra += struct.pack("<2s H", b"FB", padding) + b"Z" * padding
         self.literals.append((offset, LOCAL_HEADER.pack(b"PK\x03\x04", *common, len(extra)) + encoded + extra))
         figures = ([nbytes, nbytes] if wide else []) + ([offset] if far else [])

@@ -133,7 +133,7 @@ nb::tuple run(nb::bytes stores, nb::bytes moves, nb::bytes literals, nb::bytes r
   if (refused) throw std::move(*refused);
   nb::list overflows;
   for (const auto& [tensor, o] : result.overflows) overflows.append(nb::make_tuple(tensor, o.count, o.largest));
-  return nb::make_tuple(as_tuple(result.failure), as_list(result.crcs), overflows);
+  return nb::make_tuple(as_tuple(result.failure), as_list(result.crcs), overflows, result.cloned);
 }
 
 nb::tuple scan(nb::bytes stores, nb::bytes moves, nb::bytes requests, nb::bytes ranges, bool rounded, double atol, double rtol,

@@ -13,6 +13,7 @@
 #include "crc32.h"
 #include "floats.h"
 #include "io.h"
+#include "simd.h"
 
 namespace zckpt {
 namespace {
@@ -30,11 +31,53 @@ void pack(const char* from, int64_t step, uint64_t count, char* out) {
 
 using Element = std::array<uint64_t, 2>;  // of 16 bytes
 
-// Column after column of a tile whose rows are `pitch` apart.
+#if defined(ZCKPT_X86)
+constexpr uint64_t kSide = 8;  // of squares that are turned in registers
+
+// A square of elements of 2 bytes whose rows are `pitch` apart, to columns that are `step` apart.
+void turn_square(const char* from, uint64_t pitch, char* out, int64_t step, uint16_t) {
+  __m128i a[8], b[8];
+  for (uint64_t i = 0; i < 8; ++i) a[i] = _mm_loadu_si128(reinterpret_cast<const __m128i*>(from + i * pitch));
+  for (int i = 0; i < 4; ++i) b[2 * i] = _mm_unpacklo_epi16(a[i], a[i + 4]), b[2 * i + 1] = _mm_unpackhi_epi16(a[i], a[i + 4]);
+  for (int i = 0; i < 4; ++i) a[2 * i] = _mm_unpacklo_epi16(b[i], b[i + 4]), a[2 * i + 1] = _mm_unpackhi_epi16(b[i], b[i + 4]);
+  for (int i = 0; i < 4; ++i) b[2 * i] = _mm_unpacklo_epi16(a[i], a[i + 4]), b[2 * i + 1] = _mm_unpackhi_epi16(a[i], a[i + 4]);
+  for (int64_t i = 0; i < 8; ++i) _mm_storeu_si128(reinterpret_cast<__m128i*>(out + i * step), b[i]);
+}
+
+// The same of elements of 4 bytes, as four squares of half the side.
+void turn_square(const char* from, uint64_t pitch, char* out, int64_t step, uint32_t) {
+  for (uint64_t r = 0; r < 8; r += 4)
+    for (uint64_t c = 0; c < 8; c += 4) {
+      __m128 rows[4];
+      for (uint64_t i = 0; i < 4; ++i) rows[i] = _mm_castsi128_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from + (r + i) * pitch + c * 4)));
+      _MM_TRANSPOSE4_PS(rows[0], rows[1], rows[2], rows[3]);
+      for (uint64_t i = 0; i < 4; ++i)
+        _mm_storeu_si128(reinterpret_cast<__m128i*>(out + static_cast<int64_t>(c + i) * step + r * 4), _mm_castps_si128(rows[i]));
+    }
+}
+#endif
+
+// Column after column of a tile whose rows are `pitch` apart; of column c the rows from rows[c][0] on, those before rows[c][1].
 template <typename T>
 void turn(const char* tile, uint64_t pitch, uint64_t columns, const uint64_t (*rows)[2], char* out, int64_t step) {
-  for (uint64_t c = 0; c < columns; ++c, out += step)
-    for (uint64_t r = rows[c][0]; r < rows[c][1]; ++r) std::memcpy(out + r * sizeof(T), tile + r * pitch + c * sizeof(T), sizeof(T));
+  for (uint64_t c = 0; c < columns;) {
+    uint64_t first = rows[c][0];
+#if defined(ZCKPT_X86)
+    if constexpr (sizeof(T) == 2 || sizeof(T) == 4) {  // as many whole squares as all of these columns have
+      bool alike = vector_paths && c + kSide <= columns;
+      for (uint64_t i = 1; alike && i < kSide; ++i) alike = rows[c + i][0] == first && rows[c + i][1] == rows[c][1];
+      if (alike) {
+        for (; first + kSide <= rows[c][1]; first += kSide)
+          turn_square(tile + first * pitch + c * sizeof(T), pitch, out + first * sizeof(T), step, T{});
+        for (uint64_t i = 0; i < kSide; ++i, ++c, out += step)
+          for (uint64_t r = first; r < rows[c][1]; ++r) std::memcpy(out + r * sizeof(T), tile + r * pitch + c * sizeof(T), sizeof(T));
+        continue;
+      }
+    }
+#endif
+    for (uint64_t r = first; r < rows[c][1]; ++r) std::memcpy(out + r * sizeof(T), tile + r * pitch + c * sizeof(T), sizeof(T));
+    ++c, out += step;
+  }
 }
 
 constexpr size_t kMostKept = 16;
@@ -234,6 +277,8 @@ void Engine::gather_across(uint32_t number, const Across& part, const Target& ta
   const Move& m = batch_.moves[number];
   const uint64_t size = kItemSize[m.src_dtype], step = static_cast<uint64_t>(m.src_step), pitch = static_cast<uint64_t>(m.src_pitch);
   const bool single = part.first + 1 == part.last;
+  // Strips are not in the order in which a disk would be read ahead: all rows are asked for when the first columns are wanted.
+  if (!part.first && !in_memory(m.src)) will_need(static_cast<int>(batch_.stores[m.src].fd), m.src_offset, (m.rows - 1) * pitch + m.count * step);
   const uint64_t begin = single ? part.low : 0, end = single ? part.high : m.rows;
   const uint64_t most = kStaging / kTile / step;  // columns, so that a tile's rows are there at once
   for (uint64_t column = part.first; column < part.last; column += most) {
@@ -257,8 +302,9 @@ void Engine::gather_across(uint32_t number, const Across& part, const Target& ta
 
 void Engine::turn_tile(const Move& m, const Across& part, const Tile& from, const Target& target) {
   const uint64_t size = kItemSize[m.src_dtype], out_size = kItemSize[m.dst_dtype], width = from.columns, height = from.rows;
+  const bool is_copy = m.src_dtype == m.dst_dtype && !m.swap && static_cast<uint64_t>(m.src_step) == size;  // turned where it lies
   alignas(64) char tile[kTile * kTile * sizeof(Element)], packed[kTile * sizeof(Element)];
-  for (uint64_t i = 0; i < height; ++i) {  // each element once, though neighbours may be of another window
+  for (uint64_t i = 0; i < height && !is_copy; ++i) {  // each element once, though neighbours may be of another window
     const uint64_t at = from.row + i, low = from.column == part.first && at < part.low;
     const uint64_t high = width - (from.column + width == part.last && at >= part.high);
     if (low >= high) continue;
@@ -282,12 +328,14 @@ void Engine::turn_tile(const Move& m, const Across& part, const Tile& from, cons
     rows[i][1] = high > from.row ? std::min(high - from.row, height) : 0;
   }
   char* out = target.at(from.row, from.column);
+  const char* data = is_copy ? from.data : tile;
+  const uint64_t pitch = is_copy ? from.pitch : width * out_size;
   switch (out_size) {
-    case 1: turn<uint8_t>(tile, width, width, rows, out, target.step); break;
-    case 2: turn<uint16_t>(tile, width * 2, width, rows, out, target.step); break;
-    case 4: turn<uint32_t>(tile, width * 4, width, rows, out, target.step); break;
-    case 8: turn<uint64_t>(tile, width * 8, width, rows, out, target.step); break;
-    default: turn<Element>(tile, width * 16, width, rows, out, target.step);
+    case 1: turn<uint8_t>(data, pitch, width, rows, out, target.step); break;
+    case 2: turn<uint16_t>(data, pitch, width, rows, out, target.step); break;
+    case 4: turn<uint32_t>(data, pitch, width, rows, out, target.step); break;
+    case 8: turn<uint64_t>(data, pitch, width, rows, out, target.step); break;
+    default: turn<Element>(data, pitch, width, rows, out, target.step);
   }
 }
 

@@ -10,8 +10,7 @@
 namespace zckpt {
 namespace {
 
-constexpr uint64_t kPart = 1 << 16;           // elements: those of all buffers together fit a second-level cache
-constexpr uint64_t kAheadBytes = 512 << 10;   // Linux cuts a longer wish to the size of one request
+constexpr uint64_t kPart = 1 << 16;  // elements: those of all buffers together fit a second-level cache
 
 struct Scratch {  // of one thread
   float total[kPart], base[kPart], numbers[kPart];
@@ -91,8 +90,7 @@ void Engine::read_ahead(uint32_t src, uint64_t first, uint64_t count) {
       if (in_memory(piece->store)) continue;
       const uint64_t size = kItemSize[piece->dtype], low = std::max(first, piece->start) - piece->start;
       const uint64_t high = std::min(first + count - piece->start, piece->count), stop = piece->offset + high * size;
-      for (uint64_t at = piece->offset + low * size; at < stop; at += kAheadBytes)
-        will_need(static_cast<int>(batch_.stores[piece->store].fd), at, std::min(kAheadBytes, stop - at));
+      if (low < high) will_need(static_cast<int>(batch_.stores[piece->store].fd), piece->offset + low * size, stop - (piece->offset + low * size));
     }
   }
 }

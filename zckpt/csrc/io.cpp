@@ -4,6 +4,8 @@
 #include <unistd.h>
 
 #if defined(__linux__)
+#include <linux/fs.h>
+#include <sys/ioctl.h>
 #include <sys/syscall.h>
 #include <sys/uio.h>
 #include <sys/vfs.h>
@@ -89,9 +91,29 @@ void forget(int fd, uint64_t offset, uint64_t nbytes) {
 
 void will_need(int fd, uint64_t offset, uint64_t nbytes) {
 #if defined(POSIX_FADV_WILLNEED)
-  ::posix_fadvise(fd, static_cast<off_t>(offset), static_cast<off_t>(nbytes), POSIX_FADV_WILLNEED);
+  constexpr uint64_t kWish = 512 << 10;  // Linux cuts a longer one to the size of one request
+  for (const uint64_t end = offset + nbytes; offset < end; offset += kWish)
+    ::posix_fadvise(fd, static_cast<off_t>(offset), static_cast<off_t>(end - offset < kWish ? end - offset : kWish), POSIX_FADV_WILLNEED);
 #else
   (void)fd, (void)offset, (void)nbytes;
+#endif
+}
+
+bool is_at_hand(int fd, uint64_t offset) {
+  char byte;
+  return read_cached(fd, &byte, 1, offset) == 1;
+}
+
+int clone(int from, uint64_t at, int to, uint64_t offset, uint64_t nbytes) {
+#if defined(FICLONERANGE)
+  const int bad = faults[1].next();
+  if (bad == kKill) ::raise(SIGKILL);
+  if (bad > 0) return bad;
+  struct file_clone_range range = {from, at, nbytes, offset};
+  return ::ioctl(to, FICLONERANGE, &range) ? errno : 0;
+#else
+  (void)from, (void)at, (void)to, (void)offset, (void)nbytes;
+  return ENOTSUP;
 #endif
 }
 

@@ -17,8 +17,15 @@ int64_t read_cached(int fd, void* to, size_t nbytes, uint64_t offset);
 // Lets the page cache forget whole pages of these bytes; `nbytes` of 0 means to the end of the file.
 void forget(int fd, uint64_t offset, uint64_t nbytes);
 
-// Lets the disk begin to read these bytes into the page cache.
+// Lets the disk begin to read these bytes into the page cache, without a wait for them.
 void will_need(int fd, uint64_t offset, uint64_t nbytes);
+
+// Whether the page cache has the byte at `offset`, as far as the system says it without a wait.
+bool is_at_hand(int fd, uint64_t offset);
+
+// Lets two files share blocks: `nbytes` at `offset` of `to` become those at `at` of `from`, and are copied when either is written
+// to. All three are multiples of the file system's block. 0, or an errno (EOPNOTSUPP, EXDEV, EINVAL: not here).
+int clone(int from, uint64_t at, int to, uint64_t offset, uint64_t nbytes);
 
 // Two paths change names, at once and for all to see. 0, or an errno (ENOSYS, EINVAL: not here).
 int exchange(const char* a, const char* b);

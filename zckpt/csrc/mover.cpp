@@ -8,15 +8,19 @@
 //     small parameters cut over many ranks is one read per rank. The same dtype is read straight into place; a cast, or rows
 //     too short to be read one by one, go through a small staging buffer that stays in the processor's cache.
 //     A matrix that is transposed is turned in tiles that fit the cache: its rows are read in their order, in strips as wide as
-//     the window has columns.
-//     Sources may be folded from several others (fold.cpp); the disk then reads for a thread's next window while it is at this one.
+//     the window has columns; such a window may be a few times as long as others, so that strips are not too short.
+//     Sources may be folded from several others (fold.cpp). While a window is made, the page cache fetches what windows after it
+//     will read.
 //  3. CRCs of element ranges are taken while the buffer is warm; they are partial, and joined by the caller.
 //  4. One positional write: direct I/O where there is enough of the window and the file system allows it (no page cache to fill
 //     and flush later), otherwise plain. Parts of blocks at its ends always go the plain way, and so does the rest of a file
 //     once a direct write of it was refused as such (FUSE, disks of larger blocks).
+//     Where the file system lets files share blocks (XFS, Btrfs), whole blocks that are the same in a source, and lie there as
+//     they will lie here, are cloned instead of written. They were read all the same, for the CRCs.
 //  5. A file that a consumer wants (to hash it, or to send it elsewhere) is handed over window by window: the thread with window k
 //     waits for the thread with k - 1. Windows are taken in order, so the one whose turn it is never waits.
-// Memory: threads x (window + staging), whatever the size of the model. Results do not depend on the number of threads.
+// Memory: threads x (window + staging), with turned rows up to four times that, whatever the size of the model. Results do not depend
+// on the number of threads.
 #include "mover.h"
 
 #include <algorithm>
@@ -31,6 +35,11 @@ namespace {
 
 constexpr uint32_t kLiteral = 1u << 31;
 constexpr uint64_t kLeastDirect = 256 << 10;  // of a window that others fill too: less is cheaper by way of the page cache
+constexpr uint64_t kWide = 4;                 // windows that one with turned rows may be as long as
+constexpr size_t kAhead = 2;                  // windows of each thread whose sources are asked for early
+constexpr uint64_t kWish = 65536;             // bytes of a window that are asked for early at least
+constexpr uint64_t kClone = 65536;            // bytes that are cloned at least: fewer are written as soon
+constexpr uint64_t kStrip = 8192;             // bytes of a row that are read at once, of rows that are turned
 
 using Ranges = std::vector<std::pair<uint64_t, uint64_t>>;  // [begin, end) of bytes, as they come
 
@@ -39,30 +48,40 @@ struct Item {  // a move or literal, and the bytes of the output between its fir
   uint64_t begin, end;
 };
 
+struct Clone {  // bytes [begin, end) of an output, which are those of a source from `at` on
+  uint64_t begin, end, at;
+  uint32_t src;
+};
+
 struct Window {
   uint64_t start;      // of the window in its file; for memory, the first element of the move
   size_t first, last;  // of the items that may touch it; for memory, the number of the move and that of the elements
   bool memory;
-  size_t turn;  // among the windows of its file
+  size_t turn;      // among the windows of its file
+  uint64_t length;  // of a file's; one with turned rows may be longer than `Settings::window`
 };
 
 class Run : Engine {
  public:
   Run(const Batch& batch, const Settings& settings, const Consumer& consumer)
-      : Engine(batch, settings), consumer_(consumer), plain_(batch.stores.size()) {
+      : Engine(batch, settings), consumer_(consumer), plain_(batch.stores.size()), apart_(batch.stores.size()) {
     plan();
   }
 
   Result go(const std::function<bool(uint64_t)>& tick) {
     work_through(windows_.size(), tick);
+    result_.cloned = cloned_;
     return std::move(result_);
   }
 
  private:
   const Consumer& consumer_;
+  std::atomic<uint64_t> cloned_{0};
   std::vector<Item> items_;
   std::vector<Window> windows_;
+  uint64_t longest_ = settings_.window;  // of them
   std::vector<std::atomic<bool>> plain_;  // stores that refused a direct write
+  std::vector<std::atomic<bool>> apart_;  // sources that share no blocks with outputs
   bool folds_ = false;                    // a source is folded
   std::vector<size_t> turns_;             // store -> the turn of the window that is next to be handed to its consumer
 
@@ -76,7 +95,7 @@ class Run : Engine {
       const uint64_t size = kItemSize[m.dst_dtype];
       if (in_memory(m.dst)) {
         const uint64_t step = std::max<uint64_t>(settings_.window / size, 1), numel = m.count * m.rows;
-        for (uint64_t first = 0; first < numel; first += step) windows_.push_back({first, i, std::min(step, numel - first), true, 0});
+        for (uint64_t first = 0; first < numel; first += step) windows_.push_back({first, i, std::min(step, numel - first), true, 0, 0});
       } else {
         const uint64_t reach = (m.rows - 1) * static_cast<uint64_t>(m.dst_pitch) + (m.count - 1) * static_cast<uint64_t>(m.dst_step) + size;
         items_.push_back({m.dst, i, m.dst_offset, m.dst_offset + reach});
@@ -127,42 +146,71 @@ class Run : Engine {
   void cut(size_t first, size_t last) {
     uint64_t reach = 0;
     size_t from = first, to = first, turn = 0;
-    for (uint64_t start = items_[first].begin / settings_.window * settings_.window;; start += settings_.window) {
-      const uint64_t border = start + settings_.window;
+    for (uint64_t start = items_[first].begin / settings_.window * settings_.window, length;; start += length) {
+      length = settings_.window;
+      uint64_t border = start + length;
       for (; to < last && items_[to].begin < border; ++to) reach = std::max(reach, items_[to].end);
       while (from < to && items_[from].end <= start) ++from;
-      if (from < to) windows_.push_back({start, from, to, false, turn++});
+      for (size_t i = from; i < to; ++i) length = std::max(length, wide(items_[i], start));
+      for (border = start + length; to < last && items_[to].begin < border; ++to) reach = std::max(reach, items_[to].end);
+      longest_ = std::max(longest_, length);
+      if (from < to) windows_.push_back({start, from, to, false, turn++, length});
       if (to == last && reach <= border) return;
-      if (reach <= border) start = items_[to].begin / settings_.window * settings_.window - settings_.window;  // skips a hole
+      if (reach <= border) start = items_[to].begin / settings_.window * settings_.window - length;  // skips a hole
     }
+  }
+
+  // How long a window should be that begins at `start`: with rows that become columns, long enough for strips of some size, for
+  // each costs a read. As long as `kWide` others at most, and not much longer than the item.
+  uint64_t wide(const Item& item, uint64_t start) const {
+    if (item.source & kLiteral || item.end <= start) return 0;
+    const Move& m = batch_.moves[item.source];
+    if (!is_across(m)) return 0;
+    const uint64_t most = std::min(kWide, (item.end - start + settings_.window - 1) / settings_.window);
+    const uint64_t columns = kStrip / static_cast<uint64_t>(m.src_step) + 1, want = columns * static_cast<uint64_t>(m.dst_step);
+    return std::min(most, (want + settings_.window - 1) / settings_.window) * settings_.window;
+  }
+
+  // Whether a move's rows become columns, which lie together in the output.
+  static bool is_across(const Move& m) {
+    const uint64_t size = kItemSize[m.dst_dtype], step = static_cast<uint64_t>(m.dst_step);
+    return m.rows > 1 && step != size && static_cast<uint64_t>(m.dst_pitch) == size && step >= m.rows * size && can_turn(m);
   }
 
   // ---- working ------------------------------------------------------------------------------------------------------
 
   Buffers buffers() const override {
     const bool files = !windows_.empty() && !windows_.back().memory;  // those of memory come first
-    return {files ? taken(settings_.window + kBlock) : nullptr, taken(kStaging), nullptr};
+    return {files ? taken(longest_ + kBlock) : nullptr, taken(kStaging), nullptr};
   }
 
   void leave(Buffers& buffers) const override {
-    keep(buffers.window, settings_.window + kBlock);
+    if (longest_ == settings_.window) keep(buffers.window, longest_ + kBlock);
     keep(buffers.staging, kStaging);
   }
 
   void work(size_t job, Buffers& buffers) override {
     const Window& window = windows_[job];
-    if (folds_) {
-      if (job < settings_.threads) look_ahead(window);
-      if (job + settings_.threads < windows_.size()) look_ahead(windows_[job + settings_.threads]);
-    }
+    look_ahead(job);
     if (window.memory)
       into_memory(window, buffers);
     else
       into_file(window, buffers);
   }
 
-  // The disk reads what a window will want of folded sources while this thread is at another.
-  void look_ahead(const Window& window) {
+  // Lets the page cache fetch the sources of the windows that come after those that all threads work on: a disk has something
+  // to read while something is written, and answers several requests at once.
+  void look_ahead(size_t job) {
+    if (folds_) {  // of many sources each: nearer
+      if (job < settings_.threads) expect_folded(windows_[job]);
+      if (job + settings_.threads < windows_.size()) expect_folded(windows_[job + settings_.threads]);
+    }
+    const size_t ahead = kAhead * settings_.threads;  // the first thread asks for all that lies so far ahead of it
+    for (size_t i = job ? job + ahead : 1; i <= job + ahead && i < windows_.size(); ++i)
+      if (!windows_[i].memory) expect_sources(windows_[i]);
+  }
+
+  void expect_folded(const Window& window) {
     for (size_t i = window.first; i < (window.memory ? window.first + 1 : window.last); ++i) {
       const uint32_t number = window.memory ? static_cast<uint32_t>(window.first) : items_[i].source;
       if (number & kLiteral) continue;
@@ -171,9 +219,25 @@ class Run : Engine {
       if (window.memory) {
         read_ahead(m.src, base + window.start, window.last);
       } else if (m.rows == 1 && static_cast<uint64_t>(m.dst_step) == size) {
-        const uint64_t begin = std::max(items_[i].begin, window.start), end = std::min(items_[i].end, window.start + settings_.window);
+        const uint64_t begin = std::max(items_[i].begin, window.start), end = std::min(items_[i].end, window.start + window.length);
         if (begin < end) read_ahead(m.src, base + (begin - m.dst_offset) / size, (end - begin + size - 1) / size);
       }
+    }
+  }
+
+  void expect_sources(const Window& window) {
+    for (size_t i = window.first; i < window.last; ++i) {
+      const Item& item = items_[i];
+      const uint64_t begin = std::max(item.begin, window.start), end = std::min(item.end, window.start + window.length);
+      if (item.source & kLiteral || begin >= end || end - begin < kWish) continue;
+      const Move& m = batch_.moves[item.source];
+      const uint64_t size = kItemSize[m.dst_dtype], src_size = kItemSize[m.src_dtype];
+      const bool dense = m.dst_step == static_cast<int64_t>(size) && (m.rows == 1 || m.dst_pitch == static_cast<int64_t>(m.count * size));
+      if (!dense || in_memory(m.src)) continue;
+      const uint64_t first = place(m, (begin - m.dst_offset) / size), last = place(m, (end - m.dst_offset - 1) / size) + src_size;
+      if (last <= first || last - first > 4 * (end - begin) / size * src_size) continue;  // mostly what is not wanted
+      const auto fd = static_cast<int>(batch_.stores[m.src].fd);
+      if (!is_at_hand(fd, last - 1) || !is_at_hand(fd, first)) will_need(fd, first, last - first);
     }
   }
 
@@ -186,14 +250,15 @@ class Run : Engine {
       const Item& item = items_[i];
       if (item.source & kLiteral) {
         const Literal& literal = batch_.literals[item.source & ~kLiteral];
-        const uint64_t begin = std::max(item.begin, window.start), end = std::min(item.end, window.start + settings_.window);
+        const uint64_t begin = std::max(item.begin, window.start), end = std::min(item.end, window.start + window.length);
         if (begin >= end) continue;
         std::memcpy(buffer + (begin - window.start), batch_.blob + literal.at + (begin - literal.offset), end - begin);
         fill(filled, begin, end);
       } else {
-        fill_from(item.source, window.start, buffer, buffers.staging.get(), segments, filled);
+        fill_from(item.source, window, buffer, buffers.staging.get(), segments, filled);
       }
     }
+    const std::vector<Clone> clones = cloneable(segments, window, buffer);
     read_segments(segments, buffers.staging.get());
     // Rows of several moves may interleave; together they are usually one range.
     if (!std::is_sorted(filled.begin(), filled.end())) std::sort(filled.begin(), filled.end());
@@ -202,7 +267,7 @@ class Run : Engine {
       const uint64_t begin = filled[i].first;
       uint64_t end = filled[i].second;
       for (++i; i < filled.size() && filled[i].first == end; ++i) end = filled[i].second;
-      flush(dst, window.start, begin, end, buffer);
+      flush(dst, window.start, begin, end, buffer, clones);
       filled[ranges] = {begin, end};
     }
     filled.resize(ranges);
@@ -231,15 +296,14 @@ class Run : Engine {
       filled.emplace_back(begin, end);
   }
 
-  // What a move puts into the window that starts at `start`. An element that straddles a border belongs to the window it
+  // What a move puts into a window. An element that straddles a border belongs to the window it
   // starts in: the buffer has room for it.
-  void fill_from(uint32_t number, uint64_t start, char* buffer, char* staging, std::vector<Segment>& segments, Ranges& filled) {
+  void fill_from(uint32_t number, const Window& window, char* buffer, char* staging, std::vector<Segment>& segments, Ranges& filled) {
     const Move& m = batch_.moves[number];
-    const uint64_t size = kItemSize[m.dst_dtype], border = start + settings_.window;
+    const uint64_t size = kItemSize[m.dst_dtype], start = window.start, border = start + window.length;
     const auto step = static_cast<uint64_t>(m.dst_step);
     uint64_t rows = m.rows, count = m.count, pitch = static_cast<uint64_t>(m.dst_pitch);
-    if (rows > 1 && step != size && pitch == size && step >= rows * size && can_turn(m))
-      return fill_across(number, start, buffer, staging, filled);
+    if (is_across(m)) return fill_across(number, window, buffer, staging, filled);
     const bool dense = step == size && (rows == 1 || pitch == count * size);
     if (dense) {  // one long row
       count *= rows;
@@ -272,9 +336,9 @@ class Run : Engine {
   }
 
   // The same of a move whose rows become columns: what was a column lies together here.
-  void fill_across(uint32_t number, uint64_t start, char* buffer, char* staging, Ranges& filled) {
+  void fill_across(uint32_t number, const Window& window, char* buffer, char* staging, Ranges& filled) {
     const Move& m = batch_.moves[number];
-    const uint64_t size = kItemSize[m.dst_dtype], border = start + settings_.window, step = static_cast<uint64_t>(m.dst_step);
+    const uint64_t size = kItemSize[m.dst_dtype], start = window.start, border = start + window.length, step = static_cast<uint64_t>(m.dst_step);
     const auto before = [](uint64_t from, uint64_t to, uint64_t by) { return to <= from ? 0 : (to - from + by - 1) / by; };
     const uint64_t tail = (m.rows - 1) * size;  // from the first to the last element of a column
     Across part{start > m.dst_offset + tail ? before(m.dst_offset + tail, start, step) : 0, std::min(m.count, before(m.dst_offset, border, step)), 0, 0};
@@ -290,10 +354,41 @@ class Run : Engine {
     gather_across(number, part, target, staging);
   }
 
-  void flush(uint32_t dst, uint64_t start, uint64_t begin, uint64_t end, const char* buffer) {
+  // Whole blocks of what is read unchanged, in their order, that lie in their blocks as they do in the source.
+  std::vector<Clone> cloneable(const std::vector<Segment>& segments, const Window& window, const char* buffer) {
+    std::vector<Clone> found;
+    for (const Segment& s : segments) {
+      const Move& m = batch_.moves[s.move];
+      if (m.src_dtype != m.dst_dtype || m.swap || in_memory(m.src) || apart_[m.src]) continue;
+      const uint64_t at = window.start + static_cast<uint64_t>(s.out - buffer), end = at + s.count * kItemSize[m.dst_dtype];
+      const uint64_t first = (at + kBlock - 1) / kBlock * kBlock, last = end / kBlock * kBlock;
+      if (at % kBlock == s.offset % kBlock && first + kClone <= last) found.push_back({first, last, s.offset + (first - at), m.src});
+    }
+    std::sort(found.begin(), found.end(), [](const Clone& a, const Clone& b) { return a.begin < b.begin; });
+    return found;
+  }
+
+  void flush(uint32_t dst, uint64_t start, uint64_t begin, uint64_t end, const char* buffer, const std::vector<Clone>& clones) {
+    if (begin == end) return;
+    take_crcs(dst, begin, end, buffer + (begin - start));
+    uint64_t done = begin;
+    for (const Clone& c : clones) {
+      if (c.begin < done || c.end > end || apart_[c.src]) continue;
+      if (clone(static_cast<int>(batch_.stores[c.src].fd), c.at, static_cast<int>(batch_.stores[dst].fd), c.begin, c.end - c.begin)) {
+        apart_[c.src] = true;
+        continue;
+      }
+      write(dst, start, done, c.begin, buffer);
+      cloned_ += c.end - c.begin;
+      done_bytes_ += c.end - c.begin;
+      done = c.end;
+    }
+    write(dst, start, done, end, buffer);
+  }
+
+  void write(uint32_t dst, uint64_t start, uint64_t begin, uint64_t end, const char* buffer) {
     if (begin == end) return;
     const Store& store = batch_.stores[dst];
-    take_crcs(dst, begin, end, buffer + (begin - start));
     const auto plainly = [&](uint64_t from, uint64_t to) {
       if (from == to) return;
       if (const int error = write_all(static_cast<int>(store.fd), buffer + (from - start), to - from, from)) fail("write", error, dst, from);

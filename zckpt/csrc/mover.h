@@ -110,6 +110,7 @@ struct Result {
   Failure failure;
   std::vector<PartialCrc> crcs;
   std::map<uint32_t, Overflow> overflows;
+  uint64_t cloned = 0;  // bytes of outputs that share their sources' blocks
 };
 
 // Runs on its own threads; `tick` is called on the caller's thread every 50 ms with the bytes written so far, and

@@ -185,7 +185,7 @@ class _Worker:
             lost = reference_batch(batch.stores, descriptors, batch.moves, (), False, self._spend, self._follow)
         else:
             self._spend(batch.nbytes)
-            (kind, error, store, offset, text), _, lost = native_run(
+            (kind, error, store, offset, text), _, lost, _ = native_run(
                 *batch.packed(descriptors), 1, _WINDOW, False, self._give_back, 0, None, []
             )
             if kind == "read":

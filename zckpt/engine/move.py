@@ -75,6 +75,7 @@ class MoveReport:
         overflows: number of the pair in the plan -> what its cast lost.
         engine: "native" or "reference".
         files: what was written, in the order in which it was complete.
+        bytes_cloned: of the bytes written, those that take no room: the file system lets output and source share them.
     """
 
     bytes_read: int
@@ -82,6 +83,7 @@ class MoveReport:
     overflows: dict[int, CastLoss]
     engine: str
     files: tuple[Written, ...] = ()
+    bytes_cloned: int = 0
 
 
 class MoveOptions(Pace):
@@ -187,7 +189,7 @@ def run(
             durable=mode is Mode.DURABLE, progress=progress,
             before=sum(output.size for output, _ in plan.files if output.path in done),
         )  # fmt: skip
-    return MoveReport(plan.bytes_read, written, mover.overflows, mover.engine, tuple(reported))
+    return MoveReport(plan.bytes_read, written, mover.overflows, mover.engine, tuple(reported), mover.cloned)
 
 
 def refuse(plan: Plan, consumers: Collection[str] = (), mode: Mode = Mode.DURABLE) -> None:
@@ -240,6 +242,7 @@ class Mover:
         engine: "native" or "reference".
         give_back: whether the page cache forgets what is read and written.
         overflows: number of the pair in the plan -> what its cast has lost so far.
+        cloned: bytes of outputs so far that share their sources' blocks.
         ordered: id of an output's store -> what gets its bytes in order.
     """
 
@@ -257,6 +260,7 @@ class Mover:
         self.engine = choose(engine, built=native_run is not None)
         self.give_back = gives_back(keep_cache, plan.bytes_read + plan.bytes_written)
         self.overflows: dict[int, CastLoss] = {}
+        self.cloned = 0
         self.ordered: dict[int, OrderedOutput] = {}
         self._clamp = overflow == "clamp"
         self._threads = thread_count(threads)
@@ -336,7 +340,7 @@ class Mover:
     def _do_native(
         self, batch: Batch, descriptors: Sequence[tuple[int, int]], progress: Callable[[int], None]
     ) -> list[tuple[int, int, float]]:
-        (kind, number, store, offset, text), crcs, overflows = native_run(
+        (kind, number, store, offset, text), crcs, overflows, cloned = native_run(
             *batch.packed(descriptors),
             self._threads,
             self._window,
@@ -353,6 +357,7 @@ class Mover:
             if kind == "kept":
                 raise keeps_bytes(where)
             raise read_error(where, number, offset) if kind == "read" else engine_error(kind, text)
+        self.cloned += cloned
         for number, crc, offset, length in crcs:
             self._crcs.setdefault(number, []).append((offset, length, crc))
         return overflows

@@ -6,7 +6,8 @@ places, the moves into them, and zeros where a vector is padded.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -45,6 +46,10 @@ class Filling(NamedTuple):
     start: int
     count: int  # type: ignore[assignment]  # tuple's method of this name is not needed
     at: int
+
+
+_LOOKED_AT = 64
+"""Parts of a record, and pieces of each, that say where in a page it begins."""
 
 
 class TorchFile:
@@ -122,7 +127,7 @@ class TorchFile:
 
     def finish(self, root: object) -> tuple[tuple[OutputFile, FileStore], list[Pair]]:
         """The file, and the pairs that fill it, in the order of its bytes."""
-        skeleton = torch_zip.skeleton_of(root, self._specs)
+        skeleton = torch_zip.skeleton_of(root, self._specs, phases=self._phases())
         store = FileStore(self.path, skeleton.size)
         pairs: list[Pair] = []
         literals = list(skeleton.literals)
@@ -144,6 +149,14 @@ class TorchFile:
         output = OutputFile(self.path, skeleton.size, tuple(literals), skeleton.checksums)
         return (output, store), pairs
 
+    def _phases(self) -> dict[str, int]:
+        """Where in a page long records begin: as most of their elements do in the files that they come from."""
+        return {
+            spec.name: phase
+            for spec in self._specs
+            if spec.nbytes >= torch_zip.LONG and (phase := _phase(spec, self._fillings.get(spec.name, ())))
+        }
+
 
 def copied(path: str, store: FileStore) -> tuple[tuple[OutputFile, FileStore], list[Pair]]:
     """A file that is to be what another one is."""
@@ -154,3 +167,19 @@ def copied(path: str, store: FileStore) -> tuple[tuple[OutputFile, FileStore], l
         TensorEntry(path, (store.size,), U8, "buffer", (Fragment(each, 0, 0, store.size),)) for each in (store, made)
     )
     return (OutputFile(path, store.size), made), [(pair[0], pair[1])]
+
+
+def _phase(spec: TensorSpec, fillings: Sequence[Filling]) -> int:
+    """The place in a page at which most bytes of a record could be shared with sources; 0 where none could."""
+    found: Counter[int] = Counter()
+    for source, start, count, at in fillings[:_LOOKED_AT]:
+        if source.dtype != spec.dtype:
+            continue
+        for held in source.fragments[:_LOOKED_AT]:
+            first, last = max(held.start, start), min(held.start + held.numel, start + count)
+            if first < last and held.rows == 1 and held.step == 1 and isinstance(held.store, FileStore):
+                there = held.byte_offset + (first - held.start) * spec.dtype.itemsize
+                here = (at + first - start) * spec.dtype.itemsize
+                found[(there - here) % torch_zip.PAGE] += last - first
+    phase = max(found, key=found.__getitem__, default=0)
+    return 0 if phase % torch_zip.ALIGNMENT else phase
