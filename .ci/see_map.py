@@ -59,6 +59,9 @@ def pages(folder: Path) -> Iterator[tuple[str, Path]]:
     (broken / "zckpt.json").unlink()
     next(broken.glob("*/*_rank_5_*optim_states.pt")).unlink()
     next(broken.glob("*/*_rank_2_*model_states.pt")).write_bytes(b"")
+    lost = work / "lost"
+    shutil.copytree(FIXTURES / "mcore" / "stages_tp2_pp2" / "checkpoint", lost)
+    next(lost.glob("*/__2_0.distcp")).unlink()
     weights(work / "hostile.safetensors", [(name, (2, 2)) for name in HOSTILE])
     giant = work / "giant"
     giant.mkdir()
@@ -74,7 +77,7 @@ def pages(folder: Path) -> Iterator[tuple[str, Path]]:
         "mcore": (FIXTURES / "mcore" / "stages_tp2_pp2" / "checkpoint", None),
         "experts": (FIXTURES / "moe" / "tensor_w4" / "checkpoint", None),
         "llama": (llama(work / "out" / "checkpoint-500"), 4),
-        "boxes": (FIXTURES / "dcp" / "boxes_w4" / "checkpoint", None), "giant": (giant, None),
+        "boxes": (FIXTURES / "dcp" / "boxes_w4" / "checkpoint", None), "lost": (lost, None), "giant": (giant, None),
     }  # fmt: skip
     for name, (path, world_size) in found.items():
         file = folder / f"{name}.html"
@@ -338,7 +341,7 @@ async def main(folder: Path, program: str, wanted: list[str]) -> None:
                 wide = await tab.ask("document.documentElement.scrollWidth")
                 must(wide <= width, f"{name} is {wide} pixels wide on a screen of {width}")
                 await tab.picture(folder / f"{name}_{width}_{theme}.png")
-            if name in ("zero3_w8", "3d", "reshard", "boxes"):
+            if name in ("zero3_w8", "3d", "reshard", "boxes", "broken", "lost"):
                 await use(tab, file)
             if name == "llama" and wanted:
                 await picture_of_the_page(tab, file)

@@ -23,7 +23,7 @@ from zckpt.jobs.reshard import reshard
 from zckpt.pictures.checkpoint_map import CheckpointMap, checkpoint_map
 from zckpt.pictures.map_page import data_of, map_page
 from zckpt.pictures.page import asset
-from zckpt.pictures.pieces import folded
+from zckpt.pictures.pieces import folded, repeated
 
 FIXTURES = Path(__file__).parent.parent.parent / "fixtures"
 SHOWN = ("zero3/w12", "zero2/tied_w2", "pipeline/zero1_pp2_tp2_dp2", "tensor/zero2_tp2_dp2", "moe/tensor_w4",
@@ -192,10 +192,86 @@ def test_what_is_missing_or_of_another_save_is_said(tmp_path: Path) -> None:
     assert missing.state == "missing" and missing.nbytes == 0 < missing.expected
     assert wrong["zero_pp_rank_7_mp_rank_00_model_states.pt"].state == "empty"
     page = map_page(found)
-    assert "What is wrong" in page and "The weights are not complete" in page and 'id="list"' not in page
+    assert "What is wrong" in page and "The weights are not complete" in page and "What tensors lack" in page
     assert Script(data_of(found))("map.geometry(data.sides[0], 800).lines.length") > 12
     facts = check("map", json.dumps({**found.as_json(), "html": None}))
-    assert facts["complete"]["ok"] is False and "roles" not in facts  # type: ignore[index]
+    assert facts["complete"]["ok"] is False and facts["lacking"] and "roles" in facts  # type: ignore[index]
+
+
+LOST = (
+    ("zero3/w12", "*_rank_5_*optim_states.pt"), ("zero3/w12", "*_rank_0_*optim_states.pt"),
+    ("zero2/w12", "*_rank_11_*optim_states.pt"), ("zero1/bf16_w3", "*_rank_1_*optim_states.pt"),
+    ("tensor/zero2_tp2_dp2", "*_rank_1_mp_rank_01_optim_states.pt"),
+    ("mcore/stages_tp2_pp2", "__2_0.distcp"), ("dcp/boxes_w4", "__3_7.distcp"), ("torchtitan/llama3_0_3_0_w3", "__1_0.distcp"),
+    ("ranks/fsdp2_w2", "model_world_size_2_rank_1.pt"), ("ranks/empty_w5", "model_world_size_5_rank_2.pt"),
+    ("ranks/empty_w5", "model_world_size_5_rank_[01].pt"),
+)  # fmt: skip
+
+
+def held(found: CheckpointMap) -> dict[tuple[str, str], set[tuple[str, int]]]:
+    """Layer and tensor -> each element, with the file that holds it."""
+    root = found.inspection.place.listing.directory.path
+    names = {number: path.removeprefix(root) for path, number in found.grid.numbers.items()}
+    made: dict[tuple[str, str], set[tuple[str, int]]] = {}
+    for layer in found.layers:
+        for tensor, (_, pieces) in layer.pieces.items():
+            elements = made.setdefault((layer.name, found.tensors[tensor].name), set())
+            for file, _, start, many, rows, pitch, _, _ in repeated(pieces):
+                elements |= {(names.get(file, ""), start + row * pitch + k) for row in range(rows) for k in range(many)}
+    return made
+
+
+@pytest.mark.parametrize(("name", "lost"), LOST)
+def test_a_save_that_lacks_a_file_is_drawn_with_what_lay_in_it(name: str, lost: str, tmp_path: Path) -> None:
+    shutil.copytree(of(name), tmp_path / "a")
+    gone = sorted((tmp_path / "a").rglob(lost))
+    for path in gone:
+        path.unlink()
+    whole, found = held(checkpoint_map(of(name))), checkpoint_map(tmp_path / "a")
+    paths = {str(path).removeprefix(found.inspection.place.listing.directory.path) for path in gone}
+    drawn = held(found)
+    lacks = {found.tensors[lack.tensor].name: lack.numel for lack in found.lacking}
+    assert lacks
+    for tensor in (tensor for layer, tensor in whole if layer == "weights"):
+        if not any(layer.startswith("copies") for layer, own in whole if own == tensor):
+            assert drawn["weights", tensor] == whole["weights", tensor]
+            assert lacks.get(tensor, 0) == sum(file in paths for file, _ in whole["weights", tensor])
+    script = Script(data_of(found))
+    assert script("map.names.map((_, t) => map.lost(data.sides[0], t))") == [
+        lacks.get(name, 0) for name in script("map.names")
+    ]
+    assert len(script("map.search('', {lacking: true})")) == len(lacks)
+    page = map_page(found)
+    assert 'id="list"' in page and "What tensors lack" in page and not found.inspection.exportable.ok
+
+
+def test_of_a_missing_shard_only_the_names_are_known(tmp_path: Path) -> None:
+    for shard, names in enumerate(("ab", "c"), 1):
+        header = {
+            name: {"dtype": "F32", "shape": [1], "data_offsets": [4 * n, 4 * n + 4]} for n, name in enumerate(names)
+        }
+        text = json.dumps(header).encode()
+        content = struct.pack("<Q", len(text)) + text + bytes(4 * len(names))
+        (tmp_path / f"model-0000{shard}-of-00002.safetensors").write_bytes(content)
+    index = {name: f"model-0000{1 + (name == 'c')}-of-00002.safetensors" for name in "abc"}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": index}))
+    (tmp_path / index["c"]).unlink()
+    found = checkpoint_map(tmp_path)
+    assert [entry.name for entry in found.tensors] == ["a", "b"] and found.unseen == {"c": index["c"]}
+    assert [file.name for file in found.grid.wrong] == [index["c"]] and "only the names are known" in map_page(found)
+    facts = check("map", json.dumps({**found.as_json(), "html": None}))
+    assert facts["lacking"] == [{"tensor": "c", "elements": None, "of": None, "files": [index["c"]], "copy": False}]  # type: ignore[index]
+
+
+def test_what_the_other_files_do_not_say_is_not_drawn(tmp_path: Path) -> None:
+    shutil.copytree(of("zero2/w12"), tmp_path / "a")
+    next((tmp_path / "a").rglob("mp_rank_00_model_states.pt")).unlink()
+    found = checkpoint_map(tmp_path / "a")
+    assert (
+        not found.layers
+        and [file.state for file in found.grid.wrong] == ["missing"]
+        and 'id="list"' not in map_page(found)
+    )
 
 
 def test_what_cannot_be_read_is_said_with_its_reason() -> None:

@@ -99,6 +99,7 @@ def _written(found: CheckpointMap, drawn: Drawn) -> str:
 
 def _in_terminal(found: CheckpointMap, sink: Console) -> None:
     from zckpt.base.words import wrapped
+    from zckpt.pictures.lacks import lacks_said
     from zckpt.pictures.map_page import summary
     from zckpt.pictures.terminal import Line, draw, picture, visible
 
@@ -114,4 +115,6 @@ def _in_terminal(found: CheckpointMap, sink: Console) -> None:
     if not found.inspection.exportable.ok:
         reason = wrapped(f"  {visible(found.inspection.exportable.reason)}", sink.width, "  ")
         lines += [[], *([(line, "red")] for line in reason)]
+        if lacks := lacks_said(found):
+            lines += [[], *([(line, "")] for line in wrapped(f"  {lacks}", sink.width, "  "))]
     draw(lines)

@@ -117,8 +117,9 @@ class Input:
     def store(self, byteorder: Literal["little", "big"] = "little") -> FileStore:
         """The store of this file's bytes, the same one for all its parts."""
         if byteorder not in self.stores:
+            identity, far = self.file.identity, self.location.is_remote
             self.stores[byteorder] = FileStore(
-                self.path, self.file.size, self.file.identity, byteorder, self.location.is_remote
+                self.path, self.file.size, identity, byteorder, far, self.location.fellow_path
             )
         return self.stores[byteorder]
 

@@ -38,6 +38,8 @@ class FileStore:
         identity: (st_dev, st_ino, st_mtime_ns) when it was opened; the engine refuses a file that changed since.
         byteorder: byte order of the numbers in it.
         is_remote: whether `path` is an address.
+        fellow: of a file that is missing, the path of the one that it is taken to be built as (`storage.stand_in`); a single
+            number may be read there. Empty for all others.
         at_hand: whether an engine reads it itself; if not, it works on a copy in memory of what a batch needs.
     """
 
@@ -46,6 +48,7 @@ class FileStore:
     identity: tuple[int, int, int] = (0, 0, 0)
     byteorder: Literal["little", "big"] = "little"
     is_remote: bool = False
+    fellow: str = ""
 
     @property
     def at_hand(self) -> bool:

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 from zckpt import layouts
 from zckpt.base import words
@@ -19,7 +19,7 @@ from zckpt.core.dtypes import CAST_TARGETS, SHORT_NAMES
 from zckpt.jobs.inspection_rows import expert_rows, file_rows, slice_lines
 from zckpt.jobs.open import open_catalog, strip_wrappers
 from zckpt.jobs.opening import OpenOptions, output_dtype
-from zckpt.jobs.rank_files import Grid, bad_ranks, experts_as_json, files_as_json, grid_of, slices_as_json
+from zckpt.jobs.rank_files import Grid, bad_ranks, experts_as_json, files_as_json, grid_of, lost_files, slices_as_json
 from zckpt.layouts.places import Place, find
 from zckpt.layouts.run import agreement
 from zckpt.layouts.save.family import Family
@@ -56,6 +56,8 @@ class Inspection:
         place: which save was found, and where.
         catalog: names, shapes, dtypes and places of all tensors; None when they cannot be known.
         grid: model-parallel rank -> data-parallel rank -> kind of file ("model", "optim") -> its state.
+        lost: names of files that an index or metadata name and that are missing, each with the tensors of which nothing else is
+            known; looked for only where the weights cannot be exported.
     """
 
     place: Place
@@ -64,6 +66,7 @@ class Inspection:
     exportable: Verdict
     resumable: Verdict
     notes: tuple[str, ...]
+    lost: Mapping[str, list[str]] = field(default_factory=dict[str, "list[str]"])
 
     def as_json(self, *, slices: bool = False) -> dict[str, object]:
         """What `zckpt inspect --json` prints, as a dict; with `slices`, also which files hold each tensor's elements."""
@@ -223,8 +226,9 @@ def inspect_checkpoint(
             catalog = replace(catalog, source=replace(catalog.source, details=details))
         notes = opened.catalog.source.notes + stripped + tuple(filter(None, [unmerged(catalog)]))
         exportable = Verdict(True, f"{count(len(catalog), 'tensor is', 'tensors are')} complete")
-    grid = grid_of(place.listing, catalog)
-    return Inspection(place, catalog, grid, exportable, _resumable(place, catalog, grid), notes)
+    lost = lost_files(place.listing) if catalog is None else {}
+    grid = grid_of(place.listing, catalog, lost)
+    return Inspection(place, catalog, grid, exportable, _resumable(place, catalog, grid), notes, lost)
 
 
 def _resumable(place: Place, catalog: Catalog | None, grid: Grid) -> Verdict:

@@ -35,23 +35,25 @@ class Cell:
         nbytes: its size.
         state: "ok", "missing", "empty", "unreadable", "extra" or "other save".
         reason: why, in a few words.
+        lost: the name that a missing file would have; empty where it is not known.
     """
 
     file: str
     nbytes: int = 0
     state: str = "ok"
     reason: str = ""
+    lost: str = ""
 
 
 Grid = Mapping[int, Rows]
 """Model-parallel rank -> its files."""
 
 
-def grid_of(listing: Listing, catalog: Catalog | None) -> dict[int, Rows]:
+def grid_of(listing: Listing, catalog: Catalog | None, lost: Iterable[str] = ()) -> dict[int, Rows]:
     """All files of ranks, by model-parallel rank; nothing for files that are not a rank's.
 
     Where every rank has files, those that are missing, left over or of another save are found. Of other families, such as
-    torch.distributed.checkpoint, it is the files that are there.
+    torch.distributed.checkpoint, it is the files that are there, and those of `lost`, which the save names and which are missing.
     """
     family = layouts.family_by_names(listing)
     found: dict[int, list[_RankFile]] = {}
@@ -60,16 +62,22 @@ def grid_of(listing: Listing, catalog: Catalog | None) -> dict[int, Rows]:
             if family.axes is not None:
                 file = file._replace(axes=family.axes(listing, file.name))
             found.setdefault(file.axes.get("mp", 0), []).append(_looked_at(listing, family, file))
+    for file in family.named_files(lost):
+        if file.of_rank:
+            cell = Cell("", state="missing", reason=f"no file {file.name}", lost=file.name)
+            held = found.setdefault(file.axes.get("mp", 0), [])
+            held.append(_RankFile(file.kind, file.axes.get("dp"), cell, RankFacts()))
     topology = None if catalog is None else catalog.topology
     if topology is not None and found and family.every_rank:
         for mp_rank in range(topology.tp * topology.pp):
             found.setdefault(mp_rank, [])
     shared = [kind for kind, pattern, of_rank in family.files if of_rank and "dp" not in pattern.groupindex]
     grid = {
-        mp_rank: _complete(files, shared, topology) if family.every_rank else _present(files)
+        mp_rank: _complete(files, shared, topology, family) if family.every_rank else _present(files)
         for mp_rank, files in sorted(found.items())
     }
-    return {mp_rank: _with_swapped(listing, found[mp_rank], rows) for mp_rank, rows in grid.items()}
+    swapped = {mp_rank: _with_swapped(listing, found[mp_rank], rows) for mp_rank, rows in grid.items()}
+    return _with_names(swapped, family) if family.every_rank else swapped
 
 
 def _with_swapped(listing: Listing, files: Sequence[_RankFile], rows: Rows) -> Rows:
@@ -86,7 +94,7 @@ def _with_swapped(listing: Listing, files: Sequence[_RankFile], rows: Rows) -> R
 
 def _swap_file(listing: Listing, name: str) -> Cell:
     if name not in listing.files:
-        return Cell("", state="missing")
+        return Cell("", state="missing", lost=name)
     nbytes = listing.files[name].size()
     return Cell(name, nbytes) if nbytes else Cell(name, 0, "empty", "0 bytes")
 
@@ -125,7 +133,51 @@ def _present(files: Sequence[_RankFile]) -> Rows:
     return dict(sorted(rows.items()))
 
 
-def _complete(files: Sequence[_RankFile], shared: Sequence[str], topology: Topology | None) -> Rows:
+def lost_files(listing: Listing) -> dict[str, list[str]]:
+    """Files that the save names and that are missing, each with the tensors of which only the names are known.
+
+    Nothing where it cannot be read which files it names.
+    """
+    try:
+        named = layouts.family_by_names(listing).named_data(listing)
+    except ZckptError:
+        return {}
+    return {name: tensors for name, tensors in named.items() if name not in listing.files}
+
+
+def _lost_name(family: Family, fellows: Iterable[str], axis: str, number: int) -> str:
+    """The name of a file with this number of an axis, by those of its kind that are there, whose numbers have as many digits."""
+    digits, made = 0, ""
+    for name in fellows:
+        for _, pattern, _ in family.files:
+            if axis in pattern.groupindex and (match := pattern.fullmatch(name)) is not None:
+                start, end = match.span(axis)
+                digits = max(digits, len(match[axis]) if match[axis].startswith("0") else 0)
+                made = f"{name[:start]}{number:0{digits}d}{name[end:]}"
+                break
+    return made
+
+
+def _with_names(grid: Mapping[int, Rows], family: Family) -> dict[int, Rows]:
+    """The same, where missing files that data ranks share have names, by those of other model-parallel ranks."""
+    there: dict[str, list[str]] = {}
+    for rows in grid.values():
+        for kind, cell in rows.get(0, {}).items():
+            if cell.file:
+                there.setdefault(kind, []).append(cell.file)
+    named: dict[int, Rows] = {}
+    for mp_rank, rows in grid.items():
+        own = {
+            kind: replace(cell, lost=_lost_name(family, there.get(kind, ()), "mp", mp_rank))
+            if cell.state == "missing" and not cell.lost
+            else cell
+            for kind, cell in rows.get(0, {}).items()
+        }
+        named[mp_rank] = {**rows, 0: own} if own else rows
+    return named
+
+
+def _complete(files: Sequence[_RankFile], shared: Sequence[str], topology: Topology | None, family: Family) -> Rows:
     """The files of one model-parallel rank, with those that should be there; `shared`: kinds that all data ranks share."""
     own = {(file.rank, file.kind): file for file in files if file.rank is not None}
     if not own:
@@ -133,6 +185,7 @@ def _complete(files: Sequence[_RankFile], shared: Sequence[str], topology: Topol
     kinds = list(dict.fromkeys(sorted(kind for _, kind in own)))
     world_size = _world_size(files, topology)
     steps = {kind: _usual(file.facts.step for file in own.values() if file.kind == kind) for kind in kinds}
+    there = {kind: [file.cell.file for file in own.values() if file.kind == kind] for kind in kinds}
     rows: dict[int, dict[str, Cell]] = {}
     for rank in sorted({*range(world_size), *(file.rank for file in own.values() if file.rank is not None)}):
         rows[rank] = {}
@@ -140,7 +193,7 @@ def _complete(files: Sequence[_RankFile], shared: Sequence[str], topology: Topol
             if (file := own.get((rank, kind))) is not None:
                 rows[rank][kind] = _judged(file, rank, world_size, steps[kind])
             elif rank < world_size:
-                rows[rank][kind] = Cell("", state="missing")
+                rows[rank][kind] = Cell("", state="missing", lost=_lost_name(family, there[kind], "dp", rank))
     whole = {file.kind: file.cell for file in files if file.rank is None}
     missing = {kind: Cell("", state="missing") for kind in shared if kind not in (*kinds, *whole)}
     rows[0] = {**whole, **missing, **rows.get(0, {})}

@@ -7,8 +7,8 @@ files say what they are.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 from zckpt import layouts
 from zckpt.base.errors import ZckptError
@@ -18,6 +18,7 @@ from zckpt.jobs.open import Opened, states_of
 from zckpt.jobs.options import ReshardOptions
 from zckpt.jobs.rank_files import experts_as_json
 from zckpt.layouts.save.listing import ReadOptions
+from zckpt.pictures.incomplete import Lack, incomplete, lacking, make_room
 from zckpt.pictures.pieces import PieceLayer, contents_of, state_layers, weight_layers
 from zckpt.pictures.resharded import Resharded, resharded
 from zckpt.pictures.rows import FileGrid, file_grid
@@ -40,11 +41,13 @@ class CheckpointMap:
     """What is drawn.
 
     Attributes:
-        inspection: what `inspect` says of the checkpoint.
+        inspection: what `inspect` says of the checkpoint; of one that lacks files, with the catalog that the others describe.
         grid: its files.
         layers: what lies where in them; empty where the tensors cannot be known.
         after: the checkpoint as `reshard` would write it; None if that was not asked for.
         unread: why the optimizer's states are not drawn; empty if they are.
+        lacking: tensors of which weights lie in files that are gone.
+        unseen: names of tensors of which only a missing file says more -> that file.
     """
 
     inspection: Inspection
@@ -52,6 +55,8 @@ class CheckpointMap:
     layers: tuple[PieceLayer, ...]
     after: Resharded | None = None
     unread: str = ""
+    lacking: tuple[Lack, ...] = ()
+    unseen: Mapping[str, str] = field(default_factory=dict[str, str])
 
     @property
     def tensors(self) -> Sequence[TensorEntry]:
@@ -70,6 +75,14 @@ class CheckpointMap:
     def contents(self) -> dict[str, int]:
         """What the files hold -> bytes, with `pieces.OTHER` at the end."""
         return contents_of(self.grid, self.layers)
+
+    def _lacking_json(self) -> Iterator[dict[str, object]]:
+        for lack in self.lacking:
+            entry, files = self.tensors[lack.tensor], [self.grid.files[number].name for number in lack.files]
+            facts: dict[str, object] = {"tensor": entry.name, "elements": lack.numel, "of": entry.numel}
+            yield {**facts, "files": files, "copy": lack.spare}
+        for name, file in self.unseen.items():
+            yield {"tensor": name, "elements": None, "of": None, "files": [file], "copy": False}
 
     def as_json(self) -> dict[str, object]:
         """What `zckpt map --json` prints, as a dict."""
@@ -92,6 +105,7 @@ class CheckpointMap:
             "contents": self.contents(),
             "files": _files_json(self.grid),
             "complete": {"ok": inspection.exportable.ok, "reason": inspection.exportable.reason},
+            "lacking": list(self._lacking_json()),
             "reshard": None,
         }
         if (after := self.after) is not None:
@@ -152,6 +166,9 @@ def checkpoint_map(
         ZckptError: another kind, where the save cannot be chosen, or cannot be resharded.
     """
     inspection = inspect_checkpoint(path, tag, also, read_options)
+    known = incomplete(inspection) if inspection.catalog is None else None
+    if known is not None:
+        inspection = replace(inspection, catalog=known.catalog)
     grid = file_grid(inspection)
     catalog = inspection.catalog
     layers: list[PieceLayer] = []
@@ -159,10 +176,11 @@ def checkpoint_map(
     unread = ""
     if catalog is not None:
         layers = weight_layers(catalog, grid)
-        raw = layouts.read(inspection.place.listing)
+        place = inspection.place if known is None else known.place
+        raw = layouts.read(place.listing) if known is None else known.raw
         names = list(raw.tensors)
         try:
-            named = states_of(Opened(raw, inspection.place))
+            named = states_of(Opened(raw, place))
         except ZckptError as error:
             unread = error.what
         else:
@@ -172,8 +190,13 @@ def checkpoint_map(
                 for state, own in named.entries.items()
             }
             layers += state_layers(states, grid)
+    lacks: list[Lack] = []
+    if known is not None:
+        make_room(layers, grid)
+        lacks = lacking(layers, grid)
     after = None
     if world_size is not None:
         options = ReshardOptions(tag=tag, also=also, read_options=read_options, world_size=world_size, stage=stage)
         after = resharded(os.fspath(path), options, names)
-    return CheckpointMap(inspection, grid, tuple(layers), after, unread)
+    unseen = {} if known is None else known.unseen
+    return CheckpointMap(inspection, grid, tuple(layers), after, unread, tuple(lacks), unseen)

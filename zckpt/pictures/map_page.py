@@ -13,6 +13,7 @@ from zckpt.base.words import count, joined, ranges, size
 from zckpt.core.catalog import Topology
 from zckpt.core.dtypes import DType
 from zckpt.pictures.checkpoint_map import ROLES, CheckpointMap, Share
+from zckpt.pictures.lacks import wrong_section
 from zckpt.pictures.page import page, text
 from zckpt.pictures.pieces import OTHER, PieceLayer
 from zckpt.pictures.rows import FileGrid
@@ -117,7 +118,7 @@ def _body(found: CheckpointMap) -> Iterator[str]:
     yield from _verdicts(found)
     yield "</section>"
     yield from _cards(found)
-    yield from _wrong(found)
+    yield from wrong_section(found, _STATES)
     yield _MAP.format(row="rank" if found.inspection.grid else "file", inside=_INSIDE if found.layers else "")
     if found.tensors:
         yield _TENSORS
@@ -140,6 +141,9 @@ def summary(found: CheckpointMap) -> str:
     catalog = found.inspection.catalog
     there = [file for file in found.grid.files if file.nbytes]
     files = f"{count(len(there), 'file')} of {size(found.grid.nbytes)}"
+    gone = sum(file.gone for file in found.grid.files)
+    if catalog is not None and gone:
+        files += f"; {count(gone, 'file is', 'files are')} missing or damaged"
     if catalog is None:
         if found.grid.wrong:
             return f"{files}. What tensors they hold cannot be known while files are missing or damaged."
@@ -218,20 +222,6 @@ def _roles_said(found: CheckpointMap) -> str:
     return ", ".join(f"{share.tensors:,} {role}" for role, share in found.roles().items())
 
 
-def _wrong(found: CheckpointMap) -> Iterator[str]:
-    if wrong := found.grid.wrong:
-        yield '<section class="card alarm" aria-labelledby="wrong-title"><h2 id="wrong-title">What is wrong</h2><ul>'
-        for file in wrong[:20]:
-            state = _STATES.get(file.state, file.state)
-            yield f"<li><b>{text(state)}</b>: <bdi>{text(file.name)}</bdi> "
-            yield f"<span class='soft'><bdi>{text(file.reason)}</bdi></span></li>"
-        yield (
-            "</ul>"
-            + (f"<p>And {len(wrong) - 20:,} more, in the table below.</p>" if len(wrong) > 20 else "")
-            + "</section>"
-        )
-
-
 _INSIDE = " Inside are the pieces of tensors that it holds. Point at a piece to see the same tensor everywhere; click to keep it."
 _MAP = """\
 <section class="card map" aria-labelledby="map-title">
@@ -252,6 +242,8 @@ _TENSORS = """\
 <div class="head"><h2 id="tensors-title">Tensors</h2><p id="found" class="soft" role="status"></p></div>
 <div class="tools"><input id="search" type="search" placeholder="Search names, such as layers.3 mlp"
 aria-label="Search tensors by name" autocomplete="off" spellcheck="false">
+<select id="lacking" aria-label="Complete or not" hidden><option value="">complete or not</option>
+<option value="1">lack elements</option></select>
 <select id="role" aria-label="Role"></select><select id="dtype" aria-label="dtype"></select>
 <select id="order" aria-label="Order"><option value="model">in the model's order</option>
 <option value="size">largest first</option><option value="name">by name</option></select></div>
@@ -364,6 +356,7 @@ def _tables(found: CheckpointMap) -> Iterator[str]:
         yield f"<thead><tr>{''.join(f'<th scope=col>{head}</th>' for head in heads)}</tr></thead><tbody>"
         for part, label, file in rows[:_MOST_ROWS]:
             held = joined([f"{size(number)} {name}" for name, number in file.contents.items()])
+            held = f"would hold {held}" if file.gone and held else held
             state = _STATES.get(file.state, file.state) + (f": {file.reason}" if file.reason else "")
             cells = (part, label, file.name, file.kind, size(file.nbytes), state, held)
             marked = ' class="wrong"' if file.state != "ok" else ""

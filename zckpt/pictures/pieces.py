@@ -9,7 +9,7 @@ of `fragments.Fragment`; file -1 is elements that are computed when they are rea
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -55,6 +55,16 @@ def folded(pieces: Iterable[Piece]) -> list[Piece]:
                 continue
         found.append([*piece, 1, 0, 0, 0])
     return [_short(piece) for piece in found]
+
+
+def repeated(pieces: Iterable[Piece]) -> Iterator[tuple[int, ...]]:
+    """Pieces one by one, each as its first eight numbers."""
+    for piece in pieces:
+        whole = [*piece, *USUAL[len(piece) :]]
+        file, byte, start, *rest = whole[:_REPEATS]
+        times, *apart = whole[_REPEATS:]
+        for n in range(times):
+            yield (file + n * apart[0], byte + n * apart[1], start + n * apart[2], *rest)
 
 
 def _short(piece: Piece) -> Piece:
@@ -131,9 +141,11 @@ def state_layers(states: Mapping[str, Mapping[int, TensorEntry]], grid: FileGrid
 
 
 def contents_of(grid: FileGrid, layers: Sequence[PieceLayer]) -> dict[str, int]:
-    """What files hold -> bytes, in the order of the layers, with `OTHER` at the end."""
+    """What files hold -> bytes, in the order of the layers, with `OTHER` at the end; of files that are gone, all is other."""
     found = Counter({layer.name: 0 for layer in layers})
+    rest = 0
     for file in grid.files:
-        found.update(file.contents)
-    rest = sum(max(0, file.nbytes - sum(file.contents.values())) for file in grid.files)
+        held = {} if file.gone else file.contents
+        found.update(held)
+        rest += max(0, file.nbytes - sum(held.values()))
     return {**found, OTHER: rest}

@@ -16,6 +16,9 @@ from zckpt.core.fragments import ComputedStore, FileStore, Fragment
 from zckpt.jobs.inspection import Inspection
 from zckpt.jobs.rank_files import Cell, Grid, other_files, place_of
 
+GONE = ("missing", "empty", "unreadable", "other save")
+"""States of files of which no element counts."""
+
 KINDS = {"model": "model", "optim": "optimizer", "": "weights"}
 """Kind of file, as families call it -> as it is shown, where these differ or it has no name."""
 _AXES = {"mp": "tensor rank", "tp": "tensor rank", "pp": "stage", "ep": "expert rank", "dp": "rank"}
@@ -38,7 +41,8 @@ class MappedFile:
         expected: bytes that a missing or empty one probably had: as many as most of its kind have.
         state: as in `rank_files.Cell`.
         reason: for the state, in a few words.
-        contents: bytes by what they are, such as "weights"; filled in when the tensors are known.
+        contents: bytes by what they are, such as "weights"; filled in when the tensors are known. Of a file that is gone, what
+            it would hold.
     """
 
     name: str
@@ -48,6 +52,11 @@ class MappedFile:
     state: str = "ok"
     reason: str = ""
     contents: dict[str, int] = field(default_factory=dict[str, int])
+
+    @property
+    def gone(self) -> bool:
+        """Whether none of its elements counts."""
+        return self.state in GONE
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,9 +138,10 @@ def file_grid(inspection: Inspection, *, ranks_only: bool = False) -> FileGrid:
     found = _Collected()
 
     def numbered(cell: Cell, kind: str, missing: str) -> int:
-        path = str(listing.files[cell.file]) if cell.file else ""
+        path = str(listing.where(cell.file or cell.lost)) if cell.file or cell.lost else ""
         name = cell.file or missing
-        return found.add(MappedFile(name, shown_kind(kind), cell.nbytes, 0, cell.state, cell.reason), path)
+        reason = cell.reason or (f"no file {cell.lost}" if cell.lost else "")
+        return found.add(MappedFile(name, shown_kind(kind), cell.nbytes, 0, cell.state, reason), path)
 
     _rank_rows(found, inspection.grid, topology, numbered)
     if ranks_only:
@@ -201,7 +211,12 @@ def _further(found: _Collected, inspection: Inspection) -> None:
     made = []
     for path in held:
         name = names.get(path, path.removeprefix(root))
-        made.append(FileRow(name, (found.add(MappedFile(name, "weights", stores[path]), path),)))
+        there = name not in inspection.lost
+        file = MappedFile(name, "weights", stores[path]) if there else _lost(name, "weights")
+        made.append(FileRow(name, (found.add(file, path),)))
+    for name in inspection.lost:
+        if (path := str(listing.where(name))) not in found.numbers:
+            made.append(FileRow(name, (found.add(_lost(name, "weights"), path),)))
     found.group("Weights" if len(made) < len(found.files) else "Files", ("weights",), made)
     rest = [(path, name) for path, name in names.items() if path not in found.numbers]
     small = []
@@ -209,6 +224,10 @@ def _further(found: _Collected, inspection: Inspection) -> None:
         nbytes = listing.files[name].size()
         small.append(FileRow(name, (found.add(MappedFile(name, "other", nbytes), path),)))
     found.group("Other files" if found.groups else "Files", ("other",), small)
+
+
+def _lost(name: str, kind: str) -> MappedFile:
+    return MappedFile(name, kind, 0, 0, "missing", "the save names it")
 
 
 def stores_of(catalog: Catalog) -> dict[str, int]:

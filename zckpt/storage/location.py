@@ -82,6 +82,11 @@ class Location(os.PathLike[str]):
         return self.absolute().path.rpartition("/")[2]
 
     @property
+    def fellow_path(self) -> str:
+        """Of a `stand_in.StandIn`, the path of the file that is read in its place; empty for all others."""
+        return ""
+
+    @property
     @abstractmethod
     def parent(self) -> Location:
         """The directory that it is in; the top of an address is its own parent."""

@@ -18,9 +18,11 @@ FAMILY = Family(
     read_training=later("dcp.read", "read_training"),
     has_keys=True,
     holds_run=False,
+    reads_absent=True,
     every_rank=False,  # a rank that had nothing to write has no file
     resumes="by torch.distributed.checkpoint.load, on any number of ranks",
     records=later("dcp.read", "records"),
+    named_data=later("dcp.read", "named_data"),
     unread_states=later("dcp.read", "unread_states"),
     left_out=later("dcp.read", "left_out"),
 )

@@ -18,7 +18,7 @@ from zckpt.containers.container import open_input
 from zckpt.containers.tensor_ref import MAX_FRAGMENTS
 from zckpt.containers.torch_zip import read_input
 from zckpt.core.catalog import Role, TensorEntry
-from zckpt.core.fragments import Fragment
+from zckpt.core.fragments import FileStore, Fragment
 from zckpt.core.overlaps import embed, shifted, tile
 from zckpt.layouts.dcp.chunks import DcpChunk, ItemPlace
 from zckpt.layouts.dcp.files import rank_of
@@ -48,6 +48,9 @@ def stored_in(metadata: Metadata) -> dict[str, dict[ItemPlace, str]]:
 MAX_CUT_DIMS = 12
 """Dimensions in which one tensor may be cut. A mesh has a few axes; each dimension doubles the corners of a box."""
 
+_UNKNOWN = 1 << 62
+"""The size of a file that is missing."""
+
 _MOST_COMPARED = 1000
 """Chunks among which two that overlap are looked for, to be named in an error."""
 
@@ -64,17 +67,18 @@ class Items:
         self.listing = listing
         self.file = file
         self._roots: dict[ItemPlace, object] = {}
+        self._stores: dict[str, FileStore] = {}
         self._fragments = 0
         self._alike = AlikeLengths()
 
     def open(self, places: Iterable[ItemPlace]) -> dict[ItemPlace, object]:
-        """The inert object in each of these torch files, by place.
+        """The inert object in each of these torch files, by place; nothing of files that are known to be missing.
 
         Raises:
             IncompleteError: data files are missing.
             CorruptError: one ends too early, or holds another object there.
         """
-        wanted = sorted(set(places) - self._roots.keys())
+        wanted = sorted({place for place in places if place.file not in self.listing.absent} - self._roots.keys())
         self._check_there({place.file for place in wanted})
         for file, here in itertools.groupby(wanted, key=lambda place: place.file):
             with open_input(self.listing.where(file).path) as source:
@@ -86,6 +90,10 @@ class Items:
     def open_all(self, items: Iterable[TensorItem | BytesItem]) -> None:
         """Opens all torch files of these items, data file by data file; later calls do not open them again."""
         self.open(place for item in items for place in _places(item))
+
+    def has(self, item: TensorItem | BytesItem) -> bool:
+        """Whether no part of an item is in a file that is known to be missing."""
+        return all(place.file not in self.listing.absent for place in _places(item))
 
     def value(self, item: TensorItem | BytesItem) -> object:
         """The inert value of a pickled object, or of a tensor that was not cut.
@@ -104,6 +112,12 @@ class Items:
         if len(places) != 1 or (isinstance(item, TensorItem) and item.chunks[0].sizes != item.size):
             kind = UnsupportedError if places else IncompleteError
             raise kind(f"an item {item.name!r} in {len(places)} pieces", file=self.file, expected="one is needed")
+        if not self.has(item):
+            raise IncompleteError(
+                f"an item {item.name!r} is in a file that is missing",
+                file=self.file,
+                found=f"no file {places[0].file!r}",
+            )
         return self.open(places)[places[0]]
 
     def _check_there(self, files: set[str]) -> None:
@@ -139,6 +153,8 @@ class Items:
         return TensorEntry(name, item.shape, item.dtype, role, tuple(fragments))
 
     def _ref(self, item: TensorItem, chunk: DcpChunk) -> TensorRef:
+        if isinstance(chunk.place, ItemPlace) and chunk.place.file in self.listing.absent:
+            return self._absent(item, chunk, chunk.place)
         ref = chunk.place if isinstance(chunk.place, TensorRef) else self._roots[chunk.place]
         file = self.file if isinstance(chunk.place, TensorRef) else self.listing.where(chunk.place.file).path
         if not isinstance(ref, TensorRef):
@@ -158,6 +174,13 @@ class Items:
                 remedy="Copy the metadata and the data files of one save again.",
             )  # fmt: skip
         return ref
+
+    def _absent(self, item: TensorItem, chunk: DcpChunk, place: ItemPlace) -> TensorRef:
+        """A chunk in a missing file: its place is that of its torch file, of which the first bytes are a header."""
+        store = self._stores.setdefault(place.file, FileStore(self.listing.where(place.file).path, _UNKNOWN))
+        stride = tuple(math.prod(chunk.sizes[dim + 1 :]) for dim in range(len(chunk.sizes)))
+        nbytes = chunk.numel * item.dtype.itemsize
+        return TensorRef(store, place.offset, item.dtype, chunk.sizes, stride, "", 0, nbytes, place.offset)
 
     def _embedded(self, item: TensorItem, chunk: DcpChunk) -> Sequence[Fragment]:
         """A chunk's fragments, as fragments of its tensor."""

@@ -15,7 +15,7 @@ from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 
 from zckpt.base import words
-from zckpt.base.errors import InconsistentError, UnsupportedError, ZckptError
+from zckpt.base.errors import IncompleteError, InconsistentError, UnsupportedError, ZckptError
 from zckpt.containers import torch_zip
 from zckpt.containers.container import open_input
 from zckpt.core.catalog import Catalog, Role, Source, Topology
@@ -29,7 +29,7 @@ from zckpt.layouts.dcp.state import DcpModel, model_of, optimizers_of
 from zckpt.layouts.dcp.ties import tied_copies
 from zckpt.layouts.run.training import Training
 from zckpt.layouts.run.values import step_of
-from zckpt.layouts.save.listing import Listing, list_files
+from zckpt.layouts.save.listing import Listing, list_files, natural
 
 _ACCELERATE = re.compile(r"pytorch_model_fsdp(_\d+)")
 
@@ -77,7 +77,16 @@ def load_items(listing: Listing, metadata: Metadata, padded: AbstractSet[Path] =
     if not states and (beside := _beside(listing)):
         other = read_metadata(beside)
         states = [States(o, Items(beside, other.file), shapes) for o in optimizers_of(other).values()]
-    return DcpSave(metadata, model, items, tuple(state for state in states if state.is_of_model()))
+    return DcpSave(metadata, model, items, tuple(filter(_is_of_model, states)))
+
+
+def _is_of_model(states: States) -> bool:
+    try:
+        return states.is_of_model()
+    except IncompleteError:  # their names are in a file that is known to be missing
+        if not states.items.listing.absent:
+            raise
+        return False
 
 
 def _beside(listing: Listing) -> Listing | None:
@@ -144,7 +153,9 @@ def _trained(save: DcpSave) -> tuple[set[str], tuple[str, ...]]:
         trained = {name for states in save.optimizers for name in states.parameters()}
         for states in save.optimizers:
             states.check_fused()
-    except (UnsupportedError, InconsistentError) as error:
+    except (UnsupportedError, InconsistentError, IncompleteError) as error:
+        if isinstance(error, IncompleteError) and not save.items.listing.absent:
+            raise
         return trained, (f"The optimizer's states are not read: {error.what}.",)
     return trained, ()
 
@@ -197,10 +208,10 @@ def _steps(save: DcpSave) -> int | None:
     """Optimizer steps: of the first parameter that counts them, or an item of such a name."""
     for states in save.optimizers:
         for singles in states.singles.values():
-            if "step" in singles:
+            if "step" in singles and save.items.has(singles["step"]):
                 return step_of(states.value(singles["step"]))
     for name in ("step", "global_step", "train_state.step", "global_steps"):
-        if (item := save.metadata.items.get(name)) is not None:
+        if (item := save.metadata.items.get(name)) is not None and save.items.has(item):
             return step_of(save.items.value(item))
     return None
 
@@ -233,6 +244,12 @@ def training_of(save: DcpSave, listing: Listing) -> Training:
         precisions.most_common(1)[0][0] if precisions else F32,
         other_shapes={name: states for o in save.optimizers for name, states in o.other_shapes().items()},
     )
+
+
+def named_data(listing: Listing) -> dict[str, list[str]]:
+    """The data files that the metadata name, in their order; errors as in `read_metadata`."""
+    found = stored_in(read_metadata(listing)) if listing.matching(METADATA) else ()
+    return {name: [] for name in sorted(found, key=natural)}
 
 
 def records(listing: Listing) -> Iterator[tuple[str, list[tuple[str, int, int, int]] | ZckptError]]:

@@ -13,6 +13,7 @@ FAMILY = Family(
     read=later("fsdp.read", "read"),
     read_training=later("fsdp.read", "read_training"),
     further=(re.compile(r"extra_state_world_size_\d+_rank_\d+\.pt"),),
+    reads_absent=True,
     holds_run=False,
     resumes="by the trainer that wrote it, at this world size (for others, run zckpt to-dcp, or reshard for DeepSpeed)",
     unread_states=later("fsdp.read", "unread_states"),

@@ -7,7 +7,14 @@ from __future__ import annotations
 
 import re
 
+from zckpt.layouts.save.listing import Listing
+
 VERL = re.compile(r"(?P<kind>model|optim|extra_state)_world_size_\d+_rank_(?P<dp>\d+)\.pt")
 ANY = re.compile(
     r"(?!(?:bf16_|fp16_)?zero_pp_rank|zckpt_rank)(?P<kind>[\w.-]*?)(?<![A-Za-z])[Rr]ank[-_]?(?P<dp>\d+)[\w.-]*?\.(?:pt|pth|bin|ckpt)"
 )
+
+
+def pattern_of(listing: Listing) -> re.Pattern[str]:
+    """How rank files of a save are called."""
+    return VERL if listing.matching(VERL) else ANY

@@ -31,7 +31,8 @@ from zckpt.layouts.dcp.chunks import DcpChunk
 from zckpt.layouts.dcp.flat import FLAT
 from zckpt.layouts.dcp.metadata import BytesItem, InertValue, Metadata, Path, TensorItem
 from zckpt.layouts.dcp.state import dotted
-from zckpt.layouts.fsdp.files import ANY, VERL
+from zckpt.layouts.fsdp.files import ANY, VERL, pattern_of
+from zckpt.layouts.fsdp.lost import lost_ranks, take_lost
 from zckpt.layouts.run.training import Training
 from zckpt.layouts.run.values import missing_ranks
 from zckpt.layouts.save.cut_tensors import CutTensor, KnownFacts, Shape, class_of, cut_tensor
@@ -163,6 +164,7 @@ class RankFiles:
         for file in files:
             self._gather(file)
             there.add(file.rank)
+        there |= take_lost(listing, self._tensors, optimizer)
         self.world_size = max(len(there), math.prod(self.mesh.values()))
         if missing := sorted(set(range(self.world_size)) - set(there)):
             raise missing_ranks(listing, "rank", sorted(there), missing, self.world_size)
@@ -294,7 +296,7 @@ def _kinds(listing: Listing) -> dict[str, dict[int, str]]:
     """
     found: dict[str, dict[int, str]] = {}
     worlds: dict[int, str] = {}
-    pattern = VERL if listing.matching(VERL) else ANY
+    pattern = pattern_of(listing)
     for name in listing.files:
         if (match := pattern.fullmatch(name)) and match["kind"] != "extra_state":
             found.setdefault(match["kind"], {})[int(match["dp"])] = name
@@ -308,7 +310,7 @@ def _kinds(listing: Listing) -> dict[str, dict[int, str]]:
         found = {kind: names for kind, names in found.items() if _holds_cut(listing, next(iter(names.values())))}
     world_size = max(next(iter(worlds), 0), *(max(names) + 1 for names in found.values()))
     for kind, names in found.items():
-        if missing := sorted(set(range(world_size)) - set(names)):
+        if missing := sorted(set(range(world_size)) - {*names, *lost_ranks(listing, pattern, kind)}):
             raise missing_ranks(listing, kind.strip("._-") or "rank", sorted(names), missing, world_size)
     return dict(sorted(found.items(), key=lambda item: (item[0] != _MODEL, natural(item[0]))))
 

@@ -13,5 +13,7 @@ FAMILY = Family(
     match=_read.match,
     read=_read.read,
     fallback=True,
+    reads_absent=True,
+    named_data=_read.named_data,
     unread_states=_read.unread_states,
 )

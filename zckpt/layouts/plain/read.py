@@ -113,11 +113,36 @@ def _role(ref: TensorRef) -> Role:
     return "parameter" if ref.dtype.kind in ("float", "complex") else "buffer"
 
 
+def named_data(listing: Listing) -> dict[str, list[str]]:
+    """The shards that an index names, each with the tensors that it says are in it; errors as in `read`."""
+    name = next(_candidates(listing), "")
+    return _indexed(listing, name) if name.endswith(".index.json") else {}
+
+
 def _shards(listing: Listing, index_name: str) -> list[str]:
+    """The shards that are there.
+
+    Raises:
+        IncompleteError: one is missing, and is not known to be.
+    """
+    shards = _indexed(listing, index_name)
+    missing = [shard for shard in shards if shard not in listing.files and shard not in listing.absent]
+    if missing:
+        raise IncompleteError(
+            "shards are missing", file=listing.directory, found=examples(missing),
+            remedy="Copy them to this directory.", expected="all shards that the index names",
+        )  # fmt: skip
+    return [shard for shard in shards if shard in listing.files]
+
+
+def _indexed(listing: Listing, index_name: str) -> dict[str, list[str]]:
+    """Shard -> names of its tensors."""
     path = listing.files[index_name]
     try:
         index = json.loads(path.read())
-        shards = sorted(set(index["weight_map"].values()))
+        shards: dict[str, list[str]] = {shard: [] for shard in sorted(set(index["weight_map"].values()))}
+        for tensor, shard in index["weight_map"].items():
+            shards[shard].append(tensor)
         said = index.get("metadata")
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CorruptError(
@@ -135,12 +160,6 @@ def _shards(listing: Listing, index_name: str) -> list[str]:
                 "the index names a file outside its directory", file=path, found=f"{shard!r:.80}",
                 remedy="Do not use these weights unless you know who made them.",
             )  # fmt: skip
-    missing = [shard for shard in shards if shard not in listing.files]
-    if missing:
-        raise IncompleteError(
-            "shards are missing", file=listing.directory, found=examples(missing),
-            remedy="Copy them to this directory.", expected="all shards that the index names",
-        )  # fmt: skip
     return shards
 
 

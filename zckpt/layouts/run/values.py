@@ -52,7 +52,7 @@ def number_in(ref: TensorRef) -> int | float | bytes:
     Raises:
         CorruptError: the file ends before it.
     """
-    data = locate(ref.store.path).read(ref.dtype.itemsize, ref.byte_offset)
+    data = locate(ref.store.fellow or ref.store.path).read(ref.dtype.itemsize, ref.byte_offset)
     if len(data) < ref.dtype.itemsize:
         raise CorruptError(
             "ends too early", file=ref.store.path, found=f"no byte at {ref.byte_offset:,}", remedy=COPY_AGAIN

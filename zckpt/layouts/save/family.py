@@ -104,6 +104,10 @@ def _no_digests(listing: Listing) -> Mapping[str, str]:
     return {}
 
 
+def _no_files(listing: Listing) -> Mapping[str, list[str]]:
+    return {}
+
+
 def _no_names(listing: Listing) -> list[str]:
     return []
 
@@ -141,6 +145,9 @@ class Family:
             files say nothing.
         records: (path, checksummed parts or what is wrong) of each data file, where those are no containers of
             `zckpt.containers`; None where they are.
+        named_data: the data files that a save says it has, in an index or in metadata, each with the names of tensors in it that
+            nothing but that file describes; nothing where it does not say. Raises what is wrong with the index.
+        reads_absent: `read` knows what the files in `Listing.absent` held, as far as the others say it.
         unread_states: optimizer states that are there and are not read, in words; empty where there are none.
         left_out: names of tensors that neither `read` nor `read_training` gives.
         holds_run: a save with optimizer states has a place for the schedules, counters and settings of the run too.
@@ -169,6 +176,8 @@ class Family:
     every_rank: bool = True
     facts: Callable[[Listing, str], RankFacts] | None = None
     records: Callable[[Listing], Iterator[tuple[str, list[Record] | ZckptError]]] | None = None
+    named_data: Callable[[Listing], Mapping[str, list[str]]] = _no_files
+    reads_absent: bool = False
     unread_states: Callable[[Listing], str] = _no_states
     left_out: Callable[[Listing], list[str]] = _no_names
     digests: Callable[[Listing], Mapping[str, str]] = _no_digests

@@ -93,12 +93,15 @@ class Listing:
         tag: the tag; empty for files that have none.
         files: file name -> where it is, in natural order; those of a universal checkpoint's parameters below `zero/`.
         options: facts that the files do not record.
+        absent: names of files that are missing and whose tensors are listed all the same, as far as other files say where they
+            lie: for pictures. A save that is converted has none.
     """
 
     directory: Location
     tag: str
     files: Mapping[str, Location]
     options: ReadOptions = ReadOptions()
+    absent: frozenset[str] = frozenset()
     _opened: dict[str, Container] = field(default_factory=dict[str, Container], repr=False)
     _ranks: dict[tuple[str, int], list[tuple[int, str]]] = field(
         default_factory=dict[tuple[str, int], "list[tuple[int, str]]"], repr=False

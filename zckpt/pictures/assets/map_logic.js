@@ -84,7 +84,9 @@ const zckptMap = (data) => {
     return -1;
   };
 
-  const room = (side, file) => side.files.bytes[file] || side.files.expected[file];
+  /* Whether a file is gone, so that what is drawn in it is what it would hold. */
+  const isGone = (side, file) => file >= 0 && ["missing", "empty", "unreadable", "other save"].includes(side.files.states[file]);
+  const room = (side, file) => (isGone(side, file) ? Math.max(side.files.bytes[file], side.files.expected[file]) : side.files.bytes[file] || side.files.expected[file]);
   /* Bytes of the largest file in each column; groups with the same columns are one grid, so it is that of all of them. */
   const columnBytes = (side, group) => {
     side.columns = side.columns || new Map();
@@ -165,7 +167,7 @@ const zckptMap = (data) => {
   };
 
   /* Tensors whose names have every word (or match a glob), of a role and dtype (null: of any), in an order. */
-  const search = (query, { role = null, dtype = null, order = "model" } = {}) => {
+  const search = (query, { role = null, dtype = null, lacking = false, order = "model" } = {}) => {
     const words = query.toLowerCase().split(/\s+/).filter(Boolean).map((word) => {
       if (!/[*?]/.test(word)) return (name) => name.includes(word);
       const pattern = word.replace(/[.+^${}()|[\]\\]/g, "\\$&").replace(/\*+/g, ".*").replace(/\?/g, ".");
@@ -174,7 +176,7 @@ const zckptMap = (data) => {
     });
     const found = [];
     for (let t = 0; t < names.length; t += 1)
-      if ((role === null || data.tensors.roles[t] === role) && (dtype === null || data.tensors.dtypes[t] === dtype) && words.every((has) => has(lower[t])))
+      if ((role === null || data.tensors.roles[t] === role) && (dtype === null || data.tensors.dtypes[t] === dtype) && (!lacking || lost(data.sides[0], t)) && words.every((has) => has(lower[t])))
         found.push(t);
     if (order === "size") found.sort((a, b) => bytesOf(b) - bytesOf(a) || a - b);
     if (order === "name") found.sort((a, b) => (lower[a] < lower[b] ? -1 : lower[a] > lower[b] ? 1 : a - b));
@@ -188,6 +190,9 @@ const zckptMap = (data) => {
     if (layer) for (const piece of piecesOf(layer, t)) found.set(piece.file, (found.get(piece.file) || 0) + piece.count * piece.rows);
     return [...found];
   };
+
+  /* How many of a tensor's weights lie in files that are gone. */
+  const lost = (side, t) => shares(side, t).reduce((all, [file, numel]) => all + (isGone(side, file) ? numel : 0), 0);
 
   const indexes = (number, shape) => {
     const found = [];
@@ -266,13 +271,13 @@ const zckptMap = (data) => {
     const found = side.layers.map(() => 0);
     side.layers.forEach((layer, number) => {
       const tensors = layer.tensors === null ? layer.pieces.map((_, t) => t) : layer.tensors;
-      for (const t of tensors) for (const piece of piecesOf(layer, t)) if (piece.file >= 0) found[number] += piece.count * piece.rows * itemsize(layer, t);
+      for (const t of tensors) for (const piece of piecesOf(layer, t)) if (piece.file >= 0 && !isGone(side, piece.file)) found[number] += piece.count * piece.rows * itemsize(layer, t);
     });
     return found;
   };
 
   return {
-    data, names, shapeOf, numelOf, dtypeOf, bytesOf, grouped, count, size, visible, piecesOf, itemsize, endOf, segmentsOf, segmentAt, geometry, lineAt, search,
+    data, names, shapeOf, numelOf, dtypeOf, bytesOf, grouped, count, size, visible, piecesOf, itemsize, endOf, segmentsOf, segmentAt, geometry, lineAt, search, isGone, room, lost,
     shares, partOf, rectangles, layerNumber, homeOf, contents,
   };
 };

@@ -257,22 +257,23 @@
         this.side.layers.forEach((layer, number) => {
           for (const piece of map.piecesOf(layer, t)) {
             if (!pieces.has(piece.file)) pieces.set(piece.file, []);
-            pieces.get(piece.file).push([piece.byte, map.endOf(piece, map.itemsize(layer, t)), tones[tone](this.side, number, t)]);
+            const paint = map.isGone(this.side, piece.file) ? colours.bad : tones[tone](this.side, number, t);
+            pieces.get(piece.file).push([piece.byte, map.endOf(piece, map.itemsize(layer, t)), paint]);
           }
         });
         context.globalAlpha = 0.72;
         context.fillStyle = colours.card;
         for (const line of lines) for (const cell of line.cells || []) {
-          if (this.side.files.states[cell.file] !== "ok") continue;
+          if (this.side.files.states[cell.file] !== "ok" && !pieces.has(cell.file)) continue;
           context.fillRect(cell.x - 1, line.y - 1, cell.width + 2, line.height + 2);
         }
         context.globalAlpha = 1;
         for (const line of lines) for (const cell of line.cells || []) {
-          if (this.side.files.states[cell.file] !== "ok") continue;
-          context.strokeStyle = colours.line;
+          if (this.side.files.states[cell.file] !== "ok" && !pieces.has(cell.file)) continue;
+          context.strokeStyle = map.isGone(this.side, cell.file) ? colours.bad : colours.line;
           context.lineWidth = 1;
           context.strokeRect(cell.x + 0.5, line.y + 0.5, Math.max(1, cell.width - 1), line.height - 1);
-          const scale = cell.width / (this.side.files.bytes[cell.file] || 1);
+          const scale = cell.width / (map.room(this.side, cell.file) || 1);
           for (const [lo, hi, paint] of pieces.get(cell.file) || []) {
             const width = Math.max(3, (hi - lo) * scale);
             const x = Math.min(cell.x + lo * scale, cell.x + cell.width - 3);
@@ -301,7 +302,7 @@
       if (!line || line.kind !== "row" || y > line.y + line.height) return null;
       const cell = line.cells.find((own) => x >= own.x - 1 && x <= own.x + own.width + 1);
       if (!cell) return null;
-      const bytes = this.side.files.bytes[cell.file];
+      const bytes = map.room(this.side, cell.file);
       const segments = map.segmentsOf(this.side, cell.file);
       const near = ((x - cell.x) / cell.width) * bytes;
       let segment = map.segmentAt(segments, near);
@@ -389,7 +390,7 @@
       const lines_ = this.about(cell, cursor.segment);
       say(map.visible(lines_.join(". ")));
       const bounds = this.box.getBoundingClientRect();
-      const x = cursor.segment < 0 ? cell.x : cell.x + (segments.lo[cursor.segment] / (this.side.files.bytes[cell.file] || 1)) * cell.width;
+      const x = cursor.segment < 0 ? cell.x : cell.x + (segments.lo[cursor.segment] / (map.room(this.side, cell.file) || 1)) * cell.width;
       tip(lines_, bounds.left + x, bounds.top + line.y - this.box.scrollTop + line.height, cursor.segment >= 0);
       this.light();
     }
@@ -464,8 +465,10 @@
     const shape = map.shapeOf(t);
     const tied = data.aliases.filter(([, own]) => own === names[t]).map(([dropped]) => dropped);
     $("detail-title").replaceChildren(quoted(names[t]));
+    const gone = map.lost(data.sides[0], t);
+    const lacks = gone ? [made("span", { class: "chip lacks" }, `lacks ${count(gone, "element")}`)] : [];
     const facts = [`shape [${shape.join(", ")}]`, map.dtypeOf(t)[0], data.roles[data.tensors.roles[t]], count(map.numelOf(t), "element"), size(map.bytesOf(t))];
-    const parts = [made("p", { class: "chips" }, ...facts.map((fact) => made("span", { class: "chip" }, fact)), ...tied.map((name) => made("span", { class: "chip" }, "also called ", quoted(name))))];
+    const parts = [made("p", { class: "chips" }, ...lacks, ...facts.map((fact) => made("span", { class: "chip" }, fact)), ...tied.map((name) => made("span", { class: "chip" }, "also called ", quoted(name))))];
     const pictured = made("div", { class: "matrices" });
     data.sides.forEach((side) => { if (side.layers.length) pictured.append(matrix(side, t)); });
     parts.push(pictured);
@@ -473,6 +476,24 @@
     const close = made("button", { type: "button" }, "Let it go");
     close.addEventListener("click", () => keep(-1));
     box.replaceChildren($("detail-title"), ...parts, close);
+  };
+  /* Red stripes, for what is gone. */
+  const hatch = (context) => {
+    const tile = made("canvas");
+    tile.width = 8;
+    tile.height = 8;
+    const own = tile.getContext("2d");
+    own.fillStyle = colours["bad-back"];
+    own.fillRect(0, 0, 8, 8);
+    own.strokeStyle = colours.bad;
+    own.lineWidth = 2;
+    for (const x of [-8, 0, 8]) {
+      own.beginPath();
+      own.moveTo(x - 2, 10);
+      own.lineTo(x + 10, -2);
+      own.stroke();
+    }
+    return context.createPattern(tile, "repeat");
   };
   const matrix = (side, t) => {
     const shape = map.shapeOf(t);
@@ -492,10 +513,11 @@
     context.fillStyle = colours.sunk;
     context.fillRect(0, 0, width, height);
     const held = [];
+    const hatched = hatch(context);
     for (const piece of map.piecesOf(side.layers[0], t)) {
       const number = holderOf(side, piece.file);
       if (!held.includes(piece.file)) held.push(piece.file);
-      context.fillStyle = holder(number);
+      context.fillStyle = map.isGone(side, piece.file) ? hatched : holder(number);
       for (const [x, y, w, h] of map.rectangles(piece, columns)) {
         const right = ((x + w) / columns) * width;
         const bottom = ((y + h) / rows) * height;
@@ -503,9 +525,10 @@
       }
     }
     const keys = made("ul", { class: "legend" }, ...held.slice(0, HOLDERS).map((file) => {
-      const key = made("i", { class: "key", "aria-hidden": "true" });
-      key.style.background = holder(holderOf(side, file));
-      return made("li", {}, key, quoted(map.homeOf(side, file)));
+      const gone = map.isGone(side, file);
+      const key = made("i", { class: gone ? "key bad" : "key", "aria-hidden": "true" });
+      if (!gone) key.style.background = holder(holderOf(side, file));
+      return made("li", {}, key, quoted(`${map.homeOf(side, file)}${gone ? `: ${side.files.states[file]}` : ""}`));
     }));
     if (held.length > HOLDERS) keys.append(made("li", {}, `and ${count(held.length - HOLDERS, "more file")}`));
     const said = shape.length > 1 ? `${grouped(rows)} rows, ${count(columns, "column")}` : count(columns, "element");
@@ -518,8 +541,10 @@
       all += 1;
       if (found.length >= MOST_PIECES) continue;
       const bytes = piece.count * piece.rows * map.itemsize(layer, t);
-      const cells = [layer.name, map.partOf(piece, map.shapeOf(t)), map.homeOf(side, piece.file), piece.file < 0 ? "" : side.files.names[piece.file], piece.file < 0 ? "" : grouped(piece.byte), size(bytes)];
-      found.push(made("tr", {}, ...cells.map((cell, n) => made("td", n > 3 ? { class: "number" } : {}, quoted(cell)))));
+      const gone = map.isGone(side, piece.file);
+      const home = `${map.homeOf(side, piece.file)}${gone ? `: ${side.files.states[piece.file]}` : ""}`;
+      const cells = [layer.name, map.partOf(piece, map.shapeOf(t)), home, piece.file < 0 ? "" : side.files.names[piece.file], piece.file < 0 || gone ? "" : grouped(piece.byte), size(bytes)];
+      found.push(made("tr", gone ? { class: "wrong" } : {}, ...cells.map((cell, n) => made("td", n > 3 ? { class: "number" } : {}, quoted(cell)))));
     }
     const heads = ["What", "Part", "Held by", "File", "From byte", "Size"];
     const head = made("tr", {}, ...heads.map((name, n) => made("th", { scope: "col", ...(n > 3 ? { class: "number" } : {}) }, name)));
@@ -535,7 +560,9 @@
       $("role").append(made("option", { value: "" }, "any role"), ...[...used.role].sort().map((n) => made("option", { value: n }, data.roles[n])));
       const own = [...new Set(data.tensors.dtypes)];
       $("dtype").append(made("option", { value: "" }, "any dtype"), ...own.map((n) => made("option", { value: n }, data.dtypes[n][0])));
-      for (const id of ["search", "role", "dtype", "order"]) $(id).addEventListener("input", () => this.search());
+      const anyGone = data.sides[0].files.names.some((_, file) => map.isGone(data.sides[0], file));
+      $("lacking").hidden = !anyGone || !names.some((_, t) => map.lost(data.sides[0], t));
+      for (const id of ["search", "role", "dtype", "order", "lacking"]) $(id).addEventListener("input", () => this.search());
       $("search").addEventListener("keydown", (event) => {
         if (event.key === "ArrowDown") {
           event.preventDefault();
@@ -565,7 +592,7 @@
 
     search() {
       const number = (id) => ($(id).value === "" ? null : Number($(id).value));
-      this.found = map.search($("search").value, { role: number("role"), dtype: number("dtype"), order: $("order").value });
+      this.found = map.search($("search").value, { role: number("role"), dtype: number("dtype"), lacking: $("lacking").value === "1", order: $("order").value });
       const bytes = this.found.reduce((all, t) => all + map.bytesOf(t), 0);
       const of = this.found.length === names.length ? "" : ` of ${grouped(names.length)}`;
       $("found").textContent = `${grouped(this.found.length)}${of} ${names.length === 1 ? "tensor" : "tensors"}, ${size(bytes)}`;
@@ -603,7 +630,9 @@
       const canvas = made("canvas", { class: "held", "aria-hidden": "true" });
       const held = map.shares(data.sides[0], t);
       this.share(canvas, held, t);
-      const told = held.length === 1 ? map.homeOf(data.sides[0], held[0][0]) : count(held.length, "file");
+      const lost = held.filter(([file]) => map.isGone(data.sides[0], file)).length;
+      const all = held.length === 1 ? map.homeOf(data.sides[0], held[0][0]) : count(held.length, "file");
+      const told = lost ? `${all}, ${lost === held.length ? "gone" : `${lost} gone`}` : all;
       const line = made("div", {
         class: `line${t === kept ? " kept" : ""}`, role: "row", "aria-rowindex": n + 2, "aria-selected": t === kept, "data-tensor": t, tabindex: n === this.row ? 0 : -1,
       },
@@ -626,7 +655,7 @@
       let x = 0;
       for (const [file, numel] of held) {
         const part = (numel / all) * width;
-        context.fillStyle = holder(holderOf(data.sides[0], file));
+        context.fillStyle = map.isGone(data.sides[0], file) ? hatch(context) : holder(holderOf(data.sides[0], file));
         context.fillRect(x, 0, part > 3 ? part - 1 : part, 10);
         x += part;
       }

@@ -1,0 +1,147 @@
+"""A save that lacks files, as far as the files that are there say what would lie where: for `checkpoint_map`.
+
+[Note: what is taken for a missing file] A save of torch.distributed.checkpoint says in its metadata what every file holds, an
+index of safetensors at least the names; of DTensors and ShardedTensors the other ranks' parts leave what the missing rank had. In
+ZeRO and its kin, files of one kind that ranks of the same model-parallel rank write are built alike; so there a file that is
+missing, empty, damaged or of another save is taken to be built as one of its fellows, the largest or else the smallest,
+if that gives a save without contradictions: all checks of the layout stay. Nothing but headers is read, and of a file that is
+gone there is never more than a picture.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from zckpt import layouts
+from zckpt.base.errors import ZckptError
+from zckpt.core.catalog import Catalog
+from zckpt.jobs.inspection import Inspection
+from zckpt.jobs.open import strip_wrappers
+from zckpt.jobs.rank_files import Cell, Grid, other_files
+from zckpt.layouts.places import Place
+from zckpt.layouts.save.listing import Listing, natural
+from zckpt.pictures.pieces import PieceLayer, repeated
+from zckpt.pictures.rows import GONE, FileGrid
+from zckpt.storage.location import Location
+from zckpt.storage.stand_in import StandIn
+
+
+@dataclass(frozen=True, slots=True)
+class Incomplete:
+    """What is known of a save that lacks files.
+
+    Attributes:
+        place: the save, with a file for each that is gone.
+        raw: its catalog as it is saved.
+        catalog: the same under the names of the model.
+        unseen: names of tensors of which only the missing file is known -> that file.
+    """
+
+    place: Place
+    raw: Catalog
+    catalog: Catalog
+    unseen: Mapping[str, str] = field(default_factory=dict[str, str])
+
+
+def incomplete(inspection: Inspection) -> Incomplete | None:
+    """The catalog of a save of which files are gone; None where the others do not say what these held.
+
+    Args:
+        inspection: of the save; without a catalog.
+    """
+    unseen = {tensor: name for name, tensors in inspection.lost.items() for tensor in tensors}
+    for listing in _attempts(inspection.place.listing, inspection.grid, inspection.lost):
+        try:
+            raw = layouts.family_of(listing).read(listing)
+        except (ZckptError, OSError):
+            continue
+        return Incomplete(replace(inspection.place, listing=listing), raw, strip_wrappers(raw)[0], unseen)
+    return None
+
+
+def _attempts(listing: Listing, grid: Grid, lost: Collection[str]) -> Iterator[Listing]:
+    """Ways to read the save without what is gone: files that are known to be absent, or others that stand in for them."""
+    gone: dict[tuple[int, str], list[str]] = {}
+    sound: dict[tuple[int, str], list[Cell]] = {}
+    extra: set[str] = set()
+    for mp_rank, rows in grid.items():
+        for kind, cell in ((kind, cell) for cells in rows.values() for kind, cell in cells.items()):
+            if cell.state == "ok":
+                sound.setdefault((mp_rank, kind), []).append(cell)
+            elif cell.state in GONE and (name := cell.file or cell.lost):
+                gone.setdefault((mp_rank, kind), []).append(name)
+            elif cell.state == "extra":
+                extra.add(cell.file)
+    names = {*lost, *(name for names in gone.values() for name in names)}
+    there = {name: where for name, where in listing.files.items() if name not in names | extra}
+
+    def of(files: Mapping[str, Location], absent: Collection[str] = ()) -> Listing:
+        return Listing(listing.directory, listing.tag, files, listing.options, frozenset(absent))
+
+    if layouts.family_by_names(listing).reads_absent:
+        yield of(there, names)
+        return
+    staged = any(
+        file.kind.startswith("layer") for file in other_files(listing)
+    )  # model-parallel ranks hold different layers
+    tried: list[dict[str, str]] = []
+    for choose in (max, min):
+        chosen: dict[str, str] = {}
+        for (mp_rank, kind), own in gone.items():
+            elsewhere = (
+                [] if staged else [cell for (_, other), cells in sound.items() if other == kind for cell in cells]
+            )
+            fellows = sound.get((mp_rank, kind)) or elsewhere
+            if fellows:
+                chosen |= dict.fromkeys(own, choose(fellows, key=lambda cell: cell.nbytes).file)
+        if chosen not in tried:
+            tried.append(chosen)
+            found = {name: StandIn(listing.where(name).path, listing.files[own]) for name, own in chosen.items()}
+            yield of({name: {**there, **found}[name] for name in sorted((*there, *found), key=natural)})
+
+
+@dataclass(frozen=True, slots=True)
+class Lack:
+    """What a tensor lacks.
+
+    Attributes:
+        tensor: its number.
+        numel: elements that lie in files that are gone.
+        pieces: first element and elements of each run in those files, its rows and the elements from one row to the next.
+        files: numbers of these files, in the order of the elements.
+        spare: the model's own copy, often in half precision, is whole.
+    """
+
+    tensor: int
+    numel: int
+    pieces: tuple[tuple[int, int, int, int], ...]
+    files: tuple[int, ...]
+    spare: bool
+
+
+def lacking(layers: Sequence[PieceLayer], grid: FileGrid) -> list[Lack]:
+    """The tensors of which weights lie in files that are gone."""
+    gone = {number for number, file in enumerate(grid.files) if file.gone}
+    if not gone or not layers:
+        return []
+    copies = next((layer.pieces for layer in layers if layer.purpose == "module"), {})
+    found: list[Lack] = []
+    for tensor, (_, pieces) in layers[0].pieces.items():
+        own = [piece for piece in repeated(pieces) if piece[0] in gone]
+        if own:
+            numel = sum(piece[3] * piece[4] for piece in own)
+            spare = tensor in copies and not any(piece[0] in gone for piece in repeated(copies[tensor][1]))
+            places = tuple((piece[2], piece[3], piece[4], piece[5]) for piece in own)
+            found.append(Lack(tensor, numel, places, tuple(dict.fromkeys(piece[0] for piece in own)), spare))
+    return found
+
+
+def make_room(layers: Sequence[PieceLayer], grid: FileGrid) -> None:
+    """Files that are gone become at least as long as what would lie in them."""
+    for layer in layers:
+        for dtype, pieces in layer.pieces.values():
+            for file, byte, _, many, rows, _, pitch, step in repeated(pieces):
+                if file >= 0 and grid.files[file].gone:
+                    end = byte + ((rows - 1) * pitch + (many - 1) * step + 1) * dtype.itemsize
+                    grid.files[file].expected = max(grid.files[file].expected, end)

@@ -1,0 +1,93 @@
+"""What a save that lacks files lacks of its tensors, in words: for the page of a map, and for the terminal."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+
+from zckpt.base.words import count, joined, size
+from zckpt.pictures.checkpoint_map import CheckpointMap
+from zckpt.pictures.incomplete import Lack
+from zckpt.pictures.page import text
+
+_MOST_FILES, _MOST_TENSORS, _MOST_PARTS = 20, 50, 3
+
+
+def lacks_said(found: CheckpointMap) -> str:
+    """In a sentence or two, how much of how many tensors is in files that are gone; empty where that is not known."""
+    if not found.grid.wrong or found.inspection.catalog is None:
+        return ""
+    lacks = found.lacking
+    numel = sum(lack.numel for lack in lacks)
+    nbytes = sum(lack.numel * found.tensors[lack.tensor].dtype.itemsize for lack in lacks)
+    said = []
+    if lacks:
+        of = f"{len(lacks):,} of {count(len(found.tensors), 'tensor')}"
+        held = f"{count(numel, 'element')} of the weights ({size(nbytes)}) lie only there"
+        said.append(f"As the other files say, {held}: {of} {'lacks' if len(lacks) == 1 else 'lack'} some.")
+        if spare := sum(lack.spare for lack in lacks):
+            these = "all of them" if spare == len(lacks) else count(spare, "tensor")
+            said.append(f"The weights as the model itself uses them are whole for {these}.")
+    elif not found.unseen:
+        said.append("As the other files say, no element of the weights lies only there.")
+    if found.unseen:
+        said.append(f"Of {count(len(found.unseen), 'further tensor')} only the names are known.")
+    return " ".join(said)
+
+
+def part_said(found: CheckpointMap, lack: Lack) -> str:
+    """Which part of a tensor is gone: `rows 12 to 17 of [64, 32]`."""
+    shape = found.tensors[lack.tensor].shape
+    width = math.prod(shape[1:])
+    if lack.numel == math.prod(shape):
+        return f"all of {list(shape)}"
+    parts = []
+    for start, many, rows, pitch in lack.pieces[:_MOST_PARTS]:
+        whole_rows = bool(width) and start % width == 0 and many % width == 0 and (rows == 1 or pitch == many)
+        if whole_rows:
+            first, last = start // width, (start + many * rows) // width - 1
+            what = "row" if len(shape) > 1 else "element"
+            parts.append(f"{what} {first:,}" if first == last else f"{what}s {first:,} to {last:,}")
+        else:
+            parts.append(f"{count(many * rows, 'element')} from {start:,} on")
+    if len(lack.pieces) > _MOST_PARTS:
+        parts.append(f"{len(lack.pieces) - _MOST_PARTS:,} more parts")
+    return f"{joined(parts)} of {list(shape)}"
+
+
+def wrong_section(found: CheckpointMap, states: Mapping[str, str]) -> Iterator[str]:
+    """The files that are not as they should be, and what tensors lack for it, as HTML; nothing where all is well."""
+    if not (wrong := found.grid.wrong):
+        return
+    yield '<section class="card alarm" aria-labelledby="wrong-title"><h2 id="wrong-title">What is wrong</h2><ul>'
+    for file in wrong[:_MOST_FILES]:
+        state = states.get(file.state, file.state)
+        yield f"<li><b>{text(state)}</b>: <bdi>{text(file.name)}</bdi> "
+        yield f"<span class='soft'><bdi>{text(file.reason)}</bdi></span></li>"
+    yield "</ul>"
+    if len(wrong) > _MOST_FILES:
+        yield f"<p>And {len(wrong) - _MOST_FILES:,} more, in the table below.</p>"
+    if said := lacks_said(found):
+        yield f"<p>{text(said)}</p>"
+    if found.lacking or found.unseen:
+        yield '<details><summary>What tensors lack</summary><div class="scroll" tabindex="0" role="region" '
+        yield 'aria-label="What tensors lack"><table><thead><tr><th scope="col">Tensor</th><th scope="col">Lacks</th>'
+        yield '<th scope="col">In</th></tr></thead><tbody>'
+        for name, part, files in _rows(found):
+            cells = "".join(f"<td><bdi>{text(cell)}</bdi></td>" for cell in (part, files))
+            yield f'<tr><th scope="row"><bdi class="mono">{text(name)}</bdi></th>{cells}</tr>'
+        yield "</tbody></table></div></details>"
+        left = len(found.lacking) + len(found.unseen) - _MOST_TENSORS
+        if left > 0:
+            yield f"<p>And {left:,} more: zckpt map --json lists all.</p>"
+    yield "</section>"
+
+
+def _rows(found: CheckpointMap) -> Iterator[tuple[str, str, str]]:
+    left = _MOST_TENSORS - min(len(found.lacking), _MOST_TENSORS)
+    for lack in found.lacking[:_MOST_TENSORS]:
+        files = [found.grid.files[number].name for number in lack.files[:_MOST_PARTS]]
+        more = [f"{len(lack.files) - _MOST_PARTS:,} more"] if len(lack.files) > _MOST_PARTS else []
+        yield found.tensors[lack.tensor].name, part_said(found, lack), joined(files + more)
+    for name, file in list(found.unseen.items())[:left]:
+        yield name, "all of it", file
