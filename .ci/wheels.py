@@ -1,5 +1,8 @@
 """Builds zckpt's wheels and its sdist into dist/, for all platforms, on one Linux machine: `make wheels`.
 
+With --here only the wheel of this machine and this Python, the sdist and the wheel without the engine, by this machine's own
+compiler: `make wheels-here`.
+
 The compiler is zig's clang, from the package ziglang: it carries the C libraries of all platforms and the macOS headers. One
 wheel per platform serves CPython 3.12 and later (abi3); 3.10 and 3.11 have one each. A version's headers come from its
 interpreter on this machine; a version without one is left out, and the last line says so. Headers of CPython differ between
@@ -63,16 +66,21 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--platform", action="append", choices=PLATFORMS, help="only this one (may be repeated)")
     parser.add_argument("--python", action="append", choices=VERSIONS, help="only for this version (may be repeated)")
+    parser.add_argument("--here", action="store_true", help="only what this machine and this Python need")
     parser.add_argument("--out", type=Path, default=ROOT / "dist", help="where the files go")
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
     lacking: list[str] = []
+    if options.here:
+        for path in (here(options.out), without_engine(options.out), sdist(options.out)):
+            print(path.relative_to(options.out.parent), f"{path.stat().st_size / 2**20:.1f} MiB", flush=True)
+        return 0
     for version in options.python or VERSIONS:
         found = interpreter(version)
         if found is None:
             lacking.append(version)
             continue
-        python = prepared(found, version)
+        python = prepared(found, version, "ziglang")
         for name in options.platform or PLATFORMS:
             wheel = build(python, version, PLATFORMS[name], options.out)
             print(wheel.relative_to(options.out.parent), f"{wheel.stat().st_size / 2**20:.1f} MiB", flush=True)
@@ -98,14 +106,14 @@ def interpreter(version: str) -> Path | None:
     return None
 
 
-def prepared(base: Path, version: str) -> Path:
-    """The Python of an environment with what a build needs."""
+def prepared(base: Path, version: str, *further: str) -> Path:
+    """The Python of an environment with what a build needs, and these packages."""
     home = WORK / f"python{version}"
     python = home / "bin" / "python"
     if not (home / "ready").exists():
         run(str(base), "-m", "venv", "--clear", str(home))
         run(str(python), "-m", "pip", "--disable-pip-version-check", "install", "-qU", "-c", str(ROOT / "constraints.txt"),
-            "pip", "scikit-build-core", "nanobind", "ziglang", "wheel", "ninja", "cmake", "build")  # fmt: skip
+            "pip", "scikit-build-core", "nanobind", "wheel", "ninja", "cmake", "build", *further)  # fmt: skip
         (home / "ready").touch()
     return python
 
@@ -137,6 +145,17 @@ def build(python: Path, version: str, platform: Platform, out: Path) -> Path:
         sys.exit(f"the engine did not build for {platform.target}: run the same pip wheel with -v")
     run(str(python), "-m", "wheel", "tags", "--remove", "--platform-tag", platform.tag, str(wheel))
     (wheel,) = made.glob("*.whl")
+    return Path(shutil.move(wheel, out / wheel.name))
+
+
+def here(out: Path) -> Path:
+    """The wheel for this machine alone, which says so (`linux_x86_64`), as `pip wheel .` makes it."""
+    python, made = prepared(Path(sys.executable), "-here"), WORK / "here"
+    shutil.rmtree(made, ignore_errors=True)
+    wheel_of_tree(python, made, f"build-dir={WORK / 'here-build'}")
+    (wheel,) = made.glob("*.whl")
+    if "-none-" in wheel.name:
+        sys.exit("the engine did not build with this machine's compiler: run pip wheel -v .")
     return Path(shutil.move(wheel, out / wheel.name))
 
 

@@ -117,6 +117,7 @@ class Items:
                 f"an item {item.name!r} is in a file that is missing",
                 file=self.file,
                 found=f"no file {places[0].file!r}",
+                remedy="Copy that file here from the node that wrote it, or use another save.",
             )
         return self.open(places)[places[0]]
 

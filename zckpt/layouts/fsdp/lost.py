@@ -50,7 +50,11 @@ def gaps(size: Shape, boxes: Sequence[Box], *, of_several: bool = True) -> list[
         fine = [at for low, high in itertools.pairwise(marks) for at in range(low, high, max(1, longest))]
         cuts.append([*fine, extent])
     if math.prod(len(marks) for marks in cuts) > _MOST_CELLS:
-        raise IncompleteError("the parts of a tensor are too many to say which are missing")
+        raise IncompleteError(
+            "the parts of a tensor are too many to say which are missing",
+            found=f"{len(boxes):,} parts in {len(size)} dimensions",
+            remedy="Copy the missing files here, or use another save.",
+        )
     taken = {
         cell
         for offsets, sizes in boxes
@@ -89,7 +93,11 @@ class LostFiles:
         """
         left = gaps(size, boxes, of_several=len(self.ranks) > 1)
         if len(self.ranks) > 1 and len(left) > len(self.ranks):
-            raise IncompleteError(f"it is not known which rank held which part of {name!r}")
+            raise IncompleteError(
+                f"it is not known which rank held which part of {name!r}",
+                found=f"{len(left):,} parts and {len(self.ranks)} ranks",
+                remedy="Copy the missing files here, or use another save.",
+            )
         for box, rank in zip(left, self.ranks * len(left) if len(self.ranks) == 1 else self.ranks, strict=False):
             sizes = box[1]
             stride = tuple(math.prod(sizes[dim + 1 :]) for dim in range(len(sizes)))
