@@ -33,6 +33,10 @@ from accelerate.state import AcceleratorState
 from torch import distributed as dist
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import fsdp_on_cpu
+
 from zckpt.integrations import TrainerWeights
 from zckpt.live import consolidate
 
@@ -59,8 +63,9 @@ def arguments(way: str, home: Path) -> t.TrainingArguments:
             "zero_force_ds_cpu_optimizer": False, "zero_allow_untested_optimizer": True,
         }  # fmt: skip
     if way == "fsdp2":
-        more["fsdp"] = "full_shard auto_wrap"
-        more["fsdp_config"] = {"fsdp_version": 2, "transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"],
+        fsdp_on_cpu.initialize()
+        more["fsdp"] = True
+        more["fsdp_config"] = {"version": 2, "transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"],
                                "state_dict_type": "SHARDED_STATE_DICT"}  # fmt: skip
     return t.TrainingArguments(
         str(home), per_device_train_batch_size=1, max_steps=4, save_steps=2, save_total_limit=1, report_to=[],
@@ -79,7 +84,9 @@ def train(way: str) -> dict[str, Any]:
     data = [{"input_ids": torch.arange(i, i + 8), "labels": torch.arange(i, i + 8)} for i in range(16)]
     recorder, weights = Recorder(), TrainerWeights()
     failing = TrainerWeights(dtype="bf16", directory="weights/config.json/no", on_error="log")
-    t.Trainer(model, args, train_dataset=data, callbacks=[recorder, weights, failing]).train()
+    trainer = t.Trainer(model, args, train_dataset=data, callbacks=[recorder, weights, failing])
+    trainer.train()
+    assert (way == "fsdp2") == type(model).__name__.startswith("FSDP")
     unset_hf_deepspeed_config()
     for name in ("ACCELERATE_USE_DEEPSPEED", "ACCELERATE_USE_FSDP"):
         os.environ.pop(name, None)
@@ -106,7 +113,6 @@ def main() -> None:
     rank = os.environ.get("RANK", "0")
     (HOME / f"rank_{rank}.json").write_text(json.dumps(results))
     if dist.is_initialized():
-        sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
         import gloo
 
         gloo.end()

@@ -55,7 +55,7 @@ def ds_config(stage: int, *, optimizer: bool = True) -> dict[str, Any]:
     return config
 
 
-def trainer_of(out: Path, config: dict[str, Any], *, lora: bool = False, **more: Any) -> Trainer:
+def trainer_of(out: Path, config: dict[str, Any] | None, *, lora: bool = False, **more: Any) -> Trainer:
     usual: dict[str, Any] = {
         "deepspeed": config, "max_steps": STEPS, "per_device_train_batch_size": 2, "gradient_accumulation_steps": 2,
         "save_steps": SAVED, "eval_steps": SAVED, "eval_strategy": "steps", "logging_steps": 1, "learning_rate": 5e-3,
@@ -78,12 +78,15 @@ def history(trainer: Trainer) -> list[list[float]]:
     return steps + [[one["step"], one["eval_loss"]] for one in log if "eval_loss" in one]
 
 
-def train(out: Path, config: dict[str, Any], resume: Path | None = None, **more: Any) -> dict[str, Any]:
+def train(
+    out: Path, config: dict[str, Any] | None, resume: Path | None = None, *, save_final: bool = True, **more: Any
+) -> dict[str, Any]:
     """A run, or the end of one, with the worst checkpoint loaded at the end, as this metric calls it the best."""
     trainer = trainer_of(out, config, **more)
     trainer.train(resume_from_checkpoint=None if resume is None else str(resume))
     facts = {"history": history(trainer), "best": trainer.evaluate()["eval_loss"], "steps": trainer.state.global_step}
-    trainer.save_model(str(out / "final"))
+    if save_final:
+        trainer.save_model(str(out / "final"))
     dist.barrier()
     return facts
 

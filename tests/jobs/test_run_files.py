@@ -6,10 +6,14 @@ import shutil
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import save_file
+from torch.distributed.checkpoint import FileSystemReader
 
 import zckpt
 from zckpt.jobs.open import open_catalog
 from zckpt.jobs.options import OpenOptions
+from zckpt.jobs.to_dcp import NO_SCHEDULE, OF_MODEL, OF_OPTIMIZER
 from zckpt.layouts.save.run_files import run_files
 from zckpt.storage.location import locate
 
@@ -99,3 +103,55 @@ def test_accelerates_tag_stays_what_load_state_asks_for(tmp_path: Path) -> None:
     (tmp_path / "state" / "latest").write_text("pytorch_model")
     zckpt.to_universal(tmp_path / "state", tmp_path / "out")
     assert (tmp_path / "out" / "latest_universal").read_text() == "pytorch_model"
+
+
+def test_a_directory_of_fsdp_is_one_of_fsdp_again(tmp_path: Path) -> None:
+    """What a Trainer wrote under FSDP, and what DeepSpeed wrote, where accelerate looks for it, with what a resume needs."""
+    folder = tmp_path / "run" / "checkpoint-2"
+    shutil.copytree(FIXTURES / "dcp" / "accelerate_fsdp2_w2" / "checkpoint", folder)
+    for name in TRAINERS:
+        (folder / name).write_text(f"{name} of 2")
+    report = zckpt.to_dcp(tmp_path / "run", tmp_path / "out", accelerate=True, tag="checkpoint-2")
+    assert carried(tmp_path / "out") == {name: f"{name} of 2" for name in TRAINERS} and NO_SCHEDULE not in report.notes
+    assert {p.name for p in (tmp_path / "out").iterdir() if p.is_dir()} == {OF_MODEL, OF_OPTIMIZER}
+    for part in (OF_MODEL, OF_OPTIMIZER):
+        before, after = (items_of(home / part) for home in (folder, tmp_path / "out"))
+        assert before == after, part
+    assert zckpt.verify(folder, tmp_path / "out").ok
+    zckpt.reshard(tmp_path / "out", tmp_path / "zero", world_size=3)
+    assert (tmp_path / "zero" / "latest").read_text() == "global_step2"
+    assert {"rng_state_0.pth", "trainer_state.json", "scheduler.pt"} <= carried(tmp_path / "zero").keys()
+    run = trainers_run(tmp_path / "deepspeed", TRAINERS - {"scheduler.pt"}, (2,))
+    report = zckpt.to_dcp(run, tmp_path / "of zero", accelerate=True)
+    assert NO_SCHEDULE in report.notes and "trainer_state.json" in carried(tmp_path / "of zero")
+    asked = {f"optimizer.param_groups.0.{name}" for name in torch.optim.AdamW([torch.zeros(1)]).param_groups[0]}
+    assert asked <= items_of(tmp_path / "of zero" / OF_OPTIMIZER).keys()
+    with pytest.raises(zckpt.UsageError, match="accelerate says itself"):
+        zckpt.to_dcp(run, tmp_path / "no", accelerate=True, optimizer="optim")
+
+
+def items_of(save: Path) -> dict[str, object]:
+    """What is in a save, as torch's own reader has it."""
+    found = FileSystemReader(save).read_metadata()
+    items = found.state_dict_metadata
+    return {name: (found.planner_data[name], getattr(items[name], "size", None)) for name in items}
+
+
+def test_an_optimizer_with_names_needs_no_order(tmp_path: Path) -> None:
+    """`FULL_STATE_DICT`: safetensors sorted by name, and states by name; the newest folder of a Trainer's run."""
+    shape = (3, 2)
+    weights = {name: torch.randn(shape) for name in ("a", "b", "c")}
+    states = {f"_orig_mod.{n}": {"step": torch.tensor(2.0), "exp_avg": torch.randn(shape)} for n in ("c", "a", "b")}
+    groups = [{"lr": 0.1, "params": ["_orig_mod.c"]}, {"lr": 0.2, "params": ["_orig_mod.a", "_orig_mod.b"]}]
+    folder = tmp_path / "run" / "checkpoint-2"
+    (tmp_path / "run" / "checkpoint-1").mkdir(parents=True)
+    folder.mkdir()
+    save_file(weights, folder / "model.safetensors")
+    torch.save({"state": states, "param_groups": groups}, folder / "optimizer.bin")
+    found = zckpt.open_checkpoint(tmp_path / "run").states["exp_avg"]
+    assert {name: found[name].tolist() for name in found} == {
+        name: states[f"_orig_mod.{name}"]["exp_avg"].tolist() for name in weights
+    }
+    torch.save({"state": states, "param_groups": [{"params": ["_orig_mod.d"]}]}, folder / "optimizer.bin")
+    with pytest.raises(zckpt.InconsistentError, match="of other parameters than the weights"):
+        zckpt.reshard(tmp_path / "run", tmp_path / "out", world_size=1)

@@ -41,6 +41,14 @@ class StateDict(o.Group):
     optimizer: Annotated[
         str | None, o.what("--optimizer", metavar="KEY", help="Write the optimizer's state too, under this key.")
     ] = None
+    accelerate: Annotated[
+        bool,
+        o.what(
+            "--accelerate",
+            help="Write what accelerate's load_state and transformers' Trainer resume from under FSDP: pytorch_model_fsdp_0 and "
+            "optimizer_0.",
+        ),
+    ] = False
     names: Annotated[
         str | None,
         o.what(
@@ -239,6 +247,8 @@ def words_of(planned: PlannedConversion, dtype: str) -> Words:
 
 def _loader(planned: PlannedConversion, files: set[str]) -> str:
     """How a person loads the output."""
+    from zckpt.jobs.to_dcp import OF_OPTIMIZER
+
     out = planned.out
     if planned.order.single:
         weights = (
@@ -247,6 +257,10 @@ def _loader(planned: PlannedConversion, files: set[str]) -> str:
             else "torch.load({!r}, weights_only=True)"
         )
         return weights.format(out)
+    if f"{OF_OPTIMIZER}/.metadata" in files:
+        trainers = f"trainer.train(resume_from_checkpoint={out!r})"
+        load = trainers if "trainer_state.json" in files else f"accelerator.load_state({out!r})"
+        return f"{load}, under FSDP with SHARDED_STATE_DICT"
     if ".metadata" in files:
         return f"torch.distributed.checkpoint.load(state_dict, checkpoint_id={out!r})"
     if any(".lora_" in name for name in planned.catalog):

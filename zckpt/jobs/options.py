@@ -148,10 +148,12 @@ class DcpOptions(Options):
         config: the model's config or the path of its `config.json`, for `names`; None for the one beside the checkpoint.
         vocab_size: words of the vocabulary, for `names`; None for what config, run and tokenizer say.
         max_file_bytes: of a data file, unless one chunk is larger.
+        accelerate: whether weights and optimizer are saves of their own, where accelerate looks for those of FSDP.
     """
 
     under: str = "model"
     optimizer: str | None = None
+    accelerate: bool = False
     names: str | None = None
     config: str | Mapping[str, Any] | None = None
     vocab_size: int | None = None
@@ -160,6 +162,11 @@ class DcpOptions(Options):
     def __post_init__(self) -> None:
         Options.__post_init__(self)
         file_bytes(self.max_file_bytes, "max_file_bytes")
+        if self.accelerate and (self.under != "model" or self.optimizer is not None or self.names is not None):
+            raise UsageError(
+                "accelerate says itself what the keys of the weights and of the optimizer are",
+                found="--accelerate with --under, --optimizer or --names", remedy="Leave these out, or leave --accelerate out.",
+            )  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -38,6 +38,21 @@ from zckpt.naming.writers import Naming, named
 from zckpt.output.checks import check_path
 from zckpt.storage.location import locate
 
+OF_MODEL = "pytorch_model_fsdp_0"
+OF_OPTIMIZER = "optimizer_0"
+"""Directories of accelerate's first model and optimizer. Source: accelerate 1.15, utils/fsdp_utils.py."""
+
+NO_SCHEDULE = (
+    "The Trainer's directory has no scheduler.pt, because DeepSpeed had the schedule in its own files. Without that file the "
+    "Trainer loads no optimizer under FSDP: save a new schedule's state there, at the same step."
+)
+
+_OF_ADAMW: dict[str, object] = {
+    "amsgrad": False, "maximize": False, "foreach": None, "capturable": False, "differentiable": False, "fused": None,
+    "decoupled_weight_decay": True,
+}  # fmt: skip
+"""Settings of torch's AdamW that DeepSpeed's Adam has not, as `torch.optim.AdamW(params)` has them."""
+
 
 def to_dcp(
     checkpoint: str | os.PathLike[str],
@@ -46,6 +61,7 @@ def to_dcp(
     dtype: str | DType | None = None,
     under: str = "model",
     optimizer: str | None = None,
+    accelerate: bool = False,
     names: str | None = None,
     config: str | os.PathLike[str] | Mapping[str, Any] | None = None,
     vocab_size: int | None = None,
@@ -62,6 +78,8 @@ def to_dcp(
         dtype: "fp32", "fp16" or "bf16" for floating parameters; None leaves every tensor as the checkpoint has it.
         under: the state dict's key for the weights, by default what torch's examples and accelerate call it; empty for its top.
         optimizer: its key for the optimizer's states and groups; None leaves them out.
+        accelerate: write `pytorch_model_fsdp_0/` and `optimizer_0/`, from which accelerate's `load_state` and transformers'
+            `Trainer.train(resume_from_checkpoint=OUT)` go on under FSDP; not together with `under`, `optimizer` or `names`.
         names: whose names the tensors get: "torchtitan", "megatron-core" or another scheme, "hf" or "hf:NAME"; None keeps them.
         config: the model's config.json for `names`, if there is none beside the checkpoint.
         vocab_size: words of the vocabulary, behind which the input has rows of padding, for `names`.
@@ -87,7 +105,7 @@ def to_dcp(
     options = options or Options()
     chosen = extended(
         options, DcpOptions, dtype=None if dtype is None else to_dtype(dtype), under=under, optimizer=optimizer,
-        names=names, config=config if config is None or isinstance(config, Mapping) else os.fspath(config),
+        accelerate=accelerate, names=names, config=config if config is None or isinstance(config, Mapping) else os.fspath(config),
         vocab_size=vocab_size, tag=tag or options.tag, also=also or options.also,
     )  # fmt: skip
     return carried_out(prepare(checkpoint, out, chosen), progress, "to dcp", began)
@@ -104,15 +122,22 @@ def prepare(checkpoint: str | os.PathLike[str], out: str | os.PathLike[str], opt
     catalog = form.catalog
     if options.dtype is not None:
         opened.check_read(catalog.tensors.values())
-    save = DcpWriter(options.max_file_bytes)
+    save = other = DcpWriter(options.max_file_bytes)
+    if options.accelerate:
+        save = DcpWriter(options.max_file_bytes, directory=OF_MODEL)
+        other = DcpWriter(options.max_file_bytes, directory=OF_OPTIMIZER)
     key = _path(options.under)
     for name, entry in catalog.tensors.items():
         save.tensor((*key, name), entry, output_dtype(entry, options.dtype))
     for dropped, kept in catalog.aliases.items():
         save.again((*key, dropped), (*key, kept))
-    if options.optimizer is not None:
-        _add_optimizer(save, _path(options.optimizer), key, opened, stripped, catalog, options)
+    optimizer = "optimizer" if options.accelerate else options.optimizer
+    if optimizer is not None:
+        _add_optimizer(other, _path(optimizer), key, opened, stripped, catalog, options)
     files, pairs = save.finish()
+    if other is not save:
+        more, moved = other.finish()
+        files, pairs = [*files, *more], [*pairs, *moved]
     usual = options.dtype or usual_dtype(catalog.tensors.values())
     if (config := config_file(opened.place.home, usual, opened.config(form.config))) is not None:
         files.append(config)
@@ -120,7 +145,11 @@ def prepare(checkpoint: str | os.PathLike[str], out: str | os.PathLike[str], opt
     copies, _ = run_files(home, map(locate, options.also))
     copies = [*companions(home), *copies]
     order = order_for(options, Plan(tuple(files), pairs), place, catalog, copies, form.recorded)
-    return PlannedConversion(opened, order, opened.catalog.source.notes + notes + form.notes, options)
+    notes += form.notes
+    carried = {name for _, name in copies}
+    if options.accelerate and "trainer_state.json" in carried and "scheduler.pt" not in carried:
+        notes += (NO_SCHEDULE,)
+    return PlannedConversion(opened, order, opened.catalog.source.notes + notes, options)
 
 
 def _renamed(catalog: Catalog, opened: Opened, options: DcpOptions) -> tuple[Formed, DcpOptions]:
@@ -196,11 +225,19 @@ def _add_optimizer(
             found=f"--optimizer {dotted(key)!r}",
             remedy="Pass --under, such as --under model, or another --optimizer.",
         )
+    complete = options.accelerate and layouts.family_of(opened.place.listing).tagged
     for number, group in enumerate(training.groups):
-        for setting, value in group.settings.items():
-            if setting != "params":
-                _add_value(save, (*key, "param_groups", number, setting), value)
+        for setting, value in _settings(group, complete=complete).items():
+            _add_value(save, (*key, "param_groups", number, setting), value)
         save.value((*key, "param_groups", number, "params"), [names[name] for name in group.names])
+
+
+def _settings(group: ParameterGroup, *, complete: bool) -> dict[str, object]:
+    """A group's settings without its parameters; `complete`: with all that accelerate asks for, if DeepSpeed's Adam has fewer."""
+    found = {setting: value for setting, value in group.settings.items() if setting != "params"}
+    if complete and {"exp_avg", "exp_avg_sq"} <= {*group.states} and "lr" in found:
+        found = {**_OF_ADAMW, "initial_lr": found["lr"], **found}
+    return found
 
 
 def _add_states(

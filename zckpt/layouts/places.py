@@ -279,17 +279,16 @@ def _home(look: _Look) -> Place | None:
 
 
 def _trainers(look: _Look) -> Place | None:
-    """A trainer's output: the newest of its `checkpoint-N` folders that holds saves."""
+    """A trainer's output: the newest of its `checkpoint-N` folders that holds saves, or plain weights if it has none itself."""
     folders = _directories(look, trainers.FOLDER)
-    for newest in reversed(folders):
-        inner = look.path / newest
-        names = listed(inner)
-        if _pointer(names) or _tags(inner, names, ()):
-            place = find(inner, look.tag, look.also)
-            several = f"{count(len(folders), 'folder')} of a trainer's checkpoints"
-            note = f"{look.path!r} holds {several}: the newest, {newest!r}, is taken."
-            return replace(place, notes=(note, *place.notes))
-    return None
+    held = [look.path / name for name in reversed(folders)]
+    saves = (one.name for one in held if _pointer(names := listed(one)) or _tags(one, names, ()))
+    alone = (one.name for one in held if not _has_weights(look.names) and _has_weights(listed(one)))
+    if (newest := next(saves, None) or next(alone, None)) is None:
+        return None
+    place = find(look.path / newest, look.tag, look.also)
+    note = f"{look.path!r} holds {count(len(folders), 'folder')} of a trainer's checkpoints: the newest, {newest!r}, is taken."
+    return replace(place, notes=(note, *place.notes))
 
 
 def _by_trainer(look: _Look) -> Place | None:
@@ -343,9 +342,11 @@ def _several(look: _Look) -> Place | None:
 
 def _weights(look: _Look) -> Place | None:
     """Files that are read where there is nothing else."""
-    if any(family.fallback and family.is_save(look.names) for family in layouts.FAMILIES):
-        return Place(_listing(look.path, "", look.also), look.path)
-    return None
+    return Place(_listing(look.path, "", look.also), look.path) if _has_weights(look.names) else None
+
+
+def _has_weights(names: Sequence[str]) -> bool:
+    return any(family.fallback and family.is_save(names) for family in layouts.FAMILIES)
 
 
 def _listing(directory: Location, tag: str, also: Sequence[Location]) -> Listing:

@@ -20,7 +20,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from zckpt.base.errors import InconsistentError, UnsupportedError, ZckptError
-from zckpt.base.words import count
+from zckpt.base.words import count, examples
 from zckpt.containers import TensorRef
 from zckpt.core.catalog import Catalog, TensorEntry, Topology
 from zckpt.layouts.numbered.files import OptimizerFiles, find
@@ -147,6 +147,8 @@ def _named(files: OptimizerFiles, catalog: Catalog, listing: Listing) -> _Optimi
     Raises:
         IncompleteError, UnsupportedError: as in `read_training`.
     """
+    if files.whole and (named := _by_names(*files.whole, catalog)) is not None:
+        return named
     parts = [files.whole] if files.whole else [files.ranks[rank] for rank in sorted(files.ranks)]
     if files.ranks and (missing := sorted(set(range(max(files.ranks))) - set(files.ranks))):
         raise missing_ranks(listing, "optimizer", sorted(files.ranks), missing, 1 + max(files.ranks))
@@ -172,6 +174,36 @@ def _named(files: OptimizerFiles, catalog: Catalog, listing: Listing) -> _Optimi
         found=f"{count(total, 'number')} in {count(len(groups[0]), 'group')}, for {count(len(catalog.tensors), 'tensor')}",
         expected="the model's parameters in order, in groups that their shapes tell apart", remedy=_WEIGHTS_ALONE,
     )  # fmt: skip
+
+
+def _by_names(file: str, state: Mapping[str, object], catalog: Catalog) -> _Optimizer | None:
+    """The optimizer of a state dict that has names itself, as FSDP's `optim_state_dict` gives it; None for numbers.
+
+    Source: torch 2.13, distributed/checkpoint/state_dict.py `get_optimizer_state_dict`, distributed/fsdp
+    `optim_state_dict`; accelerate 1.15, utils/fsdp_utils.py (`FULL_STATE_DICT`: `optimizer.bin`).
+
+    Raises:
+        InconsistentError: the weights have no parameter of such a name, or of its states' shape.
+    """
+    groups = [(as_list(group.get("params")), group) for group in _groups(state)]
+    said = [name for names, _ in groups for name in names]
+    if not said or not all(isinstance(name, str) for name in said):
+        return None
+    own = {own_name(name): name for name in (*catalog.aliases, *catalog.tensors)}
+    own = {name: catalog.aliases.get(whole, whole) for name, whole in own.items()}
+    held = {own_name(str(name)): value for name, value in as_mapping(state["state"], "state", file).items()}
+    wrong = [name for name in map(own_name, map(str, said)) if name not in own]
+    shapes = ((name, _extent(held.get(name))) for name in own)
+    wrong += [name for name, shape in shapes if shape not in (None, catalog.tensors[own[name]].shape)]
+    if wrong:
+        raise InconsistentError(
+            "optimizer states are of other parameters than the weights", file=file,
+            found=f"{count(len(wrong), 'parameter')} such as {examples(wrong)}",
+            expected="names and shapes of the weights beside it",
+            remedy="Give the file of the weights that were saved with it, such as pytorch_model_fsdp.bin.",
+        )  # fmt: skip
+    named = {own[name]: value for name, value in held.items() if name in own and isinstance(value, Mapping)}
+    return _Optimizer([([own[own_name(str(name))] for name in names], group) for names, group in groups], named)
 
 
 _PACKED = "__bnb_optimizer_quant_state__"
