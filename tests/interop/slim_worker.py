@@ -3,7 +3,8 @@
     torchrun .. slim_worker.py JOBS.json
 
 JOBS is an object: `place` (a directory), and `jobs`: `stage`, `drop` (of what `slim` may leave out), `load` (arguments of
-DeepSpeed's `load_checkpoint`), `then` (a method of its optimizer that is called after it, or nothing). Rank 0 writes
+DeepSpeed's `load_checkpoint`), `then` (a method of its optimizer that is called after it, or nothing), `universal` (whether the
+save is made universal first). Rank 0 writes
 `JOBS.json.told`: for each job the losses before the save and after the load, the same of the next step, and the largest
 difference of the fp32 weights, absolute and against those that were rounded to bf16.
 """
@@ -23,7 +24,7 @@ from gloo_ranks import gloo_ranks
 SAVED_AT = 3
 
 
-def engine_of(stage: int, seed: int) -> Any:
+def engine_of(stage: int, seed: int, **config: Any) -> Any:
     import deepspeed
 
     torch.manual_seed(0)
@@ -35,7 +36,7 @@ def engine_of(stage: int, seed: int) -> Any:
                     parameter.mul_(0.5)
     optimizer = torch.optim.AdamW(groups_of(model), lr=0.01)
     engine, *_ = deepspeed.initialize(
-        model=model, optimizer=optimizer, config=config_of({"stage": stage, "precision": "bf16"})
+        model=model, optimizer=optimizer, config=config_of({"stage": stage, "precision": "bf16"}) | config
     )
     return engine
 
@@ -83,14 +84,20 @@ def main() -> None:
                 masters = masters_of(engine)
                 references[stage] = (next_losses(engine), masters)
                 engine.destroy()
-            slim = place / f"{stage}-{'-'.join(job['drop'])}"
+            universal = {"checkpoint": {"load_universal": True}} if job["universal"] else {}
+            slim = place / f"{stage}-{'-'.join(job['drop'])}{'-universal' if universal else ''}"
             if dist.get_rank() == 0 and not slim.exists():
+                import zckpt
                 from zckpt.jobs.options import SlimOptions
                 from zckpt.jobs.slim import execute, prepare
 
-                execute(prepare(place / str(stage), slim, SlimOptions(drop=job["drop"])))
+                source = place / str(stage)
+                if universal:
+                    source = place / f"{stage} universal"
+                    zckpt.to_universal(place / str(stage), source, progress=False)
+                execute(prepare(source, slim, SlimOptions(drop=job["drop"])))
             dist.barrier()
-            engine = engine_of(stage, 1)
+            engine = engine_of(stage, 1, **universal)
             path, _ = engine.load_checkpoint(str(slim), **job["load"])
             assert path is not None, job
             if job.get("then"):

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -27,14 +29,20 @@ MORE: list[tuple[int, list[str], dict[str, bool], str, str]] = [
     (3, ["frozen"], LENIENT, "", "exact"),
     (0, ["optimizer"], {"load_optimizer_states": False}, "", "exact"),
 ]
+UNIVERSAL: list[tuple[int, list[str], dict[str, bool], str, str]] = [
+    (1, ["optimizer"], {}, "", "exact"),
+    (2, ["optimizer"], {}, "", "exact"),
+    (3, ["optimizer"], {"load_optimizer_states": False}, "", "rounded"),
+]
 """Stage, what is left out, how DeepSpeed loads it, what is called then, and what the fp32 weights are."""
 
 
 @pytest.mark.xdist_group("resume")
 def test_deepspeed_loads_what_remains(tmp_path: Path) -> None:
-    cases = [*JOBS, *(MORE if os.environ.get("ZCKPT_PROOFS") else ())]
+    cases = [*JOBS, *([*MORE, *UNIVERSAL] if os.environ.get("ZCKPT_PROOFS") else ())]
     jobs: list[dict[str, Any]] = [
-        {"stage": stage, "drop": drop, "load": load, "then": then} for stage, drop, load, then, _ in cases
+        {"stage": stage, "drop": drop, "load": load, "then": then, "universal": number >= len(JOBS) + len(MORE)}
+        for number, (stage, drop, load, then, _) in enumerate(cases)
     ]
     path = tmp_path / "jobs.json"
     path.write_text(json.dumps({"place": str(tmp_path), "jobs": jobs}))
@@ -45,3 +53,36 @@ def test_deepspeed_loads_what_remains(tmp_path: Path) -> None:
         if "optimizer" not in drop:  # the run goes on as if nothing had happened
             assert told["found"] == told["wanted"], job
         assert bool(told["masters"]) == (stage > 0) and told[masters] == 0, (job, told)
+
+
+MEGATRON = """
+import os, sys, torch
+os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="0", RANK="0", WORLD_SIZE="1")
+torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+from megatron.core import dist_checkpointing
+before, after = map(dist_checkpointing.load_plain_tensors, sys.argv[1:])
+gone = before.keys() - after.keys()
+assert gone and all("optimizer." in name and ".param." not in name for name in gone), gone
+assert after and after.keys() < before.keys() and any(".param." in name for name in after)
+tensors = [name for name, value in after.items() if isinstance(value, torch.Tensor)]
+assert all(after[name].equal(before[name]) for name in tensors) and any("linear_qkv" in name for name in tensors)
+common = [dist_checkpointing.load_common_state_dict(place) for place in sys.argv[1:]]
+assert common[0].keys() == common[1].keys() and common[0]
+print("equal", flush=True)
+os._exit(0)
+"""
+
+
+@pytest.mark.skipif("ZCKPT_PROOFS" not in os.environ, reason="make proofs runs it")
+@pytest.mark.parametrize("name", ["moe_ep2", "model_space_tp2_dp2_0_12"])
+def test_megatron_core_loads_what_remains(name: str, tmp_path: Path) -> None:
+    """By its own loader: every item but moments and what an optimizer has beside them."""
+    from zckpt.jobs.options import SlimOptions
+    from zckpt.jobs.slim import execute, prepare
+
+    source = Path(__file__).parents[2] / "fixtures" / "mcore" / name / "checkpoint"
+    execute(prepare(source, tmp_path / "out", SlimOptions(drop=("optimizer",))))
+    assert (tmp_path / "out" / "latest_checkpointed_iteration.txt").read_text() == "2"
+    homes = [str(home / "iter_0000002") for home in (source, tmp_path / "out")]
+    done = subprocess.run([sys.executable, "-c", MEGATRON, *homes], capture_output=True, text=True, check=False)
+    assert "equal" in done.stdout, done.stderr[-2000:]

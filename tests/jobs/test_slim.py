@@ -26,6 +26,8 @@ CASES = [
     ("ranks/fsdp2_w2", ("optimizer",)),
     ("optimizers/oss_ranks_w3", ("optimizer",)), ("trainers/lightning_w1", ("optimizer",)),
     ("fairscale/fairseq_w3", ("optimizer",)), ("dcp/fsdp2_flat_w4", ("optimizer",)), ("dcp/accelerate_fsdp2_w2", ("optimizer",)),
+    ("mcore/moe_ep2", ("optimizer",)), ("mcore/model_space_tp2_dp2_0_12", ("optimizer",)), ("nvme/bf16_w2", ("optimizer",)),
+    ("nvme/pipelined_w2", ("optimizer",)), ("nvme/params_w2", ("optimizer",)),
 ]  # fmt: skip
 
 
@@ -104,8 +106,11 @@ def test_what_cannot_be_left_out(tmp_path: Path) -> None:
         ("dcp/fsdp2_nested_w2", ("frozen",), UnsupportedError),
         ("dcp/fsdp2_nested_w2", (), UsageError),
         ("dcp/huggingface_w2", ("optimizer",), UnsupportedError),
-        ("nvme/bf16_w2", ("optimizer",), UnsupportedError),
-        ("mcore/moe_ep2", ("optimizer",), UnsupportedError),
+        ("nvme/bf16_w2", ("module-weights",), UnsupportedError),
+        ("mcore/moe_ep2", ("frozen",), UnsupportedError),
+        ("mcore/buckets", ("optimizer",), UnsupportedError),  # which hold the fp32 weights too
+        ("mcore/gathered_dp2_0_12", ("optimizer",), UnsupportedError),
+        ("mcore/stages_tp2_pp2", ("optimizer",), UsageError),  # has none
         ("megatron_legacy/hf_llama_tp2", ("optimizer",), UnsupportedError),
     ):
         with pytest.raises(kind):
@@ -170,3 +175,34 @@ def test_shards_that_hold_a_whole_vector(tmp_path: Path) -> None:
         again = torch.load(tmp_path / "out" / file, weights_only=True)
         assert same_bits(again[name], flat[500 * n : 500 * n + 500]) and same_bits(again["odd"], flat[n::7][:10])
         assert again[name].untyped_storage().nbytes() == 2000
+
+
+@pytest.mark.parametrize("name", ["zero2/groups_w3", "zero3/tied_frozen_w2", "tensor/zero1_tp2_dp2"])
+def test_a_universal_save_without_moments(name: str, tmp_path: Path) -> None:
+    """Weights, buffers, frozen parameters and settings stay, and the files that stay are the very same."""
+    zckpt.to_universal(FIXTURES / name / "checkpoint", tmp_path / "in", progress=False)
+    planned = slim(tmp_path / "in", tmp_path / "out", "optimizer")
+    before, after = open_catalog(tmp_path / "in").catalog, open_catalog(tmp_path / "out").catalog
+    assert before.tensors.keys() == after.tensors.keys() and dict(before.aliases) == dict(after.aliases)
+    assert all(same_bits(read_tensor(before[n], "pt"), read_tensor(after[n], "pt")) for n in before.tensors)
+    assert before.source.optimizer_states and not after.source.optimizer_states
+    old, new = ({p.relative_to(home) for p in home.rglob("*.pt")} for home in (tmp_path / "in", tmp_path / "out"))
+    assert new < old and all((tmp_path / "in" / f).read_bytes() == (tmp_path / "out" / f).read_bytes() for f in new)
+    assert {path.stem for path in old - new} <= {"exp_avg", "exp_avg_sq", "step"}
+    assert planned.dropped["optimizer"] == sum((tmp_path / "in" / file).stat().st_size for file in old - new)
+    for what in ("module-weights", "frozen"):
+        with pytest.raises(UnsupportedError, match="by the model files in it"):
+            prepare(tmp_path / "in", tmp_path / "no", SlimOptions(drop=(what,)))
+
+
+def test_swap_files_of_masters_stay(tmp_path: Path) -> None:
+    """With the attribute that names them, which torch reads without running code; stale buffers are not written."""
+    checkpoint = FIXTURES / "nvme" / "pipelined_w2" / "checkpoint"
+    slim(checkpoint, tmp_path / "out", "optimizer")
+    swapped = {path.name for path in (tmp_path / "out").rglob("*.swp")}
+    assert swapped == {p.name for p in checkpoint.rglob("*.swp") if not p.name.startswith("exp_avg")}
+    for path in checkpoint.rglob("*optim_states.pt"):
+        found = torch.load(tmp_path / "out" / path.relative_to(checkpoint), weights_only=False)["optimizer_state_dict"]
+        wanted = torch.load(path, weights_only=False)["optimizer_state_dict"]
+        labels = [[vector.ds_id for vector in one["fp32_flat_groups"]] for one in (found, wanted)]
+        assert labels[0] == labels[1] and all(not vector.numel() for vector in found["fp32_flat_groups"])

@@ -7,13 +7,16 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
 from functools import partial
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from zckpt.cli import options as o
 from zckpt.cli.declared import command
 from zckpt.cli.written import Words, finish
+
+if TYPE_CHECKING:
+    from zckpt.jobs.slim import PlannedSlim
 
 _rules = partial(typer.Option, rich_help_panel="Which saves stay")
 Run = Annotated[str, typer.Argument(metavar="RUN", help="Directory that holds the run's saves.", show_default=False)]
@@ -133,13 +136,19 @@ def slim(
     dropped = tuple(dict.fromkeys(each.value for each in drop or ()))
     planned = prepare(ckpt, out, o.chosen(SlimOptions, source, speed, writing, drop=dropped))
     facts: dict[str, object] = {"dropped": dict(planned.dropped), "saved_bytes": planned.saved_bytes}
-    words = Words(described(planned), _loaded(planned.out, planned.stage, dropped), facts)
+    words = Words(described(planned), _loaded(planned, dropped), facts)
     finish(planned, words, began, writing, shown, execute)
 
 
-def _loaded(out: str, stage: int | None, dropped: tuple[str, ...]) -> Callable[[set[str]], str]:
+def _loaded(planned: PlannedSlim, dropped: tuple[str, ...]) -> Callable[[set[str]], str]:
     """How the smaller save is loaded, as a line."""
-    if stage is None:
+    out, layout = planned.out, planned.catalog.source.layout
+    if layout == "megatron-core":
+        return lambda files: f"load it with Megatron-Core, without an optimizer: --load {out} --no-load-optim"
+    if layout == "universal":
+        states = ", load_optimizer_states=False" if planned.stage == 3 else ""
+        return lambda files: f"load with engine.load_checkpoint({out!r}{states}), load_universal set in the config"
+    if planned.stage is None:
         by_items = f"load it with torch.distributed.checkpoint.load into a state dict without the optimizer, from {out}"
         others = f"load the weights as before, from {out}"
         return lambda files: by_items if any(name.endswith(".metadata") for name in files) else others

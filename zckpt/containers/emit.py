@@ -168,9 +168,17 @@ class _Emitter:
         self.parts.append(b"tb")
 
     def tensor(self, spec: TensorSpec) -> None:
-        """Writes `function(storage, 0, shape, stride, False, OrderedDict()[, dtype])`."""
+        """Writes `function(storage, 0, shape, stride, False, OrderedDict()[, dtype])`.
+
+        Of a tensor with attributes, `_rebuild_from_type_v2(function, Tensor, (those arguments), attributes)`.
+        """
         dtype = spec.dtype
+        if spec.attributes:
+            self.name("torch._tensor", "_rebuild_from_type_v2")
+            self.parts.append(b"(")
         self.name("torch._utils", "_rebuild_tensor_v2" if dtype.storage else "_rebuild_tensor_v3")
+        if spec.attributes:
+            self.name("torch", "Tensor")
         self.parts.append(b"(")
         self.storage(dtype, self.keys[spec.name], spec.numel)
         self.parts.append(b"K\x00")
@@ -181,7 +189,10 @@ class _Emitter:
         self.parts.append(b")R")
         if not dtype.storage:
             self.name("torch", dtype.torch_name)
-        self.parts.append(b"tR")
+        self.parts.append(b"t" if spec.attributes else b"tR")
+        if spec.attributes:
+            self.value(dict(spec.attributes))
+            self.parts.append(b"tR")
 
     def storage(self, dtype: DType, key: str, numel: int) -> None:
         """Writes a persistent id: ("storage", class, key, "cpu", numel); `numel` in bytes if the dtype has no storage class."""

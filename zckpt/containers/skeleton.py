@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from zckpt.base.errors import UsageError
 from zckpt.base.words import examples
@@ -17,11 +17,12 @@ from zckpt.core.plan import Checksum
 
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
-    """Name, dtype and shape of a tensor to be written."""
+    """Name, dtype and shape of a tensor to be written, and attributes that Python code set on it, if any."""
 
     name: str
     dtype: DType
     shape: tuple[int, ...]
+    attributes: Mapping[str, str] | None = field(default=None, compare=False)
 
     @property
     def numel(self) -> int:

@@ -14,13 +14,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from zckpt.base.errors import InconsistentError, UnsupportedError, UsageError, ZckptError
 from zckpt.base.progress import JobWatch
 from zckpt.base.words import count, examples, joined, size
-from zckpt.containers import Container, TensorRef, TensorSpec
-from zckpt.containers.storages import placeholders_in, tensors_in, waste_of
+from zckpt.containers import Container, TensorRef
+from zckpt.containers.storages import placeholders_in, tensors_in
 from zckpt.core.catalog import Catalog, TensorEntry
 from zckpt.core.fragments import FileStore
 from zckpt.core.plan import OutputFile, Plan, literal_file
@@ -30,27 +30,18 @@ from zckpt.jobs.open import Opened, open_catalog
 from zckpt.jobs.options import SlimOptions
 from zckpt.jobs.planned import Planned, Report, protected
 from zckpt.jobs.planned import execute as written
+from zckpt.jobs.slim_files import Cut, place_of, slimmed, swapped_in, swapped_states
 from zckpt.jobs.slim_items import fewer_items
-from zckpt.layouts import family_of, megatron_core, universal
+from zckpt.layouts import family_of, universal
 from zckpt.layouts.save.companions import companions
-from zckpt.layouts.save.listing import EXPERT_NAME, SWAPPED, Listing
+from zckpt.layouts.save.listing import EXPERT_NAME, SWAP_NAME, UNIVERSAL_POINTER, Listing
 from zckpt.layouts.save.module_states import whole
-from zckpt.layouts.zero.torch_files import Pair, TorchFile, copied
+from zckpt.layouts.universal.files import is_state
+from zckpt.layouts.zero.torch_files import Pair, copied
 from zckpt.output.checks import check_path
 from zckpt.output.order import Order
 from zckpt.output.signature import signing_of
 from zckpt.storage.location import locate
-
-_MOST_DEPTH = 40
-_INSTEAD = {
-    megatron_core.FAMILY.name: "Run zckpt to-mcore, which writes the weights alone for Megatron-Core (--no-load-optim), or "
-    "zckpt to-dcp, which writes them for torch.distributed.checkpoint.",
-    universal.FAMILY.name: "Keep it whole: it is there to carry an optimizer's states to another run. For a save without them "
-    "run zckpt slim on the save that it was made of; for the weights alone run zckpt to-fp32.",
-}
-"""What to do with layouts that cannot be made smaller."""
-_Place = tuple[str, int, int]
-"""File, byte offset of the first element, byte offset behind the last."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,33 +61,6 @@ class PlannedSlim(Planned):
     stage: int | None
 
 
-@dataclass(slots=True)
-class _Cut:
-    """What is left out of the files, and what was.
-
-    Attributes:
-        optimizer: whether the optimizer's states are.
-        frozen: whether frozen parameters are.
-        places: what is left out -> places of its tensors.
-        same: place of a tensor -> the tensor that is equal to it.
-        bytes: what was left out -> bytes.
-    """
-
-    optimizer: bool
-    frozen: bool
-    places: dict[str, set[_Place]] = field(default_factory=dict[str, "set[_Place]"])
-    same: dict[_Place, TensorRef] = field(default_factory=dict["_Place", TensorRef])
-    bytes: dict[str, int] = field(default_factory=dict[str, int])
-
-    def what(self, ref: TensorRef) -> str:
-        """Why a tensor is left out; empty if it stays."""
-        place = _place(ref)
-        return next((what for what, places in self.places.items() if place in places), "")
-
-    def count(self, what: str, nbytes: int) -> None:
-        self.bytes[what] = self.bytes.get(what, 0) + nbytes
-
-
 def prepare(checkpoint: str | os.PathLike[str], out: str | os.PathLike[str], options: SlimOptions) -> PlannedSlim:
     """Everything but the work. Writes nothing.
 
@@ -113,9 +77,9 @@ def prepare(checkpoint: str | os.PathLike[str], out: str | os.PathLike[str], opt
     source, place = locate(checkpoint), locate(out)
     opened = open_catalog(source, options)
     check_path(place, single=False, overwrite=options.overwrite, protected=protected(opened, source))
-    listing = opened.place.listing
-    cut = _Cut("optimizer" in options.drop, "frozen" in options.drop)
-    prefix = f"{listing.tag}/" if listing.tag and family_of(listing).tagged else ""
+    listing, family = opened.place.listing, family_of(opened.place.listing)
+    cut = Cut("optimizer" in options.drop, "frozen" in options.drop)
+    prefix = f"{listing.tag}/" if listing.tag and family.tagged else ""
     files: list[tuple[OutputFile, FileStore]] = []
     pairs: list[Pair] = []
     equal: list[tuple[TensorEntry, TensorEntry]] = []
@@ -127,12 +91,14 @@ def prepare(checkpoint: str | os.PathLike[str], out: str | os.PathLike[str], opt
     else:
         containers = _containers(opened, options)
         equal = _chosen(opened.catalog, listing, containers, cut, options)
-        left_out = _optimizer_files(listing) if cut.optimizer else set()
+        left_out = _optimizer_files(listing, containers) if cut.optimizer else set()
         for name, file in listing.files.items():
             if name in left_out:
                 cut.count("optimizer", file.size())
                 continue
-            made = _written(prefix + name, containers[name], cut) if name in containers else None
+            made = None
+            if name in containers:
+                made = slimmed(prefix + name, containers[name], cut, swapped_in(listing, name))
             made_file, filled = made or copied(prefix + name, file.store())
             files.append(made_file)
             pairs += filled
@@ -144,7 +110,8 @@ def prepare(checkpoint: str | os.PathLike[str], out: str | os.PathLike[str], opt
             remedy="Say what to leave out: --drop optimizer, module-weights or frozen.",
         )  # fmt: skip
     if prefix:
-        files.append(literal_file("latest", listing.tag.encode()))
+        pointer = UNIVERSAL_POINTER if family is universal.FAMILY else "latest"
+        files.append(literal_file(pointer, listing.tag.encode()))
     copies = companions(opened.place.home)
     if (config := opened.place.home / "config.json").is_file():
         copies.append((config, "config.json"))
@@ -183,7 +150,7 @@ def execute(
     return written(planned, progress_after(progress, read), on_note)
 
 
-def _notes(cut: _Cut) -> Iterator[str]:
+def _notes(cut: Cut) -> Iterator[str]:
     if cut.optimizer:
         yield "A run that resumes from it begins with new optimizer states."
     if cut.frozen:
@@ -198,16 +165,19 @@ def _containers(opened: Opened, options: SlimOptions) -> dict[str, Container]:
     """
     listing = opened.place.listing
     family = family_of(listing)
+    if family is universal.FAMILY:
+        if {*options.drop} - {"optimizer"}:
+            raise UnsupportedError(
+                "DeepSpeed loads a universal checkpoint by the model files in it, so that these stay whole",
+                file=listing.directory, found=f"--drop {' '.join(options.drop)}", expected="--drop optimizer",
+                remedy="Run zckpt slim on the save that it was made of.",
+            )  # fmt: skip
+        return {}
     if family.records is not None or family.directory or family.directories is not None:
         raise UnsupportedError(
             "slim cannot write this layout", file=listing.directory, found=family.name,
             expected="a save of DeepSpeed, of torch.distributed.checkpoint, rank files, or torch files of weights",
-            remedy=_INSTEAD.get(family.name, "Leave these weights as they are, or write others: zckpt to-bf16."),
-        )  # fmt: skip
-    if swapped := [name for name in listing.files if name.startswith(f"{SWAPPED}/")]:
-        raise UnsupportedError(
-            "slim cannot write saves whose optimizer was on NVMe", file=listing.directory, found=examples(swapped),
-            remedy="Run zckpt reshard first: its output has everything in the ranks' files.",
+            remedy="Leave these weights as they are, or write others: zckpt to-bf16.",
         )  # fmt: skip
     stage = opened.catalog.source.zero_stage
     if stage is None and {*options.drop} - {"optimizer"}:
@@ -242,16 +212,20 @@ def _has_objects(root: object) -> bool:
     return any(True for inner in placeholders_in(root) for _ in tensors_in(inner))
 
 
-def _optimizer_files(listing: Listing) -> set[str]:
-    """Files that hold nothing but an optimizer; DeepSpeed's hold masters too."""
+def _optimizer_files(listing: Listing, containers: Mapping[str, Container]) -> set[str]:
+    """Files that hold nothing but an optimizer's states; the optimizer files of DeepSpeed hold masters too."""
     family = family_of(listing)
+    if family is universal.FAMILY:
+        return {name for name in listing.files if is_state(name)}
+    if listing.matching(SWAP_NAME):
+        return swapped_states(listing, containers)
     if family.tagged:
         return set()
     return {file.name for file in family.named_files(listing.files) if file.kind in ("optim", "optimizer")}
 
 
 def _chosen(
-    catalog: Catalog, listing: Listing, containers: Mapping[str, Container], cut: _Cut, options: SlimOptions
+    catalog: Catalog, listing: Listing, containers: Mapping[str, Container], cut: Cut, options: SlimOptions
 ) -> list[tuple[TensorEntry, TensorEntry]]:
     """Marks the tensors that are left out; returns what must be equal for that."""
     equal: list[tuple[TensorEntry, TensorEntry]] = []
@@ -266,13 +240,13 @@ def _chosen(
         fragments = fragments if isinstance(fragments, Mapping) else {}
         if cut.frozen:
             refs = [ref for held in (module, fragments) for name, ref in held.items() if name in frozen]
-            places = {_place(ref) for ref in refs if isinstance(ref, TensorRef)}
+            places = {place_of(ref) for ref in refs if isinstance(ref, TensorRef)}
             cut.places.setdefault("frozen", set()).update(places)
             continue
         for name, ref in fragments.items():
             own = module.get(name)
             if isinstance(ref, TensorRef) and isinstance(own, TensorRef) and _are_copies(ref, own):
-                cut.same[_place(ref)] = own
+                cut.same[place_of(ref)] = own
                 equal.append((whole(str(name), own, "frozen"), whole(str(name), ref, "frozen")))
     return equal
 
@@ -283,7 +257,7 @@ def _are_copies(a: TensorRef, b: TensorRef) -> bool:
 
 
 def _module_weights(
-    catalog: Catalog, listing: Listing, roots: Sequence[Mapping[object, object]], cut: _Cut
+    catalog: Catalog, listing: Listing, roots: Sequence[Mapping[object, object]], cut: Cut
 ) -> Iterator[tuple[TensorEntry, TensorEntry]]:
     """Marks the module's own weights that masters give back.
 
@@ -311,11 +285,7 @@ def _module_weights(
         yield entry, copy
 
 
-def _place(ref: TensorRef) -> _Place:
-    return ref.store.path, ref.byte_offset, ref.byte_stop
-
-
-def _check_dropped(opened: Opened, options: SlimOptions, cut: _Cut, left_out: set[str]) -> None:
+def _check_dropped(opened: Opened, options: SlimOptions, cut: Cut, left_out: set[str]) -> None:
     """Raises UsageError for what is to be left out and is not there."""
     for what in options.drop:
         if not cut.bytes.get(what) and not (what == "optimizer" and left_out):
@@ -328,70 +298,6 @@ def _check_dropped(opened: Opened, options: SlimOptions, cut: _Cut, left_out: se
             "nothing would be left", file=opened.place.listing.directory, found="frozen parameters only",
             remedy="Leave --drop frozen out.",
         )  # fmt: skip
-
-
-# ---- files ----------------------------------------------------------------------------------------------------------------
-
-
-class _SlimFile(TorchFile):
-    """A torch file in which a tensor that has several names, or an equal copy, is one storage."""
-
-    def __init__(self, path: str, same: Mapping[_Place, TensorRef]) -> None:
-        super().__init__(path)
-        self._same = same
-        self._made: dict[object, TensorSpec] = {}
-
-    def _adopt(self, value: object, above: set[int]) -> object:
-        if not isinstance(value, TensorRef):
-            return super()._adopt(value, above)
-        ref = self._same.get(_place(value), value)
-        if ref.place not in self._made:
-            self._made[ref.place] = self.tensor(whole("", ref, "buffer"))
-        return self._made[ref.place]
-
-
-def _written(path: str, container: Container, cut: _Cut) -> tuple[tuple[OutputFile, FileStore], list[Pair]] | None:
-    """A file without what is left out and without waste; None if it has neither."""
-    refs = [ref for _, ref in tensors_in(container.root)]
-    counted = dict(cut.bytes)
-    root = _without(container.root, cut, 0)
-    if counted == cut.bytes and not waste_of(refs) and not any(_place(ref) in cut.same for ref in refs):
-        return None
-    file = _SlimFile(path, cut.same)
-    return file.finish(file.adopt(root))
-
-
-def _without(value: object, cut: _Cut, depth: int) -> object:
-    """An inert value without what is left out."""
-    if depth > _MOST_DEPTH:
-        return value
-    if isinstance(value, list | tuple) and type(value) in (list, tuple):
-        return type(value)(_without(item, cut, depth + 1) for item in value)
-    if not isinstance(value, Mapping):
-        return value
-    kept: dict[object, object] = {}
-    for key, item in value.items():
-        if isinstance(item, TensorRef) and (what := cut.what(item)):
-            cut.count(what, item.nbytes)
-        elif cut.frozen and key in ("frozen_param_shapes", "frozen_param_fragments"):
-            _count_all(item, cut, "frozen")
-            kept[key] = None  # as DeepSpeed writes it: its loader must not find an empty collection
-        elif cut.optimizer and key == "state" and "param_groups" in value:
-            _count_all(item, cut, "optimizer")
-            kept[key] = {}
-        elif cut.optimizer and key == "base_optimizer_state" and isinstance(item, list):
-            _count_all(item, cut, "optimizer")
-            kept[key] = [{} for _ in item]
-        else:
-            kept[key] = _without(item, cut, depth + 1)
-    return kept
-
-
-def _count_all(value: object, cut: _Cut, what: str) -> None:
-    """Counts the bytes of all tensors in a value, each once."""
-    refs = {ref.place: ref.nbytes for _, ref in tensors_in(value)}
-    if refs:
-        cut.count(what, sum(refs.values()))
 
 
 def described(planned: PlannedSlim) -> str:

@@ -1,22 +1,29 @@
 """Smaller saves of torch.distributed.checkpoint: without the items of the optimizer, all others as they are.
 
 For `slim`. What is left is loaded by `torch.distributed.checkpoint.load`, on any number of ranks, by a state dict without the
-optimizer. accelerate keeps the optimizer in a directory beside the model's; that one is left out.
+optimizer. accelerate keeps the optimizer in a directory beside the model's; that one is left out. Megatron-Core's saves keep the
+fp32 weights, which are items of its optimizer, and every file beside the data files; Megatron-Core loads them with
+--no-load-optim.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from zckpt.base.errors import UnsupportedError
+from zckpt.base.words import count, examples
+from zckpt.core.plan import literal_file
 from zckpt.jobs.open import Opened
 from zckpt.jobs.options import SlimOptions
-from zckpt.layouts import dcp, family_of
+from zckpt.layouts import dcp, family_of, megatron_core
 from zckpt.layouts.dcp.metadata import read_metadata
-from zckpt.layouts.dcp.smaller import Files, Pairs, nbytes_of, of_optimizers, without
+from zckpt.layouts.dcp.smaller import Files, nbytes_of, of_optimizers, without
+from zckpt.layouts.megatron_core.contents import moments_of, sorted_items
+from zckpt.layouts.run.steps import OF_MEGATRON, TRACKER
 from zckpt.layouts.save.listing import list_files
+from zckpt.layouts.zero.torch_files import Pair, copied
 
 _ACCELERATE = re.compile(r"pytorch_model_fsdp(_\d+)")
 
@@ -33,7 +40,7 @@ class FewerItems:
     """
 
     files: Files
-    pairs: Pairs
+    pairs: Sequence[Pair]
     dropped: Mapping[str, int]
     nbytes: int
 
@@ -44,19 +51,29 @@ def fewer_items(opened: Opened, options: SlimOptions) -> FewerItems | None:
     Raises:
         UnsupportedError: something else than the optimizer is to be left out, or the save is of several `.metadata` files.
     """
-    listing = opened.place.listing
-    if family_of(listing) is not dcp.FAMILY:
+    listing, family = opened.place.listing, family_of(opened.place.listing)
+    if family not in (dcp.FAMILY, megatron_core.FAMILY):
         return None
     if {*options.drop} - {"optimizer"} or ".metadata" not in listing.files:
         raise UnsupportedError(
             "slim leaves the optimizer out of such saves, and nothing else", file=listing.directory,
-            found=f"--drop {' '.join(options.drop)}" if ".metadata" in listing.files else "no .metadata",
+            found=f"{family.name}, --drop {' '.join(options.drop)}" if ".metadata" in listing.files else "no .metadata",
             expected="--drop optimizer, of a save with one .metadata: there are no module weights beside masters, and no "
             "record of what is frozen", remedy="Write the weights alone: zckpt to-dcp, with --exclude-frozen or --exclude.",
         )  # fmt: skip
     metadata = read_metadata(listing)
     nbytes = sum(file.size() for file in listing.files.values())
-    owned = of_optimizers(metadata) if "optimizer" in options.drop else frozenset[str]()
+    is_megatron = family is megatron_core.FAMILY
+    owned = frozenset[str]()
+    if "optimizer" in options.drop:
+        if is_megatron and (buckets := sorted_items(metadata).buckets):
+            raise UnsupportedError(
+                "the fp32 weights would be lost with the optimizer, because its items do not name parameters",
+                file=listing.directory, found=f"{count(len(buckets), 'item')} such as {examples(buckets)}",
+                expected="states by name, as --dist-ckpt-optim-fully-reshardable writes them",
+                remedy="Keep the save whole, or write the model's own weights alone: zckpt to-dcp.",
+            )  # fmt: skip
+        owned = moments_of(metadata) if is_megatron else of_optimizers(metadata)
     dropped = nbytes_of(metadata, owned)
     home, part = "", _ACCELERATE.fullmatch(listing.directory.name)
     if part is not None and opened.place.home != listing.directory:
@@ -65,5 +82,18 @@ def fewer_items(opened: Opened, options: SlimOptions) -> FewerItems | None:
         if "optimizer" in options.drop and beside.is_dir():
             dropped += (more := sum(file.size() for file in list_files(beside, "").files.values()))
             nbytes += more
-    files, pairs = without(listing, metadata, owned, home)
+    if is_megatron and OF_MEGATRON.fullmatch(listing.directory.absolute().name):
+        home = f"{listing.directory.absolute().name}/"
+    files, kept = without(listing, metadata, owned, home)
+    pairs: list[Pair] = [*kept]
+    if is_megatron:
+        written = {file.path for file, _ in files}
+        named = (n for n in listing.files if not n.endswith(".distcp") and n != ".metadata" and home + n not in written)
+        for name in named:
+            file, moved = copied(home + name, listing.files[name].store())
+            files.append(file)
+            pairs += moved
+    if home and is_megatron:
+        step = home.removesuffix("/").removeprefix("iter_").lstrip("0") or "0"
+        files.append(literal_file(TRACKER, step.encode()))
     return FewerItems(files, pairs, {"optimizer": dropped} if dropped else {}, nbytes)

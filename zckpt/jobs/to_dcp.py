@@ -195,7 +195,13 @@ def _path(key: str) -> Path:
 
 
 def _add_optimizer(
-    save: DcpWriter, key: Path, model_key: Path, opened: Opened, stripped: Catalog, catalog: Catalog, options: Options
+    save: DcpWriter,
+    key: Path,
+    model_key: Path,
+    opened: Opened,
+    stripped: Catalog,
+    catalog: Catalog,
+    options: DcpOptions,
 ) -> None:
     """The optimizer in the form of `get_optimizer_state_dict`: parameter -> state, and a list of groups.
 

@@ -68,7 +68,8 @@ def without(listing: Listing, metadata: Metadata, dropped: Collection[str], dire
         pairs.append((entry, replace(entry, fragments=(Fragment(store, 0, 0, at),))))
     paths: dict[str, Path] = {name: item.path for name, item in kept.items()} if metadata.nested else {}
     items = {name: _described(item, moved) for name, item in kept.items()}
-    files.append(literal_file(f"{directory}.metadata", metadata_file(items, paths)))
+    beside: dict[object, object] = {name: value for name, value in metadata.beside.items() if name in kept}
+    files.append(literal_file(f"{directory}.metadata", metadata_file(items, paths, beside)))
     return files, pairs
 
 

@@ -152,12 +152,15 @@ Described = tuple[DType, Shape, tuple[DcpChunk, ...]] | ItemPlace
 """A tensor's dtype, shape and chunks; or the place of a pickled object."""
 
 
-def metadata_file(items: Mapping[str, Described], paths: Mapping[str, Path]) -> bytes:
+def metadata_file(
+    items: Mapping[str, Described], paths: Mapping[str, Path], beside: Mapping[object, object] | None = None
+) -> bytes:
     """The pickle of torch's own `Metadata`, as torch pickles it.
 
     Args:
         items: what is in the save, by name.
         paths: name -> path in the state dict; empty for a save that has no paths.
+        beside: what Megatron-Core's planner adds of tensors, by their names; None for a save that is not its own.
     """
     described: dict[str, object] = {}
     stored: dict[object, object] = {}
@@ -181,7 +184,8 @@ def metadata_file(items: Mapping[str, Described], paths: Mapping[str, Path]) -> 
             assert isinstance(chunk.place, ItemPlace)
             stored[_index(name, chunk.offsets)] = _info(chunk.place)
     root = {"state_dict_metadata": described, "planner_data": dict(paths), "storage_data": stored}
-    return emit(_made("Metadata", {**root, "storage_meta": None, "version": "1.0.0"}), {})
+    more = {"mcore_data": beside} if beside else {}
+    return emit(_made("Metadata", {**root, "storage_meta": None, "version": "1.0.0", **more}), {})
 
 
 def cut(shape: Shape, itemsize: int, chunk_bytes: int) -> Iterator[tuple[Shape, Shape]]:

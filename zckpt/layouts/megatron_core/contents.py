@@ -77,6 +77,25 @@ def sorted_items(metadata: Metadata) -> MegatronItems:
     return found
 
 
+def moments_of(metadata: Metadata) -> frozenset[str]:
+    """The names of an optimizer's items that are not its fp32 weights: moments, steps, and objects it has beside them."""
+    return frozenset(
+        name
+        for name, item in metadata.items.items()
+        if _is_of_optimizer(name, item.path) and not _is_master(name, item.path)
+    )
+
+
+def _is_of_optimizer(name: str, path: Path) -> bool:
+    return _OF_OPTIMIZER.match(name) is not None or path[:1] == ("optimizer",)
+
+
+def _is_master(name: str, path: Path) -> bool:
+    """Whether an item holds fp32 weights: those of a parameter, or of a bucket, whose items end with the name of the state."""
+    found = _state(name, path)
+    return (name.rpartition(".")[2] if found is None else found[1]) in MASTERS
+
+
 def _state(name: str, path: Path) -> tuple[str, str] | None:
     """(parameter, state) of an item; None for one that is not a parameter's state. See [Note: names of optimizer states]."""
     if len(path) > 3 and path[:2] == ("optimizer", "state"):

@@ -16,3 +16,9 @@ def match(listing: Listing) -> str | None:
     if any(name.startswith(HOME) and name.endswith(f"/{MASTER}.pt") for name in listing.files):
         return None
     return f"no {HOME}<parameter>/{MASTER}.pt"
+
+
+def is_state(name: str) -> bool:
+    """Whether a file holds a state of one parameter, or its step: all in its directory but the fp32 weights."""
+    directory, _, file = name.removeprefix(HOME).rpartition("/")
+    return name.startswith(HOME) and bool(directory) and file.endswith(".pt") and file != f"{MASTER}.pt"
