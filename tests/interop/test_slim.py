@@ -32,7 +32,7 @@ MORE: list[tuple[int, list[str], dict[str, bool], str, str]] = [
 UNIVERSAL: list[tuple[int, list[str], dict[str, bool], str, str]] = [
     (1, ["optimizer"], {}, "", "exact"),
     (2, ["optimizer"], {}, "", "exact"),
-    (3, ["optimizer"], {"load_optimizer_states": False}, "", "rounded"),
+    (2, ["optimizer"], {"load_optimizer_states": False}, "", "exact"),
 ]
 """Stage, what is left out, how DeepSpeed loads it, what is called then, and what the fp32 weights are."""
 
@@ -62,8 +62,8 @@ torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore()
 from megatron.core import dist_checkpointing
 before, after = map(dist_checkpointing.load_plain_tensors, sys.argv[1:])
 gone = before.keys() - after.keys()
-assert gone and all("optimizer." in name and ".param." not in name for name in gone), gone
-assert after and after.keys() < before.keys() and any(".param." in name for name in after)
+assert gone and all("optimizer." in name and "param." not in name for name in gone), gone
+assert after and after.keys() < before.keys() and any("param." in name for name in after)
 tensors = [name for name, value in after.items() if isinstance(value, torch.Tensor)]
 assert all(after[name].equal(before[name]) for name in tensors) and any("linear_qkv" in name for name in tensors)
 common = [dist_checkpointing.load_common_state_dict(place) for place in sys.argv[1:]]

@@ -177,7 +177,7 @@ def test_shards_that_hold_a_whole_vector(tmp_path: Path) -> None:
         assert again[name].untyped_storage().nbytes() == 2000
 
 
-@pytest.mark.parametrize("name", ["zero2/groups_w3", "zero3/tied_frozen_w2", "tensor/zero1_tp2_dp2"])
+@pytest.mark.parametrize("name", ["zero2/groups_w3", "zero2/tied_frozen_w2", "tensor/zero1_tp2_dp2"])
 def test_a_universal_save_without_moments(name: str, tmp_path: Path) -> None:
     """Weights, buffers, frozen parameters and settings stay, and the files that stay are the very same."""
     zckpt.to_universal(FIXTURES / name / "checkpoint", tmp_path / "in", progress=False)
@@ -193,6 +193,12 @@ def test_a_universal_save_without_moments(name: str, tmp_path: Path) -> None:
     for what in ("module-weights", "frozen"):
         with pytest.raises(UnsupportedError, match="by the model files in it"):
             prepare(tmp_path / "in", tmp_path / "no", SlimOptions(drop=(what,)))
+
+
+def test_a_universal_save_of_stage_3_keeps_its_moments(tmp_path: Path) -> None:
+    zckpt.to_universal(FIXTURES / "zero3" / "bf16_w2" / "checkpoint", tmp_path / "in", progress=False)
+    with pytest.raises(UnsupportedError, match="without the optimizer's states"):
+        prepare(tmp_path / "in", tmp_path / "out", SlimOptions(drop=("optimizer",)))
 
 
 def test_swap_files_of_masters_stay(tmp_path: Path) -> None:

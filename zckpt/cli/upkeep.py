@@ -146,8 +146,7 @@ def _loaded(planned: PlannedSlim, dropped: tuple[str, ...]) -> Callable[[set[str
     if layout == "megatron-core":
         return lambda files: f"load it with Megatron-Core, without an optimizer: --load {out} --no-load-optim"
     if layout == "universal":
-        states = ", load_optimizer_states=False" if planned.stage == 3 else ""
-        return lambda files: f"load with engine.load_checkpoint({out!r}{states}), load_universal set in the config"
+        return lambda files: f"load with engine.load_checkpoint({out!r}), load_universal set in the config"
     if planned.stage is None:
         by_items = f"load it with torch.distributed.checkpoint.load into a state dict without the optimizer, from {out}"
         others = f"load the weights as before, from {out}"

@@ -172,6 +172,12 @@ def _containers(opened: Opened, options: SlimOptions) -> dict[str, Container]:
                 file=listing.directory, found=f"--drop {' '.join(options.drop)}", expected="--drop optimizer",
                 remedy="Run zckpt slim on the save that it was made of.",
             )  # fmt: skip
+        if opened.catalog.source.zero_stage == 3:
+            raise UnsupportedError(
+                "DeepSpeed's stage 3 loads no universal checkpoint without the optimizer's states", file=listing.directory,
+                found="a universal checkpoint of stage 3", expected="one of stage 1 or 2",
+                remedy="Run zckpt slim on the save that it was made of.",
+            )  # fmt: skip
         return {}
     if family.records is not None or family.directory or family.directories is not None:
         raise UnsupportedError(
