@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import functools
+import io
 import random
 import shutil
 import zipfile
 from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +19,8 @@ import torch
 
 from zckpt.base.errors import ZckptError
 from zckpt.containers import AlikePickles, NumpyArray, Placeholder, StorageRef, TensorRef, open_container, torch_zip
+from zckpt.containers.alike_items import AlikeItems
+from zckpt.containers.container import Input, open_input
 from zckpt.core.fragments import FileStore
 
 FIXTURES = Path(__file__).parents[2] / "fixtures"
@@ -149,3 +154,58 @@ def test_numbers_that_are_looked_at_are_not_holes(tmp_path: Path) -> None:
     alike = Counted(lambda: [torch_zip.pickle_of(tmp_path / "b.pt")])
     opened([tmp_path / "a.pt", tmp_path / "b.pt"], alike)
     assert alike.made == 0
+
+
+def plain(root: object) -> object:
+    """A root without the file's time, which each writing changes."""
+    return replace(root, store=None) if isinstance(root, TensorRef) else str(root)
+
+
+# -- items of torch.distributed.checkpoint ---------------------------------------------------------------------------------
+
+
+def test_files_of_one_tensor_that_differ_in_nothing_else_are_read_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Behind each other in one file, as torch.distributed.checkpoint writes them; another shape or dtype is read by itself."""
+    tensors = [torch.randn(40, 30) for _ in range(5)] + [torch.randn(30, 40), torch.randn(1200), torch.ones(1200).int()]
+    whole, places = b"", []
+    for tensor in tensors:
+        stream = io.BytesIO()
+        torch.save(tensor, stream)
+        places.append((len(whole), len(stream.getvalue())))
+        whole += stream.getvalue()
+    (tmp_path / "items").write_bytes(whole)
+    read, taken = torch_zip.read_input, []
+    monkeypatch.setattr(torch_zip, "read_input", lambda *args: taken.append(args) or read(*args))
+
+    def roots(reader: Callable[[Input], object], data: bytes) -> list[object]:
+        """What each item holds, or its error."""
+        (tmp_path / "items").write_bytes(data)
+        taken.clear()
+        roots: list[object] = []
+        with open_input(tmp_path / "items") as file:
+            for place in places:
+                try:
+                    roots.append(reader(file.part(*place, "an item")))
+                except ZckptError as error:
+                    roots.append((type(error).__name__, error.what, error.found))
+        return roots
+
+    found = roots(AlikeItems().root, whole)
+    assert len(taken) == 4
+    for tensor, ref in zip(tensors, found, strict=True):
+        assert isinstance(ref, TensorRef) and ref.shape == tuple(tensor.shape)
+        assert whole[ref.byte_offset :][: 4 * tensor.numel()] == tensor.numpy().tobytes()
+    at = places[2][0]
+    for byte in (
+        at + 3,
+        whole.index(b"PK\x01\x02", at) + 3,
+        whole.index(b"rebuild", at),
+        whole.index(b"PK\x05\x06", at) + 3,
+    ):
+        damaged = whole[:byte] + b"?" + whole[byte + 1 :]
+        by_itself = roots(lambda item: read(item).root, damaged)
+        assert not isinstance(by_itself[2], TensorRef)
+        made = roots(AlikeItems().root, damaged)
+        assert same(list(map(plain, made)), list(map(plain, by_itself)))

@@ -10,7 +10,7 @@ import os
 
 from zckpt.base.errors import IncompleteError, NotACheckpointError, UnsupportedError
 from zckpt.containers import gguf_file, safetensors_file, torch_legacy, torch_zip
-from zckpt.containers.alike import AlikeLengths, AlikePickles
+from zckpt.containers.alike import AlikePickles
 from zckpt.containers.container import Container, Input, open_input
 from zckpt.containers.inert import NumpyArray, Placeholder, brief, enum_value
 from zckpt.containers.pickles import load_pickle
@@ -18,7 +18,7 @@ from zckpt.containers.skeleton import Skeleton, TensorSpec
 from zckpt.containers.tensor_ref import StorageRef, TensorRef
 
 __all__ = [
-    "AlikeLengths", "AlikePickles", "Container", "NumpyArray", "Placeholder", "Skeleton", "StorageRef", "TensorRef",
+    "AlikePickles", "Container", "NumpyArray", "Placeholder", "Skeleton", "StorageRef", "TensorRef",
     "TensorSpec", "brief", "enum_value", "is_torch_zip", "load_pickle", "open_container",
 ]  # fmt: skip
 

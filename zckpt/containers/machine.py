@@ -209,6 +209,14 @@ class Machine:
         elif not isinstance(target, dict | list | set | TensorRef):  # attributes of these, as `_metadata`, are dropped
             raise TypeError(f"a state for a {type(target).__name__}")
 
+    def finished(self, function: Placeholder, state: object) -> object:
+        """What `call` makes of a class that is only kept, without arguments, and `build` of that and this state."""
+        made = Placeholder(
+            function.module, function.name, (), state, called=True, kwargs=_NOT_NAMED, items=_NO_ITEMS, new=True
+        )
+        finish = self.finishers.get(made.name)
+        return finish(made) if finish else made
+
     def append(self, items: list[Any]) -> None:
         """Adds items to the topmost list or set."""
         target = self.stack[-1]

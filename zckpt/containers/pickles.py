@@ -28,6 +28,7 @@ from zckpt.containers.inert import NumpyArray, Placeholder
 from zckpt.containers.machine import ENTRY_COST, Finishers, Machine, PersistentLoad, as_new
 from zckpt.containers.meanings import MISFITS
 from zckpt.containers.opcodes import COSTS, OPCODES, STOP
+from zckpt.containers.phrases import Phrases
 
 MAX_DEPTH = 400
 """Python's own limit of recursion is 1,000."""
@@ -83,12 +84,14 @@ def read_pickle(machine: Machine) -> object:
 def _run(machine: Machine) -> object:
     """Carries out one opcode after another. Those that are nine tenths of torch's files are done here, for speed.
 
-    The cost is added up here, and passed to the machine every `_STRIDE` bytes.
+    Objects of one class are read in one go where `phrases` can. The cost is added up here, and passed to the machine every
+    `_STRIDE` bytes.
     """
     data, end, stack, memo, marks = machine.data, len(machine.data), machine.stack, machine.memo, machine.marks
     long_put, put, get, long_get, small_int, mark, build_tuple, call, one_tuple, text = b"rqhjK(tR\x85X"
     memoize, new, build, long_int, empty_dict, empty_tuple, pair = b"\x94\x81bJ})\x86"  # of torch's checkpoint metadata
     at = machine.position
+    phrases = Phrases() if machine.finishers else None
     needed: set[int] | None = None
     dropped = 0  # objects that no opcode takes out of the memo, and that are not kept there
     cost = 0
@@ -115,6 +118,7 @@ def _run(machine: Machine) -> object:
                 at += 1
             elif opcode == long_put and at + 5 <= end:
                 memo[int.from_bytes(data[at + 1 : at + 5], "little")] = stack[-1]
+                phrases = None  # numbers could be set twice
                 at += 5
             elif opcode == get and at + 2 <= end:
                 stack.append(memo[data[at + 1]])
@@ -151,12 +155,22 @@ def _run(machine: Machine) -> object:
                 stack.append(value)
             elif opcode == put and at + 2 <= end:
                 memo[data[at + 1]] = stack[-1]
+                phrases = None
                 at += 2
             elif opcode == new:
                 machine.step = at
                 args = stack.pop()
-                stack[-1] = as_new(machine.call(stack[-1], args))
                 at += 1
+                if phrases is not None and needed is not None and not args:
+                    said = phrases.read(machine, stack[-1], at)
+                    number = len(memo) + dropped
+                    if said is not None and needed.isdisjoint(range(number, number + said[0].memoized)):
+                        state, at, extra = said[1]
+                        stack[-1] = machine.finished(stack[-1], state)
+                        dropped += said[0].memoized
+                        cost += extra
+                        continue
+                stack[-1] = as_new(machine.call(stack[-1], args))
             elif opcode == build:
                 machine.step = at
                 state = stack.pop()
@@ -180,6 +194,8 @@ def _run(machine: Machine) -> object:
                 return stack.pop()
             else:
                 machine.step, machine.position = at, at + 1
+                if opcode in _PUTS:
+                    phrases = None
                 OPCODES[opcode](machine)
                 at = machine.position
     finally:
@@ -187,10 +203,13 @@ def _run(machine: Machine) -> object:
     raise EOFError
 
 
+_PUTS = b"pqr"
+
 _ALWAYS_KEPT = 256
 """Numbers below this are those of the opcode with a single byte."""
 
-_GET = re.compile(rb"j(?=(.{4}))|g(?=(\d{1,10})\n)", re.DOTALL)
+_LONG_GET = re.compile(rb"j(?=(.{4}))", re.DOTALL)
+_LINE_GET = re.compile(rb"g(?=(\d{1,10})\n)")
 
 
 def _numbers_behind(data: bytes, at: int) -> set[int]:
@@ -199,8 +218,8 @@ def _numbers_behind(data: bytes, at: int) -> set[int]:
     Pickles of protocol 4 put nearly every object in the memo, and use few of them again. Those of large metadata would take more
     memory there than all that remains of them.
     """
-    found = {match.groups() for match in _GET.finditer(data, at)}
-    return {int(text) if text else int.from_bytes(number, "little") for number, text in found}
+    found = {int.from_bytes(number, "little") for number in set(_LONG_GET.findall(data, at))}
+    return found | set(map(int, _LINE_GET.findall(data, at)))
 
 
 _STRIDE = 1 << 12

@@ -163,6 +163,18 @@ class Directory:
         return self.file.damaged("the zip directory is damaged", found, expected, byte_offset)
 
 
+def checksums_of(file: Input) -> list[int]:
+    """Where the CRC-32 of each record is in the directory of a file that was read."""
+    at, nbytes, _ = _find(file)
+    found: list[int] = []
+    end = at + nbytes
+    while at < end:
+        fields = ENTRY.unpack(file.read(at, ENTRY.size, "the zip directory"))
+        found.append(at + 16)
+        at += ENTRY.size + sum(fields[10:13])
+    return found
+
+
 def _find(file: Input) -> tuple[int, int, int]:
     """Where the directory begins, its number of bytes, and of entries; see [Note: how a zip file is read]."""
     for comment in (0, MAX16):  # torch writes no comment: the 64 KiB of one are read only if needed

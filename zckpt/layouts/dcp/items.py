@@ -13,10 +13,10 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from zckpt.base.errors import COPY_AGAIN, OTHER_SAVE, CorruptError, IncompleteError, InconsistentError, UnsupportedError
 from zckpt.base.words import count, examples, ranks
-from zckpt.containers import AlikeLengths, Placeholder, TensorRef, brief
+from zckpt.containers import Placeholder, TensorRef, brief
+from zckpt.containers.alike_items import AlikeItems
 from zckpt.containers.container import open_input
 from zckpt.containers.tensor_ref import MAX_FRAGMENTS
-from zckpt.containers.torch_zip import read_input
 from zckpt.core.catalog import Role, TensorEntry
 from zckpt.core.fragments import FileStore, Fragment
 from zckpt.core.overlaps import embed, shifted, tile
@@ -69,7 +69,7 @@ class Items:
         self._roots: dict[ItemPlace, object] = {}
         self._stores: dict[str, FileStore] = {}
         self._fragments = 0
-        self._alike = AlikeLengths()
+        self._alike = AlikeItems()
 
     def open(self, places: Iterable[ItemPlace]) -> dict[ItemPlace, object]:
         """The inert object in each of these torch files, by place; nothing of files that are known to be missing.
@@ -84,7 +84,7 @@ class Items:
             with open_input(self.listing.where(file).path) as source:
                 for place in here:
                     part = source.part(place.offset, place.length, "an item")
-                    self._roots[place] = read_input(part, self._alike).root
+                    self._roots[place] = self._alike.root(part)
         return self._roots
 
     def open_all(self, items: Iterable[TensorItem | BytesItem]) -> None:

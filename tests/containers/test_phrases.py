@@ -1,0 +1,129 @@
+"""Objects that are read in one go: nothing may come out of it that the opcodes one by one would not give."""
+
+from __future__ import annotations
+
+import pickle
+import random
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
+
+from zckpt.base.errors import ZckptError
+from zckpt.containers import Placeholder, pickles
+from zckpt.containers.danger import runs_code
+from zckpt.containers.machine import Machine
+from zckpt.containers.meanings import MEANINGS
+from zckpt.containers.phrases import Phrases
+from zckpt.layouts.dcp.chunks import FINISHERS
+
+MANY = 60
+
+
+def metadata(protocol: int = 4) -> bytes:
+    """Places of chunks as torch writes them: shapes of one to five dimensions, new and known names, all sizes of numbers."""
+    random.seed(0)
+    same, chunks, stored = "a.name", [], {}
+    for n in range(MANY):
+        dims = random.choice((1, 2, 3, 5))
+        shape = torch.Size(random.choice((0, 7, 255, 256, 70_000, 1 << 33)) for _ in range(dims))
+        chunks.append(ChunkStorageMetadata(shape, torch.Size(random.randrange(99) for _ in range(dims))))
+        name = same if n % 3 else f"\u00e9.{n}"
+        index = MetadataIndex(name, torch.Size(tuple(shape) + (n,)), random.choice((None, 3, 1000)))
+        stored[index] = _StorageInfo(f"__{n}_0.distcp", random.choice((0, 40_000, 1 << 31, 1 << 40)), n * 1000)
+    return pickle.dumps([chunks, stored, [same] * 3, chunks[-1], chunks[-1].sizes], protocol=protocol)
+
+
+def plain(value: Any) -> Any:
+    """An inert object as values that can be compared."""
+    if isinstance(value, Placeholder):
+        return (str(value), value.called, value.new, plain(value.args), plain(value.state), plain(value.items))
+    if isinstance(value, dict):
+        return [(plain(key), plain(item)) for key, item in value.items()]
+    return type(value).__name__, [plain(item) for item in value] if isinstance(value, list | tuple) else value
+
+
+def loaded(data: bytes) -> tuple[object, int]:
+    """What a pickle gives, an error too, and its cost."""
+    machine = Machine(data, "file", finishers=FINISHERS, most=1 << 30)
+    try:
+        return plain(pickles.read_pickle(machine)), machine.cost
+    except EOFError:
+        return "no end", 0
+    except ZckptError as error:
+        return (type(error), error.what), 0
+
+
+@pytest.fixture
+def one_by_one(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The same without phrases; `fast` says how many objects phrases read."""
+    read, taken = Phrases.read, []
+
+    def counted(*args: Any) -> Any:
+        found = read(*args)
+        taken.append(found)
+        return found
+
+    monkeypatch.setattr(Phrases, "read", counted)
+
+    def slow(data: bytes) -> tuple[object, int]:
+        with monkeypatch.context() as patch:
+            patch.setattr(Phrases, "read", lambda *_: None)
+            return loaded(data)
+
+    slow.fast = lambda: sum(found is not None for found in taken)  # type: ignore[attr-defined]
+    return slow
+
+
+def test_most_objects_are_read_in_one_go_and_are_the_same(one_by_one: Any) -> None:
+    data = metadata()
+    (fast, cost), (slow, slow_cost) = loaded(data), one_by_one(data)
+    assert fast == slow and type(fast) is tuple
+    assert one_by_one.fast() > 2 * MANY
+    assert slow_cost <= cost < 2 * slow_cost  # a bound on memory stays one
+
+
+def test_other_ways_to_write_them_are_read_one_by_one(one_by_one: Any) -> None:
+    """Protocol 2 puts objects into the memo by number: those could be set twice."""
+    data = metadata(2)
+    assert loaded(data)[0] == one_by_one(data)[0]
+    assert not one_by_one.fast()
+
+
+def test_damaged_pickles_give_what_they_gave(one_by_one: Any) -> None:
+    """One byte or more is changed, removed or doubled, in 120 ways: the same object, or the same error."""
+    data, changes = metadata(), random.Random(1)
+    read = 0
+    for _ in range(120):
+        damaged = bytearray(data)
+        for _ in range(changes.choice((1, 1, 3))):
+            at = changes.randrange(len(damaged) // 4, len(damaged))
+            kind = changes.randrange(4)
+            if kind == 0:
+                damaged[at] = changes.choice(b"KMJ\x8a(t\x85\x86\x87hjubR\x94}N.)\x81qp\0\xff")
+            elif kind == 1:
+                damaged[at] = changes.randrange(256)
+            elif kind == 2:
+                del damaged[at : at + changes.randrange(1, 40)]
+            else:
+                damaged[at:at] = damaged[at : at + changes.randrange(1, 60)]
+        (fast, _), (slow, _) = loaded(bytes(damaged)), one_by_one(bytes(damaged))
+        assert fast == slow
+        read += type(fast) is tuple and fast[0] == "list"
+    assert 10 < read < 110  # of both kinds
+
+
+@pytest.mark.parametrize("cut", [1 / 3, 2 / 3, 0.95])
+def test_a_pickle_that_ends_early(cut: float, one_by_one: Any) -> None:
+    data = metadata()
+    assert loaded(data[: int(len(data) * cut)]) == ("no end", 0) == one_by_one(data[: int(len(data) * cut)])
+
+
+def test_only_classes_that_are_kept_as_they_are() -> None:
+    for name in FINISHERS:
+        kind = Placeholder("torch.distributed.checkpoint.metadata", name)
+        assert not runs_code(kind) and str(kind) not in MEANINGS
+    machine = Machine(b"", "file", finishers=FINISHERS)
+    assert Phrases().read(machine, Placeholder("os", "MetadataIndex"), 0) is None

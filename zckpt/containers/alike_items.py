@@ -1,0 +1,121 @@
+"""Torch files of one tensor each, that differ in nothing but its elements: one is read, the others are the same at other places.
+
+For the items of torch.distributed.checkpoint, of which a save has tens of thousands. [Note: what may differ] Reading a torch zip
+file looks at its directory, at the local headers, and at `data.pkl` and `byteorder`. It looks at no checksum, at no contents of
+other records, and at nothing between a record's end and what follows. If two files have the same length, and the same bytes
+wherever reading looks, they hold the same tensor, each at its own place. Any other file is read by itself.
+Source of the checksums' places: PKWARE APPNOTE 6.3.10, 4.3.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+
+from zckpt.containers import torch_zip
+from zckpt.containers.alike import AlikeLengths
+from zckpt.containers.container import Input
+from zckpt.containers.tensor_ref import TensorRef
+from zckpt.containers.zip_directory import Directory, checksums_of
+
+_MOST_BYTES = 1 << 13
+"""Of a file around its tensor: those that torch writes for one tensor have 1,500."""
+
+_MOST_KNOWN, _MOST_LENGTHS = 16, 1024
+"""Files that others are compared with: of one length, and lengths."""
+
+_LOOKED_AT = ("data.pkl", "byteorder")
+
+
+class AlikeItems:
+    """Reads one small torch file after another."""
+
+    def __init__(self) -> None:
+        self._alike = AlikeLengths()
+        self._known: dict[int, list[_Known]] = {}
+
+    def root(self, item: Input) -> object:
+        """The inert object in a torch file; errors as in `torch_zip.read_input`."""
+        known = self._known.get(item.size)
+        for other in known or ():
+            if (ref := other.of(item)) is not None:
+                return ref
+        root = torch_zip.read_input(item, self._alike).root
+        if known is None and len(self._known) < _MOST_LENGTHS:
+            known = self._known.setdefault(item.size, [])
+        if known is not None and len(known) < _MOST_KNOWN and (made := _known_of(item, root)) is not None:
+            known.append(made)
+        return root
+
+
+class _Known:
+    """A file that was read.
+
+    Args:
+        ref: its tensor.
+        base: where the file began.
+        before, behind: what other files must have before the tensor's bytes and behind them.
+        behind_at: where that begins.
+    """
+
+    __slots__ = ("_base", "_before", "_before_bytes", "_behind", "_behind_at", "_ref")
+
+    def __init__(
+        self, ref: TensorRef, base: int, before: bytes, before_bytes: int, behind: bytes, behind_at: int
+    ) -> None:
+        self._ref = ref
+        self._base = base
+        self._before = re.compile(before, re.DOTALL)
+        self._before_bytes = before_bytes
+        self._behind = re.compile(behind, re.DOTALL)
+        self._behind_at = behind_at
+
+    def of(self, item: Input) -> TensorRef | None:
+        """The tensor of another file of the same length; None if that is not alike."""
+        if self._before.fullmatch(item.peek(0, self._before_bytes)) is None:
+            return None
+        if self._behind.fullmatch(item.peek(self._behind_at, item.size - self._behind_at)) is None:
+            return None
+        moved = item.base - self._base
+        ref = self._ref
+        return replace(
+            ref,
+            store=item.store(ref.store.byteorder),
+            byte_offset=ref.byte_offset + moved,
+            storage_byte_offset=ref.storage_byte_offset + moved,
+        )
+
+
+def _known_of(item: Input, root: object) -> _Known | None:
+    """A file with which others can be compared; None for one that holds more than a plain tensor."""
+    if type(root) is not TensorRef or root.attributes is not None:
+        return None
+    directory = Directory(item)
+    start = root.storage_byte_offset - item.base
+    free = [(at, at + 4) for at in checksums_of(item)]
+    behind = item.size
+    for record in directory.records.values():
+        begins = directory.data_offset(record.name)
+        ends = begins + record.nbytes
+        free += [(record.header_offset + 14, record.header_offset + 18), (ends, record.limit)]
+        if begins == start:
+            behind = ends
+        elif record.name.partition("/")[2] not in _LOOKED_AT:
+            free.append((begins, ends))
+    if start + item.size - behind > _MOST_BYTES:
+        return None
+    free.sort()
+    patterns = (_pattern(item, free, 0, start), _pattern(item, free, behind, item.size))
+    return _Known(root, item.base, patterns[0], start, patterns[1], behind)
+
+
+def _pattern(item: Input, free: list[tuple[int, int]], start: int, stop: int) -> bytes:
+    """An expression for the bytes of a file from `start` to `stop`, of which those that are `free` may be any."""
+    data = item.read(start, stop - start, "an item")
+    made, at = b"", start
+    for begins, ends in free:
+        begins, ends = max(begins, at), min(ends, stop)
+        if begins < ends:
+            made += re.escape(data[at - start : begins - start]) + b".{%d}" % (ends - begins)
+            at = ends
+    return made + re.escape(data[at - start :])
