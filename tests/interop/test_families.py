@@ -392,6 +392,27 @@ def test_saves_of_megatron_core(save: str, tmp_path: Path) -> None:
     assert zckpt.verify(MCORE / save / "checkpoint", tmp_path / "out").ok
 
 
+def test_a_directory_of_megatron_bridge(tmp_path: Path) -> None:
+    """Of the real one, after two steps: `export_hf_weights` of Bridge gives the same; nothing of its vocabulary is padding."""
+    run = MCORE.parent / "bridge" / "llama_tp2"
+    options = zckpt.Options(form=Form("hf"))
+    report = zckpt.convert(run / "checkpoint", tmp_path / "out", dtype="bf16", options=options)
+    assert not [note for note in report.notes if "padding" in note]
+    found, info = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", output_loading_info=True)
+    assert not info["missing_keys"] and not info["unexpected_keys"] and not info["mismatched_keys"]
+    config = found.config
+    assert (config.model_type, config.vocab_size, config.rms_norm_eps) == ("llama", 32, 1e-6)
+    assert (config.rope_parameters["rope_theta"], config.num_key_value_heads) == (50_000.0, 2)
+    assert_same_tensors(as_catalog(load_file(tmp_path / "out" / "model.safetensors")), load_file(run / "truth.safetensors"))
+    assert zckpt.verify(run / "checkpoint", tmp_path / "out").ok
+    zckpt.convert(run / "checkpoint", tmp_path / "fp32", dtype="fp32", options=options)
+    masters = load_file(tmp_path / "fp32" / "model.safetensors")
+    assert_same_tensors(
+        as_catalog({name: tensor.bfloat16() for name, tensor in masters.items()}), load_file(run / "truth.safetensors")
+    )
+    assert any((tensor != tensor.bfloat16()).any() for tensor in masters.values())
+
+
 @pytest.mark.parametrize("where", ["config.json", "huggingface/config.json", "run_config.yaml"])
 def test_what_is_beside_a_save_says_the_family(where: str, tmp_path: Path) -> None:
     """Llama and Mistral have the same tensors. The config's vocabulary, or the run's, cuts the padding off; a note says whose."""

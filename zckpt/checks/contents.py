@@ -176,14 +176,14 @@ def check_bytes(
 def _check_bytes(
     state: Examined, pace: Pace, progress: Callable[[int], None] | None, deep: bool, read: Done | None
 ) -> int:
-    catalog, facts = state.catalog, state.facts
+    catalog = state.catalog
     looked_at = catalog
     if catalog is not None and not deep:  # what is in tensors interests where it must equal something
         looked_at = catalog.select(lambda entry: bool(entry.replicas))
     findings = examine(looked_at, state.files, pace, progress, read)
     state.whole = True
-    listed = 0 if facts is None else sum(file.crc32 is not None for file in facts.files)
-    _add_sums(state, findings, "read", [f"{count(listed, 'file')} of the manifest"] * bool(facts))
+    listed = sum(file.crc32 is not None for file in state.files)  # what `examine` compared
+    _add_sums(state, findings, "read", [f"{count(listed, 'file')} of the manifest"] * bool(listed))
     if catalog is None:
         return findings.bytes_read
     _add_whole_copies(state, catalog, findings)

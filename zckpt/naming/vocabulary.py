@@ -49,7 +49,7 @@ def with_vocabulary(facts: Facts, rows: int, *, padded: bool) -> tuple[Facts, tu
                 expected=f"at most {rows:,}, the rows of the embedding", remedy=f"Change {OPTION}.",
             )  # fmt: skip
         return facts, ()
-    if not padded:
+    if not padded or _unpadded(facts.arguments, rows):
         return facts, ()
     multiple = _multiple(facts.arguments)
     for words, where in _said(facts):
@@ -86,6 +86,11 @@ def _multiple(arguments: Mapping[str, object]) -> int | None:
     if type(each) is not int or each < 1:
         return None
     return each * ranks if type(ranks) is int and ranks > 0 else each
+
+
+def _unpadded(arguments: Mapping[str, object], rows: int) -> bool:
+    """Whether a run of Megatron Bridge says that it does not pad, and its vocabulary has as many rows as there are."""
+    return arguments.get("should_pad_vocab") is False and arguments.get("vocab_size") == rows
 
 
 def _explains(words: int, rows: int, multiple: int | None, arguments: Mapping[str, object]) -> bool:
