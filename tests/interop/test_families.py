@@ -403,7 +403,9 @@ def test_a_directory_of_megatron_bridge(tmp_path: Path) -> None:
     config = found.config
     assert (config.model_type, config.vocab_size, config.rms_norm_eps) == ("llama", 32, 1e-6)
     assert (config.rope_parameters["rope_theta"], config.num_key_value_heads) == (50_000.0, 2)
-    assert_same_tensors(as_catalog(load_file(tmp_path / "out" / "model.safetensors")), load_file(run / "truth.safetensors"))
+    assert_same_tensors(
+        as_catalog(load_file(tmp_path / "out" / "model.safetensors")), load_file(run / "truth.safetensors")
+    )
     assert zckpt.verify(run / "checkpoint", tmp_path / "out").ok
     zckpt.convert(run / "checkpoint", tmp_path / "fp32", dtype="fp32", options=options)
     masters = load_file(tmp_path / "fp32" / "model.safetensors")
