@@ -10,7 +10,7 @@ CORE := $(wildcard zckpt/csrc/* CMakeLists.txt)
 FUZZ_EXAMPLES ?= 3000
 FUZZ_SECONDS ?= 120
 
-.PHONY: demo test proofs fuzz check sanitize wheels docs bench fixtures golden clean interop gpu-check gpu-wheels old-torch
+.PHONY: demo test proofs fuzz check sanitize wheels wheels-here docs bench fixtures golden clean interop gpu-check gpu-wheels old-torch
 
 demo: .make/zckpt .make/train
 	$(BIN)/zckpt demo
@@ -40,9 +40,14 @@ check: .make/zckpt .make/test .make/strict/built
 	$(BIN)/check-jsonschema --builtin-schema vendor.citation-file-format CITATION.cff
 
 # Wheels for all platforms and the sdist, into dist/, without Docker; and what can be proved of them here.
-wheels:
+wheels: .make/zckpt
 	$(PYTHON) .ci/wheels.py
 	$(PYTHON) .ci/check_wheels.py
+
+# The same for this machine and this Python alone, in about two minutes.
+wheels-here: .make/zckpt
+	$(PYTHON) .ci/wheels.py --here --out .make/dist-here
+	$(PYTHON) .ci/check_wheels.py --here --dist .make/dist-here
 
 # The documentation as a site, in .make/site; a link that leads nowhere is an error.
 docs: .make/zckpt .make/test .make/docs

@@ -321,6 +321,11 @@ def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     html = tmp_path / "map.html"
     assert run(of("zero3/w12"), "--html", html, "--open") == f"wrote {html}\n" and opened == [html.as_uri()]
     assert Reader(html.read_text()).elements
+    same = of("gguf/llama/model")
+    result = CliRunner().invoke(app, ["diff", str(same), str(same), "--open"])
+    assert (
+        result.exit_code == 0 and opened[1].endswith("/diff.html") and Reader(Path(opened[1][7:]).read_text()).elements
+    )
     text = run(of("zero3/w12"), "--reshard", 4)
     assert "rank 11" in text and "ZeRO-3 for 4 ranks" in text and "\x1b" not in text and "optimizer: exp_avg" in text
     for name, options in (("zero3/w12", ("--reshard", 4)), ("moe/tensor_w4", ()), ("gguf/llama/model", ())):

@@ -34,6 +34,9 @@ DiffPage = Annotated[
     str | None,
     o.output("--html", metavar="FILE", help="Write a page for a browser: largest differences first, with histograms."),
 ]
+OpenPage = Annotated[
+    bool, o.output("--open", help="Show the page in the browser; without --html, from a temporary file.")
+]
 Deep = Annotated[bool, _checks("--deep", help="Read every byte: checksums, copies of weights, NaN and infinity.")]
 
 
@@ -153,6 +156,7 @@ def diff(
     speed: o.Speed,
     tensors: AllTensors = False,
     html: DiffPage = None,
+    open_page: OpenPage = False,
     *,
     shown: o.ShownProgress,
 ) -> None:
@@ -160,6 +164,10 @@ def diff(
     from zckpt.jobs.diff import diff
 
     sink = shown.console
+    if open_page:
+        from zckpt.cli import picture
+
+        html = picture.place_of_page(html, "diff")
     if html is not None:
         from zckpt.pictures.page import check_place
 
@@ -177,5 +185,7 @@ def diff(
         sink.line(f"wrote {html}")
     sink.notes(found.notes)
     sink.result(lambda: found.as_json(tensors=tensors), lambda: found.lines(tensors=tensors, width=sink.width))
+    if open_page and html is not None:
+        picture.open_page(html, sink)
     if not found.same:
         raise typer.Exit(1)

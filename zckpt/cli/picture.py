@@ -77,22 +77,32 @@ def draw_map(ckpt: o.Checkpoint, drawn: Drawn, source: o.SourceOptions, shown: o
     else:
         _in_terminal(found, sink)
     if drawn.open_page and page is not None:
-        import webbrowser
-        from pathlib import Path
+        open_page(page, sink)
 
-        if not webbrowser.open(Path(page).resolve().as_uri()):
-            sink.notes([f"No browser was found to open. The map is in {page}."])
+
+def open_page(page: str, sink: Console) -> None:
+    """Shows a page in the browser; a note says where the page is if there is none."""
+    import webbrowser
+    from pathlib import Path
+
+    if not webbrowser.open(Path(page).resolve().as_uri()):
+        sink.notes([f"No browser was found to open. The page is in {page}."])
+
+
+def place_of_page(wanted: str | None, what: str) -> str:
+    """The path for a page: the one that is wanted, or else one in a new temporary directory; `what` is on it."""
+    import os
+    import tempfile
+
+    return wanted or os.path.join(tempfile.mkdtemp(prefix=f"zckpt-{what}-"), f"{what}.html")
 
 
 def _written(found: CheckpointMap, drawn: Drawn) -> str:
     """Writes the page; returns its path."""
-    import os
-    import tempfile
-
     from zckpt.pictures.map_page import map_page
     from zckpt.pictures.page import write_page
 
-    path = drawn.html or os.path.join(tempfile.mkdtemp(prefix="zckpt-map-"), "map.html")
+    path = place_of_page(drawn.html, "map")
     write_page(path, map_page(found))
     return path
 
