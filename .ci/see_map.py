@@ -1,12 +1,12 @@
-"""Looks at pages of `zckpt map` in headless Chromium, at a desk's and a phone's width, in light and dark, and uses them.
+"""Looks at pages of `zckpt map` and `zckpt diff` in headless Chromium, at a desk's and a phone's width, and uses them.
 
     .venv/bin/python .ci/see_map.py [FOLDER [NAME ...]]
 
 makes maps of fixtures, of a checkpoint that lacks files, of names that would do harm in a page, and of 100,000 tensors; opens
 each and checks that it loads nothing, that nothing of it is an error or against its policy, that it is no wider than the screen,
-that mouse and keyboard do what the page says, and how long a search takes. Screenshots are left in FOLDER
-(.make/map). NAME: only these; "llama" makes the picture of docs/map.md again. Needs Chromium (`apt-get install chromium`), and
-aiohttp and pillow, which the tests bring; without a Chromium it says so, with exit status 3.
+that what a screen reader is told has names, that mouse and keyboard do what the page says, in light and dark, and how long a
+search takes. Screenshots are left in FOLDER (.make/map). NAME: only these; "llama" makes the picture of docs/map.md again. Needs
+Chromium (`apt-get install chromium`), and aiohttp and pillow, which the tests bring; without a Chromium it says so, with exit status 3.
 """
 
 from __future__ import annotations
@@ -85,7 +85,29 @@ def pages(folder: Path) -> Iterator[tuple[str, Path]]:
             shown = path.relative_to(work) if path.is_relative_to(work) else path
             file.write_text(map_page(checkpoint_map(shown, world_size=world_size)), encoding="utf-8")
         yield name, file
+    (folder / "diff.html").write_text(differences(work), encoding="utf-8")
+    yield "diff", folder / "diff.html"
     shutil.rmtree(work)
+
+
+def differences(work: Path) -> str:
+    """The page of two checkpoints that differ in every way."""
+    import torch
+
+    import zckpt
+    from zckpt.pictures.differences import differences_page
+
+    generator = torch.Generator().manual_seed(1)
+    a = {name: torch.randn(100, generator=generator) for name in ("small", "same", "huge", "shape", "lost")}
+    b = {name: tensor.clone() for name, tensor in a.items() if name != "lost"} | {
+        "shape": torch.ones(3),
+        "gained": torch.ones(1),
+    }
+    b["small"] += 1e-3 * torch.randn(100, generator=generator)
+    b["huge"][3] = 9
+    for name, tensors in (("a.bin", a), ("b.bin", b)):
+        torch.save(tensors, work / name)
+    return differences_page(zckpt.diff(work / "a.bin", work / "b.bin", spreads=True), "a.bin", "b.bin")
 
 
 def llama(folder: Path) -> Path:
@@ -253,6 +275,25 @@ def must(is_so: object, what: str) -> None:
         raise SystemExit(f"see_map: {what}")
 
 
+NAMED = ("button", "link", "searchbox", "combobox", "grid", "table", "image", "img", "application", "region", "Canvas")
+"""Roles of which a screen reader says little without a name."""
+
+
+async def hear(tab: Tab, page: str) -> None:
+    """Whatever can be reached, or has a role that needs a name, has one, and the headings leave out no level."""
+    nodes = (await tab.call("Accessibility.getFullAXTree"))["nodes"]
+    told = [node for node in nodes if not node.get("ignored")]
+    for node in told:
+        role, name = node["role"]["value"], node.get("name", {}).get("value", "")
+        reached = any(own["name"] == "focusable" and own["value"]["value"] for own in node.get("properties", ()))
+        must(
+            name or not (role in NAMED or (reached and role not in ("row", "scrollable"))),
+            f"{page}: a {role} has no name",
+        )
+    levels = await tab.ask("[...document.querySelectorAll('h1, h2, h3')].map((h) => Number(h.tagName[1]))")
+    must(levels[:1] == [1] and all(b - a < 2 for a, b in itertools.pairwise(levels)), f"{page}: headings {levels}")
+
+
 async def use(tab: Tab, file: Path) -> None:
     """Mouse and keyboard do what the page says."""
     await tab.see(file, 1280, 900, "light")
@@ -338,6 +379,7 @@ async def main(folder: Path, program: str, wanted: list[str]) -> None:
                 continue
             for (width, height), theme in itertools.product(WIDTHS.items(), ("light", "dark")):
                 await tab.see(file, width, height, theme)
+                await hear(tab, name)
                 wide = await tab.ask("document.documentElement.scrollWidth")
                 must(wide <= width, f"{name} is {wide} pixels wide on a screen of {width}")
                 await tab.picture(folder / f"{name}_{width}_{theme}.png")

@@ -122,7 +122,7 @@ def _all_differences(axis: Axis | None, spreads: Sequence[Spread]) -> str:
         '<section class="card" aria-labelledby="far"><h2 id="far">How far numbers are apart</h2>'
         '<p class="soft">|a - b| of all pairs of finite numbers that are not equal, on an axis of powers of two.</p>'
         f"{large(axis, whole)}"
-        "<details><summary>The same as a table</summary><table><thead><tr><th>|a - b|</th>"
+        '<details><summary>The same as a table</summary><table aria-labelledby="far"><thead><tr><th>|a - b|</th>'
         f'<th class="number">pairs of numbers</th></tr></thead><tbody>{rows}</tbody></table></details></section>'
     )
 
@@ -146,7 +146,7 @@ def _table(axis: Axis | None, apart: Sequence[TensorDiff]) -> str:
         '<label>Search <input type="search" id="search" autocomplete="off" spellcheck="false"></label>'
         f'<label>Sort by <select id="sort">{options}<option value="name">name</option></select></label></div>'
         '<p class="soft" id="shown" role="status"></p>'
-        '<table class="tensors"><thead><tr><th scope="col">tensor</th>'
+        '<table class="tensors" aria-labelledby="tensors"><thead><tr><th scope="col">tensor</th>'
         f'{heads}<th scope="col">|a - b| <span class="axis">{text(ends)}</span></th></tr></thead>'
         f'<tbody id="rows">{rows}</tbody></table>'
         '<nav class="tools" id="pages" aria-label="Parts of the list" hidden><button type="button" id="before">Previous</button>'

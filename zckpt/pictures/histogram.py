@@ -10,6 +10,7 @@ import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
+from zckpt.base.words import count
 from zckpt.engine.tensor_statistics import Spread
 from zckpt.pictures.page import text
 
@@ -116,7 +117,7 @@ def large(axis: Axis, spread: Spread) -> str:
     for i, bar in enumerate(bars):
         height = max(2.0, bar.pairs / most * (ground - 8)) if bar.pairs else 0
         drawn.append(
-            f"<g><title>{text(f'{bar.words}: {bar.pairs:,} pairs of numbers')}</title>"
+            f'<g aria-hidden="true"><title>{text(bar.words)}: {count(bar.pairs, "pair")} of numbers</title>'
             f'<rect class="room" x="{i * width:.3f}%" y="0" width="{width:.3f}%" height="{ground}"/>'
             f'<rect class="bar" x="{(i + 0.06) * width:.3f}%" y="{ground - height:.2f}" width="{width * 0.88:.3f}%" '
             f'height="{height:.2f}" rx="1.5"/></g>'

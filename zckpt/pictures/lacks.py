@@ -71,7 +71,8 @@ def wrong_section(found: CheckpointMap, states: Mapping[str, str]) -> Iterator[s
         yield f"<p>{text(said)}</p>"
     if found.lacking or found.unseen:
         yield '<details><summary>What tensors lack</summary><div class="scroll" tabindex="0" role="region" '
-        yield 'aria-label="What tensors lack"><table><thead><tr><th scope="col">Tensor</th><th scope="col">Lacks</th>'
+        yield 'aria-label="What tensors lack"><table aria-label="What tensors lack">'
+        yield '<thead><tr><th scope="col">Tensor</th><th scope="col">Lacks</th>'
         yield '<th scope="col">In</th></tr></thead><tbody>'
         for name, part, files in _rows(found):
             cells = "".join(f"<td><bdi>{text(cell)}</bdi></td>" for cell in (part, files))

@@ -112,7 +112,7 @@ def _body(found: CheckpointMap) -> Iterator[str]:
     yield '<header class="top"><div class="wrap bar"><strong class="brand">zckpt <span>map</span></strong>'
     yield f'<span class="path mono" title="{text(inspection.place.listing.directory.path)}"><bdi>'
     yield f"{text(inspection.place.listing.directory.path)}</bdi></span>"
-    yield '<button type="button" id="theme" aria-label="Light or dark">Theme: auto</button></div></header>'
+    yield '<button type="button" id="theme">Theme: auto</button></div></header>'
     yield '<main class="wrap">'
     yield f'<section class="hero"><h1><bdi>{text(_name(found))}</bdi></h1><p class="lead">{text(summary(found))}</p>'
     yield from _verdicts(found)
@@ -316,7 +316,7 @@ def _experts(topology: Topology) -> Iterator[str]:
         return
     yield '<section class="card" aria-labelledby="experts-title"><h2 id="experts-title">Experts</h2>'
     yield '<p class="soft">Which ranks hold which experts of each layer: a colour for each group of ranks.</p>'
-    yield '<div class="scroll"><table class="experts">'
+    yield '<div class="scroll"><table class="experts" aria-labelledby="experts-title">'
     yield "<thead><tr><th scope='col'>Layer</th><th scope='col'>Experts, and the ranks that hold them</th></tr></thead><tbody>"
     groups: dict[tuple[int, ...], int] = {}
     for number, spread in enumerate(topology.experts[:_MOST_LAYERS]):

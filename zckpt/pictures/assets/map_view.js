@@ -69,8 +69,8 @@
   class Picture {
     constructor(side) {
       this.side = side;
-      this.base = made("canvas");
-      this.over = made("canvas");
+      this.base = made("canvas", { "aria-hidden": "true" });
+      this.over = made("canvas", { "aria-hidden": "true" });
       this.spacer = made("div", { class: "spacer" });
       this.box = made("div", {
         class: "scroller", tabindex: "0", role: "application", "aria-roledescription": "map of files",
