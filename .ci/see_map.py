@@ -6,7 +6,8 @@ makes maps of fixtures, of a checkpoint that lacks files, of names that would do
 each and checks that it loads nothing, that nothing of it is an error or against its policy, that it is no wider than the screen,
 that what a screen reader is told has names, that mouse and keyboard do what the page says, in light and dark, and how long a
 search takes. Screenshots are left in FOLDER (.make/map). NAME: only these; "llama" makes the picture of docs/map.md again. Needs
-Chromium (`apt-get install chromium`), and aiohttp and pillow, which the tests bring; without a Chromium it says so, with exit status 3.
+Chromium (`apt-get install chromium`), and aiohttp and pillow, which the tests bring; without a Chromium it says so, with exit
+status 3.
 """
 
 from __future__ import annotations
