@@ -11,6 +11,7 @@ import shutil
 import struct
 import time
 import tracemalloc
+import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -289,6 +290,34 @@ def test_a_model_is_called_by_no_path(tmp_path: Path, out: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == [*map(str, range(6)), "deep"]
 
 
+# ---- what becomes fp8 --------------------------------------------------------------------------------------------------
+
+FP8_CONFIGS: dict[str, Any] = {
+    "arrays in arrays": "[" * 100_000,
+    "objects in objects": '{"a":' * 50_000 + "1" + "}" * 50_000,
+    "a number of many digits": '{"model_type": "llama", "n": ' + "9" * 100_000 + "}",
+    "a list": "[]",
+    "a model type that is a list": '{"model_type": ["llama"]}',
+}
+
+
+@pytest.mark.parametrize("name", FP8_CONFIGS)
+def test_configs_for_fp8(name: str, tmp_path: Path, out: Path) -> None:
+    home = saved(tmp_path / "given", {f"{LAYER}.weight": torch.ones(128, 128).bfloat16()}, FP8_CONFIGS[name])
+    refused(lambda: zckpt.to_fp8(home, out, progress=False), out)
+
+
+def test_what_a_config_says_of_another_quantisation_does_not_stay(tmp_path: Path, out: Path) -> None:
+    for number, said in enumerate(
+        (7, {"quant_method": ["../../x"]}, {"quant_method": "fp8", "weight_block_size": [0, 0]})
+    ):
+        config = {"model_type": "llama", "quantization_config": said}
+        home = saved(tmp_path / str(number), {f"{LAYER}.weight": torch.ones(128, 128).bfloat16()}, config)
+        zckpt.to_fp8(home, out.with_name(f"o{number}"), progress=False)
+        found = json.loads((out.with_name(f"o{number}") / "config.json").read_text())["quantization_config"]
+        assert found["quant_method"] == "fp8" and found["weight_block_size"] == [128, 128]
+
+
 # ---- averages and states -----------------------------------------------------------------------------------------------
 
 
@@ -321,3 +350,30 @@ def test_settings_of_an_optimizer(tmp_path: Path, out: Path) -> None:
 def test_weights_of_an_average(weights: list[float], tmp_path: Path, out: Path) -> None:
     given = [saved(tmp_path / str(n), {"a": torch.ones(3)}, {}) for n in range(2)]
     refused(lambda: zckpt.average(given, out, weights=weights, progress=False), out)
+
+
+def test_bombs_for_an_average(tmp_path: Path, out: Path) -> None:
+    """Records that would unpack to more than they are, and a tensor that its file has no room for."""
+    torch.save({"w": torch.zeros(1 << 20)}, tmp_path / "plain.pt")
+    with zipfile.ZipFile(tmp_path / "plain.pt") as given, zipfile.ZipFile(tmp_path / "packed.pt", "w", 8) as packed:
+        for entry in given.infolist():
+            packed.writestr(entry.filename, given.read(entry.filename), zipfile.ZIP_DEFLATED)
+    header = json.dumps({"w": {"dtype": "F32", "shape": [1 << 45], "data_offsets": [0, 1 << 47]}}).encode()
+    (tmp_path / "short.safetensors").write_bytes(struct.pack("<Q", len(header)) + header)
+    for name, words in (("packed.pt", "is compressed"), ("short.safetensors", "ends before")):
+        assert words in refused(lambda name=name: zckpt.average([tmp_path / name] * 2, out, progress=False), out)
+
+
+def test_names_of_an_optimizer(tmp_path: Path, out: Path) -> None:
+    """Of a `FULL_STATE_DICT`: names twice, in two groups, of no weight; states of another shape."""
+    weights = {"a": torch.ones(4, 4), "b": torch.ones(4)}
+    states = {name: {"step": torch.tensor(1.0), "exp_avg": tensor} for name, tensor in weights.items()}
+    for number, (held, groups) in enumerate(
+        (
+            (states, [["a", "a", "b"]]), (states, [["a", "b"], ["b"]]), (states, [["a", "b", "../../x"]]),
+            (states, [["a", "module.a", "b"]]), ({"a": {"exp_avg": torch.ones(3)}}, [["a", "b"]]), ([1], [["a", "b"]]),
+        )
+    ):  # fmt: skip
+        home = saved(tmp_path / str(number), weights, {})
+        torch.save({"state": held, "param_groups": [{"params": own} for own in groups]}, home / "optimizer.bin")
+        refused(lambda home=home: zckpt.to_dcp(home, out, accelerate=True, progress=False), out)

@@ -183,7 +183,7 @@ def _by_names(file: str, state: Mapping[str, object], catalog: Catalog) -> _Opti
     `optim_state_dict`; accelerate 1.15, utils/fsdp_utils.py (`FULL_STATE_DICT`: `optimizer.bin`).
 
     Raises:
-        InconsistentError: the weights have no parameter of such a name, or of its states' shape.
+        InconsistentError: the weights have no parameter of such a name, or of its states' shape, or a name is there twice.
     """
     groups = [(as_list(group.get("params")), group) for group in _groups(state)]
     said = [name for names, _ in groups for name in names]
@@ -194,16 +194,21 @@ def _by_names(file: str, state: Mapping[str, object], catalog: Catalog) -> _Opti
     held = {own_name(str(name)): value for name, value in as_mapping(state["state"], "state", file).items()}
     wrong = [name for name in map(own_name, map(str, said)) if name not in own]
     shapes = ((name, _extent(held.get(name))) for name in own)
+    wrong += [name for name, times in Counter(map(own_name, map(str, said))).items() if times > 1]
     wrong += [name for name, shape in shapes if shape not in (None, catalog.tensors[own[name]].shape)]
     if wrong:
         raise InconsistentError(
             "optimizer states are of other parameters than the weights", file=file,
             found=f"{count(len(wrong), 'parameter')} such as {examples(wrong)}",
-            expected="names and shapes of the weights beside it",
+            expected="names and shapes of the weights beside it, each once",
             remedy="Give the file of the weights that were saved with it, such as pytorch_model_fsdp.bin.",
         )  # fmt: skip
     named = {own[name]: value for name, value in held.items() if name in own and isinstance(value, Mapping)}
-    return _Optimizer([([own[own_name(str(name))] for name in names], group) for names, group in groups], named)
+    unique = dict.fromkeys(own[own_name(str(name))] for name in said)  # of tied names, the first
+    kept = [
+        [name for name in (own[own_name(str(n))] for n in names) if unique.pop(name, 0) is None] for names, _ in groups
+    ]
+    return _Optimizer([(names, group) for names, (_, group) in zip(kept, groups, strict=True)], named)
 
 
 _PACKED = "__bnb_optimizer_quant_state__"
