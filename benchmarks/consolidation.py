@@ -37,7 +37,10 @@ def measure(work: Path, layers: int, rounds: int) -> list[Row]:
             taken = in_turn({name: Job([*ZCKPT, *command])}, max(rounds, 5))
             rows.append(Row(f"ZeRO-{stage} `zckpt {name}`", taken[name]))
         shutil.rmtree(checkpoint)
-    return rows
+    many = write(work / "many", 3, "--layers", "12", "--width", "64", "--world-size", "1024", "--moments")
+    taken = in_turn({"inspect": Job([*ZCKPT, "inspect", str(many)])}, max(rounds, 5))
+    shutil.rmtree(many)
+    return [*rows, Row("ZeRO-3 `zckpt inspect`, 1,024 ranks", taken["inspect"])]
 
 
 def _on(place: Path, prefix: str, checkpoint: Path, rounds: int, *, durable: bool) -> list[Row]:

@@ -124,6 +124,7 @@ if __name__ == "__main__":
     parser.add_argument("--stage", type=int, default=3)
     parser.add_argument("--layers", type=int, default=48)
     parser.add_argument("--width", type=int, default=1600)
+    parser.add_argument("--world-size", type=int, default=8)
     parser.add_argument("--moments", action="store_true")
     options = parser.parse_args()
-    write(options.dest, options.stage, options.layers, width=options.width, moments=options.moments)
+    write(options.dest, options.stage, options.layers, options.world_size, options.width, moments=options.moments)

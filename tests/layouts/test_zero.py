@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 
 import zckpt
+from zckpt.containers import torch_zip
 from zckpt.layouts.zero.partition import SubGroups, flat_offsets, flat_pieces, partition_of
 
 shapes = st.lists(st.integers(0, 5), max_size=3).map(tuple)
@@ -158,3 +159,16 @@ def test_sub_groups_find_every_element(lengths: list[int], offset: int, count: i
     places = [(i, k) for i, n in enumerate(lengths) for k in range(n)]
     found = [(p.index, p.offset + k) for p in SubGroups(lengths).pieces(offset, count) for k in range(p.count)]
     assert found == places[offset : offset + count]
+
+
+def test_files_of_ranks_that_are_alike_are_opened_as_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No pickle of eight ranks is carried out by itself, and their tensors are their own."""
+    wanted = {"w": torch.arange(40.0).reshape(8, 5), "b": torch.arange(9.0)}
+    checkpoint = synth.zero3(tmp_path / "ckpt", [wanted], 8)
+    read: list[str] = []
+    load = torch_zip.load_pickle
+    monkeypatch.setattr(torch_zip, "load_pickle", lambda data, **how: read.append(how["file"]) or load(data, **how))
+    zckpt.convert(checkpoint, tmp_path / "out")
+    assert not read
+    found = load_file(tmp_path / "out" / "model.safetensors")
+    assert all(same_bits(found[name], tensor) for name, tensor in wanted.items())

@@ -42,6 +42,9 @@ class Storages(Protocol):
     def load(self, key: object) -> StorageRef:
         """The storage of an id; raises what is wrong with it."""
 
+    def like(self, storage: StorageRef) -> StorageRef:
+        """The storage that `load` gives for the id for which another file's `load` gave this one; raises as it does."""
+
 
 class _Hole:
     """Stands for a number that differs between pickles; its opcode is at byte `at`."""
@@ -171,6 +174,7 @@ class _HoleMachine(Machine):
         super().__init__(data, file, record="data.pkl", persistent_load=self._load, spent=spent)
         self.storages = storages
         self.keys: dict[str, object] = {}
+        self.held: dict[str, StorageRef] = {}
 
     def _load(self, key: object) -> StorageRef | _Waits:
         if isinstance(key, tuple) and _has_hole(key):
@@ -178,6 +182,7 @@ class _HoleMachine(Machine):
         storage = self.storages.load(key)
         if self.keys.setdefault(storage.key, key) != key:
             raise _NotAlike
+        self.held[storage.key] = storage
         return storage
 
     def call(self, function: object, args: object, kwargs: Any = None, forwards: int = 0) -> object:
@@ -252,7 +257,7 @@ class _Template:
         if any(pushed != 1 for pushed in machine.holes.values()):
             raise _NotAlike
         self._cost = machine.cost - spent
-        self._keys = machine.keys
+        self._held = tuple(machine.held.values())
         self._plan: list[_Hole | StorageRef | TensorRef | _Waits | _Spots] = []
         self._known: dict[int, int] = {}
         self._root = root
@@ -310,13 +315,13 @@ class _Template:
 
     def filled(self, pickle: bytes, storages: Storages) -> object:
         """The object of another pickle, or of this one; raises as `AlikePickles.root`."""
-        held = {key: storages.load(said) for key, said in self._keys.items()}
+        held = {storage.key: storages.like(storage) for storage in self._held}
         made: list[Any] = []
         for step in self._plan:
             kind = type(step)
             if kind is TensorRef:
                 ref: Any = step
-                made.append(held[ref.storage_key].view(ref.storage_offset, ref.shape, ref.stride, ref.dtype))
+                made.append(held[ref.storage_key].like(ref))
             elif kind is StorageRef:
                 made.append(held[step.key])  # type: ignore[union-attr]
             elif kind is _Hole:

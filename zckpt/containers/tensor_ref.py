@@ -82,6 +82,13 @@ class StorageRef:
             storage_byte_offset=self.byte_offset,
         )
 
+    def like(self, tensor: TensorRef) -> TensorRef:
+        """The tensor that is in this storage what another one is in a storage of this key, dtype and size."""
+        return TensorRef(
+            self.store, self.byte_offset + tensor.byte_offset - tensor.storage_byte_offset, tensor.dtype, tensor.shape,
+            tensor.stride, self.key, tensor.storage_offset, tensor.storage_nbytes, self.byte_offset,
+        )  # fmt: skip
+
     def _bad_view(self, how: str, found: str, expected: str = "") -> CorruptError:
         what = f"the view of storage {self.key!r} is {how}"
         return CorruptError(what, file=self.store.path, found=found, expected=expected, remedy=COPY_AGAIN)

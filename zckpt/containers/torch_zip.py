@@ -138,7 +138,12 @@ class _Storages:
         self.store = store
 
     def load(self, key: object) -> StorageRef:
-        storage = storage_of(key, self.store)
+        return self._placed(storage_of(key, self.store))
+
+    def like(self, storage: StorageRef) -> StorageRef:
+        return self._placed(StorageRef(storage.key, storage.dtype, storage.numel, storage.location, self.store, 0))
+
+    def _placed(self, storage: StorageRef) -> StorageRef:
         if storage.numel == 0:  # ZeRO-3 leaves thousands of these: they have no record
             return storage
         name = self.prefix + storage.key

@@ -15,6 +15,7 @@ def match(listing: Listing) -> str | None:
     if listing.matching(EXPERT_NAME) or listing.matching(EXPERT_OPTIMIZER_NAME):
         return None
     names = (*listing.matching(MODEL_NAME), *listing.shards("model").values())
+    listing.open_alike(names)
     return (
         None if any(holds_experts(listing.open(name).root) for name in names) else "no experts"
     )  # if so, files are missing

@@ -33,7 +33,7 @@ def fragment_of(vector: TensorRef, piece: VectorRun, start: int, file: str) -> F
     Raises:
         InconsistentError: the vector is shorter than the piece needs.
     """
-    if piece.offset + piece.count > vector.numel:
+    if piece.offset + piece.count > (vector.shape[0] if len(vector.shape) == 1 else vector.numel):
         raise InconsistentError(
             "optimizer state is shorter than its master weights",
             file=file,

@@ -75,7 +75,9 @@ def read_shards(
     Raises:
         UnsupportedError: a file holds keys outside `known`, which may change the layout, and `allow_unknown` is off.
     """
-    return [_read(listing, rank, name, known, allow_unknown) for rank, name in listing.shards("optim", mp_rank).items()]
+    names = listing.shards("optim", mp_rank)
+    listing.open_alike(list(names.values()))
+    return [_read(listing, rank, name, known, allow_unknown) for rank, name in names.items()]
 
 
 def _read(listing: Listing, rank: int, name: str, known: frozenset[str], allow_unknown: bool) -> OptimizerShard:

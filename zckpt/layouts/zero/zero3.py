@@ -168,9 +168,11 @@ def _pieces(
     place: _Place, shards: Sequence[OptimizerShard], lengths: Sequence[SubGroups], state: str | None = None
 ) -> Iterator[Fragment]:
     """The pieces of a parameter in the masters, or in a state with the same layout."""
-    for rank, (shard, sub_groups) in enumerate(zip(shards, lengths, strict=True)):
-        held = partition_of(math.prod(place.shape), len(shards), rank)
-        for piece in sub_groups.pieces(place.offset, len(held)):
+    numel = math.prod(place.shape)
+    size = partition_numel(numel, len(shards))
+    for rank in range(-(-numel // size) if size else 0):  # further ranks hold nothing of it
+        shard, held = shards[rank], partition_of(numel, len(shards), rank)
+        for piece in lengths[rank].pieces(place.offset, len(held)):
             yield fragment_of(_vector(shard, piece.index, state), piece, held.start + piece.start, shard.file)
 
 
