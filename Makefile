@@ -27,7 +27,8 @@ proofs: .make/zckpt .make/test .make/verl .make/megatron-core
 	  tests/interop/test_fp8.py tests/interop/test_fsdp_trainer.py tests/interop/test_merge_lora.py tests/interop/test_to_mcore.py \
 	  tests/interop/test_slim.py tests/interop/test_trainer.py \
 	  tests/jobs/test_to_gguf.py tests/layouts/test_ranks.py tests/output/test_commit.py tests/output/test_resume.py \
-	  tests/remote/test_commit_at_s3.py tests/remote/test_computed.py tests/remote/test_deltas.py tests/team/test_together.py
+	  tests/remote/test_commit_at_s3.py tests/remote/test_computed.py tests/remote/test_deltas.py tests/team/test_machines.py \
+	  tests/team/test_together.py
 
 check: .make/zckpt .make/test .make/strict/built
 	$(BIN)/ruff format --check .

@@ -1,4 +1,9 @@
-"""A real S3 server on loopback (moto's), which counts what it sends and can be made to fail."""
+"""A real S3 server on loopback (moto's), which counts what it sends and can be made to fail.
+
+    python s3_server.py HOST DIRECTORY
+
+serves the files of a directory at an address of this machine, as the bucket `bkt`; prints its URL.
+"""
 
 from __future__ import annotations
 
@@ -7,16 +12,25 @@ import socketserver
 import sys
 import threading
 from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import Any
 from urllib.parse import unquote
 
 from moto.backends import get_backend
 from moto.moto_api._internal import mock_random  # noqa: F401  # loads moto's backends before threads use them
+from moto.s3.models import FakeKey
 from moto.server import DomainDispatcherApplication, create_backend_app
+
+_plain: Any = FakeKey.value
+FakeKey.value = property(lambda key: getattr(key, "known", None) or _plain.fget(key), _plain.fset)  # type: ignore[assignment]
+"""moto copies a whole file for each part of it that is asked for; not those that `S3Server.take` takes."""
 
 
 class S3Server:
     """Use as a context manager.
+
+    Args:
+        host: the address of this machine where it answers.
 
     Attributes:
         requests: (method, path, query, Range header) of every request so far.
@@ -25,20 +39,28 @@ class S3Server:
         losing: is asked of each request whether to answer 500 after it was carried out.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, host: str = "127.0.0.1") -> None:
         self.requests: list[tuple[str, str, str, str]] = []
         self.sent = 0
         self.failing: Callable[[str, str, str], bool] = lambda method, path, query: False
         self.losing: Callable[[str, str, str], bool] = lambda method, path, query: False
         self._app = DomainDispatcherApplication(create_backend_app)
-        self._server = _Server(("127.0.0.1", 0), _Connection)
+        self._server = _Server((host, 0), _Connection)
         self._server.app = self._answer
-        self.url = f"http://127.0.0.1:{self._server.server_address[1]}"
+        self.url = f"http://{host}:{self._server.server_address[1]}"
 
     def __enter__(self) -> S3Server:
         self._thread = threading.Thread(target=self._server.serve_forever, daemon=True)
         self._thread.start()
         return self
+
+    def take(self, directory: Path) -> None:
+        """Makes the bucket `bkt` of the files of a directory, without a request."""
+        self._backend.create_bucket("bkt", "us-east-1")
+        for file in directory.rglob("*"):
+            if file.is_file():
+                data = file.read_bytes()
+                self._backend.put_object("bkt", file.relative_to(directory).as_posix(), data).known = data
 
     def __exit__(self, *_: object) -> None:
         self._server.shutdown()
@@ -128,3 +150,10 @@ class _Connection(socketserver.StreamRequestHandler):
             head.append(f"Content-Length: {len(answer)}")
         text = "".join(f"{line}\r\n" for line in (*head, "")).encode("latin-1")
         self.wfile.write(text + (answer if method != "HEAD" else b""))
+
+
+if __name__ == "__main__":
+    with S3Server(sys.argv[1]) as running:
+        running.take(Path(sys.argv[2]))
+        print(running.url, flush=True)
+        threading.Event().wait()

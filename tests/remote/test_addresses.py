@@ -6,6 +6,8 @@ import os
 import shutil
 import subprocess
 import sys
+import threading
+import time
 from pathlib import Path
 
 import fsspec
@@ -229,6 +231,36 @@ def test_in_parts_of_any_size(root: str, most: int, tmp_path: Path, monkeypatch:
     assert (tmp_path / "out.bin").read_bytes() == (tmp_path / "want.bin").read_bytes()
     zckpt.convert(address, f"{root}/out.bin")
     assert tree(f"{root}/out.bin")[""] == (tmp_path / "want.bin").read_bytes()
+
+
+def test_files_of_ranks_are_opened_several_at_a_time(s3: S3Server, tmp_path: Path) -> None:
+    """And each is asked for once: its facts, and its first bytes."""
+    generator = torch.Generator().manual_seed(0)
+    checkpoint = synth.zero12(tmp_path / "ckpt", [{"w": torch.randn(90_000, generator=generator)}], 12)
+    address = put(checkpoint, "s3://bkt/ranks")
+    under_way, most = 0, 0
+    lock = threading.Lock()
+
+    def slow(method: str, path: str, query: str) -> bool:
+        nonlocal under_way, most
+        with lock:
+            under_way += 1
+            most = max(most, under_way)
+        time.sleep(0.02)
+        with lock:
+            under_way -= 1
+        return False
+
+    before = len(s3.requests)
+    s3.failing = slow
+    zckpt.open_checkpoint(address)
+    s3.failing = lambda method, path, query: False
+    asked = [(method, path) for method, path, _, _ in s3.requests[before:] if path.endswith("optim_states.pt")]
+    assert most >= 4
+    assert sorted(set(asked)) == sorted(asked) and len(asked) == 2 * 12
+    zckpt.convert(address, tmp_path / "a.bin")
+    zckpt.convert(checkpoint, tmp_path / "b.bin")
+    assert (tmp_path / "a.bin").read_bytes() == (tmp_path / "b.bin").read_bytes()
 
 
 def test_a_source_that_changes_meanwhile(tmp_path: Path) -> None:

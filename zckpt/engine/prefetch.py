@@ -72,8 +72,10 @@ def check_unchanged(stores: Iterable[FileStore]) -> None:
     Raises:
         InconsistentError: one is not.
     """
-    for store in stores:
-        if fsspec_io.status(store.path).identity != store.identity:
+    known = list(stores)
+    found = fsspec_io.statuses([store.path for store in known])
+    for store in known:
+        if found[store.path].identity != store.identity:
             raise InconsistentError(
                 "changed while it was read", file=redact(store.path),
                 found="another size, version or time than when it was opened",

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import Literal
@@ -16,18 +16,21 @@ from zckpt.base.errors import CastError
 from zckpt.base.pace import DEFAULT_PACE, Pace
 from zckpt.base.version import __version__
 from zckpt.base.words import count, joined
-from zckpt.core.catalog import Catalog
+from zckpt.core.catalog import Catalog, TensorEntry, TensorPart
 from zckpt.core.dtypes import SHORT_NAMES, DType
-from zckpt.core.fragments import DerivedStore, FileStore, Store
+from zckpt.core.fragments import ComputedStore, DerivedStore, FileStore, MemoryStore, Store
 from zckpt.core.plan import Plan
 from zckpt.engine.move import CastLoss as Overflowed
 from zckpt.engine.move import MoveOptions, Written
 from zckpt.output.journal import Finished
 from zckpt.output.manifest import Manifest
 from zckpt.output.signature import Signing
+from zckpt.storage import fsspec_io
 from zckpt.storage.location import Location, location_of
 
 Overflow = Literal["error", "inf", "clamp"]
+
+_Real = FileStore | MemoryStore | ComputedStore
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,6 +170,7 @@ def fingerprint(
             add(offset, len(data))
             digest.update(data)
     numbers: dict[int, int] = {}
+    state = state or _states(plan)
     for source, destination in plan.pairs:
         add(source.name, source.dtype.name, destination.dtype.name)
         for entry in (source, destination):
@@ -175,7 +179,7 @@ def fingerprint(
                 store = fragment.store
                 if id(store) not in numbers:
                     numbers[id(store)] = len(numbers)
-                    add((state or _state)(store) if entry is source else str(store))
+                    add(state(store) if entry is source else str(store))
                 places.append((numbers[id(store)], _GEOMETRY(fragment)))
             add(places)
     for file, name in copies:
@@ -186,16 +190,45 @@ def fingerprint(
 _GEOMETRY = attrgetter("byte_offset", "start", "count", "rows", "pitch", "store_pitch", "step")
 
 
-def _state(store: Store) -> tuple[object, ...]:
-    """Facts that change when a file is written again, even if its modification time is reset; for memory, a hash of its bytes."""
-    if isinstance(store, DerivedStore):
-        return _of_recipe(store, _state)
+def _states(plan: Plan) -> Callable[[Store], tuple[object, ...]]:
+    """Returns facts that change when a file is written again, even if its modification time is reset; for memory, a hash of it.
+
+    Each file's are asked for once, and those of several addresses at a time.
+    """
+    distant = (s.path for source, _ in plan.pairs for s in _stores(source) if isinstance(s, FileStore) and s.is_remote)
+    found = fsspec_io.statuses(list(dict.fromkeys(distant)))
+    known: dict[int, tuple[object, ...]] = {}
+
+    def state(store: Store) -> tuple[object, ...]:
+        if isinstance(store, DerivedStore):
+            return _of_recipe(store, state)
+        if id(store) not in known:
+            known[id(store)] = _state(store, found)
+        return known[id(store)]
+
+    return state
+
+
+def _stores(entry: TensorEntry | TensorPart) -> Iterator[_Real]:
+    """The files, and the memory, that an entry's elements come from."""
+    for fragment in entry.fragments:
+        if isinstance(fragment.store, DerivedStore):
+            for source in fragment.store.recipe.inputs:
+                yield from _stores(source)
+        else:
+            yield fragment.store
+
+
+def _state(store: _Real, found: Mapping[str, fsspec_io.Status]) -> tuple[object, ...]:
+    """Of one file, or of memory; `found`: what stores say of files at addresses."""
     if not isinstance(store, FileStore):
         from hashlib import sha256
 
         return (sha256(ctypes.string_at(store.address, store.size)).hexdigest(),)
-    place = store.path if store.is_remote else os.path.realpath(store.path)
-    return place, store.byteorder, *location_of(store).state()
+    if store.is_remote:
+        status = found[store.path]
+        return store.path, store.byteorder, status.size, *status.identity
+    return os.path.realpath(store.path), store.byteorder, *location_of(store).state()
 
 
 def _of_recipe(store: DerivedStore, state: Callable[[Store], tuple[object, ...]]) -> tuple[object, ...]:

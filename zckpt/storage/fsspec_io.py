@@ -19,7 +19,9 @@ from zckpt.base.words import count
 GAP_BYTES = 64 << 10
 """Ranges closer than this are fetched as one: a request costs about as much as these bytes."""
 
-_THREADS = 8
+THREADS = 8
+"""Requests under way at a time."""
+
 _TRIES = 4
 _BLOCK = 64 << 10
 _MOST_BLOCKS = 64
@@ -50,6 +52,7 @@ _UNREACHED = {
 }
 """Names of the exceptions that HTTP libraries raise if no answer came."""
 
+S = TypeVar("S")
 T = TypeVar("T")
 
 
@@ -182,6 +185,11 @@ def status(address: str) -> Status:
     return Status(int(found["size"]), (0, 1, _digest(found)))
 
 
+def statuses(addresses: Sequence[str]) -> dict[str, Status]:
+    """Address -> `status`; several are asked for at a time."""
+    return dict(zip(addresses, several(status, addresses), strict=True))
+
+
 def _facts(address: str) -> dict[str, Any]:
     fs, path = filesystem(address)
     with as_zckpt_errors(address):
@@ -229,15 +237,16 @@ def fetch(ranges: Sequence[Range]) -> list[tuple[bytes, int]]:
         else:
             merged.append(wanted)
         block_of[number] = len(merged) - 1
-    blocks = _blocks(merged)
+    blocks = several(_whole, merged)
     return [(blocks[block_of[number]], merged[block_of[number]].start) for number in range(len(ranges))]
 
 
-def _blocks(ranges: Sequence[Range]) -> list[bytes]:
-    if len(ranges) < 2:
-        return [_whole(wanted) for wanted in ranges]
-    with ThreadPoolExecutor(min(_THREADS, len(ranges))) as pool:
-        return list(pool.map(_whole, ranges))
+def several(ask: Callable[[S], T], questions: Sequence[S]) -> list[T]:
+    """What `ask` answers to each question; several requests are under way at a time."""
+    if len(questions) < 2:
+        return [ask(question) for question in questions]
+    with ThreadPoolExecutor(min(THREADS, len(questions))) as pool:
+        return list(pool.map(ask, questions))
 
 
 def _whole(wanted: Range) -> bytes:
@@ -296,6 +305,11 @@ class RemoteFile:
         self.identity = identity
         self._address = address
         self._blocks: dict[int, bytes] = {}
+
+    @classmethod
+    def opened(cls, address: str) -> RemoteFile:
+        """A file as it is now. Raises as `status`."""
+        return cls(address, *status(address))
 
     def __enter__(self) -> RemoteFile:
         return self

@@ -316,7 +316,7 @@ class Address(Location):
         return None
 
     def open(self) -> OpenFile:  # noqa: D102
-        return fsspec_io.RemoteFile(self.path, *fsspec_io.status(self.path))
+        return fsspec_io.RemoteFile.opened(self.path)
 
     def read(self, nbytes: int | None = None, offset: int = 0) -> bytes:  # noqa: D102
         return fsspec_io.read(self.path, offset, self.size() if nbytes is None else nbytes)

@@ -9,11 +9,14 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TypeVar, cast
+from typing import TYPE_CHECKING, TypeVar, cast
 
 from zckpt.base.errors import InconsistentError, NotACheckpointError, ZckptError
 from zckpt.containers import AlikePickles, Container, is_torch_zip, open_container, torch_zip
 from zckpt.storage.location import Location
+
+if TYPE_CHECKING:
+    from zckpt.storage.ahead import OpenAhead
 
 T = TypeVar("T")
 
@@ -107,6 +110,7 @@ class Listing:
         default_factory=dict[tuple[str, int], "list[tuple[int, str]]"], repr=False
     )
     _made: dict[str, object] = field(default_factory=dict[str, object], repr=False)
+    _ahead: list[OpenAhead] = field(default_factory=list, repr=False)
 
     def once(self, what: str, make: Callable[[], T]) -> T:
         """What `make` returns; it is called once for this listing, and errors are raised each time."""
@@ -121,7 +125,7 @@ class Listing:
     def open(self, name: str) -> Container:
         """The container of one file; opened once."""
         if name not in self._opened:
-            self._opened[name] = open_container(self.files[name])
+            self._opened[name] = open_container(self._begun(name))
         return self._opened[name]
 
     def open_alike(self, names: Sequence[str]) -> None:
@@ -130,7 +134,18 @@ class Listing:
         if len(rest) > 1:
             alike = AlikePickles(lambda: (torch_zip.pickle_of(self.files[name]) for name in {rest[1], rest[-1]}))
             for name in rest:
-                self._opened[name] = open_container(self.files[name], alike)
+                self._opened[name] = open_container(self._begun(name), alike)
+
+    def _begun(self, name: str) -> Location:
+        """Where a file is that is about to be opened."""
+        location = self.files[name]
+        if not location.is_remote:
+            return location
+        if not self._ahead:
+            from zckpt.storage.ahead import OpenAhead
+
+            self._ahead.append(OpenAhead(self.files))
+        return self._ahead[0].where(name)
 
     def entry(self, name: str, key: str) -> object:
         """What a file has under a key; None where it has no such key, or is no mapping. Errors as in `open`."""
