@@ -1,6 +1,6 @@
 """Several machines at one conversion, where each machine's link is the limit: `benchmarks/results_machines.md`.
 
-    python benchmarks/machines.py [--rate 1.5] [--layers 16] [--rounds 1] [--counts 1 2 4 8]
+    python benchmarks/machines.py [--rate 1] [--layers 16] [--rounds 1] [--counts 1 2 4 8]
 
 Machines are network namespaces of this one (tests/networks.py), each with a link of that many MB/s. They read an S3 server
 (moto's) and write a directory that is not behind the links; or they read and write one directory over the links
@@ -122,7 +122,7 @@ def trial(how: str, count: int, place: Path, rate: int) -> Trial:
 def main() -> None:
     """Every way and number of machines, in turn."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rate", type=float, default=1.5, help="MB/s of each link, in each direction")
+    parser.add_argument("--rate", type=float, default=1.0, help="MB/s of each link, in each direction")
     parser.add_argument("--layers", type=int, default=16, help="of a GPT-2 of width 512")
     parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--counts", type=int, nargs="+", default=[1, 2, 4, 8])

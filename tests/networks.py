@@ -74,7 +74,9 @@ class Network:
             for link in ("lo", "eth0"):
                 _ip("-n", name, "link", "set", "dev", link, "up")
             for place, device in ((self._switch, port), (name, "eth0")):
-                limit = ("tbf", "rate", f"{self._rate * 8}bit", "burst", "128kb", "latency", "100ms")
+                # Packets are not joined: few large ones would fill the queue, and others would be lost and sent again, late.
+                _ip("-n", place, "link", "set", "dev", device, "gso_max_size", "2048", "gso_max_segs", "1")
+                limit = ("tbf", "rate", f"{self._rate * 8}bit", "burst", "64kb", "latency", "400ms")
                 _run("tc", "-n", place, "qdisc", "add", "dev", device, "root", *limit)
 
     def address(self, number: int) -> str:

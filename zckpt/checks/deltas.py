@@ -20,7 +20,7 @@ from zckpt.deltas.read import DeltaDirectory, read_delta
 from zckpt.deltas.zstd import Decompressor, frame_bytes
 from zckpt.engine.checksums import crc32
 from zckpt.jobs.open import open_catalog, strip_wrappers
-from zckpt.jobs.options import OpenOptions
+from zckpt.jobs.opening import OpenOptions
 from zckpt.output import manifest as manifests
 from zckpt.storage.location import Location
 

@@ -12,12 +12,11 @@ from typing import Any
 from zckpt.core.catalog import Catalog
 from zckpt.core.dtypes import BF16, DType
 from zckpt.jobs.opened import Opened, dequantised
-from zckpt.jobs.options import Fp8Options, OpenOptions, to_dtype
-from zckpt.jobs.to_fp8 import RECORDED, fp8_weights
+from zckpt.jobs.opening import OpenOptions, to_dtype
 from zckpt.layouts.places import Place
 from zckpt.layouts.save.companions import read_config
 from zckpt.output.manifest import Manifest
-from zckpt.quantized.configs import quantization_of
+from zckpt.quantized.configs import RECORDED, quantization_of
 from zckpt.quantized.plain import is_fp8
 
 
@@ -65,6 +64,9 @@ def quantised(wanted: Catalog, output: Place, facts: Manifest | None) -> Expecte
     said = facts.options.get(RECORDED) if facts is not None else None
     if facts is None or not isinstance(said, Mapping):
         return Expected(wanted)
+    from zckpt.jobs.options import Fp8Options
+    from zckpt.jobs.to_fp8 import fp8_weights
+
     asked: dict[str, Any] = {name: said[name] for name in ("scheme", "quantize", "keep") if name in said}
     options = replace(Fp8Options(), **asked)
     config, dtype = read_config(output.home) or {}, to_dtype(facts.dtype) if facts.dtype else BF16

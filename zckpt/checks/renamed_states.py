@@ -15,8 +15,6 @@ from zckpt.base.words import count, examples
 from zckpt.checks.examined import Examined
 from zckpt.checks.resumable import Comparison
 from zckpt.core.catalog import Catalog
-from zckpt.jobs.megatron_states import megatron_states
-from zckpt.naming.writers import named, naming_of
 
 
 def has_renamed_states(form: object) -> TypeGuard[Mapping[str, Any]]:
@@ -42,6 +40,9 @@ def compare_renamed(source: Examined, output: Examined, form: Mapping[str, Any])
         output: what was written; it has a catalog.
         form: the facts of the manifest.
     """
+    from zckpt.jobs.megatron_states import megatron_states
+    from zckpt.naming.writers import named, naming_of
+
     chosen = source.catalog
     assert chosen is not None and output.catalog is not None
     found = Comparison()

@@ -23,7 +23,6 @@ from zckpt.layouts.run.training import ParameterGroup, Training
 from zckpt.layouts.run.values import number_in
 from zckpt.layouts.save.listing import MODEL_NAME, SHARD_NAME, Listing
 from zckpt.layouts.save.module_states import WRAPPERS, as_mapping, read_model_states, whole
-from zckpt.layouts.universal import read as universal
 
 Pair = tuple[str, TensorEntry, TensorEntry]
 """What it is, in words; the tensor of the checkpoint; that of the output."""
@@ -234,8 +233,10 @@ def _compare_copies(found: Comparison, source: Listing, output: Listing) -> None
 
 def _compare_beside(found: Comparison, source: Examined, output: Listing) -> None:
     """In a universal checkpoint, tensors that are not trained have files of their own, as floats; so have tied names."""
+    from zckpt.layouts.universal.read import beside
+
     assert source.catalog is not None
-    for raw, ref in universal.beside(output).items():
+    for raw, ref in beside(output).items():
         name = source.names.get(raw, WRAPPERS.sub("", raw))
         entry = source.catalog.tensors.get(source.catalog.aliases.get(name, name))
         if entry is not None and entry.numel == ref.numel:

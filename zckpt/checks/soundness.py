@@ -22,7 +22,7 @@ from zckpt.checks.verdict import summarized
 from zckpt.containers import open_container
 from zckpt.engine import replicas
 from zckpt.jobs.open import open_catalog, strip_wrappers
-from zckpt.jobs.options import OpenOptions
+from zckpt.jobs.opening import OpenOptions
 from zckpt.layouts.places import find
 from zckpt.layouts.run import agreement
 from zckpt.layouts.save.origins import contradictions, of_other_ages, origin

@@ -269,10 +269,11 @@ class MergedWith(Group):
     adapter: Adapters = field(default_factory=list)
 
     def options(self) -> dict[str, Any]:  # noqa: D102
+        if self.base is None and not self.adapter:
+            return {"lora": None}
         from zckpt.jobs.options import LoraMerge
 
-        given = self.base is not None or self.adapter
-        return {"lora": LoraMerge(base=self.base, adapters=tuple(self.adapter)) if given else None}
+        return {"lora": LoraMerge(base=self.base, adapters=tuple(self.adapter))}
 
 
 @dataclass(frozen=True, repr=False, eq=False)

@@ -23,8 +23,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Literal, Protocol, get_args
 
-from zckpt.base.errors import CorruptError, UnsupportedError, UsageError
+from zckpt.base.errors import CorruptError, UnsupportedError, UsageError, ZckptError
 from zckpt.base.words import joined
+from zckpt.storage.json_files import read_json
+from zckpt.storage.location import Location
 
 Encoding = Literal["xor", "overwrite"]
 Checksum = Literal["xxh3-128", "blake3", "adler32"]
@@ -34,6 +36,8 @@ CHECKSUMS: tuple[Checksum, ...] = get_args(Checksum)
 INDEX = "model.safetensors.index.json"
 UNCHANGED = "zckpt-unchanged.json"
 """The file that zckpt adds; see [Note: unchanged tensors]."""
+MOST_BYTES = 256 << 20
+"""Of an index."""
 LEVEL = 1
 """Of zstd: higher levels make these bytes little smaller, and take much longer."""
 MOST_POSITIONS = 2**32
@@ -169,3 +173,18 @@ def missing(package: str) -> UnsupportedError:
     return UnsupportedError(
         f"deltas need the package {package}, which is not installed", remedy="Run: pip install 'zckpt[delta]'."
     )
+
+
+def is_delta(metadata: object) -> bool:
+    """Whether an index with this metadata is that of a delta."""
+    return isinstance(metadata, Mapping) and "delta_encoding" in metadata
+
+
+def is_delta_directory(place: Location) -> bool:
+    """Whether a directory has the index of a delta; False if that cannot be read."""
+    try:
+        index = place / INDEX
+        said = read_json(index, MOST_BYTES, "an index") if index.is_file() else None
+    except ZckptError:
+        return False
+    return isinstance(said, Mapping) and is_delta(said.get("metadata"))

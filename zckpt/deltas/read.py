@@ -10,17 +10,16 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-from zckpt.base.errors import CorruptError, IncompleteError, NotACheckpointError, UnsafeError, ZckptError
+from zckpt.base.errors import CorruptError, IncompleteError, NotACheckpointError, UnsafeError
 from zckpt.base.words import examples
 from zckpt.containers import TensorRef, open_container
 from zckpt.core.catalog import TensorEntry
 from zckpt.core.dtypes import BY_NAME, DType
 from zckpt.deltas.decode import Decoder
-from zckpt.deltas.form import CHECKSUMS, INDEX, UNCHANGED, DeltaForm, form_of
+from zckpt.deltas.form import CHECKSUMS, INDEX, MOST_BYTES, UNCHANGED, DeltaForm, form_of, is_delta
 from zckpt.storage.json_files import read_json
 from zckpt.storage.location import Location
 
-_MOST_BYTES = 256 << 20
 _DIGEST = re.compile(r"[0-9a-f]{8,64}")
 _AGAIN = "Copy the delta's directory again."
 
@@ -76,21 +75,6 @@ class DeltaDirectory:
         return self.changed[name].digest if name in self.changed else self.unchanged.get(name)
 
 
-def is_delta(metadata: object) -> bool:
-    """Whether an index with this metadata is that of a delta."""
-    return isinstance(metadata, Mapping) and "delta_encoding" in metadata
-
-
-def is_delta_directory(place: Location) -> bool:
-    """Whether a directory has the index of a delta; False if that cannot be read."""
-    try:
-        index = place / INDEX
-        said = read_json(index, _MOST_BYTES, "an index") if index.is_file() else None
-    except ZckptError:
-        return False
-    return isinstance(said, Mapping) and is_delta(said.get("metadata"))
-
-
 def read_delta(place: Location) -> DeltaDirectory:
     """Reads a delta's index, and the headers of its files.
 
@@ -105,7 +89,7 @@ def read_delta(place: Location) -> DeltaDirectory:
             expected="a directory that `zckpt delta` or a trainer wrote for SGLang",
             remedy="Give the directory of one version, such as weight_v000001.",
         )  # fmt: skip
-    said = read_json(index, _MOST_BYTES, "the index of a delta")
+    said = read_json(index, MOST_BYTES, "the index of a delta")
     match said:
         case {"metadata": dict(metadata), "weight_map": dict(weight_map)} if is_delta(metadata):
             pass
@@ -162,7 +146,7 @@ def _in_file(file: Location, names: set[str]) -> Iterator[tuple[str, DifferenceP
 
 
 def _unchanged(file: Location, form: DeltaForm) -> dict[str, str]:
-    match read_json(file, _MOST_BYTES, "checksums of unchanged tensors"):
+    match read_json(file, MOST_BYTES, "checksums of unchanged tensors"):
         case {"checksum_format": str(kind), "tensors": dict(tensors)} if kind == form.checksum and kind in CHECKSUMS:
             if all(isinstance(digest, str) and _DIGEST.fullmatch(digest) for digest in tensors.values()):
                 return tensors

@@ -9,9 +9,12 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from zckpt.base.errors import UsageError
 from zckpt.core.catalog import TensorEntry
-from zckpt.core.dtypes import BF16, F16, F32, DType
+from zckpt.core.dtypes import BF16, BY_TORCH_NAME, CAST_TARGETS, F16, F32, SHORT_NAMES, DType
 from zckpt.layouts.save.listing import ReadOptions
+
+_DTYPES = {name: dtype for dtype in CAST_TARGETS for name in (SHORT_NAMES[dtype], dtype.name)}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,3 +49,21 @@ def output_dtype(entry: TensorEntry, dtype: DType | None) -> DType:
     if entry.role == "buffer":
         return F32 if dtype == F32 and entry.dtype in (F16, BF16) else entry.dtype
     return dtype
+
+
+def to_dtype(dtype: str | DType) -> DType:
+    """A dtype by any of its names: "bf16", "BF16", "bfloat16", "torch.bfloat16".
+
+    Raises:
+        UsageError: weights cannot be cast to it, or no dtype is called so.
+    """
+    if isinstance(dtype, DType):
+        return dtype
+    name = str(dtype).removeprefix("torch.")
+    found = _DTYPES.get(name) or BY_TORCH_NAME.get(name)
+    if found not in CAST_TARGETS:
+        raise UsageError(
+            f"{dtype!r} is not a dtype that weights can be cast to", expected="fp32, fp16 or bf16",
+            remedy="Use one of these, or their names in torch.",
+        )  # fmt: skip
+    return found

@@ -13,9 +13,10 @@ from typing import Any, Literal, TypeVar
 from zckpt.base.errors import UsageError
 from zckpt.base.pace import Pace, thread_count, window_bytes
 from zckpt.base.sizes import file_bytes
-from zckpt.core.dtypes import BF16, BY_TORCH_NAME, CAST_TARGETS, F32, SHORT_NAMES, DType
+from zckpt.core.dtypes import BF16, F32, DType
 from zckpt.jobs.opening import OpenOptions as OpenOptions
 from zckpt.jobs.opening import output_dtype as output_dtype
+from zckpt.jobs.opening import to_dtype as to_dtype
 from zckpt.layouts.gguf.write import TYPES
 from zckpt.layouts.plain.read import Format
 from zckpt.naming.transform import Form
@@ -23,8 +24,6 @@ from zckpt.output.signature import signer_of
 from zckpt.quantized.configs import SCHEMES, Scheme
 
 Overflow = Literal["error", "inf", "clamp"]
-
-_DTYPES = {name: dtype for dtype in CAST_TARGETS for name in (SHORT_NAMES[dtype], dtype.name)}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -321,21 +320,3 @@ def extended(options: OpenOptions, kind: type[T], **more: object) -> T:
     """The same options as a kind that has more of them; `more` gives these, and replaces others."""
     known = {field.name: getattr(options, field.name) for field in fields(options)}
     return kind(**{**known, **more})
-
-
-def to_dtype(dtype: str | DType) -> DType:
-    """A dtype by any of its names: "bf16", "BF16", "bfloat16", "torch.bfloat16".
-
-    Raises:
-        UsageError: weights cannot be cast to it, or no dtype is called so.
-    """
-    if isinstance(dtype, DType):
-        return dtype
-    name = str(dtype).removeprefix("torch.")
-    found = _DTYPES.get(name) or BY_TORCH_NAME.get(name)
-    if found not in CAST_TARGETS:
-        raise UsageError(
-            f"{dtype!r} is not a dtype that weights can be cast to", expected="fp32, fp16 or bf16",
-            remedy="Use one of these, or their names in torch.",
-        )  # fmt: skip
-    return found

@@ -29,13 +29,10 @@ from zckpt.naming.linear import LinearLayers, layers_of
 from zckpt.naming.schemes import families
 from zckpt.naming.transform import formed, matches
 from zckpt.output.delivery import check_output
-from zckpt.quantized.configs import BLOCK, Scheme, without, written
+from zckpt.quantized.configs import BLOCK, RECORDED, Scheme, without, written
 from zckpt.quantized.grids import Grid, blocks_of, stacked
 from zckpt.quantized.quantise import Quantiser, quantised, scales
 from zckpt.storage.location import locate
-
-RECORDED = "fp8"
-"""The key of the manifest's options that says how an output was quantised."""
 
 
 @dataclass(frozen=True, slots=True)

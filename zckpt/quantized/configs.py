@@ -16,6 +16,9 @@ from typing import Any, Literal
 Scheme = Literal["block128", "channel", "tensor"]
 SCHEMES: tuple[Scheme, ...] = ("block128", "channel", "tensor")
 
+RECORDED = "fp8"
+"""The key of a manifest's options that says how an output was quantised."""
+
 BLOCK = (128, 128)
 _KEYS = ("quantization_config", "compression_config")
 _FLOATS = ("float-quantized", "naive-quantized")

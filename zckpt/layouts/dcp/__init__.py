@@ -2,7 +2,7 @@
 
 import re
 
-from zckpt.layouts.dcp.files import DATA, METADATA, SAFETENSORS
+from zckpt.layouts.dcp.files import DATA, METADATA, SAFETENSORS, match
 from zckpt.layouts.save.family import Family, FileKind, later
 
 FAMILY = Family(
@@ -13,7 +13,7 @@ FAMILY = Family(
         FileKind("", SAFETENSORS, of_rank=False),
         FileKind("", re.compile(r".*\.distcp"), of_rank=False),
     ),
-    match=later("dcp.read", "match"),
+    match=match,
     read=later("dcp.read", "read"),
     read_training=later("dcp.read", "read_training"),
     has_keys=True,

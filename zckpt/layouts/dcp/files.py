@@ -17,6 +17,12 @@ DATA = re.compile(r"__(?P<dp>\d+)_(?P<number>\d+)\.distcp")
 SAFETENSORS = re.compile(r"shard-(?P<rank>\d{5})-model-\d{5}-of-\d{5}\.safetensors")
 
 
+def match(listing: Listing) -> str | None:
+    """None when this layout reads the files; otherwise why not."""
+    there = any(listing.matching(pattern) for pattern in (METADATA, DATA, SAFETENSORS))
+    return None if there else "no .metadata and no *.distcp"
+
+
 def missing_metadata(listing: Listing) -> IncompleteError:
     """The error for data files without metadata."""
     data = listing.matching(DATA)

@@ -21,7 +21,7 @@ from zckpt.containers.container import open_input
 from zckpt.core.catalog import Catalog, Role, Source, Topology
 from zckpt.core.dtypes import F32
 from zckpt.layouts.dcp import flat
-from zckpt.layouts.dcp.files import DATA, METADATA, SAFETENSORS, rank_of
+from zckpt.layouts.dcp.files import METADATA, SAFETENSORS, rank_of
 from zckpt.layouts.dcp.items import Items, stored_in
 from zckpt.layouts.dcp.metadata import BytesItem, Metadata, Path, TensorItem, read_metadata
 from zckpt.layouts.dcp.optimizer import States
@@ -35,12 +35,6 @@ _ACCELERATE = re.compile(r"pytorch_model_fsdp(_\d+)")
 
 DEEPSPEED = "0.19.8"
 """The version of DeepSpeed that is recorded for a run from elsewhere: the one whose files zckpt writes."""
-
-
-def match(listing: Listing) -> str | None:
-    """None when this layout reads the files; otherwise why not."""
-    there = any(listing.matching(pattern) for pattern in (METADATA, DATA, SAFETENSORS))
-    return None if there else "no .metadata and no *.distcp"
 
 
 @dataclass(frozen=True, slots=True)

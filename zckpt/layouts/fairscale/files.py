@@ -31,6 +31,7 @@ SHARD = re.compile(rf"(?:(?P<save>.+?)[-_.])?(?:model_part-(?P<mp>\d+)[-_.])?sha
 WHOLE_EXPERTS = re.compile(rf"(?P<save>.+?)-rank-(?P<dp>\d+){_END}")
 WHOLE_SHARED = re.compile(rf"(?P<save>.+?)-shared{_END}")
 WHOLE_PART = re.compile(rf"(?P<save>.+?)-model_part-(?P<mp>\d+){_END}")
+NONE = "no *shard0.pt with FairScale's metadata"
 
 
 def shards_of(listing: Listing) -> dict[int, tuple[str, ...]]:

@@ -113,7 +113,7 @@ def match(listing: Listing) -> str | None:
         listing.matching(files.WHOLE_SHARED) and listing.matching(files.WHOLE_EXPERTS)
     ):
         return None
-    return "no *shard0.pt with FairScale's metadata"
+    return files.NONE
 
 
 def facts(listing: Listing, name: str) -> RankFacts:

@@ -3,13 +3,13 @@
 import re
 from dataclasses import replace
 
-from zckpt.layouts.fsdp.files import ANY, VERL
-from zckpt.layouts.save.family import Family, FileKind, later
+from zckpt.layouts.fsdp.files import ANY, NONE, VERL
+from zckpt.layouts.save.family import Family, FileKind, later, where_there
 
 FAMILY = Family(
     name="FSDP rank files",
     files=(FileKind("{kind}", VERL),),
-    match=later("fsdp.read", "match"),
+    match=where_there((VERL, ANY), later("fsdp.read", "match"), NONE),
     read=later("fsdp.read", "read"),
     read_training=later("fsdp.read", "read_training"),
     further=(re.compile(r"extra_state_world_size_\d+_rank_\d+\.pt"),),

@@ -13,6 +13,7 @@ VERL = re.compile(r"(?P<kind>model|optim|extra_state)_world_size_\d+_rank_(?P<dp
 ANY = re.compile(
     r"(?!(?:bf16_|fp16_)?zero_pp_rank|zckpt_rank)(?P<kind>[\w.-]*?)(?<![A-Za-z])[Rr]ank[-_]?(?P<dp>\d+)[\w.-]*?\.(?:pt|pth|bin|ckpt)"
 )
+NONE = "no model_world_size_*_rank_*.pt, and no *rank*.pt with DTensors or ShardedTensors"
 
 
 def pattern_of(listing: Listing) -> re.Pattern[str]:

@@ -31,7 +31,7 @@ from zckpt.layouts.dcp.chunks import DcpChunk
 from zckpt.layouts.dcp.flat import FLAT
 from zckpt.layouts.dcp.metadata import BytesItem, InertValue, Metadata, Path, TensorItem
 from zckpt.layouts.dcp.state import dotted
-from zckpt.layouts.fsdp.files import ANY, VERL, pattern_of
+from zckpt.layouts.fsdp.files import ANY, NONE, VERL, pattern_of
 from zckpt.layouts.fsdp.lost import lost_ranks, take_lost
 from zckpt.layouts.run.training import Training
 from zckpt.layouts.run.values import missing_ranks
@@ -57,7 +57,7 @@ def match(listing: Listing) -> str | None:
         return "one file"
     if not names and any(_holds_cut(listing, name) for name in listing.matching(ANY)[:1]):
         return None
-    return "no model_world_size_*_rank_*.pt, and no *rank*.pt with DTensors or ShardedTensors"
+    return NONE
 
 
 def read(listing: Listing, *, allow_unknown: bool = False) -> Catalog:

@@ -1,12 +1,12 @@
 """GGUF, the files of llama.cpp: a model in one file, or in parts as `gguf-split` makes them."""
 
-from zckpt.layouts.gguf.files import NAME
+from zckpt.layouts.gguf.files import NAME, match
 from zckpt.layouts.save.family import Family, FileKind, later
 
 FAMILY = Family(
     name="GGUF",
     files=(FileKind("", NAME, of_rank=False),),
-    match=later("gguf.read", "match"),
+    match=match,
     read=later("gguf.read", "read"),
     fallback=True,
     apart="save",

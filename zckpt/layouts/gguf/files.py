@@ -7,7 +7,20 @@ from __future__ import annotations
 
 import re
 
+from zckpt.layouts.plain import FAMILY as PLAIN
+from zckpt.layouts.save.listing import Listing
+
 NAME = re.compile(r"(?P<save>.+?)(?:-(?P<part>\d{5})-of-(?P<parts>\d{5}))?\.gguf")
 
 METADATA = "gguf"
 """The entry of a catalog's extras with the metadata: key -> number, text or list; None for long arrays."""
+
+
+def match(listing: Listing) -> str | None:
+    """None when this layout reads the files; otherwise why not."""
+    names = listing.matching(NAME)
+    if not names:
+        return "no .gguf file"
+    if len(listing.files) > len(names) and any(PLAIN.owns(name) for name in listing.files):
+        return "plain weights are there too"
+    return None

@@ -3,7 +3,8 @@
 import re
 
 from zckpt.layouts.dcp.files import DATA, METADATA
-from zckpt.layouts.save.family import Family, FileKind, later
+from zckpt.layouts.megatron_core.files import CONFIG, NONE
+from zckpt.layouts.save.family import Family, FileKind, later, where_there
 
 FAMILY = Family(
     name="Megatron-Core",
@@ -12,7 +13,7 @@ FAMILY = Family(
         FileKind("", METADATA, of_rank=False),
         FileKind("", re.compile(r".*\.distcp|common\.pt"), of_rank=False),
     ),
-    match=later("megatron_core.read", "match"),
+    match=where_there((METADATA, re.compile(re.escape(CONFIG))), later("megatron_core.read", "match"), NONE),
     read=later("megatron_core.read", "read"),
     read_training=later("megatron_core.read", "read_training"),
     holds_run=False,

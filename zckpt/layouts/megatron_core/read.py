@@ -22,9 +22,10 @@ from zckpt.layouts.dcp.files import METADATA, rank_of
 from zckpt.layouts.dcp.items import Items
 from zckpt.layouts.dcp.metadata import Metadata, TensorItem, read_metadata
 from zckpt.layouts.megatron_core.contents import MegatronItems, has_names, shape_before, sorted_items
+from zckpt.layouts.megatron_core.files import COMMON, CONFIG, NONE
 from zckpt.layouts.megatron_core.flattened import unflattened
 from zckpt.layouts.megatron_core.optimizer import named_groups, parameter_groups
-from zckpt.layouts.megatron_core.run_state import COMMON, CONFIG, MegatronRun, backend, run_state
+from zckpt.layouts.megatron_core.run_state import MegatronRun, backend, run_state
 from zckpt.layouts.run.training import Training
 from zckpt.layouts.save.family import Record
 from zckpt.layouts.save.listing import Listing
@@ -41,7 +42,7 @@ def match(listing: Listing) -> str | None:
     files = [listing.files[name] for name in listing.matching(METADATA)]
     if any(has_names(file.read()) for file in files):
         return None
-    return f"no {CONFIG} of Megatron-Core, and no names of its models"
+    return NONE
 
 
 @dataclass(frozen=True, slots=True)

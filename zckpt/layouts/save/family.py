@@ -96,6 +96,18 @@ def later(module: str, name: str) -> Callable[..., Any]:
     return call
 
 
+def where_there(
+    names: Iterable[re.Pattern[str]], match: Callable[[Listing], str | None], refusal: str
+) -> Callable[[Listing], str | None]:
+    """A family's `match`, which is asked, and imported, only where a file has one of these names; elsewhere it is the refusal."""
+    patterns = tuple(names)
+
+    def found(listing: Listing) -> str | None:
+        return match(listing) if any(listing.matching(pattern) for pattern in patterns) else refusal
+
+    return found
+
+
 def _no_states(listing: Listing) -> str:
     return ""
 

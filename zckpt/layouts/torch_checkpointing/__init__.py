@@ -3,14 +3,14 @@
 import re
 from dataclasses import replace
 
-from zckpt.layouts.save.family import Family, FileKind, later
-from zckpt.layouts.torch_checkpointing.files import ITEM, METADATA
+from zckpt.layouts.save.family import Family, FileKind, later, where_there
+from zckpt.layouts.torch_checkpointing.files import ITEM, METADATA, NO_ITEM, match
 
 FAMILY = Family(
     name="torch_checkpointing",
     files=(FileKind("", re.compile(re.escape(METADATA)), of_rank=False),),
     common=(FileKind("{item}", ITEM),),
-    match=later("torch_checkpointing.read", "match"),
+    match=match,
     read=later("torch_checkpointing.read", "read"),
     read_training=later("torch_checkpointing.read", "read_training"),
     holds_run=False,
@@ -21,6 +21,10 @@ FAMILY = Family(
 )
 
 WITHOUT_METADATA = replace(
-    FAMILY, files=FAMILY.common, common=(), match=later("torch_checkpointing.read", "match_files"), fallback=True
+    FAMILY,
+    files=FAMILY.common,
+    common=(),
+    match=where_there((ITEM,), later("torch_checkpointing.read", "match_files"), NO_ITEM),
+    fallback=True,
 )
 """The same without `metadata.pkl`, which is written where an item has a resharder. DTensors say themselves how they were cut."""

@@ -7,5 +7,13 @@ from __future__ import annotations
 
 import re
 
+from zckpt.layouts.save.listing import Listing
+
 METADATA = "metadata.pkl"
 ITEM = re.compile(r"(?P<item>[\w-]+?)_(?P<dp>\d+)\.pt")
+NO_ITEM = "no <item>_<rank>.pt with DTensors"
+
+
+def match(listing: Listing) -> str | None:
+    """None when this layout reads the files; otherwise why not."""
+    return None if METADATA in listing.files else f"no {METADATA}"

@@ -35,7 +35,7 @@ from zckpt.layouts.run.values import missing_ranks
 from zckpt.layouts.save.cut_tensors import CutPart, CutReader, CutTensor, Placement, Shape, class_of
 from zckpt.layouts.save.family import Record
 from zckpt.layouts.save.listing import Listing
-from zckpt.layouts.torch_checkpointing.files import ITEM, METADATA
+from zckpt.layouts.torch_checkpointing.files import ITEM, METADATA, NO_ITEM
 from zckpt.storage.location import Location
 
 _JSON_BYTES = 1 << 20
@@ -43,13 +43,8 @@ _OPTIMIZER = "optimizer"
 _TORCH = "TorchSerialization"
 
 
-def match(listing: Listing) -> str | None:
-    """None when this layout reads the files; otherwise why not."""
-    return None if METADATA in listing.files else f"no {METADATA}"
-
-
 def match_files(listing: Listing) -> str | None:
-    """The same where there is no metadata.pkl. Opens one file."""
+    """None when this layout reads files without a metadata.pkl; otherwise why not. Opens one file."""
     if listing.directory in listing.files.values():
         return "one file"
     first = [name for name in listing.matching(ITEM) if _number(name) == 0]
@@ -57,7 +52,7 @@ def match_files(listing: Listing) -> str | None:
         root = listing.open(name).root
         if isinstance(root, Mapping) and any(class_of(value) == "DTensor" for _, value in leaves(root)):
             return None
-    return "no <item>_<rank>.pt with DTensors"
+    return NO_ITEM
 
 
 def read(listing: Listing, *, allow_unknown: bool = False) -> Catalog:
