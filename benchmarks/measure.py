@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import os
 import platform
+import random
 import resource
 import shutil
 import statistics
@@ -54,6 +56,7 @@ class Row:
         note: what makes the two less than alike.
         numel: parameters of the model, where the table is of models that grow.
         least: seconds in which this machine could move the bytes that must move (`limits`); 0 where nobody counted them.
+        paired: the ratio of the two, round by round, with its interval (`paired`); empty where rounds are not compared.
     """
 
     what: str
@@ -63,6 +66,7 @@ class Row:
     note: str = ""
     numel: int = 0
     least: float = 0.0
+    paired: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -89,11 +93,19 @@ class Job:
     touches: bool = False
 
 
-def in_turn(jobs: Mapping[str, Job], rounds: int) -> dict[str, Taken]:
-    """Runs every job once in each round, in this order, on a disk with nothing left to write."""
+def in_turn(jobs: Mapping[str, Job], rounds: int, *, shuffled: bool = False) -> dict[str, Taken]:
+    """Runs every job once in each round, on a disk with nothing left to write.
+
+    Args:
+        jobs: name -> job.
+        rounds: how often each.
+        shuffled: each round has an order of its own, the same whenever this is run; by default all have that of `jobs`.
+    """
     taken = {name: Taken() for name in jobs}
+    orders = random.Random(rounds)
     for _ in range(rounds):
-        for name, job in jobs.items():
+        for name in orders.sample(list(jobs), len(jobs)) if shuffled else jobs:
+            job = jobs[name]
             for path in job.clears:
                 remove(path)
             if job.warms:
@@ -112,6 +124,24 @@ def in_turn(jobs: Mapping[str, Job], rounds: int) -> dict[str, Taken]:
             for path in job.drops:
                 remove(path)
     return taken
+
+
+def paired(ours: Taken, theirs: Taken) -> tuple[float, ...]:
+    """The ratio of our seconds to theirs in a round: its geometric mean, and the ends of the interval that holds it at 95 %.
+
+    What slows a machine for minutes slows both of a round. The interval is Student's, of the logarithms; one round has none.
+    """
+    logs = [math.log(a / b) for a, b in zip(ours.seconds, theirs.seconds, strict=True)]
+    middle = statistics.fmean(logs)
+    if len(logs) < 2:
+        return ()
+    wide = _STUDENT.get(len(logs), 2.0) * statistics.stdev(logs) / math.sqrt(len(logs))
+    return math.exp(middle), math.exp(middle - wide), math.exp(middle + wide)
+
+
+_STUDENT = {2: 12.71, 3: 4.30, 4: 3.18, 5: 2.78, 6: 2.57, 7: 2.45, 8: 2.36, 9: 2.31, 10: 2.26, 11: 2.23, 12: 2.20, 13: 2.18,
+            14: 2.16, 15: 2.14, 16: 2.13, 17: 2.12, 18: 2.11, 19: 2.10, 20: 2.09}  # fmt: skip
+"""Number of rounds -> how many standard errors an interval of 95 % reaches to each side."""
 
 
 def file_bytes(path: Path, pattern: str = "*") -> int:
