@@ -30,7 +30,7 @@ SETTINGS: dict[str, list[str]] = {
 
 
 def measure(work: Path, layers: int, rounds: int) -> list[Row]:
-    """Each setting, of `to-fp32` of a ZeRO-3 checkpoint that lies on the disk, not in memory; the very first run does not count."""
+    """Each setting, of `to-fp32` of a ZeRO-3 checkpoint that lies on the disk, not in memory; the first run does not count."""
     checkpoint, out = write(work / "ckpt", 3, "--layers", str(layers)), work / "out"
     jobs = {
         name: Job([*ZCKPT, "to-fp32", str(checkpoint), str(out), "--quiet", *setting], (out,), (out,), cools=checkpoint)
