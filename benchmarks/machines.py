@@ -125,6 +125,7 @@ def main() -> None:
     parser.add_argument("--rate", type=float, default=1.0, help="MB/s of each link, in each direction")
     parser.add_argument("--layers", type=int, default=16, help="of a GPT-2 of width 512")
     parser.add_argument("--rounds", type=int, default=1)
+    parser.add_argument("--how", action="append", choices=HOW, help="only this; may be repeated")
     parser.add_argument("--counts", type=int, nargs="+", default=[1, 2, 4, 8])
     parser.add_argument("--page", type=Path, default=PAGE)
     options = parser.parse_args()
@@ -137,7 +138,7 @@ def main() -> None:
         checkpoint = write(place / "ckpt", 3, "--layers", str(options.layers), "--width", "512")
         nbytes, load = file_bytes(checkpoint, "*optim_states.pt"), os.getloadavg()[0]
         lines = []
-        for how in HOW:
+        for how in options.how or HOW:
             taken: dict[int, list[Trial]] = {count: [] for count in options.counts}
             for _ in range(options.rounds):
                 for count in options.counts:

@@ -8,6 +8,7 @@ serves the files of a directory at an address of this machine, as the bucket `bk
 from __future__ import annotations
 
 import io
+import re
 import socketserver
 import sys
 import threading
@@ -18,12 +19,7 @@ from urllib.parse import unquote
 
 from moto.backends import get_backend
 from moto.moto_api._internal import mock_random  # noqa: F401  # loads moto's backends before threads use them
-from moto.s3.models import FakeKey
 from moto.server import DomainDispatcherApplication, create_backend_app
-
-_plain: Any = FakeKey.value
-FakeKey.value = property(lambda key: getattr(key, "known", None) or _plain.fget(key), _plain.fset)  # type: ignore[assignment]
-"""moto copies a whole file for each part of it that is asked for; not those that `S3Server.take` takes."""
 
 
 class S3Server:
@@ -45,6 +41,7 @@ class S3Server:
         self.failing: Callable[[str, str, str], bool] = lambda method, path, query: False
         self.losing: Callable[[str, str, str], bool] = lambda method, path, query: False
         self._app = DomainDispatcherApplication(create_backend_app)
+        self._taken: dict[str, bytes] = {}
         self._server = _Server((host, 0), _Connection)
         self._server.app = self._answer
         self.url = f"http://{host}:{self._server.server_address[1]}"
@@ -55,12 +52,14 @@ class S3Server:
         return self
 
     def take(self, directory: Path) -> None:
-        """Makes the bucket `bkt` of the files of a directory, without a request."""
+        """Makes the bucket `bkt` of the files of a directory, without a request; what is read of them costs moto no work."""
         self._backend.create_bucket("bkt", "us-east-1")
         for file in directory.rglob("*"):
             if file.is_file():
-                data = file.read_bytes()
-                self._backend.put_object("bkt", file.relative_to(directory).as_posix(), data).known = data
+                name, data = file.relative_to(directory).as_posix(), file.read_bytes()
+                key = self._backend.put_object("bkt", name, b"")
+                key.contentsize = len(data)
+                self._taken[f"/bkt/{name}"] = data
 
     def __exit__(self, *_: object) -> None:
         self._server.shutdown()
@@ -97,10 +96,21 @@ class S3Server:
         if self.losing(method, path, query):
             list(self._app(environ, lambda *answer: None))
             return self._failed(start_response)
-        parts = list(self._app(environ, start_response))
+        parts = list(self._part(path, environ, start_response) or self._app(environ, start_response))
         if method == "GET":
             self.sent += sum(map(len, parts))
         return parts
+
+    def _part(self, path: str, environ: dict[str, Any], start_response: Callable[..., Any]) -> list[bytes]:
+        """A part of a file that was taken; nothing for other requests."""
+        found = re.fullmatch(r"bytes=(\d+)-(\d+)", environ.get("HTTP_RANGE", ""))
+        if path not in self._taken or environ["REQUEST_METHOD"] != "GET" or found is None:
+            return []
+        begin, end, whole = int(found[1]), int(found[2]) + 1, self._taken[path]
+        part = whole[begin:end]
+        place = f"bytes {begin}-{begin + len(part) - 1}/{len(whole)}"
+        start_response("206 Partial Content", [("Content-Range", place), ("Content-Length", str(len(part)))])
+        return [part]
 
     def _failed(self, start_response: Callable[..., Any]) -> Iterable[bytes]:
         start_response("500 Internal Server Error", [("Content-Length", "0")])
