@@ -85,7 +85,8 @@ by `sync`, and where a rival does neither, the table says so. Trainer:
 [steps and memory](../benchmarks/results_trainer.md), [saves and
 loads](../benchmarks/results_checkpoints.md). Planning for a trillion parameters:
 [results_giants.md](../benchmarks/results_giants.md); saves of thousands of ranks:
-[results_exchange.md](../benchmarks/results_exchange.md).
+[results_exchange.md](../benchmarks/results_exchange.md); several machines behind slow links:
+[results_machines.md](../benchmarks/results_machines.md).
 """
 
 

@@ -150,11 +150,12 @@ def test_nothing_heavy_is_imported(weights: Path) -> None:
     code = (
         "import atexit, sys\n"
         "from zckpt.cli import main\n"
-        "heavy = {'torch', 'numpy', 'deepspeed', 'tqdm', 'huggingface_hub'}\n"
+        "heavy = {'torch', 'numpy', 'deepspeed', 'tqdm', 'huggingface_hub', 'zckpt.jobs.options', 'zckpt.naming.transform',\n"
+        "         'zckpt.layouts.dcp.read', 'zckpt.layouts.fsdp.read', 'zckpt.output.delivery'}\n"
         "atexit.register(lambda: sys.stderr.write(f'HEAVY {sorted(heavy & set(sys.modules))}'))\n"
         "main()\n"
     )
-    for args in (["--help"], ["inspect", str(weights)]):
+    for args in (["--help"], ["inspect", str(weights)], ["verify", str(weights)]):
         result = subprocess.run([sys.executable, "-c", code, *args], capture_output=True, text=True, check=True)
         assert result.stderr.endswith("HEAVY []"), result.stderr
 
