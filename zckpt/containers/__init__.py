@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 
 from zckpt.base.errors import IncompleteError, NotACheckpointError, UnsupportedError
-from zckpt.containers import gguf_file, safetensors_file, torch_legacy, torch_zip
+from zckpt.containers import safetensors_file, torch_legacy, torch_zip
 from zckpt.containers.alike import AlikePickles
 from zckpt.containers.container import Container, Input, open_input
 from zckpt.containers.inert import NumpyArray, Placeholder, brief, enum_value
@@ -56,7 +56,9 @@ def open_container(path: str | os.PathLike[str], alike: AlikePickles | None = No
         head = file.peek(0, 512)
         if head.startswith(b"PK\x03\x04"):
             return torch_zip.read_input(file, alike)
-        if head.startswith(gguf_file.MAGIC):
+        if head.startswith(b"GGUF"):
+            from zckpt.containers import gguf_file  # few files are of this kind
+
             return gguf_file.read_input(file)
         if head[8:9] == b"{":
             return safetensors_file.read_input(file)

@@ -7,7 +7,6 @@ exceptions of its backends into zckpt's errors.
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -198,6 +197,8 @@ def _facts(address: str) -> dict[str, Any]:
 
 
 def _digest(found: dict[str, Any]) -> int:
+    import hashlib  # which is slow to import, and only wanted of addresses
+
     text = repr([found.get(name) for name in _NAMING] + [found["size"]])
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "big")
 
