@@ -8,6 +8,7 @@ import os
 import random
 import shutil
 import sys
+import threading
 import time
 import warnings
 from pathlib import Path
@@ -25,8 +26,9 @@ from zckpt import runtime
 from zckpt.base.errors import InconsistentError, OutputError, UnsupportedError, UsageError, ZckptError
 from zckpt.drop_in import get_fp32_state_dict_from_zero_checkpoint
 from zckpt.jobs.open import open_catalog
-from zckpt.runtime.checkpoints import exchange, rounds, saving
+from zckpt.runtime.checkpoints import exchange, rounds, saving, snapshot
 from zckpt.runtime.checkpoints import state as run_state
+from zckpt.runtime.sharded import gradients
 from zckpt.team import meeting
 
 KINDS: dict[str, dict[str, Any]] = {
@@ -368,15 +370,16 @@ def in_the_background() -> dict[str, Any]:
     dist.barrier()
     again.load_checkpoint(where, tag="global_step2")
     out: dict[str, Any] = {"copied": same_parts(first, parts(again)), "latest": (where / "latest").read_text()}
+    out |= {f"meanwhile {stage}": while_others_write(stage) for stage in (1, 3)}
     again.load_checkpoint(where)
     train(again, 1, start=4)
     out["went on"] = same_parts(parts(engine), parts(again))
     write = saving.write
 
     def broken(*arguments: Any) -> None:
+        write(*arguments)
         if rank() == 1:
             raise OutputError("a disk that broke", file="x")
-        write(*arguments)
 
     saving.write = broken
     try:
@@ -388,6 +391,67 @@ def in_the_background() -> dict[str, Any]:
     engine.wait_for_checkpoint()
     dist.barrier()
     out["names"] = sorted(path.name for path in where.iterdir())
+    return out
+
+
+def while_others_write(stage: int) -> dict[str, Any]:
+    """What a script does between a save and the next step is not in the save, whose copy has hardly begun."""
+    where = home() / f"meanwhile {stage}"
+    engine = start(config(stage, 2, checkpoint={"async_save": True}, **BF16))
+    train(engine, 1)
+    tokens = next(iter(small.batches(1, rank(), world(), 2, 1)))[0]
+    engine.backward(engine(tokens))
+    engine.step()  # a save between two micro batches has gradients
+    copy_left, out = snapshot.Snapshot.finish, {}
+
+    def unhurried(self: snapshot.Snapshot) -> None:
+        if threading.current_thread() is not threading.main_thread():
+            time.sleep(1.0)
+        copy_left(self)
+
+    snapshot.Snapshot.finish = unhurried
+    try:
+        for what in ("written", "stepped", "behind"):
+            before, client = parts(engine), {"seen": torch.ones(3)}
+            grads = [
+                grad
+                for kind in gradients.taken(engine.module, engine.sharded.parameters).values()
+                for grad in kind.values()
+            ]
+            grads_before = [grad.clone() for grad in grads]
+            kept = [state for one in engine.basic_optimizer.state.values() for state in one.values() if state.ndim]
+            engine.save_checkpoint(where, tag=what, client_state=client)
+            client["seen"].zero_()
+            if what == "written":
+                for grad in grads:
+                    grad.zero_()
+                for one in (one for one in engine.sharded.parameters if one.master is not None):
+                    with torch.no_grad():
+                        one.master.data.add_(1)
+                        for state in engine.optimizer.state[one.master].values():
+                            state.add_(1)
+            elif what == "stepped":
+                engine.backward(engine(tokens))
+                engine.step()
+            elif rank() == 1:
+                kept[0].add_(1)
+            if what == "behind":
+                out[what] = refusal(engine.wait_for_checkpoint, kind=ZckptError)
+                continue
+            engine.wait_for_checkpoint()
+            dist.barrier()
+            again = start(config(stage, 2, **BF16))
+            _, seen = again.load_checkpoint(where, tag=what)
+            out[what] = same_parts(before, parts(again)) and bool(seen["seen"].all())
+            held = [
+                g for kind in gradients.taken(again.module, again.sharded.parameters).values() for g in kind.values()
+            ]
+            out[f"gradients {what}"] = [
+                len(held),
+                len(held) == len(grads_before) and all(map(torch.equal, held, grads_before)),
+            ]
+    finally:
+        snapshot.Snapshot.finish = copy_left
     return out
 
 

@@ -126,6 +126,14 @@ def test_saves_in_the_background(outcome: Outcome) -> None:
         assert given["copied"] is given["went on"] is True and given["latest"] == "global_step4"
         assert "a disk that broke" in given["bad"] and ("rank 1:" in given["bad"]) == (rank == 0)
         assert given["names"] == ["global_step2", "global_step4", "good", "latest", "zero_to_fp32.py"]
+        for stage in (1, 3):
+            found = given[f"meanwhile {stage}"]
+            assert found["written"] is found["stepped"] is True
+            assert (
+                found["gradients written"][0] and found["gradients written"][1] is found["gradients stepped"][1] is True
+            )
+            assert "states of the optimizer were changed" in found["behind"]
+            assert ("rank 1:" in found["behind"]) == (rank == 0)
 
 
 @pytest.mark.xdist_group("saves")

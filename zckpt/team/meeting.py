@@ -75,8 +75,8 @@ class Meetings:
         rendezvous: Rendezvous | None = None,
         check: Callable[[], object] | None = None,
     ) -> None:
-        self.rank, self.size = rank, size
-        self._name, self._place, self._number = name, "", 0
+        self.rank, self.size, self.name = rank, size, name
+        self._place, self._number = "", 0
         self._old: list[str] = []
         self._read = b""
         self._check = check
@@ -110,7 +110,7 @@ class Meetings:
         """
         if self._rendezvous is None:
             return [word]
-        place = f"{self._name}/{self._place}/{self._number}"
+        place = f"{self.name}/{self._place}/{self._number}"
         minutes, keys = f"{place}/minutes", [f"{place}/{rank}" for rank in range(self.size)]
         self._rendezvous.put(keys[self.rank], json.dumps(word).encode())
         if self.rank == 0:
@@ -154,7 +154,7 @@ class Meetings:
         """After the last meeting of some work: rank 0, whose process may hold the store, leaves last."""
         if self._rendezvous is None:
             return
-        keys = [f"{self._name}/{self._place}/left {rank}" for rank in range(1, self.size)]
+        keys = [f"{self.name}/{self._place}/left {rank}" for rank in range(1, self.size)]
         with contextlib.suppress(OutputError):
             if self.rank:
                 self._rendezvous.put(keys[self.rank - 1], b"left")

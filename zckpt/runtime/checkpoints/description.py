@@ -99,8 +99,10 @@ def describe(state: RunState) -> Described:
     return Described(Catalog(ordered, Source("live", "the run"), state.aliases), states)
 
 
-def describe_training(state: RunState, described: Described, client_state: Mapping[str, Any]) -> Training:
-    """All that is beside the weights.
+def describe_training(
+    state: RunState, described: Described, client_state: Mapping[str, Any], *, copied: bool
+) -> Training:
+    """All that is beside the weights. `copied` as for `to_inert`.
 
     Raises:
         UsageError: the client state uses a name of the checkpoint's own.
@@ -121,7 +123,12 @@ def describe_training(state: RunState, described: Described, client_state: Mappi
         names = tuple(dict.fromkeys(name for part in members for name in part.states))
         scalars = {name: _number(value) for part in members[:1] for name, value in part.scalars.items()}
         groups.append(
-            ParameterGroup(group.names, to_inert(group.options, f"options of parameter group {number}"), scalars, names)
+            ParameterGroup(
+                group.names,
+                to_inert(group.options, f"options of parameter group {number}", copied=copied),
+                scalars,
+                names,
+            )
         )
     own = {
         "version": 1,
@@ -131,14 +138,14 @@ def describe_training(state: RunState, described: Described, client_state: Mappi
         "world_size": run.world_size,
         "differing_buffers": sorted(state.differing),
         "scaler": dict(state.scaler),
-        "data": to_inert(state.data, "the loader's position"),
+        "data": to_inert(state.data, "the loader's position", copied=copied),
         "scalars": _odd_scalars(state, parts),
         "groups": [list(group.names) for group in state.groups],
     }
     if "all" in state.rng:
         own["rngs"] = [_rng(rng) for rng in state.rng["all"]]
     model = {
-        "lr_scheduler": to_inert(state.scheduler, "the schedule"),
+        "lr_scheduler": to_inert(state.scheduler, "the schedule", copied=copied),
         "data_sampler": None,
         "random_ltd": None,
         "skipped_steps": state.counters["skipped_steps"],
@@ -147,7 +154,7 @@ def describe_training(state: RunState, described: Described, client_state: Mappi
         "ds_config": to_inert(run.settings.raw, "the config"),
         "ds_version": DEEPSPEED,
         OWN: own,
-        **to_inert(client_state, "client_state"),
+        **to_inert(client_state, "client_state", copied=copied),
     }
     return Training(
         groups=tuple(groups),

@@ -28,6 +28,7 @@ from zckpt.core.dtypes import ALL
 from zckpt.core.fragments import FileStore
 from zckpt.core.plan import Move, route
 from zckpt.layouts.zero.torch_files import Pair
+from zckpt.runtime.checkpoints.own_group import OwnGroup
 
 MOST_PIECES = 1 << 16
 """In one round, unless a single stream has more: each takes some bytes of its own, on its way and in memory."""
@@ -149,7 +150,7 @@ class Exchange:
     Attributes:
         rank: of this process in the group.
         size: of the group.
-        group: of processes; None for all.
+        group: of processes; None for all; an `OwnGroup` for a thread beside the training.
         device: of the group's communication.
         direct: whether what a rank holds is host memory that the engine can read.
         tensors: by the key of a `RankStore`, what this rank holds.
@@ -195,7 +196,16 @@ class Exchange:
         if self.size == 1:
             incoming.copy_(outgoing)
             return None
+        if isinstance(self.group, OwnGroup):
+            return self.group.all_to_all(incoming, outgoing, received, sent)
         return dist.all_to_all_single(incoming, outgoing, list(received), list(sent), group=self.group, async_op=True)
+
+    def maximum(self, numbers: torch.Tensor) -> None:
+        """Makes each number the largest that any rank has."""
+        if isinstance(self.group, OwnGroup):
+            self.group.maximum(numbers)
+        elif self.size > 1:
+            dist.all_reduce(numbers, op=dist.ReduceOp.MAX, group=self.group)
 
     def bytes_of(self, request: Request) -> torch.Tensor:
         """The elements that are asked for, as they travel.

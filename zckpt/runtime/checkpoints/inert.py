@@ -23,13 +23,14 @@ _PLAIN = (type(None), bool, int, float, str, bytes)
 _BASES: tuple[type, ...] = (bool, int, float, str, bytes, bytearray, complex)
 
 
-def to_inert(value: Any, where: str) -> Any:
+def to_inert(value: Any, where: str, *, copied: bool = False) -> Any:
     """A value as `emit` writes it; tensors become entries of their own memory.
 
     Args:
         value: dicts, lists, tuples, sets, text, numbers, tensors, numpy arrays and scalars, dtypes, devices, sizes, and
             subclasses of these, which become the plain kind.
         where: its name, for errors.
+        copied: tensors become entries of copies, which nobody changes.
 
     Raises:
         UnsupportedError: an object of another class is in it.
@@ -38,7 +39,7 @@ def to_inert(value: Any, where: str) -> Any:
     if kind in _PLAIN:
         return value
     if isinstance(value, torch.Tensor):
-        return _entry(value, where)
+        return _entry(value, where, copied)
     if isinstance(value, torch.Size):
         return Size(value)
     if isinstance(value, torch.dtype):
@@ -46,10 +47,13 @@ def to_inert(value: Any, where: str) -> Any:
     if isinstance(value, torch.device):
         return str(value)
     if isinstance(value, Mapping):
-        return {to_inert(key, f"a key of {where}"): to_inert(item, f"{where}[{key!r}]") for key, item in value.items()}
+        return {
+            to_inert(key, f"a key of {where}", copied=copied): to_inert(item, f"{where}[{key!r}]", copied=copied)
+            for key, item in value.items()
+        }
     for sequence in (list, tuple, set, frozenset):
         if isinstance(value, sequence):
-            items = [to_inert(item, f"{where}[{number}]") for number, item in enumerate(value)]
+            items = [to_inert(item, f"{where}[{number}]", copied=copied) for number, item in enumerate(value)]
             return sequence(items)
     for base in _BASES:
         if isinstance(value, base):
@@ -70,7 +74,7 @@ def to_inert(value: Any, where: str) -> Any:
     )
 
 
-def _entry(tensor: torch.Tensor, name: str) -> TensorEntry:
+def _entry(tensor: torch.Tensor, name: str, copied: bool) -> TensorEntry:
     """A tensor as an entry of its own memory, or of a copy if that is not dense memory of the host.
 
     Raises:
@@ -83,6 +87,8 @@ def _entry(tensor: torch.Tensor, name: str) -> TensorEntry:
             remedy="Convert it with .to_dense(), .dequantize() or .to(dtype) before you save it.",
         )  # fmt: skip
     host = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
+    if copied and host.data_ptr() == tensor.data_ptr():
+        host = host.clone()
     store = MemoryStore(host.data_ptr(), host.numel() * host.element_size(), host)
     return TensorEntry(name, tuple(host.shape), dtype_of(host.dtype), "buffer", (Fragment(store, 0, 0, host.numel()),))
 

@@ -56,8 +56,8 @@ def digest_of(buffers: Mapping[str, torch.Tensor]) -> str:
     return digest.hexdigest()
 
 
-def lay_out(state: RunState, place: str) -> Laid | None:
-    """A rank's file, in a directory of the name `place`; None if it has nothing of its own."""
+def lay_out(state: RunState, place: str, *, copied: bool) -> Laid | None:
+    """A rank's file, in a directory of the name `place`; None if it has nothing of its own. `copied` as for `to_inert`."""
     run = state.run
     has_model_file = run.settings.zero.stage == 3 and run.global_rank < run.sharded.size
     has_buffers = run.global_rank in state.differing and not has_model_file
@@ -70,9 +70,9 @@ def lay_out(state: RunState, place: str) -> Laid | None:
         "dp_world_size": run.world_size,
     }
     if has_buffers:
-        root["buffers"] = to_inert(state.buffers, "buffers")
+        root["buffers"] = to_inert(state.buffers, "buffers", copied=copied)
     if between:
-        root["gradients"] = to_inert(state.gradients, "gradients")
+        root["gradients"] = to_inert(state.gradients, "gradients", copied=copied)
     file = TorchFile(f"{place}/{rank_file(run.global_rank)}")
     made, pairs = file.finish(file.adopt(root))
     return Laid((made,), tuple(pairs))

@@ -17,7 +17,6 @@ from types import TracebackType
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from zckpt.base.errors import OutputError, add_note
 from zckpt.base.words import size
@@ -142,8 +141,7 @@ class Rounds:
         """The rounds, for which all ranks say how long their streams are."""
         exchange, wanted = self._exchange, self._wanted
         longest = torch.tensor([wanted.volumes, wanted.pieces], dtype=torch.int64, device=exchange.device)
-        if exchange.size > 1:
-            dist.all_reduce(longest, op=dist.ReduceOp.MAX, group=exchange.group)
+        exchange.maximum(longest)
         nbytes, pieces = longest.tolist()
         return rounds_of(nbytes, pieces, LIMIT_BYTES)
 

@@ -53,12 +53,15 @@ class EngineOptimizer(Optimizer):
     Attributes:
         optimizer: the optimizer on the masters.
         overflow: whether the last step was skipped, because its gradients were not finite.
+        before_change: called before its step and before anybody gets its states, who may change them; None where that is
+            nobody's concern.
     """
 
     def __init__(self, optimizer: Optimizer) -> None:  # Optimizer's own constructor would make groups of its own
         self.optimizer = optimizer
         self.overflow = False
         self.custom_loss_scaler = False
+        self.before_change: Callable[[], None] | None = None
         self._engine: Updates | None = None
         self._updating = False
         optimizer.register_step_pre_hook(self._refuse_alone)
@@ -88,6 +91,7 @@ class EngineOptimizer(Optimizer):
     @property
     def state(self) -> Any:
         """The states, by master."""
+        self._wait()
         return self.optimizer.state
 
     @state.setter
@@ -119,11 +123,16 @@ class EngineOptimizer(Optimizer):
 
     def update_masters(self) -> None:
         """One step of the optimizer on the masters, for the engine."""
+        self._wait()
         self._updating = True
         try:
             self.optimizer.step()
         finally:
             self._updating = False
+
+    def _wait(self) -> None:
+        if self.before_change is not None:
+            self.before_change()
 
     def _refuse_alone(self, optimizer: Optimizer, args: object, kwargs: object) -> None:
         if not self._updating:

@@ -20,6 +20,8 @@ from torch.distributed.tensor import DTensor
 
 _ATTRIBUTE = "_zckpt_sharded_parameter"
 
+_PIECE = 1 << 16
+
 
 @dataclass(slots=True, eq=False)
 class ShardedParameter:
@@ -96,9 +98,9 @@ class ShardedParameter:
         if self.master is not None and (local.device != self.whole.device or self.master._version != self._version):
             return
         rows = self.whole.detach().reshape(-1)[self.elements].view(local.shape).to(local.device)
-        mine = local.to(rows.dtype)
-        if local.device.type == "cpu" and torch.equal(mine, rows):  # elsewhere the answer would be waited for
+        if local.device.type == "cpu" and _rounds_to(local, rows):  # elsewhere the answer would be waited for
             return
+        mine = local.to(rows.dtype)
         local.copy_(torch.where(mine == rows, local, rows.to(local.dtype)))
 
     def drop(self) -> None:
@@ -152,6 +154,12 @@ class ShardedParameter:
         """Rounds a replicated master into its weight; a sharded master is the weight."""
         if self.master is not None and self.replicated and self.master.data_ptr() != self.weight.data_ptr():
             self.weight.copy_(self.master)
+
+
+def _rounds_to(exact: torch.Tensor, rounded: torch.Tensor) -> bool:
+    """Whether numbers, cast to the dtype of others, are equal to these; by pieces that fit a processor's cache."""
+    pieces = zip(exact.reshape(-1).split(_PIECE), rounded.reshape(-1).split(_PIECE), strict=True)
+    return all(torch.equal(one.to(other.dtype), other) for one, other in pieces)
 
 
 def sharded_parameter_of(parameter: torch.Tensor) -> ShardedParameter | None:

@@ -1,0 +1,152 @@
+"""A copy of what a rank holds, as it is at a step: weights at once, the optimizer's states while the training goes on.
+
+For saves in the background.
+[Note: what is copied when] Scripts may write to weights and buffers, and a backward writes to gradients, so their copies are
+complete when the save's call returns. States of the optimizer change when it steps. They are copied beside forward and backward,
+and who is about to change them (`EngineOptimizer`: its step, and everybody who asks it for its states) first copies what is left.
+A script that keeps a state in a variable and writes to it meanwhile is found out by torch's count of the tensor's changes: the
+save fails, since nobody knows which numbers it has. What lies on a device is copied by the device, in its own order.
+Fresh memory costs ten times what a copy costs, for the system fills each page with zeros first. So it is kept between saves.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Hashable, Mapping
+from dataclasses import dataclass
+
+import torch
+
+from zckpt.base.errors import InconsistentError, OutputError
+from zckpt.base.words import size
+from zckpt.live import device
+
+_ALIGNMENT = 64
+
+
+class Pool:
+    """Host memory that is kept for the next copy, which has it to itself."""
+
+    def __init__(self) -> None:
+        self._memory: dict[bool, torch.Tensor] = {}
+
+    def take(self, nbytes: int, *, locked: bool) -> torch.Tensor:
+        """Bytes with any content; `locked`: page-locked, for copies from a device.
+
+        Raises:
+            OutputError: there is no memory.
+        """
+        if locked not in self._memory or self._memory[locked].numel() < nbytes:
+            self._memory.pop(locked, None)
+            try:
+                self._memory[locked] = torch.empty(nbytes, dtype=torch.uint8, pin_memory=locked)
+            except RuntimeError as error:
+                raise OutputError(
+                    "there is no memory for a copy of this rank's part of the run", found=str(error).splitlines()[0],
+                    expected=f"{size(nbytes)} of host memory",
+                    remedy="Free memory on this rank, or set checkpoint.async_save to false.",
+                ) from error  # fmt: skip
+        return self._memory[locked][:nbytes]
+
+
+@dataclass(frozen=True, slots=True)
+class _Left:
+    """A copy that is still to be made, and how often the tensor had been changed when it was promised."""
+
+    name: str
+    target: torch.Tensor
+    source: torch.Tensor
+    changes: int
+
+
+class Snapshot:
+    """Copies of tensors; see [Note: what is copied when].
+
+    Args:
+        tensors: dense vectors, by keys whose first part is a name.
+        at_once: whether the tensor of a key may be changed as soon as this returns.
+        pool: gives the memory; one snapshot at a time.
+
+    Raises:
+        OutputError: there is no memory.
+
+    Attributes:
+        tensors: the copies, by the same keys in the same order. `finish` before you read them.
+    """
+
+    def __init__(
+        self, tensors: Mapping[Hashable, torch.Tensor], at_once: Callable[[Hashable], bool], pool: Pool
+    ) -> None:
+        self._left: deque[_Left] = deque()
+        self._lock = threading.Lock()
+        self._all_copied = threading.Event()
+        self._changed: list[str] = []
+        self._error: Exception | None = None
+        self.tensors = _room_for(tensors, pool)
+        for key, source in tensors.items():
+            target = self.tensors[key]
+            if at_once(key) or source.device.type != "cpu" or source.is_inference():
+                device.copy(target, source)
+            elif source.numel():
+                self._left.append(_Left(f"{key[0]!r}", target, source, source._version))  # type: ignore[index]
+        self._open = len(self._left)
+        self._arrived = device.copies_of(source.device for source in tensors.values())
+        if not self._left:
+            self._all_copied.set()
+
+    def finish(self) -> None:
+        """Makes the copies that are left, and waits for those that another thread is making."""
+        while True:
+            try:
+                one = self._left.popleft()
+            except IndexError:
+                break
+            try:
+                one.target.copy_(one.source)
+                if one.source._version != one.changes:
+                    self._changed.append(one.name)
+            except Exception as error:
+                self._error = error
+            with self._lock:
+                self._open -= 1
+                if not self._open:
+                    self._all_copied.set()
+        self._all_copied.wait()
+
+    def check(self) -> None:
+        """Waits until all copies are made.
+
+        Raises:
+            InconsistentError: a state was changed before it was copied.
+        """
+        self.finish()
+        self._arrived()
+        if self._error is not None:
+            raise self._error
+        if self._changed:
+            raise InconsistentError(
+                "states of the optimizer were changed while the save copied them",
+                found=f"new numbers in a state of {self._changed[0]}, before the next step",
+                expected="states that only the optimizer's step changes",
+                remedy="Take states from engine.optimizer.state each time that you change them, which waits for the copy.",
+            )  # fmt: skip
+
+
+def _room_for(tensors: Mapping[Hashable, torch.Tensor], pool: Pool) -> dict[Hashable, torch.Tensor]:
+    """Memory for a copy of each, of the same dtype and length."""
+    places: dict[Hashable, tuple[bool, int]] = {}
+    taken = {False: 0, True: 0}
+    for key, source in tensors.items():
+        locked = source.device.type != "cpu" and device.pins()
+        places[key] = locked, taken[locked]
+        taken[locked] += -(-source.numel() * source.element_size() // _ALIGNMENT) * _ALIGNMENT
+    memory = {locked: pool.take(nbytes, locked=locked) for locked, nbytes in taken.items() if nbytes}
+    made: dict[Hashable, torch.Tensor] = {}
+    for key, (locked, at) in places.items():
+        source = tensors[key]
+        nbytes = source.numel() * source.element_size()
+        made[key] = (
+            memory[locked][at : at + nbytes].view(source.dtype) if nbytes else torch.empty(0, dtype=source.dtype)
+        )
+    return made
