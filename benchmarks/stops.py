@@ -67,8 +67,9 @@ def table(found: dict[str, Any], world: int) -> str:
     ]  # fmt: skip
     for stage, case in found["cases"].items():
         whole, stop = case["whole"], case["stop"]
+        part = f"**{100 * stop / whole:.0f} %**"
         lines.append(
-            f"| {stage} | {case['bytes'] / 1e6:,.0f} | {whole:.3f} | {stop:.3f} | **{100 * stop / whole:.0f} %** | {case['cpu']:.3f} |"
+            f"| {stage} | {case['bytes'] / 1e6:,.0f} | {whole:.3f} | {stop:.3f} | {part} | {case['cpu']:.3f} |"
         )
     return "\n".join(lines) + "\n"
 
