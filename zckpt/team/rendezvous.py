@@ -56,7 +56,7 @@ def wait(condition: Callable[[], bool], within_s: float | None, check: Callable[
         if check is not None:
             check()
         time.sleep(pause_s)
-        pause_s = min(2 * pause_s, 0.1)
+        pause_s = min(1.25 * pause_s, 0.1)  # what is waited for is seen at most a quarter later than it comes
     return True
 
 
