@@ -53,13 +53,25 @@ class OpenAhead:
         begun = self._begun.pop(name, None)
         return location if begun is None else _Begun(location.path, begun)
 
-    def _begin(self, series: list[str], at: int) -> None:
+    def beforehand(self, name: str) -> Location:
+        """Where a file is that is looked into now, and opened later: it is asked for once."""
+        location = self._files[name]
+        if not location.is_remote or name in self._asked:
+            return location
+        if name not in self._begun:
+            self._begun[name] = self._workers().submit(_opened, location.path)
+        return _Begun(location.path, self._begun[name])
+
+    def _workers(self) -> ThreadPoolExecutor:
         self._pool = self._pool or ThreadPoolExecutor(THREADS, "zckpt-open")
+        return self._pool
+
+    def _begin(self, series: list[str], at: int) -> None:
         for name in series[at : at + _MOST]:
-            if len(self._begun) == _MOST:
+            if len(self._begun) >= _MOST:
                 return
             if name not in self._asked and name not in self._begun:
-                self._begun[name] = self._pool.submit(_opened, self._files[name].path)
+                self._begun[name] = self._workers().submit(_opened, self._files[name].path)
 
 
 def _opened(address: str) -> RemoteFile:

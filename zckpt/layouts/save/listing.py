@@ -132,12 +132,14 @@ class Listing:
         """Opens files whose pickles may be nearly the same, such as those of several ranks; errors as in `open`."""
         rest = [name for name in names if name not in self._opened]
         if len(rest) > 1:
-            alike = AlikePickles(lambda: (torch_zip.pickle_of(self.files[name]) for name in {rest[1], rest[-1]}))
+            alike = AlikePickles(
+                lambda: (torch_zip.pickle_of(self._begun(name, later=True)) for name in {rest[1], rest[-1]})
+            )
             for name in rest:
                 self._opened[name] = open_container(self._begun(name), alike)
 
-    def _begun(self, name: str) -> Location:
-        """Where a file is that is about to be opened."""
+    def _begun(self, name: str, *, later: bool = False) -> Location:
+        """Where a file is that is about to be opened; or is looked into before, and opened later."""
         location = self.files[name]
         if not location.is_remote:
             return location
@@ -145,7 +147,7 @@ class Listing:
             from zckpt.storage.ahead import OpenAhead
 
             self._ahead.append(OpenAhead(self.files))
-        return self._ahead[0].where(name)
+        return self._ahead[0].beforehand(name) if later else self._ahead[0].where(name)
 
     def entry(self, name: str, key: str) -> object:
         """What a file has under a key; None where it has no such key, or is no mapping. Errors as in `open`."""
