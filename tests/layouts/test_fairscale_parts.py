@@ -96,6 +96,18 @@ def test_what_is_missing_is_named(name: str, lost: str, said: str, tmp_path: Pat
     assert not inspect_checkpoint(save).exportable.ok
 
 
+def test_a_gate_knows_how_many_experts_there_are(tmp_path: Path) -> None:
+    save = shutil.copytree(FIXTURES / "whole_experts_w2" / "checkpoint", tmp_path / "save")
+    shared = torch.load(save / "checkpoint_2-shared.pt", weights_only=False)
+    shared["model"]["layers.4.gate.wg.weight"] = torch.ones(4, 5)
+    torch.save(shared, save / "checkpoint_2-shared.pt")
+    assert len(open_catalog(str(save)).catalog.tensors) == 26
+    (save / "checkpoint_2-rank-1.pt").unlink()
+    with pytest.raises(IncompleteError, match="experts are missing") as caught:
+        open_catalog(str(save))
+    assert caught.value.found == "2 experts layers.4.experts.*"
+
+
 def test_slices_that_no_rule_joins(tmp_path: Path) -> None:
     rules = tmp_path / "rules.json"
     rules.write_text(json.dumps({"rules": [{"match": "decoder.embed_tokens.*", "join": 0}]}))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -229,6 +230,20 @@ def test_a_missing_slice(tensor: Path, tmp_path: Path) -> None:
 def test_a_missing_rank_of_one_slice(tensor: Path, tmp_path: Path) -> None:
     next(tensor.glob("*/*zero_pp_rank_1_mp_rank_01*")).unlink()
     assert "(rank 1)" in refused(IncompleteError, tensor, tmp_path).what
+
+
+@pytest.mark.parametrize("name", ["zero1_pp2_dp2", "zero1_pp2_tp2_dp2", "bf16_pp2_dp2", "zero1_pp3_dp2"])
+def test_a_missing_layer_file(name: str, tmp_path: Path) -> None:
+    """Its parameters' fp32 weights are in the optimizer's files; nothing else is."""
+    whole = FIXTURES / "pipeline" / name / "checkpoint"
+    files = [path for path in whole.glob("*/layer_*.pt") if torch.load(path, weights_only=False)]
+    assert len(files) > 2
+    for lost in files:
+        left = Path(shutil.copytree(whole, tmp_path / lost.name, copy_function=os.link))
+        next(left.glob(f"*/{lost.name}")).unlink()
+        error = refused(IncompleteError, left, tmp_path)
+        assert error.what == "files of layers are missing"
+        assert lost.name in error.found or "'tied_modules." in error.found
 
 
 def test_slices_of_different_steps(tensor: Path, tmp_path: Path) -> None:

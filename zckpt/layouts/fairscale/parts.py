@@ -3,7 +3,8 @@
 For `layouts`. Each part of metaseq's is a save of its own, of slices, sharded or not; they are joined as metaseq's own scripts do
 (`joining`). Of fairseq's files that are not sharded, one holds what all ranks have, and the others each rank's experts, which are
 numbered as sharded ones are ([Note: FairScale's experts] in `read`).
-Source: metaseq 0.0.1, scripts/reshard_mp.py; fairseq, branch moe, moe_checkpoint_utils.py `merge_multi_local_expert_states`.
+Source: metaseq 0.0.1, scripts/reshard_mp.py; fairseq, branch moe, moe_checkpoint_utils.py `merge_multi_local_expert_states`;
+fairscale 0.4.13, nn/moe/top2gate.py (`wg` has a row per expert).
 """
 
 from __future__ import annotations
@@ -131,6 +132,7 @@ def _with_experts(listing: Listing, allow_unknown: bool) -> Catalog:
 
     Raises:
         UnsupportedError: ranks have tensors of the same names that are no experts; unless `allow_unknown` is set.
+        IncompleteError: a gate chooses among more experts than the files hold.
     """
     shared, *others = listing.matching(files.WHOLE_SHARED)
     if others:
@@ -140,6 +142,7 @@ def _with_experts(listing: Listing, allow_unknown: bool) -> Catalog:
         )  # fmt: skip
     tensors, aliases = _of_file(listing, shared)
     numbered: list[str] = []
+    experts: dict[str, int] = {}
     ranks = files.whole_experts(listing)
     for rank, name in ranks.items():
         own, _ = _of_file(listing, name)
@@ -161,7 +164,16 @@ def _with_experts(listing: Listing, allow_unknown: bool) -> Catalog:
             number = rank * local[expert["head"]] + int(expert["number"])
             target = f"{expert['head']}{number}{expert['tail']}"
             tensors[target] = replace(entry, name=target)
+            experts[expert["head"]] = max(experts.get(expert["head"], 0), number + 1)
             numbered.append(target)
+    for head, there in experts.items():
+        gate = tensors.get(f"{head.removesuffix('experts.')}gate.wg.weight")
+        if gate is not None and gate.shape[0] != there:
+            raise IncompleteError(
+                "files of ranks' experts are missing", file=listing.directory, found=f"{count(there, 'expert')} {head}*",
+                expected=f"{gate.shape[0]}, as rows of {gate.name}",
+                remedy="Copy the other files -rank-N.pt of the save (--also DIR lays further directories over this one).",
+            )  # fmt: skip
     note = (
         f"{count(len(numbered), 'tensor')} of experts that each rank has of its own ({examples(numbered)}): numbered by rank.",
     )

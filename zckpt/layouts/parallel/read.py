@@ -24,6 +24,7 @@ from zckpt.containers import TensorRef
 from zckpt.core.catalog import Catalog, Padding, Replica, Source, TensorEntry, Topology
 from zckpt.layouts.joining.rules import Rules, check_loads, rules_of_checkpoint, rules_of_file, unknown_rule
 from zckpt.layouts.joining.slices import Joint, cut_off, join, replicated
+from zckpt.layouts.parallel.lost_layers import check_numbered, check_tied
 from zckpt.layouts.run.agreement import merged
 from zckpt.layouts.run.training import ParameterGroup, Training
 from zckpt.layouts.run.values import missing_ranks
@@ -96,6 +97,8 @@ class ParallelSave:
         _check_steps(listing, slices)
         if not tied:
             self._check_layers(models.values())
+        for rank in range(tp if self.layers else 0):
+            check_tied(listing, tied.values(), (held.model.module for held in slices[rank::tp]), rank)
         self.stages = [slices[stage * tp : (stage + 1) * tp] for stage in range(pp)]
         self.rules = self._rules(models[0])
 
@@ -171,6 +174,7 @@ class ParallelSave:
                 name = own if own in listed or str(layer) in owned else tied.get(local, own)
                 if mine or name in listed:
                     module.setdefault(name, ref)
+        check_numbered(self.listing, listed, {layer for layer, owner in self.layers if owner == tp_rank}, tp_rank)
         return module
 
     def _layer_tensors(self, file: str) -> dict[str, TensorRef]:

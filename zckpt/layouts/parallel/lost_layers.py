@@ -1,0 +1,57 @@
+"""Whether all layer files of a pipeline are there: gaps in their numbers alone say nothing, for some layers have none.
+
+For `read`. Each stage lists its buffers and, under ZeRO, its parameters, under names that begin with the layer's number, or with
+`tied_modules`.
+Source: DeepSpeed 0.19.8, runtime/pipe/module.py `save_state_dict`; runtime/engine.py `_get_zero_param_shapes`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container, Iterable, Set
+
+from zckpt.base.errors import IncompleteError
+from zckpt.base.words import examples
+from zckpt.layouts.save.listing import Listing
+
+
+def check_numbered(listing: Listing, listed: Iterable[str], present: Set[int], tp_rank: int) -> None:
+    """Checks that the layers of which a stage lists tensors have files.
+
+    Args:
+        listing: the files.
+        listed: global names of the stage's parameters and buffers.
+        present: numbers of the layers whose files are there.
+        tp_rank: the tensor-parallel rank.
+
+    Raises:
+        IncompleteError: files are missing.
+    """
+    layers = {int(layer) for name in listed if (layer := name.partition(".")[0]).isdigit()}
+    if lost := sorted(layers - present):
+        files = examples(f"layer_{layer:02d}-model_{tp_rank:02d}-model_states.pt" for layer in lost)
+        raise _lost(listing, f"no {files}")
+
+
+def check_tied(listing: Listing, tied: Iterable[str], held: Iterable[Container[str]], tp_rank: int) -> None:
+    """Checks that each parameter of a tied module is in a file of some stage.
+
+    Args:
+        listing: the files.
+        tied: global names of these parameters.
+        held: names of the tensors of each stage.
+        tp_rank: the tensor-parallel rank.
+
+    Raises:
+        IncompleteError: a file is missing.
+    """
+    held = list(held)
+    if lost := [name for name in tied if not any(name in names for names in held)]:
+        raise _lost(listing, f"no file layer_NN-model_{tp_rank:02d}-model_states.pt with {examples(lost)}")
+
+
+def _lost(listing: Listing, found: str) -> IncompleteError:
+    return IncompleteError(
+        "files of layers are missing", file=listing.directory, found=found,
+        expected="a file of every layer whose tensors a pipeline stage lists",
+        remedy="Copy them from the nodes that wrote them (--also DIR lays further directories over this one).",
+    )  # fmt: skip
