@@ -211,6 +211,7 @@ def test_other_classes_are_not_taken_for_linear_layers() -> None:
 
 def test_blocks_that_transformers_misreads_are_said(tmp_path: Path) -> None:
     """transformers 5.23 takes rows / blocks for the size of a block: 300 rows are no 3 blocks of 100."""
+    torch.manual_seed(0)
     more = {**SMALL, "intermediate_size": 300, "num_hidden_layers": 1}
     transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**more)).to(torch.bfloat16).save_pretrained(
         tmp_path / "model"
@@ -223,6 +224,8 @@ def test_blocks_that_transformers_misreads_are_said(tmp_path: Path) -> None:
     name = "model.layers.0.mlp.up_proj.weight"
     weight = load_file(tmp_path / "model" / "model.safetensors")[name].float()
     error = (load_file(tmp_path / "plain" / "model.safetensors")[name].float() - weight).abs().max()
-    assert error <= weight.abs().max() / 27
+    assert (
+        error <= weight.abs().max() / 26
+    )  # half a step is a 28th of a block's largest number, and bf16 rounds once more
     theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "fp8").state_dict()[name].float()
     assert (theirs - weight).abs().max() > error, "if this fails, transformers reads them, and the note can go"
