@@ -31,6 +31,8 @@ PAGES = {
     "benchmarks/results_checkpoints.md": "project/results_checkpoints.md",
     "benchmarks/results_giants.md": "project/results_giants.md",
     "benchmarks/results_exchange.md": "project/results_exchange.md",
+    "benchmarks/results_machines.md": "project/results_machines.md",
+    "benchmarks/results_stops.md": "project/results_stops.md",
 }
 """File of the repository -> page of the site."""
 UNLISTED = {"project/code-of-conduct.md", "project/readme.md", *(page for page in PAGES.values() if "results" in page)}

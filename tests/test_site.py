@@ -65,3 +65,9 @@ def test_the_reference_names_everything_public(site: ModuleType) -> None:
     text = "\n".join(site.names())
     assert all(f".{name}\n" in text or f"`{name}`" in text for name in zckpt.__all__ if not name.startswith("__"))
     assert "::: zckpt.jobs.convert.convert\n" in text
+
+
+def test_what_pages_point_at_beside_them_is_on_the_site(site: ModuleType) -> None:
+    texts = [page.read_text() for page in (ROOT / "docs").glob("*.md")]
+    pointed_at = {file for text in texts for file in re.findall(r"\]\(\.\./(benchmarks/\w+\.md)", text)}
+    assert pointed_at and pointed_at <= site.PAGES.keys()
