@@ -13,7 +13,8 @@ from torch.distributed.checkpoint import FileSystemReader
 import zckpt
 from zckpt.jobs.open import open_catalog
 from zckpt.jobs.options import OpenOptions
-from zckpt.jobs.to_dcp import NO_SCHEDULE, OF_MODEL, OF_OPTIMIZER
+from zckpt.jobs.to_dcp import NO_SCHEDULE
+from zckpt.layouts.save.accelerate import FIRST_MODEL, FIRST_OPTIMIZER
 from zckpt.layouts.save.run_files import run_files
 from zckpt.storage.location import locate
 
@@ -113,8 +114,8 @@ def test_a_directory_of_fsdp_is_one_of_fsdp_again(tmp_path: Path) -> None:
         (folder / name).write_text(f"{name} of 2")
     report = zckpt.to_dcp(tmp_path / "run", tmp_path / "out", accelerate=True, tag="checkpoint-2")
     assert carried(tmp_path / "out") == {name: f"{name} of 2" for name in TRAINERS} and NO_SCHEDULE not in report.notes
-    assert {p.name for p in (tmp_path / "out").iterdir() if p.is_dir()} == {OF_MODEL, OF_OPTIMIZER}
-    for part in (OF_MODEL, OF_OPTIMIZER):
+    assert {p.name for p in (tmp_path / "out").iterdir() if p.is_dir()} == {FIRST_MODEL, FIRST_OPTIMIZER}
+    for part in (FIRST_MODEL, FIRST_OPTIMIZER):
         before, after = (items_of(home / part) for home in (folder, tmp_path / "out"))
         assert before == after, part
     assert zckpt.verify(folder, tmp_path / "out").ok
@@ -125,7 +126,7 @@ def test_a_directory_of_fsdp_is_one_of_fsdp_again(tmp_path: Path) -> None:
     report = zckpt.to_dcp(run, tmp_path / "of zero", accelerate=True)
     assert NO_SCHEDULE in report.notes and "trainer_state.json" in carried(tmp_path / "of zero")
     asked = {f"optimizer.param_groups.0.{name}" for name in torch.optim.AdamW([torch.zeros(1)]).param_groups[0]}
-    assert asked <= items_of(tmp_path / "of zero" / OF_OPTIMIZER).keys()
+    assert asked <= items_of(tmp_path / "of zero" / FIRST_OPTIMIZER).keys()
     with pytest.raises(zckpt.UsageError, match="accelerate says itself"):
         zckpt.to_dcp(run, tmp_path / "no", accelerate=True, optimizer="optim")
 

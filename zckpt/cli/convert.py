@@ -247,7 +247,7 @@ def words_of(planned: PlannedConversion, dtype: str) -> Words:
 
 def _loader(planned: PlannedConversion, files: set[str]) -> str:
     """How a person loads the output."""
-    from zckpt.jobs.to_dcp import OF_OPTIMIZER
+    from zckpt.layouts.save.accelerate import FIRST_OPTIMIZER
 
     out = planned.out
     if planned.order.single:
@@ -257,7 +257,7 @@ def _loader(planned: PlannedConversion, files: set[str]) -> str:
             else "torch.load({!r}, weights_only=True)"
         )
         return weights.format(out)
-    if f"{OF_OPTIMIZER}/.metadata" in files:
+    if f"{FIRST_OPTIMIZER}/.metadata" in files:
         trainers = f"trainer.train(resume_from_checkpoint={out!r})"
         load = trainers if "trainer_state.json" in files else f"accelerator.load_state({out!r})"
         return f"{load}, under FSDP with SHARDED_STATE_DICT"

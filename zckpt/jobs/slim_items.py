@@ -8,7 +8,6 @@ fp32 weights, which are items of its optimizer, and every file beside the data f
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -22,10 +21,9 @@ from zckpt.layouts.dcp.metadata import read_metadata
 from zckpt.layouts.dcp.smaller import Files, nbytes_of, of_optimizers, without
 from zckpt.layouts.megatron_core.contents import moments_of, sorted_items
 from zckpt.layouts.run.steps import OF_MEGATRON, TRACKER
+from zckpt.layouts.save.accelerate import optimizer_beside
 from zckpt.layouts.save.listing import list_files
 from zckpt.layouts.zero.torch_files import Pair, copied
-
-_ACCELERATE = re.compile(r"pytorch_model_fsdp(_\d+)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,10 +73,9 @@ def fewer_items(opened: Opened, options: SlimOptions) -> FewerItems | None:
             )  # fmt: skip
         owned = moments_of(metadata) if is_megatron else of_optimizers(metadata)
     dropped = nbytes_of(metadata, owned)
-    home, part = "", _ACCELERATE.fullmatch(listing.directory.name)
-    if part is not None and opened.place.home != listing.directory:
+    home, beside = "", optimizer_beside(listing.directory)
+    if beside is not None and opened.place.home != listing.directory:
         home = f"{listing.directory.name}/"
-        beside = listing.directory.absolute().parent / f"optimizer{part[1]}"
         if "optimizer" in options.drop and beside.is_dir():
             dropped += (more := sum(file.size() for file in list_files(beside, "").files.values()))
             nbytes += more

@@ -30,6 +30,7 @@ from zckpt.layouts.dcp.state import dotted
 from zckpt.layouts.dcp.write import DcpWriter
 from zckpt.layouts.run.training import ParameterGroup, Training
 from zckpt.layouts.run.values import number_in
+from zckpt.layouts.save.accelerate import FIRST_MODEL, FIRST_OPTIMIZER
 from zckpt.layouts.save.companions import companions, config_file
 from zckpt.layouts.save.module_states import whole
 from zckpt.layouts.save.run_files import run_files
@@ -37,10 +38,6 @@ from zckpt.naming.transform import Form, Formed, formed
 from zckpt.naming.writers import Naming, named
 from zckpt.output.checks import check_path
 from zckpt.storage.location import locate
-
-OF_MODEL = "pytorch_model_fsdp_0"
-OF_OPTIMIZER = "optimizer_0"
-"""Directories of accelerate's first model and optimizer. Source: accelerate 1.15, utils/fsdp_utils.py."""
 
 NO_SCHEDULE = (
     "The Trainer's directory has no scheduler.pt, because DeepSpeed had the schedule in its own files. Without that file the "
@@ -124,8 +121,8 @@ def prepare(checkpoint: str | os.PathLike[str], out: str | os.PathLike[str], opt
         opened.check_read(catalog.tensors.values())
     save = other = DcpWriter(options.max_file_bytes)
     if options.accelerate:
-        save = DcpWriter(options.max_file_bytes, directory=OF_MODEL)
-        other = DcpWriter(options.max_file_bytes, directory=OF_OPTIMIZER)
+        save = DcpWriter(options.max_file_bytes, directory=FIRST_MODEL)
+        other = DcpWriter(options.max_file_bytes, directory=FIRST_OPTIMIZER)
     key = _path(options.under)
     for name, entry in catalog.tensors.items():
         save.tensor((*key, name), entry, output_dtype(entry, options.dtype))

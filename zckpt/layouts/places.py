@@ -20,7 +20,7 @@ from zckpt import layouts
 from zckpt.base.errors import IncompleteError, NotACheckpointError, UsageError
 from zckpt.base.words import count, examples
 from zckpt.layouts.run.steps import OF_MEGATRON, TRACKER, read_step, step_pointer
-from zckpt.layouts.save import trainers
+from zckpt.layouts.save import accelerate, trainers
 from zckpt.layouts.save.apart import is_alone, last_of, one_of, saves_in
 from zckpt.layouts.save.family import Family
 from zckpt.layouts.save.listing import UNIVERSAL_POINTER, Listing, list_files, listed, natural
@@ -28,7 +28,6 @@ from zckpt.layouts.save.pointers import check_tag, read_pointer
 from zckpt.output.saves import displaced
 from zckpt.storage.location import Location, locate
 
-_ACCELERATE = re.compile(r"pytorch_model_fsdp_\d+")
 _STEP = re.compile(r"(?:(?:global_step|iter|step)[_-]?)?0*(?P<number>\d+)|release")
 _ROLES = ("actor", "critic", "ref", "model", "weights", "dist_ckpt")
 """Directories in a step of a run that hold one of its models: of verl the first three; of others the only one."""
@@ -140,7 +139,7 @@ def is_taken(name: str) -> bool:
     if name.casefold() in (*_POINTERS, *(family.directory for family in layouts.FAMILIES)):
         return True
     taken = (family.owns(name) or family.holds_files(name) for family in layouts.FAMILIES)
-    return _ACCELERATE.fullmatch(name) is not None or any(taken)
+    return accelerate.MODEL.fullmatch(name) is not None or any(taken)
 
 
 # ---- what a directory may be, in the order in which it is asked ---------------------------------------------------------
@@ -174,7 +173,7 @@ def _family_in(look: _Look, family: Family) -> Family | None:
 
 def _accelerate(look: _Look) -> Place | None:
     """What accelerate's `save_state` leaves of an FSDP run: models and optimizers in directories of their own."""
-    models = _directories(look, _ACCELERATE)
+    models = _directories(look, accelerate.MODEL)
     name = look.tag or next(iter(models), "")
     if name not in models:
         return None

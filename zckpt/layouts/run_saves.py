@@ -19,14 +19,12 @@ from dataclasses import dataclass
 from zckpt import layouts
 from zckpt.base.errors import NotACheckpointError, ZckptError
 from zckpt.layouts.places import find
+from zckpt.layouts.save import accelerate
 from zckpt.layouts.save.listing import UNIVERSAL_POINTER, listed
 from zckpt.layouts.save.pointers import read_pointer
 from zckpt.storage.location import Location
 
 _TRAINERS = re.compile(r"checkpoint[-_]\d+|(?:global_step|iter|step)[-_]?\d+")
-_PART = re.compile(r"(?:pytorch_model_fsdp|optimizer|model|optim)_\d+")
-"""Directories of one of accelerate's models or optimizers, which are parts of a save."""
-
 _POINTERS = ("latest", UNIVERSAL_POINTER, "latest_checkpointed_iteration.txt")
 _NUMBER = re.compile(r"\d+")
 
@@ -76,7 +74,7 @@ def is_link(path: Location) -> bool:
 
 def _is_save(run: Location, name: str) -> bool:
     path = run / name
-    if name.startswith(".") or _PART.fullmatch(name) or not path.is_dir() or not path.is_readable():
+    if name.startswith(".") or accelerate.PART.fullmatch(name) or not path.is_dir() or not path.is_readable():
         return False
     if layouts.is_save(path.names()):
         return True

@@ -98,7 +98,8 @@ def _attempts(listing: Listing, grid: Grid, lost: Collection[str]) -> Iterator[L
         if chosen not in tried:
             tried.append(chosen)
             found = {name: StandIn(listing.where(name).path, listing.files[own]) for name, own in chosen.items()}
-            yield of({name: {**there, **found}[name] for name in sorted((*there, *found), key=natural)})
+            merged = {**there, **found}
+            yield of({name: merged[name] for name in sorted(merged, key=natural)})
 
 
 @dataclass(frozen=True, slots=True)

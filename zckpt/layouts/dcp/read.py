@@ -8,7 +8,6 @@ Source: torch/distributed/checkpoint/state_dict.py (2.13); accelerate 1.15, util
 from __future__ import annotations
 
 import math
-import re
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from collections.abc import Set as AbstractSet
@@ -29,9 +28,8 @@ from zckpt.layouts.dcp.state import DcpModel, model_of, optimizers_of
 from zckpt.layouts.dcp.ties import tied_copies
 from zckpt.layouts.run.training import Training
 from zckpt.layouts.run.values import step_of
+from zckpt.layouts.save.accelerate import optimizer_beside
 from zckpt.layouts.save.listing import Listing, list_files, natural
-
-_ACCELERATE = re.compile(r"pytorch_model_fsdp(_\d+)")
 
 DEEPSPEED = "0.19.8"
 """The version of DeepSpeed that is recorded for a run from elsewhere: the one whose files zckpt writes."""
@@ -85,11 +83,8 @@ def _is_of_model(states: States) -> bool:
 
 def _beside(listing: Listing) -> Listing | None:
     """The optimizer's own directory, which accelerate makes."""
-    found = _ACCELERATE.fullmatch(listing.directory.name)
-    if found is None:
-        return None
-    optimizer = listing.directory.absolute().parent / f"optimizer{found[1]}"
-    return list_files(optimizer, "") if (optimizer / ".metadata").is_file() else None
+    optimizer = optimizer_beside(listing.directory)
+    return list_files(optimizer, "") if optimizer is not None and (optimizer / ".metadata").is_file() else None
 
 
 def read(listing: Listing, *, allow_unknown: bool = False) -> Catalog:

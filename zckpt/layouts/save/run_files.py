@@ -14,6 +14,7 @@ import re
 from collections.abc import Iterable
 
 from zckpt.base import words
+from zckpt.layouts.save import accelerate
 from zckpt.storage.location import Location
 
 _OF_RUN = re.compile(
@@ -23,8 +24,6 @@ _OF_RUN = re.compile(
 _OF_RANK = re.compile(r"(?P<stem>rng_state_|random_states_)(?P<rank>\d+)(?P<end>\.pth|\.pkl)")
 _OF_ONE = "rng_state.pth"
 _OF_FIRST = "rng_state_0.pth"
-
-_ACCELERATE = re.compile(r"pytorch_model_fsdp_\d+")
 
 Copies = list[tuple[Location, str]]
 """(where a file is, its name in the output)."""
@@ -40,7 +39,7 @@ def run_files(
         also: the same on other nodes' disks, or what is above it there; of files of one name the first counts.
         world_size: ranks of the run that goes on; None where it may be any number.
     """
-    homes = [home.absolute().parent if _ACCELERATE.fullmatch(home.name) else home]
+    homes = [home.absolute().parent if accelerate.MODEL.fullmatch(home.name) else home]
     for root in also:
         homes.append(inner if (inner := root / homes[0].name).is_dir() else root)
     there: dict[str, Location] = {}

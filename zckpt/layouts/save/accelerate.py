@@ -1,0 +1,24 @@
+"""The directories in which accelerate's `save_state` keeps the models and optimizers of an FSDP run, one beside the other.
+
+For whatever finds, reads, copies or writes them.
+Source: accelerate 1.15, utils/fsdp_utils.py `save_fsdp_model`, `save_fsdp_optimizer`.
+"""
+
+from __future__ import annotations
+
+import re
+
+from zckpt.storage.location import Location
+
+MODEL = re.compile(r"pytorch_model_fsdp_(?P<number>\d+)")
+PART = re.compile(r"(?:pytorch_model_fsdp|optimizer|model|optim)_\d+")
+"""Directories of a model or an optimizer, which are parts of a save."""
+
+FIRST_MODEL = "pytorch_model_fsdp_0"
+FIRST_OPTIMIZER = "optimizer_0"
+
+
+def optimizer_beside(model: Location) -> Location | None:
+    """Where the optimizer of a model's directory is, if there is one; None for directories of other names."""
+    match = MODEL.fullmatch(model.name)
+    return None if match is None else model.absolute().parent / f"optimizer_{match['number']}"
