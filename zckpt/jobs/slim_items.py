@@ -20,7 +20,7 @@ from zckpt.layouts import dcp, family_of, megatron_core
 from zckpt.layouts.dcp.metadata import read_metadata
 from zckpt.layouts.dcp.smaller import Files, nbytes_of, of_optimizers, without
 from zckpt.layouts.megatron_core.contents import moments_of, sorted_items
-from zckpt.layouts.run.steps import OF_MEGATRON, TRACKER
+from zckpt.layouts.run.steps import OF_MEGATRON, TRACKER, tracked
 from zckpt.layouts.save.accelerate import optimizer_beside
 from zckpt.layouts.save.listing import list_files
 from zckpt.layouts.zero.torch_files import Pair, copied
@@ -91,6 +91,5 @@ def fewer_items(opened: Opened, options: SlimOptions) -> FewerItems | None:
             files.append(file)
             pairs += moved
     if home and is_megatron:
-        step = home.removesuffix("/").removeprefix("iter_").lstrip("0") or "0"
-        files.append(literal_file(TRACKER, step.encode()))
+        files.append(literal_file(TRACKER, tracked(listing.directory.absolute().name).encode()))
     return FewerItems(files, pairs, {"optimizer": dropped} if dropped else {}, nbytes)

@@ -19,13 +19,14 @@ from dataclasses import dataclass
 from zckpt import layouts
 from zckpt.base.errors import NotACheckpointError, ZckptError
 from zckpt.layouts.places import find
+from zckpt.layouts.run.steps import TRACKER
 from zckpt.layouts.save import accelerate
 from zckpt.layouts.save.listing import UNIVERSAL_POINTER, listed
 from zckpt.layouts.save.pointers import read_pointer
 from zckpt.storage.location import Location
 
 _TRAINERS = re.compile(r"checkpoint[-_]\d+|(?:global_step|iter|step)[-_]?\d+")
-_POINTERS = ("latest", UNIVERSAL_POINTER, "latest_checkpointed_iteration.txt")
+_POINTERS = ("latest", UNIVERSAL_POINTER, TRACKER)
 _NUMBER = re.compile(r"\d+")
 
 

@@ -18,7 +18,7 @@ from zckpt.containers.alike_items import AlikeItems
 from zckpt.containers.container import open_input
 from zckpt.containers.tensor_ref import MAX_FRAGMENTS
 from zckpt.core.catalog import Role, TensorEntry
-from zckpt.core.fragments import FileStore, Fragment
+from zckpt.core.fragments import Fragment
 from zckpt.core.overlaps import embed, shifted, tile
 from zckpt.layouts.dcp.chunks import DcpChunk, ItemPlace
 from zckpt.layouts.dcp.files import rank_of
@@ -48,9 +48,6 @@ def stored_in(metadata: Metadata) -> dict[str, dict[ItemPlace, str]]:
 MAX_CUT_DIMS = 12
 """Dimensions in which one tensor may be cut. A mesh has a few axes; each dimension doubles the corners of a box."""
 
-_UNKNOWN = 1 << 62
-"""The size of a file that is missing."""
-
 _MOST_COMPARED = 1000
 """Chunks among which two that overlap are looked for, to be named in an error."""
 
@@ -67,7 +64,6 @@ class Items:
         self.listing = listing
         self.file = file
         self._roots: dict[ItemPlace, object] = {}
-        self._stores: dict[str, FileStore] = {}
         self._fragments = 0
         self._alike = AlikeItems()
 
@@ -155,7 +151,8 @@ class Items:
 
     def _ref(self, item: TensorItem, chunk: DcpChunk) -> TensorRef:
         if isinstance(chunk.place, ItemPlace) and chunk.place.file in self.listing.absent:
-            return self._absent(item, chunk, chunk.place)
+            # its place is taken to be that of its torch file, of which the first bytes are a header
+            return self.listing.absent_tensor(chunk.place.file, chunk.place.offset, item.dtype, chunk.sizes)
         ref = chunk.place if isinstance(chunk.place, TensorRef) else self._roots[chunk.place]
         file = self.file if isinstance(chunk.place, TensorRef) else self.listing.where(chunk.place.file).path
         if not isinstance(ref, TensorRef):
@@ -175,13 +172,6 @@ class Items:
                 remedy="Copy the metadata and the data files of one save again.",
             )  # fmt: skip
         return ref
-
-    def _absent(self, item: TensorItem, chunk: DcpChunk, place: ItemPlace) -> TensorRef:
-        """A chunk in a missing file: its place is that of its torch file, of which the first bytes are a header."""
-        store = self._stores.setdefault(place.file, FileStore(self.listing.where(place.file).path, _UNKNOWN))
-        stride = tuple(math.prod(chunk.sizes[dim + 1 :]) for dim in range(len(chunk.sizes)))
-        nbytes = chunk.numel * item.dtype.itemsize
-        return TensorRef(store, place.offset, item.dtype, chunk.sizes, stride, "", 0, nbytes, place.offset)
 
     def _embedded(self, item: TensorItem, chunk: DcpChunk) -> Sequence[Fragment]:
         """A chunk's fragments, as fragments of its tensor."""

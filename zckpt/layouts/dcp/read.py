@@ -75,10 +75,13 @@ def load_items(listing: Listing, metadata: Metadata, padded: AbstractSet[Path] =
 def _is_of_model(states: States) -> bool:
     try:
         return states.is_of_model()
-    except IncompleteError:  # their names are in a file that is known to be missing
-        if not states.items.listing.absent:
-            raise
+    except _lost(states.items.listing):  # their names are in such a file
         return False
+
+
+def _lost(listing: Listing) -> tuple[type[ZckptError], ...]:
+    """What to catch where files are known to be missing, which is no reason to stop there; nothing in other saves."""
+    return (IncompleteError,) if listing.absent else ()
 
 
 def _beside(listing: Listing) -> Listing | None:
@@ -142,9 +145,7 @@ def _trained(save: DcpSave) -> tuple[set[str], tuple[str, ...]]:
         trained = {name for states in save.optimizers for name in states.parameters()}
         for states in save.optimizers:
             states.check_fused()
-    except (UnsupportedError, InconsistentError, IncompleteError) as error:
-        if isinstance(error, IncompleteError) and not save.items.listing.absent:
-            raise
+    except (UnsupportedError, InconsistentError) + _lost(save.items.listing) as error:
         return trained, (f"The optimizer's states are not read: {error.what}.",)
     return trained, ()
 

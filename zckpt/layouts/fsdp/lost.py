@@ -15,7 +15,6 @@ from typing import Protocol
 from zckpt.base.errors import IncompleteError
 from zckpt.containers import TensorRef
 from zckpt.core.dtypes import DType
-from zckpt.core.fragments import FileStore
 from zckpt.layouts.dcp.metadata import Path
 from zckpt.layouts.dcp.state import dotted
 from zckpt.layouts.fsdp.files import pattern_of
@@ -25,7 +24,6 @@ Shape = tuple[int, ...]
 Box = tuple[Shape, Shape]
 """Offsets and sizes of a part of a tensor."""
 
-_UNKNOWN_SIZE = 1 << 62
 _MOST_CELLS = 1 << 14
 
 
@@ -82,7 +80,8 @@ class LostFiles:
 
     def __init__(self, listing: Listing, names: Mapping[int, str]) -> None:
         self.ranks = list(names)
-        self._stores = {rank: FileStore(listing.where(name).path, _UNKNOWN_SIZE) for rank, name in names.items()}
+        self._listing = listing
+        self._names = names
         self._ends = dict.fromkeys(names, 0)
 
     def parts(self, name: str, size: Shape, dtype: DType, boxes: Sequence[Box]) -> Iterator[tuple[Box, int, TensorRef]]:
@@ -98,12 +97,10 @@ class LostFiles:
                 found=f"{len(left):,} parts and {len(self.ranks)} ranks",
                 remedy="Copy the missing files here, or use another save.",
             )
-        for box, rank in zip(left, self.ranks * len(left) if len(self.ranks) == 1 else self.ranks, strict=False):
-            sizes = box[1]
-            stride = tuple(math.prod(sizes[dim + 1 :]) for dim in range(len(sizes)))
-            at, nbytes = self._ends[rank], math.prod(sizes) * dtype.itemsize
-            self._ends[rank] += nbytes
-            yield box, rank, TensorRef(self._stores[rank], at, dtype, sizes, stride, "", 0, nbytes, at)
+        for box, rank in zip(left, itertools.cycle(self.ranks)):
+            ref = self._listing.absent_tensor(self._names[rank], self._ends[rank], dtype, box[1])
+            self._ends[rank] += ref.nbytes
+            yield box, rank, ref
 
 
 class Gathered(Protocol):

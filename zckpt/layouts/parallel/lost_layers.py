@@ -14,20 +14,19 @@ from zckpt.base.words import examples
 from zckpt.layouts.save.listing import Listing
 
 
-def check_numbered(listing: Listing, listed: Iterable[str], present: Set[int], tp_rank: int) -> None:
+def check_numbered(listing: Listing, owned: Set[str], present: Set[int], tp_rank: int) -> None:
     """Checks that the layers of which a stage lists tensors have files.
 
     Args:
         listing: the files.
-        listed: global names of the stage's parameters and buffers.
+        owned: what the global names of the stage's parameters and buffers begin with.
         present: numbers of the layers whose files are there.
         tp_rank: the tensor-parallel rank.
 
     Raises:
         IncompleteError: files are missing.
     """
-    layers = {int(layer) for name in listed if (layer := name.partition(".")[0]).isdigit()}
-    if lost := sorted(layers - present):
+    if lost := sorted({int(layer) for layer in owned if layer.isdigit()} - present):
         files = examples(f"layer_{layer:02d}-model_{tp_rank:02d}-model_states.pt" for layer in lost)
         raise _lost(listing, f"no {files}")
 

@@ -174,7 +174,7 @@ class ParallelSave:
                 name = own if own in listed or str(layer) in owned else tied.get(local, own)
                 if mine or name in listed:
                     module.setdefault(name, ref)
-        check_numbered(self.listing, listed, {layer for layer, owner in self.layers if owner == tp_rank}, tp_rank)
+        check_numbered(self.listing, owned, {layer for layer, owner in self.layers if owner == tp_rank}, tp_rank)
         return module
 
     def _layer_tensors(self, file: str) -> dict[str, TensorRef]:
@@ -341,7 +341,7 @@ def _parameters(model: ModelStates) -> Iterator[str]:
 
 
 def _layers_of(names: Iterable[str]) -> set[str]:
-    """Numbers of the layers that global names begin with."""
+    """What global names begin with: numbers of layers, and `tied_modules`."""
     return {name.partition(".")[0] for name in names}
 
 

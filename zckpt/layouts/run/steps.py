@@ -25,6 +25,11 @@ OF_MEGATRON = re.compile(r"iter_\d{7}|release")
 """The directories of steps that Megatron writes."""
 
 
+def tracked(directory: str) -> str:
+    """What `TRACKER` says of such a directory: its number, or `release`."""
+    return directory.removeprefix("iter_").lstrip("0") or "0"
+
+
 def step_pointer(names: Sequence[str]) -> str | None:
     """The file among `names` that names the newest step; None where there is none."""
     return next((pointer for pointer in (_TRAIN_STATE, TRACKER) if pointer in names), None)

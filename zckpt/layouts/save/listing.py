@@ -6,13 +6,17 @@ Facts about DeepSpeed's file names: runtime/engine.py `_get_ckpt_name`, `_get_ze
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, TypeVar, cast
 
 from zckpt.base.errors import InconsistentError, NotACheckpointError, ZckptError
-from zckpt.containers import AlikePickles, Container, is_torch_zip, open_container, torch_zip
+from zckpt.containers import AlikePickles, Container, TensorRef, is_torch_zip, open_container, torch_zip
+from zckpt.containers.emit import contiguous_stride
+from zckpt.core.dtypes import DType
+from zckpt.core.fragments import FileStore
 from zckpt.storage.location import Location
 
 if TYPE_CHECKING:
@@ -40,6 +44,8 @@ SWAP_NAME = re.compile(rf"{SWAPPED}/rank(?P<rank>\d+)/(?P<file>[^/]+\.tensor\.sw
 
 UNIVERSAL_POINTER = "latest_universal"
 """The file that names the tag of the newest universal checkpoint, as `latest` does of others."""
+
+_UNKNOWN_SIZE = 1 << 62
 
 
 def is_deepspeed_file(name: str) -> bool:
@@ -121,6 +127,12 @@ class Listing:
     def where(self, name: str) -> Location:
         """Where a file is, or would be if it is missing."""
         return self.files.get(name) or self.directory / name
+
+    def absent_tensor(self, name: str, byte_offset: int, dtype: DType, shape: tuple[int, ...]) -> TensorRef:
+        """A dense tensor in a file that is missing, whose size is not known; all of one file have one store."""
+        store = self.once(f"absent: {name}", lambda: FileStore(self.where(name).path, _UNKNOWN_SIZE))
+        nbytes = math.prod(shape) * dtype.itemsize
+        return TensorRef(store, byte_offset, dtype, shape, contiguous_stride(shape), "", 0, nbytes, byte_offset)
 
     def open(self, name: str) -> Container:
         """The container of one file; opened once."""
