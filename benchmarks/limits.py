@@ -14,14 +14,16 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import TypeVar
 
 from zckpt.storage.descriptors import is_in_memory
 
 SIZE, BLOCK, DEPTH = 2 << 30, 4 << 20, 8
+_Place = TypeVar("_Place")
 
 
 @dataclass(frozen=True)
@@ -106,9 +108,9 @@ def _meanwhile(job: Callable[[], None]) -> Iterator[None]:
         thread.join()
 
 
-def _in_parts(move: Callable[[mmap.mmap, int], int]) -> None:
-    """Calls `move` with a buffer and a place, for every place, on several threads."""
-    places, lock = iter(range(0, SIZE, BLOCK)), threading.Lock()
+def in_parts(wanted: Iterable[_Place], move: Callable[[mmap.mmap, _Place], object]) -> None:
+    """Calls `move` with a buffer of `BLOCK` bytes and a place, for every place, on `DEPTH` threads."""
+    places, lock = iter(wanted), threading.Lock()
     failed: list[OSError] = []
 
     def work() -> None:
@@ -139,7 +141,7 @@ def _write(path: Path) -> None:
         if is_in_memory(fd):  # some take direct I/O, which is no test of them
             raise OSError("a file system in memory")
         os.posix_fallocate(fd, 0, SIZE)
-        _in_parts(lambda buffer, at: os.pwritev(fd, [buffer], at))
+        in_parts(range(0, SIZE, BLOCK), lambda buffer, at: os.pwritev(fd, [buffer], at))
         os.fsync(fd)
     finally:
         os.close(fd)
@@ -148,7 +150,7 @@ def _write(path: Path) -> None:
 def _read(path: Path) -> None:
     fd = os.open(path, os.O_RDONLY | os.O_DIRECT)
     try:
-        _in_parts(lambda buffer, at: os.preadv(fd, [buffer], at))
+        in_parts(range(0, SIZE, BLOCK), lambda buffer, at: os.preadv(fd, [buffer], at))
     finally:
         os.close(fd)
 

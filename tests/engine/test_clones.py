@@ -15,9 +15,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from synth import zero3
+from torch import nn
 
 import zckpt
+from zckpt import runtime
 from zckpt._core import inject
 from zckpt.containers import torch_zip
 from zckpt.core.catalog import TensorEntry
@@ -171,3 +174,36 @@ def test_a_resharded_checkpoint_shares_its_blocks(checkpoint: Path, place: Path,
     assert long and shared_bytes(first) > 0
     zckpt.reshard(first, again, world_size=1, stage=2, progress=False)
     assert zckpt.diff(again, checkpoint).same and shared_bytes(again) > 0.9 * 4 * 2 * (512 * 1024 + 1024 * 256)
+
+
+@pytest.mark.parametrize("disk", ["xfs"], indirect=True)
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_what_the_trainer_saves_is_shared(stage: int, place: Path) -> None:
+    """Long records begin with a page; a universal checkpoint and other stages take most of their blocks from there."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(512, 1024), nn.Tanh(), nn.Linear(1024, 512))
+    settings = {
+        "train_micro_batch_size_per_gpu": 2,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}},
+        "zero_optimization": {"stage": stage},
+    }
+    try:
+        engine = runtime.initialize(model=model, config=settings)[0]
+        engine.backward(engine(torch.randn(2, 512)).square().mean())
+        engine.step()
+        engine.save_checkpoint(str(place / "run"))
+    finally:
+        dist.destroy_process_group()
+    starts = [
+        start
+        for file in (place / "run").rglob("*_states.pt")
+        for _, start, nbytes, _ in torch_zip.records(file)
+        if nbytes >= torch_zip.LONG
+    ]
+    assert len(starts) >= 3 and not any(start % PAGE for start in starts)
+    masters_and_moments = 3 * 2 * 4 * 512 * 1024
+    zckpt.to_universal(place / "run", place / "universal", progress=False)
+    assert shared_bytes(place / "universal") > 0.95 * masters_and_moments
+    zckpt.reshard(place / "run", place / "other", world_size=1, stage=5 - max(stage, 2), progress=False)
+    assert zckpt.diff(place / "run", place / "other").same
+    assert shared_bytes(place / "other") > 0.95 * masters_and_moments

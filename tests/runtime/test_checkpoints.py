@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import os
 import random
 import struct
 from collections.abc import Callable, Iterator
@@ -309,6 +310,16 @@ def test_a_refused_tag_leaves_the_saves_as_they_are(tmp_path: Path) -> None:
         assert engine.load_checkpoint(tmp_path)[0] == str(tmp_path / "first")
     engine.save_checkpoint(tmp_path, "x" * 240)
     assert engine.load_checkpoint(tmp_path)[0] == str(tmp_path / ("x" * 240))
+
+
+@pytest.mark.skipif(not Path("/proc/self/fd").is_dir(), reason="this system does not list descriptors")
+def test_a_save_leaves_no_descriptor_open(tmp_path: Path) -> None:
+    engine = start(Net(), config())
+    opened = []
+    for tag in ("first", "second", "third"):
+        engine.save_checkpoint(str(tmp_path), tag=tag)
+        opened.append(len(os.listdir("/proc/self/fd")))
+    assert opened == opened[:1] * 3
 
 
 def whole(engine: runtime.Engine) -> dict[str, torch.Tensor]:

@@ -79,7 +79,8 @@ class SaveStaging:
             if self._work.was_there:
                 _recover(self._work, self._directory, self._is_ours)
             self._empty()
-            Journal(self._work.journal, self._tag).begin({})
+            with contextlib.closing(Journal(self._work.journal, self._tag)) as begun:
+                begun.begin({})
             finish_others(self._directory, self._is_ours, but=self._work.path)
         except BaseException:
             self.end()
