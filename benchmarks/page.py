@@ -23,7 +23,7 @@ TITLES = {
     ),
     "cold": (
         "Cold sources, and shared blocks",
-        "The page cache is emptied of the checkpoint before each command. The disk alone reads and writes the same bytes past the "
+        "The page cache is emptied of the checkpoint before each command. The disk alone moves the same bytes past the "
         "page cache, eight requests of 4 MiB at once on each side; its quickest round is the limit of these rows. On XFS (in a "
         "file that is mounted; a third of the layers, so that the source is in the page cache) whole blocks that are the same "
         "in source and output are cloned: they are read, for the checksums, and not written.",
