@@ -21,6 +21,8 @@ from zckpt.core.fragments import Fragment
 from zckpt.jobs.inspection import inspect_checkpoint
 from zckpt.jobs.reshard import reshard
 from zckpt.pictures.checkpoint_map import CheckpointMap, checkpoint_map
+from zckpt.pictures.incomplete import Lack
+from zckpt.pictures.lacks import part_said
 from zckpt.pictures.map_page import data_of, map_page
 from zckpt.pictures.page import asset
 from zckpt.pictures.pieces import folded, repeated
@@ -243,6 +245,23 @@ def test_a_save_that_lacks_a_file_is_drawn_with_what_lay_in_it(name: str, lost: 
     assert len(script("map.search('', {lacking: true})")) == len(lacks)
     page = map_page(found)
     assert 'id="list"' in page and "What tensors lack" in page and not found.inspection.exportable.ok
+
+
+@pytest.mark.parametrize(
+    ("shape", "pieces", "said"),
+    [
+        ((64, 32), [(0, 2048, 1, 0)], "all of [64, 32]"),
+        ((64, 32), [(384, 192, 1, 0)], "rows 12 to 17 of [64, 32]"),
+        ((64, 32), [(32, 32, 2, 32), (640, 32, 1, 0)], "rows 1 to 2 and row 20 of [64, 32]"),
+        ((64, 32), [(16, 40, 1, 0)], "40 elements from 16 on of [64, 32]"),
+        ((64, 32), [(0, 16, 64, 32)], "1,024 of the elements 0 to 2,031 of [64, 32]"),
+        ((9,), [(n, 1, 1, 0) for n in (0, 2, 4, 6)], "element 0, element 2, element 4 and 1 more part of [9]"),
+        ((9,), [(n, 1, 1, 0) for n in range(0, 9, 2)], "element 0, element 2, element 4 and 2 more parts of [9]"),
+    ],
+)
+def test_what_is_gone_is_said(shape: tuple[int, ...], pieces: list[tuple[int, int, int, int]], said: str) -> None:
+    lack = Lack(0, sum(many * rows for _, many, rows, _ in pieces), tuple(pieces), (0,), spare=False)
+    assert part_said(shape, lack) == said
 
 
 def test_of_a_missing_shard_only_the_names_are_known(tmp_path: Path) -> None:

@@ -4,8 +4,9 @@
 index of safetensors at least the names; of DTensors and ShardedTensors the other ranks' parts leave what the missing rank had. In
 ZeRO and its kin, files of one kind that ranks of the same model-parallel rank write are built alike; so there a file that is
 missing, empty, damaged or of another save is taken to be built as one of its fellows, the largest or else the smallest,
-if that gives a save without contradictions: all checks of the layout stay. Nothing but headers is read, and of a file that is
-gone there is never more than a picture.
+if that gives a save without contradictions: all checks of the layout stay. Where a model-parallel rank has no such file left, the
+fellows are those of the other ones, but not in a pipeline, whose stages have other layers. Nothing but headers is read, and of a
+file that is gone there is never more than a picture.
 """
 
 from __future__ import annotations
@@ -82,9 +83,7 @@ def _attempts(listing: Listing, grid: Grid, lost: Collection[str]) -> Iterator[L
     if layouts.family_by_names(listing).reads_absent:
         yield of(there, names)
         return
-    staged = any(
-        file.kind.startswith("layer") for file in other_files(listing)
-    )  # model-parallel ranks hold different layers
+    staged = any(file.kind.startswith("layer") for file in other_files(listing))
     tried: list[dict[str, str]] = []
     for choose in (max, min):
         chosen: dict[str, str] = {}

@@ -35,24 +35,26 @@ def lacks_said(found: CheckpointMap) -> str:
     return " ".join(said)
 
 
-def part_said(found: CheckpointMap, lack: Lack) -> str:
+def part_said(shape: tuple[int, ...], lack: Lack) -> str:
     """Which part of a tensor is gone: `rows 12 to 17 of [64, 32]`."""
-    shape = found.tensors[lack.tensor].shape
-    width = math.prod(shape[1:])
     if lack.numel == math.prod(shape):
         return f"all of {list(shape)}"
-    parts = []
-    for start, many, rows, pitch in lack.pieces[:_MOST_PARTS]:
-        whole_rows = bool(width) and start % width == 0 and many % width == 0 and (rows == 1 or pitch == many)
-        if whole_rows:
-            first, last = start // width, (start + many * rows) // width - 1
-            what = "row" if len(shape) > 1 else "element"
-            parts.append(f"{what} {first:,}" if first == last else f"{what}s {first:,} to {last:,}")
-        else:
-            parts.append(f"{count(many * rows, 'element')} from {start:,} on")
+    parts = [_piece_said(shape, *piece) for piece in lack.pieces[:_MOST_PARTS]]
     if len(lack.pieces) > _MOST_PARTS:
-        parts.append(f"{len(lack.pieces) - _MOST_PARTS:,} more parts")
+        parts.append(count(len(lack.pieces) - _MOST_PARTS, "more part"))
     return f"{joined(parts)} of {list(shape)}"
+
+
+def _piece_said(shape: tuple[int, ...], start: int, many: int, rows: int, pitch: int) -> str:
+    numel, stop = many * rows, start + (rows - 1) * pitch + many
+    if stop - start != numel:  # rows of a part that is cut in another dimension than the first
+        return f"{numel:,} of the elements {start:,} to {stop - 1:,}"
+    width = math.prod(shape[1:])
+    if start % width or numel % width:
+        return f"{count(numel, 'element')} from {start:,} on"
+    first, last = start // width, stop // width - 1
+    what = "row" if len(shape) > 1 else "element"
+    return f"{what} {first:,}" if first == last else f"{what}s {first:,} to {last:,}"
 
 
 def wrong_section(found: CheckpointMap, states: Mapping[str, str]) -> Iterator[str]:
@@ -89,6 +91,7 @@ def _rows(found: CheckpointMap) -> Iterator[tuple[str, str, str]]:
     for lack in found.lacking[:_MOST_TENSORS]:
         files = [found.grid.files[number].name for number in lack.files[:_MOST_PARTS]]
         more = [f"{len(lack.files) - _MOST_PARTS:,} more"] if len(lack.files) > _MOST_PARTS else []
-        yield found.tensors[lack.tensor].name, part_said(found, lack), joined(files + more)
+        entry = found.tensors[lack.tensor]
+        yield entry.name, part_said(entry.shape, lack), joined(files + more)
     for name, file in list(found.unseen.items())[:left]:
         yield name, "all of it", file
