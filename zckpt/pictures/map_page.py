@@ -16,7 +16,7 @@ from zckpt.pictures.checkpoint_map import ROLES, CheckpointMap, Share
 from zckpt.pictures.lacks import wrong_section
 from zckpt.pictures.page import page, text
 from zckpt.pictures.pieces import OTHER, PieceLayer
-from zckpt.pictures.rows import FileGrid
+from zckpt.pictures.rows import GONE, FileGrid
 
 _MOST_ROWS = 2000
 """Files in the table; further ones are in `--json`."""
@@ -53,6 +53,7 @@ def data_of(found: CheckpointMap) -> dict[str, object]:
         "aliases": [] if catalog is None else [[dropped, kept] for dropped, kept in catalog.aliases.items()],
         "shapes": [list(shape) for shape in shapes],
         "roles": list(ROLES.values()),
+        "gone": GONE,
         "sides": grids,
         "dtypes": [[dtype.name, dtype.itemsize] for dtype in dtypes],
         "colours": palette(found),

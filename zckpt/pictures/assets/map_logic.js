@@ -85,7 +85,7 @@ const zckptMap = (data) => {
   };
 
   /* Whether a file is gone, so that what is drawn in it is what it would hold. */
-  const isGone = (side, file) => file >= 0 && ["missing", "empty", "unreadable", "other save"].includes(side.files.states[file]);
+  const isGone = (side, file) => file >= 0 && data.gone.includes(side.files.states[file]);
   const room = (side, file) => (isGone(side, file) ? Math.max(side.files.bytes[file], side.files.expected[file]) : side.files.bytes[file] || side.files.expected[file]);
   /* Bytes of the largest file in each column; groups with the same columns are one grid, so it is that of all of them. */
   const columnBytes = (side, group) => {

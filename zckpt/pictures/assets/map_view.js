@@ -652,10 +652,11 @@
       const context = canvas.getContext("2d");
       context.scale(devicePixelRatio, devicePixelRatio);
       const all = map.numelOf(t) || 1;
+      const hatched = held.some(([file]) => map.isGone(data.sides[0], file)) && hatch(context);
       let x = 0;
       for (const [file, numel] of held) {
         const part = (numel / all) * width;
-        context.fillStyle = map.isGone(data.sides[0], file) ? hatch(context) : holder(holderOf(data.sides[0], file));
+        context.fillStyle = map.isGone(data.sides[0], file) ? hatched : holder(holderOf(data.sides[0], file));
         context.fillRect(x, 0, part > 3 ? part - 1 : part, 10);
         x += part;
       }
