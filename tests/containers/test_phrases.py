@@ -121,9 +121,19 @@ def test_a_pickle_that_ends_early(cut: float, one_by_one: Any) -> None:
     assert loaded(data[: int(len(data) * cut)]) == ("no end", 0) == one_by_one(data[: int(len(data) * cut)])
 
 
-def test_only_classes_that_are_kept_as_they_are() -> None:
+def test_only_classes_that_are_kept_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The very opcodes of an object that is read in one go, of another class."""
     for name in FINISHERS:
         kind = Placeholder("torch.distributed.checkpoint.metadata", name)
         assert not runs_code(kind) and str(kind) not in MEANINGS
-    machine = Machine(b"", "file", finishers=FINISHERS)
-    assert Phrases().read(machine, Placeholder("os", "MetadataIndex"), 0) is None
+    read, taken = Phrases.read, []
+
+    def with_others(self: Phrases, machine: Machine, kind: Placeholder, at: int) -> Any:
+        if (found := read(self, machine, kind, at)) is not None:
+            others = (Placeholder("os", kind.name), Placeholder(kind.module, "Metadata"), Placeholder("torch", "Size"))
+            taken.append([read(Phrases(), machine, one, at) is not None for one in (kind, *others)])
+        return found
+
+    monkeypatch.setattr(Phrases, "read", with_others)
+    loaded(metadata())
+    assert len(taken) > MANY and all(found == [True, False, False, False] for found in taken)
