@@ -147,13 +147,12 @@ def contents(out: Path) -> dict[str, bytes]:
 def test_a_universal_checkpoint_shares_its_blocks(checkpoint: Path, place: Path, tmp_path: Path) -> None:
     """All of the matrices, whose pieces lie anywhere in the ranks' files; also after a run that was killed."""
     out = place / "out"
-    for nth in (9,):  # writes and clones
-        child = os.fork()
-        if not child:
-            inject(True, nth, KILL)
-            zckpt.to_universal(checkpoint, out, progress=False)
-            os._exit(0)
-        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -9 and not out.exists()
+    child = os.fork()
+    if not child:
+        inject(True, 9, KILL)  # of writes and clones
+        zckpt.to_universal(checkpoint, out, progress=False)
+        os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -9 and not out.exists()
     zckpt.to_universal(checkpoint, out, progress=False)
     zckpt.to_universal(checkpoint, tmp_path / "elsewhere", progress=False)
     assert contents(out) == contents(tmp_path / "elsewhere")
@@ -164,14 +163,10 @@ def test_a_universal_checkpoint_shares_its_blocks(checkpoint: Path, place: Path,
 
 @pytest.mark.parametrize("disk", ["xfs"], indirect=True)
 def test_a_resharded_checkpoint_shares_its_blocks(checkpoint: Path, place: Path, tmp_path: Path) -> None:
-    first = place / "first"
+    first, again = place / "first", place / "again"
     zckpt.reshard(checkpoint, first, world_size=1, stage=3, progress=False)
     zckpt.reshard(checkpoint, tmp_path / "first", world_size=1, stage=3, progress=False)
     assert contents(first) == contents(tmp_path / "first") and shared_bytes(first)
-    again = place / "again"  # records of what zckpt wrote begin with a page
-    [shard] = first.rglob("*optim_states.pt")
-    long = [start for _, start, nbytes, _ in torch_zip.records(shard) if nbytes >= torch_zip.LONG]
-    assert long and shared_bytes(first) > 0
     zckpt.reshard(first, again, world_size=1, stage=2, progress=False)
     assert zckpt.diff(again, checkpoint).same and shared_bytes(again) > 0.9 * 4 * 2 * (512 * 1024 + 1024 * 256)
 
