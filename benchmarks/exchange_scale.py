@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 import time
 import tracemalloc
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -81,9 +82,9 @@ def planned(size: int, rank: int, stage: int) -> Planned:
     return Planned(seconds, nbytes, wanted.volumes, wanted.pieces)
 
 
-def exponent(values: list[float]) -> float:
+def exponent(sizes: Sequence[int], values: Sequence[float]) -> float:
     """Of the power law in the number of ranks that fits best."""
-    xs, ys = [math.log(size) for size in WORLDS], [math.log(value) for value in values]
+    xs, ys = [math.log(size) for size in sizes], [math.log(max(value, 1e-9)) for value in values]
     x, y = sum(xs) / len(xs), sum(ys) / len(ys)
     return sum((a - x) * (b - y) for a, b in zip(xs, ys, strict=True)) / sum((a - x) ** 2 for a in xs)
 
@@ -111,7 +112,7 @@ def main() -> None:
                 f"| {stage} | {size:,} | {seconds:.2f} | {nbytes / 2**20:.0f} | {rounds:,} | {most / 1e9:.2f} |"
             )
             print(lines[-1], flush=True)
-        fitted = [exponent([float(one[number]) for one in taken]) for number in range(3)]
+        fitted = [exponent(WORLDS, [one[number] for one in taken]) for number in range(3)]
         lines.append(f"| {stage} | exponent | {fitted[0]:.2f} | {fitted[1]:.2f} | {fitted[2]:.2f} | |")
         print(lines[-1], flush=True)
     PAGE.write_text("\n".join(lines) + "\n")

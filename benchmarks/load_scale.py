@@ -15,7 +15,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from exchange_scale import shapes
+from exchange_scale import exponent, shapes
 
 from zckpt.core.catalog import TensorPart
 from zckpt.core.dtypes import BF16, F32
@@ -70,13 +70,6 @@ def live(size: int) -> float:
     return time.process_time() - began
 
 
-def exponent(sizes: tuple[int, ...], values: list[float]) -> float:
-    """Of the power law that fits best."""
-    xs, ys = [math.log(size) for size in sizes], [math.log(max(value, 1e-9)) for value in values]
-    x, y = sum(xs) / len(xs), sum(ys) / len(ys)
-    return sum((a - x) * (b - y) for a, b in zip(xs, ys, strict=True)) / sum((a - x) ** 2 for a in xs)
-
-
 def main() -> None:
     """All worlds."""
     lines = [
@@ -88,7 +81,7 @@ def main() -> None:
         found = [loads(saved, of(saved)) for saved in SAVED]
         for saved, (reads, files, seconds) in zip(SAVED, found, strict=True):
             lines.append(f"| {saved:,} | {of(saved):,} | {reads:,} | {files:,} | {seconds:.3f} |")
-        fitted = [exponent(SAVED, [float(one[number]) for one in found]) for number in range(3)]
+        fitted = [exponent(SAVED, [one[number] for one in found]) for number in range(3)]
         lines.append(f"| exponent | {what} | {fitted[0]:.2f} | {fitted[1]:.2f} | {fitted[2]:.2f} |")
         print("\n".join(lines[-len(SAVED) - 1 :]), flush=True)
     lines += ["", "| ranks of a live save | CPU s of rank 0 |", "| --- | --- |"]
