@@ -62,11 +62,12 @@ def limits(place: Path) -> Limits:
     """Of the file system that a directory is on, and of memory; a file system is measured once."""
     disk = os.stat(place).st_dev
     if disk not in _known:
+        # a child's peak memory starts from its parent's, so this one stays small
         script = [
             sys.executable,
             __file__,
             str(place),
-        ]  # a child's peak memory starts from its parent's, so this one stays small
+        ]
         _known[disk] = Limits(**json.loads(subprocess.run(script, check=True, capture_output=True).stdout))
     return _known[disk]
 

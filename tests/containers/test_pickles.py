@@ -100,9 +100,8 @@ SMALL = {name: value for name, value in PLAIN.items() if name not in ("long list
 def test_plain_values_are_themselves(name, protocol):
     loaded = dumped(PLAIN[name], protocol)
     assert loaded == PLAIN[name] and type(loaded) is type(PLAIN[name])
-    assert (
-        load(pickle._dumps(PLAIN[name], protocol)) == PLAIN[name]
-    )  # Python's own pickler picks other opcodes at times
+    # Python's own pickler picks other opcodes at times
+    assert load(pickle._dumps(PLAIN[name], protocol)) == PLAIN[name]
 
 
 @pytest.mark.parametrize("protocol", PROTOCOLS)

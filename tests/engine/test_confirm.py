@@ -190,9 +190,8 @@ def test_checksums_and_copies_on_the_way(tmp_path: Path) -> None:
     for number, one in enumerate(sums):
         parts = sorted(found.confirmed.crcs[number])
         data_of = Path(one.store.path).read_bytes()
-        at = (
-            3 if number < len(source.fragments) or number == len(sums) - 1 else 0
-        )  # outputs are read from their beginning
+        # outputs are read from their beginning
+        at = 3 if number < len(source.fragments) or number == len(sums) - 1 else 0
         assert parts[0][0] == at
         assert all(a[0] + a[1] == b[0] for a, b in itertools.pairwise(parts)), one.store.path
         end = parts[-1][0] + parts[-1][1]

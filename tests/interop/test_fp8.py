@@ -175,9 +175,10 @@ def test_loaders_read_what_zckpt_reads(name: str, scheme: Any, tmp_path: Path) -
     for key, tensor in quantised.state_dict().items():
         assert tensor.dtype == expected[key].dtype and torch.equal(tensor, expected[key]), key
         changed += not torch.equal(tensor, before[key])
+        # fp8, then bf16
         assert (tensor.float() - before[key].float()).abs().max() <= before[key].float().abs().max() * (
             1 / 27 + 1 / 512
-        )  # fp8, then bf16
+        )
     names = json.loads((tmp_path / "fp8" / "zckpt.json").read_text())
     assert changed >= 8 and names["options"]["fp8"] == {"scheme": scheme}
     with torch.no_grad():
@@ -224,8 +225,7 @@ def test_blocks_that_transformers_misreads_are_said(tmp_path: Path) -> None:
     name = "model.layers.0.mlp.up_proj.weight"
     weight = load_file(tmp_path / "model" / "model.safetensors")[name].float()
     error = (load_file(tmp_path / "plain" / "model.safetensors")[name].float() - weight).abs().max()
-    assert (
-        error <= weight.abs().max() / 26
-    )  # half a step is a 28th of a block's largest number, and bf16 rounds once more
+    # half a step is a 28th of a block's largest number, and bf16 rounds once more
+    assert error <= weight.abs().max() / 26
     theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "fp8").state_dict()[name].float()
     assert (theirs - weight).abs().max() > error, "if this fails, transformers reads them, and the note can go"

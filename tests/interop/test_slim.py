@@ -42,9 +42,8 @@ def test_deepspeed_loads_what_remains(tmp_path: Path) -> None:
     cases = [(job, False) for job in JOBS]
     if os.environ.get("ZCKPT_PROOFS"):
         cases += [*((job, False) for job in MORE), *((job, True) for job in UNIVERSAL)]
-    cases.sort(
-        key=lambda case: case[0][0] == 3
-    )  # after stage 3, DeepSpeed computes linear layers in its own way everywhere
+    # after stage 3, DeepSpeed computes linear layers in its own way everywhere
+    cases.sort(key=lambda case: case[0][0] == 3)
     jobs: list[dict[str, Any]] = [
         {"stage": stage, "drop": drop, "load": load, "then": then, "universal": universal}
         for (stage, drop, load, then, _), universal in cases

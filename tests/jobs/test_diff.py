@@ -82,9 +82,8 @@ def test_each_figure(tmp_path: Path) -> None:
     cosine = torch.nn.functional.cosine_similarity(x.flatten(), y.flatten(), dim=0)
     assert math.isclose(weight.statistics.cosine, float(cosine), rel_tol=1e-12)
     bias = one(found, "b.bias")
-    assert (
-        not bias.same and bias.statistics.differ == 0
-    )  # another dtype is a difference, though every number is the same
+    # another dtype is a difference, though every number is the same
+    assert not bias.same and bias.statistics.differ == 0
     assert one(found, "c.weight").statistics is None and not one(found, "c.weight").same
     text = "\n".join(found.lines())
     assert "b.bias (F32 in A, F64 in B)" in text and "c.weight (shape [30, 90] in A, [90, 30] in B)" in text

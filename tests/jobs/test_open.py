@@ -105,9 +105,8 @@ def test_importing_zckpt_imports_nothing_heavy():
 def test_public_names():
     assert all(hasattr(zckpt, name) for name in zckpt.__all__)
     assert set(zckpt.__all__) <= set(dir(zckpt))
-    found = dynamic_metadata(
-        "version", {"input": str(Path(zckpt.__file__).parent / "base" / "version.py")}
-    )  # as the build does
+    # as the build does
+    found = dynamic_metadata("version", {"input": str(Path(zckpt.__file__).parent / "base" / "version.py")})
     assert found == zckpt.__version__
     with pytest.raises(AttributeError):
         zckpt.nothing_of_this_name  # noqa: B018

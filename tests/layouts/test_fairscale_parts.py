@@ -51,9 +51,8 @@ def test_files_that_are_not_sharded(tmp_path: Path) -> None:
             _ = found.states
     assert "does not read" in inspect_checkpoint(home / "checkpoint").resumable.reason
 
-    save = (
-        FIXTURES / "metaseq_w4" / "checkpoint"
-    )  # as metaseq's reshard_fsdp leaves each part with one shard, unflattened
+    # as metaseq's reshard_fsdp leaves each part with one shard, unflattened
+    save = FIXTURES / "metaseq_w4" / "checkpoint"
     for part in range(2):
         roots = [
             torch.load(save / f"checkpoint_last-model_part-{part}-shard{n}.pt", weights_only=False) for n in (0, 1)

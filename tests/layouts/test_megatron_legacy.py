@@ -242,9 +242,8 @@ def test_a_copy_that_differs_is_found(tmp_path: Path) -> None:
     for name, tied in (("tied_pp2_dp2", "output_layer.weight"), ("old_tp2_pp2", "word_embeddings_for_head")):
         run = copy_of(name, tmp_path / name)
         last = sorted(run.glob("*/*/model_optim_rng.pt"))[-1]
-        edited(
-            last.parent / "distrib_optim.pt", lambda root: root.clear()
-        )  # masters would not fit: weights are compared
+        # masters would not fit: weights are compared
+        edited(last.parent / "distrib_optim.pt", lambda root: root.clear())
 
         def changed(root: Any, tied: str = tied) -> None:
             held = root["model"][tied]

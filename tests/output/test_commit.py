@@ -88,6 +88,5 @@ def test_every_call_may_be_the_last(scenario: str, exchange: str, end: str, chec
     if end == "kill":
         assert told["old"] and told["new"]
         in_order = (exchange == "none" and scenario != "Fresh") or scenario == "Gguf"
-        assert (
-            bool(told["neither"]) == in_order
-        )  # moments at which a reader finds no index, or one file without its manifest
+        # moments at which a reader finds no index, or one file without its manifest
+        assert bool(told["neither"]) == in_order

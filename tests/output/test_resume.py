@@ -190,9 +190,8 @@ def test_another_job_begins_anew(change: str, checkpoint: Path, out: Path) -> No
     interrupted(checkpoint, out)
     options: dict[str, Any] = {}
     if change == "options":
-        options = {
-            "rename": [("w0", "x"), ("w1", "w0"), ("^x$", "w1")]
-        }  # two names exchanged: the headers are the same
+        # two names exchanged: the headers are the same
+        options = {"rename": [("w0", "x"), ("w1", "w0"), ("^x$", "w1")]}
     elif change.startswith("source"):
         path = checkpoint / "global_step5" / RANK1
         stat = path.stat()
@@ -279,9 +278,8 @@ def test_killed_at_any_moment(mode: str, count: int, flags: list[str], original:
     if mode == "time":
         assert told["killed"] == 100
     else:
-        assert (
-            told["killed"] >= (1 if COMPUTED.keys() & set(flags) else 8) and told["done"] == 1
-        )  # every such moment of the run, to its end
+        # every such moment of the run, to its end
+        assert told["killed"] >= (1 if COMPUTED.keys() & set(flags) else 8) and told["done"] == 1
     assert told["kept"] > 0 or (COMPUTED.keys() & set(flags) and mode != "event") or "Gguf" in flags
     if mode == "event":
         assert told["published"] > 0

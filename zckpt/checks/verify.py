@@ -72,9 +72,8 @@ def verify(
 
             more = (lambda nbytes: None) if watch is None else watch.expect
             return verify_delta(delta, None if converted is None else path, options, pace, watch, more)
-        later = (
-            0 if watch is None or converted is None else 2 * _file_bytes(locate(converted))
-        )  # with as many bytes of the checkpoint
+        # with as many bytes of the checkpoint
+        later = 0 if watch is None or converted is None else 2 * _file_bytes(locate(converted))
 
         def expect(nbytes: int) -> None:
             if watch is not None:

@@ -234,9 +234,8 @@ class LocalPath(Location):
 
     def open(self) -> OpenFile:  # noqa: D102
         try:
-            descriptor = os.open(
-                self.path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK
-            )  # do not wait for a named pipe's writer
+            # do not wait for a named pipe's writer
+            descriptor = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
         except (OSError, ValueError) as error:
             raise self._unreadable(getattr(error, "strerror", None) or str(error)) from error
         found = os.fstat(descriptor)

@@ -16,9 +16,8 @@ def match(listing: Listing) -> str | None:
         return None
     names = (*listing.matching(MODEL_NAME), *listing.shards("model").values())
     listing.open_alike(names)
-    return (
-        None if any(holds_experts(listing.open(name).root) for name in names) else "no experts"
-    )  # if so, files are missing
+    # where one does, files of experts are missing
+    return None if any(holds_experts(listing.open(name).root) for name in names) else "no experts"
 
 
 def holds_experts(root: object) -> bool:

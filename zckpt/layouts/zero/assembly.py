@@ -72,9 +72,8 @@ def assemble(
     """
     owned = dict(masters)
     owned.update(frozen if frozen is not None else _whole_frozen(model))
-    aliases = {
-        dropped: kept for dropped, kept in model.shared.items() if kept != dropped and dropped not in owned
-    }  # zero-size tensors share a null address, so DeepSpeed calls them tied; they have entries of their own
+    # zero-size tensors share a null address, so DeepSpeed calls them tied; they have entries of their own
+    aliases = {dropped: kept for dropped, kept in model.shared.items() if kept != dropped and dropped not in owned}
     loose: Role = "frozen" if model.is_zero() else "parameter"
     by_place: dict[object, str] = {}
     tensors: dict[str, TensorEntry] = {}

@@ -181,9 +181,8 @@ class BatchedRun(AnsweringRun):
                 remedy="Call it right after a step: engine.is_gradient_accumulation_boundary() says which is the last.",
             )
         self.batch = BatchSizes(train_batch_size, self.batch.micro, train_batch_size // per_forward)
-        self.micro_steps = (
-            self.global_steps * self.batch.accumulation
-        )  # so that the next step has all its micro batches
+        # so that the next step has all its micro batches
+        self.micro_steps = self.global_steps * self.batch.accumulation
 
     def set_train_micro_batch_size(self, micro_batch_size: int) -> None:
         """Sets the samples per rank and forward; the forwards per step stay, and so does the loader's batch size."""
