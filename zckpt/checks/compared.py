@@ -149,16 +149,15 @@ def _wanted(
         chosen = Options(**options)
         if isinstance(form, Mapping):
             from zckpt.naming.transform import formed_again
-        if isinstance(form, Mapping) and "names" in form:  # here options mean the checkpoint's names
-            kept = select(catalog, replace(chosen, rename=(), strip_prefix=""))
-            dropped = catalog.tensors.keys() - kept.tensors.keys() - kept.aliases.keys()
-            return formed_again(select(catalog, chosen), place, form).catalog, sorted(dropped)
-        if isinstance(form, Mapping):
+        if isinstance(form, Mapping) and "names" not in form:
             formed = formed_again(catalog, place, form, chosen.exclude)
             catalog, left_out = formed.catalog, (*left_out, *formed.left_out)
         kept = select(catalog, replace(chosen, rename=(), strip_prefix=""))
         dropped = catalog.tensors.keys() - kept.tensors.keys() - kept.aliases.keys()
-        return select(catalog, chosen), sorted({*left_out, *dropped})
+        wanted = select(catalog, chosen)
+        if isinstance(form, Mapping) and "names" in form:  # here options mean the checkpoint's names
+            return formed_again(wanted, place, form).catalog, sorted(dropped)
+        return wanted, sorted({*left_out, *dropped})
     except (TypeError, ValueError) as error:
         raise UnsupportedError(
             "records options that this version of zckpt does not know",
