@@ -26,14 +26,11 @@ from measure import PYTHON, ROOT, ZCKPT, file_bytes, machine, remove, write
 sys.path.insert(0, str(ROOT / "tests"))
 
 from networks import SERVER, Network, refusal
+from s3_server import KEYS
 
 PAGE = ROOT / "benchmarks" / "results_machines.md"
 SHARE = ROOT / "tests" / "shared_directory.py"
 S3 = ROOT / "tests" / "s3_server.py"
-KEYS = {
-    "AWS_ACCESS_KEY_ID": "k", "AWS_SECRET_ACCESS_KEY": "s", "AWS_DEFAULT_REGION": "us-east-1",
-    "AWS_CONFIG_FILE": "/nonexistent", "AWS_EC2_METADATA_DISABLED": "true",
-}  # fmt: skip
 HOW = {
     "s3": "from S3 to a directory beside the links",
     "shared": "from a shared directory to it",

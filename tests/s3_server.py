@@ -21,6 +21,12 @@ from moto.backends import get_backend
 from moto.moto_api._internal import mock_random  # noqa: F401  # loads moto's backends before threads use them
 from moto.server import DomainDispatcherApplication, create_backend_app
 
+KEYS = {
+    "AWS_ACCESS_KEY_ID": "k", "AWS_SECRET_ACCESS_KEY": "s", "AWS_DEFAULT_REGION": "us-east-1",
+    "AWS_CONFIG_FILE": "/nonexistent", "AWS_EC2_METADATA_DISABLED": "true",
+}  # fmt: skip
+"""What clients need in their environment beside `AWS_ENDPOINT_URL`; nothing of this machine's own is asked."""
+
 
 class S3Server:
     """Use as a context manager.

@@ -14,7 +14,7 @@ import fsspec
 import pytest
 from hub_server import HubServer
 from pages import BIN, ROOT, Reader, blocks_of, check_options, indented_code
-from s3_server import S3Server
+from s3_server import KEYS, S3Server
 
 import zckpt
 
@@ -214,16 +214,12 @@ class World:
 
     def _store(self) -> Mapping[str, str]:
         server = self._stack.enter_context(S3Server())
-        found = {
-            "AWS_ENDPOINT_URL": server.url, "AWS_ACCESS_KEY_ID": "key-of-tests", "AWS_SECRET_ACCESS_KEY": "secret-of-tests",
-            "AWS_DEFAULT_REGION": "us-east-1", "AWS_CONFIG_FILE": "/nonexistent", "AWS_EC2_METADATA_DISABLED": "true",
-        }  # fmt: skip
         store = fsspec.filesystem("s3", endpoint_url=server.url, key="k", secret="s", skip_instance_cache=True)
         if store.exists("bucket"):  # of another page: all of moto's servers in a process have the same buckets
             store.rm("bucket", recursive=True)
         store.mkdir("bucket")
         store.put(str(self._home / "page" / "out" / "checkpoint-500"), "bucket/run/checkpoint-500", recursive=True)
-        return found
+        return {"AWS_ENDPOINT_URL": server.url, **KEYS}
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if blocks_of(page) and page not in ELSEWHERE])

@@ -9,7 +9,7 @@ import fsspec
 import pytest
 from address_requests import Requests
 from fsspec.implementations.memory import MemoryFileSystem
-from s3_server import S3Server
+from s3_server import KEYS, S3Server
 
 from zckpt.storage import fsspec_io
 
@@ -22,10 +22,7 @@ def server() -> Iterator[S3Server]:
 
 @pytest.fixture(autouse=True)
 def s3(server: S3Server, monkeypatch: pytest.MonkeyPatch) -> Iterator[S3Server]:
-    for name, value in {
-        "AWS_ENDPOINT_URL": server.url, "AWS_ACCESS_KEY_ID": "k", "AWS_SECRET_ACCESS_KEY": "s",
-        "AWS_DEFAULT_REGION": "us-east-1", "AWS_CONFIG_FILE": "/nonexistent", "AWS_EC2_METADATA_DISABLED": "true",
-    }.items():  # fmt: skip
+    for name, value in {"AWS_ENDPOINT_URL": server.url, **KEYS}.items():
         monkeypatch.setenv(name, value)
     fs = fsspec.filesystem("s3")
     fs.invalidate_cache()

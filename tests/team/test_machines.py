@@ -14,16 +14,13 @@ import pytest
 import synth
 import torch
 from networks import SERVER, Network, refusal
+from s3_server import KEYS
 
 import zckpt
 from zckpt.jobs.options import Options
 
 TESTS = Path(__file__).parents[1]
 RATE = 50_000_000
-KEYS = {
-    "AWS_ACCESS_KEY_ID": "k", "AWS_SECRET_ACCESS_KEY": "s", "AWS_DEFAULT_REGION": "us-east-1",
-    "AWS_CONFIG_FILE": "/nonexistent", "AWS_EC2_METADATA_DISABLED": "true",
-}  # fmt: skip
 
 pytestmark = pytest.mark.skipif("ZCKPT_PROOFS" not in os.environ, reason="make proofs runs it")
 
@@ -52,6 +49,7 @@ def test_two_machines_convert_together(launcher: str, source: str, quick_path: P
         if source == "s3":
             serve = [sys.executable, str(TESTS / "s3_server.py"), SERVER, str(checkpoint)]
         server = subprocess.Popen(network.at_switch(serve), stdout=subprocess.PIPE, text=True)
+        running: list[subprocess.Popen[str]] = []
         try:
             assert server.stdout is not None
             told = server.stdout.readline().strip()
@@ -71,8 +69,9 @@ def test_two_machines_convert_together(launcher: str, source: str, quick_path: P
             assert [process.returncode for process in running] == [0, 0], told_of
             carried = [network.carried(rank) for rank in range(2)]
         finally:
-            server.kill()
-            server.communicate()
+            for process in (*running, server):
+                process.kill()
+                process.communicate()
     # every packet has 66 bytes beside the file's
     assert all(needed * 0.5 < got < needed * 0.53 + 1_500_000 for got, _ in carried), carried
     if source == "shared":
