@@ -115,6 +115,8 @@ class Points:
             self.point(where, options.get("dir_fd") or options.get("src_dir_fd"))
             if name in ("rename", "replace"):
                 self.published(os.fspath(where), os.fspath(more[0]))
+            if name in ("fsync", "fdatasync"):
+                self.sealed(self._path(where, None))
             result = real(where, *more, **options)
             if name in ("fsync", "fdatasync"):
                 stat = os.stat(where)
@@ -141,6 +143,22 @@ class Points:
                 self.complaints.append(f"{path} was not synced before {target} was named")
         if journal.read(f"{work}/journal").seal is None:
             self.complaints.append(f"{target} was named without a seal")
+
+    def sealed(self, path: str) -> None:
+        """A journal is about to be on the disk: what it seals must be there before."""
+        work, _, name = path.rpartition("/")
+        if name != "journal" or not work.startswith(self.place) or (seal := journal.read(path).seal) is None:
+            return
+        staged = [os.path.join(root, n) for root, _, names in os.walk(f"{work}/files") for n in names]
+        if seal.how == "swap":
+            staged += [work, *(root for root, _, _ in os.walk(f"{work}/files"))]
+        for one in staged:
+            stat = os.stat(one)
+            if (stat.st_nlink == 1 or os.path.isdir(one)) and self.synced.get(stat.st_ino) != (
+                stat.st_size,
+                stat.st_mtime_ns,
+            ):
+                self.complaints.append(f"{one} was not synced before the seal")
 
 
 class Scenario:

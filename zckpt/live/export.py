@@ -29,10 +29,8 @@ from zckpt.base.version import __version__
 from zckpt.base.words import examples
 from zckpt.core.catalog import TensorEntry
 from zckpt.core.dtypes import F32, SHORT_NAMES, DType
-from zckpt.core.fragments import FileStore
-from zckpt.core.plan import OutputFile, Plan, literal_file
-from zckpt.engine.checksums import Partial, seal
-from zckpt.engine.move import run
+from zckpt.core.plan import Plan, literal_file
+from zckpt.engine.checksums import Partial
 from zckpt.jobs.options import output_dtype, to_dtype
 from zckpt.layouts.plain import read as huggingface
 from zckpt.layouts.save.companions import with_dtype
@@ -46,8 +44,8 @@ from zckpt.output.journal import Finished
 from zckpt.output.manifest import Manifest
 from zckpt.output.order import Overflow, overflow_error
 from zckpt.output.staging import Staging
-from zckpt.storage.fsync_queue import make_durable
 from zckpt.storage.location import LocalPath
+from zckpt.team import part_move
 from zckpt.team.meeting import attempt, first_error
 
 _WEIGHTS = re.compile(r"(model|pytorch_model)(-\d{5}-of-\d{5})?\.(safetensors|bin)(\.index\.json)?")
@@ -150,8 +148,8 @@ def save_pretrained(
             work = _planned(tensors, aliases, os.fspath(out_dir), wanted, target, small, world.size)
             stack.enter_context(work.staging)
             work.staging.keep(())
-            run(Plan(work.files, ()), work.staging.directory)
-            paths = [os.path.join(work.staging.directory, output.path) for output, _ in work.files]
+            part_move.begin(work.plan, work.staging.directory)
+            paths = [os.path.join(work.staging.directory, output.path) for output, _ in work.plan.files]
             return [_Share(paths, share) for share in work.shares]
 
         share = world.scatter(attempt(plan) if world.rank == 0 else [])
@@ -207,9 +205,9 @@ class _Share:
 
 @dataclass(frozen=True, slots=True)
 class _Work:
-    """The plan on rank 0: the files, their staging, and the contributions of each rank."""
+    """What rank 0 plans: the files, their staging, and the contributions of each rank."""
 
-    files: tuple[tuple[OutputFile, FileStore], ...]
+    plan: Plan
     staging: Staging
     shares: list[list[Contribution]]
     dtype: DType | None
@@ -244,7 +242,7 @@ def _planned(
     if os.path.isdir(out):
         _refuse_other_weights(out, names)
     staging = Staging(out, single=False, names=names, merge=True)
-    return _Work(files, staging, contributions(tensors, places, size), wanted, len(tensors), numel)
+    return _Work(Plan(files, ()), staging, contributions(tensors, places, size), wanted, len(tensors), numel)
 
 
 def _refuse_other_weights(out: str, names: Collection[str]) -> None:
@@ -329,12 +327,8 @@ def _end(
 def _publish(work: _Work, sums: Sums) -> None:
     """Fills in checksums, and gives the files their names in place of an earlier save's weights."""
     finished = []
-    for number, (output, _) in enumerate(work.files):
-        path = os.path.join(work.staging.directory, output.path)
-        with open(path, "r+b") as file:
-            crc, slots = seal(file.fileno(), output, sums.get(number, []))
-            if slots:
-                make_durable(file.fileno())
+    for number, (output, _) in enumerate(work.plan.files):
+        crc, _ = part_move.seal(work.plan, output, work.staging.directory, sums.get(number, []))
         finished.append(Finished(output.path, output.size, crc))
     manifest = Manifest(
         version=__version__,

@@ -14,7 +14,7 @@ from collections.abc import Iterable
 
 from zckpt.base.errors import OutputError
 from zckpt.output import journal, manifest
-from zckpt.output.durable import exchange, sync, sync_tree
+from zckpt.output.durable import exchange, make_directories, sync, sync_all, tree
 from zckpt.output.journal import JournalRecord, Seal
 from zckpt.output.work_directory import WorkDirectory
 
@@ -136,6 +136,7 @@ class Commit:
         self._out = out
         self._seal = seal
         self._root = os.path.dirname(out) if seal.single else out
+        self._kept: set[str] = set()
 
     def is_whole(self) -> bool:
         """Whether the files that wait for their names have the sizes that were sealed."""
@@ -211,8 +212,7 @@ class Commit:
                 os.makedirs(os.path.dirname(there), exist_ok=True)
                 os.rename(here, there)
         if self._seal.leave:
-            sync_tree(aside)
-            sync(self._work.path)
+            sync_all((*tree(aside), self._work.path))
             self._sync_above(path for path, _ in self._seal.leave)
         for last in (False, True):
             moved = [path for path in waiting if (is_index(path) or is_manifest(path)) == last]
@@ -259,17 +259,21 @@ class Commit:
             return False
         return True
 
-    def clean(self) -> None:
-        """Deletes the replaced files; call it when the new output has its name."""
+    def clean(self, *, durable: bool = False) -> None:
+        """Deletes the replaced files; call it when the new output has its name.
+
+        Args:
+            durable: whether the end of the seal is made durable: needed unless the work directory is removed next.
+        """
         for displaced in (self._work.aside, self._work.files):
             if inode(displaced):
                 self._discard(displaced, "")
         for directory in sorted(_above(self._seal.deleted), reverse=True):
             with contextlib.suppress(OSError):  # it holds something else
                 os.rmdir(os.path.join(self._root, directory))
-        if self._seal.how == "swap" and os.path.isdir(self._out):
-            sync(self._out)
-        journal.end_seal(self._work.journal, "done")
+        for directory in sorted(self._kept):  # their files are no longer in the work directory, which may be removed
+            sync(directory)
+        journal.end_seal(self._work.journal, "done", durable=durable)
 
     def _discard(self, displaced: str, below: str) -> None:
         """Deletes files that the seal lists, and second names of files that stay; moves all others into the new output."""
@@ -292,8 +296,10 @@ class Commit:
 
     def _keep(self, old: str, new: str) -> None:
         """Moves a file that another program made after the new directory was filled: zckpt must not delete it."""
-        os.makedirs(os.path.dirname(new), exist_ok=True)
+        home = os.path.dirname(new)
+        make_directories(home)
         os.rename(old, new)
+        self._kept.add(home)
 
 
 def _remove_empty(directory: str) -> None:
@@ -331,7 +337,7 @@ def recover(work: WorkDirectory, out: str) -> JournalRecord:
             if not commit.is_whole() and commit.undo():  # the machine crashed, and files that were synced are not whole
                 return journal.read(work.journal)
             commit.carry_out()
-            commit.clean()
+            commit.clean(durable=True)
         except OutputError:
             raise
         except OSError as error:

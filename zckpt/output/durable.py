@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import os
+from collections.abc import Iterable
 
-from zckpt.storage.fsync_queue import make_durable
+from zckpt.storage.fsync_queue import SYNCS, make_durable
 
 
 def sync(path: str) -> None:
@@ -17,10 +18,18 @@ def sync(path: str) -> None:
         os.close(fd)
 
 
-def sync_tree(directory: str) -> None:
-    """Makes the names in a directory and in all below it durable; does not sync the files themselves."""
-    for root, _, _ in os.walk(directory, topdown=False):
-        sync(root)
+def sync_all(paths: Iterable[str]) -> None:
+    """Makes several durable, at once: a disk completes flushes that come together as one."""
+    from concurrent.futures import ThreadPoolExecutor
+
+    with ThreadPoolExecutor(SYNCS, "sync") as pool:
+        for _ in pool.map(sync, paths):
+            pass
+
+
+def tree(directory: str) -> list[str]:
+    """A directory and all below it, whose names are durable when each of them is."""
+    return [root for root, _, _ in os.walk(directory, topdown=False)]
 
 
 def make_directories(path: str) -> list[str]:

@@ -3,7 +3,9 @@
 A journal is a text file of JSON lines: first the job, then each finished file as soon as it is durable, then the seal. A
 crash can only cut its last line short; `read` ignores that line. The job is a fingerprint of everything that the output's bytes
 depend on. A run uses the finished files only of its own job, but must finish a sealed commit of any job. Lines about files are
-not synced: if the machine crashes, files whose lines are lost are made again. A seal is synced before any name is changed.
+not synced: if the machine crashes, files whose lines are lost are made again. A seal is synced before any name is changed. Its
+end is synced where the work directory is used on; where the directory is removed next, a seal that has come back after a crash
+is of a commit whose steps are all done, and doing them again does no harm.
 """
 
 from __future__ import annotations
@@ -168,7 +170,8 @@ class Journal:
         _write(self._fd, {"job": self.job})
         for file in kept.values():
             self.add(file)
-        make_durable(self._fd)
+        if kept:  # otherwise a crash loses nothing that the seal's sync does not make durable
+            make_durable(self._fd)
         os.rename(fresh, self.path)
 
     def add(self, file: Finished) -> None:
@@ -187,20 +190,21 @@ class Journal:
 
 def write_seal(path: str, seal: Seal) -> None:
     """Appends a seal to a journal, durably."""
-    _append(path, {"seal": asdict(seal)})
+    _append(path, {"seal": asdict(seal)}, durable=True)
 
 
-def end_seal(path: str, end: Literal["done", "withdrawn"]) -> None:
-    """Appends the end of a seal, durably: its commit is done, or was undone."""
-    _append(path, {"end": end})
+def end_seal(path: str, end: Literal["done", "withdrawn"], *, durable: bool = True) -> None:
+    """Appends the end of a seal: its commit is done, or was undone."""
+    _append(path, {"end": end}, durable=durable)
 
 
-def _append(path: str, line: Mapping[str, object]) -> None:
+def _append(path: str, line: Mapping[str, object], *, durable: bool) -> None:
     fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW)
     try:
         os.write(fd, b"\n")  # ends a last line that a crash cut short
         _write(fd, line)
-        make_durable(fd)
+        if durable:
+            make_durable(fd)
     finally:
         os.close(fd)
 

@@ -20,7 +20,6 @@ from dataclasses import dataclass
 
 from zckpt.base.errors import CorruptError, IncompleteError, UnsafeError
 from zckpt.output.journal import Finished
-from zckpt.storage.fsync_queue import make_durable
 from zckpt.storage.json_files import read_json
 from zckpt.storage.location import Location
 
@@ -85,14 +84,12 @@ def signature_for(name: str) -> str:
 
 
 def write(path: str, contents: bytes, job: str) -> None:
-    """Writes a manifest, durably, and stores the fingerprint `job`, if it is not empty, in its attribute."""
+    """Writes a manifest, and stores the fingerprint `job`, if it is not empty, in its attribute."""
     with open(path, "wb") as file:
         file.write(contents)
-        file.flush()
         if job:
             with contextlib.suppress(OSError, AttributeError):
                 os.setxattr(file.fileno(), _JOB, job.encode())
-        make_durable(file.fileno())
 
 
 def job_of(path: str) -> str:

@@ -19,7 +19,7 @@ from collections.abc import Callable, Collection, Iterator
 from zckpt.base.errors import OutputError
 from zckpt.output import journal
 from zckpt.output.commit import Commit, inode, recover, seal_of
-from zckpt.output.durable import sync, sync_tree
+from zckpt.output.durable import sync, sync_all, tree
 from zckpt.output.journal import Finished, Journal, Seal
 from zckpt.output.work_directory import WorkDirectory
 from zckpt.storage import processes
@@ -99,9 +99,7 @@ class SaveStaging:
             OSError: the seal cannot be written.
         """
         staged = self._work.files
-        sync_tree(staged)
-        sync(self._work.path)
-        sync(self._directory)
+        sync_all((*tree(staged), self._work.path, self._directory))
         files = [Finished(name, os.path.getsize(os.path.join(staged, name)), 0) for name in sorted(os.listdir(staged))]
         old = os.listdir(self._out) if os.path.isdir(self._out) else ()
         seal = seal_of(
@@ -151,6 +149,9 @@ class SaveStaging:
         """
         if journal.read(self._work.journal).seal is not None:
             return  # this commit could not be cleaned: the next save does that first
+        if not tags:
+            return
+        sync(self._work.journal)  # a seal that came back after a crash would take the deleted saves for its own
         self._empty()
         for tag in tags:
             os.rename(os.path.join(self._directory, tag), os.path.join(self._work.files, tag))

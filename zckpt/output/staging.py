@@ -32,7 +32,7 @@ from zckpt.output import manifest
 from zckpt.output.checks import refuse_existing
 from zckpt.output.commit import Commit, recover, seal_of
 from zckpt.output.contents import Replacement, replacement
-from zckpt.output.durable import make_directories, sync, sync_tree
+from zckpt.output.durable import make_directories, sync_all, tree
 from zckpt.output.journal import Finished, Journal, write_seal
 from zckpt.output.manifest import Manifest
 from zckpt.output.work_directory import WorkDirectory, left_by_others
@@ -255,10 +255,11 @@ class Staging:
         try:
             name = os.path.basename(manifest.path_for(self.out, single=self._single))
             contents = (replace(facts, signature=manifest.signature_for(name)) if sign else facts).as_bytes()
-            manifest.write(os.path.join(self.directory, name), contents, self._job)
+            described = [os.path.join(self.directory, name)]
+            manifest.write(described[0], contents, self._job)
             if sign is not None:
-                signature = os.path.join(self.directory, manifest.signature_for(name))
-                manifest.write(signature, sign(sha256(contents).hexdigest()), "")
+                described.append(os.path.join(self.directory, manifest.signature_for(name)))
+                manifest.write(described[1], sign(sha256(contents).hexdigest()), "")
                 if changes is not None and changes.stays:
                     self.notes += (
                         f"The signature does not cover {examples(changes.stays)}, which zckpt did not write.",
@@ -268,9 +269,7 @@ class Staging:
                 self._work, self.out, single=self._single, swap=swap, files=facts.files,
                 deleted=self._old_signature() if self._single else () if changes is None else changes.deleted,
             )  # fmt: skip
-            sync_tree(self.directory)
-            sync(self._work.path)
-            sync(os.path.dirname(self._work.path))
+            sync_all((*described, *tree(self.directory), self._work.path, os.path.dirname(self._work.path)))
             write_seal(self._work.journal, seal)
         except OSError as error:
             raise self._unnamed(error) from error
