@@ -12,6 +12,7 @@ import subprocess
 import sys
 import time
 from importlib.metadata import version
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -147,11 +148,13 @@ def test_usage_errors_are_errors_like_others(args: list[str], first: str, last: 
 
 
 def test_nothing_heavy_is_imported(weights: Path) -> None:
+    names = ("jobs.options", "naming.transform", "layouts.dcp.read", "layouts.fsdp.read", "output.delivery")
+    ours = {f"zckpt.{name}" for name in names}
+    assert all(map(find_spec, ours))
     code = (
         "import atexit, sys\n"
         "from zckpt.cli import main\n"
-        "heavy = {'torch', 'numpy', 'deepspeed', 'tqdm', 'huggingface_hub', 'zckpt.jobs.options', 'zckpt.naming.transform',\n"
-        "         'zckpt.layouts.dcp.read', 'zckpt.layouts.fsdp.read', 'zckpt.output.delivery'}\n"
+        f"heavy = {{'torch', 'numpy', 'deepspeed', 'tqdm', 'huggingface_hub', *{ours}}}\n"
         "atexit.register(lambda: sys.stderr.write(f'HEAVY {sorted(heavy & set(sys.modules))}'))\n"
         "main()\n"
     )
