@@ -60,38 +60,23 @@ def trial(how: str, count: int, place: Path, rate: int) -> Trial:
     out = place / "out"
     remove(out)
     with Network(count, rate) as network:
-        serve = (
-            [*PYTHON, str(S3), SERVER, str(place / "ckpt")]
-            if how == "s3"
-            else [*PYTHON, str(SHARE), "serve", SERVER, str(place)]
-        )
+        serve = [S3, SERVER, place / "ckpt"] if how == "s3" else [SHARE, "serve", SERVER, place]
         server = subprocess.Popen(
-            network.at_switch(serve), stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+            network.at_switch([*PYTHON, *map(str, serve)]), stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
         )
+        running: list[subprocess.Popen[bytes]] = []
         try:
             assert server.stdout is not None
             told = server.stdout.readline().strip()
             if how == "s3":
                 command = [*ZCKPT, "to-bf16", "s3://bkt", str(out), "--quiet"]
             else:
-                (place / "seen").mkdir(exist_ok=True)
-                mount = [*PYTHON, str(SHARE), "mount", SERVER, told, str(place / "seen")]
-                command = [
-                    *mount,
-                    *ZCKPT,
-                    "to-bf16",
-                    str(place / "seen" / "ckpt"),
-                    str(place / "seen" / "out"),
-                    "--quiet",
-                ]
-            environment = {
-                **os.environ,
-                **KEYS,
-                "AWS_ENDPOINT_URL": told,
-                "SLURM_JOB_ID": "7",
-                "SLURM_STEP_ID": "0",
-                "SLURM_NTASKS": str(count),
-            }
+                seen = place / "seen"
+                seen.mkdir(exist_ok=True)
+                command = [*PYTHON, str(SHARE), "mount", SERVER, told, str(seen)]
+                command += [*ZCKPT, "to-bf16", str(seen / "ckpt"), str(seen / "out"), "--quiet"]
+            slurm = {"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0", "SLURM_NTASKS": str(count)}
+            environment = {**os.environ, **KEYS, "AWS_ENDPOINT_URL": told, **slurm}
             before, began = [network.carried(number) for number in range(count)], time.perf_counter()
             running = [
                 subprocess.Popen(
@@ -109,8 +94,9 @@ def trial(how: str, count: int, place: Path, rate: int) -> Trial:
             seconds = time.perf_counter() - began
             after = [network.carried(number) for number in range(count)]
         finally:
-            server.kill()
-            server.wait()
+            for process in (*running, server):
+                process.kill()
+                process.wait()
     carried = [[now - then for now, then in zip(*pair, strict=True)] for pair in zip(after, before, strict=True)]
     whole = tuple(path.read_bytes() for path in sorted(out.glob("*.safetensors")))
     return Trial(seconds, busy, max(got for got, _ in carried), max(sent for _, sent in carried), whole)
@@ -151,16 +137,8 @@ def main() -> None:
         "in which the busiest link could carry what it carried, one direction beside the other, divided by the time taken. All "
         f"outputs are the same bytes. {machine()}; {when}.\n\n"
     )
-    columns = [
-        "how",
-        "machines",
-        "seconds",
-        "part of one's time",
-        "of the link",
-        "got over a link, MB",
-        "sent, MB",
-        "processor s, all",
-    ]
+    columns = ["how", "machines", "seconds", "part of one's time", "of the link"]
+    columns += ["got over a link, MB", "sent, MB", "processor s, all"]
     rule = ["---"] * len(columns)
     table = "\n".join(f"| {' | '.join(line)} |" for line in [columns, rule, *lines])
     options.page.write_text(f"{head}{table}\n")
