@@ -16,6 +16,7 @@ from zckpt.checks.examined import Examined
 from zckpt.checks.integrity import CheckedFile, Done, Findings, examine, holding, non_finite, numel_of
 from zckpt.checks.verdict import summarized
 from zckpt.core.catalog import Catalog, Replica, TensorEntry
+from zckpt.engine.early import EarlyReads
 from zckpt.engine.tensor_statistics import Statistics
 
 _COPIES = {
@@ -156,6 +157,7 @@ def check_bytes(
     *,
     deep: bool = False,
     read: Done | None = None,
+    early: EarlyReads | None = None,
 ) -> int:
     """Reads everything once; returns the bytes read here.
 
@@ -165,22 +167,28 @@ def check_bytes(
         progress: called with the bytes read so far.
         deep: count NaN and infinity.
         read: what was read of its files before.
+        early: what reads some of its files meanwhile.
     """
     try:
-        return _check_bytes(state, pace, progress, deep, read) - (0 if read is None else read.nbytes)
+        return _check_bytes(state, pace, progress, deep, read, early) - (0 if read is None else read.nbytes)
     except ZckptError as error:  # a disk that does not give back what it was given
         state.add("bytes", "", [str(error)])
         return 0
 
 
 def _check_bytes(
-    state: Examined, pace: Pace, progress: Callable[[int], None] | None, deep: bool, read: Done | None
+    state: Examined,
+    pace: Pace,
+    progress: Callable[[int], None] | None,
+    deep: bool,
+    read: Done | None,
+    early: EarlyReads | None,
 ) -> int:
     catalog = state.catalog
     looked_at = catalog
     if catalog is not None and not deep:  # what is in tensors interests where it must equal something
         looked_at = catalog.select(lambda entry: bool(entry.replicas))
-    findings = examine(looked_at, state.files, pace, progress, read)
+    findings = examine(looked_at, state.files, pace, progress, read, early)
     state.whole = True
     listed = sum(file.crc32 is not None for file in state.files)  # what `examine` compared
     _add_sums(state, findings, "read", [f"{count(listed, 'file')} of the manifest"] * bool(listed))

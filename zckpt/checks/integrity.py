@@ -20,6 +20,7 @@ from zckpt.containers.container import Container, open_input
 from zckpt.core.catalog import Catalog, Padding, Replica, TensorEntry
 from zckpt.core.fragments import FileStore
 from zckpt.engine.checksums import Partial, join
+from zckpt.engine.early import EarlyFile, EarlyReads
 from zckpt.engine.scan import scan
 from zckpt.engine.scan_requests import CrcRange
 from zckpt.engine.tensor_statistics import Relation, Statistics
@@ -176,6 +177,7 @@ def examine(
     pace: Pace,
     progress: Callable[[int], None] | None = None,
     read: Done | None = None,
+    early: EarlyReads | None = None,
 ) -> Findings:
     """Reads every byte that is wanted of the files, and of the tensors in the catalog.
 
@@ -185,6 +187,7 @@ def examine(
         pace: how hard to work.
         progress: called with the bytes read so far.
         read: what was read of the files before; their other bytes alone are read for checksums.
+        early: what reads some of the files meanwhile; it is stopped.
 
     Raises:
         CorruptError: a file ends too early, or cannot be read.
@@ -194,14 +197,20 @@ def examine(
     known = None if read is None else read.runs(sums)
     order = ScanOrder(catalog, {file.store: own for file, own in zip(files, parts, strict=True)}, known)
     total = sum(nbytes for own in parts for _, nbytes in own) if read is None else 0
-    report = scan(order.requests(), sums, relation=Relation(rounded=True), total_bytes=total, progress=progress, **pace)
+    seen = _Seen(sums, {} if early is None else early.stop())
+    order.leave_out(seen.files)
+    watch = None if progress is None else lambda nbytes: progress(nbytes + order.spared_bytes)
+    report = scan(
+        order.requests(), seen.left, relation=Relation(rounded=True), total_bytes=total, progress=watch, **pace
+    )
+    found_of = seen.joined(report.crcs)
     number, records = 0, 0
     wrong_records: list[tuple[str, str]] = []
     wrong_files: list[str] = []
     for file, own in zip(files, parts, strict=True):
         crcs = {}
         for start, nbytes in own:
-            found = [*report.crcs.get(number, ()), *(read.crcs.get(number, ()) if read is not None else ())]
+            found = [*found_of.get(number, ()), *(read.crcs.get(number, ()) if read is not None else ())]
             crcs[start] = (start, nbytes, join(found, start, nbytes))
             number += 1
         for name, offset, nbytes, crc in file.records:
@@ -219,8 +228,47 @@ def examine(
         if isinstance(e, TensorEntry)
         for copy, replica in enumerate(e.replicas)
     )
-    bytes_read = report.bytes_read + (0 if read is None else read.nbytes)
+    bytes_read = report.bytes_read + order.spared_bytes + (0 if read is None else read.nbytes)
     return Findings(bytes_read, records, tuple(wrong_records), tuple(wrong_files), counted, copies, padding)
+
+
+class _Seen:
+    """What was read early of ranges whose checksums are wanted.
+
+    Args:
+        sums: the ranges.
+        early: what was seen of files.
+
+    Attributes:
+        files: path -> what was seen of it, and (start, stop) of the bytes whose checksums are known.
+        left: what is left of the ranges.
+    """
+
+    def __init__(self, sums: Sequence[CrcRange], early: Mapping[tuple[tuple[int, int, int], int], EarlyFile]) -> None:
+        self.files: dict[str, tuple[EarlyFile, list[tuple[int, int]]]] = {}
+        self.left: list[CrcRange] = []
+        self._numbers: list[int] = []  # of the ranges that `left` is of
+        self._crcs: dict[int, list[Partial]] = {}
+        for number, (store, start, nbytes) in enumerate(sums):
+            low = high = stop = start + nbytes
+            if (file := early.get((store.identity, store.size))) is not None:
+                _, runs = self.files.setdefault(store.path, (file, []))
+                low, high = file.run(start, stop)
+                if low < high:
+                    runs.append((low, high))
+                    self._crcs[number] = file.parts(low, high)
+                else:
+                    low = high = stop
+            for first, end in ((start, low), (high, stop)):
+                if first < end:
+                    self.left.append(CrcRange(store, first, end - first))
+                    self._numbers.append(number)
+
+    def joined(self, crcs: Mapping[int, Sequence[Partial]]) -> dict[int, list[Partial]]:
+        """Number among the ranges -> all parts that were read; `crcs` are those of `left`."""
+        for number, parts in crcs.items():
+            self._crcs.setdefault(self._numbers[number], []).extend(parts)
+        return self._crcs
 
 
 def _parts(file: CheckedFile) -> list[tuple[int, int]]:

@@ -6,12 +6,15 @@ For `integrity`.
 from __future__ import annotations
 
 from array import array
+from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from zckpt.core.catalog import Catalog, Padding, TensorEntry
+from zckpt.core.dtypes import F32
 from zckpt.core.fragments import FileStore, Fragment
 from zckpt.core.plan import Move
+from zckpt.engine.early import EarlyFile
 from zckpt.engine.scan_requests import (
     AGAINST,
     CRC_OTHER,
@@ -47,6 +50,10 @@ class ScanOrder:
         wanted: (start, bytes) of the parts of files whose checksums are wanted.
         known: path -> (start, stop) of bytes whose checksums are known. If given, what is left of `wanted` is read apart from
             tensors.
+
+    Attributes:
+        entries: what is looked at; the number of a request is that of its entry here.
+        spared_bytes: that were not asked for again, because they were read early.
     """
 
     def __init__(
@@ -61,6 +68,9 @@ class ScanOrder:
         self._units: dict[str, array[int]] = {}  # path -> (byte offset, entry, fragment) of what begins there
         self._claims: dict[str, array[int]] = {}  # path -> (byte offset, end, unit) of dense runs
         self._count = 0
+        self._early: dict[str, list[tuple[int, int]]] = {}  # path -> (start, stop) of bytes whose checksums are known
+        self._finite: set[int] = set()  # units of which nothing else is to be found out
+        self.spared_bytes = 0
         self._apart = known is not None
         for path, runs in (known or {}).items():
             for start, stop in runs:
@@ -125,6 +135,23 @@ class ScanOrder:
             copy = replace(entry, dtype=replica.dtype, fragments=replica.fragments, replicas=())
             yield from comparisons(replace(entry, replicas=()), copy, self.number_of(number, index))
 
+    def leave_out(self, early: Mapping[str, tuple[EarlyFile, list[tuple[int, int]]]]) -> None:
+        """Asks for nothing that is known of files that were read early.
+
+        Args:
+            early: path -> what was seen of it, and (start, stop) of the bytes whose checksums are known, in order.
+        """
+        for path, (file, runs) in early.items():
+            self._early[path] = runs
+            for _, number, index, unit in _rows(self._units.get(path, array("q")), 4):
+                entry = self.entries[number]
+                if index == _ALL or unit in self._shared or isinstance(entry, Padding) or entry.dtype != F32:
+                    continue
+                fragment = entry.fragments[index]
+                start, stop = fragment.byte_offset, fragment.nbytes_end(F32.itemsize)
+                if _is_dense(fragment) and not F32.swap(fragment.store.byteorder) and file.is_finite(start, stop):
+                    self._finite.add(unit)
+
     def requests(self) -> Iterator[ScanRequest]:
         """All requests, file by file, in the order of each file."""
         for path in sorted(self._wanted.keys() | self._units.keys()):
@@ -134,7 +161,8 @@ class ScanOrder:
                 while gap is not None and gap.move.src_offset < offset:
                     yield gap
                     gap = next(rest, None)
-                yield from self._unit_requests(number, index, unit)
+                if unit not in self._finite:
+                    yield from self._unit_requests(number, index, unit)
             while gap is not None:
                 yield gap
                 gap = next(rest, None)
@@ -166,14 +194,28 @@ class ScanOrder:
             number = first
             while number < len(runs) and runs[number][0] < high:
                 start, stop = runs[number]
-                yield request_of_bytes(store, max(start, low), min(stop, high) - max(start, low))
+                for first_byte, end in self._not_early(path, max(start, low), min(stop, high)):
+                    yield request_of_bytes(store, first_byte, end - first_byte)
                 number += 1
+
+    def _not_early(self, path: str, start: int, stop: int) -> Iterator[tuple[int, int]]:
+        """What is left of some bytes of a file without those that were read early."""
+        runs = self._early.get(path, [])
+        for low, high in runs[bisect_right(runs, start, key=lambda run: run[1]) :]:
+            if low >= stop:
+                break
+            if low > start:
+                yield start, low
+            self.spared_bytes += min(high, stop) - max(low, start)
+            start = min(high, stop)
+        if start < stop:
+            yield start, stop
 
     def _gaps(self, path: str, size: int) -> Iterator[tuple[int, int]]:
         """The bytes of a file that no claim covers."""
         at = 0
         for start, stop, unit in _rows(self._claims.get(path, array("q")), 3):
-            if unit in self._shared:
+            if unit in self._shared or unit in self._finite:
                 continue
             if start > at:
                 yield at, start

@@ -21,6 +21,7 @@ from zckpt.checks.reread import misplaced
 from zckpt.checks.verdict import summarized
 from zckpt.containers import open_container
 from zckpt.engine import replicas
+from zckpt.engine.early import EarlyReads
 from zckpt.jobs.open import open_catalog, strip_wrappers
 from zckpt.jobs.opening import OpenOptions
 from zckpt.layouts.places import find
@@ -43,6 +44,7 @@ def examined(
     pace: Pace = DEFAULT_PACE,
     progress: Callable[[int], None] | None = None,
     expect: Callable[[int], None] = lambda nbytes: None,
+    early: EarlyReads | None = None,
 ) -> Examined:
     """Everything that one checkpoint or output shows by itself.
 
@@ -55,6 +57,7 @@ def examined(
         pace: how hard to work.
         progress: called with the bytes read so far.
         expect: called with the bytes that will be read, when that is known.
+        early: what reads some of its files meanwhile.
 
     Raises:
         NotACheckpointError: there is nothing to look at. UnsupportedError: zckpt cannot read it.
@@ -71,7 +74,7 @@ def examined(
         pass
     elif deep or whole or facts is not None:
         expect(sum(file.store.size for file in state.files))
-        check_bytes(state, pace, progress, deep=deep)
+        check_bytes(state, pace, progress, deep=deep, early=early)
     else:
         try:
             _check_ends(state)

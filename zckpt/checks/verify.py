@@ -1,7 +1,8 @@
 """Whether a checkpoint is complete and intact, and an output equal to it, so that the shards may be deleted.
 
 For `zckpt verify`. `soundness` finds out whether each of the two is intact, `compared` whether they are equal; a look at one
-alone imports nothing of what outputs are.
+alone imports nothing of what outputs are. Most is imported when the reading of every byte has begun: it takes as long as half a
+gigabyte.
 """
 
 from __future__ import annotations
@@ -13,16 +14,14 @@ from typing import TYPE_CHECKING
 from zckpt.base.errors import redact
 from zckpt.base.pace import DEFAULT_PACE, Pace
 from zckpt.base.progress import Progress, reported
-from zckpt.checks.soundness import examined
 from zckpt.checks.verdict import Verification
-from zckpt.core.catalog import Catalog
-from zckpt.deltas.form import is_delta_directory
-from zckpt.jobs.opening import OpenOptions
-from zckpt.layouts.save.listing import ReadOptions
-from zckpt.storage.location import Location, locate
+from zckpt.engine.early import EarlyReads, likely_files
 
 if TYPE_CHECKING:
+    from zckpt.core.catalog import Catalog
     from zckpt.jobs.options import LoraMerge
+    from zckpt.layouts.save.listing import ReadOptions
+    from zckpt.storage.location import Location
 
 
 def verify(
@@ -64,7 +63,13 @@ def verify(
     Example:
         assert zckpt.verify("out/checkpoint-500", "weights/").ok
     """
-    with reported(progress, None, "verify") as watch:
+    likely = likely_files(os.fspath(checkpoint), tag) if deep else []
+    with reported(progress, None, "verify") as watch, EarlyReads(likely, pace) as early:
+        from zckpt.checks.soundness import examined
+        from zckpt.deltas.form import is_delta_directory
+        from zckpt.jobs.opening import OpenOptions
+        from zckpt.storage.location import locate
+
         options = OpenOptions(tag=tag, also=also, read_options=read_options)
         path, delta = locate(checkpoint), locate(checkpoint if converted is None else converted)
         if is_delta_directory(delta):
@@ -79,7 +84,7 @@ def verify(
             if watch is not None:
                 watch.expect(nbytes + later)
 
-        state = examined(locate(checkpoint), options, deep=deep, pace=pace, progress=watch, expect=expect)
+        state = examined(path, options, deep=deep, pace=pace, progress=watch, expect=expect, early=early)
         deletable = None
         if converted is not None:
             read = sum(file.store.size for file in state.files) if state.whole else 0

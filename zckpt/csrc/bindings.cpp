@@ -12,6 +12,7 @@
 #include "blocks.h"
 #include "confirm.h"
 #include "crc32.h"
+#include "early.h"
 #include "floats.h"
 #include "io.h"
 #include "kernels.h"
@@ -310,6 +311,17 @@ nb::tuple cast(int from, int to, nb::bytes data, bool clamp) {
 }
 #endif
 
+// What was read: the CRCs of windows, as numbers of four bytes each, and for each whether it is finite.
+nb::tuple stop_early(zckpt::EarlyReader& reader) {
+  {
+    nb::gil_scoped_release release;
+    reader.stop();
+  }
+  const auto &crcs = reader.crcs();
+  const auto &finite = reader.finite();
+  return nb::make_tuple(nb::bytes(crcs.data(), crcs.size() * sizeof crcs[0]), nb::bytes(finite.data(), finite.size()));
+}
+
 }  // namespace
 
 NB_MODULE(_core, m) {
@@ -342,6 +354,14 @@ NB_MODULE(_core, m) {
            "threads"_a, "block"_a)
       .def("begin", &begin_swap, "fd"_a, "write"_a, "stretches"_a)
       .def("wait", &wait_for_swap, "number"_a);
+  nb::class_<zckpt::EarlyReader>(m, "EarlyReader")
+      .def("__init__",
+           [](zckpt::EarlyReader* self, nb::bytes files, uint64_t window) {
+             if (!window || window > 1ull << 30) throw std::invalid_argument("window");
+             new (self) zckpt::EarlyReader(structs<zckpt::EarlyFile>(files), window);
+           },
+           "files"_a, "window"_a)
+      .def("stop", &stop_early);
   m.def("crc32", &crc32_of, "data"_a, "crc"_a = 0);
   m.def("crc32_combine", &zckpt::crc32_combine, "a"_a, "b"_a, "nbytes_b"_a);
   m.def("forget", &zckpt::forget, "fd"_a, "offset"_a = 0, "nbytes"_a = 0);
