@@ -146,7 +146,7 @@ def _open_files(state: Examined, facts: Manifest | None) -> None:
     listing = state.place.listing
     family = layouts.family_by_names(listing)
     paths = {listing.files[name].path: name for name in family.containers(listing)}
-    for store in state.catalog.stores() if state.catalog is not None else ():
+    for store in sorted(state.catalog.stores(), key=str) if state.catalog is not None else ():
         paths.setdefault(store.path, "")
     known = {file.path: file for file in facts.files} if facts is not None else {}
     home = listing.directory if listing.directory.is_dir() else listing.directory.parent
@@ -162,7 +162,7 @@ def _open_files(state: Examined, facts: Manifest | None) -> None:
         else:
             state.files.append(checked_parts(locate(path).store(), found, known_as.crc32 if known_as else None))
     raw = {listing.files[name].path for name in listing.files if family.is_raw(name)}
-    paths.update(dict.fromkeys(raw, ""))
+    paths.update(dict.fromkeys(sorted(raw), ""))
     for path, name in paths.items():
         if path in data_files:
             continue
