@@ -247,6 +247,22 @@ def test_a_save_that_lacks_a_file_is_drawn_with_what_lay_in_it(name: str, lost: 
     assert 'id="list"' in page and "What tensors lack" in page and not found.inspection.exportable.ok
 
 
+@pytest.mark.parametrize(("name", "lost"), [LOST[6], LOST[8]])
+def test_an_empty_file_in_a_directory_that_is_laid_over_another(name: str, lost: str, tmp_path: Path) -> None:
+    """It is drawn once, where it is."""
+    shutil.copytree(of(name), tmp_path / "a")
+    [path] = (tmp_path / "a").rglob(lost)
+    empty = tmp_path / "b" / path.relative_to(tmp_path / "a")
+    empty.parent.mkdir(parents=True)
+    path.unlink()
+    alone = checkpoint_map(tmp_path / "a")
+    empty.touch()
+    found = checkpoint_map(tmp_path / "a", also=[str(tmp_path / "b")])
+    assert [(file.name, file.state) for file in found.grid.wrong] == [(lost, "empty")]
+    assert found.lacking and [lack.numel for lack in found.lacking] == [lack.numel for lack in alone.lacking]
+    assert found.grid.nbytes == alone.grid.nbytes
+
+
 @pytest.mark.parametrize(
     ("shape", "pieces", "said"),
     [

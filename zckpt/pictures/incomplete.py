@@ -77,11 +77,11 @@ def _attempts(listing: Listing, grid: Grid, lost: Collection[str]) -> Iterator[L
     names = {*lost, *(name for names in gone.values() for name in names)}
     there = {name: where for name, where in listing.files.items() if name not in names | extra}
 
-    def of(files: Mapping[str, Location], absent: Collection[str] = ()) -> Listing:
-        return Listing(listing.directory, listing.tag, files, listing.options, frozenset(absent))
+    def of(files: Mapping[str, Location], absent: Mapping[str, Location] | None = None) -> Listing:
+        return Listing(listing.directory, listing.tag, files, listing.options, absent or {})
 
     if layouts.family_by_names(listing).reads_absent:
-        yield of(there, names)
+        yield of(there, {name: listing.where(name) for name in names})
         return
     staged = any(file.kind.startswith("layer") for file in other_files(listing))
     tried: list[dict[str, str]] = []

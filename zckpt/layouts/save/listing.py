@@ -102,15 +102,15 @@ class Listing:
         tag: the tag; empty for files that have none.
         files: file name -> where it is, in natural order; those of a universal checkpoint's parameters below `zero/`.
         options: facts that the files do not record.
-        absent: names of files that are missing and whose tensors are listed all the same, as far as other files say where they
-            lie: for pictures. A save that is converted has none.
+        absent: files that are missing, or of no use, and whose tensors are listed all the same, as far as other files say where
+            they lie: for pictures. Name -> where it would be. A save that is converted has none.
     """
 
     directory: Location
     tag: str
     files: Mapping[str, Location]
     options: ReadOptions = ReadOptions()
-    absent: frozenset[str] = frozenset()
+    absent: Mapping[str, Location] = field(default_factory=dict[str, Location])
     _opened: dict[str, Container] = field(default_factory=dict[str, Container], repr=False)
     _ranks: dict[tuple[str, int], list[tuple[int, str]]] = field(
         default_factory=dict[tuple[str, int], "list[tuple[int, str]]"], repr=False
@@ -126,7 +126,7 @@ class Listing:
 
     def where(self, name: str) -> Location:
         """Where a file is, or would be if it is missing."""
-        return self.files.get(name) or self.directory / name
+        return self.files.get(name) or self.absent.get(name) or self.directory / name
 
     def absent_tensor(self, name: str, byte_offset: int, dtype: DType, shape: tuple[int, ...]) -> TensorRef:
         """A dense tensor in a file that is missing, whose size is not known; all of one file have one store."""
