@@ -88,10 +88,9 @@ def _attempts(listing: Listing, grid: Grid, lost: Collection[str]) -> Iterator[L
     for choose in (max, min):
         chosen: dict[str, str] = {}
         for (mp_rank, kind), own in gone.items():
-            elsewhere = (
-                [] if staged else [cell for (_, other), cells in sound.items() if other == kind for cell in cells]
-            )
-            fellows = sound.get((mp_rank, kind)) or elsewhere
+            fellows = sound.get((mp_rank, kind))
+            if not fellows and not staged:
+                fellows = [cell for (_, other), cells in sound.items() if other == kind for cell in cells]
             if fellows:
                 chosen |= dict.fromkeys(own, choose(fellows, key=lambda cell: cell.nbytes).file)
         if chosen not in tried:
