@@ -17,8 +17,9 @@ from zckpt.engine.checksums import element_ranges
 from zckpt.storage.descriptors import MOST_STORES
 
 MOST_MOVES = 16384
-LEAST_BYTES = 64 << 20
-"""A file that is complete ends its batch, and is reported then. Smaller files share a batch, so that all threads have work."""
+LEAST_BYTES = 256 << 20
+"""A file that is complete ends its batch, and is reported then. Smaller files share a batch: the disk has nothing to do at
+its end, while files become durable."""
 MOST_DISTANT_BYTES = 32 << 20
 """Bytes of sources that are not at hand, in one batch: they are in memory while it runs."""
 
