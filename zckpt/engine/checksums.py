@@ -11,6 +11,7 @@ import struct
 import zlib
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Mapping
+from functools import lru_cache
 from typing import NamedTuple
 
 from zckpt.core.plan import OutputFile
@@ -63,6 +64,22 @@ def join(parts: Iterable[Partial], start: int, nbytes: int) -> int:
         crc = crc32_combine(crc, part, length)
         at = offset + length
     return _after_zeros(crc, start + nbytes - at)
+
+
+def share(part: Partial, stop: int) -> int:
+    """What a part adds to the CRC of a range that ends at `stop`.
+
+    The CRC of a range is the exclusive or of that of as many zeros and of its parts' shares, in any order: so whoever knows some
+    of the parts has one number to say, however many they are.
+    """
+    offset, length, crc = part
+    return crc32_combine(crc ^ of_zeros(length), 0, stop - offset - length)
+
+
+@lru_cache(1024)
+def of_zeros(count: int) -> int:
+    """The CRC of so many zeros."""
+    return _after_zeros(0, count)
 
 
 def joined(parts: Iterable[Partial]) -> list[Partial]:

@@ -1,38 +1,34 @@
-"""Decides on rank 0, from the offers of all ranks, which rank contributes which elements, and where they go.
+"""Decides together, from the offers of all ranks, which rank contributes which elements, and where they go.
 
-For `export`. Making the `TensorEntry` of every tensor is the check that the ranks together hold each element.
+For `export` and `delta`.
+[Note: who checks] Each tensor is checked by one rank; the ranks take turns. That rank gets all offers of the tensor, and making
+its `TensorEntry` is the check that the ranks together hold each element. It says to each rank what to contribute, and to rank 0
+that the tensor is whole. So a rank gets about as many offers as it makes, however many ranks there are; where there are more
+ranks than tensors, those of one tensor. Rank 0 learns the names, shapes and dtypes of all tensors, but not who has what.
 [Note: pieces] A contribution is a fragment of a rank's memory of one tensor. It is sent in pieces of at most `PIECE_BYTES`, each
 a run of that memory. The pieces follow from the contribution, so they are sent without headers.
 """
 
 from __future__ import annotations
 
+import heapq
+import math
+import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from hashlib import sha256
+from typing import Any
 
 from zckpt.base.errors import IncompleteError, InconsistentError
-from zckpt.core.catalog import Role, TensorEntry
-from zckpt.core.dtypes import DType
-from zckpt.core.fragments import Fragment
-from zckpt.live.parts import Offer
+from zckpt.core.catalog import Role, TensorEntry, TensorPart
+from zckpt.core.dtypes import BY_TORCH_NAME, DType
+from zckpt.core.fragments import Fragment, MemoryStore
+from zckpt.live.parts import LocalModel, Offer
+from zckpt.live.ranks import Ranks
+from zckpt.team.meeting import attempt, first_error
 
 PIECE_BYTES = 8 << 20
 """A rank has two buffers of this size; measured: larger ones are no faster."""
-
-Key = tuple[int, int, int, int]
-
-
-@dataclass(frozen=True, slots=True)
-class SharedTensor:
-    """A tensor as all ranks together hold it.
-
-    Attributes:
-        entry: all its elements; stores stand for the ranks' memories.
-        owners: (rank, fragment) of those that make up `entry`.
-    """
-
-    entry: TensorEntry
-    owners: tuple[tuple[int, Fragment], ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,58 +69,171 @@ class ContributionPart:
         return self.count * self.of.target.dtype.itemsize
 
 
-def assign(offered: Sequence[Sequence[Offer]]) -> dict[str, SharedTensor]:
-    """Chooses for all elements of each tensor the rank that contributes them.
+@dataclass(frozen=True, slots=True)
+class Assignment:
+    """What the ranks have agreed on.
+
+    Attributes:
+        mine: name -> this rank's part of the tensor, with the fragments that it contributes.
+        tensors: on rank 0, all tensors in the order of the first rank that has each, as if one memory held them whole; or the
+            error of the first rank that has one. Empty on other ranks.
+    """
+
+    mine: dict[str, TensorPart]
+    tensors: dict[str, TensorEntry] | Exception
+
+
+def listing(held: LocalModel | Exception) -> str | None:
+    """What a rank says of the names that it offers, so that ranks which have the same know it."""
+    if isinstance(held, Exception):
+        return None
+    return sha256("\n".join(offer.part.name for offer in held.offers).encode()).hexdigest()
+
+
+def assign(world: Ranks, offered: Sequence[Offer] | Exception) -> Assignment:
+    """Chooses for all elements of each tensor the rank that contributes them; see [Note: who checks]. Call it on every rank.
 
     Args:
-        offered: the offers of each rank.
-
-    Returns:
-        Tensors by name, in the order of the first rank that has the tensor.
-
-    Raises:
-        IncompleteError: no rank has some of the elements. InconsistentError: ranks have different models.
+        world: whose ranks are `alike` if all offer the same names in the same order.
+        offered: this rank's offers, or why it has none.
     """
-    names: dict[str, None] = {}
-    by_rank = [{offer.part.name: offer for offer in offers} for offers in offered]
-    for offers in by_rank:
-        names.update(dict.fromkeys(offers))
-    busy = [0] * len(by_rank)
-    return {
-        name: _assigned({rank: offers[name] for rank, offers in enumerate(by_rank) if name in offers}, busy)
-        for name in names
-    }
+    sent: list[list[tuple[int, Offer]]] = [[] for _ in range(world.size)]
+    if isinstance(offered, Exception):
+        came = world.swap([offered] * world.size)
+    else:
+        for number, offer in enumerate(offered):
+            sent[_checker(world, number, offer.part.name)].append((number, offer))
+        came = world.swap([[_packed(*one) for one in some] or None for some in sent])
+    answers = world.swap(_answers(came, () if isinstance(offered, Exception) else offered))
+    mine: dict[str, TensorPart] = {}
+    found: list[list[_Checked] | Exception] = []
+    for some, answer in zip(sent, answers, strict=True):
+        chosen, checked = answer or ((), [])
+        found.append(checked)
+        for (_, offer), numbers in zip(some, chosen):
+            fragments = tuple(offer.part.fragments[number] for number in numbers)
+            mine[offer.part.name] = replace(offer.part, fragments=fragments)
+    return Assignment(mine, attempt(lambda: _in_order(first_error(found))))
 
 
-def _assigned(offers: Mapping[int, Offer], busy: list[int]) -> SharedTensor:
-    known = next(iter(offers.values()))
-    holders = {rank: offer for rank, offer in offers.items() if offer.part.fragments}
-    first = next(iter(holders.values()), known)
-    name, shape, dtype, role = first.part.name, first.part.shape, first.part.dtype, known.role
-    wrong = [r for r, o in offers.items() if o.part.shape != shape or (r in holders and o.part.dtype != dtype)]
-    if wrong:
-        other = offers[wrong[0]].part
-        raise InconsistentError(
-            f"the ranks have different models: tensor {name!r} differs",
-            found=f"{other.dtype} {list(other.shape)} on rank {wrong[0]}",
-            expected=f"{dtype} {list(shape)}, as on the other ranks",
-            remedy="Build the model with the same configuration on every rank.",
-        )
-    candidates: dict[Key, list[int]] = {}
-    where: dict[tuple[int, Key], Fragment] = {}
-    for rank, offer in holders.items():
-        for fragment in offer.part.fragments:
-            key = (fragment.start, fragment.count, fragment.rows, fragment.pitch)
-            candidates.setdefault(key, []).append(rank)
-            where[rank, key] = fragment
-    owners: list[tuple[int, Fragment]] = []
-    for key, ranks in candidates.items():
-        equal = all(holders[rank].equal for rank in ranks)
-        chosen = min(ranks, key=lambda rank: busy[rank]) if equal else ranks[0]
-        fragment = where[chosen, key]
-        busy[chosen] += fragment.numel * dtype.itemsize
-        owners.append((chosen, fragment))
-    return SharedTensor(_entry(name, shape, dtype, role, [fragment for _, fragment in owners]), tuple(owners))
+def contributions(mine: Mapping[str, TensorPart], targets: Mapping[str, ElementPlace]) -> list[Contribution]:
+    """What a rank contributes, in the order of the targets."""
+    parts = ((mine[name], target) for name, target in targets.items() if name in mine)
+    return [Contribution(part.name, part.dtype, one, target) for part, target in parts for one in part.fragments]
+
+
+_Packed = tuple[int, str, tuple[int, ...], str, Role, bool, list[tuple[int, ...]]]
+"""An offer on its way: number, name, shape, dtype, role, `equal`, fragments. Plain values take a tenth of the time of objects."""
+
+_Named = tuple[str, tuple[int, ...], DType, Role]
+"""A tensor: name, shape, dtype, role."""
+
+_Checked = tuple[tuple[int, int], _Named | Exception]
+"""The first rank that has a tensor and its number there; and the tensor, if all of its elements are there."""
+
+
+def _checker(world: Ranks, number: int, name: str) -> int:
+    turn = number if world.alike else zlib.crc32(name.encode())
+    return world.size - 1 - turn % world.size  # rank 0, which has most to do, comes last
+
+
+def _packed(number: int, offer: Offer) -> _Packed:
+    part = offer.part
+    fragments: list[tuple[int, ...]] = [
+        (one.store.size, one.byte_offset, one.start, one.count, one.rows, one.pitch, one.store_pitch, one.step)
+        for one in part.fragments
+    ]
+    return number, part.name, part.shape, part.dtype.torch_name, offer.role, offer.equal, fragments
+
+
+def _answers(came: Sequence[Sequence[_Packed] | Exception | None], own: Sequence[Offer]) -> list[Any]:
+    """What to say to each rank: of each of its offers, which fragments it contributes; to rank 0 also what was checked."""
+    chosen = [[list[int]() for _ in one] if isinstance(one, list) else [] for one in came]
+    checked = attempt(lambda: _check(first_error([one or [] for one in came]), chosen, _Turns(own)))
+    return [(mine, [] if rank else checked) if mine or not rank else None for rank, mine in enumerate(chosen)]
+
+
+def _check(came: Sequence[Sequence[_Packed]], chosen: Sequence[Sequence[list[int]]], turns: _Turns) -> list[_Checked]:
+    """Checks tensors of which this rank has all offers; fills in who contributes what."""
+    by_name: dict[str, dict[int, tuple[_Packed, list[int]]]] = {}
+    for rank, offers in enumerate(came):
+        for offer, mine in zip(offers, chosen[rank], strict=True):
+            by_name.setdefault(offer[1], {})[rank] = offer, mine
+    found: list[_Checked] = []
+    for held in by_name.values():
+        first, (offer, _) = next(iter(held.items()))
+        found.append(((first, offer[0]), attempt(lambda held=held: _whole(held, turns))))  # type: ignore[misc]
+    return found
+
+
+def _whole(held: Mapping[int, tuple[_Packed, list[int]]], turns: _Turns) -> _Named:
+    """One tensor, of which these are all offers; notes who contributes what."""
+    name, shape, dtype, role = _named({rank: offer for rank, (offer, _) in held.items()})
+    holders: dict[tuple[int, ...], list[tuple[int, int]]] = {}
+    for rank, (offer, _) in held.items():
+        for number, (_, _, start, count, rows, pitch, *_) in enumerate(offer[6]):
+            holders.setdefault((start, count, rows, pitch), []).append((rank, number))
+    fragments: list[Fragment] = []
+    for several in holders.values():
+        equal = len(several) > 1 and all(held[rank][0][5] for rank, _ in several)
+        rank, number = several[turns.of(name, len(several)) if equal else 0]
+        offer, mine = held[rank]
+        mine.append(number)
+        size, *place = offer[6][number]
+        fragments.append(Fragment(MemoryStore(0, size), *place))
+    _entry(name, shape, dtype, role, fragments)
+    return name, shape, dtype, role
+
+
+def _named(offers: Mapping[int, _Packed]) -> _Named:
+    """A tensor as all ranks describe it; ranks without elements need not know the dtype."""
+    first = next(iter(offers.values()))
+    known = next((offer for offer in offers.values() if offer[6]), first)
+    for rank, other in offers.items():
+        if other[2] != known[2] or (other[6] and other[3] != known[3]):
+            raise InconsistentError(
+                f"the ranks have different models: tensor {known[1]!r} differs",
+                found=f"{BY_TORCH_NAME[other[3]]} {list(other[2])} on rank {rank}",
+                expected=f"{BY_TORCH_NAME[known[3]]} {list(known[2])}, as on the other ranks",
+                remedy="Build the model with the same configuration on every rank.",
+            )
+    return known[1], known[2], BY_TORCH_NAME[known[3]], first[4]
+
+
+class _Turns:
+    """Which of several ranks that hold the same elements contributes them, so that all contribute about as many bytes.
+
+    Every checker comes to the same result, from the tensors that it has itself.
+    """
+
+    def __init__(self, own: Sequence[Offer]) -> None:
+        self._own = own
+        self._known: dict[int, dict[str, int]] = {}
+
+    def of(self, name: str, ways: int) -> int:
+        """The number of the rank among `ways` of them."""
+        if ways not in self._known:
+            self._known[ways] = self._spread(ways)
+        return self._known[ways].get(name, zlib.crc32(name.encode()) % ways)
+
+    def _spread(self, ways: int) -> dict[str, int]:
+        """Each tensor to the one that has least so far."""
+        busy, found = [(0, way) for way in range(ways)], {}
+        for offer in self._own:
+            load, found[offer.part.name] = busy[0]
+            heapq.heapreplace(busy, (load + offer.part.numel * offer.part.dtype.itemsize, busy[0][1]))
+        return found
+
+
+def _in_order(several: Sequence[Sequence[_Checked]]) -> dict[str, TensorEntry]:
+    """All tensors; or raises the error of the first one that has one."""
+    checked = sorted((one for some in several for one in some), key=lambda one: one[0])
+    found: dict[str, TensorEntry] = {}
+    for name, shape, dtype, role in first_error([one for _, one in checked]):
+        numel = math.prod(shape)
+        fragments = (Fragment(MemoryStore(0, numel * dtype.itemsize), 0, 0, numel),) if numel else ()
+        found[name] = TensorEntry(name, shape, dtype, role, fragments)
+    return found
 
 
 def _entry(name: str, shape: tuple[int, ...], dtype: DType, role: Role, fragments: list[Fragment]) -> TensorEntry:
@@ -137,17 +246,6 @@ def _entry(name: str, shape: tuple[int, ...], dtype: DType, role: Role, fragment
             expected=error.expected,
             remedy="Make the call on every rank, with the model that the rank trains.",
         ) from error
-
-
-def contributions(
-    tensors: Mapping[str, SharedTensor], targets: Mapping[str, ElementPlace], size: int
-) -> list[list[Contribution]]:
-    """The contributions of each of `size` ranks, in the order of the targets."""
-    out: list[list[Contribution]] = [[] for _ in range(size)]
-    for name, target in targets.items():
-        for rank, fragment in tensors[name].owners:
-            out[rank].append(Contribution(name, tensors[name].entry.dtype, fragment, target))
-    return out
 
 
 def pieces(contribution: Contribution) -> Iterator[ContributionPart]:

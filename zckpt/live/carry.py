@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import contextlib
 import os
+from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from operator import itemgetter
 from types import TracebackType
 from typing import Literal, Protocol
 
@@ -19,7 +21,7 @@ from zckpt.base.errors import OutputError
 from zckpt.core.catalog import TensorEntry
 from zckpt.core.fragments import Fragment, MemoryStore
 from zckpt.core.plan import Plan
-from zckpt.engine.checksums import Partial, crc32
+from zckpt.engine.checksums import crc32, share
 from zckpt.engine.move import run
 from zckpt.live import device
 from zckpt.live.assignment import PIECE_BYTES, Contribution, ContributionPart, pieces
@@ -35,6 +37,8 @@ _LARGE = 1 << 20
 Lost = dict[str, tuple[int, float]]
 """Tensor name -> (numbers that became infinite or were clamped, the largest of them)."""
 
+Sums = dict[int, "dict[int, int] | None"]
+
 
 @dataclass(frozen=True, slots=True)
 class Brought:
@@ -42,11 +46,27 @@ class Brought:
 
     Attributes:
         lost: numbers that casts changed.
-        sums: by file, the CRCs of its parts; None for a file that gets many small pieces and is read again for its CRC.
+        sums: by file, what was written of each of its ranges adds to the range's CRC (`checksums.share`), by the range's number;
+            None for a file that gets many small pieces and is read again for its CRC.
     """
 
     lost: Lost = field(default_factory=dict[str, tuple[int, float]])
-    sums: dict[int, list[Partial] | None] = field(default_factory=dict[int, "list[Partial] | None"])
+    sums: Sums = field(default_factory=dict[int, "dict[int, int] | None"])
+
+    def and_of(self, later: Brought) -> Brought:
+        """The facts of two ranks."""
+        lost, sums = dict(self.lost), dict(self.sums)
+        for name, (count, largest) in later.lost.items():
+            before = lost.get(name, (0, 0.0))
+            lost[name] = before[0] + count, max(before[1], largest)
+        for place, theirs in later.sums.items():
+            known = sums.get(place, {})
+            together = None if known is None or theirs is None else dict(known)
+            if together is not None and theirs is not None:
+                for number, crc in theirs.items():
+                    together[number] = together.get(number, 0) ^ crc
+            sums[place] = together
+        return Brought(lost, sums)
 
 
 class ContributionSink(Protocol):
@@ -73,13 +93,18 @@ class Memory:
 class Files:
     """Writes pieces to files that exist in full size.
 
+    Args:
+        paths: of the files.
+        ranges: (start, bytes) of each file's ranges of elements, in order; no piece is in two.
+
     Attributes:
         sums: as in `Brought`.
     """
 
-    def __init__(self, paths: Sequence[str]) -> None:
-        self.sums: dict[int, list[Partial] | None] = {}
+    def __init__(self, paths: Sequence[str], ranges: Sequence[Sequence[tuple[int, int]]]) -> None:
+        self.sums: Sums = {}
         self._paths = paths
+        self._ranges = ranges
         self._open: dict[int, int] = {}
 
     def __enter__(self) -> Files:
@@ -106,12 +131,15 @@ class Files:
                 forget(self._open[place], *piece.runs[0])
 
     def _sum(self, piece: ContributionPart, view: memoryview) -> None:
-        parts = self.sums.setdefault(piece.of.target.place, [])
+        place = piece.of.target.place
+        shares = self.sums.setdefault(place, {})
         if len(piece.runs) > 1:
-            self.sums[piece.of.target.place] = None
-        elif parts is not None:
+            self.sums[place] = None
+        elif shares is not None:
             [(offset, nbytes)] = piece.runs
-            parts.append((offset, nbytes, crc32(view)))
+            number = bisect_right(self._ranges[place], offset, key=itemgetter(0)) - 1
+            stop = sum(self._ranges[place][number])
+            shares[number] = shares.get(number, 0) ^ share((offset, nbytes, crc32(view)), stop)
 
     def sync(self) -> None:
         """Syncs what was written, so that it is durable and other nodes see it."""
@@ -135,7 +163,7 @@ def bring(
     held: LocalModel,
     mine: Sequence[Contribution],
     sink: ContributionSink | None,
-    senders: Sequence[tuple[int, Sequence[Contribution]]],
+    senders: Sequence[int],
     *,
     clamp: bool = False,
 ) -> Brought | Exception:
@@ -146,7 +174,7 @@ def bring(
         held: this rank's part of the model.
         mine: this rank's contributions.
         sink: takes the pieces; None to send them to rank 0.
-        senders: on rank 0, the ranks without a sink and their contributions.
+        senders: on rank 0, the ranks without a sink. Each says what it contributes, and sends it.
         clamp: whether numbers too large for their dtype are clamped; otherwise they become infinite.
 
     Returns:
@@ -157,8 +185,8 @@ def bring(
     if sink is None:
         return _send(world, mine, source) or Brought(lost)
     failed = attempt(lambda: _put_all(sink, source))
-    for rank, contributions in senders:
-        for contribution in contributions:
+    for rank in senders:
+        for contribution in world.receive_value(rank):
             for piece in pieces(contribution):
                 data = world.receive(piece.nbytes, rank)
                 if failed is None:
@@ -198,6 +226,7 @@ def _send(
 ) -> Exception | None:
     """Sends rank 0 all pieces; zeros after an error. Returns the error, if any."""
     failed: Exception | None = None
+    world.send_value(mine, 0)
     for contribution in mine:
         for piece in pieces(contribution):
             data = attempt(lambda: next(source)[1]) if failed is None else failed

@@ -14,9 +14,10 @@ After an error it still sends and receives everything, so that no rank waits for
 
 from __future__ import annotations
 
+import operator
 import os
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import zip_longest
 from queue import Queue
@@ -36,8 +37,16 @@ from zckpt.deltas.write import end_delta, grouped, write_group
 from zckpt.jobs.delta import DeltaReport, form_for
 from zckpt.jobs.options import Options, to_dtype
 from zckpt.jobs.planned import protected
-from zckpt.jobs.versions import TensorPair, WeightsVersion, opened_version, paired_with
-from zckpt.live.assignment import Contribution, ContributionPart, ElementPlace, assign, contributions
+from zckpt.jobs.versions import WeightsVersion, opened_version, paired_with
+from zckpt.live.assignment import (
+    Assignment,
+    Contribution,
+    ContributionPart,
+    ElementPlace,
+    assign,
+    contributions,
+    listing,
+)
 from zckpt.live.assignment import pieces as pieces_of
 from zckpt.live.carry import Lost, PieceCaster
 from zckpt.live.parts import LocalModel, local_model
@@ -99,64 +108,57 @@ def export_delta(
         OutputError: `out` exists or cannot be written.
         ZckptError: another kind says what is wrong. Every rank raises it, and nothing was published.
     """
-    world = Ranks("export_delta")
     directory = old.directory if isinstance(old, HeldWeights) else os.fspath(old)
     given = attempt(lambda: local_model(engine_or_model))
     before = attempt(lambda: opened_version(directory, Options()))
-    said = world.gather(given if isinstance(given, Exception) else given.offers)
-    opened = world.gather(before if isinstance(before, Exception) else None)
+    world = Ranks("export_delta", listing(given))
+    offers = given if isinstance(given, Exception) else given.offers
+    assigned = assign(world, before if isinstance(before, Exception) else offers)
     staging: Staging | None = None
     wanted = None if dtype is None else to_dtype(str(dtype) if isinstance(dtype, torch.dtype) else dtype)
     most = to_bytes(max_shard_size)
     try:
 
-        def plan() -> list[_Share]:
+        def plan() -> _Share:
             nonlocal staging
-            offers = first_error(said)
-            first_error(opened)
+            [entries] = first_error([assigned.tensors])
             assert isinstance(given, LocalModel) and isinstance(before, WeightsVersion)
             place = locate(out)
             form = form_for(place, version, encoding, checksum)
             check_path(place, single=False, overwrite=False, protected=protected(before.opened, locate(directory)))
-            tensors = assign(offers)
-            entries = {name: tensor.entry for name, tensor in tensors.items()}
-            aliases = {dropped: kept for dropped, kept in given.aliases.items() if kept in tensors}
+            aliases = {dropped: kept for dropped, kept in given.aliases.items() if kept in entries}
             pairs = paired_with(before, entries, aliases, "the live model", wanted)
-            own = {pair.old.name: aliases.get(pair.old.name, pair.old.name) for pair in pairs}
-            parts = {
-                pair.old.name: contributions(tensors, {own[pair.old.name]: ElementPlace(0, 0, pair.dtype)}, world.size)
-                for pair in pairs
-            }
             share = -(-sum(pair.nbytes for pair in pairs) // world.size)
             groups = grouped(((pair, pair.nbytes) for pair in pairs), max(1, min(most, share)))
             staging = Staging(place.path, single=False).__enter__()
             staging.keep(())
-            return _shares(staging.directory, form, groups, parts, world.size)
+            own = {pair.old.name: aliases.get(pair.old.name, pair.old.name) for pair in pairs}
+            named = [[(pair.old.name, own[pair.old.name], pair.dtype) for pair in group] for group in groups]
+            return _Share(staging.directory, form, named)
 
-        share = world.scatter(attempt(plan) if world.rank == 0 else [])
-        sees = os.path.isdir(share.directory)
-        blind = [rank for rank, seen in enumerate(first_error(world.gather(sees))) if not seen]
-        world.scatter(attempt(lambda: _refuse_blind(blind, os.fspath(out), world.size)) if world.rank == 0 else [])
+        share = world.tell(attempt(plan) if world.rank == 0 else None)
+        blind = world.fold([] if os.path.isdir(share.directory) else [world.rank], operator.add)
+        world.tell(attempt(lambda: _refuse_blind(blind or [], os.fspath(out), world.size)) if world.rank == 0 else None)
         assert isinstance(given, LocalModel) and isinstance(before, WeightsVersion)
-        work = _Work(world, given, before, share, old if isinstance(old, HeldWeights) else None)
-        outcomes = world.gather(attempt(work.carry_out))
+        tasks = _tasks(world, share, assigned)
+        work = _Work(world, given, before, share, tasks, old if isinstance(old, HeldWeights) else None)
+        outcome = world.fold(attempt(work.carry_out), lambda one, later: attempt(lambda: _first_lost(one, later)))
 
-        def publish() -> list[DeltaReport]:
-            for lost in first_error(outcomes):
-                if lost:
-                    raise overflow_error(lost, share.dtypes)
+        def publish() -> DeltaReport:
+            [lost] = first_error([outcome])
+            if lost:
+                raise overflow_error(lost, {task.dtype for task in tasks})
             assert staging is not None
             source: dict[str, object] = {
                 "layout": "live",
                 "base": before.catalog.source.as_json(before.catalog.topology),
             }
-            manifest, counts = end_delta(staging.directory, share.groups, share.form, source)
+            manifest, counts = end_delta(staging.directory, len(share.groups), share.form, source)
             staging.commit(manifest)
             files = tuple((file.path, file.nbytes) for file in manifest.files)
-            report = DeltaReport(share.form, counts, files, 0, False, work.engine, (*before.notes, *staging.notes), 0.0)
-            return [report] * world.size
+            return DeltaReport(share.form, counts, files, 0, False, work.engine, (*before.notes, *staging.notes), 0.0)
 
-        report = world.scatter(attempt(publish) if world.rank == 0 else [])
+        report = world.tell(attempt(publish) if world.rank == 0 else None)
         work.keep()
         return report
     finally:
@@ -178,86 +180,86 @@ class _Task:
     name: str
     dtype: DType
     owner: int
-    sent: Mapping[int, list[Contribution]]
+    sent: dict[int, list[Contribution]]
 
 
 @dataclass(frozen=True, slots=True)
 class _Share:
-    """What rank 0 sends to a rank.
+    """What rank 0 tells all ranks.
 
     Attributes:
         directory: that the delta is staged in.
         form: of the delta.
-        groups: files, in all.
-        tasks: all tensors, in the order in which all ranks go through them.
-        mine: number of a file -> names of the tensors in it, of the files that this rank makes, in order.
+        groups: for each file, name in the older version, name in the model, and dtype of each tensor, in order. The ranks make
+            files in turn.
     """
 
     directory: str
     form: DeltaForm
-    groups: int
-    tasks: list[_Task]
-    mine: Mapping[int, list[str]]
+    groups: list[list[tuple[str, str, DType]]]
 
-    @property
-    def dtypes(self) -> set[DType]:
-        """That numbers are cast to."""
-        return {task.dtype for task in self.tasks}
+    def mine(self, rank: int, size: int) -> dict[int, list[str]]:
+        """Number of a file -> names of the tensors in it, of the files that a rank makes, in order."""
+        several = enumerate(self.groups)
+        return {number + 1: [name for name, *_ in group] for number, group in several if number % size == rank}
 
 
-def _shares(
-    directory: str,
-    form: DeltaForm,
-    groups: list[list[TensorPair]],
-    parts: Mapping[str, list[list[Contribution]]],
-    size: int,
-) -> list[_Share]:
-    """Groups go to the ranks in turn; tensors are gone through so that the ranks' turns are spread evenly."""
-    queues: list[list[TensorPair]] = [[] for _ in range(size)]
-    for number, group in enumerate(groups):
-        queues[number % size] += group
-    order = [(rank, pair) for step in zip_longest(*queues) for rank, pair in enumerate(step) if pair is not None]
-    shares: list[_Share] = []
-    for rank in range(size):
-        tasks = [
-            _Task(
-                pair.old.name, pair.dtype, owner,
-                {sender: some for sender, some in enumerate(parts[pair.old.name]) if some and rank in (sender, owner)},
-            )
-            for owner, pair in order
-        ]  # fmt: skip
-        mine = {
-            number + 1: [pair.old.name for pair in group]
-            for number, group in enumerate(groups)
-            if number % size == rank
-        }
-        shares.append(_Share(directory, form, len(groups), tasks, mine))
-    return shares
+def _tasks(world: Ranks, share: _Share, assigned: Assignment) -> list[_Task]:
+    """All tensors, in an order in which the ranks' turns are spread evenly; each rank says to those that encode what it sends."""
+    queues: list[list[tuple[str, str, DType]]] = [[] for _ in range(world.size)]
+    for number, group in enumerate(share.groups):
+        queues[number % world.size] += group
+    order = [(rank, one) for step in zip_longest(*queues) for rank, one in enumerate(step) if one is not None]
+    mine = {name: contributions(assigned.mine, {own: ElementPlace(0, 0, dtype)}) for _, (name, own, dtype) in order}
+    sent: list[dict[str, list[Contribution]]] = [{} for _ in range(world.size)]
+    for owner, (name, _, _) in order:
+        if mine[name]:
+            sent[owner][name] = mine[name]
+    tasks = [
+        _Task(name, dtype, owner, {world.rank: mine[name]} if mine[name] else {}) for owner, (name, _, dtype) in order
+    ]
+    by_name = {task.name: task for task in tasks}
+    for sender, some in enumerate(world.swap([one or None for one in sent])):
+        for name, theirs in (some or {}).items():
+            by_name[name].sent[sender] = theirs
+    return tasks
 
 
-def _refuse_blind(blind: list[int], out: str, size: int) -> list[None]:
+def _first_lost(one: Lost | Exception, later: Lost | Exception) -> Lost:
+    """What casts changed on the first rank on which they changed something; or the first rank's error."""
+    first, second = first_error([one, later])
+    return first or second
+
+
+def _refuse_blind(blind: list[int], out: str, size: int) -> None:
     if blind:
         raise UnsupportedError(
             "some ranks do not see the delta's directory", file=out,
             found=f"{len(blind):,} of {size:,} ranks, the first is {blind[0]}",
             expected="a file system that all ranks share", remedy="Choose an out there. Nothing was written.",
         )  # fmt: skip
-    return [None] * size
 
 
 class _Work:
     """What a rank does: sends its elements, receives those of the tensors that it encodes, and encodes them."""
 
     def __init__(
-        self, world: Ranks, given: LocalModel, old: WeightsVersion, share: _Share, held: HeldWeights | None
+        self,
+        world: Ranks,
+        given: LocalModel,
+        old: WeightsVersion,
+        share: _Share,
+        tasks: list[_Task],
+        held: HeldWeights | None,
     ) -> None:
-        self._world, self._old, self._share, self._held = world, old, share, held
+        self._world, self._old, self._share, self._tasks, self._held = world, old, share, tasks, held
+        self._mine = share.mine(world.rank, world.size)
         self._lost: Lost = {}
         self._caster = PieceCaster(given, self._lost)
         self._queue: Queue[tuple[_Task, Bytes]] = Queue(1)
         self._new: dict[str, Bytes] = {}
         self._error: Exception | None = None
-        nbytes = sum(self._nbytes(task) for task in share.tasks if task.owner == world.rank)
+        nbytes = sum(self._nbytes(task) for task in tasks if task.owner == world.rank)
         self._reader = PieceReader({**DEFAULT_PACE, "threads": 1}, nbytes)
         self.engine = self._reader.engine
 
@@ -266,7 +268,7 @@ class _Work:
         with self._reader:
             encoding = threading.Thread(target=self._encode_all, name="delta", daemon=True)
             encoding.start()
-            for task in self._share.tasks:
+            for task in self._tasks:
                 buffer = self._exchanged(task)
                 if buffer is not None:
                     self._queue.put((task, buffer))
@@ -315,7 +317,7 @@ class _Work:
 
     def _encode_all(self) -> None:
         """Makes this rank's files; after an error, takes the rest of the queue all the same."""
-        left = sum(len(names) for names in self._share.mine.values())
+        left = sum(len(names) for names in self._mine.values())
         taken = 0
 
         def taken_from_queue(names: list[str]) -> Iterator[tuple[TensorChange, int]]:
@@ -326,9 +328,11 @@ class _Work:
                 yield self._encoded(task, new), len(new)
 
         try:
-            for number, names in self._share.mine.items():
+            for number, names in self._mine.items():
                 share = self._share
-                for _ in write_group(share.directory, number, share.groups, share.form, names, taken_from_queue(names)):
+                for _ in write_group(
+                    share.directory, number, len(share.groups), share.form, names, taken_from_queue(names)
+                ):
                     pass
             self._reader.check_sources()
         except Exception as error:

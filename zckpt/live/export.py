@@ -4,16 +4,17 @@ For training scripts, called on every rank. `save_pretrained` writes a directory
 makes the files and writes those without weights; every rank casts its elements and writes them at their places in the shared
 files. `consolidate` returns the state dict on rank 0. A rank needs three times `assignment.PIECE_BYTES` beside the model.
 
-[Note: the protocol] 1. Ranks offer the elements they have (`parts`); rank 0 assigns contributions (`assignment`), checks the
-output and makes its files. 2. Each rank gets its share, and reports whether it sees the files. 3. Ranks that see them write;
-others send their pieces to rank 0. All sync. 4. Rank 0 publishes and reports the result. An error on any rank is raised on every
-rank, and nothing is published.
+[Note: the protocol] 1. Ranks offer the elements they have (`parts`), and agree who contributes which (`assignment`). 2. Rank 0
+checks the output, makes its files and tells all where tensors go; each rank reports whether it sees the files. 3. Ranks that see
+them write; others send their pieces to rank 0. All sync. 4. Rank 0 publishes and reports the result. An error on any rank is
+raised on every rank, and nothing is published.
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
+import operator
 import os
 import re
 import warnings
@@ -30,12 +31,12 @@ from zckpt.base.words import examples
 from zckpt.core.catalog import TensorEntry
 from zckpt.core.dtypes import F32, SHORT_NAMES, DType
 from zckpt.core.plan import Plan, literal_file
-from zckpt.engine.checksums import Partial
+from zckpt.engine.checksums import element_ranges, of_zeros
 from zckpt.jobs.options import output_dtype, to_dtype
 from zckpt.layouts.plain import read as huggingface
 from zckpt.layouts.save.companions import with_dtype
-from zckpt.live.assignment import Contribution, ElementPlace, SharedTensor, assign, contributions
-from zckpt.live.carry import Brought, Files, Lost, Memory, bring
+from zckpt.live.assignment import ElementPlace, assign, contributions, listing
+from zckpt.live.carry import Brought, Files, Memory, Sums, bring
 from zckpt.live.parts import LocalModel, local_model, unwrap
 from zckpt.live.ranks import Ranks
 from zckpt.output.checks import check_path, check_space
@@ -69,26 +70,22 @@ def consolidate(
         InconsistentError: some ranks did not call it within a minute; it names them.
         ZckptError: another kind says what is wrong; every rank raises it.
     """
-    world = Ranks("consolidate")
     wanted = None if dtype is None else to_dtype(_name(dtype))
     given = attempt(lambda: local_model(engine_or_model))
-    said = world.gather(given if isinstance(given, Exception) else given.offers)
+    world = Ranks("consolidate", listing(given))
+    assigned = assign(world, given if isinstance(given, Exception) else given.offers)
     state: dict[str, torch.Tensor] = {}
 
-    def plan() -> list[list[Contribution]]:
-        tensors = _chosen(assign(first_error(said)), exclude_frozen)
-        for name, tensor in tensors.items():
-            torch_name = _dtype_of(tensor.entry, wanted).torch_name
-            state[name] = torch.empty(tensor.entry.shape, dtype=getattr(torch, torch_name))
-        places = {n: ElementPlace(i, 0, _dtype_of(t.entry, wanted)) for i, (n, t) in enumerate(tensors.items())}
-        return contributions(tensors, places, world.size)
+    def plan() -> dict[str, ElementPlace]:
+        entries = _chosen(assigned.tensors, exclude_frozen)
+        for name, entry in entries.items():
+            state[name] = torch.empty(entry.shape, dtype=getattr(torch, _dtype_of(entry, wanted).torch_name))
+        return {name: ElementPlace(i, 0, _dtype_of(one, wanted)) for i, (name, one) in enumerate(entries.items())}
 
-    shares = attempt(plan) if world.rank == 0 else []
-    mine = world.scatter(shares)
+    places = world.tell(attempt(plan) if world.rank == 0 else None)
     assert isinstance(given, LocalModel)
     sink = Memory(list(state.values())) if world.rank == 0 else None
-    senders = [] if isinstance(shares, Exception) else list(enumerate(shares))[1:]
-    brought = bring(world, given, mine, sink, senders)
+    brought = bring(world, given, contributions(assigned.mine, places), sink, range(1, world.size))
     _end(world, brought, lambda sums: None, "error", wanted)
     state.update((dropped, state[kept]) for dropped, kept in given.aliases.items() if kept in state)
     return state
@@ -131,40 +128,41 @@ def save_pretrained(
             "the name of the weights file contains a directory", found=repr(file), expected="a name such as 'model.safetensors'",
             remedy="Pass the directory as out_dir, and only the file's name as file.",
         )  # fmt: skip
-    world = Ranks("save_pretrained")
     wanted = None if dtype is None else to_dtype(_name(dtype))
     container: huggingface.Format = "bin" if file.endswith((".bin", ".pt")) else "safetensors"
     target = huggingface.WeightsTarget(container, file=file, max_shard_size=max_shard_size)
     with contextlib.ExitStack() as stack:
         given = attempt(lambda: local_model(engine_or_model))
-        said = world.gather(given if isinstance(given, Exception) else given.offers)
+        world = Ranks("save_pretrained", listing(given))
+        assigned = assign(world, given if isinstance(given, Exception) else given.offers)
         work: _Work | None = None
 
-        def plan() -> list[_Share]:
+        def plan() -> _Share:
             nonlocal work
             aliases = given.aliases if isinstance(given, LocalModel) else {}
-            tensors = _chosen(assign(first_error(said)), exclude_frozen)
-            small = small_files(engine_or_model, wanted or _usual(tensors))
-            work = _planned(tensors, aliases, os.fspath(out_dir), wanted, target, small, world.size)
+            entries = _chosen(assigned.tensors, exclude_frozen)
+            small = small_files(engine_or_model, wanted or _usual(entries))
+            work = _planned(entries, aliases, os.fspath(out_dir), wanted, target, small)
             stack.enter_context(work.staging)
             work.staging.keep(())
             part_move.begin(work.plan, work.staging.directory)
-            paths = [os.path.join(work.staging.directory, output.path) for output, _ in work.plan.files]
-            return [_Share(paths, share) for share in work.shares]
+            outputs = [output for output, _ in work.plan.files]
+            paths = [os.path.join(work.staging.directory, output.path) for output in outputs]
+            return _Share(paths, [list(element_ranges(output)) for output in outputs], work.places)
 
-        share = world.scatter(attempt(plan) if world.rank == 0 else [])
+        share = world.tell(attempt(plan) if world.rank == 0 else None)
         assert isinstance(given, LocalModel)
         sees = world.rank == 0 or all(os.path.exists(path) for path in share.paths)
-        far = [rank for rank, seen in enumerate(first_error(world.gather(sees))) if not seen]
+        far = world.fold([] if sees else [world.rank], operator.add) or []
         if far:
             warnings.warn(
                 f"{len(far):,} of {world.size:,} ranks do not see {os.fspath(out_dir)!r}. Rank 0 writes their weights for them. "
                 "A file system that all ranks share is faster.",
                 stacklevel=2,
             )
-        senders = [(rank, work.shares[rank]) for rank in far] if work else []
-        sink = stack.enter_context(Files(share.paths)) if sees else None
-        brought = bring(world, given, share.contributions, sink, senders, clamp=overflow == "clamp")
+        sink = stack.enter_context(Files(share.paths, share.ranges)) if sees else None
+        mine = contributions(assigned.mine, share.places)
+        brought = bring(world, given, mine, sink, far, clamp=overflow == "clamp")
         _end(world, brought, lambda sums: _publish(work, sums) if work else None, overflow, wanted)
 
 
@@ -172,8 +170,10 @@ def _name(dtype: str | DType | torch.dtype) -> str | DType:
     return str(dtype) if isinstance(dtype, torch.dtype) else dtype
 
 
-def _chosen(tensors: Mapping[str, SharedTensor], exclude_frozen: bool) -> dict[str, SharedTensor]:
-    chosen = {n: t for n, t in tensors.items() if not (exclude_frozen and t.entry.role == "frozen")}
+def _chosen(tensors: Mapping[str, TensorEntry] | Exception, exclude_frozen: bool) -> dict[str, TensorEntry]:
+    if isinstance(tensors, Exception):
+        raise tensors
+    chosen = {name: entry for name, entry in tensors.items() if not (exclude_frozen and entry.role == "frozen")}
     if not chosen:
         raise UsageError(
             "the model has no weights to save", found="no parameter and no buffer",
@@ -186,46 +186,46 @@ def _dtype_of(entry: TensorEntry, wanted: DType | None) -> DType:
     return entry.dtype if wanted is None else output_dtype(entry, wanted)
 
 
-def _usual(tensors: Mapping[str, SharedTensor]) -> DType:
+def _usual(entries: Mapping[str, TensorEntry]) -> DType:
     """The dtype that most parameters have."""
     sizes: dict[DType, int] = {}
-    for tensor in tensors.values():
-        if tensor.entry.dtype.kind == "float" and tensor.entry.role != "buffer":
-            sizes[tensor.entry.dtype] = sizes.get(tensor.entry.dtype, 0) + tensor.entry.numel
+    for entry in entries.values():
+        if entry.dtype.kind == "float" and entry.role != "buffer":
+            sizes[entry.dtype] = sizes.get(entry.dtype, 0) + entry.numel
     return max(sizes, key=lambda dtype: sizes[dtype], default=F32)
 
 
 @dataclass(frozen=True, slots=True)
 class _Share:
-    """What rank 0 sends to a rank: the paths of all files, and the rank's contributions."""
+    """What rank 0 tells all ranks: the paths of all files, their ranges of elements, and where tensors go."""
 
     paths: list[str]
-    contributions: list[Contribution]
+    ranges: list[list[tuple[int, int]]]
+    places: dict[str, ElementPlace]
 
 
 @dataclass(frozen=True, slots=True)
 class _Work:
-    """What rank 0 plans: the files, their staging, and the contributions of each rank."""
+    """What rank 0 plans: the files, their staging, and where tensors go in them."""
 
     plan: Plan
     staging: Staging
-    shares: list[list[Contribution]]
+    places: dict[str, ElementPlace]
     dtype: DType | None
     tensors: int
     numel: int
 
 
 def _planned(
-    tensors: Mapping[str, SharedTensor],
+    tensors: Mapping[str, TensorEntry],
     aliases: Mapping[str, str],
     out: str,
     wanted: DType | None,
     target: huggingface.WeightsTarget,
     small: Mapping[str, str],
-    size: int,
 ) -> _Work:
     aliases = {dropped: kept for dropped, kept in aliases.items() if kept in tensors}
-    entries = [(t.entry, _dtype_of(t.entry, wanted)) for t in tensors.values()]
+    entries = [(entry, _dtype_of(entry, wanted)) for entry in tensors.values()]
     laid = huggingface.lay_out(entries, aliases, target)
     files = (*laid.files, *(literal_file(name, text.encode()) for name, text in small.items()))
     if os.path.lexists(out) and not os.path.isdir(out):
@@ -237,12 +237,12 @@ def _planned(
         for name, entry in laid.entries.items()
         for fragment in entry.fragments
     }
-    numel = sum(tensor.entry.numel for tensor in tensors.values())
+    numel = sum(entry.numel for entry in tensors.values())
     names = {output.path for output, _ in files}
     if os.path.isdir(out):
         _refuse_other_weights(out, names)
     staging = Staging(out, single=False, names=names, merge=True)
-    return _Work(Plan(files, ()), staging, contributions(tensors, places, size), wanted, len(tensors), numel)
+    return _Work(Plan(files, ()), staging, places, wanted, len(tensors), numel)
 
 
 def _refuse_other_weights(out: str, names: Collection[str]) -> None:
@@ -287,9 +287,6 @@ def small_files(model: nn.Module, dtype: str | DType) -> dict[str, str]:
     return files
 
 
-Sums = dict[int, "list[Partial] | None"]
-
-
 def _end(
     world: Ranks,
     outcome: Brought | Exception,
@@ -302,33 +299,28 @@ def _end(
     Raises:
         ZckptError: the first rank's error, on every rank.
     """
-    outcomes = world.gather(outcome)
+    together = world.fold(outcome, lambda one, later: attempt(lambda: Brought.and_of(*first_error([one, later]))))
 
-    def conclude() -> list[None]:
-        lost: Lost = {}
-        sums: Sums = {}
-        for one in first_error(outcomes):
-            for name, (count, largest) in one.lost.items():
-                before = lost.get(name, (0, 0.0))
-                lost[name] = (before[0] + count, max(before[1], largest))
-            for place, parts in one.sums.items():
-                known = sums.setdefault(place, [])
-                sums[place] = None if parts is None or known is None else known + parts
-        if lost and overflow == "error" and dtype is not None:
-            error = overflow_error(lost, [dtype])
+    def conclude() -> None:
+        [brought] = first_error([together])
+        assert brought is not None
+        if brought.lost and overflow == "error" and dtype is not None:
+            error = overflow_error(brought.lost, [dtype])
             error.remedy = "Choose bf16, or pass overflow='clamp' or overflow='inf'. Nothing was written."
             raise error
-        publish(sums)
-        return [None] * world.size
+        publish(brought.sums)
 
-    world.scatter(attempt(conclude) if world.rank == 0 else [])
+    world.tell(attempt(conclude) if world.rank == 0 else None)
 
 
 def _publish(work: _Work, sums: Sums) -> None:
     """Fills in checksums, and gives the files their names in place of an earlier save's weights."""
     finished = []
     for number, (output, _) in enumerate(work.plan.files):
-        crc, _ = part_move.seal(work.plan, output, work.staging.directory, sums.get(number, []))
+        shares = sums.get(number, {})
+        ranges = enumerate(element_ranges(output))
+        parts = None if shares is None else [(at, n, of_zeros(n) ^ shares.get(i, 0)) for i, (at, n) in ranges]
+        crc, _ = part_move.seal(work.plan, output, work.staging.directory, parts)
         finished.append(Finished(output.path, output.size, crc))
     manifest = Manifest(
         version=__version__,
