@@ -20,6 +20,12 @@ import gc, importlib.metadata, importlib.util, json, os, signal, sys, time, warn
 import beside
 import deepspeed, zckpt.runtime
 
+class InACycle:
+    def __init__(self):
+        self.itself = self
+    def __del__(self):
+        os.write(2, b"collected at the end\\n")
+
 def main():
     rank = os.environ.get("RANK", "0")
     facts = {
@@ -38,6 +44,7 @@ def main():
         while not os.path.exists("facts_0.json"):
             time.sleep(0.1)
         os.kill(os.getpid(), signal.SIGKILL)
+    InACycle()
     sys.exit(int(sys.argv[-1]))
 
 if __name__ == "__main__":
@@ -71,6 +78,7 @@ def test_a_script(home: Path) -> None:
     """Its arguments are its own, also those that zckpt has too; its status is passed on."""
     done = start(home, "scripts/script.py", "--json", "-m", "--nproc", "3", "--help", "7")
     assert done.returncode == 7 and "UserWarning: be warned" in done.stderr, done.stderr
+    assert "collected at the end" in done.stderr
     facts = facts_of(home, 0)
     assert facts.pop("version").startswith("0.19.8+")
     assert facts.pop("file").endswith("scripts/script.py")

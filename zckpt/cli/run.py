@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import gc
 import os
 import runpy
@@ -82,6 +83,7 @@ def run(
 def _as_python_does() -> None:
     """Takes back what the command line has set for itself: signals, warnings, and no garbage collector."""
     gc.enable()
+    atexit.unregister(gc.freeze)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     warnings.formatwarning = python_format

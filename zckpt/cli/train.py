@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import gc
 import os
 import sys
@@ -100,6 +101,7 @@ def train(
         run.check(job)
         words = [*job.arguments(), *(["--json"] if shown.as_json else []), *(["--quiet"] if shown.quiet else [])]
         raise typer.Exit(2 if launch(words, nproc, named=True) else 0)
+    atexit.unregister(gc.freeze)
     gc.enable()  # what is quick for one plan would fill memory in a run of weeks
     first = os.environ.get("RANK", "0") == "0"
     sink = Console(as_json=shown.as_json, quiet=shown.quiet or not first)

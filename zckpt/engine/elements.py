@@ -7,7 +7,6 @@ slices). It shares nothing with the engine that it checks but the geometry of th
 from __future__ import annotations
 
 import array
-import ctypes
 import os
 import sys
 from collections.abc import Iterable, Iterator, Sequence
@@ -27,7 +26,6 @@ from zckpt.core.fragments import (
 from zckpt.core.overlaps import clip
 from zckpt.core.recipes import Kernels, followed
 from zckpt.engine.kernels import ReferenceKernels
-from zckpt.engine.prefetch import in_memory
 from zckpt.storage import fsspec_io
 from zckpt.storage.descriptors import OpenFiles
 
@@ -75,11 +73,14 @@ class ElementReader:
         parts: list[bytes] = []
         for run in runs:
             store, offset = run.store, run.byte_offset
-            if isinstance(store, DerivedStore):
-                block, begin = followed(store, offset, offset + _span(run, size), _Tools(self))
-                store, offset = in_memory(block, store), offset - begin
-            elif not store.at_hand:
-                store, offset = in_memory(fetched[_range(run, size)], store), 0
+            if not store.at_hand:
+                from zckpt.engine.prefetch import in_memory  # which is slow to import, and seldom wanted
+
+                if isinstance(store, DerivedStore):
+                    block, begin = followed(store, offset, offset + _span(run, size), _Tools(self))
+                    store, offset = in_memory(block, store), offset - begin
+                else:
+                    store, offset = in_memory(fetched[_range(run, size)], store), 0
             data = read_elements(store, self._files.of(store)[0], offset, run.count, run.store_step, size)
             parts.append(native(data, wanted.dtype, store.byteorder))
         return b"".join(parts)
@@ -173,6 +174,8 @@ def _read(store: Store, fd: int, offset: int, nbytes: int) -> bytes:
     if isinstance(store, DerivedStore):
         raise TypeError("elements that are nowhere yet")
     if not isinstance(store, FileStore):
+        import ctypes  # which is slow to import, and seldom wanted
+
         return ctypes.string_at(store.address + offset, nbytes)
     parts: list[bytes] = []
     while nbytes:

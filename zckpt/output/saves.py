@@ -11,7 +11,6 @@ commit (`finish_others`). Readers change nothing.
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import os
 import shutil
 from collections.abc import Callable, Collection, Iterator
@@ -56,6 +55,8 @@ class SaveStaging:
     def __init__(self, directory: str, tag: str, is_ours: Callable[[str], bool]) -> None:
         self._directory, self._tag, self._is_ours = directory, tag, is_ours
         self._out = os.path.join(directory, tag)
+        import hashlib  # which is slow to import, and seldom wanted
+
         digits = hashlib.sha256(os.fsencode(tag)).hexdigest()[:16]
         self._work = WorkDirectory(self._out, os.path.join(directory, PREFIX + digits))
         self._seal: Seal | None = None

@@ -8,11 +8,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from zckpt.storage.fsspec_io import THREADS, RemoteFile
 from zckpt.storage.location import Address, Location, OpenFile
+
+if TYPE_CHECKING:
+    from concurrent.futures import Future, ThreadPoolExecutor
 
 _MOST = 2 * THREADS
 """Files that are open ahead, at most; each is its first and its last block in memory."""
@@ -63,6 +66,8 @@ class OpenAhead:
         return _Begun(location.path, self._begun[name])
 
     def _workers(self) -> ThreadPoolExecutor:
+        from concurrent.futures import ThreadPoolExecutor  # which is slow to import, and only wanted of addresses
+
         self._pool = self._pool or ThreadPoolExecutor(THREADS, "zckpt-open")
         return self._pool
 

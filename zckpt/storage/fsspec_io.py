@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple, TypeVar
 
 from zckpt.base.errors import AccessError, NotACheckpointError, RemoteError, UsageError, ZckptError, redact
@@ -246,6 +245,8 @@ def several(ask: Callable[[S], T], questions: Sequence[S]) -> list[T]:
     """What `ask` answers to each question; several requests are under way at a time."""
     if len(questions) < 2:
         return [ask(question) for question in questions]
+    from concurrent.futures import ThreadPoolExecutor  # which is slow to import, and only wanted of addresses
+
     with ThreadPoolExecutor(min(THREADS, len(questions))) as pool:
         return list(pool.map(ask, questions))
 
