@@ -248,10 +248,13 @@ def _warn_of_gradients(state: RunState) -> None:
 
 
 def _with_all_generators(state: RunState) -> RunState:
-    """If not every rank writes an optimizer file, rank 0 keeps the random generators of all."""
+    """If not every rank writes an optimizer file, those that write the model's keep the random generators of all."""
     run = state.run
     if run.settings.zero.stage and run.world_size == run.sharded.size:
         return state
-    rngs: list[dict[str, Any] | None] = [None] * run.world_size
-    dist.all_gather_object(rngs, state.rng)
+    rngs: list[dict[str, Any] | None] = []
+    for writer in range(run.sharded.size):  # the others get nothing, however many ranks there are
+        mine: list[Any] | None = [None] * run.world_size if run.global_rank == writer else None
+        dist.gather_object(state.rng, mine, dst=writer)
+        rngs = mine or rngs
     return replace(state, rng={"all": rngs})

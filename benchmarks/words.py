@@ -1,0 +1,180 @@
+"""What ranks say to each other to agree: bytes that one rank sends and gets, for a save, a load and a live save.
+
+    python benchmarks/words.py
+
+Real processes, 2 to 16 of them, on one machine, zckpt's trainer at stages 0 and 3. Counted are notes in torch.distributed's store
+with their keys, and pickled objects in collectives; the elements that ranks exchange are not. How often a rank looks for a note
+that is not there yet depends on how long it waits, and is not counted. Writes results_words.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import pickle
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+WORLDS = (2, 4, 8, 16)
+PAGE = Path(__file__).with_name("results_words.md")
+WHAT = ("save", "load", "live save")
+
+
+def main() -> None:
+    """Launches the ranks and writes the page."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--worker", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.worker:
+        work(Path(options.worker))
+        return
+    lines = [
+        "# What ranks say to agree", "",
+        "By `benchmarks/words.py`, in real processes: bytes of notes in the store and of objects in collectives, sent and got by "
+        "one rank, and how many notes. Looks for notes that are not there yet are not in it. Rank 0 hears of every rank in each "
+        "meeting, a hundred bytes or less; at stage 0 its file keeps the random generators of all ranks, 12 KB of each. What "
+        "another rank says and hears hardly grows.", "",
+        "| stage | what | ranks | rank 0, bytes | notes | the most of the others, bytes | notes |",
+        "| --- | --- | --- | --- | --- | --- | --- |",
+    ]  # fmt: skip
+    found = {size: launched(size) for size in WORLDS}
+    for stage in ("0", "3"):
+        for what in WHAT:
+            rows: list[list[float]] = []
+            for size in WORLDS:
+                first, *others = found[size][stage][what]
+                rows.append([*first, *(max(one[number] for one in others) for number in range(2))])
+                lines.append(f"| {stage} | {what} | {size} | " + " | ".join(f"{one:,.0f}" for one in rows[-1]) + " |")
+            fitted = [exponent([float(row[number]) for row in rows]) for number in range(4)]
+            lines.append(f"| {stage} | {what} | exponent | " + " | ".join(f"{one:.2f}" for one in fitted) + " |")
+    PAGE.write_text("\n".join(lines) + "\n")
+    print("\n".join(lines))
+
+
+def launched(size: int) -> dict[str, Any]:
+    """What ranks counted: stage -> what -> for each rank [bytes, notes]."""
+    with tempfile.TemporaryDirectory(dir="/dev/shm" if os.access("/dev/shm", os.W_OK) else None) as home:
+        launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={size}"]
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+        done = subprocess.run(
+            [*launcher, __file__, "--worker", home], env=environment, capture_output=True, text=True, check=False
+        )
+        if done.returncode:
+            sys.exit(done.stdout + done.stderr)
+        found: dict[str, Any] = json.loads(Path(home, "found.json").read_text())
+        return found
+
+
+def exponent(values: list[float]) -> float:
+    """Of the power law in the number of ranks that fits best."""
+    xs, ys = [math.log(size) for size in WORLDS], [math.log(max(value, 1)) for value in values]
+    x, y = sum(xs) / len(xs), sum(ys) / len(ys)
+    return sum((a - x) * (b - y) for a, b in zip(xs, ys, strict=True)) / sum((a - x) ** 2 for a in xs)
+
+
+class Counted:
+    """Bytes and notes of this process since the last look."""
+
+    def __init__(self) -> None:
+        import torch.distributed as dist
+
+        from zckpt.live.ranks import Ranks
+        from zckpt.team.rendezvous import StoreRendezvous
+
+        self.nbytes = self.notes = 0
+        put, get = StoreRendezvous.put, StoreRendezvous.get
+
+        def counted_put(this: Any, key: str, note: bytes) -> bool:
+            self.add(len(key) + len(note))
+            return put(this, key, note)
+
+        def counted_get(this: Any, key: str) -> bytes | None:
+            note = get(this, key)
+            if note is not None:
+                self.add(len(key) + len(note))
+            return note
+
+        StoreRendezvous.put, StoreRendezvous.get = counted_put, counted_get  # type: ignore[method-assign,assignment]
+        for kind, name in ((Ranks, "swap"), (Ranks, "send_value"), (Ranks, "receive_value"), (Ranks, "tell")):
+            setattr(kind, name, self.objects(getattr(kind, name)))
+        gather = dist.gather_object
+
+        def counted_gather(value: Any, into: list[Any] | None = None, **options: Any) -> None:
+            gather(value, into, **options)
+            self.nbytes += sum(len(pickle.dumps(one)) for one in (value, *(into or ())))
+
+        dist.gather_object = counted_gather  # type: ignore[assignment]
+
+    def add(self, nbytes: int) -> None:
+        """A note."""
+        self.nbytes, self.notes = self.nbytes + nbytes, self.notes + 1
+
+    def objects(self, job: Callable[..., Any]) -> Callable[..., Any]:
+        """The same call, its objects counted."""
+
+        def call(this: Any, value: Any, *more: Any) -> Any:
+            found = job(this, value, *more)
+            for several in (value, found):
+                pickled = several if isinstance(several, list) else [several]
+                self.nbytes += sum(len(pickle.dumps(one)) for one in pickled if one is not None)
+            return found
+
+        return call
+
+    def taken(self) -> list[int]:
+        """The figures, which begin anew."""
+        found = [self.nbytes, self.notes]
+        self.nbytes = self.notes = 0
+        return found
+
+
+def work(home: Path) -> None:
+    """One rank."""
+    import torch
+    import torch.distributed as dist
+    from torch import nn
+
+    from zckpt import live, runtime
+
+    dist.init_process_group("gloo")
+    counted = Counted()
+    found: dict[str, dict[str, list[Any]]] = {}
+    for stage in (0, 3):
+        config = {
+            "train_micro_batch_size_per_gpu": 1,
+            "zero_optimization": {"stage": stage},
+            "bf16": {"enabled": True},
+            "optimizer": {"type": "AdamW", "params": {"lr": 1e-5}},
+        }
+        torch.manual_seed(0)
+        engine = runtime.initialize(model=nn.Sequential(*(nn.Linear(64, 64) for _ in range(24))), config=config)[0]
+        engine.backward(engine(torch.ones(1, 64, dtype=torch.bfloat16)).float().mean())
+        engine.step()
+        place = str(home / f"run{stage}")
+        jobs: dict[str, Callable[[], object]] = {
+            "save": lambda engine=engine, place=place: engine.save_checkpoint(place, tag="t"),  # type: ignore[misc]
+            "load": lambda engine=engine, place=place: engine.load_checkpoint(place, tag="t"),  # type: ignore[misc]
+            "live save": lambda engine=engine, stage=stage: live.save_pretrained(engine, home / f"w{stage}", "bf16"),  # type: ignore[misc]
+        }
+        for what, job in jobs.items():
+            counted.taken()
+            job()
+            mine = torch.tensor(counted.taken())
+            everyone = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
+            dist.all_gather(everyone, mine)
+            found.setdefault(str(stage), {})[what] = [one.tolist() for one in everyone]
+    if dist.get_rank() == 0:
+        (home / "found.json").write_text(json.dumps(found))
+    dist.barrier()
+    torch.set_num_threads(1)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
