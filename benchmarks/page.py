@@ -32,6 +32,10 @@ TITLES = {
         "Verify and diff",
         "Beside `cat` and `cmp`, which read the same bytes and look at none, or at nothing but equality.",
     ),
+    "looking": (
+        "Inspect",
+        "ZeRO-2 of a GPT-2 shape whose layers are narrow: what is read of a file does not depend on their width.",
+    ),
     "push": (
         "To the hub",
         "bf16 from ZeRO-3 shards, to the tests' hub on loopback, which takes every byte off the wire and looks at none. "
@@ -100,7 +104,7 @@ def write(results: dict[str, Any], path: Path) -> None:
             found = results[name]
             model = (
                 ""
-                if name in ("dcp", "growth", "reshaping in memory")
+                if name in ("dcp", "growth", "looking", "reshaping in memory")
                 else f" GPT-2 shape, {found['layers']} layers of 1,600."
             )
             limits = found.get("limits")

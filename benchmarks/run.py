@@ -26,6 +26,7 @@ import deltas
 import growth
 import hub
 import loading
+import looking
 import merging
 import page
 import quantising
@@ -43,6 +44,7 @@ SECTIONS = {
     "reshaping in memory": reshaping.in_memory,
     "cold": cold.measure,
     "checking": checking.measure,
+    "looking": looking.measure,
     "push": hub.measure,
     "dcp": dcp.measure,
     "rank files": ranks.measure,
