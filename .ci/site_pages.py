@@ -34,6 +34,7 @@ PAGES = {
     "benchmarks/results_load_scale.md": "project/results_load_scale.md",
     "benchmarks/results_machines.md": "project/results_machines.md",
     "benchmarks/results_stops.md": "project/results_stops.md",
+    "benchmarks/results_words.md": "project/results_words.md",
 }
 """File of the repository -> page of the site."""
 UNLISTED = {"project/code-of-conduct.md", "project/readme.md", *(page for page in PAGES.values() if "results" in page)}

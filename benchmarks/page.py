@@ -92,7 +92,8 @@ by `sync`, and where a rival does neither, the table says so. Trainer:
 loads](../benchmarks/results_checkpoints.md). Planning for a trillion parameters:
 [results_giants.md](../benchmarks/results_giants.md); saves of thousands of ranks:
 [results_exchange.md](../benchmarks/results_exchange.md); several machines behind slow links:
-[results_machines.md](../benchmarks/results_machines.md).
+[results_machines.md](../benchmarks/results_machines.md); what ranks say to agree:
+[results_words.md](../benchmarks/results_words.md).
 """
 
 
