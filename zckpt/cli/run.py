@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
-import gc
 import os
 import runpy
 import signal
@@ -14,6 +12,7 @@ from typing import Annotated, NoReturn
 
 import typer
 
+from zckpt.base import collector
 from zckpt.base.errors import UsageError
 from zckpt.cli import options
 from zckpt.cli.declared import command
@@ -82,8 +81,7 @@ def run(
 
 def _as_python_does() -> None:
     """Takes back what the command line has set for itself: signals, warnings, and no garbage collector."""
-    gc.enable()
-    atexit.unregister(gc.freeze)
+    collector.switch_on()
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     warnings.formatwarning = python_format

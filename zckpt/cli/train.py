@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
-import gc
 import os
 import sys
 from collections.abc import Callable, Iterator
@@ -14,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from zckpt.base import collector
 from zckpt.base.errors import UnsupportedError
 from zckpt.base.words import count, size
 from zckpt.cli import options
@@ -101,8 +100,7 @@ def train(
         run.check(job)
         words = [*job.arguments(), *(["--json"] if shown.as_json else []), *(["--quiet"] if shown.quiet else [])]
         raise typer.Exit(2 if launch(words, nproc, named=True) else 0)
-    atexit.unregister(gc.freeze)
-    gc.enable()  # what is quick for one plan would fill memory in a run of weeks
+    collector.switch_on()  # without it, a run of weeks would fill memory
     first = os.environ.get("RANK", "0") == "0"
     sink = Console(as_json=shown.as_json, quiet=shown.quiet or not first)
     with sink.steps(asked.steps) as show, redirect_stdout(sys.stderr):  # stdout is for the result

@@ -83,7 +83,7 @@ class Assignment:
     tensors: dict[str, TensorEntry] | Exception
 
 
-def listing(held: LocalModel | Exception) -> str | None:
+def digest_of_names(held: LocalModel | Exception) -> str | None:
     """What a rank says of the names that it offers, so that ranks which have the same know it."""
     if isinstance(held, Exception):
         return None

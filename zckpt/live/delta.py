@@ -45,7 +45,7 @@ from zckpt.live.assignment import (
     ElementPlace,
     assign,
     contributions,
-    listing,
+    digest_of_names,
 )
 from zckpt.live.assignment import pieces as pieces_of
 from zckpt.live.carry import Lost, PieceCaster
@@ -111,7 +111,7 @@ def export_delta(
     directory = old.directory if isinstance(old, HeldWeights) else os.fspath(old)
     given = attempt(lambda: local_model(engine_or_model))
     before = attempt(lambda: opened_version(directory, Options()))
-    world = Ranks("export_delta", listing(given))
+    world = Ranks("export_delta", digest_of_names(given))
     offers = given if isinstance(given, Exception) else given.offers
     assigned = assign(world, before if isinstance(before, Exception) else offers)
     staging: Staging | None = None

@@ -35,7 +35,7 @@ from zckpt.engine.checksums import element_ranges, of_zeros
 from zckpt.jobs.options import output_dtype, to_dtype
 from zckpt.layouts.plain import read as huggingface
 from zckpt.layouts.save.companions import with_dtype
-from zckpt.live.assignment import ElementPlace, assign, contributions, listing
+from zckpt.live.assignment import ElementPlace, assign, contributions, digest_of_names
 from zckpt.live.carry import Brought, Files, Memory, Sums, bring
 from zckpt.live.parts import LocalModel, local_model, unwrap
 from zckpt.live.ranks import Ranks
@@ -72,7 +72,7 @@ def consolidate(
     """
     wanted = None if dtype is None else to_dtype(_name(dtype))
     given = attempt(lambda: local_model(engine_or_model))
-    world = Ranks("consolidate", listing(given))
+    world = Ranks("consolidate", digest_of_names(given))
     assigned = assign(world, given if isinstance(given, Exception) else given.offers)
     state: dict[str, torch.Tensor] = {}
 
@@ -133,7 +133,7 @@ def save_pretrained(
     target = huggingface.WeightsTarget(container, file=file, max_shard_size=max_shard_size)
     with contextlib.ExitStack() as stack:
         given = attempt(lambda: local_model(engine_or_model))
-        world = Ranks("save_pretrained", listing(given))
+        world = Ranks("save_pretrained", digest_of_names(given))
         assigned = assign(world, given if isinstance(given, Exception) else given.offers)
         work: _Work | None = None
 

@@ -3,9 +3,9 @@
 For `export`. A plain module, one under `fully_shard` (DTensors of any mesh, cut along any dimensions), one that zckpt's trainer
 sharded, and one that DeepSpeed trains at stage 1, 2 or 3: its fp32 masters, not the half-precision copies it computes with.
 
-[Note: offers] Every rank offers what it has of each tensor; several ranks may offer the same elements. Rank 0 chooses
-one (`assignment`): replicas that sharding keeps equal come from the rank that has least to write, and copies that nothing keeps
-equal (buffers, plain parameters) from the lowest rank.
+[Note: offers] Every rank offers what it has of each tensor; several ranks may offer the same elements. `assignment`
+chooses one: replicas that sharding keeps equal are spread so that all ranks write about as much, and copies that nothing keeps
+equal (buffers, plain parameters) come from the lowest rank.
 Source: torch 2.13, distributed/tensor/_utils.py; DeepSpeed 0.19.8, utils/tensor_fragment.py (`_hp_mapping`: stages 1 and 2,
 and the bf16 optimizer) and runtime/zero/stage3.py (`ds_tensor`, `get_local_fp32_param`); checked by tests/interop.
 """

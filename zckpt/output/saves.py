@@ -53,10 +53,10 @@ class SaveStaging:
     """
 
     def __init__(self, directory: str, tag: str, is_ours: Callable[[str], bool]) -> None:
-        self._directory, self._tag, self._is_ours = directory, tag, is_ours
-        self._out = os.path.join(directory, tag)
         import hashlib  # which is slow to import, and seldom wanted
 
+        self._directory, self._tag, self._is_ours = directory, tag, is_ours
+        self._out = os.path.join(directory, tag)
         digits = hashlib.sha256(os.fsencode(tag)).hexdigest()[:16]
         self._work = WorkDirectory(self._out, os.path.join(directory, PREFIX + digits))
         self._seal: Seal | None = None
